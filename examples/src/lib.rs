@@ -1,0 +1,2 @@
+//! Runnable examples of Patchbay.
+#![forbid(unsafe_code)]
