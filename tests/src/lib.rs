@@ -1,1 +1,30 @@
-//! TBD
+// SPDX-License-Identifier: Apache-2.0
+//! What makes Patchbay's integration tests short: a real guest, booted by the
+//! real monitor, with a gRPC client and a shell on its console.
+//!
+//! ```no_run
+//! # async fn example() -> anyhow::Result<()> {
+//! use patchbay_tests::{Environment, Guest};
+//!
+//! let Some(environment) = Environment::linux_guest() else { return Ok(()) };
+//! let mut guest = Guest::builder(&environment).vcpus(2).boot().await?;
+//! assert_eq!(guest.shell("nproc").await?, "2");
+//! guest.power_off().await?;
+//! # Ok(())
+//! # }
+//! ```
+#![forbid(unsafe_code)]
+
+mod console;
+mod environment;
+mod guest;
+
+pub use console::Shell;
+pub use environment::Environment;
+pub use guest::{Guest, GuestBuilder};
+
+/// Says why a test cannot run here; the runner of `cargo xtask test` counts it
+/// as skipped by this line.
+pub fn skip(reason: &str) {
+    println!("SKIPPED: {reason}");
+}

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A shell in the guest, driven by lines over its serial console.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
+use patchbay_proto::v1::{StreamConsoleRequest, StreamConsoleResponse};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+use tonic::transport::Channel;
+
+/// How long any one thing in the guest may take. Generous, because an
+/// emulated guest on a busy machine is slow; a hang is still found.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+
+/// The guest's console: everything it printed, and a way to type.
+#[derive(Debug)]
+pub struct Shell {
+    input: mpsc::Sender<StreamConsoleRequest>,
+    output: Streaming<StreamConsoleResponse>,
+    /// All output since boot.
+    transcript: Vec<u8>,
+    /// Where the part of the transcript begins that nobody has waited for yet.
+    seen: usize,
+    commands: u32,
+}
+
+impl Shell {
+    /// Attaches to the console from the first byte on.
+    pub async fn attach(channel: Channel) -> Result<Self> {
+        let (input, requests) = mpsc::channel(16);
+        input
+            .send(StreamConsoleRequest {
+                offset: 0,
+                input: Vec::new(),
+            })
+            .await?;
+        let output = GuestServiceClient::new(channel)
+            .stream_console(ReceiverStream::new(requests))
+            .await?
+            .into_inner();
+        Ok(Self {
+            input,
+            output,
+            transcript: Vec::new(),
+            seen: 0,
+            commands: 0,
+        })
+    }
+
+    /// Everything the guest has printed so far.
+    pub fn transcript(&self) -> String {
+        String::from_utf8_lossy(&self.transcript).into_owned()
+    }
+
+    /// Waits until `text` appears in output that no earlier call has passed,
+    /// and returns the output up to its end.
+    pub async fn wait_for(&mut self, text: &str) -> Result<String> {
+        match tokio::time::timeout(PATIENCE, self.read_until(text)).await {
+            Ok(found) => found,
+            Err(_) => bail!(
+                "the guest did not print {text:?}; its console so far:\n{}",
+                self.transcript()
+            ),
+        }
+    }
+
+    async fn read_until(&mut self, text: &str) -> Result<String> {
+        loop {
+            let unseen = &self.transcript[self.seen..];
+            let found = unseen
+                .windows(text.len())
+                .position(|window| window == text.as_bytes());
+            if let Some(at) = found {
+                let end = self.seen + at + text.len();
+                let passed = String::from_utf8_lossy(&self.transcript[self.seen..end]).into_owned();
+                self.seen = end;
+                return Ok(passed);
+            }
+            let message = self.output.message().await?;
+            let message = message.with_context(|| {
+                format!(
+                    "the console ended before {text:?}; it said:\n{}",
+                    self.transcript()
+                )
+            })?;
+            self.transcript.extend_from_slice(&message.output);
+        }
+    }
+
+    /// Types a line.
+    pub async fn type_line(&self, line: &str) -> Result<()> {
+        let input = format!("{line}\n").into_bytes();
+        self.input
+            .send(StreamConsoleRequest { offset: 0, input })
+            .await
+            .context("the console is gone")
+    }
+
+    /// Runs a command in the guest's shell and returns its exit status and output.
+    pub async fn run(&mut self, command: &str) -> Result<(i32, String)> {
+        self.commands += 1;
+        let id = self.commands;
+        // The quotes keep an echo of the typed line from looking like the marker.
+        self.type_line(&format!(
+            "echo 'be''gin {id}'; {command}; echo \"en\"\"d {id} $?.\""
+        ))
+        .await?;
+        self.wait_for(&format!("begin {id}")).await?;
+        let output = self.wait_for(&format!("end {id} ")).await?;
+        let status = self.wait_for(".").await?;
+        let status = status
+            .trim_end_matches('.')
+            .parse()
+            .context("exit status of a guest command")?;
+        let output = output
+            .trim_end_matches(&format!("end {id} "))
+            .replace('\r', "");
+        Ok((status, output.trim_matches('\n').to_owned()))
+    }
+}

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Where the test runner put the guest kernel and the programs under test.
+
+use std::path::PathBuf;
+
+/// The files that a test with a Linux guest needs. `cargo xtask test` builds
+/// them and names them in variables.
+#[derive(Debug, Clone)]
+pub struct Environment {
+    /// bzImage with the series (`PATCHBAY_TEST_KERNEL`).
+    pub kernel: PathBuf,
+    /// The same kernel as an ELF file (`PATCHBAY_TEST_VMLINUX`).
+    pub vmlinux: PathBuf,
+    /// bzImage of the same configuration without the series
+    /// (`PATCHBAY_TEST_UNPATCHED_KERNEL`).
+    pub unpatched_kernel: Option<PathBuf>,
+    /// initramfs with a shell, the modules and the guest programs
+    /// (`PATCHBAY_TEST_INITRAMFS`).
+    pub initramfs: PathBuf,
+    /// The monitor (`PATCHBAY_VMM`).
+    pub monitor: PathBuf,
+    /// The operator's command (`PATCHBAY_CLI`).
+    pub cli: PathBuf,
+}
+
+impl Environment {
+    /// What a test with a Linux guest needs, or `None` after saying why it is skipped.
+    pub fn linux_guest() -> Option<Self> {
+        match Self::from_variables() {
+            Ok(environment) => Some(environment),
+            Err(reason) => {
+                crate::skip(&reason);
+                None
+            }
+        }
+    }
+
+    fn from_variables() -> Result<Self, String> {
+        if let Err(error) = std::fs::File::options()
+            .read(true)
+            .write(true)
+            .open("/dev/kvm")
+        {
+            return Err(format!("/dev/kvm cannot be opened ({error})"));
+        }
+        Ok(Self {
+            kernel: file("PATCHBAY_TEST_KERNEL")?,
+            vmlinux: file("PATCHBAY_TEST_VMLINUX")?,
+            unpatched_kernel: file("PATCHBAY_TEST_UNPATCHED_KERNEL").ok(),
+            initramfs: file("PATCHBAY_TEST_INITRAMFS")?,
+            monitor: file("PATCHBAY_VMM")?,
+            cli: file("PATCHBAY_CLI")?,
+        })
+    }
+}
+
+fn file(variable: &str) -> Result<PathBuf, String> {
+    let path = std::env::var_os(variable)
+        .map(PathBuf::from)
+        .ok_or_else(|| format!("{variable} is not set; `cargo xtask test` sets it"))?;
+    if !path.is_file() {
+        return Err(format!(
+            "{variable} names {}, which is not a file",
+            path.display()
+        ));
+    }
+    Ok(path)
+}

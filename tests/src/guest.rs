@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A guest under the real monitor.
+
+use std::path::{Path, PathBuf};
+use std::process::{ExitStatus, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+use hyper_util::rt::TokioIo;
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
+use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use patchbay_proto::v1::{
+    DescribeGuestRequest, DescribeGuestResponse, GetStaticKeyRequest, KeyOp, KeyUpdate,
+    RegistrationState, StaticKey, UpdateStaticKeysRequest, UpdateStaticKeysResponse,
+};
+use tempfile::TempDir;
+use tokio::net::UnixStream;
+use tokio::process::{Child, Command};
+use tonic::transport::{Channel, Endpoint, Uri};
+
+use crate::Environment;
+use crate::console::{PATIENCE, Shell};
+
+/// What to boot. Made by [`Guest::builder`].
+#[derive(Debug, Clone)]
+pub struct GuestBuilder {
+    environment: Environment,
+    kernel: PathBuf,
+    vcpus: u32,
+    memory: String,
+    command_line: String,
+    arguments: Vec<String>,
+}
+
+impl GuestBuilder {
+    /// Another kernel than `Environment::kernel`.
+    pub fn kernel(mut self, kernel: &Path) -> Self {
+        self.kernel = kernel.to_owned();
+        self
+    }
+
+    /// Number of vCPUs, 1 to 16; 1 unless said.
+    pub fn vcpus(mut self, vcpus: u32) -> Self {
+        self.vcpus = vcpus;
+        self
+    }
+
+    /// Words to add to the kernel's command line.
+    pub fn command_line(mut self, words: &str) -> Self {
+        self.command_line.push(' ');
+        self.command_line.push_str(words);
+        self
+    }
+
+    /// Another argument of the monitor.
+    pub fn argument(mut self, argument: &str) -> Self {
+        self.arguments.push(argument.to_owned());
+        self
+    }
+
+    /// Boots and waits for the shell on the console.
+    pub async fn boot(self) -> Result<Guest> {
+        let folder = tempfile::tempdir()?;
+        let socket = folder.path().join("api.sock");
+        let log = folder.path().join("monitor.log");
+        let log_file = std::fs::File::create(&log)?;
+        let process = Command::new(&self.environment.monitor)
+            .arg("--kernel")
+            .arg(&self.kernel)
+            .arg("--initrd")
+            .arg(&self.environment.initramfs)
+            .args(["--cmdline", &self.command_line])
+            .args(["--memory", &self.memory])
+            .args(["--vcpus", &self.vcpus.to_string()])
+            .arg("--api-socket")
+            .arg(&socket)
+            .args(["--console", "api"])
+            .args(&self.arguments)
+            .stdin(Stdio::null())
+            .stdout(log_file.try_clone()?)
+            .stderr(log_file)
+            .kill_on_drop(true)
+            .spawn()
+            .with_context(|| format!("cannot start {}", self.environment.monitor.display()))?;
+
+        let mut guest = Guest {
+            process,
+            folder,
+            socket,
+            log,
+            connection: None,
+        };
+        let channel = guest.connect().await?;
+        let shell = Shell::attach(channel.clone()).await?;
+        guest.connection = Some(Connection { channel, shell });
+        // The first command is answered as soon as there is a shell to read it.
+        guest.shell("dmesg -n 1").await?;
+        Ok(guest)
+    }
+}
+
+/// A booted guest; killed when dropped.
+#[derive(Debug)]
+pub struct Guest {
+    process: Child,
+    folder: TempDir,
+    socket: PathBuf,
+    log: PathBuf,
+    connection: Option<Connection>,
+}
+
+#[derive(Debug)]
+struct Connection {
+    channel: Channel,
+    shell: Shell,
+}
+
+impl Guest {
+    /// A guest with 1 vCPU and 256 MiB that runs the patched kernel.
+    pub fn builder(environment: &Environment) -> GuestBuilder {
+        GuestBuilder {
+            environment: environment.clone(),
+            kernel: environment.kernel.clone(),
+            vcpus: 1,
+            memory: "256M".to_owned(),
+            command_line: "console=ttyS0 quiet panic=-1 reboot=k".to_owned(),
+            arguments: Vec::new(),
+        }
+    }
+
+    /// The monitor's socket.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// A folder that lives as long as the guest.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Process id of the monitor.
+    pub fn monitor_pid(&self) -> Option<u32> {
+        self.process.id()
+    }
+
+    /// What the monitor printed.
+    pub fn monitor_log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    async fn connect(&mut self) -> Result<Channel> {
+        let deadline = tokio::time::Instant::now() + PATIENCE;
+        loop {
+            // There is no event for "a socket appeared and is listened to"
+            // that both ends share, so this asks again until the deadline.
+            if let Ok(channel) = connect(&self.socket).await {
+                return Ok(channel);
+            }
+            if let Some(status) = self.process.try_wait()? {
+                bail!("the monitor ended with {status}:\n{}", self.monitor_log());
+            }
+            ensure!(
+                tokio::time::Instant::now() < deadline,
+                "the monitor opened no socket:\n{}",
+                self.monitor_log()
+            );
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+    }
+
+    fn connection(&mut self) -> &mut Connection {
+        self.connection.as_mut().expect("boot() connected")
+    }
+
+    /// The connection to the monitor, for further clients.
+    pub fn channel(&mut self) -> Channel {
+        self.connection().channel.clone()
+    }
+
+    /// The guest's console.
+    pub fn console(&mut self) -> &mut Shell {
+        &mut self.connection().shell
+    }
+
+    /// A client of the guest's static keys.
+    pub fn static_keys(&mut self) -> StaticKeysServiceClient<Channel> {
+        StaticKeysServiceClient::new(self.channel())
+    }
+
+    /// A client of the guest as a whole.
+    pub fn guest_service(&mut self) -> GuestServiceClient<Channel> {
+        GuestServiceClient::new(self.channel())
+    }
+
+    /// Runs a command in the guest, which must succeed, and returns its output.
+    pub async fn shell(&mut self, command: &str) -> Result<String> {
+        let (status, output) = match self.console().run(command).await {
+            Ok(answer) => answer,
+            Err(error) => {
+                return Err(error.context(format!("monitor's log:\n{}", self.monitor_log())));
+            }
+        };
+        ensure!(
+            status == 0,
+            "`{command}` in the guest ended with {status}: {output}"
+        );
+        Ok(output)
+    }
+
+    /// What the monitor says of its guest.
+    pub async fn describe(&mut self) -> Result<DescribeGuestResponse> {
+        Ok(self
+            .guest_service()
+            .describe_guest(DescribeGuestRequest {})
+            .await?
+            .into_inner())
+    }
+
+    /// Fails unless the guest's kernel has registered its keys.
+    pub async fn assert_registered(&mut self) -> Result<DescribeGuestResponse> {
+        let guest = self.describe().await?;
+        ensure!(
+            guest.registration() == RegistrationState::Registered,
+            "the guest has not registered: {:?} {}",
+            guest.registration(),
+            guest.registration_error
+        );
+        Ok(guest)
+    }
+
+    /// One key with its sites.
+    pub async fn key(&mut self, name: &str) -> Result<StaticKey> {
+        let request = GetStaticKeyRequest {
+            name: name.to_owned(),
+        };
+        let response = self
+            .static_keys()
+            .get_static_key(request)
+            .await?
+            .into_inner();
+        response.key.context("an answer without a key")
+    }
+
+    /// Changes keys in one transaction; guarded ones are allowed if the
+    /// monitor was started so.
+    pub async fn update(
+        &mut self,
+        updates: &[(&str, KeyOp)],
+    ) -> Result<UpdateStaticKeysResponse, tonic::Status> {
+        let updates = updates
+            .iter()
+            .map(|(name, op)| KeyUpdate {
+                name: (*name).to_owned(),
+                op: (*op).into(),
+                etag: String::new(),
+            })
+            .collect();
+        let request = UpdateStaticKeysRequest {
+            updates,
+            allow_guarded: true,
+            ..Default::default()
+        };
+        Ok(self
+            .static_keys()
+            .update_static_keys(request)
+            .await?
+            .into_inner())
+    }
+
+    /// Fails if the guest's kernel has warned or worse since boot.
+    pub async fn assert_no_warnings(&mut self) -> Result<()> {
+        let log = self.shell("dmesg").await?;
+        let alarms = [
+            "WARNING:",
+            "BUG:",
+            "Oops",
+            "general protection",
+            "invalid opcode",
+            "soft lockup",
+            "Call Trace",
+        ];
+        for line in log.lines() {
+            ensure!(
+                !alarms.iter().any(|alarm| line.contains(alarm)),
+                "the guest's kernel complains:\n{log}"
+            );
+        }
+        Ok(())
+    }
+
+    /// Powers the guest off from inside and waits for the monitor to end by itself.
+    pub async fn power_off(mut self) -> Result<ExitStatus> {
+        self.console().type_line("poweroff -f").await?;
+        self.wait().await
+    }
+
+    /// Waits for the monitor to end.
+    pub async fn wait(&mut self) -> Result<ExitStatus> {
+        match tokio::time::timeout(PATIENCE, self.process.wait()).await {
+            Ok(status) => Ok(status?),
+            Err(_) => bail!("the monitor did not end:\n{}", self.monitor_log()),
+        }
+    }
+}
+
+/// Connects to the API on a unix socket.
+pub(crate) async fn connect(socket: &Path) -> Result<Channel> {
+    let socket = socket.to_owned();
+    // The URI is required and unused: the connector knows the way.
+    let channel = Endpoint::from_static("http://monitor")
+        .connect_with_connector(tower::service_fn(move |_: Uri| {
+            let socket = socket.clone();
+            async move { UnixStream::connect(socket).await.map(TokioIo::new) }
+        }))
+        .await?;
+    Ok(channel)
+}
