@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# Second program of the lab: runs the job and reports its exit status. Ports: 1 control,
+# 2 standard output, 3 standard error, 4 standard input; hvc0 is the terminal, if there is one.
+lab=/run/lab
+bb=$lab/busybox
+
+$bb mkdir -p /dev/pts /dev/shm
+$bb mount -t devpts -o mode=620,ptmxmode=666 devpts /dev/pts
+$bb mount -t tmpfs shm /dev/shm
+$bb ln -sfn /proc/self/fd /dev/fd
+for n in 0:stdin 1:stdout 2:stderr; do $bb ln -sfn "/proc/self/fd/${n%:*}" "/dev/${n#*:}"; done
+[ -c /dev/kvm ] && $bb chmod 666 /dev/kvm
+$bb ip link set lo up
+$bb ulimit -n 65536 2>/dev/null
+
+# Ports appear asynchronously; the last is 4. The first number is that of the virtio device.
+tries=0
+until [ -c /dev/vport*p4 ]; do
+	tries=$((tries + 1))
+	[ $tries -lt 1000 ] || { echo "lab: no virtio ports" >/dev/console; exit 1; }
+	$bb usleep 10000
+done
+port=$(echo /dev/vport*p4)
+port=${port%4}
+exec 9>"${port}1"
+echo ready >&9
+
+if [ -f $lab/terminal ]; then
+	. $lab/terminal
+	$bb setsid -c $bb sh $lab/job </dev/hvc0 >/dev/hvc0 2>&1 9>&-
+	status=$?
+else
+	# Through pipes, because a port can be open only once and the job may reopen /dev/stdout.
+	$bb mkfifo $lab/stdout $lab/stderr
+	$bb cat $lab/stdout >"${port}2" 9>&- & out=$!
+	$bb cat $lab/stderr >"${port}3" 9>&- & err=$!
+	$bb sh $lab/job <"${port}4" >$lab/stdout 2>$lab/stderr 9>&-
+	status=$?
+	# Both end when the last writer has gone. A job that left a process behind does not hold
+	# up the lab for long.
+	tries=0
+	while { kill -0 $out || kill -0 $err; } 2>/dev/null && [ $tries -lt 200 ]; do
+		tries=$((tries + 1))
+		$bb usleep 10000
+	done
+fi
+$bb sync
+echo "exit $status" >&9
+# The host ends QEMU on reading this.
+$bb sleep 10
+$bb poweroff -f

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The cache of things that take long to build: kernels, initramfs images, the lab, tools.
+//!
+//! An entry is a folder `<cache>/<kind>/<key>`, where the key is the hash of everything that
+//! went into it. It is built under another name, gets a file `complete` last and is then
+//! renamed, so a broken or interrupted build is never used. A lock file beside the entry keeps
+//! two processes from building it at the same time.
+
+use std::fs::{self, File, TryLockError};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use sha2::{Digest, Sha256};
+
+const COMPLETE: &str = "complete";
+
+/// `$XDG_CACHE_HOME/patchbay`, or `~/.cache/patchbay`.
+pub fn root() -> Result<PathBuf> {
+    let base = match std::env::var_os("XDG_CACHE_HOME").filter(|v| !v.is_empty()) {
+        Some(dir) => PathBuf::from(dir),
+        None => {
+            let home = std::env::var_os("HOME").context(
+                "neither XDG_CACHE_HOME nor HOME is set; set one so that builds can be cached",
+            )?;
+            PathBuf::from(home).join(".cache")
+        }
+    };
+    Ok(base.join("patchbay"))
+}
+
+/// Collects the inputs of an entry. Each has a label, and lengths are hashed too, so that no
+/// two different lists of inputs look alike.
+pub struct Inputs(Sha256);
+
+impl Inputs {
+    /// Starts with the name and version of the recipe that turns the inputs into the entry.
+    pub fn new(recipe: &str) -> Self {
+        let mut inputs = Self(Sha256::new());
+        inputs.add("recipe", recipe);
+        inputs
+    }
+
+    /// Adds one input.
+    pub fn add(&mut self, label: &str, content: impl AsRef<[u8]>) {
+        for part in [label.as_bytes(), content.as_ref()] {
+            self.0.update((part.len() as u64).to_le_bytes());
+            self.0.update(part);
+        }
+    }
+
+    /// Adds a file's content.
+    pub fn add_file(&mut self, label: &str, path: &Path) -> Result<()> {
+        let content = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        self.add(label, content);
+        Ok(())
+    }
+
+    /// Adds every file below a folder with its relative path, in a fixed order.
+    pub fn add_folder(&mut self, label: &str, folder: &Path) -> Result<()> {
+        for path in files_below(folder)? {
+            let name = path.strip_prefix(folder)?.to_string_lossy().into_owned();
+            self.add_file(&format!("{label}/{name}"), &path)?;
+        }
+        Ok(())
+    }
+
+    /// The entry's key: 80 bits of the hash, in hexadecimal.
+    pub fn key(self) -> String {
+        self.0
+            .finalize()
+            .iter()
+            .take(10)
+            .map(|byte| format!("{byte:02x}"))
+            .collect()
+    }
+}
+
+/// All files below a folder, sorted by path. Symbolic links are not followed into folders.
+pub fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    let mut folders = vec![folder.to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        let entries =
+            fs::read_dir(&folder).with_context(|| format!("cannot list {}", folder.display()))?;
+        for entry in entries {
+            let entry = entry?;
+            match entry.file_type()?.is_dir() {
+                true => folders.push(entry.path()),
+                false => files.push(entry.path()),
+            }
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// Returns the folder of a complete entry, after building it if there is none. `build` gets an
+/// empty folder to fill; when it fails the folder is kept for inspection until the next try.
+pub fn entry(kind: &str, key: &str, build: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
+    let parent = root()?.join(kind);
+    let entry = parent.join(key);
+    if entry.join(COMPLETE).exists() {
+        return Ok(entry);
+    }
+    fs::create_dir_all(&parent).with_context(|| format!("cannot create {}", parent.display()))?;
+    let _lock = lock(&parent.join(format!("{key}.lock")))?;
+    // Another process may have built it while this one waited.
+    if entry.join(COMPLETE).exists() {
+        return Ok(entry);
+    }
+    let partial = parent.join(format!("{key}.partial"));
+    remove_folder(&partial)?;
+    remove_folder(&entry)?;
+    fs::create_dir(&partial)?;
+    build(&partial)?;
+    // The data must be on disk before the name says so, or a power cut could leave empty files.
+    for file in files_below(&partial)? {
+        File::open(&file)?.sync_all()?;
+    }
+    fs::write(partial.join(COMPLETE), "")?;
+    fs::rename(&partial, &entry)?;
+    Ok(entry)
+}
+
+/// Whether the entry exists and is complete.
+pub fn has(kind: &str, key: &str) -> Result<bool> {
+    Ok(root()?.join(kind).join(key).join(COMPLETE).exists())
+}
+
+fn lock(path: &Path) -> Result<File> {
+    let file = File::create(path).with_context(|| format!("cannot create {}", path.display()))?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            eprintln!(
+                "waiting for another process that builds the same ({})",
+                path.display()
+            );
+            file.lock()?;
+        }
+        Err(TryLockError::Error(error)) => return Err(error.into()),
+    }
+    Ok(file)
+}
+
+fn remove_folder(path: &Path) -> Result<()> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", path.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(parts: &[(&str, &str)]) -> String {
+        let mut inputs = Inputs::new("test 1");
+        for (label, content) in parts {
+            inputs.add(label, content);
+        }
+        inputs.key()
+    }
+
+    #[test]
+    fn keys_tell_inputs_apart() {
+        assert_eq!(
+            key(&[("a", "1"), ("b", "2")]),
+            key(&[("a", "1"), ("b", "2")])
+        );
+        let distinct = [
+            key(&[("a", "1"), ("b", "2")]),
+            key(&[("b", "2"), ("a", "1")]),
+            key(&[("a", "1b"), ("", "2")]),
+            key(&[("a", "1"), ("b", "3")]),
+            key(&[("a1", ""), ("b", "2")]),
+            key(&[]),
+        ];
+        for (n, one) in distinct.iter().enumerate() {
+            assert!(
+                distinct[n + 1..].iter().all(|other| other != one),
+                "{one} twice"
+            );
+        }
+    }
+
+    #[test]
+    fn folder_key_follows_names_and_content() {
+        let folder = tempfile::tempdir().unwrap();
+        let of = || {
+            let mut inputs = Inputs::new("test 1");
+            inputs.add_folder("f", folder.path()).unwrap();
+            inputs.key()
+        };
+        fs::create_dir(folder.path().join("sub")).unwrap();
+        fs::write(folder.path().join("sub/a"), "1").unwrap();
+        let first = of();
+        assert_eq!(first, of());
+        fs::rename(folder.path().join("sub/a"), folder.path().join("sub/b")).unwrap();
+        let renamed = of();
+        assert_ne!(first, renamed);
+        fs::write(folder.path().join("sub/b"), "2").unwrap();
+        assert_ne!(renamed, of());
+    }
+}

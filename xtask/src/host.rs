@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The host: what it can do, and the Debian packages it lacks.
+
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use crate::step::Steps;
+
+/// Packages the lab needs: an emulator, and the tools its initramfs is made with.
+pub const LAB: &[&str] = &["qemu-system-x86", "busybox-static", "xz-utils"];
+
+/// Packages a guest kernel is built with.
+pub const KERNEL: &[&str] = &[
+    "linux-source-6.12",
+    "gcc",
+    "make",
+    "patch",
+    "flex",
+    "bison",
+    "bc",
+    "libc6-dev",
+    "libelf-dev",
+    "libssl-dev",
+    "xz-utils",
+];
+
+/// Packages a guest's initramfs is built with.
+pub const INITRAMFS: &[&str] = &["busybox-static", "gcc", "libc6-dev"];
+
+/// The repository's root folder.
+pub fn repository() -> PathBuf {
+    let xtask = Path::new(env!("CARGO_MANIFEST_DIR"));
+    xtask
+        .parent()
+        .expect("xtask lies in the repository")
+        .to_path_buf()
+}
+
+/// Where logs and other output that is not worth caching go.
+pub fn target() -> PathBuf {
+    match std::env::var_os("CARGO_TARGET_DIR") {
+        Some(dir) => std::path::absolute(&dir).unwrap_or_else(|_| dir.into()),
+        None => repository().join("target"),
+    }
+}
+
+/// Those of the packages that are not installed, each once.
+pub fn missing_packages(wanted: &[&str]) -> Result<Vec<String>> {
+    let mut wanted: Vec<&str> = wanted.to_vec();
+    wanted.sort_unstable();
+    wanted.dedup();
+    let output = Command::new("dpkg-query")
+        .args(["--show", "--showformat=${Package} ${db:Status-Status}\n"])
+        .args(&wanted)
+        .stderr(Stdio::null())
+        .output()
+        .context("cannot run dpkg-query; Patchbay's developer commands need a Debian system")?;
+    let listing = String::from_utf8_lossy(&output.stdout).into_owned();
+    Ok(not_installed(&wanted, &listing))
+}
+
+fn not_installed(wanted: &[&str], listing: &str) -> Vec<String> {
+    let installed = |package: &str| {
+        listing
+            .lines()
+            .any(|line| line.split_once(' ') == Some((package, "installed")))
+    };
+    wanted
+        .iter()
+        .filter(|package| !installed(package))
+        .map(|p| (*p).to_owned())
+        .collect()
+}
+
+/// How this process can become root.
+pub fn root_prefix() -> Option<&'static [&'static str]> {
+    if rustix::process::geteuid().is_root() {
+        return Some(&[]);
+    }
+    let sudo = Command::new("sudo")
+        .args(["-n", "true"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
+    sudo.is_ok_and(|status| status.success())
+        .then_some(&["sudo", "-n"])
+}
+
+/// The command that a person would type to install the packages.
+pub fn install_command(packages: &[String]) -> String {
+    format!(
+        "sudo apt-get update && sudo apt-get install --no-install-recommends -y {}",
+        packages.join(" ")
+    )
+}
+
+/// Installs those of the packages that are missing.
+pub fn ensure_packages(wanted: &[&str]) -> Result<()> {
+    let missing = missing_packages(wanted)?;
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let Some(prefix) = root_prefix() else {
+        bail!(
+            "these Debian packages are missing, and this user cannot install them:\n  {}\n\
+             Install them with\n  {}\nand run this command again.",
+            missing.join(" "),
+            install_command(&missing)
+        );
+    };
+    let log = target().join("xtask/apt.log");
+    let steps = Steps::new(
+        &format!("installing Debian packages: {}", missing.join(" ")),
+        &log,
+    )?;
+    let apt = |arguments: &[&str]| {
+        let mut words = prefix
+            .iter()
+            .copied()
+            .chain(["apt-get"])
+            .chain(arguments.iter().copied());
+        let mut command = Command::new(words.next().expect("apt-get at least"));
+        // sudo drops most of the environment, so the package scripts are told through env(1).
+        command.args(words).env("DEBIAN_FRONTEND", "noninteractive");
+        command
+    };
+    let install = || {
+        let mut command = apt(&["install", "--no-install-recommends", "-y"]);
+        command.args(&missing);
+        command
+    };
+    if !package_lists_present() || steps.run("apt-get install", &mut install()).is_err() {
+        // Lists that are absent or too old are the usual reason for a failed install.
+        steps.run("apt-get update", &mut apt(&["update"]))?;
+        steps.run("apt-get install", &mut install())?;
+    }
+    Ok(())
+}
+
+fn package_lists_present() -> bool {
+    let lists = fs::read_dir("/var/lib/apt/lists")
+        .into_iter()
+        .flatten()
+        .flatten();
+    lists
+        .into_iter()
+        .any(|entry| entry.file_name().to_string_lossy().contains("_Packages"))
+}
+
+/// Refreshes apt's package lists if there are none.
+pub fn ensure_package_lists() -> Result<()> {
+    if package_lists_present() {
+        return Ok(());
+    }
+    let Some(prefix) = root_prefix() else {
+        bail!("apt has no package lists. Run `sudo apt-get update` and try again.");
+    };
+    let mut words = prefix.iter().copied().chain(["apt-get", "update"]);
+    let mut command = Command::new(words.next().expect("apt-get at least"));
+    let log = target().join("xtask/apt.log");
+    Steps::new("refreshing apt's package lists", &log)?.run("apt-get update", command.args(words))
+}
+
+/// What /dev/kvm is good for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kvm {
+    /// No such device.
+    Missing,
+    /// The device exists, but this user may not open it.
+    Forbidden,
+    /// It exists, but opening it fails for another reason.
+    Broken,
+    /// It works; the CPU shows neither VMX nor SVM, so guests' kernel code is emulated in
+    /// software, which is enough for the bare-metal guests and not for Linux.
+    Software,
+    /// It works, on a CPU with VMX or SVM.
+    Hardware,
+}
+
+impl Kvm {
+    /// Looks at this machine.
+    pub fn probe() -> Self {
+        match OpenOptions::new().read(true).write(true).open("/dev/kvm") {
+            Err(error) => match error.kind() {
+                io::ErrorKind::NotFound => Self::Missing,
+                io::ErrorKind::PermissionDenied => Self::Forbidden,
+                _ => Self::Broken,
+            },
+            Ok(_) => {
+                let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+                if has_virtualization(&cpuinfo) {
+                    Self::Hardware
+                } else {
+                    Self::Software
+                }
+            }
+        }
+    }
+
+    /// Whether a Linux guest runs on this machine without the lab.
+    pub fn runs_linux(self) -> bool {
+        self == Self::Hardware
+    }
+
+    /// Whether a bare-metal guest runs on this machine without the lab.
+    pub fn runs_bare_metal(self) -> bool {
+        matches!(self, Self::Hardware | Self::Software)
+    }
+
+    /// One sentence on what was found.
+    pub fn describe(self) -> &'static str {
+        match self {
+            Self::Missing => "/dev/kvm does not exist (no KVM module, or a container without it)",
+            Self::Forbidden => "/dev/kvm may not be opened by this user (join the group kvm)",
+            Self::Broken => "/dev/kvm exists but cannot be opened",
+            Self::Software => "/dev/kvm works, but the CPU offers neither vmx nor svm",
+            Self::Hardware => "/dev/kvm works on a CPU with hardware virtualization",
+        }
+    }
+}
+
+fn has_virtualization(cpuinfo: &str) -> bool {
+    cpuinfo
+        .lines()
+        .filter(|line| line.starts_with("flags"))
+        .flat_map(str::split_whitespace)
+        .any(|flag| flag == "vmx" || flag == "svm")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packages_that_are_absent_or_half_installed_count_as_missing() {
+        let listing = "gcc installed\nflex config-files\nlibelf-dev installed\n";
+        let missing = not_installed(&["bison", "flex", "gcc", "libelf-dev"], listing);
+        assert_eq!(missing, ["bison", "flex"]);
+    }
+
+    #[test]
+    fn virtualization_is_a_whole_word_among_the_flags() {
+        assert!(has_virtualization(
+            "model name : x\nflags\t\t: fpu svm sse\n"
+        ));
+        assert!(has_virtualization("flags : vmx\n"));
+        assert!(!has_virtualization(
+            "model name : svm\nflags : fpu svm_lock vmxx\n"
+        ));
+        assert!(!has_virtualization(""));
+    }
+}

@@ -1,0 +1,462 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The lab: a virtual machine with working KVM on any host.
+//!
+//! QEMU without acceleration emulates a CPU with AMD's SVM and boots a stock Debian kernel with
+//! kvm_amd. Inside, the host's root file system is visible read-only over 9p, under an overlay
+//! in memory, so a program built on the host runs unchanged; what it writes is lost, except
+//! below one folder, `PATCHBAY_LAB_OUT`.
+//!
+//! ```text
+//!   host  cargo xtask lab -- CMD            QEMU (TCG, 1 CPU)
+//!         control  <── "ready", "exit N" ── vport0p1
+//!         stdout   <─────────────────────── vport0p2      stage2.sh runs CMD
+//!         stderr   <─────────────────────── vport0p3
+//!         stdin    ───────────────────────> vport0p4
+//!         terminal <──────────────────────> hvc0          instead of 2 to 4, when interactive
+//!         console.log <──────────────────── ttyS0         kernel messages
+//! ```
+//!
+//! One CPU, always: with two, the lab's kernel or its guests hang.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::lab_image::{self, Image};
+use crate::step::tail;
+use crate::terminal::RawTerminal;
+use crate::{cpio, host, shell};
+
+/// Within this time the lab must be up. It takes 4 s on an idle machine.
+const BOOT_DEADLINE: Duration = Duration::from_secs(180);
+
+/// The variable that tells a job its writable folder.
+pub const OUT_VARIABLE: &str = "PATCHBAY_LAB_OUT";
+
+/// A job for the lab.
+pub struct Job {
+    /// Program and arguments.
+    pub command: Vec<OsString>,
+    /// Where to run it.
+    pub folder: PathBuf,
+    /// Its environment.
+    pub environment: BTreeMap<OsString, OsString>,
+    /// The host's folder that is writable in the lab, under the same name.
+    pub out: PathBuf,
+    /// The lab's memory in MiB.
+    pub memory_mib: u32,
+    /// How long the job may take, without the boot.
+    pub timeout: Option<Duration>,
+}
+
+impl Job {
+    /// A job in this process's folder and environment.
+    pub fn new(command: Vec<OsString>) -> Result<Self> {
+        let out = match std::env::var_os(OUT_VARIABLE) {
+            Some(out) => std::path::absolute(out)?,
+            None => host::target().join("lab"),
+        };
+        Ok(Self {
+            command,
+            folder: std::env::current_dir()?,
+            environment: std::env::vars_os().collect(),
+            out,
+            memory_mib: 4096,
+            timeout: None,
+        })
+    }
+
+    fn script(&self) -> Vec<u8> {
+        let mut script = Vec::new();
+        for (name, value) in &self.environment {
+            if shell::is_variable_name(name) {
+                script.extend(
+                    [
+                        b"export ",
+                        name.as_bytes(),
+                        b"=",
+                        &shell::quote(value),
+                        b"\n",
+                    ]
+                    .concat(),
+                );
+            }
+        }
+        let out = shell::quote(self.out.as_os_str());
+        script.extend([b"export ", OUT_VARIABLE.as_bytes(), b"=", &out, b"\n"].concat());
+        let folder = shell::quote(self.folder.as_os_str());
+        script.extend([b"cd ", &folder[..], b" || exit 125\nexec"].concat());
+        for word in &self.command {
+            script.push(b' ');
+            script.extend(shell::quote(word));
+        }
+        script.push(b'\n');
+        script
+    }
+}
+
+/// Where a job's streams go.
+pub enum Streams {
+    /// This process's own; a terminal, if it has one.
+    Inherit,
+    /// Nothing to read; both outputs go to one writer per stream.
+    To(Box<dyn Write + Send>, Box<dyn Write + Send>),
+}
+
+/// Runs a job to its end and returns its exit status as a shell would: 128 + n for signal n.
+pub fn run(job: &Job, streams: Streams) -> Result<u8> {
+    host::ensure_packages(host::LAB)?;
+    let image = lab_image::get()?;
+    fs::create_dir_all(&job.out).with_context(|| format!("cannot create {}", job.out.display()))?;
+    let mut lab = Lab::start(job, &image, streams)?;
+    let result = lab.wait(job);
+    lab.stop();
+    match result {
+        Ok(status) => {
+            let _ = fs::remove_file(&lab.console_log);
+            Ok(status)
+        }
+        Err(error) => bail!(
+            "{error:#}\nThe lab's console, {}, ends with:\n{}",
+            lab.console_log.display(),
+            tail(&lab.console_log, 20)
+        ),
+    }
+}
+
+enum Event {
+    Ready,
+    Exit(u8),
+    /// QEMU closed the control port.
+    Gone,
+}
+
+struct Lab {
+    qemu: Child,
+    console_log: PathBuf,
+    control: Receiver<Event>,
+    copies: Vec<JoinHandle<()>>,
+    // Restores the terminal when dropped.
+    terminal: Option<RawTerminal>,
+    // On a full close QEMU would throw away input that the guest has not read yet.
+    _stdin: UnixStream,
+    // Holds the sockets and the initramfs; removed when dropped.
+    _files: tempfile::TempDir,
+}
+
+impl Lab {
+    fn start(job: &Job, image: &Image, streams: Streams) -> Result<Self> {
+        let files = tempfile::Builder::new().prefix("patchbay-lab-").tempdir()?;
+        let logs = host::target().join("lab-logs");
+        fs::create_dir_all(&logs)?;
+        let name = files
+            .path()
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        let console_log = logs.join(format!("{name}.log"));
+
+        let size = match streams {
+            Streams::Inherit => RawTerminal::size_if_interactive(),
+            Streams::To(..) => None,
+        };
+        let initramfs = files.path().join("initramfs");
+        let mut bytes = fs::read(&image.initramfs)?;
+        bytes.extend(job_archive(job, size));
+        fs::write(&initramfs, bytes)?;
+
+        let mut qemu = qemu_command(job, image, &initramfs, &console_log);
+        let mut listen = |name: &str| -> Result<UnixListener> {
+            let path = files.path().join(name);
+            let listener = UnixListener::bind(&path)?;
+            qemu.arg("-chardev")
+                .arg(option(&format!("socket,id={name},path="), &path, ""));
+            Ok(listener)
+        };
+        let control = listen("control")?;
+        let stdout = listen("stdout")?;
+        let stderr = listen("stderr")?;
+        let stdin = listen("stdin")?;
+        let terminal = size.map(|_| listen("terminal")).transpose()?;
+        qemu.args(["-device", "virtio-serial-pci"]);
+        if terminal.is_some() {
+            qemu.args(["-device", "virtconsole,chardev=terminal,nr=0"]);
+        }
+        for (number, port) in ["control", "stdout", "stderr", "stdin"].iter().enumerate() {
+            let number = number + 1;
+            qemu.arg("-device")
+                .arg(format!("virtserialport,chardev={port},nr={number}"));
+        }
+        let mut qemu = qemu
+            .spawn()
+            .context("cannot start setpriv and qemu-system-x86_64")?;
+
+        // QEMU connects to all of them before it runs the guest, and exits if it cannot.
+        let mut connect = |listener: UnixListener| accept(&listener, &mut qemu);
+        let control = control_events(connect(control)?);
+        let (stdout, stderr, stdin) = (connect(stdout)?, connect(stderr)?, connect(stdin)?);
+        let terminal = terminal.map(connect).transpose()?;
+        let mut copies = Vec::new();
+        let mut raw = None;
+        match (streams, terminal) {
+            (Streams::To(out, err), _) => {
+                stdin.shutdown(Shutdown::Write)?;
+                copies.push(thread::spawn(move || copy(stdout, out)));
+                copies.push(thread::spawn(move || copy(stderr, err)));
+            }
+            (Streams::Inherit, Some(terminal)) => {
+                raw = Some(RawTerminal::enter()?);
+                let input = terminal.try_clone()?;
+                thread::spawn(move || copy(io::stdin(), input));
+                copies.push(thread::spawn(move || copy(terminal, io::stdout())));
+            }
+            (Streams::Inherit, None) => {
+                copies.push(thread::spawn(move || copy(stdout, io::stdout())));
+                copies.push(thread::spawn(move || copy(stderr, io::stderr())));
+                if RawTerminal::is_terminal_input() {
+                    stdin.shutdown(Shutdown::Write)?;
+                } else {
+                    let stdin = stdin.try_clone()?;
+                    thread::spawn(move || {
+                        copy(io::stdin(), &stdin);
+                        let _ = stdin.shutdown(Shutdown::Write);
+                    });
+                }
+            }
+        }
+        Ok(Self {
+            qemu,
+            console_log,
+            control,
+            copies,
+            terminal: raw,
+            _stdin: stdin,
+            _files: files,
+        })
+    }
+
+    /// Waits for the job's exit status.
+    fn wait(&mut self, job: &Job) -> Result<u8> {
+        let start = Instant::now();
+        match self.control.recv_timeout(BOOT_DEADLINE) {
+            Ok(Event::Ready) => {}
+            Ok(Event::Exit(status)) => return Ok(status),
+            Ok(Event::Gone) | Err(RecvTimeoutError::Disconnected) => {
+                bail!("the lab ended before it was up")
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                bail!("the lab was not up after {} s", BOOT_DEADLINE.as_secs())
+            }
+        }
+        if std::env::var_os("PATCHBAY_LAB_VERBOSE").is_some() {
+            eprintln!("lab up after {:.1} s", start.elapsed().as_secs_f32());
+        }
+        let event = match job.timeout {
+            Some(timeout) => self.control.recv_timeout(timeout),
+            None => self.control.recv().map_err(RecvTimeoutError::from),
+        };
+        match event {
+            Ok(Event::Exit(status)) => Ok(status),
+            Err(RecvTimeoutError::Timeout) => bail!(
+                "the command in the lab did not end within {} s",
+                job.timeout.unwrap_or_default().as_secs()
+            ),
+            _ => bail!("the lab died before its command ended"),
+        }
+    }
+
+    /// Ends QEMU and passes on what it had still written.
+    fn stop(&mut self) {
+        // Everything the job wrote is in the sockets by now: the guest's write to a port
+        // returns only after QEMU has taken the data.
+        let _ = self.qemu.kill();
+        let _ = self.qemu.wait();
+        for copy in self.copies.drain(..) {
+            let _ = copy.join();
+        }
+        self.terminal = None;
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn qemu_command(job: &Job, image: &Image, initramfs: &Path, console_log: &Path) -> Command {
+    // setpriv(1) makes QEMU die with this process, however this process ends.
+    let mut qemu = Command::new("setpriv");
+    qemu.args([
+        "--pdeathsig",
+        "KILL",
+        "qemu-system-x86_64",
+        "-nodefaults",
+        "-no-user-config",
+    ]);
+    qemu.args([
+        "-display",
+        "none",
+        "-no-reboot",
+        "-accel",
+        "tcg,thread=single",
+    ]);
+    // Without cmpxchg16b: QEMU 7.2 leaves garbage in the flags behind it, and an interrupt at
+    // that point saves and restores them, after which the kernel dies of a double fault or hangs.
+    qemu.args([
+        "-cpu",
+        "max,-cx16",
+        "-M",
+        "q35",
+        "-smp",
+        "1",
+        "-m",
+        &job.memory_mib.to_string(),
+    ]);
+    qemu.arg("-kernel")
+        .arg(&image.kernel)
+        .arg("-initrd")
+        .arg(initramfs);
+    qemu.args(["-append", lab_image::COMMAND_LINE]);
+    qemu.arg("-chardev")
+        .arg(option("file,id=console,path=", console_log, ""));
+    qemu.args(["-serial", "chardev:console"]);
+    let root = ",id=root,readonly=on,security_model=none,multidevs=remap";
+    qemu.arg("-fsdev")
+        .arg(option("local,path=", Path::new("/"), root));
+    qemu.args(["-device", "virtio-9p-pci,fsdev=root,mount_tag=root"]);
+    let out = ",id=out,security_model=none,multidevs=remap";
+    qemu.arg("-fsdev").arg(option("local,path=", &job.out, out));
+    qemu.args(["-device", "virtio-9p-pci,fsdev=out,mount_tag=out"]);
+    qemu.stdin(Stdio::null()).stdout(Stdio::null());
+    qemu
+}
+
+/// An option with a path in it; QEMU wants commas doubled.
+fn option(before: &str, path: &Path, after: &str) -> OsString {
+    let mut bytes = before.as_bytes().to_vec();
+    for &byte in path.as_os_str().as_bytes() {
+        bytes.push(byte);
+        if byte == b',' {
+            bytes.push(byte);
+        }
+    }
+    bytes.extend_from_slice(after.as_bytes());
+    std::ffi::OsStr::from_bytes(&bytes).to_owned()
+}
+
+/// The part of the initramfs that differs from job to job.
+fn job_archive(job: &Job, terminal: Option<(u16, u16)>) -> Vec<u8> {
+    let mut archive = cpio::Archive::default();
+    archive.directory("job");
+    archive.file("job/job", 0o755, &job.script());
+    archive.file("job/out-folder", 0o644, job.out.as_os_str().as_bytes());
+    if let Some((rows, columns)) = terminal {
+        let script = format!("$bb stty rows {rows} cols {columns} </dev/hvc0\n");
+        archive.file("job/terminal", 0o644, script.as_bytes());
+    }
+    archive.finish()
+}
+
+/// Waits for QEMU to connect, or to exit.
+fn accept(listener: &UnixListener, qemu: &mut Child) -> Result<UnixStream> {
+    listener.set_nonblocking(true)?;
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                stream.set_nonblocking(false)?;
+                return Ok(stream);
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error.into()),
+        }
+        if let Some(status) = qemu.try_wait()? {
+            bail!("QEMU did not start ({status}); its message is above");
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn control_events(stream: UnixStream) -> Receiver<Event> {
+    let (sender, receiver) = mpsc::channel();
+    thread::spawn(move || {
+        for line in BufReader::new(stream).lines().map_while(Result::ok) {
+            let event = match line.split_once(' ') {
+                Some(("exit", status)) => status.parse().map(Event::Exit).ok(),
+                _ => (line == "ready").then_some(Event::Ready),
+            };
+            if event.is_some_and(|event| sender.send(event).is_err()) {
+                return;
+            }
+        }
+        let _ = sender.send(Event::Gone);
+    });
+    receiver
+}
+
+/// Copies until either side ends. Flushes after every read, so that nothing lags.
+fn copy(mut from: impl Read, mut to: impl Write) {
+    let mut buffer = vec![0; 64 * 1024];
+    loop {
+        match from.read(&mut buffer) {
+            Ok(0) => return,
+            Ok(length) => {
+                if to
+                    .write_all(&buffer[..length])
+                    .and_then(|()| to.flush())
+                    .is_err()
+                {
+                    return;
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_job_script_restores_folder_environment_and_words() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path().canonicalize().unwrap();
+        let command = "printf '%s|' \"$PWD\" \"$TEXT\" \"$PATCHBAY_LAB_OUT\" \"$@\"";
+        let job = Job {
+            command: ["sh", "-c", command, "sh", "a b", "it's", ""]
+                .map(Into::into)
+                .to_vec(),
+            folder: folder.clone(),
+            environment: [("TEXT", "x\n'y'"), ("BASH_FUNC_f%%", "() { :; }")]
+                .map(|(name, value)| (name.into(), value.into()))
+                .into(),
+            out: "/some where".into(),
+            memory_mib: 0,
+            timeout: None,
+        };
+        let script = std::ffi::OsStr::from_bytes(&job.script()).to_owned();
+        let output = Command::new("sh").arg("-c").arg(script).output().unwrap();
+        let expected = format!("{}|x\n'y'|/some where|a b|it's||", folder.display());
+        assert_eq!(String::from_utf8(output.stdout).unwrap(), expected);
+    }
+
+    #[test]
+    fn commas_in_paths_are_doubled() {
+        let argument = option("local,path=", Path::new("/a,b"), ",id=x");
+        assert_eq!(argument, "local,path=/a,,b,id=x");
+    }
+}

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the lab boots: Debian's stock kernel of the 6.12 series and a small initramfs.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+use crate::step::Steps;
+use crate::{cache, cpio, host, modules};
+
+/// The meta package that depends on the newest kernel of the series. Not the "cloud" flavour,
+/// which has no 9p.
+const KERNEL_PACKAGE: &str = "linux-image-6.12-amd64";
+
+/// Loaded with all they depend on, in this order.
+const MODULES: &[&str] = &["9pnet_virtio", "9p", "overlay", "kvm_amd", "vsock"];
+
+/// An oops or panic ends the lab: `-no-reboot` turns the reboot into an exit of QEMU.
+pub const COMMAND_LINE: &str = "console=ttyS0 loglevel=6 panic=-1 oops=panic nokaslr \
+     mitigations=off tsc=reliable no_timer_check rcupdate.rcu_expedited=1 audit=0";
+
+const INIT: &str = include_str!("../lab/init.sh");
+const STAGE2: &str = include_str!("../lab/stage2.sh");
+const KIND: &str = "lab";
+
+/// Files in the cache.
+pub struct Image {
+    /// The kernel as QEMU's `-kernel` takes it.
+    pub kernel: PathBuf,
+    /// An initramfs, uncompressed, to which another archive can be appended.
+    pub initramfs: PathBuf,
+}
+
+/// The key does not contain the package's version, so that an existing lab works without the
+/// network and does not change under a developer's feet.
+fn key() -> String {
+    let mut inputs = cache::Inputs::new("lab image 1");
+    inputs.add("kernel", KERNEL_PACKAGE);
+    inputs.add("modules", MODULES.join(" "));
+    inputs.add("init", INIT);
+    inputs.add("stage2", STAGE2);
+    inputs.key()
+}
+
+/// Whether the image is in the cache.
+pub fn is_cached() -> Result<bool> {
+    cache::has(KIND, &key())
+}
+
+/// The image, made if it is not in the cache.
+pub fn get() -> Result<Image> {
+    let folder = cache::entry(KIND, &key(), build)?;
+    Ok(Image {
+        kernel: folder.join("vmlinuz"),
+        initramfs: folder.join("initramfs"),
+    })
+}
+
+fn build(folder: &Path) -> Result<()> {
+    let steps = Steps::new("preparing the lab's kernel", &folder.join("build.log"))?;
+    let unpacked = folder.join("package");
+    download_kernel(&steps, &unpacked)?;
+    let boot = only_match(&unpacked.join("boot"), "vmlinuz-")?;
+    fs::rename(boot, folder.join("vmlinuz"))?;
+    let library = only_match(&unpacked.join("lib/modules"), "6.12")?;
+    fs::write(folder.join("initramfs"), initramfs(&library)?)?;
+    fs::remove_dir_all(&unpacked)?;
+    Ok(())
+}
+
+/// The package is unpacked, not installed: the host's boot loader must not hear of it.
+fn download_kernel(steps: &Steps, unpacked: &Path) -> Result<()> {
+    host::ensure_package_lists()?;
+    let package = newest_kernel()?;
+    fs::create_dir(unpacked)?;
+    let mut download = Command::new("apt-get");
+    download.args(["download", &package]).current_dir(unpacked);
+    steps.run(&format!("downloading {package}"), &mut download)?;
+    let archive = only_match(unpacked, "linux-image-")?;
+    let mut extract = Command::new("dpkg-deb");
+    steps.run(
+        "unpacking it",
+        extract.arg("-x").arg(&archive).arg(unpacked),
+    )?;
+    fs::remove_file(archive)?;
+    Ok(())
+}
+
+fn newest_kernel() -> Result<String> {
+    let output = Command::new("apt-cache")
+        .args(["depends", "--important", KERNEL_PACKAGE])
+        .output()
+        .context("cannot run apt-cache")?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let package = text
+        .lines()
+        .find_map(|line| line.trim().strip_prefix("Depends: linux-image-"));
+    match package {
+        Some(rest) => Ok(format!("linux-image-{rest}")),
+        None => bail!(
+            "apt knows no package {KERNEL_PACKAGE}; add Debian's security archive \
+             (bookworm-security) or backports to its sources and run `apt-get update`"
+        ),
+    }
+}
+
+fn only_match(folder: &Path, prefix: &str) -> Result<PathBuf> {
+    let mut found = fs::read_dir(folder)?
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| {
+            path.file_name()
+                .is_some_and(|n| n.to_string_lossy().starts_with(prefix))
+        });
+    found
+        .next()
+        .with_context(|| format!("no {prefix}* in {}", folder.display()))
+}
+
+fn initramfs(library: &Path) -> Result<Vec<u8>> {
+    let mut archive = cpio::Archive::default();
+    for folder in [
+        "bin", "dev", "proc", "sys", "modules", "lower", "upper", "root",
+    ] {
+        archive.directory(folder);
+    }
+    archive.character_device("dev/console", 5, 1);
+    archive.file(
+        "bin/busybox",
+        0o755,
+        &fs::read("/bin/busybox").context("no /bin/busybox")?,
+    );
+    archive.file("init", 0o755, INIT.as_bytes());
+    archive.file("stage2", 0o755, STAGE2.as_bytes());
+    for (number, module) in modules::read_with_dependencies(library, MODULES)?
+        .iter()
+        .enumerate()
+    {
+        // insmod loads them in the order of their names.
+        archive.file(
+            &format!("modules/{number:02}-{}.ko", module.name),
+            0o644,
+            &module.content,
+        );
+    }
+    Ok(archive.finish())
+}
