@@ -1,2 +1,0 @@
-//! Runnable examples of Patchbay.
-#![forbid(unsafe_code)]
