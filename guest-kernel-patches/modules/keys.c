@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * keys/<name>/{count,raw,type,likely,unlikely,op}: what the guest itself knows
+ * of a key, and its own operations on it.
+ *
+ *	count	 static_key_count()
+ *	raw	 the counter as it stands in memory
+ *	likely	 likely branches on the key that are taken now
+ *	unlikely the same for unlikely ones
+ *	op	 write inc, dec, enable or disable
+ */
+#include <linux/module.h>
+#include <linux/patchbay.h>
+#include <linux/string.h>
+#include <linux/uaccess.h>
+
+#include "test.h"
+
+/* Functions of their own, so that the branches are compiled once per key. */
+#define BRANCHES(_name, _key)						\
+static noinline unsigned int _name##_likely(void)			\
+{									\
+	return static_branch_likely(&_key) ? 1 : 0;			\
+}									\
+static noinline unsigned int _name##_unlikely(void)			\
+{									\
+	return static_branch_unlikely(&_key) ? 1 : 0;			\
+}
+
+/* Guarded keys */
+static DEFINE_STATIC_KEY_FALSE(false_key);
+BRANCHES(false_key, false_key)
+static DEFINE_STATIC_KEY_TRUE(true_key);
+BRANCHES(true_key, true_key)
+
+/* Memory that is read-only once the module has been initialised */
+static DEFINE_STATIC_KEY_FALSE_RO(ro_key);
+BRANCHES(ro_key, ro_key)
+
+/* Keys that may be counted from outside */
+static DEFINE_STATIC_KEY_FALSE(ref_key);
+BRANCHES(ref_key, ref_key)
+PATCHBAY_DECLARE_KEY(ref_key);
+static DEFINE_STATIC_KEY_TRUE(ref_true_key);
+BRANCHES(ref_true_key, ref_true_key)
+PATCHBAY_DECLARE_KEY(ref_true_key);
+PATCHBAY_DECLARE_KEY(many_key);
+
+static DEFINE_STATIC_KEY_ARRAY_FALSE(array_keys, 4);
+BRANCHES(array_key_0, array_keys[0])
+BRANCHES(array_key_1, array_keys[1])
+BRANCHES(array_key_2, array_keys[2])
+BRANCHES(array_key_3, array_keys[3])
+PATCHBAY_DECLARE_KEY(array_keys[0]);
+PATCHBAY_DECLARE_KEY(array_keys[1]);
+PATCHBAY_DECLARE_KEY(array_keys[2]);
+PATCHBAY_DECLARE_KEY(array_keys[3]);
+
+/* Nothing branches on it */
+static DEFINE_STATIC_KEY_FALSE(siteless_key);
+PATCHBAY_DECLARE_KEY(siteless_key);
+
+/* patchbay_test_user branches on it as well */
+DEFINE_STATIC_KEY_FALSE(patchbay_test_shared_key);
+EXPORT_SYMBOL_GPL(patchbay_test_shared_key);
+BRANCHES(shared_key, patchbay_test_shared_key)
+PATCHBAY_DECLARE_KEY(patchbay_test_shared_key);
+
+/* Defined here, but only patchbay_test_user branches on it */
+DEFINE_STATIC_KEY_FALSE(patchbay_test_lent_key);
+EXPORT_SYMBOL_GPL(patchbay_test_lent_key);
+PATCHBAY_DECLARE_KEY(patchbay_test_lent_key);
+
+static unsigned int no_branch(void)
+{
+	return 0;
+}
+
+#define KEY(_name, _key) \
+	{ #_name, &(_key).key, _name##_likely, _name##_unlikely }
+
+static const struct test_key test_keys[] = {
+	KEY(false_key, false_key),
+	KEY(true_key, true_key),
+	{ "ro_key", &ro_key.key, ro_key_likely, ro_key_unlikely, true },
+	KEY(ref_key, ref_key),
+	KEY(ref_true_key, ref_true_key),
+	KEY(array_key_0, array_keys[0]),
+	KEY(array_key_1, array_keys[1]),
+	KEY(array_key_2, array_keys[2]),
+	KEY(array_key_3, array_keys[3]),
+	KEY(shared_key, patchbay_test_shared_key),
+	{ "lent_key", &patchbay_test_lent_key.key, no_branch, no_branch },
+	{ "siteless_key", &siteless_key.key, no_branch, no_branch },
+	{ "many_key", &many_key.key, no_branch, many_key_unlikely },
+};
+
+static int count_show(struct seq_file *file, void *unused)
+{
+	const struct test_key *key = file->private;
+
+	seq_printf(file, "%d\n", static_key_count(key->key));
+	return 0;
+}
+DEFINE_SHOW_ATTRIBUTE(count);
+
+static int raw_show(struct seq_file *file, void *unused)
+{
+	const struct test_key *key = file->private;
+
+	seq_printf(file, "%d\n", atomic_read(&key->key->enabled));
+	return 0;
+}
+DEFINE_SHOW_ATTRIBUTE(raw);
+
+static int likely_show(struct seq_file *file, void *unused)
+{
+	const struct test_key *key = file->private;
+
+	seq_printf(file, "%u\n", key->likely_taken());
+	return 0;
+}
+DEFINE_SHOW_ATTRIBUTE(likely);
+
+static int unlikely_show(struct seq_file *file, void *unused)
+{
+	const struct test_key *key = file->private;
+
+	seq_printf(file, "%u\n", key->unlikely_taken());
+	return 0;
+}
+DEFINE_SHOW_ATTRIBUTE(unlikely);
+
+static ssize_t op_write(struct file *file, const char __user *from, size_t size,
+			loff_t *pos)
+{
+	const struct test_key *key = file_inode(file)->i_private;
+	char op[16] = { };
+
+	if (key->read_only)
+		return -EPERM;
+	if (size >= sizeof(op))
+		return -EINVAL;
+	if (copy_from_user(op, from, size))
+		return -EFAULT;
+
+	if (sysfs_streq(op, "inc"))
+		static_key_slow_inc(key->key);
+	else if (sysfs_streq(op, "dec"))
+		static_key_slow_dec(key->key);
+	else if (sysfs_streq(op, "enable"))
+		static_key_enable(key->key);
+	else if (sysfs_streq(op, "disable"))
+		static_key_disable(key->key);
+	else
+		return -EINVAL;
+	return size;
+}
+
+static const struct file_operations op_fops = {
+	.owner = THIS_MODULE,
+	.open = simple_open,
+	.write = op_write,
+};
+
+int keys_init(struct dentry *root)
+{
+	struct dentry *keys = debugfs_create_dir("keys", root);
+	int i;
+
+	for (i = 0; i < ARRAY_SIZE(test_keys); i++) {
+		void *key = (void *)&test_keys[i];
+		struct dentry *dir = debugfs_create_dir(test_keys[i].name, keys);
+
+		debugfs_create_file("count", 0400, dir, key, &count_fops);
+		debugfs_create_file("raw", 0400, dir, key, &raw_fops);
+		debugfs_create_file("likely", 0400, dir, key, &likely_fops);
+		debugfs_create_file("unlikely", 0400, dir, key, &unlikely_fops);
+		debugfs_create_file("op", 0200, dir, key, &op_fops);
+	}
+	return 0;
+}

@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+#ifndef _PATCHBAY_TEST_H
+#define _PATCHBAY_TEST_H
+
+#include <linux/debugfs.h>
+#include <linux/jump_label.h>
+#include <linux/seq_file.h>
+
+/* Each makes its own files below the module's debugfs folder. */
+int keys_init(struct dentry *root);
+int bench_init(struct dentry *root);
+int storm_init(struct dentry *root);
+void storm_exit(void);
+int hold_init(struct dentry *root);
+void hold_exit(void);
+int tracepoints_init(struct dentry *root);
+void tracepoints_exit(void);
+
+/* One key of the module as the files in keys/<name>/ see it. */
+struct test_key {
+	const char *name;
+	struct static_key *key;
+	/* How many likely and unlikely branches are taken right now. */
+	unsigned int (*likely_taken)(void);
+	unsigned int (*unlikely_taken)(void);
+	bool read_only;
+};
+
+#define MANY_SITES	56
+#define BENCH_KEYS	1000
+
+extern struct static_key_false many_key;
+unsigned int many_key_unlikely(void);
+
+extern struct static_key *const bench_keys[BENCH_KEYS];
+unsigned int bench_keys_taken(void);
+
+/* A number from user space: decimal, at most @max. */
+int read_number(const char __user *from, size_t size, unsigned long max,
+		unsigned long *number);
+
+#endif
