@@ -4,7 +4,8 @@
  * of a key, and its own operations on it.
  *
  *	count	 static_key_count()
- *	raw	 the counter as it stands in memory
+ *	raw	 the counter as it stands in memory; writing sets it and patches
+ *		 nothing, so write only what leaves the key on or off as it is
  *	likely	 likely branches on the key that are taken now
  *	unlikely the same for unlikely ones
  *	op	 write inc, dec, enable or disable
@@ -104,14 +105,24 @@ static int count_show(struct seq_file *file, void *unused)
 }
 DEFINE_SHOW_ATTRIBUTE(count);
 
-static int raw_show(struct seq_file *file, void *unused)
+static int raw_get(void *data, u64 *count)
 {
-	const struct test_key *key = file->private;
+	const struct test_key *key = data;
 
-	seq_printf(file, "%d\n", atomic_read(&key->key->enabled));
+	*count = (u64)atomic_read(&key->key->enabled);
 	return 0;
 }
-DEFINE_SHOW_ATTRIBUTE(raw);
+
+static int raw_set(void *data, u64 count)
+{
+	const struct test_key *key = data;
+
+	if (key->read_only)
+		return -EPERM;
+	atomic_set(&key->key->enabled, (int)count);
+	return 0;
+}
+DEFINE_DEBUGFS_ATTRIBUTE_SIGNED(raw_fops, raw_get, raw_set, "%lld\n");
 
 static int likely_show(struct seq_file *file, void *unused)
 {
@@ -173,7 +184,7 @@ int keys_init(struct dentry *root)
 		struct dentry *dir = debugfs_create_dir(test_keys[i].name, keys);
 
 		debugfs_create_file("count", 0400, dir, key, &count_fops);
-		debugfs_create_file("raw", 0400, dir, key, &raw_fops);
+		debugfs_create_file("raw", 0600, dir, key, &raw_fops);
 		debugfs_create_file("likely", 0400, dir, key, &likely_fops);
 		debugfs_create_file("unlikely", 0400, dir, key, &unlikely_fops);
 		debugfs_create_file("op", 0200, dir, key, &op_fops);
