@@ -31,12 +31,7 @@ impl Shell {
     /// Attaches to the console from the first byte on.
     pub async fn attach(channel: Channel) -> Result<Self> {
         let (input, requests) = mpsc::channel(16);
-        input
-            .send(StreamConsoleRequest {
-                offset: 0,
-                input: Vec::new(),
-            })
-            .await?;
+        input.send(StreamConsoleRequest::default()).await?;
         let output = GuestServiceClient::new(channel)
             .stream_console(ReceiverStream::new(requests))
             .await?
@@ -94,7 +89,10 @@ impl Shell {
     pub async fn type_line(&self, line: &str) -> Result<()> {
         let input = format!("{line}\n").into_bytes();
         self.input
-            .send(StreamConsoleRequest { offset: 0, input })
+            .send(StreamConsoleRequest {
+                input,
+                ..Default::default()
+            })
             .await
             .context("the console is gone")
     }

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Linux boots, registers its keys, follows a flip and powers off, in every
+//! way the monitor offers.
+
+use anyhow::{Result, ensure};
+use patchbay_proto::v1::{KeyOp, RegistrationState};
+use patchbay_tests::{Environment, Guest, GuestBuilder};
+use tonic::Code;
+
+/// Whether the guest takes the branch in getppid(), which every new shell calls.
+async fn branch_taken(guest: &mut Guest) -> Result<bool> {
+    guest.shell("dmesg -c >/dev/null; sh -c :").await?;
+    Ok(guest.shell("dmesg").await?.contains("I am the true branch"))
+}
+
+/// Boots, flips a key there and back, and powers off.
+async fn boot_and_flip(builder: GuestBuilder, vcpus: u32) -> Result<()> {
+    let mut guest = builder.vcpus(vcpus).boot().await?;
+    let description = guest.assert_registered().await?;
+    ensure!(
+        description.vcpus == vcpus && description.keys > 100 && description.sites > 500,
+        "{description:?}"
+    );
+    ensure!(guest.shell("nproc").await? == vcpus.to_string());
+    guest.assert_no_warnings().await?;
+
+    ensure!(!branch_taken(&mut guest).await?, "taken before the flip");
+    guest.update(&[("getppid_key", KeyOp::Inc)]).await?;
+    ensure!(branch_taken(&mut guest).await?, "not taken after the flip");
+    guest.update(&[("getppid_key", KeyOp::Dec)]).await?;
+    ensure!(
+        !branch_taken(&mut guest).await?,
+        "taken after the flip back"
+    );
+
+    guest.assert_no_warnings().await?;
+    let status = guest.power_off().await?;
+    ensure!(status.success(), "the monitor ended with {status}");
+    Ok(())
+}
+
+macro_rules! boots {
+    ($($name:ident: $vcpus:literal, |$environment:ident, $builder:ident| $change:expr;)*) => {$(
+        #[tokio::test]
+        async fn $name() -> Result<()> {
+            let Some($environment) = Environment::linux_guest() else { return Ok(()) };
+            let $builder = Guest::builder(&$environment);
+            boot_and_flip($change, $vcpus).await
+        }
+    )*};
+}
+
+boots! {
+    bzimage_with_1_vcpu: 1, |environment, builder| builder;
+    bzimage_with_2_vcpus: 2, |environment, builder| builder;
+    bzimage_with_4_vcpus: 4, |environment, builder| builder;
+    without_kaslr: 1, |environment, builder| builder.command_line("nokaslr");
+    with_page_table_isolation: 2, |environment, builder| builder.command_line("pti=on");
+    without_page_table_isolation: 1, |environment, builder| builder.command_line("pti=off");
+    elf_by_the_64_bit_protocol: 1, |environment, builder| {
+        builder.kernel(&environment.vmlinux).argument("--boot=linux64")
+    };
+    elf_by_pvh: 2, |environment, builder| {
+        builder.kernel(&environment.vmlinux).argument("--boot=pvh")
+    };
+}
+
+#[tokio::test]
+async fn kaslr_and_page_table_isolation_are_told() -> Result<()> {
+    let Some(environment) = Environment::linux_guest() else {
+        return Ok(());
+    };
+    let mut plain = Guest::builder(&environment)
+        .command_line("nokaslr pti=off")
+        .boot()
+        .await?;
+    let description = plain.assert_registered().await?;
+    ensure!(
+        !description.kaslr && !description.page_table_isolation,
+        "{description:?}"
+    );
+    plain.power_off().await?;
+
+    let mut hardened = Guest::builder(&environment)
+        .command_line("pti=on")
+        .boot()
+        .await?;
+    let description = hardened.assert_registered().await?;
+    ensure!(
+        description.kaslr && description.page_table_isolation,
+        "{description:?}"
+    );
+    hardened.power_off().await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_kernel_without_the_series_boots_and_its_keys_are_unknown() -> Result<()> {
+    let Some(environment) = Environment::linux_guest() else {
+        return Ok(());
+    };
+    let Some(kernel) = environment.unpatched_kernel.clone() else {
+        patchbay_tests::skip("PATCHBAY_TEST_UNPATCHED_KERNEL is not set");
+        return Ok(());
+    };
+    let mut guest = Guest::builder(&environment).kernel(&kernel).boot().await?;
+    ensure!(guest.describe().await?.registration() == RegistrationState::Absent);
+    let refusal = guest.update(&[("getppid_key", KeyOp::Inc)]).await;
+    let refusal = refusal.expect_err("no registration, no keys");
+    ensure!(refusal.code() == Code::FailedPrecondition, "{refusal:?}");
+    ensure!(
+        refusal.message().contains("cargo xtask guest-kernel"),
+        "no next step: {}",
+        refusal.message()
+    );
+    guest.assert_no_warnings().await?;
+    guest.power_off().await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_reboot_ends_the_monitor() -> Result<()> {
+    let Some(environment) = Environment::linux_guest() else {
+        return Ok(());
+    };
+    let mut guest = Guest::builder(&environment).boot().await?;
+    guest.assert_registered().await?;
+    guest.console().type_line("reboot -f").await?;
+    let status = guest.wait().await?;
+    ensure!(
+        status.success(),
+        "the monitor ended with {status}: {}",
+        guest.monitor_log()
+    );
+    Ok(())
+}

@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The host's operations on the keys of a live guest, compared with what the
+//! guest itself reads through its test module.
+
+use anyhow::{Context, Result, ensure};
+use patchbay_proto::v1::{KeyOp, UpdateStaticKeysRequest};
+use patchbay_tests::{Environment, Guest};
+use tonic::Code;
+
+const KEYS: &str = "/sys/kernel/debug/patchbay_test/keys";
+
+/// What the guest makes of one of the test module's keys.
+#[derive(Debug, PartialEq, Eq)]
+struct Seen {
+    raw: i32,
+    count: i32,
+    likely: bool,
+    unlikely: bool,
+}
+
+async fn seen(guest: &mut Guest, key: &str) -> Result<Seen> {
+    let text = guest
+        .shell(&format!(
+            "cd {KEYS}/{key} && cat raw count likely unlikely; cd /"
+        ))
+        .await?;
+    let numbers: Vec<i32> = text
+        .split_whitespace()
+        .map(str::parse)
+        .collect::<Result<_, _>>()?;
+    let [raw, count, likely, unlikely] = numbers[..] else {
+        anyhow::bail!("four numbers expected: {text}");
+    };
+    Ok(Seen {
+        raw,
+        count,
+        likely: likely != 0,
+        unlikely: unlikely != 0,
+    })
+}
+
+async fn set_raw(guest: &mut Guest, key: &str, count: i32) -> Result<()> {
+    guest
+        .shell(&format!("echo {count} > {KEYS}/{key}/raw"))
+        .await?;
+    Ok(())
+}
+
+async fn test_guest(vcpus: u32) -> Result<Option<Guest>> {
+    let Some(environment) = Environment::linux_guest() else {
+        return Ok(None);
+    };
+    let mut guest = Guest::builder(&environment)
+        .vcpus(vcpus)
+        .argument("--allow-guarded")
+        .boot()
+        .await?;
+    guest.shell("insmod /lib/modules/patchbay_test.ko").await?;
+    guest.assert_registered().await?;
+    Ok(Some(guest))
+}
+
+/// One cell of the table in docs/flip.md.
+enum Cell {
+    /// The count afterwards.
+    Done(i32),
+    /// The guest would warn.
+    Refused,
+    /// The guest is in the middle of a change of its own.
+    Busy,
+}
+
+#[tokio::test]
+async fn every_row_of_the_count_table() -> Result<()> {
+    use Cell::{Busy, Done, Refused};
+    let Some(mut guest) = test_guest(1).await? else {
+        return Ok(());
+    };
+    let max = i32::MAX;
+    let table = [
+        (KeyOp::Inc, [Busy, Done(1), Done(2), Done(6), Refused]),
+        (KeyOp::Dec, [Busy, Refused, Done(0), Done(4), Done(max - 1)]),
+        (KeyOp::Enable, [Busy, Done(1), Done(1), Refused, Refused]),
+        (KeyOp::Disable, [Busy, Done(0), Done(0), Refused, Refused]),
+    ];
+    for (op, row) in table {
+        for (before, cell) in [-1, 0, 1, 5, max].into_iter().zip(row) {
+            // The sites have to agree with the count before the row is tried.
+            let own = if before == 0 { "disable" } else { "enable" };
+            let on = branch_on(&mut guest).await?;
+            set_raw(&mut guest, "ref_key", i32::from(on)).await?;
+            guest
+                .shell(&format!("echo {own} > {KEYS}/ref_key/op"))
+                .await?;
+            set_raw(&mut guest, "ref_key", before).await?;
+
+            let mut request = tonic::Request::new(update("patchbay_test:ref_key", op));
+            request.set_timeout(std::time::Duration::from_secs(2));
+            let answer = guest.static_keys().update_static_keys(request).await;
+            let context = format!("{op:?} at {before}: {answer:?}");
+            let after = match (&cell, &answer) {
+                (Done(after), Ok(answer)) => {
+                    let result = answer.get_ref().results.first().context("no result")?;
+                    ensure!(
+                        (result.count_before, result.count_after) == (before, *after),
+                        "{context}"
+                    );
+                    *after
+                }
+                (Refused, Err(status)) => {
+                    ensure!(status.code() == Code::FailedPrecondition, "{context}");
+                    before
+                }
+                (Busy, Err(status)) => {
+                    ensure!(status.code() == Code::Aborted, "{context}");
+                    before
+                }
+                _ => anyhow::bail!("{context}"),
+            };
+            let on = after != 0;
+            let expected = Seen {
+                raw: after,
+                count: if after < 0 { 1 } else { after },
+                likely: on,
+                unlikely: on,
+            };
+            let seen = seen(&mut guest, "ref_key").await?;
+            ensure!(seen == expected, "{context}: the guest sees {seen:?}");
+        }
+    }
+    guest.assert_no_warnings().await
+}
+
+/// Whether the sites of ref_key stand as for a key that is on.
+async fn branch_on(guest: &mut Guest) -> Result<bool> {
+    Ok(seen(guest, "ref_key").await?.unlikely)
+}
+
+fn update(name: &str, op: KeyOp) -> UpdateStaticKeysRequest {
+    UpdateStaticKeysRequest {
+        updates: vec![patchbay_proto::v1::KeyUpdate {
+            name: name.to_owned(),
+            op: op.into(),
+            etag: String::new(),
+        }],
+        allow_guarded: true,
+        force: true,
+        ..Default::default()
+    }
+}
+
+#[tokio::test]
+async fn every_kind_of_key_follows_the_host() -> Result<()> {
+    let Some(mut guest) = test_guest(2).await? else {
+        return Ok(());
+    };
+    // Key in the guest's module, its name in the directory, and its count at first.
+    let keys = [
+        ("false_key", "patchbay_test:false_key", 0),
+        ("true_key", "patchbay_test:true_key", 1),
+        ("ref_key", "patchbay_test:ref_key", 0),
+        ("ref_true_key", "patchbay_test:ref_true_key", 1),
+        ("array_key_0", "patchbay_test:array_keys", 0),
+        ("array_key_1", "patchbay_test:array_keys+0x10", 0),
+        ("array_key_3", "patchbay_test:array_keys+0x30", 0),
+    ];
+    for (file, name, count) in keys {
+        let (there, back) = if count == 0 {
+            (KeyOp::Enable, KeyOp::Disable)
+        } else {
+            (KeyOp::Disable, KeyOp::Enable)
+        };
+        for (op, count) in [(there, 1 - count), (back, count)] {
+            guest
+                .static_keys()
+                .update_static_keys(update(name, op))
+                .await
+                .with_context(|| format!("{op:?} {name}"))?;
+            let on = count == 1;
+            let seen = seen(&mut guest, file).await?;
+            ensure!(
+                seen == Seen {
+                    raw: count,
+                    count,
+                    likely: on,
+                    unlikely: on
+                },
+                "{op:?} {name}: the guest sees {seen:?}"
+            );
+        }
+    }
+    // 56 sites, all taken or none.
+    for (op, taken) in [(KeyOp::Inc, "56"), (KeyOp::Dec, "0")] {
+        guest
+            .static_keys()
+            .update_static_keys(update("patchbay_test:many_key", op))
+            .await?;
+        let unlikely = guest
+            .shell(&format!("cat {KEYS}/many_key/unlikely"))
+            .await?;
+        ensure!(unlikely == taken, "{op:?}: {unlikely} of 56 branches taken");
+    }
+    // No sites at all: only the count.
+    let answer = guest
+        .static_keys()
+        .update_static_keys(update("patchbay_test:siteless_key", KeyOp::Inc))
+        .await?
+        .into_inner();
+    ensure!(answer.results.len() == 1 && answer.results[0].sites_patched == 0);
+    ensure!(
+        guest
+            .shell(&format!("cat {KEYS}/siteless_key/count"))
+            .await?
+            == "1"
+    );
+    guest.assert_no_warnings().await
+}
+
+#[tokio::test]
+async fn one_bad_key_among_good_ones_changes_nothing() -> Result<()> {
+    let Some(mut guest) = test_guest(1).await? else {
+        return Ok(());
+    };
+    let good = ("patchbay_test:ref_key", KeyOp::Inc);
+    let missing = guest
+        .update(&[good, ("patchbay_test:reff_key", KeyOp::Inc)])
+        .await
+        .expect_err("there is no such key");
+    ensure!(missing.code() == Code::NotFound, "{missing:?}");
+    ensure!(
+        missing.message().contains("ref_key"),
+        "no near name: {}",
+        missing.message()
+    );
+    let warning = guest
+        .update(&[good, ("patchbay_test:siteless_key", KeyOp::Dec)])
+        .await
+        .expect_err("the guest would warn");
+    ensure!(warning.code() == Code::FailedPrecondition, "{warning:?}");
+    let seen = seen(&mut guest, "ref_key").await?;
+    ensure!(seen.raw == 0 && !seen.unlikely, "half done: {seen:?}");
+    guest.assert_no_warnings().await
+}
+
+/// The kernel's own test (lib/test_static_keys.c) checks, when it is loaded,
+/// that the keys of its base module are as they were defined.
+#[tokio::test]
+async fn the_kernels_own_self_test_agrees() -> Result<()> {
+    let Some(mut guest) = test_guest(1).await? else {
+        return Ok(());
+    };
+    let load = "insmod /lib/modules/test_static_keys.ko";
+    guest
+        .shell("insmod /lib/modules/test_static_key_base.ko")
+        .await?;
+    guest
+        .shell(&format!("{load} && rmmod test_static_keys"))
+        .await?;
+
+    for (key, there, back) in [
+        (
+            "test_static_key_base:base_true_key",
+            KeyOp::Disable,
+            KeyOp::Enable,
+        ),
+        (
+            "test_static_key_base:base_false_key",
+            KeyOp::Enable,
+            KeyOp::Disable,
+        ),
+    ] {
+        guest
+            .static_keys()
+            .update_static_keys(update(key, there))
+            .await?;
+        let (status, output) = guest.console().run(load).await?;
+        ensure!(
+            status != 0,
+            "the self-test did not notice the flip: {output}"
+        );
+        guest
+            .static_keys()
+            .update_static_keys(update(key, back))
+            .await?;
+        guest
+            .shell(&format!("{load} && rmmod test_static_keys"))
+            .await?;
+    }
+    guest.assert_no_warnings().await
+}
