@@ -4,8 +4,9 @@
  * milliseconds, 0 to let go now. Reading gives 1 while it is held. The write
  * returns once the mutex is taken, or given back.
  *
- * hold/poke: write N to make the next text poke of the kernel stop half-way, on
- * the CPU that does it, for N milliseconds: breakpoint written, new bytes not.
+ * hold/poke: write N to make the next change of a branch stop half-way, on one
+ * CPU that spins for N milliseconds: breakpoints written, new bytes not. Reading
+ * gives 1 meanwhile.
  *
  * The mutexes are static or not exported: kprobes tell where they are.
  */
@@ -35,7 +36,7 @@ struct held_mutex {
 };
 
 static struct held_mutex held_mutexes[] = {
-	{ .name = "jump_label_mutex" },
+	{ .name = "jump_label_mutex" },	/* first: see hold_init() */
 	{ .name = "text_mutex" },
 	{ .name = "tracepoints_mutex" },
 	{ .name = "module_mutex" },
@@ -123,14 +124,21 @@ static const struct file_operations hold_fops = {
 	.release = single_release,
 };
 
+static struct mutex *jump_label_mutex;
 static atomic_long_t poke_ms;
 static bool poke_parked;
 
-/* Once the first byte of each site is a breakpoint, all CPUs are told so. */
+/*
+ * Once the first byte of each site is a breakpoint, all CPUs are made to see
+ * it. Only pokes of jump labels stop here: those have jump_label_mutex.
+ */
 static int poke_stall(struct kprobe *probe, struct pt_regs *regs)
 {
-	long ms = atomic_long_xchg(&poke_ms, 0);
+	long ms;
 
+	if (!mutex_is_locked(jump_label_mutex))
+		return 0;
+	ms = atomic_long_xchg(&poke_ms, 0);
 	if (!ms)
 		return 0;
 	WRITE_ONCE(poke_parked, true);
@@ -141,7 +149,7 @@ static int poke_stall(struct kprobe *probe, struct pt_regs *regs)
 }
 
 static struct kprobe poke_probe = {
-	.symbol_name = "text_poke_sync",
+	.symbol_name = "do_sync_core",
 	.pre_handler = poke_stall,
 };
 
@@ -209,6 +217,7 @@ int hold_init(struct dentry *root)
 		init_completion(&held->taken);
 		init_completion(&held->let_go);
 	}
+	jump_label_mutex = held_mutexes[0].mutex;
 	ret = register_kprobe(&poke_probe);
 	if (ret)
 		return ret;

@@ -2,7 +2,8 @@
 /*
  * Stays in MODULE_STATE_COMING: init waits until a line is written to debugfs
  * patchbay_test_stall/release, at most ms= milliseconds, and then fails if
- * fail=1 is given, so that the load is rolled back.
+ * fail=1 is given, so that the load is rolled back. (busybox insmod then tries a
+ * second time.)
  *
  * debugfs patchbay_test_stall/taken: whether the branch on stall_key is taken.
  */
