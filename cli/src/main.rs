@@ -1,2 +1,64 @@
-//! To be written.
-fn main() {}
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay`, the operator's command.
+#![forbid(unsafe_code)]
+
+mod args;
+mod client;
+mod failure;
+mod guest;
+mod keys;
+mod print;
+mod view;
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser};
+
+use crate::args::{Cli, Command};
+use crate::client::Monitor;
+use crate::failure::Failure;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = match tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+    {
+        Ok(runtime) => {
+            let result = runtime.block_on(run(cli));
+            // A read of standard input may still be blocked.
+            runtime.shutdown_background();
+            result
+        }
+        Err(error) => Err(error.into()),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("patchbay: {}", failure.message);
+            ExitCode::from(failure.exit_code)
+        }
+    }
+}
+
+async fn run(cli: Cli) -> Result<(), Failure> {
+    let connect = || Monitor::connect(&cli.target, cli.timeout);
+    match cli.command {
+        Command::Run(arguments) => guest::become_monitor(&cli.target, arguments),
+        Command::Guests => guest::list(cli.output).await,
+        Command::Guest(command) => {
+            guest::run(&connect().await?, command, cli.timeout, cli.output).await
+        }
+        Command::Console(arguments) => guest::console(&connect().await?, &arguments).await,
+        Command::Keys(command) => keys::run(&connect().await?, command, cli.output).await,
+        Command::Completion { shell } => {
+            clap_complete::generate(
+                shell,
+                &mut Cli::command(),
+                "patchbay",
+                &mut std::io::stdout(),
+            );
+            Ok(())
+        }
+    }
+}

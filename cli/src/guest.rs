@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay guests`, `guest`, `console` and `run`.
+
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use patchbay_proto::v1;
+use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcsetattr};
+use tokio::io::AsyncReadExt;
+use tokio::sync::mpsc;
+use tokio_stream::StreamExt;
+use tokio_stream::wrappers::ReceiverStream;
+
+use crate::args::{ConsoleArgs, GuestCommand, Output, RunArgs, Target};
+use crate::client::{self, Monitor};
+use crate::failure::Failure;
+use crate::print::{print, write};
+use crate::view;
+
+/// A monitor that does not answer within this time is listed as such.
+const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Ctrl-].
+const DETACH: u8 = 0x1d;
+
+/// Lists the sockets in the folder, and who answers on them.
+///
+/// # Errors
+/// If the folder cannot be read.
+pub async fn list(output: Output) -> Result<(), Failure> {
+    let mut guests = vec![];
+    for (name, socket) in client::sockets()? {
+        let path = socket.display().to_string();
+        let guest = match Monitor::open(&socket, DESCRIBE_TIMEOUT).await {
+            Err(_) => view::Guest {
+                name,
+                socket: path,
+                state: "dead",
+                details: None,
+            },
+            Ok(monitor) => {
+                let request = monitor.request(v1::DescribeGuestRequest {});
+                match monitor.guest().describe_guest(request).await {
+                    Ok(response) => view::Guest::described(name, path, response.into_inner()),
+                    Err(_) => view::Guest {
+                        name,
+                        socket: path,
+                        state: "not answering",
+                        details: None,
+                    },
+                }
+            }
+        };
+        guests.push(guest);
+    }
+    print(output, &guests)
+}
+
+/// Runs one verb of `patchbay guest`.
+///
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn run(
+    monitor: &Monitor,
+    command: GuestCommand,
+    timeout: Option<Duration>,
+    output: Output,
+) -> Result<(), Failure> {
+    match command {
+        GuestCommand::Describe => {
+            let request = monitor.request(v1::DescribeGuestRequest {});
+            let response = monitor.guest().describe_guest(request).await?.into_inner();
+            let name = response.name.clone();
+            print(
+                output,
+                &view::Guest::described(name, String::new(), response),
+            )
+        }
+        GuestCommand::Pause => {
+            let timeout = timeout.and_then(|timeout| timeout.try_into().ok());
+            let response = monitor
+                .guest()
+                .pause_guest(monitor.request(v1::PauseGuestRequest { timeout }))
+                .await?;
+            let stop = response
+                .into_inner()
+                .stop_time
+                .and_then(|time| Duration::try_from(time).ok());
+            write(&format!(
+                "paused; stop {:.1} us\n",
+                stop.unwrap_or_default().as_secs_f64() * 1e6
+            ))
+        }
+        GuestCommand::Resume => {
+            monitor
+                .guest()
+                .resume_guest(monitor.request(v1::ResumeGuestRequest {}))
+                .await?;
+            write("running\n")
+        }
+        GuestCommand::Shutdown => {
+            monitor
+                .guest()
+                .shutdown_guest(monitor.request(v1::ShutdownGuestRequest {}))
+                .await?;
+            write("shut down\n")
+        }
+    }
+}
+
+/// Terminal settings, given back when dropped.
+struct RawTerminal(Termios);
+
+impl RawTerminal {
+    /// `None` if standard input is no terminal.
+    fn enter() -> Option<Self> {
+        let stdin = std::io::stdin();
+        if !isatty(&stdin) {
+            return None;
+        }
+        let before = tcgetattr(&stdin).ok()?;
+        let mut raw = before.clone();
+        raw.make_raw();
+        tcsetattr(&stdin, OptionalActions::Now, &raw).ok()?;
+        Some(Self(before))
+    }
+}
+
+impl Drop for RawTerminal {
+    fn drop(&mut self) {
+        let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &self.0);
+    }
+}
+
+/// Attaches standard input and output to the guest's console.
+///
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn console(monitor: &Monitor, arguments: &ConsoleArgs) -> Result<(), Failure> {
+    let (sender, receiver) = mpsc::channel(16);
+    let first = v1::StreamConsoleRequest {
+        offset: 0,
+        input: vec![],
+        no_follow: arguments.dump,
+    };
+    // The channel is new, so there is room.
+    let _ = sender.send(first).await;
+    let request = tonic::Request::new(ReceiverStream::new(receiver));
+    let mut output = monitor.guest().stream_console(request).await?.into_inner();
+    let terminal = if arguments.dump {
+        None
+    } else {
+        RawTerminal::enter()
+    };
+    let typing = async {
+        let mut stdin = tokio::io::stdin();
+        let mut bytes = [0; 1024];
+        loop {
+            let count = if arguments.dump {
+                0
+            } else {
+                stdin.read(&mut bytes).await.unwrap_or(0)
+            };
+            let typed = &bytes[..count];
+            if count == 0 {
+                // The output goes on after the end of the input.
+                std::future::pending::<()>().await;
+            }
+            let detach = terminal
+                .as_ref()
+                .and_then(|_| typed.iter().position(|&byte| byte == DETACH));
+            let input = typed[..detach.unwrap_or(count)].to_vec();
+            let message = v1::StreamConsoleRequest {
+                input,
+                ..Default::default()
+            };
+            if sender.send(message).await.is_err() || detach.is_some() {
+                return;
+            }
+        }
+    };
+    let printing = async {
+        while let Some(message) = output.next().await {
+            let bytes = message?.output;
+            let mut out = std::io::stdout().lock();
+            std::io::Write::write_all(&mut out, &bytes)?;
+            std::io::Write::flush(&mut out)?;
+        }
+        Ok::<(), Failure>(())
+    };
+    let result = tokio::select! {
+        () = typing => Ok(()),
+        result = printing => result,
+    };
+    drop(terminal);
+    result
+}
+
+/// Becomes `patchbay-vmm`, with the socket where the other commands look for it.
+///
+/// # Errors
+/// If it cannot be started; otherwise this does not return.
+pub fn become_monitor(target: &Target, arguments: RunArgs) -> Result<(), Failure> {
+    let name = target.guest.clone().unwrap_or(arguments.name);
+    let socket = match &target.socket {
+        Some(socket) => socket.clone(),
+        None => {
+            let socket = client::socket_of(&name)?;
+            let folder = client::socket_folder();
+            std::fs::create_dir_all(&folder).map_err(|error| {
+                Failure::error(format!(
+                    "folder {} cannot be made: {error}; set XDG_RUNTIME_DIR or give --socket",
+                    folder.display()
+                ))
+            })?;
+            socket
+        }
+    };
+    let program = monitor_program();
+    let error = std::process::Command::new(&program)
+        .arg("--name")
+        .arg(&name)
+        .arg("--api-socket")
+        .arg(&socket)
+        .args(&arguments.arguments)
+        .exec();
+    Err(Failure::error(format!(
+        "{} cannot be started: {error}; install patchbay-vmm beside patchbay or in a folder of PATH",
+        program.display()
+    )))
+}
+
+/// The monitor beside this program, or by its name on PATH.
+fn monitor_program() -> PathBuf {
+    const NAME: &str = "patchbay-vmm";
+    std::env::current_exe()
+        .ok()
+        .map(|program| program.with_file_name(NAME))
+        .filter(|program| program.is_file())
+        .unwrap_or_else(|| PathBuf::from(NAME))
+}

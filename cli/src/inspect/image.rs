@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A kernel or a module as it would lie in memory, read from its ELF file.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use object::read::elf::{FileHeader, ProgramHeader, SectionHeader};
+use object::{LittleEndian, elf};
+
+use super::symbols::{Symbol, SymbolKind, Symbols};
+
+/// Most pieces an image may have: a vmlinux has about five, a module about sixty.
+const MAX_REGIONS: usize = 4096;
+
+/// Why an ELF file cannot be read as a kernel.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// The ELF structures are damaged.
+    #[error("damaged or truncated ELF file: {0}; copy it again")]
+    Damaged(#[from] object::Error),
+    /// Not a file for x86.
+    #[error("an ELF file for machine {0}: static keys can be read for x86 (32 and 64 bits) only")]
+    Machine(u16),
+    /// Not a kernel or module.
+    #[error("an ELF file of type {0}, neither a kernel nor a module: give a vmlinux, a bzImage or a .ko")]
+    Type(u16),
+    /// Nothing to load, or pieces that lie over one another.
+    #[error("not a kernel: {0}")]
+    Layout(&'static str),
+}
+
+/// A contiguous piece of the image; bytes past `data` are zero up to `end`.
+#[derive(Debug)]
+struct Region<'data> {
+    start: u64,
+    end: u64,
+    data: Cow<'data, [u8]>,
+}
+
+/// The image in memory.
+#[derive(Debug)]
+pub struct Image<'data> {
+    /// 4 or 8.
+    pub pointer_size: u64,
+    /// A relocatable file: addresses are made up, only differences within a section mean something.
+    pub module: bool,
+    /// Sorted, not overlapping.
+    regions: Vec<Region<'data>>,
+    /// Sorted, not overlapping.
+    executable: Vec<Range<u64>>,
+    /// The section `__jump_table`, where it is one of its own.
+    pub jump_table_section: Option<Range<u64>>,
+    /// From .symtab.
+    pub symbols: Symbols,
+}
+
+impl<'data> Image<'data> {
+    /// Reads an ELF kernel or module.
+    pub fn parse(data: &'data [u8]) -> Result<Self, ImageError> {
+        match data.get(4) {
+            Some(class) if *class == elf::ELFCLASS32.0 => Self::parse_class::<elf::FileHeader32<LittleEndian>>(data),
+            _ => Self::parse_class::<elf::FileHeader64<LittleEndian>>(data),
+        }
+    }
+
+    fn parse_class<Elf: FileHeader<Endian = LittleEndian>>(data: &'data [u8]) -> Result<Self, ImageError> {
+        let header = Elf::parse(data)?;
+        let endian = header.endian()?;
+        let machine = header.e_machine(endian);
+        if machine != elf::EM_X86_64 && machine != elf::EM_386 {
+            return Err(ImageError::Machine(machine.0));
+        }
+        match header.e_type(endian) {
+            elf::ET_EXEC | elf::ET_DYN => Self::parse_kernel(header, endian, data),
+            elf::ET_REL => super::module::parse(header, endian, data),
+            other => Err(ImageError::Type(other.0)),
+        }
+    }
+
+    fn parse_kernel<Elf: FileHeader<Endian = LittleEndian>>(
+        header: &Elf,
+        endian: LittleEndian,
+        data: &'data [u8],
+    ) -> Result<Self, ImageError> {
+        let mut regions = Vec::new();
+        let mut executable_segments = Vec::new();
+        for segment in header.program_headers(endian, data)? {
+            if segment.p_type(endian) != elf::PT_LOAD {
+                continue;
+            }
+            let bytes = segment
+                .data(endian, data)
+                .map_err(|()| ImageError::Layout("a segment lies outside the file: it is truncated, copy it again"))?;
+            let start: u64 = segment.p_vaddr(endian).into();
+            let size: u64 = segment.p_memsz(endian).into();
+            let end = start
+                .checked_add(size)
+                .ok_or(ImageError::Layout("a segment wraps around the end of the address space"))?;
+            if segment.p_flags(endian).contains(elf::PF_X) {
+                executable_segments.push(start..end);
+            }
+            regions.push((start, end, Cow::Borrowed(bytes)));
+        }
+        let sections = header.sections(endian, data)?;
+        let mut executable = Vec::new();
+        let mut jump_table_section = None;
+        for section in sections.iter() {
+            let flags = section.sh_flags(endian);
+            if !flags.contains(elf::SHF_ALLOC) {
+                continue;
+            }
+            let start: u64 = section.sh_addr(endian).into();
+            let size: u64 = section.sh_size(endian).into();
+            let Some(end) = start.checked_add(size) else { continue };
+            if flags.contains(elf::SHF_EXECINSTR) && size > 0 {
+                executable.push(start..end);
+            }
+            if sections.section_name(endian, section) == Ok(b"__jump_table") {
+                jump_table_section = Some(start..end);
+            }
+        }
+        if executable.is_empty() {
+            executable = executable_segments;
+        }
+        let text = executable.clone();
+        let mut symbols = Symbols::default();
+        let table = sections.symbols(endian, data, elf::SHT_SYMTAB)?;
+        for symbol in table.iter() {
+            use object::read::elf::Sym as _;
+            let kind = symbol.st_type();
+            if symbol.is_undefined(endian) || kind == elf::STT_FILE || kind == elf::STT_SECTION {
+                continue;
+            }
+            let address: u64 = symbol.st_value(endian).into();
+            symbols.push(
+                Symbol {
+                    address,
+                    kind: SymbolKind::from_section(text.iter().any(|range| range.contains(&address))),
+                    global: symbol.st_bind() != elf::STB_LOCAL,
+                },
+                &String::from_utf8_lossy(symbol.name(endian, table.strings())?),
+            );
+        }
+        symbols.sort();
+        Self::new(header.is_class_64(), false, regions, executable, jump_table_section, symbols)
+    }
+
+    /// Puts an image together; checks what everything else relies on.
+    pub(super) fn new(
+        wide: bool,
+        module: bool,
+        pieces: Vec<(u64, u64, Cow<'data, [u8]>)>,
+        mut executable: Vec<Range<u64>>,
+        jump_table_section: Option<Range<u64>>,
+        symbols: Symbols,
+    ) -> Result<Self, ImageError> {
+        let mut regions: Vec<Region<'data>> = pieces
+            .into_iter()
+            .filter(|(start, end, _)| start < end)
+            .map(|(start, end, data)| Region {
+                start,
+                end,
+                data: at_most(data, end - start),
+            })
+            .collect();
+        if regions.is_empty() {
+            return Err(ImageError::Layout("nothing in it is to be loaded"));
+        }
+        if regions.len() > MAX_REGIONS || executable.len() > MAX_REGIONS {
+            return Err(ImageError::Layout("it has more than 4096 segments or sections"));
+        }
+        regions.sort_by_key(|region| region.start);
+        if regions.windows(2).any(|pair| pair[0].end > pair[1].start) {
+            return Err(ImageError::Layout("its segments overlap"));
+        }
+        executable.sort_by_key(|range| range.start);
+        Ok(Self {
+            pointer_size: if wide { 8 } else { 4 },
+            module,
+            regions,
+            executable,
+            jump_table_section,
+            symbols,
+        })
+    }
+
+    fn region(&self, address: u64) -> Option<&Region<'data>> {
+        let next = self.regions.partition_point(|region| region.start <= address);
+        let region = &self.regions[next.checked_sub(1)?];
+        (address < region.end).then_some(region)
+    }
+
+    /// Whether the address is in the image at all.
+    pub fn contains(&self, address: u64) -> bool {
+        self.region(address).is_some()
+    }
+
+    /// Whether the address is in code.
+    pub fn is_executable(&self, address: u64) -> bool {
+        let next = self.executable.partition_point(|range| range.start <= address);
+        next.checked_sub(1)
+            .is_some_and(|index| self.executable[index].contains(&address))
+    }
+
+    /// Bytes from the file at `address`, as many as there are up to `length`.
+    pub fn bytes_at(&self, address: u64, length: u64) -> &[u8] {
+        let Some(region) = self.region(address) else {
+            return &[];
+        };
+        let from = usize::try_from(address - region.start).unwrap_or(usize::MAX);
+        let bytes = region.data.get(from..).unwrap_or_default();
+        &bytes[..bytes.len().min(usize::try_from(length).unwrap_or(usize::MAX))]
+    }
+
+    /// Reads `N` bytes; those of .bss read as zero.
+    pub fn read<const N: usize>(&self, address: u64) -> Option<[u8; N]> {
+        let region = self.region(address)?;
+        if region.end - address < N as u64 {
+            return None;
+        }
+        let mut bytes = [0; N];
+        let present = self.bytes_at(address, N as u64);
+        bytes[..present.len()].copy_from_slice(present);
+        Some(bytes)
+    }
+
+    /// The pieces of the image with bytes in the file: {address, bytes}.
+    pub fn pieces(&self) -> impl Iterator<Item = (u64, &[u8])> {
+        self.regions.iter().map(|region| (region.start, &*region.data))
+    }
+}
+
+/// A segment may claim more bytes in the file than in memory.
+fn at_most(data: Cow<'_, [u8]>, size: u64) -> Cow<'_, [u8]> {
+    match usize::try_from(size) {
+        Ok(size) if size < data.len() => match data {
+            Cow::Borrowed(data) => Cow::Borrowed(&data[..size]),
+            Cow::Owned(mut data) => {
+                data.truncate(size);
+                Cow::Owned(data)
+            }
+        },
+        _ => data,
+    }
+}

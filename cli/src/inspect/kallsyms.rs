@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The symbol table a kernel carries in itself, found in an image without section names or symbols.
+//!
+//! scripts/kallsyms.c writes it as a row of arrays in .rodata, each aligned to the size of a pointer. Two orders exist:
+//!
+//! | order | kernels |
+//! |---|---|
+//! | offsets, relative_base, num_syms, names, markers, (6.2: seqs_of_names,) token_table, token_index | before 6.4; before 4.6 and without `KALLSYMS_BASE_RELATIVE`, addresses instead of the first two |
+//! | num_syms, names, markers, token_table, token_index, offsets, relative_base, seqs_of_names | 6.4 and later |
+//!
+//! Names are rows of {ULEB128 length, that many token numbers}; before 6.1 the length is one byte. The token table holds 256 strings
+//! and is found by the digits: `0` to `9` occur in names, so that each is its own token. The token index must then agree with every
+//! string, the markers with every 256th name, and addresses must rise: a table that passes is not there by chance.
+
+use std::ops::Range;
+
+use super::image::Image;
+use super::symbols::{MAX_SYMBOLS, Symbol, Symbols};
+
+/// The tokens `0` to `9`.
+const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";
+/// Longest token and longest name, in bytes (`KSYM_NAME_LEN` is 512).
+const MAX_NAME: usize = 512;
+/// How far before the token table the markers may begin: behind them lie at most 3 bytes per symbol.
+const MAX_MARKER_DISTANCE: usize = 16 << 20;
+/// Places tried before giving up; a real image needs one or two. Bounds the time a crafted file can take.
+const MAX_ATTEMPTS: usize = 64;
+
+/// Reads the symbols of a kernel built with CONFIG_KALLSYMS. None if there are none, or in an unknown layout.
+pub fn read(image: &Image<'_>) -> Option<Symbols> {
+    let mut attempts = MAX_ATTEMPTS;
+    image.pieces().find_map(|(_, data)| {
+        let mut from = 0;
+        while attempts > 0
+            && let Some(found) = find(&data[from..], DIGITS)
+        {
+            attempts -= 1;
+            if let Some(tokens) = Tokens::around(data, from + found, image.pointer_size as usize)
+                && let Some(symbols) = Finder::new(data, tokens, image.pointer_size as usize).symbols(image)
+            {
+                return Some(symbols);
+            }
+            from += found + 1;
+        }
+        None
+    })
+}
+
+fn find(data: &[u8], pattern: &[u8]) -> Option<usize> {
+    data.windows(pattern.len()).position(|window| window == pattern)
+}
+
+fn align_up(offset: usize, alignment: usize) -> usize {
+    offset.saturating_add(alignment - 1) & !(alignment - 1)
+}
+
+fn u32_at(data: &[u8], at: usize) -> Option<u32> {
+    data.get(at..)?.first_chunk().map(|bytes| u32::from_le_bytes(*bytes))
+}
+
+/// A pointer of the image.
+fn pointer_at(data: &[u8], at: usize, size: usize) -> Option<u64> {
+    match size {
+        4 => u32_at(data, at).map(u64::from),
+        _ => data.get(at..)?.first_chunk().map(|bytes| u64::from_le_bytes(*bytes)),
+    }
+}
+
+/// kallsyms_token_table and kallsyms_token_index.
+struct Tokens<'data> {
+    strings: Vec<&'data [u8]>,
+    /// Offset of the table.
+    start: usize,
+    /// Offset behind the index.
+    end: usize,
+}
+
+impl<'data> Tokens<'data> {
+    /// `digits` is the offset of token 0x30.
+    fn around(data: &'data [u8], digits: usize, alignment: usize) -> Option<Self> {
+        let mut end = digits;
+        for _ in usize::from(b'0')..256 {
+            end += data.get(end..)?.iter().take(MAX_NAME).position(|byte| *byte == 0)? + 1;
+        }
+        let index_start = align_up(end, alignment);
+        let index = data.get(index_start..)?.get(..512)?;
+        let offset = |token: usize| usize::from(u16::from_le_bytes([index[2 * token], index[2 * token + 1]]));
+        let start = digits.checked_sub(offset(usize::from(b'0')))?;
+        let mut expected = 0;
+        let mut strings = Vec::with_capacity(256);
+        for token in 0..256 {
+            if offset(token) != expected {
+                return None;
+            }
+            let string = data.get(start + expected..)?;
+            let length = string.iter().take(MAX_NAME).position(|byte| *byte == 0)?;
+            strings.push(&string[..length]);
+            expected += length + 1;
+        }
+        Some(Self {
+            strings,
+            start,
+            end: index_start + 512,
+        })
+    }
+}
+
+/// Where the arrays with the names are.
+struct Names {
+    count: usize,
+    /// Offset of kallsyms_num_syms.
+    count_at: usize,
+    /// Of each name, the range of its token numbers.
+    tokens: Vec<Range<usize>>,
+}
+
+struct Finder<'data> {
+    data: &'data [u8],
+    tokens: Tokens<'data>,
+    pointer: usize,
+    attempts: usize,
+}
+
+impl<'data> Finder<'data> {
+    fn new(data: &'data [u8], tokens: Tokens<'data>, pointer: usize) -> Self {
+        Self {
+            data,
+            tokens,
+            pointer,
+            attempts: MAX_ATTEMPTS,
+        }
+    }
+
+    fn symbols(mut self, image: &Image<'_>) -> Option<Symbols> {
+        let names = self.find_names()?;
+        let addresses = self.find_addresses(&names, image)?;
+        let mut symbols = Symbols::default();
+        let mut name = Vec::with_capacity(MAX_NAME);
+        for (range, address) in names.tokens.iter().zip(addresses) {
+            name.clear();
+            for token in &self.data[range.clone()] {
+                name.extend_from_slice(self.tokens.strings[usize::from(*token)]);
+                if name.len() > MAX_NAME {
+                    return None;
+                }
+            }
+            // The first character is the letter of nm(1).
+            let (letter, name) = name.split_first()?;
+            symbols.push(Symbol::from_letter(address, *letter), &String::from_utf8_lossy(name));
+        }
+        symbols.sort();
+        Some(symbols)
+    }
+
+    /// Goes back from the token table to the markers, whose first is 0 and whose others rise.
+    fn find_names(&mut self) -> Option<Names> {
+        let lowest = self.tokens.start.saturating_sub(MAX_MARKER_DISTANCE);
+        let mut at = self.tokens.start & !3;
+        while at >= lowest + 4 {
+            at -= 4;
+            // Markers were as wide as a pointer before 4.20.
+            for width in [4, self.pointer] {
+                let markers = self.markers(at, width);
+                if markers.len() < 4 {
+                    continue;
+                }
+                // The run may have taken in a value too many from what lies behind it.
+                for count in [markers.len(), markers.len() - 1] {
+                    if let Some(names) = self.names_before(at, &markers[..count]) {
+                        return Some(names);
+                    }
+                    if self.attempts == 0 {
+                        return None;
+                    }
+                }
+            }
+        }
+        None
+    }
+
+    /// The run of plausible markers at an offset: 256 names take at least 512 bytes.
+    fn markers(&self, at: usize, width: usize) -> Vec<usize> {
+        let mut markers = Vec::new();
+        let mut previous = None;
+        for position in (at..self.tokens.start).step_by(width) {
+            let Some(value) = pointer_at(self.data, position, width).and_then(|value| usize::try_from(value).ok()) else {
+                break;
+            };
+            let plausible = match previous {
+                None => value == 0,
+                Some(previous) => value > previous && (512..=256 * (MAX_NAME + 2)).contains(&(value - previous)),
+            };
+            if !plausible {
+                break;
+            }
+            markers.push(value);
+            previous = Some(value);
+        }
+        markers
+    }
+
+    /// The names end right before the markers; their start is found by the count in front of it, which must fit the markers.
+    fn names_before(&mut self, markers_at: usize, markers: &[usize]) -> Option<Names> {
+        let last = *markers.last()?;
+        let highest = markers_at.checked_sub(last)?;
+        let lowest = highest.saturating_sub(256 * (MAX_NAME + 2)).max(self.pointer);
+        let mut start = highest & !(self.pointer - 1);
+        while start >= lowest && self.attempts > 0 {
+            let count_at = start - self.pointer;
+            let count = u32_at(self.data, count_at)? as usize;
+            if count.div_ceil(256) == markers.len() && count <= MAX_SYMBOLS {
+                self.attempts -= 1;
+                // The length had one byte before 6.1, when no name was longer than 255 tokens.
+                for wide_lengths in [true, false] {
+                    if let Some(tokens) = self.walk(start, count, markers, wide_lengths)
+                        && let Some(end) = tokens.last().map(|range| range.end)
+                        && align_up(end, self.pointer) == markers_at
+                    {
+                        return Some(Names { count, count_at, tokens });
+                    }
+                }
+            }
+            start = start.checked_sub(self.pointer)?;
+        }
+        None
+    }
+
+    fn walk(&self, start: usize, count: usize, markers: &[usize], wide_lengths: bool) -> Option<Vec<Range<usize>>> {
+        let mut at = start;
+        let mut names = Vec::new();
+        for index in 0..count {
+            if index % 256 == 0 && markers.get(index / 256) != Some(&(at - start)) {
+                return None;
+            }
+            let mut length = usize::from(*self.data.get(at)?);
+            at += 1;
+            if wide_lengths && length & 0x80 != 0 {
+                length = length & 0x7f | usize::from(*self.data.get(at)?) << 7;
+                at += 1;
+            }
+            let end = at + length;
+            if length == 0 || end > self.tokens.start {
+                return None;
+            }
+            names.push(at..end);
+            at = end;
+        }
+        Some(names)
+    }
+
+    fn find_addresses(&self, names: &Names, image: &Image<'_>) -> Option<Vec<u64>> {
+        // 6.4 and later: right behind the token index.
+        let after = align_up(self.tokens.end, self.pointer);
+        let base_after = align_up(after.checked_add(names.count * 4)?, self.pointer);
+        // Before: in front of the count.
+        let base_before = names.count_at.checked_sub(self.pointer);
+        let before = base_before.and_then(|base| base.checked_sub(align_up(names.count * 4, self.pointer)));
+        let absolute = names.count_at.checked_sub(align_up(names.count * self.pointer, self.pointer));
+
+        let relative = |offsets: Option<usize>, base: Option<usize>| {
+            let base = pointer_at(self.data, base?, self.pointer)?;
+            let offsets: Vec<u32> = (0..names.count)
+                .map(|index| u32_at(self.data, offsets? + 4 * index))
+                .collect::<Option<_>>()?;
+            // CONFIG_KALLSYMS_ABSOLUTE_PERCPU: kallsyms_sym_address() in kernel/kallsyms.c.
+            let percpu = offsets.iter().map(|offset| {
+                let offset = i64::from(*offset as i32);
+                if offset >= 0 {
+                    offset as u64
+                } else {
+                    base.wrapping_sub(1).wrapping_sub(offset as u64)
+                }
+            });
+            let plain = offsets.iter().map(|offset| base.wrapping_add(u64::from(*offset)));
+            plausible(percpu, image).or_else(|| plausible(plain, image))
+        };
+        relative(Some(after), Some(base_after))
+            .or_else(|| relative(before, base_before))
+            .or_else(|| {
+                let addresses: Vec<u64> = (0..names.count)
+                    .map(|index| pointer_at(self.data, absolute? + self.pointer * index, self.pointer))
+                    .collect::<Option<_>>()?;
+                plausible(addresses.into_iter(), image)
+            })
+    }
+}
+
+/// Addresses rise, and most are in the image: some lie behind its end or are absolute.
+fn plausible(addresses: impl Iterator<Item = u64>, image: &Image<'_>) -> Option<Vec<u64>> {
+    let mask = if image.pointer_size == 4 { u64::from(u32::MAX) } else { u64::MAX };
+    let addresses: Vec<u64> = addresses.map(|address| address & mask).collect();
+    let rising = addresses.windows(2).all(|pair| pair[0] <= pair[1]);
+    let inside = addresses.iter().filter(|address| image.contains(**address)).count();
+    (rising && inside * 4 > addresses.len() * 3).then_some(addresses)
+}

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay inspect`: the jump table of a kernel that is not running.
+//!
+//!     file ──container──▶ ELF ──image──▶ memory ──kallsyms──▶ symbols ──table──▶ entries ──report──▶ keys and sites
+//!
+//! The file may come from anywhere: every number in it is checked before use, and what is made of it is bounded.
+
+mod container;
+mod entry;
+mod glob;
+mod image;
+mod kallsyms;
+mod module;
+mod output;
+mod report;
+mod symbols;
+mod table;
+#[cfg(test)]
+mod tests;
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+
+use container::Unpacked;
+use image::Image;
+use report::{ImageReport, Reader, Report, SymbolSource};
+use symbols::Symbols;
+use table::Table;
+
+/// Largest file read: a vmlinux with debugging information has several hundred MiB.
+const MAX_FILE: u64 = 2 << 30;
+
+/// Lists the jump table of a kernel or module file: its static keys, their initial state and their branch sites.
+#[derive(Debug, clap::Args)]
+pub struct InspectArguments {
+    /// A vmlinux, a bzImage (/boot/vmlinuz-*) or a module (.ko), also compressed.
+    file: PathBuf,
+    /// List only keys that match: `*` and `?` as in a shell, a leading `!` takes keys out again.
+    #[arg(value_name = "KEY")]
+    keys: Vec<String>,
+    /// Take names from this System.map instead of the file's own symbols.
+    #[arg(long, value_name = "FILE")]
+    symbols: Option<PathBuf>,
+    /// List every branch site (always in json and yaml).
+    #[arg(long)]
+    sites: bool,
+    /// Output format.
+    #[arg(short, long, value_enum, default_value_t)]
+    output: output::Format,
+}
+
+/// Prints the listing. Fails if an entry of the table does not agree with the bytes at its site.
+pub fn run(arguments: &InspectArguments) -> anyhow::Result<()> {
+    let filter = glob::Filter::new(&arguments.keys);
+    let file = read_file(&arguments.file)?;
+    let given = match &arguments.symbols {
+        Some(path) => {
+            let text = read_file(path)?;
+            Some(Symbols::from_text(&text).with_context(|| path.display().to_string())?)
+        }
+        None => None,
+    };
+    let mut report = inspect(&file, given).with_context(|| arguments.file.display().to_string())?;
+    if report.keys.is_empty() {
+        bail!("{}: the jump table has no entries", arguments.file.display());
+    }
+    report.keys.retain(|key| filter.matches(&key.name));
+    if report.keys.is_empty() {
+        bail!("no key of {} matches; list all names with `-o name`", arguments.file.display());
+    }
+    output::print(&report, arguments.output, arguments.sites)?;
+    if report.summary.unexplained > 0 {
+        bail!(
+            "{} of {} entries do not agree with the bytes at their sites: the image is damaged, was changed after it was built, \
+             or the symbols are another kernel's (see `problem` in -o json)",
+            report.summary.unexplained,
+            report.summary.sites
+        );
+    }
+    Ok(())
+}
+
+fn read_file(path: &Path) -> anyhow::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)
+        .and_then(|file| file.take(MAX_FILE + 1).read_to_end(&mut bytes))
+        .with_context(|| format!("cannot read {}", path.display()))?;
+    if bytes.len() as u64 > MAX_FILE {
+        bail!("{}: more than {} MiB: refused", path.display(), MAX_FILE >> 20);
+    }
+    Ok(bytes)
+}
+
+/// Reads a kernel or module file.
+fn inspect(file: &[u8], given: Option<Symbols>) -> anyhow::Result<Report> {
+    let Unpacked {
+        bzimage,
+        compression,
+        elf,
+    } = container::unpack(file)?;
+    let mut image = Image::parse(&elf)?;
+    let own = std::mem::take(&mut image.symbols);
+    let (source, symbols) = if let Some(given) = given {
+        (SymbolSource::File, given)
+    } else if !own.is_empty() {
+        (SymbolSource::Elf, own)
+    } else if let Some(kallsyms) = kallsyms::read(&image) {
+        (SymbolSource::Kallsyms, kallsyms)
+    } else {
+        (SymbolSource::None, own)
+    };
+    let table = Table::find(&image, &symbols)?;
+    let reader = Reader::new(&image, &symbols, &table);
+    let (keys, summary) = reader.keys();
+    Ok(Report {
+        image: ImageReport {
+            kind: match (bzimage, image.module) {
+                (true, _) => "bzimage",
+                (false, true) => "module",
+                (false, false) => "vmlinux",
+            },
+            compression,
+            release: release(&image),
+            bits: image.pointer_size * 8,
+            symbols: source,
+            symbol_count: symbols.len(),
+        },
+        table: reader.table(),
+        summary,
+        keys,
+    })
+}
+
+/// The release from `linux_banner` ("Linux version 6.12.1 (...") or a module's `vermagic=`.
+fn release(image: &Image<'_>) -> Option<String> {
+    let marker: &[u8] = if image.module { b"vermagic=" } else { b"Linux version " };
+    image.pieces().find_map(|(_, data)| {
+        data.windows(marker.len())
+            .enumerate()
+            .filter(|(_, window)| *window == marker)
+            .find_map(|(at, _)| {
+                let rest = &data[at + marker.len()..];
+                let end = rest.iter().take(65).position(|byte| !byte.is_ascii_graphic())?;
+                let release = std::str::from_utf8(&rest[..end]).ok()?;
+                release.starts_with(|first: char| first.is_ascii_digit()).then(|| release.to_owned())
+            })
+    })
+}

@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What an image's jump table says, key by key.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use serde::Serialize;
+
+use super::container::Compression;
+use super::entry::{Entry, Instruction, decode_site, hex};
+use super::image::Image;
+use super::symbols::{SymbolKind, Symbols};
+use super::table::{FoundBy, Table};
+
+/// Most declared keys looked at.
+const MAX_DECLARATIONS: u64 = 1 << 16;
+
+/// Where the names come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SymbolSource {
+    /// The file given with --symbols.
+    File,
+    /// .symtab of the ELF file.
+    Elf,
+    /// The kernel's own table.
+    Kallsyms,
+    /// Nowhere: keys are listed by address.
+    None,
+}
+
+/// The whole answer.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    pub image: ImageReport,
+    pub table: TableReport,
+    pub summary: Summary,
+    /// By name.
+    pub keys: Vec<Key>,
+}
+
+/// What kind of file it is.
+#[derive(Debug, Serialize)]
+pub struct ImageReport {
+    /// bzimage, vmlinux or module.
+    pub kind: &'static str,
+    pub compression: Compression,
+    /// From the image's banner.
+    pub release: Option<String>,
+    pub bits: u64,
+    pub symbols: SymbolSource,
+    pub symbol_count: usize,
+}
+
+/// Where and what the table is.
+#[derive(Debug, Serialize)]
+pub struct TableReport {
+    pub format: &'static str,
+    pub entry_size: u64,
+    #[serde(serialize_with = "address")]
+    pub start: u64,
+    #[serde(serialize_with = "address")]
+    pub stop: u64,
+    pub entries: usize,
+    pub found_by: FoundBy,
+    /// Whether bit 1 of the keys is objtool's (5.14 and later with CONFIG_HAVE_JUMP_LABEL_HACK).
+    pub objtool_bit: bool,
+}
+
+/// Counts over the whole table, whatever keys are listed.
+#[derive(Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Summary {
+    pub keys: usize,
+    pub sites: usize,
+    pub two_byte: usize,
+    pub five_byte: usize,
+    pub nop: usize,
+    pub jmp: usize,
+    pub boot_nop: usize,
+    pub likely: usize,
+    /// Sites in code that is freed after boot.
+    pub init: usize,
+    /// Keys that cannot change after boot.
+    pub ro_after_init_keys: usize,
+    /// Sites that hold something else than their key's initial value asks for; the kernel patches them while it boots.
+    pub differ_from_initial: usize,
+    /// Sites whose bytes and entry do not agree.
+    pub unexplained: usize,
+}
+
+/// As in the guest's key directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Class {
+    /// The key of a tracepoint.
+    Tracepoint,
+    /// Declared with PATCHBAY_DECLARE_KEY().
+    Ref,
+    /// Any other.
+    Guarded,
+}
+
+/// A static key and its sites.
+#[derive(Debug, Serialize)]
+pub struct Key {
+    /// Its name in a running guest: symbol, symbol+offset, or that of the tracepoint.
+    pub name: String,
+    #[serde(serialize_with = "address")]
+    pub address: u64,
+    pub class: Class,
+    /// `enabled` in the image; none if the key is not in the image (a module that uses the kernel's key).
+    pub initial: Option<i32>,
+    /// In .data..ro_after_init: sealed after boot since 6.10, never flipped.
+    pub ro_after_init: bool,
+    pub sites: Vec<SiteReport>,
+}
+
+/// A branch site.
+#[derive(Debug, Serialize)]
+pub struct SiteReport {
+    #[serde(serialize_with = "address")]
+    pub address: u64,
+    /// Symbol and offset.
+    pub location: Option<String>,
+    /// 2 or 5; none if not explained.
+    pub size: Option<u8>,
+    pub instruction: Option<Instruction>,
+    pub bytes: String,
+    pub disassembly: Option<String>,
+    #[serde(serialize_with = "address")]
+    pub target: u64,
+    pub target_location: Option<String>,
+    pub likely: bool,
+    pub objtool_nop: bool,
+    /// In code that is freed after boot.
+    pub init: bool,
+    /// Why bytes and entry do not agree.
+    pub problem: Option<String>,
+}
+
+fn address<S: serde::Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(&format_args!("{value:#x}"))
+}
+
+/// Reads everything a report says from the image.
+pub struct Reader<'image, 'data> {
+    image: &'image Image<'data>,
+    symbols: &'image Symbols,
+    table: &'image Table,
+    objtool_bit: bool,
+    init: Option<Range<u64>>,
+    ro_after_init: Option<Range<u64>>,
+    /// Key address to declared name.
+    declared: BTreeMap<u64, String>,
+}
+
+impl<'image, 'data> Reader<'image, 'data> {
+    pub fn new(image: &'image Image<'data>, symbols: &'image Symbols, table: &'image Table) -> Self {
+        let between = |start: &str, end: &str| Some(symbols.address(start)?..symbols.address(end)?);
+        let mut reader = Self {
+            image,
+            symbols,
+            table,
+            objtool_bit: table.entries.iter().any(|entry| entry.objtool_nop),
+            init: between("_sinittext", "_einittext"),
+            ro_after_init: between("__start_ro_after_init", "__end_ro_after_init"),
+            declared: BTreeMap::new(),
+        };
+        if let Some(range) = between("__start___patchbay_declarations", "__stop___patchbay_declarations") {
+            reader.read_declarations(range);
+        }
+        reader
+    }
+
+    /// Rows of {struct static_key *key; const char *name}.
+    fn read_declarations(&mut self, range: Range<u64>) {
+        let size = self.image.pointer_size;
+        for at in range.step_by(2 * size as usize).take(MAX_DECLARATIONS as usize) {
+            let pointers = self.pointer(at).zip(at.checked_add(size).and_then(|at| self.pointer(at)));
+            if let Some((key, name)) = pointers {
+                let name = self.image.bytes_at(name, 512).split(|byte| *byte == 0).next().unwrap_or_default();
+                self.declared.insert(key, String::from_utf8_lossy(name).into_owned());
+            }
+        }
+    }
+
+    fn pointer(&self, at: u64) -> Option<u64> {
+        match self.image.pointer_size {
+            4 => self.image.read(at).map(|bytes| u32::from_le_bytes(bytes).into()),
+            _ => self.image.read(at).map(u64::from_le_bytes),
+        }
+    }
+
+    /// Groups the entries by key and checks each against the bytes at its site.
+    pub fn keys(&self) -> (Vec<Key>, Summary) {
+        let mut keys: BTreeMap<u64, Key> = BTreeMap::new();
+        let mut summary = Summary::default();
+        for entry in &self.table.entries {
+            let key = keys.entry(entry.key).or_insert_with(|| self.key(entry.key));
+            let site = self.site(entry);
+            summary.count(&site, key.initial);
+            key.sites.push(site);
+        }
+        let mut keys: Vec<Key> = keys.into_values().collect();
+        for key in &mut keys {
+            key.sites.sort_by_key(|site| site.address);
+        }
+        keys.sort_by(|a, b| (&a.name, a.address).cmp(&(&b.name, b.address)));
+        summary.keys = keys.len();
+        summary.ro_after_init_keys = keys.iter().filter(|key| key.ro_after_init).count();
+        (keys, summary)
+    }
+
+    fn key(&self, address: u64) -> Key {
+        let (class, name) = self.class_and_name(address);
+        Key {
+            name,
+            address,
+            class,
+            initial: self.image.read(address).map(i32::from_le_bytes),
+            ro_after_init: self.ro_after_init.as_ref().is_some_and(|range| range.contains(&address)),
+            sites: Vec::new(),
+        }
+    }
+
+    fn class_and_name(&self, address: u64) -> (Class, String) {
+        let symbol = self.symbols.resolve(address, SymbolKind::Data);
+        // struct tracepoint is {const char *name; struct static_key key; ...}.
+        if let Some((symbol, offset)) = symbol
+            && offset == self.image.pointer_size
+            && let Some(tracepoint) = symbol.strip_prefix("__tracepoint_")
+        {
+            return (Class::Tracepoint, tracepoint.to_owned());
+        }
+        if let Some(name) = self.declared.get(&address) {
+            return (Class::Ref, name.clone());
+        }
+        (Class::Guarded, symbol.map_or_else(|| format!("{address:#x}"), location))
+    }
+
+    fn site(&self, entry: &Entry) -> SiteReport {
+        let bytes = self.image.bytes_at(entry.code, 5);
+        let decoded = decode_site(bytes, entry, self.image.pointer_size);
+        let problem = match &decoded {
+            Err(problem) => Some(problem.clone()),
+            Ok(_) if !self.image.is_executable(entry.code) => Some("the site is not in code".to_owned()),
+            Ok(_) if !self.image.is_executable(entry.target) => Some("the target is not in code".to_owned()),
+            Ok(_) if self.image.is_executable(entry.key) => Some("the key is in code".to_owned()),
+            Ok(site) if entry.objtool_nop && site.instruction != Instruction::Nop => {
+                Some("bit 1 of the key says that objtool wrote a NOP here".to_owned())
+            }
+            Ok(site) if self.objtool_bit && !entry.objtool_nop && site.instruction != Instruction::Jmp => {
+                Some("bit 1 of the key says that objtool left a JMP here".to_owned())
+            }
+            Ok(_) => None,
+        };
+        let decoded = decoded.ok();
+        let locate = |address| self.symbols.resolve(address, SymbolKind::Text).map(location);
+        let length = decoded.as_ref().map_or(bytes.len(), |site| usize::from(site.size));
+        SiteReport {
+            address: entry.code,
+            location: locate(entry.code),
+            size: decoded.as_ref().map(|site| site.size),
+            instruction: decoded.as_ref().map(|site| site.instruction),
+            bytes: hex(&bytes[..length]),
+            disassembly: decoded.map(|site| site.text),
+            target: entry.target,
+            target_location: locate(entry.target),
+            likely: entry.likely,
+            objtool_nop: entry.objtool_nop,
+            init: self.init.as_ref().is_some_and(|range| range.contains(&entry.code)),
+            problem,
+        }
+    }
+
+    pub fn table(&self) -> TableReport {
+        TableReport {
+            format: self.table.format.name(),
+            entry_size: self.table.format.entry_size(),
+            start: self.table.start,
+            stop: self.table.stop,
+            entries: self.table.entries.len(),
+            found_by: self.table.found_by,
+            objtool_bit: self.objtool_bit,
+        }
+    }
+}
+
+impl Summary {
+    fn count(&mut self, site: &SiteReport, initial: Option<i32>) {
+        self.sites += 1;
+        self.two_byte += usize::from(site.size == Some(2));
+        self.five_byte += usize::from(site.size == Some(5));
+        self.nop += usize::from(site.instruction == Some(Instruction::Nop));
+        self.jmp += usize::from(site.instruction == Some(Instruction::Jmp));
+        self.boot_nop += usize::from(site.instruction == Some(Instruction::BootNop));
+        self.likely += usize::from(site.likely);
+        self.init += usize::from(site.init);
+        self.unexplained += usize::from(site.problem.is_some());
+        if let (Some(instruction), Some(initial)) = (site.instruction, initial) {
+            // The table in include/linux/jump_label.h: JMP if enabled ^ branch.
+            let asked = (initial > 0) ^ site.likely;
+            self.differ_from_initial += usize::from(asked != (instruction == Instruction::Jmp));
+        }
+    }
+}
+
+fn location((symbol, offset): (&str, u64)) -> String {
+    match offset {
+        0 => symbol.to_owned(),
+        _ => format!("{symbol}+{offset:#x}"),
+    }
+}

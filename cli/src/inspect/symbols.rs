@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Names for addresses, from .symtab, kallsyms or a System.map.
+
+/// Most symbols kept; a distribution kernel has about 200,000.
+pub const MAX_SYMBOLS: usize = 1 << 22;
+
+/// Why a symbol file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum SymbolFileError {
+    /// A line that is not `address type name`.
+    #[error("line {line} of the symbol file is not `address type name`; give a System.map of this very kernel")]
+    Line { line: usize },
+    /// No symbols, or every address zero.
+    #[error(
+        "the symbol file has no addresses: Debian's /boot/System.map is a stub (the real one is in the package \
+         linux-image-VERSION-dbg), and /proc/kallsyms shows zeros to unprivileged users"
+    )]
+    Empty,
+    /// Too many symbols.
+    #[error("the symbol file has more than {MAX_SYMBOLS} symbols; give a System.map of this very kernel")]
+    TooMany,
+}
+
+/// What a symbol names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SymbolKind {
+    /// Code.
+    Text,
+    /// Data.
+    Data,
+}
+
+impl SymbolKind {
+    pub fn from_section(executable: bool) -> Self {
+        if executable { Self::Text } else { Self::Data }
+    }
+
+    /// From the letter of nm(1), as kallsyms and System.map have it.
+    fn from_letter(letter: u8) -> Self {
+        Self::from_section(matches!(letter, b't' | b'T' | b'w' | b'W' | b'i'))
+    }
+}
+
+/// A symbol without its name.
+#[derive(Clone, Copy, Debug)]
+pub struct Symbol {
+    pub address: u64,
+    pub kind: SymbolKind,
+    pub global: bool,
+}
+
+impl Symbol {
+    pub fn from_letter(address: u64, letter: u8) -> Self {
+        Self {
+            address,
+            kind: SymbolKind::from_letter(letter),
+            global: letter.is_ascii_uppercase(),
+        }
+    }
+}
+
+/// Symbols by address.
+#[derive(Debug, Default)]
+pub struct Symbols {
+    /// Sorted by address once [`Symbols::sort`] was called; the range is of `names`.
+    entries: Vec<(Symbol, u32, u32)>,
+    names: String,
+}
+
+impl Symbols {
+    /// Adds a symbol. Silently full after [`MAX_SYMBOLS`] symbols or 4 GiB of names: what is missing then is a name in the listing.
+    pub fn push(&mut self, symbol: Symbol, name: &str) {
+        let start = u32::try_from(self.names.len());
+        let end = u32::try_from(self.names.len().saturating_add(name.len()));
+        if let (Ok(start), Ok(end)) = (start, end)
+            && self.entries.len() < MAX_SYMBOLS
+            && !name.is_empty()
+        {
+            self.names.push_str(name);
+            self.entries.push((symbol, start, end));
+        }
+    }
+
+    /// To be called after the last push.
+    pub fn sort(&mut self) {
+        self.entries.sort_by_key(|(symbol, start, _)| (symbol.address, *start));
+    }
+
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    fn name(&self, entry: &(Symbol, u32, u32)) -> &str {
+        &self.names[entry.1 as usize..entry.2 as usize]
+    }
+
+    /// The address of the first symbol with this name.
+    pub fn address(&self, name: &str) -> Option<u64> {
+        self.entries
+            .iter()
+            .find(|entry| self.name(entry) == name)
+            .map(|(symbol, ..)| symbol.address)
+    }
+
+    /// The symbol an address lies in or behind, and the offset into it. Of several at one address, one of the wanted kind,
+    /// rather a real name than a boundary made by the linker script, rather global.
+    pub fn resolve(&self, address: u64, wanted: SymbolKind) -> Option<(&str, u64)> {
+        let next = self.entries.partition_point(|(symbol, ..)| symbol.address <= address);
+        let at = self.entries[next.checked_sub(1)?].0.address;
+        let mut best: Option<(u32, &str)> = None;
+        for entry in self.entries[..next].iter().rev().take_while(|entry| entry.0.address == at).take(64) {
+            let name = self.name(entry);
+            let boundary = name.starts_with("__start_") || name.starts_with("__stop_") || name.starts_with("__end_");
+            let rank = u32::from(entry.0.kind == wanted) * 4 + u32::from(!boundary) * 2 + u32::from(entry.0.global);
+            // Equal ranks: the first in the table, as `%pS` has it.
+            if best.is_none_or(|(best, _)| rank >= best) {
+                best = Some((rank, name));
+            }
+        }
+        best.map(|(_, name)| (name, address - at))
+    }
+
+    /// Reads a System.map or /proc/kallsyms.
+    pub fn from_text(text: &[u8]) -> Result<Self, SymbolFileError> {
+        let mut symbols = Self::default();
+        let mut any = false;
+        for (index, line) in text.split(|byte| *byte == b'\n').enumerate() {
+            let line = line.trim_ascii();
+            if line.is_empty() {
+                continue;
+            }
+            let broken = || SymbolFileError::Line { line: index + 1 };
+            let line = std::str::from_utf8(line).map_err(|_| broken())?;
+            let mut words = line.split_ascii_whitespace();
+            let (Some(address), Some(&[letter]), Some(name)) = (words.next(), words.next().map(str::as_bytes), words.next()) else {
+                return Err(broken());
+            };
+            let address = u64::from_str_radix(address, 16).map_err(|_| broken())?;
+            // Symbols of modules in /proc/kallsyms are not part of the image.
+            if words.next().is_some_and(|word| word.starts_with('[')) {
+                continue;
+            }
+            any |= address != 0 && address != u64::MAX;
+            if symbols.len() == MAX_SYMBOLS {
+                return Err(SymbolFileError::TooMany);
+            }
+            symbols.push(Symbol::from_letter(address, letter), name);
+        }
+        if !any {
+            return Err(SymbolFileError::Empty);
+        }
+        symbols.sort();
+        Ok(symbols)
+    }
+}

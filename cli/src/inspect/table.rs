@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Finds the jump table of an image.
+
+use serde::Serialize;
+
+use super::entry::{Entry, Format, decode_site};
+use super::image::Image;
+use super::symbols::Symbols;
+
+/// Most entries read; a distribution kernel has about 9,000.
+const MAX_ENTRIES: u64 = 1 << 20;
+
+/// Shortest run of entries that a search without symbols takes for a table.
+const SHORTEST_RUN: u64 = 8;
+
+/// Why there is no jump table.
+#[derive(Debug, thiserror::Error)]
+pub enum TableError {
+    /// Its start and end symbols are equal.
+    #[error("the jump table is empty: this kernel was built without CONFIG_JUMP_LABEL, its static keys are plain counters that no site depends on")]
+    Empty,
+    /// A module without a `__jump_table` section.
+    #[error("the module has no jump table: it has no static branch and no tracepoint call in its code")]
+    Module,
+    /// Neither symbols nor a search found it.
+    #[error(
+        "no jump table found: look for CONFIG_JUMP_LABEL=y in the kernel's config; if it is there, give the kernel's own System.map \
+         with --symbols"
+    )]
+    NotFound,
+    /// The symbols are another kernel's.
+    #[error("the symbols place the jump table at {start:#x}..{stop:#x}, which is not in this image: give the System.map of this very kernel")]
+    Outside { start: u64, stop: u64 },
+    /// Not one entry can be explained.
+    #[error(
+        "what is at {start:#x}..{stop:#x} is no jump table in a known format: the symbols may be another kernel's, or the image damaged"
+    )]
+    Format { start: u64, stop: u64 },
+    /// More entries than any kernel has.
+    #[error("the jump table at {start:#x}..{stop:#x} would have more than {MAX_ENTRIES} entries: refused")]
+    TooLarge { start: u64, stop: u64 },
+}
+
+/// What told where the table is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FoundBy {
+    /// `__start___jump_table` and `__stop___jump_table`.
+    Symbols,
+    /// The ELF section `__jump_table`.
+    Section,
+    /// The longest run of valid entries in the image.
+    Search,
+}
+
+/// A jump table.
+#[derive(Debug)]
+pub struct Table {
+    pub format: Format,
+    pub start: u64,
+    pub stop: u64,
+    pub found_by: FoundBy,
+    pub entries: Vec<Entry>,
+}
+
+impl Table {
+    /// Finds and decodes the table: by symbols, else by section, else by a search.
+    pub fn find(image: &Image<'_>, symbols: &Symbols) -> Result<Self, TableError> {
+        let bounds = symbols.address("__start___jump_table").zip(symbols.address("__stop___jump_table"));
+        if let Some((start, stop)) = bounds
+            && !image.module
+        {
+            return Self::between(image, start, stop, FoundBy::Symbols);
+        }
+        if let Some(section) = &image.jump_table_section {
+            return Self::between(image, section.start, section.end, FoundBy::Section);
+        }
+        if image.module {
+            return Err(TableError::Module);
+        }
+        let (format, start, count) = search(image).ok_or(TableError::NotFound)?;
+        Ok(Self::decode(image, format, start, count, FoundBy::Search))
+    }
+
+    fn between(image: &Image<'_>, start: u64, stop: u64, found_by: FoundBy) -> Result<Self, TableError> {
+        if start == stop {
+            return Err(if image.module { TableError::Module } else { TableError::Empty });
+        }
+        if start > stop || !image.contains(start) || !image.contains(stop - 1) {
+            return Err(TableError::Outside { start, stop });
+        }
+        let explained = |format: Format| {
+            let count = (stop - start) / format.entry_size();
+            (0..count.min(MAX_ENTRIES))
+                .filter(|index| entry_if_valid(image, format, start + index * format.entry_size()).is_some())
+                .count() as u64
+        };
+        let (format, explained) = Format::candidates(image.pointer_size)
+            .into_iter()
+            .filter(|format| (stop - start) % format.entry_size() == 0)
+            .map(|format| (format, explained(format)))
+            .max_by_key(|(_, explained)| *explained)
+            .ok_or(TableError::Format { start, stop })?;
+        if explained == 0 {
+            return Err(TableError::Format { start, stop });
+        }
+        let count = (stop - start) / format.entry_size();
+        if count > MAX_ENTRIES {
+            return Err(TableError::TooLarge { start, stop });
+        }
+        Ok(Self::decode(image, format, start, count, found_by))
+    }
+
+    fn decode(image: &Image<'_>, format: Format, start: u64, count: u64, found_by: FoundBy) -> Self {
+        let size = format.entry_size();
+        Self {
+            format,
+            start,
+            stop: start + count * size,
+            found_by,
+            entries: (0..count).filter_map(|index| format.decode(image, start + index * size)).collect(),
+        }
+    }
+}
+
+/// The entry at `address`, if everything about it fits: code and target in code, the key in data, the site a NOP or a JMP to the target.
+fn entry_if_valid(image: &Image<'_>, format: Format, address: u64) -> Option<Entry> {
+    let entry = format.decode(image, address)?;
+    let in_code = image.is_executable(entry.code) && image.is_executable(entry.target);
+    // The key of a module's branch may be the kernel's.
+    let in_data = !image.is_executable(entry.key) && (image.module || image.contains(entry.key));
+    (in_code && in_data && decode_site(image.bytes_at(entry.code, 5), &entry, image.pointer_size).is_ok()).then_some(entry)
+}
+
+/// The longest run of valid entries: {format, address, count}. One pass over the image for each format and alignment.
+fn search(image: &Image<'_>) -> Option<(Format, u64, u64)> {
+    let mut best = None;
+    let mut best_count = SHORTEST_RUN - 1;
+    for format in Format::candidates(image.pointer_size) {
+        let size = format.entry_size();
+        for (piece, bytes) in image.pieces() {
+            let Some(first) = piece.checked_next_multiple_of(image.pointer_size) else {
+                continue;
+            };
+            let end = piece + bytes.len() as u64;
+            for phase in (0..size).step_by(image.pointer_size as usize) {
+                let mut address = first.saturating_add(phase);
+                let mut count = 0;
+                while address.checked_add(size).is_some_and(|after| after <= end) {
+                    if entry_if_valid(image, format, address).is_some() && count < MAX_ENTRIES {
+                        count += 1;
+                        if count > best_count {
+                            best_count = count;
+                            best = Some((format, address - (count - 1) * size, count));
+                        }
+                    } else {
+                        count = 0;
+                    }
+                    address += size;
+                }
+            }
+        }
+    }
+    best
+}

@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay keys`.
+
+use std::io::Read;
+use std::path::Path;
+
+use patchbay_proto::v1;
+use serde::Deserialize;
+use tokio_stream::StreamExt;
+
+use crate::args::{ChangeArgs, Class, KeysCommand, ListArgs, Output, Terms};
+use crate::client::Monitor;
+use crate::failure::Failure;
+use crate::print::{Detailed, print, print_streamed};
+use crate::view;
+
+/// A file of changes larger than this is refused.
+const MAX_FILE_BYTES: u64 = 64 << 20;
+
+/// Runs one verb.
+///
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn run(monitor: &Monitor, command: KeysCommand, output: Output) -> Result<(), Failure> {
+    match command {
+        KeysCommand::List(arguments) => {
+            let keys = list(monitor, list_request(arguments)).await?;
+            print(
+                output,
+                &keys.into_iter().map(view::Key::from).collect::<Vec<_>>(),
+            )
+        }
+        KeysCommand::Get { keys } => get(monitor, keys, output).await,
+        KeysCommand::Enable(arguments) => {
+            change(monitor, arguments, v1::KeyOp::Enable, output).await
+        }
+        KeysCommand::Disable(arguments) => {
+            change(monitor, arguments, v1::KeyOp::Disable, output).await
+        }
+        KeysCommand::Inc(arguments) => change(monitor, arguments, v1::KeyOp::Inc, output).await,
+        KeysCommand::Dec(arguments) => change(monitor, arguments, v1::KeyOp::Dec, output).await,
+        KeysCommand::Apply { file, terms } => {
+            let updates = read_changes(&file)?;
+            update(monitor, updates, terms, output).await
+        }
+        KeysCommand::Watch {
+            patterns,
+            from_revision,
+        } => watch(monitor, patterns, from_revision, output).await,
+        KeysCommand::Holds { patterns } => {
+            let request = monitor.request(v1::ListHoldsRequest { patterns });
+            let holds = monitor.keys().list_holds(request).await?.into_inner().holds;
+            print(
+                output,
+                &holds.into_iter().map(view::Hold::from).collect::<Vec<_>>(),
+            )
+        }
+    }
+}
+
+fn list_request(arguments: ListArgs) -> v1::ListStaticKeysRequest {
+    let class = |class: &Class| match class {
+        Class::Guarded => v1::KeyClass::Guarded as i32,
+        Class::Ref => v1::KeyClass::Ref as i32,
+        Class::Tracepoint => v1::KeyClass::Tracepoint as i32,
+    };
+    v1::ListStaticKeysRequest {
+        classes: arguments.class.iter().map(class).collect(),
+        enabled: match (arguments.enabled, arguments.disabled) {
+            (true, _) => Some(true),
+            (_, true) => Some(false),
+            _ => None,
+        },
+        patterns: arguments.patterns,
+        ..Default::default()
+    }
+}
+
+/// All pages.
+async fn list(
+    monitor: &Monitor,
+    mut request: v1::ListStaticKeysRequest,
+) -> Result<Vec<v1::StaticKey>, Failure> {
+    let mut keys = vec![];
+    loop {
+        let page = monitor
+            .keys()
+            .list_static_keys(monitor.request(request.clone()))
+            .await?
+            .into_inner();
+        keys.extend(page.keys);
+        if page.next_page_token.is_empty() {
+            return Ok(keys);
+        }
+        request.page_token = page.next_page_token;
+    }
+}
+
+async fn get(monitor: &Monitor, names: Vec<String>, output: Output) -> Result<(), Failure> {
+    let mut keys = vec![];
+    for name in expand(monitor, names).await? {
+        let request = monitor.request(v1::GetStaticKeyRequest { name });
+        let response = monitor.keys().get_static_key(request).await?.into_inner();
+        keys.extend(response.key.map(view::Key::from));
+    }
+    print(output, &Detailed(keys))
+}
+
+/// Globs become the names they match; plain names stay, so that the monitor can say what is near a
+/// misspelt one.
+async fn expand(monitor: &Monitor, names: Vec<String>) -> Result<Vec<String>, Failure> {
+    let is_glob = |name: &String| name.starts_with('!') || name.contains(['*', '?', '[']);
+    if !names.iter().any(is_glob) {
+        return Ok(names);
+    }
+    let request = v1::ListStaticKeysRequest {
+        patterns: names.clone(),
+        ..Default::default()
+    };
+    let matched: Vec<String> = list(monitor, request)
+        .await?
+        .iter()
+        .map(|key| view::full_name(&key.module, &key.name))
+        .collect();
+    if matched.is_empty() {
+        return Err(Failure::error(format!(
+            "no key matches {}; see `patchbay keys list`",
+            names.join(" ")
+        )));
+    }
+    // A plain name among globs that exists nowhere would otherwise be passed over.
+    let missing = names
+        .into_iter()
+        .filter(|name| !is_glob(name))
+        .filter(|name| {
+            !matched.iter().any(|full| {
+                full == name || full.rsplit_once(':').is_some_and(|(_, bare)| bare == name)
+            })
+        });
+    Ok(missing.chain(matched.clone()).collect())
+}
+
+async fn change(
+    monitor: &Monitor,
+    arguments: ChangeArgs,
+    op: v1::KeyOp,
+    output: Output,
+) -> Result<(), Failure> {
+    let names = expand(monitor, arguments.keys).await?;
+    let etag = arguments.etag.unwrap_or_default();
+    if !etag.is_empty() && names.len() != 1 {
+        return Err(Failure::usage(format!(
+            "--etag belongs to one key, not to {}; use keys apply",
+            names.len()
+        )));
+    }
+    let updates = names
+        .into_iter()
+        .map(|name| v1::KeyUpdate {
+            name,
+            op: op.into(),
+            etag: etag.clone(),
+        })
+        .collect();
+    update(monitor, updates, arguments.terms, output).await
+}
+
+async fn update(
+    monitor: &Monitor,
+    updates: Vec<v1::KeyUpdate>,
+    terms: Terms,
+    output: Output,
+) -> Result<(), Failure> {
+    let request = v1::UpdateStaticKeysRequest {
+        updates,
+        request_id: terms.request_id,
+        validate_only: terms.dry_run,
+        allow_guarded: terms.allow_guarded,
+        force: terms.force,
+        reason: terms.reason,
+        ttl: terms.ttl.and_then(|ttl| ttl.try_into().ok()),
+        stop_timeout: terms
+            .stop_timeout
+            .and_then(|timeout| timeout.try_into().ok()),
+    };
+    let response = monitor
+        .keys()
+        .update_static_keys(monitor.request(request))
+        .await?
+        .into_inner();
+    print(output, &view::Update::new(response, terms.dry_run))
+}
+
+/// One change in a file.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FileChange {
+    key: String,
+    op: FileOp,
+    #[serde(default)]
+    etag: String,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum FileOp {
+    Inc,
+    Dec,
+    Enable,
+    Disable,
+}
+
+fn read_changes(path: &Path) -> Result<Vec<v1::KeyUpdate>, Failure> {
+    let name = path.display();
+    let unreadable = |error: std::io::Error| {
+        Failure::usage(format!(
+            "{name} cannot be read: {error}; give a file of changes"
+        ))
+    };
+    let mut text = String::new();
+    let input: Box<dyn Read> = if path.as_os_str() == "-" {
+        Box::new(std::io::stdin())
+    } else {
+        Box::new(std::fs::File::open(path).map_err(unreadable)?)
+    };
+    input
+        .take(MAX_FILE_BYTES + 1)
+        .read_to_string(&mut text)
+        .map_err(unreadable)?;
+    if text.len() as u64 > MAX_FILE_BYTES {
+        return Err(Failure::usage(format!(
+            "{name} has more than 64 MiB; split it"
+        )));
+    }
+    // JSON is YAML as well.
+    let changes: Vec<FileChange> = serde_yaml_ng::from_str(&text).map_err(|error| {
+        Failure::usage(format!(
+            "{name} is not a list of changes: {error}; write for example [{{\"key\": \"getppid_key\", \"op\": \"inc\"}}] with inc, dec, enable or disable"
+        ))
+    })?;
+    if changes.is_empty() {
+        return Err(Failure::usage(format!(
+            "{name} has no changes; write at least one {{key, op}}"
+        )));
+    }
+    let to_update = |change: FileChange| {
+        let op = match change.op {
+            FileOp::Inc => v1::KeyOp::Inc,
+            FileOp::Dec => v1::KeyOp::Dec,
+            FileOp::Enable => v1::KeyOp::Enable,
+            FileOp::Disable => v1::KeyOp::Disable,
+        };
+        v1::KeyUpdate {
+            name: change.key,
+            op: op.into(),
+            etag: change.etag,
+        }
+    };
+    Ok(changes.into_iter().map(to_update).collect())
+}
+
+async fn watch(
+    monitor: &Monitor,
+    patterns: Vec<String>,
+    start_revision: u64,
+    output: Output,
+) -> Result<(), Failure> {
+    // No deadline: a watch has no end.
+    let request = tonic::Request::new(v1::WatchStaticKeysRequest {
+        start_revision,
+        patterns,
+    });
+    let mut stream = monitor
+        .keys()
+        .watch_static_keys(request)
+        .await?
+        .into_inner();
+    while let Some(message) = stream.next().await {
+        for event in view::events(message?) {
+            print_streamed(output, &event)?;
+        }
+    }
+    Err(Failure::error(
+        "the monitor ended the watch; see `patchbay guests`",
+    ))
+}

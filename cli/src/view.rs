@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Messages of the API as they are printed: stable names, hexadecimal addresses and bytes.
+
+use patchbay_proto::v1;
+use serde::Serialize;
+
+#[derive(Debug, Serialize)]
+pub struct Key {
+    pub name: String,
+    pub class: &'static str,
+    pub count: i32,
+    pub enabled: bool,
+    pub address: String,
+    pub patchable_sites: u32,
+    pub site_count: u32,
+    pub initially_true: bool,
+    pub sealed: bool,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub quarantine: String,
+    pub etag: String,
+    pub holds: u32,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub sites: Vec<Site>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Site {
+    pub address: String,
+    pub symbol: String,
+    pub size: u32,
+    pub bytes: String,
+    pub disassembly: String,
+    pub other_bytes: String,
+    pub other_disassembly: String,
+    pub target: String,
+    pub target_symbol: String,
+    pub likely: bool,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub not_patchable: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub module: String,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Update {
+    pub dry_run: bool,
+    pub results: Vec<Change>,
+    pub revision: u64,
+    pub paused: bool,
+    pub sites_patched: u32,
+    pub stop_us: f64,
+    pub patch_us: f64,
+    pub resume_us: f64,
+    pub attempts: u32,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Change {
+    pub name: String,
+    pub before: i32,
+    pub after: i32,
+    pub sites_patched: u32,
+    pub etag: String,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Event {
+    pub revision: u64,
+    pub time: String,
+    pub kind: &'static str,
+    pub name: String,
+    pub count: i32,
+    pub owner: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub reason: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub request_id: String,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Hold {
+    pub name: String,
+    pub owner: String,
+    pub references: u32,
+    pub reason: String,
+    pub since: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expires_at: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Guest {
+    pub name: String,
+    pub socket: String,
+    pub state: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub details: Option<Details>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Details {
+    pub vcpus: u32,
+    pub memory_bytes: u64,
+    pub monitor_pid: u32,
+    pub monitor_version: String,
+    pub started_at: String,
+    pub registration: &'static str,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub registration_error: String,
+    pub transport: &'static str,
+    pub transports: Vec<&'static str>,
+    pub kernel_release: String,
+    pub kernel_build_id: String,
+    pub generation: String,
+    pub keys: u32,
+    pub sites: u32,
+    pub modules: u32,
+    pub revision: u64,
+    pub kaslr: bool,
+    pub page_table_isolation: bool,
+    pub five_level_paging: bool,
+}
+
+/// "name" or "module:name".
+pub fn full_name(module: &str, name: &str) -> String {
+    if module.is_empty() {
+        name.to_owned()
+    } else {
+        format!("{module}:{name}")
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    let bytes: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    bytes.join(" ")
+}
+
+fn micros(duration: Option<prost_types::Duration>) -> f64 {
+    let duration = duration
+        .and_then(|duration| std::time::Duration::try_from(duration).ok())
+        .unwrap_or_default();
+    // Three digits after the point: nanoseconds.
+    (duration.as_secs_f64() * 1e9).round() / 1e3
+}
+
+/// RFC 3339, UTC.
+fn time(timestamp: Option<prost_types::Timestamp>) -> String {
+    timestamp
+        .map(|timestamp| timestamp.to_string())
+        .unwrap_or_default()
+}
+
+impl From<v1::StaticKey> for Key {
+    fn from(key: v1::StaticKey) -> Self {
+        let class = class(key.class());
+        Self {
+            name: full_name(&key.module, &key.name),
+            class,
+            count: key.count,
+            enabled: key.enabled,
+            address: format!("{:#018x}", key.address),
+            patchable_sites: key.patchable_sites,
+            site_count: key.site_count,
+            initially_true: key.initially_true,
+            sealed: key.sealed,
+            quarantine: key.quarantine,
+            etag: key.etag,
+            holds: key.holds,
+            sites: key.sites.into_iter().map(Site::from).collect(),
+        }
+    }
+}
+
+pub fn class(class: v1::KeyClass) -> &'static str {
+    match class {
+        v1::KeyClass::Unspecified => "unknown",
+        v1::KeyClass::Guarded => "guarded",
+        v1::KeyClass::Ref => "ref",
+        v1::KeyClass::Tracepoint => "tracepoint",
+    }
+}
+
+impl From<v1::Site> for Site {
+    fn from(site: v1::Site) -> Self {
+        Self {
+            address: format!("{:#018x}", site.address),
+            symbol: site.symbol,
+            size: site.size,
+            bytes: hex(&site.current_bytes),
+            disassembly: site.disassembly,
+            other_bytes: hex(&site.other_bytes),
+            other_disassembly: site.other_disassembly,
+            target: format!("{:#018x}", site.target),
+            target_symbol: site.target_symbol,
+            likely: site.likely,
+            not_patchable: site.not_patchable,
+            module: site.module,
+        }
+    }
+}
+
+impl Update {
+    pub fn new(response: v1::UpdateStaticKeysResponse, dry_run: bool) -> Self {
+        let report = response.report.unwrap_or_default();
+        Self {
+            dry_run,
+            results: response
+                .results
+                .into_iter()
+                .map(|result| Change {
+                    name: full_name(&result.module, &result.name),
+                    before: result.count_before,
+                    after: result.count_after,
+                    sites_patched: result.sites_patched,
+                    etag: result.etag,
+                })
+                .collect(),
+            revision: response.revision,
+            paused: report.paused,
+            sites_patched: report.sites_patched,
+            stop_us: micros(report.stop_time),
+            patch_us: micros(report.patch_time),
+            resume_us: micros(report.resume_time),
+            attempts: report.attempts,
+        }
+    }
+}
+
+/// The events of one revision.
+pub fn events(response: v1::WatchStaticKeysResponse) -> Vec<Event> {
+    let (revision, time) = (response.revision, time(response.time));
+    response
+        .events
+        .into_iter()
+        .map(|event| Event {
+            revision,
+            time: time.clone(),
+            kind: match event.kind() {
+                v1::key_event::Kind::Unspecified => "unknown",
+                v1::key_event::Kind::Changed => "changed",
+                v1::key_event::Kind::Added => "added",
+                v1::key_event::Kind::Removed => "removed",
+                v1::key_event::Kind::Quarantined => "quarantined",
+            },
+            name: match (event.module.as_str(), event.name.as_str()) {
+                ("", "") => "*".to_owned(),
+                (module, "") => format!("{module}:*"),
+                (module, name) => full_name(module, name),
+            },
+            count: event.count,
+            owner: event.owner,
+            reason: event.reason,
+            request_id: event.request_id,
+        })
+        .collect()
+}
+
+impl From<v1::Hold> for Hold {
+    fn from(hold: v1::Hold) -> Self {
+        Self {
+            name: full_name(&hold.module, &hold.name),
+            owner: hold.owner,
+            references: hold.references,
+            reason: hold.reason,
+            since: time(hold.since),
+            expires_at: hold.expires_at.map(|at| time(Some(at))),
+        }
+    }
+}
+
+impl Guest {
+    /// A guest whose monitor answered.
+    pub fn described(name: String, socket: String, guest: v1::DescribeGuestResponse) -> Self {
+        let state = match guest.state() {
+            v1::GuestState::Unspecified => "unknown",
+            v1::GuestState::Running => "running",
+            v1::GuestState::Paused => "paused",
+            v1::GuestState::Stopped => "stopped",
+        };
+        let registration = match guest.registration() {
+            v1::RegistrationState::Unspecified => "unknown",
+            v1::RegistrationState::Absent => "absent",
+            v1::RegistrationState::Registered => "registered",
+            v1::RegistrationState::Withdrawn => "withdrawn",
+            v1::RegistrationState::Refused => "refused",
+        };
+        let details = Details {
+            vcpus: guest.vcpus,
+            memory_bytes: guest.memory_bytes,
+            monitor_pid: guest.monitor_pid,
+            monitor_version: guest.monitor_version.clone(),
+            started_at: time(guest.started_at),
+            registration,
+            registration_error: guest.registration_error.clone(),
+            transport: transport(guest.transport()),
+            transports: guest.transports().map(transport).collect(),
+            kernel_release: guest.kernel_release.clone(),
+            kernel_build_id: guest.kernel_build_id.clone(),
+            generation: format!("{:#x}", guest.generation),
+            keys: guest.keys,
+            sites: guest.sites,
+            modules: guest.modules,
+            revision: guest.revision,
+            kaslr: guest.kaslr,
+            page_table_isolation: guest.page_table_isolation,
+            five_level_paging: guest.five_level_paging,
+        };
+        Self {
+            name,
+            socket,
+            state,
+            details: Some(details),
+        }
+    }
+}
+
+fn transport(transport: v1::Transport) -> &'static str {
+    match transport {
+        v1::Transport::Unspecified => "none",
+        v1::Transport::Hypercall => "hypercall",
+        v1::Transport::Msr => "msr",
+    }
+}

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest ABI, version 1: a mirror of `include/uapi/linux/patchbay.h` of the kernel series.
+//!
+//! The structures are read by value out of a copied page ([`zerocopy::FromBytes`]); nothing in
+//! here points into guest memory. All integers are little endian. Addresses are guest-virtual in
+//! the kernel's own page table unless a field says physical.
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Version of the ABI that this monitor speaks.
+pub const ABI_VERSION: u16 = 1;
+/// Signature in ebx, ecx and edx of the CPUID base leaf.
+pub const CPUID_SIGNATURE: [u8; 12] = *b"PatchbayKeys";
+/// Transport bit: the hypercall instruction with `KVM_HC_MAP_GPA_RANGE`.
+pub const TRANSPORT_HYPERCALL: u32 = 1 << 0;
+/// Transport bit: WRMSR to the index in the CPUID leaf.
+pub const TRANSPORT_MSR: u32 = 1 << 1;
+/// Upper half of a2 of the hypercall ("PBAY").
+pub const HYPERCALL_MAGIC: u32 = 0x5941_4250;
+/// First word of every request page ("PBAY").
+pub const HEADER_MAGIC: u32 = 0x5941_4250;
+/// Size of the page that a request may fill, in bytes.
+pub const REQUEST_PAGE_SIZE: usize = 4096;
+/// Offset of `status` in [`Header`], in bytes.
+pub const STATUS_OFFSET: u64 = 12;
+
+/// Registers the kernel: [`Descriptor`].
+pub const OP_REGISTER: u32 = 1;
+/// Takes the registration back: [`Header`]. Idempotent.
+pub const OP_UNREGISTER: u32 = 2;
+/// A module's entries are linked: [`Module`].
+pub const OP_MODULE_ADD: u32 = 3;
+/// A module's entries are about to go: [`Module`], of which only `module` is read. Idempotent.
+pub const OP_MODULE_DEL: u32 = 4;
+
+/// Key class: flips need an explicit permission on the host.
+pub const KEY_GUARDED: u32 = 0;
+/// Key class: declared by the guest as safe to count from outside.
+pub const KEY_REF: u32 = 1;
+/// Key class: the key of a `struct tracepoint`.
+pub const KEY_TRACEPOINT: u32 = 2;
+
+/// `{s32 code, s32 target, s64 key}`, each relative to its own address.
+pub const FORMAT_RELATIVE: u32 = 1;
+/// `{u64 code, u64 target, u64 key}`.
+pub const FORMAT_ABSOLUTE64: u32 = 2;
+/// `{u32 code, u32 target, u32 key}`.
+pub const FORMAT_ABSOLUTE32: u32 = 3;
+/// A kernel without jump labels: flips write the count alone.
+pub const FORMAT_NONE: u32 = 4;
+
+/// Descriptor flag: 5-level page tables.
+pub const FLAG_LA57: u32 = 1 << 0;
+/// Descriptor flag: page table isolation is on.
+pub const FLAG_PTI: u32 = 1 << 1;
+
+/// Starts every request page.
+#[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Header {
+    /// [`HEADER_MAGIC`].
+    pub magic: u32,
+    /// [`ABI_VERSION`].
+    pub abi_version: u16,
+    /// The operation, the same as in the call.
+    pub op: u16,
+    /// Size of the whole structure, in bytes.
+    pub size: u32,
+    /// Written by the host: 0 or a negative errno.
+    pub status: i32,
+    /// Drawn by the guest at [`OP_REGISTER`], the same in all later requests, never 0.
+    pub generation: u64,
+}
+
+/// `[start, end)`.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+#[repr(C)]
+pub struct Range {
+    /// First address.
+    pub start: u64,
+    /// One past the last address.
+    pub end: u64,
+}
+
+/// One key of a [`Directory`].
+#[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Key {
+    /// Of the `struct static_key`.
+    pub address: u64,
+    /// Offset into the names block, in bytes.
+    pub name: u32,
+    /// `KEY_*`.
+    pub class: u32,
+    /// Of the `struct tracepoint`, or 0.
+    pub tracepoint: u64,
+}
+
+/// An array of [`Key`] and a block of NUL-terminated names.
+#[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Directory {
+    /// Address of the array.
+    pub keys: u64,
+    /// Address of the names block.
+    pub names: u64,
+    /// Entries in the array.
+    pub key_count: u32,
+    /// Size of the names block in bytes, the last NUL included.
+    pub names_size: u32,
+}
+
+/// What a kernel registers.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Descriptor {
+    /// Header with [`OP_REGISTER`].
+    pub header: Header,
+    /// `FORMAT_*`.
+    pub entry_format: u32,
+    /// Size of an entry, in bytes.
+    pub entry_size: u32,
+    /// `FLAG_*`.
+    pub flags: u32,
+    /// Possible CPUs, for information.
+    pub cpus: u32,
+    /// `__start___jump_table .. __stop___jump_table`.
+    pub jump_table: Range,
+    /// `_stext .. _etext`.
+    pub text: Range,
+    /// `_sinittext .. _einittext`.
+    pub init_text: Range,
+    /// Keys in here are sealed after init.
+    pub ro_after_init: Range,
+    /// `__start___tracepoints_ptrs .. __stop___tracepoints_ptrs`.
+    pub tracepoints: Range,
+    /// Where the kernel's text mapping starts in physical memory, less its virtual start.
+    pub phys_base: u64,
+    /// Physical address of `init_top_pgt`.
+    pub page_table: u64,
+    /// How far KASLR moved the kernel's text, in bytes.
+    pub kaslr_offset: u64,
+    /// Address of the u32 `system_state`.
+    pub system_state: u64,
+    /// Value of `system_state` from `SYSTEM_RUNNING` on.
+    pub system_state_running: u64,
+    /// Bits of a mutex's owner word that name the owner.
+    pub mutex_owner_mask: u64,
+    /// Address of a u64; the mutex is free if owner & mask is 0.
+    pub jump_label_mutex_owner: u64,
+    /// Address of a u64.
+    pub text_mutex_owner: u64,
+    /// Address of a u64; 0 without tracepoints.
+    pub tracepoints_mutex_owner: u64,
+    /// Address of an s32 that is 0 when no text poke is queued; 0: no such word.
+    pub tp_vec_nr: u64,
+    /// Address of an s32 that is 0 when no `text_poke_bp()` runs; 0: no such word.
+    pub bp_desc_refs: u64,
+    /// Size of `struct static_key`, in bytes.
+    pub static_key_size: u32,
+    /// Offset of `type` in `struct static_key`.
+    pub static_key_type: u32,
+    /// Offset of `next` in `struct static_key_mod`.
+    pub static_key_mod_next: u32,
+    /// Offset of `entries` in `struct static_key_mod`.
+    pub static_key_mod_entries: u32,
+    /// Offset of `mod` in `struct static_key_mod`.
+    pub static_key_mod_mod: u32,
+    /// Size of `struct static_key_mod`, in bytes.
+    pub static_key_mod_size: u32,
+    /// Offset of the u32 `state` in `struct module`.
+    pub module_state: u32,
+    /// Value of `MODULE_STATE_LIVE`.
+    pub module_state_live: u32,
+    /// Offset of `name` in `struct tracepoint`.
+    pub tracepoint_name: u32,
+    /// Offset of `key` in `struct tracepoint`.
+    pub tracepoint_key: u32,
+    /// Offset of `regfunc` in `struct tracepoint`.
+    pub tracepoint_regfunc: u32,
+    /// Offset of `unregfunc` in `struct tracepoint`.
+    pub tracepoint_unregfunc: u32,
+    /// Offset of `funcs` in `struct tracepoint`.
+    pub tracepoint_funcs: u32,
+    /// Size of `struct tracepoint`, in bytes.
+    pub tracepoint_size: u32,
+    /// The kernel image's keys.
+    pub directory: Directory,
+    /// `utsname()->release`, NUL-padded.
+    pub release: [u8; 64],
+    /// GNU build id of vmlinux; zero if unknown.
+    pub build_id: [u8; 20],
+    /// Zero.
+    pub reserved: [u8; 12],
+}
+
+/// What a kernel tells about a module.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Module {
+    /// Header with [`OP_MODULE_ADD`] or [`OP_MODULE_DEL`].
+    pub header: Header,
+    /// Address of the `struct module`: the module's identity.
+    pub module: u64,
+    /// The module's jump table.
+    pub jump_table: Range,
+    /// The module's text.
+    pub text: Range,
+    /// The module's init text.
+    pub init_text: Range,
+    /// Keys defined in the module.
+    pub directory: Directory,
+    /// NUL-padded name.
+    pub name: [u8; 64],
+}
+
+#[cfg(test)]
+mod tests {
+    use std::mem::{offset_of, size_of};
+
+    use super::*;
+
+    /// Offsets by hand from the header file: a field that moves breaks every guest out there.
+    #[test]
+    fn layout_is_the_headers() {
+        assert_eq!(size_of::<Header>(), 24);
+        assert_eq!(offset_of!(Header, op), 6);
+        assert_eq!(offset_of!(Header, status) as u64, STATUS_OFFSET);
+        assert_eq!(offset_of!(Header, generation), 16);
+        assert_eq!(size_of::<Range>(), 16);
+        assert_eq!(size_of::<Key>(), 24);
+        assert_eq!(offset_of!(Key, class), 12);
+        assert_eq!(offset_of!(Key, tracepoint), 16);
+        assert_eq!(size_of::<Directory>(), 24);
+        assert_eq!(offset_of!(Directory, key_count), 16);
+
+        assert_eq!(size_of::<Descriptor>(), 384);
+        assert_eq!(offset_of!(Descriptor, entry_format), 24);
+        assert_eq!(offset_of!(Descriptor, jump_table), 40);
+        assert_eq!(offset_of!(Descriptor, tracepoints), 104);
+        assert_eq!(offset_of!(Descriptor, phys_base), 120);
+        assert_eq!(offset_of!(Descriptor, page_table), 128);
+        assert_eq!(offset_of!(Descriptor, system_state), 144);
+        assert_eq!(offset_of!(Descriptor, mutex_owner_mask), 160);
+        assert_eq!(offset_of!(Descriptor, bp_desc_refs), 200);
+        assert_eq!(offset_of!(Descriptor, static_key_size), 208);
+        assert_eq!(offset_of!(Descriptor, module_state), 232);
+        assert_eq!(offset_of!(Descriptor, tracepoint_size), 260);
+        assert_eq!(offset_of!(Descriptor, directory), 264);
+        assert_eq!(offset_of!(Descriptor, release), 288);
+        assert_eq!(offset_of!(Descriptor, build_id), 352);
+        assert_eq!(offset_of!(Descriptor, reserved), 372);
+
+        assert_eq!(size_of::<Module>(), 168);
+        assert_eq!(offset_of!(Module, module), 24);
+        assert_eq!(offset_of!(Module, jump_table), 32);
+        assert_eq!(offset_of!(Module, init_text), 64);
+        assert_eq!(offset_of!(Module, directory), 80);
+        assert_eq!(offset_of!(Module, name), 104);
+    }
+
+    /// Both halves of the magic are the letters that a memory dump shows.
+    #[test]
+    fn magic_reads_pbay() {
+        assert_eq!(&HEADER_MAGIC.to_le_bytes(), b"PBAY");
+        assert_eq!(HYPERCALL_MAGIC, HEADER_MAGIC);
+    }
+}
