@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Loading a kernel, its initrd and its command line into guest memory, and
+//! leaving what its boot protocol asks for.
+//!
+//! | file | protocol | entry |
+//! |---|---|---|
+//! | bzImage | Linux, 64-bit | 0x200 behind the protected-mode kernel |
+//! | ELF with a PVH note | PVH, 32-bit | the note's address |
+//! | ELF | Linux, 64-bit | the ELF entry |
+//!
+//! The protocols: `Documentation/arch/x86/boot.rst` and Xen's
+//! `docs/misc/pvh.pandoc`.
+
+mod kernel;
+pub(crate) mod layout;
+mod linux;
+mod memory_map;
+mod pvh;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::memory::{GuestRam, OutsideMemory, PAGE_SIZE};
+use crate::x86::registers::Mode;
+
+/// How the kernel is entered.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum BootProtocol {
+    /// As the table at the head of this module says.
+    #[default]
+    Auto,
+    /// The 64-bit Linux boot protocol, also for an ELF kernel with a PVH note.
+    Linux,
+    /// PVH; only for an ELF kernel with a PVH note.
+    Pvh,
+}
+
+/// What to boot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LinuxBoot {
+    /// A bzImage or an ELF file (vmlinux).
+    pub kernel: PathBuf,
+    /// An initial RAM disk, if any.
+    pub initrd: Option<PathBuf>,
+    /// The kernel's command line.
+    pub command_line: String,
+    /// How the kernel is entered.
+    pub protocol: BootProtocol,
+}
+
+/// Why the guest cannot be booted.
+#[derive(Debug, thiserror::Error)]
+pub enum BootError {
+    /// The file cannot be read.
+    #[error("the {what} {path} cannot be read ({source}); check the path and its permissions")]
+    Read {
+        /// "kernel" or "initrd".
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What the host said.
+        source: io::Error,
+    },
+    /// The file is neither a bzImage nor an x86-64 ELF file.
+    #[error(
+        "{0} is no kernel that can be booted here; give an x86-64 bzImage (arch/x86/boot/bzImage) or vmlinux"
+    )]
+    NotAKernel(PathBuf),
+    /// A bzImage that lacks what the boot needs.
+    #[error("the kernel {path} {problem}; give an x86-64 kernel of Linux 3.8 or later")]
+    Unsupported {
+        /// The file.
+        path: PathBuf,
+        /// What is missing.
+        problem: &'static str,
+    },
+    /// The file ends before its contents do.
+    #[error("the kernel {path} is truncated: {actual} bytes of {expected}; copy or build it again")]
+    Truncated {
+        /// The file.
+        path: PathBuf,
+        /// Its size in bytes.
+        actual: u64,
+        /// The size that its header tells, in bytes.
+        expected: u64,
+    },
+    /// An ELF file that cannot be loaded.
+    #[error("the kernel {path} is damaged ({problem}); copy or build it again")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// PVH was asked for, but the kernel cannot do it.
+    #[error(
+        "the kernel {0} has no PVH entry; give a vmlinux built with CONFIG_PVH=y, or choose another boot protocol"
+    )]
+    NoPvhEntry(PathBuf),
+    /// The initrd is no initrd.
+    #[error(
+        "the initrd {0} is neither a cpio archive (newc) nor a compressed one; make it with cpio -H newc, or give none"
+    )]
+    NotAnInitrd(PathBuf),
+    /// The command line is too long.
+    #[error(
+        "the command line has {actual} bytes, but this kernel takes {limit} at most; shorten it"
+    )]
+    CommandLineTooLong {
+        /// Its length in bytes.
+        actual: usize,
+        /// The most that the kernel takes, in bytes.
+        limit: usize,
+    },
+    /// The command line has a NUL inside.
+    #[error("the command line has a NUL byte inside; remove it")]
+    CommandLineNul,
+    /// The guest's memory is too small.
+    #[error(
+        "{what} needs memory up to {needed} MiB, but the guest has {available} MiB below 3 GiB; give it more with --memory"
+    )]
+    TooLittleMemory {
+        /// What does not fit.
+        what: &'static str,
+        /// In MiB, rounded up.
+        needed: u64,
+        /// In MiB.
+        available: u64,
+    },
+    /// A boot structure lies outside memory. The least memory has room for all.
+    #[error("a boot structure does not fit into the guest's memory: {0}; give it more with --memory")]
+    Structure(#[from] OutsideMemory),
+}
+
+/// Where and how the boot vCPU starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Entry {
+    pub rip: u64,
+    pub mode: Mode,
+    /// RSI: the zero page of the Linux protocol.
+    pub rsi: u64,
+    /// RBX: the start info of PVH.
+    pub rbx: u64,
+}
+
+/// An initrd in guest memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Initrd {
+    address: u64,
+    size: u64,
+}
+
+/// Loads everything and tells where to start.
+pub(crate) fn load(ram: &GuestRam, boot: &LinuxBoot, vcpus: u8) -> Result<Entry, BootError> {
+    let kernel = kernel::load(ram, &boot.kernel, boot.protocol)?;
+    let limit = kernel.command_line_max().min(layout::COMMAND_LINE_MAX - 1);
+    let command_line = boot.command_line.as_bytes();
+    if command_line.len() > limit {
+        return Err(BootError::CommandLineTooLong {
+            actual: command_line.len(),
+            limit,
+        });
+    }
+    if command_line.contains(&0) {
+        return Err(BootError::CommandLineNul);
+    }
+    ram.write(layout::COMMAND_LINE, command_line)?;
+    ram.write(layout::COMMAND_LINE + command_line.len() as u64, &[0])?;
+    let initrd = match &boot.initrd {
+        Some(path) => Some(load_initrd(ram, path, &kernel)?),
+        None => None,
+    };
+    ram.write(layout::MP_TABLE, &crate::x86::mp_table::build(vcpus))?;
+    ram.write(layout::ACPI_TABLES, &crate::x86::acpi::build(vcpus))?;
+    Ok(match kernel.entry {
+        kernel::KernelEntry::Linux(rip) => {
+            linux::write_zero_page(ram, &kernel, command_line.len(), initrd)?;
+            Entry {
+                rip,
+                mode: Mode::Long,
+                rsi: layout::ZERO_PAGE,
+                rbx: 0,
+            }
+        }
+        kernel::KernelEntry::Pvh(rip) => {
+            pvh::write_start_info(ram, initrd)?;
+            Entry {
+                rip,
+                mode: Mode::Protected,
+                rsi: 0,
+                rbx: layout::PVH_START_INFO,
+            }
+        }
+    })
+}
+
+/// Starts of the archives that Linux unpacks (`init/initramfs.c`, `lib/decompress.c`).
+const INITRD_MAGICS: [&[u8]; 9] = [
+    b"070701",
+    b"070702",
+    &[0x1f, 0x8b],
+    &[0x1f, 0x9e],
+    b"BZh",
+    &[0x5d, 0x00, 0x00],
+    &[0xfd, b'7', b'z', b'X', b'Z', 0],
+    &[0x89, b'L', b'Z', b'O', 0],
+    &[0x28, 0xb5, 0x2f, 0xfd],
+];
+const INITRD_MAGIC_LZ4: [u8; 4] = [0x02, 0x21, 0x4c, 0x18];
+
+fn read(what: &'static str, path: &Path) -> Result<Vec<u8>, BootError> {
+    std::fs::read(path).map_err(|source| BootError::Read {
+        what,
+        path: path.into(),
+        source,
+    })
+}
+
+fn too_little(what: &'static str, needed: u64, ram: &GuestRam) -> BootError {
+    BootError::TooLittleMemory {
+        what,
+        needed: needed.div_ceil(1 << 20),
+        available: ram.low_bytes() >> 20,
+    }
+}
+
+/// Puts the initrd as high as the kernel takes it, clear of the kernel.
+fn load_initrd(
+    ram: &GuestRam,
+    path: &Path,
+    kernel: &kernel::Kernel,
+) -> Result<Initrd, BootError> {
+    let bytes = read("initrd", path)?;
+    let known = INITRD_MAGICS.iter().any(|magic| bytes.starts_with(magic));
+    if !known && !bytes.starts_with(&INITRD_MAGIC_LZ4) {
+        return Err(BootError::NotAnInitrd(path.into()));
+    }
+    let size = bytes.len() as u64;
+    let top = ram.low_bytes().min(kernel.initrd_end_max());
+    let address = top.checked_sub(size).map(|at| at - at % PAGE_SIZE);
+    match address {
+        Some(address) if address >= kernel.end => {
+            ram.write(address, &bytes)?;
+            Ok(Initrd { address, size })
+        }
+        _ => Err(too_little(
+            "the kernel with its initrd",
+            kernel.end + size.next_multiple_of(PAGE_SIZE),
+            ram,
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,425 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The guest's serial console.
+//!
+//! ```text
+//!  guest ──▶ 16550 ──▶ ring of the last MiB ──▶ writer thread ──▶ stdout or file
+//!    ▲                                    └───▶ readers of the API, from any offset
+//!    └── 16550's FIFO ◀── pending input ◀── terminal, API
+//! ```
+//!
+//! A vCPU never waits for whoever reads: a full pipe or a stuck client costs
+//! output, of which the writer says how much, and never a pause deadline.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use vm_superio::Trigger;
+use vm_superio::serial::{NoEvents, Serial};
+use vmm_sys_util::eventfd::EventFd;
+
+/// Bytes of output that are kept.
+const KEPT: usize = 1 << 20;
+
+/// Bytes of input that wait for the guest to read.
+const INPUT_MAX: usize = 64 << 10;
+
+/// Bytes handed out at once.
+const CHUNK: usize = 32 << 10;
+
+/// Where the console's output goes, besides to the readers of [`Console::read`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum ConsoleOutput {
+    /// Nowhere.
+    #[default]
+    None,
+    /// To the standard output.
+    Stdout,
+    /// To this file, which is created or emptied first.
+    File(PathBuf),
+}
+
+/// Why there is no console.
+#[derive(Debug, thiserror::Error)]
+pub enum ConsoleError {
+    /// The file cannot be written.
+    #[error("the console cannot be written to {path}: {source}; name a file in a folder that exists and is yours")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What the host said.
+        source: io::Error,
+    },
+    /// The host refused a thread or an event descriptor.
+    #[error("the console cannot be set up ({0}): raise the limits on threads and open files")]
+    Host(#[from] io::Error),
+}
+
+/// Some of the console's output.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ConsoleChunk {
+    /// Offset of the first byte, in bytes since the guest's start.
+    pub offset: u64,
+    /// The bytes, at most 32 KiB.
+    pub bytes: Vec<u8>,
+}
+
+type Listener = Box<dyn Fn() + Send + Sync>;
+
+#[derive(Default)]
+struct RingState {
+    bytes: VecDeque<u8>,
+    /// Offset of the first byte kept.
+    start: u64,
+    closed: bool,
+}
+
+#[derive(Default)]
+struct Ring {
+    state: Mutex<RingState>,
+    changed: Condvar,
+    listeners: Mutex<Vec<Listener>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No code panics with the lock held half-way through a change.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Ring {
+    fn push(&self, bytes: &[u8]) {
+        let mut state = lock(&self.state);
+        state.bytes.extend(bytes);
+        let excess = state.bytes.len().saturating_sub(KEPT);
+        state.bytes.drain(..excess);
+        state.start += excess as u64;
+        drop(state);
+        self.notify();
+    }
+
+    fn notify(&self) {
+        self.changed.notify_all();
+        for listener in lock(&self.listeners).iter() {
+            listener();
+        }
+    }
+
+    fn read(&self, offset: u64) -> ConsoleChunk {
+        let state = lock(&self.state);
+        let offset = offset.max(state.start);
+        let skip = usize::try_from(offset - state.start).unwrap_or(usize::MAX);
+        ConsoleChunk {
+            offset,
+            bytes: state.bytes.iter().skip(skip).take(CHUNK).copied().collect(),
+        }
+    }
+
+    /// Waits until there is output at `offset`. False: there is none, and either
+    /// the time is over or no more will come.
+    fn wait(&self, offset: u64, timeout: Option<Duration>) -> bool {
+        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+        let mut state = lock(&self.state);
+        loop {
+            if state.start + state.bytes.len() as u64 > offset {
+                return true;
+            }
+            if state.closed {
+                return false;
+            }
+            state = match deadline {
+                None => self
+                    .changed
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner),
+                Some(deadline) => {
+                    let Some(left) = deadline.checked_duration_since(Instant::now()) else {
+                        return false;
+                    };
+                    self.changed
+                        .wait_timeout(state, left)
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .0
+                }
+            };
+        }
+    }
+}
+
+/// The serial port's way out.
+struct RingWriter(Arc<Ring>);
+
+impl Write for RingWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.push(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The serial port's interrupt line.
+struct Interrupt(EventFd);
+
+impl Trigger for Interrupt {
+    type E = io::Error;
+
+    fn trigger(&self) -> io::Result<()> {
+        self.0.write(1)
+    }
+}
+
+struct Port {
+    serial: Serial<Interrupt, NoEvents, RingWriter>,
+    pending: VecDeque<u8>,
+}
+
+impl Port {
+    /// Moves as much pending input as fits into the 16550's FIFO.
+    fn refill(&mut self) {
+        let room = self.serial.fifo_capacity().min(self.pending.len());
+        let bytes: Vec<u8> = self.pending.drain(..room).collect();
+        if !bytes.is_empty() {
+            // It refuses input only in loop-back mode, when the line is cut: it is lost, as there.
+            let _ = self.serial.enqueue_raw_bytes(&bytes);
+        }
+    }
+}
+
+/// A guest's serial console.
+pub struct Console {
+    port: Mutex<Port>,
+    ring: Arc<Ring>,
+    interrupt: EventFd,
+    writer: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Console {
+    /// Sets the console up and starts its writer thread, if there is something to write to.
+    pub(crate) fn new(output: &ConsoleOutput) -> Result<Self, ConsoleError> {
+        let ring = Arc::new(Ring::default());
+        let interrupt = EventFd::new(libc::EFD_NONBLOCK)?;
+        let serial = Serial::new(Interrupt(interrupt.try_clone()?), RingWriter(ring.clone()));
+        let sink: Option<Box<dyn Write + Send>> = match output {
+            ConsoleOutput::None => None,
+            ConsoleOutput::Stdout => Some(Box::new(io::stdout())),
+            ConsoleOutput::File(path) => {
+                Some(Box::new(File::create(path).map_err(|source| {
+                    ConsoleError::File {
+                        path: path.clone(),
+                        source,
+                    }
+                })?))
+            }
+        };
+        let writer = sink
+            .map(|sink| {
+                let ring = ring.clone();
+                std::thread::Builder::new()
+                    .name("console".into())
+                    .spawn(move || write_out(&ring, sink))
+            })
+            .transpose()?;
+        Ok(Self {
+            port: Mutex::new(Port {
+                serial,
+                pending: VecDeque::new(),
+            }),
+            ring,
+            interrupt,
+            writer: Mutex::new(writer),
+        })
+    }
+
+    /// The interrupt line, to be connected to IRQ 4.
+    pub(crate) fn interrupt(&self) -> &EventFd {
+        &self.interrupt
+    }
+
+    /// Output from `offset` on, in bytes since the guest's start; empty if there
+    /// is none yet. An offset that is no longer kept starts at the oldest byte
+    /// that is: the last 1 MiB is kept.
+    #[must_use]
+    pub fn read(&self, offset: u64) -> ConsoleChunk {
+        self.ring.read(offset)
+    }
+
+    /// Waits for output at `offset`. False: the time is over, or the guest has
+    /// ended, and there is none.
+    #[must_use]
+    pub fn wait(&self, offset: u64, timeout: Duration) -> bool {
+        self.ring.wait(offset, Some(timeout))
+    }
+
+    /// Calls `listener` after each output and when the guest has ended. It runs
+    /// on a vCPU's thread and must return at once.
+    pub fn on_output(&self, listener: impl Fn() + Send + Sync + 'static) {
+        lock(&self.ring.listeners).push(Box::new(listener));
+    }
+
+    /// Whether the guest has ended: there will be no more output.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        lock(&self.ring.state).closed
+    }
+
+    /// Types `bytes` into the console. Answers how many were taken: up to
+    /// 64 KiB wait for the guest to read them, the rest is refused.
+    #[must_use]
+    pub fn input(&self, bytes: &[u8]) -> usize {
+        let mut port = lock(&self.port);
+        let taken = bytes.len().min(INPUT_MAX - port.pending.len());
+        port.pending.extend(&bytes[..taken]);
+        port.refill();
+        taken
+    }
+
+    pub(super) fn port_read(&self, register: u8, data: &mut [u8]) {
+        let mut port = lock(&self.port);
+        for byte in data {
+            *byte = port.serial.read(register);
+        }
+        port.refill();
+    }
+
+    pub(super) fn port_write(&self, register: u8, data: &[u8]) {
+        let mut port = lock(&self.port);
+        for byte in data {
+            // Fails only if the interrupt line does; output is not lost by that.
+            let _ = port.serial.write(register, *byte);
+        }
+    }
+
+    /// Says that no more output will come, and waits until all of it is written out.
+    pub(crate) fn close(&self) {
+        lock(&self.ring.state).closed = true;
+        self.ring.notify();
+        let writer = lock(&self.writer).take();
+        if let Some(writer) = writer {
+            // A panic there has been reported by the panic hook.
+            let _ = writer.join();
+        }
+    }
+}
+
+impl Drop for Console {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// The writer thread: copies the ring to `sink` until the ring is closed and all
+/// of it is written, or `sink` breaks.
+fn write_out(ring: &Ring, mut sink: impl Write) {
+    let mut offset = 0;
+    while ring.wait(offset, None) {
+        let chunk = ring.read(offset);
+        let lost = chunk.offset - offset;
+        let written = if lost > 0 {
+            write!(sink, "\n[{lost} bytes of console output lost here]\n")
+        } else {
+            Ok(())
+        };
+        let written = written
+            .and_then(|()| sink.write_all(&chunk.bytes))
+            .and_then(|()| sink.flush());
+        if written.is_err() {
+            // Nobody reads any more; the guest runs on.
+            return;
+        }
+        offset = chunk.offset + chunk.bytes.len() as u64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn type_out(console: &Console, text: &[u8]) {
+        console.port_write(0, text);
+    }
+
+    #[test]
+    fn output_is_kept_by_offset() {
+        let console = Console::new(&ConsoleOutput::None).unwrap();
+        type_out(&console, b"hello world");
+        let chunk = console.read(6);
+        assert_eq!((chunk.offset, chunk.bytes.as_slice()), (6, &b"world"[..]));
+        assert!(console.read(11).bytes.is_empty());
+        assert!(console.read(u64::MAX).bytes.is_empty());
+        assert!(console.wait(10, Duration::ZERO));
+        assert!(!console.wait(11, Duration::ZERO));
+    }
+
+    #[test]
+    fn the_oldest_output_goes_first() {
+        let ring = Ring::default();
+        ring.push(&[b'a'; 10]);
+        ring.push(&vec![b'b'; KEPT]);
+        let chunk = ring.read(0);
+        assert_eq!(chunk.offset, 10);
+        assert_eq!(chunk.bytes[0], b'b');
+        assert_eq!(lock(&ring.state).bytes.len(), KEPT);
+    }
+
+    #[test]
+    fn input_longer_than_the_fifo_arrives_whole() {
+        let console = Console::new(&ConsoleOutput::None).unwrap();
+        let typed: Vec<u8> = (0..=255).cycle().take(1000).collect();
+        assert_eq!(console.input(&typed), 1000);
+        let mut read = vec![];
+        loop {
+            let mut status = [0];
+            console.port_read(5, &mut status);
+            if status[0] & 1 == 0 {
+                break;
+            }
+            let mut byte = [0];
+            console.port_read(0, &mut byte);
+            read.push(byte[0]);
+        }
+        assert_eq!(read, typed);
+    }
+
+    #[test]
+    fn input_without_a_reader_is_bounded() {
+        let console = Console::new(&ConsoleOutput::None).unwrap();
+        let typed = vec![0; 2 * INPUT_MAX];
+        let taken = console.input(&typed);
+        assert!(taken >= INPUT_MAX && taken < typed.len());
+        let more = console.input(&typed);
+        assert!(more <= 64, "{more}");
+    }
+
+    #[test]
+    fn a_file_gets_everything_before_close_returns() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("console");
+        let console = Console::new(&ConsoleOutput::File(path.clone())).unwrap();
+        type_out(&console, b"last words");
+        console.close();
+        assert_eq!(std::fs::read(path).unwrap(), b"last words");
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_made_is_named() {
+        let output = ConsoleOutput::File("/nonexistent/console".into());
+        let error = Console::new(&output).err().unwrap().to_string();
+        assert!(error.contains("/nonexistent/console"), "{error}");
+    }
+
+    #[test]
+    fn close_wakes_those_who_wait() {
+        let console = Arc::new(Console::new(&ConsoleOutput::None).unwrap());
+        let waiting = console.clone();
+        let thread = std::thread::spawn(move || waiting.wait(0, Duration::from_secs(60)));
+        console.close();
+        assert!(!thread.join().unwrap());
+    }
+}

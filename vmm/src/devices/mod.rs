@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The guest's devices. All of them live on I/O ports; interrupt controllers and
+//! the timer are KVM's.
+//!
+//! | ports | device |
+//! |---|---|
+//! | 0x3f8..=0x3ff | 16550 serial console, IRQ 4 |
+//! | 0x60, 0x64 | keyboard controller: only its reset line |
+//! | 0x70, 0x71 | CMOS clock: absent, reads as 0 |
+//! | 0x600..=0x605 | ACPI power management: event and control block |
+//! | others | as given in the configuration, else absent: reads as all ones |
+
+mod console;
+mod power;
+
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+
+pub use console::{Console, ConsoleChunk, ConsoleError, ConsoleOutput};
+pub use power::GuestPower;
+pub(crate) use power::{PM1_CONTROL, PM1_EVENT, SLEEP_TYPE_OFF};
+
+/// First port of the serial console (COM1).
+const SERIAL: u16 = 0x3f8;
+
+/// A device on I/O ports, for guests that need more than the built-in ones.
+///
+/// Both calls come from vCPU threads, of several vCPUs at once; a vCPU cannot be
+/// paused before they return.
+pub trait PortDevice: Send + Sync {
+    /// The guest reads; `data` is filled in.
+    fn read(&self, port: u16, data: &mut [u8]);
+    /// The guest writes.
+    fn write(&self, port: u16, data: &[u8]);
+}
+
+/// Finds the device of each port.
+pub(crate) struct Bus {
+    console: Arc<Console>,
+    power: power::PowerManagement,
+    extra: Vec<(RangeInclusive<u16>, Arc<dyn PortDevice>)>,
+}
+
+impl Bus {
+    pub fn new(
+        console: Arc<Console>,
+        extra: Vec<(RangeInclusive<u16>, Arc<dyn PortDevice>)>,
+    ) -> Self {
+        Self {
+            console,
+            power: power::PowerManagement::default(),
+            extra,
+        }
+    }
+
+    /// The guest reads from a port.
+    pub fn port_read(&self, port: u16, data: &mut [u8]) {
+        match port {
+            SERIAL..=0x3ff => self.console.port_read(offset(port), data),
+            // Nothing to read, and both buffers of the controller are empty.
+            0x60 | 0x64 | 0x70 | 0x71 => data.fill(0),
+            power::PM1_EVENT..=power::PM1_LAST => self.power.read(port, data),
+            _ => match self.extra(port) {
+                Some(device) => device.read(port, data),
+                None => data.fill(0xff),
+            },
+        }
+    }
+
+    /// The guest writes to a port.
+    pub fn port_write(&self, port: u16, data: &[u8]) -> Option<GuestPower> {
+        match port {
+            SERIAL..=0x3ff => self.console.port_write(offset(port), data),
+            0x64 => return power::keyboard_command(data),
+            power::PM1_EVENT..=power::PM1_LAST => return self.power.write(port, data),
+            _ => {
+                if let Some(device) = self.extra(port) {
+                    device.write(port, data);
+                }
+            }
+        }
+        None
+    }
+
+    fn extra(&self, port: u16) -> Option<&dyn PortDevice> {
+        self.extra
+            .iter()
+            .find(|(ports, _)| ports.contains(&port))
+            .map(|(_, device)| device.as_ref())
+    }
+}
+
+/// Register of the serial port, 0 to 7.
+fn offset(port: u16) -> u8 {
+    let [low, _] = (port - SERIAL).to_le_bytes();
+    low
+}

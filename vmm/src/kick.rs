@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Getting a vCPU thread out of `KVM_RUN`: the `immediate_exit` byte and a
+//! directed signal.
+
+use std::ffi::c_void;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::Once;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use kvm_bindings::kvm_run;
+use kvm_ioctls::VcpuFd;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+/// The signal that interrupts `KVM_RUN`. A real-time signal, so that none of the
+/// C library's or the program's own is in the way.
+fn kick_signal() -> i32 {
+    libc::SIGRTMIN() + 1
+}
+
+/// A vCPU's `immediate_exit` byte, through a mapping of its own.
+///
+/// kvm-ioctls maps the same page and hands out `&mut kvm_run` on the vCPU's
+/// thread; a second mapping, and an atomic, let other threads set the byte
+/// without aliasing that reference.
+#[derive(Debug)]
+pub(crate) struct ImmediateExit {
+    page: NonNull<c_void>,
+}
+
+/// Bytes mapped: `immediate_exit` is in the first page of `kvm_run`.
+const MAPPED: usize = 4096;
+
+// SAFETY: the mapping belongs to the process and not to a thread, and the only
+// access through it is one atomic byte.
+unsafe impl Send for ImmediateExit {}
+// SAFETY: as above; the byte is only accessed atomically.
+unsafe impl Sync for ImmediateExit {}
+
+impl ImmediateExit {
+    /// Maps the first page of the vCPU's `kvm_run`.
+    pub fn map(vcpu: &VcpuFd) -> rustix::io::Result<Self> {
+        // SAFETY: `vcpu` owns the descriptor and is borrowed beyond its use here.
+        let vcpu = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
+        // SAFETY: a new mapping at an address of the kernel's choice changes no
+        // memory that exists.
+        let page = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                MAPPED,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                vcpu,
+                0,
+            )
+        }?;
+        let page = NonNull::new(page).ok_or(rustix::io::Errno::FAULT)?;
+        Ok(Self { page })
+    }
+
+    /// Sets or clears the byte.
+    pub fn set(&self, exit: bool) {
+        let offset = std::mem::offset_of!(kvm_run, immediate_exit);
+        // SAFETY: the offset is less than `MAPPED`, the size of the mapping.
+        let byte = unsafe { self.page.as_ptr().cast::<u8>().add(offset) };
+        // SAFETY: the byte is mapped as long as `self` lives, a byte is always
+        // aligned, and no reference to it exists in this mapping.
+        let byte = unsafe { AtomicU8::from_ptr(byte) };
+        byte.store(u8::from(exit), Ordering::SeqCst);
+    }
+}
+
+impl Drop for ImmediateExit {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made by `map` with this size, and nothing
+        // points into it once `self` is gone.
+        let unmapped = unsafe { munmap(self.page.as_ptr(), MAPPED) };
+        debug_assert!(unmapped.is_ok());
+    }
+}
+
+extern "C" fn ignore(_signal: libc::c_int) {}
+
+/// Installs the handler of the kick signal: it does nothing, but a signal with
+/// a handler ends `KVM_RUN` with EINTR.
+pub(crate) fn install_handler() {
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        let handler = ignore as extern "C" fn(libc::c_int);
+        // SAFETY: all-zero is a valid sigaction: no flags, an empty mask, SIG_DFL.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        action.sa_sigaction = handler as usize;
+        // SAFETY: `action` is initialised, the old action is not asked for, and
+        // the handler only returns, which is safe at any point of any thread.
+        let result = unsafe { libc::sigaction(kick_signal(), &raw const action, std::ptr::null_mut()) };
+        debug_assert_eq!(result, 0);
+    });
+}
+
+/// Sends the kick signal to a thread of this process. A thread that has ended
+/// by now is no error.
+pub(crate) fn kick_thread(thread: i32) {
+    let process = rustix::process::getpid().as_raw_nonzero().get();
+    // SAFETY: tgkill takes three integers and touches no memory; the signal has
+    // a handler, installed before the first vCPU thread started.
+    unsafe { libc::syscall(libc::SYS_tgkill, process, thread, kick_signal()) };
+}

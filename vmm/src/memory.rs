@@ -1,0 +1,312 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The guest's memory: where it lies, and how the monitor reads and writes it.
+//!
+//! ```text
+//!  0 ─────────────── 3 GiB ─────────── 4 GiB ────────────────▶
+//!  │ low RAM          │ devices (APIC…)  │ what did not fit below
+//! ```
+//!
+//! Every access goes through vm-memory's volatile slices: the guest may write
+//! the same bytes at the same time, so no Rust reference to guest memory ever
+//! exists, and each write of the monitor marks the dirty bitmap.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use vm_memory::bitmap::AtomicBitmap;
+use vm_memory::{
+    Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    MemoryRegionAddress, VolatileMemory,
+};
+
+use crate::paging::PhysicalMemory;
+
+/// Bytes in a page of guest memory.
+pub const PAGE_SIZE: u64 = 4096;
+
+/// Start of the gap that x86 keeps below 4 GiB for devices (the local APIC at
+/// 0xfee00000, the I/O APIC at 0xfec00000, KVM's TSS pages).
+pub const DEVICE_GAP_START: u64 = 3 << 30;
+
+/// End of the device gap; memory beyond the low part continues here.
+pub const DEVICE_GAP_END: u64 = 4 << 30;
+
+/// The least memory a guest can have, in bytes. The boot structures alone end
+/// at 1 MiB, and the smallest Linux kernel needs some more.
+pub const MEMORY_MIN: u64 = 2 << 20;
+
+/// The most memory a guest can have, in bytes.
+pub const MEMORY_MAX: u64 = 1 << 40;
+
+/// Why the guest's memory could not be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// The size is out of range or not whole pages.
+    #[error(
+        "guest memory of {0} bytes is not possible: give a multiple of 4 KiB from 2 MiB to 1 TiB"
+    )]
+    Size(u64),
+    /// The host refused the mapping.
+    #[error("the host cannot map {bytes} bytes for the guest ({source}): give the guest less")]
+    Map {
+        /// The size that was asked for.
+        bytes: u64,
+        /// What the host said.
+        source: vm_memory::mmap::FromRangesError,
+    },
+}
+
+/// An access outside the guest's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("guest-physical {address:#x}, {length} bytes, is not in the guest's memory")]
+pub struct OutsideMemory {
+    /// Guest-physical address of the first byte.
+    pub address: u64,
+    /// Bytes asked for.
+    pub length: usize,
+}
+
+/// A run of bytes that lies in one region of guest memory. Found once, by
+/// [`GuestRam::piece`]; afterwards an access costs a few nanoseconds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Piece {
+    region: u32,
+    length: u32,
+    offset: u64,
+}
+
+impl Piece {
+    /// Bytes in the piece.
+    #[must_use]
+    pub fn length(&self) -> usize {
+        self.length as usize
+    }
+}
+
+/// The guest's RAM. Clones share the same memory.
+#[derive(Debug, Clone)]
+pub struct GuestRam {
+    mmap: GuestMemoryMmap<AtomicBitmap>,
+}
+
+impl GuestRam {
+    /// Maps `bytes` of zeroed memory; the host provides each page when it is first touched.
+    ///
+    /// # Errors
+    /// [`MemoryError`] for a size out of range, or when the host has no room.
+    pub fn new(bytes: u64) -> Result<Self, MemoryError> {
+        if !(MEMORY_MIN..=MEMORY_MAX).contains(&bytes) || !bytes.is_multiple_of(PAGE_SIZE) {
+            return Err(MemoryError::Size(bytes));
+        }
+        let size = |bytes: u64| usize::try_from(bytes).map_err(|_| MemoryError::Size(bytes));
+        let low = bytes.min(DEVICE_GAP_START);
+        let mut ranges = vec![(GuestAddress(0), size(low)?)];
+        if bytes > low {
+            ranges.push((GuestAddress(DEVICE_GAP_END), size(bytes - low)?));
+        }
+        let mmap = GuestMemoryMmap::from_ranges(&ranges)
+            .map_err(|source| MemoryError::Map { bytes, source })?;
+        Ok(Self { mmap })
+    }
+
+    /// The vm-memory view, for loaders and memory slots.
+    #[must_use]
+    pub fn mmap(&self) -> &GuestMemoryMmap<AtomicBitmap> {
+        &self.mmap
+    }
+
+    /// Bytes of memory below the device gap.
+    #[must_use]
+    pub fn low_bytes(&self) -> u64 {
+        self.mmap.iter().next().map_or(0, GuestMemoryRegion::len)
+    }
+
+    /// Bytes of memory from 4 GiB on.
+    #[must_use]
+    pub fn high_bytes(&self) -> u64 {
+        self.mmap.iter().skip(1).map(GuestMemoryRegion::len).sum()
+    }
+
+    /// Finds `length` bytes at a guest-physical address.
+    ///
+    /// # Errors
+    /// [`OutsideMemory`] unless all of them lie in one region.
+    pub fn piece(&self, address: u64, length: usize) -> Result<Piece, OutsideMemory> {
+        let outside = OutsideMemory { address, length };
+        let length32 = u32::try_from(length).map_err(|_| outside)?;
+        for (index, region) in self.mmap.iter().enumerate() {
+            let Some(offset) = address.checked_sub(region.start_addr().0) else {
+                continue;
+            };
+            let Some(end) = offset.checked_add(length as u64) else {
+                continue;
+            };
+            if end <= region.len() {
+                let region = u32::try_from(index).map_err(|_| outside)?;
+                return Ok(Piece {
+                    region,
+                    length: length32,
+                    offset,
+                });
+            }
+        }
+        Err(outside)
+    }
+
+    fn slice(
+        &self,
+        piece: Piece,
+    ) -> Option<vm_memory::VolatileSlice<'_, vm_memory::bitmap::BS<'_, AtomicBitmap>>> {
+        let region = self.mmap.iter().nth(piece.region as usize)?;
+        region
+            .get_slice(MemoryRegionAddress(piece.offset), piece.length())
+            .ok()
+    }
+
+    /// Copies a piece out; `bytes` must be as long as the piece. False: nothing was read.
+    #[must_use]
+    pub fn read_piece(&self, piece: Piece, bytes: &mut [u8]) -> bool {
+        bytes.len() == piece.length()
+            && self
+                .slice(piece)
+                .is_some_and(|slice| slice.read_slice(bytes, 0).is_ok())
+    }
+
+    /// Copies a piece in and marks it dirty; `bytes` must be as long as the
+    /// piece. False: nothing was written.
+    #[must_use]
+    pub fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool {
+        bytes.len() == piece.length()
+            && self
+                .slice(piece)
+                .is_some_and(|slice| slice.write_slice(bytes, 0).is_ok())
+    }
+
+    /// Atomically replaces `current` by `new` in an aligned piece of four bytes
+    /// and marks it dirty. `None`: the piece is not four aligned bytes;
+    /// otherwise as [`AtomicU32::compare_exchange`].
+    #[must_use]
+    pub fn compare_exchange_u32(
+        &self,
+        piece: Piece,
+        current: u32,
+        new: u32,
+    ) -> Option<Result<u32, u32>> {
+        if piece.length != 4 {
+            return None;
+        }
+        let slice = self.slice(piece)?;
+        let word = slice.get_atomic_ref::<AtomicU32>(0).ok()?;
+        let result = word.compare_exchange(current, new, Ordering::SeqCst, Ordering::SeqCst);
+        if result.is_ok() {
+            use vm_memory::bitmap::Bitmap;
+            slice.bitmap().mark_dirty(0, 4);
+        }
+        Some(result)
+    }
+
+    /// Copies bytes from a guest-physical address.
+    ///
+    /// # Errors
+    /// [`OutsideMemory`] unless all bytes lie in one region of memory.
+    pub fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory> {
+        let piece = self.piece(address, bytes.len())?;
+        if self.read_piece(piece, bytes) {
+            Ok(())
+        } else {
+            Err(OutsideMemory {
+                address,
+                length: bytes.len(),
+            })
+        }
+    }
+
+    /// Copies bytes to a guest-physical address and marks them dirty.
+    ///
+    /// # Errors
+    /// [`OutsideMemory`] unless all bytes lie in one region of memory.
+    pub fn write(&self, address: u64, bytes: &[u8]) -> Result<(), OutsideMemory> {
+        let piece = self.piece(address, bytes.len())?;
+        if self.write_piece(piece, bytes) {
+            Ok(())
+        } else {
+            Err(OutsideMemory {
+                address,
+                length: bytes.len(),
+            })
+        }
+    }
+
+    /// Whether the page of memory at `address` was written by the monitor.
+    #[must_use]
+    pub fn is_dirty(&self, address: u64) -> bool {
+        use vm_memory::bitmap::Bitmap;
+        self.mmap
+            .to_region_addr(GuestAddress(address))
+            .is_some_and(|(region, offset)| {
+                usize::try_from(offset.0).is_ok_and(|offset| region.bitmap().dirty_at(offset))
+            })
+    }
+}
+
+impl PhysicalMemory for GuestRam {
+    fn read_u64(&self, address: u64) -> Option<u64> {
+        self.mmap
+            .load(GuestAddress(address), Ordering::Acquire)
+            .ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_beyond_three_gibibytes_continues_at_four() {
+        let ram = GuestRam::new((3 << 30) + (1 << 20)).unwrap();
+        assert_eq!(ram.low_bytes(), 3 << 30);
+        assert_eq!(ram.high_bytes(), 1 << 20);
+        ram.write(DEVICE_GAP_END + 5, b"high").unwrap();
+        let mut bytes = [0; 4];
+        ram.read(DEVICE_GAP_END + 5, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"high");
+        assert!(ram.read(DEVICE_GAP_START - 2, &mut bytes).is_err());
+        assert!(ram.read(DEVICE_GAP_END - 2, &mut bytes).is_err());
+        assert!(ram.read(u64::MAX - 1, &mut bytes).is_err());
+    }
+
+    #[test]
+    fn sizes_out_of_range_are_refused() {
+        for bytes in [0, PAGE_SIZE, MEMORY_MIN + 1, MEMORY_MAX + PAGE_SIZE] {
+            assert!(
+                matches!(GuestRam::new(bytes), Err(MemoryError::Size(_))),
+                "{bytes}"
+            );
+        }
+    }
+
+    #[test]
+    fn writes_mark_the_dirty_bitmap_and_reads_do_not() {
+        let ram = GuestRam::new(MEMORY_MIN).unwrap();
+        let mut bytes = [0; 8];
+        ram.read(0x5000, &mut bytes).unwrap();
+        assert!(!ram.is_dirty(0x5000));
+        ram.write(0x5ffc, &[1; 8]).unwrap();
+        assert!(ram.is_dirty(0x5000) && ram.is_dirty(0x6000));
+        assert!(!ram.is_dirty(0x4000) && !ram.is_dirty(0x7000));
+    }
+
+    #[test]
+    fn compare_exchange_wants_an_aligned_word_and_marks_only_success() {
+        let ram = GuestRam::new(MEMORY_MIN).unwrap();
+        let piece = ram.piece(0x8004, 4).unwrap();
+        assert_eq!(ram.compare_exchange_u32(piece, 1, 2), Some(Err(0)));
+        assert!(!ram.is_dirty(0x8000));
+        assert_eq!(ram.compare_exchange_u32(piece, 0, 2), Some(Ok(0)));
+        assert!(ram.is_dirty(0x8000));
+        let odd = ram.piece(0x8002, 4).unwrap();
+        assert_eq!(ram.compare_exchange_u32(odd, 0, 2), None);
+        let long = ram.piece(0x8000, 8).unwrap();
+        assert_eq!(ram.compare_exchange_u32(long, 0, 2), None);
+    }
+}

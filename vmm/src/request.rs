@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! How the guest's Patchbay requests arrive: the hypercall and the MSR.
+
+use std::sync::Arc;
+
+use vm_memory::GuestAddress;
+
+use crate::abi;
+use crate::memory::{GuestRam, PAGE_SIZE};
+
+/// Index of the MSR transport, told to the guest in CPUID.
+///
+/// "KPB\0": clear of KVM's own (0x4b564d00..=0x4b564dff, "KVM",
+/// `Documentation/virt/kvm/x86/msr.rst`), of Hyper-V's and Xen's (0x40000000 on)
+/// and of every architectural index (Intel below 0x2000, AMD 0xc000_0000 on).
+pub const MSR_INDEX: u32 = 0x4b50_4200;
+
+/// `KVM_HC_MAP_GPA_RANGE`, `include/uapi/linux/kvm_para.h`.
+pub(crate) const HYPERCALL: u64 = 12;
+
+/// What KVM itself answers to a hypercall that it does not offer
+/// (`KVM_ENOSYS`, `include/uapi/linux/kvm_para.h`).
+pub(crate) const KVM_ENOSYS: i64 = -1000;
+
+/// Answers the guest's requests. Implemented by the keys service and by tests.
+pub trait GuestRequests: Send + Sync {
+    /// The guest asks for operation `op` (`PATCHBAY_OP_*`, not checked) with the
+    /// page of guest memory at `page`: page-aligned and wholly in memory, its
+    /// contents not looked at yet.
+    ///
+    /// Called on the vCPU's thread, which cannot be paused meanwhile: an
+    /// implementation must not wait for anything that itself waits for a pause.
+    ///
+    /// Returns 0 or a negative errno, which the guest gets as the call's
+    /// result and in the page's header.
+    fn request(&self, op: u32, page: GuestAddress) -> i32;
+}
+
+/// Refuses every request: for a guest that is only booted.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NoRequests;
+
+impl GuestRequests for NoRequests {
+    fn request(&self, _op: u32, _page: GuestAddress) -> i32 {
+        -libc::ENOSYS
+    }
+}
+
+/// A request that is ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Request {
+    pub op: u32,
+    pub page: u64,
+}
+
+/// The monitor's end of both transports.
+pub(crate) struct RequestPort {
+    ram: GuestRam,
+    handler: Arc<dyn GuestRequests>,
+}
+
+impl RequestPort {
+    pub fn new(ram: GuestRam, handler: Arc<dyn GuestRequests>) -> Self {
+        Self { ram, handler }
+    }
+
+    /// `None`: not ours, to be answered as KVM would without Patchbay.
+    pub fn decode_hypercall(&self, number: u64, arguments: &[u64; 6]) -> Option<Request> {
+        let [page, pages, magic_and_op, zero, ..] = *arguments;
+        let ours = number == HYPERCALL
+            && pages == 1
+            && zero == 0
+            && magic_and_op >> 32 == u64::from(abi::HYPERCALL_MAGIC);
+        ours.then(|| Request {
+            op: low_half(magic_and_op),
+            page,
+        })
+    }
+
+    /// `None`: not ours.
+    pub fn decode_msr(&self, index: u32, value: u64) -> Option<Request> {
+        let in_page = value & (PAGE_SIZE - 1);
+        (index == MSR_INDEX).then(|| Request {
+            op: low_half(in_page),
+            page: value - in_page,
+        })
+    }
+
+    /// Has the request answered and leaves the answer in the page's header too.
+    pub fn answer(&self, request: Request) -> i32 {
+        let page = request.page;
+        if !page.is_multiple_of(PAGE_SIZE) || self.ram.piece(page, abi::REQUEST_PAGE_SIZE).is_err() {
+            return -libc::EFAULT;
+        }
+        let status = self.handler.request(request.op, GuestAddress(page));
+        match self.ram.write(page + abi::STATUS_OFFSET, &status.to_le_bytes()) {
+            Ok(()) => status,
+            Err(_) => -libc::EFAULT,
+        }
+    }
+}
+
+/// The low 32 bits.
+fn low_half(value: u64) -> u32 {
+    let [a, b, c, d, ..] = value.to_le_bytes();
+    u32::from_le_bytes([a, b, c, d])
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::memory::MEMORY_MIN;
+
+    #[derive(Default)]
+    struct Record(Mutex<Vec<(u32, u64)>>);
+
+    impl GuestRequests for Record {
+        fn request(&self, op: u32, page: GuestAddress) -> i32 {
+            self.0.lock().unwrap().push((op, page.0));
+            -7
+        }
+    }
+
+    fn port() -> (RequestPort, Arc<Record>, GuestRam) {
+        let ram = GuestRam::new(MEMORY_MIN).unwrap();
+        let record = Arc::new(Record::default());
+        (
+            RequestPort::new(ram.clone(), record.clone()),
+            record,
+            ram,
+        )
+    }
+
+    const OURS: u64 = (abi::HYPERCALL_MAGIC as u64) << 32;
+
+    #[test]
+    fn only_the_agreed_hypercall_is_ours() {
+        let (port, _, _) = port();
+        let ours = [0x3000, 1, OURS | 2, 0, 9, 9];
+        assert_eq!(
+            port.decode_hypercall(12, &ours),
+            Some(Request {
+                op: 2,
+                page: 0x3000
+            })
+        );
+        for (number, arguments) in [
+            (11, ours),
+            (12, [0x3000, 1, 2, 0, 0, 0]),
+            (12, [0x3000, 1, (OURS + (1 << 32)) | 2, 0, 0, 0]),
+            (12, [0x3000, 2, OURS | 2, 0, 0, 0]),
+            (12, [0x3000, 1, OURS | 2, 1, 0, 0]),
+        ] {
+            assert_eq!(port.decode_hypercall(number, &arguments), None);
+        }
+    }
+
+    #[test]
+    fn the_msr_carries_page_and_operation() {
+        let (port, _, _) = port();
+        assert_eq!(
+            port.decode_msr(MSR_INDEX, 0x5003),
+            Some(Request {
+                op: 3,
+                page: 0x5000
+            })
+        );
+        assert_eq!(port.decode_msr(MSR_INDEX + 1, 0x5003), None);
+    }
+
+    #[test]
+    fn the_answer_is_in_the_page_too() {
+        let (port, record, ram) = port();
+        assert_eq!(
+            port.answer(Request {
+                op: 1,
+                page: 0x4000
+            }),
+            -7
+        );
+        assert_eq!(*record.0.lock().unwrap(), [(1, 0x4000)]);
+        let mut status = [0; 4];
+        ram.read(0x4000 + abi::STATUS_OFFSET, &mut status).unwrap();
+        assert_eq!(i32::from_le_bytes(status), -7);
+    }
+
+    #[test]
+    fn pages_that_are_none_never_reach_the_handler() {
+        let (port, record, _) = port();
+        for page in [0x4001, MEMORY_MIN, MEMORY_MIN - 8, u64::MAX - 4095, u64::MAX] {
+            assert_eq!(port.answer(Request { op: 1, page }), -libc::EFAULT, "{page:#x}");
+        }
+        assert!(record.0.lock().unwrap().is_empty());
+    }
+}

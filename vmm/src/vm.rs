@@ -1,0 +1,548 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! One guest: made from a configuration, started, paused, waited for, ended.
+//!
+//! ```text
+//!   Vm::new ──▶ created ── start ──▶ running ◀── pause / drop ──▶ paused
+//!                                      │                            │
+//!                guest's power-off, reset, fault; shutdown ◀────────┘
+//!                                      ▼
+//!                                    ended: every vCPU thread has returned
+//! ```
+//!
+//! Lock rule: `threads` and `ended` are only held for a look or a change, never
+//! while a vCPU runs or is waited for.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kvm_bindings::{
+    KVM_MP_STATE_RUNNABLE, KVM_PIT_SPEAKER_DUMMY, KVM_SYNC_X86_EVENTS, KVM_SYNC_X86_REGS, Msrs,
+    kvm_mp_state, kvm_pit_config, kvm_userspace_memory_region,
+};
+use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+
+use crate::boot::{self, BootError, layout};
+use crate::config::{Payload, RawCode, VmConfig};
+use crate::devices::{Bus, Console, ConsoleError, GuestPower};
+use crate::kick::{self, ImmediateExit};
+use crate::memory::{GuestRam, MemoryError};
+use crate::pause::{PauseError, Paused, Pauser};
+use crate::probe::{self, Transports};
+use crate::request::{GuestRequests, RequestPort};
+use crate::vcpu::{Vcpu, VcpuEnd};
+use crate::x86::cpuid::{self, VCPUS_MAX};
+use crate::x86::registers::{self, Mode};
+
+/// IRQ of the serial console (COM1).
+const SERIAL_IRQ: u32 = 4;
+
+/// Why a guest could not be made or started.
+#[derive(Debug, thiserror::Error)]
+pub enum VmError {
+    /// There is no KVM.
+    #[error(
+        "/dev/kvm does not exist: this host has no KVM; load the module kvm_intel or kvm_amd, or enable (nested) virtualisation"
+    )]
+    KvmMissing,
+    /// KVM may not be used.
+    #[error("/dev/kvm may not be opened by this user: join the group kvm, or run as root")]
+    KvmPermission,
+    /// KVM cannot be opened for another reason.
+    #[error("/dev/kvm cannot be opened ({0}); see whether another hypervisor holds the processor")]
+    KvmOpen(kvm_ioctls::Error),
+    /// KVM lacks something.
+    #[error("this host's KVM lacks {0}; use a kernel of 5.10 or later")]
+    KvmLacks(&'static str),
+    /// KVM refused a call.
+    #[error("KVM refuses to {what} ({source}); the kernel's log may say why")]
+    Kvm {
+        /// What was asked of it.
+        what: &'static str,
+        /// What it said.
+        source: kvm_ioctls::Error,
+    },
+    /// A vCPU's shared page cannot be mapped.
+    #[error("a vCPU's shared page cannot be mapped ({0}); raise the limit on address space")]
+    Map(rustix::io::Errno),
+    /// A thread cannot be started.
+    #[error("a thread cannot be started ({0}); raise the limit on processes")]
+    Thread(std::io::Error),
+    /// The number of vCPUs is out of range.
+    #[error("{0} vCPUs are not possible; give 1 to 16")]
+    VcpuCount(u8),
+    /// The CPUID table has no room.
+    #[error("this host's CPUID table is too long for KVM; please report the host's processor")]
+    Cpuid,
+    /// The guest was started before.
+    #[error("the guest was started before; make a new one")]
+    Started,
+    /// The guest's memory.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// The kernel, initrd or command line.
+    #[error(transparent)]
+    Boot(#[from] BootError),
+    /// The console.
+    #[error(transparent)]
+    Console(#[from] ConsoleError),
+}
+
+impl VmError {
+    /// To be handed to `map_err` of a KVM call that was to do `what`.
+    pub(crate) fn kvm(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
+        move |source| Self::Kvm { what, source }
+    }
+}
+
+/// How a guest ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ExitReason {
+    /// It switched itself off.
+    PowerOff,
+    /// It reset itself. This monitor does not start it again.
+    Reset,
+    /// A vCPU met an exception while delivering an exception.
+    TripleFault {
+        /// Index of the vCPU.
+        vcpu: usize,
+        /// Its instruction pointer.
+        rip: u64,
+    },
+    /// Every vCPU halted where nothing can wake it.
+    Halted,
+    /// [`Vm::shutdown`] was called.
+    Shutdown,
+    /// KVM could not go on.
+    Failed(String),
+}
+
+impl std::fmt::Display for ExitReason {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::PowerOff => write!(f, "the guest switched itself off"),
+            Self::Reset => write!(f, "the guest reset itself"),
+            Self::TripleFault { vcpu, rip } => {
+                write!(f, "the guest's vCPU {vcpu} met a triple fault at {rip:#x}")
+            }
+            Self::Halted => write!(f, "every vCPU of the guest halted for good"),
+            Self::Shutdown => write!(f, "the guest was shut down"),
+            Self::Failed(why) => write!(f, "{why}"),
+        }
+    }
+}
+
+/// Opens KVM.
+pub(crate) fn open_kvm() -> Result<Kvm, VmError> {
+    Kvm::new().map_err(|error| match error.errno() {
+        libc::ENOENT | libc::ENODEV | libc::ENXIO => VmError::KvmMissing,
+        libc::EACCES | libc::EPERM => VmError::KvmPermission,
+        _ => VmError::KvmOpen(error),
+    })
+}
+
+/// Makes guest memory the VM's.
+pub(crate) fn map_memory(vm: &VmFd, ram: &GuestRam) -> Result<(), VmError> {
+    for (slot, region) in (0..).zip(ram.mmap().iter()) {
+        let slot = kvm_userspace_memory_region {
+            slot,
+            guest_phys_addr: region.start_addr().0,
+            memory_size: region.len(),
+            userspace_addr: region.as_ptr() as u64,
+            flags: 0,
+        };
+        // SAFETY: the range is a mapping that `ram` owns, and that is not moved or
+        // unmapped while `ram` or a clone of it lives; callers keep one beside the VM.
+        unsafe { vm.set_user_memory_region(slot) }
+            .map_err(VmError::kvm("take the guest's memory"))?;
+    }
+    Ok(())
+}
+
+#[derive(Default)]
+struct Ended {
+    /// vCPU threads that have not returned.
+    running: usize,
+    reason: Option<ExitReason>,
+}
+
+struct Shared {
+    pauser: Pauser,
+    console: Arc<Console>,
+    ended: Mutex<Ended>,
+    changed: Condvar,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No code panics with one of these locks held.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Shared {
+    /// A vCPU thread has returned.
+    fn vcpu_ended(&self, vcpu: usize, end: VcpuEnd) {
+        let reason = match end {
+            VcpuEnd::Terminated | VcpuEnd::Halted => None,
+            VcpuEnd::Power(GuestPower::Off) => Some(ExitReason::PowerOff),
+            VcpuEnd::Power(GuestPower::Reset) => Some(ExitReason::Reset),
+            VcpuEnd::TripleFault { rip } => Some(ExitReason::TripleFault { vcpu, rip }),
+            VcpuEnd::Failed(why) => Some(ExitReason::Failed(why)),
+        };
+        let terminate = reason.is_some();
+        let mut ended = lock(&self.ended);
+        ended.running -= 1;
+        let last = ended.running == 0;
+        if ended.reason.is_none() {
+            ended.reason = reason.or(last.then_some(ExitReason::Halted));
+        }
+        drop(ended);
+        if terminate {
+            self.pauser.terminate();
+        }
+        if last {
+            self.console.close();
+        }
+        self.changed.notify_all();
+    }
+}
+
+/// One guest.
+pub struct Vm {
+    shared: Arc<Shared>,
+    waiting: Mutex<Vec<Vcpu>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    transports: Transports,
+    vcpus: u8,
+    ram: GuestRam,
+    // Last: the vCPUs and the memory slots refer to it.
+    _vm: VmFd,
+}
+
+impl Vm {
+    /// Makes a guest: maps its memory, loads what it runs, makes its vCPUs. It
+    /// does not run before [`start`](Self::start).
+    ///
+    /// # Errors
+    /// [`VmError`] says what is wrong with the configuration, its files or the host.
+    pub fn new(config: VmConfig, requests: Arc<dyn GuestRequests>) -> Result<Self, VmError> {
+        if !(1..=VCPUS_MAX).contains(&config.vcpus) {
+            return Err(VmError::VcpuCount(config.vcpus));
+        }
+        let kvm = open_kvm()?;
+        check_capabilities(&kvm)?;
+        kick::install_handler();
+        let ram = GuestRam::new(config.memory_bytes)?;
+        registers::write_tables(&ram).map_err(BootError::from)?;
+        // The probe waits for a guest of its own; loading a kernel takes as long.
+        let (starts, transports) = std::thread::scope(|scope| {
+            let probing = config
+                .offer_patchbay
+                .then(|| scope.spawn(|| probe::probe(&kvm)));
+            let starts = load(&ram, &config);
+            let transports = match probing {
+                Some(thread) => thread.join().unwrap_or(Ok(Transports::default())),
+                None => Ok(Transports::default()),
+            };
+            (starts, transports)
+        });
+        let (starts, transports) = (starts?, transports?);
+        let console = Arc::new(Console::new(&config.console)?);
+
+        let vm = kvm.create_vm().map_err(VmError::kvm("create a VM"))?;
+        if transports.any() {
+            probe::enable(&vm);
+        }
+        map_memory(&vm, &ram)?;
+        set_up_chips(&vm, &console)?;
+        let supported = kvm
+            .get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES)
+            .map_err(VmError::kvm("tell its CPUID"))?;
+        let bus = Arc::new(Bus::new(console.clone(), config.ports));
+        let port = Arc::new(RequestPort::new(ram.clone(), requests));
+        let wanted = KVM_SYNC_X86_REGS | KVM_SYNC_X86_EVENTS;
+        let sync_regs = u32::try_from(kvm.check_extension_int(Cap::SyncRegs))
+            .is_ok_and(|offered| offered & wanted == wanted);
+
+        let mut vcpus = vec![];
+        let mut immediate_exits = vec![];
+        for (id, start) in (0..config.vcpus).zip(starts) {
+            let fd = vm
+                .create_vcpu(id.into())
+                .map_err(VmError::kvm("create a vCPU"))?;
+            let cpuid = cpuid::build(supported.as_slice(), id, config.vcpus, transports)
+                .map_err(|_| VmError::Cpuid)?;
+            fd.set_cpuid2(&cpuid)
+                .map_err(VmError::kvm("set a vCPU's CPUID"))?;
+            set_up_vcpu(&fd, start)?;
+            immediate_exits.push(ImmediateExit::map(&fd).map_err(VmError::Map)?);
+            vcpus.push(Vcpu {
+                index: id.into(),
+                fd,
+                bus: bus.clone(),
+                requests: port.clone(),
+                sync_regs,
+            });
+        }
+        Ok(Self {
+            shared: Arc::new(Shared {
+                pauser: Pauser::new(immediate_exits),
+                console,
+                ended: Mutex::default(),
+                changed: Condvar::new(),
+            }),
+            waiting: Mutex::new(vcpus),
+            threads: Mutex::default(),
+            transports,
+            vcpus: config.vcpus,
+            ram,
+            _vm: vm,
+        })
+    }
+
+    /// Lets the guest run: starts a thread per vCPU. `on_thread` is called first
+    /// on each of them, for what a thread is to do before it runs guest code.
+    ///
+    /// # Errors
+    /// [`VmError::Started`] the second time, [`VmError::Thread`] without threads.
+    pub fn start(&self, on_thread: impl Fn() + Send + Sync + 'static) -> Result<(), VmError> {
+        let vcpus = std::mem::take(&mut *lock(&self.waiting));
+        if vcpus.is_empty() {
+            return Err(VmError::Started);
+        }
+        lock(&self.shared.ended).running = vcpus.len();
+        let on_thread = Arc::new(on_thread);
+        let mut left = vcpus.len();
+        for vcpu in vcpus {
+            let shared = self.shared.clone();
+            let on_thread = on_thread.clone();
+            let index = vcpu.index;
+            let spawned = std::thread::Builder::new()
+                .name(format!("vcpu{index}"))
+                .spawn(move || {
+                    on_thread();
+                    let end = vcpu.run(&shared.pauser);
+                    shared.vcpu_ended(index, end);
+                });
+            match spawned {
+                Ok(thread) => lock(&self.threads).push(thread),
+                Err(error) => {
+                    lock(&self.shared.ended).running -= left;
+                    self.shutdown();
+                    return Err(VmError::Thread(error));
+                }
+            }
+            left -= 1;
+        }
+        Ok(())
+    }
+
+    /// Stops every vCPU until the answer is dropped; see [`Pauser::pause`].
+    ///
+    /// # Errors
+    /// [`PauseError`]; the guest runs on then, and nothing has changed.
+    pub fn pause(&self, deadline: Duration) -> Result<Paused<'_>, PauseError> {
+        self.shared.pauser.pause(deadline)
+    }
+
+    /// Ends the guest at once, as by cutting its power. May be called at any time,
+    /// from any thread but a vCPU's, and more than once; also while it is paused.
+    pub fn shutdown(&self) {
+        let mut ended = lock(&self.shared.ended);
+        ended.reason.get_or_insert(ExitReason::Shutdown);
+        let never_ran = ended.running == 0;
+        drop(ended);
+        self.shared.pauser.terminate();
+        if never_ran {
+            self.shared.console.close();
+        }
+        self.shared.changed.notify_all();
+    }
+
+    /// Waits until the guest has ended and all its console output is written.
+    /// Returns at once for a guest that has ended; waits for one not started yet.
+    #[must_use]
+    pub fn wait(&self) -> ExitReason {
+        let mut ended = lock(&self.shared.ended);
+        let reason = loop {
+            match &ended.reason {
+                Some(reason) if ended.running == 0 => break reason.clone(),
+                _ => {
+                    ended = self
+                        .shared
+                        .changed
+                        .wait(ended)
+                        .unwrap_or_else(PoisonError::into_inner);
+                }
+            }
+        };
+        drop(ended);
+        self.join();
+        reason
+    }
+
+    /// How the guest ended, if it has.
+    #[must_use]
+    pub fn exit_reason(&self) -> Option<ExitReason> {
+        let ended = lock(&self.shared.ended);
+        if ended.running == 0 {
+            ended.reason.clone()
+        } else {
+            None
+        }
+    }
+
+    /// The guest's memory.
+    #[must_use]
+    pub fn ram(&self) -> &GuestRam {
+        &self.ram
+    }
+
+    /// The guest's serial console.
+    #[must_use]
+    pub fn console(&self) -> &Arc<Console> {
+        &self.shared.console
+    }
+
+    /// The transports that work on this host and are offered to the guest.
+    #[must_use]
+    pub fn transports(&self) -> Transports {
+        self.transports
+    }
+
+    /// The number of vCPUs.
+    #[must_use]
+    pub fn vcpus(&self) -> u8 {
+        self.vcpus
+    }
+
+    fn join(&self) {
+        let threads = std::mem::take(&mut *lock(&self.threads));
+        for thread in threads {
+            // A panic there has been reported by the panic hook.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        self.shutdown();
+        self.join();
+    }
+}
+
+fn check_capabilities(kvm: &Kvm) -> Result<(), VmError> {
+    for (capability, name) in [
+        (Cap::UserMemory, "memory slots (KVM_CAP_USER_MEMORY)"),
+        (Cap::Irqchip, "interrupt controllers (KVM_CAP_IRQCHIP)"),
+        (Cap::Pit2, "a timer (KVM_CAP_PIT2)"),
+        (Cap::ExtCpuid, "CPUID (KVM_CAP_EXT_CPUID)"),
+        (Cap::SetTssAddr, "KVM_CAP_SET_TSS_ADDR"),
+        (Cap::ImmediateExit, "a way to stop vCPUs (KVM_CAP_IMMEDIATE_EXIT)"),
+        (Cap::VcpuEvents, "KVM_CAP_VCPU_EVENTS"),
+        (Cap::Irqfd, "KVM_CAP_IRQFD"),
+    ] {
+        if !kvm.check_extension(capability) {
+            return Err(VmError::KvmLacks(name));
+        }
+    }
+    Ok(())
+}
+
+/// Interrupt controllers, timer, and the console's interrupt line.
+fn set_up_chips(vm: &VmFd, console: &Console) -> Result<(), VmError> {
+    vm.set_tss_address(layout::KVM_TSS)
+        .map_err(VmError::kvm("set its TSS address"))?;
+    vm.create_irq_chip()
+        .map_err(VmError::kvm("create interrupt controllers"))?;
+    // With the speaker's port, which kernels use to calibrate their clocks.
+    vm.create_pit2(kvm_pit_config {
+        flags: KVM_PIT_SPEAKER_DUMMY,
+        ..Default::default()
+    })
+    .map_err(VmError::kvm("create a timer"))?;
+    vm.register_irqfd(console.interrupt(), SERIAL_IRQ)
+        .map_err(VmError::kvm("connect the console's interrupt"))
+}
+
+/// How a vCPU starts.
+#[derive(Debug, Clone, Copy)]
+struct Start {
+    mode: Mode,
+    regs: kvm_bindings::kvm_regs,
+}
+
+/// Puts what the guest runs into its memory. `None` in the answer: the vCPU waits
+/// to be started by another one.
+fn load(ram: &GuestRam, config: &VmConfig) -> Result<Vec<Option<Start>>, VmError> {
+    let mut starts = match &config.payload {
+        Payload::Linux(linux) => {
+            let entry = boot::load(ram, linux, config.vcpus)?;
+            let mut regs = registers::general_registers(entry.rip);
+            regs.rsp = layout::BOOT_STACK_TOP;
+            regs.rbp = layout::BOOT_STACK_TOP;
+            regs.rsi = entry.rsi;
+            regs.rbx = entry.rbx;
+            vec![Some(Start {
+                mode: entry.mode,
+                regs,
+            })]
+        }
+        Payload::Raw(raw) => load_raw(ram, raw)?,
+    };
+    starts.resize(config.vcpus.into(), None);
+    Ok(starts)
+}
+
+fn load_raw(ram: &GuestRam, raw: &RawCode) -> Result<Vec<Option<Start>>, VmError> {
+    ram.write(raw.address, &raw.image).map_err(BootError::from)?;
+    let starts = raw.entries.iter().map(|entry| {
+        entry.map(|entry| {
+            let mut regs = registers::general_registers(entry.rip);
+            regs.rsp = entry.rsp;
+            regs.rdi = entry.argument;
+            if entry.user_mode {
+                regs.rflags |= registers::RFLAGS_IOPL3;
+            }
+            Start {
+                mode: if entry.user_mode {
+                    Mode::LongUser
+                } else {
+                    Mode::Long
+                },
+                regs,
+            }
+        })
+    });
+    Ok(starts.collect())
+}
+
+fn set_up_vcpu(fd: &VcpuFd, start: Option<Start>) -> Result<(), VmError> {
+    let mut lapic = fd
+        .get_lapic()
+        .map_err(VmError::kvm("read a local APIC"))?;
+    registers::local_interrupts(&mut lapic);
+    fd.set_lapic(&lapic)
+        .map_err(VmError::kvm("set a local APIC"))?;
+    let msrs = Msrs::from_entries(&registers::boot_msrs()).map_err(|_| VmError::Cpuid)?;
+    // An index that this host's KVM does not know ends the list: both have
+    // defaults that kernels can live with.
+    fd.set_msrs(&msrs).map_err(VmError::kvm("set MSRs"))?;
+    let Some(start) = start else {
+        return Ok(());
+    };
+    let mut sregs = fd
+        .get_sregs()
+        .map_err(VmError::kvm("read a vCPU's registers"))?;
+    registers::system_registers(&mut sregs, start.mode);
+    fd.set_sregs(&sregs)
+        .map_err(VmError::kvm("set a vCPU's registers"))?;
+    fd.set_regs(&start.regs)
+        .map_err(VmError::kvm("set a vCPU's registers"))?;
+    fd.set_mp_state(kvm_mp_state {
+        mp_state: KVM_MP_STATE_RUNNABLE,
+    })
+    .map_err(VmError::kvm("let a vCPU run"))
+}

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The least ACPI that lets a stock kernel find its processors and switch itself
+//! off (ACPI 6.5, chapter 5): RSDP, XSDT, FADT with FACS and DSDT, MADT.
+
+use super::{checksum_byte, io_apic_id};
+use crate::boot::layout::{ACPI_TABLES, IO_APIC, LOCAL_APIC};
+use crate::devices::{PM1_CONTROL, PM1_EVENT, SLEEP_TYPE_OFF};
+
+/// The interrupt of ACPI events. It never comes, but must be named.
+const SCI: u16 = 9;
+
+/// FADT flags: WBINVD works; no power or sleep button; no RTC wake; the reset
+/// register is there.
+const FADT_FLAGS: u32 = 1 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 10;
+
+/// FADT boot flags: ISA devices are there (the serial port), but no VGA and no
+/// CMOS clock, and (by its absence) no keyboard controller.
+const FADT_BOOT_FLAGS: u16 = 1 | 1 << 2 | 1 << 5;
+
+/// `Name (_S5_, Package () {5, 5, 0, 0})`: ACPI 6.5, 7.4.2.6 and 20.2.
+const S5_OBJECT: [u8; 14] = [
+    0x08, b'_', b'S', b'5', b'_', 0x12, 0x08, 0x04, 0x0a, SLEEP_TYPE_OFF, 0x0a, SLEEP_TYPE_OFF,
+    0x00, 0x00,
+];
+
+/// A table with its header: ACPI 6.5, 5.2.6.
+fn table(signature: &[u8; 4], revision: u8, body: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(36 + body.len()).unwrap_or(u32::MAX);
+    let mut table = vec![];
+    table.extend_from_slice(signature);
+    table.extend_from_slice(&length.to_le_bytes());
+    table.extend_from_slice(&[revision, 0]);
+    table.extend_from_slice(b"PBAY  PATCHBAY");
+    table.extend_from_slice(&1_u32.to_le_bytes());
+    table.extend_from_slice(b"PBAY");
+    table.extend_from_slice(&1_u32.to_le_bytes());
+    table.extend_from_slice(body);
+    table[9] = checksum_byte(&table);
+    table
+}
+
+/// Generic address of an I/O register: ACPI 6.5, 5.2.3.2.
+fn io_register(port: u16, bits: u8) -> [u8; 12] {
+    let access = match bits {
+        8 => 1,
+        16 => 2,
+        _ => 3,
+    };
+    let [low, high] = port.to_le_bytes();
+    [1, bits, 0, access, low, high, 0, 0, 0, 0, 0, 0]
+}
+
+fn fadt(facs: u64, dsdt: u64) -> Vec<u8> {
+    const HEADER: usize = 36;
+    let mut body = [0_u8; 276 - HEADER];
+    // Offsets as in ACPI 6.5, table 5.9.
+    let mut put = |offset: usize, bytes: &[u8]| {
+        body[offset - HEADER..offset - HEADER + bytes.len()].copy_from_slice(bytes);
+    };
+    let [a, b, c, d, ..] = facs.to_le_bytes();
+    put(36, &[a, b, c, d]);
+    let [a, b, c, d, ..] = dsdt.to_le_bytes();
+    put(40, &[a, b, c, d]);
+    put(46, &SCI.to_le_bytes());
+    put(56, &u32::from(PM1_EVENT).to_le_bytes());
+    put(64, &u32::from(PM1_CONTROL).to_le_bytes());
+    put(88, &[4, 2]);
+    // No processor power states: latencies above the limits say so.
+    put(96, &101_u16.to_le_bytes());
+    put(98, &1001_u16.to_le_bytes());
+    put(109, &FADT_BOOT_FLAGS.to_le_bytes());
+    put(112, &FADT_FLAGS.to_le_bytes());
+    put(116, &io_register(0x64, 8));
+    put(128, &[0xfe]);
+    put(132, &facs.to_le_bytes());
+    put(140, &dsdt.to_le_bytes());
+    put(148, &io_register(PM1_EVENT, 32));
+    put(172, &io_register(PM1_CONTROL, 16));
+    table(b"FACP", 6, &body)
+}
+
+fn madt(vcpus: u8) -> Vec<u8> {
+    let mut body = vec![];
+    body.extend_from_slice(&LOCAL_APIC.to_le_bytes());
+    // There are 8259s as well.
+    body.extend_from_slice(&1_u32.to_le_bytes());
+    for id in 0..vcpus {
+        body.extend_from_slice(&[0, 8, id, id, 1, 0, 0, 0]);
+    }
+    body.extend_from_slice(&[1, 12, io_apic_id(vcpus), 0]);
+    body.extend_from_slice(&IO_APIC.to_le_bytes());
+    body.extend_from_slice(&0_u32.to_le_bytes());
+    // The SCI's line is level-triggered, active high.
+    let [sci, _] = SCI.to_le_bytes();
+    body.extend_from_slice(&[2, 10, 0, sci, sci, 0, 0, 0, 0x0d, 0]);
+    // NMI on LINT1 of all.
+    body.extend_from_slice(&[4, 6, 0xff, 0, 0, 1]);
+    table(b"APIC", 4, &body)
+}
+
+/// The tables for a guest with `vcpus` vCPUs, to be put at [`ACPI_TABLES`]; the
+/// RSDP comes first.
+pub(crate) fn build(vcpus: u8) -> Vec<u8> {
+    let mut bytes = vec![0; 64];
+    let mut append = |table: &[u8]| {
+        let at = bytes.len().next_multiple_of(64);
+        bytes.resize(at, 0);
+        bytes.extend_from_slice(table);
+        ACPI_TABLES + at as u64
+    };
+    let mut facs = [0; 64];
+    facs[..8].copy_from_slice(b"FACS\x40\0\0\0");
+    facs[32] = 2;
+    let facs = append(&facs);
+    let dsdt = append(&table(b"DSDT", 2, &S5_OBJECT));
+    let fadt = append(&fadt(facs, dsdt));
+    let madt = append(&madt(vcpus));
+    let entries: Vec<u8> = [fadt, madt].iter().flat_map(|at| at.to_le_bytes()).collect();
+    let xsdt = append(&table(b"XSDT", 1, &entries));
+
+    let mut rsdp = [0_u8; 36];
+    rsdp[..8].copy_from_slice(b"RSD PTR ");
+    rsdp[9..15].copy_from_slice(b"PBAY  ");
+    rsdp[15] = 2;
+    rsdp[20..24].copy_from_slice(&36_u32.to_le_bytes());
+    rsdp[24..32].copy_from_slice(&xsdt.to_le_bytes());
+    rsdp[8] = checksum_byte(&rsdp[..20]);
+    rsdp[32] = checksum_byte(&rsdp);
+    bytes[..36].copy_from_slice(&rsdp);
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::boot::layout::ACPI_TABLES_MAX;
+    use crate::x86::checksum;
+
+    fn at(bytes: &[u8], address: &[u8]) -> usize {
+        let address = u64::from_le_bytes(address.try_into().unwrap());
+        let offset = usize::try_from(address - ACPI_TABLES).unwrap();
+        assert!(offset < bytes.len());
+        offset
+    }
+
+    fn whole(bytes: &[u8], offset: usize) -> &[u8] {
+        let length = u32::from_le_bytes(bytes[offset + 4..offset + 8].try_into().unwrap());
+        &bytes[offset..offset + length as usize]
+    }
+
+    #[test]
+    fn every_table_is_found_and_adds_up() {
+        for vcpus in 1..=16 {
+            let bytes = build(vcpus);
+            assert!(bytes.len() <= ACPI_TABLES_MAX);
+            assert_eq!(checksum(&bytes[..20]), 0);
+            assert_eq!(checksum(&bytes[..36]), 0);
+            let xsdt = whole(&bytes, at(&bytes, &bytes[24..32]));
+            assert_eq!(&xsdt[..4], b"XSDT");
+            assert_eq!(checksum(xsdt), 0);
+            let fadt = whole(&bytes, at(&bytes, &xsdt[36..44]));
+            assert_eq!((&fadt[..4], fadt.len()), (&b"FACP"[..], 276));
+            assert_eq!(checksum(fadt), 0);
+            let dsdt = whole(&bytes, at(&bytes, &fadt[140..148]));
+            assert_eq!((&dsdt[..4], checksum(dsdt)), (&b"DSDT"[..], 0));
+            let facs = whole(&bytes, at(&bytes, &fadt[132..140]));
+            assert_eq!((&facs[..4], facs.len()), (&b"FACS"[..], 64));
+            let madt = whole(&bytes, at(&bytes, &xsdt[44..52]));
+            assert_eq!((&madt[..4], checksum(madt)), (&b"APIC"[..], 0));
+            assert_eq!(madt.len(), 44 + 8 * usize::from(vcpus) + 12 + 10 + 6);
+        }
+    }
+}
