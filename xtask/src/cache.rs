@@ -14,6 +14,7 @@ use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
 
 const COMPLETE: &str = "complete";
+const PARTIAL: &str = ".partial-";
 
 /// `$XDG_CACHE_HOME/patchbay`, or `~/.cache/patchbay`.
 pub fn root() -> Result<PathBuf> {
@@ -98,20 +99,24 @@ pub fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
 /// Returns the folder of a complete entry, after building it if there is none. `build` gets an
 /// empty folder to fill; when it fails the folder is kept for inspection until the next try.
 pub fn entry(kind: &str, key: &str, build: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
-    let parent = root()?.join(kind);
+    entry_in(&root()?.join(kind), key, build)
+}
+
+fn entry_in(parent: &Path, key: &str, build: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
     let entry = parent.join(key);
     if entry.join(COMPLETE).exists() {
         return Ok(entry);
     }
-    fs::create_dir_all(&parent).with_context(|| format!("cannot create {}", parent.display()))?;
+    fs::create_dir_all(parent).with_context(|| format!("cannot create {}", parent.display()))?;
     let _lock = lock(&parent.join(format!("{key}.lock")))?;
     // Another process may have built it while this one waited.
     if entry.join(COMPLETE).exists() {
         return Ok(entry);
     }
-    let partial = parent.join(format!("{key}.partial"));
-    remove_folder(&partial)?;
+    remove_leftovers(parent, key);
     remove_folder(&entry)?;
+    // A name of its own, because compilers that a killed build left behind may still write.
+    let partial = parent.join(format!("{key}{PARTIAL}{}", std::process::id()));
     fs::create_dir(&partial)?;
     build(&partial)?;
     // The data must be on disk before the name says so, or a power cut could leave empty files.
@@ -142,6 +147,22 @@ fn lock(path: &Path) -> Result<File> {
         Err(TryLockError::Error(error)) => return Err(error.into()),
     }
     Ok(file)
+}
+
+/// Removes what broken builds have left. A build in progress is known by its lock; `locked` is
+/// the key that this process has locked itself.
+fn remove_leftovers(parent: &Path, locked: &str) {
+    for folder in fs::read_dir(parent).into_iter().flatten().flatten() {
+        let name = folder.file_name().to_string_lossy().into_owned();
+        let Some((key, _)) = name.split_once(PARTIAL) else {
+            continue;
+        };
+        let lock = File::create(parent.join(format!("{key}.lock")));
+        if key == locked || lock.is_ok_and(|lock| lock.try_lock().is_ok()) {
+            // If something still writes there, the next build tries again.
+            let _ = fs::remove_dir_all(folder.path());
+        }
+    }
 }
 
 fn remove_folder(path: &Path) -> Result<()> {
@@ -204,5 +225,63 @@ mod tests {
         assert_ne!(first, renamed);
         fs::write(folder.path().join("sub/b"), "2").unwrap();
         assert_ne!(renamed, of());
+    }
+
+    #[test]
+    fn only_a_complete_build_is_used() {
+        let cache = tempfile::tempdir().unwrap();
+        let parent = cache.path().join("kind");
+        let broken = entry_in(&parent, "k", |folder| {
+            fs::write(folder.join("result"), "half")?;
+            anyhow::bail!("interrupted")
+        });
+        assert_eq!(broken.unwrap_err().to_string(), "interrupted");
+        assert!(!parent.join("k").exists());
+        // An entry that lost its mark counts for nothing either.
+        fs::create_dir(parent.join("k")).unwrap();
+        fs::write(parent.join("k/result"), "half").unwrap();
+        let build = |folder: &Path| Ok(fs::write(folder.join("result"), "whole")?);
+        let built = entry_in(&parent, "k", build).unwrap();
+        assert_eq!(fs::read_to_string(built.join("result")).unwrap(), "whole");
+        let again = entry_in(&parent, "k", |_| anyhow::bail!("not built twice")).unwrap();
+        assert_eq!(again, built);
+        let mut left: Vec<_> = fs::read_dir(&parent)
+            .unwrap()
+            .map(|e| e.unwrap().file_name())
+            .collect();
+        left.sort();
+        assert_eq!(left, ["k", "k.lock"]);
+    }
+
+    #[test]
+    fn a_build_in_progress_is_not_a_leftover() {
+        let cache = tempfile::tempdir().unwrap();
+        let folder = |name: &str| cache.path().join(name);
+        for name in ["busy.partial-1", "dead.partial-2"] {
+            fs::create_dir(folder(name)).unwrap();
+        }
+        let _busy = lock(&folder("busy.lock")).unwrap();
+        remove_leftovers(cache.path(), "other");
+        assert!(folder("busy.partial-1").exists());
+        assert!(!folder("dead.partial-2").exists());
+    }
+
+    #[test]
+    fn two_builders_of_the_same_build_once() {
+        let cache = tempfile::tempdir().unwrap();
+        let builds = std::sync::atomic::AtomicUsize::new(0);
+        let build = || {
+            entry_in(cache.path(), "k", |_| {
+                builds.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                Ok(())
+            })
+            .unwrap();
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(build);
+            }
+        });
+        assert_eq!(builds.into_inner(), 1);
     }
 }

@@ -15,7 +15,6 @@ pub const LAB: &[&str] = &["qemu-system-x86", "busybox-static", "xz-utils"];
 
 /// Packages a guest kernel is built with.
 pub const KERNEL: &[&str] = &[
-    "linux-source-6.12",
     "gcc",
     "make",
     "patch",

@@ -33,8 +33,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::guest::Variables;
 use crate::lab_image::{self, Image};
-use crate::step::tail;
+use crate::step::{dying_with_us, tail};
 use crate::terminal::RawTerminal;
 use crate::{cpio, host, shell};
 
@@ -77,6 +78,13 @@ impl Job {
         })
     }
 
+    /// Adds variables to the job's environment.
+    pub fn set(&mut self, variables: Variables) {
+        let variables = variables.into_iter();
+        self.environment
+            .extend(variables.map(|(name, path)| (name.into(), path.into_os_string())));
+    }
+
     fn script(&self) -> Vec<u8> {
         let mut script = Vec::new();
         for (name, value) in &self.environment {
@@ -106,20 +114,12 @@ impl Job {
     }
 }
 
-/// Where a job's streams go.
-pub enum Streams {
-    /// This process's own; a terminal, if it has one.
-    Inherit,
-    /// Nothing to read; both outputs go to one writer per stream.
-    To(Box<dyn Write + Send>, Box<dyn Write + Send>),
-}
-
 /// Runs a job to its end and returns its exit status as a shell would: 128 + n for signal n.
-pub fn run(job: &Job, streams: Streams) -> Result<u8> {
+pub fn run(job: &Job) -> Result<u8> {
     host::ensure_packages(host::LAB)?;
     let image = lab_image::get()?;
     fs::create_dir_all(&job.out).with_context(|| format!("cannot create {}", job.out.display()))?;
-    let mut lab = Lab::start(job, &image, streams)?;
+    let mut lab = Lab::start(job, &image)?;
     let result = lab.wait(job);
     lab.stop();
     match result {
@@ -156,7 +156,7 @@ struct Lab {
 }
 
 impl Lab {
-    fn start(job: &Job, image: &Image, streams: Streams) -> Result<Self> {
+    fn start(job: &Job, image: &Image) -> Result<Self> {
         let files = tempfile::Builder::new().prefix("patchbay-lab-").tempdir()?;
         let logs = host::target().join("lab-logs");
         fs::create_dir_all(&logs)?;
@@ -168,10 +168,7 @@ impl Lab {
             .into_owned();
         let console_log = logs.join(format!("{name}.log"));
 
-        let size = match streams {
-            Streams::Inherit => RawTerminal::size_if_interactive(),
-            Streams::To(..) => None,
-        };
+        let size = RawTerminal::size_if_interactive();
         let initramfs = files.path().join("initramfs");
         let mut bytes = fs::read(&image.initramfs)?;
         bytes.extend(job_archive(job, size));
@@ -199,7 +196,9 @@ impl Lab {
             qemu.arg("-device")
                 .arg(format!("virtserialport,chardev={port},nr={number}"));
         }
-        let mut qemu = qemu
+        let mut qemu = dying_with_us(&qemu)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
             .spawn()
             .context("cannot start setpriv and qemu-system-x86_64")?;
 
@@ -210,19 +209,14 @@ impl Lab {
         let terminal = terminal.map(connect).transpose()?;
         let mut copies = Vec::new();
         let mut raw = None;
-        match (streams, terminal) {
-            (Streams::To(out, err), _) => {
-                stdin.shutdown(Shutdown::Write)?;
-                copies.push(thread::spawn(move || copy(stdout, out)));
-                copies.push(thread::spawn(move || copy(stderr, err)));
-            }
-            (Streams::Inherit, Some(terminal)) => {
+        match terminal {
+            Some(terminal) => {
                 raw = Some(RawTerminal::enter()?);
                 let input = terminal.try_clone()?;
                 thread::spawn(move || copy(io::stdin(), input));
                 copies.push(thread::spawn(move || copy(terminal, io::stdout())));
             }
-            (Streams::Inherit, None) => {
+            None => {
                 copies.push(thread::spawn(move || copy(stdout, io::stdout())));
                 copies.push(thread::spawn(move || copy(stderr, io::stderr())));
                 if RawTerminal::is_terminal_input() {
@@ -297,15 +291,8 @@ impl Drop for Lab {
 }
 
 fn qemu_command(job: &Job, image: &Image, initramfs: &Path, console_log: &Path) -> Command {
-    // setpriv(1) makes QEMU die with this process, however this process ends.
-    let mut qemu = Command::new("setpriv");
-    qemu.args([
-        "--pdeathsig",
-        "KILL",
-        "qemu-system-x86_64",
-        "-nodefaults",
-        "-no-user-config",
-    ]);
+    let mut qemu = Command::new("qemu-system-x86_64");
+    qemu.args(["-nodefaults", "-no-user-config"]);
     qemu.args([
         "-display",
         "none",
@@ -340,7 +327,6 @@ fn qemu_command(job: &Job, image: &Image, initramfs: &Path, console_log: &Path) 
     let out = ",id=out,security_model=none,multidevs=remap";
     qemu.arg("-fsdev").arg(option("local,path=", &job.out, out));
     qemu.args(["-device", "virtio-9p-pci,fsdev=out,mount_tag=out"]);
-    qemu.stdin(Stdio::null()).stdout(Stdio::null());
     qemu
 }
 

@@ -2,22 +2,33 @@
 //! Patchbay's developer commands. `cargo xtask help` lists them.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod cache;
+mod cargo;
 mod cpio;
+mod demo;
+mod doctor;
+mod guest;
 mod host;
+mod initramfs;
+mod kernel;
+mod kernel_config;
 mod lab;
 mod lab_image;
 mod modules;
 mod shell;
 mod step;
 mod terminal;
+mod test;
+mod test_runner;
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Result;
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about, disable_help_subcommand = false)]
@@ -28,6 +39,22 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
+    /// Boot a Linux guest and flip its static keys from outside
+    Demo {
+        /// Arguments of the demo; `--keep` keeps the guest running at the end
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<OsString>,
+    },
+    /// Run all tests, each where it can run
+    Test(Test),
+    /// Run one benchmark, or list them
+    Bench {
+        /// The benchmark's name
+        name: Option<String>,
+        /// Its arguments
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
     /// Run a command where KVM works on every machine: in an emulated computer that sees this
     /// one's files
     Lab {
@@ -41,6 +68,47 @@ enum Task {
         #[arg(last = true, required = true, value_name = "COMMAND")]
         command: Vec<OsString>,
     },
+    /// Build the guest's kernel and initramfs, unless they are in the cache
+    GuestKernel(GuestKernel),
+    /// Say what this machine can and cannot do, and why
+    Doctor,
+    /// Run the tests named on standard input (what a lab does for `test`)
+    #[command(hide = true)]
+    RunTests {
+        #[arg(long, value_name = "SECONDS")]
+        timeout: u64,
+    },
+}
+
+#[derive(Args)]
+struct Test {
+    /// Run only this tier (1: no KVM, 2: bare-metal guests, 3: Linux guests); may be repeated
+    #[arg(long = "tier", value_name = "N", value_parser = clap::value_parser!(u8).range(1..=3))]
+    tiers: Vec<u8>,
+    /// Kill a test after this many seconds
+    #[arg(long, default_value_t = 600, value_name = "SECONDS")]
+    timeout: u64,
+    /// Labs that run at the same time; each keeps one CPU busy [default: half the CPUs, 2 to 4]
+    #[arg(long, value_name = "N")]
+    labs: Option<usize>,
+    /// Run only tests whose name, "package::target function", contains this
+    filter: Option<String>,
+}
+
+#[derive(Args)]
+struct GuestKernel {
+    /// The kernel series, one of the folders of guest-kernel-patches
+    #[arg(long, default_value = "6.12")]
+    version: String,
+    /// A source tree to copy instead of Debian's linux-source package
+    #[arg(long, env = "PATCHBAY_KERNEL_TREE", value_name = "FOLDER")]
+    tree: Option<PathBuf>,
+    /// Build it without our series and modules
+    #[arg(long)]
+    no_series: bool,
+    /// Print only the kernel's folder
+    #[arg(long)]
+    print_path: bool,
 }
 
 fn main() -> ExitCode {
@@ -55,6 +123,27 @@ fn main() -> ExitCode {
 
 fn run(task: Task) -> Result<ExitCode> {
     match task {
+        Task::Demo { arguments } => demo::run(arguments),
+        Task::Test(arguments) => {
+            let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+            let success = test::run(&test::Selection {
+                tiers: arguments.tiers,
+                filter: arguments.filter,
+                timeout: Duration::from_secs(arguments.timeout),
+                labs: arguments.labs.unwrap_or((cpus / 2).clamp(2, 4)),
+            })?;
+            Ok(if success {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::FAILURE
+            })
+        }
+        Task::Bench { name, arguments } => bench::run(name.as_deref(), &arguments),
+        Task::Doctor => doctor::run(),
+        Task::RunTests { timeout } => {
+            test_runner::serve(Duration::from_secs(timeout))?;
+            Ok(ExitCode::SUCCESS)
+        }
         Task::Lab {
             timeout,
             memory,
@@ -63,7 +152,24 @@ fn run(task: Task) -> Result<ExitCode> {
             let mut job = lab::Job::new(command)?;
             job.timeout = timeout.map(Duration::from_secs);
             job.memory_mib = memory;
-            Ok(ExitCode::from(lab::run(&job, lab::Streams::Inherit)?))
+            Ok(ExitCode::from(lab::run(&job)?))
+        }
+        Task::GuestKernel(arguments) => {
+            let recipe = kernel::Recipe {
+                version: arguments.version,
+                tree: arguments.tree,
+                patched: !arguments.no_series,
+            };
+            let kernel = kernel::get(&recipe)?;
+            if arguments.print_path {
+                println!("{}", kernel.folder.display());
+            } else {
+                println!("bzImage  {}", kernel.bzimage().display());
+                println!("vmlinux  {}", kernel.vmlinux().display());
+                println!("modules  {}", kernel.modules().display());
+                println!("initrd   {}", initramfs::get(&kernel)?.display());
+            }
+            Ok(ExitCode::SUCCESS)
         }
     }
 }

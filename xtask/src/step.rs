@@ -34,13 +34,12 @@ impl Steps {
     pub fn run(&self, what: &str, command: &mut Command) -> Result<()> {
         let mut log = OpenOptions::new().append(true).open(&self.log_path)?;
         writeln!(log, "--- {what}: {command:?}")?;
-        command
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log);
         let program = command.get_program().to_string_lossy().into_owned();
         let mut progress = Progress::new(what);
-        let mut child = command
+        let mut child = dying_with_us(command)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
             .spawn()
             .with_context(|| format!("cannot start {program}"))?;
         // Polled, because a line of progress has to be drawn meanwhile anyway.
@@ -61,6 +60,25 @@ impl Steps {
         }
         Ok(())
     }
+}
+
+/// The same command, run by setpriv(1) such that it is killed when this process ends.
+pub fn dying_with_us(command: &Command) -> Command {
+    let mut wrapped = Command::new("setpriv");
+    wrapped
+        .args(["--pdeathsig", "KILL"])
+        .arg(command.get_program())
+        .args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => wrapped.env(name, value),
+            None => wrapped.env_remove(name),
+        };
+    }
+    if let Some(folder) = command.get_current_dir() {
+        wrapped.current_dir(folder);
+    }
+    wrapped
 }
 
 /// The last lines of a file, or an empty text if it cannot be read.

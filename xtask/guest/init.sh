@@ -1,0 +1,27 @@
+#!/bin/busybox sh
+# SPDX-License-Identifier: Apache-2.0
+# First program of the guest. Runs a shell on the console that neither prompts nor echoes, so
+# that a test can drive it line by line; or, given patchbay.run=PROGRAM on the kernel's command
+# line, runs that. When either ends, the guest powers off.
+export PATH=/bin HOME=/ PS1= PS2=
+mount -t devtmpfs dev /dev
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+# These two are absent from a kernel without the options.
+mount -t debugfs debug /sys/kernel/debug 2>/dev/null
+mount -t tracefs trace /sys/kernel/tracing 2>/dev/null
+mount -t tmpfs tmp /tmp
+ip link set lo up 2>/dev/null
+
+program=sh
+for word in $(cat /proc/cmdline); do
+	case $word in patchbay.run=*) program=${word#*=} ;; esac
+done
+# The console's own device, because /dev/console cannot be a controlling terminal.
+console=$(cat /sys/class/tty/console/active)
+console=/dev/${console##* }
+[ -c "$console" ] || console=/dev/console
+stty -echo <"$console"
+setsid -c "$program" <"$console" >"$console" 2>&1
+echo "init: $program ended with status $?" >"$console"
+poweroff -f

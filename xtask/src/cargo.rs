@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Runs cargo, for the programs and tests of this workspace.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::host;
+
+/// An executable that contains tests.
+pub struct TestBinary {
+    /// Package and target, as in "patchbay-vmm::kvm_flip".
+    pub suite: String,
+    /// The target's name alone.
+    pub target: String,
+    /// The executable.
+    pub path: PathBuf,
+    /// The package's folder, in which cargo would run it.
+    pub folder: PathBuf,
+}
+
+/// Builds programs in the release profile; afterwards they are in [`program`]'s folder.
+pub fn build_programs(packages: &[&str]) -> Result<()> {
+    let mut command = cargo("build");
+    command.args(["--release", "--bins"]);
+    for package in packages {
+        command.args(["--package", package]);
+    }
+    run(&mut command)
+}
+
+/// Where `build_programs` puts a program.
+pub fn program(name: &str) -> PathBuf {
+    host::target().join("release").join(name)
+}
+
+/// Builds tests (or benchmarks) and says where they are. `arguments` are those of the cargo
+/// subcommand, such as "test --workspace".
+pub fn build_tests(arguments: &[&str]) -> Result<Vec<TestBinary>> {
+    let (subcommand, rest) = arguments.split_first().context("a subcommand of cargo")?;
+    let mut command = cargo(subcommand);
+    command
+        .args(["--no-run", "--message-format=json-render-diagnostics"])
+        .args(rest);
+    command.stdout(Stdio::piped()).stderr(Stdio::inherit());
+    let output = command.output().context("cannot run cargo")?;
+    if !output.status.success() {
+        bail!("{command:?} failed; its messages are above");
+    }
+    let text = String::from_utf8(output.stdout)?;
+    text.lines()
+        .filter_map(|line| test_binary(line).transpose())
+        .collect()
+}
+
+/// Runs the documentation's examples; passes cargo's output on and returns it.
+pub fn run_doc_tests() -> Result<(bool, String)> {
+    let mut command = cargo("test");
+    command
+        .args(["--doc", "--workspace", "--no-fail-fast"])
+        .stderr(Stdio::inherit());
+    let output = command.output().context("cannot run cargo")?;
+    Ok((
+        output.status.success(),
+        String::from_utf8_lossy(&output.stdout).into_owned(),
+    ))
+}
+
+/// Runs a prepared cargo command with its output on this process's terminal.
+pub fn run(command: &mut Command) -> Result<()> {
+    let status = command.status().context("cannot run cargo")?;
+    if !status.success() {
+        bail!("{command:?} failed; its messages are above");
+    }
+    Ok(())
+}
+
+/// The cargo that runs this program, in the repository.
+pub fn cargo(subcommand: &str) -> Command {
+    let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(program);
+    command.arg(subcommand).current_dir(host::repository());
+    // What `cargo run` sets for xtask must not reach build scripts of other packages.
+    for (name, _) in std::env::vars_os() {
+        let name = name.to_string_lossy();
+        if name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_") {
+            command.env_remove(name.as_ref());
+        }
+    }
+    command
+}
+
+fn test_binary(line: &str) -> Result<Option<TestBinary>> {
+    let message: Value = match serde_json::from_str(line) {
+        Ok(message) => message,
+        // Build scripts may print what they like.
+        Err(_) => return Ok(None),
+    };
+    let (Some("compiler-artifact"), Some(path), Some(true)) = (
+        message["reason"].as_str(),
+        message["executable"].as_str(),
+        message["profile"]["test"].as_bool(),
+    ) else {
+        return Ok(None);
+    };
+    let manifest = message["manifest_path"]
+        .as_str()
+        .context("cargo named no manifest")?;
+    let folder = Path::new(manifest)
+        .parent()
+        .context("a manifest lies in a folder")?;
+    let target = message["target"]["name"]
+        .as_str()
+        .context("cargo named no target")?;
+    let package = package_name(message["package_id"].as_str().unwrap_or_default());
+    let suite = match package.replace('-', "_") == target.replace('-', "_") {
+        true => package.to_owned(),
+        false => format!("{package}::{target}"),
+    };
+    Ok(Some(TestBinary {
+        suite,
+        target: target.to_owned(),
+        path: path.into(),
+        folder: folder.to_path_buf(),
+    }))
+}
+
+/// The package's name in a package ID such as "path+file:///repo/vmm#patchbay-vmm@0.1.0", or
+/// "path+file:///repo/xtask#0.1.0", where the folder has the same name.
+fn package_name(id: &str) -> &str {
+    let (source, fragment) = id.split_once('#').unwrap_or((id, id));
+    match fragment.split_once('@') {
+        Some((name, _)) => name,
+        None => source.rsplit('/').next().unwrap_or(source),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_in_package_ids() {
+        assert_eq!(
+            package_name("path+file:///repo/vmm#patchbay-vmm@0.1.0"),
+            "patchbay-vmm"
+        );
+        assert_eq!(package_name("path+file:///repo/xtask#0.1.0"), "xtask");
+    }
+
+    #[test]
+    fn only_test_executables_are_taken() {
+        let artifact = |test: bool| {
+            format!(
+                r#"{{"reason":"compiler-artifact","package_id":"path+file:///r/vmm#patchbay-vmm@0.1.0",
+                "manifest_path":"/r/vmm/Cargo.toml","target":{{"name":"kvm_flip"}},
+                "profile":{{"test":{test}}},"executable":"/r/target/kvm_flip-1"}}"#
+            )
+        };
+        let found = test_binary(&artifact(true)).unwrap().unwrap();
+        assert_eq!(found.suite, "patchbay-vmm::kvm_flip");
+        assert_eq!(found.folder, Path::new("/r/vmm"));
+        assert!(test_binary(&artifact(false)).unwrap().is_none());
+        assert!(test_binary("not JSON").unwrap().is_none());
+        assert!(
+            test_binary(r#"{"reason":"build-finished","success":true}"#)
+                .unwrap()
+                .is_none()
+        );
+    }
+}

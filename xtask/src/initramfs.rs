@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest's initramfs: busybox, our init, the kernel's modules, and small C programs.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::kernel::{self, Kernel};
+use crate::step::Steps;
+use crate::{cache, cpio, host};
+
+const KIND: &str = "initramfs";
+const BUSYBOX: &str = "/bin/busybox";
+const INIT: &str = include_str!("../guest/init.sh");
+
+/// Folders whose C files become programs in the guest's /bin.
+const PROGRAMS: &[&str] = &["examples/getppid", "tests/guest"];
+
+/// The initramfs for a kernel, built if it is not in the cache.
+pub fn get(kernel: &Kernel) -> Result<PathBuf> {
+    host::ensure_packages(host::INITRAMFS)?;
+    let programs = programs()?;
+    let mut inputs = cache::Inputs::new("guest initramfs 1");
+    inputs.add("init", INIT);
+    inputs.add_file("busybox", Path::new(BUSYBOX))?;
+    inputs.add_folder("modules", &kernel.modules())?;
+    inputs.add("compiler", kernel::compiler()?);
+    for program in &programs {
+        inputs.add_file(&program.display().to_string(), program)?;
+    }
+    let folder = cache::entry(KIND, &inputs.key(), |folder| {
+        build(kernel, &programs, folder)
+    })?;
+    Ok(folder.join("initramfs"))
+}
+
+fn programs() -> Result<Vec<PathBuf>> {
+    let mut programs = Vec::new();
+    for folder in PROGRAMS.iter().map(|name| host::repository().join(name)) {
+        if folder.exists() {
+            let files = cache::files_below(&folder)?;
+            programs.extend(
+                files
+                    .into_iter()
+                    .filter(|path| path.extension() == Some("c".as_ref())),
+            );
+        }
+    }
+    Ok(programs)
+}
+
+fn build(kernel: &Kernel, programs: &[PathBuf], folder: &Path) -> Result<()> {
+    let steps = Steps::new("building the guest's initramfs", &folder.join("build.log"))?;
+    let mut archive = cpio::Archive::default();
+    for path in ["bin", "dev", "proc", "sys", "tmp", "lib", "lib/modules"] {
+        archive.directory(path);
+    }
+    archive.character_device("dev/console", 5, 1);
+    archive.file("init", 0o755, INIT.as_bytes());
+    archive.file("bin/busybox", 0o755, &fs::read(BUSYBOX)?);
+    for applet in applets()?.lines().filter(|applet| *applet != "busybox") {
+        archive.symlink(&format!("bin/{applet}"), "busybox");
+    }
+    for module in cache::files_below(&kernel.modules())? {
+        let name = module
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        archive.file(&format!("lib/modules/{name}"), 0o644, &fs::read(&module)?);
+    }
+    for source in programs {
+        let name = source
+            .file_stem()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        let program = folder.join(&name);
+        let mut compile = Command::new("gcc");
+        compile.args([
+            "-O2", "-Wall", "-Wextra", "-Werror", "-static", "-pthread", "-o",
+        ]);
+        steps.run(
+            &format!("compiling {name}"),
+            compile.arg(&program).arg(source),
+        )?;
+        archive.file(&format!("bin/{name}"), 0o755, &fs::read(&program)?);
+    }
+    fs::write(folder.join("initramfs"), archive.finish())?;
+    Ok(())
+}
+
+/// The names under which busybox can be called.
+fn applets() -> Result<String> {
+    let output = Command::new(BUSYBOX)
+        .arg("--list")
+        .output()
+        .with_context(|| format!("cannot run {BUSYBOX}"))?;
+    ensure!(output.status.success(), "{BUSYBOX} --list failed");
+    Ok(String::from_utf8(output.stdout)?)
+}

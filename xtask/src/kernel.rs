@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest's kernel: Debian's source package or another tree, our series, our configuration.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::step::Steps;
+use crate::{cache, host, kernel_config};
+
+const KIND: &str = "kernel";
+
+/// Raise this when the way a kernel is built changes.
+const RECIPE: &str = "guest kernel 1";
+
+/// Which kernel to build.
+#[derive(Debug, Clone)]
+pub struct Recipe {
+    /// The series' folder below `guest-kernel-patches`, such as "6.12".
+    pub version: String,
+    /// A source tree to use instead of Debian's package.
+    pub tree: Option<PathBuf>,
+    /// Whether the series, the demo's patches and our modules belong to it.
+    pub patched: bool,
+}
+
+impl Recipe {
+    /// The kernel of the demo and the tests.
+    pub fn standard() -> Self {
+        let tree = std::env::var_os("PATCHBAY_KERNEL_TREE").filter(|tree| !tree.is_empty());
+        Self {
+            version: "6.12".into(),
+            tree: tree.map(Into::into),
+            patched: true,
+        }
+    }
+
+    /// The same without the series.
+    pub fn unpatched() -> Self {
+        Self {
+            patched: false,
+            ..Self::standard()
+        }
+    }
+
+    fn package(&self) -> String {
+        format!("linux-source-{}", self.version)
+    }
+
+    /// The packages this build needs.
+    pub fn packages(&self) -> Vec<String> {
+        let mut packages: Vec<String> = host::KERNEL.iter().map(|p| (*p).to_owned()).collect();
+        if self.tree.is_none() {
+            packages.push(self.package());
+        }
+        packages
+    }
+
+    fn patches(&self) -> Result<Vec<PathBuf>> {
+        let repository = host::repository();
+        let mut patches = Vec::new();
+        if !self.patched {
+            return Ok(patches);
+        }
+        let folder = repository.join("guest-kernel-patches").join(&self.version);
+        let series = folder.join("series");
+        let list = fs::read_to_string(&series).with_context(|| {
+            format!(
+                "no series for kernel {}: {}",
+                self.version,
+                series.display()
+            )
+        })?;
+        for line in list
+            .lines()
+            .map(str::trim)
+            .filter(|l| !l.is_empty() && !l.starts_with('#'))
+        {
+            patches.push(folder.join(line));
+        }
+        let demo = cache::files_below(&repository.join("examples/getppid"))?;
+        patches.extend(
+            demo.into_iter()
+                .filter(|path| path.extension() == Some("patch".as_ref())),
+        );
+        Ok(patches)
+    }
+
+    fn source_identity(&self) -> Result<String> {
+        match &self.tree {
+            None => installed_version(&self.package()),
+            Some(tree) => {
+                ensure!(
+                    tree.join("kernel/jump_label.c").exists(),
+                    "{} is not a Linux source tree (it has no kernel/jump_label.c)",
+                    tree.display()
+                );
+                tree_identity(tree)
+            }
+        }
+    }
+
+    fn key(&self) -> Result<String> {
+        let mut inputs = cache::Inputs::new(RECIPE);
+        inputs.add("source", self.source_identity()?);
+        for patch in self.patches()? {
+            inputs.add_file("patch", &patch)?;
+        }
+        inputs.add_file("fragment", &fragment_path())?;
+        if self.patched {
+            inputs.add_folder("modules", &modules_path())?;
+        }
+        inputs.add("compiler", first_line("gcc")?);
+        inputs.add("linker", first_line("ld")?);
+        Ok(inputs.key())
+    }
+}
+
+/// A built kernel; paths in the cache.
+pub struct Kernel {
+    /// The entry's folder.
+    pub folder: PathBuf,
+}
+
+impl Kernel {
+    /// The compressed image.
+    pub fn bzimage(&self) -> PathBuf {
+        self.folder.join("bzImage")
+    }
+
+    /// The ELF file.
+    pub fn vmlinux(&self) -> PathBuf {
+        self.folder.join("vmlinux")
+    }
+
+    /// All modules, in one flat folder.
+    pub fn modules(&self) -> PathBuf {
+        self.folder.join("modules")
+    }
+}
+
+/// The kernel, built if it is not in the cache. Installs what the build needs.
+pub fn get(recipe: &Recipe) -> Result<Kernel> {
+    let packages = recipe.packages();
+    host::ensure_packages(&packages.iter().map(String::as_str).collect::<Vec<_>>())?;
+    let folder = cache::entry(KIND, &recipe.key()?, |folder| build(recipe, folder))?;
+    Ok(Kernel { folder })
+}
+
+/// Whether the kernel is in the cache. An error means that it cannot be told, for example
+/// because the source package is not installed.
+pub fn is_cached(recipe: &Recipe) -> Result<bool> {
+    cache::has(KIND, &recipe.key()?)
+}
+
+fn fragment_path() -> PathBuf {
+    host::repository().join("guest-kernel-patches/config/guest.config")
+}
+
+fn modules_path() -> PathBuf {
+    host::repository().join("guest-kernel-patches/modules")
+}
+
+fn build(recipe: &Recipe, folder: &Path) -> Result<()> {
+    let series = if recipe.patched {
+        "with the series"
+    } else {
+        "without the series"
+    };
+    let heading = format!("building guest kernel {} {series}", recipe.version);
+    let steps = Steps::new(&heading, &folder.join("build.log"))?;
+    let tree = folder.join("tree");
+    fs::create_dir(&tree)?;
+    unpack(recipe, &steps, &tree)?;
+    for patch in recipe.patches()? {
+        let name = patch
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        let mut command = Command::new("patch");
+        command
+            .args(["--strip=1", "--forward", "--batch"])
+            .arg("--directory")
+            .arg(&tree);
+        steps.run(
+            &format!("applying {name}"),
+            command.arg("--input").arg(&patch),
+        )?;
+    }
+    configure(recipe, &steps, &tree)?;
+    steps.run("compiling", make(&tree).args(["bzImage", "modules"]))?;
+
+    let modules = folder.join("modules");
+    fs::create_dir(&modules)?;
+    collect_modules(&tree, &modules)?;
+    if recipe.patched {
+        // In a copy, because Kbuild writes beside the sources.
+        let sources = folder.join("test-modules");
+        steps.run(
+            "copying our modules",
+            Command::new("cp")
+                .arg("-r")
+                .args([modules_path(), sources.clone()]),
+        )?;
+        let mut command = make(&tree);
+        command.arg(variable("M=", &sources)).arg("modules");
+        steps.run("compiling our modules", &mut command)?;
+        collect_modules(&sources, &modules)?;
+        fs::remove_dir_all(&sources)?;
+    }
+    for (from, to) in [
+        ("arch/x86/boot/bzImage", "bzImage"),
+        ("vmlinux", "vmlinux"),
+        ("System.map", "System.map"),
+        (".config", "config"),
+    ] {
+        fs::copy(tree.join(from), folder.join(to)).with_context(|| format!("no {from}"))?;
+    }
+    steps.run(
+        "removing the build tree",
+        Command::new("rm").arg("-rf").arg(&tree),
+    )
+}
+
+fn unpack(recipe: &Recipe, steps: &Steps, tree: &Path) -> Result<()> {
+    match &recipe.tree {
+        None => {
+            let tarball = format!("/usr/src/{}.tar.xz", recipe.package());
+            let mut command = Command::new("tar");
+            command.args(["--extract", "--strip-components=1", "--file", &tarball]);
+            steps.run(
+                &format!("unpacking {tarball}"),
+                command.arg("--directory").arg(tree),
+            )
+        }
+        Some(source) => {
+            let mut command = Command::new("cp");
+            command
+                .args(["-a", "--reflink=auto", "--no-target-directory"])
+                .arg(source)
+                .arg(tree);
+            steps.run(&format!("copying {}", source.display()), &mut command)?;
+            // Objects of another configuration would be in the way.
+            steps.run("cleaning the copy", make(tree).arg("mrproper"))
+        }
+    }
+}
+
+fn configure(recipe: &Recipe, steps: &Steps, tree: &Path) -> Result<()> {
+    let fragment = fragment_path();
+    let mut command = make(tree);
+    command
+        .arg(variable("KCONFIG_ALLCONFIG=", &fragment))
+        .arg("allnoconfig");
+    steps.run("configuring", &mut command)?;
+    let required: &[&str] = if recipe.patched {
+        &["CONFIG_PATCHBAY"]
+    } else {
+        &[]
+    };
+    let config = fs::read_to_string(tree.join(".config"))?;
+    kernel_config::verify(&fs::read_to_string(&fragment)?, &config, tree, required)
+}
+
+/// `make` with nothing of this machine's or user's in the result.
+fn make(tree: &Path) -> Command {
+    let jobs = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut command = Command::new("make");
+    command
+        .arg(format!("-j{jobs}"))
+        .arg("ARCH=x86")
+        .arg("-C")
+        .arg(tree);
+    command
+        .env("KBUILD_BUILD_USER", "patchbay")
+        .env("KBUILD_BUILD_HOST", "patchbay");
+    command.env("KBUILD_BUILD_TIMESTAMP", "Thu Jan  1 00:00:00 UTC 1970");
+    // Cargo and a surrounding make have variables that mean something else to Kbuild.
+    command
+        .env_remove("MAKEFLAGS")
+        .env_remove("TARGET")
+        .env_remove("O")
+        .env_remove("V");
+    command
+}
+
+fn variable(name: &str, path: &Path) -> std::ffi::OsString {
+    let mut argument = std::ffi::OsString::from(name);
+    argument.push(path);
+    argument
+}
+
+fn collect_modules(from: &Path, to: &Path) -> Result<()> {
+    for path in cache::files_below(from)? {
+        if let (Some("ko"), Some(name)) =
+            (path.extension().and_then(OsStr::to_str), path.file_name())
+        {
+            fs::copy(&path, to.join(name))?;
+        }
+    }
+    Ok(())
+}
+
+fn installed_version(package: &str) -> Result<String> {
+    let output = Command::new("dpkg-query")
+        .args([
+            "--show",
+            "--showformat=${db:Status-Status} ${Version}",
+            package,
+        ])
+        .output()
+        .context("cannot run dpkg-query")?;
+    match String::from_utf8_lossy(&output.stdout).split_once(' ') {
+        Some(("installed", version)) => Ok(format!("{package} {version}")),
+        _ => bail!("package {package} is not installed"),
+    }
+}
+
+/// Names, sizes and times stand for the content, which is over a gigabyte.
+fn tree_identity(tree: &Path) -> Result<String> {
+    let mut inputs = cache::Inputs::new("tree");
+    for path in cache::files_below(tree)? {
+        let metadata = fs::symlink_metadata(&path)?;
+        let modified = metadata.modified()?.duration_since(std::time::UNIX_EPOCH)?;
+        let name = path.strip_prefix(tree)?.to_string_lossy().into_owned();
+        inputs.add(&name, format!("{} {}", metadata.len(), modified.as_nanos()));
+    }
+    Ok(inputs.key())
+}
+
+fn first_line(program: &str) -> Result<String> {
+    let output = Command::new(program)
+        .arg("--version")
+        .output()
+        .with_context(|| format!("cannot run {program}"))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    Ok(text.lines().next().unwrap_or_default().to_owned())
+}
+
+/// The compiler's name and version, for keys of things built with it.
+pub fn compiler() -> Result<String> {
+    first_line("gcc")
+}

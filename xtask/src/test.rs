@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `cargo xtask test`: the three tiers of tests, each where it can run.
+//!
+//! | tier | test targets | where |
+//! |---|---|---|
+//! | 1 | all others | here |
+//! | 2 | `kvm_*`: bare-metal guests | here if /dev/kvm works, otherwise in the lab |
+//! | 3 | `linux_*`: Linux guests | here on hardware KVM, otherwise in the lab |
+
+use std::collections::VecDeque;
+use std::sync::Mutex;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+use crate::cargo::TestBinary;
+use crate::test_runner::{LabWorker, Report, Test, Verdict};
+use crate::{cargo, guest, host, test_runner};
+
+/// Packages whose tests are built in the release profile: in the lab, speed counts.
+const RELEASE: &str = "patchbay-tests";
+
+/// What to run.
+pub struct Selection {
+    /// Tiers; all if empty.
+    pub tiers: Vec<u8>,
+    /// A part of "suite name"; all tests if `None`.
+    pub filter: Option<String>,
+    /// For a test here and in the lab.
+    pub timeout: Duration,
+    /// Labs that run at the same time.
+    pub labs: usize,
+}
+
+#[derive(Default)]
+struct Counts {
+    passed: usize,
+    failed: usize,
+    skipped: usize,
+}
+
+impl Counts {
+    fn add(&mut self, other: &Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
+    }
+}
+
+impl std::fmt::Display for Counts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{} passed, {} failed, {} skipped",
+            self.passed, self.failed, self.skipped
+        )
+    }
+}
+
+/// Runs the tests and prints a summary; returns whether none failed.
+pub fn run(selection: &Selection) -> Result<bool> {
+    let wants = |tier: u8| selection.tiers.is_empty() || selection.tiers.contains(&tier);
+    let mut tests = [Vec::new(), Vec::new(), Vec::new()];
+    // The tests' own library counts as tier 1 and its targets as whatever they are named.
+    let mut binaries = cargo::build_tests(&["test", "--release", "--package", RELEASE])?;
+    if wants(1) || wants(2) {
+        binaries.extend(cargo::build_tests(&[
+            "test",
+            "--workspace",
+            "--exclude",
+            RELEASE,
+        ])?);
+    }
+    for binary in &binaries {
+        let tier = tier(&binary.target);
+        if wants(tier) {
+            tests[usize::from(tier) - 1].extend(tests_of(binary, selection.filter.as_deref())?);
+        }
+    }
+    if tests.iter().all(Vec::is_empty) {
+        bail!("no test matches");
+    }
+    let mut outcome = Outcome::default();
+    let kvm = host::Kvm::probe();
+    let cpus = thread::available_parallelism().map_or(1, usize::from);
+    let here = |jobs| Place::Here { jobs };
+    let lab = Place::Lab {
+        labs: selection.labs,
+    };
+
+    let [tier_1, tier_2, tier_3] = tests;
+    outcome.run_tier("tier 1, no KVM", tier_1, here(cpus), selection.timeout);
+    if wants(1) && selection.filter.is_none() {
+        outcome.run_doc_tests()?;
+    }
+    // One at a time, because these measure, and use several CPUs each.
+    let place = if kvm.runs_bare_metal() { here(1) } else { lab };
+    outcome.run_tier(
+        "tier 2, bare-metal guests",
+        tier_2,
+        place,
+        selection.timeout,
+    );
+    if !tier_3.is_empty() {
+        outcome.variables = guest::prepare(true)?;
+        guest::announce_place();
+    }
+    let place = if kvm.runs_linux() {
+        here(cpus.div_ceil(2))
+    } else {
+        lab
+    };
+    outcome.run_tier("tier 3, Linux guests", tier_3, place, selection.timeout);
+    Ok(outcome.summarize())
+}
+
+fn tier(target: &str) -> u8 {
+    match target {
+        _ if target.starts_with("kvm_") => 2,
+        _ if target.starts_with("linux_") => 3,
+        _ => 1,
+    }
+}
+
+fn tests_of(binary: &TestBinary, filter: Option<&str>) -> Result<Vec<Test>> {
+    let names = test_runner::list(&binary.path, &binary.folder)?;
+    let tests = names.into_iter().map(|name| Test {
+        suite: binary.suite.clone(),
+        name,
+        binary: binary.path.clone(),
+        folder: binary.folder.clone(),
+    });
+    let matches = |test: &Test| filter.is_none_or(|f| full_name(test).contains(f));
+    Ok(tests.filter(matches).collect())
+}
+
+fn full_name(test: &Test) -> String {
+    format!("{} {}", test.suite, test.name)
+}
+
+#[derive(Clone, Copy)]
+enum Place {
+    Here { jobs: usize },
+    Lab { labs: usize },
+}
+
+#[derive(Default)]
+struct Outcome {
+    tiers: Vec<(String, Counts)>,
+    failures: Vec<(Test, Report)>,
+    variables: guest::Variables,
+}
+
+impl Outcome {
+    /// Runs tests with as many workers as the place allows; each takes the next test when it
+    /// is done with its last.
+    fn run_tier(&mut self, heading: &str, tests: Vec<Test>, place: Place, timeout: Duration) {
+        if tests.is_empty() {
+            return;
+        }
+        let (workers, where_) = match place {
+            Place::Here { jobs } => (jobs, "here"),
+            Place::Lab { labs } => (labs, "in the lab"),
+        };
+        println!("\n{heading}: {} tests, {where_}", tests.len());
+        let workers = workers.clamp(1, tests.len());
+        let start = Instant::now();
+        let queue = Mutex::new(VecDeque::from(tests));
+        let done = Mutex::new(Vec::new());
+        let variables = &self.variables;
+        let work = || {
+            let mut lab = LabWorker::new(timeout, variables);
+            // The lock is held only while a test is taken.
+            let next = || queue.lock().ok()?.pop_front();
+            while let Some(test) = next() {
+                let report = match place {
+                    Place::Here { .. } => test_runner::run_here(&test, timeout, variables),
+                    Place::Lab { .. } => lab.run(&test),
+                };
+                print_report(&test, &report);
+                if let Ok(mut done) = done.lock() {
+                    done.push((test, report));
+                }
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 0..workers {
+                scope.spawn(work);
+            }
+        });
+        let mut counts = Counts::default();
+        for (test, report) in done.into_inner().unwrap_or_default() {
+            match report.verdict {
+                Verdict::Passed => counts.passed += 1,
+                Verdict::Skipped(_) => counts.skipped += 1,
+                Verdict::Failed(_) => {
+                    counts.failed += 1;
+                    self.failures.push((test, report));
+                }
+            }
+        }
+        let seconds = start.elapsed().as_secs_f64();
+        self.tiers
+            .push((format!("{heading}, {where_}, {seconds:.0} s"), counts));
+    }
+
+    fn run_doc_tests(&mut self) -> Result<()> {
+        println!("\nexamples in the documentation");
+        let (success, output) = cargo::run_doc_tests()?;
+        let mut counts = count_doc_tests(&output);
+        if !success {
+            println!("{output}");
+            // Such as an example that does not compile, which no line counts.
+            counts.failed = counts.failed.max(1);
+        }
+        self.tiers
+            .push(("examples in the documentation".into(), counts));
+        Ok(())
+    }
+
+    /// Prints what failed and the counts; the last line is the sum.
+    fn summarize(&self) -> bool {
+        for (test, report) in &self.failures {
+            println!(
+                "\n--- {} ---\n{}",
+                full_name(test),
+                report.output.trim_end()
+            );
+            if let Verdict::Failed(reason) = &report.verdict {
+                println!("--- {}: {reason}", full_name(test));
+            }
+        }
+        println!();
+        let mut sum = Counts::default();
+        for (heading, counts) in &self.tiers {
+            println!("{heading}: {counts}");
+            sum.add(counts);
+        }
+        println!("\n{sum}");
+        sum.failed == 0
+    }
+}
+
+fn print_report(test: &Test, report: &Report) {
+    let (verdict, reason) = match &report.verdict {
+        Verdict::Passed => ("PASS", ""),
+        Verdict::Failed(reason) => ("FAIL", reason.as_str()),
+        Verdict::Skipped(reason) => ("SKIP", reason.as_str()),
+    };
+    let separator = if reason.is_empty() { "" } else { ": " };
+    let seconds = report.time.as_secs_f64();
+    println!(
+        "{verdict} [{seconds:8.3} s] {}{separator}{reason}",
+        full_name(test)
+    );
+}
+
+/// Adds up libtest's "test result:" lines.
+fn count_doc_tests(output: &str) -> Counts {
+    let mut counts = Counts::default();
+    for line in output
+        .lines()
+        .filter(|line| line.starts_with("test result:"))
+    {
+        let number_before = |word: &str| -> usize {
+            let words: Vec<&str> = line.split([' ', ';']).collect();
+            let at = words.iter().position(|candidate| *candidate == word);
+            at.and_then(|at| words.get(at.checked_sub(1)?)?.parse().ok())
+                .unwrap_or(0)
+        };
+        counts.passed += number_before("passed");
+        counts.failed += number_before("failed");
+        counts.skipped += number_before("ignored");
+    }
+    counts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiers_follow_the_names_of_targets() {
+        assert_eq!(tier("patchbay_vmm"), 1);
+        assert_eq!(tier("kvm_flip"), 2);
+        assert_eq!(tier("linux_boot"), 3);
+        assert_eq!(tier("not_linux_boot"), 1);
+    }
+
+    #[test]
+    fn doc_test_results_add_up() {
+        let counts = count_doc_tests(
+            "running 3 tests\n\
+             test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished\n\
+             test result: FAILED. 2 passed; 4 failed; 0 ignored; 0 measured; 0 filtered out\n",
+        );
+        assert_eq!(counts.to_string(), "5 passed, 4 failed, 1 skipped");
+    }
+}

@@ -1,0 +1,461 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Runs single tests, each in a process of its own, here or in a lab.
+//!
+//! A lab is kept for many tests: in it, `xtask run-tests` reads one test per line from its
+//! standard input and answers each with one line, both JSON. When the lab dies, the test it
+//! was running has failed and the next one gets a new lab.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal};
+use serde_json::{Value, json};
+
+use crate::guest::Variables;
+
+/// A test that cannot run here prints a line that starts with this, and the reason.
+const SKIP_MARK: &str = "SKIPPED: ";
+
+/// The most that is kept of what a test prints.
+const OUTPUT_CAP: usize = 256 * 1024;
+
+/// One test function.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Test {
+    /// Package and target.
+    pub suite: String,
+    /// Path of the function within the target.
+    pub name: String,
+    /// The executable.
+    pub binary: PathBuf,
+    /// Where to run it.
+    pub folder: PathBuf,
+}
+
+/// How a test ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verdict {
+    Passed,
+    /// With the reason, if it is not in the output.
+    Failed(String),
+    /// With the reason that the test gave.
+    Skipped(String),
+}
+
+/// A test's verdict and what it printed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Report {
+    pub verdict: Verdict,
+    pub time: Duration,
+    pub output: String,
+}
+
+impl Report {
+    fn failed(why: impl Into<String>) -> Self {
+        Self {
+            verdict: Verdict::Failed(why.into()),
+            time: Duration::ZERO,
+            output: String::new(),
+        }
+    }
+}
+
+/// Names of the tests in an executable.
+pub fn list(binary: &Path, folder: &Path) -> Result<Vec<String>> {
+    let output = Command::new(binary)
+        .args(["--list", "--format", "terse"])
+        .current_dir(folder)
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("cannot run {}", binary.display()))?;
+    if !output.status.success() {
+        bail!("{} --list failed ({})", binary.display(), output.status);
+    }
+    let text = String::from_utf8(output.stdout)?;
+    Ok(text
+        .lines()
+        .filter_map(|line| line.strip_suffix(": test"))
+        .map(Into::into)
+        .collect())
+}
+
+/// Runs one test in a process of its own.
+pub fn run_here(test: &Test, timeout: Duration, variables: &Variables) -> Report {
+    let start = Instant::now();
+    let report = start_and_watch(test, timeout, variables).unwrap_or_else(|error| {
+        Report::failed(format!("cannot run {}: {error}", test.binary.display()))
+    });
+    Report {
+        time: start.elapsed(),
+        ..report
+    }
+}
+
+fn start_and_watch(test: &Test, timeout: Duration, variables: &Variables) -> io::Result<Report> {
+    let (reader, writer) = io::pipe()?;
+    let mut command = Command::new(&test.binary);
+    command
+        .args([&test.name, "--exact", "--nocapture"])
+        .current_dir(&test.folder);
+    command
+        .env("CARGO_MANIFEST_DIR", &test.folder)
+        .stdin(Stdio::null());
+    command.envs(variables.iter().map(|(name, path)| (name, path)));
+    command.stdout(writer.try_clone()?).stderr(writer);
+    let mut child = command.spawn()?;
+    // The command holds this process's copies of the pipe's writing end.
+    drop(command);
+    let collector = Collector::start(reader);
+    let start = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break Some(status);
+        }
+        if start.elapsed() > timeout {
+            kill_tree(child.id());
+            child.wait()?;
+            break None;
+        }
+        thread::sleep(Duration::from_millis(5));
+    };
+    let output = collector.finish();
+    let verdict = match status {
+        Some(status) => verdict(status, &output),
+        None => Verdict::Failed(format!("killed after {} s", timeout.as_secs())),
+    };
+    Ok(Report {
+        verdict,
+        time: Duration::ZERO,
+        output,
+    })
+}
+
+fn verdict(status: ExitStatus, output: &str) -> Verdict {
+    if !status.success() {
+        return Verdict::Failed(status.to_string());
+    }
+    if let Some(reason) = output.lines().find_map(|line| line.strip_prefix(SKIP_MARK)) {
+        return Verdict::Skipped(reason.trim().to_owned());
+    }
+    // libtest is content with a name that matches nothing.
+    if output.contains("test result: ok. 1 passed") {
+        Verdict::Passed
+    } else {
+        Verdict::Failed("the test did not run".into())
+    }
+}
+
+/// Collects what a process prints, in the background.
+struct Collector {
+    output: Arc<Mutex<Vec<u8>>>,
+    done: Receiver<()>,
+}
+
+impl Collector {
+    fn start(mut pipe: impl Read + Send + 'static) -> Self {
+        let output = Arc::new(Mutex::new(Vec::new()));
+        let (sender, done) = mpsc::channel::<()>();
+        let shared = Arc::clone(&output);
+        thread::spawn(move || {
+            let _sender = sender;
+            let mut buffer = [0; 8192];
+            while let Ok(length @ 1..) = pipe.read(&mut buffer) {
+                let Ok(mut output) = shared.lock() else {
+                    return;
+                };
+                output.extend_from_slice(&buffer[..length]);
+                // The end tells more than the beginning.
+                let excess = output.len().saturating_sub(OUTPUT_CAP);
+                output.drain(..excess);
+            }
+        });
+        Self { output, done }
+    }
+
+    /// A process that the test left behind may hold the pipe open; it is not waited for.
+    fn finish(self) -> String {
+        let _ = self.done.recv_timeout(Duration::from_secs(1));
+        let output = self
+            .output
+            .lock()
+            .map(|output| output.clone())
+            .unwrap_or_default();
+        String::from_utf8_lossy(&output).into_owned()
+    }
+}
+
+/// Kills a process and all its descendants, children first found before their parents die.
+fn kill_tree(process: u32) {
+    let mut tree = vec![process];
+    let mut next = 0;
+    while let Some(&parent) = tree.get(next) {
+        let path = format!("/proc/{parent}/task/{parent}/children");
+        let children = std::fs::read_to_string(path).unwrap_or_default();
+        tree.extend(
+            children
+                .split_whitespace()
+                .filter_map(|child| child.parse::<u32>().ok()),
+        );
+        next += 1;
+    }
+    for process in tree {
+        if let Some(process) = i32::try_from(process).ok().and_then(Pid::from_raw) {
+            let _ = rustix::process::kill_process(process, Signal::KILL);
+        }
+    }
+}
+
+/// The loop inside a lab.
+pub fn serve(timeout: Duration) -> Result<()> {
+    for line in io::stdin().lock().lines() {
+        let test = decode_test(&line?).context("a test as JSON on standard input")?;
+        let mut answer = encode_report(&run_here(&test, timeout, &Vec::new()));
+        answer.push('\n');
+        let mut stdout = io::stdout().lock();
+        stdout.write_all(answer.as_bytes())?;
+        stdout.flush()?;
+    }
+    Ok(())
+}
+
+/// A lab that runs tests, started when the first one comes.
+pub struct LabWorker {
+    timeout: Duration,
+    variables: Variables,
+    running: Option<Running>,
+}
+
+struct Running {
+    lab: Child,
+    stdin: ChildStdin,
+    answers: Receiver<String>,
+}
+
+impl LabWorker {
+    /// `timeout` is that of a single test.
+    pub fn new(timeout: Duration, variables: &Variables) -> Self {
+        Self {
+            timeout,
+            variables: variables.clone(),
+            running: None,
+        }
+    }
+
+    /// Runs one test in the lab.
+    pub fn run(&mut self, test: &Test) -> Report {
+        match self.try_run(test) {
+            Ok(report) => report,
+            Err(error) => {
+                if let Some(mut running) = self.running.take() {
+                    let _ = running.lab.kill();
+                    let _ = running.lab.wait();
+                }
+                Report::failed(format!("{error:#}"))
+            }
+        }
+    }
+
+    fn try_run(&mut self, test: &Test) -> Result<Report> {
+        let running = match &mut self.running {
+            Some(running) => running,
+            none => none.insert(start_lab(self.timeout, &self.variables)?),
+        };
+        let mut line = encode_test(test);
+        line.push('\n');
+        running
+            .stdin
+            .write_all(line.as_bytes())
+            .context("the lab takes no more tests")?;
+        // The lab boots first, and kills a late test itself. Its clock can be the slower one.
+        let patience = 2 * self.timeout + Duration::from_secs(240);
+        let answer = running
+            .answers
+            .recv_timeout(patience)
+            .context("the lab died or hung during this test; its message is above")?;
+        decode_report(&answer)
+    }
+}
+
+impl Drop for LabWorker {
+    fn drop(&mut self) {
+        if let Some(Running { mut lab, stdin, .. }) = self.running.take() {
+            // The end of its input ends the loop, and with it the lab.
+            drop(stdin);
+            let _ = lab.wait();
+        }
+    }
+}
+
+fn start_lab(timeout: Duration, variables: &Variables) -> Result<Running> {
+    let this = std::env::current_exe()?;
+    let mut command = Command::new(&this);
+    command.args(["lab", "--"]).arg(&this).arg("run-tests");
+    command.args(["--timeout", &timeout.as_secs().to_string()]);
+    command.envs(variables.iter().map(|(name, path)| (name, path)));
+    let mut lab = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let stdin = lab.stdin.take().context("the lab's standard input")?;
+    let stdout = lab.stdout.take().context("the lab's standard output")?;
+    let (sender, answers) = mpsc::channel();
+    thread::spawn(move || {
+        for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+            if sender.send(line).is_err() {
+                return;
+            }
+        }
+    });
+    Ok(Running {
+        lab,
+        stdin,
+        answers,
+    })
+}
+
+fn encode_test(test: &Test) -> String {
+    json!({
+        "suite": test.suite,
+        "name": test.name,
+        "binary": test.binary.to_string_lossy(),
+        "folder": test.folder.to_string_lossy(),
+    })
+    .to_string()
+}
+
+fn decode_test(line: &str) -> Result<Test> {
+    let value: Value = serde_json::from_str(line)?;
+    let text = |field: &str| -> Result<String> {
+        Ok(value[field]
+            .as_str()
+            .with_context(|| format!("no {field}"))?
+            .to_owned())
+    };
+    Ok(Test {
+        suite: text("suite")?,
+        name: text("name")?,
+        binary: text("binary")?.into(),
+        folder: text("folder")?.into(),
+    })
+}
+
+fn encode_report(report: &Report) -> String {
+    let (verdict, reason) = match &report.verdict {
+        Verdict::Passed => ("passed", ""),
+        Verdict::Failed(reason) => ("failed", reason.as_str()),
+        Verdict::Skipped(reason) => ("skipped", reason.as_str()),
+    };
+    json!({
+        "verdict": verdict,
+        "reason": reason,
+        "seconds": report.time.as_secs_f64(),
+        "output": report.output,
+    })
+    .to_string()
+}
+
+fn decode_report(line: &str) -> Result<Report> {
+    let value: Value = serde_json::from_str(line).context("the lab's answer is not a report")?;
+    let reason = value["reason"].as_str().unwrap_or_default().to_owned();
+    let verdict = match value["verdict"].as_str() {
+        Some("passed") => Verdict::Passed,
+        Some("skipped") => Verdict::Skipped(reason),
+        _ => Verdict::Failed(reason),
+    };
+    let seconds = value["seconds"].as_f64().unwrap_or_default();
+    Ok(Report {
+        verdict,
+        time: Duration::try_from_secs_f64(seconds)?,
+        output: value["output"].as_str().unwrap_or_default().to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    /// A stand-in for a test executable: a shell script that gets libtest's arguments.
+    fn run_script(script: &str, timeout: Duration) -> Report {
+        let folder = tempfile::tempdir().unwrap();
+        let binary = folder.path().join("tests");
+        std::fs::write(&binary, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&binary, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let folder = folder.path().to_path_buf();
+        let test = Test {
+            suite: "s".into(),
+            name: "a::b".into(),
+            binary,
+            folder,
+        };
+        run_here(&test, timeout, &Vec::new())
+    }
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn verdicts() {
+        let passed = run_script(
+            "[ \"$1 $2\" = 'a::b --exact' ] && echo 'test result: ok. 1 passed'",
+            LONG,
+        );
+        assert_eq!(passed.verdict, Verdict::Passed);
+        let nothing = run_script("echo 'test result: ok. 0 passed'", LONG);
+        assert_eq!(
+            nothing.verdict,
+            Verdict::Failed("the test did not run".into())
+        );
+        let skipped = run_script(
+            "echo 'SKIPPED: no KVM' >&2; echo 'test result: ok. 1 passed'",
+            LONG,
+        );
+        assert_eq!(skipped.verdict, Verdict::Skipped("no KVM".into()));
+        let failed = run_script("echo SKIPPED: too late; echo why; exit 101", LONG);
+        assert_eq!(failed.verdict, Verdict::Failed("exit status: 101".into()));
+        assert!(failed.output.contains("why\n"));
+        let killed = run_script("kill -SEGV $$", LONG);
+        assert!(matches!(killed.verdict, Verdict::Failed(reason) if reason.contains("signal: 11")));
+    }
+
+    #[test]
+    fn a_test_that_hangs_is_killed_with_its_children() {
+        let report = run_script("sleep 1000 & echo $!; wait", Duration::from_millis(300));
+        assert_eq!(report.verdict, Verdict::Failed("killed after 0 s".into()));
+        let child = report.output.trim();
+        let state = std::fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
+        assert!(state.is_empty() || state.contains(" Z "), "{state}");
+    }
+
+    #[test]
+    fn the_lines_between_host_and_lab_read_back() {
+        let test = Test {
+            suite: "s".into(),
+            name: "a::b".into(),
+            binary: "/x y".into(),
+            folder: "/".into(),
+        };
+        assert_eq!(decode_test(&encode_test(&test)).unwrap(), test);
+        for verdict in [
+            Verdict::Passed,
+            Verdict::Failed("why".into()),
+            Verdict::Skipped("no\nKVM".into()),
+        ] {
+            let time = Duration::from_millis(1250);
+            let report = Report {
+                verdict,
+                time,
+                output: "two\nlines \"x\" \u{fffd}".into(),
+            };
+            let line = encode_report(&report);
+            assert!(!line.contains('\n'));
+            assert_eq!(decode_report(&line).unwrap(), report);
+        }
+        assert!(decode_report("lab: something else").is_err());
+    }
+}
