@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvm_bindings::{
-    KVM_CAP_EXIT_HYPERCALL, KVM_CAP_X86_MSR_FILTER, KVM_CAP_X86_USER_SPACE_MSR,
-    KVM_MSR_EXIT_REASON_FILTER, kvm_enable_cap,
+    CpuId, KVM_CAP_EXIT_HYPERCALL, KVM_CAP_X86_MSR_FILTER, KVM_CAP_X86_USER_SPACE_MSR,
+    KVM_MAX_CPUID_ENTRIES, KVM_MSR_EXIT_REASON_FILTER, kvm_enable_cap,
 };
 use kvm_ioctls::{
     Kvm, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, VcpuExit, VcpuFd, VmFd,
@@ -107,6 +107,9 @@ pub(crate) fn probe(kvm: &Kvm) -> Result<Transports, VmError> {
     map_memory(&vm, &ram)?;
     registers::write_tables(&ram).map_err(crate::boot::BootError::from)?;
     let offered = enable(&vm);
+    let cpuid = kvm
+        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+        .map_err(VmError::kvm("tell its CPUID"))?;
     let mut works = Transports::default();
     let [low, mid, high, top] = MSR_INDEX.to_le_bytes();
     // mov ecx, MSR_INDEX; xor eax, eax; xor edx, edx; wrmsr; hlt
@@ -114,7 +117,7 @@ pub(crate) fn probe(kvm: &Kvm) -> Result<Transports, VmError> {
         0xb9, low, mid, high, top, 0x31, 0xc0, 0x31, 0xd2, 0x0f, 0x30, 0xf4,
     ];
     if offered.msr {
-        works.msr = attempt(&vm, &ram, 0, &wrmsr, |exit| {
+        works.msr = attempt((&vm, &ram, &cpuid), 0, &wrmsr, |exit| {
             matches!(exit, VcpuExit::X86Wrmsr(write) if write.index == MSR_INDEX)
         })?;
     }
@@ -128,8 +131,7 @@ pub(crate) fn probe(kvm: &Kvm) -> Result<Transports, VmError> {
     ];
     if offered.hypercall {
         works.hypercall = attempt(
-            &vm,
-            &ram,
+            (&vm, &ram, &cpuid),
             1,
             &hypercall,
             |exit| matches!(exit, VcpuExit::Hypercall(call) if call.nr == HYPERCALL),
@@ -152,8 +154,7 @@ fn hypercall_instruction() -> [u8; 3] {
 /// Runs `code` on a vCPU of its own and says whether its exit is the expected one.
 /// A vCPU that does not leave the guest is given up after a while.
 fn attempt(
-    vm: &VmFd,
-    ram: &GuestRam,
+    (vm, ram, cpuid): (&VmFd, &GuestRam, &CpuId),
     id: u64,
     code: &[u8],
     expected: impl Fn(&VcpuExit<'_>) -> bool,
@@ -162,6 +163,9 @@ fn attempt(
     let mut vcpu = vm
         .create_vcpu(id)
         .map_err(VmError::kvm("create a vCPU"))?;
+    // Without it there is no 64-bit mode.
+    vcpu.set_cpuid2(cpuid)
+        .map_err(VmError::kvm("set a vCPU's CPUID"))?;
     let mut sregs = vcpu
         .get_sregs()
         .map_err(VmError::kvm("read a vCPU's registers"))?;
