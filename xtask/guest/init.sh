@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # First program of the guest. Runs a shell on the console that neither prompts nor echoes, so
 # that a test can drive it line by line; or, given patchbay.run=PROGRAM on the kernel's command
-# line, runs that. When either ends, the guest powers off.
+# line, runs that. When either ends, so does the guest.
 export PATH=/bin HOME=/ PS1= PS2=
 mount -t devtmpfs dev /dev
 mount -t proc proc /proc
@@ -24,4 +24,6 @@ console=/dev/${console##* }
 stty -echo <"$console"
 setsid -c "$program" <"$console" >"$console" 2>&1
 echo "init: $program ended with status $?" >"$console"
-poweroff -f
+# Without ACPI a power-off would only halt; a reset ends the guest all the same.
+[ -d /sys/firmware/acpi ] && poweroff -f
+reboot -f

@@ -26,8 +26,9 @@ exec 9>"${port}1"
 echo ready >&9
 
 if [ -f $lab/terminal ]; then
-	. $lab/terminal
-	$bb setsid -c $bb sh $lab/job </dev/hvc0 >/dev/hvc0 2>&1 9>&-
+	# The size is set by the session that keeps the terminal open, or it would be forgotten.
+	export bb lab
+	$bb setsid -c $bb sh -c '. $lab/terminal; unset bb; exec $lab/busybox sh $lab/job' </dev/hvc0 >/dev/hvc0 2>&1 9>&-
 	status=$?
 else
 	# Through pipes, because a port can be open only once and the job may reopen /dev/stdout.

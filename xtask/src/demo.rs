@@ -11,7 +11,6 @@ use crate::{cargo, guest, host, lab};
 /// Runs the demo with the given arguments; its exit status is the demo's.
 pub fn run(arguments: Vec<OsString>) -> Result<ExitCode> {
     let variables = guest::prepare(false)?;
-    cargo::build_programs(&["patchbay-examples"])?;
     guest::announce_place();
     let program = cargo::program("getppid-demo");
     if host::Kvm::probe().runs_linux() {

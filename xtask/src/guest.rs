@@ -22,7 +22,8 @@ pub fn prepare(with_unpatched: bool) -> Result<Variables> {
     }
     host::ensure_packages(&packages.iter().map(String::as_str).collect::<Vec<_>>())?;
 
-    cargo::build_programs(&["patchbay-vmm", "patchbay-cli"])?;
+    // Always the same packages, so that cargo selects the same features of their dependencies.
+    cargo::build_programs(&["patchbay-vmm", "patchbay-cli", "patchbay-examples"])?;
     if !host::Kvm::probe().runs_linux() {
         lab_image::get()?;
     }

@@ -324,6 +324,9 @@ fn installed_version(package: &str) -> Result<String> {
 fn tree_identity(tree: &Path) -> Result<String> {
     let mut inputs = cache::Inputs::new("tree");
     for path in cache::files_below(tree)? {
+        if path.starts_with(tree.join(".git")) {
+            continue;
+        }
         let metadata = fs::symlink_metadata(&path)?;
         let modified = metadata.modified()?.duration_since(std::time::UNIX_EPOCH)?;
         let name = path.strip_prefix(tree)?.to_string_lossy().into_owned();

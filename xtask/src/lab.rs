@@ -39,8 +39,12 @@ use crate::step::{dying_with_us, tail};
 use crate::terminal::RawTerminal;
 use crate::{cpio, host, shell};
 
-/// Within this time the lab must be up. It takes 4 s on an idle machine.
-const BOOT_DEADLINE: Duration = Duration::from_secs(180);
+const INIT: &str = include_str!("../lab/init.sh");
+const STAGE2: &str = include_str!("../lab/stage2.sh");
+
+/// Within this time the lab must be up. It takes 4 s on an idle machine, and several times
+/// that beside a kernel build.
+const BOOT_DEADLINE: Duration = Duration::from_secs(300);
 
 /// The variable that tells a job its writable folder.
 pub const OUT_VARIABLE: &str = "PATCHBAY_LAB_OUT";
@@ -170,7 +174,7 @@ impl Lab {
 
         let size = RawTerminal::size_if_interactive();
         let initramfs = files.path().join("initramfs");
-        let mut bytes = fs::read(&image.initramfs)?;
+        let mut bytes = fs::read(&image.modules)?;
         bytes.extend(job_archive(job, size));
         fs::write(&initramfs, bytes)?;
 
@@ -343,14 +347,16 @@ fn option(before: &str, path: &Path, after: &str) -> OsString {
     std::ffi::OsStr::from_bytes(&bytes).to_owned()
 }
 
-/// The part of the initramfs that differs from job to job.
+/// The part of the initramfs that is not in the cache.
 fn job_archive(job: &Job, terminal: Option<(u16, u16)>) -> Vec<u8> {
     let mut archive = cpio::Archive::default();
+    archive.file("init", 0o755, INIT.as_bytes());
+    archive.file("stage2", 0o755, STAGE2.as_bytes());
     archive.directory("job");
     archive.file("job/job", 0o755, &job.script());
     archive.file("job/out-folder", 0o644, job.out.as_os_str().as_bytes());
     if let Some((rows, columns)) = terminal {
-        let script = format!("$bb stty rows {rows} cols {columns} </dev/hvc0\n");
+        let script = format!("$bb stty rows {rows} cols {columns}\n");
         archive.file("job/terminal", 0o644, script.as_bytes());
     }
     archive.finish()

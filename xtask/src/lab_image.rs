@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What the lab boots: Debian's stock kernel of the 6.12 series and a small initramfs.
+//!
+//! The initramfs is several archives one after another: this one, from the cache, and one that
+//! is made for each job.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,26 +24,22 @@ const MODULES: &[&str] = &["9pnet_virtio", "9p", "overlay", "kvm_amd", "vsock"];
 pub const COMMAND_LINE: &str = "console=ttyS0 loglevel=6 panic=-1 oops=panic nokaslr \
      mitigations=off tsc=reliable no_timer_check rcupdate.rcu_expedited=1 audit=0";
 
-const INIT: &str = include_str!("../lab/init.sh");
-const STAGE2: &str = include_str!("../lab/stage2.sh");
 const KIND: &str = "lab";
 
 /// Files in the cache.
 pub struct Image {
     /// The kernel as QEMU's `-kernel` takes it.
     pub kernel: PathBuf,
-    /// An initramfs, uncompressed, to which another archive can be appended.
-    pub initramfs: PathBuf,
+    /// An archive with busybox and the kernel's modules.
+    pub modules: PathBuf,
 }
 
 /// The key does not contain the package's version, so that an existing lab works without the
 /// network and does not change under a developer's feet.
 fn key() -> String {
-    let mut inputs = cache::Inputs::new("lab image 1");
+    let mut inputs = cache::Inputs::new("lab image 2");
     inputs.add("kernel", KERNEL_PACKAGE);
     inputs.add("modules", MODULES.join(" "));
-    inputs.add("init", INIT);
-    inputs.add("stage2", STAGE2);
     inputs.key()
 }
 
@@ -54,7 +53,7 @@ pub fn get() -> Result<Image> {
     let folder = cache::entry(KIND, &key(), build)?;
     Ok(Image {
         kernel: folder.join("vmlinuz"),
-        initramfs: folder.join("initramfs"),
+        modules: folder.join("modules.cpio"),
     })
 }
 
@@ -65,7 +64,7 @@ fn build(folder: &Path) -> Result<()> {
     let boot = only_match(&unpacked.join("boot"), "vmlinuz-")?;
     fs::rename(boot, folder.join("vmlinuz"))?;
     let library = only_match(&unpacked.join("lib/modules"), "6.12")?;
-    fs::write(folder.join("initramfs"), initramfs(&library)?)?;
+    fs::write(folder.join("modules.cpio"), modules_archive(&library)?)?;
     fs::remove_dir_all(&unpacked)?;
     Ok(())
 }
@@ -118,7 +117,7 @@ fn only_match(folder: &Path, prefix: &str) -> Result<PathBuf> {
         .with_context(|| format!("no {prefix}* in {}", folder.display()))
 }
 
-fn initramfs(library: &Path) -> Result<Vec<u8>> {
+fn modules_archive(library: &Path) -> Result<Vec<u8>> {
     let mut archive = cpio::Archive::default();
     for folder in [
         "bin", "dev", "proc", "sys", "modules", "lower", "upper", "root",
@@ -131,8 +130,6 @@ fn initramfs(library: &Path) -> Result<Vec<u8>> {
         0o755,
         &fs::read("/bin/busybox").context("no /bin/busybox")?,
     );
-    archive.file("init", 0o755, INIT.as_bytes());
-    archive.file("stage2", 0o755, STAGE2.as_bytes());
     for (number, module) in modules::read_with_dependencies(library, MODULES)?
         .iter()
         .enumerate()

@@ -12,6 +12,9 @@ use anyhow::{Context, Result, bail};
 /// How much of a log's end is shown when a step fails.
 const SHOWN_LINES: usize = 25;
 
+/// Begins a log's line that names a command.
+const COMMAND_MARK: &str = "--- ";
+
 /// Runs commands under one heading; all of them append to one log.
 pub struct Steps {
     log_path: PathBuf,
@@ -33,7 +36,7 @@ impl Steps {
     /// Runs a command to its end and fails, with the end of the log, if the command did.
     pub fn run(&self, what: &str, command: &mut Command) -> Result<()> {
         let mut log = OpenOptions::new().append(true).open(&self.log_path)?;
-        writeln!(log, "--- {what}: {command:?}")?;
+        writeln!(log, "{COMMAND_MARK}{what}: {command:?}")?;
         let program = command.get_program().to_string_lossy().into_owned();
         let mut progress = Progress::new(what);
         let mut child = dying_with_us(command)
@@ -127,7 +130,12 @@ impl Progress {
             .is_none_or(|drawn| drawn.elapsed() > Duration::from_millis(250));
         if self.terminal && due {
             self.drawn = Some(Instant::now());
-            let last = tail(log, 1);
+            let end = tail(log, 1);
+            let last = if end.starts_with(COMMAND_MARK) {
+                ""
+            } else {
+                &end
+            };
             let line: String = last.chars().filter(|c| !c.is_control()).take(60).collect();
             eprint!("\r\x1b[K  {} {}  {line}", self.what, self.elapsed());
         }

@@ -273,7 +273,7 @@ impl LabWorker {
             .write_all(line.as_bytes())
             .context("the lab takes no more tests")?;
         // The lab boots first, and kills a late test itself. Its clock can be the slower one.
-        let patience = 2 * self.timeout + Duration::from_secs(240);
+        let patience = 2 * self.timeout + Duration::from_secs(360);
         let answer = running
             .answers
             .recv_timeout(patience)
