@@ -1,1 +1,79 @@
-//! TBD
+// SPDX-License-Identifier: Apache-2.0
+//! Linux static keys, flipped from outside the kernel.
+//!
+//! A static key is a counter and a set of branch sites in the kernel's text; each site is a NOP or a
+//! JMP, depending on whether the counter is zero. The kernel flips the sites of a running machine
+//! with breakpoints and IPIs (`text_poke_bp()`). A hypervisor can stop every vCPU instead and write
+//! the bytes. This crate knows how: which bytes, of which sites, under which conditions, and what
+//! the counter must be afterwards, so that the guest is left as if it had made the change itself.
+//!
+//! It knows guest memory through one trait ([`GuestMemory`]) and nothing of KVM, threads or time:
+//!
+//! ```text
+//! register   Catalog::new, add_module      copies the tables              guest waits
+//! plan       Plan::new                     counts, sites, both encodings  guest runs
+//!   (stop every vCPU; not needed if !plan.needs_pause())
+//! verify     plan.verify                   gates, counts, every byte      guest is stopped
+//! commit     plan.commit                   writes, reads back, or undoes  guest is stopped
+//!   (resume)
+//! ```
+//!
+//! The rules are tables: [`refcount`] (what an operation does to a count), [`instruction`] (what a
+//! site may hold), [`entry`] (how tables are stored) and [`busy`] (when it
+//! may be done). The source of all of them is kernel/jump_label.c of Linux 6.12.
+//!
+//! The guest is taken for hostile. Its numbers are copied once and checked, its tables are bounded
+//! ([`ENTRIES_MAX`] and so on), its pointers are followed a bounded number of times, and nothing is
+//! ever written but a count, and a NOP over a JMP or a JMP over a NOP that was computed here.
+//!
+#![forbid(unsafe_code)]
+
+pub mod busy;
+mod catalog;
+mod commit;
+mod directory;
+pub mod entry;
+mod inspect;
+pub mod instruction;
+mod kernel;
+mod memory;
+mod plan;
+pub mod refcount;
+mod users;
+mod verify;
+
+use std::fmt;
+
+pub use busy::{Busy, Gate};
+pub use catalog::{Catalog, CatalogError};
+pub use commit::{Cause, CommitError, Outcome, RunningError, Undo};
+pub use directory::{Class, Key};
+pub use entry::{EntryFormat, Image, JumpEntry};
+pub use inspect::{NotPatchable, SiteState};
+pub use instruction::{
+    Branch, Hex, Instruction, OutOfReach, Size, disassemble, recognise, recognise_in_file,
+};
+pub use kernel::{Directory, Gates, Kernel, Layout, Module, Range};
+pub use memory::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
+pub use plan::{KeyChange, Options, Plan, PlanError, Update};
+pub use refcount::{Op, Refusal, apply, crosses_zero, users as count_users};
+pub use verify::VerifyError;
+
+/// Most jump entries of a guest, modules included. A distribution kernel has some 5,000.
+pub const ENTRIES_MAX: usize = 1 << 20;
+/// Most keys of a guest, modules included.
+pub const KEYS_MAX: usize = 1 << 17;
+/// Most modules of a guest.
+pub const MODULES_MAX: usize = 4096;
+/// Longest name of a key, in bytes.
+pub const NAME_MAX: usize = 540;
+
+/// A static key: the guest-virtual address of its `struct static_key`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct KeyId(pub u64);
+
+impl fmt::Display for KeyId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The key directory: names and classes of the keys of one image, copied and cleaned.
+//!
+//! Names end up on terminals and in logs, so each byte that is not printable ASCII, and each of
+//! `:` and `#`, becomes `?`; a key without a name is named by its address. Names that occur more
+//! than once (static keys of several files may share one) get a number: `name#1`, `name#2`, … in
+//! the order of their addresses, which is the same in each boot of a kernel.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::catalog::CatalogError;
+use crate::kernel::Directory;
+use crate::memory::GuestMemory;
+use crate::{KeyId, NAME_MAX};
+
+/// Size of a record of the directory.
+pub(crate) const RECORD_SIZE: usize = 24;
+/// Largest block of names, in bytes.
+pub(crate) const NAMES_SIZE_MAX: u32 = 16 << 20;
+
+/// Who may change a key from outside, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Class {
+    /// Neither of the others: changes need the operator's explicit permission.
+    Guarded,
+    /// Declared by the guest as safe to count from outside.
+    Ref,
+    /// The key of a `struct tracepoint`: on or off, never counted above 1.
+    Tracepoint,
+}
+
+/// A key of the guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Key {
+    /// Its address.
+    pub id: KeyId,
+    /// "name" or "module:name"; unique.
+    pub full_name: Arc<str>,
+    /// Bytes of `full_name` before the colon; 0 for a key of the kernel image.
+    pub module_length: usize,
+    /// Who may change it.
+    pub class: Class,
+    /// Address of the `struct tracepoint` of a [`Class::Tracepoint`] key, else 0.
+    pub tracepoint: u64,
+}
+
+impl Key {
+    /// Name of its module; empty for the kernel image.
+    #[must_use]
+    pub fn module(&self) -> &str {
+        &self.full_name[..self.module_length]
+    }
+
+    /// Without the module.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        match self.module_length {
+            0 => &self.full_name,
+            length => &self.full_name[length + 1..],
+        }
+    }
+}
+
+/// A record of the array.
+struct Record {
+    address: u64,
+    name: u32,
+    class: u32,
+    tracepoint: u64,
+}
+
+impl Record {
+    fn decode(bytes: &[u8; RECORD_SIZE]) -> Self {
+        let u32_at = |at: usize| u32::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
+        let u64_at = |at: usize| u64::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
+        Self {
+            address: u64_at(0),
+            name: u32_at(8),
+            class: u32_at(12),
+            tracepoint: u64_at(16),
+        }
+    }
+}
+
+/// Reads a directory; the keys come back sorted by address.
+pub(crate) fn read<M: GuestMemory>(
+    memory: &M,
+    directory: &Directory,
+    module: &str,
+    tracepoint_key: u32,
+    most: usize,
+) -> Result<Vec<Key>, CatalogError> {
+    let count = directory.key_count as usize;
+    if count > most {
+        return Err(CatalogError::TooManyKeys { count });
+    }
+    if directory.names_size > NAMES_SIZE_MAX {
+        return Err(CatalogError::NamesTooLong {
+            bytes: directory.names_size,
+        });
+    }
+    if count == 0 {
+        return Ok(Vec::new());
+    }
+    let mut records = vec![0; count * RECORD_SIZE];
+    memory.read_gva(directory.keys, &mut records)?;
+    let mut names = vec![0; directory.names_size as usize];
+    memory.read_gva(directory.names, &mut names)?;
+
+    let (records, _) = records.as_chunks();
+    let mut named = Vec::with_capacity(count);
+    for record in records.iter().map(Record::decode) {
+        let class = class(&record, tracepoint_key)?;
+        if record.address % 4 != 0 || record.address.checked_add(16).is_none() {
+            return Err(CatalogError::KeyAddress {
+                address: record.address,
+            });
+        }
+        let name = name(&names, record.name, record.address)?;
+        named.push((record, class, name));
+    }
+    named.sort_by_key(|(record, ..)| record.address);
+    if let Some(pair) = named
+        .windows(2)
+        .find(|pair| pair[0].0.address == pair[1].0.address)
+    {
+        return Err(CatalogError::KeyTwice {
+            address: pair[0].0.address,
+        });
+    }
+    number_duplicates(&mut named);
+    Ok(named
+        .into_iter()
+        .map(|(record, class, name)| Key {
+            id: KeyId(record.address),
+            full_name: if module.is_empty() {
+                name.into()
+            } else {
+                format!("{module}:{name}").into()
+            },
+            module_length: module.len(),
+            class,
+            tracepoint: record.tracepoint,
+        })
+        .collect())
+}
+
+fn class(record: &Record, tracepoint_key: u32) -> Result<Class, CatalogError> {
+    let Record {
+        address,
+        class,
+        tracepoint,
+        ..
+    } = *record;
+    match class {
+        0 => Ok(Class::Guarded),
+        1 => Ok(Class::Ref),
+        2 if tracepoint.checked_add(u64::from(tracepoint_key)) == Some(address) => {
+            Ok(Class::Tracepoint)
+        }
+        2 => Err(CatalogError::NotTheTracepointsKey {
+            address,
+            tracepoint,
+        }),
+        _ => Err(CatalogError::UnknownClass { address, class }),
+    }
+}
+
+fn name(names: &[u8], offset: u32, address: u64) -> Result<String, CatalogError> {
+    let rest = names
+        .get(offset as usize..)
+        .ok_or(CatalogError::NameOutside { address, offset })?;
+    let within = &rest[..rest.len().min(NAME_MAX + 1)];
+    let length = within
+        .iter()
+        .position(|&byte| byte == 0)
+        .ok_or(CatalogError::NameUnending { address })?;
+    Ok(match &within[..length] {
+        [] => format!("{address:#x}"),
+        name => clean(name),
+    })
+}
+
+/// Printable, and without the characters that have a meaning in full names.
+pub(crate) fn clean(name: &[u8]) -> String {
+    name.iter()
+        .map(|&byte| match byte {
+            b':' | b'#' => '?',
+            byte if byte.is_ascii_graphic() => char::from(byte),
+            _ => '?',
+        })
+        .collect()
+}
+
+fn number_duplicates(named: &mut [(Record, Class, String)]) {
+    let mut times: HashMap<String, u32> = HashMap::with_capacity(named.len());
+    for (.., name) in named.iter() {
+        *times.entry(name.clone()).or_default() += 1;
+    }
+    times.retain(|_, times| *times > 1);
+    times.values_mut().for_each(|times| *times = 0);
+    for (.., name) in named.iter_mut() {
+        if let Some(number) = times.get_mut(name.as_str()) {
+            *number += 1;
+            name.push_str(&format!("#{number}"));
+        }
+    }
+}

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The two instructions that a site may hold.
+//!
+//! | size | NOP              | JMP                            |
+//! |------|------------------|--------------------------------|
+//! | 2    | `66 90`          | `eb` disp8 = target − code − 2 |
+//! | 5    | `0f 1f 44 00 00` | `e9` disp32 = target − code − 5 |
+//!
+//! (arch/x86/kernel/jump_label.c `__jump_label_patch()`; `x86_nops` in arch/x86/kernel/alternative.c;
+//! Intel SDM volume 2, JMP and NOP.) A running kernel's sites hold exactly these. The file of an older
+//! kernel may hold other 5-byte NOPs until `arch_jump_label_transform_static()` rewrites them at boot:
+//!
+//! | bytes            | what                                             |
+//! |------------------|--------------------------------------------------|
+//! | `e9 00 00 00 00` | jump to the next instruction, `JUMP_LABEL_INIT_NOP` |
+//! | `66 66 66 66 90` | `K8_NOP5_ATOMIC`                                 |
+//! | `3e 8d 74 26 00` | `GENERIC_NOP5_ATOMIC`, 32-bit kernels            |
+
+use std::fmt;
+
+/// Length of a site.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Size {
+    /// Two bytes, for targets within reach of an 8-bit displacement (since 5.14).
+    Two,
+    /// Five bytes.
+    Five,
+}
+
+impl Size {
+    /// In bytes.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::Two => 2,
+            Self::Five => 5,
+        }
+    }
+}
+
+/// What a site does (`enum jump_label_type`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Branch {
+    /// Falls through.
+    Nop,
+    /// Jumps to the entry's target.
+    Jump,
+}
+
+impl Branch {
+    /// `enabled ^ branch`: the truth table in include/linux/jump_label.h.
+    #[must_use]
+    pub const fn of(enabled: bool, likely: bool) -> Self {
+        if enabled ^ likely {
+            Self::Jump
+        } else {
+            Self::Nop
+        }
+    }
+}
+
+/// A target cannot be reached with a site's displacement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a jump of {} bytes at {code:#x} cannot reach {target:#x}", .size.bytes())]
+pub struct OutOfReach {
+    /// Address of the site.
+    pub code: u64,
+    /// Of the jump.
+    pub target: u64,
+    /// Of the site.
+    pub size: Size,
+}
+
+/// Bytes of one site: a NOP or a JMP.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Instruction {
+    size: Size,
+    bytes: [u8; 5],
+}
+
+const NOP2: [u8; 5] = [0x66, 0x90, 0, 0, 0];
+const NOP5: [u8; 5] = [0x0f, 0x1f, 0x44, 0x00, 0x00];
+const HISTORIC_NOPS: [[u8; 5]; 3] = [
+    [0xe9, 0x00, 0x00, 0x00, 0x00],
+    [0x66, 0x66, 0x66, 0x66, 0x90],
+    [0x3e, 0x8d, 0x74, 0x26, 0x00],
+];
+
+impl Instruction {
+    /// The NOP of `size`.
+    #[must_use]
+    pub const fn nop(size: Size) -> Self {
+        match size {
+            Size::Two => Self { size, bytes: NOP2 },
+            Size::Five => Self { size, bytes: NOP5 },
+        }
+    }
+
+    /// The JMP of `size` from `code` to `target`.
+    ///
+    /// # Errors
+    /// [`OutOfReach`] if the displacement does not fit, or the site passes the end of the address
+    /// space.
+    pub fn jump(size: Size, code: u64, target: u64) -> Result<Self, OutOfReach> {
+        let out_of_reach = OutOfReach { code, target, size };
+        let next = code.checked_add(size.bytes() as u64).ok_or(out_of_reach)?;
+        let displacement = i128::from(target) - i128::from(next);
+        let mut bytes = [0; 5];
+        match size {
+            Size::Two => {
+                let [disp8] = i8::try_from(displacement)
+                    .map_err(|_| out_of_reach)?
+                    .to_le_bytes();
+                bytes[..2].copy_from_slice(&[0xeb, disp8]);
+            }
+            Size::Five => {
+                let disp32 = i32::try_from(displacement).map_err(|_| out_of_reach)?;
+                bytes[0] = 0xe9;
+                bytes[1..].copy_from_slice(&disp32.to_le_bytes());
+            }
+        }
+        Ok(Self { size, bytes })
+    }
+
+    /// The instruction that does `branch`.
+    ///
+    /// # Errors
+    /// [`OutOfReach`].
+    pub fn encode(branch: Branch, size: Size, code: u64, target: u64) -> Result<Self, OutOfReach> {
+        match branch {
+            Branch::Nop => Ok(Self::nop(size)),
+            Branch::Jump => Self::jump(size, code, target),
+        }
+    }
+
+    /// Its bytes, 2 or 5.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.size.bytes()]
+    }
+
+    /// Its length.
+    #[must_use]
+    pub const fn size(&self) -> Size {
+        self.size
+    }
+}
+
+impl fmt::Debug for Instruction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for Instruction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Hex(self.as_bytes()).fmt(f)
+    }
+}
+
+/// Bytes as people write them: `0f 1f 44 00 00`.
+#[derive(Clone, Copy, Debug)]
+pub struct Hex<'a>(pub &'a [u8]);
+
+impl fmt::Display for Hex<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, byte) in self.0.iter().enumerate() {
+            write!(f, "{}{byte:02x}", if index == 0 { "" } else { " " })?;
+        }
+        Ok(())
+    }
+}
+
+/// What the site at `code` of a running kernel does, if `bytes` (which may be longer) start with
+/// exactly the NOP or the JMP to `target`.
+#[must_use]
+pub fn recognise(bytes: &[u8], code: u64, target: u64) -> Option<(Size, Branch)> {
+    let size = match bytes.first()? {
+        0x66 | 0xeb => Size::Two,
+        0x0f | 0xe9 => Size::Five,
+        _ => return None,
+    };
+    let found = bytes.get(..size.bytes())?;
+    if found == Instruction::nop(size).as_bytes() {
+        Some((size, Branch::Nop))
+    } else if found == Instruction::jump(size, code, target).ok()?.as_bytes() {
+        Some((size, Branch::Jump))
+    } else {
+        None
+    }
+}
+
+/// As [`recognise`], for the file of a kernel that has not booted: also the historic NOPs. A jump to
+/// the next instruction is a NOP unless the entry's target is that instruction.
+#[must_use]
+pub fn recognise_in_file(bytes: &[u8], code: u64, target: u64) -> Option<(Size, Branch)> {
+    recognise(bytes, code, target).or_else(|| {
+        HISTORIC_NOPS
+            .iter()
+            .any(|nop| bytes.starts_with(nop))
+            .then_some((Size::Five, Branch::Nop))
+    })
+}
+
+/// The instruction at `address` in Intel syntax, as far as sites go: NOPs, near jumps and int3;
+/// "unknown" for anything else.
+#[must_use]
+pub fn disassemble(bytes: &[u8], address: u64) -> String {
+    let jump = |length: u64, displacement: i64| {
+        format!(
+            "jmp {:#x}",
+            address
+                .wrapping_add(length)
+                .wrapping_add_signed(displacement)
+        )
+    };
+    match *bytes {
+        [0x66, 0x90, ..] => "xchg ax, ax".to_owned(),
+        [0x0f, 0x1f, 0x44, 0x00, 0x00, ..] => "nop dword ptr [rax+rax]".to_owned(),
+        [0xeb, disp8, ..] => jump(2, i64::from(disp8.cast_signed())),
+        [0xe9, a, b, c, d, ..] => jump(5, i64::from(i32::from_le_bytes([a, b, c, d]))),
+        [0xcc, ..] => "int3".to_owned(),
+        _ => "unknown".to_owned(),
+    }
+}

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a guest tells about its kernel and its modules, as plain numbers. None of them is trusted.
+
+use crate::entry::EntryFormat;
+
+/// Guest-virtual addresses `start..end`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Range {
+    /// First byte.
+    pub start: u64,
+    /// Byte after the last.
+    pub end: u64,
+}
+
+impl Range {
+    /// In bytes; `None` if it ends before it starts.
+    #[must_use]
+    pub const fn len(self) -> Option<u64> {
+        self.end.checked_sub(self.start)
+    }
+
+    /// Whether it has no byte.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.end <= self.start
+    }
+
+    /// Whether all of the `len` bytes from `address` on lie in it.
+    #[must_use]
+    pub const fn contains(self, address: u64, len: u64) -> bool {
+        match address.checked_add(len) {
+            Some(end) => self.start <= address && end <= self.end,
+            None => false,
+        }
+    }
+}
+
+/// Where the list of keys is: an array of records {u64 address, u32 offset of the name, u32 class,
+/// u64 tracepoint} and a block of NUL-terminated names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Directory {
+    /// Address of the array.
+    pub keys: u64,
+    /// Records in it.
+    pub key_count: u32,
+    /// Address of the block.
+    pub names: u64,
+    /// Its bytes, the last NUL included.
+    pub names_size: u32,
+}
+
+/// Offsets in the guest's structures, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Layout {
+    /// `type` in `struct static_key`.
+    pub static_key_type: u32,
+    /// `next` in `struct static_key_mod`.
+    pub static_key_mod_next: u32,
+    /// `entries` in `struct static_key_mod`.
+    pub static_key_mod_entries: u32,
+    /// `mod` in `struct static_key_mod`.
+    pub static_key_mod_mod: u32,
+    /// `state`, a u32, in `struct module`.
+    pub module_state: u32,
+    /// Value of `MODULE_STATE_LIVE`.
+    pub module_state_live: u32,
+    /// `key` in `struct tracepoint`.
+    pub tracepoint_key: u32,
+    /// `regfunc` in `struct tracepoint`.
+    pub tracepoint_regfunc: u32,
+    /// `unregfunc` in `struct tracepoint`.
+    pub tracepoint_unregfunc: u32,
+    /// `funcs` in `struct tracepoint`.
+    pub tracepoint_funcs: u32,
+}
+
+/// Addresses of the words that say whether the guest is at work on its own keys.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Gates {
+    /// u32.
+    pub system_state: u64,
+    /// Value of `system_state` from `SYSTEM_RUNNING` on.
+    pub system_state_running: u64,
+    /// Bits of a mutex's owner word that name the owner: it is free if they are 0.
+    pub mutex_owner_mask: u64,
+    /// Owner word of `jump_label_mutex`; 0 only without jump labels.
+    pub jump_label_mutex_owner: u64,
+    /// Owner word of `text_mutex`; 0 only without jump labels.
+    pub text_mutex_owner: u64,
+    /// Owner word of `tracepoints_mutex`; 0 without tracepoints.
+    pub tracepoints_mutex_owner: u64,
+    /// s32, number of queued text changes; 0 if the kernel has no such word.
+    pub tp_vec_nr: u64,
+    /// s32, users of the text change under way; 0 if the kernel has no such word.
+    pub bp_desc_refs: u64,
+}
+
+/// The kernel image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kernel {
+    /// Of its table and those of its modules.
+    pub format: EntryFormat,
+    /// Sorted by key, init bits set.
+    pub jump_table: Range,
+    /// `_stext.._etext`.
+    pub text: Range,
+    /// Keys in here cannot change after init.
+    pub ro_after_init: Range,
+    /// Structure offsets.
+    pub layout: Layout,
+    /// Gate words.
+    pub gates: Gates,
+    /// Keys defined in the image.
+    pub directory: Directory,
+}
+
+/// A module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Module<'a> {
+    /// Address of the `struct module`, the module's identity; never 0.
+    pub id: u64,
+    /// Up to the first NUL.
+    pub name: &'a [u8],
+    /// Sorted by key, init bits set.
+    pub jump_table: Range,
+    /// Without init text.
+    pub text: Range,
+    /// Keys defined in the module.
+    pub directory: Directory,
+}

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Guest memory as the engine sees it: one small trait, and typed reads through it.
+
+/// Longest range that [`GuestMemory::locate`] is asked for, in bytes.
+pub const LOCATE_MAX: usize = 64;
+
+/// A guest-virtual range is not backed by guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("guest address {address:#x} is not backed by guest memory: {reason}")]
+pub struct Unmapped {
+    /// Guest-virtual.
+    pub address: u64,
+    /// From the page walk, in a few words.
+    pub reason: &'static str,
+}
+
+/// Guest memory that was located could not be read or written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("guest memory refused the access")]
+pub struct AccessFault;
+
+/// A read by address failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReadError {
+    /// Translation failed.
+    #[error(transparent)]
+    Unmapped(#[from] Unmapped),
+    /// Access failed.
+    #[error(transparent)]
+    Fault(#[from] AccessFault),
+}
+
+/// Memory of a guest, by guest-virtual addresses of its kernel.
+///
+/// Translation is apart from access because page walks are done before the vCPUs are stopped, and
+/// the accesses afterwards. The methods take `&self`: guest memory is shared with the guest.
+pub trait GuestMemory {
+    /// A range that has been translated and found present. It may straddle two pages that are not
+    /// neighbours in guest-physical memory.
+    type Place: Copy;
+
+    /// Translates the range of `len` bytes (at most [`LOCATE_MAX`]) from `address` on with the
+    /// kernel's own page table.
+    ///
+    /// # Errors
+    /// [`Unmapped`] if any byte of it is not present, is no RAM, or lies past the end of the address
+    /// space.
+    fn locate(&self, address: u64, len: usize) -> Result<Self::Place, Unmapped>;
+
+    /// Reads the first `bytes.len()` bytes of `place`, at most as many as were located.
+    ///
+    /// # Errors
+    /// [`AccessFault`].
+    fn read(&self, place: Self::Place, bytes: &mut [u8]) -> Result<(), AccessFault>;
+
+    /// Writes the first `bytes.len()` bytes of `place` and marks them dirty.
+    ///
+    /// # Errors
+    /// [`AccessFault`]; some of the bytes may have been written.
+    fn write(&self, place: Self::Place, bytes: &[u8]) -> Result<(), AccessFault>;
+
+    /// Sequentially consistent compare-and-exchange of the aligned 32-bit word at `place`, marked
+    /// dirty on success. `Ok(Err(found))` if the word was not `current`.
+    ///
+    /// # Errors
+    /// [`AccessFault`], also for a place that is not aligned.
+    fn compare_exchange_u32(
+        &self,
+        place: Self::Place,
+        current: u32,
+        new: u32,
+    ) -> Result<Result<u32, u32>, AccessFault>;
+
+    /// Copies a range of any length. Implementations may do better than these pieces.
+    ///
+    /// # Errors
+    /// [`ReadError`].
+    fn read_gva(&self, address: u64, bytes: &mut [u8]) -> Result<(), ReadError> {
+        let mut next = Some(address);
+        for piece in bytes.chunks_mut(LOCATE_MAX) {
+            let at = next.ok_or(Unmapped {
+                address,
+                reason: "the range passes the end of the address space",
+            })?;
+            self.read(self.locate(at, piece.len())?, piece)?;
+            next = at.checked_add(piece.len() as u64);
+        }
+        Ok(())
+    }
+}
+
+/// Width of a word of the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Width {
+    U32,
+    U64,
+}
+
+impl Width {
+    pub(crate) const fn bytes(self) -> usize {
+        match self {
+            Self::U32 => 4,
+            Self::U64 => 8,
+        }
+    }
+}
+
+/// Reads a little-endian word, zero-extended.
+pub(crate) fn read_word<M: GuestMemory>(
+    memory: &M,
+    place: M::Place,
+    width: Width,
+) -> Result<u64, AccessFault> {
+    let mut bytes = [0; 8];
+    memory.read(place, &mut bytes[..width.bytes()])?;
+    Ok(u64::from_le_bytes(bytes))
+}
+
+/// Locates and reads a word.
+pub(crate) fn read_word_at<M: GuestMemory>(
+    memory: &M,
+    address: u64,
+    width: Width,
+) -> Result<u64, ReadError> {
+    Ok(read_word(
+        memory,
+        memory.locate(address, width.bytes())?,
+        width,
+    )?)
+}
+
+/// Reads an `atomic_t`.
+pub(crate) fn read_count<M: GuestMemory>(memory: &M, place: M::Place) -> Result<i32, AccessFault> {
+    let mut bytes = [0; 4];
+    memory.read(place, &mut bytes)?;
+    Ok(i32::from_le_bytes(bytes))
+}

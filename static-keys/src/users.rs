@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Which tables have entries of a key: what `jump_label_update()` finds through the key's `type` word.
+//!
+//! | `type`                         | entries                                                    |
+//! |--------------------------------|------------------------------------------------------------|
+//! | bit 1 clear, no pointer        | none                                                       |
+//! | bit 1 clear, pointer           | in the table of the key's own image, from there on         |
+//! | bit 1 set, pointer             | of each `static_key_mod` of the chain: in the table of     |
+//! |                                | `mod` (NULL: the kernel), unless its `entries` are NULL    |
+//! | bit 1 set, no pointer          | unknown: sealed after init (since 6.11; before, such keys  |
+//! |                                | are known only by their address in `__ro_after_init`)      |
+//!
+//! What the guest's words say must be what the registered tables say, entry for entry. The guest
+//! runs on meanwhile and may change or free what is read here, so that a difference means no more
+//! than "try again". Each word used comes back as a [`Word`], to be looked at again when the guest
+//! is stopped.
+
+use crate::busy::{Busy, Gate};
+use crate::catalog::{Catalog, CodeImage};
+use crate::directory::Key;
+use crate::entry::EntryFormat;
+use crate::memory::{GuestMemory, ReadError, Width, read_word_at};
+
+/// Bit 0: the key was initialised as true. Bit 1: linked.
+const TYPE_LINKED: u64 = 2;
+const TYPE_MASK: u64 = 3;
+
+/// A word of the guest with the value that was read.
+#[derive(Debug)]
+pub(crate) struct Word {
+    pub gate: Gate,
+    pub address: u64,
+    pub width: Width,
+    pub value: u64,
+}
+
+/// Images with entries of a key.
+#[derive(Debug, Default)]
+pub(crate) struct Users<'a> {
+    pub images: Vec<&'a CodeImage>,
+    pub words: Vec<Word>,
+}
+
+/// Why the users of a key cannot be told.
+#[derive(Debug)]
+pub(crate) enum UsersError {
+    Sealed,
+    Busy(Busy),
+    Read { address: u64, error: ReadError },
+}
+
+/// Finds the users of `key`, and that it is not sealed.
+pub(crate) fn users<'a, M: GuestMemory>(
+    catalog: &'a Catalog,
+    memory: &M,
+    key: &Key,
+) -> Result<Users<'a>, UsersError> {
+    if catalog.ro_after_init.contains(key.id.0, 1) {
+        return Err(UsersError::Sealed);
+    }
+    if catalog.format == EntryFormat::None {
+        return Ok(Users::default());
+    }
+    let mut follower = Follower {
+        catalog,
+        memory,
+        key,
+        users: Users::default(),
+    };
+    let gate = Gate::KeyType {
+        key: key.full_name.clone(),
+    };
+    let word = follower.read(key.id.0, catalog.layout.static_key_type, gate)?;
+    match (word & TYPE_LINKED != 0, word & !TYPE_MASK) {
+        (true, 0) => return Err(UsersError::Sealed),
+        (true, chain) => follower.follow(chain)?,
+        (false, 0) => {}
+        (false, entries) => follower.add(catalog.home(key.id), entries)?,
+    }
+    if follower.users.images.len() != catalog.user_count(key.id) {
+        return Err(follower.busy("the key does not name all modules that have sites of it"));
+    }
+    Ok(follower.users)
+}
+
+struct Follower<'a, 'b, M> {
+    catalog: &'a Catalog,
+    memory: &'b M,
+    key: &'b Key,
+    users: Users<'a>,
+}
+
+impl<'a, M: GuestMemory> Follower<'a, '_, M> {
+    /// Walks a chain; each image occurs at most once, so that a loop ends.
+    fn follow(&mut self, mut node: u64) -> Result<(), UsersError> {
+        let layout = self.catalog.layout;
+        let gate = Gate::KeyChain {
+            key: self.key.full_name.clone(),
+        };
+        // The key's own image may stand there without entries.
+        let mut left = self.catalog.user_count(self.key.id) + 1;
+        while node != 0 {
+            if left == 0 {
+                return Err(self.busy("its module chain is longer than the number of its users"));
+            }
+            left -= 1;
+            let next = self.read(node, layout.static_key_mod_next, gate.clone())?;
+            let entries = self.read(node, layout.static_key_mod_entries, gate.clone())?;
+            let module = self.read(node, layout.static_key_mod_mod, gate.clone())?;
+            if entries != 0 {
+                self.add(self.catalog.image(module), entries)?;
+            }
+            node = next;
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, image: Option<&'a CodeImage>, entries: u64) -> Result<(), UsersError> {
+        let image = image.ok_or_else(|| self.busy("it names a module that is not registered"))?;
+        if image.run_address(self.key.id) != Some(entries) {
+            return Err(self.busy("it names entries that are not in the registered table"));
+        }
+        if self.users.images.iter().any(|known| known.id == image.id) {
+            return Err(self.busy("it names a module twice"));
+        }
+        self.users.images.push(image);
+        Ok(())
+    }
+
+    /// Reads a pointer and keeps it as a word to look at again.
+    fn read(&mut self, base: u64, offset: u32, gate: Gate) -> Result<u64, UsersError> {
+        let width = self.catalog.format.pointer();
+        let address = base
+            .checked_add(u64::from(offset))
+            .ok_or_else(|| self.busy("its address wraps"))?;
+        match read_word_at(self.memory, address, width) {
+            Ok(value) => {
+                self.users.words.push(Word {
+                    gate,
+                    address,
+                    width,
+                    value,
+                });
+                Ok(value)
+            }
+            // A chain may have been freed while it was read.
+            Err(_) if base != self.key.id.0 => {
+                Err(self.busy("its module chain leads to unmapped memory"))
+            }
+            Err(error) => Err(UsersError::Read { address, error }),
+        }
+    }
+
+    fn busy(&self, why: &'static str) -> UsersError {
+        UsersError::Busy(Busy::Users {
+            key: self.key.full_name.clone(),
+            why,
+        })
+    }
+}

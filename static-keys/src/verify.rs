@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The look at the stopped guest before anything is written.
+//!
+//! In this order: gates, counts, instruction pointers, sites. A difference in the first three means
+//! that the guest was at work (busy). With all of them as planned, a site that does not hold the
+//! bytes of its key's state was changed by neither the guest's own jump labels nor this crate: the
+//! bytes are foreign, and no later attempt would find them better.
+
+use std::sync::Arc;
+
+use crate::busy::Busy;
+use crate::instruction::{Hex, Instruction, Size, recognise};
+use crate::memory::{AccessFault, GuestMemory, read_count};
+use crate::plan::{Plan, PlannedSite};
+
+/// The plan cannot be committed. Nothing was changed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum VerifyError {
+    /// Not now: resume the guest and plan anew.
+    #[error("the guest is busy: {0}; try again")]
+    Busy(#[from] Busy),
+    /// A site holds neither its NOP nor its JMP, or that of the other state.
+    #[error(
+        "key {key}: the site at {site:#x} holds {}, expected {}; something else patches this kernel, leave the key alone",
+        Hex(&.found[..*.length]), Hex(&.expected[..*.length])
+    )]
+    ForeignBytes {
+        /// Full name.
+        key: Arc<str>,
+        /// Address.
+        site: u64,
+        /// Number of bytes that count.
+        length: usize,
+        /// Of the key's state; the 5-byte NOP if even the site's size is unknown.
+        expected: [u8; 5],
+        /// In the guest.
+        found: [u8; 5],
+    },
+    /// Memory that was readable when it was planned is not any more.
+    #[error("guest memory that was planned with cannot be read any more; try again")]
+    Fault(#[from] AccessFault),
+}
+
+impl<P: Copy> Plan<P> {
+    /// Looks at the stopped guest; `rips` are the instruction pointers of its vCPUs. Allocates
+    /// nothing and takes time in proportion to the sites that change.
+    ///
+    /// # Errors
+    /// [`VerifyError`].
+    pub fn verify<M: GuestMemory<Place = P>>(
+        &self,
+        memory: &M,
+        rips: &[u64],
+    ) -> Result<(), VerifyError> {
+        self.verify_gates(memory)?;
+        self.verify_counts(memory)?;
+        for &rip in rips {
+            if let Some(site) = self.site_around(rip) {
+                return Err(Busy::InsideSite {
+                    rip,
+                    site: site.address,
+                }
+                .into());
+            }
+        }
+        self.verify_suspects(memory)?;
+        self.verify_sites(memory)
+    }
+
+    pub(crate) fn verify_gates<M: GuestMemory<Place = P>>(
+        &self,
+        memory: &M,
+    ) -> Result<(), VerifyError> {
+        for guard in &self.guards {
+            if let Some(found) = guard.closed(memory)? {
+                return Err(Busy::Gate {
+                    gate: guard.gate.clone(),
+                    found,
+                }
+                .into());
+            }
+        }
+        Ok(())
+    }
+
+    fn verify_counts<M: GuestMemory<Place = P>>(&self, memory: &M) -> Result<(), VerifyError> {
+        for key in &self.keys {
+            let found = read_count(memory, key.place)?;
+            if found != key.change.before {
+                let (key, expected) = (key.change.name.clone(), key.change.before);
+                return Err(Busy::Count {
+                    key,
+                    expected,
+                    found,
+                }
+                .into());
+            }
+        }
+        Ok(())
+    }
+
+    /// The site of which `rip` is a byte other than the first. At the first byte a vCPU has not begun
+    /// the old instruction, and will take the new one.
+    fn site_around(&self, rip: u64) -> Option<&PlannedSite<P>> {
+        let after = self.sites.partition_point(|site| site.address < rip);
+        let site = &self.sites[after.checked_sub(1)?];
+        (rip - site.address < site.before.size().bytes() as u64).then_some(site)
+    }
+
+    fn verify_suspects<M: GuestMemory<Place = P>>(&self, memory: &M) -> Result<(), VerifyError> {
+        // The first one decides: whatever the others are, the plan cannot be committed.
+        let Some(suspect) = self.suspects.first() else {
+            return Ok(());
+        };
+        let (key, site, length) = (self.key_name(suspect.key), suspect.address, suspect.length);
+        let mut found = [0; 5];
+        memory.read(suspect.place, &mut found[..length])?;
+        if recognise(&found[..length], site, suspect.target).is_some() {
+            return Err(Busy::SiteChanging { key, site }.into());
+        }
+        let nop = Instruction::nop(if length == Size::Two.bytes() {
+            Size::Two
+        } else {
+            Size::Five
+        });
+        let mut expected = [0; 5];
+        expected[..length].copy_from_slice(nop.as_bytes());
+        Err(VerifyError::ForeignBytes {
+            key,
+            site,
+            length,
+            expected,
+            found,
+        })
+    }
+
+    fn verify_sites<M: GuestMemory<Place = P>>(&self, memory: &M) -> Result<(), VerifyError> {
+        for site in &self.sites {
+            let want = site.before.as_bytes();
+            let length = want.len();
+            let mut found = [0; 5];
+            memory.read(site.place, &mut found[..length])?;
+            if found[..length] != *want {
+                let mut expected = [0; 5];
+                expected[..length].copy_from_slice(want);
+                let key = self.key_name(site.key);
+                return Err(VerifyError::ForeignBytes {
+                    key,
+                    site: site.address,
+                    length,
+                    expected,
+                    found,
+                });
+            }
+        }
+        Ok(())
+    }
+}
