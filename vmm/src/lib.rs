@@ -19,6 +19,7 @@ pub mod paging;
 pub mod pause;
 pub mod probe;
 pub mod request;
+pub mod seccomp;
 pub mod service;
 mod vcpu;
 pub mod vm;

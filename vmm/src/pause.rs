@@ -274,7 +274,9 @@ impl Pauser {
         rips.clear();
         let mut breakpoint = false;
         for slot in &self.slots {
-            if slot.state.load(SeqCst) == State::Parked as u8 && slot.has_rip.load(SeqCst) {
+            // Not only those in `Parked`: one that woke from the last pause into this
+            // one is briefly in `Running`, but has not moved.
+            if slot.state.load(SeqCst) != State::Exited as u8 && slot.has_rip.load(SeqCst) {
                 rips.push(slot.rip.load(SeqCst));
                 breakpoint |= slot.breakpoint.load(SeqCst);
             }

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The command line of the monitor itself.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::{Parser, ValueEnum};
+use patchbay_vmm::boot::{BootProtocol, LinuxBoot};
+use patchbay_vmm::devices::ConsoleOutput;
+use patchbay_vmm::seccomp::SeccompLevel;
+
+/// Boots one Linux guest under KVM and lets its operator flip its static keys.
+///
+/// Ctrl-C and SIGTERM end the guest at once. The exit status is 0 if the guest
+/// switched itself off, reset itself or was shut down, 1 if it or the monitor
+/// failed, 2 for a wrong command line.
+#[derive(Debug, Parser)]
+#[command(version)]
+pub struct Args {
+    /// The kernel: a bzImage, or an ELF file (vmlinux).
+    #[arg(long, value_name = "FILE")]
+    pub kernel: PathBuf,
+
+    /// An initial RAM disk.
+    #[arg(long, value_name = "FILE")]
+    pub initrd: Option<PathBuf>,
+
+    /// The kernel's command line.
+    #[arg(
+        long,
+        value_name = "WORDS",
+        default_value = "console=ttyS0 panic=-1",
+        allow_hyphen_values = true
+    )]
+    pub cmdline: String,
+
+    /// How the kernel is entered.
+    #[arg(long, value_enum, default_value_t = Protocol::Auto)]
+    pub boot_protocol: Protocol,
+
+    /// The guest's memory: 2M to 1T, with a suffix K, M, G or T.
+    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_size)]
+    pub memory: u64,
+
+    /// The guest's vCPUs, 1 to 16.
+    #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub vcpus: u8,
+
+    /// Where the serial console goes: stdout (with input from stdin), file:PATH, api, or none.
+    #[arg(long, value_name = "WHERE", default_value = "stdout")]
+    pub console: Console,
+
+    /// The name that the guest has in the API.
+    #[arg(long, default_value = "guest")]
+    pub name: String,
+
+    /// Serve the API on this unix socket.
+    #[arg(long, value_name = "PATH")]
+    pub api_socket: Option<PathBuf>,
+
+    /// Take function names from this file: the kernel's System.map or vmlinux.
+    #[arg(long, value_name = "FILE")]
+    pub symbols: Option<PathBuf>,
+
+    /// Append every change of a key to this file.
+    #[arg(long, value_name = "FILE")]
+    pub audit_log: Option<PathBuf>,
+
+    /// Permit changes of keys that the guest has not declared safe to change from outside.
+    #[arg(long)]
+    pub allow_guarded: bool,
+
+    /// What happens on a system call that the monitor should not need: nothing,
+    /// a line in the kernel's log, or the end of the monitor.
+    #[arg(long, value_enum, default_value_t = SeccompLevel::On)]
+    pub seccomp: SeccompLevel,
+}
+
+impl Args {
+    /// What to boot.
+    pub fn linux_boot(&self) -> LinuxBoot {
+        LinuxBoot {
+            kernel: self.kernel.clone(),
+            initrd: self.initrd.clone(),
+            command_line: self.cmdline.clone(),
+            protocol: match self.boot_protocol {
+                Protocol::Auto => BootProtocol::Auto,
+                Protocol::Linux => BootProtocol::Linux,
+                Protocol::Pvh => BootProtocol::Pvh,
+            },
+        }
+    }
+}
+
+/// How the kernel is entered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Protocol {
+    /// PVH for an ELF kernel that can, else the 64-bit Linux protocol.
+    Auto,
+    /// The 64-bit Linux boot protocol.
+    Linux,
+    /// PVH.
+    Pvh,
+}
+
+/// Where the console goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Console {
+    /// To stdout, with input from stdin.
+    Stdout,
+    /// To a file.
+    File(PathBuf),
+    /// To the API's clients alone.
+    Api,
+    /// Nowhere that matters; the API's clients can still read it.
+    None,
+}
+
+impl Console {
+    /// Where the monitor itself writes to.
+    pub fn output(&self) -> ConsoleOutput {
+        match self {
+            Self::Stdout => ConsoleOutput::Stdout,
+            Self::File(path) => ConsoleOutput::File(path.clone()),
+            Self::Api | Self::None => ConsoleOutput::None,
+        }
+    }
+
+    /// Whether stdin is typed into it.
+    pub fn is_terminal(&self) -> bool {
+        *self == Self::Stdout
+    }
+}
+
+impl FromStr for Console {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "stdout" => Ok(Self::Stdout),
+            "api" => Ok(Self::Api),
+            "none" => Ok(Self::None),
+            _ => match text.strip_prefix("file:") {
+                Some(path) if !path.is_empty() => Ok(Self::File(path.into())),
+                _ => Err("give stdout, file:PATH, api or none".into()),
+            },
+        }
+    }
+}
+
+/// A size in bytes, with a suffix K, M, G or T.
+fn parse_size(text: &str) -> Result<u64, String> {
+    let hint = "give a number with K, M, G or T, such as 256M";
+    let (digits, shift) = match text.char_indices().last() {
+        Some((at, 'k' | 'K')) => (&text[..at], 10),
+        Some((at, 'm' | 'M')) => (&text[..at], 20),
+        Some((at, 'g' | 'G')) => (&text[..at], 30),
+        Some((at, 't' | 'T')) => (&text[..at], 40),
+        _ => (text, 0),
+    };
+    let number: u64 = digits.parse().map_err(|_| hint.to_owned())?;
+    number
+        .checked_mul(1 << shift)
+        .ok_or_else(|| hint.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        assert_eq!(parse_size("256M"), Ok(256 << 20));
+        assert_eq!(parse_size("1g"), Ok(1 << 30));
+        assert_eq!(parse_size("4096"), Ok(4096));
+        for wrong in ["", "M", "1.5G", "-1M", "99999999999T", "12Q", "1ä"] {
+            assert!(parse_size(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn consoles() {
+        assert_eq!("file:a:b".parse(), Ok(Console::File("a:b".into())));
+        assert_eq!("api".parse(), Ok(Console::Api));
+        for wrong in ["", "file:", "File:x", "serial"] {
+            assert!(wrong.parse::<Console>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Args::command().debug_assert();
+    }
+}

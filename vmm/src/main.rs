@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! `patchbay-vmm`: boots one guest and serves its API.
+
+mod args;
+mod terminal;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::Context;
+use clap::Parser;
+use patchbay_vmm::config::{Payload, VmConfig};
+use patchbay_vmm::keys::audit::AuditLog;
+use patchbay_vmm::keys::registry::Registry;
+use patchbay_vmm::keys::symbols::Symbols;
+use patchbay_vmm::keys::vm_guest::VmGuest;
+use patchbay_vmm::keys::{Keys, KeysConfig};
+use patchbay_vmm::seccomp::{self, ThreadKind};
+use patchbay_vmm::service::{self, ApiSocket};
+use patchbay_vmm::vm::{ExitReason, Vm};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
+
+use crate::args::Args;
+use crate::terminal::Terminal;
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    tracing_subscriber::fmt()
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_env("PATCHBAY_LOG")
+                .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn")),
+        )
+        .with_writer(std::io::stderr)
+        .init();
+    match run(&args) {
+        Ok(reason) => {
+            eprintln!("patchbay-vmm: {reason}");
+            match reason {
+                ExitReason::PowerOff | ExitReason::Reset | ExitReason::Shutdown => {
+                    ExitCode::SUCCESS
+                }
+                ExitReason::TripleFault { .. } | ExitReason::Halted | ExitReason::Failed(_) => {
+                    ExitCode::FAILURE
+                }
+            }
+        }
+        Err(error) => {
+            eprintln!("patchbay-vmm: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Boots the guest and waits until it has ended.
+fn run(args: &Args) -> anyhow::Result<ExitReason> {
+    // First: a second monitor on the same socket must not get as far as a guest.
+    let socket = args.api_socket.as_deref().map(ApiSocket::bind).transpose()?;
+    let symbols = match &args.symbols {
+        Some(path) => Symbols::read(path)?,
+        None => Symbols::default(),
+    };
+    let audit = match &args.audit_log {
+        Some(path) => AuditLog::open(path).with_context(|| {
+            format!(
+                "the audit log {} cannot be written; name a file in a folder that is yours",
+                path.display()
+            )
+        })?,
+        None => AuditLog::default(),
+    };
+    let registry = Arc::new(Registry::default());
+    let config = VmConfig {
+        memory_bytes: args.memory,
+        vcpus: args.vcpus,
+        console: args.console.output(),
+        ..VmConfig::new(Payload::Linux(args.linux_boot()))
+    };
+    let vm = Arc::new(Vm::new(config, registry.clone())?);
+    if !vm.transports().any() {
+        tracing::warn!(
+            "neither transport works on this host: the guest will not be able to register its keys"
+        );
+    }
+    let guest = Arc::new(VmGuest::new(args.name.clone(), vm.clone()));
+    let keys_config = KeysConfig {
+        audit,
+        symbols,
+        allow_guarded: args.allow_guarded,
+        ..KeysConfig::default()
+    };
+    let (keys, _) = Keys::start(guest, registry, keys_config)
+        .context("the thread of the keys cannot be started; raise the limit on processes")?;
+
+    let terminal = Terminal::connect(args.console.is_terminal(), vm.console().clone())?;
+    let level = args.seccomp;
+    vm.start(move || seccomp::enter(ThreadKind::Vcpu, level))?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("the API's runtime cannot be made; raise the limit on open files")?;
+    let reason = runtime.block_on(serve(vm, socket, keys))?;
+    drop(terminal);
+    Ok(reason)
+}
+
+/// Serves the API until the guest has ended, or a signal ends it.
+async fn serve(vm: Arc<Vm>, socket: Option<ApiSocket>, keys: Keys) -> anyhow::Result<ExitReason> {
+    let (ended, end) = oneshot::channel();
+    let waiting = vm.clone();
+    std::thread::Builder::new()
+        .name("wait".into())
+        .spawn(move || ended.send(waiting.wait()))
+        .context("a thread cannot be started; raise the limit on processes")?;
+    let (stop, stopped) = oneshot::channel::<()>();
+    let serving = async {
+        let stopped = async {
+            // The sender is dropped, or sends: both mean the end.
+            let _ = stopped.await;
+        };
+        match socket {
+            Some(socket) => service::serve(socket, keys, stopped).await,
+            None => {
+                stopped.await;
+                Ok(())
+            }
+        }
+    };
+    let ending = async {
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut hangup = signal(SignalKind::hangup())?;
+        let mut end = end;
+        let reason = loop {
+            tokio::select! {
+                reason = &mut end => break reason.context("the guest's end was not seen")?,
+                _ = interrupt.recv() => vm.shutdown(),
+                _ = terminate.recv() => vm.shutdown(),
+                _ = hangup.recv() => vm.shutdown(),
+            }
+        };
+        drop(stop);
+        anyhow::Ok(reason)
+    };
+    let (served, reason) = tokio::join!(serving, ending);
+    served?;
+    reason
+}
