@@ -65,6 +65,8 @@ pub enum Command {
     /// Look at static keys and flip them.
     #[command(subcommand)]
     Keys(KeysCommand),
+    /// List the static keys and branch sites of a kernel or module file.
+    Inspect(crate::inspect::InspectArguments),
     /// Print a completion script for a shell.
     Completion {
         /// The shell.

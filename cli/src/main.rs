@@ -6,6 +6,7 @@ mod args;
 mod client;
 mod failure;
 mod guest;
+mod inspect;
 mod keys;
 mod print;
 mod view;
@@ -51,6 +52,7 @@ async fn run(cli: Cli) -> Result<(), Failure> {
         }
         Command::Console(arguments) => guest::console(&connect().await?, &arguments).await,
         Command::Keys(command) => keys::run(&connect().await?, command, cli.output).await,
+        Command::Inspect(arguments) => inspect::run(&arguments, cli.output),
         Command::Completion { shell } => {
             clap_complete::generate(
                 shell,

@@ -45,7 +45,9 @@ pub enum Compression {
 #[derive(Debug, thiserror::Error)]
 pub enum ContainerError {
     /// Neither ELF, nor bzImage, nor a known compression.
-    #[error("not a kernel image: it starts with {0}; give a vmlinux, a bzImage (vmlinuz) or a module (.ko)")]
+    #[error(
+        "not a kernel image: it starts with {0}; give a vmlinux, a bzImage (vmlinuz) or a module (.ko)"
+    )]
     Unknown(String),
     /// A PE file without the Linux boot header.
     #[error(
@@ -61,16 +63,24 @@ pub enum ContainerError {
     )]
     OldProtocol(u16),
     /// The header points past the end of the file.
-    #[error("truncated bzImage: its header places the kernel at {start:#x}..{end:#x}, the file has {size:#x} bytes; copy it again")]
+    #[error(
+        "truncated bzImage: its header places the kernel at {start:#x}..{end:#x}, the file has {size:#x} bytes; copy it again"
+    )]
     Truncated { start: u64, end: u64, size: u64 },
     /// A compression the kernel knows and this command does not.
-    #[error("the kernel is packed with {0}, which is not supported; unpack it first (scripts/extract-vmlinux in the kernel tree)")]
+    #[error(
+        "the kernel is packed with {0}, which is not supported; unpack it first (scripts/extract-vmlinux in the kernel tree)"
+    )]
     Unsupported(&'static str),
     /// The payload's first bytes are unknown.
-    #[error("the kernel in this bzImage is packed in an unknown way (it starts with {0}); unpack it first (scripts/extract-vmlinux in the kernel tree)")]
+    #[error(
+        "the kernel in this bzImage is packed in an unknown way (it starts with {0}); unpack it first (scripts/extract-vmlinux in the kernel tree)"
+    )]
     UnknownCompression(String),
     /// The decompressor failed.
-    #[error("cannot unpack the {compression:?} data: {reason}; the file is damaged or truncated, copy it again")]
+    #[error(
+        "cannot unpack the {compression:?} data: {reason}; the file is damaged or truncated, copy it again"
+    )]
     Damaged {
         compression: Compression,
         reason: String,
@@ -79,7 +89,9 @@ pub enum ContainerError {
     #[error("the image unpacks to more than {} MiB: refused", MAX_UNPACKED >> 20)]
     TooLarge,
     /// Unpacked data that is no ELF file.
-    #[error("the unpacked image is not an ELF file: it starts with {0}; only kernels for x86 with an ELF payload (2.6.30 and later) can be read")]
+    #[error(
+        "the unpacked image is not an ELF file: it starts with {0}; only kernels for x86 with an ELF payload (2.6.30 and later) can be read"
+    )]
     NotElf(String),
 }
 
@@ -144,7 +156,14 @@ fn payload(file: &[u8]) -> Result<&[u8], ContainerError> {
         0 => 4,
         sectors => u64::from(sectors),
     };
-    let word = |at: usize| u64::from(u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]));
+    let word = |at: usize| {
+        u64::from(u32::from_le_bytes([
+            header[at],
+            header[at + 1],
+            header[at + 2],
+            header[at + 3],
+        ]))
+    };
     let start = (setup_sectors + 1) * 512 + word(0x248);
     let end = start + word(0x24c);
     usize::try_from(start)
@@ -158,7 +177,8 @@ fn unpack_payload(payload: &[u8]) -> Result<(Compression, Cow<'_, [u8]>), Contai
     if payload.starts_with(ELF_MAGIC) {
         return Ok((Compression::None, Cow::Borrowed(payload)));
     }
-    let compression = sniff(payload)?.ok_or_else(|| ContainerError::UnknownCompression(first_bytes(payload)))?;
+    let compression =
+        sniff(payload)?.ok_or_else(|| ContainerError::UnknownCompression(first_bytes(payload)))?;
     let stream = match compression {
         Compression::Gzip => payload,
         _ => &payload[..payload.len().saturating_sub(4)],
@@ -191,19 +211,27 @@ fn sniff(data: &[u8]) -> Result<Option<Compression>, ContainerError> {
 }
 
 fn decompress(compression: Compression, data: &[u8]) -> Result<Vec<u8>, ContainerError> {
-    let damaged = |reason: String| ContainerError::Damaged { compression, reason };
+    let damaged = |reason: String| ContainerError::Damaged {
+        compression,
+        reason,
+    };
     match compression {
         Compression::None => read_bounded(compression, data),
         Compression::Gzip => read_bounded(compression, flate2::read::GzDecoder::new(data)),
         Compression::Bzip2 => read_bounded(compression, bzip2::read::BzDecoder::new(data)),
-        Compression::Xz => read_bounded(compression, lzma_rust2::XzReader::new_mem_limit(data, false, MAX_LZMA_KIB)),
+        Compression::Xz => read_bounded(
+            compression,
+            lzma_rust2::XzReader::new_mem_limit(data, false, MAX_LZMA_KIB),
+        ),
         Compression::Lzma => read_bounded(
             compression,
-            lzma_rust2::LzmaReader::new_mem_limit(data, MAX_LZMA_KIB, None).map_err(|error| damaged(error.to_string()))?,
+            lzma_rust2::LzmaReader::new_mem_limit(data, MAX_LZMA_KIB, None)
+                .map_err(|error| damaged(error.to_string()))?,
         ),
         Compression::Zstd => read_bounded(
             compression,
-            ruzstd::decoding::StreamingDecoder::new(data).map_err(|error| damaged(error.to_string()))?,
+            ruzstd::decoding::StreamingDecoder::new(data)
+                .map_err(|error| damaged(error.to_string()))?,
         ),
         Compression::Lz4 => decompress_lz4_legacy(data),
     }
@@ -235,10 +263,14 @@ fn decompress_lz4_legacy(data: &[u8]) -> Result<Vec<u8>, ContainerError> {
     let mut block = vec![0; LZ4_LEGACY_BLOCK];
     while let Some((size, after)) = rest.split_first_chunk() {
         let size = u32::from_le_bytes(*size) as usize;
-        let packed = after
-            .get(..size)
-            .ok_or_else(|| damaged(format!("a block of {size} bytes where {} are left", after.len())))?;
-        let length = lz4_flex::block::decompress_into(packed, &mut block).map_err(|error| damaged(error.to_string()))?;
+        let packed = after.get(..size).ok_or_else(|| {
+            damaged(format!(
+                "a block of {size} bytes where {} are left",
+                after.len()
+            ))
+        })?;
+        let length = lz4_flex::block::decompress_into(packed, &mut block)
+            .map_err(|error| damaged(error.to_string()))?;
         if (unpacked.len() + length) as u64 > MAX_UNPACKED {
             return Err(ContainerError::TooLarge);
         }
@@ -248,7 +280,10 @@ fn decompress_lz4_legacy(data: &[u8]) -> Result<Vec<u8>, ContainerError> {
     if rest.is_empty() {
         Ok(unpacked)
     } else {
-        Err(damaged(format!("{} bytes left after the last block", rest.len())))
+        Err(damaged(format!(
+            "{} bytes left after the last block",
+            rest.len()
+        )))
     }
 }
 
@@ -257,6 +292,10 @@ fn first_bytes(data: &[u8]) -> String {
     if data.is_empty() {
         return "nothing (it is empty)".to_owned();
     }
-    let bytes: Vec<String> = data.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+    let bytes: Vec<String> = data
+        .iter()
+        .take(8)
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
     bytes.join(" ")
 }

@@ -49,20 +49,39 @@ impl Format {
 
     /// Reads the entry at `address`.
     pub fn decode(self, image: &Image<'_>, address: u64) -> Option<Entry> {
-        let word = |offset: u64| image.read::<4>(address.checked_add(offset)?).map(u32::from_le_bytes);
-        let wide = |offset: u64| image.read::<8>(address.checked_add(offset)?).map(u64::from_le_bytes);
-        let from = |offset: u64, distance: i64| address.wrapping_add(offset).wrapping_add_signed(distance);
+        let word = |offset: u64| {
+            image
+                .read::<4>(address.checked_add(offset)?)
+                .map(u32::from_le_bytes)
+        };
+        let wide = |offset: u64| {
+            image
+                .read::<8>(address.checked_add(offset)?)
+                .map(u64::from_le_bytes)
+        };
+        let from =
+            |offset: u64, distance: i64| address.wrapping_add(offset).wrapping_add_signed(distance);
         let distance = |offset: u64| word(offset).map(|value| i64::from(value.cast_signed()));
         let low = |value: u64| value & u64::from(u32::MAX);
         // The two low bits of the key are flags, not part of the distance: jump_entry_key() in include/linux/jump_label.h.
         Some(match self {
             Self::Relative64 => {
                 let key = wide(8)?.cast_signed();
-                Entry::new(from(0, distance(0)?), from(4, distance(4)?), from(8, key & !3), key & 3)
+                Entry::new(
+                    from(0, distance(0)?),
+                    from(4, distance(4)?),
+                    from(8, key & !3),
+                    key & 3,
+                )
             }
             Self::Relative32 => {
                 let key = distance(8)?;
-                Entry::new(low(from(0, distance(0)?)), low(from(4, distance(4)?)), low(from(8, key & !3)), key & 3)
+                Entry::new(
+                    low(from(0, distance(0)?)),
+                    low(from(4, distance(4)?)),
+                    low(from(8, key & !3)),
+                    key & 3,
+                )
             }
             Self::Absolute64 => {
                 let key = wide(16)?;
@@ -70,7 +89,12 @@ impl Format {
             }
             Self::Absolute32 => {
                 let key = word(8)?;
-                Entry::new(word(0)?.into(), word(4)?.into(), (key & !3).into(), (key & 3).into())
+                Entry::new(
+                    word(0)?.into(),
+                    word(4)?.into(),
+                    (key & !3).into(),
+                    (key & 3).into(),
+                )
             }
         })
     }
@@ -121,8 +145,14 @@ const NOPS: [(&[u8], &str); 8] = [
     (&[0x66, 0x90], "xchg ax,ax"),
     (&[0x89, 0xf6], "mov esi,esi"),
     (&[0x0f, 0x1f, 0x44, 0x00, 0x00], "nop dword ptr [rax+rax]"),
-    (&[0x66, 0x66, 0x66, 0x66, 0x90], "data16 data16 data16 xchg ax,ax"),
-    (&[0x66, 0x66, 0x90, 0x66, 0x90], "data16 xchg ax,ax; xchg ax,ax"),
+    (
+        &[0x66, 0x66, 0x66, 0x66, 0x90],
+        "data16 data16 data16 xchg ax,ax",
+    ),
+    (
+        &[0x66, 0x66, 0x90, 0x66, 0x90],
+        "data16 xchg ax,ax; xchg ax,ax",
+    ),
     (&[0x3e, 0x8d, 0x74, 0x26, 0x00], "lea esi,ds:[esi+eiz]"),
     (&[0x90, 0x8d, 0x74, 0x26, 0x00], "nop; lea esi,[esi+eiz]"),
     (&[0x8d, 0x44, 0x20, 0x00, 0x90], "lea eax,[eax+eiz]; nop"),
@@ -153,10 +183,23 @@ pub fn decode_site(bytes: &[u8], entry: &Entry, pointer_size: u64) -> Result<Sit
         [0xeb, distance, ..] => (2, i64::from(distance.cast_signed())),
         [0xe9, a, b, c, d] => (5, i64::from(i32::from_le_bytes([a, b, c, d]))),
         [] => return Err("the site is not in the image".to_owned()),
-        _ => return Err(format!("the site holds {}, neither NOP nor JMP", hex(bytes))),
+        _ => {
+            return Err(format!(
+                "the site holds {}, neither NOP nor JMP",
+                hex(bytes)
+            ));
+        }
     };
-    let mask = if pointer_size == 4 { u64::from(u32::MAX) } else { u64::MAX };
-    let leads_to = entry.code.wrapping_add(u64::from(size)).wrapping_add_signed(distance) & mask;
+    let mask = if pointer_size == 4 {
+        u64::from(u32::MAX)
+    } else {
+        u64::MAX
+    };
+    let leads_to = entry
+        .code
+        .wrapping_add(u64::from(size))
+        .wrapping_add_signed(distance)
+        & mask;
     if leads_to == entry.target {
         Ok(Site {
             instruction: Instruction::Jmp,
@@ -170,7 +213,10 @@ pub fn decode_site(bytes: &[u8], entry: &Entry, pointer_size: u64) -> Result<Sit
             text: format!("jmp {leads_to:#x}"),
         })
     } else {
-        Err(format!("the JMP leads to {leads_to:#x}, the entry says {:#x}", entry.target))
+        Err(format!(
+            "the JMP leads to {leads_to:#x}, the entry says {:#x}",
+            entry.target
+        ))
     }
 }
 

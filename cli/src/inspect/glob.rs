@@ -10,10 +10,16 @@ pub struct Filter<'a> {
 
 impl<'a> Filter<'a> {
     pub fn new(patterns: &'a [String]) -> Self {
-        let (exclude, include): (Vec<&str>, Vec<&str>) = patterns.iter().map(String::as_str).partition(|pattern| pattern.starts_with('!'));
+        let (exclude, include): (Vec<&str>, Vec<&str>) = patterns
+            .iter()
+            .map(String::as_str)
+            .partition(|pattern| pattern.starts_with('!'));
         Self {
             include,
-            exclude: exclude.iter().filter_map(|pattern| pattern.strip_prefix('!')).collect(),
+            exclude: exclude
+                .iter()
+                .filter_map(|pattern| pattern.strip_prefix('!'))
+                .collect(),
         }
     }
 

@@ -22,7 +22,9 @@ pub enum ImageError {
     #[error("an ELF file for machine {0}: static keys can be read for x86 (32 and 64 bits) only")]
     Machine(u16),
     /// Not a kernel or module.
-    #[error("an ELF file of type {0}, neither a kernel nor a module: give a vmlinux, a bzImage or a .ko")]
+    #[error(
+        "an ELF file of type {0}, neither a kernel nor a module: give a vmlinux, a bzImage or a .ko"
+    )]
     Type(u16),
     /// Nothing to load, or pieces that lie over one another.
     #[error("not a kernel: {0}")]
@@ -50,6 +52,8 @@ pub struct Image<'data> {
     executable: Vec<Range<u64>>,
     /// The section `__jump_table`, where it is one of its own.
     pub jump_table_section: Option<Range<u64>>,
+    /// The section `.init.text`, if the file has section names.
+    pub init_text_section: Option<Range<u64>>,
     /// From .symtab.
     pub symbols: Symbols,
 }
@@ -58,22 +62,24 @@ impl<'data> Image<'data> {
     /// Reads an ELF kernel or module.
     pub fn parse(data: &'data [u8]) -> Result<Self, ImageError> {
         match data.get(4) {
-            Some(class) if *class == elf::ELFCLASS32.0 => Self::parse_class::<elf::FileHeader32<LittleEndian>>(data),
+            Some(&elf::ELFCLASS32) => Self::parse_class::<elf::FileHeader32<LittleEndian>>(data),
             _ => Self::parse_class::<elf::FileHeader64<LittleEndian>>(data),
         }
     }
 
-    fn parse_class<Elf: FileHeader<Endian = LittleEndian>>(data: &'data [u8]) -> Result<Self, ImageError> {
+    fn parse_class<Elf: FileHeader<Endian = LittleEndian>>(
+        data: &'data [u8],
+    ) -> Result<Self, ImageError> {
         let header = Elf::parse(data)?;
         let endian = header.endian()?;
         let machine = header.e_machine(endian);
         if machine != elf::EM_X86_64 && machine != elf::EM_386 {
-            return Err(ImageError::Machine(machine.0));
+            return Err(ImageError::Machine(machine));
         }
         match header.e_type(endian) {
             elf::ET_EXEC | elf::ET_DYN => Self::parse_kernel(header, endian, data),
             elf::ET_REL => super::module::parse(header, endian, data),
-            other => Err(ImageError::Type(other.0)),
+            other => Err(ImageError::Type(other)),
         }
     }
 
@@ -88,15 +94,17 @@ impl<'data> Image<'data> {
             if segment.p_type(endian) != elf::PT_LOAD {
                 continue;
             }
-            let bytes = segment
-                .data(endian, data)
-                .map_err(|()| ImageError::Layout("a segment lies outside the file: it is truncated, copy it again"))?;
+            let bytes = segment.data(endian, data).map_err(|()| {
+                ImageError::Layout(
+                    "a segment lies outside the file: it is truncated, copy it again",
+                )
+            })?;
             let start: u64 = segment.p_vaddr(endian).into();
             let size: u64 = segment.p_memsz(endian).into();
-            let end = start
-                .checked_add(size)
-                .ok_or(ImageError::Layout("a segment wraps around the end of the address space"))?;
-            if segment.p_flags(endian).contains(elf::PF_X) {
+            let end = start.checked_add(size).ok_or(ImageError::Layout(
+                "a segment wraps around the end of the address space",
+            ))?;
+            if segment.p_flags(endian) & elf::PF_X != 0 {
                 executable_segments.push(start..end);
             }
             regions.push((start, end, Cow::Borrowed(bytes)));
@@ -104,19 +112,24 @@ impl<'data> Image<'data> {
         let sections = header.sections(endian, data)?;
         let mut executable = Vec::new();
         let mut jump_table_section = None;
+        let mut init_text_section = None;
         for section in sections.iter() {
-            let flags = section.sh_flags(endian);
-            if !flags.contains(elf::SHF_ALLOC) {
+            let flags: u64 = section.sh_flags(endian).into();
+            if flags & u64::from(elf::SHF_ALLOC) == 0 {
                 continue;
             }
             let start: u64 = section.sh_addr(endian).into();
             let size: u64 = section.sh_size(endian).into();
-            let Some(end) = start.checked_add(size) else { continue };
-            if flags.contains(elf::SHF_EXECINSTR) && size > 0 {
+            let Some(end) = start.checked_add(size) else {
+                continue;
+            };
+            if flags & u64::from(elf::SHF_EXECINSTR) != 0 && size > 0 {
                 executable.push(start..end);
             }
-            if sections.section_name(endian, section) == Ok(b"__jump_table") {
-                jump_table_section = Some(start..end);
+            match sections.section_name(endian, section) {
+                Ok(b"__jump_table") => jump_table_section = Some(start..end),
+                Ok(b".init.text") => init_text_section = Some(start..end),
+                _ => {}
             }
         }
         if executable.is_empty() {
@@ -135,14 +148,24 @@ impl<'data> Image<'data> {
             symbols.push(
                 Symbol {
                     address,
-                    kind: SymbolKind::from_section(text.iter().any(|range| range.contains(&address))),
+                    kind: SymbolKind::from_section(
+                        text.iter().any(|range| range.contains(&address)),
+                    ),
                     global: symbol.st_bind() != elf::STB_LOCAL,
                 },
                 &String::from_utf8_lossy(symbol.name(endian, table.strings())?),
             );
         }
         symbols.sort();
-        Self::new(header.is_class_64(), false, regions, executable, jump_table_section, symbols)
+        Self::new(
+            header.is_class_64(),
+            false,
+            regions,
+            executable,
+            jump_table_section,
+            init_text_section,
+            symbols,
+        )
     }
 
     /// Puts an image together; checks what everything else relies on.
@@ -152,6 +175,7 @@ impl<'data> Image<'data> {
         pieces: Vec<(u64, u64, Cow<'data, [u8]>)>,
         mut executable: Vec<Range<u64>>,
         jump_table_section: Option<Range<u64>>,
+        init_text_section: Option<Range<u64>>,
         symbols: Symbols,
     ) -> Result<Self, ImageError> {
         let mut regions: Vec<Region<'data>> = pieces
@@ -167,7 +191,9 @@ impl<'data> Image<'data> {
             return Err(ImageError::Layout("nothing in it is to be loaded"));
         }
         if regions.len() > MAX_REGIONS || executable.len() > MAX_REGIONS {
-            return Err(ImageError::Layout("it has more than 4096 segments or sections"));
+            return Err(ImageError::Layout(
+                "it has more than 4096 segments or sections",
+            ));
         }
         regions.sort_by_key(|region| region.start);
         if regions.windows(2).any(|pair| pair[0].end > pair[1].start) {
@@ -180,12 +206,15 @@ impl<'data> Image<'data> {
             regions,
             executable,
             jump_table_section,
+            init_text_section,
             symbols,
         })
     }
 
     fn region(&self, address: u64) -> Option<&Region<'data>> {
-        let next = self.regions.partition_point(|region| region.start <= address);
+        let next = self
+            .regions
+            .partition_point(|region| region.start <= address);
         let region = &self.regions[next.checked_sub(1)?];
         (address < region.end).then_some(region)
     }
@@ -197,7 +226,9 @@ impl<'data> Image<'data> {
 
     /// Whether the address is in code.
     pub fn is_executable(&self, address: u64) -> bool {
-        let next = self.executable.partition_point(|range| range.start <= address);
+        let next = self
+            .executable
+            .partition_point(|range| range.start <= address);
         next.checked_sub(1)
             .is_some_and(|index| self.executable[index].contains(&address))
     }
@@ -209,7 +240,9 @@ impl<'data> Image<'data> {
         };
         let from = usize::try_from(address - region.start).unwrap_or(usize::MAX);
         let bytes = region.data.get(from..).unwrap_or_default();
-        &bytes[..bytes.len().min(usize::try_from(length).unwrap_or(usize::MAX))]
+        &bytes[..bytes
+            .len()
+            .min(usize::try_from(length).unwrap_or(usize::MAX))]
     }
 
     /// Reads `N` bytes; those of .bss read as zero.
@@ -226,7 +259,9 @@ impl<'data> Image<'data> {
 
     /// The pieces of the image with bytes in the file: {address, bytes}.
     pub fn pieces(&self) -> impl Iterator<Item = (u64, &[u8])> {
-        self.regions.iter().map(|region| (region.start, &*region.data))
+        self.regions
+            .iter()
+            .map(|region| (region.start, &*region.data))
     }
 }
 

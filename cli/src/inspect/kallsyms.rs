@@ -36,7 +36,8 @@ pub fn read(image: &Image<'_>) -> Option<Symbols> {
         {
             attempts -= 1;
             if let Some(tokens) = Tokens::around(data, from + found, image.pointer_size as usize)
-                && let Some(symbols) = Finder::new(data, tokens, image.pointer_size as usize).symbols(image)
+                && let Some(symbols) =
+                    Finder::new(data, tokens, image.pointer_size as usize).symbols(image)
             {
                 return Some(symbols);
             }
@@ -47,7 +48,8 @@ pub fn read(image: &Image<'_>) -> Option<Symbols> {
 }
 
 fn find(data: &[u8], pattern: &[u8]) -> Option<usize> {
-    data.windows(pattern.len()).position(|window| window == pattern)
+    data.windows(pattern.len())
+        .position(|window| window == pattern)
 }
 
 fn align_up(offset: usize, alignment: usize) -> usize {
@@ -55,14 +57,19 @@ fn align_up(offset: usize, alignment: usize) -> usize {
 }
 
 fn u32_at(data: &[u8], at: usize) -> Option<u32> {
-    data.get(at..)?.first_chunk().map(|bytes| u32::from_le_bytes(*bytes))
+    data.get(at..)?
+        .first_chunk()
+        .map(|bytes| u32::from_le_bytes(*bytes))
 }
 
 /// A pointer of the image.
 fn pointer_at(data: &[u8], at: usize, size: usize) -> Option<u64> {
     match size {
         4 => u32_at(data, at).map(u64::from),
-        _ => data.get(at..)?.first_chunk().map(|bytes| u64::from_le_bytes(*bytes)),
+        _ => data
+            .get(at..)?
+            .first_chunk()
+            .map(|bytes| u64::from_le_bytes(*bytes)),
     }
 }
 
@@ -80,11 +87,18 @@ impl<'data> Tokens<'data> {
     fn around(data: &'data [u8], digits: usize, alignment: usize) -> Option<Self> {
         let mut end = digits;
         for _ in usize::from(b'0')..256 {
-            end += data.get(end..)?.iter().take(MAX_NAME).position(|byte| *byte == 0)? + 1;
+            end += data
+                .get(end..)?
+                .iter()
+                .take(MAX_NAME)
+                .position(|byte| *byte == 0)?
+                + 1;
         }
         let index_start = align_up(end, alignment);
         let index = data.get(index_start..)?.get(..512)?;
-        let offset = |token: usize| usize::from(u16::from_le_bytes([index[2 * token], index[2 * token + 1]]));
+        let offset = |token: usize| {
+            usize::from(u16::from_le_bytes([index[2 * token], index[2 * token + 1]]))
+        };
         let start = digits.checked_sub(offset(usize::from(b'0')))?;
         let mut expected = 0;
         let mut strings = Vec::with_capacity(256);
@@ -146,7 +160,10 @@ impl<'data> Finder<'data> {
             }
             // The first character is the letter of nm(1).
             let (letter, name) = name.split_first()?;
-            symbols.push(Symbol::from_letter(address, *letter), &String::from_utf8_lossy(name));
+            symbols.push(
+                Symbol::from_letter(address, *letter),
+                &String::from_utf8_lossy(name),
+            );
         }
         symbols.sort();
         Some(symbols)
@@ -183,12 +200,16 @@ impl<'data> Finder<'data> {
         let mut markers = Vec::new();
         let mut previous = None;
         for position in (at..self.tokens.start).step_by(width) {
-            let Some(value) = pointer_at(self.data, position, width).and_then(|value| usize::try_from(value).ok()) else {
+            let Some(value) = pointer_at(self.data, position, width)
+                .and_then(|value| usize::try_from(value).ok())
+            else {
                 break;
             };
             let plausible = match previous {
                 None => value == 0,
-                Some(previous) => value > previous && (512..=256 * (MAX_NAME + 2)).contains(&(value - previous)),
+                Some(previous) => {
+                    value > previous && (512..=256 * (MAX_NAME + 2)).contains(&(value - previous))
+                }
             };
             if !plausible {
                 break;
@@ -203,7 +224,9 @@ impl<'data> Finder<'data> {
     fn names_before(&mut self, markers_at: usize, markers: &[usize]) -> Option<Names> {
         let last = *markers.last()?;
         let highest = markers_at.checked_sub(last)?;
-        let lowest = highest.saturating_sub(256 * (MAX_NAME + 2)).max(self.pointer);
+        let lowest = highest
+            .saturating_sub(256 * (MAX_NAME + 2))
+            .max(self.pointer);
         let mut start = highest & !(self.pointer - 1);
         while start >= lowest && self.attempts > 0 {
             let count_at = start - self.pointer;
@@ -216,7 +239,11 @@ impl<'data> Finder<'data> {
                         && let Some(end) = tokens.last().map(|range| range.end)
                         && align_up(end, self.pointer) == markers_at
                     {
-                        return Some(Names { count, count_at, tokens });
+                        return Some(Names {
+                            count,
+                            count_at,
+                            tokens,
+                        });
                     }
                 }
             }
@@ -225,7 +252,13 @@ impl<'data> Finder<'data> {
         None
     }
 
-    fn walk(&self, start: usize, count: usize, markers: &[usize], wide_lengths: bool) -> Option<Vec<Range<usize>>> {
+    fn walk(
+        &self,
+        start: usize,
+        count: usize,
+        markers: &[usize],
+        wide_lengths: bool,
+    ) -> Option<Vec<Range<usize>>> {
         let mut at = start;
         let mut names = Vec::new();
         for index in 0..count {
@@ -254,8 +287,11 @@ impl<'data> Finder<'data> {
         let base_after = align_up(after.checked_add(names.count * 4)?, self.pointer);
         // Before: in front of the count.
         let base_before = names.count_at.checked_sub(self.pointer);
-        let before = base_before.and_then(|base| base.checked_sub(align_up(names.count * 4, self.pointer)));
-        let absolute = names.count_at.checked_sub(align_up(names.count * self.pointer, self.pointer));
+        let before =
+            base_before.and_then(|base| base.checked_sub(align_up(names.count * 4, self.pointer)));
+        let absolute = names
+            .count_at
+            .checked_sub(align_up(names.count * self.pointer, self.pointer));
 
         let relative = |offsets: Option<usize>, base: Option<usize>| {
             let base = pointer_at(self.data, base?, self.pointer)?;
@@ -271,14 +307,18 @@ impl<'data> Finder<'data> {
                     base.wrapping_sub(1).wrapping_sub(offset as u64)
                 }
             });
-            let plain = offsets.iter().map(|offset| base.wrapping_add(u64::from(*offset)));
+            let plain = offsets
+                .iter()
+                .map(|offset| base.wrapping_add(u64::from(*offset)));
             plausible(percpu, image).or_else(|| plausible(plain, image))
         };
         relative(Some(after), Some(base_after))
             .or_else(|| relative(before, base_before))
             .or_else(|| {
                 let addresses: Vec<u64> = (0..names.count)
-                    .map(|index| pointer_at(self.data, absolute? + self.pointer * index, self.pointer))
+                    .map(|index| {
+                        pointer_at(self.data, absolute? + self.pointer * index, self.pointer)
+                    })
                     .collect::<Option<_>>()?;
                 plausible(addresses.into_iter(), image)
             })
@@ -287,9 +327,16 @@ impl<'data> Finder<'data> {
 
 /// Addresses rise, and most are in the image: some lie behind its end or are absolute.
 fn plausible(addresses: impl Iterator<Item = u64>, image: &Image<'_>) -> Option<Vec<u64>> {
-    let mask = if image.pointer_size == 4 { u64::from(u32::MAX) } else { u64::MAX };
+    let mask = if image.pointer_size == 4 {
+        u64::from(u32::MAX)
+    } else {
+        u64::MAX
+    };
     let addresses: Vec<u64> = addresses.map(|address| address & mask).collect();
     let rising = addresses.windows(2).all(|pair| pair[0] <= pair[1]);
-    let inside = addresses.iter().filter(|address| image.contains(**address)).count();
+    let inside = addresses
+        .iter()
+        .filter(|address| image.contains(**address))
+        .count();
     (rising && inside * 4 > addresses.len() * 3).then_some(addresses)
 }

@@ -22,13 +22,15 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail};
+use container::{ContainerError, Unpacked};
+use image::{Image, ImageError};
+use report::{ImageReport, Reader, Report, Summary, SymbolSource};
+use symbols::{SymbolFileError, Symbols};
+use table::{Table, TableError};
 
-use container::Unpacked;
-use image::Image;
-use report::{ImageReport, Reader, Report, SymbolSource};
-use symbols::Symbols;
-use table::Table;
+use crate::args::Output;
+use crate::failure::Failure;
+use crate::print::print;
 
 /// Largest file read: a vmlinux with debugging information has several hundred MiB.
 const MAX_FILE: u64 = 2 << 30;
@@ -47,55 +49,84 @@ pub struct InspectArguments {
     /// List every branch site (always in json and yaml).
     #[arg(long)]
     sites: bool,
-    /// Output format.
-    #[arg(short, long, value_enum, default_value_t)]
-    output: output::Format,
 }
 
-/// Prints the listing. Fails if an entry of the table does not agree with the bytes at its site.
-pub fn run(arguments: &InspectArguments) -> anyhow::Result<()> {
-    let filter = glob::Filter::new(&arguments.keys);
-    let file = read_file(&arguments.file)?;
+/// Why a file cannot be listed.
+#[derive(Debug, thiserror::Error)]
+enum InspectError {
+    #[error("cannot be read: {0}")]
+    Read(#[from] std::io::Error),
+    #[error("it has more than {} MiB: refused", MAX_FILE >> 20)]
+    TooLarge,
+    #[error(transparent)]
+    SymbolFile(#[from] SymbolFileError),
+    #[error(transparent)]
+    Container(#[from] ContainerError),
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    #[error(transparent)]
+    Table(#[from] TableError),
+    #[error("no key matches; list all names with `-o name`")]
+    NoMatch,
+    #[error(
+        "{unexplained} of {sites} entries do not agree with the bytes at their sites: the image is damaged, was changed after it was \
+         built, or the symbols are another kernel's (see `problem` in -o json)"
+    )]
+    Disagreement { unexplained: usize, sites: usize },
+}
+
+/// Prints the listing.
+///
+/// # Errors
+/// If the file cannot be read as a kernel or module, or, after printing, if an entry does not agree with the bytes at its site.
+pub fn run(arguments: &InspectArguments, output: Output) -> Result<(), Failure> {
+    let about =
+        |path: &Path, error: InspectError| Failure::error(format!("{}: {error}", path.display()));
+    let at_file = |error| about(&arguments.file, error);
     let given = match &arguments.symbols {
-        Some(path) => {
-            let text = read_file(path)?;
-            Some(Symbols::from_text(&text).with_context(|| path.display().to_string())?)
-        }
+        Some(path) => Some(read_symbols(path).map_err(|error| about(path, error))?),
         None => None,
     };
-    let mut report = inspect(&file, given).with_context(|| arguments.file.display().to_string())?;
-    if report.keys.is_empty() {
-        bail!("{}: the jump table has no entries", arguments.file.display());
-    }
+    let file = read_file(&arguments.file).map_err(at_file)?;
+    let mut report = inspect(&file, given).map_err(at_file)?;
+    let filter = glob::Filter::new(&arguments.keys);
     report.keys.retain(|key| filter.matches(&key.name));
     if report.keys.is_empty() {
-        bail!("no key of {} matches; list all names with `-o name`", arguments.file.display());
+        return Err(at_file(InspectError::NoMatch));
     }
-    output::print(&report, arguments.output, arguments.sites)?;
-    if report.summary.unexplained > 0 {
-        bail!(
-            "{} of {} entries do not agree with the bytes at their sites: the image is damaged, was changed after it was built, \
-             or the symbols are another kernel's (see `problem` in -o json)",
-            report.summary.unexplained,
-            report.summary.sites
-        );
+    let Summary {
+        unexplained, sites, ..
+    } = report.summary;
+    print(
+        output,
+        &output::Listing {
+            report,
+            sites: arguments.sites,
+        },
+    )?;
+    if unexplained > 0 {
+        return Err(at_file(InspectError::Disagreement { unexplained, sites }));
     }
     Ok(())
 }
 
-fn read_file(path: &Path) -> anyhow::Result<Vec<u8>> {
+fn read_file(path: &Path) -> Result<Vec<u8>, InspectError> {
     let mut bytes = Vec::new();
-    File::open(path)
-        .and_then(|file| file.take(MAX_FILE + 1).read_to_end(&mut bytes))
-        .with_context(|| format!("cannot read {}", path.display()))?;
+    File::open(path)?
+        .take(MAX_FILE + 1)
+        .read_to_end(&mut bytes)?;
     if bytes.len() as u64 > MAX_FILE {
-        bail!("{}: more than {} MiB: refused", path.display(), MAX_FILE >> 20);
+        return Err(InspectError::TooLarge);
     }
     Ok(bytes)
 }
 
+fn read_symbols(path: &Path) -> Result<Symbols, InspectError> {
+    Ok(Symbols::from_text(&read_file(path)?)?)
+}
+
 /// Reads a kernel or module file.
-fn inspect(file: &[u8], given: Option<Symbols>) -> anyhow::Result<Report> {
+fn inspect(file: &[u8], given: Option<Symbols>) -> Result<Report, InspectError> {
     let Unpacked {
         bzimage,
         compression,
@@ -136,16 +167,25 @@ fn inspect(file: &[u8], given: Option<Symbols>) -> anyhow::Result<Report> {
 
 /// The release from `linux_banner` ("Linux version 6.12.1 (...") or a module's `vermagic=`.
 fn release(image: &Image<'_>) -> Option<String> {
-    let marker: &[u8] = if image.module { b"vermagic=" } else { b"Linux version " };
+    let marker: &[u8] = if image.module {
+        b"vermagic="
+    } else {
+        b"Linux version "
+    };
     image.pieces().find_map(|(_, data)| {
         data.windows(marker.len())
             .enumerate()
             .filter(|(_, window)| *window == marker)
             .find_map(|(at, _)| {
                 let rest = &data[at + marker.len()..];
-                let end = rest.iter().take(65).position(|byte| !byte.is_ascii_graphic())?;
+                let end = rest
+                    .iter()
+                    .take(65)
+                    .position(|byte| !byte.is_ascii_graphic())?;
                 let release = std::str::from_utf8(&rest[..end]).ok()?;
-                release.starts_with(|first: char| first.is_ascii_digit()).then(|| release.to_owned())
+                release
+                    .starts_with(|first: char| first.is_ascii_digit())
+                    .then(|| release.to_owned())
             })
     })
 }

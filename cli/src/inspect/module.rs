@@ -4,7 +4,9 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use object::read::elf::{FileHeader, Rela as _, SectionHeader, SectionTable, Sym as _, SymbolTable};
+use object::read::elf::{
+    FileHeader, Rela as _, SectionHeader, SectionTable, Sym as _, SymbolTable,
+};
 use object::{LittleEndian, SectionIndex, elf};
 
 use super::image::{Image, ImageError};
@@ -32,20 +34,34 @@ pub(super) fn parse<'data, Elf: FileHeader<Endian = LittleEndian>>(
     let mut layout = Layout::new(&sections, endian)?;
     let mut executable = Vec::new();
     let mut jump_table_section = None;
+    let mut init_text_section = None;
     let mut pieces = Vec::new();
     for (index, section) in sections.enumerate() {
-        let Some(range) = layout.range(index) else { continue };
+        let Some(range) = layout.range(index) else {
+            continue;
+        };
         let name = sections.section_name(endian, section)?;
-        let code = section.sh_flags(endian).contains(elf::SHF_EXECINSTR);
+        let code = section.sh_flags(endian).into() & u64::from(elf::SHF_EXECINSTR) != 0;
         if code {
             executable.push(range.clone());
         }
-        if name == b"__jump_table" {
-            jump_table_section = Some(range.clone());
+        match name {
+            b"__jump_table" => jump_table_section = Some(range.clone()),
+            b".init.text" => init_text_section = Some(range.clone()),
+            _ => {}
         }
         let mut bytes = Cow::Borrowed(section.data(endian, data)?);
         if code || name == b"__jump_table" {
-            relocate(&sections, &table, index, endian, data, &mut layout, wide, bytes.to_mut())?;
+            relocate(
+                &sections,
+                &table,
+                index,
+                endian,
+                data,
+                &mut layout,
+                wide,
+                bytes.to_mut(),
+            )?;
         }
         pieces.push((range.start, range.end, bytes));
     }
@@ -59,7 +75,9 @@ pub(super) fn parse<'data, Elf: FileHeader<Endian = LittleEndian>>(
         let Some(address) = layout.symbol(&table, index.0, endian)? else {
             continue;
         };
-        let code = executable.iter().any(|range: &Range<u64>| range.contains(&address));
+        let code = executable
+            .iter()
+            .any(|range: &Range<u64>| range.contains(&address));
         symbols.push(
             Symbol {
                 address,
@@ -86,15 +104,17 @@ impl Layout {
         let mut next = BASE;
         let mut placed = Vec::new();
         for section in sections.iter() {
-            let flags = section.sh_flags(endian);
+            let flags: u64 = section.sh_flags(endian).into();
             let size: u64 = section.sh_size(endian).into();
             let alignment: u64 = Into::<u64>::into(section.sh_addralign(endian)).max(1);
-            if !flags.contains(elf::SHF_ALLOC) {
+            if flags & u64::from(elf::SHF_ALLOC) == 0 {
                 placed.push(None);
                 continue;
             }
             if size > MAX_SECTION || !alignment.is_power_of_two() || alignment > MAX_SECTION {
-                return Err(ImageError::Layout("a section of the module is larger than 256 MiB or oddly aligned"));
+                return Err(ImageError::Layout(
+                    "a section of the module is larger than 256 MiB or oddly aligned",
+                ));
             }
             let start = next.next_multiple_of(alignment);
             next = start + size;
@@ -117,14 +137,20 @@ impl Layout {
         index: usize,
         endian: LittleEndian,
     ) -> Result<Option<u64>, ImageError> {
+        // The null symbol: a relocation against nothing.
+        if index == 0 {
+            return Ok(None);
+        }
         let index = object::SymbolIndex(index);
         let symbol = table.symbol(index)?;
         let value: u64 = symbol.st_value(endian).into();
         if symbol.is_undefined(endian) {
-            return Ok((index.0 != 0).then(|| IMPORTS + IMPORT_STRIDE * index.0 as u64));
+            return Ok(Some(IMPORTS + IMPORT_STRIDE * index.0 as u64));
         }
         let section = table.symbol_section(endian, symbol, index)?;
-        Ok(section.and_then(|section| self.range(section)).map(|range| range.start.wrapping_add(value)))
+        Ok(section
+            .and_then(|section| self.range(section))
+            .map(|range| range.start.wrapping_add(value)))
     }
 }
 
@@ -156,11 +182,17 @@ fn relocate<'data, Elf: FileHeader<Endian = LittleEndian>>(
                 let Some(symbol) = symbol else { continue };
                 let value = symbol.wrapping_add_signed(addend);
                 let place = base.wrapping_add(offset);
-                match kind.0 {
-                    kind if kind == elf::R_X86_64_64.0 && wide => store(bytes, offset, &value.to_le_bytes()),
-                    kind if kind == elf::R_X86_64_PC64.0 && wide => store(bytes, offset, &value.wrapping_sub(place).to_le_bytes()),
-                    kind if (kind == elf::R_X86_64_PC32.0 || kind == elf::R_X86_64_PLT32.0) && wide => {
-                        store(bytes, offset, &(value.wrapping_sub(place) as u32).to_le_bytes());
+                match kind {
+                    elf::R_X86_64_64 if wide => store(bytes, offset, &value.to_le_bytes()),
+                    elf::R_X86_64_PC64 if wide => {
+                        store(bytes, offset, &value.wrapping_sub(place).to_le_bytes())
+                    }
+                    elf::R_X86_64_PC32 | elf::R_X86_64_PLT32 if wide => {
+                        store(
+                            bytes,
+                            offset,
+                            &(value.wrapping_sub(place) as u32).to_le_bytes(),
+                        );
                     }
                     _ => {}
                 }
@@ -175,13 +207,21 @@ fn relocate<'data, Elf: FileHeader<Endian = LittleEndian>>(
                     .ok()
                     .and_then(|offset| bytes.get(offset..)?.first_chunk())
                     .map(|bytes| u32::from_le_bytes(*bytes));
-                let (Some(symbol), Some(addend)) = (symbol, addend) else { continue };
+                let (Some(symbol), Some(addend)) = (symbol, addend) else {
+                    continue;
+                };
                 let value = (symbol as u32).wrapping_add(addend);
                 let kind = entry.r_type(endian);
-                if kind.0 == elf::R_386_32.0 {
+                if kind == elf::R_386_32 {
                     store(bytes, offset, &value.to_le_bytes());
-                } else if kind.0 == elf::R_386_PC32.0 || kind.0 == elf::R_386_PLT32.0 {
-                    store(bytes, offset, &value.wrapping_sub(base.wrapping_add(offset) as u32).to_le_bytes());
+                } else if kind == elf::R_386_PC32 || kind == elf::R_386_PLT32 {
+                    store(
+                        bytes,
+                        offset,
+                        &value
+                            .wrapping_sub(base.wrapping_add(offset) as u32)
+                            .to_le_bytes(),
+                    );
                 }
             }
         }
@@ -192,7 +232,9 @@ fn relocate<'data, Elf: FileHeader<Endian = LittleEndian>>(
 /// A relocation outside its section is left out: what it would have changed then shows as an entry that is not explained.
 fn store(bytes: &mut [u8], offset: u64, value: &[u8]) {
     if let Ok(offset) = usize::try_from(offset)
-        && let Some(place) = bytes.get_mut(offset..).and_then(|rest| rest.get_mut(..value.len()))
+        && let Some(place) = bytes
+            .get_mut(offset..)
+            .and_then(|rest| rest.get_mut(..value.len()))
     {
         place.copy_from_slice(value);
     }

@@ -155,18 +155,25 @@ pub struct Reader<'image, 'data> {
 }
 
 impl<'image, 'data> Reader<'image, 'data> {
-    pub fn new(image: &'image Image<'data>, symbols: &'image Symbols, table: &'image Table) -> Self {
+    pub fn new(
+        image: &'image Image<'data>,
+        symbols: &'image Symbols,
+        table: &'image Table,
+    ) -> Self {
         let between = |start: &str, end: &str| Some(symbols.address(start)?..symbols.address(end)?);
         let mut reader = Self {
             image,
             symbols,
             table,
             objtool_bit: table.entries.iter().any(|entry| entry.objtool_nop),
-            init: between("_sinittext", "_einittext"),
+            init: between("_sinittext", "_einittext").or_else(|| image.init_text_section.clone()),
             ro_after_init: between("__start_ro_after_init", "__end_ro_after_init"),
             declared: BTreeMap::new(),
         };
-        if let Some(range) = between("__start___patchbay_declarations", "__stop___patchbay_declarations") {
+        if let Some(range) = between(
+            "__start___patchbay_declarations",
+            "__stop___patchbay_declarations",
+        ) {
             reader.read_declarations(range);
         }
         reader
@@ -175,18 +182,32 @@ impl<'image, 'data> Reader<'image, 'data> {
     /// Rows of {struct static_key *key; const char *name}.
     fn read_declarations(&mut self, range: Range<u64>) {
         let size = self.image.pointer_size;
-        for at in range.step_by(2 * size as usize).take(MAX_DECLARATIONS as usize) {
-            let pointers = self.pointer(at).zip(at.checked_add(size).and_then(|at| self.pointer(at)));
+        for at in range
+            .step_by(2 * size as usize)
+            .take(MAX_DECLARATIONS as usize)
+        {
+            let pointers = self
+                .pointer(at)
+                .zip(at.checked_add(size).and_then(|at| self.pointer(at)));
             if let Some((key, name)) = pointers {
-                let name = self.image.bytes_at(name, 512).split(|byte| *byte == 0).next().unwrap_or_default();
-                self.declared.insert(key, String::from_utf8_lossy(name).into_owned());
+                let name = self
+                    .image
+                    .bytes_at(name, 512)
+                    .split(|byte| *byte == 0)
+                    .next()
+                    .unwrap_or_default();
+                self.declared
+                    .insert(key, String::from_utf8_lossy(name).into_owned());
             }
         }
     }
 
     fn pointer(&self, at: u64) -> Option<u64> {
         match self.image.pointer_size {
-            4 => self.image.read(at).map(|bytes| u32::from_le_bytes(bytes).into()),
+            4 => self
+                .image
+                .read(at)
+                .map(|bytes| u32::from_le_bytes(bytes).into()),
             _ => self.image.read(at).map(u64::from_le_bytes),
         }
     }
@@ -218,7 +239,10 @@ impl<'image, 'data> Reader<'image, 'data> {
             address,
             class,
             initial: self.image.read(address).map(i32::from_le_bytes),
-            ro_after_init: self.ro_after_init.as_ref().is_some_and(|range| range.contains(&address)),
+            ro_after_init: self
+                .ro_after_init
+                .as_ref()
+                .is_some_and(|range| range.contains(&address)),
             sites: Vec::new(),
         }
     }
@@ -235,7 +259,10 @@ impl<'image, 'data> Reader<'image, 'data> {
         if let Some(name) = self.declared.get(&address) {
             return (Class::Ref, name.clone());
         }
-        (Class::Guarded, symbol.map_or_else(|| format!("{address:#x}"), location))
+        (
+            Class::Guarded,
+            symbol.map_or_else(|| format!("{address:#x}"), location),
+        )
     }
 
     fn site(&self, entry: &Entry) -> SiteReport {
@@ -243,20 +270,34 @@ impl<'image, 'data> Reader<'image, 'data> {
         let decoded = decode_site(bytes, entry, self.image.pointer_size);
         let problem = match &decoded {
             Err(problem) => Some(problem.clone()),
-            Ok(_) if !self.image.is_executable(entry.code) => Some("the site is not in code".to_owned()),
-            Ok(_) if !self.image.is_executable(entry.target) => Some("the target is not in code".to_owned()),
+            Ok(_) if !self.image.is_executable(entry.code) => {
+                Some("the site is not in code".to_owned())
+            }
+            Ok(_) if !self.image.is_executable(entry.target) => {
+                Some("the target is not in code".to_owned())
+            }
             Ok(_) if self.image.is_executable(entry.key) => Some("the key is in code".to_owned()),
             Ok(site) if entry.objtool_nop && site.instruction != Instruction::Nop => {
                 Some("bit 1 of the key says that objtool wrote a NOP here".to_owned())
             }
-            Ok(site) if self.objtool_bit && !entry.objtool_nop && site.instruction != Instruction::Jmp => {
+            Ok(site)
+                if self.objtool_bit
+                    && !entry.objtool_nop
+                    && site.instruction != Instruction::Jmp =>
+            {
                 Some("bit 1 of the key says that objtool left a JMP here".to_owned())
             }
             Ok(_) => None,
         };
         let decoded = decoded.ok();
-        let locate = |address| self.symbols.resolve(address, SymbolKind::Text).map(location);
-        let length = decoded.as_ref().map_or(bytes.len(), |site| usize::from(site.size));
+        let locate = |address| {
+            self.symbols
+                .resolve(address, SymbolKind::Text)
+                .map(location)
+        };
+        let length = decoded
+            .as_ref()
+            .map_or(bytes.len(), |site| usize::from(site.size));
         SiteReport {
             address: entry.code,
             location: locate(entry.code),
@@ -268,7 +309,10 @@ impl<'image, 'data> Reader<'image, 'data> {
             target_location: locate(entry.target),
             likely: entry.likely,
             objtool_nop: entry.objtool_nop,
-            init: self.init.as_ref().is_some_and(|range| range.contains(&entry.code)),
+            init: self
+                .init
+                .as_ref()
+                .is_some_and(|range| range.contains(&entry.code)),
             problem,
         }
     }

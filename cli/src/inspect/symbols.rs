@@ -8,7 +8,9 @@ pub const MAX_SYMBOLS: usize = 1 << 22;
 #[derive(Debug, thiserror::Error)]
 pub enum SymbolFileError {
     /// A line that is not `address type name`.
-    #[error("line {line} of the symbol file is not `address type name`; give a System.map of this very kernel")]
+    #[error(
+        "line {line} of the symbol file is not `address type name`; give a System.map of this very kernel"
+    )]
     Line { line: usize },
     /// No symbols, or every address zero.
     #[error(
@@ -17,7 +19,9 @@ pub enum SymbolFileError {
     )]
     Empty,
     /// Too many symbols.
-    #[error("the symbol file has more than {MAX_SYMBOLS} symbols; give a System.map of this very kernel")]
+    #[error(
+        "the symbol file has more than {MAX_SYMBOLS} symbols; give a System.map of this very kernel"
+    )]
     TooMany,
 }
 
@@ -83,7 +87,8 @@ impl Symbols {
 
     /// To be called after the last push.
     pub fn sort(&mut self) {
-        self.entries.sort_by_key(|(symbol, start, _)| (symbol.address, *start));
+        self.entries
+            .sort_by_key(|(symbol, start, _)| (symbol.address, *start));
     }
 
     pub fn len(&self) -> usize {
@@ -107,15 +112,26 @@ impl Symbols {
     }
 
     /// The symbol an address lies in or behind, and the offset into it. Of several at one address, one of the wanted kind,
-    /// rather a real name than a boundary made by the linker script, rather global.
+    /// rather a real name than a boundary made by the linker script or lockdep's key of no size, rather global.
     pub fn resolve(&self, address: u64, wanted: SymbolKind) -> Option<(&str, u64)> {
-        let next = self.entries.partition_point(|(symbol, ..)| symbol.address <= address);
+        let next = self
+            .entries
+            .partition_point(|(symbol, ..)| symbol.address <= address);
         let at = self.entries[next.checked_sub(1)?].0.address;
         let mut best: Option<(u32, &str)> = None;
-        for entry in self.entries[..next].iter().rev().take_while(|entry| entry.0.address == at).take(64) {
+        for entry in self.entries[..next]
+            .iter()
+            .rev()
+            .take_while(|entry| entry.0.address == at)
+            .take(64)
+        {
             let name = self.name(entry);
-            let boundary = name.starts_with("__start_") || name.starts_with("__stop_") || name.starts_with("__end_");
-            let rank = u32::from(entry.0.kind == wanted) * 4 + u32::from(!boundary) * 2 + u32::from(entry.0.global);
+            let boundary = ["__start_", "__stop_", "__end_", "__key."]
+                .iter()
+                .any(|prefix| name.starts_with(prefix));
+            let rank = u32::from(entry.0.kind == wanted) * 4
+                + u32::from(!boundary) * 2
+                + u32::from(entry.0.global);
             // Equal ranks: the first in the table, as `%pS` has it.
             if best.is_none_or(|(best, _)| rank >= best) {
                 best = Some((rank, name));
@@ -136,7 +152,9 @@ impl Symbols {
             let broken = || SymbolFileError::Line { line: index + 1 };
             let line = std::str::from_utf8(line).map_err(|_| broken())?;
             let mut words = line.split_ascii_whitespace();
-            let (Some(address), Some(&[letter]), Some(name)) = (words.next(), words.next().map(str::as_bytes), words.next()) else {
+            let (Some(address), Some(&[letter]), Some(name)) =
+                (words.next(), words.next().map(str::as_bytes), words.next())
+            else {
                 return Err(broken());
             };
             let address = u64::from_str_radix(address, 16).map_err(|_| broken())?;

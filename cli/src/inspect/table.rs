@@ -17,10 +17,14 @@ const SHORTEST_RUN: u64 = 8;
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {
     /// Its start and end symbols are equal.
-    #[error("the jump table is empty: this kernel was built without CONFIG_JUMP_LABEL, its static keys are plain counters that no site depends on")]
+    #[error(
+        "the jump table is empty: this kernel was built without CONFIG_JUMP_LABEL, its static keys are plain counters that no site depends on"
+    )]
     Empty,
     /// A module without a `__jump_table` section.
-    #[error("the module has no jump table: it has no static branch and no tracepoint call in its code")]
+    #[error(
+        "the module has no jump table: it has no static branch and no tracepoint call in its code"
+    )]
     Module,
     /// Neither symbols nor a search found it.
     #[error(
@@ -29,7 +33,9 @@ pub enum TableError {
     )]
     NotFound,
     /// The symbols are another kernel's.
-    #[error("the symbols place the jump table at {start:#x}..{stop:#x}, which is not in this image: give the System.map of this very kernel")]
+    #[error(
+        "the symbols place the jump table at {start:#x}..{stop:#x}, which is not in this image: give the System.map of this very kernel"
+    )]
     Outside { start: u64, stop: u64 },
     /// Not one entry can be explained.
     #[error(
@@ -37,7 +43,9 @@ pub enum TableError {
     )]
     Format { start: u64, stop: u64 },
     /// More entries than any kernel has.
-    #[error("the jump table at {start:#x}..{stop:#x} would have more than {MAX_ENTRIES} entries: refused")]
+    #[error(
+        "the jump table at {start:#x}..{stop:#x} would have more than {MAX_ENTRIES} entries: refused"
+    )]
     TooLarge { start: u64, stop: u64 },
 }
 
@@ -66,7 +74,9 @@ pub struct Table {
 impl Table {
     /// Finds and decodes the table: by symbols, else by section, else by a search.
     pub fn find(image: &Image<'_>, symbols: &Symbols) -> Result<Self, TableError> {
-        let bounds = symbols.address("__start___jump_table").zip(symbols.address("__stop___jump_table"));
+        let bounds = symbols
+            .address("__start___jump_table")
+            .zip(symbols.address("__stop___jump_table"));
         if let Some((start, stop)) = bounds
             && !image.module
         {
@@ -82,9 +92,18 @@ impl Table {
         Ok(Self::decode(image, format, start, count, FoundBy::Search))
     }
 
-    fn between(image: &Image<'_>, start: u64, stop: u64, found_by: FoundBy) -> Result<Self, TableError> {
+    fn between(
+        image: &Image<'_>,
+        start: u64,
+        stop: u64,
+        found_by: FoundBy,
+    ) -> Result<Self, TableError> {
         if start == stop {
-            return Err(if image.module { TableError::Module } else { TableError::Empty });
+            return Err(if image.module {
+                TableError::Module
+            } else {
+                TableError::Empty
+            });
         }
         if start > stop || !image.contains(start) || !image.contains(stop - 1) {
             return Err(TableError::Outside { start, stop });
@@ -92,7 +111,9 @@ impl Table {
         let explained = |format: Format| {
             let count = (stop - start) / format.entry_size();
             (0..count.min(MAX_ENTRIES))
-                .filter(|index| entry_if_valid(image, format, start + index * format.entry_size()).is_some())
+                .filter(|index| {
+                    entry_if_valid(image, format, start + index * format.entry_size()).is_some()
+                })
                 .count() as u64
         };
         let (format, explained) = Format::candidates(image.pointer_size)
@@ -111,14 +132,22 @@ impl Table {
         Ok(Self::decode(image, format, start, count, found_by))
     }
 
-    fn decode(image: &Image<'_>, format: Format, start: u64, count: u64, found_by: FoundBy) -> Self {
+    fn decode(
+        image: &Image<'_>,
+        format: Format,
+        start: u64,
+        count: u64,
+        found_by: FoundBy,
+    ) -> Self {
         let size = format.entry_size();
         Self {
             format,
             start,
             stop: start + count * size,
             found_by,
-            entries: (0..count).filter_map(|index| format.decode(image, start + index * size)).collect(),
+            entries: (0..count)
+                .filter_map(|index| format.decode(image, start + index * size))
+                .collect(),
         }
     }
 }
@@ -129,7 +158,10 @@ fn entry_if_valid(image: &Image<'_>, format: Format, address: u64) -> Option<Ent
     let in_code = image.is_executable(entry.code) && image.is_executable(entry.target);
     // The key of a module's branch may be the kernel's.
     let in_data = !image.is_executable(entry.key) && (image.module || image.contains(entry.key));
-    (in_code && in_data && decode_site(image.bytes_at(entry.code, 5), &entry, image.pointer_size).is_ok()).then_some(entry)
+    (in_code
+        && in_data
+        && decode_site(image.bytes_at(entry.code, 5), &entry, image.pointer_size).is_ok())
+    .then_some(entry)
 }
 
 /// The longest run of valid entries: {format, address, count}. One pass over the image for each format and alignment.

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Small kernel images, byte by byte.
+
+use crate::inspect::entry::Format;
+
+/// Sites are this far apart.
+const SITE_STRIDE: u64 = 0x40;
+/// The first site is this far into the text.
+const FIRST_SITE: u64 = 0x100;
+/// Keys are 16 bytes each and start here in the data, the table behind them.
+const KEYS: u64 = 0x100;
+pub const TABLE: u64 = 0x800;
+
+/// A site and its key as they are written.
+#[derive(Clone, Copy, Debug)]
+pub struct Branch {
+    pub bytes: [u8; 5],
+    pub size: u8,
+    pub flags: u8,
+    pub initial: i32,
+}
+
+/// JMP and NOP of both sizes, likely and unlikely, so that each agrees with its key's initial value. Sites lead 0x20 ahead.
+pub fn branches(objtool: bool) -> Vec<Branch> {
+    let nop = if objtool { 2 } else { 0 };
+    let one = |bytes: [u8; 5], size, flags, initial| Branch {
+        bytes,
+        size,
+        flags,
+        initial,
+    };
+    let four = [
+        one([0x0f, 0x1f, 0x44, 0, 0], 5, nop, 0),
+        one([0x66, 0x90, 0xcc, 0xcc, 0xcc], 2, nop | 1, 1),
+        one([0xe9, 0x1b, 0, 0, 0], 5, 1, 0),
+        one([0xeb, 0x1e, 0xcc, 0xcc, 0xcc], 2, 0, 1),
+    ];
+    four.into_iter().cycle().take(16).collect()
+}
+
+/// A kernel in pieces.
+pub struct Kernel {
+    pub format: Format,
+    pub text: Vec<u8>,
+    pub data: Vec<u8>,
+    pub table_bytes: usize,
+}
+
+impl Kernel {
+    pub fn new(format: Format, branches: &[Branch]) -> Self {
+        let mut kernel = Self {
+            format,
+            text: vec![0xcc; 0x1000],
+            data: vec![0; 0x1000],
+            table_bytes: 0,
+        };
+        for (index, branch) in branches.iter().enumerate() {
+            let code = kernel.site(index);
+            let at = (code - kernel.text_address()) as usize;
+            kernel.text[at..at + 5].copy_from_slice(&branch.bytes);
+            let key_at = (KEYS + 16 * index as u64) as usize;
+            kernel.data[key_at..key_at + 4].copy_from_slice(&branch.initial.to_le_bytes());
+            let key = kernel.key(index) | u64::from(branch.flags);
+            let entry = kernel.entry(index, code, code + 0x20, key);
+            let at = TABLE as usize + kernel.table_bytes;
+            kernel.data[at..at + entry.len()].copy_from_slice(&entry);
+            kernel.table_bytes += entry.len();
+        }
+        kernel
+    }
+
+    fn entry(&self, index: usize, code: u64, target: u64, key: u64) -> Vec<u8> {
+        let at = self.table() + self.format.entry_size() * index as u64;
+        let low = |value: u64| (value as u32).to_le_bytes();
+        match self.format {
+            Format::Relative64 => [
+                low(code.wrapping_sub(at)).as_slice(),
+                &low(target.wrapping_sub(at + 4)),
+                &key.wrapping_sub(at + 8).to_le_bytes(),
+            ]
+            .concat(),
+            Format::Relative32 => [
+                low(code.wrapping_sub(at)),
+                low(target.wrapping_sub(at + 4)),
+                low(key.wrapping_sub(at + 8)),
+            ]
+            .concat(),
+            Format::Absolute64 => {
+                [code.to_le_bytes(), target.to_le_bytes(), key.to_le_bytes()].concat()
+            }
+            Format::Absolute32 => [low(code), low(target), low(key)].concat(),
+        }
+    }
+
+    pub fn wide(&self) -> bool {
+        matches!(self.format, Format::Relative64 | Format::Absolute64)
+    }
+
+    pub fn text_address(&self) -> u64 {
+        if self.wide() {
+            0xffff_ffff_8100_0000
+        } else {
+            0xc100_0000
+        }
+    }
+
+    pub fn data_address(&self) -> u64 {
+        self.text_address() + 0x10_0000
+    }
+
+    pub fn table(&self) -> u64 {
+        self.data_address() + TABLE
+    }
+
+    pub fn site(&self, index: usize) -> u64 {
+        self.text_address() + FIRST_SITE + SITE_STRIDE * index as u64
+    }
+
+    pub fn key(&self, index: usize) -> u64 {
+        self.data_address() + KEYS + 16 * index as u64
+    }
+
+    /// As nm(1) would print it.
+    pub fn system_map(&self) -> String {
+        let mut map = format!("{:x} T _text\n", self.text_address());
+        for index in 0..16 {
+            map += &format!(
+                "{:x} t function_{index}\n{:x} d key_{index}\n",
+                self.site(index) - 4,
+                self.key(index)
+            );
+        }
+        let stop = self.table() + self.table_bytes as u64;
+        map + &format!(
+            "{:x} D __start___jump_table\n{stop:x} D __stop___jump_table\n",
+            self.table()
+        )
+    }
+
+    /// A stripped ELF file: two segments, no sections.
+    pub fn elf(&self) -> Vec<u8> {
+        let (header, entry) = if self.wide() { (64, 56) } else { (52, 32) };
+        let text_at = 0x200u64;
+        let data_at = text_at + self.text.len() as u64;
+        let mut elf = Vec::new();
+        let word = |elf: &mut Vec<u8>, value: u64| {
+            let size = if self.wide() { 8 } else { 4 };
+            elf.extend_from_slice(&value.to_le_bytes()[..size]);
+        };
+        elf.extend_from_slice(b"\x7fELF");
+        elf.extend_from_slice(&[
+            if self.wide() { 2 } else { 1 },
+            1,
+            1,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+        ]);
+        elf.extend_from_slice(&2u16.to_le_bytes()); // ET_EXEC
+        elf.extend_from_slice(&if self.wide() { 62u16 } else { 3 }.to_le_bytes());
+        elf.extend_from_slice(&1u32.to_le_bytes());
+        word(&mut elf, self.text_address());
+        word(&mut elf, header);
+        word(&mut elf, 0);
+        elf.extend_from_slice(&0u32.to_le_bytes());
+        for half in [header as u16, entry, 2, 0, 0, 0] {
+            elf.extend_from_slice(&half.to_le_bytes());
+        }
+        for (flags, at, address, bytes) in [
+            (5u32, text_at, self.text_address(), &self.text),
+            (6, data_at, self.data_address(), &self.data),
+        ] {
+            let size = bytes.len() as u64;
+            elf.extend_from_slice(&1u32.to_le_bytes());
+            if self.wide() {
+                elf.extend_from_slice(&flags.to_le_bytes());
+            }
+            for value in [at, address, address, size, size] {
+                word(&mut elf, value);
+            }
+            if !self.wide() {
+                elf.extend_from_slice(&flags.to_le_bytes());
+            }
+            word(&mut elf, 0x1000);
+        }
+        elf.resize(text_at as usize, 0);
+        elf.extend_from_slice(&self.text);
+        elf.extend_from_slice(&self.data);
+        elf
+    }
+}
+
+/// A bzImage with one setup sector around a payload.
+pub fn bzimage(payload: &[u8]) -> Vec<u8> {
+    let mut image = vec![0; 1024];
+    image[0x1f1] = 1;
+    image[0x202..0x206].copy_from_slice(b"HdrS");
+    image[0x206..0x208].copy_from_slice(&0x20fu16.to_le_bytes());
+    image[0x248..0x24c].copy_from_slice(&0x40u32.to_le_bytes());
+    image[0x24c..0x250].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+    image.resize(1024 + 0x40, 0);
+    image.extend_from_slice(payload);
+    image
+}
