@@ -88,7 +88,15 @@ pub(super) fn parse<'data, Elf: FileHeader<Endian = LittleEndian>>(
         );
     }
     symbols.sort();
-    Image::new(wide, true, pieces, executable, jump_table_section, symbols)
+    Image::new(
+        wide,
+        true,
+        pieces,
+        executable,
+        jump_table_section,
+        init_text_section,
+        symbols,
+    )
 }
 
 /// Where each section went.
