@@ -81,6 +81,16 @@ impl Piece {
     pub fn length(&self) -> usize {
         self.length as usize
     }
+
+    /// Its first `length` bytes, or all of it if it is shorter.
+    #[must_use]
+    pub fn prefix(self, length: usize) -> Self {
+        let length = u32::try_from(length).unwrap_or(u32::MAX);
+        Self {
+            length: self.length.min(length),
+            ..self
+        }
+    }
 }
 
 /// The guest's RAM. Clones share the same memory.

@@ -288,7 +288,7 @@ impl Console {
         port.refill();
     }
 
-    pub(super) fn port_write(&self, register: u8, data: &[u8]) {
+    pub(crate) fn port_write(&self, register: u8, data: &[u8]) {
         let mut port = lock(&self.port);
         for byte in data {
             // Fails only if the interrupt line does; output is not lost by that.

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What can go wrong with a call on keys.
+
+use std::time::Duration;
+
+use crate::pause::PauseError;
+
+/// A call on keys that was refused or failed. Each message is one sentence and the next step.
+///
+/// Unless a variant says otherwise, the guest is as it was.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum KeysError {
+    /// The guest's kernel has told nothing, or nothing usable.
+    #[error("{why}")]
+    NotRegistered {
+        /// State of the registration and the next step.
+        why: String,
+    },
+    /// No key has that name.
+    #[error("no key is named {name:?}{}", near_names(.near))]
+    KeyNotFound {
+        /// As asked for.
+        name: String,
+        /// Keys with similar names, best first.
+        near: Vec<String>,
+    },
+    /// A field of the request is malformed.
+    #[error("{field}: {message}")]
+    InvalidArgument {
+        /// Of the request message.
+        field: &'static str,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// The request id was used for a change with another content.
+    #[error(
+        "request_id {request_id:?} was already used for another change; give every change its own id"
+    )]
+    RequestIdReused {
+        /// As given.
+        request_id: String,
+    },
+    /// The key is not what the caller saw last.
+    #[error(
+        "key {key}: etag {given:?} is out of date, it is now {current:?} (count {count}); read the key and decide anew"
+    )]
+    EtagMismatch {
+        /// Full name.
+        key: String,
+        /// By the caller.
+        given: String,
+        /// Of the key now.
+        current: String,
+        /// Of the key now.
+        count: i32,
+    },
+    /// A rule about one key forbids the change.
+    #[error("{message}")]
+    KeyRefused {
+        /// Full name.
+        key: String,
+        /// For `google.rpc.ErrorInfo`.
+        reason: &'static str,
+        /// Sentence and next step.
+        message: String,
+    },
+    /// A gate stayed closed up to the deadline.
+    #[error(
+        "the guest was busy in all {attempts} attempts, last with {gate}; try again, or allow more time with a later deadline"
+    )]
+    Busy {
+        /// What was in the way last.
+        gate: String,
+        /// Made before the deadline.
+        attempts: u32,
+    },
+    /// A vCPU did not stop.
+    #[error("{message}")]
+    NotStopped {
+        /// Names the late vCPUs.
+        message: String,
+    },
+    /// A site holds what neither the kernel nor the monitor would have put there.
+    #[error("{message} (it is quarantined until the guest registers anew)")]
+    ForeignBytes {
+        /// Full name.
+        key: String,
+        /// Names key, site, and the expected and found bytes.
+        message: String,
+    },
+    /// Guest memory could not be written or read back. The message says whether the undo was complete.
+    #[error("{message}")]
+    WriteFault {
+        /// Of the engine.
+        message: String,
+    },
+    /// Without a line in the audit log nothing is changed.
+    #[error(
+        "the audit log {path} cannot be written ({error}), so nothing was changed; make room or repair it"
+    )]
+    AuditLogUnwritable {
+        /// Of the log.
+        path: String,
+        /// Of the operating system.
+        error: String,
+    },
+    /// The client is gone or its deadline has passed before anything was changed.
+    #[error("the call was cancelled or its deadline passed before anything was changed")]
+    Cancelled,
+    /// Too many calls wait for their turn.
+    #[error("{waiting} changes already wait for their turn on this guest; try again later")]
+    QueueFull {
+        /// Capacity of the queue.
+        waiting: usize,
+    },
+    /// The first revision asked for is no longer kept.
+    #[error(
+        "revision {wanted} is no longer kept, the oldest is {oldest}; list the keys and watch from the list's revision + 1"
+    )]
+    Compacted {
+        /// By the caller.
+        wanted: u64,
+        /// That is still kept.
+        oldest: u64,
+    },
+    /// The first revision asked for is far ahead.
+    #[error("revision {wanted} has not happened yet, the next one is {next}; watch from there")]
+    RevisionInFuture {
+        /// By the caller.
+        wanted: u64,
+        /// That will be told.
+        next: u64,
+    },
+    /// The watcher reads too slowly.
+    #[error(
+        "the watch fell behind: revision {missed} is no longer kept; list the keys and watch anew, reading faster"
+    )]
+    WatchTooSlow {
+        /// First revision that was not sent.
+        missed: u64,
+    },
+    /// The guest has ended.
+    #[error("the guest has stopped; start it again")]
+    GuestStopped,
+}
+
+impl KeysError {
+    /// Whether trying again at once may help, and after how long.
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::Busy { .. } => Some(Duration::from_millis(10)),
+            Self::QueueFull { .. } => Some(Duration::from_millis(100)),
+            _ => None,
+        }
+    }
+
+    /// Machine-readable reason of `google.rpc.ErrorInfo`.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::NotRegistered { .. } => "GUEST_NOT_REGISTERED",
+            Self::KeyNotFound { .. } => "KEY_NOT_FOUND",
+            Self::InvalidArgument { .. } => "INVALID_ARGUMENT",
+            Self::RequestIdReused { .. } => "REQUEST_ID_REUSED",
+            Self::EtagMismatch { .. } => "ETAG_MISMATCH",
+            Self::KeyRefused { reason, .. } => reason,
+            Self::Busy { .. } => "GUEST_BUSY",
+            Self::NotStopped { .. } => "VCPU_NOT_STOPPED",
+            Self::ForeignBytes { .. } => "FOREIGN_BYTES",
+            Self::WriteFault { .. } => "WRITE_FAULT",
+            Self::AuditLogUnwritable { .. } => "AUDIT_LOG_UNWRITABLE",
+            Self::Cancelled => "CANCELLED",
+            Self::QueueFull { .. } => "QUEUE_FULL",
+            Self::Compacted { .. } => "REVISION_COMPACTED",
+            Self::RevisionInFuture { .. } => "REVISION_IN_FUTURE",
+            Self::WatchTooSlow { .. } => "WATCH_TOO_SLOW",
+            Self::GuestStopped => "GUEST_STOPPED",
+        }
+    }
+}
+
+fn near_names(near: &[String]) -> String {
+    match near {
+        [] => "; list the keys to see which there are".to_owned(),
+        names => format!("; near it are {}", names.join(", ")),
+    }
+}
+
+impl From<PauseError> for KeysError {
+    fn from(error: PauseError) -> Self {
+        match error {
+            PauseError::Late { .. } => Self::NotStopped {
+                message: error.to_string(),
+            },
+            PauseError::AlreadyPaused => Self::Busy {
+                gate: error.to_string(),
+                attempts: 1,
+            },
+            PauseError::Ended => Self::GuestStopped,
+        }
+    }
+}

@@ -1,0 +1,354 @@
+// SPDX-License-Identifier: Apache-2.0
+//! One attempt at a transaction: resolve, plan, stop, verify, commit, resume.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use patchbay_proto::v1;
+use static_keys::{
+    CommitError, Key, KeyId, Options, Plan, PlanError, RunningError, Update, VerifyError,
+};
+
+use super::address_space::{KernelMemory, Place};
+use super::draft::{Draft, Terms};
+use super::error::KeysError;
+use super::guest::{Guest, PausedGuest};
+use super::holds::Holds;
+use super::owner::{Owner, event_of};
+use super::registry::{Registration, Snapshot};
+use super::{KeyUpdate, etag, to_proto};
+
+/// What is asked for.
+pub(super) struct Transaction<'a> {
+    pub updates: &'a [KeyUpdate],
+    pub terms: Terms<'a>,
+    pub allow_guarded: bool,
+    pub validate_only: bool,
+    pub stop_timeout: Duration,
+    pub deadline: Instant,
+    pub request_id: &'a str,
+}
+
+/// How an attempt ended that was not refused.
+pub(super) enum Attempt {
+    Done(Flip),
+    /// What was in the way; another attempt may find it gone.
+    Busy(String),
+}
+
+/// A transaction that was made, or validated.
+pub(super) struct Flip {
+    pub generation: u64,
+    pub changes: Vec<Changed>,
+    pub holds: Holds,
+    /// None if it was only validated. `attempts` is left to the owner.
+    pub report: Option<v1::FlipReport>,
+}
+
+/// One key of it.
+pub(super) struct Changed {
+    pub key: Key,
+    pub before: i32,
+    pub after: i32,
+    pub sites: u32,
+}
+
+/// Why the stopped guest runs on without the change: as it was found, to be worded once it runs.
+enum Obstacle {
+    /// The registration has changed since the plan.
+    Version,
+    /// A breakpoint exception waits on a vCPU.
+    Breakpoint,
+    Verify(VerifyError),
+    Commit(CommitError),
+}
+
+impl<G: Guest> Owner<G> {
+    /// One way from check to report.
+    pub(super) fn attempt(
+        &mut self,
+        transaction: &Transaction<'_>,
+        held: Option<&G::Paused<'_>>,
+        intent: &mut Option<u64>,
+    ) -> Result<Attempt, KeysError> {
+        if self.guest.has_ended() {
+            return Err(KeysError::GuestStopped);
+        }
+        let snapshot = self.shared.registry.snapshot()?;
+        let registration = &*snapshot.registration;
+        let memory = registration.memory(self.guest.ram());
+        let keys = self.resolve(registration, transaction)?;
+        let updates = keys.iter().zip(transaction.updates);
+        let updates: Vec<Update> = updates
+            .map(|(key, update)| Update {
+                key: key.id,
+                op: update.op,
+            })
+            .collect();
+        let options = Options {
+            allow_guarded: transaction.allow_guarded && self.allow_guarded,
+        };
+        let plan = match Plan::new(&registration.catalog, &memory, &updates, &options) {
+            Ok(plan) => plan,
+            Err(PlanError::Busy(busy)) => return Ok(Attempt::Busy(busy.to_string())),
+            Err(error) => return Err(refused(transaction, &error)),
+        };
+        let holds = self.follow(registration, transaction, &keys, &plan)?;
+        let mut flip = Flip {
+            generation: registration.generation,
+            changes: changes(registration, &plan),
+            holds,
+            report: None,
+        };
+        if transaction.validate_only {
+            return Ok(Attempt::Done(flip));
+        }
+        self.intend(transaction, intent)?;
+        let report = if plan.needs_pause() {
+            self.stop_and_commit(transaction, &snapshot, &memory, &plan, held)?
+        } else {
+            match plan.commit_running(&memory) {
+                Ok(_) => Ok(v1::FlipReport::default()),
+                Err(RunningError::Raced(error)) => Err(Obstacle::Verify(error)),
+                Err(error @ (RunningError::Failed(_) | RunningError::Entangled { .. })) => {
+                    return Err(KeysError::WriteFault {
+                        message: error.to_string(),
+                    });
+                }
+            }
+        };
+        match report {
+            Ok(report) => {
+                flip.report = Some(report);
+                Ok(Attempt::Done(flip))
+            }
+            Err(Obstacle::Version) => Ok(Attempt::Busy(
+                "the guest's registration or modules have changed".to_owned(),
+            )),
+            Err(Obstacle::Breakpoint) => Ok(Attempt::Busy(
+                "a breakpoint exception is pending on a vCPU: the guest patches its text"
+                    .to_owned(),
+            )),
+            Err(Obstacle::Verify(VerifyError::Busy(busy))) => Ok(Attempt::Busy(busy.to_string())),
+            Err(Obstacle::Verify(error @ VerifyError::Fault(_))) => {
+                Ok(Attempt::Busy(error.to_string()))
+            }
+            Err(Obstacle::Verify(VerifyError::ForeignBytes { ref key, .. }))
+                if registration.catalog.find(key).is_none() =>
+            {
+                Ok(Attempt::Busy(format!("key {key} is gone")))
+            }
+            Err(Obstacle::Verify(error)) => Err(self.quarantine(registration, &error)),
+            Err(Obstacle::Commit(error)) => Err(KeysError::WriteFault {
+                message: error.to_string(),
+            }),
+        }
+    }
+
+    /// The key of each update; none of them quarantined.
+    fn resolve<'a>(
+        &self,
+        registration: &'a Registration,
+        transaction: &Transaction<'_>,
+    ) -> Result<Vec<&'a Key>, KeysError> {
+        let keys = transaction
+            .updates
+            .iter()
+            .map(|update| registration.find(&update.name));
+        let keys = keys.collect::<Result<Vec<_>, _>>()?;
+        let book = self.shared.book();
+        if book.quarantine.is_empty() {
+            return Ok(keys);
+        }
+        for key in &keys {
+            if let Some(why) = book.quarantine.get(&registration.instance(key)) {
+                return Err(KeysError::KeyRefused {
+                    key: key.full_name.to_string(),
+                    reason: "KEY_QUARANTINED",
+                    message: format!(
+                        "key {} is quarantined until the guest registers anew: {why}",
+                        key.full_name
+                    ),
+                });
+            }
+        }
+        Ok(keys)
+    }
+
+    /// Checks etags and holds against the counts that were planned with; answers the holds after the
+    /// transaction.
+    fn follow(
+        &self,
+        registration: &Registration,
+        transaction: &Transaction<'_>,
+        keys: &[&Key],
+        plan: &Plan<Place>,
+    ) -> Result<Holds, KeysError> {
+        let counts: HashMap<KeyId, i32> = plan
+            .changes()
+            .map(|change| (change.key, change.before))
+            .collect();
+        let mut draft = {
+            let mut book = self.shared.book();
+            // Those on keys that are gone.
+            book.holds.retain(|key| registration.has(key));
+            Draft::new(&book.holds)
+        };
+        for (key, update) in keys.iter().zip(transaction.updates) {
+            let count = counts.get(&key.id).copied().unwrap_or_default();
+            let current = etag(registration.generation, count);
+            if !update.etag.is_empty() && update.etag != current {
+                let (key, given) = (key.full_name.to_string(), update.etag.clone());
+                return Err(KeysError::EtagMismatch {
+                    key,
+                    given,
+                    current,
+                    count,
+                });
+            }
+            let instance = registration.instance(key);
+            if draft.count(instance).is_none() {
+                draft.open(instance, count);
+            }
+            draft.follow(&key.full_name, instance, update.op, &transaction.terms)?;
+        }
+        Ok(draft.into_holds())
+    }
+
+    /// Pause, verify, commit, resume.
+    fn stop_and_commit(
+        &self,
+        transaction: &Transaction<'_>,
+        snapshot: &Snapshot,
+        memory: &KernelMemory,
+        plan: &Plan<Place>,
+        held: Option<&G::Paused<'_>>,
+    ) -> Result<Result<v1::FlipReport, Obstacle>, KeysError> {
+        if let Some(held) = held {
+            let began = Instant::now();
+            let made = self.verify_and_commit(snapshot, memory, plan, held);
+            let patch = began.elapsed();
+            return Ok(
+                made.map(|outcome| flip_report(outcome, Duration::ZERO, patch, Duration::ZERO))
+            );
+        }
+        let paused = self.guest.pause(transaction.stop_timeout)?;
+        // From here to the drop the guest stands still: nothing that allocates, logs or takes a lock.
+        let stopped = Instant::now();
+        let made = self.verify_and_commit(snapshot, memory, plan, &paused);
+        let patched = Instant::now();
+        let stop = paused.stop_time();
+        drop(paused);
+        let resume = patched.elapsed();
+        Ok(made.map(|outcome| flip_report(outcome, stop, patched - stopped, resume)))
+    }
+
+    fn verify_and_commit(
+        &self,
+        snapshot: &Snapshot,
+        memory: &KernelMemory,
+        plan: &Plan<Place>,
+        paused: &G::Paused<'_>,
+    ) -> Result<static_keys::Outcome, Obstacle> {
+        if self.shared.registry.version() != snapshot.version {
+            return Err(Obstacle::Version);
+        }
+        if paused.breakpoint_pending() {
+            return Err(Obstacle::Breakpoint);
+        }
+        plan.verify(memory, paused.rips())
+            .map_err(Obstacle::Verify)?;
+        plan.commit(memory).map_err(Obstacle::Commit)
+    }
+
+    /// Puts the key of foreign bytes out of reach.
+    fn quarantine(&self, registration: &Registration, error: &VerifyError) -> KeysError {
+        let message = error.to_string();
+        tracing::error!(%message, "foreign bytes: the key is quarantined");
+        let name = match error {
+            VerifyError::ForeignBytes { key, .. } => key.to_string(),
+            VerifyError::Busy(_) | VerifyError::Fault(_) => String::new(),
+        };
+        if let Some(key) = registration.catalog.find(&name) {
+            {
+                let mut book = self.shared.book();
+                book.quarantine
+                    .retain(|instance, _| registration.has(*instance));
+                book.quarantine
+                    .insert(registration.instance(key), message.clone());
+            }
+            let event = event_of(key, v1::key_event::Kind::Quarantined);
+            let journal = self.shared.registry.journal();
+            journal.append(vec![v1::KeyEvent {
+                reason: message.clone(),
+                ..event
+            }]);
+        }
+        KeysError::ForeignBytes { key: name, message }
+    }
+}
+
+/// Words a refusal of the engine.
+fn refused(transaction: &Transaction<'_>, error: &PlanError) -> KeysError {
+    let (key, reason) = match error {
+        PlanError::Guarded { key } if transaction.allow_guarded => {
+            let message = format!(
+                "key {key} is guarded, and its monitor was started without permission for such keys; start it with permission"
+            );
+            return KeysError::KeyRefused {
+                key: key.to_string(),
+                reason: "KEY_GUARDED",
+                message,
+            };
+        }
+        PlanError::Guarded { key } => (key.to_string(), "KEY_GUARDED"),
+        PlanError::WouldWarn { key, .. } => (key.to_string(), "WOULD_WARN"),
+        PlanError::Sealed { key } => (key.to_string(), "KEY_SEALED"),
+        PlanError::Tracepoint { key, .. } => (key.to_string(), "TRACEPOINT_REFUSED"),
+        PlanError::SiteOutsideText { key, .. }
+        | PlanError::OutOfReach { key, .. }
+        | PlanError::Overlap { key, .. } => (key.to_string(), "TABLE_REFUSED"),
+        PlanError::UnknownKey { key } => (key.to_string(), "TABLE_REFUSED"),
+        PlanError::Unreadable { address, .. } => (format!("{address:#x}"), "TABLE_REFUSED"),
+        PlanError::Busy(busy) => {
+            return KeysError::Busy {
+                gate: busy.to_string(),
+                attempts: 1,
+            };
+        }
+    };
+    KeysError::KeyRefused {
+        key,
+        reason,
+        message: error.to_string(),
+    }
+}
+
+fn changes(registration: &Registration, plan: &Plan<Place>) -> Vec<Changed> {
+    let changes = plan.changes().filter_map(|change| {
+        let key = registration.catalog.key(change.key)?.clone();
+        Some(Changed {
+            key,
+            before: change.before,
+            after: change.after,
+            sites: change.sites,
+        })
+    });
+    changes.collect()
+}
+
+fn flip_report(
+    outcome: static_keys::Outcome,
+    stop: Duration,
+    patch: Duration,
+    resume: Duration,
+) -> v1::FlipReport {
+    v1::FlipReport {
+        paused: true,
+        sites_patched: u32::try_from(outcome.sites).unwrap_or(u32::MAX),
+        stop_time: Some(to_proto(stop)),
+        patch_time: Some(to_proto(patch)),
+        resume_time: Some(to_proto(resume)),
+        attempts: 0,
+    }
+}

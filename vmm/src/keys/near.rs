@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Names near a misspelt one.
+
+/// At most this many names are suggested.
+const MAX_NAMES: usize = 5;
+/// Longer names are not compared letter by letter.
+const MAX_COMPARED: usize = 128;
+
+/// The names most like `wanted`, best first: few edits away, or with one in the other.
+pub fn near<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let most_edits = wanted.len() / 3 + 1;
+    let mut found: Vec<(usize, &str)> = names
+        .filter_map(|name| {
+            let bare = name.rsplit_once(':').map_or(name, |(_, bare)| bare);
+            let edits = edits(wanted, name).min(edits(wanted, bare));
+            if edits <= most_edits {
+                return Some((edits, name));
+            }
+            let contained = wanted.len() >= 3 && name.contains(wanted)
+                || bare.len() >= 3 && wanted.contains(bare);
+            contained.then_some((most_edits + 1, name))
+        })
+        .collect();
+    found.sort_unstable();
+    found
+        .into_iter()
+        .take(MAX_NAMES)
+        .map(|(_, name)| name.to_owned())
+        .collect()
+}
+
+/// Levenshtein distance in bytes.
+fn edits(a: &str, b: &str) -> usize {
+    if a.len() > MAX_COMPARED || b.len() > MAX_COMPARED {
+        return usize::MAX;
+    }
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, byte) in a.bytes().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, other) in b.bytes().enumerate() {
+            let substitute = diagonal + usize::from(byte != other);
+            diagonal = row[j + 1];
+            row[j + 1] = substitute.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn distance() {
+        assert_eq!(edits("kitten", "sitting"), 3);
+        assert_eq!(edits("", "abc"), 3);
+        assert_eq!(edits("same", "same"), 0);
+    }
+
+    #[test]
+    fn typos_and_parts_are_found_best_first() {
+        let names = ["getppid_key", "sched_switch", "ext4:getppid_kez", "other"];
+        assert_eq!(
+            near("getpid_key", names.into_iter()),
+            ["getppid_key", "ext4:getppid_kez"]
+        );
+        assert_eq!(near("switch", names.into_iter()), ["sched_switch"]);
+        assert!(near("nothing_like_it", names.into_iter()).is_empty());
+    }
+}

@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Globs over key names: `*`, `?`, `[a-z]`, `[!a-z]`, and a leading `!` that takes away.
+//!
+//! A pattern without `:` is matched against the name of a key wherever it is defined, one with `:`
+//! against "module:name" (":name" is a key of the kernel image). A key is selected if it matches
+//! no taking-away pattern and, unless there are only such, at least one other.
+
+use super::error::KeysError;
+
+/// At most this many patterns in one request.
+const MAX_PATTERNS: usize = 1024;
+/// At most this many bytes in one pattern.
+const MAX_PATTERN_BYTES: usize = 1024;
+
+/// A set of patterns; the empty set selects every key.
+#[derive(Clone, Debug, Default)]
+pub struct Patterns {
+    wanted: Vec<Pattern>,
+    unwanted: Vec<Pattern>,
+}
+
+#[derive(Clone, Debug)]
+struct Pattern {
+    module: Option<Vec<u8>>,
+    name: Vec<u8>,
+}
+
+impl Patterns {
+    /// Checks and takes the patterns of a request.
+    ///
+    /// # Errors
+    /// [`KeysError::InvalidArgument`] names the pattern that is empty, too long, or has an open `[`.
+    pub fn parse(patterns: &[String]) -> Result<Self, KeysError> {
+        if patterns.len() > MAX_PATTERNS {
+            return Err(KeysError::InvalidArgument {
+                field: "patterns",
+                message: format!("{} patterns are more than {MAX_PATTERNS}", patterns.len()),
+            });
+        }
+        let mut set = Self::default();
+        for text in patterns {
+            let (list, glob) = match text.strip_prefix('!') {
+                Some(rest) => (&mut set.unwanted, rest),
+                None => (&mut set.wanted, text.as_str()),
+            };
+            check(glob).map_err(|message| KeysError::InvalidArgument {
+                field: "patterns",
+                message: format!("pattern {text:?} {message}"),
+            })?;
+            list.push(Pattern::new(glob));
+        }
+        Ok(set)
+    }
+
+    /// Whether the key `name` of `module` (empty for the kernel image) is selected.
+    pub fn select(&self, module: &str, name: &str) -> bool {
+        let hit = |pattern: &Pattern| pattern.matches(module, name);
+        (self.wanted.is_empty() || self.wanted.iter().any(hit)) && !self.unwanted.iter().any(hit)
+    }
+}
+
+impl Pattern {
+    fn new(glob: &str) -> Self {
+        // The colon of a class such as `[:]` does not count, but no key has one in its name.
+        match glob.split_once(':') {
+            Some((module, name)) => Self {
+                module: Some(module.into()),
+                name: name.into(),
+            },
+            None => Self {
+                module: None,
+                name: glob.into(),
+            },
+        }
+    }
+
+    fn matches(&self, module: &str, name: &str) -> bool {
+        self.module
+            .as_ref()
+            .is_none_or(|glob| part_matches(glob, module))
+            && part_matches(&self.name, name)
+    }
+}
+
+/// Array elements are named `key[3]`, so the literal reading of a pattern counts as well.
+fn part_matches(glob: &[u8], text: &str) -> bool {
+    glob == text.as_bytes() || glob_matches(glob, text.as_bytes())
+}
+
+fn check(glob: &str) -> Result<(), &'static str> {
+    if glob.is_empty() {
+        return Err("is empty");
+    }
+    if glob.len() > MAX_PATTERN_BYTES {
+        return Err("is longer than 1024 bytes");
+    }
+    let bytes = glob.as_bytes();
+    let mut at = 0;
+    while at < bytes.len() {
+        match bytes[at] {
+            b'[' => at += class_length(&bytes[at..]).ok_or("has a '[' without a ']'")?,
+            _ => at += 1,
+        }
+    }
+    Ok(())
+}
+
+/// Length of the class that `glob` starts with, brackets included.
+fn class_length(glob: &[u8]) -> Option<usize> {
+    let negation = usize::from(glob.get(1) == Some(&b'!'));
+    // A ']' that comes first is a member.
+    let first = 1 + negation;
+    let close = glob.iter().skip(first + 1).position(|&byte| byte == b']')?;
+    Some(first + 1 + close + 1)
+}
+
+/// Linear backtracking: only the last `*` is ever retried, so the cost is at most
+/// `glob.len() * text.len()`.
+fn glob_matches(glob: &[u8], text: &[u8]) -> bool {
+    let (mut g, mut t) = (0, 0);
+    let mut retry: Option<(usize, usize)> = None;
+    while t < text.len() {
+        let step = match glob.get(g) {
+            Some(b'*') => {
+                retry = Some((g + 1, t));
+                g += 1;
+                continue;
+            }
+            Some(b'?') => Some(1),
+            Some(b'[') => match class_length(&glob[g..]) {
+                Some(length) => {
+                    class_matches(&glob[g + 1..g + length - 1], text[t]).then_some(length)
+                }
+                None => (text[t] == b'[').then_some(1),
+            },
+            Some(&byte) => (byte == text[t]).then_some(1),
+            None => None,
+        };
+        match (step, retry) {
+            (Some(length), _) => {
+                g += length;
+                t += 1;
+            }
+            (None, Some((star, from))) => {
+                retry = Some((star, from + 1));
+                g = star;
+                t = from + 1;
+            }
+            (None, None) => return false,
+        }
+    }
+    glob[g..].iter().all(|&byte| byte == b'*')
+}
+
+fn class_matches(class: &[u8], byte: u8) -> bool {
+    let (negated, members) = match class.split_first() {
+        Some((b'!', rest)) => (true, rest),
+        _ => (false, class),
+    };
+    let mut at = 0;
+    let mut found = false;
+    while at < members.len() {
+        if members.get(at + 1) == Some(&b'-') && at + 2 < members.len() {
+            found |= (members[at]..=members[at + 2]).contains(&byte);
+            at += 3;
+        } else {
+            found |= members[at] == byte;
+            at += 1;
+        }
+    }
+    found != negated
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn select(patterns: &[&str], module: &str, name: &str) -> bool {
+        let patterns: Vec<String> = patterns.iter().map(|&text| text.to_owned()).collect();
+        Patterns::parse(&patterns)
+            .expect("well-formed")
+            .select(module, name)
+    }
+
+    #[test]
+    fn stars_marks_and_classes() {
+        assert!(select(&["sched_*"], "", "sched_switch"));
+        assert!(!select(&["sched_*"], "", "my_sched_switch"));
+        assert!(select(&["*_switch"], "", "sched_switch"));
+        assert!(select(&["s*d*h"], "", "sched_switch"));
+        assert!(!select(&["s*d*x"], "", "sched_switch"));
+        assert!(select(&["ke?"], "", "key"));
+        assert!(!select(&["ke?"], "", "ke"));
+        assert!(select(&["key[0-3]"], "", "key2"));
+        assert!(!select(&["key[!0-3]"], "", "key2"));
+        assert!(select(&["key[]]"], "", "key]"));
+        assert!(
+            select(&["key[2]"], "", "key[2]"),
+            "an array element by its literal name"
+        );
+    }
+
+    #[test]
+    fn negation_takes_away_from_all_or_from_the_others() {
+        assert!(select(&[], "", "anything"));
+        assert!(select(&["!virtio*:*"], "", "key"));
+        assert!(!select(&["!virtio*:*"], "virtio_net", "key"));
+        assert!(!select(&["key*", "!key2"], "", "key2"));
+        assert!(select(&["!key2", "key*"], "", "key1"));
+    }
+
+    #[test]
+    fn module_part() {
+        assert!(
+            select(&["key"], "ext4", "key"),
+            "a bare name means any module"
+        );
+        assert!(select(&["ext4:*"], "ext4", "key"));
+        assert!(!select(&["ext4:*"], "", "key"));
+        assert!(select(&[":key"], "", "key"));
+        assert!(!select(&[":key"], "ext4", "key"));
+    }
+
+    #[test]
+    fn malformed_patterns_are_named() {
+        for bad in ["", "!", "key[", "key[abc", "key[]"] {
+            let error = Patterns::parse(&[bad.to_owned()]).expect_err(bad);
+            assert!(error.to_string().contains(&format!("{bad:?}")), "{error}");
+        }
+        assert!(Patterns::parse(&vec!["*".to_owned(); MAX_PATTERNS + 1]).is_err());
+        assert!(Patterns::parse(&["x".repeat(MAX_PATTERN_BYTES + 1)]).is_err());
+    }
+
+    /// A pattern of many stars against a long name would take for ever with naive backtracking.
+    #[test]
+    fn hostile_pattern_is_cheap() {
+        let pattern = "*a".repeat(500);
+        assert!(!select(&[&pattern], "", &"a".repeat(499)));
+        assert!(!select(&[&format!("{pattern}b")], "", &"a".repeat(2000)));
+    }
+}

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Answers kept for their request ids (AIP-155).
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+
+use super::UpdateOutcome;
+use super::error::KeysError;
+
+/// Digest of what a request asks for.
+pub type Content = [u8; 32];
+
+/// The newest answers, by client and request id.
+#[derive(Debug)]
+pub struct Replay {
+    answers: HashMap<(String, String), (Content, Arc<UpdateOutcome>)>,
+    order: VecDeque<(String, String)>,
+    results: usize,
+    max_answers: usize,
+    max_results: usize,
+}
+
+impl Replay {
+    /// Keeps at most `max_answers` answers with `max_results` key results together; the newest
+    /// answer is always kept.
+    pub fn new(max_answers: usize, max_results: usize) -> Self {
+        Self {
+            answers: HashMap::new(),
+            order: VecDeque::new(),
+            results: 0,
+            max_answers,
+            max_results,
+        }
+    }
+
+    /// The answer given earlier, if there was one.
+    ///
+    /// # Errors
+    /// [`KeysError::RequestIdReused`] if it was to another question.
+    pub fn find(
+        &self,
+        owner: &str,
+        request_id: &str,
+        content: &Content,
+    ) -> Result<Option<Arc<UpdateOutcome>>, KeysError> {
+        if request_id.is_empty() {
+            return Ok(None);
+        }
+        match self.answers.get(&(owner.to_owned(), request_id.to_owned())) {
+            None => Ok(None),
+            Some((earlier, answer)) if earlier == content => Ok(Some(Arc::clone(answer))),
+            Some(_) => Err(KeysError::RequestIdReused {
+                request_id: request_id.to_owned(),
+            }),
+        }
+    }
+
+    /// Remembers an answer. Without a request id there is nothing to remember.
+    pub fn remember(
+        &mut self,
+        owner: &str,
+        request_id: &str,
+        content: Content,
+        answer: &Arc<UpdateOutcome>,
+    ) {
+        if request_id.is_empty() {
+            return;
+        }
+        let id = (owner.to_owned(), request_id.to_owned());
+        if self
+            .answers
+            .insert(id.clone(), (content, Arc::clone(answer)))
+            .is_none()
+        {
+            self.order.push_back(id);
+            self.results += answer.results.len();
+        }
+        while self.order.len() > 1
+            && (self.order.len() > self.max_answers || self.results > self.max_results)
+        {
+            let Some(oldest) = self.order.pop_front() else {
+                break;
+            };
+            if let Some((_, answer)) = self.answers.remove(&oldest) {
+                self.results -= answer.results.len();
+            }
+        }
+    }
+}
+
+/// Digest of a message that was encoded without its request id.
+pub fn content(encoded: &[u8]) -> Content {
+    Sha256::digest(encoded).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use patchbay_proto::v1::KeyResult;
+
+    use super::*;
+
+    fn answer(results: usize) -> Arc<UpdateOutcome> {
+        Arc::new(UpdateOutcome {
+            results: vec![KeyResult::default(); results],
+            ..UpdateOutcome::default()
+        })
+    }
+
+    #[test]
+    fn ids_belong_to_their_client_and_content() {
+        let mut replay = Replay::new(10, 10);
+        replay.remember("uid:1", "id", content(b"a"), &answer(1));
+        assert!(
+            replay
+                .find("uid:1", "id", &content(b"a"))
+                .expect("same")
+                .is_some()
+        );
+        assert!(
+            replay
+                .find("uid:2", "id", &content(b"b"))
+                .expect("another client")
+                .is_none()
+        );
+        assert!(matches!(
+            replay.find("uid:1", "id", &content(b"b")),
+            Err(KeysError::RequestIdReused { .. })
+        ));
+        assert!(
+            replay
+                .find("uid:1", "", &content(b"a"))
+                .expect("no id")
+                .is_none()
+        );
+    }
+
+    #[test]
+    fn oldest_answers_go_first() {
+        let mut replay = Replay::new(2, 10);
+        for id in ["a", "b", "c"] {
+            replay.remember("uid:1", id, content(b""), &answer(1));
+        }
+        assert!(
+            replay
+                .find("uid:1", "a", &content(b""))
+                .expect("forgotten")
+                .is_none()
+        );
+        assert!(
+            replay
+                .find("uid:1", "b", &content(b""))
+                .expect("kept")
+                .is_some()
+        );
+        replay.remember("uid:1", "big", content(b""), &answer(11));
+        assert!(
+            replay
+                .find("uid:1", "c", &content(b""))
+                .expect("forgotten")
+                .is_none()
+        );
+        assert!(
+            replay
+                .find("uid:1", "big", &content(b""))
+                .expect("the newest")
+                .is_some()
+        );
+    }
+}

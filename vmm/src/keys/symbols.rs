@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Function names for site addresses, from the kernel's own symbol table.
+//!
+//! The guest does not send its symbols; an operator may give the monitor the kernel's `System.map`
+//! or `vmlinux`. It is matched by nobody, so a wrong file gives wrong names and nothing worse.
+
+use std::path::Path;
+
+use object::{Object, ObjectSymbol, SymbolKind};
+
+/// At most this many bytes of a file are read: a vmlinux with debug information has some 400 MiB.
+const MAX_FILE_BYTES: u64 = 2 << 30;
+
+/// Why no symbols could be read.
+#[derive(Debug, thiserror::Error)]
+pub enum SymbolsError {
+    /// Of the operating system.
+    #[error("symbol file {path} cannot be read: {source}")]
+    Unreadable {
+        /// As given.
+        path: String,
+        /// Of the operating system.
+        source: std::io::Error,
+    },
+    /// Too large to be a kernel.
+    #[error("symbol file {path} has more than 2 GiB; give the kernel's System.map instead")]
+    TooLarge {
+        /// As given.
+        path: String,
+    },
+    /// Neither of the two formats.
+    #[error(
+        "symbol file {path} is neither a System.map nor an ELF file with a symbol table; give one of them"
+    )]
+    NoSymbols {
+        /// As given.
+        path: String,
+    },
+}
+
+/// Text symbols by link-time address.
+#[derive(Debug, Default)]
+pub struct Symbols {
+    sorted: Vec<(u64, Box<str>)>,
+}
+
+impl Symbols {
+    /// Reads a `System.map` or an ELF file.
+    ///
+    /// # Errors
+    /// [`SymbolsError`].
+    pub fn read(path: &Path) -> Result<Self, SymbolsError> {
+        let name = path.display().to_string();
+        let unreadable = |source| SymbolsError::Unreadable {
+            path: name.clone(),
+            source,
+        };
+        if std::fs::metadata(path).map_err(unreadable)?.len() > MAX_FILE_BYTES {
+            return Err(SymbolsError::TooLarge { path: name });
+        }
+        let bytes = std::fs::read(path).map_err(unreadable)?;
+        let symbols = if bytes.starts_with(b"\x7fELF") {
+            Self::from_elf(&bytes)
+        } else {
+            Self::from_map(&bytes)
+        };
+        if symbols.sorted.is_empty() {
+            return Err(SymbolsError::NoSymbols { path: name });
+        }
+        Ok(symbols)
+    }
+
+    /// Symbols of an ELF image; none if it is stripped or malformed.
+    pub fn from_elf(bytes: &[u8]) -> Self {
+        let Ok(file) = object::File::parse(bytes) else {
+            return Self::default();
+        };
+        let text = file
+            .symbols()
+            .filter(|symbol| symbol.kind() == SymbolKind::Text)
+            .filter_map(|symbol| Some((symbol.address(), symbol.name().ok()?)));
+        Self::from_pairs(text)
+    }
+
+    /// Symbols of types t, T, w and W of a `System.map`; lines that do not parse are skipped.
+    pub fn from_map(bytes: &[u8]) -> Self {
+        let text = bytes.split(|&byte| byte == b'\n').filter_map(|line| {
+            let mut words = std::str::from_utf8(line).ok()?.split_ascii_whitespace();
+            let address = u64::from_str_radix(words.next()?, 16).ok()?;
+            let kind = words.next()?;
+            matches!(kind, "t" | "T" | "w" | "W").then_some((address, words.next()?))
+        });
+        Self::from_pairs(text)
+    }
+
+    fn from_pairs<'a>(pairs: impl Iterator<Item = (u64, &'a str)>) -> Self {
+        let mut sorted: Vec<(u64, Box<str>)> = pairs
+            .filter(|(_, name)| !name.is_empty())
+            .map(|(address, name)| (address, name.into()))
+            .collect();
+        sorted.sort_unstable();
+        // Aliases: the first of them in the alphabet, each time.
+        sorted.dedup_by_key(|(address, _)| *address);
+        Self { sorted }
+    }
+
+    /// "function+0x1f" for a link-time address, or "" if no symbol lies at or below it.
+    pub fn name(&self, address: u64) -> String {
+        let after = self.sorted.partition_point(|(start, _)| *start <= address);
+        match after
+            .checked_sub(1)
+            .and_then(|index| self.sorted.get(index))
+        {
+            Some((start, name)) => format!("{name}+{:#x}", address - start),
+            None => String::new(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAP: &[u8] =
+        b"ffffffff81000000 T _stext\nffffffff81000010 t helper\nffffffff81000010 T alias\n\
+        ffffffff82000000 D data\nnot a line\n";
+
+    #[test]
+    fn map_names_functions_and_offsets() {
+        let symbols = Symbols::from_map(MAP);
+        assert_eq!(symbols.name(0xffff_ffff_8100_0000), "_stext+0x0");
+        assert_eq!(symbols.name(0xffff_ffff_8100_0015), "alias+0x5");
+        assert_eq!(symbols.name(0xffff_ffff_80ff_ffff), "");
+    }
+
+    /// The test program itself is an ELF file with a symbol table.
+    #[test]
+    fn elf_symbols_are_read() {
+        let path = std::env::current_exe().expect("a test program");
+        let symbols = Symbols::read(&path).expect("symbols");
+        assert!(
+            symbols
+                .sorted
+                .iter()
+                .any(|(_, name)| name.contains("elf_symbols_are_read"))
+        );
+    }
+
+    #[test]
+    fn other_files_are_refused_with_the_next_step() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("file");
+        std::fs::write(&path, b"\x7fELF but no more").expect("writable");
+        let error = Symbols::read(&path).expect_err("no symbols");
+        assert!(error.to_string().contains("System.map"), "{error}");
+        std::fs::write(&path, [0xff; 100]).expect("writable");
+        assert!(matches!(
+            Symbols::read(&path),
+            Err(SymbolsError::NoSymbols { .. })
+        ));
+        assert!(matches!(
+            Symbols::read(&folder.path().join("none")),
+            Err(SymbolsError::Unreadable { .. })
+        ));
+    }
+}

@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay.v1.StaticKeysService`: checks requests and hands them to [`Keys`].
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use patchbay_proto::v1;
+use patchbay_proto::v1::static_keys_service_server::StaticKeysService;
+use prost::Message;
+use static_keys::Op;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::Stream;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::metadata::MetadataMap;
+use tonic::{Request, Response, Status};
+
+use crate::keys::{KeyUpdate, Keys, KeysError, ListQuery, Patterns, UpdateRequest, replay};
+
+const MAX_UPDATES: usize = 65_536;
+const MAX_REQUEST_ID_BYTES: usize = 128;
+const MAX_REASON_BYTES: usize = 256;
+/// Longest time that one update may take, and the deadline of calls that bring none.
+const MAX_DEADLINE: Duration = Duration::from_secs(30);
+const MAX_TTL: Duration = Duration::from_secs(365 * 24 * 3600);
+const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
+const DEFAULT_STOP_TIMEOUT: Duration = Duration::from_secs(1);
+const DEFAULT_PAGE_SIZE: usize = 1000;
+const MAX_PAGE_SIZE: usize = 10_000;
+
+/// Serves [`StaticKeysService`].
+pub struct StaticKeysApi {
+    pub keys: Arc<Keys>,
+    pub ending: watch::Receiver<bool>,
+}
+
+#[tonic::async_trait]
+impl StaticKeysService for StaticKeysApi {
+    async fn list_static_keys(
+        &self,
+        request: Request<v1::ListStaticKeysRequest>,
+    ) -> Result<Response<v1::ListStaticKeysResponse>, Status> {
+        let request = request.into_inner();
+        let query = ListQuery {
+            page_size: match usize::try_from(request.page_size) {
+                Ok(0) => DEFAULT_PAGE_SIZE,
+                Ok(size) => size.min(MAX_PAGE_SIZE),
+                Err(_) => {
+                    return Err(invalid(
+                        "page_size",
+                        "is negative; give 0 for the default or a count",
+                    )
+                    .into());
+                }
+            },
+            page_token: request.page_token,
+            patterns: Patterns::parse(&request.patterns)?,
+            classes: request
+                .classes
+                .into_iter()
+                .map(|class| match v1::KeyClass::try_from(class) {
+                    Ok(class) if class != v1::KeyClass::Unspecified => Ok(class),
+                    _ => Err(invalid(
+                        "classes",
+                        "has an unknown class; give guarded, ref or tracepoint",
+                    )),
+                })
+                .collect::<Result<_, _>>()?,
+            enabled: request.enabled,
+        };
+        let keys = Arc::clone(&self.keys);
+        // Reads every key's count from the guest, which for all keys takes milliseconds.
+        let response = tokio::task::spawn_blocking(move || keys.list(&query))
+            .await
+            .map_err(|_| Status::internal("listing the keys panicked; see the monitor's log"))??;
+        Ok(Response::new(response))
+    }
+
+    async fn get_static_key(
+        &self,
+        request: Request<v1::GetStaticKeyRequest>,
+    ) -> Result<Response<v1::GetStaticKeyResponse>, Status> {
+        let key = self.keys.get(&request.into_inner().name)?;
+        Ok(Response::new(v1::GetStaticKeyResponse { key: Some(key) }))
+    }
+
+    async fn update_static_keys(
+        &self,
+        request: Request<v1::UpdateStaticKeysRequest>,
+    ) -> Result<Response<v1::UpdateStaticKeysResponse>, Status> {
+        let received = Instant::now();
+        let owner = super::owner(&request);
+        let deadline = received + time_allowed(request.metadata());
+        let request = update_request(request.into_inner(), owner, deadline)?;
+        let outcome = self.keys.update(request).await?;
+        Ok(Response::new(v1::UpdateStaticKeysResponse {
+            results: outcome.results.clone(),
+            revision: outcome.revision,
+            report: outcome.report.clone(),
+        }))
+    }
+
+    type WatchStaticKeysStream =
+        Pin<Box<dyn Stream<Item = Result<v1::WatchStaticKeysResponse, Status>> + Send>>;
+
+    async fn watch_static_keys(
+        &self,
+        request: Request<v1::WatchStaticKeysRequest>,
+    ) -> Result<Response<Self::WatchStaticKeysStream>, Status> {
+        let request = request.into_inner();
+        let patterns = Patterns::parse(&request.patterns)?;
+        let mut watcher = self.keys.watch(request.start_revision)?;
+        let mut ending = self.ending.clone();
+        // The history is the buffer; more here would only hide a slow client.
+        let (sender, receiver) = mpsc::channel(1);
+        let begin = v1::WatchStaticKeysResponse {
+            revision: watcher.position() - 1,
+            ..Default::default()
+        };
+        tokio::spawn(async move {
+            let tell = async {
+                let mut message = Ok(begin);
+                loop {
+                    let last = message.is_err();
+                    if sender.send(message).await.is_err() || last {
+                        return;
+                    }
+                    message = next_change(&mut watcher, &patterns)
+                        .await
+                        .map_err(Status::from);
+                }
+            };
+            tokio::select! {
+                () = tell => {}
+                () = sender.closed() => {}
+                () = super::wait_for_end(&mut ending) => {
+                    let _ = sender.send(Err(Status::unavailable("the monitor ends"))).await;
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn list_holds(
+        &self,
+        request: Request<v1::ListHoldsRequest>,
+    ) -> Result<Response<v1::ListHoldsResponse>, Status> {
+        let patterns = Patterns::parse(&request.into_inner().patterns)?;
+        let holds = self.keys.holds(&patterns)?;
+        Ok(Response::new(v1::ListHoldsResponse { holds }))
+    }
+}
+
+/// The next revision with an event that the watcher wants.
+async fn next_change(
+    watcher: &mut crate::keys::Watcher,
+    patterns: &Patterns,
+) -> Result<v1::WatchStaticKeysResponse, KeysError> {
+    loop {
+        let revision = watcher.next().await?;
+        let wanted = |event: &&v1::KeyEvent| {
+            event.name.is_empty() || patterns.select(&event.module, &event.name)
+        };
+        let events: Vec<_> = revision.events.iter().filter(wanted).cloned().collect();
+        if !events.is_empty() {
+            return Ok(v1::WatchStaticKeysResponse {
+                revision: revision.number,
+                time: Some(revision.time.into()),
+                events,
+            });
+        }
+    }
+}
+
+fn invalid(field: &'static str, message: impl Into<String>) -> KeysError {
+    KeysError::InvalidArgument {
+        field,
+        message: message.into(),
+    }
+}
+
+fn update_request(
+    mut request: v1::UpdateStaticKeysRequest,
+    owner: String,
+    deadline: Instant,
+) -> Result<UpdateRequest, KeysError> {
+    if request.updates.is_empty() || request.updates.len() > MAX_UPDATES {
+        return Err(invalid(
+            "updates",
+            format!("{} given; give 1 to {MAX_UPDATES}", request.updates.len()),
+        ));
+    }
+    if request.request_id.len() > MAX_REQUEST_ID_BYTES {
+        return Err(invalid(
+            "request_id",
+            format!("is longer than {MAX_REQUEST_ID_BYTES} bytes"),
+        ));
+    }
+    if request.reason.len() > MAX_REASON_BYTES {
+        return Err(invalid(
+            "reason",
+            format!("is longer than {MAX_REASON_BYTES} bytes"),
+        ));
+    }
+    let request_id = std::mem::take(&mut request.request_id);
+    let content = replay::content(&request.encode_to_vec());
+    let ttl = super::from_proto("ttl", request.ttl, Duration::from_millis(1)..=MAX_TTL)?;
+    let stop_timeout = super::from_proto(
+        "stop_timeout",
+        request.stop_timeout,
+        Duration::from_micros(1)..=MAX_STOP_TIMEOUT,
+    )?;
+    let updates = request
+        .updates
+        .into_iter()
+        .map(|update| {
+            let op = match v1::KeyOp::try_from(update.op) {
+                Ok(v1::KeyOp::Inc) => Op::Inc,
+                Ok(v1::KeyOp::Dec) => Op::Dec,
+                Ok(v1::KeyOp::Enable) => Op::Enable,
+                Ok(v1::KeyOp::Disable) => Op::Disable,
+                Ok(v1::KeyOp::Unspecified) | Err(_) => {
+                    let message = format!(
+                        "key {:?} has no known op; give inc, dec, enable or disable",
+                        update.name
+                    );
+                    return Err(invalid("updates", message));
+                }
+            };
+            if update.name.is_empty() {
+                return Err(invalid("updates", "one of them has no key name"));
+            }
+            Ok(KeyUpdate {
+                name: update.name,
+                op,
+                etag: update.etag,
+            })
+        })
+        .collect::<Result<_, _>>()?;
+    Ok(UpdateRequest {
+        updates,
+        owner,
+        request_id,
+        content,
+        validate_only: request.validate_only,
+        allow_guarded: request.allow_guarded,
+        force: request.force,
+        reason: request.reason,
+        ttl,
+        stop_timeout: stop_timeout.unwrap_or(DEFAULT_STOP_TIMEOUT),
+        deadline,
+    })
+}
+
+/// The time that the client gives the call (gRPC over HTTP/2, `grpc-timeout`), less what the answer
+/// takes on its way, so that the client learns which gate was closed rather than that time is up.
+fn time_allowed(metadata: &MetadataMap) -> Duration {
+    let given = metadata
+        .get("grpc-timeout")
+        .and_then(|value| value.to_str().ok())
+        .and_then(parse_timeout);
+    match given {
+        Some(given) => (given - (given / 10).min(Duration::from_millis(50))).min(MAX_DEADLINE),
+        None => MAX_DEADLINE,
+    }
+}
+
+fn parse_timeout(text: &str) -> Option<Duration> {
+    let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    if digits.len() > 8 {
+        return None;
+    }
+    let value: u64 = digits.parse().ok()?;
+    Some(match unit {
+        "H" => Duration::from_secs(value * 3600),
+        "M" => Duration::from_secs(value * 60),
+        "S" => Duration::from_secs(value),
+        "m" => Duration::from_millis(value),
+        "u" => Duration::from_micros(value),
+        "n" => Duration::from_nanos(value),
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timeouts_are_read_as_grpc_writes_them() {
+        assert_eq!(parse_timeout("30S"), Some(Duration::from_secs(30)));
+        assert_eq!(parse_timeout("250m"), Some(Duration::from_millis(250)));
+        assert_eq!(
+            parse_timeout("99999999H"),
+            Some(Duration::from_secs(99_999_999 * 3600))
+        );
+        for bad in ["", "S", "1", "1x", "-1S", "999999999S", "é"] {
+            assert_eq!(parse_timeout(bad), None, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn the_answer_comes_before_the_deadline_and_the_maximum_holds() {
+        let mut metadata = MetadataMap::new();
+        assert_eq!(time_allowed(&metadata), MAX_DEADLINE);
+        metadata.insert("grpc-timeout", "1S".parse().expect("a value"));
+        assert_eq!(time_allowed(&metadata), Duration::from_millis(950));
+        metadata.insert("grpc-timeout", "1H".parse().expect("a value"));
+        assert_eq!(time_allowed(&metadata), MAX_DEADLINE);
+    }
+}
