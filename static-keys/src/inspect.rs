@@ -10,7 +10,7 @@ use crate::catalog::{Catalog, CodeImage};
 use crate::entry::JumpEntry;
 use crate::instruction::{Branch, Instruction, OutOfReach, Size, recognise};
 use crate::memory::{GuestMemory, ReadError, Width, read_count, read_word_at};
-use crate::plan::read_site;
+use crate::planner::read_site;
 use crate::users::{UsersError, users};
 
 /// Why a site would not be patched.

@@ -19,13 +19,12 @@
 //! ```
 //!
 //! The rules are tables: [`refcount`] (what an operation does to a count), [`instruction`] (what a
-//! site may hold), [`entry`] (how tables are stored) and [`busy`] (when it
-//! may be done). The source of all of them is kernel/jump_label.c of Linux 6.12.
+//! site may hold), [`entry`] (how tables are stored) and [`busy`] (when it may be done). Their source
+//! is kernel/jump_label.c of Linux 6.12.
 //!
 //! The guest is taken for hostile. Its numbers are copied once and checked, its tables are bounded
 //! ([`ENTRIES_MAX`] and so on), its pointers are followed a bounded number of times, and nothing is
 //! ever written but a count, and a NOP over a JMP or a JMP over a NOP that was computed here.
-//!
 #![forbid(unsafe_code)]
 
 pub mod busy;
@@ -38,6 +37,7 @@ pub mod instruction;
 mod kernel;
 mod memory;
 mod plan;
+mod planner;
 pub mod refcount;
 mod users;
 mod verify;

@@ -1,0 +1,442 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Makes a [`Plan`]: fold, then gates, then sites.
+
+use std::collections::{HashMap, HashSet};
+
+use crate::KeyId;
+use crate::busy::{Busy, Gate, Guard};
+use crate::catalog::{Catalog, CodeImage};
+use crate::directory::{Class, Key};
+use crate::entry::{EntryFormat, JumpEntry};
+use crate::instruction::{Branch, Instruction, Size, recognise};
+use crate::memory::{GuestMemory, ReadError, Width, read_count, read_word};
+use crate::plan::{KeyChange, Options, Plan, PlanError, PlannedKey, PlannedSite, Suspect, Update};
+use crate::refcount::{Op, Refusal, apply, crosses_zero};
+use crate::users::{UsersError, users};
+
+/// Plans a transaction.
+pub(crate) fn plan<M: GuestMemory>(
+    catalog: &Catalog,
+    memory: &M,
+    updates: &[Update],
+    options: &Options,
+) -> Result<Plan<M::Place>, PlanError> {
+    let plan = Plan {
+        keys: Vec::new(),
+        sites: Vec::new(),
+        suspects: Vec::new(),
+        guards: Vec::new(),
+        needs_pause: false,
+    };
+    let mut planner = Planner {
+        catalog,
+        memory,
+        plan,
+        live: HashSet::new(),
+    };
+    let result = planner
+        .fold(updates, options)
+        .and_then(|keys| planner.collect(&keys));
+    match result {
+        Ok(()) => Ok(planner.plan),
+        // Memory of a module that was just unloaded.
+        Err(error @ PlanError::Unreadable { .. }) => {
+            Err(planner.closed_gate().map_or(error, PlanError::Busy))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// A plan in the making.
+struct Planner<'a, M: GuestMemory> {
+    catalog: &'a Catalog,
+    memory: &'a M,
+    plan: Plan<M::Place>,
+    /// Modules whose state is looked at already.
+    live: HashSet<u64>,
+}
+
+impl<'a, M: GuestMemory> Planner<'a, M> {
+    /// Folds the operations into the change of each key.
+    fn fold(&mut self, updates: &[Update], options: &Options) -> Result<Vec<&'a Key>, PlanError> {
+        let mut order: HashMap<KeyId, usize> = HashMap::with_capacity(updates.len());
+        let mut keys = Vec::with_capacity(updates.len());
+        for &Update { key: id, op } in updates {
+            let index = match order.get(&id) {
+                Some(&index) => index,
+                None => {
+                    let key = self
+                        .catalog
+                        .key(id)
+                        .ok_or(PlanError::UnknownKey { key: id })?;
+                    if key.class == Class::Guarded && !options.allow_guarded {
+                        return Err(PlanError::Guarded {
+                            key: key.full_name.clone(),
+                        });
+                    }
+                    self.open(key)?;
+                    keys.push(key);
+                    order.insert(id, keys.len() - 1);
+                    keys.len() - 1
+                }
+            };
+            let change = &mut self.plan.keys[index].change;
+            change.after = step(keys[index], change.after, op)?;
+        }
+        Ok(keys)
+    }
+
+    /// Brings a key in with the count that it has now.
+    fn open(&mut self, key: &Key) -> Result<(), PlanError> {
+        let (address, what) = (key.id.0, "a key's count");
+        let place = self.locate(what, address, Width::U32.bytes())?;
+        let count =
+            read_count(self.memory, place).map_err(|fault| unreadable(what, address, fault))?;
+        let change = KeyChange {
+            key: key.id,
+            name: key.full_name.clone(),
+            before: count,
+            after: count,
+            sites: 0,
+        };
+        self.plan.keys.push(PlannedKey { change, place });
+        Ok(())
+    }
+
+    /// Collects the gates and the sites of the keys.
+    fn collect(&mut self, keys: &[&'a Key]) -> Result<(), PlanError> {
+        self.plan.needs_pause = keys.iter().zip(&self.plan.keys).any(|(key, planned)| {
+            crosses_zero(planned.change.before, planned.change.after)
+                && (self.catalog.format != EntryFormat::None || key.class == Class::Tracepoint)
+        });
+        self.kernel_gates(keys)?;
+        for (index, key) in keys.iter().enumerate() {
+            self.collect_key(index, key)?;
+        }
+        self.plan.sites.sort_unstable_by_key(|site| site.address);
+        for pair in self.plan.sites.windows(2) {
+            // Cannot overflow: each site has been located, and ends within its text.
+            if pair[1].address - pair[0].address < pair[0].before.size().bytes() as u64 {
+                let key = self.plan.key_name(pair[1].key);
+                return Err(PlanError::Overlap {
+                    key,
+                    site: pair[1].address,
+                    other: pair[0].address,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn kernel_gates(&mut self, keys: &[&Key]) -> Result<(), PlanError> {
+        let gates = self.catalog.gates;
+        let pointer = self.catalog.format.pointer();
+        let word = u64::from(u32::MAX);
+        self.gate(
+            Gate::SystemState,
+            gates.system_state,
+            Width::U32,
+            word,
+            gates.system_state_running & word,
+        )?;
+        if !self.plan.needs_pause {
+            return Ok(());
+        }
+        let owner = gates.mutex_owner_mask;
+        let mut words = vec![
+            (
+                Gate::JumpLabelMutex,
+                gates.jump_label_mutex_owner,
+                pointer,
+                owner,
+            ),
+            (Gate::TextMutex, gates.text_mutex_owner, pointer, owner),
+            (Gate::TextPokeQueue, gates.tp_vec_nr, Width::U32, word),
+            (Gate::TextPoke, gates.bp_desc_refs, Width::U32, word),
+        ];
+        if keys.iter().any(|key| key.class == Class::Tracepoint) {
+            words.push((
+                Gate::TracepointsMutex,
+                gates.tracepoints_mutex_owner,
+                pointer,
+                owner,
+            ));
+        }
+        for (gate, address, width, mask) in words {
+            if address != 0 {
+                self.gate(gate, address, width, mask, 0)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn collect_key(&mut self, index: usize, key: &'a Key) -> Result<(), PlanError> {
+        if let Some(home) = self.catalog.home(key.id) {
+            self.module_gate(home)?;
+        }
+        let KeyChange { before, after, .. } = self.plan.keys[index].change;
+        let users = users(self.catalog, self.memory, key).map_err(|error| match error {
+            UsersError::Sealed => PlanError::Sealed {
+                key: key.full_name.clone(),
+            },
+            UsersError::Busy(busy) => PlanError::Busy(busy),
+            UsersError::Read { address, error } => PlanError::Unreadable {
+                what: "a key's type",
+                address,
+                error,
+            },
+        })?;
+        for word in users.words {
+            self.gate(word.gate, word.address, word.width, u64::MAX, word.value)?;
+        }
+        if !crosses_zero(before, after) {
+            return Ok(());
+        }
+        if key.class == Class::Tracepoint {
+            self.tracepoint_gates(key, after)?;
+        }
+        for image in users.images {
+            self.module_gate(image)?;
+            // What can_update() skips: init text is gone by now.
+            for entry in image.run(key.id).iter().filter(|entry| !entry.init) {
+                self.site(index, image, entry, before != 0)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn tracepoint_gates(&mut self, key: &Key, after: i32) -> Result<(), PlanError> {
+        let refused = |why| PlanError::Tracepoint {
+            key: key.full_name.clone(),
+            why,
+        };
+        let layout = self.catalog.layout;
+        let pointer = self.catalog.format.pointer();
+        if self.catalog.gates.tracepoints_mutex_owner == 0 {
+            return Err(refused(
+                "the kernel has registered no tracepoints_mutex, so its probes cannot be looked at",
+            ));
+        }
+        let gate = Gate::TracepointProbes {
+            key: key.full_name.clone(),
+        };
+        let address = |offset: u32| {
+            let wraps = refused(
+                "its structure passes the end of the address space; the guest's tables are wrong",
+            );
+            key.tracepoint.checked_add(u64::from(offset)).ok_or(wraps)
+        };
+        for offset in [layout.tracepoint_regfunc, layout.tracepoint_unregfunc] {
+            let address = address(offset)?;
+            if self.word("a tracepoint", address, pointer)? != 0 {
+                return Err(refused(
+                    "it has functions that the kernel calls when the first probe comes and the last one goes; use tracefs in the guest",
+                ));
+            }
+            self.gate(gate.clone(), address, pointer, u64::MAX, 0)?;
+        }
+        if after != 0 {
+            let address = address(layout.tracepoint_funcs)?;
+            let funcs = self.word("a tracepoint", address, pointer)?;
+            if funcs == 0 {
+                return Err(refused(
+                    "no probe is attached, firing it would do nothing; attach one in the guest first",
+                ));
+            }
+            self.gate(gate, address, pointer, u64::MAX, funcs)?;
+        }
+        Ok(())
+    }
+
+    fn site(
+        &mut self,
+        index: usize,
+        image: &CodeImage,
+        entry: &JumpEntry,
+        enabled: bool,
+    ) -> Result<(), PlanError> {
+        let JumpEntry { code, target, .. } = *entry;
+        let key = &self.plan.keys[index].change.name;
+        let outside = || PlanError::SiteOutsideText {
+            key: key.clone(),
+            site: code,
+        };
+        let out_of_reach = |source| PlanError::OutOfReach {
+            key: key.clone(),
+            source,
+        };
+        let found = read_site(self.memory, image, code)
+            .map_err(|error| unreadable("a site", code, error))?;
+        let found = found.ok_or_else(outside)?;
+        let SiteBytes { place, length, .. } = found;
+        let Some((size, _)) = recognise(found.as_slice(), code, target) else {
+            self.plan.suspects.push(Suspect {
+                address: code,
+                target,
+                place,
+                length,
+                key: index,
+            });
+            return Ok(());
+        };
+        let encode =
+            |enabled| Instruction::encode(Branch::of(enabled, entry.likely), size, code, target);
+        let before = encode(enabled).map_err(out_of_reach)?;
+        let after = encode(!enabled).map_err(out_of_reach)?;
+        self.plan.sites.push(PlannedSite {
+            address: code,
+            place,
+            key: index,
+            before,
+            after,
+        });
+        self.plan.keys[index].change.sites += 1;
+        Ok(())
+    }
+
+    fn module_gate(&mut self, image: &CodeImage) -> Result<(), PlanError> {
+        if image.id == 0 || !self.live.insert(image.id) {
+            return Ok(());
+        }
+        let gate = Gate::ModuleState {
+            module: image.name.clone(),
+        };
+        let layout = self.catalog.layout;
+        // An address that wraps reads as unmapped.
+        let address = image.id.saturating_add(u64::from(layout.module_state));
+        self.gate(
+            gate,
+            address,
+            Width::U32,
+            u64::from(u32::MAX),
+            u64::from(layout.module_state_live),
+        )
+    }
+
+    /// Adds a gate, which must be open already.
+    fn gate(
+        &mut self,
+        gate: Gate,
+        address: u64,
+        width: Width,
+        mask: u64,
+        expected: u64,
+    ) -> Result<(), PlanError> {
+        let place = self.locate("a word to be looked at", address, width.bytes())?;
+        let mask = match width {
+            Width::U32 => mask & u64::from(u32::MAX),
+            Width::U64 => mask,
+        };
+        let guard = Guard {
+            gate,
+            place,
+            width,
+            mask,
+            expected,
+        };
+        match guard
+            .closed(self.memory)
+            .map_err(|fault| unreadable("a word to be looked at", address, fault))?
+        {
+            Some(found) => Err(Busy::Gate {
+                gate: guard.gate,
+                found,
+            }
+            .into()),
+            None => {
+                self.plan.guards.push(guard);
+                Ok(())
+            }
+        }
+    }
+
+    fn closed_gate(&self) -> Option<Busy> {
+        self.plan.guards.iter().find_map(|guard| {
+            let found = guard.closed(self.memory).ok()??;
+            Some(Busy::Gate {
+                gate: guard.gate.clone(),
+                found,
+            })
+        })
+    }
+
+    fn word(&self, what: &'static str, address: u64, width: Width) -> Result<u64, PlanError> {
+        let place = self.locate(what, address, width.bytes())?;
+        read_word(self.memory, place, width).map_err(|fault| unreadable(what, address, fault))
+    }
+
+    fn locate(&self, what: &'static str, address: u64, len: usize) -> Result<M::Place, PlanError> {
+        self.memory
+            .locate(address, len)
+            .map_err(|unmapped| unreadable(what, address, unmapped))
+    }
+}
+
+fn unreadable(what: &'static str, address: u64, error: impl Into<ReadError>) -> PlanError {
+    PlanError::Unreadable {
+        what,
+        address,
+        error: error.into(),
+    }
+}
+
+/// The count of `key` after `op`.
+fn step(key: &Key, count: i32, op: Op) -> Result<i32, PlanError> {
+    let name = || key.full_name.clone();
+    let after = apply(count, op).map_err(|refusal| match refusal {
+        Refusal::Busy => Busy::FirstReference { key: name() }.into(),
+        Refusal::WouldWarn { .. } => PlanError::WouldWarn {
+            key: name(),
+            refusal,
+        },
+    })?;
+    if key.class == Class::Tracepoint && count.max(after) > 1 {
+        return Err(PlanError::Tracepoint {
+            key: name(),
+            why: "its key is on or off and not counted, above 1 the guest could not turn it off; use enable and disable",
+        });
+    }
+    Ok(after)
+}
+
+/// A site that was located and read.
+pub(crate) struct SiteBytes<P> {
+    pub place: P,
+    /// 5, or 2 if the text or the mapping ends after two bytes.
+    pub length: usize,
+    pub bytes: [u8; 5],
+}
+
+impl<P> SiteBytes<P> {
+    pub fn as_slice(&self) -> &[u8] {
+        &self.bytes[..self.length]
+    }
+}
+
+/// Locates and reads the site at `code`; `None` if it lies outside the image's text.
+pub(crate) fn read_site<M: GuestMemory>(
+    memory: &M,
+    image: &CodeImage,
+    code: u64,
+) -> Result<Option<SiteBytes<M::Place>>, ReadError> {
+    let [two, five] = [Size::Two.bytes(), Size::Five.bytes()];
+    if !image.text.contains(code, two as u64) {
+        return Ok(None);
+    }
+    let five_bytes = if image.text.contains(code, five as u64) {
+        memory.locate(code, five).ok()
+    } else {
+        None
+    };
+    let (place, length) = match five_bytes {
+        Some(place) => (place, five),
+        None => (memory.locate(code, two)?, two),
+    };
+    let mut bytes = [0; 5];
+    memory.read(place, &mut bytes[..length])?;
+    Ok(Some(SiteBytes {
+        place,
+        length,
+        bytes,
+    }))
+}

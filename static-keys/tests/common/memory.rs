@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Guest memory with an arbitrary page mapping, faults on demand, and an account of what was done.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::fmt;
+
+use static_keys::{AccessFault, GuestMemory, LOCATE_MAX, Unmapped};
+
+pub const PAGE: u64 = 4096;
+
+/// What a write does instead of writing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Nothing.
+    Refused,
+    /// Half of the bytes, then a fault.
+    Torn,
+    /// Nothing, and it says that all went well.
+    Lost,
+}
+
+/// Pages by guest-virtual page number. Each page is memory of its own, so that a range across two of
+/// them is never contiguous.
+#[derive(Default)]
+pub struct Pages {
+    pages: RefCell<BTreeMap<u64, Box<[u8; PAGE as usize]>>>,
+    writes: Cell<usize>,
+    locates: Cell<usize>,
+    reads: Cell<usize>,
+    /// Writes from the first one (counted from 0) up to before the second one go wrong.
+    fault: Cell<Option<(usize, usize, Fault)>>,
+    /// Called before each compare-and-exchange with its number, counted from 0.
+    interference: RefCell<Option<Interference>>,
+    exchanges: Cell<usize>,
+}
+
+impl fmt::Debug for Pages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pages").finish_non_exhaustive()
+    }
+}
+
+/// What a guest does at the worst moment.
+pub type Interference = Box<dyn Fn(&Pages, usize)>;
+
+/// A range that was located.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    address: u64,
+    len: usize,
+}
+
+impl Pages {
+    /// Maps the pages of a range, as zeroes where they are new.
+    pub fn map(&self, address: u64, len: u64) {
+        let mut pages = self.pages.borrow_mut();
+        for page in address / PAGE..=(address + (len.max(1) - 1)) / PAGE {
+            pages
+                .entry(page)
+                .or_insert_with(|| Box::new([0; PAGE as usize]));
+        }
+    }
+
+    pub fn unmap(&self, address: u64) {
+        self.pages.borrow_mut().remove(&(address / PAGE));
+    }
+
+    /// Maps and writes, behind the engine's back.
+    pub fn poke(&self, address: u64, bytes: &[u8]) {
+        self.map(address, bytes.len() as u64);
+        self.copy_in(address, bytes);
+    }
+
+    pub fn poke_u32(&self, address: u64, value: u32) {
+        self.poke(address, &value.to_le_bytes());
+    }
+
+    pub fn poke_u64(&self, address: u64, value: u64) {
+        self.poke(address, &value.to_le_bytes());
+    }
+
+    pub fn peek<const N: usize>(&self, address: u64) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.copy_out(address, &mut bytes);
+        bytes
+    }
+
+    /// All bytes, by page.
+    pub fn snapshot(&self) -> BTreeMap<u64, Box<[u8; PAGE as usize]>> {
+        self.pages.borrow().clone()
+    }
+
+    pub fn writes(&self) -> usize {
+        self.writes.get()
+    }
+
+    pub fn locates(&self) -> usize {
+        self.locates.get()
+    }
+
+    pub fn reads(&self) -> usize {
+        self.reads.get()
+    }
+
+    /// Makes the writes `from..until` from now on go wrong.
+    pub fn inject(&self, from: usize, until: usize, fault: Fault) {
+        let now = self.writes.get();
+        self.fault.set(Some((
+            now.saturating_add(from),
+            now.saturating_add(until),
+            fault,
+        )));
+    }
+
+    pub fn heal(&self) {
+        self.fault.set(None);
+    }
+
+    pub fn interfere(&self, interference: Interference) {
+        *self.interference.borrow_mut() = Some(interference);
+        self.exchanges.set(0);
+    }
+
+    fn copy_in(&self, address: u64, bytes: &[u8]) {
+        let mut pages = self.pages.borrow_mut();
+        for (index, byte) in bytes.iter().enumerate() {
+            let at = address + index as u64;
+            pages.get_mut(&(at / PAGE)).expect("mapped")[(at % PAGE) as usize] = *byte;
+        }
+    }
+
+    fn copy_out(&self, address: u64, bytes: &mut [u8]) {
+        let pages = self.pages.borrow();
+        for (index, byte) in bytes.iter_mut().enumerate() {
+            let at = address + index as u64;
+            *byte = pages.get(&(at / PAGE)).expect("mapped")[(at % PAGE) as usize];
+        }
+    }
+
+    fn is_mapped(&self, place: Place) -> bool {
+        let pages = self.pages.borrow();
+        let last = place.address + (place.len as u64 - 1);
+        (place.address / PAGE..=last / PAGE).all(|page| pages.contains_key(&page))
+    }
+}
+
+impl GuestMemory for Pages {
+    type Place = Place;
+
+    fn locate(&self, address: u64, len: usize) -> Result<Place, Unmapped> {
+        assert!((1..=LOCATE_MAX).contains(&len), "located {len} bytes");
+        self.locates.set(self.locates.get() + 1);
+        let place = Place { address, len };
+        if address.checked_add(len as u64 - 1).is_none() {
+            return Err(Unmapped {
+                address,
+                reason: "past the end of the address space",
+            });
+        }
+        if self.is_mapped(place) {
+            Ok(place)
+        } else {
+            Err(Unmapped {
+                address,
+                reason: "not present",
+            })
+        }
+    }
+
+    fn read(&self, place: Place, bytes: &mut [u8]) -> Result<(), AccessFault> {
+        assert!(
+            bytes.len() <= place.len,
+            "read of {} bytes of {}",
+            bytes.len(),
+            place.len
+        );
+        self.reads.set(self.reads.get() + 1);
+        if !self.is_mapped(place) {
+            return Err(AccessFault);
+        }
+        self.copy_out(place.address, bytes);
+        Ok(())
+    }
+
+    fn write(&self, place: Place, bytes: &[u8]) -> Result<(), AccessFault> {
+        assert!(
+            bytes.len() <= place.len,
+            "write of {} bytes of {}",
+            bytes.len(),
+            place.len
+        );
+        let number = self.writes.replace(self.writes.get() + 1);
+        match self.fault.get() {
+            Some((from, until, fault)) if (from..until).contains(&number) => match fault {
+                Fault::Refused => return Err(AccessFault),
+                Fault::Torn => {
+                    self.copy_in(place.address, &bytes[..bytes.len() / 2]);
+                    return Err(AccessFault);
+                }
+                Fault::Lost => return Ok(()),
+            },
+            _ => {}
+        }
+        if !self.is_mapped(place) {
+            return Err(AccessFault);
+        }
+        self.copy_in(place.address, bytes);
+        Ok(())
+    }
+
+    fn compare_exchange_u32(
+        &self,
+        place: Place,
+        current: u32,
+        new: u32,
+    ) -> Result<Result<u32, u32>, AccessFault> {
+        let number = self.exchanges.replace(self.exchanges.get() + 1);
+        if let Some(interference) = &*self.interference.borrow() {
+            interference(self, number);
+        }
+        if !place.address.is_multiple_of(4) || !self.is_mapped(place) {
+            return Err(AccessFault);
+        }
+        let found = u32::from_le_bytes(self.peek(place.address));
+        if found != current {
+            return Ok(Err(found));
+        }
+        self.copy_in(place.address, &new.to_le_bytes());
+        Ok(Ok(found))
+    }
+}

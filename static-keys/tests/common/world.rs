@@ -1,0 +1,509 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A kernel with modules, as its own code would have left it in memory.
+
+use static_keys::{
+    Branch, Catalog, Class, Directory, EntryFormat, Gates, Instruction, Kernel, KeyId, Layout,
+    Module, Options, Plan, PlanError, Range, Size, Update,
+};
+
+use super::memory::{Pages, Place};
+
+/// Image of a key or a site: the kernel, or the module with this index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Owner {
+    Kernel,
+    Module(usize),
+}
+
+#[derive(Clone, Debug)]
+pub struct KeySpec {
+    pub owner: Owner,
+    pub class: Class,
+    /// Initialised as true: bit 0 of its type.
+    pub initially: bool,
+    pub count: i32,
+}
+
+#[derive(Clone, Debug)]
+pub struct SiteSpec {
+    pub key: usize,
+    pub owner: Owner,
+    pub size: Size,
+    pub likely: bool,
+    pub init: bool,
+    /// Free bytes before it; large enough ones make it straddle pages.
+    pub gap: u16,
+    pub displacement: i32,
+}
+
+/// A guest: its description, and its memory.
+#[derive(Debug)]
+pub struct World {
+    pub format: EntryFormat,
+    pub keys: Vec<KeySpec>,
+    pub sites: Vec<SiteSpec>,
+    pub modules: usize,
+    pub memory: Pages,
+}
+
+/// What a running system's `system_state` is.
+pub const SYSTEM_RUNNING: u32 = 3;
+pub const MODULE_STATE_LIVE: u32 = 0;
+pub const MUTEX_FLAGS: u64 = 7;
+/// Any task.
+pub const TASK: u64 = 0x1234_5678;
+
+const TEXT: u64 = 0x0100_0000;
+const TEXT_LEN: u64 = 0x0040_0000;
+const KEYS: u64 = 0x0200_0000;
+const TRACEPOINTS: u64 = 0x0210_0000;
+const WORDS: u64 = 0x0280_0000;
+const TABLE: u64 = 0x0300_0000;
+const DIRECTORY: u64 = 0x0380_0000;
+const NAMES: u64 = 0x03c0_0000;
+const MODULES: u64 = 0x1000_0000;
+const MODULE_LEN: u64 = 0x0100_0000;
+const HEAP: u64 = 0x2000_0000;
+
+const TRACEPOINT_SIZE: u64 = 0x80;
+const TRACEPOINT_KEY: u32 = 8;
+pub const TRACEPOINT_REGFUNC: u32 = 0x38;
+pub const TRACEPOINT_UNREGFUNC: u32 = 0x40;
+pub const TRACEPOINT_FUNCS: u32 = 0x48;
+const MODULE_STATE: u32 = 0;
+
+impl World {
+    pub fn new(
+        format: EntryFormat,
+        modules: usize,
+        keys: Vec<KeySpec>,
+        sites: Vec<SiteSpec>,
+    ) -> Self {
+        let world = Self {
+            format,
+            keys,
+            sites,
+            modules,
+            memory: Pages::default(),
+        };
+        world.write();
+        world
+    }
+
+    /// One key of the kernel with `sites` five-byte sites.
+    pub fn simple(count: i32, sites: usize) -> Self {
+        let key = KeySpec {
+            owner: Owner::Kernel,
+            class: Class::Ref,
+            initially: false,
+            count,
+        };
+        Self::new(
+            EntryFormat::Relative,
+            0,
+            vec![key],
+            (0..sites).map(|_| SiteSpec::of(0)).collect(),
+        )
+    }
+
+    /// The same guest with other counts, as if its keys had had them all along.
+    pub fn with_counts(&self, counts: &[i32]) -> Self {
+        let mut keys = self.keys.clone();
+        for (key, count) in keys.iter_mut().zip(counts) {
+            key.count = *count;
+        }
+        Self::new(self.format, self.modules, keys, self.sites.clone())
+    }
+
+    pub fn base(&self) -> u64 {
+        match self.format {
+            EntryFormat::Absolute32 => 0xc000_0000,
+            _ => 0xffff_ffff_8000_0000,
+        }
+    }
+
+    fn image(&self, owner: Owner) -> u64 {
+        match owner {
+            Owner::Kernel => self.base(),
+            Owner::Module(index) => self.base() + MODULES + index as u64 * MODULE_LEN,
+        }
+    }
+
+    /// Offsets within an image: a module's parts are closer together.
+    fn part(&self, owner: Owner, offset: u64) -> u64 {
+        match owner {
+            Owner::Kernel => self.image(owner) + offset,
+            Owner::Module(_) => self.image(owner) + offset / 8,
+        }
+    }
+
+    pub fn text(&self, owner: Owner) -> Range {
+        let start = self.part(owner, TEXT);
+        Range {
+            start,
+            end: start + TEXT_LEN / 8,
+        }
+    }
+
+    /// Address of the `struct module`; 0 for the kernel.
+    pub fn module(&self, owner: Owner) -> u64 {
+        match owner {
+            Owner::Kernel => 0,
+            Owner::Module(_) => self.image(owner) + 0x1000,
+        }
+    }
+
+    pub fn module_state(&self, index: usize) -> u64 {
+        self.module(Owner::Module(index)) + u64::from(MODULE_STATE)
+    }
+
+    pub fn key(&self, index: usize) -> KeyId {
+        match self.keys[index].class {
+            Class::Tracepoint => KeyId(self.tracepoint(index) + u64::from(TRACEPOINT_KEY)),
+            _ => KeyId(self.part(self.keys[index].owner, KEYS) + index as u64 * 16),
+        }
+    }
+
+    pub fn tracepoint(&self, index: usize) -> u64 {
+        self.part(self.keys[index].owner, TRACEPOINTS) + index as u64 * TRACEPOINT_SIZE
+    }
+
+    pub fn key_type(&self, index: usize) -> u64 {
+        self.key(index).0 + u64::from(self.layout().static_key_type)
+    }
+
+    fn pointer(&self) -> usize {
+        if self.format == EntryFormat::Absolute32 {
+            4
+        } else {
+            8
+        }
+    }
+
+    pub fn poke_pointer(&self, address: u64, value: u64) {
+        self.memory
+            .poke(address, &value.to_le_bytes()[..self.pointer()]);
+    }
+
+    pub fn layout(&self) -> Layout {
+        let pointer = self.pointer() as u32;
+        Layout {
+            static_key_type: pointer,
+            static_key_mod_next: 0,
+            static_key_mod_entries: pointer,
+            static_key_mod_mod: 2 * pointer,
+            module_state: MODULE_STATE,
+            module_state_live: MODULE_STATE_LIVE,
+            tracepoint_key: TRACEPOINT_KEY,
+            tracepoint_regfunc: TRACEPOINT_REGFUNC,
+            tracepoint_unregfunc: TRACEPOINT_UNREGFUNC,
+            tracepoint_funcs: TRACEPOINT_FUNCS,
+        }
+    }
+
+    pub fn gates(&self) -> Gates {
+        let words = self.base() + WORDS;
+        let has_jump_labels = self.format != EntryFormat::None;
+        let word = |offset: u64| if has_jump_labels { words + offset } else { 0 };
+        Gates {
+            system_state: words,
+            system_state_running: u64::from(SYSTEM_RUNNING),
+            mutex_owner_mask: !MUTEX_FLAGS,
+            jump_label_mutex_owner: word(8),
+            text_mutex_owner: word(16),
+            tracepoints_mutex_owner: words + 24,
+            tp_vec_nr: word(32),
+            bp_desc_refs: word(36),
+        }
+    }
+
+    pub fn kernel(&self) -> Kernel {
+        Kernel {
+            format: self.format,
+            jump_table: self.table(Owner::Kernel),
+            text: self.text(Owner::Kernel),
+            ro_after_init: Range::default(),
+            layout: self.layout(),
+            gates: self.gates(),
+            directory: self.directory(Owner::Kernel),
+        }
+    }
+
+    pub fn module_image(&self, index: usize) -> Module<'static> {
+        const NAMES: [&[u8]; 4] = [b"alpha\0junk", b"beta", b"gamma\0", b"delta"];
+        let owner = Owner::Module(index);
+        Module {
+            id: self.module(owner),
+            name: NAMES[index],
+            jump_table: self.table(owner),
+            text: self.text(owner),
+            directory: self.directory(owner),
+        }
+    }
+
+    pub fn catalog(&self) -> Catalog {
+        let mut catalog = Catalog::new(&self.memory, &self.kernel()).expect("kernel");
+        for index in 0..self.modules {
+            catalog
+                .add_module(&self.memory, &self.module_image(index))
+                .expect("module");
+        }
+        catalog
+    }
+
+    pub fn plan(&self, updates: &[Update]) -> Result<Plan<Place>, PlanError> {
+        Plan::new(
+            &self.catalog(),
+            &self.memory,
+            updates,
+            &Options {
+                allow_guarded: true,
+            },
+        )
+    }
+
+    /// Its sites in the order of the image's table: by key, then by address.
+    fn sites_of(&self, owner: Owner) -> Vec<usize> {
+        let mut sites: Vec<usize> = (0..self.sites.len())
+            .filter(|&site| self.sites[site].owner == owner)
+            .collect();
+        sites.sort_by_key(|&site| (self.key(self.sites[site].key), self.site(site)));
+        sites
+    }
+
+    pub fn table(&self, owner: Owner) -> Range {
+        let start = self.part(owner, TABLE);
+        let entries = if self.format == EntryFormat::None {
+            0
+        } else {
+            self.sites_of(owner).len()
+        };
+        Range {
+            start,
+            end: start + (entries * self.format.entry_size()) as u64,
+        }
+    }
+
+    fn directory(&self, owner: Owner) -> Directory {
+        let keys = self.keys.iter().filter(|key| key.owner == owner).count();
+        Directory {
+            keys: self.part(owner, DIRECTORY),
+            key_count: keys as u32,
+            names: self.part(owner, NAMES),
+            names_size: keys as u32 * 16,
+        }
+    }
+
+    /// Address of a site.
+    pub fn site(&self, site: usize) -> u64 {
+        let owner = self.sites[site].owner;
+        let before = self.sites[..site]
+            .iter()
+            .filter(|other| other.owner == owner);
+        let used: u64 = before
+            .map(|other| u64::from(other.gap) + other.size.bytes() as u64)
+            .sum();
+        self.text(owner).start + used + u64::from(self.sites[site].gap)
+    }
+
+    pub fn target(&self, site: usize) -> u64 {
+        let spec = &self.sites[site];
+        let displacement = match spec.size {
+            Size::Two => i64::from(spec.displacement as i8),
+            Size::Five => i64::from(spec.displacement % 0x10_0000),
+        };
+        (self.site(site) + spec.size.bytes() as u64).wrapping_add_signed(displacement)
+    }
+
+    /// The bytes that a site must have at a count.
+    pub fn instruction(&self, site: usize, count: i32) -> Instruction {
+        let spec = &self.sites[site];
+        let branch = if (count != 0) == spec.likely {
+            Branch::Nop
+        } else {
+            Branch::Jump
+        };
+        Instruction::encode(branch, spec.size, self.site(site), self.target(site))
+            .expect("within reach")
+    }
+
+    fn write(&self) {
+        let gates = self.gates();
+        self.memory.map(self.base() + WORDS, 64);
+        self.memory.poke_u32(gates.system_state, SYSTEM_RUNNING);
+        if gates.text_mutex_owner != 0 {
+            // Nobody's, with flags.
+            self.poke_pointer(gates.text_mutex_owner, 1);
+        }
+        for index in 0..self.keys.len() {
+            self.write_key(index);
+        }
+        let owners = || std::iter::once(Owner::Kernel).chain((0..self.modules).map(Owner::Module));
+        for owner in owners() {
+            self.write_directory(owner);
+            if owner != Owner::Kernel {
+                self.memory.poke_u32(
+                    self.module(owner) + u64::from(MODULE_STATE),
+                    MODULE_STATE_LIVE,
+                );
+            }
+            for (index, &site) in self.sites_of(owner).iter().enumerate() {
+                self.write_entry(self.part(owner, TABLE), index, site);
+            }
+        }
+        for site in 0..self.sites.len() {
+            let key = &self.keys[self.sites[site].key];
+            let count = if self.sites[site].init {
+                i32::from(key.initially)
+            } else {
+                key.count
+            };
+            self.memory.map(self.site(site), 16);
+            self.memory
+                .poke(self.site(site), self.instruction(site, count).as_bytes());
+        }
+    }
+
+    fn write_key(&self, index: usize) {
+        let spec = &self.keys[index];
+        self.memory.map(self.key(index).0, 16);
+        self.memory
+            .poke(self.key(index).0, &spec.count.to_le_bytes());
+        if spec.class == Class::Tracepoint {
+            self.memory.map(self.tracepoint(index), TRACEPOINT_SIZE);
+            self.poke_pointer(
+                self.tracepoint(index) + u64::from(TRACEPOINT_FUNCS),
+                self.base() + HEAP + 0x0f00_0000,
+            );
+        }
+        if self.format != EntryFormat::None {
+            self.poke_pointer(self.key_type(index), self.type_word(index));
+        }
+    }
+
+    /// Addresses of the first entry of a key in each image that has some.
+    fn runs(&self, index: usize) -> Vec<(Owner, u64)> {
+        let mut runs = Vec::new();
+        for owner in std::iter::once(Owner::Kernel).chain((0..self.modules).map(Owner::Module)) {
+            if let Some(first) = self
+                .sites_of(owner)
+                .iter()
+                .position(|&site| self.sites[site].key == index)
+            {
+                runs.push((
+                    owner,
+                    self.part(owner, TABLE) + (first * self.format.entry_size()) as u64,
+                ));
+            }
+        }
+        runs
+    }
+
+    /// Address of a node of a key's chain, the latest module first, the key's own image last.
+    pub fn node(&self, key: usize, node: usize) -> u64 {
+        self.base() + HEAP + key as u64 * 0x1000 + node as u64 * 32
+    }
+
+    /// As jump_label_add_module() builds it.
+    fn type_word(&self, index: usize) -> u64 {
+        let flag = u64::from(self.keys[index].initially);
+        let home = self.keys[index].owner;
+        let runs = self.runs(index);
+        let own = runs
+            .iter()
+            .find(|(owner, _)| *owner == home)
+            .map_or(0, |(_, entries)| *entries);
+        let others: Vec<_> = runs
+            .iter()
+            .filter(|(owner, _)| *owner != home)
+            .copied()
+            .rev()
+            .collect();
+        if others.is_empty() {
+            return own | flag;
+        }
+        let pointer = self.pointer() as u64;
+        let nodes: Vec<_> = others.into_iter().chain([(home, own)]).collect();
+        for (number, (owner, entries)) in nodes.iter().enumerate() {
+            let next = if number + 1 == nodes.len() {
+                0
+            } else {
+                self.node(index, number + 1)
+            };
+            for (word, value) in [next, *entries, self.module(*owner)]
+                .into_iter()
+                .enumerate()
+            {
+                self.poke_pointer(self.node(index, number) + word as u64 * pointer, value);
+            }
+        }
+        self.node(index, 0) | 2 | flag
+    }
+
+    fn write_entry(&self, table: u64, index: usize, site: usize) {
+        let spec = &self.sites[site];
+        let (code, target, key) = (self.site(site), self.target(site), self.key(spec.key).0);
+        let flags = u64::from(spec.likely) | u64::from(spec.init) << 1;
+        let at = table + (index * self.format.entry_size()) as u64;
+        match self.format {
+            EntryFormat::Relative => {
+                self.memory.poke_u32(at, code.wrapping_sub(at) as u32);
+                self.memory
+                    .poke_u32(at + 4, target.wrapping_sub(at + 4) as u32);
+                self.memory
+                    .poke_u64(at + 8, key.wrapping_sub(at + 8) | flags);
+            }
+            EntryFormat::Absolute64 => {
+                for (member, value) in [code, target, key | flags].into_iter().enumerate() {
+                    self.memory.poke_u64(at + member as u64 * 8, value);
+                }
+            }
+            EntryFormat::Absolute32 => {
+                for (member, value) in [code, target, key | flags].into_iter().enumerate() {
+                    self.memory.poke_u32(at + member as u64 * 4, value as u32);
+                }
+            }
+            EntryFormat::None => {}
+        }
+    }
+
+    fn write_directory(&self, owner: Owner) {
+        let directory = self.directory(owner);
+        let keys = (0..self.keys.len()).filter(|&key| self.keys[key].owner == owner);
+        for (slot, index) in keys.enumerate() {
+            let class = self.keys[index].class;
+            let record = directory.keys + slot as u64 * 24;
+            self.memory.poke_u64(record, self.key(index).0);
+            self.memory.poke_u32(record + 8, slot as u32 * 16);
+            let (number, tracepoint) = match class {
+                Class::Guarded => (0, 0),
+                Class::Ref => (1, 0),
+                Class::Tracepoint => (2, self.tracepoint(index)),
+            };
+            self.memory.poke_u32(record + 12, number);
+            self.memory.poke_u64(record + 16, tracepoint);
+            let mut name = format!("key{index}").into_bytes();
+            name.resize(16, 0);
+            self.memory.poke(directory.names + slot as u64 * 16, &name);
+        }
+    }
+}
+
+impl SiteSpec {
+    /// An unlikely five-byte site of the kernel.
+    pub fn of(key: usize) -> Self {
+        Self {
+            key,
+            owner: Owner::Kernel,
+            size: Size::Five,
+            likely: false,
+            init: false,
+            gap: 11,
+            displacement: 0x100,
+        }
+    }
+}
+
+pub fn update(key: KeyId, op: static_keys::Op) -> Update {
+    Update { key, op }
+}

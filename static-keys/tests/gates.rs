@@ -1,0 +1,512 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Each gate, closed before the plan and between plan and verify: busy, and nothing is written.
+
+mod common;
+
+use common::world::{
+    KeySpec, Owner, SiteSpec, TASK, TRACEPOINT_FUNCS, TRACEPOINT_REGFUNC, TRACEPOINT_UNREGFUNC,
+    World, update,
+};
+use static_keys::{
+    Busy, Class, EntryFormat, Gate, Op, Options, Plan, PlanError, Range, Size, Update, VerifyError,
+};
+
+/// Key 0: of the kernel, with sites in the kernel and both modules. Key 1: of module 0. Key 2: a
+/// tracepoint. Key 3: counts only.
+fn world() -> World {
+    let key = |owner, class, count| KeySpec {
+        owner,
+        class,
+        initially: true,
+        count,
+    };
+    let keys = vec![
+        key(Owner::Kernel, Class::Ref, 0),
+        key(Owner::Module(0), Class::Ref, 0),
+        key(Owner::Kernel, Class::Tracepoint, 0),
+        key(Owner::Kernel, Class::Guarded, 2),
+    ];
+    let mut sites: Vec<SiteSpec> = [Owner::Kernel, Owner::Module(0), Owner::Module(1)]
+        .into_iter()
+        .map(|owner| SiteSpec {
+            owner,
+            ..SiteSpec::of(0)
+        })
+        .collect();
+    sites.push(SiteSpec {
+        owner: Owner::Module(0),
+        ..SiteSpec::of(1)
+    });
+    sites.push(SiteSpec::of(2));
+    World::new(EntryFormat::Relative, 2, keys, sites)
+}
+
+fn one(world: &World, key: usize, op: Op) -> Vec<Update> {
+    vec![update(world.key(key), op)]
+}
+
+/// Closes a gate in both ways; the gate that was found closed.
+fn closed(key: usize, op: Op, close: impl Fn(&World)) -> Gate {
+    let world = world();
+    let plan = world.plan(&one(&world, key, op)).expect("open at first");
+    close(&world);
+    let before = world.memory.snapshot();
+    let verified = if plan.needs_pause() {
+        plan.verify(&world.memory, &[])
+    } else {
+        match plan.commit_running(&world.memory) {
+            Err(static_keys::RunningError::Raced(error)) => Err(error),
+            other => panic!("not raced: {other:?}"),
+        }
+    };
+    let Err(VerifyError::Busy(Busy::Gate { gate, .. })) = verified else {
+        panic!("not busy: {verified:?}")
+    };
+    assert!(
+        matches!(world.plan(&one(&world, key, op)), Err(PlanError::Busy(_))),
+        "planned with {gate}"
+    );
+    assert!(world.memory.snapshot() == before);
+    gate
+}
+
+#[test]
+fn every_gate_closes() {
+    let module = |module: &str| Gate::ModuleState {
+        module: module.into(),
+    };
+    let gates = world().gates();
+    assert_eq!(
+        closed(0, Op::Inc, |w| w.memory.poke_u32(gates.system_state, 4)),
+        Gate::SystemState
+    );
+    assert_eq!(
+        closed(0, Op::Inc, |w| w
+            .memory
+            .poke_u64(gates.jump_label_mutex_owner, TASK)),
+        Gate::JumpLabelMutex
+    );
+    assert_eq!(
+        closed(0, Op::Inc, |w| w
+            .memory
+            .poke_u64(gates.text_mutex_owner, TASK | 1)),
+        Gate::TextMutex
+    );
+    assert_eq!(
+        closed(0, Op::Inc, |w| w.memory.poke_u32(gates.tp_vec_nr, 1)),
+        Gate::TextPokeQueue
+    );
+    assert_eq!(
+        closed(0, Op::Inc, |w| w.memory.poke_u32(gates.bp_desc_refs, 1)),
+        Gate::TextPoke
+    );
+    assert_eq!(
+        closed(0, Op::Inc, |w| w.memory.poke_u32(w.module_state(0), 1)),
+        module("alpha")
+    );
+    assert_eq!(
+        closed(0, Op::Inc, |w| w.memory.poke_u32(w.module_state(1), 2)),
+        module("beta")
+    );
+    assert_eq!(
+        closed(1, Op::Inc, |w| w.memory.poke_u32(w.module_state(0), 2)),
+        module("alpha")
+    );
+    assert_eq!(
+        closed(2, Op::Inc, |w| w
+            .memory
+            .poke_u64(gates.tracepoints_mutex_owner, TASK)),
+        Gate::TracepointsMutex
+    );
+    assert_eq!(
+        closed(3, Op::Inc, |w| w.memory.poke_u32(gates.system_state, 2)),
+        Gate::SystemState
+    );
+}
+
+#[test]
+fn mutex_flags_are_not_an_owner() {
+    let world = world();
+    for word in [
+        world.gates().jump_label_mutex_owner,
+        world.gates().text_mutex_owner,
+    ] {
+        world.memory.poke_u64(word, 7);
+    }
+    world
+        .plan(&one(&world, 0, Op::Inc))
+        .expect("free")
+        .verify(&world.memory, &[])
+        .expect("free");
+}
+
+#[test]
+fn locks_do_not_matter_where_they_protect_nothing() {
+    let world = world();
+    world
+        .memory
+        .poke_u64(world.gates().tracepoints_mutex_owner, TASK);
+    world
+        .plan(&one(&world, 0, Op::Inc))
+        .expect("no tracepoint")
+        .verify(&world.memory, &[])
+        .expect("no tracepoint");
+    world
+        .memory
+        .poke_u64(world.gates().jump_label_mutex_owner, TASK);
+    let plan = world.plan(&one(&world, 3, Op::Inc)).expect("only counts");
+    plan.commit_running(&world.memory).expect("only counts");
+}
+
+#[test]
+fn a_change_of_the_words_behind_a_key_is_noticed() {
+    for (address, what) in [
+        (world().key_type(0), Gate::KeyType { key: "key0".into() }),
+        (world().node(0, 0), Gate::KeyChain { key: "key0".into() }),
+        (
+            world().node(0, 0) + 8,
+            Gate::KeyChain { key: "key0".into() },
+        ),
+        (
+            world().node(0, 2) + 16,
+            Gate::KeyChain { key: "key0".into() },
+        ),
+    ] {
+        let world = world();
+        let plan = world.plan(&one(&world, 0, Op::Inc)).expect("planned");
+        world.memory.poke_u64(
+            address,
+            u64::from_le_bytes(world.memory.peek(address)) ^ 0x10,
+        );
+        let verified = plan.verify(&world.memory, &[]);
+        assert!(
+            matches!(&verified, Err(VerifyError::Busy(Busy::Gate { gate, .. })) if *gate == what),
+            "{verified:?}"
+        );
+    }
+}
+
+#[test]
+fn a_count_that_has_moved_is_noticed() {
+    let world = world();
+    let plan = world.plan(&one(&world, 0, Op::Inc)).expect("planned");
+    world.memory.poke_u32(world.key(0).0, u32::MAX);
+    let moved = Busy::Count {
+        key: "key0".into(),
+        expected: 0,
+        found: -1,
+    };
+    assert_eq!(
+        plan.verify(&world.memory, &[]),
+        Err(VerifyError::Busy(moved))
+    );
+}
+
+#[test]
+fn no_vcpu_may_stand_inside_a_site() {
+    for size in [Size::Two, Size::Five] {
+        let key = KeySpec {
+            owner: Owner::Kernel,
+            class: Class::Ref,
+            initially: false,
+            count: 0,
+        };
+        let spec = SiteSpec {
+            size,
+            displacement: 20,
+            ..SiteSpec::of(0)
+        };
+        let world = World::new(
+            EntryFormat::Relative,
+            0,
+            vec![key],
+            vec![spec.clone(), spec],
+        );
+        let plan = world.plan(&one(&world, 0, Op::Inc)).expect("planned");
+        for site in [0, 1].map(|site| world.site(site)) {
+            let end = site + size.bytes() as u64;
+            for rip in site - 1..=end + 1 {
+                let inside = site < rip && rip < end;
+                let verified = plan.verify(&world.memory, &[0, rip, u64::MAX]);
+                let expected = if inside {
+                    Err(VerifyError::Busy(Busy::InsideSite { rip, site }))
+                } else {
+                    Ok(())
+                };
+                assert_eq!(verified, expected, "{size:?} at {site:#x}, rip {rip:#x}");
+            }
+        }
+    }
+}
+
+#[test]
+fn foreign_bytes_are_told_apart_from_a_busy_guest() {
+    let foreign: [(&str, [u8; 5]); 4] = [
+        ("int3", [0xcc, 0x1f, 0x44, 0x00, 0x00]),
+        ("a call", [0xe8, 0x00, 0x01, 0x00, 0x00]),
+        ("a jump elsewhere", [0xe9, 0x00, 0x02, 0x00, 0x00]),
+        (
+            "the jump, but the key is off",
+            [0xe9, 0x00, 0x01, 0x00, 0x00],
+        ),
+    ];
+    for (what, bytes) in foreign {
+        for before_the_plan in [true, false] {
+            let world = World::simple(0, 3);
+            let poke = || world.memory.poke(world.site(1), &bytes);
+            if before_the_plan {
+                poke();
+            }
+            let plan = world
+                .plan(&one(&world, 0, Op::Inc))
+                .expect("only a stopped guest can tell");
+            poke();
+            // At work: not foreign.
+            let mutex = world.gates().text_mutex_owner;
+            world.memory.poke_u64(mutex, TASK);
+            assert!(
+                matches!(plan.verify(&world.memory, &[]), Err(VerifyError::Busy(_))),
+                "{what}"
+            );
+            world.memory.poke_u64(mutex, 0);
+            match plan.verify(&world.memory, &[]) {
+                Err(VerifyError::ForeignBytes {
+                    key,
+                    site,
+                    length,
+                    expected,
+                    found,
+                }) => {
+                    assert_eq!((&*key, site, length), ("key0", world.site(1), 5), "{what}");
+                    assert_eq!(
+                        (expected, found),
+                        ([0x0f, 0x1f, 0x44, 0x00, 0x00], bytes),
+                        "{what}"
+                    );
+                }
+                other => panic!("{what}: {other:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_site_caught_in_the_middle_of_a_change_is_busy() {
+    let world = World::simple(0, 1);
+    world.memory.poke(world.site(0), &[0xcc]);
+    let plan = world.plan(&one(&world, 0, Op::Inc)).expect("planned");
+    world.memory.poke(world.site(0), &[0x0f]);
+    let changing = Busy::SiteChanging {
+        key: "key0".into(),
+        site: world.site(0),
+    };
+    assert_eq!(
+        plan.verify(&world.memory, &[]),
+        Err(VerifyError::Busy(changing))
+    );
+}
+
+#[test]
+fn tracepoints_are_booleans_with_probes() {
+    let refused = |world: &World, op| match world.plan(&one(world, 2, op)) {
+        Err(PlanError::Tracepoint { why, .. }) => why,
+        other => panic!("{op}: {:?}", other.map(|plan| plan.site_count())),
+    };
+    let fired = || {
+        let world = world();
+        world.with_counts(&[0, 0, 1, 2])
+    };
+    // Above 1 never.
+    assert!(refused(&fired(), Op::Inc).contains("not counted"));
+    assert!(refused(&world().with_counts(&[0, 0, 2, 2]), Op::Dec).contains("not counted"));
+    // Without a probe it cannot fire, but it can be parked.
+    for (world, op, possible) in [(world(), Op::Enable, false), (fired(), Op::Disable, true)] {
+        world
+            .memory
+            .poke_u64(world.tracepoint(2) + u64::from(TRACEPOINT_FUNCS), 0);
+        assert_eq!(world.plan(&one(&world, 2, op)).is_ok(), possible, "{op}");
+    }
+    // regfunc and unregfunc belong to the kernel's own idea of on and off.
+    for offset in [TRACEPOINT_REGFUNC, TRACEPOINT_UNREGFUNC] {
+        for (world, op) in [(world(), Op::Enable), (fired(), Op::Disable)] {
+            world.memory.poke_u64(
+                world.tracepoint(2) + u64::from(offset),
+                0xffff_ffff_8123_4567,
+            );
+            assert!(
+                refused(&world, op).contains("functions"),
+                "{op} {offset:#x}"
+            );
+        }
+    }
+    // And the probes may not change before the commit.
+    for offset in [TRACEPOINT_REGFUNC, TRACEPOINT_UNREGFUNC, TRACEPOINT_FUNCS] {
+        let world = world();
+        let plan = world.plan(&one(&world, 2, Op::Enable)).expect("planned");
+        world
+            .memory
+            .poke_u64(world.tracepoint(2) + u64::from(offset), 0x1000);
+        let verified = plan.verify(&world.memory, &[]);
+        let noticed = matches!(
+            &verified,
+            Err(VerifyError::Busy(Busy::Gate {
+                gate: Gate::TracepointProbes { .. },
+                ..
+            }))
+        );
+        assert!(noticed, "{offset:#x}: {verified:?}");
+    }
+}
+
+#[test]
+fn a_tracepoint_needs_its_mutex_and_a_pause() {
+    let world = world();
+    let mut kernel = world.kernel();
+    kernel.gates.tracepoints_mutex_owner = 0;
+    let catalog = static_keys::Catalog::new(&world.memory, &kernel).expect("kernel");
+    let planned = Plan::new(
+        &catalog,
+        &world.memory,
+        &one(&world, 2, Op::Enable),
+        &Options::default(),
+    );
+    assert!(matches!(planned, Err(PlanError::Tracepoint { .. })));
+
+    let key = KeySpec {
+        owner: Owner::Kernel,
+        class: Class::Tracepoint,
+        initially: false,
+        count: 0,
+    };
+    let world = World::new(EntryFormat::None, 0, vec![key], Vec::new());
+    assert!(
+        world
+            .plan(&one(&world, 0, Op::Enable))
+            .expect("planned")
+            .needs_pause()
+    );
+}
+
+#[test]
+fn guarded_keys_need_permission() {
+    let world = world();
+    let plan = |allow_guarded| {
+        Plan::new(
+            &world.catalog(),
+            &world.memory,
+            &one(&world, 3, Op::Inc),
+            &Options { allow_guarded },
+        )
+        .map(|_| ())
+    };
+    assert_eq!(plan(false), Err(PlanError::Guarded { key: "key3".into() }));
+    assert_eq!(plan(true), Ok(()));
+}
+
+#[test]
+fn sealed_keys_are_refused() {
+    // Since 6.11: linked, to nothing.
+    for type_word in [2, 3] {
+        let world = World::simple(0, 1);
+        world.memory.poke_u64(world.key_type(0), type_word);
+        assert!(matches!(
+            world.plan(&one(&world, 0, Op::Inc)),
+            Err(PlanError::Sealed { .. })
+        ));
+        let state = &world.catalog().site_states(&world.memory, world.key(0))[0];
+        assert_eq!(state.patchable, Err(static_keys::NotPatchable::Sealed));
+    }
+    // Before: by its address, also if it would only be counted.
+    for count in [0, 5] {
+        let world = World::simple(count, 1);
+        let mut kernel = world.kernel();
+        kernel.ro_after_init = Range {
+            start: world.key(0).0,
+            end: world.key(0).0 + 16,
+        };
+        let catalog = static_keys::Catalog::new(&world.memory, &kernel).expect("kernel");
+        let planned = Plan::new(
+            &catalog,
+            &world.memory,
+            &one(&world, 0, Op::Inc),
+            &Options::default(),
+        );
+        assert!(matches!(planned, Err(PlanError::Sealed { .. })));
+    }
+}
+
+#[test]
+fn init_sites_are_left_alone() {
+    let key = KeySpec {
+        owner: Owner::Kernel,
+        class: Class::Ref,
+        initially: false,
+        count: 0,
+    };
+    let sites = vec![
+        SiteSpec::of(0),
+        SiteSpec {
+            init: true,
+            ..SiteSpec::of(0)
+        },
+    ];
+    let world = World::new(EntryFormat::Relative, 0, vec![key], sites);
+    // Freed and used for something else.
+    world.memory.poke(world.site(1), b"data!");
+    let plan = world.plan(&one(&world, 0, Op::Inc)).expect("planned");
+    assert_eq!(plan.site_count(), 1);
+    plan.verify(&world.memory, &[]).expect("verified");
+    plan.commit(&world.memory).expect("committed");
+    assert_eq!(&world.memory.peek(world.site(1)), b"data!");
+}
+
+#[test]
+fn modules_come_and_go() {
+    let world = world();
+    let mut catalog = world.catalog();
+    let plan = |catalog: &static_keys::Catalog, key| {
+        Plan::new(
+            catalog,
+            &world.memory,
+            &one(&world, key, Op::Inc),
+            &Options::default(),
+        )
+        .map(|plan| plan.site_count())
+    };
+    assert_eq!(plan(&catalog, 0), Ok(3));
+    assert_eq!(
+        catalog
+            .find("alpha:key1")
+            .map(|key| (key.id, key.module(), key.name())),
+        Some((world.key(1), "alpha", "key1"))
+    );
+
+    assert!(catalog.remove_module(world.module(Owner::Module(0))));
+    assert!(
+        !catalog.remove_module(world.module(Owner::Module(0))),
+        "once"
+    );
+    assert!(!catalog.remove_module(0), "the kernel is no module");
+    assert!(catalog.find("alpha:key1").is_none());
+    assert_eq!(catalog.key_count(), 3);
+    assert_eq!(
+        plan(&catalog, 1),
+        Err(PlanError::UnknownKey { key: world.key(1) })
+    );
+    // The guest's chain still names it.
+    assert!(matches!(
+        plan(&catalog, 0),
+        Err(PlanError::Busy(Busy::Users { .. }))
+    ));
+
+    catalog
+        .add_module(&world.memory, &world.module_image(0))
+        .expect("again");
+    assert_eq!(plan(&catalog, 0), Ok(3));
+    // Registered, but the chain does not name it any more.
+    world.memory.poke_u64(world.node(0, 0), world.node(0, 2));
+    assert!(matches!(
+        plan(&catalog, 0),
+        Err(PlanError::Busy(Busy::Users { .. }))
+    ));
+}

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Faults at every write: either the whole transaction is made, or every byte is as before.
+
+mod common;
+
+use common::memory::Fault;
+use common::world::{KeySpec, Owner, SiteSpec, World, update};
+use static_keys::{
+    Busy, Class, EntryFormat, GuestMemory, Op, RunningError, Size, Undo, Update, VerifyError,
+};
+
+/// Three keys that flip in both directions and one that only counts, sites of both sizes across page
+/// ends, one module.
+fn world() -> World {
+    let key = |owner, count| KeySpec {
+        owner,
+        class: Class::Ref,
+        initially: false,
+        count,
+    };
+    let keys = vec![
+        key(Owner::Kernel, 0),
+        key(Owner::Kernel, 1),
+        key(Owner::Module(0), 0),
+        key(Owner::Kernel, 3),
+    ];
+    let mut sites = Vec::new();
+    for number in 0..9_u16 {
+        for (key, spec) in keys.iter().enumerate().take(3) {
+            sites.push(SiteSpec {
+                owner: if number % 3 == 0 {
+                    Owner::Module(0)
+                } else {
+                    spec.owner
+                },
+                size: if number % 2 == 0 {
+                    Size::Two
+                } else {
+                    Size::Five
+                },
+                likely: number % 4 == 1,
+                gap: 4087 + number,
+                displacement: 64,
+                ..SiteSpec::of(key)
+            });
+        }
+    }
+    World::new(EntryFormat::Relative, 1, keys, sites)
+}
+
+fn updates(world: &World) -> Vec<Update> {
+    let ops = [Op::Inc, Op::Dec, Op::Enable, Op::Inc];
+    ops.into_iter()
+        .enumerate()
+        .map(|(key, op)| update(world.key(key), op))
+        .collect()
+}
+
+#[test]
+fn a_fault_at_any_write_leaves_everything_as_it_was() {
+    let world = world();
+    let before = world.memory.snapshot();
+    let plan = world.plan(&updates(&world)).expect("planned");
+    let writes = plan.site_count() + plan.changes().len();
+    assert_eq!(writes, 27 + 4);
+    for fault in [Fault::Refused, Fault::Torn, Fault::Lost] {
+        for position in 0..writes {
+            plan.verify(&world.memory, &[]).expect("as it was");
+            world.memory.inject(position, position + 1, fault);
+            let error = plan.commit(&world.memory).expect_err("a write went wrong");
+            world.memory.heal();
+            assert_eq!(
+                error.undo,
+                Undo::Complete,
+                "{fault:?} at {position}: {error}"
+            );
+            assert!(
+                world.memory.snapshot() == before,
+                "{fault:?} at write {position} left something"
+            );
+        }
+    }
+    plan.commit(&world.memory).expect("no fault");
+    assert!(world.memory.snapshot() == world.with_counts(&[1, 0, 1, 4]).memory.snapshot());
+}
+
+#[test]
+fn an_undo_that_fails_says_so_and_undoes_the_rest() {
+    let world = world();
+    let before = world.memory.snapshot();
+    let plan = world.plan(&updates(&world)).expect("planned");
+    // Writes 0..10 go well, 10 fails, the undo of 10 (write 11) and of 9 (write 12) fail as well.
+    world.memory.inject(10, 13, Fault::Refused);
+    let error = plan.commit(&world.memory).expect_err("a write went wrong");
+    world.memory.heal();
+    assert_eq!(error.undo, Undo::Incomplete { left: 2 });
+    assert!(error.to_string().contains("inconsistent"), "{error}");
+    let differing = world
+        .memory
+        .snapshot()
+        .values()
+        .zip(before.values())
+        .flat_map(|(now, then)| {
+            now.iter()
+                .zip(then.iter())
+                .filter(|(now, then)| now != then)
+                .map(|_| ())
+                .collect::<Vec<_>>()
+        })
+        .count();
+    // Site 9 alone; step 10 was never written.
+    assert!((1..=5).contains(&differing), "{differing} bytes differ");
+}
+
+#[test]
+fn the_error_names_key_address_and_bytes() {
+    let world = World::simple(0, 1);
+    let plan = world
+        .plan(&[update(world.key(0), Op::Enable)])
+        .expect("planned");
+    world.memory.inject(0, 1, Fault::Lost);
+    let text = plan.commit(&world.memory).expect_err("lost").to_string();
+    for part in [
+        "key0",
+        &format!("{:#x}", world.site(0)),
+        "0f 1f 44 00 00",
+        "e9 00 01 00 00",
+    ] {
+        assert!(text.contains(part), "{part} is not in: {text}");
+    }
+}
+
+/// Keys at count 2 and a transaction that increments each.
+fn counting(keys: usize) -> (World, Vec<Update>) {
+    let key = KeySpec {
+        owner: Owner::Kernel,
+        class: Class::Ref,
+        initially: false,
+        count: 2,
+    };
+    let world = World::new(
+        EntryFormat::Relative,
+        0,
+        vec![key; keys],
+        vec![SiteSpec::of(0)],
+    );
+    let updates = (0..keys)
+        .map(|key| update(world.key(key), Op::Inc))
+        .collect();
+    (world, updates)
+}
+
+#[test]
+fn a_lost_race_at_any_key_gives_back_the_others() {
+    for loser in 0..4 {
+        let (world, updates) = counting(4);
+        let plan = world.plan(&updates).expect("planned");
+        assert!(!plan.needs_pause());
+        let address = world.key(loser).0;
+        world.memory.interfere(Box::new(move |memory, exchange| {
+            if exchange == loser {
+                memory.poke_u32(address, 7);
+            }
+        }));
+        let error = plan
+            .commit_running(&world.memory)
+            .expect_err("the guest was faster");
+        let raced = VerifyError::Busy(Busy::Count {
+            key: format!("key{loser}").into(),
+            expected: 2,
+            found: 7,
+        });
+        assert_eq!(error, RunningError::Raced(raced));
+        let mut counts = [2; 4];
+        counts[loser] = 7;
+        assert!(
+            world.memory.snapshot() == world.with_counts(&counts).memory.snapshot(),
+            "race at key {loser}"
+        );
+    }
+}
+
+#[test]
+fn what_the_guest_counted_meanwhile_is_kept() {
+    let (world, updates) = counting(2);
+    let plan = world.plan(&updates).expect("planned");
+    let (first, second) = (world.key(0).0, world.key(1).0);
+    world.memory.interfere(Box::new(move |memory, exchange| {
+        // After key 0 went from 2 to 3: the guest takes five more, and is faster with key 1.
+        if exchange == 1 {
+            memory.poke_u32(first, 8);
+            memory.poke_u32(second, 9);
+        }
+    }));
+    plan.commit_running(&world.memory)
+        .expect_err("the guest was faster");
+    assert!(world.memory.snapshot() == world.with_counts(&[7, 9]).memory.snapshot());
+}
+
+#[test]
+fn a_reference_is_not_given_back_across_zero() {
+    let (world, updates) = counting(2);
+    let plan = world.plan(&updates).expect("planned");
+    let (first, second) = (world.key(0).0, world.key(1).0);
+    world.memory.interfere(Box::new(move |memory, exchange| {
+        if exchange == 1 {
+            memory.poke_u32(first, 1);
+            memory.poke_u32(second, 9);
+        }
+    }));
+    let error = plan
+        .commit_running(&world.memory)
+        .expect_err("the guest was faster");
+    assert_eq!(
+        error,
+        RunningError::Entangled {
+            key: "key1".into(),
+            left: 1
+        }
+    );
+    assert_eq!(
+        world.memory.peek(first),
+        1_u32.to_le_bytes(),
+        "its sites are those of a key that is on"
+    );
+}
+
+#[test]
+fn a_plan_that_needs_a_pause_is_not_made_without() {
+    let world = World::simple(0, 1);
+    let plan = world
+        .plan(&[update(world.key(0), Op::Inc)])
+        .expect("planned");
+    let before = world.memory.snapshot();
+    assert!(plan.commit_running(&world.memory).is_err());
+    assert!(world.memory.snapshot() == before);
+}
+
+#[test]
+fn memory_that_is_gone_is_a_fault_and_no_panic() {
+    let world = World::simple(0, 1);
+    let plan = world
+        .plan(&[update(world.key(0), Op::Inc)])
+        .expect("planned");
+    world.memory.unmap(world.site(0));
+    assert!(matches!(
+        plan.verify(&world.memory, &[]),
+        Err(VerifyError::Fault(_))
+    ));
+    assert!(world.memory.locate(world.site(0), 5).is_err());
+}
