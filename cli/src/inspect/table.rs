@@ -118,7 +118,7 @@ impl Table {
         };
         let (format, explained) = Format::candidates(image.pointer_size)
             .into_iter()
-            .filter(|format| (stop - start) % format.entry_size() == 0)
+            .filter(|format| (stop - start).is_multiple_of(format.entry_size()))
             .map(|format| (format, explained(format)))
             .max_by_key(|(_, explained)| *explained)
             .ok_or(TableError::Format { start, stop })?;
