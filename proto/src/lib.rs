@@ -5,8 +5,9 @@
 /// Version 1 of the interface.
 #[allow(missing_docs, clippy::all)]
 pub mod v1 {
-    tonic::include_proto!("patchbay.v1");
+    include!(concat!(env!("OUT_DIR"), "/patchbay.v1.rs"));
 }
 
 /// The encoded `FileDescriptorSet` of the interface, for the reflection service.
+#[cfg(feature = "grpc")]
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/patchbay.v1.bin"));

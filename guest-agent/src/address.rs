@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Where the monitor is.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+
+/// `VMADDR_CID_HOST`, `include/uapi/linux/vm_sockets.h`.
+const HOST_CID: u32 = 2;
+const PORT: u32 = 1024;
+/// A monitor that takes nothing for so long is given up.
+const SEND_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// An address of the monitor's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    Vsock { cid: u32, port: u32 },
+    /// For tests.
+    Unix(PathBuf),
+}
+
+impl Default for Address {
+    fn default() -> Self {
+        Self::Vsock { cid: HOST_CID, port: PORT }
+    }
+}
+
+impl Address {
+    /// A stream to the monitor.
+    ///
+    /// # Errors
+    /// Of the operating system.
+    pub fn connect(&self) -> io::Result<File> {
+        let socket: OwnedFd = match self {
+            Self::Vsock { cid, port } => vsock::VsockStream::connect_with_cid_port(*cid, *port)?.into(),
+            Self::Unix(path) => UnixStream::connect(path)?.into(),
+        };
+        set_socket_timeout(&socket, Timeout::Send, Some(SEND_TIMEOUT))?;
+        Ok(File::from(socket))
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Vsock { cid, port } => write!(f, "the monitor at vsock {cid}:{port}"),
+            Self::Unix(path) => write!(f, "the monitor at {}", path.display()),
+        }
+    }
+}
+
+impl FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let malformed = || format!("{text:?} is not an address; give vsock:CID:PORT or unix:PATH");
+        match text.split_once(':') {
+            Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(path.into())),
+            Some(("vsock", rest)) => {
+                let (cid, port) = rest.split_once(':').ok_or_else(malformed)?;
+                Ok(Self::Vsock {
+                    cid: cid.parse().map_err(|_| malformed())?,
+                    port: port.parse().map_err(|_| malformed())?,
+                })
+            }
+            _ => Err(malformed()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_parsed_or_refused() {
+        assert_eq!("vsock:2:1024".parse(), Ok(Address::default()));
+        assert_eq!("unix:/a:b".parse(), Ok(Address::Unix("/a:b".into())));
+        for bad in ["", "unix:", "vsock:2", "vsock:x:1", "tcp:1:2", "2:1024"] {
+            assert!(bad.parse::<Address>().is_err(), "{bad:?}");
+        }
+    }
+}

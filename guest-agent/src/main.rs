@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay-agent`, the daemon in the guest.
+//!
+//! It connects to the monitor by itself and keeps trying; it arms and disarms events in its own
+//! tracefs instance, hands on their ring-buffer pages, and reports the guest's health. It decides
+//! nothing: which events are armed is the monitor's record, and whether they fire is in their keys,
+//! which the monitor changes without the agent.
+#![forbid(unsafe_code)]
+
+mod address;
+mod frame;
+mod health;
+mod kmsg;
+mod pump;
+mod session;
+mod tracefs;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use crate::address::Address;
+use crate::session::Ending;
+use crate::tracefs::Tracefs;
+
+const FIRST_BACKOFF: Duration = Duration::from_millis(100);
+const LAST_BACKOFF: Duration = Duration::from_secs(5);
+
+const HELP: &str = "\
+patchbay-agent: arms tracepoints for the Patchbay monitor of this guest
+
+Options:
+  --connect ADDRESS  vsock:CID:PORT or unix:PATH [default: vsock:2:1024]
+  --tracefs PATH     where tracefs is mounted [default: /sys/kernel/tracing, mounted if need be]
+  --version
+  --help
+";
+
+struct Options {
+    address: Address,
+    tracefs: Option<PathBuf>,
+}
+
+fn main() -> ExitCode {
+    let options = match parse(std::env::args().skip(1)) {
+        Ok(Some(options)) => options,
+        Ok(None) => return ExitCode::SUCCESS,
+        Err(message) => {
+            eprintln!("patchbay-agent: {message}; see --help");
+            return ExitCode::from(2);
+        }
+    };
+    let tracefs = Tracefs::open(options.tracefs);
+    if let Err(error) = &tracefs {
+        eprintln!("patchbay-agent: {error}");
+    }
+    let mut backoff = FIRST_BACKOFF;
+    let mut told = String::new();
+    loop {
+        let ending = match options.address.connect() {
+            Ok(connection) => session::run(connection, tracefs.as_ref()),
+            Err(error) => Ending::Failed(format!("{} cannot be reached: {error}", options.address)),
+        };
+        let message = match ending {
+            Ending::Served(why) => {
+                backoff = FIRST_BACKOFF;
+                why
+            }
+            Ending::Failed(why) => why,
+        };
+        // Once each, or a guest without a monitor fills its log.
+        if message != told {
+            eprintln!("patchbay-agent: {message}; trying again");
+            told = message;
+        }
+        std::thread::sleep(backoff);
+        backoff = (backoff * 2).min(LAST_BACKOFF);
+    }
+}
+
+/// None if there is nothing more to do.
+fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Option<Options>, String> {
+    let mut options = Options { address: Address::default(), tracefs: None };
+    while let Some(argument) = arguments.next() {
+        let mut value = || arguments.next().ok_or_else(|| format!("{argument} needs a value"));
+        match argument.as_str() {
+            "--connect" => options.address = value()?.parse()?,
+            "--tracefs" => options.tracefs = Some(value()?.into()),
+            "--version" => {
+                println!("patchbay-agent {}", env!("CARGO_PKG_VERSION"));
+                return Ok(None);
+            }
+            "--help" => {
+                print!("{HELP}");
+                return Ok(None);
+            }
+            _ => return Err(format!("{argument:?} is not an option")),
+        }
+    }
+    Ok(Some(options))
+}

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Hands ring-buffer pages on to the monitor, as far as it gave credit.
+//!
+//! Without credit nothing is read: events wait in the kernel's ring buffer, which overwrites the
+//! oldest and counts them. So the agent's memory is one batch, whatever the guest does.
+
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use patchbay_proto::v1::from_agent::Message as Answer;
+use patchbay_proto::v1::{AgentPage, AgentPages};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::session::Outlet;
+use crate::tracefs::Tracefs;
+
+/// Pages of one frame.
+const BATCH_BYTES: usize = 256 << 10;
+/// Between two batches: so long may an event wait, and so seldom is the agent an event itself.
+const PAUSE: Duration = Duration::from_millis(20);
+const POLL_TIMEOUT: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
+
+/// Header of a page: u64 time stamp, then the length of the data and two flags in a `local_t`
+/// (`struct buffer_data_page`, `kernel/trace/ring_buffer.c`; described in `events/header_page`).
+const HEADER_BYTES: usize = 16;
+const LENGTH_MASK: u64 = (1 << 30) - 1;
+/// `RB_MISSED_STORED`: the number of events lost before this page follows the data.
+const MISSED_STORED: u64 = 1 << 30;
+
+/// How much may be sent.
+#[derive(Debug, Default)]
+pub struct Credit {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    bytes: u64,
+    sent: u64,
+    closed: bool,
+}
+
+impl Credit {
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From the monitor.
+    pub fn add(&self, bytes: u64, reset: bool) {
+        let mut state = self.state();
+        state.bytes = if reset { bytes } else { state.bytes.saturating_add(bytes) };
+        self.changed.notify_all();
+    }
+
+    /// The connection has ended.
+    pub fn close(&self) {
+        self.state().closed = true;
+        self.changed.notify_all();
+    }
+
+    /// Bytes sent on this connection.
+    pub fn sent(&self) -> u64 {
+        self.state().sent
+    }
+
+    fn spend(&self, bytes: usize) {
+        let bytes = bytes as u64;
+        let mut state = self.state();
+        state.bytes = state.bytes.saturating_sub(bytes);
+        state.sent = state.sent.saturating_add(bytes);
+    }
+
+    /// Waits until there is some, and for `at_least` anyway. None: closed.
+    fn wait(&self, at_least: Duration) -> Option<u64> {
+        let state = self.state();
+        let wait = self.changed.wait_timeout_while(state, at_least, |state| !state.closed);
+        let (state, _) = wait.unwrap_or_else(PoisonError::into_inner);
+        let wait = self.changed.wait_while(state, |state| !state.closed && state.bytes == 0);
+        let state = wait.unwrap_or_else(PoisonError::into_inner);
+        (!state.closed).then_some(state.bytes)
+    }
+}
+
+/// The thread that reads pages.
+pub struct Pump<'a> {
+    pub outlet: &'a Outlet,
+    pub credit: &'a Credit,
+    pub tracefs: &'a Tracefs,
+}
+
+impl Pump<'_> {
+    /// Until the connection ends.
+    pub fn run(self) {
+        let cpus = self.tracefs.pages();
+        let mut page = vec![0; rustix::param::page_size()];
+        while let Some(credit) = self.credit.wait(PAUSE) {
+            let mut fds: Vec<_> = cpus.iter().map(|(_, file)| PollFd::from_borrowed_fd(file.as_fd(), PollFlags::IN)).collect();
+            if poll(&mut fds, Some(&POLL_TIMEOUT)).is_err() {
+                continue;
+            }
+            let limit = BATCH_BYTES.min(usize::try_from(credit).unwrap_or(BATCH_BYTES));
+            let (pages, bytes) = read_batch(&cpus, &mut page, limit);
+            if pages.is_empty() {
+                continue;
+            }
+            self.credit.spend(bytes);
+            if self.outlet.send(0, Answer::Pages(AgentPages { pages })).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// One page of each CPU in turn, so that no CPU starves the others.
+fn read_batch(cpus: &[(u32, File)], page: &mut [u8], limit: usize) -> (Vec<AgentPage>, usize) {
+    let mut pages = Vec::new();
+    let mut bytes = 0;
+    loop {
+        let before = bytes;
+        for (cpu, file) in cpus {
+            if bytes >= limit {
+                return (pages, bytes);
+            }
+            let mut file = file;
+            let Ok(read) = file.read(page) else { continue };
+            let data = used(&page[..read]);
+            if !data.is_empty() {
+                bytes += data.len();
+                pages.push(AgentPage { cpu: *cpu, data: data.to_vec() });
+            }
+        }
+        if bytes == before {
+            return (pages, bytes);
+        }
+    }
+}
+
+/// A page without what follows its data; empty if it has none.
+fn used(page: &[u8]) -> &[u8] {
+    let Some(header) = page.get(8..HEADER_BYTES).and_then(|bytes| bytes.try_into().ok()) else { return &[] };
+    let commit = u64::from_le_bytes(header);
+    let length = usize::try_from(commit & LENGTH_MASK).unwrap_or(usize::MAX);
+    if length == 0 {
+        return &[];
+    }
+    let missed = if commit & MISSED_STORED != 0 { 8 } else { 0 };
+    page.get(..HEADER_BYTES.saturating_add(length).saturating_add(missed)).unwrap_or(page)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page(commit: u64) -> Vec<u8> {
+        let mut page = vec![0; 4096];
+        page[8..16].copy_from_slice(&commit.to_le_bytes());
+        page
+    }
+
+    #[test]
+    fn only_committed_data_is_sent() {
+        assert_eq!(used(&page(100)).len(), 116);
+        assert_eq!(used(&page(100 | 1 << 31)).len(), 116);
+        assert_eq!(used(&page(100 | 3 << 30)).len(), 124);
+        assert_eq!(used(&page(0)).len(), 0);
+        assert_eq!(used(&page(LENGTH_MASK)).len(), 4096, "more than there is");
+        assert_eq!(used(&[1, 2, 3]).len(), 0);
+    }
+
+    #[test]
+    fn closing_ends_a_wait_without_credit() {
+        let credit = Credit::default();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| credit.wait(Duration::ZERO));
+            credit.close();
+            assert_eq!(waiter.join().expect("no panic"), None);
+        });
+    }
+
+    #[test]
+    fn credit_is_spent_and_reset() {
+        let credit = Credit::default();
+        credit.add(100, false);
+        credit.add(u64::MAX, false);
+        assert_eq!(credit.wait(Duration::ZERO), Some(u64::MAX));
+        credit.add(10, true);
+        credit.spend(4);
+        assert_eq!(credit.wait(Duration::ZERO), Some(6));
+        assert_eq!(credit.sent(), 4);
+    }
+}

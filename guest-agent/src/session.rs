@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+//! One connection to the monitor, from hello to its end.
+//!
+//! Three threads: this one reads questions and answers pings, so that they measure the way and not
+//! the work; one works on the other questions in their order; one hands on pages as far as the
+//! monitor gave credit. Whichever fails shuts the socket down, which ends the others.
+
+use std::fs::File;
+use std::io;
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use patchbay_proto::v1::from_agent::Message as Answer;
+use patchbay_proto::v1::to_agent::Message as Question;
+use patchbay_proto::v1::{
+    AgentDone, AgentEnabled, AgentEvents, AgentHello, AgentPong, AgentTask, AgentTasks, FromAgent, ToAgent,
+};
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::frame::{self, FrameError};
+use crate::health;
+use crate::pump::{Credit, Pump};
+use crate::tracefs::{Tracefs, TracefsError};
+
+/// Versions of the protocol that this program speaks.
+const OLDEST_VERSION: u32 = 1;
+const NEWEST_VERSION: u32 = 1;
+/// Questions that may wait; a monitor that asks more without waiting for answers is not ours.
+const MAX_QUESTIONS: usize = 64;
+/// Task names per question.
+const MAX_TASKS: usize = 4096;
+
+/// How a connection ended, in a sentence.
+pub enum Ending {
+    /// After the monitor's welcome.
+    Served(String),
+    /// Before it.
+    Failed(String),
+}
+
+/// Answers go here, from any thread.
+pub struct Outlet {
+    stream: Mutex<File>,
+}
+
+impl Outlet {
+    /// Sends one message. A failure ends the connection.
+    pub fn send(&self, id: u64, message: Answer) -> io::Result<()> {
+        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let sent = frame::write(&mut *stream, &FromAgent { id, message: Some(message) });
+        if sent.as_ref().is_err_and(|error| error.kind() != io::ErrorKind::InvalidInput) {
+            shut_down(&stream);
+        }
+        sent
+    }
+}
+
+fn shut_down(stream: &File) {
+    // It fails if the other side was faster.
+    let _ = rustix::net::shutdown(stream, rustix::net::Shutdown::Both);
+}
+
+/// The guest's CLOCK_MONOTONIC, as the events' clock "mono".
+fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    seconds.saturating_mul(1_000_000_000).saturating_add(u64::try_from(time.tv_nsec).unwrap_or(0))
+}
+
+/// Speaks with the monitor until the connection ends.
+pub fn run(mut stream: File, tracefs: Result<&Tracefs, &TracefsError>) -> Ending {
+    let outlet = match stream.try_clone() {
+        Ok(clone) => Arc::new(Outlet { stream: Mutex::new(clone) }),
+        Err(error) => return Ending::Failed(format!("the connection cannot be used: {error}")),
+    };
+    if let Err(error) = greet(&outlet, &mut stream, tracefs) {
+        return Ending::Failed(error);
+    }
+    let credit = Arc::new(Credit::default());
+    let (questions, waiting) = sync_channel(MAX_QUESTIONS);
+    let error = std::thread::scope(|scope| {
+        let (worker_outlet, worker_credit) = (&outlet, &credit);
+        scope.spawn(move || work(worker_outlet, &waiting, tracefs, worker_credit));
+        if let Ok(tracefs) = tracefs {
+            let pump = Pump { outlet: &outlet, credit: &credit, tracefs };
+            scope.spawn(move || pump.run());
+        }
+        let error = listen(&mut stream, &outlet, questions, &credit);
+        shut_down(&stream);
+        credit.close();
+        error
+    });
+    Ending::Served(error)
+}
+
+fn greet(outlet: &Outlet, stream: &mut File, tracefs: Result<&Tracefs, &TracefsError>) -> Result<(), String> {
+    let hello = AgentHello {
+        oldest_version: OLDEST_VERSION,
+        newest_version: NEWEST_VERSION,
+        agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+        kernel_release: health::line("/proc/sys/kernel/osrelease"),
+        boot_id: health::line("/proc/sys/kernel/random/boot_id"),
+        no_tracing: tracefs.err().map(ToString::to_string).unwrap_or_default(),
+        enabled: tracefs.map(Tracefs::enabled).unwrap_or_default(),
+        page_size: u32::try_from(rustix::param::page_size()).unwrap_or(0),
+    };
+    outlet.send(0, Answer::Hello(hello)).map_err(|error| format!("the monitor did not take the hello: {error}"))?;
+    let answer: ToAgent = frame::read(stream).map_err(|error| error.to_string())?;
+    match answer.message {
+        Some(Question::Welcome(welcome)) if (OLDEST_VERSION..=NEWEST_VERSION).contains(&welcome.version) => Ok(()),
+        Some(Question::Welcome(welcome)) => Err(format!(
+            "the monitor chose version {} of the protocol, and this agent speaks {OLDEST_VERSION} to {NEWEST_VERSION}",
+            welcome.version
+        )),
+        Some(Question::Refusal(refusal)) => Err(format!("the monitor refused: {}", refusal.reason)),
+        _ => Err("the monitor answered the hello with something else".to_owned()),
+    }
+}
+
+/// Until the connection ends; why it ended.
+fn listen(stream: &mut File, outlet: &Outlet, questions: SyncSender<(u64, Question)>, credit: &Credit) -> String {
+    loop {
+        let question: ToAgent = match frame::read(stream) {
+            Ok(question) => question,
+            Err(error @ (FrameError::Closed | FrameError::Broken(_))) => return error.to_string(),
+            Err(error) => return format!("{error}; is the monitor of another version?"),
+        };
+        match question.message {
+            Some(Question::Ping(_)) => {
+                if let Err(error) = outlet.send(question.id, Answer::Pong(AgentPong { guest_time_ns: now() })) {
+                    return format!("the monitor takes no answers: {error}");
+                }
+            }
+            Some(Question::Credit(more)) => credit.add(more.bytes, more.reset),
+            Some(message) => match questions.try_send((question.id, message)) {
+                Ok(()) => {}
+                Err(TrySendError::Full(_)) => {
+                    return format!("the monitor asked more than {MAX_QUESTIONS} questions at once");
+                }
+                Err(TrySendError::Disconnected(_)) => return "the agent's worker ended".to_owned(),
+            },
+            None => {
+                let error = "this agent does not know the question; it is of an older version".to_owned();
+                if let Err(error) = outlet.send(question.id, Answer::Error(error)) {
+                    return format!("the monitor takes no answers: {error}");
+                }
+            }
+        }
+    }
+}
+
+fn work(
+    outlet: &Outlet,
+    questions: &Receiver<(u64, Question)>,
+    tracefs: Result<&Tracefs, &TracefsError>,
+    credit: &Credit,
+) {
+    let mut warnings = crate::kmsg::Warnings::open();
+    // Ends when the listener drops its end.
+    while let Ok((id, question)) = questions.recv() {
+        let answer = match (question, tracefs) {
+            (Question::GetHealth(_), _) => Answer::Health(health::report(&mut warnings)),
+            (Question::GetTasks(tasks), _) => Answer::Tasks(names(&tasks.pids)),
+            (_, Err(error)) => Answer::Error(error.to_string()),
+            (question, Ok(tracefs)) => trace(tracefs, question, credit),
+        };
+        if let Err(error) = outlet.send(id, answer) {
+            if error.kind() != io::ErrorKind::InvalidInput {
+                return;
+            }
+            let _ = outlet.send(id, Answer::Error(error.to_string()));
+        }
+    }
+}
+
+fn trace(tracefs: &Tracefs, question: Question, credit: &Credit) -> Answer {
+    match question {
+        Question::ListEvents(_) => match tracefs.events() {
+            Ok(names) => Answer::Events(AgentEvents { names, others: tracefs.others() }),
+            Err(error) => Answer::Error(format!("the events cannot be listed: {error}")),
+        },
+        Question::Enable(enable) => {
+            if enable.quiet
+                && let Err(error) = tracefs.record(false)
+            {
+                return Answer::Error(format!("recording cannot be stopped: {error}"));
+            }
+            Answer::Enabled(AgentEnabled { events: enable.events.iter().map(|event| tracefs.enable(event)).collect() })
+        }
+        Question::Settle(_) => {
+            let guest_time_ns = now();
+            match tracefs.record(true) {
+                Ok(()) => Answer::Done(AgentDone { guest_time_ns }),
+                Err(error) => Answer::Error(format!("recording cannot be started: {error}")),
+            }
+        }
+        Question::Disable(disable) => {
+            Answer::Enabled(AgentEnabled { events: disable.names.iter().map(|name| tracefs.disable(name)).collect() })
+        }
+        Question::GetBufferStats(_) => {
+            let mut stats = tracefs.stats();
+            stats.sent_bytes = credit.sent();
+            Answer::BufferStats(stats)
+        }
+        _ => Answer::Error("this agent does not know the question".to_owned()),
+    }
+}
+
+fn names(pids: &[i32]) -> AgentTasks {
+    let task = |&pid: &i32| AgentTask { pid, comm: health::line(&format!("/proc/{pid}/comm")) };
+    AgentTasks { tasks: pids.iter().take(MAX_TASKS).map(task).collect() }
+}

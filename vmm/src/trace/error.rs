@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What can go wrong with a call on tracepoints.
+
+use std::collections::HashMap;
+
+use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt};
+
+use super::link::AgentError;
+use crate::keys::KeysError;
+
+/// A call on tracepoints that was refused or failed. Each message is one sentence and the next step.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum TraceError {
+    /// Of the keys.
+    #[error(transparent)]
+    Keys(#[from] KeysError),
+    /// Of the agent.
+    #[error(transparent)]
+    Agent(#[from] AgentError),
+    /// Nothing has that name.
+    #[error("no event matches {patterns:?}; see `patchbay trace list`")]
+    EventNotFound {
+        /// As given.
+        patterns: Vec<String>,
+    },
+    /// It was there when it was looked up.
+    #[error("event {name} is gone: {message}")]
+    EventVanished {
+        /// "system:name".
+        name: String,
+        /// Of the agent.
+        message: String,
+    },
+    /// A rule of tracepoints.
+    #[error("event {name} cannot be fired and parked: {why}")]
+    Refused {
+        /// "system:name".
+        name: String,
+        /// Sentence without its subject.
+        why: String,
+    },
+    /// Fire and park are for armed events.
+    #[error("no armed event matches {patterns:?}, so no probe is attached that could fire; arm it first")]
+    NotArmed {
+        /// As given.
+        patterns: Vec<String>,
+    },
+    /// They would be silenced.
+    #[error(
+        "others in the guest trace {}, and parking would silence them; ask for it with even_if_others",
+        list(.events)
+    )]
+    OthersTrace {
+        /// "system:name (who)".
+        events: Vec<String>,
+    },
+    /// By the guest's kernel.
+    #[error("the guest's kernel rejects the {what} of {name}: {message}")]
+    Rejected {
+        /// "filter" or "trigger".
+        what: &'static str,
+        /// "system:name".
+        name: String,
+        /// Of the kernel.
+        message: String,
+    },
+    /// The filter of an event is one.
+    #[error("event {name} is armed with the filter {filter:?} by {owners}; leave the filter out, or have it disarmed")]
+    FilterConflict {
+        /// "system:name".
+        name: String,
+        /// That is set.
+        filter: String,
+        /// Who armed it.
+        owners: String,
+    },
+    /// Of the agent's answer.
+    #[error("event {name} could not be armed: {message}")]
+    ArmFailed {
+        /// "system:name".
+        name: String,
+        /// Sentence.
+        message: String,
+    },
+    /// Of streams.
+    #[error("{max} streams are open already; end one of them")]
+    TooManyStreams {
+        /// Maximum.
+        max: usize,
+    },
+    /// A field of the request is malformed.
+    #[error("{field}: {message}")]
+    Invalid {
+        /// Of the request message.
+        field: &'static str,
+        /// What is wrong with it.
+        message: String,
+    },
+}
+
+fn list(events: &[String]) -> String {
+    const SHOWN: usize = 5;
+    let mut text = events[..events.len().min(SHOWN)].join(", ");
+    if let Some(more) = events.len().checked_sub(SHOWN).filter(|&more| more > 0) {
+        text.push_str(&format!(" and {more} more"));
+    }
+    text
+}
+
+impl TraceError {
+    fn reason(&self) -> &'static str {
+        match self {
+            Self::Keys(error) => error.reason(),
+            Self::Agent(AgentError::Absent { .. }) => "NO_AGENT",
+            Self::Agent(AgentError::Silent { .. }) => "AGENT_SILENT",
+            Self::Agent(AgentError::Refused(_) | AgentError::Confused) => "AGENT_FAILED",
+            Self::EventNotFound { .. } | Self::EventVanished { .. } => "EVENT_NOT_FOUND",
+            Self::Refused { .. } => "TRACEPOINT_REFUSED",
+            Self::NotArmed { .. } => "NOT_ARMED",
+            Self::OthersTrace { .. } => "OTHERS_TRACE",
+            Self::Rejected { what: "filter", .. } => "FILTER_REJECTED",
+            Self::Rejected { .. } => "TRIGGER_REJECTED",
+            Self::FilterConflict { .. } => "FILTER_CONFLICT",
+            Self::ArmFailed { .. } => "ARM_FAILED",
+            Self::TooManyStreams { .. } => "TOO_MANY_STREAMS",
+            Self::Invalid { .. } => "INVALID_TRACE_REQUEST",
+        }
+    }
+
+    fn code(&self) -> Code {
+        match self {
+            Self::Keys(error) => Status::from(error.clone()).code(),
+            Self::Agent(AgentError::Absent { .. } | AgentError::Silent { .. }) => Code::Unavailable,
+            Self::Agent(AgentError::Refused(_)) => Code::FailedPrecondition,
+            Self::Agent(AgentError::Confused) | Self::ArmFailed { .. } => Code::Internal,
+            Self::EventNotFound { .. } | Self::EventVanished { .. } => Code::NotFound,
+            Self::Refused { .. } | Self::NotArmed { .. } | Self::OthersTrace { .. } | Self::FilterConflict { .. } => {
+                Code::FailedPrecondition
+            }
+            Self::Rejected { .. } | Self::Invalid { .. } => Code::InvalidArgument,
+            Self::TooManyStreams { .. } => Code::ResourceExhausted,
+        }
+    }
+}
+
+impl From<TraceError> for Status {
+    fn from(error: TraceError) -> Self {
+        if let TraceError::Keys(error) = error {
+            return error.into();
+        }
+        let mut details = ErrorDetails::new();
+        details.set_error_info(error.reason(), "patchbay", HashMap::new());
+        match &error {
+            TraceError::Refused { name, why } => {
+                details.add_precondition_failure_violation(error.reason(), name, why);
+            }
+            TraceError::OthersTrace { events } => {
+                for event in events {
+                    details.add_precondition_failure_violation(error.reason(), event, "traced by others");
+                }
+            }
+            TraceError::Rejected { what, message, .. } => {
+                details.add_bad_request_violation(*what, message);
+            }
+            TraceError::Invalid { field, message } => {
+                details.add_bad_request_violation(*field, message);
+            }
+            _ => {}
+        }
+        Self::with_error_details(error.code(), error.to_string(), details)
+    }
+}

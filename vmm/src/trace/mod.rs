@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest's tracepoints: the agent's link, its events, and who keeps them armed and firing.
+//!
+//! ```text
+//!  agent in the guest ══ vsock ══▶ AgentLink ── pages ──▶ Hub (decodes) ── events ──▶ streams
+//!                                     ▲                                                  ▲
+//!                                     │ enable, disable                                  │
+//!  clients ──▶ Tracer (book of who armed and fired what) ── fire, park ──▶ keys          │
+//!     └──────────────────────────────────────────────────────────────────────────────────┘
+//! ```
+
+mod book;
+mod clock;
+pub mod decode;
+mod error;
+mod frame;
+mod hub;
+mod link;
+mod select;
+mod service;
+mod switch;
+#[cfg(test)]
+mod tests;
+mod tracer;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, watch};
+
+pub use self::error::TraceError;
+pub use self::link::{AgentError, AgentLink, PORT, socket_path};
+pub use self::service::TracepointsApi;
+pub use self::switch::{Boxed, Switch, TracepointFacts, TracepointKeys};
+pub use self::tracer::Tracer;
+
+/// Frames of pages that wait for the decoder.
+const FRAMES: usize = 8;
+const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Starts tracing on the current tokio runtime, with an agent that comes by the vsock device whose
+/// host socket is `vsock`, or without one.
+///
+/// # Errors
+/// If the agent's socket cannot be opened.
+pub fn start(keys: Arc<dyn TracepointKeys>, vsock: Option<&Path>) -> std::io::Result<Arc<Tracer>> {
+    let (sender, pages) = mpsc::channel(FRAMES);
+    let link = match vsock {
+        Some(vsock) => AgentLink::listen(&socket_path(vsock), sender)?,
+        None => AgentLink::unlinked(sender),
+    };
+    let connections = link.connections();
+    let tracer = Arc::new(Tracer::new(keys, link));
+    let decoder = Arc::clone(&tracer);
+    tokio::spawn(async move { decoder.hub.run(pages).await });
+    tokio::spawn(attend(Arc::clone(&tracer), connections));
+    Ok(tracer)
+}
+
+/// Follows the agent's comings and goings.
+async fn attend(tracer: Arc<Tracer>, mut connections: watch::Receiver<u64>) {
+    loop {
+        match tokio::time::timeout(CATCH_UP_INTERVAL, connections.changed()).await {
+            Ok(Ok(())) => tracer.reconcile().await,
+            Ok(Err(_)) => return,
+            Err(_) => tracer.catch_up().await,
+        }
+    }
+}

@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A made-up agent on the agent's socket, and made-up keys.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use patchbay_proto::v1::from_agent::Message as Answer;
+use patchbay_proto::v1::to_agent::Message as Question;
+use patchbay_proto::v1::{
+    AgentDone, AgentEnabled, AgentEnabledEvent, AgentEvents, AgentHello, AgentInstance, AgentPage, AgentPages,
+    AgentPong, AgentTask, AgentTasks, FlipReport, FromAgent, ToAgent,
+};
+use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::{mpsc, watch};
+
+use super::super::frame;
+use super::super::switch::{Boxed, Switch, TracepointFacts, TracepointKeys};
+use super::super::{Tracer, start};
+use crate::keys::KeysError;
+
+pub const SWITCH: &str = include_str!("../fixtures/sched_switch.format");
+pub const FORK: &str = include_str!("../fixtures/sched_process_fork.format");
+pub const PAGES: &[u8] = include_bytes!("../fixtures/cpu0.pages");
+/// As in the fixtures: before their first event, and between them.
+pub const BEFORE: u64 = 1;
+
+/// Keys by name: on or off, probes.
+#[derive(Default)]
+pub struct Keys {
+    pub state: Mutex<BTreeMap<String, (bool, u32)>>,
+    pub switches: Mutex<Vec<(bool, Vec<String>)>>,
+    pub fail: Mutex<Option<KeysError>>,
+}
+
+impl Keys {
+    pub fn new() -> Arc<Self> {
+        let keys = Self::default();
+        let names = ["sched_switch", "sched_process_fork", "sched_process_exec", "sys_enter"];
+        *keys.state.lock().unwrap() = names.map(|name| (name.to_owned(), (false, 0))).into();
+        Arc::new(keys)
+    }
+
+    pub fn is_on(&self, name: &str) -> bool {
+        self.state.lock().unwrap()[name].0
+    }
+
+    /// As the guest's kernel when a probe comes or goes.
+    pub fn probe(&self, event: &str, attach: bool) {
+        let name = event.split_once(':').unwrap().1;
+        let mut state = self.state.lock().unwrap();
+        let Some((on, probes)) = state.get_mut(name) else { return };
+        *probes = if attach { *probes + 1 } else { probes.saturating_sub(1) };
+        if *probes == 0 || attach && *probes == 1 {
+            *on = attach;
+        }
+    }
+}
+
+impl TracepointKeys for Keys {
+    fn tracepoints(&self) -> Result<Vec<TracepointFacts>, KeysError> {
+        let fact = |(name, (on, probes)): (&String, &(bool, u32))| TracepointFacts {
+            key: name.clone(),
+            enabled: *on,
+            probes: Some(*probes),
+            switched_by_function: name == "sys_enter",
+        };
+        Ok(self.state.lock().unwrap().iter().map(fact).collect())
+    }
+
+    fn switch(&self, switch: Switch) -> Boxed<'_, Result<Option<FlipReport>, KeysError>> {
+        Box::pin(async move {
+            if let Some(error) = self.fail.lock().unwrap().take() {
+                return Err(error);
+            }
+            let mut state = self.state.lock().unwrap();
+            for key in &switch.keys {
+                state.get_mut(key).unwrap().0 = switch.on;
+            }
+            self.switches.lock().unwrap().push((switch.on, switch.keys));
+            Ok(Some(FlipReport { paused: true, ..Default::default() }))
+        })
+    }
+}
+
+/// What the made-up agent does and has seen.
+#[derive(Default)]
+pub struct Script {
+    pub enabled: Mutex<BTreeSet<String>>,
+    pub others: Mutex<Vec<AgentInstance>>,
+    /// Answers to enable, by event.
+    pub complaints: Mutex<BTreeMap<String, AgentEnabledEvent>>,
+    pub quiet: Mutex<Vec<bool>>,
+    pub settle_time: Mutex<u64>,
+    pub credit: Mutex<u64>,
+    /// Answers nothing while true.
+    pub hung: watch::Sender<bool>,
+}
+
+pub struct Fake {
+    pub tracer: Arc<Tracer>,
+    pub keys: Arc<Keys>,
+    pub script: Arc<Script>,
+    pub socket: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+pub const EVENTS: [&str; 4] =
+    ["raw_syscalls:sys_enter", "sched:sched_process_fork", "sched:sched_switch", "syscalls:sys_enter_openat"];
+
+impl Fake {
+    /// A monitor without an agent.
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let vsock = folder.path().join("vsock");
+        let keys = Keys::new();
+        let tracer = start(keys.clone(), Some(&vsock)).expect("a socket");
+        let socket = super::super::socket_path(&vsock);
+        Self { tracer, keys, script: Arc::default(), socket, _folder: folder }
+    }
+
+    /// A monitor with an agent.
+    pub async fn with_agent() -> Self {
+        let fake = Self::new();
+        fake.agent().await;
+        fake
+    }
+
+    /// Connects an agent that follows the script; it ends when the sender is dropped, and sends the
+    /// pages that it is given.
+    pub async fn agent(&self) -> mpsc::UnboundedSender<FromAgent> {
+        let (mut reader, writer) = self.connect(hello(1, 1, &self.script.enabled.lock().unwrap())).await;
+        let welcome: ToAgent = frame::read(&mut reader).await.expect("welcome");
+        assert!(matches!(welcome.message, Some(Question::Welcome(_))), "{welcome:?}");
+        let (sender, outgoing) = mpsc::unbounded_channel();
+        tokio::spawn(Self::play(Arc::clone(&self.script), Arc::clone(&self.keys), reader, writer, outgoing));
+        sender
+    }
+
+    pub async fn connect(&self, hello: FromAgent) -> (OwnedReadHalf, OwnedWriteHalf) {
+        let (reader, mut writer) = UnixStream::connect(&self.socket).await.expect("listening").into_split();
+        frame::write(&mut writer, &hello).await.expect("sent");
+        (reader, writer)
+    }
+
+    async fn play(
+        script: Arc<Script>,
+        keys: Arc<Keys>,
+        mut reader: OwnedReadHalf,
+        mut writer: OwnedWriteHalf,
+        mut outgoing: mpsc::UnboundedReceiver<FromAgent>,
+    ) {
+        let mut hung = script.hung.subscribe();
+        let (questions, mut incoming) = mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            while let Ok(question) = frame::read::<ToAgent>(&mut reader).await {
+                let _ = questions.send(question);
+            }
+        });
+        let mut open = true;
+        loop {
+            let message = tokio::select! {
+                question = incoming.recv() => {
+                    let Some(question) = question else { return };
+                    let _ = hung.wait_for(|hung| !hung).await;
+                    match question.message.and_then(|message| answer(&script, &keys, message)) {
+                        Some(message) => FromAgent { id: question.id, message: Some(message) },
+                        None => continue,
+                    }
+                }
+                message = outgoing.recv(), if open => match message {
+                    Some(message) => message,
+                    None => { open = false; continue }
+                },
+            };
+            if frame::write(&mut writer, &message).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+pub fn hello(oldest: u32, newest: u32, enabled: &BTreeSet<String>) -> FromAgent {
+    let hello = AgentHello {
+        oldest_version: oldest,
+        newest_version: newest,
+        agent_version: "9.9.9".to_owned(),
+        enabled: enabled.iter().cloned().collect(),
+        ..Default::default()
+    };
+    FromAgent { id: 0, message: Some(Answer::Hello(hello)) }
+}
+
+/// The pages of the fixtures.
+pub fn pages() -> FromAgent {
+    let pages = PAGES.chunks(4096).map(|page| AgentPage { cpu: 3, data: page.to_vec() }).collect();
+    FromAgent { id: 0, message: Some(Answer::Pages(AgentPages { pages })) }
+}
+
+fn answer(script: &Script, keys: &Keys, question: Question) -> Option<Answer> {
+    Some(match question {
+        Question::Ping(_) => Answer::Pong(AgentPong { guest_time_ns: 1_000_000_000 }),
+        Question::ListEvents(_) => Answer::Events(AgentEvents {
+            names: EVENTS.map(str::to_owned).to_vec(),
+            others: script.others.lock().unwrap().clone(),
+        }),
+        Question::Enable(enable) => {
+            script.quiet.lock().unwrap().push(enable.quiet);
+            let complaints = script.complaints.lock().unwrap();
+            let result = |event: &patchbay_proto::v1::AgentEvent| {
+                if let Some(complaint) = complaints.get(&event.name) {
+                    return complaint.clone();
+                }
+                if script.enabled.lock().unwrap().insert(event.name.clone()) {
+                    keys.probe(&event.name, true);
+                }
+                let format = if event.name.ends_with("fork") { FORK } else { SWITCH }.to_owned();
+                AgentEnabledEvent { name: event.name.clone(), format, ..Default::default() }
+            };
+            Answer::Enabled(AgentEnabled { events: enable.events.iter().map(result).collect() })
+        }
+        Question::Disable(disable) => {
+            let result = |name: &String| {
+                if script.enabled.lock().unwrap().remove(name) {
+                    keys.probe(name, false);
+                }
+                AgentEnabledEvent { name: name.clone(), ..Default::default() }
+            };
+            Answer::Enabled(AgentEnabled { events: disable.names.iter().map(result).collect() })
+        }
+        Question::Settle(_) => Answer::Done(AgentDone { guest_time_ns: *script.settle_time.lock().unwrap() }),
+        Question::GetTasks(tasks) => {
+            let task = |&pid: &i32| AgentTask { pid, comm: format!("task-{pid}") };
+            Answer::Tasks(AgentTasks { tasks: tasks.pids.iter().map(task).collect() })
+        }
+        Question::Credit(credit) => {
+            let mut sum = script.credit.lock().unwrap();
+            *sum = if credit.reset { credit.bytes } else { *sum + credit.bytes };
+            return None;
+        }
+        _ => return None,
+    })
+}

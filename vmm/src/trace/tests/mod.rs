@@ -1,0 +1,6 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The monitor's side against an agent and keys that are made up.
+
+mod fake;
+mod hostile;
+mod tracing;
