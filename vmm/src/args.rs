@@ -8,6 +8,7 @@ use std::str::FromStr;
 use clap::{Parser, ValueEnum};
 use patchbay_vmm::boot::{BootProtocol, LinuxBoot};
 use patchbay_vmm::devices::ConsoleOutput;
+use patchbay_vmm::devices::virtio::{CID_MIN, DiskConfig, VirtioConfig, VsockConfig};
 use patchbay_vmm::seccomp::SeccompLevel;
 
 /// Boots one Linux guest under KVM and lets its operator flip its static keys.
@@ -71,6 +72,20 @@ pub struct Args {
     #[arg(long)]
     pub allow_guarded: bool,
 
+    /// Sockets between guest and host: clients on the host connect to PATH and
+    /// write "CONNECT <port>"; what the guest sends to the host's port N goes to
+    /// PATH_N. N is the guest's address, 3 unless given.
+    #[arg(long, value_name = "PATH[,cid=N]", value_parser = parse_vsock)]
+    pub vsock: Option<VsockConfig>,
+
+    /// A disk: a raw image. Up to 4 times.
+    #[arg(long, value_name = "PATH[,readonly]", value_parser = parse_disk)]
+    pub disk: Vec<DiskConfig>,
+
+    /// Whether the guest gets randomness from the host.
+    #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
+    pub rng: bool,
+
     /// What happens on a system call that the monitor should not need: nothing,
     /// a line in the kernel's log, or the end of the monitor.
     #[arg(long, value_enum, default_value_t = SeccompLevel::On)]
@@ -78,6 +93,15 @@ pub struct Args {
 }
 
 impl Args {
+    /// The virtio devices.
+    pub fn virtio(&self) -> VirtioConfig {
+        VirtioConfig {
+            rng: self.rng,
+            vsock: self.vsock.clone(),
+            disks: self.disk.clone(),
+        }
+    }
+
     /// What to boot.
     pub fn linux_boot(&self) -> LinuxBoot {
         LinuxBoot {
@@ -149,6 +173,37 @@ impl FromStr for Console {
     }
 }
 
+/// A socket's path, and perhaps the guest's address.
+fn parse_vsock(text: &str) -> Result<VsockConfig, String> {
+    let (path, cid) = match text.rsplit_once(",cid=") {
+        Some((path, cid)) => {
+            let cid = cid.parse().map_err(|_| "give cid=N, a number from 3 to 4294967294")?;
+            (path, cid)
+        }
+        None => (text, CID_MIN),
+    };
+    match path.is_empty() {
+        true => Err("give PATH or PATH,cid=N".into()),
+        false => Ok(VsockConfig {
+            path: path.into(),
+            cid,
+        }),
+    }
+}
+
+/// A disk image's path, and perhaps that it is only read.
+fn parse_disk(text: &str) -> Result<DiskConfig, String> {
+    let stripped = text.strip_suffix(",readonly");
+    let path = stripped.unwrap_or(text);
+    match path.is_empty() {
+        true => Err("give PATH or PATH,readonly".into()),
+        false => Ok(DiskConfig {
+            path: path.into(),
+            read_only: stripped.is_some(),
+        }),
+    }
+}
+
 /// A size in bytes, with a suffix K, M, G or T.
 fn parse_size(text: &str) -> Result<u64, String> {
     let hint = "give a number with K, M, G or T, such as 256M";
@@ -176,6 +231,32 @@ mod tests {
         assert_eq!(parse_size("4096"), Ok(4096));
         for wrong in ["", "M", "1.5G", "-1M", "99999999999T", "12Q", "1ä"] {
             assert!(parse_size(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn vsock_sockets() {
+        let vsock = |path: &str, cid| VsockConfig {
+            path: path.into(),
+            cid,
+        };
+        assert_eq!(parse_vsock("/run/v"), Ok(vsock("/run/v", 3)));
+        assert_eq!(parse_vsock("a,b,cid=7"), Ok(vsock("a,b", 7)));
+        for wrong in ["", ",cid=3", "v,cid=", "v,cid=x", "v,cid=-1", "v,cid=4294967296"] {
+            assert!(parse_vsock(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn disks() {
+        let disk = |path: &str, read_only| DiskConfig {
+            path: path.into(),
+            read_only,
+        };
+        assert_eq!(parse_disk("a.img"), Ok(disk("a.img", false)));
+        assert_eq!(parse_disk("a,b,readonly"), Ok(disk("a,b", true)));
+        for wrong in ["", ",readonly"] {
+            assert!(parse_disk(wrong).is_err(), "{wrong}");
         }
     }
 

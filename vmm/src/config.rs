@@ -6,6 +6,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use crate::boot::LinuxBoot;
+use crate::devices::virtio::VirtioConfig;
 use crate::devices::{ConsoleOutput, PortDevice};
 
 /// A guest's configuration.
@@ -18,6 +19,8 @@ pub struct VmConfig {
     pub vcpus: u8,
     /// Where its serial console goes.
     pub console: ConsoleOutput,
+    /// Its virtio devices.
+    pub virtio: VirtioConfig,
     /// Devices on I/O ports beside the built-in ones.
     pub ports: Vec<(RangeInclusive<u16>, Arc<dyn PortDevice>)>,
     /// Whether to tell the guest about Patchbay (if a transport works here).
@@ -33,6 +36,7 @@ impl VmConfig {
             memory_bytes: 256 << 20,
             vcpus: 1,
             console: ConsoleOutput::None,
+            virtio: VirtioConfig::default(),
             ports: vec![],
             offer_patchbay: true,
         }

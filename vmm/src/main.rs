@@ -18,6 +18,7 @@ use patchbay_vmm::keys::vm_guest::VmGuest;
 use patchbay_vmm::keys::{Keys, KeysConfig};
 use patchbay_vmm::seccomp::{self, ThreadKind};
 use patchbay_vmm::service::{self, ApiSocket};
+use patchbay_vmm::trace::AgentSocket;
 use patchbay_vmm::vm::{ExitReason, Vm};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
@@ -55,8 +56,18 @@ fn main() -> ExitCode {
 
 /// Boots the guest and waits until it has ended.
 fn run(args: &Args) -> anyhow::Result<ExitReason> {
-    // First: a second monitor on the same socket must not get as far as a guest.
+    seccomp::enforce(args.seccomp);
+    // Before the guest: a second monitor on the same socket must not get as far as a guest.
     let socket = args.api_socket.as_deref().map(ApiSocket::bind).transpose()?;
+    let agent = match &args.vsock {
+        Some(vsock) => Some(AgentSocket::bind(&vsock.path).with_context(|| {
+            format!(
+                "the agent's socket beside {} cannot be opened; name one in a folder that is yours",
+                vsock.path.display()
+            )
+        })?),
+        None => None,
+    };
     let symbols = match &args.symbols {
         Some(path) => Symbols::read(path)?,
         None => Symbols::default(),
@@ -75,6 +86,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         memory_bytes: args.memory,
         vcpus: args.vcpus,
         console: args.console.output(),
+        virtio: args.virtio(),
         ..VmConfig::new(Payload::Linux(args.linux_boot()))
     };
     let vm = Arc::new(Vm::new(config, registry.clone())?);
@@ -94,19 +106,28 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         .context("the thread of the keys cannot be started; raise the limit on processes")?;
 
     let terminal = Terminal::connect(args.console.is_terminal(), vm.console().clone())?;
-    let level = args.seccomp;
-    vm.start(move || seccomp::enter(ThreadKind::Vcpu, level))?;
+    vm.start(|| {
+        if let Err(error) = seccomp::enter(ThreadKind::Vcpu) {
+            tracing::error!("a vCPU runs without a filter: {error}");
+        }
+    })?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .context("the API's runtime cannot be made; raise the limit on open files")?;
-    let reason = runtime.block_on(serve(vm, socket, keys))?;
+    seccomp::enter(ThreadKind::Api)?;
+    let reason = runtime.block_on(serve(vm, socket, agent, keys))?;
     drop(terminal);
     Ok(reason)
 }
 
 /// Serves the API until the guest has ended, or a signal ends it.
-async fn serve(vm: Arc<Vm>, socket: Option<ApiSocket>, keys: Keys) -> anyhow::Result<ExitReason> {
+async fn serve(
+    vm: Arc<Vm>,
+    socket: Option<ApiSocket>,
+    agent: Option<AgentSocket>,
+    keys: Keys,
+) -> anyhow::Result<ExitReason> {
     let (ended, end) = oneshot::channel();
     let waiting = vm.clone();
     std::thread::Builder::new()
@@ -120,7 +141,7 @@ async fn serve(vm: Arc<Vm>, socket: Option<ApiSocket>, keys: Keys) -> anyhow::Re
             let _ = stopped.await;
         };
         match socket {
-            Some(socket) => service::serve(socket, keys, stopped).await,
+            Some(socket) => service::serve_with_agent(socket, keys, agent, stopped).await,
             None => {
                 stopped.await;
                 Ok(())

@@ -163,12 +163,16 @@ impl Vcpu {
                 self.bus.port_read(port, data);
                 None
             }
-            VcpuExit::MmioRead(_, data) => {
-                // No device lives in memory: the bus floats high.
-                data.fill(0xff);
+            VcpuExit::MmioRead(address, data) => {
+                side.busy(Activity::Mmio(address));
+                self.bus.memory_read(address, data);
                 None
             }
-            VcpuExit::MmioWrite(..) => None,
+            VcpuExit::MmioWrite(address, data) => {
+                side.busy(Activity::Mmio(address));
+                self.bus.memory_write(address, data);
+                None
+            }
             VcpuExit::Hypercall(exit) => {
                 *exit.ret = match self.requests.decode_hypercall(exit.nr, &exit.args) {
                     Some(request) => {

@@ -26,7 +26,8 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use crate::boot::{self, BootError, layout};
 use crate::config::{Payload, RawCode, VmConfig};
-use crate::devices::{Bus, Console, ConsoleError, GuestPower};
+use crate::devices::virtio::VirtioError;
+use crate::devices::{Bus, Console, ConsoleError, GuestPower, Virtio};
 use crate::kick::{self, ImmediateExit};
 use crate::memory::{GuestRam, MemoryError};
 use crate::pause::{PauseError, Paused, Pauser};
@@ -88,6 +89,9 @@ pub enum VmError {
     /// The console.
     #[error(transparent)]
     Console(#[from] ConsoleError),
+    /// The virtio devices.
+    #[error(transparent)]
+    Virtio(#[from] VirtioError),
 }
 
 impl VmError {
@@ -215,6 +219,7 @@ pub struct Vm {
     threads: Mutex<Vec<JoinHandle<()>>>,
     transports: Transports,
     vcpus: u8,
+    virtio: Arc<Virtio>,
     ram: GuestRam,
     // Last: the vCPUs and the memory slots refer to it.
     _vm: VmFd,
@@ -226,7 +231,7 @@ impl Vm {
     ///
     /// # Errors
     /// [`VmError`] says what is wrong with the configuration, its files or the host.
-    pub fn new(config: VmConfig, requests: Arc<dyn GuestRequests>) -> Result<Self, VmError> {
+    pub fn new(mut config: VmConfig, requests: Arc<dyn GuestRequests>) -> Result<Self, VmError> {
         if !(1..=VCPUS_MAX).contains(&config.vcpus) {
             return Err(VmError::VcpuCount(config.vcpus));
         }
@@ -234,6 +239,10 @@ impl Vm {
         check_capabilities(&kvm)?;
         kick::install_handler();
         let ram = GuestRam::new(config.memory_bytes)?;
+        let virtio = Arc::new(Virtio::new(&config.virtio, ram.mmap())?);
+        if let Payload::Linux(linux) = &mut config.payload {
+            linux.add_words(&virtio.command_line());
+        }
         registers::write_tables(&ram).map_err(BootError::from)?;
         // The probe waits for a guest of its own; loading a kernel takes as long.
         let (starts, transports) = std::thread::scope(|scope| {
@@ -256,10 +265,11 @@ impl Vm {
         }
         map_memory(&vm, &ram)?;
         set_up_chips(&vm, &console)?;
+        virtio.connect(&vm)?;
         let supported = kvm
             .get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES)
             .map_err(VmError::kvm("tell its CPUID"))?;
-        let bus = Arc::new(Bus::new(console.clone(), config.ports));
+        let bus = Arc::new(Bus::new(console.clone(), virtio.clone(), config.ports));
         let port = Arc::new(RequestPort::new(ram.clone(), requests));
         let wanted = KVM_SYNC_X86_REGS | KVM_SYNC_X86_EVENTS;
         let sync_regs = u32::try_from(kvm.check_extension_int(Cap::SyncRegs))
@@ -296,6 +306,7 @@ impl Vm {
             threads: Mutex::default(),
             transports,
             vcpus: config.vcpus,
+            virtio,
             ram,
             _vm: vm,
         })
@@ -305,12 +316,14 @@ impl Vm {
     /// on each of them, for what a thread is to do before it runs guest code.
     ///
     /// # Errors
-    /// [`VmError::Started`] the second time, [`VmError::Thread`] without threads.
+    /// [`VmError::Started`] the second time, [`VmError::Thread`] or
+    /// [`VmError::Virtio`] without threads.
     pub fn start(&self, on_thread: impl Fn() + Send + Sync + 'static) -> Result<(), VmError> {
         let vcpus = std::mem::take(&mut *lock(&self.waiting));
         if vcpus.is_empty() {
             return Err(VmError::Started);
         }
+        self.virtio.start()?;
         lock(&self.shared.ended).running = vcpus.len();
         let on_thread = Arc::new(on_thread);
         let mut left = vcpus.len();
@@ -423,6 +436,7 @@ impl Vm {
             // A panic there has been reported by the panic hook.
             let _ = thread.join();
         }
+        self.virtio.close();
     }
 }
 

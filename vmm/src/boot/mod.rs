@@ -49,6 +49,16 @@ pub struct LinuxBoot {
     pub protocol: BootProtocol,
 }
 
+impl LinuxBoot {
+    /// Adds words, with a space before each, to what the kernel itself reads of
+    /// its command line: that is before ` -- `, if there is one.
+    pub(crate) fn add_words(&mut self, words: &str) {
+        let end = self.command_line.find(" -- ");
+        let end = end.unwrap_or(self.command_line.len());
+        self.command_line.insert_str(end, words);
+    }
+}
+
 /// Why the guest cannot be booted.
 #[derive(Debug, thiserror::Error)]
 pub enum BootError {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The guest's devices. All of them live on I/O ports; interrupt controllers and
-//! the timer are KVM's.
+//! The guest's devices. Interrupt controllers and the timer are KVM's. The
+//! virtio devices live in memory, see [`virtio`]; the others on I/O ports:
 //!
 //! | ports | device |
 //! |---|---|
@@ -13,12 +13,14 @@
 
 mod console;
 mod power;
+pub mod virtio;
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 pub use console::{Console, ConsoleChunk, ConsoleError, ConsoleOutput};
 pub use power::GuestPower;
+pub(crate) use virtio::Virtio;
 pub(crate) use power::{PM1_CONTROL, PM1_EVENT, SLEEP_TYPE_OFF};
 
 /// First port of the serial console (COM1).
@@ -39,17 +41,20 @@ pub trait PortDevice: Send + Sync {
 pub(crate) struct Bus {
     console: Arc<Console>,
     power: power::PowerManagement,
+    virtio: Arc<Virtio>,
     extra: Vec<(RangeInclusive<u16>, Arc<dyn PortDevice>)>,
 }
 
 impl Bus {
     pub fn new(
         console: Arc<Console>,
+        virtio: Arc<Virtio>,
         extra: Vec<(RangeInclusive<u16>, Arc<dyn PortDevice>)>,
     ) -> Self {
         Self {
             console,
             power: power::PowerManagement::default(),
+            virtio,
             extra,
         }
     }
@@ -81,6 +86,19 @@ impl Bus {
             }
         }
         None
+    }
+
+    /// The guest reads device memory.
+    pub fn memory_read(&self, address: u64, data: &mut [u8]) {
+        if !self.virtio.read(address, data) {
+            // The bus floats high where no device is.
+            data.fill(0xff);
+        }
+    }
+
+    /// The guest writes device memory.
+    pub fn memory_write(&self, address: u64, data: &[u8]) {
+        self.virtio.write(address, data);
     }
 
     fn extra(&self, port: u16) -> Option<&dyn PortDevice> {

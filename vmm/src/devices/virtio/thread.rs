@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The one thread on which all devices work.
+
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::transport::Transport;
+
+/// The token of the descriptor that ends the thread.
+const STOP: u64 = u64::MAX;
+
+/// In a token: the device's own event, not a notification.
+const OWN_EVENT: u64 = 1 << 32;
+
+/// The thread, running or not.
+pub(super) struct DeviceThread {
+    transports: Arc<[Transport]>,
+    epoll: Arc<Epoll>,
+    stop: EventFd,
+    handle: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl DeviceThread {
+    /// Prepares the thread; it does not run yet.
+    pub fn new(transports: Arc<[Transport]>) -> std::io::Result<Self> {
+        let epoll = Epoll::new()?;
+        let stop = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
+        let watch = |fd, events, token| {
+            epoll.ctl(ControlOperation::Add, fd, EpollEvent::new(events, token))
+        };
+        watch(stop.as_raw_fd(), EventSet::IN, STOP)?;
+        for (token, transport) in (0_u64..).zip(transports.iter()) {
+            watch(transport.kick().as_raw_fd(), EventSet::IN, token)?;
+            if let Some(source) = transport.event_source() {
+                // Edge-triggered: a device whose driver is not ready lets its events lie.
+                let events = EventSet::IN | EventSet::EDGE_TRIGGERED;
+                watch(source, events, token | OWN_EVENT)?;
+            }
+        }
+        Ok(Self {
+            transports,
+            epoll: Arc::new(epoll),
+            stop,
+            handle: Mutex::default(),
+        })
+    }
+
+    /// Starts it.
+    pub fn start(&self) -> std::io::Result<()> {
+        let transports = self.transports.clone();
+        let epoll = self.epoll.clone();
+        let handle = std::thread::Builder::new()
+            .name("devices".into())
+            .spawn(move || work(&transports, &epoll))?;
+        *self.handle.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
+        Ok(())
+    }
+
+    /// Ends it and waits for that.
+    pub fn stop(&self) {
+        // Fails only if the counter is full, and then it is readable anyway.
+        let _ = self.stop.write(1);
+        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(handle) = handle {
+            // A panic there has been reported by the panic hook.
+            let _ = handle.join();
+        }
+    }
+}
+
+impl Drop for DeviceThread {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn work(transports: &[Transport], epoll: &Epoll) {
+    let mut ready = [EpollEvent::default(); 32];
+    loop {
+        let count = match epoll.wait(-1, &mut ready) {
+            Ok(count) => count,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+            Err(error) => {
+                tracing::error!("the device thread cannot wait ({error}); all devices stop");
+                return;
+            }
+        };
+        for event in &ready[..count] {
+            let token = event.data();
+            if token == STOP {
+                return;
+            }
+            let Some(transport) = usize::try_from(token & !OWN_EVENT)
+                .ok()
+                .and_then(|index| transports.get(index))
+            else {
+                continue;
+            };
+            if token & OWN_EVENT == 0 {
+                // Fails only if nothing was written, and then there is no harm in looking.
+                let _ = transport.kick().read();
+            }
+            transport.run();
+        }
+    }
+}

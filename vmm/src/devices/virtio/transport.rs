@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The registers of one virtio-mmio device, version 2 (virtio 1.2, 4.2.2), and
+//! the device behind them.
+//!
+//! ```text
+//!  reset ─▶ ACKNOWLEDGE ─▶ DRIVER ─▶ FEATURES_OK ─▶ queues ─▶ DRIVER_OK ─▶ works
+//!    ▲                                                             │
+//!    └──────────── 0 written ◀── NEEDS_RESET ◀── rules broken ◀────┘
+//! ```
+//!
+//! vCPU threads read and write the registers, the device thread works. What a
+//! vCPU does while the device works (notify, read and acknowledge interrupts,
+//! read the status) takes no lock, so that a slow disk never delays a pause.
+//! Only a reset waits, for the one batch of requests that is under way.
+//!
+//! Lock order: `registers`, then `backend`. The device thread takes only the latter.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use virtio_bindings::virtio_config::{
+    VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_DRIVER, VIRTIO_CONFIG_S_DRIVER_OK,
+    VIRTIO_CONFIG_S_FAILED, VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET,
+    VIRTIO_F_VERSION_1,
+};
+use virtio_bindings::virtio_mmio::*;
+use virtio_bindings::virtio_ring::VIRTIO_RING_F_INDIRECT_DESC;
+use vmm_sys_util::eventfd::EventFd;
+
+use super::Memory;
+use super::device::Device;
+use super::queue::{Broken, QueueAddresses, Ring};
+
+/// "virt", little-endian.
+const MAGIC: u32 = 0x7472_6976;
+const VERSION: u32 = 2;
+/// "PBAY", little-endian.
+const VENDOR: u32 = 0x5941_4250;
+
+/// Entries that a queue may have.
+pub(super) const QUEUE_MAX: u16 = 256;
+
+/// What every device offers.
+const FEATURES: u64 = 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_INDIRECT_DESC;
+
+/// Status bits that a driver may set.
+const DRIVER_BITS: u32 = VIRTIO_CONFIG_S_ACKNOWLEDGE
+    | VIRTIO_CONFIG_S_DRIVER
+    | VIRTIO_CONFIG_S_FEATURES_OK
+    | VIRTIO_CONFIG_S_DRIVER_OK
+    | VIRTIO_CONFIG_S_FAILED;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No code panics with the lock held half-way through a change.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What the driver has set up so far.
+#[derive(Debug, Default)]
+struct Registers {
+    device_features_sel: u32,
+    driver_features_sel: u32,
+    driver_features: u64,
+    queue_sel: u32,
+    queues: Vec<QueueRegisters>,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct QueueRegisters {
+    addresses: QueueAddresses,
+    ready: bool,
+}
+
+struct Backend {
+    device: Box<dyn Device>,
+    rings: Vec<Option<Ring>>,
+    active: bool,
+}
+
+/// One device with its registers.
+pub(super) struct Transport {
+    id: u32,
+    features: u64,
+    config: Vec<u8>,
+    queue_count: usize,
+    memory: Memory,
+    status: AtomicU32,
+    interrupt_status: AtomicU32,
+    interrupt: EventFd,
+    kick: EventFd,
+    registers: Mutex<Registers>,
+    backend: Mutex<Backend>,
+    /// A reset waits for `backend`: the device thread is to leave it alone.
+    resetting: AtomicBool,
+    /// A broken rule was logged: a guest cannot fill the host's log.
+    logged: AtomicBool,
+}
+
+impl Transport {
+    pub fn new(device: Box<dyn Device>, memory: Memory) -> std::io::Result<Self> {
+        let queue_count = device.queues();
+        Ok(Self {
+            id: device.id(),
+            features: device.features() | FEATURES,
+            config: device.config(),
+            queue_count,
+            memory,
+            status: AtomicU32::new(0),
+            interrupt_status: AtomicU32::new(0),
+            interrupt: EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
+            kick: EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
+            registers: Mutex::new(Registers {
+                queues: vec![QueueRegisters::default(); queue_count],
+                ..Registers::default()
+            }),
+            backend: Mutex::new(Backend {
+                device,
+                rings: vec![],
+                active: false,
+            }),
+            resetting: AtomicBool::new(false),
+            logged: AtomicBool::new(false),
+        })
+    }
+
+    /// The interrupt line.
+    pub fn interrupt(&self) -> &EventFd {
+        &self.interrupt
+    }
+
+    /// Written when the driver notifies a queue, or there is more to do.
+    pub fn kick(&self) -> &EventFd {
+        &self.kick
+    }
+
+    /// The guest has ended.
+    pub fn close(&self) {
+        self.stop();
+        lock(&self.backend).device.close();
+    }
+
+    /// The number of queues.
+    pub fn queue_count(&self) -> usize {
+        self.queue_count
+    }
+
+    /// What the device itself waits for, if anything.
+    pub fn event_source(&self) -> Option<std::os::fd::RawFd> {
+        lock(&self.backend).device.event_source()
+    }
+
+    /// One batch of work, on the device thread.
+    pub fn run(&self) {
+        if self.resetting.load(SeqCst) {
+            return;
+        }
+        let mut backend = lock(&self.backend);
+        let backend = &mut *backend;
+        if !backend.active {
+            return;
+        }
+        let outcome = backend.device.process(&mut backend.rings, &self.memory);
+        let mut interrupt = false;
+        for ring in backend.rings.iter_mut().flatten() {
+            interrupt |= ring.interrupt_wanted();
+        }
+        if interrupt {
+            self.raise(VIRTIO_MMIO_INT_VRING);
+        }
+        match outcome {
+            Ok(true) => self.wake(),
+            Ok(false) => {}
+            Err(broken) => self.fail(backend, broken),
+        }
+    }
+
+    fn wake(&self) {
+        // Fails only if the counter is full, and then the thread is woken anyway.
+        let _ = self.kick.write(1);
+    }
+
+    fn raise(&self, cause: u32) {
+        self.interrupt_status.fetch_or(cause, SeqCst);
+        // As in `wake`.
+        let _ = self.interrupt.write(1);
+    }
+
+    /// Any state ──── rules broken ────▶ NEEDS_RESET
+    fn fail(&self, backend: &mut Backend, broken: Broken) {
+        backend.active = false;
+        backend.rings.clear();
+        backend.device.reset();
+        self.status.fetch_or(VIRTIO_CONFIG_S_NEEDS_RESET, SeqCst);
+        self.raise(VIRTIO_MMIO_INT_CONFIG);
+        if !self.logged.swap(true, SeqCst) {
+            tracing::warn!(device = self.id, "virtio: {broken}");
+        }
+    }
+
+    /// The guest reads `data.len()` bytes at `offset` in the device's page.
+    pub fn read(&self, offset: u64, data: &mut [u8]) {
+        data.fill(0);
+        if let Some(at) = offset.checked_sub(VIRTIO_MMIO_CONFIG.into()) {
+            let at = usize::try_from(at).unwrap_or(usize::MAX);
+            for (byte, value) in data.iter_mut().zip(self.config.iter().skip(at)) {
+                *byte = *value;
+            }
+        } else if let (Ok(data), Ok(offset)) = (<&mut [u8; 4]>::try_from(data), offset.try_into()) {
+            *data = self.read_register(offset).to_le_bytes();
+        }
+    }
+
+    fn read_register(&self, offset: u32) -> u32 {
+        match offset {
+            VIRTIO_MMIO_MAGIC_VALUE => return MAGIC,
+            VIRTIO_MMIO_VERSION => return VERSION,
+            VIRTIO_MMIO_DEVICE_ID => return self.id,
+            VIRTIO_MMIO_VENDOR_ID => return VENDOR,
+            VIRTIO_MMIO_INTERRUPT_STATUS => return self.interrupt_status.load(SeqCst),
+            VIRTIO_MMIO_STATUS => return self.status.load(SeqCst),
+            // No shared memory: all ones (virtio 1.2, 4.2.2.1).
+            VIRTIO_MMIO_SHM_LEN_LOW | VIRTIO_MMIO_SHM_LEN_HIGH => return u32::MAX,
+            _ => {}
+        }
+        let registers = lock(&self.registers);
+        let queue = registers.queues.get(registers.queue_sel as usize);
+        match offset {
+            VIRTIO_MMIO_DEVICE_FEATURES => half(self.features, registers.device_features_sel),
+            VIRTIO_MMIO_QUEUE_NUM_MAX => queue.map_or(0, |_| QUEUE_MAX.into()),
+            VIRTIO_MMIO_QUEUE_READY => queue.map_or(0, |queue| queue.ready.into()),
+            // The configuration's generation among them: it never changes.
+            _ => 0,
+        }
+    }
+
+    /// The guest writes `data` at `offset` in the device's page. Writes that mean
+    /// nothing, or nothing now, are ignored.
+    pub fn write(&self, offset: u64, data: &[u8]) {
+        let (Ok(data), Ok(offset)) = (<[u8; 4]>::try_from(data), u32::try_from(offset)) else {
+            return;
+        };
+        let value = u32::from_le_bytes(data);
+        match offset {
+            // Only where KVM does not write `kick` itself.
+            VIRTIO_MMIO_QUEUE_NOTIFY => return self.wake(),
+            VIRTIO_MMIO_INTERRUPT_ACK => {
+                self.interrupt_status.fetch_and(!value, SeqCst);
+                return;
+            }
+            _ => {}
+        }
+        let mut registers = lock(&self.registers);
+        let registers = &mut *registers;
+        let status = self.status.load(SeqCst);
+        match offset {
+            VIRTIO_MMIO_STATUS => return self.write_status(registers, status, value),
+            VIRTIO_MMIO_DEVICE_FEATURES_SEL => registers.device_features_sel = value,
+            VIRTIO_MMIO_DRIVER_FEATURES_SEL => registers.driver_features_sel = value,
+            VIRTIO_MMIO_QUEUE_SEL => registers.queue_sel = value,
+            VIRTIO_MMIO_DRIVER_FEATURES if status & VIRTIO_CONFIG_S_FEATURES_OK == 0 => {
+                match registers.driver_features_sel {
+                    0 => set_low(&mut registers.driver_features, value),
+                    1 => set_high(&mut registers.driver_features, value),
+                    _ => {}
+                }
+            }
+            _ => {}
+        }
+        let configurable = VIRTIO_CONFIG_S_FEATURES_OK;
+        if status & (configurable | VIRTIO_CONFIG_S_DRIVER_OK) != configurable {
+            return;
+        }
+        let Some(queue) = registers.queues.get_mut(registers.queue_sel as usize) else {
+            return;
+        };
+        let addresses = &mut queue.addresses;
+        match offset {
+            VIRTIO_MMIO_QUEUE_READY => queue.ready = value == 1,
+            VIRTIO_MMIO_QUEUE_NUM => addresses.size = value,
+            VIRTIO_MMIO_QUEUE_DESC_LOW => set_low(&mut addresses.descriptors, value),
+            VIRTIO_MMIO_QUEUE_DESC_HIGH => set_high(&mut addresses.descriptors, value),
+            VIRTIO_MMIO_QUEUE_AVAIL_LOW => set_low(&mut addresses.available, value),
+            VIRTIO_MMIO_QUEUE_AVAIL_HIGH => set_high(&mut addresses.available, value),
+            VIRTIO_MMIO_QUEUE_USED_LOW => set_low(&mut addresses.used, value),
+            VIRTIO_MMIO_QUEUE_USED_HIGH => set_high(&mut addresses.used, value),
+            _ => {}
+        }
+    }
+
+    fn write_status(&self, registers: &mut Registers, status: u32, value: u32) {
+        if value == 0 {
+            return self.reset(registers);
+        }
+        // Bits are never taken back but by a reset.
+        let mut added = value & DRIVER_BITS & !status;
+        if added & VIRTIO_CONFIG_S_FEATURES_OK != 0 {
+            let features = registers.driver_features;
+            let acceptable =
+                features & !self.features == 0 && features & 1 << VIRTIO_F_VERSION_1 != 0;
+            if !acceptable || (status | added) & VIRTIO_CONFIG_S_DRIVER == 0 {
+                // The driver reads the status back and sees that it is missing.
+                added &= !VIRTIO_CONFIG_S_FEATURES_OK;
+            }
+        }
+        if (status | added) & VIRTIO_CONFIG_S_FEATURES_OK == 0 {
+            added &= !VIRTIO_CONFIG_S_DRIVER_OK;
+        }
+        self.status.fetch_or(added, SeqCst);
+        if added & VIRTIO_CONFIG_S_FAILED != 0 {
+            self.stop();
+        } else if added & VIRTIO_CONFIG_S_DRIVER_OK != 0 {
+            self.activate(registers);
+        }
+    }
+
+    /// FEATURES_OK ──── DRIVER_OK written ────▶ works, or NEEDS_RESET
+    fn activate(&self, registers: &Registers) {
+        let mut backend = lock(&self.backend);
+        let rings = registers.queues.iter().map(|queue| match queue.ready {
+            true => Ring::new(queue.addresses, QUEUE_MAX, &self.memory).map(Some),
+            false => Ok(None),
+        });
+        match rings.collect() {
+            Ok(rings) => {
+                backend.rings = rings;
+                backend.device.activate(registers.driver_features);
+                backend.active = true;
+                drop(backend);
+                self.wake();
+            }
+            Err(broken) => self.fail(&mut backend, broken),
+        }
+    }
+
+    /// Any state ──── 0 written ────▶ reset. Once it returns, the device touches
+    /// the guest's memory no more.
+    fn reset(&self, registers: &mut Registers) {
+        self.stop();
+        self.status.store(0, SeqCst);
+        self.interrupt_status.store(0, SeqCst);
+        *registers = Registers {
+            queues: vec![QueueRegisters::default(); self.queue_count],
+            ..Registers::default()
+        };
+    }
+
+    fn stop(&self) {
+        self.resetting.store(true, SeqCst);
+        let mut backend = lock(&self.backend);
+        backend.active = false;
+        backend.rings.clear();
+        backend.device.reset();
+        self.resetting.store(false, SeqCst);
+    }
+}
+
+/// The half of `value` that `select` names: 0 low, 1 high.
+fn half(value: u64, select: u32) -> u32 {
+    let [a, b, c, d, e, f, g, h] = value.to_le_bytes();
+    match select {
+        0 => u32::from_le_bytes([a, b, c, d]),
+        1 => u32::from_le_bytes([e, f, g, h]),
+        _ => 0,
+    }
+}
+
+fn set_low(word: &mut u64, value: u32) {
+    *word = *word & !u64::from(u32::MAX) | u64::from(value);
+}
+
+fn set_high(word: &mut u64, value: u32) {
+    *word = *word & u64::from(u32::MAX) | u64::from(value) << 32;
+}

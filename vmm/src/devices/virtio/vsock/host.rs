@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The host's unix sockets: the one that clients connect to, and the clients
+//! that have not said yet which port they want.
+
+use std::collections::BTreeMap;
+use std::io::{ErrorKind, Read};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, fchmod};
+use rustix::net::{
+    AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen,
+    recv, socket_with,
+};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+
+use super::VsockError;
+
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 128;
+
+/// Clients that have not said yet which port they want. The one that waits
+/// longest makes room for another.
+const GREETINGS_MAX: usize = 64;
+
+/// Bytes of the longest greeting: `CONNECT 4294967295` and a newline.
+const GREETING_MAX: usize = 19;
+
+/// Clients accepted, and events taken, in one batch.
+const BATCH: usize = 64;
+
+/// The token of the listener in the epoll instance; streams have others.
+const LISTENER: u64 = 0;
+
+/// Something that happened on the host.
+#[derive(Debug)]
+pub(super) enum HostEvent {
+    /// A client wants to reach a port of the guest.
+    Connect(UnixStream, u32),
+    /// A stream that [`Host::watch`] named so.
+    Stream {
+        token: u64,
+        readable: bool,
+        writable: bool,
+        hung_up: bool,
+    },
+}
+
+/// The host's side.
+pub(super) struct Host {
+    path: PathBuf,
+    /// `path` is ours to remove.
+    bound: bool,
+    listener: UnixListener,
+    epoll: Epoll,
+    /// The listener may have clients.
+    accept: bool,
+    greetings: BTreeMap<u64, UnixStream>,
+    last_token: u64,
+}
+
+impl Host {
+    /// Listens on `path`, with mode 0600; the socket that a dead monitor left
+    /// there is replaced.
+    pub fn listen(path: &Path) -> Result<Self, VsockError> {
+        let unusable = |source: std::io::Error| VsockError::Unusable {
+            path: path.to_owned(),
+            source,
+        };
+        remove_stale(path)?;
+        let socket = socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+            None,
+        )
+        .map_err(|error| unusable(error.into()))?;
+        // Before bind(): Linux gives the file the mode of the socket, so it is never wider.
+        fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(|error| unusable(error.into()))?;
+        let address = SocketAddrUnix::new(path).map_err(|error| unusable(error.into()))?;
+        bind(&socket, &address).map_err(|error| unusable(error.into()))?;
+        listen(&socket, BACKLOG).map_err(|error| unusable(error.into()))?;
+        let listener = UnixListener::from(socket);
+        let epoll = Epoll::new().map_err(unusable)?;
+        epoll
+            .ctl(
+                ControlOperation::Add,
+                listener.as_raw_fd(),
+                EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, LISTENER),
+            )
+            .map_err(unusable)?;
+        Ok(Self {
+            path: path.to_owned(),
+            bound: true,
+            listener,
+            epoll,
+            accept: true,
+            greetings: BTreeMap::new(),
+            last_token: LISTENER,
+        })
+    }
+
+    /// Becomes readable when [`events`](Self::events) has something new.
+    pub fn event_source(&self) -> RawFd {
+        self.epoll.as_raw_fd()
+    }
+
+    /// Watches a stream; its events carry the answered token. It ends when the
+    /// stream is dropped.
+    pub fn watch(&mut self, stream: &UnixStream) -> std::io::Result<u64> {
+        self.last_token += 1;
+        let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP;
+        self.epoll.ctl(
+            ControlOperation::Add,
+            stream.as_raw_fd(),
+            EpollEvent::new(events | EventSet::EDGE_TRIGGERED, self.last_token),
+        )?;
+        Ok(self.last_token)
+    }
+
+    /// Stops watching a stream, so that another token can be given to it.
+    fn unwatch(&self, stream: &UnixStream) {
+        // Fails only for a stream that is not watched, which is what is wanted.
+        let _ = self.epoll.ctl(
+            ControlOperation::Delete,
+            stream.as_raw_fd(),
+            EpollEvent::default(),
+        );
+    }
+
+    /// Removes the socket and drops the clients that wait.
+    pub fn close(&mut self) {
+        self.greetings.clear();
+        // Once only: by now it may be another monitor's.
+        if std::mem::take(&mut self.bound) {
+            // Gone already: somebody has tidied up.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+
+    /// Connects to the socket of the host's program that serves `port`.
+    pub fn connect(&self, port: u32) -> std::io::Result<UnixStream> {
+        let mut path = self.path.clone().into_os_string();
+        path.push(format!("_{port}"));
+        let socket = socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+            None,
+        )?;
+        // Refuses at once when the program's backlog is full.
+        connect(&socket, &SocketAddrUnix::new(PathBuf::from(path))?)?;
+        Ok(UnixStream::from(socket))
+    }
+
+    /// What has happened; the second answer is whether there may be more.
+    pub fn events(&mut self) -> (Vec<HostEvent>, bool) {
+        let mut ready = [EpollEvent::default(); BATCH];
+        // Interrupted: the caller comes back when there is something.
+        let count = self.epoll.wait(0, &mut ready).unwrap_or(0);
+        let mut events = vec![];
+        for event in &ready[..count] {
+            let set = event.event_set();
+            let hung_up = set.intersects(EventSet::HANG_UP | EventSet::ERROR);
+            match event.data() {
+                LISTENER => self.accept = true,
+                token if self.greetings.contains_key(&token) => {
+                    events.extend(self.greeting(token, hung_up));
+                }
+                token => events.push(HostEvent::Stream {
+                    token,
+                    readable: set.intersects(EventSet::IN | EventSet::READ_HANG_UP) || hung_up,
+                    writable: set.contains(EventSet::OUT),
+                    hung_up,
+                }),
+            }
+        }
+        self.accept_clients();
+        (events, self.accept || count == BATCH)
+    }
+
+    fn accept_clients(&mut self) {
+        for _ in 0..BATCH {
+            if !self.accept {
+                return;
+            }
+            match self.listener.accept() {
+                Ok((stream, _)) => {
+                    if self.greetings.len() == GREETINGS_MAX {
+                        self.greetings.pop_first();
+                    }
+                    // A client that cannot be watched is dropped. Watching tells at
+                    // once of what it has said already.
+                    if stream.set_nonblocking(true).is_ok()
+                        && let Ok(token) = self.watch(&stream)
+                    {
+                        self.greetings.insert(token, stream);
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                // Nobody waits, or no descriptors are left: the next client wakes us.
+                Err(_) => self.accept = false,
+            }
+        }
+    }
+
+    /// A client that has not named its port has said something, or left.
+    fn greeting(&mut self, token: u64, hung_up: bool) -> Option<HostEvent> {
+        let stream = self.greetings.get_mut(&token)?;
+        match read_greeting(stream) {
+            Greeting::Partial if !hung_up => None,
+            Greeting::Partial | Greeting::Wrong => {
+                self.greetings.remove(&token);
+                None
+            }
+            Greeting::Port(port) => {
+                let stream = self.greetings.remove(&token)?;
+                self.unwatch(&stream);
+                Some(HostEvent::Connect(stream, port))
+            }
+        }
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Greeting {
+    Partial,
+    Wrong,
+    Port(u32),
+}
+
+/// Takes `CONNECT <port>\n` from a stream, and no byte beyond it: what follows is
+/// for the guest. Takes nothing while it is incomplete.
+fn read_greeting(stream: &mut UnixStream) -> Greeting {
+    let mut bytes = [0; GREETING_MAX];
+    let length = match recv(&*stream, &mut bytes[..], RecvFlags::PEEK) {
+        Ok((_, length)) if length > 0 => length,
+        Err(error) if error.kind() == ErrorKind::WouldBlock => return Greeting::Partial,
+        _ => return Greeting::Wrong,
+    };
+    let Some(end) = bytes[..length].iter().position(|byte| *byte == b'\n') else {
+        return match length {
+            GREETING_MAX => Greeting::Wrong,
+            _ => Greeting::Partial,
+        };
+    };
+    let mut line = [0; GREETING_MAX];
+    if stream.read_exact(&mut line[..=end]).is_err() {
+        return Greeting::Wrong;
+    }
+    let port = std::str::from_utf8(&line[..end])
+        .ok()
+        .and_then(|line| line.strip_prefix("CONNECT "))
+        .filter(|port| port.bytes().all(|byte| byte.is_ascii_digit()))
+        .and_then(|port| port.parse().ok());
+    port.map_or(Greeting::Wrong, Greeting::Port)
+}
+
+/// Removes a socket that nobody serves.
+fn remove_stale(path: &Path) -> Result<(), VsockError> {
+    match std::fs::symlink_metadata(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Ok(metadata) if !metadata.file_type().is_socket() => {
+            return Err(VsockError::NotASocket(path.to_owned()));
+        }
+        _ => {}
+    }
+    if UnixStream::connect(path).is_ok() {
+        return Err(VsockError::InUse(path.to_owned()));
+    }
+    std::fs::remove_file(path).map_err(|source| VsockError::Unusable {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn greeting(said: &[u8]) -> (Greeting, Vec<u8>) {
+        let (mut client, mut stream) = UnixStream::pair().unwrap();
+        client.write_all(said).unwrap();
+        stream.set_nonblocking(true).unwrap();
+        let greeting = read_greeting(&mut stream);
+        drop(client);
+        let mut left = vec![];
+        stream.read_to_end(&mut left).unwrap();
+        (greeting, left)
+    }
+
+    #[test]
+    fn a_greeting_takes_its_line_and_no_more() {
+        assert_eq!(
+            greeting(b"CONNECT 52\nhello"),
+            (Greeting::Port(52), b"hello".to_vec())
+        );
+        assert_eq!(
+            greeting(b"CONNECT 4294967295\n").0,
+            Greeting::Port(u32::MAX)
+        );
+    }
+
+    #[test]
+    fn half_a_greeting_waits_and_is_left_in_place() {
+        assert_eq!(greeting(b"CONN"), (Greeting::Partial, b"CONN".to_vec()));
+        assert_eq!(greeting(b"").0, Greeting::Partial);
+    }
+
+    #[test]
+    fn wrong_greetings() {
+        for said in [
+            &b"\n"[..],
+            b"CONNECT \n",
+            b"CONNECT -1\n",
+            b"CONNECT +1\n",
+            b"CONNECT 4294967296\n",
+            b"CONNECT 1 2\n",
+            b"connect 1\n",
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\xff\xfe\n",
+            b"CONNECT 00000000000000000000000001\n",
+        ] {
+            assert_eq!(greeting(said).0, Greeting::Wrong, "{said:?}");
+        }
+    }
+}

@@ -1,0 +1,438 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Stream sockets between guest and host (virtio 1.2, 5.10), with unix sockets on
+//! the host, the way Firecracker has them.
+//!
+//! | from | to | how |
+//! |---|---|---|
+//! | host | guest's port P | connect to `PATH`, write `CONNECT P\n`, read `OK <host port>\n` |
+//! | guest | host's port N | the monitor connects to `PATH_N`, where a program listens |
+//!
+//! A connection that the guest refuses is closed without an answer; one for which
+//! nobody listens on the host is refused to the guest. Packets that make no sense
+//! are answered by a reset of the connection they name.
+//!
+//! Bounds: 256 connections, 64 KiB from the guest per connection, 64 clients that
+//! have not named a port, 256 resets that wait for the guest; when these are all
+//! taken, no more of the guest's packets are looked at until it takes some.
+
+mod connection;
+mod host;
+mod packet;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Bound::{Excluded, Unbounded};
+use std::os::fd::RawFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+
+use connection::{Connection, Outgoing};
+use host::{Host, HostEvent};
+use packet::{DATA_MAX, HEADER_BYTES, HOST_CID, Header, Op, STREAM};
+
+use super::Memory;
+use super::device::Device;
+use super::queue::{Broken, Chain, Ring};
+
+const DEVICE_ID: u32 = 19;
+
+/// The queue of buffers for packets to the guest.
+const RECEIVE: usize = 0;
+/// The queue of packets from the guest.
+const TRANSMIT: usize = 1;
+/// Queues: these two, and one of events that never come.
+const QUEUES: usize = 3;
+
+/// Connections at the same time.
+pub const CONNECTIONS_MAX: usize = 256;
+
+/// Resets that wait for the guest to take them.
+const RESETS_MAX: usize = 256;
+
+/// Packets handled in one batch, each way.
+const BATCH: usize = 64;
+
+/// Ports that the host's side of host-made connections gets start here.
+const FIRST_HOST_PORT: u32 = 1 << 30;
+
+/// The least address that a guest can have; those below are reserved.
+pub const CID_MIN: u32 = 3;
+
+/// Where the host's unix sockets are, and the guest's address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VsockConfig {
+    /// The socket that clients on the host connect to.
+    pub path: PathBuf,
+    /// The guest's address (CID), 3 to 2^32 - 2.
+    pub cid: u32,
+}
+
+/// Why there is no vsock device.
+#[derive(Debug, thiserror::Error)]
+pub enum VsockError {
+    /// The guest's address is reserved.
+    #[error("the vsock address {0} is reserved; give a cid from 3 to 4294967294")]
+    Cid(u32),
+    /// Another monitor listens there.
+    #[error("a running monitor already listens on {}; give this guest another vsock path, or end that one", .0.display())]
+    InUse(PathBuf),
+    /// Something else has that name.
+    #[error("{} exists and is not a socket; give another vsock path", .0.display())]
+    NotASocket(PathBuf),
+    /// The host refused.
+    #[error("the vsock socket {} cannot be made: {source}; give a path in a folder that you may write to, of at most 96 bytes", path.display())]
+    Unusable {
+        /// The socket.
+        path: PathBuf,
+        /// What the host said.
+        source: std::io::Error,
+    },
+}
+
+/// What names a connection: its port on the host, and its port in the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Ports {
+    host: u32,
+    guest: u32,
+}
+
+/// The device.
+pub(super) struct Vsock {
+    cid: u64,
+    host: Host,
+    connections: BTreeMap<Ports, Connection>,
+    /// The connection of each stream that `host` watches.
+    tokens: BTreeMap<u64, Ports>,
+    resets: VecDeque<Header>,
+    /// The connection that sent to the guest last: the next one is next.
+    last_served: Option<Ports>,
+    next_host_port: u32,
+    /// A buffer for a packet to the guest that was taken and not needed.
+    spare: Option<Chain>,
+    /// Room for a packet's data.
+    data: Box<[u8]>,
+}
+
+impl Vsock {
+    /// Listens on the host.
+    pub fn new(config: &VsockConfig) -> Result<Self, VsockError> {
+        if !(CID_MIN..u32::MAX).contains(&config.cid) {
+            return Err(VsockError::Cid(config.cid));
+        }
+        Ok(Self {
+            cid: config.cid.into(),
+            host: Host::listen(&config.path)?,
+            connections: BTreeMap::new(),
+            tokens: BTreeMap::new(),
+            resets: VecDeque::new(),
+            last_served: None,
+            next_host_port: FIRST_HOST_PORT,
+            spare: None,
+            data: vec![0; DATA_MAX].into(),
+        })
+    }
+
+    fn header(&self, ports: Ports, op: Op) -> Header {
+        Header {
+            src_cid: HOST_CID,
+            dst_cid: self.cid,
+            src_port: ports.host,
+            dst_port: ports.guest,
+            length: 0,
+            kind: STREAM,
+            op,
+            flags: 0,
+            buf_alloc: 0,
+            fwd_cnt: 0,
+        }
+    }
+
+    /// Ends a connection on both sides.
+    fn reset_connection(&mut self, ports: Ports) {
+        self.forget(ports);
+        let reset = self.header(ports, Op::Reset);
+        self.resets.push_back(reset);
+    }
+
+    /// Ends a connection on the host's side.
+    fn forget(&mut self, ports: Ports) {
+        self.connections.remove(&ports);
+        self.tokens.retain(|_, named| *named != ports);
+    }
+
+    /// Takes a connection on. False: there is no room for it.
+    fn add(&mut self, ports: Ports, connection: Connection) -> bool {
+        if self.connections.len() >= CONNECTIONS_MAX {
+            return false;
+        }
+        match self.host.watch(connection.stream()) {
+            Ok(token) => {
+                self.tokens.insert(token, ports);
+                self.connections.insert(ports, connection);
+                true
+            }
+            Err(_) => false,
+        }
+    }
+
+    fn host_event(&mut self, event: HostEvent) {
+        match event {
+            HostEvent::Connect(stream, port) => self.connect_guest(stream, port),
+            HostEvent::Stream {
+                token,
+                readable,
+                writable,
+                hung_up,
+            } => {
+                let Some(&ports) = self.tokens.get(&token) else {
+                    return;
+                };
+                if let Some(connection) = self.connections.get_mut(&ports) {
+                    connection.host_event(readable, writable, hung_up);
+                    self.settle(ports);
+                }
+            }
+        }
+    }
+
+    /// Ends a connection if it is at its end.
+    fn settle(&mut self, ports: Ports) {
+        let ended = self
+            .connections
+            .get(&ports)
+            .is_some_and(|connection| connection.is_finished() || connection.is_abandoned());
+        if ended {
+            self.reset_connection(ports);
+        }
+    }
+
+    /// A client on the host wants to reach the guest's `port`.
+    fn connect_guest(&mut self, stream: UnixStream, port: u32) {
+        let mut ports = Ports {
+            host: self.next_host_port,
+            guest: port,
+        };
+        // Taken only if 2^30 connections were made while this one lasted.
+        while self.connections.contains_key(&ports) {
+            ports.host = next_port(ports.host);
+        }
+        self.next_host_port = next_port(ports.host);
+        // Without room the stream is dropped, which the client sees.
+        self.add(ports, Connection::from_host(stream));
+    }
+
+    /// A packet from the guest.
+    fn receive(&mut self, chain: &Chain, memory: &Memory) -> Result<(), Broken> {
+        let mut header = [0; HEADER_BYTES];
+        chain.read_at(memory, 0, &mut header)?;
+        let header = Header::from_bytes(&header);
+        let length = header.length as usize;
+        let ports = Ports {
+            host: header.dst_port,
+            guest: header.src_port,
+        };
+        let ours = header.src_cid == self.cid
+            && header.dst_cid == HOST_CID
+            && header.kind == STREAM;
+        if !ours {
+            self.refuse(&header);
+            return Ok(());
+        }
+        if length > DATA_MAX || length > chain.readable_bytes() - HEADER_BYTES {
+            self.forget(ports);
+            self.refuse(&header);
+            return Ok(());
+        }
+        match (header.op, self.connections.get_mut(&ports)) {
+            (Op::Reset, _) => self.forget(ports),
+            (Op::Request, None) => self.connect_host(ports, &header),
+            (_, None) => self.refuse(&header),
+            (op, Some(connection)) => {
+                let data = match op {
+                    Op::Data => &mut self.data[..length],
+                    _ => &mut [],
+                };
+                chain.read_at(memory, HEADER_BYTES, data)?;
+                match connection.receive(&header, data, ports.host) {
+                    Ok(()) => self.settle(ports),
+                    Err(connection::Over) => self.reset_connection(ports),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Answers a packet that nobody wants.
+    fn refuse(&mut self, header: &Header) {
+        // A reset of a reset would come back for ever.
+        if header.op != Op::Reset {
+            let reset = header.reset();
+            self.resets.push_back(Header {
+                dst_cid: self.cid,
+                ..reset
+            });
+        }
+    }
+
+    /// The guest wants to reach a port of the host.
+    fn connect_host(&mut self, ports: Ports, request: &Header) {
+        let connected = match self.connections.len() < CONNECTIONS_MAX {
+            true => self.host.connect(ports.host).ok(),
+            false => None,
+        };
+        let added = connected.is_some_and(|stream| {
+            self.add(ports, Connection::from_guest(stream, request))
+        });
+        if !added {
+            self.refuse(request);
+        }
+    }
+
+    /// Handles packets from the guest. True: there are more.
+    fn transmit(&mut self, ring: &mut Ring, memory: &Memory) -> Result<bool, Broken> {
+        for _ in 0..BATCH {
+            if self.resets.len() >= RESETS_MAX {
+                // The guest gets no more answers before it takes some.
+                return Ok(false);
+            }
+            let Some(chain) = ring.pop()? else {
+                return Ok(false);
+            };
+            self.receive(&chain, memory)?;
+            ring.push(&chain, 0)?;
+        }
+        Ok(true)
+    }
+
+    /// The next connection that may have a packet, taking turns.
+    fn next_ready(&self) -> Option<Ports> {
+        let ready = |(ports, connection): (&Ports, &Connection)| {
+            connection.has_packet().then_some(*ports)
+        };
+        let after = self.last_served.and_then(|last| {
+            let mut after = self.connections.range((Excluded(last), Unbounded));
+            after.find_map(ready)
+        });
+        after.or_else(|| self.connections.iter().find_map(ready))
+    }
+
+    /// Sends packets to the guest. True: there are more.
+    fn send(&mut self, ring: &mut Ring, memory: &Memory) -> Result<bool, Broken> {
+        for _ in 0..BATCH {
+            let ready = self.next_ready();
+            if self.resets.is_empty() && ready.is_none() {
+                return Ok(false);
+            }
+            let chain = match self.spare.take() {
+                Some(chain) => chain,
+                None => match ring.pop()? {
+                    Some(chain) => chain,
+                    // The guest notifies when it has some again.
+                    None => return Ok(false),
+                },
+            };
+            let room = chain.writable_bytes().saturating_sub(HEADER_BYTES);
+            if room == 0 {
+                return Err(Broken("a vsock buffer has no room for a packet with data"));
+            }
+            let header = match self.resets.pop_front() {
+                Some(reset) => Some(reset),
+                None => ready.and_then(|ports| self.next_packet(ports, room)),
+            };
+            let Some(header) = header else {
+                self.spare = Some(chain);
+                continue;
+            };
+            let length = header.length as usize;
+            chain.write_at(memory, 0, &header.to_bytes())?;
+            chain.write_at(memory, HEADER_BYTES, &self.data[..length])?;
+            ring.push(&chain, HEADER_BYTES + length)?;
+        }
+        Ok(true)
+    }
+
+    /// The next packet of one connection, its data in `self.data`.
+    fn next_packet(&mut self, ports: Ports, room: usize) -> Option<Header> {
+        self.last_served = Some(ports);
+        let connection = self.connections.get_mut(&ports)?;
+        let Outgoing {
+            op,
+            flags,
+            length,
+            buf_alloc,
+            fwd_cnt,
+        } = connection.next(room, &mut self.data)?;
+        if connection.is_told() {
+            // The guest's answer, if any, is one to a connection that is not there.
+            self.forget(ports);
+        }
+        Some(Header {
+            length: u32::try_from(length).unwrap_or(0),
+            flags,
+            buf_alloc,
+            fwd_cnt,
+            ..self.header(ports, op)
+        })
+    }
+}
+
+fn next_port(port: u32) -> u32 {
+    port.checked_add(1).unwrap_or(FIRST_HOST_PORT)
+}
+
+impl Device for Vsock {
+    fn id(&self) -> u32 {
+        DEVICE_ID
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn queues(&self) -> usize {
+        QUEUES
+    }
+
+    /// `struct virtio_vsock_config`.
+    fn config(&self) -> Vec<u8> {
+        self.cid.to_le_bytes().to_vec()
+    }
+
+    fn activate(&mut self, _features: u64) {}
+
+    fn reset(&mut self) {
+        self.connections.clear();
+        self.tokens.clear();
+        self.resets.clear();
+        self.last_served = None;
+        self.spare = None;
+    }
+
+    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<bool, Broken> {
+        let (events, mut more) = self.host.events();
+        for event in events {
+            self.host_event(event);
+        }
+        if let Some(Some(ring)) = rings.get_mut(TRANSMIT) {
+            more |= self.transmit(ring, memory)?;
+        }
+        if let Some(Some(ring)) = rings.get_mut(RECEIVE) {
+            let waiting = self.resets.len();
+            more |= self.send(ring, memory)?;
+            // The guest's packets wait for room among the resets.
+            more |= waiting >= RESETS_MAX && self.resets.len() < RESETS_MAX;
+        }
+        Ok(more)
+    }
+
+    fn close(&mut self) {
+        self.host.close();
+    }
+
+    fn event_source(&self) -> Option<RawFd> {
+        Some(self.host.event_source())
+    }
+}
