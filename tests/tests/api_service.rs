@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The API, through a real client and a real unix socket, against an in-memory guest.
+
+mod api_service {
+    mod guest;
+    mod holds;
+    mod keys;
+    mod reflection;
+    mod support;
+    mod updates;
+    mod watch;
+}

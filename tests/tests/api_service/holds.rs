@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Who keeps keys on, and how the monitor gives back what has lapsed.
+
+use std::time::Duration;
+
+use patchbay_proto::v1;
+use patchbay_proto::v1::KeyOp;
+use patchbay_vmm::keys::testing::Gate;
+use tonic::Code;
+
+use super::support::{Served, assert_refused, every_kind, request};
+
+fn with_ttl(name: &str, op: KeyOp, seconds: i64) -> v1::UpdateStaticKeysRequest {
+    v1::UpdateStaticKeysRequest {
+        ttl: Some(prost_types::Duration { seconds, nanos: 0 }),
+        reason: "for a while".into(),
+        ..request(&[(name, op)])
+    }
+}
+
+async fn later(served: &Served, seconds: u64) {
+    served.clock.advance(Duration::from_secs(seconds));
+    served.keys.tick().await.expect("the owner runs");
+}
+
+#[tokio::test]
+async fn holds_tell_owner_reason_and_references() {
+    let served = Served::start().await;
+    let mut update = request(&[("alpha", KeyOp::Inc), ("alpha", KeyOp::Inc)]);
+    update.reason = "incident 7".into();
+    served.update(update).await.expect("a ref key");
+    let holds = served.holds().await;
+    assert_eq!(holds.len(), 1);
+    let uid = rustix::process::getuid().as_raw();
+    assert_eq!((holds[0].name.as_str(), holds[0].references), ("alpha", 2));
+    assert_eq!(
+        (holds[0].owner.clone(), holds[0].reason.as_str()),
+        (format!("uid:{uid}"), "incident 7")
+    );
+    assert!(holds[0].since.is_some() && holds[0].expires_at.is_none());
+    assert_eq!(served.get("alpha").await.expect("exists").holds, 2);
+    let elsewhere = v1::ListHoldsRequest {
+        patterns: vec!["beta".into()],
+    };
+    assert!(
+        served
+            .client()
+            .list_holds(elsewhere)
+            .await
+            .expect("fine")
+            .into_inner()
+            .holds
+            .is_empty()
+    );
+}
+
+#[tokio::test]
+async fn the_guests_own_references_are_dropped_by_force_alone() {
+    let served = Served::start().await;
+    served.guest.set_count("alpha", 2);
+    let (message, _) = assert_refused(
+        served.op("alpha", KeyOp::Dec).await,
+        Code::FailedPrecondition,
+        "NOT_HOLDER",
+    );
+    assert!(message.contains("force"), "{message}");
+    served.op("alpha", KeyOp::Inc).await.expect("a ref key");
+    served
+        .op("alpha", KeyOp::Dec)
+        .await
+        .expect("the one just taken");
+    assert_refused(
+        served.op("alpha", KeyOp::Dec).await,
+        Code::FailedPrecondition,
+        "NOT_HOLDER",
+    );
+    let mut forced = request(&[("alpha", KeyOp::Dec)]);
+    forced.force = true;
+    served.update(forced).await.expect("forced");
+    assert_eq!(served.guest.count("alpha"), 1);
+}
+
+#[tokio::test]
+async fn enabling_what_is_on_takes_nothing() {
+    let served = Served::start().await;
+    served.guest.set_count("alpha", 1);
+    served
+        .op("alpha", KeyOp::Enable)
+        .await
+        .expect("nothing to do");
+    assert!(served.holds().await.is_empty());
+    assert_refused(
+        served.op("alpha", KeyOp::Disable).await,
+        Code::FailedPrecondition,
+        "NOT_HOLDER",
+    );
+}
+
+#[tokio::test]
+async fn a_lapsed_hold_is_given_back_by_the_monitor() {
+    let served = Served::start().await;
+    served
+        .update(with_ttl("beta", KeyOp::Enable, 60))
+        .await
+        .expect("a ref key");
+    assert!(served.holds().await[0].expires_at.is_some());
+    later(&served, 59).await;
+    assert!(served.guest.jumps("beta"));
+    later(&served, 1).await;
+    assert!(!served.guest.jumps("beta"));
+    assert!(served.holds().await.is_empty());
+    let last = served
+        .audit()
+        .into_iter()
+        .rev()
+        .find(|line| line["event"] == "intent")
+        .expect("told");
+    assert_eq!(
+        (&last["owner"], &last["updates"][0]["key"]),
+        (&"monitor".into(), &"beta".into())
+    );
+}
+
+#[tokio::test]
+async fn only_the_lapsed_references_are_given_back() {
+    let served = Served::start().await;
+    served.op("alpha", KeyOp::Inc).await.expect("for good");
+    served
+        .update(with_ttl("alpha", KeyOp::Inc, 10))
+        .await
+        .expect("for 10 s");
+    served
+        .update(with_ttl("alpha", KeyOp::Inc, 20))
+        .await
+        .expect("for 20 s");
+    for (seconds, left) in [(10, 2), (10, 1), (1000, 1)] {
+        later(&served, seconds).await;
+        assert_eq!(served.guest.count("alpha"), left);
+    }
+    assert_eq!(served.holds().await.len(), 1);
+}
+
+#[tokio::test]
+async fn a_drop_takes_the_reference_that_lapses_first() {
+    let served = Served::start().await;
+    served.op("alpha", KeyOp::Inc).await.expect("for good");
+    served
+        .update(with_ttl("alpha", KeyOp::Inc, 10))
+        .await
+        .expect("for 10 s");
+    served.op("alpha", KeyOp::Dec).await.expect("own");
+    later(&served, 10).await;
+    assert_eq!(served.guest.count("alpha"), 1);
+}
+
+#[tokio::test]
+async fn a_fired_tracepoint_is_parked_when_it_lapses() {
+    let served = Served::start().await;
+    served
+        .update(with_ttl("sched_switch", KeyOp::Enable, 5))
+        .await
+        .expect("a probe is attached");
+    later(&served, 5).await;
+    assert!(!served.guest.jumps("sched_switch"));
+}
+
+#[tokio::test]
+async fn a_lapsed_hold_waits_for_a_busy_guest() {
+    let served = Served::start().await;
+    served
+        .update(with_ttl("alpha", KeyOp::Inc, 5))
+        .await
+        .expect("a ref key");
+    served.guest.set_gate(Gate::JumpLabelMutex, 0x1000);
+    later(&served, 5).await;
+    assert_eq!(served.guest.count("alpha"), 1);
+    served.guest.set_gate(Gate::JumpLabelMutex, 0);
+    later(&served, 1).await;
+    assert_eq!(served.guest.count("alpha"), 0);
+}
+
+/// The guest dropped the reference itself: one more drop would make it warn.
+#[tokio::test]
+async fn what_the_guest_dropped_itself_is_not_given_back_again() {
+    let served = Served::start().await;
+    served
+        .update(with_ttl("alpha", KeyOp::Inc, 5))
+        .await
+        .expect("a ref key");
+    served.guest.set_count("alpha", 0);
+    later(&served, 5).await;
+    assert_eq!(served.guest.count("alpha"), 0);
+    assert!(served.holds().await.is_empty());
+    // Nor does the hold come to life again with the guest's own next reference.
+    served.guest.set_count("alpha", 1);
+    later(&served, 100).await;
+    assert_eq!(served.guest.count("alpha"), 1);
+}
+
+#[tokio::test]
+async fn a_new_registration_voids_the_holds() {
+    let served = Served::start().await;
+    served
+        .update(with_ttl("alpha", KeyOp::Inc, 5))
+        .await
+        .expect("a ref key");
+    let rebooted: Vec<_> = every_kind();
+    assert_eq!(served.guest.register(&rebooted), 0);
+    assert!(served.holds().await.is_empty());
+    served.guest.set_count("alpha", 1);
+    later(&served, 5).await;
+    assert_eq!(
+        served.guest.count("alpha"),
+        1,
+        "the new kernel's own reference"
+    );
+}
+
+/// The client's connection is gone before its hold lapses.
+#[tokio::test]
+async fn holds_outlive_their_clients_and_lapse_all_the_same() {
+    let served = Served::start().await;
+    let channel = super::support::connect(&served.socket()).await;
+    let mut other = v1::static_keys_service_client::StaticKeysServiceClient::new(channel);
+    other
+        .update_static_keys(with_ttl("alpha", KeyOp::Inc, 5))
+        .await
+        .expect("a ref key");
+    drop(other);
+    assert_eq!(served.holds().await.len(), 1);
+    later(&served, 5).await;
+    assert_eq!(served.guest.count("alpha"), 0);
+}

@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The real service on a real unix socket, with a guest that has memory but no vCPUs.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use patchbay_proto::v1;
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
+use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use patchbay_vmm::keys::audit::AuditLog;
+use patchbay_vmm::keys::testing::{InMemoryGuest, ManualClock, TestKey};
+use patchbay_vmm::keys::{Keys, KeysConfig, Limits, Registry};
+use patchbay_vmm::service::{ApiSocket, serve};
+use tokio::net::UnixStream;
+use tokio::sync::oneshot;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+use tonic_types::StatusExt;
+
+/// Waits of the tests end after this time, which no correct run takes.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A served guest; the service ends when this is dropped.
+pub struct Served {
+    pub guest: Arc<InMemoryGuest>,
+    pub clock: Arc<ManualClock>,
+    pub keys: Keys,
+    channel: Channel,
+    folder: tempfile::TempDir,
+    _end: oneshot::Sender<()>,
+}
+
+/// How to serve.
+#[derive(Default)]
+pub struct Setup {
+    /// Of the kernel; without any the guest has not registered.
+    pub keys: Option<Vec<TestKey>>,
+    /// History kept.
+    pub limits: Limits,
+    /// Audit log, if it is to be another file than one in the folder.
+    pub audit: Option<PathBuf>,
+    /// Whether guarded keys may be changed.
+    pub allow_guarded: bool,
+}
+
+/// Keys of every kind.
+pub fn every_kind() -> Vec<TestKey> {
+    vec![
+        TestKey::new("alpha", 1),
+        TestKey::new("beta", 3),
+        TestKey::new("siteless", 0),
+        TestKey {
+            initially_true: true,
+            count: 1,
+            ..TestKey::new("likely", 2)
+        },
+        TestKey {
+            sealed: true,
+            ..TestKey::new("sealed", 1)
+        },
+        TestKey::guarded("guarded"),
+        TestKey::tracepoint("sched_switch", true),
+        TestKey::tracepoint("sched_waking", false),
+    ]
+}
+
+impl Served {
+    /// Serves a guest with [`every_kind`] of key.
+    pub async fn start() -> Self {
+        Self::with(Setup {
+            keys: Some(every_kind()),
+            ..Setup::default()
+        })
+        .await
+    }
+
+    pub async fn with(setup: Setup) -> Self {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let registry = Arc::new(Registry::new(setup.limits));
+        let guest = match &setup.keys {
+            Some(keys) => InMemoryGuest::boot(Arc::clone(&registry), keys),
+            None => InMemoryGuest::new(Arc::clone(&registry)),
+        };
+        let clock = ManualClock::new();
+        let audit = setup
+            .audit
+            .unwrap_or_else(|| folder.path().join("audit.jsonl"));
+        let config = KeysConfig {
+            audit: AuditLog::open(&audit).expect("the audit log opens"),
+            allow_guarded: setup.allow_guarded,
+            clock: Arc::<ManualClock>::clone(&clock),
+            ..KeysConfig::default()
+        };
+        let (keys, _owner) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");
+        let path = folder.path().join("guest.sock");
+        let socket = ApiSocket::bind(&path).expect("the socket is free");
+        let (end, ended) = oneshot::channel::<()>();
+        let served = keys.clone();
+        tokio::spawn(async move {
+            let shutdown = async {
+                let _ = ended.await;
+            };
+            serve(socket, served, shutdown)
+                .await
+                .expect("the service ends cleanly");
+        });
+        let channel = connect(&path).await;
+        Self {
+            guest,
+            clock,
+            keys,
+            channel,
+            folder,
+            _end: end,
+        }
+    }
+
+    /// Ends the service, as the monitor's end does. The folder goes with the answer.
+    pub fn end(self) -> tempfile::TempDir {
+        self.folder
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.folder.path().join("guest.sock")
+    }
+
+    pub fn channel(&self) -> Channel {
+        self.channel.clone()
+    }
+
+    pub fn client(&self) -> StaticKeysServiceClient<Channel> {
+        StaticKeysServiceClient::new(self.channel())
+    }
+
+    pub fn guest_client(&self) -> GuestServiceClient<Channel> {
+        GuestServiceClient::new(self.channel())
+    }
+
+    /// Lines of the audit log.
+    pub fn audit(&self) -> Vec<serde_json::Value> {
+        std::fs::read_to_string(self.folder.path().join("audit.jsonl"))
+            .expect("the audit log")
+            .lines()
+            .map(|line| serde_json::from_str(line).expect("JSON"))
+            .collect()
+    }
+
+    pub async fn list(
+        &self,
+        request: v1::ListStaticKeysRequest,
+    ) -> Result<v1::ListStaticKeysResponse, Status> {
+        Ok(self.client().list_static_keys(request).await?.into_inner())
+    }
+
+    pub async fn get(&self, name: &str) -> Result<v1::StaticKey, Status> {
+        let request = v1::GetStaticKeyRequest {
+            name: name.to_owned(),
+        };
+        Ok(self
+            .client()
+            .get_static_key(request)
+            .await?
+            .into_inner()
+            .key
+            .expect("a key"))
+    }
+
+    pub async fn update(
+        &self,
+        request: v1::UpdateStaticKeysRequest,
+    ) -> Result<v1::UpdateStaticKeysResponse, Status> {
+        Ok(self
+            .client()
+            .update_static_keys(request)
+            .await?
+            .into_inner())
+    }
+
+    /// One op on one key.
+    pub async fn op(
+        &self,
+        name: &str,
+        op: v1::KeyOp,
+    ) -> Result<v1::UpdateStaticKeysResponse, Status> {
+        self.update(request(&[(name, op)])).await
+    }
+
+    pub async fn holds(&self) -> Vec<v1::Hold> {
+        let request = v1::ListHoldsRequest::default();
+        self.client()
+            .list_holds(request)
+            .await
+            .expect("registered")
+            .into_inner()
+            .holds
+    }
+}
+
+pub async fn connect(path: &Path) -> Channel {
+    open(Endpoint::from_static(URI), path).await
+}
+
+/// So that little is buffered on the way to a client that does not read.
+pub async fn connect_with_small_windows(path: &Path) -> Channel {
+    const WINDOW: u32 = 65_535;
+    let endpoint = Endpoint::from_static(URI)
+        .initial_stream_window_size(WINDOW)
+        .initial_connection_window_size(WINDOW);
+    open(endpoint, path).await
+}
+
+/// Of no meaning on a unix socket.
+const URI: &str = "http://patchbay.invalid";
+
+async fn open(endpoint: Endpoint, path: &Path) -> Channel {
+    let path = path.to_owned();
+    endpoint
+        .connect_with_connector(tower::service_fn(move |_| {
+            let path = path.clone();
+            async move { UnixStream::connect(path).await.map(TokioIo::new) }
+        }))
+        .await
+        .expect("the service listens")
+}
+
+/// An update of these keys.
+pub fn request(updates: &[(&str, v1::KeyOp)]) -> v1::UpdateStaticKeysRequest {
+    v1::UpdateStaticKeysRequest {
+        updates: updates
+            .iter()
+            .map(|(name, op)| v1::KeyUpdate {
+                name: (*name).to_owned(),
+                op: (*op).into(),
+                etag: String::new(),
+            })
+            .collect(),
+        ..Default::default()
+    }
+}
+
+/// Asserts code and reason of an error, that it is a sentence, and returns its metadata.
+#[track_caller]
+pub fn assert_refused<T: std::fmt::Debug>(
+    result: Result<T, Status>,
+    code: Code,
+    reason: &str,
+) -> (String, HashMap<String, String>) {
+    let status = result.expect_err(reason);
+    assert_eq!(status.code(), code, "{status:?}");
+    let info = status
+        .get_details_error_info()
+        .expect("google.rpc.ErrorInfo");
+    assert_eq!(
+        (info.reason.as_str(), info.domain.as_str()),
+        (reason, "patchbay"),
+        "{status:?}"
+    );
+    assert!(status.message().len() > 20, "a sentence: {status:?}");
+    (status.message().to_owned(), info.metadata)
+}
