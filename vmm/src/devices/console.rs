@@ -23,6 +23,8 @@ use vm_superio::Trigger;
 use vm_superio::serial::{NoEvents, Serial};
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::seccomp::{self, ThreadKind};
+
 /// Bytes of output that are kept.
 const KEPT: usize = 1 << 20;
 
@@ -223,7 +225,12 @@ impl Console {
                 let ring = ring.clone();
                 std::thread::Builder::new()
                     .name("console".into())
-                    .spawn(move || write_out(&ring, sink))
+                    .spawn(move || {
+                        if let Err(error) = seccomp::enter(ThreadKind::Console) {
+                            tracing::error!("the console works without a filter: {error}");
+                        }
+                        write_out(&ring, sink);
+                    })
             })
             .transpose()?;
         Ok(Self {
