@@ -25,7 +25,7 @@ pub struct Update {
 /// What the caller permits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
-    /// Changes of [`Class::Guarded`] keys.
+    /// Changes of [`Class::Guarded`](crate::Class::Guarded) keys.
     pub allow_guarded: bool,
 }
 

@@ -12,7 +12,7 @@ use static_keys::{
 };
 
 /// Key 0: of the kernel, with sites in the kernel and both modules. Key 1: of module 0. Key 2: a
-/// tracepoint. Key 3: counts only.
+/// tracepoint. Keys 3 and 4, of the kernel and of module 1: count only.
 fn world() -> World {
     let key = |owner, class, count| KeySpec {
         owner,
@@ -25,6 +25,7 @@ fn world() -> World {
         key(Owner::Module(0), Class::Ref, 0),
         key(Owner::Kernel, Class::Tracepoint, 0),
         key(Owner::Kernel, Class::Guarded, 2),
+        key(Owner::Module(1), Class::Ref, 2),
     ];
     let mut sites: Vec<SiteSpec> = [Owner::Kernel, Owner::Module(0), Owner::Module(1)]
         .into_iter()
@@ -117,6 +118,10 @@ fn every_gate_closes() {
             .memory
             .poke_u64(gates.tracepoints_mutex_owner, TASK)),
         Gate::TracepointsMutex
+    );
+    assert_eq!(
+        closed(4, Op::Inc, |w| w.memory.poke_u32(w.module_state(1), 2)),
+        module("beta")
     );
     assert_eq!(
         closed(3, Op::Inc, |w| w.memory.poke_u32(gates.system_state, 2)),
@@ -488,7 +493,7 @@ fn modules_come_and_go() {
     );
     assert!(!catalog.remove_module(0), "the kernel is no module");
     assert!(catalog.find("alpha:key1").is_none());
-    assert_eq!(catalog.key_count(), 3);
+    assert_eq!(catalog.key_count(), 4);
     assert_eq!(
         plan(&catalog, 1),
         Err(PlanError::UnknownKey { key: world.key(1) })
@@ -509,4 +514,25 @@ fn modules_come_and_go() {
         plan(&catalog, 0),
         Err(PlanError::Busy(Busy::Users { .. }))
     ));
+}
+
+#[test]
+fn a_module_that_has_gone_leaves_nothing_behind() {
+    let world = world();
+    let mut catalog = static_keys::Catalog::new(&world.memory, &world.kernel()).expect("kernel");
+    // Of maps in any order.
+    let size = |catalog: &static_keys::Catalog| format!("{catalog:?}").len();
+    let before = size(&catalog);
+    for _ in 0..3 {
+        for index in 0..2 {
+            catalog
+                .add_module(&world.memory, &world.module_image(index))
+                .expect("module");
+        }
+        assert!(size(&catalog) > before);
+        for index in [0, 1] {
+            assert!(catalog.remove_module(world.module(Owner::Module(index))));
+        }
+        assert_eq!(size(&catalog), before);
+    }
 }

@@ -265,6 +265,13 @@ fn chains_that_lie() {
             .poke_u64(w.key_type(0), w.kernel().jump_table.start)
     });
     users(|w| w.memory.poke_u64(w.key_type(0), u64::MAX));
+    // The right number of modules, but one of them twice and one not at all.
+    users(|w| {
+        for word in [8, 16] {
+            let first = w.memory.peek::<8>(w.node(0, 0) + word);
+            w.memory.poke(w.node(0, 1) + word, &first);
+        }
+    });
     // Nodes without entries, in a ring.
     users(|w| {
         w.memory.poke_u64(w.node(0, 0) + 8, 0);

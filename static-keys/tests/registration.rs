@@ -58,10 +58,7 @@ fn huge_tables_are_refused_before_memory_is_taken() {
             start: 0,
             end: 16 << 32,
         },
-        Range {
-            start: 0,
-            end: u64::MAX & !15,
-        },
+        Range { start: 0, end: !15 },
         Range {
             start: 0,
             end: (ENTRIES_MAX as u64 + 1) * 16,
