@@ -10,6 +10,7 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::transport::Transport;
+use crate::seccomp::{self, ThreadKind};
 
 /// The token of the descriptor that ends the thread.
 const STOP: u64 = u64::MAX;
@@ -56,7 +57,12 @@ impl DeviceThread {
         let epoll = self.epoll.clone();
         let handle = std::thread::Builder::new()
             .name("devices".into())
-            .spawn(move || work(&transports, &epoll))?;
+            .spawn(move || {
+                if let Err(error) = seccomp::enter(ThreadKind::Device) {
+                    tracing::error!("the devices work without a filter: {error}");
+                }
+                work(&transports, &epoll);
+            })?;
         *self.handle.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
         Ok(())
     }

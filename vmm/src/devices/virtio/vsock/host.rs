@@ -178,17 +178,21 @@ impl Host {
                 }),
             }
         }
-        self.accept_clients();
-        (events, self.accept || count == BATCH)
+        // What new clients have said already is an event of the next call.
+        let accepted = self.accept_clients();
+        (events, accepted || count == BATCH)
     }
 
-    fn accept_clients(&mut self) {
+    /// True: there are new clients, or there may be more.
+    fn accept_clients(&mut self) -> bool {
+        let mut accepted = false;
         for _ in 0..BATCH {
             if !self.accept {
-                return;
+                break;
             }
             match self.listener.accept() {
                 Ok((stream, _)) => {
+                    accepted = true;
                     if self.greetings.len() == GREETINGS_MAX {
                         self.greetings.pop_first();
                     }
@@ -205,6 +209,7 @@ impl Host {
                 Err(_) => self.accept = false,
             }
         }
+        accepted || self.accept
     }
 
     /// A client that has not named its port has said something, or left.

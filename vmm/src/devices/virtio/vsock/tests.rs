@@ -1,1 +1,478 @@
+// SPDX-License-Identifier: Apache-2.0
 
+//! The vsock device between a guest's driver and unix sockets.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+
+use super::super::driver::{Buffer, Driver};
+use super::connection::BUFFER;
+use super::packet::{HEADER_BYTES, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_SEND, STREAM};
+use super::{CONNECTIONS_MAX, FIRST_HOST_PORT, RECEIVE, RESETS_MAX, TRANSMIT};
+use super::{Vsock, VsockConfig, VsockError};
+
+const CID: u32 = 42;
+/// Room for data in each of the guest's receive buffers.
+const ROOM: usize = 4096;
+
+struct Guest {
+    driver: Driver,
+    /// Receive buffers that the device holds, in order.
+    buffers: std::collections::VecDeque<u64>,
+    folder: tempfile::TempDir,
+}
+
+impl Guest {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let config = VsockConfig {
+            path: folder.path().join("vsock"),
+            cid: CID,
+        };
+        Self {
+            driver: Driver::new(Vsock::new(&config).unwrap()),
+            buffers: std::collections::VecDeque::new(),
+            folder,
+        }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn send(&mut self, header: Header, data: &[u8]) {
+        let bytes = header.to_bytes();
+        self.driver
+            .chain(TRANSMIT, &[Buffer::Out(&bytes), Buffer::Out(data)]);
+        self.driver.run();
+        assert_eq!(self.driver.used(TRANSMIT).len(), 1);
+    }
+
+    /// Gives the device a buffer and answers the packet that it put there, if any.
+    fn receive(&mut self) -> Option<(Header, Vec<u8>)> {
+        if self.buffers.is_empty() {
+            let buffer = self
+                .driver
+                .chain(RECEIVE, &[Buffer::In(HEADER_BYTES + ROOM)])[0];
+            self.buffers.push_back(buffer);
+        }
+        self.driver.run();
+        let &(_, written) = self.driver.used(RECEIVE).first()?;
+        let buffer = self.buffers.pop_front().unwrap();
+        let bytes = self.driver.bytes(buffer, written as usize);
+        let (header, data) = bytes.split_first_chunk::<HEADER_BYTES>().unwrap();
+        let header = Header::from_bytes(header);
+        assert_eq!(header.length as usize, data.len());
+        assert_eq!(header.dst_cid, u64::from(CID));
+        Some((header, data.to_vec()))
+    }
+
+    fn expect(&mut self, op: Op) -> (Header, Vec<u8>) {
+        let (header, data) = self.receive().expect("a packet");
+        assert_eq!(header.op, op, "{header:?}");
+        (header, data)
+    }
+
+    /// A connection from the host to the guest's port 7, accepted.
+    fn accept(&mut self) -> (UnixStream, u32) {
+        let mut client = self.client(b"CONNECT 7\n");
+        let (request, _) = self.expect(Op::Request);
+        assert_eq!(request.dst_port, 7);
+        let port = request.src_port;
+        self.send(packet(Op::Response, port, 0), &[]);
+        let ok = format!("OK {port}\n");
+        let mut answer = vec![0; ok.len()];
+        client.read_exact(&mut answer).unwrap();
+        assert_eq!(answer, ok.as_bytes());
+        (client, port)
+    }
+
+    fn client(&mut self, says: &[u8]) -> UnixStream {
+        let mut client = UnixStream::connect(self.path("vsock")).unwrap();
+        client.write_all(says).unwrap();
+        client
+    }
+}
+
+/// A packet from the guest's port 7, which has room for 64 KiB.
+fn packet(op: Op, dst_port: u32, length: usize) -> Header {
+    Header {
+        src_cid: CID.into(),
+        dst_cid: 2,
+        src_port: 7,
+        dst_port,
+        length: u32::try_from(length).unwrap(),
+        kind: STREAM,
+        op,
+        flags: 0,
+        buf_alloc: 0x1_0000,
+        fwd_cnt: 0,
+    }
+}
+
+#[test]
+fn headers_keep_their_fields() {
+    let mut bytes = [0; HEADER_BYTES];
+    for (at, byte) in (0..).zip(&mut bytes) {
+        *byte = at;
+    }
+    let header = Header::from_bytes(&bytes);
+    assert_eq!(header.src_cid, 0x0706_0504_0302_0100);
+    assert_eq!(header.fwd_cnt, 0x2b2a_2928);
+    assert_eq!(header.to_bytes(), bytes);
+}
+
+#[test]
+fn the_host_connects_and_both_talk() {
+    let mut guest = Guest::new();
+    let (mut client, port) = guest.accept();
+    assert!(port >= FIRST_HOST_PORT);
+    client.write_all(b"question").unwrap();
+    let (header, data) = guest.expect(Op::Data);
+    assert_eq!((header.src_port, header.dst_port), (port, 7));
+    assert_eq!(data, b"question");
+    guest.send(packet(Op::Data, port, 6), b"answer");
+    let mut answer = [0; 6];
+    client.read_exact(&mut answer).unwrap();
+    assert_eq!(&answer, b"answer");
+}
+
+#[test]
+fn what_follows_the_greeting_at_once_is_for_the_guest() {
+    let mut guest = Guest::new();
+    let _client = guest.client(b"CONNECT 7\nearly");
+    let (request, _) = guest.expect(Op::Request);
+    assert!(guest.receive().is_none(), "data before the guest accepts");
+    guest.send(packet(Op::Response, request.src_port, 0), &[]);
+    assert_eq!(guest.expect(Op::Data).1, b"early");
+}
+
+#[test]
+fn the_guest_connects_to_a_program_on_the_host() {
+    let mut guest = Guest::new();
+    let listener = UnixListener::bind(guest.path("vsock_99")).unwrap();
+    guest.send(packet(Op::Request, 99, 0), &[]);
+    let (response, _) = guest.expect(Op::Response);
+    assert_eq!((response.src_cid, response.src_port, response.dst_port), (2, 99, 7));
+    assert_eq!(response.buf_alloc as usize, BUFFER);
+    let (mut program, _) = listener.accept().unwrap();
+    guest.send(packet(Op::Data, 99, 5), b"hello");
+    let mut hello = [0; 5];
+    program.read_exact(&mut hello).unwrap();
+    assert_eq!(&hello, b"hello");
+}
+
+#[test]
+fn a_packet_may_come_in_many_buffers() {
+    let mut guest = Guest::new();
+    let (mut client, port) = guest.accept();
+    let bytes = packet(Op::Data, port, 6).to_bytes();
+    let (first, second) = bytes.split_at(20);
+    guest.driver.chain(
+        TRANSMIT,
+        &[
+            Buffer::Out(first),
+            Buffer::Out(second),
+            Buffer::Out(b"ab"),
+            Buffer::Out(b""),
+            Buffer::Out(b"cdef"),
+        ],
+    );
+    guest.driver.run();
+    let mut data = [0; 6];
+    client.read_exact(&mut data).unwrap();
+    assert_eq!(&data, b"abcdef");
+}
+
+#[test]
+fn nobody_on_the_host_is_a_reset() {
+    let mut guest = Guest::new();
+    guest.send(packet(Op::Request, 99, 0), &[]);
+    let (reset, _) = guest.expect(Op::Reset);
+    assert_eq!((reset.src_port, reset.dst_port), (99, 7));
+}
+
+#[test]
+fn a_refused_connection_is_closed_without_an_answer() {
+    let mut guest = Guest::new();
+    let mut client = guest.client(b"CONNECT 7\n");
+    let (request, _) = guest.expect(Op::Request);
+    guest.send(packet(Op::Reset, request.src_port, 0), &[]);
+    let mut answer = vec![];
+    client.read_to_end(&mut answer).unwrap();
+    assert!(answer.is_empty());
+}
+
+#[test]
+fn packets_out_of_place_are_answered_by_a_reset() {
+    let mut guest = Guest::new();
+    let good = packet(Op::Data, 5, 0);
+    for header in [
+        good,
+        packet(Op::Response, 5, 0),
+        packet(Op::Shutdown, 5, 0),
+        packet(Op::CreditUpdate, 5, 0),
+        packet(Op::CreditRequest, 5, 0),
+        packet(Op::Unknown(0), 5, 0),
+        packet(Op::Unknown(8), 5, 0),
+        Header { kind: 2, ..packet(Op::Request, 5, 0) },
+        Header { src_cid: 9, ..good },
+        Header { dst_cid: 1, ..good },
+        Header { length: 1, ..good },
+        Header { length: 0x1_0001, ..good },
+        Header { length: u32::MAX, ..good },
+    ] {
+        guest.send(header, &[]);
+        let (reset, _) = guest.receive().expect("a reset");
+        assert_eq!(reset.op, Op::Reset, "{header:?}");
+        assert_eq!((reset.src_port, reset.dst_port), (5, 7));
+    }
+    // But never a reset itself.
+    guest.send(packet(Op::Reset, 5, 0), &[]);
+    assert!(guest.receive().is_none());
+    assert!(!guest.driver.needs_reset());
+}
+
+#[test]
+fn a_connection_that_breaks_its_own_rules_ends() {
+    for wrong in [Op::Request, Op::Response, Op::Unknown(77)] {
+        let mut guest = Guest::new();
+        let (mut client, port) = guest.accept();
+        guest.send(packet(wrong, port, 0), &[]);
+        guest.expect(Op::Reset);
+        let mut rest = vec![];
+        client.read_to_end(&mut rest).unwrap();
+        assert!(rest.is_empty());
+    }
+    // Data before the guest has accepted.
+    let mut guest = Guest::new();
+    let _client = guest.client(b"CONNECT 7\n");
+    let (request, _) = guest.expect(Op::Request);
+    guest.send(packet(Op::Data, request.src_port, 1), b"x");
+    guest.expect(Op::Reset);
+}
+
+#[test]
+fn a_host_that_never_reads_costs_a_bounded_buffer() {
+    let mut guest = Guest::new();
+    let (client, port) = guest.accept();
+    let data = vec![1; 0x8000];
+    let mut forwarded = 0_u32;
+    let mut sent = 0_u32;
+    // As much as credit allows, as the device has told.
+    loop {
+        while let Some((header, _)) = guest.receive() {
+            forwarded = header.fwd_cnt;
+        }
+        if sent - forwarded + 0x8000 > BUFFER as u32 {
+            break;
+        }
+        guest.send(packet(Op::Data, port, data.len()), &data);
+        sent += 0x8000;
+    }
+    assert!(sent as usize >= BUFFER);
+    // Beyond it the connection ends.
+    let mut resets = 0;
+    for _ in 0..3 {
+        guest.send(packet(Op::Data, port, data.len()), &data);
+        while let Some((header, _)) = guest.receive() {
+            resets += u32::from(header.op == Op::Reset);
+        }
+    }
+    assert!(resets > 0);
+    drop(client);
+}
+
+#[test]
+fn credit_comes_back_when_the_host_reads() {
+    let mut guest = Guest::new();
+    let (mut client, port) = guest.accept();
+    let data = vec![3; 0x8000];
+    guest.send(packet(Op::Data, port, data.len()), &data);
+    let mut read = vec![0; data.len()];
+    client.read_exact(&mut read).unwrap();
+    assert_eq!(read, data);
+    let (update, _) = guest.expect(Op::CreditUpdate);
+    assert_eq!(update.fwd_cnt as usize, data.len());
+    guest.send(packet(Op::CreditRequest, port, 0), &[]);
+    guest.expect(Op::CreditUpdate);
+    assert!(guest.receive().is_none());
+}
+
+#[test]
+fn the_guest_is_never_sent_more_than_it_has_room_for() {
+    let mut guest = Guest::new();
+    let (mut client, port) = guest.accept();
+    let small = Header { buf_alloc: 100, ..packet(Op::CreditUpdate, port, 0) };
+    guest.send(small, &[]);
+    client.write_all(&[9; 250]).unwrap();
+    assert_eq!(guest.expect(Op::Data).1.len(), 100);
+    guest.expect(Op::CreditRequest);
+    assert!(guest.receive().is_none(), "asked once");
+    // A driver that says it passed on more than it got gains nothing by it.
+    guest.send(Header { fwd_cnt: 5000, ..small }, &[]);
+    guest.expect(Op::CreditRequest);
+    guest.send(Header { fwd_cnt: 100, ..small }, &[]);
+    assert_eq!(guest.expect(Op::Data).1.len(), 100);
+    guest.send(Header { fwd_cnt: 200, ..small }, &[]);
+    assert_eq!(guest.expect(Op::Data).1.len(), 50);
+}
+
+#[test]
+fn the_host_ends_one_way_and_then_the_other() {
+    let mut guest = Guest::new();
+    let (mut client, port) = guest.accept();
+    client.write_all(b"last").unwrap();
+    client.shutdown(std::net::Shutdown::Write).unwrap();
+    assert_eq!(guest.expect(Op::Data).1, b"last");
+    assert_eq!(guest.expect(Op::Shutdown).0.flags, SHUTDOWN_SEND);
+    guest.send(packet(Op::Data, port, 5), b"reply");
+    let mut reply = [0; 5];
+    client.read_exact(&mut reply).unwrap();
+    drop(client);
+    assert_eq!(guest.expect(Op::Shutdown).0.flags, SHUTDOWN_BOTH);
+    // Forgotten: whatever the guest says now is out of place.
+    guest.send(packet(Op::Data, port, 1), b"x");
+    guest.expect(Op::Reset);
+}
+
+#[test]
+fn the_guest_ends_and_everything_it_sent_arrives() {
+    let mut guest = Guest::new();
+    let (mut client, port) = guest.accept();
+    guest.send(packet(Op::Data, port, 4), b"last");
+    let end = Header { flags: SHUTDOWN_BOTH, ..packet(Op::Shutdown, port, 0) };
+    guest.send(end, &[]);
+    guest.expect(Op::Reset);
+    let mut read = vec![];
+    client.read_to_end(&mut read).unwrap();
+    assert_eq!(read, b"last");
+}
+
+#[test]
+fn a_client_that_leaves_before_the_guest_accepts() {
+    let mut guest = Guest::new();
+    let client = guest.client(b"CONNECT 7\n");
+    let (request, _) = guest.expect(Op::Request);
+    drop(client);
+    guest.expect(Op::Reset);
+    guest.send(packet(Op::Response, request.src_port, 0), &[]);
+    guest.expect(Op::Reset);
+}
+
+#[test]
+fn clients_that_say_nonsense_are_dropped_and_others_are_not() {
+    let mut guest = Guest::new();
+    let mut wrong = guest.client(b"HELO\n");
+    let half = guest.client(b"CONNECT ");
+    guest.driver.run();
+    assert_eq!(wrong.read(&mut [0]).unwrap(), 0);
+    drop(half);
+    let mut late = guest.client(b"CONNE");
+    guest.driver.run();
+    late.write_all(b"CT 8\n").unwrap();
+    assert_eq!(guest.expect(Op::Request).0.dst_port, 8);
+}
+
+#[test]
+fn silent_clients_make_room_for_others() {
+    let mut guest = Guest::new();
+    let mut silent = vec![];
+    for _ in 0..65 {
+        silent.push(guest.client(b""));
+        guest.driver.run();
+    }
+    // The first one had to go.
+    assert_eq!(silent[0].read(&mut [0]).unwrap(), 0);
+    silent[1].set_nonblocking(true).unwrap();
+    let error = silent[1].read(&mut [0]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::WouldBlock);
+    guest.accept();
+}
+
+#[test]
+fn connections_are_capped() {
+    let mut guest = Guest::new();
+    let listener = UnixListener::bind(guest.path("vsock_99")).unwrap();
+    let mut programs = vec![];
+    for port in 0..CONNECTIONS_MAX {
+        let request = Header {
+            src_port: u32::try_from(port).unwrap(),
+            ..packet(Op::Request, 99, 0)
+        };
+        guest.send(request, &[]);
+        guest.expect(Op::Response);
+        programs.push(listener.accept().unwrap());
+    }
+    guest.send(Header { src_port: 1 << 20, ..packet(Op::Request, 99, 0) }, &[]);
+    guest.expect(Op::Reset);
+    let mut client = guest.client(b"CONNECT 7\n");
+    guest.driver.run();
+    assert_eq!(client.read(&mut [0]).unwrap(), 0);
+    // One that ends makes room.
+    guest.send(Header { src_port: 5, ..packet(Op::Reset, 99, 0) }, &[]);
+    guest.accept();
+}
+
+#[test]
+fn resets_that_the_guest_does_not_take_hold_it_up() {
+    let mut guest = Guest::new();
+    let header = packet(Op::Data, 5, 0).to_bytes();
+    let mut done = 0;
+    for _ in 0..RESETS_MAX + 10 {
+        guest.driver.chain(TRANSMIT, &[Buffer::Out(&header)]);
+        guest.driver.run();
+        done += guest.driver.used(TRANSMIT).len();
+    }
+    assert_eq!(done, RESETS_MAX);
+    // It goes on as they are taken.
+    for _ in 0..RESETS_MAX + 10 {
+        guest.expect(Op::Reset);
+    }
+    assert!(guest.receive().is_none());
+    assert_eq!(guest.driver.used(TRANSMIT).len(), 10);
+}
+
+#[test]
+fn receive_buffers_without_room_need_a_reset() {
+    for length in [0, 1, HEADER_BYTES - 1, HEADER_BYTES] {
+        let mut guest = Guest::new();
+        guest.driver.chain(RECEIVE, &[Buffer::In(length)]);
+        guest.send(packet(Op::Data, 5, 0), &[]);
+        assert!(guest.driver.needs_reset(), "{length}");
+    }
+}
+
+#[test]
+fn a_reset_ends_connections_and_the_socket_stays() {
+    let mut guest = Guest::new();
+    let (mut client, _) = guest.accept();
+    guest.driver.start();
+    guest.buffers.clear();
+    assert_eq!(client.read(&mut [0]).unwrap(), 0);
+    guest.accept();
+}
+
+#[test]
+fn one_monitor_listens_and_the_socket_goes_with_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = VsockConfig {
+        path: folder.path().join("vsock"),
+        cid: CID,
+    };
+    let first = Vsock::new(&config).unwrap();
+    assert!(matches!(Vsock::new(&config), Err(VsockError::InUse(_))));
+    drop(first);
+    assert!(!config.path.exists());
+    // A socket that nobody serves any more is replaced, something else is not.
+    drop(UnixListener::bind(&config.path).unwrap());
+    drop(Vsock::new(&config).unwrap());
+    std::fs::write(&config.path, "precious").unwrap();
+    assert!(matches!(Vsock::new(&config), Err(VsockError::NotASocket(_))));
+    assert!(config.path.exists());
+    for cid in [0, 1, 2, u32::MAX] {
+        let config = VsockConfig { cid, ..config.clone() };
+        assert!(matches!(Vsock::new(&config), Err(VsockError::Cid(_))));
+    }
+}
