@@ -62,7 +62,6 @@ impl Draft {
         let Ok(after) = apply(before, op) else {
             return Ok(());
         };
-        self.counts.insert(key, after);
         if after > before {
             self.holds.take(
                 key,
@@ -82,6 +81,7 @@ impl Draft {
             self.holds.drop_one(key, None);
             self.holds.trim(key, after);
         }
+        self.counts.insert(key, after);
         Ok(())
     }
 
@@ -96,12 +96,14 @@ impl Draft {
     }
 
     fn not_holder(&self, name: &str, key: KeyInstance, count: i32) -> KeysError {
-        let holders: Vec<&str> = self
+        let mut holders: Vec<&str> = self
             .holds
             .of(key)
             .iter()
             .map(|hold| hold.owner.as_str())
             .collect();
+        holders.sort_unstable();
+        holders.dedup();
         let whose = if holders.is_empty() {
             "the guest's own code".to_owned()
         } else {
