@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use patchbay_vmm::devices::Console;
+use patchbay_vmm::seccomp::{self, ThreadKind};
 use rustix::termios::{
     LocalModes, OptionalActions, SpecialCodeIndex, Termios, tcgetattr, tcgetpgrp, tcsetattr,
 };
@@ -38,7 +39,12 @@ impl Terminal {
         }
         std::thread::Builder::new()
             .name("stdin".into())
-            .spawn(move || type_into(&console))
+            .spawn(move || {
+                if let Err(error) = seccomp::enter(ThreadKind::Console) {
+                    tracing::error!("stdin is read without a filter: {error}");
+                }
+                type_into(&console);
+            })
             .context("a thread cannot be started; raise the limit on processes")?;
         Ok(Self(()))
     }
