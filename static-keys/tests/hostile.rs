@@ -199,7 +199,7 @@ fn overlapping_sites() {
         vec![SiteSpec::of(0), SiteSpec::of(0)],
     );
     let site = world.site(0);
-    let displacement = 0x0090_66_00_i64;
+    let displacement = 0x0090_6600_i64;
     let mut jump = vec![0xe9];
     jump.extend_from_slice(&(displacement as i32).to_le_bytes());
     world.memory.poke(site, &jump);
@@ -253,7 +253,7 @@ fn chains_that_lie() {
     users(|w| w.memory.poke_u64(w.node(0, 0), w.node(0, 0)));
     users(|w| w.memory.poke_u64(w.node(0, 2), w.node(0, 0)));
     users(|w| w.memory.poke_u64(w.node(0, 1), 0));
-    users(|w| w.memory.poke_u64(w.node(0, 1), u64::MAX & !7));
+    users(|w| w.memory.poke_u64(w.node(0, 1), !7));
     users(|w| w.memory.poke_u64(w.node(0, 1), 0x10));
     users(|w| w.memory.poke_u64(w.node(0, 0) + 8, 0));
     users(|w| w.memory.poke_u64(w.node(0, 0) + 8, 0xffff_ffff_8300_0008));

@@ -168,8 +168,8 @@ proptest! {
         prop_assert_eq!(world.memory.locates(), locates, "page walks belong before the pause");
         let expected = world.with_counts(&counts);
         prop_assert!(world.memory.snapshot() == expected.memory.snapshot());
-        for index in 0..world.keys.len() {
-            prop_assert_eq!(world.catalog().enabled(&world.memory, world.key(index)), Ok(counts[index]));
+        for (index, count) in counts.into_iter().enumerate() {
+            prop_assert_eq!(world.catalog().enabled(&world.memory, world.key(index)), Ok(count));
         }
     }
 
