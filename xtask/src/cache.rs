@@ -159,6 +159,10 @@ fn remove_leftovers(parent: &Path, locked: &str) {
         };
         let lock = File::create(parent.join(format!("{key}.lock")));
         if key == locked || lock.is_ok_and(|lock| lock.try_lock().is_ok()) {
+            eprintln!(
+                "removing what an interrupted build has left: {}",
+                folder.path().display()
+            );
             // If something still writes there, the next build tries again.
             let _ = fs::remove_dir_all(folder.path());
         }
