@@ -145,19 +145,23 @@ fn cached(report: &Report) -> Result<()> {
         if folder.exists() {
             report.line(
                 &format!("  {kind}/"),
-                &format!("{} MiB", size(&folder)? >> 20),
+                &format!("{} MiB", size(&folder) >> 20),
             );
         }
     }
     Ok(())
 }
 
-fn size(folder: &Path) -> Result<u64> {
-    // A build that runs at the same time may take files away.
-    let lengths = cache::files_below(folder)?
-        .into_iter()
-        .map(|p| p.symlink_metadata());
-    Ok(lengths.flatten().map(|metadata| metadata.len()).sum())
+/// Bytes in all files below a folder. What a build removes meanwhile is passed over.
+fn size(folder: &Path) -> u64 {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries
+        .map(|entry| match entry.metadata() {
+            Ok(metadata) if metadata.is_dir() => size(&entry.path()),
+            Ok(metadata) => metadata.len(),
+            Err(_) => 0,
+        })
+        .sum()
 }
 
 fn disk(report: &mut Report) -> Result<()> {
