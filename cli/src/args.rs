@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::trace::args::TraceCommand;
+
 const EXIT_CODES: &str = "Exit codes: 0 done, 1 error, 2 usage, 3 partly done, 4 drift, \
     5 a gate of the guest stayed closed (try again), 124 timeout";
 
@@ -65,6 +67,9 @@ pub enum Command {
     /// Look at static keys and flip them.
     #[command(subcommand)]
     Keys(KeysCommand),
+    /// Turn tracepoints on and off, and see their events.
+    #[command(subcommand)]
+    Trace(TraceCommand),
     /// List the static keys and branch sites of a kernel or module file.
     Inspect(crate::inspect::InspectArguments),
     /// Print a completion script for a shell.
@@ -207,7 +212,7 @@ pub struct Terms {
 }
 
 /// "500us", "10ms", "5s", "2m", "3h" or "1d".
-fn parse_duration(text: &str) -> Result<Duration, String> {
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let help = || format!("{text:?} is not a time; write for example 500ms, 10s, 5m or 2h");
     let unit_at = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(help)?;
     let (digits, unit) = text.split_at(unit_at);

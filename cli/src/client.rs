@@ -7,6 +7,7 @@ use std::time::Duration;
 use hyper_util::rt::TokioIo;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
 use tower::service_fn;
@@ -57,6 +58,10 @@ impl Monitor {
 
     pub fn keys(&self) -> StaticKeysServiceClient<Channel> {
         StaticKeysServiceClient::new(self.channel.clone()).max_decoding_message_size(64 << 20)
+    }
+
+    pub fn tracepoints(&self) -> TracepointsServiceClient<Channel> {
+        TracepointsServiceClient::new(self.channel.clone()).max_decoding_message_size(64 << 20)
     }
 
     pub fn guest(&self) -> GuestServiceClient<Channel> {

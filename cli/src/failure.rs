@@ -10,6 +10,8 @@ use tonic_types::StatusExt;
 pub const ERROR: u8 = 1;
 /// The command line or a file given with it.
 pub const USAGE: u8 = 2;
+/// Some of what was asked is done.
+pub const PARTLY: u8 = 3;
 /// A gate of the guest stayed closed.
 pub const GATE: u8 = 5;
 /// As timeout(1).
@@ -71,6 +73,7 @@ impl From<Status> for Failure {
         let hint = match reason.as_str() {
             "KEY_GUARDED" => " (--allow-guarded)",
             "NOT_HOLDER" => " (--force)",
+            "OTHERS_TRACE" => " (--even-if-others)",
             "GUEST_BUSY" => " (--timeout)",
             "VCPU_NOT_STOPPED" => " (--stop-timeout)",
             _ if timed_out && reason.is_empty() => {

@@ -9,6 +9,7 @@ mod guest;
 mod inspect;
 mod keys;
 mod print;
+mod trace;
 mod view;
 
 use std::process::ExitCode;
@@ -52,6 +53,7 @@ async fn run(cli: Cli) -> Result<(), Failure> {
         }
         Command::Console(arguments) => guest::console(&connect().await?, &arguments).await,
         Command::Keys(command) => keys::run(&connect().await?, command, cli.output).await,
+        Command::Trace(command) => trace::run(&connect().await?, command, cli.output).await,
         Command::Inspect(arguments) => inspect::run(&arguments, cli.output),
         Command::Completion { shell } => {
             clap_complete::generate(

@@ -79,7 +79,8 @@ pub fn write(text: &str) -> Result<(), Failure> {
     }
 }
 
-fn table(header: &[&str]) -> Table {
+/// An empty table with a header.
+pub fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table
         .load_preset(presets::NOTHING)
@@ -91,7 +92,8 @@ fn table(header: &[&str]) -> Table {
     table
 }
 
-fn text(table: &Table) -> String {
+/// Its lines, without blanks at their ends.
+pub fn text(table: &Table) -> String {
     let text = table.to_string();
     text.lines()
         .map(|line| format!("{}\n", line.trim_end()))

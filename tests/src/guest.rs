@@ -29,6 +29,7 @@ pub struct GuestBuilder {
     memory: String,
     command_line: String,
     arguments: Vec<String>,
+    agent: bool,
 }
 
 impl GuestBuilder {
@@ -57,13 +58,23 @@ impl GuestBuilder {
         self
     }
 
+    /// Start the agent in the guest, and give it its way to the monitor.
+    pub fn agent(mut self) -> Self {
+        self.agent = true;
+        self.command_line("patchbay.agent")
+    }
+
     /// Boots and waits for the shell on the console.
     pub async fn boot(self) -> Result<Guest> {
         let folder = tempfile::tempdir()?;
         let socket = folder.path().join("api.sock");
         let log = folder.path().join("monitor.log");
         let log_file = std::fs::File::create(&log)?;
-        let process = Command::new(&self.environment.monitor)
+        let mut command = Command::new(&self.environment.monitor);
+        if self.agent {
+            command.arg("--vsock").arg(folder.path().join("vsock"));
+        }
+        let process = command
             .arg("--kernel")
             .arg(&self.kernel)
             .arg("--initrd")
@@ -124,6 +135,7 @@ impl Guest {
             memory: "256M".to_owned(),
             command_line: "console=ttyS0 quiet panic=-1 reboot=k".to_owned(),
             arguments: Vec::new(),
+            agent: false,
         }
     }
 

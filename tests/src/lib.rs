@@ -18,10 +18,12 @@
 mod console;
 mod environment;
 mod guest;
+mod trace;
 
 pub use console::Shell;
 pub use environment::Environment;
 pub use guest::{Guest, GuestBuilder};
+pub use trace::EventStream;
 
 /// Says why a test cannot run here; the runner of `cargo xtask test` counts it
 /// as skipped by this line.

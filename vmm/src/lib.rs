@@ -21,6 +21,7 @@ pub mod probe;
 pub mod request;
 pub mod seccomp;
 pub mod service;
+pub mod trace;
 mod vcpu;
 pub mod vm;
 mod x86;

@@ -15,7 +15,10 @@ ip link set lo up 2>/dev/null
 
 program=sh
 for word in $(cat /proc/cmdline); do
-	case $word in patchbay.run=*) program=${word#*=} ;; esac
+	case $word in
+	patchbay.run=*) program=${word#*=} ;;
+	patchbay.agent) patchbay-agent </dev/null >/dev/kmsg 2>&1 & ;;
+	esac
 done
 # The console's own device, because /dev/console cannot be a controlling terminal.
 console=$(cat /sys/class/tty/console/active)

@@ -36,6 +36,19 @@ pub fn program(name: &str) -> PathBuf {
     host::target().join("release").join(name)
 }
 
+/// Builds the guest's agent, static, and says where it is.
+pub fn build_agent() -> Result<PathBuf> {
+    const TARGET: &str = "x86_64-unknown-linux-gnu";
+    let mut command = cargo("build");
+    command
+        .args(["--package", "patchbay-guest-agent", "--profile", "agent"])
+        .args(["--target", TARGET])
+        // With a target named, these do not reach build scripts.
+        .env("RUSTFLAGS", "-C target-feature=+crt-static");
+    run(&mut command)?;
+    Ok(host::target().join(TARGET).join("agent/patchbay-agent"))
+}
+
 /// Builds tests (or benchmarks) and says where they are. `arguments` are those of the cargo
 /// subcommand, such as "test --workspace".
 pub fn build_tests(arguments: &[&str]) -> Result<Vec<TestBinary>> {

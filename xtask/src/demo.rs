@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `cargo xtask demo`: prepares everything and runs examples/getppid.
+//! `cargo xtask demo`: prepares everything and runs one of the examples.
 
 use std::ffi::OsString;
 use std::process::{Command, ExitCode};
@@ -8,11 +8,25 @@ use anyhow::{Context, Result};
 
 use crate::{cargo, guest, host, lab};
 
+/// Demos by their names, the first one unless named: the program.
+const DEMOS: [(&str, &str); 3] = [
+    ("getppid", "getppid-demo"),
+    ("trace", "trace-demo"),
+    ("sick-guest", "sick-guest-demo"),
+];
+
 /// Runs the demo with the given arguments; its exit status is the demo's.
-pub fn run(arguments: Vec<OsString>) -> Result<ExitCode> {
+pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
+    let named = arguments
+        .first()
+        .and_then(|argument| DEMOS.iter().find(|(name, _)| argument == name));
+    if named.is_some() {
+        arguments.remove(0);
+    }
+    let (_, program) = named.unwrap_or(&DEMOS[0]);
     let variables = guest::prepare(false)?;
     guest::announce_place();
-    let program = cargo::program("getppid-demo");
+    let program = cargo::program(program);
     if host::Kvm::probe().runs_linux() {
         let mut command = Command::new(&program);
         command.args(arguments).envs(variables);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's initramfs: busybox, our init, the kernel's modules, and small C programs.
+//! The guest's initramfs: busybox, our init and agent, the kernel's modules, and small C programs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,29 +9,31 @@ use anyhow::{Context, Result, ensure};
 
 use crate::kernel::{self, Kernel};
 use crate::step::Steps;
-use crate::{cache, cpio, host};
+use crate::{cache, cargo, cpio, host};
 
 const KIND: &str = "initramfs";
 const BUSYBOX: &str = "/bin/busybox";
 const INIT: &str = include_str!("../guest/init.sh");
 
 /// Folders whose C files become programs in the guest's /bin.
-const PROGRAMS: &[&str] = &["examples/getppid", "tests/guest"];
+const PROGRAMS: &[&str] = &["examples/getppid", "examples/sick-guest", "tests/guest"];
 
 /// The initramfs for a kernel, built if it is not in the cache.
 pub fn get(kernel: &Kernel) -> Result<PathBuf> {
     host::ensure_packages(host::INITRAMFS)?;
     let programs = programs()?;
+    let agent = cargo::build_agent()?;
     let mut inputs = cache::Inputs::new("guest initramfs 1");
     inputs.add("init", INIT);
     inputs.add_file("busybox", Path::new(BUSYBOX))?;
     inputs.add_folder("modules", &kernel.modules())?;
     inputs.add("compiler", kernel::compiler()?);
+    inputs.add_file("agent", &agent)?;
     for program in &programs {
         inputs.add_file(&program.display().to_string(), program)?;
     }
     let folder = cache::entry(KIND, &inputs.key(), |folder| {
-        build(kernel, &programs, folder)
+        build(kernel, &programs, &agent, folder)
     })?;
     Ok(folder.join("initramfs"))
 }
@@ -51,7 +53,7 @@ fn programs() -> Result<Vec<PathBuf>> {
     Ok(programs)
 }
 
-fn build(kernel: &Kernel, programs: &[PathBuf], folder: &Path) -> Result<()> {
+fn build(kernel: &Kernel, programs: &[PathBuf], agent: &Path, folder: &Path) -> Result<()> {
     let steps = Steps::new("building the guest's initramfs", &folder.join("build.log"))?;
     let mut archive = cpio::Archive::default();
     for path in ["bin", "dev", "proc", "sys", "tmp", "lib", "lib/modules"] {
@@ -60,6 +62,7 @@ fn build(kernel: &Kernel, programs: &[PathBuf], folder: &Path) -> Result<()> {
     archive.character_device("dev/console", 5, 1);
     archive.file("init", 0o755, INIT.as_bytes());
     archive.file("bin/busybox", 0o755, &fs::read(BUSYBOX)?);
+    archive.file("bin/patchbay-agent", 0o755, &fs::read(agent)?);
     for applet in applets()?.lines().filter(|applet| *applet != "busybox") {
         archive.symlink(&format!("bin/{applet}"), "busybox");
     }

@@ -39,9 +39,10 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Boot a Linux guest and flip its static keys from outside
+    /// Boot a Linux guest and flip its static keys from outside, or `demo trace`: its tracepoints,
+    /// or `demo sick-guest`: those of a guest whose user space hangs
     Demo {
-        /// Arguments of the demo; `--keep` keeps the guest running at the end
+        /// getppid (unless named), trace or sick-guest, and its arguments; `--keep` keeps the guest running at the end
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
     },

@@ -27,6 +27,7 @@ pub mod replay;
 pub mod symbols;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+mod tracepoints;
 mod view;
 pub mod vm_guest;
 
@@ -52,6 +53,7 @@ pub use self::registry::{Description, RegistrationPhase, Registry};
 use self::replay::Replay;
 use self::symbols::Symbols;
 pub use self::vm_guest::VmGuest;
+use crate::seccomp::{self, ThreadKind};
 
 /// Commands that wait for the owner; beyond them callers are turned away.
 const QUEUE: usize = 256;
@@ -210,7 +212,12 @@ impl Keys {
         };
         let thread = std::thread::Builder::new()
             .name("keys".to_owned())
-            .spawn(move || owner.run(&receiver))?;
+            .spawn(move || {
+                if let Err(error) = seccomp::enter(ThreadKind::Keys) {
+                    tracing::error!("the keys' thread has no filter: {error}");
+                }
+                owner.run(&receiver);
+            })?;
         Ok((
             Self {
                 shared,

@@ -15,13 +15,16 @@ use std::time::Duration;
 
 use patchbay_proto::v1::guest_service_server::GuestServiceServer;
 use patchbay_proto::v1::static_keys_service_server::StaticKeysServiceServer;
+use patchbay_proto::v1::tracepoints_service_server::TracepointsServiceServer;
 use tokio::sync::watch;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
 use tonic::transport::server::UdsConnectInfo;
 
 pub use self::socket::{ApiSocket, SocketError};
+pub(crate) use self::static_keys::time_allowed;
 use crate::keys::Keys;
+use crate::trace::{self, AgentSocket, TracepointsApi};
 
 /// Largest request in bytes: 65,536 updates with long names fit.
 const MAX_REQUEST_BYTES: usize = 32 << 20;
@@ -55,6 +58,19 @@ pub async fn serve(
     keys: Keys,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
+    serve_with_agent(socket, keys, None, shutdown).await
+}
+
+/// As [`serve`], with an agent in the guest that connects to `agent`.
+///
+/// # Errors
+/// [`ServeError`].
+pub async fn serve_with_agent(
+    socket: ApiSocket,
+    keys: Keys,
+    agent: Option<AgentSocket>,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), ServeError> {
     let (ending, ended) = watch::channel(false);
     let (health, health_service) = tonic_health::server::health_reporter();
     health
@@ -62,6 +78,9 @@ pub async fn serve(
         .await;
     health
         .set_serving::<StaticKeysServiceServer<static_keys::StaticKeysApi>>()
+        .await;
+    health
+        .set_serving::<TracepointsServiceServer<TracepointsApi>>()
         .await;
     let reflection = || {
         tonic_reflection::server::Builder::configure()
@@ -71,6 +90,10 @@ pub async fn serve(
 
     let keys = Arc::new(keys);
     let guest_api = guest::GuestApi::new(Arc::clone(&keys), ended.clone());
+    let tracepoints_api = TracepointsApi {
+        tracer: trace::start(keys.clone(), agent)?,
+        ending: ended.clone(),
+    };
     let keys_api = static_keys::StaticKeysApi {
         keys,
         ending: ended.clone(),
@@ -87,6 +110,7 @@ pub async fn serve(
         .add_service(
             StaticKeysServiceServer::new(keys_api).max_decoding_message_size(MAX_REQUEST_BYTES),
         )
+        .add_service(TracepointsServiceServer::new(tracepoints_api))
         .serve_with_incoming_shutdown(incoming, async move {
             wait_for_end(&mut drained).await;
         });
@@ -112,7 +136,7 @@ async fn wait_for_end(ending: &mut watch::Receiver<bool>) {
 }
 
 /// "uid:N" of the peer.
-fn owner<T>(request: &tonic::Request<T>) -> String {
+pub(crate) fn owner<T>(request: &tonic::Request<T>) -> String {
     let credentials = request
         .extensions()
         .get::<UdsConnectInfo>()
@@ -127,7 +151,7 @@ fn owner<T>(request: &tonic::Request<T>) -> String {
 ///
 /// # Errors
 /// INVALID_ARGUMENT unless it lies within `range`.
-fn from_proto(
+pub(crate) fn from_proto(
     field: &'static str,
     duration: Option<prost_types::Duration>,
     range: std::ops::RangeInclusive<Duration>,

@@ -254,7 +254,7 @@ fn update_request(
 
 /// The time that the client gives the call (gRPC over HTTP/2, `grpc-timeout`), less what the answer
 /// takes on its way, so that the client learns which gate was closed rather than that time is up.
-fn time_allowed(metadata: &MetadataMap) -> Duration {
+pub(crate) fn time_allowed(metadata: &MetadataMap) -> Duration {
     let given = metadata
         .get("grpc-timeout")
         .and_then(|value| value.to_str().ok())

@@ -122,20 +122,47 @@ pub fn socket_path(vsock: &Path) -> PathBuf {
     path.into()
 }
 
-impl AgentLink {
-    /// Listens on a socket, replacing one that a dead monitor left, and hands pages to `pages`.
+/// The bound socket on which the agent's connections arrive; removed when dropped.
+#[derive(Debug)]
+pub struct AgentSocket {
+    listener: std::os::unix::net::UnixListener,
+    path: PathBuf,
+}
+
+impl AgentSocket {
+    /// Binds the socket beside that of the vsock device, replacing one that a dead monitor left.
     ///
     /// # Errors
     /// Of the operating system.
-    pub fn listen(path: &Path, pages: mpsc::Sender<AgentPages>) -> std::io::Result<Self> {
-        match std::fs::remove_file(path) {
+    pub fn bind(vsock: &Path) -> std::io::Result<Self> {
+        let path = socket_path(vsock);
+        match std::fs::remove_file(&path) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        let listener = UnixListener::bind(path)?;
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+        let listener = std::os::unix::net::UnixListener::bind(&path)?;
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
+        listener.set_nonblocking(true)?;
+        Ok(Self { listener, path })
+    }
+}
+
+impl Drop for AgentSocket {
+    fn drop(&mut self) {
+        // It may be gone already.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+impl AgentLink {
+    /// Accepts agents on the current tokio runtime, and hands their pages to `pages`.
+    ///
+    /// # Errors
+    /// Of the operating system.
+    pub fn listen(socket: AgentSocket, pages: mpsc::Sender<AgentPages>) -> std::io::Result<Self> {
+        let listener = UnixListener::from_std(socket.listener.try_clone()?)?;
         let link = Self::unlinked(pages);
-        tokio::spawn(link.clone().accept(listener));
+        tokio::spawn(link.clone().accept(socket, listener));
         Ok(link)
     }
 
@@ -233,7 +260,7 @@ impl AgentLink {
         let _ = connection.outbox.try_send(ToAgent { id: 0, message });
     }
 
-    async fn accept(self, listener: UnixListener) {
+    async fn accept(self, _socket: AgentSocket, listener: UnixListener) {
         let handshakes = Arc::new(Semaphore::new(HANDSHAKES));
         let mut number = 0;
         loop {

@@ -23,14 +23,13 @@ mod switch;
 mod tests;
 mod tracer;
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 
 pub use self::error::TraceError;
-pub use self::link::{AgentError, AgentLink, PORT, socket_path};
+pub use self::link::{AgentError, AgentLink, AgentSocket, PORT, socket_path};
 pub use self::service::TracepointsApi;
 pub use self::switch::{Boxed, Switch, TracepointFacts, TracepointKeys};
 pub use self::tracer::Tracer;
@@ -39,15 +38,14 @@ pub use self::tracer::Tracer;
 const FRAMES: usize = 8;
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Starts tracing on the current tokio runtime, with an agent that comes by the vsock device whose
-/// host socket is `vsock`, or without one.
+/// Starts tracing on the current tokio runtime, with an agent or without one.
 ///
 /// # Errors
-/// If the agent's socket cannot be opened.
-pub fn start(keys: Arc<dyn TracepointKeys>, vsock: Option<&Path>) -> std::io::Result<Arc<Tracer>> {
+/// If the agent's socket cannot be used.
+pub fn start(keys: Arc<dyn TracepointKeys>, agent: Option<AgentSocket>) -> std::io::Result<Arc<Tracer>> {
     let (sender, pages) = mpsc::channel(FRAMES);
-    let link = match vsock {
-        Some(vsock) => AgentLink::listen(&socket_path(vsock), sender)?,
+    let link = match agent {
+        Some(socket) => AgentLink::listen(socket, sender)?,
         None => AgentLink::unlinked(sender),
     };
     let connections = link.connections();

@@ -9,7 +9,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_core::Stream;
+use tokio_stream::Stream;
 use patchbay_proto::v1;
 use patchbay_proto::v1::from_agent::Message as Answer;
 use patchbay_proto::v1::to_agent::Message as Question;

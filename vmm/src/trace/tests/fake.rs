@@ -17,7 +17,7 @@ use tokio::sync::{mpsc, watch};
 
 use super::super::frame;
 use super::super::switch::{Boxed, Switch, TracepointFacts, TracepointKeys};
-use super::super::{Tracer, start};
+use super::super::{AgentSocket, Tracer, start};
 use crate::keys::KeysError;
 
 pub const SWITCH: &str = include_str!("../fixtures/sched_switch.format");
@@ -115,7 +115,7 @@ impl Fake {
         let folder = tempfile::tempdir().expect("temporary folder");
         let vsock = folder.path().join("vsock");
         let keys = Keys::new();
-        let tracer = start(keys.clone(), Some(&vsock)).expect("a socket");
+        let tracer = start(keys.clone(), Some(AgentSocket::bind(&vsock).expect("a socket"))).expect("a socket");
         let socket = super::super::socket_path(&vsock);
         Self { tracer, keys, script: Arc::default(), socket, _folder: folder }
     }

@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay trace`.
+
+pub mod args;
+mod timeline;
+mod status;
+mod view;
+
+use std::fs::File;
+use std::path::Path;
+use std::time::Duration;
+
+use patchbay_proto::v1;
+use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
+use tokio_stream::StreamExt;
+use tonic::Streaming;
+use tonic::transport::Channel;
+
+use self::args::{Probe, StreamArgs, SwitchArgs, TraceCommand};
+use self::timeline::Timeline;
+use self::view::{Change, Line, Losses, Tracepoint};
+use crate::args::Output;
+use crate::client::Monitor;
+use crate::failure::{Failure, PARTLY};
+use crate::print::{print, print_streamed, write};
+
+type Client = TracepointsServiceClient<Channel>;
+
+/// Runs one verb.
+///
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Result<(), Failure> {
+    let mut client = monitor.tracepoints();
+    match command {
+        TraceCommand::List { patterns, armed, refresh } => {
+            list(monitor, patterns, armed, refresh, output).await
+        }
+        TraceCommand::Arm { patterns, probe: Probe { filter, trigger, even_if_others }, dry_run } => {
+            let request =
+                v1::ArmTracepointsRequest { patterns, filter, trigger, even_if_others, validate_only: dry_run };
+            let response = client.arm_tracepoints(monitor.request(request)).await?.into_inner();
+            print(output, &Change::new(response.results, response.report, dry_run))
+        }
+        TraceCommand::Fire { patterns, switch: SwitchArgs { dry_run, stop_timeout } } => {
+            let request = v1::FireTracepointsRequest {
+                patterns,
+                validate_only: dry_run,
+                stop_timeout: stop_timeout.and_then(|timeout| timeout.try_into().ok()),
+            };
+            let response = client.fire_tracepoints(monitor.request(request)).await?.into_inner();
+            print(output, &Change::new(response.results, response.report, dry_run))
+        }
+        TraceCommand::Park { patterns, switch: SwitchArgs { dry_run, stop_timeout }, force, even_if_others } => {
+            let request = v1::ParkTracepointsRequest {
+                patterns,
+                validate_only: dry_run,
+                stop_timeout: stop_timeout.and_then(|timeout| timeout.try_into().ok()),
+                even_if_others,
+                force,
+            };
+            let response = client.park_tracepoints(monitor.request(request)).await?.into_inner();
+            let firing: Vec<_> = response.results;
+            let is_kept = |result: &v1::TracepointResult| result.state() == v1::TracepointState::Firing;
+            let kept = firing.iter().filter(|result| is_kept(result)).count();
+            print(output, &Change::new(firing, response.report, dry_run))?;
+            partly(kept, dry_run, "fired by other clients and go on")
+        }
+        TraceCommand::Disarm { patterns, force } => {
+            let request = v1::DisarmTracepointsRequest { patterns, force };
+            let results = client.disarm_tracepoints(monitor.request(request)).await?.into_inner().results;
+            let change = Change::new(results, None, false);
+            let kept = if change.is_partial() { change.results.iter().filter(|result| !result.kept_by.is_empty()).count() } else { 0 };
+            print(output, &change)?;
+            partly(kept, false, "armed by other clients too and stay so")
+        }
+        TraceCommand::Tail { stream, events } => tail(client, stream, events, output).await,
+        TraceCommand::Record { stream, file, duration } => record(client, stream, &file, duration).await,
+        TraceCommand::Stat { interval } => stat(monitor, interval, output).await,
+        TraceCommand::Agent => agent(monitor, output).await,
+    }
+}
+
+fn partly(kept: usize, dry_run: bool, why: &str) -> Result<(), Failure> {
+    if kept == 0 || dry_run {
+        return Ok(());
+    }
+    Err(Failure { message: format!("{kept} events are {why} (--force)"), exit_code: PARTLY })
+}
+
+async fn list(
+    monitor: &Monitor,
+    patterns: Vec<String>,
+    armed_only: bool,
+    refresh: bool,
+    output: Output,
+) -> Result<(), Failure> {
+    let mut request = v1::ListTracepointsRequest { patterns, armed_only, refresh, ..Default::default() };
+    let mut tracepoints = vec![];
+    loop {
+        let page = monitor.tracepoints().list_tracepoints(monitor.request(request.clone())).await?.into_inner();
+        if request.page_token.is_empty() && !page.stale.is_empty() {
+            eprintln!("patchbay: events are as they were told last: {}", page.stale);
+        }
+        tracepoints.extend(page.tracepoints.into_iter().map(Tracepoint::from));
+        if page.next_page_token.is_empty() {
+            return print(output, &tracepoints);
+        }
+        request.page_token = page.next_page_token;
+    }
+}
+
+async fn open(
+    client: &mut Client,
+    arguments: StreamArgs,
+) -> Result<Streaming<v1::StreamTracepointEventsResponse>, Failure> {
+    let arm_and_fire = !arguments.listen && !arguments.patterns.is_empty();
+    let request = v1::StreamTracepointEventsRequest {
+        patterns: arguments.patterns,
+        arm_and_fire,
+        filter: arguments.probe.filter,
+        trigger: arguments.probe.trigger,
+        even_if_others: arguments.probe.even_if_others,
+        max_events_per_second: arguments.max_rate,
+    };
+    // No deadline: a stream has no end.
+    let mut stream = client.stream_tracepoint_events(tonic::Request::new(request)).await?.into_inner();
+    let first = stream.next().await.ok_or_else(ended)??;
+    match first.names.len() {
+        _ if !arm_and_fire => eprintln!("patchbay: listening to what is armed; Ctrl-C ends"),
+        count => eprintln!("patchbay: {count} events fire; Ctrl-C ends, and parks and disarms them"),
+    }
+    Ok(stream)
+}
+
+fn ended() -> Failure {
+    Failure::error("the monitor ended the stream; see `patchbay guests`")
+}
+
+async fn tail(mut client: Client, arguments: StreamArgs, events: Option<u64>, output: Output) -> Result<(), Failure> {
+    let mut left = events.unwrap_or(u64::MAX);
+    let mut stream = open(&mut client, arguments).await?;
+    while let Some(batch) = stream.next().await {
+        let mut text = String::new();
+        for line in view::lines(batch?) {
+            if left == 0 {
+                break;
+            }
+            left -= u64::from(matches!(line, Line::Event(_)));
+            match output {
+                // One write for many lines.
+                Output::Table => text.push_str(&crate::print::Printable::table(&line)),
+                _ => print_streamed(output, &line)?,
+            }
+        }
+        write(&text)?;
+        if left == 0 {
+            return Ok(());
+        }
+    }
+    Err(ended())
+}
+
+async fn record(
+    mut client: Client,
+    arguments: StreamArgs,
+    path: &Path,
+    duration: Option<Duration>,
+) -> Result<(), Failure> {
+    let name = path.display().to_string();
+    let unwritable = |error: std::io::Error| match error.kind() {
+        std::io::ErrorKind::StorageFull => {
+            Failure::error(format!("{name}: the disk is full; the file holds what was recorded until then"))
+        }
+        _ => Failure::error(format!("{name} cannot be written: {error}")),
+    };
+    let mut timeline = File::create(path).and_then(Timeline::begin).map_err(unwritable)?;
+    let mut stream = open(&mut client, arguments).await?;
+    let end = async {
+        match duration {
+            Some(duration) => tokio::time::sleep(duration).await,
+            None => std::future::pending().await,
+        }
+    };
+    let mut end = std::pin::pin!(end);
+    let mut interrupt = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::interrupt())?;
+    let mut losses = Losses::default();
+    loop {
+        let batch = tokio::select! {
+            batch = stream.next() => batch,
+            () = &mut end => break,
+            _ = interrupt.recv() => break,
+        };
+        let Some(batch) = batch else { return Err(ended()) };
+        let batch = batch?;
+        if let Some(lost) = batch.losses {
+            losses.overwritten += lost.overwritten;
+            losses.slow_client += lost.slow_client;
+            losses.flood += lost.flood;
+            losses.malformed += lost.malformed;
+        }
+        timeline.add(batch).map_err(unwritable)?;
+    }
+    let lost = match losses.sentence().as_str() {
+        "" => "none lost".to_owned(),
+        lost => format!("lost: {lost}"),
+    };
+    write(&format!("{name}: {} events, {lost}; open it in https://ui.perfetto.dev\n", timeline.events()))
+}
+
+async fn stat(monitor: &Monitor, interval: Duration, output: Output) -> Result<(), Failure> {
+    let get = || async {
+        let request = monitor.request(v1::GetTracepointStatsRequest {});
+        Ok::<_, Failure>(monitor.tracepoints().get_tracepoint_stats(request).await?.into_inner())
+    };
+    let before = get().await?;
+    let started = std::time::Instant::now();
+    tokio::time::sleep(interval).await;
+    let after = get().await?;
+    print(output, &status::Stat::new(&before, after, started.elapsed()))
+}
+
+async fn agent(monitor: &Monitor, output: Output) -> Result<(), Failure> {
+    let request = monitor.request(v1::DescribeAgentRequest {});
+    let agent = monitor.tracepoints().describe_agent(request).await?.into_inner();
+    if agent.protocol_version == 0 {
+        return Err(Failure::error(agent.absent));
+    }
+    print(output, &status::Agent::from(agent))
+}

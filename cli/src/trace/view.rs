@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Tracepoints and events as they are printed.
+
+use std::fmt::Write;
+
+use patchbay_proto::v1;
+use patchbay_proto::v1::trace_field::Value;
+use serde::Serialize;
+
+use crate::print::{self, Printable};
+
+/// A tracepoint.
+#[derive(Debug, Serialize)]
+pub struct Tracepoint {
+    pub name: String,
+    pub state: &'static str,
+    pub probes: Option<u32>,
+    pub others: Vec<String>,
+    pub armed_by: Vec<String>,
+    pub fired_by: Vec<String>,
+    pub filter: String,
+    pub trigger: String,
+    pub events: u64,
+    pub refused: String,
+}
+
+impl From<v1::Tracepoint> for Tracepoint {
+    fn from(tracepoint: v1::Tracepoint) -> Self {
+        Self {
+            state: state(tracepoint.state()),
+            name: tracepoint.name,
+            probes: tracepoint.probes,
+            others: tracepoint.others,
+            armed_by: tracepoint.armed_by,
+            fired_by: tracepoint.fired_by,
+            filter: tracepoint.filter,
+            trigger: tracepoint.trigger,
+            events: tracepoint.events,
+            refused: tracepoint.refused,
+        }
+    }
+}
+
+fn state(state: v1::TracepointState) -> &'static str {
+    match state {
+        v1::TracepointState::Firing => "firing",
+        v1::TracepointState::Parked => "parked",
+        v1::TracepointState::Disarmed | v1::TracepointState::Unspecified => "disarmed",
+    }
+}
+
+impl Printable for Vec<Tracepoint> {
+    fn table(&self) -> String {
+        let mut table = print::table(&["NAME", "STATE", "PROBES", "EVENTS", "NOTES"]);
+        for tracepoint in self {
+            table.add_row([
+                tracepoint.name.clone(),
+                tracepoint.state.to_owned(),
+                tracepoint.probes.map_or("-".to_owned(), |probes| probes.to_string()),
+                tracepoint.events.to_string(),
+                notes(tracepoint),
+            ]);
+        }
+        print::text(&table)
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.iter().map(|tracepoint| tracepoint.name.as_str()).collect()
+    }
+}
+
+fn notes(tracepoint: &Tracepoint) -> String {
+    let mut notes = vec![];
+    let mut note = |what: &str, text: &str| {
+        if !text.is_empty() {
+            notes.push(format!("{what}{text}"));
+        }
+    };
+    note("fired by ", &tracepoint.fired_by.join(" "));
+    note("armed by ", &tracepoint.armed_by.join(" "));
+    note("others: ", &tracepoint.others.join(", "));
+    note("filter ", &tracepoint.filter);
+    note("trigger ", &tracepoint.trigger);
+    // Each system call's event would repeat a long sentence.
+    note("cannot be parked", if tracepoint.refused.is_empty() { "" } else { " " });
+    notes.join("; ").trim_end().to_owned()
+}
+
+/// What a change did.
+#[derive(Debug, Serialize)]
+pub struct Change {
+    pub results: Vec<ChangedTracepoint>,
+    pub dry_run: bool,
+    /// From the request to stop until the last vCPU ran again, in nanoseconds.
+    pub stopped_ns: Option<u64>,
+    pub sites_patched: u32,
+}
+
+#[derive(Debug, Serialize)]
+pub struct ChangedTracepoint {
+    pub name: String,
+    pub state: &'static str,
+    pub kept_by: Vec<String>,
+}
+
+impl Change {
+    pub fn new(results: Vec<v1::TracepointResult>, report: Option<v1::FlipReport>, dry_run: bool) -> Self {
+        let result = |result: v1::TracepointResult| ChangedTracepoint {
+            state: state(result.state()),
+            name: result.name,
+            kept_by: result.kept_by,
+        };
+        let report = report.filter(|report| report.paused);
+        let stopped = report.as_ref().map(|report| {
+            [report.stop_time, report.patch_time, report.resume_time].into_iter().flatten().map(nanoseconds).sum()
+        });
+        Self {
+            results: results.into_iter().map(result).collect(),
+            dry_run,
+            stopped_ns: stopped,
+            sites_patched: report.map_or(0, |report| report.sites_patched),
+        }
+    }
+
+    /// Whether something is not as asked, because other clients keep it so.
+    pub fn is_partial(&self) -> bool {
+        self.results.iter().any(|result| !result.kept_by.is_empty())
+    }
+}
+
+fn nanoseconds(duration: prost_types::Duration) -> u64 {
+    let seconds = u64::try_from(duration.seconds).unwrap_or(0);
+    seconds.saturating_mul(1_000_000_000).saturating_add(u64::try_from(duration.nanos).unwrap_or(0))
+}
+
+impl Printable for Change {
+    fn table(&self) -> String {
+        let mut table = print::table(&["NAME", "STATE", "KEPT BY"]);
+        for result in &self.results {
+            table.add_row([result.name.as_str(), result.state, &result.kept_by.join(" ")]);
+        }
+        let mut text = print::text(&table);
+        let count = self.results.len();
+        let _ = match self.stopped_ns {
+            _ if self.dry_run => writeln!(text, "\n{count} events; nothing was changed (dry run)"),
+            Some(stopped) => writeln!(
+                text,
+                "\n{count} events, {} sites patched in one pause, guest stopped for {}.{:03} µs",
+                self.sites_patched,
+                stopped / 1000,
+                stopped % 1000
+            ),
+            None => writeln!(text, "\n{count} events, no pause"),
+        };
+        text
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.results.iter().map(|result| result.name.as_str()).collect()
+    }
+}
+
+/// An event, a loss or what a client did: what `tail` prints.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub enum Line {
+    Event(Box<Event>),
+    Lost { lost: Losses },
+    Mark { time: String, mark: String },
+}
+
+#[derive(Debug, Serialize)]
+pub struct Event {
+    /// Of the host's clock, RFC 3339, UTC.
+    pub time: String,
+    /// CLOCK_MONOTONIC of the guest.
+    pub guest_time_ns: u64,
+    pub name: String,
+    pub cpu: u32,
+    pub pid: i32,
+    pub comm: String,
+    pub context: String,
+    pub fields: serde_json::Map<String, serde_json::Value>,
+    #[serde(skip)]
+    pub text: String,
+}
+
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Losses {
+    pub overwritten: u64,
+    pub slow_client: u64,
+    pub flood: u64,
+    pub malformed: u64,
+}
+
+impl From<v1::TraceLosses> for Losses {
+    fn from(losses: v1::TraceLosses) -> Self {
+        let v1::TraceLosses { overwritten, slow_client, flood, malformed } = losses;
+        Self { overwritten, slow_client, flood, malformed }
+    }
+}
+
+impl Losses {
+    /// For people; empty if nothing was lost.
+    pub fn sentence(&self) -> String {
+        let parts = [
+            (self.overwritten, "overwritten in the guest's ring buffer"),
+            (self.slow_client, "dropped because this command reads too slowly"),
+            (self.flood, "dropped by the flood guard (--max-rate)"),
+            (self.malformed, "could not be decoded"),
+        ];
+        let parts: Vec<String> =
+            parts.into_iter().filter(|(count, _)| *count > 0).map(|(count, why)| format!("{count} {why}")).collect();
+        parts.join(", ")
+    }
+}
+
+/// The lines of a message, in order.
+pub fn lines(batch: v1::StreamTracepointEventsResponse) -> Vec<Line> {
+    let mut lines = vec![];
+    if let Some(losses) = batch.losses {
+        lines.push(Line::Lost { lost: losses.into() });
+    }
+    lines.extend(batch.marks.into_iter().map(|mark| Line::Mark { time: rfc3339(mark.time), mark: mark.text }));
+    lines.extend(batch.events.into_iter().map(|event| Line::Event(Box::new(event.into()))));
+    lines
+}
+
+impl From<v1::TraceEvent> for Event {
+    fn from(event: v1::TraceEvent) -> Self {
+        let time = rfc3339(event.time);
+        let mut text = format!(
+            "{} {:>6}.{:06} [{:03}] {} {:>20} {}:",
+            time.get(11..26).unwrap_or("--:--:--.------"),
+            event.guest_time_ns / 1_000_000_000,
+            event.guest_time_ns / 1000 % 1_000_000,
+            event.cpu,
+            event.context,
+            format!("{}-{}", if event.comm.is_empty() { "<...>" } else { &event.comm }, event.pid),
+            event.name,
+        );
+        let mut fields = serde_json::Map::new();
+        for field in event.fields {
+            let Some(value) = field.value else { continue };
+            let _ = write!(text, " {}={}", field.name, shown(&value));
+            fields.insert(field.name, json(value));
+        }
+        text.push('\n');
+        Self {
+            time,
+            guest_time_ns: event.guest_time_ns,
+            name: event.name,
+            cpu: event.cpu,
+            pid: event.pid,
+            comm: event.comm,
+            context: event.context,
+            fields,
+            text,
+        }
+    }
+}
+
+/// For people.
+fn shown(value: &Value) -> String {
+    match value {
+        Value::Signed(value) => value.to_string(),
+        Value::Unsigned(value) => value.to_string(),
+        Value::Hexadecimal(value) => format!("{value:#x}"),
+        // Text of the guest's must not steer the terminal.
+        Value::Text(text) => text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect(),
+        Value::Raw(bytes) => bytes.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" "),
+    }
+}
+
+/// For programs; numbers that JavaScript would round become text.
+pub fn json(value: Value) -> serde_json::Value {
+    const EXACT: u64 = 1 << 53;
+    match value {
+        Value::Signed(number) if number.unsigned_abs() <= EXACT => number.into(),
+        Value::Unsigned(number) if number <= EXACT => number.into(),
+        Value::Text(text) => text.into(),
+        other => shown(&other).into(),
+    }
+}
+
+impl Printable for Line {
+    fn table(&self) -> String {
+        match self {
+            Self::Event(event) => event.text.clone(),
+            Self::Lost { lost } => format!("--- lost: {} ---\n", lost.sentence()),
+            Self::Mark { time, mark } => format!("{} --- {mark} ---\n", time.get(11..26).unwrap_or_default()),
+        }
+    }
+
+    fn names(&self) -> Vec<&str> {
+        match self {
+            Self::Event(event) => vec![&event.name],
+            Self::Lost { .. } | Self::Mark { .. } => vec![],
+        }
+    }
+}
+
+/// "2026-01-31T23:59:59.123456789Z"; empty if there is none.
+pub fn rfc3339(time: Option<prost_types::Timestamp>) -> String {
+    time.map(|time| {
+        // prost leaves out trailing zeros; columns need all digits.
+        let whole = prost_types::Timestamp { seconds: time.seconds, nanos: 0 }.to_string();
+        format!("{}.{:09}Z", whole.trim_end_matches('Z'), time.nanos)
+    })
+    .unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn event() -> v1::TraceEvent {
+        let field = |name: &str, value| v1::TraceField { name: name.into(), value: Some(value) };
+        v1::TraceEvent {
+            name: "sched:sched_switch".into(),
+            cpu: 1,
+            pid: 42,
+            comm: "init".into(),
+            guest_time_ns: 1_500_000_250,
+            time: Some(prost_types::Timestamp { seconds: 3661, nanos: 5_000 }),
+            fields: vec![
+                field("comm", Value::Text("a\u{1b}[2J".into())),
+                field("prio", Value::Signed(-3)),
+                field("ptr", Value::Hexadecimal(u64::MAX)),
+            ],
+            context: "d.h..".into(),
+        }
+    }
+
+    #[test]
+    fn a_line_has_both_times_and_cannot_steer_the_terminal() {
+        let event = Event::from(event());
+        assert_eq!(
+            event.text,
+            "01:01:01.000005      1.500000 [001] d.h..              init-42 sched:sched_switch: \
+             comm=a\u{fffd}[2J prio=-3 ptr=0xffffffffffffffff\n"
+        );
+    }
+
+    #[test]
+    fn json_keeps_large_numbers_exact() {
+        let event = serde_json::to_value(Event::from(event())).expect("JSON");
+        assert_eq!(event["time"], "1970-01-01T01:01:01.000005000Z");
+        assert_eq!(event["fields"]["prio"], -3);
+        assert_eq!(event["fields"]["ptr"], "0xffffffffffffffff");
+        assert_eq!(json(Value::Unsigned(u64::MAX)), "18446744073709551615");
+    }
+
+    #[test]
+    fn losses_are_told_by_cause() {
+        let lost = Losses { overwritten: 2, flood: 7, ..Losses::default() };
+        assert_eq!(
+            Line::Lost { lost }.table(),
+            "--- lost: 2 overwritten in the guest's ring buffer, 7 dropped by the flood guard (--max-rate) ---\n"
+        );
+    }
+}

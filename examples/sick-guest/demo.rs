@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A guest whose user space hangs: its agent is stopped, and a loop of real-time priority keeps its
+//! only CPU from everything else. Fire and park work all the same, because only a key changes; the
+//! ring buffer keeps the events until somebody in the guest can read them.
+#![forbid(unsafe_code)]
+
+use anyhow::{Result, bail, ensure};
+use clap::Parser;
+use patchbay_tests::{Environment, Guest};
+
+/// The timer's interrupts go on whatever user space does.
+const EVENT: &str = "irq:softirq_entry";
+const SECONDS: u32 = 3;
+
+/// Boots a Linux guest, makes it sick, and traces it.
+#[derive(Parser)]
+struct Arguments {}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<()> {
+    Arguments::parse();
+    let Some(environment) = Environment::linux_guest() else {
+        bail!("no Linux guest can run here: start this by `cargo xtask demo sick-guest`, and see `cargo xtask doctor`");
+    };
+    step("Boot a Linux guest with the agent and 1 vCPU, and arm an event while it is well");
+    let mut guest = Guest::builder(&environment).agent().boot().await?;
+    guest.assert_registered().await?;
+    guest.wait_for_agent().await?;
+    let mut events = guest.events().await?;
+    guest.arm(&[EVENT]).await?;
+    let before = guest.recorded().await?;
+
+    step("Stop the agent, and take the CPU from all others for some seconds");
+    guest.shell("kill -STOP $(pidof patchbay-agent)").await?;
+    guest.console().type_line(&format!("hog {SECONDS}")).await?;
+
+    step("Fire from outside, and park again: nobody in the guest is asked");
+    let report = guest.fire(&[EVENT]).await?.report.unwrap_or_default();
+    println!("   Fired: {} sites patched, key count {}.", report.sites_patched, guest.key("softirq_entry").await?.count);
+    tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+    let report = guest.park(&[EVENT]).await?.report.unwrap_or_default();
+    println!("   Parked: {} sites patched, key count {}.", report.sites_patched, guest.key("softirq_entry").await?.count);
+    ensure!(report.paused, "the key was not on");
+
+    step("When the loop has ended, the ring buffer still has the events");
+    let recorded = guest.recorded().await? - before;
+    println!("   The guest's kernel recorded {recorded} events while nothing else could run.");
+    ensure!(recorded > 0, "no event was recorded");
+
+    step("Continue the agent: the events arrive");
+    guest.shell("kill -CONT $(pidof patchbay-agent)").await?;
+    let first = events.until(|event| event.name == EVENT).await?;
+    println!("   The first of them is from {} ms after the guest's boot.", first[0].guest_time_ns / 1_000_000);
+    guest.disarm(&[EVENT]).await?;
+    guest.assert_no_warnings().await?;
+    step("Power the guest off");
+    ensure!(guest.power_off().await?.success(), "the monitor failed");
+    println!("\nThe sick guest followed every step.");
+    Ok(())
+}
+
+fn step(text: &str) {
+    println!("\n── {text}");
+}

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A guest with an agent, and its tracepoints.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result, bail, ensure};
+use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
+use patchbay_proto::v1::{
+    ArmTracepointsRequest, ArmTracepointsResponse, DescribeAgentRequest, DescribeAgentResponse, DisarmTracepointsRequest,
+    FireTracepointsRequest, FireTracepointsResponse, ParkTracepointsRequest, ParkTracepointsResponse,
+    StreamTracepointEventsRequest, StreamTracepointEventsResponse, TraceEvent,
+};
+use tonic::transport::Channel;
+use tonic::{Status, Streaming};
+
+use crate::Guest;
+use crate::console::PATIENCE;
+
+/// Events, as they stream.
+#[derive(Debug)]
+pub struct EventStream {
+    stream: Streaming<StreamTracepointEventsResponse>,
+}
+
+impl EventStream {
+    /// The next batch; it may have marks or losses alone.
+    pub async fn batch(&mut self) -> Result<StreamTracepointEventsResponse> {
+        match tokio::time::timeout(PATIENCE, self.stream.message()).await {
+            Ok(batch) => batch?.context("the stream of events ended"),
+            Err(_) => bail!("no events in {PATIENCE:?}"),
+        }
+    }
+
+    /// Events up to and with the first that is wanted.
+    pub async fn until(&mut self, wanted: impl Fn(&TraceEvent) -> bool) -> Result<Vec<TraceEvent>> {
+        let mut events = vec![];
+        loop {
+            let batch = self.batch().await?;
+            let found = batch.events.iter().position(&wanted);
+            events.extend(batch.events.into_iter().take(found.map_or(usize::MAX, |at| at + 1)));
+            if found.is_some() {
+                return Ok(events);
+            }
+        }
+    }
+}
+
+impl Guest {
+    /// A client of the guest's tracepoints.
+    pub fn tracepoints(&mut self) -> TracepointsServiceClient<Channel> {
+        TracepointsServiceClient::new(self.channel())
+    }
+
+    /// Waits for the agent; the guest must have been built with `agent()`.
+    pub async fn wait_for_agent(&mut self) -> Result<DescribeAgentResponse> {
+        let deadline = tokio::time::Instant::now() + PATIENCE;
+        loop {
+            let agent = self.tracepoints().describe_agent(DescribeAgentRequest {}).await?.into_inner();
+            if agent.absent.is_empty() {
+                ensure!(agent.no_tracing.is_empty(), "the agent cannot trace: {}", agent.no_tracing);
+                return Ok(agent);
+            }
+            ensure!(
+                tokio::time::Instant::now() < deadline,
+                "no agent: {}\n{}",
+                agent.absent,
+                self.console().transcript()
+            );
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Arms events.
+    pub async fn arm(&mut self, patterns: &[&str]) -> Result<ArmTracepointsResponse, Status> {
+        let request = ArmTracepointsRequest { patterns: owned(patterns), ..Default::default() };
+        Ok(self.tracepoints().arm_tracepoints(request).await?.into_inner())
+    }
+
+    /// Fires armed events.
+    pub async fn fire(&mut self, patterns: &[&str]) -> Result<FireTracepointsResponse, Status> {
+        let request = FireTracepointsRequest { patterns: owned(patterns), ..Default::default() };
+        Ok(self.tracepoints().fire_tracepoints(request).await?.into_inner())
+    }
+
+    /// Parks armed events.
+    pub async fn park(&mut self, patterns: &[&str]) -> Result<ParkTracepointsResponse, Status> {
+        let request = ParkTracepointsRequest { patterns: owned(patterns), ..Default::default() };
+        Ok(self.tracepoints().park_tracepoints(request).await?.into_inner())
+    }
+
+    /// Disarms armed events.
+    pub async fn disarm(&mut self, patterns: &[&str]) -> Result<(), Status> {
+        let request = DisarmTracepointsRequest { patterns: owned(patterns), ..Default::default() };
+        self.tracepoints().disarm_tracepoints(request).await?;
+        Ok(())
+    }
+
+    /// Listens to what is armed.
+    pub async fn events(&mut self) -> Result<EventStream> {
+        let request = StreamTracepointEventsRequest::default();
+        let stream = self.tracepoints().stream_tracepoint_events(request).await?.into_inner();
+        let mut stream = EventStream { stream };
+        // The first message says that the stream is open.
+        stream.batch().await?;
+        Ok(stream)
+    }
+
+    /// Events that the guest's kernel has ever recorded for the agent, read or not, as it counts
+    /// them itself.
+    pub async fn recorded(&mut self) -> Result<u64> {
+        let stats = "cat /sys/kernel/tracing/instances/patchbay/per_cpu/cpu*/stats";
+        let output = self.shell(stats).await?;
+        let mut sum = 0;
+        let mut seen = BTreeSet::new();
+        for line in output.lines() {
+            let Some((name, value)) = line.trim().split_once(": ") else { continue };
+            if matches!(name, "entries" | "overrun" | "read events") {
+                seen.insert(name);
+                sum += value.parse::<u64>()?;
+            }
+        }
+        ensure!(seen.len() == 3, "the kernel's counts are missing:\n{output}");
+        Ok(sum)
+    }
+}
+
+fn owned(patterns: &[&str]) -> Vec<String> {
+    patterns.iter().map(|&pattern| pattern.to_owned()).collect()
+}

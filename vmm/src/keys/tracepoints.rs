@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The keys of tracepoints, for tracing.
+
+use static_keys::{Class, Key, Op};
+
+use super::error::KeysError;
+use super::registry::Snapshot;
+use super::{KeyUpdate, Keys, UpdateRequest};
+use crate::trace::{Boxed, Switch, TracepointFacts, TracepointKeys};
+
+impl TracepointKeys for Keys {
+    fn tracepoints(&self) -> Result<Vec<TracepointFacts>, KeysError> {
+        let Snapshot { registration, .. } = self.shared.registry.snapshot()?;
+        let ram = self.shared.registry.ram().ok_or(KeysError::GuestStopped)?;
+        let memory = registration.memory(ram);
+        let facts = |key: &Key| {
+            // The guest may be just changing what is read; a change looks again.
+            let tracepoint = registration.catalog.tracepoint(&memory, key.id).ok().flatten();
+            TracepointFacts {
+                key: key.full_name.to_string(),
+                enabled: registration.catalog.enabled(&memory, key.id).is_ok_and(|count| count != 0),
+                probes: tracepoint.map(|tracepoint| tracepoint.probes),
+                switched_by_function: tracepoint.is_some_and(|tracepoint| tracepoint.switched_by_function),
+            }
+        };
+        Ok(registration.catalog.keys().filter(|key| key.class == Class::Tracepoint).map(facts).collect())
+    }
+
+    fn switch(&self, switch: Switch) -> Boxed<'_, Result<Option<patchbay_proto::v1::FlipReport>, KeysError>> {
+        let op = if switch.on { Op::Enable } else { Op::Disable };
+        let update = |name: String| KeyUpdate { name, op, etag: String::new() };
+        let request = UpdateRequest {
+            updates: switch.keys.into_iter().map(update).collect(),
+            owner: switch.owner,
+            request_id: String::new(),
+            content: Default::default(),
+            validate_only: switch.validate_only,
+            allow_guarded: false,
+            // The reference that is dropped may be the guest's own, taken when the probe was
+            // attached; clients of tracepoints are counted by the tracer.
+            force: true,
+            reason: switch.reason.to_owned(),
+            ttl: None,
+            stop_timeout: switch.stop_timeout,
+            deadline: switch.deadline,
+        };
+        Box::pin(async move { Ok(self.update(request).await?.report.clone()) })
+    }
+}
