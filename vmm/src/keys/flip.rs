@@ -232,7 +232,10 @@ impl<G: Guest> Owner<G> {
                 made.map(|outcome| flip_report(outcome, Duration::ZERO, patch, Duration::ZERO))
             );
         }
-        let paused = self.guest.pause(transaction.stop_timeout)?;
+        let left = transaction
+            .deadline
+            .saturating_duration_since(Instant::now());
+        let paused = self.guest.pause(transaction.stop_timeout.min(left))?;
         // From here to the drop the guest stands still: nothing that allocates, logs or takes a lock.
         let stopped = Instant::now();
         let made = self.verify_and_commit(snapshot, memory, plan, &paused);
