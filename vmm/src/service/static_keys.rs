@@ -96,7 +96,7 @@ impl StaticKeysService for StaticKeysApi {
         Ok(Response::new(v1::UpdateStaticKeysResponse {
             results: outcome.results.clone(),
             revision: outcome.revision,
-            report: outcome.report.clone(),
+            report: outcome.report,
         }))
     }
 

@@ -2,6 +2,8 @@
 //! A guest without vCPUs: real guest memory with page tables, a small kernel image with keys, sites
 //! and gate words, and requests as a kernel would send them. For API tests without KVM.
 
+mod image;
+
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,6 +12,8 @@ use std::time::{Duration, Instant};
 use vm_memory::GuestAddress;
 use zerocopy::{FromZeros, IntoBytes};
 
+use self::image::*;
+pub use self::image::{Gate, TestKey};
 use super::clock::Clock;
 use super::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
 use super::registry::Registry;
@@ -18,121 +22,6 @@ use crate::devices::{Console, ConsoleOutput};
 use crate::memory::GuestRam;
 use crate::pause::{Activity, LateVcpu, PauseError};
 use crate::request::GuestRequests;
-
-/// Guest-virtual address of the image; 8 MiB from here on are mapped.
-const IMAGE: u64 = 0xffff_ffff_8100_0000;
-/// Guest-physical address of the image.
-const IMAGE_PHYSICAL: u64 = 2 << 20;
-const IMAGE_BYTES: u64 = 8 << 20;
-const MEMORY_BYTES: u64 = 16 << 20;
-const PAGE_TABLE: u64 = 0x1000;
-const REQUEST_PAGE: u64 = 0x10_0000;
-
-const TEXT: u64 = IMAGE;
-const TEXT_END: u64 = IMAGE + 0x10_0000;
-const INIT_TEXT: u64 = IMAGE + 0x10_0000;
-const INIT_TEXT_END: u64 = IMAGE + 0x11_0000;
-const JUMP_TABLE: u64 = IMAGE + 0x20_0000;
-const KEYS: u64 = IMAGE + 0x30_0000;
-const SEALED_KEYS: u64 = IMAGE + 0x31_0000;
-const SEALED_KEYS_END: u64 = IMAGE + 0x32_0000;
-const GATES: u64 = IMAGE + 0x32_0000;
-const TRACEPOINTS: u64 = IMAGE + 0x33_0000;
-const TRACEPOINT_POINTERS: u64 = IMAGE + 0x34_0000;
-const DIRECTORY: u64 = IMAGE + 0x40_0000;
-const NAMES: u64 = IMAGE + 0x50_0000;
-const MODULES: u64 = IMAGE + 0x60_0000;
-/// Of a module: text, table, keys, directory, names, and the `struct module`.
-const MODULE_BYTES: u64 = 0x1_0000;
-
-const KEY_BYTES: u64 = 16;
-const ENTRY_BYTES: u64 = 16;
-const SITE_STRIDE: u64 = 16;
-/// From a site to the target of its JMP.
-const TARGET_DISTANCE: u64 = 0x1000;
-const NOP5: [u8; 5] = [0x0f, 0x1f, 0x44, 0x00, 0x00];
-const MODULE_STATE: u64 = 0;
-const TRACEPOINT_BYTES: u64 = 64;
-/// Of the key in a `struct tracepoint`.
-const TRACEPOINT_KEY: u64 = 8;
-
-/// A word that the host looks at while the guest is stopped.
-#[derive(Clone, Copy, Debug)]
-pub enum Gate {
-    /// 0 while booting, 2 when running.
-    SystemState,
-    /// Owner word of jump_label_mutex.
-    JumpLabelMutex,
-    /// Owner word of text_mutex.
-    TextMutex,
-    /// Owner word of tracepoints_mutex.
-    TracepointsMutex,
-    /// Queued text pokes.
-    TextPokeQueue,
-    /// References to the text poke in progress.
-    TextPokeReferences,
-}
-
-impl Gate {
-    fn address(self) -> u64 {
-        GATES + 8 * self as u64
-    }
-}
-
-/// A key of the test kernel.
-#[derive(Clone, Debug)]
-pub struct TestKey {
-    /// In the directory.
-    pub name: String,
-    /// `abi::KEY_*`.
-    pub class: u32,
-    /// At boot.
-    pub count: i32,
-    /// Branch sites.
-    pub sites: u64,
-    /// DEFINE_STATIC_KEY_TRUE, with likely sites.
-    pub initially_true: bool,
-    /// In ro_after_init data.
-    pub sealed: bool,
-    /// Of a tracepoint: whether a probe is attached.
-    pub probe: bool,
-}
-
-impl TestKey {
-    /// A key of class ref that is off.
-    pub fn new(name: &str, sites: u64) -> Self {
-        Self {
-            name: name.to_owned(),
-            class: abi::KEY_REF,
-            count: 0,
-            sites,
-            initially_true: false,
-            sealed: false,
-            probe: false,
-        }
-    }
-
-    /// A tracepoint's key.
-    pub fn tracepoint(name: &str, probe: bool) -> Self {
-        Self {
-            class: abi::KEY_TRACEPOINT,
-            probe,
-            ..Self::new(name, 1)
-        }
-    }
-
-    /// A guarded key.
-    pub fn guarded(name: &str) -> Self {
-        Self {
-            class: abi::KEY_GUARDED,
-            ..Self::new(name, 1)
-        }
-    }
-
-    fn jumps(&self) -> bool {
-        (self.count > 0) != self.initially_true
-    }
-}
 
 struct Place {
     key: u64,
@@ -208,11 +97,15 @@ impl InMemoryGuest {
         let entry = |table: u64, index: u64, value: u64| {
             self.write_physical(table + 8 * index, &value.to_le_bytes())
         };
-        entry(PAGE_TABLE, index(3), PAGE_TABLE + 0x1000 | PRESENT_WRITABLE);
+        entry(
+            PAGE_TABLE,
+            index(3),
+            (PAGE_TABLE + 0x1000) | PRESENT_WRITABLE,
+        );
         entry(
             PAGE_TABLE + 0x1000,
             index(2),
-            PAGE_TABLE + 0x2000 | PRESENT_WRITABLE,
+            (PAGE_TABLE + 0x2000) | PRESENT_WRITABLE,
         );
         for page in 0..IMAGE_BYTES >> 21 {
             let physical = IMAGE_PHYSICAL + (page << 21);
@@ -565,14 +458,6 @@ impl InMemoryGuest {
     pub fn print(&self, text: &[u8]) {
         self.console.port_write(0, text);
     }
-}
-
-struct Layout {
-    text: u64,
-    table: u64,
-    keys: u64,
-    directory: u64,
-    names: u64,
 }
 
 impl Machine for InMemoryGuest {

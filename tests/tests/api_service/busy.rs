@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Updates of a guest that is in the way: closed gates, late vCPUs, foreign bytes, changes meanwhile.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use patchbay_proto::v1;
+use patchbay_proto::v1::KeyOp;
+use patchbay_vmm::keys::testing::{Gate, TestKey};
+use tonic::{Code, Request};
+
+use super::support::{PATIENCE, Served, assert_refused, every_kind, request};
+
+fn within(
+    request: v1::UpdateStaticKeysRequest,
+    timeout: Duration,
+) -> Request<v1::UpdateStaticKeysRequest> {
+    let mut request = Request::new(request);
+    request.set_timeout(timeout);
+    request
+}
+
+#[tokio::test]
+async fn a_closed_gate_is_named_at_the_deadline() {
+    let served = Served::start().await;
+    let gates = [
+        (Gate::JumpLabelMutex, 0x1000, 0, "jump_label_mutex"),
+        (Gate::TextMutex, 0x1000, 0, "text_mutex"),
+        (Gate::SystemState, 0, 2, "system_state"),
+        (Gate::TextPokeQueue, 1, 0, "tp_vec_nr"),
+        (Gate::TextPokeReferences, 1, 0, "bp_desc"),
+    ];
+    for (gate, closed, open, name) in gates {
+        served.guest.set_gate(gate, closed);
+        let call = within(
+            request(&[("alpha", KeyOp::Inc)]),
+            Duration::from_millis(300),
+        );
+        let result = served.client().update_static_keys(call).await;
+        let (message, metadata) = assert_refused(result, Code::Aborted, "GUEST_BUSY");
+        assert!(
+            message.contains(name) && metadata["gate"].contains(name),
+            "{message}"
+        );
+        assert!(
+            metadata["attempts"].parse::<u32>().expect("a number") > 1,
+            "{message}"
+        );
+        assert_eq!(served.guest.count("alpha"), 0);
+        served.guest.set_gate(gate, open);
+    }
+    assert!(served.audit().is_empty(), "nothing was about to be changed");
+}
+
+/// Closed only once the guest stands still: the intent is on record then, and so is what became of it.
+#[tokio::test]
+async fn a_gate_that_closes_before_the_stop_is_seen_under_it() {
+    let served = Served::start().await;
+    let guest = Arc::clone(&served.guest);
+    served
+        .guest
+        .on_pause(move || guest.set_gate(Gate::JumpLabelMutex, 0x1000));
+    let call = within(
+        request(&[("alpha", KeyOp::Inc)]),
+        Duration::from_millis(300),
+    );
+    let result = served.client().update_static_keys(call).await;
+    assert_refused(result, Code::Aborted, "GUEST_BUSY");
+    assert_eq!((served.guest.count("alpha"), served.guest.pauses()), (0, 1));
+    let lines = served.audit();
+    assert_eq!(
+        lines.len(),
+        2,
+        "an intent and an outcome, not one per attempt"
+    );
+    assert_eq!(
+        (&lines[1]["result"], &lines[1]["reason"]),
+        (&"failed".into(), &"GUEST_BUSY".into())
+    );
+}
+
+/// Bits below the owner's are flags (MUTEX_FLAGS in kernel/locking/mutex.h).
+#[tokio::test]
+async fn flag_bits_of_a_free_mutex_do_not_close_the_gate() {
+    let served = Served::start().await;
+    served.guest.set_gate(Gate::JumpLabelMutex, 1);
+    served
+        .op("alpha", KeyOp::Inc)
+        .await
+        .expect("free, with waiters");
+}
+
+#[tokio::test]
+async fn an_update_gets_through_once_the_guest_is_out_of_the_way() {
+    let served = Served::start().await;
+    let guest = Arc::clone(&served.guest);
+    let site = served.guest.sites("alpha")[0];
+    let mut left = 3;
+    served.guest.on_pause(move || {
+        left -= 1;
+        guest.set_rips(vec![if left == 0 { site } else { site + 1 }]);
+    });
+    let response = served
+        .op("alpha", KeyOp::Inc)
+        .await
+        .expect("out of the way");
+    assert_eq!(response.report.expect("a report").attempts, 3);
+}
+
+#[tokio::test]
+async fn a_vcpu_inside_a_site_is_waited_for() {
+    let served = Served::start().await;
+    let site = served.guest.sites("alpha")[0];
+    served.guest.set_rips(vec![site + 2]);
+    let call = within(
+        request(&[("alpha", KeyOp::Inc)]),
+        Duration::from_millis(200),
+    );
+    assert_refused(
+        served.client().update_static_keys(call).await,
+        Code::Aborted,
+        "GUEST_BUSY",
+    );
+    for rip in [site, site + 5] {
+        served.guest.set_rips(vec![rip]);
+        served
+            .op("alpha", KeyOp::Inc)
+            .await
+            .expect("beside the site");
+        served
+            .op("alpha", KeyOp::Dec)
+            .await
+            .expect("beside the site");
+    }
+}
+
+#[tokio::test]
+async fn a_late_vcpu_is_named_and_nothing_changes() {
+    let served = Served::start().await;
+    served.guest.set_late(true);
+    let result = served.op("alpha", KeyOp::Inc).await;
+    let (message, _) = assert_refused(result, Code::DeadlineExceeded, "VCPU_NOT_STOPPED");
+    assert!(message.contains("vCPU 0"), "{message}");
+    assert_eq!(served.guest.count("alpha"), 0);
+}
+
+#[tokio::test]
+async fn foreign_bytes_quarantine_their_key_alone() {
+    let served = Served::start().await;
+    served
+        .guest
+        .write(served.guest.sites("beta")[1], &[0xde, 0xad, 0xbe, 0xef, 0]);
+    let result = served
+        .update(request(&[("alpha", KeyOp::Inc), ("beta", KeyOp::Inc)]))
+        .await;
+    let (message, _) = assert_refused(result, Code::DataLoss, "FOREIGN_BYTES");
+    assert!(
+        message.contains("beta") && message.contains("de ad be ef"),
+        "{message}"
+    );
+    assert_eq!(
+        (served.guest.count("alpha"), served.guest.count("beta")),
+        (0, 0)
+    );
+    assert!(
+        !served
+            .get("beta")
+            .await
+            .expect("exists")
+            .quarantine
+            .is_empty()
+    );
+
+    // Repairing the bytes does not lift the quarantine; a registration does.
+    served.guest.set_count("beta", 0);
+    let result = served.op("beta", KeyOp::Inc).await;
+    assert_refused(result, Code::FailedPrecondition, "KEY_QUARANTINED");
+    served.op("alpha", KeyOp::Inc).await.expect("another key");
+    assert_eq!(served.guest.register(&every_kind()), 0);
+    served
+        .op("beta", KeyOp::Inc)
+        .await
+        .expect("registered anew");
+}
+
+#[tokio::test]
+async fn a_module_that_goes_during_the_pause_is_not_patched() {
+    let served = Served::start().await;
+    assert_eq!(
+        served.guest.add_module("ext4", &[TestKey::new("own", 1)]),
+        0
+    );
+    let site = served.guest.sites("ext4:own")[0];
+    let guest = Arc::clone(&served.guest);
+    let mut gone = false;
+    served.guest.on_pause(move || {
+        if !gone {
+            gone = true;
+            // The vCPU was in the hypercall when it was asked to stop.
+            assert_eq!(guest.delete_module("ext4"), 0);
+        }
+    });
+    assert_refused(
+        served.op("ext4:own", KeyOp::Inc).await,
+        Code::NotFound,
+        "KEY_NOT_FOUND",
+    );
+    assert_eq!(served.guest.read::<5>(site)[0], 0x0f, "untouched");
+}
+
+#[tokio::test]
+async fn a_count_that_the_guest_changes_meanwhile_is_planned_anew() {
+    let served = Served::start().await;
+    let guest = Arc::clone(&served.guest);
+    let mut raced = false;
+    served.guest.on_pause(move || {
+        if !raced {
+            raced = true;
+            guest.set_count("alpha", 1);
+        }
+    });
+    let response = served.op("alpha", KeyOp::Inc).await.expect("a ref key");
+    assert_eq!(
+        (
+            response.results[0].count_before,
+            response.results[0].count_after
+        ),
+        (1, 2)
+    );
+    assert!(served.guest.jumps("alpha"));
+}
+
+/// A client that disconnects while its update waits for the guest: nothing happens later, and the
+/// next client is served.
+#[tokio::test]
+async fn a_client_that_goes_away_cancels_its_update() {
+    let served = Served::start().await;
+    served
+        .guest
+        .set_rips(vec![served.guest.sites("alpha")[0] + 2]);
+    let mut client = served.client();
+    let call = tokio::spawn(async move {
+        let request = request(&[("alpha", KeyOp::Inc)]);
+        client.update_static_keys(request).await
+    });
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while served.guest.pauses() == 0 {
+        assert!(
+            std::time::Instant::now() < deadline,
+            "the update was never tried"
+        );
+        tokio::task::yield_now().await;
+    }
+    call.abort();
+    assert!(call.await.expect_err("aborted").is_cancelled());
+    // Its turn comes only when the first is given up, which otherwise is after 30 s.
+    let call = within(request(&[("beta", KeyOp::Inc)]), Duration::from_secs(10));
+    served
+        .client()
+        .update_static_keys(call)
+        .await
+        .expect("another key");
+    served.guest.set_rips(vec![]);
+    served.op("beta", KeyOp::Inc).await.expect("another key");
+    assert_eq!(served.guest.count("alpha"), 0);
+    assert!(
+        served
+            .audit()
+            .iter()
+            .any(|line| line["reason"] == "CANCELLED")
+    );
+}

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the test kernel consists of, and where in its image everything lies.
+
+use crate::abi;
+
+/// Guest-virtual address of the image; 8 MiB from here on are mapped.
+pub(super) const IMAGE: u64 = 0xffff_ffff_8100_0000;
+/// Guest-physical address of the image.
+pub(super) const IMAGE_PHYSICAL: u64 = 2 << 20;
+pub(super) const IMAGE_BYTES: u64 = 8 << 20;
+pub(super) const MEMORY_BYTES: u64 = 16 << 20;
+pub(super) const PAGE_TABLE: u64 = 0x1000;
+pub(super) const REQUEST_PAGE: u64 = 0x10_0000;
+
+pub(super) const TEXT: u64 = IMAGE;
+pub(super) const TEXT_END: u64 = IMAGE + 0x10_0000;
+pub(super) const INIT_TEXT: u64 = IMAGE + 0x10_0000;
+pub(super) const INIT_TEXT_END: u64 = IMAGE + 0x11_0000;
+pub(super) const JUMP_TABLE: u64 = IMAGE + 0x20_0000;
+pub(super) const KEYS: u64 = IMAGE + 0x30_0000;
+pub(super) const SEALED_KEYS: u64 = IMAGE + 0x31_0000;
+pub(super) const SEALED_KEYS_END: u64 = IMAGE + 0x32_0000;
+pub(super) const GATES: u64 = IMAGE + 0x32_0000;
+pub(super) const TRACEPOINTS: u64 = IMAGE + 0x33_0000;
+pub(super) const TRACEPOINT_POINTERS: u64 = IMAGE + 0x34_0000;
+pub(super) const DIRECTORY: u64 = IMAGE + 0x40_0000;
+pub(super) const NAMES: u64 = IMAGE + 0x50_0000;
+pub(super) const MODULES: u64 = IMAGE + 0x60_0000;
+/// Of a module: text, table, keys, directory, names, and the `struct module`.
+pub(super) const MODULE_BYTES: u64 = 0x1_0000;
+
+pub(super) const KEY_BYTES: u64 = 16;
+pub(super) const ENTRY_BYTES: u64 = 16;
+pub(super) const SITE_STRIDE: u64 = 16;
+/// From a site to the target of its JMP.
+pub(super) const TARGET_DISTANCE: u64 = 0x1000;
+pub(super) const NOP5: [u8; 5] = [0x0f, 0x1f, 0x44, 0x00, 0x00];
+pub(super) const MODULE_STATE: u64 = 0;
+pub(super) const TRACEPOINT_BYTES: u64 = 64;
+/// Of the key in a `struct tracepoint`.
+pub(super) const TRACEPOINT_KEY: u64 = 8;
+
+/// A word that the host looks at while the guest is stopped.
+#[derive(Clone, Copy, Debug)]
+pub enum Gate {
+    /// 0 while booting, 2 when running.
+    SystemState,
+    /// Owner word of jump_label_mutex.
+    JumpLabelMutex,
+    /// Owner word of text_mutex.
+    TextMutex,
+    /// Owner word of tracepoints_mutex.
+    TracepointsMutex,
+    /// Queued text pokes.
+    TextPokeQueue,
+    /// References to the text poke in progress.
+    TextPokeReferences,
+}
+
+impl Gate {
+    pub(super) fn address(self) -> u64 {
+        GATES + 8 * self as u64
+    }
+}
+
+/// A key of the test kernel.
+#[derive(Clone, Debug)]
+pub struct TestKey {
+    /// In the directory.
+    pub name: String,
+    /// `abi::KEY_*`.
+    pub class: u32,
+    /// At boot.
+    pub count: i32,
+    /// Branch sites.
+    pub sites: u64,
+    /// DEFINE_STATIC_KEY_TRUE, with likely sites.
+    pub initially_true: bool,
+    /// In ro_after_init data.
+    pub sealed: bool,
+    /// Of a tracepoint: whether a probe is attached.
+    pub probe: bool,
+}
+
+impl TestKey {
+    /// A key of class ref that is off.
+    pub fn new(name: &str, sites: u64) -> Self {
+        Self {
+            name: name.to_owned(),
+            class: abi::KEY_REF,
+            count: 0,
+            sites,
+            initially_true: false,
+            sealed: false,
+            probe: false,
+        }
+    }
+
+    /// A tracepoint's key.
+    pub fn tracepoint(name: &str, probe: bool) -> Self {
+        Self {
+            class: abi::KEY_TRACEPOINT,
+            probe,
+            ..Self::new(name, 1)
+        }
+    }
+
+    /// A guarded key.
+    pub fn guarded(name: &str) -> Self {
+        Self {
+            class: abi::KEY_GUARDED,
+            ..Self::new(name, 1)
+        }
+    }
+
+    pub(super) fn jumps(&self) -> bool {
+        (self.count > 0) != self.initially_true
+    }
+}
+
+/// Where the parts of one table go.
+pub(super) struct Layout {
+    pub text: u64,
+    pub table: u64,
+    pub keys: u64,
+    pub directory: u64,
+    pub names: u64,
+}
