@@ -103,7 +103,9 @@ impl GuestBuilder {
         let channel = guest.connect().await?;
         let shell = Shell::attach(channel.clone()).await?;
         guest.connection = Some(Connection { channel, shell });
-        // The first command is answered as soon as there is a shell to read it.
+        // Whoever opens the port empties its receiver (serial8250_do_startup()), so what is
+        // typed before the shell has it open is lost.
+        guest.console().wait_for("built-in shell").await?;
         guest.shell("dmesg -n 1").await?;
         Ok(guest)
     }
@@ -299,9 +301,10 @@ impl Guest {
         Ok(())
     }
 
-    /// Powers the guest off from inside and waits for the monitor to end by itself.
+    /// Resets the guest from inside and waits for the monitor to end by itself. (A kernel without
+    /// ACPI, as that of the tests, has no other way to go.)
     pub async fn power_off(mut self) -> Result<ExitStatus> {
-        self.console().type_line("poweroff -f").await?;
+        self.console().type_line("reboot -f").await?;
         self.wait().await
     }
 
