@@ -71,28 +71,27 @@ fn guest(vm: &Vm, vcpus: u8, rounds: usize) -> (Vec<Duration>, Vec<Duration>) {
     (stops, resumes)
 }
 
-/// The same with threads that spin until a flag is set: no guest, no signal, only
+/// The same with threads that spin until a word is odd: no guest, no signal, only
 /// the scheduler between the wish and its fulfilment.
 fn baseline(threads: u8, rounds: usize) -> Vec<Duration> {
+    #[derive(Default)]
     struct Shared {
-        stop: AtomicBool,
+        /// Odd: stop. Each wish has a number of its own.
+        wish: AtomicU32,
         parked: AtomicU32,
         end: AtomicBool,
     }
-    let shared = Arc::new(Shared {
-        stop: AtomicBool::new(false),
-        parked: AtomicU32::new(0),
-        end: AtomicBool::new(false),
-    });
+    let shared = Arc::new(Shared::default());
     let workers: Vec<_> = (0..threads)
         .map(|_| {
             let shared = shared.clone();
             std::thread::spawn(move || {
                 while !shared.end.load(Ordering::SeqCst) {
-                    if shared.stop.load(Ordering::SeqCst) {
+                    let wish = shared.wish.load(Ordering::SeqCst);
+                    if wish % 2 == 1 {
                         shared.parked.fetch_add(1, Ordering::SeqCst);
-                        while shared.stop.load(Ordering::SeqCst) {
-                            std::thread::park_timeout(Duration::from_millis(1));
+                        while shared.wish.load(Ordering::SeqCst) == wish {
+                            std::thread::park();
                         }
                     }
                     std::hint::spin_loop();
@@ -103,20 +102,21 @@ fn baseline(threads: u8, rounds: usize) -> Vec<Duration> {
     let mut times = vec![];
     for _ in 0..rounds {
         std::thread::sleep(BETWEEN);
+        shared.parked.store(0, Ordering::SeqCst);
         let began = Instant::now();
-        shared.stop.store(true, Ordering::SeqCst);
+        shared.wish.fetch_add(1, Ordering::SeqCst);
         while shared.parked.load(Ordering::SeqCst) < threads.into() {
             std::thread::yield_now();
         }
         times.push(began.elapsed());
-        shared.parked.store(0, Ordering::SeqCst);
-        shared.stop.store(false, Ordering::SeqCst);
+        shared.wish.fetch_add(1, Ordering::SeqCst);
         for worker in &workers {
             worker.thread().unpark();
         }
     }
     shared.end.store(true, Ordering::SeqCst);
     for worker in workers {
+        worker.thread().unpark();
         worker.join().expect("a worker ends");
     }
     times
