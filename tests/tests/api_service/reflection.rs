@@ -78,6 +78,23 @@ async fn reflection_lists_services_and_describes_their_methods() {
     }
 }
 
+/// Details of errors are `google.protobuf.Any`: a client must be able to look their types up.
+#[tokio::test]
+async fn the_types_of_error_details_are_described() {
+    let served = Served::start().await;
+    for name in [
+        "google.rpc.ErrorInfo",
+        "google.rpc.PreconditionFailure",
+        "google.rpc.BadRequest",
+    ] {
+        let answer = ask(&served, MessageRequest::FileContainingSymbol(name.into())).await;
+        assert!(
+            matches!(answer, MessageResponse::FileDescriptorResponse(_)),
+            "{name}: {answer:?}"
+        );
+    }
+}
+
 #[tokio::test]
 async fn health_says_serving() {
     let served = Served::start().await;

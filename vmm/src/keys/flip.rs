@@ -232,6 +232,12 @@ impl<G: Guest> Owner<G> {
                 made.map(|outcome| flip_report(outcome, Duration::ZERO, patch, Duration::ZERO))
             );
         }
+        // A look at the running guest: a gate that has closed meanwhile costs it no stop, and code and
+        // memory are in the caches for the look that counts. What it says of sites is not believed:
+        // the guest may be changing them.
+        if let Err(error @ VerifyError::Busy(_)) = plan.verify(memory, &[]) {
+            return Ok(Err(Obstacle::Verify(error)));
+        }
         let left = transaction
             .deadline
             .saturating_duration_since(Instant::now());

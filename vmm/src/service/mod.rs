@@ -86,6 +86,8 @@ pub async fn serve_with_agent(
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(patchbay_proto::FILE_DESCRIPTOR_SET)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            // So that stock clients can print the details of errors.
+            .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
     };
 
     let keys = Arc::new(keys);
