@@ -14,7 +14,8 @@ const MOUNT_POINT: &str = "/sys/kernel/tracing";
 const BUFFER_KIB: usize = 16 << 10;
 const MAX_CPU_BUFFER_KIB: usize = 1 << 10;
 /// No file of tracefs that is read here is longer.
-const MAX_FILE_BYTES: u64 = 512 << 10;
+const MAX_FILE_BYTES: usize = 512 << 10;
+const READ_BYTES: usize = 64 << 10;
 /// Of the kernel's messages.
 const MAX_MESSAGE_BYTES: usize = 1 << 10;
 
@@ -281,9 +282,18 @@ fn said(message: &str, error: &io::Error) -> String {
     }
 }
 
+/// In large pieces: some files, such as an event's filter, give all in the first read or never
+/// (`event_filter_read()`, `kernel/trace/trace_events.c`).
 fn read(path: &Path) -> io::Result<String> {
+    let mut file = File::open(path)?;
     let mut bytes = Vec::new();
-    File::open(path)?.take(MAX_FILE_BYTES).read_to_end(&mut bytes)?;
+    let mut piece = vec![0; READ_BYTES];
+    while bytes.len() < MAX_FILE_BYTES {
+        match file.read(&mut piece)? {
+            0 => break,
+            read => bytes.extend_from_slice(&piece[..read]),
+        }
+    }
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 

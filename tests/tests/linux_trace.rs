@@ -24,9 +24,11 @@ async fn work(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-fn is_exec_of_busybox(event: &TraceEvent) -> bool {
-    let is_busybox = |value: &Option<Value>| matches!(value, Some(Value::Text(text)) if text == "/bin/busybox");
-    event.name == "sched:sched_process_exec" && event.fields.iter().any(|field| is_busybox(&field.value))
+/// The shell runs `busybox true` as another of itself, by "/proc/self/exe".
+fn is_exec(event: &TraceEvent) -> bool {
+    let is_program = |value: &Option<Value>| matches!(value, Some(Value::Text(text)) if text.starts_with('/'));
+    event.name == "sched:sched_process_exec"
+        && event.fields.iter().any(|field| field.name == "filename" && is_program(&field.value))
 }
 
 fn reason(status: &tonic::Status) -> String {
@@ -49,7 +51,7 @@ async fn armed_is_silent_firing_streams_and_parked_is_silent() -> Result<()> {
     let report = fired.report.unwrap_or_default();
     ensure!(report.paused && report.sites_patched >= 3, "{report:?}");
     work(&mut guest).await?;
-    let seen = events.until(is_exec_of_busybox).await?;
+    let seen = events.until(is_exec).await?;
     let exec = seen.last().expect("until() found it");
     ensure!(exec.pid > 1 && !exec.comm.is_empty() && exec.context.len() == 5, "{exec:?}");
     ensure!(exec.time.is_some() && exec.guest_time_ns > 0, "{exec:?}");
@@ -86,7 +88,7 @@ async fn fire_and_park_work_on_a_guest_whose_agent_is_stopped() -> Result<()> {
     ensure!(guest.recorded().await? - before == recorded, "a parked event was recorded");
 
     guest.shell("kill -CONT $(pidof patchbay-agent)").await?;
-    events.until(is_exec_of_busybox).await?;
+    events.until(is_exec).await?;
     guest.disarm(&EVENTS).await?;
     guest.assert_no_warnings().await
 }
