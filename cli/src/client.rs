@@ -18,6 +18,10 @@ use crate::failure::Failure;
 /// For calls that bring no timeout of their own.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// For the answer to a change that was tried for as long as was asked.
+const ANSWER_TIME: Duration = Duration::from_secs(10);
+/// The monitor tries no longer than this.
+const MAX_RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 const KEEPALIVE: Duration = Duration::from_secs(30);
 const SUFFIX: &str = "sock";
 
@@ -66,6 +70,18 @@ impl Monitor {
 
     pub fn guest(&self) -> GuestServiceClient<Channel> {
         GuestServiceClient::new(self.channel.clone())
+    }
+
+    /// How long a change may be tried.
+    pub fn retry_timeout(&self) -> Duration {
+        self.timeout.min(MAX_RETRY_TIMEOUT)
+    }
+
+    /// A request for a change that is tried for [`Monitor::retry_timeout`]: its answer has time to come.
+    pub fn change<T>(&self, message: T) -> tonic::Request<T> {
+        let mut request = tonic::Request::new(message);
+        request.set_timeout(self.timeout + ANSWER_TIME);
+        request
     }
 
     /// A request with the deadline of this connection.

@@ -182,10 +182,11 @@ async fn update(
         stop_timeout: terms
             .stop_timeout
             .and_then(|timeout| timeout.try_into().ok()),
+        retry_timeout: monitor.retry_timeout().try_into().ok(),
     };
     let response = monitor
         .keys()
-        .update_static_keys(monitor.request(request))
+        .update_static_keys(monitor.change(request))
         .await?
         .into_inner();
     print(output, &view::Update::new(response, terms.dry_run))

@@ -7,17 +7,17 @@ use std::time::Duration;
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
 use patchbay_vmm::keys::testing::{Gate, TestKey};
-use tonic::{Code, Request};
+use tonic::Code;
 
 use super::support::{PATIENCE, Served, assert_refused, every_kind, request};
 
-fn within(
-    request: v1::UpdateStaticKeysRequest,
-    timeout: Duration,
-) -> Request<v1::UpdateStaticKeysRequest> {
-    let mut request = Request::new(request);
-    request.set_timeout(timeout);
-    request
+/// Tried for this long; the call itself has no deadline.
+fn within(request: v1::UpdateStaticKeysRequest, timeout: Duration) -> v1::UpdateStaticKeysRequest {
+    let retry_timeout = Some(timeout.try_into().expect("short"));
+    v1::UpdateStaticKeysRequest {
+        retry_timeout,
+        ..request
+    }
 }
 
 #[tokio::test]

@@ -200,6 +200,13 @@ async fn requests_out_of_bounds_are_refused() {
             },
         ),
         (
+            "retry_timeout",
+            v1::UpdateStaticKeysRequest {
+                retry_timeout: duration(31, 0),
+                ..good.clone()
+            },
+        ),
+        (
             "stop_timeout",
             v1::UpdateStaticKeysRequest {
                 stop_timeout: duration(3600, 0),

@@ -25,6 +25,8 @@ const MAX_DEADLINE: Duration = Duration::from_secs(30);
 const MAX_TTL: Duration = Duration::from_secs(365 * 24 * 3600);
 const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
 const DEFAULT_STOP_TIMEOUT: Duration = Duration::from_secs(1);
+/// Kept of a call's time for the answer's way to the client.
+const MAX_ANSWER_TIME: Duration = Duration::from_millis(250);
 const DEFAULT_PAGE_SIZE: usize = 1000;
 const MAX_PAGE_SIZE: usize = 10_000;
 
@@ -91,7 +93,7 @@ impl StaticKeysService for StaticKeysApi {
         let received = Instant::now();
         let owner = super::owner(&request);
         let deadline = received + time_allowed(request.metadata());
-        let request = update_request(request.into_inner(), owner, deadline)?;
+        let request = update_request(request.into_inner(), owner, received, deadline)?;
         let outcome = self.keys.update(request).await?;
         Ok(Response::new(v1::UpdateStaticKeysResponse {
             results: outcome.results.clone(),
@@ -182,6 +184,7 @@ fn invalid(field: &'static str, message: impl Into<String>) -> KeysError {
 fn update_request(
     mut request: v1::UpdateStaticKeysRequest,
     owner: String,
+    received: Instant,
     deadline: Instant,
 ) -> Result<UpdateRequest, KeysError> {
     if request.updates.is_empty() || request.updates.len() > MAX_UPDATES {
@@ -210,6 +213,12 @@ fn update_request(
         request.stop_timeout,
         Duration::from_micros(1)..=MAX_STOP_TIMEOUT,
     )?;
+    let retry_timeout = super::from_proto(
+        "retry_timeout",
+        request.retry_timeout,
+        Duration::from_millis(1)..=MAX_DEADLINE,
+    )?;
+    let deadline = retry_timeout.map_or(deadline, |timeout| deadline.min(received + timeout));
     let updates = request
         .updates
         .into_iter()
@@ -260,7 +269,7 @@ pub(crate) fn time_allowed(metadata: &MetadataMap) -> Duration {
         .and_then(|value| value.to_str().ok())
         .and_then(parse_timeout);
     match given {
-        Some(given) => (given - (given / 10).min(Duration::from_millis(50))).min(MAX_DEADLINE),
+        Some(given) => (given - (given / 4).min(MAX_ANSWER_TIME)).min(MAX_DEADLINE),
         None => MAX_DEADLINE,
     }
 }
@@ -304,7 +313,7 @@ mod tests {
         let mut metadata = MetadataMap::new();
         assert_eq!(time_allowed(&metadata), MAX_DEADLINE);
         metadata.insert("grpc-timeout", "1S".parse().expect("a value"));
-        assert_eq!(time_allowed(&metadata), Duration::from_millis(950));
+        assert_eq!(time_allowed(&metadata), Duration::from_millis(750));
         metadata.insert("grpc-timeout", "1H".parse().expect("a value"));
         assert_eq!(time_allowed(&metadata), MAX_DEADLINE);
     }
