@@ -63,7 +63,9 @@ pub enum DiskError {
     #[error("the disk image {0} is neither a file nor a block device; give a raw image")]
     NotAnImage(PathBuf),
     /// Its size is no multiple of 512.
-    #[error("the disk image {path} has {bytes} bytes, which is not a positive multiple of 512; give a raw image (qemu-img convert -O raw makes one)")]
+    #[error(
+        "the disk image {path} has {bytes} bytes, which is not a positive multiple of 512; give a raw image (qemu-img convert -O raw makes one)"
+    )]
     Size {
         /// The image.
         path: PathBuf,
@@ -71,7 +73,9 @@ pub enum DiskError {
         bytes: u64,
     },
     /// Somebody else uses it.
-    #[error("the disk image {0} is in use, by another guest or twice by this one; end the other one, or give ,readonly everywhere")]
+    #[error(
+        "the disk image {0} is in use, by another guest or twice by this one; end the other one, or give ,readonly everywhere"
+    )]
     InUse(PathBuf),
 }
 
@@ -194,8 +198,7 @@ impl Block {
         }
         for piece in pieces {
             let image = &mut self.image;
-            if let Err(error) =
-                memory.read_exact_volatile_from(piece.address, image, piece.length)
+            if let Err(error) = memory.read_exact_volatile_from(piece.address, image, piece.length)
             {
                 return self.failed(&error);
             }

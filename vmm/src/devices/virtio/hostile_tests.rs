@@ -282,7 +282,10 @@ fn a_disk_request_of_overlapping_buffers_that_add_up_to_too_much() {
     }
     driver.describe(0, 9, (BUFFERS, 1, WRITE, 0));
     driver.offer(0, 0);
-    driver.memory.write_obj(0xaa_u8, GuestAddress(BUFFERS)).unwrap();
+    driver
+        .memory
+        .write_obj(0xaa_u8, GuestAddress(BUFFERS))
+        .unwrap();
     driver.run();
     assert_eq!(driver.bytes(BUFFERS, 1), [1], "an I/O error");
 }

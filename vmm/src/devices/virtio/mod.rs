@@ -18,12 +18,12 @@
 
 mod block;
 mod device;
-mod queue;
-mod rng;
 #[cfg(test)]
 mod driver;
 #[cfg(test)]
 mod hostile_tests;
+mod queue;
+mod rng;
 #[cfg(test)]
 mod tests;
 mod thread;
@@ -145,8 +145,7 @@ impl Virtio {
             let notify = address(index) + u64::from(VIRTIO_MMIO_QUEUE_NOTIFY);
             for queue in (0_u32..).take(transport.queue_count()) {
                 // Without it the guest's write leaves KVM and ends up in `write`.
-                let _ =
-                    vm.register_ioevent(transport.kick(), &IoEventAddress::Mmio(notify), queue);
+                let _ = vm.register_ioevent(transport.kick(), &IoEventAddress::Mmio(notify), queue);
             }
         }
         Ok(())

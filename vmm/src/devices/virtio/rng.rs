@@ -52,8 +52,7 @@ impl Device for Rng {
             };
             let wanted = chain.writable_bytes().min(REQUEST_MAX);
             // Fewer is allowed; a host without randomness gives none.
-            let filled =
-                getrandom(&mut bytes[..wanted], GetRandomFlags::NONBLOCK).unwrap_or(0);
+            let filled = getrandom(&mut bytes[..wanted], GetRandomFlags::NONBLOCK).unwrap_or(0);
             chain.write_at(memory, 0, &bytes[..filled])?;
             ring.push(&chain, filled)?;
         }

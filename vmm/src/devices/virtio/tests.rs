@@ -15,7 +15,10 @@ use super::{MMIO_START, Memory, Virtio, VirtioConfig, VirtioError};
 #[test]
 fn the_registers_tell_what_the_device_is() {
     let driver = Driver::new(Rng);
-    assert_eq!(driver.register(VIRTIO_MMIO_MAGIC_VALUE), u32::from_le_bytes(*b"virt"));
+    assert_eq!(
+        driver.register(VIRTIO_MMIO_MAGIC_VALUE),
+        u32::from_le_bytes(*b"virt")
+    );
     assert_eq!(driver.register(VIRTIO_MMIO_VERSION), 2);
     assert_eq!(driver.register(VIRTIO_MMIO_DEVICE_ID), 4);
     assert_eq!(driver.register(VIRTIO_MMIO_QUEUE_NUM_MAX), 256);
@@ -49,7 +52,11 @@ fn features_are_refused_without_version_1_or_if_not_offered() {
         driver.set(VIRTIO_MMIO_DRIVER_FEATURES_SEL, half);
         driver.set(VIRTIO_MMIO_DRIVER_FEATURES, features);
         driver.set(VIRTIO_MMIO_STATUS, 0xb);
-        assert_eq!(driver.register(VIRTIO_MMIO_STATUS), 3, "{half} {features:#x}");
+        assert_eq!(
+            driver.register(VIRTIO_MMIO_STATUS),
+            3,
+            "{half} {features:#x}"
+        );
         // Neither can the driver go on as if they had been accepted.
         driver.set(VIRTIO_MMIO_STATUS, 7);
         assert_eq!(driver.register(VIRTIO_MMIO_STATUS), 3);
@@ -95,7 +102,10 @@ fn bad_queues_need_a_reset() {
         driver.set(VIRTIO_MMIO_STATUS, 0xf);
         assert!(driver.needs_reset(), "{size} {parts:x?}");
         assert!(driver.interrupted());
-        assert_eq!(driver.register(VIRTIO_MMIO_INTERRUPT_STATUS), VIRTIO_MMIO_INT_CONFIG);
+        assert_eq!(
+            driver.register(VIRTIO_MMIO_INTERRUPT_STATUS),
+            VIRTIO_MMIO_INT_CONFIG
+        );
         // Bits other than zero do not help, a reset does.
         driver.set(VIRTIO_MMIO_STATUS, 0xf);
         assert_ne!(driver.register(VIRTIO_MMIO_STATUS) & NEEDS_RESET, 0);
@@ -112,7 +122,10 @@ fn interrupts_are_raised_acknowledged_and_suppressed() {
     driver.chain(0, &[Buffer::In(16)]);
     driver.run();
     assert!(driver.interrupted());
-    assert_eq!(driver.register(VIRTIO_MMIO_INTERRUPT_STATUS), VIRTIO_MMIO_INT_VRING);
+    assert_eq!(
+        driver.register(VIRTIO_MMIO_INTERRUPT_STATUS),
+        VIRTIO_MMIO_INT_VRING
+    );
     driver.set(VIRTIO_MMIO_INTERRUPT_ACK, VIRTIO_MMIO_INT_VRING);
     assert_eq!(driver.register(VIRTIO_MMIO_INTERRUPT_STATUS), 0);
     // The driver wants none.
@@ -175,7 +188,12 @@ const UNKNOWN: u8 = 2;
 fn request(driver: &mut Driver, head: &[u8], out: &[u8], room: usize) -> (u8, Vec<u8>, u32) {
     let buffers = driver.chain(
         0,
-        &[Buffer::Out(head), Buffer::Out(out), Buffer::In(room), Buffer::In(1)],
+        &[
+            Buffer::Out(head),
+            Buffer::Out(out),
+            Buffer::In(room),
+            Buffer::In(1),
+        ],
     );
     driver.run();
     let used = driver.used(0);
@@ -228,7 +246,10 @@ fn a_request_may_come_in_any_pieces() {
     let buffers = driver.chain(0, &[Buffer::Out(&head(READ, 1)), Buffer::In(513)]);
     driver.run();
     assert_eq!(driver.used(0), [(0, 1), (4, 513)]);
-    assert_eq!(driver.bytes(buffers[1], 513), [&[0x11; 512][..], &[DONE]].concat());
+    assert_eq!(
+        driver.bytes(buffers[1], 513),
+        [&[0x11; 512][..], &[DONE]].concat()
+    );
 }
 
 #[test]
@@ -263,7 +284,10 @@ fn an_image_that_shrinks_gives_errors() {
     let folder = tempfile::tempdir().unwrap();
     let config = image(folder.path());
     let mut driver = Driver::new(Block::open(&config, 0).unwrap());
-    let file = std::fs::File::options().write(true).open(&config.path).unwrap();
+    let file = std::fs::File::options()
+        .write(true)
+        .open(&config.path)
+        .unwrap();
     file.set_len(512).unwrap();
     assert_eq!(request(&mut driver, &head(READ, 4), &[], 512).0, FAILED);
     assert_eq!(request(&mut driver, &head(READ, 0), &[], 512).0, DONE);
@@ -274,7 +298,10 @@ fn the_disk_has_an_identity() {
     let folder = tempfile::tempdir().unwrap();
     let mut driver = Driver::new(Block::open(&image(folder.path()), 2).unwrap());
     let (status, id, _) = request(&mut driver, &head(GET_ID, 0), &[], 20);
-    assert_eq!((status, &id[..]), (DONE, &b"patchbay-disk2\0\0\0\0\0\0"[..]));
+    assert_eq!(
+        (status, &id[..]),
+        (DONE, &b"patchbay-disk2\0\0\0\0\0\0"[..])
+    );
     let (status, id, _) = request(&mut driver, &head(GET_ID, 0), &[], 3);
     assert_eq!((status, &id[..]), (DONE, &b"pat"[..]));
 }
@@ -288,7 +315,10 @@ fn a_read_only_disk_says_so_and_refuses_writes() {
     let mut driver = Driver::new(Block::open(&config, 0).unwrap());
     driver.set(VIRTIO_MMIO_DEVICE_FEATURES_SEL, 0);
     assert_ne!(driver.register(VIRTIO_MMIO_DEVICE_FEATURES) & 1 << 5, 0);
-    assert_eq!(request(&mut driver, &head(WRITE, 0), &[9; 512], 0).0, FAILED);
+    assert_eq!(
+        request(&mut driver, &head(WRITE, 0), &[9; 512], 0).0,
+        FAILED
+    );
     assert_eq!(request(&mut driver, &head(FLUSH, 0), &[], 0).0, DONE);
     assert_eq!(std::fs::read(&config.path).unwrap(), before);
 }
@@ -302,13 +332,22 @@ fn images_that_are_none_are_refused() {
     };
     let odd = disk("odd");
     std::fs::write(&odd.path, [0; 513]).unwrap();
-    assert!(matches!(Block::open(&odd, 0), Err(DiskError::Size { bytes: 513, .. })));
+    assert!(matches!(
+        Block::open(&odd, 0),
+        Err(DiskError::Size { bytes: 513, .. })
+    ));
     let empty = disk("empty");
     std::fs::write(&empty.path, []).unwrap();
-    assert!(matches!(Block::open(&empty, 0), Err(DiskError::Size { bytes: 0, .. })));
+    assert!(matches!(
+        Block::open(&empty, 0),
+        Err(DiskError::Size { bytes: 0, .. })
+    ));
     let missing = Block::open(&disk("missing"), 0).unwrap_err();
     assert!(missing.to_string().contains("missing"), "{missing}");
-    assert!(matches!(Block::open(&disk(""), 0), Err(DiskError::NotAnImage(_))));
+    assert!(matches!(
+        Block::open(&disk(""), 0),
+        Err(DiskError::NotAnImage(_))
+    ));
 }
 
 #[test]
@@ -398,7 +437,10 @@ fn the_thread_answers_and_ends() {
 fn the_image_is_not_truncated_by_opening() {
     let folder = tempfile::tempdir().unwrap();
     let config = image(folder.path());
-    let mut file = std::fs::File::options().append(true).open(&config.path).unwrap();
+    let mut file = std::fs::File::options()
+        .append(true)
+        .open(&config.path)
+        .unwrap();
     file.write_all(&[0; 512]).unwrap();
     drop(Block::open(&config, 0).unwrap());
     assert_eq!(std::fs::metadata(&config.path).unwrap().len(), 4608);

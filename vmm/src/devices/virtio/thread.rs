@@ -71,7 +71,11 @@ impl DeviceThread {
     pub fn stop(&self) {
         // Fails only if the counter is full, and then it is readable anyway.
         let _ = self.stop.write(1);
-        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let handle = self
+            .handle
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         if let Some(handle) = handle {
             // A panic there has been reported by the panic hook.
             let _ = handle.join();

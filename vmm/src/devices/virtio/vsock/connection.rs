@@ -17,9 +17,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
-use super::packet::{
-    DATA_MAX, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE, SHUTDOWN_SEND,
-};
+use super::packet::{DATA_MAX, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
 
 /// Bytes from the guest that wait for the host's side to read them, per connection.
 pub(super) const BUFFER: usize = 64 << 10;
@@ -201,7 +199,9 @@ impl Connection {
     fn forward(&mut self, bytes: usize) {
         self.to_host.drain(..bytes);
         // At most BUFFER, which fits.
-        self.forwarded = self.forwarded.wrapping_add(u32::try_from(bytes).unwrap_or(u32::MAX));
+        self.forwarded = self
+            .forwarded
+            .wrapping_add(u32::try_from(bytes).unwrap_or(u32::MAX));
     }
 
     /// Whether the host's side went away before the guest accepted.
@@ -308,7 +308,9 @@ impl Connection {
                     return None;
                 }
                 Ok(length) => {
-                    self.sent = self.sent.wrapping_add(u32::try_from(length).unwrap_or(u32::MAX));
+                    self.sent = self
+                        .sent
+                        .wrapping_add(u32::try_from(length).unwrap_or(u32::MAX));
                     return Some(length);
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}

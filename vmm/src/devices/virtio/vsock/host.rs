@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, fchmod};
 use rustix::net::{
-    AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen,
-    recv, socket_with,
+    AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, recv,
+    socket_with,
 };
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 

@@ -234,9 +234,8 @@ impl Vsock {
             host: header.dst_port,
             guest: header.src_port,
         };
-        let ours = header.src_cid == self.cid
-            && header.dst_cid == HOST_CID
-            && header.kind == STREAM;
+        let ours =
+            header.src_cid == self.cid && header.dst_cid == HOST_CID && header.kind == STREAM;
         if !ours {
             self.refuse(&header);
             return Ok(());
@@ -283,9 +282,8 @@ impl Vsock {
             true => self.host.connect(ports.host).ok(),
             false => None,
         };
-        let added = connected.is_some_and(|stream| {
-            self.add(ports, Connection::from_guest(stream, request))
-        });
+        let added = connected
+            .is_some_and(|stream| self.add(ports, Connection::from_guest(stream, request)));
         if !added {
             self.refuse(request);
         }
@@ -309,9 +307,8 @@ impl Vsock {
 
     /// The next connection that may have a packet, taking turns.
     fn next_ready(&self) -> Option<Ports> {
-        let ready = |(ports, connection): (&Ports, &Connection)| {
-            connection.has_packet().then_some(*ports)
-        };
+        let ready =
+            |(ports, connection): (&Ports, &Connection)| connection.has_packet().then_some(*ports);
         let after = self.last_served.and_then(|last| {
             let mut after = self.connections.range((Excluded(last), Unbounded));
             after.find_map(ready)

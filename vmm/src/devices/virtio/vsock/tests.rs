@@ -154,7 +154,10 @@ fn the_guest_connects_to_a_program_on_the_host() {
     let listener = UnixListener::bind(guest.path("vsock_99")).unwrap();
     guest.send(packet(Op::Request, 99, 0), &[]);
     let (response, _) = guest.expect(Op::Response);
-    assert_eq!((response.src_cid, response.src_port, response.dst_port), (2, 99, 7));
+    assert_eq!(
+        (response.src_cid, response.src_port, response.dst_port),
+        (2, 99, 7)
+    );
     assert_eq!(response.buf_alloc as usize, BUFFER);
     let (mut program, _) = listener.accept().unwrap();
     guest.send(packet(Op::Data, 99, 5), b"hello");
@@ -216,12 +219,21 @@ fn packets_out_of_place_are_answered_by_a_reset() {
         packet(Op::CreditRequest, 5, 0),
         packet(Op::Unknown(0), 5, 0),
         packet(Op::Unknown(8), 5, 0),
-        Header { kind: 2, ..packet(Op::Request, 5, 0) },
+        Header {
+            kind: 2,
+            ..packet(Op::Request, 5, 0)
+        },
         Header { src_cid: 9, ..good },
         Header { dst_cid: 1, ..good },
         Header { length: 1, ..good },
-        Header { length: 0x1_0001, ..good },
-        Header { length: u32::MAX, ..good },
+        Header {
+            length: 0x1_0001,
+            ..good
+        },
+        Header {
+            length: u32::MAX,
+            ..good
+        },
     ] {
         guest.send(header, &[]);
         let (reset, _) = guest.receive().expect("a reset");
@@ -304,18 +316,39 @@ fn credit_comes_back_when_the_host_reads() {
 fn the_guest_is_never_sent_more_than_it_has_room_for() {
     let mut guest = Guest::new();
     let (mut client, port) = guest.accept();
-    let small = Header { buf_alloc: 100, ..packet(Op::CreditUpdate, port, 0) };
+    let small = Header {
+        buf_alloc: 100,
+        ..packet(Op::CreditUpdate, port, 0)
+    };
     guest.send(small, &[]);
     client.write_all(&[9; 250]).unwrap();
     assert_eq!(guest.expect(Op::Data).1.len(), 100);
     guest.expect(Op::CreditRequest);
     assert!(guest.receive().is_none(), "asked once");
     // A driver that says it passed on more than it got gains nothing by it.
-    guest.send(Header { fwd_cnt: 5000, ..small }, &[]);
+    guest.send(
+        Header {
+            fwd_cnt: 5000,
+            ..small
+        },
+        &[],
+    );
     guest.expect(Op::CreditRequest);
-    guest.send(Header { fwd_cnt: 100, ..small }, &[]);
+    guest.send(
+        Header {
+            fwd_cnt: 100,
+            ..small
+        },
+        &[],
+    );
     assert_eq!(guest.expect(Op::Data).1.len(), 100);
-    guest.send(Header { fwd_cnt: 200, ..small }, &[]);
+    guest.send(
+        Header {
+            fwd_cnt: 200,
+            ..small
+        },
+        &[],
+    );
     assert_eq!(guest.expect(Op::Data).1.len(), 50);
 }
 
@@ -342,7 +375,10 @@ fn the_guest_ends_and_everything_it_sent_arrives() {
     let mut guest = Guest::new();
     let (mut client, port) = guest.accept();
     guest.send(packet(Op::Data, port, 4), b"last");
-    let end = Header { flags: SHUTDOWN_BOTH, ..packet(Op::Shutdown, port, 0) };
+    let end = Header {
+        flags: SHUTDOWN_BOTH,
+        ..packet(Op::Shutdown, port, 0)
+    };
     guest.send(end, &[]);
     guest.expect(Op::Reset);
     let mut read = vec![];
@@ -405,13 +441,25 @@ fn connections_are_capped() {
         guest.expect(Op::Response);
         programs.push(listener.accept().unwrap());
     }
-    guest.send(Header { src_port: 1 << 20, ..packet(Op::Request, 99, 0) }, &[]);
+    guest.send(
+        Header {
+            src_port: 1 << 20,
+            ..packet(Op::Request, 99, 0)
+        },
+        &[],
+    );
     guest.expect(Op::Reset);
     let mut client = guest.client(b"CONNECT 7\n");
     guest.driver.run();
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     // One that ends makes room.
-    guest.send(Header { src_port: 5, ..packet(Op::Reset, 99, 0) }, &[]);
+    guest.send(
+        Header {
+            src_port: 5,
+            ..packet(Op::Reset, 99, 0)
+        },
+        &[],
+    );
     guest.accept();
 }
 
@@ -469,10 +517,16 @@ fn one_monitor_listens_and_the_socket_goes_with_it() {
     drop(UnixListener::bind(&config.path).unwrap());
     drop(Vsock::new(&config).unwrap());
     std::fs::write(&config.path, "precious").unwrap();
-    assert!(matches!(Vsock::new(&config), Err(VsockError::NotASocket(_))));
+    assert!(matches!(
+        Vsock::new(&config),
+        Err(VsockError::NotASocket(_))
+    ));
     assert!(config.path.exists());
     for cid in [0, 1, 2, u32::MAX] {
-        let config = VsockConfig { cid, ..config.clone() };
+        let config = VsockConfig {
+            cid,
+            ..config.clone()
+        };
         assert!(matches!(Vsock::new(&config), Err(VsockError::Cid(_))));
     }
 }
