@@ -40,7 +40,7 @@ impl Catalog {
         let layout = &self.layout;
         // An address past the end of the address space is not mapped.
         let word = |address: u64, offset: u64| {
-            let address = address.checked_add(offset).unwrap_or(u64::MAX);
+            let address = address.saturating_add(offset);
             read_word_at(memory, address, Width::U64)
         };
         let field = |offset: u32| word(address, offset.into());

@@ -53,7 +53,8 @@ async fn armed_is_silent_firing_streams_and_parked_is_silent() -> Result<()> {
     work(&mut guest).await?;
     let seen = events.until(is_exec).await?;
     let exec = seen.last().expect("until() found it");
-    ensure!(exec.pid > 1 && !exec.comm.is_empty() && exec.context.len() == 5, "{exec:?}");
+    // Its name may be empty: it was gone before the agent looked.
+    ensure!(exec.pid > 1 && exec.context.len() == 5, "{exec:?}");
     ensure!(exec.time.is_some() && exec.guest_time_ns > 0, "{exec:?}");
 
     guest.park(&EVENTS).await?;

@@ -89,7 +89,7 @@ impl<S: Storage> Timeline<S> {
         }
         if let Some(losses) = batch.losses {
             let name = format!("lost: {}", view::Losses::from(losses).sentence());
-            let at = batch.events.first().map_or(0, |event| time_of(event));
+            let at = batch.events.first().map_or(0, time_of);
             let ts = self.timestamp(at);
             records.push(json!({"ph": "i", "s": "g", "name": name, "ts": ts, "pid": OPERATOR, "tid": 0}));
         }

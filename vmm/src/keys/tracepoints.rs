@@ -44,6 +44,6 @@ impl TracepointKeys for Keys {
             stop_timeout: switch.stop_timeout,
             deadline: switch.deadline,
         };
-        Box::pin(async move { Ok(self.update(request).await?.report.clone()) })
+        Box::pin(async move { Ok(self.update(request).await?.report) })
     }
 }
