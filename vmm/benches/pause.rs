@@ -28,11 +28,16 @@ fn main() {
         .unwrap_or(2_000);
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let cores = std::thread::available_parallelism().map_or(0, usize::from);
-    println!("host: {cores} cores, load {}", load.split(' ').next().unwrap_or("?"));
+    println!(
+        "host: {cores} cores, load {}",
+        load.split(' ').next().unwrap_or("?")
+    );
     println!("microseconds             p50      p99      max");
     for vcpus in [1, 2, 4] {
         report(vcpus, "threads stop", baseline(vcpus, rounds));
-        let Some(vm) = branch_guest(vcpus) else { return };
+        let Some(vm) = branch_guest(vcpus) else {
+            return;
+        };
         let (stops, resumes) = guest(&vm, vcpus, rounds);
         report(vcpus, "vCPUs stop", stops);
         report(vcpus, "vCPUs resume", resumes);
@@ -45,7 +50,12 @@ fn report(vcpus: u8, what: &str, mut times: Vec<Duration>) {
         let index = (times.len() - 1) * share / 100;
         times[index].as_secs_f64() * 1e6
     };
-    println!("{vcpus} {what:<18} {:8.1} {:8.1} {:8.1}", at(50), at(99), at(100));
+    println!(
+        "{vcpus} {what:<18} {:8.1} {:8.1} {:8.1}",
+        at(50),
+        at(99),
+        at(100)
+    );
 }
 
 /// Stop times, and times from the resume until every vCPU has gone round again.

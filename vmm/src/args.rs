@@ -177,7 +177,9 @@ impl FromStr for Console {
 fn parse_vsock(text: &str) -> Result<VsockConfig, String> {
     let (path, cid) = match text.rsplit_once(",cid=") {
         Some((path, cid)) => {
-            let cid = cid.parse().map_err(|_| "give cid=N, a number from 3 to 4294967294")?;
+            let cid = cid
+                .parse()
+                .map_err(|_| "give cid=N, a number from 3 to 4294967294")?;
             (path, cid)
         }
         None => (text, CID_MIN),
@@ -242,7 +244,14 @@ mod tests {
         };
         assert_eq!(parse_vsock("/run/v"), Ok(vsock("/run/v", 3)));
         assert_eq!(parse_vsock("a,b,cid=7"), Ok(vsock("a,b", 7)));
-        for wrong in ["", ",cid=3", "v,cid=", "v,cid=x", "v,cid=-1", "v,cid=4294967296"] {
+        for wrong in [
+            "",
+            ",cid=3",
+            "v,cid=",
+            "v,cid=x",
+            "v,cid=-1",
+            "v,cid=4294967296",
+        ] {
             assert!(parse_vsock(wrong).is_err(), "{wrong}");
         }
     }

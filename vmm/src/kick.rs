@@ -93,7 +93,8 @@ pub(crate) fn install_handler() {
         action.sa_sigaction = handler as usize;
         // SAFETY: `action` is initialised, the old action is not asked for, and
         // the handler only returns, which is safe at any point of any thread.
-        let result = unsafe { libc::sigaction(kick_signal(), &raw const action, std::ptr::null_mut()) };
+        let result =
+            unsafe { libc::sigaction(kick_signal(), &raw const action, std::ptr::null_mut()) };
         debug_assert_eq!(result, 0);
     });
 }

@@ -58,7 +58,11 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> anyhow::Result<ExitReason> {
     seccomp::enforce(args.seccomp);
     // Before the guest: a second monitor on the same socket must not get as far as a guest.
-    let socket = args.api_socket.as_deref().map(ApiSocket::bind).transpose()?;
+    let socket = args
+        .api_socket
+        .as_deref()
+        .map(ApiSocket::bind)
+        .transpose()?;
     let agent = match &args.vsock {
         Some(vsock) => Some(AgentSocket::bind(&vsock.path).with_context(|| {
             format!(

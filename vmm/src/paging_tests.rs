@@ -163,9 +163,14 @@ fn pieces_follow_pages_that_are_not_contiguous() {
 
 #[test]
 fn a_range_over_the_end_of_the_address_space_is_refused() {
-    let result = for_each_piece(&kernel_tables(), ROOT, Levels::Four, u64::MAX - 1, 3, |_, _| {
-        Ok::<_, WalkError>(())
-    });
+    let result = for_each_piece(
+        &kernel_tables(),
+        ROOT,
+        Levels::Four,
+        u64::MAX - 1,
+        3,
+        |_, _| Ok::<_, WalkError>(()),
+    );
     assert_eq!(
         result,
         Err(WalkError::Wraps {

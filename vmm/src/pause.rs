@@ -487,7 +487,9 @@ impl VcpuSide<'_> {
 
     /// Notes what the thread is busy with.
     pub fn busy(&self, activity: Activity) {
-        self.slot.activity.store(activity.to_word(), std::sync::atomic::Ordering::Relaxed);
+        self.slot
+            .activity
+            .store(activity.to_word(), std::sync::atomic::Ordering::Relaxed);
     }
 
     fn leave_to(&self, state: State) {

@@ -117,9 +117,12 @@ pub(crate) fn probe(kvm: &Kvm) -> Result<Transports, VmError> {
         0xb9, low, mid, high, top, 0x31, 0xc0, 0x31, 0xd2, 0x0f, 0x30, 0xf4,
     ];
     if offered.msr {
-        works.msr = attempt((&vm, &ram, &cpuid), 0, &wrmsr, |exit| {
-            matches!(exit, VcpuExit::X86Wrmsr(write) if write.index == MSR_INDEX)
-        })?;
+        works.msr = attempt(
+            (&vm, &ram, &cpuid),
+            0,
+            &wrmsr,
+            |exit| matches!(exit, VcpuExit::X86Wrmsr(write) if write.index == MSR_INDEX),
+        )?;
     }
     let [low, mid, high, top] = abi::HYPERCALL_MAGIC.to_le_bytes();
     // mov eax, 12; xor ebx, ebx; mov ecx, 1; mov edx, magic; shl rdx, 32; xor esi, esi;
@@ -159,10 +162,9 @@ fn attempt(
     code: &[u8],
     expected: impl Fn(&VcpuExit<'_>) -> bool,
 ) -> Result<bool, VmError> {
-    ram.write(CODE, code).map_err(crate::boot::BootError::from)?;
-    let mut vcpu = vm
-        .create_vcpu(id)
-        .map_err(VmError::kvm("create a vCPU"))?;
+    ram.write(CODE, code)
+        .map_err(crate::boot::BootError::from)?;
+    let mut vcpu = vm.create_vcpu(id).map_err(VmError::kvm("create a vCPU"))?;
     // Without it there is no 64-bit mode.
     vcpu.set_cpuid2(cpuid)
         .map_err(VmError::kvm("set a vCPU's CPUID"))?;

@@ -90,11 +90,15 @@ impl RequestPort {
     /// Has the request answered and leaves the answer in the page's header too.
     pub fn answer(&self, request: Request) -> i32 {
         let page = request.page;
-        if !page.is_multiple_of(PAGE_SIZE) || self.ram.piece(page, abi::REQUEST_PAGE_SIZE).is_err() {
+        if !page.is_multiple_of(PAGE_SIZE) || self.ram.piece(page, abi::REQUEST_PAGE_SIZE).is_err()
+        {
             return -libc::EFAULT;
         }
         let status = self.handler.request(request.op, GuestAddress(page));
-        match self.ram.write(page + abi::STATUS_OFFSET, &status.to_le_bytes()) {
+        match self
+            .ram
+            .write(page + abi::STATUS_OFFSET, &status.to_le_bytes())
+        {
             Ok(()) => status,
             Err(_) => -libc::EFAULT,
         }
@@ -127,11 +131,7 @@ mod tests {
     fn port() -> (RequestPort, Arc<Record>, GuestRam) {
         let ram = GuestRam::new(MEMORY_MIN).unwrap();
         let record = Arc::new(Record::default());
-        (
-            RequestPort::new(ram.clone(), record.clone()),
-            record,
-            ram,
-        )
+        (RequestPort::new(ram.clone(), record.clone()), record, ram)
     }
 
     const OURS: u64 = (abi::HYPERCALL_MAGIC as u64) << 32;
@@ -190,8 +190,18 @@ mod tests {
     #[test]
     fn pages_that_are_none_never_reach_the_handler() {
         let (port, record, _) = port();
-        for page in [0x4001, MEMORY_MIN, MEMORY_MIN - 8, u64::MAX - 4095, u64::MAX] {
-            assert_eq!(port.answer(Request { op: 1, page }), -libc::EFAULT, "{page:#x}");
+        for page in [
+            0x4001,
+            MEMORY_MIN,
+            MEMORY_MIN - 8,
+            u64::MAX - 4095,
+            u64::MAX,
+        ] {
+            assert_eq!(
+                port.answer(Request { op: 1, page }),
+                -libc::EFAULT,
+                "{page:#x}"
+            );
         }
         assert!(record.0.lock().unwrap().is_empty());
     }

@@ -56,7 +56,9 @@ pub enum SeccompError {
     #[error("the system call filter cannot be made ({0}); run with --seccomp off and report it")]
     Build(#[from] seccompiler::BackendError),
     /// The kernel refuses the filter.
-    #[error("the kernel refuses the system call filter ({0}); it needs CONFIG_SECCOMP_FILTER, or run with --seccomp off")]
+    #[error(
+        "the kernel refuses the system call filter ({0}); it needs CONFIG_SECCOMP_FILTER, or run with --seccomp off"
+    )]
     Apply(#[from] seccompiler::Error),
 }
 
@@ -152,11 +154,7 @@ const DEVICE: &[i64] = &[
     libc::SYS_unlinkat,
 ];
 
-const KEYS: &[i64] = &[
-    libc::SYS_fdatasync,
-    libc::SYS_fsync,
-    libc::SYS_ftruncate,
-];
+const KEYS: &[i64] = &[libc::SYS_fdatasync, libc::SYS_fsync, libc::SYS_ftruncate];
 
 const API: &[i64] = &[
     libc::SYS_accept4,
@@ -244,16 +242,14 @@ extern "C" fn refused(_signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut 
 }
 
 fn install_handler() {
-    let handler =
-        refused as extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void);
+    let handler = refused as extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void);
     // SAFETY: all-zero is a valid sigaction: no flags, an empty mask, SIG_DFL.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = handler as usize;
     action.sa_flags = libc::SA_SIGINFO;
     // SAFETY: `action` is initialised, the old action is not asked for, and the
     // handler makes only calls that are safe in one.
-    let result =
-        unsafe { libc::sigaction(libc::SIGSYS, &raw const action, std::ptr::null_mut()) };
+    let result = unsafe { libc::sigaction(libc::SIGSYS, &raw const action, std::ptr::null_mut()) };
     debug_assert_eq!(result, 0);
 }
 

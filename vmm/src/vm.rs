@@ -454,7 +454,10 @@ fn check_capabilities(kvm: &Kvm) -> Result<(), VmError> {
         (Cap::Pit2, "a timer (KVM_CAP_PIT2)"),
         (Cap::ExtCpuid, "CPUID (KVM_CAP_EXT_CPUID)"),
         (Cap::SetTssAddr, "KVM_CAP_SET_TSS_ADDR"),
-        (Cap::ImmediateExit, "a way to stop vCPUs (KVM_CAP_IMMEDIATE_EXIT)"),
+        (
+            Cap::ImmediateExit,
+            "a way to stop vCPUs (KVM_CAP_IMMEDIATE_EXIT)",
+        ),
         (Cap::VcpuEvents, "KVM_CAP_VCPU_EVENTS"),
         (Cap::Irqfd, "KVM_CAP_IRQFD"),
     ] {
@@ -511,7 +514,8 @@ fn load(ram: &GuestRam, config: &VmConfig) -> Result<Vec<Option<Start>>, VmError
 }
 
 fn load_raw(ram: &GuestRam, raw: &RawCode) -> Result<Vec<Option<Start>>, VmError> {
-    ram.write(raw.address, &raw.image).map_err(BootError::from)?;
+    ram.write(raw.address, &raw.image)
+        .map_err(BootError::from)?;
     let starts = raw.entries.iter().map(|entry| {
         entry.map(|entry| {
             let mut regs = registers::general_registers(entry.rip);
@@ -534,9 +538,7 @@ fn load_raw(ram: &GuestRam, raw: &RawCode) -> Result<Vec<Option<Start>>, VmError
 }
 
 fn set_up_vcpu(fd: &VcpuFd, start: Option<Start>) -> Result<(), VmError> {
-    let mut lapic = fd
-        .get_lapic()
-        .map_err(VmError::kvm("read a local APIC"))?;
+    let mut lapic = fd.get_lapic().map_err(VmError::kvm("read a local APIC"))?;
     registers::local_interrupts(&mut lapic);
     fd.set_lapic(&lapic)
         .map_err(VmError::kvm("set a local APIC"))?;

@@ -87,12 +87,14 @@ fn ten_thousand_paused_flips_and_not_one_torn() {
 fn unpaused_flips_are_torn() {
     let _watchdog = watchdog(300);
     let Some(vm) = branch_guest(2) else { return };
-    let torn = || {
-        vm.exit_reason().is_some() || (0..2).any(|vcpu| counters(vm.ram(), vcpu).torn > 0)
-    };
+    let torn =
+        || vm.exit_reason().is_some() || (0..2).any(|vcpu| counters(vm.ram(), vcpu).torn > 0);
     let mut flips: u64 = 0;
     while !torn() {
-        assert!(flips < 20_000_000, "no torn branch in {flips} unpaused flips");
+        assert!(
+            flips < 20_000_000,
+            "no torn branch in {flips} unpaused flips"
+        );
         // As a debugger or a careless agent would: byte after byte.
         let to = if flips.is_multiple_of(2) { JMP } else { NOP };
         for (address, byte) in (SITE..).zip(to) {
@@ -107,7 +109,9 @@ fn unpaused_flips_are_torn() {
 fn nobody_runs_while_paused_and_all_run_afterwards() {
     let _watchdog = watchdog(300);
     for vcpus in [1, 2, 4, 16] {
-        let Some(vm) = branch_guest(vcpus) else { return };
+        let Some(vm) = branch_guest(vcpus) else {
+            return;
+        };
         for _ in 0..20 {
             let paused = vm.pause(DEADLINE).unwrap();
             assert_eq!(paused.rips().len(), usize::from(vcpus));
@@ -164,7 +168,10 @@ fn vcpus_that_do_not_run_count_as_stopped() {
     for _ in 0..100 {
         let paused = vm.pause(DEADLINE).unwrap();
         // vCPU 1 is in its hlt or, woken by the kick, behind it.
-        let halted = paused.rips().iter().filter(|rip| (CODE..CODE + 3).contains(rip));
+        let halted = paused
+            .rips()
+            .iter()
+            .filter(|rip| (CODE..CODE + 3).contains(rip));
         assert!(halted.count() >= 1, "{:x?}", paused.rips());
         let stopped = rounds(&vm, 0);
         drop(paused);
@@ -225,8 +232,16 @@ fn a_late_vcpu_is_named_and_nothing_changes() {
             panic!("{error}");
         };
         assert_eq!(late.len(), 1, "{error}");
-        assert_eq!((late[0].vcpu, late[0].activity), (1, Activity::PortIo(0x500)));
-        assert!(error.to_string().contains("vCPU 1 (in an access to port 0x500"), "{error}");
+        assert_eq!(
+            (late[0].vcpu, late[0].activity),
+            (1, Activity::PortIo(0x500))
+        );
+        assert!(
+            error
+                .to_string()
+                .contains("vCPU 1 (in an access to port 0x500"),
+            "{error}"
+        );
         let before = rounds(&vm, 0);
         wait_until("vCPU 0 runs on", || rounds(&vm, 0) > before);
     }
@@ -270,14 +285,24 @@ fn an_access_is_complete_when_its_vcpu_is_stopped() {
     let mut stopped_behind = 0;
     for _ in 0..2_000 {
         let before = counters(vm.ram(), 0).not_taken;
-        wait_until("the guest reads", || counters(vm.ram(), 0).not_taken > before);
+        wait_until("the guest reads", || {
+            counters(vm.ram(), 0).not_taken > before
+        });
         let paused = vm.pause(DEADLINE).unwrap();
         let behind = paused.rips() == [behind_the_access];
         let counted = counters(vm.ram(), 0).not_taken + u64::from(behind);
-        assert_eq!(device.0.load(Ordering::SeqCst), counted, "{:x?}", paused.rips());
+        assert_eq!(
+            device.0.load(Ordering::SeqCst),
+            counted,
+            "{:x?}",
+            paused.rips()
+        );
         stopped_behind += u64::from(behind);
     }
-    assert!(stopped_behind > 0, "no pause met an access: the test saw nothing");
+    assert!(
+        stopped_behind > 0,
+        "no pause met an access: the test saw nothing"
+    );
 }
 
 #[test]
@@ -404,7 +429,9 @@ fn a_request_by_hypercall_is_answered_in_rax_too() {
         &[0xb8, 12, 0, 0, 0, 0xbb, 0x00, 0x00, 0x17, 0x00][..],
         &[0xb9, 1, 0, 0, 0, 0xba, 0x50, 0x42, 0x41, 0x59],
         &[0x48, 0xc1, 0xe2, 32, 0x48, 0x83, 0xca, 2, 0x31, 0xf6],
-        &[0x0f, 0x01, call, 0x48, 0x89, 0x04, 0x25, 0x10, 0x00, 0x17, 0x00],
+        &[
+            0x0f, 0x01, call, 0x48, 0x89, 0x04, 0x25, 0x10, 0x00, 0x17, 0x00,
+        ],
     ]
     .concat();
     assert!(CODE + code.len() as u64 <= LOOP);

@@ -139,7 +139,9 @@ pub enum BootError {
         available: u64,
     },
     /// A boot structure lies outside memory. The least memory has room for all.
-    #[error("a boot structure does not fit into the guest's memory: {0}; give it more with --memory")]
+    #[error(
+        "a boot structure does not fit into the guest's memory: {0}; give it more with --memory"
+    )]
     Structure(#[from] OutsideMemory),
 }
 
@@ -236,11 +238,7 @@ fn too_little(what: &'static str, needed: u64, ram: &GuestRam) -> BootError {
 }
 
 /// Puts the initrd as high as the kernel takes it, clear of the kernel.
-fn load_initrd(
-    ram: &GuestRam,
-    path: &Path,
-    kernel: &kernel::Kernel,
-) -> Result<Initrd, BootError> {
+fn load_initrd(ram: &GuestRam, path: &Path, kernel: &kernel::Kernel) -> Result<Initrd, BootError> {
     let bytes = read("initrd", path)?;
     let known = INITRD_MAGICS.iter().any(|magic| bytes.starts_with(magic));
     if !known && !bytes.starts_with(&INITRD_MAGIC_LZ4) {

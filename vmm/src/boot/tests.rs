@@ -42,7 +42,13 @@ fn elf(pvh: bool) -> Vec<u8> {
     put(52, &[64, 0, 56, 0, 2, 0]);
     // PT_LOAD of 16 bytes.
     put(64, &1_u32.to_le_bytes());
-    for (field, value) in [(8, 0x800_u64), (24, 0x10_0000), (32, 16), (40, 2 * MIB), (48, 8)] {
+    for (field, value) in [
+        (8, 0x800_u64),
+        (24, 0x10_0000),
+        (32, 16),
+        (40, 2 * MIB),
+        (48, 8),
+    ] {
         put(64 + field, &value.to_le_bytes());
     }
     // PT_NOTE with XEN_ELFNOTE_PHYS32_ENTRY, or of another kind.
@@ -120,7 +126,10 @@ fn a_bzimage_with_initrd_ends_up_in_place() {
     let initrd = u64::from(read_u32(&ram, layout::ZERO_PAGE + 0x218));
     assert_eq!(read_u32(&ram, layout::ZERO_PAGE + 0x21c), 5006);
     assert_eq!(initrd % PAGE_SIZE, 0);
-    assert!(initrd >= 20 * MIB && initrd + 5006 <= 64 * MIB, "{initrd:#x}");
+    assert!(
+        initrd >= 20 * MIB && initrd + 5006 <= 64 * MIB,
+        "{initrd:#x}"
+    );
     let mut start = [0; 6];
     ram.read(initrd, &mut start).unwrap();
     assert_eq!(&start, b"070701");
@@ -162,10 +171,16 @@ fn files_that_are_missing_are_named() {
     let mut case = Case::new(&bzimage());
     case.boot.initrd = Some("/nonexistent/initrd".into());
     let error = case.error();
-    assert!(error.to_string().contains("initrd /nonexistent/initrd"), "{error}");
+    assert!(
+        error.to_string().contains("initrd /nonexistent/initrd"),
+        "{error}"
+    );
     case.boot.kernel = "/nonexistent/kernel".into();
     let error = case.error();
-    assert!(error.to_string().contains("kernel /nonexistent/kernel"), "{error}");
+    assert!(
+        error.to_string().contains("kernel /nonexistent/kernel"),
+        "{error}"
+    );
     case.boot.kernel = "/".into();
     assert!(matches!(case.error(), BootError::Read { .. }));
 }
@@ -182,7 +197,10 @@ fn files_that_are_no_kernels_are_refused() {
         bzimage()[..0x210].to_vec(),
         arm,
     ] {
-        assert!(matches!(Case::new(&kernel).error(), BootError::NotAKernel(_)));
+        assert!(matches!(
+            Case::new(&kernel).error(),
+            BootError::NotAKernel(_)
+        ));
     }
 }
 
@@ -191,7 +209,10 @@ fn kernels_without_a_64_bit_entry_are_refused() {
     for (at, bytes) in [(0x206, [0x0b, 2]), (0x211, [0, 0]), (0x236, [0, 0])] {
         let mut kernel = bzimage();
         kernel[at..at + 2].copy_from_slice(&bytes);
-        assert!(matches!(Case::new(&kernel).error(), BootError::Unsupported { .. }));
+        assert!(matches!(
+            Case::new(&kernel).error(),
+            BootError::Unsupported { .. }
+        ));
     }
 }
 
@@ -200,7 +221,10 @@ fn truncated_kernels_are_refused_wherever_they_end() {
     let image = bzimage();
     for length in [0x300, 1024, 1025, image.len() - 16] {
         let error = Case::new(&image[..length]).error();
-        assert!(matches!(error, BootError::Truncated { .. }), "{length}: {error}");
+        assert!(
+            matches!(error, BootError::Truncated { .. }),
+            "{length}: {error}"
+        );
     }
     let image = elf(true);
     for length in 0..0x80f {
@@ -213,7 +237,13 @@ fn truncated_kernels_are_refused_wherever_they_end() {
 
 #[test]
 fn elf_headers_with_absurd_numbers_are_refused() {
-    for (at, what) in [(64 + 8, "offset"), (64 + 24, "address"), (64 + 32, "size"), (64 + 40, "memory"), (32, "table")] {
+    for (at, what) in [
+        (64 + 8, "offset"),
+        (64 + 24, "address"),
+        (64 + 32, "size"),
+        (64 + 40, "memory"),
+        (32, "table"),
+    ] {
         let mut image = elf(true);
         image[at..at + 8].copy_from_slice(&u64::MAX.to_le_bytes());
         let error = Case::new(&image).load();
@@ -238,14 +268,22 @@ fn too_little_memory_names_what_is_needed() {
     case.memory = 16 * MIB;
     assert!(matches!(
         case.error(),
-        BootError::TooLittleMemory { needed: 20, available: 16, .. }
+        BootError::TooLittleMemory {
+            needed: 20,
+            available: 16,
+            ..
+        }
     ));
     let archive = [b"070701", &[0; 3 << 20][..]].concat();
     let mut case = Case::new(&bzimage()).initrd(&archive);
     case.memory = 22 * MIB;
     assert!(matches!(
         case.error(),
-        BootError::TooLittleMemory { what: "the kernel with its initrd", needed: 24, .. }
+        BootError::TooLittleMemory {
+            what: "the kernel with its initrd",
+            needed: 24,
+            ..
+        }
     ));
     case.memory = 24 * MIB;
     case.load().unwrap();
@@ -259,7 +297,10 @@ fn command_lines_too_long_or_with_a_nul_are_refused() {
     case.boot.command_line.push('x');
     assert!(matches!(
         case.error(),
-        BootError::CommandLineTooLong { actual: 101, limit: 100 }
+        BootError::CommandLineTooLong {
+            actual: 101,
+            limit: 100
+        }
     ));
     case.boot.command_line = "a\0b".into();
     assert!(matches!(case.error(), BootError::CommandLineNul));

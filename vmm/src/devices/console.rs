@@ -50,7 +50,9 @@ pub enum ConsoleOutput {
 #[derive(Debug, thiserror::Error)]
 pub enum ConsoleError {
     /// The file cannot be written.
-    #[error("the console cannot be written to {path}: {source}; name a file in a folder that exists and is yours")]
+    #[error(
+        "the console cannot be written to {path}: {source}; name a file in a folder that exists and is yours"
+    )]
     File {
         /// The file.
         path: PathBuf,
@@ -211,14 +213,12 @@ impl Console {
         let sink: Option<Box<dyn Write + Send>> = match output {
             ConsoleOutput::None => None,
             ConsoleOutput::Stdout => Some(Box::new(io::stdout())),
-            ConsoleOutput::File(path) => {
-                Some(Box::new(File::create(path).map_err(|source| {
-                    ConsoleError::File {
-                        path: path.clone(),
-                        source,
-                    }
-                })?))
-            }
+            ConsoleOutput::File(path) => Some(Box::new(File::create(path).map_err(|source| {
+                ConsoleError::File {
+                    path: path.clone(),
+                    source,
+                }
+            })?)),
         };
         let writer = sink
             .map(|sink| {

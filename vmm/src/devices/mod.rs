@@ -20,8 +20,8 @@ use std::sync::Arc;
 
 pub use console::{Console, ConsoleChunk, ConsoleError, ConsoleOutput};
 pub use power::GuestPower;
-pub(crate) use virtio::Virtio;
 pub(crate) use power::{PM1_CONTROL, PM1_EVENT, SLEEP_TYPE_OFF};
+pub(crate) use virtio::Virtio;
 
 /// First port of the serial console (COM1).
 const SERIAL: u16 = 0x3f8;

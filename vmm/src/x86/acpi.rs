@@ -20,8 +20,20 @@ const FADT_BOOT_FLAGS: u16 = 1 | 1 << 2 | 1 << 5;
 
 /// `Name (_S5_, Package () {5, 5, 0, 0})`: ACPI 6.5, 7.4.2.6 and 20.2.
 const S5_OBJECT: [u8; 14] = [
-    0x08, b'_', b'S', b'5', b'_', 0x12, 0x08, 0x04, 0x0a, SLEEP_TYPE_OFF, 0x0a, SLEEP_TYPE_OFF,
-    0x00, 0x00,
+    0x08,
+    b'_',
+    b'S',
+    b'5',
+    b'_',
+    0x12,
+    0x08,
+    0x04,
+    0x0a,
+    SLEEP_TYPE_OFF,
+    0x0a,
+    SLEEP_TYPE_OFF,
+    0x00,
+    0x00,
 ];
 
 /// A table with its header: ACPI 6.5, 5.2.6.
@@ -116,7 +128,10 @@ pub(crate) fn build(vcpus: u8) -> Vec<u8> {
     let dsdt = append(&table(b"DSDT", 2, &S5_OBJECT));
     let fadt = append(&fadt(facs, dsdt));
     let madt = append(&madt(vcpus));
-    let entries: Vec<u8> = [fadt, madt].iter().flat_map(|at| at.to_le_bytes()).collect();
+    let entries: Vec<u8> = [fadt, madt]
+        .iter()
+        .flat_map(|at| at.to_le_bytes())
+        .collect();
     let xsdt = append(&table(b"XSDT", 1, &entries));
 
     let mut rsdp = [0_u8; 36];

@@ -40,7 +40,12 @@ pub(crate) fn build(
 ) -> Result<CpuId, vmm_sys_util::fam::Error> {
     let mut entries: Vec<kvm_cpuid_entry2> = supported
         .iter()
-        .filter(|entry| !matches!(entry.function, 0xb | 0x1f | 0x8000_0026 | BASE..=0x4000_04ff))
+        .filter(|entry| {
+            !matches!(
+                entry.function,
+                0xb | 0x1f | 0x8000_0026 | BASE..=0x4000_04ff
+            )
+        })
         .copied()
         .collect();
     let id = u32::from(vcpu);
@@ -191,7 +196,10 @@ mod tests {
                     .filter(|entry| entry.function == 0xb)
                     .collect();
                 assert_eq!(topology.len(), 3);
-                assert_eq!((topology[1].eax, topology[1].ebx), (width, u32::from(vcpus)));
+                assert_eq!(
+                    (topology[1].eax, topology[1].ebx),
+                    (width, u32::from(vcpus))
+                );
                 assert!(topology.iter().all(|entry| entry.edx == u32::from(vcpu)));
             }
         }

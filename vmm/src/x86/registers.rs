@@ -202,7 +202,10 @@ mod tests {
         let data = descriptor(&segment(KERNEL_DATA, DATA, false, 0));
         assert_eq!(code, 0x00af_9b00_0000_ffff);
         assert_eq!(data, 0x00cf_9300_0000_ffff);
-        assert_eq!(descriptor(&segment(TASK, BUSY_TASK, false, 0)), 0x0000_8b00_0000_0067);
+        assert_eq!(
+            descriptor(&segment(TASK, BUSY_TASK, false, 0)),
+            0x0000_8b00_0000_0067
+        );
     }
 
     #[test]
