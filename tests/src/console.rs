@@ -101,9 +101,9 @@ impl Shell {
     pub async fn run(&mut self, command: &str) -> Result<(i32, String)> {
         self.commands += 1;
         let id = self.commands;
-        // The quotes keep an echo of the typed line from looking like the marker.
+        // The quotes keep an echo of the typed lines from looking like a marker.
         self.type_line(&format!(
-            "echo 'be''gin {id}'; {command}; echo \"en\"\"d {id} $?.\""
+            "echo 'be''gin {id}'\n{command}\necho \"en\"\"d {id} $?.\""
         ))
         .await?;
         self.wait_for(&format!("begin {id}")).await?;

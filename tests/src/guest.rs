@@ -85,6 +85,8 @@ impl GuestBuilder {
             .arg("--api-socket")
             .arg(&socket)
             .args(["--console", "api"])
+            .arg("--symbols")
+            .arg(&self.environment.vmlinux)
             .args(&self.arguments)
             .stdin(Stdio::null())
             .stdout(log_file.try_clone()?)

@@ -6,9 +6,10 @@ use std::collections::BTreeSet;
 use anyhow::{Context, Result, bail, ensure};
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::v1::{
-    ArmTracepointsRequest, ArmTracepointsResponse, DescribeAgentRequest, DescribeAgentResponse, DisarmTracepointsRequest,
-    FireTracepointsRequest, FireTracepointsResponse, ParkTracepointsRequest, ParkTracepointsResponse,
-    StreamTracepointEventsRequest, StreamTracepointEventsResponse, TraceEvent,
+    ArmTracepointsRequest, ArmTracepointsResponse, DescribeAgentRequest, DescribeAgentResponse,
+    DisarmTracepointsRequest, FireTracepointsRequest, FireTracepointsResponse,
+    ParkTracepointsRequest, ParkTracepointsResponse, StreamTracepointEventsRequest,
+    StreamTracepointEventsResponse, TraceEvent,
 };
 use tonic::transport::Channel;
 use tonic::{Status, Streaming};
@@ -37,7 +38,12 @@ impl EventStream {
         loop {
             let batch = self.batch().await?;
             let found = batch.events.iter().position(&wanted);
-            events.extend(batch.events.into_iter().take(found.map_or(usize::MAX, |at| at + 1)));
+            events.extend(
+                batch
+                    .events
+                    .into_iter()
+                    .take(found.map_or(usize::MAX, |at| at + 1)),
+            );
             if found.is_some() {
                 return Ok(events);
             }
@@ -55,9 +61,17 @@ impl Guest {
     pub async fn wait_for_agent(&mut self) -> Result<DescribeAgentResponse> {
         let deadline = tokio::time::Instant::now() + PATIENCE;
         loop {
-            let agent = self.tracepoints().describe_agent(DescribeAgentRequest {}).await?.into_inner();
+            let agent = self
+                .tracepoints()
+                .describe_agent(DescribeAgentRequest {})
+                .await?
+                .into_inner();
             if agent.absent.is_empty() {
-                ensure!(agent.no_tracing.is_empty(), "the agent cannot trace: {}", agent.no_tracing);
+                ensure!(
+                    agent.no_tracing.is_empty(),
+                    "the agent cannot trace: {}",
+                    agent.no_tracing
+                );
                 return Ok(agent);
             }
             ensure!(
@@ -72,25 +86,49 @@ impl Guest {
 
     /// Arms events.
     pub async fn arm(&mut self, patterns: &[&str]) -> Result<ArmTracepointsResponse, Status> {
-        let request = ArmTracepointsRequest { patterns: owned(patterns), ..Default::default() };
-        Ok(self.tracepoints().arm_tracepoints(request).await?.into_inner())
+        let request = ArmTracepointsRequest {
+            patterns: owned(patterns),
+            ..Default::default()
+        };
+        Ok(self
+            .tracepoints()
+            .arm_tracepoints(request)
+            .await?
+            .into_inner())
     }
 
     /// Fires armed events.
     pub async fn fire(&mut self, patterns: &[&str]) -> Result<FireTracepointsResponse, Status> {
-        let request = FireTracepointsRequest { patterns: owned(patterns), ..Default::default() };
-        Ok(self.tracepoints().fire_tracepoints(request).await?.into_inner())
+        let request = FireTracepointsRequest {
+            patterns: owned(patterns),
+            ..Default::default()
+        };
+        Ok(self
+            .tracepoints()
+            .fire_tracepoints(request)
+            .await?
+            .into_inner())
     }
 
     /// Parks armed events.
     pub async fn park(&mut self, patterns: &[&str]) -> Result<ParkTracepointsResponse, Status> {
-        let request = ParkTracepointsRequest { patterns: owned(patterns), ..Default::default() };
-        Ok(self.tracepoints().park_tracepoints(request).await?.into_inner())
+        let request = ParkTracepointsRequest {
+            patterns: owned(patterns),
+            ..Default::default()
+        };
+        Ok(self
+            .tracepoints()
+            .park_tracepoints(request)
+            .await?
+            .into_inner())
     }
 
     /// Disarms armed events.
     pub async fn disarm(&mut self, patterns: &[&str]) -> Result<(), Status> {
-        let request = DisarmTracepointsRequest { patterns: owned(patterns), ..Default::default() };
+        let request = DisarmTracepointsRequest {
+            patterns: owned(patterns),
+            ..Default::default()
+        };
         self.tracepoints().disarm_tracepoints(request).await?;
         Ok(())
     }
@@ -98,7 +136,11 @@ impl Guest {
     /// Listens to what is armed.
     pub async fn events(&mut self) -> Result<EventStream> {
         let request = StreamTracepointEventsRequest::default();
-        let stream = self.tracepoints().stream_tracepoint_events(request).await?.into_inner();
+        let stream = self
+            .tracepoints()
+            .stream_tracepoint_events(request)
+            .await?
+            .into_inner();
         let mut stream = EventStream { stream };
         // The first message says that the stream is open.
         stream.batch().await?;
@@ -113,13 +155,18 @@ impl Guest {
         let mut sum = 0;
         let mut seen = BTreeSet::new();
         for line in output.lines() {
-            let Some((name, value)) = line.trim().split_once(": ") else { continue };
+            let Some((name, value)) = line.trim().split_once(": ") else {
+                continue;
+            };
             if matches!(name, "entries" | "overrun" | "read events") {
                 seen.insert(name);
                 sum += value.parse::<u64>()?;
             }
         }
-        ensure!(seen.len() == 3, "the kernel's counts are missing:\n{output}");
+        ensure!(
+            seen.len() == 3,
+            "the kernel's counts are missing:\n{output}"
+        );
         Ok(sum)
     }
 }
