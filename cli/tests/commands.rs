@@ -402,9 +402,11 @@ fn run_starts_the_monitor_with_the_socket_of_its_name() {
     let bin = lab.folder.path().join("bin");
     std::fs::create_dir(&bin).expect("writable");
     std::os::unix::fs::symlink("/bin/echo", bin.join("patchbay-vmm")).expect("writable");
-    // A copy of the command alone in its folder finds the monitor on PATH.
-    let alone = lab.folder.path().join("patchbay-alone");
-    std::fs::copy(env!("CARGO_BIN_EXE_patchbay"), &alone).expect("copied");
+    // The command alone in its folder finds the monitor on PATH. Linked rather than copied: a copy
+    // that is still open for writing in a child of another test's fork cannot be run.
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("temporary folder");
+    let alone = folder.path().join("patchbay");
+    std::fs::hard_link(env!("CARGO_BIN_EXE_patchbay"), &alone).expect("linked");
     let run = |path: &std::path::Path| {
         Command::new(&alone)
             .args([
