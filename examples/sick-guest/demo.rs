@@ -20,7 +20,9 @@ struct Arguments {}
 async fn main() -> Result<()> {
     Arguments::parse();
     let Some(environment) = Environment::linux_guest() else {
-        bail!("no Linux guest can run here: start this by `cargo xtask demo sick-guest`, and see `cargo xtask doctor`");
+        bail!(
+            "no Linux guest can run here: start this by `cargo xtask demo sick-guest`, and see `cargo xtask doctor`"
+        );
     };
     step("Boot a Linux guest with the agent and 1 vCPU, and arm an event while it is well");
     let mut guest = Guest::builder(&environment).agent().boot().await?;
@@ -36,10 +38,18 @@ async fn main() -> Result<()> {
 
     step("Fire from outside, and park again: nobody in the guest is asked");
     let report = guest.fire(&[EVENT]).await?.report.unwrap_or_default();
-    println!("   Fired: {} sites patched, key count {}.", report.sites_patched, guest.key("softirq_entry").await?.count);
+    println!(
+        "   Fired: {} sites patched, key count {}.",
+        report.sites_patched,
+        guest.key("softirq_entry").await?.count
+    );
     tokio::time::sleep(std::time::Duration::from_secs(1)).await;
     let report = guest.park(&[EVENT]).await?.report.unwrap_or_default();
-    println!("   Parked: {} sites patched, key count {}.", report.sites_patched, guest.key("softirq_entry").await?.count);
+    println!(
+        "   Parked: {} sites patched, key count {}.",
+        report.sites_patched,
+        guest.key("softirq_entry").await?.count
+    );
     ensure!(report.paused, "the key was not on");
 
     step("When the loop has ended, the ring buffer still has the events");
@@ -50,7 +60,10 @@ async fn main() -> Result<()> {
     step("Continue the agent: the events arrive");
     guest.shell("kill -CONT $(pidof patchbay-agent)").await?;
     let first = events.until(|event| event.name == EVENT).await?;
-    println!("   The first of them is from {} ms after the guest's boot.", first[0].guest_time_ns / 1_000_000);
+    println!(
+        "   The first of them is from {} ms after the guest's boot.",
+        first[0].guest_time_ns / 1_000_000
+    );
     guest.disarm(&[EVENT]).await?;
     guest.assert_no_warnings().await?;
     step("Power the guest off");

@@ -13,7 +13,11 @@ use patchbay_proto::v1::{FlipReport, StreamTracepointEventsResponse, TraceEvent}
 use patchbay_tests::{Environment, Guest};
 use tokio::process::Command;
 
-const EVENTS: [&str; 3] = ["sched:sched_process_exec", "sched:sched_process_fork", "sched:sched_switch"];
+const EVENTS: [&str; 3] = [
+    "sched:sched_process_exec",
+    "sched:sched_process_fork",
+    "sched:sched_switch",
+];
 const WORK: &str = "for i in 1 2 3; do busybox true; done";
 
 /// Boots a Linux guest and turns tracepoints in it on and off from outside.
@@ -29,7 +33,9 @@ struct Arguments {
 async fn main() -> Result<()> {
     let arguments = Arguments::parse();
     let Some(environment) = Environment::linux_guest() else {
-        bail!("no Linux guest can run here: start this by `cargo xtask demo trace`, and see `cargo xtask doctor`");
+        bail!(
+            "no Linux guest can run here: start this by `cargo xtask demo trace`, and see `cargo xtask doctor`"
+        );
     };
 
     step("Boot a Linux guest with the agent");
@@ -60,10 +66,20 @@ async fn main() -> Result<()> {
     let called = Instant::now();
     told(guest.fire(&EVENTS).await?.report);
     let first = first_event(&mut events.batch().await?, &mut events).await?;
-    println!("   Call to first event: {} ms.", called.elapsed().as_millis());
+    println!(
+        "   Call to first event: {} ms.",
+        called.elapsed().as_millis()
+    );
     show(&first);
     guest.shell(WORK).await?;
-    for event in events.until(|event| event.name == EVENTS[0]).await?.iter().rev().take(5).rev() {
+    for event in events
+        .until(|event| event.name == EVENTS[0])
+        .await?
+        .iter()
+        .rev()
+        .take(5)
+        .rev()
+    {
         show(event);
     }
 
@@ -95,9 +111,13 @@ fn step(text: &str) {
 }
 
 fn told(report: Option<FlipReport>) {
-    let Some(report) = report.filter(|report| report.paused) else { return };
+    let Some(report) = report.filter(|report| report.paused) else {
+        return;
+    };
     let micros = |part: Option<prost_types::Duration>| {
-        part.and_then(|part| std::time::Duration::try_from(part).ok()).unwrap_or_default().as_micros()
+        part.and_then(|part| std::time::Duration::try_from(part).ok())
+            .unwrap_or_default()
+            .as_micros()
     };
     println!(
         "   {} sites in one pause: stop {} µs, patch {} µs, resume {} µs.",
@@ -143,7 +163,8 @@ fn show(event: &TraceEvent) {
 
 /// Where a file outlives the lab.
 fn default_timeline() -> PathBuf {
-    let folder = std::env::var_os("PATCHBAY_LAB_OUT").map_or_else(std::env::temp_dir, PathBuf::from);
+    let folder =
+        std::env::var_os("PATCHBAY_LAB_OUT").map_or_else(std::env::temp_dir, PathBuf::from);
     folder.join("patchbay-trace.json")
 }
 

@@ -21,14 +21,20 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// An address of the monitor's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
-    Vsock { cid: u32, port: u32 },
+    Vsock {
+        cid: u32,
+        port: u32,
+    },
     /// For tests.
     Unix(PathBuf),
 }
 
 impl Default for Address {
     fn default() -> Self {
-        Self::Vsock { cid: HOST_CID, port: PORT }
+        Self::Vsock {
+            cid: HOST_CID,
+            port: PORT,
+        }
     }
 }
 
@@ -39,7 +45,9 @@ impl Address {
     /// Of the operating system.
     pub fn connect(&self) -> io::Result<File> {
         let socket: OwnedFd = match self {
-            Self::Vsock { cid, port } => vsock::VsockStream::connect_with_cid_port(*cid, *port)?.into(),
+            Self::Vsock { cid, port } => {
+                vsock::VsockStream::connect_with_cid_port(*cid, *port)?.into()
+            }
             Self::Unix(path) => UnixStream::connect(path)?.into(),
         };
         set_socket_timeout(&socket, Timeout::Send, Some(SEND_TIMEOUT))?;

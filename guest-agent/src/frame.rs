@@ -53,8 +53,12 @@ pub fn read<M: Message + Default>(stream: &mut impl Read) -> Result<M, FrameErro
 /// Of the operating system; `InvalidInput` if the message is too long for a frame.
 pub fn write(stream: &mut impl Write, message: &impl Message) -> io::Result<()> {
     let bytes = message.encoded_len();
-    let length = u32::try_from(bytes).ok().filter(|_| bytes <= MAX_FRAME_BYTES);
-    let length = length.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "message too long for a frame"))?;
+    let length = u32::try_from(bytes)
+        .ok()
+        .filter(|_| bytes <= MAX_FRAME_BYTES);
+    let length = length.ok_or_else(|| {
+        io::Error::new(io::ErrorKind::InvalidInput, "message too long for a frame")
+    })?;
     let mut frame = Vec::with_capacity(4 + bytes);
     frame.extend_from_slice(&length.to_le_bytes());
     message.encode(&mut frame).map_err(io::Error::other)?;
@@ -68,7 +72,12 @@ mod tests {
     use super::*;
 
     fn pong() -> FromAgent {
-        FromAgent { id: 7, message: Some(from_agent::Message::Pong(AgentPong { guest_time_ns: 1 << 60 })) }
+        FromAgent {
+            id: 7,
+            message: Some(from_agent::Message::Pong(AgentPong {
+                guest_time_ns: 1 << 60,
+            })),
+        }
     }
 
     #[test]
@@ -78,8 +87,14 @@ mod tests {
         write(&mut stream, &FromAgent::default()).expect("written");
         let mut stream = stream.as_slice();
         assert_eq!(read::<FromAgent>(&mut stream).expect("a message"), pong());
-        assert_eq!(read::<FromAgent>(&mut stream).expect("an empty message"), FromAgent::default());
-        assert!(matches!(read::<FromAgent>(&mut stream), Err(FrameError::Closed)));
+        assert_eq!(
+            read::<FromAgent>(&mut stream).expect("an empty message"),
+            FromAgent::default()
+        );
+        assert!(matches!(
+            read::<FromAgent>(&mut stream),
+            Err(FrameError::Closed)
+        ));
     }
 
     #[test]
@@ -87,13 +102,28 @@ mod tests {
         let mut whole = Vec::new();
         write(&mut whole, &pong()).expect("written");
         for cut in 1..whole.len() {
-            assert!(matches!(read::<FromAgent>(&mut &whole[..cut]), Err(FrameError::Broken(_))), "{cut}");
+            assert!(
+                matches!(
+                    read::<FromAgent>(&mut &whole[..cut]),
+                    Err(FrameError::Broken(_))
+                ),
+                "{cut}"
+            );
         }
         let long = [0, 0, 0x20, 0];
-        assert!(matches!(read::<FromAgent>(&mut long.as_slice()), Err(FrameError::TooLong { bytes: 0x20_0000 })));
+        assert!(matches!(
+            read::<FromAgent>(&mut long.as_slice()),
+            Err(FrameError::TooLong { bytes: 0x20_0000 })
+        ));
         let garbage = [2, 0, 0, 0, 0xff, 0xff];
-        assert!(matches!(read::<FromAgent>(&mut garbage.as_slice()), Err(FrameError::Malformed(_))));
-        let page = patchbay_proto::v1::AgentPage { cpu: 0, data: vec![0; MAX_FRAME_BYTES] };
+        assert!(matches!(
+            read::<FromAgent>(&mut garbage.as_slice()),
+            Err(FrameError::Malformed(_))
+        ));
+        let page = patchbay_proto::v1::AgentPage {
+            cpu: 0,
+            data: vec![0; MAX_FRAME_BYTES],
+        };
         assert!(write(&mut Vec::new(), &page).is_err());
     }
 }

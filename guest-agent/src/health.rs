@@ -24,7 +24,11 @@ pub fn report(warnings: &mut Warnings) -> AgentHealth {
         build_id: build_id(&bytes("/sys/kernel/notes")).unwrap_or_default(),
         labels: labels(&text(LABELS_FILE), &text("/proc/cmdline")),
         uptime_ms: uptime_ms(&text("/proc/uptime")),
-        load: text("/proc/loadavg").split_whitespace().take(3).filter_map(|word| word.parse().ok()).collect(),
+        load: text("/proc/loadavg")
+            .split_whitespace()
+            .take(3)
+            .filter_map(|word| word.parse().ok())
+            .collect(),
         pressure: ["cpu", "memory", "io"]
             .into_iter()
             .flat_map(|resource| pressure(resource, &text(&format!("/proc/pressure/{resource}"))))
@@ -57,14 +61,26 @@ pub fn line(path: &str) -> String {
 
 /// Of lines "Name:   123 kB", in bytes.
 fn kib(text: &str, name: &str) -> u64 {
-    let value = text.lines().find_map(|line| line.strip_prefix(name)?.split_whitespace().next()?.parse::<u64>().ok());
+    let value = text.lines().find_map(|line| {
+        line.strip_prefix(name)?
+            .split_whitespace()
+            .next()?
+            .parse::<u64>()
+            .ok()
+    });
     value.unwrap_or(0).saturating_mul(1024)
 }
 
 fn uptime_ms(text: &str) -> u64 {
-    let (seconds, hundredths) = text.split_whitespace().next().and_then(|word| word.split_once('.')).unwrap_or(("0", "0"));
+    let (seconds, hundredths) = text
+        .split_whitespace()
+        .next()
+        .and_then(|word| word.split_once('.'))
+        .unwrap_or(("0", "0"));
     let number = |text: &str| text.parse::<u64>().unwrap_or(0);
-    number(seconds).saturating_mul(1000).saturating_add(number(hundredths).saturating_mul(10))
+    number(seconds)
+        .saturating_mul(1000)
+        .saturating_add(number(hundredths).saturating_mul(10))
 }
 
 /// Lines "some avg10=0.00 avg60=0.00 avg300=0.00 total=0" (`Documentation/accounting/psi.rst`).
@@ -83,8 +99,13 @@ fn pressure(resource: &str, text: &str) -> Vec<AgentPressure> {
 }
 
 fn labels(file: &str, command_line: &str) -> HashMap<String, String> {
-    let from_file = file.lines().map(str::trim).filter(|line| !line.starts_with('#'));
-    let from_kernel = command_line.split_whitespace().filter_map(|word| word.strip_prefix(LABEL_WORD));
+    let from_file = file
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.starts_with('#'));
+    let from_kernel = command_line
+        .split_whitespace()
+        .filter_map(|word| word.strip_prefix(LABEL_WORD));
     from_file
         .chain(from_kernel)
         .filter(|label| label.len() <= MAX_LABEL_BYTES)
@@ -107,7 +128,12 @@ fn build_id(mut notes: &[u8]) -> Option<String> {
         let name_end = padded(name_length)?.checked_add(12)?;
         let description = notes.get(name_end..name_end.checked_add(length)?)?;
         if kind == 3 && notes.get(12..16) == Some(b"GNU\0") {
-            return Some(description.iter().map(|byte| format!("{byte:02x}")).collect());
+            return Some(
+                description
+                    .iter()
+                    .map(|byte| format!("{byte:02x}"))
+                    .collect(),
+            );
         }
         notes = notes.get(name_end.checked_add(padded(length)?)?..)?;
     }
@@ -132,7 +158,10 @@ mod tests {
 
     #[test]
     fn labels_of_the_command_line_come_last_and_win() {
-        let labels = labels("# ours\nrack = 7\nrole=db\nnothing\n", "quiet patchbay.label.role=web patchbay.label.=x");
+        let labels = labels(
+            "# ours\nrack = 7\nrole=db\nnothing\n",
+            "quiet patchbay.label.role=web patchbay.label.=x",
+        );
         assert_eq!(labels.len(), 2);
         assert_eq!(labels["rack"], "7");
         assert_eq!(labels["role"], "web");
@@ -142,7 +171,10 @@ mod tests {
     fn proc_files_are_read_as_they_are_written() {
         assert_eq!(uptime_ms("350735.47 234388.90\n"), 350_735_470);
         assert_eq!(uptime_ms(""), 0);
-        assert_eq!(kib("MemTotal:        1000 kB\nMemFree: 1 kB\n", "MemFree:"), 1024);
+        assert_eq!(
+            kib("MemTotal:        1000 kB\nMemFree: 1 kB\n", "MemFree:"),
+            1024
+        );
         let lines = "some avg10=1.50 avg60=0.25 avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n";
         let pressure = pressure("cpu", lines);
         assert_eq!(pressure.len(), 2);

@@ -26,11 +26,16 @@ impl Warnings {
     /// From the oldest message that the kernel still has. Without permission: none.
     pub fn open() -> Self {
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        let file = rustix::fs::open("/dev/kmsg", flags, Mode::empty()).ok().map(|fd| {
-            let _ = rustix::fs::seek(&fd, SeekFrom::Start(0));
-            File::from(fd)
-        });
-        Self { file, kept: VecDeque::new() }
+        let file = rustix::fs::open("/dev/kmsg", flags, Mode::empty())
+            .ok()
+            .map(|fd| {
+                let _ = rustix::fs::seek(&fd, SeekFrom::Start(0));
+                File::from(fd)
+            });
+        Self {
+            file,
+            kept: VecDeque::new(),
+        }
     }
 
     /// The newest, oldest first.
@@ -49,7 +54,8 @@ impl Warnings {
                     }
                 }
                 // Overwritten before it was read; the next read goes on with the oldest.
-                Err(error) if error.raw_os_error() == Some(rustix::io::Errno::PIPE.raw_os_error()) => {}
+                Err(error)
+                    if error.raw_os_error() == Some(rustix::io::Errno::PIPE.raw_os_error()) => {}
                 Err(_) => break,
             }
         }
@@ -65,7 +71,13 @@ fn parse(record: &str) -> Option<String> {
     let microseconds: u64 = fields.nth(1)?.parse().ok()?;
     let text = text.lines().next()?;
     // Facilities but the kernel's own are of user space (`include/linux/syslog.h`).
-    (priority <= WARNING).then(|| format!("[{:5}.{:06}] {text}", microseconds / 1_000_000, microseconds % 1_000_000))
+    (priority <= WARNING).then(|| {
+        format!(
+            "[{:5}.{:06}] {text}",
+            microseconds / 1_000_000,
+            microseconds % 1_000_000
+        )
+    })
 }
 
 #[cfg(test)]
@@ -75,7 +87,10 @@ mod tests {
     #[test]
     fn warnings_of_the_kernel_are_kept_and_others_not() {
         let record = "4,1094,7105000,-;NET: something odd\n SUBSYSTEM=net\n";
-        assert_eq!(parse(record).as_deref(), Some("[    7.105000] NET: something odd"));
+        assert_eq!(
+            parse(record).as_deref(),
+            Some("[    7.105000] NET: something odd")
+        );
         assert_eq!(parse("6,339,5140900,-;just so"), None);
         assert_eq!(parse("12,2,3,-;a user's warning"), None);
         assert_eq!(parse("garbage"), None);

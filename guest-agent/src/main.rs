@@ -80,9 +80,16 @@ fn main() -> ExitCode {
 
 /// None if there is nothing more to do.
 fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Option<Options>, String> {
-    let mut options = Options { address: Address::default(), tracefs: None };
+    let mut options = Options {
+        address: Address::default(),
+        tracefs: None,
+    };
     while let Some(argument) = arguments.next() {
-        let mut value = || arguments.next().ok_or_else(|| format!("{argument} needs a value"));
+        let mut value = || {
+            arguments
+                .next()
+                .ok_or_else(|| format!("{argument} needs a value"))
+        };
         match argument.as_str() {
             "--connect" => options.address = value()?.parse()?,
             "--tracefs" => options.tracefs = Some(value()?.into()),

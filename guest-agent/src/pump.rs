@@ -21,7 +21,10 @@ use crate::tracefs::Tracefs;
 const BATCH_BYTES: usize = 256 << 10;
 /// Between two batches: so long may an event wait, and so seldom is the agent an event itself.
 const PAUSE: Duration = Duration::from_millis(20);
-const POLL_TIMEOUT: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
+const POLL_TIMEOUT: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 500_000_000,
+};
 
 /// Header of a page: u64 time stamp, then the length of the data and two flags in a `local_t`
 /// (`struct buffer_data_page`, `kernel/trace/ring_buffer.c`; described in `events/header_page`).
@@ -52,7 +55,11 @@ impl Credit {
     /// From the monitor.
     pub fn add(&self, bytes: u64, reset: bool) {
         let mut state = self.state();
-        state.bytes = if reset { bytes } else { state.bytes.saturating_add(bytes) };
+        state.bytes = if reset {
+            bytes
+        } else {
+            state.bytes.saturating_add(bytes)
+        };
         self.changed.notify_all();
     }
 
@@ -77,9 +84,13 @@ impl Credit {
     /// Waits until there is some, and for `at_least` anyway. None: closed.
     fn wait(&self, at_least: Duration) -> Option<u64> {
         let state = self.state();
-        let wait = self.changed.wait_timeout_while(state, at_least, |state| !state.closed);
+        let wait = self
+            .changed
+            .wait_timeout_while(state, at_least, |state| !state.closed);
         let (state, _) = wait.unwrap_or_else(PoisonError::into_inner);
-        let wait = self.changed.wait_while(state, |state| !state.closed && state.bytes == 0);
+        let wait = self
+            .changed
+            .wait_while(state, |state| !state.closed && state.bytes == 0);
         let state = wait.unwrap_or_else(PoisonError::into_inner);
         (!state.closed).then_some(state.bytes)
     }
@@ -98,7 +109,10 @@ impl Pump<'_> {
         let cpus = self.tracefs.pages();
         let mut page = vec![0; rustix::param::page_size()];
         while let Some(credit) = self.credit.wait(PAUSE) {
-            let mut fds: Vec<_> = cpus.iter().map(|(_, file)| PollFd::from_borrowed_fd(file.as_fd(), PollFlags::IN)).collect();
+            let mut fds: Vec<_> = cpus
+                .iter()
+                .map(|(_, file)| PollFd::from_borrowed_fd(file.as_fd(), PollFlags::IN))
+                .collect();
             if poll(&mut fds, Some(&POLL_TIMEOUT)).is_err() {
                 continue;
             }
@@ -108,7 +122,11 @@ impl Pump<'_> {
                 continue;
             }
             self.credit.spend(bytes);
-            if self.outlet.send(0, Answer::Pages(AgentPages { pages })).is_err() {
+            if self
+                .outlet
+                .send(0, Answer::Pages(AgentPages { pages }))
+                .is_err()
+            {
                 return;
             }
         }
@@ -130,7 +148,10 @@ fn read_batch(cpus: &[(u32, File)], page: &mut [u8], limit: usize) -> (Vec<Agent
             let data = used(&page[..read]);
             if !data.is_empty() {
                 bytes += data.len();
-                pages.push(AgentPage { cpu: *cpu, data: data.to_vec() });
+                pages.push(AgentPage {
+                    cpu: *cpu,
+                    data: data.to_vec(),
+                });
             }
         }
         if bytes == before {
@@ -141,14 +162,20 @@ fn read_batch(cpus: &[(u32, File)], page: &mut [u8], limit: usize) -> (Vec<Agent
 
 /// A page without what follows its data; empty if it has none.
 fn used(page: &[u8]) -> &[u8] {
-    let Some(header) = page.get(8..HEADER_BYTES).and_then(|bytes| bytes.try_into().ok()) else { return &[] };
+    let Some(header) = page
+        .get(8..HEADER_BYTES)
+        .and_then(|bytes| bytes.try_into().ok())
+    else {
+        return &[];
+    };
     let commit = u64::from_le_bytes(header);
     let length = usize::try_from(commit & LENGTH_MASK).unwrap_or(usize::MAX);
     if length == 0 {
         return &[];
     }
     let missed = if commit & MISSED_STORED != 0 { 8 } else { 0 };
-    page.get(..HEADER_BYTES.saturating_add(length).saturating_add(missed)).unwrap_or(page)
+    page.get(..HEADER_BYTES.saturating_add(length).saturating_add(missed))
+        .unwrap_or(page)
 }
 
 #[cfg(test)]

@@ -13,7 +13,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use patchbay_proto::v1::from_agent::Message as Answer;
 use patchbay_proto::v1::to_agent::Message as Question;
 use patchbay_proto::v1::{
-    AgentDone, AgentEnabled, AgentEvents, AgentHello, AgentPong, AgentTask, AgentTasks, FromAgent, ToAgent,
+    AgentDone, AgentEnabled, AgentEvents, AgentHello, AgentPong, AgentTask, AgentTasks, FromAgent,
+    ToAgent,
 };
 use rustix::time::{ClockId, clock_gettime};
 
@@ -47,8 +48,17 @@ impl Outlet {
     /// Sends one message. A failure ends the connection.
     pub fn send(&self, id: u64, message: Answer) -> io::Result<()> {
         let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        let sent = frame::write(&mut *stream, &FromAgent { id, message: Some(message) });
-        if sent.as_ref().is_err_and(|error| error.kind() != io::ErrorKind::InvalidInput) {
+        let sent = frame::write(
+            &mut *stream,
+            &FromAgent {
+                id,
+                message: Some(message),
+            },
+        );
+        if sent
+            .as_ref()
+            .is_err_and(|error| error.kind() != io::ErrorKind::InvalidInput)
+        {
             shut_down(&stream);
         }
         sent
@@ -64,13 +74,17 @@ fn shut_down(stream: &File) {
 fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
-    seconds.saturating_mul(1_000_000_000).saturating_add(u64::try_from(time.tv_nsec).unwrap_or(0))
+    seconds
+        .saturating_mul(1_000_000_000)
+        .saturating_add(u64::try_from(time.tv_nsec).unwrap_or(0))
 }
 
 /// Speaks with the monitor until the connection ends.
 pub fn run(mut stream: File, tracefs: Result<&Tracefs, &TracefsError>) -> Ending {
     let outlet = match stream.try_clone() {
-        Ok(clone) => Arc::new(Outlet { stream: Mutex::new(clone) }),
+        Ok(clone) => Arc::new(Outlet {
+            stream: Mutex::new(clone),
+        }),
         Err(error) => return Ending::Failed(format!("the connection cannot be used: {error}")),
     };
     if let Err(error) = greet(&outlet, &mut stream, tracefs) {
@@ -82,7 +96,11 @@ pub fn run(mut stream: File, tracefs: Result<&Tracefs, &TracefsError>) -> Ending
         let (worker_outlet, worker_credit) = (&outlet, &credit);
         scope.spawn(move || work(worker_outlet, &waiting, tracefs, worker_credit));
         if let Ok(tracefs) = tracefs {
-            let pump = Pump { outlet: &outlet, credit: &credit, tracefs };
+            let pump = Pump {
+                outlet: &outlet,
+                credit: &credit,
+                tracefs,
+            };
             scope.spawn(move || pump.run());
         }
         let error = listen(&mut stream, &outlet, questions, &credit);
@@ -93,7 +111,11 @@ pub fn run(mut stream: File, tracefs: Result<&Tracefs, &TracefsError>) -> Ending
     Ending::Served(error)
 }
 
-fn greet(outlet: &Outlet, stream: &mut File, tracefs: Result<&Tracefs, &TracefsError>) -> Result<(), String> {
+fn greet(
+    outlet: &Outlet,
+    stream: &mut File,
+    tracefs: Result<&Tracefs, &TracefsError>,
+) -> Result<(), String> {
     let hello = AgentHello {
         oldest_version: OLDEST_VERSION,
         newest_version: NEWEST_VERSION,
@@ -104,10 +126,16 @@ fn greet(outlet: &Outlet, stream: &mut File, tracefs: Result<&Tracefs, &TracefsE
         enabled: tracefs.map(Tracefs::enabled).unwrap_or_default(),
         page_size: u32::try_from(rustix::param::page_size()).unwrap_or(0),
     };
-    outlet.send(0, Answer::Hello(hello)).map_err(|error| format!("the monitor did not take the hello: {error}"))?;
+    outlet
+        .send(0, Answer::Hello(hello))
+        .map_err(|error| format!("the monitor did not take the hello: {error}"))?;
     let answer: ToAgent = frame::read(stream).map_err(|error| error.to_string())?;
     match answer.message {
-        Some(Question::Welcome(welcome)) if (OLDEST_VERSION..=NEWEST_VERSION).contains(&welcome.version) => Ok(()),
+        Some(Question::Welcome(welcome))
+            if (OLDEST_VERSION..=NEWEST_VERSION).contains(&welcome.version) =>
+        {
+            Ok(())
+        }
         Some(Question::Welcome(welcome)) => Err(format!(
             "the monitor chose version {} of the protocol, and this agent speaks {OLDEST_VERSION} to {NEWEST_VERSION}",
             welcome.version
@@ -118,7 +146,12 @@ fn greet(outlet: &Outlet, stream: &mut File, tracefs: Result<&Tracefs, &TracefsE
 }
 
 /// Until the connection ends; why it ended.
-fn listen(stream: &mut File, outlet: &Outlet, questions: SyncSender<(u64, Question)>, credit: &Credit) -> String {
+fn listen(
+    stream: &mut File,
+    outlet: &Outlet,
+    questions: SyncSender<(u64, Question)>,
+    credit: &Credit,
+) -> String {
     loop {
         let question: ToAgent = match frame::read(stream) {
             Ok(question) => question,
@@ -127,7 +160,12 @@ fn listen(stream: &mut File, outlet: &Outlet, questions: SyncSender<(u64, Questi
         };
         match question.message {
             Some(Question::Ping(_)) => {
-                if let Err(error) = outlet.send(question.id, Answer::Pong(AgentPong { guest_time_ns: now() })) {
+                if let Err(error) = outlet.send(
+                    question.id,
+                    Answer::Pong(AgentPong {
+                        guest_time_ns: now(),
+                    }),
+                ) {
                     return format!("the monitor takes no answers: {error}");
                 }
             }
@@ -135,12 +173,15 @@ fn listen(stream: &mut File, outlet: &Outlet, questions: SyncSender<(u64, Questi
             Some(message) => match questions.try_send((question.id, message)) {
                 Ok(()) => {}
                 Err(TrySendError::Full(_)) => {
-                    return format!("the monitor asked more than {MAX_QUESTIONS} questions at once");
+                    return format!(
+                        "the monitor asked more than {MAX_QUESTIONS} questions at once"
+                    );
                 }
                 Err(TrySendError::Disconnected(_)) => return "the agent's worker ended".to_owned(),
             },
             None => {
-                let error = "this agent does not know the question; it is of an older version".to_owned();
+                let error =
+                    "this agent does not know the question; it is of an older version".to_owned();
                 if let Err(error) = outlet.send(question.id, Answer::Error(error)) {
                     return format!("the monitor takes no answers: {error}");
                 }
@@ -176,7 +217,10 @@ fn work(
 fn trace(tracefs: &Tracefs, question: Question, credit: &Credit) -> Answer {
     match question {
         Question::ListEvents(_) => match tracefs.events() {
-            Ok(names) => Answer::Events(AgentEvents { names, others: tracefs.others() }),
+            Ok(names) => Answer::Events(AgentEvents {
+                names,
+                others: tracefs.others(),
+            }),
             Err(error) => Answer::Error(format!("the events cannot be listed: {error}")),
         },
         Question::Enable(enable) => {
@@ -185,7 +229,13 @@ fn trace(tracefs: &Tracefs, question: Question, credit: &Credit) -> Answer {
             {
                 return Answer::Error(format!("recording cannot be stopped: {error}"));
             }
-            Answer::Enabled(AgentEnabled { events: enable.events.iter().map(|event| tracefs.enable(event)).collect() })
+            Answer::Enabled(AgentEnabled {
+                events: enable
+                    .events
+                    .iter()
+                    .map(|event| tracefs.enable(event))
+                    .collect(),
+            })
         }
         Question::Settle(_) => {
             let guest_time_ns = now();
@@ -194,9 +244,13 @@ fn trace(tracefs: &Tracefs, question: Question, credit: &Credit) -> Answer {
                 Err(error) => Answer::Error(format!("recording cannot be started: {error}")),
             }
         }
-        Question::Disable(disable) => {
-            Answer::Enabled(AgentEnabled { events: disable.names.iter().map(|name| tracefs.disable(name)).collect() })
-        }
+        Question::Disable(disable) => Answer::Enabled(AgentEnabled {
+            events: disable
+                .names
+                .iter()
+                .map(|name| tracefs.disable(name))
+                .collect(),
+        }),
         Question::GetBufferStats(_) => {
             let mut stats = tracefs.stats();
             stats.sent_bytes = credit.sent();
@@ -207,6 +261,11 @@ fn trace(tracefs: &Tracefs, question: Question, credit: &Credit) -> Answer {
 }
 
 fn names(pids: &[i32]) -> AgentTasks {
-    let task = |&pid: &i32| AgentTask { pid, comm: health::line(&format!("/proc/{pid}/comm")) };
-    AgentTasks { tasks: pids.iter().take(MAX_TASKS).map(task).collect() }
+    let task = |&pid: &i32| AgentTask {
+        pid,
+        comm: health::line(&format!("/proc/{pid}/comm")),
+    };
+    AgentTasks {
+        tasks: pids.iter().take(MAX_TASKS).map(task).collect(),
+    }
 }

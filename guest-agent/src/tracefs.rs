@@ -23,10 +23,14 @@ const MAX_MESSAGE_BYTES: usize = 1 << 10;
 #[derive(Debug, thiserror::Error)]
 pub enum TracefsError {
     /// Absent.
-    #[error("tracefs cannot be mounted at {MOUNT_POINT} ({0}); the kernel needs CONFIG_FTRACE, and the agent root")]
+    #[error(
+        "tracefs cannot be mounted at {MOUNT_POINT} ({0}); the kernel needs CONFIG_FTRACE, and the agent root"
+    )]
     NotMounted(io::Error),
     /// Refused.
-    #[error("the tracefs instance {path} cannot be set up ({error}); the agent needs root and no lockdown")]
+    #[error(
+        "the tracefs instance {path} cannot be set up ({error}); the agent needs root and no lockdown"
+    )]
     Instance {
         /// Of the file.
         path: String,
@@ -52,7 +56,11 @@ impl<'a> EventName<'a> {
     fn parse(text: &'a str) -> Option<Self> {
         let (system, name) = text.split_once(':')?;
         let plain = |part: &str| {
-            !part.is_empty() && part.len() <= 128 && part.bytes().all(|c| c.is_ascii_alphanumeric() || c == b'_' || c == b'-')
+            !part.is_empty()
+                && part.len() <= 128
+                && part
+                    .bytes()
+                    .all(|c| c.is_ascii_alphanumeric() || c == b'_' || c == b'-')
         };
         (plain(system) && plain(name)).then_some(Self { system, name })
     }
@@ -75,10 +83,13 @@ impl Tracefs {
         };
         let this = Self { root, instance };
         match fs::create_dir(&this.instance) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(failed(&this.instance)(error)),
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(failed(&this.instance)(error));
+            }
             _ => {}
         }
-        this.leave_out_command_names().map_err(failed(&this.instance.join("trace_options")))?;
+        this.leave_out_command_names()
+            .map_err(failed(&this.instance.join("trace_options")))?;
         let cpus = this.cpus().len().max(1);
         let buffer_kib = (BUFFER_KIB / cpus).clamp(64, MAX_CPU_BUFFER_KIB);
         for (file, value) in [
@@ -103,7 +114,8 @@ impl Tracefs {
     /// level, where it was set, starts it again for the others' events.
     fn leave_out_command_names(&self) -> io::Result<()> {
         let top = self.root.join("trace_options");
-        let others_record = read(&top).is_ok_and(|options| options.lines().any(|option| option == "record-cmd"));
+        let others_record =
+            read(&top).is_ok_and(|options| options.lines().any(|option| option == "record-cmd"));
         write(&self.instance.join("trace_options"), "norecord-cmd")?;
         if others_record {
             write(&top, "norecord-cmd")?;
@@ -114,7 +126,10 @@ impl Tracefs {
 
     /// All events, "system:name".
     pub fn events(&self) -> io::Result<Vec<String>> {
-        Ok(read(&self.root.join("available_events"))?.lines().map(str::to_owned).collect())
+        Ok(read(&self.root.join("available_events"))?
+            .lines()
+            .map(str::to_owned)
+            .collect())
     }
 
     /// Events that are enabled in the agent's instance.
@@ -135,14 +150,20 @@ impl Tracefs {
         }
         folders
             .into_iter()
-            .map(|(name, folder)| AgentInstance { name, events: enabled_events(&folder) })
+            .map(|(name, folder)| AgentInstance {
+                name,
+                events: enabled_events(&folder),
+            })
             .filter(|other| !other.events.is_empty())
             .collect()
     }
 
     /// Enables one event with its filter and trigger.
     pub fn enable(&self, event: &AgentEvent) -> AgentEnabledEvent {
-        let mut result = AgentEnabledEvent { name: event.name.clone(), ..Default::default() };
+        let mut result = AgentEnabledEvent {
+            name: event.name.clone(),
+            ..Default::default()
+        };
         match self.try_enable(event, &mut result.vanished) {
             Ok(format) => result.format = format,
             Err(error) => result.error = error,
@@ -167,12 +188,16 @@ impl Tracefs {
         }
         write(&folder.join("enable"), "1").map_err(|error| error.to_string())?;
         let name = event.name.replacen(':', "/", 1);
-        read(&self.root.join("events").join(name).join("format")).map_err(|error| format!("format: {error}"))
+        read(&self.root.join("events").join(name).join("format"))
+            .map_err(|error| format!("format: {error}"))
     }
 
     /// Disables one event and takes its filter and triggers away.
     pub fn disable(&self, name: &str) -> AgentEnabledEvent {
-        let mut result = AgentEnabledEvent { name: name.to_owned(), ..Default::default() };
+        let mut result = AgentEnabledEvent {
+            name: name.to_owned(),
+            ..Default::default()
+        };
         let outcome = self.folder(name, &mut result.vanished).and_then(|folder| {
             write(&folder.join("enable"), "0").map_err(|error| error.to_string())?;
             // Neither is worth an error: the event is off, and a filter that is set anew replaces it.
@@ -192,29 +217,48 @@ impl Tracefs {
 
     fn folder(&self, name: &str, vanished: &mut bool) -> Result<PathBuf, String> {
         let event = EventName::parse(name).ok_or_else(|| format!("{name:?} is not system:name"))?;
-        let folder = self.instance.join("events").join(event.system).join(event.name);
+        let folder = self
+            .instance
+            .join("events")
+            .join(event.system)
+            .join(event.name);
         *vanished = !folder.is_dir();
-        if *vanished { Err(format!("there is no event {name}; is its module loaded?")) } else { Ok(folder) }
+        if *vanished {
+            Err(format!("there is no event {name}; is its module loaded?"))
+        } else {
+            Ok(folder)
+        }
     }
 
     /// Stops or starts the recording of all events of the instance.
     pub fn record(&self, on: bool) -> io::Result<()> {
-        write(&self.instance.join("tracing_on"), if on { "1" } else { "0" })
+        write(
+            &self.instance.join("tracing_on"),
+            if on { "1" } else { "0" },
+        )
     }
 
     /// The newest entry of the error log.
     fn last_error(&self) -> String {
         let log = read(&self.instance.join("error_log")).unwrap_or_default();
-        log.rfind("] ").map_or(String::new(), |at| log[at + 2..].to_owned())
+        log.rfind("] ")
+            .map_or(String::new(), |at| log[at + 2..].to_owned())
     }
 
     /// Numbers and folders of the CPUs.
     fn cpus(&self) -> Vec<(u32, PathBuf)> {
-        let Ok(folders) = fs::read_dir(self.instance.join("per_cpu")) else { return vec![] };
+        let Ok(folders) = fs::read_dir(self.instance.join("per_cpu")) else {
+            return vec![];
+        };
         let mut cpus: Vec<_> = folders
             .flatten()
             .filter_map(|folder| {
-                let number = folder.file_name().to_str()?.strip_prefix("cpu")?.parse().ok()?;
+                let number = folder
+                    .file_name()
+                    .to_str()?
+                    .strip_prefix("cpu")?
+                    .parse()
+                    .ok()?;
                 Some((number, folder.path()))
             })
             .collect();
@@ -237,7 +281,9 @@ impl Tracefs {
         let mut stats = AgentBufferStats::default();
         for (_, folder) in self.cpus() {
             for line in read(&folder.join("stats")).unwrap_or_default().lines() {
-                let Some((name, value)) = line.split_once(": ") else { continue };
+                let Some((name, value)) = line.split_once(": ") else {
+                    continue;
+                };
                 let sum = match name {
                     "entries" => &mut stats.entries,
                     "overrun" => &mut stats.overrun,
@@ -250,7 +296,11 @@ impl Tracefs {
         }
         let total = read(&self.instance.join("buffer_total_size_kb")).unwrap_or_default();
         // "1408 (expanded: 2048)" while it is not in use.
-        let kib: u64 = total.split_whitespace().next().and_then(|text| text.parse().ok()).unwrap_or(0);
+        let kib: u64 = total
+            .split_whitespace()
+            .next()
+            .and_then(|text| text.parse().ok())
+            .unwrap_or(0);
         stats.buffer_bytes = kib << 10;
         stats
     }
@@ -259,15 +309,28 @@ impl Tracefs {
 fn mounted() -> io::Result<PathBuf> {
     let usual = PathBuf::from(MOUNT_POINT);
     let debug = PathBuf::from("/sys/kernel/debug/tracing");
-    if let Some(found) = [&usual, &debug].into_iter().find(|path| path.join("available_events").exists()) {
+    if let Some(found) = [&usual, &debug]
+        .into_iter()
+        .find(|path| path.join("available_events").exists())
+    {
         return Ok(found.clone());
     }
-    rustix::mount::mount("tracefs", &usual, "tracefs", rustix::mount::MountFlags::empty(), None)?;
+    rustix::mount::mount(
+        "tracefs",
+        &usual,
+        "tracefs",
+        rustix::mount::MountFlags::empty(),
+        None,
+    )?;
     Ok(usual)
 }
 
 fn enabled_events(folder: &Path) -> Vec<String> {
-    read(&folder.join("set_event")).unwrap_or_default().lines().map(str::to_owned).collect()
+    read(&folder.join("set_event"))
+        .unwrap_or_default()
+        .lines()
+        .map(str::to_owned)
+        .collect()
 }
 
 /// What the kernel said, on few lines; the error number if it said nothing.
@@ -299,8 +362,15 @@ fn read(path: &Path) -> io::Result<String> {
 
 /// In one system call, as the kernel's files want it.
 fn write(path: &Path, text: &str) -> io::Result<()> {
-    let written = OpenOptions::new().write(true).open(path)?.write(text.as_bytes())?;
-    if written < text.len() { Err(io::ErrorKind::WriteZero.into()) } else { Ok(()) }
+    let written = OpenOptions::new()
+        .write(true)
+        .open(path)?
+        .write(text.as_bytes())?;
+    if written < text.len() {
+        Err(io::ErrorKind::WriteZero.into())
+    } else {
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -310,7 +380,17 @@ mod tests {
     #[test]
     fn names_of_events_are_nothing_else() {
         assert!(EventName::parse("sched:sched_switch").is_some());
-        for bad in ["sched_switch", "sched:", ":x", "../..:x", "a:b/c", "a:b:c", "a:..", "a:b\n", "a:*"] {
+        for bad in [
+            "sched_switch",
+            "sched:",
+            ":x",
+            "../..:x",
+            "a:b/c",
+            "a:b:c",
+            "a:..",
+            "a:b\n",
+            "a:*",
+        ] {
             assert!(EventName::parse(bad).is_none(), "{bad:?}");
         }
     }
@@ -318,7 +398,15 @@ mod tests {
     #[test]
     fn the_kernels_message_is_preferred_and_bounded() {
         let error = io::Error::from_raw_os_error(22);
-        assert_eq!(said("badfield == 1\n         ^\nparse_error: Field not found\n", &error).lines().count(), 3);
+        assert_eq!(
+            said(
+                "badfield == 1\n         ^\nparse_error: Field not found\n",
+                &error
+            )
+            .lines()
+            .count(),
+            3
+        );
         assert!(said("none\n", &error).contains("Invalid argument"));
         assert!(said(&"é".repeat(1000), &error).len() <= MAX_MESSAGE_BYTES);
     }

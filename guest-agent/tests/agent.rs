@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 use patchbay_proto::v1::from_agent::Message as Answer;
 use patchbay_proto::v1::to_agent::Message as Question;
 use patchbay_proto::v1::{
-    AgentCredit, AgentDisable, AgentEnable, AgentEnabledEvent, AgentEvent, AgentGetBufferStats, AgentGetHealth,
-    AgentGetTasks, AgentListEvents, AgentPing, AgentRefusal, AgentSettle, AgentWelcome, FromAgent, ToAgent,
+    AgentCredit, AgentDisable, AgentEnable, AgentEnabledEvent, AgentEvent, AgentGetBufferStats,
+    AgentGetHealth, AgentGetTasks, AgentListEvents, AgentPing, AgentRefusal, AgentSettle,
+    AgentWelcome, FromAgent, ToAgent,
 };
 use prost::Message;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
@@ -41,21 +42,41 @@ fn make_tracefs(root: &Path) {
         fs::create_dir_all(path.parent().expect("a folder")).expect("made");
         fs::write(path, text).expect("written");
     };
-    file(root.join("available_events"), "sched:sched_switch\nirq:softirq_entry\n");
+    file(
+        root.join("available_events"),
+        "sched:sched_switch\nirq:softirq_entry\n",
+    );
     file(root.join("trace_options"), "print-parent\nrecord-cmd\n");
     file(root.join("set_event"), "irq:softirq_entry\n");
-    file(root.join("instances/other/set_event"), "sched:sched_switch\n");
+    file(
+        root.join("instances/other/set_event"),
+        "sched:sched_switch\n",
+    );
     file(root.join("instances/idle/set_event"), "");
     file(root.join("events/sched/sched_switch/format"), FORMAT);
-    for name in ["trace_options", "trace_clock", "buffer_size_kb", "buffer_percent", "tracing_on", "set_event", "error_log"] {
+    for name in [
+        "trace_options",
+        "trace_clock",
+        "buffer_size_kb",
+        "buffer_percent",
+        "tracing_on",
+        "set_event",
+        "error_log",
+    ] {
         file(instance.join(name), "");
     }
-    file(instance.join("buffer_total_size_kb"), "8 (expanded: 1408)\n");
+    file(
+        instance.join("buffer_total_size_kb"),
+        "8 (expanded: 1408)\n",
+    );
     for name in ["enable", "filter", "trigger"] {
         file(instance.join("events/sched/sched_switch").join(name), "");
     }
     for cpu in ["cpu0", "cpu1"] {
-        file(instance.join("per_cpu").join(cpu).join("stats"), "entries: 5\noverrun: 2\nbytes: 7\nread events: 1\n");
+        file(
+            instance.join("per_cpu").join(cpu).join("stats"),
+            "entries: 5\noverrun: 2\nbytes: 7\nread events: 1\n",
+        );
         let pages = instance.join("per_cpu").join(cpu).join("trace_pipe_raw");
         mknodat(CWD, &pages, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a pipe");
     }
@@ -76,7 +97,12 @@ impl Agent {
             .stderr(Stdio::null())
             .spawn()
             .expect("started");
-        Self { process, listener, tracefs, _folder: folder }
+        Self {
+            process,
+            listener,
+            tracefs,
+            _folder: folder,
+        }
     }
 
     fn accept(&self) -> (Monitor, FromAgent) {
@@ -105,7 +131,11 @@ struct Monitor {
 
 impl Monitor {
     fn send(&mut self, id: u64, question: Question) {
-        let message = ToAgent { id, message: Some(question) }.encode_to_vec();
+        let message = ToAgent {
+            id,
+            message: Some(question),
+        }
+        .encode_to_vec();
         let length = u32::try_from(message.len()).expect("short");
         self.stream.write_all(&length.to_le_bytes()).expect("sent");
         self.stream.write_all(&message).expect("sent");
@@ -128,7 +158,10 @@ impl Monitor {
     }
 
     fn enable(&mut self, event: AgentEvent, quiet: bool) -> AgentEnabledEvent {
-        match self.ask(Question::Enable(AgentEnable { events: vec![event], quiet })) {
+        match self.ask(Question::Enable(AgentEnable {
+            events: vec![event],
+            quiet,
+        })) {
             Answer::Enabled(mut enabled) => enabled.events.remove(0),
             other => panic!("{other:?}"),
         }
@@ -136,43 +169,70 @@ impl Monitor {
 }
 
 fn switch(filter: &str) -> AgentEvent {
-    AgentEvent { name: "sched:sched_switch".into(), filter: filter.into(), trigger: String::new() }
+    AgentEvent {
+        name: "sched:sched_switch".into(),
+        filter: filter.into(),
+        trigger: String::new(),
+    }
 }
 
 #[test]
 fn hello_tells_versions_and_the_instance_is_set_up() {
     let agent = Agent::start();
     let (_monitor, hello) = agent.accept();
-    let Some(Answer::Hello(hello)) = hello.message else { panic!("{hello:?}") };
+    let Some(Answer::Hello(hello)) = hello.message else {
+        panic!("{hello:?}")
+    };
     assert_eq!((hello.oldest_version, hello.newest_version), (1, 1));
     assert_eq!(hello.no_tracing, "");
-    assert!(!hello.kernel_release.is_empty() && !hello.boot_id.is_empty() && hello.page_size >= 4096);
+    assert!(
+        !hello.kernel_release.is_empty() && !hello.boot_id.is_empty() && hello.page_size >= 4096
+    );
     assert_eq!(agent.instance("trace_clock"), "mono");
     assert_eq!(agent.instance("trace_options"), "norecord-cmd");
     assert_eq!(agent.instance("buffer_size_kb"), "1024");
     let top = fs::read_to_string(agent.tracefs.join("trace_options")).expect("readable");
-    assert!(top.starts_with("record-cmd"), "names of commands are recorded again for the others: {top}");
+    assert!(
+        top.starts_with("record-cmd"),
+        "names of commands are recorded again for the others: {top}"
+    );
 }
 
 #[test]
 fn events_are_listed_enabled_and_disabled() {
     let agent = Agent::start();
     let mut monitor = agent.welcome();
-    let Answer::Events(events) = monitor.ask(Question::ListEvents(AgentListEvents {})) else { panic!("events") };
+    let Answer::Events(events) = monitor.ask(Question::ListEvents(AgentListEvents {})) else {
+        panic!("events")
+    };
     assert_eq!(events.names, ["sched:sched_switch", "irq:softirq_entry"]);
-    let others: Vec<_> = events.others.iter().map(|other| (other.name.as_str(), other.events.len())).collect();
+    let others: Vec<_> = events
+        .others
+        .iter()
+        .map(|other| (other.name.as_str(), other.events.len()))
+        .collect();
     assert_eq!(others, [("", 1), ("other", 1)]);
 
     let enabled = monitor.enable(switch("prev_pid == 0"), true);
-    assert_eq!((enabled.error.as_str(), enabled.format.as_str()), ("", FORMAT));
+    assert_eq!(
+        (enabled.error.as_str(), enabled.format.as_str()),
+        ("", FORMAT)
+    );
     assert_eq!(agent.instance("events/sched/sched_switch/enable"), "1");
-    assert_eq!(agent.instance("events/sched/sched_switch/filter"), "prev_pid == 0");
+    assert_eq!(
+        agent.instance("events/sched/sched_switch/filter"),
+        "prev_pid == 0"
+    );
     assert_eq!(agent.instance("tracing_on"), "0", "quiet until settled");
-    let Answer::Done(done) = monitor.ask(Question::Settle(AgentSettle {})) else { panic!("done") };
+    let Answer::Done(done) = monitor.ask(Question::Settle(AgentSettle {})) else {
+        panic!("done")
+    };
     assert!(done.guest_time_ns > 0);
     assert_eq!(agent.instance("tracing_on"), "1");
     let names = vec!["sched:sched_switch".to_owned()];
-    let Answer::Enabled(disabled) = monitor.ask(Question::Disable(AgentDisable { names })) else { panic!("disabled") };
+    let Answer::Enabled(disabled) = monitor.ask(Question::Disable(AgentDisable { names })) else {
+        panic!("disabled")
+    };
     assert_eq!(disabled.events[0].error, "");
     assert_eq!(agent.instance("events/sched/sched_switch/enable"), "0");
 }
@@ -181,45 +241,96 @@ fn events_are_listed_enabled_and_disabled() {
 fn names_that_are_none_touch_nothing_and_the_kernels_refusal_is_passed_on() {
     let agent = Agent::start();
     let mut monitor = agent.welcome();
-    for name in ["nothing:here", "../../..:etc", "sched", "sched:sched_switch/../x", ""] {
-        let event = AgentEvent { name: name.into(), ..Default::default() };
+    for name in [
+        "nothing:here",
+        "../../..:etc",
+        "sched",
+        "sched:sched_switch/../x",
+        "",
+    ] {
+        let event = AgentEvent {
+            name: name.into(),
+            ..Default::default()
+        };
         assert!(!monitor.enable(event, false).error.is_empty(), "{name:?}");
     }
-    let event = AgentEvent { name: "nothing:here".into(), ..Default::default() };
+    let event = AgentEvent {
+        name: "nothing:here".into(),
+        ..Default::default()
+    };
     assert!(monitor.enable(event, false).vanished);
 
     // A file that cannot be written, as one of the kernel's that refuses.
-    let trigger = agent.tracefs.join("instances/patchbay/events/sched/sched_switch/trigger");
+    let trigger = agent
+        .tracefs
+        .join("instances/patchbay/events/sched/sched_switch/trigger");
     fs::remove_file(&trigger).expect("removed");
     fs::create_dir(&trigger).expect("made");
-    fs::write(agent.tracefs.join("instances/patchbay/error_log"), "[    1.0] error: no such trigger\n  Command: x\n")
-        .expect("written");
-    let event = AgentEvent { trigger: "x".into(), ..switch("") };
+    fs::write(
+        agent.tracefs.join("instances/patchbay/error_log"),
+        "[    1.0] error: no such trigger\n  Command: x\n",
+    )
+    .expect("written");
+    let event = AgentEvent {
+        trigger: "x".into(),
+        ..switch("")
+    };
     let error = monitor.enable(event, false).error;
-    assert!(error.starts_with("trigger: error: no such trigger"), "{error}");
-    assert_eq!(agent.instance("events/sched/sched_switch/enable"), "", "not enabled");
+    assert!(
+        error.starts_with("trigger: error: no such trigger"),
+        "{error}"
+    );
+    assert_eq!(
+        agent.instance("events/sched/sched_switch/enable"),
+        "",
+        "not enabled"
+    );
 }
 
 #[test]
 fn pages_are_sent_only_against_credit() {
     let agent = Agent::start();
     let mut monitor = agent.welcome();
-    let pipe = agent.tracefs.join("instances/patchbay/per_cpu/cpu1/trace_pipe_raw");
-    let mut pipe = fs::OpenOptions::new().write(true).open(pipe).expect("the agent reads it");
+    let pipe = agent
+        .tracefs
+        .join("instances/patchbay/per_cpu/cpu1/trace_pipe_raw");
+    let mut pipe = fs::OpenOptions::new()
+        .write(true)
+        .open(pipe)
+        .expect("the agent reads it");
     let mut page = vec![0; 4096];
     page[8..16].copy_from_slice(&20u64.to_le_bytes());
     page[16..36].fill(7);
     pipe.write_all(&page).expect("written");
     // The answer to a later question comes first: nothing is sent without credit.
-    let Answer::Pong(_) = monitor.ask(Question::Ping(AgentPing {})) else { panic!("pong") };
-    monitor.send(0, Question::Credit(AgentCredit { bytes: 4096, reset: false }));
+    let Answer::Pong(_) = monitor.ask(Question::Ping(AgentPing {})) else {
+        panic!("pong")
+    };
+    monitor.send(
+        0,
+        Question::Credit(AgentCredit {
+            bytes: 4096,
+            reset: false,
+        }),
+    );
     let pages = monitor.read().expect("pages");
     assert_eq!(pages.id, 0);
-    let Some(Answer::Pages(pages)) = pages.message else { panic!("{pages:?}") };
+    let Some(Answer::Pages(pages)) = pages.message else {
+        panic!("{pages:?}")
+    };
     assert_eq!(pages.pages.len(), 1);
-    assert_eq!((pages.pages[0].cpu, pages.pages[0].data.as_slice()), (1, &page[..36]));
-    let Answer::BufferStats(stats) = monitor.ask(Question::GetBufferStats(AgentGetBufferStats {})) else { panic!("stats") };
-    assert_eq!((stats.entries, stats.overrun, stats.read, stats.buffer_bytes), (10, 4, 2, 8192));
+    assert_eq!(
+        (pages.pages[0].cpu, pages.pages[0].data.as_slice()),
+        (1, &page[..36])
+    );
+    let Answer::BufferStats(stats) = monitor.ask(Question::GetBufferStats(AgentGetBufferStats {}))
+    else {
+        panic!("stats")
+    };
+    assert_eq!(
+        (stats.entries, stats.overrun, stats.read, stats.buffer_bytes),
+        (10, 4, 2, 8192)
+    );
     assert_eq!(stats.sent_bytes, 36);
 }
 
@@ -227,30 +338,52 @@ fn pages_are_sent_only_against_credit() {
 fn health_and_tasks_are_told() {
     let agent = Agent::start();
     let mut monitor = agent.welcome();
-    let Answer::Health(health) = monitor.ask(Question::GetHealth(AgentGetHealth {})) else { panic!("health") };
+    let Answer::Health(health) = monitor.ask(Question::GetHealth(AgentGetHealth {})) else {
+        panic!("health")
+    };
     assert!(health.uptime_ms > 0 && health.load.len() == 3 && health.memory_total_bytes > 0);
     assert!(health.agent_memory_bytes > 0);
     let pid = i32::try_from(agent.process.id()).expect("a process id");
-    let Answer::Tasks(tasks) = monitor.ask(Question::GetTasks(AgentGetTasks { pids: vec![pid, -1] })) else {
+    let Answer::Tasks(tasks) = monitor.ask(Question::GetTasks(AgentGetTasks {
+        pids: vec![pid, -1],
+    })) else {
         panic!("tasks")
     };
-    assert_eq!((tasks.tasks[0].comm.as_str(), tasks.tasks[1].comm.as_str()), ("patchbay-agent", ""));
+    assert_eq!(
+        (tasks.tasks[0].comm.as_str(), tasks.tasks[1].comm.as_str()),
+        ("patchbay-agent", "")
+    );
 }
 
 #[test]
 fn it_comes_back_after_a_refusal_a_restart_and_garbage() {
     let agent = Agent::start();
     let (mut monitor, _) = agent.accept();
-    monitor.send(0, Question::Refusal(AgentRefusal { reason: "not now".into() }));
+    monitor.send(
+        0,
+        Question::Refusal(AgentRefusal {
+            reason: "not now".into(),
+        }),
+    );
     let (mut monitor, _) = agent.accept();
     monitor.send(0, Question::Welcome(AgentWelcome { version: 9 }));
     let mut monitor = agent.welcome();
     monitor.enable(switch(""), false);
-    fs::write(agent.tracefs.join("instances/patchbay/set_event"), "sched:sched_switch\n").expect("written");
+    fs::write(
+        agent.tracefs.join("instances/patchbay/set_event"),
+        "sched:sched_switch\n",
+    )
+    .expect("written");
     drop(monitor);
     let (mut monitor, hello) = agent.accept();
-    let Some(Answer::Hello(hello)) = hello.message else { panic!("{hello:?}") };
-    assert_eq!(hello.enabled, ["sched:sched_switch"], "what is armed stays so, and is told");
+    let Some(Answer::Hello(hello)) = hello.message else {
+        panic!("{hello:?}")
+    };
+    assert_eq!(
+        hello.enabled,
+        ["sched:sched_switch"],
+        "what is armed stays so, and is told"
+    );
     monitor.stream.write_all(&[0xff; 16]).expect("sent");
     let started = Instant::now();
     agent.welcome();

@@ -4,15 +4,23 @@
 
 use anyhow::{Result, ensure};
 use patchbay_proto::v1::trace_field::Value;
-use patchbay_proto::v1::{ArmTracepointsRequest, ListTracepointsRequest, TraceEvent, TracepointState};
+use patchbay_proto::v1::{
+    ArmTracepointsRequest, ListTracepointsRequest, TraceEvent, TracepointState,
+};
 use patchbay_tests::{Environment, Guest};
 use tonic_types::StatusExt;
 
 /// Events that every command in the guest makes.
-const EVENTS: [&str; 3] = ["sched:sched_process_exec", "sched:sched_process_exit", "sched:sched_process_fork"];
+const EVENTS: [&str; 3] = [
+    "sched:sched_process_exec",
+    "sched:sched_process_exit",
+    "sched:sched_process_fork",
+];
 
 async fn boot() -> Result<Option<Guest>> {
-    let Some(environment) = Environment::linux_guest() else { return Ok(None) };
+    let Some(environment) = Environment::linux_guest() else {
+        return Ok(None);
+    };
     let mut guest = Guest::builder(&environment).agent().boot().await?;
     guest.assert_registered().await?;
     guest.wait_for_agent().await?;
@@ -20,32 +28,55 @@ async fn boot() -> Result<Option<Guest>> {
 }
 
 async fn work(guest: &mut Guest) -> Result<()> {
-    guest.shell("for i in 1 2 3 4 5; do busybox true; done").await?;
+    guest
+        .shell("for i in 1 2 3 4 5; do busybox true; done")
+        .await?;
     Ok(())
 }
 
 /// The shell runs `busybox true` as another of itself, by "/proc/self/exe".
 fn is_exec(event: &TraceEvent) -> bool {
-    let is_program = |value: &Option<Value>| matches!(value, Some(Value::Text(text)) if text.starts_with('/'));
+    let is_program =
+        |value: &Option<Value>| matches!(value, Some(Value::Text(text)) if text.starts_with('/'));
     event.name == "sched:sched_process_exec"
-        && event.fields.iter().any(|field| field.name == "filename" && is_program(&field.value))
+        && event
+            .fields
+            .iter()
+            .any(|field| field.name == "filename" && is_program(&field.value))
 }
 
 fn reason(status: &tonic::Status) -> String {
-    status.get_details_error_info().map(|info| info.reason).unwrap_or_default()
+    status
+        .get_details_error_info()
+        .map(|info| info.reason)
+        .unwrap_or_default()
 }
 
 #[tokio::test]
 async fn armed_is_silent_firing_streams_and_parked_is_silent() -> Result<()> {
-    let Some(mut guest) = boot().await? else { return Ok(()) };
+    let Some(mut guest) = boot().await? else {
+        return Ok(());
+    };
     let mut events = guest.events().await?;
 
     let armed = guest.arm(&EVENTS).await?;
-    ensure!(armed.results.iter().all(|result| result.state() == TracepointState::Parked), "{armed:?}");
-    ensure!(guest.key("sched_process_exec").await?.count == 0, "armed must be parked");
+    ensure!(
+        armed
+            .results
+            .iter()
+            .all(|result| result.state() == TracepointState::Parked),
+        "{armed:?}"
+    );
+    ensure!(
+        guest.key("sched_process_exec").await?.count == 0,
+        "armed must be parked"
+    );
     let before = guest.recorded().await?;
     work(&mut guest).await?;
-    ensure!(guest.recorded().await? == before, "a parked event was recorded");
+    ensure!(
+        guest.recorded().await? == before,
+        "a parked event was recorded"
+    );
 
     let fired = guest.fire(&EVENTS).await?;
     let report = fired.report.unwrap_or_default();
@@ -61,10 +92,15 @@ async fn armed_is_silent_firing_streams_and_parked_is_silent() -> Result<()> {
     ensure!(guest.key("sched_process_exec").await?.count == 0);
     let before = guest.recorded().await?;
     work(&mut guest).await?;
-    ensure!(guest.recorded().await? == before, "a parked event was recorded");
+    ensure!(
+        guest.recorded().await? == before,
+        "a parked event was recorded"
+    );
 
     guest.disarm(&EVENTS).await?;
-    let enabled = guest.shell("cat /sys/kernel/tracing/instances/patchbay/set_event").await?;
+    let enabled = guest
+        .shell("cat /sys/kernel/tracing/instances/patchbay/set_event")
+        .await?;
     ensure!(enabled.trim().is_empty(), "still enabled: {enabled}");
     guest.assert_no_warnings().await?;
     ensure!(guest.power_off().await?.success());
@@ -74,7 +110,9 @@ async fn armed_is_silent_firing_streams_and_parked_is_silent() -> Result<()> {
 /// With the agent stopped, only the keys change; the ring buffer keeps the events for later.
 #[tokio::test]
 async fn fire_and_park_work_on_a_guest_whose_agent_is_stopped() -> Result<()> {
-    let Some(mut guest) = boot().await? else { return Ok(()) };
+    let Some(mut guest) = boot().await? else {
+        return Ok(());
+    };
     let mut events = guest.events().await?;
     guest.arm(&EVENTS).await?;
     guest.shell("kill -STOP $(pidof patchbay-agent)").await?;
@@ -84,9 +122,15 @@ async fn fire_and_park_work_on_a_guest_whose_agent_is_stopped() -> Result<()> {
     work(&mut guest).await?;
     guest.park(&EVENTS).await?;
     let recorded = guest.recorded().await? - before;
-    ensure!(recorded >= 15, "5 commands were run and {recorded} events recorded");
+    ensure!(
+        recorded >= 15,
+        "5 commands were run and {recorded} events recorded"
+    );
     work(&mut guest).await?;
-    ensure!(guest.recorded().await? - before == recorded, "a parked event was recorded");
+    ensure!(
+        guest.recorded().await? - before == recorded,
+        "a parked event was recorded"
+    );
 
     guest.shell("kill -CONT $(pidof patchbay-agent)").await?;
     events.until(is_exec).await?;
@@ -97,14 +141,23 @@ async fn fire_and_park_work_on_a_guest_whose_agent_is_stopped() -> Result<()> {
 /// All that can be parked, in one pause each.
 #[tokio::test]
 async fn hundreds_fire_and_park_in_one_pause() -> Result<()> {
-    let Some(mut guest) = boot().await? else { return Ok(()) };
+    let Some(mut guest) = boot().await? else {
+        return Ok(());
+    };
     let armed = guest.arm(&["*"]).await?.results.len();
     ensure!(armed > 200, "only {armed} events can be armed");
     let before = guest.recorded().await?;
     work(&mut guest).await?;
-    ensure!(guest.recorded().await? == before, "a parked event was recorded");
+    ensure!(
+        guest.recorded().await? == before,
+        "a parked event was recorded"
+    );
     let fired = guest.fire(&["*"]).await?;
-    ensure!(fired.results.len() == armed, "{} of {armed} fired", fired.results.len());
+    ensure!(
+        fired.results.len() == armed,
+        "{} of {armed} fired",
+        fired.results.len()
+    );
     let report = fired.report.unwrap_or_default();
     ensure!(report.sites_patched as usize > armed / 2, "{report:?}");
     guest.park(&["*"]).await?;
@@ -114,12 +167,23 @@ async fn hundreds_fire_and_park_in_one_pause() -> Result<()> {
 
 #[tokio::test]
 async fn refusals_have_their_reasons() -> Result<()> {
-    let Some(mut guest) = boot().await? else { return Ok(()) };
-    for (name, why) in [("raw_syscalls:sys_enter", "regfunc"), ("syscalls:sys_enter_openat", "system calls")] {
+    let Some(mut guest) = boot().await? else {
+        return Ok(());
+    };
+    for (name, why) in [
+        ("raw_syscalls:sys_enter", "regfunc"),
+        ("syscalls:sys_enter_openat", "system calls"),
+    ] {
         let status = guest.arm(&[name]).await.expect_err("cannot be parked");
-        ensure!(reason(&status) == "TRACEPOINT_REFUSED" && status.message().contains(why), "{status:?}");
+        ensure!(
+            reason(&status) == "TRACEPOINT_REFUSED" && status.message().contains(why),
+            "{status:?}"
+        );
     }
-    let status = guest.fire(&["sched:sched_switch"]).await.expect_err("no probe");
+    let status = guest
+        .fire(&["sched:sched_switch"])
+        .await
+        .expect_err("no probe");
     ensure!(reason(&status) == "NOT_ARMED", "{status:?}");
 
     let request = ArmTracepointsRequest {
@@ -127,35 +191,75 @@ async fn refusals_have_their_reasons() -> Result<()> {
         filter: "nonsense == 1".to_owned(),
         ..Default::default()
     };
-    let status = guest.tracepoints().arm_tracepoints(request.clone()).await.expect_err("a wrong filter");
-    ensure!(reason(&status) == "FILTER_REJECTED" && status.message().contains("Field not found"), "{status:?}");
+    let status = guest
+        .tracepoints()
+        .arm_tracepoints(request.clone())
+        .await
+        .expect_err("a wrong filter");
+    ensure!(
+        reason(&status) == "FILTER_REJECTED" && status.message().contains("Field not found"),
+        "{status:?}"
+    );
     // And a right one after it.
-    let request = ArmTracepointsRequest { filter: "prev_pid == 0".to_owned(), ..request };
+    let request = ArmTracepointsRequest {
+        filter: "prev_pid == 0".to_owned(),
+        ..request
+    };
     guest.tracepoints().arm_tracepoints(request).await?;
-    let filter = guest.shell("cat /sys/kernel/tracing/instances/patchbay/events/sched/sched_switch/filter").await?;
+    let filter = guest
+        .shell("cat /sys/kernel/tracing/instances/patchbay/events/sched/sched_switch/filter")
+        .await?;
     ensure!(filter.trim() == "prev_pid == 0", "{filter}");
     guest.assert_no_warnings().await
 }
 
 #[tokio::test]
 async fn others_in_the_guest_are_seen_and_not_silenced() -> Result<()> {
-    let Some(mut guest) = boot().await? else { return Ok(()) };
+    let Some(mut guest) = boot().await? else {
+        return Ok(());
+    };
     let event = "sched:sched_process_fork";
-    guest.shell("echo 1 > /sys/kernel/tracing/events/sched/sched_process_fork/enable").await?;
+    guest
+        .shell("echo 1 > /sys/kernel/tracing/events/sched/sched_process_fork/enable")
+        .await?;
     let status = guest.arm(&[event]).await.expect_err("another user");
-    ensure!(reason(&status) == "OTHERS_TRACE" && status.message().contains("top level"), "{status:?}");
-    ensure!(guest.key("sched_process_fork").await?.count == 1, "the other user goes on");
-    let request = ListTracepointsRequest { patterns: vec![event.to_owned()], ..Default::default() };
-    let listed = guest.tracepoints().list_tracepoints(request).await?.into_inner().tracepoints;
-    ensure!(listed.len() == 1 && listed[0].others == ["tracefs: top level"] && listed[0].probes == Some(1), "{listed:?}");
+    ensure!(
+        reason(&status) == "OTHERS_TRACE" && status.message().contains("top level"),
+        "{status:?}"
+    );
+    ensure!(
+        guest.key("sched_process_fork").await?.count == 1,
+        "the other user goes on"
+    );
+    let request = ListTracepointsRequest {
+        patterns: vec![event.to_owned()],
+        ..Default::default()
+    };
+    let listed = guest
+        .tracepoints()
+        .list_tracepoints(request)
+        .await?
+        .into_inner()
+        .tracepoints;
+    ensure!(
+        listed.len() == 1
+            && listed[0].others == ["tracefs: top level"]
+            && listed[0].probes == Some(1),
+        "{listed:?}"
+    );
     let request = ArmTracepointsRequest {
         patterns: vec![event.to_owned()],
         even_if_others: true,
         ..Default::default()
     };
     guest.tracepoints().arm_tracepoints(request).await?;
-    ensure!(guest.key("sched_process_fork").await?.count == 0, "now it is silenced");
-    guest.shell("echo 0 > /sys/kernel/tracing/events/sched/sched_process_fork/enable").await?;
+    ensure!(
+        guest.key("sched_process_fork").await?.count == 0,
+        "now it is silenced"
+    );
+    guest
+        .shell("echo 0 > /sys/kernel/tracing/events/sched/sched_process_fork/enable")
+        .await?;
     guest.disarm(&[event]).await?;
     guest.assert_no_warnings().await
 }

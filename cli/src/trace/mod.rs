@@ -2,8 +2,8 @@
 //! `patchbay trace`.
 
 pub mod args;
-mod timeline;
 mod status;
+mod timeline;
 mod view;
 
 use std::fs::File;
@@ -33,25 +33,69 @@ type Client = TracepointsServiceClient<Channel>;
 pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Result<(), Failure> {
     let mut client = monitor.tracepoints();
     match command {
-        TraceCommand::List { patterns, armed, refresh } => {
-            list(monitor, patterns, armed, refresh, output).await
+        TraceCommand::List {
+            patterns,
+            armed,
+            refresh,
+        } => list(monitor, patterns, armed, refresh, output).await,
+        TraceCommand::Arm {
+            patterns,
+            probe:
+                Probe {
+                    filter,
+                    trigger,
+                    even_if_others,
+                },
+            dry_run,
+        } => {
+            let request = v1::ArmTracepointsRequest {
+                patterns,
+                filter,
+                trigger,
+                even_if_others,
+                validate_only: dry_run,
+            };
+            let response = client
+                .arm_tracepoints(monitor.request(request))
+                .await?
+                .into_inner();
+            print(
+                output,
+                &Change::new(response.results, response.report, dry_run),
+            )
         }
-        TraceCommand::Arm { patterns, probe: Probe { filter, trigger, even_if_others }, dry_run } => {
-            let request =
-                v1::ArmTracepointsRequest { patterns, filter, trigger, even_if_others, validate_only: dry_run };
-            let response = client.arm_tracepoints(monitor.request(request)).await?.into_inner();
-            print(output, &Change::new(response.results, response.report, dry_run))
-        }
-        TraceCommand::Fire { patterns, switch: SwitchArgs { dry_run, stop_timeout } } => {
+        TraceCommand::Fire {
+            patterns,
+            switch:
+                SwitchArgs {
+                    dry_run,
+                    stop_timeout,
+                },
+        } => {
             let request = v1::FireTracepointsRequest {
                 patterns,
                 validate_only: dry_run,
                 stop_timeout: stop_timeout.and_then(|timeout| timeout.try_into().ok()),
             };
-            let response = client.fire_tracepoints(monitor.request(request)).await?.into_inner();
-            print(output, &Change::new(response.results, response.report, dry_run))
+            let response = client
+                .fire_tracepoints(monitor.request(request))
+                .await?
+                .into_inner();
+            print(
+                output,
+                &Change::new(response.results, response.report, dry_run),
+            )
         }
-        TraceCommand::Park { patterns, switch: SwitchArgs { dry_run, stop_timeout }, force, even_if_others } => {
+        TraceCommand::Park {
+            patterns,
+            switch:
+                SwitchArgs {
+                    dry_run,
+                    stop_timeout,
+                },
+            force,
+            even_if_others,
+        } => {
             let request = v1::ParkTracepointsRequest {
                 patterns,
                 validate_only: dry_run,
@@ -59,23 +103,43 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
                 even_if_others,
                 force,
             };
-            let response = client.park_tracepoints(monitor.request(request)).await?.into_inner();
+            let response = client
+                .park_tracepoints(monitor.request(request))
+                .await?
+                .into_inner();
             let firing: Vec<_> = response.results;
-            let is_kept = |result: &v1::TracepointResult| result.state() == v1::TracepointState::Firing;
+            let is_kept =
+                |result: &v1::TracepointResult| result.state() == v1::TracepointState::Firing;
             let kept = firing.iter().filter(|result| is_kept(result)).count();
             print(output, &Change::new(firing, response.report, dry_run))?;
             partly(kept, dry_run, "fired by other clients and go on")
         }
         TraceCommand::Disarm { patterns, force } => {
             let request = v1::DisarmTracepointsRequest { patterns, force };
-            let results = client.disarm_tracepoints(monitor.request(request)).await?.into_inner().results;
+            let results = client
+                .disarm_tracepoints(monitor.request(request))
+                .await?
+                .into_inner()
+                .results;
             let change = Change::new(results, None, false);
-            let kept = if change.is_partial() { change.results.iter().filter(|result| !result.kept_by.is_empty()).count() } else { 0 };
+            let kept = if change.is_partial() {
+                change
+                    .results
+                    .iter()
+                    .filter(|result| !result.kept_by.is_empty())
+                    .count()
+            } else {
+                0
+            };
             print(output, &change)?;
             partly(kept, false, "armed by other clients too and stay so")
         }
         TraceCommand::Tail { stream, events } => tail(client, stream, events, output).await,
-        TraceCommand::Record { stream, file, duration } => record(client, stream, &file, duration).await,
+        TraceCommand::Record {
+            stream,
+            file,
+            duration,
+        } => record(client, stream, &file, duration).await,
         TraceCommand::Stat { interval } => stat(monitor, interval, output).await,
         TraceCommand::Agent => agent(monitor, output).await,
     }
@@ -85,7 +149,10 @@ fn partly(kept: usize, dry_run: bool, why: &str) -> Result<(), Failure> {
     if kept == 0 || dry_run {
         return Ok(());
     }
-    Err(Failure { message: format!("{kept} events are {why} (--force)"), exit_code: PARTLY })
+    Err(Failure {
+        message: format!("{kept} events are {why} (--force)"),
+        exit_code: PARTLY,
+    })
 }
 
 async fn list(
@@ -95,12 +162,24 @@ async fn list(
     refresh: bool,
     output: Output,
 ) -> Result<(), Failure> {
-    let mut request = v1::ListTracepointsRequest { patterns, armed_only, refresh, ..Default::default() };
+    let mut request = v1::ListTracepointsRequest {
+        patterns,
+        armed_only,
+        refresh,
+        ..Default::default()
+    };
     let mut tracepoints = vec![];
     loop {
-        let page = monitor.tracepoints().list_tracepoints(monitor.request(request.clone())).await?.into_inner();
+        let page = monitor
+            .tracepoints()
+            .list_tracepoints(monitor.request(request.clone()))
+            .await?
+            .into_inner();
         if request.page_token.is_empty() && !page.stale.is_empty() {
-            eprintln!("patchbay: events are as they were told last: {}", page.stale);
+            eprintln!(
+                "patchbay: events are as they were told last: {}",
+                page.stale
+            );
         }
         tracepoints.extend(page.tracepoints.into_iter().map(Tracepoint::from));
         if page.next_page_token.is_empty() {
@@ -124,11 +203,16 @@ async fn open(
         max_events_per_second: arguments.max_rate,
     };
     // No deadline: a stream has no end.
-    let mut stream = client.stream_tracepoint_events(tonic::Request::new(request)).await?.into_inner();
+    let mut stream = client
+        .stream_tracepoint_events(tonic::Request::new(request))
+        .await?
+        .into_inner();
     let first = stream.next().await.ok_or_else(ended)??;
     match first.names.len() {
         _ if !arm_and_fire => eprintln!("patchbay: listening to what is armed; Ctrl-C ends"),
-        count => eprintln!("patchbay: {count} events fire; Ctrl-C ends, and parks and disarms them"),
+        count => {
+            eprintln!("patchbay: {count} events fire; Ctrl-C ends, and parks and disarms them")
+        }
     }
     Ok(stream)
 }
@@ -137,7 +221,12 @@ fn ended() -> Failure {
     Failure::error("the monitor ended the stream; see `patchbay guests`")
 }
 
-async fn tail(mut client: Client, arguments: StreamArgs, events: Option<u64>, output: Output) -> Result<(), Failure> {
+async fn tail(
+    mut client: Client,
+    arguments: StreamArgs,
+    events: Option<u64>,
+    output: Output,
+) -> Result<(), Failure> {
     let mut left = events.unwrap_or(u64::MAX);
     let mut stream = open(&mut client, arguments).await?;
     while let Some(batch) = stream.next().await {
@@ -169,12 +258,14 @@ async fn record(
 ) -> Result<(), Failure> {
     let name = path.display().to_string();
     let unwritable = |error: std::io::Error| match error.kind() {
-        std::io::ErrorKind::StorageFull => {
-            Failure::error(format!("{name}: the disk is full; the file holds what was recorded until then"))
-        }
+        std::io::ErrorKind::StorageFull => Failure::error(format!(
+            "{name}: the disk is full; the file holds what was recorded until then"
+        )),
         _ => Failure::error(format!("{name} cannot be written: {error}")),
     };
-    let mut timeline = File::create(path).and_then(Timeline::begin).map_err(unwritable)?;
+    let mut timeline = File::create(path)
+        .and_then(Timeline::begin)
+        .map_err(unwritable)?;
     let mut stream = open(&mut client, arguments).await?;
     let end = async {
         match duration {
@@ -191,7 +282,9 @@ async fn record(
             () = &mut end => break,
             _ = interrupt.recv() => break,
         };
-        let Some(batch) = batch else { return Err(ended()) };
+        let Some(batch) = batch else {
+            return Err(ended());
+        };
         let batch = batch?;
         if let Some(lost) = batch.losses {
             losses.overwritten += lost.overwritten;
@@ -205,24 +298,40 @@ async fn record(
         "" => "none lost".to_owned(),
         lost => format!("lost: {lost}"),
     };
-    write(&format!("{name}: {} events, {lost}; open it in https://ui.perfetto.dev\n", timeline.events()))
+    write(&format!(
+        "{name}: {} events, {lost}; open it in https://ui.perfetto.dev\n",
+        timeline.events()
+    ))
 }
 
 async fn stat(monitor: &Monitor, interval: Duration, output: Output) -> Result<(), Failure> {
     let get = || async {
         let request = monitor.request(v1::GetTracepointStatsRequest {});
-        Ok::<_, Failure>(monitor.tracepoints().get_tracepoint_stats(request).await?.into_inner())
+        Ok::<_, Failure>(
+            monitor
+                .tracepoints()
+                .get_tracepoint_stats(request)
+                .await?
+                .into_inner(),
+        )
     };
     let before = get().await?;
     let started = std::time::Instant::now();
     tokio::time::sleep(interval).await;
     let after = get().await?;
-    print(output, &status::Stat::new(&before, after, started.elapsed()))
+    print(
+        output,
+        &status::Stat::new(&before, after, started.elapsed()),
+    )
 }
 
 async fn agent(monitor: &Monitor, output: Output) -> Result<(), Failure> {
     let request = monitor.request(v1::DescribeAgentRequest {});
-    let agent = monitor.tracepoints().describe_agent(request).await?.into_inner();
+    let agent = monitor
+        .tracepoints()
+        .describe_agent(request)
+        .await?
+        .into_inner();
     if agent.protocol_version == 0 {
         return Err(Failure::error(agent.absent));
     }

@@ -42,9 +42,16 @@ fn per_second(before: u64, after: u64, time: Duration) -> f64 {
 }
 
 impl Stat {
-    pub fn new(before: &v1::GetTracepointStatsResponse, after: v1::GetTracepointStatsResponse, time: Duration) -> Self {
-        let events: HashMap<&str, u64> =
-            before.tracepoints.iter().map(|tracepoint| (tracepoint.name.as_str(), tracepoint.events)).collect();
+    pub fn new(
+        before: &v1::GetTracepointStatsResponse,
+        after: v1::GetTracepointStatsResponse,
+        time: Duration,
+    ) -> Self {
+        let events: HashMap<&str, u64> = before
+            .tracepoints
+            .iter()
+            .map(|tracepoint| (tracepoint.name.as_str(), tracepoint.events))
+            .collect();
         let rate = |tracepoint: v1::Tracepoint| Rate {
             events_per_second: per_second(
                 events.get(tracepoint.name.as_str()).copied().unwrap_or(0),
@@ -62,9 +69,12 @@ impl Stat {
             buffered_events: after.buffered_events,
             buffer_bytes: after.buffer_bytes,
             overwritten_events: after.overwritten_events,
-            clock_error_ns: after
-                .clock_error
-                .map(|error| error.seconds.saturating_mul(1_000_000_000).saturating_add(error.nanos.into())),
+            clock_error_ns: after.clock_error.map(|error| {
+                error
+                    .seconds
+                    .saturating_mul(1_000_000_000)
+                    .saturating_add(error.nanos.into())
+            }),
             stale: after.stale,
         }
     }
@@ -73,7 +83,11 @@ impl Stat {
 impl Printable for Stat {
     fn table(&self) -> String {
         let mut table = print::table(&["NAME", "STATE", "EVENTS", "PER SECOND"]);
-        for Rate { tracepoint, events_per_second } in &self.tracepoints {
+        for Rate {
+            tracepoint,
+            events_per_second,
+        } in &self.tracepoints
+        {
             table.add_row([
                 tracepoint.name.clone(),
                 tracepoint.state.to_owned(),
@@ -86,7 +100,9 @@ impl Printable for Stat {
             lost if lost.is_empty() => "none".to_owned(),
             lost => lost,
         };
-        let clock = self.clock_error_ns.map_or("unknown".to_owned(), |error| format!("±{} µs", error / 1000));
+        let clock = self.clock_error_ns.map_or("unknown".to_owned(), |error| {
+            format!("±{} µs", error / 1000)
+        });
         let _ = write!(
             text,
             "\n{:.0} events/s and {:.0} bytes/s to {} streams; lost: {lost}\n\
@@ -105,7 +121,10 @@ impl Printable for Stat {
     }
 
     fn names(&self) -> Vec<&str> {
-        self.tracepoints.iter().map(|rate| rate.tracepoint.name.as_str()).collect()
+        self.tracepoints
+            .iter()
+            .map(|rate| rate.tracepoint.name.as_str())
+            .collect()
     }
 }
 
@@ -130,7 +149,12 @@ pub struct Agent {
 
 impl From<v1::DescribeAgentResponse> for Agent {
     fn from(agent: v1::DescribeAgentResponse) -> Self {
-        let pressure = |pressure: v1::Pressure| (pressure.resource, [pressure.average_10s, pressure.average_60s]);
+        let pressure = |pressure: v1::Pressure| {
+            (
+                pressure.resource,
+                [pressure.average_10s, pressure.average_60s],
+            )
+        };
         Self {
             agent_version: agent.agent_version,
             protocol_version: agent.protocol_version,
@@ -158,20 +182,49 @@ impl Printable for Agent {
                 let _ = writeln!(text, "{name:<10} {value}");
             }
         };
-        row("Agent", format!("{} (protocol {}, {} KiB)", self.agent_version, self.protocol_version, self.agent_memory_bytes >> 10));
+        row(
+            "Agent",
+            format!(
+                "{} (protocol {}, {} KiB)",
+                self.agent_version,
+                self.protocol_version,
+                self.agent_memory_bytes >> 10
+            ),
+        );
         row("Silent", self.silent.clone());
         row("Tracing", self.no_tracing.clone());
         row("Kernel", self.kernel_release.clone());
         row("Build id", self.build_id.clone());
-        row("Labels", self.labels.iter().map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(" "));
+        row(
+            "Labels",
+            self.labels
+                .iter()
+                .map(|(key, value)| format!("{key}={value}"))
+                .collect::<Vec<_>>()
+                .join(" "),
+        );
         row("Uptime", format!("{} s", self.uptime_seconds));
-        row("Load", self.load.iter().map(|load| format!("{load:.2}")).collect::<Vec<_>>().join(" "));
+        row(
+            "Load",
+            self.load
+                .iter()
+                .map(|load| format!("{load:.2}"))
+                .collect::<Vec<_>>()
+                .join(" "),
+        );
         row(
             "Memory",
-            format!("{} of {} MiB available", self.memory_available_bytes >> 20, self.memory_total_bytes >> 20),
+            format!(
+                "{} of {} MiB available",
+                self.memory_available_bytes >> 20,
+                self.memory_total_bytes >> 20
+            ),
         );
         for (resource, [short, long]) in &self.pressure {
-            row("Pressure", format!("{resource:<12} {short:.2} % over 10 s, {long:.2} % over 60 s"));
+            row(
+                "Pressure",
+                format!("{resource:<12} {short:.2} % over 10 s, {long:.2} % over 60 s"),
+            );
         }
         for warning in &self.warnings {
             row("Warning", warning.clone());

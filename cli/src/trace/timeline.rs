@@ -91,7 +91,9 @@ impl<S: Storage> Timeline<S> {
             let name = format!("lost: {}", view::Losses::from(losses).sentence());
             let at = batch.events.first().map_or(0, time_of);
             let ts = self.timestamp(at);
-            records.push(json!({"ph": "i", "s": "g", "name": name, "ts": ts, "pid": OPERATOR, "tid": 0}));
+            records.push(
+                json!({"ph": "i", "s": "g", "name": name, "ts": ts, "pid": OPERATOR, "tid": 0}),
+            );
         }
         let count = batch.events.len() as u64;
         for event in batch.events {
@@ -109,7 +111,8 @@ impl<S: Storage> Timeline<S> {
             self.tasks.insert(event.pid, event.comm.clone());
             let name = json!({"name": event.comm});
             records.push(json!({"ph": "M", "name": "thread_name", "pid": event.pid, "tid": event.pid, "args": name}));
-            records.push(json!({"ph": "M", "name": "process_name", "pid": event.pid, "args": name}));
+            records
+                .push(json!({"ph": "M", "name": "process_name", "pid": event.pid, "args": name}));
         }
         let (system, name) = event.name.split_once(':').unwrap_or(("", &event.name));
         let mut fields: Map<String, Value> = Map::new();
@@ -122,7 +125,10 @@ impl<S: Storage> Timeline<S> {
             self.switch(event.cpu, at, &fields, records);
         }
         fields.insert("cpu".to_owned(), event.cpu.into());
-        fields.insert("guest_time_ns".to_owned(), event.guest_time_ns.to_string().into());
+        fields.insert(
+            "guest_time_ns".to_owned(),
+            event.guest_time_ns.to_string().into(),
+        );
         records.push(json!({
             "ph": "i", "s": "t", "name": name, "cat": system, "ts": ts, "pid": event.pid, "tid": event.pid,
             "args": fields
@@ -130,17 +136,35 @@ impl<S: Storage> Timeline<S> {
     }
 
     /// The slice of the task that ran until now.
-    fn switch(&mut self, cpu: u32, at: i128, fields: &Map<String, Value>, records: &mut Vec<Value>) {
+    fn switch(
+        &mut self,
+        cpu: u32,
+        at: i128,
+        fields: &Map<String, Value>,
+        records: &mut Vec<Value>,
+    ) {
         if self.cpus.insert(cpu) {
             let args = json!({"name": format!("CPU {cpu}")});
-            records.push(json!({"ph": "M", "name": "thread_name", "pid": CPUS, "tid": cpu, "args": args}));
+            records.push(
+                json!({"ph": "M", "name": "thread_name", "pid": CPUS, "tid": cpu, "args": args}),
+            );
         }
-        let of = |name: &str| fields.get(name).map(|value| value.as_str().map_or(value.to_string(), str::to_owned));
-        let next = format!("{}-{}", of("next_comm").unwrap_or_default(), of("next_pid").unwrap_or_default());
+        let of = |name: &str| {
+            fields
+                .get(name)
+                .map(|value| value.as_str().map_or(value.to_string(), str::to_owned))
+        };
+        let next = format!(
+            "{}-{}",
+            of("next_comm").unwrap_or_default(),
+            of("next_pid").unwrap_or_default()
+        );
         let before = self.running.insert(cpu, (at, next));
         if let Some((since, task)) = before.filter(|(_, task)| !task.ends_with("-0")) {
             let (ts, dur) = (self.timestamp(since), microseconds(at - since));
-            records.push(json!({"ph": "X", "name": task, "ts": ts, "dur": dur, "pid": CPUS, "tid": cpu}));
+            records.push(
+                json!({"ph": "X", "name": task, "ts": ts, "dur": dur, "pid": CPUS, "tid": cpu}),
+            );
         }
     }
 
@@ -191,7 +215,9 @@ fn time_of(event: &v1::TraceEvent) -> i128 {
 }
 
 fn nanoseconds(time: Option<prost_types::Timestamp>) -> i128 {
-    time.map_or(0, |time| i128::from(time.seconds) * 1_000_000_000 + i128::from(time.nanos))
+    time.map_or(0, |time| {
+        i128::from(time.seconds) * 1_000_000_000 + i128::from(time.nanos)
+    })
 }
 
 fn microseconds(nanoseconds: i128) -> Value {
@@ -234,42 +260,71 @@ mod tests {
 
     impl Storage for Disk {
         fn cut(&mut self, length: u64) -> io::Result<()> {
-            self.bytes.get_mut().truncate(usize::try_from(length).expect("small"));
+            self.bytes
+                .get_mut()
+                .truncate(usize::try_from(length).expect("small"));
             Ok(())
         }
     }
 
     fn switch(at: i32, next: &str, pid: i64) -> v1::TraceEvent {
-        let field = |name: &str, value| v1::TraceField { name: name.into(), value: Some(value) };
+        let field = |name: &str, value| v1::TraceField {
+            name: name.into(),
+            value: Some(value),
+        };
         v1::TraceEvent {
             name: "sched:sched_switch".into(),
             pid: 1,
             comm: "init".into(),
-            time: Some(prost_types::Timestamp { seconds: 1_700_000_000, nanos: at }),
-            fields: vec![field("next_comm", Field::Text(next.into())), field("next_pid", Field::Signed(pid))],
+            time: Some(prost_types::Timestamp {
+                seconds: 1_700_000_000,
+                nanos: at,
+            }),
+            fields: vec![
+                field("next_comm", Field::Text(next.into())),
+                field("next_pid", Field::Signed(pid)),
+            ],
             ..Default::default()
         }
     }
 
     fn batch(events: Vec<v1::TraceEvent>) -> v1::StreamTracepointEventsResponse {
-        v1::StreamTracepointEventsResponse { events, ..Default::default() }
+        v1::StreamTracepointEventsResponse {
+            events,
+            ..Default::default()
+        }
     }
 
     fn parsed(timeline: &Timeline<Disk>) -> Vec<Value> {
-        let file: Value = serde_json::from_slice(timeline.storage.bytes.get_ref()).expect("whole JSON");
+        let file: Value =
+            serde_json::from_slice(timeline.storage.bytes.get_ref()).expect("whole JSON");
         file["traceEvents"].as_array().expect("events").clone()
     }
 
     #[test]
     fn switches_become_slices_and_the_file_is_whole_after_each_batch() {
-        let mut timeline = Timeline::begin(Disk { bytes: io::Cursor::default(), room: 1 << 20 }).expect("begun");
+        let mut timeline = Timeline::begin(Disk {
+            bytes: io::Cursor::default(),
+            room: 1 << 20,
+        })
+        .expect("begun");
         assert_eq!(parsed(&timeline).len(), 2);
-        timeline.add(batch(vec![switch(1001, "worker", 7)])).expect("added");
-        timeline.add(batch(vec![switch(4501, "swapper/0", 0), switch(9001, "worker", 7)])).expect("added");
+        timeline
+            .add(batch(vec![switch(1001, "worker", 7)]))
+            .expect("added");
+        timeline
+            .add(batch(vec![
+                switch(4501, "swapper/0", 0),
+                switch(9001, "worker", 7),
+            ]))
+            .expect("added");
         let events = parsed(&timeline);
         let slices: Vec<_> = events.iter().filter(|event| event["ph"] == "X").collect();
         assert_eq!(slices.len(), 1, "idle is no slice");
-        assert_eq!((&slices[0]["name"], &slices[0]["ts"], &slices[0]["dur"]), (&json!("worker-7"), &json!(0.0), &json!(3.5)));
+        assert_eq!(
+            (&slices[0]["name"], &slices[0]["ts"], &slices[0]["dur"]),
+            (&json!("worker-7"), &json!(0.0), &json!(3.5))
+        );
         assert_eq!(events.iter().filter(|event| event["ph"] == "i").count(), 3);
         assert_eq!(timeline.events(), 3);
     }
@@ -277,7 +332,12 @@ mod tests {
     #[test]
     fn a_full_disk_is_an_error_and_leaves_a_whole_file() {
         for room in 600..1500 {
-            let Ok(mut timeline) = Timeline::begin(Disk { bytes: io::Cursor::default(), room }) else { continue };
+            let Ok(mut timeline) = Timeline::begin(Disk {
+                bytes: io::Cursor::default(),
+                room,
+            }) else {
+                continue;
+            };
             let mut added = 0;
             let error = loop {
                 match timeline.add(batch(vec![switch(1, "worker", 7)])) {
@@ -286,7 +346,10 @@ mod tests {
                 }
             };
             assert_eq!(error.kind(), io::ErrorKind::StorageFull);
-            let instants = parsed(&timeline).iter().filter(|event| event["ph"] == "i").count();
+            let instants = parsed(&timeline)
+                .iter()
+                .filter(|event| event["ph"] == "i")
+                .count();
             assert_eq!(instants, added, "room for {room}");
         }
     }

@@ -56,7 +56,9 @@ impl Printable for Vec<Tracepoint> {
             table.add_row([
                 tracepoint.name.clone(),
                 tracepoint.state.to_owned(),
-                tracepoint.probes.map_or("-".to_owned(), |probes| probes.to_string()),
+                tracepoint
+                    .probes
+                    .map_or("-".to_owned(), |probes| probes.to_string()),
                 tracepoint.events.to_string(),
                 notes(tracepoint),
             ]);
@@ -65,7 +67,9 @@ impl Printable for Vec<Tracepoint> {
     }
 
     fn names(&self) -> Vec<&str> {
-        self.iter().map(|tracepoint| tracepoint.name.as_str()).collect()
+        self.iter()
+            .map(|tracepoint| tracepoint.name.as_str())
+            .collect()
     }
 }
 
@@ -82,7 +86,14 @@ fn notes(tracepoint: &Tracepoint) -> String {
     note("filter ", &tracepoint.filter);
     note("trigger ", &tracepoint.trigger);
     // Each system call's event would repeat a long sentence.
-    note("cannot be parked", if tracepoint.refused.is_empty() { "" } else { " " });
+    note(
+        "cannot be parked",
+        if tracepoint.refused.is_empty() {
+            ""
+        } else {
+            " "
+        },
+    );
     notes.join("; ").trim_end().to_owned()
 }
 
@@ -104,7 +115,11 @@ pub struct ChangedTracepoint {
 }
 
 impl Change {
-    pub fn new(results: Vec<v1::TracepointResult>, report: Option<v1::FlipReport>, dry_run: bool) -> Self {
+    pub fn new(
+        results: Vec<v1::TracepointResult>,
+        report: Option<v1::FlipReport>,
+        dry_run: bool,
+    ) -> Self {
         let result = |result: v1::TracepointResult| ChangedTracepoint {
             state: state(result.state()),
             name: result.name,
@@ -112,7 +127,11 @@ impl Change {
         };
         let report = report.filter(|report| report.paused);
         let stopped = report.as_ref().map(|report| {
-            [report.stop_time, report.patch_time, report.resume_time].into_iter().flatten().map(nanoseconds).sum()
+            [report.stop_time, report.patch_time, report.resume_time]
+                .into_iter()
+                .flatten()
+                .map(nanoseconds)
+                .sum()
         });
         Self {
             results: results.into_iter().map(result).collect(),
@@ -130,14 +149,20 @@ impl Change {
 
 fn nanoseconds(duration: prost_types::Duration) -> u64 {
     let seconds = u64::try_from(duration.seconds).unwrap_or(0);
-    seconds.saturating_mul(1_000_000_000).saturating_add(u64::try_from(duration.nanos).unwrap_or(0))
+    seconds
+        .saturating_mul(1_000_000_000)
+        .saturating_add(u64::try_from(duration.nanos).unwrap_or(0))
 }
 
 impl Printable for Change {
     fn table(&self) -> String {
         let mut table = print::table(&["NAME", "STATE", "KEPT BY"]);
         for result in &self.results {
-            table.add_row([result.name.as_str(), result.state, &result.kept_by.join(" ")]);
+            table.add_row([
+                result.name.as_str(),
+                result.state,
+                &result.kept_by.join(" "),
+            ]);
         }
         let mut text = print::text(&table);
         let count = self.results.len();
@@ -156,7 +181,10 @@ impl Printable for Change {
     }
 
     fn names(&self) -> Vec<&str> {
-        self.results.iter().map(|result| result.name.as_str()).collect()
+        self.results
+            .iter()
+            .map(|result| result.name.as_str())
+            .collect()
     }
 }
 
@@ -195,8 +223,18 @@ pub struct Losses {
 
 impl From<v1::TraceLosses> for Losses {
     fn from(losses: v1::TraceLosses) -> Self {
-        let v1::TraceLosses { overwritten, slow_client, flood, malformed } = losses;
-        Self { overwritten, slow_client, flood, malformed }
+        let v1::TraceLosses {
+            overwritten,
+            slow_client,
+            flood,
+            malformed,
+        } = losses;
+        Self {
+            overwritten,
+            slow_client,
+            flood,
+            malformed,
+        }
     }
 }
 
@@ -205,12 +243,18 @@ impl Losses {
     pub fn sentence(&self) -> String {
         let parts = [
             (self.overwritten, "overwritten in the guest's ring buffer"),
-            (self.slow_client, "dropped because this command reads too slowly"),
+            (
+                self.slow_client,
+                "dropped because this command reads too slowly",
+            ),
             (self.flood, "dropped by the flood guard (--max-rate)"),
             (self.malformed, "could not be decoded"),
         ];
-        let parts: Vec<String> =
-            parts.into_iter().filter(|(count, _)| *count > 0).map(|(count, why)| format!("{count} {why}")).collect();
+        let parts: Vec<String> = parts
+            .into_iter()
+            .filter(|(count, _)| *count > 0)
+            .map(|(count, why)| format!("{count} {why}"))
+            .collect();
         parts.join(", ")
     }
 }
@@ -219,10 +263,20 @@ impl Losses {
 pub fn lines(batch: v1::StreamTracepointEventsResponse) -> Vec<Line> {
     let mut lines = vec![];
     if let Some(losses) = batch.losses {
-        lines.push(Line::Lost { lost: losses.into() });
+        lines.push(Line::Lost {
+            lost: losses.into(),
+        });
     }
-    lines.extend(batch.marks.into_iter().map(|mark| Line::Mark { time: rfc3339(mark.time), mark: mark.text }));
-    lines.extend(batch.events.into_iter().map(|event| Line::Event(Box::new(event.into()))));
+    lines.extend(batch.marks.into_iter().map(|mark| Line::Mark {
+        time: rfc3339(mark.time),
+        mark: mark.text,
+    }));
+    lines.extend(
+        batch
+            .events
+            .into_iter()
+            .map(|event| Line::Event(Box::new(event.into()))),
+    );
     lines
 }
 
@@ -236,7 +290,15 @@ impl From<v1::TraceEvent> for Event {
             event.guest_time_ns / 1000 % 1_000_000,
             event.cpu,
             event.context,
-            format!("{}-{}", if event.comm.is_empty() { "<...>" } else { &event.comm }, event.pid),
+            format!(
+                "{}-{}",
+                if event.comm.is_empty() {
+                    "<...>"
+                } else {
+                    &event.comm
+                },
+                event.pid
+            ),
             event.name,
         );
         let mut fields = serde_json::Map::new();
@@ -267,8 +329,15 @@ fn shown(value: &Value) -> String {
         Value::Unsigned(value) => value.to_string(),
         Value::Hexadecimal(value) => format!("{value:#x}"),
         // Text of the guest's must not steer the terminal.
-        Value::Text(text) => text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect(),
-        Value::Raw(bytes) => bytes.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" "),
+        Value::Text(text) => text
+            .chars()
+            .map(|c| if c.is_control() { '\u{fffd}' } else { c })
+            .collect(),
+        Value::Raw(bytes) => bytes
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect::<Vec<_>>()
+            .join(" "),
     }
 }
 
@@ -288,7 +357,9 @@ impl Printable for Line {
         match self {
             Self::Event(event) => event.text.clone(),
             Self::Lost { lost } => format!("--- lost: {} ---\n", lost.sentence()),
-            Self::Mark { time, mark } => format!("{} --- {mark} ---\n", time.get(11..26).unwrap_or_default()),
+            Self::Mark { time, mark } => {
+                format!("{} --- {mark} ---\n", time.get(11..26).unwrap_or_default())
+            }
         }
     }
 
@@ -304,7 +375,11 @@ impl Printable for Line {
 pub fn rfc3339(time: Option<prost_types::Timestamp>) -> String {
     time.map(|time| {
         // prost leaves out trailing zeros; columns need all digits.
-        let whole = prost_types::Timestamp { seconds: time.seconds, nanos: 0 }.to_string();
+        let whole = prost_types::Timestamp {
+            seconds: time.seconds,
+            nanos: 0,
+        }
+        .to_string();
         format!("{}.{:09}Z", whole.trim_end_matches('Z'), time.nanos)
     })
     .unwrap_or_default()
@@ -315,14 +390,20 @@ mod tests {
     use super::*;
 
     fn event() -> v1::TraceEvent {
-        let field = |name: &str, value| v1::TraceField { name: name.into(), value: Some(value) };
+        let field = |name: &str, value| v1::TraceField {
+            name: name.into(),
+            value: Some(value),
+        };
         v1::TraceEvent {
             name: "sched:sched_switch".into(),
             cpu: 1,
             pid: 42,
             comm: "init".into(),
             guest_time_ns: 1_500_000_250,
-            time: Some(prost_types::Timestamp { seconds: 3661, nanos: 5_000 }),
+            time: Some(prost_types::Timestamp {
+                seconds: 3661,
+                nanos: 5_000,
+            }),
             fields: vec![
                 field("comm", Value::Text("a\u{1b}[2J".into())),
                 field("prio", Value::Signed(-3)),
@@ -353,7 +434,11 @@ mod tests {
 
     #[test]
     fn losses_are_told_by_cause() {
-        let lost = Losses { overwritten: 2, flood: 7, ..Losses::default() };
+        let lost = Losses {
+            overwritten: 2,
+            flood: 7,
+            ..Losses::default()
+        };
         assert_eq!(
             Line::Lost { lost }.table(),
             "--- lost: 2 overwritten in the guest's ring buffer, 7 dropped by the flood guard (--max-rate) ---\n"

@@ -15,20 +15,40 @@ impl TracepointKeys for Keys {
         let memory = registration.memory(ram);
         let facts = |key: &Key| {
             // The guest may be just changing what is read; a change looks again.
-            let tracepoint = registration.catalog.tracepoint(&memory, key.id).ok().flatten();
+            let tracepoint = registration
+                .catalog
+                .tracepoint(&memory, key.id)
+                .ok()
+                .flatten();
             TracepointFacts {
                 key: key.full_name.to_string(),
-                enabled: registration.catalog.enabled(&memory, key.id).is_ok_and(|count| count != 0),
+                enabled: registration
+                    .catalog
+                    .enabled(&memory, key.id)
+                    .is_ok_and(|count| count != 0),
                 probes: tracepoint.map(|tracepoint| tracepoint.probes),
-                switched_by_function: tracepoint.is_some_and(|tracepoint| tracepoint.switched_by_function),
+                switched_by_function: tracepoint
+                    .is_some_and(|tracepoint| tracepoint.switched_by_function),
             }
         };
-        Ok(registration.catalog.keys().filter(|key| key.class == Class::Tracepoint).map(facts).collect())
+        Ok(registration
+            .catalog
+            .keys()
+            .filter(|key| key.class == Class::Tracepoint)
+            .map(facts)
+            .collect())
     }
 
-    fn switch(&self, switch: Switch) -> Boxed<'_, Result<Option<patchbay_proto::v1::FlipReport>, KeysError>> {
+    fn switch(
+        &self,
+        switch: Switch,
+    ) -> Boxed<'_, Result<Option<patchbay_proto::v1::FlipReport>, KeysError>> {
         let op = if switch.on { Op::Enable } else { Op::Disable };
-        let update = |name: String| KeyUpdate { name, op, etag: String::new() };
+        let update = |name: String| KeyUpdate {
+            name,
+            op,
+            etag: String::new(),
+        };
         let request = UpdateRequest {
             updates: switch.keys.into_iter().map(update).collect(),
             owner: switch.owner,

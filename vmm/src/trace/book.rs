@@ -52,19 +52,30 @@ impl Book {
 
     /// Full names of the keys of events.
     pub fn keys(&self, names: &[String]) -> Vec<String> {
-        names.iter().filter_map(|name| Some(self.events.get(name)?.key.clone())).collect()
+        names
+            .iter()
+            .filter_map(|name| Some(self.events.get(name)?.key.clone()))
+            .collect()
     }
 
     /// What parking these events for a client takes: those that nobody else keeps firing.
     pub fn to_park(&self, names: &[String], client: &str, force: bool) -> Vec<String> {
         let kept = |armed: &Armed| !force && armed.fired_by.iter().any(|other| other != client);
-        names.iter().filter(|&name| self.events.get(name).is_some_and(|armed| !kept(armed))).cloned().collect()
+        names
+            .iter()
+            .filter(|&name| self.events.get(name).is_some_and(|armed| !kept(armed)))
+            .cloned()
+            .collect()
     }
 
     /// As [`Book::to_park`], for disarming.
     pub fn to_disarm(&self, names: &[String], client: &str, force: bool) -> Vec<String> {
         let kept = |armed: &Armed| !force && armed.armed_by.iter().any(|other| other != client);
-        names.iter().filter(|&name| self.events.get(name).is_some_and(|armed| !kept(armed))).cloned().collect()
+        names
+            .iter()
+            .filter(|&name| self.events.get(name).is_some_and(|armed| !kept(armed)))
+            .cloned()
+            .collect()
     }
 
     /// The client no longer keeps these events firing; with `force` nobody does.
@@ -88,7 +99,10 @@ impl Book {
     /// What is to do when a client goes.
     pub fn leaving(&self, client: &str) -> Leaving {
         let of = |by: fn(&Armed) -> &BTreeSet<String>| {
-            let mine = self.events.iter().filter(|(_, armed)| by(armed).contains(client));
+            let mine = self
+                .events
+                .iter()
+                .filter(|(_, armed)| by(armed).contains(client));
             mine.map(|(name, _)| name.clone()).collect::<Vec<_>>()
         };
         Leaving {
@@ -111,7 +125,10 @@ mod tests {
             key: "key".into(),
             source: Arc::new(Source {
                 name: "s:e".into(),
-                format: Format { id: 1, fields: vec![] },
+                format: Format {
+                    id: 1,
+                    fields: vec![],
+                },
                 settled_at: AtomicU64::new(0),
                 events: AtomicU64::new(0),
             }),
@@ -126,7 +143,8 @@ mod tests {
     fn book() -> Book {
         let mut book = Book::default();
         book.events.insert("s:mine".into(), armed(&["a"], &["a"]));
-        book.events.insert("s:shared".into(), armed(&["a", "b"], &["a", "b"]));
+        book.events
+            .insert("s:shared".into(), armed(&["a", "b"], &["a", "b"]));
         book.events.insert("s:theirs".into(), armed(&["b"], &[]));
         book
     }
@@ -138,7 +156,13 @@ mod tests {
     #[test]
     fn the_last_client_out_parks_and_disarms() {
         let mut book = book();
-        assert_eq!(book.leaving("a"), Leaving { park: names(&["s:mine"]), disarm: names(&["s:mine"]) });
+        assert_eq!(
+            book.leaving("a"),
+            Leaving {
+                park: names(&["s:mine"]),
+                disarm: names(&["s:mine"])
+            }
+        );
         book.release_fire(&names(&["s:mine", "s:shared"]), "a", false);
         book.release_arm(&names(&["s:shared"]), "a");
         let leaving = book.leaving("b");
@@ -163,6 +187,9 @@ mod tests {
     /// Nobody fired it, but the guest may have: a probe that is removed and added again turns it on.
     #[test]
     fn what_nobody_fired_may_be_parked() {
-        assert_eq!(book().to_park(&names(&["s:theirs"]), "c", false), names(&["s:theirs"]));
+        assert_eq!(
+            book().to_park(&names(&["s:theirs"]), "c", false),
+            names(&["s:theirs"])
+        );
     }
 }

@@ -26,7 +26,10 @@ struct Sample {
 
 impl Default for GuestClock {
     fn default() -> Self {
-        Self { start: (Instant::now(), SystemTime::now()), samples: VecDeque::new() }
+        Self {
+            start: (Instant::now(), SystemTime::now()),
+            samples: VecDeque::new(),
+        }
     }
 }
 
@@ -39,7 +42,10 @@ impl GuestClock {
         if self.samples.len() == SAMPLES {
             self.samples.pop_front();
         }
-        self.samples.push_back(Sample { offset, error: round_trip / 2 });
+        self.samples.push_back(Sample {
+            offset,
+            error: round_trip / 2,
+        });
     }
 
     /// Forgets a guest that is gone.
@@ -48,14 +54,21 @@ impl GuestClock {
     }
 
     fn best(&self) -> Option<Sample> {
-        self.samples.iter().copied().min_by_key(|sample| sample.error)
+        self.samples
+            .iter()
+            .copied()
+            .min_by_key(|sample| sample.error)
     }
 
     /// The moment of a guest's time by the host's clock; None if it is not known or absurd.
     pub fn host_time(&self, guest_ns: u64) -> Option<SystemTime> {
         let since_start = i128::from(guest_ns) + self.best()?.offset;
         let distance = Duration::from_nanos(u64::try_from(since_start.unsigned_abs()).ok()?);
-        if since_start < 0 { self.start.1.checked_sub(distance) } else { self.start.1.checked_add(distance) }
+        if since_start < 0 {
+            self.start.1.checked_sub(distance)
+        } else {
+            self.start.1.checked_add(distance)
+        }
     }
 
     /// How far the estimate may be off.
@@ -87,13 +100,23 @@ mod tests {
         assert_eq!(clock.error(), Some(Duration::from_secs(1)));
         clock.sample(at(4000), at(4002), 2_501_000_000);
         assert_eq!(clock.error(), Some(Duration::from_millis(1)));
-        assert_eq!(clock.host_time(2_501_000_000), Some(time + Duration::from_millis(4001)));
-        assert_eq!(clock.host_time(1_000_000_000), Some(time + Duration::from_millis(2500)));
+        assert_eq!(
+            clock.host_time(2_501_000_000),
+            Some(time + Duration::from_millis(4001))
+        );
+        assert_eq!(
+            clock.host_time(1_000_000_000),
+            Some(time + Duration::from_millis(2500))
+        );
         assert_eq!(clock.host_time(0), Some(time + Duration::from_millis(1500)));
         for second in 5..5 + SAMPLES as u64 {
             clock.sample(at(second * 1000), at(second * 1000 + 10), 0);
         }
-        assert_eq!(clock.error(), Some(Duration::from_millis(5)), "the old one is forgotten");
+        assert_eq!(
+            clock.error(),
+            Some(Duration::from_millis(5)),
+            "the old one is forgotten"
+        );
     }
 
     #[test]

@@ -41,7 +41,9 @@ pub enum TraceError {
         why: String,
     },
     /// Fire and park are for armed events.
-    #[error("no armed event matches {patterns:?}, so no probe is attached that could fire; arm it first")]
+    #[error(
+        "no armed event matches {patterns:?}, so no probe is attached that could fire; arm it first"
+    )]
     NotArmed {
         /// As given.
         patterns: Vec<String>,
@@ -66,7 +68,9 @@ pub enum TraceError {
         message: String,
     },
     /// The filter of an event is one.
-    #[error("event {name} is armed with the filter {filter:?} by {owners}; leave the filter out, or have it disarmed")]
+    #[error(
+        "event {name} is armed with the filter {filter:?} by {owners}; leave the filter out, or have it disarmed"
+    )]
     FilterConflict {
         /// "system:name".
         name: String,
@@ -135,9 +139,10 @@ impl TraceError {
             Self::Agent(AgentError::Refused(_)) => Code::FailedPrecondition,
             Self::Agent(AgentError::Confused) | Self::ArmFailed { .. } => Code::Internal,
             Self::EventNotFound { .. } | Self::EventVanished { .. } => Code::NotFound,
-            Self::Refused { .. } | Self::NotArmed { .. } | Self::OthersTrace { .. } | Self::FilterConflict { .. } => {
-                Code::FailedPrecondition
-            }
+            Self::Refused { .. }
+            | Self::NotArmed { .. }
+            | Self::OthersTrace { .. }
+            | Self::FilterConflict { .. } => Code::FailedPrecondition,
             Self::Rejected { .. } | Self::Invalid { .. } => Code::InvalidArgument,
             Self::TooManyStreams { .. } => Code::ResourceExhausted,
         }
@@ -157,7 +162,11 @@ impl From<TraceError> for Status {
             }
             TraceError::OthersTrace { events } => {
                 for event in events {
-                    details.add_precondition_failure_violation(error.reason(), event, "traced by others");
+                    details.add_precondition_failure_violation(
+                        error.reason(),
+                        event,
+                        "traced by others",
+                    );
                 }
             }
             TraceError::Rejected { what, message, .. } => {

@@ -33,7 +33,9 @@ pub enum FrameError {
 ///
 /// # Errors
 /// [`FrameError`].
-pub async fn read<M: Message + Default>(stream: &mut (impl AsyncRead + Unpin)) -> Result<M, FrameError> {
+pub async fn read<M: Message + Default>(
+    stream: &mut (impl AsyncRead + Unpin),
+) -> Result<M, FrameError> {
     let mut length = [0; 4];
     match stream.read(&mut length).await? {
         0 => return Err(FrameError::Closed),
@@ -55,10 +57,17 @@ pub async fn read<M: Message + Default>(stream: &mut (impl AsyncRead + Unpin)) -
 ///
 /// # Errors
 /// Of the operating system; `InvalidInput` if the message is too long for a frame.
-pub async fn write(stream: &mut (impl AsyncWrite + Unpin), message: &impl Message) -> io::Result<()> {
+pub async fn write(
+    stream: &mut (impl AsyncWrite + Unpin),
+    message: &impl Message,
+) -> io::Result<()> {
     let bytes = message.encoded_len();
-    let length = u32::try_from(bytes).ok().filter(|_| bytes <= MAX_FRAME_BYTES);
-    let length = length.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "message too long for a frame"))?;
+    let length = u32::try_from(bytes)
+        .ok()
+        .filter(|_| bytes <= MAX_FRAME_BYTES);
+    let length = length.ok_or_else(|| {
+        io::Error::new(io::ErrorKind::InvalidInput, "message too long for a frame")
+    })?;
     let mut frame = Vec::with_capacity(4 + bytes);
     frame.extend_from_slice(&length.to_le_bytes());
     message.encode(&mut frame).map_err(io::Error::other)?;

@@ -15,7 +15,8 @@ use patchbay_proto::v1::from_agent::Message as Answer;
 use patchbay_proto::v1::to_agent::Message as Question;
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{
-    AgentGetTasks, AgentPages, StreamTracepointEventsResponse as Batch, TraceEvent, TraceField, TraceLosses, TraceMark,
+    AgentGetTasks, AgentPages, StreamTracepointEventsResponse as Batch, TraceEvent, TraceField,
+    TraceLosses, TraceMark,
 };
 use tokio::sync::mpsc;
 
@@ -120,7 +121,10 @@ struct Tasks {
 impl Hub {
     /// Without sources and streams.
     pub fn new(link: AgentLink) -> Self {
-        Self { link, state: Mutex::default() }
+        Self {
+            link,
+            state: Mutex::default(),
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -141,7 +145,11 @@ impl Hub {
     ///
     /// # Errors
     /// [`TraceError::TooManyStreams`].
-    pub fn subscribe(&self, patterns: Patterns, events_per_second: u32) -> Result<Subscription, TraceError> {
+    pub fn subscribe(
+        &self,
+        patterns: Patterns,
+        events_per_second: u32,
+    ) -> Result<Subscription, TraceError> {
         let mut state = self.state();
         if state.subscribers.len() >= MAX_STREAMS {
             return Err(TraceError::TooManyStreams { max: MAX_STREAMS });
@@ -153,7 +161,11 @@ impl Hub {
             id,
             patterns,
             outlet,
-            guard: FloodGuard { limit: events_per_second, since: Instant::now(), passed: 0 },
+            guard: FloodGuard {
+                limit: events_per_second,
+                since: Instant::now(),
+                passed: 0,
+            },
             pending: Batch::default(),
             losses: TraceLosses::default(),
         });
@@ -186,7 +198,10 @@ impl Hub {
     /// Tells all streams what a client did.
     pub fn mark(&self, text: String) {
         let time = self.link.clock().now();
-        let mark = TraceMark { time: Some(time.into()), text };
+        let mark = TraceMark {
+            time: Some(time.into()),
+            text,
+        };
         let mut state = self.state();
         for subscriber in &mut state.subscribers {
             subscriber.pending.marks.push(mark.clone());
@@ -207,7 +222,10 @@ impl Hub {
 
     /// Decodes until the link is gone.
     pub async fn run(&self, mut pages: mpsc::Receiver<AgentPages>) {
-        let mut tasks = Tasks { names: HashMap::new(), since: Instant::now() };
+        let mut tasks = Tasks {
+            names: HashMap::new(),
+            since: Instant::now(),
+        };
         while let Some(pages) = pages.recv().await {
             let bytes: u64 = pages.pages.iter().map(|page| page.data.len() as u64).sum();
             self.decode(&pages, &mut tasks).await;
@@ -280,7 +298,9 @@ impl Subscriber {
         if batch == Batch::default() {
             return 0;
         }
-        let Err(error) = self.outlet.try_send(batch) else { return 0 };
+        let Err(error) = self.outlet.try_send(batch) else {
+            return 0;
+        };
         let batch = error.into_inner();
         let lost = batch.events.len() as u64;
         self.losses = batch.losses.unwrap_or_default();
@@ -311,7 +331,9 @@ fn decode_page(
             continue;
         };
         // Disarmed meanwhile, or recorded while it was being armed.
-        let Some(source) = sources.get(&record.id) else { continue };
+        let Some(source) = sources.get(&record.id) else {
+            continue;
+        };
         if time <= source.settled_at.load(Ordering::Relaxed) {
             continue;
         }
@@ -338,13 +360,18 @@ impl Tasks {
         }
         self.learn(events);
         let known = |pid: i32| pid == 0 || self.names.contains_key(&pid);
-        let unknown: BTreeSet<i32> = events.iter().map(|event| event.pid).filter(|&pid| !known(pid)).collect();
+        let unknown: BTreeSet<i32> = events
+            .iter()
+            .map(|event| event.pid)
+            .filter(|&pid| !known(pid))
+            .collect();
         if !unknown.is_empty() {
             let pids: Vec<i32> = unknown.into_iter().take(1024).collect();
             let question = Question::GetTasks(AgentGetTasks { pids: pids.clone() });
             // Those without an answer stay nameless until they are forgotten, rather than be asked
             // for with each batch.
-            self.names.extend(pids.into_iter().map(|pid| (pid, String::new())));
+            self.names
+                .extend(pids.into_iter().map(|pid| (pid, String::new())));
             if let Ok(Answer::Tasks(tasks)) = link.ask(question, TASKS_PATIENCE).await {
                 for task in tasks.tasks.into_iter().take(1024) {
                     self.insert(task.pid, &task.comm);
@@ -361,13 +388,17 @@ impl Tasks {
 
     fn insert(&mut self, pid: i32, comm: &str) {
         if !comm.is_empty() {
-            self.names.insert(pid, bounded(comm.chars().take(COMM_BYTES).collect()));
+            self.names
+                .insert(pid, bounded(comm.chars().take(COMM_BYTES).collect()));
         }
     }
 
     /// sched_switch tells names by itself, also of tasks that are gone when the agent looks.
     fn learn(&mut self, events: &[TraceEvent]) {
-        for event in events.iter().filter(|event| event.name == "sched:sched_switch") {
+        for event in events
+            .iter()
+            .filter(|event| event.name == "sched:sched_switch")
+        {
             for (comm, pid) in [("prev_comm", "prev_pid"), ("next_comm", "next_pid")] {
                 let (Some(Value::Text(comm)), Some(&Value::Signed(pid))) =
                     (field(&event.fields, comm), field(&event.fields, pid))
@@ -383,5 +414,9 @@ impl Tasks {
 }
 
 fn field<'a>(fields: &'a [TraceField], name: &str) -> Option<&'a Value> {
-    fields.iter().find(|field| field.name == name)?.value.as_ref()
+    fields
+        .iter()
+        .find(|field| field.name == name)?
+        .value
+        .as_ref()
 }

@@ -56,7 +56,9 @@ pub enum AgentError {
         why: String,
     },
     /// It is connected and does not answer.
-    #[error("the agent in the guest has not answered for {waited:?}; fire and park work without it")]
+    #[error(
+        "the agent in the guest has not answered for {waited:?}; fire and park work without it"
+    )]
     Silent {
         /// For the answer.
         waited: Duration,
@@ -65,7 +67,9 @@ pub enum AgentError {
     #[error("the agent in the guest could not do it: {0}")]
     Refused(String),
     /// Not what was asked.
-    #[error("the agent in the guest answered something else than was asked; is it of this version?")]
+    #[error(
+        "the agent in the guest answered something else than was asked; is it of this version?"
+    )]
     Confused,
 }
 
@@ -175,16 +179,24 @@ impl AgentLink {
             pages,
             next_id: AtomicU64::new(1),
         };
-        Self { shared: Arc::new(shared) }
+        Self {
+            shared: Arc::new(shared),
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared
+            .state
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The guest's clock by the host's.
     pub fn clock(&self) -> MutexGuard<'_, GuestClock> {
-        self.shared.clock.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared
+            .clock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Changes when an agent connects or goes.
@@ -198,7 +210,11 @@ impl AgentLink {
     /// [`AgentError::Absent`].
     pub fn peer(&self) -> Result<Peer, AgentError> {
         let state = self.state();
-        state.current.as_ref().map(|connection| connection.peer.clone()).ok_or_else(|| state.absent())
+        state
+            .current
+            .as_ref()
+            .map(|connection| connection.peer.clone())
+            .ok_or_else(|| state.absent())
     }
 
     /// How long ago the agent was heard, if that is too long.
@@ -226,7 +242,13 @@ impl AgentLink {
             (connection.outbox.clone(), connection.number)
         };
         let conversation = async {
-            outbox.send(ToAgent { id, message: Some(question) }).await.ok()?;
+            outbox
+                .send(ToAgent {
+                    id,
+                    message: Some(question),
+                })
+                .await
+                .ok()?;
             answer.await.ok()
         };
         match tokio::time::timeout(patience, conversation).await {
@@ -251,7 +273,9 @@ impl AgentLink {
     /// Lets the agent send more pages. `reset`: no more than these.
     pub fn credit(&self, bytes: u64, reset: bool) {
         let mut state = self.state();
-        let Some(connection) = &mut state.current else { return };
+        let Some(connection) = &mut state.current else {
+            return;
+        };
         // What was let before a reset may be on its way.
         connection.credit = connection.credit.saturating_add(bytes);
         let message = Some(Question::Credit(AgentCredit { bytes, reset }));
@@ -269,14 +293,19 @@ impl AgentLink {
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             };
-            let Ok(permit) = Arc::clone(&handshakes).try_acquire_owned() else { continue };
+            let Ok(permit) = Arc::clone(&handshakes).try_acquire_owned() else {
+                continue;
+            };
             number += 1;
             let link = self.clone();
             tokio::spawn(async move {
-                let greeted = tokio::time::timeout(HANDSHAKE_TIME, link.greet(stream, number)).await;
+                let greeted =
+                    tokio::time::timeout(HANDSHAKE_TIME, link.greet(stream, number)).await;
                 drop(permit);
                 match greeted {
-                    Ok(Ok(Some((stream, outbox, gone)))) => link.serve(stream, number, outbox, gone).await,
+                    Ok(Ok(Some((stream, outbox, gone)))) => {
+                        link.serve(stream, number, outbox, gone).await
+                    }
                     Ok(Ok(None)) => {}
                     Ok(Err(error)) => link.note(format!("{error} (before its hello)")),
                     Err(_) => link.note("a program connected and sent no hello".to_owned()),
@@ -296,7 +325,8 @@ impl AgentLink {
         &self,
         mut stream: UnixStream,
         number: u64,
-    ) -> Result<Option<(UnixStream, mpsc::Receiver<ToAgent>, oneshot::Receiver<()>)>, FrameError> {
+    ) -> Result<Option<(UnixStream, mpsc::Receiver<ToAgent>, oneshot::Receiver<()>)>, FrameError>
+    {
         let first: FromAgent = frame::read(&mut stream).await?;
         let (outbox, outgoing) = mpsc::channel(OUTBOX);
         let (alive, gone) = oneshot::channel();
@@ -306,15 +336,28 @@ impl AgentLink {
         };
         let message = match judged {
             Err(reason) => {
-                frame::write(&mut stream, &to_agent(Question::Refusal(AgentRefusal { reason: reason.clone() }))).await?;
+                frame::write(
+                    &mut stream,
+                    &to_agent(Question::Refusal(AgentRefusal {
+                        reason: reason.clone(),
+                    })),
+                )
+                .await?;
                 self.note(format!("an agent was refused: {reason}"));
                 return Ok(None);
             }
             Ok(peer) => {
                 let version = peer.version;
                 let waiting = HashMap::new();
-                let connection =
-                    Connection { number, peer, heard: Instant::now(), credit: 0, outbox, waiting, _alive: alive };
+                let connection = Connection {
+                    number,
+                    peer,
+                    heard: Instant::now(),
+                    credit: 0,
+                    outbox,
+                    waiting,
+                    _alive: alive,
+                };
                 self.clock().clear();
                 self.state().current = Some(connection);
                 Question::Welcome(AgentWelcome { version })
@@ -342,11 +385,20 @@ impl AgentLink {
         {
             return Err("another agent is connected and answers; stop one of them".to_owned());
         }
-        for text in [&mut hello.agent_version, &mut hello.kernel_release, &mut hello.boot_id, &mut hello.no_tracing] {
+        for text in [
+            &mut hello.agent_version,
+            &mut hello.kernel_release,
+            &mut hello.boot_id,
+            &mut hello.no_tracing,
+        ] {
             *text = bounded(std::mem::take(text));
         }
         hello.enabled.truncate(MAX_ENABLED);
-        Ok(Peer { hello, version, connected_at: SystemTime::now() })
+        Ok(Peer {
+            hello,
+            version,
+            connected_at: SystemTime::now(),
+        })
     }
 
     async fn serve(
@@ -383,7 +435,11 @@ impl AgentLink {
             _ = &mut gone => "another agent took its place".to_owned(),
         };
         let mut state = self.state();
-        if state.current.as_ref().is_some_and(|current| current.number == number) {
+        if state
+            .current
+            .as_ref()
+            .is_some_and(|current| current.number == number)
+        {
             state.current = None;
         }
         drop(state);
@@ -396,7 +452,8 @@ impl AgentLink {
         loop {
             let asked = Instant::now();
             if let Ok(Answer::Pong(pong)) = self.ask(Question::Ping(AgentPing {}), SILENCE).await {
-                self.clock().sample(asked, Instant::now(), pong.guest_time_ns);
+                self.clock()
+                    .sample(asked, Instant::now(), pong.guest_time_ns);
             }
             tokio::time::sleep(PING_INTERVAL).await;
         }
@@ -406,7 +463,10 @@ impl AgentLink {
     async fn take(&self, number: u64, message: FromAgent) -> Result<(), String> {
         let pages = {
             let mut state = self.state();
-            let current = state.current.as_mut().filter(|current| current.number == number);
+            let current = state
+                .current
+                .as_mut()
+                .filter(|current| current.number == number);
             let current = current.ok_or("another agent took its place")?;
             current.heard = Instant::now();
             match message.message {
@@ -430,25 +490,42 @@ impl AgentLink {
                 None => return Ok(()),
             }
         };
-        self.shared.pages.send(pages).await.map_err(|_| "the monitor ends".to_owned())
+        self.shared
+            .pages
+            .send(pages)
+            .await
+            .map_err(|_| "the monitor ends".to_owned())
     }
 }
 
 impl State {
     fn absent(&self) -> AgentError {
-        let why = if self.last.is_empty() { String::new() } else { format!(" (last: {})", self.last) };
+        let why = if self.last.is_empty() {
+            String::new()
+        } else {
+            format!(" (last: {})", self.last)
+        };
         AgentError::Absent { why }
     }
 }
 
 fn to_agent(message: Question) -> ToAgent {
-    ToAgent { id: 0, message: Some(message) }
+    ToAgent {
+        id: 0,
+        message: Some(message),
+    }
 }
 
 /// Text of the guest's, printable and of bounded length.
 pub fn bounded(text: String) -> String {
     text.chars()
         .take(MAX_TEXT)
-        .map(|c| if c.is_control() && c != '\n' && c != '\t' { '\u{fffd}' } else { c })
+        .map(|c| {
+            if c.is_control() && c != '\n' && c != '\t' {
+                '\u{fffd}'
+            } else {
+                c
+            }
+        })
         .collect()
 }

@@ -42,7 +42,10 @@ const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// If the agent's socket cannot be used.
-pub fn start(keys: Arc<dyn TracepointKeys>, agent: Option<AgentSocket>) -> std::io::Result<Arc<Tracer>> {
+pub fn start(
+    keys: Arc<dyn TracepointKeys>,
+    agent: Option<AgentSocket>,
+) -> std::io::Result<Arc<Tracer>> {
     let (sender, pages) = mpsc::channel(FRAMES);
     let link = match agent {
         Some(socket) => AgentLink::listen(socket, sender)?,

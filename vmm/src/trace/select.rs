@@ -24,7 +24,10 @@ impl Wanted {
     pub fn parse(texts: Vec<String>, at_least_one: bool) -> Result<Self, TraceError> {
         if at_least_one && texts.is_empty() {
             let message = "is empty; name events, or '*' for all".to_owned();
-            return Err(TraceError::Invalid { field: "patterns", message });
+            return Err(TraceError::Invalid {
+                field: "patterns",
+                message,
+            });
         }
         let patterns = Patterns::parse(&texts)?;
         Ok(Self { texts, patterns })
@@ -56,11 +59,27 @@ impl Wanted {
     ///
     /// # Errors
     /// The plain names that mean nothing, or all patterns if nothing is meant at all.
-    pub fn select<'a>(&self, events: impl Iterator<Item = &'a String>) -> Result<Vec<String>, Vec<String>> {
-        let found: Vec<String> = events.filter(|event| self.matches(event)).cloned().collect();
+    pub fn select<'a>(
+        &self,
+        events: impl Iterator<Item = &'a String>,
+    ) -> Result<Vec<String>, Vec<String>> {
+        let found: Vec<String> = events
+            .filter(|event| self.matches(event))
+            .cloned()
+            .collect();
         let is_plain = |text: &&String| !text.starts_with('!') && !text.contains(['*', '?', '[']);
-        let means = |text: &str| found.iter().any(|event| event == text || split(event).1 == text);
-        let missing: Vec<String> = self.texts.iter().filter(is_plain).filter(|text| !means(text)).cloned().collect();
+        let means = |text: &str| {
+            found
+                .iter()
+                .any(|event| event == text || split(event).1 == text)
+        };
+        let missing: Vec<String> = self
+            .texts
+            .iter()
+            .filter(is_plain)
+            .filter(|text| !means(text))
+            .cloned()
+            .collect();
         match (found.is_empty(), missing.is_empty()) {
             (_, false) => Err(missing),
             (true, true) => Err(self.texts.clone()),
@@ -76,8 +95,15 @@ pub fn split(event: &str) -> (&str, &str) {
 
 /// Facts by the name of the tracepoint, which is that of its event.
 pub fn by_name(facts: Vec<TracepointFacts>) -> HashMap<String, TracepointFacts> {
-    let name = |key: &str| key.rsplit_once(':').map_or(key, |(_, name)| name).to_owned();
-    facts.into_iter().map(|facts| (name(&facts.key), facts)).collect()
+    let name = |key: &str| {
+        key.rsplit_once(':')
+            .map_or(key, |(_, name)| name)
+            .to_owned()
+    };
+    facts
+        .into_iter()
+        .map(|facts| (name(&facts.key), facts))
+        .collect()
 }
 
 /// Why an event cannot be parked; None if it can.
@@ -102,17 +128,31 @@ pub fn others(
 ) -> BTreeMap<String, Vec<String>> {
     let mut others: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for instance in &events.others {
-        let who = if instance.name.is_empty() { "top level" } else { &instance.name };
+        let who = if instance.name.is_empty() {
+            "top level"
+        } else {
+            &instance.name
+        };
         for event in &instance.events {
-            others.entry(event.clone()).or_default().push(format!("tracefs: {who}"));
+            others
+                .entry(event.clone())
+                .or_default()
+                .push(format!("tracefs: {who}"));
         }
     }
     for event in &events.names {
-        let Some(probes) = facts.get(split(event).1).and_then(|facts| facts.probes) else { continue };
+        let Some(probes) = facts.get(split(event).1).and_then(|facts| facts.probes) else {
+            continue;
+        };
         let known = others.get(event).map_or(0, Vec::len) + usize::from(is_armed(event));
-        let unknown = usize::try_from(probes).unwrap_or(usize::MAX).saturating_sub(known);
+        let unknown = usize::try_from(probes)
+            .unwrap_or(usize::MAX)
+            .saturating_sub(known);
         if unknown > 0 {
-            let who = format!("{unknown} unknown probe{} (perf, BPF or a module)", if unknown == 1 { "" } else { "s" });
+            let who = format!(
+                "{unknown} unknown probe{} (perf, BPF or a module)",
+                if unknown == 1 { "" } else { "s" }
+            );
             others.entry(event.clone()).or_default().push(who);
         }
     }
@@ -126,24 +166,42 @@ mod tests {
     use super::*;
 
     fn wanted(texts: &[&str]) -> Wanted {
-        Wanted::parse(texts.iter().map(|&text| text.to_owned()).collect(), true).expect("well-formed")
+        Wanted::parse(texts.iter().map(|&text| text.to_owned()).collect(), true)
+            .expect("well-formed")
     }
 
     fn events() -> Vec<String> {
-        ["irq:softirq_entry", "sched:sched_switch", "sched:sched_waking"].map(str::to_owned).to_vec()
+        [
+            "irq:softirq_entry",
+            "sched:sched_switch",
+            "sched:sched_waking",
+        ]
+        .map(str::to_owned)
+        .to_vec()
     }
 
     fn facts(name: &str, probes: u32) -> TracepointFacts {
-        TracepointFacts { key: name.to_owned(), enabled: false, probes: Some(probes), switched_by_function: false }
+        TracepointFacts {
+            key: name.to_owned(),
+            enabled: false,
+            probes: Some(probes),
+            switched_by_function: false,
+        }
     }
 
     #[test]
     fn globs_names_and_what_is_missing() {
         let select = |texts: &[&str]| wanted(texts).select(events().iter());
         assert_eq!(select(&["sched:*"]).expect("two").len(), 2);
-        assert_eq!(select(&["sched_switch"]).expect("one"), ["sched:sched_switch"]);
+        assert_eq!(
+            select(&["sched_switch"]).expect("one"),
+            ["sched:sched_switch"]
+        );
         assert_eq!(select(&["*", "!irq:*"]).expect("two").len(), 2);
-        assert_eq!(select(&["sched:*", "sched_swich"]).expect_err("misspelt"), ["sched_swich"]);
+        assert_eq!(
+            select(&["sched:*", "sched_swich"]).expect_err("misspelt"),
+            ["sched_swich"]
+        );
         assert_eq!(select(&["ext4:*"]).expect_err("none"), ["ext4:*"]);
         assert!(Wanted::parse(vec![], true).is_err());
         assert!(wanted(&["sched_switch"]).names("sched:sched_switch"));
@@ -152,19 +210,40 @@ mod tests {
 
     #[test]
     fn others_are_named_as_far_as_they_are_known() {
-        let instance = |name: &str, event: &str| AgentInstance { name: name.into(), events: vec![event.into()] };
+        let instance = |name: &str, event: &str| AgentInstance {
+            name: name.into(),
+            events: vec![event.into()],
+        };
         let told = AgentEvents {
             names: events(),
-            others: vec![instance("", "sched:sched_switch"), instance("x", "sched:sched_switch")],
+            others: vec![
+                instance("", "sched:sched_switch"),
+                instance("x", "sched:sched_switch"),
+            ],
         };
-        let facts = by_name(vec![facts("sched_switch", 4), facts("sched_waking", 1), facts("m:softirq_entry", 2)]);
+        let facts = by_name(vec![
+            facts("sched_switch", 4),
+            facts("sched_waking", 1),
+            facts("m:softirq_entry", 2),
+        ]);
         let others = others(&told, &facts, |event| event != "irq:softirq_entry");
         assert_eq!(
             others["sched:sched_switch"],
-            ["tracefs: top level", "tracefs: x", "1 unknown probe (perf, BPF or a module)"]
+            [
+                "tracefs: top level",
+                "tracefs: x",
+                "1 unknown probe (perf, BPF or a module)"
+            ]
         );
-        assert_eq!(others.get("sched:sched_waking"), None, "the one probe is the agent's");
-        assert_eq!(others["irq:softirq_entry"], ["2 unknown probes (perf, BPF or a module)"]);
+        assert_eq!(
+            others.get("sched:sched_waking"),
+            None,
+            "the one probe is the agent's"
+        );
+        assert_eq!(
+            others["irq:softirq_entry"],
+            ["2 unknown probes (perf, BPF or a module)"]
+        );
     }
 
     #[test]

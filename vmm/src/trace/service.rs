@@ -9,12 +9,12 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio_stream::Stream;
 use patchbay_proto::v1;
 use patchbay_proto::v1::from_agent::Message as Answer;
 use patchbay_proto::v1::to_agent::Message as Question;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
 use tokio::sync::{mpsc, watch};
+use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
@@ -53,7 +53,13 @@ impl TracepointsService for TracepointsApi {
         let size = match usize::try_from(request.page_size) {
             Ok(0) => DEFAULT_PAGE_SIZE,
             Ok(size) => size.min(MAX_PAGE_SIZE),
-            Err(_) => return Err(invalid("page_size", "is negative; give 0 for the default or a count").into()),
+            Err(_) => {
+                return Err(invalid(
+                    "page_size",
+                    "is negative; give 0 for the default or a count",
+                )
+                .into());
+            }
         };
         let (listed, stale) = list(&self.tracer, &wanted, request.armed_only).await?;
         if let (true, Some(error)) = (request.refresh, &stale) {
@@ -64,7 +70,9 @@ impl TracepointsService for TracepointsApi {
         let mut page: Vec<_> = listed.into_iter().skip(start).take(size + 1).collect();
         let next_page_token = if page.len() > size {
             page.pop();
-            page.last().map(|tracepoint| tracepoint.name.clone()).unwrap_or_default()
+            page.last()
+                .map(|tracepoint| tracepoint.name.clone())
+                .unwrap_or_default()
         } else {
             String::new()
         };
@@ -90,8 +98,12 @@ impl TracepointsService for TracepointsApi {
             validate_only: request.validate_only,
         };
         let tracer = Arc::clone(&self.tracer);
-        let (results, report) = whole(async move { tracer.arm(&client, &wanted, &terms).await }).await?;
-        Ok(Response::new(v1::ArmTracepointsResponse { results, report }))
+        let (results, report) =
+            whole(async move { tracer.arm(&client, &wanted, &terms).await }).await?;
+        Ok(Response::new(v1::ArmTracepointsResponse {
+            results,
+            report,
+        }))
     }
 
     async fn fire_tracepoints(
@@ -105,8 +117,12 @@ impl TracepointsService for TracepointsApi {
         let mut terms = switch_terms(request.validate_only, request.stop_timeout)?;
         terms.deadline = deadline;
         let tracer = Arc::clone(&self.tracer);
-        let (results, report) = whole(async move { tracer.fire(&client, &wanted, &terms).await }).await?;
-        Ok(Response::new(v1::FireTracepointsResponse { results, report }))
+        let (results, report) =
+            whole(async move { tracer.fire(&client, &wanted, &terms).await }).await?;
+        Ok(Response::new(v1::FireTracepointsResponse {
+            results,
+            report,
+        }))
     }
 
     async fn park_tracepoints(
@@ -122,8 +138,12 @@ impl TracepointsService for TracepointsApi {
         terms.even_if_others = request.even_if_others;
         terms.force = request.force;
         let tracer = Arc::clone(&self.tracer);
-        let (results, report) = whole(async move { tracer.park(&client, &wanted, &terms).await }).await?;
-        Ok(Response::new(v1::ParkTracepointsResponse { results, report }))
+        let (results, report) =
+            whole(async move { tracer.park(&client, &wanted, &terms).await }).await?;
+        Ok(Response::new(v1::ParkTracepointsResponse {
+            results,
+            report,
+        }))
     }
 
     async fn disarm_tracepoints(
@@ -134,7 +154,8 @@ impl TracepointsService for TracepointsApi {
         let request = request.into_inner();
         let wanted = Wanted::parse(request.patterns, true)?;
         let tracer = Arc::clone(&self.tracer);
-        let results = whole(async move { tracer.disarm(&client, &wanted, request.force).await }).await?;
+        let results =
+            whole(async move { tracer.disarm(&client, &wanted, request.force).await }).await?;
         Ok(Response::new(v1::DisarmTracepointsResponse { results }))
     }
 
@@ -158,7 +179,10 @@ impl TracepointsService for TracepointsApi {
             even_if_others: request.even_if_others,
             validate_only: false,
         };
-        let subscription = self.tracer.hub.subscribe(wanted.patterns().clone(), limit)?;
+        let subscription = self
+            .tracer
+            .hub
+            .subscribe(wanted.patterns().clone(), limit)?;
         let client = format!("{owner}/stream-{}", subscription.id);
         let guard = StreamGuard {
             tracer: Arc::clone(&self.tracer),
@@ -173,13 +197,21 @@ impl TracepointsService for TracepointsApi {
                 // What the globs passed over is not to be fired either.
                 let names: Vec<String> = results.into_iter().map(|result| result.name).collect();
                 let armed = Wanted::parse(names.clone(), true)?;
-                tracer.fire(&client, &armed, &SwitchTerms::default()).await?;
+                tracer
+                    .fire(&client, &armed, &SwitchTerms::default())
+                    .await?;
                 Ok(names)
             })
             .await?;
         }
         let (sender, receiver) = mpsc::channel(1);
-        tokio::spawn(tell(subscription, names, sender, self.ending.clone(), guard));
+        tokio::spawn(tell(
+            subscription,
+            names,
+            sender,
+            self.ending.clone(),
+            guard,
+        ));
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 
@@ -187,7 +219,8 @@ impl TracepointsService for TracepointsApi {
         &self,
         _request: Request<v1::GetTracepointStatsRequest>,
     ) -> Result<Response<v1::GetTracepointStatsResponse>, Status> {
-        let (tracepoints, mut stale) = list(&self.tracer, &Wanted::parse(vec![], false)?, true).await?;
+        let (tracepoints, mut stale) =
+            list(&self.tracer, &Wanted::parse(vec![], false)?, true).await?;
         let question = Question::GetBufferStats(v1::AgentGetBufferStats {});
         let buffer = match self.tracer.link.ask(question, PATIENCE).await {
             Ok(Answer::BufferStats(buffer)) => buffer,
@@ -221,10 +254,18 @@ impl TracepointsService for TracepointsApi {
             Ok(peer) => peer,
             Err(error) => {
                 let absent = error.to_string();
-                return Ok(Response::new(v1::DescribeAgentResponse { absent, ..Default::default() }));
+                return Ok(Response::new(v1::DescribeAgentResponse {
+                    absent,
+                    ..Default::default()
+                }));
             }
         };
-        let (health, absent) = match self.tracer.link.ask(Question::GetHealth(v1::AgentGetHealth {}), PATIENCE).await {
+        let (health, absent) = match self
+            .tracer
+            .link
+            .ask(Question::GetHealth(v1::AgentGetHealth {}), PATIENCE)
+            .await
+        {
             Ok(Answer::Health(health)) => (health, String::new()),
             Ok(_) => (v1::AgentHealth::default(), AgentError::Confused.to_string()),
             Err(error) => (v1::AgentHealth::default(), error.to_string()),
@@ -233,12 +274,20 @@ impl TracepointsService for TracepointsApi {
     }
 }
 
-fn description(peer: super::link::Peer, health: v1::AgentHealth, absent: String) -> v1::DescribeAgentResponse {
-    let pressure = health.pressure.into_iter().take(16).map(|pressure| v1::Pressure {
-        resource: bounded(pressure.resource),
-        average_10s: pressure.average_10s,
-        average_60s: pressure.average_60s,
-    });
+fn description(
+    peer: super::link::Peer,
+    health: v1::AgentHealth,
+    absent: String,
+) -> v1::DescribeAgentResponse {
+    let pressure = health
+        .pressure
+        .into_iter()
+        .take(16)
+        .map(|pressure| v1::Pressure {
+            resource: bounded(pressure.resource),
+            average_10s: pressure.average_10s,
+            average_60s: pressure.average_60s,
+        });
     v1::DescribeAgentResponse {
         absent,
         agent_version: peer.hello.agent_version,
@@ -247,7 +296,12 @@ fn description(peer: super::link::Peer, health: v1::AgentHealth, absent: String)
         no_tracing: peer.hello.no_tracing,
         kernel_release: peer.hello.kernel_release,
         build_id: bounded(health.build_id),
-        labels: health.labels.into_iter().take(64).map(|(key, value)| (bounded(key), bounded(value))).collect(),
+        labels: health
+            .labels
+            .into_iter()
+            .take(64)
+            .map(|(key, value)| (bounded(key), bounded(value)))
+            .collect(),
         uptime: Duration::from_millis(health.uptime_ms).try_into().ok(),
         load: health.load.into_iter().take(3).collect(),
         pressure: pressure.collect(),
@@ -287,7 +341,10 @@ async fn tell(
     _guard: StreamGuard,
 ) {
     let tell = async {
-        let mut message = v1::StreamTracepointEventsResponse { names, ..Default::default() };
+        let mut message = v1::StreamTracepointEventsResponse {
+            names,
+            ..Default::default()
+        };
         while sender.send(Ok(message)).await.is_ok() {
             match subscription.batches.recv().await {
                 Some(batch) => message = batch,
@@ -314,7 +371,9 @@ async fn whole<T: Send + 'static>(
 ) -> Result<T, Status> {
     match tokio::spawn(change).await {
         Ok(result) => Ok(result?),
-        Err(_) => Err(Status::internal("the change panicked; see the monitor's log")),
+        Err(_) => Err(Status::internal(
+            "the change panicked; see the monitor's log",
+        )),
     }
 }
 
@@ -339,7 +398,8 @@ async fn list(
         let armed = book.events.get(&name);
         let of_event = facts.get(select::split(&name).1);
         let enabled = of_event.is_some_and(|facts| facts.enabled);
-        let clients = |of: fn(&super::book::Armed) -> Vec<String>| armed.map(of).unwrap_or_default();
+        let clients =
+            |of: fn(&super::book::Armed) -> Vec<String>| armed.map(of).unwrap_or_default();
         v1::Tracepoint {
             state: match (armed, enabled) {
                 (None, _) => v1::TracepointState::Disarmed,
@@ -355,28 +415,47 @@ async fn list(
             refused: select::refusal(of_event).unwrap_or_default(),
             filter: armed.map(|armed| armed.filter.clone()).unwrap_or_default(),
             trigger: armed.map(|armed| armed.trigger.clone()).unwrap_or_default(),
-            events: armed.map_or(0, |armed| armed.source.events.load(std::sync::atomic::Ordering::Relaxed)),
+            events: armed.map_or(0, |armed| {
+                armed
+                    .source
+                    .events
+                    .load(std::sync::atomic::Ordering::Relaxed)
+            }),
             name,
         }
     };
-    let chosen = names.into_iter().filter(|name| wanted.matches(name) && (!armed_only || book.events.contains_key(name)));
+    let chosen = names
+        .into_iter()
+        .filter(|name| wanted.matches(name) && (!armed_only || book.events.contains_key(name)));
     Ok((chosen.map(tell).collect(), stale))
 }
 
 fn invalid(field: &'static str, message: impl Into<String>) -> TraceError {
-    TraceError::Invalid { field, message: message.into() }
+    TraceError::Invalid {
+        field,
+        message: message.into(),
+    }
 }
 
 fn text(field: &'static str, text: String) -> Result<String, TraceError> {
     if text.len() > MAX_TEXT_BYTES || text.contains(['\n', '\0']) {
-        return Err(invalid(field, format!("is longer than {MAX_TEXT_BYTES} bytes or has several lines")));
+        return Err(invalid(
+            field,
+            format!("is longer than {MAX_TEXT_BYTES} bytes or has several lines"),
+        ));
     }
     Ok(text)
 }
 
-fn switch_terms(validate_only: bool, stop_timeout: Option<prost_types::Duration>) -> Result<SwitchTerms, Status> {
+fn switch_terms(
+    validate_only: bool,
+    stop_timeout: Option<prost_types::Duration>,
+) -> Result<SwitchTerms, Status> {
     let range = Duration::from_micros(1)..=MAX_STOP_TIMEOUT;
-    let mut terms = SwitchTerms { validate_only, ..SwitchTerms::default() };
+    let mut terms = SwitchTerms {
+        validate_only,
+        ..SwitchTerms::default()
+    };
     if let Some(timeout) = crate::service::from_proto("stop_timeout", stop_timeout, range)? {
         terms.stop_timeout = timeout;
     }

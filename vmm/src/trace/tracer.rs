@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 use patchbay_proto::v1::from_agent::Message as Answer;
 use patchbay_proto::v1::to_agent::Message as Question;
 use patchbay_proto::v1::{
-    AgentDisable, AgentEnable, AgentEnabledEvent, AgentEvent, AgentEvents, AgentListEvents, AgentSettle, FlipReport,
-    TracepointResult, TracepointState,
+    AgentDisable, AgentEnable, AgentEnabledEvent, AgentEvent, AgentEvents, AgentListEvents,
+    AgentSettle, FlipReport, TracepointResult, TracepointState,
 };
 
 use super::book::{Armed, Book};
@@ -123,10 +123,17 @@ impl Tracer {
 
     /// The guest's events as the agent told them last, and why they are not new if they are not.
     pub(super) async fn events(&self) -> (AgentEvents, Option<AgentError>) {
-        let stale = match self.link.ask(Question::ListEvents(AgentListEvents {}), LIST_PATIENCE).await {
+        let stale = match self
+            .link
+            .ask(Question::ListEvents(AgentListEvents {}), LIST_PATIENCE)
+            .await
+        {
             Ok(Answer::Events(mut events)) => {
                 events.names.truncate(MAX_EVENTS);
-                events.names.iter_mut().for_each(|name| *name = bounded(std::mem::take(name)));
+                events
+                    .names
+                    .iter_mut()
+                    .for_each(|name| *name = bounded(std::mem::take(name)));
                 events.names.sort_unstable();
                 events.names.dedup();
                 events.others.truncate(64);
@@ -147,14 +154,21 @@ impl Tracer {
     pub(super) async fn facts(&self) -> Result<HashMap<String, TracepointFacts>, TraceError> {
         let keys = Arc::clone(&self.keys);
         let facts = tokio::task::spawn_blocking(move || keys.tracepoints()).await;
-        Ok(select::by_name(facts.map_err(|_| KeysError::GuestStopped)??))
+        Ok(select::by_name(
+            facts.map_err(|_| KeysError::GuestStopped)??,
+        ))
     }
 
     /// Arms for a client; what is armed already gets one more client.
     ///
     /// # Errors
     /// [`TraceError`]; nothing is armed then that was not before.
-    pub async fn arm(&self, client: &str, wanted: &Wanted, terms: &ArmTerms) -> Result<Outcome, TraceError> {
+    pub async fn arm(
+        &self,
+        client: &str,
+        wanted: &Wanted,
+        terms: &ArmTerms,
+    ) -> Result<Outcome, TraceError> {
         let _turn = self.turn.lock().await;
         let (events, stale) = self.events().await;
         if let Some(error) = stale {
@@ -168,7 +182,9 @@ impl Tracer {
         for name in names {
             let of_event = facts.get(select::split(&name).1);
             match (select::refusal(of_event), of_event) {
-                (Some(why), _) if wanted.names(&name) => return Err(TraceError::Refused { name, why }),
+                (Some(why), _) if wanted.names(&name) => {
+                    return Err(TraceError::Refused { name, why });
+                }
                 (Some(_), _) | (None, None) => {}
                 (None, Some(facts)) => {
                     chosen.insert(name, facts.key.clone());
@@ -177,7 +193,10 @@ impl Tracer {
         }
         if chosen.is_empty() {
             let name = wanted.texts().join(" ");
-            return Err(TraceError::Refused { name, why: "none of the events has a key that can be parked".to_owned() });
+            return Err(TraceError::Refused {
+                name,
+                why: "none of the events has a key that can be parked".to_owned(),
+            });
         }
         let fresh = self.fresh(client, &chosen, terms)?;
         if !terms.even_if_others {
@@ -196,7 +215,10 @@ impl Tracer {
                 }
             }
         }
-        Ok((self.results(chosen.into_keys(), client, Some(TracepointState::Parked)), report))
+        Ok((
+            self.results(chosen.into_keys(), client, Some(TracepointState::Parked)),
+            report,
+        ))
     }
 
     /// Those that the agent has to enable, or to enable anew with another filter.
@@ -215,8 +237,17 @@ impl Tracer {
                     continue;
                 }
                 if armed.armed_by.iter().any(|other| other != client) {
-                    let owners = armed.armed_by.iter().cloned().collect::<Vec<_>>().join(", ");
-                    return Err(TraceError::FilterConflict { name: name.clone(), filter: armed.filter.clone(), owners });
+                    let owners = armed
+                        .armed_by
+                        .iter()
+                        .cloned()
+                        .collect::<Vec<_>>()
+                        .join(", ");
+                    return Err(TraceError::FilterConflict {
+                        name: name.clone(),
+                        filter: armed.filter.clone(),
+                        owners,
+                    });
                 }
             }
             fresh.insert(name.clone(), key.clone());
@@ -237,7 +268,11 @@ impl Tracer {
         let traced: Vec<String> = names
             .filter_map(|name| Some(format!("{name} ({})", others.get(name)?.join(", "))))
             .collect();
-        if traced.is_empty() { Ok(()) } else { Err(TraceError::OthersTrace { events: traced }) }
+        if traced.is_empty() {
+            Ok(())
+        } else {
+            Err(TraceError::OthersTrace { events: traced })
+        }
     }
 
     /// Has probes attached and parks their keys.
@@ -251,7 +286,11 @@ impl Tracer {
         let attached = self.try_attach(client, fresh, terms, quiet).await;
         if attached.is_err() {
             let known: BTreeSet<String> = self.book().events.keys().cloned().collect();
-            let names: Vec<String> = fresh.keys().filter(|name| !known.contains(*name)).cloned().collect();
+            let names: Vec<String> = fresh
+                .keys()
+                .filter(|name| !known.contains(*name))
+                .cloned()
+                .collect();
             self.detach(names).await;
             self.settle().await.ok();
         }
@@ -293,13 +332,23 @@ impl Tracer {
             }
         }
         let keys = fresh.values().cloned().collect();
-        let report = self.switch(keys, false, client, "arm tracepoints", &SwitchTerms::default()).await?;
+        let report = self
+            .switch(
+                keys,
+                false,
+                client,
+                "arm tracepoints",
+                &SwitchTerms::default(),
+            )
+            .await?;
         let settled_at = self.settle().await?;
         let mut book = self.book();
         for source in sources {
             source.settled_at.store(settled_at, Ordering::Relaxed);
             self.hub.add_source(Arc::clone(&source));
-            let Some(key) = fresh.get(&source.name) else { continue };
+            let Some(key) = fresh.get(&source.name) else {
+                continue;
+            };
             let armed = Armed {
                 key: key.clone(),
                 filter: terms.filter.clone(),
@@ -317,7 +366,11 @@ impl Tracer {
 
     /// Lets the agent record again; the guest's time just before.
     async fn settle(&self) -> Result<u64, TraceError> {
-        match self.link.ask(Question::Settle(AgentSettle {}), SETTLE_PATIENCE).await? {
+        match self
+            .link
+            .ask(Question::Settle(AgentSettle {}), SETTLE_PATIENCE)
+            .await?
+        {
             Answer::Done(done) => Ok(done.guest_time_ns),
             _ => Err(AgentError::Confused.into()),
         }
@@ -327,7 +380,9 @@ impl Tracer {
     async fn detach(&self, names: Vec<String>) -> Option<AgentError> {
         let mut silent = None;
         for names in names.chunks(ENABLED_PER_QUESTION) {
-            let question = Question::Disable(AgentDisable { names: names.to_vec() });
+            let question = Question::Disable(AgentDisable {
+                names: names.to_vec(),
+            });
             let answer = self.link.ask(question, ENABLE_PATIENCE).await;
             let mut book = self.book();
             match answer {
@@ -366,18 +421,27 @@ impl Tracer {
     }
 
     fn armed(&self, wanted: &Wanted) -> Result<Vec<String>, TraceError> {
-        wanted.select(self.book().events.keys()).map_err(|patterns| TraceError::NotArmed { patterns })
+        wanted
+            .select(self.book().events.keys())
+            .map_err(|patterns| TraceError::NotArmed { patterns })
     }
 
     /// Fires for a client.
     ///
     /// # Errors
     /// [`TraceError`]; nothing is fired then.
-    pub async fn fire(&self, client: &str, wanted: &Wanted, terms: &SwitchTerms) -> Result<Outcome, TraceError> {
+    pub async fn fire(
+        &self,
+        client: &str,
+        wanted: &Wanted,
+        terms: &SwitchTerms,
+    ) -> Result<Outcome, TraceError> {
         let _turn = self.turn.lock().await;
         let names = self.armed(wanted)?;
         let keys = self.book().keys(&names);
-        let report = self.switch(keys, true, client, "fire tracepoints", terms).await?;
+        let report = self
+            .switch(keys, true, client, "fire tracepoints", terms)
+            .await?;
         if !terms.validate_only {
             let mut book = self.book();
             for name in &names {
@@ -395,7 +459,12 @@ impl Tracer {
     ///
     /// # Errors
     /// [`TraceError`]; nothing is parked then.
-    pub async fn park(&self, client: &str, wanted: &Wanted, terms: &SwitchTerms) -> Result<Outcome, TraceError> {
+    pub async fn park(
+        &self,
+        client: &str,
+        wanted: &Wanted,
+        terms: &SwitchTerms,
+    ) -> Result<Outcome, TraceError> {
         let _turn = self.turn.lock().await;
         let names = self.armed(wanted)?;
         let to_park = self.book().to_park(&names, client, terms.force);
@@ -404,12 +473,22 @@ impl Tracer {
             let events = self.known().clone();
             let strict: Vec<String> = {
                 let book = self.book();
-                to_park.iter().filter(|name| book.events.get(*name).is_some_and(|armed| !armed.even_if_others)).cloned().collect()
+                to_park
+                    .iter()
+                    .filter(|name| {
+                        book.events
+                            .get(*name)
+                            .is_some_and(|armed| !armed.even_if_others)
+                    })
+                    .cloned()
+                    .collect()
             };
             self.refuse_others(&events, &facts, strict.iter())?;
         }
         let keys = self.book().keys(&to_park);
-        let report = self.switch(keys, false, client, "park tracepoints", terms).await?;
+        let report = self
+            .switch(keys, false, client, "park tracepoints", terms)
+            .await?;
         if !terms.validate_only {
             self.book().release_fire(&names, client, terms.force);
             self.mark("parked", &to_park, client, report.as_ref());
@@ -422,7 +501,12 @@ impl Tracer {
     /// # Errors
     /// [`TraceError`]; if it is the agent's silence, the events are parked, and disarmed when it
     /// answers again.
-    pub async fn disarm(&self, client: &str, wanted: &Wanted, force: bool) -> Result<Vec<TracepointResult>, TraceError> {
+    pub async fn disarm(
+        &self,
+        client: &str,
+        wanted: &Wanted,
+        force: bool,
+    ) -> Result<Vec<TracepointResult>, TraceError> {
         let _turn = self.turn.lock().await;
         let names = self.armed(wanted)?;
         let to_disarm = self.book().to_disarm(&names, client, force);
@@ -442,9 +526,21 @@ impl Tracer {
     ) -> Result<Option<AgentError>, TraceError> {
         let keys = self.book().keys(to_disarm);
         // The guest's own removal of the probe parks as well, but perhaps late, perhaps never.
-        match self.switch(keys, false, client, "disarm tracepoints", &SwitchTerms::default()).await {
+        match self
+            .switch(
+                keys,
+                false,
+                client,
+                "disarm tracepoints",
+                &SwitchTerms::default(),
+            )
+            .await
+        {
             // The guest is gone or registered anew: there is nothing to park.
-            Ok(_) | Err(TraceError::Keys(KeysError::NotRegistered { .. } | KeysError::KeyNotFound { .. })) => {}
+            Ok(_)
+            | Err(TraceError::Keys(
+                KeysError::NotRegistered { .. } | KeysError::KeyNotFound { .. },
+            )) => {}
             Err(error) => return Err(error),
         }
         {
@@ -465,18 +561,34 @@ impl Tracer {
         let _turn = self.turn.lock().await;
         let (leaving, names) = {
             let book = self.book();
-            (book.leaving(client), book.events.keys().cloned().collect::<Vec<_>>())
+            (
+                book.leaving(client),
+                book.events.keys().cloned().collect::<Vec<_>>(),
+            )
         };
         let keys = self.book().keys(&leaving.park);
-        if let Err(error) = self.switch(keys, false, client, "park tracepoints", &SwitchTerms::default()).await {
+        if let Err(error) = self
+            .switch(
+                keys,
+                false,
+                client,
+                "park tracepoints",
+                &SwitchTerms::default(),
+            )
+            .await
+        {
             tracing::warn!(client, %error, "the events of a client that is gone could not be parked");
         }
         self.book().release_fire(&names, client, false);
         self.mark("parked", &leaving.park, client, None);
         match self.remove(client, &names, &leaving.disarm).await {
             Ok(None) => {}
-            Ok(Some(error)) => tracing::warn!(client, %error, "events of a client that is gone wait for being disarmed"),
-            Err(error) => tracing::warn!(client, %error, "the events of a client that is gone could not be disarmed"),
+            Ok(Some(error)) => {
+                tracing::warn!(client, %error, "events of a client that is gone wait for being disarmed")
+            }
+            Err(error) => {
+                tracing::warn!(client, %error, "the events of a client that is gone could not be disarmed")
+            }
         }
     }
 
@@ -488,14 +600,23 @@ impl Tracer {
         let enabled: BTreeSet<String> = peer.hello.enabled.into_iter().collect();
         let (lost, strangers) = {
             let book = self.book();
-            let lost: Vec<String> = book.events.keys().filter(|name| !enabled.contains(*name)).cloned().collect();
-            let strangers: Vec<String> = enabled.into_iter().filter(|name| !book.events.contains_key(name)).collect();
+            let lost: Vec<String> = book
+                .events
+                .keys()
+                .filter(|name| !enabled.contains(*name))
+                .cloned()
+                .collect();
+            let strangers: Vec<String> = enabled
+                .into_iter()
+                .filter(|name| !book.events.contains_key(name))
+                .collect();
             (lost, strangers)
         };
         for name in &lost {
             if let Some(armed) = self.book().events.remove(name) {
                 self.hub.remove_source(armed.source.format.id);
-                self.hub.mark(format!("{name} is no longer armed in the guest"));
+                self.hub
+                    .mark(format!("{name} is no longer armed in the guest"));
             }
         }
         self.detach(strangers).await;
@@ -514,7 +635,11 @@ impl Tracer {
         let _turn = self.turn.lock().await;
         let overdue: Vec<String> = {
             let book = self.book();
-            book.overdue.iter().filter(|name| !book.events.contains_key(*name)).cloned().collect()
+            book.overdue
+                .iter()
+                .filter(|name| !book.events.contains_key(*name))
+                .cloned()
+                .collect()
         };
         self.detach(overdue).await;
     }
@@ -526,11 +651,17 @@ impl Tracer {
             count => format!(" and {} more", count - 1),
         };
         let stopped = report.filter(|report| report.paused).map(|report| {
-            let time = |part: Option<prost_types::Duration>| part.and_then(|part| part.try_into().ok()).unwrap_or(Duration::ZERO);
+            let time = |part: Option<prost_types::Duration>| {
+                part.and_then(|part| part.try_into().ok())
+                    .unwrap_or(Duration::ZERO)
+            };
             let total = time(report.stop_time) + time(report.patch_time) + time(report.resume_time);
             format!(", guest stopped for {} µs", total.as_micros())
         });
-        self.hub.mark(format!("{what} {first}{more} by {client}{}", stopped.unwrap_or_default()));
+        self.hub.mark(format!(
+            "{what} {first}{more} by {client}{}",
+            stopped.unwrap_or_default()
+        ));
     }
 
     fn results(
@@ -547,13 +678,23 @@ impl Tracer {
                 Some(armed) if armed.fired_by.is_empty() => TracepointState::Parked,
                 Some(_) => TracepointState::Firing,
             };
-            let others = |clients: &BTreeSet<String>| clients.iter().filter(|other| *other != client).cloned().collect();
+            let others = |clients: &BTreeSet<String>| {
+                clients
+                    .iter()
+                    .filter(|other| *other != client)
+                    .cloned()
+                    .collect()
+            };
             let kept_by = match (state, armed) {
                 (TracepointState::Firing, Some(armed)) => others(&armed.fired_by),
                 (_, Some(armed)) => others(&armed.armed_by),
                 (_, None) => vec![],
             };
-            TracepointResult { name, state: state.into(), kept_by }
+            TracepointResult {
+                name,
+                state: state.into(),
+                kept_by,
+            }
         };
         names.map(result).collect()
     }
@@ -562,15 +703,32 @@ impl Tracer {
 fn format_of(name: &str, enabled: AgentEnabledEvent) -> Result<Format, TraceError> {
     let name = name.to_owned();
     if enabled.vanished {
-        return Err(TraceError::EventVanished { name, message: bounded(enabled.error) });
+        return Err(TraceError::EventVanished {
+            name,
+            message: bounded(enabled.error),
+        });
     }
     if !enabled.error.is_empty() {
         let error = bounded(enabled.error);
         return Err(match error.split_once(": ") {
-            Some(("filter", message)) => TraceError::Rejected { what: "filter", name, message: message.to_owned() },
-            Some(("trigger", message)) => TraceError::Rejected { what: "trigger", name, message: message.to_owned() },
-            _ => TraceError::ArmFailed { name, message: error },
+            Some(("filter", message)) => TraceError::Rejected {
+                what: "filter",
+                name,
+                message: message.to_owned(),
+            },
+            Some(("trigger", message)) => TraceError::Rejected {
+                what: "trigger",
+                name,
+                message: message.to_owned(),
+            },
+            _ => TraceError::ArmFailed {
+                name,
+                message: error,
+            },
         });
     }
-    Format::parse(&enabled.format).map_err(|error| TraceError::ArmFailed { name, message: error.to_string() })
+    Format::parse(&enabled.format).map_err(|error| TraceError::ArmFailed {
+        name,
+        message: error.to_string(),
+    })
 }

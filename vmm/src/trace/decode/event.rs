@@ -52,7 +52,10 @@ impl<'a> Record<'a> {
     pub fn fields(&self, format: &Format) -> Vec<TraceField> {
         let tell = |field: &Field| {
             let value = value(field, self.bytes)?;
-            Some(TraceField { name: field.name.clone(), value: Some(value) })
+            Some(TraceField {
+                name: field.name.clone(),
+                value: Some(value),
+            })
         };
         format.fields.iter().filter_map(tell).collect()
     }
@@ -82,7 +85,11 @@ fn located(event: &[u8], base: usize, word: &[u8], is_text: bool) -> Option<Valu
 }
 
 fn text(bytes: &[u8]) -> Value {
-    let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len()).min(MAX_VALUE_BYTES);
+    let end = bytes
+        .iter()
+        .position(|&byte| byte == 0)
+        .unwrap_or(bytes.len())
+        .min(MAX_VALUE_BYTES);
     Value::Text(String::from_utf8_lossy(&bytes[..end]).into_owned())
 }
 
@@ -92,7 +99,10 @@ fn raw(bytes: &[u8]) -> Value {
 
 /// Of 1, 2, 4 or 8 bytes, little endian.
 fn unsigned(bytes: &[u8]) -> u64 {
-    bytes.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte))
+    bytes
+        .iter()
+        .rev()
+        .fold(0, |value, &byte| value << 8 | u64::from(byte))
 }
 
 fn signed(bytes: &[u8]) -> i64 {
@@ -104,7 +114,11 @@ fn signed(bytes: &[u8]) -> i64 {
 /// The five letters of the kernel's own output (`trace_print_lat_fmt()`, `kernel/trace/trace_output.c`).
 pub fn context_letters(flags: u8, preempt_count: u8) -> String {
     let has = |flag: u8| flags & flag != 0;
-    let interrupts = match (has(flag::IRQS_OFF), has(flag::BH_OFF), has(flag::IRQS_NOSUPPORT)) {
+    let interrupts = match (
+        has(flag::IRQS_OFF),
+        has(flag::BH_OFF),
+        has(flag::IRQS_NOSUPPORT),
+    ) {
         (true, true, _) => 'D',
         (true, false, _) => 'd',
         (false, true, _) => 'b',
@@ -129,7 +143,15 @@ pub fn context_letters(flags: u8, preempt_count: u8) -> String {
         0 => '.',
         count => char::from_digit(u32::from(count), 16).unwrap_or('?'),
     };
-    [interrupts, reschedule, within, digit(preempt_count & 0xf), digit(preempt_count >> 4)].iter().collect()
+    [
+        interrupts,
+        reschedule,
+        within,
+        digit(preempt_count & 0xf),
+        digit(preempt_count >> 4),
+    ]
+    .iter()
+    .collect()
 }
 
 #[cfg(test)]
@@ -142,16 +164,37 @@ mod tests {
     const PAGES: &[u8] = include_bytes!("../fixtures/cpu0.pages");
     const TEXT: &str = include_str!("../fixtures/trace.txt");
     const FORMATS: [(&str, &str); 6] = [
-        ("sched_switch", include_str!("../fixtures/sched_switch.format")),
-        ("sched_process_exec", include_str!("../fixtures/sched_process_exec.format")),
-        ("sched_process_fork", include_str!("../fixtures/sched_process_fork.format")),
-        ("timer_start", include_str!("../fixtures/timer_start.format")),
-        ("softirq_entry", include_str!("../fixtures/softirq_entry.format")),
-        ("sys_openat", include_str!("../fixtures/sys_enter_openat.format")),
+        (
+            "sched_switch",
+            include_str!("../fixtures/sched_switch.format"),
+        ),
+        (
+            "sched_process_exec",
+            include_str!("../fixtures/sched_process_exec.format"),
+        ),
+        (
+            "sched_process_fork",
+            include_str!("../fixtures/sched_process_fork.format"),
+        ),
+        (
+            "timer_start",
+            include_str!("../fixtures/timer_start.format"),
+        ),
+        (
+            "softirq_entry",
+            include_str!("../fixtures/softirq_entry.format"),
+        ),
+        (
+            "sys_openat",
+            include_str!("../fixtures/sys_enter_openat.format"),
+        ),
     ];
 
     fn shown(fields: &[TraceField], name: &str) -> String {
-        let field = fields.iter().find(|field| field.name == name).expect("the field");
+        let field = fields
+            .iter()
+            .find(|field| field.name == name)
+            .expect("the field");
         match field.value.as_ref().expect("a value") {
             Value::Signed(value) => value.to_string(),
             Value::Unsigned(value) => value.to_string(),
@@ -169,7 +212,9 @@ mod tests {
             .map(|(name, text)| (*name, Format::parse(text).expect(name)))
             .map(|(name, format)| (format.id, (name, format)))
             .collect();
-        let mut lines = TEXT.lines().filter(|line| !line.starts_with('#') && !line.is_empty());
+        let mut lines = TEXT
+            .lines()
+            .filter(|line| !line.starts_with('#') && !line.is_empty());
         let mut count = 0;
         for page in PAGES.chunks(4096) {
             for event in Page::parse(page).expect("a page").events() {
@@ -179,20 +224,37 @@ mod tests {
                 let fields = record.fields(format);
                 let line = lines.next().expect("as many lines as events");
                 let rounded = (time + 500) / 1000;
-                let stamp = format!("{:>5}.{:06}: {name}", rounded / 1_000_000, rounded % 1_000_000);
+                let stamp = format!(
+                    "{:>5}.{:06}: {name}",
+                    rounded / 1_000_000,
+                    rounded % 1_000_000
+                );
                 assert!(line.contains(&stamp), "{stamp} in {line}");
-                assert!(line.contains(&format!("-{} ", record.pid)), "{} in {line}", record.pid);
-                assert!(line.contains(&context_letters(record.flags, record.preempt_count)), "{line}");
+                assert!(
+                    line.contains(&format!("-{} ", record.pid)),
+                    "{} in {line}",
+                    record.pid
+                );
+                assert!(
+                    line.contains(&context_letters(record.flags, record.preempt_count)),
+                    "{line}"
+                );
                 let told = match *name {
                     "sched_switch" => format!(
                         "prev_comm={} prev_pid={} prev_prio={} ",
-                        shown(&fields, "prev_comm"), shown(&fields, "prev_pid"), shown(&fields, "prev_prio")
+                        shown(&fields, "prev_comm"),
+                        shown(&fields, "prev_pid"),
+                        shown(&fields, "prev_prio")
                     ),
                     "sched_process_exec" => format!("filename={} pid=", shown(&fields, "filename")),
                     "sched_process_fork" => format!("child_pid={}", shown(&fields, "child_pid")),
                     "timer_start" => format!("expires={} ", shown(&fields, "expires")),
                     "softirq_entry" => format!("vec={} ", shown(&fields, "vec")),
-                    _ => format!("filename: {}, flags: {},", shown(&fields, "filename"), shown(&fields, "flags")),
+                    _ => format!(
+                        "filename: {}, flags: {},",
+                        shown(&fields, "filename"),
+                        shown(&fields, "flags")
+                    ),
                 };
                 assert!(line.contains(&told), "{told} in {line}");
                 count += 1;
@@ -208,8 +270,16 @@ mod tests {
         let mut event = vec![0; 20];
         event[8..12].copy_from_slice(&(100u32 << 16 | 16).to_le_bytes());
         let fields = Record::parse(&event).expect("a record").fields(&format);
-        assert_eq!(fields.iter().map(|field| field.name.as_str()).collect::<Vec<_>>(), ["pid", "old_pid"]);
-        let fields = Record::parse(&event[..10]).expect("a record").fields(&format);
+        assert_eq!(
+            fields
+                .iter()
+                .map(|field| field.name.as_str())
+                .collect::<Vec<_>>(),
+            ["pid", "old_pid"]
+        );
+        let fields = Record::parse(&event[..10])
+            .expect("a record")
+            .fields(&format);
         assert!(fields.is_empty());
         assert_eq!(Record::parse(&event[..7]), None);
     }

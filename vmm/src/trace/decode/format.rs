@@ -7,8 +7,12 @@ const MAX_NAME_BYTES: usize = 128;
 /// No event is larger than a page.
 const MAX_EVENT_BYTES: usize = 4096;
 /// Where every event has type, flags, preemption count and process id (`struct trace_entry`).
-const COMMON: [(&str, usize, usize); 4] =
-    [("common_type", 0, 2), ("common_flags", 2, 1), ("common_preempt_count", 3, 1), ("common_pid", 4, 4)];
+const COMMON: [(&str, usize, usize); 4] = [
+    ("common_type", 0, 2),
+    ("common_flags", 2, 1),
+    ("common_preempt_count", 3, 1),
+    ("common_pid", 4, 4),
+];
 
 /// Why a format file cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -54,9 +58,13 @@ pub enum Kind {
     /// `char NAME[N]`.
     Text,
     /// `__data_loc`: length and offset of the value, 16 bits each.
-    Located { text: bool },
+    Located {
+        text: bool,
+    },
     /// `__rel_loc`: as `Located`, counted from the field's end.
-    RelativelyLocated { text: bool },
+    RelativelyLocated {
+        text: bool,
+    },
     /// Arrays and structures.
     Raw,
 }
@@ -67,11 +75,21 @@ impl Format {
     /// # Errors
     /// [`FormatError`].
     pub fn parse(text: &str) -> Result<Self, FormatError> {
-        let id = text.lines().find_map(|line| line.strip_prefix("ID:")).and_then(|id| id.trim().parse().ok());
+        let id = text
+            .lines()
+            .find_map(|line| line.strip_prefix("ID:"))
+            .and_then(|id| id.trim().parse().ok());
         let id = id.ok_or(FormatError::Missing("ID"))?;
         let mut fields = Vec::new();
-        for line in text.lines().map(str::trim).filter(|line| line.starts_with("field:")) {
-            fields.push(parse_field(line).ok_or_else(|| FormatError::Line(line.chars().take(200).collect()))?);
+        for line in text
+            .lines()
+            .map(str::trim)
+            .filter(|line| line.starts_with("field:"))
+        {
+            fields.push(
+                parse_field(line)
+                    .ok_or_else(|| FormatError::Line(line.chars().take(200).collect()))?,
+            );
             if fields.len() > MAX_FIELDS {
                 return Err(FormatError::TooManyFields);
             }
@@ -83,7 +101,10 @@ impl Format {
             }
         }
         fields.retain(|field| !field.name.starts_with("common_"));
-        let print = text.lines().find_map(|line| line.strip_prefix("print fmt: ")).unwrap_or_default();
+        let print = text
+            .lines()
+            .find_map(|line| line.strip_prefix("print fmt: "))
+            .unwrap_or_default();
         for name in hexadecimal_arguments(print) {
             if let Some(field) = fields.iter_mut().find(|field| field.name == name)
                 && matches!(field.kind, Kind::Signed | Kind::Unsigned)
@@ -99,14 +120,27 @@ impl Format {
 fn parse_field(line: &str) -> Option<Field> {
     let mut parts = line.split(';').map(str::trim);
     let declaration = parts.next()?.strip_prefix("field:")?;
-    let mut number = |name: &str| parts.next()?.strip_prefix(name)?.strip_prefix(':')?.parse::<usize>().ok();
-    let (offset, size, signed) = (number("offset")?, number("size")?, number("signed").unwrap_or(0));
+    let mut number = |name: &str| {
+        parts
+            .next()?
+            .strip_prefix(name)?
+            .strip_prefix(':')?
+            .parse::<usize>()
+            .ok()
+    };
+    let (offset, size, signed) = (
+        number("offset")?,
+        number("size")?,
+        number("signed").unwrap_or(0),
+    );
     let (kind, name) = declaration.rsplit_once(' ')?;
     let (name, array) = match name.split_once('[') {
         Some((name, _)) => (name, true),
         None => (name, false),
     };
-    let fits = !name.is_empty() && name.len() <= MAX_NAME_BYTES && offset.checked_add(size)? <= MAX_EVENT_BYTES;
+    let fits = !name.is_empty()
+        && name.len() <= MAX_NAME_BYTES
+        && offset.checked_add(size)? <= MAX_EVENT_BYTES;
     if !fits {
         return None;
     }
@@ -127,13 +161,21 @@ fn parse_field(line: &str) -> Option<Field> {
     } else {
         Kind::Unsigned
     };
-    Some(Field { name: name.to_owned(), kind, offset, size })
+    Some(Field {
+        name: name.to_owned(),
+        kind,
+        offset,
+        size,
+    })
 }
 
 /// Fields that the kernel itself prints in hexadecimal: arguments that are a field and no more
 /// (`REC->name`, with casts and brackets), and whose conversion is %x or %p.
 fn hexadecimal_arguments(print: &str) -> Vec<&str> {
-    let Some((format, arguments)) = print.strip_prefix('"').and_then(|rest| rest.split_once('"')) else {
+    let Some((format, arguments)) = print
+        .strip_prefix('"')
+        .and_then(|rest| rest.split_once('"'))
+    else {
         return vec![];
     };
     let arguments = split_arguments(arguments.trim_start_matches(','));
@@ -144,8 +186,12 @@ fn hexadecimal_arguments(print: &str) -> Vec<&str> {
         .filter_map(|(_, argument)| {
             let (casts, name) = argument.rsplit_once("REC->")?;
             let name = name.trim_end_matches([')', ' ']);
-            let is_name = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
-            let plain = casts.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_() *".contains(&byte));
+            let is_name = name
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+            let plain = casts
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || b"_() *".contains(&byte));
             (is_name && plain).then_some(name)
         })
         .collect()
@@ -159,7 +205,10 @@ fn conversions(format: &str) -> Vec<char> {
         if letter != '%' {
             continue;
         }
-        while rest.next_if(|c| c.is_ascii_digit() || "-+ #.lhzjtq*".contains(*c)).is_some() {}
+        while rest
+            .next_if(|c| c.is_ascii_digit() || "-+ #.lhzjtq*".contains(*c))
+            .is_some()
+        {}
         match rest.next() {
             Some('%') | None => {}
             Some(conversion) => letters.push(conversion),
@@ -200,29 +249,57 @@ mod tests {
 
     fn kinds(text: &str) -> Vec<(String, Kind)> {
         let format = Format::parse(text).expect("of a real kernel");
-        format.fields.into_iter().map(|field| (field.name, field.kind)).collect()
+        format
+            .fields
+            .into_iter()
+            .map(|field| (field.name, field.kind))
+            .collect()
     }
 
     #[test]
     fn formats_of_a_real_kernel() {
         let switch = Format::parse(SWITCH).expect("sched_switch");
         assert_eq!(switch.fields.len(), 7);
-        let prev_state = Field { name: "prev_state".into(), kind: Kind::Signed, offset: 32, size: 8 };
+        let prev_state = Field {
+            name: "prev_state".into(),
+            kind: Kind::Signed,
+            offset: 32,
+            size: 8,
+        };
         assert_eq!(switch.fields[3], prev_state);
         assert_eq!(kinds(SWITCH)[0], ("prev_comm".into(), Kind::Text));
-        assert_eq!(kinds(EXEC)[0], ("filename".into(), Kind::Located { text: true }));
+        assert_eq!(
+            kinds(EXEC)[0],
+            ("filename".into(), Kind::Located { text: true })
+        );
         assert_eq!(kinds(TIMER)[1], ("function".into(), Kind::Hexadecimal));
         assert_eq!(kinds(TIMER)[2], ("expires".into(), Kind::Unsigned));
-        assert_eq!(kinds(OPENAT)[3], ("flags".into(), Kind::Hexadecimal), "printed by %08lx");
+        assert_eq!(
+            kinds(OPENAT)[3],
+            ("flags".into(), Kind::Hexadecimal),
+            "printed by %08lx"
+        );
     }
 
     #[test]
     fn arrays_of_numbers_are_not_text() {
         let field = |text| parse_field(text).expect("a field").kind;
-        assert_eq!(field("field:unsigned char mac[6];\toffset:8;\tsize:6;\tsigned:0;"), Kind::Raw);
-        assert_eq!(field("field:__rel_loc char[] s;\toffset:8;\tsize:4;\tsigned:0;"), Kind::RelativelyLocated { text: true });
-        assert_eq!(field("field:__data_loc u8[] d;\toffset:8;\tsize:4;\tsigned:0;"), Kind::Located { text: false });
-        assert_eq!(field("field:struct x y;\toffset:8;\tsize:12;\tsigned:0;"), Kind::Raw);
+        assert_eq!(
+            field("field:unsigned char mac[6];\toffset:8;\tsize:6;\tsigned:0;"),
+            Kind::Raw
+        );
+        assert_eq!(
+            field("field:__rel_loc char[] s;\toffset:8;\tsize:4;\tsigned:0;"),
+            Kind::RelativelyLocated { text: true }
+        );
+        assert_eq!(
+            field("field:__data_loc u8[] d;\toffset:8;\tsize:4;\tsigned:0;"),
+            Kind::Located { text: false }
+        );
+        assert_eq!(
+            field("field:struct x y;\toffset:8;\tsize:12;\tsigned:0;"),
+            Kind::Raw
+        );
     }
 
     #[test]
@@ -234,9 +311,18 @@ mod tests {
         let huge = SWITCH.replace("offset:60", "offset:18446744073709551615");
         assert!(matches!(Format::parse(&huge), Err(FormatError::Line(_))));
         let moved = SWITCH.replace("common_pid;\toffset:4", "common_pid;\toffset:12");
-        assert_eq!(Format::parse(&moved), Err(FormatError::Missing("common_pid")));
-        assert_eq!(Format::parse("ID: 70000\n"), Err(FormatError::Missing("ID")));
-        let many = format!("{SWITCH}{}", "\tfield:int x;\toffset:8;\tsize:4;\tsigned:1;\n".repeat(300));
+        assert_eq!(
+            Format::parse(&moved),
+            Err(FormatError::Missing("common_pid"))
+        );
+        assert_eq!(
+            Format::parse("ID: 70000\n"),
+            Err(FormatError::Missing("ID"))
+        );
+        let many = format!(
+            "{SWITCH}{}",
+            "\tfield:int x;\toffset:8;\tsize:4;\tsigned:1;\n".repeat(300)
+        );
         assert_eq!(Format::parse(&many), Err(FormatError::TooManyFields));
     }
 }

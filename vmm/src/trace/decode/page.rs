@@ -69,7 +69,10 @@ impl<'a> Page<'a> {
 
     /// Events in order, with their time; the last item is an error if the rest is malformed.
     pub fn events(self) -> Events<'a> {
-        Events { time: self.time, rest: self.data }
+        Events {
+            time: self.time,
+            rest: self.data,
+        }
     }
 }
 
@@ -82,7 +85,10 @@ pub struct Events<'a> {
 
 impl<'a> Events<'a> {
     fn take(&mut self, length: usize) -> Result<&'a [u8], PageError> {
-        let (taken, rest) = self.rest.split_at_checked(length).ok_or(PageError::EventTooLong)?;
+        let (taken, rest) = self
+            .rest
+            .split_at_checked(length)
+            .ok_or(PageError::EventTooLong)?;
         self.rest = rest;
         Ok(taken)
     }
@@ -101,7 +107,11 @@ impl<'a> Events<'a> {
                 PADDING if delta == 0 => self.rest = &[],
                 PADDING => {
                     let length = self.take_u32()?;
-                    self.take(bytes_of(length)?.checked_sub(4).ok_or(PageError::EventTooLong)?)?;
+                    self.take(
+                        bytes_of(length)?
+                            .checked_sub(4)
+                            .ok_or(PageError::EventTooLong)?,
+                    )?;
                     // A discarded event; the delta 1 only says that it is not the end.
                     if delta != 1 {
                         self.time = self.time.wrapping_add(delta);
@@ -118,7 +128,8 @@ impl<'a> Events<'a> {
                 0 => {
                     self.time = self.time.wrapping_add(delta);
                     let length = bytes_of(self.take_u32()?)?;
-                    let payload = self.take(length.checked_sub(4).ok_or(PageError::EventTooLong)?)?;
+                    let payload =
+                        self.take(length.checked_sub(4).ok_or(PageError::EventTooLong)?)?;
                     let aligned = length.next_multiple_of(ALIGNMENT);
                     self.take(aligned - length)?;
                     return Ok(Some((self.time, payload)));
@@ -147,22 +158,33 @@ impl<'a> Iterator for Events<'a> {
 
 /// No length of a guest's may be so large that arithmetic with it overflows.
 fn bytes_of(length: u32) -> Result<usize, PageError> {
-    usize::try_from(length).ok().filter(|&length| length <= 1 << 20).ok_or(PageError::EventTooLong)
+    usize::try_from(length)
+        .ok()
+        .filter(|&length| length <= 1 << 20)
+        .ok_or(PageError::EventTooLong)
 }
 
 /// As `rb_fix_abs_ts()`, `kernel/trace/ring_buffer.c`.
 fn absolute(time: u64, before: u64) -> u64 {
     let high = before >> ABSOLUTE_BITS << ABSOLUTE_BITS;
     let time = time | high;
-    if high != 0 && time < before { time.wrapping_add(1 << ABSOLUTE_BITS) } else { time }
+    if high != 0 && time < before {
+        time.wrapping_add(1 << ABSOLUTE_BITS)
+    } else {
+        time
+    }
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_le_bytes(bytes.get(at..at.checked_add(4)?)?.try_into().ok()?))
+    Some(u32::from_le_bytes(
+        bytes.get(at..at.checked_add(4)?)?.try_into().ok()?,
+    ))
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
-    Some(u64::from_le_bytes(bytes.get(at..at.checked_add(8)?)?.try_into().ok()?))
+    Some(u64::from_le_bytes(
+        bytes.get(at..at.checked_add(8)?)?.try_into().ok()?,
+    ))
 }
 
 #[cfg(test)]
@@ -187,20 +209,37 @@ mod tests {
     fn events(data: &[u8]) -> Vec<Result<(u64, Vec<u8>), PageError>> {
         let page = page(data.len() as u64, data);
         let page = Page::parse(&page).expect("a header");
-        page.events().map(|event| event.map(|(time, payload)| (time, payload.to_vec()))).collect()
+        page.events()
+            .map(|event| event.map(|(time, payload)| (time, payload.to_vec())))
+            .collect()
     }
 
     #[test]
     fn short_long_extended_and_absolute_events() {
         let data = words(&[
-            header(1, 5), 0xaaaa,
-            header(0, 1), 10, 0xbbbb, 0xcccc,
-            header(TIME_EXTEND, 3), 1, header(1, 0), 0xdddd,
-            header(PADDING, 7), 8, 0,
-            header(PADDING, 1), 4,
-            header(1, 1), 0xeeee,
-            header(TIME_STAMP, 9), 2, header(1, 1), 0xffff,
-            header(PADDING, 0), 0xffff_ffff,
+            header(1, 5),
+            0xaaaa,
+            header(0, 1),
+            10,
+            0xbbbb,
+            0xcccc,
+            header(TIME_EXTEND, 3),
+            1,
+            header(1, 0),
+            0xdddd,
+            header(PADDING, 7),
+            8,
+            0,
+            header(PADDING, 1),
+            4,
+            header(1, 1),
+            0xeeee,
+            header(TIME_STAMP, 9),
+            2,
+            header(1, 1),
+            0xffff,
+            header(PADDING, 0),
+            0xffff_ffff,
         ]);
         let extended = 1006 + (1 << 27) + 3;
         let expected = [
@@ -229,7 +268,10 @@ mod tests {
         }
         assert_eq!(Page::parse(&page(9, &[0; 8])).err(), Some(PageError::Short));
         assert_eq!(Page::parse(&[0; 15]).err(), Some(PageError::Short));
-        assert_eq!(Page::parse(&page(8 | MISSED_STORED, &[0; 8])).err(), Some(PageError::Short));
+        assert_eq!(
+            Page::parse(&page(8 | MISSED_STORED, &[0; 8])).err(),
+            Some(PageError::Short)
+        );
     }
 
     #[test]
@@ -247,7 +289,9 @@ mod tests {
         for _ in 0..2000 {
             let data: Vec<u8> = (0..256)
                 .map(|_| {
-                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    state = state
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1_442_695_040_888_963_407);
                     state.to_be_bytes()[0]
                 })
                 .collect();

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use patchbay_proto::v1::from_agent::Message as Answer;
 use patchbay_proto::v1::to_agent::Message as Question;
 use patchbay_proto::v1::{
-    AgentDone, AgentEnabled, AgentEnabledEvent, AgentEvents, AgentHello, AgentInstance, AgentPage, AgentPages,
-    AgentPong, AgentTask, AgentTasks, FlipReport, FromAgent, ToAgent,
+    AgentDone, AgentEnabled, AgentEnabledEvent, AgentEvents, AgentHello, AgentInstance, AgentPage,
+    AgentPages, AgentPong, AgentTask, AgentTasks, FlipReport, FromAgent, ToAgent,
 };
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
@@ -37,7 +37,12 @@ pub struct Keys {
 impl Keys {
     pub fn new() -> Arc<Self> {
         let keys = Self::default();
-        let names = ["sched_switch", "sched_process_fork", "sched_process_exec", "sys_enter"];
+        let names = [
+            "sched_switch",
+            "sched_process_fork",
+            "sched_process_exec",
+            "sys_enter",
+        ];
         *keys.state.lock().unwrap() = names.map(|name| (name.to_owned(), (false, 0))).into();
         Arc::new(keys)
     }
@@ -50,8 +55,14 @@ impl Keys {
     pub fn probe(&self, event: &str, attach: bool) {
         let name = event.split_once(':').unwrap().1;
         let mut state = self.state.lock().unwrap();
-        let Some((on, probes)) = state.get_mut(name) else { return };
-        *probes = if attach { *probes + 1 } else { probes.saturating_sub(1) };
+        let Some((on, probes)) = state.get_mut(name) else {
+            return;
+        };
+        *probes = if attach {
+            *probes + 1
+        } else {
+            probes.saturating_sub(1)
+        };
         if *probes == 0 || attach && *probes == 1 {
             *on = attach;
         }
@@ -79,7 +90,10 @@ impl TracepointKeys for Keys {
                 state.get_mut(key).unwrap().0 = switch.on;
             }
             self.switches.lock().unwrap().push((switch.on, switch.keys));
-            Ok(Some(FlipReport { paused: true, ..Default::default() }))
+            Ok(Some(FlipReport {
+                paused: true,
+                ..Default::default()
+            }))
         })
     }
 }
@@ -106,8 +120,12 @@ pub struct Fake {
     _folder: tempfile::TempDir,
 }
 
-pub const EVENTS: [&str; 4] =
-    ["raw_syscalls:sys_enter", "sched:sched_process_fork", "sched:sched_switch", "syscalls:sys_enter_openat"];
+pub const EVENTS: [&str; 4] = [
+    "raw_syscalls:sys_enter",
+    "sched:sched_process_fork",
+    "sched:sched_switch",
+    "syscalls:sys_enter_openat",
+];
 
 impl Fake {
     /// A monitor without an agent.
@@ -115,9 +133,19 @@ impl Fake {
         let folder = tempfile::tempdir().expect("temporary folder");
         let vsock = folder.path().join("vsock");
         let keys = Keys::new();
-        let tracer = start(keys.clone(), Some(AgentSocket::bind(&vsock).expect("a socket"))).expect("a socket");
+        let tracer = start(
+            keys.clone(),
+            Some(AgentSocket::bind(&vsock).expect("a socket")),
+        )
+        .expect("a socket");
         let socket = super::super::socket_path(&vsock);
-        Self { tracer, keys, script: Arc::default(), socket, _folder: folder }
+        Self {
+            tracer,
+            keys,
+            script: Arc::default(),
+            socket,
+            _folder: folder,
+        }
     }
 
     /// A monitor with an agent.
@@ -130,16 +158,30 @@ impl Fake {
     /// Connects an agent that follows the script; it ends when the sender is dropped, and sends the
     /// pages that it is given.
     pub async fn agent(&self) -> mpsc::UnboundedSender<FromAgent> {
-        let (mut reader, writer) = self.connect(hello(1, 1, &self.script.enabled.lock().unwrap())).await;
+        let (mut reader, writer) = self
+            .connect(hello(1, 1, &self.script.enabled.lock().unwrap()))
+            .await;
         let welcome: ToAgent = frame::read(&mut reader).await.expect("welcome");
-        assert!(matches!(welcome.message, Some(Question::Welcome(_))), "{welcome:?}");
+        assert!(
+            matches!(welcome.message, Some(Question::Welcome(_))),
+            "{welcome:?}"
+        );
         let (sender, outgoing) = mpsc::unbounded_channel();
-        tokio::spawn(Self::play(Arc::clone(&self.script), Arc::clone(&self.keys), reader, writer, outgoing));
+        tokio::spawn(Self::play(
+            Arc::clone(&self.script),
+            Arc::clone(&self.keys),
+            reader,
+            writer,
+            outgoing,
+        ));
         sender
     }
 
     pub async fn connect(&self, hello: FromAgent) -> (OwnedReadHalf, OwnedWriteHalf) {
-        let (reader, mut writer) = UnixStream::connect(&self.socket).await.expect("listening").into_split();
+        let (reader, mut writer) = UnixStream::connect(&self.socket)
+            .await
+            .expect("listening")
+            .into_split();
         frame::write(&mut writer, &hello).await.expect("sent");
         (reader, writer)
     }
@@ -189,18 +231,32 @@ pub fn hello(oldest: u32, newest: u32, enabled: &BTreeSet<String>) -> FromAgent 
         enabled: enabled.iter().cloned().collect(),
         ..Default::default()
     };
-    FromAgent { id: 0, message: Some(Answer::Hello(hello)) }
+    FromAgent {
+        id: 0,
+        message: Some(Answer::Hello(hello)),
+    }
 }
 
 /// The pages of the fixtures.
 pub fn pages() -> FromAgent {
-    let pages = PAGES.chunks(4096).map(|page| AgentPage { cpu: 3, data: page.to_vec() }).collect();
-    FromAgent { id: 0, message: Some(Answer::Pages(AgentPages { pages })) }
+    let pages = PAGES
+        .chunks(4096)
+        .map(|page| AgentPage {
+            cpu: 3,
+            data: page.to_vec(),
+        })
+        .collect();
+    FromAgent {
+        id: 0,
+        message: Some(Answer::Pages(AgentPages { pages })),
+    }
 }
 
 fn answer(script: &Script, keys: &Keys, question: Question) -> Option<Answer> {
     Some(match question {
-        Question::Ping(_) => Answer::Pong(AgentPong { guest_time_ns: 1_000_000_000 }),
+        Question::Ping(_) => Answer::Pong(AgentPong {
+            guest_time_ns: 1_000_000_000,
+        }),
         Question::ListEvents(_) => Answer::Events(AgentEvents {
             names: EVENTS.map(str::to_owned).to_vec(),
             others: script.others.lock().unwrap().clone(),
@@ -215,28 +271,55 @@ fn answer(script: &Script, keys: &Keys, question: Question) -> Option<Answer> {
                 if script.enabled.lock().unwrap().insert(event.name.clone()) {
                     keys.probe(&event.name, true);
                 }
-                let format = if event.name.ends_with("fork") { FORK } else { SWITCH }.to_owned();
-                AgentEnabledEvent { name: event.name.clone(), format, ..Default::default() }
+                let format = if event.name.ends_with("fork") {
+                    FORK
+                } else {
+                    SWITCH
+                }
+                .to_owned();
+                AgentEnabledEvent {
+                    name: event.name.clone(),
+                    format,
+                    ..Default::default()
+                }
             };
-            Answer::Enabled(AgentEnabled { events: enable.events.iter().map(result).collect() })
+            Answer::Enabled(AgentEnabled {
+                events: enable.events.iter().map(result).collect(),
+            })
         }
         Question::Disable(disable) => {
             let result = |name: &String| {
                 if script.enabled.lock().unwrap().remove(name) {
                     keys.probe(name, false);
                 }
-                AgentEnabledEvent { name: name.clone(), ..Default::default() }
+                AgentEnabledEvent {
+                    name: name.clone(),
+                    ..Default::default()
+                }
             };
-            Answer::Enabled(AgentEnabled { events: disable.names.iter().map(result).collect() })
+            Answer::Enabled(AgentEnabled {
+                events: disable.names.iter().map(result).collect(),
+            })
         }
-        Question::Settle(_) => Answer::Done(AgentDone { guest_time_ns: *script.settle_time.lock().unwrap() }),
+        Question::Settle(_) => Answer::Done(AgentDone {
+            guest_time_ns: *script.settle_time.lock().unwrap(),
+        }),
         Question::GetTasks(tasks) => {
-            let task = |&pid: &i32| AgentTask { pid, comm: format!("task-{pid}") };
-            Answer::Tasks(AgentTasks { tasks: tasks.pids.iter().map(task).collect() })
+            let task = |&pid: &i32| AgentTask {
+                pid,
+                comm: format!("task-{pid}"),
+            };
+            Answer::Tasks(AgentTasks {
+                tasks: tasks.pids.iter().map(task).collect(),
+            })
         }
         Question::Credit(credit) => {
             let mut sum = script.credit.lock().unwrap();
-            *sum = if credit.reset { credit.bytes } else { *sum + credit.bytes };
+            *sum = if credit.reset {
+                credit.bytes
+            } else {
+                *sum + credit.bytes
+            };
             return None;
         }
         _ => return None,

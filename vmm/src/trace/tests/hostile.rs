@@ -29,15 +29,26 @@ async fn until_absent(fake: &Fake) -> String {
         if let Err(error) = fake.tracer.link.peer() {
             return error.to_string();
         }
-        tokio::time::timeout(PATIENCE, connections.changed()).await.expect("in time").expect("open");
+        tokio::time::timeout(PATIENCE, connections.changed())
+            .await
+            .expect("in time")
+            .expect("open");
     }
 }
 
 #[tokio::test]
 async fn without_an_agent_the_error_says_so() {
     let fake = Fake::new();
-    let error = fake.tracer.link.ask(Question::ListEvents(AgentListEvents {}), PATIENCE).await.expect_err("none");
-    assert!(matches!(error, AgentError::Absent { .. }) && error.to_string().contains("patchbay-agent"), "{error}");
+    let error = fake
+        .tracer
+        .link
+        .ask(Question::ListEvents(AgentListEvents {}), PATIENCE)
+        .await
+        .expect_err("none");
+    assert!(
+        matches!(error, AgentError::Absent { .. }) && error.to_string().contains("patchbay-agent"),
+        "{error}"
+    );
 }
 
 #[tokio::test]
@@ -46,8 +57,14 @@ async fn another_version_is_refused_with_both() {
     for (oldest, newest) in [(2, 3), (0, 0), (5, 4)] {
         let (mut reader, _writer) = fake.connect(hello(oldest, newest, &BTreeSet::new())).await;
         let answer: ToAgent = frame::read(&mut reader).await.expect("an answer");
-        let Some(Question::Refusal(refusal)) = answer.message else { panic!("{answer:?}") };
-        assert!(refusal.reason.contains(&format!("{oldest} to {newest}")), "{}", refusal.reason);
+        let Some(Question::Refusal(refusal)) = answer.message else {
+            panic!("{answer:?}")
+        };
+        assert!(
+            refusal.reason.contains(&format!("{oldest} to {newest}")),
+            "{}",
+            refusal.reason
+        );
         assert!(refusal.reason.contains("1 to 1"), "{}", refusal.reason);
         ends(reader).await;
     }
@@ -60,7 +77,9 @@ async fn a_newer_agent_that_speaks_ours_too_is_welcome() {
     let fake = Fake::new();
     let (mut reader, _writer) = fake.connect(hello(1, 7, &BTreeSet::new())).await;
     let answer: ToAgent = frame::read(&mut reader).await.expect("an answer");
-    let Some(Question::Welcome(welcome)) = answer.message else { panic!("{answer:?}") };
+    let Some(Question::Welcome(welcome)) = answer.message else {
+        panic!("{answer:?}")
+    };
     assert_eq!(welcome.version, 1);
 }
 
@@ -69,7 +88,10 @@ async fn a_second_agent_is_refused_while_the_first_answers() {
     let fake = Fake::with_agent().await;
     let (mut reader, _writer) = fake.connect(hello(1, 1, &BTreeSet::new())).await;
     let answer: ToAgent = frame::read(&mut reader).await.expect("an answer");
-    assert!(matches!(answer.message, Some(Question::Refusal(_))), "{answer:?}");
+    assert!(
+        matches!(answer.message, Some(Question::Refusal(_))),
+        "{answer:?}"
+    );
     assert!(fake.tracer.link.peer().is_ok());
 }
 
@@ -96,8 +118,16 @@ async fn garbage_half_frames_and_long_frames_end_the_connection() {
 #[tokio::test]
 async fn an_agent_that_turns_hostile_is_cut_off() {
     let flood = || {
-        let pages = (0..3).map(|cpu| AgentPage { cpu, data: vec![0; 300 << 10] }).collect();
-        FromAgent { id: 0, message: Some(Answer::Pages(AgentPages { pages })) }
+        let pages = (0..3)
+            .map(|cpu| AgentPage {
+                cpu,
+                data: vec![0; 300 << 10],
+            })
+            .collect();
+        FromAgent {
+            id: 0,
+            message: Some(Answer::Pages(AgentPages { pages })),
+        }
     };
     let fake = Fake::new();
     let agent = fake.agent().await;
@@ -119,7 +149,10 @@ async fn an_agent_that_goes_fails_what_was_asked() {
     let (mut reader, writer) = fake.connect(hello(1, 1, &BTreeSet::new())).await;
     let _: ToAgent = frame::read(&mut reader).await.expect("welcome");
     let link = fake.tracer.link.clone();
-    let question = tokio::spawn(async move { link.ask(Question::ListEvents(AgentListEvents {}), PATIENCE * 10).await });
+    let question = tokio::spawn(async move {
+        link.ask(Question::ListEvents(AgentListEvents {}), PATIENCE * 10)
+            .await
+    });
     loop {
         let asked: ToAgent = frame::read(&mut reader).await.expect("a question");
         if matches!(asked.message, Some(Question::ListEvents(_))) {
@@ -127,8 +160,14 @@ async fn an_agent_that_goes_fails_what_was_asked() {
         }
     }
     drop((reader, writer));
-    let answer = tokio::time::timeout(PATIENCE, question).await.expect("at once").expect("no panic");
-    assert!(matches!(answer, Err(AgentError::Absent { .. })), "{answer:?}");
+    let answer = tokio::time::timeout(PATIENCE, question)
+        .await
+        .expect("at once")
+        .expect("no panic");
+    assert!(
+        matches!(answer, Err(AgentError::Absent { .. })),
+        "{answer:?}"
+    );
 }
 
 #[tokio::test]
@@ -140,7 +179,14 @@ async fn answers_to_nothing_and_wrong_answers_are_borne() {
         while let Ok(question) = frame::read::<ToAgent>(&mut reader).await {
             let wrong = Some(Answer::Tasks(Default::default()));
             for id in [question.id + 1000, question.id] {
-                let _ = frame::write(&mut writer, &FromAgent { id, message: wrong.clone() }).await;
+                let _ = frame::write(
+                    &mut writer,
+                    &FromAgent {
+                        id,
+                        message: wrong.clone(),
+                    },
+                )
+                .await;
             }
         }
     });

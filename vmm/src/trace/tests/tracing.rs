@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use patchbay_proto::v1::trace_field::Value;
-use patchbay_proto::v1::{
-    AgentEnabledEvent, AgentInstance, ArmTracepointsRequest, ListTracepointsRequest, StreamTracepointEventsRequest,
-    StreamTracepointEventsResponse, TracepointState,
-};
 use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
+use patchbay_proto::v1::{
+    AgentEnabledEvent, AgentInstance, ArmTracepointsRequest, ListTracepointsRequest,
+    StreamTracepointEventsRequest, StreamTracepointEventsResponse, TracepointState,
+};
 use tokio::sync::watch;
 use tokio_stream::StreamExt;
 use tonic::{Code, Request};
@@ -27,7 +27,13 @@ fn wanted(texts: &[&str]) -> Wanted {
 
 fn api(fake: &Fake) -> (TracepointsApi, watch::Sender<bool>) {
     let (ending, ended) = watch::channel(false);
-    (TracepointsApi { tracer: fake.tracer.clone(), ending: ended }, ending)
+    (
+        TracepointsApi {
+            tracer: fake.tracer.clone(),
+            ending: ended,
+        },
+        ending,
+    )
 }
 
 fn reason(status: &tonic::Status) -> String {
@@ -35,7 +41,11 @@ fn reason(status: &tonic::Status) -> String {
 }
 
 async fn arm(fake: &Fake, client: &str, texts: &[&str]) -> Vec<String> {
-    let (results, _) = fake.tracer.arm(client, &wanted(texts), &ArmTerms::default()).await.expect("armed");
+    let (results, _) = fake
+        .tracer
+        .arm(client, &wanted(texts), &ArmTerms::default())
+        .await
+        .expect("armed");
     results.into_iter().map(|result| result.name).collect()
 }
 
@@ -45,27 +55,58 @@ async fn until(mut condition: impl FnMut() -> bool) {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(30), poll).await.expect("in time");
+    tokio::time::timeout(Duration::from_secs(30), poll)
+        .await
+        .expect("in time");
 }
 
 #[tokio::test]
 async fn armed_is_parked_and_fire_and_park_switch_the_keys() {
     let fake = Fake::with_agent().await;
-    assert_eq!(arm(&fake, "a", &["sched:*"]).await, ["sched:sched_process_fork", "sched:sched_switch"]);
-    assert_eq!(*fake.script.quiet.lock().unwrap(), [true], "nothing fires, so recording can stop meanwhile");
+    assert_eq!(
+        arm(&fake, "a", &["sched:*"]).await,
+        ["sched:sched_process_fork", "sched:sched_switch"]
+    );
+    assert_eq!(
+        *fake.script.quiet.lock().unwrap(),
+        [true],
+        "nothing fires, so recording can stop meanwhile"
+    );
     assert!(!fake.keys.is_on("sched_switch"));
-    assert_eq!(fake.keys.switches.lock().unwrap().len(), 1, "parked in one transaction");
+    assert_eq!(
+        fake.keys.switches.lock().unwrap().len(),
+        1,
+        "parked in one transaction"
+    );
 
     let switch = wanted(&["sched:*"]);
-    let (results, report) = fake.tracer.fire("a", &switch, &SwitchTerms::default()).await.expect("fired");
-    assert!(results.iter().all(|result| result.state() == TracepointState::Firing));
+    let (results, report) = fake
+        .tracer
+        .fire("a", &switch, &SwitchTerms::default())
+        .await
+        .expect("fired");
+    assert!(
+        results
+            .iter()
+            .all(|result| result.state() == TracepointState::Firing)
+    );
     assert!(report.expect("a report").paused);
     assert!(fake.keys.is_on("sched_switch") && fake.keys.is_on("sched_process_fork"));
-    fake.tracer.park("a", &switch, &SwitchTerms::default()).await.expect("parked");
+    fake.tracer
+        .park("a", &switch, &SwitchTerms::default())
+        .await
+        .expect("parked");
     assert!(!fake.keys.is_on("sched_switch") && !fake.keys.is_on("sched_process_fork"));
-    fake.tracer.disarm("a", &switch, false).await.expect("disarmed");
+    fake.tracer
+        .disarm("a", &switch, false)
+        .await
+        .expect("disarmed");
     assert!(fake.script.enabled.lock().unwrap().is_empty());
-    let error = fake.tracer.fire("a", &switch, &SwitchTerms::default()).await.expect_err("not armed");
+    let error = fake
+        .tracer
+        .fire("a", &switch, &SwitchTerms::default())
+        .await
+        .expect_err("not armed");
     assert_eq!(reason(&error.into()), "NOT_ARMED");
 }
 
@@ -74,9 +115,15 @@ async fn fire_and_park_work_while_the_agent_hangs() {
     let fake = Fake::with_agent().await;
     arm(&fake, "a", &["sched_switch"]).await;
     fake.script.hung.send_replace(true);
-    fake.tracer.fire("a", &wanted(&["sched_switch"]), &SwitchTerms::default()).await.expect("fired");
+    fake.tracer
+        .fire("a", &wanted(&["sched_switch"]), &SwitchTerms::default())
+        .await
+        .expect("fired");
     assert!(fake.keys.is_on("sched_switch"));
-    fake.tracer.park("a", &wanted(&["sched_switch"]), &SwitchTerms::default()).await.expect("parked");
+    fake.tracer
+        .park("a", &wanted(&["sched_switch"]), &SwitchTerms::default())
+        .await
+        .expect("parked");
     assert!(!fake.keys.is_on("sched_switch"));
 }
 
@@ -87,28 +134,54 @@ async fn two_clients_are_counted_and_the_last_one_out_parks() {
     let terms = SwitchTerms::default();
     for client in ["a", "b"] {
         arm(&fake, client, &["sched_switch"]).await;
-        fake.tracer.fire(client, &switch, &terms).await.expect("fired");
+        fake.tracer
+            .fire(client, &switch, &terms)
+            .await
+            .expect("fired");
     }
-    let (results, _) = fake.tracer.park("a", &switch, &terms).await.expect("released");
+    let (results, _) = fake
+        .tracer
+        .park("a", &switch, &terms)
+        .await
+        .expect("released");
     assert_eq!(results[0].kept_by, ["b"]);
     assert!(fake.keys.is_on("sched_switch"));
     fake.tracer.leave("b").await;
     assert!(!fake.keys.is_on("sched_switch"));
-    assert_eq!(fake.script.enabled.lock().unwrap().len(), 1, "a keeps it armed");
-    let results = fake.tracer.disarm("a", &switch, false).await.expect("disarmed");
+    assert_eq!(
+        fake.script.enabled.lock().unwrap().len(),
+        1,
+        "a keeps it armed"
+    );
+    let results = fake
+        .tracer
+        .disarm("a", &switch, false)
+        .await
+        .expect("disarmed");
     assert_eq!(results[0].state(), TracepointState::Disarmed);
 }
 
 #[tokio::test]
 async fn what_cannot_be_parked_is_refused_by_name_and_passed_over_by_globs() {
     let fake = Fake::with_agent().await;
-    for (name, why) in [("sys_enter", "regfunc"), ("syscalls:sys_enter_openat", "system calls")] {
-        let error = fake.tracer.arm("a", &wanted(&[name]), &ArmTerms::default()).await.expect_err("refused");
+    for (name, why) in [
+        ("sys_enter", "regfunc"),
+        ("syscalls:sys_enter_openat", "system calls"),
+    ] {
+        let error = fake
+            .tracer
+            .arm("a", &wanted(&[name]), &ArmTerms::default())
+            .await
+            .expect_err("refused");
         assert!(error.to_string().contains(why), "{error}");
         assert_eq!(reason(&error.into()), "TRACEPOINT_REFUSED");
     }
     assert_eq!(arm(&fake, "a", &["*"]).await.len(), 2);
-    let error = fake.tracer.arm("a", &wanted(&["sched:nothing"]), &ArmTerms::default()).await.expect_err("no such event");
+    let error = fake
+        .tracer
+        .arm("a", &wanted(&["sched:nothing"]), &ArmTerms::default())
+        .await
+        .expect_err("no such event");
     assert_eq!(reason(&error.into()), "EVENT_NOT_FOUND");
 }
 
@@ -116,14 +189,24 @@ async fn what_cannot_be_parked_is_refused_by_name_and_passed_over_by_globs() {
 async fn others_are_not_silenced_unless_asked_for() {
     let fake = Fake::with_agent().await;
     fake.keys.probe("sched:sched_switch", true);
-    let other = AgentInstance { name: String::new(), events: vec!["sched:sched_switch".into()] };
+    let other = AgentInstance {
+        name: String::new(),
+        events: vec!["sched:sched_switch".into()],
+    };
     fake.script.others.lock().unwrap().push(other);
     let switch = wanted(&["sched_switch"]);
-    let error = fake.tracer.arm("a", &switch, &ArmTerms::default()).await.expect_err("others");
+    let error = fake
+        .tracer
+        .arm("a", &switch, &ArmTerms::default())
+        .await
+        .expect_err("others");
     assert!(error.to_string().contains("tracefs: top level"), "{error}");
     assert_eq!(reason(&error.into()), "OTHERS_TRACE");
     assert!(fake.keys.is_on("sched_switch"), "and goes on");
-    let terms = ArmTerms { even_if_others: true, ..ArmTerms::default() };
+    let terms = ArmTerms {
+        even_if_others: true,
+        ..ArmTerms::default()
+    };
     fake.tracer.arm("a", &switch, &terms).await.expect("armed");
     assert!(!fake.keys.is_on("sched_switch"));
 
@@ -131,32 +214,70 @@ async fn others_are_not_silenced_unless_asked_for() {
     arm(&fake, "a", &["sched_process_fork"]).await;
     fake.keys.probe("sched:sched_process_fork", true);
     let fork = wanted(&["sched_process_fork"]);
-    fake.tracer.fire("a", &fork, &SwitchTerms::default()).await.expect("fired");
-    let error = fake.tracer.park("a", &fork, &SwitchTerms::default()).await.expect_err("others");
+    fake.tracer
+        .fire("a", &fork, &SwitchTerms::default())
+        .await
+        .expect("fired");
+    let error = fake
+        .tracer
+        .park("a", &fork, &SwitchTerms::default())
+        .await
+        .expect_err("others");
     assert!(error.to_string().contains("1 unknown probe"), "{error}");
-    let terms = SwitchTerms { even_if_others: true, ..SwitchTerms::default() };
+    let terms = SwitchTerms {
+        even_if_others: true,
+        ..SwitchTerms::default()
+    };
     fake.tracer.park("a", &fork, &terms).await.expect("parked");
 }
 
 #[tokio::test]
 async fn the_kernels_message_is_passed_on_and_nothing_stays_armed() {
     let fake = Fake::with_agent().await;
-    let complaint = AgentEnabledEvent { error: "filter: parse_error: Field not found".into(), ..Default::default() };
-    fake.script.complaints.lock().unwrap().insert("sched:sched_switch".into(), complaint);
+    let complaint = AgentEnabledEvent {
+        error: "filter: parse_error: Field not found".into(),
+        ..Default::default()
+    };
+    fake.script
+        .complaints
+        .lock()
+        .unwrap()
+        .insert("sched:sched_switch".into(), complaint);
     let (api, _ending) = api(&fake);
     let request = ArmTracepointsRequest {
         patterns: vec!["sched:*".into()],
         filter: "nonsense == 1".into(),
         ..Default::default()
     };
-    let status = api.arm_tracepoints(Request::new(request)).await.expect_err("rejected");
-    assert_eq!((status.code(), reason(&status)), (Code::InvalidArgument, "FILTER_REJECTED".to_owned()));
+    let status = api
+        .arm_tracepoints(Request::new(request))
+        .await
+        .expect_err("rejected");
+    assert_eq!(
+        (status.code(), reason(&status)),
+        (Code::InvalidArgument, "FILTER_REJECTED".to_owned())
+    );
     assert!(status.message().contains("Field not found"), "{status}");
-    assert!(fake.script.enabled.lock().unwrap().is_empty(), "all or none");
+    assert!(
+        fake.script.enabled.lock().unwrap().is_empty(),
+        "all or none"
+    );
 
-    let vanished = AgentEnabledEvent { error: "gone".into(), vanished: true, ..Default::default() };
-    fake.script.complaints.lock().unwrap().insert("sched:sched_switch".into(), vanished);
-    let error = fake.tracer.arm("a", &wanted(&["sched_switch"]), &ArmTerms::default()).await.expect_err("vanished");
+    let vanished = AgentEnabledEvent {
+        error: "gone".into(),
+        vanished: true,
+        ..Default::default()
+    };
+    fake.script
+        .complaints
+        .lock()
+        .unwrap()
+        .insert("sched:sched_switch".into(), vanished);
+    let error = fake
+        .tracer
+        .arm("a", &wanted(&["sched_switch"]), &ArmTerms::default())
+        .await
+        .expect_err("vanished");
     assert_eq!(reason(&error.into()), "EVENT_NOT_FOUND");
 }
 
@@ -164,7 +285,11 @@ async fn the_kernels_message_is_passed_on_and_nothing_stays_armed() {
 async fn arming_is_undone_if_the_keys_cannot_be_parked() {
     let fake = Fake::with_agent().await;
     *fake.keys.fail.lock().unwrap() = Some(KeysError::GuestStopped);
-    let error = fake.tracer.arm("a", &wanted(&["sched_switch"]), &ArmTerms::default()).await.expect_err("busy");
+    let error = fake
+        .tracer
+        .arm("a", &wanted(&["sched_switch"]), &ArmTerms::default())
+        .await
+        .expect_err("busy");
     assert_eq!(reason(&error.into()), "GUEST_STOPPED");
     assert!(fake.script.enabled.lock().unwrap().is_empty());
     assert!(!fake.keys.is_on("sched_switch"));
@@ -174,7 +299,10 @@ async fn open(
     api: &TracepointsApi,
     request: StreamTracepointEventsRequest,
 ) -> <TracepointsApi as TracepointsService>::StreamTracepointEventsStream {
-    api.stream_tracepoint_events(Request::new(request)).await.expect("a stream").into_inner()
+    api.stream_tracepoint_events(Request::new(request))
+        .await
+        .expect("a stream")
+        .into_inner()
 }
 
 type Events = <TracepointsApi as TracepointsService>::StreamTracepointEventsStream;
@@ -182,7 +310,9 @@ type Events = <TracepointsApi as TracepointsService>::StreamTracepointEventsStre
 /// The next batch with events or losses.
 async fn batch(stream: &mut Events) -> StreamTracepointEventsResponse {
     loop {
-        let next = tokio::time::timeout(Duration::from_secs(30), stream.next()).await.expect("in time");
+        let next = tokio::time::timeout(Duration::from_secs(30), stream.next())
+            .await
+            .expect("in time");
         let batch = next.expect("no end").expect("no error");
         if !batch.events.is_empty() || batch.losses.is_some() {
             return batch;
@@ -203,7 +333,10 @@ async fn events_stream_with_names_and_both_clocks() {
     };
     let mut stream = open(&api, request).await;
     let first = stream.next().await.expect("no end").expect("no error");
-    assert_eq!(first.names, ["sched:sched_process_fork", "sched:sched_switch"]);
+    assert_eq!(
+        first.names,
+        ["sched:sched_process_fork", "sched:sched_switch"]
+    );
     assert!(fake.keys.is_on("sched_switch"));
     // Credit comes with the first stream; the pages of the fixtures are 8 KiB.
     until(|| *fake.script.credit.lock().unwrap() >= 8192).await;
@@ -217,7 +350,10 @@ async fn events_stream_with_names_and_both_clocks() {
     assert!(event.time.is_some());
     assert_eq!(event.fields[0].value, Some(Value::Text("init".into())));
     assert_eq!(event.comm, "init", "from the event itself");
-    assert!(batch.events.iter().all(|event| !event.comm.is_empty()), "asked for");
+    assert!(
+        batch.events.iter().all(|event| !event.comm.is_empty()),
+        "asked for"
+    );
     until(|| *fake.script.credit.lock().unwrap() > 4 << 20).await;
 }
 
@@ -233,7 +369,12 @@ async fn what_was_recorded_while_arming_is_not_told() {
     let mut stream = open(&api, StreamTracepointEventsRequest::default()).await;
     agent.send(pages()).expect("sent");
     let batch = batch(&mut stream).await;
-    assert!(batch.events.iter().all(|event| event.name == "sched:sched_process_fork"));
+    assert!(
+        batch
+            .events
+            .iter()
+            .all(|event| event.name == "sched:sched_process_fork")
+    );
     assert_eq!(batch.events.len(), 5);
 }
 
@@ -243,7 +384,10 @@ async fn the_flood_guard_drops_and_tells() {
     let agent = fake.agent().await;
     let (api, _ending) = api(&fake);
     arm(&fake, "a", &["sched:*"]).await;
-    let request = StreamTracepointEventsRequest { max_events_per_second: 3, ..Default::default() };
+    let request = StreamTracepointEventsRequest {
+        max_events_per_second: 3,
+        ..Default::default()
+    };
     let mut stream = open(&api, request).await;
     agent.send(pages()).expect("sent");
     agent.send(pages()).expect("sent");
@@ -268,19 +412,30 @@ async fn a_client_that_is_gone_is_disarmed_after_the_grace_time() {
     drop(stream);
     tokio::time::sleep(Duration::from_secs(4)).await;
     assert!(fake.keys.is_on("sched_switch"), "it may come back");
-    until(|| !fake.keys.is_on("sched_switch") && fake.script.enabled.lock().unwrap().is_empty()).await;
+    until(|| !fake.keys.is_on("sched_switch") && fake.script.enabled.lock().unwrap().is_empty())
+        .await;
 }
 
 #[tokio::test]
 async fn listing_tells_states_clients_and_refusals() {
     let fake = Fake::with_agent().await;
     arm(&fake, "a", &["sched_switch"]).await;
-    fake.tracer.fire("a", &wanted(&["sched_switch"]), &SwitchTerms::default()).await.expect("fired");
+    fake.tracer
+        .fire("a", &wanted(&["sched_switch"]), &SwitchTerms::default())
+        .await
+        .expect("fired");
     let (api, _ending) = api(&fake);
     let mut seen = vec![];
-    let mut request = ListTracepointsRequest { page_size: 3, ..Default::default() };
+    let mut request = ListTracepointsRequest {
+        page_size: 3,
+        ..Default::default()
+    };
     loop {
-        let page = api.list_tracepoints(Request::new(request.clone())).await.expect("listed").into_inner();
+        let page = api
+            .list_tracepoints(Request::new(request.clone()))
+            .await
+            .expect("listed")
+            .into_inner();
         assert_eq!(page.total_size, 4);
         seen.extend(page.tracepoints);
         if page.next_page_token.is_empty() {
@@ -288,15 +443,28 @@ async fn listing_tells_states_clients_and_refusals() {
         }
         request.page_token = page.next_page_token;
     }
-    let states: Vec<_> = seen.iter().map(|tracepoint| (tracepoint.name.as_str(), tracepoint.state())).collect();
+    let states: Vec<_> = seen
+        .iter()
+        .map(|tracepoint| (tracepoint.name.as_str(), tracepoint.state()))
+        .collect();
     assert_eq!(states[2], ("sched:sched_switch", TracepointState::Firing));
-    assert_eq!(states[1], ("sched:sched_process_fork", TracepointState::Disarmed));
+    assert_eq!(
+        states[1],
+        ("sched:sched_process_fork", TracepointState::Disarmed)
+    );
     assert_eq!(seen[2].fired_by, ["a"]);
     assert!(seen[0].refused.contains("regfunc"));
     fake.script.hung.send_replace(true);
     // The agent's silence is told, and the rest is as it was.
-    let request = ListTracepointsRequest { armed_only: true, ..Default::default() };
-    let page = api.list_tracepoints(Request::new(request)).await.expect("listed").into_inner();
+    let request = ListTracepointsRequest {
+        armed_only: true,
+        ..Default::default()
+    };
+    let page = api
+        .list_tracepoints(Request::new(request))
+        .await
+        .expect("listed")
+        .into_inner();
     assert!(page.stale.contains("has not answered"), "{}", page.stale);
     assert_eq!(page.tracepoints.len(), 1);
 }
@@ -309,6 +477,9 @@ async fn agent_and_book_are_brought_together() {
     fake.keys.probe("sched:sched_process_fork", true);
     let first = fake.agent().await;
     until(|| fake.script.enabled.lock().unwrap().is_empty()).await;
-    assert!(!fake.keys.is_on("sched_process_fork"), "a stranger is disarmed");
+    assert!(
+        !fake.keys.is_on("sched_process_fork"),
+        "a stranger is disarmed"
+    );
     drop(first);
 }
