@@ -155,8 +155,8 @@ struct Lab {
     terminal: Option<RawTerminal>,
     // On a full close QEMU would throw away input that the guest has not read yet.
     _stdin: UnixStream,
-    // Holds the sockets and the initramfs; removed when dropped.
-    _files: tempfile::TempDir,
+    // Holds the sockets and the initramfs, until the lab is up and no longer needs their names.
+    files: Option<tempfile::TempDir>,
 }
 
 impl Lab {
@@ -241,7 +241,7 @@ impl Lab {
             copies,
             terminal: raw,
             _stdin: stdin,
-            _files: files,
+            files: Some(files),
         })
     }
 
@@ -258,6 +258,8 @@ impl Lab {
                 bail!("the lab was not up after {} s", BOOT_DEADLINE.as_secs())
             }
         }
+        // Now, so that nothing is left behind even if this process is killed.
+        self.files = None;
         if std::env::var_os("PATCHBAY_LAB_VERBOSE").is_some() {
             eprintln!("lab up after {:.1} s", start.elapsed().as_secs_f32());
         }

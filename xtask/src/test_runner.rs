@@ -298,6 +298,8 @@ fn start_lab(timeout: Duration, variables: &Variables) -> Result<Running> {
     command.args(["lab", "--"]).arg(&this).arg("run-tests");
     command.args(["--timeout", &timeout.as_secs().to_string()]);
     command.envs(variables.iter().map(|(name, path)| (name, path)));
+    // Resolving symbols takes the emulated CPU longer than many a test does.
+    command.env("RUST_BACKTRACE", "0");
     let mut lab = command
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
