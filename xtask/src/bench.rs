@@ -5,51 +5,23 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, bail};
 
-use crate::{cargo, guest, host, lab};
+use crate::{cargo, host, lab};
 
-/// What a benchmark needs to run.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Needs {
-    /// Only a CPU.
-    Nothing,
-    /// A bare-metal guest.
-    Kvm,
-    /// A Linux guest.
-    Linux,
-}
-
+/// A benchmark with bare-metal guests.
 struct Bench {
     name: &'static str,
     about: &'static str,
     package: &'static str,
     /// The `[[bench]]` target.
     target: &'static str,
-    needs: Needs,
 }
 
-const BENCHES: &[Bench] = &[
-    Bench {
-        name: "pause",
-        about: "stop and resume of a bare-metal guest's vCPUs",
-        package: "patchbay-vmm",
-        target: "pause",
-        needs: Needs::Kvm,
-    },
-    Bench {
-        name: "engine",
-        about: "planning and committing flips, without a guest",
-        package: "static-keys",
-        target: "engine",
-        needs: Needs::Nothing,
-    },
-    Bench {
-        name: "flip",
-        about: "flips of a Linux guest's keys beside the guest's own static_branch_enable",
-        package: "patchbay-tests",
-        target: "flip",
-        needs: Needs::Linux,
-    },
-];
+const BENCHES: &[Bench] = &[Bench {
+    name: "pause",
+    about: "stop, patch and resume of spinning vCPUs",
+    package: "patchbay-vmm",
+    target: "pause",
+}];
 
 /// Runs one benchmark, or lists them.
 pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
@@ -71,23 +43,13 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     let binary = found
         .first()
         .with_context(|| format!("{name} built no program"))?;
-    let variables = match bench.needs {
-        Needs::Linux => guest::prepare(false)?,
-        Needs::Nothing | Needs::Kvm => Vec::new(),
-    };
     let kvm = host::Kvm::probe();
-    let here = match bench.needs {
-        Needs::Nothing => true,
-        Needs::Kvm => kvm.runs_bare_metal(),
-        Needs::Linux => kvm.runs_linux(),
-    };
-    if here {
+    if kvm.runs_bare_metal() {
         let mut command = Command::new(&binary.path);
         command
             .arg("--bench")
             .args(arguments)
-            .current_dir(&binary.folder)
-            .envs(variables);
+            .current_dir(&binary.folder);
         let status = command.status()?;
         return Ok(if status.success() {
             ExitCode::SUCCESS
@@ -103,6 +65,5 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     command.extend(arguments.iter().map(Into::into));
     let mut job = lab::Job::new(command)?;
     job.folder.clone_from(&binary.folder);
-    job.set(variables);
     Ok(ExitCode::from(lab::run(&job)?))
 }

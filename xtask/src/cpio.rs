@@ -84,8 +84,11 @@ impl Archive {
 mod tests {
     use super::*;
 
-    /// Reads the archive back by the format's own rules: (path, mode, device, content).
-    fn read(bytes: &[u8]) -> Vec<(String, u32, (u32, u32), Vec<u8>)> {
+    /// Path, mode, device, content.
+    type Entry = (String, u32, (u32, u32), Vec<u8>);
+
+    /// Reads the archive back by the format's own rules.
+    fn read(bytes: &[u8]) -> Vec<Entry> {
         let mut found = Vec::new();
         let mut at = 0;
         loop {

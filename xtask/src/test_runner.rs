@@ -18,6 +18,7 @@ use rustix::process::{Pid, Signal};
 use serde_json::{Value, json};
 
 use crate::guest::Variables;
+use crate::step::dying_with_us;
 
 /// A test that cannot run here prints a line that starts with this, and the reason.
 const SKIP_MARK: &str = "SKIPPED: ";
@@ -300,7 +301,7 @@ fn start_lab(timeout: Duration, variables: &Variables) -> Result<Running> {
     command.envs(variables.iter().map(|(name, path)| (name, path)));
     // Resolving symbols takes the emulated CPU longer than many a test does.
     command.env("RUST_BACKTRACE", "0");
-    let mut lab = command
+    let mut lab = dying_with_us(&command)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()?;
