@@ -58,10 +58,10 @@ boots! {
     with_page_table_isolation: 2, |environment, builder| builder.command_line("pti=on");
     without_page_table_isolation: 1, |environment, builder| builder.command_line("pti=off");
     elf_by_the_64_bit_protocol: 1, |environment, builder| {
-        builder.kernel(&environment.vmlinux).argument("--boot=linux64")
+        builder.kernel(&environment.vmlinux).argument("--boot-protocol=linux")
     };
     elf_by_pvh: 2, |environment, builder| {
-        builder.kernel(&environment.vmlinux).argument("--boot=pvh")
+        builder.kernel(&environment.vmlinux).argument("--boot-protocol=pvh")
     };
 }
 

@@ -171,7 +171,10 @@ async fn a_loading_module_closes_the_gate() -> Result<()> {
     let taken = guest
         .shell("cat /sys/kernel/debug/patchbay_test_stall/taken")
         .await?;
-    ensure!(taken == "1 0", "stall_key, and the shared key beside it: {taken}");
+    ensure!(
+        taken == "1 0",
+        "stall_key, and the shared key beside it: {taken}"
+    );
     guest.assert_no_warnings().await
 }
 
