@@ -16,7 +16,7 @@ use anyhow::{Result, bail};
 
 use crate::cargo::TestBinary;
 use crate::test_runner::{LabWorker, Report, Test, Verdict};
-use crate::{cargo, guest, host, test_runner};
+use crate::{cargo, guest, host, lab_image, test_runner};
 
 /// Packages whose tests are built in the release profile: in the lab, speed counts.
 const RELEASE: &str = "patchbay-tests";
@@ -116,6 +116,14 @@ pub fn run(selection: &Selection) -> Result<bool> {
     };
 
     let [tier_1, tier_2, tier_3] = tests;
+    // A stock kernel to look at, where the lab's is there or will be needed anyway.
+    if !tier_1.is_empty() && (!kvm.runs_linux() || lab_image::is_cached()?) {
+        host::ensure_packages(host::LAB)?;
+        let stock = lab_image::get()?.kernel;
+        outcome
+            .variables
+            .push(("PATCHBAY_TEST_DISTRO_KERNELS", stock));
+    }
     outcome.run_tier("tier 1, no KVM", tier_1, here(cpus), selection.timeout);
     if wants(1) && selection.filter.is_none() {
         outcome.run_doc_tests()?;
@@ -129,7 +137,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
         selection.timeout,
     );
     if !tier_3.is_empty() {
-        outcome.variables = guest::prepare(true)?;
+        outcome.variables.extend(guest::prepare(true)?);
         guest::announce_place();
     }
     let place = if kvm.runs_linux() {
