@@ -78,7 +78,7 @@ async fn main() -> Result<()> {
     if arguments.keep {
         play(&environment, &guest).await?;
     }
-    step("Power the guest off");
+    step("Reset the guest, which ends the monitor");
     let status = guest.power_off().await?;
     ensure!(status.success(), "the monitor ended with {status}");
     println!("\nThe guest followed every step.");

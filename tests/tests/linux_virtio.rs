@@ -83,7 +83,12 @@ async fn disks_are_mounted_and_what_is_written_stays() -> Result<()> {
         .boot()
         .await?;
     ensure!(guest.shell("cat /sys/block/vda/serial").await? == "patchbay-disk0");
-    ensure!(guest.shell("cat /sys/block/vda/ro /sys/block/vdb/ro").await? == "0\n1");
+    ensure!(
+        guest
+            .shell("cat /sys/block/vda/ro /sys/block/vdb/ro")
+            .await?
+            == "0\n1"
+    );
     ensure!(guest.shell("cat /sys/block/vda/size").await? == "16384");
     guest
         .shell("mkdir /tmp/a /tmp/b && mount -t ext4 /dev/vda /tmp/a")

@@ -158,9 +158,8 @@ impl Fake {
     /// Connects an agent that follows the script; it ends when the sender is dropped, and sends the
     /// pages that it is given.
     pub async fn agent(&self) -> mpsc::UnboundedSender<FromAgent> {
-        let (mut reader, writer) = self
-            .connect(hello(1, 1, &self.script.enabled.lock().unwrap()))
-            .await;
+        let hello = hello(1, 1, &self.script.enabled.lock().unwrap());
+        let (mut reader, writer) = self.connect(hello).await;
         let welcome: ToAgent = frame::read(&mut reader).await.expect("welcome");
         assert!(
             matches!(welcome.message, Some(Question::Welcome(_))),
