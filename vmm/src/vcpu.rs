@@ -69,41 +69,42 @@ impl Vcpu {
     }
 
     fn run_loop(&mut self, side: &VcpuSide<'_>) -> VcpuEnd {
+        if self.sync_regs {
+            // With every exit, because the exit by which the vCPU stops is not known before.
+            self.fd.set_sync_valid_reg(SyncReg::Register);
+            self.fd.set_sync_valid_reg(SyncReg::VcpuEvents);
+        }
+        // Whether the last KVM_RUN left nothing pending, and the registers of a whole instruction.
+        let mut settled = false;
         loop {
             let turn = match side.next() {
                 Next::Run => self.enter(side),
-                Next::Park(word) => self.settle_and_park(side, word),
+                Next::Park(word) if settled => self.park(side, word),
+                Next::Park(_) => self.settle(side),
                 Next::End => return VcpuEnd::Terminated,
             };
-            if let Turn::End(end) = turn {
-                return end;
-            }
+            settled = match turn {
+                Turn::Interrupted => true,
+                Turn::Handled => false,
+                Turn::End(end) => return end,
+            };
         }
     }
 
-    /// Running ──── pause wanted ────▶ Parked
-    ///
     /// One more `KVM_RUN`, held back from entering the guest, completes a port
     /// or memory access that the guest is in the middle of (KVM API, 5, `exit_reason`
     /// `KVM_EXIT_IO` and following), so that the published RIP is that of a
     /// whole instruction. Completing one access may ask for the next one of the
-    /// same instruction: then the loop comes here again.
-    fn settle_and_park(&mut self, side: &VcpuSide<'_>, word: u32) -> Turn {
-        if self.sync_regs {
-            self.fd.set_sync_valid_reg(SyncReg::Register);
-            self.fd.set_sync_valid_reg(SyncReg::VcpuEvents);
-        }
+    /// same instruction: then the loop comes here again. A vCPU that the signal
+    /// took out of the guest needs none of this: it has completed all before it entered.
+    fn settle(&mut self, side: &VcpuSide<'_>) -> Turn {
         side.hold_back();
-        let turn = self.enter(side);
-        let stopped = self.stopped();
-        if self.sync_regs {
-            self.fd.clear_sync_valid_reg(SyncReg::Register);
-            self.fd.clear_sync_valid_reg(SyncReg::VcpuEvents);
-        }
-        if !matches!(turn, Turn::Interrupted) {
-            return turn;
-        }
-        match stopped {
+        self.enter(side)
+    }
+
+    /// Running ──── pause wanted ────▶ Parked
+    fn park(&mut self, side: &VcpuSide<'_>, word: u32) -> Turn {
+        match self.stopped() {
             Ok(stopped) => {
                 let began = Instant::now();
                 side.park(word, stopped);
@@ -111,7 +112,7 @@ impl Vcpu {
                     // Refused for a guest without kvmclock, which has no use for it.
                     let _ = self.fd.kvmclock_ctrl();
                 }
-                Turn::Handled
+                Turn::Interrupted
             }
             Err(error) => Turn::End(VcpuEnd::Failed(format!(
                 "KVM does not tell where vCPU {} stopped: {error}",
