@@ -145,6 +145,22 @@ impl Guest {
         }
     }
 
+    /// A guest with the keys of the kernel module `patchbay_test`, whose monitor lets guarded keys
+    /// be changed; `None` after saying why the test is skipped.
+    pub async fn with_test_keys(vcpus: u32) -> Result<Option<Self>> {
+        let Some(environment) = Environment::linux_guest() else {
+            return Ok(None);
+        };
+        let mut guest = Self::builder(&environment)
+            .vcpus(vcpus)
+            .argument("--allow-guarded")
+            .boot()
+            .await?;
+        guest.shell("insmod /lib/modules/patchbay_test.ko").await?;
+        guest.assert_registered().await?;
+        Ok(Some(guest))
+    }
+
     /// The monitor's socket.
     pub fn socket(&self) -> &Path {
         &self.socket

@@ -4,7 +4,7 @@
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{KeyOp, ListStaticKeysRequest, UpdateStaticKeysRequest};
-use patchbay_tests::{Environment, Guest};
+use patchbay_tests::Guest;
 use tonic::Code;
 
 const KEYS: &str = "/sys/kernel/debug/patchbay_test/keys";
@@ -46,20 +46,6 @@ async fn set_raw(guest: &mut Guest, key: &str, count: i32) -> Result<()> {
     Ok(())
 }
 
-async fn test_guest(vcpus: u32) -> Result<Option<Guest>> {
-    let Some(environment) = Environment::linux_guest() else {
-        return Ok(None);
-    };
-    let mut guest = Guest::builder(&environment)
-        .vcpus(vcpus)
-        .argument("--allow-guarded")
-        .boot()
-        .await?;
-    guest.shell("insmod /lib/modules/patchbay_test.ko").await?;
-    guest.assert_registered().await?;
-    Ok(Some(guest))
-}
-
 /// One cell of the table in docs/flip.md.
 enum Cell {
     /// The count afterwards.
@@ -73,7 +59,7 @@ enum Cell {
 #[tokio::test]
 async fn every_row_of_the_count_table() -> Result<()> {
     use Cell::{Busy, Done, Refused};
-    let Some(mut guest) = test_guest(1).await? else {
+    let Some(mut guest) = Guest::with_test_keys(1).await? else {
         return Ok(());
     };
     let max = i32::MAX;
@@ -151,7 +137,7 @@ fn update(name: &str, op: KeyOp) -> UpdateStaticKeysRequest {
 
 #[tokio::test]
 async fn every_kind_of_key_follows_the_host() -> Result<()> {
-    let Some(mut guest) = test_guest(2).await? else {
+    let Some(mut guest) = Guest::with_test_keys(2).await? else {
         return Ok(());
     };
     // Key in the guest's module, its name in the directory, and its count at first.
@@ -218,7 +204,7 @@ async fn every_kind_of_key_follows_the_host() -> Result<()> {
 
 #[tokio::test]
 async fn one_bad_key_among_good_ones_changes_nothing() -> Result<()> {
-    let Some(mut guest) = test_guest(1).await? else {
+    let Some(mut guest) = Guest::with_test_keys(1).await? else {
         return Ok(());
     };
     let good = ("patchbay_test:ref_key", KeyOp::Inc);
@@ -248,7 +234,7 @@ async fn one_bad_key_among_good_ones_changes_nothing() -> Result<()> {
 /// there and back.
 #[tokio::test]
 async fn the_kernels_own_self_test_agrees() -> Result<()> {
-    let Some(mut guest) = test_guest(1).await? else {
+    let Some(mut guest) = Guest::with_test_keys(1).await? else {
         return Ok(());
     };
     let load = "insmod /lib/modules/test_static_keys.ko";

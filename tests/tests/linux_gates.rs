@@ -5,24 +5,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{KeyOp, KeyUpdate, UpdateStaticKeysRequest};
-use patchbay_tests::{Environment, Guest};
+use patchbay_tests::Guest;
 use tonic::{Code, Status};
 
 const TEST: &str = "/sys/kernel/debug/patchbay_test";
-
-async fn test_guest(vcpus: u32) -> Result<Option<Guest>> {
-    let Some(environment) = Environment::linux_guest() else {
-        return Ok(None);
-    };
-    let mut guest = Guest::builder(&environment)
-        .vcpus(vcpus)
-        .argument("--allow-guarded")
-        .boot()
-        .await?;
-    guest.shell("insmod /lib/modules/patchbay_test.ko").await?;
-    guest.assert_registered().await?;
-    Ok(Some(guest))
-}
 
 /// One op that keeps trying a busy guest for this long.
 async fn update_within(
@@ -56,7 +42,7 @@ const PATIENT: Duration = Duration::from_secs(25);
 
 #[tokio::test]
 async fn held_mutexes_close_the_gate() -> Result<()> {
-    let Some(mut guest) = test_guest(1).await? else {
+    let Some(mut guest) = Guest::with_test_keys(1).await? else {
         return Ok(());
     };
     let key = "patchbay_test:ref_key";
@@ -85,7 +71,7 @@ async fn held_mutexes_close_the_gate() -> Result<()> {
 /// A count that does not cross zero touches no site, so it needs no gate and no pause.
 #[tokio::test]
 async fn counting_above_zero_passes_held_mutexes() -> Result<()> {
-    let Some(mut guest) = test_guest(1).await? else {
+    let Some(mut guest) = Guest::with_test_keys(1).await? else {
         return Ok(());
     };
     let key = "patchbay_test:ref_key";
@@ -105,7 +91,7 @@ async fn counting_above_zero_passes_held_mutexes() -> Result<()> {
 /// while all of them are live.
 #[tokio::test]
 async fn keys_shared_between_modules() -> Result<()> {
-    let Some(mut guest) = test_guest(1).await? else {
+    let Some(mut guest) = Guest::with_test_keys(1).await? else {
         return Ok(());
     };
     guest
@@ -149,7 +135,7 @@ async fn keys_shared_between_modules() -> Result<()> {
 /// A module that has not finished loading keeps its keys closed.
 #[tokio::test]
 async fn a_loading_module_closes_the_gate() -> Result<()> {
-    let Some(mut guest) = test_guest(1).await? else {
+    let Some(mut guest) = Guest::with_test_keys(1).await? else {
         return Ok(());
     };
     guest
@@ -184,7 +170,7 @@ async fn a_loading_module_closes_the_gate() -> Result<()> {
 #[tokio::test]
 async fn guest_and_host_count_on_the_same_keys() -> Result<()> {
     const ROUNDS: usize = 40;
-    let Some(mut guest) = test_guest(2).await? else {
+    let Some(mut guest) = Guest::with_test_keys(2).await? else {
         return Ok(());
     };
     guest.shell(&format!("echo '3 0' > {TEST}/storm")).await?;
