@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::TypedValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::trace::args::TraceCommand;
@@ -19,8 +20,8 @@ pub struct Cli {
     #[command(flatten)]
     pub target: Target,
     /// How to print.
-    #[arg(short, long, value_enum, default_value_t, global = true)]
-    pub output: Output,
+    #[arg(short, long, default_value = "table", global = true, value_parser = format_parser())]
+    pub output: OutputArgument,
     /// Give up after this time, for example 500ms, 10s or 2m.
     #[arg(long, value_parser = parse_duration, global = true)]
     pub timeout: Option<Duration>,
@@ -51,6 +52,34 @@ pub enum Output {
     Yaml,
     /// Names alone, one per line.
     Name,
+}
+
+/// What follows `-o`: of one type, because clap hands an option that is global to every command.
+#[derive(Clone, Debug)]
+pub enum OutputArgument {
+    /// How to print.
+    Format(Output),
+    /// Of `trace record`: where to.
+    File(PathBuf),
+}
+
+impl OutputArgument {
+    /// How to print.
+    pub fn format(&self) -> Output {
+        match self {
+            Self::Format(output) => *output,
+            Self::File(_) => Output::Table,
+        }
+    }
+}
+
+fn format_parser() -> impl TypedValueParser<Value = OutputArgument> {
+    clap::builder::EnumValueParser::<Output>::new().map(OutputArgument::Format)
+}
+
+/// Parses the name of a file.
+pub fn file(text: &str) -> Result<OutputArgument, String> {
+    Ok(OutputArgument::File(text.into()))
 }
 
 #[derive(Debug, Subcommand)]
@@ -241,6 +270,29 @@ mod tests {
     #[test]
     fn command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_same_option_names_a_format_or_a_recording() {
+        let parse = |words: &[&str]| Cli::try_parse_from([&["patchbay"], words].concat());
+        let format = |words: &[&str]| parse(words).map(|cli| cli.output.format()).ok();
+        assert_eq!(format(&["guests"]), Some(Output::Table));
+        assert_eq!(format(&["-o", "json", "trace", "stat"]), Some(Output::Json));
+        assert_eq!(format(&["trace", "stat", "-oname"]), Some(Output::Name));
+        assert_eq!(format(&["trace", "stat", "-o", "t.json"]), None);
+        for words in [
+            &["trace", "record", "-o", "json"][..],
+            &["-o", "yaml", "trace", "record", "x", "--output=json"],
+        ] {
+            let cli = parse(words).expect("a recording");
+            assert_eq!(cli.output.format(), Output::Table);
+            let Command::Trace(TraceCommand::Record { output, .. }) = cli.command else {
+                panic!("{words:?}")
+            };
+            assert!(matches!(output, OutputArgument::File(path) if path == *"json"));
+        }
+        assert!(parse(&["trace", "record"]).is_err());
+        assert!(parse(&["-o", "json", "trace", "record"]).is_err());
     }
 
     #[test]

@@ -45,16 +45,17 @@ fn main() -> ExitCode {
 
 async fn run(cli: Cli) -> Result<(), Failure> {
     let connect = || Monitor::connect(&cli.target, cli.timeout);
+    let output = cli.output.format();
     match cli.command {
         Command::Run(arguments) => guest::become_monitor(&cli.target, arguments),
-        Command::Guests => guest::list(cli.output).await,
+        Command::Guests => guest::list(output).await,
         Command::Guest(command) => {
-            guest::run(&connect().await?, command, cli.timeout, cli.output).await
+            guest::run(&connect().await?, command, cli.timeout, output).await
         }
         Command::Console(arguments) => guest::console(&connect().await?, &arguments).await,
-        Command::Keys(command) => keys::run(&connect().await?, command, cli.output).await,
-        Command::Trace(command) => trace::run(&connect().await?, command, cli.output).await,
-        Command::Inspect(arguments) => inspect::run(&arguments, cli.output),
+        Command::Keys(command) => keys::run(&connect().await?, command, output).await,
+        Command::Trace(command) => trace::run(&connect().await?, command, output).await,
+        Command::Inspect(arguments) => inspect::run(&arguments, output),
         Command::Completion { shell } => {
             clap_complete::generate(
                 shell,

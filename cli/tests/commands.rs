@@ -460,3 +460,21 @@ fn a_reader_that_goes_away_is_no_error_message() {
     let output = list.wait_with_output().expect("ends");
     assert!(output.stderr.is_empty(), "{output:?}");
 }
+
+/// Nothing is armed, so that the recording is empty; on a full disk it cannot even begin.
+#[test]
+fn a_recording_is_written_to_the_named_file() {
+    let lab = Lab::new();
+    let file = lab.folder.path().join("t.json");
+    let name = file.to_str().expect("text");
+    let record = ["trace", "record", "--listen", "--duration", "1ms", "-o"];
+    let said = lab.ok(&[&record[..], &[name]].concat());
+    assert!(said.contains("t.json: 0 events"), "{said}");
+    let timeline = std::fs::read(&file).expect("written");
+    let timeline: Value = serde_json::from_slice(&timeline).expect("JSON");
+    assert!(timeline["traceEvents"].is_array());
+    let output = lab.run(&[&record[..], &["/dev/full"]].concat());
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("/dev/full: the disk is full"), "{said}");
+}

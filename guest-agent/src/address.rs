@@ -5,16 +5,21 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use socket2::{Domain, SockAddr, Socket, Type};
 
 /// `VMADDR_CID_HOST`, `include/uapi/linux/vm_sockets.h`.
 const HOST_CID: u32 = 2;
 const PORT: u32 = 1024;
+/// `VMADDR_CID_ANY`.
+const ANY_CID: u32 = u32::MAX;
+/// Ports that Linux gives to nobody without CAP_NET_BIND_SERVICE (`LAST_RESERVED_PORT`,
+/// `net/vmw_vsock/af_vsock.c`): the monitor takes an agent from these alone. Of the lower ones some
+/// have users that are known by them.
+const OWN_PORTS: std::ops::RangeInclusive<u32> = 512..=1023;
 /// A monitor that takes nothing for so long is given up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -44,15 +49,39 @@ impl Address {
     /// # Errors
     /// Of the operating system.
     pub fn connect(&self) -> io::Result<File> {
-        let socket: OwnedFd = match self {
+        let socket = match self {
             Self::Vsock { cid, port } => {
-                vsock::VsockStream::connect_with_cid_port(*cid, *port)?.into()
+                let socket = Socket::new(Domain::VSOCK, Type::STREAM, None)?;
+                bind_privileged(&socket)?;
+                socket.connect(&SockAddr::vsock(*cid, *port))?;
+                socket
             }
-            Self::Unix(path) => UnixStream::connect(path)?.into(),
+            Self::Unix(path) => {
+                let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+                socket.connect(&SockAddr::unix(path)?)?;
+                socket
+            }
         };
-        set_socket_timeout(&socket, Timeout::Send, Some(SEND_TIMEOUT))?;
-        Ok(File::from(socket))
+        socket.set_write_timeout(Some(SEND_TIMEOUT))?;
+        Ok(File::from(OwnedFd::from(socket)))
     }
+}
+
+/// Takes a free port of [`OWN_PORTS`]; that of a connection which still ends is not.
+fn bind_privileged(socket: &Socket) -> io::Result<()> {
+    for port in OWN_PORTS.rev() {
+        match socket.bind(&SockAddr::vsock(ANY_CID, port)) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                return Err(io::Error::new(
+                    error.kind(),
+                    "the agent needs CAP_NET_BIND_SERVICE, by which the monitor tells it from other programs",
+                ));
+            }
+            bound => return bound,
+        }
+    }
+    Err(io::ErrorKind::AddrInUse.into())
 }
 
 impl fmt::Display for Address {

@@ -204,8 +204,7 @@ impl Tracefs {
             let _ = write(&folder.join("filter"), "0");
             let triggers = read(&folder.join("trigger")).unwrap_or_default();
             for trigger in triggers.lines().filter(|line| !line.starts_with('#')) {
-                let command = trigger.split(":unlimited").next().unwrap_or(trigger);
-                let _ = write(&folder.join("trigger"), &format!("!{command}"));
+                let _ = write(&folder.join("trigger"), &removal(trigger));
             }
             Ok(())
         });
@@ -325,6 +324,13 @@ fn mounted() -> io::Result<PathBuf> {
     Ok(usual)
 }
 
+/// What removes a trigger that the kernel lists so, "traceoff:unlimited if pid > 1" or
+/// "hist:keys=pid:size=2048 [active]": how often it may act and how it fares belong to the list alone.
+fn removal(listed: &str) -> String {
+    let command = listed.split(" [").next().unwrap_or(listed);
+    format!("!{}", command.replacen(":unlimited", "", 1))
+}
+
 fn enabled_events(folder: &Path) -> Vec<String> {
     read(&folder.join("set_event"))
         .unwrap_or_default()
@@ -392,6 +398,21 @@ mod tests {
             "a:*",
         ] {
             assert!(EventName::parse(bad).is_none(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn triggers_are_removed_as_they_were_set() {
+        for (listed, removal) in [
+            ("stacktrace:unlimited", "!stacktrace"),
+            ("traceoff:count=0", "!traceoff:count=0"),
+            ("traceoff:unlimited if pid > 1", "!traceoff if pid > 1"),
+            (
+                "hist:keys=pid:size=2048 [active]",
+                "!hist:keys=pid:size=2048",
+            ),
+        ] {
+            assert_eq!(super::removal(listed), removal);
         }
     }
 

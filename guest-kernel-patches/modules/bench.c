@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * bench/{one,many,thousand}: reading one flips keys on and off by the guest's
+ * bench/{one,many,hundred,thousand}: reading one flips keys on and off by the guest's
  * own means and prints the nanoseconds for each way.
  * bench/taken: how many of the 1,000 branches are taken, bench/on: how many of
  * the 1,000 keys are on.
@@ -43,6 +43,13 @@ static int many_show(struct seq_file *file, void *unused)
 }
 DEFINE_SHOW_ATTRIBUTE(many);
 
+static int hundred_show(struct seq_file *file, void *unused)
+{
+	time_keys(file, bench_keys, 100);
+	return 0;
+}
+DEFINE_SHOW_ATTRIBUTE(hundred);
+
 static int thousand_show(struct seq_file *file, void *unused)
 {
 	time_keys(file, bench_keys, BENCH_KEYS);
@@ -74,6 +81,7 @@ int bench_init(struct dentry *root)
 
 	debugfs_create_file("one", 0400, dir, NULL, &one_fops);
 	debugfs_create_file("many", 0400, dir, NULL, &many_fops);
+	debugfs_create_file("hundred", 0400, dir, NULL, &hundred_fops);
 	debugfs_create_file("thousand", 0400, dir, NULL, &thousand_fops);
 	debugfs_create_file("taken", 0400, dir, NULL, &taken_fops);
 	debugfs_create_file("on", 0400, dir, NULL, &on_fops);

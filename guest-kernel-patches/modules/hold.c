@@ -4,14 +4,9 @@
  * milliseconds, 0 to let go now. Reading gives 1 while it is held. The write
  * returns once the mutex is taken, or given back.
  *
- * hold/poke: write N to make the next change of a branch stop half-way, on one
- * CPU that spins for N milliseconds: breakpoints written, new bytes not. Reading
- * gives 1 meanwhile.
- *
  * The mutexes are static or not exported: kprobes tell where they are.
  */
 #include <linux/completion.h>
-#include <linux/delay.h>
 #include <linux/err.h>
 #include <linux/kallsyms.h>
 #include <linux/kprobes.h>
@@ -22,7 +17,6 @@
 #include "test.h"
 
 #define HOLD_MAX_MS	600000UL
-#define POKE_MAX_MS	10000UL
 
 struct held_mutex {
 	const char *name;
@@ -36,7 +30,7 @@ struct held_mutex {
 };
 
 static struct held_mutex held_mutexes[] = {
-	{ .name = "jump_label_mutex" },	/* first: see hold_init() */
+	{ .name = "jump_label_mutex" },
 	{ .name = "text_mutex" },
 	{ .name = "tracepoints_mutex" },
 	{ .name = "module_mutex" },
@@ -124,67 +118,6 @@ static const struct file_operations hold_fops = {
 	.release = single_release,
 };
 
-static struct mutex *jump_label_mutex;
-static atomic_long_t poke_ms;
-static bool poke_parked;
-
-/*
- * Once the first byte of each site is a breakpoint, all CPUs are made to see
- * it. Only pokes of jump labels stop here: those have jump_label_mutex.
- */
-static int poke_stall(struct kprobe *probe, struct pt_regs *regs)
-{
-	long ms;
-
-	if (!mutex_is_locked(jump_label_mutex))
-		return 0;
-	ms = atomic_long_xchg(&poke_ms, 0);
-	if (!ms)
-		return 0;
-	WRITE_ONCE(poke_parked, true);
-	while (ms--)
-		mdelay(1);
-	WRITE_ONCE(poke_parked, false);
-	return 0;
-}
-
-static struct kprobe poke_probe = {
-	.symbol_name = "do_sync_core",
-	.pre_handler = poke_stall,
-};
-
-static ssize_t poke_write(struct file *file, const char __user *from,
-			  size_t size, loff_t *pos)
-{
-	unsigned long ms;
-	int ret = read_number(from, size, POKE_MAX_MS, &ms);
-
-	if (ret)
-		return ret;
-	atomic_long_set(&poke_ms, ms);
-	return size;
-}
-
-static int poke_show(struct seq_file *file, void *unused)
-{
-	seq_printf(file, "%d\n", READ_ONCE(poke_parked));
-	return 0;
-}
-
-static int poke_open(struct inode *inode, struct file *file)
-{
-	return single_open(file, poke_show, NULL);
-}
-
-static const struct file_operations poke_fops = {
-	.owner = THIS_MODULE,
-	.open = poke_open,
-	.read = seq_read,
-	.write = poke_write,
-	.llseek = seq_lseek,
-	.release = single_release,
-};
-
 static unsigned long (*lookup_name)(const char *name);
 
 static int find_lookup_name(void)
@@ -199,6 +132,11 @@ static int find_lookup_name(void)
 	return 0;
 }
 
+void *lookup_symbol(const char *name)
+{
+	return (void *)lookup_name(name);
+}
+
 int hold_init(struct dentry *root)
 {
 	struct dentry *dir;
@@ -210,24 +148,20 @@ int hold_init(struct dentry *root)
 	for (i = 0; i < ARRAY_SIZE(held_mutexes); i++) {
 		struct held_mutex *held = &held_mutexes[i];
 
-		held->mutex = (struct mutex *)lookup_name(held->name);
-		if (!held->mutex)
-			return -ENOENT;
+		held->mutex = lookup_symbol(held->name);
 		mutex_init(&held->lock);
 		init_completion(&held->taken);
 		init_completion(&held->let_go);
 	}
-	jump_label_mutex = held_mutexes[0].mutex;
-	ret = register_kprobe(&poke_probe);
-	if (ret)
-		return ret;
 
 	dir = debugfs_create_dir("hold", root);
-	for (i = 0; i < ARRAY_SIZE(held_mutexes); i++)
-		debugfs_create_file(held_mutexes[i].name, 0600, dir,
-				    &held_mutexes[i], &hold_fops);
-	debugfs_create_file("poke", 0600, dir, NULL, &poke_fops);
-	return 0;
+	for (i = 0; i < ARRAY_SIZE(held_mutexes); i++) {
+		/* There is no jump_label_mutex without jump labels. */
+		if (held_mutexes[i].mutex)
+			debugfs_create_file(held_mutexes[i].name, 0600, dir,
+					    &held_mutexes[i], &hold_fops);
+	}
+	return poke_init(dir);
 }
 
 void hold_exit(void)
@@ -236,5 +170,5 @@ void hold_exit(void)
 
 	for (i = 0; i < ARRAY_SIZE(held_mutexes); i++)
 		set_held(&held_mutexes[i], 0);
-	unregister_kprobe(&poke_probe);
+	poke_exit();
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * keys/<name>/{count,raw,type,likely,unlikely,op}: what the guest itself knows
+ * keys/<name>/{count,raw,likely,unlikely,op,foreign}: what the guest itself knows
  * of a key, and its own operations on it.
  *
  *	count	 static_key_count()
@@ -9,6 +9,9 @@
  *	likely	 likely branches on the key that are taken now
  *	unlikely the same for unlikely ones
  *	op	 write inc, dec, enable or disable
+ *	foreign	 write 1 to put a jump to the next instruction, which nobody
+ *		 expects there, into the first site of the key that is a NOP; 0
+ *		 to put the NOP back
  */
 #include <linux/module.h>
 #include <linux/patchbay.h>
@@ -174,6 +177,44 @@ static const struct file_operations op_fops = {
 	.write = op_write,
 };
 
+static ssize_t foreign_write(struct file *file, const char __user *from,
+			     size_t size, loff_t *pos)
+{
+	static const u8 foreign[] = { 0xeb, 0x03, 0xcc, 0xcc, 0xcc };
+	static const u8 foreign2[] = { 0xeb, 0x00 };
+	static const u8 nop[] = { 0x0f, 0x1f, 0x44, 0x00, 0x00 };
+	static const u8 nop2[] = { 0x66, 0x90 };
+	const struct test_key *key = file_inode(file)->i_private;
+	struct jump_entry *entry = THIS_MODULE->jump_entries;
+	struct jump_entry *end = entry + THIS_MODULE->num_jump_entries;
+	unsigned long on;
+	int ret = read_number(from, size, 1, &on);
+
+	if (ret)
+		return ret;
+	for (; entry < end; entry++) {
+		void *site = (void *)jump_entry_code(entry);
+
+		if (jump_entry_key(entry) != key->key)
+			continue;
+		if (!memcmp(site, on ? nop : foreign, sizeof(nop))) {
+			test_text_poke(site, on ? foreign : nop, sizeof(nop));
+			return size;
+		}
+		if (!memcmp(site, on ? nop2 : foreign2, sizeof(nop2))) {
+			test_text_poke(site, on ? foreign2 : nop2, sizeof(nop2));
+			return size;
+		}
+	}
+	return -EBUSY;
+}
+
+static const struct file_operations foreign_fops = {
+	.owner = THIS_MODULE,
+	.open = simple_open,
+	.write = foreign_write,
+};
+
 int keys_init(struct dentry *root)
 {
 	struct dentry *keys = debugfs_create_dir("keys", root);
@@ -188,6 +229,7 @@ int keys_init(struct dentry *root)
 		debugfs_create_file("likely", 0400, dir, key, &likely_fops);
 		debugfs_create_file("unlikely", 0400, dir, key, &unlikely_fops);
 		debugfs_create_file("op", 0200, dir, key, &op_fops);
+		debugfs_create_file("foreign", 0200, dir, key, &foreign_fops);
 	}
 	return 0;
 }

@@ -1,20 +1,25 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * storm: write "THREADS ROUNDS" and each of THREADS threads takes or drops
- * references on 16 keys at random, ROUNDS times (0 rounds: until "0 0" is
- * written), never more drops than takes of its own. "0 0" stops all threads.
+ * references at random on 16 keys of its own and on the 1,000 of bench, ROUNDS
+ * times (0 rounds: until "0 0" is written), never more drops than takes of its
+ * own. One more thread attaches kprobes behind the branches of the 16 keys, and
+ * takes them off again, for as long as the others are at work. "0 0" stops all.
  *
  * Reading gives
  *	running N	threads at work
  *	rounds N	rounds done by all threads since the start
  *	torn N		how often a branch was not taken although the thread held
  *			a reference: never
- * and for each key
+ *	probes N	kprobes that were attached
+ *	refused N	kprobes that were not, because there is a branch
+ * and for each key that anyone has a reference on
  *	NAME COUNT HELD	static_key_count(), references that threads hold
  *
  * A thread keeps its references when its rounds are over, until "0 0".
  */
 #include <linux/err.h>
+#include <linux/kprobes.h>
 #include <linux/kthread.h>
 #include <linux/module.h>
 #include <linux/mutex.h>
@@ -27,6 +32,7 @@
 
 #define THREADS_MAX	16
 #define REFERENCES_MAX	8
+#define PAUSE_MAX	32	/* ticks between rounds, so that others get a turn */
 
 #define STORM_KEYS(_do)							\
 	_do(0) _do(1) _do(2) _do(3) _do(4) _do(5) _do(6) _do(7)		\
@@ -46,7 +52,6 @@ struct storm_key {
 	const char *name;
 	struct static_key *key;
 	bool (*taken)(void);
-	atomic_t held;
 };
 
 #define STORM_KEY(_n)							\
@@ -57,35 +62,50 @@ struct storm_key {
 	},
 static struct storm_key storm_keys[] = { STORM_KEYS(STORM_KEY) };
 
+#define OWN_KEYS	ARRAY_SIZE(storm_keys)
+#define ALL_KEYS	(OWN_KEYS + BENCH_KEYS)
+
 struct storm_thread {
 	struct task_struct *task;
-	unsigned int references[ARRAY_SIZE(storm_keys)];
+	u8 references[ALL_KEYS];
 };
 
 static DEFINE_MUTEX(storm_mutex);	/* guards threads and rounds_wanted */
 static struct storm_thread threads[THREADS_MAX];
+static struct task_struct *prober;
 static unsigned long rounds_wanted;
+static atomic_t held[ALL_KEYS];
 static atomic_t running;
 static atomic_long_t rounds_done;
 static atomic_long_t torn;
+static atomic_long_t probes;
+static atomic_long_t probes_refused;
+
+static struct static_key *key_of(unsigned int i)
+{
+	return i < OWN_KEYS ? storm_keys[i].key : bench_keys[i - OWN_KEYS];
+}
 
 static void storm_take(struct storm_thread *thread, unsigned int i)
 {
-	static_key_slow_inc(storm_keys[i].key);
-	atomic_inc(&storm_keys[i].held);
+	static_key_slow_inc(key_of(i));
+	atomic_inc(&held[i]);
 	thread->references[i]++;
 }
 
 static void storm_drop(struct storm_thread *thread, unsigned int i)
 {
 	thread->references[i]--;
-	atomic_dec(&storm_keys[i].held);
-	static_key_slow_dec(storm_keys[i].key);
+	atomic_dec(&held[i]);
+	static_key_slow_dec(key_of(i));
 }
 
 static void storm_round(struct storm_thread *thread)
 {
-	unsigned int i = get_random_u32_below(ARRAY_SIZE(storm_keys));
+	/* Half of the time, the few on which all threads meet. */
+	unsigned int i = get_random_u32_below(2) ?
+		get_random_u32_below(OWN_KEYS) :
+		OWN_KEYS + get_random_u32_below(BENCH_KEYS);
 
 	if (!thread->references[i])
 		storm_take(thread, i);
@@ -95,9 +115,53 @@ static void storm_round(struct storm_thread *thread)
 	else
 		storm_take(thread, i);
 
-	if (thread->references[i] && !storm_keys[i].taken())
+	if (i < OWN_KEYS && thread->references[i] && !storm_keys[i].taken())
 		atomic_long_inc(&torn);
 	atomic_long_inc(&rounds_done);
+}
+
+static int nothing(struct kprobe *probe, struct pt_regs *regs)
+{
+	return 0;
+}
+
+/* The instruction behind a branch. */
+static void *behind(const struct jump_entry *entry)
+{
+	/* Whatever the bytes are just now, the target tells how far it is. */
+	long distance = jump_entry_target(entry) - jump_entry_code(entry);
+	bool near = distance >= -126 && distance <= 129;
+
+	return (void *)jump_entry_code(entry) + (near ? 2 : 5);
+}
+
+static int storm_probe(void *data)
+{
+	struct jump_entry *entry;
+	struct kprobe probe;
+	unsigned int i;
+
+	for (i = 0; !kthread_should_stop(); i++) {
+		struct static_key *key = storm_keys[i % OWN_KEYS].key;
+
+		/* Behind the first of a key's two branches is the second. */
+		entry = (void *)(key->type & ~JUMP_TYPE_MASK);
+		if (i % 8)
+			entry++;
+		probe = (struct kprobe) {
+			.addr = behind(entry),
+			.pre_handler = nothing,
+		};
+		if (register_kprobe(&probe)) {
+			atomic_long_inc(&probes_refused);
+		} else {
+			atomic_long_inc(&probes);
+			schedule_timeout_interruptible(1);
+			unregister_kprobe(&probe);
+		}
+		schedule_timeout_interruptible(1);
+	}
+	return 0;
 }
 
 static int storm(void *data)
@@ -110,7 +174,7 @@ static int storm(void *data)
 		if (kthread_should_stop())
 			break;
 		storm_round(thread);
-		cond_resched();
+		schedule_timeout_interruptible(get_random_u32_below(PAUSE_MAX));
 	}
 	atomic_dec(&running);
 
@@ -121,7 +185,7 @@ static int storm(void *data)
 	}
 	__set_current_state(TASK_RUNNING);
 
-	for (i = 0; i < ARRAY_SIZE(storm_keys); i++)
+	for (i = 0; i < ALL_KEYS; i++)
 		while (thread->references[i])
 			storm_drop(thread, i);
 	return 0;
@@ -131,6 +195,10 @@ static void storm_stop(void)
 {
 	int i;
 
+	if (prober) {
+		kthread_stop(prober);
+		prober = NULL;
+	}
 	for (i = 0; i < THREADS_MAX; i++) {
 		if (!threads[i].task)
 			continue;
@@ -147,7 +215,13 @@ static int storm_start(unsigned int count, unsigned long rounds)
 	rounds_wanted = rounds;
 	atomic_long_set(&rounds_done, 0);
 	atomic_long_set(&torn, 0);
+	if (!count)
+		return 0;
 
+	task = kthread_run(storm_probe, NULL, "storm/probe");
+	if (IS_ERR(task))
+		return PTR_ERR(task);
+	prober = task;
 	for (i = 0; i < count; i++) {
 		atomic_inc(&running);
 		task = kthread_run(storm, &threads[i], "storm/%u", i);
@@ -185,15 +259,25 @@ static ssize_t storm_write(struct file *file, const char __user *from,
 
 static int storm_show(struct seq_file *file, void *unused)
 {
-	int i;
+	unsigned int i;
 
 	seq_printf(file, "running %d\n", atomic_read(&running));
 	seq_printf(file, "rounds %ld\n", atomic_long_read(&rounds_done));
 	seq_printf(file, "torn %ld\n", atomic_long_read(&torn));
-	for (i = 0; i < ARRAY_SIZE(storm_keys); i++)
-		seq_printf(file, "%s %d %d\n", storm_keys[i].name,
-			   static_key_count(storm_keys[i].key),
-			   atomic_read(&storm_keys[i].held));
+	seq_printf(file, "probes %ld\n", atomic_long_read(&probes));
+	seq_printf(file, "refused %ld\n", atomic_long_read(&probes_refused));
+	for (i = 0; i < ALL_KEYS; i++) {
+		int count = static_key_count(key_of(i));
+
+		if (!count && !atomic_read(&held[i]))
+			continue;
+		if (i < OWN_KEYS)
+			seq_printf(file, "%s", storm_keys[i].name);
+		else
+			seq_printf(file, "bench_key_%03u",
+				   i - (unsigned int)OWN_KEYS);
+		seq_printf(file, " %d %d\n", count, atomic_read(&held[i]));
+	}
 	return 0;
 }
 

@@ -13,6 +13,8 @@ int storm_init(struct dentry *root);
 void storm_exit(void);
 int hold_init(struct dentry *root);
 void hold_exit(void);
+int poke_init(struct dentry *dir);
+void poke_exit(void);
 int tracepoints_init(struct dentry *root);
 void tracepoints_exit(void);
 
@@ -34,6 +36,12 @@ unsigned int many_key_unlikely(void);
 
 extern struct static_key *const bench_keys[BENCH_KEYS];
 unsigned int bench_keys_taken(void);
+
+/* Any symbol of the kernel, or NULL; from hold_init() on. */
+void *lookup_symbol(const char *name);
+
+/* Changes @size bytes of text as the kernel does it while all CPUs run. */
+void test_text_poke(void *site, const void *bytes, size_t size);
 
 /* A number from user space: decimal, at most @max. */
 int read_number(const char __user *from, size_t size, unsigned long max,

@@ -5,11 +5,11 @@
 //! changes nothing here. What a flip does re-read is the few words that tell whether the tables are
 //! still in use (see [`crate::users`]). A catalog is cheap to clone; images are shared.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops;
 use std::sync::Arc;
 
-use crate::directory::{self, Key};
+use crate::directory::{self, Key, Listed};
 use crate::entry::{EntryFormat, Image, JumpEntry};
 use crate::kernel::{Gates, Kernel, Layout, Module, Range};
 use crate::memory::{GuestMemory, ReadError};
@@ -57,13 +57,13 @@ pub enum CatalogError {
         /// Of this directory.
         count: usize,
     },
-    /// The block of names is too large.
+    /// The block of names is too large, or the names are, taken together.
     #[error(
         "{bytes} bytes of names are more than the {} that are supported",
         directory::NAMES_SIZE_MAX
     )]
     NamesTooLong {
-        /// As given.
+        /// Of the block as given, or of names that lie over each other.
         bytes: u32,
     },
     /// The offset of a name.
@@ -86,6 +86,12 @@ pub enum CatalogError {
     /// No `struct static_key` can be there.
     #[error("no key can be at {address:#x}: misaligned, or at the end of the address space")]
     KeyAddress {
+        /// Of the key.
+        address: u64,
+    },
+    /// Counting it would change instructions.
+    #[error("key {address:#x} lies in text; keys are data")]
+    KeyInText {
         /// Of the key.
         address: u64,
     },
@@ -135,19 +141,21 @@ pub enum CatalogError {
 }
 
 /// The kernel image or a module.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct CodeImage {
     /// Address of the `struct module`; 0 for the kernel.
     pub id: u64,
     /// Empty for the kernel.
     pub name: Arc<str>,
     pub text: Range,
+    /// Keys in here cannot change once the image runs.
+    ro_after_init: Range,
     /// Address of the first entry.
     table: u64,
     entry_size: usize,
     /// Sorted by key.
     entries: Vec<JumpEntry>,
-    /// Sorted by address.
+    /// Those that it defines.
     keys: Vec<Key>,
 }
 
@@ -157,13 +165,14 @@ impl CodeImage {
         &self.entries[self.run_range(key)]
     }
 
-    /// Address of the first entry that belongs to `key`, as the guest's pointers have it.
-    pub fn run_address(&self, key: KeyId) -> Option<u64> {
+    /// The entries that belong to `key`, if the first of them is at this address, as the guest's
+    /// pointers have it.
+    pub fn run_at(&self, key: KeyId, address: u64) -> Option<&[JumpEntry]> {
         let run = self.run_range(key);
-        (!run.is_empty()).then(|| {
-            self.table
-                .wrapping_add((run.start * self.entry_size) as u64)
-        })
+        let start = self
+            .table
+            .wrapping_add((run.start * self.entry_size) as u64);
+        (!run.is_empty() && start == address).then(|| &self.entries[run])
     }
 
     fn run_range(&self, key: KeyId) -> ops::Range<usize> {
@@ -183,7 +192,7 @@ impl CodeImage {
 
 /// Where a key is listed.
 #[derive(Clone, Copy, Debug)]
-struct Listed {
+struct Place {
     image: u64,
     index: usize,
 }
@@ -194,10 +203,9 @@ pub struct Catalog {
     pub(crate) format: EntryFormat,
     pub(crate) layout: Layout,
     pub(crate) gates: Gates,
-    pub(crate) ro_after_init: Range,
     /// By [`CodeImage::id`].
     images: BTreeMap<u64, Arc<CodeImage>>,
-    keys: HashMap<KeyId, Listed>,
+    keys: HashMap<KeyId, Place>,
     names: BTreeMap<Arc<str>, KeyId>,
     /// Images in which a key has entries.
     users: HashMap<KeyId, usize>,
@@ -215,7 +223,6 @@ impl Catalog {
             format: kernel.format,
             layout: kernel.layout,
             gates: kernel.gates,
-            ro_after_init: kernel.ro_after_init,
             images: BTreeMap::new(),
             keys: HashMap::new(),
             names: BTreeMap::new(),
@@ -227,6 +234,7 @@ impl Catalog {
             name: b"",
             jump_table: kernel.jump_table,
             text: kernel.text,
+            ro_after_init: kernel.ro_after_init,
             directory: kernel.directory,
         };
         catalog.add(memory, &image, "")?;
@@ -236,13 +244,16 @@ impl Catalog {
     /// Reads the tables of a module. To be called while the guest waits for it. On an error the
     /// catalog is as it was.
     ///
+    /// Returns the names of other images ("" for the kernel) of which keys became known: those that
+    /// only this module branches on.
+    ///
     /// # Errors
     /// [`CatalogError`].
     pub fn add_module<M: GuestMemory>(
         &mut self,
         memory: &M,
         module: &Module<'_>,
-    ) -> Result<(), CatalogError> {
+    ) -> Result<BTreeSet<Arc<str>>, CatalogError> {
         let name = module
             .name
             .split(|&byte| byte == 0)
@@ -274,22 +285,29 @@ impl Catalog {
         memory: &M,
         image: &Module<'_>,
         name: &str,
-    ) -> Result<(), CatalogError> {
+    ) -> Result<BTreeSet<Arc<str>>, CatalogError> {
         let entries = self.read_table(memory, image.jump_table)?;
-        let keys = directory::read(
+        let listed = directory::read(
             memory,
             &image.directory,
-            name,
+            image.id,
             self.layout.tracepoint_key,
             KEYS_MAX.saturating_sub(self.keys.len()),
         )?;
-        if let Some(key) = keys.iter().find(|key| self.keys.contains_key(&key.id)) {
+        let twice = |key: &&Listed| key.home == image.id && self.keys.contains_key(&key.id);
+        if let Some(key) = listed.iter().find(twice) {
             return Err(CatalogError::KeyTwice { address: key.id.0 });
         }
+        if let Some(key) = self.key_in_text(image.text, &listed) {
+            return Err(CatalogError::KeyInText { address: key.0 });
+        }
+        let (own, others): (Vec<_>, Vec<_>) =
+            listed.into_iter().partition(|key| key.home == image.id);
+        let keys: Vec<Key> = own.into_iter().map(|key| key.into_key(name)).collect();
         for (index, key) in keys.iter().enumerate() {
             self.keys.insert(
                 key.id,
-                Listed {
+                Place {
                     image: image.id,
                     index,
                 },
@@ -301,6 +319,7 @@ impl Catalog {
             id: image.id,
             name: name.into(),
             text: image.text,
+            ro_after_init: image.ro_after_init,
             table: image.jump_table.start,
             entry_size: self.format.entry_size(),
             entries,
@@ -310,7 +329,45 @@ impl Catalog {
             *self.users.entry(key).or_default() += 1;
         }
         self.images.insert(image.id, Arc::new(image));
-        Ok(())
+        Ok(others
+            .into_iter()
+            .filter_map(|key| self.adopt(key))
+            .collect())
+    }
+
+    /// Adds a key to the image that defines it, unless it is known or that image is not; the image's
+    /// name.
+    fn adopt(&mut self, listed: Listed) -> Option<Arc<str>> {
+        if self.keys.contains_key(&listed.id) {
+            return None;
+        }
+        let home = Arc::make_mut(self.images.get_mut(&listed.home)?);
+        let mut key = listed.into_key(&home.name);
+        if self.names.contains_key(&key.full_name) {
+            // Names of a directory have no '#' of their own, and numbers no "0x".
+            key.full_name = format!("{}#{:#x}", key.full_name, key.id.0).into();
+        }
+        let place = Place {
+            image: home.id,
+            index: home.keys.len(),
+        };
+        self.keys.insert(key.id, place);
+        self.names.insert(Arc::clone(&key.full_name), key.id);
+        home.keys.push(key);
+        Some(Arc::clone(&home.name))
+    }
+
+    /// A key whose count lies in text: of `keys` in that of any image, or of any image in `text`.
+    fn key_in_text(&self, text: Range, keys: &[Listed]) -> Option<KeyId> {
+        let images = || self.images.values();
+        images()
+            .map(|image| image.text)
+            .chain([text])
+            .find_map(|text| first_in(text, keys))
+            .or_else(|| {
+                let mut known = images().flat_map(|image| &image.keys).map(|key| key.id);
+                known.find(|key| text.overlaps(key.0, COUNT_SIZE))
+            })
     }
 
     /// Forgets a module with its keys and sites; whether there was one.
@@ -438,6 +495,13 @@ impl Catalog {
         self.image(self.keys.get(&id)?.image)
     }
 
+    /// Whether a key lies in memory of its image that is read-only once that runs.
+    #[must_use]
+    pub fn is_ro_after_init(&self, id: KeyId) -> bool {
+        self.home(id)
+            .is_some_and(|home| home.ro_after_init.contains(id.0, 1))
+    }
+
     /// How many images have entries of a key.
     pub(crate) fn user_count(&self, id: KeyId) -> usize {
         self.users.get(&id).copied().unwrap_or(0)
@@ -450,6 +514,16 @@ impl Catalog {
             .map(|image| &**image)
             .filter(move |image| !image.run(id).is_empty())
     }
+}
+
+/// Of a key's count, in bytes.
+const COUNT_SIZE: u64 = 4;
+
+/// The first of `keys`, which are sorted, whose count lies in `text`.
+fn first_in(text: Range, keys: &[Listed]) -> Option<KeyId> {
+    let before = keys.partition_point(|key| key.id.0.saturating_add(COUNT_SIZE) <= text.start);
+    let first = keys.get(before)?.id;
+    text.overlaps(first.0, COUNT_SIZE).then_some(first)
 }
 
 fn check_gates(kernel: &Kernel) -> Result<(), CatalogError> {

@@ -4,7 +4,8 @@
 //! Names end up on terminals and in logs, so each byte that is not printable ASCII, and each of
 //! `:` and `#`, becomes `?`; a key without a name is named by its address. Names that occur more
 //! than once (static keys of several files may share one) get a number: `name#1`, `name#2`, … in
-//! the order of their addresses, which is the same in each boot of a kernel.
+//! the order of their addresses, which is the same in each boot of a kernel. A key that becomes known
+//! later, with a module that uses it, and finds its name taken is told by its address: `name#0xffff…`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,8 +16,9 @@ use crate::memory::GuestMemory;
 use crate::{KeyId, NAME_MAX};
 
 /// Size of a record of the directory.
-pub(crate) const RECORD_SIZE: usize = 24;
-/// Largest block of names, in bytes.
+pub(crate) const RECORD_SIZE: usize = 32;
+/// Largest block of names, in bytes. Also of all names of an image together, which may lie over each
+/// other in the block: what is kept of them is bounded.
 pub(crate) const NAMES_SIZE_MAX: u32 = 16 << 20;
 
 /// Who may change a key from outside, and how.
@@ -62,12 +64,41 @@ impl Key {
     }
 }
 
+/// A key of a directory, by its own name alone.
+pub(crate) struct Listed {
+    pub id: KeyId,
+    /// Image that defines it, as in [`Record`].
+    pub home: u64,
+    class: Class,
+    tracepoint: u64,
+    name: String,
+}
+
+impl Listed {
+    /// The key under the name of its module.
+    pub fn into_key(self, module: &str) -> Key {
+        let full_name = match module {
+            "" => self.name,
+            module => format!("{module}:{}", self.name),
+        };
+        Key {
+            id: self.id,
+            full_name: full_name.into(),
+            module_length: module.len(),
+            class: self.class,
+            tracepoint: self.tracepoint,
+        }
+    }
+}
+
 /// A record of the array.
 struct Record {
     address: u64,
     name: u32,
     class: u32,
     tracepoint: u64,
+    /// Address of the `struct module` that defines the key; 0 for the kernel.
+    module: u64,
 }
 
 impl Record {
@@ -79,18 +110,19 @@ impl Record {
             name: u32_at(8),
             class: u32_at(12),
             tracepoint: u64_at(16),
+            module: u64_at(24),
         }
     }
 }
 
-/// Reads a directory; the keys come back sorted by address.
+/// Reads the directory of the image with this id; the keys come back sorted by address.
 pub(crate) fn read<M: GuestMemory>(
     memory: &M,
     directory: &Directory,
-    module: &str,
+    image: u64,
     tracepoint_key: u32,
     most: usize,
-) -> Result<Vec<Key>, CatalogError> {
+) -> Result<Vec<Listed>, CatalogError> {
     let count = directory.key_count as usize;
     if count > most {
         return Err(CatalogError::TooManyKeys { count });
@@ -109,7 +141,8 @@ pub(crate) fn read<M: GuestMemory>(
     memory.read_gva(directory.names, &mut names)?;
 
     let (records, _) = records.as_chunks();
-    let mut named = Vec::with_capacity(count);
+    let mut room = NAMES_SIZE_MAX as usize;
+    let mut listed = Vec::with_capacity(count);
     for record in records.iter().map(Record::decode) {
         let class = class(&record, tracepoint_key)?;
         if record.address % 4 != 0 || record.address.checked_add(16).is_none() {
@@ -118,32 +151,27 @@ pub(crate) fn read<M: GuestMemory>(
             });
         }
         let name = name(&names, record.name, record.address)?;
-        named.push((record, class, name));
-    }
-    named.sort_by_key(|(record, ..)| record.address);
-    if let Some(pair) = named
-        .windows(2)
-        .find(|pair| pair[0].0.address == pair[1].0.address)
-    {
-        return Err(CatalogError::KeyTwice {
-            address: pair[0].0.address,
-        });
-    }
-    number_duplicates(&mut named);
-    Ok(named
-        .into_iter()
-        .map(|(record, class, name)| Key {
+        room = room
+            .checked_sub(name.len())
+            .ok_or(CatalogError::NamesTooLong {
+                bytes: NAMES_SIZE_MAX + 1,
+            })?;
+        listed.push(Listed {
             id: KeyId(record.address),
-            full_name: if module.is_empty() {
-                name.into()
-            } else {
-                format!("{module}:{name}").into()
-            },
-            module_length: module.len(),
+            home: record.module,
             class,
             tracepoint: record.tracepoint,
-        })
-        .collect())
+            name,
+        });
+    }
+    listed.sort_by_key(|key| key.id);
+    if let Some(pair) = listed.windows(2).find(|pair| pair[0].id == pair[1].id) {
+        return Err(CatalogError::KeyTwice {
+            address: pair[0].id.0,
+        });
+    }
+    number_duplicates(listed.iter_mut().filter(|key| key.home == image).collect());
+    Ok(listed)
 }
 
 fn class(record: &Record, tracepoint_key: u32) -> Result<Class, CatalogError> {
@@ -193,17 +221,17 @@ pub(crate) fn clean(name: &[u8]) -> String {
         .collect()
 }
 
-fn number_duplicates(named: &mut [(Record, Class, String)]) {
-    let mut times: HashMap<String, u32> = HashMap::with_capacity(named.len());
-    for (.., name) in named.iter() {
-        *times.entry(name.clone()).or_default() += 1;
+fn number_duplicates(mut listed: Vec<&mut Listed>) {
+    let mut times: HashMap<String, u32> = HashMap::with_capacity(listed.len());
+    for key in &listed {
+        *times.entry(key.name.clone()).or_default() += 1;
     }
     times.retain(|_, times| *times > 1);
     times.values_mut().for_each(|times| *times = 0);
-    for (.., name) in named.iter_mut() {
-        if let Some(number) = times.get_mut(name.as_str()) {
+    for key in &mut listed {
+        if let Some(number) = times.get_mut(key.name.as_str()) {
             *number += 1;
-            name.push_str(&format!("#{number}"));
+            key.name.push_str(&format!("#{number}"));
         }
     }
 }

@@ -11,7 +11,7 @@ use crate::entry::JumpEntry;
 use crate::instruction::{Branch, Instruction, OutOfReach, Size, recognise};
 use crate::memory::{GuestMemory, ReadError, Width, read_count, read_word_at};
 use crate::planner::read_site;
-use crate::users::{UsersError, users};
+use crate::users::{Users, UsersError, users};
 
 /// Why a site would not be patched.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -85,27 +85,32 @@ impl Catalog {
 
     /// The sites of a key by image and address, init sites included.
     pub fn site_states<M: GuestMemory>(&self, memory: &M, key: KeyId) -> Vec<SiteState> {
+        self.sites(memory, key).collect()
+    }
+
+    /// As [`Catalog::site_states`], one after another: a hostile guest may have registered a million
+    /// sites of one key.
+    pub fn sites<M: GuestMemory>(&self, memory: &M, key: KeyId) -> impl Iterator<Item = SiteState> {
         let obstacle = self.obstacle(memory, key);
-        let images = self.images_using(key).map(|image| {
+        let images = self.images_using(key).map(move |image| {
             (
                 image,
                 obstacle.clone().or_else(|| self.not_live(memory, image)),
             )
         });
         images
-            .flat_map(|(image, obstacle)| {
+            .flat_map(move |(image, obstacle)| {
                 image
                     .run(key)
                     .iter()
                     .map(move |entry| (image, entry, obstacle.clone()))
             })
-            .map(|(image, entry, obstacle)| site_state(memory, image, entry, obstacle))
-            .collect()
+            .map(move |(image, entry, obstacle)| site_state(memory, image, entry, obstacle))
     }
 
     /// What is in the way of all sites of the key.
     fn obstacle<M: GuestMemory>(&self, memory: &M, key: KeyId) -> Option<NotPatchable> {
-        match users(self, memory, self.key(key)?).err()? {
+        match users(self, memory, self.key(key)?, &mut Users::default()).err()? {
             UsersError::Sealed => Some(NotPatchable::Sealed),
             UsersError::Busy(busy) => Some(NotPatchable::Busy(busy)),
             UsersError::Read { error, .. } => Some(NotPatchable::Unreadable(error)),

@@ -33,10 +33,17 @@ impl Range {
             None => false,
         }
     }
+
+    /// Whether any of the `len` bytes from `address` on lies in it.
+    #[must_use]
+    pub fn overlaps(self, address: u64, len: u64) -> bool {
+        let end = address.saturating_add(len);
+        self.start.max(address) < self.end.min(end)
+    }
 }
 
 /// Where the list of keys is: an array of records {u64 address, u32 offset of the name, u32 class,
-/// u64 tracepoint} and a block of NUL-terminated names.
+/// u64 tracepoint, u64 module that defines it} and a block of NUL-terminated names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Directory {
     /// Address of the array.
@@ -125,6 +132,8 @@ pub struct Module<'a> {
     pub jump_table: Range,
     /// Without init text.
     pub text: Range,
-    /// Keys defined in the module.
+    /// Keys in here cannot change after init.
+    pub ro_after_init: Range,
+    /// Keys that it defines or branches on.
     pub directory: Directory,
 }

@@ -12,7 +12,7 @@ use crate::instruction::{Branch, Instruction, Size, recognise};
 use crate::memory::{GuestMemory, ReadError, Width, read_count, read_word};
 use crate::plan::{KeyChange, Options, Plan, PlanError, PlannedKey, PlannedSite, Suspect, Update};
 use crate::refcount::{Op, Refusal, apply, crosses_zero};
-use crate::users::{UsersError, users};
+use crate::users::{Users, UsersError, users};
 
 /// Plans a transaction.
 pub(crate) fn plan<M: GuestMemory>(
@@ -21,11 +21,13 @@ pub(crate) fn plan<M: GuestMemory>(
     updates: &[Update],
     options: &Options,
 ) -> Result<Plan<M::Place>, PlanError> {
+    // Most keys have one site and one word to be looked at.
+    let room = updates.len();
     let plan = Plan {
-        keys: Vec::new(),
-        sites: Vec::new(),
+        keys: Vec::with_capacity(room),
+        sites: Vec::with_capacity(room),
         suspects: Vec::new(),
-        guards: Vec::new(),
+        guards: Vec::with_capacity(room),
         needs_pause: false,
     };
     let mut planner = Planner {
@@ -33,6 +35,8 @@ pub(crate) fn plan<M: GuestMemory>(
         memory,
         plan,
         live: HashSet::new(),
+        last_live: 0,
+        users: Users::default(),
     };
     let result = planner
         .fold(updates, options)
@@ -54,6 +58,10 @@ struct Planner<'a, M: GuestMemory> {
     plan: Plan<M::Place>,
     /// Modules whose state is looked at already.
     live: HashSet<u64>,
+    /// The last of them: keys of one module come one after another.
+    last_live: u64,
+    /// Of the key at hand.
+    users: Users<'a>,
 }
 
 impl<'a, M: GuestMemory> Planner<'a, M> {
@@ -174,8 +182,20 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         if let Some(home) = self.catalog.home(key.id) {
             self.module_gate(home)?;
         }
+        let mut found = std::mem::take(&mut self.users);
+        let result = self.collect_users(index, key, &mut found);
+        self.users = found;
+        result
+    }
+
+    fn collect_users(
+        &mut self,
+        index: usize,
+        key: &'a Key,
+        found: &mut Users<'a>,
+    ) -> Result<(), PlanError> {
         let KeyChange { before, after, .. } = self.plan.keys[index].change;
-        let users = users(self.catalog, self.memory, key).map_err(|error| match error {
+        users(self.catalog, self.memory, key, found).map_err(|error| match error {
             UsersError::Sealed => PlanError::Sealed {
                 key: key.full_name.clone(),
             },
@@ -186,7 +206,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
                 error,
             },
         })?;
-        for word in users.words {
+        for word in found.words.drain(..) {
             self.gate(word.gate, word.address, word.width, u64::MAX, word.value)?;
         }
         if !crosses_zero(before, after) {
@@ -195,10 +215,10 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         if key.class == Class::Tracepoint {
             self.tracepoint_gates(key, after)?;
         }
-        for image in users.images {
+        for &(image, run) in &found.images {
             self.module_gate(image)?;
             // What can_update() skips: init text is gone by now.
-            for entry in image.run(key.id).iter().filter(|entry| !entry.init) {
+            for entry in run.iter().filter(|entry| !entry.init) {
                 self.site(index, image, entry, before != 0)?;
             }
         }
@@ -295,7 +315,11 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
     }
 
     fn module_gate(&mut self, image: &CodeImage) -> Result<(), PlanError> {
-        if image.id == 0 || !self.live.insert(image.id) {
+        if image.id == self.last_live || image.id == 0 {
+            return Ok(());
+        }
+        self.last_live = image.id;
+        if !self.live.insert(image.id) {
             return Ok(());
         }
         let gate = Gate::ModuleState {

@@ -32,14 +32,22 @@ pub enum Op {
     Disable,
 }
 
-impl fmt::Display for Op {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+impl Op {
+    /// "inc", "dec", "enable" or "disable".
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
             Self::Inc => "inc",
             Self::Dec => "dec",
             Self::Enable => "enable",
             Self::Disable => "disable",
-        })
+        }
+    }
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 

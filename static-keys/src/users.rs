@@ -18,7 +18,7 @@
 use crate::busy::{Busy, Gate};
 use crate::catalog::{Catalog, CodeImage};
 use crate::directory::Key;
-use crate::entry::EntryFormat;
+use crate::entry::{EntryFormat, JumpEntry};
 use crate::memory::{GuestMemory, ReadError, Width, read_word_at};
 
 /// Bit 0: the key was initialised as true. Bit 1: linked.
@@ -37,7 +37,8 @@ pub(crate) struct Word {
 /// Images with entries of a key.
 #[derive(Debug, Default)]
 pub(crate) struct Users<'a> {
-    pub images: Vec<&'a CodeImage>,
+    /// And those entries.
+    pub images: Vec<(&'a CodeImage, &'a [JumpEntry])>,
     pub words: Vec<Word>,
 }
 
@@ -50,22 +51,28 @@ pub(crate) enum UsersError {
 }
 
 /// Finds the users of `key`, and that it is not sealed.
+///
+/// `found` is overwritten; a transaction over many keys brings the same one again and again, so that
+/// its room is made once.
 pub(crate) fn users<'a, M: GuestMemory>(
     catalog: &'a Catalog,
     memory: &M,
     key: &Key,
-) -> Result<Users<'a>, UsersError> {
-    if catalog.ro_after_init.contains(key.id.0, 1) {
+    found: &mut Users<'a>,
+) -> Result<(), UsersError> {
+    found.images.clear();
+    found.words.clear();
+    if catalog.is_ro_after_init(key.id) {
         return Err(UsersError::Sealed);
     }
     if catalog.format == EntryFormat::None {
-        return Ok(Users::default());
+        return Ok(());
     }
     let mut follower = Follower {
         catalog,
         memory,
         key,
-        users: Users::default(),
+        users: found,
     };
     let gate = Gate::KeyType {
         key: key.full_name.clone(),
@@ -80,14 +87,14 @@ pub(crate) fn users<'a, M: GuestMemory>(
     if follower.users.images.len() != catalog.user_count(key.id) {
         return Err(follower.busy("the key does not name all modules that have sites of it"));
     }
-    Ok(follower.users)
+    Ok(())
 }
 
 struct Follower<'a, 'b, M> {
     catalog: &'a Catalog,
     memory: &'b M,
     key: &'b Key,
-    users: Users<'a>,
+    users: &'b mut Users<'a>,
 }
 
 impl<'a, M: GuestMemory> Follower<'a, '_, M> {
@@ -117,13 +124,14 @@ impl<'a, M: GuestMemory> Follower<'a, '_, M> {
 
     fn add(&mut self, image: Option<&'a CodeImage>, entries: u64) -> Result<(), UsersError> {
         let image = image.ok_or_else(|| self.busy("it names a module that is not registered"))?;
-        if image.run_address(self.key.id) != Some(entries) {
+        let Some(run) = image.run_at(self.key.id, entries) else {
             return Err(self.busy("it names entries that are not in the registered table"));
-        }
-        if self.users.images.iter().any(|known| known.id == image.id) {
+        };
+        let mut known = self.users.images.iter();
+        if known.any(|(known, _)| known.id == image.id) {
             return Err(self.busy("it names a module twice"));
         }
-        self.users.images.push(image);
+        self.users.images.push((image, run));
         Ok(())
     }
 

@@ -67,10 +67,12 @@ impl<P: Copy> Plan<P> {
         self.verify_sites(memory)
     }
 
-    pub(crate) fn verify_gates<M: GuestMemory<Place = P>>(
-        &self,
-        memory: &M,
-    ) -> Result<(), VerifyError> {
+    /// Looks at the gates alone, which may be done while the guest runs: what is closed now need not
+    /// be waited for with the guest stopped.
+    ///
+    /// # Errors
+    /// [`VerifyError::Busy`], [`VerifyError::Fault`].
+    pub fn verify_gates<M: GuestMemory<Place = P>>(&self, memory: &M) -> Result<(), VerifyError> {
         for guard in &self.guards {
             if let Some(found) = guard.closed(memory)? {
                 return Err(Busy::Gate {

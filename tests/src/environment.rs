@@ -35,6 +35,21 @@ impl Environment {
         }
     }
 
+    /// The same with a kernel whose branches read the counter of their key, as it has no jump labels
+    /// (`PATCHBAY_TEST_NO_JUMP_LABEL_KERNEL` and so on).
+    pub fn without_jump_labels() -> Option<Self> {
+        let environment = Self::linux_guest()?;
+        let files = || {
+            Ok::<_, String>(Self {
+                kernel: file("PATCHBAY_TEST_NO_JUMP_LABEL_KERNEL")?,
+                vmlinux: file("PATCHBAY_TEST_NO_JUMP_LABEL_VMLINUX")?,
+                initramfs: file("PATCHBAY_TEST_NO_JUMP_LABEL_INITRAMFS")?,
+                ..environment
+            })
+        };
+        files().map_err(|reason| crate::skip(&reason)).ok()
+    }
+
     fn from_variables() -> Result<Self, String> {
         if let Err(error) = std::fs::File::options()
             .read(true)

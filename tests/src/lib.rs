@@ -22,7 +22,7 @@ mod trace;
 
 pub use console::Shell;
 pub use environment::Environment;
-pub use guest::{Guest, GuestBuilder};
+pub use guest::{Guest, GuestBuilder, connect};
 pub use trace::EventStream;
 
 /// Says why a test cannot run here; the runner of `cargo xtask test` counts it

@@ -96,6 +96,8 @@ pub struct Key {
     pub class: u32,
     /// Of the `struct tracepoint`, or 0.
     pub tracepoint: u64,
+    /// Of the `struct module` that defines it; 0 for the kernel image.
+    pub module: u64,
 }
 
 /// An array of [`Key`] and a block of NUL-terminated names.
@@ -210,7 +212,9 @@ pub struct Module {
     pub text: Range,
     /// The module's init text.
     pub init_text: Range,
-    /// Keys defined in the module.
+    /// Keys in here are sealed once the module is live.
+    pub ro_after_init: Range,
+    /// Keys that the module defines or branches on.
     pub directory: Directory,
     /// NUL-padded name.
     pub name: [u8; 64],
@@ -230,9 +234,10 @@ mod tests {
         assert_eq!(offset_of!(Header, status) as u64, STATUS_OFFSET);
         assert_eq!(offset_of!(Header, generation), 16);
         assert_eq!(size_of::<Range>(), 16);
-        assert_eq!(size_of::<Key>(), 24);
+        assert_eq!(size_of::<Key>(), 32);
         assert_eq!(offset_of!(Key, class), 12);
         assert_eq!(offset_of!(Key, tracepoint), 16);
+        assert_eq!(offset_of!(Key, module), 24);
         assert_eq!(size_of::<Directory>(), 24);
         assert_eq!(offset_of!(Directory, key_count), 16);
 
@@ -253,12 +258,13 @@ mod tests {
         assert_eq!(offset_of!(Descriptor, build_id), 352);
         assert_eq!(offset_of!(Descriptor, reserved), 372);
 
-        assert_eq!(size_of::<Module>(), 168);
+        assert_eq!(size_of::<Module>(), 184);
         assert_eq!(offset_of!(Module, module), 24);
         assert_eq!(offset_of!(Module, jump_table), 32);
         assert_eq!(offset_of!(Module, init_text), 64);
-        assert_eq!(offset_of!(Module, directory), 80);
-        assert_eq!(offset_of!(Module, name), 104);
+        assert_eq!(offset_of!(Module, ro_after_init), 80);
+        assert_eq!(offset_of!(Module, directory), 96);
+        assert_eq!(offset_of!(Module, name), 120);
     }
 
     /// Both halves of the magic are the letters that a memory dump shows.

@@ -189,6 +189,8 @@ fn parse_vsock(text: &str) -> Result<VsockConfig, String> {
         false => Ok(VsockConfig {
             path: path.into(),
             cid,
+            // Or any program of the guest could pose as the agent.
+            privileged: vec![patchbay_vmm::trace::PORT],
         }),
     }
 }
@@ -241,6 +243,7 @@ mod tests {
         let vsock = |path: &str, cid| VsockConfig {
             path: path.into(),
             cid,
+            privileged: vec![1024],
         };
         assert_eq!(parse_vsock("/run/v"), Ok(vsock("/run/v", 3)));
         assert_eq!(parse_vsock("a,b,cid=7"), Ok(vsock("a,b", 7)));

@@ -12,6 +12,8 @@ pub mod abi;
 pub mod boot;
 pub mod config;
 pub mod devices;
+#[cfg(any(test, feature = "testing"))]
+pub mod fuzzing;
 pub mod keys;
 mod kick;
 pub mod memory;

@@ -7,6 +7,7 @@ mod terminal;
 
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
 use clap::Parser;
@@ -20,8 +21,9 @@ use patchbay_vmm::seccomp::{self, ThreadKind};
 use patchbay_vmm::service::{self, ApiSocket};
 use patchbay_vmm::trace::AgentSocket;
 use patchbay_vmm::vm::{ExitReason, Vm};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{SignalKind, signal as listen};
 use tokio::sync::oneshot;
+use vmm_sys_util::signal::{self, block_signal, unblock_signal};
 
 use crate::args::Args;
 use crate::terminal::Terminal;
@@ -54,8 +56,22 @@ fn main() -> ExitCode {
     }
 }
 
+/// What ends the monitor, and the guest with it.
+const ENDING_SIGNALS: [libc::c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
+
+/// How long a change that the end has overtaken may take to write down what became of it.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
 /// Boots the guest and waits until it has ended.
 fn run(args: &Args) -> anyhow::Result<ExitReason> {
+    // Threads inherit this. The handler writes to a socket, which the filters of most of them
+    // forbid; only the API's thread, once it can end things in order, takes these signals.
+    for signal in ENDING_SIGNALS {
+        match block_signal(signal) {
+            Ok(()) | Err(signal::Error::SignalAlreadyBlocked(_)) => {}
+            Err(error) => anyhow::bail!("signals cannot be held back ({error})"),
+        }
+    }
     seccomp::enforce(args.seccomp);
     // Before the guest: a second monitor on the same socket must not get as far as a guest.
     let socket = args
@@ -139,6 +155,7 @@ async fn serve(
         .spawn(move || ended.send(waiting.wait()))
         .context("a thread cannot be started; raise the limit on processes")?;
     let (stop, stopped) = oneshot::channel::<()>();
+    let owner = keys.clone();
     let serving = async {
         let stopped = async {
             // The sender is dropped, or sends: both mean the end.
@@ -153,9 +170,13 @@ async fn serve(
         }
     };
     let ending = async {
-        let mut interrupt = signal(SignalKind::interrupt())?;
-        let mut terminate = signal(SignalKind::terminate())?;
-        let mut hangup = signal(SignalKind::hangup())?;
+        let mut interrupt = listen(SignalKind::interrupt())?;
+        let mut terminate = listen(SignalKind::terminate())?;
+        let mut hangup = listen(SignalKind::hangup())?;
+        for signal in ENDING_SIGNALS {
+            unblock_signal(signal)
+                .map_err(|error| anyhow::anyhow!("signals cannot be let in ({error})"))?;
+        }
         let mut end = end;
         let reason = loop {
             tokio::select! {
@@ -169,6 +190,13 @@ async fn serve(
         anyhow::Ok(reason)
     };
     let (served, reason) = tokio::join!(serving, ending);
+    // Answered after the change in progress, if there is one, so that the audit log has its outcome.
+    if tokio::time::timeout(LAST_WORDS, owner.tick())
+        .await
+        .is_err()
+    {
+        tracing::warn!("a change is still in progress; the audit log lacks its outcome");
+    }
     served?;
     reason
 }

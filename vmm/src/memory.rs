@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::{
-    Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
     MemoryRegionAddress, VolatileMemory,
 };
 
@@ -76,8 +76,27 @@ pub struct Piece {
 }
 
 impl Piece {
+    /// No bytes.
+    pub(crate) const NONE: Self = Self {
+        region: 0,
+        length: 0,
+        offset: 0,
+    };
+
+    /// Its bytes from `offset` on, `length` of them or as many as it has.
+    pub(crate) fn part(self, offset: usize, length: usize) -> Self {
+        let offset = u32::try_from(offset).unwrap_or(u32::MAX).min(self.length);
+        let rest = Self {
+            length: self.length - offset,
+            offset: self.offset + u64::from(offset),
+            ..self
+        };
+        rest.prefix(length)
+    }
+
     /// Bytes in the piece.
     #[must_use]
+    #[inline]
     pub fn length(&self) -> usize {
         self.length as usize
     }
@@ -97,6 +116,26 @@ impl Piece {
 #[derive(Debug, Clone)]
 pub struct GuestRam {
     mmap: GuestMemoryMmap<AtomicBitmap>,
+    #[cfg(feature = "testing")]
+    faults: std::sync::Arc<WriteFaults>,
+}
+
+/// Writes that are to fail, for tests: those from `first` on, up to `end`, counted since they were set.
+#[cfg(feature = "testing")]
+#[derive(Debug, Default)]
+struct WriteFaults {
+    done: std::sync::atomic::AtomicU64,
+    first: std::sync::atomic::AtomicU64,
+    end: std::sync::atomic::AtomicU64,
+}
+
+#[cfg(feature = "testing")]
+impl WriteFaults {
+    /// Whether the write that is made now fails.
+    fn strike(&self) -> bool {
+        let number = self.done.fetch_add(1, Ordering::SeqCst);
+        (self.first.load(Ordering::SeqCst)..self.end.load(Ordering::SeqCst)).contains(&number)
+    }
 }
 
 impl GuestRam {
@@ -116,7 +155,20 @@ impl GuestRam {
         }
         let mmap = GuestMemoryMmap::from_ranges(&ranges)
             .map_err(|source| MemoryError::Map { bytes, source })?;
-        Ok(Self { mmap })
+        Ok(Self {
+            mmap,
+            #[cfg(feature = "testing")]
+            faults: std::sync::Arc::default(),
+        })
+    }
+
+    /// Lets the writes fail whose numbers, counted from now on, are in the range. Those of several
+    /// bytes fail after the first one.
+    #[cfg(feature = "testing")]
+    pub fn fail_writes(&self, numbers: std::ops::Range<u64>) {
+        self.faults.done.store(0, Ordering::SeqCst);
+        self.faults.first.store(numbers.start, Ordering::SeqCst);
+        self.faults.end.store(numbers.end, Ordering::SeqCst);
     }
 
     /// The vm-memory view, for loaders and memory slots.
@@ -175,21 +227,97 @@ impl GuestRam {
 
     /// Copies a piece out; `bytes` must be as long as the piece. False: nothing was read.
     #[must_use]
+    #[inline]
     pub fn read_piece(&self, piece: Piece, bytes: &mut [u8]) -> bool {
-        bytes.len() == piece.length()
-            && self
-                .slice(piece)
-                .is_some_and(|slice| slice.read_slice(bytes, 0).is_ok())
+        bytes.len() == piece.length() && self.copy_out(piece, bytes)
     }
 
     /// Copies a piece in and marks it dirty; `bytes` must be as long as the
     /// piece. False: nothing was written.
     #[must_use]
+    #[inline]
     pub fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool {
-        bytes.len() == piece.length()
-            && self
-                .slice(piece)
-                .is_some_and(|slice| slice.write_slice(bytes, 0).is_ok())
+        #[cfg(feature = "testing")]
+        if self.faults.strike() {
+            if let (Some(slice), Some(first)) = (self.slice(piece), bytes.get(..1)) {
+                let _ = slice.write_slice(first, 0);
+            }
+            return false;
+        }
+        bytes.len() == piece.length() && self.copy_in(piece, bytes)
+    }
+
+    /// The region of a piece and the address of its first byte in this process, if the piece is as
+    /// short as a word or an instruction and wholly in the region. Inlined, with what uses it,
+    /// because thousands of these are made while a guest stands still.
+    #[inline]
+    fn short(&self, piece: Piece) -> Option<(&GuestRegionMmap<AtomicBitmap>, *mut u8, usize)> {
+        let region = self.mmap.iter().nth(piece.region as usize)?;
+        let end = piece.offset.checked_add(u64::from(piece.length))?;
+        if piece.length > 8 || end > region.len() {
+            return None;
+        }
+        let offset = usize::try_from(piece.offset).ok()?;
+        // SAFETY: the offset is within the region's mapping, as was just checked.
+        let first = unsafe { region.as_ptr().add(offset) };
+        Some((region, first, offset))
+    }
+
+    /// `bytes` is as long as the piece.
+    #[inline]
+    fn copy_out(&self, piece: Piece, bytes: &mut [u8]) -> bool {
+        let Some((_, from, _)) = self.short(piece) else {
+            let slice = self.slice(piece);
+            return slice.is_some_and(|slice| slice.read_slice(bytes, 0).is_ok());
+        };
+        match bytes.len() {
+            // In one access: the guest may write the word meanwhile.
+            4 if from.cast::<u32>().is_aligned() => {
+                // SAFETY: four bytes of the mapping, aligned; no reference to them exists.
+                let word = unsafe { from.cast::<u32>().read_volatile() };
+                bytes.copy_from_slice(&word.to_ne_bytes());
+            }
+            8 if from.cast::<u64>().is_aligned() => {
+                // SAFETY: eight bytes of the mapping, aligned; no reference to them exists.
+                let word = unsafe { from.cast::<u64>().read_volatile() };
+                bytes.copy_from_slice(&word.to_ne_bytes());
+            }
+            _ => {
+                for (index, byte) in bytes.iter_mut().enumerate() {
+                    // SAFETY: within the piece, which is within the mapping.
+                    let from = unsafe { from.add(index) };
+                    // SAFETY: a byte of the mapping; no reference to it exists.
+                    *byte = unsafe { from.read_volatile() };
+                }
+            }
+        }
+        true
+    }
+
+    /// `bytes` is as long as the piece.
+    #[inline]
+    fn copy_in(&self, piece: Piece, bytes: &[u8]) -> bool {
+        use vm_memory::bitmap::Bitmap;
+        let Some((region, to, offset)) = self.short(piece) else {
+            let slice = self.slice(piece);
+            return slice.is_some_and(|slice| slice.write_slice(bytes, 0).is_ok());
+        };
+        match (<[u8; 4]>::try_from(bytes), to.cast::<u32>().is_aligned()) {
+            (Ok(word), true) => {
+                // SAFETY: four bytes of the mapping, aligned; no reference to them exists.
+                unsafe { to.cast::<u32>().write_volatile(u32::from_ne_bytes(word)) };
+            }
+            _ => {
+                for (index, byte) in bytes.iter().enumerate() {
+                    // SAFETY: within the piece, which is within the mapping.
+                    let to = unsafe { to.add(index) };
+                    // SAFETY: a byte of the mapping; no reference to it exists.
+                    unsafe { to.write_volatile(*byte) };
+                }
+            }
+        }
+        region.bitmap().mark_dirty(offset, bytes.len());
+        true
     }
 
     /// Atomically replaces `current` by `new` in an aligned piece of four bytes
@@ -203,6 +331,10 @@ impl GuestRam {
         new: u32,
     ) -> Option<Result<u32, u32>> {
         if piece.length != 4 {
+            return None;
+        }
+        #[cfg(feature = "testing")]
+        if self.faults.strike() {
             return None;
         }
         let slice = self.slice(piece)?;

@@ -42,10 +42,14 @@ use rustix::thread::futex;
 
 use crate::kick::{ImmediateExit, kick_thread};
 
-/// Rounds that the controller spins before it sleeps, about 2 µs: enough for vCPUs
-/// that are stopped already, or that leave the guest at once on a core of their own.
-/// More made stopping slower by as much wherever a vCPU needed the controller's core.
-const SPINS: u32 = 50;
+/// How long the controller spins before it sleeps, where it has a core that no vCPU it waits
+/// for needs. A vCPU leaves the guest in less; a core that sleeps takes as long again to wake,
+/// on a virtual machine most of all.
+const SPIN: Duration = Duration::from_micros(100);
+
+/// Rounds that the controller spins where a vCPU may need its core, about 2 µs: enough for vCPUs
+/// that are stopped already. More makes stopping slower by as much.
+const SPINS_ON_A_SHARED_CORE: u32 = 50;
 
 /// In `word`: the guest is being ended, nobody parks any more.
 const TERMINATE: u32 = 1;
@@ -209,6 +213,8 @@ pub struct Pauser {
     sleeping: AtomicBool,
     held: AtomicBool,
     slots: Box<[Slot]>,
+    /// Cores that this process may run on.
+    cores: usize,
     /// Room for the RIPs, kept so that a pause allocates nothing.
     rips: Mutex<Vec<u64>>,
 }
@@ -232,6 +238,7 @@ impl Pauser {
             outstanding: AtomicU32::new(0),
             sleeping: AtomicBool::new(false),
             held: AtomicBool::new(false),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
             rips: Mutex::new(Vec::with_capacity(slots.len())),
             slots,
         }
@@ -253,16 +260,18 @@ impl Pauser {
             self.resume();
             return Err(PauseError::Ended);
         }
+        let mut asked = 0;
         for slot in &self.slots {
             // Counted first: the vCPU may stop, and take itself off, at once.
             self.outstanding.fetch_add(1, SeqCst);
             if slot.exchange(State::Running, State::StopRequested) {
                 slot.kick();
+                asked += 1;
             } else {
                 self.outstanding.fetch_sub(1, SeqCst);
             }
         }
-        if !self.wait_until_stopped(began, deadline) {
+        if !self.wait_until_stopped(asked, began, deadline) {
             let late = self.give_up();
             // Empty: the last stopped between the deadline and this look.
             if !late.is_empty() {
@@ -294,13 +303,17 @@ impl Pauser {
         self.rips.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until nobody is in `StopRequested`. False: the deadline passed first.
-    fn wait_until_stopped(&self, began: Instant, deadline: Duration) -> bool {
-        for _ in 0..SPINS {
+    /// Waits until none of the vCPUs asked is in `StopRequested`. False: the deadline passed first.
+    fn wait_until_stopped(&self, asked: usize, began: Instant, deadline: Duration) -> bool {
+        let mut rounds = 0;
+        while rounds < SPINS_ON_A_SHARED_CORE
+            || asked < self.cores && began.elapsed() < SPIN.min(deadline)
+        {
             if self.outstanding.load(SeqCst) == 0 {
                 return true;
             }
             std::hint::spin_loop();
+            rounds += 1;
         }
         self.sleeping.store(true, SeqCst);
         let stopped = loop {

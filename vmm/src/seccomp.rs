@@ -105,8 +105,6 @@ const COMMON: &[i64] = &[
     libc::SYS_gettid,
     libc::SYS_lseek,
     libc::SYS_madvise,
-    libc::SYS_mmap,
-    libc::SYS_mprotect,
     libc::SYS_mremap,
     libc::SYS_munmap,
     libc::SYS_nanosleep,
@@ -120,7 +118,6 @@ const COMMON: &[i64] = &[
     libc::SYS_sched_yield,
     libc::SYS_set_robust_list,
     libc::SYS_sigaltstack,
-    libc::SYS_tgkill,
     libc::SYS_write,
     libc::SYS_writev,
 ];
@@ -205,16 +202,27 @@ fn program(kind: ThreadKind, action: SeccompAction) -> Result<BpfProgram, Seccom
         .chain(more)
         .map(|call| (*call, vec![]))
         .collect();
+    // Signals reach this process alone, and no new memory becomes code.
+    let own = u64::from(std::process::id());
+    rules.insert(libc::SYS_tgkill, vec![only(0, SeccompCmpOp::Eq, own)?]);
+    let executable = SeccompCmpOp::MaskedEq(u64::from(libc::PROT_EXEC.unsigned_abs()));
+    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
+        rules.insert(call, vec![only(2, executable.clone(), 0)?]);
+    }
     if kind == ThreadKind::Vcpu {
-        let requests = VCPU_IOCTLS.into_iter().map(|request| {
-            let condition =
-                SeccompCondition::new(1, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, request)?;
-            SeccompRule::new(vec![condition])
-        });
+        let requests = VCPU_IOCTLS
+            .into_iter()
+            .map(|request| only(1, SeccompCmpOp::Eq, request));
         rules.insert(libc::SYS_ioctl, requests.collect::<Result<_, _>>()?);
     }
     let filter = SeccompFilter::new(rules, action, SeccompAction::Allow, TargetArch::x86_64)?;
     Ok(filter.try_into()?)
+}
+
+/// The call is let through if this argument compares so with this value.
+fn only(argument: u8, compare: SeccompCmpOp, value: u64) -> Result<SeccompRule, SeccompError> {
+    let condition = SeccompCondition::new(argument, SeccompCmpArgLen::Dword, compare, value)?;
+    Ok(SeccompRule::new(vec![condition])?)
 }
 
 /// Says which system call was refused, and ends the process. Runs as a signal
@@ -313,6 +321,29 @@ mod tests {
         assert_eq!(filtered(ThreadKind::Vcpu, socket), libc::EXFULL);
         assert_eq!(filtered(ThreadKind::Console, socket), libc::EXFULL);
         assert_eq!(filtered(ThreadKind::Api, socket), 0);
+    }
+
+    #[test]
+    fn signals_go_to_this_process_alone_and_data_is_no_code() {
+        use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+        let foreign = || {
+            // Signal 0 asks whether there is such a process: init is one.
+            // SAFETY: the call reads and writes no memory.
+            let result = unsafe { libc::syscall(libc::SYS_tgkill, 1, 1, 0) };
+            assert_eq!(result, -1);
+            std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
+        };
+        assert_eq!(filtered(ThreadKind::Keys, foreign), libc::EXFULL);
+        for (code, refused) in [(ProtFlags::EXEC, libc::EXFULL), (ProtFlags::WRITE, 0)] {
+            let map = move || {
+                let flags = ProtFlags::READ | code;
+                // SAFETY: a mapping of its own, at an address that the kernel chooses.
+                let mapped =
+                    unsafe { mmap_anonymous(std::ptr::null_mut(), 4096, flags, MapFlags::PRIVATE) };
+                mapped.err().map_or(0, rustix::io::Errno::raw_os_error)
+            };
+            assert_eq!(filtered(ThreadKind::Vcpu, map), refused);
+        }
     }
 
     #[test]

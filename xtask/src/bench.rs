@@ -5,23 +5,50 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, bail};
 
-use crate::{cargo, host, lab};
+use crate::{cargo, guest, host, lab};
 
-/// A benchmark with bare-metal guests.
+/// What a benchmark needs of the machine that it runs on; without it, it runs in the lab.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Needs {
+    /// A KVM for bare-metal guests.
+    BareMetal,
+    /// A KVM for Linux guests, the guest's kernel, and QEMU to compare with.
+    Linux,
+}
+
+/// A benchmark.
 struct Bench {
     name: &'static str,
     about: &'static str,
     package: &'static str,
     /// The `[[bench]]` target.
     target: &'static str,
+    needs: Needs,
 }
 
-const BENCHES: &[Bench] = &[Bench {
-    name: "pause",
-    about: "stop, patch and resume of spinning vCPUs",
-    package: "patchbay-vmm",
-    target: "pause",
-}];
+const BENCHES: &[Bench] = &[
+    Bench {
+        name: "pause",
+        about: "stop, patch and resume of spinning vCPUs",
+        package: "patchbay-vmm",
+        target: "pause",
+        needs: Needs::BareMetal,
+    },
+    Bench {
+        name: "sites",
+        about: "transactions by their sites and by the size of the guest's table",
+        package: "patchbay-vmm",
+        target: "sites",
+        needs: Needs::BareMetal,
+    },
+    Bench {
+        name: "flip",
+        about: "flips of a Linux guest by the host, by the guest itself, and QEMU's stop and cont",
+        package: "patchbay-tests",
+        target: "flip",
+        needs: Needs::Linux,
+    },
+];
 
 /// Runs one benchmark, or lists them.
 pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
@@ -38,17 +65,29 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
             names.join(", ")
         );
     };
+    let variables = match bench.needs {
+        Needs::BareMetal => Vec::new(),
+        Needs::Linux => {
+            host::ensure_packages(host::LAB)?;
+            guest::prepare(false)?
+        }
+    };
     let found =
         cargo::build_tests(&["bench", "--package", bench.package, "--bench", bench.target])?;
     let binary = found
         .first()
         .with_context(|| format!("{name} built no program"))?;
     let kvm = host::Kvm::probe();
-    if kvm.runs_bare_metal() {
+    let here = match bench.needs {
+        Needs::BareMetal => kvm.runs_bare_metal(),
+        Needs::Linux => kvm.runs_linux(),
+    };
+    if here {
         let mut command = Command::new(&binary.path);
         command
             .arg("--bench")
             .args(arguments)
+            .envs(variables)
             .current_dir(&binary.folder);
         let status = command.status()?;
         return Ok(if status.success() {
@@ -64,6 +103,7 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     let mut command = vec![binary.path.clone().into_os_string(), "--bench".into()];
     command.extend(arguments.iter().map(Into::into));
     let mut job = lab::Job::new(command)?;
+    job.set(variables);
     job.folder.clone_from(&binary.folder);
     Ok(ExitCode::from(lab::run(&job)?))
 }

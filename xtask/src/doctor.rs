@@ -135,10 +135,13 @@ fn cached(report: &Report) -> Result<()> {
         "  guest kernel",
         &state(kernel::is_cached(&Recipe::standard())),
     );
-    report.line(
-        "  unpatched",
-        &state(kernel::is_cached(&Recipe::unpatched())),
-    );
+    for (name, recipe) in [
+        ("  unpatched", Recipe::unpatched()),
+        ("  oldest", Recipe::oldest()),
+        ("  no jump labels", Recipe::without_jump_labels()),
+    ] {
+        report.line(name, &state(kernel::is_cached(&recipe)));
+    }
     report.line("  lab", &state(lab_image::is_cached()));
     for kind in ["kernel", "initramfs", "lab"] {
         let folder = cache::root()?.join(kind);

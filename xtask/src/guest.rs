@@ -27,19 +27,39 @@ pub fn prepare(with_unpatched: bool) -> Result<Variables> {
     if !host::Kvm::probe().runs_linux() {
         lab_image::get()?;
     }
-    let kernel = kernel::get(&Recipe::standard())?;
-    let mut variables = vec![
-        ("PATCHBAY_TEST_KERNEL", kernel.bzimage()),
-        ("PATCHBAY_TEST_VMLINUX", kernel.vmlinux()),
-        ("PATCHBAY_TEST_INITRAMFS", initramfs::get(&kernel)?),
+    let mut variables = kernel_of_the_guest(&Recipe::standard())?;
+    variables.extend([
         ("PATCHBAY_VMM", cargo::program("patchbay-vmm")),
         ("PATCHBAY_CLI", cargo::program("patchbay")),
-    ];
+    ]);
     if with_unpatched {
         let unpatched = kernel::get(&Recipe::unpatched())?;
         variables.push(("PATCHBAY_TEST_UNPATCHED_KERNEL", unpatched.bzimage()));
     }
     Ok(variables)
+}
+
+/// The variables that say which kernel guests boot.
+pub fn kernel_of_the_guest(recipe: &Recipe) -> Result<Variables> {
+    let kernel = kernel::get(recipe)?;
+    Ok(vec![
+        ("PATCHBAY_TEST_KERNEL", kernel.bzimage()),
+        ("PATCHBAY_TEST_VMLINUX", kernel.vmlinux()),
+        ("PATCHBAY_TEST_INITRAMFS", initramfs::get(&kernel)?),
+    ])
+}
+
+/// Where the kernel without jump labels is, for the tests that ask for it.
+pub fn kernel_without_jump_labels() -> Result<Variables> {
+    let kernel = kernel::get(&Recipe::without_jump_labels())?;
+    Ok(vec![
+        ("PATCHBAY_TEST_NO_JUMP_LABEL_KERNEL", kernel.bzimage()),
+        ("PATCHBAY_TEST_NO_JUMP_LABEL_VMLINUX", kernel.vmlinux()),
+        (
+            "PATCHBAY_TEST_NO_JUMP_LABEL_INITRAMFS",
+            initramfs::get(&kernel)?,
+        ),
+    ])
 }
 
 /// Says where Linux guests run, and why.

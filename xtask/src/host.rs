@@ -24,6 +24,7 @@ pub const KERNEL: &[&str] = &[
     "libc6-dev",
     "libelf-dev",
     "libssl-dev",
+    "lz4",
     "xz-utils",
 ];
 
@@ -117,17 +118,7 @@ pub fn ensure_packages(wanted: &[&str]) -> Result<()> {
         &format!("installing Debian packages: {}", missing.join(" ")),
         &log,
     )?;
-    let apt = |arguments: &[&str]| {
-        let mut words = prefix
-            .iter()
-            .copied()
-            .chain(["apt-get"])
-            .chain(arguments.iter().copied());
-        let mut command = Command::new(words.next().expect("apt-get at least"));
-        // sudo drops most of the environment, so the package scripts are told through env(1).
-        command.args(words).env("DEBIAN_FRONTEND", "noninteractive");
-        command
-    };
+    let apt = |arguments: &[&str]| apt_get(prefix, arguments);
     let install = || {
         let mut command = apt(&["install", "--no-install-recommends", "-y"]);
         command.args(&missing);
@@ -159,10 +150,24 @@ pub fn ensure_package_lists() -> Result<()> {
     let Some(prefix) = root_prefix() else {
         bail!("apt has no package lists. Run `sudo apt-get update` and try again.");
     };
-    let mut words = prefix.iter().copied().chain(["apt-get", "update"]);
-    let mut command = Command::new(words.next().expect("apt-get at least"));
     let log = target().join("xtask/apt.log");
-    Steps::new("refreshing apt's package lists", &log)?.run("apt-get update", command.args(words))
+    let mut update = apt_get(prefix, &["update"]);
+    Steps::new("refreshing apt's package lists", &log)?.run("apt-get update", &mut update)
+}
+
+fn apt_get(prefix: &[&str], arguments: &[&str]) -> Command {
+    // By env(1), because sudo drops most of the environment.
+    let apt_get = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get"];
+    // A new machine often installs updates by itself, and holds apt's lock meanwhile.
+    let patience = ["-o", "DPkg::Lock::Timeout=600"];
+    let mut words = prefix
+        .iter()
+        .chain(&apt_get)
+        .chain(&patience)
+        .chain(arguments);
+    let mut command = Command::new(words.next().expect("env at least"));
+    command.args(words);
+    command
 }
 
 /// What /dev/kvm is good for.

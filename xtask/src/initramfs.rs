@@ -26,14 +26,17 @@ pub fn get(kernel: &Kernel) -> Result<PathBuf> {
     let mut inputs = cache::Inputs::new("guest initramfs 1");
     inputs.add("init", INIT);
     inputs.add_file("busybox", Path::new(BUSYBOX))?;
-    inputs.add_folder("modules", &kernel.modules())?;
+    let modules = module_files(kernel)?;
+    for module in &modules {
+        inputs.add_file(&module.display().to_string(), module)?;
+    }
     inputs.add("compiler", kernel::compiler()?);
     inputs.add_file("agent", &agent)?;
     for program in &programs {
         inputs.add_file(&program.display().to_string(), program)?;
     }
     let folder = cache::entry(KIND, &inputs.key(), |folder| {
-        build(kernel, &programs, &agent, folder)
+        build(&modules, &programs, &agent, folder)
     })?;
     Ok(folder.join("initramfs"))
 }
@@ -53,7 +56,15 @@ fn programs() -> Result<Vec<PathBuf>> {
     Ok(programs)
 }
 
-fn build(kernel: &Kernel, programs: &[PathBuf], agent: &Path, folder: &Path) -> Result<()> {
+fn module_files(kernel: &Kernel) -> Result<Vec<PathBuf>> {
+    let mut files = cache::files_below(&kernel.modules())?;
+    if let Some(folder) = kernel.test_modules()? {
+        files.extend(cache::files_below(&folder)?);
+    }
+    Ok(files)
+}
+
+fn build(modules: &[PathBuf], programs: &[PathBuf], agent: &Path, folder: &Path) -> Result<()> {
     let steps = Steps::new("building the guest's initramfs", &folder.join("build.log"))?;
     let mut archive = cpio::Archive::default();
     for path in ["bin", "dev", "proc", "sys", "tmp", "lib", "lib/modules"] {
@@ -66,13 +77,13 @@ fn build(kernel: &Kernel, programs: &[PathBuf], agent: &Path, folder: &Path) -> 
     for applet in applets()?.lines().filter(|applet| *applet != "busybox") {
         archive.symlink(&format!("bin/{applet}"), "busybox");
     }
-    for module in cache::files_below(&kernel.modules())? {
+    for module in modules {
         let name = module
             .file_name()
             .unwrap_or_default()
             .to_string_lossy()
             .into_owned();
-        archive.file(&format!("lib/modules/{name}"), 0o644, &fs::read(&module)?);
+        archive.file(&format!("lib/modules/{name}"), 0o644, &fs::read(module)?);
     }
     for source in programs {
         let name = source

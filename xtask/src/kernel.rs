@@ -13,8 +13,11 @@ use crate::{cache, host, kernel_config};
 
 const KIND: &str = "kernel";
 
+/// The part of the built tree that building more modules needs.
+const DEVELOPMENT: &str = "development";
+
 /// Raise this when the way a kernel is built changes.
-const RECIPE: &str = "guest kernel 1";
+const RECIPE: &str = "guest kernel 2";
 
 /// Which kernel to build.
 #[derive(Debug, Clone)]
@@ -23,8 +26,10 @@ pub struct Recipe {
     pub version: String,
     /// A source tree to use instead of Debian's package.
     pub tree: Option<PathBuf>,
-    /// Whether the series, the demo's patches and our modules belong to it.
+    /// Whether the series and the demo's patches belong to it.
     pub patched: bool,
+    /// Files of `guest-kernel-patches/config` to append to guest.config, such as "no-jump-label".
+    pub config: Vec<String>,
 }
 
 impl Recipe {
@@ -35,6 +40,25 @@ impl Recipe {
             version: "6.12".into(),
             tree: tree.map(Into::into),
             patched: true,
+            config: Vec::new(),
+        }
+    }
+
+    /// The oldest kernel with a series.
+    pub fn oldest() -> Self {
+        Self {
+            version: "6.1".into(),
+            tree: None,
+            patched: true,
+            config: Vec::new(),
+        }
+    }
+
+    /// A kernel whose branches read the counter of their key.
+    pub fn without_jump_labels() -> Self {
+        Self {
+            config: vec!["no-jump-label".into()],
+            ..Self::standard()
         }
     }
 
@@ -89,6 +113,14 @@ impl Recipe {
         Ok(patches)
     }
 
+    fn fragments(&self) -> Vec<PathBuf> {
+        let folder = host::repository().join("guest-kernel-patches/config");
+        let names = std::iter::once("guest").chain(self.config.iter().map(String::as_str));
+        names
+            .map(|name| folder.join(format!("{name}.config")))
+            .collect()
+    }
+
     fn source_identity(&self) -> Result<String> {
         match &self.tree {
             None => installed_version(&self.package()),
@@ -109,9 +141,8 @@ impl Recipe {
         for patch in self.patches()? {
             inputs.add_file("patch", &patch)?;
         }
-        inputs.add_file("fragment", &fragment_path())?;
-        if self.patched {
-            inputs.add_folder("modules", &modules_path())?;
+        for fragment in self.fragments() {
+            inputs.add_file("fragment", &fragment)?;
         }
         inputs.add("compiler", first_line("gcc")?);
         inputs.add("linker", first_line("ld")?);
@@ -123,6 +154,8 @@ impl Recipe {
 pub struct Kernel {
     /// The entry's folder.
     pub folder: PathBuf,
+    key: String,
+    patched: bool,
 }
 
 impl Kernel {
@@ -136,28 +169,65 @@ impl Kernel {
         self.folder.join("vmlinux")
     }
 
-    /// All modules, in one flat folder.
+    /// The kernel's own modules, in one flat folder.
     pub fn modules(&self) -> PathBuf {
         self.folder.join("modules")
     }
+
+    /// Our modules, in one flat folder, built if they are not in the cache; `None` for a kernel
+    /// without the series. An entry of their own, because a change in one takes seconds and a
+    /// kernel takes minutes.
+    pub fn test_modules(&self) -> Result<Option<PathBuf>> {
+        if !self.patched {
+            return Ok(None);
+        }
+        let mut inputs = cache::Inputs::new("test modules 1");
+        inputs.add("kernel", &self.key);
+        inputs.add_folder("sources", &modules_path())?;
+        let folder = cache::entry("modules", &inputs.key(), |folder| {
+            build_test_modules(self, folder)
+        })?;
+        Ok(Some(folder.join("modules")))
+    }
+}
+
+fn build_test_modules(kernel: &Kernel, folder: &Path) -> Result<()> {
+    let steps = Steps::new("building our kernel modules", &folder.join("build.log"))?;
+    // In a copy, because Kbuild writes beside the sources.
+    let sources = folder.join("sources");
+    steps.run(
+        "copying",
+        Command::new("cp")
+            .arg("-r")
+            .args([modules_path(), sources.clone()]),
+    )?;
+    let mut command = make(&kernel.folder.join(DEVELOPMENT));
+    command.arg(variable("M=", &sources)).arg("modules");
+    steps.run("compiling", &mut command)?;
+    let modules = folder.join("modules");
+    fs::create_dir(&modules)?;
+    collect_modules(&sources, &modules)?;
+    fs::remove_dir_all(&sources)?;
+    Ok(())
 }
 
 /// The kernel, built if it is not in the cache. Installs what the build needs.
 pub fn get(recipe: &Recipe) -> Result<Kernel> {
     let packages = recipe.packages();
     host::ensure_packages(&packages.iter().map(String::as_str).collect::<Vec<_>>())?;
-    let folder = cache::entry(KIND, &recipe.key()?, |folder| build(recipe, folder))?;
-    Ok(Kernel { folder })
+    let key = recipe.key()?;
+    let folder = cache::entry(KIND, &key, |folder| build(recipe, folder))?;
+    Ok(Kernel {
+        folder,
+        key,
+        patched: recipe.patched,
+    })
 }
 
 /// Whether the kernel is in the cache. An error means that it cannot be told, for example
 /// because the source package is not installed.
 pub fn is_cached(recipe: &Recipe) -> Result<bool> {
     cache::has(KIND, &recipe.key()?)
-}
-
-fn fragment_path() -> PathBuf {
-    host::repository().join("guest-kernel-patches/config/guest.config")
 }
 
 fn modules_path() -> PathBuf {
@@ -170,7 +240,12 @@ fn build(recipe: &Recipe, folder: &Path) -> Result<()> {
     } else {
         "without the series"
     };
-    let heading = format!("building guest kernel {} {series}", recipe.version);
+    let config: String = recipe
+        .config
+        .iter()
+        .map(|name| format!(", {name}"))
+        .collect();
+    let heading = format!("building guest kernel {} {series}{config}", recipe.version);
     let steps = Steps::new(&heading, &folder.join("build.log"))?;
     let tree = folder.join("tree");
     fs::create_dir(&tree)?;
@@ -197,21 +272,6 @@ fn build(recipe: &Recipe, folder: &Path) -> Result<()> {
     let modules = folder.join("modules");
     fs::create_dir(&modules)?;
     collect_modules(&tree, &modules)?;
-    if recipe.patched {
-        // In a copy, because Kbuild writes beside the sources.
-        let sources = folder.join("test-modules");
-        steps.run(
-            "copying our modules",
-            Command::new("cp")
-                .arg("-r")
-                .args([modules_path(), sources.clone()]),
-        )?;
-        let mut command = make(&tree);
-        command.arg(variable("M=", &sources)).arg("modules");
-        steps.run("compiling our modules", &mut command)?;
-        collect_modules(&sources, &modules)?;
-        fs::remove_dir_all(&sources)?;
-    }
     for (from, to) in [
         ("arch/x86/boot/bzImage", "bzImage"),
         ("vmlinux", "vmlinux"),
@@ -220,10 +280,37 @@ fn build(recipe: &Recipe, folder: &Path) -> Result<()> {
     ] {
         fs::copy(tree.join(from), folder.join(to)).with_context(|| format!("no {from}"))?;
     }
+    if recipe.patched {
+        keep_for_modules(&steps, &tree, &folder.join(DEVELOPMENT))?;
+    }
     steps.run(
         "removing the build tree",
         Command::new("rm").arg("-rf").arg(&tree),
     )
+}
+
+/// What Debian's linux-headers packages have: the Makefiles, the configuration, the headers, and
+/// the programs that Kbuild runs.
+fn keep_for_modules(steps: &Steps, tree: &Path, to: &Path) -> Result<()> {
+    fs::create_dir(to)?;
+    let mut command = Command::new("cp");
+    command
+        .args(["-a", "--parents", "--target-directory"])
+        .arg(to);
+    command.args([
+        "Makefile",
+        "Kbuild",
+        ".config",
+        "Module.symvers",
+        "include",
+        "scripts",
+    ]);
+    command.args([
+        "arch/x86/Makefile",
+        "arch/x86/include",
+        "tools/objtool/objtool",
+    ]);
+    steps.run("keeping what modules need", command.current_dir(tree))
 }
 
 fn unpack(recipe: &Recipe, steps: &Steps, tree: &Path) -> Result<()> {
@@ -251,7 +338,13 @@ fn unpack(recipe: &Recipe, steps: &Steps, tree: &Path) -> Result<()> {
 }
 
 fn configure(recipe: &Recipe, steps: &Steps, tree: &Path) -> Result<()> {
-    let fragment = fragment_path();
+    let mut fragments = String::new();
+    for path in recipe.fragments() {
+        let text = fs::read_to_string(&path).with_context(|| format!("no {}", path.display()))?;
+        fragments.push_str(&text);
+    }
+    let fragment = tree.join("patchbay.config");
+    fs::write(&fragment, &fragments)?;
     let mut command = make(tree);
     command
         .arg(variable("KCONFIG_ALLCONFIG=", &fragment))
@@ -263,7 +356,7 @@ fn configure(recipe: &Recipe, steps: &Steps, tree: &Path) -> Result<()> {
         &[]
     };
     let config = fs::read_to_string(tree.join(".config"))?;
-    kernel_config::verify(&fs::read_to_string(&fragment)?, &config, tree, required)
+    kernel_config::verify(&fragments, &config, tree, required)
 }
 
 /// `make` with nothing of this machine's or user's in the result.

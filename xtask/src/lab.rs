@@ -69,9 +69,13 @@ impl Job {
     /// A job in this process's folder and environment.
     pub fn new(command: Vec<OsString>) -> Result<Self> {
         let out = match std::env::var_os(OUT_VARIABLE) {
-            Some(out) => std::path::absolute(out)?,
+            Some(out) => PathBuf::from(out),
             None => host::target().join("lab"),
         };
+        fs::create_dir_all(&out).with_context(|| format!("cannot create {}", out.display()))?;
+        // Without symbolic links, because the lab's first program makes the same folder under
+        // another root, where absolute links lead elsewhere.
+        let out = out.canonicalize()?;
         Ok(Self {
             command,
             folder: std::env::current_dir()?,
@@ -122,7 +126,6 @@ impl Job {
 pub fn run(job: &Job) -> Result<u8> {
     host::ensure_packages(host::LAB)?;
     let image = lab_image::get()?;
-    fs::create_dir_all(&job.out).with_context(|| format!("cannot create {}", job.out.display()))?;
     let mut lab = Lab::start(job, &image)?;
     let result = lab.wait(job);
     lab.stop();

@@ -8,6 +8,7 @@ mod cargo;
 mod cpio;
 mod demo;
 mod doctor;
+mod fuzz;
 mod guest;
 mod host;
 mod initramfs;
@@ -56,6 +57,14 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Fuzz one target with libFuzzer, or list them; the tests have a short run of each
+    Fuzz {
+        /// The target's name
+        target: Option<String>,
+        /// Stop after this many seconds
+        #[arg(long, value_name = "N", default_value_t = 60)]
+        seconds: u64,
+    },
     /// Run a command where KVM works on every machine: in an emulated computer that sees this
     /// one's files
     Lab {
@@ -92,6 +101,9 @@ struct Test {
     /// Labs that run at the same time; each keeps one CPU busy [default: half the CPUs, 2 to 4]
     #[arg(long, value_name = "N")]
     labs: Option<usize>,
+    /// With a filter: run those again that are run with the oldest kernel too
+    #[arg(long)]
+    oldest_kernel: bool,
     /// Run only tests whose name, "package::target function", contains this
     filter: Option<String>,
 }
@@ -107,6 +119,9 @@ struct GuestKernel {
     /// Build it without our series and modules
     #[arg(long)]
     no_series: bool,
+    /// A file of guest-kernel-patches/config to append to guest.config, such as no-jump-label
+    #[arg(long, value_name = "NAME")]
+    config: Vec<String>,
     /// Print only the kernel's folder
     #[arg(long)]
     print_path: bool,
@@ -130,6 +145,7 @@ fn run(task: Task) -> Result<ExitCode> {
             let success = test::run(&test::Selection {
                 tiers: arguments.tiers,
                 filter: arguments.filter,
+                oldest_kernel: arguments.oldest_kernel,
                 timeout: Duration::from_secs(arguments.timeout),
                 labs: arguments.labs.unwrap_or((cpus / 2).clamp(2, 4)),
             })?;
@@ -140,6 +156,7 @@ fn run(task: Task) -> Result<ExitCode> {
             })
         }
         Task::Bench { name, arguments } => bench::run(name.as_deref(), &arguments),
+        Task::Fuzz { target, seconds } => fuzz::run(target.as_deref(), seconds),
         Task::Doctor => doctor::run(),
         Task::RunTests { timeout } => {
             test_runner::serve(Duration::from_secs(timeout))?;
@@ -160,6 +177,7 @@ fn run(task: Task) -> Result<ExitCode> {
                 version: arguments.version,
                 tree: arguments.tree,
                 patched: !arguments.no_series,
+                config: arguments.config,
             };
             let kernel = kernel::get(&recipe)?;
             if arguments.print_path {

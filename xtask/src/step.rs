@@ -24,7 +24,8 @@ impl Steps {
     /// Starts an empty log. The heading and the log's name are printed at once.
     pub fn new(heading: &str, log_path: &Path) -> Result<Self> {
         if let Some(folder) = log_path.parent() {
-            fs::create_dir_all(folder)?;
+            fs::create_dir_all(folder)
+                .with_context(|| format!("cannot create {}", folder.display()))?;
         }
         File::create(log_path).with_context(|| format!("cannot write {}", log_path.display()))?;
         eprintln!("{heading} (log: {})", log_path.display());

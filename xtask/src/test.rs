@@ -6,6 +6,8 @@
 //! | 1 | all others | here |
 //! | 2 | `kvm_*`: bare-metal guests | here if /dev/kvm works, otherwise in the lab |
 //! | 3 | `linux_*`: Linux guests | here on hardware KVM, otherwise in the lab |
+//!
+//! Some of tier 3 are run again with the oldest kernel that has a series.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -15,11 +17,19 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 use crate::cargo::TestBinary;
+use crate::kernel::Recipe;
 use crate::test_runner::{LabWorker, Report, Test, Verdict};
 use crate::{cargo, guest, host, lab_image, test_runner};
 
 /// Packages whose tests are built in the release profile: in the lab, speed counts.
 const RELEASE: &str = "patchbay-tests";
+
+/// What is run with the oldest kernel as well: whatever the monitor reads of a guest differs most
+/// between it and the newest.
+const WITH_OLDEST_KERNEL: &[&str] = &[
+    "patchbay-tests::linux_boot bzimage_with_1_vcpu",
+    "patchbay-tests::linux_counts the_kernels_own_self_test_agrees",
+];
 
 /// What to run.
 pub struct Selection {
@@ -27,6 +37,8 @@ pub struct Selection {
     pub tiers: Vec<u8>,
     /// A part of "suite name"; all tests if `None`.
     pub filter: Option<String>,
+    /// Whether to run tests with the oldest kernel again; without a filter they are in any case.
+    pub oldest_kernel: bool,
     /// For a test here and in the lab.
     pub timeout: Duration,
     /// Labs that run at the same time.
@@ -138,7 +150,15 @@ pub fn run(selection: &Selection) -> Result<bool> {
     );
     if !tier_3.is_empty() {
         outcome.variables.extend(guest::prepare(true)?);
+        if tier_3.iter().any(needs_kernel_without_jump_labels) {
+            let more = guest::kernel_without_jump_labels()?;
+            outcome.variables.extend(more);
+        }
         guest::announce_place();
+    }
+    let mut again = Vec::new();
+    if selection.oldest_kernel || selection.filter.is_none() {
+        again.extend(tier_3.iter().filter(|test| runs_with_oldest(test)).cloned());
     }
     let place = if kvm.runs_linux() {
         here(cpus.div_ceil(2))
@@ -146,7 +166,23 @@ pub fn run(selection: &Selection) -> Result<bool> {
         lab
     };
     outcome.run_tier("tier 3, Linux guests", tier_3, place, selection.timeout);
+    if !again.is_empty() {
+        let oldest = Recipe::oldest();
+        // The last of the same name counts.
+        let variables = guest::kernel_of_the_guest(&oldest)?;
+        outcome.variables.extend(variables);
+        let heading = format!("tier 3, Linux {} guests", oldest.version);
+        outcome.run_tier(&heading, again, place, selection.timeout);
+    }
     Ok(outcome.summarize())
+}
+
+fn needs_kernel_without_jump_labels(test: &Test) -> bool {
+    test.suite == "patchbay-tests::linux_kernels"
+}
+
+fn runs_with_oldest(test: &Test) -> bool {
+    WITH_OLDEST_KERNEL.contains(&full_name(test).as_str())
 }
 
 fn tier(target: &str) -> u8 {

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The command line of `patchbay trace`.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
-use crate::args::parse_duration;
+use crate::args::{OutputArgument, parse_duration};
 
 /// Events are named "system:name" or "name", or by globs; a leading ! takes away: 'sched:*' '!*stat*'.
 #[derive(Debug, Subcommand)]
@@ -32,6 +31,9 @@ pub enum TraceCommand {
         /// Check everything and change nothing.
         #[arg(long)]
         dry_run: bool,
+        /// Repeating a change with the same id does nothing twice.
+        #[arg(long, default_value = "", value_name = "ID")]
+        request_id: String,
     },
     /// Let armed events fire; works without the guest's help.
     Fire {
@@ -63,6 +65,9 @@ pub enum TraceCommand {
         /// Also what other clients armed.
         #[arg(long)]
         force: bool,
+        /// Repeating a change with the same id does nothing twice.
+        #[arg(long, default_value = "", value_name = "ID")]
+        request_id: String,
     },
     /// Print events as they happen. Given events are armed and fired meanwhile.
     Tail {
@@ -77,8 +82,10 @@ pub enum TraceCommand {
         #[command(flatten)]
         stream: StreamArgs,
         /// The file to write (Chrome trace JSON).
-        #[arg(short, long)]
-        file: PathBuf,
+        // By its id it stands in the place of the global option, which says how to print: a
+        // recording is printed one way alone.
+        #[arg(short, long, required = true, value_name = "FILE", value_parser = crate::args::file)]
+        output: OutputArgument,
         /// End after this time, for example 10s; else at Ctrl-C.
         #[arg(long, value_parser = parse_duration)]
         duration: Option<Duration>,
@@ -114,6 +121,9 @@ pub struct SwitchArgs {
     /// How long the vCPUs may take to stop, for example 10ms.
     #[arg(long, value_parser = parse_duration)]
     pub stop_timeout: Option<Duration>,
+    /// Repeating a change with the same id does nothing twice.
+    #[arg(long, default_value = "", value_name = "ID")]
+    pub request_id: String,
 }
 
 #[derive(Clone, Debug, Args)]

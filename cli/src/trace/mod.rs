@@ -19,7 +19,7 @@ use tonic::transport::Channel;
 use self::args::{Probe, StreamArgs, SwitchArgs, TraceCommand};
 use self::timeline::Timeline;
 use self::view::{Change, Line, Losses, Tracepoint};
-use crate::args::Output;
+use crate::args::{Output, OutputArgument};
 use crate::client::Monitor;
 use crate::failure::{Failure, PARTLY};
 use crate::print::{print, print_streamed, write};
@@ -47,6 +47,7 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
                     even_if_others,
                 },
             dry_run,
+            request_id,
         } => {
             let request = v1::ArmTracepointsRequest {
                 patterns,
@@ -54,6 +55,7 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
                 trigger,
                 even_if_others,
                 validate_only: dry_run,
+                request_id,
             };
             let response = client
                 .arm_tracepoints(monitor.request(request))
@@ -70,12 +72,14 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
                 SwitchArgs {
                     dry_run,
                     stop_timeout,
+                    request_id,
                 },
         } => {
             let request = v1::FireTracepointsRequest {
                 patterns,
                 validate_only: dry_run,
                 stop_timeout: stop_timeout.and_then(|timeout| timeout.try_into().ok()),
+                request_id,
             };
             let response = client
                 .fire_tracepoints(monitor.request(request))
@@ -92,6 +96,7 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
                 SwitchArgs {
                     dry_run,
                     stop_timeout,
+                    request_id,
                 },
             force,
             even_if_others,
@@ -102,6 +107,7 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
                 stop_timeout: stop_timeout.and_then(|timeout| timeout.try_into().ok()),
                 even_if_others,
                 force,
+                request_id,
             };
             let response = client
                 .park_tracepoints(monitor.request(request))
@@ -114,8 +120,16 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
             print(output, &Change::new(firing, response.report, dry_run))?;
             partly(kept, dry_run, "fired by other clients and go on")
         }
-        TraceCommand::Disarm { patterns, force } => {
-            let request = v1::DisarmTracepointsRequest { patterns, force };
+        TraceCommand::Disarm {
+            patterns,
+            force,
+            request_id,
+        } => {
+            let request = v1::DisarmTracepointsRequest {
+                patterns,
+                force,
+                request_id,
+            };
             let results = client
                 .disarm_tracepoints(monitor.request(request))
                 .await?
@@ -137,9 +151,12 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
         TraceCommand::Tail { stream, events } => tail(client, stream, events, output).await,
         TraceCommand::Record {
             stream,
-            file,
+            output,
             duration,
-        } => record(client, stream, &file, duration).await,
+        } => match output {
+            OutputArgument::File(path) => record(client, stream, &path, duration).await,
+            OutputArgument::Format(_) => Err(Failure::error("-o must name the file to record to")),
+        },
         TraceCommand::Stat { interval } => stat(monitor, interval, output).await,
         TraceCommand::Agent => agent(monitor, output).await,
     }

@@ -190,9 +190,11 @@ impl<S: Storage> Timeline<S> {
     fn append(&mut self, text: &[u8]) -> io::Result<()> {
         let written = self.write_at_end(text);
         if written.is_err() {
-            // Their place on the disk is there already.
-            self.storage.cut(self.length)?;
-            self.write_at_end(&[])?;
+            // Their place on the disk is there already; where it is not, the first error tells more.
+            let _ = self
+                .storage
+                .cut(self.length)
+                .and_then(|()| self.write_at_end(&[]));
         }
         written
     }

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The guest's kernel address space as the engine sees it.
 
+use std::cell::Cell;
+
 use static_keys::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
 
-use crate::memory::{GuestRam, Piece};
+use crate::memory::{GuestRam, PAGE_SIZE, Piece};
 use crate::paging::{self, Levels, WalkError};
 
 /// Where the kernel's own page table is.
@@ -19,11 +21,31 @@ pub struct PageTable {
 }
 
 /// Guest memory by kernel-virtual address.
+///
+/// Page walks are remembered for as long as this lives, which is to be one attempt at a transaction:
+/// a plan's translations are as old as that anyway, and keys and sites lie close together.
 #[derive(Clone, Debug)]
 pub struct KernelMemory {
     ram: GuestRam,
     table: PageTable,
+    /// By the page's number.
+    walks: [Cell<Walk>; WALKS],
 }
+
+const WALKS: usize = 64;
+
+/// A page of the guest's kernel and where it lies.
+#[derive(Clone, Copy, Debug)]
+struct Walk {
+    /// Address of its first byte, or no such address.
+    page: u64,
+    piece: Piece,
+}
+
+const NO_WALK: Walk = Walk {
+    page: 1,
+    piece: Piece::NONE,
+};
 
 impl KernelMemory {
     /// The memory that `table` maps.
@@ -31,7 +53,50 @@ impl KernelMemory {
         Self {
             ram: ram.clone(),
             table,
+            walks: [const { Cell::new(NO_WALK) }; WALKS],
         }
+    }
+
+    /// Where the page that begins at this address lies.
+    fn page(&self, page: u64) -> Result<Piece, Fault> {
+        // Spread by all bits: keys and text lie in step with each other.
+        let spread = (page / PAGE_SIZE).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        let index = usize::try_from(spread % WALKS as u64).unwrap_or(0);
+        let known = self.walks[index].get();
+        if known.page == page {
+            return Ok(known.piece);
+        }
+        let mapping = paging::translate(&self.ram, self.table.root, self.table.levels, page)?;
+        // Memory begins and ends with whole pages.
+        let piece = self
+            .ram
+            .piece(mapping.physical, PAGE_BYTES)
+            .map_err(|_| Fault::NotRam)?;
+        self.walks[index].set(Walk { page, piece });
+        Ok(piece)
+    }
+
+    fn find(&self, address: u64, length: usize) -> Result<Place, Fault> {
+        let Some(last) = length.checked_sub(1) else {
+            return Ok(Place::default());
+        };
+        let wraps = WalkError::Wraps { address, length };
+        let last = address.checked_add(last as u64).ok_or(wraps)?;
+        let offset = address % PAGE_SIZE;
+        let page = address - offset;
+        let offset = usize::try_from(offset).unwrap_or(0);
+        let first = self.page(page)?.part(offset, length);
+        if last - page < PAGE_SIZE {
+            return Ok(Place {
+                first,
+                second: Piece::NONE,
+            });
+        }
+        let second = self.page(page + PAGE_SIZE)?;
+        Ok(Place {
+            first,
+            second: second.part(0, length - first.length()),
+        })
     }
 
     /// Hands each physically contiguous part of a range to `part(offset, piece)`.
@@ -61,6 +126,9 @@ impl KernelMemory {
         })
     }
 }
+
+const PAGE_BYTES: usize = 1 << 12;
+const _: () = assert!(PAGE_BYTES as u64 == PAGE_SIZE);
 
 /// Up to two pieces: a range of at most 64 bytes straddles at most one page end.
 #[derive(Clone, Copy, Debug, Default)]
@@ -103,22 +171,15 @@ impl GuestMemory for KernelMemory {
     type Place = Place;
 
     fn locate(&self, address: u64, length: usize) -> Result<Place, Unmapped> {
-        let mut place = Place::default();
-        if length > LOCATE_MAX {
-            return Err(Unmapped {
-                address,
-                reason: Fault::TooLong.reason(),
-            });
-        }
-        self.pieces(address, length, |offset, piece| {
-            if offset == 0 {
-                place.first = piece;
-            } else {
-                place.second = piece;
-            }
-            Ok(())
-        })?;
-        Ok(place)
+        let found = if length > LOCATE_MAX {
+            Err(Fault::TooLong)
+        } else {
+            self.find(address, length)
+        };
+        found.map_err(|fault| Unmapped {
+            address,
+            reason: fault.reason(),
+        })
     }
 
     fn read(&self, place: Place, bytes: &mut [u8]) -> Result<(), AccessFault> {
@@ -173,7 +234,12 @@ impl GuestMemory for KernelMemory {
 }
 
 /// The first `length` bytes of a place.
+#[inline]
 fn split(place: Place, length: usize) -> Result<(Piece, Piece), AccessFault> {
+    // As nearly always.
+    if length == place.first.length() {
+        return Ok((place.first, Piece::NONE));
+    }
     let first = length.min(place.first.length());
     let second = length - first;
     if second > place.second.length() {

@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The audit log: JSON lines, appended, an intent before each change and its outcome after.
 //!
-//! A line reaches the kernel with one `write` before the change is made, so it survives the
-//! monitor's death (a crash of the host may take the last lines with it: nothing is synced, because
-//! that would cost each flip milliseconds). If the intent cannot be written, the change is not made.
+//! An intent is on the disk (`fdatasync`) before the change is made, and before the guest is stopped
+//! for it. If it cannot be written, the change is not made. Outcomes are written and not synced: they
+//! survive the monitor's death, and that of the host with the next intent. So an intent without an
+//! outcome is a change that may or may not have been made when the monitor, and its guest, died.
+//!
+//! A line that was cut short, by a full disk or a crash, stays as it is; the next one starts on a
+//! line of its own.
 
 use std::fs::{File, OpenOptions};
-use std::io::Write;
-use std::os::unix::fs::OpenOptionsExt;
+use std::io::{ErrorKind, Write};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -18,8 +22,18 @@ use super::error::KeysError;
 /// Where the lines go; without a file they go to tracing alone.
 #[derive(Debug, Default)]
 pub struct AuditLog {
-    file: Option<(PathBuf, File)>,
+    file: Option<LogFile>,
     next_id: u64,
+}
+
+#[derive(Debug)]
+struct LogFile {
+    path: PathBuf,
+    file: File,
+    /// A pipe or a device has nothing to sync.
+    syncs: bool,
+    /// The last line has no end.
+    cut_short: bool,
 }
 
 /// What a client is about to do.
@@ -49,11 +63,11 @@ pub struct IntendedOp<'a> {
 /// What became of it.
 #[derive(Debug, Serialize)]
 #[serde(tag = "result", rename_all = "snake_case")]
-pub enum Outcome {
+pub enum Outcome<'a> {
     /// Done.
     Committed {
         /// One per key.
-        changes: Vec<Change>,
+        changes: Vec<Change<'a>>,
     },
     /// Not done; the guest is as it was unless the error says otherwise.
     Failed {
@@ -66,9 +80,9 @@ pub enum Outcome {
 
 /// A key's count before and after.
 #[derive(Debug, Serialize)]
-pub struct Change {
+pub struct Change<'a> {
     /// Full name.
-    pub key: String,
+    pub key: &'a str,
     /// Count.
     pub before: i32,
     /// Count.
@@ -100,13 +114,19 @@ impl AuditLog {
             .create(true)
             .mode(0o600)
             .open(path)?;
+        let metadata = file.metadata()?;
         Ok(Self {
-            file: Some((path.to_owned(), file)),
+            file: Some(LogFile {
+                path: path.to_owned(),
+                file,
+                syncs: metadata.is_file(),
+                cut_short: metadata.is_file() && is_cut_short(path, metadata.len()),
+            }),
             next_id: 0,
         })
     }
 
-    /// Writes the intent; its number joins the outcome to it.
+    /// Writes the intent and waits until it is on the disk; its number joins the outcome to it.
     ///
     /// # Errors
     /// [`KeysError::AuditLogUnwritable`]: the change must not be made.
@@ -114,12 +134,26 @@ impl AuditLog {
         let id = self.next_id;
         self.next_id += 1;
         self.append("intent", id, intent)?;
+        let Some(log) = &self.file else {
+            return Ok(id);
+        };
+        if let Err(error) = log.sync() {
+            let error = log.unwritable(error);
+            self.outcome(
+                id,
+                &Outcome::Failed {
+                    reason: error.reason(),
+                    error: error.to_string(),
+                },
+            );
+            return Err(error);
+        }
         Ok(id)
     }
 
     /// Writes the outcome. The change is made by then, so a failure is logged and no more: the next
     /// intent will meet it.
-    pub fn outcome(&mut self, id: u64, outcome: &Outcome) {
+    pub fn outcome(&mut self, id: u64, outcome: &Outcome<'_>) {
         if let Err(error) = self.append("outcome", id, outcome) {
             tracing::error!(%error, id, ?outcome, "the outcome of a change is missing in the audit log");
         }
@@ -131,13 +165,9 @@ impl AuditLog {
         id: u64,
         body: &T,
     ) -> Result<(), KeysError> {
-        let Some((path, file)) = &mut self.file else {
+        let Some(log) = &mut self.file else {
             tracing::info!(event, id, ?body, "audit");
             return Ok(());
-        };
-        let unwritable = |error: String| KeysError::AuditLogUnwritable {
-            path: path.display().to_string(),
-            error,
         };
         let since = SystemTime::now()
             .duration_since(UNIX_EPOCH)
@@ -150,11 +180,56 @@ impl AuditLog {
             event,
             body,
         };
-        let mut text = serde_json::to_vec(&line).map_err(|error| unwritable(error.to_string()))?;
-        text.push(b'\n');
-        file.write_all(&text)
-            .map_err(|error| unwritable(error.to_string()))
+        let text = serde_json::to_vec(&line).map_err(|error| log.unwritable(error.into()))?;
+        log.append(text).map_err(|error| log.unwritable(error))
     }
+}
+
+impl LogFile {
+    /// Appends one line, in one write unless the first is cut short.
+    fn append(&mut self, mut text: Vec<u8>) -> std::io::Result<()> {
+        text.push(b'\n');
+        if self.cut_short {
+            text.insert(0, b'\n');
+        }
+        let mut rest = &text[..];
+        while !rest.is_empty() {
+            match self.file.write(rest) {
+                Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                Ok(written) => {
+                    rest = &rest[written..];
+                    self.cut_short = !rest.is_empty();
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn sync(&self) -> std::io::Result<()> {
+        if self.syncs {
+            self.file.sync_data()
+        } else {
+            Ok(())
+        }
+    }
+
+    fn unwritable(&self, error: std::io::Error) -> KeysError {
+        KeysError::AuditLogUnwritable {
+            path: self.path.display().to_string(),
+            error: error.to_string(),
+        }
+    }
+}
+
+/// Whether the last run's last line has no end. One that cannot be read counts as whole.
+fn is_cut_short(path: &Path, length: u64) -> bool {
+    let mut last = [b'\n'];
+    if let (Some(end), Ok(file)) = (length.checked_sub(1), File::open(path)) {
+        let _ = file.read_exact_at(&mut last, end);
+    }
+    last != [b'\n']
 }
 
 #[cfg(test)]
@@ -182,7 +257,7 @@ mod tests {
         let mut log = AuditLog::open(&path).expect("opens");
         let id = log.intent(&intent()).expect("written");
         let changes = vec![Change {
-            key: "key".into(),
+            key: "key",
             before: 0,
             after: 1,
             sites: 2,
@@ -200,6 +275,40 @@ mod tests {
         assert_eq!(lines[2]["id"], lines[1]["id"]);
         assert_eq!(lines[2]["result"], "committed");
         assert_eq!(lines[2]["changes"][0]["after"], 1);
+    }
+
+    /// What a crash or a full disk has left of a line does not spoil the next one.
+    #[test]
+    fn a_line_that_was_cut_short_ends_before_the_next() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("audit.jsonl");
+        std::fs::write(&path, "{\"whole\":true}\n{\"cut\":").expect("writable");
+        let mut log = AuditLog::open(&path).expect("opens");
+        log.intent(&intent()).expect("written");
+        log.intent(&intent()).expect("written");
+        let text = std::fs::read_to_string(&path).expect("readable");
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines.len(), 4, "{text}");
+        assert_eq!(lines[1], "{\"cut\":");
+        for line in &lines[2..] {
+            serde_json::from_str::<serde_json::Value>(line).expect("JSON");
+        }
+    }
+
+    /// A pipe to a logger has no disk to be synced to.
+    #[test]
+    fn a_pipe_takes_the_lines_too() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("audit.fifo");
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, mode).expect("a pipe");
+        let reader = path.clone();
+        let reader = std::thread::spawn(move || std::fs::read_to_string(reader));
+        let mut log = AuditLog::open(&path).expect("opens");
+        log.intent(&intent()).expect("written");
+        drop(log);
+        let text = reader.join().expect("no panic").expect("readable");
+        assert_eq!(text.lines().count(), 1, "{text}");
     }
 
     /// A full disk, as the kernel offers one for tests.

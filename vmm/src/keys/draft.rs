@@ -2,47 +2,89 @@
 //! What a transaction would do to counts and holds, worked out before anything is touched.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
 use static_keys::{Op, apply};
 
 use super::error::KeysError;
-use super::holds::{Hold, Holds, KeyInstance};
+use super::holds::{Hold, Holds, KeyHolds, KeyInstance};
 
 /// Who asks, and on what terms.
 #[derive(Clone, Debug)]
-pub struct Terms<'a> {
-    /// Owner of the references taken and dropped.
-    pub owner: &'a str,
-    /// Kept with the holds.
-    pub reason: &'a str,
+pub struct Terms {
     /// Whether references of others may be dropped.
     pub force: bool,
-    /// When the references taken lapse.
-    pub expires: Option<(Instant, SystemTime)>,
+    /// One reference as it is taken on these terms.
+    hold: Hold,
 }
 
-/// The keys of one transaction.
-#[derive(Debug)]
-pub struct Draft {
-    holds: Holds,
-    counts: HashMap<KeyInstance, i32>,
-}
-
-impl Draft {
-    /// Starts from the holds as they are.
-    pub fn new(holds: &Holds) -> Self {
+impl Terms {
+    /// The terms of `owner`, who gives `reason`; references that are taken lapse at `expires`.
+    pub fn new(
+        owner: &str,
+        reason: &str,
+        force: bool,
+        expires: Option<(Instant, SystemTime)>,
+    ) -> Self {
         Self {
-            holds: holds.clone(),
-            counts: HashMap::new(),
+            force,
+            hold: Hold {
+                owner: owner.into(),
+                reason: reason.into(),
+                references: 1,
+                since: SystemTime::now(),
+                expires,
+            },
         }
     }
 
-    /// Brings a key in with the count it has now. Holds beyond that count are void: the guest has
-    /// dropped those references itself.
-    pub fn open(&mut self, key: KeyInstance, count: i32) {
-        self.counts.insert(key, count);
-        self.holds.trim(key, count);
+    /// Owner of the references taken and dropped.
+    pub fn owner(&self) -> &Arc<str> {
+        &self.hold.owner
+    }
+
+    /// Kept with the holds.
+    pub fn reason(&self) -> &Arc<str> {
+        &self.hold.reason
+    }
+}
+
+/// The keys of one transaction, and what it makes of them.
+#[derive(Debug, Default)]
+pub struct Draft {
+    keys: HashMap<KeyInstance, DraftKey>,
+}
+
+#[derive(Debug)]
+struct DraftKey {
+    count: i32,
+    holds: KeyHolds,
+}
+
+impl Draft {
+    /// With room for so many keys.
+    pub fn with_capacity(keys: usize) -> Self {
+        Self {
+            keys: HashMap::with_capacity(keys),
+        }
+    }
+
+    /// Brings a key in, unless it is in already, with the count it has now and the holds on it. Those
+    /// beyond that count are void: the guest has dropped the references itself. Returns the count
+    /// after the ops so far.
+    pub fn open(&mut self, holds: &Holds, key: KeyInstance, count: impl FnOnce() -> i32) -> i32 {
+        match self.keys.entry(key) {
+            Entry::Occupied(known) => known.get().count,
+            Entry::Vacant(new) => {
+                let count = count();
+                let mut holds = holds.copy(key);
+                holds.trim(count);
+                new.insert(DraftKey { count, holds });
+                count
+            }
+        }
     }
 
     /// Follows one op. Ops that the engine will refuse are left to it, so that it words the error.
@@ -54,68 +96,51 @@ impl Draft {
         name: &str,
         key: KeyInstance,
         op: Op,
-        terms: &Terms<'_>,
+        terms: &Terms,
     ) -> Result<(), KeysError> {
-        let Some(before) = self.counts.get(&key).copied() else {
+        let Some(DraftKey { count, holds }) = self.keys.get_mut(&key) else {
             return Ok(());
         };
-        let Ok(after) = apply(before, op) else {
+        let Ok(after) = apply(*count, op) else {
             return Ok(());
         };
-        if after > before {
-            self.holds.take(
-                key,
-                &Hold {
-                    owner: terms.owner.to_owned(),
-                    reason: terms.reason.to_owned(),
-                    references: 1,
-                    since: SystemTime::now(),
-                    expires: terms.expires,
-                },
-            );
-        } else if after < before && !self.holds.drop_one(key, Some(terms.owner)) {
+        if after > *count {
+            holds.take(&terms.hold);
+        } else if after < *count && !holds.drop_one(Some(terms.owner())) {
             if !terms.force {
-                return Err(self.not_holder(name, key, before));
+                return Err(not_holder(name, holds, *count));
             }
             // Of another client if there is one, else the guest's own.
-            self.holds.drop_one(key, None);
-            self.holds.trim(key, after);
+            holds.drop_one(None);
+            holds.trim(after);
         }
-        self.counts.insert(key, after);
+        *count = after;
         Ok(())
     }
 
-    /// The holds after the transaction.
-    pub fn into_holds(self) -> Holds {
-        self.holds
-    }
-
-    /// The count after the ops so far.
-    pub fn count(&self, key: KeyInstance) -> Option<i32> {
-        self.counts.get(&key).copied()
-    }
-
-    fn not_holder(&self, name: &str, key: KeyInstance, count: i32) -> KeysError {
-        let mut holders: Vec<&str> = self
-            .holds
-            .of(key)
-            .iter()
-            .map(|hold| hold.owner.as_str())
-            .collect();
-        holders.sort_unstable();
-        holders.dedup();
-        let whose = if holders.is_empty() {
-            "the guest's own code".to_owned()
-        } else {
-            format!("{} and perhaps the guest's own code", holders.join(", "))
-        };
-        KeysError::KeyRefused {
-            key: name.to_owned(),
-            reason: "NOT_HOLDER",
-            message: format!(
-                "key {name}: you hold none of its {count} references, they belong to {whose}; take one first, or drop theirs with force"
-            ),
+    /// Books the holds after the transaction.
+    pub fn book(self, holds: &mut Holds) {
+        for (key, of) in self.keys {
+            holds.put(key, of.holds);
         }
+    }
+}
+
+fn not_holder(name: &str, holds: &KeyHolds, count: i32) -> KeysError {
+    let mut holders: Vec<&str> = holds.as_slice().iter().map(|hold| &*hold.owner).collect();
+    holders.sort_unstable();
+    holders.dedup();
+    let whose = if holders.is_empty() {
+        "the guest's own code".to_owned()
+    } else {
+        format!("{} and perhaps the guest's own code", holders.join(", "))
+    };
+    KeysError::KeyRefused {
+        key: name.to_owned(),
+        reason: "NOT_HOLDER",
+        message: format!(
+            "key {name}: you hold none of its {count} references, they belong to {whose}; take one first, or drop theirs with force"
+        ),
     }
 }
 
@@ -130,19 +155,29 @@ mod tests {
         id: KeyId(0x1000),
     };
 
-    fn terms(owner: &str, force: bool) -> Terms<'_> {
-        Terms {
-            owner,
-            reason: "",
-            force,
-            expires: None,
-        }
+    fn terms(owner: &str, force: bool) -> Terms {
+        Terms::new(owner, "", force, None)
     }
 
     fn draft(count: i32) -> Draft {
-        let mut draft = Draft::new(&Holds::default());
-        draft.open(KEY, count);
+        let mut draft = Draft::default();
+        draft.open(&Holds::default(), KEY, || count);
         draft
+    }
+
+    fn count(draft: &mut Draft) -> i32 {
+        draft.open(&Holds::default(), KEY, || unreachable!())
+    }
+
+    fn booked(draft: Draft) -> Holds {
+        let mut holds = Holds::default();
+        draft.book(&mut holds);
+        holds
+    }
+
+    fn references_of(draft: &Draft, owner: &str) -> usize {
+        let holds = draft.keys[&KEY].holds.as_slice();
+        holds.iter().filter(|hold| *hold.owner == *owner).count()
     }
 
     #[test]
@@ -161,8 +196,8 @@ mod tests {
                 .follow("key", KEY, op, &terms("a", false))
                 .expect("own reference");
         }
-        assert_eq!(draft.count(KEY), Some(0));
-        assert_eq!(draft.into_holds().references(KEY), 0);
+        assert_eq!(count(&mut draft), 0);
+        assert_eq!(booked(draft).references(KEY), 0);
     }
 
     #[test]
@@ -183,7 +218,7 @@ mod tests {
             draft
                 .follow("key", KEY, Op::Dec, &terms("a", true))
                 .expect("forced");
-            assert_eq!(draft.into_holds().references(KEY), 0);
+            assert_eq!(booked(draft).references(KEY), 0);
         }
     }
 
@@ -213,14 +248,14 @@ mod tests {
         draft
             .follow("key", KEY, Op::Dec, &terms("a", true))
             .expect("own");
-        assert_eq!(draft.holds.references_of(KEY, "b"), 1);
+        assert_eq!(references_of(&draft, "b"), 1);
         draft
             .follow("key", KEY, Op::Dec, &terms("a", true))
             .expect("b's");
-        assert_eq!(draft.holds.references_of(KEY, "b"), 0);
+        assert_eq!(references_of(&draft, "b"), 0);
         draft
             .follow("key", KEY, Op::Dec, &terms("a", true))
             .expect("the guest's");
-        assert_eq!(draft.count(KEY), Some(0));
+        assert_eq!(count(&mut draft), 0);
     }
 }

@@ -81,12 +81,14 @@ pub enum KeysError {
         message: String,
     },
     /// A site holds what neither the kernel nor the monitor would have put there.
-    #[error("{message} (it is quarantined until the guest registers anew)")]
+    #[error("{message}; the key is quarantined: {way_out}")]
     ForeignBytes {
         /// Full name.
         key: String,
         /// Names key, site, and the expected and found bytes.
         message: String,
+        /// What ends the quarantine.
+        way_out: String,
     },
     /// Guest memory could not be written or read back. The message says whether the undo was complete.
     #[error("{message}")]

@@ -13,7 +13,6 @@ use super::address_space::{KernelMemory, Place};
 use super::draft::{Draft, Terms};
 use super::error::KeysError;
 use super::guest::{Guest, PausedGuest};
-use super::holds::Holds;
 use super::owner::{Owner, event_of};
 use super::registry::{Registration, Snapshot};
 use super::{KeyUpdate, etag, to_proto};
@@ -21,7 +20,7 @@ use super::{KeyUpdate, etag, to_proto};
 /// What is asked for.
 pub(super) struct Transaction<'a> {
     pub updates: &'a [KeyUpdate],
-    pub terms: Terms<'a>,
+    pub terms: Terms,
     pub allow_guarded: bool,
     pub validate_only: bool,
     pub stop_timeout: Duration,
@@ -40,7 +39,7 @@ pub(super) enum Attempt {
 pub(super) struct Flip {
     pub generation: u64,
     pub changes: Vec<Changed>,
-    pub holds: Holds,
+    pub draft: Draft,
     /// None if it was only validated. `attempts` is left to the owner.
     pub report: Option<v1::FlipReport>,
 }
@@ -88,16 +87,22 @@ impl<G: Guest> Owner<G> {
         let options = Options {
             allow_guarded: transaction.allow_guarded && self.allow_guarded,
         };
+        if self.pruned != snapshot.version {
+            // Holds on keys that are gone.
+            let mut book = self.shared.book();
+            book.holds.retain(|key| registration.has(key));
+            self.pruned = snapshot.version;
+        }
         let plan = match Plan::new(&registration.catalog, &memory, &updates, &options) {
             Ok(plan) => plan,
             Err(PlanError::Busy(busy)) => return Ok(Attempt::Busy(busy.to_string())),
             Err(error) => return Err(refused(transaction, &error)),
         };
-        let holds = self.follow(registration, transaction, &keys, &plan)?;
+        let draft = self.follow(registration, transaction, &keys, &plan)?;
         let mut flip = Flip {
             generation: registration.generation,
             changes: changes(registration, &plan),
-            holds,
+            draft,
             report: None,
         };
         if transaction.validate_only {
@@ -166,8 +171,9 @@ impl<G: Guest> Owner<G> {
                     key: key.full_name.to_string(),
                     reason: "KEY_QUARANTINED",
                     message: format!(
-                        "key {} is quarantined until the guest registers anew: {why}",
-                        key.full_name
+                        "key {} is quarantined ({why}); {}",
+                        key.full_name,
+                        way_out(key.module())
                     ),
                 });
             }
@@ -175,44 +181,51 @@ impl<G: Guest> Owner<G> {
         Ok(keys)
     }
 
-    /// Checks etags and holds against the counts that were planned with; answers the holds after the
-    /// transaction.
+    /// Checks etags and holds against the counts that were planned with; answers what becomes of the
+    /// holds.
     fn follow(
         &self,
         registration: &Registration,
         transaction: &Transaction<'_>,
         keys: &[&Key],
         plan: &Plan<Place>,
-    ) -> Result<Holds, KeysError> {
-        let counts: HashMap<KeyId, i32> = plan
-            .changes()
-            .map(|change| (change.key, change.before))
-            .collect();
-        let mut draft = {
-            let mut book = self.shared.book();
-            // Those on keys that are gone.
-            book.holds.retain(|key| registration.has(key));
-            Draft::new(&book.holds)
+    ) -> Result<Draft, KeysError> {
+        // The counts before all ops, which an etag stands for.
+        let counts: HashMap<KeyId, i32> = if transaction
+            .updates
+            .iter()
+            .all(|update| update.etag.is_empty())
+        {
+            HashMap::new()
+        } else {
+            let changes = plan.changes();
+            changes.map(|change| (change.key, change.before)).collect()
         };
+        // One item per key, in the order of its first op.
+        let mut changes = plan.changes();
+        let book = self.shared.book();
+        let mut draft = Draft::with_capacity(changes.len());
         for (key, update) in keys.iter().zip(transaction.updates) {
-            let count = counts.get(&key.id).copied().unwrap_or_default();
-            let current = etag(registration.generation, count);
-            if !update.etag.is_empty() && update.etag != current {
-                let (key, given) = (key.full_name.to_string(), update.etag.clone());
-                return Err(KeysError::EtagMismatch {
-                    key,
-                    given,
-                    current,
-                    count,
-                });
+            if !update.etag.is_empty() {
+                let count = counts.get(&key.id).copied().unwrap_or_default();
+                let current = etag(registration.generation, count);
+                if update.etag != current {
+                    let (key, given) = (key.full_name.to_string(), update.etag.clone());
+                    return Err(KeysError::EtagMismatch {
+                        key,
+                        given,
+                        current,
+                        count,
+                    });
+                }
             }
             let instance = registration.instance(key);
-            if draft.count(instance).is_none() {
-                draft.open(instance, count);
-            }
+            draft.open(&book.holds, instance, || {
+                changes.next().map_or(0, |change| change.before)
+            });
             draft.follow(&key.full_name, instance, update.op, &transaction.terms)?;
         }
-        Ok(draft.into_holds())
+        Ok(draft)
     }
 
     /// Pause, verify, commit, resume.
@@ -232,10 +245,8 @@ impl<G: Guest> Owner<G> {
                 made.map(|outcome| flip_report(outcome, Duration::ZERO, patch, Duration::ZERO))
             );
         }
-        // A look at the running guest: a gate that has closed meanwhile costs it no stop, and code and
-        // memory are in the caches for the look that counts. What it says of sites is not believed:
-        // the guest may be changing them.
-        if let Err(error @ VerifyError::Busy(_)) = plan.verify(memory, &[]) {
+        // A look at the running guest: a gate that has closed since the plan was made costs it no stop.
+        if let Err(error @ VerifyError::Busy(_)) = plan.verify_gates(memory) {
             return Ok(Err(Obstacle::Verify(error)));
         }
         let left = transaction
@@ -278,7 +289,9 @@ impl<G: Guest> Owner<G> {
             VerifyError::ForeignBytes { key, .. } => key.to_string(),
             VerifyError::Busy(_) | VerifyError::Fault(_) => String::new(),
         };
+        let mut module = "";
         if let Some(key) = registration.catalog.find(&name) {
+            module = key.module();
             {
                 let mut book = self.shared.book();
                 book.quarantine
@@ -293,7 +306,21 @@ impl<G: Guest> Owner<G> {
                 ..event
             }]);
         }
-        KeysError::ForeignBytes { key: name, message }
+        KeysError::ForeignBytes {
+            key: name,
+            message,
+            way_out: way_out(module),
+        }
+    }
+}
+
+/// What ends the quarantine of a key of this module, or of the kernel's.
+fn way_out(module: &str) -> String {
+    match module {
+        "" => "find out what patches the kernel, and restart the guest".to_owned(),
+        module => format!(
+            "find out what patches the kernel, and load module {module} again or restart the guest"
+        ),
     }
 }
 

@@ -4,6 +4,7 @@
 //! The rules stand at the head of `StaticKeysService` in `static_keys.proto`.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
 use static_keys::KeyId;
@@ -21,9 +22,9 @@ pub struct KeyInstance {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hold {
     /// Who took them.
-    pub owner: String,
+    pub owner: Arc<str>,
     /// Why.
-    pub reason: String,
+    pub reason: Arc<str>,
     /// How many, at least 1.
     pub references: u32,
     /// When the first was taken.
@@ -32,63 +33,42 @@ pub struct Hold {
     pub expires: Option<(Instant, SystemTime)>,
 }
 
-/// All holds.
+/// Holds on one key.
 #[derive(Clone, Debug, Default)]
-pub struct Holds {
-    by_key: HashMap<KeyInstance, Vec<Hold>>,
-}
+pub struct KeyHolds(Vec<Hold>);
 
-impl Holds {
-    /// Holds on one key.
-    pub fn of(&self, key: KeyInstance) -> &[Hold] {
-        self.by_key.get(&key).map_or(&[], Vec::as_slice)
+impl KeyHolds {
+    /// Each of them.
+    pub fn as_slice(&self) -> &[Hold] {
+        &self.0
     }
 
-    /// Every held key with its holds.
-    pub fn iter(&self) -> impl Iterator<Item = (KeyInstance, &[Hold])> {
-        self.by_key
-            .iter()
-            .map(|(key, holds)| (*key, holds.as_slice()))
-    }
-
-    /// References held on `key` by anyone.
-    pub fn references(&self, key: KeyInstance) -> u32 {
-        self.of(key).iter().map(|hold| hold.references).sum()
-    }
-
-    /// References held on `key` by `owner`.
-    pub fn references_of(&self, key: KeyInstance, owner: &str) -> u32 {
-        self.of(key)
-            .iter()
-            .filter(|hold| hold.owner == owner)
-            .map(|hold| hold.references)
-            .sum()
+    /// References held by anyone.
+    pub fn references(&self) -> u32 {
+        self.0.iter().map(|hold| hold.references).sum()
     }
 
     /// Takes one more reference; it joins a hold that differs in nothing else.
-    pub fn take(&mut self, key: KeyInstance, hold: &Hold) {
-        let holds = self.by_key.entry(key).or_default();
+    pub fn take(&mut self, hold: &Hold) {
         let same = |other: &&mut Hold| {
             other.owner == hold.owner
                 && other.reason == hold.reason
                 && other.expires == hold.expires
         };
-        match holds.iter_mut().find(same) {
+        match self.0.iter_mut().find(same) {
             Some(other) => other.references = other.references.saturating_add(hold.references),
-            None => holds.push(hold.clone()),
+            None => self.0.push(hold.clone()),
         }
     }
 
     /// Drops one reference of `owner`, or with `None` one of anybody: that which lapses first.
     /// False if there is none.
-    pub fn drop_one(&mut self, key: KeyInstance, owner: Option<&str>) -> bool {
-        let Some(holds) = self.by_key.get_mut(&key) else {
-            return false;
-        };
-        let first = holds
+    pub fn drop_one(&mut self, owner: Option<&str>) -> bool {
+        let first = self
+            .0
             .iter()
             .enumerate()
-            .filter(|(_, hold)| owner.is_none_or(|owner| hold.owner == owner))
+            .filter(|(_, hold)| owner.is_none_or(|owner| *hold.owner == *owner))
             // Those that never lapse come last; among equals the newest goes.
             .min_by_key(|(index, hold)| {
                 (
@@ -99,22 +79,59 @@ impl Holds {
             })
             .map(|(index, _)| index);
         let Some(index) = first else { return false };
-        holds[index].references -= 1;
-        if holds[index].references == 0 {
-            holds.remove(index);
-        }
-        if holds.is_empty() {
-            self.by_key.remove(&key);
+        self.0[index].references -= 1;
+        if self.0[index].references == 0 {
+            self.0.remove(index);
         }
         true
     }
 
     /// Forgets references until at most `count` are left: the guest has dropped the others itself.
-    pub fn trim(&mut self, key: KeyInstance, count: i32) {
+    pub fn trim(&mut self, count: i32) {
         let count = u32::try_from(count).unwrap_or(0);
-        for _ in count..self.references(key) {
-            self.drop_one(key, None);
+        for _ in count..self.references() {
+            self.drop_one(None);
         }
+    }
+}
+
+/// All holds.
+#[derive(Clone, Debug, Default)]
+pub struct Holds {
+    /// None is empty.
+    by_key: HashMap<KeyInstance, KeyHolds>,
+}
+
+impl Holds {
+    /// Holds on one key.
+    pub fn of(&self, key: KeyInstance) -> &[Hold] {
+        self.by_key.get(&key).map_or(&[], KeyHolds::as_slice)
+    }
+
+    /// The same, to be changed and put back with [`Holds::put`].
+    pub fn copy(&self, key: KeyInstance) -> KeyHolds {
+        self.by_key.get(&key).cloned().unwrap_or_default()
+    }
+
+    /// Replaces the holds on one key.
+    pub fn put(&mut self, key: KeyInstance, holds: KeyHolds) {
+        if holds.0.is_empty() {
+            self.by_key.remove(&key);
+        } else {
+            self.by_key.insert(key, holds);
+        }
+    }
+
+    /// References held on `key` by anyone.
+    pub fn references(&self, key: KeyInstance) -> u32 {
+        self.of(key).iter().map(|hold| hold.references).sum()
+    }
+
+    /// As [`KeyHolds::trim`].
+    pub fn trim(&mut self, key: KeyInstance, count: i32) {
+        let mut holds = self.copy(key);
+        holds.trim(count);
+        self.put(key, holds);
     }
 
     /// Forgets holds on keys that are no more.
@@ -126,7 +143,7 @@ impl Holds {
     pub fn next_expiry(&self) -> Option<Instant> {
         self.by_key
             .values()
-            .flatten()
+            .flat_map(KeyHolds::as_slice)
             .filter_map(|hold| hold.expires.map(|(at, _)| at))
             .min()
     }
@@ -141,6 +158,7 @@ impl Holds {
                 (
                     *key,
                     holds
+                        .as_slice()
                         .iter()
                         .filter(lapsed)
                         .map(|hold| hold.references)
@@ -165,7 +183,7 @@ impl Holds {
 
     /// Moves the expiry of what has lapsed, because it could not be given back yet.
     pub fn postpone(&mut self, now: Instant, until: Instant) {
-        for hold in self.by_key.values_mut().flatten() {
+        for hold in self.by_key.values_mut().flat_map(|holds| &mut holds.0) {
             if let Some((at, _)) = &mut hold.expires
                 && *at <= now
             {
@@ -188,55 +206,61 @@ mod tests {
 
     fn hold(owner: &str, expires: Option<Instant>) -> Hold {
         Hold {
-            owner: owner.to_owned(),
-            reason: String::new(),
+            owner: owner.into(),
+            reason: "".into(),
             references: 1,
             since: SystemTime::UNIX_EPOCH,
             expires: expires.map(|at| (at, SystemTime::UNIX_EPOCH)),
         }
     }
 
+    fn with(holds: KeyHolds) -> Holds {
+        let mut all = Holds::default();
+        all.put(KEY, holds);
+        all
+    }
+
     #[test]
     fn equal_holds_are_joined() {
-        let mut holds = Holds::default();
-        holds.take(KEY, &hold("a", None));
-        holds.take(KEY, &hold("a", None));
-        holds.take(KEY, &hold("b", None));
-        assert_eq!(holds.of(KEY).len(), 2);
-        assert_eq!(
-            (holds.references(KEY), holds.references_of(KEY, "a")),
-            (3, 2)
-        );
+        let mut holds = KeyHolds::default();
+        holds.take(&hold("a", None));
+        holds.take(&hold("a", None));
+        holds.take(&hold("b", None));
+        assert_eq!(holds.as_slice().len(), 2);
+        assert_eq!(holds.as_slice()[0].references, 2);
+        assert_eq!(with(holds).references(KEY), 3);
     }
 
     #[test]
     fn a_drop_takes_what_lapses_first_and_only_the_owners() {
         let now = Instant::now();
-        let mut holds = Holds::default();
-        holds.take(KEY, &hold("a", None));
-        holds.take(KEY, &hold("a", Some(now + Duration::from_secs(9))));
-        holds.take(KEY, &hold("b", Some(now)));
-        assert!(holds.drop_one(KEY, Some("a")));
-        assert_eq!(holds.next_expiry(), Some(now));
+        let mut holds = KeyHolds::default();
+        holds.take(&hold("a", None));
+        holds.take(&hold("a", Some(now + Duration::from_secs(9))));
+        holds.take(&hold("b", Some(now)));
+        assert!(holds.drop_one(Some("a")));
+        assert_eq!(with(holds.clone()).next_expiry(), Some(now));
         assert!(
             holds
-                .of(KEY)
+                .as_slice()
                 .iter()
-                .any(|hold| hold.owner == "a" && hold.expires.is_none())
+                .any(|hold| *hold.owner == *"a" && hold.expires.is_none())
         );
-        assert!(holds.drop_one(KEY, Some("a")));
-        assert!(!holds.drop_one(KEY, Some("a")));
-        assert!(holds.drop_one(KEY, None));
-        assert_eq!(holds.iter().count(), 0);
+        assert!(holds.drop_one(Some("a")));
+        assert!(!holds.drop_one(Some("a")));
+        assert!(holds.drop_one(None));
+        // A key without holds is not kept.
+        assert!(with(holds).by_key.is_empty());
     }
 
     #[test]
     fn lapses_and_postponement() {
         let now = Instant::now();
         let later = now + Duration::from_secs(1);
-        let mut holds = Holds::default();
-        holds.take(KEY, &hold("a", Some(now)));
-        holds.take(KEY, &hold("a", Some(later)));
+        let mut holds = KeyHolds::default();
+        holds.take(&hold("a", Some(now)));
+        holds.take(&hold("a", Some(later)));
+        let mut holds = with(holds);
         assert_eq!(holds.lapsed(now), [(KEY, 1)]);
         assert_eq!(holds.lapsed(later), [(KEY, 2)]);
         holds.postpone(now, later);
@@ -245,9 +269,10 @@ mod tests {
 
     #[test]
     fn trim_follows_the_guest() {
-        let mut holds = Holds::default();
-        holds.take(KEY, &hold("a", None));
-        holds.take(KEY, &hold("b", None));
+        let mut holds = KeyHolds::default();
+        holds.take(&hold("a", None));
+        holds.take(&hold("b", None));
+        let mut holds = with(holds);
         holds.trim(KEY, 1);
         assert_eq!(holds.references(KEY), 1);
         holds.trim(KEY, -1);

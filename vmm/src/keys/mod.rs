@@ -30,6 +30,8 @@ pub mod testing;
 mod tracepoints;
 mod view;
 pub mod vm_guest;
+#[cfg(test)]
+mod window_tests;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -121,6 +123,43 @@ pub struct UpdateRequest {
     pub deadline: Instant,
 }
 
+impl KeyUpdate {
+    /// An op on a key, whatever the key's etag.
+    #[must_use]
+    pub fn new(name: impl Into<String>, op: Op) -> Self {
+        Self {
+            name: name.into(),
+            op,
+            etag: String::new(),
+        }
+    }
+}
+
+impl UpdateRequest {
+    /// A change that is made once, without a reason, for good, and with no more rights than any client has.
+    #[must_use]
+    pub fn new(
+        updates: Vec<KeyUpdate>,
+        owner: String,
+        stop_timeout: Duration,
+        deadline: Instant,
+    ) -> Self {
+        Self {
+            updates,
+            owner,
+            request_id: String::new(),
+            content: replay::Content::default(),
+            validate_only: false,
+            allow_guarded: false,
+            force: false,
+            reason: String::new(),
+            ttl: None,
+            stop_timeout,
+            deadline,
+        }
+    }
+}
+
 /// What a transaction did, or would do.
 #[derive(Clone, Debug, Default)]
 pub struct UpdateOutcome {
@@ -209,6 +248,7 @@ impl Keys {
             audit: config.audit,
             replay: Replay::new(REPLAYED_ANSWERS, REPLAYED_RESULTS),
             allow_guarded: config.allow_guarded,
+            pruned: 0,
         };
         let thread = std::thread::Builder::new()
             .name("keys".to_owned())

@@ -6,13 +6,22 @@ const MAX_NAMES: usize = 5;
 /// Longer names are not compared letter by letter.
 const MAX_COMPARED: usize = 128;
 
+/// More names than any kernel has keys: a guest with more gets no better suggestions.
+const MOST_NAMES: usize = 1 << 15;
+
 /// The names most like `wanted`, best first: few edits away, or with one in the other.
 pub fn near<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Vec<String> {
     let most_edits = wanted.len() / 3 + 1;
     let mut found: Vec<(usize, &str)> = names
+        .take(MOST_NAMES)
         .filter_map(|name| {
             let bare = name.rsplit_once(':').map_or(name, |(_, bare)| bare);
-            let edits = edits(wanted, name).min(edits(wanted, bare));
+            // Names whose lengths differ by more are that many edits away.
+            let near = |name: &str| match wanted.len().abs_diff(name.len()) <= most_edits {
+                true => edits(wanted, name),
+                false => usize::MAX,
+            };
+            let edits = near(name).min(near(bare));
             if edits <= most_edits {
                 return Some((edits, name));
             }

@@ -81,8 +81,10 @@ pub(super) struct Owner<G: Guest> {
     pub guest: Arc<G>,
     pub shared: Arc<Shared>,
     pub audit: AuditLog,
-    pub replay: Replay,
+    pub replay: Replay<UpdateOutcome>,
     pub allow_guarded: bool,
+    /// Version of the registration when holds on keys that are gone were last looked for.
+    pub pruned: u64,
 }
 
 impl<G: Guest> Owner<G> {
@@ -147,12 +149,12 @@ impl<G: Guest> Owner<G> {
         let now = self.shared.clock.now();
         let transaction = Transaction {
             updates: &request.updates,
-            terms: Terms {
-                owner: &request.owner,
-                reason: &request.reason,
-                force: request.force,
-                expires: request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
-            },
+            terms: Terms::new(
+                &request.owner,
+                &request.reason,
+                request.force,
+                request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
+            ),
             allow_guarded: request.allow_guarded,
             validate_only: request.validate_only,
             stop_timeout: request.stop_timeout,
@@ -166,6 +168,7 @@ impl<G: Guest> Owner<G> {
                 &request.request_id,
                 request.content,
                 &outcome,
+                outcome.results.len(),
             );
         }
         Ok(outcome)
@@ -228,22 +231,17 @@ impl<G: Guest> Owner<G> {
         intent: &mut Option<u64>,
     ) -> Result<(), KeysError> {
         if intent.is_none() {
-            let ops: Vec<String> = transaction
-                .updates
-                .iter()
-                .map(|update| update.op.to_string())
-                .collect();
-            let updates = transaction.updates.iter().zip(&ops);
+            let updates = transaction.updates.iter();
             *intent = Some(
                 self.audit.intent(&Intent {
-                    owner: transaction.terms.owner,
-                    reason: transaction.terms.reason,
+                    owner: transaction.terms.owner(),
+                    reason: transaction.terms.reason(),
                     request_id: transaction.request_id,
                     force: transaction.terms.force,
                     updates: updates
-                        .map(|(update, op)| IntendedOp {
+                        .map(|update| IntendedOp {
                             key: &update.name,
-                            op,
+                            op: update.op.name(),
                         })
                         .collect(),
                 })?,
@@ -260,6 +258,14 @@ impl<G: Guest> Owner<G> {
         attempts: u32,
         intent: Option<u64>,
     ) -> UpdateOutcome {
+        // Mostly the same for many keys.
+        let mut last = (0, etag(flip.generation, 0));
+        let mut etag_of = |count| {
+            if last.0 != count {
+                last = (count, etag(flip.generation, count));
+            }
+            last.1.clone()
+        };
         let results = flip
             .changes
             .iter()
@@ -269,7 +275,7 @@ impl<G: Guest> Owner<G> {
                 count_before: change.before,
                 count_after: change.after,
                 sites_patched: change.sites,
-                etag: etag(flip.generation, change.after),
+                etag: etag_of(change.after),
             })
             .collect();
         let journal = self.shared.registry.journal();
@@ -280,7 +286,7 @@ impl<G: Guest> Owner<G> {
                 report: None,
             };
         }
-        self.shared.book().holds = flip.holds;
+        flip.draft.book(&mut self.shared.book().holds);
         let changed = flip
             .changes
             .iter()
@@ -288,8 +294,8 @@ impl<G: Guest> Owner<G> {
         let events: Vec<v1::KeyEvent> = changed
             .map(|change| v1::KeyEvent {
                 count: change.after,
-                owner: transaction.terms.owner.to_owned(),
-                reason: transaction.terms.reason.to_owned(),
+                owner: transaction.terms.owner().to_string(),
+                reason: transaction.terms.reason().to_string(),
                 request_id: transaction.request_id.to_owned(),
                 ..event_of(&change.key, v1::key_event::Kind::Changed)
             })
@@ -301,7 +307,7 @@ impl<G: Guest> Owner<G> {
         };
         if let Some(id) = intent {
             let changes = flip.changes.iter().map(|change| Change {
-                key: change.key.full_name.to_string(),
+                key: &change.key.full_name,
                 before: change.before,
                 after: change.after,
                 sites: change.sites,
@@ -380,24 +386,14 @@ impl<G: Guest> Owner<G> {
         } else {
             Op::Dec
         };
-        let name = key.full_name.to_string();
         let updates: Vec<KeyUpdate> = (0..references)
-            .map(|_| KeyUpdate {
-                name: name.clone(),
-                op,
-                etag: String::new(),
-            })
+            .map(|_| KeyUpdate::new(&*key.full_name, op))
             .collect();
         let transaction = Transaction {
             updates: &updates,
             // By force, as the monitor holds none itself: of clients' references that which lapses
             // first is dropped, and so those that have lapsed.
-            terms: Terms {
-                owner: MONITOR,
-                reason: "the hold lapsed",
-                force: true,
-                expires: None,
-            },
+            terms: Terms::new(MONITOR, "the hold lapsed", true, None),
             // Permission was given when the hold was taken.
             allow_guarded: true,
             validate_only: false,

@@ -8,12 +8,12 @@
 //! guest only after the version has moved on, so a plan with the module's sites is never committed
 //! after it.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use patchbay_proto::v1;
-use static_keys::{Catalog, EntryFormat, GuestMemory, Key, Module, Range};
+use static_keys::{Catalog, EntryFormat, GuestMemory, Key, Module};
 use vm_memory::GuestAddress;
 
 use super::address_space::{KernelMemory, PageTable};
@@ -58,8 +58,6 @@ pub struct Registration {
     pub build_id: String,
     /// Keys and sites.
     pub catalog: Catalog,
-    /// Keys in here cannot change after init.
-    pub ro_after_init: Range,
     /// Offset of `type` in `struct static_key`; `None` in kernels without jump labels.
     type_offset: Option<u32>,
     /// Of the kernel image.
@@ -349,13 +347,16 @@ impl Registry {
         let request: abi::Module = read_request(page, abi::OP_MODULE_ADD)?;
         let current = self.current(request.header.generation)?;
         let mut registration = (*current).clone();
-        let name = add_module(ram, &mut registration, &request, writer.next_epoch())?;
+        let (name, others) = add_module(ram, &mut registration, &request, writer.next_epoch())?;
         self.publish(
             RegistrationPhase::Registered,
             String::new(),
             Some(Arc::new(registration)),
         );
         self.tell(v1::key_event::Kind::Added, &name);
+        for other in others {
+            self.tell(v1::key_event::Kind::Added, &other);
+        }
         Ok(())
     }
 
@@ -444,20 +445,20 @@ fn build(
         release: read::field_text(&descriptor.release),
         build_id: read::build_id(&descriptor.build_id),
         catalog,
-        ro_after_init: kernel.ro_after_init,
         type_offset: (kernel.format != EntryFormat::None).then_some(kernel.layout.static_key_type),
         epoch,
         modules: HashMap::new(),
     })
 }
 
-/// Reads and checks all that a module's request points at; answers the module's name.
+/// Reads and checks all that a module's request points at; answers the module's name, and the names
+/// of other images of which keys became known.
 fn add_module(
     ram: &GuestRam,
     registration: &mut Registration,
     request: &abi::Module,
     epoch: u64,
-) -> Result<Arc<str>, Refused> {
+) -> Result<(Arc<str>, BTreeSet<Arc<str>>), Refused> {
     let levels = registration.page_table.levels;
     read::check_address("the module", request.module, levels)?;
     read::check_range("init text", request.init_text, levels)?;
@@ -466,10 +467,11 @@ fn add_module(
         name: read::module_name(&request.name)?,
         jump_table: read::check_range("the jump table", request.jump_table, levels)?,
         text: read::check_range("text", request.text, levels)?,
+        ro_after_init: read::check_range("ro_after_init", request.ro_after_init, levels)?,
         directory: read::directory(request.directory),
     };
     let memory = registration.memory(ram);
-    registration
+    let others = registration
         .catalog
         .add_module(&memory, &module)
         .map_err(|error| Refused(error.to_string()))?;
@@ -478,7 +480,7 @@ fn add_module(
         .unwrap_or_default()
         .into();
     registration.modules.insert(Arc::clone(&name), epoch);
-    Ok(name)
+    Ok((name, others))
 }
 
 fn not_registered(state: &State) -> String {

@@ -6,24 +6,30 @@ use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
-use super::UpdateOutcome;
 use super::error::KeysError;
 
 /// Digest of what a request asks for.
 pub type Content = [u8; 32];
 
+#[derive(Debug)]
+struct Answer<A> {
+    content: Content,
+    answer: Arc<A>,
+    results: usize,
+}
+
 /// The newest answers, by client and request id.
 #[derive(Debug)]
-pub struct Replay {
-    answers: HashMap<(String, String), (Content, Arc<UpdateOutcome>)>,
+pub struct Replay<A> {
+    answers: HashMap<(String, String), Answer<A>>,
     order: VecDeque<(String, String)>,
     results: usize,
     max_answers: usize,
     max_results: usize,
 }
 
-impl Replay {
-    /// Keeps at most `max_answers` answers with `max_results` key results together; the newest
+impl<A> Replay<A> {
+    /// Keeps at most `max_answers` answers with `max_results` results together; the newest
     /// answer is always kept.
     pub fn new(max_answers: usize, max_results: usize) -> Self {
         Self {
@@ -44,47 +50,50 @@ impl Replay {
         owner: &str,
         request_id: &str,
         content: &Content,
-    ) -> Result<Option<Arc<UpdateOutcome>>, KeysError> {
+    ) -> Result<Option<Arc<A>>, KeysError> {
         if request_id.is_empty() {
             return Ok(None);
         }
         match self.answers.get(&(owner.to_owned(), request_id.to_owned())) {
             None => Ok(None),
-            Some((earlier, answer)) if earlier == content => Ok(Some(Arc::clone(answer))),
+            Some(earlier) if earlier.content == *content => Ok(Some(Arc::clone(&earlier.answer))),
             Some(_) => Err(KeysError::RequestIdReused {
                 request_id: request_id.to_owned(),
             }),
         }
     }
 
-    /// Remembers an answer. Without a request id there is nothing to remember.
+    /// Remembers an answer of so many results. Without a request id there is nothing to remember.
     pub fn remember(
         &mut self,
         owner: &str,
         request_id: &str,
         content: Content,
-        answer: &Arc<UpdateOutcome>,
+        answer: &Arc<A>,
+        results: usize,
     ) {
         if request_id.is_empty() {
             return;
         }
         let id = (owner.to_owned(), request_id.to_owned());
-        if self
-            .answers
-            .insert(id.clone(), (content, Arc::clone(answer)))
-            .is_none()
-        {
-            self.order.push_back(id);
-            self.results += answer.results.len();
+        let answer = Answer {
+            content,
+            answer: Arc::clone(answer),
+            results,
+        };
+        match self.answers.insert(id.clone(), answer) {
+            None => self.order.push_back(id),
+            Some(replaced) => self.results -= replaced.results,
         }
+        self.results += results;
         while self.order.len() > 1
             && (self.order.len() > self.max_answers || self.results > self.max_results)
         {
             let Some(oldest) = self.order.pop_front() else {
                 break;
             };
-            if let Some((_, answer)) = self.answers.remove(&oldest) {
-                self.results -= answer.results.len();
+            if let Some(answer) = self.answers.remove(&oldest) {
+                self.results -= answer.results;
             }
         }
     }
@@ -97,21 +106,12 @@ pub fn content(encoded: &[u8]) -> Content {
 
 #[cfg(test)]
 mod tests {
-    use patchbay_proto::v1::KeyResult;
-
     use super::*;
-
-    fn answer(results: usize) -> Arc<UpdateOutcome> {
-        Arc::new(UpdateOutcome {
-            results: vec![KeyResult::default(); results],
-            ..UpdateOutcome::default()
-        })
-    }
 
     #[test]
     fn ids_belong_to_their_client_and_content() {
         let mut replay = Replay::new(10, 10);
-        replay.remember("uid:1", "id", content(b"a"), &answer(1));
+        replay.remember("uid:1", "id", content(b"a"), &Arc::new(()), 1);
         assert!(
             replay
                 .find("uid:1", "id", &content(b"a"))
@@ -140,7 +140,7 @@ mod tests {
     fn oldest_answers_go_first() {
         let mut replay = Replay::new(2, 10);
         for id in ["a", "b", "c"] {
-            replay.remember("uid:1", id, content(b""), &answer(1));
+            replay.remember("uid:1", id, content(b""), &Arc::new(()), 1);
         }
         assert!(
             replay
@@ -154,7 +154,7 @@ mod tests {
                 .expect("kept")
                 .is_some()
         );
-        replay.remember("uid:1", "big", content(b""), &answer(11));
+        replay.remember("uid:1", "big", content(b""), &Arc::new(()), 11);
         assert!(
             replay
                 .find("uid:1", "c", &content(b""))

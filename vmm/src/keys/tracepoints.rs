@@ -44,25 +44,15 @@ impl TracepointKeys for Keys {
         switch: Switch,
     ) -> Boxed<'_, Result<Option<patchbay_proto::v1::FlipReport>, KeysError>> {
         let op = if switch.on { Op::Enable } else { Op::Disable };
-        let update = |name: String| KeyUpdate {
-            name,
-            op,
-            etag: String::new(),
-        };
+        let update = |name: String| KeyUpdate::new(name, op);
+        let updates = switch.keys.into_iter().map(update).collect();
         let request = UpdateRequest {
-            updates: switch.keys.into_iter().map(update).collect(),
-            owner: switch.owner,
-            request_id: String::new(),
-            content: Default::default(),
             validate_only: switch.validate_only,
-            allow_guarded: false,
             // The reference that is dropped may be the guest's own, taken when the probe was
             // attached; clients of tracepoints are counted by the tracer.
             force: true,
             reason: switch.reason.to_owned(),
-            ttl: None,
-            stop_timeout: switch.stop_timeout,
-            deadline: switch.deadline,
+            ..UpdateRequest::new(updates, switch.owner, switch.stop_timeout, switch.deadline)
         };
         Box::pin(async move { Ok(self.update(request).await?.report) })
     }

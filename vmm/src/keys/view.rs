@@ -9,6 +9,9 @@ use super::registry::{Registration, Snapshot};
 use super::{Book, Keys, ListQuery, Patterns, etag};
 use crate::memory::GuestRam;
 
+/// Sites that one answer shows; a kernel's most used key has some hundred.
+const SITES_SHOWN: usize = 1 << 14;
+
 impl Keys {
     /// One page of keys, by name.
     ///
@@ -55,7 +58,7 @@ impl Keys {
         Ok(response)
     }
 
-    /// One key with its sites.
+    /// One key with its sites, up to 16,384 of them.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`], [`KeysError::KeyNotFound`].
@@ -65,11 +68,10 @@ impl Keys {
         let ram = self.ram()?;
         let count = count(&registration, ram, key);
         let mut view = to_key(&registration, ram, &self.shared.book(), key, count);
-        let sites = registration
-            .catalog
-            .site_states(&registration.memory(ram), key.id);
+        let memory = registration.memory(ram);
+        let sites = registration.catalog.sites(&memory, key.id);
         view.sites = sites
-            .into_iter()
+            .take(SITES_SHOWN)
             .map(|site| self.to_site(&registration, site))
             .collect();
         Ok(view)
@@ -95,8 +97,8 @@ impl Keys {
                     .map(|hold| v1::Hold {
                         name: key.name().to_owned(),
                         module: key.module().to_owned(),
-                        owner: hold.owner.clone(),
-                        reason: hold.reason.clone(),
+                        owner: hold.owner.to_string(),
+                        reason: hold.reason.to_string(),
                         references: hold.references,
                         since: Some(hold.since.into()),
                         expires_at: hold.expires.map(|(_, at)| at.into()),
@@ -169,12 +171,14 @@ fn to_key(
     count: i32,
 ) -> v1::StaticKey {
     let instance = registration.instance(key);
-    let sites = registration
-        .catalog
-        .site_states(&registration.memory(ram), key.id);
-    let sealed = sites
-        .iter()
-        .any(|site| site.patchable == Err(NotPatchable::Sealed));
+    let memory = registration.memory(ram);
+    let mut sealed = registration.catalog.is_ro_after_init(key.id);
+    let (mut site_count, mut patchable_sites) = (0, 0);
+    for site in registration.catalog.sites(&memory, key.id) {
+        site_count += 1;
+        patchable_sites += usize::from(site.patchable.is_ok());
+        sealed |= site.patchable == Err(NotPatchable::Sealed);
+    }
     v1::StaticKey {
         name: key.name().to_owned(),
         module: key.module().to_owned(),
@@ -182,10 +186,10 @@ fn to_key(
         count: count_users(count),
         enabled: count_users(count) > 0,
         address: key.id.0,
-        patchable_sites: to_u32(sites.iter().filter(|site| site.patchable.is_ok()).count()),
-        site_count: to_u32(sites.len()),
+        patchable_sites: to_u32(patchable_sites),
+        site_count: to_u32(site_count),
         initially_true: registration.initially_true(ram, key),
-        sealed: sealed || registration.ro_after_init.contains(key.id.0, 1),
+        sealed,
         quarantine: book.quarantine.get(&instance).cloned().unwrap_or_default(),
         etag: etag(registration.generation, count),
         holds: book.holds.references(instance),

@@ -7,7 +7,8 @@
 //!      └─────────────────────────┴──────────── closed, garbage, too much ◀───────────────┘
 //! ```
 //!
-//! The guest is hostile, and any program in it can connect: one agent at a time (another takes its
+//! The guest is hostile, and its privileged programs can connect (the vsock device turns the others
+//! away, see [`PORT`]): one agent at a time (another takes its
 //! place only when it has been silent), capped frames, few handshakes at once, no more pages than
 //! there was credit for, and answers only to questions that were asked. A silent agent keeps its
 //! place: it may be stopped, and what it armed is still in the keys.
@@ -30,7 +31,8 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use super::clock::GuestClock;
 use super::frame::{self, FrameError};
 
-/// vsock port of the host that the agent connects to.
+/// vsock port of the host that the agent connects to, from a port of its own below 1024: Linux gives
+/// these to holders of CAP_NET_BIND_SERVICE alone.
 pub const PORT: u32 = 1024;
 /// Versions of the protocol that this monitor speaks.
 const VERSIONS: std::ops::RangeInclusive<u32> = 1..=1;

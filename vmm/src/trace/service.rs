@@ -13,6 +13,7 @@ use patchbay_proto::v1;
 use patchbay_proto::v1::from_agent::Message as Answer;
 use patchbay_proto::v1::to_agent::Message as Question;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
+use prost::Message;
 use tokio::sync::{mpsc, watch};
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
@@ -22,9 +23,11 @@ use super::error::TraceError;
 use super::hub::Subscription;
 use super::link::{AgentError, bounded};
 use super::select::{self, Wanted};
-use super::tracer::{ArmTerms, SwitchTerms, Tracer};
+use super::tracer::{ArmTerms, Once, Outcome, SwitchTerms, Tracer};
+use crate::keys::replay;
 
 const MAX_TEXT_BYTES: usize = 1024;
+const MAX_REQUEST_ID_BYTES: usize = 128;
 const DEFAULT_PAGE_SIZE: usize = 1000;
 const MAX_PAGE_SIZE: usize = 10_000;
 const DEFAULT_EVENTS_PER_SECOND: u32 = 50_000;
@@ -89,7 +92,9 @@ impl TracepointsService for TracepointsApi {
         request: Request<v1::ArmTracepointsRequest>,
     ) -> Result<Response<v1::ArmTracepointsResponse>, Status> {
         let client = crate::service::owner(&request);
-        let request = request.into_inner();
+        let mut request = request.into_inner();
+        let id = std::mem::take(&mut request.request_id);
+        let once = once("arm", &client, id, request.validate_only, &request)?;
         let wanted = Wanted::parse(request.patterns, true)?;
         let terms = ArmTerms {
             filter: text("filter", request.filter)?,
@@ -98,8 +103,8 @@ impl TracepointsService for TracepointsApi {
             validate_only: request.validate_only,
         };
         let tracer = Arc::clone(&self.tracer);
-        let (results, report) =
-            whole(async move { tracer.arm(&client, &wanted, &terms).await }).await?;
+        let change = async move { tracer.arm(&client, &wanted, &terms).await };
+        let (results, report) = self.change(once, change).await?;
         Ok(Response::new(v1::ArmTracepointsResponse {
             results,
             report,
@@ -112,13 +117,15 @@ impl TracepointsService for TracepointsApi {
     ) -> Result<Response<v1::FireTracepointsResponse>, Status> {
         let client = crate::service::owner(&request);
         let deadline = Instant::now() + crate::service::time_allowed(request.metadata());
-        let request = request.into_inner();
+        let mut request = request.into_inner();
+        let id = std::mem::take(&mut request.request_id);
+        let once = once("fire", &client, id, request.validate_only, &request)?;
         let wanted = Wanted::parse(request.patterns, true)?;
         let mut terms = switch_terms(request.validate_only, request.stop_timeout)?;
         terms.deadline = deadline;
         let tracer = Arc::clone(&self.tracer);
-        let (results, report) =
-            whole(async move { tracer.fire(&client, &wanted, &terms).await }).await?;
+        let change = async move { tracer.fire(&client, &wanted, &terms).await };
+        let (results, report) = self.change(once, change).await?;
         Ok(Response::new(v1::FireTracepointsResponse {
             results,
             report,
@@ -131,15 +138,17 @@ impl TracepointsService for TracepointsApi {
     ) -> Result<Response<v1::ParkTracepointsResponse>, Status> {
         let client = crate::service::owner(&request);
         let deadline = Instant::now() + crate::service::time_allowed(request.metadata());
-        let request = request.into_inner();
+        let mut request = request.into_inner();
+        let id = std::mem::take(&mut request.request_id);
+        let once = once("park", &client, id, request.validate_only, &request)?;
         let wanted = Wanted::parse(request.patterns, true)?;
         let mut terms = switch_terms(request.validate_only, request.stop_timeout)?;
         terms.deadline = deadline;
         terms.even_if_others = request.even_if_others;
         terms.force = request.force;
         let tracer = Arc::clone(&self.tracer);
-        let (results, report) =
-            whole(async move { tracer.park(&client, &wanted, &terms).await }).await?;
+        let change = async move { tracer.park(&client, &wanted, &terms).await };
+        let (results, report) = self.change(once, change).await?;
         Ok(Response::new(v1::ParkTracepointsResponse {
             results,
             report,
@@ -151,11 +160,16 @@ impl TracepointsService for TracepointsApi {
         request: Request<v1::DisarmTracepointsRequest>,
     ) -> Result<Response<v1::DisarmTracepointsResponse>, Status> {
         let client = crate::service::owner(&request);
-        let request = request.into_inner();
+        let mut request = request.into_inner();
+        let id = std::mem::take(&mut request.request_id);
+        let once = once("disarm", &client, id, false, &request)?;
         let wanted = Wanted::parse(request.patterns, true)?;
         let tracer = Arc::clone(&self.tracer);
-        let results =
-            whole(async move { tracer.disarm(&client, &wanted, request.force).await }).await?;
+        let change = async move {
+            let results = tracer.disarm(&client, &wanted, request.force).await?;
+            Ok((results, None))
+        };
+        let (results, _) = self.change(once, change).await?;
         Ok(Response::new(v1::DisarmTracepointsResponse { results }))
     }
 
@@ -365,6 +379,44 @@ async fn tell(
     }
 }
 
+impl TracepointsApi {
+    async fn change(
+        &self,
+        once: Once,
+        change: impl Future<Output = Result<Outcome, TraceError>> + Send + 'static,
+    ) -> Result<Outcome, Status> {
+        let tracer = Arc::clone(&self.tracer);
+        whole(async move { tracer.once(once, change).await }).await
+    }
+}
+
+/// Names a change by its request id. `rest` is the request without it.
+fn once(
+    method: &str,
+    client: &str,
+    request_id: String,
+    validate_only: bool,
+    rest: &impl Message,
+) -> Result<Once, TraceError> {
+    if request_id.len() > MAX_REQUEST_ID_BYTES {
+        return Err(invalid(
+            "request_id",
+            format!("is longer than {MAX_REQUEST_ID_BYTES} bytes"),
+        ));
+    }
+    let mut content = method.as_bytes().to_vec();
+    content.extend(rest.encode_to_vec());
+    Ok(Once {
+        client: client.to_owned(),
+        // What changes nothing may be asked for again.
+        request_id: match validate_only {
+            true => String::new(),
+            false => request_id,
+        },
+        content: replay::content(&content),
+    })
+}
+
 /// Runs a change to its end, whether or not anybody waits for it.
 async fn whole<T: Send + 'static>(
     change: impl Future<Output = Result<T, TraceError>> + Send + 'static,
@@ -384,6 +436,7 @@ async fn list(
 ) -> Result<(Vec<v1::Tracepoint>, Option<AgentError>), TraceError> {
     let (events, stale) = tracer.events().await;
     let facts = tracer.facts().await?;
+    tracer.forget_vanished(&facts);
     let book = tracer.book();
     let others = select::others(&events, &facts, |event| book.events.contains_key(event));
     let mut names = events.names;

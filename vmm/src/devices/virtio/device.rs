@@ -43,3 +43,43 @@ pub(super) trait Device: Send {
         None
     }
 }
+
+/// So that a test can drive any of several devices.
+#[cfg(any(test, feature = "testing"))]
+impl Device for Box<dyn Device> {
+    fn id(&self) -> u32 {
+        (**self).id()
+    }
+
+    fn features(&self) -> u64 {
+        (**self).features()
+    }
+
+    fn queues(&self) -> usize {
+        (**self).queues()
+    }
+
+    fn config(&self) -> Vec<u8> {
+        (**self).config()
+    }
+
+    fn activate(&mut self, features: u64) {
+        (**self).activate(features);
+    }
+
+    fn reset(&mut self) {
+        (**self).reset();
+    }
+
+    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<bool, Broken> {
+        (**self).process(rings, memory)
+    }
+
+    fn close(&mut self) {
+        (**self).close();
+    }
+
+    fn event_source(&self) -> Option<RawFd> {
+        (**self).event_source()
+    }
+}

@@ -3,6 +3,11 @@
 //! The guest's side of a device, for the tests: a driver that follows the rules,
 //! with ways to break them.
 
+#![cfg_attr(
+    not(test),
+    allow(dead_code, reason = "the fuzz targets use a part of it")
+)]
+
 use std::sync::Arc;
 
 use virtio_bindings::virtio_mmio::*;

@@ -26,43 +26,13 @@ fn devices(folder: &std::path::Path) -> Vec<(Box<dyn Device>, usize)> {
     let vsock = VsockConfig {
         path: folder.join("vsock"),
         cid: CID_MIN,
+        privileged: vec![],
     };
     vec![
         (Box::new(Rng), 0),
         (Box::new(Block::open(&disk, 0).unwrap()), 0),
         (Box::new(Vsock::new(&vsock).unwrap()), 1),
     ]
-}
-
-impl Device for Box<dyn Device> {
-    fn id(&self) -> u32 {
-        (**self).id()
-    }
-    fn features(&self) -> u64 {
-        (**self).features()
-    }
-    fn queues(&self) -> usize {
-        (**self).queues()
-    }
-    fn config(&self) -> Vec<u8> {
-        (**self).config()
-    }
-    fn activate(&mut self, features: u64) {
-        (**self).activate(features);
-    }
-    fn reset(&mut self) {
-        (**self).reset();
-    }
-    fn process(
-        &mut self,
-        rings: &mut [Option<super::queue::Ring>],
-        memory: &super::Memory,
-    ) -> Result<bool, super::queue::Broken> {
-        (**self).process(rings, memory)
-    }
-    fn event_source(&self) -> Option<std::os::fd::RawFd> {
-        (**self).event_source()
-    }
 }
 
 /// Runs `attack` on each device, which must make it ask for a reset, and then

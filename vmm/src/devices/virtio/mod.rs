@@ -18,8 +18,10 @@
 
 mod block;
 mod device;
-#[cfg(test)]
+#[cfg(any(test, feature = "testing"))]
 mod driver;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod fuzzing;
 #[cfg(test)]
 mod hostile_tests;
 mod queue;
@@ -93,7 +95,7 @@ pub enum VirtioError {
 
 /// A guest's virtio devices.
 pub(crate) struct Virtio {
-    transports: Arc<[Transport]>,
+    transports: Arc<[Arc<Transport>]>,
     thread: DeviceThread,
 }
 
@@ -113,9 +115,9 @@ impl Virtio {
         for (index, disk) in config.disks.iter().enumerate() {
             devices.push(Box::new(block::Block::open(disk, index)?));
         }
-        let transports: std::io::Result<Arc<[Transport]>> = devices
+        let transports: std::io::Result<Arc<[Arc<Transport>]>> = devices
             .into_iter()
-            .map(|device| Transport::new(device, memory.clone()))
+            .map(|device| Transport::new(device, memory.clone()).map(Arc::new))
             .collect();
         let transports = transports?;
         let thread = DeviceThread::new(transports.clone())?;

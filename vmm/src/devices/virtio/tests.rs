@@ -414,20 +414,19 @@ fn the_thread_answers_and_ends() {
     let mut config = image(folder.path());
     config.read_only = true;
     let driver = Driver::new(Block::open(&config, 0).unwrap());
-    let transports: std::sync::Arc<[_]> =
-        [std::sync::Arc::into_inner(driver.transport).unwrap()].into();
-    let thread = super::thread::DeviceThread::new(transports.clone()).unwrap();
+    let transport = driver.transport.clone();
+    let thread = super::thread::DeviceThread::new([transport.clone()].into()).unwrap();
     thread.start().unwrap();
-    let interrupt = transports[0].interrupt().try_clone().unwrap();
+    let interrupt = transport.interrupt().try_clone().unwrap();
     // An endless chain: the thread finds it, and says so by an interrupt.
     super::driver::write_descriptor(&driver.memory, 0x1_0000, (0, 0, 1, 0));
     vm_memory::Bytes::write_obj(&driver.memory, 1_u16, vm_memory::GuestAddress(0x1_1002)).unwrap();
-    transports[0].write(0x50, &[0; 4]);
+    transport.write(0x50, &[0; 4]);
     while interrupt.read().is_err() {
         std::thread::yield_now();
     }
     let mut status = [0; 4];
-    transports[0].read(0x70, &mut status);
+    transport.read(0x70, &mut status);
     assert_ne!(u32::from_le_bytes(status) & NEEDS_RESET, 0);
     thread.stop();
     thread.stop();

@@ -20,7 +20,7 @@ const OWN_EVENT: u64 = 1 << 32;
 
 /// The thread, running or not.
 pub(super) struct DeviceThread {
-    transports: Arc<[Transport]>,
+    transports: Arc<[Arc<Transport>]>,
     epoll: Arc<Epoll>,
     stop: EventFd,
     handle: Mutex<Option<JoinHandle<()>>>,
@@ -28,7 +28,7 @@ pub(super) struct DeviceThread {
 
 impl DeviceThread {
     /// Prepares the thread; it does not run yet.
-    pub fn new(transports: Arc<[Transport]>) -> std::io::Result<Self> {
+    pub fn new(transports: Arc<[Arc<Transport>]>) -> std::io::Result<Self> {
         let epoll = Epoll::new()?;
         let stop = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
         let watch = |fd, events, token| {
@@ -89,7 +89,7 @@ impl Drop for DeviceThread {
     }
 }
 
-fn work(transports: &[Transport], epoll: &Epoll) {
+fn work(transports: &[Arc<Transport>], epoll: &Epoll) {
     let mut ready = [EpollEvent::default(); 32];
     loop {
         let count = match epoll.wait(-1, &mut ready) {

@@ -125,4 +125,6 @@ pub(super) struct Layout {
     pub keys: u64,
     pub directory: u64,
     pub names: u64,
+    /// Of the `struct module`, 0 for the kernel.
+    pub module: u64,
 }

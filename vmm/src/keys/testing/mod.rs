@@ -9,23 +9,31 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use static_keys::GuestMemory;
 use vm_memory::GuestAddress;
 use zerocopy::{FromZeros, IntoBytes};
 
 use self::image::*;
 pub use self::image::{Gate, TestKey};
+use super::address_space::{KernelMemory, PageTable};
 use super::clock::Clock;
 use super::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
 use super::registry::Registry;
 use crate::abi;
 use crate::devices::{Console, ConsoleOutput};
 use crate::memory::GuestRam;
+use crate::paging::Levels;
 use crate::pause::{Activity, LateVcpu, PauseError};
 use crate::request::GuestRequests;
 
 struct Place {
     key: u64,
     sites: Vec<u64>,
+}
+
+/// Guest memory by kernel-virtual address, through page tables that were not registered.
+pub fn kernel_memory(ram: &GuestRam, root: u64, levels: Levels) -> impl GuestMemory {
+    KernelMemory::new(ram, PageTable { root, levels })
 }
 
 type Hook = Box<dyn FnMut() + Send>;
@@ -43,6 +51,7 @@ pub struct InMemoryGuest {
     pauses: AtomicU64,
     rips: Mutex<Vec<u64>>,
     on_pause: Mutex<Option<Hook>>,
+    on_resume: Arc<Mutex<Option<Hook>>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -68,6 +77,7 @@ impl InMemoryGuest {
             pauses: AtomicU64::new(0),
             rips: Mutex::default(),
             on_pause: Mutex::default(),
+            on_resume: Arc::default(),
         };
         guest.map_image();
         Arc::new(guest)
@@ -189,6 +199,7 @@ impl InMemoryGuest {
                 name: u32::try_from(names.len()).expect("short names"),
                 class: key.class,
                 tracepoint,
+                module: at.module,
             };
             self.write(
                 at.directory + index * size_of::<abi::Key>() as u64,
@@ -246,6 +257,7 @@ impl InMemoryGuest {
             keys: KEYS,
             directory: DIRECTORY,
             names: NAMES,
+            module: 0,
         };
         let (jump_table, directory) = self.lay_out("", keys, &layout);
         let mut descriptor = abi::Descriptor::new_zeroed();
@@ -316,6 +328,16 @@ impl InMemoryGuest {
         self.registry.request(op, GuestAddress(REQUEST_PAGE))
     }
 
+    /// The page of the last request, as far as requests reach.
+    ///
+    /// # Panics
+    /// Never: the page is in memory.
+    pub fn last_request(&self) -> Vec<u8> {
+        let mut bytes = vec![0; size_of::<abi::Descriptor>()];
+        self.ram.read(REQUEST_PAGE, &mut bytes).expect("in memory");
+        bytes
+    }
+
     /// A kernel with these keys registers, under a new generation.
     pub fn register(&self, keys: &[TestKey]) -> i32 {
         self.generation.fetch_add(1, Ordering::SeqCst);
@@ -348,6 +370,7 @@ impl InMemoryGuest {
             keys: base + 0x7000,
             directory: base + 0x8000,
             names: base + 0x9000,
+            module: base,
         };
         let (jump_table, directory) = self.lay_out(&format!("{name}:"), keys, &layout);
         let mut request = self.module(abi::OP_MODULE_ADD, base);
@@ -454,6 +477,11 @@ impl InMemoryGuest {
         *lock(&self.on_pause) = Some(Box::new(hook));
     }
 
+    /// Called at the end of every pause.
+    pub fn on_resume(&self, hook: impl FnMut() + Send + 'static) {
+        *lock(&self.on_resume) = Some(Box::new(hook));
+    }
+
     /// Prints to the console.
     pub fn print(&self, text: &[u8]) {
         self.console.port_write(0, text);
@@ -486,6 +514,15 @@ impl Machine for InMemoryGuest {
 /// The guest, stopped.
 pub struct PausedInMemory {
     rips: Vec<u64>,
+    on_resume: Arc<Mutex<Option<Hook>>>,
+}
+
+impl Drop for PausedInMemory {
+    fn drop(&mut self) {
+        if let Some(hook) = &mut *lock(&self.on_resume) {
+            hook();
+        }
+    }
 }
 
 impl PausedGuest for PausedInMemory {
@@ -530,6 +567,7 @@ impl Guest for InMemoryGuest {
         }
         Ok(PausedInMemory {
             rips: lock(&self.rips).clone(),
+            on_resume: Arc::clone(&self.on_resume),
         })
     }
 }

@@ -7,8 +7,9 @@ use std::time::Duration;
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
 use patchbay_proto::v1::{
-    AgentEnabledEvent, AgentInstance, ArmTracepointsRequest, ListTracepointsRequest,
-    StreamTracepointEventsRequest, StreamTracepointEventsResponse, TracepointState,
+    AgentEnabledEvent, AgentInstance, ArmTracepointsRequest, FireTracepointsRequest,
+    ListTracepointsRequest, ParkTracepointsRequest, StreamTracepointEventsRequest,
+    StreamTracepointEventsResponse, TracepointState,
 };
 use tokio::sync::watch;
 use tokio_stream::StreamExt;
@@ -318,6 +319,131 @@ async fn batch(stream: &mut Events) -> StreamTracepointEventsResponse {
             return batch;
         }
     }
+}
+
+/// Gone with its module, or by the hand of somebody in the guest.
+#[tokio::test]
+async fn what_vanished_is_no_longer_armed_and_stops_nobody() {
+    let fake = Fake::with_agent().await;
+    arm(&fake, "a", &["sched:*"]).await;
+    let switch = wanted(&["sched:*"]);
+    // Its key goes, and with it the first attempt to fire.
+    let state = || fake.keys.state.lock().unwrap();
+    let gone = state().remove("sched_switch").expect("a key");
+    *fake.keys.fail.lock().unwrap() = Some(KeysError::KeyNotFound {
+        name: "sched_switch".into(),
+        near: vec![],
+    });
+    let (results, _) = fake
+        .tracer
+        .fire("a", &switch, &SwitchTerms::default())
+        .await
+        .expect("the other one fires");
+    assert_eq!(results.len(), 1);
+    assert_eq!(results[0].name, "sched:sched_process_fork");
+    let only = wanted(&["sched_switch"]);
+    let error = fake
+        .tracer
+        .fire("a", &only, &SwitchTerms::default())
+        .await
+        .expect_err("gone");
+    assert_eq!(reason(&error.into()), "NOT_ARMED");
+    // It comes again, and arming it is not for nothing.
+    state().insert("sched_switch".into(), (false, gone.1 - 1));
+    fake.script
+        .enabled
+        .lock()
+        .unwrap()
+        .remove("sched:sched_switch");
+    arm(&fake, "a", &["sched_switch"]).await;
+    assert!(
+        fake.script
+            .enabled
+            .lock()
+            .unwrap()
+            .contains("sched:sched_switch")
+    );
+    // A probe that somebody removed.
+    fake.keys.probe("sched:sched_switch", false);
+    let error = fake
+        .tracer
+        .park("a", &only, &SwitchTerms::default())
+        .await
+        .expect_err("no probe");
+    assert_eq!(reason(&error.into()), "NOT_ARMED");
+}
+
+#[tokio::test]
+async fn a_repeated_request_gets_the_earlier_answer() {
+    let fake = Fake::with_agent().await;
+    let (api, _ending) = api(&fake);
+    let switches = || fake.keys.switches.lock().unwrap().len();
+    let arm = ArmTracepointsRequest {
+        patterns: vec!["sched:*".into()],
+        request_id: "r1".into(),
+        ..Default::default()
+    };
+    let ask = |request: ArmTracepointsRequest| api.arm_tracepoints(Request::new(request));
+    // Only validated, and failed: neither is the answer to the change.
+    let validate = ArmTracepointsRequest {
+        validate_only: true,
+        ..arm.clone()
+    };
+    ask(validate).await.expect("valid");
+    *fake.keys.fail.lock().unwrap() = Some(KeysError::GuestStopped);
+    ask(arm.clone()).await.expect_err("stopped");
+    let first = ask(arm.clone()).await.expect("armed").into_inner();
+    assert_eq!((first.results.len(), switches()), (2, 1));
+
+    let fire = FireTracepointsRequest {
+        patterns: vec!["sched_switch".into()],
+        request_id: "r2".into(),
+        ..Default::default()
+    };
+    let park = ParkTracepointsRequest {
+        patterns: vec!["sched_switch".into()],
+        ..Default::default()
+    };
+    let fired = api.fire_tracepoints(Request::new(fire.clone())).await;
+    let fired = fired.expect("fired").into_inner();
+    api.park_tracepoints(Request::new(park))
+        .await
+        .expect("parked");
+    assert_eq!(switches(), 3);
+    let again = api.fire_tracepoints(Request::new(fire.clone())).await;
+    assert_eq!(again.expect("the earlier answer").into_inner(), fired);
+    assert_eq!(ask(arm.clone()).await.expect("earlier").into_inner(), first);
+    assert!(!fake.keys.is_on("sched_switch"), "nothing was fired anew");
+    assert_eq!(switches(), 3);
+
+    // The same id for another change, of the same kind and of another.
+    let other = FireTracepointsRequest {
+        patterns: vec!["sched:*".into()],
+        ..fire
+    };
+    let status = api
+        .fire_tracepoints(Request::new(other))
+        .await
+        .expect_err("reused");
+    assert_eq!(reason(&status), "REQUEST_ID_REUSED");
+    let park = ParkTracepointsRequest {
+        patterns: vec!["sched_switch".into()],
+        request_id: "r2".into(),
+        ..Default::default()
+    };
+    let status = api
+        .park_tracepoints(Request::new(park))
+        .await
+        .expect_err("reused");
+    assert_eq!(reason(&status), "REQUEST_ID_REUSED");
+    let long = ArmTracepointsRequest {
+        request_id: "x".repeat(129),
+        ..arm
+    };
+    assert_eq!(
+        reason(&ask(long).await.expect_err("too long")),
+        "INVALID_TRACE_REQUEST"
+    );
 }
 
 #[tokio::test]

@@ -9,7 +9,8 @@
 //! | guest | host's port N | the monitor connects to `PATH_N`, where a program listens |
 //!
 //! A connection that the guest refuses is closed without an answer; one for which
-//! nobody listens on the host is refused to the guest. Packets that make no sense
+//! nobody listens on the host is refused to the guest, and so is one to a
+//! privileged port from a program without privileges. Packets that make no sense
 //! are answered by a reset of the connection they name.
 //!
 //! Bounds: 256 connections, 64 KiB from the guest per connection, 64 clients that
@@ -20,6 +21,8 @@ mod connection;
 mod host;
 mod packet;
 
+#[cfg(test)]
+mod bulk_tests;
 #[cfg(test)]
 mod tests;
 
@@ -58,6 +61,10 @@ const BATCH: usize = 64;
 /// Ports that the host's side of host-made connections gets start here.
 const FIRST_HOST_PORT: u32 = 1 << 30;
 
+/// The guest's ports below this belong to its privileged programs (`LAST_RESERVED_PORT`,
+/// `net/vmw_vsock/af_vsock.c`).
+const UNPRIVILEGED_PORTS: u32 = 1024;
+
 /// The least address that a guest can have; those below are reserved.
 pub const CID_MIN: u32 = 3;
 
@@ -68,6 +75,10 @@ pub struct VsockConfig {
     pub path: PathBuf,
     /// The guest's address (CID), 3 to 2^32 - 2.
     pub cid: u32,
+    /// Ports of the host that only privileged programs of the guest reach: those whose own
+    /// port is below 1024, which Linux gives only to holders of CAP_NET_BIND_SERVICE
+    /// (`__vsock_bind_connectible()`, `net/vmw_vsock/af_vsock.c`).
+    pub privileged: Vec<u32>,
 }
 
 /// Why there is no vsock device.
@@ -102,6 +113,7 @@ struct Ports {
 /// The device.
 pub(super) struct Vsock {
     cid: u64,
+    privileged: Vec<u32>,
     host: Host,
     connections: BTreeMap<Ports, Connection>,
     /// The connection of each stream that `host` watches.
@@ -124,6 +136,7 @@ impl Vsock {
         }
         Ok(Self {
             cid: config.cid.into(),
+            privileged: config.privileged.clone(),
             host: Host::listen(&config.path)?,
             connections: BTreeMap::new(),
             tokens: BTreeMap::new(),
@@ -278,7 +291,8 @@ impl Vsock {
 
     /// The guest wants to reach a port of the host.
     fn connect_host(&mut self, ports: Ports, request: &Header) {
-        let connected = match self.connections.len() < CONNECTIONS_MAX {
+        let allowed = ports.guest < UNPRIVILEGED_PORTS || !self.privileged.contains(&ports.host);
+        let connected = match allowed && self.connections.len() < CONNECTIONS_MAX {
             true => self.host.connect(ports.host).ok(),
             false => None,
         };

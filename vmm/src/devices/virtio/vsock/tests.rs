@@ -13,6 +13,8 @@ use super::{CONNECTIONS_MAX, FIRST_HOST_PORT, RECEIVE, RESETS_MAX, TRANSMIT};
 use super::{Vsock, VsockConfig, VsockError};
 
 const CID: u32 = 42;
+/// A port of the host for privileged programs of the guest.
+const PRIVILEGED: u32 = 1024;
 /// Room for data in each of the guest's receive buffers.
 const ROOM: usize = 4096;
 
@@ -29,6 +31,7 @@ impl Guest {
         let config = VsockConfig {
             path: folder.path().join("vsock"),
             cid: CID,
+            privileged: vec![PRIVILEGED],
         };
         Self {
             driver: Driver::new(Vsock::new(&config).unwrap()),
@@ -164,6 +167,27 @@ fn the_guest_connects_to_a_program_on_the_host() {
     let mut hello = [0; 5];
     program.read_exact(&mut hello).unwrap();
     assert_eq!(&hello, b"hello");
+}
+
+#[test]
+fn privileged_ports_are_for_privileged_programs() {
+    let mut guest = Guest::new();
+    let listener = UnixListener::bind(guest.path("vsock_1024")).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    for (port, answer) in [
+        (1 << 30, Op::Reset),
+        (1024, Op::Reset),
+        (1023, Op::Response),
+        (0, Op::Response),
+    ] {
+        let request = Header {
+            src_port: port,
+            ..packet(Op::Request, PRIVILEGED, 0)
+        };
+        guest.send(request, &[]);
+        guest.expect(answer);
+        assert_eq!(listener.accept().is_ok(), answer == Op::Response, "{port}");
+    }
 }
 
 #[test]
@@ -508,6 +532,7 @@ fn one_monitor_listens_and_the_socket_goes_with_it() {
     let config = VsockConfig {
         path: folder.path().join("vsock"),
         cid: CID,
+        privileged: vec![],
     };
     let first = Vsock::new(&config).unwrap();
     assert!(matches!(Vsock::new(&config), Err(VsockError::InUse(_))));

@@ -1,0 +1,341 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a flip costs, beside the two others who could do it or half of it, in one run:
+//!
+//! - the host: the whole gRPC call over the unix socket, and what the guest felt of it: stop, patch, resume;
+//! - the guest itself: `static_key_enable()` and `static_key_disable()` on the same keys, called from a module;
+//! - QEMU: QMP `stop` and `cont` of the same kernel and initramfs, the client's view.
+//!
+//! `cargo xtask bench flip [-- VCPUS…]`, 1, 2 and 4 unless given. In the lab, which has one CPU,
+//! only ratios with 1 vCPU mean anything.
+
+mod figures;
+mod qemu;
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use figures::Samples;
+use patchbay_proto::v1::{
+    FlipReport, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest, PauseGuestRequest,
+    ResumeGuestRequest, StaticKey, UpdateStaticKeysRequest,
+};
+use patchbay_tests::{Environment, Guest};
+
+/// Between two changes, so that the guest is back at what it did.
+const BETWEEN: Duration = Duration::from_millis(2);
+/// Changes that warm caches, and the emulator's translations, before any is counted.
+const WARM_UP: usize = 6;
+/// The rounds of a case are made in so many turns of host and guest, so that a drift of the
+/// machine hits both.
+const TURNS: usize = 4;
+
+/// Keys that are flipped together, and the guest's file that does the same.
+struct Case {
+    what: &'static str,
+    keys: &'static str,
+    count: usize,
+    file: &'static str,
+    /// Times on and off.
+    rounds: usize,
+}
+
+const CASES: [Case; 4] = [
+    Case {
+        what: "1 key, 1 site",
+        keys: "patchbay_test:bench_key_*",
+        count: 1,
+        file: "one",
+        rounds: 100,
+    },
+    Case {
+        what: "1 key, 56 sites",
+        keys: "patchbay_test:many_key",
+        count: 1,
+        file: "many",
+        rounds: 100,
+    },
+    Case {
+        what: "100 keys",
+        keys: "patchbay_test:bench_key_*",
+        count: 100,
+        file: "hundred",
+        rounds: 40,
+    },
+    Case {
+        what: "1,000 keys",
+        keys: "patchbay_test:bench_key_*",
+        count: 1000,
+        file: "thousand",
+        rounds: 20,
+    },
+];
+
+/// What the host's changes took.
+#[derive(Default)]
+struct Host {
+    call: Samples,
+    stop: Samples,
+    patch: Samples,
+    resume: Samples,
+    /// All that the guest felt.
+    window: Samples,
+    /// Attempts that found the guest busy.
+    again: u32,
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<()> {
+    let Some(environment) = Environment::linux_guest() else {
+        return Ok(());
+    };
+    let given: Vec<u32> = std::env::args()
+        .filter_map(|word| word.parse().ok())
+        .collect();
+    let counts = if given.is_empty() {
+        vec![1, 2, 4]
+    } else {
+        given
+    };
+    println!("Host: {}", figures::host());
+    println!("Microseconds, p50 / p99 / max; ratios of the p50. The guest is idle unless said.");
+    for vcpus in counts {
+        println!();
+        measure(&environment, vcpus).await?;
+    }
+    Ok(())
+}
+
+async fn measure(environment: &Environment, vcpus: u32) -> Result<()> {
+    let qemu = qemu::measure(environment, vcpus, 100).await?;
+    let mut guest = Guest::with_test_keys(vcpus).await?.context("no guest")?;
+    let keys = all_keys(&mut guest).await?;
+
+    println!(
+        "| {vcpus} vCPU | n | host: whole call | stop | patch | resume | guest stands still | guest itself | times faster | QEMU / standstill |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|");
+    for case in &CASES {
+        let names = named(&keys, case)?;
+        let mut host = Host::default();
+        let mut itself = Samples::default();
+        flip(&mut guest, &names, WARM_UP, &mut Host::default()).await?;
+        for _ in 0..TURNS {
+            let rounds = case.rounds / TURNS;
+            flip(&mut guest, &names, rounds, &mut host).await?;
+            flip_by_itself(&mut guest, case, rounds, &mut itself).await?;
+        }
+        row(case.what, &host, Some(&itself), qemu.as_ref());
+    }
+    println!(
+        "| (a call that does nothing) | 100 | {} | | | | | | | |",
+        nothing(&mut guest, 100).await?
+    );
+    let spin = "for i in $(seq $(nproc)); do (while :; do :; done) & done";
+    guest.shell(spin).await?;
+    let names = named(&keys, &CASES[0])?;
+    let mut host = Host::default();
+    flip(&mut guest, &names, CASES[0].rounds, &mut host).await?;
+    row("1 key, 1 site, guest busy", &host, None, qemu.as_ref());
+    guest.shell("kill $(jobs -p)").await?;
+
+    held(&mut guest, &keys).await?;
+    guest.assert_no_warnings().await?;
+    if let Some(times) = &qemu {
+        println!(
+            "\nQEMU, {} rounds: stop {}, cont {}, both {}.",
+            times.both.len(),
+            times.stop,
+            times.cont,
+            times.both
+        );
+    } else {
+        println!("\nThere is no qemu-system-x86_64 here.");
+    }
+    Ok(())
+}
+
+fn row(what: &str, host: &Host, itself: Option<&Samples>, qemu: Option<&qemu::Times>) {
+    let faster = itself.map_or(String::new(), |itself| {
+        format!("{:.1}", itself.times(&host.call))
+    });
+    let itself = itself.map_or(String::new(), ToString::to_string);
+    let qemu = qemu.map_or(String::new(), |qemu| {
+        format!("{:.1}", qemu.both.times(&host.window))
+    });
+    println!(
+        "| {what} | {} | {} | {} | {} | {} | {} | {itself} | {faster} | {qemu} |",
+        host.call.len(),
+        host.call,
+        host.stop,
+        host.patch,
+        host.resume,
+        host.window,
+    );
+    if host.again > 0 {
+        println!(
+            "(the guest was busy {} times, and the host tried again)",
+            host.again
+        );
+    }
+}
+
+/// All keys, by name.
+async fn all_keys(guest: &mut Guest) -> Result<Vec<StaticKey>> {
+    let request = ListStaticKeysRequest {
+        page_size: 10_000,
+        ..Default::default()
+    };
+    let listed = guest.static_keys().list_static_keys(request).await?;
+    Ok(listed.into_inner().keys)
+}
+
+fn full_name(key: &StaticKey) -> String {
+    if key.module.is_empty() {
+        key.name.clone()
+    } else {
+        format!("{}:{}", key.module, key.name)
+    }
+}
+
+/// The names of a case's keys, in the order in which the guest's module has them.
+fn named(keys: &[StaticKey], case: &Case) -> Result<Vec<String>> {
+    let prefix = case.keys.trim_end_matches('*');
+    let mut names: Vec<String> = keys
+        .iter()
+        .map(full_name)
+        .filter(|name| name.starts_with(prefix))
+        .collect();
+    names.sort_unstable();
+    names.truncate(case.count);
+    ensure!(names.len() == case.count, "too few keys {}", case.keys);
+    Ok(names)
+}
+
+fn updates(names: &[String], op: KeyOp) -> Vec<KeyUpdate> {
+    let names = names.iter();
+    names
+        .map(|name| KeyUpdate {
+            name: name.clone(),
+            op: op.into(),
+            etag: String::new(),
+        })
+        .collect()
+}
+
+/// Flips keys on and off from outside.
+async fn flip(guest: &mut Guest, names: &[String], rounds: usize, host: &mut Host) -> Result<()> {
+    for _ in 0..rounds {
+        for op in [KeyOp::Enable, KeyOp::Disable] {
+            let request = UpdateStaticKeysRequest {
+                updates: updates(names, op),
+                ..Default::default()
+            };
+            change(guest, request, host).await?;
+            tokio::time::sleep(BETWEEN).await;
+        }
+    }
+    Ok(())
+}
+
+async fn change(
+    guest: &mut Guest,
+    request: UpdateStaticKeysRequest,
+    host: &mut Host,
+) -> Result<FlipReport> {
+    let mut client = guest.static_keys();
+    let began = Instant::now();
+    let answer = client.update_static_keys(request).await?.into_inner();
+    host.call.add(began.elapsed());
+    let report = answer.report.context("a change without a report")?;
+    let time = |duration: Option<prost_types::Duration>| {
+        Duration::try_from(duration.unwrap_or_default()).unwrap_or_default()
+    };
+    let [stop, patch, resume] = [report.stop_time, report.patch_time, report.resume_time].map(time);
+    host.stop.add(stop);
+    host.patch.add(patch);
+    host.resume.add(resume);
+    host.window.add(stop + patch + resume);
+    host.again += report.attempts.saturating_sub(1);
+    Ok(report)
+}
+
+/// Lets the guest flip the same keys on and off.
+async fn flip_by_itself(
+    guest: &mut Guest,
+    case: &Case,
+    rounds: usize,
+    itself: &mut Samples,
+) -> Result<()> {
+    let file = format!("/sys/kernel/debug/patchbay_test/bench/{}", case.file);
+    let command = format!("for i in $(seq {rounds}); do cat {file}; done");
+    let answer = guest.shell(&command).await?;
+    let before = itself.len();
+    for line in answer.lines() {
+        let (_, nanoseconds) = line.split_once(' ').context("not a time")?;
+        itself.add(Duration::from_nanos(nanoseconds.trim().parse()?));
+    }
+    ensure!(itself.len() == before + 2 * rounds, "times are missing");
+    Ok(())
+}
+
+/// The way to the monitor and back alone.
+async fn nothing(guest: &mut Guest, rounds: usize) -> Result<Samples> {
+    let mut samples = Samples::default();
+    for _ in 0..rounds {
+        let began = Instant::now();
+        guest.describe().await?;
+        samples.add(began.elapsed());
+        tokio::time::sleep(BETWEEN).await;
+    }
+    Ok(samples)
+}
+
+/// Every key that can be flipped at all, in one transaction and back. The guest stands still
+/// meanwhile, for it would not survive the code that some of them lead to.
+async fn held(guest: &mut Guest, keys: &[StaticKey]) -> Result<()> {
+    let flippable = |key: &&StaticKey| {
+        !key.sealed
+            && key.class() != KeyClass::Tracepoint
+            && (0..=1).contains(&key.count)
+            && key.quarantine.is_empty()
+    };
+    let keys: Vec<&StaticKey> = keys.iter().filter(flippable).collect();
+    let request = |back: bool| UpdateStaticKeysRequest {
+        updates: keys
+            .iter()
+            .map(|key| KeyUpdate {
+                name: full_name(key),
+                op: if key.enabled == back {
+                    KeyOp::Enable.into()
+                } else {
+                    KeyOp::Disable.into()
+                },
+                etag: String::new(),
+            })
+            .collect(),
+        allow_guarded: true,
+        force: true,
+        ..Default::default()
+    };
+    let mut service = guest.guest_service();
+    service.pause_guest(PauseGuestRequest::default()).await?;
+    let mut host = Host::default();
+    let mut sites = 0;
+    for round in 0..WARM_UP + 20 {
+        if round == WARM_UP {
+            host = Host::default();
+        }
+        for back in [false, true] {
+            sites = change(guest, request(back), &mut host).await?.sites_patched;
+        }
+    }
+    service.resume_guest(ResumeGuestRequest {}).await?;
+    let what = format!("all {} keys, {sites} sites, guest held", keys.len());
+    println!(
+        "| {what} | {} | {} | | {} | | | | | |",
+        host.call.len(),
+        host.call,
+        host.patch
+    );
+    Ok(())
+}

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The competitor: QEMU with the same kernel and initramfs, stopped and continued over QMP.
+
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use patchbay_tests::Environment;
+use serde_json::Value;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixListener;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::process::{Child, Command};
+
+use crate::figures::Samples;
+
+/// How long the guest may take to boot, and a command to be answered.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// What QEMU's commands took, from sending one to its answer.
+#[derive(Debug, Default)]
+pub struct Times {
+    pub stop: Samples,
+    pub cont: Samples,
+    pub both: Samples,
+}
+
+struct Qemu {
+    _process: Child,
+    requests: OwnedWriteHalf,
+    answers: tokio::io::Lines<BufReader<OwnedReadHalf>>,
+}
+
+/// Measures; `None` if there is no QEMU on this machine.
+pub async fn measure(
+    environment: &Environment,
+    vcpus: u32,
+    rounds: usize,
+) -> Result<Option<Times>> {
+    let folder = tempfile::tempdir()?;
+    let Some(mut qemu) = boot(environment, vcpus, folder.path()).await? else {
+        return Ok(None);
+    };
+    let mut times = Times::default();
+    for _ in 0..rounds {
+        let began = Instant::now();
+        qemu.command("stop").await?;
+        let stopped = Instant::now();
+        qemu.command("cont").await?;
+        let continued = Instant::now();
+        times.stop.add(stopped - began);
+        times.cont.add(continued - stopped);
+        times.both.add(continued - began);
+        // The guest goes back to what it did.
+        tokio::time::sleep(super::BETWEEN).await;
+    }
+    Ok(Some(times))
+}
+
+async fn boot(
+    environment: &Environment,
+    vcpus: u32,
+    folder: &std::path::Path,
+) -> Result<Option<Qemu>> {
+    let socket = folder.join("qmp.sock");
+    let listener = UnixListener::bind(&socket)?;
+    let mut command = Command::new("qemu-system-x86_64");
+    command
+        .args(["-nodefaults", "-no-user-config", "-display", "none"])
+        .args(["-accel", "kvm", "-cpu", "host", "-M", "q35", "-m", "256"])
+        .args(["-smp", &vcpus.to_string(), "-serial", "stdio"])
+        .args(["-append", "console=ttyS0 quiet panic=-1 noxsave"])
+        .arg("-kernel")
+        .arg(&environment.kernel)
+        .arg("-initrd")
+        .arg(&environment.initramfs)
+        .arg("-qmp")
+        .arg(format!("unix:{}", socket.display()))
+        // Open for as long as QEMU runs, or the guest's shell would end.
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .kill_on_drop(true);
+    let mut process = match command.spawn() {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        spawned => spawned?,
+    };
+    let mut console = process.stdout.take().context("the console is piped")?;
+    let (stream, _) = tokio::time::timeout(PATIENCE, listener.accept())
+        .await
+        .context("QEMU does not connect")??;
+    let (reader, writer) = stream.into_split();
+    let mut qemu = Qemu {
+        _process: process,
+        requests: writer,
+        answers: BufReader::new(reader).lines(),
+    };
+    // Its greeting needs no answer but this.
+    qemu.command("qmp_capabilities").await?;
+    let mut printed = Vec::new();
+    let booted = async {
+        while !String::from_utf8_lossy(&printed).contains("built-in shell") {
+            let mut bytes = [0; 4096];
+            let length = console.read(&mut bytes).await?;
+            ensure!(length > 0, "QEMU's guest ended");
+            printed.extend_from_slice(&bytes[..length]);
+        }
+        Ok(())
+    };
+    tokio::time::timeout(PATIENCE, booted)
+        .await
+        .context("QEMU's guest does not boot")??;
+    // What it still prints is not looked at, but taken, so that it does not wait.
+    tokio::spawn(async move { tokio::io::copy(&mut console, &mut tokio::io::sink()).await });
+    Ok(Some(qemu))
+}
+
+impl Qemu {
+    /// Sends a command and waits for its answer; events and the greeting are passed over.
+    async fn command(&mut self, name: &str) -> Result<()> {
+        let request = format!("{{\"execute\":\"{name}\"}}\n");
+        self.requests.write_all(request.as_bytes()).await?;
+        loop {
+            let line = tokio::time::timeout(PATIENCE, self.answers.next_line())
+                .await
+                .with_context(|| format!("QEMU does not answer {name}"))??
+                .with_context(|| format!("QEMU ended on {name}"))?;
+            let answer: Value = serde_json::from_str(&line)?;
+            ensure!(
+                answer.get("error").is_none(),
+                "QEMU refuses {name}: {answer}"
+            );
+            if answer.get("return").is_some() {
+                return Ok(());
+            }
+        }
+    }
+}

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The tables of a kernel that does not exist, written into a guest's memory.
+//!
+//! ```text
+//!  guest-physical                 guest-virtual: the same from IMAGE on, in pages of 2 MiB
+//!   2 MiB  page table
+//!   4 MiB  request page
+//!   6 MiB  gate words             +0
+//!   8 MiB  jump table             +2 MiB
+//!  12 MiB  keys                   +6 MiB
+//!  16 MiB  directory, names       +10 MiB
+//!  20 MiB  text                   +14 MiB
+//! ```
+
+use patchbay_vmm::abi;
+use patchbay_vmm::memory::GuestRam;
+use patchbay_vmm::request::GuestRequests;
+use vm_memory::GuestAddress;
+use zerocopy::{FromZeros, IntoBytes};
+
+/// Memory that a guest needs for these tables.
+pub const MEMORY_BYTES: u64 = 64 << 20;
+/// Between two sites: some cache lines, so that no site is fetched along with another.
+pub const STRIDE: u64 = 256;
+/// Most sites there is room for.
+pub const SITES_MAX: u64 = 100_000;
+
+const PAGE_TABLE: u64 = 2 << 20;
+const REQUEST_PAGE: u64 = 4 << 20;
+const PHYSICAL: u64 = 6 << 20;
+const IMAGE: u64 = 0xffff_ffff_8100_0000;
+const GATES: u64 = IMAGE;
+const TABLE: u64 = IMAGE + (2 << 20);
+const KEYS: u64 = IMAGE + (6 << 20);
+const DIRECTORY: u64 = IMAGE + (10 << 20);
+const NAMES: u64 = DIRECTORY + SITES_MAX * size_of::<abi::Key>() as u64;
+const TEXT: u64 = IMAGE + (14 << 20);
+const TEXT_END: u64 = TEXT + SITES_MAX * STRIDE;
+const NOP: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
+/// From a site to the target of its JMP.
+const TARGET_DISTANCE: u64 = 128;
+
+/// A kernel with `keys` keys of `sites` sites each.
+#[derive(Debug, Clone, Copy)]
+pub struct Kernel {
+    pub keys: u64,
+    pub sites: u64,
+}
+
+impl Kernel {
+    /// Name of a key.
+    pub fn name(key: u64) -> String {
+        format!("k{key:05}")
+    }
+
+    /// Writes the tables and registers them.
+    pub fn register(self, ram: &GuestRam, requests: &impl GuestRequests) {
+        assert!(self.keys * self.sites <= SITES_MAX, "room for the sites");
+        map(ram);
+        // Keys take turns in text, as a kernel's do.
+        for key in 0..self.keys {
+            let address = KEYS + key * 16;
+            let first = TABLE + key * self.sites * 16;
+            write(ram, address, &0_u64.to_le_bytes());
+            write(ram, address + 8, &first.to_le_bytes());
+            for index in 0..self.sites {
+                let site = TEXT + (index * self.keys + key) * STRIDE;
+                write(ram, site, &NOP);
+                let entry = first + index * 16;
+                write(ram, entry, &near(site, entry));
+                write(ram, entry + 4, &near(site + TARGET_DISTANCE, entry + 4));
+                write(
+                    ram,
+                    entry + 8,
+                    &address.wrapping_sub(entry + 8).to_le_bytes(),
+                );
+            }
+        }
+        let mut names = Vec::new();
+        for key in 0..self.keys {
+            let named = abi::Key {
+                address: KEYS + key * 16,
+                name: u32::try_from(names.len()).expect("short names"),
+                class: abi::KEY_REF,
+                tracepoint: 0,
+                module: 0,
+            };
+            write(ram, DIRECTORY + key * 32, named.as_bytes());
+            names.extend_from_slice(Self::name(key).as_bytes());
+            names.push(0);
+        }
+        write(ram, NAMES, &names);
+        // SYSTEM_RUNNING
+        write(ram, GATES, &2_u64.to_le_bytes());
+        let descriptor = self.descriptor(u32::try_from(names.len()).expect("short names"));
+        ram.write(REQUEST_PAGE, descriptor.as_bytes())
+            .expect("in memory");
+        let status = requests.request(abi::OP_REGISTER, GuestAddress(REQUEST_PAGE));
+        assert_eq!(status, 0, "the tables are taken");
+    }
+
+    fn descriptor(self, names_size: u32) -> abi::Descriptor {
+        let mut descriptor = abi::Descriptor::new_zeroed();
+        descriptor.header = abi::Header {
+            magic: abi::HEADER_MAGIC,
+            abi_version: abi::ABI_VERSION,
+            op: u16::try_from(abi::OP_REGISTER).expect("small"),
+            size: u32::try_from(size_of::<abi::Descriptor>()).expect("small"),
+            status: -38,
+            generation: 1,
+        };
+        descriptor.entry_format = abi::FORMAT_RELATIVE;
+        descriptor.entry_size = 16;
+        descriptor.cpus = 1;
+        descriptor.jump_table = abi::Range {
+            start: TABLE,
+            end: TABLE + self.keys * self.sites * 16,
+        };
+        descriptor.text = abi::Range {
+            start: TEXT,
+            end: TEXT_END,
+        };
+        descriptor.page_table = PAGE_TABLE;
+        descriptor.system_state = GATES;
+        descriptor.system_state_running = 2;
+        descriptor.mutex_owner_mask = !7;
+        descriptor.jump_label_mutex_owner = GATES + 8;
+        descriptor.text_mutex_owner = GATES + 16;
+        descriptor.tp_vec_nr = GATES + 24;
+        descriptor.bp_desc_refs = GATES + 32;
+        descriptor.static_key_size = 16;
+        descriptor.static_key_type = 8;
+        descriptor.static_key_mod_entries = 8;
+        descriptor.static_key_mod_mod = 16;
+        descriptor.static_key_mod_size = 24;
+        descriptor.tracepoint_key = 8;
+        descriptor.tracepoint_regfunc = 24;
+        descriptor.tracepoint_unregfunc = 32;
+        descriptor.tracepoint_funcs = 40;
+        descriptor.tracepoint_size = 64;
+        descriptor.directory = abi::Directory {
+            keys: DIRECTORY,
+            names: NAMES,
+            key_count: u32::try_from(self.keys).expect("few keys"),
+            names_size,
+        };
+        descriptor
+    }
+}
+
+/// How many sites hold a JMP.
+pub fn jumps(ram: &GuestRam, kernel: Kernel) -> usize {
+    let sites = 0..kernel.keys * kernel.sites;
+    let jumps = sites.filter(|site| {
+        let mut byte = [0];
+        ram.read(TEXT + site * STRIDE - IMAGE + PHYSICAL, &mut byte)
+            .expect("in memory");
+        byte == [0xe9]
+    });
+    jumps.count()
+}
+
+fn map(ram: &GuestRam) {
+    const PRESENT_WRITABLE: u64 = 3;
+    const LARGE: u64 = 1 << 7;
+    let index = |level: u64| (IMAGE >> (12 + 9 * level)) & 0x1ff;
+    let entry = |table: u64, index: u64, value: u64| {
+        ram.write(table + 8 * index, &value.to_le_bytes())
+            .expect("in memory");
+    };
+    let [upper, middle] = [PAGE_TABLE + 0x1000, PAGE_TABLE + 0x2000];
+    entry(PAGE_TABLE, index(3), upper | PRESENT_WRITABLE);
+    entry(upper, index(2), middle | PRESENT_WRITABLE);
+    for page in 0..(MEMORY_BYTES - PHYSICAL) >> 21 {
+        let physical = PHYSICAL + (page << 21);
+        entry(middle, index(1) + page, physical | LARGE | PRESENT_WRITABLE);
+    }
+}
+
+fn write(ram: &GuestRam, address: u64, bytes: &[u8]) {
+    ram.write(address - IMAGE + PHYSICAL, bytes)
+        .expect("in memory");
+}
+
+fn near(to: u64, from: u64) -> [u8; 4] {
+    i32::try_from(to.wrapping_sub(from).cast_signed())
+        .expect("near")
+        .to_le_bytes()
+}

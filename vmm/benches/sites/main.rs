@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! What a transaction costs by the number of its sites and by the size of the guest's table: the
+//! time in which the guest stands still, split into stop, patch and resume, and the whole of it
+//! from the request to the answer of the keys' owner (no gRPC).
+//!
+//! The guest's vCPUs spin in user mode; the tables are those of a kernel that does not exist, with
+//! up to 100,000 sites. As a floor, the same bytes are written and read back by a plain loop.
+//!
+//! `cargo bench -p patchbay-vmm --bench sites`
+
+#[path = "../../tests/bare_metal/mod.rs"]
+mod bare_metal;
+mod kernel;
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bare_metal::{branch_code, raw, spinning, started};
+use kernel::Kernel;
+use patchbay_vmm::config::VmConfig;
+use patchbay_vmm::keys::{KeyUpdate, Keys, KeysConfig, Limits, Registry, UpdateRequest, VmGuest};
+use patchbay_vmm::request::NoRequests;
+use static_keys::Op;
+
+const DEADLINE: Duration = Duration::from_secs(30);
+/// Between two changes, so that the vCPUs are in the guest again.
+const BETWEEN: Duration = Duration::from_micros(500);
+const WARM_UP: usize = 4;
+
+/// A table, and how many of its keys one transaction flips.
+struct Case {
+    kernel: Kernel,
+    flipped: u64,
+    /// Times on and off.
+    rounds: usize,
+}
+
+const fn case(keys: u64, sites: u64, flipped: u64, rounds: usize) -> Case {
+    Case {
+        kernel: Kernel { keys, sites },
+        flipped,
+        rounds,
+    }
+}
+
+const CASES: [Case; 13] = [
+    // One key.
+    case(1000, 1, 1, 500),
+    case(1, 56, 1, 500),
+    case(1, 1000, 1, 200),
+    case(1, 10_000, 1, 50),
+    case(1, 100_000, 1, 20),
+    // Many keys, a site each.
+    case(100, 1, 100, 500),
+    case(1000, 1, 1000, 200),
+    case(10_000, 1, 10_000, 50),
+    case(100_000, 1, 100_000, 10),
+    // The same hundred sites in larger and larger tables.
+    case(1000, 1, 100, 500),
+    case(10_000, 1, 100, 500),
+    case(100_000, 1, 100, 500),
+    case(1000, 100, 1, 500),
+];
+
+#[derive(Default)]
+struct Times {
+    stop: Vec<f64>,
+    patch: Vec<f64>,
+    resume: Vec<f64>,
+    whole: Vec<f64>,
+}
+
+fn main() {
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let cores = std::thread::available_parallelism().map_or(0, usize::from);
+    println!(
+        "host: {cores} cores, load {}; microseconds, p50 / p99 / max",
+        load.split(' ').next().unwrap_or("?")
+    );
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .build()
+        .expect("a runtime");
+    for vcpus in [1, 2, 4] {
+        println!();
+        println!(
+            "| {vcpus} vCPU: flipped | of a table of | stop | patch | resume | request to answer | patch, ns per site | plain loop, ns per site |"
+        );
+        println!("|---|---|---|---|---|---|---|---|");
+        for case in &CASES {
+            // The number of vCPUs changes the stop alone.
+            if vcpus > 1 && case.flipped * case.kernel.sites > 1000 {
+                continue;
+            }
+            let Some(times) = runtime.block_on(measure(case, vcpus)) else {
+                return;
+            };
+            row(case, times);
+        }
+    }
+}
+
+async fn measure(case: &Case, vcpus: u8) -> Option<Times> {
+    let registry = Arc::new(Registry::new(Limits::default()));
+    let entries = (0..vcpus).map(|vcpu| Some(spinning(vcpu))).collect();
+    let config = VmConfig {
+        memory_bytes: kernel::MEMORY_BYTES,
+        ..raw(branch_code(), entries)
+    };
+    let vm = Arc::new(started(config, Arc::new(NoRequests))?);
+    let guest = Arc::new(VmGuest::new("sites".to_owned(), Arc::clone(&vm)));
+    let (keys, _owner) =
+        Keys::start(guest, Arc::clone(&registry), KeysConfig::default()).expect("a thread");
+    case.kernel.register(vm.ram(), &*registry);
+    let mut times = Times::default();
+    for round in 0..WARM_UP + case.rounds {
+        if round == WARM_UP {
+            times = Times::default();
+        }
+        for op in [Op::Enable, Op::Disable] {
+            std::thread::sleep(BETWEEN);
+            let request = request(case, op);
+            let began = Instant::now();
+            let outcome = keys.update(request).await.expect("the change is made");
+            times.whole.push(began.elapsed().as_secs_f64());
+            let report = outcome.report.expect("a report");
+            assert_eq!(
+                u64::from(report.sites_patched),
+                case.flipped * case.kernel.sites
+            );
+            for (of, time) in [
+                (&mut times.stop, report.stop_time),
+                (&mut times.patch, report.patch_time),
+                (&mut times.resume, report.resume_time),
+            ] {
+                let time = Duration::try_from(time.unwrap_or_default()).unwrap_or_default();
+                of.push(time.as_secs_f64());
+            }
+            if round == 0 {
+                let jumps = kernel::jumps(vm.ram(), case.kernel) as u64;
+                let expected = if op == Op::Enable {
+                    case.flipped * case.kernel.sites
+                } else {
+                    0
+                };
+                assert_eq!(jumps, expected, "sites that jump");
+            }
+        }
+    }
+    vm.shutdown();
+    Some(times)
+}
+
+fn request(case: &Case, op: Op) -> UpdateRequest {
+    // Spread over the whole table.
+    let step = case.kernel.keys / case.flipped;
+    let updates = (0..case.flipped).map(|key| KeyUpdate::new(Kernel::name(key * step), op));
+    let deadline = Instant::now() + DEADLINE;
+    UpdateRequest::new(updates.collect(), "bench".to_owned(), DEADLINE, deadline)
+}
+
+fn row(case: &Case, mut times: Times) {
+    let sites = case.flipped * case.kernel.sites;
+    let all = [
+        &mut times.stop,
+        &mut times.patch,
+        &mut times.resume,
+        &mut times.whole,
+    ];
+    let [stop, patch, resume, whole] = all.map(|of| {
+        of.sort_unstable_by(f64::total_cmp);
+        let at = |percent: usize| of[((of.len() - 1) * percent).div_ceil(100)] * 1e6;
+        format!("{:.1} / {:.1} / {:.1}", at(50), at(99), at(100))
+    });
+    let per_site = times.patch[(times.patch.len() - 1) / 2] * 1e9 / sites as f64;
+    let keys = if case.flipped == 1 { "key" } else { "keys" };
+    println!(
+        "| {} {keys}, {sites} sites | {} | {stop} | {patch} | {resume} | {whole} | {per_site:.1} | {:.1} |",
+        case.flipped,
+        case.kernel.keys * case.kernel.sites,
+        floor(sites) * 1e9 / sites as f64,
+    );
+}
+
+/// Seconds in which a plain loop reads, writes and reads back as many sites as far apart, and as many
+/// counts.
+fn floor(sites: u64) -> f64 {
+    let length = usize::try_from(sites * kernel::STRIDE).expect("small");
+    let mut text = vec![0_u8; length];
+    let mut best = f64::MAX;
+    for round in 0..5_u8 {
+        let began = Instant::now();
+        for site in text.chunks_exact_mut(usize::try_from(kernel::STRIDE).expect("small")) {
+            black_box(&site[..5]);
+            site[..5].fill(black_box(round));
+            black_box(&site[..5]);
+        }
+        best = best.min(began.elapsed().as_secs_f64());
+    }
+    best
+}

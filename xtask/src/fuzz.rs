@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `cargo xtask fuzz`: one fuzz target with libFuzzer, guided by coverage.
+//!
+//! The targets are those of `static-keys/fuzz` and `vmm/fuzz`, laid out as cargo-fuzz has them, but
+//! cargo-fuzz wants a nightly compiler. What guides the fuzzer is LLVM's own pass, which the pinned
+//! compiler has; what is left out are the sanitizers, which in code without `unsafe` have little to find.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use crate::{cargo, host};
+
+/// Crates with targets, by the folder of the crate that they try.
+const CRATES: [&str; 2] = ["static-keys", "vmm"];
+
+/// Counters of edges, the table of them, and comparisons: what libFuzzer reads.
+const COVERAGE: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+    -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
+    -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 --cfg fuzzing";
+
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// A fuzz target.
+struct Target {
+    /// Its crate, such as `vmm/fuzz`.
+    folder: PathBuf,
+    name: String,
+}
+
+/// Runs one target for so many seconds, or until it finds something; or lists them.
+pub fn run(name: Option<&str>, seconds: u64) -> Result<ExitCode> {
+    let targets = targets()?;
+    let Some(name) = name else {
+        for target in targets {
+            println!("{:16} {}", target.name, target.folder.display());
+        }
+        return Ok(ExitCode::SUCCESS);
+    };
+    let Some(target) = targets.iter().find(|target| target.name == name) else {
+        bail!("there is no fuzz target {name}; `cargo xtask fuzz` lists them");
+    };
+    let program = build(target)?;
+    // What the run finds goes into the first folder, which is not committed; then it is minimised.
+    let found = host::target().join("fuzz/corpus").join(name);
+    let committed = target.folder.join("corpus").join(name);
+    let crashes = host::target().join("fuzz/crashes/");
+    for folder in [&found, &committed, &crashes] {
+        std::fs::create_dir_all(folder)?;
+    }
+    let status = fuzzer(&program, &crashes)
+        .arg(format!("-max_total_time={seconds}"))
+        .args([&found, &committed])
+        .status()?;
+    if !status.success() {
+        eprintln!("What it has found is in {}.", crashes.display());
+        return Ok(ExitCode::FAILURE);
+    }
+    let merged = fuzzer(&program, &crashes)
+        .args(["-set_cover_merge=1", "-max_len=512"])
+        .args([&committed, &found])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()?;
+    if !merged.success() {
+        bail!("the new inputs in {} cannot be merged", found.display());
+    }
+    println!(
+        "{} has {} inputs; commit the new ones that are worth their bytes",
+        committed.display(),
+        std::fs::read_dir(&committed)?.count()
+    );
+    Ok(ExitCode::SUCCESS)
+}
+
+fn fuzzer(program: &Path, crashes: &Path) -> Command {
+    let mut command = Command::new(program);
+    command
+        .arg(format!("-artifact_prefix={}/", crashes.display()))
+        .args(["-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1"]);
+    command
+}
+
+fn targets() -> Result<Vec<Target>> {
+    let mut targets = Vec::new();
+    for folder in CRATES {
+        let folder = host::repository().join(folder).join("fuzz");
+        for file in std::fs::read_dir(folder.join("fuzz_targets"))? {
+            let path = file?.path();
+            let name = path.file_stem().context("a file's name")?;
+            targets.push(Target {
+                folder: folder.clone(),
+                name: name.to_string_lossy().into_owned(),
+            });
+        }
+    }
+    targets.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(targets)
+}
+
+fn build(target: &Target) -> Result<PathBuf> {
+    let output = host::target().join("fuzz");
+    let mut command = cargo::cargo("build");
+    command
+        .args(["--release", "--bin", &target.name, "--target", TARGET])
+        .arg("--manifest-path")
+        .arg(target.folder.join("Cargo.toml"))
+        .arg("--target-dir")
+        .arg(&output)
+        // With a target named, these do not reach build scripts.
+        .env("RUSTFLAGS", COVERAGE);
+    cargo::run(&mut command)?;
+    Ok(output.join(TARGET).join("release").join(&target.name))
+}
