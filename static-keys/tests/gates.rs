@@ -438,6 +438,21 @@ fn sealed_keys_are_refused() {
         );
         assert!(matches!(planned, Err(PlanError::Sealed { .. })));
     }
+    // The same in a module.
+    let mut world = World::simple(0, 1);
+    world.keys[0].owner = Owner::Module(0);
+    world.sites[0].owner = Owner::Module(0);
+    let world = World::new(world.format, 1, world.keys, world.sites);
+    let mut module = world.module_image(0);
+    module.ro_after_init = Range {
+        start: world.key(0).0,
+        end: world.key(0).0 + 16,
+    };
+    let mut catalog = static_keys::Catalog::new(&world.memory, &world.kernel()).expect("kernel");
+    catalog.add_module(&world.memory, &module).expect("fits");
+    let inc = one(&world, 0, Op::Inc);
+    let planned = Plan::new(&catalog, &world.memory, &inc, &Options::default());
+    assert!(matches!(planned, Err(PlanError::Sealed { .. })));
 }
 
 #[test]

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::world::{KeySpec, Owner, SiteSpec, World, update};
+use common::world::{KeySpec, Owner, RECORD_SIZE, SiteSpec, World, update};
 use proptest::prelude::*;
 use proptest::sample::select;
 use static_keys::{
@@ -31,7 +31,7 @@ fn sites_outside_text() {
         },
         Range {
             start: World::simple(0, 1).site(0) + 1,
-            end: u64::MAX,
+            end: World::simple(0, 1).site(0) + 0x100,
         },
         Range {
             start: 0,
@@ -96,7 +96,7 @@ fn sites_in_the_last_bytes_of_the_address_space() {
         world.memory.poke_u64(world.kernel().jump_table.start, site);
         let kernel = Kernel {
             text: Range {
-                start: 0,
+                start: u64::MAX - 15,
                 end: u64::MAX,
             },
             ..world.kernel()
@@ -383,7 +383,7 @@ proptest! {
             for (where_, index, byte) in hits {
                 let (start, len) = match where_ {
                     0 => (kernel.jump_table.start, 16),
-                    1 => (kernel.directory.keys, 24),
+                    1 => (kernel.directory.keys, RECORD_SIZE as usize),
                     2 => (kernel.directory.names, 16),
                     3 => (world.key(0).0, 16),
                     4 => (world.node(0, 0), 96),

@@ -3,10 +3,10 @@
 
 mod common;
 
-use common::world::{KeySpec, Owner, SiteSpec, World};
+use common::world::{KeySpec, Owner, RECORD_SIZE, SiteSpec, World, update};
 use static_keys::{
     Catalog, CatalogError, Class, Directory, ENTRIES_MAX, EntryFormat, KEYS_MAX, Kernel,
-    MODULES_MAX, Module, Range,
+    MODULES_MAX, Module, Op, Options, Plan, Range,
 };
 
 fn refused(world: &World, change: impl Fn(&mut Kernel)) -> CatalogError {
@@ -202,6 +202,11 @@ fn the_same_key_twice() {
         directory: world.kernel().directory,
         ..world.module_image(0)
     };
+    for record in 0..2 {
+        // That it is the module's own.
+        let defined_by = stolen.directory.keys + record * RECORD_SIZE + 24;
+        world.memory.poke_u64(defined_by, stolen.id);
+    }
     let error = catalog
         .add_module(&world.memory, &stolen)
         .expect_err("a key of the kernel");
@@ -214,11 +219,84 @@ fn the_same_key_twice() {
 
     world
         .memory
-        .poke_u64(world.kernel().directory.keys + 24, world.key(0).0);
+        .poke_u64(world.kernel().directory.keys + RECORD_SIZE, world.key(0).0);
     assert!(matches!(
         refused(&world, |_| {}),
         CatalogError::KeyTwice { .. }
     ));
+}
+
+/// Keys of alpha, which has no branch on them, so that beta has to tell of them.
+fn lent(keys: usize) -> (World, Module<'static>, Module<'static>) {
+    let key = KeySpec {
+        owner: Owner::Module(0),
+        class: Class::Guarded,
+        initially: false,
+        count: 0,
+    };
+    let sites = (0..keys).map(|key| SiteSpec {
+        owner: Owner::Module(1),
+        ..SiteSpec::of(key)
+    });
+    let world = World::new(EntryFormat::Relative, 2, vec![key; keys], sites.collect());
+    let (mut alpha, mut beta) = (world.module_image(0), world.module_image(1));
+    beta.directory = std::mem::take(&mut alpha.directory);
+    (world, alpha, beta)
+}
+
+#[test]
+fn a_key_that_only_another_module_uses_belongs_to_the_one_that_defines_it() {
+    let (world, alpha, beta) = lent(1);
+    let mut catalog = Catalog::new(&world.memory, &world.kernel()).expect("kernel");
+    let add = |catalog: &mut Catalog, module| {
+        let homes = catalog.add_module(&world.memory, module).expect("fits");
+        homes.iter().map(ToString::to_string).collect::<Vec<_>>()
+    };
+    assert!(add(&mut catalog, &alpha).is_empty());
+    assert_eq!(catalog.key_count(), 0);
+    assert_eq!(add(&mut catalog, &beta), ["alpha"]);
+    let key = catalog.find("alpha:key0").expect("told by beta");
+    assert_eq!((key.id, key.module()), (world.key(0), "alpha"));
+    assert_eq!(catalog.site_count(world.key(0)), 1);
+    let options = Options {
+        allow_guarded: true,
+    };
+    let flip = [update(world.key(0), Op::Inc)];
+    let planned = Plan::new(&catalog, &world.memory, &flip, &options).expect("can be flipped");
+    assert_eq!(planned.site_count(), 1);
+
+    // It is still there, and may be on, when nobody uses it.
+    catalog.remove_module(beta.id);
+    assert!(catalog.find("alpha:key0").is_some());
+    assert_eq!(catalog.site_count(world.key(0)), 0);
+    assert!(add(&mut catalog, &beta).is_empty(), "known already");
+    catalog.remove_module(beta.id);
+    catalog.remove_module(alpha.id);
+    assert_eq!(catalog.key_count(), 0);
+
+    // What is not registered has no keys.
+    assert!(add(&mut catalog, &beta).is_empty());
+    assert_eq!(catalog.key_count(), 0);
+}
+
+#[test]
+fn a_key_that_comes_late_takes_no_name() {
+    let (world, mut alpha, beta) = lent(2);
+    let records = beta.directory.keys;
+    // alpha knows the first; the second has the same name.
+    alpha.directory = Directory {
+        key_count: 1,
+        ..beta.directory
+    };
+    world.memory.poke_u32(records + RECORD_SIZE + 8, 0);
+    let mut catalog = Catalog::new(&world.memory, &world.kernel()).expect("kernel");
+    for module in [&alpha, &beta] {
+        catalog.add_module(&world.memory, module).expect("fits");
+    }
+    let found = |name: &str| catalog.find(name).map(|key| key.id);
+    assert_eq!(found("alpha:key0"), Some(world.key(0)));
+    let late = world.key(1);
+    assert_eq!(found(&format!("alpha:key0#{:#x}", late.0)), Some(late));
 }
 
 #[test]
@@ -260,7 +338,7 @@ fn names_that_occur_twice_are_numbered_by_address() {
     // Records 0 and 2 share a name.
     world
         .memory
-        .poke_u32(world.kernel().directory.keys + 2 * 24 + 8, 0);
+        .poke_u32(world.kernel().directory.keys + 2 * RECORD_SIZE + 8, 0);
     let catalog = world.catalog();
     assert_eq!(catalog.find("key0#1").map(|key| key.id), Some(world.key(0)));
     assert_eq!(catalog.find("key0#2").map(|key| key.id), Some(world.key(2)));
@@ -299,6 +377,7 @@ fn modules_without_end_or_address() {
         name,
         jump_table: Range::default(),
         text: Range::default(),
+        ro_after_init: Range::default(),
         directory: Directory::default(),
     };
     assert!(matches!(
@@ -339,6 +418,7 @@ fn module_tables_share_one_limit() {
             end: ENTRIES_MAX as u64 * 16,
         },
         text: Range::default(),
+        ro_after_init: Range::default(),
         directory: Directory::default(),
     };
     let error = catalog.add_module(&world.memory, &module);
@@ -348,5 +428,82 @@ fn module_tables_share_one_limit() {
             count: ENTRIES_MAX as u64
         }),
         "one is taken by the kernel"
+    );
+}
+
+#[test]
+fn keys_in_text_are_refused_whichever_came_first() {
+    let key = KeySpec {
+        owner: Owner::Module(0),
+        class: Class::Ref,
+        initially: false,
+        count: 0,
+    };
+    let world = World::new(EntryFormat::Relative, 1, vec![key], vec![]);
+    let address = world.key(0).0;
+    let around = |start, end| Range { start, end };
+    for (text, in_text) in [
+        (around(address, address + 1), true),
+        (around(address + 3, address + 4), true),
+        (around(0, u64::MAX), true),
+        (around(address + 4, address + 100), false),
+        (around(0, address), false),
+        (around(address + 1, address + 1), false),
+    ] {
+        let expected = match in_text {
+            true => Err(CatalogError::KeyInText { address }),
+            false => Ok(()),
+        };
+        let module = world.module_image(0);
+        // In its own module's text, in the kernel's, and in that of a module that comes later.
+        let mut catalog = Catalog::new(&world.memory, &world.kernel()).expect("no keys");
+        let own = catalog.add_module(&world.memory, &Module { text, ..module });
+        assert_eq!(own.map(drop), expected, "{text:x?}");
+        let kernel = Kernel {
+            text,
+            ..world.kernel()
+        };
+        let mut catalog = Catalog::new(&world.memory, &kernel).expect("no keys");
+        assert_eq!(
+            catalog.add_module(&world.memory, &module).map(drop),
+            expected
+        );
+        let mut catalog = world.catalog();
+        let later = Module {
+            id: 1,
+            name: b"later",
+            jump_table: Range::default(),
+            text,
+            ro_after_init: Range::default(),
+            directory: Directory::default(),
+        };
+        assert_eq!(
+            catalog.add_module(&world.memory, &later).map(drop),
+            expected
+        );
+    }
+}
+
+/// Many keys may name the same bytes; what is kept of them is bounded all the same.
+#[test]
+fn names_over_each_other() {
+    const COUNT: u32 = 40_000;
+    let world = World::simple(0, 1);
+    let mut kernel = world.kernel();
+    for index in 0..COUNT {
+        let record = kernel.directory.keys + u64::from(index) * RECORD_SIZE;
+        world
+            .memory
+            .poke_u64(record, world.key(0).0 + u64::from(index) * 16);
+        world.memory.map(record + 8, 24);
+    }
+    world.memory.poke(kernel.directory.names, &[b'n'; 500]);
+    kernel.directory.key_count = COUNT;
+    kernel.directory.names_size = 501;
+    let result = Catalog::new(&world.memory, &kernel);
+    assert!(
+        matches!(result, Err(CatalogError::NamesTooLong { .. })),
+        "{:?}",
+        result.map(|catalog| catalog.key_count())
     );
 }

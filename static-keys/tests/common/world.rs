@@ -65,6 +65,8 @@ const MODULES: u64 = 0x1000_0000;
 const MODULE_LEN: u64 = 0x0100_0000;
 const HEAP: u64 = 0x2000_0000;
 
+/// Of a directory, in bytes.
+pub const RECORD_SIZE: u64 = 32;
 const TRACEPOINT_SIZE: u64 = 0x80;
 const TRACEPOINT_KEY: u32 = 8;
 pub const TRACEPOINT_REGFUNC: u32 = 0x38;
@@ -237,6 +239,7 @@ impl World {
             name: NAMES[index],
             jump_table: self.table(owner),
             text: self.text(owner),
+            ro_after_init: Range::default(),
             directory: self.directory(owner),
         }
     }
@@ -472,7 +475,7 @@ impl World {
         let keys = (0..self.keys.len()).filter(|&key| self.keys[key].owner == owner);
         for (slot, index) in keys.enumerate() {
             let class = self.keys[index].class;
-            let record = directory.keys + slot as u64 * 24;
+            let record = directory.keys + slot as u64 * RECORD_SIZE;
             self.memory.poke_u64(record, self.key(index).0);
             self.memory.poke_u32(record + 8, slot as u32 * 16);
             let (number, tracepoint) = match class {
@@ -482,6 +485,7 @@ impl World {
             };
             self.memory.poke_u32(record + 12, number);
             self.memory.poke_u64(record + 16, tracepoint);
+            self.memory.poke_u64(record + 24, self.module(owner));
             let mut name = format!("key{index}").into_bytes();
             name.resize(16, 0);
             self.memory.poke(directory.names + slot as u64 * 16, &name);

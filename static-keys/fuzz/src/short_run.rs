@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The short run of a fuzz target: its corpus, and mutations of it, without a fuzzer.
+
+use std::path::Path;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use proptest::sample::Index;
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+
+/// One step away from a file of the corpus.
+#[derive(Clone, Debug)]
+enum Mutation {
+    Set(Index, u8),
+    Flip(Index, u8),
+    Insert(Index, Vec<u8>),
+    Remove(Index, u8),
+    Append(Index),
+}
+
+fn mutation() -> impl Strategy<Value = Mutation> {
+    let at = any::<Index>;
+    prop_oneof![
+        3 => (at(), any::<u8>()).prop_map(|(at, byte)| Mutation::Set(at, byte)),
+        3 => (at(), 0..8_u8).prop_map(|(at, bit)| Mutation::Flip(at, 1 << bit)),
+        2 => (at(), vec(any::<u8>(), 1..12)).prop_map(|(at, bytes)| Mutation::Insert(at, bytes)),
+        1 => (at(), 1..12_u8).prop_map(|(at, bytes)| Mutation::Remove(at, bytes)),
+        1 => at().prop_map(Mutation::Append),
+    ]
+}
+
+fn apply(bytes: &mut Vec<u8>, mutation: &Mutation, corpus: &[Vec<u8>]) {
+    match mutation {
+        Mutation::Set(at, byte) if !bytes.is_empty() => {
+            let at = at.index(bytes.len());
+            bytes[at] = *byte;
+        }
+        Mutation::Flip(at, bit) if !bytes.is_empty() => {
+            let at = at.index(bytes.len());
+            bytes[at] ^= bit;
+        }
+        Mutation::Insert(at, new) => {
+            let at = at.index(bytes.len() + 1);
+            bytes.splice(at..at, new.iter().copied());
+        }
+        Mutation::Remove(at, length) if !bytes.is_empty() => {
+            let at = at.index(bytes.len());
+            bytes.drain(at..bytes.len().min(at + usize::from(*length)));
+        }
+        Mutation::Append(file) if !corpus.is_empty() => {
+            bytes.extend_from_slice(&corpus[file.index(corpus.len())]);
+        }
+        _ => {}
+    }
+}
+
+/// Runs `target` over every file of its corpus in `folder`, and over `cases` mutations of them, the
+/// same each time.
+pub fn short_run(folder: &Path, name: &str, target: fn(&[u8]), cases: u32) {
+    let folder = folder.join(name);
+    let mut corpus = vec![];
+    for file in std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{folder:?}: {error}")) {
+        let path = file.expect("a file").path();
+        let bytes = std::fs::read(&path).expect("readable");
+        println!("{}", path.display());
+        target(&bytes);
+        corpus.push(bytes);
+    }
+    assert!(!corpus.is_empty(), "{folder:?} is empty");
+    // Whatever order the folder gives them in.
+    corpus.sort();
+    let config = Config {
+        cases,
+        failure_persistence: None,
+        ..Config::default()
+    };
+    let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
+    let inputs = (any::<Index>(), vec(mutation(), 1..8));
+    let result = TestRunner::new_with_rng(config, rng).run(&inputs, |(file, mutations)| {
+        let mut bytes = corpus[file.index(corpus.len())].clone();
+        for mutation in &mutations {
+            apply(&mut bytes, mutation, &corpus);
+        }
+        target(&bytes);
+        Ok(())
+    });
+    if let Err(error) = result {
+        panic!("{name}: {error}");
+    }
+}
