@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Key directories that lie: addresses, classes, names.
+
+use patchbay_vmm::abi;
+use patchbay_vmm::keys::ListQuery;
+use static_keys::Op;
+use zerocopy::IntoBytes;
+
+use super::kernel::*;
+use super::rig::{Rig, assert_printable};
+
+/// Has directories registered that are wrong in one record: that of `beta`.
+fn refused(records: &[(abi::Key, &str)]) {
+    let Some(rig) = Rig::new(vec![]) else { return };
+    for (record, words) in records {
+        rig.memory().write(DIRECTORY + 32, record.as_bytes());
+        rig.refuses(&descriptor(), words);
+    }
+    rig.survives();
+}
+
+#[test]
+fn keys_in_text() {
+    let words = "lies in text";
+    refused(&[
+        (record(TEXT, 6, abi::KEY_REF, 0), words),
+        (record(BETA_SITE & !3, 6, abi::KEY_REF, 0), words),
+        (record(TEXT_END - 4, 6, abi::KEY_GUARDED, 0), words),
+    ]);
+}
+
+#[test]
+fn keys_at_addresses_that_no_key_has() {
+    refused(&[
+        (record(BETA + 1, 6, abi::KEY_REF, 0), "misaligned"),
+        (
+            record(u64::MAX - 3, 6, abi::KEY_REF, 0),
+            "end of the address space",
+        ),
+        (record(!15, 6, abi::KEY_REF, 0), "end of the address space"),
+        (record(ALPHA, 6, abi::KEY_REF, 0), "listed twice"),
+    ]);
+}
+
+#[test]
+fn unknown_classes_and_tracepoints_of_others() {
+    refused(&[
+        (record(BETA, 6, 3, 0), "unknown class 3"),
+        (record(BETA, 6, u32::MAX, 0), "unknown class 4294967295"),
+        (
+            record(BETA, 6, abi::KEY_TRACEPOINT, TRACEPOINT),
+            "not that of the tracepoint",
+        ),
+        (
+            record(BETA, 6, abi::KEY_TRACEPOINT, u64::MAX),
+            "not that of the tracepoint",
+        ),
+    ]);
+}
+
+#[test]
+fn names_outside_their_block_or_without_end() {
+    refused(&[
+        (record(BETA, 26, abi::KEY_REF, 0), "outside the block"),
+        (record(BETA, u32::MAX, abi::KEY_REF, 0), "outside the block"),
+        // At its very end: there is no NUL any more.
+        (record(BETA, 25, abi::KEY_REF, 0), "does not end"),
+    ]);
+    let Some(rig) = Rig::new(vec![]) else { return };
+    let mut descriptor = descriptor();
+    rig.memory().write(NAMES, &[b'a'; 0x1_0000]);
+    descriptor.directory.names_size = 0x1_0000;
+    rig.refuses(&descriptor, "does not end within 540 bytes");
+    descriptor.directory.names_size = u32::MAX;
+    rig.refuses(&descriptor, "4294967295 bytes of names");
+    descriptor.directory.names_size = 0;
+    rig.refuses(&descriptor, "does not end");
+    rig.survives();
+}
+
+#[test]
+fn two_to_the_32_keys() {
+    let Some(rig) = Rig::new(vec![]) else { return };
+    let mut descriptor = descriptor();
+    descriptor.directory.key_count = u32::MAX;
+    rig.refuses(&descriptor, "4294967295 keys");
+    descriptor.directory.key_count = 1 << 17;
+    // As many as are taken, but for the memory that they would be in.
+    rig.refuses(&descriptor, "not present");
+    descriptor.directory.key_count = 4;
+    descriptor.directory.keys = u64::MAX - 10;
+    rig.refuses(&descriptor, "end of the address space");
+    descriptor.directory.keys = 0x1000;
+    rig.refuses(&descriptor, "not present");
+    rig.survives();
+}
+
+/// Names for terminals to stumble over.
+#[test]
+fn names_with_control_characters() {
+    let Some(rig) = Rig::new(vec![]) else { return };
+    let names: [&[u8]; 4] = [
+        b"\x1b[2J\x1b]0;pwned\x07",
+        b"\xff\xfe\xc3\x28\xf0\x9f",
+        "\u{202e}\u{200b}\u{7f}\u{85}\r\n".as_bytes(),
+        b"a:b#1 *?[]",
+    ];
+    let mut block = vec![];
+    let keys = [ALPHA, BETA, GUARDED, EVENT];
+    let mut records = vec![];
+    for (key, name) in keys.into_iter().zip(names) {
+        let at = u32::try_from(block.len()).unwrap();
+        records.push(record(key, at, abi::KEY_GUARDED, 0));
+        block.extend_from_slice(name);
+        block.push(0);
+    }
+    rig.memory().records(&records);
+    rig.memory().write(NAMES, &block);
+    let mut descriptor = descriptor();
+    descriptor.directory.names_size = u32::try_from(block.len()).unwrap();
+    descriptor.release = [0x1b; 64];
+    assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
+    assert_printable(&rig.keys.describe().release);
+    rig.look_at_everything();
+    let list = rig
+        .keys
+        .list(&ListQuery {
+            page_size: 10,
+            ..ListQuery::default()
+        })
+        .unwrap();
+    for key in list.keys {
+        assert!(key.name.bytes().all(|byte| byte.is_ascii_graphic()));
+        assert_eq!(key.module, "");
+        // Each can be named by the name that is shown.
+        let error = rig.change(&[&key.name], Op::Dec).unwrap_err();
+        assert_eq!(error.reason(), "WOULD_WARN", "{error}");
+        assert_printable(&error.to_string());
+    }
+    rig.survives();
+}
+
+/// Every key has the same name, and no name at all.
+#[test]
+fn names_of_many() {
+    let Some(rig) = Rig::new(vec![]) else { return };
+    rig.memory().records(&[
+        record(ALPHA, 0, abi::KEY_REF, 0),
+        record(BETA, 0, abi::KEY_REF, 0),
+        record(GUARDED, 5, abi::KEY_REF, 0),
+        record(EVENT, 5, abi::KEY_REF, 0),
+    ]);
+    rig.register();
+    for name in ["alpha#1", "alpha#2"] {
+        assert_eq!(rig.keys.get(name).unwrap().name, name);
+    }
+    for key in [GUARDED, EVENT] {
+        assert_eq!(rig.keys.get(&format!("{key:#x}")).unwrap().address, key);
+    }
+    rig.survives();
+}
+
+/// As many keys as are taken, all with the longest name there is: what is kept of the names is bounded
+/// by the size of their block.
+#[test]
+fn the_longest_names_of_the_most_keys() {
+    const KEYS: u32 = 1 << 17;
+    let Some(rig) = Rig::with(super::rig::Setup {
+        memory: Some(16 << 20),
+        ..Default::default()
+    }) else {
+        return;
+    };
+    for page in 0..4 {
+        rig.memory().map_beyond(page, (4 << 20) + (page << 21));
+    }
+    let records: Vec<u8> = (0..KEYS)
+        .flat_map(|index| {
+            let key = record(
+                0xffff_9000_0000_0000 + u64::from(index) * 16,
+                0,
+                abi::KEY_REF,
+                0,
+            );
+            key.as_bytes().to_vec()
+        })
+        .collect();
+    rig.memory().write_physical(4 << 20, &records);
+    rig.memory().write(NAMES, &[b'n'; 540]);
+    rig.memory().write(NAMES + 540, &[0]);
+    let mut descriptor = descriptor();
+    descriptor.directory = abi::Directory {
+        keys: BEYOND,
+        names: NAMES,
+        key_count: KEYS,
+        names_size: 541,
+    };
+    rig.refuses(&descriptor, "bytes of names");
+    rig.memory().write(NAMES, b"n\0");
+    assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
+    assert_eq!(rig.keys.describe().keys, KEYS);
+    rig.look_at_everything();
+    rig.survives();
+}

@@ -1,0 +1,403 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The real monitor around a guest that attacks it: vCPUs on KVM, the registry, the owner of the
+//! keys. What a test writes into guest memory stands for what another vCPU would write there.
+
+use std::fmt::Debug;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use patchbay_vmm::abi;
+use patchbay_vmm::config::{Payload, RawCode, RawEntry, VmConfig};
+use patchbay_vmm::devices::virtio::VirtioConfig;
+use patchbay_vmm::keys::registry::Registry;
+use patchbay_vmm::keys::vm_guest::VmGuest;
+use patchbay_vmm::keys::{KeyUpdate, Keys, KeysConfig, KeysError, UpdateOutcome, UpdateRequest};
+use patchbay_vmm::trace::TracepointKeys;
+use patchbay_vmm::vm::{ExitReason, Vm, VmError};
+use static_keys::Op;
+use zerocopy::{Immutable, IntoBytes};
+
+use super::kernel::{self, CODE, MEMORY, Memory, REQUEST, SCRATCH, TEXT, physical};
+use super::program::{MAILBOX, NOT_TAKEN, Program, ROUNDS, TAKEN};
+use crate::bare_metal::{Watchdog, wait_until, watchdog};
+
+/// Long enough for any host; an attack that waits for it has succeeded.
+pub const DEADLINE: Duration = Duration::from_secs(30);
+/// For changes that the guest never lets happen.
+pub const BRIEF: Duration = Duration::from_millis(40);
+
+/// What the monitor's memory may grow by during an attack, the guest's own memory included, in KiB.
+const GROWTH_MAX: u64 = 256 << 10;
+
+/// The tables of the vCPUs' first mapping, in which the processor sets accessed bits.
+const ACCESSED: Range<u64> = 0x9000..0xf000;
+
+/// One attack at a time: they use several CPUs each, and look at the process's memory.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// A guest under attack by itself.
+pub struct Rig {
+    pub vm: Arc<Vm>,
+    pub keys: Keys,
+    runtime: tokio::runtime::Runtime,
+    memory_kib: u64,
+    _watchdog: Watchdog,
+    _turn: MutexGuard<'static, ()>,
+}
+
+/// How to set one up.
+#[derive(Default)]
+pub struct Setup {
+    /// Of the vCPUs after the first.
+    pub programs: Vec<Program>,
+    /// In bytes, if not 6 MiB.
+    pub memory: Option<u64>,
+    pub virtio: VirtioConfig,
+}
+
+impl Rig {
+    /// One vCPU that serves requests, and one per program; nothing is registered. `None`, with the
+    /// reason printed: it cannot run here.
+    pub fn new(programs: Vec<Program>) -> Option<Self> {
+        Self::with(Setup {
+            programs,
+            ..Setup::default()
+        })
+    }
+
+    /// The same, with the well-behaved kernel registered.
+    pub fn registered(programs: Vec<Program>) -> Option<Self> {
+        let rig = Self::new(programs)?;
+        rig.register();
+        Some(rig)
+    }
+
+    pub fn with(setup: Setup) -> Option<Self> {
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let watchdog = watchdog(120);
+        // Peaks from here on.
+        let _ = std::fs::write("/proc/self/clear_refs", "5");
+        let memory_kib = process_kib("VmRSS:");
+        let registry = Arc::new(Registry::default());
+        let vm = match Vm::new(config(setup), registry.clone()) {
+            Ok(vm) => Arc::new(vm),
+            Err(error @ (VmError::KvmMissing | VmError::KvmPermission | VmError::KvmLacks(_))) => {
+                println!("SKIPPED: {error}");
+                return None;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        if !vm.transports().msr {
+            println!("SKIPPED: the MSR transport does not reach user space on this host's KVM");
+            return None;
+        }
+        let guest = Arc::new(VmGuest::new("hostile".to_owned(), vm.clone()));
+        let config = KeysConfig {
+            allow_guarded: true,
+            ..KeysConfig::default()
+        };
+        let (keys, _) = Keys::start(guest, registry, config).unwrap();
+        let rig = Self {
+            vm,
+            keys,
+            runtime: tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .unwrap(),
+            memory_kib,
+            _watchdog: watchdog,
+            _turn: turn,
+        };
+        rig.memory().write_kernel();
+        rig.vm.start(|| {}).unwrap();
+        rig.wait_until("the first vCPU runs", || rig.scratch(0, NOT_TAKEN) > 0);
+        Some(rig)
+    }
+
+    pub fn memory(&self) -> Memory<'_> {
+        Memory(self.vm.ram())
+    }
+
+    /// A word of a vCPU's scratch page.
+    pub fn scratch(&self, vcpu: u64, at: u64) -> u64 {
+        let mut bytes = [0; 8];
+        self.vm
+            .ram()
+            .read(SCRATCH + vcpu * 0x1000 + at, &mut bytes)
+            .unwrap();
+        u64::from_le_bytes(bytes)
+    }
+
+    /// Waits until a vCPU has made some rounds of its program from now on.
+    pub fn wait_for_rounds(&self, vcpu: u64, rounds: u64) {
+        let before = self.scratch(vcpu, ROUNDS);
+        self.wait_until("the program runs", || {
+            self.scratch(vcpu, ROUNDS) >= before + rounds
+        });
+    }
+
+    /// Waits for something that must come unless the guest ends, which it must not.
+    pub fn wait_until(&self, what: &str, mut condition: impl FnMut() -> bool) {
+        wait_until(what, || {
+            assert_eq!(self.vm.exit_reason(), None, "waiting until {what}");
+            condition()
+        });
+    }
+
+    /// Lets a program begin that waits for it.
+    pub fn let_go(&self, vcpu: u64) {
+        self.vm
+            .ram()
+            .write(SCRATCH + vcpu * 0x1000 + MAILBOX, &[1])
+            .unwrap();
+    }
+
+    /// Has the guest write `value` to the MSR, and waits until it goes on.
+    pub fn write_msr(&self, value: u64) {
+        self.vm
+            .ram()
+            .write(SCRATCH + MAILBOX, &value.to_le_bytes())
+            .unwrap();
+        self.wait_until("the guest goes on after its request", || {
+            self.scratch(0, MAILBOX) == 0
+        });
+    }
+
+    /// Has the guest make a request with the page that is there; answers the page's status.
+    pub fn ask_with_page(&self, op: u32, page: u64) -> i32 {
+        self.write_msr(page | u64::from(op));
+        let mut status = [0; 4];
+        self.vm
+            .ram()
+            .read(page + abi::STATUS_OFFSET, &mut status)
+            .unwrap();
+        i32::from_le_bytes(status)
+    }
+
+    /// Has the guest make a request with these bytes.
+    pub fn ask(&self, op: u32, request: &(impl IntoBytes + Immutable)) -> i32 {
+        self.memory().write_physical(REQUEST, request.as_bytes());
+        self.ask_with_page(op, REQUEST)
+    }
+
+    /// Has the kernel register that follows the rules.
+    pub fn register(&self) {
+        let status = self.ask(abi::OP_REGISTER, &kernel::descriptor());
+        assert_eq!(status, 0, "{}", self.keys.describe().error);
+    }
+
+    /// Has a descriptor registered, which must be refused with these words.
+    pub fn refuses(&self, descriptor: &abi::Descriptor, words: &str) {
+        self.refuses_request(abi::OP_REGISTER, descriptor, words);
+    }
+
+    /// Has a request made, which must be refused with these words, and nothing else may change.
+    pub fn refuses_request(&self, op: u32, request: &(impl IntoBytes + Immutable), words: &str) {
+        self.memory().write_physical(REQUEST, request.as_bytes());
+        let before = self.picture();
+        let status = self.ask_with_page(op, REQUEST);
+        let error = self.keys.describe().error;
+        assert_eq!(status, -22, "{error}");
+        assert!(error.contains(words), "{error:?} does not say {words:?}");
+        assert!(
+            error.bytes().all(|byte| (b' '..0x7f).contains(&byte)),
+            "{error:?}"
+        );
+        self.only_changed(&before, &[]);
+    }
+
+    /// Makes a change by an operator.
+    pub fn change(&self, names: &[&str], op: Op) -> Result<Arc<UpdateOutcome>, KeysError> {
+        self.change_within(names, op, DEADLINE)
+    }
+
+    pub fn change_within(
+        &self,
+        names: &[&str],
+        op: Op,
+        within: Duration,
+    ) -> Result<Arc<UpdateOutcome>, KeysError> {
+        let updates = names.iter().map(|name| KeyUpdate::new(*name, op)).collect();
+        let deadline = Instant::now() + within;
+        let request = UpdateRequest {
+            allow_guarded: true,
+            force: true,
+            ..UpdateRequest::new(updates, "uid:0".to_owned(), DEADLINE, deadline)
+        };
+        self.runtime.block_on(self.keys.update(request))
+    }
+
+    /// Makes a change, which must fail for this reason and with these words, and change nothing.
+    pub fn fails(&self, names: &[&str], op: Op, reason: &str, words: &str) {
+        let before = self.picture();
+        let error = loop {
+            let error = self.change_within(names, op, BRIEF).expect_err(reason);
+            if !out_of_time(&error) {
+                break error;
+            }
+        };
+        assert_eq!(error.reason(), reason, "{error}");
+        let error = error.to_string();
+        assert!(error.contains(words), "{error:?} does not say {words:?}");
+        self.only_changed(&before, &[]);
+    }
+
+    /// Turns keys on and off again, each of which must change these sites and counts and nothing else.
+    pub fn flips(&self, names: &[&str], legal: &[Range<u64>]) {
+        for op in [Op::Enable, Op::Disable] {
+            let before = self.picture();
+            self.change(names, op).unwrap();
+            self.only_changed(&before, legal);
+        }
+    }
+
+    /// All of guest memory, the guest being stopped for it.
+    pub fn picture(&self) -> Vec<u8> {
+        let paused = self.vm.pause(DEADLINE).unwrap();
+        let mut bytes = vec![0; usize::try_from(self.vm.ram().low_bytes()).unwrap()];
+        self.vm.ram().read(0, &mut bytes).unwrap();
+        drop(paused);
+        bytes
+    }
+
+    /// Asserts that since `before` nothing has changed but the given ranges of guest-physical memory,
+    /// the status of a request, and what the guest itself writes.
+    pub fn only_changed(&self, before: &[u8], legal: &[Range<u64>]) {
+        let after = self.picture();
+        let status = REQUEST + abi::STATUS_OFFSET;
+        let own = [SCRATCH..REQUEST, status..status + 4, ACCESSED];
+        let pages = (0..).zip(before.chunks(4096).zip(after.chunks(4096)));
+        let changed: Vec<u64> = pages
+            .filter(|(_, (old, new))| old != new)
+            .flat_map(|(page, (old, new))| {
+                let bytes = (page * 4096..).zip(old.iter().zip(new));
+                bytes.filter(|(_, (old, new))| old != new)
+            })
+            .map(|(address, _)| address)
+            .filter(|address| !own.iter().chain(legal).any(|range| range.contains(address)))
+            .collect();
+        assert!(changed.is_empty(), "written: {changed:x?}");
+    }
+
+    /// The attack is over: the monitor serves a guest that follows the rules as if nothing had been,
+    /// stops its vCPUs, reads its keys, and has not grown.
+    pub fn survives(self) {
+        let grown = process_kib("VmHWM:").saturating_sub(self.memory_kib);
+        assert!(grown < GROWTH_MAX, "grown by {grown} KiB");
+        self.look_at_everything();
+        self.memory().write_kernel();
+        self.register();
+        self.change(&["beta", "event"], Op::Enable).unwrap();
+        assert_eq!(self.memory().count(kernel::BETA), 1);
+        // The branch that vCPU 0 executes.
+        for (op, counter) in [(Op::Enable, TAKEN), (Op::Disable, NOT_TAKEN)] {
+            self.change(&["alpha"], op).unwrap();
+            let before = self.scratch(0, counter);
+            self.wait_until("the flipped branch is taken", || {
+                self.scratch(0, counter) > before
+            });
+        }
+        self.look_at_everything();
+        self.vm.shutdown();
+        assert_eq!(self.vm.wait(), ExitReason::Shutdown);
+    }
+
+    /// Lists and reads all keys, as a client would: whatever the guest says of them.
+    pub fn look_at_everything(&self) {
+        let query = patchbay_vmm::keys::ListQuery {
+            page_size: 1000,
+            ..Default::default()
+        };
+        let Ok(list) = self.keys.list(&query) else {
+            return;
+        };
+        for tracepoint in self.keys.tracepoints().into_iter().flatten() {
+            assert!(tracepoint.probes.is_none_or(|probes| probes <= 256));
+        }
+        for key in list.keys.iter().take(50) {
+            let name = match key.module.as_str() {
+                "" => key.name.clone(),
+                module => format!("{module}:{}", key.name),
+            };
+            assert_printable(&name);
+            if let Ok(key) = self.keys.get(&name) {
+                for site in key.sites {
+                    assert_printable(&site.disassembly);
+                    assert_printable(&site.not_patchable);
+                    assert_printable(&site.module);
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        self.vm.shutdown();
+    }
+}
+
+/// On a busy host, the time for a change may be over before it was tried, or before the vCPUs have had
+/// their turn to stop.
+pub fn out_of_time(error: &KeysError) -> bool {
+    ["CANCELLED", "VCPU_NOT_STOPPED"].contains(&error.reason())
+}
+
+/// Nothing that a terminal would obey.
+pub fn assert_printable(text: &(impl AsRef<str> + Debug)) {
+    assert!(
+        text.as_ref().chars().all(|letter| !letter.is_control()),
+        "{text:?}"
+    );
+}
+
+/// Guest-physical ranges of a site of five bytes.
+pub fn site(address: u64) -> Range<u64> {
+    physical(address)..physical(address) + 5
+}
+
+/// Guest-physical range of a key's count.
+pub fn count(key: u64) -> Range<u64> {
+    physical(key)..physical(key) + 4
+}
+
+fn config(setup: Setup) -> VmConfig {
+    let mut image = vec![0; usize::try_from(physical(TEXT) - CODE).unwrap()];
+    let mut entries = vec![Some(RawEntry {
+        rip: physical(TEXT),
+        rsp: 0,
+        argument: SCRATCH,
+        user_mode: false,
+    })];
+    for (index, program) in (1..).zip(&setup.programs) {
+        let at = index * 0x8000;
+        image[at..at + program.code.len()].copy_from_slice(&program.code);
+        entries.push(Some(RawEntry {
+            rip: CODE + at as u64,
+            rsp: 0,
+            argument: SCRATCH + index as u64 * 0x1000,
+            user_mode: program.user_mode,
+        }));
+    }
+    image.extend(Program::serve());
+    VmConfig {
+        memory_bytes: setup.memory.unwrap_or(MEMORY),
+        vcpus: u8::try_from(entries.len()).unwrap(),
+        virtio: setup.virtio,
+        ..VmConfig::new(Payload::Raw(RawCode {
+            image,
+            address: CODE,
+            entries,
+        }))
+    }
+}
+
+/// A line of the process's status, in KiB.
+fn process_kib(line: &str) -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let found = status.lines().find_map(|text| text.strip_prefix(line));
+    let words = found.unwrap_or("0 kB").split_whitespace();
+    words.into_iter().next().unwrap().parse().unwrap()
+}

@@ -1,0 +1,429 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! A storm of transactions on the keys of a guest whose vCPUs do nothing but pass its sites, made by
+//! the real owner thread and its real pause, and not one wrong.
+//!
+//! `PATCHBAY_STORM_FLIPS` sets how many; 20,000 unless set.
+//!
+//! The guest's code, one block of 64 bytes per site:
+//!
+//! ```text
+//!  +0x3d          site: nopl 0(%rax,%rax,1)  |  jmp taken    across a cache line
+//!  +0x42                incq NOT_TAKEN(%rdi) ; jmp next site
+//!  +0x444d        taken: incq TAKEN(%rdi) ; jmp next site
+//!  +0x4461        torn: incq TORN(%rdi) ; jmp next site
+//! ```
+//!
+//! As in `bare_metal`, half of each encoding leads to `torn` or is undefined, and everything else
+//! is filled with instructions that end the guest.
+
+mod bare_metal;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bare_metal::{wait_until, watchdog};
+use patchbay_vmm::abi;
+use patchbay_vmm::config::{Payload, RawCode, RawEntry, VmConfig};
+use patchbay_vmm::keys::{
+    KeyUpdate, Keys, KeysConfig, KeysError, Registry, UpdateRequest, VmGuest,
+};
+use patchbay_vmm::memory::GuestRam;
+use patchbay_vmm::request::GuestRequests;
+use patchbay_vmm::seccomp::{self, SeccompLevel, ThreadKind};
+use patchbay_vmm::vm::{ExitReason, Vm, VmError};
+use static_keys::Op;
+use vm_memory::GuestAddress;
+use zerocopy::{FromZeros, IntoBytes};
+
+/// Transactions in all, unless the variable is set.
+const FLIPS: u32 = 20_000;
+/// After so many, every vCPU is looked at: does it pass each site the right way?
+const LOOK_EVERY: u32 = 500;
+
+/// How far the kernel's addresses are above the physical ones.
+const KERNEL: u64 = 0xffff_ffff_8000_0000;
+/// Where the monitor puts the first page table of raw code.
+const PAGE_TABLE: u64 = 0x9000;
+/// Its third one maps the first gigabyte.
+const FIRST_GIGABYTE: u64 = PAGE_TABLE + 0x2000;
+
+// Physical addresses.
+const CODE: u64 = 0x10_0000;
+const CODE_BYTES: usize = 0x6000;
+const COUNTERS: u64 = 0x18_0000;
+const KEYS: u64 = 0x20_0000;
+const JUMP_TABLE: u64 = 0x20_1000;
+const GATES: u64 = 0x20_2000;
+const DIRECTORY: u64 = 0x20_3000;
+const NAMES: u64 = 0x20_4000;
+const REQUEST: u64 = 0x20_5000;
+const KERNEL_POINTERS: u64 = 0x20_6000;
+
+/// Sites of each key, and whether the last of them is a likely one.
+const SITES_OF: [(u64, bool); 8] = [
+    (1, false),
+    (1, false),
+    (1, true),
+    (1, true),
+    (2, false),
+    (2, true),
+    (3, true),
+    (5, true),
+];
+const SITES: u64 = 16;
+
+const NOP: [u8; 5] = [0x0f, 0x1f, 0x44, 0x00, 0x00];
+const JMP: [u8; 5] = [0xe9, 0x0b, 0x44, 0x00, 0x00];
+const TAKEN_DISTANCE: u64 = 5 + 0x440b;
+const TORN_DISTANCE: u64 = 5 + 0x441f;
+
+/// In a vCPU's page of counters, behind two of each site.
+const TORN: u64 = 0x400;
+const ROUNDS: u64 = 0x408;
+
+fn site(index: u64) -> u64 {
+    CODE + 64 * index + 0x3d
+}
+
+fn code() -> Vec<u8> {
+    // hlt, which user mode may not.
+    let mut image = vec![0xf4; CODE_BYTES];
+    let mut put = |address: u64, bytes: &[u8]| {
+        let at = usize::try_from(address - CODE).unwrap();
+        image[at..at + bytes.len()].copy_from_slice(bytes);
+    };
+    // incq counter(%rdi); jmp to
+    let mut count = |address: u64, counter: u64, to: u64| {
+        let counter = u32::try_from(counter).unwrap();
+        put(address, &[0x48, 0xff, 0x87]);
+        put(address + 3, &counter.to_le_bytes());
+        let distance = i32::try_from(to.cast_signed() - (address + 12).cast_signed()).unwrap();
+        put(address + 7, &[0xe9]);
+        put(address + 8, &distance.to_le_bytes());
+    };
+    for index in 0..SITES {
+        let next = site(index + 1);
+        count(site(index) + 5, 16 * index, next);
+        count(site(index) + TAKEN_DISTANCE, 16 * index + 8, next);
+        count(site(index) + TORN_DISTANCE, TORN, next);
+    }
+    count(site(SITES), ROUNDS, site(0));
+    for index in 0..SITES {
+        put(site(index), &NOP);
+    }
+    image
+}
+
+/// One key of the guest, as it has to be.
+struct Model {
+    name: String,
+    count: i32,
+    /// Index of each site, and whether it is likely.
+    sites: Vec<(u64, bool)>,
+}
+
+impl Model {
+    fn jumps(&self, likely: bool) -> bool {
+        (self.count > 0) != likely
+    }
+}
+
+fn models() -> Vec<Model> {
+    let mut next = 0;
+    let key = |(index, (sites, last_likely)): (usize, (u64, bool))| {
+        let sites = (0..sites).map(|site| {
+            next += 1;
+            (next - 1, last_likely && site + 1 == sites)
+        });
+        Model {
+            name: format!("key_{index}"),
+            count: 0,
+            sites: sites.collect(),
+        }
+    };
+    let models = SITES_OF.into_iter().enumerate().map(key).collect();
+    assert_eq!(next, SITES);
+    models
+}
+
+/// Writes what a kernel would have in its memory, and the request that tells of it.
+fn lay_out(ram: &GuestRam, models: &[Model]) {
+    let write = |address: u64, bytes: &[u8]| ram.write(address, bytes).unwrap();
+    write(
+        KERNEL_POINTERS + 8 * 510,
+        &(FIRST_GIGABYTE | 7).to_le_bytes(),
+    );
+    write(PAGE_TABLE + 8 * 511, &(KERNEL_POINTERS | 7).to_le_bytes());
+    // SYSTEM_RUNNING; everything else is free.
+    write(GATES, &2_u64.to_le_bytes());
+    let mut entry = JUMP_TABLE;
+    let mut names = vec![];
+    for (index, model) in (0..).zip(models) {
+        let key = KEYS + 16 * index;
+        write(key + 8, &(KERNEL + entry).to_le_bytes());
+        for &(index, likely) in &model.sites {
+            let near = |to: u64, from: u64| i32::try_from(to.cast_signed() - from.cast_signed());
+            let target = site(index) + TAKEN_DISTANCE;
+            let key = (key | u64::from(likely)).wrapping_sub(entry + 8);
+            write(entry, &near(site(index), entry).unwrap().to_le_bytes());
+            write(entry + 4, &near(target, entry + 4).unwrap().to_le_bytes());
+            write(entry + 8, &key.to_le_bytes());
+            write(site(index), if model.jumps(likely) { &JMP } else { &NOP });
+            entry += 16;
+        }
+        let named = abi::Key {
+            address: KERNEL + key,
+            name: u32::try_from(names.len()).unwrap(),
+            class: abi::KEY_REF,
+            tracepoint: 0,
+            module: 0,
+        };
+        write(
+            DIRECTORY + index * size_of::<abi::Key>() as u64,
+            named.as_bytes(),
+        );
+        names.extend_from_slice(model.name.as_bytes());
+        names.push(0);
+    }
+    write(NAMES, &names);
+
+    let range = |start: u64, end: u64| abi::Range {
+        start: KERNEL + start,
+        end: KERNEL + end,
+    };
+    let mut descriptor = abi::Descriptor::new_zeroed();
+    descriptor.header = abi::Header {
+        magic: abi::HEADER_MAGIC,
+        abi_version: abi::ABI_VERSION,
+        op: u16::try_from(abi::OP_REGISTER).unwrap(),
+        size: u32::try_from(size_of::<abi::Descriptor>()).unwrap(),
+        status: 0,
+        generation: 1,
+    };
+    descriptor.entry_format = abi::FORMAT_RELATIVE;
+    descriptor.entry_size = 16;
+    descriptor.jump_table = range(JUMP_TABLE, entry);
+    descriptor.text = range(CODE, CODE + CODE_BYTES as u64);
+    descriptor.page_table = PAGE_TABLE;
+    descriptor.system_state = KERNEL + GATES;
+    descriptor.system_state_running = 2;
+    descriptor.mutex_owner_mask = !7;
+    descriptor.jump_label_mutex_owner = KERNEL + GATES + 8;
+    descriptor.text_mutex_owner = KERNEL + GATES + 16;
+    descriptor.tp_vec_nr = KERNEL + GATES + 24;
+    descriptor.bp_desc_refs = KERNEL + GATES + 32;
+    descriptor.static_key_size = 16;
+    descriptor.static_key_type = 8;
+    descriptor.static_key_mod_entries = 8;
+    descriptor.static_key_mod_mod = 16;
+    descriptor.static_key_mod_size = 24;
+    descriptor.directory = abi::Directory {
+        keys: KERNEL + DIRECTORY,
+        names: KERNEL + NAMES,
+        key_count: u32::try_from(models.len()).unwrap(),
+        names_size: u32::try_from(names.len()).unwrap(),
+    };
+    write(REQUEST, descriptor.as_bytes());
+}
+
+/// A guest whose vCPUs pass its sites in user mode, and its keys.
+fn storm_guest(vcpus: u8, models: &[Model]) -> Option<(Arc<Vm>, Keys)> {
+    let registry = Arc::new(Registry::default());
+    let entries = (0..vcpus).map(|vcpu| {
+        Some(RawEntry {
+            rip: KERNEL + site(0),
+            rsp: 0,
+            argument: counters(vcpu),
+            user_mode: true,
+        })
+    });
+    let config = VmConfig {
+        memory_bytes: 4 << 20,
+        vcpus,
+        offer_patchbay: false,
+        ..VmConfig::new(Payload::Raw(RawCode {
+            image: code(),
+            address: CODE,
+            entries: entries.collect(),
+        }))
+    };
+    let vm = match Vm::new(config, registry.clone()) {
+        Ok(vm) => Arc::new(vm),
+        Err(error @ (VmError::KvmMissing | VmError::KvmPermission | VmError::KvmLacks(_))) => {
+            println!("SKIPPED: {error}");
+            return None;
+        }
+        Err(error) => panic!("{error}"),
+    };
+    lay_out(vm.ram(), models);
+    // As in the monitor: under the filters of its threads.
+    seccomp::enforce(SeccompLevel::On);
+    let guest = Arc::new(VmGuest::new("storm".into(), vm.clone()));
+    let (keys, _) = Keys::start(guest, registry.clone(), KeysConfig::default()).unwrap();
+    let status = registry.request(abi::OP_REGISTER, GuestAddress(REQUEST));
+    assert_eq!(status, 0, "{}", keys.describe().error);
+    vm.start(|| seccomp::enter(ThreadKind::Vcpu).unwrap())
+        .unwrap();
+    for vcpu in 0..vcpus {
+        wait_until("every vCPU runs", || counter(&vm, vcpu, ROUNDS) > 0);
+    }
+    Some((vm, keys))
+}
+
+fn counters(vcpu: u8) -> u64 {
+    COUNTERS + 4096 * u64::from(vcpu)
+}
+
+fn counter(vm: &Vm, vcpu: u8, offset: u64) -> u64 {
+    let mut bytes = [0; 8];
+    vm.ram().read(counters(vcpu) + offset, &mut bytes).unwrap();
+    u64::from_le_bytes(bytes)
+}
+
+/// Two counters per site: passed straight on, jumped.
+fn passed(vm: &Vm, vcpu: u8) -> Vec<[u64; 2]> {
+    let counts = (0..SITES).map(|site| [16 * site, 16 * site + 8].map(|at| counter(vm, vcpu, at)));
+    counts.collect()
+}
+
+/// Every site and every count in memory is that of the model.
+fn assert_memory(vm: &Vm, models: &[Model]) {
+    for (index, model) in (0..).zip(models) {
+        let mut count = [0; 4];
+        vm.ram().read(KEYS + 16 * index, &mut count).unwrap();
+        assert_eq!(i32::from_le_bytes(count), model.count, "{}", model.name);
+        for &(index, likely) in &model.sites {
+            let mut found = [0; 5];
+            vm.ram().read(site(index), &mut found).unwrap();
+            let expected = if model.jumps(likely) { JMP } else { NOP };
+            assert_eq!(found, expected, "site {index} of {}", model.name);
+        }
+    }
+}
+
+/// Every vCPU passes every site as the model has it, and has never done anything else.
+fn assert_passed(vm: &Vm, vcpus: u8, models: &[Model]) {
+    assert_eq!(vm.exit_reason(), None, "a vCPU met what is no instruction");
+    for vcpu in 0..vcpus {
+        let rounds = |more: u64| {
+            let now = counter(vm, vcpu, ROUNDS);
+            wait_until("the vCPU goes round", || {
+                counter(vm, vcpu, ROUNDS) >= now + more
+            });
+        };
+        // The round in which it was stopped may have counted a site behind which it stood.
+        rounds(1);
+        let before = passed(vm, vcpu);
+        rounds(2);
+        let after = passed(vm, vcpu);
+        assert_eq!(counter(vm, vcpu, TORN), 0, "vCPU {vcpu}: torn branches");
+        for model in models {
+            for &(index, likely) in &model.sites {
+                let at = usize::try_from(index).unwrap();
+                let ways = [0, 1].map(|way| after[at][way] - before[at][way]);
+                let right = usize::from(model.jumps(likely));
+                assert!(
+                    ways[right] > 0 && ways[1 - right] == 0,
+                    "vCPU {vcpu}, site {index} of {} with count {}: straight on and jumped {ways:?}",
+                    model.name,
+                    model.count
+                );
+            }
+        }
+    }
+}
+
+/// xorshift64: the same storm in every run.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        usize::try_from(self.0 % limit as u64).unwrap()
+    }
+}
+
+/// An update of keys at random, and what the model's counts are after it.
+fn draw(models: &[Model], random: &mut Random) -> (Vec<KeyUpdate>, Vec<i32>) {
+    let mut counts: Vec<i32> = models.iter().map(|model| model.count).collect();
+    // The first is one that crosses zero, so that every transaction patches something.
+    let crossing: Vec<usize> = (0..models.len()).filter(|&key| counts[key] < 2).collect();
+    let first = match crossing.get(random.below(crossing.len().max(1))) {
+        Some(&key) => key,
+        None => random.below(models.len()),
+    };
+    let mut updates = vec![];
+    for number in 0..=random.below(4) {
+        let key = match random.below(models.len()) {
+            _ if number == 0 => first,
+            key if key == first => continue,
+            key => key,
+        };
+        let op = match counts[key] {
+            0 => Op::Inc,
+            1 if number == 0 => Op::Dec,
+            2 => Op::Dec,
+            _ if random.below(2) == 0 => Op::Inc,
+            _ => Op::Dec,
+        };
+        counts[key] += if op == Op::Inc { 1 } else { -1 };
+        updates.push(KeyUpdate::new(&models[key].name, op));
+    }
+    (updates, counts)
+}
+
+async fn update(keys: &Keys, updates: Vec<KeyUpdate>) -> Result<bool, KeysError> {
+    let request = UpdateRequest::new(
+        updates,
+        "uid:0".to_owned(),
+        Duration::from_secs(10),
+        Instant::now() + Duration::from_secs(30),
+    );
+    let outcome = keys.update(request).await?;
+    Ok(outcome.report.as_ref().is_some_and(|report| report.paused))
+}
+
+#[test]
+fn a_storm_of_flips_and_not_one_wrong() {
+    const VCPUS: u8 = 2;
+    let flips = match std::env::var("PATCHBAY_STORM_FLIPS") {
+        Ok(flips) => flips.parse().expect("PATCHBAY_STORM_FLIPS"),
+        Err(_) => FLIPS,
+    };
+    let _watchdog = watchdog(600);
+    let mut models = models();
+    let Some((vm, keys)) = storm_guest(VCPUS, &models) else {
+        return;
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .build()
+        .unwrap();
+    let mut random = Random(0x2545_f491_4f6c_dd1d);
+    let began = Instant::now();
+    let mut pauses = 0;
+    for flip in 0..flips {
+        let (updates, counts) = draw(&models, &mut random);
+        match runtime.block_on(update(&keys, updates)) {
+            Ok(paused) => pauses += u32::from(paused),
+            Err(error) => panic!("flip {flip}: {error}"),
+        }
+        for (model, count) in models.iter_mut().zip(counts) {
+            model.count = count;
+        }
+        assert_memory(&vm, &models);
+        if flip % LOOK_EVERY == 0 {
+            assert_passed(&vm, VCPUS, &models);
+        }
+    }
+    assert_passed(&vm, VCPUS, &models);
+    println!(
+        "{flips} transactions, {pauses} with a pause, in {:.1} s",
+        began.elapsed().as_secs_f64()
+    );
+    assert!(pauses >= flips / 2, "{pauses} pauses: the storm was none");
+    vm.shutdown();
+    assert_eq!(vm.wait(), ExitReason::Shutdown);
+}
