@@ -3,6 +3,7 @@
 
 mod api_service {
     mod busy;
+    mod faults;
     mod guest;
     mod holds;
     mod keys;

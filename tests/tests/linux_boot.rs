@@ -117,20 +117,3 @@ async fn a_kernel_without_the_series_boots_and_its_keys_are_unknown() -> Result<
     guest.power_off().await?;
     Ok(())
 }
-
-#[tokio::test]
-async fn a_reboot_ends_the_monitor() -> Result<()> {
-    let Some(environment) = Environment::linux_guest() else {
-        return Ok(());
-    };
-    let mut guest = Guest::builder(&environment).boot().await?;
-    guest.assert_registered().await?;
-    guest.console().type_line("reboot -f").await?;
-    let status = guest.wait().await?;
-    ensure!(
-        status.success(),
-        "the monitor ended with {status}: {}",
-        guest.monitor_log()
-    );
-    Ok(())
-}

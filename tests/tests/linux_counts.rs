@@ -3,7 +3,7 @@
 //! guest itself reads through its test module.
 
 use anyhow::{Context, Result, ensure};
-use patchbay_proto::v1::{KeyOp, ListStaticKeysRequest, UpdateStaticKeysRequest};
+use patchbay_proto::v1::{KeyOp, ListStaticKeysRequest, StaticKey, UpdateStaticKeysRequest};
 use patchbay_tests::Guest;
 use tonic::Code;
 
@@ -186,6 +186,13 @@ async fn every_kind_of_key_follows_the_host() -> Result<()> {
             .await?;
         ensure!(unlikely == taken, "{op:?}: {unlikely} of 56 branches taken");
     }
+    // A key in memory that the module may no longer write: the kernel itself would fault.
+    let sealed = guest
+        .static_keys()
+        .update_static_keys(update("patchbay_test:ro_key", KeyOp::Inc))
+        .await
+        .expect_err("read-only");
+    ensure!(sealed.code() == Code::FailedPrecondition, "{sealed:?}");
     // No sites at all: only the count.
     let answer = guest
         .static_keys()
@@ -228,52 +235,76 @@ async fn one_bad_key_among_good_ones_changes_nothing() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// The kernel's own test (lib/test_static_keys.c) checks, whenever it is
-/// loaded, that each of its keys and branches is as it was defined and can be
-/// inverted. It agrees before and after the host has flipped all of its keys
-/// there and back.
+/// The kernel's own test (lib/test_static_keys.c) checks, whenever it is loaded, that each of its
+/// keys, and of those of test_static_key_base, has the state that both modules gave it, and that
+/// branches follow. It agrees as long as the host has put every key back, and only then.
 #[tokio::test]
 async fn the_kernels_own_self_test_agrees() -> Result<()> {
+    const LOAD: &str = "insmod /lib/modules/test_static_keys.ko";
+    const UNLOAD: &str = "rmmod test_static_keys";
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
         return Ok(());
     };
-    let load = "insmod /lib/modules/test_static_keys.ko";
     guest
         .shell("insmod /lib/modules/test_static_key_base.ko")
         .await?;
-    guest.shell(load).await?;
-    let request = ListStaticKeysRequest {
-        patterns: vec!["test_static_keys:*".to_owned()],
-        ..Default::default()
-    };
-    let listed = guest.static_keys().list_static_keys(request).await?;
-    let keys = listed.into_inner().keys;
-    ensure!(keys.len() >= 4, "too few keys: {keys:?}");
-    for key in keys {
-        let name = format!("{}:{}", key.module, key.name);
-        let (there, back) = if key.enabled {
-            (KeyOp::Disable, KeyOp::Enable)
-        } else {
-            (KeyOp::Enable, KeyOp::Disable)
+    guest.shell(LOAD).await?;
+    for (pattern, count) in [
+        ("test_static_keys:*", 4),
+        ("test_static_key_base:base_*", 8),
+    ] {
+        let request = ListStaticKeysRequest {
+            patterns: vec![pattern.to_owned()],
+            ..Default::default()
         };
-        for (op, enabled) in [(there, !key.enabled), (back, key.enabled)] {
-            guest
-                .static_keys()
-                .update_static_keys(update(&name, op))
-                .await?;
-            for site in guest.key(&name).await?.sites {
-                let patchable = site.not_patchable.is_empty();
-                let jumps = site.disassembly.starts_with("jmp");
-                ensure!(
-                    !patchable || jumps == (enabled != site.likely),
-                    "{op:?} {name}: site {:#x} says {}",
-                    site.address,
-                    site.disassembly
-                );
-            }
+        let listed = guest.static_keys().list_static_keys(request).await?;
+        let keys = listed.into_inner().keys;
+        ensure!(keys.len() == count, "{count} keys expected: {keys:?}");
+        for key in keys {
+            invert(&mut guest, &key, false).await?;
+            invert(&mut guest, &key, true).await?;
         }
     }
-    guest.shell("rmmod test_static_keys").await?;
-    guest.shell(load).await?;
+    guest.shell(UNLOAD).await?;
+    guest.shell(LOAD).await?;
+
+    // The keys of the other module are still there when nobody branches on them.
+    guest.shell(UNLOAD).await?;
+    let key = guest.key("test_static_key_base:base_false_key").await?;
+    ensure!(key.site_count == 0, "{key:?}");
+    invert(&mut guest, &key, false).await?;
+    let (status, said) = guest.console().run(LOAD).await?;
+    ensure!(
+        status != 0 && said.contains("Invalid argument"),
+        "the self-test did not notice a key that is on: {said}"
+    );
+    invert(&mut guest, &key, true).await?;
+    guest.shell(LOAD).await?;
     guest.assert_no_warnings().await
+}
+
+/// Changes the key to the other state than `key` has, or back, and looks at its sites.
+async fn invert(guest: &mut Guest, key: &StaticKey, back: bool) -> Result<()> {
+    let name = format!("{}:{}", key.module, key.name);
+    let enabled = key.enabled == back;
+    let op = if enabled {
+        KeyOp::Enable
+    } else {
+        KeyOp::Disable
+    };
+    guest
+        .static_keys()
+        .update_static_keys(update(&name, op))
+        .await?;
+    for site in guest.key(&name).await?.sites {
+        let patchable = site.not_patchable.is_empty();
+        let jumps = site.disassembly.starts_with("jmp");
+        ensure!(
+            !patchable || jumps == (enabled != site.likely),
+            "{op:?} {name}: site {:#x} says {}",
+            site.address,
+            site.disassembly
+        );
+    }
+    Ok(())
 }

@@ -1,23 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The guest at work on its own keys: the host waits, gives up, or follows.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
-use patchbay_proto::v1::{KeyOp, KeyUpdate, UpdateStaticKeysRequest};
+use anyhow::{Context, Result, bail, ensure};
+use patchbay_proto::v1::{
+    KeyOp, KeyUpdate, ListStaticKeysRequest, StaticKey, UpdateStaticKeysRequest,
+    UpdateStaticKeysResponse,
+};
 use patchbay_tests::Guest;
 use tonic::{Code, Status};
 
 const TEST: &str = "/sys/kernel/debug/patchbay_test";
 
 /// One op that keeps trying a busy guest for this long.
-async fn update_within(
-    guest: &mut Guest,
-    name: &str,
-    op: KeyOp,
-    patience: Duration,
-) -> Result<(), Status> {
-    let request = UpdateStaticKeysRequest {
+fn request(name: &str, op: KeyOp, patience: Duration) -> UpdateStaticKeysRequest {
+    UpdateStaticKeysRequest {
         updates: vec![KeyUpdate {
             name: name.to_owned(),
             op: op.into(),
@@ -30,8 +28,24 @@ async fn update_within(
             nanos: patience.subsec_nanos().cast_signed(),
         }),
         ..Default::default()
-    };
-    guest.static_keys().update_static_keys(request).await?;
+    }
+}
+
+async fn update_within(
+    guest: &mut Guest,
+    name: &str,
+    op: KeyOp,
+    patience: Duration,
+) -> Result<UpdateStaticKeysResponse, Status> {
+    let request = request(name, op, patience);
+    let response = guest.static_keys().update_static_keys(request).await?;
+    Ok(response.into_inner())
+}
+
+/// Flips a key there and back.
+async fn there_and_back(guest: &mut Guest, name: &str) -> Result<()> {
+    update_within(guest, name, KeyOp::Inc, PATIENT).await?;
+    update_within(guest, name, KeyOp::Dec, PATIENT).await?;
     Ok(())
 }
 
@@ -40,17 +54,34 @@ const IMPATIENT: Duration = Duration::from_millis(200);
 /// Long enough for any gate that opens.
 const PATIENT: Duration = Duration::from_secs(25);
 
+const REF_KEY: &str = "patchbay_test:ref_key";
+const TRACEPOINT: &str = "patchbay_test:patchbay_test_plain";
+
+/// The host gives up at its deadline and names the mutex; it gets through when the mutex is let go
+/// before; and what needs no gate does not wait for it.
 #[tokio::test]
 async fn held_mutexes_close_the_gate() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
         return Ok(());
     };
-    let key = "patchbay_test:ref_key";
-    for mutex in ["jump_label_mutex", "text_mutex"] {
-        guest
-            .shell(&format!("echo 600000 > {TEST}/hold/{mutex}"))
-            .await?;
-        let refusal = update_within(&mut guest, key, KeyOp::Inc, IMPATIENT)
+    guest
+        .shell(&format!("echo 1 > {TEST}/tracepoint/plain/probe"))
+        .await?;
+    let gates = [
+        ("jump_label_mutex", REF_KEY, KeyOp::Inc, KeyOp::Dec),
+        ("text_mutex", REF_KEY, KeyOp::Inc, KeyOp::Dec),
+        // Its probe has fired it.
+        (
+            "tracepoints_mutex",
+            TRACEPOINT,
+            KeyOp::Disable,
+            KeyOp::Enable,
+        ),
+    ];
+    for (mutex, key, there, back) in gates {
+        let hold = format!("{TEST}/hold/{mutex}");
+        guest.shell(&format!("echo 600000 > {hold}")).await?;
+        let refusal = update_within(&mut guest, key, there, IMPATIENT)
             .await
             .expect_err("the mutex is held");
         ensure!(refusal.code() == Code::Aborted, "{mutex}: {refusal:?}");
@@ -59,31 +90,221 @@ async fn held_mutexes_close_the_gate() -> Result<()> {
             "the gate is not named: {}",
             refusal.message()
         );
-        guest
-            .shell(&format!("echo 0 > {TEST}/hold/{mutex}"))
-            .await?;
-        update_within(&mut guest, key, KeyOp::Inc, PATIENT).await?;
-        update_within(&mut guest, key, KeyOp::Dec, PATIENT).await?;
+        if key == TRACEPOINT {
+            there_and_back(&mut guest, REF_KEY).await?;
+        }
+        let mut client = guest.static_keys();
+        let waiting = tokio::spawn(async move {
+            let request = request(key, there, PATIENT);
+            client.update_static_keys(request).await
+        });
+        guest.shell(&format!("cat {hold}")).await?;
+        guest.shell(&format!("echo 0 > {hold}")).await?;
+        let answer = waiting.await?.context(mutex)?.into_inner();
+        let attempts = answer.report.unwrap_or_default().attempts;
+        ensure!(attempts > 1, "{mutex}: done at the first attempt");
+        update_within(&mut guest, key, back, PATIENT).await?;
     }
-    guest.assert_no_warnings().await
-}
 
-/// A count that does not cross zero touches no site, so it needs no gate and no pause.
-#[tokio::test]
-async fn counting_above_zero_passes_held_mutexes() -> Result<()> {
-    let Some(mut guest) = Guest::with_test_keys(1).await? else {
-        return Ok(());
-    };
-    let key = "patchbay_test:ref_key";
-    update_within(&mut guest, key, KeyOp::Inc, PATIENT).await?;
+    // A count that does not cross zero touches no site.
+    update_within(&mut guest, REF_KEY, KeyOp::Inc, PATIENT).await?;
     guest
         .shell(&format!("echo 600000 > {TEST}/hold/jump_label_mutex"))
         .await?;
-    update_within(&mut guest, key, KeyOp::Inc, IMPATIENT).await?;
-    update_within(&mut guest, key, KeyOp::Dec, IMPATIENT).await?;
+    update_within(&mut guest, REF_KEY, KeyOp::Inc, IMPATIENT).await?;
+    update_within(&mut guest, REF_KEY, KeyOp::Dec, IMPATIENT).await?;
     guest
         .shell(&format!("echo 0 > {TEST}/hold/jump_label_mutex"))
         .await?;
+    guest.assert_no_warnings().await
+}
+
+/// Flips until the host is refused for this gate, and then waits until it opens.
+async fn meet_and_pass(guest: &mut Guest, gate: &str) -> Result<()> {
+    let deadline = Instant::now() + 2 * PATIENT;
+    let mut op = KeyOp::Inc;
+    while Instant::now() < deadline {
+        // Never with patience, which the gate might open in unseen.
+        match update_within(guest, REF_KEY, op, IMPATIENT).await {
+            Ok(_) if op == KeyOp::Inc => op = KeyOp::Dec,
+            Ok(_) => op = KeyOp::Inc,
+            Err(refusal) => {
+                ensure!(refusal.code() == Code::Aborted, "{refusal:?}");
+                if refusal.message().contains(gate) {
+                    update_within(guest, REF_KEY, op, PATIENT).await?;
+                    if op == KeyOp::Inc {
+                        update_within(guest, REF_KEY, KeyOp::Dec, PATIENT).await?;
+                    }
+                    return Ok(());
+                }
+            }
+        }
+        // The guest needs time as well, to come to its gate.
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    bail!("no attempt was refused for {gate}")
+}
+
+/// A text change that has been queued, and a CPU that stands still in the middle of one. With
+/// all mutexes free only a word of the kernel tells of either.
+#[tokio::test]
+async fn text_changes_half_way_close_the_gate() -> Result<()> {
+    let Some(mut guest) = Guest::with_test_keys(1).await? else {
+        return Ok(());
+    };
+    for (file, gate) in [("text_queue", "tp_vec_nr"), ("text_poke", "bp_desc.refs")] {
+        // Nothing else is typed meanwhile: the guest's only CPU may be the one that stands still.
+        let line = format!("echo 2000 > {TEST}/hold/{file}");
+        guest.console().type_line(&line).await?;
+        meet_and_pass(&mut guest, gate).await?;
+    }
+
+    // The kernel's own change of the very key: breakpoints at its sites, which are not foreign.
+    let line = format!("echo 2000 > {TEST}/hold/poke; echo enable > {TEST}/keys/ref_key/op");
+    guest.console().type_line(&line).await?;
+    let deadline = Instant::now() + 2 * PATIENT;
+    while !half_way(&mut guest).await? {
+        ensure!(
+            Instant::now() < deadline,
+            "the guest's change was never seen half-way"
+        );
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let refusal = update_within(&mut guest, REF_KEY, KeyOp::Inc, IMPATIENT)
+        .await
+        .expect_err("the guest is changing the key");
+    ensure!(refusal.code() == Code::Aborted, "{refusal:?}");
+    count_on_top_of_the_guest(&mut guest).await?;
+    let seen = guest
+        .shell(&format!("cat {TEST}/keys/ref_key/count"))
+        .await?;
+    ensure!(seen == "1", "the guest's own reference: {seen}");
+    guest.assert_no_warnings().await
+}
+
+/// Whether there is a breakpoint where a site of the key begins.
+async fn half_way(guest: &mut Guest) -> Result<bool> {
+    let sites = guest.key(REF_KEY).await?.sites;
+    Ok(sites.iter().any(|site| site.disassembly == "int3"))
+}
+
+/// The key's sites are whole again, and the host counts on top of the guest's reference.
+async fn count_on_top_of_the_guest(guest: &mut Guest) -> Result<()> {
+    let answer = update_within(guest, REF_KEY, KeyOp::Inc, PATIENT).await?;
+    let result = answer.results.first().context("no result")?;
+    ensure!(
+        (result.count_before, result.count_after) == (1, 2),
+        "{result:?}"
+    );
+    update_within(guest, REF_KEY, KeyOp::Dec, PATIENT).await?;
+    Ok(())
+}
+
+/// Something else that patches the kernel's text: the key is left alone from then on, until its
+/// module is another one.
+#[tokio::test]
+async fn foreign_bytes_quarantine_their_key() -> Result<()> {
+    let Some(mut guest) = Guest::with_test_keys(1).await? else {
+        return Ok(());
+    };
+    let foreign = format!("{TEST}/keys/ref_key/foreign");
+    guest.shell(&format!("echo 1 > {foreign}")).await?;
+    let loss = update_within(&mut guest, REF_KEY, KeyOp::Inc, PATIENT)
+        .await
+        .expect_err("foreign bytes");
+    ensure!(loss.code() == Code::DataLoss, "{loss:?}");
+    ensure!(
+        loss.message().contains(REF_KEY) && loss.message().contains("holds eb 0"),
+        "key and bytes are not named: {}",
+        loss.message()
+    );
+    let seen = guest
+        .shell(&format!("cd {TEST}/keys/ref_key && cat raw unlikely; cd /"))
+        .await?;
+    ensure!(seen == "0\n0", "something was changed: {seen}");
+    there_and_back(&mut guest, "patchbay_test:siteless_key").await?;
+    there_and_back(&mut guest, "patchbay_test:many_key").await?;
+
+    // The right bytes do not tell who wrote the wrong ones.
+    guest.shell(&format!("echo 0 > {foreign}")).await?;
+    let refusal = update_within(&mut guest, REF_KEY, KeyOp::Inc, PATIENT)
+        .await
+        .expect_err("in quarantine");
+    ensure!(refusal.code() == Code::FailedPrecondition, "{refusal:?}");
+    ensure!(
+        refusal
+            .message()
+            .contains("load module patchbay_test again"),
+        "no way out: {}",
+        refusal.message()
+    );
+    ensure!(!guest.key(REF_KEY).await?.quarantine.is_empty());
+    guest
+        .shell("rmmod patchbay_test && insmod /lib/modules/patchbay_test.ko")
+        .await?;
+    there_and_back(&mut guest, REF_KEY).await?;
+    ensure!(guest.key(REF_KEY).await?.quarantine.is_empty());
+    guest.assert_no_warnings().await
+}
+
+/// Keys and sites that the kernel itself no longer changes once it has booted.
+#[tokio::test]
+async fn what_is_constant_after_init_is_left_alone() -> Result<()> {
+    let Some(mut guest) = Guest::with_test_keys(1).await? else {
+        return Ok(());
+    };
+    let list = ListStaticKeysRequest {
+        page_size: 10_000,
+        ..Default::default()
+    };
+    let keys = guest.static_keys().list_static_keys(list).await?;
+    let keys = keys.into_inner().keys;
+    let kernel = |key: &&StaticKey| key.module.is_empty();
+
+    // In memory that is read-only after init.
+    let sealed = keys.iter().filter(kernel).find(|key| key.sealed);
+    let sealed = sealed.context("the kernel has no sealed key")?;
+    for op in [KeyOp::Enable, KeyOp::Disable] {
+        let refusal = update_within(&mut guest, &sealed.name, op, PATIENT)
+            .await
+            .expect_err("sealed");
+        ensure!(refusal.code() == Code::FailedPrecondition, "{refusal:?}");
+        ensure!(refusal.message().contains("sealed"), "{refusal:?}");
+    }
+
+    // A module's only site is in its init text, which is gone: the key counts, nothing is written.
+    let name = "patchbay_test:init_only_key";
+    let answer = update_within(&mut guest, name, KeyOp::Inc, PATIENT).await?;
+    ensure!(answer.results[0].sites_patched == 0, "{answer:?}");
+    let key = guest.key(name).await?;
+    ensure!(
+        key.count == 1 && key.site_count == 1 && key.patchable_sites == 0,
+        "{key:?}"
+    );
+    ensure!(key.sites[0].not_patchable.contains("init"), "{key:?}");
+    update_within(&mut guest, name, KeyOp::Dec, PATIENT).await?;
+
+    // Those of the kernel: a change would write the other sites alone.
+    let init_sites = |key: &&StaticKey| !key.sealed && key.patchable_sites < key.site_count;
+    let mut with_init_sites = keys.iter().filter(kernel).filter(init_sites);
+    let key = with_init_sites
+        .next()
+        .context("no key of the kernel has a site in init text")?;
+    let op = if key.enabled {
+        KeyOp::Disable
+    } else {
+        KeyOp::Enable
+    };
+    let dry_run = UpdateStaticKeysRequest {
+        validate_only: true,
+        ..request(&key.name, op, PATIENT)
+    };
+    let answer = guest.static_keys().update_static_keys(dry_run).await?;
+    let result = answer.into_inner().results.remove(0);
+    ensure!(
+        i64::from(result.sites_patched) == i64::from(key.patchable_sites),
+        "{result:?} of {key:?}"
+    );
     guest.assert_no_warnings().await
 }
 
@@ -125,6 +346,7 @@ async fn keys_shared_between_modules() -> Result<()> {
     )
     .await?;
     guest.shell("rmmod patchbay_test").await?;
+    ensure!(listed(&mut guest, "patchbay_test:*").await?.is_empty());
     let gone = update_within(&mut guest, "patchbay_test:ref_key", KeyOp::Inc, PATIENT)
         .await
         .expect_err("its module is unloaded");
@@ -132,12 +354,51 @@ async fn keys_shared_between_modules() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// A module that has not finished loading keeps its keys closed.
+/// Names of the keys that the host lists.
+async fn listed(guest: &mut Guest, pattern: &str) -> Result<Vec<String>> {
+    let list = ListStaticKeysRequest {
+        patterns: vec![pattern.to_owned()],
+        ..Default::default()
+    };
+    let keys = guest.static_keys().list_static_keys(list).await?;
+    Ok(keys
+        .into_inner()
+        .keys
+        .into_iter()
+        .map(|key| key.name)
+        .collect())
+}
+
+/// A module that has not finished loading keeps its keys closed, and takes them with it if it
+/// never does.
 #[tokio::test]
 async fn a_loading_module_closes_the_gate() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
         return Ok(());
     };
+    // busybox tries twice.
+    guest
+        .shell("insmod /lib/modules/patchbay_test_stall.ko ms=1000 fail=1 2>/dev/null &")
+        .await?;
+    guest
+        .shell("until [ -e /sys/kernel/debug/patchbay_test_stall/release ]; do sleep 0.1; done")
+        .await?;
+    let stalled = "patchbay_test_stall:*";
+    ensure!(listed(&mut guest, stalled).await? == ["stall_key"]);
+    let gone = update_within(
+        &mut guest,
+        "patchbay_test_stall:stall_key",
+        KeyOp::Inc,
+        PATIENT,
+    )
+    .await
+    .expect_err("its load is rolled back");
+    ensure!(gone.code() == Code::NotFound, "{gone:?}");
+    guest.shell("wait").await?;
+    ensure!(listed(&mut guest, stalled).await?.is_empty());
+    // The key that the module had joined is its owner's alone again.
+    there_and_back(&mut guest, "patchbay_test:patchbay_test_shared_key").await?;
+
     guest
         .shell("insmod /lib/modules/patchbay_test_stall.ko ms=600000 &")
         .await?;
@@ -150,6 +411,12 @@ async fn a_loading_module_closes_the_gate() -> Result<()> {
         .await
         .expect_err("the module is COMING");
     ensure!(refusal.code() == Code::Aborted, "{refusal:?}");
+    ensure!(
+        refusal
+            .message()
+            .contains("patchbay_test_stall is not LIVE"),
+        "{refusal:?}"
+    );
     guest
         .shell("echo 1 > /sys/kernel/debug/patchbay_test_stall/release")
         .await?;
@@ -161,66 +428,5 @@ async fn a_loading_module_closes_the_gate() -> Result<()> {
         taken == "1 0",
         "stall_key, and the shared key beside it: {taken}"
     );
-    guest.assert_no_warnings().await
-}
-
-/// Guest threads take and drop references while the host does the same: in the
-/// end each count is the sum of both, and no thread ever found a branch that
-/// disagreed with a reference it held.
-#[tokio::test]
-async fn guest_and_host_count_on_the_same_keys() -> Result<()> {
-    const ROUNDS: usize = 40;
-    let Some(mut guest) = Guest::with_test_keys(2).await? else {
-        return Ok(());
-    };
-    guest.shell(&format!("echo '3 0' > {TEST}/storm")).await?;
-    let name = |key: usize| format!("patchbay_test:storm_key_{key}");
-    for round in 0..ROUNDS {
-        for key in [round % 16, (round * 7 + 3) % 16] {
-            update_within(&mut guest, &name(key), KeyOp::Inc, PATIENT).await?;
-            if round % 2 == 0 {
-                update_within(&mut guest, &name(key), KeyOp::Dec, PATIENT).await?;
-            }
-        }
-    }
-    let mut expected = [0_i32; 16];
-    for round in (0..ROUNDS).filter(|round| round % 2 == 1) {
-        for key in [round % 16, (round * 7 + 3) % 16] {
-            expected[key] += 1;
-        }
-    }
-    let report = guest.shell(&format!("cat {TEST}/storm")).await?;
-    ensure!(
-        report.lines().any(|line| line == "torn 0"),
-        "a branch disagreed with its key:\n{report}"
-    );
-    guest.shell(&format!("echo '0 0' > {TEST}/storm")).await?;
-    let report = guest.shell(&format!("cat {TEST}/storm")).await?;
-    for (key, expected) in expected.into_iter().enumerate() {
-        let line = report
-            .lines()
-            .find(|line| line.split_whitespace().next() == Some(&format!("storm_key_{key}")))
-            .with_context(|| format!("no key {key} in:\n{report}"))?;
-        let count: i32 = line
-            .split_whitespace()
-            .nth(1)
-            .context("no count")?
-            .parse()?;
-        ensure!(
-            count == expected,
-            "{line}: the host holds {expected} references"
-        );
-        // The sites have to say the same as the count.
-        let state = guest.key(&name(key)).await?;
-        for site in &state.sites {
-            let jumps = site.disassembly.starts_with("jmp");
-            ensure!(
-                jumps == ((count > 0) != site.likely),
-                "site {:#x} of {line} says {}",
-                site.address,
-                site.disassembly
-            );
-        }
-    }
     guest.assert_no_warnings().await
 }

@@ -8,8 +8,8 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use patchbay_tests::{Environment, Guest};
 use tempfile::TempDir;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::UnixListener;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::{UnixListener, UnixStream};
 
 /// A file with an empty ext4 of 8 MiB.
 fn ext4_image(folder: &Path, name: &str) -> Result<PathBuf> {
@@ -120,6 +120,61 @@ async fn disks_are_mounted_and_what_is_written_stays() -> Result<()> {
     let found = guest.shell("sha256sum </tmp/a/file").await?;
     ensure!(found == written, "{found}, not {written}");
     guest.power_off().await?;
+    Ok(())
+}
+
+/// Connects to a port of the guest the way clients of the unix socket do.
+async fn connect(socket: &Path, port: u32) -> Result<BufReader<UnixStream>> {
+    let mut stream = BufReader::new(UnixStream::connect(socket).await?);
+    stream
+        .write_all(format!("CONNECT {port}\n").as_bytes())
+        .await?;
+    let mut answer = String::new();
+    stream.read_line(&mut answer).await?;
+    ensure!(answer.starts_with("OK "), "the answer is {answer:?}");
+    Ok(stream)
+}
+
+#[tokio::test]
+async fn the_host_reaches_a_port_of_the_guest() -> Result<()> {
+    let Some(environment) = Environment::linux_guest() else {
+        return Ok(());
+    };
+    let folder = TempDir::new()?;
+    let socket = folder.path().join("vsock");
+    let mut guest = Guest::builder(&environment)
+        .argument(&format!("--vsock={}", socket.display()))
+        .boot()
+        .await?;
+    // Nobody listens yet: the connection ends without an answer.
+    let mut refused = UnixStream::connect(&socket).await?;
+    refused.write_all(b"CONNECT 52\n").await?;
+    let mut answer = vec![];
+    refused.read_to_end(&mut answer).await?;
+    ensure!(answer.is_empty(), "{answer:?}");
+
+    guest
+        .shell("vsock_tool echo 52 >/tmp/log 2>&1 & until grep -q listening /tmp/log; do :; done")
+        .await?;
+    for round in 0..3_u8 {
+        let (mut reader, mut writer) = tokio::io::split(connect(&socket, 52).await?);
+        // More than every buffer on the way holds: neither side may wait for the other.
+        let sent: Vec<u8> = (0..600_000_u32)
+            .map(|at| round.wrapping_add((at % 251) as u8))
+            .collect();
+        let copy = sent.clone();
+        let sending = tokio::spawn(async move {
+            writer.write_all(&copy).await?;
+            writer.shutdown().await
+        });
+        let mut received = vec![];
+        reader.read_to_end(&mut received).await?;
+        sending.await??;
+        ensure!(received == sent, "{} bytes came back", received.len());
+    }
+    guest.assert_no_warnings().await?;
+    guest.power_off().await?;
+    ensure!(!socket.exists(), "the socket was left behind");
     Ok(())
 }
 

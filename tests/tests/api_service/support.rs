@@ -13,6 +13,7 @@ use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_vmm::keys::audit::AuditLog;
 use patchbay_vmm::keys::testing::{InMemoryGuest, ManualClock, TestKey};
 use patchbay_vmm::keys::{Keys, KeysConfig, Limits, Registry};
+use patchbay_vmm::seccomp::{self, SeccompLevel};
 use patchbay_vmm::service::{ApiSocket, serve};
 use tokio::net::UnixStream;
 use tokio::sync::oneshot;
@@ -29,7 +30,8 @@ pub struct Served {
     pub clock: Arc<ManualClock>,
     pub keys: Keys,
     channel: Channel,
-    folder: tempfile::TempDir,
+    folder: PathBuf,
+    own_folder: Option<tempfile::TempDir>,
     _end: oneshot::Sender<()>,
 }
 
@@ -44,6 +46,8 @@ pub struct Setup {
     pub audit: Option<PathBuf>,
     /// Whether guarded keys may be changed.
     pub allow_guarded: bool,
+    /// Where socket and audit log are, if that is to outlive the service.
+    pub folder: Option<PathBuf>,
 }
 
 /// Keys of every kind.
@@ -78,16 +82,22 @@ impl Served {
     }
 
     pub async fn with(setup: Setup) -> Self {
-        let folder = tempfile::tempdir().expect("temporary folder");
+        // As in the monitor: the owner's thread is under its filter.
+        seccomp::enforce(SeccompLevel::On);
+        let (folder, own_folder) = match setup.folder {
+            Some(folder) => (folder, None),
+            None => {
+                let folder = tempfile::tempdir().expect("temporary folder");
+                (folder.path().to_owned(), Some(folder))
+            }
+        };
         let registry = Arc::new(Registry::new(setup.limits));
         let guest = match &setup.keys {
             Some(keys) => InMemoryGuest::boot(Arc::clone(&registry), keys),
             None => InMemoryGuest::new(Arc::clone(&registry)),
         };
         let clock = ManualClock::new();
-        let audit = setup
-            .audit
-            .unwrap_or_else(|| folder.path().join("audit.jsonl"));
+        let audit = setup.audit.unwrap_or_else(|| folder.join("audit.jsonl"));
         let config = KeysConfig {
             audit: AuditLog::open(&audit).expect("the audit log opens"),
             allow_guarded: setup.allow_guarded,
@@ -95,7 +105,7 @@ impl Served {
             ..KeysConfig::default()
         };
         let (keys, _owner) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");
-        let path = folder.path().join("guest.sock");
+        let path = folder.join("guest.sock");
         let socket = ApiSocket::bind(&path).expect("the socket is free");
         let (end, ended) = oneshot::channel::<()>();
         let served = keys.clone();
@@ -114,17 +124,18 @@ impl Served {
             keys,
             channel,
             folder,
+            own_folder,
             _end: end,
         }
     }
 
     /// Ends the service, as the monitor's end does. The folder goes with the answer.
-    pub fn end(self) -> tempfile::TempDir {
-        self.folder
+    pub fn end(self) -> Option<tempfile::TempDir> {
+        self.own_folder
     }
 
     pub fn socket(&self) -> PathBuf {
-        self.folder.path().join("guest.sock")
+        self.folder.join("guest.sock")
     }
 
     pub fn channel(&self) -> Channel {
@@ -141,11 +152,7 @@ impl Served {
 
     /// Lines of the audit log.
     pub fn audit(&self) -> Vec<serde_json::Value> {
-        std::fs::read_to_string(self.folder.path().join("audit.jsonl"))
-            .expect("the audit log")
-            .lines()
-            .map(|line| serde_json::from_str(line).expect("JSON"))
-            .collect()
+        audit_lines(&self.folder)
     }
 
     pub async fn list(
@@ -197,6 +204,15 @@ impl Served {
             .into_inner()
             .holds
     }
+}
+
+/// Lines of the audit log in this folder.
+pub fn audit_lines(folder: &Path) -> Vec<serde_json::Value> {
+    std::fs::read_to_string(folder.join("audit.jsonl"))
+        .expect("the audit log")
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"))
+        .collect()
 }
 
 pub async fn connect(path: &Path) -> Channel {

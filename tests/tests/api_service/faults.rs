@@ -1,0 +1,279 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What goes wrong in the middle: writes that fail, clients that leave, a monitor that is killed.
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::mpsc::channel;
+
+use patchbay_proto::v1::KeyOp;
+use patchbay_vmm::keys::Guest;
+use patchbay_vmm::keys::testing::Gate;
+use rustix::process::{Signal, getpid, kill_process};
+use tonic::Code;
+
+use super::support::{PATIENCE, Served, Setup, assert_refused, audit_lines, every_kind, request};
+
+/// Keys of the transactions here, with 6 sites in all.
+const KEYS: [&str; 3] = ["alpha", "beta", "likely"];
+const STEPS: u64 = 6 + 3;
+
+/// All that the transactions here may change: counts and the bytes of sites.
+fn state(served: &Served) -> Vec<(i32, Vec<[u8; 5]>)> {
+    let of = |key: &str| {
+        let sites = served.guest.sites(key).into_iter();
+        let bytes = sites.map(|site| served.guest.read(site));
+        (served.guest.count(key), bytes.collect())
+    };
+    KEYS.map(of).to_vec()
+}
+
+/// Six sites and three counts are written. Whichever fails, also after its first byte, nothing has
+/// happened in the end, for the guest, for the holds, for those who watch.
+#[tokio::test]
+async fn a_write_that_fails_at_any_place_is_undone() {
+    let served = Served::start().await;
+    let updates = [
+        ("alpha", KeyOp::Inc),
+        ("beta", KeyOp::Inc),
+        ("likely", KeyOp::Dec),
+    ];
+    let update = || patchbay_proto::v1::UpdateStaticKeysRequest {
+        force: true,
+        ..request(&updates)
+    };
+    let before = state(&served);
+    let revision = served.keys.revision();
+    for step in 0..STEPS {
+        let ram = served.guest.ram().clone();
+        served
+            .guest
+            .on_pause(move || ram.fail_writes(step..step + 1));
+        let result = served.update(update()).await;
+        let (message, _) = assert_refused(result, Code::DataLoss, "WRITE_FAULT");
+        assert!(message.contains("nothing has changed"), "{message}");
+        assert_eq!(state(&served), before, "write {step}");
+        assert!(served.holds().await.is_empty());
+        assert_eq!(served.keys.revision(), revision);
+        let lines = served.audit();
+        let last = lines.last().expect("an outcome");
+        assert_eq!(
+            (&last["result"], &last["reason"]),
+            (&"failed".into(), &"WRITE_FAULT".into())
+        );
+    }
+    let ram = served.guest.ram().clone();
+    served
+        .guest
+        .on_pause(move || ram.fail_writes(STEPS..STEPS + 1));
+    served
+        .update(update())
+        .await
+        .expect("no write is left to fail");
+    assert_ne!(state(&served), before);
+}
+
+/// If taking back fails as well, the error says that the guest is no longer what it should be.
+#[tokio::test]
+async fn an_undo_that_fails_is_told() {
+    let served = Served::start().await;
+    let ram = served.guest.ram().clone();
+    served.guest.on_pause(move || ram.fail_writes(2..u64::MAX));
+    let result = served.op("beta", KeyOp::Inc).await;
+    let (message, _) = assert_refused(result, Code::DataLoss, "WRITE_FAULT");
+    assert!(message.contains("restart the guest"), "{message}");
+}
+
+/// Counts alone are changed beside the running guest, and taken back there.
+#[tokio::test]
+async fn a_count_that_cannot_be_written_takes_the_others_back() {
+    let served = Served::start().await;
+    for key in KEYS {
+        served.guest.set_count(key, 1);
+    }
+    let before = state(&served);
+    let updates = KEYS.map(|key| (key, KeyOp::Inc));
+    for step in 0..3 {
+        served.guest.ram().fail_writes(step..step + 1);
+        let result = served.update(request(&updates)).await;
+        assert_refused(result, Code::DataLoss, "WRITE_FAULT");
+        assert_eq!(state(&served), before, "count {step}");
+        assert!(served.holds().await.is_empty());
+    }
+    assert_eq!(served.guest.pauses(), 0);
+}
+
+/// A client that leaves before its turn has asked for nothing.
+#[tokio::test]
+async fn a_client_that_leaves_before_its_turn_changes_nothing() {
+    let served = Served::start().await;
+    let (entered, has_entered) = channel();
+    let (release, released) = channel::<()>();
+    served.guest.on_pause(move || {
+        let _ = entered.send(());
+        let _ = released.recv();
+    });
+    let mut client = served.client();
+    let first = tokio::spawn(async move {
+        let request = request(&[("beta", KeyOp::Inc)]);
+        client.update_static_keys(request).await
+    });
+    tokio::task::spawn_blocking(move || has_entered.recv_timeout(PATIENCE))
+        .await
+        .expect("no panic")
+        .expect("the first update stops the guest");
+    let mut client = served.client();
+    let second = tokio::spawn(async move {
+        let request = request(&[("alpha", KeyOp::Inc)]);
+        client.update_static_keys(request).await
+    });
+    // Answered behind the second on the same connection.
+    served.get("alpha").await.expect("a key");
+    second.abort();
+    assert!(second.await.expect_err("aborted").is_cancelled());
+    served.get("alpha").await.expect("a key");
+    drop(release);
+    first.await.expect("no panic").expect("not disturbed");
+    served.op("beta", KeyOp::Inc).await.expect("not disturbed");
+    assert_eq!(
+        (served.guest.count("alpha"), served.guest.count("beta")),
+        (0, 2)
+    );
+    assert!(
+        served
+            .audit()
+            .iter()
+            .all(|line| line["updates"][0]["key"] != "alpha"),
+        "nothing was about to be changed"
+    );
+}
+
+/// From the pause on the change is made, whole, and a client that comes back learns what became of it.
+#[tokio::test]
+async fn a_client_that_leaves_during_the_pause_finds_its_answer_later() {
+    let served = Served::start().await;
+    let (entered, has_entered) = channel();
+    let (release, released) = channel::<()>();
+    served.guest.on_pause(move || {
+        let _ = entered.send(());
+        let _ = released.recv();
+    });
+    let mut update = request(&[("beta", KeyOp::Inc), ("alpha", KeyOp::Inc)]);
+    update.request_id = "mine".into();
+    let (mut client, repeated) = (served.client(), update.clone());
+    let call = tokio::spawn(async move { client.update_static_keys(update).await });
+    tokio::task::spawn_blocking(move || has_entered.recv_timeout(PATIENCE))
+        .await
+        .expect("no panic")
+        .expect("the update stops the guest");
+    call.abort();
+    assert!(call.await.expect_err("aborted").is_cancelled());
+    drop(release);
+    let answer = served.update(repeated).await.expect("it was made");
+    assert_eq!(answer.results.len(), 2);
+    assert_eq!(served.guest.pauses(), 1, "and not again");
+    assert!(served.guest.jumps("alpha") && served.guest.jumps("beta"));
+    assert_eq!(
+        (served.guest.count("alpha"), served.guest.count("beta")),
+        (1, 1)
+    );
+    let outcomes = served.audit();
+    assert_eq!(outcomes[1]["result"], "committed");
+}
+
+/// Tells a copy of this test's program which part of the monitor's life to die in.
+const STAGE: &str = "PATCHBAY_TEST_DIES_IN";
+const FOLDER: &str = "PATCHBAY_TEST_FOLDER";
+
+/// A monitor that is killed leaves its socket, and an audit log that tells all it did: what it had
+/// answered, and an intent for what it may have been doing. The next one takes over both.
+#[tokio::test]
+async fn a_killed_monitor_leaves_the_truth_behind() {
+    if let Ok(stage) = std::env::var(STAGE) {
+        return die_in(&stage).await;
+    }
+    // Stage, and whether the log has an intent for the change that was never answered.
+    for (stage, intended) in [("gate", false), ("pause", true), ("resume", true)] {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let mut monitor = Command::new(std::env::current_exe().expect("this program"))
+            .args(["api_service::faults::a_killed_monitor_leaves_the_truth_behind"])
+            .args(["--exact", "--nocapture"])
+            .env(STAGE, stage)
+            .env(FOLDER, folder.path())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("a copy of this program");
+        if stage == "gate" {
+            let lines = BufReader::new(monitor.stdout.take().expect("piped")).lines();
+            assert!(
+                lines
+                    .map_while(Result::ok)
+                    .any(|line| line == "the gate is closed"),
+                "the second update was never made"
+            );
+            monitor.kill().expect("running");
+        }
+        let status = monitor.wait().expect("a child");
+        assert_eq!(status.signal(), Some(9), "{stage}: {status}");
+
+        assert!(folder.path().join("guest.sock").exists());
+        let lines = audit_lines(folder.path());
+        let events: Vec<&str> = lines
+            .iter()
+            .map(|line| line["event"].as_str().expect("text"))
+            .collect();
+        let expected: &[&str] = if intended {
+            &["intent", "outcome", "intent"]
+        } else {
+            &["intent", "outcome"]
+        };
+        assert_eq!(events, expected, "{stage}");
+        assert_eq!(lines[1]["result"], "committed");
+
+        let next = Served::with(Setup {
+            keys: Some(every_kind()),
+            folder: Some(folder.path().to_owned()),
+            ..Setup::default()
+        })
+        .await;
+        next.op("alpha", KeyOp::Inc).await.expect("a new monitor");
+        assert_eq!(next.audit().len(), expected.len() + 2);
+    }
+}
+
+/// One change is made and answered; the next ends in the death of this process.
+async fn die_in(stage: &str) {
+    // The owner's thread, on which a pause is told, may not send that signal.
+    let (wish, wished) = channel::<()>();
+    std::thread::spawn(move || {
+        if wished.recv().is_ok() {
+            kill_process(getpid(), Signal::KILL).expect("its own");
+        }
+    });
+    let die = move || {
+        wish.send(()).expect("the thread waits");
+        loop {
+            std::thread::park();
+        }
+    };
+    let folder = std::env::var_os(FOLDER).expect("given");
+    let served = Served::with(Setup {
+        keys: Some(every_kind()),
+        folder: Some(Path::new(&folder).to_owned()),
+        ..Setup::default()
+    })
+    .await;
+    served.op("alpha", KeyOp::Inc).await.expect("a ref key");
+    match stage {
+        "gate" => {
+            served.guest.set_gate(Gate::TextMutex, 0x1000);
+            println!("the gate is closed");
+        }
+        "pause" => served.guest.on_pause(die),
+        "resume" => served.guest.on_resume(die),
+        other => panic!("{other} is no stage"),
+    }
+    let result = served.op("beta", KeyOp::Inc).await;
+    panic!("it lived on, and answered {result:?}");
+}

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The ends of a kernel and of its CPUs: whatever the addresses that it registered come to, the host
+//! uses them only while they mean what they did.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use patchbay_proto::v1::{DescribeGuestResponse, KeyOp, RegistrationState};
+use patchbay_tests::{Environment, Guest, GuestBuilder};
+use tonic::Code;
+
+const KEY: &str = "patchbay_test:ref_key";
+const SEEN: &str = "/sys/kernel/debug/patchbay_test/keys/ref_key";
+
+fn environment_and_guest() -> Option<(Environment, GuestBuilder)> {
+    let environment = Environment::linux_guest()?;
+    let builder = Guest::builder(&environment);
+    Some((environment, builder))
+}
+
+/// Fails unless the guest has taken its registration back and no key can be changed.
+async fn assert_withdrawn(guest: &mut Guest) -> Result<DescribeGuestResponse> {
+    let description = guest.describe().await?;
+    ensure!(
+        description.registration() == RegistrationState::Withdrawn,
+        "{description:?}"
+    );
+    let refusal = guest
+        .update(&[("getppid_key", KeyOp::Inc)])
+        .await
+        .expect_err("nothing is registered");
+    ensure!(refusal.code() == Code::FailedPrecondition, "{refusal:?}");
+    Ok(description)
+}
+
+/// Runs `command` in the guest, and expects the monitor to end well.
+async fn assert_ends(builder: GuestBuilder, command: &str) -> Result<()> {
+    let mut guest = builder.boot().await?;
+    guest.assert_registered().await?;
+    guest.console().type_line(command).await?;
+    let status = guest.wait().await?;
+    ensure!(
+        status.success(),
+        "{command}: the monitor ended with {status}: {}",
+        guest.monitor_log()
+    );
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_reset_ends_the_monitor() -> Result<()> {
+    let Some((_, builder)) = environment_and_guest() else {
+        return Ok(());
+    };
+    assert_ends(builder.clone(), "reboot -f").await?;
+    // A panic leads to a reset, as the guests of the tests are told by panic=-1.
+    assert_ends(builder, "echo c > /proc/sysrq-trigger").await
+}
+
+#[tokio::test]
+async fn power_off_through_acpi_ends_the_monitor() -> Result<()> {
+    let Some((_, builder)) = environment_and_guest() else {
+        return Ok(());
+    };
+    assert_ends(builder.acpi().vcpus(2), "poweroff -f").await
+}
+
+#[tokio::test]
+async fn a_halted_kernel_has_taken_its_registration_back() -> Result<()> {
+    let Some((_, builder)) = environment_and_guest() else {
+        return Ok(());
+    };
+    let mut guest = builder.vcpus(2).boot().await?;
+    guest.assert_registered().await?;
+    // The console shows the message again that says that nothing is left to run.
+    guest.shell("dmesg -n 8").await?;
+    guest.console().type_line("halt -f").await?;
+    guest.console().wait_for("System halted").await?;
+    assert_withdrawn(&mut guest).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_panicked_kernel_has_taken_its_registration_back() -> Result<()> {
+    let Some((_, builder)) = environment_and_guest() else {
+        return Ok(());
+    };
+    let mut guest = builder.vcpus(2).command_line("panic=0").boot().await?;
+    guest.assert_registered().await?;
+    guest
+        .console()
+        .type_line("echo c > /proc/sysrq-trigger")
+        .await?;
+    guest.console().wait_for("end Kernel panic").await?;
+    assert_withdrawn(&mut guest).await?;
+    Ok(())
+}
+
+/// A copy that is a whole number of sectors long, as an argument of the monitor.
+fn as_disk(file: &Path, folder: &Path, name: &str) -> Result<(String, usize)> {
+    let mut content = std::fs::read(file).with_context(|| file.display().to_string())?;
+    let length = content.len();
+    content.resize(length.next_multiple_of(512), 0);
+    let image = folder.join(name);
+    std::fs::write(&image, content)?;
+    Ok((format!("--disk={},readonly", image.display()), length))
+}
+
+#[tokio::test]
+async fn a_kexeced_kernel_registers_anew() -> Result<()> {
+    let Some((environment, builder)) = environment_and_guest() else {
+        return Ok(());
+    };
+    let folder = tempfile::tempdir()?;
+    let (kernel, kernel_length) = as_disk(&environment.kernel, folder.path(), "kernel")?;
+    let (initrd, initrd_length) = as_disk(&environment.initramfs, folder.path(), "initrd")?;
+    // With ACPI: the first kernel may put something over the MP table, which lies in plain memory.
+    let mut guest = builder
+        .acpi()
+        .vcpus(2)
+        .argument(&kernel)
+        .argument(&initrd)
+        .argument("--allow-guarded")
+        .boot()
+        .await?;
+    let before = guest.assert_registered().await?;
+    guest.shell("insmod /lib/modules/patchbay_test.ko").await?;
+    guest.update(&[(KEY, KeyOp::Inc)]).await?;
+    guest
+        .shell(&format!(
+            "head -c {kernel_length} /dev/vda >/tmp/kernel; head -c {initrd_length} /dev/vdb >/tmp/initrd"
+        ))
+        .await?;
+    guest
+        .console()
+        .type_line("kexec_tool /tmp/kernel /tmp/initrd")
+        .await?;
+    guest.console().wait_for("built-in shell").await?;
+    guest.shell("dmesg -n 1").await?;
+
+    let after = guest.assert_registered().await?;
+    ensure!(
+        after.generation != before.generation && after.modules == 0,
+        "{before:?} {after:?}"
+    );
+    let gone = guest.update(&[(KEY, KeyOp::Inc)]).await;
+    let gone = gone.expect_err("its module went with the old kernel");
+    ensure!(gone.code() == Code::NotFound, "{gone:?}");
+    guest.shell("insmod /lib/modules/patchbay_test.ko").await?;
+    for (op, taken) in [(KeyOp::Inc, "1"), (KeyOp::Dec, "0")] {
+        guest.update(&[(KEY, op)]).await?;
+        let seen = guest.shell(&format!("cat {SEEN}/unlikely")).await?;
+        ensure!(seen == taken, "{op:?}: the new kernel sees {seen}");
+    }
+    guest.assert_no_warnings().await
+}
+
+/// Whether each of these CPUs takes the branch.
+async fn assert_seen_by(guest: &mut Guest, cpus: u32, taken: &str) -> Result<()> {
+    let command = format!(
+        "for cpu in $(seq 0 {}); do taskset -c $cpu cat {SEEN}/unlikely; done",
+        cpus - 1
+    );
+    let seen = guest.shell(&command).await?;
+    ensure!(
+        seen.lines().count() == cpus as usize && seen.lines().all(|cpu| cpu == taken),
+        "{taken} expected on each of {cpus} CPUs:\n{seen}"
+    );
+    Ok(())
+}
+
+#[tokio::test]
+async fn more_vcpus_than_cores_all_see_a_flip() -> Result<()> {
+    let Some(mut guest) = Guest::with_test_keys(8).await? else {
+        return Ok(());
+    };
+    ensure!(guest.shell("nproc").await? == "8");
+    for (op, taken) in [(KeyOp::Inc, "1"), (KeyOp::Dec, "0")] {
+        guest.update(&[(KEY, op)]).await?;
+        assert_seen_by(&mut guest, 8, taken).await?;
+    }
+    guest.assert_no_warnings().await
+}
