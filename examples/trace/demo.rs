@@ -176,7 +176,14 @@ async fn record(environment: &Environment, guest: &mut Guest, timeline: &PathBuf
     let mut recorder = Command::new(&environment.cli)
         .arg("--socket")
         .arg(guest.socket())
-        .args(["trace", "record", "--listen", "--duration", "3s", "--file"])
+        .args([
+            "trace",
+            "record",
+            "--listen",
+            "--duration",
+            "3s",
+            "--output",
+        ])
         .arg(timeline)
         .kill_on_drop(true)
         .spawn()
