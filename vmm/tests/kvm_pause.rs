@@ -165,6 +165,10 @@ fn vcpus_that_do_not_run_count_as_stopped() {
         return;
     };
     wait_until("vCPU 0 runs", || rounds(&vm, 0) > 0);
+    // Its thread may not have come to its first instruction yet.
+    wait_until("vCPU 1 runs", || {
+        vm.pause(DEADLINE).unwrap().rips().len() == 2
+    });
     for _ in 0..100 {
         let paused = vm.pause(DEADLINE).unwrap();
         // vCPU 1 is in its hlt or, woken by the kick, behind it.

@@ -22,7 +22,7 @@ mod bare_metal;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bare_metal::{wait_until, watchdog};
+use bare_metal::{load, wait_until, watchdog};
 use patchbay_vmm::abi;
 use patchbay_vmm::config::{Payload, RawCode, RawEntry, VmConfig};
 use patchbay_vmm::keys::{
@@ -276,9 +276,7 @@ fn counters(vcpu: u8) -> u64 {
 }
 
 fn counter(vm: &Vm, vcpu: u8, offset: u64) -> u64 {
-    let mut bytes = [0; 8];
-    vm.ram().read(counters(vcpu) + offset, &mut bytes).unwrap();
-    u64::from_le_bytes(bytes)
+    load(vm.ram(), counters(vcpu) + offset)
 }
 
 /// Two counters per site: passed straight on, jumped.

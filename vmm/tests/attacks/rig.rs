@@ -5,6 +5,7 @@
 
 use std::fmt::Debug;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -17,11 +18,12 @@ use patchbay_vmm::keys::{KeyUpdate, Keys, KeysConfig, KeysError, UpdateOutcome, 
 use patchbay_vmm::trace::TracepointKeys;
 use patchbay_vmm::vm::{ExitReason, Vm, VmError};
 use static_keys::Op;
+use vm_memory::{Bytes, GuestAddress};
 use zerocopy::{Immutable, IntoBytes};
 
 use super::kernel::{self, CODE, MEMORY, Memory, REQUEST, SCRATCH, TEXT, physical};
 use super::program::{MAILBOX, NOT_TAKEN, Program, ROUNDS, TAKEN};
-use crate::bare_metal::{Watchdog, wait_until, watchdog};
+use crate::bare_metal::{Watchdog, load, wait_until, watchdog};
 
 /// Long enough for any host; an attack that waits for it has succeeded.
 pub const DEADLINE: Duration = Duration::from_secs(30);
@@ -122,12 +124,14 @@ impl Rig {
 
     /// A word of a vCPU's scratch page.
     pub fn scratch(&self, vcpu: u64, at: u64) -> u64 {
-        let mut bytes = [0; 8];
-        self.vm
-            .ram()
-            .read(SCRATCH + vcpu * 0x1000 + at, &mut bytes)
-            .unwrap();
-        u64::from_le_bytes(bytes)
+        load(self.vm.ram(), SCRATCH + vcpu * 0x1000 + at)
+    }
+
+    /// Whole, so that the guest never finds half of a request.
+    fn put_in_mailbox(&self, vcpu: u64, value: u64) {
+        let address = GuestAddress(SCRATCH + vcpu * 0x1000 + MAILBOX);
+        let memory = self.vm.ram().mmap();
+        memory.store(value, address, Ordering::Release).unwrap();
     }
 
     /// Waits until a vCPU has made some rounds of its program from now on.
@@ -148,18 +152,12 @@ impl Rig {
 
     /// Lets a program begin that waits for it.
     pub fn let_go(&self, vcpu: u64) {
-        self.vm
-            .ram()
-            .write(SCRATCH + vcpu * 0x1000 + MAILBOX, &[1])
-            .unwrap();
+        self.put_in_mailbox(vcpu, 1);
     }
 
     /// Has the guest write `value` to the MSR, and waits until it goes on.
     pub fn write_msr(&self, value: u64) {
-        self.vm
-            .ram()
-            .write(SCRATCH + MAILBOX, &value.to_le_bytes())
-            .unwrap();
+        self.put_in_mailbox(0, value);
         self.wait_until("the guest goes on after its request", || {
             self.scratch(0, MAILBOX) == 0
         });

@@ -18,6 +18,7 @@
 #![allow(dead_code, reason = "each test binary and benchmark uses a part")]
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -25,6 +26,7 @@ use patchbay_vmm::config::{Payload, RawCode, RawEntry, VmConfig};
 use patchbay_vmm::memory::GuestRam;
 use patchbay_vmm::request::{GuestRequests, NoRequests};
 use patchbay_vmm::vm::{Vm, VmError};
+use vm_memory::{Bytes, GuestAddress};
 
 /// Address of the guest's code.
 pub const CODE: u64 = 0x10_0000;
@@ -60,14 +62,20 @@ pub struct Counters {
 
 /// Reads a vCPU's counters.
 pub fn counters(ram: &GuestRam, vcpu: u8) -> Counters {
-    let mut bytes = [0; 24];
-    ram.read(counters_address(vcpu), &mut bytes).unwrap();
-    let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+    let word = |at: u64| load(ram, counters_address(vcpu) + at);
     Counters {
         not_taken: word(0),
         taken: word(8),
         torn: word(16),
     }
+}
+
+/// Reads a word that the guest may be writing.
+pub fn load(ram: &GuestRam, address: u64) -> u64 {
+    let memory = ram.mmap();
+    memory
+        .load(GuestAddress(address), Ordering::Acquire)
+        .unwrap()
 }
 
 /// Where a vCPU's counters are.
