@@ -2,8 +2,10 @@
 //! Runs single tests, each in a process of its own, here or in a lab.
 //!
 //! A lab is kept for many tests: in it, `xtask run-tests` reads one test per line from its
-//! standard input and answers each with one line, both JSON. When the lab dies, the test it
-//! was running has failed and the next one gets a new lab.
+//! standard input and answers each with one line, both JSON, and an empty line now and then,
+//! so that a lab that has died or stands still is known at once. Its test is then run again in
+//! a new lab: an emulator's fault says nothing of the test. A test whose second lab dies too
+//! has failed.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -25,6 +27,15 @@ const SKIP_MARK: &str = "SKIPPED: ";
 
 /// The most that is kept of what a test prints.
 const OUTPUT_CAP: usize = 256 * 1024;
+
+/// How often a lab shows that it lives, on its own clock.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
+
+/// A lab that shows no sign of life for so long is dead. Its clock can be the slower one.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// The same before the first sign: a lab that cannot boot says so itself before this.
+const SILENCE_AT_START: Duration = Duration::from_secs(360);
 
 /// One test function.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -214,15 +225,23 @@ fn kill_tree(process: u32) {
 
 /// The loop inside a lab.
 pub fn serve(timeout: Duration) -> Result<()> {
+    thread::spawn(|| {
+        while say("").is_ok() {
+            thread::sleep(SIGN_OF_LIFE);
+        }
+    });
     for line in io::stdin().lock().lines() {
         let test = decode_test(&line?).context("a test as JSON on standard input")?;
-        let mut answer = encode_report(&run_here(&test, timeout, &Vec::new()));
-        answer.push('\n');
-        let mut stdout = io::stdout().lock();
-        stdout.write_all(answer.as_bytes())?;
-        stdout.flush()?;
+        say(&encode_report(&run_here(&test, timeout, &Vec::new())))?;
     }
     Ok(())
+}
+
+/// Writes a whole line.
+fn say(line: &str) -> io::Result<()> {
+    let mut stdout = io::stdout().lock();
+    writeln!(stdout, "{line}")?;
+    stdout.flush()
 }
 
 /// A lab that runs tests, started when the first one comes.
@@ -235,7 +254,9 @@ pub struct LabWorker {
 struct Running {
     lab: Child,
     stdin: ChildStdin,
-    answers: Receiver<String>,
+    lines: Receiver<String>,
+    /// How long to wait for the next line.
+    patience: Duration,
 }
 
 impl LabWorker {
@@ -248,18 +269,22 @@ impl LabWorker {
         }
     }
 
-    /// Runs one test in the lab.
+    /// Runs one test in the lab, and once more in a new one if the lab does not live through it.
     pub fn run(&mut self, test: &Test) -> Report {
-        match self.try_run(test) {
-            Ok(report) => report,
-            Err(error) => {
+        let mut attempt = || {
+            self.try_run(test).inspect_err(|_| {
                 if let Some(mut running) = self.running.take() {
                     let _ = running.lab.kill();
                     let _ = running.lab.wait();
                 }
-                Report::failed(format!("{error:#}"))
-            }
-        }
+            })
+        };
+        attempt()
+            .or_else(|error| {
+                println!("{} {}: {error:#}; once more", test.suite, test.name);
+                attempt()
+            })
+            .unwrap_or_else(|error| Report::failed(format!("{error:#}")))
     }
 
     fn try_run(&mut self, test: &Test) -> Result<Report> {
@@ -273,13 +298,17 @@ impl LabWorker {
             .stdin
             .write_all(line.as_bytes())
             .context("the lab takes no more tests")?;
-        // The lab boots first, and kills a late test itself. Its clock can be the slower one.
-        let patience = 2 * self.timeout + Duration::from_secs(360);
-        let answer = running
-            .answers
-            .recv_timeout(patience)
-            .context("the lab died or hung during this test; its message is above")?;
-        decode_report(&answer)
+        // The lab itself ends a test that takes too long.
+        loop {
+            let answer = running
+                .lines
+                .recv_timeout(running.patience)
+                .context("the lab died or stands still (its messages: target/lab-logs)")?;
+            running.patience = SILENCE;
+            if !answer.is_empty() {
+                return decode_report(&answer);
+            }
+        }
     }
 }
 
@@ -307,7 +336,7 @@ fn start_lab(timeout: Duration, variables: &Variables) -> Result<Running> {
         .spawn()?;
     let stdin = lab.stdin.take().context("the lab's standard input")?;
     let stdout = lab.stdout.take().context("the lab's standard output")?;
-    let (sender, answers) = mpsc::channel();
+    let (sender, lines) = mpsc::channel();
     thread::spawn(move || {
         for line in BufReader::new(stdout).lines().map_while(Result::ok) {
             if sender.send(line).is_err() {
@@ -318,7 +347,8 @@ fn start_lab(timeout: Duration, variables: &Variables) -> Result<Running> {
     Ok(Running {
         lab,
         stdin,
-        answers,
+        lines,
+        patience: SILENCE_AT_START,
     })
 }
 
