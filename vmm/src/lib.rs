@@ -12,6 +12,7 @@ pub mod abi;
 pub mod boot;
 pub mod config;
 pub mod devices;
+pub mod dirty;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
 pub mod keys;

@@ -13,12 +13,12 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
     MemoryRegionAddress, VolatileMemory,
 };
 
+use crate::dirty::DirtyBitmap;
 use crate::paging::PhysicalMemory;
 
 /// Bytes in a page of guest memory.
@@ -115,7 +115,7 @@ impl Piece {
 /// The guest's RAM. Clones share the same memory.
 #[derive(Debug, Clone)]
 pub struct GuestRam {
-    mmap: GuestMemoryMmap<AtomicBitmap>,
+    mmap: GuestMemoryMmap<DirtyBitmap>,
     #[cfg(feature = "testing")]
     faults: std::sync::Arc<WriteFaults>,
 }
@@ -173,7 +173,7 @@ impl GuestRam {
 
     /// The vm-memory view, for loaders and memory slots.
     #[must_use]
-    pub fn mmap(&self) -> &GuestMemoryMmap<AtomicBitmap> {
+    pub fn mmap(&self) -> &GuestMemoryMmap<DirtyBitmap> {
         &self.mmap
     }
 
@@ -218,7 +218,7 @@ impl GuestRam {
     fn slice(
         &self,
         piece: Piece,
-    ) -> Option<vm_memory::VolatileSlice<'_, vm_memory::bitmap::BS<'_, AtomicBitmap>>> {
+    ) -> Option<vm_memory::VolatileSlice<'_, vm_memory::bitmap::BS<'_, DirtyBitmap>>> {
         let region = self.mmap.iter().nth(piece.region as usize)?;
         region
             .get_slice(MemoryRegionAddress(piece.offset), piece.length())
@@ -251,7 +251,7 @@ impl GuestRam {
     /// short as a word or an instruction and wholly in the region. Inlined, with what uses it,
     /// because thousands of these are made while a guest stands still.
     #[inline]
-    fn short(&self, piece: Piece) -> Option<(&GuestRegionMmap<AtomicBitmap>, *mut u8, usize)> {
+    fn short(&self, piece: Piece) -> Option<(&GuestRegionMmap<DirtyBitmap>, *mut u8, usize)> {
         let region = self.mmap.iter().nth(piece.region as usize)?;
         let end = piece.offset.checked_add(u64::from(piece.length))?;
         if piece.length > 8 || end > region.len() {

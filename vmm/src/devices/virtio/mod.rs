@@ -38,7 +38,6 @@ use std::sync::Arc;
 use kvm_ioctls::{IoEventAddress, VmFd};
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY;
 use vm_memory::GuestMemoryMmap;
-use vm_memory::bitmap::AtomicBitmap;
 
 pub use block::{DiskConfig, DiskError};
 pub use vsock::{CID_MIN, VsockConfig, VsockError};
@@ -47,8 +46,10 @@ use device::Device;
 use thread::DeviceThread;
 use transport::Transport;
 
+use crate::dirty::DirtyBitmap;
+
 /// The guest's memory.
-type Memory = GuestMemoryMmap<AtomicBitmap>;
+type Memory = GuestMemoryMmap<DirtyBitmap>;
 
 /// Guest-physical address of the first device's registers.
 pub const MMIO_START: u64 = 0xd000_0000;
