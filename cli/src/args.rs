@@ -205,7 +205,8 @@ pub enum Class {
 
 #[derive(Debug, Args)]
 pub struct ChangeArgs {
-    /// "name", "module:name" or globs; a leading ! takes away. All are changed together or none.
+    /// "name", "module:name" or globs; a leading ! takes away. All are changed together or none. Globs
+    /// leave out sealed keys and, without --allow-guarded, guarded ones.
     #[arg(required = true)]
     pub keys: Vec<String>,
     /// Only if the key's etag is still this one (one key only).
@@ -235,6 +236,9 @@ pub struct Terms {
     /// Repeating a change with the same id does nothing twice.
     #[arg(long, default_value = "")]
     pub request_id: String,
+    /// Answer with numbers alone, not with each key: faster for thousands of them.
+    #[arg(long)]
+    pub summary: bool,
     /// How long the vCPUs may take to stop, for example 10ms.
     #[arg(long, value_parser = parse_duration)]
     pub stop_timeout: Option<Duration>,

@@ -106,11 +106,14 @@ async fn get(monitor: &Monitor, names: Vec<String>, output: Output) -> Result<()
     print(output, &Detailed(keys))
 }
 
+fn is_glob(name: &str) -> bool {
+    name.starts_with('!') || name.contains(['*', '?', '['])
+}
+
 /// Globs become the names they match; plain names stay, so that the monitor can say what is near a
 /// misspelt one.
 async fn expand(monitor: &Monitor, names: Vec<String>) -> Result<Vec<String>, Failure> {
-    let is_glob = |name: &String| name.starts_with('!') || name.contains(['*', '?', '[']);
-    if !names.iter().any(is_glob) {
+    if !names.iter().any(|name| is_glob(name)) {
         return Ok(names);
     }
     let request = v1::ListStaticKeysRequest {
@@ -146,22 +149,30 @@ async fn change(
     op: v1::KeyOp,
     output: Output,
 ) -> Result<(), Failure> {
-    let names = expand(monitor, arguments.keys).await?;
+    let names = arguments.keys;
     let etag = arguments.etag.unwrap_or_default();
-    if !etag.is_empty() && names.len() != 1 {
-        return Err(Failure::usage(format!(
-            "--etag belongs to one key, not to {}; use keys apply",
-            names.len()
-        )));
+    let globs = names.iter().any(|name| is_glob(name));
+    if !etag.is_empty() && (globs || names.len() != 1) {
+        return Err(Failure::usage(
+            "--etag belongs to one key, given by its name; use keys apply for several",
+        ));
     }
-    let updates = names
-        .into_iter()
-        .map(|name| v1::KeyUpdate {
+    let updates = if globs {
+        // The monitor finds the keys itself: none comes or goes in between.
+        vec![v1::KeyUpdate {
+            op: op.into(),
+            patterns: names,
+            ..Default::default()
+        }]
+    } else {
+        let update = |name| v1::KeyUpdate {
             name,
             op: op.into(),
             etag: etag.clone(),
-        })
-        .collect();
+            ..Default::default()
+        };
+        names.into_iter().map(update).collect()
+    };
     update(monitor, updates, arguments.terms, output).await
 }
 
@@ -183,6 +194,11 @@ async fn update(
             .stop_timeout
             .and_then(|timeout| timeout.try_into().ok()),
         retry_timeout: monitor.retry_timeout().try_into().ok(),
+        result_view: if terms.summary {
+            v1::ResultView::Summary.into()
+        } else {
+            v1::ResultView::Full.into()
+        },
     };
     let response = monitor
         .keys()
@@ -255,6 +271,7 @@ fn read_changes(path: &Path) -> Result<Vec<v1::KeyUpdate>, Failure> {
             name: change.key,
             op: op.into(),
             etag: change.etag,
+            ..Default::default()
         }
     };
     Ok(changes.into_iter().map(to_update).collect())

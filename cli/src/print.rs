@@ -212,15 +212,26 @@ fn detailed(key: &view::Key) -> String {
 
 impl Printable for view::Update {
     fn table(&self) -> String {
-        let mut table = table(&["NAME", "COUNT", "SITES PATCHED"]);
-        for change in &self.results {
-            table.add_row([
-                change.name.clone(),
-                format!("{} -> {}", change.before, change.after),
-                change.sites_patched.to_string(),
-            ]);
+        let mut out = String::new();
+        if !self.results.is_empty() {
+            let mut table = table(&["NAME", "COUNT", "SITES PATCHED"]);
+            for change in &self.results {
+                table.add_row([
+                    change.name.clone(),
+                    format!("{} -> {}", change.before, change.after),
+                    change.sites_patched.to_string(),
+                ]);
+            }
+            out += &text(&table);
         }
-        let mut out = text(&table);
+        out += &format!("{} of {} keys changed", self.keys_changed, self.keys);
+        if self.keys_left_out > 0 {
+            out += &format!(
+                "; {} more match and were left out, sealed or guarded (--allow-guarded)",
+                self.keys_left_out
+            );
+        }
+        out += "\n";
         if self.dry_run {
             out += "dry run: nothing was changed\n";
         } else if self.paused {

@@ -45,6 +45,9 @@ pub struct Site {
 pub struct Update {
     pub dry_run: bool,
     pub results: Vec<Change>,
+    pub keys: u32,
+    pub keys_changed: u32,
+    pub keys_left_out: u32,
     pub revision: u64,
     pub paused: bool,
     pub sites_patched: u32,
@@ -202,6 +205,7 @@ impl From<v1::Site> for Site {
 impl Update {
     pub fn new(response: v1::UpdateStaticKeysResponse, dry_run: bool) -> Self {
         let report = response.report.unwrap_or_default();
+        let summary = response.summary.unwrap_or_default();
         Self {
             dry_run,
             results: response
@@ -215,9 +219,12 @@ impl Update {
                     etag: result.etag,
                 })
                 .collect(),
+            keys: summary.keys,
+            keys_changed: summary.keys_changed,
+            keys_left_out: summary.keys_left_out,
             revision: response.revision,
             paused: report.paused,
-            sites_patched: report.sites_patched,
+            sites_patched: summary.sites_patched,
             stop_us: micros(report.stop_time),
             patch_us: micros(report.patch_time),
             resume_us: micros(report.resume_time),

@@ -200,6 +200,12 @@ fn globs_are_one_transaction_and_dry_runs_change_nothing() {
         ),
         (1, 1, 1)
     );
+    let text = lab.ok(&["keys", "disable", "*", "--dry-run", "--summary"]);
+    let left_out = "2 of 3 keys changed; 1 more match and were left out";
+    assert!(text.starts_with(left_out), "{text}");
+    let message = lab.fails(1, &["keys", "enable", "guard*"]);
+    assert!(message.contains("--allow-guarded"), "{message}");
+    lab.fails(2, &["keys", "enable", "alph*", "--etag", "x"]);
     let message = lab.fails(1, &["keys", "enable", "nothing*"]);
     assert!(message.contains("no key matches nothing*"), "{message}");
     let message = lab.fails(1, &["keys", "enable", "b*", "alhpa"]);

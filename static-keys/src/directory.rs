@@ -47,6 +47,13 @@ pub struct Key {
     pub tracepoint: u64,
 }
 
+/// The module, empty for the kernel image, and the name in a full name.
+#[must_use]
+pub fn split_name(full_name: &str) -> (&str, &str) {
+    // No name has a colon of its own: see `clean`.
+    full_name.split_once(':').unwrap_or(("", full_name))
+}
+
 impl Key {
     /// Name of its module; empty for the kernel image.
     #[must_use]

@@ -48,7 +48,7 @@ use std::fmt;
 pub use busy::{Busy, Gate};
 pub use catalog::{Catalog, CatalogError};
 pub use commit::{Cause, CommitError, Outcome, RunningError, Undo};
-pub use directory::{Class, Key};
+pub use directory::{Class, Key, split_name};
 pub use entry::{EntryFormat, Image, JumpEntry};
 pub use inspect::{NotPatchable, SiteState};
 pub use instruction::{

@@ -164,6 +164,8 @@ pub(crate) struct Suspect<P> {
 pub struct Plan<P> {
     /// In the order of their first operation.
     pub(crate) keys: Vec<PlannedKey<P>>,
+    /// The index of its key in `keys`, for each operation.
+    pub(crate) folded: Vec<usize>,
     /// By address.
     pub(crate) sites: Vec<PlannedSite<P>>,
     pub(crate) suspects: Vec<Suspect<P>>,
@@ -194,6 +196,17 @@ impl<P: Copy> Plan<P> {
     /// What it does, one item per key, in the order of their first operation.
     pub fn changes(&self) -> impl ExactSizeIterator<Item = &KeyChange> {
         self.keys.iter().map(|key| &key.change)
+    }
+
+    /// For each operation, in order, which of [`Plan::changes`] it went into.
+    #[must_use]
+    pub fn folded(&self) -> &[usize] {
+        &self.folded
+    }
+
+    /// What it did, or would do, without the rest of the plan.
+    pub fn into_changes(self) -> Vec<KeyChange> {
+        self.keys.into_iter().map(|key| key.change).collect()
     }
 
     /// Number of sites that it writes.

@@ -3,6 +3,8 @@
 
 use std::collections::{HashMap, HashSet};
 
+use foldhash::fast::RandomState;
+
 use crate::KeyId;
 use crate::busy::{Busy, Gate, Guard};
 use crate::catalog::{Catalog, CodeImage};
@@ -25,6 +27,7 @@ pub(crate) fn plan<M: GuestMemory>(
     let room = updates.len();
     let plan = Plan {
         keys: Vec::with_capacity(room),
+        folded: Vec::with_capacity(room),
         sites: Vec::with_capacity(room),
         suspects: Vec::new(),
         guards: Vec::with_capacity(room),
@@ -67,7 +70,11 @@ struct Planner<'a, M: GuestMemory> {
 impl<'a, M: GuestMemory> Planner<'a, M> {
     /// Folds the operations into the change of each key.
     fn fold(&mut self, updates: &[Update], options: &Options) -> Result<Vec<&'a Key>, PlanError> {
-        let mut order: HashMap<KeyId, usize> = HashMap::with_capacity(updates.len());
+        // Keys in the order of their addresses, as patterns select them, are distinct.
+        let distinct = updates.windows(2).all(|pair| pair[0].key < pair[1].key);
+        let room = if distinct { 0 } else { updates.len() };
+        let mut order: HashMap<KeyId, usize, RandomState> =
+            HashMap::with_capacity_and_hasher(room, RandomState::default());
         let mut keys = Vec::with_capacity(updates.len());
         for &Update { key: id, op } in updates {
             let index = match order.get(&id) {
@@ -84,10 +91,13 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
                     }
                     self.open(key)?;
                     keys.push(key);
-                    order.insert(id, keys.len() - 1);
+                    if !distinct {
+                        order.insert(id, keys.len() - 1);
+                    }
                     keys.len() - 1
                 }
             };
+            self.plan.folded.push(index);
             let change = &mut self.plan.keys[index].change;
             change.after = step(keys[index], change.after, op)?;
         }

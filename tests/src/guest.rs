@@ -292,7 +292,7 @@ impl Guest {
             .map(|(name, op)| KeyUpdate {
                 name: (*name).to_owned(),
                 op: (*op).into(),
-                etag: String::new(),
+                ..Default::default()
             })
             .collect();
         let request = UpdateStaticKeysRequest {

@@ -127,7 +127,7 @@ fn update(name: &str, op: KeyOp) -> UpdateStaticKeysRequest {
         updates: vec![patchbay_proto::v1::KeyUpdate {
             name: name.to_owned(),
             op: op.into(),
-            etag: String::new(),
+            ..Default::default()
         }],
         allow_guarded: true,
         force: true,

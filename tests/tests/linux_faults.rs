@@ -26,7 +26,7 @@ fn request(op: KeyOp) -> UpdateStaticKeysRequest {
         updates: vec![KeyUpdate {
             name: REF_KEY.to_owned(),
             op: op.into(),
-            etag: String::new(),
+            ..Default::default()
         }],
         ..Default::default()
     }

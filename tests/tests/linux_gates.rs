@@ -19,7 +19,7 @@ fn request(name: &str, op: KeyOp, patience: Duration) -> UpdateStaticKeysRequest
         updates: vec![KeyUpdate {
             name: name.to_owned(),
             op: op.into(),
-            etag: String::new(),
+            ..Default::default()
         }],
         allow_guarded: true,
         force: true,

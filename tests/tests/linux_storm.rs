@@ -69,7 +69,7 @@ fn draw(held: &References, random: &mut Random) -> (Vec<KeyUpdate>, References) 
         updates.push(KeyUpdate {
             name: format!("patchbay_test:{name}"),
             op: op.into(),
-            etag: String::new(),
+            ..Default::default()
         });
     }
     (updates, after)

@@ -250,7 +250,7 @@ pub fn request(updates: &[(&str, v1::KeyOp)]) -> v1::UpdateStaticKeysRequest {
             .map(|(name, op)| v1::KeyUpdate {
                 name: (*name).to_owned(),
                 op: (*op).into(),
-                etag: String::new(),
+                ..Default::default()
             })
             .collect(),
         ..Default::default()

@@ -143,7 +143,7 @@ async fn requests_out_of_bounds_are_refused() {
         v1::KeyUpdate {
             name: "alpha".into(),
             op: KeyOp::Inc.into(),
-            etag: String::new()
+            ..Default::default()
         };
         65_537
     ];

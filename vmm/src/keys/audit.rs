@@ -54,10 +54,32 @@ pub struct Intent<'a> {
 /// One op of an [`Intent`].
 #[derive(Debug, Serialize)]
 pub struct IntendedOp<'a> {
-    /// Full name.
-    pub key: &'a str,
+    /// On what.
+    #[serde(flatten)]
+    pub keys: IntendedKeys<'a>,
     /// "inc", "dec", "enable" or "disable".
     pub op: &'a str,
+}
+
+/// The keys of an [`IntendedOp`].
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub enum IntendedKeys<'a> {
+    /// One.
+    Name {
+        /// As the client gave it.
+        key: &'a str,
+    },
+    /// Many. Which they were, the outcome tells.
+    Selection {
+        /// As the client gave them.
+        patterns: &'a [String],
+        /// As the client gave them; all if there are none.
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        classes: Vec<&'static str>,
+        /// How many they are.
+        keys: usize,
+    },
 }
 
 /// What became of it.
@@ -243,7 +265,7 @@ mod tests {
             request_id: "r1",
             force: false,
             updates: vec![IntendedOp {
-                key: "key",
+                keys: IntendedKeys::Name { key: "key" },
                 op: "inc",
             }],
         }

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What a transaction would do to counts and holds, worked out before anything is touched.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
@@ -51,14 +49,15 @@ impl Terms {
     }
 }
 
-/// The keys of one transaction, and what it makes of them.
+/// The keys of one transaction, in the order of their first op, and what it makes of them.
 #[derive(Debug, Default)]
 pub struct Draft {
-    keys: HashMap<KeyInstance, DraftKey>,
+    keys: Vec<DraftKey>,
 }
 
 #[derive(Debug)]
 struct DraftKey {
+    key: KeyInstance,
     count: i32,
     holds: KeyHolds,
 }
@@ -67,38 +66,36 @@ impl Draft {
     /// With room for so many keys.
     pub fn with_capacity(keys: usize) -> Self {
         Self {
-            keys: HashMap::with_capacity(keys),
+            keys: Vec::with_capacity(keys),
         }
     }
 
-    /// Brings a key in, unless it is in already, with the count it has now and the holds on it. Those
-    /// beyond that count are void: the guest has dropped the references itself. Returns the count
-    /// after the ops so far.
-    pub fn open(&mut self, holds: &Holds, key: KeyInstance, count: impl FnOnce() -> i32) -> i32 {
-        match self.keys.entry(key) {
-            Entry::Occupied(known) => known.get().count,
-            Entry::Vacant(new) => {
-                let count = count();
-                let mut holds = holds.copy(key);
-                holds.trim(count);
-                new.insert(DraftKey { count, holds });
-                count
-            }
-        }
+    /// How many keys are in.
+    pub fn len(&self) -> usize {
+        self.keys.len()
     }
 
-    /// Follows one op. Ops that the engine will refuse are left to it, so that it words the error.
+    /// Brings the next key in, with the count it has now and the holds on it. Those beyond that count
+    /// are void: the guest has dropped the references itself.
+    pub fn open(&mut self, holds: &Holds, key: KeyInstance, count: i32) {
+        let mut holds = holds.copy(key);
+        holds.trim(count);
+        self.keys.push(DraftKey { key, count, holds });
+    }
+
+    /// Follows one op on the key that was brought in as number `index`. Ops that the engine will refuse
+    /// are left to it, so that it words the error.
     ///
     /// # Errors
     /// NOT_HOLDER if the op drops a reference that is not the owner's, without force.
     pub fn follow(
         &mut self,
+        index: usize,
         name: &str,
-        key: KeyInstance,
         op: Op,
         terms: &Terms,
     ) -> Result<(), KeysError> {
-        let Some(DraftKey { count, holds }) = self.keys.get_mut(&key) else {
+        let Some(DraftKey { count, holds, .. }) = self.keys.get_mut(index) else {
             return Ok(());
         };
         let Ok(after) = apply(*count, op) else {
@@ -120,8 +117,8 @@ impl Draft {
 
     /// Books the holds after the transaction.
     pub fn book(self, holds: &mut Holds) {
-        for (key, of) in self.keys {
-            holds.put(key, of.holds);
+        for of in self.keys {
+            holds.put(of.key, of.holds);
         }
     }
 }
@@ -161,12 +158,8 @@ mod tests {
 
     fn draft(count: i32) -> Draft {
         let mut draft = Draft::default();
-        draft.open(&Holds::default(), KEY, || count);
+        draft.open(&Holds::default(), KEY, count);
         draft
-    }
-
-    fn count(draft: &mut Draft) -> i32 {
-        draft.open(&Holds::default(), KEY, || unreachable!())
     }
 
     fn booked(draft: Draft) -> Holds {
@@ -176,7 +169,7 @@ mod tests {
     }
 
     fn references_of(draft: &Draft, owner: &str) -> usize {
-        let holds = draft.keys[&KEY].holds.as_slice();
+        let holds = draft.keys[0].holds.as_slice();
         holds.iter().filter(|hold| *hold.owner == *owner).count()
     }
 
@@ -193,10 +186,10 @@ mod tests {
             Op::Disable,
         ] {
             draft
-                .follow("key", KEY, op, &terms("a", false))
+                .follow(0, "key", op, &terms("a", false))
                 .expect("own reference");
         }
-        assert_eq!(count(&mut draft), 0);
+        assert_eq!(draft.keys[0].count, 0);
         assert_eq!(booked(draft).references(KEY), 0);
     }
 
@@ -206,17 +199,17 @@ mod tests {
             let mut draft = draft(i32::from(!taken_by_b));
             if taken_by_b {
                 draft
-                    .follow("key", KEY, Op::Inc, &terms("b", false))
+                    .follow(0, "key", Op::Inc, &terms("b", false))
                     .expect("taken");
             }
             for op in [Op::Dec, Op::Disable] {
                 let error = draft
-                    .follow("key", KEY, op, &terms("a", false))
+                    .follow(0, "key", op, &terms("a", false))
                     .expect_err("not a's");
                 assert_eq!(error.reason(), "NOT_HOLDER");
             }
             draft
-                .follow("key", KEY, Op::Dec, &terms("a", true))
+                .follow(0, "key", Op::Dec, &terms("a", true))
                 .expect("forced");
             assert_eq!(booked(draft).references(KEY), 0);
         }
@@ -227,11 +220,11 @@ mod tests {
     fn enable_of_an_enabled_key_holds_nothing() {
         let mut draft = draft(1);
         draft
-            .follow("key", KEY, Op::Enable, &terms("a", false))
+            .follow(0, "key", Op::Enable, &terms("a", false))
             .expect("no change");
         assert!(
             draft
-                .follow("key", KEY, Op::Disable, &terms("a", false))
+                .follow(0, "key", Op::Disable, &terms("a", false))
                 .is_err()
         );
     }
@@ -240,22 +233,22 @@ mod tests {
     fn force_takes_own_then_others_then_the_guests() {
         let mut draft = draft(1);
         draft
-            .follow("key", KEY, Op::Inc, &terms("b", false))
+            .follow(0, "key", Op::Inc, &terms("b", false))
             .expect("taken");
         draft
-            .follow("key", KEY, Op::Inc, &terms("a", false))
+            .follow(0, "key", Op::Inc, &terms("a", false))
             .expect("taken");
         draft
-            .follow("key", KEY, Op::Dec, &terms("a", true))
+            .follow(0, "key", Op::Dec, &terms("a", true))
             .expect("own");
         assert_eq!(references_of(&draft, "b"), 1);
         draft
-            .follow("key", KEY, Op::Dec, &terms("a", true))
+            .follow(0, "key", Op::Dec, &terms("a", true))
             .expect("b's");
         assert_eq!(references_of(&draft, "b"), 0);
         draft
-            .follow("key", KEY, Op::Dec, &terms("a", true))
+            .follow(0, "key", Op::Dec, &terms("a", true))
             .expect("the guest's");
-        assert_eq!(count(&mut draft), 0);
+        assert_eq!(draft.keys[0].count, 0);
     }
 }

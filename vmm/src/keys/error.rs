@@ -24,6 +24,12 @@ pub enum KeysError {
         /// Keys with similar names, best first.
         near: Vec<String>,
     },
+    /// No key matches.
+    #[error("no key matches {patterns}; list the keys to see which there are")]
+    NothingSelected {
+        /// As asked for, cut short if they are many.
+        patterns: String,
+    },
     /// A field of the request is malformed.
     #[error("{field}: {message}")]
     InvalidArgument {
@@ -160,7 +166,7 @@ impl KeysError {
     pub fn reason(&self) -> &'static str {
         match self {
             Self::NotRegistered { .. } => "GUEST_NOT_REGISTERED",
-            Self::KeyNotFound { .. } => "KEY_NOT_FOUND",
+            Self::KeyNotFound { .. } | Self::NothingSelected { .. } => "KEY_NOT_FOUND",
             Self::InvalidArgument { .. } => "INVALID_ARGUMENT",
             Self::RequestIdReused { .. } => "REQUEST_ID_REUSED",
             Self::EtagMismatch { .. } => "ETAG_MISMATCH",

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One attempt at a transaction: resolve, plan, stop, verify, commit, resume.
 
-use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use patchbay_proto::v1;
 use static_keys::{
-    CommitError, Key, KeyId, Options, Plan, PlanError, RunningError, Update, VerifyError,
+    CommitError, KeyChange, Options, Plan, PlanError, RunningError, Update, VerifyError,
 };
 
 use super::address_space::{KernelMemory, Place};
@@ -14,7 +13,8 @@ use super::draft::{Draft, Terms};
 use super::error::KeysError;
 use super::guest::{Guest, PausedGuest};
 use super::owner::{Owner, event_of};
-use super::registry::{Registration, Snapshot};
+use super::registry::{Instances, Registration, Snapshot};
+use super::selection::{KeyOp, Resolved};
 use super::{KeyUpdate, etag, to_proto};
 
 /// What is asked for.
@@ -26,6 +26,7 @@ pub(super) struct Transaction<'a> {
     pub stop_timeout: Duration,
     pub deadline: Instant,
     pub request_id: &'a str,
+    pub summary_only: bool,
 }
 
 /// How an attempt ended that was not refused.
@@ -38,18 +39,13 @@ pub(super) enum Attempt {
 /// A transaction that was made, or validated.
 pub(super) struct Flip {
     pub generation: u64,
-    pub changes: Vec<Changed>,
+    /// One per key, in the order of its first op.
+    pub changes: Vec<KeyChange>,
     pub draft: Draft,
+    /// Keys that selections matched and left out.
+    pub left_out: usize,
     /// None if it was only validated. `attempts` is left to the owner.
     pub report: Option<v1::FlipReport>,
-}
-
-/// One key of it.
-pub(super) struct Changed {
-    pub key: Key,
-    pub before: i32,
-    pub after: i32,
-    pub sites: u32,
 }
 
 /// Why the stopped guest runs on without the change: as it was found, to be worded once it runs.
@@ -76,14 +72,12 @@ impl<G: Guest> Owner<G> {
         let snapshot = self.shared.registry.snapshot()?;
         let registration = &*snapshot.registration;
         let memory = registration.memory(self.guest.ram());
-        let keys = self.resolve(registration, transaction)?;
-        let updates = keys.iter().zip(transaction.updates);
-        let updates: Vec<Update> = updates
-            .map(|(key, update)| Update {
-                key: key.id,
-                op: update.op,
-            })
-            .collect();
+        let resolved = self.resolve(registration, transaction)?;
+        let updates = resolved.ops.iter().map(|op| Update {
+            key: op.key.id,
+            op: op.op,
+        });
+        let updates: Vec<Update> = updates.collect();
         let options = Options {
             allow_guarded: transaction.allow_guarded && self.allow_guarded,
         };
@@ -98,17 +92,18 @@ impl<G: Guest> Owner<G> {
             Err(PlanError::Busy(busy)) => return Ok(Attempt::Busy(busy.to_string())),
             Err(error) => return Err(refused(transaction, &error)),
         };
-        let draft = self.follow(registration, transaction, &keys, &plan)?;
-        let mut flip = Flip {
+        let draft = self.follow(registration, transaction, &resolved.ops, &plan)?;
+        let flip = |plan: Plan<Place>, report| Flip {
             generation: registration.generation,
-            changes: changes(registration, &plan),
+            changes: plan.into_changes(),
             draft,
-            report: None,
+            left_out: resolved.left_out,
+            report,
         };
         if transaction.validate_only {
-            return Ok(Attempt::Done(flip));
+            return Ok(Attempt::Done(flip(plan, None)));
         }
-        self.intend(transaction, intent)?;
+        self.intend(transaction, &resolved.selected, intent)?;
         let report = if plan.needs_pause() {
             self.stop_and_commit(transaction, &snapshot, &memory, &plan, held)?
         } else {
@@ -123,10 +118,7 @@ impl<G: Guest> Owner<G> {
             }
         };
         match report {
-            Ok(report) => {
-                flip.report = Some(report);
-                Ok(Attempt::Done(flip))
-            }
+            Ok(report) => Ok(Attempt::Done(flip(plan, Some(report)))),
             Err(Obstacle::Version) => Ok(Attempt::Busy(
                 "the guest's registration or modules have changed".to_owned(),
             )),
@@ -150,22 +142,18 @@ impl<G: Guest> Owner<G> {
         }
     }
 
-    /// The key of each update; none of them quarantined.
+    /// The keys of the updates; none of them quarantined.
     fn resolve<'a>(
         &self,
         registration: &'a Registration,
-        transaction: &Transaction<'_>,
-    ) -> Result<Vec<&'a Key>, KeysError> {
-        let keys = transaction
-            .updates
-            .iter()
-            .map(|update| registration.find(&update.name));
-        let keys = keys.collect::<Result<Vec<_>, _>>()?;
+        transaction: &Transaction<'a>,
+    ) -> Result<Resolved<'a>, KeysError> {
+        let resolved = Resolved::new(registration, transaction.updates, transaction.allow_guarded)?;
         let book = self.shared.book();
         if book.quarantine.is_empty() {
-            return Ok(keys);
+            return Ok(resolved);
         }
-        for key in &keys {
+        for KeyOp { key, .. } in &resolved.ops {
             if let Some(why) = book.quarantine.get(&registration.instance(key)) {
                 return Err(KeysError::KeyRefused {
                     key: key.full_name.to_string(),
@@ -178,7 +166,7 @@ impl<G: Guest> Owner<G> {
                 });
             }
         }
-        Ok(keys)
+        Ok(resolved)
     }
 
     /// Checks etags and holds against the counts that were planned with; answers what becomes of the
@@ -187,30 +175,28 @@ impl<G: Guest> Owner<G> {
         &self,
         registration: &Registration,
         transaction: &Transaction<'_>,
-        keys: &[&Key],
+        ops: &[KeyOp<'_>],
         plan: &Plan<Place>,
     ) -> Result<Draft, KeysError> {
-        // The counts before all ops, which an etag stands for.
-        let counts: HashMap<KeyId, i32> = if transaction
-            .updates
-            .iter()
-            .all(|update| update.etag.is_empty())
-        {
-            HashMap::new()
-        } else {
-            let changes = plan.changes();
-            changes.map(|change| (change.key, change.before)).collect()
-        };
-        // One item per key, in the order of its first op.
-        let mut changes = plan.changes();
+        let changes: Vec<&KeyChange> = plan.changes().collect();
+        let mut instances = Instances::of(registration);
         let book = self.shared.book();
         let mut draft = Draft::with_capacity(changes.len());
-        for (key, update) in keys.iter().zip(transaction.updates) {
-            if !update.etag.is_empty() {
-                let count = counts.get(&key.id).copied().unwrap_or_default();
+        for (
+            KeyOp {
+                key,
+                op,
+                etag: given,
+            },
+            &index,
+        ) in ops.iter().zip(plan.folded())
+        {
+            // Before all ops, which an etag stands for as well.
+            let count = changes[index].before;
+            if !given.is_empty() {
                 let current = etag(registration.generation, count);
-                if update.etag != current {
-                    let (key, given) = (key.full_name.to_string(), update.etag.clone());
+                if *given != current {
+                    let (key, given) = (key.full_name.to_string(), (*given).to_owned());
                     return Err(KeysError::EtagMismatch {
                         key,
                         given,
@@ -219,11 +205,10 @@ impl<G: Guest> Owner<G> {
                     });
                 }
             }
-            let instance = registration.instance(key);
-            draft.open(&book.holds, instance, || {
-                changes.next().map_or(0, |change| change.before)
-            });
-            draft.follow(&key.full_name, instance, update.op, &transaction.terms)?;
+            if index == draft.len() {
+                draft.open(&book.holds, instances.instance(key), count);
+            }
+            draft.follow(index, &key.full_name, *op, &transaction.terms)?;
         }
         Ok(draft)
     }
@@ -301,10 +286,8 @@ impl<G: Guest> Owner<G> {
             }
             let event = event_of(key, v1::key_event::Kind::Quarantined);
             let journal = self.shared.registry.journal();
-            journal.append(vec![v1::KeyEvent {
-                reason: message.clone(),
-                ..event
-            }]);
+            let reason = message.clone();
+            journal.append(vec![v1::KeyEvent { reason, ..event }.into()]);
         }
         KeysError::ForeignBytes {
             key: name,
@@ -358,19 +341,6 @@ fn refused(transaction: &Transaction<'_>, error: &PlanError) -> KeysError {
         reason,
         message: error.to_string(),
     }
-}
-
-fn changes(registration: &Registration, plan: &Plan<Place>) -> Vec<Changed> {
-    let changes = plan.changes().filter_map(|change| {
-        let key = registration.catalog.key(change.key)?.clone();
-        Some(Changed {
-            key,
-            before: change.before,
-            after: change.after,
-            sites: change.sites,
-        })
-    });
-    changes.collect()
 }
 
 fn flip_report(

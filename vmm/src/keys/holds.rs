@@ -7,6 +7,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
+use foldhash::fast::RandomState;
+use smallvec::SmallVec;
 use static_keys::KeyId;
 
 /// A key for as long as it exists: another module loaded at the same address has other keys.
@@ -35,7 +37,7 @@ pub struct Hold {
 
 /// Holds on one key.
 #[derive(Clone, Debug, Default)]
-pub struct KeyHolds(Vec<Hold>);
+pub struct KeyHolds(SmallVec<[Hold; 1]>);
 
 impl KeyHolds {
     /// Each of them.
@@ -99,7 +101,7 @@ impl KeyHolds {
 #[derive(Clone, Debug, Default)]
 pub struct Holds {
     /// None is empty.
-    by_key: HashMap<KeyInstance, KeyHolds>,
+    by_key: HashMap<KeyInstance, KeyHolds, RandomState>,
 }
 
 impl Holds {

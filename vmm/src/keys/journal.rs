@@ -8,7 +8,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
-use patchbay_proto::v1::KeyEvent;
+use patchbay_proto::v1::{KeyEvent, key_event};
+use static_keys::split_name;
 use tokio::sync::watch;
 
 use super::error::KeysError;
@@ -21,7 +22,68 @@ pub struct Revision {
     /// When it was appended.
     pub time: SystemTime,
     /// At least one.
-    pub events: Vec<KeyEvent>,
+    pub events: Vec<Event>,
+}
+
+/// What happened to one key, or to the keys of an image.
+#[derive(Debug)]
+pub enum Event {
+    /// As it is told.
+    Told(Box<KeyEvent>),
+    /// The monitor changed the key's count. A transaction has thousands of these, and mostly nobody
+    /// watches.
+    Changed {
+        /// Full name of the key.
+        name: Arc<str>,
+        /// After the change.
+        count: i32,
+        /// Who made it.
+        by: Arc<Author>,
+    },
+}
+
+/// Who made a change.
+#[derive(Debug)]
+pub struct Author {
+    /// As in [`KeyEvent`].
+    pub owner: String,
+    /// As in [`KeyEvent`].
+    pub reason: String,
+    /// As in [`KeyEvent`].
+    pub request_id: String,
+}
+
+impl Event {
+    /// Module and name; the name is empty if it is about a whole image.
+    pub fn key(&self) -> (&str, &str) {
+        match self {
+            Self::Told(event) => (&event.module, &event.name),
+            Self::Changed { name, .. } => split_name(name),
+        }
+    }
+
+    /// As it is told.
+    pub fn to_proto(&self) -> KeyEvent {
+        let (module, name) = self.key();
+        match self {
+            Self::Told(event) => (**event).clone(),
+            Self::Changed { count, by, .. } => KeyEvent {
+                kind: key_event::Kind::Changed.into(),
+                name: name.to_owned(),
+                module: module.to_owned(),
+                count: *count,
+                owner: by.owner.clone(),
+                reason: by.reason.clone(),
+                request_id: by.request_id.clone(),
+            },
+        }
+    }
+}
+
+impl From<KeyEvent> for Event {
+    fn from(event: KeyEvent) -> Self {
+        Self::Told(Box::new(event))
+    }
 }
 
 /// How much history is kept.
@@ -68,7 +130,7 @@ impl Journal {
     }
 
     /// Adds one revision and returns its number. Never blocks on a watcher.
-    pub fn append(&self, events: Vec<KeyEvent>) -> u64 {
+    pub fn append(&self, events: Vec<Event>) -> u64 {
         let mut ring = self.ring();
         ring.latest += 1;
         let number = ring.latest;
@@ -184,11 +246,12 @@ impl Watcher {
 mod tests {
     use super::*;
 
-    fn event(name: &str) -> Vec<KeyEvent> {
-        vec![KeyEvent {
+    fn event(name: &str) -> Vec<Event> {
+        let event = KeyEvent {
             name: name.to_owned(),
             ..KeyEvent::default()
-        }]
+        };
+        vec![event.into()]
     }
 
     fn journal(revisions: usize, events: usize) -> Arc<Journal> {
@@ -202,7 +265,10 @@ mod tests {
         assert_eq!(watcher.position(), 1);
         assert_eq!(journal.append(event("a")), 1);
         assert_eq!(journal.append(event("b")), 2);
-        assert_eq!(watcher.next().await.expect("kept").events[0].name, "a");
+        assert_eq!(
+            watcher.next().await.expect("kept").events[0].key(),
+            ("", "a")
+        );
         assert_eq!(watcher.next().await.expect("kept").number, 2);
         let waiting =
             tokio::spawn(async move { watcher.next().await.map(|revision| revision.number) });
@@ -251,7 +317,7 @@ mod tests {
         let journal = journal(100, 3);
         journal.append(event("a"));
         let mut watcher = journal.watch(2).expect("next");
-        journal.append(vec![KeyEvent::default(); 5]);
+        journal.append((0..5).map(|_| KeyEvent::default().into()).collect());
         assert!(journal.watch(1).is_err());
         assert_eq!(watcher.next().await.expect("kept").events.len(), 5);
     }

@@ -24,6 +24,7 @@ mod pattern;
 mod registration;
 pub mod registry;
 pub mod replay;
+mod selection;
 pub mod symbols;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -48,9 +49,9 @@ pub use self::clock::{Clock, SystemClock};
 pub use self::error::KeysError;
 pub use self::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
 pub use self::holds::{Hold, Holds, KeyInstance};
-pub use self::journal::{Journal, Limits, Revision, Watcher};
+pub use self::journal::{Author, Event, Journal, Limits, Revision, Watcher};
 use self::owner::{Command, Owner, Reply};
-pub use self::pattern::Patterns;
+pub use self::pattern::{MAX_PATTERNS, Patterns};
 pub use self::registry::{Description, RegistrationPhase, Registry};
 use self::replay::Replay;
 use self::symbols::Symbols;
@@ -59,6 +60,8 @@ use crate::seccomp::{self, ThreadKind};
 
 /// Commands that wait for the owner; beyond them callers are turned away.
 const QUEUE: usize = 256;
+/// Most ops on keys in one transaction.
+pub const MAX_UPDATES: usize = 65_536;
 const REPLAYED_ANSWERS: usize = 1024;
 const REPLAYED_RESULTS: usize = 1 << 18;
 
@@ -85,15 +88,33 @@ impl Default for KeysConfig {
     }
 }
 
-/// One op on one key.
+/// One op, on one key or on many.
 #[derive(Clone, Debug)]
 pub struct KeyUpdate {
-    /// "name" or "module:name".
-    pub name: String,
+    /// On which.
+    pub keys: Target,
     /// What to do.
     pub op: Op,
-    /// Checked if not empty.
+    /// Of the one key; checked if not empty.
     pub etag: String,
+}
+
+/// The keys of an op.
+#[derive(Clone, Debug)]
+pub enum Target {
+    /// "name" or "module:name".
+    Name(String),
+    /// Each that is found when the change is made, and may be changed.
+    Selection(Selection),
+}
+
+/// Keys by what they have in common.
+#[derive(Clone, Debug, Default)]
+pub struct Selection {
+    /// By name.
+    pub patterns: Patterns,
+    /// All if empty.
+    pub classes: Vec<v1::KeyClass>,
 }
 
 /// A transaction.
@@ -113,6 +134,8 @@ pub struct UpdateRequest {
     pub allow_guarded: bool,
     /// Drop references of others.
     pub force: bool,
+    /// Answer with the summary alone.
+    pub summary_only: bool,
     /// Kept with the holds.
     pub reason: String,
     /// When the references taken lapse.
@@ -128,7 +151,7 @@ impl KeyUpdate {
     #[must_use]
     pub fn new(name: impl Into<String>, op: Op) -> Self {
         Self {
-            name: name.into(),
+            keys: Target::Name(name.into()),
             op,
             etag: String::new(),
         }
@@ -152,6 +175,7 @@ impl UpdateRequest {
             validate_only: false,
             allow_guarded: false,
             force: false,
+            summary_only: false,
             reason: String::new(),
             ttl: None,
             stop_timeout,
@@ -163,8 +187,10 @@ impl UpdateRequest {
 /// What a transaction did, or would do.
 #[derive(Clone, Debug, Default)]
 pub struct UpdateOutcome {
-    /// One per key, in the order of its first op.
+    /// One per key, in the order of its first op; none if only the summary was asked for.
     pub results: Vec<v1::KeyResult>,
+    /// In numbers.
+    pub summary: v1::UpdateSummary,
     /// Of the journal.
     pub revision: u64,
     /// What it cost the guest.
@@ -178,10 +204,8 @@ pub struct ListQuery {
     pub page_size: usize,
     /// Of the page before; empty for the first.
     pub page_token: String,
-    /// By name.
-    pub patterns: Patterns,
-    /// All if empty.
-    pub classes: Vec<v1::KeyClass>,
+    /// Which keys.
+    pub keys: Selection,
     /// On, off, or both.
     pub enabled: Option<bool>,
 }

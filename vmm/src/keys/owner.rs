@@ -42,17 +42,18 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant, SystemTime};
 
 use patchbay_proto::v1;
-use static_keys::{Class, Key, Op};
+use static_keys::{Class, Key, KeyChange, Op, split_name};
 use tokio::sync::oneshot;
 
-use super::audit::{AuditLog, Change, IntendedOp, Intent, Outcome};
+use super::audit::{AuditLog, Change, IntendedKeys, IntendedOp, Intent, Outcome};
 use super::draft::Terms;
 use super::error::KeysError;
 use super::flip::{Attempt, Flip, Transaction};
 use super::guest::{Guest, PausedGuest};
 use super::holds::KeyInstance;
+use super::journal::{Author, Event};
 use super::replay::Replay;
-use super::{KeyUpdate, Shared, UpdateOutcome, UpdateRequest, etag};
+use super::{KeyUpdate, Shared, Target, UpdateOutcome, UpdateRequest, etag};
 
 /// Owner of what the monitor does by itself.
 const MONITOR: &str = "monitor";
@@ -160,6 +161,7 @@ impl<G: Guest> Owner<G> {
             stop_timeout: request.stop_timeout,
             deadline: request.deadline,
             request_id: &request.request_id,
+            summary_only: request.summary_only,
         };
         let outcome = Arc::new(self.transact(&transaction, held, || reply.is_closed())?);
         if !request.validate_only {
@@ -224,23 +226,27 @@ impl<G: Guest> Owner<G> {
         }
     }
 
-    /// Writes the intent before the first attempt that may change something.
+    /// Writes the intent before the first attempt that may change something; `selected` has the number
+    /// of keys of each selection.
     pub(super) fn intend(
         &mut self,
         transaction: &Transaction<'_>,
+        selected: &[usize],
         intent: &mut Option<u64>,
     ) -> Result<(), KeysError> {
         if intent.is_none() {
-            let updates = transaction.updates.iter();
+            let mut selected = selected.iter().copied();
             *intent = Some(
                 self.audit.intent(&Intent {
                     owner: transaction.terms.owner(),
                     reason: transaction.terms.reason(),
                     request_id: transaction.request_id,
                     force: transaction.terms.force,
-                    updates: updates
+                    updates: transaction
+                        .updates
+                        .iter()
                         .map(|update| IntendedOp {
-                            key: &update.name,
+                            keys: intended(&update.keys, &mut selected),
                             op: update.op.name(),
                         })
                         .collect(),
@@ -258,30 +264,17 @@ impl<G: Guest> Owner<G> {
         attempts: u32,
         intent: Option<u64>,
     ) -> UpdateOutcome {
-        // Mostly the same for many keys.
-        let mut last = (0, etag(flip.generation, 0));
-        let mut etag_of = |count| {
-            if last.0 != count {
-                last = (count, etag(flip.generation, count));
-            }
-            last.1.clone()
+        let results = if transaction.summary_only {
+            Vec::new()
+        } else {
+            results(&flip)
         };
-        let results = flip
-            .changes
-            .iter()
-            .map(|change| v1::KeyResult {
-                name: change.key.name().to_owned(),
-                module: change.key.module().to_owned(),
-                count_before: change.before,
-                count_after: change.after,
-                sites_patched: change.sites,
-                etag: etag_of(change.after),
-            })
-            .collect();
+        let summary = summary(&flip);
         let journal = self.shared.registry.journal();
         if transaction.validate_only {
             return UpdateOutcome {
                 results,
+                summary,
                 revision: journal.latest(),
                 report: None,
             };
@@ -291,13 +284,16 @@ impl<G: Guest> Owner<G> {
             .changes
             .iter()
             .filter(|change| change.before != change.after);
-        let events: Vec<v1::KeyEvent> = changed
-            .map(|change| v1::KeyEvent {
+        let author = Arc::new(Author {
+            owner: transaction.terms.owner().to_string(),
+            reason: transaction.terms.reason().to_string(),
+            request_id: transaction.request_id.to_owned(),
+        });
+        let events: Vec<Event> = changed
+            .map(|change| Event::Changed {
+                name: Arc::clone(&change.name),
                 count: change.after,
-                owner: transaction.terms.owner().to_string(),
-                reason: transaction.terms.reason().to_string(),
-                request_id: transaction.request_id.to_owned(),
-                ..event_of(&change.key, v1::key_event::Kind::Changed)
+                by: Arc::clone(&author),
             })
             .collect();
         let revision = if events.is_empty() {
@@ -307,7 +303,7 @@ impl<G: Guest> Owner<G> {
         };
         if let Some(id) = intent {
             let changes = flip.changes.iter().map(|change| Change {
-                key: &change.key.full_name,
+                key: &change.name,
                 before: change.before,
                 after: change.after,
                 sites: change.sites,
@@ -324,6 +320,7 @@ impl<G: Guest> Owner<G> {
             .map(|report| v1::FlipReport { attempts, ..report });
         UpdateOutcome {
             results,
+            summary,
             revision,
             report,
         }
@@ -400,8 +397,57 @@ impl<G: Guest> Owner<G> {
             stop_timeout: LAPSE_STOP_TIMEOUT,
             deadline: Instant::now() + LAPSE_BUDGET,
             request_id: "",
+            summary_only: true,
         };
         self.transact(&transaction, held, || false).map(drop)
+    }
+}
+
+/// The keys of an op, for the audit log.
+fn intended<'a>(
+    target: &'a Target,
+    selected: &mut impl Iterator<Item = usize>,
+) -> IntendedKeys<'a> {
+    match target {
+        Target::Name(key) => IntendedKeys::Name { key },
+        Target::Selection(selection) => IntendedKeys::Selection {
+            patterns: selection.patterns.texts(),
+            classes: selection.class_names(),
+            keys: selected.next().unwrap_or_default(),
+        },
+    }
+}
+
+/// Each key.
+fn results(flip: &Flip) -> Vec<v1::KeyResult> {
+    // Mostly the same for many keys.
+    let mut last = (0, etag(flip.generation, 0));
+    let result = |change: &KeyChange| {
+        if last.0 != change.after {
+            last = (change.after, etag(flip.generation, change.after));
+        }
+        let (module, name) = split_name(&change.name);
+        v1::KeyResult {
+            name: name.to_owned(),
+            module: module.to_owned(),
+            count_before: change.before,
+            count_after: change.after,
+            sites_patched: change.sites,
+            etag: last.1.clone(),
+        }
+    };
+    flip.changes.iter().map(result).collect()
+}
+
+/// The whole in numbers.
+fn summary(flip: &Flip) -> v1::UpdateSummary {
+    let to_u32 = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    let changed = |change: &&KeyChange| change.before != change.after;
+    v1::UpdateSummary {
+        keys: to_u32(flip.changes.len()),
+        keys_changed: to_u32(flip.changes.iter().filter(changed).count()),
+        sites_patched: flip.changes.iter().map(|change| change.sites).sum(),
+        keys_left_out: to_u32(flip.left_out),
     }
 }
 

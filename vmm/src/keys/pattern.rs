@@ -5,24 +5,37 @@
 //! against "module:name" (":name" is a key of the kernel image). A key is selected if it matches
 //! no taking-away pattern and, unless there are only such, at least one other.
 
+use std::fmt;
+
 use super::error::KeysError;
 
 /// At most this many patterns in one request.
-const MAX_PATTERNS: usize = 1024;
+pub const MAX_PATTERNS: usize = 1024;
 /// At most this many bytes in one pattern.
 const MAX_PATTERN_BYTES: usize = 1024;
+/// Of patterns, in a message.
+const MAX_SHOWN_BYTES: usize = 200;
 
 /// A set of patterns; the empty set selects every key.
 #[derive(Clone, Debug, Default)]
 pub struct Patterns {
     wanted: Vec<Pattern>,
     unwanted: Vec<Pattern>,
+    texts: Vec<String>,
 }
 
 #[derive(Clone, Debug)]
 struct Pattern {
-    module: Option<Vec<u8>>,
-    name: Vec<u8>,
+    module: Option<Glob>,
+    name: Glob,
+}
+
+/// One glob, and how many of its bytes come before the first with a meaning: most names are told
+/// apart by these.
+#[derive(Clone, Debug)]
+struct Glob {
+    bytes: Vec<u8>,
+    literal: usize,
 }
 
 impl Patterns {
@@ -49,7 +62,27 @@ impl Patterns {
             })?;
             list.push(Pattern::new(glob));
         }
+        set.texts = patterns.to_vec();
         Ok(set)
+    }
+
+    /// As they were given.
+    pub fn texts(&self) -> &[String] {
+        &self.texts
+    }
+
+    /// Those that take no key away and have nothing of a glob, so that who wrote one means a key.
+    pub fn plain_names(&self) -> impl Iterator<Item = &str> {
+        let plain = |text: &&String| !text.starts_with('!') && !text.contains(['*', '?', '[']);
+        self.texts.iter().filter(plain).map(String::as_str)
+    }
+
+    /// Whether a [plain name](Self::plain_names) is that of the key `name` of `module`.
+    pub fn is_named(plain: &str, module: &str, name: &str) -> bool {
+        match plain.split_once(':') {
+            Some(of) => of == (module, name),
+            None => plain == name,
+        }
     }
 
     /// Whether the key `name` of `module` (empty for the kernel image) is selected.
@@ -64,27 +97,57 @@ impl Pattern {
         // The colon of a class such as `[:]` does not count, but no key has one in its name.
         match glob.split_once(':') {
             Some((module, name)) => Self {
-                module: Some(module.into()),
-                name: name.into(),
+                module: Some(Glob::new(module)),
+                name: Glob::new(name),
             },
             None => Self {
                 module: None,
-                name: glob.into(),
+                name: Glob::new(glob),
             },
         }
     }
 
     fn matches(&self, module: &str, name: &str) -> bool {
-        self.module
-            .as_ref()
-            .is_none_or(|glob| part_matches(glob, module))
-            && part_matches(&self.name, name)
+        self.module.as_ref().is_none_or(|glob| glob.matches(module)) && self.name.matches(name)
     }
 }
 
-/// Array elements are named `key[3]`, so the literal reading of a pattern counts as well.
-fn part_matches(glob: &[u8], text: &str) -> bool {
-    glob == text.as_bytes() || glob_matches(glob, text.as_bytes())
+impl Glob {
+    fn new(glob: &str) -> Self {
+        Self {
+            bytes: glob.into(),
+            literal: glob.find(['*', '?', '[']).unwrap_or(glob.len()),
+        }
+    }
+
+    fn matches(&self, text: &str) -> bool {
+        let (literal, glob) = self.bytes.split_at(self.literal);
+        let Some(rest) = text.as_bytes().strip_prefix(literal) else {
+            return false;
+        };
+        match glob {
+            b"*" => true,
+            // Array elements are named `key[3]`, so the literal reading counts as well.
+            glob => glob == rest || glob_matches(glob, rest),
+        }
+    }
+}
+
+/// As a shell would have them, cut short if they are many.
+impl fmt::Display for Patterns {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = 0;
+        for (index, text) in self.texts.iter().enumerate() {
+            shown += text.len() + 1;
+            if shown > MAX_SHOWN_BYTES && index > 0 {
+                return write!(f, " and {} more", self.texts.len() - index);
+            }
+            let space = if index > 0 { " " } else { "" };
+            let cut = text.chars().take(MAX_SHOWN_BYTES);
+            write!(f, "{space}{}", cut.collect::<String>())?;
+        }
+        Ok(())
+    }
 }
 
 fn check(glob: &str) -> Result<(), &'static str> {

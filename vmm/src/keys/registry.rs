@@ -123,6 +123,35 @@ impl Registration {
     }
 }
 
+/// [`Registration::instance`] for many keys, of which those of one module come together.
+#[derive(Debug)]
+pub struct Instances<'a> {
+    registration: &'a Registration,
+    /// Name and epoch of the last key's module.
+    last: (&'a str, u64),
+}
+
+impl<'a> Instances<'a> {
+    /// Of this registration's keys.
+    pub fn of(registration: &'a Registration) -> Self {
+        Self {
+            registration,
+            last: ("", registration.epoch),
+        }
+    }
+
+    /// The key for as long as it exists.
+    pub fn instance(&mut self, key: &'a Key) -> KeyInstance {
+        if key.module() != self.last.0 {
+            self.last = (key.module(), self.registration.instance(key).epoch);
+        }
+        KeyInstance {
+            epoch: self.last.1,
+            id: key.id,
+        }
+    }
+}
+
 /// The registration as it was at one moment.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
@@ -288,7 +317,7 @@ impl Registry {
             module: module.to_owned(),
             ..v1::KeyEvent::default()
         };
-        self.journal.append(vec![event]);
+        self.journal.append(vec![event.into()]);
     }
 
     fn register(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {

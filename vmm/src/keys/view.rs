@@ -25,15 +25,15 @@ impl Keys {
         let after = parse_page_token(&query.page_token, registration.generation)?;
         let ram = self.ram()?;
         let book = self.shared.book();
-        let wanted = |key: &Key| {
-            let class = query.classes.is_empty() || query.classes.contains(&to_class(key.class));
-            class && query.patterns.select(key.module(), key.name())
-        };
         let mut response = v1::ListStaticKeysResponse {
             revision,
             ..Default::default()
         };
-        for key in registration.catalog.keys().filter(|key| wanted(key)) {
+        for key in registration
+            .catalog
+            .keys()
+            .filter(|key| query.keys.has(key))
+        {
             let count = count(&registration, ram, key);
             if query
                 .enabled
@@ -202,7 +202,7 @@ fn to_u32(count: usize) -> u32 {
 }
 
 /// The class as the API tells it.
-fn to_class(class: Class) -> v1::KeyClass {
+pub(super) fn to_class(class: Class) -> v1::KeyClass {
     match class {
         Class::Guarded => v1::KeyClass::Guarded,
         Class::Ref => v1::KeyClass::Ref,

@@ -15,9 +15,11 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 
-use crate::keys::{KeyUpdate, Keys, KeysError, ListQuery, Patterns, UpdateRequest, replay};
+use crate::keys::{
+    Event, KeyUpdate, Keys, KeysError, ListQuery, MAX_PATTERNS, MAX_UPDATES, Patterns, Selection,
+    Target, UpdateRequest, replay,
+};
 
-const MAX_UPDATES: usize = 65_536;
 const MAX_REQUEST_ID_BYTES: usize = 128;
 const MAX_REASON_BYTES: usize = 256;
 /// Longest time that one update may take, and the deadline of calls that bring none.
@@ -56,18 +58,7 @@ impl StaticKeysService for StaticKeysApi {
                 }
             },
             page_token: request.page_token,
-            patterns: Patterns::parse(&request.patterns)?,
-            classes: request
-                .classes
-                .into_iter()
-                .map(|class| match v1::KeyClass::try_from(class) {
-                    Ok(class) if class != v1::KeyClass::Unspecified => Ok(class),
-                    _ => Err(invalid(
-                        "classes",
-                        "has an unknown class; give guarded, ref or tracepoint",
-                    )),
-                })
-                .collect::<Result<_, _>>()?,
+            keys: selection(&request.patterns, &request.classes)?,
             enabled: request.enabled,
         };
         let keys = Arc::clone(&self.keys);
@@ -101,6 +92,7 @@ impl StaticKeysService for StaticKeysApi {
             results: outcome.results,
             revision: outcome.revision,
             report: outcome.report,
+            summary: Some(outcome.summary),
         }))
     }
 
@@ -162,10 +154,12 @@ async fn next_change(
 ) -> Result<v1::WatchStaticKeysResponse, KeysError> {
     loop {
         let revision = watcher.next().await?;
-        let wanted = |event: &&v1::KeyEvent| {
-            event.name.is_empty() || patterns.select(&event.module, &event.name)
+        let wanted = |event: &&Event| {
+            let (module, name) = event.key();
+            name.is_empty() || patterns.select(module, name)
         };
-        let events: Vec<_> = revision.events.iter().filter(wanted).cloned().collect();
+        let events = revision.events.iter().filter(wanted);
+        let events: Vec<_> = events.map(Event::to_proto).collect();
         if !events.is_empty() {
             return Ok(v1::WatchStaticKeysResponse {
                 revision: revision.number,
@@ -225,33 +219,22 @@ fn update_request(
         Duration::from_millis(1)..=MAX_DEADLINE,
     )?;
     let deadline = retry_timeout.map_or(deadline, |timeout| deadline.min(received + timeout));
-    let updates = request
-        .updates
-        .into_iter()
-        .map(|update| {
-            let op = match v1::KeyOp::try_from(update.op) {
-                Ok(v1::KeyOp::Inc) => Op::Inc,
-                Ok(v1::KeyOp::Dec) => Op::Dec,
-                Ok(v1::KeyOp::Enable) => Op::Enable,
-                Ok(v1::KeyOp::Disable) => Op::Disable,
-                Ok(v1::KeyOp::Unspecified) | Err(_) => {
-                    let message = format!(
-                        "key {:?} has no known op; give inc, dec, enable or disable",
-                        update.name
-                    );
-                    return Err(invalid("updates", message));
-                }
-            };
-            if update.name.is_empty() {
-                return Err(invalid("updates", "one of them has no key name"));
-            }
-            Ok(KeyUpdate {
-                name: update.name,
-                op,
-                etag: update.etag,
-            })
-        })
-        .collect::<Result<_, _>>()?;
+    let summary_only = match v1::ResultView::try_from(request.result_view) {
+        Ok(v1::ResultView::Unspecified | v1::ResultView::Full) => false,
+        Ok(v1::ResultView::Summary) => true,
+        Err(_) => {
+            let message = "is unknown to this monitor; give full or summary";
+            return Err(invalid("result_view", message));
+        }
+    };
+    // Each is held against each key.
+    let patterns: usize = request.updates.iter().map(|one| one.patterns.len()).sum();
+    if patterns > MAX_PATTERNS {
+        let message = format!("have {patterns} patterns; give up to {MAX_PATTERNS}");
+        return Err(invalid("updates", message));
+    }
+    let updates = request.updates.into_iter().map(key_update);
+    let updates = updates.collect::<Result<_, _>>()?;
     Ok(UpdateRequest {
         updates,
         owner,
@@ -260,10 +243,68 @@ fn update_request(
         validate_only: request.validate_only,
         allow_guarded: request.allow_guarded,
         force: request.force,
+        summary_only,
         reason: request.reason,
         ttl,
         stop_timeout: stop_timeout.unwrap_or(DEFAULT_STOP_TIMEOUT),
         deadline,
+    })
+}
+
+fn key_update(update: v1::KeyUpdate) -> Result<KeyUpdate, KeysError> {
+    let op = match v1::KeyOp::try_from(update.op) {
+        Ok(v1::KeyOp::Inc) => Op::Inc,
+        Ok(v1::KeyOp::Dec) => Op::Dec,
+        Ok(v1::KeyOp::Enable) => Op::Enable,
+        Ok(v1::KeyOp::Disable) => Op::Disable,
+        Ok(v1::KeyOp::Unspecified) | Err(_) => {
+            let message = format!(
+                "key {:?} has no known op; give inc, dec, enable or disable",
+                update.name
+            );
+            return Err(invalid("updates", message));
+        }
+    };
+    let keys = match (update.name.is_empty(), update.patterns.is_empty()) {
+        (true, true) => {
+            return Err(invalid("updates", "one of them has no key name"));
+        }
+        (false, false) => {
+            let message = format!(
+                "key {:?} comes with patterns; give one or the other",
+                update.name
+            );
+            return Err(invalid("updates", message));
+        }
+        (false, true) if !update.classes.is_empty() => {
+            let message = format!(
+                "key {:?} comes with classes; give patterns with them",
+                update.name
+            );
+            return Err(invalid("updates", message));
+        }
+        (false, true) => Target::Name(update.name),
+        (true, false) if !update.etag.is_empty() => {
+            let message = "an etag comes with patterns; it belongs to one key, give its name";
+            return Err(invalid("updates", message));
+        }
+        (true, false) => Target::Selection(selection(&update.patterns, &update.classes)?),
+    };
+    let etag = update.etag;
+    Ok(KeyUpdate { keys, op, etag })
+}
+
+fn selection(patterns: &[String], classes: &[i32]) -> Result<Selection, KeysError> {
+    let class = |class: &i32| match v1::KeyClass::try_from(*class) {
+        Ok(class) if class != v1::KeyClass::Unspecified => Ok(class),
+        _ => Err(invalid(
+            "classes",
+            "has an unknown class; give guarded, ref or tracepoint",
+        )),
+    };
+    Ok(Selection {
+        patterns: Patterns::parse(patterns)?,
+        classes: classes.iter().map(class).collect::<Result<_, _>>()?,
     })
 }
 

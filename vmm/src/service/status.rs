@@ -21,6 +21,9 @@ impl From<KeysError> for Status {
                 details.set_resource_info("StaticKey", name, "", "no such key");
                 metadata.push(("near".to_owned(), near.join(",")));
             }
+            KeysError::NothingSelected { patterns } => {
+                details.set_resource_info("StaticKey", patterns, "", "no such key");
+            }
             KeysError::InvalidArgument { field, message } => {
                 details.add_bad_request_violation(*field, message);
             }
@@ -79,7 +82,7 @@ fn code(error: &KeysError) -> Code {
         KeysError::NotRegistered { .. }
         | KeysError::KeyRefused { .. }
         | KeysError::AuditLogUnwritable { .. } => Code::FailedPrecondition,
-        KeysError::KeyNotFound { .. } => Code::NotFound,
+        KeysError::KeyNotFound { .. } | KeysError::NothingSelected { .. } => Code::NotFound,
         KeysError::InvalidArgument { .. } | KeysError::RequestIdReused { .. } => {
             Code::InvalidArgument
         }

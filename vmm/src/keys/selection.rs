@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+//! From the updates of a request to ops on keys.
+
+use patchbay_proto::v1;
+use static_keys::{Class, Key, Op};
+
+use super::error::KeysError;
+use super::near::near;
+use super::registry::Registration;
+use super::view::to_class;
+use super::{KeyUpdate, MAX_UPDATES, Patterns, Selection, Target};
+
+/// One op on one key.
+pub(super) struct KeyOp<'a> {
+    pub key: &'a Key,
+    pub op: Op,
+    /// Checked if not empty.
+    pub etag: &'a str,
+}
+
+/// The ops of a request.
+#[derive(Default)]
+pub(super) struct Resolved<'a> {
+    /// In order.
+    pub ops: Vec<KeyOp<'a>>,
+    /// Of each selection, in order, the number of its keys.
+    pub selected: Vec<usize>,
+    /// Keys that selections matched and left out.
+    pub left_out: usize,
+}
+
+impl Selection {
+    /// Whether it has this key.
+    pub fn has(&self, key: &Key) -> bool {
+        let class = self.classes.is_empty() || self.classes.contains(&to_class(key.class));
+        class && self.patterns.select(key.module(), key.name())
+    }
+
+    /// The classes for people.
+    pub(super) fn class_names(&self) -> Vec<&'static str> {
+        let name = |class: &v1::KeyClass| match class {
+            v1::KeyClass::Unspecified => "unspecified",
+            v1::KeyClass::Guarded => "guarded",
+            v1::KeyClass::Ref => "ref",
+            v1::KeyClass::Tracepoint => "tracepoint",
+        };
+        self.classes.iter().map(name).collect()
+    }
+}
+
+impl<'a> Resolved<'a> {
+    /// Finds the keys of the updates.
+    ///
+    /// # Errors
+    /// [`KeysError::KeyNotFound`], [`KeysError::NothingSelected`], [`KeysError::KeyRefused`] if a
+    /// selection leaves out all that it matches, [`KeysError::InvalidArgument`] if there are too many.
+    pub fn new(
+        registration: &'a Registration,
+        updates: &'a [KeyUpdate],
+        allow_guarded: bool,
+    ) -> Result<Self, KeysError> {
+        let mut resolved = Self {
+            ops: Vec::with_capacity(updates.len()),
+            ..Self::default()
+        };
+        for KeyUpdate { keys, op, etag } in updates {
+            match keys {
+                Target::Name(name) => resolved.ops.push(KeyOp {
+                    key: registration.find(name)?,
+                    op: *op,
+                    etag,
+                }),
+                Target::Selection(selection) => {
+                    resolved.select(registration, selection, *op, allow_guarded)?;
+                }
+            }
+            if resolved.ops.len() > MAX_UPDATES {
+                return Err(KeysError::InvalidArgument {
+                    field: "updates",
+                    message: format!(
+                        "the patterns select more than {MAX_UPDATES} keys; change them in several requests"
+                    ),
+                });
+            }
+        }
+        Ok(resolved)
+    }
+
+    fn select(
+        &mut self,
+        registration: &'a Registration,
+        selection: &'a Selection,
+        op: Op,
+        allow_guarded: bool,
+    ) -> Result<(), KeysError> {
+        let before = self.ops.len();
+        let (mut guarded, mut sealed) = (0, 0);
+        for key in registration.catalog.keys_by_image() {
+            if !selection.has(key) {
+                continue;
+            }
+            if key.class == Class::Guarded && !allow_guarded {
+                guarded += 1;
+            } else if registration.catalog.is_ro_after_init(key.id) {
+                sealed += 1;
+            } else {
+                self.ops.push(KeyOp { key, op, etag: "" });
+            }
+        }
+        let ops = &mut self.ops[before..];
+        for name in selection.patterns.plain_names() {
+            let known = |key: &Key| Patterns::is_named(name, key.module(), key.name());
+            if !registration.catalog.keys_by_image().any(known) {
+                let names = registration.catalog.keys().map(|key| &*key.full_name);
+                return Err(KeysError::KeyNotFound {
+                    name: name.to_owned(),
+                    near: near(name, names),
+                });
+            }
+        }
+        if ops.is_empty() {
+            return Err(nothing(selection, guarded, sealed));
+        }
+        // Ones that became known later stand at the end of their image.
+        ops.sort_unstable_by_key(|op| op.key.id);
+        self.selected.push(ops.len());
+        self.left_out += guarded + sealed;
+        Ok(())
+    }
+}
+
+/// Why a selection is empty.
+fn nothing(selection: &Selection, guarded: usize, sealed: usize) -> KeysError {
+    let patterns = selection.patterns.to_string();
+    let refused = |reason, message| KeysError::KeyRefused {
+        key: patterns.clone(),
+        reason,
+        message,
+    };
+    match (guarded, sealed) {
+        (0, 0) => KeysError::NothingSelected { patterns },
+        (0, sealed) => refused(
+            "KEY_SEALED",
+            format!(
+                "all {sealed} keys that match {patterns} are sealed: they cannot change after the kernel's init; set them by the kernel command line"
+            ),
+        ),
+        (guarded, sealed) => refused(
+            "KEY_GUARDED",
+            format!(
+                "of the keys that match {patterns}, {guarded} are guarded and {sealed} sealed, and none is left: what else depends on guarded keys is known to the guest alone; permit guarded keys if you know"
+            ),
+        ),
+    }
+}
