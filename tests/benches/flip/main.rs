@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use figures::Samples;
 use patchbay_proto::v1::{
-    FlipReport, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest, PauseGuestRequest,
+    FlipReport, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest, PauseGuestRequest, ResultView,
     ResumeGuestRequest, StaticKey, UpdateStaticKeysRequest,
 };
 use patchbay_tests::{Environment, Guest};
@@ -32,6 +32,7 @@ const TURNS: usize = 4;
 /// Keys that are flipped together, and the guest's file that does the same.
 struct Case {
     what: &'static str,
+    how: How,
     keys: &'static str,
     count: usize,
     file: &'static str,
@@ -39,9 +40,19 @@ struct Case {
     rounds: usize,
 }
 
-const CASES: [Case; 4] = [
+/// How the host names the keys.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum How {
+    /// One by one, and is told of each.
+    Names,
+    /// By a pattern, and is told numbers.
+    Pattern,
+}
+
+const CASES: [Case; 5] = [
     Case {
         what: "1 key, 1 site",
+        how: How::Names,
         keys: "patchbay_test:bench_key_*",
         count: 1,
         file: "one",
@@ -49,6 +60,7 @@ const CASES: [Case; 4] = [
     },
     Case {
         what: "1 key, 56 sites",
+        how: How::Names,
         keys: "patchbay_test:many_key",
         count: 1,
         file: "many",
@@ -56,6 +68,7 @@ const CASES: [Case; 4] = [
     },
     Case {
         what: "100 keys",
+        how: How::Names,
         keys: "patchbay_test:bench_key_*",
         count: 100,
         file: "hundred",
@@ -63,6 +76,15 @@ const CASES: [Case; 4] = [
     },
     Case {
         what: "1,000 keys",
+        how: How::Names,
+        keys: "patchbay_test:bench_key_*",
+        count: 1000,
+        file: "thousand",
+        rounds: 20,
+    },
+    Case {
+        what: "1,000 keys by pattern, told in numbers",
+        how: How::Pattern,
         keys: "patchbay_test:bench_key_*",
         count: 1000,
         file: "thousand",
@@ -115,13 +137,13 @@ async fn measure(environment: &Environment, vcpus: u32) -> Result<()> {
     );
     println!("|---|---|---|---|---|---|---|---|---|---|");
     for case in &CASES {
-        let names = named(&keys, case)?;
+        let request = request(&keys, case)?;
         let mut host = Host::default();
         let mut itself = Samples::default();
-        flip(&mut guest, &names, WARM_UP, &mut Host::default()).await?;
+        flip(&mut guest, &request, WARM_UP, &mut Host::default()).await?;
         for _ in 0..TURNS {
             let rounds = case.rounds / TURNS;
-            flip(&mut guest, &names, rounds, &mut host).await?;
+            flip(&mut guest, &request, rounds, &mut host).await?;
             flip_by_itself(&mut guest, case, rounds, &mut itself).await?;
         }
         row(case.what, &host, Some(&itself), qemu.as_ref());
@@ -132,9 +154,9 @@ async fn measure(environment: &Environment, vcpus: u32) -> Result<()> {
     );
     let spin = "for i in $(seq $(nproc)); do (while :; do :; done) & done";
     guest.shell(spin).await?;
-    let names = named(&keys, &CASES[0])?;
+    let request = request(&keys, &CASES[0])?;
     let mut host = Host::default();
-    flip(&mut guest, &names, CASES[0].rounds, &mut host).await?;
+    flip(&mut guest, &request, CASES[0].rounds, &mut host).await?;
     row("1 key, 1 site, guest busy", &host, None, qemu.as_ref());
     guest.shell("kill $(jobs -p)").await?;
 
@@ -211,25 +233,53 @@ fn named(keys: &[StaticKey], case: &Case) -> Result<Vec<String>> {
     Ok(names)
 }
 
-fn updates(names: &[String], op: KeyOp) -> Vec<KeyUpdate> {
-    let names = names.iter();
-    names
-        .map(|name| KeyUpdate {
-            name: name.clone(),
-            op: op.into(),
-            etag: String::new(),
-        })
-        .collect()
+/// What flips a case's keys, but for the op.
+fn request(keys: &[StaticKey], case: &Case) -> Result<UpdateStaticKeysRequest> {
+    let names = named(keys, case)?;
+    let matched = keys.iter().map(full_name);
+    let prefix = case.keys.trim_end_matches('*');
+    let matched = matched.filter(|name| name.starts_with(prefix)).count();
+    ensure!(
+        case.how == How::Names || matched == case.count,
+        "{} matches {matched} keys, not {}",
+        case.keys,
+        case.count
+    );
+    Ok(match case.how {
+        How::Names => UpdateStaticKeysRequest {
+            updates: names
+                .into_iter()
+                .map(|name| KeyUpdate {
+                    name,
+                    ..Default::default()
+                })
+                .collect(),
+            ..Default::default()
+        },
+        How::Pattern => UpdateStaticKeysRequest {
+            updates: vec![KeyUpdate {
+                patterns: vec![case.keys.to_owned()],
+                ..Default::default()
+            }],
+            result_view: ResultView::Summary.into(),
+            ..Default::default()
+        },
+    })
 }
 
 /// Flips keys on and off from outside.
-async fn flip(guest: &mut Guest, names: &[String], rounds: usize, host: &mut Host) -> Result<()> {
+async fn flip(
+    guest: &mut Guest,
+    request: &UpdateStaticKeysRequest,
+    rounds: usize,
+    host: &mut Host,
+) -> Result<()> {
     for _ in 0..rounds {
         for op in [KeyOp::Enable, KeyOp::Disable] {
-            let request = UpdateStaticKeysRequest {
-                updates: updates(names, op),
-                ..Default::default()
-            };
+            let mut request = request.clone();
+            for update in &mut request.updates {
+                update.op = op.into();
+            }
             change(guest, request, host).await?;
             tokio::time::sleep(BETWEEN).await;
         }
@@ -310,7 +360,7 @@ async fn held(guest: &mut Guest, keys: &[StaticKey]) -> Result<()> {
                 } else {
                     KeyOp::Disable.into()
                 },
-                etag: String::new(),
+                ..Default::default()
             })
             .collect(),
         allow_guarded: true,
