@@ -17,6 +17,7 @@ pub mod dirty;
 pub mod fuzzing;
 pub mod keys;
 mod kick;
+pub mod latency;
 pub mod memory;
 pub mod paging;
 pub mod pause;

@@ -17,6 +17,7 @@ use patchbay_vmm::keys::registry::Registry;
 use patchbay_vmm::keys::symbols::Symbols;
 use patchbay_vmm::keys::vm_guest::VmGuest;
 use patchbay_vmm::keys::{Keys, KeysConfig};
+use patchbay_vmm::latency;
 use patchbay_vmm::seccomp::{self, ThreadKind};
 use patchbay_vmm::service::{self, ApiSocket};
 use patchbay_vmm::trace::AgentSocket;
@@ -135,6 +136,8 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         .enable_all()
         .build()
         .context("the API's runtime cannot be made; raise the limit on open files")?;
+    // After all other threads were started, which would have inherited it.
+    latency::prefer_this_thread();
     seccomp::enter(ThreadKind::Api)?;
     let reason = runtime.block_on(serve(vm, socket, agent, keys))?;
     drop(terminal);
