@@ -7,18 +7,11 @@ mod short_run;
 #[path = "../fuzz/src/targets.rs"]
 mod targets;
 
-use std::path::Path;
-
 /// Mutations of each target's corpus.
 const CASES: u32 = 2000;
 
 fn run(name: &str) {
-    let (name, target) = targets::TARGETS
-        .iter()
-        .find(|(target, _)| *target == name)
-        .expect("a target of this name");
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus");
-    short_run::short_run(&folder, name, *target, CASES);
+    short_run::short_run(targets::TARGETS, name, CASES);
 }
 
 #[test]

@@ -335,20 +335,13 @@ mod short_run;
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
 
     /// Mutations of each target's corpus.
     const CASES: u32 = 1500;
 
     fn run(name: &str) {
-        let (name, target) = TARGETS
-            .iter()
-            .find(|(target, _)| *target == name)
-            .expect("a target of this name");
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus");
-        short_run::short_run(&folder, name, *target, CASES);
+        short_run::short_run(TARGETS, name, CASES);
     }
 
     #[test]

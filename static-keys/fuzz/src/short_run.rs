@@ -54,10 +54,15 @@ fn apply(bytes: &mut Vec<u8>, mutation: &Mutation, corpus: &[Vec<u8>]) {
     }
 }
 
-/// Runs `target` over every file of its corpus in `folder`, and over `cases` mutations of them, the
-/// same each time.
-pub fn short_run(folder: &Path, name: &str, target: fn(&[u8]), cases: u32) {
-    let folder = folder.join(name);
+/// Runs the target of this name over every file of its corpus in the package, and over `cases`
+/// mutations of them, the same each time.
+pub fn short_run(targets: &[(&str, fn(&[u8]))], name: &str, cases: u32) {
+    let (_, target) = targets
+        .iter()
+        .find(|(target, _)| *target == name)
+        .expect("a target of this name");
+    let corpora = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus");
+    let folder = corpora.join(name);
     let mut corpus = vec![];
     for file in std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{folder:?}: {error}")) {
         let path = file.expect("a file").path();

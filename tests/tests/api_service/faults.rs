@@ -5,12 +5,13 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Sender, channel};
 
 use patchbay_proto::v1::KeyOp;
 use patchbay_vmm::keys::Guest;
 use patchbay_vmm::keys::testing::Gate;
 use rustix::process::{Signal, getpid, kill_process};
+use tokio::sync::oneshot;
 use tonic::Code;
 
 use super::support::{PATIENCE, Served, Setup, assert_refused, audit_lines, every_kind, request};
@@ -27,6 +28,34 @@ fn state(served: &Served) -> Vec<(i32, Vec<[u8; 5]>)> {
         (served.guest.count(key), bytes.collect())
     };
     KEYS.map(of).to_vec()
+}
+
+/// A pause that lasts until it is let go.
+struct HeldPause {
+    entered: oneshot::Receiver<()>,
+    release: Sender<()>,
+}
+
+fn hold_next_pause(served: &Served) -> HeldPause {
+    let (enter, entered) = oneshot::channel();
+    let (release, released) = channel();
+    let mut enter = Some(enter);
+    served.guest.on_pause(move || {
+        let _ = enter.take().map(|enter| enter.send(()));
+        let _ = released.recv();
+    });
+    HeldPause { entered, release }
+}
+
+impl HeldPause {
+    /// Waits until the guest is stopped; dropping the answer lets it go.
+    async fn entered(self) -> Sender<()> {
+        tokio::time::timeout(PATIENCE, self.entered)
+            .await
+            .expect("the update stops the guest")
+            .expect("the guest lives");
+        self.release
+    }
 }
 
 /// Six sites and three counts are written. Whichever fails, also after its first byte, nothing has
@@ -108,21 +137,13 @@ async fn a_count_that_cannot_be_written_takes_the_others_back() {
 #[tokio::test]
 async fn a_client_that_leaves_before_its_turn_changes_nothing() {
     let served = Served::start().await;
-    let (entered, has_entered) = channel();
-    let (release, released) = channel::<()>();
-    served.guest.on_pause(move || {
-        let _ = entered.send(());
-        let _ = released.recv();
-    });
+    let held = hold_next_pause(&served);
     let mut client = served.client();
     let first = tokio::spawn(async move {
         let request = request(&[("beta", KeyOp::Inc)]);
         client.update_static_keys(request).await
     });
-    tokio::task::spawn_blocking(move || has_entered.recv_timeout(PATIENCE))
-        .await
-        .expect("no panic")
-        .expect("the first update stops the guest");
+    let release = held.entered().await;
     let mut client = served.client();
     let second = tokio::spawn(async move {
         let request = request(&[("alpha", KeyOp::Inc)]);
@@ -153,20 +174,12 @@ async fn a_client_that_leaves_before_its_turn_changes_nothing() {
 #[tokio::test]
 async fn a_client_that_leaves_during_the_pause_finds_its_answer_later() {
     let served = Served::start().await;
-    let (entered, has_entered) = channel();
-    let (release, released) = channel::<()>();
-    served.guest.on_pause(move || {
-        let _ = entered.send(());
-        let _ = released.recv();
-    });
+    let held = hold_next_pause(&served);
     let mut update = request(&[("beta", KeyOp::Inc), ("alpha", KeyOp::Inc)]);
     update.request_id = "mine".into();
     let (mut client, repeated) = (served.client(), update.clone());
     let call = tokio::spawn(async move { client.update_static_keys(update).await });
-    tokio::task::spawn_blocking(move || has_entered.recv_timeout(PATIENCE))
-        .await
-        .expect("no panic")
-        .expect("the update stops the guest");
+    let release = held.entered().await;
     call.abort();
     assert!(call.await.expect_err("aborted").is_cancelled());
     drop(release);
