@@ -9,12 +9,14 @@
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use sha2::{Digest, Sha256};
 
 const COMPLETE: &str = "complete";
 const PARTIAL: &str = ".partial-";
+const RUBBISH: &str = ".rubbish";
 
 /// `$XDG_CACHE_HOME/patchbay`, or `~/.cache/patchbay`.
 pub fn root() -> Result<PathBuf> {
@@ -160,6 +162,11 @@ fn remove_leftovers(parent: &Path, locked: &str) {
         let Some((key, _)) = name.split_once(PARTIAL) else {
             continue;
         };
+        if name.ends_with(RUBBISH) {
+            // Perhaps nobody is at it any more.
+            let _ = remove_in_background(&folder.path());
+            continue;
+        }
         let lock = File::create(parent.join(format!("{key}.lock")));
         if key == locked || lock.is_ok_and(|lock| lock.try_lock().is_ok()) {
             eprintln!(
@@ -170,6 +177,25 @@ fn remove_leftovers(parent: &Path, locked: &str) {
             let _ = fs::remove_dir_all(folder.path());
         }
     }
+}
+
+/// Removes a large folder of an entry that is being built, in the background: on a file system
+/// that discards what it frees, a kernel's 90,000 files take minutes.
+pub fn discard(large: &Path, entry: &Path) -> Result<()> {
+    let mut rubbish = entry.as_os_str().to_owned();
+    rubbish.push(RUBBISH);
+    fs::rename(large, &rubbish)?;
+    remove_in_background(Path::new(&rubbish))
+}
+
+fn remove_in_background(folder: &Path) -> Result<()> {
+    let status = Command::new("setsid")
+        .args(["--fork", "rm", "-rf"])
+        .arg(folder)
+        .status()
+        .context("cannot start setsid")?;
+    ensure!(status.success(), "setsid failed ({status})");
+    Ok(())
 }
 
 fn remove_folder(path: &Path) -> Result<()> {
@@ -271,6 +297,25 @@ mod tests {
         remove_leftovers(cache.path(), "other");
         assert!(folder("busy.partial-1").exists());
         assert!(!folder("dead.partial-2").exists());
+    }
+
+    #[test]
+    fn what_is_discarded_goes_even_if_the_first_removal_was_cut_off() {
+        let cache = tempfile::tempdir().unwrap();
+        let entry = |name: &str| cache.path().join(name);
+        let gone = |path: &Path| {
+            // The event to wait for would be another process's end.
+            while path.exists() {
+                std::thread::yield_now();
+            }
+        };
+        fs::create_dir_all(entry("k.partial-1/tree/sub")).unwrap();
+        discard(&entry("k.partial-1/tree"), &entry("k.partial-1")).unwrap();
+        assert!(!entry("k.partial-1/tree").exists());
+        gone(&entry("k.partial-1.rubbish"));
+        fs::create_dir_all(entry("l.partial-2.rubbish/sub")).unwrap();
+        remove_leftovers(cache.path(), "other");
+        gone(&entry("l.partial-2.rubbish"));
     }
 
     #[test]

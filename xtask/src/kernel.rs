@@ -283,10 +283,7 @@ fn build(recipe: &Recipe, folder: &Path) -> Result<()> {
     if recipe.patched {
         keep_for_modules(&steps, &tree, &folder.join(DEVELOPMENT))?;
     }
-    steps.run(
-        "removing the build tree",
-        Command::new("rm").arg("-rf").arg(&tree),
-    )
+    cache::discard(&tree, folder)
 }
 
 /// What Debian's linux-headers packages have: the Makefiles, the configuration, the headers, and
