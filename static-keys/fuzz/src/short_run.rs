@@ -54,9 +54,12 @@ fn apply(bytes: &mut Vec<u8>, mutation: &Mutation, corpus: &[Vec<u8>]) {
     }
 }
 
+/// A target and its name.
+type Named<'a> = (&'a str, fn(&[u8]));
+
 /// Runs the target of this name over every file of its corpus in the package, and over `cases`
 /// mutations of them, the same each time.
-pub fn short_run(targets: &[(&str, fn(&[u8]))], name: &str, cases: u32) {
+pub fn short_run(targets: &[Named<'_>], name: &str, cases: u32) {
     let (_, target) = targets
         .iter()
         .find(|(target, _)| *target == name)
