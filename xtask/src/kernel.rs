@@ -16,6 +16,9 @@ const KIND: &str = "kernel";
 /// The part of the built tree that building more modules needs.
 const DEVELOPMENT: &str = "development";
 
+/// The file of `guest-kernel-patches/config` that leaves the series' symbol out.
+const NOT_SELECTED: &str = "not-selected";
+
 /// Raise this when the way a kernel is built changes.
 const RECIPE: &str = "guest kernel 2";
 
@@ -26,7 +29,7 @@ pub struct Recipe {
     pub version: String,
     /// A source tree to use instead of Debian's package.
     pub tree: Option<PathBuf>,
-    /// Whether the series and the demo's patches belong to it.
+    /// Whether the series belongs to it, and the demo's patches wherever the series is selected.
     pub patched: bool,
     /// Files of `guest-kernel-patches/config` to append to guest.config, such as "no-jump-label".
     pub config: Vec<String>,
@@ -62,12 +65,33 @@ impl Recipe {
         }
     }
 
+    /// The same with no more than tests of keys alone need.
+    pub fn small_without_jump_labels() -> Self {
+        Self {
+            config: vec!["no-jump-label".into(), "small".into()],
+            ..Self::standard()
+        }
+    }
+
     /// The same without the series.
     pub fn unpatched() -> Self {
         Self {
             patched: false,
             ..Self::standard()
         }
+    }
+
+    /// The same with the series applied and its symbol left out.
+    pub fn not_selected() -> Self {
+        Self {
+            config: vec![NOT_SELECTED.into()],
+            ..Self::standard()
+        }
+    }
+
+    /// Whether the kernel registers its keys.
+    fn selected(&self) -> bool {
+        self.patched && !self.config.iter().any(|name| name == NOT_SELECTED)
     }
 
     fn package(&self) -> String {
@@ -104,6 +128,10 @@ impl Recipe {
             .filter(|l| !l.is_empty() && !l.starts_with('#'))
         {
             patches.push(folder.join(line));
+        }
+        if !self.selected() {
+            // The demo's branch would be a difference that the series does not make.
+            return Ok(patches);
         }
         let demo = cache::files_below(&repository.join("examples/getppid"))?;
         patches.extend(
@@ -347,7 +375,7 @@ fn configure(recipe: &Recipe, steps: &Steps, tree: &Path) -> Result<()> {
         .arg(variable("KCONFIG_ALLCONFIG=", &fragment))
         .arg("allnoconfig");
     steps.run("configuring", &mut command)?;
-    let required: &[&str] = if recipe.patched {
+    let required: &[&str] = if recipe.selected() {
         &["CONFIG_PATCHBAY"]
     } else {
         &[]
