@@ -40,9 +40,10 @@ impl Environment {
     pub fn without_jump_labels() -> Option<Self> {
         let environment = Self::linux_guest()?;
         let files = || {
+            let KernelFiles { kernel, vmlinux } = KernelFiles::named("NO_JUMP_LABEL")?;
             Ok::<_, String>(Self {
-                kernel: file("PATCHBAY_TEST_NO_JUMP_LABEL_KERNEL")?,
-                vmlinux: file("PATCHBAY_TEST_NO_JUMP_LABEL_VMLINUX")?,
+                kernel,
+                vmlinux,
                 initramfs: file("PATCHBAY_TEST_NO_JUMP_LABEL_INITRAMFS")?,
                 ..environment
             })
@@ -65,6 +66,25 @@ impl Environment {
             initramfs: file("PATCHBAY_TEST_INITRAMFS")?,
             monitor: file("PATCHBAY_VMM")?,
             cli: file("PATCHBAY_CLI")?,
+        })
+    }
+}
+
+/// Another kernel than that of the tests.
+#[derive(Debug, Clone)]
+pub struct KernelFiles {
+    /// The bzImage.
+    pub kernel: PathBuf,
+    /// The ELF file.
+    pub vmlinux: PathBuf,
+}
+
+impl KernelFiles {
+    /// The files that `PATCHBAY_TEST_<name>_KERNEL` and `PATCHBAY_TEST_<name>_VMLINUX` name.
+    pub fn named(name: &str) -> Result<Self, String> {
+        Ok(Self {
+            kernel: file(&format!("PATCHBAY_TEST_{name}_KERNEL"))?,
+            vmlinux: file(&format!("PATCHBAY_TEST_{name}_VMLINUX"))?,
         })
     }
 }

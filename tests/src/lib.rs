@@ -21,7 +21,7 @@ mod guest;
 mod trace;
 
 pub use console::Shell;
-pub use environment::Environment;
+pub use environment::{Environment, KernelFiles};
 pub use guest::{Guest, GuestBuilder, connect};
 pub use trace::EventStream;
 

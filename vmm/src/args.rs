@@ -72,6 +72,10 @@ pub struct Args {
     #[arg(long)]
     pub allow_guarded: bool,
 
+    /// Do not tell the guest of Patchbay, as any other monitor: to measure what that costs it.
+    #[arg(long, hide = true)]
+    pub no_patchbay: bool,
+
     /// Sockets between guest and host: clients on the host connect to PATH and
     /// write "CONNECT <port>"; what the guest sends to the host's port N goes to
     /// PATH_N. N is the guest's address, 3 unless given.

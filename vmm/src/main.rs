@@ -108,10 +108,11 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         vcpus: args.vcpus,
         console: args.console.output(),
         virtio: args.virtio(),
+        offer_patchbay: !args.no_patchbay,
         ..VmConfig::new(Payload::Linux(args.linux_boot()))
     };
     let vm = Arc::new(Vm::new(config, registry.clone())?);
-    if !vm.transports().any() {
+    if !vm.transports().any() && !args.no_patchbay {
         tracing::warn!(
             "neither transport works on this host: the guest will not be able to register its keys"
         );

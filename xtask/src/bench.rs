@@ -14,6 +14,9 @@ enum Needs {
     BareMetal,
     /// A KVM for Linux guests, the guest's kernel, and QEMU to compare with.
     Linux,
+    /// The same without QEMU, with other kernels to compare with; and a first run with the
+    /// argument "images", which needs no KVM.
+    Kernels,
 }
 
 /// A benchmark.
@@ -48,6 +51,13 @@ const BENCHES: &[Bench] = &[
         target: "flip",
         needs: Needs::Linux,
     },
+    Bench {
+        name: "guest-cost",
+        about: "what the series costs a kernel: its code, its boot, its speed",
+        package: "patchbay-tests",
+        target: "guest_cost",
+        needs: Needs::Kernels,
+    },
 ];
 
 /// Runs one benchmark, or lists them.
@@ -71,30 +81,45 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
             host::ensure_packages(host::LAB)?;
             guest::prepare(false)?
         }
+        Needs::Kernels => {
+            let mut variables = guest::prepare(false)?;
+            variables.extend(guest::kernels_to_compare()?);
+            variables
+        }
     };
     let found =
         cargo::build_tests(&["bench", "--package", bench.package, "--bench", bench.target])?;
     let binary = found
         .first()
         .with_context(|| format!("{name} built no program"))?;
-    let kvm = host::Kvm::probe();
-    let here = match bench.needs {
-        Needs::BareMetal => kvm.runs_bare_metal(),
-        Needs::Linux => kvm.runs_linux(),
-    };
-    if here {
+    let run_here = |arguments: &[String]| {
         let mut command = Command::new(&binary.path);
         command
             .arg("--bench")
             .args(arguments)
-            .envs(variables)
+            .envs(variables.iter().map(|(name, path)| (name, path)))
             .current_dir(&binary.folder);
-        let status = command.status()?;
-        return Ok(if status.success() {
+        let success = command.status()?.success();
+        Ok::<_, anyhow::Error>(if success {
             ExitCode::SUCCESS
         } else {
             ExitCode::FAILURE
-        });
+        })
+    };
+    let images = ["images".to_owned()];
+    if bench.needs == Needs::Kernels && (arguments.is_empty() || arguments == images) {
+        let compared = run_here(&images)?;
+        if compared != ExitCode::SUCCESS || !arguments.is_empty() {
+            return Ok(compared);
+        }
+    }
+    let kvm = host::Kvm::probe();
+    let here = match bench.needs {
+        Needs::BareMetal => kvm.runs_bare_metal(),
+        Needs::Linux | Needs::Kernels => kvm.runs_linux(),
+    };
+    if here {
+        return run_here(arguments);
     }
     eprintln!(
         "In the lab, where only ratios mean anything: {}.",
@@ -105,5 +130,6 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     let mut job = lab::Job::new(command)?;
     job.set(variables);
     job.folder.clone_from(&binary.folder);
+    job.clocks_count_instructions = bench.needs == Needs::Kernels;
     Ok(ExitCode::from(lab::run(&job)?))
 }

@@ -51,7 +51,7 @@ pub fn kernel_of_the_guest(recipe: &Recipe) -> Result<Variables> {
 
 /// Where the kernel without jump labels is, for the tests that ask for it.
 pub fn kernel_without_jump_labels() -> Result<Variables> {
-    let kernel = kernel::get(&Recipe::without_jump_labels())?;
+    let kernel = kernel::get(&Recipe::small_without_jump_labels())?;
     Ok(vec![
         ("PATCHBAY_TEST_NO_JUMP_LABEL_KERNEL", kernel.bzimage()),
         ("PATCHBAY_TEST_NO_JUMP_LABEL_VMLINUX", kernel.vmlinux()),
@@ -60,6 +60,33 @@ pub fn kernel_without_jump_labels() -> Result<Variables> {
             initramfs::get(&kernel)?,
         ),
     ])
+}
+
+/// The kernels that are compared with the guest's.
+pub fn kernels_to_compare() -> Result<Variables> {
+    let kernels = [
+        (
+            Recipe::unpatched(),
+            "PATCHBAY_TEST_UNPATCHED_KERNEL",
+            "PATCHBAY_TEST_UNPATCHED_VMLINUX",
+        ),
+        (
+            Recipe::not_selected(),
+            "PATCHBAY_TEST_NOT_SELECTED_KERNEL",
+            "PATCHBAY_TEST_NOT_SELECTED_VMLINUX",
+        ),
+        (
+            Recipe::without_jump_labels(),
+            "PATCHBAY_TEST_NO_JUMP_LABEL_KERNEL",
+            "PATCHBAY_TEST_NO_JUMP_LABEL_VMLINUX",
+        ),
+    ];
+    let mut variables = Variables::new();
+    for (recipe, bzimage, vmlinux) in kernels {
+        let kernel = kernel::get(&recipe)?;
+        variables.extend([(bzimage, kernel.bzimage()), (vmlinux, kernel.vmlinux())]);
+    }
+    Ok(variables)
 }
 
 /// Says where Linux guests run, and why.

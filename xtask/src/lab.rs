@@ -63,6 +63,9 @@ pub struct Job {
     pub memory_mib: u32,
     /// How long the job may take, without the boot.
     pub timeout: Option<Duration>,
+    /// Let the clocks of the lab count instructions, one a nanosecond: the time-stamp counter, that
+    /// of guests too, then tells how many were executed.
+    pub clocks_count_instructions: bool,
 }
 
 impl Job {
@@ -83,6 +86,7 @@ impl Job {
             out,
             memory_mib: 4096,
             timeout: None,
+            clocks_count_instructions: false,
         })
     }
 
@@ -321,6 +325,9 @@ fn qemu_command(job: &Job, image: &Image, initramfs: &Path, console_log: &Path) 
         "-m",
         &job.memory_mib.to_string(),
     ]);
+    if job.clocks_count_instructions {
+        qemu.args(["-icount", "shift=0"]);
+    }
     qemu.arg("-kernel")
         .arg(&image.kernel)
         .arg("-initrd")
@@ -444,6 +451,7 @@ mod tests {
             out: "/some where".into(),
             memory_mib: 0,
             timeout: None,
+            clocks_count_instructions: false,
         };
         let script = std::ffi::OsStr::from_bytes(&job.script()).to_owned();
         let output = Command::new("sh").arg("-c").arg(script).output().unwrap();
