@@ -7,7 +7,7 @@ use patchbay_tests::{Environment, Guest};
 use crate::Kernels;
 
 /// Numbers behind or before these words are of a clock or of what its speed leads to.
-const MEASURED: [&str; 4] = ["MHz", "BogoMIPS", "lpj=", "max_cycles"];
+const MEASURED: [&str; 5] = ["MHz", "BogoMIPS", "lpj=", "max_cycles", "sched_clock"];
 
 /// Prints the lines that differ; returns whether there are none.
 pub async fn compare(environment: &Environment, kernels: &Kernels) -> Result<bool> {

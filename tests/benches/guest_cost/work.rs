@@ -10,7 +10,7 @@ use patchbay_tests::{Environment, Guest};
 use crate::Kernels;
 
 /// How often each guest has its turn.
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 3;
 const SAMPLES: u32 = 60;
 
 /// What is done, and how often in one sample: short enough to be over before the next timer tick.
