@@ -62,7 +62,7 @@ pub(super) struct Connection {
     guest_forwarded: u32,
     /// The guest asked how much it may send.
     credit_asked: bool,
-    /// The guest has been asked how much we may send.
+    /// The guest has been asked how much we may send, and has had no room since.
     asking_credit: bool,
     /// The host's side may have bytes for us: no read has found it empty since.
     readable: bool,
@@ -127,7 +127,10 @@ impl Connection {
     fn take_credit(&mut self, header: &Header) {
         self.guest_buf_alloc = header.buf_alloc;
         self.guest_forwarded = header.fwd_cnt;
-        self.asking_credit = false;
+        // An answer without room is not asked about again, or question and answer would follow each
+        // other for as long as nobody in the guest reads. The guest tells by itself when there is
+        // room (`virtio_transport_stream_do_dequeue()`, `net/vmw_vsock/virtio_transport_common.c`).
+        self.asking_credit &= self.credit() == 0;
     }
 
     /// Bytes that the guest has room for.
@@ -202,6 +205,16 @@ impl Connection {
         self.forwarded = self
             .forwarded
             .wrapping_add(u32::try_from(bytes).unwrap_or(u32::MAX));
+    }
+
+    /// The guest has ended it, as if it had told the end of both ways. True: bytes that it sent
+    /// before still wait for the host's side.
+    pub fn ended_by_guest(&mut self) -> bool {
+        self.guest_shutdown = SHUTDOWN_BOTH;
+        // Fails only if the host's side is gone as well.
+        let _ = self.stream.shutdown(Shutdown::Read);
+        self.flush();
+        !self.is_finished()
     }
 
     /// Whether the host's side went away before the guest accepted.

@@ -13,7 +13,11 @@
 //! privileged port from a program without privileges. Packets that make no sense
 //! are answered by a reset of the connection they name.
 //!
-//! Bounds: 256 connections, 64 KiB from the guest per connection, 64 clients that
+//! A reset from the guest ends a connection at once for the guest; what it had sent before still
+//! goes to the host's side, for Linux resets also what it closed in order, when that took the host
+//! more than 8 s to read.
+//!
+//! Bounds: 256 connections, with those that only wait for the host to read, 64 KiB from the guest per connection, 64 clients that
 //! have not named a port, 256 resets that wait for the guest; when these are all
 //! taken, no more of the guest's packets are looked at until it takes some.
 
@@ -118,6 +122,9 @@ pub(super) struct Vsock {
     connections: BTreeMap<Ports, Connection>,
     /// The connection of each stream that `host` watches.
     tokens: BTreeMap<u64, Ports>,
+    /// Those that the guest has reset while bytes wait for the host's side, by token: the oldest
+    /// first, which makes room for a new connection. The guest may use their ports again.
+    lingering: BTreeMap<u64, Connection>,
     resets: VecDeque<Header>,
     /// The connection that sent to the guest last: the next one is next.
     last_served: Option<Ports>,
@@ -140,6 +147,7 @@ impl Vsock {
             host: Host::listen(&config.path)?,
             connections: BTreeMap::new(),
             tokens: BTreeMap::new(),
+            lingering: BTreeMap::new(),
             resets: VecDeque::new(),
             last_served: None,
             next_host_port: FIRST_HOST_PORT,
@@ -170,6 +178,20 @@ impl Vsock {
         self.resets.push_back(reset);
     }
 
+    /// The guest has reset a connection (`virtio_transport_close_timeout()`,
+    /// `net/vmw_vsock/virtio_transport_common.c`, among others).
+    fn end_by_guest(&mut self, ports: Ports) {
+        let token = self.tokens.iter().find(|(_, named)| **named == ports);
+        let token = token.map(|(token, _)| *token);
+        let connection = self.connections.remove(&ports);
+        self.forget(ports);
+        if let (Some(token), Some(mut connection)) = (token, connection)
+            && connection.ended_by_guest()
+        {
+            self.lingering.insert(token, connection);
+        }
+    }
+
     /// Ends a connection on the host's side.
     fn forget(&mut self, ports: Ports) {
         self.connections.remove(&ports);
@@ -180,6 +202,9 @@ impl Vsock {
     fn add(&mut self, ports: Ports, connection: Connection) -> bool {
         if self.connections.len() >= CONNECTIONS_MAX {
             return false;
+        }
+        if self.connections.len() + self.lingering.len() >= CONNECTIONS_MAX {
+            self.lingering.pop_first();
         }
         match self.host.watch(connection.stream()) {
             Ok(token) => {
@@ -200,6 +225,12 @@ impl Vsock {
                 writable,
                 hung_up,
             } => {
+                if let Some(connection) = self.lingering.get_mut(&token) {
+                    connection.host_event(readable, writable, hung_up);
+                    if connection.is_finished() {
+                        self.lingering.remove(&token);
+                    }
+                }
                 let Some(&ports) = self.tokens.get(&token) else {
                     return;
                 };
@@ -259,7 +290,7 @@ impl Vsock {
             return Ok(());
         }
         match (header.op, self.connections.get_mut(&ports)) {
-            (Op::Reset, _) => self.forget(ports),
+            (Op::Reset, _) => self.end_by_guest(ports),
             (Op::Request, None) => self.connect_host(ports, &header),
             (_, None) => self.refuse(&header),
             (op, Some(connection)) => {
@@ -417,6 +448,7 @@ impl Device for Vsock {
     fn reset(&mut self) {
         self.connections.clear();
         self.tokens.clear();
+        self.lingering.clear();
         self.resets.clear();
         self.last_served = None;
         self.spare = None;
