@@ -92,9 +92,14 @@ impl Tracefs {
             .map_err(failed(&this.instance.join("trace_options")))?;
         let cpus = this.cpus().len().max(1);
         let buffer_kib = (BUFFER_KIB / cpus).clamp(64, MAX_CPU_BUFFER_KIB);
+        // Can be compared with what clock_gettime() tells this program. Choosing a clock empties the
+        // buffer, also if it is chosen already (`tracing_set_clock()`, `kernel/trace/trace.c`), and
+        // would lose what was recorded while no agent ran.
+        let clock = this.instance.join("trace_clock");
+        if !read(&clock).is_ok_and(|clocks| clocks.contains("[mono]")) {
+            write(&clock, "mono").map_err(failed(&clock))?;
+        }
         for (file, value) in [
-            // Can be compared with what clock_gettime() tells this program.
-            ("trace_clock", "mono".to_owned()),
             ("buffer_size_kb", buffer_kib.to_string()),
             // Readers are woken by the first event, not by a half full buffer.
             ("buffer_percent", "0".to_owned()),

@@ -84,9 +84,15 @@ fn make_tracefs(root: &Path) {
 
 impl Agent {
     fn start() -> Self {
+        Self::start_with(|_| {})
+    }
+
+    /// `prepare` gets the made-up tracefs before the agent does.
+    fn start_with(prepare: impl FnOnce(&Path)) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         let tracefs = folder.path().join("tracefs");
         make_tracefs(&tracefs);
+        prepare(&tracefs);
         let socket = folder.path().join("monitor");
         let listener = UnixListener::bind(&socket).expect("a socket");
         let process = Command::new(env!("CARGO_BIN_EXE_patchbay-agent"))
@@ -196,6 +202,17 @@ fn hello_tells_versions_and_the_instance_is_set_up() {
         top.starts_with("record-cmd"),
         "names of commands are recorded again for the others: {top}"
     );
+}
+
+/// The kernel would empty the buffer of what was recorded while no agent ran.
+#[test]
+fn a_clock_that_is_chosen_already_is_not_chosen_again() {
+    let chosen = "local global counter uptime perf [mono] mono_raw boot\n";
+    let agent = Agent::start_with(|tracefs| {
+        fs::write(tracefs.join("instances/patchbay/trace_clock"), chosen).expect("written");
+    });
+    let _monitor = agent.accept();
+    assert_eq!(agent.instance("trace_clock"), chosen);
 }
 
 #[test]
