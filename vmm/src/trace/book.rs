@@ -19,6 +19,9 @@ pub struct Armed {
     pub filter: String,
     /// As set in the guest; empty if none.
     pub trigger: String,
+    /// The agent's connection by which it was armed: what an agent said when it connected is older
+    /// than what was armed since.
+    pub connection: u64,
     /// A client said that others in the guest may be silenced.
     pub even_if_others: bool,
     /// Clients that keep it armed.
@@ -134,6 +137,7 @@ mod tests {
             }),
             filter: String::new(),
             trigger: String::new(),
+            connection: 1,
             even_if_others: false,
             armed_by: set(armed_by),
             fired_by: set(fired_by),

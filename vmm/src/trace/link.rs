@@ -117,6 +117,8 @@ pub struct Peer {
     pub version: u32,
     /// When it was welcomed.
     pub connected_at: SystemTime,
+    /// Counts the connections; no two have the same.
+    pub connection: u64,
 }
 
 /// The socket on which the agent's connections arrive: that of the vsock device with the port.
@@ -333,10 +335,10 @@ impl AgentLink {
         let (outbox, outgoing) = mpsc::channel(OUTBOX);
         let (alive, gone) = oneshot::channel();
         let judged = match first.message {
-            Some(Answer::Hello(hello)) => self.judge(hello),
+            Some(Answer::Hello(hello)) => self.judge(hello, number),
             _ => Err("the first message must be the hello".to_owned()),
         };
-        let message = match judged {
+        match judged {
             Err(reason) => {
                 frame::write(
                     &mut stream,
@@ -346,11 +348,14 @@ impl AgentLink {
                 )
                 .await?;
                 self.note(format!("an agent was refused: {reason}"));
-                return Ok(None);
+                Ok(None)
             }
             Ok(peer) => {
                 let version = peer.version;
                 let waiting = HashMap::new();
+                // Not written here: an agent that dies meanwhile would stay the connected one. Nothing
+                // can be asked before it, and a new channel has room.
+                let _ = outbox.try_send(to_agent(Question::Welcome(AgentWelcome { version })));
                 let connection = Connection {
                     number,
                     peer,
@@ -362,15 +367,13 @@ impl AgentLink {
                 };
                 self.clock().clear();
                 self.state().current = Some(connection);
-                Question::Welcome(AgentWelcome { version })
+                self.shared.connections.send_modify(|count| *count += 1);
+                Ok(Some((stream, outgoing, gone)))
             }
-        };
-        frame::write(&mut stream, &to_agent(message)).await?;
-        self.shared.connections.send_modify(|count| *count += 1);
-        Ok(Some((stream, outgoing, gone)))
+        }
     }
 
-    fn judge(&self, mut hello: AgentHello) -> Result<Peer, String> {
+    fn judge(&self, mut hello: AgentHello, connection: u64) -> Result<Peer, String> {
         let version = hello.newest_version.min(*VERSIONS.end());
         if version < hello.oldest_version || !VERSIONS.contains(&version) {
             return Err(format!(
@@ -400,6 +403,7 @@ impl AgentLink {
             hello,
             version,
             connected_at: SystemTime::now(),
+            connection,
         })
     }
 

@@ -174,6 +174,7 @@ impl Tracer {
         terms: &ArmTerms,
         quiet: bool,
     ) -> Result<Option<FlipReport>, TraceError> {
+        let connection = self.link.peer()?.connection;
         let names: Vec<&String> = fresh.keys().collect();
         let mut sources = Vec::with_capacity(names.len());
         for names in names.chunks(ENABLED_PER_QUESTION) {
@@ -223,6 +224,7 @@ impl Tracer {
                 key: key.clone(),
                 filter: terms.filter.clone(),
                 trigger: terms.trigger.clone(),
+                connection,
                 even_if_others: terms.even_if_others,
                 armed_by: BTreeSet::from([client.to_owned()]),
                 fired_by: BTreeSet::new(),

@@ -115,15 +115,25 @@ impl Tracer {
     /// disarmed, and what only the book knows is gone with its module, its boot or its instance.
     pub async fn reconcile(&self) {
         let _turn = self.turn.lock().await;
-        let Ok(peer) = self.link.peer() else { return };
+        let peer = match self.link.peer() {
+            Ok(peer) => peer,
+            Err(error) => {
+                self.hub.mark(format!("{error}; armed events stay armed"));
+                return;
+            }
+        };
+        self.hub
+            .mark("an agent has connected in the guest".to_owned());
         let enabled: BTreeSet<String> = peer.hello.enabled.into_iter().collect();
         let (lost, strangers) = {
             let book = self.book();
             let lost: Vec<String> = book
                 .events
-                .keys()
-                .filter(|name| !enabled.contains(*name))
-                .cloned()
+                .iter()
+                .filter(|(name, armed)| {
+                    !enabled.contains(*name) && armed.connection != peer.connection
+                })
+                .map(|(name, _)| name.clone())
                 .collect();
             let strangers: Vec<String> = enabled
                 .into_iter()
