@@ -113,7 +113,7 @@ pub struct RunArgs {
     /// Name of the guest.
     #[arg(long, default_value = "default")]
     pub name: String,
-    /// Arguments of patchbay-vmm, for example --kernel bzImage --cpus 2; see patchbay-vmm --help.
+    /// Arguments of patchbay-vmm, for example --kernel bzImage --vcpus 2; see patchbay-vmm --help.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     pub arguments: Vec<OsString>,
 }

@@ -11,6 +11,8 @@ use patchbay_vmm::devices::ConsoleOutput;
 use patchbay_vmm::devices::virtio::{CID_MIN, DiskConfig, VirtioConfig, VsockConfig};
 use patchbay_vmm::seccomp::SeccompLevel;
 
+const DEFAULT_GRACE_SECONDS: u16 = 5;
+
 /// Boots one Linux guest under KVM and lets its operator flip its static keys.
 ///
 /// Ctrl-C and SIGTERM end the guest at once. The exit status is 0 if the guest
@@ -81,6 +83,11 @@ pub struct Args {
     /// PATH_N. N is the guest's address, 3 unless given.
     #[arg(long, value_name = "PATH[,cid=N]", value_parser = parse_vsock)]
     pub vsock: Option<VsockConfig>,
+
+    /// Seconds for which events stay armed and firing after the client that streamed them (`patchbay
+    /// trace tail`, `record`) is gone, 0 to 3600.
+    #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_GRACE_SECONDS, value_parser = clap::value_parser!(u16).range(0..=3600))]
+    pub trace_grace: u16,
 
     /// A disk: a raw image. Up to 4 times.
     #[arg(long, value_name = "PATH[,readonly]", value_parser = parse_disk)]
@@ -230,6 +237,10 @@ fn parse_size(text: &str) -> Result<u64, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use patchbay_vmm::trace::DEFAULT_GRACE;
+
     use super::*;
 
     #[test]
@@ -282,6 +293,23 @@ mod tests {
         assert_eq!("api".parse(), Ok(Console::Api));
         for wrong in ["", "file:", "File:x", "serial"] {
             assert!(wrong.parse::<Console>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn grace_has_a_range() {
+        let grace = |words: &[&str]| {
+            let args = Args::try_parse_from([&["vmm", "--kernel", "k"], words].concat());
+            args.map(|args| args.trace_grace).ok()
+        };
+        assert_eq!(
+            grace(&[]).map(|seconds| Duration::from_secs(seconds.into())),
+            Some(DEFAULT_GRACE)
+        );
+        assert_eq!(grace(&["--trace-grace=0"]), Some(0));
+        assert_eq!(grace(&["--trace-grace=3600"]), Some(3600));
+        for wrong in ["3601", "-1", "5s", ""] {
+            assert_eq!(grace(&["--trace-grace", wrong]), None, "{wrong}");
         }
     }
 

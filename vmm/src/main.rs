@@ -20,7 +20,7 @@ use patchbay_vmm::keys::{Keys, KeysConfig};
 use patchbay_vmm::latency;
 use patchbay_vmm::seccomp::{self, ThreadKind};
 use patchbay_vmm::service::{self, ApiSocket};
-use patchbay_vmm::trace::AgentSocket;
+use patchbay_vmm::trace::{AgentSocket, Tracing};
 use patchbay_vmm::vm::{ExitReason, Vm};
 use tokio::signal::unix::{SignalKind, signal as listen};
 use tokio::sync::oneshot;
@@ -89,6 +89,10 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         })?),
         None => None,
     };
+    let tracing = Tracing {
+        agent,
+        grace: Duration::from_secs(args.trace_grace.into()),
+    };
     let symbols = match &args.symbols {
         Some(path) => Symbols::read(path)?,
         None => Symbols::default(),
@@ -140,7 +144,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
     // After all other threads were started, which would have inherited it.
     latency::prefer_this_thread();
     seccomp::enter(ThreadKind::Api)?;
-    let reason = runtime.block_on(serve(vm, socket, agent, keys))?;
+    let reason = runtime.block_on(serve(vm, socket, tracing, keys))?;
     drop(terminal);
     Ok(reason)
 }
@@ -149,7 +153,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
 async fn serve(
     vm: Arc<Vm>,
     socket: Option<ApiSocket>,
-    agent: Option<AgentSocket>,
+    tracing: Tracing,
     keys: Keys,
 ) -> anyhow::Result<ExitReason> {
     let (ended, end) = oneshot::channel();
@@ -166,7 +170,7 @@ async fn serve(
             let _ = stopped.await;
         };
         match socket {
-            Some(socket) => service::serve_with_agent(socket, keys, agent, stopped).await,
+            Some(socket) => service::serve_traced(socket, keys, tracing, stopped).await,
             None => {
                 stopped.await;
                 Ok(())

@@ -24,7 +24,7 @@ use tonic::transport::server::UdsConnectInfo;
 pub use self::socket::{ApiSocket, SocketError};
 pub(crate) use self::static_keys::time_allowed;
 use crate::keys::Keys;
-use crate::trace::{self, AgentSocket, TracepointsApi};
+use crate::trace::{self, TracepointsApi, Tracing};
 
 /// Largest request in bytes: 65,536 updates with long names fit.
 const MAX_REQUEST_BYTES: usize = 32 << 20;
@@ -58,17 +58,17 @@ pub async fn serve(
     keys: Keys,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
-    serve_with_agent(socket, keys, None, shutdown).await
+    serve_traced(socket, keys, Tracing::default(), shutdown).await
 }
 
-/// As [`serve`], with an agent in the guest that connects to `agent`.
+/// As [`serve`], with events of the guest's tracepoints.
 ///
 /// # Errors
 /// [`ServeError`].
-pub async fn serve_with_agent(
+pub async fn serve_traced(
     socket: ApiSocket,
     keys: Keys,
-    agent: Option<AgentSocket>,
+    tracing: Tracing,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
     let (ending, ended) = watch::channel(false);
@@ -93,8 +93,9 @@ pub async fn serve_with_agent(
     let keys = Arc::new(keys);
     let guest_api = guest::GuestApi::new(Arc::clone(&keys), ended.clone());
     let tracepoints_api = TracepointsApi {
-        tracer: trace::start(keys.clone(), agent)?,
+        tracer: trace::start(keys.clone(), tracing.agent)?,
         ending: ended.clone(),
+        grace: tracing.grace,
     };
     let keys_api = static_keys::StaticKeysApi {
         keys,

@@ -34,6 +34,28 @@ pub use self::service::TracepointsApi;
 pub use self::switch::{Boxed, Switch, TracepointFacts, TracepointKeys};
 pub use self::tracer::Tracer;
 
+/// How long the events of a client that streamed them stay armed after it is gone, unless said.
+pub const DEFAULT_GRACE: Duration = Duration::from_secs(5);
+
+/// How a guest is traced.
+#[derive(Debug)]
+pub struct Tracing {
+    /// Where the agent in the guest connects; None: there is no way to the guest.
+    pub agent: Option<AgentSocket>,
+    /// How long the events of a client that streamed them stay armed after it is gone: time to come
+    /// back after its connection broke.
+    pub grace: Duration,
+}
+
+impl Default for Tracing {
+    fn default() -> Self {
+        Self {
+            agent: None,
+            grace: DEFAULT_GRACE,
+        }
+    }
+}
+
 /// Frames of pages that wait for the decoder.
 const FRAMES: usize = 8;
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);

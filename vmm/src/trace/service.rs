@@ -34,8 +34,6 @@ const DEFAULT_EVENTS_PER_SECOND: u32 = 50_000;
 const MAX_EVENTS_PER_SECOND: u32 = 1_000_000;
 const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
 const PATIENCE: Duration = Duration::from_secs(3);
-/// What a client armed by streaming is kept armed for so long after it is gone.
-const GRACE: Duration = Duration::from_secs(5);
 
 /// Serves [`TracepointsService`].
 pub struct TracepointsApi {
@@ -43,6 +41,8 @@ pub struct TracepointsApi {
     pub tracer: Arc<Tracer>,
     /// Turns true when the monitor ends.
     pub ending: watch::Receiver<bool>,
+    /// What a client armed by streaming is kept armed for so long after it is gone.
+    pub grace: Duration,
 }
 
 #[tonic::async_trait]
@@ -202,6 +202,7 @@ impl TracepointsService for TracepointsApi {
             tracer: Arc::clone(&self.tracer),
             stream: subscription.id,
             client: request.arm_and_fire.then(|| client.clone()),
+            grace: self.grace,
         };
         let mut names = vec![];
         if request.arm_and_fire {
@@ -331,6 +332,7 @@ struct StreamGuard {
     tracer: Arc<Tracer>,
     stream: u64,
     client: Option<String>,
+    grace: Duration,
 }
 
 impl Drop for StreamGuard {
@@ -338,8 +340,9 @@ impl Drop for StreamGuard {
         self.tracer.hub.unsubscribe(self.stream);
         if let Some(client) = self.client.take() {
             let tracer = Arc::clone(&self.tracer);
+            let grace = self.grace;
             tokio::spawn(async move {
-                tokio::time::sleep(GRACE).await;
+                tokio::time::sleep(grace).await;
                 tracer.leave(&client).await;
             });
         }
