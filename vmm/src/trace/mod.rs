@@ -87,7 +87,10 @@ async fn attend(tracer: Arc<Tracer>, mut connections: watch::Receiver<u64>) {
         match tokio::time::timeout(CATCH_UP_INTERVAL, connections.changed()).await {
             Ok(Ok(())) => tracer.reconcile().await,
             Ok(Err(_)) => return,
-            Err(_) => tracer.catch_up().await,
+            Err(_) => {
+                tracer.catch_up().await;
+                tracer.heed_others().await;
+            }
         }
     }
 }

@@ -140,6 +140,11 @@ pub fn others(
                 .push(format!("tracefs: {who}"));
         }
     }
+    // What the agent told may be old; without another's probe there is nobody.
+    others.retain(|event, _| {
+        let probes = facts.get(split(event).1).and_then(|facts| facts.probes);
+        probes.is_none_or(|probes| probes > u32::from(is_armed(event)))
+    });
     for event in &events.names {
         let Some(probes) = facts.get(split(event).1).and_then(|facts| facts.probes) else {
             continue;
@@ -243,6 +248,11 @@ mod tests {
         assert_eq!(
             others["irq:softirq_entry"],
             ["2 unknown probes (perf, BPF or a module)"]
+        );
+        let left = by_name(vec![self::facts("sched_switch", 1)]);
+        assert!(
+            super::others(&told, &left, |_| true).is_empty(),
+            "they have ended since they were told of"
         );
     }
 

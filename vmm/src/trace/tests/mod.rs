@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The monitor's side against an agent and keys that are made up.
 
+mod agent;
 mod fake;
 mod hostile;
 mod tracing;

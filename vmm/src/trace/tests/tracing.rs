@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Arming, firing, parking, streaming.
 
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 use patchbay_proto::v1::trace_field::Value;
@@ -16,22 +15,23 @@ use tokio_stream::StreamExt;
 use tonic::{Code, Request};
 use tonic_types::StatusExt;
 
-use super::super::TracepointsApi;
 use super::super::select::Wanted;
 use super::super::tracer::{ArmTerms, SwitchTerms};
+use super::super::{DEFAULT_GRACE, TracepointsApi};
 use super::fake::{BEFORE, Fake, pages};
 use crate::keys::KeysError;
 
-fn wanted(texts: &[&str]) -> Wanted {
+pub(super) fn wanted(texts: &[&str]) -> Wanted {
     Wanted::parse(texts.iter().map(|&text| text.to_owned()).collect(), true).expect("well-formed")
 }
 
-fn api(fake: &Fake) -> (TracepointsApi, watch::Sender<bool>) {
+pub(super) fn api(fake: &Fake) -> (TracepointsApi, watch::Sender<bool>) {
     let (ending, ended) = watch::channel(false);
     (
         TracepointsApi {
             tracer: fake.tracer.clone(),
             ending: ended,
+            grace: DEFAULT_GRACE,
         },
         ending,
     )
@@ -41,7 +41,7 @@ fn reason(status: &tonic::Status) -> String {
     status.get_details_error_info().expect("error info").reason
 }
 
-async fn arm(fake: &Fake, client: &str, texts: &[&str]) -> Vec<String> {
+pub(super) async fn arm(fake: &Fake, client: &str, texts: &[&str]) -> Vec<String> {
     let (results, _) = fake
         .tracer
         .arm(client, &wanted(texts), &ArmTerms::default())
@@ -50,7 +50,7 @@ async fn arm(fake: &Fake, client: &str, texts: &[&str]) -> Vec<String> {
     results.into_iter().map(|result| result.name).collect()
 }
 
-async fn until(mut condition: impl FnMut() -> bool) {
+pub(super) async fn until(mut condition: impl FnMut() -> bool) {
     let poll = async {
         while !condition() {
             tokio::time::sleep(Duration::from_millis(2)).await;
@@ -296,7 +296,7 @@ async fn arming_is_undone_if_the_keys_cannot_be_parked() {
     assert!(!fake.keys.is_on("sched_switch"));
 }
 
-async fn open(
+pub(super) async fn open(
     api: &TracepointsApi,
     request: StreamTracepointEventsRequest,
 ) -> <TracepointsApi as TracepointsService>::StreamTracepointEventsStream {
@@ -306,7 +306,7 @@ async fn open(
         .into_inner()
 }
 
-type Events = <TracepointsApi as TracepointsService>::StreamTracepointEventsStream;
+pub(super) type Events = <TracepointsApi as TracepointsService>::StreamTracepointEventsStream;
 
 /// The next batch with events or losses.
 async fn batch(stream: &mut Events) -> StreamTracepointEventsResponse {
@@ -593,19 +593,4 @@ async fn listing_tells_states_clients_and_refusals() {
         .into_inner();
     assert!(page.stale.contains("has not answered"), "{}", page.stale);
     assert_eq!(page.tracepoints.len(), 1);
-}
-
-/// An agent that was killed, or whose monitor was: what only one side knows ends.
-#[tokio::test]
-async fn agent_and_book_are_brought_together() {
-    let fake = Fake::new();
-    *fake.script.enabled.lock().unwrap() = BTreeSet::from(["sched:sched_process_fork".to_owned()]);
-    fake.keys.probe("sched:sched_process_fork", true);
-    let first = fake.agent().await;
-    until(|| fake.script.enabled.lock().unwrap().is_empty()).await;
-    assert!(
-        !fake.keys.is_on("sched_process_fork"),
-        "a stranger is disarmed"
-    );
-    drop(first);
 }

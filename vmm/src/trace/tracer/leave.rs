@@ -6,6 +6,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use patchbay_proto::v1::TracepointResult;
 
+use super::others::OTHERS;
 use super::{SwitchTerms, Tracer};
 use crate::keys::KeysError;
 use crate::trace::book::Armed;
@@ -43,24 +44,23 @@ impl Tracer {
         names: &[String],
         to_disarm: &[String],
     ) -> Result<Option<AgentError>, TraceError> {
-        let keys = self.book().keys(to_disarm);
-        // The guest's own removal of the probe parks as well, but perhaps late, perhaps never.
-        match self
-            .switch(
-                keys,
-                false,
-                client,
-                "disarm tracepoints",
-                &SwitchTerms::default(),
-            )
-            .await
-        {
-            // The guest is gone or registered anew: there is nothing to park.
-            Ok(_)
-            | Err(TraceError::Keys(
-                KeysError::NotRegistered { .. } | KeysError::KeyNotFound { .. },
-            )) => {}
-            Err(error) => return Err(error),
+        // The guest's own removal of the probe parks as well, but perhaps late, perhaps never. It
+        // turns on nothing, so what others go on tracing is turned on here.
+        let (theirs, ours) = self.split_by_others(to_disarm).await;
+        for (names, on, owner) in [(ours, false, client), (theirs, true, OTHERS)] {
+            let keys = self.book().keys(&names);
+            let terms = SwitchTerms::default();
+            match self
+                .switch(keys, on, owner, "disarm tracepoints", &terms)
+                .await
+            {
+                // The guest is gone or registered anew: there is nothing to park.
+                Ok(_)
+                | Err(TraceError::Keys(
+                    KeysError::NotRegistered { .. } | KeysError::KeyNotFound { .. },
+                )) => {}
+                Err(error) => return Err(error),
+            }
         }
         {
             let mut book = self.book();

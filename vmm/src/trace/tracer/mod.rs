@@ -17,6 +17,7 @@
 
 mod arm;
 mod leave;
+mod others;
 
 use std::collections::{BTreeSet, HashMap};
 use std::future::Future;
@@ -316,7 +317,14 @@ impl Tracer {
             .switch(keys, false, client, "park tracepoints", terms)
             .await?;
         if !terms.validate_only {
-            self.book().release_fire(&names, client, terms.force);
+            let mut book = self.book();
+            book.release_fire(&names, client, terms.force);
+            for name in &to_park {
+                if let Some(armed) = book.events.get_mut(name) {
+                    armed.even_if_others |= terms.even_if_others;
+                }
+            }
+            drop(book);
             self.mark("parked", &to_park, client, report.as_ref());
         }
         Ok((self.results(names.into_iter(), client, None), report))
