@@ -3,8 +3,8 @@
 //! Which pages of guest memory the monitor has written.
 //!
 //! As vm-memory's `AtomicBitmap`, but for pages whose size the compiler knows: that one divides by
-//! a size found at run time, twice for each write, which is a tenth of what a flip of many keys takes
-//! while the guest stands still.
+//! a size found at run time, twice for each write, and a flip of many keys writes often while the guest
+//! stands still.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -74,14 +74,6 @@ impl<'a> Resolved<'a> {
                     resolved.select(registration, selection, *op, allow_guarded)?;
                 }
             }
-            if resolved.ops.len() > MAX_UPDATES {
-                return Err(KeysError::InvalidArgument {
-                    field: "updates",
-                    message: format!(
-                        "the patterns select more than {MAX_UPDATES} keys; change them in several requests"
-                    ),
-                });
-            }
         }
         Ok(resolved)
     }
@@ -106,6 +98,15 @@ impl<'a> Resolved<'a> {
             } else {
                 self.ops.push(KeyOp { key, op, etag: "" });
             }
+        }
+        // Of names the service has counted them; a program beside it may give more.
+        if self.ops.len() > MAX_UPDATES {
+            return Err(KeysError::InvalidArgument {
+                field: "updates",
+                message: format!(
+                    "the patterns select more than {MAX_UPDATES} keys; change them in several requests"
+                ),
+            });
         }
         let ops = &mut self.ops[before..];
         for name in selection.patterns.plain_names() {
