@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sockets to the host, for the tests:
 //   vsock_tool echo PORT      listens, sends everything back, one client after another
-//   vsock_tool connect PORT   sends stdin to the host, then prints what comes back
+//   vsock_tool connect PORT [OWN]   sends stdin to the host, then prints what comes back; OWN is
+//                                   the guest's port, of which those below 1024 are for root
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -58,8 +59,15 @@ static int echo(int listener, struct sockaddr_vm *address)
 	}
 }
 
-static int connect_host(int socket, struct sockaddr_vm *address)
+static int connect_host(int socket, struct sockaddr_vm *address, const char *own)
 {
+	struct sockaddr_vm from = { .svm_family = AF_VSOCK, .svm_cid = VMADDR_CID_ANY };
+
+	if (own) {
+		from.svm_port = strtoul(own, NULL, 10);
+		if (bind(socket, (struct sockaddr *)&from, sizeof(from)))
+			return fail("bind");
+	}
 	address->svm_cid = VMADDR_CID_HOST;
 	if (connect(socket, (struct sockaddr *)address, sizeof(*address)))
 		return fail("connect");
@@ -77,8 +85,8 @@ int main(int argc, char **argv)
 	struct sockaddr_vm address = { .svm_family = AF_VSOCK };
 	int fd;
 
-	if (argc != 3) {
-		fprintf(stderr, "usage: vsock_tool echo|connect PORT\n");
+	if (argc != 3 && argc != 4) {
+		fprintf(stderr, "usage: vsock_tool echo|connect PORT [OWN]\n");
 		return 2;
 	}
 	signal(SIGPIPE, SIG_IGN);
@@ -88,5 +96,5 @@ int main(int argc, char **argv)
 	address.svm_port = strtoul(argv[2], NULL, 10);
 	if (!strcmp(argv[1], "echo"))
 		return echo(fd, &address);
-	return connect_host(fd, &address);
+	return connect_host(fd, &address, argv[3]);
 }

@@ -24,6 +24,18 @@ pub struct EventStream {
 }
 
 impl EventStream {
+    /// Opens a stream.
+    pub async fn open(
+        client: &mut TracepointsServiceClient<Channel>,
+        request: StreamTracepointEventsRequest,
+    ) -> Result<Self> {
+        let stream = client.stream_tracepoint_events(request).await?.into_inner();
+        let mut stream = Self { stream };
+        // The first message says that the stream is open.
+        stream.batch().await?;
+        Ok(stream)
+    }
+
     /// The next batch; it may have marks or losses alone.
     pub async fn batch(&mut self) -> Result<StreamTracepointEventsResponse> {
         match tokio::time::timeout(PATIENCE, self.stream.message()).await {
@@ -84,6 +96,39 @@ impl Guest {
         }
     }
 
+    /// Waits until no agent is connected, and says why.
+    pub async fn wait_for_no_agent(&mut self) -> Result<String> {
+        let deadline = tokio::time::Instant::now() + PATIENCE;
+        loop {
+            let request = DescribeAgentRequest {};
+            let agent = self.tracepoints().describe_agent(request).await?;
+            let agent = agent.into_inner();
+            if agent.protocol_version == 0 {
+                return Ok(agent.absent);
+            }
+            ensure!(
+                tokio::time::Instant::now() < deadline,
+                "the agent {} is still connected",
+                agent.agent_version
+            );
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Kills the agent in the guest, so that it cannot tidy up, and waits until it is gone.
+    pub async fn kill_agent(&mut self) -> Result<()> {
+        self.shell("kill -KILL $(pidof patchbay-agent)").await?;
+        self.wait_for_no_agent().await?;
+        Ok(())
+    }
+
+    /// Starts an agent in the guest as its init does, and waits for it.
+    pub async fn start_agent(&mut self) -> Result<DescribeAgentResponse> {
+        self.shell("patchbay-agent </dev/null >/dev/kmsg 2>&1 &")
+            .await?;
+        self.wait_for_agent().await
+    }
+
     /// Arms events.
     pub async fn arm(&mut self, patterns: &[&str]) -> Result<ArmTracepointsResponse, Status> {
         let request = ArmTracepointsRequest {
@@ -136,15 +181,7 @@ impl Guest {
     /// Listens to what is armed.
     pub async fn events(&mut self) -> Result<EventStream> {
         let request = StreamTracepointEventsRequest::default();
-        let stream = self
-            .tracepoints()
-            .stream_tracepoint_events(request)
-            .await?
-            .into_inner();
-        let mut stream = EventStream { stream };
-        // The first message says that the stream is open.
-        stream.batch().await?;
-        Ok(stream)
+        EventStream::open(&mut self.tracepoints(), request).await
     }
 
     /// Events that the guest's kernel has ever recorded for the agent, read or not, as it counts

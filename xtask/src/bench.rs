@@ -58,6 +58,13 @@ const BENCHES: &[Bench] = &[
         target: "guest_cost",
         needs: Needs::Kernels,
     },
+    Bench {
+        name: "trace",
+        about: "tracepoints of a Linux guest: first event, all at once, rate, and what they cost the guest",
+        package: "patchbay-tests",
+        target: "trace",
+        needs: Needs::Linux,
+    },
 ];
 
 /// Runs one benchmark, or lists them.

@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What tracing from outside costs, beside the guest's own, in one run:
+//!
+//! - from the call to the first event at the client;
+//! - firing and parking all tracepoints in one transaction, and the guest's own `echo 1` and `echo 0`
+//!   to `events/enable`;
+//! - events per second, what of them is lost, and the agent's memory;
+//! - a pipe between two processes of the guest with nothing armed, everything parked, everything firing.
+//!
+//! `cargo xtask bench trace`. In the lab only ratios mean anything.
+
+#[path = "../flip/figures.rs"]
+mod figures;
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use figures::Samples;
+use patchbay_proto::v1::{FlipReport, StreamTracepointEventsRequest, TraceLosses};
+use patchbay_tests::{Environment, EventStream, Guest};
+
+const SWITCH: &str = "sched:sched_switch";
+const ALL: &str = "*";
+/// Measured in so many turns, so that a drift of the machine hits all alike.
+const TURNS: usize = 4;
+/// A stream without events for so long is taken to have told all.
+const QUIET: Duration = Duration::from_millis(600);
+/// Passes of the byte in one sample, and samples of a turn.
+const ROUNDS: usize = 500;
+const SAMPLES: usize = 25;
+/// The ring buffer's reader is asked for no more than the client could take.
+const MAX_RATE: u32 = 1_000_000;
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<()> {
+    let Some(environment) = Environment::linux_guest() else {
+        return Ok(());
+    };
+    println!("Host: {}", figures::host());
+    println!("Microseconds, p50 / p99 / max; ratios of the p50.");
+    let mut guest = Guest::builder(&environment).agent().boot().await?;
+    guest.assert_registered().await?;
+    guest.wait_for_agent().await?;
+    println!("\nAgent at rest: {}.", memory(&mut guest).await?);
+    first_event(&mut guest).await?;
+    all_at_once(&mut guest).await?;
+    slowdown(&mut guest).await?;
+    rate(&mut guest).await?;
+    println!("\nAgent afterwards: {}.", memory(&mut guest).await?);
+    guest.assert_no_warnings().await
+}
+
+/// Of the agent, as the guest's kernel tells it.
+async fn memory(guest: &mut Guest) -> Result<String> {
+    let command = "grep -E 'VmHWM|VmRSS' /proc/$(pidof patchbay-agent)/status";
+    let words = guest.shell(command).await?;
+    Ok(words.split_whitespace().collect::<Vec<_>>().join(" "))
+}
+
+async fn listen(guest: &mut Guest) -> Result<EventStream> {
+    let request = StreamTracepointEventsRequest {
+        max_events_per_second: MAX_RATE,
+        ..Default::default()
+    };
+    EventStream::open(&mut guest.tracepoints(), request).await
+}
+
+/// Events and losses until the stream is quiet.
+async fn drain(stream: &mut EventStream) -> Result<(u64, TraceLosses)> {
+    let (mut events, mut losses) = (0, TraceLosses::default());
+    while let Ok(batch) = tokio::time::timeout(QUIET, stream.batch()).await {
+        let batch = batch?;
+        events += batch.events.len() as u64;
+        add(&mut losses, batch.losses);
+    }
+    Ok((events, losses))
+}
+
+fn add(losses: &mut TraceLosses, more: Option<TraceLosses>) {
+    let more = more.unwrap_or_default();
+    losses.overwritten += more.overwritten;
+    losses.slow_client += more.slow_client;
+    losses.flood += more.flood;
+    losses.malformed += more.malformed;
+}
+
+async fn first_event(guest: &mut Guest) -> Result<()> {
+    let mut stream = listen(guest).await?;
+    guest.arm(&[SWITCH]).await?;
+    guest
+        .shell("trace_tool ping-pong 1000 1000000 >/dev/null &")
+        .await?;
+    let (mut call, mut first) = (Samples::default(), Samples::default());
+    for _ in 0..30 {
+        drain(&mut stream).await?;
+        let began = Instant::now();
+        guest.fire(&[SWITCH]).await?;
+        call.add(began.elapsed());
+        while stream.batch().await?.events.is_empty() {}
+        first.add(began.elapsed());
+        guest.park(&[SWITCH]).await?;
+    }
+    guest.shell("kill $(pidof trace_tool)").await?;
+    drain(&mut stream).await?;
+    guest.disarm(&[SWITCH]).await?;
+    println!("\n| one event, {} times | p50 / p99 / max |", first.len());
+    println!("|---|---|");
+    println!("| fire: call to answer | {call} |");
+    println!("| fire: call to the first event at the client | {first} |");
+    Ok(())
+}
+
+/// What the host's transactions took.
+#[derive(Default)]
+struct Host {
+    call: Samples,
+    window: Samples,
+}
+
+impl Host {
+    fn add(&mut self, began: Instant, report: Option<FlipReport>) -> Result<u32> {
+        self.call.add(began.elapsed());
+        let report = report.context("a change without a report")?;
+        let time = |part: Option<prost_types::Duration>| {
+            Duration::try_from(part.unwrap_or_default()).unwrap_or_default()
+        };
+        self.window
+            .add(time(report.stop_time) + time(report.patch_time) + time(report.resume_time));
+        Ok(report.sites_patched)
+    }
+}
+
+/// One number per line.
+fn nanoseconds(output: &str, samples: &mut Samples) -> Result<()> {
+    for line in output.lines() {
+        samples.add(Duration::from_nanos(line.trim().parse()?));
+    }
+    Ok(())
+}
+
+async fn all_at_once(guest: &mut Guest) -> Result<()> {
+    let (mut fire, mut park) = (Host::default(), Host::default());
+    let (mut on, mut off) = (Samples::default(), Samples::default());
+    let (mut armed, mut sites) = (0, 0);
+    let (mut arm, mut disarm) = (Samples::default(), Samples::default());
+    for _ in 0..TURNS {
+        for (text, samples) in [("1", &mut on), ("0", &mut off)] {
+            let command = format!("trace_tool write /sys/kernel/tracing/events/enable {text}");
+            nanoseconds(&guest.shell(&command).await?, samples)?;
+        }
+        let began = Instant::now();
+        armed = guest.arm(&[ALL]).await?.results.len();
+        arm.add(began.elapsed());
+        for _ in 0..10 {
+            let began = Instant::now();
+            let report = guest.fire(&[ALL]).await?.report;
+            sites = fire.add(began, report)?;
+            let began = Instant::now();
+            let report = guest.park(&[ALL]).await?.report;
+            park.add(began, report)?;
+        }
+        let began = Instant::now();
+        guest.disarm(&[ALL]).await?;
+        disarm.add(began.elapsed());
+    }
+    let count = "wc -l </sys/kernel/tracing/available_events";
+    let events = guest.shell(count).await?;
+    println!(
+        "\n| {armed} events, {sites} sites | n | host: whole call | guest stands still | guest itself, {} events | times faster | guest itself / standstill |",
+        events.trim()
+    );
+    println!("|---|---|---|---|---|---|---|");
+    for (what, host, itself) in [("fire", &fire, &on), ("park", &park, &off)] {
+        println!(
+            "| {what} | {} and {} | {} | {} | {itself} | {:.1} | {:.0} |",
+            host.call.len(),
+            itself.len(),
+            host.call,
+            host.window,
+            itself.times(&host.call),
+            itself.times(&host.window),
+        );
+    }
+    println!(
+        "| arm (once, through the agent) | {} | {arm} | | | | |",
+        arm.len()
+    );
+    println!("| disarm | {} | {disarm} | | | | |", disarm.len());
+    Ok(())
+}
+
+async fn ping_pong(guest: &mut Guest, samples: &mut Samples) -> Result<()> {
+    let command = format!("trace_tool ping-pong {ROUNDS} {SAMPLES}");
+    nanoseconds(&guest.shell(&command).await?, samples)
+}
+
+async fn slowdown(guest: &mut Guest) -> Result<()> {
+    let mut cases = [
+        ("nothing armed", Samples::default()),
+        ("everything armed and parked", Samples::default()),
+        ("everything firing, nobody reads", Samples::default()),
+        ("everything firing, with a stream", Samples::default()),
+        ("nothing armed, again", Samples::default()),
+    ];
+    // Once without counting, for the caches and the emulator's translations.
+    ping_pong(guest, &mut Samples::default()).await?;
+    for _ in 0..TURNS {
+        ping_pong(guest, &mut cases[0].1).await?;
+        guest.arm(&[ALL]).await?;
+        ping_pong(guest, &mut cases[1].1).await?;
+        guest.fire(&[ALL]).await?;
+        ping_pong(guest, &mut cases[2].1).await?;
+        let mut stream = listen(guest).await?;
+        {
+            // The stream is read meanwhile, or it would be the client that is slow.
+            let reading = async { while stream.batch().await.is_ok() {} };
+            tokio::select! {
+                result = ping_pong(guest, &mut cases[3].1) => result?,
+                () = reading => anyhow::bail!("the stream ended"),
+            }
+        }
+        guest.park(&[ALL]).await?;
+        drop(stream);
+        guest.disarm(&[ALL]).await?;
+        ping_pong(guest, &mut cases[4].1).await?;
+    }
+    println!(
+        "\n| pipe ping-pong, one round | n | p50 / p99 / max | times as long as with nothing armed |"
+    );
+    println!("|---|---|---|---|");
+    for (what, samples) in &cases {
+        let times = samples.times(&cases[0].1);
+        println!("| {what} | {} | {samples} | {times:.2} |", samples.len());
+    }
+    Ok(())
+}
+
+/// As many events as the guest makes while two processes play ping-pong.
+async fn rate(guest: &mut Guest) -> Result<()> {
+    println!(
+        "\n| events at the client | events | per second | in the guest | lost: overwritten, slow client, flood, malformed |"
+    );
+    println!("|---|---|---|---|---|");
+    for (what, patterns) in [(SWITCH, [SWITCH]), ("everything", [ALL])] {
+        let mut stream = listen(guest).await?;
+        guest.arm(&patterns).await?;
+        let before = guest.recorded().await?;
+        guest.fire(&patterns).await?;
+        guest
+            .shell("trace_tool ping-pong 1000 1000000 >/dev/null &")
+            .await?;
+        let began = Instant::now();
+        let (mut events, mut losses) = (0, TraceLosses::default());
+        while began.elapsed() < Duration::from_secs(15) {
+            let batch = stream.batch().await?;
+            events += batch.events.len() as u64;
+            add(&mut losses, batch.losses);
+        }
+        let (while_firing, time) = (events, began.elapsed());
+        guest.park(&patterns).await?;
+        guest.shell("kill $(pidof trace_tool)").await?;
+        let (late, more) = drain(&mut stream).await?;
+        events += late;
+        add(&mut losses, Some(more));
+        let recorded = guest.recorded().await? - before;
+        ensure!(events > 0, "no event came");
+        println!(
+            "| {what} | {events} | {:.0} | {recorded} | {}, {}, {}, {} |",
+            while_firing as f64 / time.as_secs_f64(),
+            losses.overwritten,
+            losses.slow_client,
+            losses.flood,
+            losses.malformed,
+        );
+        guest.disarm(&patterns).await?;
+    }
+    Ok(())
+}
