@@ -9,6 +9,7 @@
 //! ```text
 //!   host  cargo xtask lab -- CMD            QEMU (TCG, 1 CPU)
 //!         control  <── "ready", "exit N" ── vport0p1
+//!                  ── an empty line ──────> now and then, for its interrupt
 //!         stdout   <─────────────────────── vport0p2      stage2.sh runs CMD
 //!         stderr   <─────────────────────── vport0p3
 //!         stdin    ───────────────────────> vport0p4
@@ -45,6 +46,15 @@ const STAGE2: &str = include_str!("../lab/stage2.sh");
 /// Within this time the lab must be up. It takes 4 s on an idle machine, and several times
 /// that beside a kernel build.
 const BOOT_DEADLINE: Duration = Duration::from_secs(300);
+
+/// How often the lab gets an interrupt from outside.
+///
+/// QEMU 7.2 now and then loses an interrupt of the lab's only timer: leaving a nested guest clears a bit
+/// of the CPU's pending requests (`do_vmexit`, `target/i386/tcg/sysemu/svm_helper.c`) with neither the
+/// lock nor an atomic access, while another thread sets one. The timer has run out then, its vector
+/// stands in the local APIC's IRR, and a nested guest that spins runs on for ever. The next
+/// interrupt of any kind has the APIC looked at again, and brings the lost one with it.
+const NUDGE: Duration = Duration::from_millis(500);
 
 /// The variable that tells a job its writable folder.
 pub const OUT_VARIABLE: &str = "PATCHBAY_LAB_OUT";
@@ -157,6 +167,7 @@ struct Lab {
     qemu: Child,
     console_log: PathBuf,
     control: Receiver<Event>,
+    nudge: UnixStream,
     copies: Vec<JoinHandle<()>>,
     // Restores the terminal when dropped.
     terminal: Option<RawTerminal>,
@@ -215,7 +226,9 @@ impl Lab {
 
         // QEMU connects to all of them before it runs the guest, and exits if it cannot.
         let mut connect = |listener: UnixListener| accept(&listener, &mut qemu);
-        let control = control_events(connect(control)?);
+        let control = connect(control)?;
+        let nudge = control.try_clone()?;
+        let control = control_events(control);
         let (stdout, stderr, stdin) = (connect(stdout)?, connect(stderr)?, connect(stdin)?);
         let terminal = terminal.map(connect).transpose()?;
         let mut copies = Vec::new();
@@ -245,6 +258,7 @@ impl Lab {
             qemu,
             console_log,
             control,
+            nudge,
             copies,
             terminal: raw,
             _stdin: stdin,
@@ -265,6 +279,12 @@ impl Lab {
                 bail!("the lab was not up after {} s", BOOT_DEADLINE.as_secs())
             }
         }
+        let mut nudge = self.nudge.try_clone()?;
+        thread::spawn(move || {
+            while nudge.write_all(b"\n").is_ok() {
+                thread::sleep(NUDGE);
+            }
+        });
         // Now, so that nothing is left behind even if this process is killed.
         self.files = None;
         if std::env::var_os("PATCHBAY_LAB_VERBOSE").is_some() {
