@@ -2,7 +2,9 @@
 //! Tracepoints of a Linux guest, armed by its agent and switched from outside.
 #![forbid(unsafe_code)]
 
-use anyhow::{Result, ensure};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{
     ArmTracepointsRequest, ListTracepointsRequest, TraceEvent, TracepointState,
@@ -261,5 +263,75 @@ async fn others_in_the_guest_are_seen_and_not_silenced() -> Result<()> {
         .shell("echo 0 > /sys/kernel/tracing/events/sched/sched_process_fork/enable")
         .await?;
     guest.disarm(&[event]).await?;
+    guest.assert_no_warnings().await
+}
+
+/// Waits until the fork event's key is so.
+async fn until_count(guest: &mut Guest, count: i32) -> Result<()> {
+    let turned = async {
+        while guest.key("sched_process_fork").await?.count != count {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        anyhow::Ok(())
+    };
+    tokio::time::timeout(Duration::from_secs(60), turned)
+        .await
+        .with_context(|| format!("the key did not become {count}"))?
+}
+
+/// ftrace and perf begin to trace what is armed and parked, and go on when it is disarmed.
+#[tokio::test]
+async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
+    let Some(mut guest) = boot().await? else {
+        return Ok(());
+    };
+    let event = "sched:sched_process_fork";
+    let enable = "/sys/kernel/tracing/events/sched/sched_process_fork/enable";
+    guest.arm(&[event]).await?;
+    guest.shell(&format!("echo 1 >{enable}")).await?;
+    until_count(&mut guest, 1).await?;
+    work(&mut guest).await?;
+    let count = "grep -c sched_process_fork: /sys/kernel/tracing/trace";
+    guest.shell(count).await?;
+    let parked = guest.park(&[event]).await?;
+    ensure!(
+        parked.results[0].kept_by == ["others in the guest"] && parked.report.is_none(),
+        "{parked:?}"
+    );
+    guest.shell(&format!("echo 0 >{enable}")).await?;
+    until_count(&mut guest, 0).await?;
+
+    guest
+        .shell(
+            "cd /tmp && mkfifo end && id=$(cat /sys/kernel/tracing/events/sched/sched_process_fork/id) && \
+             (trace_tool count $id <end >counted &) && exec 5>end && until grep -q counting counted; do :; done",
+        )
+        .await?;
+    until_count(&mut guest, 1).await?;
+    let listed = ListTracepointsRequest {
+        patterns: vec![event.to_owned()],
+        ..Default::default()
+    };
+    let listed = guest.tracepoints().list_tracepoints(listed).await?;
+    let listed = listed.into_inner().tracepoints;
+    ensure!(
+        listed[0].others == ["1 unknown probe (perf, BPF or a module)"]
+            && listed[0].fired_by == ["others in the guest"],
+        "{listed:?}"
+    );
+    // Its probe stays when the agent's goes.
+    guest.disarm(&[event]).await?;
+    ensure!(guest.key("sched_process_fork").await?.count == 1);
+    work(&mut guest).await?;
+    let counted = guest
+        .shell(
+            "exec 5>&-; until [ $(wc -l </tmp/counted) = 2 ]; do :; done; tail -n 1 /tmp/counted",
+        )
+        .await?;
+    ensure!(
+        counted.trim().parse::<u32>()? >= 5,
+        "perf counted {counted}"
+    );
+    until_count(&mut guest, 0).await?;
     guest.assert_no_warnings().await
 }
