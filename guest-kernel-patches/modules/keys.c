@@ -177,6 +177,7 @@ static const struct file_operations op_fops = {
 	.write = op_write,
 };
 
+#ifdef CONFIG_JUMP_LABEL
 static ssize_t foreign_write(struct file *file, const char __user *from,
 			     size_t size, loff_t *pos)
 {
@@ -214,6 +215,7 @@ static const struct file_operations foreign_fops = {
 	.open = simple_open,
 	.write = foreign_write,
 };
+#endif /* CONFIG_JUMP_LABEL */
 
 int keys_init(struct dentry *root)
 {
@@ -229,7 +231,9 @@ int keys_init(struct dentry *root)
 		debugfs_create_file("likely", 0400, dir, key, &likely_fops);
 		debugfs_create_file("unlikely", 0400, dir, key, &unlikely_fops);
 		debugfs_create_file("op", 0200, dir, key, &op_fops);
+#ifdef CONFIG_JUMP_LABEL
 		debugfs_create_file("foreign", 0200, dir, key, &foreign_fops);
+#endif
 	}
 	return 0;
 }

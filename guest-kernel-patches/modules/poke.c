@@ -184,9 +184,6 @@ int poke_init(struct dentry *dir)
 {
 	int ret;
 
-	/* Otherwise no branch is ever poked. */
-	if (!IS_ENABLED(CONFIG_JUMP_LABEL))
-		return 0;
 	text.poke_bp = lookup_symbol("text_poke_bp");
 	text.poke_queue = lookup_symbol("text_poke_queue");
 	text.poke_finish = lookup_symbol("text_poke_finish");

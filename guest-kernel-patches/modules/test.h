@@ -9,12 +9,19 @@
 /* Each makes its own files below the module's debugfs folder. */
 int keys_init(struct dentry *root);
 int bench_init(struct dentry *root);
-int storm_init(struct dentry *root);
-void storm_exit(void);
 int hold_init(struct dentry *root);
 void hold_exit(void);
+#ifdef CONFIG_JUMP_LABEL
+int storm_init(struct dentry *root);
+void storm_exit(void);
 int poke_init(struct dentry *dir);
 void poke_exit(void);
+#else
+static inline int storm_init(struct dentry *root) { return 0; }
+static inline void storm_exit(void) { }
+static inline int poke_init(struct dentry *dir) { return 0; }
+static inline void poke_exit(void) { }
+#endif
 int tracepoints_init(struct dentry *root);
 void tracepoints_exit(void);
 

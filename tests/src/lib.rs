@@ -18,11 +18,13 @@
 mod console;
 mod environment;
 mod guest;
+mod seen;
 mod trace;
 
 pub use console::Shell;
 pub use environment::{Environment, KernelFiles};
 pub use guest::{Guest, GuestBuilder, connect};
+pub use seen::{Seen, TEST_KEYS};
 pub use trace::EventStream;
 
 /// Says why a test cannot run here; the runner of `cargo xtask test` counts it

@@ -4,44 +4,12 @@
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{KeyOp, ListStaticKeysRequest, StaticKey, UpdateStaticKeysRequest};
-use patchbay_tests::Guest;
+use patchbay_tests::{Guest, Seen, TEST_KEYS};
 use tonic::Code;
-
-const KEYS: &str = "/sys/kernel/debug/patchbay_test/keys";
-
-/// What the guest makes of one of the test module's keys.
-#[derive(Debug, PartialEq, Eq)]
-struct Seen {
-    raw: i32,
-    count: i32,
-    likely: bool,
-    unlikely: bool,
-}
-
-async fn seen(guest: &mut Guest, key: &str) -> Result<Seen> {
-    let text = guest
-        .shell(&format!(
-            "cd {KEYS}/{key} && cat raw count likely unlikely; cd /"
-        ))
-        .await?;
-    let numbers: Vec<i32> = text
-        .split_whitespace()
-        .map(str::parse)
-        .collect::<Result<_, _>>()?;
-    let [raw, count, likely, unlikely] = numbers[..] else {
-        anyhow::bail!("four numbers expected: {text}");
-    };
-    Ok(Seen {
-        raw,
-        count,
-        likely: likely != 0,
-        unlikely: unlikely != 0,
-    })
-}
 
 async fn set_raw(guest: &mut Guest, key: &str, count: i32) -> Result<()> {
     guest
-        .shell(&format!("echo {count} > {KEYS}/{key}/raw"))
+        .shell(&format!("echo {count} > {TEST_KEYS}/{key}/raw"))
         .await?;
     Ok(())
 }
@@ -76,7 +44,7 @@ async fn every_row_of_the_count_table() -> Result<()> {
             let on = branch_on(&mut guest).await?;
             set_raw(&mut guest, "ref_key", i32::from(on)).await?;
             guest
-                .shell(&format!("echo {own} > {KEYS}/ref_key/op"))
+                .shell(&format!("echo {own} > {TEST_KEYS}/ref_key/op"))
                 .await?;
             set_raw(&mut guest, "ref_key", before).await?;
 
@@ -110,7 +78,7 @@ async fn every_row_of_the_count_table() -> Result<()> {
                 likely: on,
                 unlikely: on,
             };
-            let seen = seen(&mut guest, "ref_key").await?;
+            let seen = guest.seen("ref_key").await?;
             ensure!(seen == expected, "{context}: the guest sees {seen:?}");
         }
     }
@@ -119,7 +87,7 @@ async fn every_row_of_the_count_table() -> Result<()> {
 
 /// Whether the sites of ref_key stand as for a key that is on.
 async fn branch_on(guest: &mut Guest) -> Result<bool> {
-    Ok(seen(guest, "ref_key").await?.unlikely)
+    Ok(guest.seen("ref_key").await?.unlikely)
 }
 
 fn update(name: &str, op: KeyOp) -> UpdateStaticKeysRequest {
@@ -163,7 +131,7 @@ async fn every_kind_of_key_follows_the_host() -> Result<()> {
                 .await
                 .with_context(|| format!("{op:?} {name}"))?;
             let on = count == 1;
-            let seen = seen(&mut guest, file).await?;
+            let seen = guest.seen(file).await?;
             ensure!(
                 seen == Seen {
                     raw: count,
@@ -182,7 +150,7 @@ async fn every_kind_of_key_follows_the_host() -> Result<()> {
             .update_static_keys(update("patchbay_test:many_key", op))
             .await?;
         let unlikely = guest
-            .shell(&format!("cat {KEYS}/many_key/unlikely"))
+            .shell(&format!("cat {TEST_KEYS}/many_key/unlikely"))
             .await?;
         ensure!(unlikely == taken, "{op:?}: {unlikely} of 56 branches taken");
     }
@@ -202,7 +170,7 @@ async fn every_kind_of_key_follows_the_host() -> Result<()> {
     ensure!(answer.results.len() == 1 && answer.results[0].sites_patched == 0);
     ensure!(
         guest
-            .shell(&format!("cat {KEYS}/siteless_key/count"))
+            .shell(&format!("cat {TEST_KEYS}/siteless_key/count"))
             .await?
             == "1"
     );
@@ -230,7 +198,7 @@ async fn one_bad_key_among_good_ones_changes_nothing() -> Result<()> {
         .await
         .expect_err("the guest would warn");
     ensure!(warning.code() == Code::FailedPrecondition, "{warning:?}");
-    let seen = seen(&mut guest, "ref_key").await?;
+    let seen = guest.seen("ref_key").await?;
     ensure!(seen.raw == 0 && !seen.unlikely, "half done: {seen:?}");
     guest.assert_no_warnings().await
 }
