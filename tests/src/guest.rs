@@ -168,6 +168,17 @@ impl Guest {
         Ok(Some(guest))
     }
 
+    /// A guest that has registered and whose agent is connected; `None` if none can run here.
+    pub async fn with_agent() -> Result<Option<Self>> {
+        let Some(environment) = Environment::linux_guest() else {
+            return Ok(None);
+        };
+        let mut guest = Self::builder(&environment).agent().boot().await?;
+        guest.assert_registered().await?;
+        guest.wait_for_agent().await?;
+        Ok(Some(guest))
+    }
+
     /// The monitor's socket.
     pub fn socket(&self) -> &Path {
         &self.socket

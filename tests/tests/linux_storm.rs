@@ -20,18 +20,6 @@ const THREADS: u32 = 2;
 const OWN_KEYS: usize = 16;
 const BENCH_KEYS: usize = 1000;
 
-/// xorshift64: the host's part is the same in every run.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        usize::try_from(self.0 % limit as u64).expect("smaller than a limit of that type")
-    }
-}
-
 /// The keys' names without their module, and the references that the host holds.
 type References = BTreeMap<String, i32>;
 
@@ -44,26 +32,26 @@ fn keys() -> References {
 }
 
 /// Takes or drops references on a few keys or on very many, and never more drops than takes.
-fn draw(held: &References, random: &mut Random) -> (Vec<KeyUpdate>, References) {
+fn draw(held: &References, random: &mut fastrand::Rng) -> (Vec<KeyUpdate>, References) {
     let names: Vec<&String> = held.keys().collect();
-    let count = match random.below(10) {
+    let count = match random.usize(..10) {
         0..=1 => 500,
         2..=4 => 50,
-        _ => 1 + random.below(5),
+        _ => 1 + random.usize(..5),
     };
     let mut after = References::new();
     let mut updates = vec![];
     for _ in 0..count {
         // A third goes to the few keys on which everybody meets; they come last by name.
-        let last = random.below(3) == 0;
+        let last = random.usize(..3) == 0;
         let index = if last {
-            names.len() - 1 - random.below(OWN_KEYS + 1)
+            names.len() - 1 - random.usize(..OWN_KEYS + 1)
         } else {
-            random.below(names.len())
+            random.usize(..names.len())
         };
         let name = names[index];
         let references = after.get(name).copied().unwrap_or(held[name]);
-        let take = references == 0 || references < 3 && random.below(2) == 0;
+        let take = references == 0 || references < 3 && random.usize(..2) == 0;
         let op = if take { KeyOp::Inc } else { KeyOp::Dec };
         after.insert(name.clone(), references + if take { 1 } else { -1 });
         updates.push(KeyUpdate {
@@ -196,7 +184,8 @@ async fn guest_and_host_flip_the_same_thousand_keys() -> Result<()> {
         .await?;
 
     let mut held = keys();
-    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    // The same in every run.
+    let mut random = fastrand::Rng::with_seed(0x9e37_79b9_7f4a_7c15);
     let (mut made, mut ops, mut paused, mut busy, mut attempts) = (0, 0, 0, 0, 0);
     let mut report = Report::read(&mut guest).await?;
     while report.number("running")? > 0 || ops < 1000 {

@@ -9,7 +9,7 @@ use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{
     ArmTracepointsRequest, ListTracepointsRequest, TraceEvent, TracepointState,
 };
-use patchbay_tests::{Environment, Guest};
+use patchbay_tests::Guest;
 use tonic_types::StatusExt;
 
 /// Events that every command in the guest makes.
@@ -18,16 +18,6 @@ const EVENTS: [&str; 3] = [
     "sched:sched_process_exit",
     "sched:sched_process_fork",
 ];
-
-async fn boot() -> Result<Option<Guest>> {
-    let Some(environment) = Environment::linux_guest() else {
-        return Ok(None);
-    };
-    let mut guest = Guest::builder(&environment).agent().boot().await?;
-    guest.assert_registered().await?;
-    guest.wait_for_agent().await?;
-    Ok(Some(guest))
-}
 
 async fn work(guest: &mut Guest) -> Result<()> {
     guest
@@ -56,7 +46,7 @@ fn reason(status: &tonic::Status) -> String {
 
 #[tokio::test]
 async fn armed_is_silent_firing_streams_and_parked_is_silent() -> Result<()> {
-    let Some(mut guest) = boot().await? else {
+    let Some(mut guest) = Guest::with_agent().await? else {
         return Ok(());
     };
     let mut events = guest.events().await?;
@@ -112,7 +102,7 @@ async fn armed_is_silent_firing_streams_and_parked_is_silent() -> Result<()> {
 /// With the agent stopped, only the keys change; the ring buffer keeps the events for later.
 #[tokio::test]
 async fn fire_and_park_work_on_a_guest_whose_agent_is_stopped() -> Result<()> {
-    let Some(mut guest) = boot().await? else {
+    let Some(mut guest) = Guest::with_agent().await? else {
         return Ok(());
     };
     let mut events = guest.events().await?;
@@ -143,7 +133,7 @@ async fn fire_and_park_work_on_a_guest_whose_agent_is_stopped() -> Result<()> {
 /// All that can be parked, in one pause each.
 #[tokio::test]
 async fn hundreds_fire_and_park_in_one_pause() -> Result<()> {
-    let Some(mut guest) = boot().await? else {
+    let Some(mut guest) = Guest::with_agent().await? else {
         return Ok(());
     };
     let armed = guest.arm(&["*"]).await?.results.len();
@@ -169,7 +159,7 @@ async fn hundreds_fire_and_park_in_one_pause() -> Result<()> {
 
 #[tokio::test]
 async fn refusals_have_their_reasons() -> Result<()> {
-    let Some(mut guest) = boot().await? else {
+    let Some(mut guest) = Guest::with_agent().await? else {
         return Ok(());
     };
     for (name, why) in [
@@ -217,7 +207,7 @@ async fn refusals_have_their_reasons() -> Result<()> {
 
 #[tokio::test]
 async fn others_in_the_guest_are_seen_and_not_silenced() -> Result<()> {
-    let Some(mut guest) = boot().await? else {
+    let Some(mut guest) = Guest::with_agent().await? else {
         return Ok(());
     };
     let event = "sched:sched_process_fork";
@@ -282,7 +272,7 @@ async fn until_count(guest: &mut Guest, count: i32) -> Result<()> {
 /// ftrace and perf begin to trace what is armed and parked, and go on when it is disarmed.
 #[tokio::test]
 async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
-    let Some(mut guest) = boot().await? else {
+    let Some(mut guest) = Guest::with_agent().await? else {
         return Ok(());
     };
     let event = "sched:sched_process_fork";

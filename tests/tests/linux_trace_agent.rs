@@ -6,20 +6,10 @@ use anyhow::{Result, ensure};
 use patchbay_proto::v1::from_agent::Message as Answer;
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{AgentHello, FromAgent, TraceEvent};
-use patchbay_tests::{Environment, Guest};
+use patchbay_tests::Guest;
 use prost::Message;
 
 const EXEC: &str = "sched:sched_process_exec";
-
-async fn boot() -> Result<Option<Guest>> {
-    let Some(environment) = Environment::linux_guest() else {
-        return Ok(None);
-    };
-    let mut guest = Guest::builder(&environment).agent().boot().await?;
-    guest.assert_registered().await?;
-    guest.wait_for_agent().await?;
-    Ok(Some(guest))
-}
 
 /// Runs a program of this name, which its exec event then tells.
 async fn run(guest: &mut Guest, name: &str) -> Result<()> {
@@ -64,7 +54,7 @@ fn hello(oldest: u32, newest: u32) -> String {
 
 #[tokio::test]
 async fn nobody_else_is_taken_for_the_agent() -> Result<()> {
-    let Some(mut guest) = boot().await? else {
+    let Some(mut guest) = Guest::with_agent().await? else {
         return Ok(());
     };
     let connected_at = guest.wait_for_agent().await?.connected_at;
@@ -145,7 +135,7 @@ async fn absent_because(guest: &mut Guest, words: &[&str]) -> Result<()> {
 /// The same without an agent: each says why there is none, and the next that is one is taken.
 #[tokio::test]
 async fn without_an_agent_it_is_said_why() -> Result<()> {
-    let Some(mut guest) = boot().await? else {
+    let Some(mut guest) = Guest::with_agent().await? else {
         return Ok(());
     };
     guest.kill_agent().await?;

@@ -22,7 +22,7 @@ mod bare_metal;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bare_metal::{load, wait_until, watchdog};
+use bare_metal::{load, structures, wait_until, watchdog};
 use patchbay_vmm::abi;
 use patchbay_vmm::config::{Payload, RawCode, RawEntry, VmConfig};
 use patchbay_vmm::keys::{
@@ -201,23 +201,15 @@ fn lay_out(ram: &GuestRam, models: &[Model]) {
         status: 0,
         generation: 1,
     };
-    descriptor.entry_format = abi::FORMAT_RELATIVE;
-    descriptor.entry_size = 16;
+    structures::describe(&mut descriptor);
     descriptor.jump_table = range(JUMP_TABLE, entry);
     descriptor.text = range(CODE, CODE + CODE_BYTES as u64);
     descriptor.page_table = PAGE_TABLE;
     descriptor.system_state = KERNEL + GATES;
-    descriptor.system_state_running = 2;
-    descriptor.mutex_owner_mask = !7;
     descriptor.jump_label_mutex_owner = KERNEL + GATES + 8;
     descriptor.text_mutex_owner = KERNEL + GATES + 16;
     descriptor.tp_vec_nr = KERNEL + GATES + 24;
     descriptor.bp_desc_refs = KERNEL + GATES + 32;
-    descriptor.static_key_size = 16;
-    descriptor.static_key_type = 8;
-    descriptor.static_key_mod_entries = 8;
-    descriptor.static_key_mod_mod = 16;
-    descriptor.static_key_mod_size = 24;
     descriptor.directory = abi::Directory {
         keys: KERNEL + DIRECTORY,
         names: KERNEL + NAMES,
@@ -332,30 +324,18 @@ fn assert_passed(vm: &Vm, vcpus: u8, models: &[Model]) {
     }
 }
 
-/// xorshift64: the same storm in every run.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        usize::try_from(self.0 % limit as u64).unwrap()
-    }
-}
-
 /// An update of keys at random, and what the model's counts are after it.
-fn draw(models: &[Model], random: &mut Random) -> (Vec<KeyUpdate>, Vec<i32>) {
+fn draw(models: &[Model], random: &mut fastrand::Rng) -> (Vec<KeyUpdate>, Vec<i32>) {
     let mut counts: Vec<i32> = models.iter().map(|model| model.count).collect();
     // The first is one that crosses zero, so that every transaction patches something.
     let crossing: Vec<usize> = (0..models.len()).filter(|&key| counts[key] < 2).collect();
-    let first = match crossing.get(random.below(crossing.len().max(1))) {
+    let first = match crossing.get(random.usize(..crossing.len().max(1))) {
         Some(&key) => key,
-        None => random.below(models.len()),
+        None => random.usize(..models.len()),
     };
     let mut updates = vec![];
-    for number in 0..=random.below(4) {
-        let key = match random.below(models.len()) {
+    for number in 0..=random.usize(..4) {
+        let key = match random.usize(..models.len()) {
             _ if number == 0 => first,
             key if key == first => continue,
             key => key,
@@ -364,7 +344,7 @@ fn draw(models: &[Model], random: &mut Random) -> (Vec<KeyUpdate>, Vec<i32>) {
             0 => Op::Inc,
             1 if number == 0 => Op::Dec,
             2 => Op::Dec,
-            _ if random.below(2) == 0 => Op::Inc,
+            _ if random.usize(..2) == 0 => Op::Inc,
             _ => Op::Dec,
         };
         counts[key] += if op == Op::Inc { 1 } else { -1 };
@@ -399,7 +379,8 @@ fn a_storm_of_flips_and_not_one_wrong() {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .build()
         .unwrap();
-    let mut random = Random(0x2545_f491_4f6c_dd1d);
+    // The same in every run.
+    let mut random = fastrand::Rng::with_seed(0x2545_f491_4f6c_dd1d);
     let began = Instant::now();
     let mut pauses = 0;
     for flip in 0..flips {

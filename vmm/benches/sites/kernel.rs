@@ -18,6 +18,8 @@ use patchbay_vmm::request::GuestRequests;
 use vm_memory::GuestAddress;
 use zerocopy::{FromZeros, IntoBytes};
 
+use crate::bare_metal::structures;
+
 /// Memory that a guest needs for these tables.
 pub const MEMORY_BYTES: u64 = 64 << 20;
 /// Between two sites: some cache lines, so that no site is fetched along with another.
@@ -109,8 +111,7 @@ impl Kernel {
             status: -38,
             generation: 1,
         };
-        descriptor.entry_format = abi::FORMAT_RELATIVE;
-        descriptor.entry_size = 16;
+        structures::describe(&mut descriptor);
         descriptor.cpus = 1;
         descriptor.jump_table = abi::Range {
             start: TABLE,
@@ -122,22 +123,10 @@ impl Kernel {
         };
         descriptor.page_table = PAGE_TABLE;
         descriptor.system_state = GATES;
-        descriptor.system_state_running = 2;
-        descriptor.mutex_owner_mask = !7;
         descriptor.jump_label_mutex_owner = GATES + 8;
         descriptor.text_mutex_owner = GATES + 16;
         descriptor.tp_vec_nr = GATES + 24;
         descriptor.bp_desc_refs = GATES + 32;
-        descriptor.static_key_size = 16;
-        descriptor.static_key_type = 8;
-        descriptor.static_key_mod_entries = 8;
-        descriptor.static_key_mod_mod = 16;
-        descriptor.static_key_mod_size = 24;
-        descriptor.tracepoint_key = 8;
-        descriptor.tracepoint_regfunc = 24;
-        descriptor.tracepoint_unregfunc = 32;
-        descriptor.tracepoint_funcs = 40;
-        descriptor.tracepoint_size = 64;
         descriptor.directory = abi::Directory {
             keys: DIRECTORY,
             names: NAMES,

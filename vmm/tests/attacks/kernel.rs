@@ -20,6 +20,8 @@ use patchbay_vmm::abi;
 use patchbay_vmm::memory::GuestRam;
 use zerocopy::{FromZeros, IntoBytes};
 
+use crate::bare_metal::structures;
+
 pub const CODE: u64 = 0x10_0000;
 pub const SCRATCH: u64 = 0x13_0000;
 pub const REQUEST: u64 = 0x14_0000;
@@ -238,30 +240,17 @@ pub fn header(op: u32, size: usize) -> abi::Header {
 pub fn descriptor() -> abi::Descriptor {
     let mut descriptor = abi::Descriptor::new_zeroed();
     descriptor.header = header(abi::OP_REGISTER, size_of::<abi::Descriptor>());
-    descriptor.entry_format = abi::FORMAT_RELATIVE;
-    descriptor.entry_size = 16;
+    structures::describe(&mut descriptor);
     descriptor.cpus = 1;
     descriptor.jump_table = range(TABLE, TABLE + 5 * 16);
     descriptor.text = range(TEXT, TEXT_END);
     descriptor.page_table = PAGE_TABLES;
     descriptor.system_state = Gate::SystemState.address();
-    descriptor.system_state_running = 2;
-    descriptor.mutex_owner_mask = !7;
     descriptor.jump_label_mutex_owner = Gate::JumpLabelMutex.address();
     descriptor.text_mutex_owner = Gate::TextMutex.address();
     descriptor.tracepoints_mutex_owner = Gate::TracepointsMutex.address();
     descriptor.tp_vec_nr = Gate::TextPokeQueue.address();
     descriptor.bp_desc_refs = Gate::TextPoke.address();
-    descriptor.static_key_size = 16;
-    descriptor.static_key_type = 8;
-    descriptor.static_key_mod_entries = 8;
-    descriptor.static_key_mod_mod = 16;
-    descriptor.static_key_mod_size = 24;
-    descriptor.tracepoint_key = 8;
-    descriptor.tracepoint_regfunc = 24;
-    descriptor.tracepoint_unregfunc = 32;
-    descriptor.tracepoint_funcs = 40;
-    descriptor.tracepoint_size = 64;
     descriptor.directory = abi::Directory {
         keys: DIRECTORY,
         names: NAMES,

@@ -3,6 +3,7 @@
 //! and gate words, and requests as a kernel would send them. For API tests without KVM.
 
 mod image;
+mod structures;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -262,8 +263,7 @@ impl InMemoryGuest {
         let (jump_table, directory) = self.lay_out("", keys, &layout);
         let mut descriptor = abi::Descriptor::new_zeroed();
         descriptor.header = self.header(abi::OP_REGISTER, size_of::<abi::Descriptor>());
-        descriptor.entry_format = abi::FORMAT_RELATIVE;
-        descriptor.entry_size = 16;
+        structures::describe(&mut descriptor);
         descriptor.cpus = 1;
         descriptor.jump_table = jump_table;
         descriptor.text = abi::Range {
@@ -284,27 +284,13 @@ impl InMemoryGuest {
         };
         descriptor.page_table = PAGE_TABLE;
         descriptor.system_state = Gate::SystemState.address();
-        descriptor.system_state_running = 2;
-        descriptor.mutex_owner_mask = !7;
         descriptor.jump_label_mutex_owner = Gate::JumpLabelMutex.address();
         descriptor.text_mutex_owner = Gate::TextMutex.address();
         descriptor.tracepoints_mutex_owner = Gate::TracepointsMutex.address();
         descriptor.tp_vec_nr = Gate::TextPokeQueue.address();
         descriptor.bp_desc_refs = Gate::TextPokeReferences.address();
-        descriptor.static_key_size = 16;
-        descriptor.static_key_type = 8;
-        descriptor.static_key_mod_next = 0;
-        descriptor.static_key_mod_entries = 8;
-        descriptor.static_key_mod_mod = 16;
-        descriptor.static_key_mod_size = 24;
         descriptor.module_state = u32::try_from(MODULE_STATE).expect("small");
         descriptor.module_state_live = 0;
-        descriptor.tracepoint_name = 0;
-        descriptor.tracepoint_key = 8;
-        descriptor.tracepoint_regfunc = 24;
-        descriptor.tracepoint_unregfunc = 32;
-        descriptor.tracepoint_funcs = 40;
-        descriptor.tracepoint_size = 64;
         descriptor.directory = directory;
         descriptor.release[..6].copy_from_slice(b"6.12.0");
         descriptor.build_id = [0xab; 20];
