@@ -181,3 +181,56 @@ async fn more_vcpus_than_cores_all_see_a_flip() -> Result<()> {
     }
     guest.assert_no_warnings().await
 }
+
+/// With page-table isolation a vCPU may stop on the page tables of a process, which map next to
+/// nothing of the kernel; and a CPU that is off halts in code that was patched before.
+#[tokio::test]
+async fn cpus_come_and_go_and_see_the_flips() -> Result<()> {
+    let Some((_environment, builder)) = environment_and_guest() else {
+        return Ok(());
+    };
+    let mut guest = builder.vcpus(4).command_line("pti=on").boot().await?;
+    guest.shell("insmod /lib/modules/patchbay_test.ko").await?;
+    let description = guest.assert_registered().await?;
+    ensure!(description.page_table_isolation, "{description:?}");
+    // Never out of user mode but for the timer, each on its CPU when that is there.
+    let spin = "for i in 1 2 3 4; do (while :; do :; done) & done";
+    guest.shell(spin).await?;
+
+    let online = "/sys/devices/system/cpu/cpu";
+    for round in 0..3 {
+        for (op, cpu, taken) in [(KeyOp::Inc, 1 + round, "1"), (KeyOp::Dec, 3 - round, "0")] {
+            let off = format!("echo 0 >{online}{cpu}/online && nproc");
+            ensure!(guest.shell(&off).await? == "3");
+            guest.update(&[(KEY, op)]).await?;
+            let seen = guest.shell(&format!("cat {SEEN}/unlikely")).await?;
+            ensure!(seen == taken, "{op:?} with CPU {cpu} off: {seen}");
+            let on = format!("echo 1 >{online}{cpu}/online && nproc");
+            ensure!(guest.shell(&on).await? == "4");
+            assert_seen_by(&mut guest, 4, taken).await?;
+        }
+    }
+
+    // The guest takes CPUs off and on while the host flips; not as a job of the shell, which would
+    // tell its end between the answers.
+    let storm = format!(
+        "((for i in 1 2 3 4; do for cpu in 3 2 1; do \
+         echo 0 >{online}$cpu/online; echo 1 >{online}$cpu/online; \
+         done; done; echo done >/tmp/storm) >/dev/null 2>&1 &)"
+    );
+    guest.shell(&storm).await?;
+    let mut flips = 0;
+    while guest.shell("cat /tmp/storm 2>/dev/null || true").await? != "done" {
+        for (op, taken) in [(KeyOp::Inc, "1"), (KeyOp::Dec, "0")] {
+            guest.update(&[(KEY, op)]).await?;
+            let seen = guest.shell(&format!("cat {SEEN}/unlikely")).await?;
+            ensure!(seen == taken, "{op:?} amid the storm: {seen}");
+            flips += 1;
+        }
+    }
+    ensure!(flips > 0, "the storm was over before a flip");
+    guest.shell("kill $(jobs -p)").await?;
+    ensure!(guest.shell("nproc").await? == "4");
+    assert_seen_by(&mut guest, 4, "0").await?;
+    guest.assert_no_warnings().await
+}
