@@ -193,30 +193,28 @@ async fn cpus_come_and_go_and_see_the_flips() -> Result<()> {
     guest.shell("insmod /lib/modules/patchbay_test.ko").await?;
     let description = guest.assert_registered().await?;
     ensure!(description.page_table_isolation, "{description:?}");
-    // Never out of user mode but for the timer, each on its CPU when that is there.
-    let spin = "for i in 1 2 3 4; do (while :; do :; done) & done";
+    // Never out of user mode but for the timer.
+    let spin = "for i in 1 2; do (while :; do :; done) & done";
     guest.shell(spin).await?;
 
     let online = "/sys/devices/system/cpu/cpu";
-    for round in 0..3 {
-        for (op, cpu, taken) in [(KeyOp::Inc, 1 + round, "1"), (KeyOp::Dec, 3 - round, "0")] {
-            let off = format!("echo 0 >{online}{cpu}/online && nproc");
-            ensure!(guest.shell(&off).await? == "3");
-            guest.update(&[(KEY, op)]).await?;
-            let seen = guest.shell(&format!("cat {SEEN}/unlikely")).await?;
-            ensure!(seen == taken, "{op:?} with CPU {cpu} off: {seen}");
-            let on = format!("echo 1 >{online}{cpu}/online && nproc");
-            ensure!(guest.shell(&on).await? == "4");
-            assert_seen_by(&mut guest, 4, taken).await?;
-        }
+    for (op, cpu, taken) in [(KeyOp::Inc, 1, "1"), (KeyOp::Dec, 3, "0")] {
+        let off = format!("echo 0 >{online}{cpu}/online && nproc");
+        ensure!(guest.shell(&off).await? == "3");
+        guest.update(&[(KEY, op)]).await?;
+        let seen = guest.shell(&format!("cat {SEEN}/unlikely")).await?;
+        ensure!(seen == taken, "{op:?} with CPU {cpu} off: {seen}");
+        let on = format!("echo 1 >{online}{cpu}/online && nproc");
+        ensure!(guest.shell(&on).await? == "4");
+        assert_seen_by(&mut guest, 4, taken).await?;
     }
 
     // The guest takes CPUs off and on while the host flips; not as a job of the shell, which would
     // tell its end between the answers.
     let storm = format!(
-        "((for i in 1 2 3 4; do for cpu in 3 2 1; do \
+        "((for cpu in 3 2 1; do \
          echo 0 >{online}$cpu/online; echo 1 >{online}$cpu/online; \
-         done; done; echo done >/tmp/storm) >/dev/null 2>&1 &)"
+         done; echo done >/tmp/storm) >/dev/null 2>&1 &)"
     );
     guest.shell(&storm).await?;
     let mut flips = 0;
