@@ -11,8 +11,8 @@ use std::sync::Arc;
 use crate::busy::Busy;
 use crate::instruction::Hex;
 use crate::memory::{AccessFault, GuestMemory};
-use crate::plan::{KeyChange, Plan};
-use crate::refcount::crosses_zero;
+use crate::plan::{KeyChange, Plan, Update};
+use crate::refcount::{Op, crosses_zero};
 use crate::verify::VerifyError;
 
 /// What a commit has done.
@@ -97,15 +97,16 @@ pub enum RunningError {
     #[error(transparent)]
     Failed(#[from] CommitError),
     /// The guest was faster with one key, and then with another one that had been changed before it
-    /// and can only be taken back by crossing zero.
+    /// and can only be taken back by crossing zero, which needs a pause.
     #[error(
-        "key {key}: the guest has used up a reference that was to be given back; {left} references are left over"
+        "key {key}: the guest has used up a reference that was to be given back; {} references are left over",
+        .left.len()
     )]
     Entangled {
         /// Full name of the key that could not be changed.
         key: Arc<str>,
-        /// Number of keys that keep the change.
-        left: usize,
+        /// What gives back the references that are left over.
+        left: Vec<Update>,
     },
 }
 
@@ -236,7 +237,10 @@ impl<P: Copy> Plan<P> {
             let left = self.undo_running(memory, index);
             let name = key.change.name.clone();
             return Err(match failure {
-                Ok(_) if left > 0 => RunningError::Entangled { key: name, left },
+                Ok(_) if !left.is_empty() => RunningError::Entangled {
+                    key: name,
+                    left: left.into_iter().flat_map(back).collect(),
+                },
                 Ok(found) => VerifyError::from(Busy::Count {
                     key: name,
                     expected: before,
@@ -247,7 +251,7 @@ impl<P: Copy> Plan<P> {
                     key: name,
                     address: key.change.key.0,
                     cause: fault.into(),
-                    undo: Undo::of(left),
+                    undo: Undo::of(left.len()),
                 }
                 .into(),
             });
@@ -258,15 +262,32 @@ impl<P: Copy> Plan<P> {
         })
     }
 
-    /// Takes back the counts before `failed`; how many could not be.
-    fn undo_running<M: GuestMemory<Place = P>>(&self, memory: &M, failed: usize) -> usize {
+    /// Takes back the counts before `failed`; answers those that could not be.
+    fn undo_running<M: GuestMemory<Place = P>>(
+        &self,
+        memory: &M,
+        failed: usize,
+    ) -> Vec<&KeyChange> {
         let made = self.keys[..failed]
             .iter()
             .rev()
             .filter(|key| key.change.before != key.change.after);
         made.filter(|key| !give_back(memory, key.place, &key.change))
-            .count()
+            .map(|key| &key.change)
+            .collect()
     }
+}
+
+/// The operations that take a change back, one for each reference.
+fn back(change: &KeyChange) -> impl Iterator<Item = Update> {
+    let key = change.key;
+    let op = if change.after > change.before {
+        Op::Dec
+    } else {
+        Op::Inc
+    };
+    let references = change.after.abs_diff(change.before);
+    (0..references).map(move |_| Update { key, op })
 }
 
 /// Attempts to give back one change against a guest that counts at the same time.

@@ -215,7 +215,7 @@ fn a_reference_is_not_given_back_across_zero() {
         error,
         RunningError::Entangled {
             key: "key1".into(),
-            left: 1
+            left: vec![update(world.key(0), Op::Dec)],
         }
     );
     assert_eq!(

@@ -2,6 +2,7 @@
 //! Updates of a guest that is in the way: closed gates, late vCPUs, foreign bytes, changes meanwhile.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use patchbay_proto::v1;
@@ -9,7 +10,7 @@ use patchbay_proto::v1::KeyOp;
 use patchbay_vmm::keys::testing::{Gate, TestKey};
 use tonic::Code;
 
-use super::support::{PATIENCE, Served, assert_refused, every_kind, request};
+use super::support::{PATIENCE, Served, Setup, assert_refused, every_kind, request};
 
 /// Tried for this long; the call itself has no deadline.
 fn within(request: v1::UpdateStaticKeysRequest, timeout: Duration) -> v1::UpdateStaticKeysRequest {
@@ -269,4 +270,69 @@ async fn a_client_that_goes_away_cancels_its_update() {
             .iter()
             .any(|line| line["reason"] == "CANCELLED")
     );
+}
+
+/// The guest drops a reference of the first key as soon as the host has taken one, and is faster with
+/// the last: what the host took is the first key's last reference then, and goes back under a pause.
+#[tokio::test]
+async fn a_reference_that_became_the_last_goes_back_under_a_pause() {
+    const KEYS: usize = 400;
+    let names: Vec<String> = (0..KEYS).map(|number| format!("key{number}")).collect();
+    let on = |name: &String| TestKey {
+        count: 1,
+        ..TestKey::new(name, 1)
+    };
+    let served = Served::with(Setup {
+        keys: Some(names.iter().map(on).collect()),
+        ..Setup::default()
+    })
+    .await;
+    let (first, last) = (&*names[0], &*names[KEYS - 1]);
+    let all = |op| request(&names.iter().map(|name| (&**name, op)).collect::<Vec<_>>());
+
+    // Between the host's writes of the first key and of the last; now and then the guest is too slow.
+    for _ in 0..1000 {
+        let seen = Arc::new(AtomicBool::new(false));
+        let over = Arc::new(AtomicBool::new(false));
+        let racing = {
+            let guest = Arc::clone(&served.guest);
+            let (seen, over) = (Arc::clone(&seen), Arc::clone(&over));
+            let (first, last) = (first.to_owned(), last.to_owned());
+            std::thread::spawn(move || {
+                while !over.load(Ordering::Relaxed) {
+                    if guest.count(&first) == 2 {
+                        let faster = guest.count(&last) == 1;
+                        guest.set_count(&first, 1);
+                        guest.set_count(&last, guest.count(&last) + 1);
+                        seen.store(faster, Ordering::Relaxed);
+                        return;
+                    }
+                }
+            })
+        };
+        let pauses = served.guest.pauses();
+        let result = served.update(all(KeyOp::Inc)).await;
+        over.store(true, Ordering::Relaxed);
+        racing.join().expect("no panic");
+        let response = result.expect("made at another attempt");
+        let report = response.report.expect("a report");
+        if !seen.load(Ordering::Relaxed) || report.attempts == 1 {
+            for name in &names {
+                served.guest.set_count(name, 1);
+            }
+            continue;
+        }
+        // Both sides' references, none twice: 1 and the host's, less or more the guest's.
+        assert_eq!(served.guest.count(first), 1);
+        assert_eq!(served.guest.count(last), 3);
+        assert_eq!(served.guest.count(&names[1]), 2);
+        assert!(served.guest.jumps(first) && served.guest.jumps(last));
+        assert_eq!(
+            served.guest.pauses(),
+            pauses + 2,
+            "one to give the reference back, one to take it again"
+        );
+        return;
+    }
+    panic!("the guest was never faster");
 }

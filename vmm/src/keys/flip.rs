@@ -48,13 +48,21 @@ pub(super) struct Flip {
     pub report: Option<v1::FlipReport>,
 }
 
+/// How long is tried to give back a reference that only a stopped guest can be without.
+const GIVE_BACK_TIME: Duration = Duration::from_secs(1);
+const BETWEEN_GIVING_BACK: Duration = Duration::from_millis(1);
+
 /// Why the stopped guest runs on without the change: as it was found, to be worded once it runs.
+#[derive(Debug, thiserror::Error)]
 enum Obstacle {
     /// The registration has changed since the plan.
+    #[error("the guest's registration or modules have changed")]
     Version,
-    /// A breakpoint exception waits on a vCPU.
+    #[error("a breakpoint exception is pending on a vCPU: the guest patches its text")]
     Breakpoint,
+    #[error(transparent)]
     Verify(VerifyError),
+    #[error(transparent)]
     Commit(CommitError),
 }
 
@@ -105,31 +113,31 @@ impl<G: Guest> Owner<G> {
         }
         self.intend(transaction, &resolved.selected, intent)?;
         let report = if plan.needs_pause() {
-            self.stop_and_commit(transaction, &snapshot, &memory, &plan, held)?
+            let left = transaction
+                .deadline
+                .saturating_duration_since(Instant::now());
+            let patience = transaction.stop_timeout.min(left);
+            self.stop_and_commit(patience, &snapshot, &memory, &plan, held)?
         } else {
             match plan.commit_running(&memory) {
                 Ok(_) => Ok(v1::FlipReport::default()),
                 Err(RunningError::Raced(error)) => Err(Obstacle::Verify(error)),
-                Err(error @ (RunningError::Failed(_) | RunningError::Entangled { .. })) => {
-                    return Err(KeysError::WriteFault {
-                        message: error.to_string(),
-                    });
+                Err(RunningError::Entangled { key, left }) => {
+                    self.take_back(registration, transaction, held, left)?;
+                    let gate = format!("the guest counts on key {key}");
+                    return Ok(Attempt::Busy(gate));
                 }
+                Err(RunningError::Failed(error)) => Err(Obstacle::Commit(error)),
             }
         };
         match report {
             Ok(report) => Ok(Attempt::Done(flip(plan, Some(report)))),
-            Err(Obstacle::Version) => Ok(Attempt::Busy(
-                "the guest's registration or modules have changed".to_owned(),
-            )),
-            Err(Obstacle::Breakpoint) => Ok(Attempt::Busy(
-                "a breakpoint exception is pending on a vCPU: the guest patches its text"
-                    .to_owned(),
-            )),
             Err(Obstacle::Verify(VerifyError::Busy(busy))) => Ok(Attempt::Busy(busy.to_string())),
-            Err(Obstacle::Verify(error @ VerifyError::Fault(_))) => {
-                Ok(Attempt::Busy(error.to_string()))
-            }
+            Err(
+                obstacle @ (Obstacle::Version
+                | Obstacle::Breakpoint
+                | Obstacle::Verify(VerifyError::Fault(_))),
+            ) => Ok(Attempt::Busy(obstacle.to_string())),
             Err(Obstacle::Verify(VerifyError::ForeignBytes { ref key, .. }))
                 if registration.catalog.find(key).is_none() =>
             {
@@ -216,7 +224,7 @@ impl<G: Guest> Owner<G> {
     /// Pause, verify, commit, resume.
     fn stop_and_commit(
         &self,
-        transaction: &Transaction<'_>,
+        patience: Duration,
         snapshot: &Snapshot,
         memory: &KernelMemory,
         plan: &Plan<Place>,
@@ -234,10 +242,7 @@ impl<G: Guest> Owner<G> {
         if let Err(error @ VerifyError::Busy(_)) = plan.verify_gates(memory) {
             return Ok(Err(Obstacle::Verify(error)));
         }
-        let left = transaction
-            .deadline
-            .saturating_duration_since(Instant::now());
-        let paused = self.guest.pause(transaction.stop_timeout.min(left))?;
+        let paused = self.guest.pause(patience)?;
         // From here to the drop the guest stands still: nothing that allocates, logs or takes a lock.
         let stopped = Instant::now();
         let made = self.verify_and_commit(snapshot, memory, plan, &paused);
@@ -246,6 +251,63 @@ impl<G: Guest> Owner<G> {
         drop(paused);
         let resume = patched.elapsed();
         Ok(made.map(|outcome| flip_report(outcome, stop, patched - stopped, resume)))
+    }
+
+    /// Gives back references that the guest has made the last of their keys, so that only a stopped
+    /// guest can be without them.
+    fn take_back(
+        &self,
+        taken_from: &Registration,
+        transaction: &Transaction<'_>,
+        held: Option<&G::Paused<'_>>,
+        mut left: Vec<Update>,
+    ) -> Result<(), KeysError> {
+        // However soon the caller wants an answer: it is to be that nothing has changed.
+        let give_up = Instant::now() + GIVE_BACK_TIME;
+        let options = Options {
+            allow_guarded: true,
+        };
+        loop {
+            let snapshot = self.shared.registry.snapshot()?;
+            let registration = &*snapshot.registration;
+            // A key that is gone took its references with it.
+            left.retain(|update| {
+                let key = taken_from.catalog.key(update.key);
+                key.is_some_and(|key| registration.has(taken_from.instance(key)))
+            });
+            let memory = registration.memory(self.guest.ram());
+            let why = match Plan::new(&registration.catalog, &memory, &left, &options) {
+                Ok(plan) if plan.needs_pause() => {
+                    let patience = transaction.stop_timeout;
+                    match self.stop_and_commit(patience, &snapshot, &memory, &plan, held) {
+                        Ok(Ok(_)) => return Ok(()),
+                        Ok(Err(obstacle)) => obstacle.to_string(),
+                        Err(error) => error.to_string(),
+                    }
+                }
+                Ok(plan) => match plan.commit_running(&memory) {
+                    Ok(_) => return Ok(()),
+                    Err(error) => {
+                        // What could not be taken again is given back.
+                        if let RunningError::Entangled { left: given, .. } = &error {
+                            left.retain(|update| given.iter().all(|of| of.key != update.key));
+                        }
+                        error.to_string()
+                    }
+                },
+                Err(error) => error.to_string(),
+            };
+            if Instant::now() >= give_up {
+                let left = left.len();
+                return Err(KeysError::WriteFault {
+                    message: format!(
+                        "{left} references are left over that the guest made the last of their keys \
+                         meanwhile, and cannot be given back: {why}"
+                    ),
+                });
+            }
+            std::thread::sleep(BETWEEN_GIVING_BACK);
+        }
     }
 
     fn verify_and_commit(
