@@ -15,6 +15,9 @@ use tonic::transport::Channel;
 /// emulated guest on a busy machine is slow; a hang is still found.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
+/// What the guest's init prints when its shell reads the console.
+pub const SHELL_READS: &str = "init: the shell reads the console";
+
 /// The guest's console: everything it printed, and a way to type.
 #[derive(Debug)]
 pub struct Shell {

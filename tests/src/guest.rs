@@ -18,7 +18,7 @@ use tokio::process::{Child, Command};
 use tonic::transport::{Channel, Endpoint, Uri};
 
 use crate::Environment;
-use crate::console::{PATIENCE, Shell};
+use crate::console::{PATIENCE, SHELL_READS, Shell};
 
 /// What to boot. Made by [`Guest::builder`].
 #[derive(Debug, Clone)]
@@ -113,7 +113,7 @@ impl GuestBuilder {
         guest.connection = Some(Connection { channel, shell });
         // Whoever opens the port empties its receiver (serial8250_do_startup()), so what is
         // typed before the shell has it open is lost.
-        guest.console().wait_for("built-in shell").await?;
+        guest.console().wait_for(SHELL_READS).await?;
         guest.shell("dmesg -n 1").await?;
         Ok(guest)
     }

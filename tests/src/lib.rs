@@ -21,7 +21,7 @@ mod guest;
 mod seen;
 mod trace;
 
-pub use console::Shell;
+pub use console::{SHELL_READS, Shell};
 pub use environment::{Environment, KernelFiles};
 pub use guest::{Guest, GuestBuilder, connect};
 pub use seen::{Seen, TEST_KEYS};

@@ -117,3 +117,26 @@ async fn a_kernel_without_the_series_boots_and_its_keys_are_unknown() -> Result<
     guest.power_off().await?;
     Ok(())
 }
+
+/// Neither a background job that ends nor Ctrl-C is the end of the input for the shell that tests
+/// drive.
+#[tokio::test]
+async fn signals_do_not_end_the_consoles_shell() -> Result<()> {
+    let Some(environment) = Environment::linux_guest() else {
+        return Ok(());
+    };
+    let mut guest = Guest::builder(&environment).boot().await?;
+    // The job ends when the shell sleeps, which then reads the console, and the watcher sees its end.
+    guest
+        .shell(
+            "while grep -q ') R' /proc/$$/stat; do :; done & job=$!\n\
+             while grep -q ') [RS]' /proc/$job/stat; do :; done 2>/dev/null && echo it has ended &",
+        )
+        .await?;
+    guest.console().wait_for("it has ended").await?;
+    guest.shell("true").await?;
+
+    guest.console().type_line("\u{3}").await?;
+    guest.shell("true").await?;
+    guest.assert_no_warnings().await
+}

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{DescribeGuestResponse, KeyOp, RegistrationState};
-use patchbay_tests::{Environment, Guest, GuestBuilder};
+use patchbay_tests::{Environment, Guest, GuestBuilder, SHELL_READS};
 use tonic::Code;
 
 const KEY: &str = "patchbay_test:ref_key";
@@ -135,7 +135,7 @@ async fn a_kexeced_kernel_registers_anew() -> Result<()> {
         .console()
         .type_line("kexec_tool /tmp/kernel /tmp/initrd")
         .await?;
-    guest.console().wait_for("built-in shell").await?;
+    guest.console().wait_for(SHELL_READS).await?;
     guest.shell("dmesg -n 1").await?;
 
     let after = guest.assert_registered().await?;

@@ -5,7 +5,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use patchbay_tests::Environment;
+use patchbay_tests::{Environment, SHELL_READS};
 use serde_json::Value;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixListener;
@@ -98,7 +98,7 @@ async fn boot(
     qemu.command("qmp_capabilities").await?;
     let mut printed = Vec::new();
     let booted = async {
-        while !String::from_utf8_lossy(&printed).contains("built-in shell") {
+        while !String::from_utf8_lossy(&printed).contains(SHELL_READS) {
             let mut bytes = [0; 4096];
             let length = console.read(&mut bytes).await?;
             ensure!(length > 0, "QEMU's guest ended");
