@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The agent of a Linux guest is absent, is another's, or is not one.
+//! The agent of a Linux guest dies, is absent, is another's, or is not one.
 #![forbid(unsafe_code)]
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::from_agent::Message as Answer;
 use patchbay_proto::v1::trace_field::Value;
-use patchbay_proto::v1::{AgentHello, FromAgent, TraceEvent};
-use patchbay_tests::Guest;
+use patchbay_proto::v1::{
+    AgentHello, ArmTracepointsRequest, FromAgent, ListTracepointsRequest,
+    StreamTracepointEventsRequest, TraceEvent, TracepointState,
+};
+use patchbay_tests::{EventStream, Guest};
 use prost::Message;
+use tonic_types::StatusExt;
 
 const EXEC: &str = "sched:sched_process_exec";
+const FORK: &str = "sched:sched_process_fork";
 
 /// Runs a program of this name, which its exec event then tells.
 async fn run(guest: &mut Guest, name: &str) -> Result<()> {
@@ -32,6 +37,143 @@ fn ran(name: &str) -> impl Fn(&TraceEvent) -> bool {
                     && matches!(&field.value, Some(Value::Text(text)) if *text == program)
             })
     }
+}
+
+async fn states(guest: &mut Guest) -> Result<Vec<(String, TracepointState, u64)>> {
+    let request = ListTracepointsRequest {
+        armed_only: true,
+        ..Default::default()
+    };
+    let listed = guest.tracepoints().list_tracepoints(request).await?;
+    let listed = listed.into_inner().tracepoints;
+    let state = |event: &patchbay_proto::v1::Tracepoint| {
+        (
+            event.name.clone(),
+            event.state(),
+            event.armed_by.len() as u64,
+        )
+    };
+    Ok(listed.iter().map(state).collect())
+}
+
+fn reason(status: &tonic::Status) -> String {
+    status
+        .get_details_error_info()
+        .map(|info| info.reason)
+        .unwrap_or_default()
+}
+
+/// Streams go on, what was recorded meanwhile comes, and what is parked stays so, over and over.
+#[tokio::test]
+async fn an_agent_that_is_killed_and_started_again_goes_on() -> Result<()> {
+    let Some(mut guest) = Guest::with_agent().await? else {
+        return Ok(());
+    };
+    guest.arm(&[FORK]).await?;
+    // As `patchbay trace tail sched_process_exec`.
+    let request = StreamTracepointEventsRequest {
+        patterns: vec![EXEC.to_owned()],
+        arm_and_fire: true,
+        ..Default::default()
+    };
+    let mut events = EventStream::open(&mut guest.tracepoints(), request).await?;
+    run(&mut guest, "before").await?;
+    events.until(ran("before")).await?;
+    let armed = states(&mut guest).await?;
+    ensure!(
+        armed
+            == [
+                (EXEC.to_owned(), TracepointState::Firing, 1),
+                (FORK.to_owned(), TracepointState::Parked, 1)
+            ],
+        "{armed:?}"
+    );
+
+    for round in 0..4 {
+        guest.kill_agent().await?;
+        run(&mut guest, &format!("without-{round}")).await?;
+        // Neither waits for an agent.
+        guest.park(&[EXEC]).await.context("parking")?;
+        ensure!(
+            guest.key("sched_process_exec").await?.count == 1,
+            "the stream keeps it firing"
+        );
+        let status = guest.arm(&["sched:sched_switch"]).await;
+        let status = status.expect_err("nobody attaches the probe");
+        ensure!(reason(&status) == "NO_AGENT", "{status:?}");
+        ensure!(states(&mut guest).await? == armed);
+
+        guest.start_agent().await?;
+        run(&mut guest, &format!("with-{round}")).await?;
+        let seen = events.until(ran(&format!("with-{round}"))).await?;
+        ensure!(
+            seen.iter().any(ran(&format!("without-{round}"))),
+            "round {round}: what was recorded without an agent is lost; there came {seen:?}"
+        );
+        ensure!(
+            seen.iter().all(|event| event.name == EXEC),
+            "a parked event fired: {seen:?}"
+        );
+        ensure!(guest.key("sched_process_fork").await?.count == 0);
+        ensure!(states(&mut guest).await? == armed);
+    }
+    // The new agent arms and disarms as the first did.
+    guest.arm(&["sched:sched_process_exit"]).await?;
+    drop(events);
+    guest.disarm(&["sched:sched_process_exit", FORK]).await?;
+    guest.assert_no_warnings().await
+}
+
+/// Killed while it streams much, and while it attaches probes.
+#[tokio::test]
+async fn an_agent_that_is_killed_at_work_leaves_nothing_behind() -> Result<()> {
+    let Some(mut guest) = Guest::with_agent().await? else {
+        return Ok(());
+    };
+    let mut events = guest.events().await?;
+    guest.arm(&[EXEC, "sched:sched_switch"]).await?;
+    guest.fire(&[EXEC, "sched:sched_switch"]).await?;
+    for round in 0..3 {
+        guest
+            .shell("for i in 1 2 3 4 5 6 7 8; do busybox true; done; kill -KILL $(pidof patchbay-agent)")
+            .await?;
+        guest.wait_for_no_agent().await?;
+        guest.start_agent().await?;
+        run(&mut guest, &format!("with-{round}")).await?;
+        events.until(ran(&format!("with-{round}"))).await?;
+    }
+    guest.park(&["*"]).await?;
+    guest.disarm(&["*"]).await?;
+
+    // While it attaches the probes of hundreds.
+    let mut client = guest.tracepoints();
+    let arming = tokio::spawn(async move {
+        let request = ArmTracepointsRequest {
+            patterns: vec!["*".to_owned()],
+            ..Default::default()
+        };
+        client.arm_tracepoints(request).await
+    });
+    let enabled = "cat /sys/kernel/tracing/instances/patchbay/set_event";
+    guest
+        .shell(&format!(
+            "until [ -n \"$({enabled})\" ]; do :; done; kill -KILL $(pidof patchbay-agent)"
+        ))
+        .await?;
+    let status = arming.await?.expect_err("the agent was killed");
+    ensure!(reason(&status) == "NO_AGENT", "{status:?}");
+    guest.start_agent().await?;
+    // Arming takes its turn after the new agent has taken the remains away.
+    guest.arm(&[EXEC]).await?;
+    ensure!(
+        guest.shell(enabled).await? == EXEC,
+        "probes of a call that failed stay attached"
+    );
+    guest.fire(&[EXEC]).await?;
+    run(&mut guest, "last").await?;
+    events.until(ran("last")).await?;
+    guest.disarm(&[EXEC]).await?;
+    guest.assert_no_warnings().await
 }
 
 /// A shell command that sends a hello of versions from `oldest` to `newest`, and prints the answer.
