@@ -2,6 +2,7 @@
 //! Tracepoints of a Linux guest, armed by its agent and switched from outside.
 #![forbid(unsafe_code)]
 
+use std::process::{Output, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -9,7 +10,8 @@ use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{
     ArmTracepointsRequest, ListTracepointsRequest, TraceEvent, TracepointState,
 };
-use patchbay_tests::Guest;
+use patchbay_tests::{Environment, Guest};
+use tokio::process::Command;
 use tonic_types::StatusExt;
 
 /// Events that every command in the guest makes.
@@ -324,4 +326,113 @@ async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
     );
     until_count(&mut guest, 0).await?;
     guest.assert_no_warnings().await
+}
+
+/// Records into a disk of 64 KiB that nobody else sees. It prints the file.
+async fn record_to_small_disk(
+    environment: &Environment,
+    guest: &Guest,
+    first: &str,
+) -> Result<(Output, String)> {
+    let script = "mount -t tmpfs -o size=64k none \"$1\" && cd \"$1\" || exit; eval \"$3\"; \
+                  \"$2\" --socket \"$4\" trace record -o events.json 'sched:sched_process_*'; status=$?; cat events.json; exit $status";
+    let folder = guest.folder().join("disk");
+    std::fs::create_dir_all(&folder)?;
+    let output = Command::new("unshare")
+        .args([
+            "--user",
+            "--map-root-user",
+            "--mount",
+            "sh",
+            "-c",
+            script,
+            "sh",
+        ])
+        .arg(folder)
+        .arg(&environment.cli)
+        .arg(first)
+        .arg(guest.socket())
+        .stdin(Stdio::null())
+        .output()
+        .await?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    Ok((output, said))
+}
+
+/// A recording that fills the disk ends with a whole file, and its events with it.
+#[tokio::test]
+async fn a_recording_ends_when_the_disk_is_full() -> Result<()> {
+    let Some(environment) = Environment::linux_guest() else {
+        return Ok(());
+    };
+    let mut guest = Guest::builder(&environment)
+        .agent()
+        .argument("--trace-grace=0")
+        .boot()
+        .await?;
+    guest.assert_registered().await?;
+    guest.wait_for_agent().await?;
+    guest
+        .shell("(while [ ! -e /tmp/calm ]; do busybox true; done) &")
+        .await?;
+
+    let (output, said) = record_to_small_disk(&environment, &guest, ":").await?;
+    let file: serde_json::Value = serde_json::from_slice(&output.stdout)
+        .with_context(|| format!("the file is not whole JSON; {said}"))?;
+    let records = file["traceEvents"].as_array().context("no events")?;
+    let events = records.iter().filter(|record| record["cat"] == "sched");
+    let events = events.count();
+    let full =
+        format!("events.json: the disk is full; the file holds the {events} events until then");
+    ensure!(
+        output.status.code() == Some(1) && said.contains(&full),
+        "{events} events, {said}"
+    );
+    // 64 KiB are a hundred and more.
+    ensure!(events > 50, "only {events} events fit");
+    until_disarmed(&mut guest).await?;
+
+    let (output, said) = record_to_small_disk(&environment, &guest, "cat /dev/zero >rest").await?;
+    ensure!(
+        output.status.code() == Some(1)
+            && output.stdout.is_empty()
+            && said.contains("events.json: the disk is full; nothing was recorded")
+            && !said.contains("events fire"),
+        "{said}"
+    );
+    until_disarmed(&mut guest).await?;
+    guest.shell("echo >/tmp/calm; wait").await?;
+    guest.assert_no_warnings().await
+}
+
+/// Waits until no event is armed, and sees that none is for the guest's kernel.
+async fn until_disarmed(guest: &mut Guest) -> Result<()> {
+    let disarmed = async {
+        loop {
+            let request = ListTracepointsRequest {
+                armed_only: true,
+                ..Default::default()
+            };
+            let listed = guest.tracepoints().list_tracepoints(request).await?;
+            if listed.into_inner().tracepoints.is_empty() {
+                return anyhow::Ok(());
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), disarmed)
+        .await
+        .context("events stay armed")??;
+    let enabled = guest
+        .shell("cat /sys/kernel/tracing/instances/patchbay/set_event")
+        .await?;
+    ensure!(enabled.trim().is_empty(), "still enabled: {enabled}");
+    for key in [
+        "sched_process_exec",
+        "sched_process_exit",
+        "sched_process_fork",
+    ] {
+        ensure!(guest.key(key).await?.count == 0, "{key} still fires");
+    }
+    Ok(())
 }

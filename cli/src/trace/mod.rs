@@ -7,6 +7,7 @@ mod timeline;
 mod view;
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::path::Path;
 use std::time::Duration;
 
@@ -274,15 +275,19 @@ async fn record(
     duration: Option<Duration>,
 ) -> Result<(), Failure> {
     let name = path.display().to_string();
-    let unwritable = |error: std::io::Error| match error.kind() {
-        std::io::ErrorKind::StorageFull => Failure::error(format!(
-            "{name}: the disk is full; the file holds what was recorded until then"
-        )),
+    let unwritable = |error: std::io::Error, recorded: u64| match error.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+            let kept = match recorded {
+                0 => "nothing was recorded".to_owned(),
+                _ => format!("the file holds the {recorded} events until then"),
+            };
+            Failure::error(format!("{name}: the disk is full; {kept}"))
+        }
         _ => Failure::error(format!("{name} cannot be written: {error}")),
     };
     let mut timeline = File::create(path)
         .and_then(Timeline::begin)
-        .map_err(unwritable)?;
+        .map_err(|error| unwritable(error, 0))?;
     let mut stream = open(&mut client, arguments).await?;
     let end = async {
         match duration {
@@ -309,7 +314,9 @@ async fn record(
             losses.flood += lost.flood;
             losses.malformed += lost.malformed;
         }
-        timeline.add(batch).map_err(unwritable)?;
+        timeline
+            .add(batch)
+            .map_err(|error| unwritable(error, timeline.events()))?;
     }
     let lost = match losses.sentence().as_str() {
         "" => "none lost".to_owned(),

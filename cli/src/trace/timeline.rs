@@ -190,13 +190,22 @@ impl<S: Storage> Timeline<S> {
     fn append(&mut self, text: &[u8]) -> io::Result<()> {
         let written = self.write_at_end(text);
         if written.is_err() {
-            // Their place on the disk is there already; where it is not, the first error tells more.
-            let _ = self
-                .storage
-                .cut(self.length)
-                .and_then(|()| self.write_at_end(&[]));
+            // If this fails too, the first error tells more.
+            let _ = self.restore();
         }
         written
+    }
+
+    /// Ends the file where it ended before. The end's place on the disk is written before what follows
+    /// is given back, which others may take at once.
+    fn restore(&mut self) -> io::Result<()> {
+        if self.length == 0 {
+            return self.storage.cut(0);
+        }
+        self.storage.seek(SeekFrom::Start(self.length))?;
+        self.storage.write_all(END)?;
+        self.storage.flush()?;
+        self.storage.cut(self.length + END.len() as u64)
     }
 
     fn write_at_end(&mut self, text: &[u8]) -> io::Result<()> {
@@ -235,6 +244,7 @@ mod tests {
     use super::*;
 
     /// A disk with room for so many bytes.
+    #[derive(Default)]
     struct Disk {
         bytes: io::Cursor<Vec<u8>>,
         room: usize,
@@ -261,11 +271,18 @@ mod tests {
     }
 
     impl Storage for Disk {
+        /// What is given back is taken by others.
         fn cut(&mut self, length: u64) -> io::Result<()> {
-            self.bytes
-                .get_mut()
-                .truncate(usize::try_from(length).expect("small"));
+            let length = usize::try_from(length).expect("small");
+            self.bytes.get_mut().truncate(length);
+            self.room = self.room.min(length);
             Ok(())
+        }
+    }
+
+    impl Storage for &mut Disk {
+        fn cut(&mut self, length: u64) -> io::Result<()> {
+            (**self).cut(length)
         }
     }
 
@@ -329,6 +346,22 @@ mod tests {
         );
         assert_eq!(events.iter().filter(|event| event["ph"] == "i").count(), 3);
         assert_eq!(timeline.events(), 3);
+    }
+
+    #[test]
+    fn a_disk_without_room_for_the_beginning_is_left_empty() {
+        for room in 0..40 {
+            let mut disk = Disk {
+                room,
+                ..Default::default()
+            };
+            let begun = Timeline::begin(&mut disk).map(drop);
+            assert_eq!(
+                begun.map_err(|error| error.kind()),
+                Err(io::ErrorKind::StorageFull)
+            );
+            assert!(disk.bytes.get_ref().is_empty(), "room for {room}");
+        }
     }
 
     #[test]
