@@ -13,9 +13,18 @@ use patchbay_proto::v1::{
 };
 use tonic::transport::Channel;
 use tonic::{Status, Streaming};
+use tonic_types::StatusExt;
 
 use crate::Guest;
 use crate::console::PATIENCE;
+
+/// The reason that an error's details give; empty without one.
+pub fn reason(status: &Status) -> String {
+    status
+        .get_details_error_info()
+        .map(|info| info.reason)
+        .unwrap_or_default()
+}
 
 /// Events, as they stream.
 #[derive(Debug)]

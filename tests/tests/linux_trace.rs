@@ -10,9 +10,8 @@ use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{
     ArmTracepointsRequest, ListTracepointsRequest, TraceEvent, TracepointState,
 };
-use patchbay_tests::{Environment, Guest};
+use patchbay_tests::{Environment, Guest, reason};
 use tokio::process::Command;
-use tonic_types::StatusExt;
 
 /// Events that every command in the guest makes.
 const EVENTS: [&str; 3] = [
@@ -37,13 +36,6 @@ fn is_exec(event: &TraceEvent) -> bool {
             .fields
             .iter()
             .any(|field| field.name == "filename" && is_program(&field.value))
-}
-
-fn reason(status: &tonic::Status) -> String {
-    status
-        .get_details_error_info()
-        .map(|info| info.reason)
-        .unwrap_or_default()
 }
 
 #[tokio::test]

@@ -9,9 +9,8 @@ use patchbay_proto::v1::{
     AgentHello, ArmTracepointsRequest, FromAgent, ListTracepointsRequest,
     StreamTracepointEventsRequest, TraceEvent, TracepointState,
 };
-use patchbay_tests::{EventStream, Guest};
+use patchbay_tests::{EventStream, Guest, reason};
 use prost::Message;
-use tonic_types::StatusExt;
 
 const EXEC: &str = "sched:sched_process_exec";
 const FORK: &str = "sched:sched_process_fork";
@@ -54,13 +53,6 @@ async fn states(guest: &mut Guest) -> Result<Vec<(String, TracepointState, u64)>
         )
     };
     Ok(listed.iter().map(state).collect())
-}
-
-fn reason(status: &tonic::Status) -> String {
-    status
-        .get_details_error_info()
-        .map(|info| info.reason)
-        .unwrap_or_default()
 }
 
 /// Streams go on, what was recorded meanwhile comes, and what is parked stays so, over and over.
