@@ -202,9 +202,7 @@ impl<S: Storage> Timeline<S> {
         if self.length == 0 {
             return self.storage.cut(0);
         }
-        self.storage.seek(SeekFrom::Start(self.length))?;
-        self.storage.write_all(END)?;
-        self.storage.flush()?;
+        self.write_at_end(&[])?;
         self.storage.cut(self.length + END.len() as u64)
     }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One attempt at a transaction: resolve, plan, stop, verify, commit, resume.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use patchbay_proto::v1;
@@ -52,7 +53,7 @@ pub(super) struct Flip {
 const GIVE_BACK_TIME: Duration = Duration::from_secs(1);
 const BETWEEN_GIVING_BACK: Duration = Duration::from_millis(1);
 
-/// Why the stopped guest runs on without the change: as it was found, to be worded once it runs.
+/// Why the guest runs on without the change: as it was found, to be worded once it runs.
 #[derive(Debug, thiserror::Error)]
 enum Obstacle {
     /// The registration has changed since the plan.
@@ -64,6 +65,19 @@ enum Obstacle {
     Verify(VerifyError),
     #[error(transparent)]
     Commit(CommitError),
+    /// Only a stopped guest can be without what was changed.
+    #[error("the guest counts on key {key}; {} references are left over", .left.len())]
+    Entangled { key: Arc<str>, left: Vec<Update> },
+}
+
+impl From<RunningError> for Obstacle {
+    fn from(error: RunningError) -> Self {
+        match error {
+            RunningError::Raced(error) => Self::Verify(error),
+            RunningError::Failed(error) => Self::Commit(error),
+            RunningError::Entangled { key, left } => Self::Entangled { key, left },
+        }
+    }
 }
 
 impl<G: Guest> Owner<G> {
@@ -112,25 +126,11 @@ impl<G: Guest> Owner<G> {
             return Ok(Attempt::Done(flip(plan, None)));
         }
         self.intend(transaction, &resolved.selected, intent)?;
-        let report = if plan.needs_pause() {
-            let left = transaction
-                .deadline
-                .saturating_duration_since(Instant::now());
-            let patience = transaction.stop_timeout.min(left);
-            self.stop_and_commit(patience, &snapshot, &memory, &plan, held)?
-        } else {
-            match plan.commit_running(&memory) {
-                Ok(_) => Ok(v1::FlipReport::default()),
-                Err(RunningError::Raced(error)) => Err(Obstacle::Verify(error)),
-                Err(RunningError::Entangled { key, left }) => {
-                    self.take_back(registration, transaction, held, left)?;
-                    let gate = format!("the guest counts on key {key}");
-                    return Ok(Attempt::Busy(gate));
-                }
-                Err(RunningError::Failed(error)) => Err(Obstacle::Commit(error)),
-            }
-        };
-        match report {
+        let left = transaction
+            .deadline
+            .saturating_duration_since(Instant::now());
+        let patience = transaction.stop_timeout.min(left);
+        match self.make(patience, &snapshot, &memory, &plan, held)? {
             Ok(report) => Ok(Attempt::Done(flip(plan, Some(report)))),
             Err(Obstacle::Verify(VerifyError::Busy(busy))) => Ok(Attempt::Busy(busy.to_string())),
             Err(
@@ -147,6 +147,11 @@ impl<G: Guest> Owner<G> {
             Err(Obstacle::Commit(error)) => Err(KeysError::WriteFault {
                 message: error.to_string(),
             }),
+            Err(Obstacle::Entangled { key, left }) => {
+                self.take_back(registration, transaction, held, left)?;
+                let gate = format!("the guest counts on key {key}");
+                Ok(Attempt::Busy(gate))
+            }
         }
     }
 
@@ -221,6 +226,22 @@ impl<G: Guest> Owner<G> {
         Ok(draft)
     }
 
+    /// Makes a plan, beside the running guest if it needs no pause.
+    fn make(
+        &self,
+        patience: Duration,
+        snapshot: &Snapshot,
+        memory: &KernelMemory,
+        plan: &Plan<Place>,
+        held: Option<&G::Paused<'_>>,
+    ) -> Result<Result<v1::FlipReport, Obstacle>, KeysError> {
+        if plan.needs_pause() {
+            return self.stop_and_commit(patience, snapshot, memory, plan, held);
+        }
+        let made = plan.commit_running(memory);
+        Ok(made.map(|_| v1::FlipReport::default()).map_err(Into::into))
+    }
+
     /// Pause, verify, commit, resume.
     fn stop_and_commit(
         &self,
@@ -276,26 +297,20 @@ impl<G: Guest> Owner<G> {
                 key.is_some_and(|key| registration.has(taken_from.instance(key)))
             });
             let memory = registration.memory(self.guest.ram());
+            let patience = transaction.stop_timeout;
             let why = match Plan::new(&registration.catalog, &memory, &left, &options) {
-                Ok(plan) if plan.needs_pause() => {
-                    let patience = transaction.stop_timeout;
-                    match self.stop_and_commit(patience, &snapshot, &memory, &plan, held) {
-                        Ok(Ok(_)) => return Ok(()),
-                        Ok(Err(obstacle)) => obstacle.to_string(),
-                        Err(error) => error.to_string(),
-                    }
-                }
-                Ok(plan) => match plan.commit_running(&memory) {
-                    Ok(_) => return Ok(()),
-                    Err(error) => {
+                Err(error) => error.to_string(),
+                Ok(plan) => match self.make(patience, &snapshot, &memory, &plan, held) {
+                    Ok(Ok(_)) => return Ok(()),
+                    Ok(Err(obstacle)) => {
                         // What could not be taken again is given back.
-                        if let RunningError::Entangled { left: given, .. } = &error {
+                        if let Obstacle::Entangled { left: given, .. } = &obstacle {
                             left.retain(|update| given.iter().all(|of| of.key != update.key));
                         }
-                        error.to_string()
+                        obstacle.to_string()
                     }
+                    Err(error) => error.to_string(),
                 },
-                Err(error) => error.to_string(),
             };
             if Instant::now() >= give_up {
                 let left = left.len();
