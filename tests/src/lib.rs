@@ -25,7 +25,7 @@ pub use console::{SHELL_READS, Shell};
 pub use environment::{Environment, KernelFiles};
 pub use guest::{Guest, GuestBuilder, connect};
 pub use seen::{Seen, TEST_KEYS};
-pub use trace::{EventStream, reason};
+pub use trace::{AGENT_INSTANCE, EventStream, reason, until};
 
 /// Says why a test cannot run here; the runner of `cargo xtask test` counts it
 /// as skipped by this line.

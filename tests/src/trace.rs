@@ -2,14 +2,15 @@
 //! A guest with an agent, and its tracepoints.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::v1::{
     ArmTracepointsRequest, ArmTracepointsResponse, DescribeAgentRequest, DescribeAgentResponse,
     DisarmTracepointsRequest, FireTracepointsRequest, FireTracepointsResponse,
-    ParkTracepointsRequest, ParkTracepointsResponse, StreamTracepointEventsRequest,
-    StreamTracepointEventsResponse, TraceEvent,
+    ListTracepointsRequest, ParkTracepointsRequest, ParkTracepointsResponse,
+    StreamTracepointEventsRequest, StreamTracepointEventsResponse, TraceEvent, Tracepoint,
 };
 use tonic::transport::Channel;
 use tonic::{Status, Streaming};
@@ -24,6 +25,22 @@ pub fn reason(status: &Status) -> String {
         .get_details_error_info()
         .map(|info| info.reason)
         .unwrap_or_default()
+}
+
+/// The agent's own instance of the guest's tracefs.
+pub const AGENT_INSTANCE: &str = "/sys/kernel/tracing/instances/patchbay";
+
+/// Asks until it is so; an error after a minute.
+pub async fn until(mut so: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
+    let asked = async {
+        while !so().await? {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(())
+    };
+    tokio::time::timeout(Duration::from_secs(60), asked)
+        .await
+        .context("it is not so after a minute")?
 }
 
 /// Events, as they stream.
@@ -78,6 +95,21 @@ impl Guest {
         TracepointsServiceClient::new(self.channel())
     }
 
+    /// The tracepoints that are armed.
+    pub async fn armed(&mut self) -> Result<Vec<Tracepoint>> {
+        let request = ListTracepointsRequest {
+            armed_only: true,
+            ..Default::default()
+        };
+        let listed = self.tracepoints().list_tracepoints(request).await?;
+        Ok(listed.into_inner().tracepoints)
+    }
+
+    /// The events to which the agent has attached probes, a line each.
+    pub async fn attached(&mut self) -> Result<String> {
+        self.shell(&format!("cat {AGENT_INSTANCE}/set_event")).await
+    }
+
     /// Waits for the agent; the guest must have been built with `agent()`.
     pub async fn wait_for_agent(&mut self) -> Result<DescribeAgentResponse> {
         let deadline = tokio::time::Instant::now() + PATIENCE;
@@ -101,7 +133,7 @@ impl Guest {
                 agent.absent,
                 self.console().transcript()
             );
-            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+            tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
 
@@ -120,7 +152,7 @@ impl Guest {
                 "the agent {} is still connected",
                 agent.agent_version
             );
-            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+            tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
 
@@ -196,8 +228,8 @@ impl Guest {
     /// Events that the guest's kernel has ever recorded for the agent, read or not, as it counts
     /// them itself.
     pub async fn recorded(&mut self) -> Result<u64> {
-        let stats = "cat /sys/kernel/tracing/instances/patchbay/per_cpu/cpu*/stats";
-        let output = self.shell(stats).await?;
+        let stats = format!("cat {AGENT_INSTANCE}/per_cpu/cpu*/stats");
+        let output = self.shell(&stats).await?;
         let mut sum = 0;
         let mut seen = BTreeSet::new();
         for line in output.lines() {

@@ -105,9 +105,8 @@ async fn without_jump_labels_branches_follow_the_count() -> Result<()> {
         let there = [KeyOp::Enable, KeyOp::Inc, KeyOp::Inc, KeyOp::Dec];
         let back = [KeyOp::Dec, KeyOp::Disable, KeyOp::Enable, KeyOp::Disable];
         let counts = [1, 2, 3, 2, 1, 0, 1, 0];
-        // From 1 the second of these would do nothing.
-        let rest = change(&mut guest, name, KeyOp::Disable, 0);
-        rest.await?;
+        // One of them begins on, where the first op would do nothing.
+        change(&mut guest, name, KeyOp::Disable, 0).await?;
         for (op, count) in there.into_iter().chain(back).zip(counts) {
             change(&mut guest, name, op, count).await?;
             let seen = guest.seen(file).await?;
@@ -127,12 +126,12 @@ async fn without_jump_labels_branches_follow_the_count() -> Result<()> {
             change(&mut guest, name, KeyOp::Enable, before).await?;
         }
     }
-    let taken = |text: String| text.contains("I am the true branch");
     for (op, count) in [(KeyOp::Inc, 1), (KeyOp::Dec, 0)] {
         change(&mut guest, "getppid_key", op, count).await?;
         guest.shell("dmesg -c >/dev/null; sh -c :").await?;
-        let said = taken(guest.shell("dmesg").await?);
-        ensure!(said == (count > 0), "getppid at {count}");
+        let log = guest.shell("dmesg").await?;
+        let taken = log.contains("I am the true branch");
+        ensure!(taken == (count > 0), "getppid at {count}");
     }
     guest.assert_no_warnings().await
 }

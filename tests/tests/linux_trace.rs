@@ -3,14 +3,13 @@
 #![forbid(unsafe_code)]
 
 use std::process::{Output, Stdio};
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{
     ArmTracepointsRequest, ListTracepointsRequest, TraceEvent, TracepointState,
 };
-use patchbay_tests::{Environment, Guest, reason};
+use patchbay_tests::{AGENT_INSTANCE, Environment, Guest, reason, until};
 use tokio::process::Command;
 
 /// Events that every command in the guest makes.
@@ -84,9 +83,7 @@ async fn armed_is_silent_firing_streams_and_parked_is_silent() -> Result<()> {
     );
 
     guest.disarm(&EVENTS).await?;
-    let enabled = guest
-        .shell("cat /sys/kernel/tracing/instances/patchbay/set_event")
-        .await?;
+    let enabled = guest.attached().await?;
     ensure!(enabled.trim().is_empty(), "still enabled: {enabled}");
     guest.assert_no_warnings().await?;
     ensure!(guest.power_off().await?.success());
@@ -193,7 +190,9 @@ async fn refusals_have_their_reasons() -> Result<()> {
     };
     guest.tracepoints().arm_tracepoints(request).await?;
     let filter = guest
-        .shell("cat /sys/kernel/tracing/instances/patchbay/events/sched/sched_switch/filter")
+        .shell(&format!(
+            "cat {AGENT_INSTANCE}/events/sched/sched_switch/filter"
+        ))
         .await?;
     ensure!(filter.trim() == "prev_pid == 0", "{filter}");
     guest.assert_no_warnings().await
@@ -252,15 +251,9 @@ async fn others_in_the_guest_are_seen_and_not_silenced() -> Result<()> {
 
 /// Waits until the fork event's key is so.
 async fn until_count(guest: &mut Guest, count: i32) -> Result<()> {
-    let turned = async {
-        while guest.key("sched_process_fork").await?.count != count {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-        anyhow::Ok(())
-    };
-    tokio::time::timeout(Duration::from_secs(60), turned)
+    until(async || Ok(guest.key("sched_process_fork").await?.count == count))
         .await
-        .with_context(|| format!("the key did not become {count}"))?
+        .with_context(|| format!("the key does not become {count}"))
 }
 
 /// ftrace and perf begin to trace what is armed and parked, and go on when it is disarmed.
@@ -399,25 +392,10 @@ async fn a_recording_ends_when_the_disk_is_full() -> Result<()> {
 
 /// Waits until no event is armed, and sees that none is for the guest's kernel.
 async fn until_disarmed(guest: &mut Guest) -> Result<()> {
-    let disarmed = async {
-        loop {
-            let request = ListTracepointsRequest {
-                armed_only: true,
-                ..Default::default()
-            };
-            let listed = guest.tracepoints().list_tracepoints(request).await?;
-            if listed.into_inner().tracepoints.is_empty() {
-                return anyhow::Ok(());
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(60), disarmed)
+    until(async || Ok(guest.armed().await?.is_empty()))
         .await
-        .context("events stay armed")??;
-    let enabled = guest
-        .shell("cat /sys/kernel/tracing/instances/patchbay/set_event")
-        .await?;
+        .context("events stay armed")?;
+    let enabled = guest.attached().await?;
     ensure!(enabled.trim().is_empty(), "still enabled: {enabled}");
     for key in [
         "sched_process_exec",

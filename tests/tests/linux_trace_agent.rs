@@ -6,10 +6,10 @@ use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::from_agent::Message as Answer;
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{
-    AgentHello, ArmTracepointsRequest, FromAgent, ListTracepointsRequest,
-    StreamTracepointEventsRequest, TraceEvent, TracepointState,
+    AgentHello, ArmTracepointsRequest, FromAgent, StreamTracepointEventsRequest, TraceEvent,
+    Tracepoint, TracepointState,
 };
-use patchbay_tests::{EventStream, Guest, reason};
+use patchbay_tests::{AGENT_INSTANCE, EventStream, Guest, reason, until};
 use prost::Message;
 
 const EXEC: &str = "sched:sched_process_exec";
@@ -39,20 +39,15 @@ fn ran(name: &str) -> impl Fn(&TraceEvent) -> bool {
 }
 
 async fn states(guest: &mut Guest) -> Result<Vec<(String, TracepointState, u64)>> {
-    let request = ListTracepointsRequest {
-        armed_only: true,
-        ..Default::default()
-    };
-    let listed = guest.tracepoints().list_tracepoints(request).await?;
-    let listed = listed.into_inner().tracepoints;
-    let state = |event: &patchbay_proto::v1::Tracepoint| {
+    let armed = guest.armed().await?;
+    let state = |event: &Tracepoint| {
         (
             event.name.clone(),
             event.state(),
             event.armed_by.len() as u64,
         )
     };
-    Ok(listed.iter().map(state).collect())
+    Ok(armed.iter().map(state).collect())
 }
 
 /// Streams go on, what was recorded meanwhile comes, and what is parked stays so, over and over.
@@ -146,10 +141,9 @@ async fn an_agent_that_is_killed_at_work_leaves_nothing_behind() -> Result<()> {
         };
         client.arm_tracepoints(request).await
     });
-    let enabled = "cat /sys/kernel/tracing/instances/patchbay/set_event";
     guest
         .shell(&format!(
-            "until [ -n \"$({enabled})\" ]; do :; done; kill -KILL $(pidof patchbay-agent)"
+            "until [ -n \"$(cat {AGENT_INSTANCE}/set_event)\" ]; do :; done; kill -KILL $(pidof patchbay-agent)"
         ))
         .await?;
     let status = arming.await?.expect_err("the agent was killed");
@@ -158,7 +152,7 @@ async fn an_agent_that_is_killed_at_work_leaves_nothing_behind() -> Result<()> {
     // Arming takes its turn after the new agent has taken the remains away.
     guest.arm(&[EXEC]).await?;
     ensure!(
-        guest.shell(enabled).await? == EXEC,
+        guest.attached().await? == EXEC,
         "probes of a call that failed stay attached"
     );
     guest.fire(&[EXEC]).await?;
@@ -250,20 +244,13 @@ async fn nobody_else_is_taken_for_the_agent() -> Result<()> {
 /// Waits until what the monitor says of the absent agent has these words.
 async fn absent_because(guest: &mut Guest, words: &[&str]) -> Result<()> {
     let mut absent = String::new();
-    let said = async {
-        // Why it is absent is written a moment after it has gone.
-        loop {
-            absent = guest.wait_for_no_agent().await?;
-            if words.iter().all(|word| absent.contains(word)) {
-                return anyhow::Ok(());
-            }
-            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-        }
-    };
-    match tokio::time::timeout(std::time::Duration::from_secs(60), said).await {
-        Ok(said) => said,
-        Err(_) => anyhow::bail!("{words:?} are not in {absent:?}"),
-    }
+    // Why it is absent is written a moment after it has gone.
+    let said = until(async || {
+        absent = guest.wait_for_no_agent().await?;
+        Ok(words.iter().all(|word| absent.contains(word)))
+    });
+    said.await
+        .with_context(|| format!("{words:?} are not in {absent:?}"))
 }
 
 /// The same without an agent: each says why there is none, and the next that is one is taken.

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use figures::Samples;
 use patchbay_proto::v1::{FlipReport, StreamTracepointEventsRequest, TraceLosses};
-use patchbay_tests::{Environment, EventStream, Guest};
+use patchbay_tests::{EventStream, Guest};
 
 const SWITCH: &str = "sched:sched_switch";
 const ALL: &str = "*";
@@ -33,14 +33,11 @@ const MAX_RATE: u32 = 1_000_000;
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<()> {
-    let Some(environment) = Environment::linux_guest() else {
+    let Some(mut guest) = Guest::with_agent().await? else {
         return Ok(());
     };
     println!("Host: {}", figures::host());
     println!("Microseconds, p50 / p99 / max; ratios of the p50.");
-    let mut guest = Guest::builder(&environment).agent().boot().await?;
-    guest.assert_registered().await?;
-    guest.wait_for_agent().await?;
     println!("\nAgent at rest: {}.", memory(&mut guest).await?);
     first_event(&mut guest).await?;
     all_at_once(&mut guest).await?;

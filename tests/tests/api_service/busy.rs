@@ -288,7 +288,7 @@ async fn a_reference_that_became_the_last_goes_back_under_a_pause() {
     })
     .await;
     let (first, last) = (&*names[0], &*names[KEYS - 1]);
-    let all = |op| request(&names.iter().map(|name| (&**name, op)).collect::<Vec<_>>());
+    let updates: Vec<_> = names.iter().map(|name| (&**name, KeyOp::Inc)).collect();
 
     // Between the host's writes of the first key and of the last; now and then the guest is too slow.
     for _ in 0..1000 {
@@ -311,7 +311,7 @@ async fn a_reference_that_became_the_last_goes_back_under_a_pause() {
             })
         };
         let pauses = served.guest.pauses();
-        let result = served.update(all(KeyOp::Inc)).await;
+        let result = served.update(request(&updates)).await;
         over.store(true, Ordering::Relaxed);
         racing.join().expect("no panic");
         let response = result.expect("made at another attempt");
