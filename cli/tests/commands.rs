@@ -484,3 +484,29 @@ fn a_recording_is_written_to_the_named_file() {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(said.contains("/dev/full: the disk is full"), "{said}");
 }
+
+#[test]
+fn a_recording_that_is_refused_leaves_the_files_alone() {
+    let lab = Lab::new();
+    let path = |name| lab.folder.path().join(name);
+    let (earlier, new, nowhere) = (path("earlier"), path("new"), path("no-folder/new"));
+    std::fs::write(&earlier, "an earlier recording").expect("writable");
+    let record = |file: &PathBuf| {
+        let file = file.to_str().expect("text");
+        // There is no agent to arm anything.
+        let output = lab.run(&["trace", "record", "-o", file, "sched:*"]);
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let said = record(&earlier);
+    assert!(said.contains("agent"), "{said}");
+    let kept = std::fs::read_to_string(&earlier).expect("there");
+    assert_eq!(kept, "an earlier recording");
+    record(&new);
+    assert!(!new.exists());
+    let said = record(&nowhere);
+    assert!(
+        said.contains("no-folder/new cannot be written: No such file"),
+        "{said}"
+    );
+}

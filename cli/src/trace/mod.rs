@@ -268,6 +268,40 @@ async fn tail(
     Err(ended())
 }
 
+/// Opens the stream and begins the file. A new file is begun first, so that a disk without room for it
+/// leaves the guest alone; one that exists only when the events come, so that a refusal leaves it alone.
+async fn begin(
+    client: &mut Client,
+    arguments: StreamArgs,
+    path: &Path,
+    unwritable: impl Fn(std::io::Error) -> Failure,
+) -> Result<
+    (
+        Timeline<File>,
+        Streaming<v1::StreamTracepointEventsResponse>,
+    ),
+    Failure,
+> {
+    match File::options().write(true).open(path) {
+        Ok(_) => {
+            let stream = open(client, arguments).await?;
+            let timeline = File::create(path).and_then(Timeline::begin);
+            Ok((timeline.map_err(unwritable)?, stream))
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            let timeline = File::create_new(path)
+                .and_then(Timeline::begin)
+                .map_err(unwritable)?;
+            let stream = open(client, arguments).await.inspect_err(|_| {
+                // Without events it is of no use; if it stays, it is whole.
+                let _ = std::fs::remove_file(path);
+            })?;
+            Ok((timeline, stream))
+        }
+        Err(error) => Err(unwritable(error)),
+    }
+}
+
 async fn record(
     mut client: Client,
     arguments: StreamArgs,
@@ -285,10 +319,8 @@ async fn record(
         }
         _ => Failure::error(format!("{name} cannot be written: {error}")),
     };
-    let mut timeline = File::create(path)
-        .and_then(Timeline::begin)
-        .map_err(|error| unwritable(error, 0))?;
-    let mut stream = open(&mut client, arguments).await?;
+    let (mut timeline, mut stream) =
+        begin(&mut client, arguments, path, |error| unwritable(error, 0)).await?;
     let end = async {
         match duration {
             Some(duration) => tokio::time::sleep(duration).await,
