@@ -56,7 +56,15 @@ impl Shell {
     /// Waits until `text` appears in output that no earlier call has passed,
     /// and returns the output up to its end.
     pub async fn wait_for(&mut self, text: &str) -> Result<String> {
-        match tokio::time::timeout(PATIENCE, self.read_until(text)).await {
+        self.wait_longer_for(text, PATIENCE).await
+    }
+
+    pub(crate) async fn wait_longer_for(
+        &mut self,
+        text: &str,
+        patience: Duration,
+    ) -> Result<String> {
+        match tokio::time::timeout(patience, self.read_until(text)).await {
             Ok(found) => found,
             Err(_) => bail!(
                 "the guest did not print {text:?}; its console so far:\n{}",

@@ -51,6 +51,13 @@ impl Environment {
         files().map_err(|reason| crate::skip(&reason)).ok()
     }
 
+    /// A raw image with Debian's essential packages, systemd and udev (`PATCHBAY_TEST_ROOT_DISK`), and
+    /// the agent (`PATCHBAY_AGENT`), or `None` after saying why the test is skipped.
+    pub fn root_disk_and_agent() -> Option<(PathBuf, PathBuf)> {
+        let files = || Ok((file("PATCHBAY_TEST_ROOT_DISK")?, file("PATCHBAY_AGENT")?));
+        files().map_err(|reason: String| crate::skip(&reason)).ok()
+    }
+
     fn from_variables() -> Result<Self, String> {
         if let Err(error) = std::fs::File::options()
             .read(true)

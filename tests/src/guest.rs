@@ -25,6 +25,7 @@ use crate::console::{PATIENCE, SHELL_READS, Shell};
 pub struct GuestBuilder {
     environment: Environment,
     kernel: PathBuf,
+    root_disk: Option<PathBuf>,
     vcpus: u32,
     memory: String,
     command_line: String,
@@ -37,6 +38,12 @@ impl GuestBuilder {
     pub fn kernel(mut self, kernel: &Path) -> Self {
         self.kernel = kernel.to_owned();
         self
+    }
+
+    /// A disk to boot from instead of the initramfs. It must have a shell that reads the console.
+    pub fn root_disk(mut self, image: &Path) -> Self {
+        self.root_disk = Some(image.to_owned());
+        self.command_line("root=/dev/vda rw")
     }
 
     /// Number of vCPUs, 1 to 16; 1 unless said.
@@ -80,11 +87,13 @@ impl GuestBuilder {
         if self.agent {
             command.arg("--vsock").arg(folder.path().join("vsock"));
         }
+        match &self.root_disk {
+            Some(image) => command.arg("--disk").arg(image),
+            None => command.arg("--initrd").arg(&self.environment.initramfs),
+        };
         let process = command
             .arg("--kernel")
             .arg(&self.kernel)
-            .arg("--initrd")
-            .arg(&self.environment.initramfs)
             .args(["--cmdline", &self.command_line])
             .args(["--memory", &self.memory])
             .args(["--vcpus", &self.vcpus.to_string()])
@@ -113,7 +122,13 @@ impl GuestBuilder {
         guest.connection = Some(Connection { channel, shell });
         // Whoever opens the port empties its receiver (serial8250_do_startup()), so what is
         // typed before the shell has it open is lost.
-        guest.console().wait_for(SHELL_READS).await?;
+        let patience = match self.root_disk {
+            // A distribution starts more than one program.
+            Some(_) => 4 * PATIENCE,
+            None => PATIENCE,
+        };
+        let console = guest.console();
+        console.wait_longer_for(SHELL_READS, patience).await?;
         guest.shell("dmesg -n 1").await?;
         Ok(guest)
     }
@@ -141,6 +156,7 @@ impl Guest {
         GuestBuilder {
             environment: environment.clone(),
             kernel: environment.kernel.clone(),
+            root_disk: None,
             vcpus: 1,
             memory: "256M".to_owned(),
             // noxsave: the lab's QEMU lets a nested guest's XSETBV pass unseen, so that its KVM tells

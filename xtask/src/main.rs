@@ -17,6 +17,7 @@ mod kernel_config;
 mod lab;
 mod lab_image;
 mod modules;
+mod root_disk;
 mod shell;
 mod step;
 mod terminal;

@@ -19,7 +19,7 @@ use anyhow::{Result, bail};
 use crate::cargo::TestBinary;
 use crate::kernel::Recipe;
 use crate::test_runner::{LabWorker, Report, Test, Verdict};
-use crate::{cargo, guest, host, lab_image, test_runner};
+use crate::{cargo, guest, host, lab_image, root_disk, test_runner};
 
 /// Packages whose tests are built in the release profile: in the lab, speed counts.
 const RELEASE: &str = "patchbay-tests";
@@ -157,6 +157,15 @@ pub fn run(selection: &Selection) -> Result<bool> {
             let more = guest::kernel_without_jump_labels()?;
             outcome.variables.extend(more);
         }
+        if tier_3.iter().any(needs_root_disk) {
+            let agent = cargo::build_agent()?;
+            outcome.variables.push(("PATCHBAY_AGENT", agent));
+            match root_disk::get() {
+                Ok(disk) => outcome.variables.push(("PATCHBAY_TEST_ROOT_DISK", disk)),
+                // The test says then that it is skipped.
+                Err(error) => eprintln!("There is no root disk for a Debian guest: {error:#}"),
+            }
+        }
         guest::announce_place();
     }
     let mut again = Vec::new();
@@ -182,6 +191,10 @@ pub fn run(selection: &Selection) -> Result<bool> {
 
 fn needs_kernel_without_jump_labels(test: &Test) -> bool {
     test.suite == "patchbay-tests::linux_kernels"
+}
+
+fn needs_root_disk(test: &Test) -> bool {
+    test.suite == "patchbay-tests::linux_disk"
 }
 
 fn runs_with_oldest(test: &Test) -> bool {

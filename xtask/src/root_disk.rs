@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The disk of a guest that runs Debian with systemd, as Debian's packages make it.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::Result;
+
+use crate::step::Steps;
+use crate::{cache, host};
+
+/// Tools that make a file system of packages; they need root, or user namespaces and uidmap.
+const TOOLS: &[&str] = &["mmdebstrap", "genext2fs"];
+const SUITE: &str = "bookworm";
+/// Beside the essential ones.
+const PACKAGES: &str = "systemd-sysv,udev,dbus";
+
+/// The raw image, made if it is not in the cache. As with the lab's kernel, the packages' versions
+/// are not in the key.
+pub fn get() -> Result<PathBuf> {
+    let mut inputs = cache::Inputs::new("root disk 1");
+    inputs.add("suite", SUITE);
+    inputs.add("packages", PACKAGES);
+    let folder = cache::entry("disk", &inputs.key(), build)?;
+    Ok(folder.join("disk.img"))
+}
+
+fn build(folder: &Path) -> Result<()> {
+    host::ensure_packages(TOOLS)?;
+    let steps = Steps::new(
+        "making the root disk of a Debian guest",
+        &folder.join("build.log"),
+    )?;
+    let mut command = Command::new("mmdebstrap");
+    command
+        .args(["--variant=minbase", "--format=ext2"])
+        .args(["--include", PACKAGES, SUITE])
+        .arg(folder.join("disk.img"));
+    steps.run("installing its packages", &mut command)
+}
