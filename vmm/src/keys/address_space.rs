@@ -28,11 +28,12 @@ pub struct PageTable {
 pub struct KernelMemory {
     ram: GuestRam,
     table: PageTable,
-    /// By the page's number.
-    walks: [Cell<Walk>; WALKS],
+    walks: Walks<64, PAGE_SIZE>,
+    /// Of what larger pages map: nearly all of the kernel's text and data.
+    large_walks: Walks<16, LARGE_PAGE>,
 }
 
-const WALKS: usize = 64;
+const LARGE_PAGE: u64 = 2 << 20;
 
 /// A page of the guest's kernel and where it lies.
 #[derive(Clone, Copy, Debug)]
@@ -47,32 +48,66 @@ const NO_WALK: Walk = Walk {
     piece: Piece::NONE,
 };
 
+/// `COUNT` walks to pages of `BYTES`, each at the place that its page's number gives it.
+#[derive(Clone, Debug)]
+struct Walks<const COUNT: usize, const BYTES: u64>([Cell<Walk>; COUNT]);
+
+impl<const COUNT: usize, const BYTES: u64> Walks<COUNT, BYTES> {
+    fn new() -> Self {
+        Self([const { Cell::new(NO_WALK) }; COUNT])
+    }
+
+    fn slot(&self, page: u64) -> &Cell<Walk> {
+        // Spread by all bits: keys and text lie in step with each other.
+        let spread = (page / BYTES).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        &self.0[usize::try_from(spread % COUNT as u64).unwrap_or(0)]
+    }
+
+    fn find(&self, page: u64) -> Option<Piece> {
+        let known = self.slot(page).get();
+        (known.page == page).then_some(known.piece)
+    }
+
+    fn remember(&self, page: u64, piece: Piece) {
+        self.slot(page).set(Walk { page, piece });
+    }
+}
+
 impl KernelMemory {
     /// The memory that `table` maps.
     pub fn new(ram: &GuestRam, table: PageTable) -> Self {
         Self {
             ram: ram.clone(),
             table,
-            walks: [const { Cell::new(NO_WALK) }; WALKS],
+            walks: Walks::new(),
+            large_walks: Walks::new(),
         }
     }
 
     /// Where the page that begins at this address lies.
     fn page(&self, page: u64) -> Result<Piece, Fault> {
-        // Spread by all bits: keys and text lie in step with each other.
-        let spread = (page / PAGE_SIZE).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-        let index = usize::try_from(spread % WALKS as u64).unwrap_or(0);
-        let known = self.walks[index].get();
-        if known.page == page {
-            return Ok(known.piece);
+        if let Some(piece) = self.walks.find(page) {
+            return Ok(piece);
+        }
+        let offset = page % LARGE_PAGE;
+        let part = |large: Piece| large.part(usize::try_from(offset).unwrap_or(0), PAGE_BYTES);
+        if let Some(large) = self.large_walks.find(page - offset) {
+            return Ok(part(large));
         }
         let mapping = paging::translate(&self.ram, self.table.root, self.table.levels, page)?;
+        // The end of a large page looks like a small one, and is treated as such.
+        if mapping.remaining > PAGE_SIZE
+            && let Ok(large) = self.ram.piece(mapping.physical - offset, LARGE_BYTES)
+        {
+            self.large_walks.remember(page - offset, large);
+            return Ok(part(large));
+        }
         // Memory begins and ends with whole pages.
         let piece = self
             .ram
             .piece(mapping.physical, PAGE_BYTES)
             .map_err(|_| Fault::NotRam)?;
-        self.walks[index].set(Walk { page, piece });
+        self.walks.remember(page, piece);
         Ok(piece)
     }
 
@@ -129,6 +164,8 @@ impl KernelMemory {
 
 const PAGE_BYTES: usize = 1 << 12;
 const _: () = assert!(PAGE_BYTES as u64 == PAGE_SIZE);
+const LARGE_BYTES: usize = 2 << 20;
+const _: () = assert!(LARGE_BYTES as u64 == LARGE_PAGE);
 
 /// Up to two pieces: a range of at most 64 bytes straddles at most one page end.
 #[derive(Clone, Copy, Debug, Default)]
@@ -246,4 +283,74 @@ fn split(place: Place, length: usize) -> Result<(Piece, Piece), AccessFault> {
         return Err(AccessFault);
     }
     Ok((place.first.prefix(first), place.second.prefix(second)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROOT: u64 = 0x1000;
+    const BASE: u64 = 0xffff_ffff_8000_0000;
+
+    /// 8 MiB, of which the kernel has a large page, small ones in another order, two large ones that
+    /// change places, and one that lies outside.
+    fn memory() -> KernelMemory {
+        let ram = GuestRam::new(8 << 20).unwrap();
+        let put = |table: u64, index: u64, entry: u64| {
+            ram.write(table + 8 * index, &(entry | 1).to_le_bytes())
+                .unwrap();
+        };
+        put(ROOT, 511, 0x2000);
+        put(0x2000, 510, 0x3000);
+        let large = 1 << 7;
+        put(0x3000, 0, large | 2 << 20);
+        put(0x3000, 1, 0x4000);
+        for page in 0..512 {
+            put(0x4000, page, (511 - page) * PAGE_SIZE);
+        }
+        put(0x3000, 2, large | 6 << 20);
+        put(0x3000, 3, large | 4 << 20);
+        put(0x3000, 4, large | 8 << 20);
+        let mut random = fastrand::Rng::with_seed(1);
+        for address in (2 << 20..8 << 20).step_by(8) {
+            ram.write(address, &random.u64(..).to_le_bytes()).unwrap();
+        }
+        let table = PageTable {
+            root: ROOT,
+            levels: Levels::Four,
+        };
+        KernelMemory::new(&ram, table)
+    }
+
+    /// What is found by remembered walks is what a walk of its own finds.
+    #[test]
+    fn remembered_walks_lead_where_walks_lead() {
+        let memory = memory();
+        let mut random = fastrand::Rng::with_seed(2);
+        let mut unmapped = 0;
+        for _ in 0..100_000 {
+            // Often at the ends of large pages.
+            let near = random.u64(..6) << 21;
+            let address = match random.bool() {
+                true => BASE + random.u64(..10 << 20),
+                false => BASE + near + random.u64(..128) - 64,
+            };
+            let length = random.usize(1..=LOCATE_MAX);
+            let mut by_walk = vec![0; length];
+            let mut found = vec![0; length];
+            let walked = memory.read_gva(address, &mut by_walk);
+            match memory.locate(address, length) {
+                Ok(place) => {
+                    memory.read(place, &mut found).unwrap();
+                    walked.unwrap();
+                    assert_eq!(found, by_walk, "{address:#x}, {length} bytes");
+                }
+                Err(_) => {
+                    unmapped += 1;
+                    assert!(walked.is_err(), "{address:#x}, {length} bytes");
+                }
+            }
+        }
+        assert!((10_000..60_000).contains(&unmapped), "{unmapped}");
+    }
 }

@@ -39,6 +39,18 @@ impl TracepointKeys for Keys {
             .collect())
     }
 
+    fn probes(&self, keys: &[String]) -> Result<Vec<Option<u32>>, KeysError> {
+        let Snapshot { registration, .. } = self.shared.registry.snapshot()?;
+        let ram = self.shared.registry.ram().ok_or(KeysError::GuestStopped)?;
+        let memory = registration.memory(ram);
+        let probes = |name: &String| {
+            let key = registration.catalog.find(name)?;
+            let tracepoint = registration.catalog.tracepoint(&memory, key.id);
+            Some(tracepoint.ok()??.probes)
+        };
+        Ok(keys.iter().map(probes).collect())
+    }
+
     fn switch(
         &self,
         switch: Switch,
@@ -51,6 +63,7 @@ impl TracepointKeys for Keys {
             // The reference that is dropped may be the guest's own, taken when the probe was
             // attached; clients of tracepoints are counted by the tracer.
             force: true,
+            summary_only: true,
             reason: switch.reason.to_owned(),
             ..UpdateRequest::new(updates, switch.owner, switch.stop_timeout, switch.deadline)
         };

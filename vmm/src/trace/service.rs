@@ -407,15 +407,15 @@ fn once(
             format!("is longer than {MAX_REQUEST_ID_BYTES} bytes"),
         ));
     }
+    // What changes nothing may be asked for again.
+    if request_id.is_empty() || validate_only {
+        return Ok(Once::default());
+    }
     let mut content = method.as_bytes().to_vec();
     content.extend(rest.encode_to_vec());
     Ok(Once {
         client: client.to_owned(),
-        // What changes nothing may be asked for again.
-        request_id: match validate_only {
-            true => String::new(),
-            false => request_id,
-        },
+        request_id,
         content: replay::content(&content),
     })
 }

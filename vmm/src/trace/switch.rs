@@ -53,6 +53,13 @@ pub trait TracepointKeys: Send + Sync + 'static {
     /// If the guest has not registered.
     fn tracepoints(&self) -> Result<Vec<TracepointFacts>, KeysError>;
 
+    /// Probes attached to the tracepoints of these keys, read now; None where there is no such key,
+    /// or it could not be read.
+    ///
+    /// # Errors
+    /// If the guest has not registered.
+    fn probes(&self, keys: &[String]) -> Result<Vec<Option<u32>>, KeysError>;
+
     /// Switches all or none.
     ///
     /// # Errors

@@ -80,6 +80,12 @@ impl TracepointKeys for Keys {
         Ok(self.state.lock().unwrap().iter().map(fact).collect())
     }
 
+    fn probes(&self, keys: &[String]) -> Result<Vec<Option<u32>>, KeysError> {
+        let state = self.state.lock().unwrap();
+        let probes = |key: &String| state.get(key).map(|(_, probes)| *probes);
+        Ok(keys.iter().map(probes).collect())
+    }
+
     fn switch(&self, switch: Switch) -> Boxed<'_, Result<Option<FlipReport>, KeysError>> {
         Box::pin(async move {
             if let Some(error) = self.fail.lock().unwrap().take() {
