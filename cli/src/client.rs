@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
+use patchbay_proto::v1::ResultView;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
@@ -179,5 +180,14 @@ fn find(target: &Target) -> Result<PathBuf, Failure> {
                 names.join(", ")
             )))
         }
+    }
+}
+
+/// How much of a change is to be told.
+pub fn result_view(summary: bool) -> i32 {
+    if summary {
+        ResultView::Summary.into()
+    } else {
+        ResultView::Full.into()
     }
 }

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use tokio_stream::StreamExt;
 
 use crate::args::{ChangeArgs, Class, KeysCommand, ListArgs, Output, Terms};
-use crate::client::Monitor;
+use crate::client::{Monitor, result_view};
 use crate::failure::Failure;
 use crate::print::{Detailed, print, print_streamed};
 use crate::view;
@@ -194,11 +194,7 @@ async fn update(
             .stop_timeout
             .and_then(|timeout| timeout.try_into().ok()),
         retry_timeout: monitor.retry_timeout().try_into().ok(),
-        result_view: if terms.summary {
-            v1::ResultView::Summary.into()
-        } else {
-            v1::ResultView::Full.into()
-        },
+        result_view: result_view(terms.summary),
     };
     let response = monitor
         .keys()

@@ -7,7 +7,8 @@ use std::process::{Output, Stdio};
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{
-    ArmTracepointsRequest, ListTracepointsRequest, TraceEvent, TracepointState,
+    ArmTracepointsRequest, ListTracepointsRequest, ParkTracepointsRequest, ResultView, TraceEvent,
+    TracepointState, TracepointSummary,
 };
 use patchbay_tests::{AGENT_INSTANCE, Environment, Guest, reason, until};
 use tokio::process::Command;
@@ -121,6 +122,14 @@ async fn fire_and_park_work_on_a_guest_whose_agent_is_stopped() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
+fn summary(events: usize, firing: usize) -> TracepointSummary {
+    let to_u32 = |count| u32::try_from(count).expect("hundreds");
+    TracepointSummary {
+        events: to_u32(events),
+        firing: to_u32(firing),
+    }
+}
+
 /// All that can be parked, in one pause each.
 #[tokio::test]
 async fn hundreds_fire_and_park_in_one_pause() -> Result<()> {
@@ -143,7 +152,19 @@ async fn hundreds_fire_and_park_in_one_pause() -> Result<()> {
     );
     let report = fired.report.unwrap_or_default();
     ensure!(report.sites_patched as usize > armed / 2, "{report:?}");
-    guest.park(&["*"]).await?;
+    ensure!(fired.summary == Some(summary(armed, armed)), "{fired:?}");
+    let request = ParkTracepointsRequest {
+        patterns: vec!["*".to_owned()],
+        result_view: ResultView::Summary.into(),
+        ..Default::default()
+    };
+    let parked = guest.tracepoints().park_tracepoints(request).await?;
+    let parked = parked.into_inner();
+    ensure!(parked.results.is_empty(), "{parked:?}");
+    ensure!(parked.summary == Some(summary(armed, 0)), "{parked:?}");
+    let enabled = guest.armed().await?;
+    let enabled = enabled.iter().filter(|tracepoint| tracepoint.enabled);
+    ensure!(enabled.count() == 0, "some go on");
     guest.disarm(&["*"]).await?;
     guest.assert_no_warnings().await
 }

@@ -118,6 +118,9 @@ pub struct SwitchArgs {
     /// Check everything and change nothing.
     #[arg(long)]
     pub dry_run: bool,
+    /// Answer with numbers alone, not with each event: faster for hundreds of them.
+    #[arg(long)]
+    pub summary: bool,
     /// How long the vCPUs may take to stop, for example 10ms.
     #[arg(long, value_parser = parse_duration)]
     pub stop_timeout: Option<Duration>,

@@ -21,7 +21,7 @@ use self::args::{Probe, StreamArgs, SwitchArgs, TraceCommand};
 use self::timeline::Timeline;
 use self::view::{Change, Line, Losses, Tracepoint};
 use crate::args::{Output, OutputArgument};
-use crate::client::Monitor;
+use crate::client::{Monitor, result_view};
 use crate::failure::{Failure, PARTLY};
 use crate::print::{print, print_streamed, write};
 
@@ -72,6 +72,7 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
             switch:
                 SwitchArgs {
                     dry_run,
+                    summary,
                     stop_timeout,
                     request_id,
                 },
@@ -81,21 +82,21 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
                 validate_only: dry_run,
                 stop_timeout: stop_timeout.and_then(|timeout| timeout.try_into().ok()),
                 request_id,
+                result_view: result_view(summary),
             };
             let response = client
                 .fire_tracepoints(monitor.request(request))
                 .await?
                 .into_inner();
-            print(
-                output,
-                &Change::new(response.results, response.report, dry_run),
-            )
+            let change = Change::new(response.results, response.report, dry_run);
+            print(output, &change.with_summary(response.summary))
         }
         TraceCommand::Park {
             patterns,
             switch:
                 SwitchArgs {
                     dry_run,
+                    summary,
                     stop_timeout,
                     request_id,
                 },
@@ -109,17 +110,16 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
                 even_if_others,
                 force,
                 request_id,
+                result_view: result_view(summary),
             };
             let response = client
                 .park_tracepoints(monitor.request(request))
                 .await?
                 .into_inner();
-            let firing: Vec<_> = response.results;
-            let is_kept =
-                |result: &v1::TracepointResult| result.state() == v1::TracepointState::Firing;
-            let kept = firing.iter().filter(|result| is_kept(result)).count();
-            print(output, &Change::new(firing, response.report, dry_run))?;
-            partly(kept, dry_run, "fired by other clients and go on")
+            let change = Change::new(response.results, response.report, dry_run)
+                .with_summary(response.summary);
+            print(output, &change)?;
+            partly(change.firing, dry_run, "fired by other clients and go on")
         }
         TraceCommand::Disarm {
             patterns,

@@ -101,6 +101,9 @@ fn notes(tracepoint: &Tracepoint) -> String {
 #[derive(Debug, Serialize)]
 pub struct Change {
     pub results: Vec<ChangedTracepoint>,
+    pub events: usize,
+    /// Of the events, those that fire afterwards.
+    pub firing: usize,
     pub dry_run: bool,
     /// From the request to stop until the last vCPU ran again, in nanoseconds.
     pub stopped_ns: Option<u64>,
@@ -133,11 +136,31 @@ impl Change {
                 .map(nanoseconds)
                 .sum()
         });
+        let results: Vec<_> = results.into_iter().map(result).collect();
+        let firing = state(v1::TracepointState::Firing);
         Self {
-            results: results.into_iter().map(result).collect(),
+            events: results.len(),
+            firing: results
+                .iter()
+                .filter(|result| result.state == firing)
+                .count(),
+            results,
             dry_run,
             stopped_ns: stopped,
             sites_patched: report.map_or(0, |report| report.sites_patched),
+        }
+    }
+
+    /// With the numbers of an answer that may be without results.
+    pub fn with_summary(self, summary: Option<v1::TracepointSummary>) -> Self {
+        let Some(v1::TracepointSummary { events, firing }) = summary else {
+            return self;
+        };
+        let to_usize = |count: u32| usize::try_from(count).unwrap_or(usize::MAX);
+        Self {
+            events: to_usize(events),
+            firing: to_usize(firing),
+            ..self
         }
     }
 
@@ -164,18 +187,21 @@ impl Printable for Change {
                 &result.kept_by.join(" "),
             ]);
         }
-        let mut text = print::text(&table);
-        let count = self.results.len();
+        let mut text = match self.results.len() {
+            0 => String::new(),
+            _ => print::text(&table) + "\n",
+        };
+        let count = self.events;
         let _ = match self.stopped_ns {
-            _ if self.dry_run => writeln!(text, "\n{count} events; nothing was changed (dry run)"),
+            _ if self.dry_run => writeln!(text, "{count} events; nothing was changed (dry run)"),
             Some(stopped) => writeln!(
                 text,
-                "\n{count} events, {} sites patched in one pause, guest stopped for {}.{:03} µs",
+                "{count} events, {} sites patched in one pause, guest stopped for {}.{:03} µs",
                 self.sites_patched,
                 stopped / 1000,
                 stopped % 1000
             ),
-            None => writeln!(text, "\n{count} events, no pause"),
+            None => writeln!(text, "{count} events, no pause"),
         };
         text
     }

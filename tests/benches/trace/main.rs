@@ -16,7 +16,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use figures::Samples;
-use patchbay_proto::v1::{FlipReport, StreamTracepointEventsRequest, TraceLosses};
+use patchbay_proto::v1::{
+    FireTracepointsRequest, FlipReport, ParkTracepointsRequest, ResultView,
+    StreamTracepointEventsRequest, TraceLosses,
+};
 use patchbay_tests::{EventStream, Guest};
 
 const SWITCH: &str = "sched:sched_switch";
@@ -149,12 +152,24 @@ async fn all_at_once(guest: &mut Guest) -> Result<()> {
         armed = guest.arm(&[ALL]).await?.results.len();
         arm.add(began.elapsed());
         for _ in 0..10 {
+            // As `echo`, which does not tell of each event either.
+            let view = ResultView::Summary.into();
+            let request = FireTracepointsRequest {
+                patterns: vec![ALL.to_owned()],
+                result_view: view,
+                ..Default::default()
+            };
             let began = Instant::now();
-            let report = guest.fire(&[ALL]).await?.report;
-            sites = fire.add(began, report)?;
+            let fired = guest.tracepoints().fire_tracepoints(request).await?;
+            sites = fire.add(began, fired.into_inner().report)?;
+            let request = ParkTracepointsRequest {
+                patterns: vec![ALL.to_owned()],
+                result_view: view,
+                ..Default::default()
+            };
             let began = Instant::now();
-            let report = guest.park(&[ALL]).await?.report;
-            park.add(began, report)?;
+            let parked = guest.tracepoints().park_tracepoints(request).await?;
+            park.add(began, parked.into_inner().report)?;
         }
         let began = Instant::now();
         guest.disarm(&[ALL]).await?;

@@ -13,6 +13,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
+use patchbay_proto::v1::ResultView;
 use patchbay_proto::v1::guest_service_server::GuestServiceServer;
 use patchbay_proto::v1::static_keys_service_server::StaticKeysServiceServer;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsServiceServer;
@@ -147,6 +148,21 @@ pub(crate) fn owner<T>(request: &tonic::Request<T>) -> String {
     match credentials {
         Some(credentials) => format!("uid:{}", credentials.uid()),
         None => "unknown".to_owned(),
+    }
+}
+
+/// Whether a request wants numbers alone.
+///
+/// # Errors
+/// INVALID_ARGUMENT for a view that this monitor does not know.
+pub(crate) fn summary_only(view: i32) -> Result<bool, crate::keys::KeysError> {
+    match ResultView::try_from(view) {
+        Ok(ResultView::Unspecified | ResultView::Full) => Ok(false),
+        Ok(ResultView::Summary) => Ok(true),
+        Err(_) => Err(crate::keys::KeysError::InvalidArgument {
+            field: "result_view",
+            message: "is unknown to this monitor; give full or summary".to_owned(),
+        }),
     }
 }
 

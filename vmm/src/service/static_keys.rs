@@ -219,14 +219,7 @@ fn update_request(
         Duration::from_millis(1)..=MAX_DEADLINE,
     )?;
     let deadline = retry_timeout.map_or(deadline, |timeout| deadline.min(received + timeout));
-    let summary_only = match v1::ResultView::try_from(request.result_view) {
-        Ok(v1::ResultView::Unspecified | v1::ResultView::Full) => false,
-        Ok(v1::ResultView::Summary) => true,
-        Err(_) => {
-            let message = "is unknown to this monitor; give full or summary";
-            return Err(invalid("result_view", message));
-        }
-    };
+    let summary_only = super::summary_only(request.result_view)?;
     // Each is held against each key.
     let patterns: usize = request.updates.iter().map(|one| one.patterns.len()).sum();
     if patterns > MAX_PATTERNS {

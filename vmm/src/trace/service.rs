@@ -123,12 +123,15 @@ impl TracepointsService for TracepointsApi {
         let wanted = Wanted::parse(request.patterns, true)?;
         let mut terms = switch_terms(request.validate_only, request.stop_timeout)?;
         terms.deadline = deadline;
+        let summary_only = crate::service::summary_only(request.result_view)?;
         let tracer = Arc::clone(&self.tracer);
         let change = async move { tracer.fire(&client, &wanted, &terms).await };
         let (results, report) = self.change(once, change).await?;
+        let (results, summary) = viewed(results, summary_only);
         Ok(Response::new(v1::FireTracepointsResponse {
             results,
             report,
+            summary: Some(summary),
         }))
     }
 
@@ -146,12 +149,15 @@ impl TracepointsService for TracepointsApi {
         terms.deadline = deadline;
         terms.even_if_others = request.even_if_others;
         terms.force = request.force;
+        let summary_only = crate::service::summary_only(request.result_view)?;
         let tracer = Arc::clone(&self.tracer);
         let change = async move { tracer.park(&client, &wanted, &terms).await };
         let (results, report) = self.change(once, change).await?;
+        let (results, summary) = viewed(results, summary_only);
         Ok(Response::new(v1::ParkTracepointsResponse {
             results,
             report,
+            summary: Some(summary),
         }))
     }
 
@@ -484,6 +490,20 @@ async fn list(
         .into_iter()
         .filter(|name| wanted.matches(name) && (!armed_only || book.events.contains_key(name)));
     Ok((chosen.map(tell).collect(), stale))
+}
+
+/// The numbers of the results, and these unless the numbers alone are wanted.
+fn viewed(
+    results: Vec<v1::TracepointResult>,
+    summary_only: bool,
+) -> (Vec<v1::TracepointResult>, v1::TracepointSummary) {
+    let to_u32 = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    let fires = |result: &&v1::TracepointResult| result.state() == v1::TracepointState::Firing;
+    let summary = v1::TracepointSummary {
+        events: to_u32(results.len()),
+        firing: to_u32(results.iter().filter(fires).count()),
+    };
+    (if summary_only { vec![] } else { results }, summary)
 }
 
 fn invalid(field: &'static str, message: impl Into<String>) -> TraceError {
