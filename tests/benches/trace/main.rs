@@ -30,7 +30,9 @@ const TURNS: usize = 4;
 const QUIET: Duration = Duration::from_millis(600);
 /// Passes of the byte in one sample, and samples of a turn.
 const ROUNDS: usize = 500;
-const SAMPLES: usize = 25;
+const SAMPLES: usize = 5;
+/// Of nothing armed to everything firing.
+const SLOWDOWN_TURNS: usize = 15;
 /// The ring buffer's reader is asked for no more than the client could take.
 const MAX_RATE: u32 = 1_000_000;
 
@@ -201,48 +203,62 @@ async fn all_at_once(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-async fn ping_pong(guest: &mut Guest, samples: &mut Samples) -> Result<()> {
+/// Adds the same samples to all and to those of this turn.
+async fn ping_pong(guest: &mut Guest, all: &mut Samples, turn: &mut Samples) -> Result<()> {
     let command = format!("trace_tool ping-pong {ROUNDS} {SAMPLES}");
-    nanoseconds(&guest.shell(&command).await?, samples)
+    let output = guest.shell(&command).await?;
+    nanoseconds(&output, all)?;
+    nanoseconds(&output, turn)
 }
 
 async fn slowdown(guest: &mut Guest) -> Result<()> {
-    let mut cases = [
-        ("nothing armed", Samples::default()),
-        ("everything armed and parked", Samples::default()),
-        ("everything firing, nobody reads", Samples::default()),
-        ("everything firing, with a stream", Samples::default()),
-        ("nothing armed, again", Samples::default()),
+    let cases = [
+        "nothing armed",
+        "everything armed and parked",
+        "everything firing, nobody reads",
+        "everything firing, with a stream",
+        "nothing armed, again",
     ];
+    let mut all = cases.map(|_| Samples::default());
+    // Of each turn, because the machine is often twice as fast as a minute ago.
+    let mut ratios = cases.map(|_| Vec::new());
     // Once without counting, for the caches and the emulator's translations.
-    ping_pong(guest, &mut Samples::default()).await?;
-    for _ in 0..TURNS {
-        ping_pong(guest, &mut cases[0].1).await?;
+    ping_pong(guest, &mut Samples::default(), &mut Samples::default()).await?;
+    for _ in 0..SLOWDOWN_TURNS {
+        let mut turn = cases.map(|_| Samples::default());
+        ping_pong(guest, &mut all[0], &mut turn[0]).await?;
         guest.arm(&[ALL]).await?;
-        ping_pong(guest, &mut cases[1].1).await?;
+        ping_pong(guest, &mut all[1], &mut turn[1]).await?;
         guest.fire(&[ALL]).await?;
-        ping_pong(guest, &mut cases[2].1).await?;
+        ping_pong(guest, &mut all[2], &mut turn[2]).await?;
         let mut stream = listen(guest).await?;
         {
             // The stream is read meanwhile, or it would be the client that is slow.
             let reading = async { while stream.batch().await.is_ok() {} };
             tokio::select! {
-                result = ping_pong(guest, &mut cases[3].1) => result?,
+                result = ping_pong(guest, &mut all[3], &mut turn[3]) => result?,
                 () = reading => anyhow::bail!("the stream ended"),
             }
         }
         guest.park(&[ALL]).await?;
         drop(stream);
         guest.disarm(&[ALL]).await?;
-        ping_pong(guest, &mut cases[4].1).await?;
+        ping_pong(guest, &mut all[4], &mut turn[4]).await?;
+        for (ratios, of_turn) in ratios.iter_mut().zip(&turn) {
+            ratios.push(of_turn.times(&turn[0]));
+        }
     }
     println!(
-        "\n| pipe ping-pong, one round | n | p50 / p99 / max | times as long as with nothing armed |"
+        "\n| pipe ping-pong, one round | n | p50 / p99 / max | times as long as with nothing armed: median, least and most of {SLOWDOWN_TURNS} turns |"
     );
     println!("|---|---|---|---|");
-    for (what, samples) in &cases {
-        let times = samples.times(&cases[0].1);
-        println!("| {what} | {} | {samples} | {times:.2} |", samples.len());
+    for ((what, samples), mut ratios) in cases.iter().zip(&all).zip(ratios) {
+        ratios.sort_by(f64::total_cmp);
+        let [least, median, most] = [0, ratios.len() / 2, ratios.len() - 1].map(|at| ratios[at]);
+        println!(
+            "| {what} | {} | {samples} | {median:.2} ({least:.2} to {most:.2}) |",
+            samples.len()
+        );
     }
     Ok(())
 }
