@@ -110,9 +110,9 @@ pub enum Command {
 
 #[derive(Debug, Args)]
 pub struct RunArgs {
-    /// Name of the guest.
-    #[arg(long, default_value = "default")]
-    pub name: String,
+    /// Name of the guest, "default" unless said; may also stand among the monitor's arguments.
+    #[arg(long)]
+    pub name: Option<String>,
     /// Arguments of patchbay-vmm, for example --kernel bzImage --vcpus 2; see patchbay-vmm --help.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     pub arguments: Vec<OsString>,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `patchbay guests`, `guest`, `console` and `run`.
 
+use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -200,8 +201,20 @@ pub async fn console(monitor: &Monitor, arguments: &ConsoleArgs) -> Result<(), F
 ///
 /// # Errors
 /// If it cannot be started; otherwise this does not return.
-pub fn become_monitor(target: &Target, arguments: RunArgs) -> Result<(), Failure> {
-    let name = target.guest.clone().unwrap_or(arguments.name);
+pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Failure> {
+    let name = target.guest.clone().or(arguments.name);
+    let name = name
+        .or_else(|| take_name(&mut arguments.arguments))
+        .unwrap_or_else(|| "default".to_owned());
+    let is_socket = |argument: &OsString| {
+        let argument = argument.as_encoded_bytes();
+        argument == b"--api-socket" || argument.starts_with(b"--api-socket=")
+    };
+    if arguments.arguments.iter().any(is_socket) {
+        return Err(Failure::usage(
+            "--api-socket is set by this command; say `patchbay --socket PATH run …`",
+        ));
+    }
     let socket = match &target.socket {
         Some(socket) => socket.clone(),
         None => {
@@ -228,6 +241,23 @@ pub fn become_monitor(target: &Target, arguments: RunArgs) -> Result<(), Failure
         "{} cannot be started: {error}; install patchbay-vmm beside patchbay or in a folder of PATH",
         program.display()
     )))
+}
+
+/// Takes `--name NAME` or `--name=NAME` out of the monitor's arguments.
+fn take_name(arguments: &mut Vec<OsString>) -> Option<String> {
+    let text = |argument: &OsString| Some(argument.to_str()?.to_owned());
+    let is_name = |argument: &OsString| {
+        let argument = argument.to_str().unwrap_or_default();
+        argument == "--name" || argument.starts_with("--name=")
+    };
+    let at = arguments.iter().position(is_name)?;
+    if let Some((_, name)) = text(&arguments[at])?.split_once('=') {
+        arguments.remove(at);
+        return Some(name.to_owned());
+    }
+    let name = text(arguments.get(at + 1)?)?;
+    arguments.drain(at..at + 2);
+    Some(name)
 }
 
 /// The monitor beside this program, or by its name on PATH.

@@ -413,28 +413,40 @@ fn run_starts_the_monitor_with_the_socket_of_its_name() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("temporary folder");
     let alone = folder.path().join("patchbay");
     std::fs::hard_link(env!("CARGO_BIN_EXE_patchbay"), &alone).expect("linked");
-    let run = |path: &std::path::Path| {
+    let run = |path: &std::path::Path, words: &str| {
         Command::new(&alone)
-            .args([
-                "run", "--name", "web1", "--kernel", "bzImage", "--vcpus", "2",
-            ])
+            .args(words.split(' '))
             .env("XDG_RUNTIME_DIR", lab.folder.path())
             .env("PATH", path)
             .output()
             .expect("starts")
     };
-    let output = run(&bin);
-    let socket = lab.folder.path().join("patchbay/web1.sock");
-    let expected = format!(
-        "--name web1 --api-socket {} --kernel bzImage --vcpus 2\n",
-        socket.display()
-    );
-    assert_eq!(
-        String::from_utf8_lossy(&output.stdout),
-        expected,
+    for (words, name) in [
+        ("run --name web1 --kernel bzImage --vcpus 2", "web1"),
+        ("run --kernel bzImage --name web2 --vcpus 2", "web2"),
+        ("run --kernel bzImage --vcpus 2 --name=web3", "web3"),
+        ("--guest web4 run --kernel bzImage --vcpus 2", "web4"),
+        ("run --kernel bzImage --vcpus 2", "default"),
+    ] {
+        let output = run(&bin, words);
+        let socket = lab.folder.path().join(format!("patchbay/{name}.sock"));
+        let expected = format!(
+            "--name {name} --api-socket {} --kernel bzImage --vcpus 2\n",
+            socket.display()
+        );
+        assert_eq!(
+            String::from_utf8_lossy(&output.stdout),
+            expected,
+            "{output:?}"
+        );
+    }
+    let output = run(&bin, "run --kernel bzImage --api-socket a.sock");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(
+        String::from_utf8_lossy(&output.stderr).contains("patchbay --socket PATH run"),
         "{output:?}"
     );
-    let output = run(lab.folder.path());
+    let output = run(lab.folder.path(), "run --kernel bzImage");
     assert_eq!(output.status.code(), Some(1));
     assert!(
         String::from_utf8_lossy(&output.stderr).contains("install patchbay-vmm"),

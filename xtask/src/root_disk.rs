@@ -10,7 +10,7 @@ use crate::step::Steps;
 use crate::{cache, host};
 
 /// Tools that make a file system of packages; they need root, or user namespaces and uidmap.
-const TOOLS: &[&str] = &["mmdebstrap", "genext2fs"];
+const TOOLS: &[&str] = &["mmdebstrap", "genext2fs", "gpg", "debian-archive-keyring"];
 const SUITE: &str = "bookworm";
 /// Beside the essential ones.
 const PACKAGES: &str = "systemd-sysv,udev,dbus";
