@@ -226,7 +226,8 @@ impl<G: Guest> Owner<G> {
         Ok(draft)
     }
 
-    /// Makes a plan, beside the running guest if it needs no pause.
+    /// Makes a plan: beside the running guest if it needs no pause, else by pause, verify, commit,
+    /// resume.
     fn make(
         &self,
         patience: Duration,
@@ -235,22 +236,10 @@ impl<G: Guest> Owner<G> {
         plan: &Plan<Place>,
         held: Option<&G::Paused<'_>>,
     ) -> Result<Result<v1::FlipReport, Obstacle>, KeysError> {
-        if plan.needs_pause() {
-            return self.stop_and_commit(patience, snapshot, memory, plan, held);
+        if !plan.needs_pause() {
+            let made = plan.commit_running(memory);
+            return Ok(made.map(|_| v1::FlipReport::default()).map_err(Into::into));
         }
-        let made = plan.commit_running(memory);
-        Ok(made.map(|_| v1::FlipReport::default()).map_err(Into::into))
-    }
-
-    /// Pause, verify, commit, resume.
-    fn stop_and_commit(
-        &self,
-        patience: Duration,
-        snapshot: &Snapshot,
-        memory: &KernelMemory,
-        plan: &Plan<Place>,
-        held: Option<&G::Paused<'_>>,
-    ) -> Result<Result<v1::FlipReport, Obstacle>, KeysError> {
         if let Some(held) = held {
             let began = Instant::now();
             let made = self.verify_and_commit(snapshot, memory, plan, held);
