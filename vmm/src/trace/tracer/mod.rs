@@ -292,18 +292,20 @@ impl Tracer {
         terms: &SwitchTerms,
     ) -> Result<Outcome, TraceError> {
         let _turn = self.turn.lock().await;
-        let mut names = self.armed(wanted)?;
-        let mut to_park = self.book().to_park(&names, client, terms.force);
-        let mut keys = self.book().keys(&to_park);
+        let choose = || {
+            let names = self.armed(wanted)?;
+            let to_park = self.book().to_park(&names, client, terms.force);
+            let keys = self.book().keys(&to_park);
+            Ok::<_, TraceError>((names, to_park, keys))
+        };
+        let (mut names, mut to_park, mut keys) = choose()?;
         // The agent's probe and no other on each is what is found nearly always; to read all facts
         // takes longer than the switch.
         let probes = self.keys.probes(&keys)?;
         if probes.iter().any(|probes| *probes != Some(1)) {
             let facts = self.facts().await?;
             self.forget_vanished(&facts);
-            names = self.armed(wanted)?;
-            to_park = self.book().to_park(&names, client, terms.force);
-            keys = self.book().keys(&to_park);
+            (names, to_park, keys) = choose()?;
             if !terms.even_if_others {
                 let events = self.known().clone();
                 let strict = self.strict(&to_park);
