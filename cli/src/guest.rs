@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `patchbay guests`, `guest`, `console` and `run`.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -206,11 +206,8 @@ pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Fai
     let name = name
         .or_else(|| take_name(&mut arguments.arguments))
         .unwrap_or_else(|| "default".to_owned());
-    let is_socket = |argument: &OsString| {
-        let argument = argument.as_encoded_bytes();
-        argument == b"--api-socket" || argument.starts_with(b"--api-socket=")
-    };
-    if arguments.arguments.iter().any(is_socket) {
+    let mut rest = arguments.arguments.iter();
+    if rest.any(|argument| is_option(argument, "--api-socket")) {
         return Err(Failure::usage(
             "--api-socket is set by this command; say `patchbay --socket PATH run …`",
         ));
@@ -243,14 +240,18 @@ pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Fai
     )))
 }
 
+/// Whether an argument is the option, with or without `=` and a value.
+fn is_option(argument: &OsStr, option: &str) -> bool {
+    let rest = argument.as_encoded_bytes().strip_prefix(option.as_bytes());
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(b"="))
+}
+
 /// Takes `--name NAME` or `--name=NAME` out of the monitor's arguments.
 fn take_name(arguments: &mut Vec<OsString>) -> Option<String> {
     let text = |argument: &OsString| Some(argument.to_str()?.to_owned());
-    let is_name = |argument: &OsString| {
-        let argument = argument.to_str().unwrap_or_default();
-        argument == "--name" || argument.starts_with("--name=")
-    };
-    let at = arguments.iter().position(is_name)?;
+    let at = arguments
+        .iter()
+        .position(|argument| is_option(argument, "--name"))?;
     if let Some((_, name)) = text(&arguments[at])?.split_once('=') {
         arguments.remove(at);
         return Some(name.to_owned());
