@@ -15,6 +15,11 @@
 //! ```
 #![forbid(unsafe_code)]
 
+use std::path::Path;
+use std::process::{Command, Output};
+
+use anyhow::{Context, Result};
+
 mod console;
 mod environment;
 mod guest;
@@ -31,4 +36,16 @@ pub use trace::{AGENT_INSTANCE, EventStream, reason, until};
 /// as skipped by this line.
 pub fn skip(reason: &str) {
     println!("SKIPPED: {reason}");
+}
+
+/// Runs a program of e2fsprogs; they lie where only root's shell looks.
+///
+/// # Errors
+/// If it cannot be run; its exit status is left to the caller.
+pub fn e2fsprogs(program: &str, arguments: &[&Path]) -> Result<Output> {
+    Command::new(program)
+        .args(arguments)
+        .env("PATH", "/usr/sbin:/sbin:/usr/bin:/bin")
+        .output()
+        .with_context(|| format!("{program} cannot be run; install e2fsprogs"))
 }

@@ -5,8 +5,8 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
-use patchbay_tests::{Environment, Guest, SHELL_READS};
+use anyhow::{Result, ensure};
+use patchbay_tests::{Environment, Guest, SHELL_READS, e2fsprogs};
 
 const FORK: &str = "sched:sched_process_fork";
 
@@ -14,12 +14,7 @@ const FORK: &str = "sched:sched_process_fork";
 fn debugfs(image: &Path, commands: &str) -> Result<String> {
     let script = image.with_extension("commands");
     std::fs::write(&script, commands)?;
-    let output = Command::new("debugfs")
-        .args(["-w", "-f"])
-        .args([&script, image])
-        .env("PATH", "/usr/sbin:/sbin:/usr/bin:/bin")
-        .output()
-        .context("debugfs cannot be run; install e2fsprogs")?;
+    let output = e2fsprogs("debugfs", &["-w".as_ref(), "-f".as_ref(), &script, image])?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 

@@ -3,10 +3,9 @@
 //! sockets to the host in both directions.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
-use patchbay_tests::{Environment, Guest};
+use anyhow::{Result, ensure};
+use patchbay_tests::{Environment, Guest, e2fsprogs};
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
@@ -15,12 +14,7 @@ use tokio::net::{UnixListener, UnixStream};
 fn ext4_image(folder: &Path, name: &str) -> Result<PathBuf> {
     let path = folder.join(name);
     std::fs::File::create(&path)?.set_len(8 << 20)?;
-    let output = Command::new("mkfs.ext4")
-        .arg("-q")
-        .arg(&path)
-        .env("PATH", "/usr/sbin:/sbin:/usr/bin:/bin")
-        .output()
-        .context("mkfs.ext4 cannot be run; install e2fsprogs")?;
+    let output = e2fsprogs("mkfs.ext4", &["-q".as_ref(), &path])?;
     ensure!(
         output.status.success(),
         "mkfs.ext4: {}",

@@ -153,11 +153,12 @@ pub fn run(selection: &Selection) -> Result<bool> {
     );
     if !tier_3.is_empty() {
         outcome.variables.extend(guest::prepare(true)?);
-        if tier_3.iter().any(needs_kernel_without_jump_labels) {
+        let runs = |suite| tier_3.iter().any(|test| test.suite == suite);
+        if runs("patchbay-tests::linux_kernels") {
             let more = guest::kernel_without_jump_labels()?;
             outcome.variables.extend(more);
         }
-        if tier_3.iter().any(needs_root_disk) {
+        if runs("patchbay-tests::linux_disk") {
             let agent = cargo::build_agent()?;
             outcome.variables.push(("PATCHBAY_AGENT", agent));
             match root_disk::get() {
@@ -187,14 +188,6 @@ pub fn run(selection: &Selection) -> Result<bool> {
         outcome.run_tier(&heading, again, place, selection.timeout);
     }
     Ok(outcome.summarize())
-}
-
-fn needs_kernel_without_jump_labels(test: &Test) -> bool {
-    test.suite == "patchbay-tests::linux_kernels"
-}
-
-fn needs_root_disk(test: &Test) -> bool {
-    test.suite == "patchbay-tests::linux_disk"
 }
 
 fn runs_with_oldest(test: &Test) -> bool {
