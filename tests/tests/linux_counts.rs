@@ -66,7 +66,7 @@ async fn every_row_of_the_count_table() -> Result<()> {
                     before
                 }
                 (Busy, Err(status)) => {
-                    ensure!(status.code() == Code::Aborted, "{context}");
+                    ensure!(status.code() == Code::Unavailable, "{context}");
                     before
                 }
                 _ => anyhow::bail!("{context}"),

@@ -38,7 +38,7 @@ async fn a_closed_gate_is_named_at_the_deadline() {
             Duration::from_millis(300),
         );
         let result = served.client().update_static_keys(call).await;
-        let (message, metadata) = assert_refused(result, Code::Aborted, "GUEST_BUSY");
+        let (message, metadata) = assert_refused(result, Code::Unavailable, "GUEST_BUSY");
         assert!(
             message.contains(name) && metadata["gate"].contains(name),
             "{message}"
@@ -66,7 +66,7 @@ async fn a_gate_that_closes_before_the_stop_is_seen_under_it() {
         Duration::from_millis(300),
     );
     let result = served.client().update_static_keys(call).await;
-    assert_refused(result, Code::Aborted, "GUEST_BUSY");
+    assert_refused(result, Code::Unavailable, "GUEST_BUSY");
     assert_eq!((served.guest.count("alpha"), served.guest.pauses()), (0, 1));
     let lines = served.audit();
     assert_eq!(
@@ -119,7 +119,7 @@ async fn a_vcpu_inside_a_site_is_waited_for() {
     );
     assert_refused(
         served.client().update_static_keys(call).await,
-        Code::Aborted,
+        Code::Unavailable,
         "GUEST_BUSY",
     );
     for rip in [site, site + 5] {

@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The guest as a whole: describe, pause, console, and how the service ends.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
 use patchbay_vmm::abi;
-use patchbay_vmm::keys::testing::{Gate, TestKey};
+use patchbay_vmm::keys::testing::{Gate, InMemoryGuest, TestKey};
+use patchbay_vmm::keys::{Keys, KeysConfig, PauseRequest, Registry};
 use patchbay_vmm::service::{ApiSocket, SocketError};
 use tokio_stream::StreamExt;
 use tonic::Code;
@@ -223,7 +228,7 @@ async fn a_paused_guest_stays_paused_and_can_be_flipped() {
     // A gate that is closed now stays closed until the resume: no use in waiting.
     served.guest.set_gate(Gate::TextMutex, 0x1000);
     let result = served.op("beta", KeyOp::Inc).await;
-    let (message, metadata) = assert_refused(result, Code::Aborted, "GUEST_BUSY");
+    let (message, metadata) = assert_refused(result, Code::Unavailable, "GUEST_BUSY");
     assert!(message.contains("resume"), "{message}");
     assert_eq!(metadata["attempts"], "1");
 
@@ -247,11 +252,100 @@ async fn pauses_that_fail_or_are_malformed() {
     let (message, _) = assert_refused(late, Code::DeadlineExceeded, "VCPU_NOT_STOPPED");
     assert!(message.contains("vCPU 0"), "{message}");
     assert_eq!(describe(&served).await.state(), v1::GuestState::Running);
-    for seconds in [-1, 3600] {
-        let timeout = Some(prost_types::Duration { seconds, nanos: 0 });
-        let refused = client.pause_guest(v1::PauseGuestRequest { timeout }).await;
-        assert_refused(refused, Code::InvalidArgument, "INVALID_ARGUMENT");
+    for duration in [(-1, 0), (0, 0), (3601, 0), (0, 10)].map(duration) {
+        for request in [
+            v1::PauseGuestRequest {
+                timeout: Some(duration),
+                ttl: None,
+            },
+            v1::PauseGuestRequest {
+                timeout: None,
+                ttl: Some(duration),
+            },
+        ] {
+            let refused = client.pause_guest(request).await;
+            assert_refused(refused, Code::InvalidArgument, "INVALID_ARGUMENT");
+        }
     }
+    assert_eq!(describe(&served).await.paused_until, None);
+}
+
+fn duration((seconds, nanos): (i64, i32)) -> prost_types::Duration {
+    prost_types::Duration { seconds, nanos }
+}
+
+/// Pauses, and answers for how long from now.
+async fn pause_for(served: &Served, ttl: Option<i64>) -> Duration {
+    let request = v1::PauseGuestRequest {
+        timeout: None,
+        ttl: ttl.map(|seconds| duration((seconds, 0))),
+    };
+    let before = SystemTime::now();
+    let response = served.guest_client().pause_guest(request).await;
+    let expires_at = response.expect("stops").into_inner().expires_at;
+    assert_eq!(describe(served).await.paused_until, expires_at);
+    let expires_at = SystemTime::try_from(expires_at.expect("told"));
+    let left = expires_at.expect("a time").duration_since(before);
+    left.expect("in the future")
+}
+
+async fn state_after(served: &Served, seconds: u64) -> v1::GuestState {
+    served
+        .clock
+        .advance(Duration::from_secs(seconds));
+    served.keys.tick().await.expect("the owner runs");
+    describe(served).await.state()
+}
+
+/// A client that dies while it holds the guest paused does not leave it stopped.
+#[tokio::test]
+async fn a_pause_expires_by_itself() {
+    let served = Served::start().await;
+    let resumed = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&resumed);
+    served.guest.on_resume(move || {
+        count.fetch_add(1, Ordering::SeqCst);
+    });
+    assert!(pause_for(&served, None).await.as_secs() >= 30);
+    assert_eq!(state_after(&served, 29).await, v1::GuestState::Paused);
+    assert_eq!(resumed.load(Ordering::SeqCst), 0);
+    assert_eq!(state_after(&served, 1).await, v1::GuestState::Running);
+    assert_eq!(resumed.load(Ordering::SeqCst), 1);
+    assert_eq!(describe(&served).await.paused_until, None);
+    // The next change stops the guest by itself again.
+    served.op("alpha", KeyOp::Inc).await.expect("runs");
+    assert_eq!(served.guest.pauses(), 2);
+}
+
+#[tokio::test]
+async fn a_pause_is_renewed_and_not_cut_short() {
+    let served = Served::start().await;
+    assert!(pause_for(&served, Some(10)).await.as_secs() >= 10);
+    assert_eq!(state_after(&served, 9).await, v1::GuestState::Paused);
+    assert!(pause_for(&served, Some(10)).await.as_secs() >= 10);
+    assert_eq!(state_after(&served, 9).await, v1::GuestState::Paused);
+    assert!(pause_for(&served, Some(3600)).await.as_secs() >= 3600);
+    // Another client that wants less.
+    assert!(pause_for(&served, Some(1)).await.as_secs() >= 3599);
+    assert_eq!(state_after(&served, 3599).await, v1::GuestState::Paused);
+    assert_eq!(served.guest.pauses(), 1);
+    assert_eq!(state_after(&served, 1).await, v1::GuestState::Running);
+}
+
+/// Without the hand-set clock: the owner wakes at the pause's end, and not at the next command.
+#[tokio::test]
+async fn the_owner_wakes_when_a_pause_expires() {
+    let registry = Arc::new(Registry::default());
+    let guest = InMemoryGuest::boot(Arc::clone(&registry), &every_kind());
+    let (sender, resumed) = std::sync::mpsc::channel();
+    guest.on_resume(move || sender.send(()).expect("the test waits"));
+    let (keys, _) = Keys::start(guest, registry, KeysConfig::default()).expect("a thread");
+    let request = PauseRequest {
+        timeout: PATIENCE,
+        ttl: Duration::from_millis(1),
+    };
+    keys.pause(request).await.expect("stops");
+    resumed.recv_timeout(PATIENCE).expect("it resumes");
 }
 
 #[tokio::test]

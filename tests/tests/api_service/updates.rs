@@ -200,6 +200,20 @@ async fn requests_out_of_bounds_are_refused() {
             },
         ),
         (
+            "ttl",
+            v1::UpdateStaticKeysRequest {
+                ttl: duration(0, 0),
+                ..good.clone()
+            },
+        ),
+        (
+            "stop_timeout",
+            v1::UpdateStaticKeysRequest {
+                stop_timeout: duration(0, 0),
+                ..good.clone()
+            },
+        ),
+        (
             "retry_timeout",
             v1::UpdateStaticKeysRequest {
                 retry_timeout: duration(31, 0),
@@ -405,7 +419,7 @@ async fn a_guest_that_has_ended_is_told() {
         .expect("shut down");
     assert_refused(
         served.op("alpha", KeyOp::Inc).await,
-        Code::Unavailable,
+        Code::FailedPrecondition,
         "GUEST_STOPPED",
     );
 }

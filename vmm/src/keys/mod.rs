@@ -35,11 +35,10 @@ pub mod vm_guest;
 mod window_tests;
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use patchbay_proto::v1;
 use static_keys::Op;
@@ -197,6 +196,24 @@ pub struct UpdateOutcome {
     pub report: Option<v1::FlipReport>,
 }
 
+/// A pause that lasts until it is resumed or expires.
+#[derive(Clone, Copy, Debug)]
+pub struct PauseRequest {
+    /// How long the vCPUs may take to stop.
+    pub timeout: Duration,
+    /// When the guest is resumed without being asked.
+    pub ttl: Duration,
+}
+
+/// The guest is paused.
+#[derive(Clone, Copy, Debug)]
+pub struct PauseOutcome {
+    /// How long the vCPUs took; 0 if they were stopped already.
+    pub stop_time: Duration,
+    /// When the guest is resumed without being asked.
+    pub expires_at: SystemTime,
+}
+
 /// Which keys to list.
 #[derive(Clone, Debug, Default)]
 pub struct ListQuery {
@@ -217,7 +234,8 @@ struct Shared {
     book: Mutex<Book>,
     symbols: Symbols,
     clock: Arc<dyn Clock>,
-    paused: AtomicBool,
+    /// When a pause that an operator asked for expires.
+    paused_until: Mutex<Option<SystemTime>>,
 }
 
 /// What is remembered about keys; only the owner changes it.
@@ -234,8 +252,15 @@ impl Shared {
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set_paused(&self, paused: bool) {
-        self.paused.store(paused, Ordering::Relaxed);
+    fn set_paused_until(&self, expires_at: Option<SystemTime>) {
+        *self.lock_paused_until() = expires_at;
+    }
+
+    fn lock_paused_until(&self) -> MutexGuard<'_, Option<SystemTime>> {
+        // A single word: there is no half-way state.
+        self.paused_until
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -263,7 +288,7 @@ impl Keys {
             book: Mutex::default(),
             symbols: config.symbols,
             clock: config.clock,
-            paused: AtomicBool::new(false),
+            paused_until: Mutex::default(),
         });
         let (commands, receiver) = sync_channel(QUEUE);
         let owner = Owner {
@@ -307,9 +332,9 @@ impl Keys {
         self.shared.registry.journal().latest()
     }
 
-    /// Whether an operator holds the guest paused.
-    pub fn is_paused(&self) -> bool {
-        self.shared.paused.load(Ordering::Relaxed)
+    /// When the pause that an operator asked for expires; `None` if the guest runs.
+    pub fn paused_until(&self) -> Option<SystemTime> {
+        *self.shared.lock_paused_until()
     }
 
     /// Makes one transaction. Dropping the future before the pause cancels it.
@@ -321,12 +346,13 @@ impl Keys {
             .await
     }
 
-    /// Stops the guest until [`Keys::resume`]; how long the vCPUs took, or 0 if they were stopped.
+    /// Stops the guest until [`Keys::resume`], or until the pause expires. A guest that is paused
+    /// stays so at least for the request's time to live.
     ///
     /// # Errors
     /// [`KeysError::NotStopped`].
-    pub async fn pause(&self, timeout: Duration) -> Result<Duration, KeysError> {
-        self.ask(|reply| Command::Pause(timeout, reply)).await
+    pub async fn pause(&self, request: PauseRequest) -> Result<PauseOutcome, KeysError> {
+        self.ask(|reply| Command::Pause(request, reply)).await
     }
 
     /// Lets the guest run on.

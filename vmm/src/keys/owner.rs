@@ -53,7 +53,9 @@ use super::guest::{Guest, PausedGuest};
 use super::holds::KeyInstance;
 use super::journal::{Author, Event};
 use super::replay::Replay;
-use super::{KeyUpdate, Shared, Target, UpdateOutcome, UpdateRequest, etag};
+use super::{
+    KeyUpdate, PauseOutcome, PauseRequest, Shared, Target, UpdateOutcome, UpdateRequest, etag,
+};
 
 /// Owner of what the monitor does by itself.
 const MONITOR: &str = "monitor";
@@ -71,7 +73,7 @@ pub(super) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
 /// What the owner is asked to do.
 pub(super) enum Command {
     Update(Box<UpdateRequest>, Reply<Arc<UpdateOutcome>>),
-    Pause(Duration, Reply<Duration>),
+    Pause(PauseRequest, Reply<PauseOutcome>),
     Resume(Reply<()>),
     /// Look at the clock.
     Tick(Reply<()>),
@@ -92,37 +94,55 @@ impl<G: Guest> Owner<G> {
     /// Serves commands until the last sender is gone.
     pub fn run(mut self, commands: &Receiver<Command>) {
         let guest = Arc::clone(&self.guest);
-        // A pause that an operator asked for.
+        // A pause that an operator asked for, and when it expires.
         let mut held: Option<G::Paused<'_>> = None;
+        let mut expiry: Option<Instant> = None;
         loop {
             let next = self.shared.book().holds.next_expiry();
+            let next = [next, expiry].into_iter().flatten().min();
             let command = match next {
                 None => commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(at) => {
                     commands.recv_timeout(at.saturating_duration_since(self.shared.clock.now()))
                 }
             };
+            // Before any command, so that a stream of commands does not keep the guest stopped.
+            if expiry.is_some_and(|at| self.shared.clock.now() >= at) {
+                (held, expiry) = (None, None);
+                self.shared.set_paused_until(None);
+            }
             match command {
                 Ok(Command::Update(request, reply)) => {
                     let result = self.update(&request, &reply, held.as_ref());
                     // A client that has gone asks again with its request id.
                     let _ = reply.send(result);
                 }
-                Ok(Command::Pause(timeout, reply)) => {
+                Ok(Command::Pause(request, reply)) => {
                     let result = match &held {
                         Some(_) => Ok(Duration::ZERO),
-                        None => guest.pause(timeout).map_err(KeysError::from).map(|paused| {
+                        None => guest.pause(request.timeout).map(|paused| {
                             let stop_time = paused.stop_time();
                             held = Some(paused);
                             stop_time
                         }),
                     };
-                    self.shared.set_paused(held.is_some());
+                    let result = result.map_err(KeysError::from).map(|stop_time| {
+                        let now = self.shared.clock.now();
+                        // Another client's longer pause is not cut short.
+                        let left = expiry.map_or(Duration::ZERO, |at| at.saturating_duration_since(now)).max(request.ttl);
+                        expiry = Some(now + left);
+                        let expires_at = SystemTime::now() + left;
+                        self.shared.set_paused_until(Some(expires_at));
+                        PauseOutcome {
+                            stop_time,
+                            expires_at,
+                        }
+                    });
                     let _ = reply.send(result);
                 }
                 Ok(Command::Resume(reply)) => {
-                    held = None;
-                    self.shared.set_paused(false);
+                    (held, expiry) = (None, None);
+                    self.shared.set_paused_until(None);
                     let _ = reply.send(Ok(()));
                 }
                 Ok(Command::Tick(reply)) => {

@@ -12,10 +12,12 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::keys::{Keys, RegistrationPhase, Transport, to_proto};
+use crate::keys::{Keys, PauseRequest, RegistrationPhase, Transport, to_proto};
 
 const DEFAULT_PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_PAUSE_TIMEOUT: Duration = Duration::from_secs(30);
+const DEFAULT_PAUSE_TTL: Duration = Duration::from_secs(30);
+const MAX_PAUSE_TTL: Duration = Duration::from_secs(3600);
 
 /// Serves [`GuestService`].
 pub struct GuestApi {
@@ -60,13 +62,12 @@ impl GuestService for GuestApi {
             RegistrationPhase::Withdrawn => v1::RegistrationState::Withdrawn,
             RegistrationPhase::Refused => v1::RegistrationState::Refused,
         };
-        let state = if self.keys.machine().has_ended() {
-            v1::GuestState::Stopped
-        } else if self.keys.is_paused() {
-            v1::GuestState::Paused
-        } else {
-            v1::GuestState::Running
-        };
+        let (state, paused_until) =
+            match (self.keys.machine().has_ended(), self.keys.paused_until()) {
+                (true, _) => (v1::GuestState::Stopped, None),
+                (false, None) => (v1::GuestState::Running, None),
+                (false, until) => (v1::GuestState::Paused, until),
+            };
         let transport = match (phase, transports.first()) {
             (v1::RegistrationState::Absent, _) | (_, None) => v1::Transport::Unspecified as i32,
             (_, Some(&first)) => first,
@@ -93,6 +94,7 @@ impl GuestService for GuestApi {
             page_table_isolation: registration.page_table_isolation,
             five_level_paging: registration.five_level_paging,
             transports,
+            paused_until: paused_until.map(Into::into),
         }))
     }
 
@@ -100,14 +102,19 @@ impl GuestService for GuestApi {
         &self,
         request: Request<v1::PauseGuestRequest>,
     ) -> Result<Response<v1::PauseGuestResponse>, Status> {
+        let v1::PauseGuestRequest { timeout, ttl } = request.into_inner();
         let range = Duration::from_micros(1)..=MAX_PAUSE_TIMEOUT;
-        let timeout = super::from_proto("timeout", request.into_inner().timeout, range)?;
-        let stop_time = self
-            .keys
-            .pause(timeout.unwrap_or(DEFAULT_PAUSE_TIMEOUT))
-            .await?;
+        let timeout = super::from_proto("timeout", timeout, range)?;
+        let range = Duration::from_millis(1)..=MAX_PAUSE_TTL;
+        let ttl = super::from_proto("ttl", ttl, range)?;
+        let request = PauseRequest {
+            timeout: timeout.unwrap_or(DEFAULT_PAUSE_TIMEOUT),
+            ttl: ttl.unwrap_or(DEFAULT_PAUSE_TTL),
+        };
+        let outcome = self.keys.pause(request).await?;
         Ok(Response::new(v1::PauseGuestResponse {
-            stop_time: Some(to_proto(stop_time)),
+            stop_time: Some(to_proto(outcome.stop_time)),
+            expires_at: Some(outcome.expires_at.into()),
         }))
     }
 

@@ -166,7 +166,8 @@ pub(crate) fn summary_only(view: i32) -> Result<bool, crate::keys::KeysError> {
     }
 }
 
-/// A duration of a request. `None` if it is not set or zero.
+/// A duration of a request, which says with its absence that the default is wanted. Zero is a
+/// duration as any other: a `ttl` of zero must not become one without end.
 ///
 /// # Errors
 /// INVALID_ARGUMENT unless it lies within `range`.
@@ -175,15 +176,18 @@ pub(crate) fn from_proto(
     duration: Option<prost_types::Duration>,
     range: std::ops::RangeInclusive<Duration>,
 ) -> Result<Option<Duration>, crate::keys::KeysError> {
-    let Some(duration) = duration else {
+    let Some(given) = duration else {
         return Ok(None);
     };
-    match Duration::try_from(duration) {
-        Ok(Duration::ZERO) => Ok(None),
+    match Duration::try_from(given) {
         Ok(duration) if range.contains(&duration) => Ok(Some(duration)),
         _ => Err(crate::keys::KeysError::InvalidArgument {
             field,
-            message: format!("give {:?} to {:?}", range.start(), range.end()),
+            message: format!(
+                "is {given}; give {:?} to {:?}, or leave it out",
+                range.start(),
+                range.end()
+            ),
         }),
     }
 }

@@ -81,17 +81,20 @@ fn code(error: &KeysError) -> Code {
     match error {
         KeysError::NotRegistered { .. }
         | KeysError::KeyRefused { .. }
+        | KeysError::GuestStopped
         | KeysError::AuditLogUnwritable { .. } => Code::FailedPrecondition,
         KeysError::KeyNotFound { .. } | KeysError::NothingSelected { .. } => Code::NotFound,
         KeysError::InvalidArgument { .. } | KeysError::RequestIdReused { .. } => {
             Code::InvalidArgument
         }
-        KeysError::EtagMismatch { .. } | KeysError::Busy { .. } => Code::Aborted,
+        // Client libraries repeat UNAVAILABLE by themselves: right for a gate, which opens again,
+        // and wrong for a guest that has ended.
+        KeysError::Busy { .. } => Code::Unavailable,
+        KeysError::EtagMismatch { .. } => Code::Aborted,
         KeysError::NotStopped { .. } => Code::DeadlineExceeded,
         KeysError::ForeignBytes { .. } | KeysError::WriteFault { .. } => Code::DataLoss,
         KeysError::Cancelled => Code::Cancelled,
         KeysError::QueueFull { .. } | KeysError::WatchTooSlow { .. } => Code::ResourceExhausted,
         KeysError::Compacted { .. } | KeysError::RevisionInFuture { .. } => Code::OutOfRange,
-        KeysError::GuestStopped => Code::Unavailable,
     }
 }
