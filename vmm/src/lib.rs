@@ -18,6 +18,7 @@ pub mod fuzzing;
 pub mod keys;
 mod kick;
 pub mod latency;
+mod log_limit;
 pub mod memory;
 pub mod paging;
 pub mod pause;

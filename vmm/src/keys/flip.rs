@@ -17,6 +17,7 @@ use super::owner::{Owner, event_of};
 use super::registry::{Instances, Registration, Snapshot};
 use super::selection::{KeyOp, Resolved};
 use super::{KeyUpdate, etag, to_proto};
+use crate::log_limit::limited;
 
 /// What is asked for.
 pub(super) struct Transaction<'a> {
@@ -335,7 +336,7 @@ impl<G: Guest> Owner<G> {
     /// Puts the key of foreign bytes out of reach.
     fn quarantine(&self, registration: &Registration, error: &VerifyError) -> KeysError {
         let message = error.to_string();
-        tracing::error!(%message, "foreign bytes: the key is quarantined");
+        limited!(error, %message, "foreign bytes: the key is quarantined");
         let name = match error {
             VerifyError::ForeignBytes { key, .. } => key.to_string(),
             VerifyError::Busy(_) | VerifyError::Fault(_) => String::new(),

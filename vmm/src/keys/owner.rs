@@ -56,6 +56,7 @@ use super::replay::Replay;
 use super::{
     KeyUpdate, PauseOutcome, PauseRequest, Shared, Target, UpdateOutcome, UpdateRequest, etag,
 };
+use crate::log_limit::limited;
 
 /// Owner of what the monitor does by itself.
 const MONITOR: &str = "monitor";
@@ -129,7 +130,9 @@ impl<G: Guest> Owner<G> {
                     let result = result.map_err(KeysError::from).map(|stop_time| {
                         let now = self.shared.clock.now();
                         // Another client's longer pause is not cut short.
-                        let left = expiry.map_or(Duration::ZERO, |at| at.saturating_duration_since(now)).max(request.ttl);
+                        let left = expiry
+                            .map_or(Duration::ZERO, |at| at.saturating_duration_since(now))
+                            .max(request.ttl);
                         expiry = Some(now + left);
                         let expires_at = SystemTime::now() + left;
                         self.shared.set_paused_until(Some(expires_at));
@@ -353,7 +356,7 @@ impl<G: Guest> Owner<G> {
         let lapsed = self.shared.book().holds.lapsed(now);
         for (instance, _) in lapsed {
             if let Err(error) = self.give_back(instance, now, held) {
-                tracing::warn!(key = %instance.id, %error, "a lapsed hold cannot be given back yet");
+                limited!(warn, key = %instance.id, %error, "a lapsed hold cannot be given back yet");
             }
         }
         // Whatever is left is tried again, and does not make the owner spin until then.

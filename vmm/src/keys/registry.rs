@@ -23,6 +23,7 @@ use super::journal::{Journal, Limits};
 use super::near::near;
 use super::registration::{self as read, Refused, read_request};
 use crate::abi;
+use crate::log_limit::limited;
 use crate::memory::GuestRam;
 use crate::paging::Levels;
 use crate::request::GuestRequests;
@@ -330,7 +331,8 @@ impl Registry {
         }
         match result {
             Ok(registration) => {
-                tracing::info!(
+                limited!(
+                    info,
                     release = registration.release,
                     keys = registration.catalog.key_count(),
                     "the guest registered"
@@ -440,7 +442,7 @@ impl GuestRequests for Registry {
         match self.answer(ram, op, page.0) {
             Ok(()) => 0,
             Err(refused) => {
-                tracing::debug!(op, error = %refused, "a request of the guest was refused");
+                limited!(debug, op, error = %refused, "a request of the guest was refused");
                 self.state().error = refused.to_string();
                 -libc::EINVAL
             }

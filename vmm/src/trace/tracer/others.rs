@@ -8,6 +8,7 @@
 use std::collections::HashMap;
 
 use super::{SwitchTerms, Tracer};
+use crate::log_limit::limited;
 use crate::trace::select;
 use crate::trace::switch::TracepointFacts;
 
@@ -67,7 +68,8 @@ impl Tracer {
                 }
                 self.mark("fired", names, OTHERS, report.as_ref());
             }
-            Err(error) => tracing::warn!(
+            Err(error) => limited!(
+                warn,
                 ?names,
                 %error,
                 "others in the guest trace events that are parked and could not be fired"
@@ -93,7 +95,7 @@ impl Tracer {
         {
             Ok(report) => self.mark("parked", &to_park, OTHERS, report.as_ref()),
             Err(error) => {
-                tracing::warn!(?to_park, %error, "events that nobody keeps firing could not be parked");
+                limited!(warn, ?to_park, %error, "events that nobody keeps firing could not be parked");
             }
         }
     }
