@@ -10,7 +10,8 @@ use virtio_bindings::virtio_mmio::*;
 use super::block::{Block, DiskConfig, DiskError};
 use super::driver::{Buffer, Driver, NEEDS_RESET};
 use super::rng::Rng;
-use super::{MMIO_START, Memory, Virtio, VirtioConfig, VirtioError};
+use super::thread::DeviceThread;
+use super::{DiskLimits, MMIO_START, Memory, Virtio, VirtioConfig, VirtioError};
 
 #[test]
 fn the_registers_tell_what_the_device_is() {
@@ -159,24 +160,25 @@ fn randomness_fills_what_is_asked_for_up_to_a_page() {
 }
 
 /// An image of 8 sectors, each filled with its number.
-fn image(folder: &Path) -> DiskConfig {
+pub(super) fn image(folder: &Path) -> DiskConfig {
     let path = folder.join("image");
     let bytes: Vec<u8> = (0..8).flat_map(|sector| [sector; 512]).collect();
     std::fs::write(&path, bytes).unwrap();
     DiskConfig {
         path,
         read_only: false,
+        limits: DiskLimits::default(),
     }
 }
 
-fn head(kind: u32, sector: u64) -> Vec<u8> {
+pub(super) fn head(kind: u32, sector: u64) -> Vec<u8> {
     let mut head = kind.to_le_bytes().to_vec();
     head.extend_from_slice(&[0; 4]);
     head.extend_from_slice(&sector.to_le_bytes());
     head
 }
 
-const READ: u32 = 0;
+pub(super) const READ: u32 = 0;
 const WRITE: u32 = 1;
 const FLUSH: u32 = 4;
 const GET_ID: u32 = 8;
@@ -329,6 +331,7 @@ fn images_that_are_none_are_refused() {
     let disk = |name: &str| DiskConfig {
         path: folder.path().join(name),
         read_only: false,
+        limits: DiskLimits::default(),
     };
     let odd = disk("odd");
     std::fs::write(&odd.path, [0; 513]).unwrap();
@@ -367,7 +370,7 @@ fn an_image_has_one_writer_or_many_readers() {
     assert!(matches!(Block::open(&writer, 2), Err(DiskError::InUse(_))));
 }
 
-fn memory() -> Memory {
+pub(super) fn memory() -> Memory {
     Memory::from_ranges(&[(vm_memory::GuestAddress(0), 1 << 20)]).unwrap()
 }
 
@@ -415,7 +418,7 @@ fn the_thread_answers_and_ends() {
     config.read_only = true;
     let driver = Driver::new(Block::open(&config, 0).unwrap());
     let transport = driver.transport.clone();
-    let thread = super::thread::DeviceThread::new([transport.clone()].into()).unwrap();
+    let thread = DeviceThread::new("disk0".into(), [transport.clone()].into()).unwrap();
     thread.start().unwrap();
     let interrupt = transport.interrupt().try_clone().unwrap();
     // An endless chain: the thread finds it, and says so by an interrupt.

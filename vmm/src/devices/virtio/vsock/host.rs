@@ -32,6 +32,9 @@ const GREETING_MAX: usize = 19;
 /// Clients accepted, and events taken, in one batch.
 const BATCH: usize = 64;
 
+/// Events that one call of [`Host::events`] answers at most.
+pub(super) const EVENTS_MAX: usize = BATCH;
+
 /// The token of the listener in the epoll instance; streams have others.
 const LISTENER: u64 = 0;
 
@@ -205,8 +208,10 @@ impl Host {
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // Nobody waits, or no descriptors are left: the next client wakes us.
-                Err(_) => self.accept = false,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => self.accept = false,
+                // No descriptors are left: tried again with the next event, as one that ends a
+                // connection is. To say that there is more would spin until then.
+                Err(_) => return accepted,
             }
         }
         accepted || self.accept
