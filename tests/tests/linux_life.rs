@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use patchbay_proto::v1::{DescribeGuestResponse, KeyOp, RegistrationState};
+use patchbay_proto::v1::{DescribeGuestResponse, KeyOp, RegistrationState, ShutdownGuestRequest};
 use patchbay_tests::{Environment, Guest, GuestBuilder, SHELL_READS};
 use tonic::Code;
 
@@ -55,6 +55,77 @@ async fn a_reset_ends_the_monitor() -> Result<()> {
     assert_ends(builder.clone(), "reboot -f").await?;
     // A panic leads to a reset, as the guests of the tests are told by panic=-1.
     assert_ends(builder, "echo c > /proc/sysrq-trigger").await
+}
+
+/// As kernels do that find no better way.
+#[tokio::test]
+async fn a_triple_fault_is_a_reset() -> Result<()> {
+    let Some((_, builder)) = environment_and_guest() else {
+        return Ok(());
+    };
+    assert_ends(builder.command_line("reboot=t"), "reboot -f").await
+}
+
+async fn shut_down(
+    guest: &mut Guest,
+    request: ShutdownGuestRequest,
+) -> Result<bool, tonic::Status> {
+    let response = guest.guest_service().shutdown_guest(request).await?;
+    Ok(response.into_inner().power_cut)
+}
+
+fn within(seconds: i64) -> ShutdownGuestRequest {
+    ShutdownGuestRequest {
+        timeout: Some(prost_types::Duration { seconds, nanos: 0 }),
+        ..Default::default()
+    }
+}
+
+#[tokio::test]
+async fn a_guest_that_listens_to_its_power_button_powers_itself_off() -> Result<()> {
+    let Some((_, builder)) = environment_and_guest() else {
+        return Ok(());
+    };
+    let mut guest = builder.acpi().vcpus(2).boot().await?;
+    // What acpid and systemd-logind do: the first event of the button's input device.
+    let device = guest
+        .shell("grep -l 'Power Button' /sys/class/input/event*/device/name | cut -d/ -f5")
+        .await?;
+    ensure!(device.starts_with("event"), "no power button: {device:?}");
+    let listener = format!("((head -c 1 /dev/input/{device} && poweroff -f) >/dev/null 2>&1 &)");
+    guest.shell(&listener).await?;
+    ensure!(!shut_down(&mut guest, within(120)).await?, "it was cut");
+    let status = guest.wait().await?;
+    ensure!(status.success(), "{status}: {}", guest.monitor_log());
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_guest_that_does_not_listen_runs_on_or_is_cut() -> Result<()> {
+    let Some((_, builder)) = environment_and_guest() else {
+        return Ok(());
+    };
+    for (builder, why) in [
+        (builder.clone().acpi(), "has seen the power button"),
+        (builder, "does not listen to the power button"),
+    ] {
+        let mut guest = builder.boot().await?;
+        let refusal = shut_down(&mut guest, within(2)).await;
+        let refusal = refusal.expect_err("nobody in the guest listens");
+        ensure!(
+            refusal.code() == Code::DeadlineExceeded && refusal.message().contains(why),
+            "{refusal:?}"
+        );
+        guest.assert_no_warnings().await?;
+        let cut = ShutdownGuestRequest {
+            cut_after_timeout: true,
+            ..within(1)
+        };
+        ensure!(shut_down(&mut guest, cut).await?, "it powered itself off");
+        let status = guest.wait().await?;
+        ensure!(status.success(), "{status}: {}", guest.monitor_log());
+    }
+    Ok(())
 }
 
 #[tokio::test]

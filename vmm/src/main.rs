@@ -42,12 +42,12 @@ fn main() -> ExitCode {
         Ok(reason) => {
             eprintln!("patchbay-vmm: {reason}");
             match reason {
-                ExitReason::PowerOff | ExitReason::Reset | ExitReason::Shutdown => {
-                    ExitCode::SUCCESS
-                }
-                ExitReason::TripleFault { .. } | ExitReason::Halted | ExitReason::Failed(_) => {
-                    ExitCode::FAILURE
-                }
+                // A triple fault resets a machine: kernels that find no better way use it so.
+                ExitReason::PowerOff
+                | ExitReason::Reset
+                | ExitReason::TripleFault { .. }
+                | ExitReason::Shutdown => ExitCode::SUCCESS,
+                ExitReason::Halted | ExitReason::Failed(_) => ExitCode::FAILURE,
             }
         }
         Err(error) => {

@@ -27,13 +27,14 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use crate::boot::{self, BootError, layout};
 use crate::config::{Payload, RawCode, VmConfig};
 use crate::devices::virtio::VirtioError;
-use crate::devices::{Bus, Console, ConsoleError, GuestPower, Virtio};
+use crate::devices::{Bus, Console, ConsoleError, GuestPower, PowerManagement, Virtio};
 use crate::kick::{self, ImmediateExit};
 use crate::memory::{GuestRam, MemoryError};
 use crate::pause::{PauseError, Paused, Pauser};
 use crate::probe::{self, Transports};
 use crate::request::{GuestRequests, RequestPort};
 use crate::vcpu::{Vcpu, VcpuEnd};
+use crate::x86::acpi;
 use crate::x86::cpuid::{self, VCPUS_MAX};
 use crate::x86::registers::{self, Mode};
 
@@ -129,7 +130,10 @@ impl std::fmt::Display for ExitReason {
             Self::PowerOff => write!(f, "the guest switched itself off"),
             Self::Reset => write!(f, "the guest reset itself"),
             Self::TripleFault { vcpu, rip } => {
-                write!(f, "the guest's vCPU {vcpu} met a triple fault at {rip:#x}")
+                write!(
+                    f,
+                    "the guest's vCPU {vcpu} reset it by a triple fault at {rip:#x}"
+                )
             }
             Self::Halted => write!(f, "every vCPU of the guest halted for good"),
             Self::Shutdown => write!(f, "the guest was shut down"),
@@ -220,6 +224,7 @@ pub struct Vm {
     transports: Transports,
     vcpus: u8,
     virtio: Arc<Virtio>,
+    power: Arc<PowerManagement>,
     ram: GuestRam,
     // Last: the vCPUs and the memory slots refer to it.
     _vm: VmFd,
@@ -258,18 +263,24 @@ impl Vm {
         });
         let (starts, transports) = (starts?, transports?);
         let console = Arc::new(Console::new(&config.console)?);
+        let power = Arc::new(PowerManagement::new().map_err(ConsoleError::Host)?);
 
         let vm = kvm.create_vm().map_err(VmError::kvm("create a VM"))?;
         if transports.any() {
             probe::enable(&vm);
         }
         map_memory(&vm, &ram)?;
-        set_up_chips(&vm, &console)?;
+        set_up_chips(&vm, &console, &power)?;
         virtio.connect(&vm)?;
         let supported = kvm
             .get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES)
             .map_err(VmError::kvm("tell its CPUID"))?;
-        let bus = Arc::new(Bus::new(console.clone(), virtio.clone(), config.ports));
+        let bus = Arc::new(Bus::new(
+            console.clone(),
+            virtio.clone(),
+            power.clone(),
+            config.ports,
+        ));
         let port = Arc::new(RequestPort::new(ram.clone(), requests));
         let wanted = KVM_SYNC_X86_REGS | KVM_SYNC_X86_EVENTS;
         let sync_regs = u32::try_from(kvm.check_extension_int(Cap::SyncRegs))
@@ -307,6 +318,7 @@ impl Vm {
             transports,
             vcpus: config.vcpus,
             virtio,
+            power,
             ram,
             _vm: vm,
         })
@@ -371,6 +383,16 @@ impl Vm {
             self.shared.console.close();
         }
         self.shared.changed.notify_all();
+    }
+
+    /// Presses the guest's power button. What that leads to is the guest's affair.
+    pub fn press_power_button(&self) {
+        self.power.press();
+    }
+
+    /// Takes back a press of the power button that the guest has not seen. False: it has seen it.
+    pub fn take_back_press(&self) -> bool {
+        self.power.take_back()
     }
 
     /// Waits until the guest has ended and all its console output is written.
@@ -468,8 +490,8 @@ fn check_capabilities(kvm: &Kvm) -> Result<(), VmError> {
     Ok(())
 }
 
-/// Interrupt controllers, timer, and the console's interrupt line.
-fn set_up_chips(vm: &VmFd, console: &Console) -> Result<(), VmError> {
+/// Interrupt controllers, timer, and the interrupt lines of the console and the power button.
+fn set_up_chips(vm: &VmFd, console: &Console, power: &PowerManagement) -> Result<(), VmError> {
     vm.set_tss_address(layout::KVM_TSS)
         .map_err(VmError::kvm("set its TSS address"))?;
     vm.create_irq_chip()
@@ -481,7 +503,9 @@ fn set_up_chips(vm: &VmFd, console: &Console) -> Result<(), VmError> {
     })
     .map_err(VmError::kvm("create a timer"))?;
     vm.register_irqfd(console.interrupt(), SERIAL_IRQ)
-        .map_err(VmError::kvm("connect the console's interrupt"))
+        .map_err(VmError::kvm("connect the console's interrupt"))?;
+    vm.register_irqfd(power.interrupt(), acpi::SCI.into())
+        .map_err(VmError::kvm("connect the power button's interrupt"))
 }
 
 /// How a vCPU starts.

@@ -9,7 +9,7 @@ use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
 use patchbay_vmm::abi;
 use patchbay_vmm::keys::testing::{Gate, InMemoryGuest, TestKey};
-use patchbay_vmm::keys::{Keys, KeysConfig, PauseRequest, Registry};
+use patchbay_vmm::keys::{Keys, KeysConfig, Machine, PauseRequest, Registry};
 use patchbay_vmm::service::{ApiSocket, SocketError};
 use tokio_stream::StreamExt;
 use tonic::Code;
@@ -69,7 +69,10 @@ async fn each_state_of_the_registration_is_told() {
     assert_refused(result, Code::FailedPrecondition, "GUEST_NOT_REGISTERED");
     served
         .guest_client()
-        .shutdown_guest(v1::ShutdownGuestRequest {})
+        .shutdown_guest(v1::ShutdownGuestRequest {
+            force: true,
+            ..Default::default()
+        })
         .await
         .expect("shut down");
     assert_eq!(describe(&served).await.state(), v1::GuestState::Stopped);
@@ -290,9 +293,7 @@ async fn pause_for(served: &Served, ttl: Option<i64>) -> Duration {
 }
 
 async fn state_after(served: &Served, seconds: u64) -> v1::GuestState {
-    served
-        .clock
-        .advance(Duration::from_secs(seconds));
+    served.clock.advance(Duration::from_secs(seconds));
     served.keys.tick().await.expect("the owner runs");
     describe(served).await.state()
 }
@@ -346,6 +347,106 @@ async fn the_owner_wakes_when_a_pause_expires() {
     };
     keys.pause(request).await.expect("stops");
     resumed.recv_timeout(PATIENCE).expect("it resumes");
+}
+
+async fn shut_down(
+    served: &Served,
+    request: v1::ShutdownGuestRequest,
+) -> Result<v1::ShutdownGuestResponse, tonic::Status> {
+    let response = served.guest_client().shutdown_guest(request).await?;
+    Ok(response.into_inner())
+}
+
+/// Given no time to power itself off.
+fn impatient() -> v1::ShutdownGuestRequest {
+    v1::ShutdownGuestRequest {
+        timeout: Some(duration((0, 1_000_000))),
+        ..Default::default()
+    }
+}
+
+#[tokio::test]
+async fn a_shutdown_asks_the_guest_and_waits_for_it() {
+    let served = Served::start().await;
+    let guest = Arc::clone(&served.guest);
+    served.guest.on_power_button(move || {
+        // Later, on a thread of its own, as a guest does.
+        let guest = Arc::clone(&guest);
+        std::thread::spawn(move || guest.shut_down());
+    });
+    let response = shut_down(&served, v1::ShutdownGuestRequest::default()).await;
+    assert!(!response.expect("it powers itself off").power_cut);
+    assert_eq!(describe(&served).await.state(), v1::GuestState::Stopped);
+    let response = shut_down(&served, v1::ShutdownGuestRequest::default()).await;
+    assert!(!response.expect("idempotent").power_cut);
+}
+
+#[tokio::test]
+async fn a_guest_that_does_not_act_on_its_power_button_runs_on() {
+    let served = Served::start().await;
+    let refused = shut_down(&served, impatient()).await;
+    let (message, _) = assert_refused(refused, Code::DeadlineExceeded, "NOT_POWERED_OFF");
+    assert!(message.contains("does not listen"), "{message}");
+    assert!(!served.guest.take_back_press(), "taken back by the monitor");
+    served.guest.on_power_button(|| {});
+    let refused = shut_down(&served, impatient()).await;
+    let (message, _) = assert_refused(refused, Code::DeadlineExceeded, "NOT_POWERED_OFF");
+    assert!(message.contains("has seen the power button"), "{message}");
+    assert_eq!(describe(&served).await.state(), v1::GuestState::Running);
+    let response = shut_down(
+        &served,
+        v1::ShutdownGuestRequest {
+            cut_after_timeout: true,
+            ..impatient()
+        },
+    )
+    .await;
+    assert!(response.expect("it is cut").power_cut);
+    assert_eq!(describe(&served).await.state(), v1::GuestState::Stopped);
+}
+
+#[tokio::test]
+async fn a_paused_guest_is_shut_down_by_force_alone() {
+    let served = Served::start().await;
+    pause_for(&served, None).await;
+    let refused = shut_down(&served, v1::ShutdownGuestRequest::default()).await;
+    assert_refused(refused, Code::FailedPrecondition, "GUEST_PAUSED");
+    for bad in [(0, 0), (-1, 0), (3601, 0)] {
+        let request = v1::ShutdownGuestRequest {
+            timeout: Some(duration(bad)),
+            force: true,
+            ..Default::default()
+        };
+        let refused = shut_down(&served, request).await;
+        assert_refused(refused, Code::InvalidArgument, "INVALID_ARGUMENT");
+    }
+    assert_eq!(describe(&served).await.state(), v1::GuestState::Paused);
+    let request = v1::ShutdownGuestRequest {
+        force: true,
+        ..Default::default()
+    };
+    assert!(shut_down(&served, request).await.expect("cut").power_cut);
+    assert_eq!(describe(&served).await.state(), v1::GuestState::Stopped);
+}
+
+/// A client that goes away while the guest does not look at its power button.
+#[tokio::test]
+async fn a_cancelled_shutdown_is_taken_back() {
+    let served = Served::start().await;
+    let mut client = served.guest_client();
+    let waiting = tokio::spawn(async move {
+        client
+            .shutdown_guest(v1::ShutdownGuestRequest::default())
+            .await
+    });
+    let deadline = tokio::time::Instant::now() + PATIENCE;
+    for pressed in [true, false] {
+        while served.guest.is_pressed() != pressed {
+            assert!(tokio::time::Instant::now() < deadline, "{pressed}");
+            tokio::task::yield_now().await;
+        }
+        waiting.abort();
+    }
 }
 
 #[tokio::test]

@@ -414,7 +414,10 @@ async fn a_guest_that_has_ended_is_told() {
     let served = Served::start().await;
     served
         .guest_client()
-        .shutdown_guest(v1::ShutdownGuestRequest {})
+        .shutdown_guest(v1::ShutdownGuestRequest {
+            force: true,
+            ..Default::default()
+        })
         .await
         .expect("shut down");
     assert_refused(

@@ -150,6 +150,25 @@ pub enum KeysError {
     /// The guest has ended.
     #[error("the guest has stopped; start it again")]
     GuestStopped,
+    /// A paused guest cannot shut itself down.
+    #[error(
+        "the guest is paused and cannot act on its power button; resume it first, or cut its power"
+    )]
+    GuestPaused,
+    /// The guest was asked to shut itself down, and runs on.
+    #[error(
+        "the guest has not powered off within {waited:?}: {}; it runs on, allow more time or cut its power",
+        match seen {
+            true => "its kernel has seen the power button, and its user space (systemd-logind, acpid) has not finished or does not act on it",
+            false => "its kernel does not listen to the power button (no ACPI, or no CONFIG_ACPI_BUTTON)",
+        }
+    )]
+    NotPoweredOff {
+        /// For the guest.
+        waited: Duration,
+        /// Whether the guest's kernel noticed that it was asked.
+        seen: bool,
+    },
 }
 
 impl KeysError {
@@ -182,6 +201,8 @@ impl KeysError {
             Self::RevisionInFuture { .. } => "REVISION_IN_FUTURE",
             Self::WatchTooSlow { .. } => "WATCH_TOO_SLOW",
             Self::GuestStopped => "GUEST_STOPPED",
+            Self::GuestPaused => "GUEST_PAUSED",
+            Self::NotPoweredOff { .. } => "NOT_POWERED_OFF",
         }
     }
 }

@@ -40,7 +40,13 @@ pub trait Machine: Send + Sync {
     /// Ends the guest; the monitor ends after it.
     fn shut_down(&self);
 
-    /// The guest's serial console.
+    /// Presses the guest's power button.
+    fn press_power_button(&self);
+
+    /// Takes back a press that the guest's kernel has not seen. False: it has seen it.
+    fn take_back_press(&self) -> bool;
+
+    /// The guest's serial console. Closed when the guest has ended.
     fn console(&self) -> &Console;
 }
 

@@ -50,6 +50,14 @@ impl Machine for VmGuest {
         self.vm.shutdown();
     }
 
+    fn press_power_button(&self) {
+        self.vm.press_power_button();
+    }
+
+    fn take_back_press(&self) -> bool {
+        self.vm.take_back_press()
+    }
+
     fn console(&self) -> &Console {
         self.vm.console()
     }

@@ -12,10 +12,12 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::keys::{Keys, PauseRequest, RegistrationPhase, Transport, to_proto};
+use crate::keys::{Keys, KeysError, Machine, PauseRequest, RegistrationPhase, Transport, to_proto};
 
 const DEFAULT_PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_PAUSE_TIMEOUT: Duration = Duration::from_secs(30);
+const DEFAULT_SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
+const MAX_SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3600);
 const DEFAULT_PAUSE_TTL: Duration = Duration::from_secs(30);
 const MAX_PAUSE_TTL: Duration = Duration::from_secs(3600);
 
@@ -40,6 +42,49 @@ impl GuestApi {
             ending,
             printed,
         }
+    }
+}
+
+impl GuestApi {
+    /// Waits until the guest has ended, or the monitor ends.
+    async fn guest_ended(&self) {
+        let mut printed = self.printed.clone();
+        let mut ending = self.ending.clone();
+        let ended = async {
+            loop {
+                printed.mark_unchanged();
+                // The sender lives in the console's listener, and so as long as the guest.
+                if self.keys.machine().has_ended() || printed.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        tokio::select! {
+            () = ended => {}
+            () = super::wait_for_end(&mut ending) => {}
+        }
+    }
+}
+
+/// The guest's power button, pressed. A press that the guest has not seen is taken back when this is
+/// dropped: a guest that was told to run on must not shut down an hour later.
+struct PowerButton<'a>(&'a dyn Machine);
+
+impl<'a> PowerButton<'a> {
+    fn press(machine: &'a dyn Machine) -> Self {
+        machine.press_power_button();
+        Self(machine)
+    }
+
+    /// Whether the guest had not seen it.
+    fn take_back(&self) -> bool {
+        self.0.take_back_press()
+    }
+}
+
+impl Drop for PowerButton<'_> {
+    fn drop(&mut self) {
+        self.take_back();
     }
 }
 
@@ -128,10 +173,37 @@ impl GuestService for GuestApi {
 
     async fn shutdown_guest(
         &self,
-        _request: Request<v1::ShutdownGuestRequest>,
+        request: Request<v1::ShutdownGuestRequest>,
     ) -> Result<Response<v1::ShutdownGuestResponse>, Status> {
-        self.keys.machine().shut_down();
-        Ok(Response::new(v1::ShutdownGuestResponse {}))
+        let request = request.into_inner();
+        let range = Duration::from_millis(1)..=MAX_SHUTDOWN_TIMEOUT;
+        let timeout = super::from_proto("timeout", request.timeout, range)?;
+        let timeout = timeout.unwrap_or(DEFAULT_SHUTDOWN_TIMEOUT);
+        let machine = self.keys.machine();
+        let power_cut = if request.force {
+            machine.shut_down();
+            true
+        } else if machine.has_ended() {
+            false
+        } else if self.keys.paused_until().is_some() {
+            return Err(KeysError::GuestPaused.into());
+        } else {
+            let button = PowerButton::press(machine);
+            if tokio::time::timeout(timeout, self.guest_ended())
+                .await
+                .is_ok()
+            {
+                false
+            } else if request.cut_after_timeout {
+                machine.shut_down();
+                true
+            } else {
+                let seen = !button.take_back();
+                let waited = timeout;
+                return Err(KeysError::NotPoweredOff { waited, seen }.into());
+            }
+        };
+        Ok(Response::new(v1::ShutdownGuestResponse { power_cut }))
     }
 
     type StreamConsoleStream =

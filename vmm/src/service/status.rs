@@ -61,7 +61,9 @@ impl From<KeysError> for Status {
             | KeysError::Cancelled
             | KeysError::QueueFull { .. }
             | KeysError::WatchTooSlow { .. }
-            | KeysError::GuestStopped => {}
+            | KeysError::GuestStopped
+            | KeysError::GuestPaused
+            | KeysError::NotPoweredOff { .. } => {}
         }
         if let Some(delay) = error.retry_after() {
             details.set_retry_info(Some(delay));
@@ -82,6 +84,7 @@ fn code(error: &KeysError) -> Code {
         KeysError::NotRegistered { .. }
         | KeysError::KeyRefused { .. }
         | KeysError::GuestStopped
+        | KeysError::GuestPaused
         | KeysError::AuditLogUnwritable { .. } => Code::FailedPrecondition,
         KeysError::KeyNotFound { .. } | KeysError::NothingSelected { .. } => Code::NotFound,
         KeysError::InvalidArgument { .. } | KeysError::RequestIdReused { .. } => {
@@ -91,7 +94,7 @@ fn code(error: &KeysError) -> Code {
         // and wrong for a guest that has ended.
         KeysError::Busy { .. } => Code::Unavailable,
         KeysError::EtagMismatch { .. } => Code::Aborted,
-        KeysError::NotStopped { .. } => Code::DeadlineExceeded,
+        KeysError::NotStopped { .. } | KeysError::NotPoweredOff { .. } => Code::DeadlineExceeded,
         KeysError::ForeignBytes { .. } | KeysError::WriteFault { .. } => Code::DataLoss,
         KeysError::Cancelled => Code::Cancelled,
         KeysError::QueueFull { .. } | KeysError::WatchTooSlow { .. } => Code::ResourceExhausted,

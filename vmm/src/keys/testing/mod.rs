@@ -51,6 +51,8 @@ pub struct InMemoryGuest {
     late: AtomicBool,
     pauses: AtomicU64,
     rips: Mutex<Vec<u64>>,
+    pressed: AtomicBool,
+    on_power_button: Mutex<Option<Hook>>,
     on_pause: Mutex<Option<Hook>>,
     on_resume: Arc<Mutex<Option<Hook>>>,
 }
@@ -77,6 +79,8 @@ impl InMemoryGuest {
             late: AtomicBool::new(false),
             pauses: AtomicU64::new(0),
             rips: Mutex::default(),
+            pressed: AtomicBool::new(false),
+            on_power_button: Mutex::default(),
             on_pause: Mutex::default(),
             on_resume: Arc::default(),
         };
@@ -458,6 +462,16 @@ impl InMemoryGuest {
         *lock(&self.rips) = rips;
     }
 
+    /// Whether the power button is pressed and the kernel has not seen it.
+    pub fn is_pressed(&self) -> bool {
+        self.pressed.load(Ordering::SeqCst)
+    }
+
+    /// The kernel listens to its power button from now on, and calls this at every press.
+    pub fn on_power_button(&self, hook: impl FnMut() + Send + 'static) {
+        *lock(&self.on_power_button) = Some(Box::new(hook));
+    }
+
     /// Called in every pause, before it is told.
     pub fn on_pause(&self, hook: impl FnMut() + Send + 'static) {
         *lock(&self.on_pause) = Some(Box::new(hook));
@@ -490,6 +504,19 @@ impl Machine for InMemoryGuest {
 
     fn shut_down(&self) {
         self.ended.store(true, Ordering::SeqCst);
+        self.console.close();
+    }
+
+    fn press_power_button(&self) {
+        self.pressed.store(true, Ordering::SeqCst);
+        if let Some(hook) = &mut *lock(&self.on_power_button) {
+            self.pressed.store(false, Ordering::SeqCst);
+            hook();
+        }
+    }
+
+    fn take_back_press(&self) -> bool {
+        self.pressed.swap(false, Ordering::SeqCst)
     }
 
     fn console(&self) -> &Console {
