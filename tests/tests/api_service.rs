@@ -7,6 +7,7 @@ mod api_service {
     mod guest;
     mod holds;
     mod keys;
+    mod limits;
     mod patterns;
     mod reflection;
     mod support;

@@ -5,6 +5,7 @@
 //! uid is recorded as the owner of what it does.
 
 mod guest;
+mod limits;
 mod socket;
 mod static_keys;
 mod status;
@@ -18,10 +19,9 @@ use patchbay_proto::v1::guest_service_server::GuestServiceServer;
 use patchbay_proto::v1::static_keys_service_server::StaticKeysServiceServer;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsServiceServer;
 use tokio::sync::watch;
-use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
-use tonic::transport::server::UdsConnectInfo;
 
+pub(crate) use self::limits::accept;
 pub use self::socket::{ApiSocket, SocketError};
 pub(crate) use self::static_keys::time_allowed;
 use crate::keys::Keys;
@@ -102,11 +102,13 @@ pub async fn serve_traced(
         keys,
         ending: ended.clone(),
     };
-    let incoming = UnixListenerStream::new(socket.listener()?);
+    let incoming = limits::incoming(socket.listener()?);
     let mut drained = ended;
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+        .max_concurrent_streams(limits::HTTP2_STREAMS)
+        .layer(limits::CallLimit)
         .add_service(health_service)
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?)
@@ -141,12 +143,9 @@ async fn wait_for_end(ending: &mut watch::Receiver<bool>) {
 
 /// "uid:N" of the peer.
 pub(crate) fn owner<T>(request: &tonic::Request<T>) -> String {
-    let credentials = request
-        .extensions()
-        .get::<UdsConnectInfo>()
-        .and_then(|info| info.peer_cred);
-    match credentials {
-        Some(credentials) => format!("uid:{}", credentials.uid()),
+    let peer = request.extensions().get::<limits::Peer>();
+    match peer.and_then(|peer| peer.uid) {
+        Some(uid) => format!("uid:{uid}"),
         None => "unknown".to_owned(),
     }
 }

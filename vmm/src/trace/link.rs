@@ -30,6 +30,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
 use super::clock::GuestClock;
 use super::frame::{self, FrameError};
+use crate::log_limit::limited;
 
 /// vsock port of the host that the agent connects to, from a port of its own below 1024: Linux gives
 /// these to holders of CAP_NET_BIND_SERVICE alone.
@@ -292,11 +293,7 @@ impl AgentLink {
         let handshakes = Arc::new(Semaphore::new(HANDSHAKES));
         let mut number = 0;
         loop {
-            let Ok((stream, _)) = listener.accept().await else {
-                // Out of file descriptors, most likely; the next may find one.
-                tokio::time::sleep(Duration::from_millis(100)).await;
-                continue;
-            };
+            let (stream, _) = crate::service::accept(|| listener.accept()).await;
             let Ok(permit) = Arc::clone(&handshakes).try_acquire_owned() else {
                 continue;
             };
@@ -319,7 +316,7 @@ impl AgentLink {
     }
 
     fn note(&self, why: String) {
-        tracing::info!(why, "the agent's link");
+        limited!(info, why, "the agent's link");
         self.state().last = why;
     }
 
