@@ -85,8 +85,9 @@ pub async fn run(
                 timeout: timeout.and_then(|timeout| timeout.try_into().ok()),
                 ttl: ttl.and_then(|ttl| ttl.try_into().ok()),
             };
-            let response = monitor.guest().pause_guest(monitor.request(request));
-            print(output, &view::Power::paused(response.await?.into_inner()))
+            let mut guest = monitor.guest();
+            let response = guest.pause_guest(monitor.request(request)).await?;
+            print(output, &view::Power::paused(response.into_inner()))
         }
         GuestCommand::Resume => {
             monitor

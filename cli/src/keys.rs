@@ -239,10 +239,13 @@ impl Patience {
         let mut told = String::new();
         let mut left = self.whole;
         loop {
-            let answer = attempt(left.min(self.slice)).await;
+            let time = left.min(self.slice);
+            let answer = attempt(time).await;
+            // Whoever was given all that was left has had it, even if it gave up a little earlier.
+            let last = time == left;
             left = deadline.saturating_duration_since(Instant::now());
             match answer {
-                Err(status) if is_busy(&status) && !left.is_zero() => {
+                Err(status) if is_busy(&status) && !last && !left.is_zero() => {
                     let gate = gate(&status);
                     if told != gate {
                         say(&status);
@@ -261,8 +264,9 @@ fn is_busy(status: &Status) -> bool {
 }
 
 fn gate(status: &Status) -> String {
-    let info = status.get_details_error_info().unwrap_or_default();
-    info.metadata.get("gate").cloned().unwrap_or_default()
+    let info = status.get_details_error_info();
+    let gate = info.and_then(|mut info| info.metadata.remove("gate"));
+    gate.unwrap_or_default()
 }
 
 /// One change in a file.
