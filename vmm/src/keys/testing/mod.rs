@@ -2,22 +2,23 @@
 //! A guest without vCPUs: real guest memory with page tables, a small kernel image with keys, sites
 //! and gate words, and requests as a kernel would send them. For API tests without KVM.
 
+mod clock;
 mod image;
 mod structures;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use static_keys::GuestMemory;
 use vm_memory::GuestAddress;
 use zerocopy::{FromZeros, IntoBytes};
 
+pub use self::clock::ManualClock;
 use self::image::*;
 pub use self::image::{Gate, TestKey};
 use super::address_space::{KernelMemory, PageTable};
-use super::clock::Clock;
 use super::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
 use super::registry::Registry;
 use crate::abi;
@@ -582,27 +583,5 @@ impl Guest for InMemoryGuest {
             rips: lock(&self.rips).clone(),
             on_resume: Arc::clone(&self.on_resume),
         })
-    }
-}
-
-/// A clock that stands still until it is set forward; tell [`super::Keys::tick`] afterwards.
-#[derive(Debug)]
-pub struct ManualClock(Mutex<Instant>);
-
-impl ManualClock {
-    /// Starts now.
-    pub fn new() -> Arc<Self> {
-        Arc::new(Self(Mutex::new(Instant::now())))
-    }
-
-    /// Sets it forward.
-    pub fn advance(&self, by: Duration) {
-        *lock(&self.0) += by;
-    }
-}
-
-impl Clock for ManualClock {
-    fn now(&self) -> Instant {
-        *lock(&self.0)
     }
 }
