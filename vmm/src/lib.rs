@@ -25,6 +25,7 @@ pub mod probe;
 pub mod request;
 pub mod seccomp;
 pub mod service;
+pub mod socket;
 pub mod trace;
 mod vcpu;
 pub mod vm;

@@ -4,8 +4,8 @@
 //! Who can open the socket (mode 0600: the monitor's user and root) may do everything; the peer's
 //! uid is recorded as the owner of what it does.
 
+mod accept;
 mod guest;
-mod socket;
 mod static_keys;
 mod status;
 
@@ -18,13 +18,12 @@ use patchbay_proto::v1::guest_service_server::GuestServiceServer;
 use patchbay_proto::v1::static_keys_service_server::StaticKeysServiceServer;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsServiceServer;
 use tokio::sync::watch;
-use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
 use tonic::transport::server::UdsConnectInfo;
 
-pub use self::socket::{ApiSocket, SocketError};
 pub(crate) use self::static_keys::time_allowed;
 use crate::keys::Keys;
+pub use crate::socket::{ListeningSocket as ApiSocket, SocketError};
 use crate::trace::{self, TracepointsApi, Tracing};
 
 /// Largest request in bytes: 65,536 updates with long names fit.
@@ -102,7 +101,7 @@ pub async fn serve_traced(
         keys,
         ending: ended.clone(),
     };
-    let incoming = UnixListenerStream::new(socket.listener()?);
+    let incoming = accept::connections(socket.tokio_listener()?);
     let mut drained = ended;
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
