@@ -61,6 +61,7 @@ impl From<KeysError> for Status {
             | KeysError::Cancelled
             | KeysError::QueueFull { .. }
             | KeysError::WatchTooSlow { .. }
+            | KeysError::Internal { .. }
             | KeysError::GuestStopped => {}
         }
         if let Some(delay) = error.retry_after() {
@@ -92,6 +93,7 @@ fn code(error: &KeysError) -> Code {
         KeysError::Cancelled => Code::Cancelled,
         KeysError::QueueFull { .. } | KeysError::WatchTooSlow { .. } => Code::ResourceExhausted,
         KeysError::Compacted { .. } | KeysError::RevisionInFuture { .. } => Code::OutOfRange,
+        KeysError::Internal { .. } => Code::Internal,
         KeysError::GuestStopped => Code::Unavailable,
     }
 }

@@ -154,10 +154,11 @@ impl Virtio {
         Ok(())
     }
 
-    /// Starts the device thread, unless there are no devices.
-    pub fn start(&self) -> Result<(), VirtioError> {
+    /// Starts the device thread, unless there are no devices. `failed` is told why if the thread
+    /// cannot go on.
+    pub fn start(&self, failed: impl FnOnce(String) + Send + 'static) -> Result<(), VirtioError> {
         if !self.transports.is_empty() {
-            self.thread.start()?;
+            self.thread.start(failed)?;
         }
         Ok(())
     }
