@@ -11,13 +11,15 @@ use patchbay_vmm::devices::ConsoleOutput;
 use patchbay_vmm::devices::virtio::{
     CID_MIN, DiskConfig, DiskLimits, Rate, VirtioConfig, VsockConfig,
 };
+use patchbay_vmm::jail::Files;
 use patchbay_vmm::seccomp::SeccompLevel;
 
 const DEFAULT_GRACE_SECONDS: u16 = 5;
 
 /// Boots one Linux guest under KVM and lets its operator flip its static keys.
 ///
-/// Ctrl-C and SIGTERM end the guest at once. The exit status is 0 if the guest
+/// Ctrl-C, Ctrl-\\, SIGTERM and a terminal's hang-up end the guest at once; a second one does not wait for it.
+/// Without a terminal SIGHUP has log files opened again. The exit status is 0 if the guest
 /// switched itself off, reset itself or was shut down, 1 if it or the monitor
 /// failed, 2 for a wrong command line.
 #[derive(Debug, Parser)]
@@ -52,7 +54,8 @@ pub struct Args {
     #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub vcpus: u8,
 
-    /// Where the serial console goes: stdout (with input from stdin), file:PATH, api, or none.
+    /// Where the serial console goes: stdout (with input from stdin), file:PATH, api, or none. A file is
+    /// renamed to PATH.1 at 16 MiB, and a new one begun; SIGHUP has it opened again.
     #[arg(long, value_name = "WHERE", default_value = "stdout")]
     pub console: Console,
 
@@ -68,7 +71,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub symbols: Option<PathBuf>,
 
-    /// Append every change of a key to this file.
+    /// Append every change of a key to this file; SIGHUP has it opened again.
     #[arg(long, value_name = "FILE")]
     pub audit_log: Option<PathBuf>,
 
@@ -100,13 +103,38 @@ pub struct Args {
     #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
     pub rng: bool,
 
-    /// What happens on a system call that the monitor should not need: nothing,
-    /// a line in the kernel's log, or the end of the monitor.
+    /// How the monitor is confined: with system call filters, Landlock and limits (on); with filters that
+    /// only write a line to the kernel's log (log); or not at all (off).
     #[arg(long, value_enum, default_value_t = SeccompLevel::On)]
-    pub seccomp: SeccompLevel,
+    pub jail: SeccompLevel,
 }
 
 impl Args {
+    /// What the monitor opens of these.
+    pub fn files(&self) -> Files {
+        let mut files = Files::default();
+        files.read(&self.kernel);
+        for path in self.initrd.iter().chain(&self.symbols) {
+            files.read(path);
+        }
+        for disk in &self.disk {
+            match disk.read_only {
+                true => files.read(&disk.path),
+                false => files.write(&disk.path),
+            }
+        }
+        for path in self.api_socket.iter().chain(&self.audit_log) {
+            files.make(path);
+        }
+        if let Some(vsock) = &self.vsock {
+            files.make(&vsock.path);
+        }
+        if let Console::File(path) = &self.console {
+            files.make(path);
+        }
+        files
+    }
+
     /// The virtio devices.
     pub fn virtio(&self) -> VirtioConfig {
         VirtioConfig {

@@ -33,6 +33,8 @@ use crate::memory::{GuestRam, MemoryError};
 use crate::pause::{PauseError, Paused, Pauser};
 use crate::probe::{self, Transports};
 use crate::request::{GuestRequests, RequestPort};
+use crate::seccomp::ThreadKind;
+use crate::thread;
 use crate::vcpu::{Vcpu, VcpuEnd};
 use crate::x86::acpi;
 use crate::x86::cpuid::{self, VCPUS_MAX};
@@ -40,6 +42,9 @@ use crate::x86::registers::{self, Mode};
 
 /// IRQ of the serial console (COM1).
 const SERIAL_IRQ: u32 = 4;
+
+/// How long the console's reader may take for what is left when the guest has ended.
+pub const LAST_OUTPUT: Duration = Duration::from_secs(2);
 
 /// Why a guest could not be made or started.
 #[derive(Debug, thiserror::Error)]
@@ -209,9 +214,18 @@ impl Shared {
         if terminate {
             self.pauser.terminate();
         }
+        self.changed.notify_all();
         if last {
             self.console.close();
         }
+    }
+
+    /// Ends the guest because the monitor cannot serve it any more.
+    fn fail(&self, why: String) {
+        lock(&self.ended)
+            .reason
+            .get_or_insert(ExitReason::Failed(why));
+        self.pauser.terminate();
         self.changed.notify_all();
     }
 }
@@ -324,32 +338,29 @@ impl Vm {
         })
     }
 
-    /// Lets the guest run: starts a thread per vCPU. `on_thread` is called first
-    /// on each of them, for what a thread is to do before it runs guest code.
+    /// Lets the guest run: starts a thread per vCPU.
     ///
     /// # Errors
     /// [`VmError::Started`] the second time, [`VmError::Thread`] or
-    /// [`VmError::Virtio`] without threads.
-    pub fn start(&self, on_thread: impl Fn() + Send + Sync + 'static) -> Result<(), VmError> {
+    /// [`VmError::Virtio`] without threads or their filters.
+    pub fn start(&self) -> Result<(), VmError> {
         let vcpus = std::mem::take(&mut *lock(&self.waiting));
         if vcpus.is_empty() {
             return Err(VmError::Started);
         }
-        self.virtio.start()?;
+        let shared = self.shared.clone();
+        self.virtio.start(move |why| shared.fail(why))?;
         lock(&self.shared.ended).running = vcpus.len();
-        let on_thread = Arc::new(on_thread);
         let mut left = vcpus.len();
         for vcpu in vcpus {
             let shared = self.shared.clone();
-            let on_thread = on_thread.clone();
             let index = vcpu.index;
-            let spawned = std::thread::Builder::new()
-                .name(format!("vcpu{index}"))
-                .spawn(move || {
-                    on_thread();
-                    let end = vcpu.run(&shared.pauser);
-                    shared.vcpu_ended(index, end);
-                });
+            let name = format!("vcpu{index}");
+            let run = move || {
+                let end = thread::contain(&format!("vCPU {index}"), || vcpu.run(&shared.pauser));
+                shared.vcpu_ended(index, end.unwrap_or_else(VcpuEnd::Failed));
+            };
+            let spawned = thread::spawn(&name, ThreadKind::Vcpu, run);
             match spawned {
                 Ok(thread) => lock(&self.threads).push(thread),
                 Err(error) => {
@@ -395,8 +406,9 @@ impl Vm {
         self.power.take_back()
     }
 
-    /// Waits until the guest has ended and all its console output is written.
-    /// Returns at once for a guest that has ended; waits for one not started yet.
+    /// Waits until the guest has ended and all its console output is written, or its reader
+    /// has kept the monitor waiting for [`LAST_OUTPUT`]. Returns at once for a guest that
+    /// has ended; waits for one not started yet.
     #[must_use]
     pub fn wait(&self) -> ExitReason {
         let mut ended = lock(&self.shared.ended);
@@ -455,10 +467,11 @@ impl Vm {
     fn join(&self) {
         let threads = std::mem::take(&mut *lock(&self.threads));
         for thread in threads {
-            // A panic there has been reported by the panic hook.
+            // A panic there has become the guest's end.
             let _ = thread.join();
         }
         self.virtio.close();
+        self.shared.console.drain(LAST_OUTPUT);
     }
 }
 

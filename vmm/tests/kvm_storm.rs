@@ -30,7 +30,7 @@ use patchbay_vmm::keys::{
 };
 use patchbay_vmm::memory::GuestRam;
 use patchbay_vmm::request::GuestRequests;
-use patchbay_vmm::seccomp::{self, SeccompLevel, ThreadKind};
+use patchbay_vmm::seccomp::{self, SeccompLevel};
 use patchbay_vmm::vm::{ExitReason, Vm, VmError};
 use static_keys::Op;
 use vm_memory::GuestAddress;
@@ -255,8 +255,7 @@ fn storm_guest(vcpus: u8, models: &[Model]) -> Option<(Arc<Vm>, Keys)> {
     let (keys, _) = Keys::start(guest, registry.clone(), KeysConfig::default()).unwrap();
     let status = registry.request(abi::OP_REGISTER, GuestAddress(REQUEST));
     assert_eq!(status, 0, "{}", keys.describe().error);
-    vm.start(|| seccomp::enter(ThreadKind::Vcpu).unwrap())
-        .unwrap();
+    vm.start().unwrap();
     for vcpu in 0..vcpus {
         wait_until("every vCPU runs", || counter(&vm, vcpu, ROUNDS) > 0);
     }

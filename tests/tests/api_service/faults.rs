@@ -290,3 +290,19 @@ async fn die_in(stage: &str) {
     let result = served.op("beta", KeyOp::Inc).await;
     panic!("it lived on, and answered {result:?}");
 }
+
+/// A bug is not the guest's end: clients are told of it, and the guest runs on.
+#[tokio::test]
+async fn a_panic_of_the_keys_is_told_as_internal() {
+    let served = Served::start().await;
+    served.guest.on_pause(|| panic!("a bug"));
+    for _ in 0..2 {
+        let result = served.update(request(&[("alpha", KeyOp::Inc)])).await;
+        let (message, _) = assert_refused(result, Code::Internal, "INTERNAL");
+        assert!(message.contains("panicked: a bug"), "{message}");
+    }
+    served
+        .get("alpha")
+        .await
+        .expect("what needs no change is answered");
+}

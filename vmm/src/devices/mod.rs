@@ -12,6 +12,7 @@
 //! | others | as given in the configuration, else absent: reads as all ones |
 
 mod console;
+mod console_file;
 mod power;
 pub mod virtio;
 

@@ -147,6 +147,12 @@ pub enum KeysError {
         /// First revision that was not sent.
         missed: u64,
     },
+    /// The monitor itself has failed. Whether the change was made is not known.
+    #[error("{message}")]
+    Internal {
+        /// What failed, and the next step.
+        message: String,
+    },
     /// The guest has ended.
     #[error("the guest has stopped; start it again")]
     GuestStopped,
@@ -200,6 +206,7 @@ impl KeysError {
             Self::Compacted { .. } => "REVISION_COMPACTED",
             Self::RevisionInFuture { .. } => "REVISION_IN_FUTURE",
             Self::WatchTooSlow { .. } => "WATCH_TOO_SLOW",
+            Self::Internal { .. } => "INTERNAL",
             Self::GuestStopped => "GUEST_STOPPED",
             Self::GuestPaused => "GUEST_PAUSED",
             Self::NotPoweredOff { .. } => "NOT_POWERED_OFF",

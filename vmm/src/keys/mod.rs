@@ -42,8 +42,9 @@ use std::time::{Duration, Instant, SystemTime};
 
 use patchbay_proto::v1;
 use static_keys::Op;
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
+use self::audit::AuditFile;
 pub use self::clock::{Clock, SystemClock};
 pub use self::error::KeysError;
 pub use self::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
@@ -55,7 +56,8 @@ pub use self::registry::{Description, RegistrationPhase, Registry};
 use self::replay::Replay;
 use self::symbols::Symbols;
 pub use self::vm_guest::VmGuest;
-use crate::seccomp::{self, ThreadKind};
+use crate::seccomp::ThreadKind;
+use crate::thread;
 
 /// Commands that wait for the owner; beyond them callers are turned away.
 const QUEUE: usize = 256;
@@ -236,6 +238,8 @@ struct Shared {
     clock: Arc<dyn Clock>,
     /// When a pause that an operator asked for expires.
     paused_until: Mutex<Option<SystemTime>>,
+    /// Set when the owner thread has ended: empty, or why it failed.
+    ended: watch::Sender<Option<String>>,
 }
 
 /// What is remembered about keys; only the owner changes it.
@@ -289,6 +293,7 @@ impl Keys {
             symbols: config.symbols,
             clock: config.clock,
             paused_until: Mutex::default(),
+            ended: watch::Sender::new(None),
         });
         let (commands, receiver) = sync_channel(QUEUE);
         let owner = Owner {
@@ -299,14 +304,12 @@ impl Keys {
             allow_guarded: config.allow_guarded,
             pruned: 0,
         };
-        let thread = std::thread::Builder::new()
-            .name("keys".to_owned())
-            .spawn(move || {
-                if let Err(error) = seccomp::enter(ThreadKind::Keys) {
-                    tracing::error!("the keys' thread has no filter: {error}");
-                }
-                owner.run(&receiver);
-            })?;
+        let told = Arc::clone(&shared);
+        let thread = thread::spawn("keys", ThreadKind::Keys, move || {
+            let ended = thread::contain("the keys", || owner.run(&receiver));
+            told.ended
+                .send_replace(Some(ended.err().unwrap_or_default()));
+        })?;
         Ok((
             Self {
                 shared,
@@ -384,9 +387,29 @@ impl Keys {
         match self.commands.try_send(command(reply)) {
             Ok(()) => {}
             Err(TrySendError::Full(_)) => return Err(KeysError::QueueFull { waiting: QUEUE }),
-            Err(TrySendError::Disconnected(_)) => return Err(KeysError::GuestStopped),
+            Err(TrySendError::Disconnected(_)) => return Err(self.ended().await),
         }
-        answer.await.unwrap_or(Err(KeysError::GuestStopped))
+        match answer.await {
+            Ok(answer) => answer,
+            Err(_) => Err(self.ended().await),
+        }
+    }
+
+    /// Why the owner thread, which has dropped a command, has ended.
+    async fn ended(&self) -> KeysError {
+        let mut ended = self.shared.ended.subscribe();
+        match ended.wait_for(Option::is_some).await.as_deref() {
+            Ok(Some(why)) if !why.is_empty() => KeysError::Internal {
+                message: format!("{why}; restart the guest before you change keys"),
+            },
+            _ => KeysError::GuestStopped,
+        }
+    }
+
+    /// Has the audit log go on in this file. Waits for room in the queue of commands.
+    pub fn replace_audit_file(&self, file: AuditFile) {
+        // An owner thread that has ended writes no more.
+        let _ = self.commands.send(Command::AuditFile(file));
     }
 }
 

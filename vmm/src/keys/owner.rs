@@ -45,7 +45,7 @@ use patchbay_proto::v1;
 use static_keys::{Class, Key, KeyChange, Op, split_name};
 use tokio::sync::oneshot;
 
-use super::audit::{AuditLog, Change, IntendedKeys, IntendedOp, Intent, Outcome};
+use super::audit::{AuditFile, AuditLog, Change, IntendedKeys, IntendedOp, Intent, Outcome};
 use super::draft::Terms;
 use super::error::KeysError;
 use super::flip::{Attempt, Flip, Transaction};
@@ -76,6 +76,8 @@ pub(super) enum Command {
     Update(Box<UpdateRequest>, Reply<Arc<UpdateOutcome>>),
     Pause(PauseRequest, Reply<PauseOutcome>),
     Resume(Reply<()>),
+    /// Write the audit log there from now on.
+    AuditFile(AuditFile),
     /// Look at the clock.
     Tick(Reply<()>),
 }
@@ -148,6 +150,7 @@ impl<G: Guest> Owner<G> {
                     self.shared.set_paused_until(None);
                     let _ = reply.send(Ok(()));
                 }
+                Ok(Command::AuditFile(file)) => self.audit.replace(file),
                 Ok(Command::Tick(reply)) => {
                     self.give_back_lapsed(held.as_ref());
                     let _ = reply.send(Ok(()));

@@ -6,7 +6,6 @@
 
 mod guest;
 mod limits;
-mod socket;
 mod static_keys;
 mod status;
 
@@ -22,9 +21,9 @@ use tokio::sync::watch;
 use tonic::transport::Server;
 
 pub(crate) use self::limits::accept;
-pub use self::socket::{ApiSocket, SocketError};
 pub(crate) use self::static_keys::time_allowed;
 use crate::keys::Keys;
+pub use crate::socket::{ListeningSocket as ApiSocket, SocketError};
 use crate::trace::{self, TracepointsApi, Tracing};
 
 /// Largest request in bytes: 65,536 updates with long names fit.
@@ -102,7 +101,7 @@ pub async fn serve_traced(
         keys,
         ending: ended.clone(),
     };
-    let incoming = limits::incoming(socket.listener()?);
+    let incoming = limits::incoming(socket.tokio_listener()?);
     let mut drained = ended;
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))

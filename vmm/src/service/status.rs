@@ -63,6 +63,7 @@ impl From<KeysError> for Status {
             | KeysError::WatchTooSlow { .. }
             | KeysError::GuestStopped
             | KeysError::GuestPaused
+            | KeysError::Internal { .. }
             | KeysError::NotPoweredOff { .. } => {}
         }
         if let Some(delay) = error.retry_after() {
@@ -99,5 +100,6 @@ fn code(error: &KeysError) -> Code {
         KeysError::Cancelled => Code::Cancelled,
         KeysError::QueueFull { .. } | KeysError::WatchTooSlow { .. } => Code::ResourceExhausted,
         KeysError::Compacted { .. } | KeysError::RevisionInFuture { .. } => Code::OutOfRange,
+        KeysError::Internal { .. } => Code::Internal,
     }
 }

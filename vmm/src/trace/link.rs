@@ -14,7 +14,6 @@
 //! place: it may be stopped, and what it armed is still in the keys.
 
 use std::collections::HashMap;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,6 +30,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use super::clock::GuestClock;
 use super::frame::{self, FrameError};
 use crate::log_limit::limited;
+use crate::socket::{ListeningSocket, SocketError};
 
 /// vsock port of the host that the agent connects to, from a port of its own below 1024: Linux gives
 /// these to holders of CAP_NET_BIND_SERVICE alone.
@@ -133,33 +133,15 @@ pub fn socket_path(vsock: &Path) -> PathBuf {
 
 /// The bound socket on which the agent's connections arrive; removed when dropped.
 #[derive(Debug)]
-pub struct AgentSocket {
-    listener: std::os::unix::net::UnixListener,
-    path: PathBuf,
-}
+pub struct AgentSocket(ListeningSocket);
 
 impl AgentSocket {
     /// Binds the socket beside that of the vsock device, replacing one that a dead monitor left.
     ///
     /// # Errors
-    /// Of the operating system.
-    pub fn bind(vsock: &Path) -> std::io::Result<Self> {
-        let path = socket_path(vsock);
-        match std::fs::remove_file(&path) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-        let listener = std::os::unix::net::UnixListener::bind(&path)?;
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
-        listener.set_nonblocking(true)?;
-        Ok(Self { listener, path })
-    }
-}
-
-impl Drop for AgentSocket {
-    fn drop(&mut self) {
-        // It may be gone already.
-        let _ = std::fs::remove_file(&self.path);
+    /// [`SocketError`].
+    pub fn bind(vsock: &Path) -> Result<Self, SocketError> {
+        ListeningSocket::bind(&socket_path(vsock)).map(Self)
     }
 }
 
@@ -169,7 +151,7 @@ impl AgentLink {
     /// # Errors
     /// Of the operating system.
     pub fn listen(socket: AgentSocket, pages: mpsc::Sender<AgentPages>) -> std::io::Result<Self> {
-        let listener = UnixListener::from_std(socket.listener.try_clone()?)?;
+        let listener = socket.0.tokio_listener()?;
         let link = Self::unlinked(pages);
         tokio::spawn(link.clone().accept(socket, listener));
         Ok(link)

@@ -113,7 +113,7 @@ impl Rig {
             _turn: turn,
         };
         rig.memory().write_kernel();
-        rig.vm.start(|| {}).unwrap();
+        rig.vm.start().unwrap();
         rig.wait_until("the first vCPU runs", || rig.scratch(0, NOT_TAKEN) > 0);
         Some(rig)
     }

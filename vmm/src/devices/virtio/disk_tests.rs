@@ -92,7 +92,7 @@ fn a_reset_does_not_wait_for_a_disk_that_hangs() {
     });
     let transport = driver.transport.clone();
     let thread = DeviceThread::new("disk0".into(), [transport.clone()].into()).unwrap();
-    thread.start().unwrap();
+    thread.start(|why| panic!("{why}")).unwrap();
     let notify = |driver: &Driver| driver.set(VIRTIO_MMIO_QUEUE_NOTIFY, 0);
     driver.chain(0, &[Buffer::In(1)]);
     notify(&driver);
@@ -132,7 +132,7 @@ fn each_disk_has_a_thread_and_the_others_share_one() {
             disks: vec![disk.clone(); disks],
         };
         let virtio = Virtio::new(&config, &memory()).unwrap();
-        virtio.start().unwrap();
+        virtio.start(|why| panic!("{why}")).unwrap();
         let threads = virtio.threads.iter();
         threads.map(|thread| thread.name().to_owned()).collect()
     };
@@ -192,7 +192,7 @@ fn what_limits_hold_back_is_answered_in_time() {
     });
     let transport = driver.transport.clone();
     let thread = DeviceThread::new("disk0".into(), [transport].into()).unwrap();
-    thread.start().unwrap();
+    thread.start(|why| panic!("{why}")).unwrap();
     for _ in 0..4 {
         read_a_sector(&mut driver);
     }

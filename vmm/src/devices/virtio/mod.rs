@@ -172,10 +172,13 @@ impl Virtio {
         Ok(())
     }
 
-    /// Starts the device threads.
-    pub fn start(&self) -> Result<(), VirtioError> {
+    /// Starts the device threads. `failed` is told why if one cannot go on.
+    pub fn start(
+        &self,
+        failed: impl FnOnce(String) + Clone + Send + 'static,
+    ) -> Result<(), VirtioError> {
         for thread in &self.threads {
-            thread.start()?;
+            thread.start(failed.clone())?;
         }
         Ok(())
     }

@@ -8,7 +8,9 @@ use std::path::Path;
 use virtio_bindings::virtio_mmio::*;
 
 use super::block::{Block, DiskConfig, DiskError};
+use super::device::{Device, Next};
 use super::driver::{Buffer, Driver, NEEDS_RESET};
+use super::queue::{Broken, Ring};
 use super::rng::Rng;
 use super::thread::DeviceThread;
 use super::{DiskLimits, MMIO_START, Memory, Virtio, VirtioConfig, VirtioError};
@@ -419,7 +421,7 @@ fn the_thread_answers_and_ends() {
     let driver = Driver::new(Block::open(&config, 0).unwrap());
     let transport = driver.transport.clone();
     let thread = DeviceThread::new("disk0".into(), [transport.clone()].into()).unwrap();
-    thread.start().unwrap();
+    thread.start(|why| panic!("{why}")).unwrap();
     let interrupt = transport.interrupt().try_clone().unwrap();
     // An endless chain: the thread finds it, and says so by an interrupt.
     super::driver::write_descriptor(&driver.memory, 0x1_0000, (0, 0, 1, 0));
@@ -433,6 +435,50 @@ fn the_thread_answers_and_ends() {
     assert_ne!(u32::from_le_bytes(status) & NEEDS_RESET, 0);
     thread.stop();
     thread.stop();
+}
+
+/// A device with a bug.
+struct Buggy;
+
+impl Device for Buggy {
+    fn id(&self) -> u32 {
+        4
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn queues(&self) -> usize {
+        1
+    }
+
+    fn config(&self) -> Vec<u8> {
+        vec![]
+    }
+
+    fn activate(&mut self, _features: u64) {}
+
+    fn reset(&mut self) {}
+
+    fn process(&mut self, _: &mut [Option<Ring>], _: &Memory) -> Result<Next, Broken> {
+        panic!("a bug");
+    }
+}
+
+#[test]
+fn a_panic_in_a_device_is_told() {
+    let driver = Driver::new(Buggy);
+    let thread = DeviceThread::new("devices".into(), [driver.transport.clone()].into()).unwrap();
+    let (sender, told) = std::sync::mpsc::channel();
+    thread.start(move |why| sender.send(why).unwrap()).unwrap();
+    driver.set(VIRTIO_MMIO_QUEUE_NOTIFY, 0);
+    let why = told.recv().expect("the thread says why it ends");
+    assert!(why.contains("devices panicked: a bug"), "{why}");
+    thread.stop();
+    // Neither the guest nor the monitor is stuck with the device.
+    driver.register(VIRTIO_MMIO_STATUS);
+    driver.transport.close();
 }
 
 #[test]

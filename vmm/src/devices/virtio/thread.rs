@@ -12,7 +12,8 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::transport::Transport;
-use crate::seccomp::{self, ThreadKind};
+use crate::seccomp::ThreadKind;
+use crate::thread;
 
 /// The token of the descriptor that ends the thread.
 const STOP: u64 = u64::MAX;
@@ -61,18 +62,18 @@ impl DeviceThread {
         &self.name
     }
 
-    /// Starts it.
-    pub fn start(&self) -> std::io::Result<()> {
+    /// Starts it. `failed` is told why if it cannot go on: a guest without its devices would hang.
+    pub fn start(&self, failed: impl FnOnce(String) + Send + 'static) -> std::io::Result<()> {
+        let name = self.name.clone();
         let transports = self.transports.clone();
         let epoll = self.epoll.clone();
-        let handle = std::thread::Builder::new()
-            .name(self.name.clone())
-            .spawn(move || {
-                if let Err(error) = seccomp::enter(ThreadKind::Device) {
-                    tracing::error!("the devices work without a filter: {error}");
-                }
-                work(&transports, &epoll);
-            })?;
+        let run = move || {
+            let ended = thread::contain(&name, || work(&transports, &epoll));
+            if let Err(why) = ended.and_then(|result| result) {
+                failed(why);
+            }
+        };
+        let handle = thread::spawn(&self.name, ThreadKind::Device, run)?;
         *self.handle.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
         Ok(())
     }
@@ -87,7 +88,7 @@ impl DeviceThread {
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         if let Some(handle) = handle {
-            // A panic there has been reported by the panic hook.
+            // A panic there has been told to `failed`.
             let _ = handle.join();
         }
     }
@@ -99,7 +100,7 @@ impl Drop for DeviceThread {
     }
 }
 
-fn work(transports: &[Arc<Transport>], epoll: &Epoll) {
+fn work(transports: &[Arc<Transport>], epoll: &Epoll) -> Result<(), String> {
     let mut ready = [EpollEvent::default(); 32];
     // When each device wants another turn, if it is not woken before.
     let mut turns: Vec<Option<Instant>> = vec![None; transports.len()];
@@ -108,14 +109,15 @@ fn work(transports: &[Arc<Transport>], epoll: &Epoll) {
             Ok(count) => count,
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
             Err(error) => {
-                tracing::error!("the device thread cannot wait ({error}); all devices stop");
-                return;
+                return Err(format!(
+                    "the device thread cannot wait for events ({error})"
+                ));
             }
         };
         for event in &ready[..count] {
             let token = event.data();
             if token == STOP {
-                return;
+                return Ok(());
             }
             let Some((transport, turn)) = usize::try_from(token & !OWN_EVENT)
                 .ok()

@@ -170,9 +170,11 @@ impl Tracer {
     pub(super) async fn facts(&self) -> Result<HashMap<String, TracepointFacts>, TraceError> {
         let keys = Arc::clone(&self.keys);
         let facts = tokio::task::spawn_blocking(move || keys.tracepoints()).await;
-        Ok(select::by_name(
-            facts.map_err(|_| KeysError::GuestStopped)??,
-        ))
+        Ok(select::by_name(facts.map_err(|error| {
+            KeysError::Internal {
+                message: format!("the tracepoints cannot be read: {error}; report it, it is a bug"),
+            }
+        })??))
     }
 
     /// Makes a change, or answers what it led to when it was made. What failed may be tried again.

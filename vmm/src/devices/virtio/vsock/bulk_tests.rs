@@ -263,7 +263,7 @@ fn much_goes_both_ways_at_once() {
     let driver = Driver::new(Vsock::new(&config).unwrap());
     let thread =
         DeviceThread::new("devices".into(), Arc::from([driver.transport.clone()])).unwrap();
-    thread.start().unwrap();
+    thread.start(|why| panic!("{why}")).unwrap();
     let guest = std::thread::spawn(move || {
         Echo::new(driver).serve(ROUNDS);
     });

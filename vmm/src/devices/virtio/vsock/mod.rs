@@ -44,6 +44,7 @@ use packet::{DATA_MAX, HEADER_BYTES, HOST_CID, Header, Op, STREAM};
 use super::Memory;
 use super::device::{Device, Next};
 use super::queue::{Broken, Chain, Ring};
+use crate::socket::SocketError;
 
 const DEVICE_ID: u32 = 19;
 
@@ -92,14 +93,11 @@ pub enum VsockError {
     /// The guest's address is reserved.
     #[error("the vsock address {0} is reserved; give a cid from 3 to 4294967294")]
     Cid(u32),
-    /// Another monitor listens there.
-    #[error("a running monitor already listens on {}; give this guest another vsock path, or end that one", .0.display())]
-    InUse(PathBuf),
-    /// Something else has that name.
-    #[error("{} exists and is not a socket; give another vsock path", .0.display())]
-    NotASocket(PathBuf),
+    /// The socket cannot be had, for one because another monitor listens there.
+    #[error("the vsock socket: {0}")]
+    Socket(#[from] SocketError),
     /// The host refused.
-    #[error("the vsock socket {} cannot be made: {source}; give a path in a folder that you may write to, of at most 96 bytes", path.display())]
+    #[error("the vsock socket {} cannot be watched: {source}; raise the limit on open files", path.display())]
     Unusable {
         /// The socket.
         path: PathBuf,

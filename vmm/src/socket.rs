@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The unix socket of the API: one live monitor per path, mode 0600.
+//! Unix sockets on which the monitor listens: one live monitor per path, mode 0600.
+//!
+//! A monitor holds a lock on `PATH.lock` from before it looks at `PATH` until it ends, so that none
+//! removes the socket of another one, whatever their names and other sockets are.
 
 use std::fs::File;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
@@ -15,11 +18,11 @@ use rustix::net::{
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 128;
 
-/// Why there is no API socket.
+/// Why there is no socket.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
     /// Another monitor owns it.
-    #[error("a running monitor already serves {}; give this guest another name or socket, or shut that one down", .0.display())]
+    #[error("a running monitor already serves {}; give this guest another name or path, or shut that one down", .0.display())]
     InUse(PathBuf),
     /// Something else has that name.
     #[error("{} exists and is not a socket; give another path", .0.display())]
@@ -36,14 +39,14 @@ pub enum SocketError {
 
 /// The bound socket. Dropping it removes its file.
 #[derive(Debug)]
-pub struct ApiSocket {
+pub struct ListeningSocket {
     path: PathBuf,
     listener: UnixListener,
     /// The lock says that the monitor lives; the kernel takes it back when the monitor dies.
     _lock: File,
 }
 
-impl ApiSocket {
+impl ListeningSocket {
     /// Binds `path`; the socket that a dead monitor left there is replaced.
     ///
     /// # Errors
@@ -92,12 +95,17 @@ impl ApiSocket {
         &self.path
     }
 
-    pub(super) fn listener(&self) -> std::io::Result<tokio::net::UnixListener> {
+    pub(crate) fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+
+    /// For the current tokio runtime.
+    pub(crate) fn tokio_listener(&self) -> std::io::Result<tokio::net::UnixListener> {
         tokio::net::UnixListener::from_std(self.listener.try_clone()?)
     }
 }
 
-impl Drop for ApiSocket {
+impl Drop for ListeningSocket {
     fn drop(&mut self) {
         // The lock file stays: removing it would let two monitors lock two files of one name.
         let _ = std::fs::remove_file(&self.path);
@@ -145,7 +153,7 @@ mod tests {
     fn mode_is_0600_and_the_file_goes_with_the_monitor() {
         let folder = tempfile::tempdir().expect("temporary folder");
         let path = folder.path().join("guest.sock");
-        let socket = ApiSocket::bind(&path).expect("free");
+        let socket = ListeningSocket::bind(&path).expect("free");
         let mode = std::fs::metadata(&path)
             .expect("bound")
             .permissions()
@@ -161,8 +169,8 @@ mod tests {
         let path = folder.path().join("guest.sock");
         // Dropping a std listener leaves its file, as a killed monitor does.
         drop(UnixListener::bind(&path).expect("free"));
-        let live = ApiSocket::bind(&path).expect("stale socket replaced");
-        let error = ApiSocket::bind(&path).expect_err("in use");
+        let live = ListeningSocket::bind(&path).expect("stale socket replaced");
+        let error = ListeningSocket::bind(&path).expect_err("in use");
         assert!(matches!(error, SocketError::InUse(_)));
         assert!(error.to_string().contains("another name"), "{error}");
         assert!(
@@ -176,12 +184,15 @@ mod tests {
         let folder = tempfile::tempdir().expect("temporary folder");
         let path = folder.path().join("guest.sock");
         let other = UnixListener::bind(&path).expect("free");
-        assert!(matches!(ApiSocket::bind(&path), Err(SocketError::InUse(_))));
+        assert!(matches!(
+            ListeningSocket::bind(&path),
+            Err(SocketError::InUse(_))
+        ));
         drop(other);
         let file = folder.path().join("file");
         std::fs::write(&file, "precious").expect("writable");
         assert!(matches!(
-            ApiSocket::bind(&file),
+            ListeningSocket::bind(&file),
             Err(SocketError::NotASocket(_))
         ));
         assert_eq!(std::fs::read_to_string(&file).expect("kept"), "precious");
@@ -191,7 +202,7 @@ mod tests {
     fn unusable_paths_say_what_to_do() {
         let long = PathBuf::from(format!("/tmp/{}", "x".repeat(120)));
         for path in [Path::new("/nonexistent/guest.sock"), &long] {
-            let error = ApiSocket::bind(path).expect_err("unusable");
+            let error = ListeningSocket::bind(path).expect_err("unusable");
             assert!(error.to_string().contains("107 bytes"), "{error}");
         }
     }
