@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What the guest does with keys of the kinds that Documentation/staging/static-keys.rst has beside the
-//! plain ones, while the host counts on them. One boot for all: each check leaves the guest as it was.
+//! plain ones, while the host counts on them; and a tracepoint whose probes change while it is parked.
+//! One boot for all: each check leaves the guest as it was.
 
 use anyhow::{Result, ensure};
 use patchbay_proto::v1::{KeyOp, KeyUpdate, UpdateStaticKeysRequest};
@@ -58,6 +59,7 @@ async fn what_the_guest_does_with_other_kinds_of_keys() -> Result<()> {
     deferred(&mut guest, "limited_key").await?;
     fast_inc(&mut guest).await?;
     cpu_hotplug_callbacks(&mut guest).await?;
+    a_probe_for_a_parked_tracepoint(&mut guest).await?;
     guest.assert_no_warnings().await
 }
 
@@ -135,5 +137,35 @@ async fn cpu_hotplug_callbacks(guest: &mut Guest) -> Result<()> {
     }
     assert_seen(guest, "hotplug_key", 0, "after the callbacks").await?;
     guest.shell(&format!("echo 0 > {HOTPLUG}")).await?;
+    Ok(())
+}
+
+/// Only the first probe would enable the key: whoever attaches another to a parked tracepoint is not
+/// to be left without events.
+async fn a_probe_for_a_parked_tracepoint(guest: &mut Guest) -> Result<()> {
+    const NAME: &str = "patchbay_test:patchbay_test_plain";
+    const FILES: &str = "/sys/kernel/debug/patchbay_test/tracepoint/plain";
+    let state = format!("cd {FILES} && echo 1 > fire && echo $(cat enabled hits); cd /");
+    let probes = async |guest: &mut Guest, probes: u32| {
+        let command = format!("echo {probes} > {FILES}/probe");
+        guest.shell(&command).await
+    };
+    probes(guest, 1).await?;
+    ensure!(guest.shell(&state).await? == "1 1", "one probe");
+    update(guest, NAME, KeyOp::Disable).await?;
+    ensure!(guest.shell(&state).await? == "0 1", "parked");
+    probes(guest, 2).await?;
+    let seen = guest.shell(&state).await?;
+    ensure!(seen == "1 3", "a second probe is to turn it on: {seen}");
+    ensure!(guest.key(NAME).await?.enabled, "the host sees it on");
+    // A probe that goes leaves a parked tracepoint parked.
+    update(guest, NAME, KeyOp::Disable).await?;
+    probes(guest, 1).await?;
+    ensure!(guest.shell(&state).await? == "0 3", "parked again");
+    probes(guest, 0).await?;
+    ensure!(guest.shell(&state).await? == "0 3", "no probe");
+    probes(guest, 1).await?;
+    ensure!(guest.shell(&state).await? == "1 4", "a first probe");
+    probes(guest, 0).await?;
     Ok(())
 }
