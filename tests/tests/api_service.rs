@@ -2,6 +2,7 @@
 //! The API, through a real client and a real unix socket, against an in-memory guest.
 
 mod api_service {
+    mod boots;
     mod busy;
     mod faults;
     mod guest;

@@ -5,7 +5,10 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use patchbay_proto::v1::{DescribeGuestResponse, KeyOp, RegistrationState, ShutdownGuestRequest};
+use patchbay_proto::v1::{
+    DescribeGuestResponse, KeyOp, KeyUpdate, ListHoldsRequest, RegistrationState,
+    ShutdownGuestRequest, UpdateStaticKeysRequest, WatchStaticKeysRequest,
+};
 use patchbay_tests::{Environment, Guest, GuestBuilder, SHELL_READS};
 use tonic::Code;
 
@@ -223,6 +226,78 @@ async fn a_kexeced_kernel_registers_anew() -> Result<()> {
         let seen = guest.shell(&format!("cat {SEEN}/unlikely")).await?;
         ensure!(seen == taken, "{op:?}: the new kernel sees {seen}");
     }
+    guest.assert_no_warnings().await
+}
+
+/// All but the last step of a hibernation, and back: the same kernel, with its counts, registers again.
+#[tokio::test]
+async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Result<()> {
+    const FOREIGN: &str = "/sys/kernel/debug/patchbay_test/keys/array_key_0/foreign";
+    const QUARANTINED: &str = "patchbay_test:array_keys[0]";
+    let Some(mut guest) = Guest::with_test_keys(2).await? else {
+        return Ok(());
+    };
+    let before = guest.assert_registered().await?;
+    guest.shell(&format!("echo 1 >{FOREIGN}")).await?;
+    let loss = guest.update(&[(QUARANTINED, KeyOp::Inc)]).await;
+    ensure!(loss.is_err_and(|loss| loss.code() == Code::DataLoss));
+    guest.shell(&format!("echo 0 >{FOREIGN}")).await?;
+    guest.update(&[(KEY, KeyOp::Inc)]).await?;
+    let watch = WatchStaticKeysRequest::default();
+    let mut changes = guest
+        .static_keys()
+        .watch_static_keys(watch)
+        .await?
+        .into_inner();
+    let brief = UpdateStaticKeysRequest {
+        updates: vec![KeyUpdate {
+            name: "patchbay_test:many_key".to_owned(),
+            op: KeyOp::Inc.into(),
+            ..Default::default()
+        }],
+        ttl: Some(std::time::Duration::from_secs(1).try_into()?),
+        ..Default::default()
+    };
+    guest.static_keys().update_static_keys(brief).await?;
+
+    guest
+        .shell("echo devices >/sys/power/pm_test && echo disk >/sys/power/state")
+        .await?;
+
+    let after = guest.assert_registered().await?;
+    ensure!(
+        after.generation != before.generation
+            && (after.modules, after.keys) == (before.modules, before.keys),
+        "{before:?} {after:?}"
+    );
+    // What has lapsed meanwhile is given back to the kernel that took it.
+    loop {
+        let change = changes.message().await?.context("the watch ended")?;
+        let given_back = |name: &str, owner: &str| name == "many_key" && owner == "monitor";
+        let mut events = change.events.iter();
+        if events.any(|event| given_back(&event.name, &event.owner)) {
+            break;
+        }
+    }
+    let seen = guest.seen("many_key").await?;
+    ensure!(seen.raw == 0 && !seen.unlikely, "{seen:?}");
+    let holds = guest
+        .static_keys()
+        .list_holds(ListHoldsRequest::default())
+        .await?
+        .into_inner()
+        .holds;
+    ensure!(
+        holds.len() == 1 && holds[0].name == "ref_key" && holds[0].references == 1,
+        "{holds:?}"
+    );
+    ensure!(!guest.key(QUARANTINED).await?.quarantine.is_empty());
+    let seen = guest.seen("ref_key").await?;
+    ensure!(seen.raw == 1 && seen.unlikely, "{seen:?}");
+    // Without force: it is its own.
+    guest.update(&[(KEY, KeyOp::Dec)]).await?;
+    let seen = guest.seen("ref_key").await?;
+    ensure!(seen.raw == 0 && !seen.unlikely, "{seen:?}");
     guest.assert_no_warnings().await
 }
 

@@ -202,6 +202,7 @@ fn lay_out(ram: &GuestRam, models: &[Model]) {
         generation: 1,
     };
     structures::describe(&mut descriptor);
+    descriptor.boot = 1;
     descriptor.jump_table = range(JUMP_TABLE, entry);
     descriptor.text = range(CODE, CODE + CODE_BYTES as u64);
     descriptor.page_table = PAGE_TABLE;

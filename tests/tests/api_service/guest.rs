@@ -84,11 +84,12 @@ type Break = fn(&mut abi::Descriptor);
 #[tokio::test]
 async fn refused_registrations_say_why() {
     let served = Served::with(Setup::default()).await;
-    let breaks: [(&str, Break); 18] = [
+    let breaks: [(&str, Break); 19] = [
         ("magic", |d| d.header.magic ^= 1),
         ("ABI version", |d| d.header.abi_version = 2),
         ("bytes", |d| d.header.size -= 8),
         ("generation", |d| d.header.generation = 0),
+        ("boot", |d| d.boot = 0),
         ("operation", |d| d.header.op = 3),
         ("format", |d| d.entry_format = 9),
         ("entries", |d| d.entry_size = 24),

@@ -106,8 +106,9 @@ impl<G: Guest> Owner<G> {
         };
         if self.pruned != snapshot.version {
             // Holds on keys that are gone.
+            let live = self.shared.registry.live_epochs();
             let mut book = self.shared.book();
-            book.holds.retain(|key| registration.has(key));
+            book.holds.retain(|key| live.contains(&key.epoch));
             self.pruned = snapshot.version;
         }
         let plan = match Plan::new(&registration.catalog, &memory, &updates, &options) {
@@ -282,9 +283,10 @@ impl<G: Guest> Owner<G> {
             let snapshot = self.shared.registry.snapshot()?;
             let registration = &*snapshot.registration;
             // A key that is gone took its references with it.
+            let live = self.shared.registry.live_epochs();
             left.retain(|update| {
                 let key = taken_from.catalog.key(update.key);
-                key.is_some_and(|key| registration.has(taken_from.instance(key)))
+                key.is_some_and(|key| live.contains(&taken_from.instance(key).epoch))
             });
             let memory = registration.memory(self.guest.ram());
             let patience = transaction.stop_timeout;
@@ -345,9 +347,10 @@ impl<G: Guest> Owner<G> {
         if let Some(key) = registration.catalog.find(&name) {
             module = key.module();
             {
+                let live = self.shared.registry.live_epochs();
                 let mut book = self.shared.book();
                 book.quarantine
-                    .retain(|instance, _| registration.has(*instance));
+                    .retain(|instance, _| live.contains(&instance.epoch));
                 book.quarantine
                     .insert(registration.instance(key), message.clone());
             }

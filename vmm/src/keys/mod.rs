@@ -11,6 +11,7 @@
 
 mod address_space;
 pub mod audit;
+mod boot;
 mod clock;
 mod draft;
 mod error;

@@ -388,8 +388,11 @@ impl<G: Guest> Owner<G> {
                 Some((key, count))
             });
         let Some((key, count)) = found else {
-            // The key is gone, and its references with it.
-            self.shared.book().holds.retain(|key| key != instance);
+            // Until its image is registered again the hold waits. If that is gone, its references are.
+            let live = self.shared.registry.live_epochs();
+            if !live.contains(&instance.epoch) {
+                self.shared.book().holds.retain(|key| key != instance);
+            }
             return Ok(());
         };
         let references = {

@@ -8,7 +8,7 @@
 //! guest only after the version has moved on, so a plan with the module's sites is never committed
 //! after it.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -17,6 +17,7 @@ use static_keys::{Catalog, EntryFormat, GuestMemory, Key, Module};
 use vm_memory::GuestAddress;
 
 use super::address_space::{KernelMemory, PageTable};
+use super::boot::Boot;
 use super::error::KeysError;
 use super::holds::KeyInstance;
 use super::journal::{Journal, Limits};
@@ -194,6 +195,8 @@ struct State {
     phase: RegistrationPhase,
     error: String,
     registration: Option<Arc<Registration>>,
+    /// The kernel that is registered, or was last.
+    boot: Option<Boot>,
 }
 
 /// Answers the guest's requests and publishes what it has registered.
@@ -270,6 +273,15 @@ impl Registry {
         }
     }
 
+    /// Epochs of images whose keys exist, even if the guest has taken its registration back.
+    pub fn live_epochs(&self) -> HashSet<u64> {
+        self.state()
+            .boot
+            .as_ref()
+            .map(Boot::epochs)
+            .unwrap_or_default()
+    }
+
     /// What is registered.
     pub fn describe(&self) -> Description {
         let state = self.state();
@@ -322,15 +334,26 @@ impl Registry {
     }
 
     fn register(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
-        let had = self.state().registration.is_some();
-        let result = read_request::<abi::Descriptor>(page, abi::OP_REGISTER)
-            .and_then(|descriptor| build(ram, &descriptor, writer.next_epoch()));
+        let (had, last) = {
+            let state = self.state();
+            (state.registration.is_some(), state.boot.clone())
+        };
+        let result =
+            read_request::<abi::Descriptor>(page, abi::OP_REGISTER).and_then(|descriptor| {
+                read::check_number("the boot", descriptor.boot)?;
+                let mut boot = last
+                    .filter(|boot| boot.id == descriptor.boot)
+                    .unwrap_or_else(|| Boot::new(descriptor.boot, writer.next_epoch()));
+                boot.generation = descriptor.header.generation;
+                Ok((build(ram, &descriptor, boot.epoch)?, boot))
+            });
         if had {
-            // Whatever comes now, the kernel of the earlier registration is gone.
+            // Whatever comes now, the earlier registration is over.
             self.tell(v1::key_event::Kind::Removed, "");
         }
         match result {
-            Ok(registration) => {
+            Ok((registration, boot)) => {
+                self.state().boot = Some(boot);
                 limited!(
                     info,
                     release = registration.release,
@@ -377,11 +400,26 @@ impl Registry {
     fn add_module(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
         let request: abi::Module = read_request(page, abi::OP_MODULE_ADD)?;
         let current = self.current(request.header.generation)?;
+        read::check_number("the module's load", request.load)?;
+        let known = self
+            .state()
+            .boot
+            .as_ref()
+            .and_then(|boot| boot.epoch_of(request.module, request.load));
+        let epoch = known.unwrap_or_else(|| writer.next_epoch());
         let mut registration = (*current).clone();
-        let (name, others) = add_module(ram, &mut registration, &request, writer.next_epoch())?;
+        let (name, others) = add_module(ram, &mut registration, &request, epoch)?;
+        if let Some(boot) = &mut self.state().boot {
+            boot.loaded(request.module, request.load, epoch);
+            boot.limit(|module| registration.module_name(module).is_some());
+        }
+        let error = match request.directory_error {
+            0 => String::new(),
+            error => format!("module {name} lists no keys: its kernel failed with error {error}"),
+        };
         self.publish(
             RegistrationPhase::Registered,
-            String::new(),
+            error,
             Some(Arc::new(registration)),
         );
         self.tell(v1::key_event::Kind::Added, &name);
@@ -393,7 +431,16 @@ impl Registry {
 
     fn delete_module(&self, page: &[u8]) -> Result<(), Refused> {
         let request: abi::Module = read_request(page, abi::OP_MODULE_DEL)?;
-        let current = self.current(request.header.generation)?;
+        let generation = request.header.generation;
+        if let Some(boot) = &mut self.state().boot
+            && boot.generation == generation
+        {
+            boot.unloaded(request.module);
+        }
+        if self.state().registration.is_none() {
+            return Ok(());
+        }
+        let current = self.current(generation)?;
         // Idempotent, and also sent for loads that were rolled back before the module was added.
         let Some(name) = current.module_name(request.module) else {
             return Ok(());

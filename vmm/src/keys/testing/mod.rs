@@ -47,7 +47,13 @@ pub struct InMemoryGuest {
     console: Console,
     places: Mutex<HashMap<String, Place>>,
     modules: Mutex<Vec<(String, u64)>>,
+    /// What the kernel last registered.
+    registered: Mutex<Option<abi::Descriptor>>,
+    /// What it last told about each module that is loaded.
+    loaded: Mutex<HashMap<String, abi::Module>>,
+    boot: AtomicU64,
     generation: AtomicU64,
+    loads: AtomicU64,
     ended: AtomicBool,
     late: AtomicBool,
     pauses: AtomicU64,
@@ -75,7 +81,11 @@ impl InMemoryGuest {
             console: Console::new(&ConsoleOutput::None).expect("the host has an event descriptor"),
             places: Mutex::default(),
             modules: Mutex::default(),
+            registered: Mutex::default(),
+            loaded: Mutex::default(),
+            boot: AtomicU64::new(0x2000),
             generation: AtomicU64::new(0x1000),
+            loads: AtomicU64::new(0),
             ended: AtomicBool::new(false),
             late: AtomicBool::new(false),
             pauses: AtomicU64::new(0),
@@ -269,6 +279,7 @@ impl InMemoryGuest {
         let mut descriptor = abi::Descriptor::new_zeroed();
         descriptor.header = self.header(abi::OP_REGISTER, size_of::<abi::Descriptor>());
         structures::describe(&mut descriptor);
+        descriptor.boot = self.boot.load(Ordering::SeqCst);
         descriptor.cpus = 1;
         descriptor.jump_table = jump_table;
         descriptor.text = abi::Range {
@@ -329,11 +340,25 @@ impl InMemoryGuest {
         bytes
     }
 
-    /// A kernel with these keys registers, under a new generation.
+    /// Another kernel, with these keys, registers.
     pub fn register(&self, keys: &[TestKey]) -> i32 {
         self.generation.fetch_add(1, Ordering::SeqCst);
+        self.boot.fetch_add(1, Ordering::SeqCst);
         lock(&self.places).clear();
         let descriptor = self.descriptor(keys);
+        *lock(&self.registered) = Some(descriptor);
+        self.request(abi::OP_REGISTER, descriptor.as_bytes())
+    }
+
+    /// The same kernel registers again, under a new generation. Its modules are left to
+    /// [`InMemoryGuest::add_module_again`].
+    ///
+    /// # Panics
+    /// If no kernel has registered.
+    pub fn register_again(&self) -> i32 {
+        self.generation.fetch_add(1, Ordering::SeqCst);
+        let mut descriptor = lock(&self.registered).expect("registered before");
+        descriptor.header = self.header(abi::OP_REGISTER, size_of::<abi::Descriptor>());
         self.request(abi::OP_REGISTER, descriptor.as_bytes())
     }
 
@@ -371,7 +396,21 @@ impl InMemoryGuest {
             end: base + 0x5000,
         };
         request.directory = directory;
+        request.load = 1 + self.loads.fetch_add(1, Ordering::SeqCst);
         request.name[..name.len()].copy_from_slice(name.as_bytes());
+        lock(&self.loaded).insert(name.to_owned(), request);
+        self.request(abi::OP_MODULE_ADD, request.as_bytes())
+    }
+
+    /// A module that stayed loaded is told after [`InMemoryGuest::register_again`]; `change` is made
+    /// to the request.
+    ///
+    /// # Panics
+    /// If it was never loaded.
+    pub fn add_module_again(&self, name: &str, change: impl FnOnce(&mut abi::Module)) -> i32 {
+        let mut request = lock(&self.loaded)[name];
+        request.header = self.header(abi::OP_MODULE_ADD, size_of::<abi::Module>());
+        change(&mut request);
         self.request(abi::OP_MODULE_ADD, request.as_bytes())
     }
 

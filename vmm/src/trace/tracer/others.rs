@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Others in the guest who trace what is armed here: ftrace, perf, BPF, modules.
 //!
-//! The kernel turns a tracepoint's key on for its first probe alone (`tracepoint_add_func()`,
-//! `kernel/tracepoint.c`), and that is the agent's. So who comes after it to a parked event would see
-//! nothing, and who stays after it too.
+//! The kernel turns a parked tracepoint on for a probe that is attached to it (`tracepoint_add_func()`
+//! in the kernel series). The event must not be parked again while that probe is there, and is to be
+//! parked when it is gone. Who stays when the agent's probe goes would see nothing if the event were
+//! left parked.
 
 use std::collections::HashMap;
 
