@@ -43,7 +43,7 @@ pub struct ListeningSocket {
     path: PathBuf,
     listener: UnixListener,
     /// The lock says that the monitor lives; the kernel takes it back when the monitor dies.
-    _lock: File,
+    lock: File,
 }
 
 impl ListeningSocket {
@@ -86,7 +86,7 @@ impl ListeningSocket {
         Ok(Self {
             path: path.to_owned(),
             listener,
-            _lock: lock,
+            lock,
         })
     }
 
@@ -109,6 +109,9 @@ impl Drop for ListeningSocket {
     fn drop(&mut self) {
         // The lock file stays: removing it would let two monitors lock two files of one name.
         let _ = std::fs::remove_file(&self.path);
+        // A process forked elsewhere holds a copy of the descriptor, and with it the lock, until it
+        // calls execve(). Unlocking ends the lock for all copies (flock(2)).
+        let _ = flock(&self.lock, FlockOperation::Unlock);
     }
 }
 
