@@ -11,19 +11,10 @@ use std::process::{Command, Stdio};
 
 use bare_metal::{wait_until, watchdog};
 use program::{Case, Monitor, QUIET, TALKING, has_kvm};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::Signal;
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, tcgetattr};
-
-/// Waits until a pipe to nobody has no room for another byte.
-fn wait_until_full(pipe: &std::io::PipeWriter) {
-    wait_until("the pipe is full", || {
-        let mut ready = [PollFd::new(pipe, PollFlags::OUT)];
-        poll(&mut ready, Some(&Timespec::default())).unwrap() == 0
-    });
-}
 
 /// A talking guest whose monitor writes to a full pipe that nobody reads; `errors` as well.
 fn stalled(case: &Case, errors: bool) -> (Monitor, PipeReader) {
@@ -34,7 +25,9 @@ fn stalled(case: &Case, errors: bool) -> (Monitor, PipeReader) {
         command.stderr(writer.try_clone().unwrap());
     }
     let monitor = Monitor::start(command);
-    wait_until_full(&writer);
+    wait_until("the console's writer is stuck", || {
+        monitor.is_stuck_writing("console")
+    });
     wait_until("signals are handled", || {
         UnixStream::connect(case.path("api")).is_ok()
     });

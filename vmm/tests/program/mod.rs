@@ -124,6 +124,16 @@ impl Monitor {
         self.0.try_wait().unwrap().is_none()
     }
 
+    /// Whether the thread of that name sleeps in write(2).
+    pub fn is_stuck_writing(&self, thread: &str) -> bool {
+        let folder = format!("/proc/{}/task", self.0.id());
+        std::fs::read_dir(folder).unwrap().any(|task| {
+            let task = task.unwrap().path();
+            let read = |name: &str| std::fs::read_to_string(task.join(name)).unwrap_or_default();
+            read("comm").trim() == thread && read("syscall").starts_with("1 ")
+        })
+    }
+
     /// One field of each thread's `status` in /proc.
     pub fn threads(&self, field: &str) -> Vec<(String, String)> {
         let folder = format!("/proc/{}/task", self.0.id());
