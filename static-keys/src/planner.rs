@@ -424,13 +424,17 @@ fn step(key: &Key, count: i32, op: Op) -> Result<i32, PlanError> {
             refusal,
         },
     })?;
-    if key.class == Class::Tracepoint && count.max(after) > 1 {
-        return Err(PlanError::Tracepoint {
+    match key.class {
+        Class::Tracepoint if count.max(after) > 1 => Err(PlanError::Tracepoint {
             key: name(),
             why: "its key is on or off and not counted, above 1 the guest could not turn it off; use enable and disable",
-        });
+        }),
+        // A reference that was taken at 0 may be dropped, however far the guest has counted on.
+        Class::Guarded if after > count && after > 1 => {
+            Err(PlanError::GuardedCount { key: name() })
+        }
+        _ => Ok(after),
     }
-    Ok(after)
 }
 
 /// A site that was located and read.

@@ -387,7 +387,9 @@ fn refused(transaction: &Transaction<'_>, error: &PlanError) -> KeysError {
             };
         }
         PlanError::Guarded { key } => (key.to_string(), "KEY_GUARDED"),
-        PlanError::WouldWarn { key, .. } => (key.to_string(), "WOULD_WARN"),
+        PlanError::WouldWarn { key, .. } | PlanError::GuardedCount { key } => {
+            (key.to_string(), "WOULD_WARN")
+        }
         PlanError::Sealed { key } => (key.to_string(), "KEY_SEALED"),
         PlanError::Tracepoint { key, .. } => (key.to_string(), "TRACEPOINT_REFUSED"),
         PlanError::SiteOutsideText { key, .. }
