@@ -265,16 +265,15 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             }
             self.gate(gate.clone(), address, pointer, u64::MAX, 0)?;
         }
-        if after != 0 {
-            let address = address(layout.tracepoint_funcs)?;
-            let funcs = self.word("a tracepoint", address, pointer)?;
-            if funcs == 0 {
-                return Err(refused(
-                    "no probe is attached, firing it would do nothing; attach one in the guest first",
-                ));
-            }
-            self.gate(gate, address, pointer, u64::MAX, funcs)?;
+        let address = address(layout.tracepoint_funcs)?;
+        let funcs = self.word("a tracepoint", address, pointer)?;
+        if after != 0 && funcs == 0 {
+            return Err(refused(
+                "no probe is attached, firing it would do nothing; attach one in the guest first",
+            ));
         }
+        // Also when it is parked: for whom it fires decides whether it may be.
+        self.gate(gate, address, pointer, u64::MAX, funcs)?;
         Ok(())
     }
 
