@@ -237,8 +237,12 @@ impl<G: Guest> Owner<G> {
         held: Option<&G::Paused<'_>>,
     ) -> Result<Result<v1::FlipReport, Obstacle>, KeysError> {
         if !plan.needs_pause() {
-            let made = plan.commit_running(memory);
-            return Ok(made.map(|_| v1::FlipReport::default()).map_err(Into::into));
+            let registry = &self.shared.registry;
+            let made = registry.at_version(snapshot.version, || plan.commit_running(memory));
+            return Ok(match made {
+                None => Err(Obstacle::Version),
+                Some(made) => made.map(|_| v1::FlipReport::default()).map_err(Into::into),
+            });
         }
         if let Some(held) = held {
             let began = Instant::now();
@@ -426,3 +430,6 @@ fn flip_report(
         attempts: 0,
     }
 }
+
+#[cfg(test)]
+mod tests;

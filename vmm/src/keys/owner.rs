@@ -32,7 +32,10 @@
 //!
 //! Deadlock rule: a vCPU thread may hold the registry's mutex when it is asked to stop. So no lock
 //! that a vCPU thread takes is held, or taken, from before the pause until after the resume; whether
-//! the plan is still the registered kernel's is decided by one atomic load.
+//! the plan is still the registered kernel's is decided by one atomic load. The registry's fence is
+//! no exception: it is held for a change beside the running guest, around the look at the version and
+//! the compare-and-swaps, with no pause and no I/O inside. vCPUs that an operator holds paused have
+//! stopped outside of requests, and so without it.
 //!
 //! Cancellation: a client that is gone is noticed before each attempt. From the pause on, the change
 //! is made, and its answer is kept for its request id.

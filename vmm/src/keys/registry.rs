@@ -7,6 +7,10 @@
 //! version that has not changed by then cannot change before the resume. `MODULE_DEL` returns to the
 //! guest only after the version has moved on, so a plan with the module's sites is never committed
 //! after it.
+//!
+//! A change of counts alone is made beside running vCPUs, so it looks at the version inside the fence,
+//! which every new version is published through: a request waits there until the counts are written,
+//! or the change finds that its version is gone.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -201,6 +205,9 @@ pub struct Registry {
     ram: OnceLock<GuestRam>,
     /// Serialises requests; held while a request is read and checked.
     writer: Mutex<Writer>,
+    /// Held while a version is published, and while counts are changed at a version. Taken before
+    /// `state`; whoever holds it waits for nothing and does no I/O.
+    fence: Mutex<()>,
     /// Held for a look or a change.
     state: Mutex<State>,
     version: AtomicU64,
@@ -225,6 +232,7 @@ impl Registry {
         Self {
             ram: OnceLock::new(),
             writer: Mutex::default(),
+            fence: Mutex::default(),
             state: Mutex::default(),
             version: AtomicU64::new(0),
             journal: Arc::new(Journal::new(limits)),
@@ -249,6 +257,17 @@ impl Registry {
     /// Advances with each change. Takes no lock, so it may be asked while the guest is stopped.
     pub fn version(&self) -> u64 {
         self.version.load(Ordering::SeqCst)
+    }
+
+    /// Makes a change if `version` is still the current one, and keeps it so meanwhile: no request that
+    /// takes keys away returns to the guest before the change is made. `None` if there is a newer one.
+    pub fn at_version<T>(&self, version: u64, change: impl FnOnce() -> T) -> Option<T> {
+        let _fence = self.fence();
+        (self.version() == version).then(change)
+    }
+
+    fn fence(&self) -> MutexGuard<'_, ()> {
+        self.fence.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The registration as it is now.
@@ -304,6 +323,7 @@ impl Registry {
         error: String,
         registration: Option<Arc<Registration>>,
     ) {
+        let _fence = self.fence();
         let mut state = self.state();
         state.phase = phase;
         state.error = error;
