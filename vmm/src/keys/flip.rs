@@ -112,7 +112,17 @@ impl<G: Guest> Owner<G> {
         let plan = match Plan::new(&registration.catalog, &memory, &updates, &options) {
             Ok(plan) => plan,
             Err(PlanError::Busy(busy)) => return Ok(Attempt::Busy(busy.to_string())),
-            Err(error) => return Err(refused(transaction, &error)),
+            // The call permits it, and the monitor does not.
+            Err(PlanError::Guarded { key }) if transaction.allow_guarded => {
+                return Err(KeysError::KeyRefused {
+                    key: key.to_string(),
+                    reason: "KEY_GUARDED",
+                    message: format!(
+                        "key {key} is guarded, and its monitor was started without permission for such keys; start it with permission"
+                    ),
+                });
+            }
+            Err(error) => return Err(refused(&error)),
         };
         let draft = self.follow(registration, transaction, &resolved.ops, &plan)?;
         let flip = |plan: Plan<Place>, report| Flip {
@@ -378,18 +388,8 @@ fn way_out(module: &str) -> String {
 }
 
 /// Words a refusal of the engine.
-fn refused(transaction: &Transaction<'_>, error: &PlanError) -> KeysError {
+pub(super) fn refused(error: &PlanError) -> KeysError {
     let (key, reason) = match error {
-        PlanError::Guarded { key } if transaction.allow_guarded => {
-            let message = format!(
-                "key {key} is guarded, and its monitor was started without permission for such keys; start it with permission"
-            );
-            return KeysError::KeyRefused {
-                key: key.to_string(),
-                reason: "KEY_GUARDED",
-                message,
-            };
-        }
         PlanError::Guarded { key } => (key.to_string(), "KEY_GUARDED"),
         PlanError::WouldWarn { key, .. } | PlanError::GuardedCount { key } => {
             (key.to_string(), "WOULD_WARN")
