@@ -111,7 +111,10 @@ impl<G: Guest> Owner<G> {
         }
         let plan = match Plan::new(&registration.catalog, &memory, &updates, &options) {
             Ok(plan) => plan,
-            Err(PlanError::Busy(busy)) => return Ok(Attempt::Busy(busy.to_string())),
+            Err(PlanError::Busy(busy)) => {
+                registration.check_refused(&busy)?;
+                return Ok(Attempt::Busy(busy.to_string()));
+            }
             // The call permits it, and the monitor does not.
             Err(PlanError::Guarded { key }) if transaction.allow_guarded => {
                 return Err(KeysError::KeyRefused {

@@ -22,6 +22,7 @@ mod near;
 mod owner;
 mod pattern;
 mod registration;
+mod refused;
 pub mod registry;
 pub mod replay;
 mod selection;

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use patchbay_proto::v1;
-use static_keys::{Catalog, EntryFormat, GuestMemory, Key, Module};
+use static_keys::{Busy, Catalog, EntryFormat, GuestMemory, Key, Module};
 use vm_memory::GuestAddress;
 
 use super::address_space::{KernelMemory, PageTable};
@@ -25,6 +25,7 @@ use super::error::KeysError;
 use super::holds::KeyInstance;
 use super::journal::{Journal, Limits};
 use super::near::near;
+use super::refused::RefusedModules;
 use super::registration::{self as read, Refused, read_request};
 use crate::abi;
 use crate::memory::GuestRam;
@@ -68,6 +69,8 @@ pub struct Registration {
     epoch: u64,
     /// Epochs by name.
     modules: HashMap<Arc<str>, u64>,
+    /// Loaded, and not in the catalog.
+    refused: RefusedModules,
 }
 
 impl Registration {
@@ -79,16 +82,30 @@ impl Registration {
     /// The key with this full name.
     ///
     /// # Errors
-    /// [`KeysError::KeyNotFound`] with names near it.
+    /// [`KeysError::KeyNotFound`] with names near it; MODULE_REFUSED if the key's module was.
     pub fn find(&self, name: &str) -> Result<&Key, KeysError> {
         // ":name" is the kernel image's, as in patterns.
         let full_name = name.strip_prefix(':').unwrap_or(name);
+        let not_found = || KeysError::KeyNotFound {
+            name: name.to_owned(),
+            near: near(name, self.catalog.keys().map(|key| &*key.full_name)),
+        };
         self.catalog
             .find(full_name)
-            .ok_or_else(|| KeysError::KeyNotFound {
-                name: name.to_owned(),
-                near: near(name, self.catalog.keys().map(|key| &*key.full_name)),
-            })
+            .ok_or_else(|| self.refused.home(name).unwrap_or_else(not_found))
+    }
+
+    /// Tells what only passes from what stays for as long as a module is loaded.
+    ///
+    /// # Errors
+    /// MODULE_REFUSED.
+    pub fn check_refused(&self, busy: &Busy) -> Result<(), KeysError> {
+        match busy {
+            Busy::UnknownModule { key, module } => {
+                self.refused.user(*module, key).map_or(Ok(()), Err)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Whether the key was initialised as true (type bit 0, `include/linux/jump_label.h`).
@@ -331,6 +348,12 @@ impl Registry {
         self.version.fetch_add(1, Ordering::SeqCst);
     }
 
+    /// Publishes a registration whose modules have changed.
+    fn publish_modules(&self, registration: Registration, error: String) {
+        let registration = Some(Arc::new(registration));
+        self.publish(RegistrationPhase::Registered, error, registration);
+    }
+
     fn tell(&self, kind: v1::key_event::Kind, module: &str) {
         let event = v1::KeyEvent {
             kind: kind.into(),
@@ -396,12 +419,16 @@ impl Registry {
         let request: abi::Module = read_request(page, abi::OP_MODULE_ADD)?;
         let current = self.current(request.header.generation)?;
         let mut registration = (*current).clone();
-        let (name, others) = add_module(ram, &mut registration, &request, writer.next_epoch())?;
-        self.publish(
-            RegistrationPhase::Registered,
-            String::new(),
-            Some(Arc::new(registration)),
-        );
+        let added = add_module(ram, &mut registration, &request, writer.next_epoch());
+        let (name, others) = match added {
+            Ok(added) => added,
+            Err(refused) => {
+                self.remember_refused(&current, &request, &refused);
+                return Err(refused);
+            }
+        };
+        registration.refused.remove(request.module);
+        self.publish_modules(registration, String::new());
         self.tell(v1::key_event::Kind::Added, &name);
         for other in others {
             self.tell(v1::key_event::Kind::Added, &other);
@@ -409,21 +436,34 @@ impl Registry {
         Ok(())
     }
 
+    /// So that who asks for a key of the module is told, for as long as it is loaded. A module that is
+    /// registered and added again stays what it is.
+    fn remember_refused(&self, current: &Registration, request: &abi::Module, refused: &Refused) {
+        if current.module_name(request.module).is_some() {
+            return;
+        }
+        let mut registration = current.clone();
+        let (name, why) = (read::field_text(&request.name), refused.to_string());
+        registration.refused.insert(request.module, name, &why);
+        self.publish_modules(registration, why);
+    }
+
     fn delete_module(&self, page: &[u8]) -> Result<(), Refused> {
         let request: abi::Module = read_request(page, abi::OP_MODULE_DEL)?;
         let current = self.current(request.header.generation)?;
         // Idempotent, and also sent for loads that were rolled back before the module was added.
         let Some(name) = current.module_name(request.module) else {
+            if current.refused.has(request.module) {
+                let mut registration = (*current).clone();
+                registration.refused.remove(request.module);
+                self.publish_modules(registration, String::new());
+            }
             return Ok(());
         };
         let mut registration = (*current).clone();
         registration.catalog.remove_module(request.module);
         registration.modules.remove(name);
-        self.publish(
-            RegistrationPhase::Registered,
-            String::new(),
-            Some(Arc::new(registration)),
-        );
+        self.publish_modules(registration, String::new());
         self.tell(v1::key_event::Kind::Removed, name);
         Ok(())
     }
@@ -497,6 +537,7 @@ fn build(
         type_offset: (kernel.format != EntryFormat::None).then_some(kernel.layout.static_key_type),
         epoch,
         modules: HashMap::new(),
+        refused: RefusedModules::default(),
     })
 }
 

@@ -375,14 +375,32 @@ impl InMemoryGuest {
     /// # Panics
     /// If it was never loaded.
     pub fn delete_module(&self, name: &str) -> i32 {
-        let address = lock(&self.modules)
-            .iter()
-            .rev()
-            .find(|(of, _)| of == name)
-            .expect("was loaded")
-            .1;
-        let request = self.module(abi::OP_MODULE_DEL, address);
+        let request = self.module(abi::OP_MODULE_DEL, self.module_address(name));
         self.request(abi::OP_MODULE_DEL, request.as_bytes())
+    }
+
+    fn module_address(&self, name: &str) -> u64 {
+        let modules = lock(&self.modules);
+        let mut newest = modules.iter().rev();
+        newest.find(|(of, _)| of == name).expect("was loaded").1
+    }
+
+    /// Makes a module the only user of a key without sites, as loading it does; or takes that back.
+    ///
+    /// # Panics
+    /// If the module was never loaded.
+    pub fn set_user(&self, key: &str, module: Option<&str>) {
+        const LINKED: u64 = 2;
+        let chain = module.map_or(0, |module| {
+            let base = self.module_address(module);
+            let node = base + 0xa000;
+            for (offset, word) in [(0, 0), (8, base + 0x5000), (16, base)] {
+                self.write(node + offset, &word.to_le_bytes());
+            }
+            node | LINKED
+        });
+        let key = self.place(key, |place| place.key);
+        self.write(key + 8, &chain.to_le_bytes());
     }
 
     fn module(&self, op: u32, address: u64) -> abi::Module {
