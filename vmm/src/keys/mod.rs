@@ -18,14 +18,16 @@ mod flip;
 mod guest;
 mod holds;
 mod journal;
+mod lapse;
 mod near;
 mod owner;
 mod pattern;
-mod registration;
 mod refused;
+mod registration;
 pub mod registry;
 pub mod replay;
 mod selection;
+mod standstill;
 pub mod symbols;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -42,6 +44,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use foldhash::fast::RandomState;
 use patchbay_proto::v1;
 use static_keys::Op;
 use tokio::sync::oneshot;
@@ -105,6 +108,13 @@ pub struct KeyUpdate {
 pub enum Target {
     /// "name" or "module:name".
     Name(String),
+    /// The key that a hold is on, and not another that has come by its name since.
+    Held {
+        /// "name" or "module:name".
+        name: String,
+        /// Which.
+        instance: KeyInstance,
+    },
     /// Each that is found when the change is made, and may be changed.
     Selection(Selection),
 }
@@ -227,6 +237,22 @@ struct Book {
     holds: Holds,
     /// Why a key is not to be flipped.
     quarantine: HashMap<KeyInstance, String>,
+    /// Revision of a key's last change.
+    revisions: HashMap<KeyInstance, u64, RandomState>,
+}
+
+impl Book {
+    /// Revision of the key's last change; 0 if there was none.
+    fn revision(&self, key: KeyInstance) -> u64 {
+        self.revisions.get(&key).copied().unwrap_or_default()
+    }
+
+    /// Forgets keys that are no more.
+    fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) {
+        self.holds.retain(&mut exists);
+        self.quarantine.retain(|key, _| exists(*key));
+        self.revisions.retain(|key, _| exists(*key));
+    }
 }
 
 impl Shared {
@@ -274,6 +300,7 @@ impl Keys {
             replay: Replay::new(REPLAYED_ANSWERS, REPLAYED_RESULTS),
             allow_guarded: config.allow_guarded,
             pruned: 0,
+            lapses: lapse::Lapses::default(),
         };
         let thread = std::thread::Builder::new()
             .name("keys".to_owned())
@@ -373,7 +400,9 @@ pub(crate) fn to_proto(duration: Duration) -> prost_types::Duration {
     })
 }
 
-/// What a client must send back to change only what it has seen.
-fn etag(generation: u64, count: i32) -> String {
-    format!("{generation:x}-{count}")
+/// What a client must send back to change only what it has seen: the same key, with the same count, and
+/// not changed by this monitor since. What the guest itself changed there and back is not seen.
+fn etag(generation: u64, key: KeyInstance, revision: u64, count: i32) -> String {
+    let epoch = key.epoch;
+    format!("{generation:x}-{epoch:x}-{revision:x}-{count}")
 }

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use patchbay_proto::v1;
-use static_keys::{Busy, Catalog, EntryFormat, GuestMemory, Key, Module};
+use static_keys::{Busy, Catalog, EntryFormat, GuestMemory, Key, Module, Probes};
 use vm_memory::GuestAddress;
 
 use super::address_space::{KernelMemory, PageTable};
@@ -106,6 +106,12 @@ impl Registration {
             }
             _ => Ok(()),
         }
+    }
+
+    /// For whom the tracepoint of a key fires; `None` for other keys, and for a guest that points at
+    /// what is not mapped.
+    pub fn probes(&self, memory: &KernelMemory, key: &Key) -> Option<Probes> {
+        self.catalog.probes(memory, key.id).ok().flatten()
     }
 
     /// Whether the key was initialised as true (type bit 0, `include/linux/jump_label.h`).

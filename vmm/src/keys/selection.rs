@@ -72,6 +72,16 @@ impl<'a> Resolved<'a> {
                     op: *op,
                     etag,
                 }),
+                Target::Held { name, instance } => {
+                    let held = |key: &&Key| registration.instance(key) == *instance;
+                    let key = registration.catalog.key(instance.id).filter(held);
+                    let gone = || KeysError::KeyNotFound {
+                        name: name.clone(),
+                        near: Vec::new(),
+                    };
+                    let key = key.ok_or_else(gone)?;
+                    resolved.ops.push(KeyOp { key, op: *op, etag });
+                }
                 Target::Selection(selection) => {
                     resolved.select(registration, selection, *op, allow_guarded)?;
                 }

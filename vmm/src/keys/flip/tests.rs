@@ -12,6 +12,7 @@ use zerocopy::IntoBytes;
 use super::*;
 use crate::abi;
 use crate::keys::audit::AuditLog;
+use crate::keys::lapse::Lapses;
 use crate::keys::replay::Replay;
 use crate::keys::symbols::Symbols;
 use crate::keys::testing::{Gate, InMemoryGuest, TestKey};
@@ -31,6 +32,7 @@ fn owner(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Owner<InMemory
         replay: Replay::new(1, 1),
         allow_guarded: false,
         pruned: 0,
+        lapses: Lapses::default(),
     }
 }
 
@@ -80,7 +82,14 @@ fn counts_are_not_written_once_their_registration_is_gone() {
             assert!(!plan.needs_pause());
 
             assert_eq!(take_back(&guest), 0);
-            let made = owner.make(Duration::from_secs(1), &snapshot, &memory, &plan, None);
+            let mut running = Standstill::none(&*guest);
+            let made = owner.make(
+                Duration::from_secs(1),
+                &snapshot,
+                &memory,
+                &plan,
+                &mut running,
+            );
             assert!(
                 matches!(made, Ok(Err(Obstacle::Version))),
                 "{name}, jump labels: {jump_labels}: {made:?}"

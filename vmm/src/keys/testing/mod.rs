@@ -192,8 +192,7 @@ impl InMemoryGuest {
                 0
             };
             if tracepoint != 0 {
-                let funcs = if key.probe { GATES } else { 0 };
-                self.write(tracepoint + 40, &funcs.to_le_bytes());
+                self.write_probes(tracepoint, if key.probe { &[1] } else { &[] });
             }
             let named = abi::Key {
                 address,
@@ -230,6 +229,30 @@ impl InMemoryGuest {
             },
             directory,
         )
+    }
+
+    /// The probes of a tracepoint, by their data; each time at the same place, as an allocator may give
+    /// an array away again.
+    fn write_probes(&self, tracepoint: u64, probes: &[u64]) {
+        let array = PROBES + (tracepoint - TRACEPOINTS) / TRACEPOINT_BYTES * PROBES_BYTES;
+        let mut at = array;
+        for data in probes {
+            for (offset, word) in [(0, TEXT), (8, *data), (16, 10)] {
+                self.write(at + offset, &word.to_le_bytes());
+            }
+            at += PROBE_BYTES;
+        }
+        self.write(at, &[0; PROBE_BYTES as usize]);
+        let funcs = if probes.is_empty() { 0 } else { array };
+        self.write(tracepoint + TRACEPOINT_FUNCS, &funcs.to_le_bytes());
+    }
+
+    /// What the guest itself would do: attaches these probes to a tracepoint instead of those that it
+    /// has, up to 4 and told apart by their data, and turns its key on or off.
+    pub fn set_probes(&self, name: &str, probes: &[u64]) {
+        let key = self.place(name, |place| place.key);
+        self.write_probes(key - TRACEPOINT_KEY, probes);
+        self.set_count(name, i32::from(!probes.is_empty()));
     }
 
     fn write_site(&self, site: u64, jumps: bool) {
