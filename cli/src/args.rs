@@ -218,7 +218,7 @@ pub enum Class {
 #[derive(Debug, Args)]
 pub struct ChangeArgs {
     /// "name", "module:name" or globs; a leading ! takes away. All are changed together or none. Globs
-    /// leave out sealed keys and, without --allow-guarded, guarded ones.
+    /// leave out sealed keys and, without --allow-guarded, guarded ones; a name is never left out.
     #[arg(required = true)]
     pub keys: Vec<String>,
     /// Only if the key's etag is still this one (one key only).

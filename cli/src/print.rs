@@ -358,6 +358,10 @@ impl Printable for view::Power {
                 ..
             } => format!(" until {until}; stop {stop:.1} us"),
             Self {
+                stop_us: Some(stop),
+                ..
+            } => format!(" until it is resumed; stop {stop:.1} us"),
+            Self {
                 power_cut: Some(true),
                 ..
             } => ": its power was cut".to_owned(),

@@ -303,7 +303,7 @@ impl Power {
         Self {
             state: "paused",
             stop_us: Some(micros(response.stop_time)),
-            paused_until: Some(time(response.expires_at)),
+            paused_until: response.expires_at.map(|at| time(Some(at))),
             ..Self::running()
         }
     }

@@ -205,6 +205,12 @@ fn globs_are_one_transaction_and_dry_runs_change_nothing() {
     assert!(text.starts_with(left_out), "{text}");
     let message = lab.fails(1, &["keys", "enable", "guard*"]);
     assert!(message.contains("--allow-guarded"), "{message}");
+    // A name among globs is refused as it is alone.
+    let message = lab.fails(1, &["keys", "enable", "guarded", "alph*"]);
+    assert!(
+        message.contains("key guarded") && message.contains("--allow-guarded"),
+        "{message}"
+    );
     lab.fails(2, &["keys", "enable", "alph*", "--etag", "x"]);
     let message = lab.fails(1, &["keys", "enable", "nothing*"]);
     assert!(message.contains("no key matches nothing*"), "{message}");

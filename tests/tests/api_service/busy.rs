@@ -209,6 +209,52 @@ async fn a_module_that_goes_during_the_pause_is_not_patched() {
     assert_eq!(served.guest.read::<5>(site)[0], 0x0f, "untouched");
 }
 
+/// Its sites are unknown for as long as it is loaded: waiting does not help.
+#[tokio::test]
+async fn a_module_whose_registration_was_refused_is_named() {
+    let served = Served::start().await;
+    let unknown_class = TestKey {
+        class: 99,
+        ..TestKey::new("own", 1)
+    };
+    assert_ne!(served.guest.add_module("ext4", &[unknown_class]), 0);
+    served.guest.set_user("siteless", Some("ext4"));
+    for key in ["siteless", "ext4:own"] {
+        let result = served.op(key, KeyOp::Inc).await;
+        let (message, _) = assert_refused(result, Code::FailedPrecondition, "MODULE_REFUSED");
+        let told = message.contains("module ext4") && message.contains("class 99");
+        assert!(told, "{message}");
+    }
+    served.op("alpha", KeyOp::Inc).await.expect("not its user");
+    // Unknown, and not refused: it is just being loaded.
+    assert_eq!(served.guest.delete_module("ext4"), 0);
+    let call = within(
+        request(&[("siteless", KeyOp::Inc)]),
+        Duration::from_millis(100),
+    );
+    let result = served.update(call).await;
+    let (message, _) = assert_refused(result, Code::Aborted, "GUEST_BUSY");
+    assert!(message.contains("not registered"), "{message}");
+    served.guest.set_user("siteless", None);
+    served.op("siteless", KeyOp::Inc).await.expect("it is gone");
+    let result = served.op("ext4:own", KeyOp::Inc).await;
+    assert_refused(result, Code::NotFound, "KEY_NOT_FOUND");
+}
+
+/// Adding a module that is registered is refused, and takes nothing from it.
+#[tokio::test]
+async fn a_module_that_is_added_twice_stays_registered() {
+    let served = Served::start().await;
+    let own = || vec![TestKey::new("own", 1)];
+    assert_eq!(served.guest.add_module("ext4", &own()), 0);
+    let address = served.guest.last_request();
+    let again = served
+        .guest
+        .request(patchbay_vmm::abi::OP_MODULE_ADD, &address);
+    assert_ne!(again, 0);
+    served.op("ext4:own", KeyOp::Inc).await.expect("registered");
+}
+
 #[tokio::test]
 async fn a_count_that_the_guest_changes_meanwhile_is_planned_anew() {
     let served = Served::start().await;

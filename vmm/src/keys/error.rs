@@ -79,6 +79,8 @@ pub enum KeysError {
         gate: String,
         /// Made before the deadline.
         attempts: u32,
+        /// Whether it was in the way of any change, whatever its keys.
+        every_key: bool,
     },
     /// A vCPU did not stop.
     #[error("{message}")]
@@ -187,6 +189,33 @@ impl KeysError {
         }
     }
 
+    /// Whether the same change of other keys would have failed as well.
+    pub fn is_of_every_key(&self) -> bool {
+        match self {
+            Self::Busy { every_key, .. } => *every_key,
+            Self::KeyNotFound { .. }
+            | Self::NothingSelected { .. }
+            | Self::InvalidArgument { .. }
+            | Self::RequestIdReused { .. }
+            | Self::EtagMismatch { .. }
+            | Self::KeyRefused { .. }
+            | Self::ForeignBytes { .. }
+            | Self::WriteFault { .. } => false,
+            Self::NotRegistered { .. }
+            | Self::NotStopped { .. }
+            | Self::AuditLogUnwritable { .. }
+            | Self::Cancelled
+            | Self::QueueFull { .. }
+            | Self::Compacted { .. }
+            | Self::RevisionInFuture { .. }
+            | Self::WatchTooSlow { .. }
+            | Self::Internal { .. }
+            | Self::GuestPaused
+            | Self::NotPoweredOff { .. }
+            | Self::GuestStopped => true,
+        }
+    }
+
     /// Machine-readable reason of `google.rpc.ErrorInfo`.
     pub fn reason(&self) -> &'static str {
         match self {
@@ -230,6 +259,7 @@ impl From<PauseError> for KeysError {
             PauseError::AlreadyPaused => Self::Busy {
                 gate: error.to_string(),
                 attempts: 1,
+                every_key: true,
             },
             PauseError::Ended => Self::GuestStopped,
         }

@@ -19,13 +19,16 @@ mod flip;
 mod guest;
 mod holds;
 mod journal;
+mod lapse;
 mod near;
 mod owner;
 mod pattern;
+mod refused;
 mod registration;
 pub mod registry;
 pub mod replay;
 mod selection;
+mod standstill;
 pub mod symbols;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -41,6 +44,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
+use foldhash::fast::RandomState;
 use patchbay_proto::v1;
 use static_keys::Op;
 use tokio::sync::{oneshot, watch};
@@ -106,6 +110,13 @@ pub struct KeyUpdate {
 pub enum Target {
     /// "name" or "module:name".
     Name(String),
+    /// The key that a hold is on, and not another that has come by its name since.
+    Held {
+        /// "name" or "module:name".
+        name: String,
+        /// Which.
+        instance: KeyInstance,
+    },
     /// Each that is found when the change is made, and may be changed.
     Selection(Selection),
 }
@@ -213,8 +224,21 @@ pub struct PauseRequest {
 pub struct PauseOutcome {
     /// How long the vCPUs took; 0 if they were stopped already.
     pub stop_time: Duration,
-    /// When the guest is resumed without being asked.
-    pub expires_at: SystemTime,
+    /// When the guest is resumed without being asked; `None` if it was held already because a change
+    /// could not be undone.
+    pub expires_at: Option<SystemTime>,
+}
+
+/// Whether the guest is held paused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PauseState {
+    /// It is not.
+    #[default]
+    Running,
+    /// An operator's pause, which expires.
+    Until(SystemTime),
+    /// A change could not be undone: until an operator resumes it.
+    UntilResumed,
 }
 
 /// Which keys to list.
@@ -237,8 +261,7 @@ struct Shared {
     book: Mutex<Book>,
     symbols: Symbols,
     clock: Arc<dyn Clock>,
-    /// When a pause that an operator asked for expires.
-    paused_until: Mutex<Option<SystemTime>>,
+    pause: Mutex<PauseState>,
     /// Set when the owner thread has ended: empty, or why it failed.
     ended: watch::Sender<Option<String>>,
 }
@@ -249,6 +272,22 @@ struct Book {
     holds: Holds,
     /// Why a key is not to be flipped.
     quarantine: HashMap<KeyInstance, String>,
+    /// Revision of a key's last change.
+    revisions: HashMap<KeyInstance, u64, RandomState>,
+}
+
+impl Book {
+    /// Revision of the key's last change; 0 if there was none.
+    fn revision(&self, key: KeyInstance) -> u64 {
+        self.revisions.get(&key).copied().unwrap_or_default()
+    }
+
+    /// Forgets keys that are no more.
+    fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) {
+        self.holds.retain(&mut exists);
+        self.quarantine.retain(|key, _| exists(*key));
+        self.revisions.retain(|key, _| exists(*key));
+    }
 }
 
 impl Shared {
@@ -257,15 +296,13 @@ impl Shared {
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set_paused_until(&self, expires_at: Option<SystemTime>) {
-        *self.lock_paused_until() = expires_at;
+    fn set_pause(&self, state: PauseState) {
+        *self.lock_pause() = state;
     }
 
-    fn lock_paused_until(&self) -> MutexGuard<'_, Option<SystemTime>> {
+    fn lock_pause(&self) -> MutexGuard<'_, PauseState> {
         // A single word: there is no half-way state.
-        self.paused_until
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.pause.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -293,7 +330,7 @@ impl Keys {
             book: Mutex::default(),
             symbols: config.symbols,
             clock: config.clock,
-            paused_until: Mutex::default(),
+            pause: Mutex::default(),
             ended: watch::Sender::new(None),
         });
         let (commands, receiver) = sync_channel(QUEUE);
@@ -304,6 +341,7 @@ impl Keys {
             replay: Replay::new(REPLAYED_ANSWERS, REPLAYED_RESULTS),
             allow_guarded: config.allow_guarded,
             pruned: 0,
+            lapses: lapse::Lapses::default(),
         };
         let told = Arc::clone(&shared);
         let thread = thread::spawn("keys", ThreadKind::Keys, move || {
@@ -336,9 +374,9 @@ impl Keys {
         self.shared.registry.journal().latest()
     }
 
-    /// When the pause that an operator asked for expires; `None` if the guest runs.
-    pub fn paused_until(&self) -> Option<SystemTime> {
-        *self.shared.lock_paused_until()
+    /// Whether the guest is held paused.
+    pub fn pause_state(&self) -> PauseState {
+        *self.shared.lock_pause()
     }
 
     /// Makes one transaction. Dropping the future before the pause cancels it.
@@ -422,7 +460,9 @@ pub(crate) fn to_proto(duration: Duration) -> prost_types::Duration {
     })
 }
 
-/// What a client must send back to change only what it has seen.
-fn etag(generation: u64, count: i32) -> String {
-    format!("{generation:x}-{count}")
+/// What a client must send back to change only what it has seen: the same key, with the same count, and
+/// not changed by this monitor since. What the guest itself changed there and back is not seen.
+fn etag(generation: u64, key: KeyInstance, revision: u64, count: i32) -> String {
+    let epoch = key.epoch;
+    format!("{generation:x}-{epoch:x}-{revision:x}-{count}")
 }

@@ -7,13 +7,17 @@
 //! version that has not changed by then cannot change before the resume. `MODULE_DEL` returns to the
 //! guest only after the version has moved on, so a plan with the module's sites is never committed
 //! after it.
+//!
+//! A change of counts alone is made beside running vCPUs, so it looks at the version inside the fence,
+//! which every new version is published through: a request waits there until the counts are written,
+//! or the change finds that its version is gone.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use patchbay_proto::v1;
-use static_keys::{Catalog, EntryFormat, GuestMemory, Key, Module};
+use static_keys::{Busy, Catalog, EntryFormat, GuestMemory, Key, Module, Probes};
 use vm_memory::GuestAddress;
 
 use super::address_space::{KernelMemory, PageTable};
@@ -22,6 +26,7 @@ use super::error::KeysError;
 use super::holds::KeyInstance;
 use super::journal::{Journal, Limits};
 use super::near::near;
+use super::refused::RefusedModules;
 use super::registration::{self as read, Refused, read_request};
 use crate::abi;
 use crate::log_limit::limited;
@@ -66,6 +71,8 @@ pub struct Registration {
     epoch: u64,
     /// Epochs by name.
     modules: HashMap<Arc<str>, u64>,
+    /// Loaded, and not in the catalog.
+    refused: RefusedModules,
 }
 
 impl Registration {
@@ -77,16 +84,36 @@ impl Registration {
     /// The key with this full name.
     ///
     /// # Errors
-    /// [`KeysError::KeyNotFound`] with names near it.
+    /// [`KeysError::KeyNotFound`] with names near it; MODULE_REFUSED if the key's module was.
     pub fn find(&self, name: &str) -> Result<&Key, KeysError> {
         // ":name" is the kernel image's, as in patterns.
         let full_name = name.strip_prefix(':').unwrap_or(name);
+        let not_found = || KeysError::KeyNotFound {
+            name: name.to_owned(),
+            near: near(name, self.catalog.keys().map(|key| &*key.full_name)),
+        };
         self.catalog
             .find(full_name)
-            .ok_or_else(|| KeysError::KeyNotFound {
-                name: name.to_owned(),
-                near: near(name, self.catalog.keys().map(|key| &*key.full_name)),
-            })
+            .ok_or_else(|| self.refused.home(name).unwrap_or_else(not_found))
+    }
+
+    /// Tells what only passes from what stays for as long as a module is loaded.
+    ///
+    /// # Errors
+    /// MODULE_REFUSED.
+    pub fn check_refused(&self, busy: &Busy) -> Result<(), KeysError> {
+        match busy {
+            Busy::UnknownModule { key, module } => {
+                self.refused.user(*module, key).map_or(Ok(()), Err)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// For whom the tracepoint of a key fires; `None` for other keys, and for a guest that points at
+    /// what is not mapped.
+    pub fn probes(&self, memory: &KernelMemory, key: &Key) -> Option<Probes> {
+        self.catalog.probes(memory, key.id).ok().flatten()
     }
 
     /// Whether the key was initialised as true (type bit 0, `include/linux/jump_label.h`).
@@ -205,6 +232,9 @@ pub struct Registry {
     ram: OnceLock<GuestRam>,
     /// Serialises requests; held while a request is read and checked.
     writer: Mutex<Writer>,
+    /// Held while a version is published, and while counts are changed at a version. Taken before
+    /// `state`; whoever holds it waits for nothing and does no I/O.
+    fence: Mutex<()>,
     /// Held for a look or a change.
     state: Mutex<State>,
     version: AtomicU64,
@@ -229,6 +259,7 @@ impl Registry {
         Self {
             ram: OnceLock::new(),
             writer: Mutex::default(),
+            fence: Mutex::default(),
             state: Mutex::default(),
             version: AtomicU64::new(0),
             journal: Arc::new(Journal::new(limits)),
@@ -253,6 +284,17 @@ impl Registry {
     /// Advances with each change. Takes no lock, so it may be asked while the guest is stopped.
     pub fn version(&self) -> u64 {
         self.version.load(Ordering::SeqCst)
+    }
+
+    /// Makes a change if `version` is still the current one, and keeps it so meanwhile: no request that
+    /// takes keys away returns to the guest before the change is made. `None` if there is a newer one.
+    pub fn at_version<T>(&self, version: u64, change: impl FnOnce() -> T) -> Option<T> {
+        let _fence = self.fence();
+        (self.version() == version).then(change)
+    }
+
+    fn fence(&self) -> MutexGuard<'_, ()> {
+        self.fence.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The registration as it is now.
@@ -317,11 +359,18 @@ impl Registry {
         error: String,
         registration: Option<Arc<Registration>>,
     ) {
+        let _fence = self.fence();
         let mut state = self.state();
         state.phase = phase;
         state.error = error;
         state.registration = registration;
         self.version.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Publishes a registration whose modules have changed.
+    fn publish_modules(&self, registration: Registration, error: String) {
+        let registration = Some(Arc::new(registration));
+        self.publish(RegistrationPhase::Registered, error, registration);
     }
 
     fn tell(&self, kind: v1::key_event::Kind, module: &str) {
@@ -408,7 +457,15 @@ impl Registry {
             .and_then(|boot| boot.epoch_of(request.module, request.load));
         let epoch = known.unwrap_or_else(|| writer.next_epoch());
         let mut registration = (*current).clone();
-        let (name, others) = add_module(ram, &mut registration, &request, epoch)?;
+        let added = add_module(ram, &mut registration, &request, epoch);
+        let (name, others) = match added {
+            Ok(added) => added,
+            Err(refused) => {
+                self.remember_refused(&current, &request, &refused);
+                return Err(refused);
+            }
+        };
+        registration.refused.remove(request.module);
         if let Some(boot) = &mut self.state().boot {
             boot.loaded(request.module, request.load, epoch);
             boot.limit(|module| registration.module_name(module).is_some());
@@ -417,16 +474,24 @@ impl Registry {
             0 => String::new(),
             error => format!("module {name} lists no keys: its kernel failed with error {error}"),
         };
-        self.publish(
-            RegistrationPhase::Registered,
-            error,
-            Some(Arc::new(registration)),
-        );
+        self.publish_modules(registration, error);
         self.tell(v1::key_event::Kind::Added, &name);
         for other in others {
             self.tell(v1::key_event::Kind::Added, &other);
         }
         Ok(())
+    }
+
+    /// So that who asks for a key of the module is told, for as long as it is loaded. A module that is
+    /// registered and added again stays what it is.
+    fn remember_refused(&self, current: &Registration, request: &abi::Module, refused: &Refused) {
+        if current.module_name(request.module).is_some() {
+            return;
+        }
+        let mut registration = current.clone();
+        let (name, why) = (read::field_text(&request.name), refused.to_string());
+        registration.refused.insert(request.module, name, &why);
+        self.publish_modules(registration, why);
     }
 
     fn delete_module(&self, page: &[u8]) -> Result<(), Refused> {
@@ -443,16 +508,17 @@ impl Registry {
         let current = self.current(generation)?;
         // Idempotent, and also sent for loads that were rolled back before the module was added.
         let Some(name) = current.module_name(request.module) else {
+            if current.refused.has(request.module) {
+                let mut registration = (*current).clone();
+                registration.refused.remove(request.module);
+                self.publish_modules(registration, String::new());
+            }
             return Ok(());
         };
         let mut registration = (*current).clone();
         registration.catalog.remove_module(request.module);
         registration.modules.remove(name);
-        self.publish(
-            RegistrationPhase::Registered,
-            String::new(),
-            Some(Arc::new(registration)),
-        );
+        self.publish_modules(registration, String::new());
         self.tell(v1::key_event::Kind::Removed, name);
         Ok(())
     }
@@ -526,6 +592,7 @@ fn build(
         type_offset: (kernel.format != EntryFormat::None).then_some(kernel.layout.static_key_type),
         epoch,
         modules: HashMap::new(),
+        refused: RefusedModules::default(),
     })
 }
 

@@ -12,7 +12,9 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::keys::{Keys, KeysError, Machine, PauseRequest, RegistrationPhase, Transport, to_proto};
+use crate::keys::{
+    Keys, KeysError, Machine, PauseRequest, PauseState, RegistrationPhase, Transport, to_proto,
+};
 
 const DEFAULT_PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_PAUSE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -107,12 +109,12 @@ impl GuestService for GuestApi {
             RegistrationPhase::Withdrawn => v1::RegistrationState::Withdrawn,
             RegistrationPhase::Refused => v1::RegistrationState::Refused,
         };
-        let (state, paused_until) =
-            match (self.keys.machine().has_ended(), self.keys.paused_until()) {
-                (true, _) => (v1::GuestState::Stopped, None),
-                (false, None) => (v1::GuestState::Running, None),
-                (false, until) => (v1::GuestState::Paused, until),
-            };
+        let (state, paused_until) = match self.keys.pause_state() {
+            _ if self.keys.machine().has_ended() => (v1::GuestState::Stopped, None),
+            PauseState::Running => (v1::GuestState::Running, None),
+            PauseState::Until(at) => (v1::GuestState::Paused, Some(at)),
+            PauseState::UntilResumed => (v1::GuestState::Paused, None),
+        };
         let transport = match (phase, transports.first()) {
             (v1::RegistrationState::Absent, _) | (_, None) => v1::Transport::Unspecified as i32,
             (_, Some(&first)) => first,
@@ -159,7 +161,7 @@ impl GuestService for GuestApi {
         let outcome = self.keys.pause(request).await?;
         Ok(Response::new(v1::PauseGuestResponse {
             stop_time: Some(to_proto(outcome.stop_time)),
-            expires_at: Some(outcome.expires_at.into()),
+            expires_at: outcome.expires_at.map(Into::into),
         }))
     }
 
@@ -185,7 +187,7 @@ impl GuestService for GuestApi {
             true
         } else if machine.has_ended() {
             false
-        } else if self.keys.paused_until().is_some() {
+        } else if self.keys.pause_state() != PauseState::Running {
             return Err(KeysError::GuestPaused.into());
         } else {
             let button = PowerButton::press(machine);

@@ -41,7 +41,7 @@ impl From<KeysError> for Status {
             } => {
                 details.add_precondition_failure_violation(*reason, key, message);
             }
-            KeysError::Busy { gate, attempts } => {
+            KeysError::Busy { gate, attempts, .. } => {
                 details.add_precondition_failure_violation("GATE", gate, error.to_string());
                 metadata.push(("gate".to_owned(), gate.clone()));
                 metadata.push(("attempts".to_owned(), attempts.to_string()));

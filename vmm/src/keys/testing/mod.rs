@@ -207,8 +207,7 @@ impl InMemoryGuest {
                 0
             };
             if tracepoint != 0 {
-                let funcs = if key.probe { GATES } else { 0 };
-                self.write(tracepoint + 40, &funcs.to_le_bytes());
+                self.write_probes(tracepoint, if key.probe { &[1] } else { &[] });
             }
             let named = abi::Key {
                 address,
@@ -245,6 +244,30 @@ impl InMemoryGuest {
             },
             directory,
         )
+    }
+
+    /// The probes of a tracepoint, by their data; each time at the same place, as an allocator may give
+    /// an array away again.
+    fn write_probes(&self, tracepoint: u64, probes: &[u64]) {
+        let array = PROBES + (tracepoint - TRACEPOINTS) / TRACEPOINT_BYTES * PROBES_BYTES;
+        let mut at = array;
+        for data in probes {
+            for (offset, word) in [(0, TEXT), (8, *data), (16, 10)] {
+                self.write(at + offset, &word.to_le_bytes());
+            }
+            at += PROBE_BYTES;
+        }
+        self.write(at, &[0; PROBE_BYTES as usize]);
+        let funcs = if probes.is_empty() { 0 } else { array };
+        self.write(tracepoint + TRACEPOINT_FUNCS, &funcs.to_le_bytes());
+    }
+
+    /// What the guest itself would do: attaches these probes to a tracepoint instead of those that it
+    /// has, up to 4 and told apart by their data, and turns its key on or off.
+    pub fn set_probes(&self, name: &str, probes: &[u64]) {
+        let key = self.place(name, |place| place.key);
+        self.write_probes(key - TRACEPOINT_KEY, probes);
+        self.set_count(name, i32::from(!probes.is_empty()));
     }
 
     fn write_site(&self, site: u64, jumps: bool) {
@@ -419,14 +442,32 @@ impl InMemoryGuest {
     /// # Panics
     /// If it was never loaded.
     pub fn delete_module(&self, name: &str) -> i32 {
-        let address = lock(&self.modules)
-            .iter()
-            .rev()
-            .find(|(of, _)| of == name)
-            .expect("was loaded")
-            .1;
-        let request = self.module(abi::OP_MODULE_DEL, address);
+        let request = self.module(abi::OP_MODULE_DEL, self.module_address(name));
         self.request(abi::OP_MODULE_DEL, request.as_bytes())
+    }
+
+    fn module_address(&self, name: &str) -> u64 {
+        let modules = lock(&self.modules);
+        let mut newest = modules.iter().rev();
+        newest.find(|(of, _)| of == name).expect("was loaded").1
+    }
+
+    /// Makes a module the only user of a key without sites, as loading it does; or takes that back.
+    ///
+    /// # Panics
+    /// If the module was never loaded.
+    pub fn set_user(&self, key: &str, module: Option<&str>) {
+        const LINKED: u64 = 2;
+        let chain = module.map_or(0, |module| {
+            let base = self.module_address(module);
+            let node = base + 0xa000;
+            for (offset, word) in [(0, 0), (8, base + 0x5000), (16, base)] {
+                self.write(node + offset, &word.to_le_bytes());
+            }
+            node | LINKED
+        });
+        let key = self.place(key, |place| place.key);
+        self.write(key + 8, &chain.to_le_bytes());
     }
 
     fn module(&self, op: u32, address: u64) -> abi::Module {
