@@ -233,7 +233,7 @@ async fn a_module_whose_registration_was_refused_is_named() {
         Duration::from_millis(100),
     );
     let result = served.update(call).await;
-    let (message, _) = assert_refused(result, Code::Aborted, "GUEST_BUSY");
+    let (message, _) = assert_refused(result, Code::Unavailable, "GUEST_BUSY");
     assert!(message.contains("not registered"), "{message}");
     served.guest.set_user("siteless", None);
     served.op("siteless", KeyOp::Inc).await.expect("it is gone");
