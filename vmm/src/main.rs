@@ -179,19 +179,22 @@ impl Signals {
         }
         let mut ending = false;
         loop {
-            tokio::select! {
-                _ = interrupt.recv() => {}
-                _ = terminate.recv() => {}
-                _ = quit.recv() => {}
-                _ = hangup.recv() => if !self.has_terminal {
-                    self.logs.reopen();
-                    continue;
-                }
+            let from_somebody = tokio::select! {
+                _ = interrupt.recv() => true,
+                _ = terminate.recv() => true,
+                _ = quit.recv() => true,
+                _ = hangup.recv() => false,
+            };
+            if !from_somebody && !self.has_terminal {
+                self.logs.reopen();
+                continue;
             }
+            // A hang-up may be told twice (`__tty_hangup()`, `drivers/tty/tty_io.c`).
             anyhow::ensure!(
-                !std::mem::replace(&mut ending, true),
+                !(from_somebody && ending),
                 "a second signal has ended the monitor before its guest had ended"
             );
+            ending = true;
             self.vm.shutdown();
         }
     }

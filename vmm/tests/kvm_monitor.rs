@@ -180,7 +180,7 @@ fn a_terminal_that_is_gone_takes_the_guest_with_it() {
     let case = Case::new(QUIET);
     let (mut monitor, master, slave) = on_a_terminal(&case);
     drop((master, slave));
-    monitor.wait();
+    assert_eq!(monitor.wait().code(), Some(0));
 }
 
 #[test]

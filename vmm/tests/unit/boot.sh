@@ -1,14 +1,15 @@
-# Boots systemd in namespaces of its own, on an overlay of this machine's root; arguments: a scratch folder, and
-# the program. Run by `unshare` with new mount, PID, cgroup, IPC and UTS namespaces.
+# Boots systemd in namespaces of its own, on an overlay of this machine's root. Arguments: a scratch folder, the
+# program, its unit, and the caller's folder, which is /host inside. Run by `unshare` with new mount, PID, cgroup,
+# IPC and UTS namespaces.
 set -e
 scratch=$1
 program=$2
 unit=$3
+host=$4
 mount -t tmpfs tmpfs "$scratch"
 mkdir "$scratch/upper" "$scratch/work" "$scratch/root"
 mount -t overlay -o "lowerdir=/,upperdir=$scratch/upper,workdir=$scratch/work" overlay "$scratch/root"
-cp "$program" "$scratch/upper/usr/bin/patchbay-vmm" 2>/dev/null ||
-	install -D "$program" "$scratch/root/usr/bin/patchbay-vmm"
+install -m 755 "$program" "$scratch/root/usr/bin/patchbay-vmm"
 cd "$scratch/root"
 mount -t proc proc proc
 mount -t sysfs sysfs sys
@@ -21,9 +22,8 @@ chroot . chown root:kvm /dev/kvm
 chmod 660 dev/kvm
 mount -t tmpfs tmpfs run
 mount -t tmpfs tmpfs tmp
-# Where the caller's files are, from both sides.
 mkdir host
-mount --bind "$4" host
+mount --bind "$host" host
 cp "$unit" 'etc/systemd/system/patchbay@.service'
 mkdir -p etc/patchbay
 cp host/*.conf host/kernel etc/patchbay/
