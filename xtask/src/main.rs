@@ -14,6 +14,7 @@ mod host;
 mod initramfs;
 mod kernel;
 mod kernel_config;
+mod kernel_tree;
 mod lab;
 mod lab_image;
 mod modules;
