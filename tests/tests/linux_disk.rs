@@ -36,7 +36,7 @@ fn install(disk: &Path, agent: &Path, folder: &Path) -> Result<PathBuf> {
              StandardInput=tty\nStandardOutput=tty\nStandardError=tty\n"
         ),
     )?;
-    let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../guest-agent/patchbay-agent.service");
+    let unit = Path::new("../guest-agent/patchbay-agent.service");
     let units = "/etc/systemd/system";
     let wants = format!("{units}/multi-user.target.wants");
     let mut commands = format!(
