@@ -43,7 +43,7 @@ fn install(disk: &Path, agent: &Path, folder: &Path) -> Result<PathBuf> {
         "write {} /usr/sbin/patchbay-agent\nset_inode_field /usr/sbin/patchbay-agent mode 0100755\n",
         agent.display()
     );
-    for (name, file) in [("patchbay-agent", &unit), ("shell", &shell)] {
+    for (name, file) in [("patchbay-agent", unit), ("shell", &shell)] {
         commands += &format!(
             "write {} {units}/{name}.service\nsymlink {wants}/{name}.service ../{name}.service\n",
             file.display()
