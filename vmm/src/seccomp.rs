@@ -13,6 +13,7 @@
 //! | device | the calls of virtio's back ends: vectored file I/O, unix sockets, epoll |
 //! | keys | `tgkill`, to stop vCPUs; syncing the audit log |
 //! | console | nothing |
+//! | trace | epoll and the agent's connections |
 //! | API | epoll, sockets, threads, removing its socket |
 //!
 //! Any other call ends the monitor, but for opening and looking up files: that fails with
@@ -51,6 +52,8 @@ pub enum ThreadKind {
     Keys,
     /// Copies the console's output, or types into it.
     Console,
+    /// Reads and decodes what the agent sends.
+    Trace,
     /// Serves the API.
     Api,
 }
@@ -190,6 +193,16 @@ const DEVICE: &[i64] = &[
 
 const KEYS: &[i64] = &[libc::SYS_fdatasync, libc::SYS_fsync, libc::SYS_ftruncate];
 
+const TRACE: &[i64] = &[
+    libc::SYS_accept4,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_wait,
+    libc::SYS_recvfrom,
+    libc::SYS_sendto,
+    libc::SYS_shutdown,
+];
+
 const API: &[i64] = &[
     libc::SYS_accept4,
     libc::SYS_bind,
@@ -232,6 +245,7 @@ fn program(kind: ThreadKind, action: SeccompAction) -> Result<BpfProgram, Seccom
         ThreadKind::Vcpu | ThreadKind::Console => &[],
         ThreadKind::Device => DEVICE,
         ThreadKind::Keys => KEYS,
+        ThreadKind::Trace => TRACE,
         ThreadKind::Api => API,
     };
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = COMMON
@@ -310,6 +324,7 @@ mod tests {
             ThreadKind::Device,
             ThreadKind::Keys,
             ThreadKind::Console,
+            ThreadKind::Trace,
             ThreadKind::Api,
         ] {
             assert!(!program(kind, SeccompAction::Trap).unwrap().is_empty());
@@ -357,6 +372,8 @@ mod tests {
         assert_eq!(filtered(ThreadKind::Api, open), libc::EACCES);
         assert_eq!(filtered(ThreadKind::Vcpu, socket), libc::EXFULL);
         assert_eq!(filtered(ThreadKind::Console, socket), libc::EXFULL);
+        assert_eq!(filtered(ThreadKind::Trace, open), libc::EACCES);
+        assert_eq!(filtered(ThreadKind::Trace, socket), libc::EXFULL);
         assert_eq!(filtered(ThreadKind::Api, socket), 0);
     }
 

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use patchbay_proto::AGENT_PAGE_OVERHEAD;
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
 use patchbay_proto::v1::{
@@ -15,6 +16,7 @@ use tokio_stream::StreamExt;
 use tonic::{Code, Request};
 use tonic_types::StatusExt;
 
+use super::super::link::WINDOW;
 use super::super::select::Wanted;
 use super::super::tracer::{ArmTerms, SwitchTerms};
 use super::super::{DEFAULT_GRACE, TracepointsApi};
@@ -37,7 +39,7 @@ pub(super) fn api(fake: &Fake) -> (TracepointsApi, watch::Sender<bool>) {
     )
 }
 
-fn reason(status: &tonic::Status) -> String {
+pub(super) fn reason(status: &tonic::Status) -> String {
     status.get_details_error_info().expect("error info").reason
 }
 
@@ -480,7 +482,34 @@ async fn events_stream_with_names_and_both_clocks() {
         batch.events.iter().all(|event| !event.comm.is_empty()),
         "asked for"
     );
-    until(|| *fake.script.credit.lock().unwrap() > 4 << 20).await;
+    // Credit comes back when it is worth a message.
+    for _ in 0..40 {
+        agent.send(pages()).expect("sent");
+    }
+    until(|| *fake.script.credit.lock().unwrap() > WINDOW).await;
+}
+
+/// The agent sends in order, so the names of the first page's tasks come behind all pages.
+#[tokio::test]
+async fn names_of_tasks_come_behind_a_window_of_pages() {
+    let fake = Fake::new();
+    let agent = fake.agent().await;
+    *fake.script.settle_time.lock().unwrap() = BEFORE;
+    let (api, _ending) = api(&fake);
+    arm(&fake, "a", &["sched_process_fork"]).await;
+    let mut stream = open(&api, StreamTracepointEventsRequest::default()).await;
+    until(|| *fake.script.credit.lock().unwrap() == WINDOW).await;
+    let frame = pages();
+    let cost = 8192 + 2 * AGENT_PAGE_OVERHEAD;
+    for _ in 0..WINDOW / cost {
+        agent.send(frame.clone()).expect("sent");
+    }
+    let batch = batch(&mut stream).await;
+    let names: Vec<_> = batch.events.iter().map(|event| &event.comm).collect();
+    assert!(
+        names.iter().all(|name| name.starts_with("task-")),
+        "{names:?}"
+    );
 }
 
 #[tokio::test]
