@@ -2,6 +2,7 @@
 //! What can go wrong with a call on tracepoints.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
@@ -87,6 +88,26 @@ pub enum TraceError {
         /// Sentence.
         message: String,
     },
+    /// By another client, whom the agent has not answered yet.
+    #[error(
+        "event {name} is being armed or disarmed for another client, for {waited:?} by now; try again, or see `patchbay trace agent`"
+    )]
+    Busy {
+        /// "system:name".
+        name: String,
+        /// For its end.
+        waited: Duration,
+    },
+    /// Of memory.
+    #[error(
+        "the formats of the armed events would take {bytes} bytes, and {max} is the maximum; arm fewer events"
+    )]
+    TooMuchArmed {
+        /// With what was to be armed.
+        bytes: usize,
+        /// Maximum.
+        max: usize,
+    },
     /// Of streams.
     #[error("{max} streams are open already; end one of them")]
     TooManyStreams {
@@ -127,6 +148,8 @@ impl TraceError {
             Self::Rejected { .. } => "TRIGGER_REJECTED",
             Self::FilterConflict { .. } => "FILTER_CONFLICT",
             Self::ArmFailed { .. } => "ARM_FAILED",
+            Self::Busy { .. } => "EVENT_BUSY",
+            Self::TooMuchArmed { .. } => "TOO_MUCH_ARMED",
             Self::TooManyStreams { .. } => "TOO_MANY_STREAMS",
             Self::Invalid { .. } => "INVALID_TRACE_REQUEST",
         }
@@ -144,7 +167,8 @@ impl TraceError {
             | Self::OthersTrace { .. }
             | Self::FilterConflict { .. } => Code::FailedPrecondition,
             Self::Rejected { .. } | Self::Invalid { .. } => Code::InvalidArgument,
-            Self::TooManyStreams { .. } => Code::ResourceExhausted,
+            Self::Busy { .. } => Code::Unavailable,
+            Self::TooMuchArmed { .. } | Self::TooManyStreams { .. } => Code::ResourceExhausted,
         }
     }
 }

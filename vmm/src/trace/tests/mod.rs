@@ -4,4 +4,5 @@
 mod agent;
 mod fake;
 mod hostile;
+mod mute;
 mod tracing;
