@@ -7,8 +7,34 @@ use std::time::Duration;
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
-use super::link::AgentError;
 use crate::keys::KeysError;
+
+/// Why the agent did not do it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AgentError {
+    /// None is connected.
+    #[error("no agent is connected{why}; start patchbay-agent in the guest")]
+    Absent {
+        /// What is known of it; empty, or begins with ": ".
+        why: String,
+    },
+    /// It is connected and does not answer.
+    #[error(
+        "the agent in the guest has not answered for {waited:?}; fire and park work without it"
+    )]
+    Silent {
+        /// For the answer.
+        waited: Duration,
+    },
+    /// It said so itself.
+    #[error("the agent in the guest could not do it: {0}")]
+    Refused(String),
+    /// Not what was asked.
+    #[error(
+        "the agent in the guest answered something else than was asked; is it of this version?"
+    )]
+    Confused,
+}
 
 /// A call on tracepoints that was refused or failed. Each message is one sentence and the next step.
 #[derive(Clone, Debug, thiserror::Error)]

@@ -32,6 +32,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 
 use super::clock::GuestClock;
+use super::error::AgentError;
 use super::frame::{self, FrameError};
 use super::socket::AgentSocket;
 
@@ -57,33 +58,6 @@ const MAX_NAME: usize = 256;
 pub const WINDOW: u64 = 4 << 20;
 /// Less is not worth a message.
 const LEAST_CREDIT: u64 = WINDOW / 16;
-
-/// Why the agent did not do it.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum AgentError {
-    /// None is connected.
-    #[error("no agent is connected{why}; start patchbay-agent in the guest")]
-    Absent {
-        /// What is known of it; empty, or begins with ": ".
-        why: String,
-    },
-    /// It is connected and does not answer.
-    #[error(
-        "the agent in the guest has not answered for {waited:?}; fire and park work without it"
-    )]
-    Silent {
-        /// For the answer.
-        waited: Duration,
-    },
-    /// It said so itself.
-    #[error("the agent in the guest could not do it: {0}")]
-    Refused(String),
-    /// Not what was asked.
-    #[error(
-        "the agent in the guest answered something else than was asked; is it of this version?"
-    )]
-    Confused,
-}
 
 /// Handle to the link. Clones share it.
 #[derive(Clone)]

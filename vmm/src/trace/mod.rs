@@ -43,8 +43,8 @@ use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 use tokio::time::MissedTickBehavior;
 
-pub use self::error::TraceError;
-pub use self::link::{AgentError, AgentLink, PORT};
+pub use self::error::{AgentError, TraceError};
+pub use self::link::{AgentLink, PORT};
 pub use self::service::TracepointsApi;
 pub use self::socket::{AgentSocket, socket_path};
 pub use self::switch::{Boxed, Switch, TracepointFacts, TracepointKeys};

@@ -19,8 +19,8 @@ use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
-use super::error::TraceError;
-use super::link::{AgentError, bounded};
+use super::error::{AgentError, TraceError};
+use super::link::bounded;
 use super::once::Once;
 use super::select::{self, Wanted};
 use super::stream::Subscription;

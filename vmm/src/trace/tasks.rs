@@ -10,7 +10,8 @@ use patchbay_proto::v1::from_agent::Message as Answer;
 use patchbay_proto::v1::to_agent::Message as Question;
 use patchbay_proto::v1::trace_field::Value;
 
-use super::link::{AgentError, AgentLink, bounded};
+use super::error::AgentError;
+use super::link::{AgentLink, bounded};
 use super::stream::Event;
 
 /// Names that are remembered, and for how long: a task may take another.

@@ -10,8 +10,9 @@ use patchbay_proto::v1::{AgentListEvents, AgentPage, AgentPages, FromAgent, ToAg
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
+use super::super::error::AgentError;
 use super::super::frame;
-use super::super::link::{AgentError, WINDOW};
+use super::super::link::WINDOW;
 use super::super::select::Wanted;
 use super::fake::{Fake, hello};
 use super::tracing::until;

@@ -5,4 +5,5 @@ mod agent;
 mod fake;
 mod hostile;
 mod mute;
+mod streams;
 mod tracing;

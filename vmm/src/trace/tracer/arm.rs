@@ -16,8 +16,8 @@ use patchbay_proto::v1::{
 use super::{ArmTerms, Outcome, SwitchTerms, Tracer};
 use crate::trace::book::{Armed, Book};
 use crate::trace::decode::Format;
-use crate::trace::error::TraceError;
-use crate::trace::link::{AgentError, bounded};
+use crate::trace::error::{AgentError, TraceError};
+use crate::trace::link::bounded;
 use crate::trace::select::{self, Wanted};
 use crate::trace::stream::Source;
 use crate::trace::switch::TracepointFacts;
@@ -222,8 +222,8 @@ impl Tracer {
                     events: AtomicU64::new(0),
                 }));
             }
+            self.afford(&sources)?;
         }
-        self.afford(&sources)?;
         let report = self.park_fresh(client, fresh).await?;
         let settled_at = self.settle().await?;
         let mut book = self.book();

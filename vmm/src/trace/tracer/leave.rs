@@ -11,7 +11,7 @@ use super::others::OTHERS;
 use super::{Facts, SwitchTerms, Tracer};
 use crate::keys::KeysError;
 use crate::trace::book::Armed;
-use crate::trace::error::TraceError;
+use crate::trace::error::{AgentError, TraceError};
 use crate::trace::select::{self, Wanted};
 
 impl Tracer {
@@ -134,8 +134,10 @@ impl Tracer {
         self.detach(&strangers.names).await;
         drop(strangers);
         // If the agent before died between stopping and starting.
-        if let Err(error) = self.settle().await {
-            tracing::warn!(%error, "the agent does not record");
+        match self.settle().await {
+            // Gone again; a guest that connects in a loop must not fill the monitor's log.
+            Ok(_) | Err(TraceError::Agent(AgentError::Absent { .. })) => {}
+            Err(error) => tracing::warn!(%error, "the agent does not record"),
         }
     }
 

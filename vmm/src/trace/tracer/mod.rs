@@ -51,9 +51,9 @@ use tokio::sync::watch;
 
 pub use self::others::Backoff;
 use super::book::Book;
-use super::error::TraceError;
+use super::error::{AgentError, TraceError};
 use super::hub::Hub;
-use super::link::{AgentError, AgentLink, bounded};
+use super::link::{AgentLink, bounded};
 use super::once::Answers;
 use super::select::{self, Wanted};
 use super::socket::AgentSocket;
