@@ -17,6 +17,7 @@ use crate::request::{GuestRequests, HYPERCALL, MSR_INDEX, RequestPort};
 use crate::trace::decode::{Format, Page, Record};
 
 pub use crate::devices::virtio::fuzzing::{virtio, vsock};
+pub use crate::trace::fuzzing::agent;
 
 /// A target: what it does with the fuzzer's bytes.
 pub type Target = fn(&[u8]);
@@ -30,6 +31,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("virtio", virtio),
     ("vsock", vsock),
     ("trace_events", trace_events),
+    ("agent", agent),
 ];
 
 /// Reads numbers off the front; zeroes when they are used up.
@@ -328,7 +330,8 @@ pub fn trace_events(data: &[u8]) {
         assert!(events <= 0x1_0000, "more events than bytes");
         let Ok((_, payload)) = event else { continue };
         if let (Some(record), Some(format)) = (Record::parse(payload), &format) {
-            let _ = record.fields(format);
+            let values = record.values(format);
+            assert!(values.len() <= payload.len(), "more values than bytes");
         }
     }
 }
@@ -381,5 +384,10 @@ mod tests {
     #[test]
     fn trace_events() {
         run("trace_events");
+    }
+
+    #[test]
+    fn agent() {
+        run("agent");
     }
 }

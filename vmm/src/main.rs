@@ -23,7 +23,7 @@ use patchbay_vmm::keys::{Keys, KeysConfig};
 use patchbay_vmm::latency;
 use patchbay_vmm::seccomp::{self, ThreadKind};
 use patchbay_vmm::service::{self, ApiSocket};
-use patchbay_vmm::trace::{AgentSocket, Tracing};
+use patchbay_vmm::trace::{AgentSocket, TraceThread, Tracing};
 use patchbay_vmm::vm::{ExitReason, Vm};
 use tokio::signal::unix::{SignalKind, signal as listen};
 use tokio::sync::oneshot;
@@ -94,6 +94,9 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
     };
     let tracing = Tracing {
         agent,
+        thread: Some(TraceThread::start().context(
+            "the thread of the agent's events cannot be started; raise the limit on processes",
+        )?),
         grace: Duration::from_secs(args.trace_grace.into()),
     };
     let symbols = match &args.symbols {

@@ -13,6 +13,7 @@
 //! | keys | `tgkill`, to stop vCPUs; syncing the audit log |
 //! | console | nothing |
 //! | log files | opening and renaming files: the kernel's Landlock says which ([`jail`](crate::jail)) |
+//! | trace | epoll and the agent's connections |
 //! | API | epoll, unix sockets, threads, removing its socket, the terminal's modes |
 //!
 //! A filter sees numbers and no paths: that the device thread connects to no other socket than those of its
@@ -57,6 +58,8 @@ pub enum ThreadKind {
     Console,
     /// Writes log files, and opens them again.
     LogFiles,
+    /// Reads and decodes what the agent sends.
+    Trace,
     /// Serves the API.
     Api,
 }
@@ -207,6 +210,16 @@ const LOG_FILES: &[i64] = &[
     libc::SYS_renameat2,
 ];
 
+const TRACE: &[i64] = &[
+    libc::SYS_accept4,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_wait,
+    libc::SYS_recvfrom,
+    libc::SYS_sendto,
+    libc::SYS_shutdown,
+];
+
 const API: &[i64] = &[
     libc::SYS_accept4,
     libc::SYS_epoll_create1,
@@ -257,6 +270,7 @@ fn program(kind: ThreadKind, action: SeccompAction) -> Result<BpfProgram, Seccom
         ThreadKind::Device => (DEVICE, DEVICE_IOCTLS),
         ThreadKind::Keys => (KEYS, &[]),
         ThreadKind::LogFiles => (LOG_FILES, &[]),
+        ThreadKind::Trace => (TRACE, &[]),
         ThreadKind::Api => (API, API_IOCTLS),
     };
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = COMMON

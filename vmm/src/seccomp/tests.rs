@@ -16,6 +16,7 @@ fn every_kind_has_a_filter() {
         ThreadKind::Keys,
         ThreadKind::Console,
         ThreadKind::LogFiles,
+        ThreadKind::Trace,
         ThreadKind::Api,
     ] {
         assert!(!program(kind, SeccompAction::Trap).unwrap().is_empty());
@@ -69,6 +70,8 @@ fn filters_refuse_what_is_not_listed_and_only_that() {
     assert_eq!(filtered(ThreadKind::Keys, open), libc::EACCES);
     assert_eq!(filtered(ThreadKind::Api, open), libc::EACCES);
     assert_eq!(filtered(ThreadKind::Vcpu, socket), libc::EXFULL);
+    assert_eq!(filtered(ThreadKind::Trace, open), libc::EACCES);
+    assert_eq!(filtered(ThreadKind::Trace, socket), libc::EXFULL);
     assert_eq!(filtered(ThreadKind::Console, socket), libc::EXFULL);
     for kind in [ThreadKind::Api, ThreadKind::Device] {
         assert_eq!(filtered(kind, socket), 0);

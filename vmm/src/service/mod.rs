@@ -17,6 +17,7 @@ use patchbay_proto::v1::ResultView;
 use patchbay_proto::v1::guest_service_server::GuestServiceServer;
 use patchbay_proto::v1::static_keys_service_server::StaticKeysServiceServer;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsServiceServer;
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tonic::transport::Server;
 
@@ -92,8 +93,13 @@ pub async fn serve_traced(
 
     let keys = Arc::new(keys);
     let guest_api = guest::GuestApi::new(Arc::clone(&keys), ended.clone());
+    // Kept until the service has ended.
+    let decoder = tracing.thread;
+    let decoding = decoder
+        .as_ref()
+        .map_or_else(Handle::current, |thread| thread.handle().clone());
     let tracepoints_api = TracepointsApi {
-        tracer: trace::start(keys.clone(), tracing.agent)?,
+        tracer: trace::start(keys.clone(), tracing.agent, &decoding)?,
         ending: ended.clone(),
         grace: tracing.grace,
     };
