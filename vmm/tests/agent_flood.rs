@@ -6,7 +6,7 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -57,13 +57,8 @@ impl TracepointKeys for Keys {
     }
 }
 
-/// The process under the limit; not a test by itself.
-#[test]
-#[ignore = "run by the other test"]
-fn monitor() {
-    let Ok(folder) = std::env::var(FOLDER) else {
-        return;
-    };
+/// What the process under the limit does.
+fn monitor(folder: &Path) {
     // What the thread of the agent's events does not need ends this process.
     seccomp::enforce(SeccompLevel::On);
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -71,7 +66,7 @@ fn monitor() {
         .build()
         .expect("a runtime");
     runtime.block_on(async {
-        let socket = AgentSocket::bind(&PathBuf::from(folder).join("vsock")).expect("a socket");
+        let socket = AgentSocket::bind(&folder.join("vsock")).expect("a socket");
         // As the monitor's own.
         let thread = TraceThread::start().expect("started");
         let tracer = patchbay_vmm::trace::start(Arc::new(Keys), Some(socket), thread.handle());
@@ -132,7 +127,7 @@ impl Monitor {
         let mut process = Command::new("sh")
             .args(["-c", &limit])
             .arg(program)
-            .args(["--exact", "monitor", "--ignored", "--nocapture"])
+            .args(["--exact", TEST, "--nocapture"])
             .env(FOLDER, folder)
             // A heap per thread reserves 64 MiB of addresses.
             .env("MALLOC_ARENA_MAX", "1")
@@ -342,8 +337,14 @@ impl Agent {
     }
 }
 
+/// The name of the test, which both processes run.
+const TEST: &str = "a_flood_of_the_agent_stays_within_the_limit";
+
 #[test]
 fn a_flood_of_the_agent_stays_within_the_limit() {
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        return monitor(Path::new(&folder));
+    }
     let folder = tempfile::tempdir().expect("temporary folder");
     let mut monitor = Monitor::start(folder.path());
     assert_eq!(monitor.hear(), "listening");
