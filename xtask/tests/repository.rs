@@ -21,7 +21,8 @@ fn another_clone_is_not_taken_for_this_one() {
     for file in [
         "xtask/Cargo.toml",
         "static-keys/fuzz/fuzz_targets/only_here.rs",
-        "vmm/fuzz/fuzz_targets/here_too.rs",
+        "kernel-image/fuzz/fuzz_targets/here_too.rs",
+        "vmm/fuzz/fuzz_targets/and_here.rs",
     ] {
         let path = clone.path().join(file);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -29,10 +30,11 @@ fn another_clone_is_not_taken_for_this_one() {
     }
     let output = list_fuzz_targets(&clone.path().join("vmm/fuzz"));
     let text = String::from_utf8(output.stdout).unwrap();
-    let mut names = text.lines().filter_map(|line| line.split(' ').next());
-    assert_eq!(names.next(), Some("here_too"), "{text}");
-    assert_eq!(names.next(), Some("only_here"), "{text}");
-    assert_eq!(names.next(), None, "{text}");
+    let names = text.lines().filter_map(|line| line.split(' ').next());
+    assert_eq!(
+        names.collect::<Vec<_>>(),
+        ["and_here", "here_too", "only_here"]
+    );
 }
 
 #[test]

@@ -4,8 +4,8 @@
 use comfy_table::Table;
 use comfy_table::presets::NOTHING;
 
-use super::report::{Class, Key, Report, SiteReport, SymbolSource};
-use super::table::FoundBy;
+use patchbay_kernel_image::{Class, FoundBy, Key, Report, SiteReport, SymbolSource};
+
 use crate::print::Printable;
 
 /// A report, and whether its table lists keys or sites.

@@ -2,11 +2,8 @@
 
 use std::io::Write;
 
-use super::craft::{Branch, Kernel, branches, bzimage};
-use crate::inspect::entry::{Format, Instruction};
-use crate::inspect::report::{Report, SymbolSource};
-use crate::inspect::symbols::Symbols;
-use crate::inspect::{inspect, table::FoundBy};
+use crate::craft::{Branch, Kernel, branches, bzimage};
+use patchbay_kernel_image::{Format, FoundBy, Instruction, Report, SymbolSource, Symbols, inspect};
 
 const FORMATS: [Format; 4] = [
     Format::Relative64,
@@ -200,8 +197,8 @@ fn boot_time_and_historic_nops() {
 fn what_does_not_agree_is_named() {
     let objtool_nop = "objtool wrote a NOP";
     for (bytes, flags, problem) in [
-        ([0xe9, 0x1c, 0, 0, 0], 0, "the JMP leads to"),
-        ([0xeb, 0x1d, 0, 0, 0], 0, "the JMP leads to"),
+        ([0xe9, 0x1c, 0, 0, 0], 0, "the site holds `jmp"),
+        ([0xeb, 0x1d, 0, 0, 0], 0, "the site holds `jmp"),
         ([0x0f, 0x1f, 0x44, 0, 1], 2, "neither NOP nor JMP"),
         ([0xcc, 0x1f, 0x44, 0, 0], 2, "neither NOP nor JMP"),
         ([0xe9, 0x1b, 0, 0, 0], 2, objtool_nop),

@@ -4,10 +4,8 @@ use std::io::Write;
 
 use proptest::prelude::*;
 
-use super::craft::{Kernel, branches, bzimage};
-use crate::inspect::entry::Format;
-use crate::inspect::inspect;
-use crate::inspect::symbols::Symbols;
+use crate::craft::{Kernel, branches, bzimage};
+use patchbay_kernel_image::{Format, Symbols, inspect};
 
 fn error(file: &[u8]) -> String {
     inspect(file, None).unwrap_err().to_string()

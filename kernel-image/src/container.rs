@@ -66,7 +66,14 @@ pub enum ContainerError {
     #[error(
         "truncated bzImage: its header places the kernel at {start:#x}..{end:#x}, the file has {size:#x} bytes; copy it again"
     )]
-    Truncated { start: u64, end: u64, size: u64 },
+    Truncated {
+        /// Where the kernel begins.
+        start: u64,
+        /// Where it ends.
+        end: u64,
+        /// Size of the file.
+        size: u64,
+    },
     /// A compression the kernel knows and this command does not.
     #[error(
         "the kernel is packed with {0}, which is not supported; unpack it first (scripts/extract-vmlinux in the kernel tree)"
@@ -82,7 +89,9 @@ pub enum ContainerError {
         "cannot unpack the {compression:?} data: {reason}; the file is damaged or truncated, copy it again"
     )]
     Damaged {
+        /// What the data are packed with.
         compression: Compression,
+        /// From the decompressor.
         reason: String,
     },
     /// The unpacked image is larger than [`MAX_UNPACKED`].
@@ -100,12 +109,16 @@ pub enum ContainerError {
 pub struct Unpacked<'data> {
     /// Whether it was wrapped in a bzImage.
     pub bzimage: bool,
+    /// How it was packed.
     pub compression: Compression,
     /// The ELF file, perhaps followed by other data (the relocations of a bzImage).
     pub elf: Cow<'data, [u8]>,
 }
 
 /// Finds the ELF image in a file.
+///
+/// # Errors
+/// [`ContainerError`].
 pub fn unpack(file: &[u8]) -> Result<Unpacked<'_>, ContainerError> {
     if file.starts_with(ELF_MAGIC) {
         return Ok(Unpacked {

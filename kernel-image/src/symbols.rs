@@ -11,7 +11,10 @@ pub enum SymbolFileError {
     #[error(
         "line {line} of the symbol file is not `address type name`; give a System.map of this very kernel"
     )]
-    Line { line: usize },
+    Line {
+        /// Its number, from 1.
+        line: usize,
+    },
     /// No symbols, or every address zero.
     #[error(
         "the symbol file has no addresses: Debian's /boot/System.map is a stub (the real one is in the package \
@@ -35,6 +38,7 @@ pub enum SymbolKind {
 }
 
 impl SymbolKind {
+    /// By whether the section it lies in is executable.
     pub fn from_section(executable: bool) -> Self {
         if executable { Self::Text } else { Self::Data }
     }
@@ -48,12 +52,16 @@ impl SymbolKind {
 /// A symbol without its name.
 #[derive(Clone, Copy, Debug)]
 pub struct Symbol {
+    /// Virtual.
     pub address: u64,
+    /// What it names.
     pub kind: SymbolKind,
+    /// Seen by all files of the kernel.
     pub global: bool,
 }
 
 impl Symbol {
+    /// From the letter of nm(1).
     pub fn from_letter(address: u64, letter: u8) -> Self {
         Self {
             address,
@@ -98,10 +106,12 @@ impl Symbols {
         }
     }
 
+    /// Number of symbols.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
+    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
@@ -148,6 +158,9 @@ impl Symbols {
     }
 
     /// Reads a System.map or /proc/kallsyms.
+    ///
+    /// # Errors
+    /// [`SymbolFileError`].
     pub fn from_text(text: &[u8]) -> Result<Self, SymbolFileError> {
         let mut symbols = Self::default();
         let mut any = false;

@@ -9,8 +9,8 @@ use object::read::elf::{
 };
 use object::{LittleEndian, SectionIndex, elf};
 
-use super::image::{Image, ImageError};
-use super::symbols::{Symbol, SymbolKind, Symbols};
+use crate::image::{Image, ImageError};
+use crate::symbols::{Symbol, SymbolKind, Symbols};
 
 /// Sections are laid out from here on, one behind the other, in the order of the file.
 const BASE: u64 = 0x1_0000;

@@ -5,12 +5,13 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use serde::Serialize;
+use static_keys::JumpEntry;
 
-use super::container::Compression;
-use super::entry::{Entry, Instruction, decode_site, hex};
-use super::image::Image;
-use super::symbols::{SymbolKind, Symbols};
-use super::table::{FoundBy, Table};
+use crate::container::Compression;
+use crate::entry::{Instruction, decode_site};
+use crate::image::Image;
+use crate::symbols::{SymbolKind, Symbols};
+use crate::table::{FoundBy, Table};
 
 /// Most declared keys looked at.
 const MAX_DECLARATIONS: u64 = 1 << 16;
@@ -32,8 +33,11 @@ pub enum SymbolSource {
 /// The whole answer.
 #[derive(Debug, Serialize)]
 pub struct Report {
+    /// The file.
     pub image: ImageReport,
+    /// Its jump table.
     pub table: TableReport,
+    /// Counts.
     pub summary: Summary,
     /// By name.
     pub keys: Vec<Key>,
@@ -44,24 +48,34 @@ pub struct Report {
 pub struct ImageReport {
     /// bzimage, vmlinux or module.
     pub kind: &'static str,
+    /// How the file was packed.
     pub compression: Compression,
     /// From the image's banner.
     pub release: Option<String>,
+    /// Size of a pointer.
     pub bits: u64,
+    /// Where names come from.
     pub symbols: SymbolSource,
+    /// Names known.
     pub symbol_count: usize,
 }
 
 /// Where and what the table is.
 #[derive(Debug, Serialize)]
 pub struct TableReport {
+    /// [`crate::Format::name`].
     pub format: &'static str,
+    /// In bytes.
     pub entry_size: u64,
+    /// Address of the first entry.
     #[serde(serialize_with = "address")]
     pub start: u64,
+    /// Address behind the last entry.
     #[serde(serialize_with = "address")]
     pub stop: u64,
+    /// Their number.
     pub entries: usize,
+    /// What told where it is.
     pub found_by: FoundBy,
     /// Where the kernel's code loads the addresses of both ends, which proves that a search found the whole table.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "proof")]
@@ -73,13 +87,21 @@ pub struct TableReport {
 /// Counts over the whole table, whatever keys are listed.
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Summary {
+    /// Keys with a site.
     pub keys: usize,
+    /// Entries.
     pub sites: usize,
+    /// Sites of two bytes.
     pub two_byte: usize,
+    /// Sites of five bytes.
     pub five_byte: usize,
+    /// Sites that hold a NOP.
     pub nop: usize,
+    /// Sites that hold a JMP.
     pub jmp: usize,
+    /// Sites that hold a NOP for early kernels, see [`Instruction::BootNop`].
     pub boot_nop: usize,
+    /// Sites of branches written with static_branch_likely().
     pub likely: usize,
     /// Sites in code that is freed after boot.
     pub init: usize,
@@ -108,32 +130,43 @@ pub enum Class {
 pub struct Key {
     /// Its name in a running guest: symbol, symbol+offset, or that of the tracepoint.
     pub name: String,
+    /// Where its `struct static_key` is.
     #[serde(serialize_with = "address")]
     pub address: u64,
+    /// As in the directory of a guest.
     pub class: Class,
     /// `enabled` in the image; none if the key is not in the image (a module that uses the kernel's key).
     pub initial: Option<i32>,
     /// In .data..ro_after_init: sealed after boot since 6.10, never flipped.
     pub ro_after_init: bool,
+    /// By address.
     pub sites: Vec<SiteReport>,
 }
 
 /// A branch site.
 #[derive(Debug, Serialize)]
 pub struct SiteReport {
+    /// Where the instruction is.
     #[serde(serialize_with = "address")]
     pub address: u64,
     /// Symbol and offset.
     pub location: Option<String>,
     /// 2 or 5; none if not explained.
     pub size: Option<u8>,
+    /// NOP or JMP; none if not explained.
     pub instruction: Option<Instruction>,
+    /// Two digits each.
     pub bytes: String,
+    /// Intel syntax.
     pub disassembly: Option<String>,
+    /// Where the JMP leads.
     #[serde(serialize_with = "address")]
     pub target: u64,
+    /// Symbol and offset.
     pub target_location: Option<String>,
+    /// Written with static_branch_likely().
     pub likely: bool,
+    /// See [`static_keys::JumpEntry::objtool_nop`].
     pub objtool_nop: bool,
     /// In code that is freed after boot.
     pub init: bool,
@@ -152,8 +185,23 @@ fn proof<S: serde::Serializer>(value: &Option<u64>, serializer: S) -> Result<S::
     }
 }
 
+impl Report {
+    /// Groups the entries of a table by key and looks at their sites.
+    #[must_use]
+    pub fn new(about: ImageReport, image: &Image<'_>, symbols: &Symbols, table: &Table) -> Self {
+        let reader = Reader::new(image, symbols, table);
+        let (keys, summary) = reader.keys();
+        Self {
+            image: about,
+            table: reader.table(),
+            summary,
+            keys,
+        }
+    }
+}
+
 /// Reads everything a report says from the image.
-pub struct Reader<'image, 'data> {
+struct Reader<'image, 'data> {
     image: &'image Image<'data>,
     symbols: &'image Symbols,
     table: &'image Table,
@@ -165,11 +213,7 @@ pub struct Reader<'image, 'data> {
 }
 
 impl<'image, 'data> Reader<'image, 'data> {
-    pub fn new(
-        image: &'image Image<'data>,
-        symbols: &'image Symbols,
-        table: &'image Table,
-    ) -> Self {
+    fn new(image: &'image Image<'data>, symbols: &'image Symbols, table: &'image Table) -> Self {
         let between = |start: &str, end: &str| Some(symbols.address(start)?..symbols.address(end)?);
         let mut reader = Self {
             image,
@@ -228,7 +272,7 @@ impl<'image, 'data> Reader<'image, 'data> {
     }
 
     /// Groups the entries by key and checks each against the bytes at its site.
-    pub fn keys(&self) -> (Vec<Key>, Summary) {
+    fn keys(&self) -> (Vec<Key>, Summary) {
         let mut keys: BTreeMap<u64, Key> = BTreeMap::new();
         let mut summary = Summary::default();
         for entry in &self.table.entries {
@@ -280,9 +324,9 @@ impl<'image, 'data> Reader<'image, 'data> {
         )
     }
 
-    fn site(&self, entry: &Entry) -> SiteReport {
+    fn site(&self, entry: &JumpEntry) -> SiteReport {
         let bytes = self.image.bytes_at(entry.code, 5);
-        let decoded = decode_site(bytes, entry, self.image.pointer_size);
+        let decoded = decode_site(bytes, entry);
         let problem = match &decoded {
             Err(problem) => Some(problem.clone()),
             Ok(_) if !self.image.is_executable(entry.code) => {
@@ -329,7 +373,7 @@ impl<'image, 'data> Reader<'image, 'data> {
         }
     }
 
-    pub fn table(&self) -> TableReport {
+    fn table(&self) -> TableReport {
         TableReport {
             format: self.table.format.name(),
             entry_size: self.table.format.entry_size(),
@@ -367,4 +411,9 @@ fn location((symbol, offset): (&str, u64)) -> String {
         0 => symbol.to_owned(),
         _ => format!("{symbol}+{offset:#x}"),
     }
+}
+
+/// Bytes as two digits each.
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

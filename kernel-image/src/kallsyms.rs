@@ -26,8 +26,8 @@
 
 use std::ops::Range;
 
-use super::image::Image;
-use super::symbols::{MAX_SYMBOLS, Symbol, Symbols};
+use crate::image::Image;
+use crate::symbols::{MAX_SYMBOLS, Symbol, Symbols};
 
 /// The tokens `0` to `9`.
 const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
+//! Small kernel images with a symbol table of their own.
 
-use proptest::prelude::*;
+use patchbay_kernel_image::Format;
 
-use super::craft::{Kernel, branches};
-use crate::inspect::entry::Format;
-use crate::inspect::inspect;
-use crate::inspect::report::SymbolSource;
+use crate::craft::{Kernel, branches};
 
-/// The orders of the arrays, see the module's documentation.
+/// The orders of the arrays, see kallsyms.rs of the crate.
 #[derive(Clone, Copy, Debug)]
-enum Order {
+pub enum Order {
     Absolute,
     Before,
     After,
@@ -17,7 +15,7 @@ enum Order {
     AfterWithoutBase,
 }
 
-const ORDERS: [Order; 4] = [
+pub const ORDERS: [Order; 4] = [
     Order::Absolute,
     Order::Before,
     Order::After,
@@ -25,7 +23,7 @@ const ORDERS: [Order; 4] = [
 ];
 
 /// A kernel with kallsyms in its data. The tokens are the printable characters; one of two is worth two characters.
-fn kernel(format: Format, order: Order, percpu: bool, seqs_between: bool) -> Kernel {
+pub fn kernel(format: Format, order: Order, percpu: bool, seqs_between: bool) -> Kernel {
     let mut kernel = Kernel::new(format, &branches(true));
     let mut symbols: Vec<(u64, String)> = kernel
         .system_map()
@@ -128,57 +126,4 @@ fn kernel(format: Format, order: Order, percpu: bool, seqs_between: bool) -> Ker
     assert_eq!(base % pointer as u64, 0);
     kernel.data.extend_from_slice(&out);
     kernel
-}
-
-#[test]
-fn every_order_and_form_is_read() {
-    for format in [Format::Relative64, Format::Relative32] {
-        for order in ORDERS {
-            for (percpu, seqs_between) in
-                [(false, false), (false, true), (true, false), (true, true)]
-            {
-                let kernel = kernel(format, order, percpu, seqs_between);
-                let report = inspect(&kernel.elf(), None).unwrap();
-                assert_eq!(
-                    report.image.symbols,
-                    SymbolSource::Kallsyms,
-                    "{format:?} {order:?} {percpu} {seqs_between}"
-                );
-                assert_eq!(report.image.symbol_count, 1100 + 35);
-                assert_eq!(report.table.start, kernel.table());
-                for index in 0..16 {
-                    let key = report
-                        .keys
-                        .iter()
-                        .find(|key| key.name == format!("key_{index}"))
-                        .unwrap();
-                    assert_eq!(key.address, kernel.key(index));
-                    assert_eq!(key.sites[0].location, Some(format!("function_{index}+0x4")));
-                }
-            }
-        }
-    }
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
-
-    #[test]
-    fn damaged_tables_do_not_panic(
-        order in prop::sample::select(ORDERS.to_vec()),
-        flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
-        keep in prop::option::of(any::<prop::sample::Index>()),
-    ) {
-        let mut kernel = kernel(Format::Relative64, order, true, false);
-        for (at, value) in flips {
-            let at = 0x1000 + at.index(kernel.data.len() - 0x1000);
-            kernel.data[at] = value;
-        }
-        if let Some(keep) = keep {
-            let keep = 0x1000 + keep.index(kernel.data.len() - 0x1000);
-            kernel.data.truncate(keep);
-        }
-        // The table itself is whole, so that it is found in any case.
-        prop_assert_eq!(inspect(&kernel.elf(), None).unwrap().table.start, kernel.table());
-    }
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use object::read::elf::{FileHeader, ProgramHeader, SectionHeader};
 use object::{LittleEndian, elf};
 
-use super::symbols::{Symbol, SymbolKind, Symbols};
+use crate::symbols::{Symbol, SymbolKind, Symbols};
 
 /// Most pieces an image may have: a vmlinux has about five, a module about sixty.
 const MAX_REGIONS: usize = 4096;
@@ -60,6 +60,9 @@ pub struct Image<'data> {
 
 impl<'data> Image<'data> {
     /// Reads an ELF kernel or module.
+    ///
+    /// # Errors
+    /// [`ImageError`].
     pub fn parse(data: &'data [u8]) -> Result<Self, ImageError> {
         match data.get(4) {
             Some(&elf::ELFCLASS32) => Self::parse_class::<elf::FileHeader32<LittleEndian>>(data),
@@ -78,7 +81,7 @@ impl<'data> Image<'data> {
         }
         match header.e_type(endian) {
             elf::ET_EXEC | elf::ET_DYN => Self::parse_kernel(header, endian, data),
-            elf::ET_REL => super::module::parse(header, endian, data),
+            elf::ET_REL => crate::module::parse(header, endian, data),
             other => Err(ImageError::Type(other)),
         }
     }
@@ -222,6 +225,55 @@ impl<'data> Image<'data> {
         (address < region.end).then_some(region)
     }
 
+    /// The memory of a kernel with 64-bit pointers, as pieces of {addresses, bytes}, and the ranges of it that are code. Where a piece has
+    /// fewer bytes than addresses, the rest is zero.
+    ///
+    /// # Errors
+    /// [`ImageError::Layout`] if pieces overlap, or there are none or too many.
+    pub fn from_pieces(
+        pieces: impl IntoIterator<Item = (Range<u64>, &'data [u8])>,
+        code: Vec<Range<u64>>,
+    ) -> Result<Self, ImageError> {
+        let pieces = pieces
+            .into_iter()
+            .map(|(range, bytes)| (range.start, range.end, Cow::Borrowed(bytes)))
+            .collect();
+        Self::new(
+            true,
+            false,
+            pieces,
+            code,
+            None,
+            Vec::new(),
+            Symbols::default(),
+        )
+    }
+
+    /// The release from `linux_banner` ("Linux version 6.12.1 (...") or a module's `vermagic=`.
+    pub fn release(&self) -> Option<String> {
+        let marker: &[u8] = if self.module {
+            b"vermagic="
+        } else {
+            b"Linux version "
+        };
+        self.pieces().find_map(|(_, data)| {
+            data.windows(marker.len())
+                .enumerate()
+                .filter(|(_, window)| *window == marker)
+                .find_map(|(at, _)| {
+                    let rest = &data[at + marker.len()..];
+                    let end = rest
+                        .iter()
+                        .take(65)
+                        .position(|byte| !byte.is_ascii_graphic())?;
+                    let release = std::str::from_utf8(&rest[..end]).ok()?;
+                    release
+                        .starts_with(|first: char| first.is_ascii_digit())
+                        .then(|| release.to_owned())
+                })
+        })
+    }
+
     /// Whether the address is in the image at all.
     pub fn contains(&self, address: u64) -> bool {
         self.region(address).is_some()
@@ -260,14 +312,23 @@ impl<'data> Image<'data> {
 
     /// Reads `N` bytes; those of .bss read as zero.
     pub fn read<const N: usize>(&self, address: u64) -> Option<[u8; N]> {
+        let mut bytes = [0; N];
+        self.read_into(address, &mut bytes)?;
+        Some(bytes)
+    }
+
+    /// As [`Image::read`].
+    pub fn read_into(&self, address: u64, bytes: &mut [u8]) -> Option<()> {
         let region = self.region(address)?;
-        if region.end - address < N as u64 {
+        let length = bytes.len() as u64;
+        if region.end - address < length {
             return None;
         }
-        let mut bytes = [0; N];
-        let present = self.bytes_at(address, N as u64);
-        bytes[..present.len()].copy_from_slice(present);
-        Some(bytes)
+        let present = self.bytes_at(address, length);
+        let (first, rest) = bytes.split_at_mut(present.len());
+        first.copy_from_slice(present);
+        rest.fill(0);
+        Some(())
     }
 
     /// The pieces of the image with bytes in the file: {address, bytes}.

@@ -7,11 +7,9 @@ use std::path::Path;
 
 use iced_x86::{Code, Decoder, DecoderOptions};
 
-use crate::inspect::entry::Instruction;
-use crate::inspect::report::{Report, SiteReport, SymbolSource};
-use crate::inspect::symbols::Symbols;
-use crate::inspect::table::FoundBy;
-use crate::inspect::{Image, Table, container, inspect};
+use patchbay_kernel_image::{
+    FoundBy, Image, Instruction, Report, SiteReport, SymbolSource, Symbols, Table, inspect, unpack,
+};
 
 #[test]
 fn stock_kernels_agree_with_their_own_bytes() {
@@ -97,7 +95,7 @@ fn oracle_agrees(site: &SiteReport) {
 
 /// Without symbols, the search finds the same table.
 fn search_agrees(path: &Path, file: &[u8], report: &Report) {
-    let unpacked = container::unpack(file).unwrap();
+    let unpacked = unpack(file).unwrap();
     let image = Image::parse(&unpacked.elf).unwrap();
     let table = Table::find(&image, &Symbols::default()).unwrap();
     assert_eq!(table.found_by, FoundBy::Search);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Small kernel images, byte by byte.
 
-use crate::inspect::entry::Format;
+use patchbay_kernel_image::Format;
 
 /// Sites are this far apart.
 const SITE_STRIDE: u64 = 0x40;

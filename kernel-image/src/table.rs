@@ -2,10 +2,11 @@
 //! Finds the jump table of an image.
 
 use serde::Serialize;
+use static_keys::JumpEntry;
 
-use super::entry::{Entry, Format, decode_site};
-use super::image::Image;
-use super::symbols::Symbols;
+use crate::entry::{Format, decode_site};
+use crate::image::Image;
+use crate::symbols::Symbols;
 
 /// Most entries read; a distribution kernel has about 9,000.
 const MAX_ENTRIES: u64 = 1 << 20;
@@ -40,22 +41,44 @@ pub enum TableError {
         "this kernel has no readable symbols, and a search found {entries} entries at {start:#x}..{stop:#x} that may be only a part of its \
          jump table (no code refers to both ends): give the kernel's own System.map with --symbols"
     )]
-    NotProven { start: u64, stop: u64, entries: u64 },
+    NotProven {
+        /// Where it would begin.
+        start: u64,
+        /// Where it would end.
+        stop: u64,
+        /// Entries in between.
+        entries: u64,
+    },
     /// The symbols are another kernel's.
     #[error(
         "the symbols place the jump table at {start:#x}..{stop:#x}, which is not in this image: give the System.map of this very kernel"
     )]
-    Outside { start: u64, stop: u64 },
+    Outside {
+        /// Where it would begin.
+        start: u64,
+        /// Where it would end.
+        stop: u64,
+    },
     /// Not one entry can be explained.
     #[error(
         "what is at {start:#x}..{stop:#x} is no jump table in a known format: the symbols may be another kernel's, or the image damaged"
     )]
-    Format { start: u64, stop: u64 },
+    Format {
+        /// Where it would begin.
+        start: u64,
+        /// Where it would end.
+        stop: u64,
+    },
     /// More entries than any kernel has.
     #[error(
         "the jump table at {start:#x}..{stop:#x} would have more than {MAX_ENTRIES} entries: refused"
     )]
-    TooLarge { start: u64, stop: u64 },
+    TooLarge {
+        /// Where it would begin.
+        start: u64,
+        /// Where it would end.
+        stop: u64,
+    },
 }
 
 /// What told where the table is.
@@ -73,17 +96,25 @@ pub enum FoundBy {
 /// A jump table.
 #[derive(Debug)]
 pub struct Table {
+    /// How entries are laid out.
     pub format: Format,
+    /// Address of the first entry.
     pub start: u64,
+    /// Address behind the last entry.
     pub stop: u64,
+    /// What told where it is.
     pub found_by: FoundBy,
     /// Of a search: the code that loads the addresses of both ends.
     pub proof: Option<u64>,
-    pub entries: Vec<Entry>,
+    /// In the order of the table.
+    pub entries: Vec<JumpEntry>,
 }
 
 impl Table {
     /// Finds and decodes the table: by symbols, else by section, else by a search.
+    ///
+    /// # Errors
+    /// [`TableError`].
     pub fn find(image: &Image<'_>, symbols: &Symbols) -> Result<Self, TableError> {
         let bounds = symbols
             .address("__start___jump_table")
@@ -174,15 +205,13 @@ impl Table {
 }
 
 /// The entry at `address`, if everything about it fits: code and target in code, the key in data, the site a NOP or a JMP to the target.
-fn entry_if_valid(image: &Image<'_>, format: Format, address: u64) -> Option<Entry> {
+fn entry_if_valid(image: &Image<'_>, format: Format, address: u64) -> Option<JumpEntry> {
     let entry = format.decode(image, address)?;
     let in_code = image.is_executable(entry.code) && image.is_executable(entry.target);
     // The key of a module's branch may be the kernel's.
     let in_data = !image.is_executable(entry.key) && (image.module || image.contains(entry.key));
-    (in_code
-        && in_data
-        && decode_site(image.bytes_at(entry.code, 5), &entry, image.pointer_size).is_ok())
-    .then_some(entry)
+    (in_code && in_data && decode_site(image.bytes_at(entry.code, 5), &entry).is_ok())
+        .then_some(entry)
 }
 
 /// The longest run of valid entries: {format, address, count}. One pass over the image for each format and alignment.

@@ -2,7 +2,13 @@
 //! Crafted images of every format, hostile ones, and stock kernels.
 
 mod craft;
+mod craft_kallsyms;
 mod distro;
 mod formats;
+mod fuzz;
 mod hostile;
 mod kallsyms;
+#[path = "../../../static-keys/fuzz/src/short_run.rs"]
+mod short_run;
+#[path = "../../fuzz/src/targets.rs"]
+mod targets;

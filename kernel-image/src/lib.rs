@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What can be read from a Linux kernel or module that is not asked: its symbols, its jump table, its
+//! static keys and their branch sites.
+//!
+//! ```text
+//! file ──container──▶ ELF ──image──▶ pieces of memory ──kallsyms──▶ symbols ──table──▶ entries ──report──▶ keys and sites
+//! ```
+//!
+//! [`inspect`] goes the whole way from a file's bytes. Who has the memory of a kernel in pieces starts with [`Image::from_pieces`].
+//!
+//! The bytes may come from anywhere: every number in them is checked before use, and what is made of them is bounded.
+#![forbid(unsafe_code)]
+
+pub mod container;
+mod entry;
+mod image;
+mod kallsyms;
+mod module;
+mod report;
+mod symbols;
+mod table;
+
+pub use container::{Compression, ContainerError, Unpacked, unpack};
+pub use entry::{Format, Instruction, Site, decode_site};
+pub use image::{Image, ImageError};
+pub use kallsyms::read as read_kallsyms;
+pub use report::{Class, ImageReport, Key, Report, SiteReport, Summary, SymbolSource, TableReport};
+pub use symbols::{MAX_SYMBOLS, Symbol, SymbolFileError, SymbolKind, Symbols};
+pub use table::{FoundBy, Table, TableError};
+
+/// Why a kernel or module cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum InspectError {
+    /// There is no ELF file in it.
+    #[error(transparent)]
+    Container(#[from] ContainerError),
+    /// The ELF file is no kernel.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// The kernel has no jump table that could be found.
+    #[error(transparent)]
+    Table(#[from] TableError),
+}
+
+/// Reads a kernel or module file. Names come from `given`, else from the file itself.
+///
+/// # Errors
+/// [`InspectError`]. Entries that do not agree with the bytes at their sites are no error here: see [`SiteReport::problem`].
+pub fn inspect(file: &[u8], given: Option<Symbols>) -> Result<Report, InspectError> {
+    let Unpacked {
+        bzimage,
+        compression,
+        elf,
+    } = unpack(file)?;
+    let mut image = Image::parse(&elf)?;
+    let own = std::mem::take(&mut image.symbols);
+    let (source, mut symbols) = if let Some(given) = given {
+        (SymbolSource::File, given)
+    } else if !own.is_empty() {
+        (SymbolSource::Elf, own)
+    } else if let Some(kallsyms) = read_kallsyms(&image) {
+        (SymbolSource::Kallsyms, kallsyms)
+    } else {
+        (SymbolSource::None, own)
+    };
+    symbols.classify(|address| image.is_executable(address));
+    let table = Table::find(&image, &symbols)?;
+    let image_report = ImageReport {
+        kind: match (bzimage, image.module) {
+            (true, _) => "bzimage",
+            (false, true) => "module",
+            (false, false) => "vmlinux",
+        },
+        compression,
+        release: image.release(),
+        bits: image.pointer_size * 8,
+        symbols: source,
+        symbol_count: symbols.len(),
+    };
+    Ok(Report::new(image_report, &image, &symbols, &table))
+}
