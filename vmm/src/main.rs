@@ -11,16 +11,16 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Parser;
+use patchbay_service::api::{self, ApiSocket};
+use patchbay_service::keys::audit::AuditLog;
+use patchbay_service::keys::registry::Registry;
+use patchbay_service::keys::symbols::Symbols;
+use patchbay_service::keys::{Keys, KeysConfig};
+use patchbay_service::trace::{AgentSocket, Tracing};
 use patchbay_vmm::config::{Payload, VmConfig};
-use patchbay_vmm::keys::audit::AuditLog;
-use patchbay_vmm::keys::registry::Registry;
-use patchbay_vmm::keys::symbols::Symbols;
-use patchbay_vmm::keys::vm_guest::VmGuest;
-use patchbay_vmm::keys::{Keys, KeysConfig};
+use patchbay_vmm::guest::{FilteredThreads, VmGuest};
 use patchbay_vmm::latency;
 use patchbay_vmm::seccomp::{self, ThreadKind};
-use patchbay_vmm::service::{self, ApiSocket};
-use patchbay_vmm::trace::{AgentSocket, Tracing};
 use patchbay_vmm::vm::{ExitReason, Vm};
 use tokio::signal::unix::{SignalKind, signal as listen};
 use tokio::sync::oneshot;
@@ -126,6 +126,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         audit,
         symbols,
         allow_guarded: args.allow_guarded,
+        threads: Arc::new(FilteredThreads),
         ..KeysConfig::default()
     };
     let (keys, _) = Keys::start(guest, registry, keys_config)
@@ -170,7 +171,7 @@ async fn serve(
             let _ = stopped.await;
         };
         match socket {
-            Some(socket) => service::serve_traced(socket, keys, tracing, stopped).await,
+            Some(socket) => api::serve_traced(socket, keys, tracing, stopped).await,
             None => {
                 stopped.await;
                 Ok(())

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `cargo xtask fuzz`: one fuzz target with libFuzzer, guided by coverage.
 //!
-//! The targets are those of `static-keys/fuzz` and `vmm/fuzz`, laid out as cargo-fuzz has them, but
-//! cargo-fuzz wants a nightly compiler. What guides the fuzzer is LLVM's own pass, which the pinned
+//! The targets are those of `static-keys/fuzz`, `service/fuzz` and `vmm/fuzz`, laid out as cargo-fuzz has
+//! them, but cargo-fuzz wants a nightly compiler. What guides the fuzzer is LLVM's own pass, which the pinned
 //! compiler has; what is left out are the sanitizers, which in code without `unsafe` have little to find.
 
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use crate::{cargo, host};
 
 /// Crates with targets, by the folder of the crate that they try.
-const CRATES: [&str; 2] = ["static-keys", "vmm"];
+const CRATES: [&str; 3] = ["static-keys", "service", "vmm"];
 
 /// Counters of edges, the table of them, and comparisons: what libFuzzer reads.
 const COVERAGE: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \

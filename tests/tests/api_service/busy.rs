@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
-use patchbay_vmm::keys::testing::{Gate, TestKey};
+use patchbay_service::testing::{Gate, TestKey};
 use tonic::Code;
 
 use super::support::{PATIENCE, Served, Setup, assert_refused, every_kind, request};

@@ -3,9 +3,9 @@
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
-use patchbay_vmm::abi;
-use patchbay_vmm::keys::testing::{Gate, TestKey};
-use patchbay_vmm::service::{ApiSocket, SocketError};
+use patchbay_service::abi;
+use patchbay_service::api::{ApiSocket, SocketError};
+use patchbay_service::testing::{Gate, TestKey};
 use tokio_stream::StreamExt;
 use tonic::Code;
 use zerocopy::IntoBytes;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
-use patchbay_vmm::keys::testing::Gate;
+use patchbay_service::testing::Gate;
 use tonic::Code;
 
 use super::support::{Served, assert_refused, every_kind, request};
