@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the key owner and the service need of a guest, so that both can be tested without KVM.
+//! A guest as the service sees it: what a monitor implements.
 
 use std::time::Duration;
 
@@ -29,44 +29,67 @@ pub struct GuestDescription {
     pub transports: Vec<Transport>,
 }
 
-/// A guest as the service sees it.
+/// The guest's lifecycle. Methods may be called from any thread but a vCPU's, at any time, also while
+/// the guest is paused, and return at once.
 pub trait Machine: Send + Sync {
     /// What does not change.
     fn description(&self) -> GuestDescription;
 
-    /// Whether the guest has powered off, reset or crashed.
+    /// Whether the guest has powered off, reset or crashed: no vCPU runs any more or ever will. Once
+    /// true it stays true.
     fn has_ended(&self) -> bool;
 
-    /// Ends the guest; the monitor ends after it.
+    /// Ends the guest, as by cutting its power; the monitor ends after it. Does not wait for the end,
+    /// and may be called more than once.
     fn shut_down(&self);
 
-    /// The guest's serial console.
+    /// The guest's serial console. It closes when the guest has ended, and not before.
     fn console(&self) -> &dyn Console;
 }
 
-/// A guest as the key owner sees it.
+/// A guest that can be stopped and patched.
 pub trait Guest: Machine + 'static {
-    /// The guest, stopped; dropping it resumes it.
+    /// The guest, stopped; dropping it resumes every vCPU at once.
     type Paused<'a>: PausedGuest
     where
         Self: 'a;
 
-    /// The guest's memory.
+    /// The guest's memory, the same for as long as the guest lives.
     fn ram(&self) -> &GuestRam;
 
-    /// Stops every vCPU within `timeout`.
+    /// Stops every vCPU within `timeout`, or changes nothing.
+    ///
+    /// When this returns `Ok`, and until the answer is dropped:
+    ///
+    /// - No vCPU executes guest code. Those that have not started, are halted or have ended count as
+    ///   stopped, and cannot begin meanwhile. All writes that a vCPU made before it stopped are seen by
+    ///   this thread; all writes of this thread are seen by every vCPU once it runs again, instruction
+    ///   fetch included.
+    /// - No request of the guest is cut in half: a vCPU for which [`crate::keys::Registry::request`]
+    ///   runs, or whose answer is not yet in its registers, has not stopped. It is late.
+    /// - Accesses to ports and device memory are settled: an instruction that left the guest for one has
+    ///   completed, so that the published RIP is the next one's.
+    ///
+    /// Called by one thread at a time. It neither allocates nor takes a lock that another thread may
+    /// hold once the first vCPU was asked to stop, and the same holds for dropping the answer.
     ///
     /// # Errors
-    /// [`PauseError`]; the guest then runs on.
+    /// [`PauseError`]; the guest then runs on, or has ended, and no vCPU stays stopped.
+    /// [`PauseError::AlreadyPaused`] while an earlier answer lives.
     fn pause(&self, timeout: Duration) -> Result<Self::Paused<'_>, PauseError>;
 }
 
-/// Where the vCPUs stopped.
+/// Where the vCPUs stopped. Answers do not change while the guest is stopped, and are given without
+/// allocating.
+///
+/// A monitor that cannot look at a vCPU says that it does not know, and never guesses: the service
+/// patches no text of a guest about which it is not told.
 pub trait PausedGuest {
-    /// Instruction pointers of the vCPUs.
-    fn rips(&self) -> &[u64];
-    /// Whether a breakpoint exception waits to be delivered on any vCPU.
-    fn breakpoint_pending(&self) -> bool;
+    /// Guest-virtual addresses of the next instruction of each vCPU, in the order of the vCPUs; those
+    /// that have not started or have ended have none. `None`: unknown.
+    fn rips(&self) -> Option<&[u64]>;
+    /// Whether a breakpoint exception (#BP) waits to be delivered on any vCPU. `None`: unknown.
+    fn breakpoint_pending(&self) -> Option<bool>;
     /// From the request to stop until the last vCPU had stopped.
     fn stop_time(&self) -> Duration;
 }

@@ -80,12 +80,12 @@ impl Guest for VmGuest {
 }
 
 impl PausedGuest for Paused<'_> {
-    fn rips(&self) -> &[u64] {
-        self.rips()
+    fn rips(&self) -> Option<&[u64]> {
+        Some(self.rips())
     }
 
-    fn breakpoint_pending(&self) -> bool {
-        self.breakpoint_pending()
+    fn breakpoint_pending(&self) -> Option<bool> {
+        Some(self.breakpoint_pending())
     }
 
     fn stop_time(&self) -> Duration {

@@ -94,11 +94,11 @@ impl<P> Drop for WatchedPause<P> {
 }
 
 impl<P: PausedGuest> PausedGuest for WatchedPause<P> {
-    fn rips(&self) -> &[u64] {
+    fn rips(&self) -> Option<&[u64]> {
         self.0.rips()
     }
 
-    fn breakpoint_pending(&self) -> bool {
+    fn breakpoint_pending(&self) -> Option<bool> {
         self.0.breakpoint_pending()
     }
 

@@ -61,6 +61,11 @@ enum Obstacle {
     Version,
     #[error("a breakpoint exception is pending on a vCPU: the guest patches its text")]
     Breakpoint,
+    /// Trying again does not help.
+    #[error(
+        "the guest's monitor cannot tell where the vCPUs stopped; change the key from inside the guest"
+    )]
+    Unseen,
     #[error(transparent)]
     Verify(VerifyError),
     #[error(transparent)]
@@ -138,6 +143,11 @@ impl<G: Guest> Owner<G> {
                 | Obstacle::Breakpoint
                 | Obstacle::Verify(VerifyError::Fault(_))),
             ) => Ok(Attempt::Busy(obstacle.to_string())),
+            Err(obstacle @ Obstacle::Unseen) => Err(KeysError::KeyRefused {
+                key: String::new(),
+                reason: "VCPUS_UNKNOWN",
+                message: obstacle.to_string(),
+            }),
             Err(Obstacle::Verify(VerifyError::ForeignBytes { ref key, .. }))
                 if registration.catalog.find(key).is_none() =>
             {
@@ -324,11 +334,13 @@ impl<G: Guest> Owner<G> {
         if self.shared.registry.version() != snapshot.version {
             return Err(Obstacle::Version);
         }
-        if paused.breakpoint_pending() {
+        let (Some(rips), Some(breakpoint)) = (paused.rips(), paused.breakpoint_pending()) else {
+            return Err(Obstacle::Unseen);
+        };
+        if breakpoint {
             return Err(Obstacle::Breakpoint);
         }
-        plan.verify(memory, paused.rips())
-            .map_err(Obstacle::Verify)?;
+        plan.verify(memory, rips).map_err(Obstacle::Verify)?;
         plan.commit(memory).map_err(Obstacle::Commit)
     }
 

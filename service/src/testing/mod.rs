@@ -2,6 +2,7 @@
 //! A guest without vCPUs: real guest memory with page tables, a small kernel image with keys, sites
 //! and gate words, and requests as a kernel would send them. For API tests without KVM.
 
+pub mod conformance;
 mod console;
 mod image;
 mod memory;
@@ -51,6 +52,8 @@ pub struct InMemoryGuest {
     generation: AtomicU64,
     ended: AtomicBool,
     late: AtomicBool,
+    hidden: AtomicBool,
+    held: Arc<AtomicBool>,
     pauses: AtomicU64,
     rips: Mutex<Vec<u64>>,
     on_pause: Mutex<Option<Hook>>,
@@ -75,6 +78,8 @@ impl InMemoryGuest {
             generation: AtomicU64::new(0x1000),
             ended: AtomicBool::new(false),
             late: AtomicBool::new(false),
+            hidden: AtomicBool::new(false),
+            held: Arc::default(),
             pauses: AtomicU64::new(0),
             rips: Mutex::default(),
             on_pause: Mutex::default(),
@@ -458,6 +463,11 @@ impl InMemoryGuest {
         self.late.store(late, Ordering::SeqCst);
     }
 
+    /// Whether its monitor cannot tell from now on where the vCPUs stopped.
+    pub fn hide_vcpus(&self, hidden: bool) {
+        self.hidden.store(hidden, Ordering::SeqCst);
+    }
+
     /// Where the vCPUs stop from now on.
     pub fn set_rips(&self, rips: Vec<u64>) {
         *lock(&self.rips) = rips;
@@ -495,6 +505,7 @@ impl Machine for InMemoryGuest {
 
     fn shut_down(&self) {
         self.ended.store(true, Ordering::SeqCst);
+        self.console.close();
     }
 
     fn console(&self) -> &dyn Console {
@@ -505,11 +516,14 @@ impl Machine for InMemoryGuest {
 /// The guest, stopped.
 pub struct PausedInMemory {
     rips: Vec<u64>,
+    hidden: bool,
+    held: Arc<AtomicBool>,
     on_resume: Arc<Mutex<Option<Hook>>>,
 }
 
 impl Drop for PausedInMemory {
     fn drop(&mut self) {
+        self.held.store(false, Ordering::SeqCst);
         if let Some(hook) = &mut *lock(&self.on_resume) {
             hook();
         }
@@ -517,12 +531,12 @@ impl Drop for PausedInMemory {
 }
 
 impl PausedGuest for PausedInMemory {
-    fn rips(&self) -> &[u64] {
-        &self.rips
+    fn rips(&self) -> Option<&[u64]> {
+        (!self.hidden).then_some(&self.rips)
     }
 
-    fn breakpoint_pending(&self) -> bool {
-        false
+    fn breakpoint_pending(&self) -> Option<bool> {
+        (!self.hidden).then_some(false)
     }
 
     fn stop_time(&self) -> Duration {
@@ -552,12 +566,17 @@ impl Guest for InMemoryGuest {
                 late,
             });
         }
+        if self.held.swap(true, Ordering::SeqCst) {
+            return Err(PauseError::AlreadyPaused);
+        }
         self.pauses.fetch_add(1, Ordering::SeqCst);
         if let Some(hook) = &mut *lock(&self.on_pause) {
             hook();
         }
         Ok(PausedInMemory {
             rips: lock(&self.rips).clone(),
+            hidden: self.hidden.load(Ordering::SeqCst),
+            held: Arc::clone(&self.held),
             on_resume: Arc::clone(&self.on_resume),
         })
     }
