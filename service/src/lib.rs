@@ -15,7 +15,7 @@
 //! |---|---|
 //! | [`memory::Ram`] | the guest's physical memory |
 //! | [`guest::Guest::pause`] | every vCPU stopped, and where |
-//! | [`keys::registry::Registry`] | is told what the guest's kernel has |
+//! | [`keys::registry::Registry`] | is told what the guest's kernel has; the rules are in `keys/registry/source.rs` |
 //! | [`guest::Machine`] | what the guest is, whether it has ended, its power switch |
 //! | [`console::Console`] | the guest's serial console |
 //! | [`trace::AgentSocket`] | a bound socket, on which the agent in the guest arrives |

@@ -38,13 +38,14 @@ use patchbay_proto::v1;
 use static_keys::Op;
 use tokio::sync::oneshot;
 
+pub use self::address_space::PageTable;
 pub use self::clock::{Clock, SystemClock};
 pub use self::error::KeysError;
 pub use self::holds::{Hold, Holds, KeyInstance};
 pub use self::journal::{Author, Event, Journal, Limits, Revision, Watcher};
 use self::owner::{Command, Owner, Reply};
 pub use self::pattern::{MAX_PATTERNS, Patterns};
-pub use self::registry::{Description, RegistrationPhase, Registry};
+pub use self::registry::{Description, KernelTables, Refused, RegistrationPhase, Registry};
 use self::replay::Replay;
 use self::symbols::Symbols;
 use crate::guest::{Guest, Machine};

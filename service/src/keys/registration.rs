@@ -164,6 +164,14 @@ fn layout(descriptor: &abi::Descriptor) -> Result<Layout, Refused> {
         tracepoint_unregfunc: descriptor.tracepoint_unregfunc,
         tracepoint_funcs: descriptor.tracepoint_funcs,
     };
+    check_layout(layout)
+}
+
+/// Checks the offsets of a layout.
+///
+/// # Errors
+/// [`Refused`] if an offset is out of all proportion.
+pub fn check_layout(layout: Layout) -> Result<Layout, Refused> {
     let offsets = [
         ("static_key.type", layout.static_key_type),
         ("static_key_mod.next", layout.static_key_mod_next),
@@ -243,6 +251,14 @@ fn gates(descriptor: &abi::Descriptor, levels: Levels) -> Result<Gates, Refused>
         tp_vec_nr: descriptor.tp_vec_nr,
         bp_desc_refs: descriptor.bp_desc_refs,
     };
+    check_gates(gates, levels)
+}
+
+/// Checks the addresses of gate words.
+///
+/// # Errors
+/// [`Refused`] names the one that is no address of a kernel.
+pub fn check_gates(gates: Gates, levels: Levels) -> Result<Gates, Refused> {
     for (what, address) in [
         ("system_state", gates.system_state),
         (

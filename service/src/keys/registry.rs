@@ -8,19 +8,23 @@
 //! guest only after the version has moved on, so a plan with the module's sites is never committed
 //! after it.
 
+mod source;
+
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use patchbay_proto::v1;
-use static_keys::{Catalog, EntryFormat, GuestMemory, Key, Module};
+use static_keys::{Catalog, GuestMemory, Key, Module};
 
+pub use self::source::KernelTables;
 use super::address_space::{KernelMemory, PageTable};
 use super::error::KeysError;
 use super::holds::KeyInstance;
 use super::journal::{Journal, Limits};
 use super::near::near;
-use super::registration::{self as read, Refused, read_request};
+pub use super::registration::Refused;
+use super::registration::{self as read, read_request};
 use crate::abi;
 use crate::memory::GuestRam;
 use crate::paging::Levels;
@@ -319,10 +323,14 @@ impl Registry {
     }
 
     fn register(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
-        let had = self.state().registration.is_some();
         let result = read_request::<abi::Descriptor>(page, abi::OP_REGISTER)
             .and_then(|descriptor| build(ram, &descriptor, writer.next_epoch()));
-        if had {
+        self.install(result)
+    }
+
+    /// Publishes a registration, or why there is none.
+    fn install(&self, result: Result<Registration, Refused>) -> Result<(), Refused> {
+        if self.state().registration.is_some() {
             // Whatever comes now, the kernel of the earlier registration is gone.
             self.tell(v1::key_event::Kind::Removed, "");
         }
@@ -350,10 +358,7 @@ impl Registry {
 
     fn unregister(&self, page: &[u8]) -> Result<(), Refused> {
         read_request::<abi::Header>(page, abi::OP_UNREGISTER)?;
-        if self.state().registration.is_some() {
-            self.publish(RegistrationPhase::Withdrawn, String::new(), None);
-            self.tell(v1::key_event::Kind::Removed, "");
-        }
+        self.take_back();
         Ok(())
     }
 
@@ -456,6 +461,11 @@ fn build(
     descriptor: &abi::Descriptor,
     epoch: u64,
 ) -> Result<Registration, Refused> {
+    source::registration(ram, tables(descriptor)?, epoch)
+}
+
+/// The numbers of a descriptor, checked.
+fn tables(descriptor: &abi::Descriptor) -> Result<KernelTables, Refused> {
     let levels = if descriptor.flags & abi::FLAG_LA57 == 0 {
         Levels::Four
     } else {
@@ -466,19 +476,14 @@ fn build(
         levels,
     };
     let kernel = read::kernel(descriptor, levels)?;
-    let catalog = Catalog::new(&KernelMemory::new(ram, page_table), &kernel)
-        .map_err(|error| Refused(error.to_string()))?;
-    Ok(Registration {
+    Ok(KernelTables {
         generation: descriptor.header.generation,
         page_table,
         page_table_isolation: descriptor.flags & abi::FLAG_PTI != 0,
         kaslr_offset: descriptor.kaslr_offset,
         release: read::field_text(&descriptor.release),
         build_id: read::build_id(&descriptor.build_id),
-        catalog,
-        type_offset: (kernel.format != EntryFormat::None).then_some(kernel.layout.static_key_type),
-        epoch,
-        modules: HashMap::new(),
+        kernel,
     })
 }
 

@@ -2,6 +2,7 @@
 //! A guest without vCPUs: real guest memory with page tables, a small kernel image with keys, sites
 //! and gate words, and requests as a kernel would send them. For API tests without KVM.
 
+mod clock;
 pub mod conformance;
 mod console;
 mod image;
@@ -11,11 +12,12 @@ pub mod structures;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use static_keys::GuestMemory;
 use zerocopy::{FromZeros, IntoBytes};
 
+pub use self::clock::ManualClock;
 pub use self::console::TestConsole;
 use self::image::*;
 pub use self::image::{Gate, TestKey};
@@ -23,8 +25,8 @@ pub use self::memory::Memory;
 use crate::abi;
 use crate::console::Console;
 use crate::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
+use crate::keys::Registry;
 use crate::keys::address_space::{KernelMemory, PageTable};
-use crate::keys::{Clock, Registry};
 use crate::memory::GuestRam;
 use crate::paging::Levels;
 use crate::pause::{Activity, LateVcpu, PauseError};
@@ -579,27 +581,5 @@ impl Guest for InMemoryGuest {
             held: Arc::clone(&self.held),
             on_resume: Arc::clone(&self.on_resume),
         })
-    }
-}
-
-/// A clock that stands still until it is set forward; tell [`crate::keys::Keys::tick`] afterwards.
-#[derive(Debug)]
-pub struct ManualClock(Mutex<Instant>);
-
-impl ManualClock {
-    /// Starts now.
-    pub fn new() -> Arc<Self> {
-        Arc::new(Self(Mutex::new(Instant::now())))
-    }
-
-    /// Sets it forward.
-    pub fn advance(&self, by: Duration) {
-        *lock(&self.0) += by;
-    }
-}
-
-impl Clock for ManualClock {
-    fn now(&self) -> Instant {
-        *lock(&self.0)
     }
 }
