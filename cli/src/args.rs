@@ -10,7 +10,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::trace::args::TraceCommand;
 
-const EXIT_CODES: &str = "Exit codes: 0 done, 1 error, 2 usage, 3 partly done, 4 drift, \
+const EXIT_CODES: &str = "Exit codes: 0 done, 1 error, 2 usage, 3 partly done, \
     5 a gate of the guest stayed closed (try again), 124 timeout";
 
 /// Flips the static keys of running Linux guests from outside.
@@ -32,7 +32,7 @@ pub struct Cli {
 /// Which guest.
 #[derive(Debug, Args)]
 pub struct Target {
-    /// API socket of the guest's monitor.
+    /// API socket of the guest's monitor; without it and --guest, $PATCHBAY_SOCKET.
     #[arg(long, global = true, value_name = "PATH", conflicts_with = "guest")]
     pub socket: Option<PathBuf>,
     /// Name of the guest; not needed if only one runs.
@@ -122,12 +122,24 @@ pub struct RunArgs {
 pub enum GuestCommand {
     /// Say what runs there and whether its kernel has registered.
     Describe,
-    /// Stop every vCPU until `resume`.
-    Pause,
+    /// Stop every vCPU until `resume`, or until the pause expires. Again: renew the pause.
+    Pause {
+        /// The monitor resumes the guest by itself after this time, 30s unless given; at most 1h.
+        #[arg(long, value_parser = parse_duration)]
+        ttl: Option<Duration>,
+    },
     /// Let a paused guest run on.
     Resume,
-    /// End the monitor and its guest.
-    Shutdown,
+    /// Press the guest's power button and wait until it has powered itself off, for --timeout or 60s.
+    /// The monitor ends with its guest.
+    Shutdown {
+        /// Cut the power at once: what the guest has not written to its disks is lost.
+        #[arg(long, conflicts_with = "cut")]
+        force: bool,
+        /// Cut the power of a guest that has not powered off in time.
+        #[arg(long)]
+        cut: bool,
+    },
 }
 
 #[derive(Debug, Args)]
@@ -206,7 +218,7 @@ pub enum Class {
 #[derive(Debug, Args)]
 pub struct ChangeArgs {
     /// "name", "module:name" or globs; a leading ! takes away. All are changed together or none. Globs
-    /// leave out sealed keys and, without --allow-guarded, guarded ones.
+    /// leave out sealed keys and, without --allow-guarded, guarded ones; a name is never left out.
     #[arg(required = true)]
     pub keys: Vec<String>,
     /// Only if the key's etag is still this one (one key only).
@@ -274,6 +286,17 @@ mod tests {
     #[test]
     fn command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    /// Each code in the help is one that a command can end with.
+    #[test]
+    fn the_help_tells_the_exit_codes_that_there_are() {
+        use crate::failure::{ERROR, GATE, PARTLY, TIMEOUT, USAGE};
+        let told: Vec<u8> = EXIT_CODES
+            .split(|c: char| !c.is_ascii_digit())
+            .filter_map(|word| word.parse().ok())
+            .collect();
+        assert_eq!(told, [0, ERROR, USAGE, PARTLY, GATE, TIMEOUT]);
     }
 
     #[test]

@@ -20,11 +20,13 @@ use crate::failure::Failure;
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// For the answer to a change that was tried for as long as was asked.
-const ANSWER_TIME: Duration = Duration::from_secs(10);
+pub const ANSWER_TIME: Duration = Duration::from_secs(10);
 /// The monitor tries no longer than this.
 const MAX_RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 const KEEPALIVE: Duration = Duration::from_secs(30);
 const SUFFIX: &str = "sock";
+/// The socket of the guest that is meant when none is named.
+const SOCKET_VARIABLE: &str = "PATCHBAY_SOCKET";
 
 /// A connection to one monitor.
 #[derive(Clone, Debug)]
@@ -161,6 +163,9 @@ fn find(target: &Target) -> Result<PathBuf, Failure> {
                 "no guest is named {name:?}; see `patchbay guests`"
             )))
         };
+    }
+    if let Some(socket) = std::env::var_os(SOCKET_VARIABLE).filter(|socket| !socket.is_empty()) {
+        return Ok(socket.into());
     }
     // Sockets that dead monitors left do not make the choice ambiguous.
     let mut live: Vec<_> = sockets()?

@@ -76,6 +76,8 @@ impl From<Status> for Failure {
             "OTHERS_TRACE" => " (--even-if-others)",
             "GUEST_BUSY" => " (--timeout)",
             "VCPU_NOT_STOPPED" => " (--stop-timeout)",
+            "NOT_POWERED_OFF" => " (--timeout, --cut)",
+            "GUEST_PAUSED" => " (patchbay guest resume, or shutdown --force)",
             _ if timed_out && reason.is_empty() => {
                 "; see `patchbay keys list` for what is, and allow more --timeout"
             }

@@ -2,6 +2,7 @@
 //! `patchbay guests`, `guest`, `console` and `run`.
 
 use std::ffi::{OsStr, OsString};
+use std::io::IsTerminal;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,11 +17,13 @@ use tokio_stream::wrappers::ReceiverStream;
 use crate::args::{ConsoleArgs, GuestCommand, Output, RunArgs, Target};
 use crate::client::{self, Monitor};
 use crate::failure::Failure;
-use crate::print::{print, write};
+use crate::print::print;
 use crate::view;
 
 /// A monitor that does not answer within this time is listed as such.
 const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(3);
+/// A guest that is asked to power itself off may take so long, unless --timeout says otherwise.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Ctrl-].
 const DETACH: u8 = 0x1d;
 
@@ -77,34 +80,35 @@ pub async fn run(
                 &view::Guest::described(name, String::new(), response),
             )
         }
-        GuestCommand::Pause => {
-            let timeout = timeout.and_then(|timeout| timeout.try_into().ok());
-            let response = monitor
-                .guest()
-                .pause_guest(monitor.request(v1::PauseGuestRequest { timeout }))
-                .await?;
-            let stop = response
-                .into_inner()
-                .stop_time
-                .and_then(|time| Duration::try_from(time).ok());
-            write(&format!(
-                "paused; stop {:.1} us\n",
-                stop.unwrap_or_default().as_secs_f64() * 1e6
-            ))
+        GuestCommand::Pause { ttl } => {
+            let request = v1::PauseGuestRequest {
+                timeout: timeout.and_then(|timeout| timeout.try_into().ok()),
+                ttl: ttl.and_then(|ttl| ttl.try_into().ok()),
+            };
+            let mut guest = monitor.guest();
+            let response = guest.pause_guest(monitor.request(request)).await?;
+            print(output, &view::Power::paused(response.into_inner()))
         }
         GuestCommand::Resume => {
             monitor
                 .guest()
                 .resume_guest(monitor.request(v1::ResumeGuestRequest {}))
                 .await?;
-            write("running\n")
+            print(output, &view::Power::running())
         }
-        GuestCommand::Shutdown => {
-            monitor
-                .guest()
-                .shutdown_guest(monitor.request(v1::ShutdownGuestRequest {}))
-                .await?;
-            write("shut down\n")
+        GuestCommand::Shutdown { force, cut } => {
+            let timeout = timeout.unwrap_or(SHUTDOWN_TIMEOUT);
+            if !force && std::io::stderr().is_terminal() {
+                eprintln!("patchbay: waiting up to {timeout:?} for the guest to power itself off");
+            }
+            let mut request = tonic::Request::new(v1::ShutdownGuestRequest {
+                force,
+                timeout: timeout.try_into().ok(),
+                cut_after_timeout: cut,
+            });
+            request.set_timeout(timeout + client::ANSWER_TIME);
+            let response = monitor.guest().shutdown_guest(request).await?;
+            print(output, &view::Power::off(response.into_inner()))
         }
     }
 }

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `patchbay keys`.
 
-use std::io::Read;
+use std::io::{IsTerminal, Read};
 use std::path::Path;
+use std::time::Duration;
 
 use patchbay_proto::v1;
 use serde::Deserialize;
+use tokio::time::Instant;
 use tokio_stream::StreamExt;
+use tonic::Status;
+use tonic_types::StatusExt;
 
 use crate::args::{ChangeArgs, Class, KeysCommand, ListArgs, Output, Terms};
 use crate::client::{Monitor, result_view};
@@ -182,7 +186,7 @@ async fn update(
     terms: Terms,
     output: Output,
 ) -> Result<(), Failure> {
-    let request = v1::UpdateStaticKeysRequest {
+    let mut request = v1::UpdateStaticKeysRequest {
         updates,
         request_id: terms.request_id,
         validate_only: terms.dry_run,
@@ -193,15 +197,76 @@ async fn update(
         stop_timeout: terms
             .stop_timeout
             .and_then(|timeout| timeout.try_into().ok()),
-        retry_timeout: monitor.retry_timeout().try_into().ok(),
+        retry_timeout: None,
         result_view: result_view(terms.summary),
     };
-    let response = monitor
-        .keys()
-        .update_static_keys(monitor.change(request))
-        .await?
-        .into_inner();
+    // Whoever watches is told what is waited for; a program gets one answer.
+    let patience = Patience {
+        whole: monitor.retry_timeout(),
+        slice: match std::io::stderr().is_terminal() {
+            true => SLICE,
+            false => monitor.retry_timeout(),
+        },
+    };
+    let mut keys = monitor.keys();
+    let attempt = async |time: Duration| {
+        request.retry_timeout = time.try_into().ok();
+        keys.update_static_keys(monitor.change(request.clone()))
+            .await
+    };
+    let say = |status: &Status| eprintln!("patchbay: waiting: {}", status.message());
+    let response = patience.spend(attempt, say).await?.into_inner();
     print(output, &view::Update::new(response, terms.dry_run))
+}
+
+/// How long one call tries while somebody watches.
+const SLICE: Duration = Duration::from_secs(2);
+
+/// How long a change is tried while a gate of the guest is closed: in slices, between which the user
+/// is told which gate that is. A call that found the guest busy has changed nothing.
+struct Patience {
+    whole: Duration,
+    slice: Duration,
+}
+
+impl Patience {
+    async fn spend<T>(
+        self,
+        mut attempt: impl AsyncFnMut(Duration) -> Result<T, Status>,
+        mut say: impl FnMut(&Status),
+    ) -> Result<T, Status> {
+        let deadline = Instant::now() + self.whole;
+        let mut told = String::new();
+        let mut left = self.whole;
+        loop {
+            let time = left.min(self.slice);
+            let answer = attempt(time).await;
+            // Whoever was given all that was left has had it, even if it gave up a little earlier.
+            let last = time == left;
+            left = deadline.saturating_duration_since(Instant::now());
+            match answer {
+                Err(status) if is_busy(&status) && !last && !left.is_zero() => {
+                    let gate = gate(&status);
+                    if told != gate {
+                        say(&status);
+                        told = gate;
+                    }
+                }
+                answer => return answer,
+            }
+        }
+    }
+}
+
+fn is_busy(status: &Status) -> bool {
+    let info = status.get_details_error_info();
+    info.is_some_and(|info| info.reason == "GUEST_BUSY")
+}
+
+fn gate(status: &Status) -> String {
+    let info = status.get_details_error_info();
+    let gate = info.and_then(|mut info| info.metadata.remove("gate"));
+    gate.unwrap_or_default()
 }
 
 /// One change in a file.
@@ -297,4 +362,72 @@ async fn watch(
     Err(Failure::error(
         "the monitor ended the watch; see `patchbay guests`",
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic::Code;
+    use tonic_types::ErrorDetails;
+
+    use super::*;
+
+    fn busy(gate: &str) -> Status {
+        let metadata = [("gate".to_owned(), gate.to_owned())];
+        let details = ErrorDetails::with_error_info("GUEST_BUSY", "patchbay", metadata);
+        Status::with_error_details(Code::Unavailable, format!("busy: {gate}"), details)
+    }
+
+    /// What is tried, for how many seconds each, and what is said meanwhile.
+    async fn spend(
+        slice: u64,
+        answers: Vec<Result<(), Status>>,
+    ) -> (Result<(), Status>, Vec<u64>, Vec<String>) {
+        let (mut tried, mut said) = (vec![], vec![]);
+        let mut answers = answers.into_iter();
+        let patience = Patience {
+            whole: Duration::from_secs(5),
+            slice: Duration::from_secs(slice),
+        };
+        let attempt = async |time: Duration| {
+            tried.push(time.as_secs());
+            let answer = answers.next().expect("no more attempts");
+            if answer.is_err() {
+                tokio::time::sleep(time).await;
+            }
+            answer
+        };
+        let result = patience
+            .spend(attempt, |status| said.push(status.message().to_owned()))
+            .await;
+        (result, tried, said)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_waits_is_told_once_for_which_gate() {
+        let gates = ["text_mutex", "text_mutex", "system_state"];
+        let answers = gates.map(|gate| Err(busy(gate))).to_vec();
+        let (result, tried, said) = spend(2, answers).await;
+        assert_eq!(
+            result.expect_err("time is up").message(),
+            "busy: system_state"
+        );
+        assert_eq!(
+            (tried, said),
+            (vec![2, 2, 1], vec!["busy: text_mutex".to_owned()])
+        );
+        let (result, tried, said) = spend(2, vec![Err(busy("text_mutex")), Ok(())]).await;
+        assert!(result.is_ok());
+        assert_eq!((tried, said.len()), (vec![2, 2], 1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_program_gets_one_answer_and_other_errors_end_it() {
+        let (result, tried, said) = spend(5, vec![Err(busy("text_mutex"))]).await;
+        assert!(result.is_err());
+        assert_eq!((tried, said), (vec![5], vec![]));
+        let other = Status::unavailable("the monitor is gone");
+        let (result, tried, _) = spend(2, vec![Err(other)]).await;
+        assert!(result.is_err());
+        assert_eq!(tried, [2]);
+    }
 }

@@ -100,6 +100,11 @@ pub fn text(table: &Table) -> String {
         .collect()
 }
 
+/// "1 site", "2 sites".
+pub fn counted(count: u64, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+}
+
 fn or_dash(text: &str) -> &str {
     if text.is_empty() { "-" } else { text }
 }
@@ -224,7 +229,11 @@ impl Printable for view::Update {
             }
             out += &text(&table);
         }
-        out += &format!("{} of {} keys changed", self.keys_changed, self.keys);
+        out += &format!(
+            "{} of {} changed",
+            self.keys_changed,
+            counted(self.keys.into(), "key")
+        );
         if self.keys_left_out > 0 {
             out += &format!(
                 "; {} more match and were left out, sealed or guarded (--allow-guarded)",
@@ -241,8 +250,11 @@ impl Printable for view::Update {
                 String::new()
             };
             out += &format!(
-                "{} sites patched; stop {:.1} us, patch {:.1} us, resume {:.1} us{tries}\n",
-                self.sites_patched, self.stop_us, self.patch_us, self.resume_us
+                "{} patched; stop {:.1} us, patch {:.1} us, resume {:.1} us{tries}\n",
+                counted(self.sites_patched.into(), "site"),
+                self.stop_us,
+                self.patch_us,
+                self.resume_us
             );
         } else {
             out += "no site had to be patched: the guest was not stopped\n";
@@ -334,6 +346,36 @@ impl Printable for Vec<view::Guest> {
 
     fn names(&self) -> Vec<&str> {
         self.iter().map(|guest| guest.name.as_str()).collect()
+    }
+}
+
+impl Printable for view::Power {
+    fn table(&self) -> String {
+        let more = match self {
+            Self {
+                stop_us: Some(stop),
+                paused_until: Some(until),
+                ..
+            } => format!(" until {until}; stop {stop:.1} us"),
+            Self {
+                stop_us: Some(stop),
+                ..
+            } => format!(" until it is resumed; stop {stop:.1} us"),
+            Self {
+                power_cut: Some(true),
+                ..
+            } => ": its power was cut".to_owned(),
+            Self {
+                power_cut: Some(false),
+                ..
+            } => ": it powered itself off".to_owned(),
+            _ => String::new(),
+        };
+        format!("{}{more}\n", self.state)
+    }
+
+    fn names(&self) -> Vec<&str> {
+        vec![self.state]
     }
 }
 

@@ -100,6 +100,18 @@ pub struct Guest {
     pub details: Option<Details>,
 }
 
+/// What became of `guest pause`, `resume` or `shutdown`.
+#[derive(Debug, Serialize)]
+pub struct Power {
+    pub state: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stop_us: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paused_until: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub power_cut: Option<bool>,
+}
+
 #[derive(Debug, Serialize)]
 pub struct Details {
     pub vcpus: u32,
@@ -107,6 +119,8 @@ pub struct Details {
     pub monitor_pid: u32,
     pub monitor_version: String,
     pub started_at: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paused_until: Option<String>,
     pub registration: &'static str,
     #[serde(skip_serializing_if = "String::is_empty")]
     pub registration_error: String,
@@ -275,6 +289,34 @@ impl From<v1::Hold> for Hold {
     }
 }
 
+impl Power {
+    pub fn running() -> Self {
+        Self {
+            state: "running",
+            stop_us: None,
+            paused_until: None,
+            power_cut: None,
+        }
+    }
+
+    pub fn paused(response: v1::PauseGuestResponse) -> Self {
+        Self {
+            state: "paused",
+            stop_us: Some(micros(response.stop_time)),
+            paused_until: response.expires_at.map(|at| time(Some(at))),
+            ..Self::running()
+        }
+    }
+
+    pub fn off(response: v1::ShutdownGuestResponse) -> Self {
+        Self {
+            state: "stopped",
+            power_cut: Some(response.power_cut),
+            ..Self::running()
+        }
+    }
+}
+
 impl Guest {
     /// A guest whose monitor answered.
     pub fn described(name: String, socket: String, guest: v1::DescribeGuestResponse) -> Self {
@@ -297,6 +339,7 @@ impl Guest {
             monitor_pid: guest.monitor_pid,
             monitor_version: guest.monitor_version.clone(),
             started_at: time(guest.started_at),
+            paused_until: guest.paused_until.map(|at| time(Some(at))),
             registration,
             registration_error: guest.registration_error.clone(),
             transport: transport(guest.transport()),

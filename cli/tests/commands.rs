@@ -6,6 +6,7 @@ use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 
 use patchbay_service::api::{ApiSocket, serve};
+use patchbay_service::guest::Machine;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::testing::{Gate, InMemoryGuest, TestKey};
 use serde_json::Value;
@@ -205,6 +206,12 @@ fn globs_are_one_transaction_and_dry_runs_change_nothing() {
     assert!(text.starts_with(left_out), "{text}");
     let message = lab.fails(1, &["keys", "enable", "guard*"]);
     assert!(message.contains("--allow-guarded"), "{message}");
+    // A name among globs is refused as it is alone.
+    let message = lab.fails(1, &["keys", "enable", "guarded", "alph*"]);
+    assert!(
+        message.contains("key guarded") && message.contains("--allow-guarded"),
+        "{message}"
+    );
     lab.fails(2, &["keys", "enable", "alph*", "--etag", "x"]);
     let message = lab.fails(1, &["keys", "enable", "nothing*"]);
     assert!(message.contains("no key matches nothing*"), "{message}");
@@ -354,11 +361,77 @@ fn guest_verbs() {
         text.starts_with("test: running\n") && text.contains("6.12.0"),
         "{text}"
     );
-    assert_eq!(lab.ok(&["guest", "pause"]), "paused; stop 20.0 us\n");
-    assert_eq!(lab.json(&["guest", "describe"])["state"], "paused");
+    let text = lab.ok(&["guest", "pause"]);
+    assert!(
+        text.starts_with("paused until 2") && text.ends_with("; stop 20.0 us\n"),
+        "{text}"
+    );
+    let described = lab.json(&["guest", "describe"]);
+    assert_eq!(described["state"], "paused");
+    let until = &described["details"]["paused_until"];
+    let renewed = lab.json(&["guest", "pause", "--ttl", "10m"]);
+    assert_eq!(
+        (&renewed["state"], &renewed["stop_us"]),
+        (&"paused".into(), &0.0.into())
+    );
+    assert!(
+        renewed["paused_until"].as_str() > until.as_str() && until.is_string(),
+        "{renewed} {until}"
+    );
+    lab.fails(1, &["guest", "pause", "--ttl", "61m"]);
     assert_eq!(lab.ok(&["guest", "resume"]), "running\n");
-    assert_eq!(lab.ok(&["guest", "shutdown"]), "shut down\n");
+    assert_eq!(lab.json(&["guest", "resume"])["state"], "running");
+    assert_eq!(lab.ok(&["guest", "resume", "-o", "name"]), "running\n");
+    assert!(lab.json(&["guest", "describe"])["details"]["paused_until"].is_null());
+}
+
+#[test]
+fn a_guest_is_asked_to_shut_down_or_its_power_is_cut() {
+    let lab = Lab::new();
+    let message = lab.fails(124, &["guest", "shutdown", "--timeout", "1ms"]);
+    assert!(
+        message.contains("does not listen") && message.contains("--cut"),
+        "{message}"
+    );
+    assert_eq!(lab.json(&["guest", "describe"])["state"], "running");
+    lab.ok(&["guest", "pause"]);
+    let message = lab.fails(1, &["guest", "shutdown"]);
+    assert!(message.contains("paused"), "{message}");
+    lab.ok(&["guest", "resume"]);
+    let guest = Arc::clone(&lab.guest);
+    lab.guest.on_power_button(move || guest.shut_down());
+    let text = lab.ok(&["guest", "shutdown"]);
+    assert_eq!(text, "stopped: it powered itself off\n");
     assert_eq!(lab.json(&["guest", "describe"])["state"], "stopped");
+    for words in [&["--force"][..], &["--cut", "--timeout", "1ms"]] {
+        let lab = Lab::new();
+        let cut = lab.json(&[&["guest", "shutdown"], words].concat());
+        assert_eq!(
+            (&cut["state"], &cut["power_cut"]),
+            (&"stopped".into(), &true.into())
+        );
+    }
+    assert_eq!(
+        lab.run(&["guest", "shutdown", "--force", "--cut"])
+            .status
+            .code(),
+        Some(2)
+    );
+}
+
+#[test]
+fn the_environment_names_a_socket() {
+    let lab = Lab::new();
+    let elsewhere = tempfile::tempdir().expect("temporary folder");
+    let list = |words: &[&str]| {
+        let mut command = lab.command(words);
+        command.env("PATCHBAY_SOCKET", lab.socket());
+        command.env("XDG_RUNTIME_DIR", elsewhere.path());
+        command.output().expect("starts").status.code()
+    };
+    assert_eq!(list(&["keys", "list"]), Some(0));
+    // Whoever names a guest means that one.
+    assert_eq!(list(&["--guest", "other", "keys", "list"]), Some(1));
 }
 
 #[test]

@@ -7,7 +7,8 @@
 use anyhow::{Result, bail, ensure};
 use clap::Parser;
 use patchbay_proto::v1::{
-    FlipReport, KeyOp, KeyResult, ListStaticKeysRequest, StaticKey, UpdateStaticKeysResponse,
+    FlipReport, KeyClass, KeyOp, KeyResult, ListStaticKeysRequest, StaticKey,
+    UpdateStaticKeysResponse,
 };
 use patchbay_tests::{Environment, Guest};
 
@@ -97,14 +98,28 @@ async fn list(guest: &mut Guest) -> Result<()> {
     let response = guest.static_keys().list_static_keys(request).await?;
     for key in response.into_inner().keys {
         println!(
-            "   {:<32} {:<24} count {:>2}  {:>2} sites",
+            "   {:<32} {:<10} count {:>2}  {:>2} site{}",
             key.name,
-            key.class().as_str_name(),
+            class(key.class()),
             key.count,
-            key.site_count
+            key.site_count,
+            plural(key.site_count)
         );
     }
     Ok(())
+}
+
+fn class(class: KeyClass) -> &'static str {
+    match class {
+        KeyClass::Unspecified => "unknown",
+        KeyClass::Guarded => "guarded",
+        KeyClass::Ref => "ref",
+        KeyClass::Tracepoint => "tracepoint",
+    }
+}
+
+fn plural(count: u32) -> &'static str {
+    if count == 1 { "" } else { "s" }
 }
 
 fn show(key: &StaticKey) {
@@ -162,7 +177,8 @@ fn report(response: &UpdateStaticKeysResponse, expected_count: i32) -> Result<()
             resume_time,
             ..
         }) => format!(
-            "{sites_patched} site(s) patched; stop {}, patch {}, resume {}",
+            "{sites_patched} site{} patched; stop {}, patch {}, resume {}",
+            plural(*sites_patched),
             microseconds(stop_time.as_ref()),
             microseconds(patch_time.as_ref()),
             microseconds(resume_time.as_ref())

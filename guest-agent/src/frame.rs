@@ -3,10 +3,8 @@
 
 use std::io::{self, Read, Write};
 
+use patchbay_proto::AGENT_FRAME_MAX_BYTES;
 use prost::Message;
-
-/// A frame longer than this ends the connection.
-pub const MAX_FRAME_BYTES: usize = 1 << 20;
 
 /// Why there is no further message.
 #[derive(Debug, thiserror::Error)]
@@ -18,7 +16,9 @@ pub enum FrameError {
     #[error("the connection to the monitor broke: {0}")]
     Broken(#[from] io::Error),
     /// Not this protocol.
-    #[error("the monitor sent {bytes} bytes as one message, and {MAX_FRAME_BYTES} is the maximum")]
+    #[error(
+        "the monitor sent {bytes} bytes as one message, and {AGENT_FRAME_MAX_BYTES} is the maximum"
+    )]
     TooLong {
         /// As it said.
         bytes: usize,
@@ -39,7 +39,7 @@ pub fn read<M: Message + Default>(stream: &mut impl Read) -> Result<M, FrameErro
         read => stream.read_exact(&mut length[read..])?,
     }
     let bytes = usize::try_from(u32::from_le_bytes(length)).unwrap_or(usize::MAX);
-    if bytes > MAX_FRAME_BYTES {
+    if bytes > AGENT_FRAME_MAX_BYTES {
         return Err(FrameError::TooLong { bytes });
     }
     let mut frame = vec![0; bytes];
@@ -55,7 +55,7 @@ pub fn write(stream: &mut impl Write, message: &impl Message) -> io::Result<()> 
     let bytes = message.encoded_len();
     let length = u32::try_from(bytes)
         .ok()
-        .filter(|_| bytes <= MAX_FRAME_BYTES);
+        .filter(|_| bytes <= AGENT_FRAME_MAX_BYTES);
     let length = length.ok_or_else(|| {
         io::Error::new(io::ErrorKind::InvalidInput, "message too long for a frame")
     })?;
@@ -122,7 +122,7 @@ mod tests {
         ));
         let page = patchbay_proto::v1::AgentPage {
             cpu: 0,
-            data: vec![0; MAX_FRAME_BYTES],
+            data: vec![0; AGENT_FRAME_MAX_BYTES],
         };
         assert!(write(&mut Vec::new(), &page).is_err());
     }

@@ -12,13 +12,14 @@ use std::time::Duration;
 
 use patchbay_proto::v1::from_agent::Message as Answer;
 use patchbay_proto::v1::{AgentPage, AgentPages};
+use patchbay_proto::{AGENT_PAGE_MAX_BYTES, AGENT_PAGE_OVERHEAD};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::session::Outlet;
 use crate::tracefs::Tracefs;
 
-/// Pages of one frame.
-const BATCH_BYTES: usize = 256 << 10;
+/// Cost of one frame's pages.
+const BATCH_COST: u64 = 256 << 10;
 /// Between two batches: so long may an event wait, and so seldom is the agent an event itself.
 const PAUSE: Duration = Duration::from_millis(20);
 const POLL_TIMEOUT: Timespec = Timespec {
@@ -53,13 +54,9 @@ impl Credit {
     }
 
     /// From the monitor.
-    pub fn add(&self, bytes: u64, reset: bool) {
+    pub fn add(&self, bytes: u64) {
         let mut state = self.state();
-        state.bytes = if reset {
-            bytes
-        } else {
-            state.bytes.saturating_add(bytes)
-        };
+        state.bytes = state.bytes.saturating_add(bytes);
         self.changed.notify_all();
     }
 
@@ -74,15 +71,15 @@ impl Credit {
         self.state().sent
     }
 
-    fn spend(&self, bytes: usize) {
-        let bytes = bytes as u64;
+    fn spend(&self, batch: &Batch) {
         let mut state = self.state();
-        state.bytes = state.bytes.saturating_sub(bytes);
-        state.sent = state.sent.saturating_add(bytes);
+        state.bytes = state.bytes.saturating_sub(batch.cost);
+        state.sent = state.sent.saturating_add(batch.bytes);
     }
 
-    /// Waits until there is some, and for `at_least` anyway. None: closed.
-    fn wait(&self, at_least: Duration) -> Option<u64> {
+    /// Waits until there is enough for a page of this length, and for `at_least` anyway. None: closed.
+    fn wait(&self, at_least: Duration, page_bytes: usize) -> Option<u64> {
+        let enough = page_bytes as u64 + AGENT_PAGE_OVERHEAD;
         let state = self.state();
         let wait = self
             .changed
@@ -90,7 +87,7 @@ impl Credit {
         let (state, _) = wait.unwrap_or_else(PoisonError::into_inner);
         let wait = self
             .changed
-            .wait_while(state, |state| !state.closed && state.bytes == 0);
+            .wait_while(state, |state| !state.closed && state.bytes < enough);
         let state = wait.unwrap_or_else(PoisonError::into_inner);
         (!state.closed).then_some(state.bytes)
     }
@@ -107,8 +104,9 @@ impl Pump<'_> {
     /// Until the connection ends.
     pub fn run(self) {
         let cpus = self.tracefs.pages();
-        let mut page = vec![0; rustix::param::page_size()];
-        while let Some(credit) = self.credit.wait(PAUSE) {
+        let longest = usize::try_from(AGENT_PAGE_MAX_BYTES).unwrap_or(usize::MAX);
+        let mut page = vec![0; rustix::param::page_size().min(longest)];
+        while let Some(credit) = self.credit.wait(PAUSE, page.len()) {
             let mut fds: Vec<_> = cpus
                 .iter()
                 .map(|(_, file)| PollFd::from_borrowed_fd(file.as_fd(), PollFlags::IN))
@@ -116,46 +114,54 @@ impl Pump<'_> {
             if poll(&mut fds, Some(&POLL_TIMEOUT)).is_err() {
                 continue;
             }
-            let limit = BATCH_BYTES.min(usize::try_from(credit).unwrap_or(BATCH_BYTES));
-            let (pages, bytes) = read_batch(&cpus, &mut page, limit);
-            if pages.is_empty() {
+            let batch = read_batch(&cpus, &mut page, credit.min(BATCH_COST));
+            if batch.pages.is_empty() {
                 continue;
             }
-            self.credit.spend(bytes);
-            if self
-                .outlet
-                .send(0, Answer::Pages(AgentPages { pages }))
-                .is_err()
-            {
+            self.credit.spend(&batch);
+            let pages = AgentPages { pages: batch.pages };
+            if self.outlet.send(0, Answer::Pages(pages)).is_err() {
                 return;
             }
         }
     }
 }
 
-/// One page of each CPU in turn, so that no CPU starves the others.
-fn read_batch(cpus: &[(u32, File)], page: &mut [u8], limit: usize) -> (Vec<AgentPage>, usize) {
-    let mut pages = Vec::new();
-    let mut bytes = 0;
+/// Pages of one frame.
+#[derive(Debug, Default)]
+struct Batch {
+    pages: Vec<AgentPage>,
+    bytes: u64,
+    /// By the protocol.
+    cost: u64,
+}
+
+/// One page of each CPU in turn, so that no CPU starves the others, at a cost of at most `limit`.
+fn read_batch(cpus: &[(u32, File)], page: &mut [u8], limit: u64) -> Batch {
+    let most = page.len() as u64 + AGENT_PAGE_OVERHEAD;
+    let mut batch = Batch::default();
     loop {
-        let before = bytes;
+        let before = batch.cost;
         for (cpu, file) in cpus {
-            if bytes >= limit {
-                return (pages, bytes);
+            // What is read is gone from the ring buffer: it must be one that may be sent.
+            if batch.cost + most > limit {
+                return batch;
             }
             let mut file = file;
             let Ok(read) = file.read(page) else { continue };
             let data = used(&page[..read]);
             if !data.is_empty() {
-                bytes += data.len();
-                pages.push(AgentPage {
+                let bytes = data.len() as u64;
+                batch.bytes += bytes;
+                batch.cost += bytes + AGENT_PAGE_OVERHEAD;
+                batch.pages.push(AgentPage {
                     cpu: *cpu,
                     data: data.to_vec(),
                 });
             }
         }
-        if bytes == before {
-            return (pages, bytes);
+        if batch.cost == before {
+            return batch;
         }
     }
 }
@@ -202,21 +208,41 @@ mod tests {
     fn closing_ends_a_wait_without_credit() {
         let credit = Credit::default();
         std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| credit.wait(Duration::ZERO));
+            let waiter = scope.spawn(|| credit.wait(Duration::ZERO, 4096));
             credit.close();
             assert_eq!(waiter.join().expect("no panic"), None);
         });
     }
 
     #[test]
-    fn credit_is_spent_and_reset() {
+    fn credit_is_added_and_spent() {
         let credit = Credit::default();
-        credit.add(100, false);
-        credit.add(u64::MAX, false);
-        assert_eq!(credit.wait(Duration::ZERO), Some(u64::MAX));
-        credit.add(10, true);
-        credit.spend(4);
-        assert_eq!(credit.wait(Duration::ZERO), Some(6));
-        assert_eq!(credit.sent(), 4);
+        credit.add(5000);
+        assert_eq!(credit.wait(Duration::ZERO, 4096), Some(5000));
+        credit.spend(&Batch {
+            bytes: 10,
+            cost: 138,
+            ..Batch::default()
+        });
+        assert_eq!(credit.wait(Duration::ZERO, 4096), Some(4862));
+        assert_eq!(credit.sent(), 10);
+        credit.add(u64::MAX);
+        assert_eq!(credit.wait(Duration::ZERO, 4096), Some(u64::MAX));
+    }
+
+    #[test]
+    fn a_batch_costs_no_more_than_it_may() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("pages");
+        let mut one = page(1000);
+        one.truncate(2000);
+        std::fs::write(&path, one.repeat(20)).expect("written");
+        for (limit, expected) in [(0, 0), (2127, 0), (2128, 1), (5000, 3), (1 << 20, 20)] {
+            let cpus = [(0, File::open(&path).expect("there"))];
+            let batch = read_batch(&cpus, &mut [0; 2000], limit);
+            assert_eq!(batch.pages.len(), expected, "{limit}");
+            assert_eq!(batch.cost, expected as u64 * (1016 + AGENT_PAGE_OVERHEAD));
+            assert!(batch.cost <= limit);
+        }
     }
 }

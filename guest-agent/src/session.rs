@@ -169,7 +169,7 @@ fn listen(
                     return format!("the monitor takes no answers: {error}");
                 }
             }
-            Some(Question::Credit(more)) => credit.add(more.bytes, more.reset),
+            Some(Question::Credit(more)) => credit.add(more.bytes),
             Some(message) => match questions.try_send((question.id, message)) {
                 Ok(()) => {}
                 Err(TrySendError::Full(_)) => {

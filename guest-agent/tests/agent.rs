@@ -323,13 +323,12 @@ fn pages_are_sent_only_against_credit() {
     let Answer::Pong(_) = monitor.ask(Question::Ping(AgentPing {})) else {
         panic!("pong")
     };
-    monitor.send(
-        0,
-        Question::Credit(AgentCredit {
-            bytes: 4096,
-            reset: false,
-        }),
-    );
+    // Too little for a page, and one byte more.
+    monitor.send(0, Question::Credit(AgentCredit { bytes: 4223 }));
+    let Answer::Pong(_) = monitor.ask(Question::Ping(AgentPing {})) else {
+        panic!("pong")
+    };
+    monitor.send(0, Question::Credit(AgentCredit { bytes: 1 }));
     let pages = monitor.read().expect("pages");
     assert_eq!(pages.id, 0);
     let Some(Answer::Pages(pages)) = pages.message else {

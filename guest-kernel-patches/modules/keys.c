@@ -8,7 +8,9 @@
  *		 nothing, so write only what leaves the key on or off as it is
  *	likely	 likely branches on the key that are taken now
  *	unlikely the same for unlikely ones
- *	op	 write inc, dec, enable or disable
+ *	op	 write inc, dec, enable or disable; fast_inc, which fails on a
+ *		 key that is off; for deferred keys dec_deferred, and flush for
+ *		 what was deferred to happen now
  *	foreign	 write 1 to put a jump to the next instruction, which nobody
  *		 expects there, into the first site of the key that is a NOP; 0
  *		 to put the NOP back
@@ -41,6 +43,9 @@ BRANCHES(true_key, true_key)
 static DEFINE_STATIC_KEY_FALSE_RO(ro_key);
 BRANCHES(ro_key, ro_key)
 
+static DEFINE_STATIC_KEY_TRUE_RO(ro_true_key);
+BRANCHES(ro_true_key, ro_true_key)
+
 /* Keys that may be counted from outside */
 static DEFINE_STATIC_KEY_FALSE(ref_key);
 BRANCHES(ref_key, ref_key)
@@ -59,6 +64,12 @@ PATCHBAY_DECLARE_KEY(array_keys[0]);
 PATCHBAY_DECLARE_KEY(array_keys[1]);
 PATCHBAY_DECLARE_KEY(array_keys[2]);
 PATCHBAY_DECLARE_KEY(array_keys[3]);
+
+static DEFINE_STATIC_KEY_ARRAY_TRUE(true_array_keys, 2);
+BRANCHES(true_array_key_0, true_array_keys[0])
+BRANCHES(true_array_key_1, true_array_keys[1])
+PATCHBAY_DECLARE_KEY(true_array_keys[0]);
+PATCHBAY_DECLARE_KEY(true_array_keys[1]);
 
 /* Nothing branches on it */
 static DEFINE_STATIC_KEY_FALSE(siteless_key);
@@ -87,12 +98,16 @@ static const struct test_key test_keys[] = {
 	KEY(false_key, false_key),
 	KEY(true_key, true_key),
 	{ "ro_key", &ro_key.key, ro_key_likely, ro_key_unlikely, true },
+	{ "ro_true_key", &ro_true_key.key, ro_true_key_likely,
+	  ro_true_key_unlikely, true },
 	KEY(ref_key, ref_key),
 	KEY(ref_true_key, ref_true_key),
 	KEY(array_key_0, array_keys[0]),
 	KEY(array_key_1, array_keys[1]),
 	KEY(array_key_2, array_keys[2]),
 	KEY(array_key_3, array_keys[3]),
+	KEY(true_array_key_0, true_array_keys[0]),
+	KEY(true_array_key_1, true_array_keys[1]),
 	KEY(shared_key, patchbay_test_shared_key),
 	{ "lent_key", &patchbay_test_lent_key.key, no_branch, no_branch },
 	{ "siteless_key", &siteless_key.key, no_branch, no_branch },
@@ -166,6 +181,12 @@ static ssize_t op_write(struct file *file, const char __user *from, size_t size,
 		static_key_enable(key->key);
 	else if (sysfs_streq(op, "disable"))
 		static_key_disable(key->key);
+	else if (sysfs_streq(op, "fast_inc"))
+		return static_key_fast_inc_not_disabled(key->key) ? size : -EBUSY;
+	else if (sysfs_streq(op, "dec_deferred") && key->dec_deferred)
+		key->dec_deferred();
+	else if (sysfs_streq(op, "flush") && key->flush)
+		key->flush();
 	else
 		return -EINVAL;
 	return size;
@@ -217,23 +238,29 @@ static const struct file_operations foreign_fops = {
 };
 #endif /* CONFIG_JUMP_LABEL */
 
+void keys_add(struct dentry *dir, const struct test_key *keys, size_t count)
+{
+	size_t i;
+
+	for (i = 0; i < count; i++) {
+		void *key = (void *)&keys[i];
+		struct dentry *of = debugfs_create_dir(keys[i].name, dir);
+
+		debugfs_create_file("count", 0400, of, key, &count_fops);
+		debugfs_create_file("raw", 0600, of, key, &raw_fops);
+		debugfs_create_file("likely", 0400, of, key, &likely_fops);
+		debugfs_create_file("unlikely", 0400, of, key, &unlikely_fops);
+		debugfs_create_file("op", 0200, of, key, &op_fops);
+#ifdef CONFIG_JUMP_LABEL
+		debugfs_create_file("foreign", 0200, of, key, &foreign_fops);
+#endif
+	}
+}
+
 int keys_init(struct dentry *root)
 {
 	struct dentry *keys = debugfs_create_dir("keys", root);
-	int i;
 
-	for (i = 0; i < ARRAY_SIZE(test_keys); i++) {
-		void *key = (void *)&test_keys[i];
-		struct dentry *dir = debugfs_create_dir(test_keys[i].name, keys);
-
-		debugfs_create_file("count", 0400, dir, key, &count_fops);
-		debugfs_create_file("raw", 0600, dir, key, &raw_fops);
-		debugfs_create_file("likely", 0400, dir, key, &likely_fops);
-		debugfs_create_file("unlikely", 0400, dir, key, &unlikely_fops);
-		debugfs_create_file("op", 0200, dir, key, &op_fops);
-#ifdef CONFIG_JUMP_LABEL
-		debugfs_create_file("foreign", 0200, dir, key, &foreign_fops);
-#endif
-	}
-	return 0;
+	keys_add(keys, test_keys, ARRAY_SIZE(test_keys));
+	return kinds_init(root, keys);
 }

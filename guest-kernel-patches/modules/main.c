@@ -57,6 +57,7 @@ out_trace:
 	tracepoints_exit();
 out_remove:
 	debugfs_remove_recursive(root);
+	kinds_exit();
 	return ret;
 }
 
@@ -66,6 +67,7 @@ static void __exit patchbay_test_exit(void)
 	storm_exit();
 	hold_exit();
 	tracepoints_exit();
+	kinds_exit();
 }
 
 module_init(patchbay_test_init);

@@ -8,6 +8,8 @@
 
 /* Each makes its own files below the module's debugfs folder. */
 int keys_init(struct dentry *root);
+int kinds_init(struct dentry *root, struct dentry *keys);
+void kinds_exit(void);
 int bench_init(struct dentry *root);
 int hold_init(struct dentry *root);
 void hold_exit(void);
@@ -33,7 +35,12 @@ struct test_key {
 	unsigned int (*likely_taken)(void);
 	unsigned int (*unlikely_taken)(void);
 	bool read_only;
+	/* Of deferred keys. */
+	void (*dec_deferred)(void);
+	void (*flush)(void);
 };
+
+void keys_add(struct dentry *dir, const struct test_key *keys, size_t count);
 
 #define MANY_SITES	56
 #define BENCH_KEYS	1000

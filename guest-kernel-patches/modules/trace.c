@@ -3,9 +3,9 @@
  * tracepoint/{plain,counted}/{probe,fire,hits,enabled}: two tracepoints of the
  * module. "counted" has a registration function and so needs more than its key.
  *
- *	probe	 write 1 to attach a probe, 0 to remove it
+ *	probe	 write how many probes are to be attached, up to 2
  *	fire	 write N to pass the tracepoint N times
- *	hits	 how often the probe was called
+ *	hits	 how often the probes were called, taken together
  *	enabled	 whether the guest sees the tracepoint's key on
  */
 #include <linux/module.h>
@@ -15,6 +15,7 @@
 #include "test.h"
 
 #define FIRE_MAX	1000000UL
+#define PROBES_MAX	2
 
 static atomic_t registrations;
 
@@ -39,8 +40,9 @@ struct test_tracepoint {
 	const char *name;
 	struct tracepoint *tp;
 	void (*fire)(unsigned long n);
-	atomic_long_t hits;
-	bool probed;
+	/* Of each probe. */
+	atomic_long_t hits[PROBES_MAX];
+	unsigned int probes;
 };
 
 static noinline void plain_fire(unsigned long n)
@@ -69,22 +71,28 @@ static DEFINE_MUTEX(probe_mutex);
 
 static void test_probe(void *data, unsigned long n)
 {
-	struct test_tracepoint *test = data;
+	atomic_long_t *hits = data;
 
-	atomic_long_inc(&test->hits);
+	atomic_long_inc(hits);
 }
 
-static int set_probe(struct test_tracepoint *test, bool on)
+static int set_probes(struct test_tracepoint *test, unsigned int probes)
 {
 	int ret = 0;
 
 	mutex_lock(&probe_mutex);
-	if (on && !test->probed)
-		ret = tracepoint_probe_register(test->tp, test_probe, test);
-	else if (!on && test->probed)
-		ret = tracepoint_probe_unregister(test->tp, test_probe, test);
-	if (!ret)
-		test->probed = on;
+	while (!ret && test->probes < probes) {
+		ret = tracepoint_probe_register(test->tp, test_probe,
+						&test->hits[test->probes]);
+		if (!ret)
+			test->probes++;
+	}
+	while (!ret && test->probes > probes) {
+		ret = tracepoint_probe_unregister(test->tp, test_probe,
+						  &test->hits[test->probes - 1]);
+		if (!ret)
+			test->probes--;
+	}
 	mutex_unlock(&probe_mutex);
 	return ret;
 }
@@ -92,11 +100,11 @@ static int set_probe(struct test_tracepoint *test, bool on)
 static ssize_t probe_write(struct file *file, const char __user *from,
 			   size_t size, loff_t *pos)
 {
-	unsigned long on;
-	int ret = read_number(from, size, 1, &on);
+	unsigned long probes;
+	int ret = read_number(from, size, PROBES_MAX, &probes);
 
 	if (!ret)
-		ret = set_probe(file_inode(file)->i_private, on);
+		ret = set_probes(file_inode(file)->i_private, probes);
 	return ret ? ret : size;
 }
 
@@ -129,8 +137,12 @@ static const struct file_operations fire_fops = {
 static int hits_show(struct seq_file *file, void *unused)
 {
 	struct test_tracepoint *test = file->private;
+	long hits = 0;
+	int i;
 
-	seq_printf(file, "%ld\n", atomic_long_read(&test->hits));
+	for (i = 0; i < PROBES_MAX; i++)
+		hits += atomic_long_read(&test->hits[i]);
+	seq_printf(file, "%ld\n", hits);
 	return 0;
 }
 DEFINE_SHOW_ATTRIBUTE(hits);
@@ -166,6 +178,6 @@ void tracepoints_exit(void)
 	int i;
 
 	for (i = 0; i < ARRAY_SIZE(test_tracepoints); i++)
-		set_probe(&test_tracepoints[i], false);
+		set_probes(&test_tracepoints[i], 0);
 	tracepoint_synchronize_unregister();
 }

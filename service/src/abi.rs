@@ -30,7 +30,8 @@ pub const OP_REGISTER: u32 = 1;
 pub const OP_UNREGISTER: u32 = 2;
 /// A module's entries are linked: [`Module`].
 pub const OP_MODULE_ADD: u32 = 3;
-/// A module's entries are about to go: [`Module`], of which only `module` is read. Idempotent.
+/// A module's entries are about to go: [`Module`], of which only `module` is read. Idempotent; also
+/// sent while nothing is registered, under the last generation.
 pub const OP_MODULE_DEL: u32 = 4;
 
 /// Key class: flips need an explicit permission on the host.
@@ -120,6 +121,8 @@ pub struct Directory {
 pub struct Descriptor {
     /// Header with [`OP_REGISTER`].
     pub header: Header,
+    /// Drawn once per boot, never 0: the same in each registration of one running kernel.
+    pub boot: u64,
     /// `FORMAT_*`.
     pub entry_format: u32,
     /// Size of an entry, in bytes.
@@ -204,8 +207,10 @@ pub struct Descriptor {
 pub struct Module {
     /// Header with [`OP_MODULE_ADD`] or [`OP_MODULE_DEL`].
     pub header: Header,
-    /// Address of the `struct module`: the module's identity.
+    /// Address of the `struct module`.
     pub module: u64,
+    /// Number of this load, never 0 and never used twice in one boot.
+    pub load: u64,
     /// The module's jump table.
     pub jump_table: Range,
     /// The module's text.
@@ -218,6 +223,10 @@ pub struct Module {
     pub directory: Directory,
     /// NUL-padded name.
     pub name: [u8; 64],
+    /// A negative errno that says why the directory is empty, or 0.
+    pub directory_error: i32,
+    /// Zero.
+    pub reserved: u32,
 }
 
 #[cfg(test)]
@@ -241,30 +250,33 @@ mod tests {
         assert_eq!(size_of::<Directory>(), 24);
         assert_eq!(offset_of!(Directory, key_count), 16);
 
-        assert_eq!(size_of::<Descriptor>(), 384);
-        assert_eq!(offset_of!(Descriptor, entry_format), 24);
-        assert_eq!(offset_of!(Descriptor, jump_table), 40);
-        assert_eq!(offset_of!(Descriptor, tracepoints), 104);
-        assert_eq!(offset_of!(Descriptor, phys_base), 120);
-        assert_eq!(offset_of!(Descriptor, page_table), 128);
-        assert_eq!(offset_of!(Descriptor, system_state), 144);
-        assert_eq!(offset_of!(Descriptor, mutex_owner_mask), 160);
-        assert_eq!(offset_of!(Descriptor, bp_desc_refs), 200);
-        assert_eq!(offset_of!(Descriptor, static_key_size), 208);
-        assert_eq!(offset_of!(Descriptor, module_state), 232);
-        assert_eq!(offset_of!(Descriptor, tracepoint_size), 260);
-        assert_eq!(offset_of!(Descriptor, directory), 264);
-        assert_eq!(offset_of!(Descriptor, release), 288);
-        assert_eq!(offset_of!(Descriptor, build_id), 352);
-        assert_eq!(offset_of!(Descriptor, reserved), 372);
+        assert_eq!(size_of::<Descriptor>(), 392);
+        assert_eq!(offset_of!(Descriptor, boot), 24);
+        assert_eq!(offset_of!(Descriptor, entry_format), 32);
+        assert_eq!(offset_of!(Descriptor, jump_table), 48);
+        assert_eq!(offset_of!(Descriptor, tracepoints), 112);
+        assert_eq!(offset_of!(Descriptor, phys_base), 128);
+        assert_eq!(offset_of!(Descriptor, page_table), 136);
+        assert_eq!(offset_of!(Descriptor, system_state), 152);
+        assert_eq!(offset_of!(Descriptor, mutex_owner_mask), 168);
+        assert_eq!(offset_of!(Descriptor, bp_desc_refs), 208);
+        assert_eq!(offset_of!(Descriptor, static_key_size), 216);
+        assert_eq!(offset_of!(Descriptor, module_state), 240);
+        assert_eq!(offset_of!(Descriptor, tracepoint_size), 268);
+        assert_eq!(offset_of!(Descriptor, directory), 272);
+        assert_eq!(offset_of!(Descriptor, release), 296);
+        assert_eq!(offset_of!(Descriptor, build_id), 360);
+        assert_eq!(offset_of!(Descriptor, reserved), 380);
 
-        assert_eq!(size_of::<Module>(), 184);
+        assert_eq!(size_of::<Module>(), 200);
         assert_eq!(offset_of!(Module, module), 24);
-        assert_eq!(offset_of!(Module, jump_table), 32);
-        assert_eq!(offset_of!(Module, init_text), 64);
-        assert_eq!(offset_of!(Module, ro_after_init), 80);
-        assert_eq!(offset_of!(Module, directory), 96);
-        assert_eq!(offset_of!(Module, name), 120);
+        assert_eq!(offset_of!(Module, load), 32);
+        assert_eq!(offset_of!(Module, jump_table), 40);
+        assert_eq!(offset_of!(Module, init_text), 72);
+        assert_eq!(offset_of!(Module, ro_after_init), 88);
+        assert_eq!(offset_of!(Module, directory), 104);
+        assert_eq!(offset_of!(Module, name), 128);
+        assert_eq!(offset_of!(Module, directory_error), 192);
     }
 
     /// Both halves of the magic are the letters that a memory dump shows.

@@ -43,6 +43,13 @@ pub trait Machine: Send + Sync {
     /// and may be called more than once.
     fn shut_down(&self);
 
+    /// Presses the guest's power button, and does not wait for what the guest does about it. A press
+    /// that the guest's kernel has not seen stays until it looks, or until it is taken back.
+    fn press_power_button(&self);
+
+    /// Takes back a press that the guest's kernel has not seen. False: it has seen it, or there was none.
+    fn take_back_press(&self) -> bool;
+
     /// The guest's serial console. It closes when the guest has ended, and not before.
     fn console(&self) -> &dyn Console;
 }

@@ -32,9 +32,12 @@ pub mod console;
 pub mod fuzzing;
 pub mod guest;
 pub mod keys;
+pub mod log_file;
+pub mod log_limit;
 pub mod memory;
 pub mod paging;
 pub mod pause;
+pub mod socket;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod threads;

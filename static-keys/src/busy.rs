@@ -11,7 +11,8 @@
 //! | `tp_vec_nr`, `bp_desc.refs`   | 0                    | changes with a pause  |
 //! | chain of `static_key_mod`     | as planned           | keys that cross zero  |
 //! | `tracepoints_mutex`           | free                 | tracepoint keys       |
-//! | `funcs` of the tracepoint     | as planned, not NULL | firing a tracepoint   |
+//! | `funcs` of the tracepoint     | as planned           | tracepoint keys       |
+//! | `funcs` of the tracepoint     | not NULL             | firing a tracepoint   |
 //! | its `regfunc`, `unregfunc`    | NULL                 | tracepoint keys       |
 //!
 //! A closed gate changes nothing about the request: resume, wait, plan anew.
@@ -112,6 +113,15 @@ pub enum Busy {
         /// In a few words.
         why: &'static str,
     },
+    /// The key's chain names a module that is not registered: it is just coming or going, or its
+    /// registration was refused.
+    #[error("key {key} is used by a module at {module:#x} that is not registered")]
+    UnknownModule {
+        /// Full name.
+        key: Arc<str>,
+        /// Address of the `struct module`.
+        module: u64,
+    },
     /// A vCPU has stopped inside an instruction that would be replaced.
     #[error("a vCPU stopped at {rip:#x}, inside the site at {site:#x}")]
     InsideSite {
@@ -128,6 +138,26 @@ pub enum Busy {
         /// Address.
         site: u64,
     },
+}
+
+impl Busy {
+    /// Whether any other change would find the same in its way, whatever its keys; any other change
+    /// of tracepoints, if it is their mutex.
+    #[must_use]
+    pub fn blocks_every_key(&self) -> bool {
+        matches!(
+            self,
+            Self::Gate {
+                gate: Gate::SystemState
+                    | Gate::JumpLabelMutex
+                    | Gate::TextMutex
+                    | Gate::TextPokeQueue
+                    | Gate::TextPoke
+                    | Gate::TracepointsMutex,
+                ..
+            }
+        )
+    }
 }
 
 /// A word located, with the value that it must have.

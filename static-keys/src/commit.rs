@@ -296,8 +296,10 @@ const GIVE_BACK_ATTEMPTS: usize = 1000;
 fn give_back<M: GuestMemory>(memory: &M, place: M::Place, change: &KeyChange) -> bool {
     let mut current = change.after;
     for _ in 0..GIVE_BACK_ATTEMPTS {
+        // A negative count is the guest's own change in progress.
         let Some(back) = current
             .checked_sub(change.after)
+            .filter(|_| current >= 0)
             .and_then(|drift| change.before.checked_add(drift))
         else {
             return false;

@@ -58,7 +58,7 @@ pub use kernel::{Directory, Gates, Kernel, Layout, Module, Range};
 pub use memory::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
 pub use plan::{KeyChange, Options, Plan, PlanError, Update};
 pub use refcount::{Op, Refusal, apply, crosses_zero, users as count_users};
-pub use tracepoint::Tracepoint;
+pub use tracepoint::{Probes, Tracepoint};
 pub use verify::VerifyError;
 
 /// Most jump entries of a guest, modules included. A distribution kernel has some 5,000.

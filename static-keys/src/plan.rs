@@ -46,6 +46,14 @@ pub enum PlanError {
         /// Full name.
         key: Arc<str>,
     },
+    /// The guest's own functions for such keys expect a count of 0 or 1.
+    #[error(
+        "key {key} is guarded and on already; a second reference from outside would make the guest's own static_key_disable() warn and leave it on; use enable, or wait until it is off"
+    )]
+    GuardedCount {
+        /// Full name.
+        key: Arc<str>,
+    },
     /// The refcount table forbids it.
     #[error("key {key}: {refusal}")]
     WouldWarn {

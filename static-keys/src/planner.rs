@@ -265,16 +265,15 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             }
             self.gate(gate.clone(), address, pointer, u64::MAX, 0)?;
         }
-        if after != 0 {
-            let address = address(layout.tracepoint_funcs)?;
-            let funcs = self.word("a tracepoint", address, pointer)?;
-            if funcs == 0 {
-                return Err(refused(
-                    "no probe is attached, firing it would do nothing; attach one in the guest first",
-                ));
-            }
-            self.gate(gate, address, pointer, u64::MAX, funcs)?;
+        let address = address(layout.tracepoint_funcs)?;
+        let funcs = self.word("a tracepoint", address, pointer)?;
+        if after != 0 && funcs == 0 {
+            return Err(refused(
+                "no probe is attached, firing it would do nothing; attach one in the guest first",
+            ));
         }
+        // Also when it is parked: for whom it fires decides whether it may be.
+        self.gate(gate, address, pointer, u64::MAX, funcs)?;
         Ok(())
     }
 
@@ -424,13 +423,17 @@ fn step(key: &Key, count: i32, op: Op) -> Result<i32, PlanError> {
             refusal,
         },
     })?;
-    if key.class == Class::Tracepoint && count.max(after) > 1 {
-        return Err(PlanError::Tracepoint {
+    match key.class {
+        Class::Tracepoint if count.max(after) > 1 => Err(PlanError::Tracepoint {
             key: name(),
             why: "its key is on or off and not counted, above 1 the guest could not turn it off; use enable and disable",
-        });
+        }),
+        // A reference that was taken at 0 may be dropped, however far the guest has counted on.
+        Class::Guarded if after > count && after > 1 => {
+            Err(PlanError::GuardedCount { key: name() })
+        }
+        _ => Ok(after),
     }
-    Ok(after)
 }
 
 /// A site that was located and read.

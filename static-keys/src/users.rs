@@ -82,7 +82,11 @@ pub(crate) fn users<'a, M: GuestMemory>(
         (true, 0) => return Err(UsersError::Sealed),
         (true, chain) => follower.follow(chain)?,
         (false, 0) => {}
-        (false, entries) => follower.add(catalog.home(key.id), entries)?,
+        (false, entries) => {
+            let home = catalog.home(key.id);
+            let home = home.ok_or_else(|| follower.busy("its own image is not registered"))?;
+            follower.add(home, entries)?;
+        }
     }
     if follower.users.images.len() != catalog.user_count(key.id) {
         return Err(follower.busy("the key does not name all modules that have sites of it"));
@@ -115,15 +119,18 @@ impl<'a, M: GuestMemory> Follower<'a, '_, M> {
             let entries = self.read(node, layout.static_key_mod_entries, gate.clone())?;
             let module = self.read(node, layout.static_key_mod_mod, gate.clone())?;
             if entries != 0 {
-                self.add(self.catalog.image(module), entries)?;
+                let image = self.catalog.image(module).ok_or_else(|| {
+                    let key = self.key.full_name.clone();
+                    UsersError::Busy(Busy::UnknownModule { key, module })
+                })?;
+                self.add(image, entries)?;
             }
             node = next;
         }
         Ok(())
     }
 
-    fn add(&mut self, image: Option<&'a CodeImage>, entries: u64) -> Result<(), UsersError> {
-        let image = image.ok_or_else(|| self.busy("it names a module that is not registered"))?;
+    fn add(&mut self, image: &'a CodeImage, entries: u64) -> Result<(), UsersError> {
         let Some(run) = image.run_at(self.key.id, entries) else {
             return Err(self.busy("it names entries that are not in the registered table"));
         };

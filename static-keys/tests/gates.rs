@@ -124,7 +124,7 @@ fn every_gate_closes() {
         module("beta")
     );
     assert_eq!(
-        closed(3, Op::Inc, |w| w.memory.poke_u32(gates.system_state, 2)),
+        closed(3, Op::Dec, |w| w.memory.poke_u32(gates.system_state, 2)),
         Gate::SystemState
     );
 }
@@ -159,7 +159,7 @@ fn locks_do_not_matter_where_they_protect_nothing() {
     world
         .memory
         .poke_u64(world.gates().jump_label_mutex_owner, TASK);
-    let plan = world.plan(&one(&world, 3, Op::Inc)).expect("only counts");
+    let plan = world.plan(&one(&world, 3, Op::Dec)).expect("only counts");
     plan.commit_running(&world.memory).expect("only counts");
 }
 
@@ -344,23 +344,64 @@ fn tracepoints_are_booleans_with_probes() {
             );
         }
     }
-    // And the probes may not change before the commit.
+    // And the probes may not change before the commit, in either direction.
     for offset in [TRACEPOINT_REGFUNC, TRACEPOINT_UNREGFUNC, TRACEPOINT_FUNCS] {
-        let world = world();
-        let plan = world.plan(&one(&world, 2, Op::Enable)).expect("planned");
-        world
-            .memory
-            .poke_u64(world.tracepoint(2) + u64::from(offset), 0x1000);
-        let verified = plan.verify(&world.memory, &[]);
-        let noticed = matches!(
-            &verified,
-            Err(VerifyError::Busy(Busy::Gate {
-                gate: Gate::TracepointProbes { .. },
-                ..
-            }))
-        );
-        assert!(noticed, "{offset:#x}: {verified:?}");
+        for (world, op) in [(world(), Op::Enable), (fired(), Op::Disable)] {
+            let plan = world.plan(&one(&world, 2, op)).expect("planned");
+            world
+                .memory
+                .poke_u64(world.tracepoint(2) + u64::from(offset), 0x1000);
+            let verified = plan.verify(&world.memory, &[]);
+            let noticed = matches!(
+                &verified,
+                Err(VerifyError::Busy(Busy::Gate {
+                    gate: Gate::TracepointProbes { .. },
+                    ..
+                }))
+            );
+            assert!(noticed, "{op} {offset:#x}: {verified:?}");
+        }
     }
+}
+
+/// Another array, or another user's probe in it.
+#[test]
+fn probes_are_told_apart_by_address_and_contents() {
+    let world = world();
+    let catalog = world.catalog();
+    let funcs = world.tracepoint(2) + u64::from(TRACEPOINT_FUNCS);
+    // Above all that the world consists of.
+    let arrays = world.base() + 0x2e00_0000;
+    let set = |at: u64, probes: &[(u64, u64)]| {
+        for (index, &(func, data)) in (0..).zip(probes) {
+            for (offset, word) in [(0, func), (8, data), (16, 10)] {
+                world.memory.poke_u64(at + 24 * index + offset, word);
+            }
+        }
+        let end = at + 24 * probes.len() as u64;
+        (end..end + 24)
+            .step_by(8)
+            .for_each(|word| world.memory.poke_u64(word, 0));
+        world.memory.poke_u64(funcs, at);
+        let probes = catalog.probes(&world.memory, world.key(2));
+        probes.expect("readable").expect("a tracepoint")
+    };
+    let one = set(arrays, &[(0x1000, 1)]);
+    assert_eq!(one, set(arrays, &[(0x1000, 1)]));
+    for (at, probes) in [
+        (arrays, &[(0x1000, 2)][..]),
+        (arrays, &[(0x2000, 1)]),
+        (arrays, &[(0x1000, 1), (0x2000, 1)]),
+        (arrays, &[]),
+        (arrays + 0x200, &[(0x1000, 1)]),
+    ] {
+        assert_ne!(one, set(at, probes), "{at:#x} {probes:?}");
+    }
+    world.memory.poke_u64(funcs, 0);
+    assert!(catalog.probes(&world.memory, world.key(2)).is_ok());
+    world.memory.poke_u64(funcs, u64::MAX - 7);
+    assert!(catalog.probes(&world.memory, world.key(2)).is_err());
+    assert_eq!(catalog.probes(&world.memory, world.key(0)), Ok(None));
 }
 
 #[test]
@@ -399,7 +440,7 @@ fn guarded_keys_need_permission() {
         Plan::new(
             &world.catalog(),
             &world.memory,
-            &one(&world, 3, Op::Inc),
+            &one(&world, 3, Op::Dec),
             &Options { allow_guarded },
         )
         .map(|_| ())
@@ -514,10 +555,11 @@ fn modules_come_and_go() {
         Err(PlanError::UnknownKey { key: world.key(1) })
     );
     // The guest's chain still names it.
-    assert!(matches!(
-        plan(&catalog, 0),
-        Err(PlanError::Busy(Busy::Users { .. }))
-    ));
+    let unknown = Busy::UnknownModule {
+        key: "key0".into(),
+        module: world.module(Owner::Module(0)),
+    };
+    assert_eq!(plan(&catalog, 0), Err(PlanError::Busy(unknown)));
 
     catalog
         .add_module(&world.memory, &world.module_image(0))

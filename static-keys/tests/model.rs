@@ -104,7 +104,11 @@ fn model(class: Class, count: i32, op: Op) -> Option<i32> {
         (Op::Disable, 0 | 1) => Some(0),
         (Op::Enable | Op::Disable, _) => None,
     };
-    after.filter(|after| class != Class::Tracepoint || *after <= 1)
+    after.filter(|&after| match class {
+        Class::Ref => true,
+        Class::Tracepoint => after <= 1,
+        Class::Guarded => after <= 1 || after < count,
+    })
 }
 
 fn model_all(world: &World, updates: &[(usize, Op)]) -> Option<Vec<i32>> {

@@ -3,10 +3,9 @@
 
 mod common;
 
-use common::world::World;
-use common::world::update;
+use common::world::{KeySpec, Owner, SiteSpec, World, update};
 use static_keys::Op::{Dec, Disable, Enable, Inc};
-use static_keys::{Busy, Op, PlanError, Refusal, apply, count_users};
+use static_keys::{Busy, Class, EntryFormat, Op, PlanError, Refusal, apply, count_users};
 
 /// What a cell of the table says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,6 +107,46 @@ fn counts_that_no_kernel_writes_are_refused() {
 fn users_as_the_guest_reads_them() {
     for (enabled, users) in [(-1, 1), (0, 0), (1, 1), (N, N), (MAX, MAX), (i32::MIN, 1)] {
         assert_eq!(count_users(enabled), users);
+    }
+}
+
+/// `static_key_disable()` of a count of 2 warns and leaves the key on: so the second reference is
+/// never one from outside, and one from outside can always be dropped.
+#[test]
+fn a_guarded_key_is_counted_by_the_guest_alone() {
+    let at = |count| {
+        let key = KeySpec {
+            owner: Owner::Kernel,
+            class: Class::Guarded,
+            initially: false,
+            count,
+        };
+        World::new(EntryFormat::Relative, 0, vec![key], vec![SiteSpec::of(0)])
+    };
+    for (count, ops, after) in [
+        (0, &[Inc][..], Some(1)),
+        (0, &[Inc, Inc], None),
+        (0, &[Inc, Inc, Dec], None),
+        (0, &[Enable, Enable], Some(1)),
+        (1, &[Inc], None),
+        (1, &[Disable], Some(0)),
+        (2, &[Inc], None),
+        // The guest has counted on while a reference from outside was held.
+        (2, &[Dec], Some(1)),
+    ] {
+        let world = at(count);
+        let updates: Vec<_> = ops.iter().map(|&op| update(world.key(0), op)).collect();
+        let planned = world.plan(&updates);
+        match after {
+            Some(after) => {
+                let plan = planned.expect("possible");
+                assert_eq!(plan.changes().next().expect("one key").after, after);
+            }
+            None => assert!(
+                matches!(planned, Err(PlanError::GuardedCount { .. })),
+                "{ops:?} at {count}"
+            ),
+        }
     }
 }
 

@@ -225,6 +225,38 @@ fn a_reference_is_not_given_back_across_zero() {
     );
 }
 
+/// −1 is the guest's own change in progress: it writes the count that it means to have next.
+#[test]
+fn a_negative_count_is_left_to_the_guest() {
+    let (world, _) = counting(2);
+    let world = world.with_counts(&[4, 2]);
+    let (first, second) = (world.key(0), world.key(1));
+    let updates = [
+        update(first, Op::Dec),
+        update(first, Op::Dec),
+        update(second, Op::Inc),
+    ];
+    let plan = world.plan(&updates).expect("planned");
+    world.memory.interfere(Box::new(move |memory, exchange| {
+        // After key 0 went from 4 to 2: the guest drops both and is taking the first one again.
+        if exchange == 1 {
+            memory.poke_u32(first.0, u32::MAX);
+            memory.poke_u32(second.0, 9);
+        }
+    }));
+    let error = plan
+        .commit_running(&world.memory)
+        .expect_err("the guest was faster");
+    assert_eq!(
+        error,
+        RunningError::Entangled {
+            key: "key1".into(),
+            left: vec![update(first, Op::Inc), update(first, Op::Inc)],
+        }
+    );
+    assert_eq!(world.memory.peek(first.0), u32::MAX.to_le_bytes());
+}
+
 #[test]
 fn a_plan_that_needs_a_pause_is_not_made_without() {
     let world = World::simple(0, 1);

@@ -66,7 +66,7 @@ async fn every_row_of_the_count_table() -> Result<()> {
                     before
                 }
                 (Busy, Err(status)) => {
-                    ensure!(status.code() == Code::Aborted, "{context}");
+                    ensure!(status.code() == Code::Unavailable, "{context}");
                     before
                 }
                 _ => anyhow::bail!("{context}"),
@@ -117,6 +117,14 @@ async fn every_kind_of_key_follows_the_host() -> Result<()> {
         ("array_key_0", "patchbay_test:array_keys[0]", 0),
         ("array_key_1", "patchbay_test:array_keys[1]", 0),
         ("array_key_3", "patchbay_test:array_keys[3]", 0),
+        ("true_array_key_0", "patchbay_test:true_array_keys[0]", 1),
+        ("true_array_key_1", "patchbay_test:true_array_keys[1]", 1),
+        ("maybe_true_key", "patchbay_test:maybe_true_key", 1),
+        ("maybe_false_key", "patchbay_test:maybe_false_key", 0),
+        ("hotplug_key", "patchbay_test:hotplug_key", 0),
+        ("deferred_key", "patchbay_test:deferred_key", 0),
+        ("limited_key", "patchbay_test:limited_key", 0),
+        ("bare_key", "patchbay_test:bare_key", 0),
     ];
     for (file, name, count) in keys {
         let (there, back) = if count == 0 {

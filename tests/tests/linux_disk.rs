@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Result, ensure};
+use patchbay_proto::v1::ShutdownGuestRequest;
 use patchbay_tests::{Environment, Guest, SHELL_READS, e2fsprogs};
 
 const FORK: &str = "sched:sched_process_fork";
@@ -35,14 +36,14 @@ fn install(disk: &Path, agent: &Path, folder: &Path) -> Result<PathBuf> {
              StandardInput=tty\nStandardOutput=tty\nStandardError=tty\n"
         ),
     )?;
-    let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../guest-agent/patchbay-agent.service");
+    let unit = Path::new("../guest-agent/patchbay-agent.service");
     let units = "/etc/systemd/system";
     let wants = format!("{units}/multi-user.target.wants");
     let mut commands = format!(
         "write {} /usr/sbin/patchbay-agent\nset_inode_field /usr/sbin/patchbay-agent mode 0100755\n",
         agent.display()
     );
-    for (name, file) in [("patchbay-agent", &unit), ("shell", &shell)] {
+    for (name, file) in [("patchbay-agent", unit), ("shell", &shell)] {
         commands += &format!(
             "write {} {units}/{name}.service\nsymlink {wants}/{name}.service ../{name}.service\n",
             file.display()
@@ -105,7 +106,16 @@ async fn debian_boots_from_its_disk_and_its_agent_is_a_service() -> Result<()> {
 
     guest.shell("echo kept >/root/note").await?;
     guest.assert_no_warnings().await?;
-    guest.console().type_line("systemctl poweroff").await?;
+    // systemd-logind listens to the power button.
+    let request = ShutdownGuestRequest {
+        timeout: Some(prost_types::Duration {
+            seconds: 600,
+            nanos: 0,
+        }),
+        ..Default::default()
+    };
+    let response = guest.guest_service().shutdown_guest(request).await?;
+    ensure!(!response.into_inner().power_cut, "systemd did not listen");
     let status = guest.wait().await?;
     ensure!(status.success(), "{status}: {}", guest.monitor_log());
     let note = debugfs(&image, "cat /root/note\n")?;

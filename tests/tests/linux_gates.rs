@@ -84,7 +84,7 @@ async fn held_mutexes_close_the_gate() -> Result<()> {
         let refusal = update_within(&mut guest, key, there, IMPATIENT)
             .await
             .expect_err("the mutex is held");
-        ensure!(refusal.code() == Code::Aborted, "{mutex}: {refusal:?}");
+        ensure!(refusal.code() == Code::Unavailable, "{mutex}: {refusal:?}");
         ensure!(
             refusal.message().contains(mutex),
             "the gate is not named: {}",
@@ -129,7 +129,7 @@ async fn meet_and_pass(guest: &mut Guest, gate: &str) -> Result<()> {
             Ok(_) if op == KeyOp::Inc => op = KeyOp::Dec,
             Ok(_) => op = KeyOp::Inc,
             Err(refusal) => {
-                ensure!(refusal.code() == Code::Aborted, "{refusal:?}");
+                ensure!(refusal.code() == Code::Unavailable, "{refusal:?}");
                 if refusal.message().contains(gate) {
                     update_within(guest, REF_KEY, op, PATIENT).await?;
                     if op == KeyOp::Inc {
@@ -173,7 +173,7 @@ async fn text_changes_half_way_close_the_gate() -> Result<()> {
     let refusal = update_within(&mut guest, REF_KEY, KeyOp::Inc, IMPATIENT)
         .await
         .expect_err("the guest is changing the key");
-    ensure!(refusal.code() == Code::Aborted, "{refusal:?}");
+    ensure!(refusal.code() == Code::Unavailable, "{refusal:?}");
     count_on_top_of_the_guest(&mut guest).await?;
     let seen = guest
         .shell(&format!("cat {TEST}/keys/ref_key/count"))
@@ -410,7 +410,7 @@ async fn a_loading_module_closes_the_gate() -> Result<()> {
     let refusal = update_within(&mut guest, key, KeyOp::Inc, IMPATIENT)
         .await
         .expect_err("the module is COMING");
-    ensure!(refusal.code() == Code::Aborted, "{refusal:?}");
+    ensure!(refusal.code() == Code::Unavailable, "{refusal:?}");
     ensure!(
         refusal
             .message()

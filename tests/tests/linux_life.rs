@@ -5,7 +5,10 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use patchbay_proto::v1::{DescribeGuestResponse, KeyOp, RegistrationState};
+use patchbay_proto::v1::{
+    DescribeGuestResponse, KeyOp, KeyUpdate, ListHoldsRequest, RegistrationState,
+    ShutdownGuestRequest, UpdateStaticKeysRequest, WatchStaticKeysRequest,
+};
 use patchbay_tests::{Environment, Guest, GuestBuilder, SHELL_READS};
 use tonic::Code;
 
@@ -55,6 +58,77 @@ async fn a_reset_ends_the_monitor() -> Result<()> {
     assert_ends(builder.clone(), "reboot -f").await?;
     // A panic leads to a reset, as the guests of the tests are told by panic=-1.
     assert_ends(builder, "echo c > /proc/sysrq-trigger").await
+}
+
+/// As kernels do that find no better way.
+#[tokio::test]
+async fn a_triple_fault_is_a_reset() -> Result<()> {
+    let Some((_, builder)) = environment_and_guest() else {
+        return Ok(());
+    };
+    assert_ends(builder.command_line("reboot=t"), "reboot -f").await
+}
+
+async fn shut_down(
+    guest: &mut Guest,
+    request: ShutdownGuestRequest,
+) -> Result<bool, tonic::Status> {
+    let response = guest.guest_service().shutdown_guest(request).await?;
+    Ok(response.into_inner().power_cut)
+}
+
+fn within(seconds: i64) -> ShutdownGuestRequest {
+    ShutdownGuestRequest {
+        timeout: Some(prost_types::Duration { seconds, nanos: 0 }),
+        ..Default::default()
+    }
+}
+
+#[tokio::test]
+async fn a_guest_that_listens_to_its_power_button_powers_itself_off() -> Result<()> {
+    let Some((_, builder)) = environment_and_guest() else {
+        return Ok(());
+    };
+    let mut guest = builder.acpi().vcpus(2).boot().await?;
+    // What acpid and systemd-logind do: the first event of the button's input device.
+    let device = guest
+        .shell("grep -l 'Power Button' /sys/class/input/event*/device/name | cut -d/ -f5")
+        .await?;
+    ensure!(device.starts_with("event"), "no power button: {device:?}");
+    let listener = format!("((head -c 1 /dev/input/{device} && poweroff -f) >/dev/null 2>&1 &)");
+    guest.shell(&listener).await?;
+    ensure!(!shut_down(&mut guest, within(120)).await?, "it was cut");
+    let status = guest.wait().await?;
+    ensure!(status.success(), "{status}: {}", guest.monitor_log());
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_guest_that_does_not_listen_runs_on_or_is_cut() -> Result<()> {
+    let Some((_, builder)) = environment_and_guest() else {
+        return Ok(());
+    };
+    for (builder, why) in [
+        (builder.clone().acpi(), "has seen the power button"),
+        (builder, "does not listen to the power button"),
+    ] {
+        let mut guest = builder.boot().await?;
+        let refusal = shut_down(&mut guest, within(2)).await;
+        let refusal = refusal.expect_err("nobody in the guest listens");
+        ensure!(
+            refusal.code() == Code::DeadlineExceeded && refusal.message().contains(why),
+            "{refusal:?}"
+        );
+        guest.assert_no_warnings().await?;
+        let cut = ShutdownGuestRequest {
+            cut_after_timeout: true,
+            ..within(1)
+        };
+        ensure!(shut_down(&mut guest, cut).await?, "it powered itself off");
+        let status = guest.wait().await?;
+        ensure!(status.success(), "{status}: {}", guest.monitor_log());
+    }
+    Ok(())
 }
 
 #[tokio::test]
@@ -152,6 +226,78 @@ async fn a_kexeced_kernel_registers_anew() -> Result<()> {
         let seen = guest.shell(&format!("cat {SEEN}/unlikely")).await?;
         ensure!(seen == taken, "{op:?}: the new kernel sees {seen}");
     }
+    guest.assert_no_warnings().await
+}
+
+/// All but the last step of a hibernation, and back: the same kernel, with its counts, registers again.
+#[tokio::test]
+async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Result<()> {
+    const FOREIGN: &str = "/sys/kernel/debug/patchbay_test/keys/array_key_0/foreign";
+    const QUARANTINED: &str = "patchbay_test:array_keys[0]";
+    let Some(mut guest) = Guest::with_test_keys(2).await? else {
+        return Ok(());
+    };
+    let before = guest.assert_registered().await?;
+    guest.shell(&format!("echo 1 >{FOREIGN}")).await?;
+    let loss = guest.update(&[(QUARANTINED, KeyOp::Inc)]).await;
+    ensure!(loss.is_err_and(|loss| loss.code() == Code::DataLoss));
+    guest.shell(&format!("echo 0 >{FOREIGN}")).await?;
+    guest.update(&[(KEY, KeyOp::Inc)]).await?;
+    let watch = WatchStaticKeysRequest::default();
+    let mut changes = guest
+        .static_keys()
+        .watch_static_keys(watch)
+        .await?
+        .into_inner();
+    let brief = UpdateStaticKeysRequest {
+        updates: vec![KeyUpdate {
+            name: "patchbay_test:many_key".to_owned(),
+            op: KeyOp::Inc.into(),
+            ..Default::default()
+        }],
+        ttl: Some(std::time::Duration::from_secs(1).try_into()?),
+        ..Default::default()
+    };
+    guest.static_keys().update_static_keys(brief).await?;
+
+    guest
+        .shell("echo devices >/sys/power/pm_test && echo disk >/sys/power/state")
+        .await?;
+
+    let after = guest.assert_registered().await?;
+    ensure!(
+        after.generation != before.generation
+            && (after.modules, after.keys) == (before.modules, before.keys),
+        "{before:?} {after:?}"
+    );
+    // What has lapsed meanwhile is given back to the kernel that took it.
+    loop {
+        let change = changes.message().await?.context("the watch ended")?;
+        let given_back = |name: &str, owner: &str| name == "many_key" && owner == "monitor";
+        let mut events = change.events.iter();
+        if events.any(|event| given_back(&event.name, &event.owner)) {
+            break;
+        }
+    }
+    let seen = guest.seen("many_key").await?;
+    ensure!(seen.raw == 0 && !seen.unlikely, "{seen:?}");
+    let holds = guest
+        .static_keys()
+        .list_holds(ListHoldsRequest::default())
+        .await?
+        .into_inner()
+        .holds;
+    ensure!(
+        holds.len() == 1 && holds[0].name == "ref_key" && holds[0].references == 1,
+        "{holds:?}"
+    );
+    ensure!(!guest.key(QUARANTINED).await?.quarantine.is_empty());
+    let seen = guest.seen("ref_key").await?;
+    ensure!(seen.raw == 1 && seen.unlikely, "{seen:?}");
+    // Without force: it is its own.
+    guest.update(&[(KEY, KeyOp::Dec)]).await?;
+    let seen = guest.seen("ref_key").await?;
+    ensure!(seen.raw == 0 && !seen.unlikely, "{seen:?}");
     guest.assert_no_warnings().await
 }
 

@@ -277,6 +277,21 @@ async fn until_count(guest: &mut Guest, count: i32) -> Result<()> {
         .with_context(|| format!("the key does not become {count}"))
 }
 
+/// Waits until the monitor has seen that others trace the event.
+async fn until_fired_by_others(guest: &mut Guest, event: &str) -> Result<()> {
+    until(async || {
+        let request = ListTracepointsRequest {
+            patterns: vec![event.to_owned()],
+            ..Default::default()
+        };
+        let listed = guest.tracepoints().list_tracepoints(request).await?;
+        let listed = listed.into_inner().tracepoints;
+        Ok(listed[0].fired_by == ["others in the guest"])
+    })
+    .await
+    .context("the monitor does not see the others")
+}
+
 /// ftrace and perf begin to trace what is armed and parked, and go on when it is disarmed.
 #[tokio::test]
 async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
@@ -287,7 +302,9 @@ async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
     let enable = "/sys/kernel/tracing/events/sched/sched_process_fork/enable";
     guest.arm(&[event]).await?;
     guest.shell(&format!("echo 1 >{enable}")).await?;
-    until_count(&mut guest, 1).await?;
+    // The kernel turns it on with their probe, and the monitor sees that.
+    ensure!(guest.key("sched_process_fork").await?.count == 1);
+    until_fired_by_others(&mut guest, event).await?;
     work(&mut guest).await?;
     let count = "grep -c sched_process_fork: /sys/kernel/tracing/trace";
     guest.shell(count).await?;
@@ -305,7 +322,8 @@ async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
              (trace_tool count $id <end >counted &) && exec 5>end && until grep -q counting counted; do :; done",
         )
         .await?;
-    until_count(&mut guest, 1).await?;
+    ensure!(guest.key("sched_process_fork").await?.count == 1);
+    until_fired_by_others(&mut guest, event).await?;
     let listed = ListTracepointsRequest {
         patterns: vec![event.to_owned()],
         ..Default::default()

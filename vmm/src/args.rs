@@ -8,14 +8,18 @@ use std::str::FromStr;
 use clap::{Parser, ValueEnum};
 use patchbay_vmm::boot::{BootProtocol, LinuxBoot};
 use patchbay_vmm::devices::ConsoleOutput;
-use patchbay_vmm::devices::virtio::{CID_MIN, DiskConfig, VirtioConfig, VsockConfig};
+use patchbay_vmm::devices::virtio::{
+    CID_MIN, DiskConfig, DiskLimits, Rate, VirtioConfig, VsockConfig,
+};
+use patchbay_vmm::jail::Files;
 use patchbay_vmm::seccomp::SeccompLevel;
 
 const DEFAULT_GRACE_SECONDS: u16 = 5;
 
 /// Boots one Linux guest under KVM and lets its operator flip its static keys.
 ///
-/// Ctrl-C and SIGTERM end the guest at once. The exit status is 0 if the guest
+/// Ctrl-C, Ctrl-\\, SIGTERM and a terminal's hang-up end the guest at once; a second one does not wait for it.
+/// Without a terminal SIGHUP has log files opened again. The exit status is 0 if the guest
 /// switched itself off, reset itself or was shut down, 1 if it or the monitor
 /// failed, 2 for a wrong command line.
 #[derive(Debug, Parser)]
@@ -50,12 +54,13 @@ pub struct Args {
     #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub vcpus: u8,
 
-    /// Where the serial console goes: stdout (with input from stdin), file:PATH, api, or none.
+    /// Where the serial console goes: stdout (with input from stdin), file:PATH, api, or none. A file is
+    /// renamed to PATH.1 at 16 MiB, and a new one begun; SIGHUP has it opened again.
     #[arg(long, value_name = "WHERE", default_value = "stdout")]
     pub console: Console,
 
     /// The name that the guest has in the API.
-    #[arg(long, default_value = "guest")]
+    #[arg(long, default_value = "default")]
     pub name: String,
 
     /// Serve the API on this unix socket.
@@ -66,7 +71,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub symbols: Option<PathBuf>,
 
-    /// Append every change of a key to this file.
+    /// Append every change of a key to this file; SIGHUP has it opened again.
     #[arg(long, value_name = "FILE")]
     pub audit_log: Option<PathBuf>,
 
@@ -89,21 +94,47 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_GRACE_SECONDS, value_parser = clap::value_parser!(u16).range(0..=3600))]
     pub trace_grace: u16,
 
-    /// A disk: a raw image. Up to 4 times.
-    #[arg(long, value_name = "PATH[,readonly]", value_parser = parse_disk)]
+    /// A disk: a raw image. Up to 4 times. RATE limits the bytes or the requests per second, and BURST
+    /// is what a rest saves up, one second's worth unless given; both take a suffix K, M, G or T.
+    #[arg(long, value_name = "PATH[,readonly][,bytes=RATE[/BURST]][,ops=RATE[/BURST]]", value_parser = parse_disk)]
     pub disk: Vec<DiskConfig>,
 
     /// Whether the guest gets randomness from the host.
     #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
     pub rng: bool,
 
-    /// What happens on a system call that the monitor should not need: nothing,
-    /// a line in the kernel's log, or the end of the monitor.
+    /// How the monitor is confined: with system call filters, Landlock and limits (on); with filters that
+    /// only write a line to the kernel's log (log); or not at all (off).
     #[arg(long, value_enum, default_value_t = SeccompLevel::On)]
-    pub seccomp: SeccompLevel,
+    pub jail: SeccompLevel,
 }
 
 impl Args {
+    /// What the monitor opens of these.
+    pub fn files(&self) -> Files {
+        let mut files = Files::default();
+        files.read(&self.kernel);
+        for path in self.initrd.iter().chain(&self.symbols) {
+            files.read(path);
+        }
+        for disk in &self.disk {
+            match disk.read_only {
+                true => files.read(&disk.path),
+                false => files.write(&disk.path),
+            }
+        }
+        for path in self.api_socket.iter().chain(&self.audit_log) {
+            files.make(path);
+        }
+        if let Some(vsock) = &self.vsock {
+            files.make(&vsock.path);
+        }
+        if let Console::File(path) = &self.console {
+            files.make(path);
+        }
+        files
+    }
+
     /// The virtio devices.
     pub fn virtio(&self) -> VirtioConfig {
         VirtioConfig {
@@ -206,16 +237,42 @@ fn parse_vsock(text: &str) -> Result<VsockConfig, String> {
     }
 }
 
-/// A disk image's path, and perhaps that it is only read.
+/// A disk image's path and how to use it. The options are at the end: a path may have commas.
 fn parse_disk(text: &str) -> Result<DiskConfig, String> {
-    let stripped = text.strip_suffix(",readonly");
-    let path = stripped.unwrap_or(text);
+    let mut path = text;
+    let mut read_only = false;
+    let mut limits = DiskLimits::default();
+    while let Some((rest, option)) = path.rsplit_once(',') {
+        match option.split_once('=') {
+            None if option == "readonly" => read_only = true,
+            Some(("bytes", rate)) => limits.bytes = Some(parse_rate(rate)?),
+            Some(("ops", rate)) => limits.operations = Some(parse_rate(rate)?),
+            _ => break,
+        }
+        path = rest;
+    }
     match path.is_empty() {
         true => Err("give PATH or PATH,readonly".into()),
         false => Ok(DiskConfig {
             path: path.into(),
-            read_only: stripped.is_some(),
+            read_only,
+            limits,
         }),
+    }
+}
+
+/// "RATE" or "RATE/BURST".
+fn parse_rate(text: &str) -> Result<Rate, String> {
+    let (per_second, burst) = text.split_once('/').unwrap_or((text, text));
+    let rate = Rate {
+        per_second: parse_size(per_second)?,
+        burst: parse_size(burst)?,
+    };
+    match rate {
+        Rate { per_second: 0, .. } | Rate { burst: 0, .. } => {
+            Err("give a rate and a burst above 0, or leave them out".into())
+        }
+        rate => Ok(rate),
     }
 }
 
@@ -276,13 +333,34 @@ mod tests {
 
     #[test]
     fn disks() {
-        let disk = |path: &str, read_only| DiskConfig {
+        let disk = |path: &str, read_only, limits| DiskConfig {
             path: path.into(),
             read_only,
+            limits,
         };
-        assert_eq!(parse_disk("a.img"), Ok(disk("a.img", false)));
-        assert_eq!(parse_disk("a,b,readonly"), Ok(disk("a,b", true)));
-        for wrong in ["", ",readonly"] {
+        let none = DiskLimits::default();
+        assert_eq!(parse_disk("a.img"), Ok(disk("a.img", false, none)));
+        assert_eq!(parse_disk("a,b,readonly"), Ok(disk("a,b", true, none)));
+        let rate = |per_second, burst| Some(Rate { per_second, burst });
+        let limits = DiskLimits {
+            bytes: rate(50 << 20, 100 << 20),
+            operations: rate(1000, 1000),
+        };
+        assert_eq!(
+            parse_disk("a,b,bytes=50M/100M,readonly,ops=1000"),
+            Ok(disk("a,b", true, limits))
+        );
+        for wrong in [
+            "",
+            ",readonly",
+            ",ops=1",
+            "a,ops=",
+            "a,ops=0",
+            "a,ops=1/0",
+            "a,bytes=1/2/3",
+            "a,bytes=-1",
+            "a,bytes=99999999999T",
+        ] {
             assert!(parse_disk(wrong).is_err(), "{wrong}");
         }
     }

@@ -10,7 +10,7 @@ use patchbay_service::console::{self, ConsoleChunk, Listener};
 use patchbay_service::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
 use patchbay_service::keys::Registry;
 use patchbay_service::memory::{self, OutsideMemory, Piece, Ram};
-use patchbay_service::threads::{Body, PlainThreads, ThreadKind, Threads};
+use patchbay_service::threads::{Body, ThreadKind, Threads};
 use vm_memory::GuestAddress;
 
 use crate::devices::Console;
@@ -18,6 +18,7 @@ use crate::memory::GuestRam;
 use crate::pause::{PauseError, Paused};
 use crate::request::GuestRequests;
 use crate::seccomp;
+use crate::thread;
 use crate::vm::Vm;
 
 /// A [`Vm`] with its name.
@@ -60,6 +61,14 @@ impl Machine for VmGuest {
 
     fn shut_down(&self) {
         self.vm.shutdown();
+    }
+
+    fn press_power_button(&self) {
+        self.vm.press_power_button();
+    }
+
+    fn take_back_press(&self) -> bool {
+        self.vm.take_back_press()
     }
 
     fn console(&self) -> &dyn console::Console {
@@ -152,13 +161,8 @@ impl Threads for FilteredThreads {
     fn spawn(&self, kind: ThreadKind, body: Body) -> io::Result<JoinHandle<()>> {
         let filter = match kind {
             ThreadKind::Keys => seccomp::ThreadKind::Keys,
+            ThreadKind::Trace => seccomp::ThreadKind::Trace,
         };
-        let filtered = move || {
-            if let Err(error) = seccomp::enter(filter) {
-                tracing::error!("the thread {:?} has no filter: {error}", kind.name());
-            }
-            body();
-        };
-        PlainThreads.spawn(kind, Box::new(filtered))
+        thread::spawn(kind.name(), filter, body)
     }
 }

@@ -14,6 +14,7 @@ pub mod dirty;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
 pub mod guest;
+pub mod jail;
 mod kick;
 pub mod latency;
 pub mod memory;
@@ -21,6 +22,7 @@ pub mod pause;
 pub mod probe;
 pub mod request;
 pub mod seccomp;
+pub mod thread;
 mod vcpu;
 pub mod vm;
 mod x86;

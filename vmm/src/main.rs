@@ -3,6 +3,8 @@
 //! `patchbay-vmm`: boots one guest and serves its API.
 
 mod args;
+mod logs;
+mod messages;
 mod terminal;
 
 use std::process::ExitCode;
@@ -16,9 +18,10 @@ use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::symbols::Symbols;
 use patchbay_service::keys::{Keys, KeysConfig};
-use patchbay_service::trace::{AgentSocket, Tracing};
+use patchbay_service::trace::{AgentSocket, TraceThread, Tracing};
 use patchbay_vmm::config::{Payload, VmConfig};
 use patchbay_vmm::guest::{FilteredThreads, VmGuest};
+use patchbay_vmm::jail;
 use patchbay_vmm::latency;
 use patchbay_vmm::seccomp::{self, ThreadKind};
 use patchbay_vmm::vm::{ExitReason, Vm};
@@ -27,6 +30,8 @@ use tokio::sync::oneshot;
 use vmm_sys_util::signal::{self, block_signal, unblock_signal};
 
 use crate::args::Args;
+use crate::logs::Logs;
+use crate::messages::Stderr;
 use crate::terminal::Terminal;
 
 fn main() -> ExitCode {
@@ -36,29 +41,30 @@ fn main() -> ExitCode {
             tracing_subscriber::EnvFilter::try_from_env("PATCHBAY_LOG")
                 .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn")),
         )
-        .with_writer(std::io::stderr)
+        .with_writer(Stderr::new)
         .init();
+    std::panic::set_hook(Box::new(messages::report_panic));
     match run(&args) {
         Ok(reason) => {
-            eprintln!("patchbay-vmm: {reason}");
+            messages::say_last(&reason.to_string());
             match reason {
-                ExitReason::PowerOff | ExitReason::Reset | ExitReason::Shutdown => {
-                    ExitCode::SUCCESS
-                }
-                ExitReason::TripleFault { .. } | ExitReason::Halted | ExitReason::Failed(_) => {
-                    ExitCode::FAILURE
-                }
+                // A triple fault resets a machine: kernels that find no better way use it so.
+                ExitReason::PowerOff
+                | ExitReason::Reset
+                | ExitReason::TripleFault { .. }
+                | ExitReason::Shutdown => ExitCode::SUCCESS,
+                ExitReason::Halted | ExitReason::Failed(_) => ExitCode::FAILURE,
             }
         }
         Err(error) => {
-            eprintln!("patchbay-vmm: {error:#}");
+            messages::say_last(&format!("{error:#}"));
             ExitCode::FAILURE
         }
     }
 }
 
-/// What ends the monitor, and the guest with it.
-const ENDING_SIGNALS: [libc::c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
+/// What the monitor handles. All but SIGHUP end it, and the guest with it.
+const SIGNALS: [libc::c_int; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGQUIT, libc::SIGHUP];
 
 /// How long a change that the end has overtaken may take to write down what became of it.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -67,13 +73,13 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 fn run(args: &Args) -> anyhow::Result<ExitReason> {
     // Threads inherit this. The handler writes to a socket, which the filters of most of them
     // forbid; only the API's thread, once it can end things in order, takes these signals.
-    for signal in ENDING_SIGNALS {
+    for signal in SIGNALS {
         match block_signal(signal) {
             Ok(()) | Err(signal::Error::SignalAlreadyBlocked(_)) => {}
             Err(error) => anyhow::bail!("signals cannot be held back ({error})"),
         }
     }
-    seccomp::enforce(args.seccomp);
+    jail::confine(args.jail, &args.files())?;
     // Before the guest: a second monitor on the same socket must not get as far as a guest.
     let socket = args
         .api_socket
@@ -81,16 +87,16 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         .map(ApiSocket::bind)
         .transpose()?;
     let agent = match &args.vsock {
-        Some(vsock) => Some(AgentSocket::bind(&vsock.path).with_context(|| {
-            format!(
-                "the agent's socket beside {} cannot be opened; name one in a folder that is yours",
-                vsock.path.display()
-            )
-        })?),
+        Some(vsock) => {
+            Some(AgentSocket::bind(&vsock.path).context("the socket of the guest's agent")?)
+        }
         None => None,
     };
     let tracing = Tracing {
         agent,
+        thread: Some(TraceThread::start(&FilteredThreads).context(
+            "the thread of the agent's events cannot be started; raise the limit on processes",
+        )?),
         grace: Duration::from_secs(args.trace_grace.into()),
     };
     let symbols = match &args.symbols {
@@ -100,7 +106,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
     let audit = match &args.audit_log {
         Some(path) => AuditLog::open(path).with_context(|| {
             format!(
-                "the audit log {} cannot be written; name a file in a folder that is yours",
+                "the audit log {} cannot be opened; name a file in a folder that is yours",
                 path.display()
             )
         })?,
@@ -122,6 +128,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         );
     }
     let guest = Arc::new(VmGuest::new(args.name.clone(), vm.clone()));
+    let audit_place = audit.place();
     let keys_config = KeysConfig {
         audit,
         symbols,
@@ -131,13 +138,10 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
     };
     let (keys, _) = Keys::start(guest, registry, keys_config)
         .context("the thread of the keys cannot be started; raise the limit on processes")?;
+    let logs = Logs::start(audit_place, keys.clone(), vm.console().clone())?;
 
     let terminal = Terminal::connect(args.console.is_terminal(), vm.console().clone())?;
-    vm.start(|| {
-        if let Err(error) = seccomp::enter(ThreadKind::Vcpu) {
-            tracing::error!("a vCPU runs without a filter: {error}");
-        }
-    })?;
+    vm.start()?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -145,9 +149,59 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
     // After all other threads were started, which would have inherited it.
     latency::prefer_this_thread();
     seccomp::enter(ThreadKind::Api)?;
-    let reason = runtime.block_on(serve(vm, socket, tracing, keys))?;
+    let signals = Signals {
+        vm: vm.clone(),
+        logs,
+        has_terminal: terminal.is_connected(),
+    };
+    let reason = runtime.block_on(serve(vm, socket, tracing, keys, signals))?;
     drop(terminal);
     Ok(reason)
+}
+
+/// What signals do.
+struct Signals {
+    vm: Arc<Vm>,
+    logs: Logs,
+    has_terminal: bool,
+}
+
+impl Signals {
+    /// Lets the signals in, and carries them out.
+    ///
+    /// # Errors
+    /// They cannot be let in, or one that ends the guest has come twice: somebody does not want to
+    /// wait any longer.
+    async fn handle(&self) -> anyhow::Result<std::convert::Infallible> {
+        let mut interrupt = listen(SignalKind::interrupt())?;
+        let mut terminate = listen(SignalKind::terminate())?;
+        let mut quit = listen(SignalKind::quit())?;
+        let mut hangup = listen(SignalKind::hangup())?;
+        for signal in SIGNALS {
+            unblock_signal(signal)
+                .map_err(|error| anyhow::anyhow!("signals cannot be let in ({error})"))?;
+        }
+        let mut ending = false;
+        loop {
+            let from_somebody = tokio::select! {
+                _ = interrupt.recv() => true,
+                _ = terminate.recv() => true,
+                _ = quit.recv() => true,
+                _ = hangup.recv() => false,
+            };
+            if !from_somebody && !self.has_terminal {
+                self.logs.reopen();
+                continue;
+            }
+            // A hang-up may be told twice (`__tty_hangup()`, `drivers/tty/tty_io.c`).
+            anyhow::ensure!(
+                !(from_somebody && ending),
+                "a second signal has ended the monitor before its guest had ended"
+            );
+            ending = true;
+            self.vm.shutdown();
+        }
+    }
 }
 
 /// Serves the API until the guest has ended, or a signal ends it.
@@ -156,12 +210,12 @@ async fn serve(
     socket: Option<ApiSocket>,
     tracing: Tracing,
     keys: Keys,
+    signals: Signals,
 ) -> anyhow::Result<ExitReason> {
     let (ended, end) = oneshot::channel();
-    let waiting = vm.clone();
     std::thread::Builder::new()
         .name("wait".into())
-        .spawn(move || ended.send(waiting.wait()))
+        .spawn(move || ended.send(vm.wait()))
         .context("a thread cannot be started; raise the limit on processes")?;
     let (stop, stopped) = oneshot::channel::<()>();
     let owner = keys.clone();
@@ -179,24 +233,11 @@ async fn serve(
         }
     };
     let ending = async {
-        let mut interrupt = listen(SignalKind::interrupt())?;
-        let mut terminate = listen(SignalKind::terminate())?;
-        let mut hangup = listen(SignalKind::hangup())?;
-        for signal in ENDING_SIGNALS {
-            unblock_signal(signal)
-                .map_err(|error| anyhow::anyhow!("signals cannot be let in ({error})"))?;
+        let _stop = stop;
+        tokio::select! {
+            reason = end => reason.context("the guest's end was not seen"),
+            result = signals.handle() => result.map(|never| match never {}),
         }
-        let mut end = end;
-        let reason = loop {
-            tokio::select! {
-                reason = &mut end => break reason.context("the guest's end was not seen")?,
-                _ = interrupt.recv() => vm.shutdown(),
-                _ = terminate.recv() => vm.shutdown(),
-                _ = hangup.recv() => vm.shutdown(),
-            }
-        };
-        drop(stop);
-        anyhow::Ok(reason)
     };
     let (served, reason) = tokio::join!(serving, ending);
     // Answered after the change in progress, if there is one, so that the audit log has its outcome.

@@ -357,7 +357,8 @@ pub(crate) enum Next {
     End,
 }
 
-/// One vCPU thread's hold on the pauser.
+/// One vCPU thread's hold on the pauser. It ends with the thread's work, also by a panic: no pause waits
+/// for a vCPU that can never run again.
 #[derive(Debug)]
 pub(crate) struct VcpuSide<'a> {
     pauser: &'a Pauser,
@@ -370,11 +371,6 @@ impl VcpuSide<'_> {
         let thread = rustix::thread::gettid().as_raw_nonzero().get();
         self.slot.thread.store(thread, SeqCst);
         self.slot.state.store(State::Running as u8, SeqCst);
-    }
-
-    /// To be called last on the vCPU's thread.
-    pub fn exit(&self) {
-        self.leave_to(State::Exited);
     }
 
     /// What is wanted now. Clears `immediate_exit` first: see the module's head.
@@ -440,5 +436,11 @@ impl VcpuSide<'_> {
         if last && self.pauser.sleeping.load(SeqCst) {
             let _ = futex::wake(&self.pauser.outstanding, futex::Flags::PRIVATE, 1);
         }
+    }
+}
+
+impl Drop for VcpuSide<'_> {
+    fn drop(&mut self) {
+        self.leave_to(State::Exited);
     }
 }

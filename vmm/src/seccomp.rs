@@ -2,24 +2,29 @@
 
 //! System call filters, one per kind of thread.
 //!
-//! A filter is put on at a thread's start and cannot be taken off; threads that a
-//! filtered thread makes inherit it. A guest that breaks out of a device's code
-//! finds itself on a vCPU or device thread, which can open nothing, connect to
-//! nothing and start nothing.
+//! A filter is put on at a thread's start and cannot be taken off; threads that a filtered thread makes
+//! inherit it. A guest that breaks out of a device's code finds itself on a vCPU or device thread, which
+//! can open nothing and start nothing.
 //!
 //! | kind | beside memory, futexes and open files |
 //! |---|---|
 //! | vCPU | `ioctl` with the four requests that a running vCPU needs |
-//! | device | the calls of virtio's back ends: vectored file I/O, unix sockets, epoll |
+//! | device | the calls of virtio's back ends: vectored file I/O, epoll, connecting unix sockets |
 //! | keys | `tgkill`, to stop vCPUs; syncing the audit log |
 //! | console | nothing |
-//! | API | epoll, sockets, threads, removing its socket |
+//! | log files | opening and renaming files: the kernel's Landlock says which ([`jail`](crate::jail)) |
+//! | trace | epoll and the agent's connections |
+//! | API | epoll, unix sockets, threads, removing its socket, the terminal's modes |
 //!
-//! Any other call ends the monitor, but for opening and looking up files: that fails with
-//! `EACCES`. Libraries try it unasked and do without, at moments that no list can foresee:
-//! glibc's `free` reads `/proc/sys/vm/overcommit_memory` when it first gives memory of a
-//! thread's own heap back (`malloc/arena.c`, `shrink_heap`), and a panic's backtrace looks
-//! for debug information.
+//! A filter sees numbers and no paths: that the device thread connects to no other socket than those of its
+//! vsock device is up to Landlock, where the kernel can (`LANDLOCK_ACCESS_FS_RESOLVE_UNIX`), and to the
+//! permissions of the monitor's user.
+//!
+//! Any other call ends the monitor, but for two kinds. Opening and looking up files fails with `EACCES`:
+//! libraries try it unasked and do without, at moments that no list can foresee. glibc's `free` reads
+//! `/proc/sys/vm/overcommit_memory` when it first gives memory of a thread's own heap back
+//! (`malloc/arena.c`, `shrink_heap`), and a panic's backtrace looks for debug information. And `clone3`
+//! fails with `ENOSYS`, so that threads are made by `clone`, whose flags a filter can see.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -49,8 +54,12 @@ pub enum ThreadKind {
     Device,
     /// Owns the keys.
     Keys,
-    /// Copies the console's output, or types into it.
+    /// Types into the console.
     Console,
+    /// Writes log files, and opens them again.
+    LogFiles,
+    /// Reads and decodes what the agent sends.
+    Trace,
     /// Serves the API.
     Api,
 }
@@ -59,11 +68,11 @@ pub enum ThreadKind {
 #[derive(Debug, thiserror::Error)]
 pub enum SeccompError {
     /// The filter cannot be made.
-    #[error("the system call filter cannot be made ({0}); run with --seccomp off and report it")]
+    #[error("the system call filter cannot be made ({0}); run with --jail off and report it")]
     Build(#[from] seccompiler::BackendError),
     /// The kernel refuses the filter.
     #[error(
-        "the kernel refuses the system call filter ({0}); it needs CONFIG_SECCOMP_FILTER, or run with --seccomp off"
+        "the kernel refuses the system call filter ({0}); it needs CONFIG_SECCOMP_FILTER, or run with --jail off"
     )]
     Apply(#[from] seccompiler::Error),
 }
@@ -93,19 +102,27 @@ pub fn enter(kind: ThreadKind) -> Result<(), SeccompError> {
     filter(kind, action)
 }
 
-/// Of two filters the stricter verdict counts (seccomp(2)): `SECCOMP_RET_ERRNO` for files is heard
-/// only because the second filter lets those calls through.
+/// Of several filters the strictest verdict counts (seccomp(2)): `SECCOMP_RET_ERRNO` is heard only because
+/// the last filter lets those calls through.
 fn filter(kind: ThreadKind, action: SeccompAction) -> Result<(), SeccompError> {
-    seccompiler::apply_filter(&file_filter()?)?;
+    let files: Vec<i64> = match kind {
+        ThreadKind::LogFiles => {
+            let needed = |call: &&i64| **call != libc::SYS_openat;
+            FILES.iter().filter(needed).copied().collect()
+        }
+        _ => FILES.to_vec(),
+    };
+    seccompiler::apply_filter(&failing(&files, libc::EACCES)?)?;
+    seccompiler::apply_filter(&failing(&[libc::SYS_clone3], libc::ENOSYS)?)?;
     seccompiler::apply_filter(&program(kind, action)?)?;
     Ok(())
 }
 
-fn file_filter() -> Result<BpfProgram, SeccompError> {
+fn failing(calls: &[i64], error: i32) -> Result<BpfProgram, SeccompError> {
     let filter = SeccompFilter::new(
-        FILES.iter().map(|call| (*call, vec![])).collect(),
+        calls.iter().map(|call| (*call, vec![])).collect(),
         SeccompAction::Allow,
-        SeccompAction::Errno(libc::EACCES.unsigned_abs()),
+        SeccompAction::Errno(error.unsigned_abs()),
         TargetArch::x86_64,
     )?;
     Ok(filter.try_into()?)
@@ -120,7 +137,6 @@ const COMMON: &[i64] = &[
     libc::SYS_close,
     libc::SYS_exit,
     libc::SYS_exit_group,
-    libc::SYS_fcntl,
     libc::SYS_fstat,
     libc::SYS_futex,
     libc::SYS_getpid,
@@ -131,6 +147,8 @@ const COMMON: &[i64] = &[
     libc::SYS_mremap,
     libc::SYS_munmap,
     libc::SYS_nanosleep,
+    libc::SYS_poll,
+    libc::SYS_ppoll,
     libc::SYS_read,
     libc::SYS_restart_syscall,
     libc::SYS_rseq,
@@ -170,8 +188,6 @@ const DEVICE: &[i64] = &[
     libc::SYS_fdatasync,
     libc::SYS_fsync,
     libc::SYS_getsockopt,
-    libc::SYS_ioctl,
-    libc::SYS_poll,
     libc::SYS_pread64,
     libc::SYS_preadv,
     libc::SYS_pwrite64,
@@ -181,77 +197,118 @@ const DEVICE: &[i64] = &[
     libc::SYS_recvmsg,
     libc::SYS_sendmsg,
     libc::SYS_sendto,
-    libc::SYS_setsockopt,
     libc::SYS_shutdown,
-    libc::SYS_socket,
-    libc::SYS_unlink,
-    libc::SYS_unlinkat,
 ];
 
 const KEYS: &[i64] = &[libc::SYS_fdatasync, libc::SYS_fsync, libc::SYS_ftruncate];
 
+const LOG_FILES: &[i64] = &[
+    libc::SYS_ftruncate,
+    libc::SYS_pread64,
+    libc::SYS_rename,
+    libc::SYS_renameat,
+    libc::SYS_renameat2,
+];
+
+const TRACE: &[i64] = &[
+    libc::SYS_accept4,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_wait,
+    libc::SYS_recvfrom,
+    libc::SYS_sendto,
+    libc::SYS_shutdown,
+];
+
 const API: &[i64] = &[
     libc::SYS_accept4,
-    libc::SYS_bind,
-    libc::SYS_clone,
-    libc::SYS_clone3,
-    libc::SYS_connect,
     libc::SYS_epoll_create1,
     libc::SYS_epoll_ctl,
     libc::SYS_epoll_pwait,
     libc::SYS_epoll_wait,
     libc::SYS_eventfd2,
     libc::SYS_flock,
+    libc::SYS_geteuid,
     libc::SYS_getpeername,
     libc::SYS_getsockname,
     libc::SYS_getsockopt,
-    libc::SYS_geteuid,
     libc::SYS_getuid,
-    libc::SYS_ioctl,
-    libc::SYS_listen,
-    libc::SYS_poll,
-    libc::SYS_prctl,
     libc::SYS_recvfrom,
     libc::SYS_recvmsg,
     libc::SYS_sendmsg,
     libc::SYS_sendto,
     libc::SYS_setsockopt,
     libc::SYS_shutdown,
-    libc::SYS_socket,
-    libc::SYS_socketpair,
     libc::SYS_unlink,
     libc::SYS_unlinkat,
 ];
 
+/// Not `F_SETOWN` and `F_SETSIG`, by which a descriptor's events become signals to any process.
+const FCNTL_COMMANDS: [i32; 5] = [
+    libc::F_DUPFD_CLOEXEC,
+    libc::F_GETFD,
+    libc::F_SETFD,
+    libc::F_GETFL,
+    libc::F_SETFL,
+];
+
+/// Making a stream non-blocking.
+const DEVICE_IOCTLS: &[u64] = &[libc::FIONBIO];
+
+/// And the terminal's modes, which the API's thread sets back in the end: `TCGETS`, `TCSETS` and those with
+/// a `termios2` (`include/uapi/asm-generic/ioctls.h`).
+const API_IOCTLS: &[u64] = &[libc::FIONBIO, 0x5401, 0x5402, 0x802c_542a, 0x402c_542b];
+
 /// The requests of a running vCPU (`include/uapi/linux/kvm.h`): `KVM_RUN`,
 /// `KVM_GET_REGS`, `KVM_GET_VCPU_EVENTS`, `KVM_KVMCLOCK_CTRL`.
-const VCPU_IOCTLS: [u64; 4] = [0xae80, 0x8090_ae81, 0x8040_ae9f, 0xaead];
+const VCPU_IOCTLS: &[u64] = &[0xae80, 0x8090_ae81, 0x8040_ae9f, 0xaead];
 
 fn program(kind: ThreadKind, action: SeccompAction) -> Result<BpfProgram, SeccompError> {
-    let more = match kind {
-        ThreadKind::Vcpu | ThreadKind::Console => &[],
-        ThreadKind::Device => DEVICE,
-        ThreadKind::Keys => KEYS,
-        ThreadKind::Api => API,
+    let (more, ioctls): (&[i64], &[u64]) = match kind {
+        ThreadKind::Vcpu => (&[], VCPU_IOCTLS),
+        ThreadKind::Console => (&[], &[]),
+        ThreadKind::Device => (DEVICE, DEVICE_IOCTLS),
+        ThreadKind::Keys => (KEYS, &[]),
+        ThreadKind::LogFiles => (LOG_FILES, &[]),
+        ThreadKind::Trace => (TRACE, &[]),
+        ThreadKind::Api => (API, API_IOCTLS),
     };
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = COMMON
         .iter()
         .chain(FILES)
+        .chain(&[libc::SYS_clone3])
         .chain(more)
         .map(|call| (*call, vec![]))
         .collect();
+    let equal = |argument, value| only(argument, SeccompCmpOp::Eq, value);
     // Signals reach this process alone, and no new memory becomes code.
     let own = u64::from(std::process::id());
-    rules.insert(libc::SYS_tgkill, vec![only(0, SeccompCmpOp::Eq, own)?]);
+    rules.insert(libc::SYS_tgkill, vec![equal(0, own)?]);
     let executable = SeccompCmpOp::MaskedEq(u64::from(libc::PROT_EXEC.unsigned_abs()));
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         rules.insert(call, vec![only(2, executable.clone(), 0)?]);
     }
-    if kind == ThreadKind::Vcpu {
-        let requests = VCPU_IOCTLS
-            .into_iter()
-            .map(|request| only(1, SeccompCmpOp::Eq, request));
+    let commands = FCNTL_COMMANDS.map(|command| equal(1, command.unsigned_abs().into()));
+    rules.insert(
+        libc::SYS_fcntl,
+        commands.into_iter().collect::<Result<_, _>>()?,
+    );
+    if !ioctls.is_empty() {
+        let requests = ioctls.iter().map(|request| equal(1, *request));
         rules.insert(libc::SYS_ioctl, requests.collect::<Result<_, _>>()?);
+    }
+    let unix = u64::from(libc::AF_UNIX.unsigned_abs());
+    if matches!(kind, ThreadKind::Device | ThreadKind::Api) {
+        rules.insert(libc::SYS_socket, vec![equal(0, unix)?]);
+    }
+    if kind == ThreadKind::Api {
+        rules.insert(libc::SYS_socketpair, vec![equal(0, unix)?]);
+        // Threads, and no processes.
+        let thread = u64::from((libc::CLONE_VM | libc::CLONE_THREAD).unsigned_abs());
+        let thread = only(0, SeccompCmpOp::MaskedEq(thread), thread)?;
+        rules.insert(libc::SYS_clone, vec![thread]);
+        let name = u64::from(libc::PR_SET_NAME.unsigned_abs());
+        rules.insert(libc::SYS_prctl, vec![equal(0, name)?]);
     }
     let filter = SeccompFilter::new(rules, action, SeccompAction::Allow, TargetArch::x86_64)?;
     Ok(filter.try_into()?)
@@ -274,7 +331,7 @@ extern "C" fn refused(_signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut 
     let call = unsafe { info.cast::<u8>().add(SYSCALL) };
     // SAFETY: four bytes at that offset are the system call's number, an int.
     let call = unsafe { call.cast::<i32>().read_unaligned() };
-    let mut message = *b"patchbay-vmm: ended: a thread made system call 0000, which its filter forbids; run with --seccomp log and report it\n";
+    let mut message = *b"patchbay-vmm: ended: a thread made system call 0000, which its filter forbids; run with --jail log and report it\n";
     let digits = 47;
     let mut rest = call.unsigned_abs();
     for place in (0..4).rev() {
@@ -300,108 +357,4 @@ fn install_handler() {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_kind_has_a_filter() {
-        for kind in [
-            ThreadKind::Vcpu,
-            ThreadKind::Device,
-            ThreadKind::Keys,
-            ThreadKind::Console,
-            ThreadKind::Api,
-        ] {
-            assert!(!program(kind, SeccompAction::Trap).unwrap().is_empty());
-        }
-    }
-
-    #[test]
-    fn the_message_has_its_number_in_place() {
-        let message = b"patchbay-vmm: ended: a thread made system call 0000, which";
-        assert_eq!(&message[47..51], b"0000");
-    }
-
-    /// On a thread of its own: a filter stays.
-    fn filtered(kind: ThreadKind, call: impl FnOnce() -> i32 + Send + 'static) -> i32 {
-        std::thread::spawn(move || {
-            filter(kind, SeccompAction::Errno(libc::EXFULL.unsigned_abs())).unwrap();
-            call()
-        })
-        .join()
-        .unwrap()
-    }
-
-    fn open() -> i32 {
-        let opened = rustix::fs::open(
-            "/dev/null",
-            rustix::fs::OFlags::RDONLY,
-            rustix::fs::Mode::empty(),
-        );
-        opened.err().map_or(0, rustix::io::Errno::raw_os_error)
-    }
-
-    fn socket() -> i32 {
-        let socket = rustix::net::socket(
-            rustix::net::AddressFamily::UNIX,
-            rustix::net::SocketType::STREAM,
-            None,
-        );
-        socket.err().map_or(0, rustix::io::Errno::raw_os_error)
-    }
-
-    #[test]
-    fn filters_refuse_what_is_not_listed_and_only_that() {
-        assert_eq!(filtered(ThreadKind::Vcpu, open), libc::EACCES);
-        assert_eq!(filtered(ThreadKind::Keys, open), libc::EACCES);
-        assert_eq!(filtered(ThreadKind::Api, open), libc::EACCES);
-        assert_eq!(filtered(ThreadKind::Vcpu, socket), libc::EXFULL);
-        assert_eq!(filtered(ThreadKind::Console, socket), libc::EXFULL);
-        assert_eq!(filtered(ThreadKind::Api, socket), 0);
-    }
-
-    #[test]
-    fn files_that_libraries_want_unasked_do_not_end_the_monitor() {
-        let unasked = || {
-            enforce(SeccompLevel::On);
-            enter(ThreadKind::Keys).unwrap();
-            // More than `M_TRIM_THRESHOLD` (mallopt(3)), in blocks smaller than `M_MMAP_THRESHOLD`.
-            drop(std::hint::black_box(vec![vec![1_u8; 64 << 10]; 64]));
-            std::backtrace::Backtrace::force_capture().to_string()
-        };
-        let backtrace = std::thread::spawn(unasked).join().unwrap();
-        assert_ne!(backtrace, "");
-    }
-
-    #[test]
-    fn signals_go_to_this_process_alone_and_data_is_no_code() {
-        use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
-        let foreign = || {
-            // Signal 0 asks whether there is such a process: init is one.
-            // SAFETY: the call reads and writes no memory.
-            let result = unsafe { libc::syscall(libc::SYS_tgkill, 1, 1, 0) };
-            assert_eq!(result, -1);
-            std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
-        };
-        assert_eq!(filtered(ThreadKind::Keys, foreign), libc::EXFULL);
-        for (code, refused) in [(ProtFlags::EXEC, libc::EXFULL), (ProtFlags::WRITE, 0)] {
-            let map = move || {
-                let flags = ProtFlags::READ | code;
-                // SAFETY: a mapping of its own, at an address that the kernel chooses.
-                let mapped =
-                    unsafe { mmap_anonymous(std::ptr::null_mut(), 4096, flags, MapFlags::PRIVATE) };
-                mapped.err().map_or(0, rustix::io::Errno::raw_os_error)
-            };
-            assert_eq!(filtered(ThreadKind::Vcpu, map), refused);
-        }
-    }
-
-    #[test]
-    fn a_vcpu_may_only_make_its_own_ioctls() {
-        let foreign = || {
-            let size = rustix::termios::tcgetwinsize(rustix::stdio::stdin());
-            size.err().map_or(0, rustix::io::Errno::raw_os_error)
-        };
-        assert_eq!(filtered(ThreadKind::Vcpu, foreign), libc::EXFULL);
-    }
-}
+mod tests;

@@ -3,12 +3,13 @@
 //! The monitor's own terminal, connected to the guest's console.
 
 use std::io::{IsTerminal, Read};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
 use patchbay_vmm::devices::Console;
-use patchbay_vmm::seccomp::{self, ThreadKind};
+use patchbay_vmm::seccomp::ThreadKind;
+use patchbay_vmm::thread;
 use rustix::termios::{
     LocalModes, OptionalActions, SpecialCodeIndex, Termios, tcgetattr, tcgetpgrp, tcsetattr,
 };
@@ -16,43 +17,48 @@ use rustix::termios::{
 /// How long to wait before typing on, when the guest does not read.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// The modes to go back to, also from the panic hook.
-static BEFORE: OnceLock<Mutex<Option<Termios>>> = OnceLock::new();
-
 /// Stdin, typed into the guest's console. Dropping it restores the terminal.
-pub struct Terminal(());
+#[derive(Default)]
+pub struct Terminal {
+    /// The modes to go back to, of a terminal.
+    before: Option<Termios>,
+}
 
 impl Terminal {
     /// Starts typing stdin into the console, if `wanted`. A terminal no longer
     /// echoes or edits lines meanwhile: the guest does. Its Ctrl-C still ends the
     /// monitor.
     pub fn connect(wanted: bool, console: Arc<Console>) -> anyhow::Result<Self> {
+        let mut terminal = Self::default();
         if !wanted {
-            return Ok(Self(()));
+            return Ok(terminal);
         }
         if std::io::stdin().is_terminal() {
             if !in_foreground() {
                 // Touching the terminal would stop the whole process.
-                return Ok(Self(()));
+                return Ok(terminal);
             }
-            set_modes().context("the terminal cannot be set up; try with </dev/null")?;
+            let before =
+                set_modes().context("the terminal cannot be set up; try with </dev/null")?;
+            terminal.before = Some(before);
         }
-        std::thread::Builder::new()
-            .name("stdin".into())
-            .spawn(move || {
-                if let Err(error) = seccomp::enter(ThreadKind::Console) {
-                    tracing::error!("stdin is read without a filter: {error}");
-                }
-                type_into(&console);
-            })
+        thread::spawn("stdin", ThreadKind::Console, move || type_into(&console))
             .context("a thread cannot be started; raise the limit on processes")?;
-        Ok(Self(()))
+        Ok(terminal)
+    }
+
+    /// Whether the guest's operator sits at a terminal, and the guest is to end with it.
+    pub fn is_connected(&self) -> bool {
+        self.before.is_some()
     }
 }
 
 impl Drop for Terminal {
     fn drop(&mut self) {
-        restore();
+        if let Some(before) = &self.before {
+            // A terminal that is gone needs no restoring.
+            let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, before);
+        }
     }
 }
 
@@ -60,31 +66,15 @@ fn in_foreground() -> bool {
     tcgetpgrp(std::io::stdin()).is_ok_and(|group| group == rustix::process::getpgrp())
 }
 
-fn set_modes() -> rustix::io::Result<()> {
+/// Answers the modes there were.
+fn set_modes() -> rustix::io::Result<Termios> {
     let before = tcgetattr(std::io::stdin())?;
     let mut modes = before.clone();
     modes.local_modes -= LocalModes::ICANON | LocalModes::ECHO;
     modes.special_codes[SpecialCodeIndex::VMIN] = 1;
     modes.special_codes[SpecialCodeIndex::VTIME] = 0;
-    let slot = BEFORE.get_or_init(Mutex::default);
-    *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(before);
     tcsetattr(std::io::stdin(), OptionalActions::Now, &modes)?;
-    let report = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |panic| {
-        restore();
-        report(panic);
-    }));
-    Ok(())
-}
-
-fn restore() {
-    let Some(slot) = BEFORE.get() else {
-        return;
-    };
-    if let Some(before) = slot.lock().unwrap_or_else(PoisonError::into_inner).take() {
-        // A terminal that is gone needs no restoring.
-        let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &before);
-    }
+    Ok(before)
 }
 
 /// Types stdin into the console until either ends.

@@ -63,9 +63,7 @@ impl Vcpu {
     pub fn run(mut self, pauser: &Pauser) -> VcpuEnd {
         let side = pauser.vcpu(self.index);
         side.start();
-        let end = self.run_loop(&side);
-        side.exit();
-        end
+        self.run_loop(&side)
     }
 
     fn run_loop(&mut self, side: &VcpuSide<'_>) -> VcpuEnd {

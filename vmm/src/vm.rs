@@ -27,18 +27,24 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use crate::boot::{self, BootError, layout};
 use crate::config::{Payload, RawCode, VmConfig};
 use crate::devices::virtio::VirtioError;
-use crate::devices::{Bus, Console, ConsoleError, GuestPower, Virtio};
+use crate::devices::{Bus, Console, ConsoleError, GuestPower, PowerManagement, Virtio};
 use crate::kick::{self, ImmediateExit};
 use crate::memory::{GuestRam, MemoryError};
 use crate::pause::{PauseError, Paused, Pauser};
 use crate::probe::{self, Transports};
 use crate::request::{GuestRequests, RequestPort};
+use crate::seccomp::ThreadKind;
+use crate::thread;
 use crate::vcpu::{Vcpu, VcpuEnd};
+use crate::x86::acpi;
 use crate::x86::cpuid::{self, VCPUS_MAX};
 use crate::x86::registers::{self, Mode};
 
 /// IRQ of the serial console (COM1).
 const SERIAL_IRQ: u32 = 4;
+
+/// How long the console's reader may take for what is left when the guest has ended.
+pub const LAST_OUTPUT: Duration = Duration::from_secs(2);
 
 /// Why a guest could not be made or started.
 #[derive(Debug, thiserror::Error)]
@@ -129,7 +135,10 @@ impl std::fmt::Display for ExitReason {
             Self::PowerOff => write!(f, "the guest switched itself off"),
             Self::Reset => write!(f, "the guest reset itself"),
             Self::TripleFault { vcpu, rip } => {
-                write!(f, "the guest's vCPU {vcpu} met a triple fault at {rip:#x}")
+                write!(
+                    f,
+                    "the guest's vCPU {vcpu} reset it by a triple fault at {rip:#x}"
+                )
             }
             Self::Halted => write!(f, "every vCPU of the guest halted for good"),
             Self::Shutdown => write!(f, "the guest was shut down"),
@@ -205,9 +214,18 @@ impl Shared {
         if terminate {
             self.pauser.terminate();
         }
+        self.changed.notify_all();
         if last {
             self.console.close();
         }
+    }
+
+    /// Ends the guest because the monitor cannot serve it any more.
+    fn fail(&self, why: String) {
+        lock(&self.ended)
+            .reason
+            .get_or_insert(ExitReason::Failed(why));
+        self.pauser.terminate();
         self.changed.notify_all();
     }
 }
@@ -220,6 +238,7 @@ pub struct Vm {
     transports: Transports,
     vcpus: u8,
     virtio: Arc<Virtio>,
+    power: Arc<PowerManagement>,
     ram: GuestRam,
     // Last: the vCPUs and the memory slots refer to it.
     _vm: VmFd,
@@ -258,18 +277,24 @@ impl Vm {
         });
         let (starts, transports) = (starts?, transports?);
         let console = Arc::new(Console::new(&config.console)?);
+        let power = Arc::new(PowerManagement::new().map_err(ConsoleError::Host)?);
 
         let vm = kvm.create_vm().map_err(VmError::kvm("create a VM"))?;
         if transports.any() {
             probe::enable(&vm);
         }
         map_memory(&vm, &ram)?;
-        set_up_chips(&vm, &console)?;
+        set_up_chips(&vm, &console, &power)?;
         virtio.connect(&vm)?;
         let supported = kvm
             .get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES)
             .map_err(VmError::kvm("tell its CPUID"))?;
-        let bus = Arc::new(Bus::new(console.clone(), virtio.clone(), config.ports));
+        let bus = Arc::new(Bus::new(
+            console.clone(),
+            virtio.clone(),
+            power.clone(),
+            config.ports,
+        ));
         let port = Arc::new(RequestPort::new(ram.clone(), requests));
         let wanted = KVM_SYNC_X86_REGS | KVM_SYNC_X86_EVENTS;
         let sync_regs = u32::try_from(kvm.check_extension_int(Cap::SyncRegs))
@@ -307,37 +332,35 @@ impl Vm {
             transports,
             vcpus: config.vcpus,
             virtio,
+            power,
             ram,
             _vm: vm,
         })
     }
 
-    /// Lets the guest run: starts a thread per vCPU. `on_thread` is called first
-    /// on each of them, for what a thread is to do before it runs guest code.
+    /// Lets the guest run: starts a thread per vCPU.
     ///
     /// # Errors
     /// [`VmError::Started`] the second time, [`VmError::Thread`] or
-    /// [`VmError::Virtio`] without threads.
-    pub fn start(&self, on_thread: impl Fn() + Send + Sync + 'static) -> Result<(), VmError> {
+    /// [`VmError::Virtio`] without threads or their filters.
+    pub fn start(&self) -> Result<(), VmError> {
         let vcpus = std::mem::take(&mut *lock(&self.waiting));
         if vcpus.is_empty() {
             return Err(VmError::Started);
         }
-        self.virtio.start()?;
+        let shared = self.shared.clone();
+        self.virtio.start(move |why| shared.fail(why))?;
         lock(&self.shared.ended).running = vcpus.len();
-        let on_thread = Arc::new(on_thread);
         let mut left = vcpus.len();
         for vcpu in vcpus {
             let shared = self.shared.clone();
-            let on_thread = on_thread.clone();
             let index = vcpu.index;
-            let spawned = std::thread::Builder::new()
-                .name(format!("vcpu{index}"))
-                .spawn(move || {
-                    on_thread();
-                    let end = vcpu.run(&shared.pauser);
-                    shared.vcpu_ended(index, end);
-                });
+            let name = format!("vcpu{index}");
+            let run = move || {
+                let end = thread::contain(&format!("vCPU {index}"), || vcpu.run(&shared.pauser));
+                shared.vcpu_ended(index, end.unwrap_or_else(VcpuEnd::Failed));
+            };
+            let spawned = thread::spawn(&name, ThreadKind::Vcpu, run);
             match spawned {
                 Ok(thread) => lock(&self.threads).push(thread),
                 Err(error) => {
@@ -373,8 +396,19 @@ impl Vm {
         self.shared.changed.notify_all();
     }
 
-    /// Waits until the guest has ended and all its console output is written.
-    /// Returns at once for a guest that has ended; waits for one not started yet.
+    /// Presses the guest's power button. What that leads to is the guest's affair.
+    pub fn press_power_button(&self) {
+        self.power.press();
+    }
+
+    /// Takes back a press of the power button that the guest has not seen. False: it has seen it.
+    pub fn take_back_press(&self) -> bool {
+        self.power.take_back()
+    }
+
+    /// Waits until the guest has ended and all its console output is written, or its reader
+    /// has kept the monitor waiting for [`LAST_OUTPUT`]. Returns at once for a guest that
+    /// has ended; waits for one not started yet.
     #[must_use]
     pub fn wait(&self) -> ExitReason {
         let mut ended = lock(&self.shared.ended);
@@ -433,10 +467,11 @@ impl Vm {
     fn join(&self) {
         let threads = std::mem::take(&mut *lock(&self.threads));
         for thread in threads {
-            // A panic there has been reported by the panic hook.
+            // A panic there has become the guest's end.
             let _ = thread.join();
         }
         self.virtio.close();
+        self.shared.console.drain(LAST_OUTPUT);
     }
 }
 
@@ -468,8 +503,8 @@ fn check_capabilities(kvm: &Kvm) -> Result<(), VmError> {
     Ok(())
 }
 
-/// Interrupt controllers, timer, and the console's interrupt line.
-fn set_up_chips(vm: &VmFd, console: &Console) -> Result<(), VmError> {
+/// Interrupt controllers, timer, and the interrupt lines of the console and the power button.
+fn set_up_chips(vm: &VmFd, console: &Console, power: &PowerManagement) -> Result<(), VmError> {
     vm.set_tss_address(layout::KVM_TSS)
         .map_err(VmError::kvm("set its TSS address"))?;
     vm.create_irq_chip()
@@ -481,7 +516,9 @@ fn set_up_chips(vm: &VmFd, console: &Console) -> Result<(), VmError> {
     })
     .map_err(VmError::kvm("create a timer"))?;
     vm.register_irqfd(console.interrupt(), SERIAL_IRQ)
-        .map_err(VmError::kvm("connect the console's interrupt"))
+        .map_err(VmError::kvm("connect the console's interrupt"))?;
+    vm.register_irqfd(power.interrupt(), acpi::SCI.into())
+        .map_err(VmError::kvm("connect the power button's interrupt"))
 }
 
 /// How a vCPU starts.

@@ -383,7 +383,7 @@ fn ask(code: &[u8], transport: fn(&Vm) -> bool) -> Option<(Vm, Vec<(u32, u64)>)>
         println!("SKIPPED: this transport does not reach user space on this host's KVM");
         return None;
     }
-    vm.start(|| {}).unwrap();
+    vm.start().unwrap();
     wait_until("the guest goes on after its request", || {
         vm.exit_reason().is_some() || rounds(&vm, 0) > 0
     });

@@ -29,7 +29,7 @@ use patchbay_service::testing::structures;
 use patchbay_vmm::config::{Payload, RawCode, RawEntry, VmConfig};
 use patchbay_vmm::guest::{FilteredThreads, VmGuest};
 use patchbay_vmm::memory::GuestRam;
-use patchbay_vmm::seccomp::{self, SeccompLevel, ThreadKind};
+use patchbay_vmm::seccomp::{self, SeccompLevel};
 use patchbay_vmm::vm::{ExitReason, Vm, VmError};
 use static_keys::Op;
 use zerocopy::{FromZeros, IntoBytes};
@@ -200,6 +200,7 @@ fn lay_out(ram: &GuestRam, models: &[Model]) {
         generation: 1,
     };
     structures::describe(&mut descriptor);
+    descriptor.boot = 1;
     descriptor.jump_table = range(JUMP_TABLE, entry);
     descriptor.text = range(CODE, CODE + CODE_BYTES as u64);
     descriptor.page_table = PAGE_TABLE;
@@ -257,8 +258,7 @@ fn storm_guest(vcpus: u8, models: &[Model]) -> Option<(Arc<Vm>, Keys)> {
     let (keys, _) = Keys::start(guest, registry.clone(), config).unwrap();
     let status = registry.request(abi::OP_REGISTER, REQUEST);
     assert_eq!(status, 0, "{}", keys.describe().error);
-    vm.start(|| seccomp::enter(ThreadKind::Vcpu).unwrap())
-        .unwrap();
+    vm.start().unwrap();
     for vcpu in 0..vcpus {
         wait_until("every vCPU runs", || counter(&vm, vcpu, ROUNDS) > 0);
     }

@@ -67,6 +67,14 @@ impl Machine for Watched {
         self.0.shut_down();
     }
 
+    fn press_power_button(&self) {
+        self.0.press_power_button();
+    }
+
+    fn take_back_press(&self) -> bool {
+        self.0.take_back_press()
+    }
+
     fn console(&self) -> &dyn Console {
         self.0.console()
     }

@@ -138,7 +138,8 @@ pub fn has(kind: &str, key: &str) -> Result<bool> {
     Ok(root()?.join(kind).join(key).join(COMPLETE).exists())
 }
 
-fn lock(path: &Path) -> Result<File> {
+/// Takes the lock of this name, and waits for the process that has it.
+pub fn lock(path: &Path) -> Result<File> {
     let file = File::create(path).with_context(|| format!("cannot create {}", path.display()))?;
     match file.try_lock() {
         Ok(()) => {}
@@ -157,14 +158,13 @@ fn lock(path: &Path) -> Result<File> {
 /// Removes what broken builds have left. A build in progress is known by its lock; `locked` is
 /// the key that this process has locked itself.
 fn remove_leftovers(parent: &Path, locked: &str) {
+    remove_leftover_folders(parent);
     for folder in fs::read_dir(parent).into_iter().flatten().flatten() {
         let name = folder.file_name().to_string_lossy().into_owned();
         let Some((key, _)) = name.split_once(PARTIAL) else {
             continue;
         };
         if name.ends_with(RUBBISH) {
-            // Perhaps nobody is at it any more.
-            let _ = remove_in_background(&folder.path());
             continue;
         }
         let lock = File::create(parent.join(format!("{key}.lock")));
@@ -186,6 +186,16 @@ pub fn discard(large: &Path, entry: &Path) -> Result<()> {
     rubbish.push(RUBBISH);
     fs::rename(large, &rubbish)?;
     remove_in_background(Path::new(&rubbish))
+}
+
+/// Removes, in the background, what [`discard`] began to in this folder and was cut off.
+pub fn remove_leftover_folders(parent: &Path) {
+    for folder in fs::read_dir(parent).into_iter().flatten().flatten() {
+        if folder.file_name().to_string_lossy().ends_with(RUBBISH) {
+            // Perhaps nobody is at it any more.
+            let _ = remove_in_background(&folder.path());
+        }
+    }
 }
 
 fn remove_in_background(folder: &Path) -> Result<()> {

@@ -31,13 +31,37 @@ pub const KERNEL: &[&str] = &[
 /// Packages a guest's initramfs is built with.
 pub const INITRAMFS: &[&str] = &["busybox-static", "gcc", "libc6-dev"];
 
-/// The repository's root folder.
+/// The repository's root folder: that of the call, not the one where this program was built. Two
+/// clones that share a target folder share the program too.
+///
+/// # Panics
+/// Outside a repository, which [`find_repository`] has told before.
 pub fn repository() -> PathBuf {
-    let xtask = Path::new(env!("CARGO_MANIFEST_DIR"));
-    xtask
-        .parent()
-        .expect("xtask lies in the repository")
-        .to_path_buf()
+    find_repository().expect("main looked for it")
+}
+
+/// Finds the repository by the variable that `cargo run` and `cargo test` set, else by the current
+/// folder.
+pub fn find_repository() -> Result<PathBuf> {
+    let manifest = std::env::var_os("CARGO_MANIFEST_DIR");
+    let current = std::env::current_dir().context("the current folder is gone")?;
+    repository_of(manifest.as_deref().map(Path::new), &current)
+}
+
+fn repository_of(manifest: Option<&Path>, current: &Path) -> Result<PathBuf> {
+    let is_repository = |folder: &&Path| folder.join("xtask/Cargo.toml").is_file();
+    let found = manifest
+        .into_iter()
+        .chain([current])
+        .find_map(|folder| folder.ancestors().find(is_repository));
+    match found {
+        Some(folder) => Ok(folder.to_path_buf()),
+        None => bail!(
+            "{} is in no repository of Patchbay (no folder above it has xtask/Cargo.toml): call \
+             `cargo xtask` in one",
+            current.display()
+        ),
+    }
 }
 
 /// Where logs and other output that is not worth caching go.
@@ -239,6 +263,32 @@ fn has_virtualization(cpuinfo: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_repository_is_that_of_the_call() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = |name: &str| {
+            let folder = root.path().join(name);
+            fs::create_dir_all(&folder).unwrap();
+            folder
+        };
+        for clone in ["one", "two"] {
+            fs::write(folder(clone).join("Cargo.toml"), "[workspace]\n").unwrap();
+            fs::write(folder(&format!("{clone}/xtask")).join("Cargo.toml"), "").unwrap();
+        }
+        let (one, two) = (folder("one"), folder("two"));
+        let of =
+            |manifest: Option<&Path>, current: &Path| repository_of(manifest, current).unwrap();
+        assert_eq!(of(None, &one), one);
+        assert_eq!(of(None, &folder("two/vmm/src")), two);
+        // As with `cargo run --manifest-path`, and from a test of another package.
+        assert_eq!(of(Some(&one.join("xtask")), &two), one);
+        assert_eq!(of(Some(&one.join("vmm")), root.path()), one);
+        // What another tool's cargo has left in the environment.
+        assert_eq!(of(Some(root.path()), &two), two);
+        let error = repository_of(None, root.path()).unwrap_err().to_string();
+        assert!(error.contains("no repository of Patchbay"), "{error}");
+    }
 
     #[test]
     fn packages_that_are_absent_or_half_installed_count_as_missing() {

@@ -8,6 +8,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 
+use crate::kernel_tree::{self, SharedTree};
 use crate::step::Steps;
 use crate::{cache, host, kernel_config};
 
@@ -163,6 +164,15 @@ impl Recipe {
         }
     }
 
+    /// What a shared tree is made of and with.
+    fn tree_identity(&self) -> Result<String> {
+        let mut inputs = cache::Inputs::new(RECIPE);
+        inputs.add("source", self.source_identity()?);
+        inputs.add("compiler", first_line("gcc")?);
+        inputs.add("linker", first_line("ld")?);
+        Ok(inputs.key())
+    }
+
     fn key(&self) -> Result<String> {
         let mut inputs = cache::Inputs::new(RECIPE);
         inputs.add("source", self.source_identity()?);
@@ -275,31 +285,39 @@ fn build(recipe: &Recipe, folder: &Path) -> Result<()> {
         .collect();
     let heading = format!("building guest kernel {} {series}{config}", recipe.version);
     let steps = Steps::new(&heading, &folder.join("build.log"))?;
-    let tree = folder.join("tree");
-    fs::create_dir(&tree)?;
-    unpack(recipe, &steps, &tree)?;
-    for patch in recipe.patches()? {
-        let name = patch
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
-        let mut command = Command::new("patch");
-        command
-            .args(["--strip=1", "--forward", "--batch"])
-            .arg("--directory")
-            .arg(&tree);
-        steps.run(
-            &format!("applying {name}"),
-            command.arg("--input").arg(&patch),
-        )?;
+    let patches = recipe.patches()?;
+    match &recipe.tree {
+        None => {
+            let shared = SharedTree::open(&recipe.version, &recipe.tree_identity()?, |tree| {
+                unpack(&recipe.package(), &steps, tree)
+            })?;
+            shared.patch(&steps, &patches)?;
+            compile(recipe, &steps, &shared.tree(), folder)?;
+            shared.finish()
+        }
+        Some(source) => {
+            let tree = folder.join("tree");
+            fs::create_dir(&tree)?;
+            copy_tree(source, &steps, &tree)?;
+            kernel_tree::apply(&steps, &patches, &tree)?;
+            compile(recipe, &steps, &tree, folder)?;
+            cache::discard(&tree, folder)
+        }
     }
-    configure(recipe, &steps, &tree)?;
-    steps.run("compiling", make(&tree).args(["bzImage", "modules"]))?;
+}
+
+/// Builds the kernel of a patched tree and copies what is kept of it to `folder`.
+fn compile(recipe: &Recipe, steps: &Steps, tree: &Path, folder: &Path) -> Result<()> {
+    configure(recipe, steps, tree)?;
+    steps.run("compiling", make(tree).args(["bzImage", "modules"]))?;
 
     let modules = folder.join("modules");
     fs::create_dir(&modules)?;
-    collect_modules(&tree, &modules)?;
+    for module in built_modules(&fs::read_to_string(tree.join("modules.order"))?) {
+        let name = module.file_name().unwrap_or_default();
+        fs::copy(tree.join(&module), modules.join(name))
+            .with_context(|| format!("no {}", module.display()))?;
+    }
     for (from, to) in [
         ("arch/x86/boot/bzImage", "bzImage"),
         ("vmlinux", "vmlinux"),
@@ -309,9 +327,17 @@ fn build(recipe: &Recipe, folder: &Path) -> Result<()> {
         fs::copy(tree.join(from), folder.join(to)).with_context(|| format!("no {from}"))?;
     }
     if recipe.patched {
-        keep_for_modules(&steps, &tree, &folder.join(DEVELOPMENT))?;
+        keep_for_modules(steps, tree, &folder.join(DEVELOPMENT))?;
     }
-    cache::discard(&tree, folder)
+    Ok(())
+}
+
+/// The modules that modules.order lists, up to 6.1 by their own names, later by those of their objects. The tree may have others in it,
+/// of a kernel built before.
+fn built_modules(order: &str) -> impl Iterator<Item = PathBuf> {
+    order
+        .lines()
+        .map(|line| Path::new(line).with_extension("ko"))
 }
 
 /// What Debian's linux-headers packages have: the Makefiles, the configuration, the headers, and
@@ -338,28 +364,25 @@ fn keep_for_modules(steps: &Steps, tree: &Path, to: &Path) -> Result<()> {
     steps.run("keeping what modules need", command.current_dir(tree))
 }
 
-fn unpack(recipe: &Recipe, steps: &Steps, tree: &Path) -> Result<()> {
-    match &recipe.tree {
-        None => {
-            let tarball = format!("/usr/src/{}.tar.xz", recipe.package());
-            let mut command = Command::new("tar");
-            command.args(["--extract", "--strip-components=1", "--file", &tarball]);
-            steps.run(
-                &format!("unpacking {tarball}"),
-                command.arg("--directory").arg(tree),
-            )
-        }
-        Some(source) => {
-            let mut command = Command::new("cp");
-            command
-                .args(["-a", "--reflink=auto", "--no-target-directory"])
-                .arg(source)
-                .arg(tree);
-            steps.run(&format!("copying {}", source.display()), &mut command)?;
-            // Objects of another configuration would be in the way.
-            steps.run("cleaning the copy", make(tree).arg("mrproper"))
-        }
-    }
+fn unpack(package: &str, steps: &Steps, tree: &Path) -> Result<()> {
+    let tarball = format!("/usr/src/{package}.tar.xz");
+    let mut command = Command::new("tar");
+    command.args(["--extract", "--strip-components=1", "--file", &tarball]);
+    steps.run(
+        &format!("unpacking {tarball}"),
+        command.arg("--directory").arg(tree),
+    )
+}
+
+fn copy_tree(source: &Path, steps: &Steps, tree: &Path) -> Result<()> {
+    let mut command = Command::new("cp");
+    command
+        .args(["-a", "--reflink=auto", "--no-target-directory"])
+        .arg(source)
+        .arg(tree);
+    steps.run(&format!("copying {}", source.display()), &mut command)?;
+    // Objects of another configuration would be in the way.
+    steps.run("cleaning the copy", make(tree).arg("mrproper"))
 }
 
 fn configure(recipe: &Recipe, steps: &Steps, tree: &Path) -> Result<()> {
@@ -397,6 +420,8 @@ fn make(tree: &Path) -> Command {
         .env("KBUILD_BUILD_USER", "patchbay")
         .env("KBUILD_BUILD_HOST", "patchbay");
     command.env("KBUILD_BUILD_TIMESTAMP", "Thu Jan  1 00:00:00 UTC 1970");
+    // Or it counts the links of a tree.
+    command.env("KBUILD_BUILD_VERSION", "1");
     // Cargo and a surrounding make have variables that mean something else to Kbuild.
     command
         .env_remove("MAKEFLAGS")
@@ -465,4 +490,20 @@ fn first_line(program: &str) -> Result<String> {
 /// The compiler's name and version, for keys of things built with it.
 pub fn compiler() -> Result<String> {
     first_line("gcc")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modules_are_those_of_this_build() {
+        let expected = [Path::new("fs/ext4/ext4.ko"), Path::new("lib/test.ko")];
+        for order in [
+            "fs/ext4/ext4.ko\nlib/test.ko\n",
+            "fs/ext4/ext4.o\nlib/test.o\n",
+        ] {
+            assert!(built_modules(order).eq(expected), "{order}");
+        }
+    }
 }

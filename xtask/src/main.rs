@@ -14,6 +14,7 @@ mod host;
 mod initramfs;
 mod kernel;
 mod kernel_config;
+mod kernel_tree;
 mod lab;
 mod lab_image;
 mod modules;
@@ -139,6 +140,10 @@ fn main() -> ExitCode {
 }
 
 fn run(task: Task) -> Result<ExitCode> {
+    // In a lab the call has no folder of its own.
+    if !matches!(task, Task::RunTests { .. }) {
+        host::find_repository()?;
+    }
     match task {
         Task::Demo { arguments } => demo::run(arguments),
         Task::Test(arguments) => {

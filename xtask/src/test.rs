@@ -30,6 +30,8 @@ const WITH_OLDEST_KERNEL: &[&str] = &[
     "patchbay-tests::linux_boot bzimage_with_",
     "patchbay-tests::linux_counts ",
     "patchbay-tests::linux_gates ",
+    "patchbay-tests::linux_kinds ",
+    "patchbay-tests::linux_life a_hibernation_that_does_not_happen_keeps_holds_and_quarantines",
     "patchbay-tests::linux_life a_panicked_kernel_has_taken_its_registration_back",
     "patchbay-tests::linux_trace armed_is_silent_firing_streams_and_parked_is_silent",
 ];

@@ -52,8 +52,8 @@ pub struct Image<'data> {
     executable: Vec<Range<u64>>,
     /// The section `__jump_table`, where it is one of its own.
     pub jump_table_section: Option<Range<u64>>,
-    /// The section `.init.text`, if the file has section names.
-    pub init_text_section: Option<Range<u64>>,
+    /// Sections of code that is freed after boot, if the file has section names.
+    pub init_sections: Vec<Range<u64>>,
     /// From .symtab.
     pub symbols: Symbols,
 }
@@ -112,7 +112,7 @@ impl<'data> Image<'data> {
         let sections = header.sections(endian, data)?;
         let mut executable = Vec::new();
         let mut jump_table_section = None;
-        let mut init_text_section = None;
+        let mut init_sections = Vec::new();
         for section in sections.iter() {
             let flags: u64 = section.sh_flags(endian).into();
             if flags & u64::from(elf::SHF_ALLOC) == 0 {
@@ -123,12 +123,15 @@ impl<'data> Image<'data> {
             let Some(end) = start.checked_add(size) else {
                 continue;
             };
-            if flags & u64::from(elf::SHF_EXECINSTR) != 0 && size > 0 {
+            // Since 6.16 `.data` claims to be executable too; no code of a kernel is writable.
+            let code = elf::SHF_EXECINSTR | elf::SHF_WRITE;
+            if flags & u64::from(code) == u64::from(elf::SHF_EXECINSTR) && size > 0 {
                 executable.push(start..end);
             }
             match sections.section_name(endian, section) {
                 Ok(b"__jump_table") => jump_table_section = Some(start..end),
-                Ok(b".init.text") => init_text_section = Some(start..end),
+                // Both lie between __init_begin and __init_end.
+                Ok(b".init.text" | b".exit.text") => init_sections.push(start..end),
                 _ => {}
             }
         }
@@ -163,7 +166,7 @@ impl<'data> Image<'data> {
             regions,
             executable,
             jump_table_section,
-            init_text_section,
+            init_sections,
             symbols,
         )
     }
@@ -175,7 +178,7 @@ impl<'data> Image<'data> {
         pieces: Vec<(u64, u64, Cow<'data, [u8]>)>,
         mut executable: Vec<Range<u64>>,
         jump_table_section: Option<Range<u64>>,
-        init_text_section: Option<Range<u64>>,
+        init_sections: Vec<Range<u64>>,
         symbols: Symbols,
     ) -> Result<Self, ImageError> {
         let mut regions: Vec<Region<'data>> = pieces
@@ -206,7 +209,7 @@ impl<'data> Image<'data> {
             regions,
             executable,
             jump_table_section,
-            init_text_section,
+            init_sections,
             symbols,
         })
     }
@@ -222,6 +225,16 @@ impl<'data> Image<'data> {
     /// Whether the address is in the image at all.
     pub fn contains(&self, address: u64) -> bool {
         self.region(address).is_some()
+    }
+
+    /// The code of the image: {address, bytes}.
+    pub fn code(&self) -> impl Iterator<Item = (u64, &[u8])> {
+        self.executable.iter().map(|range| {
+            (
+                range.start,
+                self.bytes_at(range.start, range.end - range.start),
+            )
+        })
     }
 
     /// Whether the address is in code.

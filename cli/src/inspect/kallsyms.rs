@@ -1,12 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The symbol table a kernel carries in itself, found in an image without section names or symbols.
 //!
-//! scripts/kallsyms.c writes it as a row of arrays in .rodata, each aligned to the size of a pointer. Two orders exist:
+//! scripts/kallsyms.c writes it as a row of arrays in .rodata, each aligned to the size of a pointer, since 7.0 to four bytes. Orders:
 //!
 //! | order | kernels |
 //! |---|---|
 //! | offsets, relative_base, num_syms, names, markers, (6.2: seqs_of_names,) token_table, token_index | before 6.4; before 4.6 and without `KALLSYMS_BASE_RELATIVE`, addresses instead of the first two |
-//! | num_syms, names, markers, token_table, token_index, offsets, relative_base, seqs_of_names | 6.4 and later |
+//! | num_syms, names, markers, token_table, token_index, offsets, relative_base, seqs_of_names | 6.4 to 6.19 |
+//! | the same without relative_base | 7.0 and later |
+//!
+//! Addresses have had four forms:
+//!
+//! | stored | address |
+//! |---|---|
+//! | u32 | relative_base + offset |
+//! | s32, `KALLSYMS_ABSOLUTE_PERCPU` | the offset itself if it is not negative, else relative_base − 1 − offset |
+//! | s32, without a base | the offset's own address + offset |
+//! | pointer | the address |
+//!
+//! Nothing in the tables says which it is: it is the one under which the kernel's text begins where its code does.
 //!
 //! Names are rows of {ULEB128 length, that many token numbers}; before 6.1 the length is one byte. The token table holds 256 strings
 //! and is found by the digits: `0` to `9` occur in names, so that each is its own token. The token index must then agree with every
@@ -21,6 +33,8 @@ use super::symbols::{MAX_SYMBOLS, Symbol, Symbols};
 const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";
 /// Longest token and longest name, in bytes (`KSYM_NAME_LEN` is 512).
 const MAX_NAME: usize = 512;
+/// Most bytes of all names together; a distribution kernel has 5 MiB.
+const MAX_NAMES: usize = 64 << 20;
 /// How far before the token table the markers may begin: behind them lie at most 3 bytes per symbol.
 const MAX_MARKER_DISTANCE: usize = 16 << 20;
 /// Places tried before giving up; a real image needs one or two. Bounds the time a crafted file can take.
@@ -29,17 +43,20 @@ const MAX_ATTEMPTS: usize = 64;
 /// Reads the symbols of a kernel built with CONFIG_KALLSYMS. None if there are none, or in an unknown layout.
 pub fn read(image: &Image<'_>) -> Option<Symbols> {
     let mut attempts = MAX_ATTEMPTS;
-    image.pieces().find_map(|(_, data)| {
+    image.pieces().find_map(|(address, data)| {
         let mut from = 0;
         while attempts > 0
             && let Some(found) = find(&data[from..], DIGITS)
         {
             attempts -= 1;
-            if let Some(tokens) = Tokens::around(data, from + found, image.pointer_size as usize)
-                && let Some(symbols) =
-                    Finder::new(data, tokens, image.pointer_size as usize).symbols(image)
-            {
-                return Some(symbols);
+            let pointer = image.pointer_size as usize;
+            for alignment in [pointer, 4] {
+                if let Some(tokens) = Tokens::around(data, from + found, alignment)
+                    && let Some(symbols) =
+                        Finder::new(address, data, tokens, pointer, alignment).symbols(image)
+                {
+                    return Some(symbols);
+                }
             }
             from += found + 1;
         }
@@ -129,44 +146,69 @@ struct Names {
 }
 
 struct Finder<'data> {
+    /// Of `data`.
+    address: u64,
     data: &'data [u8],
     tokens: Tokens<'data>,
     pointer: usize,
+    /// Of the arrays.
+    alignment: usize,
     attempts: usize,
 }
 
 impl<'data> Finder<'data> {
-    fn new(data: &'data [u8], tokens: Tokens<'data>, pointer: usize) -> Self {
+    fn new(
+        address: u64,
+        data: &'data [u8],
+        tokens: Tokens<'data>,
+        pointer: usize,
+        alignment: usize,
+    ) -> Self {
         Self {
+            address,
             data,
             tokens,
             pointer,
+            alignment,
             attempts: MAX_ATTEMPTS,
         }
     }
 
     fn symbols(mut self, image: &Image<'_>) -> Option<Symbols> {
         let names = self.find_names()?;
-        let addresses = self.find_addresses(&names, image)?;
-        let mut symbols = Symbols::default();
-        let mut name = Vec::with_capacity(MAX_NAME);
-        for (range, address) in names.tokens.iter().zip(addresses) {
-            name.clear();
-            for token in &self.data[range.clone()] {
-                name.extend_from_slice(self.tokens.strings[usize::from(*token)]);
-                if name.len() > MAX_NAME {
-                    return None;
-                }
+        let mut expanded = Vec::new();
+        let mut length = 0;
+        for range in &names.tokens {
+            let (letter, name) = self.expand(range)?;
+            length += name.len();
+            if length > MAX_NAMES {
+                return None;
             }
-            // The first character is the letter of nm(1).
-            let (letter, name) = name.split_first()?;
-            symbols.push(
-                Symbol::from_letter(address, *letter),
-                &String::from_utf8_lossy(name),
-            );
+            expanded.push((letter, name));
+        }
+        let text = expanded
+            .iter()
+            .position(|(_, name)| name == "_stext" || name == "_text")?;
+        let addresses = self.find_addresses(&names, text, image)?;
+        let mut symbols = Symbols::default();
+        for ((letter, name), address) in expanded.iter().zip(addresses) {
+            symbols.push(Symbol::from_letter(address, *letter), name);
         }
         symbols.sort();
         Some(symbols)
+    }
+
+    /// A symbol's letter of nm(1), which is the first character, and its name.
+    fn expand(&self, tokens: &Range<usize>) -> Option<(u8, String)> {
+        let mut name = Vec::new();
+        for token in &self.data[tokens.clone()] {
+            name.extend_from_slice(self.tokens.strings[usize::from(*token)]);
+            if name.len() > MAX_NAME {
+                return None;
+            }
+        }
+        let (letter, name) = name.split_first()?;
+        Some((*letter, String::from_utf8_lossy(name).into_owned()))
     }
 
     /// Goes back from the token table to the markers, whose first is 0 and whose others rise.
@@ -226,10 +268,10 @@ impl<'data> Finder<'data> {
         let highest = markers_at.checked_sub(last)?;
         let lowest = highest
             .saturating_sub(256 * (MAX_NAME + 2))
-            .max(self.pointer);
-        let mut start = highest & !(self.pointer - 1);
+            .max(self.alignment);
+        let mut start = highest & !(self.alignment - 1);
         while start >= lowest && self.attempts > 0 {
-            let count_at = start - self.pointer;
+            let count_at = start - self.alignment;
             let count = u32_at(self.data, count_at)? as usize;
             if count.div_ceil(256) == markers.len() && count <= MAX_SYMBOLS {
                 self.attempts -= 1;
@@ -237,7 +279,7 @@ impl<'data> Finder<'data> {
                 for wide_lengths in [true, false] {
                     if let Some(tokens) = self.walk(start, count, markers, wide_lengths)
                         && let Some(end) = tokens.last().map(|range| range.end)
-                        && align_up(end, self.pointer) == markers_at
+                        && align_up(end, self.alignment) == markers_at
                     {
                         return Some(Names {
                             count,
@@ -247,7 +289,7 @@ impl<'data> Finder<'data> {
                     }
                 }
             }
-            start = start.checked_sub(self.pointer)?;
+            start = start.checked_sub(self.alignment)?;
         }
         None
     }
@@ -281,9 +323,10 @@ impl<'data> Finder<'data> {
         Some(names)
     }
 
-    fn find_addresses(&self, names: &Names, image: &Image<'_>) -> Option<Vec<u64>> {
+    /// `text` is the number of the symbol for the start of the kernel's text.
+    fn find_addresses(&self, names: &Names, text: usize, image: &Image<'_>) -> Option<Vec<u64>> {
         // 6.4 and later: right behind the token index.
-        let after = align_up(self.tokens.end, self.pointer);
+        let after = align_up(self.tokens.end, self.alignment);
         let base_after = align_up(after.checked_add(names.count * 4)?, self.pointer);
         // Before: in front of the count.
         let base_before = names.count_at.checked_sub(self.pointer);
@@ -293,50 +336,69 @@ impl<'data> Finder<'data> {
             .count_at
             .checked_sub(align_up(names.count * self.pointer, self.pointer));
 
-        let relative = |offsets: Option<usize>, base: Option<usize>| {
+        let offsets = |at: usize| -> Option<Vec<u32>> {
+            (0..names.count)
+                .map(|index| u32_at(self.data, at + 4 * index))
+                .collect()
+        };
+        let plausible =
+            |addresses: &mut dyn Iterator<Item = u64>| plausible(addresses, text, image);
+        let relative_to = |at: Option<usize>, base: Option<usize>| {
             let base = pointer_at(self.data, base?, self.pointer)?;
-            let offsets: Vec<u32> = (0..names.count)
-                .map(|index| u32_at(self.data, offsets? + 4 * index))
-                .collect::<Option<_>>()?;
+            let offsets = offsets(at?)?;
             // CONFIG_KALLSYMS_ABSOLUTE_PERCPU: kallsyms_sym_address() in kernel/kallsyms.c.
-            let percpu = offsets.iter().map(|offset| {
-                let offset = i64::from(*offset as i32);
+            let mut percpu = offsets.iter().map(|offset| {
+                let offset = i64::from(offset.cast_signed());
                 if offset >= 0 {
-                    offset as u64
+                    offset.cast_unsigned()
                 } else {
-                    base.wrapping_sub(1).wrapping_sub(offset as u64)
+                    base.wrapping_sub(1).wrapping_sub(offset.cast_unsigned())
                 }
             });
-            let plain = offsets
+            let mut plain = offsets
                 .iter()
                 .map(|offset| base.wrapping_add(u64::from(*offset)));
-            plausible(percpu, image).or_else(|| plausible(plain, image))
+            plausible(&mut percpu).or_else(|| plausible(&mut plain))
         };
-        relative(Some(after), Some(base_after))
-            .or_else(|| relative(before, base_before))
-            .or_else(|| {
-                let addresses: Vec<u64> = (0..names.count)
-                    .map(|index| {
-                        pointer_at(self.data, absolute? + self.pointer * index, self.pointer)
-                    })
-                    .collect::<Option<_>>()?;
-                plausible(addresses.into_iter(), image)
-            })
+        let relative_to_themselves = || {
+            let offsets = offsets(after)?;
+            let own = (self.address.wrapping_add(after as u64)..).step_by(4);
+            plausible(
+                &mut own
+                    .zip(offsets)
+                    .map(|(own, offset)| own.wrapping_add_signed(offset.cast_signed().into())),
+            )
+        };
+        let pointers = || {
+            let addresses: Vec<u64> = (0..names.count)
+                .map(|index| pointer_at(self.data, absolute? + self.pointer * index, self.pointer))
+                .collect::<Option<_>>()?;
+            plausible(&mut addresses.into_iter())
+        };
+        relative_to(Some(after), Some(base_after))
+            .or_else(|| relative_to(before, base_before))
+            .or_else(relative_to_themselves)
+            .or_else(pointers)
     }
 }
 
-/// Addresses rise, and most are in the image: some lie behind its end or are absolute.
-fn plausible(addresses: impl Iterator<Item = u64>, image: &Image<'_>) -> Option<Vec<u64>> {
+/// Addresses rise, most are in the image (some lie behind its end or are absolute), and the text begins where code does.
+fn plausible(
+    addresses: &mut dyn Iterator<Item = u64>,
+    text: usize,
+    image: &Image<'_>,
+) -> Option<Vec<u64>> {
     let mask = if image.pointer_size == 4 {
         u64::from(u32::MAX)
     } else {
         u64::MAX
     };
     let addresses: Vec<u64> = addresses.map(|address| address & mask).collect();
+    let anchored = image.code().any(|(start, _)| start == addresses[text]);
     let rising = addresses.windows(2).all(|pair| pair[0] <= pair[1]);
     let inside = addresses
         .iter()
         .filter(|address| image.contains(**address))
         .count();
-    (rising && inside * 4 > addresses.len() * 3).then_some(addresses)
+    (anchored && rising && inside * 4 > addresses.len() * 3).then_some(addresses)
 }

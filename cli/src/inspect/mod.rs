@@ -134,7 +134,7 @@ fn inspect(file: &[u8], given: Option<Symbols>) -> Result<Report, InspectError> 
     } = container::unpack(file)?;
     let mut image = Image::parse(&elf)?;
     let own = std::mem::take(&mut image.symbols);
-    let (source, symbols) = if let Some(given) = given {
+    let (source, mut symbols) = if let Some(given) = given {
         (SymbolSource::File, given)
     } else if !own.is_empty() {
         (SymbolSource::Elf, own)
@@ -143,6 +143,7 @@ fn inspect(file: &[u8], given: Option<Symbols>) -> Result<Report, InspectError> 
     } else {
         (SymbolSource::None, own)
     };
+    symbols.classify(|address| image.is_executable(address));
     let table = Table::find(&image, &symbols)?;
     let reader = Reader::new(&image, &symbols, &table);
     let (keys, summary) = reader.keys();

@@ -34,20 +34,22 @@ pub(super) fn parse<'data, Elf: FileHeader<Endian = LittleEndian>>(
     let mut layout = Layout::new(&sections, endian)?;
     let mut executable = Vec::new();
     let mut jump_table_section = None;
-    let mut init_text_section = None;
+    let mut init_sections = Vec::new();
     let mut pieces = Vec::new();
     for (index, section) in sections.enumerate() {
         let Some(range) = layout.range(index) else {
             continue;
         };
         let name = sections.section_name(endian, section)?;
-        let code = section.sh_flags(endian).into() & u64::from(elf::SHF_EXECINSTR) != 0;
+        let code = section.sh_flags(endian).into() & u64::from(elf::SHF_EXECINSTR | elf::SHF_WRITE)
+            == u64::from(elf::SHF_EXECINSTR);
         if code {
             executable.push(range.clone());
         }
         match name {
             b"__jump_table" => jump_table_section = Some(range.clone()),
-            b".init.text" => init_text_section = Some(range.clone()),
+            // As the loader has it: module_init_layout_section() in kernel/module/main.c. `.exit.text` stays.
+            name if code && name.starts_with(b".init") => init_sections.push(range.clone()),
             _ => {}
         }
         let mut bytes = Cow::Borrowed(section.data(endian, data)?);
@@ -94,7 +96,7 @@ pub(super) fn parse<'data, Elf: FileHeader<Endian = LittleEndian>>(
         pieces,
         executable,
         jump_table_section,
-        init_text_section,
+        init_sections,
         symbols,
     )
 }

@@ -5,6 +5,7 @@ use comfy_table::Table;
 use comfy_table::presets::NOTHING;
 
 use super::report::{Class, Key, Report, SiteReport, SymbolSource};
+use super::table::FoundBy;
 use crate::print::Printable;
 
 /// A report, and whether its table lists keys or sites.
@@ -125,7 +126,7 @@ fn summary(report: &Report) -> String {
     };
     format!(
         "{kind}{release}, {bits} bits, compression {compression:?}; {symbols} names from {names}\n\
-         jump table {start:#x}..{stop:#x}, {entries} entries, {format}, found by {found_by:?}\n\
+         jump table {start:#x}..{stop:#x}, {entries} entries, {format}, found by {found_by}\n\
          {keys} keys ({ro} read-only after boot), {sites} sites: {two} of 2 bytes, {five} of 5; {nop} NOP, {jmp} JMP, {boot_nop} boot-time NOP; \
          {likely} likely; {init} in init code\n\
          {explained} of {sites} entries agree with the bytes at their sites; {differ} sites differ from their key's initial value\n",
@@ -142,7 +143,13 @@ fn summary(report: &Report) -> String {
         stop = table.stop,
         entries = table.entries,
         format = table.format,
-        found_by = table.found_by,
+        found_by = match (table.found_by, table.proof) {
+            (FoundBy::Symbols, _) => "its symbols".to_owned(),
+            (FoundBy::Section, _) => "its section".to_owned(),
+            (FoundBy::Search, None) => "a search".to_owned(),
+            (FoundBy::Search, Some(code)) =>
+                format!("a search; it is whole, the code at {code:#x} refers to both its ends"),
+        },
         keys = summary.keys,
         ro = summary.ro_after_init_keys,
         sites = summary.sites,

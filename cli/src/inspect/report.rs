@@ -63,6 +63,9 @@ pub struct TableReport {
     pub stop: u64,
     pub entries: usize,
     pub found_by: FoundBy,
+    /// Where the kernel's code loads the addresses of both ends, which proves that a search found the whole table.
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "proof")]
+    pub proof: Option<u64>,
     /// Whether bit 1 of the keys is objtool's (5.14 and later with CONFIG_HAVE_JUMP_LABEL_HACK).
     pub objtool_bit: bool,
 }
@@ -142,13 +145,20 @@ fn address<S: serde::Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S:
     serializer.collect_str(&format_args!("{value:#x}"))
 }
 
+fn proof<S: serde::Serializer>(value: &Option<u64>, serializer: S) -> Result<S::Ok, S::Error> {
+    match value {
+        Some(value) => address(value, serializer),
+        None => serializer.serialize_none(),
+    }
+}
+
 /// Reads everything a report says from the image.
 pub struct Reader<'image, 'data> {
     image: &'image Image<'data>,
     symbols: &'image Symbols,
     table: &'image Table,
     objtool_bit: bool,
-    init: Option<Range<u64>>,
+    init: Vec<Range<u64>>,
     ro_after_init: Option<Range<u64>>,
     /// Key address to declared name.
     declared: BTreeMap<u64, String>,
@@ -166,7 +176,12 @@ impl<'image, 'data> Reader<'image, 'data> {
             symbols,
             table,
             objtool_bit: table.entries.iter().any(|entry| entry.objtool_nop),
-            init: between("_sinittext", "_einittext").or_else(|| image.init_text_section.clone()),
+            // As jump_label_init() has it. Without KALLSYMS_ALL there is no `__init_begin`.
+            init: match between("__init_begin", "__init_end") {
+                Some(init) => vec![init],
+                None if !image.init_sections.is_empty() => image.init_sections.clone(),
+                None => between("_sinittext", "_einittext").into_iter().collect(),
+            },
             ro_after_init: between("__start_ro_after_init", "__end_ro_after_init"),
             declared: BTreeMap::new(),
         };
@@ -309,10 +324,7 @@ impl<'image, 'data> Reader<'image, 'data> {
             target_location: locate(entry.target),
             likely: entry.likely,
             objtool_nop: entry.objtool_nop,
-            init: self
-                .init
-                .as_ref()
-                .is_some_and(|range| range.contains(&entry.code)),
+            init: self.init.iter().any(|range| range.contains(&entry.code)),
             problem,
         }
     }
@@ -325,6 +337,7 @@ impl<'image, 'data> Reader<'image, 'data> {
             stop: self.table.stop,
             entries: self.table.entries.len(),
             found_by: self.table.found_by,
+            proof: self.table.proof,
             objtool_bit: self.objtool_bit,
         }
     }

@@ -91,6 +91,13 @@ impl Symbols {
             .sort_by_key(|(symbol, start, _)| (symbol.address, *start));
     }
 
+    /// Says of each symbol what it names by where it is: since 6.16 nm(1) gives the letter of code to symbols of `.data`.
+    pub fn classify(&mut self, is_code: impl Fn(u64) -> bool) {
+        for (symbol, ..) in &mut self.entries {
+            symbol.kind = SymbolKind::from_section(is_code(symbol.address));
+        }
+    }
+
     pub fn len(&self) -> usize {
         self.entries.len()
     }

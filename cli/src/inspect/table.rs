@@ -13,6 +13,9 @@ const MAX_ENTRIES: u64 = 1 << 20;
 /// Shortest run of entries that a search without symbols takes for a table.
 const SHORTEST_RUN: u64 = 8;
 
+/// Bytes between the two addresses that jump_label_init() loads; kernels have had 14 to 56.
+const NEAR: u64 = 128;
+
 /// Why there is no jump table.
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {
@@ -32,6 +35,12 @@ pub enum TableError {
          with --symbols"
     )]
     NotFound,
+    /// What a search found may be a part of the table.
+    #[error(
+        "this kernel has no readable symbols, and a search found {entries} entries at {start:#x}..{stop:#x} that may be only a part of its \
+         jump table (no code refers to both ends): give the kernel's own System.map with --symbols"
+    )]
+    NotProven { start: u64, stop: u64, entries: u64 },
     /// The symbols are another kernel's.
     #[error(
         "the symbols place the jump table at {start:#x}..{stop:#x}, which is not in this image: give the System.map of this very kernel"
@@ -57,7 +66,7 @@ pub enum FoundBy {
     Symbols,
     /// The ELF section `__jump_table`.
     Section,
-    /// The longest run of valid entries in the image.
+    /// The longest run of valid entries in the image, proven whole.
     Search,
 }
 
@@ -68,6 +77,8 @@ pub struct Table {
     pub start: u64,
     pub stop: u64,
     pub found_by: FoundBy,
+    /// Of a search: the code that loads the addresses of both ends.
+    pub proof: Option<u64>,
     pub entries: Vec<Entry>,
 }
 
@@ -89,7 +100,16 @@ impl Table {
             return Err(TableError::Module);
         }
         let (format, start, count) = search(image).ok_or(TableError::NotFound)?;
-        Ok(Self::decode(image, format, start, count, FoundBy::Search))
+        let table = Self::decode(image, format, start, count, FoundBy::Search);
+        let stop = table.stop;
+        match bounds_in_code(image, start, stop) {
+            None => Err(TableError::NotProven {
+                start,
+                stop,
+                entries: count,
+            }),
+            proof => Ok(Self { proof, ..table }),
+        }
     }
 
     fn between(
@@ -145,6 +165,7 @@ impl Table {
             start,
             stop: start + count * size,
             found_by,
+            proof: None,
             entries: (0..count)
                 .filter_map(|index| format.decode(image, start + index * size))
                 .collect(),
@@ -194,4 +215,45 @@ fn search(image: &Image<'_>) -> Option<(Format, u64, u64)> {
         }
     }
     best
+}
+
+/// The code that loads the addresses of both ends of the table, as jump_label_init() and others of kernel/jump_label.c do: an absolute
+/// address or one relative to the next instruction, each the last four bytes of its instruction.
+///
+/// That the two stand this close by chance, for one pair of addresses, has odds of one in 10^10 in a kernel with 32 MiB of code.
+fn bounds_in_code(image: &Image<'_>, start: u64, stop: u64) -> Option<u64> {
+    image.code().find_map(|(base, bytes)| {
+        let mut last_start: Option<u64> = None;
+        let mut last_stop: Option<u64> = None;
+        for (at, word) in (base..).zip(bytes.windows(4)) {
+            let word = u32::from_le_bytes(*word.first_chunk()?);
+            if refers(image, at, word, start) {
+                last_start = Some(at);
+            } else if refers(image, at, word, stop) {
+                last_stop = Some(at);
+            } else {
+                continue;
+            }
+            if let (Some(one), Some(other)) = (last_start, last_stop)
+                && one.abs_diff(other) <= NEAR
+            {
+                return Some(one.min(other));
+            }
+        }
+        None
+    })
+}
+
+/// Whether the four bytes `word` at `at` make an instruction refer to `address`.
+fn refers(image: &Image<'_>, at: u64, word: u32, address: u64) -> bool {
+    let signed = i64::from(word.cast_signed());
+    let (absolute, relative) = (
+        signed.cast_unsigned(),
+        at.wrapping_add(4).wrapping_add_signed(signed),
+    );
+    if image.pointer_size == 4 {
+        u64::from(word) == address || relative & u64::from(u32::MAX) == address
+    } else {
+        absolute == address || relative == address
+    }
 }

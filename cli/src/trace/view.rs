@@ -191,17 +191,17 @@ impl Printable for Change {
             0 => String::new(),
             _ => print::text(&table) + "\n",
         };
-        let count = self.events;
+        let count = print::counted(self.events as u64, "event");
         let _ = match self.stopped_ns {
-            _ if self.dry_run => writeln!(text, "{count} events; nothing was changed (dry run)"),
+            _ if self.dry_run => writeln!(text, "{count}; nothing was changed (dry run)"),
             Some(stopped) => writeln!(
                 text,
-                "{count} events, {} sites patched in one pause, guest stopped for {}.{:03} µs",
-                self.sites_patched,
+                "{count}, {} patched in one pause, guest stopped for {}.{:03} µs",
+                print::counted(self.sites_patched.into(), "site"),
                 stopped / 1000,
                 stopped % 1000
             ),
-            None => writeln!(text, "{count} events, no pause"),
+            None => writeln!(text, "{count}, no pause"),
         };
         text
     }

@@ -12,11 +12,15 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::guest::Transport;
-use crate::keys::{Keys, RegistrationPhase, to_proto};
+use crate::guest::{Machine, Transport};
+use crate::keys::{Keys, KeysError, PauseRequest, PauseState, RegistrationPhase, to_proto};
 
 const DEFAULT_PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_PAUSE_TIMEOUT: Duration = Duration::from_secs(30);
+const DEFAULT_SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
+const MAX_SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3600);
+const DEFAULT_PAUSE_TTL: Duration = Duration::from_secs(30);
+const MAX_PAUSE_TTL: Duration = Duration::from_secs(3600);
 
 /// Serves [`GuestService`].
 pub struct GuestApi {
@@ -42,6 +46,49 @@ impl GuestApi {
     }
 }
 
+impl GuestApi {
+    /// Waits until the guest has ended, or the monitor ends.
+    async fn guest_ended(&self) {
+        let mut printed = self.printed.clone();
+        let mut ending = self.ending.clone();
+        let ended = async {
+            loop {
+                printed.mark_unchanged();
+                // The sender lives in the console's listener, and so as long as the guest.
+                if self.keys.machine().has_ended() || printed.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        tokio::select! {
+            () = ended => {}
+            () = super::wait_for_end(&mut ending) => {}
+        }
+    }
+}
+
+/// The guest's power button, pressed. A press that the guest has not seen is taken back when this is
+/// dropped: a guest that was told to run on must not shut down an hour later.
+struct PowerButton<'a>(&'a dyn Machine);
+
+impl<'a> PowerButton<'a> {
+    fn press(machine: &'a dyn Machine) -> Self {
+        machine.press_power_button();
+        Self(machine)
+    }
+
+    /// Whether the guest had not seen it.
+    fn take_back(&self) -> bool {
+        self.0.take_back_press()
+    }
+}
+
+impl Drop for PowerButton<'_> {
+    fn drop(&mut self) {
+        self.take_back();
+    }
+}
+
 #[tonic::async_trait]
 impl GuestService for GuestApi {
     async fn describe_guest(
@@ -61,12 +108,11 @@ impl GuestService for GuestApi {
             RegistrationPhase::Withdrawn => v1::RegistrationState::Withdrawn,
             RegistrationPhase::Refused => v1::RegistrationState::Refused,
         };
-        let state = if self.keys.machine().has_ended() {
-            v1::GuestState::Stopped
-        } else if self.keys.is_paused() {
-            v1::GuestState::Paused
-        } else {
-            v1::GuestState::Running
+        let (state, paused_until) = match self.keys.pause_state() {
+            _ if self.keys.machine().has_ended() => (v1::GuestState::Stopped, None),
+            PauseState::Running => (v1::GuestState::Running, None),
+            PauseState::Until(at) => (v1::GuestState::Paused, Some(at)),
+            PauseState::UntilResumed => (v1::GuestState::Paused, None),
         };
         let transport = match (phase, transports.first()) {
             (v1::RegistrationState::Absent, _) | (_, None) => v1::Transport::Unspecified as i32,
@@ -94,6 +140,7 @@ impl GuestService for GuestApi {
             page_table_isolation: registration.page_table_isolation,
             five_level_paging: registration.five_level_paging,
             transports,
+            paused_until: paused_until.map(Into::into),
         }))
     }
 
@@ -101,14 +148,19 @@ impl GuestService for GuestApi {
         &self,
         request: Request<v1::PauseGuestRequest>,
     ) -> Result<Response<v1::PauseGuestResponse>, Status> {
+        let v1::PauseGuestRequest { timeout, ttl } = request.into_inner();
         let range = Duration::from_micros(1)..=MAX_PAUSE_TIMEOUT;
-        let timeout = super::from_proto("timeout", request.into_inner().timeout, range)?;
-        let stop_time = self
-            .keys
-            .pause(timeout.unwrap_or(DEFAULT_PAUSE_TIMEOUT))
-            .await?;
+        let timeout = super::from_proto("timeout", timeout, range)?;
+        let range = Duration::from_millis(1)..=MAX_PAUSE_TTL;
+        let ttl = super::from_proto("ttl", ttl, range)?;
+        let request = PauseRequest {
+            timeout: timeout.unwrap_or(DEFAULT_PAUSE_TIMEOUT),
+            ttl: ttl.unwrap_or(DEFAULT_PAUSE_TTL),
+        };
+        let outcome = self.keys.pause(request).await?;
         Ok(Response::new(v1::PauseGuestResponse {
-            stop_time: Some(to_proto(stop_time)),
+            stop_time: Some(to_proto(outcome.stop_time)),
+            expires_at: outcome.expires_at.map(Into::into),
         }))
     }
 
@@ -122,10 +174,37 @@ impl GuestService for GuestApi {
 
     async fn shutdown_guest(
         &self,
-        _request: Request<v1::ShutdownGuestRequest>,
+        request: Request<v1::ShutdownGuestRequest>,
     ) -> Result<Response<v1::ShutdownGuestResponse>, Status> {
-        self.keys.machine().shut_down();
-        Ok(Response::new(v1::ShutdownGuestResponse {}))
+        let request = request.into_inner();
+        let range = Duration::from_millis(1)..=MAX_SHUTDOWN_TIMEOUT;
+        let timeout = super::from_proto("timeout", request.timeout, range)?;
+        let timeout = timeout.unwrap_or(DEFAULT_SHUTDOWN_TIMEOUT);
+        let machine = self.keys.machine();
+        let power_cut = if request.force {
+            machine.shut_down();
+            true
+        } else if machine.has_ended() {
+            false
+        } else if self.keys.pause_state() != PauseState::Running {
+            return Err(KeysError::GuestPaused.into());
+        } else {
+            let button = PowerButton::press(machine);
+            if tokio::time::timeout(timeout, self.guest_ended())
+                .await
+                .is_ok()
+            {
+                false
+            } else if request.cut_after_timeout {
+                machine.shut_down();
+                true
+            } else {
+                let seen = !button.take_back();
+                let waited = timeout;
+                return Err(KeysError::NotPoweredOff { waited, seen }.into());
+            }
+        };
+        Ok(Response::new(v1::ShutdownGuestResponse { power_cut }))
     }
 
     type StreamConsoleStream =

@@ -5,7 +5,7 @@
 //! uid is recorded as the owner of what it does.
 
 mod guest;
-mod socket;
+mod limits;
 mod static_keys;
 mod status;
 mod tracepoints;
@@ -18,15 +18,15 @@ use patchbay_proto::v1::ResultView;
 use patchbay_proto::v1::guest_service_server::GuestServiceServer;
 use patchbay_proto::v1::static_keys_service_server::StaticKeysServiceServer;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsServiceServer;
+use tokio::runtime::Handle;
 use tokio::sync::watch;
-use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
-use tonic::transport::server::UdsConnectInfo;
 
-pub use self::socket::{ApiSocket, SocketError};
+pub(crate) use self::limits::accept;
 pub(crate) use self::static_keys::time_allowed;
 pub use self::tracepoints::TracepointsApi;
 use crate::keys::Keys;
+pub use crate::socket::{ListeningSocket as ApiSocket, SocketError};
 use crate::trace::{self, Tracing};
 
 /// Largest request in bytes: 65,536 updates with long names fit.
@@ -95,8 +95,13 @@ pub async fn serve_traced(
 
     let keys = Arc::new(keys);
     let guest_api = guest::GuestApi::new(Arc::clone(&keys), ended.clone());
+    // Kept until the service has ended.
+    let decoder = tracing.thread;
+    let decoding = decoder
+        .as_ref()
+        .map_or_else(Handle::current, |thread| thread.handle().clone());
     let tracepoints_api = TracepointsApi {
-        tracer: trace::start(keys.clone(), tracing.agent)?,
+        tracer: trace::start(keys.clone(), tracing.agent, &decoding)?,
         ending: ended.clone(),
         grace: tracing.grace,
     };
@@ -104,11 +109,13 @@ pub async fn serve_traced(
         keys,
         ending: ended.clone(),
     };
-    let incoming = UnixListenerStream::new(socket.listener()?);
+    let incoming = limits::incoming(socket.tokio_listener()?);
     let mut drained = ended;
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+        .max_concurrent_streams(limits::HTTP2_STREAMS)
+        .layer(limits::CallLimit)
         .add_service(health_service)
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?)
@@ -143,12 +150,9 @@ async fn wait_for_end(ending: &mut watch::Receiver<bool>) {
 
 /// "uid:N" of the peer.
 pub(crate) fn owner<T>(request: &tonic::Request<T>) -> String {
-    let credentials = request
-        .extensions()
-        .get::<UdsConnectInfo>()
-        .and_then(|info| info.peer_cred);
-    match credentials {
-        Some(credentials) => format!("uid:{}", credentials.uid()),
+    let peer = request.extensions().get::<limits::Peer>();
+    match peer.and_then(|peer| peer.uid) {
+        Some(uid) => format!("uid:{uid}"),
         None => "unknown".to_owned(),
     }
 }
@@ -168,7 +172,8 @@ pub(crate) fn summary_only(view: i32) -> Result<bool, crate::keys::KeysError> {
     }
 }
 
-/// A duration of a request. `None` if it is not set or zero.
+/// A duration of a request, which says with its absence that the default is wanted. Zero is a
+/// duration as any other: a `ttl` of zero must not become one without end.
 ///
 /// # Errors
 /// INVALID_ARGUMENT unless it lies within `range`.
@@ -177,15 +182,18 @@ pub(crate) fn from_proto(
     duration: Option<prost_types::Duration>,
     range: std::ops::RangeInclusive<Duration>,
 ) -> Result<Option<Duration>, crate::keys::KeysError> {
-    let Some(duration) = duration else {
+    let Some(given) = duration else {
         return Ok(None);
     };
-    match Duration::try_from(duration) {
-        Ok(Duration::ZERO) => Ok(None),
+    match Duration::try_from(given) {
         Ok(duration) if range.contains(&duration) => Ok(Some(duration)),
         _ => Err(crate::keys::KeysError::InvalidArgument {
             field,
-            message: format!("give {:?} to {:?}", range.start(), range.end()),
+            message: format!(
+                "is {given}; give {:?} to {:?}, or leave it out",
+                range.start(),
+                range.end()
+            ),
         }),
     }
 }

@@ -65,7 +65,9 @@ impl StaticKeysService for StaticKeysApi {
         // Reads every key's count from the guest, which for all keys takes milliseconds.
         let response = tokio::task::spawn_blocking(move || keys.list(&query))
             .await
-            .map_err(|_| Status::internal("listing the keys panicked; see the monitor's log"))??;
+            .map_err(|error| KeysError::Internal {
+                message: format!("the keys cannot be listed: {error}; report it, it is a bug"),
+            })??;
         Ok(Response::new(response))
     }
 

@@ -41,7 +41,7 @@ impl From<KeysError> for Status {
             } => {
                 details.add_precondition_failure_violation(*reason, key, message);
             }
-            KeysError::Busy { gate, attempts } => {
+            KeysError::Busy { gate, attempts, .. } => {
                 details.add_precondition_failure_violation("GATE", gate, error.to_string());
                 metadata.push(("gate".to_owned(), gate.clone()));
                 metadata.push(("attempts".to_owned(), attempts.to_string()));
@@ -61,7 +61,10 @@ impl From<KeysError> for Status {
             | KeysError::Cancelled
             | KeysError::QueueFull { .. }
             | KeysError::WatchTooSlow { .. }
-            | KeysError::GuestStopped => {}
+            | KeysError::GuestStopped
+            | KeysError::GuestPaused
+            | KeysError::Internal { .. }
+            | KeysError::NotPoweredOff { .. } => {}
         }
         if let Some(delay) = error.retry_after() {
             details.set_retry_info(Some(delay));
@@ -81,17 +84,22 @@ fn code(error: &KeysError) -> Code {
     match error {
         KeysError::NotRegistered { .. }
         | KeysError::KeyRefused { .. }
+        | KeysError::GuestStopped
+        | KeysError::GuestPaused
         | KeysError::AuditLogUnwritable { .. } => Code::FailedPrecondition,
         KeysError::KeyNotFound { .. } | KeysError::NothingSelected { .. } => Code::NotFound,
         KeysError::InvalidArgument { .. } | KeysError::RequestIdReused { .. } => {
             Code::InvalidArgument
         }
-        KeysError::EtagMismatch { .. } | KeysError::Busy { .. } => Code::Aborted,
-        KeysError::NotStopped { .. } => Code::DeadlineExceeded,
+        // Client libraries repeat UNAVAILABLE by themselves: right for a gate, which opens again,
+        // and wrong for a guest that has ended.
+        KeysError::Busy { .. } => Code::Unavailable,
+        KeysError::EtagMismatch { .. } => Code::Aborted,
+        KeysError::NotStopped { .. } | KeysError::NotPoweredOff { .. } => Code::DeadlineExceeded,
         KeysError::ForeignBytes { .. } | KeysError::WriteFault { .. } => Code::DataLoss,
         KeysError::Cancelled => Code::Cancelled,
         KeysError::QueueFull { .. } | KeysError::WatchTooSlow { .. } => Code::ResourceExhausted,
         KeysError::Compacted { .. } | KeysError::RevisionInFuture { .. } => Code::OutOfRange,
-        KeysError::GuestStopped => Code::Unavailable,
+        KeysError::Internal { .. } => Code::Internal,
     }
 }

@@ -20,11 +20,12 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use crate::keys::replay;
-use crate::trace::hub::Subscription;
-use crate::trace::link::{AgentError, bounded};
+use crate::trace::link::bounded;
+use crate::trace::once::Once;
 use crate::trace::select::{self, Wanted};
-use crate::trace::tracer::{ArmTerms, Once, Outcome, SwitchTerms, Tracer};
-use crate::trace::{TraceError, book, link};
+use crate::trace::stream::Subscription;
+use crate::trace::tracer::{ArmTerms, Outcome, SwitchTerms, Tracer};
+use crate::trace::{AgentError, TraceError, book, link};
 
 const MAX_TEXT_BYTES: usize = 1024;
 const MAX_REQUEST_ID_BYTES: usize = 128;
@@ -210,10 +211,11 @@ impl TracepointsService for TracepointsApi {
             client: request.arm_and_fire.then(|| client.clone()),
             grace: self.grace,
         };
-        let mut names = vec![];
-        if request.arm_and_fire {
+        let (guard, names) = if request.arm_and_fire {
             let tracer = Arc::clone(&self.tracer);
-            names = whole(async move {
+            whole(async move {
+                // Dropped here if nobody waits any longer: a client leaves once it is in.
+                let guard = guard;
                 let (results, _) = tracer.arm(&client, &wanted, &terms).await?;
                 // What the globs passed over is not to be fired either.
                 let names: Vec<String> = results.into_iter().map(|result| result.name).collect();
@@ -221,18 +223,21 @@ impl TracepointsService for TracepointsApi {
                 tracer
                     .fire(&client, &armed, &SwitchTerms::default())
                     .await?;
-                Ok(names)
+                Ok((guard, names))
             })
-            .await?;
-        }
+            .await?
+        } else {
+            (guard, vec![])
+        };
         let (sender, receiver) = mpsc::channel(1);
-        tokio::spawn(tell(
-            subscription,
+        let first = v1::StreamTracepointEventsResponse {
             names,
-            sender,
-            self.ending.clone(),
-            guard,
-        ));
+            ..Default::default()
+        };
+        self.tracer
+            .decoding
+            .spawn(tell(subscription, first, sender.clone()));
+        tokio::spawn(end_stream(sender, self.ending.clone(), guard));
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 
@@ -355,32 +360,30 @@ impl Drop for StreamGuard {
     }
 }
 
-/// Until the client is gone or the monitor ends.
+type Sender = mpsc::Sender<Result<v1::StreamTracepointEventsResponse, Status>>;
+
+/// Until the stream is closed at either end.
 async fn tell(
     mut subscription: Subscription,
-    names: Vec<String>,
-    sender: mpsc::Sender<Result<v1::StreamTracepointEventsResponse, Status>>,
-    mut ending: watch::Receiver<bool>,
-    _guard: StreamGuard,
+    first: v1::StreamTracepointEventsResponse,
+    sender: Sender,
 ) {
-    let tell = async {
-        let mut message = v1::StreamTracepointEventsResponse {
-            names,
-            ..Default::default()
-        };
-        while sender.send(Ok(message)).await.is_ok() {
-            match subscription.batches.recv().await {
-                Some(batch) => message = batch,
-                None => return,
-            }
+    let mut message = first;
+    while sender.send(Ok(message)).await.is_ok() {
+        match subscription.batches.recv().await {
+            Some(batch) => message = batch.to_proto(),
+            None => return,
         }
-    };
+    }
+}
+
+/// Closes the stream when the client is gone or the monitor ends.
+async fn end_stream(sender: Sender, mut ending: watch::Receiver<bool>, _guard: StreamGuard) {
     let end = async {
         // An error means that the sender is gone, which is the end as well.
         let _ = ending.wait_for(|ending| *ending).await;
     };
     tokio::select! {
-        () = tell => {}
         () = sender.closed() => {}
         () = end => {
             let _ = sender.send(Err(Status::unavailable("the monitor ends"))).await;
@@ -395,7 +398,7 @@ impl TracepointsApi {
         change: impl Future<Output = Result<Outcome, TraceError>> + Send + 'static,
     ) -> Result<Outcome, Status> {
         let tracer = Arc::clone(&self.tracer);
-        whole(async move { tracer.once(once, change).await }).await
+        whole(async move { tracer.answers.once(once, change).await }).await
     }
 }
 
@@ -447,18 +450,20 @@ async fn list(
     let facts = tracer.facts().await?;
     tracer.forget_vanished(&facts);
     let book = tracer.book();
-    let others = select::others(&events, &facts, |event| book.events.contains_key(event));
+    let others = select::others(&events, &facts.by_name, |event| {
+        book.may_have_probe(event) || book.moving.contains(event)
+    });
     let mut names = events.names;
     names.extend(book.events.keys().cloned());
     // Without an agent ever, the tracepoints that the kernel registered, of unknown systems.
     if names.is_empty() {
-        names.extend(facts.keys().map(|name| format!(":{name}")));
+        names.extend(facts.by_name.keys().map(|name| format!(":{name}")));
     }
     names.sort_unstable();
     names.dedup();
     let tell = |name: String| {
         let armed = book.events.get(&name);
-        let of_event = facts.get(select::split(&name).1);
+        let of_event = facts.by_name.get(select::split(&name).1);
         let enabled = of_event.is_some_and(|facts| facts.enabled);
         let clients = |of: fn(&book::Armed) -> Vec<String>| armed.map(of).unwrap_or_default();
         v1::Tracepoint {

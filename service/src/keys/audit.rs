@@ -8,27 +8,34 @@
 //!
 //! A line that was cut short, by a full disk or a crash, stays as it is; the next one starts on a
 //! line of its own.
+//!
+//! When the monitor is told that the log was renamed (SIGHUP), it opens the file of its name again, between
+//! two lines.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{ErrorKind, Write};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use rustix::fs::OFlags;
 use serde::Serialize;
 
 use super::error::KeysError;
+use crate::log_file::{LogPath, length};
 
 /// Where the lines go; without a file they go to tracing alone.
 #[derive(Debug, Default)]
 pub struct AuditLog {
-    file: Option<LogFile>,
+    file: Option<AuditFile>,
     next_id: u64,
 }
 
+/// The file of an audit log, open.
 #[derive(Debug)]
-struct LogFile {
-    path: PathBuf,
+pub struct AuditFile {
+    place: Arc<LogPath>,
     file: File,
     /// A pipe or a device has nothing to sync.
     syncs: bool,
@@ -126,26 +133,25 @@ struct Line<'a, T: Serialize> {
 }
 
 impl AuditLog {
-    /// Opens the log for appending, mode 0600.
+    /// Opens the log for appending, mode 0600, and never through a symbolic link.
     ///
     /// # Errors
     /// Of the operating system.
     pub fn open(path: &Path) -> std::io::Result<Self> {
-        let file = OpenOptions::new()
-            .append(true)
-            .create(true)
-            .mode(0o600)
-            .open(path)?;
-        let metadata = file.metadata()?;
         Ok(Self {
-            file: Some(LogFile {
-                path: path.to_owned(),
-                file,
-                syncs: metadata.is_file(),
-                cut_short: metadata.is_file() && is_cut_short(path, metadata.len()),
-            }),
+            file: Some(AuditFile::open(Arc::new(LogPath::new(path)?))?),
             next_id: 0,
         })
+    }
+
+    /// Where the file is, for [`AuditFile::open`] once it has been renamed.
+    pub fn place(&self) -> Option<Arc<LogPath>> {
+        Some(self.file.as_ref()?.place.clone())
+    }
+
+    /// Goes on in another file.
+    pub(super) fn replace(&mut self, file: AuditFile) {
+        self.file = Some(file);
     }
 
     /// Writes the intent and waits until it is on the disk; its number joins the outcome to it.
@@ -207,7 +213,22 @@ impl AuditLog {
     }
 }
 
-impl LogFile {
+impl AuditFile {
+    /// Opens the file of that name, and creates it if there is none.
+    ///
+    /// # Errors
+    /// Of the operating system.
+    pub fn open(place: Arc<LogPath>) -> std::io::Result<Self> {
+        let file = place.open(OFlags::WRONLY | OFlags::APPEND | OFlags::CREATE)?;
+        let length = length(&file)?;
+        Ok(Self {
+            syncs: length.is_some(),
+            cut_short: length.is_some_and(|length| is_cut_short(&place, length)),
+            place,
+            file,
+        })
+    }
+
     /// Appends one line, in one write unless the first is cut short.
     fn append(&mut self, mut text: Vec<u8>) -> std::io::Result<()> {
         text.push(b'\n');
@@ -239,16 +260,16 @@ impl LogFile {
 
     fn unwritable(&self, error: std::io::Error) -> KeysError {
         KeysError::AuditLogUnwritable {
-            path: self.path.display().to_string(),
+            path: self.place.path().display().to_string(),
             error: error.to_string(),
         }
     }
 }
 
 /// Whether the last run's last line has no end. One that cannot be read counts as whole.
-fn is_cut_short(path: &Path, length: u64) -> bool {
+fn is_cut_short(place: &LogPath, length: u64) -> bool {
     let mut last = [b'\n'];
-    if let (Some(end), Ok(file)) = (length.checked_sub(1), File::open(path)) {
+    if let (Some(end), Ok(file)) = (length.checked_sub(1), place.open(OFlags::RDONLY)) {
         let _ = file.read_exact_at(&mut last, end);
     }
     last != [b'\n']
@@ -315,6 +336,33 @@ mod tests {
         for line in &lines[2..] {
             serde_json::from_str::<serde_json::Value>(line).expect("JSON");
         }
+    }
+
+    /// As logrotate does it: renamed, and then opened again.
+    #[test]
+    fn lines_go_on_in_a_new_file() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("audit.jsonl");
+        let mut log = AuditLog::open(&path).expect("opens");
+        let first = log.intent(&intent()).expect("written");
+        let aside = folder.path().join("audit.jsonl.1");
+        std::fs::rename(&path, &aside).expect("renamed");
+        log.intent(&intent()).expect("written");
+        assert!(
+            !path.exists(),
+            "the lines go on to the file as it is now named"
+        );
+        let place = log.place().expect("a file");
+        log.replace(AuditFile::open(place).expect("opens"));
+        let last = log.intent(&intent()).expect("written");
+        assert_eq!((first, last), (0, 2), "numbers go on as well");
+        let lines = |path| {
+            std::fs::read_to_string(path)
+                .expect("readable")
+                .lines()
+                .count()
+        };
+        assert_eq!((lines(aside), lines(path)), (2, 1));
     }
 
     /// A pipe to a logger has no disk to be synced to.

@@ -4,16 +4,27 @@
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
-use static_keys::{Op, apply};
+use static_keys::{Op, Probes, apply};
 
 use super::error::KeysError;
 use super::holds::{Hold, Holds, KeyHolds, KeyInstance};
 
+/// Whose references an op may drop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Drops {
+    /// The owner's.
+    Own,
+    /// The owner's, then other clients', then the guest's.
+    Anyones,
+    /// Clients', those that lapse first.
+    Held,
+}
+
 /// Who asks, and on what terms.
 #[derive(Clone, Debug)]
 pub struct Terms {
-    /// Whether references of others may be dropped.
-    pub force: bool,
+    /// Whose references may be dropped.
+    pub drops: Drops,
     /// One reference as it is taken on these terms.
     hold: Hold,
 }
@@ -23,11 +34,11 @@ impl Terms {
     pub fn new(
         owner: &str,
         reason: &str,
-        force: bool,
+        drops: Drops,
         expires: Option<(Instant, SystemTime)>,
     ) -> Self {
         Self {
-            force,
+            drops,
             hold: Hold {
                 owner: owner.into(),
                 reason: reason.into(),
@@ -75,11 +86,16 @@ impl Draft {
         self.keys.len()
     }
 
-    /// Brings the next key in, with the count it has now and the holds on it. Those beyond that count
-    /// are void: the guest has dropped the references itself.
-    pub fn open(&mut self, holds: &Holds, key: KeyInstance, count: i32) {
+    /// The keys.
+    pub fn keys(&self) -> impl ExactSizeIterator<Item = KeyInstance> {
+        self.keys.iter().map(|of| of.key)
+    }
+
+    /// Brings the next key in, with the count it has now, for whom its tracepoint fires if it is one's,
+    /// and those of the holds on it that the guest has not voided.
+    pub fn open(&mut self, holds: &Holds, key: KeyInstance, count: i32, probes: Option<Probes>) {
         let mut holds = holds.copy(key);
-        holds.trim(count);
+        holds.follow_guest(count, probes);
         self.keys.push(DraftKey { key, count, holds });
     }
 
@@ -87,7 +103,7 @@ impl Draft {
     /// are left to it, so that it words the error.
     ///
     /// # Errors
-    /// NOT_HOLDER if the op drops a reference that is not the owner's, without force.
+    /// NOT_HOLDER if the op drops a reference that [`Drops`] does not have.
     pub fn follow(
         &mut self,
         index: usize,
@@ -103,13 +119,13 @@ impl Draft {
         };
         if after > *count {
             holds.take(&terms.hold);
-        } else if after < *count && !holds.drop_one(Some(terms.owner())) {
-            if !terms.force {
+        } else if after < *count {
+            let own = terms.drops != Drops::Held && holds.drop_one(Some(terms.owner()));
+            let any = own || terms.drops != Drops::Own && holds.drop_one(None);
+            // What nobody holds is the guest's own.
+            if !any && terms.drops != Drops::Anyones {
                 return Err(not_holder(name, holds, *count));
             }
-            // Of another client if there is one, else the guest's own.
-            holds.drop_one(None);
-            holds.trim(after);
         }
         *count = after;
         Ok(())
@@ -153,12 +169,13 @@ mod tests {
     };
 
     fn terms(owner: &str, force: bool) -> Terms {
-        Terms::new(owner, "", force, None)
+        let drops = if force { Drops::Anyones } else { Drops::Own };
+        Terms::new(owner, "", drops, None)
     }
 
     fn draft(count: i32) -> Draft {
         let mut draft = Draft::default();
-        draft.open(&Holds::default(), KEY, count);
+        draft.open(&Holds::default(), KEY, count, None);
         draft
     }
 
@@ -250,5 +267,19 @@ mod tests {
             .follow(0, "key", Op::Dec, &terms("a", true))
             .expect("the guest's");
         assert_eq!(draft.keys[0].count, 0);
+    }
+
+    /// What the guest has voided since it lapsed is not taken from the guest instead.
+    #[test]
+    fn a_lapse_drops_what_clients_hold_and_nothing_else() {
+        let lapse = Terms::new("monitor", "", Drops::Held, None);
+        let mut draft = draft(1);
+        draft
+            .follow(0, "key", Op::Inc, &terms("a", false))
+            .expect("taken");
+        draft.follow(0, "key", Op::Dec, &lapse).expect("a's");
+        let error = draft.follow(0, "key", Op::Dec, &lapse);
+        assert_eq!(error.expect_err("the guest's").reason(), "NOT_HOLDER");
+        assert_eq!(draft.keys[0].count, 1);
     }
 }

@@ -79,6 +79,8 @@ pub enum KeysError {
         gate: String,
         /// Made before the deadline.
         attempts: u32,
+        /// Whether it was in the way of any change, whatever its keys.
+        every_key: bool,
     },
     /// A vCPU did not stop.
     #[error("{message}")]
@@ -147,9 +149,34 @@ pub enum KeysError {
         /// First revision that was not sent.
         missed: u64,
     },
+    /// The monitor itself has failed. Whether the change was made is not known.
+    #[error("{message}")]
+    Internal {
+        /// What failed, and the next step.
+        message: String,
+    },
     /// The guest has ended.
     #[error("the guest has stopped; start it again")]
     GuestStopped,
+    /// A paused guest cannot shut itself down.
+    #[error(
+        "the guest is paused and cannot act on its power button; resume it first, or cut its power"
+    )]
+    GuestPaused,
+    /// The guest was asked to shut itself down, and runs on.
+    #[error(
+        "the guest has not powered off within {waited:?}: {}; it runs on, allow more time or cut its power",
+        match seen {
+            true => "its kernel has seen the power button, and its user space (systemd-logind, acpid) has not finished or does not act on it",
+            false => "its kernel does not listen to the power button (no ACPI, or no CONFIG_ACPI_BUTTON)",
+        }
+    )]
+    NotPoweredOff {
+        /// For the guest.
+        waited: Duration,
+        /// Whether the guest's kernel noticed that it was asked.
+        seen: bool,
+    },
 }
 
 impl KeysError {
@@ -159,6 +186,33 @@ impl KeysError {
             Self::Busy { .. } => Some(Duration::from_millis(10)),
             Self::QueueFull { .. } => Some(Duration::from_millis(100)),
             _ => None,
+        }
+    }
+
+    /// Whether the same change of other keys would have failed as well.
+    pub fn is_of_every_key(&self) -> bool {
+        match self {
+            Self::Busy { every_key, .. } => *every_key,
+            Self::KeyNotFound { .. }
+            | Self::NothingSelected { .. }
+            | Self::InvalidArgument { .. }
+            | Self::RequestIdReused { .. }
+            | Self::EtagMismatch { .. }
+            | Self::KeyRefused { .. }
+            | Self::ForeignBytes { .. }
+            | Self::WriteFault { .. } => false,
+            Self::NotRegistered { .. }
+            | Self::NotStopped { .. }
+            | Self::AuditLogUnwritable { .. }
+            | Self::Cancelled
+            | Self::QueueFull { .. }
+            | Self::Compacted { .. }
+            | Self::RevisionInFuture { .. }
+            | Self::WatchTooSlow { .. }
+            | Self::Internal { .. }
+            | Self::GuestPaused
+            | Self::NotPoweredOff { .. }
+            | Self::GuestStopped => true,
         }
     }
 
@@ -181,7 +235,10 @@ impl KeysError {
             Self::Compacted { .. } => "REVISION_COMPACTED",
             Self::RevisionInFuture { .. } => "REVISION_IN_FUTURE",
             Self::WatchTooSlow { .. } => "WATCH_TOO_SLOW",
+            Self::Internal { .. } => "INTERNAL",
             Self::GuestStopped => "GUEST_STOPPED",
+            Self::GuestPaused => "GUEST_PAUSED",
+            Self::NotPoweredOff { .. } => "NOT_POWERED_OFF",
         }
     }
 }
@@ -202,6 +259,7 @@ impl From<PauseError> for KeysError {
             PauseError::AlreadyPaused => Self::Busy {
                 gate: error.to_string(),
                 attempts: 1,
+                every_key: true,
             },
             PauseError::Ended => Self::GuestStopped,
         }

@@ -6,17 +6,21 @@ use std::time::{Duration, Instant};
 
 use patchbay_proto::v1;
 use static_keys::{
-    CommitError, KeyChange, Options, Plan, PlanError, RunningError, Update, VerifyError,
+    Busy, CommitError, Key, KeyChange, Options, Plan, PlanError, RunningError, Undo, Update,
+    VerifyError,
 };
 
 use super::address_space::{KernelMemory, Place};
 use super::draft::{Draft, Terms};
 use super::error::KeysError;
+use super::holds::KeyInstance;
 use super::owner::{Owner, event_of};
 use super::registry::{Instances, Registration, Snapshot};
 use super::selection::{KeyOp, Resolved};
-use super::{KeyUpdate, etag, to_proto};
+use super::standstill::Standstill;
+use super::{KeyUpdate, PauseState, etag, to_proto};
 use crate::guest::{Guest, PausedGuest};
+use crate::log_limit::limited;
 
 /// What is asked for.
 pub(super) struct Transaction<'a> {
@@ -33,8 +37,35 @@ pub(super) struct Transaction<'a> {
 /// How an attempt ended that was not refused.
 pub(super) enum Attempt {
     Done(Flip),
-    /// What was in the way; another attempt may find it gone.
-    Busy(String),
+    /// Another attempt may find it gone.
+    Busy(InTheWay),
+}
+
+/// What was in the way of an attempt.
+pub(super) struct InTheWay {
+    pub name: String,
+    /// Of any change, whatever its keys.
+    pub every_key: bool,
+}
+
+impl InTheWay {
+    /// The error after so many attempts.
+    pub(super) fn busy_in(self, attempts: u32) -> KeysError {
+        KeysError::Busy {
+            gate: self.name,
+            attempts,
+            every_key: self.every_key,
+        }
+    }
+}
+
+impl From<&Busy> for InTheWay {
+    fn from(busy: &Busy) -> Self {
+        Self {
+            name: busy.to_string(),
+            every_key: busy.blocks_every_key(),
+        }
+    }
 }
 
 /// A transaction that was made, or validated.
@@ -42,6 +73,8 @@ pub(super) struct Flip {
     pub generation: u64,
     /// One per key, in the order of its first op.
     pub changes: Vec<KeyChange>,
+    /// The same keys, for as long as they exist.
+    pub keys: Vec<KeyInstance>,
     pub draft: Draft,
     /// Keys that selections matched and left out.
     pub left_out: usize,
@@ -90,7 +123,7 @@ impl<G: Guest> Owner<G> {
     pub(super) fn attempt(
         &mut self,
         transaction: &Transaction<'_>,
-        held: Option<&G::Paused<'_>>,
+        standstill: &mut Standstill<'_, G>,
         intent: &mut Option<u64>,
     ) -> Result<Attempt, KeysError> {
         if self.guest.has_ended() {
@@ -109,20 +142,34 @@ impl<G: Guest> Owner<G> {
             allow_guarded: transaction.allow_guarded && self.allow_guarded,
         };
         if self.pruned != snapshot.version {
-            // Holds on keys that are gone.
+            let live = self.shared.registry.live_epochs();
             let mut book = self.shared.book();
-            book.holds.retain(|key| registration.has(key));
+            book.retain(|key| live.contains(&key.epoch));
             self.pruned = snapshot.version;
         }
         let plan = match Plan::new(&registration.catalog, &memory, &updates, &options) {
             Ok(plan) => plan,
-            Err(PlanError::Busy(busy)) => return Ok(Attempt::Busy(busy.to_string())),
-            Err(error) => return Err(refused(transaction, &error)),
+            Err(PlanError::Busy(busy)) => {
+                registration.check_refused(&busy)?;
+                return Ok(Attempt::Busy((&busy).into()));
+            }
+            // The call permits it, and the monitor does not.
+            Err(PlanError::Guarded { key }) if transaction.allow_guarded => {
+                return Err(KeysError::KeyRefused {
+                    key: key.to_string(),
+                    reason: "KEY_GUARDED",
+                    message: format!(
+                        "key {key} is guarded, and its monitor was started without permission for such keys; start it with permission"
+                    ),
+                });
+            }
+            Err(error) => return Err(refused(&error)),
         };
-        let draft = self.follow(registration, transaction, &resolved.ops, &plan)?;
+        let draft = self.follow(registration, &memory, transaction, &resolved.ops, &plan)?;
         let flip = |plan: Plan<Place>, report| Flip {
             generation: registration.generation,
             changes: plan.into_changes(),
+            keys: draft.keys().collect(),
             draft,
             left_out: resolved.left_out,
             report,
@@ -135,32 +182,30 @@ impl<G: Guest> Owner<G> {
             .deadline
             .saturating_duration_since(Instant::now());
         let patience = transaction.stop_timeout.min(left);
-        match self.make(patience, &snapshot, &memory, &plan, held)? {
-            Ok(report) => Ok(Attempt::Done(flip(plan, Some(report)))),
-            Err(Obstacle::Verify(VerifyError::Busy(busy))) => Ok(Attempt::Busy(busy.to_string())),
-            Err(
-                obstacle @ (Obstacle::Version
-                | Obstacle::Breakpoint
-                | Obstacle::Verify(VerifyError::Fault(_))),
-            ) => Ok(Attempt::Busy(obstacle.to_string())),
-            Err(obstacle @ Obstacle::Unseen) => Err(KeysError::KeyRefused {
+        let obstacle = match self.make(patience, &snapshot, &memory, &plan, standstill)? {
+            Ok(report) => return Ok(Attempt::Done(flip(plan, Some(report)))),
+            Err(obstacle) => obstacle,
+        };
+        let busy = |name, every_key| Ok(Attempt::Busy(InTheWay { name, every_key }));
+        match obstacle {
+            Obstacle::Verify(VerifyError::Busy(found)) => Ok(Attempt::Busy((&found).into())),
+            Obstacle::Version | Obstacle::Breakpoint => busy(obstacle.to_string(), true),
+            Obstacle::Verify(VerifyError::Fault(_)) => busy(obstacle.to_string(), false),
+            Obstacle::Unseen => Err(KeysError::KeyRefused {
                 key: String::new(),
                 reason: "VCPUS_UNKNOWN",
                 message: obstacle.to_string(),
             }),
-            Err(Obstacle::Verify(VerifyError::ForeignBytes { ref key, .. }))
+            Obstacle::Verify(VerifyError::ForeignBytes { ref key, .. })
                 if registration.catalog.find(key).is_none() =>
             {
-                Ok(Attempt::Busy(format!("key {key} is gone")))
+                busy(format!("key {key} is gone"), false)
             }
-            Err(Obstacle::Verify(error)) => Err(self.quarantine(registration, &error)),
-            Err(Obstacle::Commit(error)) => Err(KeysError::WriteFault {
-                message: error.to_string(),
-            }),
-            Err(Obstacle::Entangled { key, left }) => {
-                self.take_back(registration, transaction, held, left)?;
-                let gate = format!("the guest counts on key {key}");
-                Ok(Attempt::Busy(gate))
+            Obstacle::Verify(error) => Err(self.foreign_bytes(registration, &error)),
+            Obstacle::Commit(error) => Err(self.write_fault(registration, &plan, &error)),
+            Obstacle::Entangled { key, left } => {
+                self.take_back(registration, transaction, standstill, left)?;
+                busy(format!("the guest counts on key {key}"), false)
             }
         }
     }
@@ -197,6 +242,7 @@ impl<G: Guest> Owner<G> {
     fn follow(
         &self,
         registration: &Registration,
+        memory: &KernelMemory,
         transaction: &Transaction<'_>,
         ops: &[KeyOp<'_>],
         plan: &Plan<Place>,
@@ -216,8 +262,10 @@ impl<G: Guest> Owner<G> {
         {
             // Before all ops, which an etag stands for as well.
             let count = changes[index].before;
+            let instance = instances.instance(key);
             if !given.is_empty() {
-                let current = etag(registration.generation, count);
+                let revision = book.revision(instance);
+                let current = etag(registration.generation, instance, revision, count);
                 if *given != current {
                     let (key, given) = (key.full_name.to_string(), (*given).to_owned());
                     return Err(KeysError::EtagMismatch {
@@ -229,7 +277,9 @@ impl<G: Guest> Owner<G> {
                 }
             }
             if index == draft.len() {
-                draft.open(&book.holds, instances.instance(key), count);
+                // Later than the plan, which makes them a gate.
+                let probes = registration.probes(memory, key);
+                draft.open(&book.holds, instance, count, probes);
             }
             draft.follow(index, &key.full_name, *op, &transaction.terms)?;
         }
@@ -244,13 +294,17 @@ impl<G: Guest> Owner<G> {
         snapshot: &Snapshot,
         memory: &KernelMemory,
         plan: &Plan<Place>,
-        held: Option<&G::Paused<'_>>,
+        standstill: &mut Standstill<'_, G>,
     ) -> Result<Result<v1::FlipReport, Obstacle>, KeysError> {
         if !plan.needs_pause() {
-            let made = plan.commit_running(memory);
-            return Ok(made.map(|_| v1::FlipReport::default()).map_err(Into::into));
+            let registry = &self.shared.registry;
+            let made = registry.at_version(snapshot.version, || plan.commit_running(memory));
+            return Ok(match made {
+                None => Err(Obstacle::Version),
+                Some(made) => made.map(|_| v1::FlipReport::default()).map_err(Into::into),
+            });
         }
-        if let Some(held) = held {
+        if let Some(held) = standstill.held() {
             let began = Instant::now();
             let made = self.verify_and_commit(snapshot, memory, plan, held);
             let patch = began.elapsed();
@@ -262,13 +316,19 @@ impl<G: Guest> Owner<G> {
         if let Err(error @ VerifyError::Busy(_)) = plan.verify_gates(memory) {
             return Ok(Err(Obstacle::Verify(error)));
         }
-        let paused = self.guest.pause(patience)?;
+        let paused = standstill.pause(patience)?;
         // From here to the drop the guest stands still: nothing that allocates, logs or takes a lock.
         let stopped = Instant::now();
         let made = self.verify_and_commit(snapshot, memory, plan, &paused);
         let patched = Instant::now();
         let stop = paused.stop_time();
-        drop(paused);
+        if matches!(&made, Err(Obstacle::Commit(error)) if error.undo != Undo::Complete) {
+            // A vCPU may stand before half an instruction.
+            standstill.hold(paused, None);
+            self.shared.set_pause(PauseState::UntilResumed);
+        } else {
+            drop(paused);
+        }
         let resume = patched.elapsed();
         Ok(made.map(|outcome| flip_report(outcome, stop, patched - stopped, resume)))
     }
@@ -279,7 +339,7 @@ impl<G: Guest> Owner<G> {
         &self,
         taken_from: &Registration,
         transaction: &Transaction<'_>,
-        held: Option<&G::Paused<'_>>,
+        standstill: &mut Standstill<'_, G>,
         mut left: Vec<Update>,
     ) -> Result<(), KeysError> {
         // However soon the caller wants an answer: it is to be that nothing has changed.
@@ -291,16 +351,20 @@ impl<G: Guest> Owner<G> {
             let snapshot = self.shared.registry.snapshot()?;
             let registration = &*snapshot.registration;
             // A key that is gone took its references with it.
+            let live = self.shared.registry.live_epochs();
             left.retain(|update| {
                 let key = taken_from.catalog.key(update.key);
-                key.is_some_and(|key| registration.has(taken_from.instance(key)))
+                key.is_some_and(|key| live.contains(&taken_from.instance(key).epoch))
             });
             let memory = registration.memory(self.guest.ram());
             let patience = transaction.stop_timeout;
             let why = match Plan::new(&registration.catalog, &memory, &left, &options) {
                 Err(error) => error.to_string(),
-                Ok(plan) => match self.make(patience, &snapshot, &memory, &plan, held) {
+                Ok(plan) => match self.make(patience, &snapshot, &memory, &plan, standstill) {
                     Ok(Ok(_)) => return Ok(()),
+                    Ok(Err(Obstacle::Commit(error))) if error.undo != Undo::Complete => {
+                        return Err(self.write_fault(registration, &plan, &error));
+                    }
                     Ok(Err(obstacle)) => {
                         // What could not be taken again is given back.
                         if let Obstacle::Entangled { left: given, .. } = &obstacle {
@@ -345,32 +409,64 @@ impl<G: Guest> Owner<G> {
     }
 
     /// Puts the key of foreign bytes out of reach.
-    fn quarantine(&self, registration: &Registration, error: &VerifyError) -> KeysError {
+    fn foreign_bytes(&self, registration: &Registration, error: &VerifyError) -> KeysError {
         let message = error.to_string();
-        tracing::error!(%message, "foreign bytes: the key is quarantined");
         let name = match error {
             VerifyError::ForeignBytes { key, .. } => key.to_string(),
             VerifyError::Busy(_) | VerifyError::Fault(_) => String::new(),
         };
-        let mut module = "";
-        if let Some(key) = registration.catalog.find(&name) {
-            module = key.module();
-            {
-                let mut book = self.shared.book();
-                book.quarantine
-                    .retain(|instance, _| registration.has(*instance));
-                book.quarantine
-                    .insert(registration.instance(key), message.clone());
-            }
-            let event = event_of(key, v1::key_event::Kind::Quarantined);
-            let journal = self.shared.registry.journal();
-            let reason = message.clone();
-            journal.append(vec![v1::KeyEvent { reason, ..event }.into()]);
-        }
+        let key = registration.catalog.find(&name);
+        self.quarantine(registration, key, &message);
         KeysError::ForeignBytes {
             key: name,
             message,
-            way_out: way_out(module),
+            way_out: way_out(key.map_or("", Key::module)),
+        }
+    }
+
+    /// Words a commit that failed. If it could not be undone, the keys are put out of reach; if it had
+    /// stopped the guest, that is held by now.
+    fn write_fault(
+        &self,
+        registration: &Registration,
+        plan: &Plan<Place>,
+        error: &CommitError,
+    ) -> KeysError {
+        let mut message = error.to_string();
+        if error.undo != Undo::Complete {
+            let keys = plan.changes().map(|change| change.key);
+            let keys = keys.filter_map(|key| registration.catalog.key(key));
+            self.quarantine(registration, keys, &message);
+            message += "; its keys are quarantined";
+            if plan.needs_pause() {
+                message += ", and it is held paused, because it may run into half an instruction when it is resumed";
+            }
+        }
+        KeysError::WriteFault { message }
+    }
+
+    /// Puts keys out of reach.
+    fn quarantine<'a>(
+        &self,
+        registration: &Registration,
+        keys: impl IntoIterator<Item = &'a Key>,
+        why: &str,
+    ) {
+        let mut events = Vec::new();
+        {
+            let mut book = self.shared.book();
+            for key in keys {
+                let instance = registration.instance(key);
+                book.quarantine.insert(instance, why.to_owned());
+                let event = event_of(key, v1::key_event::Kind::Quarantined);
+                let reason = why.to_owned();
+                events.push(v1::KeyEvent { reason, ..event }.into());
+            }
+        }
+        let keys = events.len();
+        limited!(error, keys, why, "quarantined");
+        if !events.is_empty() {
+            self.shared.registry.journal().append(events);
         }
     }
 }
@@ -386,20 +482,12 @@ fn way_out(module: &str) -> String {
 }
 
 /// Words a refusal of the engine.
-fn refused(transaction: &Transaction<'_>, error: &PlanError) -> KeysError {
+pub(super) fn refused(error: &PlanError) -> KeysError {
     let (key, reason) = match error {
-        PlanError::Guarded { key } if transaction.allow_guarded => {
-            let message = format!(
-                "key {key} is guarded, and its monitor was started without permission for such keys; start it with permission"
-            );
-            return KeysError::KeyRefused {
-                key: key.to_string(),
-                reason: "KEY_GUARDED",
-                message,
-            };
-        }
         PlanError::Guarded { key } => (key.to_string(), "KEY_GUARDED"),
-        PlanError::WouldWarn { key, .. } => (key.to_string(), "WOULD_WARN"),
+        PlanError::WouldWarn { key, .. } | PlanError::GuardedCount { key } => {
+            (key.to_string(), "WOULD_WARN")
+        }
         PlanError::Sealed { key } => (key.to_string(), "KEY_SEALED"),
         PlanError::Tracepoint { key, .. } => (key.to_string(), "TRACEPOINT_REFUSED"),
         PlanError::SiteOutsideText { key, .. }
@@ -407,12 +495,7 @@ fn refused(transaction: &Transaction<'_>, error: &PlanError) -> KeysError {
         | PlanError::Overlap { key, .. } => (key.to_string(), "TABLE_REFUSED"),
         PlanError::UnknownKey { key } => (key.to_string(), "TABLE_REFUSED"),
         PlanError::Unreadable { address, .. } => (format!("{address:#x}"), "TABLE_REFUSED"),
-        PlanError::Busy(busy) => {
-            return KeysError::Busy {
-                gate: busy.to_string(),
-                attempts: 1,
-            };
-        }
+        PlanError::Busy(busy) => return InTheWay::from(busy).busy_in(1),
     };
     KeysError::KeyRefused {
         key,
@@ -436,3 +519,6 @@ fn flip_report(
         attempts: 0,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,11 +5,15 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use foldhash::fast::RandomState;
 use smallvec::SmallVec;
-use static_keys::KeyId;
+use static_keys::{KeyId, Probes};
+
+/// When a lapsed hold that could not be given back is tried again: first, and at the most.
+const FIRST_RETRY: Duration = Duration::from_secs(1);
+const LAST_RETRY: Duration = Duration::from_secs(64);
 
 /// A key for as long as it exists: another module loaded at the same address has other keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -37,17 +41,35 @@ pub struct Hold {
 
 /// Holds on one key.
 #[derive(Clone, Debug, Default)]
-pub struct KeyHolds(SmallVec<[Hold; 1]>);
+pub struct KeyHolds {
+    holds: SmallVec<[Hold; 1]>,
+    /// For whom the tracepoint fired when the first of them was taken; `None` for other keys.
+    probes: Option<Probes>,
+    retry: Option<Retry>,
+}
+
+/// What has lapsed could not be given back.
+#[derive(Clone, Copy, Debug)]
+struct Retry {
+    at: Instant,
+    wait: Duration,
+}
+
+impl Hold {
+    fn has_lapsed(&self, now: Instant) -> bool {
+        self.expires.is_some_and(|(at, _)| at <= now)
+    }
+}
 
 impl KeyHolds {
     /// Each of them.
     pub fn as_slice(&self) -> &[Hold] {
-        &self.0
+        &self.holds
     }
 
     /// References held by anyone.
     pub fn references(&self) -> u32 {
-        self.0.iter().map(|hold| hold.references).sum()
+        self.holds.iter().map(|hold| hold.references).sum()
     }
 
     /// Takes one more reference; it joins a hold that differs in nothing else.
@@ -57,9 +79,9 @@ impl KeyHolds {
                 && other.reason == hold.reason
                 && other.expires == hold.expires
         };
-        match self.0.iter_mut().find(same) {
+        match self.holds.iter_mut().find(same) {
             Some(other) => other.references = other.references.saturating_add(hold.references),
-            None => self.0.push(hold.clone()),
+            None => self.holds.push(hold.clone()),
         }
     }
 
@@ -67,7 +89,7 @@ impl KeyHolds {
     /// False if there is none.
     pub fn drop_one(&mut self, owner: Option<&str>) -> bool {
         let first = self
-            .0
+            .holds
             .iter()
             .enumerate()
             .filter(|(_, hold)| owner.is_none_or(|owner| *hold.owner == *owner))
@@ -81,19 +103,43 @@ impl KeyHolds {
             })
             .map(|(index, _)| index);
         let Some(index) = first else { return false };
-        self.0[index].references -= 1;
-        if self.0[index].references == 0 {
-            self.0.remove(index);
+        self.holds[index].references -= 1;
+        if self.holds[index].references == 0 {
+            self.holds.remove(index);
         }
         true
     }
 
-    /// Forgets references until at most `count` are left: the guest has dropped the others itself.
-    pub fn trim(&mut self, count: i32) {
+    /// Forgets what the guest has voided: references beyond `count`, which it has dropped itself, and
+    /// all of a tracepoint that fires for others than when they were taken. The key of such a
+    /// tracepoint was turned off by the guest and on again for the others.
+    pub fn follow_guest(&mut self, count: i32, probes: Option<Probes>) {
+        if self.probes != probes {
+            self.holds.clear();
+            self.probes = probes;
+        }
+        self.trim(count);
+    }
+
+    /// Forgets references until at most `count` are left.
+    fn trim(&mut self, count: i32) {
         let count = u32::try_from(count).unwrap_or(0);
         for _ in count..self.references() {
             self.drop_one(None);
         }
+    }
+
+    /// References that have lapsed.
+    fn lapsed(&self, now: Instant) -> u32 {
+        let lapsed = self.holds.iter().filter(|hold| hold.has_lapsed(now));
+        lapsed.map(|hold| hold.references).sum()
+    }
+
+    /// When the first of them is to be given back.
+    fn due(&self) -> Option<Instant> {
+        let expiries = self.holds.iter().filter_map(|hold| hold.expires);
+        let first = expiries.map(|(at, _)| at).min()?;
+        Some(self.retry.map_or(first, |retry| first.max(retry.at)))
     }
 }
 
@@ -115,12 +161,13 @@ impl Holds {
         self.by_key.get(&key).cloned().unwrap_or_default()
     }
 
-    /// Replaces the holds on one key.
+    /// Replaces the holds on one key, which has just been changed: what was in the way is not any more.
     pub fn put(&mut self, key: KeyInstance, holds: KeyHolds) {
-        if holds.0.is_empty() {
+        if holds.holds.is_empty() {
             self.by_key.remove(&key);
         } else {
-            self.by_key.insert(key, holds);
+            let retry = None;
+            self.by_key.insert(key, KeyHolds { retry, ..holds });
         }
     }
 
@@ -129,69 +176,61 @@ impl Holds {
         self.of(key).iter().map(|hold| hold.references).sum()
     }
 
-    /// As [`KeyHolds::trim`].
-    pub fn trim(&mut self, key: KeyInstance, count: i32) {
-        let mut holds = self.copy(key);
-        holds.trim(count);
-        self.put(key, holds);
-    }
-
     /// Forgets holds on keys that are no more.
     pub fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) {
         self.by_key.retain(|key, _| exists(*key));
     }
 
-    /// When the next hold lapses.
-    pub fn next_expiry(&self) -> Option<Instant> {
-        self.by_key
-            .values()
-            .flat_map(KeyHolds::as_slice)
-            .filter_map(|hold| hold.expires.map(|(at, _)| at))
-            .min()
+    /// Forgets the holds on one key.
+    pub fn forget(&mut self, key: KeyInstance) {
+        self.by_key.remove(&key);
     }
 
-    /// Keys with lapsed holds, and how many references have lapsed on each.
-    pub fn lapsed(&self, now: Instant) -> Vec<(KeyInstance, u32)> {
-        let lapsed = |hold: &&Hold| hold.expires.is_some_and(|(at, _)| at <= now);
-        let mut keys: Vec<_> = self
-            .by_key
-            .iter()
-            .map(|(key, holds)| {
-                (
-                    *key,
-                    holds
-                        .as_slice()
-                        .iter()
-                        .filter(lapsed)
-                        .map(|hold| hold.references)
-                        .sum(),
-                )
-            })
-            .filter(|(_, references)| *references > 0)
-            .collect();
+    /// When lapsed references are next to be given back.
+    pub fn next_due(&self) -> Option<Instant> {
+        self.by_key.values().filter_map(KeyHolds::due).min()
+    }
+
+    /// Keys of which lapsed references are to be given back now.
+    pub fn due(&self, now: Instant) -> Vec<KeyInstance> {
+        let is_due = |holds: &KeyHolds| holds.due().is_some_and(|at| at <= now);
+        let due = self.by_key.iter().filter(|(_, holds)| is_due(holds));
+        let mut keys: Vec<KeyInstance> = due.map(|(key, _)| *key).collect();
         keys.sort_unstable();
         keys
     }
 
-    /// References on `key` that have lapsed.
-    pub fn lapsed_of(&self, key: KeyInstance, now: Instant) -> u32 {
-        let lapsed = |hold: &&Hold| hold.expires.is_some_and(|(at, _)| at <= now);
-        self.of(key)
-            .iter()
-            .filter(lapsed)
-            .map(|hold| hold.references)
-            .sum()
+    /// References on `key` that have lapsed and that the guest, as it is now, has not voided. What it
+    /// has voided is forgotten.
+    pub fn lapsed(
+        &mut self,
+        key: KeyInstance,
+        now: Instant,
+        count: i32,
+        probes: Option<Probes>,
+    ) -> u32 {
+        let Some(holds) = self.by_key.get_mut(&key) else {
+            return 0;
+        };
+        holds.follow_guest(count, probes);
+        let lapsed = holds.lapsed(now);
+        if holds.holds.is_empty() {
+            self.by_key.remove(&key);
+        }
+        lapsed
     }
 
-    /// Moves the expiry of what has lapsed, because it could not be given back yet.
-    pub fn postpone(&mut self, now: Instant, until: Instant) {
-        for hold in self.by_key.values_mut().flat_map(|holds| &mut holds.0) {
-            if let Some((at, _)) = &mut hold.expires
-                && *at <= now
-            {
-                *at = until;
-            }
-        }
+    /// Tries a key's lapsed references again later, and each time twice as late; whether this is the
+    /// first time.
+    pub fn put_off(&mut self, key: KeyInstance, now: Instant) -> bool {
+        let Some(holds) = self.by_key.get_mut(&key) else {
+            return false;
+        };
+        let earlier = holds.retry;
+        let wait = earlier.map_or(FIRST_RETRY, |retry| (retry.wait * 2).min(LAST_RETRY));
+        let at = now + wait;
+        holds.retry = Some(Retry { at, wait });
+        earlier.is_none()
     }
 }
 
@@ -241,7 +280,7 @@ mod tests {
         holds.take(&hold("a", Some(now + Duration::from_secs(9))));
         holds.take(&hold("b", Some(now)));
         assert!(holds.drop_one(Some("a")));
-        assert_eq!(with(holds.clone()).next_expiry(), Some(now));
+        assert_eq!(with(holds.clone()).next_due(), Some(now));
         assert!(
             holds
                 .as_slice()
@@ -256,28 +295,39 @@ mod tests {
     }
 
     #[test]
-    fn lapses_and_postponement() {
-        let now = Instant::now();
-        let later = now + Duration::from_secs(1);
+    fn what_cannot_be_given_back_is_tried_less_and_less_often() {
+        let start = Instant::now();
+        let later = start + Duration::from_secs(1000);
         let mut holds = KeyHolds::default();
-        holds.take(&hold("a", Some(now)));
+        holds.take(&hold("a", Some(start)));
         holds.take(&hold("a", Some(later)));
         let mut holds = with(holds);
-        assert_eq!(holds.lapsed(now), [(KEY, 1)]);
-        assert_eq!(holds.lapsed(later), [(KEY, 2)]);
-        holds.postpone(now, later);
-        assert!(holds.lapsed(now).is_empty());
+        assert_eq!(holds.due(start), [KEY]);
+        assert_eq!(holds.lapsed(KEY, start, 2, None), 1);
+        assert_eq!(holds.lapsed(KEY, later, 2, None), 2);
+
+        let mut now = start;
+        for (time, wait) in [1, 2, 4, 8, 16, 32, 64, 64, 64].into_iter().enumerate() {
+            assert_eq!(holds.put_off(KEY, now), time == 0, "the first is told");
+            assert!(holds.due(now).is_empty());
+            now += Duration::from_secs(wait);
+            assert_eq!(holds.next_due(), Some(now));
+        }
+        // A change that is made begins anew.
+        holds.put(KEY, holds.copy(KEY));
+        assert_eq!(holds.next_due(), Some(start));
     }
 
     #[test]
-    fn trim_follows_the_guest() {
+    fn the_guest_voids_what_it_has_dropped() {
         let mut holds = KeyHolds::default();
         holds.take(&hold("a", None));
         holds.take(&hold("b", None));
+        holds.follow_guest(1, None);
+        assert_eq!(holds.references(), 1);
         let mut holds = with(holds);
-        holds.trim(KEY, 1);
-        assert_eq!(holds.references(KEY), 1);
-        holds.trim(KEY, -1);
-        assert_eq!(holds.references(KEY), 0);
+        let now = Instant::now();
+        assert_eq!(holds.lapsed(KEY, now, -1, None), 0);
+        assert!(holds.by_key.is_empty());
     }
 }

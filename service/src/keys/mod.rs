@@ -11,34 +11,39 @@
 
 pub(crate) mod address_space;
 pub mod audit;
+mod boot;
 mod clock;
 mod draft;
 mod error;
 mod flip;
 mod holds;
 mod journal;
+mod lapse;
 mod near;
 mod owner;
 mod pattern;
+mod refused;
 mod registration;
 pub mod registry;
 pub mod replay;
 mod selection;
+mod standstill;
 pub mod symbols;
 mod view;
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
+use foldhash::fast::RandomState;
 use patchbay_proto::v1;
 use static_keys::Op;
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 pub use self::address_space::PageTable;
+use self::audit::AuditFile;
 pub use self::clock::{Clock, SystemClock};
 pub use self::error::KeysError;
 pub use self::holds::{Hold, Holds, KeyInstance};
@@ -49,7 +54,7 @@ pub use self::registry::{Description, KernelTables, Refused, RegistrationPhase, 
 use self::replay::Replay;
 use self::symbols::Symbols;
 use crate::guest::{Guest, Machine};
-use crate::threads::{PlainThreads, ThreadKind, Threads};
+use crate::threads::{PlainThreads, ThreadKind, Threads, contain};
 
 /// Commands that wait for the owner; beyond them callers are turned away.
 const QUEUE: usize = 256;
@@ -100,6 +105,13 @@ pub struct KeyUpdate {
 pub enum Target {
     /// "name" or "module:name".
     Name(String),
+    /// The key that a hold is on, and not another that has come by its name since.
+    Held {
+        /// "name" or "module:name".
+        name: String,
+        /// Which.
+        instance: KeyInstance,
+    },
     /// Each that is found when the change is made, and may be changed.
     Selection(Selection),
 }
@@ -193,6 +205,37 @@ pub struct UpdateOutcome {
     pub report: Option<v1::FlipReport>,
 }
 
+/// A pause that lasts until it is resumed or expires.
+#[derive(Clone, Copy, Debug)]
+pub struct PauseRequest {
+    /// How long the vCPUs may take to stop.
+    pub timeout: Duration,
+    /// When the guest is resumed without being asked.
+    pub ttl: Duration,
+}
+
+/// The guest is paused.
+#[derive(Clone, Copy, Debug)]
+pub struct PauseOutcome {
+    /// How long the vCPUs took; 0 if they were stopped already.
+    pub stop_time: Duration,
+    /// When the guest is resumed without being asked; `None` if it was held already because a change
+    /// could not be undone.
+    pub expires_at: Option<SystemTime>,
+}
+
+/// Whether the guest is held paused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PauseState {
+    /// It is not.
+    #[default]
+    Running,
+    /// An operator's pause, which expires.
+    Until(SystemTime),
+    /// A change could not be undone: until an operator resumes it.
+    UntilResumed,
+}
+
 /// Which keys to list.
 #[derive(Clone, Debug, Default)]
 pub struct ListQuery {
@@ -213,7 +256,9 @@ struct Shared {
     book: Mutex<Book>,
     symbols: Symbols,
     clock: Arc<dyn Clock>,
-    paused: AtomicBool,
+    pause: Mutex<PauseState>,
+    /// Set when the owner thread has ended: empty, or why it failed.
+    ended: watch::Sender<Option<String>>,
 }
 
 /// What is remembered about keys; only the owner changes it.
@@ -222,6 +267,22 @@ struct Book {
     holds: Holds,
     /// Why a key is not to be flipped.
     quarantine: HashMap<KeyInstance, String>,
+    /// Revision of a key's last change.
+    revisions: HashMap<KeyInstance, u64, RandomState>,
+}
+
+impl Book {
+    /// Revision of the key's last change; 0 if there was none.
+    fn revision(&self, key: KeyInstance) -> u64 {
+        self.revisions.get(&key).copied().unwrap_or_default()
+    }
+
+    /// Forgets keys that are no more.
+    fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) {
+        self.holds.retain(&mut exists);
+        self.quarantine.retain(|key, _| exists(*key));
+        self.revisions.retain(|key, _| exists(*key));
+    }
 }
 
 impl Shared {
@@ -230,8 +291,13 @@ impl Shared {
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set_paused(&self, paused: bool) {
-        self.paused.store(paused, Ordering::Relaxed);
+    fn set_pause(&self, state: PauseState) {
+        *self.lock_pause() = state;
+    }
+
+    fn lock_pause(&self) -> MutexGuard<'_, PauseState> {
+        // A single word: there is no half-way state.
+        self.pause.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -259,7 +325,8 @@ impl Keys {
             book: Mutex::default(),
             symbols: config.symbols,
             clock: config.clock,
-            paused: AtomicBool::new(false),
+            pause: Mutex::default(),
+            ended: watch::Sender::new(None),
         });
         let (commands, receiver) = sync_channel(QUEUE);
         let owner = Owner {
@@ -269,8 +336,14 @@ impl Keys {
             replay: Replay::new(REPLAYED_ANSWERS, REPLAYED_RESULTS),
             allow_guarded: config.allow_guarded,
             pruned: 0,
+            lapses: lapse::Lapses::default(),
         };
-        let body = Box::new(move || owner.run(&receiver));
+        let told = Arc::clone(&shared);
+        let body = Box::new(move || {
+            let ended = contain("the keys", || owner.run(&receiver));
+            told.ended
+                .send_replace(Some(ended.err().unwrap_or_default()));
+        });
         let thread = config.threads.spawn(ThreadKind::Keys, body)?;
         Ok((
             Self {
@@ -301,9 +374,9 @@ impl Keys {
         self.shared.registry.journal().latest()
     }
 
-    /// Whether an operator holds the guest paused.
-    pub fn is_paused(&self) -> bool {
-        self.shared.paused.load(Ordering::Relaxed)
+    /// Whether the guest is held paused.
+    pub fn pause_state(&self) -> PauseState {
+        *self.shared.lock_pause()
     }
 
     /// Makes one transaction. Dropping the future before the pause cancels it.
@@ -315,12 +388,13 @@ impl Keys {
             .await
     }
 
-    /// Stops the guest until [`Keys::resume`]; how long the vCPUs took, or 0 if they were stopped.
+    /// Stops the guest until [`Keys::resume`], or until the pause expires. A guest that is paused
+    /// stays so at least for the request's time to live.
     ///
     /// # Errors
     /// [`KeysError::NotStopped`].
-    pub async fn pause(&self, timeout: Duration) -> Result<Duration, KeysError> {
-        self.ask(|reply| Command::Pause(timeout, reply)).await
+    pub async fn pause(&self, request: PauseRequest) -> Result<PauseOutcome, KeysError> {
+        self.ask(|reply| Command::Pause(request, reply)).await
     }
 
     /// Lets the guest run on.
@@ -352,9 +426,29 @@ impl Keys {
         match self.commands.try_send(command(reply)) {
             Ok(()) => {}
             Err(TrySendError::Full(_)) => return Err(KeysError::QueueFull { waiting: QUEUE }),
-            Err(TrySendError::Disconnected(_)) => return Err(KeysError::GuestStopped),
+            Err(TrySendError::Disconnected(_)) => return Err(self.ended().await),
         }
-        answer.await.unwrap_or(Err(KeysError::GuestStopped))
+        match answer.await {
+            Ok(answer) => answer,
+            Err(_) => Err(self.ended().await),
+        }
+    }
+
+    /// Why the owner thread, which has dropped a command, has ended.
+    async fn ended(&self) -> KeysError {
+        let mut ended = self.shared.ended.subscribe();
+        match ended.wait_for(Option::is_some).await.as_deref() {
+            Ok(Some(why)) if !why.is_empty() => KeysError::Internal {
+                message: format!("{why}; restart the guest before you change keys"),
+            },
+            _ => KeysError::GuestStopped,
+        }
+    }
+
+    /// Has the audit log go on in this file. Waits for room in the queue of commands.
+    pub fn replace_audit_file(&self, file: AuditFile) {
+        // An owner thread that has ended writes no more.
+        let _ = self.commands.send(Command::AuditFile(file));
     }
 }
 
@@ -366,7 +460,9 @@ pub(crate) fn to_proto(duration: Duration) -> prost_types::Duration {
     })
 }
 
-/// What a client must send back to change only what it has seen.
-fn etag(generation: u64, count: i32) -> String {
-    format!("{generation:x}-{count}")
+/// What a client must send back to change only what it has seen: the same key, with the same count, and
+/// not changed by this monitor since. What the guest itself changed there and back is not seen.
+fn etag(generation: u64, key: KeyInstance, revision: u64, count: i32) -> String {
+    let epoch = key.epoch;
+    format!("{generation:x}-{epoch:x}-{revision:x}-{count}")
 }

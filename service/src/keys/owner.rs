@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!            ┌────────────────────────── wait ◀──────────────────────────────┐
-//!            │ command, or a hold lapses                                     │
+//!            │ command, or a lot of lapsed holds                             │
 //!            ▼                                                               │
 //!        ┌─ check ── replayed, or refused: answer ──────────────────────────▶│
 //!        │   │ names, etags, holds                                           │
@@ -32,7 +32,10 @@
 //!
 //! Deadlock rule: a vCPU thread may hold the registry's mutex when it is asked to stop. So no lock
 //! that a vCPU thread takes is held, or taken, from before the pause until after the resume; whether
-//! the plan is still the registered kernel's is decided by one atomic load.
+//! the plan is still the registered kernel's is decided by one atomic load. The registry's fence is
+//! no exception: it is held for a change beside the running guest, around the look at the version and
+//! the compare-and-swaps, with no pause and no I/O inside. vCPUs that an operator holds paused have
+//! stopped outside of requests, and so without it.
 //!
 //! Cancellation: a client that is gone is noticed before each attempt. From the pause on, the change
 //! is made, and its answer is kept for its request id.
@@ -42,26 +45,23 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant, SystemTime};
 
 use patchbay_proto::v1;
-use static_keys::{Class, Key, KeyChange, Op, split_name};
+use static_keys::{Key, KeyChange, split_name};
 use tokio::sync::oneshot;
 
-use super::audit::{AuditLog, Change, IntendedKeys, IntendedOp, Intent, Outcome};
-use super::draft::Terms;
+use super::audit::{AuditFile, AuditLog, Change, IntendedKeys, IntendedOp, Intent, Outcome};
+use super::draft::{Drops, Terms};
 use super::error::KeysError;
 use super::flip::{Attempt, Flip, Transaction};
 use super::holds::KeyInstance;
 use super::journal::{Author, Event};
+use super::lapse::Lapses;
 use super::replay::Replay;
-use super::{KeyUpdate, Shared, Target, UpdateOutcome, UpdateRequest, etag};
+use super::standstill::Standstill;
+use super::{
+    PauseOutcome, PauseRequest, PauseState, Shared, Target, UpdateOutcome, UpdateRequest, etag,
+};
 use crate::guest::{Guest, PausedGuest};
 
-/// Owner of what the monitor does by itself.
-const MONITOR: &str = "monitor";
-/// Longest that giving back one key's lapsed holds may keep others waiting.
-const LAPSE_BUDGET: Duration = Duration::from_millis(200);
-const LAPSE_STOP_TIMEOUT: Duration = Duration::from_secs(1);
-/// When a hold that could not be given back is tried again.
-const LAPSE_RETRY: Duration = Duration::from_secs(1);
 const FIRST_BACKOFF: Duration = Duration::from_millis(1);
 const LAST_BACKOFF: Duration = Duration::from_millis(16);
 
@@ -71,9 +71,11 @@ pub(super) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
 /// What the owner is asked to do.
 pub(super) enum Command {
     Update(Box<UpdateRequest>, Reply<Arc<UpdateOutcome>>),
-    Pause(Duration, Reply<Duration>),
+    Pause(PauseRequest, Reply<PauseOutcome>),
     Resume(Reply<()>),
-    /// Look at the clock.
+    /// Write the audit log there from now on.
+    AuditFile(AuditFile),
+    /// Look at the clock; answered when nothing is due any more.
     Tick(Reply<()>),
 }
 
@@ -86,60 +88,99 @@ pub(super) struct Owner<G: Guest> {
     pub allow_guarded: bool,
     /// Version of the registration when holds on keys that are gone were last looked for.
     pub pruned: u64,
+    pub lapses: Lapses,
 }
 
 impl<G: Guest> Owner<G> {
     /// Serves commands until the last sender is gone.
     pub fn run(mut self, commands: &Receiver<Command>) {
         let guest = Arc::clone(&self.guest);
-        // A pause that an operator asked for.
-        let mut held: Option<G::Paused<'_>> = None;
+        let mut standstill = Standstill::none(&*guest);
+        let mut ticks = Vec::new();
         loop {
-            let next = self.shared.book().holds.next_expiry();
+            let mut next = self.next_lapse();
+            if next == Some(Duration::ZERO) {
+                // One lot and one command in turn, so that neither keeps the others waiting.
+                self.lapse(&mut standstill);
+                next = self.next_lapse();
+            }
+            if next != Some(Duration::ZERO) {
+                for reply in ticks.drain(..) {
+                    let _ = Reply::send(reply, Ok(()));
+                }
+            }
+            let expiry = standstill.expiry();
+            let left = expiry.map(|at| at.saturating_duration_since(self.shared.clock.now()));
+            let next = [next, left].into_iter().flatten().min();
             let command = match next {
                 None => commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                Some(at) => {
-                    commands.recv_timeout(at.saturating_duration_since(self.shared.clock.now()))
-                }
+                Some(left) => commands.recv_timeout(left),
             };
+            // Before any command, so that a stream of commands does not keep the guest stopped.
+            if expiry.is_some_and(|at| self.shared.clock.now() >= at) {
+                self.resume(&mut standstill);
+            }
             match command {
                 Ok(Command::Update(request, reply)) => {
-                    let result = self.update(&request, &reply, held.as_ref());
+                    let result = self.update(&request, &reply, &mut standstill);
                     // A client that has gone asks again with its request id.
                     let _ = reply.send(result);
                 }
-                Ok(Command::Pause(timeout, reply)) => {
-                    let result = match &held {
-                        Some(_) => Ok(Duration::ZERO),
-                        None => guest.pause(timeout).map_err(KeysError::from).map(|paused| {
-                            let stop_time = paused.stop_time();
-                            held = Some(paused);
-                            stop_time
-                        }),
-                    };
-                    self.shared.set_paused(held.is_some());
-                    let _ = reply.send(result);
+                Ok(Command::Pause(request, reply)) => {
+                    let _ = reply.send(self.hold(&request, &mut standstill));
                 }
                 Ok(Command::Resume(reply)) => {
-                    held = None;
-                    self.shared.set_paused(false);
+                    self.resume(&mut standstill);
                     let _ = reply.send(Ok(()));
                 }
-                Ok(Command::Tick(reply)) => {
-                    self.give_back_lapsed(held.as_ref());
-                    let _ = reply.send(Ok(()));
-                }
-                Err(RecvTimeoutError::Timeout) => self.give_back_lapsed(held.as_ref()),
+                Ok(Command::AuditFile(file)) => self.audit.replace(file),
+                Ok(Command::Tick(reply)) => ticks.push(reply),
+                Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
             }
         }
+    }
+
+    /// Stops the guest for an operator, or prolongs the pause.
+    fn hold(
+        &self,
+        request: &PauseRequest,
+        standstill: &mut Standstill<'_, G>,
+    ) -> Result<PauseOutcome, KeysError> {
+        let now = self.shared.clock.now();
+        let until = now + request.ttl;
+        let stop_time = if standstill.held().is_some() {
+            standstill.prolong(until);
+            Duration::ZERO
+        } else {
+            let paused = standstill.pause(request.timeout)?;
+            let stop_time = paused.stop_time();
+            standstill.hold(paused, Some(until));
+            stop_time
+        };
+        let expires_at = standstill
+            .expiry()
+            .map(|at| SystemTime::now() + at.saturating_duration_since(now));
+        self.shared.set_pause(match expires_at {
+            Some(at) => PauseState::Until(at),
+            None => PauseState::UntilResumed,
+        });
+        Ok(PauseOutcome {
+            stop_time,
+            expires_at,
+        })
+    }
+
+    fn resume(&self, standstill: &mut Standstill<'_, G>) {
+        standstill.end();
+        self.shared.set_pause(PauseState::Running);
     }
 
     fn update(
         &mut self,
         request: &UpdateRequest,
         reply: &Reply<Arc<UpdateOutcome>>,
-        held: Option<&G::Paused<'_>>,
+        standstill: &mut Standstill<'_, G>,
     ) -> Result<Arc<UpdateOutcome>, KeysError> {
         if let Some(earlier) =
             self.replay
@@ -148,12 +189,17 @@ impl<G: Guest> Owner<G> {
             return Ok(earlier);
         }
         let now = self.shared.clock.now();
+        let drops = if request.force {
+            Drops::Anyones
+        } else {
+            Drops::Own
+        };
         let transaction = Transaction {
             updates: &request.updates,
             terms: Terms::new(
                 &request.owner,
                 &request.reason,
-                request.force,
+                drops,
                 request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
             ),
             allow_guarded: request.allow_guarded,
@@ -163,7 +209,7 @@ impl<G: Guest> Owner<G> {
             request_id: &request.request_id,
             summary_only: request.summary_only,
         };
-        let outcome = Arc::new(self.transact(&transaction, held, || reply.is_closed())?);
+        let outcome = Arc::new(self.transact(&transaction, standstill, || reply.is_closed())?);
         if !request.validate_only {
             self.replay.remember(
                 &request.owner,
@@ -177,10 +223,10 @@ impl<G: Guest> Owner<G> {
     }
 
     /// Attempts until it is done, refused, or the deadline has passed.
-    fn transact(
+    pub(super) fn transact(
         &mut self,
         transaction: &Transaction<'_>,
-        held: Option<&G::Paused<'_>>,
+        standstill: &mut Standstill<'_, G>,
         cancelled: impl Fn() -> bool,
     ) -> Result<UpdateOutcome, KeysError> {
         let mut attempts = 0;
@@ -191,18 +237,18 @@ impl<G: Guest> Owner<G> {
                 break Err(KeysError::Cancelled);
             }
             attempts += 1;
-            match self.attempt(transaction, held, &mut intent) {
+            match self.attempt(transaction, standstill, &mut intent) {
                 Err(error) => break Err(error),
                 Ok(Attempt::Done(flip)) => break Ok(flip),
                 // Nothing will change for as long as the guest is held.
-                Ok(Attempt::Busy(gate)) if held.is_some() => {
-                    let gate = format!("{gate} (the guest is held paused: resume it)");
-                    break Err(KeysError::Busy { gate, attempts });
+                Ok(Attempt::Busy(mut gate)) if standstill.held().is_some() => {
+                    gate.name += " (the guest is held paused: resume it)";
+                    break Err(gate.busy_in(attempts));
                 }
                 Ok(Attempt::Busy(gate)) => {
                     let wait = with_jitter(backoff);
                     if Instant::now() + wait >= transaction.deadline {
-                        break Err(KeysError::Busy { gate, attempts });
+                        break Err(gate.busy_in(attempts));
                     }
                     std::thread::sleep(wait);
                     backoff = (backoff * 2).min(LAST_BACKOFF);
@@ -241,7 +287,7 @@ impl<G: Guest> Owner<G> {
                     owner: transaction.terms.owner(),
                     reason: transaction.terms.reason(),
                     request_id: transaction.request_id,
-                    force: transaction.terms.force,
+                    force: transaction.terms.drops == Drops::Anyones,
                     updates: transaction
                         .updates
                         .iter()
@@ -260,47 +306,50 @@ impl<G: Guest> Owner<G> {
     fn report(
         &mut self,
         transaction: &Transaction<'_>,
-        flip: Flip,
+        mut flip: Flip,
         attempts: u32,
         intent: Option<u64>,
     ) -> UpdateOutcome {
-        let results = if transaction.summary_only {
-            Vec::new()
-        } else {
-            results(&flip)
-        };
         let summary = summary(&flip);
         let journal = self.shared.registry.journal();
         if transaction.validate_only {
             return UpdateOutcome {
-                results,
+                results: self.results(transaction, &flip),
                 summary,
                 revision: journal.latest(),
                 report: None,
             };
         }
-        flip.draft.book(&mut self.shared.book().holds);
-        let changed = flip
-            .changes
-            .iter()
-            .filter(|change| change.before != change.after);
         let author = Arc::new(Author {
             owner: transaction.terms.owner().to_string(),
             reason: transaction.terms.reason().to_string(),
             request_id: transaction.request_id.to_owned(),
         });
-        let events: Vec<Event> = changed
+        let changed = |change: &&KeyChange| change.before != change.after;
+        let events: Vec<Event> = flip
+            .changes
+            .iter()
+            .filter(changed)
             .map(|change| Event::Changed {
                 name: Arc::clone(&change.name),
                 count: change.after,
                 by: Arc::clone(&author),
             })
             .collect();
+        std::mem::take(&mut flip.draft).book(&mut self.shared.book().holds);
         let revision = if events.is_empty() {
             journal.latest()
         } else {
             journal.append(events)
         };
+        {
+            let changes = flip.changes.iter().zip(&flip.keys);
+            let changed = changes.filter(|(change, _)| changed(change));
+            let mut book = self.shared.book();
+            book.revisions
+                .extend(changed.map(|(_, &key)| (key, revision)));
+        }
+        let results = self.results(transaction, &flip);
         if let Some(id) = intent {
             let changes = flip.changes.iter().map(|change| Change {
                 key: &change.name,
@@ -326,80 +375,44 @@ impl<G: Guest> Owner<G> {
         }
     }
 
-    /// Gives back what has lapsed, key by key, so that one that cannot be given back does not keep
-    /// the others.
-    fn give_back_lapsed(&mut self, held: Option<&G::Paused<'_>>) {
-        let now = self.shared.clock.now();
-        let lapsed = self.shared.book().holds.lapsed(now);
-        for (instance, _) in lapsed {
-            if let Err(error) = self.give_back(instance, now, held) {
-                tracing::warn!(key = %instance.id, %error, "a lapsed hold cannot be given back yet");
-            }
+    /// Each key, with the etag that the next change of it must come with: after this one, or as it is
+    /// if nothing was changed.
+    fn results(&self, transaction: &Transaction<'_>, flip: &Flip) -> Vec<v1::KeyResult> {
+        if transaction.summary_only {
+            return Vec::new();
         }
-        // Whatever is left is tried again, and does not make the owner spin until then.
-        self.shared.book().holds.postpone(now, now + LAPSE_RETRY);
-    }
-
-    fn give_back(
-        &mut self,
-        instance: KeyInstance,
-        now: Instant,
-        held: Option<&G::Paused<'_>>,
-    ) -> Result<(), KeysError> {
-        let snapshot = self.shared.registry.snapshot();
-        let registration = snapshot
-            .as_ref()
-            .ok()
-            .map(|snapshot| &*snapshot.registration);
-        let found = registration
-            .filter(|registration| registration.has(instance))
-            .and_then(|registration| {
-                let key = registration.catalog.key(instance.id)?;
-                let count = registration
-                    .catalog
-                    .enabled(&registration.memory(self.guest.ram()), key.id)
-                    .ok()?;
-                Some((key, count))
-            });
-        let Some((key, count)) = found else {
-            // The key is gone, and its references with it.
-            self.shared.book().holds.retain(|key| key != instance);
-            return Ok(());
-        };
-        let references = {
-            let mut book = self.shared.book();
-            // The guest itself may have dropped some.
-            if count >= 0 {
-                book.holds.trim(instance, count);
+        let book = self.shared.book();
+        // Mostly the same for many keys.
+        let mut last = None;
+        let mut etag_of = |key: KeyInstance, count| {
+            let of = (key.epoch, book.revision(key), count);
+            match &last {
+                Some((same, etag)) if *same == of => String::clone(etag),
+                _ => {
+                    let etag = etag(flip.generation, key, of.1, count);
+                    last = Some((of, etag.clone()));
+                    etag
+                }
             }
-            book.holds.lapsed_of(instance, now)
         };
-        if references == 0 {
-            return Ok(());
-        }
-        // Tracepoints are on or off.
-        let op = if key.class == Class::Tracepoint {
-            Op::Disable
-        } else {
-            Op::Dec
+        let result = |(change, &key): (&KeyChange, &KeyInstance)| {
+            let (module, name) = split_name(&change.name);
+            let count = if transaction.validate_only {
+                change.before
+            } else {
+                change.after
+            };
+            v1::KeyResult {
+                name: name.to_owned(),
+                module: module.to_owned(),
+                count_before: change.before,
+                count_after: change.after,
+                sites_patched: change.sites,
+                etag: etag_of(key, count),
+            }
         };
-        let updates: Vec<KeyUpdate> = (0..references)
-            .map(|_| KeyUpdate::new(&*key.full_name, op))
-            .collect();
-        let transaction = Transaction {
-            updates: &updates,
-            // By force, as the monitor holds none itself: of clients' references that which lapses
-            // first is dropped, and so those that have lapsed.
-            terms: Terms::new(MONITOR, "the hold lapsed", true, None),
-            // Permission was given when the hold was taken.
-            allow_guarded: true,
-            validate_only: false,
-            stop_timeout: LAPSE_STOP_TIMEOUT,
-            deadline: Instant::now() + LAPSE_BUDGET,
-            request_id: "",
-            summary_only: true,
-        };
-        self.transact(&transaction, held, || false).map(drop)
+        let changes = flip.changes.iter().zip(&flip.keys);
+        changes.map(result).collect()
     }
 }
 
@@ -409,34 +422,13 @@ fn intended<'a>(
     selected: &mut impl Iterator<Item = usize>,
 ) -> IntendedKeys<'a> {
     match target {
-        Target::Name(key) => IntendedKeys::Name { key },
+        Target::Name(key) | Target::Held { name: key, .. } => IntendedKeys::Name { key },
         Target::Selection(selection) => IntendedKeys::Selection {
             patterns: selection.patterns.texts(),
             classes: selection.class_names(),
             keys: selected.next().unwrap_or_default(),
         },
     }
-}
-
-/// Each key.
-fn results(flip: &Flip) -> Vec<v1::KeyResult> {
-    // Mostly the same for many keys.
-    let mut last = (0, etag(flip.generation, 0));
-    let result = |change: &KeyChange| {
-        if last.0 != change.after {
-            last = (change.after, etag(flip.generation, change.after));
-        }
-        let (module, name) = split_name(&change.name);
-        v1::KeyResult {
-            name: name.to_owned(),
-            module: module.to_owned(),
-            count_before: change.before,
-            count_after: change.after,
-            sites_patched: change.sites,
-            etag: last.1.clone(),
-        }
-    };
-    flip.changes.iter().map(result).collect()
 }
 
 /// The whole in numbers.

@@ -85,6 +85,12 @@ impl Patterns {
         }
     }
 
+    /// Whether one of the patterns is this key's name, as it is.
+    pub fn name(&self, module: &str, name: &str) -> bool {
+        let mut texts = self.texts.iter();
+        texts.any(|text| Self::is_named(text, module, name))
+    }
+
     /// Whether the key `name` of `module` (empty for the kernel image) is selected.
     pub fn select(&self, module: &str, name: &str) -> bool {
         let hit = |pattern: &Pattern| pattern.matches(module, name);

@@ -104,6 +104,17 @@ pub fn check_address(what: &str, address: u64, levels: Levels) -> Result<(), Ref
     Ok(())
 }
 
+/// Checks a number that the guest draws and that stands for something.
+///
+/// # Errors
+/// [`Refused`] if it is 0.
+pub fn check_number(what: &str, number: u64) -> Result<(), Refused> {
+    if number == 0 {
+        return refuse(format!("the number of {what} is 0"));
+    }
+    Ok(())
+}
+
 /// Text of a fixed, NUL-padded field: what is printable of it.
 pub fn field_text(field: &[u8]) -> String {
     let end = field

@@ -7,25 +7,32 @@
 //! version that has not changed by then cannot change before the resume. `MODULE_DEL` returns to the
 //! guest only after the version has moved on, so a plan with the module's sites is never committed
 //! after it.
+//!
+//! A change of counts alone is made beside running vCPUs, so it looks at the version inside the fence,
+//! which every new version is published through: a request waits there until the counts are written,
+//! or the change finds that its version is gone.
 
 mod source;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use patchbay_proto::v1;
-use static_keys::{Catalog, GuestMemory, Key, Module};
+use static_keys::{Busy, Catalog, GuestMemory, Key, Module, Probes};
 
 pub use self::source::KernelTables;
 use super::address_space::{KernelMemory, PageTable};
+use super::boot::Boot;
 use super::error::KeysError;
 use super::holds::KeyInstance;
 use super::journal::{Journal, Limits};
 use super::near::near;
+use super::refused::RefusedModules;
 pub use super::registration::Refused;
 use super::registration::{self as read, read_request};
 use crate::abi;
+use crate::log_limit::limited;
 use crate::memory::GuestRam;
 use crate::paging::Levels;
 
@@ -66,6 +73,8 @@ pub struct Registration {
     epoch: u64,
     /// Epochs by name.
     modules: HashMap<Arc<str>, u64>,
+    /// Loaded, and not in the catalog.
+    refused: RefusedModules,
 }
 
 impl Registration {
@@ -77,16 +86,36 @@ impl Registration {
     /// The key with this full name.
     ///
     /// # Errors
-    /// [`KeysError::KeyNotFound`] with names near it.
+    /// [`KeysError::KeyNotFound`] with names near it; MODULE_REFUSED if the key's module was.
     pub fn find(&self, name: &str) -> Result<&Key, KeysError> {
         // ":name" is the kernel image's, as in patterns.
         let full_name = name.strip_prefix(':').unwrap_or(name);
+        let not_found = || KeysError::KeyNotFound {
+            name: name.to_owned(),
+            near: near(name, self.catalog.keys().map(|key| &*key.full_name)),
+        };
         self.catalog
             .find(full_name)
-            .ok_or_else(|| KeysError::KeyNotFound {
-                name: name.to_owned(),
-                near: near(name, self.catalog.keys().map(|key| &*key.full_name)),
-            })
+            .ok_or_else(|| self.refused.home(name).unwrap_or_else(not_found))
+    }
+
+    /// Tells what only passes from what stays for as long as a module is loaded.
+    ///
+    /// # Errors
+    /// MODULE_REFUSED.
+    pub fn check_refused(&self, busy: &Busy) -> Result<(), KeysError> {
+        match busy {
+            Busy::UnknownModule { key, module } => {
+                self.refused.user(*module, key).map_or(Ok(()), Err)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// For whom the tracepoint of a key fires; `None` for other keys, and for a guest that points at
+    /// what is not mapped.
+    pub fn probes(&self, memory: &KernelMemory, key: &Key) -> Option<Probes> {
+        self.catalog.probes(memory, key.id).ok().flatten()
     }
 
     /// Whether the key was initialised as true (type bit 0, `include/linux/jump_label.h`).
@@ -195,6 +224,8 @@ struct State {
     phase: RegistrationPhase,
     error: String,
     registration: Option<Arc<Registration>>,
+    /// The kernel that is registered, or was last.
+    boot: Option<Boot>,
 }
 
 /// Answers the guest's requests and publishes what it has registered.
@@ -203,6 +234,9 @@ pub struct Registry {
     ram: OnceLock<GuestRam>,
     /// Serialises requests; held while a request is read and checked.
     writer: Mutex<Writer>,
+    /// Held while a version is published, and while counts are changed at a version. Taken before
+    /// `state`; whoever holds it waits for nothing and does no I/O.
+    fence: Mutex<()>,
     /// Held for a look or a change.
     state: Mutex<State>,
     version: AtomicU64,
@@ -227,6 +261,7 @@ impl Registry {
         Self {
             ram: OnceLock::new(),
             writer: Mutex::default(),
+            fence: Mutex::default(),
             state: Mutex::default(),
             version: AtomicU64::new(0),
             journal: Arc::new(Journal::new(limits)),
@@ -253,6 +288,17 @@ impl Registry {
         self.version.load(Ordering::SeqCst)
     }
 
+    /// Makes a change if `version` is still the current one, and keeps it so meanwhile: no request that
+    /// takes keys away returns to the guest before the change is made. `None` if there is a newer one.
+    pub fn at_version<T>(&self, version: u64, change: impl FnOnce() -> T) -> Option<T> {
+        let _fence = self.fence();
+        (self.version() == version).then(change)
+    }
+
+    fn fence(&self) -> MutexGuard<'_, ()> {
+        self.fence.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// The registration as it is now.
     ///
     /// # Errors
@@ -269,6 +315,15 @@ impl Registry {
                 why: not_registered(&state),
             }),
         }
+    }
+
+    /// Epochs of images whose keys exist, even if the guest has taken its registration back.
+    pub fn live_epochs(&self) -> HashSet<u64> {
+        self.state()
+            .boot
+            .as_ref()
+            .map(Boot::epochs)
+            .unwrap_or_default()
     }
 
     /// What is registered.
@@ -306,11 +361,18 @@ impl Registry {
         error: String,
         registration: Option<Arc<Registration>>,
     ) {
+        let _fence = self.fence();
         let mut state = self.state();
         state.phase = phase;
         state.error = error;
         state.registration = registration;
         self.version.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Publishes a registration whose modules have changed.
+    fn publish_modules(&self, registration: Registration, error: String) {
+        let registration = Some(Arc::new(registration));
+        self.publish(RegistrationPhase::Registered, error, registration);
     }
 
     fn tell(&self, kind: v1::key_event::Kind, module: &str) {
@@ -323,20 +385,38 @@ impl Registry {
     }
 
     fn register(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
-        let result = read_request::<abi::Descriptor>(page, abi::OP_REGISTER)
-            .and_then(|descriptor| build(ram, &descriptor, writer.next_epoch()));
-        self.install(result)
+        let tables = read_request::<abi::Descriptor>(page, abi::OP_REGISTER)
+            .and_then(|descriptor| tables(&descriptor));
+        self.install(ram, tables, writer)
     }
 
-    /// Publishes a registration, or why there is none.
-    fn install(&self, result: Result<Registration, Refused>) -> Result<(), Refused> {
-        if self.state().registration.is_some() {
-            // Whatever comes now, the kernel of the earlier registration is gone.
+    /// Publishes the registration of a kernel, or why there is none.
+    fn install(
+        &self,
+        ram: &GuestRam,
+        tables: Result<KernelTables, Refused>,
+        writer: &mut Writer,
+    ) -> Result<(), Refused> {
+        let (had, last) = {
+            let state = self.state();
+            (state.registration.is_some(), state.boot.clone())
+        };
+        let result = tables.and_then(|tables| {
+            let mut boot = last
+                .filter(|boot| boot.id == tables.boot)
+                .unwrap_or_else(|| Boot::new(tables.boot, writer.next_epoch()));
+            boot.generation = tables.generation;
+            Ok((source::registration(ram, tables, boot.epoch)?, boot))
+        });
+        if had {
+            // Whatever comes now, the earlier registration is over.
             self.tell(v1::key_event::Kind::Removed, "");
         }
         match result {
-            Ok(registration) => {
-                tracing::info!(
+            Ok((registration, boot)) => {
+                self.state().boot = Some(boot);
+                limited!(
+                    info,
                     release = registration.release,
                     keys = registration.catalog.key_count(),
                     "the guest registered"
@@ -378,13 +458,32 @@ impl Registry {
     fn add_module(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
         let request: abi::Module = read_request(page, abi::OP_MODULE_ADD)?;
         let current = self.current(request.header.generation)?;
+        read::check_number("the module's load", request.load)?;
+        let known = self
+            .state()
+            .boot
+            .as_ref()
+            .and_then(|boot| boot.epoch_of(request.module, request.load));
+        let epoch = known.unwrap_or_else(|| writer.next_epoch());
         let mut registration = (*current).clone();
-        let (name, others) = add_module(ram, &mut registration, &request, writer.next_epoch())?;
-        self.publish(
-            RegistrationPhase::Registered,
-            String::new(),
-            Some(Arc::new(registration)),
-        );
+        let added = add_module(ram, &mut registration, &request, epoch);
+        let (name, others) = match added {
+            Ok(added) => added,
+            Err(refused) => {
+                self.remember_refused(&current, &request, &refused);
+                return Err(refused);
+            }
+        };
+        registration.refused.remove(request.module);
+        if let Some(boot) = &mut self.state().boot {
+            boot.loaded(request.module, request.load, epoch);
+            boot.limit(|module| registration.module_name(module).is_some());
+        }
+        let error = match request.directory_error {
+            0 => String::new(),
+            error => format!("module {name} lists no keys: its kernel failed with error {error}"),
+        };
+        self.publish_modules(registration, error);
         self.tell(v1::key_event::Kind::Added, &name);
         for other in others {
             self.tell(v1::key_event::Kind::Added, &other);
@@ -392,21 +491,43 @@ impl Registry {
         Ok(())
     }
 
+    /// So that who asks for a key of the module is told, for as long as it is loaded. A module that is
+    /// registered and added again stays what it is.
+    fn remember_refused(&self, current: &Registration, request: &abi::Module, refused: &Refused) {
+        if current.module_name(request.module).is_some() {
+            return;
+        }
+        let mut registration = current.clone();
+        let (name, why) = (read::field_text(&request.name), refused.to_string());
+        registration.refused.insert(request.module, name, &why);
+        self.publish_modules(registration, why);
+    }
+
     fn delete_module(&self, page: &[u8]) -> Result<(), Refused> {
         let request: abi::Module = read_request(page, abi::OP_MODULE_DEL)?;
-        let current = self.current(request.header.generation)?;
+        let generation = request.header.generation;
+        if let Some(boot) = &mut self.state().boot
+            && boot.generation == generation
+        {
+            boot.unloaded(request.module);
+        }
+        if self.state().registration.is_none() {
+            return Ok(());
+        }
+        let current = self.current(generation)?;
         // Idempotent, and also sent for loads that were rolled back before the module was added.
         let Some(name) = current.module_name(request.module) else {
+            if current.refused.has(request.module) {
+                let mut registration = (*current).clone();
+                registration.refused.remove(request.module);
+                self.publish_modules(registration, String::new());
+            }
             return Ok(());
         };
         let mut registration = (*current).clone();
         registration.catalog.remove_module(request.module);
         registration.modules.remove(name);
-        self.publish(
-            RegistrationPhase::Registered,
-            String::new(),
-            Some(Arc::new(registration)),
-        );
+        self.publish_modules(registration, String::new());
         self.tell(v1::key_event::Kind::Removed, name);
         Ok(())
     }
@@ -447,21 +568,12 @@ impl Registry {
         match self.answer(ram, op, page) {
             Ok(()) => 0,
             Err(refused) => {
-                tracing::debug!(op, error = %refused, "a request of the guest was refused");
+                limited!(debug, op, error = %refused, "a request of the guest was refused");
                 self.state().error = refused.to_string();
                 -libc::EINVAL
             }
         }
     }
-}
-
-/// Reads and checks all that a descriptor points at.
-fn build(
-    ram: &GuestRam,
-    descriptor: &abi::Descriptor,
-    epoch: u64,
-) -> Result<Registration, Refused> {
-    source::registration(ram, tables(descriptor)?, epoch)
 }
 
 /// The numbers of a descriptor, checked.
@@ -475,8 +587,10 @@ fn tables(descriptor: &abi::Descriptor) -> Result<KernelTables, Refused> {
         root: descriptor.page_table,
         levels,
     };
+    read::check_number("the boot", descriptor.boot)?;
     let kernel = read::kernel(descriptor, levels)?;
     Ok(KernelTables {
+        boot: descriptor.boot,
         generation: descriptor.header.generation,
         page_table,
         page_table_isolation: descriptor.flags & abi::FLAG_PTI != 0,

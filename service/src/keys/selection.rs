@@ -2,9 +2,10 @@
 //! From the updates of a request to ops on keys.
 
 use patchbay_proto::v1;
-use static_keys::{Class, Key, Op};
+use static_keys::{Class, Key, Op, PlanError};
 
 use super::error::KeysError;
+use super::flip::refused;
 use super::near::near;
 use super::registry::Registration;
 use super::view::to_class;
@@ -53,7 +54,8 @@ impl<'a> Resolved<'a> {
     ///
     /// # Errors
     /// [`KeysError::KeyNotFound`], [`KeysError::NothingSelected`], [`KeysError::KeyRefused`] if a
-    /// selection leaves out all that it matches, [`KeysError::InvalidArgument`] if there are too many.
+    /// selection leaves out all that it matches, or a key that it names,
+    /// [`KeysError::InvalidArgument`] if there are too many.
     pub fn new(
         registration: &'a Registration,
         updates: &'a [KeyUpdate],
@@ -70,6 +72,16 @@ impl<'a> Resolved<'a> {
                     op: *op,
                     etag,
                 }),
+                Target::Held { name, instance } => {
+                    let held = |key: &&Key| registration.instance(key) == *instance;
+                    let key = registration.catalog.key(instance.id).filter(held);
+                    let gone = || KeysError::KeyNotFound {
+                        name: name.clone(),
+                        near: Vec::new(),
+                    };
+                    let key = key.ok_or_else(gone)?;
+                    resolved.ops.push(KeyOp { key, op: *op, etag });
+                }
                 Target::Selection(selection) => {
                     resolved.select(registration, selection, *op, allow_guarded)?;
                 }
@@ -91,9 +103,21 @@ impl<'a> Resolved<'a> {
             if !selection.has(key) {
                 continue;
             }
+            // Who gives a name means that key, and is refused with it as without patterns.
+            let named = || selection.patterns.name(key.module(), key.name());
             if key.class == Class::Guarded && !allow_guarded {
+                if named() {
+                    return Err(refused(&PlanError::Guarded {
+                        key: key.full_name.clone(),
+                    }));
+                }
                 guarded += 1;
             } else if registration.catalog.is_ro_after_init(key.id) {
+                if named() {
+                    return Err(refused(&PlanError::Sealed {
+                        key: key.full_name.clone(),
+                    }));
+                }
                 sealed += 1;
             } else {
                 self.ops.push(KeyOp { key, op, etag: "" });
@@ -133,20 +157,20 @@ impl<'a> Resolved<'a> {
 /// Why a selection is empty.
 fn nothing(selection: &Selection, guarded: usize, sealed: usize) -> KeysError {
     let patterns = selection.patterns.to_string();
-    let refused = |reason, message| KeysError::KeyRefused {
+    let all_refused = |reason, message| KeysError::KeyRefused {
         key: patterns.clone(),
         reason,
         message,
     };
     match (guarded, sealed) {
         (0, 0) => KeysError::NothingSelected { patterns },
-        (0, sealed) => refused(
+        (0, sealed) => all_refused(
             "KEY_SEALED",
             format!(
                 "all {sealed} keys that match {patterns} are sealed: they cannot change after the kernel's init; set them by the kernel command line"
             ),
         ),
-        (guarded, sealed) => refused(
+        (guarded, sealed) => all_refused(
             "KEY_GUARDED",
             format!(
                 "of the keys that match {patterns}, {guarded} are guarded and {sealed} sealed, and none is left: what else depends on guarded keys is known to the guest alone; permit guarded keys if you know"

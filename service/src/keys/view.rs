@@ -191,7 +191,12 @@ fn to_key(
         initially_true: registration.initially_true(ram, key),
         sealed,
         quarantine: book.quarantine.get(&instance).cloned().unwrap_or_default(),
-        etag: etag(registration.generation, count),
+        etag: etag(
+            registration.generation,
+            instance,
+            book.revision(instance),
+            count,
+        ),
         holds: book.holds.references(instance),
         sites: vec![],
     }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Time that a test sets.
+//! Time that a test sets by hand.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use super::lock;
 use crate::keys::Clock;
 
-/// A clock that stands still until it is set forward; tell [`crate::keys::Keys::tick`] afterwards.
+/// A clock that stands still until it is set forward; tell [`Keys::tick`](crate::keys::Keys::tick) afterwards.
 #[derive(Debug)]
 pub struct ManualClock(Mutex<Instant>);
 
@@ -16,18 +17,14 @@ impl ManualClock {
         Arc::new(Self(Mutex::new(Instant::now())))
     }
 
-    fn now_mut(&self) -> MutexGuard<'_, Instant> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Sets it forward.
     pub fn advance(&self, by: Duration) {
-        *self.now_mut() += by;
+        *lock(&self.0) += by;
     }
 }
 
 impl Clock for ManualClock {
     fn now(&self) -> Instant {
-        *self.now_mut()
+        *lock(&self.0)
     }
 }

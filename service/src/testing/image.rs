@@ -21,6 +21,9 @@ pub(super) const KEYS: u64 = IMAGE + 0x30_0000;
 pub(super) const SEALED_KEYS: u64 = IMAGE + 0x31_0000;
 pub(super) const SEALED_KEYS_END: u64 = IMAGE + 0x32_0000;
 pub(super) const GATES: u64 = IMAGE + 0x32_0000;
+/// Of each tracepoint, the array of its probes.
+pub(super) const PROBES: u64 = IMAGE + 0x35_0000;
+pub(super) const PROBES_BYTES: u64 = 0x80;
 pub(super) const TRACEPOINTS: u64 = IMAGE + 0x33_0000;
 pub(super) const TRACEPOINT_POINTERS: u64 = IMAGE + 0x34_0000;
 pub(super) const DIRECTORY: u64 = IMAGE + 0x40_0000;
@@ -39,6 +42,10 @@ pub(super) const MODULE_STATE: u64 = 0;
 pub(super) const TRACEPOINT_BYTES: u64 = 64;
 /// Of the key in a `struct tracepoint`.
 pub(super) const TRACEPOINT_KEY: u64 = 8;
+/// Of the probes in a `struct tracepoint`.
+pub(super) const TRACEPOINT_FUNCS: u64 = 40;
+/// Of a `struct tracepoint_func`.
+pub(super) const PROBE_BYTES: u64 = 24;
 
 /// A word that the host looks at while the guest is stopped.
 #[derive(Clone, Copy, Debug)]

@@ -51,13 +51,21 @@ pub struct InMemoryGuest {
     console: TestConsole,
     places: Mutex<HashMap<String, Place>>,
     modules: Mutex<Vec<(String, u64)>>,
+    /// What the kernel last registered.
+    registered: Mutex<Option<abi::Descriptor>>,
+    /// What it last told about each module that is loaded.
+    loaded: Mutex<HashMap<String, abi::Module>>,
+    boot: AtomicU64,
     generation: AtomicU64,
+    loads: AtomicU64,
     ended: AtomicBool,
     late: AtomicBool,
     hidden: AtomicBool,
     held: Arc<AtomicBool>,
     pauses: AtomicU64,
     rips: Mutex<Vec<u64>>,
+    pressed: AtomicBool,
+    on_power_button: Mutex<Option<Hook>>,
     on_pause: Mutex<Option<Hook>>,
     on_resume: Arc<Mutex<Option<Hook>>>,
 }
@@ -77,13 +85,19 @@ impl InMemoryGuest {
             console: TestConsole::default(),
             places: Mutex::default(),
             modules: Mutex::default(),
+            registered: Mutex::default(),
+            loaded: Mutex::default(),
+            boot: AtomicU64::new(0x2000),
             generation: AtomicU64::new(0x1000),
+            loads: AtomicU64::new(0),
             ended: AtomicBool::new(false),
             late: AtomicBool::new(false),
             hidden: AtomicBool::new(false),
             held: Arc::default(),
             pauses: AtomicU64::new(0),
             rips: Mutex::default(),
+            pressed: AtomicBool::new(false),
+            on_power_button: Mutex::default(),
             on_pause: Mutex::default(),
             on_resume: Arc::default(),
         };
@@ -199,8 +213,7 @@ impl InMemoryGuest {
                 0
             };
             if tracepoint != 0 {
-                let funcs = if key.probe { GATES } else { 0 };
-                self.write(tracepoint + 40, &funcs.to_le_bytes());
+                self.write_probes(tracepoint, if key.probe { &[1] } else { &[] });
             }
             let named = abi::Key {
                 address,
@@ -239,6 +252,30 @@ impl InMemoryGuest {
         )
     }
 
+    /// The probes of a tracepoint, by their data; each time at the same place, as an allocator may give
+    /// an array away again.
+    fn write_probes(&self, tracepoint: u64, probes: &[u64]) {
+        let array = PROBES + (tracepoint - TRACEPOINTS) / TRACEPOINT_BYTES * PROBES_BYTES;
+        let mut at = array;
+        for data in probes {
+            for (offset, word) in [(0, TEXT), (8, *data), (16, 10)] {
+                self.write(at + offset, &word.to_le_bytes());
+            }
+            at += PROBE_BYTES;
+        }
+        self.write(at, &[0; PROBE_BYTES as usize]);
+        let funcs = if probes.is_empty() { 0 } else { array };
+        self.write(tracepoint + TRACEPOINT_FUNCS, &funcs.to_le_bytes());
+    }
+
+    /// What the guest itself would do: attaches these probes to a tracepoint instead of those that it
+    /// has, up to 4 and told apart by their data, and turns its key on or off.
+    pub fn set_probes(&self, name: &str, probes: &[u64]) {
+        let key = self.place(name, |place| place.key);
+        self.write_probes(key - TRACEPOINT_KEY, probes);
+        self.set_count(name, i32::from(!probes.is_empty()));
+    }
+
     fn write_site(&self, site: u64, jumps: bool) {
         let distance = u32::try_from(TARGET_DISTANCE - 5).expect("near");
         let mut jump = [0xe9; 5];
@@ -271,6 +308,7 @@ impl InMemoryGuest {
         let mut descriptor = abi::Descriptor::new_zeroed();
         descriptor.header = self.header(abi::OP_REGISTER, size_of::<abi::Descriptor>());
         structures::describe(&mut descriptor);
+        descriptor.boot = self.boot.load(Ordering::SeqCst);
         descriptor.cpus = 1;
         descriptor.jump_table = jump_table;
         descriptor.text = abi::Range {
@@ -331,11 +369,25 @@ impl InMemoryGuest {
         bytes
     }
 
-    /// A kernel with these keys registers, under a new generation.
+    /// Another kernel, with these keys, registers.
     pub fn register(&self, keys: &[TestKey]) -> i32 {
         self.generation.fetch_add(1, Ordering::SeqCst);
+        self.boot.fetch_add(1, Ordering::SeqCst);
         lock(&self.places).clear();
         let descriptor = self.descriptor(keys);
+        *lock(&self.registered) = Some(descriptor);
+        self.request(abi::OP_REGISTER, descriptor.as_bytes())
+    }
+
+    /// The same kernel registers again, under a new generation. Its modules are left to
+    /// [`InMemoryGuest::add_module_again`].
+    ///
+    /// # Panics
+    /// If no kernel has registered.
+    pub fn register_again(&self) -> i32 {
+        self.generation.fetch_add(1, Ordering::SeqCst);
+        let mut descriptor = lock(&self.registered).expect("registered before");
+        descriptor.header = self.header(abi::OP_REGISTER, size_of::<abi::Descriptor>());
         self.request(abi::OP_REGISTER, descriptor.as_bytes())
     }
 
@@ -373,7 +425,21 @@ impl InMemoryGuest {
             end: base + 0x5000,
         };
         request.directory = directory;
+        request.load = 1 + self.loads.fetch_add(1, Ordering::SeqCst);
         request.name[..name.len()].copy_from_slice(name.as_bytes());
+        lock(&self.loaded).insert(name.to_owned(), request);
+        self.request(abi::OP_MODULE_ADD, request.as_bytes())
+    }
+
+    /// A module that stayed loaded is told after [`InMemoryGuest::register_again`]; `change` is made
+    /// to the request.
+    ///
+    /// # Panics
+    /// If it was never loaded.
+    pub fn add_module_again(&self, name: &str, change: impl FnOnce(&mut abi::Module)) -> i32 {
+        let mut request = lock(&self.loaded)[name];
+        request.header = self.header(abi::OP_MODULE_ADD, size_of::<abi::Module>());
+        change(&mut request);
         self.request(abi::OP_MODULE_ADD, request.as_bytes())
     }
 
@@ -382,14 +448,32 @@ impl InMemoryGuest {
     /// # Panics
     /// If it was never loaded.
     pub fn delete_module(&self, name: &str) -> i32 {
-        let address = lock(&self.modules)
-            .iter()
-            .rev()
-            .find(|(of, _)| of == name)
-            .expect("was loaded")
-            .1;
-        let request = self.module(abi::OP_MODULE_DEL, address);
+        let request = self.module(abi::OP_MODULE_DEL, self.module_address(name));
         self.request(abi::OP_MODULE_DEL, request.as_bytes())
+    }
+
+    fn module_address(&self, name: &str) -> u64 {
+        let modules = lock(&self.modules);
+        let mut newest = modules.iter().rev();
+        newest.find(|(of, _)| of == name).expect("was loaded").1
+    }
+
+    /// Makes a module the only user of a key without sites, as loading it does; or takes that back.
+    ///
+    /// # Panics
+    /// If the module was never loaded.
+    pub fn set_user(&self, key: &str, module: Option<&str>) {
+        const LINKED: u64 = 2;
+        let chain = module.map_or(0, |module| {
+            let base = self.module_address(module);
+            let node = base + 0xa000;
+            for (offset, word) in [(0, 0), (8, base + 0x5000), (16, base)] {
+                self.write(node + offset, &word.to_le_bytes());
+            }
+            node | LINKED
+        });
+        let key = self.place(key, |place| place.key);
+        self.write(key + 8, &chain.to_le_bytes());
     }
 
     fn module(&self, op: u32, address: u64) -> abi::Module {
@@ -475,6 +559,16 @@ impl InMemoryGuest {
         *lock(&self.rips) = rips;
     }
 
+    /// Whether the power button is pressed and the kernel has not seen it.
+    pub fn is_pressed(&self) -> bool {
+        self.pressed.load(Ordering::SeqCst)
+    }
+
+    /// The kernel listens to its power button from now on, and calls this at every press.
+    pub fn on_power_button(&self, hook: impl FnMut() + Send + 'static) {
+        *lock(&self.on_power_button) = Some(Box::new(hook));
+    }
+
     /// Called in every pause, before it is told.
     pub fn on_pause(&self, hook: impl FnMut() + Send + 'static) {
         *lock(&self.on_pause) = Some(Box::new(hook));
@@ -508,6 +602,18 @@ impl Machine for InMemoryGuest {
     fn shut_down(&self) {
         self.ended.store(true, Ordering::SeqCst);
         self.console.close();
+    }
+
+    fn press_power_button(&self) {
+        self.pressed.store(true, Ordering::SeqCst);
+        if let Some(hook) = &mut *lock(&self.on_power_button) {
+            self.pressed.store(false, Ordering::SeqCst);
+            hook();
+        }
+    }
+
+    fn take_back_press(&self) -> bool {
+        self.pressed.swap(false, Ordering::SeqCst)
     }
 
     fn console(&self) -> &dyn Console {

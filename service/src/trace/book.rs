@@ -6,7 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::hub::Source;
+use super::stream::Source;
+use super::tracer::Backoff;
 
 /// An armed event.
 #[derive(Clone, Debug)]
@@ -28,29 +29,41 @@ pub struct Armed {
     pub armed_by: BTreeSet<String>,
     /// Clients that keep it firing.
     pub fired_by: BTreeSet<String>,
+    /// Of being fired and parked for others in the guest.
+    pub backoff: Backoff,
+    /// [`Book::armed`] with it.
+    pub serial: u64,
 }
 
 /// Armed events by "system:name".
 #[derive(Debug, Default)]
 pub struct Book {
     pub events: BTreeMap<String, Armed>,
+    /// Events armed so far.
+    pub armed: u64,
+    /// Events that are being armed or disarmed: the agent is asked about them.
+    pub moving: BTreeSet<String>,
     /// To be disabled when the agent answers again; parked by now.
     pub overdue: BTreeSet<String>,
-}
-
-/// What a client's leaving means for its events.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct Leaving {
-    /// Nobody keeps them firing.
-    pub park: Vec<String>,
-    /// Nobody keeps them armed.
-    pub disarm: Vec<String>,
 }
 
 impl Book {
     /// Whether anything fires.
     pub fn is_quiet(&self) -> bool {
         self.events.values().all(|armed| armed.fired_by.is_empty())
+    }
+
+    /// Whether the agent's probe may be there, as far as nobody is just asking the agent.
+    pub fn may_have_probe(&self, name: &str) -> bool {
+        self.events.contains_key(name) || self.overdue.contains(name)
+    }
+
+    /// Those that the client keeps armed.
+    pub fn armed_by(&self, client: &str) -> Vec<String> {
+        let mine = self.events.iter();
+        mine.filter(|(_, armed)| armed.armed_by.contains(client))
+            .map(|(name, _)| name.clone())
+            .collect()
     }
 
     /// Full names of the keys of events.
@@ -99,19 +112,14 @@ impl Book {
         }
     }
 
-    /// What is to do when a client goes.
-    pub fn leaving(&self, client: &str) -> Leaving {
-        let of = |by: fn(&Armed) -> &BTreeSet<String>| {
-            let mine = self
-                .events
-                .iter()
-                .filter(|(_, armed)| by(armed).contains(client));
-            mine.map(|(name, _)| name.clone()).collect::<Vec<_>>()
-        };
-        Leaving {
-            park: self.to_park(&of(|armed| &armed.fired_by), client, false),
-            disarm: self.to_disarm(&of(|armed| &armed.armed_by), client, false),
-        }
+    /// Those that nobody else keeps firing when a client goes.
+    pub fn to_park_without(&self, client: &str) -> Vec<String> {
+        let mine = self.events.iter();
+        let fired: Vec<String> = mine
+            .filter(|(_, armed)| armed.fired_by.contains(client))
+            .map(|(name, _)| name.clone())
+            .collect();
+        self.to_park(&fired, client, false)
     }
 }
 
@@ -130,7 +138,7 @@ mod tests {
                 name: "s:e".into(),
                 format: Format {
                     id: 1,
-                    fields: vec![],
+                    fields: [].into(),
                 },
                 settled_at: AtomicU64::new(0),
                 events: AtomicU64::new(0),
@@ -141,6 +149,8 @@ mod tests {
             even_if_others: false,
             armed_by: set(armed_by),
             fired_by: set(fired_by),
+            backoff: Backoff::default(),
+            serial: 1,
         }
     }
 
@@ -160,18 +170,13 @@ mod tests {
     #[test]
     fn the_last_client_out_parks_and_disarms() {
         let mut book = book();
-        assert_eq!(
-            book.leaving("a"),
-            Leaving {
-                park: names(&["s:mine"]),
-                disarm: names(&["s:mine"])
-            }
-        );
+        let to_disarm = |book: &Book, client| book.to_disarm(&book.armed_by(client), client, false);
+        assert_eq!(book.to_park_without("a"), names(&["s:mine"]));
+        assert_eq!(to_disarm(&book, "a"), names(&["s:mine"]));
         book.release_fire(&names(&["s:mine", "s:shared"]), "a", false);
         book.release_arm(&names(&["s:shared"]), "a");
-        let leaving = book.leaving("b");
-        assert_eq!(leaving.park, names(&["s:shared"]));
-        assert_eq!(leaving.disarm, names(&["s:shared", "s:theirs"]));
+        assert_eq!(book.to_park_without("b"), names(&["s:shared"]));
+        assert_eq!(to_disarm(&book, "b"), names(&["s:shared", "s:theirs"]));
         assert!(!book.is_quiet());
         book.release_fire(&names(&["s:shared"]), "b", false);
         assert!(book.is_quiet());

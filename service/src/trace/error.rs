@@ -2,12 +2,39 @@
 //! What can go wrong with a call on tracepoints.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
-use super::link::AgentError;
 use crate::keys::KeysError;
+
+/// Why the agent did not do it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AgentError {
+    /// None is connected.
+    #[error("no agent is connected{why}; start patchbay-agent in the guest")]
+    Absent {
+        /// What is known of it; empty, or begins with ": ".
+        why: String,
+    },
+    /// It is connected and does not answer.
+    #[error(
+        "the agent in the guest has not answered for {waited:?}; fire and park work without it"
+    )]
+    Silent {
+        /// For the answer.
+        waited: Duration,
+    },
+    /// It said so itself.
+    #[error("the agent in the guest could not do it: {0}")]
+    Refused(String),
+    /// Not what was asked.
+    #[error(
+        "the agent in the guest answered something else than was asked; is it of this version?"
+    )]
+    Confused,
+}
 
 /// A call on tracepoints that was refused or failed. Each message is one sentence and the next step.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -87,6 +114,26 @@ pub enum TraceError {
         /// Sentence.
         message: String,
     },
+    /// By another client, whom the agent has not answered yet.
+    #[error(
+        "event {name} is being armed or disarmed for another client, for {waited:?} by now; try again, or see `patchbay trace agent`"
+    )]
+    Busy {
+        /// "system:name".
+        name: String,
+        /// For its end.
+        waited: Duration,
+    },
+    /// Of memory.
+    #[error(
+        "the formats of the armed events would take {bytes} bytes, and {max} is the maximum; arm fewer events"
+    )]
+    TooMuchArmed {
+        /// With what was to be armed.
+        bytes: usize,
+        /// Maximum.
+        max: usize,
+    },
     /// Of streams.
     #[error("{max} streams are open already; end one of them")]
     TooManyStreams {
@@ -127,6 +174,8 @@ impl TraceError {
             Self::Rejected { .. } => "TRIGGER_REJECTED",
             Self::FilterConflict { .. } => "FILTER_CONFLICT",
             Self::ArmFailed { .. } => "ARM_FAILED",
+            Self::Busy { .. } => "EVENT_BUSY",
+            Self::TooMuchArmed { .. } => "TOO_MUCH_ARMED",
             Self::TooManyStreams { .. } => "TOO_MANY_STREAMS",
             Self::Invalid { .. } => "INVALID_TRACE_REQUEST",
         }
@@ -144,7 +193,8 @@ impl TraceError {
             | Self::OthersTrace { .. }
             | Self::FilterConflict { .. } => Code::FailedPrecondition,
             Self::Rejected { .. } | Self::Invalid { .. } => Code::InvalidArgument,
-            Self::TooManyStreams { .. } => Code::ResourceExhausted,
+            Self::Busy { .. } => Code::Unavailable,
+            Self::TooMuchArmed { .. } | Self::TooManyStreams { .. } => Code::ResourceExhausted,
         }
     }
 }

@@ -3,11 +3,9 @@
 
 use std::io;
 
+use patchbay_proto::AGENT_FRAME_MAX_BYTES;
 use prost::Message;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-
-/// A frame longer than this ends the connection.
-const MAX_FRAME_BYTES: usize = 1 << 20;
 
 /// Why there is no further message.
 #[derive(Debug, thiserror::Error)]
@@ -19,7 +17,9 @@ pub enum FrameError {
     #[error("the connection to the agent broke: {0}")]
     Broken(#[from] io::Error),
     /// Not this protocol.
-    #[error("the agent announced a message of {bytes} bytes, and {MAX_FRAME_BYTES} is the maximum")]
+    #[error(
+        "the agent announced a message of {bytes} bytes, and {AGENT_FRAME_MAX_BYTES} is the maximum"
+    )]
     TooLong {
         /// As it said.
         bytes: usize,
@@ -42,7 +42,7 @@ pub async fn read<M: Message + Default>(
         read => stream.read_exact(&mut length[read..]).await?,
     };
     let bytes = usize::try_from(u32::from_le_bytes(length)).unwrap_or(usize::MAX);
-    if bytes > MAX_FRAME_BYTES {
+    if bytes > AGENT_FRAME_MAX_BYTES {
         return Err(FrameError::TooLong { bytes });
     }
     let mut frame = Vec::new();
@@ -64,7 +64,7 @@ pub async fn write(
     let bytes = message.encoded_len();
     let length = u32::try_from(bytes)
         .ok()
-        .filter(|_| bytes <= MAX_FRAME_BYTES);
+        .filter(|_| bytes <= AGENT_FRAME_MAX_BYTES);
     let length = length.ok_or_else(|| {
         io::Error::new(io::ErrorKind::InvalidInput, "message too long for a frame")
     })?;

@@ -12,10 +12,12 @@
 //! place only when it has been silent), capped frames, few handshakes at once, no more pages than
 //! there was credit for, and answers only to questions that were asked. A silent agent keeps its
 //! place: it may be stopped, and what it armed is still in the keys.
+//!
+//! Credit is a window: what the agent may still send and what was received and is not decoded yet are
+//! together never more than [`WINDOW`] bytes, over all connections. So the reader never waits for the
+//! decoder, and answers are not held up by pages before them.
 
 use std::collections::HashMap;
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
@@ -25,11 +27,15 @@ use patchbay_proto::v1::to_agent::Message as Question;
 use patchbay_proto::v1::{
     AgentCredit, AgentHello, AgentPages, AgentPing, AgentRefusal, AgentWelcome, FromAgent, ToAgent,
 };
+use patchbay_proto::{AGENT_PAGE_MAX_BYTES, AGENT_PAGE_OVERHEAD};
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{Semaphore, mpsc, oneshot, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 
 use super::clock::GuestClock;
+use super::error::AgentError;
 use super::frame::{self, FrameError};
+use super::socket::AgentSocket;
+use crate::log_limit::limited;
 
 /// vsock port of the host that the agent connects to, from a port of its own below 1024: Linux gives
 /// these to holders of CAP_NET_BIND_SERVICE alone.
@@ -47,33 +53,12 @@ const OUTBOX: usize = 64;
 /// Longest text of the hello that is kept.
 const MAX_TEXT: usize = 1024;
 const MAX_ENABLED: usize = 16_384;
-
-/// Why the agent did not do it.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum AgentError {
-    /// None is connected.
-    #[error("no agent is connected{why}; start patchbay-agent in the guest")]
-    Absent {
-        /// What is known of it; empty, or begins with ": ".
-        why: String,
-    },
-    /// It is connected and does not answer.
-    #[error(
-        "the agent in the guest has not answered for {waited:?}; fire and park work without it"
-    )]
-    Silent {
-        /// For the answer.
-        waited: Duration,
-    },
-    /// It said so itself.
-    #[error("the agent in the guest could not do it: {0}")]
-    Refused(String),
-    /// Not what was asked.
-    #[error(
-        "the agent in the guest answered something else than was asked; is it of this version?"
-    )]
-    Confused,
-}
+/// No event's name is longer.
+const MAX_NAME: usize = 256;
+/// Cost of the pages that may be on their way or wait for the decoder.
+pub const WINDOW: u64 = 4 << 20;
+/// Less is not worth a message.
+const LEAST_CREDIT: u64 = WINDOW / 16;
 
 /// Handle to the link. Clones share it.
 #[derive(Clone)]
@@ -86,7 +71,8 @@ struct Shared {
     clock: Mutex<GuestClock>,
     /// Advances with each connection made or lost.
     connections: watch::Sender<u64>,
-    pages: mpsc::Sender<AgentPages>,
+    /// Bounded by the window.
+    pages: mpsc::UnboundedSender<Received>,
     next_id: AtomicU64,
 }
 
@@ -95,13 +81,29 @@ struct State {
     current: Option<Connection>,
     /// Why the last one ended or was refused.
     last: String,
+    /// Cost of the pages that wait for the decoder, of whichever connection.
+    held: u64,
+}
+
+/// Pages against credit; [`AgentLink::release`] gives it back.
+#[derive(Debug)]
+pub struct Received {
+    pub pages: AgentPages,
+    /// By the protocol.
+    pub cost: u64,
 }
 
 struct Connection {
     number: u64,
     peer: Peer,
     heard: Instant,
-    credit: u64,
+    /// Somebody wants pages.
+    wanted: bool,
+    /// Credit that the agent has not used yet.
+    granted: u64,
+    /// What of it the agent has not been told yet.
+    owed: u64,
+    credited: Arc<Notify>,
     outbox: mpsc::Sender<ToAgent>,
     waiting: HashMap<u64, oneshot::Sender<Answer>>,
     /// Dropped with the connection, which ends its tasks.
@@ -121,61 +123,9 @@ pub struct Peer {
     pub connection: u64,
 }
 
-/// The socket on which the agent's connections arrive: that of the vsock device with the port.
-///
-/// Firecracker's convention (`docs/vsock.md` there), which the device follows.
-pub fn socket_path(vsock: &Path) -> PathBuf {
-    let mut path = vsock.as_os_str().to_owned();
-    path.push(format!("_{PORT}"));
-    path.into()
-}
-
-/// The bound socket on which the agent's connections arrive; removed when dropped.
-#[derive(Debug)]
-pub struct AgentSocket {
-    listener: std::os::unix::net::UnixListener,
-    path: PathBuf,
-}
-
-impl AgentSocket {
-    /// Binds the socket beside that of the vsock device, replacing one that a dead monitor left.
-    ///
-    /// # Errors
-    /// Of the operating system.
-    pub fn bind(vsock: &Path) -> std::io::Result<Self> {
-        let path = socket_path(vsock);
-        match std::fs::remove_file(&path) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-        let listener = std::os::unix::net::UnixListener::bind(&path)?;
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
-        listener.set_nonblocking(true)?;
-        Ok(Self { listener, path })
-    }
-}
-
-impl Drop for AgentSocket {
-    fn drop(&mut self) {
-        // It may be gone already.
-        let _ = std::fs::remove_file(&self.path);
-    }
-}
-
 impl AgentLink {
-    /// Accepts agents on the current tokio runtime, and hands their pages to `pages`.
-    ///
-    /// # Errors
-    /// Of the operating system.
-    pub fn listen(socket: AgentSocket, pages: mpsc::Sender<AgentPages>) -> std::io::Result<Self> {
-        let listener = UnixListener::from_std(socket.listener.try_clone()?)?;
-        let link = Self::unlinked(pages);
-        tokio::spawn(link.clone().accept(socket, listener));
-        Ok(link)
-    }
-
-    /// For a guest without vsock: no agent ever connects.
-    pub fn unlinked(pages: mpsc::Sender<AgentPages>) -> Self {
+    /// Hands the pages of agents to `pages`. No agent can connect before [`AgentLink::listen`].
+    pub fn new(pages: mpsc::UnboundedSender<Received>) -> Self {
         let shared = Shared {
             state: Mutex::default(),
             clock: Mutex::default(),
@@ -186,6 +136,16 @@ impl AgentLink {
         Self {
             shared: Arc::new(shared),
         }
+    }
+
+    /// Accepts agents on the current tokio runtime.
+    ///
+    /// # Errors
+    /// Of the operating system.
+    pub fn listen(&self, socket: &AgentSocket) -> std::io::Result<()> {
+        let listener = socket.listener()?;
+        tokio::spawn(self.clone().accept(listener));
+        Ok(())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -245,6 +205,12 @@ impl AgentLink {
             connection.waiting.insert(id, reply);
             (connection.outbox.clone(), connection.number)
         };
+        // Also if the caller is gone before the answer.
+        let _waiting = Waiting {
+            link: self,
+            number,
+            id,
+        };
         let conversation = async {
             outbox
                 .send(ToAgent {
@@ -259,78 +225,83 @@ impl AgentLink {
             Ok(Some(Answer::Error(message))) => Err(AgentError::Refused(bounded(message))),
             Ok(Some(answer)) => Ok(answer),
             Ok(None) => Err(self.state().absent()),
-            Err(_) => {
-                self.forget(number, id);
-                Err(silent())
-            }
+            Err(_) => Err(silent()),
         }
     }
 
-    fn forget(&self, number: u64, id: u64) {
-        if let Some(connection) = &mut self.state().current
-            && connection.number == number
-        {
-            connection.waiting.remove(&id);
-        }
-    }
-
-    /// Lets the agent send more pages. `reset`: no more than these.
-    pub fn credit(&self, bytes: u64, reset: bool) {
+    /// Whether the agent is to send pages; credit that it has stays its own.
+    pub fn want_pages(&self, wanted: bool) {
         let mut state = self.state();
-        let Some(connection) = &mut state.current else {
-            return;
-        };
-        // What was let before a reset may be on its way.
-        connection.credit = connection.credit.saturating_add(bytes);
-        let message = Some(Question::Credit(AgentCredit { bytes, reset }));
-        // Without room the agent has not taken anything for long, and wants no pages either; the
-        // next stream or batch gives anew.
-        let _ = connection.outbox.try_send(ToAgent { id: 0, message });
+        if let Some(connection) = &mut state.current {
+            connection.wanted = wanted;
+        }
+        state.top_up();
     }
 
-    async fn accept(self, _socket: AgentSocket, listener: UnixListener) {
+    /// Received pages of this cost are decoded.
+    pub fn release(&self, cost: u64) {
+        let mut state = self.state();
+        state.held = state.held.saturating_sub(cost);
+        state.top_up();
+    }
+
+    /// Cost of the pages that wait for the decoder.
+    #[cfg(any(test, feature = "testing"))]
+    pub(super) fn held(&self) -> u64 {
+        self.state().held
+    }
+
+    /// What the agent was not told yet of its credit.
+    fn take_owed(&self, number: u64) -> u64 {
+        let mut state = self.state();
+        let current = state.current.as_mut();
+        current
+            .filter(|current| current.number == number)
+            .map_or(0, |current| std::mem::take(&mut current.owed))
+    }
+
+    async fn accept(self, listener: UnixListener) {
         let handshakes = Arc::new(Semaphore::new(HANDSHAKES));
         let mut number = 0;
         loop {
-            let Ok((stream, _)) = listener.accept().await else {
-                // Out of file descriptors, most likely; the next may find one.
-                tokio::time::sleep(Duration::from_millis(100)).await;
-                continue;
-            };
+            let (stream, _) = crate::api::accept(|| listener.accept()).await;
             let Ok(permit) = Arc::clone(&handshakes).try_acquire_owned() else {
                 continue;
             };
             number += 1;
             let link = self.clone();
-            tokio::spawn(async move {
-                let greeted =
-                    tokio::time::timeout(HANDSHAKE_TIME, link.greet(stream, number)).await;
-                drop(permit);
-                match greeted {
-                    Ok(Ok(Some((stream, outbox, gone)))) => {
-                        link.serve(stream, number, outbox, gone).await
-                    }
-                    Ok(Ok(None)) => {}
-                    Ok(Err(error)) => link.note(format!("{error} (before its hello)")),
-                    Err(_) => link.note("a program connected and sent no hello".to_owned()),
-                }
-            });
+            tokio::spawn(async move { link.connected(stream, number, permit).await });
+        }
+    }
+
+    /// Until the connection ends.
+    pub(super) async fn connected(
+        &self,
+        stream: UnixStream,
+        number: u64,
+        handshake: OwnedSemaphorePermit,
+    ) {
+        let greeted = tokio::time::timeout(HANDSHAKE_TIME, self.greet(stream, number)).await;
+        drop(handshake);
+        match greeted {
+            Ok(Ok(Some(greeted))) => self.serve(greeted, number).await,
+            Ok(Ok(None)) => {}
+            Ok(Err(error)) => self.note(format!("{error} (before its hello)")),
+            Err(_) => self.note("a program connected and sent no hello".to_owned()),
         }
     }
 
     fn note(&self, why: String) {
-        tracing::info!(why, "the agent's link");
+        limited!(info, why, "the agent's link");
         self.state().last = why;
     }
 
     /// None if the agent was refused.
-    #[allow(clippy::type_complexity)]
     async fn greet(
         &self,
         mut stream: UnixStream,
         number: u64,
-    ) -> Result<Option<(UnixStream, mpsc::Receiver<ToAgent>, oneshot::Receiver<()>)>, FrameError>
-    {
+    ) -> Result<Option<Greeted>, FrameError> {
         let first: FromAgent = frame::read(&mut stream).await?;
         let (outbox, outgoing) = mpsc::channel(OUTBOX);
         let (alive, gone) = oneshot::channel();
@@ -353,6 +324,7 @@ impl AgentLink {
             Ok(peer) => {
                 let version = peer.version;
                 let waiting = HashMap::new();
+                let credited = Arc::new(Notify::new());
                 // Not written here: an agent that dies meanwhile would stay the connected one. Nothing
                 // can be asked before it, and a new channel has room.
                 let _ = outbox.try_send(to_agent(Question::Welcome(AgentWelcome { version })));
@@ -360,7 +332,10 @@ impl AgentLink {
                     number,
                     peer,
                     heard: Instant::now(),
-                    credit: 0,
+                    wanted: false,
+                    granted: 0,
+                    owed: 0,
+                    credited: Arc::clone(&credited),
                     outbox,
                     waiting,
                     _alive: alive,
@@ -368,7 +343,12 @@ impl AgentLink {
                 self.clock().clear();
                 self.state().current = Some(connection);
                 self.shared.connections.send_modify(|count| *count += 1);
-                Ok(Some((stream, outgoing, gone)))
+                Ok(Some(Greeted {
+                    stream,
+                    outgoing,
+                    credited,
+                    gone,
+                }))
             }
         }
     }
@@ -399,6 +379,8 @@ impl AgentLink {
             *text = bounded(std::mem::take(text));
         }
         hello.enabled.truncate(MAX_ENABLED);
+        hello.enabled.retain(|name| name.len() <= MAX_NAME);
+        hello.enabled.shrink_to_fit();
         Ok(Peer {
             hello,
             version,
@@ -407,13 +389,13 @@ impl AgentLink {
         })
     }
 
-    async fn serve(
-        &self,
-        stream: UnixStream,
-        number: u64,
-        mut outgoing: mpsc::Receiver<ToAgent>,
-        mut gone: oneshot::Receiver<()>,
-    ) {
+    async fn serve(&self, greeted: Greeted, number: u64) {
+        let Greeted {
+            stream,
+            mut outgoing,
+            credited,
+            mut gone,
+        } = greeted;
         let (mut reader, mut writer) = stream.into_split();
         let read = async {
             loop {
@@ -421,18 +403,27 @@ impl AgentLink {
                     Ok(message) => message,
                     Err(error) => return error.to_string(),
                 };
-                if let Err(why) = self.take(number, message).await {
+                if let Err(why) = self.take(number, message) {
                     return why;
                 }
             }
         };
         let write = async {
-            while let Some(message) = outgoing.recv().await {
+            loop {
+                let message = tokio::select! {
+                    message = outgoing.recv() => message,
+                    () = credited.notified() => match self.take_owed(number) {
+                        0 => continue,
+                        bytes => Some(to_agent(Question::Credit(AgentCredit { bytes }))),
+                    },
+                };
+                let Some(message) = message else {
+                    return "another agent took its place".to_owned();
+                };
                 if let Err(error) = frame::write(&mut writer, &message).await {
                     return format!("the agent takes no messages: {error}");
                 }
             }
-            "another agent took its place".to_owned()
         };
         let why = tokio::select! {
             why = read => why,
@@ -466,45 +457,94 @@ impl AgentLink {
     }
 
     /// Why the connection must end, if it must.
-    async fn take(&self, number: u64, message: FromAgent) -> Result<(), String> {
-        let pages = {
-            let mut state = self.state();
-            let current = state
-                .current
-                .as_mut()
-                .filter(|current| current.number == number);
-            let current = current.ok_or("another agent took its place")?;
-            current.heard = Instant::now();
-            match message.message {
-                Some(Answer::Pages(pages)) => {
-                    let bytes = pages.pages.iter().map(|page| page.data.len() as u64).sum();
-                    // One page more than there was credit for is allowed: credit is counted in bytes.
-                    if bytes > current.credit.saturating_add(64 << 10) {
-                        return Err("the agent sent pages that nobody had asked for".to_owned());
-                    }
-                    current.credit = current.credit.saturating_sub(bytes);
-                    pages
-                }
-                Some(answer) => {
-                    // An answer to nothing is one that came too late.
-                    if let Some(reply) = current.waiting.remove(&message.id) {
-                        let _ = reply.send(answer);
-                    }
-                    return Ok(());
-                }
-                // Of a newer version.
-                None => return Ok(()),
+    fn take(&self, number: u64, message: FromAgent) -> Result<(), String> {
+        let mut state = self.state();
+        let state = &mut *state;
+        let current = state.current.as_mut();
+        let current = current
+            .filter(|current| current.number == number)
+            .ok_or("another agent took its place")?;
+        current.heard = Instant::now();
+        match message.message {
+            Some(Answer::Pages(pages)) => {
+                let cost = cost(&pages)?;
+                current.granted = current.granted.checked_sub(cost).ok_or_else(|| {
+                    format!(
+                        "the agent sent pages that cost {cost} bytes and had credit for {}",
+                        current.granted
+                    )
+                })?;
+                state.held = state.held.saturating_add(cost);
+                let sent = self.shared.pages.send(Received { pages, cost });
+                sent.map_err(|_| "the monitor ends".to_owned())
             }
-        };
-        self.shared
-            .pages
-            .send(pages)
-            .await
-            .map_err(|_| "the monitor ends".to_owned())
+            Some(answer) => {
+                // An answer to nothing is one that came too late.
+                if let Some(reply) = current.waiting.remove(&message.id) {
+                    let _ = reply.send(answer);
+                }
+                Ok(())
+            }
+            // Of a newer version.
+            None => Ok(()),
+        }
     }
 }
 
+/// A welcomed agent's connection.
+struct Greeted {
+    stream: UnixStream,
+    outgoing: mpsc::Receiver<ToAgent>,
+    credited: Arc<Notify>,
+    gone: oneshot::Receiver<()>,
+}
+
+/// A question, until its answer is no longer waited for.
+struct Waiting<'a> {
+    link: &'a AgentLink,
+    number: u64,
+    id: u64,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        if let Some(connection) = &mut self.link.state().current
+            && connection.number == self.number
+        {
+            connection.waiting.remove(&self.id);
+        }
+    }
+}
+
+/// Of a frame's pages by the protocol; an error if one is too long.
+fn cost(pages: &AgentPages) -> Result<u64, String> {
+    let mut cost = 0;
+    for page in &pages.pages {
+        let bytes = page.data.len() as u64;
+        if bytes > AGENT_PAGE_MAX_BYTES {
+            return Err(format!(
+                "the agent sent a page of {bytes} bytes, and {AGENT_PAGE_MAX_BYTES} is the maximum"
+            ));
+        }
+        cost += bytes + AGENT_PAGE_OVERHEAD;
+    }
+    Ok(cost)
+}
+
 impl State {
+    /// Grants what the window has left.
+    fn top_up(&mut self) {
+        let Some(current) = self.current.as_mut().filter(|current| current.wanted) else {
+            return;
+        };
+        let free = WINDOW.saturating_sub(self.held.saturating_add(current.granted));
+        if free >= LEAST_CREDIT {
+            current.granted += free;
+            current.owed += free;
+            current.credited.notify_one();
+        }
+    }
+
     fn absent(&self) -> AgentError {
         let why = if self.last.is_empty() {
             String::new()

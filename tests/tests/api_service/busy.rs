@@ -38,7 +38,7 @@ async fn a_closed_gate_is_named_at_the_deadline() {
             Duration::from_millis(300),
         );
         let result = served.client().update_static_keys(call).await;
-        let (message, metadata) = assert_refused(result, Code::Aborted, "GUEST_BUSY");
+        let (message, metadata) = assert_refused(result, Code::Unavailable, "GUEST_BUSY");
         assert!(
             message.contains(name) && metadata["gate"].contains(name),
             "{message}"
@@ -66,7 +66,7 @@ async fn a_gate_that_closes_before_the_stop_is_seen_under_it() {
         Duration::from_millis(300),
     );
     let result = served.client().update_static_keys(call).await;
-    assert_refused(result, Code::Aborted, "GUEST_BUSY");
+    assert_refused(result, Code::Unavailable, "GUEST_BUSY");
     assert_eq!((served.guest.count("alpha"), served.guest.pauses()), (0, 1));
     let lines = served.audit();
     assert_eq!(
@@ -119,7 +119,7 @@ async fn a_vcpu_inside_a_site_is_waited_for() {
     );
     assert_refused(
         served.client().update_static_keys(call).await,
-        Code::Aborted,
+        Code::Unavailable,
         "GUEST_BUSY",
     );
     for rip in [site, site + 5] {
@@ -207,6 +207,52 @@ async fn a_module_that_goes_during_the_pause_is_not_patched() {
         "KEY_NOT_FOUND",
     );
     assert_eq!(served.guest.read::<5>(site)[0], 0x0f, "untouched");
+}
+
+/// Its sites are unknown for as long as it is loaded: waiting does not help.
+#[tokio::test]
+async fn a_module_whose_registration_was_refused_is_named() {
+    let served = Served::start().await;
+    let unknown_class = TestKey {
+        class: 99,
+        ..TestKey::new("own", 1)
+    };
+    assert_ne!(served.guest.add_module("ext4", &[unknown_class]), 0);
+    served.guest.set_user("siteless", Some("ext4"));
+    for key in ["siteless", "ext4:own"] {
+        let result = served.op(key, KeyOp::Inc).await;
+        let (message, _) = assert_refused(result, Code::FailedPrecondition, "MODULE_REFUSED");
+        let told = message.contains("module ext4") && message.contains("class 99");
+        assert!(told, "{message}");
+    }
+    served.op("alpha", KeyOp::Inc).await.expect("not its user");
+    // Unknown, and not refused: it is just being loaded.
+    assert_eq!(served.guest.delete_module("ext4"), 0);
+    let call = within(
+        request(&[("siteless", KeyOp::Inc)]),
+        Duration::from_millis(100),
+    );
+    let result = served.update(call).await;
+    let (message, _) = assert_refused(result, Code::Unavailable, "GUEST_BUSY");
+    assert!(message.contains("not registered"), "{message}");
+    served.guest.set_user("siteless", None);
+    served.op("siteless", KeyOp::Inc).await.expect("it is gone");
+    let result = served.op("ext4:own", KeyOp::Inc).await;
+    assert_refused(result, Code::NotFound, "KEY_NOT_FOUND");
+}
+
+/// Adding a module that is registered is refused, and takes nothing from it.
+#[tokio::test]
+async fn a_module_that_is_added_twice_stays_registered() {
+    let served = Served::start().await;
+    let own = || vec![TestKey::new("own", 1)];
+    assert_eq!(served.guest.add_module("ext4", &own()), 0);
+    let address = served.guest.last_request();
+    let again = served
+        .guest
+        .request(patchbay_service::abi::OP_MODULE_ADD, &address);
+    assert_ne!(again, 0);
+    served.op("ext4:own", KeyOp::Inc).await.expect("registered");
 }
 
 #[tokio::test]

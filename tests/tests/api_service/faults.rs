@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 
 use patchbay_proto::v1::KeyOp;
+use patchbay_service::keys::PauseState;
 use patchbay_service::testing::Gate;
 use rustix::process::{Signal, getpid, kill_process};
 use tokio::sync::oneshot;
@@ -103,15 +104,57 @@ async fn a_write_that_fails_at_any_place_is_undone() {
     assert_ne!(state(&served), before);
 }
 
-/// If taking back fails as well, the error says that the guest is no longer what it should be.
+/// If taking back fails as well, a vCPU may stand before half an instruction: the guest is not resumed,
+/// and none of the keys is touched again.
 #[tokio::test]
-async fn an_undo_that_fails_is_told() {
+async fn an_undo_that_fails_keeps_the_guest_paused() {
     let served = Served::start().await;
     let ram = Arc::clone(served.guest.memory());
     served.guest.on_pause(move || ram.fail_writes(2..u64::MAX));
-    let result = served.op("beta", KeyOp::Inc).await;
+    served
+        .guest
+        .on_resume(|| panic!("the guest was resumed with its keys in halves"));
+    let update = request(&[("beta", KeyOp::Inc), ("alpha", KeyOp::Inc)]);
+    let result = served.update(update).await;
     let (message, _) = assert_refused(result, Code::DataLoss, "WRITE_FAULT");
-    assert!(message.contains("restart the guest"), "{message}");
+    for part in ["restart the guest", "quarantined", "held paused"] {
+        assert!(message.contains(part), "{message}");
+    }
+    assert_eq!(served.keys.pause_state(), PauseState::UntilResumed);
+    served.guest.memory().fail_writes(0..0);
+    for key in ["alpha", "beta"] {
+        assert!(!served.get(key).await.expect("a key").quarantine.is_empty());
+        let result = served.op(key, KeyOp::Inc).await;
+        assert_refused(result, Code::FailedPrecondition, "KEY_QUARANTINED");
+    }
+    // An operator who knows better has the last word.
+    served.guest.on_resume(|| {});
+    served.keys.resume().await.expect("the owner lives");
+    assert_eq!(served.keys.pause_state(), PauseState::Running);
+}
+
+/// A count that is off by a reference hurts no instruction: the guest runs on, and its keys are left
+/// alone.
+#[tokio::test]
+async fn counts_that_cannot_be_taken_back_are_quarantined() {
+    let served = Served::start().await;
+    for key in KEYS {
+        served.guest.set_count(key, 1);
+    }
+    served.guest.memory().fail_writes(1..u64::MAX);
+    let result = served
+        .update(request(&KEYS.map(|key| (key, KeyOp::Inc))))
+        .await;
+    let (message, _) = assert_refused(result, Code::DataLoss, "WRITE_FAULT");
+    assert!(
+        message.contains("quarantined") && !message.contains("paused"),
+        "{message}"
+    );
+    assert_eq!(served.keys.pause_state(), PauseState::Running);
+    for key in KEYS {
+        let result = served.op(key, KeyOp::Inc).await;
+        assert_refused(result, Code::FailedPrecondition, "KEY_QUARANTINED");
+    }
 }
 
 /// Counts alone are changed beside the running guest, and taken back there.
@@ -289,4 +332,20 @@ async fn die_in(stage: &str) {
     }
     let result = served.op("beta", KeyOp::Inc).await;
     panic!("it lived on, and answered {result:?}");
+}
+
+/// A bug is not the guest's end: clients are told of it, and the guest runs on.
+#[tokio::test]
+async fn a_panic_of_the_keys_is_told_as_internal() {
+    let served = Served::start().await;
+    served.guest.on_pause(|| panic!("a bug"));
+    for _ in 0..2 {
+        let result = served.update(request(&[("alpha", KeyOp::Inc)])).await;
+        let (message, _) = assert_refused(result, Code::Internal, "INTERNAL");
+        assert!(message.contains("panicked: a bug"), "{message}");
+    }
+    served
+        .get("alpha")
+        .await
+        .expect("what needs no change is answered");
 }

@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The guest as a whole: describe, pause, console, and how the service ends.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
 use patchbay_service::abi;
 use patchbay_service::api::{ApiSocket, SocketError};
-use patchbay_service::testing::{Gate, TestKey};
+use patchbay_service::guest::Machine;
+use patchbay_service::keys::{Keys, KeysConfig, PauseRequest, Registry};
+use patchbay_service::testing::{Gate, InMemoryGuest, TestKey};
 use tokio_stream::StreamExt;
 use tonic::Code;
 use zerocopy::IntoBytes;
@@ -64,7 +70,10 @@ async fn each_state_of_the_registration_is_told() {
     assert_refused(result, Code::FailedPrecondition, "GUEST_NOT_REGISTERED");
     served
         .guest_client()
-        .shutdown_guest(v1::ShutdownGuestRequest {})
+        .shutdown_guest(v1::ShutdownGuestRequest {
+            force: true,
+            ..Default::default()
+        })
         .await
         .expect("shut down");
     assert_eq!(describe(&served).await.state(), v1::GuestState::Stopped);
@@ -76,11 +85,12 @@ type Break = fn(&mut abi::Descriptor);
 #[tokio::test]
 async fn refused_registrations_say_why() {
     let served = Served::with(Setup::default()).await;
-    let breaks: [(&str, Break); 18] = [
+    let breaks: [(&str, Break); 19] = [
         ("magic", |d| d.header.magic ^= 1),
         ("ABI version", |d| d.header.abi_version = 2),
         ("bytes", |d| d.header.size -= 8),
         ("generation", |d| d.header.generation = 0),
+        ("boot", |d| d.boot = 0),
         ("operation", |d| d.header.op = 3),
         ("format", |d| d.entry_format = 9),
         ("entries", |d| d.entry_size = 24),
@@ -223,7 +233,7 @@ async fn a_paused_guest_stays_paused_and_can_be_flipped() {
     // A gate that is closed now stays closed until the resume: no use in waiting.
     served.guest.set_gate(Gate::TextMutex, 0x1000);
     let result = served.op("beta", KeyOp::Inc).await;
-    let (message, metadata) = assert_refused(result, Code::Aborted, "GUEST_BUSY");
+    let (message, metadata) = assert_refused(result, Code::Unavailable, "GUEST_BUSY");
     assert!(message.contains("resume"), "{message}");
     assert_eq!(metadata["attempts"], "1");
 
@@ -247,10 +257,197 @@ async fn pauses_that_fail_or_are_malformed() {
     let (message, _) = assert_refused(late, Code::DeadlineExceeded, "VCPU_NOT_STOPPED");
     assert!(message.contains("vCPU 0"), "{message}");
     assert_eq!(describe(&served).await.state(), v1::GuestState::Running);
-    for seconds in [-1, 3600] {
-        let timeout = Some(prost_types::Duration { seconds, nanos: 0 });
-        let refused = client.pause_guest(v1::PauseGuestRequest { timeout }).await;
+    for duration in [(-1, 0), (0, 0), (3601, 0), (0, 10)].map(duration) {
+        for request in [
+            v1::PauseGuestRequest {
+                timeout: Some(duration),
+                ttl: None,
+            },
+            v1::PauseGuestRequest {
+                timeout: None,
+                ttl: Some(duration),
+            },
+        ] {
+            let refused = client.pause_guest(request).await;
+            assert_refused(refused, Code::InvalidArgument, "INVALID_ARGUMENT");
+        }
+    }
+    assert_eq!(describe(&served).await.paused_until, None);
+}
+
+fn duration((seconds, nanos): (i64, i32)) -> prost_types::Duration {
+    prost_types::Duration { seconds, nanos }
+}
+
+/// Pauses, and answers for how long from now.
+async fn pause_for(served: &Served, ttl: Option<i64>) -> Duration {
+    let request = v1::PauseGuestRequest {
+        timeout: None,
+        ttl: ttl.map(|seconds| duration((seconds, 0))),
+    };
+    let before = SystemTime::now();
+    let response = served.guest_client().pause_guest(request).await;
+    let expires_at = response.expect("stops").into_inner().expires_at;
+    assert_eq!(describe(served).await.paused_until, expires_at);
+    let expires_at = SystemTime::try_from(expires_at.expect("told"));
+    let left = expires_at.expect("a time").duration_since(before);
+    left.expect("in the future")
+}
+
+async fn state_after(served: &Served, seconds: u64) -> v1::GuestState {
+    served.clock.advance(Duration::from_secs(seconds));
+    served.keys.tick().await.expect("the owner runs");
+    describe(served).await.state()
+}
+
+/// A client that dies while it holds the guest paused does not leave it stopped.
+#[tokio::test]
+async fn a_pause_expires_by_itself() {
+    let served = Served::start().await;
+    let resumed = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&resumed);
+    served.guest.on_resume(move || {
+        count.fetch_add(1, Ordering::SeqCst);
+    });
+    assert!(pause_for(&served, None).await.as_secs() >= 30);
+    assert_eq!(state_after(&served, 29).await, v1::GuestState::Paused);
+    assert_eq!(resumed.load(Ordering::SeqCst), 0);
+    assert_eq!(state_after(&served, 1).await, v1::GuestState::Running);
+    assert_eq!(resumed.load(Ordering::SeqCst), 1);
+    assert_eq!(describe(&served).await.paused_until, None);
+    // The next change stops the guest by itself again.
+    served.op("alpha", KeyOp::Inc).await.expect("runs");
+    assert_eq!(served.guest.pauses(), 2);
+}
+
+#[tokio::test]
+async fn a_pause_is_renewed_and_not_cut_short() {
+    let served = Served::start().await;
+    assert!(pause_for(&served, Some(10)).await.as_secs() >= 10);
+    assert_eq!(state_after(&served, 9).await, v1::GuestState::Paused);
+    assert!(pause_for(&served, Some(10)).await.as_secs() >= 10);
+    assert_eq!(state_after(&served, 9).await, v1::GuestState::Paused);
+    assert!(pause_for(&served, Some(3600)).await.as_secs() >= 3600);
+    // Another client that wants less.
+    assert!(pause_for(&served, Some(1)).await.as_secs() >= 3599);
+    assert_eq!(state_after(&served, 3599).await, v1::GuestState::Paused);
+    assert_eq!(served.guest.pauses(), 1);
+    assert_eq!(state_after(&served, 1).await, v1::GuestState::Running);
+}
+
+/// Without the hand-set clock: the owner wakes at the pause's end, and not at the next command.
+#[tokio::test]
+async fn the_owner_wakes_when_a_pause_expires() {
+    let registry = Arc::new(Registry::default());
+    let guest = InMemoryGuest::boot(Arc::clone(&registry), &every_kind());
+    let (sender, resumed) = std::sync::mpsc::channel();
+    guest.on_resume(move || sender.send(()).expect("the test waits"));
+    let (keys, _) = Keys::start(guest, registry, KeysConfig::default()).expect("a thread");
+    let request = PauseRequest {
+        timeout: PATIENCE,
+        ttl: Duration::from_millis(1),
+    };
+    keys.pause(request).await.expect("stops");
+    resumed.recv_timeout(PATIENCE).expect("it resumes");
+}
+
+async fn shut_down(
+    served: &Served,
+    request: v1::ShutdownGuestRequest,
+) -> Result<v1::ShutdownGuestResponse, tonic::Status> {
+    let response = served.guest_client().shutdown_guest(request).await?;
+    Ok(response.into_inner())
+}
+
+/// Given no time to power itself off.
+fn impatient() -> v1::ShutdownGuestRequest {
+    v1::ShutdownGuestRequest {
+        timeout: Some(duration((0, 1_000_000))),
+        ..Default::default()
+    }
+}
+
+#[tokio::test]
+async fn a_shutdown_asks_the_guest_and_waits_for_it() {
+    let served = Served::start().await;
+    let guest = Arc::clone(&served.guest);
+    served.guest.on_power_button(move || {
+        // Later, on a thread of its own, as a guest does.
+        let guest = Arc::clone(&guest);
+        std::thread::spawn(move || guest.shut_down());
+    });
+    let response = shut_down(&served, v1::ShutdownGuestRequest::default()).await;
+    assert!(!response.expect("it powers itself off").power_cut);
+    assert_eq!(describe(&served).await.state(), v1::GuestState::Stopped);
+    let response = shut_down(&served, v1::ShutdownGuestRequest::default()).await;
+    assert!(!response.expect("idempotent").power_cut);
+}
+
+#[tokio::test]
+async fn a_guest_that_does_not_act_on_its_power_button_runs_on() {
+    let served = Served::start().await;
+    let refused = shut_down(&served, impatient()).await;
+    let (message, _) = assert_refused(refused, Code::DeadlineExceeded, "NOT_POWERED_OFF");
+    assert!(message.contains("does not listen"), "{message}");
+    assert!(!served.guest.take_back_press(), "taken back by the monitor");
+    served.guest.on_power_button(|| {});
+    let refused = shut_down(&served, impatient()).await;
+    let (message, _) = assert_refused(refused, Code::DeadlineExceeded, "NOT_POWERED_OFF");
+    assert!(message.contains("has seen the power button"), "{message}");
+    assert_eq!(describe(&served).await.state(), v1::GuestState::Running);
+    let response = shut_down(
+        &served,
+        v1::ShutdownGuestRequest {
+            cut_after_timeout: true,
+            ..impatient()
+        },
+    )
+    .await;
+    assert!(response.expect("it is cut").power_cut);
+    assert_eq!(describe(&served).await.state(), v1::GuestState::Stopped);
+}
+
+#[tokio::test]
+async fn a_paused_guest_is_shut_down_by_force_alone() {
+    let served = Served::start().await;
+    pause_for(&served, None).await;
+    let refused = shut_down(&served, v1::ShutdownGuestRequest::default()).await;
+    assert_refused(refused, Code::FailedPrecondition, "GUEST_PAUSED");
+    for bad in [(0, 0), (-1, 0), (3601, 0)] {
+        let request = v1::ShutdownGuestRequest {
+            timeout: Some(duration(bad)),
+            force: true,
+            ..Default::default()
+        };
+        let refused = shut_down(&served, request).await;
         assert_refused(refused, Code::InvalidArgument, "INVALID_ARGUMENT");
+    }
+    assert_eq!(describe(&served).await.state(), v1::GuestState::Paused);
+    let request = v1::ShutdownGuestRequest {
+        force: true,
+        ..Default::default()
+    };
+    assert!(shut_down(&served, request).await.expect("cut").power_cut);
+    assert_eq!(describe(&served).await.state(), v1::GuestState::Stopped);
+}
+
+/// A client that goes away while the guest does not look at its power button.
+#[tokio::test]
+async fn a_cancelled_shutdown_is_taken_back() {
+    let served = Served::start().await;
+    let mut client = served.guest_client();
+    let waiting = tokio::spawn(async move {
+        client
+            .shutdown_guest(v1::ShutdownGuestRequest::default())
+            .await
+    });
+    let deadline = tokio::time::Instant::now() + PATIENCE;
+    for pressed in [true, false] {
+        while served.guest.is_pressed() != pressed {
+            assert!(tokio::time::Instant::now() < deadline, "{pressed}");
+            tokio::task::yield_now().await;
+        }
+        waiting.abort();
     }
 }
 

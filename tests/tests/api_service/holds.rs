@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Who keeps keys on, and how the monitor gives back what has lapsed.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
-use patchbay_service::testing::Gate;
+use patchbay_service::keys::{KeyUpdate, UpdateRequest};
+use patchbay_service::testing::{Gate, TestKey};
+use static_keys::Op;
 use tonic::Code;
 
-use super::support::{Served, assert_refused, every_kind, request};
+use super::support::{PATIENCE, Served, Setup, assert_refused, every_kind, request};
 
 fn with_ttl(name: &str, op: KeyOp, seconds: i64) -> v1::UpdateStaticKeysRequest {
     v1::UpdateStaticKeysRequest {
@@ -164,6 +166,33 @@ async fn a_fired_tracepoint_is_parked_when_it_lapses() {
     assert!(!served.guest.jumps("sched_switch"));
 }
 
+/// The one for whom it was fired goes, and with him the reference. What the next one finds is his own.
+#[tokio::test]
+async fn a_hold_on_a_tracepoint_ends_with_the_probes_that_it_was_taken_with() {
+    let served = Served::start().await;
+    served
+        .update(with_ttl("sched_switch", KeyOp::Enable, 5))
+        .await
+        .expect("a probe is attached");
+    served.guest.set_probes("sched_switch", &[]);
+    served.guest.set_probes("sched_switch", &[2]);
+    assert_refused(
+        served.op("sched_switch", KeyOp::Disable).await,
+        Code::FailedPrecondition,
+        "NOT_HOLDER",
+    );
+    later(&served, 5).await;
+    assert!(
+        served.guest.jumps("sched_switch"),
+        "the next one is silenced"
+    );
+    assert!(served.holds().await.is_empty());
+    // Who insists may, as always.
+    let mut forced = request(&[("sched_switch", KeyOp::Disable)]);
+    forced.force = true;
+    served.update(forced).await.expect("parked by force");
+}
+
 #[tokio::test]
 async fn a_lapsed_hold_waits_for_a_busy_guest() {
     let served = Served::start().await;
@@ -230,4 +259,73 @@ async fn holds_outlive_their_clients_and_lapse_all_the_same() {
     assert_eq!(served.holds().await.len(), 1);
     later(&served, 5).await;
     assert_eq!(served.guest.count("alpha"), 0);
+}
+
+/// What was taken in one pause goes back in one, with one intent on the disk.
+#[tokio::test]
+async fn holds_that_lapse_together_are_given_back_together() {
+    const KEYS: usize = 4000;
+    let names: Vec<String> = (0..KEYS).map(|number| format!("key{number}")).collect();
+    let keys = names.iter().map(|name| TestKey::new(name, 2)).collect();
+    let served = Served::with(Setup {
+        keys: Some(keys),
+        ..Setup::default()
+    })
+    .await;
+    let updates: Vec<_> = names.iter().map(|name| (&**name, KeyOp::Enable)).collect();
+    let mut update = request(&updates);
+    update.ttl = Some(prost_types::Duration {
+        seconds: 5,
+        nanos: 0,
+    });
+    served.update(update).await.expect("ref keys");
+    assert_eq!((served.guest.pauses(), served.audit().len()), (1, 2));
+    later(&served, 5).await;
+    assert!(names.iter().all(|name| !served.guest.jumps(name)));
+    assert!(served.holds().await.is_empty());
+    assert_eq!((served.guest.pauses(), served.audit().len()), (2, 4));
+}
+
+/// A key that cannot be given back keeps neither the other keys nor the clients waiting.
+#[tokio::test]
+async fn clients_are_served_between_the_lapses() {
+    let served = Served::start().await;
+    for key in ["alpha", "beta"] {
+        let update = with_ttl(key, KeyOp::Enable, 5);
+        served.update(update).await.expect("a ref key");
+    }
+    // Found in the first pause of the lapse; before the second, a client's change is waiting.
+    let site = served.guest.sites("alpha")[0];
+    served.guest.write(site, &[0xcc; 5]);
+    let keys = served.keys.clone();
+    let (waiting, waits) = tokio::sync::oneshot::channel();
+    let mut waiting = Some(waiting);
+    served.guest.on_pause(move || {
+        let Some(waiting) = waiting.take() else {
+            return;
+        };
+        let now = Instant::now();
+        let change = UpdateRequest::new(
+            vec![KeyUpdate::new("siteless", Op::Inc)],
+            "client".to_owned(),
+            PATIENCE,
+            now + PATIENCE,
+        );
+        let keys = keys.clone();
+        let mut change = Box::pin(async move { keys.update(change).await });
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        assert!(change.as_mut().poll(&mut context).is_pending());
+        assert!(waiting.send(change).is_ok());
+    });
+    later(&served, 5).await;
+    let change = waits.await.expect("sent").await.expect("a ref key");
+    assert!(!served.guest.jumps("beta"), "given back all the same");
+    assert_eq!(
+        served.keys.revision(),
+        change.revision + 1,
+        "the client's change came before the second lapse"
+    );
+    let mut lapses = served.keys.watch(change.revision + 1).expect("kept");
+    let lapse = lapses.next().await.expect("after the client's change");
+    assert_eq!(lapse.events[0].to_proto().name, "beta");
 }

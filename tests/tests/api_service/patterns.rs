@@ -128,6 +128,35 @@ async fn a_selection_of_nothing_is_an_error() {
     assert!(served.audit().is_empty());
 }
 
+/// Who gives a name means that key. Only what a glob matches beside others is left out.
+#[tokio::test]
+async fn a_name_among_patterns_is_refused_and_not_left_out() {
+    let element = TestKey::guarded("per_cpu[3]");
+    let keys = every_kind().into_iter().chain([element]);
+    let served = Served::with(Setup {
+        keys: Some(keys.collect()),
+        ..Setup::default()
+    })
+    .await;
+    for (patterns, reason, key) in [
+        (&["guarded", "a*"][..], "KEY_GUARDED", "guarded"),
+        (&["a*", ":guarded"], "KEY_GUARDED", "guarded"),
+        (&["a*", "per_cpu[3]"], "KEY_GUARDED", "per_cpu[3]"),
+        (&["sealed", "a*"], "KEY_SEALED", "sealed"),
+        (&["*", "sealed", "!sched*"], "KEY_SEALED", "sealed"),
+    ] {
+        let result = served.update(matching(patterns, KeyOp::Inc)).await;
+        let (message, _) = assert_refused(result, Code::FailedPrecondition, reason);
+        assert!(message.contains(&format!("key {key} ")), "{message}");
+    }
+    assert_eq!((served.guest.count("alpha"), served.guest.pauses()), (0, 0));
+    // What the request itself takes away is not asked for.
+    for patterns in [&["g*", "a*"][..], &["guarded", "a*", "!g*"]] {
+        let response = served.update(matching(patterns, KeyOp::Inc)).await;
+        assert_eq!(response.expect("alpha").summary.expect("told").keys, 1);
+    }
+}
+
 #[tokio::test]
 async fn malformed_selections_are_refused() {
     let served = Served::start().await;

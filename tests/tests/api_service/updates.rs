@@ -200,6 +200,20 @@ async fn requests_out_of_bounds_are_refused() {
             },
         ),
         (
+            "ttl",
+            v1::UpdateStaticKeysRequest {
+                ttl: duration(0, 0),
+                ..good.clone()
+            },
+        ),
+        (
+            "stop_timeout",
+            v1::UpdateStaticKeysRequest {
+                stop_timeout: duration(0, 0),
+                ..good.clone()
+            },
+        ),
+        (
             "retry_timeout",
             v1::UpdateStaticKeysRequest {
                 retry_timeout: duration(31, 0),
@@ -321,6 +335,40 @@ async fn etags_guard_against_what_one_has_not_seen() {
     assert_refused(served.update(update).await, Code::Aborted, "ETAG_MISMATCH");
 }
 
+/// The count is what it was; what was changed meanwhile was not seen all the same.
+#[tokio::test]
+async fn etags_tell_a_change_there_and_back_and_a_module_loaded_again() {
+    let served = Served::start().await;
+    let module = || served.guest.add_module("ext4", &[TestKey::new("own", 1)]);
+    assert_eq!(module(), 0);
+    let guarded = |name: &str, etag: &str| {
+        let mut update = request(&[(name, KeyOp::Inc)]);
+        etag.clone_into(&mut update.updates[0].etag);
+        update
+    };
+    let seen = served.get("alpha").await.expect("exists").etag;
+    served.op("beta", KeyOp::Inc).await.expect("another key");
+    assert_eq!(served.get("alpha").await.expect("exists").etag, seen);
+    served.op("alpha", KeyOp::Inc).await.expect("there");
+    let back = served.op("alpha", KeyOp::Dec).await.expect("and back");
+    let result = served.update(guarded("alpha", &seen)).await;
+    let (_, metadata) = assert_refused(result, Code::Aborted, "ETAG_MISMATCH");
+    assert_eq!(metadata["etag"], back.results[0].etag);
+
+    let seen = served.get("ext4:own").await.expect("exists").etag;
+    assert_eq!(served.guest.delete_module("ext4"), 0);
+    assert_eq!(module(), 0);
+    let result = served.update(guarded("ext4:own", &seen)).await;
+    assert_refused(result, Code::Aborted, "ETAG_MISMATCH");
+
+    // What was only tried tells the etag with which it can be done.
+    let mut dry = request(&[("alpha", KeyOp::Inc)]);
+    dry.validate_only = true;
+    let tried = served.update(dry).await.expect("possible");
+    let update = guarded("alpha", &tried.results[0].etag);
+    served.update(update).await.expect("not changed since");
+}
+
 #[tokio::test]
 async fn guarded_keys_need_the_monitors_and_the_calls_permission() {
     for (monitor, call) in [(false, false), (false, true), (true, false), (true, true)] {
@@ -400,12 +448,15 @@ async fn a_guest_that_has_ended_is_told() {
     let served = Served::start().await;
     served
         .guest_client()
-        .shutdown_guest(v1::ShutdownGuestRequest {})
+        .shutdown_guest(v1::ShutdownGuestRequest {
+            force: true,
+            ..Default::default()
+        })
         .await
         .expect("shut down");
     assert_refused(
         served.op("alpha", KeyOp::Inc).await,
-        Code::Unavailable,
+        Code::FailedPrecondition,
         "GUEST_STOPPED",
     );
 }

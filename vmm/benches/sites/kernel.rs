@@ -111,6 +111,7 @@ impl Kernel {
             generation: 1,
         };
         structures::describe(&mut descriptor);
+        descriptor.boot = 1;
         descriptor.cpus = 1;
         descriptor.jump_table = abi::Range {
             start: TABLE,

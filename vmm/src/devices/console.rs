@@ -9,14 +9,14 @@
 //! ```
 //!
 //! A vCPU never waits for whoever reads: a full pipe or a stuck client costs
-//! output, of which the writer says how much, and never a pause deadline.
+//! output, of which the writer says how much, and never a pause deadline. Nor does
+//! the end of the guest, for more than [`Console::drain`] is given.
 
 use std::collections::VecDeque;
-use std::fs::File;
 use std::io::{self, Write};
 use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use patchbay_service::console::{ConsoleChunk, Listener};
@@ -24,7 +24,9 @@ use vm_superio::Trigger;
 use vm_superio::serial::{NoEvents, Serial};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::seccomp::{self, ThreadKind};
+use super::console_file::ConsoleFile;
+use crate::seccomp::ThreadKind;
+use crate::thread;
 
 /// Bytes of output that are kept.
 const KEPT: usize = 1 << 20;
@@ -43,7 +45,8 @@ pub enum ConsoleOutput {
     None,
     /// To the standard output.
     Stdout,
-    /// To this file, which is created or emptied first.
+    /// To this file, which is created or emptied first. At 16 MiB it is renamed to `PATH.1`, in the place of
+    /// an earlier one, and a new one is begun.
     File(PathBuf),
 }
 
@@ -52,7 +55,7 @@ pub enum ConsoleOutput {
 pub enum ConsoleError {
     /// The file cannot be written.
     #[error(
-        "the console cannot be written to {path}: {source}; name a file in a folder that exists and is yours"
+        "the console cannot be written to {path} ({source}); name a file in a folder that exists and is yours"
     )]
     File {
         /// The file.
@@ -71,6 +74,21 @@ struct RingState {
     /// Offset of the first byte kept.
     start: u64,
     closed: bool,
+    /// The writer is to open its file again.
+    reopen: bool,
+}
+
+impl RingState {
+    fn end(&self) -> u64 {
+        self.start + self.bytes.len() as u64
+    }
+}
+
+/// What the writer does next.
+enum Work {
+    Write,
+    Reopen,
+    End,
 }
 
 #[derive(Default)]
@@ -115,34 +133,55 @@ impl Ring {
 
     /// Waits until there is output at `offset`. False: there is none, and either
     /// the time is over or no more will come.
-    fn wait(&self, offset: u64, timeout: Option<Duration>) -> bool {
-        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+    fn wait(&self, offset: u64, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
         let mut state = lock(&self.state);
         loop {
-            if state.start + state.bytes.len() as u64 > offset {
+            if state.end() > offset {
                 return true;
             }
             if state.closed {
                 return false;
             }
-            state = match deadline {
-                None => self
-                    .changed
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner),
-                Some(deadline) => {
-                    let Some(left) = deadline.checked_duration_since(Instant::now()) else {
-                        return false;
-                    };
-                    self.changed
-                        .wait_timeout(state, left)
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .0
-                }
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
+                return false;
             };
+            state = self
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// Waits for work of the writer, which has written everything up to `offset`.
+    fn work(&self, offset: u64) -> Work {
+        let mut state = lock(&self.state);
+        loop {
+            if std::mem::take(&mut state.reopen) {
+                return Work::Reopen;
+            }
+            if state.end() > offset {
+                return Work::Write;
+            }
+            if state.closed {
+                return Work::End;
+            }
+            state = self
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
+
+/// Where the writer writes to.
+pub(super) trait Sink: Write + Send {
+    /// Somebody has renamed the file.
+    fn reopen(&mut self) {}
+}
+
+impl Sink for io::Stdout {}
 
 /// The serial port's way out.
 struct RingWriter(Arc<Ring>);
@@ -191,7 +230,8 @@ pub struct Console {
     port: Mutex<Port>,
     ring: Arc<Ring>,
     interrupt: EventFd,
-    writer: Mutex<Option<JoinHandle<()>>>,
+    /// Nothing is sent; the sender goes with the writer.
+    writer: Mutex<Option<Receiver<()>>>,
 }
 
 impl Console {
@@ -200,29 +240,19 @@ impl Console {
         let ring = Arc::new(Ring::default());
         let interrupt = EventFd::new(libc::EFD_NONBLOCK)?;
         let serial = Serial::new(Interrupt(interrupt.try_clone()?), RingWriter(ring.clone()));
-        let sink: Option<Box<dyn Write + Send>> = match output {
+        let sink: Option<Box<dyn Sink>> = match output {
             ConsoleOutput::None => None,
             ConsoleOutput::Stdout => Some(Box::new(io::stdout())),
-            ConsoleOutput::File(path) => Some(Box::new(File::create(path).map_err(|source| {
-                ConsoleError::File {
-                    path: path.clone(),
-                    source,
-                }
-            })?)),
+            ConsoleOutput::File(path) => {
+                Some(Box::new(ConsoleFile::new(path).map_err(|source| {
+                    ConsoleError::File {
+                        path: path.clone(),
+                        source,
+                    }
+                })?))
+            }
         };
-        let writer = sink
-            .map(|sink| {
-                let ring = ring.clone();
-                std::thread::Builder::new()
-                    .name("console".into())
-                    .spawn(move || {
-                        if let Err(error) = seccomp::enter(ThreadKind::Console) {
-                            tracing::error!("the console works without a filter: {error}");
-                        }
-                        write_out(&ring, sink);
-                    })
-            })
-            .transpose()?;
+        let writer = sink.map(|sink| start_writer(&ring, sink)).transpose()?;
         Ok(Self {
             port: Mutex::new(Port {
                 serial,
@@ -251,7 +281,7 @@ impl Console {
     /// ended, and there is none.
     #[must_use]
     pub fn wait(&self, offset: u64, timeout: Duration) -> bool {
-        self.ring.wait(offset, Some(timeout))
+        self.ring.wait(offset, timeout)
     }
 
     /// Calls `listener` after each output and when the guest has ended. It runs
@@ -293,14 +323,26 @@ impl Console {
         }
     }
 
-    /// Says that no more output will come, and waits until all of it is written out.
+    /// Has the writer open its file again, which was renamed.
+    pub fn reopen(&self) {
+        lock(&self.ring.state).reopen = true;
+        self.ring.changed.notify_all();
+    }
+
+    /// Says that no more output will come. Does not wait until it is written out.
     pub(crate) fn close(&self) {
         lock(&self.ring.state).closed = true;
         self.ring.notify();
-        let writer = lock(&self.writer).take();
-        if let Some(writer) = writer {
-            // A panic there has been reported by the panic hook.
-            let _ = writer.join();
+    }
+
+    /// Waits until all output up to [`close`](Self::close) is written out, for `limit` at most: whoever
+    /// should read it may never do so.
+    pub(crate) fn drain(&self, limit: Duration) {
+        let Some(writer) = lock(&self.writer).take() else {
+            return;
+        };
+        if writer.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
+            tracing::warn!("the guest's last output is lost: nobody has read it for {limit:?}");
         }
     }
 }
@@ -311,11 +353,33 @@ impl Drop for Console {
     }
 }
 
-/// The writer thread: copies the ring to `sink` until the ring is closed and all
-/// of it is written, or `sink` breaks.
-fn write_out(ring: &Ring, mut sink: impl Write) {
+/// Starts the writer thread. The answer's sender is dropped when it ends.
+fn start_writer(ring: &Arc<Ring>, mut sink: Box<dyn Sink>) -> io::Result<Receiver<()>> {
+    let ring = ring.clone();
+    let (writing, ended) = channel();
+    thread::spawn("console", ThreadKind::LogFiles, move || {
+        let _writing = writing;
+        // The guest runs on without it.
+        if let Err(why) = thread::contain("the console", || write_out(&ring, &mut *sink)) {
+            tracing::error!("the console is written no more: {why}");
+        }
+    })?;
+    Ok(ended)
+}
+
+/// Copies the ring to `sink` until the ring is closed and all of it is written, or
+/// `sink` breaks.
+fn write_out(ring: &Ring, sink: &mut dyn Sink) {
     let mut offset = 0;
-    while ring.wait(offset, None) {
+    loop {
+        match ring.work(offset) {
+            Work::Write => {}
+            Work::Reopen => {
+                sink.reopen();
+                continue;
+            }
+            Work::End => return,
+        }
         let chunk = ring.read(offset);
         let lost = chunk.offset - offset;
         let written = if lost > 0 {
@@ -395,12 +459,13 @@ mod tests {
     }
 
     #[test]
-    fn a_file_gets_everything_before_close_returns() {
+    fn a_drained_file_has_everything() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("console");
         let console = Console::new(&ConsoleOutput::File(path.clone())).unwrap();
         type_out(&console, b"last words");
         console.close();
+        console.drain(Duration::from_secs(60));
         assert_eq!(std::fs::read(path).unwrap(), b"last words");
     }
 
@@ -409,6 +474,47 @@ mod tests {
         let output = ConsoleOutput::File("/nonexistent/console".into());
         let error = Console::new(&output).err().unwrap().to_string();
         assert!(error.contains("/nonexistent/console"), "{error}");
+    }
+
+    /// A sink that is stuck for as long as the test holds the other end, and then panics.
+    struct Stuck(Receiver<()>);
+
+    impl Write for Stuck {
+        fn write(&mut self, _bytes: &[u8]) -> io::Result<usize> {
+            self.0.recv().expect("something to go on with");
+            unreachable!("nothing is sent")
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl Sink for Stuck {}
+
+    #[test]
+    fn a_reader_that_stalls_does_not_hold_up_the_end() {
+        let mut console = Console::new(&ConsoleOutput::None).unwrap();
+        let (stall, stalled) = channel();
+        let writer = start_writer(&console.ring, Box::new(Stuck(stalled))).unwrap();
+        console.writer = Mutex::new(Some(writer));
+        type_out(&console, b"unread");
+        console.close();
+        console.drain(Duration::from_millis(1));
+        drop(stall);
+    }
+
+    #[test]
+    fn a_panic_of_the_writer_ends_the_writer_alone() {
+        let mut console = Console::new(&ConsoleOutput::None).unwrap();
+        let (_, broken) = channel();
+        let writer = start_writer(&console.ring, Box::new(Stuck(broken))).unwrap();
+        console.writer = Mutex::new(Some(writer));
+        type_out(&console, b"lost");
+        // Returns because the writer has ended.
+        console.drain(Duration::MAX);
+        type_out(&console, b", kept");
+        assert_eq!(console.read(0).bytes, b"lost, kept");
     }
 
     #[test]

@@ -8,10 +8,11 @@
 //! | 0x3f8..=0x3ff | 16550 serial console, IRQ 4 |
 //! | 0x60, 0x64 | keyboard controller: only its reset line |
 //! | 0x70, 0x71 | CMOS clock: absent, reads as 0 |
-//! | 0x600..=0x605 | ACPI power management: event and control block |
+//! | 0x600..=0x605 | ACPI power management: event (the power button) and control block |
 //! | others | as given in the configuration, else absent: reads as all ones |
 
 mod console;
+mod console_file;
 mod power;
 pub mod virtio;
 
@@ -20,7 +21,7 @@ use std::sync::Arc;
 
 pub use console::{Console, ConsoleError, ConsoleOutput};
 pub use power::GuestPower;
-pub(crate) use power::{PM1_CONTROL, PM1_EVENT, SLEEP_TYPE_OFF};
+pub(crate) use power::{PM1_CONTROL, PM1_EVENT, PowerManagement, SLEEP_TYPE_OFF};
 pub(crate) use virtio::Virtio;
 
 /// First port of the serial console (COM1).
@@ -40,7 +41,7 @@ pub trait PortDevice: Send + Sync {
 /// Finds the device of each port.
 pub(crate) struct Bus {
     console: Arc<Console>,
-    power: power::PowerManagement,
+    power: Arc<PowerManagement>,
     virtio: Arc<Virtio>,
     extra: Vec<(RangeInclusive<u16>, Arc<dyn PortDevice>)>,
 }
@@ -49,11 +50,12 @@ impl Bus {
     pub fn new(
         console: Arc<Console>,
         virtio: Arc<Virtio>,
+        power: Arc<PowerManagement>,
         extra: Vec<(RangeInclusive<u16>, Arc<dyn PortDevice>)>,
     ) -> Self {
         Self {
             console,
-            power: power::PowerManagement::default(),
+            power,
             virtio,
             extra,
         }

@@ -1,16 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! How a guest switches itself off or resets itself.
+//! How a guest switches itself off or resets itself, and how it is asked to.
 //!
 //! Off: the ACPI sleep state S5 through the PM1a control register. Reset: the
 //! keyboard controller's reset line, which is also ACPI's reset register, or a
 //! triple fault. Linux uses these by itself; nothing is needed in the guest.
+//!
+//! Asked to: the power button, fixed hardware of ACPI (ACPI 6.5, 4.8.2.2.1.1). A press sets
+//! PWRBTN_STS; while PWRBTN_EN is set as well, the SCI is raised. The guest clears the status by
+//! writing a one. The SCI's line is raised by a pulse (an irqfd), whenever status and enable meet:
+//! at the press, and when the guest writes one of the two and both are still set.
 
-use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::atomic::{AtomicU16, Ordering::SeqCst};
+
+use vmm_sys_util::eventfd::EventFd;
 
 /// First port of the PM1a event block: status, then enable, 16 bits each
 /// (ACPI 6.5, 4.8.3.1).
 pub(crate) const PM1_EVENT: u16 = 0x600;
+
+/// The enable register in it.
+const PM1_ENABLE: u16 = PM1_EVENT + 2;
 
 /// The PM1a control register, 16 bits (ACPI 6.5, 4.8.3.2).
 pub(crate) const PM1_CONTROL: u16 = 0x604;
@@ -20,6 +30,9 @@ pub(super) const PM1_LAST: u16 = PM1_CONTROL + 1;
 
 /// The sleep type that our `_S5` object names.
 pub(crate) const SLEEP_TYPE_OFF: u8 = 5;
+
+/// In the status and the enable register: the power button (ACPI 6.5, 4.8.3.1.1 and 4.8.3.1.2).
+const POWER_BUTTON: u16 = 1 << 8;
 
 /// In the control register: the guest uses ACPI. There is no other mode.
 const SCI_ENABLE: u16 = 1;
@@ -38,18 +51,58 @@ pub enum GuestPower {
     Reset,
 }
 
-/// The ACPI fixed hardware, as far as a guest without events needs it.
-#[derive(Debug, Default)]
-pub(super) struct PowerManagement {
+/// The ACPI fixed hardware: the power button and the way to S5.
+#[derive(Debug)]
+pub(crate) struct PowerManagement {
+    status: AtomicU16,
     enable: AtomicU16,
+    interrupt: EventFd,
 }
 
 impl PowerManagement {
+    pub fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            status: AtomicU16::new(0),
+            enable: AtomicU16::new(0),
+            interrupt: EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
+        })
+    }
+
+    /// Raises the SCI.
+    pub fn interrupt(&self) -> &EventFd {
+        &self.interrupt
+    }
+
+    /// Presses the power button.
+    pub fn press(&self) {
+        self.status.fetch_or(POWER_BUTTON, SeqCst);
+        self.interrupt_if_pending();
+    }
+
+    /// Takes back a press that the guest has not seen. False: it has seen it.
+    pub fn take_back(&self) -> bool {
+        self.status.fetch_and(!POWER_BUTTON, SeqCst) & POWER_BUTTON != 0
+    }
+
+    fn interrupt_if_pending(&self) {
+        if self.status.load(SeqCst) & self.enable.load(SeqCst) != 0 {
+            // Fails only if the counter is full, and then the line is raised anyway.
+            let _ = self.interrupt.write(1);
+        }
+    }
+
     pub fn read(&self, port: u16, data: &mut [u8]) {
-        let [enable_low, enable_high] = self.enable.load(Ordering::Relaxed).to_le_bytes();
+        let [status_low, status_high] = self.status.load(SeqCst).to_le_bytes();
+        let [enable_low, enable_high] = self.enable.load(SeqCst).to_le_bytes();
         let [control_low, control_high] = SCI_ENABLE.to_le_bytes();
-        // No event ever happens: the status register is zero.
-        let block = [0, 0, enable_low, enable_high, control_low, control_high];
+        let block = [
+            status_low,
+            status_high,
+            enable_low,
+            enable_high,
+            control_low,
+            control_high,
+        ];
         let start = usize::from(port - PM1_EVENT);
         for (index, byte) in data.iter_mut().enumerate() {
             *byte = block.get(start + index).copied().unwrap_or(0xff);
@@ -61,8 +114,17 @@ impl PowerManagement {
             return None;
         };
         let value = u16::from_le_bytes([low, high]);
-        if port == PM1_EVENT + 2 {
-            self.enable.store(value, Ordering::Relaxed);
+        match port {
+            PM1_EVENT => {
+                // Ones clear.
+                self.status.fetch_and(!value, SeqCst);
+                self.interrupt_if_pending();
+            }
+            PM1_ENABLE => {
+                self.enable.store(value, SeqCst);
+                self.interrupt_if_pending();
+            }
+            _ => {}
         }
         let off = port == PM1_CONTROL
             && value & SLEEP_ENABLE != 0
@@ -82,7 +144,7 @@ mod tests {
 
     #[test]
     fn sleep_state_five_switches_off_and_others_do_not() {
-        let pm = PowerManagement::default();
+        let pm = PowerManagement::new().unwrap();
         let write = |value: u16| pm.write(PM1_CONTROL, &value.to_le_bytes());
         assert_eq!(write(SLEEP_ENABLE | 5 << 10), Some(GuestPower::Off));
         assert_eq!(write(SLEEP_ENABLE | 3 << 10), None);
@@ -93,11 +155,51 @@ mod tests {
 
     #[test]
     fn registers_read_as_documented_whatever_the_width() {
-        let pm = PowerManagement::default();
+        let pm = PowerManagement::new().unwrap();
         assert_eq!(pm.write(PM1_EVENT + 2, &0x0120_u16.to_le_bytes()), None);
         let mut bytes = [0xaa; 8];
         pm.read(PM1_EVENT, &mut bytes);
         assert_eq!(bytes, [0, 0, 0x20, 1, 1, 0, 0xff, 0xff]);
+    }
+
+    #[test]
+    fn the_power_button_interrupts_a_guest_that_listens() {
+        let pm = PowerManagement::new().unwrap();
+        let write = |port, value: u16| assert_eq!(pm.write(port, &value.to_le_bytes()), None);
+        let status = || {
+            let mut bytes = [0; 2];
+            pm.read(PM1_EVENT, &mut bytes);
+            u16::from_le_bytes(bytes)
+        };
+        let interrupted = || pm.interrupt().read().is_ok();
+        // Nobody listens yet; whoever begins to finds the press.
+        pm.press();
+        assert_eq!((status(), interrupted()), (POWER_BUTTON, false));
+        write(PM1_ENABLE, POWER_BUTTON);
+        assert!(interrupted());
+        // Other bits leave it alone, and the line is raised again.
+        write(PM1_EVENT, !POWER_BUTTON);
+        assert_eq!((status(), interrupted()), (POWER_BUTTON, true));
+        write(PM1_EVENT, POWER_BUTTON);
+        assert_eq!((status(), interrupted()), (0, false));
+        assert!(!pm.take_back(), "the guest has seen it");
+        pm.press();
+        assert!(interrupted());
+        assert!(pm.take_back());
+        write(PM1_ENABLE, POWER_BUTTON);
+        assert_eq!((status(), interrupted()), (0, false));
+    }
+
+    /// Whatever a guest writes, it sees no event that did not happen.
+    #[test]
+    fn a_guest_cannot_press_its_own_button() {
+        let pm = PowerManagement::new().unwrap();
+        for value in [0, POWER_BUTTON, u16::MAX] {
+            for port in [PM1_EVENT, PM1_ENABLE] {
+                let _ = pm.write(port, &value.to_le_bytes());
+                assert!(pm.interrupt().read().is_err());
+            }
+        }
     }
 
     #[test]

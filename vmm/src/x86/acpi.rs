@@ -7,12 +7,12 @@ use super::{checksum_byte, io_apic_id};
 use crate::boot::layout::{ACPI_TABLES, IO_APIC, LOCAL_APIC};
 use crate::devices::{PM1_CONTROL, PM1_EVENT, SLEEP_TYPE_OFF};
 
-/// The interrupt of ACPI events. It never comes, but must be named.
-const SCI: u16 = 9;
+/// The interrupt of ACPI events: the power button's.
+pub(crate) const SCI: u16 = 9;
 
-/// FADT flags: WBINVD works; no power or sleep button; no RTC wake; the reset
-/// register is there.
-const FADT_FLAGS: u32 = 1 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 10;
+/// FADT flags: WBINVD works; no sleep button; no RTC wake; the reset register is
+/// there. That bit 4 is not set says that the power button is fixed hardware.
+const FADT_FLAGS: u32 = 1 | 1 << 5 | 1 << 6 | 1 << 10;
 
 /// FADT boot flags: ISA devices are there (the serial port), but no VGA and no
 /// CMOS clock, and (by its absence) no keyboard controller.
@@ -176,6 +176,8 @@ mod tests {
             assert_eq!(checksum(xsdt), 0);
             let fadt = whole(&bytes, at(&bytes, &xsdt[36..44]));
             assert_eq!((&fadt[..4], fadt.len()), (&b"FACP"[..], 276));
+            // The power button is fixed hardware, and there is no sleep button.
+            assert_eq!(fadt[112] & 0x30, 0x20);
             assert_eq!(checksum(fadt), 0);
             let dsdt = whole(&bytes, at(&bytes, &fadt[140..148]));
             assert_eq!((&dsdt[..4], checksum(dsdt)), (&b"DSDT"[..], 0));

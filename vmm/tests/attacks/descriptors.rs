@@ -43,7 +43,7 @@ fn wrong_size() {
     refused(&[
         ("0 bytes", |it| it.header.size = 0),
         ("4294967295 bytes", |it| it.header.size = u32::MAX),
-        ("383 bytes", |it| it.header.size = 383),
+        ("391 bytes", |it| it.header.size = 391),
     ]);
 }
 
@@ -55,6 +55,11 @@ fn another_operation_in_the_header() {
 #[test]
 fn no_generation() {
     refused(&[("generation is 0", |it| it.header.generation = 0)]);
+}
+
+#[test]
+fn no_boot() {
+    refused(&[("boot is 0", |it| it.boot = 0)]);
 }
 
 #[test]
@@ -220,8 +225,8 @@ fn a_descriptor_that_changes_with_each_read() {
         // Magic and version, size, generation, the table's end, and the page table.
         (word(0), [0x0003_0001_5941_4250, 0x0001_0001_5941_4250]),
         (word(16), [1, 2]),
-        (word(48), [TABLE + 80, TABLE + 64]),
-        (word(128), [PAGE_TABLES, u64::MAX]),
+        (word(56), [TABLE + 80, TABLE + 64]),
+        (word(136), [PAGE_TABLES, u64::MAX]),
     ]);
     let Some(rig) = Rig::new(vec![toggle]) else {
         return;

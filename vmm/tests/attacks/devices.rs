@@ -2,7 +2,9 @@
 
 //! Devices that are misused: ports, device memory, virtio queues.
 
-use patchbay_vmm::devices::virtio::{DiskConfig, MMIO_START, VirtioConfig, VsockConfig};
+use patchbay_vmm::devices::virtio::{
+    DiskConfig, DiskLimits, MMIO_START, VirtioConfig, VsockConfig,
+};
 use static_keys::Op;
 
 use super::kernel::*;
@@ -62,6 +64,7 @@ fn every_device() -> (tempfile::TempDir, VirtioConfig) {
         disks: vec![DiskConfig {
             path: image,
             read_only: false,
+            limits: DiskLimits::default(),
         }],
     };
     (folder, config)

@@ -15,6 +15,7 @@
 //! pages; `beta` with one; `guarded` with one; `event`, a tracepoint with a probe, with one.
 
 use std::mem::size_of;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use patchbay_service::abi;
 use patchbay_service::testing::structures;
@@ -235,11 +236,13 @@ pub fn header(op: u32, size: usize) -> abi::Header {
     }
 }
 
-/// What [`Memory::write_kernel`] has written.
+/// What [`Memory::write_kernel`] has written, as a kernel of its own.
 pub fn descriptor() -> abi::Descriptor {
+    static BOOTS: AtomicU64 = AtomicU64::new(1);
     let mut descriptor = abi::Descriptor::new_zeroed();
     descriptor.header = header(abi::OP_REGISTER, size_of::<abi::Descriptor>());
     structures::describe(&mut descriptor);
+    descriptor.boot = BOOTS.fetch_add(1, Ordering::Relaxed);
     descriptor.cpus = 1;
     descriptor.jump_table = range(TABLE, TABLE + 5 * 16);
     descriptor.text = range(TEXT, TEXT_END);
@@ -305,6 +308,7 @@ impl Memory<'_> {
         let mut request = abi::Module::new_zeroed();
         request.header = header(abi::OP_MODULE_ADD, size_of::<abi::Module>());
         request.module = parts.address;
+        request.load = number + 1;
         request.jump_table = range(parts.table, parts.table + 16);
         request.text = range(parts.text, parts.text + 0x4000);
         request.directory = abi::Directory {

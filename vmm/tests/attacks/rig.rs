@@ -4,6 +4,7 @@
 //! keys. What a test writes into guest memory stands for what another vCPU would write there.
 
 use std::fmt::Debug;
+use std::mem::offset_of;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -115,7 +116,7 @@ impl Rig {
             _turn: turn,
         };
         rig.memory().write_kernel();
-        rig.vm.start(|| {}).unwrap();
+        rig.vm.start().unwrap();
         rig.wait_until("the first vCPU runs", || rig.scratch(0, NOT_TAKEN) > 0);
         Some(rig)
     }
@@ -263,11 +264,17 @@ impl Rig {
     }
 
     /// Asserts that since `before` nothing has changed but the given ranges of guest-physical memory,
-    /// the status of a request, and what the guest itself writes.
+    /// the status of a request, and what the guest itself writes: a new boot into it among others.
     pub fn only_changed(&self, before: &[u8], legal: &[Range<u64>]) {
         let after = self.picture();
         let status = REQUEST + abi::STATUS_OFFSET;
-        let own = [SCRATCH..REQUEST, status..status + 4, ACCESSED];
+        let boot = REQUEST + offset_of!(abi::Descriptor, boot) as u64;
+        let own = [
+            SCRATCH..REQUEST,
+            status..status + 4,
+            boot..boot + 8,
+            ACCESSED,
+        ];
         let pages = (0..).zip(before.chunks(4096).zip(after.chunks(4096)));
         let changed: Vec<u64> = pages
             .filter(|(_, (old, new))| old != new)

@@ -137,7 +137,7 @@ pub fn raw(image: Vec<u8>, entries: Vec<Option<RawEntry>>) -> VmConfig {
 pub fn started(config: VmConfig, requests: Arc<dyn GuestRequests>) -> Option<Vm> {
     match Vm::new(config, requests) {
         Ok(vm) => {
-            vm.start(|| {}).unwrap();
+            vm.start().unwrap();
             Some(vm)
         }
         Err(error @ (VmError::KvmMissing | VmError::KvmPermission | VmError::KvmLacks(_))) => {

@@ -7,6 +7,8 @@ use crate::inspect::entry::Format;
 const SITE_STRIDE: u64 = 0x40;
 /// The first site is this far into the text.
 const FIRST_SITE: u64 = 0x100;
+/// The code that refers to both ends of the table is this far into the text.
+const BOUNDS_CODE: usize = 0x80;
 /// Keys are 16 bytes each and start here in the data, the table behind them.
 const KEYS: u64 = 0x100;
 pub const TABLE: u64 = 0x800;
@@ -66,7 +68,43 @@ impl Kernel {
             kernel.data[at..at + entry.len()].copy_from_slice(&entry);
             kernel.table_bytes += entry.len();
         }
+        kernel.refer_to_bounds(kernel.table(), kernel.table() + kernel.table_bytes as u64);
         kernel
+    }
+
+    /// What jump_label_init() begins with: `mov $start, %rdi; mov $stop, %rsi`, or the same with %edi and %esi.
+    pub fn refer_to_bounds(&mut self, start: u64, stop: u64) {
+        let mov = if self.wide() {
+            [vec![0x48, 0xc7, 0xc7], vec![0x48, 0xc7, 0xc6]]
+        } else {
+            [vec![0xbf], vec![0xbe]]
+        };
+        let mut at = BOUNDS_CODE;
+        for (mov, address) in mov.into_iter().zip([start, stop]) {
+            let instruction = [mov.as_slice(), &(address as u32).to_le_bytes()].concat();
+            self.text[at..at + instruction.len()].copy_from_slice(&instruction);
+            at += instruction.len();
+        }
+    }
+
+    /// As [`Kernel::refer_to_bounds`], with `lea start(%rip), %rdi; lea stop(%rip), %rsi`.
+    pub fn refer_to_bounds_by_distance(&mut self) {
+        let text = self.text_address();
+        let start = self.table();
+        let stop = start + self.table_bytes as u64;
+        let mut at = BOUNDS_CODE;
+        for (lea, address) in [([0x48, 0x8d, 0x3d], start), ([0x48, 0x8d, 0x35], stop)] {
+            let next = text + at as u64 + 7;
+            let distance = (address.wrapping_sub(next) as u32).to_le_bytes();
+            let instruction = [lea.as_slice(), &distance].concat();
+            self.text[at..at + 7].copy_from_slice(&instruction);
+            at += 7;
+        }
+    }
+
+    /// Where [`Kernel::refer_to_bounds`] has put the first address.
+    pub fn bounds_code(&self) -> u64 {
+        self.text_address() + BOUNDS_CODE as u64 + if self.wide() { 3 } else { 1 }
     }
 
     fn entry(&self, index: usize, code: u64, target: u64, key: u64) -> Vec<u8> {
@@ -192,6 +230,61 @@ impl Kernel {
         elf.resize(text_at as usize, 0);
         elf.extend_from_slice(&self.text);
         elf.extend_from_slice(&self.data);
+        elf
+    }
+}
+
+/// A section of [`Kernel::elf_with_sections`]: name, flags (1 writable, 2 allocated, 4 executable), address, length.
+pub type Section<'a> = (&'a str, u64, u64, u64);
+
+impl Kernel {
+    /// The file with a section table at its end, as a bzImage's payload has one. 64 bits only.
+    pub fn elf_with_sections(&self, sections: &[Section<'_>]) -> Vec<u8> {
+        let mut elf = self.elf();
+        let mut names = vec![0];
+        let mut headers = vec![[0; 8]];
+        for (name, flags, address, size) in sections {
+            let in_text = *address < self.data_address();
+            let base = if in_text {
+                self.text_address()
+            } else {
+                self.data_address() - self.text.len() as u64
+            };
+            headers.push([
+                names.len() as u64 | 1 << 32,
+                *flags,
+                *address,
+                address - base + 0x200,
+                *size,
+                0,
+                1,
+                0,
+            ]);
+            names.extend_from_slice(name.as_bytes());
+            names.push(0);
+        }
+        headers.push([
+            names.len() as u64 | 3 << 32,
+            0,
+            0,
+            elf.len() as u64,
+            names.len() as u64 + 10,
+            0,
+            1,
+            0,
+        ]);
+        names.extend_from_slice(b".shstrtab\0");
+        elf.extend_from_slice(&names);
+        elf.resize(elf.len().next_multiple_of(8), 0);
+        let table = elf.len() as u64;
+        elf[40..48].copy_from_slice(&table.to_le_bytes());
+        let count = headers.len() as u16;
+        for (at, half) in [(58, 64), (60, count), (62, count - 1)] {
+            elf[at..at + 2].copy_from_slice(&half.to_le_bytes());
+        }
+        for word in headers.into_iter().flatten() {
+            elf.extend_from_slice(&word.to_le_bytes());
+        }
         elf
     }
 }

@@ -78,8 +78,91 @@ fn every_format_by_symbols_and_by_search() {
                 (FoundBy::Search, SymbolSource::None)
             );
             assert_eq!(report.table.objtool_bit, objtool);
+            assert_eq!(report.table.proof, Some(kernel.bounds_code()));
         }
     }
+}
+
+#[test]
+fn a_part_of_a_table_is_not_taken_for_the_whole() {
+    for format in FORMATS {
+        let mut written = branches(true);
+        // A site that cannot be explained parts the run in eight and seven.
+        written[8].bytes = [0xf4; 5];
+        let kernel = Kernel::new(format, &written);
+        let error = inspect(&kernel.elf(), None).unwrap_err().to_string();
+        assert!(
+            error.contains("8 entries at") && error.contains("--symbols"),
+            "{error}"
+        );
+        // With symbols the whole table is there, and what is wrong with it.
+        let report = with_map(&kernel);
+        assert_eq!(
+            (report.table.entries, report.summary.unexplained),
+            (16, 1),
+            "{format:?}"
+        );
+    }
+}
+
+#[test]
+fn a_search_needs_code_that_refers_to_both_ends() {
+    for format in FORMATS {
+        let mut kernel = Kernel::new(format, &branches(true));
+        let (start, stop) = (kernel.table(), kernel.table() + kernel.table_bytes as u64);
+        for (start, stop) in [(start, stop - 4), (start + 4, stop), (start, start)] {
+            kernel.refer_to_bounds(start, stop);
+            assert!(inspect(&kernel.elf(), None).is_err(), "{format:?}");
+        }
+        // Too far from one another.
+        kernel.refer_to_bounds(start, 0);
+        let low = (stop as u32).to_le_bytes();
+        kernel.text[0x800..0x804].copy_from_slice(&low);
+        assert!(inspect(&kernel.elf(), None).is_err(), "{format:?}");
+        kernel.refer_to_bounds_by_distance();
+        let report = inspect(&kernel.elf(), None).unwrap();
+        assert_eq!(report.table.proof, Some(kernel.text_address() + 0x83));
+    }
+}
+
+#[test]
+fn sections_say_what_is_code_and_what_is_freed() {
+    let kernel = Kernel::new(Format::Relative64, &branches(true));
+    let text = kernel.text_address();
+    let sections = [
+        (".text", 6, text, 0x400),
+        (".init.text", 6, text + 0x400, 0x80),
+        (".exit.text", 6, text + 0x480, 0x80),
+        // As in 6.16 and later.
+        (".data", 7, kernel.data_address(), kernel.data.len() as u64),
+    ];
+    let symbols = Symbols::from_text(kernel.system_map().as_bytes()).unwrap();
+    let report = inspect(&kernel.elf_with_sections(&sections), Some(symbols)).unwrap();
+    assert_eq!((report.summary.sites, report.summary.unexplained), (16, 0));
+    // 0x400..0x500: sites 12 and 13, and 14 and 15.
+    assert_eq!(report.summary.init, 4);
+    for index in 0..16 {
+        let key = report
+            .keys
+            .iter()
+            .find(|key| key.name == format!("key_{index}"))
+            .unwrap();
+        assert_eq!(key.sites[0].init, index >= 12, "{key:?}");
+    }
+    // The same by the boundaries that the kernel goes by.
+    let map = format!(
+        "{}{:x} T __init_begin\n{:x} T _sinittext\n{:x} T _einittext\n{:x} T __init_end\n",
+        kernel.system_map(),
+        text + 0x400,
+        text + 0x400,
+        text + 0x480,
+        text + 0x500
+    );
+    let symbols = Symbols::from_text(map.as_bytes()).unwrap();
+    assert_eq!(
+        inspect(&kernel.elf(), Some(symbols)).unwrap().summary.init,
+        4
+    );
 }
 
 #[test]

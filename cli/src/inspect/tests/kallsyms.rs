@@ -13,10 +13,19 @@ enum Order {
     Absolute,
     Before,
     After,
+    /// As `After`, aligned to four bytes, with offsets relative to themselves.
+    AfterWithoutBase,
 }
 
+const ORDERS: [Order; 4] = [
+    Order::Absolute,
+    Order::Before,
+    Order::After,
+    Order::AfterWithoutBase,
+];
+
 /// A kernel with kallsyms in its data. The tokens are the printable characters; one of two is worth two characters.
-fn kernel(format: Format, order: Order, seqs_between: bool) -> Kernel {
+fn kernel(format: Format, order: Order, percpu: bool, seqs_between: bool) -> Kernel {
     let mut kernel = Kernel::new(format, &branches(true));
     let mut symbols: Vec<(u64, String)> = kernel
         .system_map()
@@ -38,25 +47,39 @@ fn kernel(format: Format, order: Order, seqs_between: bool) -> Kernel {
     let pointer = if kernel.wide() { 8 } else { 4 };
     let base = kernel.data_address() + kernel.data.len() as u64;
     let mut out = Vec::new();
-    let align = |out: &mut Vec<u8>| out.resize(out.len().next_multiple_of(pointer), 0);
+    let alignment = match order {
+        Order::AfterWithoutBase => {
+            // So that the arrays are not aligned to more than four bytes.
+            out.extend_from_slice(&[0xff; 4]);
+            4
+        }
+        _ => pointer,
+    };
+    let align = |out: &mut Vec<u8>| out.resize(out.len().next_multiple_of(alignment), 0);
     let word =
         |out: &mut Vec<u8>, value: u64| out.extend_from_slice(&value.to_le_bytes()[..pointer]);
     let relative_base = kernel.text_address();
     let offsets = |out: &mut Vec<u8>| {
         for (address, _) in &symbols {
-            // As with CONFIG_KALLSYMS_ABSOLUTE_PERCPU.
-            let offset = relative_base.wrapping_sub(*address).wrapping_sub(1) as u32;
+            let offset = match order {
+                Order::AfterWithoutBase => address.wrapping_sub(base + out.len() as u64) as u32,
+                // CONFIG_KALLSYMS_ABSOLUTE_PERCPU.
+                _ if percpu => relative_base.wrapping_sub(*address).wrapping_sub(1) as u32,
+                _ => address.wrapping_sub(relative_base) as u32,
+            };
             out.extend_from_slice(&offset.to_le_bytes());
         }
-        align(out);
-        word(out, relative_base);
+        if !matches!(order, Order::AfterWithoutBase) {
+            align(out);
+            word(out, relative_base);
+        }
     };
     match order {
         Order::Absolute => symbols
             .iter()
             .for_each(|(address, _)| word(&mut out, *address)),
         Order::Before => offsets(&mut out),
-        Order::After => {}
+        Order::After | Order::AfterWithoutBase => {}
     }
     out.extend_from_slice(&(symbols.len() as u32).to_le_bytes());
     align(&mut out);
@@ -98,7 +121,7 @@ fn kernel(format: Format, order: Order, seqs_between: bool) -> Kernel {
     }
     align(&mut out);
     out.extend_from_slice(&index);
-    if matches!(order, Order::After) {
+    if matches!(order, Order::After | Order::AfterWithoutBase) {
         align(&mut out);
         offsets(&mut out);
     }
@@ -108,16 +131,18 @@ fn kernel(format: Format, order: Order, seqs_between: bool) -> Kernel {
 }
 
 #[test]
-fn every_order_is_read() {
+fn every_order_and_form_is_read() {
     for format in [Format::Relative64, Format::Relative32] {
-        for order in [Order::Absolute, Order::Before, Order::After] {
-            for seqs_between in [false, true] {
-                let kernel = kernel(format, order, seqs_between);
+        for order in ORDERS {
+            for (percpu, seqs_between) in
+                [(false, false), (false, true), (true, false), (true, true)]
+            {
+                let kernel = kernel(format, order, percpu, seqs_between);
                 let report = inspect(&kernel.elf(), None).unwrap();
                 assert_eq!(
                     report.image.symbols,
                     SymbolSource::Kallsyms,
-                    "{format:?} {order:?} {seqs_between}"
+                    "{format:?} {order:?} {percpu} {seqs_between}"
                 );
                 assert_eq!(report.image.symbol_count, 1100 + 35);
                 assert_eq!(report.table.start, kernel.table());
@@ -140,11 +165,11 @@ proptest! {
 
     #[test]
     fn damaged_tables_do_not_panic(
-        order in prop::sample::select(vec![Order::Absolute, Order::Before, Order::After]),
+        order in prop::sample::select(ORDERS.to_vec()),
         flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
         keep in prop::option::of(any::<prop::sample::Index>()),
     ) {
-        let mut kernel = kernel(Format::Relative64, order, false);
+        let mut kernel = kernel(Format::Relative64, order, true, false);
         for (at, value) in flips {
             let at = 0x1000 + at.index(kernel.data.len() - 0x1000);
             kernel.data[at] = value;

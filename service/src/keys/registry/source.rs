@@ -23,12 +23,16 @@ use static_keys::{Catalog, EntryFormat, Kernel};
 use super::{PoisonError, Refused, Registration, RegistrationPhase, Registry, read};
 use crate::abi;
 use crate::keys::address_space::{KernelMemory, PageTable};
+use crate::keys::refused::RefusedModules;
 use crate::memory::GuestRam;
 
 /// A kernel in plain numbers.
 #[derive(Clone, Debug)]
 pub struct KernelTables {
-    /// Differs from boot to boot; never 0.
+    /// Differs from boot to boot, and stays for as long as the kernel runs, however often it registers:
+    /// holds outlive a registration of the same boot. Never 0.
+    pub boot: u64,
+    /// Differs from registration to registration; never 0.
     pub generation: u64,
     /// The kernel's own page table.
     pub page_table: PageTable,
@@ -48,6 +52,7 @@ impl KernelTables {
     /// As a descriptor is checked.
     fn check(&self) -> Result<(), Refused> {
         let levels = self.page_table.levels;
+        read::check_number("the boot", self.boot)?;
         if self.generation == 0 {
             return Err(Refused("the generation is 0".to_owned()));
         }
@@ -86,6 +91,7 @@ pub(super) fn registration(
         type_offset: (kernel.format != EntryFormat::None).then_some(kernel.layout.static_key_type),
         epoch,
         modules: HashMap::new(),
+        refused: RefusedModules::default(),
     })
 }
 
@@ -100,11 +106,8 @@ impl Registry {
             .get()
             .ok_or_else(|| Refused("the guest's memory is not attached".to_owned()))?;
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        let epoch = writer.next_epoch();
-        let made = tables
-            .check()
-            .and_then(|()| registration(ram, tables, epoch));
-        self.install(made)
+        let checked = tables.check().map(|()| tables);
+        self.install(ram, checked, &mut writer)
     }
 
     /// The kernel is gone, or its tables may no longer be used. Does nothing if none is registered.
@@ -176,7 +179,8 @@ mod tests {
             "no memory"
         );
         registry.attach(guest.ram().clone());
-        let wrong: [fn(&mut KernelTables); 5] = [
+        let wrong: [fn(&mut KernelTables); 6] = [
+            |tables| tables.boot = 0,
             |tables| tables.generation = 0,
             |tables| tables.kernel.text.start = 0x1000,
             |tables| tables.kernel.jump_table.end = 0,

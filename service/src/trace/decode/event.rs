@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Fields of one event.
 
-use patchbay_proto::v1::TraceField;
 use patchbay_proto::v1::trace_field::Value;
 
 use super::format::{Field, Format, Kind};
@@ -48,16 +47,34 @@ impl<'a> Record<'a> {
         })
     }
 
-    /// The fields; those that lie outside of the payload are left out.
-    pub fn fields(&self, format: &Format) -> Vec<TraceField> {
-        let tell = |field: &Field| {
-            let value = value(field, self.bytes)?;
-            Some(TraceField {
-                name: field.name.clone(),
-                value: Some(value),
-            })
-        };
-        format.fields.iter().filter_map(tell).collect()
+    /// The fields' values by their numbers; those that lie outside of the payload are left out.
+    ///
+    /// Fields of a real event do not overlap, so its values are together no longer than itself. What
+    /// is more than that is left out: a short event stays small.
+    pub fn values(&self, format: &Format) -> Box<[(u8, Value)]> {
+        let mut left = self.bytes.len();
+        let mut values = Vec::new();
+        for (number, field) in (0..).zip(&format.fields) {
+            let Some(value) = value(field, self.bytes) else {
+                continue;
+            };
+            let content = match (field.kind, &value) {
+                (Kind::Located { .. } | Kind::RelativelyLocated { .. }, Value::Text(text)) => {
+                    text.len()
+                }
+                (Kind::Located { .. } | Kind::RelativelyLocated { .. }, Value::Raw(bytes)) => {
+                    bytes.len()
+                }
+                _ => 0,
+            };
+            // A field without a size is there as well.
+            let Some(rest) = left.checked_sub(field.size.max(1) + content) else {
+                continue;
+            };
+            left = rest;
+            values.push((number, value));
+        }
+        values.into()
     }
 }
 
@@ -190,12 +207,21 @@ mod tests {
         ),
     ];
 
-    fn shown(fields: &[TraceField], name: &str) -> String {
-        let field = fields
+    /// Names and values.
+    fn fields(record: &Record<'_>, format: &Format) -> Vec<(String, Value)> {
+        let values = record.values(format).into_iter();
+        let name = |number: u8| format.fields[usize::from(number)].name.to_string();
+        values
+            .map(|(number, value)| (name(number), value))
+            .collect()
+    }
+
+    fn shown(fields: &[(String, Value)], name: &str) -> String {
+        let (_, value) = fields
             .iter()
-            .find(|field| field.name == name)
+            .find(|(field, _)| field == name)
             .expect("the field");
-        match field.value.as_ref().expect("a value") {
+        match value {
             Value::Signed(value) => value.to_string(),
             Value::Unsigned(value) => value.to_string(),
             Value::Hexadecimal(value) => format!("{value:x}"),
@@ -221,7 +247,7 @@ mod tests {
                 let (time, payload) = event.expect("an event");
                 let record = Record::parse(payload).expect("a record");
                 let (name, format) = &formats[&record.id];
-                let fields = record.fields(format);
+                let fields = fields(&record, format);
                 let line = lines.next().expect("as many lines as events");
                 let rounded = (time + 500) / 1000;
                 let stamp = format!(
@@ -269,19 +295,41 @@ mod tests {
         let format = Format::parse(FORMATS[1].1).expect("sched_process_exec");
         let mut event = vec![0; 20];
         event[8..12].copy_from_slice(&(100u32 << 16 | 16).to_le_bytes());
-        let fields = Record::parse(&event).expect("a record").fields(&format);
-        assert_eq!(
-            fields
-                .iter()
-                .map(|field| field.name.as_str())
-                .collect::<Vec<_>>(),
-            ["pid", "old_pid"]
-        );
-        let fields = Record::parse(&event[..10])
-            .expect("a record")
-            .fields(&format);
-        assert!(fields.is_empty());
+        let names = |event: &[u8]| {
+            let record = Record::parse(event).expect("a record");
+            let fields = fields(&record, &format).into_iter();
+            fields.map(|(name, _)| name).collect::<Vec<_>>()
+        };
+        assert_eq!(names(&event), ["pid", "old_pid"]);
+        assert!(names(&event[..10]).is_empty());
         assert_eq!(Record::parse(&event[..7]), None);
+    }
+
+    /// As a guest would write them that wants to make much of little.
+    #[test]
+    fn fields_that_overlap_make_no_more_of_an_event_than_it_has() {
+        let common = FORMATS[0].1.lines().take(8).collect::<Vec<_>>().join("\n");
+        let many = |field: &str, count| {
+            let text = format!("{common}\n{}", field.repeat(count));
+            Format::parse(&text).expect("well-formed")
+        };
+        let mut event = vec![b'x'; 1032];
+        event[8..12].copy_from_slice(&(1000u32 << 16 | 16).to_le_bytes());
+        let record = Record::parse(&event).expect("a record");
+        for (field, most) in [
+            ("field:char a[1000];\toffset:8;\tsize:1000;\tsigned:0;\n", 1),
+            (
+                "field:__data_loc char[] b;\toffset:8;\tsize:4;\tsigned:0;\n",
+                1,
+            ),
+            ("field:u64 c;\toffset:0;\tsize:8;\tsigned:0;\n", 100),
+        ] {
+            let format = many(field, 100);
+            assert_eq!(record.values(&format).len(), most, "{field}");
+        }
+        let short = Record::parse(&event[..12]).expect("a record");
+        let format = many("field:char d[0];\toffset:8;\tsize:0;\tsigned:0;\n", 100);
+        assert_eq!(short.values(&format).len(), 12);
     }
 
     #[test]

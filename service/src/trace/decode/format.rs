@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `events/SYSTEM/NAME/format` files (`Documentation/trace/events.rst`, "Event formats").
 
-/// No event of Linux has more fields.
-const MAX_FIELDS: usize = 256;
+/// No event of Linux has more fields, nor longer names.
+const MAX_FIELDS: usize = 128;
 const MAX_NAME_BYTES: usize = 128;
+/// Of all fields together.
+const MAX_NAMES_BYTES: usize = 4096;
 /// No event is larger than a page.
 const MAX_EVENT_BYTES: usize = 4096;
 /// Where every event has type, flags, preemption count and process id (`struct trace_entry`).
@@ -26,6 +28,9 @@ pub enum FormatError {
     /// Of fields.
     #[error("the event's format has more than {MAX_FIELDS} fields")]
     TooManyFields,
+    /// Of fields.
+    #[error("the names of the event's fields are longer than {MAX_NAMES_BYTES} bytes together")]
+    LongNames,
 }
 
 /// How an event looks in the ring buffer.
@@ -34,13 +39,13 @@ pub struct Format {
     /// `common_type` of its events.
     pub id: u16,
     /// Without the common ones.
-    pub fields: Vec<Field>,
+    pub fields: Box<[Field]>,
 }
 
 /// One field.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Field {
-    pub name: String,
+    pub name: Box<str>,
     pub kind: Kind,
     /// In bytes from the start of the event.
     pub offset: usize,
@@ -70,6 +75,12 @@ pub enum Kind {
 }
 
 impl Format {
+    /// What it takes in memory.
+    pub fn bytes(&self) -> usize {
+        let field = |field: &Field| size_of::<Field>() + field.name.len();
+        size_of::<Self>() + self.fields.iter().map(field).sum::<usize>()
+    }
+
     /// Parses the file.
     ///
     /// # Errors
@@ -94,8 +105,11 @@ impl Format {
                 return Err(FormatError::TooManyFields);
             }
         }
+        if fields.iter().map(|field| field.name.len()).sum::<usize>() > MAX_NAMES_BYTES {
+            return Err(FormatError::LongNames);
+        }
         for (name, offset, size) in COMMON {
-            let found = fields.iter().find(|field| field.name == name);
+            let found = fields.iter().find(|field: &&Field| *field.name == *name);
             if found.is_none_or(|field| (field.offset, field.size) != (offset, size)) {
                 return Err(FormatError::Missing(name));
             }
@@ -106,12 +120,13 @@ impl Format {
             .find_map(|line| line.strip_prefix("print fmt: "))
             .unwrap_or_default();
         for name in hexadecimal_arguments(print) {
-            if let Some(field) = fields.iter_mut().find(|field| field.name == name)
+            if let Some(field) = fields.iter_mut().find(|field| *field.name == *name)
                 && matches!(field.kind, Kind::Signed | Kind::Unsigned)
             {
                 field.kind = Kind::Hexadecimal;
             }
         }
+        let fields = fields.into_boxed_slice();
         Ok(Self { id, fields })
     }
 }
@@ -162,7 +177,7 @@ fn parse_field(line: &str) -> Option<Field> {
         Kind::Unsigned
     };
     Some(Field {
-        name: name.to_owned(),
+        name: name.into(),
         kind,
         offset,
         size,
@@ -252,7 +267,7 @@ mod tests {
         format
             .fields
             .into_iter()
-            .map(|field| (field.name, field.kind))
+            .map(|field| (field.name.to_string(), field.kind))
             .collect()
     }
 

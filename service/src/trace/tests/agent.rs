@@ -113,3 +113,23 @@ async fn what_others_begin_to_trace_fires_for_them() {
         "the other's probe is the only one now"
     );
 }
+
+/// Each switch is a pause, and two lines of the audit log.
+#[tokio::test(start_paused = true)]
+async fn others_that_come_and_go_are_heeded_ever_more_seldom() {
+    let fake = Fake::with_agent().await;
+    let event = "sched:sched_process_fork";
+    arm(&fake, "a", &[event]).await;
+    let switches = || fake.keys.switches.lock().unwrap().len();
+    let before = switches();
+    for second in 0..3600 {
+        fake.keys.probe(event, second % 2 == 0);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    let made = switches() - before;
+    assert!((2..40).contains(&made), "{made} switches in an hour");
+    // In the end what is so is heeded.
+    fake.keys.probe(event, true);
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    assert!(fake.keys.is_on("sched_process_fork"));
+}

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use patchbay_proto::v1::from_agent::Message as Answer;
@@ -116,6 +117,10 @@ pub struct Script {
     pub credit: Mutex<u64>,
     /// Answers nothing while true.
     pub hung: watch::Sender<bool>,
+    /// Answers pings and nothing else while true.
+    pub mute: AtomicBool,
+    /// Questions that got no answer for that.
+    pub unanswered: AtomicUsize,
 }
 
 pub struct Fake {
@@ -142,6 +147,7 @@ impl Fake {
         let tracer = start(
             keys.clone(),
             Some(AgentSocket::bind(&vsock).expect("a socket")),
+            &tokio::runtime::Handle::current(),
         )
         .expect("a socket");
         let socket = super::super::socket_path(&vsock);
@@ -161,8 +167,7 @@ impl Fake {
         fake
     }
 
-    /// Connects an agent that follows the script; it ends when the sender is dropped, and sends the
-    /// pages that it is given.
+    /// Connects an agent that follows the script, and sends the pages that it is given.
     pub async fn agent(&self) -> mpsc::UnboundedSender<FromAgent> {
         let hello = hello(1, 1, &self.script.enabled.lock().unwrap());
         let (mut reader, writer) = self.connect(hello).await;
@@ -176,9 +181,9 @@ impl Fake {
             Arc::clone(&self.script),
             Arc::clone(&self.keys),
             reader,
-            writer,
-            outgoing,
+            sender.clone(),
         ));
+        tokio::spawn(Self::send(writer, outgoing));
         sender
     }
 
@@ -191,36 +196,35 @@ impl Fake {
         (reader, writer)
     }
 
+    /// Answers go behind what is being sent.
     async fn play(
         script: Arc<Script>,
         keys: Arc<Keys>,
         mut reader: OwnedReadHalf,
-        mut writer: OwnedWriteHalf,
-        mut outgoing: mpsc::UnboundedReceiver<FromAgent>,
+        answers: mpsc::UnboundedSender<FromAgent>,
     ) {
         let mut hung = script.hung.subscribe();
-        let (questions, mut incoming) = mpsc::unbounded_channel();
-        tokio::spawn(async move {
-            while let Ok(question) = frame::read::<ToAgent>(&mut reader).await {
-                let _ = questions.send(question);
-            }
-        });
-        let mut open = true;
-        loop {
-            let message = tokio::select! {
-                question = incoming.recv() => {
-                    let Some(question) = question else { return };
-                    let _ = hung.wait_for(|hung| !hung).await;
-                    match question.message.and_then(|message| answer(&script, &keys, message)) {
-                        Some(message) => FromAgent { id: question.id, message: Some(message) },
-                        None => continue,
-                    }
-                }
-                message = outgoing.recv(), if open => match message {
-                    Some(message) => message,
-                    None => { open = false; continue }
-                },
+        while let Ok(question) = frame::read::<ToAgent>(&mut reader).await {
+            let _ = hung.wait_for(|hung| !hung).await;
+            let Some(message) = question.message else {
+                continue;
             };
+            let is_ping = matches!(message, Question::Ping(_));
+            if script.mute.load(Ordering::Relaxed) && !is_ping {
+                script.unanswered.fetch_add(1, Ordering::Relaxed);
+                continue;
+            }
+            if let Some(message) = answer(&script, &keys, message) {
+                let _ = answers.send(FromAgent {
+                    id: question.id,
+                    message: Some(message),
+                });
+            }
+        }
+    }
+
+    async fn send(mut writer: OwnedWriteHalf, mut outgoing: mpsc::UnboundedReceiver<FromAgent>) {
+        while let Some(message) = outgoing.recv().await {
             if frame::write(&mut writer, &message).await.is_err() {
                 return;
             }
@@ -319,12 +323,7 @@ fn answer(script: &Script, keys: &Keys, question: Question) -> Option<Answer> {
             })
         }
         Question::Credit(credit) => {
-            let mut sum = script.credit.lock().unwrap();
-            *sum = if credit.reset {
-                credit.bytes
-            } else {
-                *sum + credit.bytes
-            };
+            *script.credit.lock().unwrap() += credit.bytes;
             return None;
         }
         _ => return None,

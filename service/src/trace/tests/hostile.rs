@@ -10,9 +10,12 @@ use patchbay_proto::v1::{AgentListEvents, AgentPage, AgentPages, FromAgent, ToAg
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
+use super::super::error::AgentError;
 use super::super::frame;
-use super::super::link::AgentError;
+use super::super::link::WINDOW;
+use super::super::select::Wanted;
 use super::fake::{Fake, hello};
+use super::tracing::until;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -115,31 +118,67 @@ async fn garbage_half_frames_and_long_frames_end_the_connection() {
     fake.agent().await;
 }
 
+fn pages_of(page: &[u8], count: usize) -> FromAgent {
+    let page = || AgentPage {
+        cpu: 0,
+        data: page.to_vec(),
+    };
+    let pages = std::iter::repeat_with(page).take(count).collect();
+    FromAgent {
+        id: 0,
+        message: Some(Answer::Pages(AgentPages { pages })),
+    }
+}
+
 #[tokio::test]
 async fn an_agent_that_turns_hostile_is_cut_off() {
-    let flood = || {
-        let pages = (0..3)
-            .map(|cpu| AgentPage {
-                cpu,
-                data: vec![0; 300 << 10],
-            })
-            .collect();
-        FromAgent {
-            id: 0,
-            message: Some(Answer::Pages(AgentPages { pages })),
-        }
-    };
     let fake = Fake::new();
-    let agent = fake.agent().await;
-    agent.send(flood()).expect("sent");
-    let error = until_absent(&fake).await;
-    assert!(error.contains("nobody had asked for"), "{error}");
-
+    // The least that there is, and nobody wants pages.
+    for pages in [pages_of(&[], 1), pages_of(&[0; 16], 1)] {
+        let agent = fake.agent().await;
+        agent.send(pages).expect("sent");
+        let error = until_absent(&fake).await;
+        assert!(error.contains("had credit for 0"), "{error}");
+    }
     let (mut reader, mut writer) = fake.connect(hello(1, 1, &BTreeSet::new())).await;
     let _: ToAgent = frame::read(&mut reader).await.expect("welcome");
     writer.write_all(&[0xff; 8]).await.expect("sent");
     let error = until_absent(&fake).await;
     assert!(error.contains("announced a message of"), "{error}");
+}
+
+/// Whatever pages have in them, and however often streams are opened and closed.
+#[tokio::test]
+async fn credit_is_a_window() {
+    for (page, count, why) in [
+        (vec![0; 16], 70_000, "had credit for"),
+        (vec![], 70_000, "had credit for"),
+        (vec![0; 60 << 10], 140, "had credit for"),
+        (vec![0; (64 << 10) + 1], 1, "a page of 65537 bytes"),
+    ] {
+        let fake = Fake::new();
+        let agent = fake.agent().await;
+        for _ in 0..20 {
+            let patterns = Wanted::parse(vec![], false)
+                .expect("all")
+                .patterns()
+                .clone();
+            let stream = fake.tracer.hub.subscribe(patterns, 1).expect("a stream");
+            fake.tracer.hub.unsubscribe(stream.id);
+        }
+        let credit = || *fake.script.credit.lock().unwrap();
+        until(|| credit() > 0).await;
+        assert_eq!(credit(), WINDOW);
+        // Nobody decodes: what is sent is held.
+        let one_frame = count.min(7);
+        for _ in 0..count / one_frame {
+            agent.send(pages_of(&page, one_frame)).expect("sent");
+        }
+        let error = until_absent(&fake).await;
+        assert!(error.contains(why), "{error}");
+        assert!(fake.tracer.link.held() <= WINDOW);
+        assert_eq!(credit(), WINDOW);
+    }
 }
 
 /// Gone with questions open: they fail at once instead of at their deadlines.

@@ -4,4 +4,6 @@
 mod agent;
 mod fake;
 mod hostile;
+mod mute;
+mod streams;
 mod tracing;

@@ -3,22 +3,19 @@
 
 use std::time::Duration;
 
-use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
 use patchbay_proto::v1::{
     AgentEnabledEvent, AgentInstance, ArmTracepointsRequest, FireTracepointsRequest,
-    ListTracepointsRequest, ParkTracepointsRequest, StreamTracepointEventsRequest,
-    StreamTracepointEventsResponse, TracepointState,
+    ListTracepointsRequest, ParkTracepointsRequest, StreamTracepointEventsRequest, TracepointState,
 };
 use tokio::sync::watch;
-use tokio_stream::StreamExt;
 use tonic::{Code, Request};
 use tonic_types::StatusExt;
 
 use super::super::DEFAULT_GRACE;
 use super::super::select::Wanted;
 use super::super::tracer::{ArmTerms, SwitchTerms};
-use super::fake::{BEFORE, Fake, pages};
+use super::fake::Fake;
 use crate::api::TracepointsApi;
 use crate::keys::KeysError;
 
@@ -38,7 +35,7 @@ pub(super) fn api(fake: &Fake) -> (TracepointsApi, watch::Sender<bool>) {
     )
 }
 
-fn reason(status: &tonic::Status) -> String {
+pub(super) fn reason(status: &tonic::Status) -> String {
     status.get_details_error_info().expect("error info").reason
 }
 
@@ -309,19 +306,6 @@ pub(super) async fn open(
 
 pub(super) type Events = <TracepointsApi as TracepointsService>::StreamTracepointEventsStream;
 
-/// The next batch with events or losses.
-async fn batch(stream: &mut Events) -> StreamTracepointEventsResponse {
-    loop {
-        let next = tokio::time::timeout(Duration::from_secs(30), stream.next())
-            .await
-            .expect("in time");
-        let batch = next.expect("no end").expect("no error");
-        if !batch.events.is_empty() || batch.losses.is_some() {
-            return batch;
-        }
-    }
-}
-
 /// Gone with its module, or by the hand of somebody in the guest.
 #[tokio::test]
 async fn what_vanished_is_no_longer_armed_and_stops_nobody() {
@@ -445,83 +429,6 @@ async fn a_repeated_request_gets_the_earlier_answer() {
         reason(&ask(long).await.expect_err("too long")),
         "INVALID_TRACE_REQUEST"
     );
-}
-
-#[tokio::test]
-async fn events_stream_with_names_and_both_clocks() {
-    let fake = Fake::new();
-    let agent = fake.agent().await;
-    *fake.script.settle_time.lock().unwrap() = BEFORE;
-    let (api, _ending) = api(&fake);
-    let request = StreamTracepointEventsRequest {
-        patterns: vec!["sched:*".into()],
-        arm_and_fire: true,
-        ..Default::default()
-    };
-    let mut stream = open(&api, request).await;
-    let first = stream.next().await.expect("no end").expect("no error");
-    assert_eq!(
-        first.names,
-        ["sched:sched_process_fork", "sched:sched_switch"]
-    );
-    assert!(fake.keys.is_on("sched_switch"));
-    // Credit comes with the first stream; the pages of the fixtures are 8 KiB.
-    until(|| *fake.script.credit.lock().unwrap() >= 8192).await;
-    until(|| fake.tracer.link.clock().error().is_some()).await;
-    agent.send(pages()).expect("sent");
-    let batch = batch(&mut stream).await;
-    assert!(batch.events.len() > 40, "{}", batch.events.len());
-    assert!(batch.events.is_sorted_by_key(|event| event.guest_time_ns));
-    let event = &batch.events[0];
-    assert_eq!((event.name.as_str(), event.cpu), ("sched:sched_switch", 3));
-    assert!(event.time.is_some());
-    assert_eq!(event.fields[0].value, Some(Value::Text("init".into())));
-    assert_eq!(event.comm, "init", "from the event itself");
-    assert!(
-        batch.events.iter().all(|event| !event.comm.is_empty()),
-        "asked for"
-    );
-    until(|| *fake.script.credit.lock().unwrap() > 4 << 20).await;
-}
-
-#[tokio::test]
-async fn what_was_recorded_while_arming_is_not_told() {
-    let fake = Fake::new();
-    let agent = fake.agent().await;
-    *fake.script.settle_time.lock().unwrap() = u64::MAX - 1;
-    let (api, _ending) = api(&fake);
-    arm(&fake, "a", &["sched_switch"]).await;
-    *fake.script.settle_time.lock().unwrap() = BEFORE;
-    arm(&fake, "a", &["sched_process_fork"]).await;
-    let mut stream = open(&api, StreamTracepointEventsRequest::default()).await;
-    agent.send(pages()).expect("sent");
-    let batch = batch(&mut stream).await;
-    assert!(
-        batch
-            .events
-            .iter()
-            .all(|event| event.name == "sched:sched_process_fork")
-    );
-    assert_eq!(batch.events.len(), 5);
-}
-
-#[tokio::test]
-async fn the_flood_guard_drops_and_tells() {
-    let fake = Fake::new();
-    let agent = fake.agent().await;
-    let (api, _ending) = api(&fake);
-    arm(&fake, "a", &["sched:*"]).await;
-    let request = StreamTracepointEventsRequest {
-        max_events_per_second: 3,
-        ..Default::default()
-    };
-    let mut stream = open(&api, request).await;
-    agent.send(pages()).expect("sent");
-    agent.send(pages()).expect("sent");
-    let first = batch(&mut stream).await;
-    assert_eq!(first.events.len(), 3);
-    let second = batch(&mut stream).await;
-    assert!(second.losses.or(first.losses).expect("told").flood > 30);
 }
 
 #[tokio::test(start_paused = true)]

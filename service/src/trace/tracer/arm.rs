@@ -14,18 +14,23 @@ use patchbay_proto::v1::{
 };
 
 use super::{ArmTerms, Outcome, SwitchTerms, Tracer};
-use crate::trace::book::Armed;
+use crate::trace::book::{Armed, Book};
 use crate::trace::decode::Format;
-use crate::trace::error::TraceError;
-use crate::trace::hub::Source;
-use crate::trace::link::{AgentError, bounded};
+use crate::trace::error::{AgentError, TraceError};
+use crate::trace::link::bounded;
 use crate::trace::select::{self, Wanted};
+use crate::trace::stream::Source;
 use crate::trace::switch::TracepointFacts;
 
 /// Attaching a probe waits for the guest's RCU; per question to the agent.
 const ENABLE_PATIENCE: Duration = Duration::from_secs(30);
 const SETTLE_PATIENCE: Duration = Duration::from_secs(10);
 const ENABLED_PER_QUESTION: usize = 32;
+const MAX_OVERDUE: usize = 16_384;
+/// As long as an agent that does not answer may keep the events.
+pub(super) const CLAIM_PATIENCE: Duration = ENABLE_PATIENCE;
+/// Formats of all armed events together; those of a whole distribution's kernel take a tenth.
+const MAX_FORMATS_BYTES: usize = 16 << 20;
 
 impl Tracer {
     /// Arms for a client; what is armed already gets one more client.
@@ -38,7 +43,6 @@ impl Tracer {
         wanted: &Wanted,
         terms: &ArmTerms,
     ) -> Result<Outcome, TraceError> {
-        let _turn = self.turn.lock().await;
         let (events, stale) = self.events().await;
         if let Some(error) = stale {
             return Err(error.into());
@@ -46,8 +50,47 @@ impl Tracer {
         let names = wanted
             .select(events.names.iter())
             .map_err(|patterns| TraceError::EventNotFound { patterns })?;
+        // Before the facts are read: others change them.
+        let _moving = match terms.validate_only {
+            true => None,
+            false => Some(self.claim(&names, CLAIM_PATIENCE).await?),
+        };
         let facts = self.facts().await?;
         self.forget_vanished(&facts);
+        let chosen = Self::choose(names, wanted, &facts.by_name)?;
+        let fresh = {
+            let book = self.book();
+            let fresh = Self::fresh(&book, client, &chosen, terms)?;
+            if !terms.even_if_others {
+                Self::refuse_others(&book, &events, &facts.by_name, fresh.keys())?;
+            }
+            fresh
+        };
+        let mut report = None;
+        if !terms.validate_only {
+            if !fresh.is_empty() {
+                report = self.attach(client, &fresh, terms).await?;
+            }
+            let mut book = self.book();
+            for name in chosen.keys() {
+                if let Some(armed) = book.events.get_mut(name) {
+                    armed.armed_by.insert(client.to_owned());
+                    armed.even_if_others |= terms.even_if_others;
+                }
+            }
+        }
+        Ok((
+            self.results(chosen.into_keys(), client, Some(TracepointState::Parked)),
+            report,
+        ))
+    }
+
+    /// Those that can be parked, with the names of their keys.
+    fn choose(
+        names: Vec<String>,
+        wanted: &Wanted,
+        facts: &HashMap<String, TracepointFacts>,
+    ) -> Result<BTreeMap<String, String>, TraceError> {
         let mut chosen = BTreeMap::new();
         for name in names {
             let of_event = facts.get(select::split(&name).1);
@@ -68,37 +111,16 @@ impl Tracer {
                 why: "none of the events has a key that can be parked".to_owned(),
             });
         }
-        let fresh = self.fresh(client, &chosen, terms)?;
-        if !terms.even_if_others {
-            self.refuse_others(&events, &facts, fresh.keys())?;
-        }
-        let mut report = None;
-        if !terms.validate_only {
-            if !fresh.is_empty() {
-                report = self.attach(client, &fresh, terms).await?;
-            }
-            let mut book = self.book();
-            for name in chosen.keys() {
-                if let Some(armed) = book.events.get_mut(name) {
-                    armed.armed_by.insert(client.to_owned());
-                    armed.even_if_others |= terms.even_if_others;
-                }
-            }
-        }
-        Ok((
-            self.results(chosen.into_keys(), client, Some(TracepointState::Parked)),
-            report,
-        ))
+        Ok(chosen)
     }
 
     /// Those that the agent has to enable, or to enable anew with another filter.
     fn fresh(
-        &self,
+        book: &Book,
         client: &str,
         chosen: &BTreeMap<String, String>,
         terms: &ArmTerms,
     ) -> Result<BTreeMap<String, String>, TraceError> {
-        let book = self.book();
         let mut fresh = BTreeMap::new();
         for (name, key) in chosen {
             if let Some(armed) = book.events.get(name) {
@@ -126,15 +148,12 @@ impl Tracer {
     }
 
     pub(super) fn refuse_others<'a>(
-        &self,
+        book: &Book,
         events: &AgentEvents,
         facts: &HashMap<String, TracepointFacts>,
         names: impl Iterator<Item = &'a String>,
     ) -> Result<(), TraceError> {
-        let others = {
-            let book = self.book();
-            select::others(events, facts, |event| book.events.contains_key(event))
-        };
+        let others = select::others(events, facts, |event| book.may_have_probe(event));
         let traced: Vec<String> = names
             .filter_map(|name| Some(format!("{name} ({})", others.get(name)?.join(", "))))
             .collect();
@@ -155,13 +174,15 @@ impl Tracer {
         let quiet = self.book().is_quiet();
         let attached = self.try_attach(client, fresh, terms, quiet).await;
         if attached.is_err() {
-            let known: BTreeSet<String> = self.book().events.keys().cloned().collect();
-            let names: Vec<String> = fresh
-                .keys()
-                .filter(|name| !known.contains(*name))
-                .cloned()
-                .collect();
-            self.detach(names).await;
+            let names: Vec<String> = {
+                let book = self.book();
+                let fresh = fresh.keys().cloned();
+                fresh
+                    .filter(|name| !book.events.contains_key(name))
+                    .collect()
+            };
+            self.detach(&names).await;
+            // Also if the agent has not answered: when it does, it does so in order.
             self.settle().await.ok();
         }
         attached
@@ -201,17 +222,9 @@ impl Tracer {
                     events: AtomicU64::new(0),
                 }));
             }
+            self.afford(&sources)?;
         }
-        let keys = fresh.values().cloned().collect();
-        let report = self
-            .switch(
-                keys,
-                false,
-                client,
-                "arm tracepoints",
-                &SwitchTerms::default(),
-            )
-            .await?;
+        let report = self.park_fresh(client, fresh).await?;
         let settled_at = self.settle().await?;
         let mut book = self.book();
         for source in sources {
@@ -220,6 +233,9 @@ impl Tracer {
             let Some(key) = fresh.get(&source.name) else {
                 continue;
             };
+            book.armed += 1;
+            // Armed anew with another filter, it may have been fired since it was parked.
+            let earlier = book.events.remove(&source.name);
             let armed = Armed {
                 key: key.clone(),
                 filter: terms.filter.clone(),
@@ -227,13 +243,56 @@ impl Tracer {
                 connection,
                 even_if_others: terms.even_if_others,
                 armed_by: BTreeSet::from([client.to_owned()]),
-                fired_by: BTreeSet::new(),
+                backoff: earlier
+                    .as_ref()
+                    .map(|armed| armed.backoff)
+                    .unwrap_or_default(),
+                fired_by: earlier.map(|armed| armed.fired_by).unwrap_or_default(),
+                serial: book.armed,
                 source: Arc::clone(&source),
             };
             book.overdue.remove(&source.name);
             book.events.insert(source.name.clone(), armed);
         }
         Ok(report)
+    }
+
+    /// Events that the agent has just attached probes to are on; parks them.
+    async fn park_fresh(
+        &self,
+        client: &str,
+        fresh: &BTreeMap<String, String>,
+    ) -> Result<Option<FlipReport>, TraceError> {
+        let _turn = self.turn.lock().await;
+        let keys = fresh.values().cloned().collect();
+        let terms = SwitchTerms::default();
+        let report = self
+            .switch(keys, false, client, "arm tracepoints", &terms)
+            .await?;
+        let mut book = self.book();
+        for name in fresh.keys() {
+            if let Some(armed) = book.events.get_mut(name) {
+                armed.fired_by.clear();
+            }
+        }
+        Ok(report)
+    }
+
+    /// Whether there is room for more formats, which come from the guest.
+    fn afford(&self, sources: &[Arc<Source>]) -> Result<(), TraceError> {
+        let book = self.book();
+        let armed = book.events.values().map(|armed| &armed.source);
+        let bytes = armed
+            .chain(sources)
+            .map(|source| source.format.bytes())
+            .sum();
+        if bytes > MAX_FORMATS_BYTES {
+            return Err(TraceError::TooMuchArmed {
+                bytes,
+                max: MAX_FORMATS_BYTES,
+            });
+        }
+        Ok(())
     }
 
     /// Lets the agent record again; the guest's time just before.
@@ -248,24 +307,30 @@ impl Tracer {
         }
     }
 
-    /// Has probes removed; what the agent does not answer for is tried again later.
-    pub(super) async fn detach(&self, names: Vec<String>) -> Option<AgentError> {
-        let mut silent = None;
+    /// Has probes removed. What the agent does not answer for is tried again later, and after its
+    /// first silence it is not asked for the others.
+    pub(super) async fn detach(&self, names: &[String]) -> Option<AgentError> {
+        {
+            // Strangers come from the guest, anew with each agent.
+            let mut book = self.book();
+            let room = MAX_OVERDUE.saturating_sub(book.overdue.len());
+            book.overdue.extend(names.iter().take(room).cloned());
+        }
         for names in names.chunks(ENABLED_PER_QUESTION) {
             let question = Question::Disable(AgentDisable {
                 names: names.to_vec(),
             });
-            let answer = self.link.ask(question, ENABLE_PATIENCE).await;
-            let mut book = self.book();
-            match answer {
-                Ok(Answer::Enabled(_)) => book.overdue.retain(|name| !names.contains(name)),
-                other => {
-                    silent = Some(other.err().unwrap_or(AgentError::Confused));
-                    book.overdue.extend(names.iter().cloned());
+            match self.link.ask(question, ENABLE_PATIENCE).await {
+                Ok(Answer::Enabled(_)) => {
+                    let mut book = self.book();
+                    for name in names {
+                        book.overdue.remove(name);
+                    }
                 }
+                other => return Some(other.err().unwrap_or(AgentError::Confused)),
             }
         }
-        silent
+        None
     }
 }
 

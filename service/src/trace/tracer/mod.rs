@@ -1,26 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Arms, fires, parks and disarms.
 //!
-//! Arming goes
+//! An event is
 //!
 //! ```text
-//!   agent: stop recording if nothing fires ─▶ set filter, attach probe (key 0 → 1)
-//!   host:  park all keys in one pause (1 → 0)
-//!   agent: read the clock, record again
+//!                agent: stop recording if                 agent: read the
+//!                nothing fires, set filter,    host:      clock, record
+//!                attach probe (key 0 → 1)      park       again
+//!     ┌─ disarmed ─────────▶ arming ────────────▶ arming ────────────▶ armed ◀─┐
+//!     │      ▲                  │ failed             │ failed             │    │ fire, park:
+//!     │      │                  ▼                    ▼                    │    │ the key alone
+//!     │      └────────────  disarming ◀──────────────┴─── host: park ─────┴────┘
+//!     │       agent: detach     │
+//!     │                         │ no answer
+//!     │                         ▼
+//!     └─────────────────────  overdue ─── tried again each second while an agent answers
 //! ```
 //!
-//! and events of the time between, which were recorded if something else fired, are passed over by
-//! that clock: an armed event that was never fired tells nothing. Failing on the way undoes it.
+//! Events recorded between attaching and parking, if something else fired, are passed over by the
+//! clock that was read: an armed event that was never fired tells nothing.
 //!
-//! Changes exclude each other (`turn`); the book is locked for a look or a change, never across an
-//! await. Fire and park ask the agent nothing.
+//! Two things exclude each other, and neither waits for the other:
+//!
+//! - *Switching* keys, together with what the book says of them: `turn`, held for the milliseconds of
+//!   a switch. Nobody asks the agent while holding it, so fire and park never wait for the guest.
+//! - *Moving* an event, arming and disarming, together with the agent's answers: whoever moves events
+//!   claims them all at once ([`Tracer::claim`]), and who wants one of them meanwhile waits for its
+//!   end, or gives up. There is no lock: other events can be moved at the same time. The agent takes
+//!   questions in order, so what was asked last counts.
+//!
+//! The book is locked for a look or a change, never across an await.
 
 mod arm;
 mod leave;
+mod moves;
 mod others;
 
 use std::collections::{BTreeSet, HashMap};
-use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -30,23 +46,25 @@ use patchbay_proto::v1::{
     AgentEvents, AgentListEvents, FlipReport, TracepointResult, TracepointState,
 };
 
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+
+pub use self::others::Backoff;
 use super::book::Book;
-use super::error::TraceError;
+use super::error::{AgentError, TraceError};
 use super::hub::Hub;
-use super::link::{AgentError, AgentLink, bounded};
+use super::link::{AgentLink, bounded};
+use super::once::Answers;
 use super::select::{self, Wanted};
+use super::socket::AgentSocket;
 use super::switch::{Switch, TracepointFacts, TracepointKeys};
 use crate::keys::KeysError;
-use crate::keys::replay::{Content, Replay};
 
 const LIST_PATIENCE: Duration = Duration::from_secs(5);
 /// What the agent tells is cut off there.
 const MAX_EVENTS: usize = 32_768;
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 const SWITCH_TIME: Duration = Duration::from_secs(30);
-/// Answers that are kept for their request ids, and results in them.
-const REPLAYED_ANSWERS: usize = 256;
-const REPLAYED_RESULTS: usize = 65_536;
 
 /// How to arm.
 #[derive(Clone, Debug, Default)]
@@ -91,41 +109,53 @@ impl Default for SwitchTerms {
 /// Results of a call, per event, and what its pause cost the guest.
 pub type Outcome = (Vec<TracepointResult>, Option<FlipReport>);
 
-/// A change that is made once, however often it is asked for (AIP-155).
-#[derive(Clone, Debug, Default)]
-pub struct Once {
-    /// Who asks.
-    pub client: String,
-    /// As the client named the change; empty if it may be made each time.
-    pub request_id: String,
-    /// Of the change.
-    pub content: Content,
+/// What the guest's memory says of its tracepoints.
+pub struct Facts {
+    /// By name of the tracepoint.
+    pub by_name: HashMap<String, TracepointFacts>,
+    /// Count of events armed when it was read: it says nothing of later ones.
+    armed: u64,
 }
 
 /// Everything about the guest's tracepoints.
 pub struct Tracer {
     pub(super) keys: Arc<dyn TracepointKeys>,
     pub(crate) link: AgentLink,
-    pub(crate) hub: Hub,
+    pub(crate) hub: Arc<Hub>,
+    /// Where events are decoded.
+    pub(crate) decoding: Handle,
+    pub(crate) answers: Answers,
     book: Mutex<Book>,
     turn: tokio::sync::Mutex<()>,
-    /// Locked across a change with a request id, so that a repeat waits for the answer. Before `turn`.
-    answers: tokio::sync::Mutex<Replay<Outcome>>,
+    /// Advances when events are no longer moved.
+    moved: watch::Sender<u64>,
+    heed: Mutex<others::Heed>,
     /// What the agent told last.
     known: Mutex<AgentEvents>,
+    /// Removed with the tracer.
+    _socket: Option<AgentSocket>,
 }
 
 impl Tracer {
     /// Nothing is armed.
-    pub fn new(keys: Arc<dyn TracepointKeys>, link: AgentLink) -> Self {
+    pub fn new(
+        keys: Arc<dyn TracepointKeys>,
+        link: AgentLink,
+        socket: Option<AgentSocket>,
+        decoding: Handle,
+    ) -> Self {
         Self {
             keys,
-            hub: Hub::new(link.clone()),
+            hub: Arc::new(Hub::new(link.clone())),
             link,
+            decoding,
+            answers: Answers::default(),
             book: Mutex::default(),
             turn: tokio::sync::Mutex::default(),
-            answers: tokio::sync::Mutex::new(Replay::new(REPLAYED_ANSWERS, REPLAYED_RESULTS)),
+            moved: watch::Sender::new(0),
+            heed: Mutex::default(),
             known: Mutex::default(),
+            _socket: socket,
         }
     }
 
@@ -152,10 +182,13 @@ impl Tracer {
                     .for_each(|name| *name = bounded(std::mem::take(name)));
                 events.names.sort_unstable();
                 events.names.dedup();
+                events.names.shrink_to_fit();
                 events.others.truncate(64);
+                events.others.shrink_to_fit();
                 for other in &mut events.others {
                     other.name = bounded(std::mem::take(&mut other.name));
                     other.events.truncate(MAX_EVENTS);
+                    other.events.shrink_to_fit();
                 }
                 *self.known() = events;
                 None
@@ -167,43 +200,18 @@ impl Tracer {
     }
 
     /// Facts by name, read now.
-    pub(crate) async fn facts(&self) -> Result<HashMap<String, TracepointFacts>, TraceError> {
+    pub(crate) async fn facts(&self) -> Result<Facts, TraceError> {
+        let armed = self.book().armed;
         let keys = Arc::clone(&self.keys);
         let facts = tokio::task::spawn_blocking(move || keys.tracepoints()).await;
-        Ok(select::by_name(
-            facts.map_err(|_| KeysError::GuestStopped)??,
-        ))
+        let facts = facts.map_err(|error| KeysError::Internal {
+            message: format!("the tracepoints cannot be read: {error}; report it, it is a bug"),
+        })??;
+        let by_name = select::by_name(facts);
+        Ok(Facts { by_name, armed })
     }
 
-    /// Makes a change, or answers what it led to when it was made. What failed may be tried again.
-    ///
-    /// # Errors
-    /// Of the change, and if the request id was used for another.
-    pub async fn once(
-        &self,
-        once: Once,
-        change: impl Future<Output = Result<Outcome, TraceError>>,
-    ) -> Result<Outcome, TraceError> {
-        if once.request_id.is_empty() {
-            return change.await;
-        }
-        let mut answers = self.answers.lock().await;
-        if let Some(earlier) = answers.find(&once.client, &once.request_id, &once.content)? {
-            return Ok((*earlier).clone());
-        }
-        let outcome = Arc::new(change.await?);
-        let results = outcome.0.len();
-        answers.remember(
-            &once.client,
-            &once.request_id,
-            once.content,
-            &outcome,
-            results,
-        );
-        Ok((*outcome).clone())
-    }
-
-    /// Switches keys.
+    /// Switches keys. The caller has the turn.
     async fn switch(
         &self,
         keys: Vec<String>,
@@ -309,7 +317,7 @@ impl Tracer {
             if !terms.even_if_others {
                 let events = self.known().clone();
                 let strict = self.strict(&to_park);
-                self.refuse_others(&events, &facts, strict.iter())?;
+                Self::refuse_others(&self.book(), &events, &facts.by_name, strict.iter())?;
             }
         }
         let report = self

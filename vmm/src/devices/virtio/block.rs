@@ -1,11 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! A disk for the guest (virtio 1.2, 5.2): a raw image, read-only or not.
+//!
+//! ```text
+//!  ring ──▶ parsed, data copied out ──▶ within the limits? ──▶ host's file ──▶ data copied in, given back
+//!           └──────── the device's lock ───────────────────┘  └─ no lock ─┘  └──── the lock again ─────┘
+//! ```
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -14,11 +21,12 @@ use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_FLUSH,
     VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
 };
-use vm_memory::Bytes;
 
 use super::Memory;
-use super::device::Device;
+use super::device::{Device, HostDone, HostWork, Next};
 use super::queue::{Broken, CHAIN_MAX, Chain, Ring};
+use super::rate::{DiskLimits, Limiter};
+use patchbay_service::limited;
 
 const DEVICE_ID: u32 = 2;
 
@@ -34,8 +42,11 @@ const SEGMENTS_MAX: u32 = CHAIN_MAX as u32 - 2;
 /// Bytes of data in one request. Linux asks for 1.25 MiB at most unless told otherwise.
 const DATA_MAX: usize = 16 << 20;
 
-/// Requests carried out in one batch.
+/// Requests answered in one turn without the host's file.
 const BATCH: usize = 16;
+
+/// Bytes of a buffer that is kept for the next request: what Linux asks for at most.
+const KEPT_BUFFER: usize = 1280 << 10;
 
 /// A disk image and how to use it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,6 +55,8 @@ pub struct DiskConfig {
     pub path: PathBuf,
     /// Whether the guest may only read it.
     pub read_only: bool,
+    /// How much of the host's disk the guest gets.
+    pub limits: DiskLimits,
 }
 
 /// Why a disk image cannot be used.
@@ -82,21 +95,36 @@ pub enum DiskError {
 /// The device.
 #[derive(Debug)]
 pub(super) struct Block {
-    image: File,
+    image: Arc<File>,
     sectors: u64,
     read_only: bool,
     id: [u8; VIRTIO_BLK_ID_BYTES as usize],
     /// The driver can flush, so writes need not be on the disk when they are done.
     flushes: bool,
-    /// A host error was logged: a broken disk does not fill the host's log.
-    logged: bool,
+    limiter: Limiter,
+    /// A request that the limits hold back.
+    held_back: Option<Chain>,
+    /// The request that the host works on.
+    under_way: Option<UnderWay>,
+    /// Room for a request's data.
+    buffer: Vec<u8>,
 }
 
-/// What a request came to.
+/// A request that the host works on.
+#[derive(Debug)]
+struct UnderWay {
+    chain: Chain,
+    /// Whether the data goes to the guest.
+    reads: bool,
+}
+
+/// What becomes of a request.
 enum Outcome {
+    /// The host is to work on it; `true` if what it reads goes to the guest.
+    Host(HostWork, bool),
     /// It succeeded and wrote so many bytes of data to the guest.
     Done(usize),
-    /// It cannot be done as asked, or the host's disk failed.
+    /// It cannot be done as asked.
     Failed,
     /// The device does not know it.
     Unknown,
@@ -139,16 +167,25 @@ impl Block {
             *byte = value;
         }
         Ok(Self {
-            image,
+            image: Arc::new(image),
             sectors: bytes / SECTOR,
             read_only: config.read_only,
             id,
             flushes: false,
-            logged: false,
+            limiter: Limiter::new(config.limits, Instant::now()),
+            held_back: None,
+            under_way: None,
+            buffer: vec![],
         })
     }
 
-    fn carry_out(&mut self, chain: &Chain, memory: &Memory) -> Result<usize, Broken> {
+    /// Begins a request. `None`: it is answered.
+    fn begin(
+        &mut self,
+        chain: Chain,
+        ring: &mut Ring,
+        memory: &Memory,
+    ) -> Result<Option<HostWork>, Broken> {
         let mut head = [0; HEAD];
         chain.read_at(memory, 0, &mut head)?;
         let [a, b, c, d, _, _, _, _, sector @ ..] = head;
@@ -158,8 +195,8 @@ impl Block {
             return Err(Broken("a disk request has no room for its status"));
         };
         let outcome = match kind {
-            VIRTIO_BLK_T_IN => self.read(chain, memory, sector, room),
-            VIRTIO_BLK_T_OUT => self.write(chain, memory, sector),
+            VIRTIO_BLK_T_IN => self.read(sector, room),
+            VIRTIO_BLK_T_OUT => self.write(&chain, memory, sector)?,
             VIRTIO_BLK_T_FLUSH => self.flush(),
             VIRTIO_BLK_T_GET_ID => {
                 let length = room.min(self.id.len());
@@ -169,13 +206,16 @@ impl Block {
             _ => Outcome::Unknown,
         };
         let (status, written) = match outcome {
+            Outcome::Host(work, reads) => {
+                self.under_way = Some(UnderWay { chain, reads });
+                return Ok(Some(work));
+            }
             Outcome::Done(written) => (VIRTIO_BLK_S_OK, written),
             Outcome::Failed => (VIRTIO_BLK_S_IOERR, 0),
             Outcome::Unknown => (VIRTIO_BLK_S_UNSUPP, 0),
         };
-        let [status, ..] = status.to_le_bytes();
-        chain.write_at(memory, room, &[status])?;
-        Ok(written + 1)
+        answer(&chain, ring, memory, status, written)?;
+        Ok(None)
     }
 
     /// Byte offset in the image of whole sectors that are all there.
@@ -186,67 +226,71 @@ impl Block {
         (sound && end <= self.sectors).then(|| sector * SECTOR)
     }
 
-    fn read(&mut self, chain: &Chain, memory: &Memory, sector: u64, length: usize) -> Outcome {
-        let (Some(position), Ok(pieces)) = (
-            self.position(sector, length),
-            chain.writable_pieces(0, length),
-        ) else {
-            return Outcome::Failed;
-        };
-        if let Err(error) = self.image.seek(SeekFrom::Start(position)) {
-            return self.failed(&error);
-        }
-        for piece in pieces {
-            let image = &mut self.image;
-            if let Err(error) = memory.read_exact_volatile_from(piece.address, image, piece.length)
-            {
-                return self.failed(&error);
-            }
-        }
-        Outcome::Done(length)
+    /// The kept buffer, so long.
+    fn take_buffer(&mut self, length: usize) -> Vec<u8> {
+        let mut buffer = std::mem::take(&mut self.buffer);
+        buffer.resize(length, 0);
+        buffer
     }
 
-    fn write(&mut self, chain: &Chain, memory: &Memory, sector: u64) -> Outcome {
-        let length = chain.readable_bytes().saturating_sub(HEAD);
-        let (false, Some(position), Ok(pieces)) = (
-            self.read_only,
-            self.position(sector, length),
-            chain.readable_pieces(HEAD, length),
-        ) else {
+    fn read(&mut self, sector: u64, length: usize) -> Outcome {
+        let Some(position) = self.position(sector, length) else {
             return Outcome::Failed;
         };
-        if let Err(error) = self.image.seek(SeekFrom::Start(position)) {
-            return self.failed(&error);
-        }
-        for piece in pieces {
-            let image = &mut self.image;
-            if let Err(error) = memory.write_all_volatile_to(piece.address, image, piece.length) {
-                return self.failed(&error);
+        let mut data = self.take_buffer(length);
+        let image = Arc::clone(&self.image);
+        let work = move || HostDone {
+            result: image.read_exact_at(&mut data, position),
+            data,
+        };
+        Outcome::Host(Box::new(work), true)
+    }
+
+    fn write(&mut self, chain: &Chain, memory: &Memory, sector: u64) -> Result<Outcome, Broken> {
+        let length = chain.readable_bytes().saturating_sub(HEAD);
+        let (false, Some(position)) = (self.read_only, self.position(sector, length)) else {
+            return Ok(Outcome::Failed);
+        };
+        let mut data = self.take_buffer(length);
+        chain.read_at(memory, HEAD, &mut data)?;
+        let image = Arc::clone(&self.image);
+        let flushes = self.flushes;
+        let work = move || {
+            let mut result = image.write_all_at(&data, position);
+            if !flushes {
+                result = result.and_then(|()| image.sync_data());
             }
-        }
-        if self.flushes {
-            Outcome::Done(0)
-        } else {
-            self.flush()
-        }
+            HostDone { result, data }
+        };
+        Ok(Outcome::Host(Box::new(work), false))
     }
 
     fn flush(&mut self) -> Outcome {
         if self.read_only {
             return Outcome::Done(0);
         }
-        match self.image.sync_data() {
-            Ok(()) => Outcome::Done(0),
-            Err(error) => self.failed(&error),
-        }
+        let image = Arc::clone(&self.image);
+        let data = self.take_buffer(0);
+        let work = move || HostDone {
+            result: image.sync_data(),
+            data,
+        };
+        Outcome::Host(Box::new(work), false)
     }
+}
 
-    fn failed(&mut self, error: &dyn std::error::Error) -> Outcome {
-        if !std::mem::replace(&mut self.logged, true) {
-            tracing::warn!("a disk image fails ({error}); the guest sees I/O errors");
-        }
-        Outcome::Failed
-    }
+/// Gives a request back with its status in its last byte.
+fn answer(
+    chain: &Chain,
+    ring: &mut Ring,
+    memory: &Memory,
+    status: u32,
+    written: usize,
+) -> Result<(), Broken> {
+    let [status, ..] = status.to_le_bytes();
+    let place = chain.writable_bytes().saturating_sub(1);
+    chain.write_at(memory, place, &[status])?;
+    ring.push(chain, written + 1)
 }
 
 /// Refuses pipes and the like before they are opened, which could block.
@@ -288,19 +332,65 @@ impl Device for Block {
 
     fn reset(&mut self) {
         self.flushes = false;
+        self.held_back = None;
+        self.under_way = None;
     }
 
-    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<bool, Broken> {
+    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<Next, Broken> {
         let Some(Some(ring)) = rings.first_mut() else {
-            return Ok(false);
+            return Ok(Next::Wait);
         };
         for _ in 0..BATCH {
-            let Some(chain) = ring.pop()? else {
-                return Ok(false);
+            let chain = match self.held_back.take() {
+                Some(chain) => chain,
+                None => match ring.pop()? {
+                    Some(chain) => chain,
+                    None => return Ok(Next::Wait),
+                },
             };
-            let written = self.carry_out(&chain, memory)?;
-            ring.push(&chain, written)?;
+            // More than a request may have is refused, and so costs nothing.
+            let bytes = chain
+                .readable_bytes()
+                .saturating_add(chain.writable_bytes());
+            let bytes = bytes.min(DATA_MAX) as u64;
+            if let Err(at) = self.limiter.admit(Instant::now(), bytes) {
+                self.held_back = Some(chain);
+                return Ok(Next::At(at));
+            }
+            if let Some(work) = self.begin(chain, ring, memory)? {
+                return Ok(Next::Host(work));
+            }
         }
-        Ok(true)
+        Ok(Next::Again)
+    }
+
+    fn finish(
+        &mut self,
+        done: HostDone,
+        rings: &mut [Option<Ring>],
+        memory: &Memory,
+    ) -> Result<(), Broken> {
+        let (Some(under_way), Some(Some(ring))) = (self.under_way.take(), rings.first_mut()) else {
+            return Ok(());
+        };
+        let UnderWay { chain, reads } = under_way;
+        let (status, written) = match done.result {
+            Ok(()) if reads => {
+                chain.write_at(memory, 0, &done.data)?;
+                (VIRTIO_BLK_S_OK, done.data.len())
+            }
+            Ok(()) => (VIRTIO_BLK_S_OK, 0),
+            Err(error) => {
+                limited!(
+                    warn,
+                    "a disk image fails ({error}); the guest sees I/O errors"
+                );
+                (VIRTIO_BLK_S_IOERR, 0)
+            }
+        };
+        if done.data.capacity() <= KEPT_BUFFER {
+            self.buffer = done.data;
+        }
+        answer(&chain, ring, memory, status, written)
     }
 }

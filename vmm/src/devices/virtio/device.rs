@@ -3,9 +3,34 @@
 //! What a device is to its transport.
 
 use std::os::fd::RawFd;
+use std::time::Instant;
 
 use super::Memory;
 use super::queue::{Broken, Ring};
+
+/// What a device wants next.
+pub(super) enum Next {
+    /// Nothing before the next notification or event.
+    Wait,
+    /// Another turn; other devices of the thread come first.
+    Again,
+    /// Another turn at this time, or after the next notification or event.
+    At(Instant),
+    /// Something that may take the host long. It is done without any lock, so that a reset does
+    /// not wait for it, and handed to [`Device::finish`] unless the driver has reset the device.
+    Host(HostWork),
+}
+
+/// Work on the host's files that knows nothing of guest memory.
+pub(super) type HostWork = Box<dyn FnOnce() -> HostDone + Send>;
+
+/// What [`HostWork`] came to.
+pub(super) struct HostDone {
+    /// Whether the host could do it.
+    pub result: std::io::Result<()>,
+    /// The data that was read, or the buffer of what was written.
+    pub data: Vec<u8>,
+}
 
 /// A device, as its transport and the device thread use it. One thread at a time.
 pub(super) trait Device: Send {
@@ -28,11 +53,21 @@ pub(super) trait Device: Send {
     fn reset(&mut self);
 
     /// Does what there is to do, but only so much that other devices get their
-    /// turn soon. True: there is more. Called after a notification, after an
-    /// event of [`event_source`](Self::event_source), and after an answer of true.
+    /// turn soon, and nothing that may take the host long. Called after a notification, after an
+    /// event of [`event_source`](Self::event_source), and as the last answer wants.
     ///
     /// `rings` has one entry per queue, `None` for those that the driver does not use.
-    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<bool, Broken>;
+    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<Next, Broken>;
+
+    /// Takes what the work of [`Next::Host`] came to. Not called if there was a reset meanwhile.
+    fn finish(
+        &mut self,
+        _done: HostDone,
+        _rings: &mut [Option<Ring>],
+        _memory: &Memory,
+    ) -> Result<(), Broken> {
+        Ok(())
+    }
 
     /// The guest has ended: nobody on the host is to find the device any more.
     fn close(&mut self) {}
@@ -71,8 +106,17 @@ impl Device for Box<dyn Device> {
         (**self).reset();
     }
 
-    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<bool, Broken> {
+    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<Next, Broken> {
         (**self).process(rings, memory)
+    }
+
+    fn finish(
+        &mut self,
+        done: HostDone,
+        rings: &mut [Option<Ring>],
+        memory: &Memory,
+    ) -> Result<(), Broken> {
+        (**self).finish(done, rings, memory)
     }
 
     fn close(&mut self) {

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{MemfdFlags, memfd_create};
 use vm_memory::{Bytes, GuestAddress};
 
+use super::DiskLimits;
 use super::block::{Block, DiskConfig};
 use super::device::Device;
 use super::driver::{BUFFERS, Buffer, Driver, QUEUE};
@@ -61,6 +62,7 @@ fn disk() -> (Block, impl AsRawFd) {
     let config = DiskConfig {
         path: Path::new("/proc/self/fd").join(image.as_raw_fd().to_string()),
         read_only: false,
+        limits: DiskLimits::default(),
     };
     (Block::open(&config, 0).expect("it was just made"), image)
 }

@@ -7,6 +7,7 @@
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 
+use super::DiskLimits;
 use super::block::{Block, DiskConfig};
 use super::device::Device;
 use super::driver::{
@@ -22,6 +23,7 @@ fn devices(folder: &std::path::Path) -> Vec<(Box<dyn Device>, usize)> {
     let disk = DiskConfig {
         path: image,
         read_only: false,
+        limits: DiskLimits::default(),
     };
     let vsock = VsockConfig {
         path: folder.join("vsock"),

@@ -3,7 +3,7 @@
 //! The guest's virtio devices: vsock, disks, randomness (virtio 1.2).
 //!
 //! ```text
-//!  vCPU threads ── registers ──▶ transport ◀── one batch at a time ── device thread
+//!  vCPU threads ── registers ──▶ transport ◀── one batch at a time ── device threads
 //!       │                                                                ▲  │
 //!       └── QueueNotify ─ ioeventfd (or an exit) ────────────────────────┘  │
 //!  guest ◀─────────────── irqfd ────────────────────────────────────────────┘
@@ -18,6 +18,8 @@
 
 mod block;
 mod device;
+#[cfg(test)]
+mod disk_tests;
 #[cfg(any(test, feature = "testing"))]
 mod driver;
 #[cfg(any(test, feature = "testing"))]
@@ -25,6 +27,7 @@ pub(crate) mod fuzzing;
 #[cfg(test)]
 mod hostile_tests;
 mod queue;
+mod rate;
 mod rng;
 #[cfg(test)]
 mod tests;
@@ -40,6 +43,7 @@ use virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY;
 use vm_memory::GuestMemoryMmap;
 
 pub use block::{DiskConfig, DiskError};
+pub use rate::{DiskLimits, Rate};
 pub use vsock::{CID_MIN, VsockConfig, VsockError};
 
 use device::Device;
@@ -87,7 +91,9 @@ pub enum VirtioError {
     #[error(transparent)]
     Vsock(#[from] VsockError),
     /// The host refused a thread or descriptors.
-    #[error("the device thread cannot be set up ({0}): raise the limits on threads and open files")]
+    #[error(
+        "the device threads cannot be set up ({0}): raise the limits on threads and open files"
+    )]
     Host(#[from] std::io::Error),
     /// KVM does not connect an interrupt line.
     #[error("KVM does not connect a device's interrupt ({0}); use a kernel of 5.10 or later")]
@@ -96,8 +102,9 @@ pub enum VirtioError {
 
 /// A guest's virtio devices.
 pub(crate) struct Virtio {
-    transports: Arc<[Arc<Transport>]>,
-    thread: DeviceThread,
+    transports: Vec<Arc<Transport>>,
+    /// One for each disk, and one for all others.
+    threads: Vec<DeviceThread>,
 }
 
 impl Virtio {
@@ -113,16 +120,27 @@ impl Virtio {
         if let Some(vsock) = &config.vsock {
             devices.push(Box::new(vsock::Vsock::new(vsock)?));
         }
+        let others = devices.len();
         for (index, disk) in config.disks.iter().enumerate() {
             devices.push(Box::new(block::Block::open(disk, index)?));
         }
-        let transports: std::io::Result<Arc<[Arc<Transport>]>> = devices
+        let transports = devices
             .into_iter()
             .map(|device| Transport::new(device, memory.clone()).map(Arc::new))
-            .collect();
-        let transports = transports?;
-        let thread = DeviceThread::new(transports.clone())?;
-        Ok(Self { transports, thread })
+            .collect::<std::io::Result<Vec<_>>>()?;
+        let (others, disks) = transports.split_at(others);
+        let mut threads = vec![];
+        if !others.is_empty() {
+            threads.push(DeviceThread::new("devices".to_owned(), others.into())?);
+        }
+        for (index, disk) in disks.iter().enumerate() {
+            let name = format!("disk{index}");
+            threads.push(DeviceThread::new(name, [Arc::clone(disk)].into())?);
+        }
+        Ok(Self {
+            transports,
+            threads,
+        })
     }
 
     /// What the guest's kernel must be told, with a space before each word.
@@ -154,19 +172,24 @@ impl Virtio {
         Ok(())
     }
 
-    /// Starts the device thread, unless there are no devices.
-    pub fn start(&self) -> Result<(), VirtioError> {
-        if !self.transports.is_empty() {
-            self.thread.start()?;
+    /// Starts the device threads. `failed` is told why if one cannot go on.
+    pub fn start(
+        &self,
+        failed: impl FnOnce(String) + Clone + Send + 'static,
+    ) -> Result<(), VirtioError> {
+        for thread in &self.threads {
+            thread.start(failed.clone())?;
         }
         Ok(())
     }
 
-    /// Ends the device thread, once its batch is done, and what clients on the
-    /// host could connect to. May be called more than once.
+    /// Ends the device threads, once their batches are done, and what clients on
+    /// the host could connect to. May be called more than once.
     pub fn close(&self) {
-        self.thread.stop();
-        for transport in self.transports.iter() {
+        for thread in &self.threads {
+            thread.stop();
+        }
+        for transport in &self.transports {
             transport.close();
         }
     }

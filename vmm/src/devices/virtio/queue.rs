@@ -221,21 +221,21 @@ impl Chain {
     }
 
     /// Where `length` readable bytes from `offset` on lie.
-    pub fn readable_pieces(&self, offset: usize, length: usize) -> Result<Vec<Piece>, Broken> {
+    fn readable_pieces(&self, offset: usize, length: usize) -> Result<Vec<Piece>, Broken> {
         pieces(&self.readable, offset, length)
     }
 
     /// Where `length` writable bytes from `offset` on lie.
-    pub fn writable_pieces(&self, offset: usize, length: usize) -> Result<Vec<Piece>, Broken> {
+    fn writable_pieces(&self, offset: usize, length: usize) -> Result<Vec<Piece>, Broken> {
         pieces(&self.writable, offset, length)
     }
 }
 
 /// Part of a chain, in one run of guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Piece {
-    pub address: GuestAddress,
-    pub length: usize,
+struct Piece {
+    address: GuestAddress,
+    length: usize,
 }
 
 fn pieces(segments: &[Segment], offset: usize, length: usize) -> Result<Vec<Piece>, Broken> {

@@ -5,7 +5,7 @@
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::Memory;
-use super::device::Device;
+use super::device::{Device, Next};
 use super::queue::{Broken, Ring};
 
 const DEVICE_ID: u32 = 4;
@@ -41,14 +41,14 @@ impl Device for Rng {
 
     fn reset(&mut self) {}
 
-    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<bool, Broken> {
+    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<Next, Broken> {
         let Some(Some(ring)) = rings.first_mut() else {
-            return Ok(false);
+            return Ok(Next::Wait);
         };
         let mut bytes = [0; REQUEST_MAX];
         for _ in 0..BATCH {
             let Some(chain) = ring.pop()? else {
-                return Ok(false);
+                return Ok(Next::Wait);
             };
             let wanted = chain.writable_bytes().min(REQUEST_MAX);
             // Fewer is allowed; a host without randomness gives none.
@@ -56,6 +56,6 @@ impl Device for Rng {
             chain.write_at(memory, 0, &bytes[..filled])?;
             ring.push(&chain, filled)?;
         }
-        Ok(true)
+        Ok(Next::Again)
     }
 }

@@ -8,9 +8,12 @@ use std::path::Path;
 use virtio_bindings::virtio_mmio::*;
 
 use super::block::{Block, DiskConfig, DiskError};
+use super::device::{Device, Next};
 use super::driver::{Buffer, Driver, NEEDS_RESET};
+use super::queue::{Broken, Ring};
 use super::rng::Rng;
-use super::{MMIO_START, Memory, Virtio, VirtioConfig, VirtioError};
+use super::thread::DeviceThread;
+use super::{DiskLimits, MMIO_START, Memory, Virtio, VirtioConfig, VirtioError};
 
 #[test]
 fn the_registers_tell_what_the_device_is() {
@@ -159,24 +162,25 @@ fn randomness_fills_what_is_asked_for_up_to_a_page() {
 }
 
 /// An image of 8 sectors, each filled with its number.
-fn image(folder: &Path) -> DiskConfig {
+pub(super) fn image(folder: &Path) -> DiskConfig {
     let path = folder.join("image");
     let bytes: Vec<u8> = (0..8).flat_map(|sector| [sector; 512]).collect();
     std::fs::write(&path, bytes).unwrap();
     DiskConfig {
         path,
         read_only: false,
+        limits: DiskLimits::default(),
     }
 }
 
-fn head(kind: u32, sector: u64) -> Vec<u8> {
+pub(super) fn head(kind: u32, sector: u64) -> Vec<u8> {
     let mut head = kind.to_le_bytes().to_vec();
     head.extend_from_slice(&[0; 4]);
     head.extend_from_slice(&sector.to_le_bytes());
     head
 }
 
-const READ: u32 = 0;
+pub(super) const READ: u32 = 0;
 const WRITE: u32 = 1;
 const FLUSH: u32 = 4;
 const GET_ID: u32 = 8;
@@ -329,6 +333,7 @@ fn images_that_are_none_are_refused() {
     let disk = |name: &str| DiskConfig {
         path: folder.path().join(name),
         read_only: false,
+        limits: DiskLimits::default(),
     };
     let odd = disk("odd");
     std::fs::write(&odd.path, [0; 513]).unwrap();
@@ -367,7 +372,7 @@ fn an_image_has_one_writer_or_many_readers() {
     assert!(matches!(Block::open(&writer, 2), Err(DiskError::InUse(_))));
 }
 
-fn memory() -> Memory {
+pub(super) fn memory() -> Memory {
     Memory::from_ranges(&[(vm_memory::GuestAddress(0), 1 << 20)]).unwrap()
 }
 
@@ -415,8 +420,8 @@ fn the_thread_answers_and_ends() {
     config.read_only = true;
     let driver = Driver::new(Block::open(&config, 0).unwrap());
     let transport = driver.transport.clone();
-    let thread = super::thread::DeviceThread::new([transport.clone()].into()).unwrap();
-    thread.start().unwrap();
+    let thread = DeviceThread::new("disk0".into(), [transport.clone()].into()).unwrap();
+    thread.start(|why| panic!("{why}")).unwrap();
     let interrupt = transport.interrupt().try_clone().unwrap();
     // An endless chain: the thread finds it, and says so by an interrupt.
     super::driver::write_descriptor(&driver.memory, 0x1_0000, (0, 0, 1, 0));
@@ -430,6 +435,50 @@ fn the_thread_answers_and_ends() {
     assert_ne!(u32::from_le_bytes(status) & NEEDS_RESET, 0);
     thread.stop();
     thread.stop();
+}
+
+/// A device with a bug.
+struct Buggy;
+
+impl Device for Buggy {
+    fn id(&self) -> u32 {
+        4
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn queues(&self) -> usize {
+        1
+    }
+
+    fn config(&self) -> Vec<u8> {
+        vec![]
+    }
+
+    fn activate(&mut self, _features: u64) {}
+
+    fn reset(&mut self) {}
+
+    fn process(&mut self, _: &mut [Option<Ring>], _: &Memory) -> Result<Next, Broken> {
+        panic!("a bug");
+    }
+}
+
+#[test]
+fn a_panic_in_a_device_is_told() {
+    let driver = Driver::new(Buggy);
+    let thread = DeviceThread::new("devices".into(), [driver.transport.clone()].into()).unwrap();
+    let (sender, told) = std::sync::mpsc::channel();
+    thread.start(move |why| sender.send(why).unwrap()).unwrap();
+    driver.set(VIRTIO_MMIO_QUEUE_NOTIFY, 0);
+    let why = told.recv().expect("the thread says why it ends");
+    assert!(why.contains("devices panicked: a bug"), "{why}");
+    thread.stop();
+    // Neither the guest nor the monitor is stuck with the device.
+    driver.register(VIRTIO_MMIO_STATUS);
+    driver.transport.close();
 }
 
 #[test]

@@ -11,13 +11,16 @@
 //!
 //! vCPU threads read and write the registers, the device thread works. What a
 //! vCPU does while the device works (notify, read and acknowledge interrupts,
-//! read the status) takes no lock, so that a slow disk never delays a pause.
-//! Only a reset waits, for the one batch of requests that is under way.
+//! read the status) takes no lock. A reset waits for the part of a batch that is
+//! done in memory, and never for the host's files: work on these holds no lock and
+//! touches no guest memory, and what it comes to is dropped if there was a reset
+//! meanwhile. So a disk that hangs never delays a pause.
 //!
 //! Lock order: `registers`, then `backend`. The device thread takes only the latter.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use virtio_bindings::virtio_config::{
     VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_DRIVER, VIRTIO_CONFIG_S_DRIVER_OK,
@@ -29,8 +32,9 @@ use virtio_bindings::virtio_ring::VIRTIO_RING_F_INDIRECT_DESC;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::Memory;
-use super::device::Device;
+use super::device::{Device, Next};
 use super::queue::{Broken, QueueAddresses, Ring};
+use patchbay_service::limited;
 
 /// "virt", little-endian.
 const MAGIC: u32 = 0x7472_6976;
@@ -76,7 +80,22 @@ struct Backend {
     device: Box<dyn Device>,
     rings: Vec<Option<Ring>>,
     active: bool,
+    /// Advances when the driver or a broken rule stops the device: work that the host still does
+    /// for an earlier one is of no use.
+    epoch: u64,
 }
+
+impl Backend {
+    fn stop(&mut self) {
+        self.active = false;
+        self.epoch += 1;
+        self.rings.clear();
+        self.device.reset();
+    }
+}
+
+/// Turns of a device in one call of [`Transport::run`].
+const TURNS: usize = 16;
 
 /// One device with its registers.
 pub(super) struct Transport {
@@ -93,8 +112,6 @@ pub(super) struct Transport {
     backend: Mutex<Backend>,
     /// A reset waits for `backend`: the device thread is to leave it alone.
     resetting: AtomicBool,
-    /// A broken rule was logged: a guest cannot fill the host's log.
-    logged: AtomicBool,
 }
 
 impl Transport {
@@ -118,9 +135,9 @@ impl Transport {
                 device,
                 rings: vec![],
                 active: false,
+                epoch: 0,
             }),
             resetting: AtomicBool::new(false),
-            logged: AtomicBool::new(false),
         })
     }
 
@@ -150,28 +167,65 @@ impl Transport {
         lock(&self.backend).device.event_source()
     }
 
-    /// One batch of work, on the device thread.
-    pub fn run(&self) {
+    /// Some work, on the device thread. Answers when the device wants another turn, if it is not
+    /// woken before.
+    pub fn run(&self) -> Option<Instant> {
+        for _ in 0..TURNS {
+            let (epoch, work) = {
+                let mut backend = self.lock_to_work()?;
+                let backend = &mut *backend;
+                match backend.device.process(&mut backend.rings, &self.memory) {
+                    Ok(next) => {
+                        self.interrupt_if_wanted(backend);
+                        match next {
+                            Next::Wait => return None,
+                            Next::Again => break,
+                            Next::At(time) => return Some(time),
+                            Next::Host(work) => (backend.epoch, work),
+                        }
+                    }
+                    Err(broken) => {
+                        self.fail(backend, broken);
+                        return None;
+                    }
+                }
+            };
+            let done = work();
+            let mut backend = self.lock_to_work()?;
+            let backend = &mut *backend;
+            if backend.epoch == epoch {
+                match backend
+                    .device
+                    .finish(done, &mut backend.rings, &self.memory)
+                {
+                    Ok(()) => self.interrupt_if_wanted(backend),
+                    Err(broken) => {
+                        self.fail(backend, broken);
+                        return None;
+                    }
+                }
+            }
+        }
+        self.wake();
+        None
+    }
+
+    /// `None` if the device does not work, or is about to be reset.
+    fn lock_to_work(&self) -> Option<MutexGuard<'_, Backend>> {
         if self.resetting.load(SeqCst) {
-            return;
+            return None;
         }
-        let mut backend = lock(&self.backend);
-        let backend = &mut *backend;
-        if !backend.active {
-            return;
-        }
-        let outcome = backend.device.process(&mut backend.rings, &self.memory);
+        let backend = lock(&self.backend);
+        backend.active.then_some(backend)
+    }
+
+    fn interrupt_if_wanted(&self, backend: &mut Backend) {
         let mut interrupt = false;
         for ring in backend.rings.iter_mut().flatten() {
             interrupt |= ring.interrupt_wanted();
         }
         if interrupt {
             self.raise(VIRTIO_MMIO_INT_VRING);
-        }
-        match outcome {
-            Ok(true) => self.wake(),
-            Ok(false) => {}
-            Err(broken) => self.fail(backend, broken),
         }
     }
 
@@ -188,14 +242,12 @@ impl Transport {
 
     /// Any state ──── rules broken ────▶ NEEDS_RESET
     fn fail(&self, backend: &mut Backend, broken: Broken) {
-        backend.active = false;
-        backend.rings.clear();
-        backend.device.reset();
+        // What was given back before the broken rule is told with it.
+        self.interrupt_if_wanted(backend);
+        backend.stop();
         self.status.fetch_or(VIRTIO_CONFIG_S_NEEDS_RESET, SeqCst);
         self.raise(VIRTIO_MMIO_INT_CONFIG);
-        if !self.logged.swap(true, SeqCst) {
-            tracing::warn!(device = self.id, "virtio: {broken}");
-        }
+        limited!(warn, device = self.id, "virtio: {broken}");
     }
 
     /// The guest reads `data.len()` bytes at `offset` in the device's page.
@@ -347,10 +399,7 @@ impl Transport {
 
     fn stop(&self) {
         self.resetting.store(true, SeqCst);
-        let mut backend = lock(&self.backend);
-        backend.active = false;
-        backend.rings.clear();
-        backend.device.reset();
+        lock(&self.backend).stop();
         self.resetting.store(false, SeqCst);
     }
 }

@@ -18,10 +18,12 @@ use virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY;
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
+use super::super::Memory;
+use super::super::device::{Device, Next};
 use super::super::driver::{Buffer, Driver, queue_at};
 use super::super::thread::DeviceThread;
 use super::packet::{HEADER_BYTES, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_SEND, STREAM};
-use super::{RECEIVE, TRANSMIT, Vsock, VsockConfig};
+use super::{EVENTS_MAX, RECEIVE, RESETS_MAX, TRANSMIT, Vsock, VsockConfig};
 
 const CID: u32 = 42;
 const PORT: u32 = 7;
@@ -259,8 +261,9 @@ fn much_goes_both_ways_at_once() {
         privileged: vec![],
     };
     let driver = Driver::new(Vsock::new(&config).unwrap());
-    let thread = DeviceThread::new(Arc::from([driver.transport.clone()])).unwrap();
-    thread.start().unwrap();
+    let thread =
+        DeviceThread::new("devices".into(), Arc::from([driver.transport.clone()])).unwrap();
+    thread.start(|why| panic!("{why}")).unwrap();
     let guest = std::thread::spawn(move || {
         Echo::new(driver).serve(ROUNDS);
     });
@@ -269,4 +272,43 @@ fn much_goes_both_ways_at_once() {
     }
     guest.join().unwrap();
     thread.stop();
+}
+
+/// Clients of the host that come and go, while the guest takes nothing.
+#[test]
+fn resets_that_the_host_causes_are_bounded_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = VsockConfig {
+        path: folder.path().join("vsock"),
+        cid: 3,
+        privileged: vec![],
+    };
+    let mut vsock = Vsock::new(&config).unwrap();
+    let memory = Memory::from_ranges(&[(GuestAddress(0), 4096)]).unwrap();
+    let mut work = || {
+        // Until it has seen the greeting, and that the client is gone.
+        while let Next::Again = vsock.process(&mut [None, None, None], &memory).unwrap() {}
+        vsock.resets.len()
+    };
+    let connect = || {
+        let mut client = UnixStream::connect(&config.path).unwrap();
+        client.write_all(b"CONNECT 7\n").unwrap();
+        client
+    };
+    let greeted = RESETS_MAX - EVENTS_MAX;
+    for _ in 0..greeted {
+        let client = connect();
+        work();
+        drop(client);
+        work();
+    }
+    assert_eq!(work(), greeted);
+    // Fewer than the kernel keeps waiting for a listener, and more than there is room for.
+    let clients: Vec<_> = (0..120).map(|_| connect()).collect();
+    work();
+    drop(clients);
+    for _ in 0..10 {
+        let waiting = work();
+        assert!(waiting <= RESETS_MAX, "{waiting} resets wait");
+    }
 }

@@ -6,21 +6,16 @@
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read};
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Mode, fchmod};
 use rustix::net::{
-    AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, recv,
-    socket_with,
+    AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, socket_with,
 };
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::VsockError;
-
-/// Connections that wait to be accepted.
-const BACKLOG: i32 = 128;
+use patchbay_service::socket::ListeningSocket;
 
 /// Clients that have not said yet which port they want. The one that waits
 /// longest makes room for another.
@@ -31,6 +26,9 @@ const GREETING_MAX: usize = 19;
 
 /// Clients accepted, and events taken, in one batch.
 const BATCH: usize = 64;
+
+/// Events that one call of [`Host::events`] answers at most.
+pub(super) const EVENTS_MAX: usize = BATCH;
 
 /// The token of the listener in the epoll instance; streams have others.
 const LISTENER: u64 = 0;
@@ -52,9 +50,8 @@ pub(super) enum HostEvent {
 /// The host's side.
 pub(super) struct Host {
     path: PathBuf,
-    /// `path` is ours to remove.
-    bound: bool,
-    listener: UnixListener,
+    /// Dropped, and its file removed, once only: after that the path may be another monitor's.
+    socket: Option<ListeningSocket>,
     epoll: Epoll,
     /// The listener may have clients.
     accept: bool,
@@ -70,32 +67,18 @@ impl Host {
             path: path.to_owned(),
             source,
         };
-        remove_stale(path)?;
-        let socket = socket_with(
-            AddressFamily::UNIX,
-            SocketType::STREAM,
-            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-            None,
-        )
-        .map_err(|error| unusable(error.into()))?;
-        // Before bind(): Linux gives the file the mode of the socket, so it is never wider.
-        fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(|error| unusable(error.into()))?;
-        let address = SocketAddrUnix::new(path).map_err(|error| unusable(error.into()))?;
-        bind(&socket, &address).map_err(|error| unusable(error.into()))?;
-        listen(&socket, BACKLOG).map_err(|error| unusable(error.into()))?;
-        let listener = UnixListener::from(socket);
+        let socket = ListeningSocket::bind(path)?;
         let epoll = Epoll::new().map_err(unusable)?;
         epoll
             .ctl(
                 ControlOperation::Add,
-                listener.as_raw_fd(),
+                socket.listener().as_raw_fd(),
                 EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, LISTENER),
             )
             .map_err(unusable)?;
         Ok(Self {
             path: path.to_owned(),
-            bound: true,
-            listener,
+            socket: Some(socket),
             epoll,
             accept: true,
             greetings: BTreeMap::new(),
@@ -134,11 +117,7 @@ impl Host {
     /// Removes the socket and drops the clients that wait.
     pub fn close(&mut self) {
         self.greetings.clear();
-        // Once only: by now it may be another monitor's.
-        if std::mem::take(&mut self.bound) {
-            // Gone already: somebody has tidied up.
-            let _ = std::fs::remove_file(&self.path);
-        }
+        self.socket = None;
     }
 
     /// Connects to the socket of the host's program that serves `port`.
@@ -187,10 +166,10 @@ impl Host {
     fn accept_clients(&mut self) -> bool {
         let mut accepted = false;
         for _ in 0..BATCH {
-            if !self.accept {
+            let Some(socket) = self.socket.as_ref().filter(|_| self.accept) else {
                 break;
-            }
-            match self.listener.accept() {
+            };
+            match socket.listener().accept() {
                 Ok((stream, _)) => {
                     accepted = true;
                     if self.greetings.len() == GREETINGS_MAX {
@@ -205,8 +184,10 @@ impl Host {
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // Nobody waits, or no descriptors are left: the next client wakes us.
-                Err(_) => self.accept = false,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => self.accept = false,
+                // No descriptors are left: tried again with the next event, as one that ends a
+                // connection is. To say that there is more would spin until then.
+                Err(_) => return accepted,
             }
         }
         accepted || self.accept
@@ -227,12 +208,6 @@ impl Host {
                 Some(HostEvent::Connect(stream, port))
             }
         }
-    }
-}
-
-impl Drop for Host {
-    fn drop(&mut self) {
-        self.close();
     }
 }
 
@@ -268,24 +243,6 @@ fn read_greeting(stream: &mut UnixStream) -> Greeting {
         .filter(|port| port.bytes().all(|byte| byte.is_ascii_digit()))
         .and_then(|port| port.parse().ok());
     port.map_or(Greeting::Wrong, Greeting::Port)
-}
-
-/// Removes a socket that nobody serves.
-fn remove_stale(path: &Path) -> Result<(), VsockError> {
-    match std::fs::symlink_metadata(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        Ok(metadata) if !metadata.file_type().is_socket() => {
-            return Err(VsockError::NotASocket(path.to_owned()));
-        }
-        _ => {}
-    }
-    if UnixStream::connect(path).is_ok() {
-        return Err(VsockError::InUse(path.to_owned()));
-    }
-    std::fs::remove_file(path).map_err(|source| VsockError::Unusable {
-        path: path.to_owned(),
-        source,
-    })
 }
 
 #[cfg(test)]

@@ -19,7 +19,8 @@
 //!
 //! Bounds: 256 connections, with those that only wait for the host to read, 64 KiB from the guest per connection, 64 clients that
 //! have not named a port, 256 resets that wait for the guest; when these are all
-//! taken, no more of the guest's packets are looked at until it takes some.
+//! taken, no more of the guest's packets are looked at until it takes some; while few are left, the
+//! host's clients wait as well.
 
 mod connection;
 mod host;
@@ -37,12 +38,13 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
 use connection::{Connection, Outgoing};
-use host::{Host, HostEvent};
+use host::{EVENTS_MAX, Host, HostEvent};
 use packet::{DATA_MAX, HEADER_BYTES, HOST_CID, Header, Op, STREAM};
 
 use super::Memory;
-use super::device::Device;
+use super::device::{Device, Next};
 use super::queue::{Broken, Chain, Ring};
+use patchbay_service::socket::SocketError;
 
 const DEVICE_ID: u32 = 19;
 
@@ -91,14 +93,11 @@ pub enum VsockError {
     /// The guest's address is reserved.
     #[error("the vsock address {0} is reserved; give a cid from 3 to 4294967294")]
     Cid(u32),
-    /// Another monitor listens there.
-    #[error("a running monitor already listens on {}; give this guest another vsock path, or end that one", .0.display())]
-    InUse(PathBuf),
-    /// Something else has that name.
-    #[error("{} exists and is not a socket; give another vsock path", .0.display())]
-    NotASocket(PathBuf),
+    /// The socket cannot be had, for one because another monitor listens there.
+    #[error("the vsock socket: {0}")]
+    Socket(#[from] SocketError),
     /// The host refused.
-    #[error("the vsock socket {} cannot be made: {source}; give a path in a folder that you may write to, of at most 96 bytes", path.display())]
+    #[error("the vsock socket {} cannot be watched: {source}; raise the limit on open files", path.display())]
     Unusable {
         /// The socket.
         path: PathBuf,
@@ -454,10 +453,16 @@ impl Device for Vsock {
         self.spare = None;
     }
 
-    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<bool, Broken> {
-        let (events, mut more) = self.host.events();
-        for event in events {
-            self.host_event(event);
+    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<Next, Broken> {
+        let mut more = false;
+        // Each event may end a connection. Those that there is no room for wait in the kernel.
+        let room = self.resets.len() + EVENTS_MAX <= RESETS_MAX;
+        if room {
+            let (events, there_are_more) = self.host.events();
+            more = there_are_more;
+            for event in events {
+                self.host_event(event);
+            }
         }
         if let Some(Some(ring)) = rings.get_mut(TRANSMIT) {
             more |= self.transmit(ring, memory)?;
@@ -465,10 +470,11 @@ impl Device for Vsock {
         if let Some(Some(ring)) = rings.get_mut(RECEIVE) {
             let waiting = self.resets.len();
             more |= self.send(ring, memory)?;
-            // The guest's packets wait for room among the resets.
+            // The guest's packets and the host's events wait for room among the resets.
             more |= waiting >= RESETS_MAX && self.resets.len() < RESETS_MAX;
+            more |= !room && self.resets.len() + EVENTS_MAX <= RESETS_MAX;
         }
-        Ok(more)
+        Ok(if more { Next::Again } else { Next::Wait })
     }
 
     fn close(&mut self) {

@@ -11,6 +11,7 @@ use super::connection::BUFFER;
 use super::packet::{HEADER_BYTES, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_SEND, STREAM};
 use super::{CONNECTIONS_MAX, FIRST_HOST_PORT, RECEIVE, RESETS_MAX, TRANSMIT};
 use super::{Vsock, VsockConfig, VsockError};
+use patchbay_service::socket::SocketError;
 
 const CID: u32 = 42;
 /// A port of the host for privileged programs of the guest.
@@ -573,7 +574,10 @@ fn one_monitor_listens_and_the_socket_goes_with_it() {
         privileged: vec![],
     };
     let first = Vsock::new(&config).unwrap();
-    assert!(matches!(Vsock::new(&config), Err(VsockError::InUse(_))));
+    assert!(matches!(
+        Vsock::new(&config),
+        Err(VsockError::Socket(SocketError::InUse(_)))
+    ));
     drop(first);
     assert!(!config.path.exists());
     // A socket that nobody serves any more is replaced, something else is not.
@@ -582,7 +586,7 @@ fn one_monitor_listens_and_the_socket_goes_with_it() {
     std::fs::write(&config.path, "precious").unwrap();
     assert!(matches!(
         Vsock::new(&config),
-        Err(VsockError::NotASocket(_))
+        Err(VsockError::Socket(SocketError::NotASocket(_)))
     ));
     assert!(config.path.exists());
     for cid in [0, 1, 2, u32::MAX] {

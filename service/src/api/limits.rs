@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: Apache-2.0
+//! How many connections and calls the API serves at once.
+//!
+//! A client beyond the limit is answered with RESOURCE_EXHAUSTED rather than left waiting. So a few
+//! connections more than the limit are accepted, of which every call is refused; those beyond are
+//! closed at once.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http_body_util::BodyExt;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::body::Body;
+use tonic::codegen::http;
+use tonic::transport::server::Connected;
+use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt};
+use tower::{Layer, Service};
+
+use super::status::DOMAIN;
+use crate::log_limit::limited;
+
+/// Connections that are served.
+const CONNECTIONS: usize = 64;
+/// Connections beyond, which are told that they are too many.
+const REFUSED_CONNECTIONS: usize = 16;
+/// Calls of one connection, streams among them.
+const CALLS: usize = 128;
+/// HTTP/2 streams of one connection: enough that a call too many arrives and can be refused. Without
+/// a limit clients assume at least 100 (RFC 9113, 6.5.2).
+pub const HTTP2_STREAMS: u32 = 160;
+/// When a listener that cannot accept is tried again: the error does not go away by itself, and the
+/// listener stays readable.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+
+/// Accepts a connection. While that fails, most likely for want of file descriptors, it waits
+/// instead of trying again at once.
+pub(crate) async fn accept<T, F>(mut next: impl FnMut() -> F) -> T
+where
+    F: Future<Output = std::io::Result<T>>,
+{
+    loop {
+        match next().await {
+            Ok(accepted) => return accepted,
+            Err(error) => {
+                limited!(
+                    warn,
+                    "a connection cannot be accepted ({error}); raise the limit on open files"
+                );
+                tokio::time::sleep(ACCEPT_RETRY).await;
+            }
+        }
+    }
+}
+
+/// Who is at the other end, as each request's extensions have it.
+#[derive(Clone, Debug)]
+pub struct Peer {
+    /// The peer's uid; `None` if the kernel does not know it.
+    pub uid: Option<u32>,
+    /// One permit for each call; `None` if the connection is one too many.
+    calls: Option<Arc<Semaphore>>,
+}
+
+/// An accepted connection.
+#[derive(Debug)]
+pub struct Connection {
+    stream: UnixStream,
+    peer: Peer,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Connected for Connection {
+    type ConnectInfo = Peer;
+
+    fn connect_info(&self) -> Peer {
+        self.peer.clone()
+    }
+}
+
+/// Connections as they come, until the answer is dropped.
+pub fn incoming(listener: UnixListener) -> ReceiverStream<std::io::Result<Connection>> {
+    let (sender, receiver) = mpsc::channel(1);
+    let served = Arc::new(Semaphore::new(CONNECTIONS));
+    let refused = Arc::new(Semaphore::new(REFUSED_CONNECTIONS));
+    tokio::spawn(async move {
+        loop {
+            let stream = tokio::select! {
+                (stream, _) = accept(|| listener.accept()) => stream,
+                () = sender.closed() => return,
+            };
+            let permit = |semaphore: &Arc<Semaphore>| Arc::clone(semaphore).try_acquire_owned();
+            let admitted = match permit(&served) {
+                Ok(permit) => Some((permit, Some(Arc::new(Semaphore::new(CALLS))))),
+                Err(_) => permit(&refused).ok().map(|permit| (permit, None)),
+            };
+            let Some((permit, calls)) = admitted else {
+                continue;
+            };
+            let uid = stream.peer_cred().ok().map(|peer| peer.uid());
+            let connection = Connection {
+                stream,
+                peer: Peer { uid, calls },
+                _permit: permit,
+            };
+            if sender.send(Ok(connection)).await.is_err() {
+                return;
+            }
+        }
+    });
+    ReceiverStream::new(receiver)
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<std::io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_flush(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[std::io::IoSlice<'_>],
+    ) -> Poll<std::io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(context, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+}
+
+/// Refuses calls beyond the limits.
+#[derive(Clone, Debug)]
+pub struct CallLimit;
+
+impl<S> Layer<S> for CallLimit {
+    type Service = LimitedCalls<S>;
+
+    fn layer(&self, inner: S) -> LimitedCalls<S> {
+        LimitedCalls(inner)
+    }
+}
+
+/// A service behind [`CallLimit`].
+#[derive(Clone, Debug)]
+pub struct LimitedCalls<S>(S);
+
+impl<S> Service<http::Request<Body>> for LimitedCalls<S>
+where
+    S: Service<http::Request<Body>, Response = http::Response<Body>>,
+    S::Future: Send + 'static,
+    S::Error: Send + 'static,
+{
+    type Response = http::Response<Body>;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.0.poll_ready(context)
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let permit = match admit(request.extensions().get()) {
+            Ok(permit) => permit,
+            Err(status) => return Box::pin(std::future::ready(Ok(status.into_http()))),
+        };
+        let answer = self.0.call(request);
+        Box::pin(async move {
+            // A stream is a call until its last message.
+            let hold = |body: Body| {
+                Body::new(body.map_frame(move |frame| {
+                    let _ = &permit;
+                    frame
+                }))
+            };
+            Ok(answer.await?.map(hold))
+        })
+    }
+}
+
+fn admit(peer: Option<&Peer>) -> Result<Option<OwnedSemaphorePermit>, Box<Status>> {
+    let Some(peer) = peer else { return Ok(None) };
+    let Some(calls) = &peer.calls else {
+        let message = format!(
+            "{CONNECTIONS} clients are connected to this monitor already; end one of them and connect again"
+        );
+        return Err(exhausted("TOO_MANY_CONNECTIONS", message));
+    };
+    Arc::clone(calls)
+        .try_acquire_owned()
+        .map(Some)
+        .map_err(|_| {
+            let message = format!(
+                "{CALLS} calls of this connection are in progress already; end one of them"
+            );
+            exhausted("TOO_MANY_CALLS", message)
+        })
+}
+
+fn exhausted(reason: &str, message: String) -> Box<Status> {
+    let details = ErrorDetails::with_error_info(reason, DOMAIN, [] as [(String, String); 0]);
+    Box::new(Status::with_error_details(
+        Code::ResourceExhausted,
+        message,
+        details,
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// By tokio's own clock, which moves on when everybody waits.
+    #[tokio::test(start_paused = true)]
+    async fn a_listener_that_cannot_accept_is_not_tried_at_once() {
+        let began = tokio::time::Instant::now();
+        let mut tries = 0;
+        let accepted = accept(|| {
+            tries += 1;
+            std::future::ready(match tries {
+                1..=10 => Err(std::io::Error::from_raw_os_error(libc::EMFILE)),
+                _ => Ok(tries),
+            })
+        });
+        assert_eq!(accepted.await, 11);
+        assert_eq!(began.elapsed(), 10 * ACCEPT_RETRY);
+    }
+}

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Files that the monitor writes for as long as the guest runs, and opens again for log rotation.
+//!
+//! They are opened by a descriptor of their folder and a name in it: with mode 0600, and never through
+//! a symbolic link, which somebody else may have put there.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FileType, Mode, OFlags, fstat, open, openat, renameat};
+use rustix::io::Errno;
+
+/// Where such a file is.
+#[derive(Debug)]
+pub struct LogPath {
+    path: PathBuf,
+    folder: OwnedFd,
+    name: OsString,
+}
+
+/// The folder that a file is in.
+pub fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    }
+}
+
+/// Bytes in a regular file; `None` for a pipe or a device. By `fstat`, for the filters of threads refuse what
+/// `File::metadata` calls.
+///
+/// # Errors
+/// What fstat(2) says.
+pub fn length(file: &File) -> io::Result<Option<u64>> {
+    let status = fstat(file)?;
+    let regular = FileType::from_raw_mode(status.st_mode).is_file();
+    Ok(u64::try_from(status.st_size).ok().filter(|_| regular))
+}
+
+impl LogPath {
+    /// Opens the folder.
+    ///
+    /// # Errors
+    /// The folder cannot be opened, or `path` names no file.
+    pub fn new(path: &Path) -> io::Result<Self> {
+        let name = path.file_name().ok_or(Errno::ISDIR)?;
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        Ok(Self {
+            path: path.to_owned(),
+            folder: open(folder_of(path), flags, Mode::empty())?,
+            name: name.to_owned(),
+        })
+    }
+
+    /// As it was given.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Opens the file, and creates it if `flags` say so.
+    ///
+    /// # Errors
+    /// What open(2) says, and a symbolic link.
+    pub fn open(&self, flags: OFlags) -> io::Result<File> {
+        let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
+        match openat(&self.folder, &self.name, flags, Mode::RUSR | Mode::WUSR) {
+            Ok(file) => Ok(file.into()),
+            Err(error @ Errno::LOOP) => Err(io::Error::new(
+                io::Error::from(error).kind(),
+                "it is a symbolic link, which the monitor does not follow",
+            )),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Renames the file to `NAME.1`, in the place of an earlier one.
+    ///
+    /// # Errors
+    /// What rename(2) says.
+    pub fn set_aside(&self) -> io::Result<()> {
+        let mut aside = self.name.clone();
+        aside.push(".1");
+        Ok(renameat(&self.folder, &self.name, &self.folder, &aside)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    const NEW: OFlags = OFlags::WRONLY.union(OFlags::CREATE);
+
+    #[test]
+    fn new_files_are_private_whatever_the_umask() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log");
+        let mask = rustix::process::umask(Mode::empty());
+        LogPath::new(&path).unwrap().open(NEW).unwrap();
+        rustix::process::umask(mask);
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
+
+    #[test]
+    fn symbolic_links_are_not_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let victim = folder.path().join("victim");
+        std::fs::write(&victim, "precious").unwrap();
+        for target in [&victim, &folder.path().join("nothing")] {
+            let path = folder.path().join("log");
+            symlink(target, &path).unwrap();
+            let error = LogPath::new(&path).unwrap().open(NEW).unwrap_err();
+            assert!(error.to_string().contains("symbolic link"), "{error}");
+            std::fs::remove_file(&path).unwrap();
+        }
+        assert_eq!(std::fs::read(&victim).unwrap(), b"precious");
+        assert!(!folder.path().join("nothing").exists());
+    }
+
+    #[test]
+    fn the_folder_is_kept_when_another_takes_its_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let [logs, moved] = ["logs", "moved"].map(|name| folder.path().join(name));
+        std::fs::create_dir(&logs).unwrap();
+        let log = LogPath::new(&logs.join("log")).unwrap();
+        std::fs::rename(&logs, &moved).unwrap();
+        std::fs::create_dir(&logs).unwrap();
+        log.open(NEW).unwrap();
+        assert!(moved.join("log").exists() && !logs.join("log").exists());
+        log.set_aside().unwrap();
+        assert!(moved.join("log.1").exists() && !moved.join("log").exists());
+    }
+
+    #[test]
+    fn paths_that_name_no_file_are_refused() {
+        for path in ["", "/", "..", "/nonexistent/log"] {
+            assert!(LogPath::new(Path::new(path)).is_err(), "{path}");
+        }
+        assert_eq!(folder_of(Path::new("log")), Path::new("."));
+    }
+}

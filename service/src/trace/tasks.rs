@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Names of the guest's tasks by process id.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use patchbay_proto::v1::AgentGetTasks;
+use patchbay_proto::v1::from_agent::Message as Answer;
+use patchbay_proto::v1::to_agent::Message as Question;
+use patchbay_proto::v1::trace_field::Value;
+
+use super::error::AgentError;
+use super::link::{AgentLink, bounded};
+use super::stream::Event;
+
+/// Names that are remembered, and for how long: a task may take another.
+const MAX_NAMES: usize = 16_384;
+const LIFE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_millis(250);
+/// Names of one question.
+const MAX_ASKED: usize = 1024;
+const COMM_BYTES: usize = 32;
+
+/// What is known.
+#[derive(Debug)]
+pub struct Tasks {
+    names: HashMap<i32, Arc<str>>,
+    since: Instant,
+    /// The agent has not answered since then, and is not asked.
+    mute: bool,
+    idle: Arc<str>,
+    unknown: Arc<str>,
+}
+
+impl Default for Tasks {
+    fn default() -> Self {
+        Self {
+            names: HashMap::new(),
+            since: Instant::now(),
+            mute: false,
+            idle: "<idle>".into(),
+            unknown: "".into(),
+        }
+    }
+}
+
+impl Tasks {
+    /// Fills in the names of the events' tasks, asking the agent for those that are not known.
+    pub async fn name(&mut self, link: &AgentLink, events: &mut [Event]) {
+        if self.since.elapsed() > LIFE || self.names.len() > MAX_NAMES {
+            self.names.clear();
+            self.since = Instant::now();
+            self.mute = false;
+        }
+        self.learn(events);
+        let known = |pid: i32| pid == 0 || self.names.contains_key(&pid);
+        let unknown: BTreeSet<i32> = events
+            .iter()
+            .map(|event| event.pid)
+            .filter(|&pid| !known(pid))
+            .collect();
+        if !unknown.is_empty() && !self.mute {
+            self.ask(link, unknown.into_iter().take(MAX_ASKED).collect())
+                .await;
+        }
+        for event in events {
+            event.comm = Arc::clone(match event.pid {
+                0 => &self.idle,
+                pid => self.names.get(&pid).unwrap_or(&self.unknown),
+            });
+        }
+    }
+
+    async fn ask(&mut self, link: &AgentLink, pids: Vec<i32>) {
+        // Those without an answer stay nameless until they are forgotten, rather than be asked
+        // for with each batch.
+        for &pid in &pids {
+            self.names.insert(pid, Arc::clone(&self.unknown));
+        }
+        match link
+            .ask(Question::GetTasks(AgentGetTasks { pids }), PATIENCE)
+            .await
+        {
+            Ok(Answer::Tasks(tasks)) => {
+                for task in tasks.tasks.into_iter().take(MAX_ASKED) {
+                    self.insert(task.pid, &task.comm);
+                }
+            }
+            // Each batch would wait as long.
+            Err(AgentError::Silent { .. }) => self.mute = true,
+            _ => {}
+        }
+    }
+
+    fn insert(&mut self, pid: i32, comm: &str) {
+        if !comm.is_empty() && self.names.get(&pid).is_none_or(|known| **known != *comm) {
+            let comm = bounded(comm.chars().take(COMM_BYTES).collect());
+            self.names.insert(pid, comm.into());
+        }
+    }
+
+    /// sched_switch tells names by itself, also of tasks that are gone when the agent looks.
+    fn learn(&mut self, events: &[Event]) {
+        for event in events
+            .iter()
+            .filter(|event| event.source.name == "sched:sched_switch")
+        {
+            for (comm, pid) in [("prev_comm", "prev_pid"), ("next_comm", "next_pid")] {
+                let (Some(Value::Text(comm)), Some(&Value::Signed(pid))) =
+                    (event.value(comm), event.value(pid))
+                else {
+                    continue;
+                };
+                if let Ok(pid) = i32::try_from(pid) {
+                    self.insert(pid, comm);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Claims on events that are being armed or disarmed.
+
+use std::time::Duration;
+
+use super::Tracer;
+use crate::trace::error::TraceError;
+
+/// Events that only the holder arms and disarms, until it is dropped.
+pub(in crate::trace) struct Moving<'a> {
+    tracer: &'a Tracer,
+    pub names: Vec<String>,
+}
+
+impl Drop for Moving<'_> {
+    fn drop(&mut self) {
+        {
+            let mut book = self.tracer.book();
+            for name in &self.names {
+                book.moving.remove(name);
+            }
+        }
+        self.tracer.moved.send_modify(|count| *count += 1);
+    }
+}
+
+impl Tracer {
+    /// Claims all of the events, once nobody else moves one of them.
+    ///
+    /// # Errors
+    /// [`TraceError::Busy`] after this time.
+    pub(super) async fn claim(
+        &self,
+        names: &[String],
+        patience: Duration,
+    ) -> Result<Moving<'_>, TraceError> {
+        let claimed = tokio::time::timeout(patience, self.claim_whenever(names));
+        claimed.await.map_err(|_| {
+            let book = self.book();
+            let mut busy = names.iter().filter(|name| book.moving.contains(*name));
+            TraceError::Busy {
+                name: busy.next().cloned().unwrap_or_default(),
+                waited: patience,
+            }
+        })
+    }
+
+    /// As [`Tracer::claim`], however long it takes: no longer than the agent is given for its answers.
+    pub(in crate::trace) async fn claim_whenever(&self, names: &[String]) -> Moving<'_> {
+        let mut moved = self.moved.subscribe();
+        loop {
+            if let Some(moving) = self.try_claim(names) {
+                return moving;
+            }
+            // The sender is this tracer's.
+            let _ = moved.changed().await;
+        }
+    }
+
+    fn try_claim(&self, names: &[String]) -> Option<Moving<'_>> {
+        let mut book = self.book();
+        if names.iter().any(|name| book.moving.contains(name)) {
+            return None;
+        }
+        book.moving.extend(names.iter().cloned());
+        Some(Moving {
+            tracer: self,
+            names: names.to_vec(),
+        })
+    }
+
+    /// Claims those of the events that nobody moves and that are not armed: they are to be detached.
+    pub(super) fn claim_unarmed(&self, mut names: Vec<String>) -> Moving<'_> {
+        let mut book = self.book();
+        names.retain(|name| !book.events.contains_key(name) && !book.moving.contains(name));
+        book.moving.extend(names.iter().cloned());
+        Moving {
+            tracer: self,
+            names,
+        }
+    }
+}

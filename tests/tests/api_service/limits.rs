@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Clients that open too much at once.
+
+use patchbay_proto::v1;
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
+use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use tonic::transport::Channel;
+use tonic::{Code, Status};
+
+use super::support::{PATIENCE, Served, assert_refused, connect};
+
+const CONNECTIONS: usize = 64;
+const CALLS: usize = 128;
+
+async fn describe(channel: &Channel) -> Result<(), Status> {
+    let mut client = GuestServiceClient::new(channel.clone());
+    let request = v1::DescribeGuestRequest {};
+    client.describe_guest(request).await.map(drop)
+}
+
+/// The monitor notices an end some time after it.
+async fn until_served(mut call: impl AsyncFnMut() -> Result<(), Status>) {
+    let served = async {
+        while call().await.is_err() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, served)
+        .await
+        .expect("what has ended makes room");
+}
+
+#[tokio::test]
+async fn a_connection_too_many_is_told_so() {
+    let served = Served::start().await;
+    let mut channels = vec![served.channel()];
+    while channels.len() < CONNECTIONS {
+        channels.push(connect(&served.socket()).await);
+    }
+    for channel in &channels {
+        describe(channel).await.expect("within the limit");
+    }
+    let late = connect(&served.socket()).await;
+    let refused = describe(&late).await;
+    let (message, _) = assert_refused(refused, Code::ResourceExhausted, "TOO_MANY_CONNECTIONS");
+    assert!(message.contains("64"), "{message}");
+    // Far beyond, connections are closed; those that are served do not notice.
+    let mut flood = vec![];
+    for _ in 0..CONNECTIONS {
+        flood.push(tokio::net::UnixStream::connect(served.socket()).await);
+    }
+    for channel in &channels {
+        describe(channel).await.expect("still served");
+    }
+    drop((flood, late));
+    channels.pop();
+    let path = served.socket();
+    until_served(async || describe(&connect(&path).await).await).await;
+}
+
+#[tokio::test]
+async fn a_call_too_many_is_told_so() {
+    let served = Served::start().await;
+    let channel = served.channel();
+    let mut watches = vec![];
+    for _ in 0..CALLS {
+        let mut client = StaticKeysServiceClient::new(channel.clone());
+        let request = v1::WatchStaticKeysRequest::default();
+        let watch = client.watch_static_keys(request).await;
+        let mut watch = watch.expect("within the limit").into_inner();
+        watch.message().await.expect("it begins");
+        watches.push(watch);
+    }
+    let refused = describe(&channel).await;
+    let (message, _) = assert_refused(refused, Code::ResourceExhausted, "TOO_MANY_CALLS");
+    assert!(message.contains("128"), "{message}");
+    // Another client is not affected.
+    let other = connect(&served.socket()).await;
+    describe(&other).await.expect("has calls of its own");
+    watches.pop();
+    until_served(async || describe(&channel).await).await;
+}

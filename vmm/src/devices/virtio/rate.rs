@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Token buckets: how much of the host's disk a guest gets.
+
+use std::time::{Duration, Instant};
+
+/// How fast tokens come back, and how many there are at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rate {
+    /// Tokens per second; 0 counts as 1.
+    pub per_second: u64,
+    /// Tokens in a full bucket: what may be used at once after a rest.
+    pub burst: u64,
+}
+
+/// Limits of one disk; without any it is as fast as the host's.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DiskLimits {
+    /// Bytes read and written.
+    pub bytes: Option<Rate>,
+    /// Requests of any kind.
+    pub operations: Option<Rate>,
+}
+
+/// A bucket. A request that finds a token left goes on, and may take more than there are: the next
+/// one waits until the debt is paid. So requests of any size pass, and the rate holds.
+#[derive(Debug)]
+struct Bucket {
+    rate: Rate,
+    /// When the bucket is full again.
+    full_at: Instant,
+}
+
+impl Bucket {
+    fn new(rate: Rate, now: Instant) -> Self {
+        Self { rate, full_at: now }
+    }
+
+    /// How long `tokens` take to come back.
+    fn time_for(&self, tokens: u64) -> Duration {
+        let nanos = u128::from(tokens) * 1_000_000_000 / u128::from(self.rate.per_second.max(1));
+        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+    }
+
+    /// How long until a token is there.
+    fn wait(&self, now: Instant) -> Duration {
+        let until_full = self.full_at.saturating_duration_since(now);
+        until_full.saturating_sub(self.time_for(self.rate.burst))
+    }
+
+    fn take(&mut self, now: Instant, tokens: u64) {
+        let from = self.full_at.max(now);
+        // Far enough away to be never: then the guest waits for as long as it lives.
+        self.full_at = from.checked_add(self.time_for(tokens)).unwrap_or(from);
+    }
+}
+
+/// The buckets of one disk.
+#[derive(Debug, Default)]
+pub(super) struct Limiter {
+    bytes: Option<Bucket>,
+    operations: Option<Bucket>,
+}
+
+impl Limiter {
+    pub fn new(limits: DiskLimits, now: Instant) -> Self {
+        Self {
+            bytes: limits.bytes.map(|rate| Bucket::new(rate, now)),
+            operations: limits.operations.map(|rate| Bucket::new(rate, now)),
+        }
+    }
+
+    /// Lets a request of so many bytes go on, or says when to ask again.
+    pub fn admit(&mut self, now: Instant, bytes: u64) -> Result<(), Instant> {
+        let wait = [&self.bytes, &self.operations]
+            .into_iter()
+            .flatten()
+            .map(|bucket| bucket.wait(now))
+            .max()
+            .unwrap_or_default();
+        if !wait.is_zero() {
+            return Err(now + wait);
+        }
+        for (bucket, tokens) in [(&mut self.bytes, bytes), (&mut self.operations, 1)] {
+            if let Some(bucket) = bucket {
+                bucket.take(now, tokens);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn limiter(bytes: Option<(u64, u64)>, operations: Option<(u64, u64)>) -> (Limiter, Instant) {
+        let rate = |(per_second, burst)| Rate { per_second, burst };
+        let limits = DiskLimits {
+            bytes: bytes.map(rate),
+            operations: operations.map(rate),
+        };
+        let now = Instant::now();
+        (Limiter::new(limits, now), now)
+    }
+
+    #[test]
+    fn without_limits_everything_goes_on() {
+        let (mut limiter, now) = limiter(None, None);
+        assert!((0..1000).all(|_| limiter.admit(now, u64::MAX).is_ok()));
+    }
+
+    #[test]
+    fn a_burst_and_then_the_rate() {
+        let (mut limiter, mut now) = limiter(None, Some((100, 10)));
+        let burst = (0..100).take_while(|_| limiter.admit(now, 0).is_ok());
+        // The last token and the one that leaves a debt.
+        assert_eq!(burst.count(), 11);
+        let start = now;
+        for _ in 0..500 {
+            now = limiter.admit(now, 0).expect_err("to wait");
+            assert_eq!(limiter.admit(now, 0), Ok(()));
+        }
+        assert_eq!(now - start, 5 * SECOND);
+        // A rest fills the bucket, and not more than that.
+        now += 100 * SECOND;
+        let burst = (0..100).take_while(|_| limiter.admit(now, 0).is_ok());
+        assert_eq!(burst.count(), 11);
+    }
+
+    #[test]
+    fn a_request_larger_than_the_bucket_is_paid_for_afterwards() {
+        let (mut limiter, now) = limiter(Some((1000, 100)), None);
+        assert_eq!(limiter.admit(now, 10_000), Ok(()));
+        let at = limiter.admit(now, 1).expect_err("in debt");
+        assert_eq!(at - now, 10 * SECOND - SECOND / 10);
+        assert_eq!(limiter.admit(at, 1), Ok(()));
+    }
+
+    #[test]
+    fn the_slower_of_both_counts_and_a_refusal_costs_nothing() {
+        let (mut limiter, now) = limiter(Some((1000, 1000)), Some((1, 1)));
+        assert_eq!(limiter.admit(now, 1), Ok(()));
+        assert_eq!(limiter.admit(now, 1), Ok(()));
+        for _ in 0..100 {
+            assert_eq!(limiter.admit(now, 1), Err(now + SECOND));
+        }
+        assert_eq!(limiter.admit(now + SECOND, 1), Ok(()));
+    }
+
+    #[test]
+    fn numbers_at_the_edge_do_not_overflow() {
+        let (mut limiter, now) = limiter(Some((0, 0)), Some((u64::MAX, u64::MAX)));
+        assert_eq!(limiter.admit(now, u64::MAX), Ok(()));
+        let _ = limiter.admit(now, u64::MAX);
+    }
+}

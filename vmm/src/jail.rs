@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! What confines the monitor as a whole, from before it reads the guest's files on.
+//!
+//! | by | the monitor |
+//! |---|---|
+//! | `PR_SET_NO_NEW_PRIVS` | gains nothing from programs with more rights |
+//! | rlimits | leaves no core file, in which the guest's memory would be, and has [`DESCRIPTORS`] at most |
+//! | Landlock | reaches only the files and folders of its command line, runs no program, uses no TCP, and no abstract socket or process outside; with a kernel that has `LANDLOCK_ACCESS_FS_RESOLVE_UNIX`, it connects to sockets in the vsock's folder alone |
+//!
+//! The filters of [`seccomp`](crate::seccomp) come on top, thread by thread. What only a service manager can
+//! give (a user of its own, cgroup limits, a device list) is in `patchbay@.service`.
+//!
+//! Landlock came step by step with kernels 5.13 to 7.x; on an older one the rules that it knows hold.
+
+use std::fs::{FileType, symlink_metadata};
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use landlock::{
+    ABI, Access, AccessFs, AccessNet, BitFlags, Ruleset, RulesetAttr, RulesetCreatedAttr,
+    RulesetError, RulesetStatus, Scope, make_bitflags, path_beneath_rules,
+};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use crate::seccomp::{self, SeccompLevel};
+use patchbay_service::log_file::folder_of;
+
+/// Descriptors that the monitor may have: 256 of vsock connections, 64 clients that have named no port,
+/// and plenty of clients of the API.
+pub const DESCRIPTORS: u64 = 2048;
+
+/// The newest rules that are asked for; the kernel enforces those that it knows.
+const RULES: ABI = ABI::V9;
+
+/// Why the monitor is not confined.
+#[derive(Debug, thiserror::Error)]
+pub enum JailError {
+    /// The kernel refuses a limit.
+    #[error("the monitor cannot give up rights ({0}); run with --jail off and report it")]
+    Limits(#[from] rustix::io::Errno),
+    /// The kernel has Landlock and refuses the rules.
+    #[error("the kernel refuses the Landlock rules ({0}); run with --jail off and report it")]
+    Landlock(#[from] RulesetError),
+}
+
+/// What the monitor needs of the file system.
+#[derive(Debug, Default)]
+pub struct Files {
+    read: Vec<PathBuf>,
+    write: Vec<PathBuf>,
+    folders: Vec<PathBuf>,
+}
+
+impl Files {
+    /// A file that is read.
+    pub fn read(&mut self, path: &Path) {
+        self.read.push(path.to_owned());
+    }
+
+    /// A file that is read and written where it is.
+    pub fn write(&mut self, path: &Path) {
+        self.write.push(path.to_owned());
+    }
+
+    /// A socket or log: made, renamed and removed in its folder, of which the monitor may do that to every
+    /// file. Not the folder of a pipe or a device: in `/dev` that would be much.
+    pub fn make(&mut self, path: &Path) {
+        let special = |kind: FileType| kind.is_fifo() || kind.is_char_device();
+        match symlink_metadata(path) {
+            Ok(found) if special(found.file_type()) => self.write(path),
+            _ => self.folders.push(folder_of(path).to_owned()),
+        }
+    }
+}
+
+/// Confines the calling thread and those that it starts from now on, and sets how
+/// [`seccomp::enter`](crate::seccomp::enter) filters. To be called once, before any thread is started.
+///
+/// # Errors
+/// [`JailError`]: the monitor must not go on.
+pub fn confine(level: SeccompLevel, files: &Files) -> Result<(), JailError> {
+    seccomp::enforce(level);
+    if level != SeccompLevel::On {
+        return Ok(());
+    }
+    rustix::thread::set_no_new_privs(true)?;
+    limit(Resource::Core, 0)?;
+    limit(Resource::Nofile, DESCRIPTORS)?;
+    match landlock(files)? {
+        RulesetStatus::NotEnforced => tracing::warn!(
+            "this host's kernel has no Landlock: the monitor can open whatever its user can until its threads have their filters; use a kernel with CONFIG_SECURITY_LANDLOCK, and lsm=landlock"
+        ),
+        enforced => tracing::info!(?enforced, "confined by Landlock"),
+    }
+    Ok(())
+}
+
+/// Sets a limit, unless there is a lower one.
+fn limit(resource: Resource, value: u64) -> rustix::io::Result<()> {
+    let now = getrlimit(resource);
+    let value = now.maximum.map_or(value, |maximum| maximum.min(value));
+    let limits = Rlimit {
+        current: Some(value),
+        maximum: Some(value),
+    };
+    setrlimit(resource, limits)
+}
+
+fn landlock(files: &Files) -> Result<RulesetStatus, RulesetError> {
+    let in_place = make_bitflags!(AccessFs::{ReadFile | WriteFile});
+    let made = make_bitflags!(AccessFs::{
+        ReadFile | WriteFile | Truncate | MakeReg | MakeSock | RemoveFile | ResolveUnix
+    });
+    let device = make_bitflags!(AccessFs::{ReadFile | WriteFile | IoctlDev});
+    // The number of cores that a cgroup allows (`std::thread::available_parallelism`).
+    let cores = [
+        "/proc/self/cgroup",
+        "/proc/self/mountinfo",
+        "/sys/fs/cgroup",
+    ];
+    let status = Ruleset::default()
+        .handle_access(AccessFs::from_all(RULES))?
+        .handle_access(AccessNet::from_all(RULES))?
+        .scope(Scope::from_all(RULES))?
+        .create()?
+        // A file that is not there has no rule; whoever opens it says so.
+        .add_rules(path_beneath_rules(
+            &files.read,
+            BitFlags::from(AccessFs::ReadFile),
+        ))?
+        .add_rules(path_beneath_rules(
+            cores,
+            BitFlags::from(AccessFs::ReadFile),
+        ))?
+        .add_rules(path_beneath_rules(&files.write, in_place))?
+        .add_rules(path_beneath_rules(&files.folders, made))?
+        .add_rules(path_beneath_rules(["/dev/kvm"], device))?
+        .restrict_self()?;
+    Ok(status.ruleset)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{File, read, remove_file, rename, write};
+    use std::io::ErrorKind::PermissionDenied;
+    use std::net::{Ipv4Addr, TcpListener, TcpStream};
+    use std::os::unix::net::UnixListener;
+
+    use landlock::{CompatLevel, Compatible};
+
+    use super::*;
+
+    /// Landlock holds for one thread, and so for one test.
+    #[test]
+    fn what_was_not_named_cannot_be_reached() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        std::fs::create_dir(path("made")).unwrap();
+        for name in ["kernel", "disk", "other", "made/old"] {
+            write(path(name), name).unwrap();
+        }
+        let server = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let server = server.local_addr().unwrap();
+        let mut files = Files::default();
+        files.read(&path("kernel"));
+        files.write(&path("disk"));
+        files.make(&path("made/api.sock"));
+        files.read(&path("nothing"));
+        match landlock(&files).unwrap() {
+            RulesetStatus::NotEnforced => return println!("SKIPPED: this kernel has no Landlock"),
+            RulesetStatus::FullyEnforced | RulesetStatus::PartiallyEnforced => {}
+        }
+
+        assert_eq!(read(path("kernel")).unwrap(), b"kernel");
+        let denied = |result: std::io::Result<()>| {
+            assert_eq!(result.unwrap_err().kind(), PermissionDenied);
+        };
+        denied(write(path("kernel"), ""));
+        File::options()
+            .read(true)
+            .write(true)
+            .open(path("disk"))
+            .unwrap();
+        denied(remove_file(path("disk")));
+        denied(read(path("other")).map(drop));
+        denied(write(path("new"), ""));
+        denied(UnixListener::bind(path("new.sock")).map(drop));
+        denied(std::process::Command::new("/bin/true").spawn().map(drop));
+        let knows_tcp = Ruleset::default()
+            .set_compatibility(CompatLevel::HardRequirement)
+            .handle_access(AccessNet::from_all(ABI::V4))
+            .is_ok();
+        if knows_tcp {
+            denied(TcpStream::connect(server).map(drop));
+        }
+
+        rename(path("made/old"), path("made/old.1")).unwrap();
+        write(path("made/new"), "").unwrap();
+        drop(UnixListener::bind(path("made/api.sock")).unwrap());
+        remove_file(path("made/api.sock")).unwrap();
+    }
+
+    #[test]
+    fn the_folder_of_a_device_stays_closed() {
+        let mut files = Files::default();
+        for path in ["/dev/full", "/tmp/log", "log"] {
+            files.make(Path::new(path));
+        }
+        assert_eq!(files.write, [Path::new("/dev/full")]);
+        assert_eq!(files.folders, [Path::new("/tmp"), Path::new(".")]);
+    }
+}

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The monitor's threads: none runs before it has its filter, and a panic ends in a message.
+
+use std::io;
+use std::sync::mpsc::sync_channel;
+use std::thread::JoinHandle;
+
+pub use patchbay_service::threads::contain;
+
+use crate::seccomp::{self, ThreadKind};
+
+/// Starts a thread and waits until it is under the filter of its kind.
+///
+/// # Errors
+/// The thread cannot be started, or the kernel refuses its filter: `body` has not run then, and the
+/// monitor must not go on.
+pub fn spawn(
+    name: &str,
+    kind: ThreadKind,
+    body: impl FnOnce() + Send + 'static,
+) -> io::Result<JoinHandle<()>> {
+    let (report, entered) = sync_channel(1);
+    let thread = std::thread::Builder::new()
+        .name(name.to_owned())
+        .spawn(move || {
+            let result = seccomp::enter(kind);
+            let filtered = result.is_ok();
+            // The starter waits for it.
+            let _ = report.send(result);
+            if filtered {
+                body();
+            }
+        })?;
+    match entered.recv() {
+        Ok(Ok(())) => Ok(thread),
+        Ok(Err(error)) => Err(io::Error::other(error)),
+        Err(error) => Err(io::Error::other(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
+
+    use super::*;
+    use crate::seccomp::SeccompLevel;
+
+    /// On a kernel that refuses filters, as one without CONFIG_SECCOMP_FILTER does.
+    #[test]
+    fn a_thread_without_its_filter_does_not_run() {
+        seccomp::enforce(SeccompLevel::On);
+        let ran = Arc::new(AtomicBool::new(false));
+        let body = ran.clone();
+        let spawned = std::thread::spawn(move || {
+            let filter = SeccompFilter::new(
+                BTreeMap::from([(libc::SYS_seccomp, vec![])]),
+                SeccompAction::Allow,
+                SeccompAction::Errno(libc::EINVAL.unsigned_abs()),
+                TargetArch::x86_64,
+            );
+            let program: BpfProgram = filter.unwrap().try_into().unwrap();
+            seccompiler::apply_filter(&program).unwrap();
+            spawn("test", ThreadKind::Keys, move || {
+                body.store(true, Ordering::SeqCst);
+            })
+            .map(|thread| thread.join().unwrap())
+        });
+        let error = spawned.join().unwrap().unwrap_err().to_string();
+        assert!(error.contains("--jail off"), "{error}");
+        assert!(!ran.load(Ordering::SeqCst));
+    }
+}

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The program works on the repository it is called in, wherever it was built.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+/// Runs `xtask fuzz`, which lists what the repository's folders hold.
+fn list_fuzz_targets(folder: &Path) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_xtask"))
+        .arg("fuzz")
+        .current_dir(folder)
+        .env_remove("CARGO_MANIFEST_DIR")
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn another_clone_is_not_taken_for_this_one() {
+    let clone = tempfile::tempdir().unwrap();
+    for file in [
+        "xtask/Cargo.toml",
+        "static-keys/fuzz/fuzz_targets/only_here.rs",
+        "vmm/fuzz/fuzz_targets/here_too.rs",
+    ] {
+        let path = clone.path().join(file);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, "").unwrap();
+    }
+    let output = list_fuzz_targets(&clone.path().join("vmm/fuzz"));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let mut names = text.lines().filter_map(|line| line.split(' ').next());
+    assert_eq!(names.next(), Some("here_too"), "{text}");
+    assert_eq!(names.next(), Some("only_here"), "{text}");
+    assert_eq!(names.next(), None, "{text}");
+}
+
+#[test]
+fn outside_a_repository_it_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = list_fuzz_targets(folder.path());
+    assert_eq!(output.status.code(), Some(1));
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.contains("no repository of Patchbay"), "{error}");
+}
