@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 
-use patchbay_vmm::keys::testing::{Gate, InMemoryGuest, TestKey};
-use patchbay_vmm::keys::{Keys, KeysConfig, Machine, Registry};
-use patchbay_vmm::service::{ApiSocket, serve};
+use patchbay_service::api::{ApiSocket, serve};
+use patchbay_service::guest::Machine;
+use patchbay_service::keys::{Keys, KeysConfig, Registry};
+use patchbay_service::testing::{Gate, InMemoryGuest, TestKey};
 use serde_json::Value;
 
 /// A served guest named "test" in a runtime folder of its own.

@@ -232,7 +232,7 @@ fn parse_vsock(text: &str) -> Result<VsockConfig, String> {
             path: path.into(),
             cid,
             // Or any program of the guest could pose as the agent.
-            privileged: vec![patchbay_vmm::trace::PORT],
+            privileged: vec![patchbay_service::trace::PORT],
         }),
     }
 }
@@ -296,7 +296,7 @@ fn parse_size(text: &str) -> Result<u64, String> {
 mod tests {
     use std::time::Duration;
 
-    use patchbay_vmm::trace::DEFAULT_GRACE;
+    use patchbay_service::trace::DEFAULT_GRACE;
 
     use super::*;
 

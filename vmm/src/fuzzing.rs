@@ -5,189 +5,22 @@
 
 use std::sync::Arc;
 
-use static_keys::{GuestMemory, Op, Options, Plan, Update};
+use patchbay_service::abi;
+pub(crate) use patchbay_service::fuzzing::Numbers;
+use patchbay_service::fuzzing::Target;
 use vm_memory::GuestAddress;
 
-use crate::abi;
-use crate::keys::Registry;
-use crate::keys::testing::{InMemoryGuest, TestKey};
 use crate::memory::{GuestRam, MEMORY_MIN, PAGE_SIZE};
-use crate::paging::{self, Levels, WalkError};
 use crate::request::{GuestRequests, HYPERCALL, MSR_INDEX, RequestPort};
-use crate::trace::decode::{Format, Page, Record};
 
 pub use crate::devices::virtio::fuzzing::{virtio, vsock};
-pub use crate::trace::fuzzing::agent;
-
-/// A target: what it does with the fuzzer's bytes.
-pub type Target = fn(&[u8]);
 
 /// The targets by name.
 pub const TARGETS: &[(&str, Target)] = &[
-    ("descriptor", descriptor),
-    ("module_events", module_events),
     ("hypercalls", hypercalls),
-    ("page_tables", page_tables),
     ("virtio", virtio),
     ("vsock", vsock),
-    ("trace_events", trace_events),
-    ("agent", agent),
 ];
-
-/// Reads numbers off the front; zeroes when they are used up.
-pub(crate) struct Numbers<'a>(pub &'a [u8]);
-
-impl<'a> Numbers<'a> {
-    pub fn more(&self) -> bool {
-        !self.0.is_empty()
-    }
-
-    /// As many of these as there are.
-    pub fn take(&mut self, length: usize) -> &'a [u8] {
-        let (now, later) = self.0.split_at(length.min(self.0.len()));
-        self.0 = later;
-        now
-    }
-
-    pub fn bytes<const N: usize>(&mut self) -> [u8; N] {
-        let mut bytes = [0; N];
-        let taken = self.take(N);
-        bytes[..taken.len()].copy_from_slice(taken);
-        bytes
-    }
-
-    pub fn u8(&mut self) -> u8 {
-        u8::from_le_bytes(self.bytes())
-    }
-
-    pub fn u16(&mut self) -> u16 {
-        u16::from_le_bytes(self.bytes())
-    }
-
-    pub fn u32(&mut self) -> u32 {
-        u32::from_le_bytes(self.bytes())
-    }
-
-    pub fn u64(&mut self) -> u64 {
-        u64::from_le_bytes(self.bytes())
-    }
-}
-
-fn guest() -> (Arc<InMemoryGuest>, Arc<Registry>) {
-    let registry = Arc::new(Registry::default());
-    let keys = [
-        TestKey::new("alpha", 2),
-        TestKey::new("beta", 1),
-        TestKey::tracepoint("event", true),
-        TestKey {
-            initially_true: true,
-            count: 1,
-            ..TestKey::new("likely", 2)
-        },
-        TestKey {
-            sealed: true,
-            ..TestKey::guarded("sealed")
-        },
-    ];
-    (InMemoryGuest::boot(registry.clone(), &keys), registry)
-}
-
-/// Looks at and changes whatever is registered now.
-fn use_it(guest: &InMemoryGuest, registry: &Registry) {
-    use crate::keys::Guest;
-    let description = registry.describe();
-    for text in [
-        &description.error,
-        &description.release,
-        &description.build_id,
-    ] {
-        assert!(!text.chars().any(char::is_control), "{text:?}");
-    }
-    let Ok(snapshot) = registry.snapshot() else {
-        return;
-    };
-    let registration = &snapshot.registration;
-    let memory = registration.memory(guest.ram());
-    let catalog = &registration.catalog;
-    let keys: Vec<_> = catalog.keys().take(64).collect();
-    for key in &keys {
-        assert!(registration.has(registration.instance(key)));
-        assert!(registration.find(&key.full_name).is_ok());
-        let _ = registration.initially_true(guest.ram(), key);
-        let _ = catalog.site_states(&memory, key.id);
-        let _ = catalog.tracepoint(&memory, key.id);
-    }
-    let options = Options {
-        allow_guarded: true,
-    };
-    for op in [Op::Inc, Op::Dec] {
-        let updates: Vec<Update> = keys.iter().map(|key| Update { key: key.id, op }).collect();
-        for updates in std::iter::once(&updates[..]).chain(updates.chunks(1)) {
-            let Ok(plan) = Plan::new(catalog, &memory, updates, &options) else {
-                continue;
-            };
-            if plan.verify(&memory, &[0]).is_ok() && plan.needs_pause() {
-                let _ = plan.commit(&memory);
-            }
-        }
-    }
-}
-
-/// The page of a registration: its front, over that of a kernel that follows the rules.
-pub fn descriptor(data: &[u8]) {
-    let (guest, registry) = guest();
-    let page = &data[..data.len().min(abi::REQUEST_PAGE_SIZE)];
-    let status = guest.request(abi::OP_REGISTER, page);
-    let registered = registry.snapshot().is_ok();
-    assert_eq!(status == 0, registered, "{}", registry.describe().error);
-    use_it(&guest, &registry);
-}
-
-/// Requests of every kind, each of them one that follows the rules with some bytes changed.
-pub fn module_events(data: &[u8]) {
-    let mut numbers = Numbers(data);
-    let (guest, registry) = guest();
-    let register = guest.last_request();
-    let requests = ["one", "two"].map(|name| {
-        assert_eq!(guest.add_module(name, &[TestKey::new("key", 1)]), 0);
-        guest.last_request()
-    });
-    for _ in 0..24 {
-        if !numbers.more() {
-            break;
-        }
-        let event = numbers.u8();
-        let op = match event % 8 {
-            0..3 => abi::OP_MODULE_ADD,
-            3..5 => abi::OP_MODULE_DEL,
-            5 => abi::OP_UNREGISTER,
-            6 => abi::OP_REGISTER,
-            _ => numbers.u32(),
-        };
-        let mut page = match op {
-            abi::OP_REGISTER => register.clone(),
-            _ => requests[usize::from(event >> 7)].clone(),
-        };
-        page[6] = u8::try_from(op & 0xff).unwrap_or(0);
-        if op == abi::OP_UNREGISTER {
-            page[8] = 24;
-        }
-        for _ in 0..(event >> 3) % 8 {
-            let at = usize::from(numbers.u16()) % page.len();
-            page[at] = numbers.u8();
-        }
-        let before = (registry.version(), registry.describe());
-        let status = guest.request(op, &page);
-        assert!(status == 0 || status == -libc::EINVAL);
-        let (version, known) = (registry.version(), registry.describe());
-        // The kernel of the earlier registration is gone. A module that is refused is remembered, and
-        // changes nothing of what is registered.
-        let remembered = op == abi::OP_MODULE_ADD
-            && (known.keys, known.modules) == (before.1.keys, before.1.modules);
-        assert!(status == 0 || version == before.0 || op == abi::OP_REGISTER || remembered);
-    }
-    use_it(&guest, &registry);
-}
 
 /// Arguments of hypercalls and values of the MSR.
 pub fn hypercalls(data: &[u8]) {
@@ -249,93 +82,6 @@ pub fn hypercalls(data: &[u8]) {
     }
 }
 
-/// Page tables of any shape, walked for an address and a range.
-pub fn page_tables(data: &[u8]) {
-    let mut numbers = Numbers(data);
-    let shape = numbers.u8();
-    let levels = match shape & 1 {
-        0 => Levels::Four,
-        _ => Levels::Five,
-    };
-    let (mut root, mut address) = (numbers.u64(), numbers.u64());
-    let length = usize::from(numbers.u16());
-    if shape & 2 == 0 {
-        root &= 0xf000;
-    }
-    if shape & 4 == 0 {
-        // Canonical, with small indices.
-        address &= 0x0000_7fff_c0e0_7fff;
-    }
-    let ram = GuestRam::new(MEMORY_MIN).expect("the host has 2 MiB");
-    for _ in 0..64 {
-        if !numbers.more() {
-            break;
-        }
-        let at = u64::from(numbers.u16() & 0x1fff) * 8;
-        let value = match shape & 8 {
-            0 => u64::from(numbers.u32()) & 0x1f_ffff,
-            _ => numbers.u64(),
-        };
-        ram.write(at, &value.to_le_bytes()).expect("inside");
-    }
-    let walk = |address| paging::translate(&ram, root, levels, address);
-    if let Ok(mapping) = walk(address) {
-        assert_eq!((mapping.physical ^ address) & 0xfff, 0);
-        let sizes = [12, 21, 30].map(|bits| 1_u64 << bits);
-        assert!(
-            sizes
-                .iter()
-                .any(|size| mapping.remaining == size - (address & (size - 1))
-                    && (mapping.physical ^ address) & (size - 1) == 0)
-        );
-    }
-    let mut done = 0;
-    let result = paging::for_each_piece(&ram, root, levels, address, length, |physical, here| {
-        assert!(here > 0);
-        assert_eq!(
-            Some(physical),
-            walk(address + done as u64).ok().map(|it| it.physical)
-        );
-        done += here;
-        Ok::<(), WalkError>(())
-    });
-    match result {
-        Ok(()) => assert_eq!(done, length),
-        Err(_) => assert!(done < length),
-    }
-    let memory = crate::keys::testing::kernel_memory(&ram, root, levels);
-    let mut bytes = vec![0; length];
-    let read = memory.read_gva(address, &mut bytes).is_ok();
-    let short = length.clamp(1, static_keys::LOCATE_MAX);
-    if let Ok(place) = memory.locate(address, short) {
-        let mut found = vec![0; short];
-        assert!(memory.read(place, &mut found).is_ok());
-        assert!(!read || length < short || found == bytes[..short]);
-    }
-}
-
-/// An event's format, and a page of such events.
-pub fn trace_events(data: &[u8]) {
-    let text = data.split(|byte| *byte == 0).next().unwrap_or_default();
-    let page = data.get(text.len() + 1..).unwrap_or_default();
-    let format = std::str::from_utf8(text)
-        .ok()
-        .and_then(|text| Format::parse(text).ok());
-    let Ok(page) = Page::parse(page) else {
-        return;
-    };
-    let mut events = 0;
-    for event in page.events() {
-        events += 1;
-        assert!(events <= 0x1_0000, "more events than bytes");
-        let Ok((_, payload)) = event else { continue };
-        if let (Some(record), Some(format)) = (Record::parse(payload), &format) {
-            let values = record.values(format);
-            assert!(values.len() <= payload.len(), "more values than bytes");
-        }
-    }
-}
-
 #[cfg(test)]
 #[path = "../../static-keys/fuzz/src/short_run.rs"]
 mod short_run;
@@ -352,23 +98,8 @@ mod tests {
     }
 
     #[test]
-    fn descriptor() {
-        run("descriptor");
-    }
-
-    #[test]
-    fn module_events() {
-        run("module_events");
-    }
-
-    #[test]
     fn hypercalls() {
         run("hypercalls");
-    }
-
-    #[test]
-    fn page_tables() {
-        run("page_tables");
     }
 
     #[test]
@@ -379,15 +110,5 @@ mod tests {
     #[test]
     fn vsock() {
         run("vsock");
-    }
-
-    #[test]
-    fn trace_events() {
-        run("trace_events");
-    }
-
-    #[test]
-    fn agent() {
-        run("agent");
     }
 }

@@ -23,8 +23,8 @@ use landlock::{
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::log_file::folder_of;
 use crate::seccomp::{self, SeccompLevel};
+use patchbay_service::log_file::folder_of;
 
 /// Descriptors that the monitor may have: 256 of vsock connections, 64 clients that have named no port,
 /// and plenty of clients of the API.

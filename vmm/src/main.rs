@@ -13,17 +13,17 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Parser;
+use patchbay_service::api::{self, ApiSocket};
+use patchbay_service::keys::audit::AuditLog;
+use patchbay_service::keys::registry::Registry;
+use patchbay_service::keys::symbols::Symbols;
+use patchbay_service::keys::{Keys, KeysConfig};
+use patchbay_service::trace::{AgentSocket, TraceThread, Tracing};
 use patchbay_vmm::config::{Payload, VmConfig};
+use patchbay_vmm::guest::{FilteredThreads, VmGuest};
 use patchbay_vmm::jail;
-use patchbay_vmm::keys::audit::AuditLog;
-use patchbay_vmm::keys::registry::Registry;
-use patchbay_vmm::keys::symbols::Symbols;
-use patchbay_vmm::keys::vm_guest::VmGuest;
-use patchbay_vmm::keys::{Keys, KeysConfig};
 use patchbay_vmm::latency;
 use patchbay_vmm::seccomp::{self, ThreadKind};
-use patchbay_vmm::service::{self, ApiSocket};
-use patchbay_vmm::trace::{AgentSocket, TraceThread, Tracing};
 use patchbay_vmm::vm::{ExitReason, Vm};
 use tokio::signal::unix::{SignalKind, signal as listen};
 use tokio::sync::oneshot;
@@ -94,7 +94,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
     };
     let tracing = Tracing {
         agent,
-        thread: Some(TraceThread::start().context(
+        thread: Some(TraceThread::start(&FilteredThreads).context(
             "the thread of the agent's events cannot be started; raise the limit on processes",
         )?),
         grace: Duration::from_secs(args.trace_grace.into()),
@@ -133,6 +133,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         audit,
         symbols,
         allow_guarded: args.allow_guarded,
+        threads: Arc::new(FilteredThreads),
         ..KeysConfig::default()
     };
     let (keys, _) = Keys::start(guest, registry, keys_config)
@@ -224,7 +225,7 @@ async fn serve(
             let _ = stopped.await;
         };
         match socket {
-            Some(socket) => service::serve_traced(socket, keys, tracing, stopped).await,
+            Some(socket) => api::serve_traced(socket, keys, tracing, stopped).await,
             None => {
                 stopped.await;
                 Ok(())

@@ -13,16 +13,14 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
+pub use patchbay_service::memory::{OutsideMemory, PAGE_SIZE, Piece};
+use patchbay_service::paging::PhysicalMemory;
 use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
     MemoryRegionAddress, VolatileMemory,
 };
 
 use crate::dirty::DirtyBitmap;
-use crate::paging::PhysicalMemory;
-
-/// Bytes in a page of guest memory.
-pub const PAGE_SIZE: u64 = 4096;
 
 /// Start of the gap that x86 keeps below 4 GiB for devices (the local APIC at
 /// 0xfee00000, the I/O APIC at 0xfec00000, KVM's TSS pages).
@@ -56,86 +54,10 @@ pub enum MemoryError {
     },
 }
 
-/// An access outside the guest's memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("guest-physical {address:#x}, {length} bytes, is not in the guest's memory")]
-pub struct OutsideMemory {
-    /// Guest-physical address of the first byte.
-    pub address: u64,
-    /// Bytes asked for.
-    pub length: usize,
-}
-
-/// A run of bytes that lies in one region of guest memory. Found once, by
-/// [`GuestRam::piece`]; afterwards an access costs a few nanoseconds.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Piece {
-    region: u32,
-    length: u32,
-    offset: u64,
-}
-
-impl Piece {
-    /// No bytes.
-    pub(crate) const NONE: Self = Self {
-        region: 0,
-        length: 0,
-        offset: 0,
-    };
-
-    /// Its bytes from `offset` on, `length` of them or as many as it has.
-    pub(crate) fn part(self, offset: usize, length: usize) -> Self {
-        let offset = u32::try_from(offset).unwrap_or(u32::MAX).min(self.length);
-        let rest = Self {
-            length: self.length - offset,
-            offset: self.offset + u64::from(offset),
-            ..self
-        };
-        rest.prefix(length)
-    }
-
-    /// Bytes in the piece.
-    #[must_use]
-    #[inline]
-    pub fn length(&self) -> usize {
-        self.length as usize
-    }
-
-    /// Its first `length` bytes, or all of it if it is shorter.
-    #[must_use]
-    pub fn prefix(self, length: usize) -> Self {
-        let length = u32::try_from(length).unwrap_or(u32::MAX);
-        Self {
-            length: self.length.min(length),
-            ..self
-        }
-    }
-}
-
 /// The guest's RAM. Clones share the same memory.
 #[derive(Debug, Clone)]
 pub struct GuestRam {
     mmap: GuestMemoryMmap<DirtyBitmap>,
-    #[cfg(feature = "testing")]
-    faults: std::sync::Arc<WriteFaults>,
-}
-
-/// Writes that are to fail, for tests: those from `first` on, up to `end`, counted since they were set.
-#[cfg(feature = "testing")]
-#[derive(Debug, Default)]
-struct WriteFaults {
-    done: std::sync::atomic::AtomicU64,
-    first: std::sync::atomic::AtomicU64,
-    end: std::sync::atomic::AtomicU64,
-}
-
-#[cfg(feature = "testing")]
-impl WriteFaults {
-    /// Whether the write that is made now fails.
-    fn strike(&self) -> bool {
-        let number = self.done.fetch_add(1, Ordering::SeqCst);
-        (self.first.load(Ordering::SeqCst)..self.end.load(Ordering::SeqCst)).contains(&number)
-    }
 }
 
 impl GuestRam {
@@ -155,20 +77,7 @@ impl GuestRam {
         }
         let mmap = GuestMemoryMmap::from_ranges(&ranges)
             .map_err(|source| MemoryError::Map { bytes, source })?;
-        Ok(Self {
-            mmap,
-            #[cfg(feature = "testing")]
-            faults: std::sync::Arc::default(),
-        })
-    }
-
-    /// Lets the writes fail whose numbers, counted from now on, are in the range. Those of several
-    /// bytes fail after the first one.
-    #[cfg(feature = "testing")]
-    pub fn fail_writes(&self, numbers: std::ops::Range<u64>) {
-        self.faults.done.store(0, Ordering::SeqCst);
-        self.faults.first.store(numbers.start, Ordering::SeqCst);
-        self.faults.end.store(numbers.end, Ordering::SeqCst);
+        Ok(Self { mmap })
     }
 
     /// The vm-memory view, for loaders and memory slots.
@@ -205,11 +114,7 @@ impl GuestRam {
             };
             if end <= region.len() {
                 let region = u32::try_from(index).map_err(|_| outside)?;
-                return Ok(Piece {
-                    region,
-                    length: length32,
-                    offset,
-                });
+                return Ok(Piece::new(region, offset, length32));
             }
         }
         Err(outside)
@@ -219,9 +124,9 @@ impl GuestRam {
         &self,
         piece: Piece,
     ) -> Option<vm_memory::VolatileSlice<'_, vm_memory::bitmap::BS<'_, DirtyBitmap>>> {
-        let region = self.mmap.iter().nth(piece.region as usize)?;
+        let region = self.mmap.iter().nth(piece.region() as usize)?;
         region
-            .get_slice(MemoryRegionAddress(piece.offset), piece.length())
+            .get_slice(MemoryRegionAddress(piece.offset()), piece.length())
             .ok()
     }
 
@@ -237,13 +142,6 @@ impl GuestRam {
     #[must_use]
     #[inline]
     pub fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool {
-        #[cfg(feature = "testing")]
-        if self.faults.strike() {
-            if let (Some(slice), Some(first)) = (self.slice(piece), bytes.get(..1)) {
-                let _ = slice.write_slice(first, 0);
-            }
-            return false;
-        }
         bytes.len() == piece.length() && self.copy_in(piece, bytes)
     }
 
@@ -252,12 +150,12 @@ impl GuestRam {
     /// because thousands of these are made while a guest stands still.
     #[inline]
     fn short(&self, piece: Piece) -> Option<(&GuestRegionMmap<DirtyBitmap>, *mut u8, usize)> {
-        let region = self.mmap.iter().nth(piece.region as usize)?;
-        let end = piece.offset.checked_add(u64::from(piece.length))?;
-        if piece.length > 8 || end > region.len() {
+        let region = self.mmap.iter().nth(piece.region() as usize)?;
+        let end = piece.offset().checked_add(piece.length() as u64)?;
+        if piece.length() > 8 || end > region.len() {
             return None;
         }
-        let offset = usize::try_from(piece.offset).ok()?;
+        let offset = usize::try_from(piece.offset()).ok()?;
         // SAFETY: the offset is within the region's mapping, as was just checked.
         let first = unsafe { region.as_ptr().add(offset) };
         Some((region, first, offset))
@@ -330,11 +228,7 @@ impl GuestRam {
         current: u32,
         new: u32,
     ) -> Option<Result<u32, u32>> {
-        if piece.length != 4 {
-            return None;
-        }
-        #[cfg(feature = "testing")]
-        if self.faults.strike() {
+        if piece.length() != 4 {
             return None;
         }
         let slice = self.slice(piece)?;

@@ -38,6 +38,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, O
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+pub use patchbay_service::pause::{Activity, LateVcpu, PauseError};
 use rustix::thread::futex;
 
 use crate::kick::{ImmediateExit, kick_thread};
@@ -69,104 +70,27 @@ enum State {
     Exited,
 }
 
-/// What a vCPU thread is busy with, for the error about a late one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activity {
-    /// In `KVM_RUN`: in the guest, or in the kernel on the guest's behalf.
-    Guest,
-    /// Carrying out an access to this I/O port.
-    PortIo(u16),
-    /// Carrying out an access to this guest-physical address.
-    Mmio(u64),
-    /// Answering the guest's Patchbay request with this operation number.
-    Request(u32),
-    /// Between two of the others.
-    Monitor,
+/// Kind in the top byte, detail below: one word, so that it is never seen half-written.
+fn to_word(activity: Activity) -> u64 {
+    let (kind, detail) = match activity {
+        Activity::Monitor => (0, 0),
+        Activity::Guest => (1, 0),
+        Activity::PortIo(port) => (2, u64::from(port)),
+        Activity::Mmio(address) => (3, address),
+        Activity::Request(op) => (4, u64::from(op)),
+    };
+    kind << 56 | (detail & ((1 << 56) - 1))
 }
 
-impl Activity {
-    /// Kind in the top byte, detail below: one word, so that it is never seen half-written.
-    fn to_word(self) -> u64 {
-        let (kind, detail) = match self {
-            Self::Monitor => (0, 0),
-            Self::Guest => (1, 0),
-            Self::PortIo(port) => (2, u64::from(port)),
-            Self::Mmio(address) => (3, address),
-            Self::Request(op) => (4, u64::from(op)),
-        };
-        kind << 56 | (detail & ((1 << 56) - 1))
+fn from_word(word: u64) -> Activity {
+    let detail = word & ((1 << 56) - 1);
+    match word >> 56 {
+        1 => Activity::Guest,
+        2 => Activity::PortIo(u16::try_from(detail).unwrap_or(u16::MAX)),
+        3 => Activity::Mmio(detail),
+        4 => Activity::Request(u32::try_from(detail).unwrap_or(u32::MAX)),
+        _ => Activity::Monitor,
     }
-
-    fn from_word(word: u64) -> Self {
-        let detail = word & ((1 << 56) - 1);
-        match word >> 56 {
-            1 => Self::Guest,
-            2 => Self::PortIo(u16::try_from(detail).unwrap_or(u16::MAX)),
-            3 => Self::Mmio(detail),
-            4 => Self::Request(u32::try_from(detail).unwrap_or(u32::MAX)),
-            _ => Self::Monitor,
-        }
-    }
-}
-
-impl std::fmt::Display for Activity {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Guest => write!(f, "in the guest"),
-            Self::PortIo(port) => write!(f, "in an access to port {port:#x}"),
-            Self::Mmio(address) => write!(f, "in an access to device memory at {address:#x}"),
-            Self::Request(op) => write!(f, "in the monitor's answer to request {op}"),
-            Self::Monitor => write!(f, "in the monitor"),
-        }
-    }
-}
-
-/// A vCPU that did not stop in time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LateVcpu {
-    /// Index of the vCPU.
-    pub vcpu: usize,
-    /// What it was doing when the deadline passed.
-    pub activity: Activity,
-    /// Its instruction pointer when it last stopped, if it ever did.
-    pub last_rip: Option<u64>,
-}
-
-impl std::fmt::Display for LateVcpu {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "vCPU {} ({}", self.vcpu, self.activity)?;
-        if let Some(rip) = self.last_rip {
-            write!(f, ", last stopped at {rip:#x}")?;
-        }
-        write!(f, ")")
-    }
-}
-
-fn list(late: &[LateVcpu]) -> String {
-    let names: Vec<String> = late.iter().map(LateVcpu::to_string).collect();
-    names.join(", ")
-}
-
-/// Why the guest is not paused. It runs on as before.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum PauseError {
-    /// Some vCPUs had not stopped when the deadline passed.
-    #[error(
-        "not every vCPU stopped within {deadline:?}: {}; the guest runs on and nothing has changed, try again with a longer deadline",
-        list(late)
-    )]
-    Late {
-        /// The time they were given.
-        deadline: Duration,
-        /// Those that were late, in the order of their indices.
-        late: Vec<LateVcpu>,
-    },
-    /// Somebody else holds the guest paused.
-    #[error("the guest is paused already; resume it first")]
-    AlreadyPaused,
-    /// The guest has ended.
-    #[error("the guest has ended; there is nothing to pause")]
-    Ended,
 }
 
 /// What the controller and one vCPU thread share.
@@ -226,7 +150,7 @@ impl Pauser {
             .map(|immediate_exit| Slot {
                 state: AtomicU8::new(State::NotStarted as u8),
                 thread: AtomicI32::new(0),
-                activity: AtomicU64::new(Activity::Monitor.to_word()),
+                activity: AtomicU64::new(to_word(Activity::Monitor)),
                 rip: AtomicU64::new(0),
                 has_rip: AtomicBool::new(false),
                 breakpoint: AtomicBool::new(false),
@@ -344,7 +268,7 @@ impl Pauser {
     fn give_up(&self) -> Vec<LateVcpu> {
         let mut late = vec![];
         for (vcpu, slot) in self.slots.iter().enumerate() {
-            let activity = Activity::from_word(slot.activity.load(SeqCst));
+            let activity = from_word(slot.activity.load(SeqCst));
             if slot.exchange(State::StopRequested, State::Running) {
                 self.outstanding.fetch_sub(1, SeqCst);
                 late.push(LateVcpu {
@@ -498,7 +422,7 @@ impl VcpuSide<'_> {
     pub fn busy(&self, activity: Activity) {
         self.slot
             .activity
-            .store(activity.to_word(), std::sync::atomic::Ordering::Relaxed);
+            .store(to_word(activity), std::sync::atomic::Ordering::Relaxed);
     }
 
     fn leave_to(&self, state: State) {

@@ -17,12 +17,12 @@ use kvm_ioctls::{
     Kvm, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, VcpuExit, VcpuFd, VmFd,
 };
 
-use crate::abi;
 use crate::kick::{self, ImmediateExit};
 use crate::memory::{GuestRam, MEMORY_MIN};
 use crate::request::{HYPERCALL, MSR_INDEX};
 use crate::vm::{VmError, map_memory};
 use crate::x86::registers::{self, Mode};
+use patchbay_service::abi;
 
 /// How long the guest may take for its few instructions before it is looked at.
 const PATIENCE: Duration = Duration::from_millis(5);

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use vm_memory::GuestAddress;
 
-use crate::abi;
 use crate::memory::{GuestRam, PAGE_SIZE};
+use patchbay_service::abi;
 
 /// Index of the MSR transport, told to the guest in CPUID.
 ///

@@ -2,11 +2,11 @@
 
 //! The monitor's threads: none runs before it has its filter, and a panic ends in a message.
 
-use std::any::Any;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::sync_channel;
 use std::thread::JoinHandle;
+
+pub use patchbay_service::threads::contain;
 
 use crate::seccomp::{self, ThreadKind};
 
@@ -36,29 +36,6 @@ pub fn spawn(
         Ok(Ok(())) => Ok(thread),
         Ok(Err(error)) => Err(io::Error::other(error)),
         Err(error) => Err(io::Error::other(error)),
-    }
-}
-
-/// Runs `body`; a panic in it becomes a sentence about `whose` thread.
-///
-/// The panic hook has reported where it happened. Values that `body` shares with other threads must be
-/// sound wherever it stops.
-///
-/// # Errors
-/// It panicked.
-pub fn contain<T>(whose: &str, body: impl FnOnce() -> T) -> Result<T, String> {
-    catch_unwind(AssertUnwindSafe(body)).map_err(|panic| {
-        format!(
-            "the monitor's thread of {whose} panicked: {}; report it, it is a bug",
-            text_of(&*panic)
-        )
-    })
-}
-
-fn text_of(panic: &(dyn Any + Send)) -> &str {
-    match panic.downcast_ref::<String>() {
-        Some(text) => text,
-        None => panic.downcast_ref::<&str>().copied().unwrap_or("no text"),
     }
 }
 
@@ -96,14 +73,5 @@ mod tests {
         let error = spawned.join().unwrap().unwrap_err().to_string();
         assert!(error.contains("--jail off"), "{error}");
         assert!(!ran.load(Ordering::SeqCst));
-    }
-
-    #[test]
-    fn a_panic_becomes_its_text() {
-        for body in [|| panic!("literal"), || panic!("{}", "literal")] {
-            let error = contain("a test", body).unwrap_err();
-            assert!(error.contains("a test panicked: literal"), "{error}");
-        }
-        assert_eq!(contain("a test", || 1), Ok(1));
     }
 }

@@ -19,12 +19,13 @@ use patchbay_proto::v1::{
     AgentDone, AgentEnabled, AgentEnabledEvent, AgentEvents, AgentHello, AgentPage, AgentPages,
     AgentPong, FlipReport, FromAgent, StreamTracepointEventsRequest, ToAgent,
 };
-use patchbay_vmm::keys::KeysError;
-use patchbay_vmm::seccomp::{self, SeccompLevel};
-use patchbay_vmm::trace::{
+use patchbay_service::api::TracepointsApi;
+use patchbay_service::keys::KeysError;
+use patchbay_service::trace::{
     AgentSocket, Boxed, DEFAULT_GRACE, Switch, TraceThread, TracepointFacts, TracepointKeys,
-    TracepointsApi,
 };
+use patchbay_vmm::guest::FilteredThreads;
+use patchbay_vmm::seccomp::{self, SeccompLevel};
 use prost::Message;
 use tonic::Request;
 
@@ -68,8 +69,8 @@ fn monitor(folder: &Path) {
     runtime.block_on(async {
         let socket = AgentSocket::bind(&folder.join("vsock")).expect("a socket");
         // As the monitor's own.
-        let thread = TraceThread::start().expect("started");
-        let tracer = patchbay_vmm::trace::start(Arc::new(Keys), Some(socket), thread.handle());
+        let thread = TraceThread::start(&FilteredThreads).expect("started");
+        let tracer = patchbay_service::trace::start(Arc::new(Keys), Some(socket), thread.handle());
         let tracer = tracer.expect("started");
         let (_ending, ended) = tokio::sync::watch::channel(false);
         let api = TracepointsApi {
@@ -232,7 +233,7 @@ struct Agent {
 impl Agent {
     /// `armed`: the monitor has armed the event before.
     fn connect(folder: &Path, armed: bool) -> Self {
-        let socket = patchbay_vmm::trace::socket_path(&folder.join("vsock"));
+        let socket = patchbay_service::trace::socket_path(&folder.join("vsock"));
         let hello = AgentHello {
             oldest_version: 1,
             newest_version: 1,

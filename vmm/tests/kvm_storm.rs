@@ -22,18 +22,16 @@ mod bare_metal;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bare_metal::{load, structures, wait_until, watchdog};
-use patchbay_vmm::abi;
+use bare_metal::{load, wait_until, watchdog};
+use patchbay_service::abi;
+use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, KeysError, Registry, UpdateRequest};
+use patchbay_service::testing::structures;
 use patchbay_vmm::config::{Payload, RawCode, RawEntry, VmConfig};
-use patchbay_vmm::keys::{
-    KeyUpdate, Keys, KeysConfig, KeysError, Registry, UpdateRequest, VmGuest,
-};
+use patchbay_vmm::guest::{FilteredThreads, VmGuest};
 use patchbay_vmm::memory::GuestRam;
-use patchbay_vmm::request::GuestRequests;
 use patchbay_vmm::seccomp::{self, SeccompLevel};
 use patchbay_vmm::vm::{ExitReason, Vm, VmError};
 use static_keys::Op;
-use vm_memory::GuestAddress;
 use zerocopy::{FromZeros, IntoBytes};
 
 /// Transactions in all, unless the variable is set.
@@ -253,8 +251,12 @@ fn storm_guest(vcpus: u8, models: &[Model]) -> Option<(Arc<Vm>, Keys)> {
     // As in the monitor: under the filters of its threads.
     seccomp::enforce(SeccompLevel::On);
     let guest = Arc::new(VmGuest::new("storm".into(), vm.clone()));
-    let (keys, _) = Keys::start(guest, registry.clone(), KeysConfig::default()).unwrap();
-    let status = registry.request(abi::OP_REGISTER, GuestAddress(REQUEST));
+    let config = KeysConfig {
+        threads: Arc::new(FilteredThreads),
+        ..KeysConfig::default()
+    };
+    let (keys, _) = Keys::start(guest, registry.clone(), config).unwrap();
+    let status = registry.request(abi::OP_REGISTER, REQUEST);
     assert_eq!(status, 0, "{}", keys.describe().error);
     vm.start().unwrap();
     for vcpu in 0..vcpus {

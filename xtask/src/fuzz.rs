@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use crate::{cargo, host};
 
 /// Crates with targets, by the folder of the crate that they try.
-const CRATES: [&str; 3] = ["static-keys", "kernel-image", "vmm"];
+const CRATES: [&str; 4] = ["static-keys", "kernel-image", "service", "vmm"];
 
 /// Counters of edges, the table of them, and comparisons: what libFuzzer reads.
 const COVERAGE: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \

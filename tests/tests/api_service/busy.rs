@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
-use patchbay_vmm::keys::testing::{Gate, TestKey};
+use patchbay_service::testing::{Gate, TestKey};
 use tonic::Code;
 
 use super::support::{PATIENCE, Served, Setup, assert_refused, every_kind, request};
@@ -250,7 +250,7 @@ async fn a_module_that_is_added_twice_stays_registered() {
     let address = served.guest.last_request();
     let again = served
         .guest
-        .request(patchbay_vmm::abi::OP_MODULE_ADD, &address);
+        .request(patchbay_service::abi::OP_MODULE_ADD, &address);
     assert_ne!(again, 0);
     served.op("ext4:own", KeyOp::Inc).await.expect("registered");
 }

@@ -5,11 +5,12 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 
 use patchbay_proto::v1::KeyOp;
-use patchbay_vmm::keys::testing::Gate;
-use patchbay_vmm::keys::{Guest, PauseState};
+use patchbay_service::keys::PauseState;
+use patchbay_service::testing::Gate;
 use rustix::process::{Signal, getpid, kill_process};
 use tokio::sync::oneshot;
 use tonic::Code;
@@ -75,7 +76,7 @@ async fn a_write_that_fails_at_any_place_is_undone() {
     let before = state(&served);
     let revision = served.keys.revision();
     for step in 0..STEPS {
-        let ram = served.guest.ram().clone();
+        let ram = Arc::clone(served.guest.memory());
         served
             .guest
             .on_pause(move || ram.fail_writes(step..step + 1));
@@ -92,7 +93,7 @@ async fn a_write_that_fails_at_any_place_is_undone() {
             (&"failed".into(), &"WRITE_FAULT".into())
         );
     }
-    let ram = served.guest.ram().clone();
+    let ram = Arc::clone(served.guest.memory());
     served
         .guest
         .on_pause(move || ram.fail_writes(STEPS..STEPS + 1));
@@ -108,7 +109,7 @@ async fn a_write_that_fails_at_any_place_is_undone() {
 #[tokio::test]
 async fn an_undo_that_fails_keeps_the_guest_paused() {
     let served = Served::start().await;
-    let ram = served.guest.ram().clone();
+    let ram = Arc::clone(served.guest.memory());
     served.guest.on_pause(move || ram.fail_writes(2..u64::MAX));
     served
         .guest
@@ -120,7 +121,7 @@ async fn an_undo_that_fails_keeps_the_guest_paused() {
         assert!(message.contains(part), "{message}");
     }
     assert_eq!(served.keys.pause_state(), PauseState::UntilResumed);
-    served.guest.ram().fail_writes(0..0);
+    served.guest.memory().fail_writes(0..0);
     for key in ["alpha", "beta"] {
         assert!(!served.get(key).await.expect("a key").quarantine.is_empty());
         let result = served.op(key, KeyOp::Inc).await;
@@ -140,7 +141,7 @@ async fn counts_that_cannot_be_taken_back_are_quarantined() {
     for key in KEYS {
         served.guest.set_count(key, 1);
     }
-    served.guest.ram().fail_writes(1..u64::MAX);
+    served.guest.memory().fail_writes(1..u64::MAX);
     let result = served
         .update(request(&KEYS.map(|key| (key, KeyOp::Inc))))
         .await;
@@ -166,7 +167,7 @@ async fn a_count_that_cannot_be_written_takes_the_others_back() {
     let before = state(&served);
     let updates = KEYS.map(|key| (key, KeyOp::Inc));
     for step in 0..3 {
-        served.guest.ram().fail_writes(step..step + 1);
+        served.guest.memory().fail_writes(step..step + 1);
         let result = served.update(request(&updates)).await;
         assert_refused(result, Code::DataLoss, "WRITE_FAULT");
         assert_eq!(state(&served), before, "count {step}");

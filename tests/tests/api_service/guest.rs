@@ -7,10 +7,11 @@ use std::time::{Duration, SystemTime};
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
-use patchbay_vmm::abi;
-use patchbay_vmm::keys::testing::{Gate, InMemoryGuest, TestKey};
-use patchbay_vmm::keys::{Keys, KeysConfig, Machine, PauseRequest, Registry};
-use patchbay_vmm::service::{ApiSocket, SocketError};
+use patchbay_service::abi;
+use patchbay_service::api::{ApiSocket, SocketError};
+use patchbay_service::guest::Machine;
+use patchbay_service::keys::{Keys, KeysConfig, PauseRequest, Registry};
+use patchbay_service::testing::{Gate, InMemoryGuest, TestKey};
 use tokio_stream::StreamExt;
 use tonic::Code;
 use zerocopy::IntoBytes;

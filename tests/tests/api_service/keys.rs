@@ -2,7 +2,7 @@
 //! List and get.
 
 use patchbay_proto::v1;
-use patchbay_vmm::keys::testing::TestKey;
+use patchbay_service::testing::TestKey;
 use tonic::Code;
 
 use super::support::{Served, Setup, assert_refused};

@@ -10,11 +10,12 @@ use hyper_util::rt::TokioIo;
 use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
-use patchbay_vmm::keys::audit::AuditLog;
-use patchbay_vmm::keys::testing::{InMemoryGuest, ManualClock, TestKey};
-use patchbay_vmm::keys::{Keys, KeysConfig, Limits, Registry};
+use patchbay_service::api::{ApiSocket, serve};
+use patchbay_service::keys::audit::AuditLog;
+use patchbay_service::keys::{Keys, KeysConfig, Limits, Registry};
+use patchbay_service::testing::{InMemoryGuest, ManualClock, TestKey};
+use patchbay_vmm::guest::FilteredThreads;
 use patchbay_vmm::seccomp::{self, SeccompLevel};
-use patchbay_vmm::service::{ApiSocket, serve};
 use tokio::net::UnixStream;
 use tokio::sync::oneshot;
 use tonic::transport::{Channel, Endpoint};
@@ -102,6 +103,7 @@ impl Served {
             audit: AuditLog::open(&audit).expect("the audit log opens"),
             allow_guarded: setup.allow_guarded,
             clock: Arc::<ManualClock>::clone(&clock),
+            threads: Arc::new(FilteredThreads),
             ..KeysConfig::default()
         };
         let (keys, _owner) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");

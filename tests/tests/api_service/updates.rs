@@ -3,7 +3,7 @@
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
-use patchbay_vmm::keys::testing::TestKey;
+use patchbay_service::testing::TestKey;
 use tonic::Code;
 
 use super::support::{Served, Setup, assert_refused, every_kind, request};

@@ -4,8 +4,8 @@
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
 use patchbay_proto::v1::key_event::Kind;
-use patchbay_vmm::keys::Limits;
-use patchbay_vmm::keys::testing::TestKey;
+use patchbay_service::keys::Limits;
+use patchbay_service::testing::TestKey;
 use tokio_stream::StreamExt;
 use tonic::{Code, Streaming};
 
@@ -121,7 +121,7 @@ async fn modules_registrations_and_quarantines_are_told() {
         .write(served.guest.sites("alpha")[0], &[1, 2, 3, 4, 5]);
     served
         .guest
-        .set_gate(patchbay_vmm::keys::testing::Gate::SystemState, 2);
+        .set_gate(patchbay_service::testing::Gate::SystemState, 2);
     assert_refused(
         served.op("alpha", KeyOp::Inc).await,
         Code::DataLoss,

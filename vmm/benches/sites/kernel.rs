@@ -12,13 +12,12 @@
 //!  20 MiB  text                   +14 MiB
 //! ```
 
-use patchbay_vmm::abi;
+use patchbay_service::abi;
+use patchbay_service::testing::structures;
 use patchbay_vmm::memory::GuestRam;
 use patchbay_vmm::request::GuestRequests;
 use vm_memory::GuestAddress;
 use zerocopy::{FromZeros, IntoBytes};
-
-use crate::bare_metal::structures;
 
 /// Memory that a guest needs for these tables.
 pub const MEMORY_BYTES: u64 = 64 << 20;

@@ -19,8 +19,9 @@ use std::time::{Duration, Instant};
 
 use bare_metal::{branch_code, raw, spinning, started};
 use kernel::Kernel;
+use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, Limits, Registry, UpdateRequest};
 use patchbay_vmm::config::VmConfig;
-use patchbay_vmm::keys::{KeyUpdate, Keys, KeysConfig, Limits, Registry, UpdateRequest, VmGuest};
+use patchbay_vmm::guest::VmGuest;
 use patchbay_vmm::request::NoRequests;
 use static_keys::Op;
 

@@ -19,6 +19,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use patchbay_service::console::{ConsoleChunk, Listener};
 use vm_superio::Trigger;
 use vm_superio::serial::{NoEvents, Serial};
 use vmm_sys_util::eventfd::EventFd;
@@ -66,17 +67,6 @@ pub enum ConsoleError {
     #[error("the console cannot be set up ({0}): raise the limits on threads and open files")]
     Host(#[from] io::Error),
 }
-
-/// Some of the console's output.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct ConsoleChunk {
-    /// Offset of the first byte, in bytes since the guest's start.
-    pub offset: u64,
-    /// The bytes, at most 32 KiB.
-    pub bytes: Vec<u8>,
-}
-
-type Listener = Box<dyn Fn() + Send + Sync>;
 
 #[derive(Default)]
 struct RingState {
@@ -296,8 +286,8 @@ impl Console {
 
     /// Calls `listener` after each output and when the guest has ended. It runs
     /// on a vCPU's thread and must return at once.
-    pub fn on_output(&self, listener: impl Fn() + Send + Sync + 'static) {
-        lock(&self.ring.listeners).push(Box::new(listener));
+    pub fn on_output(&self, listener: Listener) {
+        lock(&self.ring.listeners).push(listener);
     }
 
     /// Whether the guest has ended: there will be no more output.

@@ -10,7 +10,7 @@ use std::path::Path;
 use rustix::fs::OFlags;
 
 use super::console::Sink;
-use crate::log_file::{LogPath, length};
+use patchbay_service::log_file::{LogPath, length};
 
 /// Bytes after which a new file is begun.
 const FULL: u64 = 16 << 20;

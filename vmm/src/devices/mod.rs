@@ -19,7 +19,7 @@ pub mod virtio;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-pub use console::{Console, ConsoleChunk, ConsoleError, ConsoleOutput};
+pub use console::{Console, ConsoleError, ConsoleOutput};
 pub use power::GuestPower;
 pub(crate) use power::{PM1_CONTROL, PM1_EVENT, PowerManagement, SLEEP_TYPE_OFF};
 pub(crate) use virtio::Virtio;

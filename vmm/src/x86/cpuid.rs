@@ -5,9 +5,9 @@
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
-use crate::abi;
 use crate::probe::Transports;
 use crate::request::MSR_INDEX;
+use patchbay_service::abi;
 
 /// Patchbay's base leaf: 0x100-aligned as `hypervisor_cpuid_base()` wants it, and
 /// clear of KVM (0x40000000) and Hyper-V (0x40000000 or 0x40000100).

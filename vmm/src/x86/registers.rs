@@ -194,7 +194,7 @@ pub(crate) fn local_interrupts(lapic: &mut kvm_lapic_state) {
 mod tests {
     use super::*;
     use crate::memory::MEMORY_MIN;
-    use crate::paging::{Levels, translate};
+    use patchbay_service::paging::{Levels, translate};
 
     #[test]
     fn descriptors_are_those_of_the_boot_protocol() {

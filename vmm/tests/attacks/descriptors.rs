@@ -2,8 +2,8 @@
 
 //! Descriptors that lie.
 
-use patchbay_vmm::abi;
-use patchbay_vmm::keys::RegistrationPhase;
+use patchbay_service::abi;
+use patchbay_service::keys::RegistrationPhase;
 use zerocopy::IntoBytes;
 
 use super::kernel::*;

@@ -2,8 +2,8 @@
 
 //! Key directories that lie: addresses, classes, names.
 
-use patchbay_vmm::abi;
-use patchbay_vmm::keys::ListQuery;
+use patchbay_service::abi;
+use patchbay_service::keys::ListQuery;
 use static_keys::Op;
 use zerocopy::IntoBytes;
 

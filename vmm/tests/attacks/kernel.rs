@@ -17,11 +17,10 @@
 use std::mem::size_of;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use patchbay_vmm::abi;
+use patchbay_service::abi;
+use patchbay_service::testing::structures;
 use patchbay_vmm::memory::GuestRam;
 use zerocopy::{FromZeros, IntoBytes};
-
-use crate::bare_metal::structures;
 
 pub const CODE: u64 = 0x10_0000;
 pub const SCRATCH: u64 = 0x13_0000;

@@ -2,7 +2,7 @@
 
 //! Module events that lie.
 
-use patchbay_vmm::abi;
+use patchbay_service::abi;
 use static_keys::Op;
 
 use super::kernel::*;

@@ -5,8 +5,8 @@
 
 use std::ops::Range;
 
-use patchbay_vmm::abi;
-use patchbay_vmm::keys::KeysError;
+use patchbay_service::abi;
+use patchbay_service::keys::KeysError;
 use static_keys::Op;
 use zerocopy::IntoBytes;
 

@@ -10,13 +10,15 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use patchbay_vmm::abi;
+use patchbay_service::abi;
+use patchbay_service::keys::registry::Registry;
+use patchbay_service::keys::{
+    KeyUpdate, Keys, KeysConfig, KeysError, UpdateOutcome, UpdateRequest,
+};
+use patchbay_service::trace::TracepointKeys;
 use patchbay_vmm::config::{Payload, RawCode, RawEntry, VmConfig};
 use patchbay_vmm::devices::virtio::VirtioConfig;
-use patchbay_vmm::keys::registry::Registry;
-use patchbay_vmm::keys::vm_guest::VmGuest;
-use patchbay_vmm::keys::{KeyUpdate, Keys, KeysConfig, KeysError, UpdateOutcome, UpdateRequest};
-use patchbay_vmm::trace::TracepointKeys;
+use patchbay_vmm::guest::VmGuest;
 use patchbay_vmm::vm::{ExitReason, Vm, VmError};
 use static_keys::Op;
 use vm_memory::{Bytes, GuestAddress};
@@ -311,7 +313,7 @@ impl Rig {
 
     /// Lists and reads all keys, as a client would: whatever the guest says of them.
     pub fn look_at_everything(&self) {
-        let query = patchbay_vmm::keys::ListQuery {
+        let query = patchbay_service::keys::ListQuery {
             page_size: 1000,
             ..Default::default()
         };

@@ -4,8 +4,8 @@
 
 use std::time::Duration;
 
-use patchbay_vmm::abi;
-use patchbay_vmm::keys::RegistrationPhase;
+use patchbay_service::abi;
+use patchbay_service::keys::RegistrationPhase;
 use patchbay_vmm::vm::ExitReason;
 use static_keys::Op;
 

@@ -17,15 +17,11 @@
 
 #![allow(dead_code, reason = "each test binary and benchmark uses a part")]
 
-#[path = "../../src/keys/testing/structures.rs"]
-pub mod structures;
-
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-use patchbay_vmm::abi;
 use patchbay_vmm::config::{Payload, RawCode, RawEntry, VmConfig};
 use patchbay_vmm::memory::GuestRam;
 use patchbay_vmm::request::{GuestRequests, NoRequests};

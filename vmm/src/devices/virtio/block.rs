@@ -26,7 +26,7 @@ use super::Memory;
 use super::device::{Device, HostDone, HostWork, Next};
 use super::queue::{Broken, CHAIN_MAX, Chain, Ring};
 use super::rate::{DiskLimits, Limiter};
-use crate::log_limit::limited;
+use patchbay_service::limited;
 
 const DEVICE_ID: u32 = 2;
 

@@ -34,7 +34,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::Memory;
 use super::device::{Device, Next};
 use super::queue::{Broken, QueueAddresses, Ring};
-use crate::log_limit::limited;
+use patchbay_service::limited;
 
 /// "virt", little-endian.
 const MAGIC: u32 = 0x7472_6976;

@@ -15,7 +15,7 @@ use rustix::net::{
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::VsockError;
-use crate::socket::ListeningSocket;
+use patchbay_service::socket::ListeningSocket;
 
 /// Clients that have not said yet which port they want. The one that waits
 /// longest makes room for another.

@@ -44,7 +44,7 @@ use packet::{DATA_MAX, HEADER_BYTES, HOST_CID, Header, Op, STREAM};
 use super::Memory;
 use super::device::{Device, Next};
 use super::queue::{Broken, Chain, Ring};
-use crate::socket::SocketError;
+use patchbay_service::socket::SocketError;
 
 const DEVICE_ID: u32 = 19;
 

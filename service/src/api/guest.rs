@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay.v1.GuestService`.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use patchbay_proto::v1;
+use patchbay_proto::v1::guest_service_server::GuestService;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt};
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::guest::{Machine, Transport};
+use crate::keys::{Keys, KeysError, PauseRequest, PauseState, RegistrationPhase, to_proto};
+
+const DEFAULT_PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
+const MAX_PAUSE_TIMEOUT: Duration = Duration::from_secs(30);
+const DEFAULT_SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
+const MAX_SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3600);
+const DEFAULT_PAUSE_TTL: Duration = Duration::from_secs(30);
+const MAX_PAUSE_TTL: Duration = Duration::from_secs(3600);
+
+/// Serves [`GuestService`].
+pub struct GuestApi {
+    keys: Arc<Keys>,
+    started_at: SystemTime,
+    ending: watch::Receiver<bool>,
+    /// Changes with each console output and when the guest has ended.
+    printed: watch::Receiver<()>,
+}
+
+impl GuestApi {
+    pub fn new(keys: Arc<Keys>, ending: watch::Receiver<bool>) -> Self {
+        let (sender, printed) = watch::channel(());
+        keys.machine().console().on_output(Box::new(move || {
+            sender.send_replace(());
+        }));
+        Self {
+            keys,
+            started_at: SystemTime::now(),
+            ending,
+            printed,
+        }
+    }
+}
+
+impl GuestApi {
+    /// Waits until the guest has ended, or the monitor ends.
+    async fn guest_ended(&self) {
+        let mut printed = self.printed.clone();
+        let mut ending = self.ending.clone();
+        let ended = async {
+            loop {
+                printed.mark_unchanged();
+                // The sender lives in the console's listener, and so as long as the guest.
+                if self.keys.machine().has_ended() || printed.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        tokio::select! {
+            () = ended => {}
+            () = super::wait_for_end(&mut ending) => {}
+        }
+    }
+}
+
+/// The guest's power button, pressed. A press that the guest has not seen is taken back when this is
+/// dropped: a guest that was told to run on must not shut down an hour later.
+struct PowerButton<'a>(&'a dyn Machine);
+
+impl<'a> PowerButton<'a> {
+    fn press(machine: &'a dyn Machine) -> Self {
+        machine.press_power_button();
+        Self(machine)
+    }
+
+    /// Whether the guest had not seen it.
+    fn take_back(&self) -> bool {
+        self.0.take_back_press()
+    }
+}
+
+impl Drop for PowerButton<'_> {
+    fn drop(&mut self) {
+        self.take_back();
+    }
+}
+
+#[tonic::async_trait]
+impl GuestService for GuestApi {
+    async fn describe_guest(
+        &self,
+        _request: Request<v1::DescribeGuestRequest>,
+    ) -> Result<Response<v1::DescribeGuestResponse>, Status> {
+        let description = self.keys.machine().description();
+        let registration = self.keys.describe();
+        let transports: Vec<i32> = description
+            .transports
+            .iter()
+            .map(|&transport| to_transport(transport) as i32)
+            .collect();
+        let phase = match registration.phase {
+            RegistrationPhase::Absent => v1::RegistrationState::Absent,
+            RegistrationPhase::Registered => v1::RegistrationState::Registered,
+            RegistrationPhase::Withdrawn => v1::RegistrationState::Withdrawn,
+            RegistrationPhase::Refused => v1::RegistrationState::Refused,
+        };
+        let (state, paused_until) = match self.keys.pause_state() {
+            _ if self.keys.machine().has_ended() => (v1::GuestState::Stopped, None),
+            PauseState::Running => (v1::GuestState::Running, None),
+            PauseState::Until(at) => (v1::GuestState::Paused, Some(at)),
+            PauseState::UntilResumed => (v1::GuestState::Paused, None),
+        };
+        let transport = match (phase, transports.first()) {
+            (v1::RegistrationState::Absent, _) | (_, None) => v1::Transport::Unspecified as i32,
+            (_, Some(&first)) => first,
+        };
+        Ok(Response::new(v1::DescribeGuestResponse {
+            name: description.name,
+            state: state.into(),
+            vcpus: description.vcpus,
+            memory_bytes: description.memory_bytes,
+            monitor_pid: std::process::id(),
+            monitor_version: env!("CARGO_PKG_VERSION").to_owned(),
+            started_at: Some(self.started_at.into()),
+            registration: phase.into(),
+            registration_error: registration.error,
+            transport,
+            kernel_release: registration.release,
+            kernel_build_id: registration.build_id,
+            generation: registration.generation,
+            keys: registration.keys,
+            sites: registration.sites,
+            modules: registration.modules,
+            revision: self.keys.revision(),
+            kaslr: registration.kaslr,
+            page_table_isolation: registration.page_table_isolation,
+            five_level_paging: registration.five_level_paging,
+            transports,
+            paused_until: paused_until.map(Into::into),
+        }))
+    }
+
+    async fn pause_guest(
+        &self,
+        request: Request<v1::PauseGuestRequest>,
+    ) -> Result<Response<v1::PauseGuestResponse>, Status> {
+        let v1::PauseGuestRequest { timeout, ttl } = request.into_inner();
+        let range = Duration::from_micros(1)..=MAX_PAUSE_TIMEOUT;
+        let timeout = super::from_proto("timeout", timeout, range)?;
+        let range = Duration::from_millis(1)..=MAX_PAUSE_TTL;
+        let ttl = super::from_proto("ttl", ttl, range)?;
+        let request = PauseRequest {
+            timeout: timeout.unwrap_or(DEFAULT_PAUSE_TIMEOUT),
+            ttl: ttl.unwrap_or(DEFAULT_PAUSE_TTL),
+        };
+        let outcome = self.keys.pause(request).await?;
+        Ok(Response::new(v1::PauseGuestResponse {
+            stop_time: Some(to_proto(outcome.stop_time)),
+            expires_at: outcome.expires_at.map(Into::into),
+        }))
+    }
+
+    async fn resume_guest(
+        &self,
+        _request: Request<v1::ResumeGuestRequest>,
+    ) -> Result<Response<v1::ResumeGuestResponse>, Status> {
+        self.keys.resume().await?;
+        Ok(Response::new(v1::ResumeGuestResponse {}))
+    }
+
+    async fn shutdown_guest(
+        &self,
+        request: Request<v1::ShutdownGuestRequest>,
+    ) -> Result<Response<v1::ShutdownGuestResponse>, Status> {
+        let request = request.into_inner();
+        let range = Duration::from_millis(1)..=MAX_SHUTDOWN_TIMEOUT;
+        let timeout = super::from_proto("timeout", request.timeout, range)?;
+        let timeout = timeout.unwrap_or(DEFAULT_SHUTDOWN_TIMEOUT);
+        let machine = self.keys.machine();
+        let power_cut = if request.force {
+            machine.shut_down();
+            true
+        } else if machine.has_ended() {
+            false
+        } else if self.keys.pause_state() != PauseState::Running {
+            return Err(KeysError::GuestPaused.into());
+        } else {
+            let button = PowerButton::press(machine);
+            if tokio::time::timeout(timeout, self.guest_ended())
+                .await
+                .is_ok()
+            {
+                false
+            } else if request.cut_after_timeout {
+                machine.shut_down();
+                true
+            } else {
+                let seen = !button.take_back();
+                let waited = timeout;
+                return Err(KeysError::NotPoweredOff { waited, seen }.into());
+            }
+        };
+        Ok(Response::new(v1::ShutdownGuestResponse { power_cut }))
+    }
+
+    type StreamConsoleStream =
+        Pin<Box<dyn Stream<Item = Result<v1::StreamConsoleResponse, Status>> + Send>>;
+
+    async fn stream_console(
+        &self,
+        request: Request<Streaming<v1::StreamConsoleRequest>>,
+    ) -> Result<Response<Self::StreamConsoleStream>, Status> {
+        let (sender, receiver) = mpsc::channel(4);
+        let keys = Arc::clone(&self.keys);
+        let mut ending = self.ending.clone();
+        let printed = self.printed.clone();
+        let mut typed = request.into_inner();
+        tokio::spawn(async move {
+            let first = match typed.next().await {
+                Some(Ok(first)) => first,
+                None => v1::StreamConsoleRequest::default(),
+                Some(Err(_)) => return,
+            };
+            // What the console has no room for is lost, as on a serial line without flow control.
+            let _ = keys.machine().console().input(&first.input);
+            let typing = async {
+                while let Some(Ok(message)) = typed.next().await {
+                    let _ = keys.machine().console().input(&message.input);
+                }
+                // A client that has nothing more to type may still want to read.
+                std::future::pending::<()>().await;
+            };
+            tokio::select! {
+                () = typing => {}
+                () = print(&keys, &first, printed, &sender) => {}
+                () = sender.closed() => {}
+                () = super::wait_for_end(&mut ending) => {
+                    let _ = sender.send(Err(Status::unavailable("the monitor ends"))).await;
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+}
+
+/// Sends output until the client or the guest is gone or, for a client that does not follow, until
+/// there is no more.
+async fn print(
+    keys: &Keys,
+    first: &v1::StreamConsoleRequest,
+    mut printed: watch::Receiver<()>,
+    sender: &mpsc::Sender<Result<v1::StreamConsoleResponse, Status>>,
+) {
+    let console = keys.machine().console();
+    let mut offset = first.offset;
+    loop {
+        printed.mark_unchanged();
+        let closed = console.is_closed();
+        let chunk = console.read(offset);
+        if chunk.bytes.is_empty() {
+            // The sender lives in the console's listener, and so as long as the guest.
+            if first.no_follow || closed || printed.changed().await.is_err() {
+                return;
+            }
+            continue;
+        }
+        offset = chunk.offset + chunk.bytes.len() as u64;
+        let message = v1::StreamConsoleResponse {
+            offset: chunk.offset,
+            output: chunk.bytes,
+        };
+        if sender.send(Ok(message)).await.is_err() {
+            return;
+        }
+    }
+}
+
+fn to_transport(transport: Transport) -> v1::Transport {
+    match transport {
+        Transport::Hypercall => v1::Transport::Hypercall,
+        Transport::Msr => v1::Transport::Msr,
+    }
+}

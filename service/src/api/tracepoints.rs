@@ -1,0 +1,543 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay.v1.TracepointsService`: checks requests and hands them to [`Tracer`].
+//!
+//! Changes run in tasks of their own: a client that goes away half-way must not leave events armed
+//! that nobody knows of.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use patchbay_proto::v1;
+use patchbay_proto::v1::from_agent::Message as Answer;
+use patchbay_proto::v1::to_agent::Message as Question;
+use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
+use prost::Message;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::Stream;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+
+use crate::keys::replay;
+use crate::trace::link::bounded;
+use crate::trace::once::Once;
+use crate::trace::select::{self, Wanted};
+use crate::trace::stream::Subscription;
+use crate::trace::tracer::{ArmTerms, Outcome, SwitchTerms, Tracer};
+use crate::trace::{AgentError, TraceError, book, link};
+
+const MAX_TEXT_BYTES: usize = 1024;
+const MAX_REQUEST_ID_BYTES: usize = 128;
+const DEFAULT_PAGE_SIZE: usize = 1000;
+const MAX_PAGE_SIZE: usize = 10_000;
+const DEFAULT_EVENTS_PER_SECOND: u32 = 50_000;
+const MAX_EVENTS_PER_SECOND: u32 = 1_000_000;
+const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Serves [`TracepointsService`].
+pub struct TracepointsApi {
+    /// What it serves.
+    pub tracer: Arc<Tracer>,
+    /// Turns true when the monitor ends.
+    pub ending: watch::Receiver<bool>,
+    /// What a client armed by streaming is kept armed for so long after it is gone.
+    pub grace: Duration,
+}
+
+#[tonic::async_trait]
+impl TracepointsService for TracepointsApi {
+    async fn list_tracepoints(
+        &self,
+        request: Request<v1::ListTracepointsRequest>,
+    ) -> Result<Response<v1::ListTracepointsResponse>, Status> {
+        let request = request.into_inner();
+        let wanted = Wanted::parse(request.patterns, false)?;
+        let size = match usize::try_from(request.page_size) {
+            Ok(0) => DEFAULT_PAGE_SIZE,
+            Ok(size) => size.min(MAX_PAGE_SIZE),
+            Err(_) => {
+                return Err(invalid(
+                    "page_size",
+                    "is negative; give 0 for the default or a count",
+                )
+                .into());
+            }
+        };
+        let (listed, stale) = list(&self.tracer, &wanted, request.armed_only).await?;
+        if let (true, Some(error)) = (request.refresh, &stale) {
+            return Err(TraceError::from(error.clone()).into());
+        }
+        let total_size = i32::try_from(listed.len()).unwrap_or(i32::MAX);
+        let start = listed.partition_point(|tracepoint| tracepoint.name <= request.page_token);
+        let mut page: Vec<_> = listed.into_iter().skip(start).take(size + 1).collect();
+        let next_page_token = if page.len() > size {
+            page.pop();
+            page.last()
+                .map(|tracepoint| tracepoint.name.clone())
+                .unwrap_or_default()
+        } else {
+            String::new()
+        };
+        Ok(Response::new(v1::ListTracepointsResponse {
+            tracepoints: page,
+            next_page_token,
+            total_size,
+            stale: stale.map(|error| error.to_string()).unwrap_or_default(),
+        }))
+    }
+
+    async fn arm_tracepoints(
+        &self,
+        request: Request<v1::ArmTracepointsRequest>,
+    ) -> Result<Response<v1::ArmTracepointsResponse>, Status> {
+        let client = super::owner(&request);
+        let mut request = request.into_inner();
+        let id = std::mem::take(&mut request.request_id);
+        let once = once("arm", &client, id, request.validate_only, &request)?;
+        let wanted = Wanted::parse(request.patterns, true)?;
+        let terms = ArmTerms {
+            filter: text("filter", request.filter)?,
+            trigger: text("trigger", request.trigger)?,
+            even_if_others: request.even_if_others,
+            validate_only: request.validate_only,
+        };
+        let tracer = Arc::clone(&self.tracer);
+        let change = async move { tracer.arm(&client, &wanted, &terms).await };
+        let (results, report) = self.change(once, change).await?;
+        Ok(Response::new(v1::ArmTracepointsResponse {
+            results,
+            report,
+        }))
+    }
+
+    async fn fire_tracepoints(
+        &self,
+        request: Request<v1::FireTracepointsRequest>,
+    ) -> Result<Response<v1::FireTracepointsResponse>, Status> {
+        let client = super::owner(&request);
+        let deadline = Instant::now() + super::time_allowed(request.metadata());
+        let mut request = request.into_inner();
+        let id = std::mem::take(&mut request.request_id);
+        let once = once("fire", &client, id, request.validate_only, &request)?;
+        let wanted = Wanted::parse(request.patterns, true)?;
+        let mut terms = switch_terms(request.validate_only, request.stop_timeout)?;
+        terms.deadline = deadline;
+        let summary_only = super::summary_only(request.result_view)?;
+        let tracer = Arc::clone(&self.tracer);
+        let change = async move { tracer.fire(&client, &wanted, &terms).await };
+        let (results, report) = self.change(once, change).await?;
+        let (results, summary) = viewed(results, summary_only);
+        Ok(Response::new(v1::FireTracepointsResponse {
+            results,
+            report,
+            summary: Some(summary),
+        }))
+    }
+
+    async fn park_tracepoints(
+        &self,
+        request: Request<v1::ParkTracepointsRequest>,
+    ) -> Result<Response<v1::ParkTracepointsResponse>, Status> {
+        let client = super::owner(&request);
+        let deadline = Instant::now() + super::time_allowed(request.metadata());
+        let mut request = request.into_inner();
+        let id = std::mem::take(&mut request.request_id);
+        let once = once("park", &client, id, request.validate_only, &request)?;
+        let wanted = Wanted::parse(request.patterns, true)?;
+        let mut terms = switch_terms(request.validate_only, request.stop_timeout)?;
+        terms.deadline = deadline;
+        terms.even_if_others = request.even_if_others;
+        terms.force = request.force;
+        let summary_only = super::summary_only(request.result_view)?;
+        let tracer = Arc::clone(&self.tracer);
+        let change = async move { tracer.park(&client, &wanted, &terms).await };
+        let (results, report) = self.change(once, change).await?;
+        let (results, summary) = viewed(results, summary_only);
+        Ok(Response::new(v1::ParkTracepointsResponse {
+            results,
+            report,
+            summary: Some(summary),
+        }))
+    }
+
+    async fn disarm_tracepoints(
+        &self,
+        request: Request<v1::DisarmTracepointsRequest>,
+    ) -> Result<Response<v1::DisarmTracepointsResponse>, Status> {
+        let client = super::owner(&request);
+        let mut request = request.into_inner();
+        let id = std::mem::take(&mut request.request_id);
+        let once = once("disarm", &client, id, false, &request)?;
+        let wanted = Wanted::parse(request.patterns, true)?;
+        let tracer = Arc::clone(&self.tracer);
+        let change = async move {
+            let results = tracer.disarm(&client, &wanted, request.force).await?;
+            Ok((results, None))
+        };
+        let (results, _) = self.change(once, change).await?;
+        Ok(Response::new(v1::DisarmTracepointsResponse { results }))
+    }
+
+    type StreamTracepointEventsStream =
+        Pin<Box<dyn Stream<Item = Result<v1::StreamTracepointEventsResponse, Status>> + Send>>;
+
+    async fn stream_tracepoint_events(
+        &self,
+        request: Request<v1::StreamTracepointEventsRequest>,
+    ) -> Result<Response<Self::StreamTracepointEventsStream>, Status> {
+        let owner = super::owner(&request);
+        let request = request.into_inner();
+        let wanted = Wanted::parse(request.patterns, request.arm_and_fire)?;
+        let limit = match request.max_events_per_second {
+            0 => DEFAULT_EVENTS_PER_SECOND,
+            limit => limit.min(MAX_EVENTS_PER_SECOND),
+        };
+        let terms = ArmTerms {
+            filter: text("filter", request.filter)?,
+            trigger: text("trigger", request.trigger)?,
+            even_if_others: request.even_if_others,
+            validate_only: false,
+        };
+        let subscription = self
+            .tracer
+            .hub
+            .subscribe(wanted.patterns().clone(), limit)?;
+        let client = format!("{owner}/stream-{}", subscription.id);
+        let guard = StreamGuard {
+            tracer: Arc::clone(&self.tracer),
+            stream: subscription.id,
+            client: request.arm_and_fire.then(|| client.clone()),
+            grace: self.grace,
+        };
+        let (guard, names) = if request.arm_and_fire {
+            let tracer = Arc::clone(&self.tracer);
+            whole(async move {
+                // Dropped here if nobody waits any longer: a client leaves once it is in.
+                let guard = guard;
+                let (results, _) = tracer.arm(&client, &wanted, &terms).await?;
+                // What the globs passed over is not to be fired either.
+                let names: Vec<String> = results.into_iter().map(|result| result.name).collect();
+                let armed = Wanted::parse(names.clone(), true)?;
+                tracer
+                    .fire(&client, &armed, &SwitchTerms::default())
+                    .await?;
+                Ok((guard, names))
+            })
+            .await?
+        } else {
+            (guard, vec![])
+        };
+        let (sender, receiver) = mpsc::channel(1);
+        let first = v1::StreamTracepointEventsResponse {
+            names,
+            ..Default::default()
+        };
+        self.tracer
+            .decoding
+            .spawn(tell(subscription, first, sender.clone()));
+        tokio::spawn(end_stream(sender, self.ending.clone(), guard));
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn get_tracepoint_stats(
+        &self,
+        _request: Request<v1::GetTracepointStatsRequest>,
+    ) -> Result<Response<v1::GetTracepointStatsResponse>, Status> {
+        let (tracepoints, mut stale) =
+            list(&self.tracer, &Wanted::parse(vec![], false)?, true).await?;
+        let question = Question::GetBufferStats(v1::AgentGetBufferStats {});
+        let buffer = match self.tracer.link.ask(question, PATIENCE).await {
+            Ok(Answer::BufferStats(buffer)) => buffer,
+            Ok(_) => v1::AgentBufferStats::default(),
+            Err(error) => {
+                stale = Some(error);
+                v1::AgentBufferStats::default()
+            }
+        };
+        let totals = self.tracer.hub.totals();
+        let clock_error = self.tracer.link.clock().error();
+        Ok(Response::new(v1::GetTracepointStatsResponse {
+            tracepoints,
+            losses: Some(totals.losses),
+            events: totals.events,
+            page_bytes: totals.page_bytes,
+            streams: u32::try_from(totals.streams).unwrap_or(u32::MAX),
+            buffered_events: buffer.entries,
+            buffer_bytes: buffer.buffer_bytes,
+            overwritten_events: buffer.overrun,
+            stale: stale.map(|error| error.to_string()).unwrap_or_default(),
+            clock_error: clock_error.and_then(|error| error.try_into().ok()),
+        }))
+    }
+
+    async fn describe_agent(
+        &self,
+        _request: Request<v1::DescribeAgentRequest>,
+    ) -> Result<Response<v1::DescribeAgentResponse>, Status> {
+        let peer = match self.tracer.link.peer() {
+            Ok(peer) => peer,
+            Err(error) => {
+                let absent = error.to_string();
+                return Ok(Response::new(v1::DescribeAgentResponse {
+                    absent,
+                    ..Default::default()
+                }));
+            }
+        };
+        let (health, absent) = match self
+            .tracer
+            .link
+            .ask(Question::GetHealth(v1::AgentGetHealth {}), PATIENCE)
+            .await
+        {
+            Ok(Answer::Health(health)) => (health, String::new()),
+            Ok(_) => (v1::AgentHealth::default(), AgentError::Confused.to_string()),
+            Err(error) => (v1::AgentHealth::default(), error.to_string()),
+        };
+        Ok(Response::new(description(peer, health, absent)))
+    }
+}
+
+fn description(
+    peer: link::Peer,
+    health: v1::AgentHealth,
+    absent: String,
+) -> v1::DescribeAgentResponse {
+    let pressure = health
+        .pressure
+        .into_iter()
+        .take(16)
+        .map(|pressure| v1::Pressure {
+            resource: bounded(pressure.resource),
+            average_10s: pressure.average_10s,
+            average_60s: pressure.average_60s,
+        });
+    v1::DescribeAgentResponse {
+        absent,
+        agent_version: peer.hello.agent_version,
+        protocol_version: peer.version,
+        connected_at: Some(peer.connected_at.into()),
+        no_tracing: peer.hello.no_tracing,
+        kernel_release: peer.hello.kernel_release,
+        build_id: bounded(health.build_id),
+        labels: health
+            .labels
+            .into_iter()
+            .take(64)
+            .map(|(key, value)| (bounded(key), bounded(value)))
+            .collect(),
+        uptime: Duration::from_millis(health.uptime_ms).try_into().ok(),
+        load: health.load.into_iter().take(3).collect(),
+        pressure: pressure.collect(),
+        memory_total_bytes: health.memory_total_bytes,
+        memory_available_bytes: health.memory_available_bytes,
+        warnings: health.warnings.into_iter().take(16).map(bounded).collect(),
+        agent_memory_bytes: health.agent_memory_bytes,
+    }
+}
+
+/// Closes the stream however it ends, and takes its client out after the grace time.
+struct StreamGuard {
+    tracer: Arc<Tracer>,
+    stream: u64,
+    client: Option<String>,
+    grace: Duration,
+}
+
+impl Drop for StreamGuard {
+    fn drop(&mut self) {
+        self.tracer.hub.unsubscribe(self.stream);
+        if let Some(client) = self.client.take() {
+            let tracer = Arc::clone(&self.tracer);
+            let grace = self.grace;
+            tokio::spawn(async move {
+                tokio::time::sleep(grace).await;
+                tracer.leave(&client).await;
+            });
+        }
+    }
+}
+
+type Sender = mpsc::Sender<Result<v1::StreamTracepointEventsResponse, Status>>;
+
+/// Until the stream is closed at either end.
+async fn tell(
+    mut subscription: Subscription,
+    first: v1::StreamTracepointEventsResponse,
+    sender: Sender,
+) {
+    let mut message = first;
+    while sender.send(Ok(message)).await.is_ok() {
+        match subscription.batches.recv().await {
+            Some(batch) => message = batch.to_proto(),
+            None => return,
+        }
+    }
+}
+
+/// Closes the stream when the client is gone or the monitor ends.
+async fn end_stream(sender: Sender, mut ending: watch::Receiver<bool>, _guard: StreamGuard) {
+    let end = async {
+        // An error means that the sender is gone, which is the end as well.
+        let _ = ending.wait_for(|ending| *ending).await;
+    };
+    tokio::select! {
+        () = sender.closed() => {}
+        () = end => {
+            let _ = sender.send(Err(Status::unavailable("the monitor ends"))).await;
+        }
+    }
+}
+
+impl TracepointsApi {
+    async fn change(
+        &self,
+        once: Once,
+        change: impl Future<Output = Result<Outcome, TraceError>> + Send + 'static,
+    ) -> Result<Outcome, Status> {
+        let tracer = Arc::clone(&self.tracer);
+        whole(async move { tracer.answers.once(once, change).await }).await
+    }
+}
+
+/// Names a change by its request id. `rest` is the request without it.
+fn once(
+    method: &str,
+    client: &str,
+    request_id: String,
+    validate_only: bool,
+    rest: &impl Message,
+) -> Result<Once, TraceError> {
+    if request_id.len() > MAX_REQUEST_ID_BYTES {
+        return Err(invalid(
+            "request_id",
+            format!("is longer than {MAX_REQUEST_ID_BYTES} bytes"),
+        ));
+    }
+    // What changes nothing may be asked for again.
+    if request_id.is_empty() || validate_only {
+        return Ok(Once::default());
+    }
+    let mut content = method.as_bytes().to_vec();
+    content.extend(rest.encode_to_vec());
+    Ok(Once {
+        client: client.to_owned(),
+        request_id,
+        content: replay::content(&content),
+    })
+}
+
+/// Runs a change to its end, whether or not anybody waits for it.
+async fn whole<T: Send + 'static>(
+    change: impl Future<Output = Result<T, TraceError>> + Send + 'static,
+) -> Result<T, Status> {
+    match tokio::spawn(change).await {
+        Ok(result) => Ok(result?),
+        Err(_) => Err(Status::internal(
+            "the change panicked; see the monitor's log",
+        )),
+    }
+}
+
+async fn list(
+    tracer: &Tracer,
+    wanted: &Wanted,
+    armed_only: bool,
+) -> Result<(Vec<v1::Tracepoint>, Option<AgentError>), TraceError> {
+    let (events, stale) = tracer.events().await;
+    let facts = tracer.facts().await?;
+    tracer.forget_vanished(&facts);
+    let book = tracer.book();
+    let others = select::others(&events, &facts.by_name, |event| {
+        book.may_have_probe(event) || book.moving.contains(event)
+    });
+    let mut names = events.names;
+    names.extend(book.events.keys().cloned());
+    // Without an agent ever, the tracepoints that the kernel registered, of unknown systems.
+    if names.is_empty() {
+        names.extend(facts.by_name.keys().map(|name| format!(":{name}")));
+    }
+    names.sort_unstable();
+    names.dedup();
+    let tell = |name: String| {
+        let armed = book.events.get(&name);
+        let of_event = facts.by_name.get(select::split(&name).1);
+        let enabled = of_event.is_some_and(|facts| facts.enabled);
+        let clients = |of: fn(&book::Armed) -> Vec<String>| armed.map(of).unwrap_or_default();
+        v1::Tracepoint {
+            state: match (armed, enabled) {
+                (None, _) => v1::TracepointState::Disarmed,
+                (Some(_), false) => v1::TracepointState::Parked,
+                (Some(_), true) => v1::TracepointState::Firing,
+            }
+            .into(),
+            enabled,
+            probes: of_event.and_then(|facts| facts.probes),
+            others: others.get(&name).cloned().unwrap_or_default(),
+            armed_by: clients(|armed| armed.armed_by.iter().cloned().collect()),
+            fired_by: clients(|armed| armed.fired_by.iter().cloned().collect()),
+            refused: select::refusal(of_event).unwrap_or_default(),
+            filter: armed.map(|armed| armed.filter.clone()).unwrap_or_default(),
+            trigger: armed.map(|armed| armed.trigger.clone()).unwrap_or_default(),
+            events: armed.map_or(0, |armed| {
+                armed
+                    .source
+                    .events
+                    .load(std::sync::atomic::Ordering::Relaxed)
+            }),
+            name,
+        }
+    };
+    let chosen = names
+        .into_iter()
+        .filter(|name| wanted.matches(name) && (!armed_only || book.events.contains_key(name)));
+    Ok((chosen.map(tell).collect(), stale))
+}
+
+/// The numbers of the results, and these unless the numbers alone are wanted.
+fn viewed(
+    results: Vec<v1::TracepointResult>,
+    summary_only: bool,
+) -> (Vec<v1::TracepointResult>, v1::TracepointSummary) {
+    let to_u32 = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    let fires = |result: &&v1::TracepointResult| result.state() == v1::TracepointState::Firing;
+    let summary = v1::TracepointSummary {
+        events: to_u32(results.len()),
+        firing: to_u32(results.iter().filter(fires).count()),
+    };
+    (if summary_only { vec![] } else { results }, summary)
+}
+
+fn invalid(field: &'static str, message: impl Into<String>) -> TraceError {
+    TraceError::Invalid {
+        field,
+        message: message.into(),
+    }
+}
+
+fn text(field: &'static str, text: String) -> Result<String, TraceError> {
+    if text.len() > MAX_TEXT_BYTES || text.contains(['\n', '\0']) {
+        return Err(invalid(
+            field,
+            format!("is longer than {MAX_TEXT_BYTES} bytes or has several lines"),
+        ));
+    }
+    Ok(text)
+}
+
+fn switch_terms(
+    validate_only: bool,
+    stop_timeout: Option<prost_types::Duration>,
+) -> Result<SwitchTerms, Status> {
+    let range = Duration::from_micros(1)..=MAX_STOP_TIMEOUT;
+    let mut terms = SwitchTerms {
+        validate_only,
+        ..SwitchTerms::default()
+    };
+    if let Some(timeout) = super::from_proto("stop_timeout", stop_timeout, range)? {
+        terms.stop_timeout = timeout;
+    }
+    Ok(terms)
+}

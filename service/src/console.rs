@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest's serial console, as clients of the service read it and type into it.
+
+/// Some of the console's output.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ConsoleChunk {
+    /// Offset of the first byte, in bytes since the guest's start.
+    pub offset: u64,
+    /// The bytes, at most 32 KiB.
+    pub bytes: Vec<u8>,
+}
+
+/// Called after each output and when the console closes.
+pub type Listener = Box<dyn Fn() + Send + Sync>;
+
+/// A console with a bounded history. No method waits for the guest or for a reader.
+pub trait Console: Send + Sync {
+    /// Output from `offset` on; empty if there is none yet. If the history no longer has that
+    /// offset, the chunk starts at the oldest byte that it has, and says so in its own offset.
+    fn read(&self, offset: u64) -> ConsoleChunk;
+
+    /// Types `bytes` into the console and returns how many were taken. The rest is refused, because
+    /// the guest does not read.
+    fn input(&self, bytes: &[u8]) -> usize;
+
+    /// Whether there will be no more output, because the guest has ended.
+    fn is_closed(&self) -> bool;
+
+    /// Registers a listener for as long as the console lives. Output that is complete when the
+    /// listener is called is seen by [`Console::read`]. It may run on a vCPU's thread and returns at
+    /// once.
+    fn on_output(&self, listener: Listener);
+}

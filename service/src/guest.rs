@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A guest as the service sees it: what a monitor implements.
+
+use std::time::Duration;
+
+use crate::console::Console;
+use crate::memory::GuestRam;
+use crate::pause::PauseError;
+
+/// Way of the guest's requests to the monitor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// `KVM_HC_MAP_GPA_RANGE` with `KVM_CAP_EXIT_HYPERCALL`.
+    Hypercall,
+    /// WRMSR behind `KVM_CAP_X86_USER_SPACE_MSR`.
+    Msr,
+}
+
+/// What does not change while the monitor runs.
+#[derive(Clone, Debug)]
+pub struct GuestDescription {
+    /// Name that the operator gave it.
+    pub name: String,
+    /// Number of vCPUs.
+    pub vcpus: u32,
+    /// Guest memory in bytes.
+    pub memory_bytes: u64,
+    /// Transports that the probe at start found working, most preferred first.
+    pub transports: Vec<Transport>,
+}
+
+/// The guest's lifecycle. Methods may be called from any thread but a vCPU's, at any time, also while
+/// the guest is paused, and return at once.
+pub trait Machine: Send + Sync {
+    /// What does not change.
+    fn description(&self) -> GuestDescription;
+
+    /// Whether the guest has powered off, reset or crashed: no vCPU runs any more or ever will. Once
+    /// true it stays true.
+    fn has_ended(&self) -> bool;
+
+    /// Ends the guest, as by cutting its power; the monitor ends after it. Does not wait for the end,
+    /// and may be called more than once.
+    fn shut_down(&self);
+
+    /// Presses the guest's power button, and does not wait for what the guest does about it. A press
+    /// that the guest's kernel has not seen stays until it looks, or until it is taken back.
+    fn press_power_button(&self);
+
+    /// Takes back a press that the guest's kernel has not seen. False: it has seen it, or there was none.
+    fn take_back_press(&self) -> bool;
+
+    /// The guest's serial console. It closes when the guest has ended, and not before.
+    fn console(&self) -> &dyn Console;
+}
+
+/// A guest that can be stopped and patched.
+pub trait Guest: Machine + 'static {
+    /// The guest, stopped; dropping it resumes every vCPU at once.
+    type Paused<'a>: PausedGuest
+    where
+        Self: 'a;
+
+    /// The guest's memory, the same for as long as the guest lives.
+    fn ram(&self) -> &GuestRam;
+
+    /// Stops every vCPU within `timeout`, or changes nothing.
+    ///
+    /// When this returns `Ok`, and until the answer is dropped:
+    ///
+    /// - No vCPU executes guest code. Those that have not started, are halted or have ended count as
+    ///   stopped, and cannot begin meanwhile. All writes that a vCPU made before it stopped are seen by
+    ///   this thread; all writes of this thread are seen by every vCPU once it runs again, instruction
+    ///   fetch included.
+    /// - No request of the guest is cut in half: a vCPU for which [`crate::keys::Registry::request`]
+    ///   runs, or whose answer is not yet in its registers, has not stopped. It is late.
+    /// - Accesses to ports and device memory are settled: an instruction that left the guest for one has
+    ///   completed, so that the published RIP is the next one's.
+    ///
+    /// Called by one thread at a time. It neither allocates nor takes a lock that another thread may
+    /// hold once the first vCPU was asked to stop, and the same holds for dropping the answer.
+    ///
+    /// # Errors
+    /// [`PauseError`]; the guest then runs on, or has ended, and no vCPU stays stopped.
+    /// [`PauseError::AlreadyPaused`] while an earlier answer lives.
+    fn pause(&self, timeout: Duration) -> Result<Self::Paused<'_>, PauseError>;
+}
+
+/// Where the vCPUs stopped. Answers do not change while the guest is stopped, and are given without
+/// allocating.
+///
+/// A monitor that cannot look at a vCPU says that it does not know, and never guesses: the service
+/// patches no text of a guest about which it is not told.
+pub trait PausedGuest {
+    /// Guest-virtual addresses of the next instruction of each vCPU, in the order of the vCPUs; those
+    /// that have not started or have ended have none. `None`: unknown.
+    fn rips(&self) -> Option<&[u64]>;
+    /// Whether a breakpoint exception (#BP) waits to be delivered on any vCPU. `None`: unknown.
+    fn breakpoint_pending(&self) -> Option<bool>;
+    /// From the request to stop until the last vCPU had stopped.
+    fn stop_time(&self) -> Duration;
+}

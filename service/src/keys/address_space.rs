@@ -1,0 +1,356 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest's kernel address space as the engine sees it.
+
+use std::cell::Cell;
+
+use static_keys::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
+
+use crate::memory::{GuestRam, PAGE_SIZE, Piece};
+use crate::paging::{self, Levels, WalkError};
+
+/// Where the kernel's own page table is.
+///
+/// With page table isolation, or while a nested guest runs, a vCPU's CR3 shows something else; the
+/// kernel's `init_top_pgt` always maps the whole kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageTable {
+    /// Guest-physical address of the top table.
+    pub root: u64,
+    /// 4 or 5.
+    pub levels: Levels,
+}
+
+/// Guest memory by kernel-virtual address.
+///
+/// Page walks are remembered for as long as this lives, which is to be one attempt at a transaction:
+/// a plan's translations are as old as that anyway, and keys and sites lie close together.
+#[derive(Clone, Debug)]
+pub struct KernelMemory {
+    ram: GuestRam,
+    table: PageTable,
+    walks: Walks<64, PAGE_SIZE>,
+    /// Of what larger pages map: nearly all of the kernel's text and data.
+    large_walks: Walks<16, LARGE_PAGE>,
+}
+
+const LARGE_PAGE: u64 = 2 << 20;
+
+/// A page of the guest's kernel and where it lies.
+#[derive(Clone, Copy, Debug)]
+struct Walk {
+    /// Address of its first byte, or no such address.
+    page: u64,
+    piece: Piece,
+}
+
+const NO_WALK: Walk = Walk {
+    page: 1,
+    piece: Piece::NONE,
+};
+
+/// `COUNT` walks to pages of `BYTES`, each at the place that its page's number gives it.
+#[derive(Clone, Debug)]
+struct Walks<const COUNT: usize, const BYTES: u64>([Cell<Walk>; COUNT]);
+
+impl<const COUNT: usize, const BYTES: u64> Walks<COUNT, BYTES> {
+    fn new() -> Self {
+        Self([const { Cell::new(NO_WALK) }; COUNT])
+    }
+
+    fn slot(&self, page: u64) -> &Cell<Walk> {
+        // Spread by all bits: keys and text lie in step with each other.
+        let spread = (page / BYTES).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        &self.0[usize::try_from(spread % COUNT as u64).unwrap_or(0)]
+    }
+
+    fn find(&self, page: u64) -> Option<Piece> {
+        let known = self.slot(page).get();
+        (known.page == page).then_some(known.piece)
+    }
+
+    fn remember(&self, page: u64, piece: Piece) {
+        self.slot(page).set(Walk { page, piece });
+    }
+}
+
+impl KernelMemory {
+    /// The memory that `table` maps.
+    pub fn new(ram: &GuestRam, table: PageTable) -> Self {
+        Self {
+            ram: ram.clone(),
+            table,
+            walks: Walks::new(),
+            large_walks: Walks::new(),
+        }
+    }
+
+    /// Where the page that begins at this address lies.
+    fn page(&self, page: u64) -> Result<Piece, Fault> {
+        if let Some(piece) = self.walks.find(page) {
+            return Ok(piece);
+        }
+        let offset = page % LARGE_PAGE;
+        let part = |large: Piece| large.part(usize::try_from(offset).unwrap_or(0), PAGE_BYTES);
+        if let Some(large) = self.large_walks.find(page - offset) {
+            return Ok(part(large));
+        }
+        let mapping = paging::translate(&*self.ram, self.table.root, self.table.levels, page)?;
+        // The end of a large page looks like a small one, and is treated as such.
+        if mapping.remaining > PAGE_SIZE
+            && let Ok(large) = self.ram.piece(mapping.physical - offset, LARGE_BYTES)
+        {
+            self.large_walks.remember(page - offset, large);
+            return Ok(part(large));
+        }
+        // Memory begins and ends with whole pages.
+        let piece = self
+            .ram
+            .piece(mapping.physical, PAGE_BYTES)
+            .map_err(|_| Fault::NotRam)?;
+        self.walks.remember(page, piece);
+        Ok(piece)
+    }
+
+    fn find(&self, address: u64, length: usize) -> Result<Place, Fault> {
+        let Some(last) = length.checked_sub(1) else {
+            return Ok(Place::default());
+        };
+        let wraps = WalkError::Wraps { address, length };
+        let last = address.checked_add(last as u64).ok_or(wraps)?;
+        let offset = address % PAGE_SIZE;
+        let page = address - offset;
+        let offset = usize::try_from(offset).unwrap_or(0);
+        let first = self.page(page)?.part(offset, length);
+        if last - page < PAGE_SIZE {
+            return Ok(Place {
+                first,
+                second: Piece::NONE,
+            });
+        }
+        let second = self.page(page + PAGE_SIZE)?;
+        Ok(Place {
+            first,
+            second: second.part(0, length - first.length()),
+        })
+    }
+
+    /// Hands each physically contiguous part of a range to `part(offset, piece)`.
+    fn pieces(
+        &self,
+        address: u64,
+        length: usize,
+        mut part: impl FnMut(usize, Piece) -> Result<(), Fault>,
+    ) -> Result<(), Unmapped> {
+        let mut done = 0;
+        let result = paging::for_each_piece(
+            &*self.ram,
+            self.table.root,
+            self.table.levels,
+            address,
+            length,
+            |physical, here| {
+                let piece = self.ram.piece(physical, here).map_err(|_| Fault::NotRam)?;
+                part(done, piece)?;
+                done += here;
+                Ok(())
+            },
+        );
+        result.map_err(|fault: Fault| Unmapped {
+            address,
+            reason: fault.reason(),
+        })
+    }
+}
+
+const PAGE_BYTES: usize = 1 << 12;
+const _: () = assert!(PAGE_BYTES as u64 == PAGE_SIZE);
+const LARGE_BYTES: usize = 2 << 20;
+const _: () = assert!(LARGE_BYTES as u64 == LARGE_PAGE);
+
+/// Up to two pieces: a range of at most 64 bytes straddles at most one page end.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Place {
+    first: Piece,
+    second: Piece,
+}
+
+enum Fault {
+    Walk(WalkError),
+    NotRam,
+    TooLong,
+    Access,
+}
+
+impl Fault {
+    fn reason(&self) -> &'static str {
+        match self {
+            Self::Walk(WalkError::NotCanonical(_)) => "the address is not canonical",
+            Self::Walk(WalkError::NotPresent { .. }) => "a page table entry is not present",
+            Self::Walk(WalkError::Reserved { .. }) => "a page table entry sets reserved bits",
+            Self::Walk(WalkError::TableOutsideMemory { .. }) => {
+                "a page table lies outside the guest's memory"
+            }
+            Self::Walk(WalkError::Wraps { .. }) => "it passes the end of the address space",
+            Self::NotRam => "the page lies outside the guest's memory",
+            Self::TooLong => "it is too long to be located",
+            Self::Access => "the access failed",
+        }
+    }
+}
+
+impl From<WalkError> for Fault {
+    fn from(error: WalkError) -> Self {
+        Self::Walk(error)
+    }
+}
+
+impl GuestMemory for KernelMemory {
+    type Place = Place;
+
+    fn locate(&self, address: u64, length: usize) -> Result<Place, Unmapped> {
+        let found = if length > LOCATE_MAX {
+            Err(Fault::TooLong)
+        } else {
+            self.find(address, length)
+        };
+        found.map_err(|fault| Unmapped {
+            address,
+            reason: fault.reason(),
+        })
+    }
+
+    fn read(&self, place: Place, bytes: &mut [u8]) -> Result<(), AccessFault> {
+        let (first, second) = split(place, bytes.len())?;
+        let (head, tail) = bytes.split_at_mut(first.length());
+        let read = |piece, bytes: &mut [u8]| bytes.is_empty() || self.ram.read_piece(piece, bytes);
+        if read(first, head) && read(second, tail) {
+            Ok(())
+        } else {
+            Err(AccessFault)
+        }
+    }
+
+    fn write(&self, place: Place, bytes: &[u8]) -> Result<(), AccessFault> {
+        let (first, second) = split(place, bytes.len())?;
+        let (head, tail) = bytes.split_at(first.length());
+        let write = |piece, bytes: &[u8]| bytes.is_empty() || self.ram.write_piece(piece, bytes);
+        if write(first, head) && write(second, tail) {
+            Ok(())
+        } else {
+            Err(AccessFault)
+        }
+    }
+
+    fn compare_exchange_u32(
+        &self,
+        place: Place,
+        current: u32,
+        new: u32,
+    ) -> Result<Result<u32, u32>, AccessFault> {
+        let (first, second) = split(place, 4)?;
+        if second.length() != 0 {
+            return Err(AccessFault);
+        }
+        self.ram
+            .compare_exchange_u32(first, current, new)
+            .ok_or(AccessFault)
+    }
+
+    fn read_gva(&self, address: u64, bytes: &mut [u8]) -> Result<(), ReadError> {
+        let length = bytes.len();
+        self.pieces(address, length, |offset, piece| {
+            let part = &mut bytes[offset..offset + piece.length()];
+            if self.ram.read_piece(piece, part) {
+                Ok(())
+            } else {
+                Err(Fault::Access)
+            }
+        })?;
+        Ok(())
+    }
+}
+
+/// The first `length` bytes of a place.
+#[inline]
+fn split(place: Place, length: usize) -> Result<(Piece, Piece), AccessFault> {
+    // As nearly always.
+    if length == place.first.length() {
+        return Ok((place.first, Piece::NONE));
+    }
+    let first = length.min(place.first.length());
+    let second = length - first;
+    if second > place.second.length() {
+        return Err(AccessFault);
+    }
+    Ok((place.first.prefix(first), place.second.prefix(second)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROOT: u64 = 0x1000;
+    const BASE: u64 = 0xffff_ffff_8000_0000;
+
+    /// 8 MiB, of which the kernel has a large page, small ones in another order, two large ones that
+    /// change places, and one that lies outside.
+    fn memory() -> KernelMemory {
+        let ram = crate::testing::Memory::ram(8 << 20);
+        let put = |table: u64, index: u64, entry: u64| {
+            ram.write(table + 8 * index, &(entry | 1).to_le_bytes())
+                .unwrap();
+        };
+        put(ROOT, 511, 0x2000);
+        put(0x2000, 510, 0x3000);
+        let large = 1 << 7;
+        put(0x3000, 0, large | 2 << 20);
+        put(0x3000, 1, 0x4000);
+        for page in 0..512 {
+            put(0x4000, page, (511 - page) * PAGE_SIZE);
+        }
+        put(0x3000, 2, large | 6 << 20);
+        put(0x3000, 3, large | 4 << 20);
+        put(0x3000, 4, large | 8 << 20);
+        let mut random = fastrand::Rng::with_seed(1);
+        for address in (2 << 20..8 << 20).step_by(8) {
+            ram.write(address, &random.u64(..).to_le_bytes()).unwrap();
+        }
+        let table = PageTable {
+            root: ROOT,
+            levels: Levels::Four,
+        };
+        KernelMemory::new(&ram, table)
+    }
+
+    /// What is found by remembered walks is what a walk of its own finds.
+    #[test]
+    fn remembered_walks_lead_where_walks_lead() {
+        let memory = memory();
+        let mut random = fastrand::Rng::with_seed(2);
+        let mut unmapped = 0;
+        for _ in 0..100_000 {
+            // Often at the ends of large pages.
+            let near = random.u64(..6) << 21;
+            let address = match random.bool() {
+                true => BASE + random.u64(..10 << 20),
+                false => BASE + near + random.u64(..128) - 64,
+            };
+            let length = random.usize(1..=LOCATE_MAX);
+            let mut by_walk = vec![0; length];
+            let mut found = vec![0; length];
+            let walked = memory.read_gva(address, &mut by_walk);
+            match memory.locate(address, length) {
+                Ok(place) => {
+                    memory.read(place, &mut found).unwrap();
+                    walked.unwrap();
+                    assert_eq!(found, by_walk, "{address:#x}, {length} bytes");
+                }
+                Err(_) => {
+                    unmapped += 1;
+                    assert!(walked.is_err(), "{address:#x}, {length} bytes");
+                }
+            }
+        }
+        assert!((10_000..60_000).contains(&unmapped), "{unmapped}");
+    }
+}

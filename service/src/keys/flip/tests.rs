@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the guest may do between the plan of a change and the change.
+
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+
+use rustix::thread::gettid;
+use static_keys::{KeyId, Op};
+use zerocopy::IntoBytes;
+
+use super::*;
+use crate::abi;
+use crate::keys::audit::AuditLog;
+use crate::keys::lapse::Lapses;
+use crate::keys::replay::Replay;
+use crate::keys::symbols::Symbols;
+use crate::keys::{Registry, Shared, SystemClock};
+use crate::testing::{Gate, InMemoryGuest, TestKey};
+
+fn owner(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Owner<InMemoryGuest> {
+    Owner {
+        guest: Arc::clone(guest),
+        shared: Arc::new(Shared {
+            registry: Arc::clone(registry),
+            book: Mutex::default(),
+            symbols: Symbols::default(),
+            clock: Arc::new(SystemClock),
+            pause: Mutex::default(),
+            ended: tokio::sync::watch::Sender::new(None),
+        }),
+        audit: AuditLog::default(),
+        replay: Replay::new(1, 1),
+        allow_guarded: false,
+        pruned: 0,
+        lapses: Lapses::default(),
+    }
+}
+
+/// A key that nothing branches on: without jump labels that is each.
+fn counted(name: &str, count: i32) -> TestKey {
+    TestKey {
+        count,
+        ..TestKey::new(name, 0)
+    }
+}
+
+/// A kernel that was built with or without jump labels, and a module, each with one key.
+fn boot(jump_labels: bool, count: i32) -> (Arc<InMemoryGuest>, Arc<Registry>) {
+    let registry = Arc::new(Registry::default());
+    let guest = InMemoryGuest::new(Arc::clone(&registry));
+    registry.attach(guest.ram().clone());
+    let mut kernel = guest.descriptor(&[counted("alpha", count)]);
+    if !jump_labels {
+        kernel.entry_format = abi::FORMAT_NONE;
+    }
+    assert_eq!(guest.request(abi::OP_REGISTER, kernel.as_bytes()), 0);
+    guest.set_gate(Gate::SystemState, 2);
+    assert_eq!(guest.add_module("ext4", &[counted("own", count)]), 0);
+    (guest, registry)
+}
+
+/// The page of the key is given away meanwhile, and what its new owner has there looks like the key:
+/// a zero is also MODULE_STATE_LIVE, and the type word of a key without sites.
+#[test]
+fn counts_are_not_written_once_their_registration_is_gone() {
+    type TakeBack = fn(&InMemoryGuest) -> i32;
+    let take_back: [(&str, TakeBack); 2] = [
+        ("ext4:own", |guest| guest.delete_module("ext4")),
+        ("alpha", InMemoryGuest::unregister),
+    ];
+    for (jump_labels, count) in [(true, 1), (false, 0)] {
+        for (name, take_back) in take_back {
+            let (guest, registry) = boot(jump_labels, count);
+            let owner = owner(&guest, &registry);
+            let snapshot = registry.snapshot().expect("registered");
+            let memory = snapshot.registration.memory(guest.ram());
+            let key: KeyId = snapshot.registration.find(name).expect("a key").id;
+            let update = Update { key, op: Op::Inc };
+            let catalog = &snapshot.registration.catalog;
+            let plan = Plan::new(catalog, &memory, &[update], &Options::default())
+                .expect("a change of a count");
+            assert!(!plan.needs_pause());
+
+            assert_eq!(take_back(&guest), 0);
+            let mut running = Standstill::none(&*guest);
+            let made = owner.make(
+                Duration::from_secs(1),
+                &snapshot,
+                &memory,
+                &plan,
+                &mut running,
+            );
+            assert!(
+                matches!(made, Ok(Err(Obstacle::Version))),
+                "{name}, jump labels: {jump_labels}: {made:?}"
+            );
+            assert_eq!(guest.count(name), count);
+        }
+    }
+}
+
+/// Whether a thread of this process sleeps; so does one that has ended.
+fn sleeps(thread: rustix::thread::Pid) -> bool {
+    let path = format!("/proc/self/task/{}/stat", thread.as_raw_nonzero());
+    // The state is behind the name, which may have spaces: proc_pid_stat(5).
+    std::fs::read_to_string(path).is_ok_and(|stat| stat.contains(") S "))
+}
+
+#[test]
+fn a_request_waits_while_counts_are_written() {
+    let (guest, registry) = boot(true, 1);
+    let version = registry.version();
+    let (tell, told) = channel();
+    let request = registry.at_version(version, || {
+        let request = std::thread::spawn(move || {
+            tell.send(gettid()).expect("awaited");
+            guest.delete_module("ext4")
+        });
+        let thread = told.recv().expect("it has begun");
+        while !sleeps(thread) {
+            assert!(!request.is_finished(), "MODULE_DEL did not wait");
+            std::thread::yield_now();
+        }
+        assert_eq!(registry.version(), version);
+        request
+    });
+    let request = request.expect("still that version");
+    assert_eq!(request.join().expect("no panic"), 0);
+    assert_eq!(registry.at_version(version, || ()), None);
+}

@@ -1,0 +1,468 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest's static keys: what it registered, who holds what, and the one owner of changes.
+//!
+//! ```text
+//!  vCPU threads ── requests ──▶ Registry ── snapshots ──┬──▶ Owner (one thread) ──▶ pause, commit
+//!                                   │                   │       │  ▲
+//!                                   ▼                   ▼       │  │ commands
+//!  watchers ◀──────────────────  Journal ◀──────────────────────┘  │
+//!  clients ──────────────────▶  Keys (list, get, holds) ───────────┘
+//! ```
+
+pub(crate) mod address_space;
+pub mod audit;
+mod boot;
+mod clock;
+mod draft;
+mod error;
+mod flip;
+mod holds;
+mod journal;
+mod lapse;
+mod near;
+mod owner;
+mod pattern;
+mod refused;
+mod registration;
+pub mod registry;
+pub mod replay;
+mod selection;
+mod standstill;
+pub mod symbols;
+mod view;
+
+use std::collections::HashMap;
+use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime};
+
+use foldhash::fast::RandomState;
+use patchbay_proto::v1;
+use static_keys::Op;
+use tokio::sync::{oneshot, watch};
+
+pub use self::address_space::PageTable;
+use self::audit::AuditFile;
+pub use self::clock::{Clock, SystemClock};
+pub use self::error::KeysError;
+pub use self::holds::{Hold, Holds, KeyInstance};
+pub use self::journal::{Author, Event, Journal, Limits, Revision, Watcher};
+use self::owner::{Command, Owner, Reply};
+pub use self::pattern::{MAX_PATTERNS, Patterns};
+pub use self::registry::{Description, KernelTables, Refused, RegistrationPhase, Registry};
+use self::replay::Replay;
+use self::symbols::Symbols;
+use crate::guest::{Guest, Machine};
+use crate::threads::{PlainThreads, ThreadKind, Threads, contain};
+
+/// Commands that wait for the owner; beyond them callers are turned away.
+const QUEUE: usize = 256;
+/// Most ops on keys in one transaction.
+pub const MAX_UPDATES: usize = 65_536;
+const REPLAYED_ANSWERS: usize = 1024;
+const REPLAYED_RESULTS: usize = 1 << 18;
+
+/// How keys are handled.
+pub struct KeysConfig {
+    /// Intents and outcomes go there.
+    pub audit: audit::AuditLog,
+    /// For the names of functions.
+    pub symbols: Symbols,
+    /// Whether guarded keys may be changed at all.
+    pub allow_guarded: bool,
+    /// By which holds lapse.
+    pub clock: Arc<dyn Clock>,
+    /// Starts the thread that changes the keys.
+    pub threads: Arc<dyn Threads>,
+}
+
+impl Default for KeysConfig {
+    fn default() -> Self {
+        Self {
+            audit: audit::AuditLog::default(),
+            symbols: Symbols::default(),
+            allow_guarded: false,
+            clock: Arc::new(SystemClock),
+            threads: Arc::new(PlainThreads),
+        }
+    }
+}
+
+/// One op, on one key or on many.
+#[derive(Clone, Debug)]
+pub struct KeyUpdate {
+    /// On which.
+    pub keys: Target,
+    /// What to do.
+    pub op: Op,
+    /// Of the one key; checked if not empty.
+    pub etag: String,
+}
+
+/// The keys of an op.
+#[derive(Clone, Debug)]
+pub enum Target {
+    /// "name" or "module:name".
+    Name(String),
+    /// The key that a hold is on, and not another that has come by its name since.
+    Held {
+        /// "name" or "module:name".
+        name: String,
+        /// Which.
+        instance: KeyInstance,
+    },
+    /// Each that is found when the change is made, and may be changed.
+    Selection(Selection),
+}
+
+/// Keys by what they have in common.
+#[derive(Clone, Debug, Default)]
+pub struct Selection {
+    /// By name.
+    pub patterns: Patterns,
+    /// All if empty.
+    pub classes: Vec<v1::KeyClass>,
+}
+
+/// A transaction.
+#[derive(Clone, Debug)]
+pub struct UpdateRequest {
+    /// In order, at least one.
+    pub updates: Vec<KeyUpdate>,
+    /// "uid:N".
+    pub owner: String,
+    /// Empty: cannot be repeated.
+    pub request_id: String,
+    /// Digest of everything but the request id.
+    pub content: replay::Content,
+    /// Check and change nothing.
+    pub validate_only: bool,
+    /// Allow guarded keys, if the monitor does.
+    pub allow_guarded: bool,
+    /// Drop references of others.
+    pub force: bool,
+    /// Answer with the summary alone.
+    pub summary_only: bool,
+    /// Kept with the holds.
+    pub reason: String,
+    /// When the references taken lapse.
+    pub ttl: Option<Duration>,
+    /// How long the vCPUs may take to stop.
+    pub stop_timeout: Duration,
+    /// When to stop trying.
+    pub deadline: Instant,
+}
+
+impl KeyUpdate {
+    /// An op on a key, whatever the key's etag.
+    #[must_use]
+    pub fn new(name: impl Into<String>, op: Op) -> Self {
+        Self {
+            keys: Target::Name(name.into()),
+            op,
+            etag: String::new(),
+        }
+    }
+}
+
+impl UpdateRequest {
+    /// A change that is made once, without a reason, for good, and with no more rights than any client has.
+    #[must_use]
+    pub fn new(
+        updates: Vec<KeyUpdate>,
+        owner: String,
+        stop_timeout: Duration,
+        deadline: Instant,
+    ) -> Self {
+        Self {
+            updates,
+            owner,
+            request_id: String::new(),
+            content: replay::Content::default(),
+            validate_only: false,
+            allow_guarded: false,
+            force: false,
+            summary_only: false,
+            reason: String::new(),
+            ttl: None,
+            stop_timeout,
+            deadline,
+        }
+    }
+}
+
+/// What a transaction did, or would do.
+#[derive(Clone, Debug, Default)]
+pub struct UpdateOutcome {
+    /// One per key, in the order of its first op; none if only the summary was asked for.
+    pub results: Vec<v1::KeyResult>,
+    /// In numbers.
+    pub summary: v1::UpdateSummary,
+    /// Of the journal.
+    pub revision: u64,
+    /// What it cost the guest.
+    pub report: Option<v1::FlipReport>,
+}
+
+/// A pause that lasts until it is resumed or expires.
+#[derive(Clone, Copy, Debug)]
+pub struct PauseRequest {
+    /// How long the vCPUs may take to stop.
+    pub timeout: Duration,
+    /// When the guest is resumed without being asked.
+    pub ttl: Duration,
+}
+
+/// The guest is paused.
+#[derive(Clone, Copy, Debug)]
+pub struct PauseOutcome {
+    /// How long the vCPUs took; 0 if they were stopped already.
+    pub stop_time: Duration,
+    /// When the guest is resumed without being asked; `None` if it was held already because a change
+    /// could not be undone.
+    pub expires_at: Option<SystemTime>,
+}
+
+/// Whether the guest is held paused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PauseState {
+    /// It is not.
+    #[default]
+    Running,
+    /// An operator's pause, which expires.
+    Until(SystemTime),
+    /// A change could not be undone: until an operator resumes it.
+    UntilResumed,
+}
+
+/// Which keys to list.
+#[derive(Clone, Debug, Default)]
+pub struct ListQuery {
+    /// At least 1.
+    pub page_size: usize,
+    /// Of the page before; empty for the first.
+    pub page_token: String,
+    /// Which keys.
+    pub keys: Selection,
+    /// On, off, or both.
+    pub enabled: Option<bool>,
+}
+
+/// What the owner and the readers share. Locks here are held for a look or a change, never across a
+/// pause.
+struct Shared {
+    registry: Arc<Registry>,
+    book: Mutex<Book>,
+    symbols: Symbols,
+    clock: Arc<dyn Clock>,
+    pause: Mutex<PauseState>,
+    /// Set when the owner thread has ended: empty, or why it failed.
+    ended: watch::Sender<Option<String>>,
+}
+
+/// What is remembered about keys; only the owner changes it.
+#[derive(Debug, Default)]
+struct Book {
+    holds: Holds,
+    /// Why a key is not to be flipped.
+    quarantine: HashMap<KeyInstance, String>,
+    /// Revision of a key's last change.
+    revisions: HashMap<KeyInstance, u64, RandomState>,
+}
+
+impl Book {
+    /// Revision of the key's last change; 0 if there was none.
+    fn revision(&self, key: KeyInstance) -> u64 {
+        self.revisions.get(&key).copied().unwrap_or_default()
+    }
+
+    /// Forgets keys that are no more.
+    fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) {
+        self.holds.retain(&mut exists);
+        self.quarantine.retain(|key, _| exists(*key));
+        self.revisions.retain(|key, _| exists(*key));
+    }
+}
+
+impl Shared {
+    fn book(&self) -> MutexGuard<'_, Book> {
+        // The owner replaces whole values under this lock.
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set_pause(&self, state: PauseState) {
+        *self.lock_pause() = state;
+    }
+
+    fn lock_pause(&self) -> MutexGuard<'_, PauseState> {
+        // A single word: there is no half-way state.
+        self.pause.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Handle to the keys of one guest. Clones share it; the owner thread ends with the last.
+#[derive(Clone)]
+pub struct Keys {
+    shared: Arc<Shared>,
+    machine: Arc<dyn Machine>,
+    commands: SyncSender<Command>,
+}
+
+impl Keys {
+    /// Starts the owner thread. `registry` must be the one that answers this guest's requests.
+    ///
+    /// # Errors
+    /// If the thread cannot be started.
+    pub fn start<G: Guest>(
+        guest: Arc<G>,
+        registry: Arc<Registry>,
+        config: KeysConfig,
+    ) -> std::io::Result<(Self, JoinHandle<()>)> {
+        registry.attach(guest.ram().clone());
+        let shared = Arc::new(Shared {
+            registry,
+            book: Mutex::default(),
+            symbols: config.symbols,
+            clock: config.clock,
+            pause: Mutex::default(),
+            ended: watch::Sender::new(None),
+        });
+        let (commands, receiver) = sync_channel(QUEUE);
+        let owner = Owner {
+            guest: Arc::clone(&guest),
+            shared: Arc::clone(&shared),
+            audit: config.audit,
+            replay: Replay::new(REPLAYED_ANSWERS, REPLAYED_RESULTS),
+            allow_guarded: config.allow_guarded,
+            pruned: 0,
+            lapses: lapse::Lapses::default(),
+        };
+        let told = Arc::clone(&shared);
+        let body = Box::new(move || {
+            let ended = contain("the keys", || owner.run(&receiver));
+            told.ended
+                .send_replace(Some(ended.err().unwrap_or_default()));
+        });
+        let thread = config.threads.spawn(ThreadKind::Keys, body)?;
+        Ok((
+            Self {
+                shared,
+                machine: guest,
+                commands,
+            },
+            thread,
+        ))
+    }
+
+    /// The guest.
+    pub fn machine(&self) -> &dyn Machine {
+        &*self.machine
+    }
+
+    pub(crate) fn registry(&self) -> &Registry {
+        &self.shared.registry
+    }
+
+    /// What is registered.
+    pub fn describe(&self) -> Description {
+        self.shared.registry.describe()
+    }
+
+    /// Number of the newest change.
+    pub fn revision(&self) -> u64 {
+        self.shared.registry.journal().latest()
+    }
+
+    /// Whether the guest is held paused.
+    pub fn pause_state(&self) -> PauseState {
+        *self.shared.lock_pause()
+    }
+
+    /// Makes one transaction. Dropping the future before the pause cancels it.
+    ///
+    /// # Errors
+    /// [`KeysError`].
+    pub async fn update(&self, request: UpdateRequest) -> Result<Arc<UpdateOutcome>, KeysError> {
+        self.ask(|reply| Command::Update(Box::new(request), reply))
+            .await
+    }
+
+    /// Stops the guest until [`Keys::resume`], or until the pause expires. A guest that is paused
+    /// stays so at least for the request's time to live.
+    ///
+    /// # Errors
+    /// [`KeysError::NotStopped`].
+    pub async fn pause(&self, request: PauseRequest) -> Result<PauseOutcome, KeysError> {
+        self.ask(|reply| Command::Pause(request, reply)).await
+    }
+
+    /// Lets the guest run on.
+    ///
+    /// # Errors
+    /// [`KeysError::QueueFull`].
+    pub async fn resume(&self) -> Result<(), KeysError> {
+        self.ask(Command::Resume).await
+    }
+
+    /// Makes the owner look at its clock; for clocks that are set by hand.
+    ///
+    /// # Errors
+    /// [`KeysError::QueueFull`].
+    pub async fn tick(&self) -> Result<(), KeysError> {
+        self.ask(Command::Tick).await
+    }
+
+    /// Reads changes from the revision `start` on, or from now on if that is 0.
+    ///
+    /// # Errors
+    /// [`KeysError::Compacted`], [`KeysError::RevisionInFuture`].
+    pub fn watch(&self, start: u64) -> Result<Watcher, KeysError> {
+        self.shared.registry.journal().watch(start)
+    }
+
+    async fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> Command) -> Result<T, KeysError> {
+        let (reply, answer) = oneshot::channel();
+        match self.commands.try_send(command(reply)) {
+            Ok(()) => {}
+            Err(TrySendError::Full(_)) => return Err(KeysError::QueueFull { waiting: QUEUE }),
+            Err(TrySendError::Disconnected(_)) => return Err(self.ended().await),
+        }
+        match answer.await {
+            Ok(answer) => answer,
+            Err(_) => Err(self.ended().await),
+        }
+    }
+
+    /// Why the owner thread, which has dropped a command, has ended.
+    async fn ended(&self) -> KeysError {
+        let mut ended = self.shared.ended.subscribe();
+        match ended.wait_for(Option::is_some).await.as_deref() {
+            Ok(Some(why)) if !why.is_empty() => KeysError::Internal {
+                message: format!("{why}; restart the guest before you change keys"),
+            },
+            _ => KeysError::GuestStopped,
+        }
+    }
+
+    /// Has the audit log go on in this file. Waits for room in the queue of commands.
+    pub fn replace_audit_file(&self, file: AuditFile) {
+        // An owner thread that has ended writes no more.
+        let _ = self.commands.send(Command::AuditFile(file));
+    }
+}
+
+/// A duration as the API tells it.
+pub(crate) fn to_proto(duration: Duration) -> prost_types::Duration {
+    prost_types::Duration::try_from(duration).unwrap_or(prost_types::Duration {
+        seconds: i64::MAX,
+        nanos: 0,
+    })
+}
+
+/// What a client must send back to change only what it has seen: the same key, with the same count, and
+/// not changed by this monitor since. What the guest itself changed there and back is not seen.
+fn etag(generation: u64, key: KeyInstance, revision: u64, count: i32) -> String {
+    let epoch = key.epoch;
+    format!("{generation:x}-{epoch:x}-{revision:x}-{count}")
+}

@@ -1,0 +1,477 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The one thread that changes the guest's keys.
+//!
+//! ```text
+//!            ┌────────────────────────── wait ◀──────────────────────────────┐
+//!            │ command, or a lot of lapsed holds                             │
+//!            ▼                                                               │
+//!        ┌─ check ── replayed, or refused: answer ──────────────────────────▶│
+//!        │   │ names, etags, holds                                           │
+//!        │   ▼                                                               │
+//!        │  plan ─── refused: answer; validate only: answer ────────────────▶│
+//!        │   │ intent written to the audit log (first attempt)               │
+//!        │   │                                                               │
+//!        │   ├─ nothing crosses zero ─▶ compare-and-swap ──────┬─ done ──┐   │
+//!        │   ▼                                                 │ raced   │   │
+//!        │  pause ── late vCPU: answer ─────────────────────── │ ───────▶│──▶│
+//!        │   ▼                                                 │         │   │
+//!        │  verify ─ foreign bytes: quarantine, answer ─────── │ ───────▶│──▶│
+//!        │   │    └─ a gate is closed, or another version ─▶ busy        │   │
+//!        │   ▼                                                 │         │   │
+//!        │  commit ─ fault: undone, answer ─────────────────── │ ───────▶│──▶│
+//!        │   ▼                                                 │         │   │
+//!        │  resume ───────────────────────────────────────────────────▶ report
+//!        │                                                     │   holds, journal,
+//!        └──── wait ≥ 1 ms with jitter, unless the deadline ◀──┘   audit, replay
+//! ```
+//!
+//! Why one thread: flips of one guest exclude each other anyway (there is one pause), and with one
+//! owner the holds, the audit log, the answers kept for their request ids and a pause that an
+//! operator asked for need no locks between them and cannot be seen half-way. It is a plain thread
+//! because verify and commit must not share a thread with anything else that wants to run.
+//!
+//! Deadlock rule: a vCPU thread may hold the registry's mutex when it is asked to stop. So no lock
+//! that a vCPU thread takes is held, or taken, from before the pause until after the resume; whether
+//! the plan is still the registered kernel's is decided by one atomic load. The registry's fence is
+//! no exception: it is held for a change beside the running guest, around the look at the version and
+//! the compare-and-swaps, with no pause and no I/O inside. vCPUs that an operator holds paused have
+//! stopped outside of requests, and so without it.
+//!
+//! Cancellation: a client that is gone is noticed before each attempt. From the pause on, the change
+//! is made, and its answer is kept for its request id.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant, SystemTime};
+
+use patchbay_proto::v1;
+use static_keys::{Key, KeyChange, split_name};
+use tokio::sync::oneshot;
+
+use super::audit::{AuditFile, AuditLog, Change, IntendedKeys, IntendedOp, Intent, Outcome};
+use super::draft::{Drops, Terms};
+use super::error::KeysError;
+use super::flip::{Attempt, Flip, Transaction};
+use super::holds::KeyInstance;
+use super::journal::{Author, Event};
+use super::lapse::Lapses;
+use super::replay::Replay;
+use super::standstill::Standstill;
+use super::{
+    PauseOutcome, PauseRequest, PauseState, Shared, Target, UpdateOutcome, UpdateRequest, etag,
+};
+use crate::guest::{Guest, PausedGuest};
+
+const FIRST_BACKOFF: Duration = Duration::from_millis(1);
+const LAST_BACKOFF: Duration = Duration::from_millis(16);
+
+/// Where an answer goes.
+pub(super) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
+
+/// What the owner is asked to do.
+pub(super) enum Command {
+    Update(Box<UpdateRequest>, Reply<Arc<UpdateOutcome>>),
+    Pause(PauseRequest, Reply<PauseOutcome>),
+    Resume(Reply<()>),
+    /// Write the audit log there from now on.
+    AuditFile(AuditFile),
+    /// Look at the clock; answered when nothing is due any more.
+    Tick(Reply<()>),
+}
+
+/// State of the owner thread.
+pub(super) struct Owner<G: Guest> {
+    pub guest: Arc<G>,
+    pub shared: Arc<Shared>,
+    pub audit: AuditLog,
+    pub replay: Replay<UpdateOutcome>,
+    pub allow_guarded: bool,
+    /// Version of the registration when holds on keys that are gone were last looked for.
+    pub pruned: u64,
+    pub lapses: Lapses,
+}
+
+impl<G: Guest> Owner<G> {
+    /// Serves commands until the last sender is gone.
+    pub fn run(mut self, commands: &Receiver<Command>) {
+        let guest = Arc::clone(&self.guest);
+        let mut standstill = Standstill::none(&*guest);
+        let mut ticks = Vec::new();
+        loop {
+            let mut next = self.next_lapse();
+            if next == Some(Duration::ZERO) {
+                // One lot and one command in turn, so that neither keeps the others waiting.
+                self.lapse(&mut standstill);
+                next = self.next_lapse();
+            }
+            if next != Some(Duration::ZERO) {
+                for reply in ticks.drain(..) {
+                    let _ = Reply::send(reply, Ok(()));
+                }
+            }
+            let expiry = standstill.expiry();
+            let left = expiry.map(|at| at.saturating_duration_since(self.shared.clock.now()));
+            let next = [next, left].into_iter().flatten().min();
+            let command = match next {
+                None => commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(left) => commands.recv_timeout(left),
+            };
+            // Before any command, so that a stream of commands does not keep the guest stopped.
+            if expiry.is_some_and(|at| self.shared.clock.now() >= at) {
+                self.resume(&mut standstill);
+            }
+            match command {
+                Ok(Command::Update(request, reply)) => {
+                    let result = self.update(&request, &reply, &mut standstill);
+                    // A client that has gone asks again with its request id.
+                    let _ = reply.send(result);
+                }
+                Ok(Command::Pause(request, reply)) => {
+                    let _ = reply.send(self.hold(&request, &mut standstill));
+                }
+                Ok(Command::Resume(reply)) => {
+                    self.resume(&mut standstill);
+                    let _ = reply.send(Ok(()));
+                }
+                Ok(Command::AuditFile(file)) => self.audit.replace(file),
+                Ok(Command::Tick(reply)) => ticks.push(reply),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    /// Stops the guest for an operator, or prolongs the pause.
+    fn hold(
+        &self,
+        request: &PauseRequest,
+        standstill: &mut Standstill<'_, G>,
+    ) -> Result<PauseOutcome, KeysError> {
+        let now = self.shared.clock.now();
+        let until = now + request.ttl;
+        let stop_time = if standstill.held().is_some() {
+            standstill.prolong(until);
+            Duration::ZERO
+        } else {
+            let paused = standstill.pause(request.timeout)?;
+            let stop_time = paused.stop_time();
+            standstill.hold(paused, Some(until));
+            stop_time
+        };
+        let expires_at = standstill
+            .expiry()
+            .map(|at| SystemTime::now() + at.saturating_duration_since(now));
+        self.shared.set_pause(match expires_at {
+            Some(at) => PauseState::Until(at),
+            None => PauseState::UntilResumed,
+        });
+        Ok(PauseOutcome {
+            stop_time,
+            expires_at,
+        })
+    }
+
+    fn resume(&self, standstill: &mut Standstill<'_, G>) {
+        standstill.end();
+        self.shared.set_pause(PauseState::Running);
+    }
+
+    fn update(
+        &mut self,
+        request: &UpdateRequest,
+        reply: &Reply<Arc<UpdateOutcome>>,
+        standstill: &mut Standstill<'_, G>,
+    ) -> Result<Arc<UpdateOutcome>, KeysError> {
+        if let Some(earlier) =
+            self.replay
+                .find(&request.owner, &request.request_id, &request.content)?
+        {
+            return Ok(earlier);
+        }
+        let now = self.shared.clock.now();
+        let drops = if request.force {
+            Drops::Anyones
+        } else {
+            Drops::Own
+        };
+        let transaction = Transaction {
+            updates: &request.updates,
+            terms: Terms::new(
+                &request.owner,
+                &request.reason,
+                drops,
+                request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
+            ),
+            allow_guarded: request.allow_guarded,
+            validate_only: request.validate_only,
+            stop_timeout: request.stop_timeout,
+            deadline: request.deadline,
+            request_id: &request.request_id,
+            summary_only: request.summary_only,
+        };
+        let outcome = Arc::new(self.transact(&transaction, standstill, || reply.is_closed())?);
+        if !request.validate_only {
+            self.replay.remember(
+                &request.owner,
+                &request.request_id,
+                request.content,
+                &outcome,
+                outcome.results.len(),
+            );
+        }
+        Ok(outcome)
+    }
+
+    /// Attempts until it is done, refused, or the deadline has passed.
+    pub(super) fn transact(
+        &mut self,
+        transaction: &Transaction<'_>,
+        standstill: &mut Standstill<'_, G>,
+        cancelled: impl Fn() -> bool,
+    ) -> Result<UpdateOutcome, KeysError> {
+        let mut attempts = 0;
+        let mut intent = None;
+        let mut backoff = FIRST_BACKOFF;
+        let result = loop {
+            if cancelled() || attempts == 0 && Instant::now() >= transaction.deadline {
+                break Err(KeysError::Cancelled);
+            }
+            attempts += 1;
+            match self.attempt(transaction, standstill, &mut intent) {
+                Err(error) => break Err(error),
+                Ok(Attempt::Done(flip)) => break Ok(flip),
+                // Nothing will change for as long as the guest is held.
+                Ok(Attempt::Busy(mut gate)) if standstill.held().is_some() => {
+                    gate.name += " (the guest is held paused: resume it)";
+                    break Err(gate.busy_in(attempts));
+                }
+                Ok(Attempt::Busy(gate)) => {
+                    let wait = with_jitter(backoff);
+                    if Instant::now() + wait >= transaction.deadline {
+                        break Err(gate.busy_in(attempts));
+                    }
+                    std::thread::sleep(wait);
+                    backoff = (backoff * 2).min(LAST_BACKOFF);
+                }
+            }
+        };
+        match result {
+            Ok(flip) => Ok(self.report(transaction, flip, attempts, intent)),
+            Err(error) => {
+                if let Some(id) = intent {
+                    self.audit.outcome(
+                        id,
+                        &Outcome::Failed {
+                            reason: error.reason(),
+                            error: error.to_string(),
+                        },
+                    );
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Writes the intent before the first attempt that may change something; `selected` has the number
+    /// of keys of each selection.
+    pub(super) fn intend(
+        &mut self,
+        transaction: &Transaction<'_>,
+        selected: &[usize],
+        intent: &mut Option<u64>,
+    ) -> Result<(), KeysError> {
+        if intent.is_none() {
+            let mut selected = selected.iter().copied();
+            *intent = Some(
+                self.audit.intent(&Intent {
+                    owner: transaction.terms.owner(),
+                    reason: transaction.terms.reason(),
+                    request_id: transaction.request_id,
+                    force: transaction.terms.drops == Drops::Anyones,
+                    updates: transaction
+                        .updates
+                        .iter()
+                        .map(|update| IntendedOp {
+                            keys: intended(&update.keys, &mut selected),
+                            op: update.op.name(),
+                        })
+                        .collect(),
+                })?,
+            );
+        }
+        Ok(())
+    }
+
+    /// Books a transaction that was made, and words the answer.
+    fn report(
+        &mut self,
+        transaction: &Transaction<'_>,
+        mut flip: Flip,
+        attempts: u32,
+        intent: Option<u64>,
+    ) -> UpdateOutcome {
+        let summary = summary(&flip);
+        let journal = self.shared.registry.journal();
+        if transaction.validate_only {
+            return UpdateOutcome {
+                results: self.results(transaction, &flip),
+                summary,
+                revision: journal.latest(),
+                report: None,
+            };
+        }
+        let author = Arc::new(Author {
+            owner: transaction.terms.owner().to_string(),
+            reason: transaction.terms.reason().to_string(),
+            request_id: transaction.request_id.to_owned(),
+        });
+        let changed = |change: &&KeyChange| change.before != change.after;
+        let events: Vec<Event> = flip
+            .changes
+            .iter()
+            .filter(changed)
+            .map(|change| Event::Changed {
+                name: Arc::clone(&change.name),
+                count: change.after,
+                by: Arc::clone(&author),
+            })
+            .collect();
+        std::mem::take(&mut flip.draft).book(&mut self.shared.book().holds);
+        let revision = if events.is_empty() {
+            journal.latest()
+        } else {
+            journal.append(events)
+        };
+        {
+            let changes = flip.changes.iter().zip(&flip.keys);
+            let changed = changes.filter(|(change, _)| changed(change));
+            let mut book = self.shared.book();
+            book.revisions
+                .extend(changed.map(|(_, &key)| (key, revision)));
+        }
+        let results = self.results(transaction, &flip);
+        if let Some(id) = intent {
+            let changes = flip.changes.iter().map(|change| Change {
+                key: &change.name,
+                before: change.before,
+                after: change.after,
+                sites: change.sites,
+            });
+            self.audit.outcome(
+                id,
+                &Outcome::Committed {
+                    changes: changes.collect(),
+                },
+            );
+        }
+        let report = flip
+            .report
+            .map(|report| v1::FlipReport { attempts, ..report });
+        UpdateOutcome {
+            results,
+            summary,
+            revision,
+            report,
+        }
+    }
+
+    /// Each key, with the etag that the next change of it must come with: after this one, or as it is
+    /// if nothing was changed.
+    fn results(&self, transaction: &Transaction<'_>, flip: &Flip) -> Vec<v1::KeyResult> {
+        if transaction.summary_only {
+            return Vec::new();
+        }
+        let book = self.shared.book();
+        // Mostly the same for many keys.
+        let mut last = None;
+        let mut etag_of = |key: KeyInstance, count| {
+            let of = (key.epoch, book.revision(key), count);
+            match &last {
+                Some((same, etag)) if *same == of => String::clone(etag),
+                _ => {
+                    let etag = etag(flip.generation, key, of.1, count);
+                    last = Some((of, etag.clone()));
+                    etag
+                }
+            }
+        };
+        let result = |(change, &key): (&KeyChange, &KeyInstance)| {
+            let (module, name) = split_name(&change.name);
+            let count = if transaction.validate_only {
+                change.before
+            } else {
+                change.after
+            };
+            v1::KeyResult {
+                name: name.to_owned(),
+                module: module.to_owned(),
+                count_before: change.before,
+                count_after: change.after,
+                sites_patched: change.sites,
+                etag: etag_of(key, count),
+            }
+        };
+        let changes = flip.changes.iter().zip(&flip.keys);
+        changes.map(result).collect()
+    }
+}
+
+/// The keys of an op, for the audit log.
+fn intended<'a>(
+    target: &'a Target,
+    selected: &mut impl Iterator<Item = usize>,
+) -> IntendedKeys<'a> {
+    match target {
+        Target::Name(key) | Target::Held { name: key, .. } => IntendedKeys::Name { key },
+        Target::Selection(selection) => IntendedKeys::Selection {
+            patterns: selection.patterns.texts(),
+            classes: selection.class_names(),
+            keys: selected.next().unwrap_or_default(),
+        },
+    }
+}
+
+/// The whole in numbers.
+fn summary(flip: &Flip) -> v1::UpdateSummary {
+    let to_u32 = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    let changed = |change: &&KeyChange| change.before != change.after;
+    v1::UpdateSummary {
+        keys: to_u32(flip.changes.len()),
+        keys_changed: to_u32(flip.changes.iter().filter(changed).count()),
+        sites_patched: flip.changes.iter().map(|change| change.sites).sum(),
+        keys_left_out: to_u32(flip.left_out),
+    }
+}
+
+/// An event about one key.
+pub(super) fn event_of(key: &Key, kind: v1::key_event::Kind) -> v1::KeyEvent {
+    v1::KeyEvent {
+        kind: kind.into(),
+        name: key.name().to_owned(),
+        module: key.module().to_owned(),
+        ..v1::KeyEvent::default()
+    }
+}
+
+/// Up to half as long again, so that the attempts do not keep step with what the guest does.
+fn with_jitter(wait: Duration) -> Duration {
+    use std::hash::{BuildHasher, RandomState};
+    let random = RandomState::new().hash_one(wait) % 512;
+    wait + wait * u32::try_from(random).unwrap_or(0) / 1024
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn jitter_only_lengthens_by_up_to_half() {
+        for _ in 0..1000 {
+            let wait = with_jitter(FIRST_BACKOFF);
+            assert!(
+                (FIRST_BACKOFF..=FIRST_BACKOFF * 3 / 2).contains(&wait),
+                "{wait:?}"
+            );
+        }
+    }
+}

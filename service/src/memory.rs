@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest's physical memory, as the service reads and writes it.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use crate::paging::PhysicalMemory;
+
+/// Bytes in a page of guest memory.
+pub const PAGE_SIZE: u64 = 4096;
+
+/// An access outside the guest's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("guest-physical {address:#x}, {length} bytes, is not in the guest's memory")]
+pub struct OutsideMemory {
+    /// Guest-physical address of the first byte.
+    pub address: u64,
+    /// Bytes asked for.
+    pub length: usize,
+}
+
+/// A run of bytes that lies in one region of guest memory. Found once, by
+/// [`Ram::piece`]; afterwards an access costs a few nanoseconds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Piece {
+    region: u32,
+    length: u32,
+    offset: u64,
+}
+
+impl Piece {
+    /// `length` bytes from `offset` on in a region. What a region's number means is between the
+    /// memory that made the piece and itself.
+    #[must_use]
+    #[inline]
+    pub fn new(region: u32, offset: u64, length: u32) -> Self {
+        Self {
+            region,
+            length,
+            offset,
+        }
+    }
+
+    /// The region.
+    #[must_use]
+    #[inline]
+    pub fn region(self) -> u32 {
+        self.region
+    }
+
+    /// Offset of the first byte in the region.
+    #[must_use]
+    #[inline]
+    pub fn offset(self) -> u64 {
+        self.offset
+    }
+
+    /// No bytes.
+    pub(crate) const NONE: Self = Self {
+        region: 0,
+        length: 0,
+        offset: 0,
+    };
+
+    /// Its bytes from `offset` on, `length` of them or as many as it has.
+    pub(crate) fn part(self, offset: usize, length: usize) -> Self {
+        let offset = u32::try_from(offset).unwrap_or(u32::MAX).min(self.length);
+        let rest = Self {
+            length: self.length - offset,
+            offset: self.offset + u64::from(offset),
+            ..self
+        };
+        rest.prefix(length)
+    }
+
+    /// Bytes in the piece.
+    #[must_use]
+    #[inline]
+    pub fn length(self) -> usize {
+        self.length as usize
+    }
+
+    /// Its first `length` bytes, or all of it if it is shorter.
+    #[must_use]
+    pub fn prefix(self, length: usize) -> Self {
+        let length = u32::try_from(length).unwrap_or(u32::MAX);
+        Self {
+            length: self.length.min(length),
+            ..self
+        }
+    }
+}
+
+/// The guest's physical memory, shared with a guest that may run meanwhile.
+///
+/// The guest is hostile, and its vCPUs write while the service reads: an implementation must never
+/// hold a Rust reference to guest memory, and the service uses each number it reads from its one copy.
+///
+/// **In the window.** `read_piece`, `write_piece` and `compare_exchange_u32` are called while the guest
+/// is stopped. They do not allocate, log, sleep, make a system call or take a lock that another thread
+/// may hold, and a piece of at most 8 bytes costs them nanoseconds.
+///
+/// **Dirty tracking.** Each write and each successful exchange marks its pages dirty after the bytes
+/// are written and before the method returns, also while migration or a snapshot runs. A page may be
+/// marked that was not written; a written page is never left unmarked. Reads and failed exchanges mark
+/// nothing.
+///
+/// **Stable.** Memory neither moves nor goes away while the object lives, so a [`Piece`] stays good.
+/// Regions begin and end at multiples of [`PAGE_SIZE`].
+pub trait Ram: PhysicalMemory + Debug + Send + Sync {
+    /// Finds `length` bytes at a guest-physical address. Any two numbers may be asked for.
+    ///
+    /// # Errors
+    /// [`OutsideMemory`] unless all bytes lie in one region, in memory that guests may write: never in
+    /// ROM or in a device.
+    fn piece(&self, address: u64, length: usize) -> Result<Piece, OutsideMemory>;
+
+    /// Copies a piece out. An aligned word of 4 or 8 bytes is read in one access. Returns false, with
+    /// `bytes` unspecified, if `bytes` is not as long as the piece or the access failed.
+    #[must_use]
+    fn read_piece(&self, piece: Piece, bytes: &mut [u8]) -> bool;
+
+    /// Copies a piece in. An aligned word of 4 bytes is written in one access; of other lengths a
+    /// running vCPU may see a part. Returns false if `bytes` is not as long as the piece, with nothing
+    /// written, or if the access failed: then any part of the piece may have been written.
+    #[must_use]
+    fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool;
+
+    /// Atomically replaces `current` by `new`, as `lock cmpxchg` of a vCPU would, beside running
+    /// vCPUs. `None`: the piece is not four aligned bytes, or the access failed, and nothing was
+    /// written. Otherwise as [`std::sync::atomic::AtomicU32::compare_exchange`].
+    #[must_use]
+    fn compare_exchange_u32(
+        &self,
+        piece: Piece,
+        current: u32,
+        new: u32,
+    ) -> Option<Result<u32, u32>>;
+
+    /// Copies bytes from a guest-physical address.
+    ///
+    /// # Errors
+    /// As [`Ram::piece`].
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory> {
+        let piece = self.piece(address, bytes.len())?;
+        let outside = OutsideMemory {
+            address,
+            length: bytes.len(),
+        };
+        self.read_piece(piece, bytes).then_some(()).ok_or(outside)
+    }
+
+    /// Copies bytes to a guest-physical address.
+    ///
+    /// # Errors
+    /// As [`Ram::piece`].
+    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), OutsideMemory> {
+        let piece = self.piece(address, bytes.len())?;
+        let outside = OutsideMemory {
+            address,
+            length: bytes.len(),
+        };
+        self.write_piece(piece, bytes).then_some(()).ok_or(outside)
+    }
+
+    /// Whether the page at `address` is marked dirty; false outside memory.
+    fn is_dirty(&self, address: u64) -> bool;
+}
+
+/// The guest's memory, whoever provides it.
+pub type GuestRam = Arc<dyn Ram>;

@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Unix sockets on which the monitor listens: one live monitor per path, mode 0600.
+//!
+//! A monitor holds a lock on `PATH.lock` from before it looks at `PATH` until it ends, so that none
+//! removes the socket of another one, whatever their names and other sockets are.
+
+use std::fs::File;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, Mode, fchmod, flock};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with,
+};
+
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 128;
+
+/// Why there is no socket.
+#[derive(Debug, thiserror::Error)]
+pub enum SocketError {
+    /// Another monitor owns it.
+    #[error("a running monitor already serves {}; give this guest another name or path, or shut that one down", .0.display())]
+    InUse(PathBuf),
+    /// Something else has that name.
+    #[error("{} exists and is not a socket; give another path", .0.display())]
+    NotASocket(PathBuf),
+    /// Of the operating system.
+    #[error("socket {} cannot be created: {error}; give a path in a folder that you may write to, of at most 107 bytes", path.display())]
+    Unusable {
+        /// As given.
+        path: PathBuf,
+        /// Of the operating system.
+        error: std::io::Error,
+    },
+}
+
+/// The bound socket. Dropping it removes its file.
+#[derive(Debug)]
+pub struct ListeningSocket {
+    path: PathBuf,
+    listener: UnixListener,
+    /// The lock says that the monitor lives; the kernel takes it back when the monitor dies.
+    lock: File,
+}
+
+impl ListeningSocket {
+    /// Binds `path`; the socket that a dead monitor left there is replaced.
+    ///
+    /// # Errors
+    /// [`SocketError`].
+    pub fn bind(path: &Path) -> Result<Self, SocketError> {
+        let unusable = |error: std::io::Error| SocketError::Unusable {
+            path: path.to_owned(),
+            error,
+        };
+        let lock = File::options()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(lock_path(path))
+            .map_err(unusable)?;
+        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => return Err(SocketError::InUse(path.to_owned())),
+            Err(error) => return Err(unusable(error.into())),
+        }
+        remove_stale(path)?;
+        let socket = socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .map_err(|error| unusable(error.into()))?;
+        // Before bind(): Linux gives the file the mode of the socket, so it is never wider.
+        fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(|error| unusable(error.into()))?;
+        let address = SocketAddrUnix::new(path).map_err(|error| unusable(error.into()))?;
+        bind(&socket, &address).map_err(|error| unusable(error.into()))?;
+        listen(&socket, BACKLOG).map_err(|error| unusable(error.into()))?;
+        let listener = UnixListener::from(socket);
+        listener.set_nonblocking(true).map_err(unusable)?;
+        Ok(Self {
+            path: path.to_owned(),
+            listener,
+            lock,
+        })
+    }
+
+    /// Where it is bound.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The listener, which does not block.
+    pub fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+
+    /// For the current tokio runtime.
+    pub(crate) fn tokio_listener(&self) -> std::io::Result<tokio::net::UnixListener> {
+        tokio::net::UnixListener::from_std(self.listener.try_clone()?)
+    }
+}
+
+impl Drop for ListeningSocket {
+    fn drop(&mut self) {
+        // The lock file stays: removing it would let two monitors lock two files of one name.
+        let _ = std::fs::remove_file(&self.path);
+        // A process forked elsewhere holds a copy of the descriptor, and with it the lock, until it
+        // calls execve(). Unlocking ends the lock for all copies (flock(2)).
+        let _ = flock(&self.lock, FlockOperation::Unlock);
+    }
+}
+
+fn lock_path(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".lock");
+    name.into()
+}
+
+/// Removes a socket that nobody serves. The caller holds the lock.
+fn remove_stale(path: &Path) -> Result<(), SocketError> {
+    let metadata = match std::fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => {
+            return Err(SocketError::Unusable {
+                path: path.to_owned(),
+                error,
+            });
+        }
+    };
+    if !metadata.file_type().is_socket() {
+        return Err(SocketError::NotASocket(path.to_owned()));
+    }
+    // Some other program may serve it without our lock.
+    if UnixStream::connect(path).is_ok() {
+        return Err(SocketError::InUse(path.to_owned()));
+    }
+    std::fs::remove_file(path).map_err(|error| SocketError::Unusable {
+        path: path.to_owned(),
+        error,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn mode_is_0600_and_the_file_goes_with_the_monitor() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("guest.sock");
+        let socket = ListeningSocket::bind(&path).expect("free");
+        let mode = std::fs::metadata(&path)
+            .expect("bound")
+            .permissions()
+            .mode();
+        assert_eq!(mode & 0o777, 0o600);
+        drop(socket);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_live_monitor_is_left_alone_and_a_dead_ones_socket_replaced() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("guest.sock");
+        // Dropping a std listener leaves its file, as a killed monitor does.
+        drop(UnixListener::bind(&path).expect("free"));
+        let live = ListeningSocket::bind(&path).expect("stale socket replaced");
+        let error = ListeningSocket::bind(&path).expect_err("in use");
+        assert!(matches!(error, SocketError::InUse(_)));
+        assert!(error.to_string().contains("another name"), "{error}");
+        assert!(
+            UnixStream::connect(live.path()).is_ok(),
+            "the live one still serves"
+        );
+    }
+
+    #[test]
+    fn other_programs_and_files_are_left_alone() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("guest.sock");
+        let other = UnixListener::bind(&path).expect("free");
+        assert!(matches!(
+            ListeningSocket::bind(&path),
+            Err(SocketError::InUse(_))
+        ));
+        drop(other);
+        let file = folder.path().join("file");
+        std::fs::write(&file, "precious").expect("writable");
+        assert!(matches!(
+            ListeningSocket::bind(&file),
+            Err(SocketError::NotASocket(_))
+        ));
+        assert_eq!(std::fs::read_to_string(&file).expect("kept"), "precious");
+    }
+
+    #[test]
+    fn unusable_paths_say_what_to_do() {
+        let long = PathBuf::from(format!("/tmp/{}", "x".repeat(120)));
+        for path in [Path::new("/nonexistent/guest.sock"), &long] {
+            let error = ListeningSocket::bind(path).expect_err("unusable");
+            assert!(error.to_string().contains("107 bytes"), "{error}");
+        }
+    }
+}

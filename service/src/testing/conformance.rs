@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What every implementation of the seams must pass. Each function panics at the first promise that
+//! is broken, and leaves the guest as it says.
+
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use crate::guest::{Guest, PausedGuest};
+use crate::memory::{GuestRam, PAGE_SIZE};
+use crate::pause::PauseError;
+
+/// For a pause that must succeed.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+/// Memory: `scratch` is the guest-physical address of two whole pages that nobody uses and that are
+/// not dirty, and `end` the end of the region that they lie in, with nothing behind it.
+///
+/// # Panics
+/// If a promise of [`crate::memory::Ram`] is broken.
+pub fn memory(ram: &GuestRam, scratch: u64, end: u64) {
+    assert!(scratch.is_multiple_of(PAGE_SIZE) && end.is_multiple_of(PAGE_SIZE));
+    bounds(ram, end);
+    exchange(ram, scratch);
+    dirty(ram, scratch + PAGE_SIZE);
+    copies(ram, scratch);
+}
+
+fn bounds(ram: &GuestRam, end: u64) {
+    for (address, length) in [
+        (end, 1),
+        (end - 3, 4),
+        (end - PAGE_SIZE, PAGE_SIZE as usize + 1),
+        (u64::MAX, 1),
+        (u64::MAX - 3, 4),
+        (u64::MAX - 3, 8),
+        (0, usize::MAX),
+    ] {
+        let outside = ram.piece(address, length).expect_err("outside");
+        assert_eq!((outside.address, outside.length), (address, length));
+    }
+    assert!(ram.piece(end - 4, 4).is_ok());
+    assert!(ram.read_u64(end - 8).is_some());
+    for address in [end, u64::MAX - 7] {
+        assert_eq!(ram.read_u64(address), None, "{address:#x}");
+        assert!(!ram.is_dirty(address));
+    }
+    // A piece that the memory did not make is refused, or leads into memory.
+    let piece = ram.piece(end - 8, 8).expect("inside");
+    for (region, offset) in [(u32::MAX, 0), (piece.region(), u64::MAX - 2)] {
+        let forged = crate::memory::Piece::new(region, offset, 4);
+        assert!(!ram.read_piece(forged, &mut [0; 4]));
+        assert!(!ram.write_piece(forged, &[1; 4]));
+        assert_eq!(ram.compare_exchange_u32(forged, 0, 1), None);
+    }
+}
+
+fn exchange(ram: &GuestRam, page: u64) {
+    let word = ram.piece(page + 8, 4).expect("inside");
+    assert!(!ram.is_dirty(page), "the scratch page is not dirty yet");
+    let mut old = [0; 4];
+    assert!(ram.read_piece(word, &mut old));
+    let old = u32::from_le_bytes(old);
+    assert_eq!(ram.compare_exchange_u32(word, !old, 7), Some(Err(old)));
+    assert!(!ram.is_dirty(page), "nothing was written");
+    assert_eq!(ram.compare_exchange_u32(word, old, 7), Some(Ok(old)));
+    assert!(ram.is_dirty(page));
+    for (offset, length) in [(8, 8), (8, 2), (9, 4), (10, 4)] {
+        let piece = ram.piece(page + offset, length).expect("inside");
+        assert_eq!(ram.compare_exchange_u32(piece, 7, 8), None);
+    }
+    let word = ram.piece(page + 8, 4).expect("inside");
+    assert!(ram.write_piece(word, &0_u32.to_le_bytes()));
+    // Beside others that do the same, no exchange is lost.
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                for _ in 0..1000 {
+                    let mut seen = 0;
+                    while let Some(Err(now)) = ram.compare_exchange_u32(word, seen, seen + 1) {
+                        seen = now;
+                    }
+                }
+            });
+        }
+    });
+    assert_eq!(
+        ram.read_u64(page + 8).map(|word| word & 0xffff_ffff),
+        Some(2000)
+    );
+}
+
+fn dirty(ram: &GuestRam, page: u64) {
+    assert!(!ram.is_dirty(page), "the scratch page is not dirty yet");
+    ram.read(page, &mut [0; 64]).expect("inside");
+    let piece = ram.piece(page, 4).expect("inside");
+    assert!(!ram.write_piece(piece, &[1; 5]), "of another length");
+    assert!(!ram.write_piece(piece, &[1; 3]), "of another length");
+    assert!(!ram.is_dirty(page), "nothing was written");
+    // Across the boundary: both pages.
+    ram.write(page - 2, &[1; 4]).expect("inside");
+    assert!(ram.is_dirty(page) && ram.is_dirty(page - 1));
+}
+
+/// Every length and alignment that a site, a count or a gate word may have, and a long piece.
+fn copies(ram: &GuestRam, page: u64) {
+    for length in (1..=16).chain([64, PAGE_SIZE as usize + 1]) {
+        for offset in 0..9 {
+            let around = page + 16 + offset;
+            ram.write(around - 1, &vec![0xee; length + 2])
+                .expect("inside");
+            let bytes: Vec<u8> = (1..=length).map(|byte| byte.to_le_bytes()[0]).collect();
+            let piece = ram.piece(around, length).expect("inside");
+            assert_eq!(piece.length(), length);
+            assert!(ram.write_piece(piece, &bytes));
+            let mut found = vec![0; length + 2];
+            ram.read(around - 1, &mut found).expect("inside");
+            assert_eq!(
+                (found[0], found[length + 1]),
+                (0xee, 0xee),
+                "nothing beside it"
+            );
+            assert_eq!(found[1..=length], bytes);
+            assert!(
+                !ram.read_piece(piece, &mut vec![0; length + 1]),
+                "of another length"
+            );
+            let (half, rest) = (length / 2, length - length / 2);
+            let mut part = vec![0; rest];
+            assert!(ram.read_piece(piece.part(half, rest), &mut part));
+            assert_eq!(part, bytes[half..]);
+        }
+    }
+    let word = u64::to_le_bytes(0x1122_3344_5566_7788);
+    ram.write(page + 24, &word).expect("inside");
+    assert_eq!(ram.read_u64(page + 24), Some(u64::from_le_bytes(word)));
+}
+
+/// The pause, of a guest that runs: `progress` tells how far each vCPU has got, in numbers that only
+/// grow, and waits for nothing. A guest without vCPUs has no numbers. The guest runs on afterwards.
+///
+/// # Panics
+/// If a promise of [`Guest::pause`] is broken.
+pub fn pause<G: Guest>(guest: &G, progress: impl Fn() -> Vec<u64>) {
+    let moves_on = |from: &[u64]| {
+        for (vcpu, from) in from.iter().enumerate() {
+            while progress()[vcpu] == *from {
+                std::thread::yield_now();
+            }
+        }
+    };
+    for _ in 0..20 {
+        moves_on(&progress());
+        let paused = guest.pause(DEADLINE).expect("every vCPU stops");
+        let stopped = progress();
+        assert!(paused.stop_time() <= DEADLINE);
+        let rips = paused.rips().map(<[u64]>::to_vec);
+        if let Some(rips) = &rips {
+            assert!(rips.len() <= guest.description().vcpus as usize);
+        }
+        let breakpoint = paused.breakpoint_pending();
+        // The same answer for as long as the pause lasts; and nobody takes it away.
+        assert!(matches!(
+            guest.pause(DEADLINE).map(|_| ()),
+            Err(PauseError::AlreadyPaused)
+        ));
+        // vCPUs that still ran would have got on meanwhile.
+        for _ in 0..200 {
+            std::thread::yield_now();
+        }
+        assert_eq!(progress(), stopped, "somebody runs");
+        assert_eq!(paused.rips(), rips.as_deref());
+        assert_eq!(paused.breakpoint_pending(), breakpoint);
+        drop(paused);
+        moves_on(&stopped);
+    }
+    // Too short to be kept, or not: either way the guest runs on and can be stopped again.
+    for _ in 0..20 {
+        match guest.pause(Duration::ZERO).map(|_| ()) {
+            Ok(()) => {}
+            Err(PauseError::Late { late, .. }) => assert!(!late.is_empty(), "they are named"),
+            Err(error) => panic!("{error}"),
+        }
+        moves_on(&progress());
+    }
+    // From one pause into the next, without time to wake up in between.
+    for _ in 0..20 {
+        drop(guest.pause(DEADLINE).expect("every vCPU stops"));
+    }
+    moves_on(&progress());
+}
+
+/// The lifecycle and the console, of a guest that runs and is ended by this.
+///
+/// # Panics
+/// If a promise of [`crate::guest::Machine`] or [`crate::console::Console`] is broken.
+pub fn lifecycle<G: Guest>(guest: &Arc<G>) {
+    let description = guest.description();
+    assert!(!description.name.is_empty());
+    assert!(description.memory_bytes >= PAGE_SIZE);
+    assert!(!guest.has_ended());
+    let console = guest.console();
+    assert!(!console.is_closed());
+    let far = console.read(u64::MAX);
+    assert!(far.bytes.is_empty());
+    assert!(console.input(b"typed") <= 5);
+    let (printed, seen) = channel();
+    console.on_output(Box::new(move || {
+        // The receiver is gone once the guest's end was seen.
+        let _ = printed.send(());
+    }));
+    guest.shut_down();
+    guest.shut_down();
+    while !console.is_closed() {
+        seen.recv().expect("told of the end");
+    }
+    assert!(
+        guest.has_ended(),
+        "a closed console belongs to a guest that has ended"
+    );
+    assert!(matches!(
+        guest.pause(DEADLINE).map(|_| ()),
+        Err(PauseError::Ended)
+    ));
+    // What was read before the end can be read after it.
+    let _ = console.read(0);
+    guest.shut_down();
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use static_keys::Op;
+
+    use super::*;
+    use crate::keys::{KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
+    use crate::testing::{InMemoryGuest, Memory, TestKey};
+
+    fn guest() -> (Arc<InMemoryGuest>, Arc<Registry>) {
+        let registry = Arc::new(Registry::default());
+        let guest = InMemoryGuest::boot(Arc::clone(&registry), &[TestKey::new("alpha", 2)]);
+        (guest, registry)
+    }
+
+    #[test]
+    fn memory_in_memory() {
+        let ram = Memory::ram(4 << 20);
+        memory(&ram, 3 << 20, 4 << 20);
+    }
+
+    #[test]
+    fn pause_in_memory() {
+        pause(&*guest().0, Vec::new);
+    }
+
+    #[test]
+    fn lifecycle_in_memory() {
+        lifecycle(&guest().0);
+    }
+
+    /// A monitor that does not know where its vCPUs stopped gets no text patched.
+    #[tokio::test]
+    async fn unknown_is_not_taken_for_no() {
+        let (guest, registry) = guest();
+        let config = KeysConfig::default();
+        let (keys, _) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");
+        let enable = || {
+            let updates = vec![KeyUpdate::new("alpha", Op::Enable)];
+            let deadline = Instant::now() + DEADLINE;
+            UpdateRequest::new(updates, "test".to_owned(), DEADLINE, deadline)
+        };
+        guest.hide_vcpus(true);
+        let error = keys.update(enable()).await.expect_err("unknown");
+        assert_eq!(error.reason(), "VCPUS_UNKNOWN", "{error}");
+        assert!(
+            error.to_string().contains("where the vCPUs stopped"),
+            "{error}"
+        );
+        assert_eq!((guest.count("alpha"), guest.jumps("alpha")), (0, false));
+        guest.hide_vcpus(false);
+        keys.update(enable()).await.expect("the key is flipped");
+        assert_eq!((guest.count("alpha"), guest.jumps("alpha")), (1, true));
+    }
+}

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Guest memory without a guest: words that are made when they are first written.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, OnceLock};
+
+use crate::memory::{GuestRam, OutsideMemory, PAGE_SIZE, Piece, Ram};
+use crate::paging::PhysicalMemory;
+
+const WORDS: usize = 512;
+const _: () = assert!(WORDS as u64 * 8 == PAGE_SIZE);
+
+#[derive(Debug)]
+struct Page {
+    words: [AtomicU64; WORDS],
+    dirty: AtomicBool,
+}
+
+/// Zeroed memory from address 0 on, in one region.
+#[derive(Debug)]
+pub struct Memory {
+    /// A page that was never written reads as zeroes. The first write to it allocates, so while a guest
+    /// is stopped only pages are written that the test has filled before.
+    pages: Box<[OnceLock<Box<Page>>]>,
+    faults: Faults,
+}
+
+/// Writes that are to fail: those from `first` on, up to `end`, counted since they were set.
+#[derive(Debug, Default)]
+struct Faults {
+    done: AtomicU64,
+    first: AtomicU64,
+    end: AtomicU64,
+}
+
+impl Faults {
+    /// Whether the write that is made now fails.
+    fn strike(&self) -> bool {
+        let number = self.done.fetch_add(1, SeqCst);
+        (self.first.load(SeqCst)..self.end.load(SeqCst)).contains(&number)
+    }
+}
+
+/// The part of an access that lies in one word.
+struct Part {
+    page: usize,
+    word: usize,
+    /// Of the first byte in the word, in bits.
+    shift: usize,
+    bytes: Range<usize>,
+}
+
+fn parts(piece: Piece) -> impl Iterator<Item = Part> {
+    let start = usize::try_from(piece.offset()).unwrap_or(usize::MAX);
+    let length = piece.length();
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        let at = start.checked_add(done)?;
+        let here = (8 - at % 8).min(length - done);
+        let part = Part {
+            page: at / (WORDS * 8),
+            word: at / 8 % WORDS,
+            shift: at % 8 * 8,
+            bytes: done..done + here,
+        };
+        done += here;
+        (here > 0).then_some(part)
+    })
+}
+
+/// The lowest `bytes` bytes of a word.
+fn mask(bytes: usize) -> u64 {
+    u64::MAX.checked_shr(64 - 8 * bytes as u32).unwrap_or(0)
+}
+
+impl Memory {
+    /// `bytes` of memory, in whole pages.
+    #[must_use]
+    pub fn new(bytes: u64) -> Arc<Self> {
+        let pages = usize::try_from(bytes / PAGE_SIZE).unwrap_or(usize::MAX);
+        Arc::new(Self {
+            pages: (0..pages).map(|_| OnceLock::new()).collect(),
+            faults: Faults::default(),
+        })
+    }
+
+    /// The same, as the service takes it.
+    #[must_use]
+    pub fn ram(bytes: u64) -> GuestRam {
+        Self::new(bytes)
+    }
+
+    /// Lets the writes fail whose numbers, counted from now on, are in the range. Those of several
+    /// bytes fail after the first one.
+    pub fn fail_writes(&self, numbers: Range<u64>) {
+        self.faults.done.store(0, SeqCst);
+        self.faults.first.store(numbers.start, SeqCst);
+        self.faults.end.store(numbers.end, SeqCst);
+    }
+
+    fn contains(&self, piece: Piece) -> bool {
+        let bytes = self.pages.len() as u64 * PAGE_SIZE;
+        let end = piece.offset().checked_add(piece.length() as u64);
+        piece.region() == 0 && end.is_some_and(|end| end <= bytes)
+    }
+
+    fn load(&self, page: usize, word: usize) -> u64 {
+        let page = self.pages.get(page).and_then(OnceLock::get);
+        page.map_or(0, |page| page.words[word].load(SeqCst))
+    }
+
+    fn page(&self, page: usize) -> &Page {
+        self.pages[page].get_or_init(|| {
+            Box::new(Page {
+                words: [const { AtomicU64::new(0) }; WORDS],
+                dirty: AtomicBool::new(false),
+            })
+        })
+    }
+}
+
+impl PhysicalMemory for Memory {
+    fn read_u64(&self, address: u64) -> Option<u64> {
+        let at = usize::try_from(address).ok()?;
+        let inside = at % 8 == 0 && at / 8 / WORDS < self.pages.len();
+        inside.then(|| self.load(at / 8 / WORDS, at / 8 % WORDS))
+    }
+}
+
+impl Ram for Memory {
+    fn piece(&self, address: u64, length: usize) -> Result<Piece, OutsideMemory> {
+        let outside = OutsideMemory { address, length };
+        let short = u32::try_from(length).map_err(|_| outside)?;
+        let piece = Piece::new(0, address, short);
+        self.contains(piece).then_some(piece).ok_or(outside)
+    }
+
+    fn read_piece(&self, piece: Piece, bytes: &mut [u8]) -> bool {
+        if bytes.len() != piece.length() || !self.contains(piece) {
+            return false;
+        }
+        for part in parts(piece) {
+            let word = self.load(part.page, part.word) >> part.shift;
+            let length = part.bytes.len();
+            bytes[part.bytes].copy_from_slice(&word.to_le_bytes()[..length]);
+        }
+        true
+    }
+
+    fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool {
+        if bytes.len() != piece.length() || !self.contains(piece) {
+            return false;
+        }
+        let fails = self.faults.strike();
+        let (piece, bytes) = match fails {
+            true => (piece.prefix(1), bytes.get(..1).unwrap_or_default()),
+            false => (piece, bytes),
+        };
+        for part in parts(piece) {
+            let page = self.page(part.page);
+            let mut word = [0; 8];
+            let mask = mask(part.bytes.len()) << part.shift;
+            word[..part.bytes.len()].copy_from_slice(&bytes[part.bytes]);
+            let new = u64::from_le_bytes(word) << part.shift;
+            let set = |old| Some(old & !mask | new);
+            // The closure always answers.
+            let _ = page.words[part.word].fetch_update(SeqCst, SeqCst, set);
+            page.dirty.store(true, SeqCst);
+        }
+        !fails
+    }
+
+    fn compare_exchange_u32(
+        &self,
+        piece: Piece,
+        current: u32,
+        new: u32,
+    ) -> Option<Result<u32, u32>> {
+        let aligned = piece.length() == 4 && piece.offset().is_multiple_of(4);
+        if !aligned || !self.contains(piece) || self.faults.strike() {
+            return None;
+        }
+        let part = parts(piece).next()?;
+        let page = self.page(part.page);
+        let mask = mask(4) << part.shift;
+        let mut found = 0;
+        let exchanged = page.words[part.word].fetch_update(SeqCst, SeqCst, |old| {
+            found = u32::try_from((old & mask) >> part.shift).unwrap_or(0);
+            (found == current).then_some(old & !mask | u64::from(new) << part.shift)
+        });
+        Some(match exchanged {
+            Ok(_) => {
+                page.dirty.store(true, SeqCst);
+                Ok(current)
+            }
+            Err(_) => Err(found),
+        })
+    }
+
+    fn is_dirty(&self, address: u64) -> bool {
+        let page = usize::try_from(address / PAGE_SIZE).unwrap_or(usize::MAX);
+        let page = self.pages.get(page).and_then(OnceLock::get);
+        page.is_some_and(|page| page.dirty.load(SeqCst))
+    }
+}

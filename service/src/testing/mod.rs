@@ -1,0 +1,691 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A guest without vCPUs: real guest memory with page tables, a small kernel image with keys, sites
+//! and gate words, and requests as a kernel would send them. For API tests without KVM.
+
+mod clock;
+pub mod conformance;
+mod console;
+mod image;
+mod memory;
+pub mod structures;
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use static_keys::GuestMemory;
+use zerocopy::{FromZeros, IntoBytes};
+
+pub use self::clock::ManualClock;
+pub use self::console::TestConsole;
+use self::image::*;
+pub use self::image::{Gate, TestKey};
+pub use self::memory::Memory;
+use crate::abi;
+use crate::console::Console;
+use crate::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
+use crate::keys::Registry;
+use crate::keys::address_space::{KernelMemory, PageTable};
+use crate::memory::GuestRam;
+use crate::paging::Levels;
+use crate::pause::{Activity, LateVcpu, PauseError};
+
+struct Place {
+    key: u64,
+    sites: Vec<u64>,
+}
+
+/// Guest memory by kernel-virtual address, through page tables that were not registered.
+pub fn kernel_memory(ram: &GuestRam, root: u64, levels: Levels) -> impl GuestMemory {
+    KernelMemory::new(ram, PageTable { root, levels })
+}
+
+type Hook = Box<dyn FnMut() + Send>;
+
+/// The guest.
+pub struct InMemoryGuest {
+    memory: Arc<Memory>,
+    ram: GuestRam,
+    registry: Arc<Registry>,
+    console: TestConsole,
+    places: Mutex<HashMap<String, Place>>,
+    modules: Mutex<Vec<(String, u64)>>,
+    /// What the kernel last registered.
+    registered: Mutex<Option<abi::Descriptor>>,
+    /// What it last told about each module that is loaded.
+    loaded: Mutex<HashMap<String, abi::Module>>,
+    boot: AtomicU64,
+    generation: AtomicU64,
+    loads: AtomicU64,
+    ended: AtomicBool,
+    late: AtomicBool,
+    hidden: AtomicBool,
+    held: Arc<AtomicBool>,
+    pauses: AtomicU64,
+    rips: Mutex<Vec<u64>>,
+    pressed: AtomicBool,
+    on_power_button: Mutex<Option<Hook>>,
+    on_pause: Mutex<Option<Hook>>,
+    on_resume: Arc<Mutex<Option<Hook>>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl InMemoryGuest {
+    /// A guest that has not registered.
+    pub fn new(registry: Arc<Registry>) -> Arc<Self> {
+        let memory = Memory::new(MEMORY_BYTES);
+        let guest = Self {
+            ram: memory.clone(),
+            memory,
+            registry,
+            console: TestConsole::default(),
+            places: Mutex::default(),
+            modules: Mutex::default(),
+            registered: Mutex::default(),
+            loaded: Mutex::default(),
+            boot: AtomicU64::new(0x2000),
+            generation: AtomicU64::new(0x1000),
+            loads: AtomicU64::new(0),
+            ended: AtomicBool::new(false),
+            late: AtomicBool::new(false),
+            hidden: AtomicBool::new(false),
+            held: Arc::default(),
+            pauses: AtomicU64::new(0),
+            rips: Mutex::default(),
+            pressed: AtomicBool::new(false),
+            on_power_button: Mutex::default(),
+            on_pause: Mutex::default(),
+            on_resume: Arc::default(),
+        };
+        guest.map_image();
+        Arc::new(guest)
+    }
+
+    /// A running guest whose kernel has registered these keys.
+    ///
+    /// # Panics
+    /// If the registration is refused.
+    pub fn boot(registry: Arc<Registry>, keys: &[TestKey]) -> Arc<Self> {
+        let guest = Self::new(registry);
+        guest.registry.attach(guest.ram.clone());
+        assert_eq!(
+            guest.register(keys),
+            0,
+            "{}",
+            guest.registry.describe().error
+        );
+        guest.set_gate(Gate::SystemState, 2);
+        guest
+    }
+
+    fn map_image(&self) {
+        const PRESENT_WRITABLE: u64 = 3;
+        const LARGE: u64 = 1 << 7;
+        let index = |level: u64| (IMAGE >> (12 + 9 * level)) & 0x1ff;
+        let entry = |table: u64, index: u64, value: u64| {
+            self.write_physical(table + 8 * index, &value.to_le_bytes())
+        };
+        entry(
+            PAGE_TABLE,
+            index(3),
+            (PAGE_TABLE + 0x1000) | PRESENT_WRITABLE,
+        );
+        entry(
+            PAGE_TABLE + 0x1000,
+            index(2),
+            (PAGE_TABLE + 0x2000) | PRESENT_WRITABLE,
+        );
+        for page in 0..IMAGE_BYTES >> 21 {
+            let physical = IMAGE_PHYSICAL + (page << 21);
+            entry(
+                PAGE_TABLE + 0x2000,
+                index(1) + page,
+                physical | LARGE | PRESENT_WRITABLE,
+            );
+        }
+    }
+
+    fn write_physical(&self, address: u64, bytes: &[u8]) {
+        self.ram.write(address, bytes).expect("in memory");
+    }
+
+    /// Writes guest-virtual memory of the image.
+    pub fn write(&self, address: u64, bytes: &[u8]) {
+        self.write_physical(address - IMAGE + IMAGE_PHYSICAL, bytes);
+    }
+
+    /// Reads guest-virtual memory of the image.
+    ///
+    /// # Panics
+    /// If the address is not in the image.
+    pub fn read<const N: usize>(&self, address: u64) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.ram
+            .read(address - IMAGE + IMAGE_PHYSICAL, &mut bytes)
+            .expect("in memory");
+        bytes
+    }
+
+    /// Sets a gate word.
+    pub fn set_gate(&self, gate: Gate, value: u64) {
+        self.write(gate.address(), &value.to_le_bytes());
+    }
+
+    /// Writes keys, sites, table and directory at these addresses.
+    fn lay_out(&self, prefix: &str, keys: &[TestKey], at: &Layout) -> (abi::Range, abi::Directory) {
+        let mut entry = at.table;
+        let mut site = at.text;
+        let mut names = Vec::new();
+        let (mut plain, mut sealed) = (at.keys, SEALED_KEYS);
+        let mut tracepoint = TRACEPOINTS;
+        // The table is sorted by key.
+        let mut sorted: Vec<&TestKey> = keys.iter().collect();
+        sorted.sort_by_key(|key| (key.class == abi::KEY_TRACEPOINT, key.sealed));
+        for (index, key) in (0_u64..).zip(sorted) {
+            let (next, offset, size) = match (key.class, key.sealed) {
+                (abi::KEY_TRACEPOINT, _) => (&mut tracepoint, TRACEPOINT_KEY, TRACEPOINT_BYTES),
+                (_, true) => (&mut sealed, 0, KEY_BYTES),
+                (_, false) => (&mut plain, 0, KEY_BYTES),
+            };
+            let address = *next + offset;
+            *next += size;
+            let entries = if key.sites == 0 { 0 } else { entry };
+            self.write(address, &key.count.to_le_bytes());
+            self.write(
+                address + 8,
+                &(entries | u64::from(key.initially_true)).to_le_bytes(),
+            );
+            let mut sites = Vec::new();
+            for _ in 0..key.sites {
+                self.write_site(site, key.jumps());
+                self.write_entry(entry, site, address | u64::from(key.initially_true));
+                sites.push(site);
+                site += SITE_STRIDE;
+                entry += ENTRY_BYTES;
+            }
+            let tracepoint = if key.class == abi::KEY_TRACEPOINT {
+                address - TRACEPOINT_KEY
+            } else {
+                0
+            };
+            if tracepoint != 0 {
+                self.write_probes(tracepoint, if key.probe { &[1] } else { &[] });
+            }
+            let named = abi::Key {
+                address,
+                name: u32::try_from(names.len()).expect("short names"),
+                class: key.class,
+                tracepoint,
+                module: at.module,
+            };
+            self.write(
+                at.directory + index * size_of::<abi::Key>() as u64,
+                named.as_bytes(),
+            );
+            names.extend_from_slice(key.name.as_bytes());
+            names.push(0);
+            lock(&self.places).insert(
+                format!("{prefix}{}", key.name),
+                Place {
+                    key: address,
+                    sites,
+                },
+            );
+        }
+        self.write(at.names, &names);
+        let directory = abi::Directory {
+            keys: at.directory,
+            names: at.names,
+            key_count: u32::try_from(keys.len()).expect("few keys"),
+            names_size: u32::try_from(names.len()).expect("short names"),
+        };
+        (
+            abi::Range {
+                start: at.table,
+                end: entry,
+            },
+            directory,
+        )
+    }
+
+    /// The probes of a tracepoint, by their data; each time at the same place, as an allocator may give
+    /// an array away again.
+    fn write_probes(&self, tracepoint: u64, probes: &[u64]) {
+        let array = PROBES + (tracepoint - TRACEPOINTS) / TRACEPOINT_BYTES * PROBES_BYTES;
+        let mut at = array;
+        for data in probes {
+            for (offset, word) in [(0, TEXT), (8, *data), (16, 10)] {
+                self.write(at + offset, &word.to_le_bytes());
+            }
+            at += PROBE_BYTES;
+        }
+        self.write(at, &[0; PROBE_BYTES as usize]);
+        let funcs = if probes.is_empty() { 0 } else { array };
+        self.write(tracepoint + TRACEPOINT_FUNCS, &funcs.to_le_bytes());
+    }
+
+    /// What the guest itself would do: attaches these probes to a tracepoint instead of those that it
+    /// has, up to 4 and told apart by their data, and turns its key on or off.
+    pub fn set_probes(&self, name: &str, probes: &[u64]) {
+        let key = self.place(name, |place| place.key);
+        self.write_probes(key - TRACEPOINT_KEY, probes);
+        self.set_count(name, i32::from(!probes.is_empty()));
+    }
+
+    fn write_site(&self, site: u64, jumps: bool) {
+        let distance = u32::try_from(TARGET_DISTANCE - 5).expect("near");
+        let mut jump = [0xe9; 5];
+        jump[1..].copy_from_slice(&distance.to_le_bytes());
+        self.write(site, if jumps { &jump } else { &NOP5 });
+    }
+
+    fn write_entry(&self, entry: u64, site: u64, key: u64) {
+        let near = |to: u64, from: u64| {
+            i32::try_from(to.wrapping_sub(from).cast_signed())
+                .expect("near")
+                .to_le_bytes()
+        };
+        self.write(entry, &near(site, entry));
+        self.write(entry + 4, &near(site + TARGET_DISTANCE, entry + 4));
+        self.write(entry + 8, &key.wrapping_sub(entry + 8).to_le_bytes());
+    }
+
+    /// The descriptor that [`InMemoryGuest::register`] sends.
+    pub fn descriptor(&self, keys: &[TestKey]) -> abi::Descriptor {
+        let layout = Layout {
+            text: TEXT,
+            table: JUMP_TABLE,
+            keys: KEYS,
+            directory: DIRECTORY,
+            names: NAMES,
+            module: 0,
+        };
+        let (jump_table, directory) = self.lay_out("", keys, &layout);
+        let mut descriptor = abi::Descriptor::new_zeroed();
+        descriptor.header = self.header(abi::OP_REGISTER, size_of::<abi::Descriptor>());
+        structures::describe(&mut descriptor);
+        descriptor.boot = self.boot.load(Ordering::SeqCst);
+        descriptor.cpus = 1;
+        descriptor.jump_table = jump_table;
+        descriptor.text = abi::Range {
+            start: TEXT,
+            end: TEXT_END,
+        };
+        descriptor.init_text = abi::Range {
+            start: INIT_TEXT,
+            end: INIT_TEXT_END,
+        };
+        descriptor.ro_after_init = abi::Range {
+            start: SEALED_KEYS,
+            end: SEALED_KEYS_END,
+        };
+        descriptor.tracepoints = abi::Range {
+            start: TRACEPOINT_POINTERS,
+            end: TRACEPOINT_POINTERS + 8 * keys.len() as u64,
+        };
+        descriptor.page_table = PAGE_TABLE;
+        descriptor.system_state = Gate::SystemState.address();
+        descriptor.jump_label_mutex_owner = Gate::JumpLabelMutex.address();
+        descriptor.text_mutex_owner = Gate::TextMutex.address();
+        descriptor.tracepoints_mutex_owner = Gate::TracepointsMutex.address();
+        descriptor.tp_vec_nr = Gate::TextPokeQueue.address();
+        descriptor.bp_desc_refs = Gate::TextPokeReferences.address();
+        descriptor.module_state = u32::try_from(MODULE_STATE).expect("small");
+        descriptor.module_state_live = 0;
+        descriptor.directory = directory;
+        descriptor.release[..6].copy_from_slice(b"6.12.0");
+        descriptor.build_id = [0xab; 20];
+        descriptor
+    }
+
+    fn header(&self, op: u32, size: usize) -> abi::Header {
+        abi::Header {
+            magic: abi::HEADER_MAGIC,
+            abi_version: abi::ABI_VERSION,
+            op: u16::try_from(op).expect("small"),
+            size: u32::try_from(size).expect("small"),
+            status: -38,
+            generation: self.generation.load(Ordering::SeqCst),
+        }
+    }
+
+    /// Sends a request as a vCPU would.
+    pub fn request(&self, op: u32, request: &[u8]) -> i32 {
+        self.write_physical(REQUEST_PAGE, request);
+        self.registry.request(op, REQUEST_PAGE)
+    }
+
+    /// The page of the last request, as far as requests reach.
+    ///
+    /// # Panics
+    /// Never: the page is in memory.
+    pub fn last_request(&self) -> Vec<u8> {
+        let mut bytes = vec![0; size_of::<abi::Descriptor>()];
+        self.ram.read(REQUEST_PAGE, &mut bytes).expect("in memory");
+        bytes
+    }
+
+    /// Another kernel, with these keys, registers.
+    pub fn register(&self, keys: &[TestKey]) -> i32 {
+        self.generation.fetch_add(1, Ordering::SeqCst);
+        self.boot.fetch_add(1, Ordering::SeqCst);
+        lock(&self.places).clear();
+        let descriptor = self.descriptor(keys);
+        *lock(&self.registered) = Some(descriptor);
+        self.request(abi::OP_REGISTER, descriptor.as_bytes())
+    }
+
+    /// The same kernel registers again, under a new generation. Its modules are left to
+    /// [`InMemoryGuest::add_module_again`].
+    ///
+    /// # Panics
+    /// If no kernel has registered.
+    pub fn register_again(&self) -> i32 {
+        self.generation.fetch_add(1, Ordering::SeqCst);
+        let mut descriptor = lock(&self.registered).expect("registered before");
+        descriptor.header = self.header(abi::OP_REGISTER, size_of::<abi::Descriptor>());
+        self.request(abi::OP_REGISTER, descriptor.as_bytes())
+    }
+
+    /// The kernel takes its registration back.
+    pub fn unregister(&self) -> i32 {
+        let header = self.header(abi::OP_UNREGISTER, size_of::<abi::Header>());
+        self.request(abi::OP_UNREGISTER, header.as_bytes())
+    }
+
+    /// A module with these keys is loaded.
+    ///
+    /// # Panics
+    /// If the name is longer than 63 bytes.
+    pub fn add_module(&self, name: &str, keys: &[TestKey]) -> i32 {
+        let slot = {
+            let mut modules = lock(&self.modules);
+            let slot = modules.len() as u64;
+            modules.push((name.to_owned(), MODULES + slot * MODULE_BYTES));
+            slot
+        };
+        let base = MODULES + slot * MODULE_BYTES;
+        let layout = Layout {
+            text: base + 0x1000,
+            table: base + 0x5000,
+            keys: base + 0x7000,
+            directory: base + 0x8000,
+            names: base + 0x9000,
+            module: base,
+        };
+        let (jump_table, directory) = self.lay_out(&format!("{name}:"), keys, &layout);
+        let mut request = self.module(abi::OP_MODULE_ADD, base);
+        request.jump_table = jump_table;
+        request.text = abi::Range {
+            start: base + 0x1000,
+            end: base + 0x5000,
+        };
+        request.directory = directory;
+        request.load = 1 + self.loads.fetch_add(1, Ordering::SeqCst);
+        request.name[..name.len()].copy_from_slice(name.as_bytes());
+        lock(&self.loaded).insert(name.to_owned(), request);
+        self.request(abi::OP_MODULE_ADD, request.as_bytes())
+    }
+
+    /// A module that stayed loaded is told after [`InMemoryGuest::register_again`]; `change` is made
+    /// to the request.
+    ///
+    /// # Panics
+    /// If it was never loaded.
+    pub fn add_module_again(&self, name: &str, change: impl FnOnce(&mut abi::Module)) -> i32 {
+        let mut request = lock(&self.loaded)[name];
+        request.header = self.header(abi::OP_MODULE_ADD, size_of::<abi::Module>());
+        change(&mut request);
+        self.request(abi::OP_MODULE_ADD, request.as_bytes())
+    }
+
+    /// The module is about to be unloaded.
+    ///
+    /// # Panics
+    /// If it was never loaded.
+    pub fn delete_module(&self, name: &str) -> i32 {
+        let request = self.module(abi::OP_MODULE_DEL, self.module_address(name));
+        self.request(abi::OP_MODULE_DEL, request.as_bytes())
+    }
+
+    fn module_address(&self, name: &str) -> u64 {
+        let modules = lock(&self.modules);
+        let mut newest = modules.iter().rev();
+        newest.find(|(of, _)| of == name).expect("was loaded").1
+    }
+
+    /// Makes a module the only user of a key without sites, as loading it does; or takes that back.
+    ///
+    /// # Panics
+    /// If the module was never loaded.
+    pub fn set_user(&self, key: &str, module: Option<&str>) {
+        const LINKED: u64 = 2;
+        let chain = module.map_or(0, |module| {
+            let base = self.module_address(module);
+            let node = base + 0xa000;
+            for (offset, word) in [(0, 0), (8, base + 0x5000), (16, base)] {
+                self.write(node + offset, &word.to_le_bytes());
+            }
+            node | LINKED
+        });
+        let key = self.place(key, |place| place.key);
+        self.write(key + 8, &chain.to_le_bytes());
+    }
+
+    fn module(&self, op: u32, address: u64) -> abi::Module {
+        let mut request = abi::Module::new_zeroed();
+        request.header = self.header(op, size_of::<abi::Module>());
+        request.module = address;
+        request
+    }
+
+    fn place<T>(&self, name: &str, of: impl FnOnce(&Place) -> T) -> T {
+        let places = lock(&self.places);
+        of(places.get(name).unwrap_or_else(|| panic!("no key {name}")))
+    }
+
+    /// The raw count of a key.
+    pub fn count(&self, name: &str) -> i32 {
+        i32::from_le_bytes(self.read(self.place(name, |place| place.key)))
+    }
+
+    /// What the guest itself would do: sets the raw count and writes the sites to match, if they are
+    /// not likely ones.
+    pub fn set_count(&self, name: &str, count: i32) {
+        self.write(self.place(name, |place| place.key), &count.to_le_bytes());
+        for site in self.place(name, |place| place.sites.clone()) {
+            self.write_site(site, count > 0);
+        }
+    }
+
+    /// Addresses of a key's sites.
+    pub fn sites(&self, name: &str) -> Vec<u64> {
+        self.place(name, |place| place.sites.clone())
+    }
+
+    /// Whether every site of the key is a JMP, or every one a NOP.
+    ///
+    /// # Panics
+    /// If they differ or are something else.
+    pub fn jumps(&self, name: &str) -> bool {
+        let jumps: Vec<bool> = self
+            .sites(name)
+            .into_iter()
+            .map(|site| match self.read::<5>(site) {
+                NOP5 => false,
+                [0xe9, displacement @ ..] => {
+                    assert_eq!(
+                        u64::from(u32::from_le_bytes(displacement)) + 5,
+                        TARGET_DISTANCE
+                    );
+                    true
+                }
+                bytes => panic!("foreign bytes {bytes:02x?}"),
+            })
+            .collect();
+        assert!(
+            jumps.iter().all(|&jump| jump == jumps[0]),
+            "torn: {jumps:?}"
+        );
+        jumps[0]
+    }
+
+    /// Its memory, which a test can let fail.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// How often the guest was stopped.
+    pub fn pauses(&self) -> u64 {
+        self.pauses.load(Ordering::SeqCst)
+    }
+
+    /// Whether vCPU 0 does not stop from now on.
+    pub fn set_late(&self, late: bool) {
+        self.late.store(late, Ordering::SeqCst);
+    }
+
+    /// Whether its monitor cannot tell from now on where the vCPUs stopped.
+    pub fn hide_vcpus(&self, hidden: bool) {
+        self.hidden.store(hidden, Ordering::SeqCst);
+    }
+
+    /// Where the vCPUs stop from now on.
+    pub fn set_rips(&self, rips: Vec<u64>) {
+        *lock(&self.rips) = rips;
+    }
+
+    /// Whether the power button is pressed and the kernel has not seen it.
+    pub fn is_pressed(&self) -> bool {
+        self.pressed.load(Ordering::SeqCst)
+    }
+
+    /// The kernel listens to its power button from now on, and calls this at every press.
+    pub fn on_power_button(&self, hook: impl FnMut() + Send + 'static) {
+        *lock(&self.on_power_button) = Some(Box::new(hook));
+    }
+
+    /// Called in every pause, before it is told.
+    pub fn on_pause(&self, hook: impl FnMut() + Send + 'static) {
+        *lock(&self.on_pause) = Some(Box::new(hook));
+    }
+
+    /// Called at the end of every pause.
+    pub fn on_resume(&self, hook: impl FnMut() + Send + 'static) {
+        *lock(&self.on_resume) = Some(Box::new(hook));
+    }
+
+    /// Prints to the console.
+    pub fn print(&self, text: &[u8]) {
+        self.console.print(text);
+    }
+}
+
+impl Machine for InMemoryGuest {
+    fn description(&self) -> GuestDescription {
+        GuestDescription {
+            name: "test".to_owned(),
+            vcpus: 1,
+            memory_bytes: MEMORY_BYTES,
+            transports: vec![Transport::Hypercall, Transport::Msr],
+        }
+    }
+
+    fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::SeqCst)
+    }
+
+    fn shut_down(&self) {
+        self.ended.store(true, Ordering::SeqCst);
+        self.console.close();
+    }
+
+    fn press_power_button(&self) {
+        self.pressed.store(true, Ordering::SeqCst);
+        if let Some(hook) = &mut *lock(&self.on_power_button) {
+            self.pressed.store(false, Ordering::SeqCst);
+            hook();
+        }
+    }
+
+    fn take_back_press(&self) -> bool {
+        self.pressed.swap(false, Ordering::SeqCst)
+    }
+
+    fn console(&self) -> &dyn Console {
+        &self.console
+    }
+}
+
+/// The guest, stopped.
+pub struct PausedInMemory {
+    rips: Vec<u64>,
+    hidden: bool,
+    held: Arc<AtomicBool>,
+    on_resume: Arc<Mutex<Option<Hook>>>,
+}
+
+impl Drop for PausedInMemory {
+    fn drop(&mut self) {
+        self.held.store(false, Ordering::SeqCst);
+        if let Some(hook) = &mut *lock(&self.on_resume) {
+            hook();
+        }
+    }
+}
+
+impl PausedGuest for PausedInMemory {
+    fn rips(&self) -> Option<&[u64]> {
+        (!self.hidden).then_some(&self.rips)
+    }
+
+    fn breakpoint_pending(&self) -> Option<bool> {
+        (!self.hidden).then_some(false)
+    }
+
+    fn stop_time(&self) -> Duration {
+        Duration::from_micros(20)
+    }
+}
+
+impl Guest for InMemoryGuest {
+    type Paused<'a> = PausedInMemory;
+
+    fn ram(&self) -> &GuestRam {
+        &self.ram
+    }
+
+    fn pause(&self, timeout: Duration) -> Result<PausedInMemory, PauseError> {
+        if self.has_ended() {
+            return Err(PauseError::Ended);
+        }
+        if self.late.load(Ordering::SeqCst) {
+            let late = vec![LateVcpu {
+                vcpu: 0,
+                activity: Activity::Guest,
+                last_rip: None,
+            }];
+            return Err(PauseError::Late {
+                deadline: timeout,
+                late,
+            });
+        }
+        if self.held.swap(true, Ordering::SeqCst) {
+            return Err(PauseError::AlreadyPaused);
+        }
+        self.pauses.fetch_add(1, Ordering::SeqCst);
+        if let Some(hook) = &mut *lock(&self.on_pause) {
+            hook();
+        }
+        Ok(PausedInMemory {
+            rips: lock(&self.rips).clone(),
+            hidden: self.hidden.load(Ordering::SeqCst),
+            held: Arc::clone(&self.held),
+            on_resume: Arc::clone(&self.on_resume),
+        })
+    }
+}

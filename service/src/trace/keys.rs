@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The keys of tracepoints, for tracing.
+
+use static_keys::{Class, Key, Op};
+
+use super::{Boxed, Switch, TracepointFacts, TracepointKeys};
+use crate::keys::registry::Snapshot;
+use crate::keys::{KeyUpdate, Keys, KeysError, UpdateRequest};
+
+impl TracepointKeys for Keys {
+    fn tracepoints(&self) -> Result<Vec<TracepointFacts>, KeysError> {
+        let Snapshot { registration, .. } = self.registry().snapshot()?;
+        let ram = self.ram()?;
+        let memory = registration.memory(ram);
+        let facts = |key: &Key| {
+            // The guest may be just changing what is read; a change looks again.
+            let tracepoint = registration
+                .catalog
+                .tracepoint(&memory, key.id)
+                .ok()
+                .flatten();
+            TracepointFacts {
+                key: key.full_name.to_string(),
+                enabled: registration
+                    .catalog
+                    .enabled(&memory, key.id)
+                    .is_ok_and(|count| count != 0),
+                probes: tracepoint.map(|tracepoint| tracepoint.probes),
+                switched_by_function: tracepoint
+                    .is_some_and(|tracepoint| tracepoint.switched_by_function),
+            }
+        };
+        Ok(registration
+            .catalog
+            .keys()
+            .filter(|key| key.class == Class::Tracepoint)
+            .map(facts)
+            .collect())
+    }
+
+    fn probes(&self, keys: &[String]) -> Result<Vec<Option<u32>>, KeysError> {
+        let Snapshot { registration, .. } = self.registry().snapshot()?;
+        let ram = self.ram()?;
+        let memory = registration.memory(ram);
+        let probes = |name: &String| {
+            let key = registration.catalog.find(name)?;
+            let tracepoint = registration.catalog.tracepoint(&memory, key.id);
+            Some(tracepoint.ok()??.probes)
+        };
+        Ok(keys.iter().map(probes).collect())
+    }
+
+    fn switch(
+        &self,
+        switch: Switch,
+    ) -> Boxed<'_, Result<Option<patchbay_proto::v1::FlipReport>, KeysError>> {
+        let op = if switch.on { Op::Enable } else { Op::Disable };
+        let update = |name: String| KeyUpdate::new(name, op);
+        let updates = switch.keys.into_iter().map(update).collect();
+        let request = UpdateRequest {
+            validate_only: switch.validate_only,
+            // The reference that is dropped may be the guest's own, taken when the probe was
+            // attached; clients of tracepoints are counted by the tracer.
+            force: true,
+            summary_only: true,
+            reason: switch.reason.to_owned(),
+            ..UpdateRequest::new(updates, switch.owner, switch.stop_timeout, switch.deadline)
+        };
+        Box::pin(async move { Ok(self.update(request).await?.report) })
+    }
+}

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest's tracepoints: the agent's link, its events, and who keeps them armed and firing.
+//!
+//! ```text
+//!               trace's thread                                         │  API's thread
+//!  agent in the guest ══ vsock ══▶ AgentLink ── pages ──▶ Hub (decodes) ─── events ──▶ streams
+//!                                     ▲                                │                 ▲
+//!                                     └────── enable, disable ─────────┼───────────┐     │
+//!                                                                      │           │     │
+//!  clients ───────────────────────────────────────────────────────────▶ Tracer (book of who armed
+//!                                                                      │ and fired what) ── fire,
+//!                                                                      │ park ──▶ keys
+//! ```
+//!
+//! Whatever comes from the guest is read and decoded on the left, within fixed memory (`link`, `hub`,
+//! `stream`); nothing on the right that switches keys waits for it.
+
+pub(crate) mod book;
+mod clock;
+pub mod decode;
+mod error;
+mod frame;
+#[cfg(any(test, feature = "testing"))]
+pub mod fuzzing;
+pub(crate) mod hub;
+mod keys;
+pub(crate) mod link;
+pub(crate) mod once;
+pub(crate) mod select;
+mod socket;
+pub(crate) mod stream;
+mod switch;
+mod tasks;
+#[cfg(test)]
+mod tests;
+mod thread;
+pub(crate) mod tracer;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::{mpsc, watch};
+use tokio::time::MissedTickBehavior;
+
+pub use self::error::{AgentError, TraceError};
+pub use self::link::{AgentLink, PORT};
+pub use self::socket::{AgentSocket, socket_path};
+pub use self::switch::{Boxed, Switch, TracepointFacts, TracepointKeys};
+pub use self::thread::TraceThread;
+pub use self::tracer::Tracer;
+
+/// How long the events of a client that streamed them stay armed after it is gone, unless said.
+pub const DEFAULT_GRACE: Duration = Duration::from_secs(5);
+
+/// How a guest is traced.
+#[derive(Debug)]
+pub struct Tracing {
+    /// Where the agent in the guest connects; None: there is no way to the guest.
+    pub agent: Option<AgentSocket>,
+    /// Where the agent's events are read and decoded; None: on the current runtime.
+    pub thread: Option<TraceThread>,
+    /// How long the events of a client that streamed them stay armed after it is gone: time to come
+    /// back after its connection broke.
+    pub grace: Duration,
+}
+
+impl Default for Tracing {
+    fn default() -> Self {
+        Self {
+            agent: None,
+            thread: None,
+            grace: DEFAULT_GRACE,
+        }
+    }
+}
+
+const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Starts tracing, with an agent or without one. Link and decoder run on `decoding`, all else on the
+/// current tokio runtime.
+///
+/// # Errors
+/// If the agent's socket cannot be used.
+pub fn start(
+    keys: Arc<dyn TracepointKeys>,
+    agent: Option<AgentSocket>,
+    decoding: &Handle,
+) -> std::io::Result<Arc<Tracer>> {
+    let (sender, pages) = mpsc::unbounded_channel();
+    let link = AgentLink::new(sender);
+    if let Some(socket) = &agent {
+        let _there = decoding.enter();
+        link.listen(socket)?;
+    }
+    let connections = link.connections();
+    let tracer = Arc::new(Tracer::new(keys, link, agent, decoding.clone()));
+    let hub = Arc::clone(&tracer.hub);
+    decoding.spawn(async move { hub.run(pages).await });
+    tokio::spawn(follow_agent(Arc::clone(&tracer), connections));
+    tokio::spawn(heed_others(Arc::clone(&tracer)));
+    Ok(tracer)
+}
+
+/// Follows the agent's comings and goings. It asks the agent, so it may be held up by it.
+async fn follow_agent(tracer: Arc<Tracer>, mut connections: watch::Receiver<u64>) {
+    loop {
+        match tokio::time::timeout(CATCH_UP_INTERVAL, connections.changed()).await {
+            Ok(Ok(())) => tracer.reconcile().await,
+            Ok(Err(_)) => return,
+            Err(_) => tracer.catch_up().await,
+        }
+    }
+}
+
+/// Asks nobody in the guest.
+async fn heed_others(tracer: Arc<Tracer>) {
+    let mut ticks = tokio::time::interval(CATCH_UP_INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        tracer.heed_others().await;
+    }
+}

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Disarming, by request, because a client is gone, or because an agent says something else than
+//! the book.
+
+use std::collections::BTreeSet;
+
+use patchbay_proto::v1::TracepointResult;
+
+use super::arm::CLAIM_PATIENCE;
+use super::others::OTHERS;
+use super::{Facts, SwitchTerms, Tracer};
+use crate::keys::KeysError;
+use crate::trace::book::Armed;
+use crate::trace::error::{AgentError, TraceError};
+use crate::trace::select::{self, Wanted};
+
+impl Tracer {
+    /// Parks and disarms for a client what no other keeps armed.
+    ///
+    /// # Errors
+    /// [`TraceError`]; if it is the agent's silence, the events are parked, and disarmed when it
+    /// answers again.
+    pub async fn disarm(
+        &self,
+        client: &str,
+        wanted: &Wanted,
+        force: bool,
+    ) -> Result<Vec<TracepointResult>, TraceError> {
+        let moving = self.claim(&self.armed(wanted)?, CLAIM_PATIENCE).await?;
+        // They may have been disarmed while this waited.
+        let names = self.armed(wanted)?;
+        let names: Vec<String> = names
+            .into_iter()
+            .filter(|name| moving.names.contains(name))
+            .collect();
+        let to_disarm = self.remove(client, &names, force).await?;
+        if let Some(error) = self.detach(&to_disarm).await {
+            return Err(error.into());
+        }
+        Ok(self.results(names.into_iter(), client, None))
+    }
+
+    /// The events are the client's no more. Those that are nobody's then (or that it takes from
+    /// others) are parked and out of the book; they are to be detached.
+    async fn remove(
+        &self,
+        client: &str,
+        names: &[String],
+        force: bool,
+    ) -> Result<Vec<String>, TraceError> {
+        let _turn = self.turn.lock().await;
+        let to_disarm = self.book().to_disarm(names, client, force);
+        // The guest's own removal of the probe parks as well, but perhaps late, perhaps never. It
+        // turns on nothing, so what others go on tracing is turned on here.
+        let (theirs, ours) = self.split_by_others(&to_disarm).await;
+        for (names, on, owner) in [(ours, false, client), (theirs, true, OTHERS)] {
+            let keys = self.book().keys(&names);
+            let terms = SwitchTerms::default();
+            match self
+                .switch(keys, on, owner, "disarm tracepoints", &terms)
+                .await
+            {
+                // The guest is gone or registered anew: there is nothing to park.
+                Ok(_)
+                | Err(TraceError::Keys(
+                    KeysError::NotRegistered { .. } | KeysError::KeyNotFound { .. },
+                )) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let mut book = self.book();
+        book.release_fire(names, client, false);
+        book.release_arm(names, client);
+        for name in &to_disarm {
+            if let Some(armed) = book.events.remove(name) {
+                self.hub.remove_source(armed.source.format.id);
+            }
+        }
+        Ok(to_disarm)
+    }
+
+    /// A client is gone: what it alone kept is parked at once, and disarmed.
+    pub async fn leave(&self, client: &str) {
+        self.park_without(client).await;
+        let names = self.book().armed_by(client);
+        let moving = self.claim_whenever(&names).await;
+        match self.remove(client, &moving.names, false).await {
+            Ok(to_disarm) => {
+                if let Some(error) = self.detach(&to_disarm).await {
+                    tracing::warn!(client, %error, "events of a client that is gone wait for being disarmed");
+                }
+            }
+            Err(error) => {
+                tracing::warn!(client, %error, "the events of a client that is gone could not be disarmed");
+            }
+        }
+    }
+
+    async fn park_without(&self, client: &str) {
+        let _turn = self.turn.lock().await;
+        let (to_park, names) = {
+            let book = self.book();
+            let names: Vec<String> = book.events.keys().cloned().collect();
+            (book.to_park_without(client), names)
+        };
+        let keys = self.book().keys(&to_park);
+        let terms = SwitchTerms::default();
+        if let Err(error) = self
+            .switch(keys, false, client, "park tracepoints", &terms)
+            .await
+        {
+            tracing::warn!(client, %error, "the events of a client that is gone could not be parked");
+        }
+        self.book().release_fire(&names, client, false);
+        self.mark("parked", &to_park, client, None);
+    }
+
+    /// Brings agent and book together when an agent has connected: what only the agent knows is
+    /// disarmed, and what only the book knows is gone with its module, its boot or its instance.
+    pub async fn reconcile(&self) {
+        let peer = match self.link.peer() {
+            Ok(peer) => peer,
+            Err(error) => {
+                self.hub.mark(format!("{error}; armed events stay armed"));
+                return;
+            }
+        };
+        self.hub
+            .mark("an agent has connected in the guest".to_owned());
+        let enabled: BTreeSet<String> = peer.hello.enabled.into_iter().collect();
+        self.forget_lost(&enabled, peer.connection).await;
+        self.hub.agent_connected();
+        let strangers = self.claim_unarmed(enabled.into_iter().collect());
+        self.detach(&strangers.names).await;
+        drop(strangers);
+        // If the agent before died between stopping and starting.
+        match self.settle().await {
+            // Gone again; a guest that connects in a loop must not fill the monitor's log.
+            Ok(_) | Err(TraceError::Agent(AgentError::Absent { .. })) => {}
+            Err(error) => tracing::warn!(%error, "the agent does not record"),
+        }
+    }
+
+    /// Takes out of the book what was armed through an earlier connection and an agent that has just
+    /// connected does not know.
+    async fn forget_lost(&self, enabled: &BTreeSet<String>, connection: u64) {
+        let _turn = self.turn.lock().await;
+        let is_lost = |name: &String, armed: &mut Armed| {
+            !enabled.contains(name) && armed.connection != connection
+        };
+        let lost: Vec<_> = self.book().events.extract_if(.., is_lost).collect();
+        for (name, armed) in &lost {
+            self.hub.remove_source(armed.source.format.id);
+            self.hub
+                .mark(format!("{name} is no longer armed in the guest"));
+        }
+    }
+
+    /// Takes out of the book what has no probe any longer: its module is gone (another of that name
+    /// may have come), or somebody in the guest has removed it. True: there was something.
+    pub(crate) fn forget_vanished(&self, facts: &Facts) -> bool {
+        let mut book = self.book();
+        let vanished = |name: &str, armed: &Armed| {
+            armed.serial <= facts.armed
+                && match facts.by_name.get(select::split(name).1) {
+                    Some(facts) => facts.key != armed.key || facts.probes == Some(0),
+                    None => true,
+                }
+        };
+        let gone: Vec<_> = book
+            .events
+            .extract_if(.., |name, armed| vanished(name, armed))
+            .collect();
+        for (name, armed) in &gone {
+            self.hub.remove_source(armed.source.format.id);
+            self.hub
+                .mark(format!("{name} is no longer armed in the guest"));
+        }
+        !gone.is_empty()
+    }
+
+    /// Disarms what could not be disarmed when it was due.
+    pub async fn catch_up(&self) {
+        if self.link.silent_for().is_some() || self.book().overdue.is_empty() {
+            return;
+        }
+        let overdue = self.book().overdue.iter().cloned().collect();
+        let moving = self.claim_unarmed(overdue);
+        let silent = self.detach(&moving.names).await;
+        // The arming that failed may have stopped the recording.
+        if silent.is_none() && !moving.names.is_empty() {
+            self.settle().await.ok();
+        }
+    }
+}
