@@ -22,6 +22,7 @@ fn another_clone_is_not_taken_for_this_one() {
         "xtask/Cargo.toml",
         "static-keys/fuzz/fuzz_targets/only_here.rs",
         "kernel-image/fuzz/fuzz_targets/here_too.rs",
+        "service/fuzz/fuzz_targets/also_here.rs",
         "vmm/fuzz/fuzz_targets/and_here.rs",
     ] {
         let path = clone.path().join(file);
@@ -33,7 +34,7 @@ fn another_clone_is_not_taken_for_this_one() {
     let names = text.lines().filter_map(|line| line.split(' ').next());
     assert_eq!(
         names.collect::<Vec<_>>(),
-        ["and_here", "here_too", "only_here"]
+        ["also_here", "and_here", "here_too", "only_here"]
     );
 }
 
