@@ -172,6 +172,19 @@ pub(crate) fn summary_only(view: i32) -> Result<bool, crate::keys::KeysError> {
     }
 }
 
+/// Items of a page when the request does not say, and at most.
+const DEFAULT_PAGE_SIZE: usize = 1000;
+const MAX_PAGE_SIZE: usize = 10_000;
+const NEGATIVE_PAGE_SIZE: &str = "is negative; give 0 for the default or a count";
+
+/// How many items a request wants in a page; `None` for a negative number.
+fn page_size(given: i32) -> Option<usize> {
+    match usize::try_from(given).ok()? {
+        0 => Some(DEFAULT_PAGE_SIZE),
+        size => Some(size.min(MAX_PAGE_SIZE)),
+    }
+}
+
 /// A duration of a request, which says with its absence that the default is wanted. Zero is a
 /// duration as any other: a `ttl` of zero must not become one without end.
 ///

@@ -29,8 +29,6 @@ const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
 const DEFAULT_STOP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Kept of a call's time for the answer's way to the client.
 const MAX_ANSWER_TIME: Duration = Duration::from_millis(250);
-const DEFAULT_PAGE_SIZE: usize = 1000;
-const MAX_PAGE_SIZE: usize = 10_000;
 
 /// Serves [`StaticKeysService`].
 pub struct StaticKeysApi {
@@ -46,17 +44,8 @@ impl StaticKeysService for StaticKeysApi {
     ) -> Result<Response<v1::ListStaticKeysResponse>, Status> {
         let request = request.into_inner();
         let query = ListQuery {
-            page_size: match usize::try_from(request.page_size) {
-                Ok(0) => DEFAULT_PAGE_SIZE,
-                Ok(size) => size.min(MAX_PAGE_SIZE),
-                Err(_) => {
-                    return Err(invalid(
-                        "page_size",
-                        "is negative; give 0 for the default or a count",
-                    )
-                    .into());
-                }
-            },
+            page_size: super::page_size(request.page_size)
+                .ok_or_else(|| invalid("page_size", super::NEGATIVE_PAGE_SIZE))?,
             page_token: request.page_token,
             keys: selection(&request.patterns, &request.classes)?,
             enabled: request.enabled,

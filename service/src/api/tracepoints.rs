@@ -29,8 +29,6 @@ use crate::trace::{AgentError, TraceError, book, link};
 
 const MAX_TEXT_BYTES: usize = 1024;
 const MAX_REQUEST_ID_BYTES: usize = 128;
-const DEFAULT_PAGE_SIZE: usize = 1000;
-const MAX_PAGE_SIZE: usize = 10_000;
 const DEFAULT_EVENTS_PER_SECOND: u32 = 50_000;
 const MAX_EVENTS_PER_SECOND: u32 = 1_000_000;
 const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
@@ -54,17 +52,8 @@ impl TracepointsService for TracepointsApi {
     ) -> Result<Response<v1::ListTracepointsResponse>, Status> {
         let request = request.into_inner();
         let wanted = Wanted::parse(request.patterns, false)?;
-        let size = match usize::try_from(request.page_size) {
-            Ok(0) => DEFAULT_PAGE_SIZE,
-            Ok(size) => size.min(MAX_PAGE_SIZE),
-            Err(_) => {
-                return Err(invalid(
-                    "page_size",
-                    "is negative; give 0 for the default or a count",
-                )
-                .into());
-            }
-        };
+        let size = super::page_size(request.page_size)
+            .ok_or_else(|| invalid("page_size", super::NEGATIVE_PAGE_SIZE))?;
         let (listed, stale) = list(&self.tracer, &wanted, request.armed_only).await?;
         if let (true, Some(error)) = (request.refresh, &stale) {
             return Err(TraceError::from(error.clone()).into());
