@@ -130,7 +130,7 @@ pub enum Class {
 pub struct Key {
     /// Its name in a running guest: symbol, symbol+offset, or that of the tracepoint.
     pub name: String,
-    /// Where its `struct static_key` is.
+    /// Address of its `struct static_key`.
     #[serde(serialize_with = "address")]
     pub address: u64,
     /// As in the directory of a guest.

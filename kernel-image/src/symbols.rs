@@ -38,7 +38,7 @@ pub enum SymbolKind {
 }
 
 impl SymbolKind {
-    /// By whether the section it lies in is executable.
+    /// The section that it lies in decides.
     pub fn from_section(executable: bool) -> Self {
         if executable { Self::Text } else { Self::Data }
     }

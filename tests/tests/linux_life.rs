@@ -60,7 +60,7 @@ async fn a_reset_ends_the_monitor() -> Result<()> {
     assert_ends(builder, "echo c > /proc/sysrq-trigger").await
 }
 
-/// As kernels do that find no better way.
+/// A triple fault is the last way of a kernel to reset itself.
 #[tokio::test]
 async fn a_triple_fault_is_a_reset() -> Result<()> {
     let Some((_, builder)) = environment_and_guest() else {

@@ -313,7 +313,7 @@ mod tests {
             now += Duration::from_secs(wait);
             assert_eq!(holds.next_due(), Some(now));
         }
-        // A change that is made begins anew.
+        // A change resets the retry.
         holds.put(KEY, holds.copy(KEY));
         assert_eq!(holds.next_due(), Some(start));
     }
