@@ -43,7 +43,7 @@ pub async fn list(output: Output) -> Result<(), Failure> {
                 details: None,
             },
             Ok(monitor) => {
-                let request = monitor.request(v1::DescribeGuestRequest {});
+                let request = monitor.request(v1::DescribeGuestRequest::default());
                 match monitor.guest().describe_guest(request).await {
                     Ok(response) => view::Guest::described(name, path, response.into_inner()),
                     Err(_) => view::Guest {
@@ -72,9 +72,9 @@ pub async fn run(
 ) -> Result<(), Failure> {
     match command {
         GuestCommand::Describe => {
-            let request = monitor.request(v1::DescribeGuestRequest {});
+            let request = monitor.request(v1::DescribeGuestRequest::default());
             let response = monitor.guest().describe_guest(request).await?.into_inner();
-            let name = response.name.clone();
+            let name = response.status.clone().unwrap_or_default().guest;
             print(
                 output,
                 &view::Guest::described(name, String::new(), response),
@@ -84,6 +84,7 @@ pub async fn run(
             let request = v1::PauseGuestRequest {
                 timeout: timeout.and_then(|timeout| timeout.try_into().ok()),
                 ttl: ttl.and_then(|ttl| ttl.try_into().ok()),
+                ..Default::default()
             };
             let mut guest = monitor.guest();
             let response = guest.pause_guest(monitor.request(request)).await?;
@@ -92,7 +93,7 @@ pub async fn run(
         GuestCommand::Resume => {
             monitor
                 .guest()
-                .resume_guest(monitor.request(v1::ResumeGuestRequest {}))
+                .resume_guest(monitor.request(v1::ResumeGuestRequest::default()))
                 .await?;
             print(output, &view::Power::running())
         }
@@ -105,6 +106,7 @@ pub async fn run(
                 force,
                 timeout: timeout.try_into().ok(),
                 cut_after_timeout: cut,
+                ..Default::default()
             });
             request.set_timeout(timeout + client::ANSWER_TIME);
             let response = monitor.guest().shutdown_guest(request).await?;
@@ -147,6 +149,7 @@ pub async fn console(monitor: &Monitor, arguments: &ConsoleArgs) -> Result<(), F
         offset: 0,
         input: vec![],
         no_follow: arguments.dump,
+        ..Default::default()
     };
     // The channel is new, so there is room.
     let _ = sender.send(first).await;

@@ -52,7 +52,10 @@ pub async fn run(monitor: &Monitor, command: KeysCommand, output: Output) -> Res
             from_revision,
         } => watch(monitor, patterns, from_revision, output).await,
         KeysCommand::Holds { patterns } => {
-            let request = monitor.request(v1::ListHoldsRequest { patterns });
+            let request = monitor.request(v1::ListHoldsRequest {
+                patterns,
+                ..Default::default()
+            });
             let holds = monitor.keys().list_holds(request).await?.into_inner().holds;
             print(
                 output,
@@ -103,7 +106,10 @@ async fn list(
 async fn get(monitor: &Monitor, names: Vec<String>, output: Output) -> Result<(), Failure> {
     let mut keys = vec![];
     for name in expand(monitor, names).await? {
-        let request = monitor.request(v1::GetStaticKeyRequest { name });
+        let request = monitor.request(v1::GetStaticKeyRequest {
+            name,
+            ..Default::default()
+        });
         let response = monitor.keys().get_static_key(request).await?.into_inner();
         keys.extend(response.key.map(view::Key::from));
     }
@@ -127,7 +133,7 @@ async fn expand(monitor: &Monitor, names: Vec<String>) -> Result<Vec<String>, Fa
     let matched: Vec<String> = list(monitor, request)
         .await?
         .iter()
-        .map(|key| view::full_name(&key.module, &key.name))
+        .map(|key| key.name.clone())
         .collect();
     if matched.is_empty() {
         return Err(Failure::error(format!(
@@ -199,6 +205,7 @@ async fn update(
             .and_then(|timeout| timeout.try_into().ok()),
         retry_timeout: None,
         result_view: result_view(terms.summary),
+        ..Default::default()
     };
     // Whoever watches is told what is waited for; a program gets one answer.
     let patience = Patience {
@@ -265,7 +272,7 @@ fn is_busy(status: &Status) -> bool {
 
 fn gate(status: &Status) -> String {
     let info = status.get_details_error_info();
-    let gate = info.and_then(|mut info| info.metadata.remove("gate"));
+    let gate = info.and_then(|mut info| info.metadata.remove("gate_message"));
     gate.unwrap_or_default()
 }
 
@@ -348,6 +355,7 @@ async fn watch(
     let request = tonic::Request::new(v1::WatchStaticKeysRequest {
         start_revision,
         patterns,
+        ..Default::default()
     });
     let mut stream = monitor
         .keys()
@@ -372,7 +380,7 @@ mod tests {
     use super::*;
 
     fn busy(gate: &str) -> Status {
-        let metadata = [("gate".to_owned(), gate.to_owned())];
+        let metadata = [("gate_message".to_owned(), gate.to_owned())];
         let details = ErrorDetails::with_error_info("GUEST_BUSY", "patchbay", metadata);
         Status::with_error_details(Code::Unavailable, format!("busy: {gate}"), details)
     }

@@ -279,7 +279,7 @@ impl Printable for view::Event {
         if self.kind == "changed" {
             out += &format!("  count {}", self.count);
         }
-        for (label, value) in [("by", &self.owner), ("reason", &self.reason)] {
+        for (label, value) in [("by", &self.principal), ("reason", &self.reason)] {
             if !value.is_empty() {
                 out += &format!("  {label} {value}");
             }
@@ -298,7 +298,7 @@ impl Printable for Vec<view::Hold> {
         for hold in self {
             table.add_row([
                 hold.name.as_str(),
-                &hold.owner,
+                &hold.holder,
                 &hold.references.to_string(),
                 &hold.since,
                 hold.expires_at.as_deref().unwrap_or("never"),

@@ -73,7 +73,7 @@ pub struct Event {
     pub kind: &'static str,
     pub name: String,
     pub count: i32,
-    pub owner: String,
+    pub principal: String,
     #[serde(skip_serializing_if = "String::is_empty")]
     pub reason: String,
     #[serde(skip_serializing_if = "String::is_empty")]
@@ -83,7 +83,7 @@ pub struct Event {
 #[derive(Debug, Serialize)]
 pub struct Hold {
     pub name: String,
-    pub owner: String,
+    pub holder: String,
     pub references: u32,
     pub reason: String,
     pub since: String,
@@ -138,15 +138,6 @@ pub struct Details {
     pub five_level_paging: bool,
 }
 
-/// "name" or "module:name".
-pub fn full_name(module: &str, name: &str) -> String {
-    if module.is_empty() {
-        name.to_owned()
-    } else {
-        format!("{module}:{name}")
-    }
-}
-
 fn hex(bytes: &[u8]) -> String {
     let bytes: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     bytes.join(" ")
@@ -169,9 +160,9 @@ fn time(timestamp: Option<prost_types::Timestamp>) -> String {
 
 impl From<v1::StaticKey> for Key {
     fn from(key: v1::StaticKey) -> Self {
-        let class = class(key.class());
+        let class = class(key.key_class());
         Self {
-            name: full_name(&key.module, &key.name),
+            name: key.name,
             class,
             count: key.count,
             enabled: key.enabled,
@@ -180,9 +171,9 @@ impl From<v1::StaticKey> for Key {
             site_count: key.site_count,
             initially_true: key.initially_true,
             sealed: key.sealed,
-            quarantine: key.quarantine,
+            quarantine: key.quarantine.map(|why| why.message).unwrap_or_default(),
             etag: key.etag,
-            holds: key.holds,
+            holds: key.held_references,
             sites: key.sites.into_iter().map(Site::from).collect(),
         }
     }
@@ -210,7 +201,7 @@ impl From<v1::Site> for Site {
             target: format!("{:#018x}", site.target),
             target_symbol: site.target_symbol,
             likely: site.likely,
-            not_patchable: site.not_patchable,
+            not_patchable: site.obstacle_message,
             module: site.module,
         }
     }
@@ -226,7 +217,7 @@ impl Update {
                 .results
                 .into_iter()
                 .map(|result| Change {
-                    name: full_name(&result.module, &result.name),
+                    name: result.name,
                     before: result.count_before,
                     after: result.count_after,
                     sites_patched: result.sites_patched,
@@ -266,11 +257,14 @@ pub fn events(response: v1::WatchStaticKeysResponse) -> Vec<Event> {
             name: match (event.module.as_str(), event.name.as_str()) {
                 ("", "") => "*".to_owned(),
                 (module, "") => format!("{module}:*"),
-                (module, name) => full_name(module, name),
+                (_, name) => name.to_owned(),
             },
             count: event.count,
-            owner: event.owner,
-            reason: event.reason,
+            principal: event.principal,
+            reason: match event.quarantine {
+                Some(why) => why.message,
+                None => event.reason,
+            },
             request_id: event.request_id,
         })
         .collect()
@@ -279,8 +273,8 @@ pub fn events(response: v1::WatchStaticKeysResponse) -> Vec<Event> {
 impl From<v1::Hold> for Hold {
     fn from(hold: v1::Hold) -> Self {
         Self {
-            name: full_name(&hold.module, &hold.name),
-            owner: hold.owner,
+            name: hold.key,
+            holder: hold.holder,
             references: hold.references,
             reason: hold.reason,
             since: time(hold.since),
@@ -320,13 +314,14 @@ impl Power {
 impl Guest {
     /// A guest whose monitor answered.
     pub fn described(name: String, socket: String, guest: v1::DescribeGuestResponse) -> Self {
-        let state = match guest.state() {
+        let status = guest.status.clone().unwrap_or_default();
+        let state = match status.state() {
             v1::GuestState::Unspecified => "unknown",
             v1::GuestState::Running => "running",
             v1::GuestState::Paused => "paused",
             v1::GuestState::Stopped => "stopped",
         };
-        let registration = match guest.registration() {
+        let registration = match status.registration() {
             v1::RegistrationState::Unspecified => "unknown",
             v1::RegistrationState::Absent => "absent",
             v1::RegistrationState::Registered => "registered",
@@ -339,14 +334,14 @@ impl Guest {
             monitor_pid: guest.monitor_pid,
             monitor_version: guest.monitor_version.clone(),
             started_at: time(guest.started_at),
-            paused_until: guest.paused_until.map(|at| time(Some(at))),
+            paused_until: status.paused_until.map(|at| time(Some(at))),
             registration,
-            registration_error: guest.registration_error.clone(),
+            registration_error: status.registration_error.clone(),
             transport: transport(guest.transport()),
             transports: guest.transports().map(transport).collect(),
-            kernel_release: guest.kernel_release.clone(),
-            kernel_build_id: guest.kernel_build_id.clone(),
-            generation: format!("{:#x}", guest.generation),
+            kernel_release: status.kernel_release.clone(),
+            kernel_build_id: status.kernel_build_id.clone(),
+            generation: format!("{:#x}", status.generation),
             keys: guest.keys,
             sites: guest.sites,
             modules: guest.modules,

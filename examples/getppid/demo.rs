@@ -37,7 +37,9 @@ async fn main() -> Result<()> {
     let description = guest.assert_registered().await?;
     println!(
         "   Linux {} registered {} keys with {} sites.",
-        description.kernel_release, description.keys, description.sites
+        description.guest_status().kernel_release,
+        description.keys,
+        description.sites
     );
 
     step("In the guest, a loop calls getppid(); kernel messages go to the console");
@@ -100,7 +102,7 @@ async fn list(guest: &mut Guest) -> Result<()> {
         println!(
             "   {:<32} {:<10} count {:>2}  {:>2} site{}",
             key.name,
-            class(key.class()),
+            class(key.key_class()),
             key.count,
             key.site_count,
             plural(key.site_count)

@@ -67,7 +67,7 @@ pub fn write(stream: &mut impl Write, message: &impl Message) -> io::Result<()> 
 
 #[cfg(test)]
 mod tests {
-    use patchbay_proto::v1::{AgentPong, FromAgent, from_agent};
+    use patchbay_proto::agent::v1::{AgentPong, FromAgent, from_agent};
 
     use super::*;
 
@@ -120,7 +120,7 @@ mod tests {
             read::<FromAgent>(&mut garbage.as_slice()),
             Err(FrameError::Malformed(_))
         ));
-        let page = patchbay_proto::v1::AgentPage {
+        let page = patchbay_proto::agent::v1::AgentPage {
             cpu: 0,
             data: vec![0; AGENT_FRAME_MAX_BYTES],
         };

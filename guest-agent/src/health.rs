@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
 
-use patchbay_proto::v1::{AgentHealth, AgentPressure};
+use patchbay_proto::agent::v1::{AgentHealth, AgentPressure};
 
 use crate::kmsg::Warnings;
 

@@ -10,8 +10,8 @@ use std::os::fd::AsFd;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use patchbay_proto::v1::from_agent::Message as Answer;
-use patchbay_proto::v1::{AgentPage, AgentPages};
+use patchbay_proto::agent::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::{AgentPage, AgentPages};
 use patchbay_proto::{AGENT_PAGE_MAX_BYTES, AGENT_PAGE_OVERHEAD};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 

@@ -10,9 +10,9 @@ use std::io;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use patchbay_proto::v1::from_agent::Message as Answer;
-use patchbay_proto::v1::to_agent::Message as Question;
-use patchbay_proto::v1::{
+use patchbay_proto::agent::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::to_agent::Message as Question;
+use patchbay_proto::agent::v1::{
     AgentDone, AgentEnabled, AgentEvents, AgentHello, AgentPong, AgentTask, AgentTasks, FromAgent,
     ToAgent,
 };

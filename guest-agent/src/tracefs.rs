@@ -5,7 +5,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
-use patchbay_proto::v1::{AgentBufferStats, AgentEnabledEvent, AgentEvent, AgentInstance};
+use patchbay_proto::agent::v1::{AgentBufferStats, AgentEnabledEvent, AgentEvent, AgentInstance};
 use rustix::fs::{Mode, OFlags};
 
 const INSTANCE: &str = "patchbay";

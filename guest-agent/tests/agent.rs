@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use patchbay_proto::v1::from_agent::Message as Answer;
-use patchbay_proto::v1::to_agent::Message as Question;
-use patchbay_proto::v1::{
+use patchbay_proto::agent::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::to_agent::Message as Question;
+use patchbay_proto::agent::v1::{
     AgentCredit, AgentDisable, AgentEnable, AgentEnabledEvent, AgentEvent, AgentGetBufferStats,
     AgentGetHealth, AgentGetTasks, AgentListEvents, AgentPing, AgentRefusal, AgentSettle,
     AgentWelcome, FromAgent, ToAgent,

@@ -1,20 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The gRPC interface of Patchbay, generated from `patchbay/v1/*.proto`.
+//! The interfaces of Patchbay, generated from `patchbay/*/*.proto`.
 #![forbid(unsafe_code)]
 
-/// Version 1 of the interface.
+/// The gRPC interface of guests, `patchbay.v1`.
+#[cfg(feature = "grpc")]
 #[allow(missing_docs, clippy::all)]
 pub mod v1 {
     include!(concat!(env!("OUT_DIR"), "/patchbay.v1.rs"));
 }
 
-/// Longest page that an agent may send.
+#[cfg(feature = "grpc")]
+impl v1::DescribeGuestResponse {
+    /// The status, or the default if the service sent none.
+    pub fn guest_status(&self) -> v1::GuestStatus {
+        self.status.clone().unwrap_or_default()
+    }
+}
+
+/// The protocol between the agent in the guest and the service, `patchbay.agent.v1`.
+pub mod agent {
+    /// Version 1 of the messages.
+    #[allow(missing_docs, clippy::all)]
+    pub mod v1 {
+        include!(concat!(env!("OUT_DIR"), "/patchbay.agent.v1.rs"));
+    }
+}
+
+/// The longest page that an agent may send.
 pub const AGENT_PAGE_MAX_BYTES: u64 = 64 << 10;
-/// What a page costs of the agent's credit beside its bytes, however short it is.
+/// A page costs the agent this much credit beside its bytes, however short it is.
 pub const AGENT_PAGE_OVERHEAD: u64 = 128;
-/// A longer frame between agent and monitor ends the connection.
+/// A longer frame between agent and service ends the connection.
 pub const AGENT_FRAME_MAX_BYTES: usize = 512 << 10;
 
-/// The encoded `FileDescriptorSet` of the interface, for the reflection service.
+/// The encoded `FileDescriptorSet` of `patchbay.v1`, for the reflection service.
 #[cfg(feature = "grpc")]
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/patchbay.v1.bin"));
+
+/// Metadata key by which a trusted proxy names the principal that it acts for.
+pub const PRINCIPAL_METADATA: &str = "patchbay-principal";
+/// `google.rpc.ErrorInfo.domain` of every error.
+pub const ERROR_DOMAIN: &str = "patchbay";

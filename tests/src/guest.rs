@@ -278,7 +278,7 @@ impl Guest {
     pub async fn describe(&mut self) -> Result<DescribeGuestResponse> {
         Ok(self
             .guest_service()
-            .describe_guest(DescribeGuestRequest {})
+            .describe_guest(DescribeGuestRequest::default())
             .await?
             .into_inner())
     }
@@ -286,11 +286,12 @@ impl Guest {
     /// Fails unless the guest's kernel has registered its keys.
     pub async fn assert_registered(&mut self) -> Result<DescribeGuestResponse> {
         let guest = self.describe().await?;
+        let status = guest.status.clone().unwrap_or_default();
         ensure!(
-            guest.registration() == RegistrationState::Registered,
+            status.registration() == RegistrationState::Registered,
             "the guest has not registered: {:?} {}",
-            guest.registration(),
-            guest.registration_error
+            status.registration(),
+            status.registration_error
         );
         Ok(guest)
     }
@@ -299,6 +300,7 @@ impl Guest {
     pub async fn key(&mut self, name: &str) -> Result<StaticKey> {
         let request = GetStaticKeyRequest {
             name: name.to_owned(),
+            ..Default::default()
         };
         let response = self
             .static_keys()

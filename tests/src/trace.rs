@@ -116,7 +116,7 @@ impl Guest {
         loop {
             let agent = self
                 .tracepoints()
-                .describe_agent(DescribeAgentRequest {})
+                .describe_agent(DescribeAgentRequest::default())
                 .await?
                 .into_inner();
             if agent.absent.is_empty() {
@@ -141,7 +141,7 @@ impl Guest {
     pub async fn wait_for_no_agent(&mut self) -> Result<String> {
         let deadline = tokio::time::Instant::now() + PATIENCE;
         loop {
-            let request = DescribeAgentRequest {};
+            let request = DescribeAgentRequest::default();
             let agent = self.tracepoints().describe_agent(request).await?;
             let agent = agent.into_inner();
             if agent.protocol_version == 0 {

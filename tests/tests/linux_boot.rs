@@ -104,7 +104,7 @@ async fn a_kernel_without_the_series_boots_and_its_keys_are_unknown() -> Result<
         return Ok(());
     };
     let mut guest = Guest::builder(&environment).kernel(&kernel).boot().await?;
-    ensure!(guest.describe().await?.registration() == RegistrationState::Absent);
+    ensure!(guest.describe().await?.guest_status().registration() == RegistrationState::Absent);
     let refusal = guest.update(&[("getppid_key", KeyOp::Inc)]).await;
     let refusal = refusal.expect_err("no registration, no keys");
     ensure!(refusal.code() == Code::FailedPrecondition, "{refusal:?}");

@@ -261,7 +261,7 @@ async fn the_kernels_own_self_test_agrees() -> Result<()> {
 
 /// Changes the key to the other state than `key` has, or back, and looks at its sites.
 async fn invert(guest: &mut Guest, key: &StaticKey, back: bool) -> Result<()> {
-    let name = format!("{}:{}", key.module, key.name);
+    let name = key.name.clone();
     let enabled = key.enabled == back;
     let op = if enabled {
         KeyOp::Enable
@@ -273,7 +273,7 @@ async fn invert(guest: &mut Guest, key: &StaticKey, back: bool) -> Result<()> {
         .update_static_keys(update(&name, op))
         .await?;
     for site in guest.key(&name).await?.sites {
-        let patchable = site.not_patchable.is_empty();
+        let patchable = site.obstacle_message.is_empty();
         let jumps = site.disassembly.starts_with("jmp");
         ensure!(
             !patchable || jumps == (enabled != site.likely),

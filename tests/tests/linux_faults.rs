@@ -146,7 +146,7 @@ async fn late_vcpus_and_dead_clients() -> Result<()> {
             change
                 .events
                 .into_iter()
-                .map(|event| (event.owner, event.count)),
+                .map(|event| (event.principal, event.count)),
         );
     }
     ensure!(
@@ -360,7 +360,7 @@ async fn sigterm_restores_the_terminal() -> Result<()> {
                 let mut client =
                     patchbay_proto::v1::guest_service_client::GuestServiceClient::new(channel);
                 return client
-                    .describe_guest(patchbay_proto::v1::DescribeGuestRequest {})
+                    .describe_guest(patchbay_proto::v1::DescribeGuestRequest::default())
                     .await;
             }
             tokio::time::sleep(Duration::from_millis(10)).await;

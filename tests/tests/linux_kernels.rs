@@ -68,20 +68,20 @@ async fn without_jump_labels_keys_have_no_sites() -> Result<()> {
     let keys = listed.into_inner().keys;
     // Nothing in memory tells of the keys that nobody declared.
     for key in &keys {
-        let known = matches!(key.class(), KeyClass::Ref | KeyClass::Tracepoint);
+        let known = matches!(key.key_class(), KeyClass::Ref | KeyClass::Tracepoint);
         ensure!(known && key.site_count == 0, "{key:?}");
     }
-    for (module, name, class) in [
-        ("", "getppid_key", KeyClass::Ref),
-        ("", "sched_switch", KeyClass::Tracepoint),
-        ("patchbay_test", "ref_key", KeyClass::Ref),
-        ("patchbay_test", "array_keys[3]", KeyClass::Ref),
-        ("patchbay_test", "patchbay_test_plain", KeyClass::Tracepoint),
+    for (name, class) in [
+        ("getppid_key", KeyClass::Ref),
+        ("sched_switch", KeyClass::Tracepoint),
+        ("patchbay_test:ref_key", KeyClass::Ref),
+        ("patchbay_test:array_keys[3]", KeyClass::Ref),
+        ("patchbay_test:patchbay_test_plain", KeyClass::Tracepoint),
     ] {
         let found = keys
             .iter()
-            .any(|key| (&*key.module, &*key.name, key.class()) == (module, name, class));
-        ensure!(found, "no key {module}:{name}");
+            .any(|key| (&*key.name, key.key_class()) == (name, class));
+        ensure!(found, "no key {name}");
     }
     guest.shell("rmmod patchbay_test").await?;
     let gone = guest.key("patchbay_test:ref_key").await;

@@ -25,7 +25,7 @@ fn environment_and_guest() -> Option<(Environment, GuestBuilder)> {
 async fn assert_withdrawn(guest: &mut Guest) -> Result<DescribeGuestResponse> {
     let description = guest.describe().await?;
     ensure!(
-        description.registration() == RegistrationState::Withdrawn,
+        description.guest_status().registration() == RegistrationState::Withdrawn,
         "{description:?}"
     );
     let refusal = guest
@@ -214,7 +214,7 @@ async fn a_kexeced_kernel_registers_anew() -> Result<()> {
 
     let after = guest.assert_registered().await?;
     ensure!(
-        after.generation != before.generation && after.modules == 0,
+        after.guest_status().generation != before.guest_status().generation && after.modules == 0,
         "{before:?} {after:?}"
     );
     let gone = guest.update(&[(KEY, KeyOp::Inc)]).await;
@@ -266,7 +266,7 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
 
     let after = guest.assert_registered().await?;
     ensure!(
-        after.generation != before.generation
+        after.guest_status().generation != before.guest_status().generation
             && (after.modules, after.keys) == (before.modules, before.keys),
         "{before:?} {after:?}"
     );
@@ -275,7 +275,7 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
         let change = changes.message().await?.context("the watch ended")?;
         let given_back = |name: &str, owner: &str| name == "many_key" && owner == "monitor";
         let mut events = change.events.iter();
-        if events.any(|event| given_back(&event.name, &event.owner)) {
+        if events.any(|event| given_back(&event.name, &event.principal)) {
             break;
         }
     }
@@ -288,10 +288,10 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
         .into_inner()
         .holds;
     ensure!(
-        holds.len() == 1 && holds[0].name == "ref_key" && holds[0].references == 1,
+        holds.len() == 1 && holds[0].key == "ref_key" && holds[0].references == 1,
         "{holds:?}"
     );
-    ensure!(!guest.key(QUARANTINED).await?.quarantine.is_empty());
+    ensure!(!guest.key(QUARANTINED).await?.quarantine.is_none());
     let seen = guest.seen("ref_key").await?;
     ensure!(seen.raw == 1 && seen.unlikely, "{seen:?}");
     // Without force: it is its own.

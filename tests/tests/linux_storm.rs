@@ -140,7 +140,7 @@ async fn assert_sites(guest: &mut Guest) -> Result<()> {
         for site in key
             .sites
             .iter()
-            .filter(|site| site.not_patchable.is_empty())
+            .filter(|site| site.obstacle_message.is_empty())
         {
             let jumps = site.disassembly.starts_with("jmp");
             ensure!(

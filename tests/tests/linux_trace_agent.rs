@@ -3,11 +3,11 @@
 #![forbid(unsafe_code)]
 
 use anyhow::{Context, Result, ensure};
-use patchbay_proto::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::{AgentHello, FromAgent};
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{
-    AgentHello, ArmTracepointsRequest, FromAgent, StreamTracepointEventsRequest, TraceEvent,
-    Tracepoint, TracepointState,
+    ArmTracepointsRequest, StreamTracepointEventsRequest, TraceEvent, Tracepoint, TracepointState,
 };
 use patchbay_tests::{AGENT_INSTANCE, EventStream, Guest, reason, until};
 use prost::Message;

@@ -12,15 +12,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use patchbay_proto::v1::from_agent::Message as Answer;
-use patchbay_proto::v1::to_agent::Message as Question;
-use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
-use patchbay_proto::v1::{
+use patchbay_proto::agent::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::to_agent::Message as Question;
+use patchbay_proto::agent::v1::{
     AgentDone, AgentEnabled, AgentEnabledEvent, AgentEvents, AgentHello, AgentPage, AgentPages,
-    AgentPong, FlipReport, FromAgent, StreamTracepointEventsRequest, ToAgent,
+    AgentPong, FromAgent, ToAgent,
 };
+use patchbay_proto::v1::StreamTracepointEventsRequest;
+use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
 use patchbay_service::api::TracepointsApi;
-use patchbay_service::keys::KeysError;
+use patchbay_service::keys::{FlipReport, KeysError};
 use patchbay_service::trace::{
     AgentSocket, Boxed, DEFAULT_GRACE, Switch, TraceThread, TracepointFacts, TracepointKeys,
 };

@@ -363,7 +363,10 @@ async fn update(keys: &Keys, updates: Vec<KeyUpdate>) -> Result<bool, KeysError>
         Instant::now() + Duration::from_secs(30),
     );
     let outcome = keys.update(request).await?;
-    Ok(outcome.report.as_ref().is_some_and(|report| report.paused))
+    Ok(outcome
+        .report
+        .as_ref()
+        .is_some_and(|report| report.pause.is_some()))
 }
 
 #[test]

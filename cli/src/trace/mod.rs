@@ -57,6 +57,7 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
                 even_if_others,
                 validate_only: dry_run,
                 request_id,
+                ..Default::default()
             };
             let response = client
                 .arm_tracepoints(monitor.request(request))
@@ -83,6 +84,7 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
                 stop_timeout: stop_timeout.and_then(|timeout| timeout.try_into().ok()),
                 request_id,
                 result_view: result_view(summary),
+                ..Default::default()
             };
             let response = client
                 .fire_tracepoints(monitor.request(request))
@@ -111,6 +113,7 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
                 force,
                 request_id,
                 result_view: result_view(summary),
+                ..Default::default()
             };
             let response = client
                 .park_tracepoints(monitor.request(request))
@@ -130,6 +133,7 @@ pub async fn run(monitor: &Monitor, command: TraceCommand, output: Output) -> Re
                 patterns,
                 force,
                 request_id,
+                ..Default::default()
             };
             let results = client
                 .disarm_tracepoints(monitor.request(request))
@@ -180,12 +184,33 @@ async fn list(
     refresh: bool,
     output: Output,
 ) -> Result<(), Failure> {
-    let mut request = v1::ListTracepointsRequest {
+    let request = v1::ListTracepointsRequest {
         patterns,
         armed_only,
         refresh,
         ..Default::default()
     };
+    let (tracepoints, stale) = pages(monitor, request).await?;
+    if !stale.is_empty() {
+        eprintln!("patchbay: the event list is the last known one: {stale}");
+    }
+    let tracepoints: Vec<_> = tracepoints.into_iter().map(Tracepoint::from).collect();
+    print(output, &tracepoints)
+}
+
+async fn armed(monitor: &Monitor) -> Result<Vec<v1::Tracepoint>, Failure> {
+    let request = v1::ListTracepointsRequest {
+        armed_only: true,
+        ..Default::default()
+    };
+    Ok(pages(monitor, request).await?.0)
+}
+
+/// All pages, and why the list is stale; empty if it is not.
+async fn pages(
+    monitor: &Monitor,
+    mut request: v1::ListTracepointsRequest,
+) -> Result<(Vec<v1::Tracepoint>, String), Failure> {
     let mut tracepoints = vec![];
     loop {
         let page = monitor
@@ -193,15 +218,9 @@ async fn list(
             .list_tracepoints(monitor.request(request.clone()))
             .await?
             .into_inner();
-        if request.page_token.is_empty() && !page.stale.is_empty() {
-            eprintln!(
-                "patchbay: events are as they were told last: {}",
-                page.stale
-            );
-        }
-        tracepoints.extend(page.tracepoints.into_iter().map(Tracepoint::from));
+        tracepoints.extend(page.tracepoints);
         if page.next_page_token.is_empty() {
-            return print(output, &tracepoints);
+            return Ok((tracepoints, page.stale));
         }
         request.page_token = page.next_page_token;
     }
@@ -219,6 +238,7 @@ async fn open(
         trigger: arguments.probe.trigger,
         even_if_others: arguments.probe.even_if_others,
         max_events_per_second: arguments.max_rate,
+        ..Default::default()
     };
     // No deadline: a stream has no end.
     let mut stream = client
@@ -362,14 +382,12 @@ async fn record(
 
 async fn stat(monitor: &Monitor, interval: Duration, output: Output) -> Result<(), Failure> {
     let get = || async {
-        let request = monitor.request(v1::GetTracepointStatsRequest {});
-        Ok::<_, Failure>(
-            monitor
-                .tracepoints()
-                .get_tracepoint_stats(request)
-                .await?
-                .into_inner(),
-        )
+        let request = monitor.request(v1::GetTracepointStatsRequest::default());
+        let stats = monitor.tracepoints().get_tracepoint_stats(request).await?;
+        Ok::<_, Failure>(status::Sample {
+            stats: stats.into_inner(),
+            tracepoints: armed(monitor).await?,
+        })
     };
     let before = get().await?;
     let started = std::time::Instant::now();
@@ -382,7 +400,7 @@ async fn stat(monitor: &Monitor, interval: Duration, output: Output) -> Result<(
 }
 
 async fn agent(monitor: &Monitor, output: Output) -> Result<(), Failure> {
-    let request = monitor.request(v1::DescribeAgentRequest {});
+    let request = monitor.request(v1::DescribeAgentRequest::default());
     let agent = monitor
         .tracepoints()
         .describe_agent(request)

@@ -41,12 +41,15 @@ fn per_second(before: u64, after: u64, time: Duration) -> f64 {
     after.saturating_sub(before) as f64 / time.as_secs_f64()
 }
 
+/// The counters at one moment.
+pub struct Sample {
+    pub stats: v1::GetTracepointStatsResponse,
+    /// The armed ones.
+    pub tracepoints: Vec<v1::Tracepoint>,
+}
+
 impl Stat {
-    pub fn new(
-        before: &v1::GetTracepointStatsResponse,
-        after: v1::GetTracepointStatsResponse,
-        time: Duration,
-    ) -> Self {
+    pub fn new(before: &Sample, after: Sample, time: Duration) -> Self {
         let events: HashMap<&str, u64> = before
             .tracepoints
             .iter()
@@ -62,20 +65,24 @@ impl Stat {
         };
         Self {
             tracepoints: after.tracepoints.into_iter().map(rate).collect(),
-            events_per_second: per_second(before.events, after.events, time),
-            page_bytes_per_second: per_second(before.page_bytes, after.page_bytes, time),
-            losses: after.losses.unwrap_or_default().into(),
-            streams: after.streams,
-            buffered_events: after.buffered_events,
-            buffer_bytes: after.buffer_bytes,
-            overwritten_events: after.overwritten_events,
-            clock_error_ns: after.clock_error.map(|error| {
+            events_per_second: per_second(before.stats.events, after.stats.events, time),
+            page_bytes_per_second: per_second(
+                before.stats.page_bytes,
+                after.stats.page_bytes,
+                time,
+            ),
+            losses: after.stats.losses.unwrap_or_default().into(),
+            streams: after.stats.streams,
+            buffered_events: after.stats.buffered_events,
+            buffer_bytes: after.stats.buffer_bytes,
+            overwritten_events: after.stats.overwritten_events,
+            clock_error_ns: after.stats.clock_error.map(|error| {
                 error
                     .seconds
                     .saturating_mul(1_000_000_000)
                     .saturating_add(error.nanos.into())
             }),
-            stale: after.stale,
+            stale: after.stats.stale,
         }
     }
 }

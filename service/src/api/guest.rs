@@ -12,8 +12,9 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::guest::{Machine, Transport};
-use crate::keys::{Keys, KeysError, PauseRequest, PauseState, RegistrationPhase, to_proto};
+use super::convert;
+use crate::guest::Machine;
+use crate::keys::{Description, Keys, KeysError, PauseRequest, PauseState, RegistrationPhase};
 
 const DEFAULT_PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_PAUSE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -47,6 +48,34 @@ impl GuestApi {
 }
 
 impl GuestApi {
+    fn status(&self, guest: String, registration: Description) -> v1::GuestStatus {
+        let (state, paused_until) = match self.keys.pause_state() {
+            _ if self.keys.machine().has_ended() => (v1::GuestState::Stopped, None),
+            PauseState::Running => (v1::GuestState::Running, None),
+            PauseState::Until(at) => (v1::GuestState::Paused, Some(at)),
+            PauseState::UntilResumed => (v1::GuestState::Paused, None),
+        };
+        let table_source = match registration.phase {
+            RegistrationPhase::Registered => v1::TableSource::Registered,
+            RegistrationPhase::Absent
+            | RegistrationPhase::Withdrawn
+            | RegistrationPhase::Refused => v1::TableSource::Unspecified,
+        };
+        v1::GuestStatus {
+            guest,
+            state: state.into(),
+            paused_until: paused_until.map(Into::into),
+            registration: convert::registration(registration.phase).into(),
+            registration_error: registration.error,
+            table_source: table_source.into(),
+            kernel_release: registration.release,
+            kernel_build_id: registration.build_id,
+            generation: registration.generation,
+            agent_connected: false,
+            incarnation: self.keys.incarnation().to_string(),
+        }
+    }
+
     /// Waits until the guest has ended, or the monitor ends.
     async fn guest_ended(&self) {
         let mut printed = self.printed.clone();
@@ -91,6 +120,23 @@ impl Drop for PowerButton<'_> {
 
 #[tonic::async_trait]
 impl GuestService for GuestApi {
+    async fn list_guests(
+        &self,
+        _request: Request<v1::ListGuestsRequest>,
+    ) -> Result<Response<v1::ListGuestsResponse>, Status> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
+    type WatchGuestStream =
+        Pin<Box<dyn Stream<Item = Result<v1::WatchGuestResponse, Status>> + Send>>;
+
+    async fn watch_guest(
+        &self,
+        _request: Request<v1::WatchGuestRequest>,
+    ) -> Result<Response<Self::WatchGuestStream>, Status> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
     async fn describe_guest(
         &self,
         _request: Request<v1::DescribeGuestRequest>,
@@ -100,38 +146,20 @@ impl GuestService for GuestApi {
         let transports: Vec<i32> = description
             .transports
             .iter()
-            .map(|&transport| to_transport(transport) as i32)
+            .map(|&transport| convert::transport(transport).into())
             .collect();
-        let phase = match registration.phase {
-            RegistrationPhase::Absent => v1::RegistrationState::Absent,
-            RegistrationPhase::Registered => v1::RegistrationState::Registered,
-            RegistrationPhase::Withdrawn => v1::RegistrationState::Withdrawn,
-            RegistrationPhase::Refused => v1::RegistrationState::Refused,
-        };
-        let (state, paused_until) = match self.keys.pause_state() {
-            _ if self.keys.machine().has_ended() => (v1::GuestState::Stopped, None),
-            PauseState::Running => (v1::GuestState::Running, None),
-            PauseState::Until(at) => (v1::GuestState::Paused, Some(at)),
-            PauseState::UntilResumed => (v1::GuestState::Paused, None),
-        };
-        let transport = match (phase, transports.first()) {
-            (v1::RegistrationState::Absent, _) | (_, None) => v1::Transport::Unspecified as i32,
+        let transport = match (registration.phase, transports.first()) {
+            (RegistrationPhase::Absent, _) | (_, None) => v1::Transport::Unspecified.into(),
             (_, Some(&first)) => first,
         };
         Ok(Response::new(v1::DescribeGuestResponse {
-            name: description.name,
-            state: state.into(),
             vcpus: description.vcpus,
             memory_bytes: description.memory_bytes,
             monitor_pid: std::process::id(),
             monitor_version: env!("CARGO_PKG_VERSION").to_owned(),
             started_at: Some(self.started_at.into()),
-            registration: phase.into(),
-            registration_error: registration.error,
             transport,
-            kernel_release: registration.release,
-            kernel_build_id: registration.build_id,
-            generation: registration.generation,
+            transports,
             keys: registration.keys,
             sites: registration.sites,
             modules: registration.modules,
@@ -139,8 +167,7 @@ impl GuestService for GuestApi {
             kaslr: registration.kaslr,
             page_table_isolation: registration.page_table_isolation,
             five_level_paging: registration.five_level_paging,
-            transports,
-            paused_until: paused_until.map(Into::into),
+            status: Some(self.status(description.name, registration)),
         }))
     }
 
@@ -148,7 +175,11 @@ impl GuestService for GuestApi {
         &self,
         request: Request<v1::PauseGuestRequest>,
     ) -> Result<Response<v1::PauseGuestResponse>, Status> {
-        let v1::PauseGuestRequest { timeout, ttl } = request.into_inner();
+        let v1::PauseGuestRequest {
+            guest: _,
+            timeout,
+            ttl,
+        } = request.into_inner();
         let range = Duration::from_micros(1)..=MAX_PAUSE_TIMEOUT;
         let timeout = super::from_proto("timeout", timeout, range)?;
         let range = Duration::from_millis(1)..=MAX_PAUSE_TTL;
@@ -159,7 +190,7 @@ impl GuestService for GuestApi {
         };
         let outcome = self.keys.pause(request).await?;
         Ok(Response::new(v1::PauseGuestResponse {
-            stop_time: Some(to_proto(outcome.stop_time)),
+            stop_time: Some(convert::duration(outcome.stop_time)),
             expires_at: outcome.expires_at.map(Into::into),
         }))
     }
@@ -276,12 +307,5 @@ async fn print(
         if sender.send(Ok(message)).await.is_err() {
             return;
         }
-    }
-}
-
-fn to_transport(transport: Transport) -> v1::Transport {
-    match transport {
-        Transport::Hypercall => v1::Transport::Hypercall,
-        Transport::Msr => v1::Transport::Msr,
     }
 }

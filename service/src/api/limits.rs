@@ -22,8 +22,8 @@ use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 use tower::{Layer, Service};
 
-use super::status::DOMAIN;
 use crate::log_limit::limited;
+use patchbay_proto::ERROR_DOMAIN;
 
 /// Connections that are served.
 const CONNECTIONS: usize = 64;
@@ -231,7 +231,7 @@ fn admit(peer: Option<&Peer>) -> Result<Option<OwnedSemaphorePermit>, Box<Status
 }
 
 fn exhausted(reason: &str, message: String) -> Box<Status> {
-    let details = ErrorDetails::with_error_info(reason, DOMAIN, [] as [(String, String); 0]);
+    let details = ErrorDetails::with_error_info(reason, ERROR_DOMAIN, [] as [(String, String); 0]);
     Box::new(Status::with_error_details(
         Code::ResourceExhausted,
         message,

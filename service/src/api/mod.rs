@@ -4,6 +4,7 @@
 //! Who can open the socket (mode 0600: the monitor's user and root) may do everything; the peer's
 //! uid is recorded as the owner of what it does.
 
+mod convert;
 mod guest;
 mod limits;
 mod static_keys;
@@ -167,8 +168,15 @@ pub(crate) fn summary_only(view: i32) -> Result<bool, crate::keys::KeysError> {
         Ok(ResultView::Summary) => Ok(true),
         Err(_) => Err(crate::keys::KeysError::InvalidArgument {
             field: "result_view",
-            message: "is unknown to this monitor; give full or summary".to_owned(),
+            message: format!("unknown result_view {view}; give full or summary"),
         }),
+    }
+}
+
+fn invalid(field: &'static str, message: impl Into<String>) -> crate::keys::KeysError {
+    crate::keys::KeysError::InvalidArgument {
+        field,
+        message: message.into(),
     }
 }
 

@@ -8,13 +8,14 @@ use std::time::{Duration, Instant};
 use patchbay_proto::v1;
 use patchbay_proto::v1::static_keys_service_server::StaticKeysService;
 use prost::Message;
-use static_keys::Op;
+use static_keys::split_name;
 use tokio::sync::{mpsc, watch};
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 
+use super::{convert, invalid};
 use crate::keys::{
     Event, KeyUpdate, Keys, KeysError, ListQuery, MAX_PATTERNS, MAX_UPDATES, Patterns, Selection,
     Target, UpdateRequest, replay,
@@ -52,20 +53,35 @@ impl StaticKeysService for StaticKeysApi {
         };
         let keys = Arc::clone(&self.keys);
         // Reads every key's count from the guest, which for all keys takes milliseconds.
-        let response = tokio::task::spawn_blocking(move || keys.list(&query))
+        let page = tokio::task::spawn_blocking(move || keys.list(&query))
             .await
             .map_err(|error| KeysError::Internal {
                 message: format!("the keys cannot be listed: {error}; report it, it is a bug"),
             })??;
-        Ok(Response::new(response))
+        let key = |key| convert::key(key, vec![]);
+        Ok(Response::new(v1::ListStaticKeysResponse {
+            keys: page.keys.into_iter().map(key).collect(),
+            next_page_token: page.next_page_token,
+            revision: page.revision,
+            incarnation: self.keys.incarnation().to_string(),
+            total_size: i32::try_from(page.total).unwrap_or(i32::MAX),
+        }))
     }
 
     async fn get_static_key(
         &self,
         request: Request<v1::GetStaticKeyRequest>,
     ) -> Result<Response<v1::GetStaticKeyResponse>, Status> {
-        let key = self.keys.get(&request.into_inner().name)?;
-        Ok(Response::new(v1::GetStaticKeyResponse { key: Some(key) }))
+        let request = request.into_inner();
+        let size = super::page_size(request.page_size)
+            .ok_or_else(|| invalid("page_size", super::NEGATIVE_PAGE_SIZE))?;
+        let details = self.keys.get(&request.name, size, &request.page_token)?;
+        Ok(Response::new(v1::GetStaticKeyResponse {
+            key: Some(convert::key(details.key, details.sites)),
+            next_page_token: details.next_page_token,
+            revision: details.revision,
+            incarnation: self.keys.incarnation().to_string(),
+        }))
     }
 
     async fn update_static_keys(
@@ -80,10 +96,12 @@ impl StaticKeysService for StaticKeysApi {
         // Kept for the request id, if it has one.
         let outcome = Arc::unwrap_or_clone(outcome);
         Ok(Response::new(v1::UpdateStaticKeysResponse {
-            results: outcome.results,
+            results: convert::results(outcome.results),
+            next_page_token: String::new(),
+            summary: Some(convert::summary(outcome.summary)),
+            report: outcome.report.map(convert::report),
             revision: outcome.revision,
-            report: outcome.report,
-            summary: Some(outcome.summary),
+            incarnation: self.keys.incarnation().to_string(),
         }))
     }
 
@@ -100,8 +118,10 @@ impl StaticKeysService for StaticKeysApi {
         let mut ending = self.ending.clone();
         // The history is the buffer; more here would only hide a slow client.
         let (sender, receiver) = mpsc::channel(1);
+        let incarnation = self.keys.incarnation().to_string();
         let begin = v1::WatchStaticKeysResponse {
             revision: watcher.position() - 1,
+            incarnation: incarnation.clone(),
             ..Default::default()
         };
         tokio::spawn(async move {
@@ -112,7 +132,7 @@ impl StaticKeysService for StaticKeysApi {
                     if sender.send(message).await.is_err() || last {
                         return;
                     }
-                    message = next_change(&mut watcher, &patterns)
+                    message = next_change(&mut watcher, &patterns, &incarnation)
                         .await
                         .map_err(Status::from);
                 }
@@ -134,7 +154,52 @@ impl StaticKeysService for StaticKeysApi {
     ) -> Result<Response<v1::ListHoldsResponse>, Status> {
         let patterns = Patterns::parse(&request.into_inner().patterns)?;
         let holds = self.keys.holds(&patterns)?;
-        Ok(Response::new(v1::ListHoldsResponse { holds }))
+        Ok(Response::new(v1::ListHoldsResponse {
+            holds: holds.into_iter().map(convert::hold).collect(),
+            next_page_token: String::new(),
+        }))
+    }
+
+    async fn list_update_results(
+        &self,
+        _request: Request<v1::ListUpdateResultsRequest>,
+    ) -> Result<Response<v1::ListUpdateResultsResponse>, Status> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
+    async fn prepare_update(
+        &self,
+        _request: Request<v1::PrepareUpdateRequest>,
+    ) -> Result<Response<v1::PrepareUpdateResponse>, Status> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
+    async fn commit_update(
+        &self,
+        _request: Request<v1::CommitUpdateRequest>,
+    ) -> Result<Response<v1::CommitUpdateResponse>, Status> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
+    async fn discard_update(
+        &self,
+        _request: Request<v1::DiscardUpdateRequest>,
+    ) -> Result<Response<v1::DiscardUpdateResponse>, Status> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
+    async fn release_holds(
+        &self,
+        _request: Request<v1::ReleaseHoldsRequest>,
+    ) -> Result<Response<v1::ReleaseHoldsResponse>, Status> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
+    async fn renew_holds(
+        &self,
+        _request: Request<v1::RenewHoldsRequest>,
+    ) -> Result<Response<v1::RenewHoldsResponse>, Status> {
+        Err(Status::unimplemented("not there yet"))
     }
 }
 
@@ -142,29 +207,27 @@ impl StaticKeysService for StaticKeysApi {
 async fn next_change(
     watcher: &mut crate::keys::Watcher,
     patterns: &Patterns,
+    incarnation: &str,
 ) -> Result<v1::WatchStaticKeysResponse, KeysError> {
     loop {
         let revision = watcher.next().await?;
         let wanted = |event: &&Event| {
-            let (module, name) = event.key();
-            name.is_empty() || patterns.select(module, name)
+            event.key().is_none_or(|key| {
+                let (module, name) = split_name(key);
+                patterns.select(module, name)
+            })
         };
         let events = revision.events.iter().filter(wanted);
-        let events: Vec<_> = events.map(Event::to_proto).collect();
+        let events: Vec<_> = events.map(convert::event).collect();
         if !events.is_empty() {
             return Ok(v1::WatchStaticKeysResponse {
                 revision: revision.number,
+                incarnation: incarnation.to_owned(),
                 time: Some(revision.time.into()),
                 events,
+                more: false,
             });
         }
-    }
-}
-
-fn invalid(field: &'static str, message: impl Into<String>) -> KeysError {
-    KeysError::InvalidArgument {
-        field,
-        message: message.into(),
     }
 }
 
@@ -236,18 +299,12 @@ fn update_request(
 }
 
 fn key_update(update: v1::KeyUpdate) -> Result<KeyUpdate, KeysError> {
-    let op = match v1::KeyOp::try_from(update.op) {
-        Ok(v1::KeyOp::Inc) => Op::Inc,
-        Ok(v1::KeyOp::Dec) => Op::Dec,
-        Ok(v1::KeyOp::Enable) => Op::Enable,
-        Ok(v1::KeyOp::Disable) => Op::Disable,
-        Ok(v1::KeyOp::Unspecified) | Err(_) => {
-            let message = format!(
-                "key {:?} has no known op; give inc, dec, enable or disable",
-                update.name
-            );
-            return Err(invalid("updates", message));
-        }
+    let Some(op) = convert::op_from_proto(update.op) else {
+        let message = format!(
+            "unknown op {} on key {:?}; give inc, dec, enable or disable",
+            update.op, update.name
+        );
+        return Err(invalid("updates", message));
     };
     let keys = match (update.name.is_empty(), update.patterns.is_empty()) {
         (true, true) => {
@@ -279,16 +336,12 @@ fn key_update(update: v1::KeyUpdate) -> Result<KeyUpdate, KeysError> {
 }
 
 fn selection(patterns: &[String], classes: &[i32]) -> Result<Selection, KeysError> {
-    let class = |class: &i32| match v1::KeyClass::try_from(*class) {
-        Ok(class) if class != v1::KeyClass::Unspecified => Ok(class),
-        _ => Err(invalid(
-            "classes",
-            "has an unknown class; give guarded, ref or tracepoint",
-        )),
-    };
     Ok(Selection {
         patterns: Patterns::parse(patterns)?,
-        classes: classes.iter().map(class).collect::<Result<_, _>>()?,
+        classes: classes
+            .iter()
+            .map(|&class| convert::class_from_proto(class))
+            .collect::<Result<_, _>>()?,
     })
 }
 

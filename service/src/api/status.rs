@@ -4,10 +4,8 @@
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
+use super::convert;
 use crate::keys::KeysError;
-
-/// `google.rpc.ErrorInfo.domain` of every error of this service.
-pub const DOMAIN: &str = "patchbay";
 
 impl From<KeysError> for Status {
     fn from(error: KeysError) -> Self {
@@ -39,11 +37,19 @@ impl From<KeysError> for Status {
                 reason,
                 message,
             } => {
-                details.add_precondition_failure_violation(*reason, key, message);
+                details.add_precondition_failure_violation(reason.as_str(), key, message);
             }
-            KeysError::Busy { gate, attempts, .. } => {
+            KeysError::Busy {
+                kind,
+                gate: message,
+                attempts,
+                ..
+            } => {
+                let gate = convert::gate(*kind).as_str_name();
+                let gate = gate.strip_prefix("GATE_").unwrap_or(gate);
                 details.add_precondition_failure_violation("GATE", gate, error.to_string());
-                metadata.push(("gate".to_owned(), gate.clone()));
+                metadata.push(("gate".to_owned(), gate.to_owned()));
+                metadata.push(("gate_message".to_owned(), message.clone()));
                 metadata.push(("attempts".to_owned(), attempts.to_string()));
             }
             KeysError::ForeignBytes { key, .. } => {
@@ -71,7 +77,7 @@ impl From<KeysError> for Status {
         }
         details.set_error_info(
             error.reason(),
-            DOMAIN,
+            patchbay_proto::ERROR_DOMAIN,
             metadata
                 .into_iter()
                 .collect::<std::collections::HashMap<_, _>>(),

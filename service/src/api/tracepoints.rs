@@ -9,9 +9,10 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use patchbay_proto::agent::v1 as agent;
+use patchbay_proto::agent::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::to_agent::Message as Question;
 use patchbay_proto::v1;
-use patchbay_proto::v1::from_agent::Message as Answer;
-use patchbay_proto::v1::to_agent::Message as Question;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
 use prost::Message;
 use tokio::sync::{mpsc, watch};
@@ -19,6 +20,7 @@ use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
+use super::convert;
 use crate::keys::replay;
 use crate::trace::link::bounded;
 use crate::trace::once::Once;
@@ -97,7 +99,7 @@ impl TracepointsService for TracepointsApi {
         let (results, report) = self.change(once, change).await?;
         Ok(Response::new(v1::ArmTracepointsResponse {
             results,
-            report,
+            report: report.map(convert::report),
         }))
     }
 
@@ -120,7 +122,7 @@ impl TracepointsService for TracepointsApi {
         let (results, summary) = viewed(results, summary_only);
         Ok(Response::new(v1::FireTracepointsResponse {
             results,
-            report,
+            report: report.map(convert::report),
             summary: Some(summary),
         }))
     }
@@ -146,7 +148,7 @@ impl TracepointsService for TracepointsApi {
         let (results, summary) = viewed(results, summary_only);
         Ok(Response::new(v1::ParkTracepointsResponse {
             results,
-            report,
+            report: report.map(convert::report),
             summary: Some(summary),
         }))
     }
@@ -234,21 +236,19 @@ impl TracepointsService for TracepointsApi {
         &self,
         _request: Request<v1::GetTracepointStatsRequest>,
     ) -> Result<Response<v1::GetTracepointStatsResponse>, Status> {
-        let (tracepoints, mut stale) =
-            list(&self.tracer, &Wanted::parse(vec![], false)?, true).await?;
-        let question = Question::GetBufferStats(v1::AgentGetBufferStats {});
+        let mut stale = None;
+        let question = Question::GetBufferStats(agent::AgentGetBufferStats {});
         let buffer = match self.tracer.link.ask(question, PATIENCE).await {
             Ok(Answer::BufferStats(buffer)) => buffer,
-            Ok(_) => v1::AgentBufferStats::default(),
+            Ok(_) => agent::AgentBufferStats::default(),
             Err(error) => {
                 stale = Some(error);
-                v1::AgentBufferStats::default()
+                agent::AgentBufferStats::default()
             }
         };
         let totals = self.tracer.hub.totals();
         let clock_error = self.tracer.link.clock().error();
         Ok(Response::new(v1::GetTracepointStatsResponse {
-            tracepoints,
             losses: Some(totals.losses),
             events: totals.events,
             page_bytes: totals.page_bytes,
@@ -278,12 +278,15 @@ impl TracepointsService for TracepointsApi {
         let (health, absent) = match self
             .tracer
             .link
-            .ask(Question::GetHealth(v1::AgentGetHealth {}), PATIENCE)
+            .ask(Question::GetHealth(agent::AgentGetHealth {}), PATIENCE)
             .await
         {
             Ok(Answer::Health(health)) => (health, String::new()),
-            Ok(_) => (v1::AgentHealth::default(), AgentError::Confused.to_string()),
-            Err(error) => (v1::AgentHealth::default(), error.to_string()),
+            Ok(_) => (
+                agent::AgentHealth::default(),
+                AgentError::Confused.to_string(),
+            ),
+            Err(error) => (agent::AgentHealth::default(), error.to_string()),
         };
         Ok(Response::new(description(peer, health, absent)))
     }
@@ -291,7 +294,7 @@ impl TracepointsService for TracepointsApi {
 
 fn description(
     peer: link::Peer,
-    health: v1::AgentHealth,
+    health: agent::AgentHealth,
     absent: String,
 ) -> v1::DescribeAgentResponse {
     let pressure = health
@@ -476,6 +479,7 @@ async fn list(
                     .events
                     .load(std::sync::atomic::Ordering::Relaxed)
             }),
+            key: of_event.map(|facts| facts.key.clone()).unwrap_or_default(),
             name,
         }
     };

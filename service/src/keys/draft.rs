@@ -6,7 +6,7 @@ use std::time::{Instant, SystemTime};
 
 use static_keys::{Op, Probes, apply};
 
-use super::error::KeysError;
+use super::error::{KeyRefusal, KeysError};
 use super::holds::{Hold, Holds, KeyHolds, KeyInstance};
 
 /// Whose references an op may drop.
@@ -150,7 +150,7 @@ fn not_holder(name: &str, holds: &KeyHolds, count: i32) -> KeysError {
     };
     KeysError::KeyRefused {
         key: name.to_owned(),
-        reason: "NOT_HOLDER",
+        reason: KeyRefusal::NotHolder,
         message: format!(
             "key {name}: you hold none of its {count} references, they belong to {whose}; take one first, or drop theirs with force"
         ),

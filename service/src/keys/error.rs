@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use super::gate::GateKind;
 use crate::pause::PauseError;
 
 /// A call on keys that was refused or failed. Each message is one sentence and the next step.
@@ -65,8 +66,8 @@ pub enum KeysError {
     KeyRefused {
         /// Full name.
         key: String,
-        /// For `google.rpc.ErrorInfo`.
-        reason: &'static str,
+        /// The rule.
+        reason: KeyRefusal,
         /// Sentence and next step.
         message: String,
     },
@@ -76,6 +77,8 @@ pub enum KeysError {
     )]
     Busy {
         /// What was in the way last.
+        kind: GateKind,
+        /// The same for people.
         gate: String,
         /// Made before the deadline.
         attempts: u32,
@@ -179,6 +182,47 @@ pub enum KeysError {
     },
 }
 
+/// The rules about one key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeyRefusal {
+    /// The kernel would WARN about the op at this count.
+    WouldWarn,
+    /// The key lies in `ro_after_init` data.
+    Sealed,
+    /// The key needs permission at the monitor's start and in the call.
+    Guarded,
+    /// The key is quarantined.
+    Quarantined,
+    /// The tracepoint cannot be fired or parked by its key.
+    Tracepoint,
+    /// The caller holds no reference that the op could drop.
+    NotHolder,
+    /// The monitor cannot say where the vCPUs stopped.
+    VcpusUnknown,
+    /// The registered tables contradict each other.
+    TableRefused,
+    /// A module that has the key, or uses it, is not registered.
+    ModuleRefused,
+}
+
+impl KeyRefusal {
+    /// The name of the reason, as in `patchbay.v1.ErrorReason`.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::WouldWarn => "WOULD_WARN",
+            Self::Sealed => "KEY_SEALED",
+            Self::Guarded => "KEY_GUARDED",
+            Self::Quarantined => "KEY_QUARANTINED",
+            Self::Tracepoint => "TRACEPOINT_REFUSED",
+            Self::NotHolder => "NOT_HOLDER",
+            Self::VcpusUnknown => "VCPUS_UNKNOWN",
+            Self::TableRefused => "TABLE_REFUSED",
+            Self::ModuleRefused => "MODULE_REFUSED",
+        }
+    }
+}
+
 impl KeysError {
     /// Whether trying again at once may help, and after how long.
     pub fn retry_after(&self) -> Option<Duration> {
@@ -224,7 +268,7 @@ impl KeysError {
             Self::InvalidArgument { .. } => "INVALID_ARGUMENT",
             Self::RequestIdReused { .. } => "REQUEST_ID_REUSED",
             Self::EtagMismatch { .. } => "ETAG_MISMATCH",
-            Self::KeyRefused { reason, .. } => reason,
+            Self::KeyRefused { reason, .. } => reason.as_str(),
             Self::Busy { .. } => "GUEST_BUSY",
             Self::NotStopped { .. } => "VCPU_NOT_STOPPED",
             Self::ForeignBytes { .. } => "FOREIGN_BYTES",
@@ -257,6 +301,7 @@ impl From<PauseError> for KeysError {
                 message: error.to_string(),
             },
             PauseError::AlreadyPaused => Self::Busy {
+                kind: GateKind::Pause,
                 gate: error.to_string(),
                 attempts: 1,
                 every_key: true,

@@ -4,7 +4,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use patchbay_proto::v1;
 use static_keys::{
     Busy, CommitError, Key, KeyChange, Options, Plan, PlanError, RunningError, Undo, Update,
     VerifyError,
@@ -12,13 +11,16 @@ use static_keys::{
 
 use super::address_space::{KernelMemory, Place};
 use super::draft::{Draft, Terms};
-use super::error::KeysError;
+use super::error::{KeyRefusal, KeysError};
 use super::holds::KeyInstance;
-use super::owner::{Owner, event_of};
+use super::owner::Owner;
 use super::registry::{Instances, Registration, Snapshot};
 use super::selection::{KeyOp, Resolved};
 use super::standstill::Standstill;
-use super::{KeyUpdate, PauseState, etag, to_proto};
+use super::{
+    Event, FlipReport, GateKind, KeyUpdate, PauseState, PauseTimes, Quarantine, QuarantineCause,
+    etag,
+};
 use crate::guest::{Guest, PausedGuest};
 use crate::log_limit::limited;
 
@@ -43,6 +45,7 @@ pub(super) enum Attempt {
 
 /// What was in the way of an attempt.
 pub(super) struct InTheWay {
+    pub kind: GateKind,
     pub name: String,
     /// Of any change, whatever its keys.
     pub every_key: bool,
@@ -52,6 +55,7 @@ impl InTheWay {
     /// The error after so many attempts.
     pub(super) fn busy_in(self, attempts: u32) -> KeysError {
         KeysError::Busy {
+            kind: self.kind,
             gate: self.name,
             attempts,
             every_key: self.every_key,
@@ -62,6 +66,7 @@ impl InTheWay {
 impl From<&Busy> for InTheWay {
     fn from(busy: &Busy) -> Self {
         Self {
+            kind: busy.into(),
             name: busy.to_string(),
             every_key: busy.blocks_every_key(),
         }
@@ -70,7 +75,6 @@ impl From<&Busy> for InTheWay {
 
 /// A transaction that was made, or validated.
 pub(super) struct Flip {
-    pub generation: u64,
     /// One per key, in the order of its first op.
     pub changes: Vec<KeyChange>,
     /// The same keys, for as long as they exist.
@@ -79,7 +83,7 @@ pub(super) struct Flip {
     /// Keys that selections matched and left out.
     pub left_out: usize,
     /// None if it was only validated. `attempts` is left to the owner.
-    pub report: Option<v1::FlipReport>,
+    pub report: Option<FlipReport>,
 }
 
 /// How long is tried to give back a reference that only a stopped guest can be without.
@@ -157,7 +161,7 @@ impl<G: Guest> Owner<G> {
             Err(PlanError::Guarded { key }) if transaction.allow_guarded => {
                 return Err(KeysError::KeyRefused {
                     key: key.to_string(),
-                    reason: "KEY_GUARDED",
+                    reason: KeyRefusal::Guarded,
                     message: format!(
                         "key {key} is guarded, and its monitor was started without permission for such keys; start it with permission"
                     ),
@@ -167,7 +171,6 @@ impl<G: Guest> Owner<G> {
         };
         let draft = self.follow(registration, &memory, transaction, &resolved.ops, &plan)?;
         let flip = |plan: Plan<Place>, report| Flip {
-            generation: registration.generation,
             changes: plan.into_changes(),
             keys: draft.keys().collect(),
             draft,
@@ -186,26 +189,36 @@ impl<G: Guest> Owner<G> {
             Ok(report) => return Ok(Attempt::Done(flip(plan, Some(report)))),
             Err(obstacle) => obstacle,
         };
-        let busy = |name, every_key| Ok(Attempt::Busy(InTheWay { name, every_key }));
+        let busy = |kind, name, every_key| {
+            Ok(Attempt::Busy(InTheWay {
+                kind,
+                name,
+                every_key,
+            }))
+        };
         match obstacle {
             Obstacle::Verify(VerifyError::Busy(found)) => Ok(Attempt::Busy((&found).into())),
-            Obstacle::Version | Obstacle::Breakpoint => busy(obstacle.to_string(), true),
-            Obstacle::Verify(VerifyError::Fault(_)) => busy(obstacle.to_string(), false),
+            Obstacle::Version => busy(GateKind::RegistrationChanged, obstacle.to_string(), true),
+            Obstacle::Breakpoint => busy(GateKind::BreakpointPending, obstacle.to_string(), true),
+            Obstacle::Verify(VerifyError::Fault(_)) => {
+                busy(GateKind::Memory, obstacle.to_string(), false)
+            }
             Obstacle::Unseen => Err(KeysError::KeyRefused {
                 key: String::new(),
-                reason: "VCPUS_UNKNOWN",
+                reason: KeyRefusal::VcpusUnknown,
                 message: obstacle.to_string(),
             }),
             Obstacle::Verify(VerifyError::ForeignBytes { ref key, .. })
                 if registration.catalog.find(key).is_none() =>
             {
-                busy(format!("key {key} is gone"), false)
+                busy(GateKind::KeyChanged, format!("key {key} is gone"), false)
             }
             Obstacle::Verify(error) => Err(self.foreign_bytes(registration, &error)),
             Obstacle::Commit(error) => Err(self.write_fault(registration, &plan, &error)),
             Obstacle::Entangled { key, left } => {
                 self.take_back(registration, transaction, standstill, left)?;
-                busy(format!("the guest counts on key {key}"), false)
+                let name = format!("the guest counts on key {key}");
+                busy(GateKind::KeyChanged, name, false)
             }
         }
     }
@@ -225,10 +238,11 @@ impl<G: Guest> Owner<G> {
             if let Some(why) = book.quarantine.get(&registration.instance(key)) {
                 return Err(KeysError::KeyRefused {
                     key: key.full_name.to_string(),
-                    reason: "KEY_QUARANTINED",
+                    reason: KeyRefusal::Quarantined,
                     message: format!(
-                        "key {} is quarantined ({why}); {}",
+                        "key {} is quarantined ({}); {}",
                         key.full_name,
+                        why.message,
                         way_out(key.module())
                     ),
                 });
@@ -265,7 +279,7 @@ impl<G: Guest> Owner<G> {
             let instance = instances.instance(key);
             if !given.is_empty() {
                 let revision = book.revision(instance);
-                let current = etag(registration.generation, instance, revision, count);
+                let current = etag(&self.shared.incarnation, instance, revision, count);
                 if *given != current {
                     let (key, given) = (key.full_name.to_string(), (*given).to_owned());
                     return Err(KeysError::EtagMismatch {
@@ -295,13 +309,13 @@ impl<G: Guest> Owner<G> {
         memory: &KernelMemory,
         plan: &Plan<Place>,
         standstill: &mut Standstill<'_, G>,
-    ) -> Result<Result<v1::FlipReport, Obstacle>, KeysError> {
+    ) -> Result<Result<FlipReport, Obstacle>, KeysError> {
         if !plan.needs_pause() {
             let registry = &self.shared.registry;
             let made = registry.at_version(snapshot.version, || plan.commit_running(memory));
             return Ok(match made {
                 None => Err(Obstacle::Version),
-                Some(made) => made.map(|_| v1::FlipReport::default()).map_err(Into::into),
+                Some(made) => made.map(|_| FlipReport::default()).map_err(Into::into),
             });
         }
         if let Some(held) = standstill.held() {
@@ -416,7 +430,7 @@ impl<G: Guest> Owner<G> {
             VerifyError::Busy(_) | VerifyError::Fault(_) => String::new(),
         };
         let key = registration.catalog.find(&name);
-        self.quarantine(registration, key, &message);
+        self.quarantine(registration, key, QuarantineCause::ForeignBytes, &message);
         KeysError::ForeignBytes {
             key: name,
             message,
@@ -436,7 +450,12 @@ impl<G: Guest> Owner<G> {
         if error.undo != Undo::Complete {
             let keys = plan.changes().map(|change| change.key);
             let keys = keys.filter_map(|key| registration.catalog.key(key));
-            self.quarantine(registration, keys, &message);
+            self.quarantine(
+                registration,
+                keys,
+                QuarantineCause::UndoIncomplete,
+                &message,
+            );
             message += "; its keys are quarantined";
             if plan.needs_pause() {
                 message += ", and it is held paused, because it may run into half an instruction when it is resumed";
@@ -450,21 +469,25 @@ impl<G: Guest> Owner<G> {
         &self,
         registration: &Registration,
         keys: impl IntoIterator<Item = &'a Key>,
-        why: &str,
+        cause: QuarantineCause,
+        message: &str,
     ) {
         let mut events = Vec::new();
         {
             let mut book = self.shared.book();
             for key in keys {
                 let instance = registration.instance(key);
-                book.quarantine.insert(instance, why.to_owned());
-                let event = event_of(key, v1::key_event::Kind::Quarantined);
-                let reason = why.to_owned();
-                events.push(v1::KeyEvent { reason, ..event }.into());
+                let why = Quarantine {
+                    cause,
+                    message: message.to_owned(),
+                };
+                book.quarantine.insert(instance, why.clone());
+                let key = Arc::clone(&key.full_name);
+                events.push(Event::Quarantined { key, why });
             }
         }
         let keys = events.len();
-        limited!(error, keys, why, "quarantined");
+        limited!(error, keys, why = message, "quarantined");
         if !events.is_empty() {
             self.shared.registry.journal().append(events);
         }
@@ -484,17 +507,19 @@ fn way_out(module: &str) -> String {
 /// Words a refusal of the engine.
 pub(super) fn refused(error: &PlanError) -> KeysError {
     let (key, reason) = match error {
-        PlanError::Guarded { key } => (key.to_string(), "KEY_GUARDED"),
+        PlanError::Guarded { key } => (key.to_string(), KeyRefusal::Guarded),
         PlanError::WouldWarn { key, .. } | PlanError::GuardedCount { key } => {
-            (key.to_string(), "WOULD_WARN")
+            (key.to_string(), KeyRefusal::WouldWarn)
         }
-        PlanError::Sealed { key } => (key.to_string(), "KEY_SEALED"),
-        PlanError::Tracepoint { key, .. } => (key.to_string(), "TRACEPOINT_REFUSED"),
+        PlanError::Sealed { key } => (key.to_string(), KeyRefusal::Sealed),
+        PlanError::Tracepoint { key, .. } => (key.to_string(), KeyRefusal::Tracepoint),
         PlanError::SiteOutsideText { key, .. }
         | PlanError::OutOfReach { key, .. }
-        | PlanError::Overlap { key, .. } => (key.to_string(), "TABLE_REFUSED"),
-        PlanError::UnknownKey { key } => (key.to_string(), "TABLE_REFUSED"),
-        PlanError::Unreadable { address, .. } => (format!("{address:#x}"), "TABLE_REFUSED"),
+        | PlanError::Overlap { key, .. } => (key.to_string(), KeyRefusal::TableRefused),
+        PlanError::UnknownKey { key } => (key.to_string(), KeyRefusal::TableRefused),
+        PlanError::Unreadable { address, .. } => {
+            (format!("{address:#x}"), KeyRefusal::TableRefused)
+        }
         PlanError::Busy(busy) => return InTheWay::from(busy).busy_in(1),
     };
     KeysError::KeyRefused {
@@ -509,13 +534,14 @@ fn flip_report(
     stop: Duration,
     patch: Duration,
     resume: Duration,
-) -> v1::FlipReport {
-    v1::FlipReport {
-        paused: true,
+) -> FlipReport {
+    FlipReport {
+        pause: Some(PauseTimes {
+            stop,
+            patch,
+            resume,
+        }),
         sites_patched: u32::try_from(outcome.sites).unwrap_or(u32::MAX),
-        stop_time: Some(to_proto(stop)),
-        patch_time: Some(to_proto(patch)),
-        resume_time: Some(to_proto(resume)),
         attempts: 0,
     }
 }

@@ -8,10 +8,9 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
-use patchbay_proto::v1::{KeyEvent, key_event};
-use static_keys::split_name;
 use tokio::sync::watch;
 
+use super::Quarantine;
 use super::error::KeysError;
 
 /// What one transaction, registration or module event did.
@@ -26,63 +25,54 @@ pub struct Revision {
 }
 
 /// What happened to one key, or to the keys of an image.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub enum Event {
-    /// As it is told.
-    Told(Box<KeyEvent>),
-    /// The monitor changed the key's count. A transaction has thousands of these, and mostly nobody
-    /// watches.
+    /// The service changed the key's count.
     Changed {
-        /// Full name of the key.
-        name: Arc<str>,
+        /// Full name.
+        key: Arc<str>,
         /// After the change.
         count: i32,
-        /// Who made it.
+        /// Who changed it.
         by: Arc<Author>,
+    },
+    /// The keys of a module, or of the kernel image if that is empty, came.
+    Added {
+        /// Its name.
+        module: String,
+    },
+    /// The keys of a module, or all if that is empty, went.
+    Removed {
+        /// Its name.
+        module: String,
+    },
+    /// The key is not to be changed any more.
+    Quarantined {
+        /// Full name.
+        key: Arc<str>,
+        /// Until when, and why.
+        why: Quarantine,
     },
 }
 
-/// Who made a change.
+/// Who made a change, and why.
 #[derive(Debug)]
 pub struct Author {
-    /// As in [`KeyEvent`].
-    pub owner: String,
-    /// As in [`KeyEvent`].
+    /// "uid:0", or "monitor" when a hold expired.
+    pub principal: String,
+    /// As the client gave it.
     pub reason: String,
-    /// As in [`KeyEvent`].
+    /// As the client gave it; empty if it gave none.
     pub request_id: String,
 }
 
 impl Event {
-    /// Module and name; the name is empty if it is about a whole image.
-    pub fn key(&self) -> (&str, &str) {
+    /// Full name of the key; `None` if the event is about a whole image.
+    pub fn key(&self) -> Option<&str> {
         match self {
-            Self::Told(event) => (&event.module, &event.name),
-            Self::Changed { name, .. } => split_name(name),
+            Self::Changed { key, .. } | Self::Quarantined { key, .. } => Some(key),
+            Self::Added { .. } | Self::Removed { .. } => None,
         }
-    }
-
-    /// As it is told.
-    pub fn to_proto(&self) -> KeyEvent {
-        let (module, name) = self.key();
-        match self {
-            Self::Told(event) => (**event).clone(),
-            Self::Changed { count, by, .. } => KeyEvent {
-                kind: key_event::Kind::Changed.into(),
-                name: name.to_owned(),
-                module: module.to_owned(),
-                count: *count,
-                owner: by.owner.clone(),
-                reason: by.reason.clone(),
-                request_id: by.request_id.clone(),
-            },
-        }
-    }
-}
-
-impl From<KeyEvent> for Event {
-    fn from(event: KeyEvent) -> Self {
-        Self::Told(Box::new(event))
     }
 }
 
@@ -247,11 +237,8 @@ mod tests {
     use super::*;
 
     fn event(name: &str) -> Vec<Event> {
-        let event = KeyEvent {
-            name: name.to_owned(),
-            ..KeyEvent::default()
-        };
-        vec![event.into()]
+        let module = name.to_owned();
+        vec![Event::Added { module }]
     }
 
     fn journal(revisions: usize, events: usize) -> Arc<Journal> {
@@ -265,10 +252,8 @@ mod tests {
         assert_eq!(watcher.position(), 1);
         assert_eq!(journal.append(event("a")), 1);
         assert_eq!(journal.append(event("b")), 2);
-        assert_eq!(
-            watcher.next().await.expect("kept").events[0].key(),
-            ("", "a")
-        );
+        let first = watcher.next().await.expect("kept");
+        assert!(matches!(&first.events[0], Event::Added { module } if module == "a"));
         assert_eq!(watcher.next().await.expect("kept").number, 2);
         let waiting =
             tokio::spawn(async move { watcher.next().await.map(|revision| revision.number) });
@@ -317,7 +302,7 @@ mod tests {
         let journal = journal(100, 3);
         journal.append(event("a"));
         let mut watcher = journal.watch(2).expect("next");
-        journal.append((0..5).map(|_| KeyEvent::default().into()).collect());
+        journal.append((0..5).flat_map(|_| event("b")).collect());
         assert!(journal.watch(1).is_err());
         assert_eq!(watcher.next().await.expect("kept").events.len(), 5);
     }

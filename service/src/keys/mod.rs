@@ -16,12 +16,16 @@ mod clock;
 mod draft;
 mod error;
 mod flip;
+mod gate;
 mod holds;
+mod incarnation;
 mod journal;
 mod lapse;
 mod near;
+mod outcome;
 mod owner;
 mod pattern;
+mod quarantine;
 mod refused;
 mod registration;
 pub mod registry;
@@ -38,21 +42,25 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use foldhash::fast::RandomState;
-use patchbay_proto::v1;
-use static_keys::Op;
+use static_keys::{Class, Op};
 use tokio::sync::{oneshot, watch};
 
 pub use self::address_space::PageTable;
 use self::audit::AuditFile;
 pub use self::clock::{Clock, SystemClock};
-pub use self::error::KeysError;
+pub use self::error::{KeyRefusal, KeysError};
+pub use self::gate::GateKind;
 pub use self::holds::{Hold, Holds, KeyInstance};
+pub use self::incarnation::Incarnation;
 pub use self::journal::{Author, Event, Journal, Limits, Revision, Watcher};
+pub use self::outcome::{FlipReport, KeyOutcome, PauseTimes, UpdateOutcome, UpdateSummary};
 use self::owner::{Command, Owner, Reply};
 pub use self::pattern::{MAX_PATTERNS, Patterns};
+pub use self::quarantine::{Quarantine, QuarantineCause};
 pub use self::registry::{Description, KernelTables, Refused, RegistrationPhase, Registry};
 use self::replay::Replay;
 use self::symbols::Symbols;
+pub use self::view::{HoldView, KeyDetails, KeyPage, KeyView, SiteView};
 use crate::guest::{Guest, Machine};
 use crate::threads::{PlainThreads, ThreadKind, Threads, contain};
 
@@ -122,7 +130,7 @@ pub struct Selection {
     /// By name.
     pub patterns: Patterns,
     /// All if empty.
-    pub classes: Vec<v1::KeyClass>,
+    pub classes: Vec<Class>,
 }
 
 /// A transaction.
@@ -192,19 +200,6 @@ impl UpdateRequest {
     }
 }
 
-/// What a transaction did, or would do.
-#[derive(Clone, Debug, Default)]
-pub struct UpdateOutcome {
-    /// One per key, in the order of its first op; none if only the summary was asked for.
-    pub results: Vec<v1::KeyResult>,
-    /// In numbers.
-    pub summary: v1::UpdateSummary,
-    /// Of the journal.
-    pub revision: u64,
-    /// What it cost the guest.
-    pub report: Option<v1::FlipReport>,
-}
-
 /// A pause that lasts until it is resumed or expires.
 #[derive(Clone, Copy, Debug)]
 pub struct PauseRequest {
@@ -256,6 +251,7 @@ struct Shared {
     book: Mutex<Book>,
     symbols: Symbols,
     clock: Arc<dyn Clock>,
+    incarnation: Incarnation,
     pause: Mutex<PauseState>,
     /// Set when the owner thread has ended: empty, or why it failed.
     ended: watch::Sender<Option<String>>,
@@ -266,7 +262,7 @@ struct Shared {
 struct Book {
     holds: Holds,
     /// Why a key is not to be flipped.
-    quarantine: HashMap<KeyInstance, String>,
+    quarantine: HashMap<KeyInstance, Quarantine>,
     /// Revision of a key's last change.
     revisions: HashMap<KeyInstance, u64, RandomState>,
 }
@@ -325,6 +321,7 @@ impl Keys {
             book: Mutex::default(),
             symbols: config.symbols,
             clock: config.clock,
+            incarnation: Incarnation::new(),
             pause: Mutex::default(),
             ended: watch::Sender::new(None),
         });
@@ -367,6 +364,11 @@ impl Keys {
     /// What is registered.
     pub fn describe(&self) -> Description {
         self.shared.registry.describe()
+    }
+
+    /// The process that revisions, etags, holds and plans belong to.
+    pub fn incarnation(&self) -> &Incarnation {
+        &self.shared.incarnation
     }
 
     /// Number of the newest change.
@@ -452,17 +454,10 @@ impl Keys {
     }
 }
 
-/// A duration as the API tells it.
-pub(crate) fn to_proto(duration: Duration) -> prost_types::Duration {
-    prost_types::Duration::try_from(duration).unwrap_or(prost_types::Duration {
-        seconds: i64::MAX,
-        nanos: 0,
-    })
-}
-
-/// What a client must send back to change only what it has seen: the same key, with the same count, and
-/// not changed by this monitor since. What the guest itself changed there and back is not seen.
-fn etag(generation: u64, key: KeyInstance, revision: u64, count: i32) -> String {
+/// A client sends it back to change only what it has seen: the same key of the same incarnation, with
+/// the same count, and not changed by this service since. The guest's own changes there and back do not
+/// show.
+fn etag(incarnation: &Incarnation, key: KeyInstance, revision: u64, count: i32) -> String {
     let epoch = key.epoch;
-    format!("{generation:x}-{epoch:x}-{revision:x}-{count}")
+    format!("{}-{epoch:x}-{revision:x}-{count}", incarnation.short())
 }

@@ -44,8 +44,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant, SystemTime};
 
-use patchbay_proto::v1;
-use static_keys::{Key, KeyChange, split_name};
+use static_keys::KeyChange;
 use tokio::sync::oneshot;
 
 use super::audit::{AuditFile, AuditLog, Change, IntendedKeys, IntendedOp, Intent, Outcome};
@@ -58,7 +57,8 @@ use super::lapse::Lapses;
 use super::replay::Replay;
 use super::standstill::Standstill;
 use super::{
-    PauseOutcome, PauseRequest, PauseState, Shared, Target, UpdateOutcome, UpdateRequest, etag,
+    FlipReport, KeyOutcome, PauseOutcome, PauseRequest, PauseState, Shared, Target, UpdateOutcome,
+    UpdateRequest, UpdateSummary, etag,
 };
 use crate::guest::{Guest, PausedGuest};
 
@@ -321,7 +321,7 @@ impl<G: Guest> Owner<G> {
             };
         }
         let author = Arc::new(Author {
-            owner: transaction.terms.owner().to_string(),
+            principal: transaction.terms.owner().to_string(),
             reason: transaction.terms.reason().to_string(),
             request_id: transaction.request_id.to_owned(),
         });
@@ -331,7 +331,7 @@ impl<G: Guest> Owner<G> {
             .iter()
             .filter(changed)
             .map(|change| Event::Changed {
-                name: Arc::clone(&change.name),
+                key: Arc::clone(&change.name),
                 count: change.after,
                 by: Arc::clone(&author),
             })
@@ -364,9 +364,7 @@ impl<G: Guest> Owner<G> {
                 },
             );
         }
-        let report = flip
-            .report
-            .map(|report| v1::FlipReport { attempts, ..report });
+        let report = flip.report.map(|report| FlipReport { attempts, ..report });
         UpdateOutcome {
             results,
             summary,
@@ -377,7 +375,7 @@ impl<G: Guest> Owner<G> {
 
     /// Each key, with the etag that the next change of it must come with: after this one, or as it is
     /// if nothing was changed.
-    fn results(&self, transaction: &Transaction<'_>, flip: &Flip) -> Vec<v1::KeyResult> {
+    fn results(&self, transaction: &Transaction<'_>, flip: &Flip) -> Vec<KeyOutcome> {
         if transaction.summary_only {
             return Vec::new();
         }
@@ -389,26 +387,25 @@ impl<G: Guest> Owner<G> {
             match &last {
                 Some((same, etag)) if *same == of => String::clone(etag),
                 _ => {
-                    let etag = etag(flip.generation, key, of.1, count);
+                    let etag = etag(&self.shared.incarnation, key, of.1, count);
                     last = Some((of, etag.clone()));
                     etag
                 }
             }
         };
         let result = |(change, &key): (&KeyChange, &KeyInstance)| {
-            let (module, name) = split_name(&change.name);
             let count = if transaction.validate_only {
                 change.before
             } else {
                 change.after
             };
-            v1::KeyResult {
-                name: name.to_owned(),
-                module: module.to_owned(),
+            KeyOutcome {
+                key: Arc::clone(&change.name),
                 count_before: change.before,
                 count_after: change.after,
                 sites_patched: change.sites,
                 etag: etag_of(key, count),
+                hold_id: String::new(),
             }
         };
         let changes = flip.changes.iter().zip(&flip.keys);
@@ -432,24 +429,14 @@ fn intended<'a>(
 }
 
 /// The whole in numbers.
-fn summary(flip: &Flip) -> v1::UpdateSummary {
+fn summary(flip: &Flip) -> UpdateSummary {
     let to_u32 = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
     let changed = |change: &&KeyChange| change.before != change.after;
-    v1::UpdateSummary {
+    UpdateSummary {
         keys: to_u32(flip.changes.len()),
         keys_changed: to_u32(flip.changes.iter().filter(changed).count()),
         sites_patched: flip.changes.iter().map(|change| change.sites).sum(),
         keys_left_out: to_u32(flip.left_out),
-    }
-}
-
-/// An event about one key.
-pub(super) fn event_of(key: &Key, kind: v1::key_event::Kind) -> v1::KeyEvent {
-    v1::KeyEvent {
-        kind: kind.into(),
-        name: key.name().to_owned(),
-        module: key.module().to_owned(),
-        ..v1::KeyEvent::default()
     }
 }
 

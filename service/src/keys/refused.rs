@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use static_keys::MODULES_MAX;
 
-use super::error::KeysError;
+use super::error::{KeyRefusal, KeysError};
 
 /// A module that is loaded and not registered.
 #[derive(Clone, Debug)]
@@ -57,7 +57,7 @@ impl RefusedModule {
         let Self { name, why } = self;
         KeysError::KeyRefused {
             key: key.to_owned(),
-            reason: "MODULE_REFUSED",
+            reason: KeyRefusal::ModuleRefused,
             message: format!(
                 "key {key} belongs to module {name} or is used by it, and the registration of that module was refused: {why}"
             ),

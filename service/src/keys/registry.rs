@@ -18,7 +18,6 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use patchbay_proto::v1;
 use static_keys::{Busy, Catalog, GuestMemory, Key, Module, Probes};
 
 pub use self::source::KernelTables;
@@ -26,7 +25,7 @@ use super::address_space::{KernelMemory, PageTable};
 use super::boot::Boot;
 use super::error::KeysError;
 use super::holds::KeyInstance;
-use super::journal::{Journal, Limits};
+use super::journal::{Event, Journal, Limits};
 use super::near::near;
 use super::refused::RefusedModules;
 pub use super::registration::Refused;
@@ -375,13 +374,14 @@ impl Registry {
         self.publish(RegistrationPhase::Registered, error, registration);
     }
 
-    fn tell(&self, kind: v1::key_event::Kind, module: &str) {
-        let event = v1::KeyEvent {
-            kind: kind.into(),
-            module: module.to_owned(),
-            ..v1::KeyEvent::default()
-        };
-        self.journal.append(vec![event.into()]);
+    fn announce_added(&self, module: &str) {
+        let module = module.to_owned();
+        self.journal.append(vec![Event::Added { module }]);
+    }
+
+    fn announce_removed(&self, module: &str) {
+        let module = module.to_owned();
+        self.journal.append(vec![Event::Removed { module }]);
     }
 
     fn register(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
@@ -410,7 +410,7 @@ impl Registry {
         });
         if had {
             // Whatever comes now, the earlier registration is over.
-            self.tell(v1::key_event::Kind::Removed, "");
+            self.announce_removed("");
         }
         match result {
             Ok((registration, boot)) => {
@@ -426,7 +426,7 @@ impl Registry {
                     String::new(),
                     Some(Arc::new(registration)),
                 );
-                self.tell(v1::key_event::Kind::Added, "");
+                self.announce_added("");
                 Ok(())
             }
             Err(refused) => {
@@ -484,9 +484,9 @@ impl Registry {
             error => format!("module {name} lists no keys: its kernel failed with error {error}"),
         };
         self.publish_modules(registration, error);
-        self.tell(v1::key_event::Kind::Added, &name);
+        self.announce_added(&name);
         for other in others {
-            self.tell(v1::key_event::Kind::Added, &other);
+            self.announce_added(&other);
         }
         Ok(())
     }
@@ -528,7 +528,7 @@ impl Registry {
         registration.catalog.remove_module(request.module);
         registration.modules.remove(name);
         self.publish_modules(registration, String::new());
-        self.tell(v1::key_event::Kind::Removed, name);
+        self.announce_removed(name);
         Ok(())
     }
 

@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! From the updates of a request to ops on keys.
 
-use patchbay_proto::v1;
 use static_keys::{Class, Key, Op, PlanError};
 
-use super::error::KeysError;
+use super::error::{KeyRefusal, KeysError};
 use super::flip::refused;
 use super::near::near;
 use super::registry::Registration;
-use super::view::to_class;
 use super::{KeyUpdate, MAX_UPDATES, Patterns, Selection, Target};
 
 /// One op on one key.
@@ -33,17 +31,16 @@ pub(super) struct Resolved<'a> {
 impl Selection {
     /// Whether it has this key.
     pub fn has(&self, key: &Key) -> bool {
-        let class = self.classes.is_empty() || self.classes.contains(&to_class(key.class));
+        let class = self.classes.is_empty() || self.classes.contains(&key.class);
         class && self.patterns.select(key.module(), key.name())
     }
 
     /// The classes for people.
     pub(super) fn class_names(&self) -> Vec<&'static str> {
-        let name = |class: &v1::KeyClass| match class {
-            v1::KeyClass::Unspecified => "unspecified",
-            v1::KeyClass::Guarded => "guarded",
-            v1::KeyClass::Ref => "ref",
-            v1::KeyClass::Tracepoint => "tracepoint",
+        let name = |class: &Class| match class {
+            Class::Guarded => "guarded",
+            Class::Ref => "ref",
+            Class::Tracepoint => "tracepoint",
         };
         self.classes.iter().map(name).collect()
     }
@@ -165,13 +162,13 @@ fn nothing(selection: &Selection, guarded: usize, sealed: usize) -> KeysError {
     match (guarded, sealed) {
         (0, 0) => KeysError::NothingSelected { patterns },
         (0, sealed) => all_refused(
-            "KEY_SEALED",
+            KeyRefusal::Sealed,
             format!(
                 "all {sealed} keys that match {patterns} are sealed: they cannot change after the kernel's init; set them by the kernel command line"
             ),
         ),
         (guarded, sealed) => all_refused(
-            "KEY_GUARDED",
+            KeyRefusal::Guarded,
             format!(
                 "of the keys that match {patterns}, {guarded} are guarded and {sealed} sealed, and none is left: what else depends on guarded keys is known to the guest alone; permit guarded keys if you know"
             ),

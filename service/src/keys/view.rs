@@ -1,111 +1,210 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reading keys while the guest runs: list, get, holds.
 
-use patchbay_proto::v1;
+use std::sync::Arc;
+use std::time::SystemTime;
+
 use static_keys::{Branch, Class, Key, NotPatchable, SiteState, count_users, disassemble};
 
 use super::error::KeysError;
 use super::registry::{Registration, Snapshot};
-use super::{Book, Keys, ListQuery, Patterns, etag};
+use super::{Book, Keys, ListQuery, Patterns, Quarantine, etag};
 use crate::memory::GuestRam;
 
-/// Sites that one answer shows; a kernel's most used key has some hundred.
-const SITES_SHOWN: usize = 1 << 14;
+/// A page ends before it would take more than this on the wire, so that no answer comes near the
+/// 4 MiB that stock gRPC clients accept.
+const PAGE_BYTES: usize = 3 << 20;
+/// More than the fields of a key, a site or a hold take beside their texts.
+const ITEM_BYTES: usize = 192;
+
+/// A page of keys, by name.
+#[derive(Clone, Debug, Default)]
+pub struct KeyPage {
+    /// At most as many as the query asks for.
+    pub keys: Vec<KeyView>,
+    /// Empty on the last page.
+    pub next_page_token: String,
+    /// The newest when the page was read; a watch from the next one misses nothing.
+    pub revision: u64,
+    /// Keys on all pages.
+    pub total: usize,
+}
+
+/// A key as it was read.
+#[derive(Clone, Debug)]
+pub struct KeyView {
+    /// "name" or "module:name".
+    pub name: Arc<str>,
+    /// How careful one must be with it.
+    pub class: Class,
+    /// `static_key_count()`
+    pub count: i32,
+    /// Guest-virtual address of the `struct static_key`.
+    pub address: u64,
+    /// Sites that a flip would patch.
+    pub patchable_sites: usize,
+    /// All sites.
+    pub site_count: usize,
+    /// Type bit 0.
+    pub initially_true: bool,
+    /// In `ro_after_init` data, or its entries are forgotten.
+    pub sealed: bool,
+    /// Set while the key is not to be changed.
+    pub quarantine: Option<Quarantine>,
+    /// For a change on condition that nothing has changed since.
+    pub etag: String,
+    /// References that clients hold.
+    pub held_references: u32,
+}
+
+/// A key with a page of its sites.
+#[derive(Clone, Debug)]
+pub struct KeyDetails {
+    /// The key.
+    pub key: KeyView,
+    /// At most as many as were asked for.
+    pub sites: Vec<SiteView>,
+    /// Empty on the last page.
+    pub next_page_token: String,
+    /// The newest when the key was read.
+    pub revision: u64,
+}
+
+/// A site as it was read, with the names of its functions and its instructions in Intel syntax.
+#[derive(Clone, Debug)]
+pub struct SiteView {
+    /// As the engine reads it.
+    pub state: SiteState,
+    /// Empty if unknown.
+    pub symbol: String,
+    /// Empty if unknown.
+    pub target_symbol: String,
+    /// What stands there now.
+    pub disassembly: String,
+    /// What would stand there in the other state; empty if it cannot be said.
+    pub other_bytes: Vec<u8>,
+    /// What would stand there in the other state.
+    pub other_disassembly: String,
+}
+
+/// A hold as it is listed.
+#[derive(Clone, Debug)]
+pub struct HoldView {
+    /// "name" or "module:name".
+    pub key: Arc<str>,
+    /// The principal that took the references.
+    pub holder: Arc<str>,
+    /// As the holder gave it.
+    pub reason: Arc<str>,
+    /// At least 1.
+    pub references: u32,
+    /// When the first was taken.
+    pub since: SystemTime,
+    /// `None` if it does not expire.
+    pub expires_at: Option<SystemTime>,
+}
 
 impl Keys {
-    /// One page of keys, by name.
+    /// One page of keys.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`]; [`KeysError::InvalidArgument`] for a page token of another
     /// registration.
-    pub fn list(&self, query: &ListQuery) -> Result<v1::ListStaticKeysResponse, KeysError> {
+    pub fn list(&self, query: &ListQuery) -> Result<KeyPage, KeysError> {
         // Before the counts are read, so that a watch from the next revision misses nothing.
         let revision = self.revision();
         let Snapshot { registration, .. } = self.shared.registry.snapshot()?;
         let after = parse_page_token(&query.page_token, registration.generation)?;
         let ram = self.ram()?;
         let book = self.shared.book();
-        let mut response = v1::ListStaticKeysResponse {
+        let mut page = KeyPage {
             revision,
-            ..Default::default()
+            ..KeyPage::default()
         };
-        for key in registration
-            .catalog
-            .keys()
-            .filter(|key| query.keys.has(key))
-        {
+        let mut bytes = 0;
+        let matching = registration.catalog.keys();
+        for key in matching.filter(|key| query.keys.has(key)) {
             let count = count(&registration, ram, key);
-            if query
-                .enabled
-                .is_some_and(|enabled| enabled != (count_users(count) > 0))
-            {
+            let enabled = count_users(count) > 0;
+            if query.enabled.is_some_and(|wanted| wanted != enabled) {
                 continue;
             }
-            response.total_size = response.total_size.saturating_add(1);
+            page.total += 1;
             let passed = after.is_some_and(|after| *key.full_name <= *after);
-            if passed || !response.next_page_token.is_empty() {
+            if passed || !page.next_page_token.is_empty() {
                 continue;
             }
-            if response.keys.len() == query.page_size {
-                response.next_page_token =
-                    page_token(registration.generation, response.keys.last());
+            let view = to_view(self, &registration, ram, &book, key, count);
+            let message = view.quarantine.as_ref().map_or(0, |why| why.message.len());
+            bytes += view.name.len() + message + ITEM_BYTES;
+            if let Some(last) = page.keys.last()
+                && (page.keys.len() == query.page_size || bytes > PAGE_BYTES)
+            {
+                page.next_page_token = page_token(registration.generation, &last.name);
                 continue;
             }
-            response
-                .keys
-                .push(to_key(&registration, ram, &book, key, count));
+            page.keys.push(view);
         }
-        Ok(response)
+        Ok(page)
     }
 
-    /// One key with its sites, up to 16,384 of them.
+    /// One key with a page of its sites, by their position among the key's sites.
     ///
     /// # Errors
-    /// [`KeysError::NotRegistered`], [`KeysError::KeyNotFound`].
-    pub fn get(&self, name: &str) -> Result<v1::StaticKey, KeysError> {
+    /// [`KeysError::NotRegistered`], [`KeysError::KeyNotFound`]; [`KeysError::InvalidArgument`] for a
+    /// page token of another registration.
+    pub fn get(&self, name: &str, page_size: usize, token: &str) -> Result<KeyDetails, KeysError> {
+        let revision = self.revision();
         let Snapshot { registration, .. } = self.shared.registry.snapshot()?;
+        let first: usize = match parse_page_token(token, registration.generation)? {
+            None => 0,
+            Some(first) => first.parse().map_err(|_| invalid_token(MALFORMED))?,
+        };
         let key = registration.find(name)?;
         let ram = self.ram()?;
         let count = count(&registration, ram, key);
-        let mut view = to_key(&registration, ram, &self.shared.book(), key, count);
         let memory = registration.memory(ram);
-        let sites = registration.catalog.sites(&memory, key.id);
-        view.sites = sites
-            .take(SITES_SHOWN)
-            .map(|site| self.to_site(&registration, site))
-            .collect();
-        Ok(view)
+        let (mut sites, mut bytes) = (Vec::new(), 0);
+        let mut next_page_token = String::new();
+        for site in registration.catalog.sites(&memory, key.id).skip(first) {
+            let site = self.to_site(&registration, site);
+            bytes += site.text_bytes() + ITEM_BYTES;
+            if !sites.is_empty() && (sites.len() == page_size || bytes > PAGE_BYTES) {
+                let next = (first + sites.len()).to_string();
+                next_page_token = page_token(registration.generation, &next);
+                break;
+            }
+            sites.push(site);
+        }
+        Ok(KeyDetails {
+            key: to_view(self, &registration, ram, &self.shared.book(), key, count),
+            sites,
+            next_page_token,
+            revision,
+        })
     }
 
     /// Who keeps keys on, by name.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`].
-    pub fn holds(&self, patterns: &Patterns) -> Result<Vec<v1::Hold>, KeysError> {
+    pub fn holds(&self, patterns: &Patterns) -> Result<Vec<HoldView>, KeysError> {
         let Snapshot { registration, .. } = self.shared.registry.snapshot()?;
         let book = self.shared.book();
-        let mut holds = vec![];
-        for key in registration
-            .catalog
-            .keys()
-            .filter(|key| patterns.select(key.module(), key.name()))
-        {
-            holds.extend(
-                book.holds
-                    .of(registration.instance(key))
-                    .iter()
-                    .map(|hold| v1::Hold {
-                        name: key.name().to_owned(),
-                        module: key.module().to_owned(),
-                        owner: hold.owner.to_string(),
-                        reason: hold.reason.to_string(),
-                        references: hold.references,
-                        since: Some(hold.since.into()),
-                        expires_at: hold.expires.map(|(_, at)| at.into()),
-                    }),
-            );
+        let mut views = vec![];
+        let matching = registration.catalog.keys();
+        for key in matching.filter(|key| patterns.select(key.module(), key.name())) {
+            let holds = book.holds.of(registration.instance(key));
+            views.extend(holds.iter().map(|hold| HoldView {
+                key: Arc::clone(&key.full_name),
+                holder: Arc::clone(&hold.owner),
+                reason: Arc::clone(&hold.reason),
+                references: hold.references,
+                since: hold.since,
+                expires_at: hold.expires.map(|(_, at)| at),
+            }));
         }
-        Ok(holds)
+        Ok(views)
     }
 
     pub(crate) fn ram(&self) -> Result<&GuestRam, KeysError> {
@@ -113,8 +212,8 @@ impl Keys {
         self.shared.registry.ram().ok_or(KeysError::GuestStopped)
     }
 
-    fn to_site(&self, registration: &Registration, site: SiteState) -> v1::Site {
-        let name = |address: u64| match &*site.module {
+    fn to_site(&self, registration: &Registration, state: SiteState) -> SiteView {
+        let name = |address: u64| match &*state.module {
             "" => self
                 .shared
                 .symbols
@@ -122,36 +221,35 @@ impl Keys {
             // The symbol file is the kernel image's.
             _ => String::new(),
         };
-        let other = match site.branch {
-            Some(Branch::Nop) => site.jump,
-            Some(Branch::Jump) => site.nop,
+        let other = match state.branch {
+            Some(Branch::Nop) => state.jump,
+            Some(Branch::Jump) => state.nop,
             None => None,
         };
-        v1::Site {
-            address: site.address,
-            symbol: name(site.address),
-            target: site.target,
-            target_symbol: name(site.target),
-            size: site.size().map_or(0, |size| to_u32(size.bytes())),
-            disassembly: match site.bytes.as_slice() {
-                [] => String::new(),
-                bytes => disassemble(bytes, site.address),
-            },
-            other_bytes: other
-                .map(|other| other.as_bytes().to_vec())
-                .unwrap_or_default(),
-            other_disassembly: other
-                .map(|other| disassemble(other.as_bytes(), site.address))
-                .unwrap_or_default(),
-            likely: site.likely,
-            not_patchable: site
-                .patchable
-                .err()
-                .map(|why| why.to_string())
-                .unwrap_or_default(),
-            module: site.module.to_string(),
-            current_bytes: site.bytes,
+        let other_bytes = other.map(|other| other.as_bytes().to_vec());
+        let other_bytes = other_bytes.unwrap_or_default();
+        let text = |bytes: &[u8]| match bytes {
+            [] => String::new(),
+            bytes => disassemble(bytes, state.address),
+        };
+        SiteView {
+            symbol: name(state.address),
+            target_symbol: name(state.target),
+            disassembly: text(&state.bytes),
+            other_disassembly: text(&other_bytes),
+            other_bytes,
+            state,
         }
+    }
+}
+
+impl SiteView {
+    fn text_bytes(&self) -> usize {
+        self.symbol.len()
+            + self.target_symbol.len()
+            + self.disassembly.len()
+            + self.other_disassembly.len()
+            + self.state.module.len()
     }
 }
 
@@ -163,13 +261,14 @@ fn count(registration: &Registration, ram: &GuestRam, key: &Key) -> i32 {
         .unwrap_or(0)
 }
 
-fn to_key(
+fn to_view(
+    keys: &Keys,
     registration: &Registration,
     ram: &GuestRam,
     book: &Book,
     key: &Key,
     count: i32,
-) -> v1::StaticKey {
+) -> KeyView {
     let instance = registration.instance(key);
     let memory = registration.memory(ram);
     let mut sealed = registration.catalog.is_ro_after_init(key.id);
@@ -179,69 +278,48 @@ fn to_key(
         patchable_sites += usize::from(site.patchable.is_ok());
         sealed |= site.patchable == Err(NotPatchable::Sealed);
     }
-    v1::StaticKey {
-        name: key.name().to_owned(),
-        module: key.module().to_owned(),
-        class: to_class(key.class).into(),
+    let revision = book.revision(instance);
+    KeyView {
+        name: Arc::clone(&key.full_name),
+        class: key.class,
         count: count_users(count),
-        enabled: count_users(count) > 0,
         address: key.id.0,
-        patchable_sites: to_u32(patchable_sites),
-        site_count: to_u32(site_count),
+        patchable_sites,
+        site_count,
         initially_true: registration.initially_true(ram, key),
         sealed,
-        quarantine: book.quarantine.get(&instance).cloned().unwrap_or_default(),
-        etag: etag(
-            registration.generation,
-            instance,
-            book.revision(instance),
-            count,
-        ),
-        holds: book.holds.references(instance),
-        sites: vec![],
+        quarantine: book.quarantine.get(&instance).cloned(),
+        etag: etag(keys.incarnation(), instance, revision, count),
+        held_references: book.holds.references(instance),
     }
 }
 
-fn to_u32(count: usize) -> u32 {
-    u32::try_from(count).unwrap_or(u32::MAX)
-}
+const MALFORMED: &str = "is malformed; give one from an answer";
 
-/// The class as the API tells it.
-pub(super) fn to_class(class: Class) -> v1::KeyClass {
-    match class {
-        Class::Guarded => v1::KeyClass::Guarded,
-        Class::Ref => v1::KeyClass::Ref,
-        Class::Tracepoint => v1::KeyClass::Tracepoint,
+fn invalid_token(message: &str) -> KeysError {
+    KeysError::InvalidArgument {
+        field: "page_token",
+        message: message.to_owned(),
     }
 }
 
-/// "generation.last name": a page goes on after that name, whatever has come or gone meanwhile.
-fn page_token(generation: u64, last: Option<&v1::StaticKey>) -> String {
-    let Some(last) = last else {
-        return String::new();
-    };
-    match last.module.as_str() {
-        "" => format!("{generation:x}.{}", last.name),
-        module => format!("{generation:x}.{module}:{}", last.name),
-    }
+/// "generation.position": a page goes on after that position, whatever came or went meanwhile.
+fn page_token(generation: u64, position: &str) -> String {
+    format!("{generation:x}.{position}")
 }
 
 fn parse_page_token(token: &str, generation: u64) -> Result<Option<&str>, KeysError> {
-    let invalid = |message: &str| KeysError::InvalidArgument {
-        field: "page_token",
-        message: message.to_owned(),
-    };
     if token.is_empty() {
         return Ok(None);
     }
-    let (of, after) = token
+    let (of, position) = token
         .split_once('.')
-        .ok_or_else(|| invalid("is malformed; give one from an answer"))?;
+        .ok_or_else(|| invalid_token(MALFORMED))?;
     match u64::from_str_radix(of, 16) {
-        Ok(of) if of == generation => Ok(Some(after)),
-        Ok(_) => Err(invalid(
-            "is of an earlier registration of the guest; list from the start",
+        Ok(of) if of == generation => Ok(Some(position)),
+        Ok(_) => Err(invalid_token(
+            "belongs to an earlier registration of the guest; list from the start",
         )),
-        Err(_) => Err(invalid("is malformed; give one from an answer")),
+        Err(_) => Err(invalid_token(MALFORMED)),
     }
 }

@@ -177,7 +177,7 @@ impl TraceError {
             Self::Busy { .. } => "EVENT_BUSY",
             Self::TooMuchArmed { .. } => "TOO_MUCH_ARMED",
             Self::TooManyStreams { .. } => "TOO_MANY_STREAMS",
-            Self::Invalid { .. } => "INVALID_TRACE_REQUEST",
+            Self::Invalid { .. } => "INVALID_ARGUMENT",
         }
     }
 
@@ -205,7 +205,7 @@ impl From<TraceError> for Status {
             return error.into();
         }
         let mut details = ErrorDetails::new();
-        details.set_error_info(error.reason(), "patchbay", HashMap::new());
+        details.set_error_info(error.reason(), patchbay_proto::ERROR_DOMAIN, HashMap::new());
         match &error {
             TraceError::Refused { name, why } => {
                 details.add_precondition_failure_violation(error.reason(), name, why);

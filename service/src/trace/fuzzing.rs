@@ -4,8 +4,8 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use patchbay_proto::v1::from_agent::Message as Answer;
-use patchbay_proto::v1::{
+use patchbay_proto::agent::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::{
     AgentEnabled, AgentHello, AgentPage, AgentPages, AgentPong, AgentTasks, FromAgent,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -62,7 +62,7 @@ async fn converse(data: &[u8]) {
             ..Default::default()
         });
         send(&mut writer, 0, hello).await;
-        let _: Result<patchbay_proto::v1::ToAgent, _> = frame::read(&mut reader).await;
+        let _: Result<patchbay_proto::agent::v1::ToAgent, _> = frame::read(&mut reader).await;
         hub.agent_connected();
         play(data, &mut writer).await;
         drop(writer);

@@ -13,7 +13,8 @@ use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use patchbay_proto::v1::{AgentPages, TraceLosses, TraceMark};
+use patchbay_proto::agent::v1::AgentPages;
+use patchbay_proto::v1::{TraceLosses, TraceMark};
 use tokio::sync::{mpsc, watch};
 
 use super::decode::{Page, Record, context_letters};

@@ -53,7 +53,7 @@ impl TracepointKeys for Keys {
     fn switch(
         &self,
         switch: Switch,
-    ) -> Boxed<'_, Result<Option<patchbay_proto::v1::FlipReport>, KeysError>> {
+    ) -> Boxed<'_, Result<Option<crate::keys::FlipReport>, KeysError>> {
         let op = if switch.on { Op::Enable } else { Op::Disable };
         let update = |name: String| KeyUpdate::new(name, op);
         let updates = switch.keys.into_iter().map(update).collect();

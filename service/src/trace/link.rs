@@ -22,9 +22,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use patchbay_proto::v1::from_agent::Message as Answer;
-use patchbay_proto::v1::to_agent::Message as Question;
-use patchbay_proto::v1::{
+use patchbay_proto::agent::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::to_agent::Message as Question;
+use patchbay_proto::agent::v1::{
     AgentCredit, AgentHello, AgentPages, AgentPing, AgentRefusal, AgentWelcome, FromAgent, ToAgent,
 };
 use patchbay_proto::{AGENT_PAGE_MAX_BYTES, AGENT_PAGE_OVERHEAD};

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use patchbay_proto::v1::AgentEvents;
+use patchbay_proto::agent::v1::AgentEvents;
 
 use super::error::TraceError;
 use super::switch::TracepointFacts;
@@ -166,7 +166,7 @@ pub fn others(
 
 #[cfg(test)]
 mod tests {
-    use patchbay_proto::v1::AgentInstance;
+    use patchbay_proto::agent::v1::AgentInstance;
 
     use super::*;
 

@@ -5,9 +5,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::time::{Duration, Instant};
 
-use patchbay_proto::v1::FlipReport;
-
-use crate::keys::KeysError;
+use crate::keys::{FlipReport, KeysError};
 
 /// What the guest's memory says of one tracepoint.
 #[derive(Clone, Debug, PartialEq, Eq)]

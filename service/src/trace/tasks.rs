@@ -5,9 +5,9 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use patchbay_proto::v1::AgentGetTasks;
-use patchbay_proto::v1::from_agent::Message as Answer;
-use patchbay_proto::v1::to_agent::Message as Question;
+use patchbay_proto::agent::v1::AgentGetTasks;
+use patchbay_proto::agent::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::to_agent::Message as Question;
 use patchbay_proto::v1::trace_field::Value;
 
 use super::error::AgentError;

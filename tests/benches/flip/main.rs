@@ -211,20 +211,12 @@ async fn all_keys(guest: &mut Guest) -> Result<Vec<StaticKey>> {
     Ok(listed.into_inner().keys)
 }
 
-fn full_name(key: &StaticKey) -> String {
-    if key.module.is_empty() {
-        key.name.clone()
-    } else {
-        format!("{}:{}", key.module, key.name)
-    }
-}
-
 /// The names of a case's keys, in the order in which the guest's module has them.
 fn named(keys: &[StaticKey], case: &Case) -> Result<Vec<String>> {
     let prefix = case.keys.trim_end_matches('*');
     let mut names: Vec<String> = keys
         .iter()
-        .map(full_name)
+        .map(|key| key.name.clone())
         .filter(|name| name.starts_with(prefix))
         .collect();
     names.sort_unstable();
@@ -236,7 +228,7 @@ fn named(keys: &[StaticKey], case: &Case) -> Result<Vec<String>> {
 /// What flips a case's keys, but for the op.
 fn request(keys: &[StaticKey], case: &Case) -> Result<UpdateStaticKeysRequest> {
     let names = named(keys, case)?;
-    let matched = keys.iter().map(full_name);
+    let matched = keys.iter().map(|key| key.name.clone());
     let prefix = case.keys.trim_end_matches('*');
     let matched = matched.filter(|name| name.starts_with(prefix)).count();
     ensure!(
@@ -345,16 +337,16 @@ async fn nothing(guest: &mut Guest, rounds: usize) -> Result<Samples> {
 async fn held(guest: &mut Guest, keys: &[StaticKey]) -> Result<()> {
     let flippable = |key: &&StaticKey| {
         !key.sealed
-            && key.class() != KeyClass::Tracepoint
+            && key.key_class() != KeyClass::Tracepoint
             && (0..=1).contains(&key.count)
-            && key.quarantine.is_empty()
+            && key.quarantine.is_none()
     };
     let keys: Vec<&StaticKey> = keys.iter().filter(flippable).collect();
     let request = |back: bool| UpdateStaticKeysRequest {
         updates: keys
             .iter()
             .map(|key| KeyUpdate {
-                name: full_name(key),
+                name: key.name.clone(),
                 op: if key.enabled == back {
                     KeyOp::Enable.into()
                 } else {
@@ -379,7 +371,7 @@ async fn held(guest: &mut Guest, keys: &[StaticKey]) -> Result<()> {
             sites = change(guest, request(back), &mut host).await?.sites_patched;
         }
     }
-    service.resume_guest(ResumeGuestRequest {}).await?;
+    service.resume_guest(ResumeGuestRequest::default()).await?;
     let what = format!("all {} keys, {sites} sites, guest held", keys.len());
     println!(
         "| {what} | {} | {} | | {} | | | | | |",

@@ -26,12 +26,7 @@ async fn later(served: &Served, seconds: u64) {
 /// Names of keys with holds.
 async fn held(served: &Served) -> Vec<String> {
     let holds = served.holds().await.into_iter();
-    holds
-        .map(|hold| match hold.module.as_str() {
-            "" => hold.name,
-            module => format!("{module}:{}", hold.name),
-        })
-        .collect()
+    holds.map(|hold| hold.key).collect()
 }
 
 fn again(served: &Served) {

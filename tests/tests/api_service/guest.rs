@@ -21,7 +21,7 @@ use super::support::{PATIENCE, Served, Setup, assert_refused, every_kind};
 async fn describe(served: &Served) -> v1::DescribeGuestResponse {
     served
         .guest_client()
-        .describe_guest(v1::DescribeGuestRequest {})
+        .describe_guest(v1::DescribeGuestRequest::default())
         .await
         .expect("always answered")
         .into_inner()
@@ -36,34 +36,41 @@ async fn describes_what_is_registered() {
     );
     let guest = describe(&served).await;
     assert_eq!(
-        (guest.name.as_str(), guest.vcpus, guest.memory_bytes),
+        (
+            guest.guest_status().guest.as_str(),
+            guest.vcpus,
+            guest.memory_bytes
+        ),
         ("test", 1, 16 << 20)
     );
-    assert_eq!(guest.state(), v1::GuestState::Running);
-    assert_eq!(guest.registration(), v1::RegistrationState::Registered);
+    assert_eq!(guest.guest_status().state(), v1::GuestState::Running);
+    assert_eq!(
+        guest.guest_status().registration(),
+        v1::RegistrationState::Registered
+    );
     assert_eq!((guest.keys, guest.sites, guest.modules), (9, 12, 1));
-    assert_eq!(guest.kernel_release, "6.12.0");
-    assert_eq!(guest.kernel_build_id, "ab".repeat(20));
+    assert_eq!(guest.guest_status().kernel_release, "6.12.0");
+    assert_eq!(guest.guest_status().kernel_build_id, "ab".repeat(20));
     assert_eq!(guest.monitor_pid, std::process::id());
     assert_eq!(guest.transport(), v1::Transport::Hypercall);
-    assert_ne!(guest.generation, 0);
+    assert_ne!(guest.guest_status().generation, 0);
 }
 
 #[tokio::test]
 async fn each_state_of_the_registration_is_told() {
     let served = Served::with(Setup::default()).await;
     assert_eq!(
-        describe(&served).await.registration(),
+        describe(&served).await.guest_status().registration(),
         v1::RegistrationState::Absent
     );
     assert_eq!(served.guest.register(&every_kind()), 0);
     assert_eq!(
-        describe(&served).await.registration(),
+        describe(&served).await.guest_status().registration(),
         v1::RegistrationState::Registered
     );
     assert_eq!(served.guest.unregister(), 0);
     assert_eq!(
-        describe(&served).await.registration(),
+        describe(&served).await.guest_status().registration(),
         v1::RegistrationState::Withdrawn
     );
     let result = served.op("alpha", KeyOp::Inc).await;
@@ -76,7 +83,10 @@ async fn each_state_of_the_registration_is_told() {
         })
         .await
         .expect("shut down");
-    assert_eq!(describe(&served).await.state(), v1::GuestState::Stopped);
+    assert_eq!(
+        describe(&served).await.guest_status().state(),
+        v1::GuestState::Stopped
+    );
 }
 
 type Break = fn(&mut abi::Descriptor);
@@ -135,14 +145,14 @@ async fn refused_registrations_say_why() {
         );
         let guest = describe(&served).await;
         assert_eq!(
-            guest.registration(),
+            guest.guest_status().registration(),
             v1::RegistrationState::Refused,
             "{word}"
         );
         assert!(
-            guest.registration_error.contains(word),
+            guest.guest_status().registration_error.contains(word),
             "{word}: {}",
-            guest.registration_error
+            guest.guest_status().registration_error
         );
         let result = served.op("alpha", KeyOp::Inc).await;
         let (message, _) = assert_refused(result, Code::FailedPrecondition, "GUEST_NOT_REGISTERED");
@@ -156,7 +166,10 @@ async fn refused_registrations_say_why() {
     );
     let guest = describe(&served).await;
     assert_eq!(
-        (guest.registration(), guest.registration_error.as_str()),
+        (
+            guest.guest_status().registration(),
+            guest.guest_status().registration_error.as_str()
+        ),
         (v1::RegistrationState::Registered, "")
     );
 }
@@ -196,13 +209,13 @@ async fn modules_without_or_beside_the_kernel_are_refused() {
     );
     let guest = describe(&served).await;
     assert_eq!(
-        (guest.registration(), guest.modules),
+        (guest.guest_status().registration(), guest.modules),
         (v1::RegistrationState::Registered, 1)
     );
     assert!(
-        guest.registration_error.contains("ext4"),
+        guest.guest_status().registration_error.contains("ext4"),
         "{}",
-        guest.registration_error
+        guest.guest_status().registration_error
     );
 }
 
@@ -222,7 +235,10 @@ async fn a_paused_guest_stays_paused_and_can_be_flipped() {
         .expect("idempotent")
         .into_inner();
     assert_eq!(again.stop_time.expect("told").nanos, 0);
-    assert_eq!(describe(&served).await.state(), v1::GuestState::Paused);
+    assert_eq!(
+        describe(&served).await.guest_status().state(),
+        v1::GuestState::Paused
+    );
 
     served
         .op("alpha", KeyOp::Inc)
@@ -238,14 +254,17 @@ async fn a_paused_guest_stays_paused_and_can_be_flipped() {
     assert_eq!(metadata["attempts"], "1");
 
     client
-        .resume_guest(v1::ResumeGuestRequest {})
+        .resume_guest(v1::ResumeGuestRequest::default())
         .await
         .expect("resumes");
     client
-        .resume_guest(v1::ResumeGuestRequest {})
+        .resume_guest(v1::ResumeGuestRequest::default())
         .await
         .expect("idempotent");
-    assert_eq!(describe(&served).await.state(), v1::GuestState::Running);
+    assert_eq!(
+        describe(&served).await.guest_status().state(),
+        v1::GuestState::Running
+    );
 }
 
 #[tokio::test]
@@ -256,23 +275,28 @@ async fn pauses_that_fail_or_are_malformed() {
     let late = client.pause_guest(v1::PauseGuestRequest::default()).await;
     let (message, _) = assert_refused(late, Code::DeadlineExceeded, "VCPU_NOT_STOPPED");
     assert!(message.contains("vCPU 0"), "{message}");
-    assert_eq!(describe(&served).await.state(), v1::GuestState::Running);
+    assert_eq!(
+        describe(&served).await.guest_status().state(),
+        v1::GuestState::Running
+    );
     for duration in [(-1, 0), (0, 0), (3601, 0), (0, 10)].map(duration) {
         for request in [
             v1::PauseGuestRequest {
                 timeout: Some(duration),
                 ttl: None,
+                ..Default::default()
             },
             v1::PauseGuestRequest {
                 timeout: None,
                 ttl: Some(duration),
+                ..Default::default()
             },
         ] {
             let refused = client.pause_guest(request).await;
             assert_refused(refused, Code::InvalidArgument, "INVALID_ARGUMENT");
         }
     }
-    assert_eq!(describe(&served).await.paused_until, None);
+    assert_eq!(describe(&served).await.guest_status().paused_until, None);
 }
 
 fn duration((seconds, nanos): (i64, i32)) -> prost_types::Duration {
@@ -284,11 +308,15 @@ async fn pause_for(served: &Served, ttl: Option<i64>) -> Duration {
     let request = v1::PauseGuestRequest {
         timeout: None,
         ttl: ttl.map(|seconds| duration((seconds, 0))),
+        ..Default::default()
     };
     let before = SystemTime::now();
     let response = served.guest_client().pause_guest(request).await;
     let expires_at = response.expect("stops").into_inner().expires_at;
-    assert_eq!(describe(served).await.paused_until, expires_at);
+    assert_eq!(
+        describe(served).await.guest_status().paused_until,
+        expires_at
+    );
     let expires_at = SystemTime::try_from(expires_at.expect("told"));
     let left = expires_at.expect("a time").duration_since(before);
     left.expect("in the future")
@@ -297,7 +325,7 @@ async fn pause_for(served: &Served, ttl: Option<i64>) -> Duration {
 async fn state_after(served: &Served, seconds: u64) -> v1::GuestState {
     served.clock.advance(Duration::from_secs(seconds));
     served.keys.tick().await.expect("the owner runs");
-    describe(served).await.state()
+    describe(served).await.guest_status().state()
 }
 
 /// A client that dies while it holds the guest paused does not leave it stopped.
@@ -314,7 +342,7 @@ async fn a_pause_expires_by_itself() {
     assert_eq!(resumed.load(Ordering::SeqCst), 0);
     assert_eq!(state_after(&served, 1).await, v1::GuestState::Running);
     assert_eq!(resumed.load(Ordering::SeqCst), 1);
-    assert_eq!(describe(&served).await.paused_until, None);
+    assert_eq!(describe(&served).await.guest_status().paused_until, None);
     // The next change stops the guest by itself again.
     served.op("alpha", KeyOp::Inc).await.expect("runs");
     assert_eq!(served.guest.pauses(), 2);
@@ -378,7 +406,10 @@ async fn a_shutdown_asks_the_guest_and_waits_for_it() {
     });
     let response = shut_down(&served, v1::ShutdownGuestRequest::default()).await;
     assert!(!response.expect("it powers itself off").power_cut);
-    assert_eq!(describe(&served).await.state(), v1::GuestState::Stopped);
+    assert_eq!(
+        describe(&served).await.guest_status().state(),
+        v1::GuestState::Stopped
+    );
     let response = shut_down(&served, v1::ShutdownGuestRequest::default()).await;
     assert!(!response.expect("idempotent").power_cut);
 }
@@ -394,7 +425,10 @@ async fn a_guest_that_does_not_act_on_its_power_button_runs_on() {
     let refused = shut_down(&served, impatient()).await;
     let (message, _) = assert_refused(refused, Code::DeadlineExceeded, "NOT_POWERED_OFF");
     assert!(message.contains("has seen the power button"), "{message}");
-    assert_eq!(describe(&served).await.state(), v1::GuestState::Running);
+    assert_eq!(
+        describe(&served).await.guest_status().state(),
+        v1::GuestState::Running
+    );
     let response = shut_down(
         &served,
         v1::ShutdownGuestRequest {
@@ -404,7 +438,10 @@ async fn a_guest_that_does_not_act_on_its_power_button_runs_on() {
     )
     .await;
     assert!(response.expect("it is cut").power_cut);
-    assert_eq!(describe(&served).await.state(), v1::GuestState::Stopped);
+    assert_eq!(
+        describe(&served).await.guest_status().state(),
+        v1::GuestState::Stopped
+    );
 }
 
 #[tokio::test]
@@ -422,13 +459,19 @@ async fn a_paused_guest_is_shut_down_by_force_alone() {
         let refused = shut_down(&served, request).await;
         assert_refused(refused, Code::InvalidArgument, "INVALID_ARGUMENT");
     }
-    assert_eq!(describe(&served).await.state(), v1::GuestState::Paused);
+    assert_eq!(
+        describe(&served).await.guest_status().state(),
+        v1::GuestState::Paused
+    );
     let request = v1::ShutdownGuestRequest {
         force: true,
         ..Default::default()
     };
     assert!(shut_down(&served, request).await.expect("cut").power_cut);
-    assert_eq!(describe(&served).await.state(), v1::GuestState::Stopped);
+    assert_eq!(
+        describe(&served).await.guest_status().state(),
+        v1::GuestState::Stopped
+    );
 }
 
 /// A client that goes away while the guest does not look at its power button.
@@ -460,6 +503,7 @@ async fn the_console_streams_from_an_offset() {
             offset,
             input: b"typed".to_vec(),
             no_follow,
+            ..Default::default()
         })
     };
     let mut client = served.guest_client();

@@ -34,15 +34,19 @@ async fn holds_tell_owner_reason_and_references() {
     let holds = served.holds().await;
     assert_eq!(holds.len(), 1);
     let uid = rustix::process::getuid().as_raw();
-    assert_eq!((holds[0].name.as_str(), holds[0].references), ("alpha", 2));
+    assert_eq!((holds[0].key.as_str(), holds[0].references), ("alpha", 2));
     assert_eq!(
-        (holds[0].owner.clone(), holds[0].reason.as_str()),
+        (holds[0].holder.clone(), holds[0].reason.as_str()),
         (format!("uid:{uid}"), "incident 7")
     );
     assert!(holds[0].since.is_some() && holds[0].expires_at.is_none());
-    assert_eq!(served.get("alpha").await.expect("exists").holds, 2);
+    assert_eq!(
+        served.get("alpha").await.expect("exists").held_references,
+        2
+    );
     let elsewhere = v1::ListHoldsRequest {
         patterns: vec!["beta".into()],
+        ..Default::default()
     };
     assert!(
         served
@@ -327,5 +331,5 @@ async fn clients_are_served_between_the_lapses() {
     );
     let mut lapses = served.keys.watch(change.revision + 1).expect("kept");
     let lapse = lapses.next().await.expect("after the client's change");
-    assert_eq!(lapse.events[0].to_proto().name, "beta");
+    assert_eq!(lapse.events[0].key(), Some("beta"));
 }

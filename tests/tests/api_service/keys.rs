@@ -8,14 +8,7 @@ use tonic::Code;
 use super::support::{Served, Setup, assert_refused};
 
 fn names(response: &v1::ListStaticKeysResponse) -> Vec<String> {
-    response
-        .keys
-        .iter()
-        .map(|key| match key.module.as_str() {
-            "" => key.name.clone(),
-            module => format!("{module}:{}", key.name),
-        })
-        .collect()
+    response.keys.iter().map(|key| key.name.clone()).collect()
 }
 
 #[tokio::test]
@@ -51,9 +44,12 @@ async fn lists_keys_of_every_kind_by_name() {
     assert!(by_name("likely").initially_true && by_name("likely").enabled);
     assert!(by_name("sealed").sealed);
     assert_eq!(by_name("sealed").patchable_sites, 0);
-    assert_eq!(by_name("guarded").class(), v1::KeyClass::Guarded);
-    assert_eq!(by_name("alpha").class(), v1::KeyClass::Ref);
-    assert_eq!(by_name("sched_switch").class(), v1::KeyClass::Tracepoint);
+    assert_eq!(by_name("guarded").key_class(), v1::KeyClass::Guarded);
+    assert_eq!(by_name("alpha").key_class(), v1::KeyClass::Ref);
+    assert_eq!(
+        by_name("sched_switch").key_class(),
+        v1::KeyClass::Tracepoint
+    );
     assert!(
         by_name("alpha").sites.is_empty(),
         "sites come with get alone"
@@ -200,7 +196,7 @@ async fn get_shows_each_site_with_both_encodings() {
         assert_eq!(site.size, 5);
         assert_eq!(site.other_bytes[0], 0xe9);
         assert_eq!(site.other_disassembly, format!("jmp {:#x}", site.target));
-        assert_eq!(site.not_patchable, "");
+        assert_eq!(site.obstacle_message, "");
         assert!(!site.likely);
     }
     let likely = served.get("likely").await.expect("exists");
@@ -212,7 +208,7 @@ async fn get_shows_each_site_with_both_encodings() {
     );
     let sealed = served.get("sealed").await.expect("exists");
     assert!(
-        sealed.sites[0].not_patchable.contains("sealed"),
+        sealed.sites[0].obstacle_message.contains("sealed"),
         "{:?}",
         sealed.sites
     );
@@ -236,7 +232,7 @@ async fn foreign_bytes_are_shown_as_they_are() {
     assert_eq!(site.current_bytes[0], 0xcc);
     assert_eq!(site.disassembly, "int3");
     assert_eq!(site.size, 0);
-    assert!(!site.not_patchable.is_empty());
+    assert!(!site.obstacle_message.is_empty());
 }
 
 #[tokio::test]

@@ -14,7 +14,7 @@ const CALLS: usize = 128;
 
 async fn describe(channel: &Channel) -> Result<(), Status> {
     let mut client = GuestServiceClient::new(channel.clone());
-    let request = v1::DescribeGuestRequest {};
+    let request = v1::DescribeGuestRequest::default();
     client.describe_guest(request).await.map(drop)
 }
 

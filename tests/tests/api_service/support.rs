@@ -167,6 +167,7 @@ impl Served {
     pub async fn get(&self, name: &str) -> Result<v1::StaticKey, Status> {
         let request = v1::GetStaticKeyRequest {
             name: name.to_owned(),
+            ..Default::default()
         };
         Ok(self
             .client()

@@ -20,6 +20,7 @@ async fn watch(
     let request = v1::WatchStaticKeysRequest {
         start_revision,
         patterns,
+        ..Default::default()
     };
     served
         .client()
@@ -154,6 +155,7 @@ async fn patterns_filter_changes() {
     let bad = v1::WatchStaticKeysRequest {
         start_revision: 0,
         patterns: vec!["[".into()],
+        ..Default::default()
     };
     let refused = served.client().watch_static_keys(bad).await;
     assert_refused(
@@ -183,6 +185,7 @@ async fn compaction_is_told_with_what_is_left() {
         let request = v1::WatchStaticKeysRequest {
             start_revision,
             patterns: vec![],
+            ..Default::default()
         };
         served.client().watch_static_keys(request).await.map(|_| ())
     };

@@ -130,12 +130,12 @@ async fn measure(case: &Case, vcpus: u8) -> Option<Times> {
                 u64::from(report.sites_patched),
                 case.flipped * case.kernel.sites
             );
+            let pause = report.pause.unwrap_or_default();
             for (of, time) in [
-                (&mut times.stop, report.stop_time),
-                (&mut times.patch, report.patch_time),
-                (&mut times.resume, report.resume_time),
+                (&mut times.stop, pause.stop),
+                (&mut times.patch, pause.patch),
+                (&mut times.resume, pause.resume),
             ] {
-                let time = Duration::try_from(time.unwrap_or_default()).unwrap_or_default();
                 of.push(time.as_secs_f64());
             }
             if round == 0 {

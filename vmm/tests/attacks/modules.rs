@@ -106,8 +106,8 @@ fn names_that_no_module_has() {
     module.name[..8].copy_from_slice(b"\x1b[2J\xff:#\0");
     assert_eq!(rig.ask(ADD, &module), 0);
     rig.look_at_everything();
-    let key = rig.keys.get("?[2J???:mod_key").unwrap();
-    assert_printable(&key.module);
+    let details = rig.details("?[2J???:mod_key");
+    assert_printable(&details.key.name);
     rig.survives();
 }
 

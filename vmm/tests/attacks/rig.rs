@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use patchbay_service::abi;
+use patchbay_service::keys::KeyDetails;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::{
     KeyUpdate, Keys, KeysConfig, KeysError, UpdateOutcome, UpdateRequest,
@@ -324,19 +325,22 @@ impl Rig {
             assert!(tracepoint.probes.is_none_or(|probes| probes <= 256));
         }
         for key in list.keys.iter().take(50) {
-            let name = match key.module.as_str() {
-                "" => key.name.clone(),
-                module => format!("{module}:{}", key.name),
-            };
-            assert_printable(&name);
-            if let Ok(key) = self.keys.get(&name) {
-                for site in key.sites {
+            assert_printable(&key.name);
+            if let Ok(details) = self.keys.get(&key.name, 1 << 14, "") {
+                for site in details.sites {
                     assert_printable(&site.disassembly);
-                    assert_printable(&site.not_patchable);
-                    assert_printable(&site.module);
+                    if let Err(obstacle) = &site.state.patchable {
+                        assert_printable(&obstacle.to_string());
+                    }
+                    assert_printable(&site.state.module);
                 }
             }
         }
+    }
+
+    /// A key with the first of its sites.
+    pub fn details(&self, name: &str) -> KeyDetails {
+        self.keys.get(name, 10_000, "").unwrap()
     }
 }
 

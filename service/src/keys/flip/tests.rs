@@ -10,6 +10,7 @@ use zerocopy::IntoBytes;
 
 use super::*;
 use crate::abi;
+use crate::keys::Incarnation;
 use crate::keys::audit::AuditLog;
 use crate::keys::lapse::Lapses;
 use crate::keys::replay::Replay;
@@ -24,6 +25,7 @@ fn owner(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Owner<InMemory
             registry: Arc::clone(registry),
             book: Mutex::default(),
             symbols: Symbols::default(),
+            incarnation: Incarnation::new(),
             clock: Arc::new(SystemClock),
             pause: Mutex::default(),
             ended: tokio::sync::watch::Sender::new(None),

@@ -119,7 +119,7 @@ impl Registry {
     pub(super) fn take_back(&self) {
         if self.state().registration.is_some() {
             self.publish(RegistrationPhase::Withdrawn, String::new(), None);
-            self.tell(patchbay_proto::v1::key_event::Kind::Removed, "");
+            self.announce_removed("");
         }
     }
 }

@@ -6,11 +6,11 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use patchbay_proto::v1::from_agent::Message as Answer;
-use patchbay_proto::v1::to_agent::Message as Question;
-use patchbay_proto::v1::{
+use patchbay_proto::agent::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::to_agent::Message as Question;
+use patchbay_proto::agent::v1::{
     AgentDone, AgentEnabled, AgentEnabledEvent, AgentEvents, AgentHello, AgentInstance, AgentPage,
-    AgentPages, AgentPong, AgentTask, AgentTasks, FlipReport, FromAgent, ToAgent,
+    AgentPages, AgentPong, AgentTask, AgentTasks, FromAgent, ToAgent,
 };
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
@@ -19,7 +19,7 @@ use tokio::sync::{mpsc, watch};
 use super::super::frame;
 use super::super::switch::{Boxed, Switch, TracepointFacts, TracepointKeys};
 use super::super::{AgentSocket, Tracer, start};
-use crate::keys::KeysError;
+use crate::keys::{FlipReport, KeysError, PauseTimes};
 
 pub const SWITCH: &str = include_str!("../fixtures/sched_switch.format");
 pub const FORK: &str = include_str!("../fixtures/sched_process_fork.format");
@@ -98,8 +98,8 @@ impl TracepointKeys for Keys {
             }
             self.switches.lock().unwrap().push((switch.on, switch.keys));
             Ok(Some(FlipReport {
-                paused: true,
-                ..Default::default()
+                pause: Some(PauseTimes::default()),
+                ..FlipReport::default()
             }))
         })
     }
@@ -273,7 +273,7 @@ fn answer(script: &Script, keys: &Keys, question: Question) -> Option<Answer> {
         Question::Enable(enable) => {
             script.quiet.lock().unwrap().push(enable.quiet);
             let complaints = script.complaints.lock().unwrap();
-            let result = |event: &patchbay_proto::v1::AgentEvent| {
+            let result = |event: &patchbay_proto::agent::v1::AgentEvent| {
                 if let Some(complaint) = complaints.get(&event.name) {
                     return complaint.clone();
                 }

@@ -4,9 +4,9 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use patchbay_proto::v1::from_agent::Message as Answer;
-use patchbay_proto::v1::to_agent::Message as Question;
-use patchbay_proto::v1::{AgentListEvents, AgentPage, AgentPages, FromAgent, ToAgent};
+use patchbay_proto::agent::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::to_agent::Message as Question;
+use patchbay_proto::agent::v1::{AgentListEvents, AgentPage, AgentPages, FromAgent, ToAgent};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 

@@ -3,10 +3,11 @@
 
 use std::time::Duration;
 
+use patchbay_proto::agent::v1::{AgentEnabledEvent, AgentInstance};
 use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
 use patchbay_proto::v1::{
-    AgentEnabledEvent, AgentInstance, ArmTracepointsRequest, FireTracepointsRequest,
-    ListTracepointsRequest, ParkTracepointsRequest, StreamTracepointEventsRequest, TracepointState,
+    ArmTracepointsRequest, FireTracepointsRequest, ListTracepointsRequest, ParkTracepointsRequest,
+    StreamTracepointEventsRequest, TracepointState,
 };
 use tokio::sync::watch;
 use tonic::{Code, Request};
@@ -89,7 +90,7 @@ async fn armed_is_parked_and_fire_and_park_switch_the_keys() {
             .iter()
             .all(|result| result.state() == TracepointState::Firing)
     );
-    assert!(report.expect("a report").paused);
+    assert!(report.expect("a report").pause.is_some());
     assert!(fake.keys.is_on("sched_switch") && fake.keys.is_on("sched_process_fork"));
     fake.tracer
         .park("a", &switch, &SwitchTerms::default())

@@ -6,14 +6,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use patchbay_proto::v1::from_agent::Message as Answer;
-use patchbay_proto::v1::to_agent::Message as Question;
-use patchbay_proto::v1::{
-    AgentDisable, AgentEnable, AgentEnabledEvent, AgentEvent, AgentEvents, AgentSettle, FlipReport,
-    TracepointState,
+use patchbay_proto::agent::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::to_agent::Message as Question;
+use patchbay_proto::agent::v1::{
+    AgentDisable, AgentEnable, AgentEnabledEvent, AgentEvent, AgentEvents, AgentSettle,
 };
+use patchbay_proto::v1::TracepointState;
 
 use super::{ArmTerms, Outcome, SwitchTerms, Tracer};
+use crate::keys::FlipReport;
 use crate::trace::book::{Armed, Book};
 use crate::trace::decode::Format;
 use crate::trace::error::{AgentError, TraceError};

@@ -40,11 +40,10 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use patchbay_proto::v1::from_agent::Message as Answer;
-use patchbay_proto::v1::to_agent::Message as Question;
-use patchbay_proto::v1::{
-    AgentEvents, AgentListEvents, FlipReport, TracepointResult, TracepointState,
-};
+use patchbay_proto::agent::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::to_agent::Message as Question;
+use patchbay_proto::agent::v1::{AgentEvents, AgentListEvents};
+use patchbay_proto::v1::{TracepointResult, TracepointState};
 
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -58,7 +57,7 @@ use super::once::Answers;
 use super::select::{self, Wanted};
 use super::socket::AgentSocket;
 use super::switch::{Switch, TracepointFacts, TracepointKeys};
-use crate::keys::KeysError;
+use crate::keys::{FlipReport, KeysError};
 
 const LIST_PATIENCE: Duration = Duration::from_secs(5);
 /// What the agent tells is cut off there.
@@ -353,12 +352,8 @@ impl Tracer {
             1 => String::new(),
             count => format!(" and {} more", count - 1),
         };
-        let stopped = report.filter(|report| report.paused).map(|report| {
-            let time = |part: Option<prost_types::Duration>| {
-                part.and_then(|part| part.try_into().ok())
-                    .unwrap_or(Duration::ZERO)
-            };
-            let total = time(report.stop_time) + time(report.patch_time) + time(report.resume_time);
+        let stopped = report.and_then(|report| report.pause).map(|times| {
+            let total = times.stop + times.patch + times.resume;
             format!(", guest stopped for {} µs", total.as_micros())
         });
         self.hub.mark(format!(

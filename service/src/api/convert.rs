@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The domain's types as `patchbay.v1` has them, and back.
+
+use std::time::Duration;
+
+use patchbay_proto::v1;
+use static_keys::{Class, NotPatchable, Op};
+
+use crate::guest::Transport;
+use crate::keys::{
+    Event, FlipReport, GateKind, HoldView, KeyOutcome, KeyView, KeysError, Quarantine,
+    QuarantineCause, RegistrationPhase, SiteView, UpdateSummary,
+};
+
+pub fn to_u32(count: usize) -> u32 {
+    u32::try_from(count).unwrap_or(u32::MAX)
+}
+
+pub fn duration(duration: Duration) -> prost_types::Duration {
+    prost_types::Duration::try_from(duration).unwrap_or(prost_types::Duration {
+        seconds: i64::MAX,
+        nanos: 0,
+    })
+}
+
+pub fn class(class: Class) -> v1::KeyClass {
+    match class {
+        Class::Guarded => v1::KeyClass::Guarded,
+        Class::Ref => v1::KeyClass::Ref,
+        Class::Tracepoint => v1::KeyClass::Tracepoint,
+    }
+}
+
+/// # Errors
+/// INVALID_ARGUMENT for a class that this service does not know.
+pub fn class_from_proto(class: i32) -> Result<Class, KeysError> {
+    match v1::KeyClass::try_from(class) {
+        Ok(v1::KeyClass::Guarded) => Ok(Class::Guarded),
+        Ok(v1::KeyClass::Ref) => Ok(Class::Ref),
+        Ok(v1::KeyClass::Tracepoint) => Ok(Class::Tracepoint),
+        Ok(v1::KeyClass::Unspecified) | Err(_) => Err(super::invalid(
+            "classes",
+            format!("unknown class {class}; give guarded, ref or tracepoint"),
+        )),
+    }
+}
+
+/// `None` for an op that this service does not know.
+pub fn op_from_proto(op: i32) -> Option<Op> {
+    match v1::KeyOp::try_from(op) {
+        Ok(v1::KeyOp::Inc) => Some(Op::Inc),
+        Ok(v1::KeyOp::Dec) => Some(Op::Dec),
+        Ok(v1::KeyOp::Enable) => Some(Op::Enable),
+        Ok(v1::KeyOp::Disable) => Some(Op::Disable),
+        Ok(v1::KeyOp::Unspecified) | Err(_) => None,
+    }
+}
+
+pub fn transport(transport: Transport) -> v1::Transport {
+    match transport {
+        Transport::Hypercall => v1::Transport::Hypercall,
+        Transport::Msr => v1::Transport::Msr,
+    }
+}
+
+pub fn registration(phase: RegistrationPhase) -> v1::RegistrationState {
+    match phase {
+        RegistrationPhase::Absent => v1::RegistrationState::Absent,
+        RegistrationPhase::Registered => v1::RegistrationState::Registered,
+        RegistrationPhase::Withdrawn => v1::RegistrationState::Withdrawn,
+        RegistrationPhase::Refused => v1::RegistrationState::Refused,
+    }
+}
+
+pub fn gate(gate: GateKind) -> v1::Gate {
+    match gate {
+        GateKind::SystemState => v1::Gate::SystemState,
+        GateKind::JumpLabelMutex => v1::Gate::JumpLabelMutex,
+        GateKind::TextMutex => v1::Gate::TextMutex,
+        GateKind::TextPoke => v1::Gate::TextPoke,
+        GateKind::TracepointsMutex => v1::Gate::TracepointsMutex,
+        GateKind::ModuleMutex => v1::Gate::ModuleMutex,
+        GateKind::ModuleState => v1::Gate::ModuleState,
+        GateKind::KeyChanged => v1::Gate::KeyChanged,
+        GateKind::VcpuInSite => v1::Gate::VcpuInSite,
+        GateKind::BreakpointPending => v1::Gate::BreakpointPending,
+        GateKind::RegistrationChanged => v1::Gate::RegistrationChanged,
+        GateKind::Memory => v1::Gate::Memory,
+        GateKind::Pause => v1::Gate::Pause,
+        GateKind::Other => v1::Gate::Other,
+    }
+}
+
+pub fn quarantine(quarantine: Quarantine) -> v1::Quarantine {
+    let cause = match quarantine.cause {
+        QuarantineCause::ForeignBytes => v1::quarantine::Cause::ForeignBytes,
+        QuarantineCause::UndoIncomplete => v1::quarantine::Cause::UndoIncomplete,
+    };
+    v1::Quarantine {
+        cause: cause.into(),
+        message: quarantine.message,
+    }
+}
+
+pub fn key(key: KeyView, sites: Vec<SiteView>) -> v1::StaticKey {
+    v1::StaticKey {
+        name: key.name.to_string(),
+        key_class: class(key.class).into(),
+        count: key.count,
+        enabled: key.count > 0,
+        address: key.address,
+        patchable_sites: to_u32(key.patchable_sites),
+        site_count: to_u32(key.site_count),
+        initially_true: key.initially_true,
+        sealed: key.sealed,
+        quarantine: key.quarantine.map(quarantine),
+        etag: key.etag,
+        held_references: key.held_references,
+        sites: sites.into_iter().map(site).collect(),
+    }
+}
+
+fn site(site: SiteView) -> v1::Site {
+    let state = site.state;
+    let obstacle = match &state.patchable {
+        Ok(()) => v1::SiteObstacle::Unspecified,
+        Err(NotPatchable::Init) => v1::SiteObstacle::Init,
+        Err(NotPatchable::OutsideText) => v1::SiteObstacle::OutsideText,
+        Err(NotPatchable::Sealed) => v1::SiteObstacle::Sealed,
+        Err(NotPatchable::Busy(_)) => v1::SiteObstacle::Busy,
+        Err(NotPatchable::Foreign) => v1::SiteObstacle::ForeignBytes,
+        Err(NotPatchable::OutOfReach(_)) => v1::SiteObstacle::OutOfReach,
+        Err(NotPatchable::Unreadable(_)) => v1::SiteObstacle::Unreadable,
+    };
+    let obstacle_message = state.patchable.as_ref().err().map(ToString::to_string);
+    v1::Site {
+        address: state.address,
+        symbol: site.symbol,
+        target: state.target,
+        target_symbol: site.target_symbol,
+        size: state.size().map_or(0, |size| to_u32(size.bytes())),
+        disassembly: site.disassembly,
+        other_bytes: site.other_bytes,
+        other_disassembly: site.other_disassembly,
+        likely: state.likely,
+        obstacle: obstacle.into(),
+        obstacle_message: obstacle_message.unwrap_or_default(),
+        module: state.module.to_string(),
+        current_bytes: state.bytes,
+    }
+}
+
+pub fn hold(hold: HoldView) -> v1::Hold {
+    v1::Hold {
+        id: String::new(),
+        key: hold.key.to_string(),
+        holder: hold.holder.to_string(),
+        reason: hold.reason.to_string(),
+        references: hold.references,
+        since: Some(hold.since.into()),
+        expires_at: hold.expires_at.map(Into::into),
+    }
+}
+
+pub fn results(results: Vec<KeyOutcome>) -> Vec<v1::KeyResult> {
+    let result = |of: KeyOutcome| v1::KeyResult {
+        name: of.key.to_string(),
+        count_before: of.count_before,
+        count_after: of.count_after,
+        sites_patched: of.sites_patched,
+        etag: of.etag,
+        hold_id: of.hold_id,
+    };
+    results.into_iter().map(result).collect()
+}
+
+pub fn summary(summary: UpdateSummary) -> v1::UpdateSummary {
+    v1::UpdateSummary {
+        keys: summary.keys,
+        keys_changed: summary.keys_changed,
+        sites_patched: summary.sites_patched,
+        keys_left_out: summary.keys_left_out,
+    }
+}
+
+pub fn report(report: FlipReport) -> v1::FlipReport {
+    let FlipReport {
+        pause,
+        sites_patched,
+        attempts,
+    } = report;
+    v1::FlipReport {
+        paused: pause.is_some(),
+        sites_patched,
+        stop_time: pause.map(|times| duration(times.stop)),
+        patch_time: pause.map(|times| duration(times.patch)),
+        resume_time: pause.map(|times| duration(times.resume)),
+        attempts,
+    }
+}
+
+pub fn event(event: &Event) -> v1::KeyEvent {
+    use v1::key_event::Kind;
+    match event {
+        Event::Changed { key, count, by } => v1::KeyEvent {
+            kind: Kind::Changed.into(),
+            name: key.to_string(),
+            count: *count,
+            principal: by.principal.clone(),
+            reason: by.reason.clone(),
+            request_id: by.request_id.clone(),
+            ..v1::KeyEvent::default()
+        },
+        Event::Added { module } => v1::KeyEvent {
+            kind: Kind::Added.into(),
+            module: module.clone(),
+            ..v1::KeyEvent::default()
+        },
+        Event::Removed { module } => v1::KeyEvent {
+            kind: Kind::Removed.into(),
+            module: module.clone(),
+            ..v1::KeyEvent::default()
+        },
+        Event::Quarantined { key, why } => v1::KeyEvent {
+            kind: Kind::Quarantined.into(),
+            name: key.to_string(),
+            quarantine: Some(quarantine(why.clone())),
+            ..v1::KeyEvent::default()
+        },
+    }
+}

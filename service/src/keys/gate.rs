@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What was in the way of a change, for programs to decide on.
+
+use static_keys::{Busy, Gate};
+
+/// Each opens by itself; the change may be tried again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GateKind {
+    /// `system_state` is not `SYSTEM_RUNNING`.
+    SystemState,
+    /// `jump_label_mutex` is held.
+    JumpLabelMutex,
+    /// `text_mutex` is held.
+    TextMutex,
+    /// Text changes are queued or under way.
+    TextPoke,
+    /// `tracepoints_mutex` is held.
+    TracepointsMutex,
+    /// `module_mutex` is held.
+    ModuleMutex,
+    /// A module is not `MODULE_STATE_LIVE`, or not registered.
+    ModuleState,
+    /// The key's count, type, module chain or probes changed since the plan.
+    KeyChanged,
+    /// A vCPU stands inside a site.
+    VcpuInSite,
+    /// A breakpoint exception is pending on a vCPU.
+    BreakpointPending,
+    /// The registration or a module changed since the plan.
+    RegistrationChanged,
+    /// Guest memory could not be read while the guest was stopped.
+    Memory,
+    /// A pause is under way already.
+    Pause,
+    /// A gate of the guest's kernel that only the guest has a name for.
+    Other,
+}
+
+impl From<&Busy> for GateKind {
+    fn from(busy: &Busy) -> Self {
+        match busy {
+            Busy::Gate { gate, .. } => match gate {
+                Gate::SystemState => Self::SystemState,
+                Gate::JumpLabelMutex => Self::JumpLabelMutex,
+                Gate::TextMutex => Self::TextMutex,
+                Gate::TextPokeQueue | Gate::TextPoke => Self::TextPoke,
+                Gate::TracepointsMutex => Self::TracepointsMutex,
+                Gate::ModuleState { .. } => Self::ModuleState,
+                Gate::KeyType { .. } | Gate::KeyChain { .. } | Gate::TracepointProbes { .. } => {
+                    Self::KeyChanged
+                }
+            },
+            Busy::InsideSite { .. } => Self::VcpuInSite,
+            Busy::UnknownModule { .. } => Self::ModuleState,
+            Busy::FirstReference { .. }
+            | Busy::Count { .. }
+            | Busy::Users { .. }
+            | Busy::SiteChanging { .. } => Self::KeyChanged,
+        }
+    }
+}
