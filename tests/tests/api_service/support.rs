@@ -277,6 +277,8 @@ pub fn assert_refused<T: std::fmt::Debug>(
         (reason, "patchbay"),
         "{status:?}"
     );
+    let known = v1::ErrorReason::from_str_name(&format!("ERROR_REASON_{reason}"));
+    assert!(known.is_some(), "{reason} is missing in errors.proto");
     assert!(status.message().len() > 20, "a sentence: {status:?}");
     (status.message().to_owned(), info.metadata)
 }

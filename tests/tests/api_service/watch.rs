@@ -130,7 +130,9 @@ async fn modules_registrations_and_quarantines_are_told() {
     );
     let event = next(&mut stream).await.events.remove(0);
     assert_eq!(event.kind(), Kind::Quarantined);
-    assert!(event.reason.contains("01 02 03 04 05"), "{event:?}");
+    let why = event.quarantine.expect("says why");
+    assert_eq!(why.cause(), v1::quarantine::Cause::ForeignBytes);
+    assert!(why.message.contains("01 02 03 04 05"), "{why:?}");
 }
 
 #[tokio::test]

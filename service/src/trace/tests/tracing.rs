@@ -428,7 +428,7 @@ async fn a_repeated_request_gets_the_earlier_answer() {
     };
     assert_eq!(
         reason(&ask(long).await.expect_err("too long")),
-        "INVALID_TRACE_REQUEST"
+        "INVALID_ARGUMENT"
     );
 }
 
