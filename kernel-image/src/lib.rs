@@ -25,6 +25,8 @@ pub use entry::{Format, Instruction, Site, decode_site};
 pub use image::{Image, ImageError};
 pub use kallsyms::read as read_kallsyms;
 pub use report::{Class, ImageReport, Key, Report, SiteReport, Summary, SymbolSource, TableReport};
+/// Globs over key names.
+pub use static_keys::{PatternError, Patterns};
 pub use symbols::{MAX_SYMBOLS, Symbol, SymbolFileError, SymbolKind, Symbols};
 pub use table::{FoundBy, Table, TableError};
 

@@ -36,6 +36,7 @@ mod inspect;
 pub mod instruction;
 mod kernel;
 mod memory;
+mod pattern;
 mod plan;
 mod planner;
 pub mod refcount;
@@ -56,6 +57,7 @@ pub use instruction::{
 };
 pub use kernel::{Directory, Gates, Kernel, Layout, Module, Range};
 pub use memory::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
+pub use pattern::{MAX_PATTERNS, PatternError, Patterns};
 pub use plan::{KeyChange, Options, Plan, PlanError, Update};
 pub use refcount::{Op, Refusal, apply, crosses_zero, users as count_users};
 pub use tracepoint::{Probes, Tracepoint};

@@ -3,6 +3,8 @@
 
 use std::time::Duration;
 
+use static_keys::PatternError;
+
 use super::gate::GateKind;
 use crate::pause::PauseError;
 
@@ -291,6 +293,15 @@ fn near_names(near: &[String]) -> String {
     match near {
         [] => "; list the keys to see which there are".to_owned(),
         names => format!("; near it are {}", names.join(", ")),
+    }
+}
+
+impl From<PatternError> for KeysError {
+    fn from(error: PatternError) -> Self {
+        Self::InvalidArgument {
+            field: "patterns",
+            message: error.to_string(),
+        }
     }
 }
 

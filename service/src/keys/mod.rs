@@ -24,7 +24,6 @@ mod lapse;
 mod near;
 mod outcome;
 mod owner;
-mod pattern;
 mod quarantine;
 mod refused;
 mod registration;
@@ -42,7 +41,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use foldhash::fast::RandomState;
-use static_keys::{Class, Op};
+use static_keys::{Class, Op, Patterns};
 use tokio::sync::{oneshot, watch};
 
 pub use self::address_space::PageTable;
@@ -55,7 +54,6 @@ pub use self::incarnation::Incarnation;
 pub use self::journal::{Author, Event, Journal, Limits, Revision, Watcher};
 pub use self::outcome::{FlipReport, KeyOutcome, PauseTimes, UpdateOutcome, UpdateSummary};
 use self::owner::{Command, Owner, Reply};
-pub use self::pattern::{MAX_PATTERNS, Patterns};
 pub use self::quarantine::{Quarantine, QuarantineCause};
 pub use self::registry::{Description, KernelTables, Refused, RegistrationPhase, Registry};
 use self::replay::Replay;

@@ -7,14 +7,31 @@
 
 use std::fmt;
 
-use super::error::KeysError;
-
 /// At most this many patterns in one request.
 pub const MAX_PATTERNS: usize = 1024;
 /// At most this many bytes in one pattern.
 const MAX_PATTERN_BYTES: usize = 1024;
-/// Of patterns, in a message.
+/// A message shows about this many bytes of a set of patterns.
 const MAX_SHOWN_BYTES: usize = 200;
+
+/// A set of patterns that cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PatternError {
+    /// More than [`MAX_PATTERNS`].
+    #[error("{given} patterns are more than {MAX_PATTERNS}")]
+    TooMany {
+        /// Patterns given.
+        given: usize,
+    },
+    /// A pattern is empty, too long, or has an open `[`.
+    #[error("pattern {pattern:?} {why}")]
+    Malformed {
+        /// The pattern as given.
+        pattern: String,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+}
 
 /// A set of patterns; the empty set selects every key.
 #[derive(Clone, Debug, Default)]
@@ -39,16 +56,14 @@ struct Glob {
 }
 
 impl Patterns {
-    /// Checks and takes the patterns of a request.
+    /// Parses a list of patterns.
     ///
     /// # Errors
-    /// [`KeysError::InvalidArgument`] names the pattern that is empty, too long, or has an open `[`.
-    pub fn parse(patterns: &[String]) -> Result<Self, KeysError> {
+    /// [`PatternError`] names the pattern that is malformed.
+    pub fn parse(patterns: &[String]) -> Result<Self, PatternError> {
         if patterns.len() > MAX_PATTERNS {
-            return Err(KeysError::InvalidArgument {
-                field: "patterns",
-                message: format!("{} patterns are more than {MAX_PATTERNS}", patterns.len()),
-            });
+            let given = patterns.len();
+            return Err(PatternError::TooMany { given });
         }
         let mut set = Self::default();
         for text in patterns {
@@ -56,9 +71,9 @@ impl Patterns {
                 Some(rest) => (&mut set.unwanted, rest),
                 None => (&mut set.wanted, text.as_str()),
             };
-            check(glob).map_err(|message| KeysError::InvalidArgument {
-                field: "patterns",
-                message: format!("pattern {text:?} {message}"),
+            check(glob).map_err(|why| PatternError::Malformed {
+                pattern: text.clone(),
+                why,
             })?;
             list.push(Pattern::new(glob));
         }
@@ -66,18 +81,20 @@ impl Patterns {
         Ok(set)
     }
 
-    /// As they were given.
+    /// The patterns as they were given.
+    #[must_use]
     pub fn texts(&self) -> &[String] {
         &self.texts
     }
 
-    /// Those that take no key away and have nothing of a glob, so that who wrote one means a key.
+    /// Literal names: not negated, no metacharacters.
     pub fn plain_names(&self) -> impl Iterator<Item = &str> {
         let plain = |text: &&String| !text.starts_with('!') && !text.contains(['*', '?', '[']);
         self.texts.iter().filter(plain).map(String::as_str)
     }
 
-    /// Whether a [plain name](Self::plain_names) is that of the key `name` of `module`.
+    /// Whether a [plain name](Self::plain_names) names the key `name` of `module`.
+    #[must_use]
     pub fn is_named(plain: &str, module: &str, name: &str) -> bool {
         match plain.split_once(':') {
             Some(of) => of == (module, name),
@@ -85,13 +102,15 @@ impl Patterns {
         }
     }
 
-    /// Whether one of the patterns is this key's name, as it is.
+    /// Whether a pattern names this key literally.
+    #[must_use]
     pub fn name(&self, module: &str, name: &str) -> bool {
         let mut texts = self.texts.iter();
         texts.any(|text| Self::is_named(text, module, name))
     }
 
     /// Whether the key `name` of `module` (empty for the kernel image) is selected.
+    #[must_use]
     pub fn select(&self, module: &str, name: &str) -> bool {
         let hit = |pattern: &Pattern| pattern.matches(module, name);
         (self.wanted.is_empty() || self.wanted.iter().any(hit)) && !self.unwanted.iter().any(hit)
@@ -139,7 +158,7 @@ impl Glob {
     }
 }
 
-/// As a shell would have them, cut short if they are many.
+/// Separated by spaces; a long list is cut short.
 impl fmt::Display for Patterns {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = 0;
