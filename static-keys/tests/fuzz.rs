@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The short run of the fuzz targets; `cargo xtask fuzz` does the long one.
+//! Short run of the fuzz targets; `cargo xtask fuzz` runs them for longer.
 
 mod common;
 #[path = "../fuzz/src/short_run.rs"]
@@ -7,7 +7,7 @@ mod short_run;
 #[path = "../fuzz/src/targets.rs"]
 mod targets;
 
-/// Mutations of each target's corpus.
+/// Number of mutations of each target's corpus.
 const CASES: u32 = 2000;
 
 fn run(name: &str) {

@@ -50,11 +50,11 @@ fn unknown_classes_and_tracepoints_of_others() {
         (record(BETA, 6, u32::MAX, 0), "unknown class 4294967295"),
         (
             record(BETA, 6, abi::KEY_TRACEPOINT, TRACEPOINT),
-            "not that of the tracepoint",
+            "not the key of the tracepoint",
         ),
         (
             record(BETA, 6, abi::KEY_TRACEPOINT, u64::MAX),
-            "not that of the tracepoint",
+            "not the key of the tracepoint",
         ),
     ]);
 }

@@ -165,7 +165,7 @@ fn modules_that_were_never_added_or_only_half() {
     let mut module = rig.memory().write_module(0);
     assert_eq!(rig.ask(DEL, &module_del(&module)), 0);
     module.directory.key_count = u32::MAX;
-    rig.refuses_request(ADD, &module, "keys are more than");
+    rig.refuses_request(ADD, &module, "keys exceed the limit");
     assert_eq!(rig.ask(DEL, &module_del(&module)), 0);
     module.directory.key_count = 1;
     module.jump_table.end = BEYOND + 16;

@@ -41,7 +41,7 @@ fn two_to_the_32_entries() {
     descriptor.jump_table = range(start, start + (16 << 32));
     rig.refuses(&descriptor, "4294967296 jump entries");
     descriptor.jump_table = range(start, 0xffff_ffff_ffff_fff0);
-    rig.refuses(&descriptor, "jump entries are more than");
+    rig.refuses(&descriptor, "jump entries exceed the limit");
     rig.survives();
 }
 
@@ -50,7 +50,7 @@ fn half_an_entry() {
     let Some(rig) = Rig::new(vec![]) else { return };
     let mut descriptor = descriptor();
     descriptor.jump_table.end += 1;
-    rig.refuses(&descriptor, "no whole number of entries");
+    rig.refuses(&descriptor, "not a whole number of entries");
     rig.survives();
 }
 
