@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The gRPC interface of Patchbay, generated from `patchbay/v1/*.proto`.
+#![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
 /// Version 1 of the interface.

@@ -98,3 +98,18 @@ pub fn short_run(targets: &[Named<'_>], name: &str, cases: u32) {
         panic!("{name}: {error}");
     }
 }
+
+/// Makes a test of each target named: its corpus, and this many mutations of it.
+#[allow(unused_macros, reason = "some crates name their targets otherwise")]
+macro_rules! short_runs {
+    ($targets:expr, $cases:expr; $($name:ident),+) => {
+        $(
+            #[test]
+            fn $name() {
+                short_run::short_run($targets, stringify!($name), $cases);
+            }
+        )+
+    };
+}
+#[allow(unused_imports, reason = "some crates name their targets otherwise")]
+pub(crate) use short_runs;
