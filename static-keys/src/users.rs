@@ -13,7 +13,7 @@
 //!
 //! The guest's words must match the registered tables entry for entry. The guest runs meanwhile and
 //! may change or free what is read here, so a mismatch only means "try again". Each word read is
-//! returned as a [`Word`], to be checked again when the guest is stopped.
+//! returned as a [`WatchedWord`], to be checked again when the guest is stopped.
 
 use crate::busy::{Busy, Gate};
 use crate::catalog::{Catalog, CodeImage};
@@ -27,7 +27,7 @@ const TYPE_MASK: u64 = 3;
 
 /// A word of the guest and the value that was read.
 #[derive(Debug)]
-pub(crate) struct Word {
+pub(crate) struct WatchedWord {
     pub gate: Gate,
     pub address: u64,
     pub width: Width,
@@ -39,7 +39,7 @@ pub(crate) struct Word {
 pub(crate) struct Users<'a> {
     /// Each image with its entries of the key.
     pub images: Vec<(&'a CodeImage, &'a [JumpEntry])>,
-    pub words: Vec<Word>,
+    pub words: Vec<WatchedWord>,
 }
 
 /// Why the users of a key cannot be determined.
@@ -153,7 +153,7 @@ impl<'a, M: GuestMemory> Follower<'a, '_, M> {
             .ok_or_else(|| self.busy("its module chain leads past the address space"))?;
         match read_word_at(self.memory, address, width) {
             Ok(value) => {
-                self.users.words.push(Word {
+                self.users.words.push(WatchedWord {
                     gate,
                     address,
                     width,

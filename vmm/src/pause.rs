@@ -60,7 +60,7 @@ const PAUSE: u32 = 2;
 /// State of a vCPU; see the diagram above.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-enum State {
+enum VcpuState {
     NotStarted,
     Running,
     StopRequested,
@@ -105,7 +105,7 @@ struct Slot {
 
 impl Slot {
     /// Compare-and-exchange of the state; returns false if it was not `from`.
-    fn exchange(&self, from: State, to: State) -> bool {
+    fn exchange(&self, from: VcpuState, to: VcpuState) -> bool {
         self.state
             .compare_exchange(from as u8, to as u8, SeqCst, SeqCst)
             .is_ok()
@@ -146,7 +146,7 @@ impl Pauser {
         let slots: Box<[Slot]> = immediate_exits
             .into_iter()
             .map(|immediate_exit| Slot {
-                state: AtomicU8::new(State::NotStarted as u8),
+                state: AtomicU8::new(VcpuState::NotStarted as u8),
                 thread: AtomicI32::new(0),
                 activity: AtomicU64::new(to_word(Activity::Monitor)),
                 rip: AtomicU64::new(0),
@@ -186,7 +186,7 @@ impl Pauser {
         for slot in &self.slots {
             // Counted before the signal: the vCPU may stop and decrement the count at once.
             self.outstanding.fetch_add(1, SeqCst);
-            if slot.exchange(State::Running, State::StopRequested) {
+            if slot.exchange(VcpuState::Running, VcpuState::StopRequested) {
                 slot.kick();
                 asked += 1;
             } else {
@@ -208,7 +208,7 @@ impl Pauser {
         for slot in &self.slots {
             // The state need not be `Parked`: a vCPU that wakes from the previous pause into this
             // one is briefly `Running` but has not moved.
-            if slot.state.load(SeqCst) != State::Exited as u8 && slot.has_rip.load(SeqCst) {
+            if slot.state.load(SeqCst) != VcpuState::Exited as u8 && slot.has_rip.load(SeqCst) {
                 rips.push(slot.rip.load(SeqCst));
                 breakpoint |= slot.breakpoint.load(SeqCst);
             }
@@ -268,7 +268,7 @@ impl Pauser {
         let mut late = vec![];
         for (vcpu, slot) in self.slots.iter().enumerate() {
             let activity = from_word(slot.activity.load(SeqCst));
-            if slot.exchange(State::StopRequested, State::Running) {
+            if slot.exchange(VcpuState::StopRequested, VcpuState::Running) {
                 self.outstanding.fetch_sub(1, SeqCst);
                 late.push(LateVcpu {
                     vcpu,
@@ -292,7 +292,7 @@ impl Pauser {
         let _ = futex::wake(&self.word, futex::Flags::PRIVATE, i32::MAX.cast_unsigned());
         for slot in &self.slots {
             let state = slot.state.load(SeqCst);
-            if state == State::Running as u8 || state == State::StopRequested as u8 {
+            if state == VcpuState::Running as u8 || state == VcpuState::StopRequested as u8 {
                 slot.kick();
             }
         }
@@ -368,7 +368,7 @@ impl VcpuSide<'_> {
     pub fn start(&self) {
         let thread = rustix::thread::gettid().as_raw_nonzero().get();
         self.slot.thread.store(thread, SeqCst);
-        self.slot.state.store(State::Running as u8, SeqCst);
+        self.slot.state.store(VcpuState::Running as u8, SeqCst);
     }
 
     /// What the thread has to do now. Clears `immediate_exit` first: see the module's
@@ -403,12 +403,12 @@ impl VcpuSide<'_> {
         self.slot.has_rip.store(true, SeqCst);
         let mut word = word;
         loop {
-            self.leave_to(State::Parked);
+            self.leave_to(VcpuState::Parked);
             while self.pauser.word.load(SeqCst) == word {
                 // Woken or interrupted: the loop checks again.
                 let _ = futex::wait(&self.pauser.word, futex::Flags::PRIVATE, word, None);
             }
-            self.slot.state.store(State::Running as u8, SeqCst);
+            self.slot.state.store(VcpuState::Running as u8, SeqCst);
             match self.peek() {
                 // The next pause started before this thread woke. The vCPU has not moved.
                 NextStep::Park(next) => word = next,
@@ -424,8 +424,8 @@ impl VcpuSide<'_> {
             .store(to_word(activity), std::sync::atomic::Ordering::Relaxed);
     }
 
-    fn leave_to(&self, state: State) {
-        if self.slot.state.swap(state as u8, SeqCst) == State::StopRequested as u8 {
+    fn leave_to(&self, state: VcpuState) {
+        if self.slot.state.swap(state as u8, SeqCst) == VcpuState::StopRequested as u8 {
             self.take_off();
         }
     }
@@ -440,6 +440,6 @@ impl VcpuSide<'_> {
 
 impl Drop for VcpuSide<'_> {
     fn drop(&mut self) {
-        self.leave_to(State::Exited);
+        self.leave_to(VcpuState::Exited);
     }
 }

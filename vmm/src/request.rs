@@ -7,6 +7,7 @@ use std::sync::Arc;
 use vm_memory::GuestAddress;
 
 use crate::memory::{GuestRam, PAGE_SIZE};
+use crate::x86::low_half;
 use patchbay_service::abi;
 
 /// MSR index of the MSR transport, announced to the guest in CPUID.
@@ -102,11 +103,6 @@ impl RequestPort {
             Err(_) => -libc::EFAULT,
         }
     }
-}
-
-fn low_half(value: u64) -> u32 {
-    let [a, b, c, d, ..] = value.to_le_bytes();
-    u32::from_le_bytes([a, b, c, d])
 }
 
 #[cfg(test)]

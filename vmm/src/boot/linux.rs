@@ -10,6 +10,7 @@ use super::layout::{ACPI_TABLES, COMMAND_LINE, ZERO_PAGE};
 use super::memory_map::memory_map;
 use super::{BootError, Initrd};
 use crate::memory::{GuestRam, OutsideMemory};
+use crate::x86::low_half;
 
 /// Boot loader type "undefined": no assigned value fits.
 const LOADER_TYPE: u8 = 0xff;
@@ -26,11 +27,6 @@ fn elf_header() -> setup_header {
     }
 }
 
-/// The low 32 bits, which suffice because the zero page's pointers are below 3 GiB.
-fn low(value: u64) -> u32 {
-    u32::try_from(value).unwrap_or(u32::MAX)
-}
-
 pub(super) fn write_zero_page(
     ram: &GuestRam,
     kernel: &Kernel,
@@ -43,11 +39,11 @@ pub(super) fn write_zero_page(
         ..Default::default()
     };
     params.hdr.type_of_loader = LOADER_TYPE;
-    params.hdr.cmd_line_ptr = low(COMMAND_LINE);
-    params.hdr.cmdline_size = low(command_line_size as u64);
+    params.hdr.cmd_line_ptr = low_half(COMMAND_LINE);
+    params.hdr.cmdline_size = low_half(command_line_size as u64);
     if let Some(initrd) = initrd {
-        params.hdr.ramdisk_image = low(initrd.address);
-        params.hdr.ramdisk_size = low(initrd.size);
+        params.hdr.ramdisk_image = low_half(initrd.address);
+        params.hdr.ramdisk_size = low_half(initrd.size);
     }
     let map = memory_map(ram);
     for (entry, range) in params.e820_table.iter_mut().zip(&map) {

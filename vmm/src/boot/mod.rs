@@ -114,7 +114,7 @@ pub enum BootError {
 
 /// Registers and mode of the boot vCPU at its first instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Entry {
+pub(crate) struct EntryPoint {
     pub rip: u64,
     pub mode: Mode,
     /// RSI: the address of the zero page (Linux boot protocol).
@@ -131,7 +131,7 @@ struct Initrd {
 }
 
 /// Loads everything and returns the entry point.
-pub(crate) fn load(ram: &GuestRam, boot: &LinuxBoot, vcpus: u8) -> Result<Entry, BootError> {
+pub(crate) fn load(ram: &GuestRam, boot: &LinuxBoot, vcpus: u8) -> Result<EntryPoint, BootError> {
     let kernel = kernel::load(ram, &boot.kernel, boot.protocol)?;
     let limit = kernel.command_line_max().min(layout::COMMAND_LINE_MAX - 1);
     let command_line = boot.command_line.as_bytes();
@@ -155,7 +155,7 @@ pub(crate) fn load(ram: &GuestRam, boot: &LinuxBoot, vcpus: u8) -> Result<Entry,
     Ok(match kernel.entry {
         kernel::KernelEntry::Linux(rip) => {
             linux::write_zero_page(ram, &kernel, command_line.len(), initrd)?;
-            Entry {
+            EntryPoint {
                 rip,
                 mode: Mode::Long,
                 rsi: layout::ZERO_PAGE,
@@ -164,7 +164,7 @@ pub(crate) fn load(ram: &GuestRam, boot: &LinuxBoot, vcpus: u8) -> Result<Entry,
         }
         kernel::KernelEntry::Pvh(rip) => {
             pvh::write_start_info(ram, initrd)?;
-            Entry {
+            EntryPoint {
                 rip,
                 mode: Mode::Protected,
                 rsi: 0,

@@ -95,7 +95,7 @@ impl Case {
         self
     }
 
-    fn load(&self) -> Result<(GuestRam, Entry), BootError> {
+    fn load(&self) -> Result<(GuestRam, EntryPoint), BootError> {
         let ram = GuestRam::new(self.memory).unwrap();
         let entry = load(&ram, &self.boot, 2)?;
         Ok((ram, entry))

@@ -7,6 +7,12 @@ pub(crate) mod cpuid;
 pub(crate) mod mp_table;
 pub(crate) mod registers;
 
+/// The low 32 bits.
+pub(crate) fn low_half(value: u64) -> u32 {
+    let [a, b, c, d, ..] = value.to_le_bytes();
+    u32::from_le_bytes([a, b, c, d])
+}
+
 /// Sum of the bytes; a valid table sums to zero.
 fn checksum(bytes: &[u8]) -> u8 {
     bytes.iter().fold(0_u8, |sum, byte| sum.wrapping_add(*byte))

@@ -3,7 +3,7 @@
 //! The MP table, by which a kernel without ACPI finds processors and interrupts (Intel
 //! MultiProcessor Specification 1.4, chapter 4).
 
-use super::{checksum_byte, io_apic_id};
+use super::{checksum_byte, io_apic_id, low_half};
 use crate::boot::layout::{IO_APIC, LOCAL_APIC, MP_TABLE};
 
 /// Version of the local APICs, as KVM emulates them.
@@ -66,11 +66,6 @@ pub(crate) fn build(vcpus: u8) -> Vec<u8> {
     pointer[10] = checksum_byte(&pointer);
     pointer.extend_from_slice(&table);
     pointer
-}
-
-fn low_half(address: u64) -> u32 {
-    let [a, b, c, d, ..] = address.to_le_bytes();
-    u32::from_le_bytes([a, b, c, d])
 }
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ pub(super) const BUFFER: usize = 64 << 10;
 pub(super) struct Over;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum ConnectionState {
     /// The guest has been asked to accept.
     Requested,
     Established,
@@ -46,7 +46,7 @@ pub(super) struct Outgoing {
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: UnixStream,
-    state: State,
+    state: ConnectionState,
     /// The packet that opens the connection, until it is sent.
     opening: Option<Op>,
     to_host: VecDeque<u8>,
@@ -77,17 +77,17 @@ pub(super) struct Connection {
 impl Connection {
     /// Starts a connection that the host opened; `stream` is non-blocking.
     pub fn from_host(stream: UnixStream) -> Self {
-        Self::new(stream, State::Requested, Op::Request)
+        Self::new(stream, ConnectionState::Requested, Op::Request)
     }
 
     /// Starts a connection that the guest opened with `request`; `stream` is non-blocking.
     pub fn from_guest(stream: UnixStream, request: &Header) -> Self {
-        let mut connection = Self::new(stream, State::Established, Op::Response);
+        let mut connection = Self::new(stream, ConnectionState::Established, Op::Response);
         connection.take_credit(request);
         connection
     }
 
-    fn new(stream: UnixStream, state: State, opening: Op) -> Self {
+    fn new(stream: UnixStream, state: ConnectionState, opening: Op) -> Self {
         Self {
             stream,
             state,
@@ -143,19 +143,19 @@ impl Connection {
     pub fn receive(&mut self, header: &Header, data: &[u8], host_port: u32) -> Result<(), Over> {
         self.take_credit(header);
         match (self.state, header.op) {
-            (State::Requested, Op::Response) => {
-                self.state = State::Established;
+            (ConnectionState::Requested, Op::Response) => {
+                self.state = ConnectionState::Established;
                 // The first bytes on a new socket always fit, unless the peer is gone.
                 let ok = format!("OK {host_port}\n");
                 self.stream.write_all(ok.as_bytes()).map_err(|_| Over)
             }
-            (State::Established, Op::Data) => self.receive_data(data),
-            (State::Established, Op::CreditUpdate) => Ok(()),
-            (State::Established, Op::CreditRequest) => {
+            (ConnectionState::Established, Op::Data) => self.receive_data(data),
+            (ConnectionState::Established, Op::CreditUpdate) => Ok(()),
+            (ConnectionState::Established, Op::CreditRequest) => {
                 self.credit_asked = true;
                 Ok(())
             }
-            (State::Established, Op::Shutdown) => {
+            (ConnectionState::Established, Op::Shutdown) => {
                 self.guest_shutdown |= header.flags & SHUTDOWN_BOTH;
                 if self.guest_shutdown & SHUTDOWN_RECEIVE != 0 {
                     // Fails only if the host's side is gone too.
@@ -218,7 +218,7 @@ impl Connection {
 
     /// Returns whether the host's side closed before the guest accepted.
     pub fn is_abandoned(&self) -> bool {
-        self.state == State::Requested && self.host_deaf
+        self.state == ConnectionState::Requested && self.host_deaf
     }
 
     /// Returns whether both sides are done: the guest has shut down, and its data is passed on.
@@ -259,7 +259,7 @@ impl Connection {
         if self.opening.is_some() {
             return true;
         }
-        self.state == State::Established
+        self.state == ConnectionState::Established
             && (self.credit_asked
                 || self.credit_is_stale()
                 || (self.may_read() && (self.credit() > 0 || !self.asking_credit))
@@ -284,7 +284,7 @@ impl Connection {
         if let Some(op) = self.opening.take() {
             return Some((op, 0, 0));
         }
-        if self.state != State::Established {
+        if self.state != ConnectionState::Established {
             return None;
         }
         if self.credit_asked || self.credit_is_stale() {

@@ -134,3 +134,20 @@ impl Header {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_keep_their_fields() {
+        let mut bytes = [0; HEADER_BYTES];
+        for (at, byte) in (0..).zip(&mut bytes) {
+            *byte = at;
+        }
+        let header = Header::from_bytes(&bytes);
+        assert_eq!(header.src_cid, 0x0706_0504_0302_0100);
+        assert_eq!(header.fwd_cnt, 0x2b2a_2928);
+        assert_eq!(header.to_bytes(), bytes);
+    }
+}
