@@ -55,7 +55,7 @@ fn main() -> ExitCode {
         eprintln!("patchbay-agent: {error}");
     }
     let mut backoff = FIRST_BACKOFF;
-    let mut told = String::new();
+    let mut printed = String::new();
     loop {
         let ending = match options.address.connect() {
             Ok(connection) => session::run(connection, tracefs.as_ref()),
@@ -70,9 +70,9 @@ fn main() -> ExitCode {
         };
         // Each message is printed once in a row, so that a guest without a monitor does not fill
         // its log.
-        if message != told {
+        if message != printed {
             eprintln!("patchbay-agent: {message}; trying again");
-            told = message;
+            printed = message;
         }
         std::thread::sleep(backoff);
         backoff = (backoff * 2).min(LAST_BACKOFF);

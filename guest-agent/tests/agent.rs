@@ -255,7 +255,7 @@ fn events_are_listed_enabled_and_disabled() {
 }
 
 #[test]
-fn names_that_are_none_touch_nothing_and_the_kernels_refusal_is_passed_on() {
+fn invalid_names_touch_nothing_and_the_kernels_refusal_is_passed_on() {
     let agent = Agent::start();
     let mut monitor = agent.welcome();
     for name in [
@@ -351,7 +351,7 @@ fn pages_are_sent_only_against_credit() {
 }
 
 #[test]
-fn health_and_tasks_are_told() {
+fn health_and_tasks_are_reported() {
     let agent = Agent::start();
     let mut monitor = agent.welcome();
     let Answer::Health(health) = monitor.ask(Question::GetHealth(AgentGetHealth {})) else {
@@ -398,7 +398,7 @@ fn it_comes_back_after_a_refusal_a_restart_and_garbage() {
     assert_eq!(
         hello.enabled,
         ["sched:sched_switch"],
-        "what is armed stays so, and is told"
+        "what is armed stays armed, and is reported"
     );
     monitor.stream.write_all(&[0xff; 16]).expect("sent");
     let started = Instant::now();

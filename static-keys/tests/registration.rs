@@ -256,7 +256,7 @@ fn a_key_that_only_another_module_uses_belongs_to_the_one_that_defines_it() {
     assert!(add(&mut catalog, &alpha).is_empty());
     assert_eq!(catalog.key_count(), 0);
     assert_eq!(add(&mut catalog, &beta), ["alpha"]);
-    let key = catalog.find("alpha:key0").expect("told by beta");
+    let key = catalog.find("alpha:key0").expect("listed by beta");
     assert_eq!((key.id, key.module()), (world.key(0), "alpha"));
     assert_eq!(catalog.site_count(world.key(0)), 1);
     let options = Options {

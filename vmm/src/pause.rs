@@ -18,9 +18,9 @@
 //! The controller and the vCPUs share two words:
 //!
 //! - `word` says whether a pause is wanted. Parked vCPUs sleep on it, so one futex wake resumes
-//! them all. - `outstanding` counts the vCPUs in `StopRequested`. A vCPU that leaves that state,
-//! because it parks, exits or is given up on, decrements the count. The last one wakes the
-//! controller.
+//!   them all.
+//! - `outstanding` counts the vCPUs in `StopRequested`. A vCPU that leaves that state, because it
+//!   parks, exits or is given up on, decrements the count. The last one wakes the controller.
 //!
 //! No vCPU can run on unnoticed. A vCPU stores `Running` and *then* reads `word`. The controller
 //! changes `word` and *then* reads the states. All accesses are sequentially consistent, so either

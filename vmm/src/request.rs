@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_are_none_never_reach_the_handler() {
+    fn invalid_pages_never_reach_the_handler() {
         let (port, record, _) = port();
         for page in [
             0x4001,

@@ -106,7 +106,7 @@ fn unpaused_flips_are_torn() {
 }
 
 #[test]
-fn nobody_runs_while_paused_and_all_run_afterwards() {
+fn no_vcpu_runs_while_paused_and_all_run_afterwards() {
     let _watchdog = watchdog(300);
     for vcpus in [1, 2, 4, 16] {
         let Some(vm) = branch_guest(vcpus) else {
@@ -328,7 +328,7 @@ fn a_paused_guest_can_be_ended() {
 }
 
 #[test]
-fn a_triple_fault_ends_the_guest_and_is_told() {
+fn a_triple_fault_ends_the_guest_and_is_reported() {
     let _watchdog = watchdog(120);
     let mut image = branch_code();
     // ud2

@@ -34,7 +34,8 @@ pub const INITRAMFS: &[&str] = &["busybox-static", "gcc", "libc6-dev"];
 /// Root directory of the repository in which xtask was called. It may differ from the one where the
 /// program was built, because clones that share a target directory share the program.
 ///
-/// # Panics Outside a repository; `main` calls [`find_repository`] first.
+/// # Panics
+/// Outside a repository; `main` calls [`find_repository`] first.
 pub fn repository() -> PathBuf {
     find_repository().expect("main has found the repository")
 }

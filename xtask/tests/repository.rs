@@ -16,7 +16,7 @@ fn list_fuzz_targets(folder: &Path) -> Output {
 }
 
 #[test]
-fn another_clone_is_not_taken_for_this_one() {
+fn another_clone_is_not_mistaken_for_this_one() {
     let clone = tempfile::tempdir().unwrap();
     for file in [
         "xtask/Cargo.toml",

@@ -2,9 +2,10 @@
 //! Compares the cost of a flip with alternatives, in one run:
 //!
 //! - the host: the whole gRPC call over the unix socket, and its effect on the guest: stop, patch,
-//! resume; - the guest itself: `static_key_enable()` and `static_key_disable()` on the same keys,
-//! called from a module; - QEMU: QMP `stop` and `cont` with the same kernel and initramfs, as seen
-//! by the client.
+//!   resume;
+//! - the guest itself: `static_key_enable()` and `static_key_disable()` on the same keys, called
+//!   from a module;
+//! - QEMU: QMP `stop` and `cont` with the same kernel and initramfs, as seen by the client.
 //!
 //! `cargo xtask bench flip [-- VCPUS…]`; 1, 2 and 4 by default. The lab has one CPU, so only ratios
 //! with 1 vCPU are meaningful there.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Measures what the series costs a kernel, compared with the same kernel without it:
 //!
-//! - `images`: its code, by section and by function; - `boot`: its boot log, with and without the
-//! monitor's CPUID leaf; - `work`: the instructions (or ticks) of system calls, also for a kernel
-//! without jump labels.
+//! - `images`: its code, by section and by function;
+//! - `boot`: its boot log, with and without the monitor's CPUID leaf;
+//! - `work`: the instructions (or ticks) of system calls, also for a kernel without jump labels.
 //!
 //! `cargo xtask bench guest-cost [-- PART…]`; all parts by default. The tables are Markdown.
 

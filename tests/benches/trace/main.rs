@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Compares the cost of tracing from outside with the guest's own, in one run:
 //!
-//! - the time from the call to the first event at the client; - firing and parking all tracepoints
-//! in one transaction, and the guest's own `echo 1` and `echo 0` to `events/enable`; - events per
-//! second, losses, and the agent's memory; - a pipe between two processes of the guest with nothing
-//! armed, everything parked, everything firing.
+//! - the time from the call to the first event at the client;
+//! - firing and parking all tracepoints in one transaction, and the guest's own `echo 1` and
+//!   `echo 0` to `events/enable`;
+//! - events per second, losses, and the agent's memory;
+//! - a pipe between two processes of the guest with nothing armed, everything parked, everything
+//!   firing.
 //!
 //! `cargo xtask bench trace`. In the lab only ratios are meaningful.
 

@@ -255,7 +255,7 @@ fn elf_headers_with_absurd_numbers_are_refused() {
 }
 
 #[test]
-fn initrds_that_are_none_are_refused() {
+fn invalid_initrds_are_refused() {
     for bytes in [&b""[..], b"0707", b"PK\x03\x04", &[0; 4096]] {
         let case = Case::new(&bzimage()).initrd(bytes);
         assert!(matches!(case.error(), BootError::NotAnInitrd(_)));

@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn it_goes_on_in_a_new_file_when_it_was_renamed() {
+    fn it_continues_in_a_new_file_after_a_rename() {
         let case = case();
         let mut file = ConsoleFile::new(&case.path).unwrap();
         file.write_all(b"before").unwrap();

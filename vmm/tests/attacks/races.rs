@@ -269,7 +269,7 @@ fn statuses(requests: u64) -> Vec<Range<u64>> {
 }
 
 #[test]
-fn registering_anew_during_changes() {
+fn registering_again_during_changes() {
     let again = |generation| {
         let mut descriptor = descriptor();
         descriptor.header.generation = generation;

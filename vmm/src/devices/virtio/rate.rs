@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn without_limits_everything_goes_on() {
+    fn without_limits_every_request_proceeds() {
         let (mut limiter, now) = limiter(None, None);
         assert!((0..1000).all(|_| limiter.admit(now, u64::MAX).is_ok()));
     }

@@ -331,7 +331,7 @@ fn a_read_only_disk_says_so_and_refuses_writes() {
 }
 
 #[test]
-fn images_that_are_none_are_refused() {
+fn invalid_images_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let disk = |name: &str| DiskConfig {
         path: folder.path().join(name),
@@ -470,13 +470,13 @@ impl Device for Buggy {
 }
 
 #[test]
-fn a_panic_in_a_device_is_told() {
+fn a_panic_in_a_device_is_reported() {
     let driver = Driver::new(Buggy);
     let thread = DeviceThread::new("devices".into(), [driver.transport.clone()].into()).unwrap();
-    let (sender, told) = std::sync::mpsc::channel();
+    let (sender, reported) = std::sync::mpsc::channel();
     thread.start(move |why| sender.send(why).unwrap()).unwrap();
     driver.set(VIRTIO_MMIO_QUEUE_NOTIFY, 0);
-    let why = told.recv().expect("the thread says why it ends");
+    let why = reported.recv().expect("the thread says why it ends");
     assert!(why.contains("devices panicked: a bug"), "{why}");
     thread.stop();
     // Neither the guest nor the monitor is blocked by the device.

@@ -69,7 +69,7 @@ pub(super) struct Connection {
     /// The host's side has shut down receiving.
     host_deaf: bool,
     /// Shutdown flags that were sent to the guest.
-    told: u32,
+    sent_shutdown: u32,
     /// Shutdown flags that the guest sent.
     guest_shutdown: u32,
 }
@@ -103,7 +103,7 @@ impl Connection {
             readable: true,
             host_finished: false,
             host_deaf: false,
-            told: 0,
+            sent_shutdown: 0,
             guest_shutdown: 0,
         }
     }
@@ -227,8 +227,8 @@ impl Connection {
     }
 
     /// Returns whether the guest has been told that the host's side is gone.
-    pub fn is_told(&self) -> bool {
-        self.told == SHUTDOWN_BOTH
+    pub fn is_shut_down(&self) -> bool {
+        self.sent_shutdown == SHUTDOWN_BOTH
     }
 
     /// Returns whether the guest believes that less than half of our buffer is free, and is wrong.
@@ -237,7 +237,7 @@ impl Connection {
         unannounced >= BUFFER / 2
     }
 
-    fn untold(&self) -> u32 {
+    fn unsent_shutdown(&self) -> u32 {
         let mut flags = 0;
         if self.host_deaf {
             flags |= SHUTDOWN_RECEIVE;
@@ -247,7 +247,7 @@ impl Connection {
         if self.host_finished || unread {
             flags |= SHUTDOWN_SEND;
         }
-        flags & !self.told
+        flags & !self.sent_shutdown
     }
 
     fn may_read(&self) -> bool {
@@ -263,7 +263,7 @@ impl Connection {
             && (self.credit_asked
                 || self.credit_is_stale()
                 || (self.may_read() && (self.credit() > 0 || !self.asking_credit))
-                || self.untold() != 0)
+                || self.unsent_shutdown() != 0)
     }
 
     /// The next packet for the guest, whose buffer holds `room` bytes of data. The data is written
@@ -302,10 +302,10 @@ impl Connection {
                 return Some((Op::CreditRequest, 0, 0));
             }
         }
-        let untold = self.untold();
-        if untold != 0 {
-            self.told |= untold;
-            return Some((Op::Shutdown, self.told, 0));
+        let unsent_shutdown = self.unsent_shutdown();
+        if unsent_shutdown != 0 {
+            self.sent_shutdown |= unsent_shutdown;
+            return Some((Op::Shutdown, self.sent_shutdown, 0));
         }
         None
     }

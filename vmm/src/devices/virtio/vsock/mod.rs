@@ -398,7 +398,7 @@ impl Vsock {
             buf_alloc,
             fwd_cnt,
         } = connection.next(room, &mut self.data)?;
-        if connection.is_told() {
+        if connection.is_shut_down() {
             // A later answer of the guest names an unknown connection and is harmless.
             self.forget(ports);
         }

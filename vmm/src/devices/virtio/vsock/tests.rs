@@ -204,7 +204,7 @@ fn a_packet_may_come_in_many_buffers() {
 }
 
 #[test]
-fn nobody_on_the_host_is_a_reset() {
+fn a_port_without_a_listener_is_a_reset() {
     let mut guest = Guest::new();
     guest.send(packet(Op::Request, 99, 0), &[]);
     let (reset, _) = guest.expect(Op::Reset);
