@@ -20,7 +20,7 @@ use crate::tracefs::Tracefs;
 
 /// Limit on the cost of the pages in one frame.
 const BATCH_COST: u64 = 256 << 10;
-/// Pause between two batches: the maximum delay of an event, and a limit on the agent's own
+/// Delay between two batches: the maximum delay of an event, and a limit on the agent's own
 /// wake-ups.
 const PAUSE: Duration = Duration::from_millis(20);
 const POLL_TIMEOUT: Timespec = Timespec {

@@ -73,7 +73,7 @@ fn advice(count: i32, op: Op) -> &'static str {
         _ if count < 0 => "the kernel never writes such a count; look for corruption in the guest",
         Op::Inc => "the count is at its maximum",
         Op::Dec => "the key has no reference to drop",
-        Op::Enable => "the key is a count and on already; use inc",
+        Op::Enable => "the key is on and has other users; use inc",
         Op::Disable => "the key has other users; drop your own reference with dec",
     }
 }

@@ -18,7 +18,7 @@ const DEFAULT_GRACE_SECONDS: u16 = 5;
 
 /// Boots one Linux guest under KVM and lets its operator flip the guest's static keys.
 ///
-/// Ctrl-C, Ctrl-\\, SIGTERM and a hang-up of the terminal end the guest at once; a second signal
+/// Ctrl-C, Ctrl-\, SIGTERM and a hang-up of the terminal end the guest at once; a second signal
 /// ends the monitor without waiting for it. Without a terminal, SIGHUP reopens the log files. The
 /// exit status is 0 if the guest powered off, reset or was shut down, 1 if it or the monitor
 /// failed, and 2 for an invalid command line.
@@ -162,7 +162,9 @@ impl Args {
 pub enum Protocol {
     /// PVH for an ELF kernel with a PVH note, else the 64-bit Linux boot protocol.
     Auto,
+    /// The 64-bit Linux boot protocol.
     Linux,
+    /// PVH.
     Pvh,
 }
 

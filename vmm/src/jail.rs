@@ -8,7 +8,7 @@
 //! | rlimits | no core dump, which would contain the guest's memory; at most [`DESCRIPTORS`] descriptors |
 //! | Landlock | only the files and directories of its command line, no exec, no TCP, no abstract sockets or signals outside; on kernels with `LANDLOCK_ACCESS_FS_RESOLVE_UNIX` it connects only to sockets in the vsock's directory |
 //!
-//! The filters of [`seccomp`](crate::seccomp) are added per thread. What only a service manager can
+//! The filters of [`seccomp`] are added per thread. What only a service manager can
 //! provide (a dedicated user, cgroup limits, a device list) is in `patchbay@.service`.
 //!
 //! Landlock gained its rules step by step in kernels 5.13 to 7.x. An older kernel enforces the
@@ -78,7 +78,7 @@ impl Files {
 }
 
 /// Confines the calling thread and the threads that it starts later, and sets how
-/// [`seccomp::enter`](crate::seccomp::enter) filters. Call it once, before any thread is started.
+/// [`seccomp::enter`] filters. Call it once, before any thread is started.
 ///
 /// # Errors
 /// [`JailError`]. The monitor must not continue then.

@@ -38,11 +38,11 @@ use seccompiler::{
 /// Effect of a system call that a thread's filter does not allow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum SeccompLevel {
-    /// No filters are installed.
+    /// It is allowed: no filters are installed.
     Off,
-    /// The call is made and logged in the kernel's audit log.
+    /// It is allowed, with a line in the kernel's audit log.
     Log,
-    /// The monitor ends with a message.
+    /// It ends the monitor with a message.
     On,
 }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 pub struct Rate {
     /// Tokens per second; 0 counts as 1.
     pub per_second: u64,
-    /// Size of the bucket: the tokens available after a pause.
+    /// Size of the bucket: the tokens available after idle time.
     pub burst: u64,
 }
 
@@ -124,7 +124,7 @@ mod tests {
             assert_eq!(limiter.admit(now, 0), Ok(()));
         }
         assert_eq!(now - start, 5 * SECOND);
-        // A pause fills the bucket and no more.
+        // Idle time fills the bucket and no more.
         now += 100 * SECOND;
         let burst = (0..100).take_while(|_| limiter.admit(now, 0).is_ok());
         assert_eq!(burst.count(), 11);
