@@ -13,8 +13,10 @@ use foldhash::fast::RandomState;
 
 use crate::directory::{self, Key, Listed};
 use crate::entry::{EntryFormat, Image, JumpEntry};
-use crate::kernel::{Gates, Kernel, Layout, Module, Range};
+use crate::gates::Gates;
+use crate::kernel::{Kernel, Layout, Module, Range};
 use crate::memory::{GuestMemory, ReadError};
+use crate::records::{RecordRingError, Records};
 use crate::{ENTRIES_MAX, KEYS_MAX, KeyId, MODULES_MAX};
 
 /// A registration cannot be used. The guest's mistake; nothing of it is kept.
@@ -58,6 +60,16 @@ pub enum CatalogError {
     TooManyKeys {
         /// Of this directory.
         count: usize,
+    },
+    /// Too small for a record, or larger than any that is expected.
+    #[error(
+        "the directory's records have {bytes} bytes, expected {} to {}",
+        directory::RECORD_SIZE,
+        directory::RECORD_SIZE_MAX
+    )]
+    RecordSize {
+        /// As given.
+        bytes: u32,
     },
     /// The block of names is too large, or the names are, taken together.
     #[error(
@@ -109,7 +121,15 @@ pub enum CatalogError {
         /// Of the key.
         address: u64,
         /// As given.
-        class: u32,
+        class: u16,
+    },
+    /// A newer guest asks for what is not known.
+    #[error("key {address:#x} has the unknown flags {flags:#x}")]
+    UnknownFlags {
+        /// Of the key.
+        address: u64,
+        /// As given.
+        flags: u16,
     },
     /// The address of the tracepoint does not fit that of its key.
     #[error("key {address:#x} is not that of the tracepoint at {tracepoint:#x}")]
@@ -119,6 +139,9 @@ pub enum CatalogError {
         /// As given.
         tracepoint: u64,
     },
+    /// See [`RecordRingError`].
+    #[error(transparent)]
+    Records(#[from] RecordRingError),
     /// Flips would not be safe without it.
     #[error("the kernel names no {what}; flips would not be safe without it")]
     GateMissing {
@@ -205,6 +228,7 @@ pub struct Catalog {
     pub(crate) format: EntryFormat,
     pub(crate) layout: Layout,
     pub(crate) gates: Gates,
+    pub(crate) records: Records,
     /// By [`CodeImage::id`].
     images: BTreeMap<u64, Arc<CodeImage>>,
     keys: HashMap<KeyId, Place, RandomState>,
@@ -220,11 +244,12 @@ impl Catalog {
     /// # Errors
     /// [`CatalogError`].
     pub fn new<M: GuestMemory>(memory: &M, kernel: &Kernel) -> Result<Self, CatalogError> {
-        check_gates(kernel)?;
+        kernel.gates.check_complete(kernel.format)?;
         let mut catalog = Self {
             format: kernel.format,
             layout: kernel.layout,
-            gates: kernel.gates,
+            gates: kernel.gates.clone(),
+            records: Records::new(kernel.records.check()?),
             images: BTreeMap::new(),
             keys: HashMap::default(),
             names: BTreeMap::new(),
@@ -531,24 +556,4 @@ fn first_in(text: Range, keys: &[Listed]) -> Option<KeyId> {
     let before = keys.partition_point(|key| key.id.0.saturating_add(COUNT_SIZE) <= text.start);
     let first = keys.get(before)?.id;
     text.overlaps(first.0, COUNT_SIZE).then_some(first)
-}
-
-fn check_gates(kernel: &Kernel) -> Result<(), CatalogError> {
-    let gates = &kernel.gates;
-    let has_jump_labels = kernel.format != EntryFormat::None;
-    for (word, what, needed) in [
-        (gates.system_state, "system_state", true),
-        (
-            gates.jump_label_mutex_owner,
-            "jump_label_mutex",
-            has_jump_labels,
-        ),
-        (gates.text_mutex_owner, "text_mutex", has_jump_labels),
-        (gates.mutex_owner_mask, "mutex owner mask", has_jump_labels),
-    ] {
-        if needed && word == 0 {
-            return Err(CatalogError::GateMissing { what });
-        }
-    }
-    Ok(())
 }

@@ -2,6 +2,8 @@
 //! What a guest tells about its kernel and its modules, as plain numbers. None of them is trusted.
 
 use crate::entry::EntryFormat;
+use crate::gates::Gates;
+use crate::records::RecordRing;
 
 /// Guest-virtual addresses `start..end`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,6 +52,8 @@ pub struct Directory {
     pub keys: u64,
     /// Records in it.
     pub key_count: u32,
+    /// From one record to the next, in bytes; what follows the fields above is ignored.
+    pub key_size: u32,
     /// Address of the block.
     pub names: u64,
     /// Its bytes, the last NUL included.
@@ -73,37 +77,12 @@ pub struct Layout {
     pub module_state_live: u32,
     /// `key` in `struct tracepoint`.
     pub tracepoint_key: u32,
-    /// `regfunc` in `struct tracepoint`.
-    pub tracepoint_regfunc: u32,
-    /// `unregfunc` in `struct tracepoint`.
-    pub tracepoint_unregfunc: u32,
     /// `funcs` in `struct tracepoint`.
     pub tracepoint_funcs: u32,
 }
 
-/// Addresses of the words that say whether the guest is at work on its own keys.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Gates {
-    /// u32.
-    pub system_state: u64,
-    /// Value of `system_state` from `SYSTEM_RUNNING` on.
-    pub system_state_running: u64,
-    /// Bits of a mutex's owner word that name the owner: it is free if they are 0.
-    pub mutex_owner_mask: u64,
-    /// Owner word of `jump_label_mutex`; 0 only without jump labels.
-    pub jump_label_mutex_owner: u64,
-    /// Owner word of `text_mutex`; 0 only without jump labels.
-    pub text_mutex_owner: u64,
-    /// Owner word of `tracepoints_mutex`; 0 without tracepoints.
-    pub tracepoints_mutex_owner: u64,
-    /// s32, number of queued text changes; 0 if the kernel has no such word.
-    pub tp_vec_nr: u64,
-    /// s32, users of the text change under way; 0 if the kernel has no such word.
-    pub bp_desc_refs: u64,
-}
-
 /// The kernel image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kernel {
     /// Of its table and those of its modules.
     pub format: EntryFormat,
@@ -115,10 +94,12 @@ pub struct Kernel {
     pub ro_after_init: Range,
     /// Structure offsets.
     pub layout: Layout,
-    /// Gate words.
+    /// Words that tell whether the kernel is at work on its own text.
     pub gates: Gates,
     /// Keys defined in the image.
     pub directory: Directory,
+    /// Where changes are recorded for the guest.
+    pub records: RecordRing,
 }
 
 /// A module.

@@ -20,8 +20,6 @@ const PROBES_MAX: u32 = 256;
 pub struct Tracepoint {
     /// Functions in its `funcs` array, up to 256.
     pub probes: u32,
-    /// Its `regfunc` or `unregfunc` must run when it is switched, so that its key alone cannot.
-    pub switched_by_function: bool,
 }
 
 /// For whom a tracepoint fires: which `funcs` array it has, and what is in it.
@@ -50,15 +48,9 @@ impl Catalog {
         let Some(address) = self.tracepoint_of(key) else {
             return Ok(None);
         };
-        let layout = &self.layout;
-        let field = |offset: u32| word(memory, address, offset);
-        let switched_by_function =
-            field(layout.tracepoint_regfunc)? != 0 || field(layout.tracepoint_unregfunc)? != 0;
-        let (probes, _) = read_probes(memory, field(layout.tracepoint_funcs)?)?;
-        Ok(Some(Tracepoint {
-            probes,
-            switched_by_function,
-        }))
+        let funcs = word(memory, address, self.layout.tracepoint_funcs)?;
+        let (probes, _) = read_probes(memory, funcs)?;
+        Ok(Some(Tracepoint { probes }))
     }
 
     /// For whom the tracepoint of a key fires now; None for other keys.

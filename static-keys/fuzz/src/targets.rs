@@ -7,8 +7,8 @@
 //! most mutations then reach code behind the first check.
 
 use static_keys::{
-    Catalog, Directory, EntryFormat, Image, Instruction, KeyId, Module, Op, Options, Plan, Range,
-    Size, Update, disassemble, recognise, recognise_in_file,
+    Catalog, Directory, EntryFormat, GateKind, Image, Instruction, KeyId, Module, Op, Options,
+    Plan, Range, Size, Update, disassemble, recognise, recognise_in_file,
 };
 
 use super::common::world::{KeySpec, Owner, RECORD_SIZE, SiteSpec, World};
@@ -103,7 +103,7 @@ fn damage(world: &World, numbers: &mut Numbers<'_>) {
         (world.key(0).0, 16),
         (world.tracepoint(1), 0x80),
         (world.node(0, 0), 96),
-        (kernel.gates.system_state, 40),
+        (world.word(GateKind::SystemState), 40),
         (world.text(Owner::Kernel).start, 64),
         (world.table(Owner::Module(0)).start, 16),
         (world.module_image(0).directory.keys, RECORD_SIZE),

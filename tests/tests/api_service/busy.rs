@@ -29,7 +29,7 @@ async fn a_closed_gate_is_named_at_the_deadline() {
         (Gate::TextMutex, 0x1000, 0, "text_mutex"),
         (Gate::SystemState, 0, 2, "system_state"),
         (Gate::TextPokeQueue, 1, 0, "tp_vec_nr"),
-        (Gate::TextPokeReferences, 1, 0, "bp_desc"),
+        (Gate::TextPoke, 1, 0, "bp_desc"),
     ];
     for (gate, closed, open, name) in gates {
         served.guest.set_gate(gate, closed);
