@@ -5,6 +5,8 @@
 //! |------------------|------------|-------------------------------------------------------------|
 //! | `commit`         | is stopped | sites by address, then counts                               |
 //! | `commit_running` | runs       | counts alone, each by compare-and-exchange                  |
+//!
+//! Both end with the guest's record of the changes (see [`crate::records`]).
 
 use std::sync::Arc;
 
@@ -151,6 +153,7 @@ impl<P: Copy> Plan<P> {
                 });
             }
         }
+        self.records.append(memory, self.keys_changed());
         Ok(CommitOutcome {
             keys: self.keys_changed().count(),
             sites: self.sites.len(),
@@ -195,7 +198,7 @@ impl<P: Copy> Plan<P> {
         }
     }
 
-    fn keys_changed(&self) -> impl Iterator<Item = &KeyChange> {
+    fn keys_changed(&self) -> impl Iterator<Item = &KeyChange> + Clone {
         self.changes()
             .filter(|change| change.before != change.after)
     }
@@ -253,6 +256,7 @@ impl<P: Copy> Plan<P> {
                 .into(),
             });
         }
+        self.records.append(memory, self.keys_changed());
         Ok(CommitOutcome {
             keys: self.keys_changed().count(),
             sites: 0,

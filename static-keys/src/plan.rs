@@ -11,6 +11,7 @@ use crate::busy::{Busy, Guard};
 use crate::catalog::Catalog;
 use crate::instruction::{Instruction, OutOfReach};
 use crate::memory::{GuestMemory, ReadError};
+use crate::records::Records;
 use crate::refcount::{Op, Refusal};
 
 /// One operation of a transaction.
@@ -146,6 +147,7 @@ pub struct Plan<P> {
     pub(crate) suspects: Vec<Suspect<P>>,
     pub(crate) guards: Vec<Guard<P>>,
     pub(crate) needs_pause: bool,
+    pub(crate) records: Records,
 }
 
 impl<P: Copy> Plan<P> {
@@ -170,7 +172,7 @@ impl<P: Copy> Plan<P> {
     }
 
     /// The changes, one per key, in the order of their first operation.
-    pub fn changes(&self) -> impl ExactSizeIterator<Item = &KeyChange> {
+    pub fn changes(&self) -> impl ExactSizeIterator<Item = &KeyChange> + Clone {
         self.keys.iter().map(|key| &key.change)
     }
 

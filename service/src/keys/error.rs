@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use static_keys::PatternError;
 
-use super::gate::GateKind;
+use super::gate::ClosedGate;
 use crate::pause::PauseError;
 
 /// A call on keys that was refused or failed. Each message is one sentence and the next step.
@@ -79,7 +79,7 @@ pub enum KeysError {
     )]
     Busy {
         /// What was in the way last.
-        kind: GateKind,
+        kind: ClosedGate,
         /// The same for people.
         gate: String,
         /// Made before the deadline.
@@ -312,7 +312,7 @@ impl From<PauseError> for KeysError {
                 message: error.to_string(),
             },
             PauseError::AlreadyPaused => Self::Busy {
-                kind: GateKind::Pause,
+                kind: ClosedGate::Pause,
                 gate: error.to_string(),
                 attempts: 1,
                 every_key: true,

@@ -48,7 +48,7 @@ pub use self::address_space::PageTable;
 use self::audit::AuditFile;
 pub use self::clock::{Clock, SystemClock};
 pub use self::error::{KeyRefusal, KeysError};
-pub use self::gate::GateKind;
+pub use self::gate::ClosedGate;
 pub use self::holds::{Hold, Holds, KeyInstance};
 pub use self::incarnation::Incarnation;
 pub use self::journal::{Author, Event, Journal, Limits, Revision, Watcher};
