@@ -56,7 +56,7 @@ pub use instruction::{
 };
 pub use kernel::{Directory, Gates, Kernel, Layout, Module, Range};
 pub use memory::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
-pub use plan::{KeyChange, Options, Plan, PlanError, Update};
+pub use plan::{KeyChange, Options, Plan, PlanError, SiteChange, Update};
 pub use refcount::{Op, Refusal, apply, crosses_zero, users as count_users};
 pub use tracepoint::{Probes, Tracepoint};
 pub use verify::VerifyError;

@@ -67,12 +67,20 @@ impl<P: Copy> Plan<P> {
         self.verify_sites(memory)
     }
 
-    /// Looks at the gates alone, which may be done while the guest runs: what is closed now need not
-    /// be waited for with the guest stopped.
+    /// Looks at the gates and the counts alone, which may be done while the guest runs: a guest that
+    /// differs from the plan already need not be stopped to find out.
     ///
     /// # Errors
     /// [`VerifyError::Busy`], [`VerifyError::Fault`].
-    pub fn verify_gates<M: GuestMemory<Place = P>>(&self, memory: &M) -> Result<(), VerifyError> {
+    pub fn verify_running<M: GuestMemory<Place = P>>(&self, memory: &M) -> Result<(), VerifyError> {
+        self.verify_gates(memory)?;
+        self.verify_counts(memory)
+    }
+
+    pub(crate) fn verify_gates<M: GuestMemory<Place = P>>(
+        &self,
+        memory: &M,
+    ) -> Result<(), VerifyError> {
         for guard in &self.guards {
             if let Some(found) = guard.closed(memory)? {
                 return Err(Busy::Gate {
