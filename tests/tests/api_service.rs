@@ -8,8 +8,10 @@ mod api_service {
     mod guest;
     mod holds;
     mod keys;
+    mod large;
     mod limits;
     mod patterns;
+    mod plans;
     mod reflection;
     mod support;
     mod updates;

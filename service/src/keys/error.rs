@@ -154,11 +154,10 @@ pub enum KeysError {
     },
     /// No plan has that id.
     #[error(
-        "no plan is named {}: it expired, was discarded, died with its registration, or another incarnation made it; prepare the change again",
-        shortened(.plan_id)
+        "no plan is named {plan_id:?}: it expired, was discarded, died with its registration, or another incarnation made it; prepare the change again"
     )]
     PlanNotFound {
-        /// As asked for.
+        /// As asked for, cut short if it is longer than any id.
         plan_id: String,
     },
     /// Another principal prepared the plan.
@@ -335,16 +334,6 @@ impl KeysError {
             Self::NotPoweredOff { .. } => "NOT_POWERED_OFF",
         }
     }
-}
-
-/// Quoted for a message, and not longer than any id that was given out.
-fn shortened(id: &str) -> String {
-    const SHOWN: usize = 64;
-    if id.chars().nth(SHOWN).is_none() {
-        return format!("{id:?}");
-    }
-    let start: String = id.chars().take(SHOWN).collect();
-    format!("{start:?}...")
 }
 
 fn near_names(near: &[String]) -> String {

@@ -118,7 +118,6 @@ impl<G: Guest> Owner<G> {
                 }
             }
             let now = self.shared.clock.now();
-            self.plans.expire(now);
             let until = |at: Instant| at.saturating_duration_since(now);
             let expiry = standstill.expiry();
             let left = [expiry, self.plans.next_expiry()].map(|at| at.map(until));
@@ -131,6 +130,7 @@ impl<G: Guest> Owner<G> {
             if expiry.is_some_and(|at| self.shared.clock.now() >= at) {
                 self.resume(&mut standstill);
             }
+            self.plans.expire(self.shared.clock.now());
             match command {
                 Ok(Command::Update(request, reply)) => {
                     let result = self.update(&request, &reply, &mut standstill);
@@ -138,12 +138,9 @@ impl<G: Guest> Owner<G> {
                     let _ = reply.send(result);
                 }
                 Ok(Command::Prepare(request, reply)) => {
-                    let repeatable = !request.request_id.is_empty();
-                    let principal = request.principal.clone();
                     let result = self.prepare(*request, &reply, &mut standstill);
-                    if let (Err(Ok(unseen)), false) = (reply.send(result), repeatable) {
-                        self.forget_unseen(principal, &unseen);
-                    }
+                    // The plan of a client that has gone expires.
+                    let _ = reply.send(result);
                 }
                 Ok(Command::Commit(request, reply)) => {
                     let result = self.commit(&request, &reply, &mut standstill);

@@ -23,6 +23,9 @@ use super::planning::{Planned, PlannedOp};
 use super::replay::Content;
 use super::{KeyOutcome, KeyUpdate, Target, UpdateOutcome};
 
+/// Characters of an unknown id that an error shows; every id is shorter.
+const MAX_SHOWN: usize = 64;
+
 /// A change to be prepared.
 #[derive(Clone, Debug)]
 pub struct PrepareRequest {
@@ -231,7 +234,8 @@ impl Plans {
     pub fn take(&mut self, plan_id: &str, principal: &str) -> Result<Kept, KeysError> {
         let index = self.find(plan_id, principal)?;
         let index = index.ok_or_else(|| KeysError::PlanNotFound {
-            plan_id: plan_id.to_owned(),
+            // The error goes into a header of limited size.
+            plan_id: plan_id.chars().take(MAX_SHOWN).collect(),
         })?;
         Ok(self.kept.remove(index))
     }

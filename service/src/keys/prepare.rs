@@ -13,9 +13,7 @@ use super::draft::{Drops, Terms};
 use super::error::KeysError;
 use super::flip::{Attempt, InTheWay, Transaction};
 use super::owner::{Owner, Reply, summary};
-use super::plans::{
-    CommitRequest, DiscardRequest, Kept, PrepareOutcome, PrepareRequest, Prepared, State, digest,
-};
+use super::plans::{CommitRequest, Kept, PrepareOutcome, PrepareRequest, Prepared, State, digest};
 use super::standstill::Standstill;
 use super::{GateKind, UpdateOutcome};
 use crate::guest::Guest;
@@ -182,16 +180,6 @@ impl<G: Guest> Owner<G> {
         let outcome = Arc::new(self.conclude(&transaction, result, intent)?);
         kept.state = State::Committed(Arc::clone(&outcome));
         Ok(outcome)
-    }
-
-    /// Forgets a plan whose client has gone before it learnt the id, and cannot ask again.
-    pub(super) fn forget_unseen(&mut self, principal: String, plan: &PrepareOutcome) {
-        let request = DiscardRequest {
-            plan_id: plan.plan_id.clone(),
-            principal,
-        };
-        // The plan is its own principal's.
-        let _ = self.plans.discard(&request);
     }
 }
 
