@@ -13,6 +13,7 @@ mod api_service {
     mod patterns;
     mod plans;
     mod reflection;
+    mod stale_plans;
     mod support;
     mod updates;
     mod watch;
