@@ -94,6 +94,24 @@ impl Busy {
             }
         )
     }
+
+    /// Whether a plan that finds this is out of date: waiting does not help, only another plan does.
+    /// A gate that opens again leaves the plan as it is.
+    #[must_use]
+    pub fn outdates_plan(&self) -> bool {
+        match self {
+            Self::Gate { gate, .. } => match gate {
+                Gate::KeyType { .. } | Gate::KeyChain { .. } | Gate::TracepointProbes { .. } => {
+                    true
+                }
+                Gate::Kernel(_) | Gate::ModuleState { .. } => false,
+            },
+            // At -1 static_key_slow_inc() is at work, and may still fail.
+            Self::Count { found, .. } => *found >= 0,
+            Self::Users { .. } | Self::UnknownModule { .. } | Self::SiteChanging { .. } => true,
+            Self::FirstReference { .. } | Self::InsideSite { .. } => false,
+        }
+    }
 }
 
 /// A located gate word and its required value.

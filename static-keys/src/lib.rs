@@ -66,7 +66,7 @@ pub use instruction::{
 pub use kernel::{Directory, Kernel, Layout, Module, Range};
 pub use memory::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
 pub use pattern::{MAX_PATTERNS, PatternError, Patterns};
-pub use plan::{KeyChange, Options, Plan, PlanError, Update};
+pub use plan::{KeyChange, Options, Plan, PlanError, SiteChange, Update};
 pub use records::{RECORDS_MAX, RecordRing, RecordRingError};
 pub use refcount::{Op, Refusal, apply, crosses_zero, users as count_users};
 pub use tracepoint::{Probes, Tracepoint};

@@ -135,6 +135,17 @@ pub(crate) struct Suspect<P> {
     pub key: usize,
 }
 
+/// A site of a plan, with its bytes before and after.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SiteChange<'a> {
+    /// Guest-virtual address of the instruction.
+    pub address: u64,
+    /// The bytes that must stand there when the plan is committed.
+    pub before: &'a [u8],
+    /// The bytes that replace them, of the same length.
+    pub after: &'a [u8],
+}
+
 /// A transaction that is ready to commit. The crate's documentation describes its life.
 #[derive(Clone, Debug)]
 pub struct Plan<P> {
@@ -191,6 +202,40 @@ impl<P: Copy> Plan<P> {
     #[must_use]
     pub fn site_count(&self) -> usize {
         self.sites.len()
+    }
+
+    /// The sites that it writes, by address.
+    pub fn sites(&self) -> impl ExactSizeIterator<Item = SiteChange<'_>> {
+        self.sites.iter().map(|site| SiteChange {
+            address: site.address,
+            before: site.before.as_bytes(),
+            after: site.after.as_bytes(),
+        })
+    }
+
+    /// A site that held neither its NOP nor its JMP. A plan with such a site is never committed:
+    /// only [`Plan::verify`] on the stopped guest tells whether the bytes are foreign.
+    #[must_use]
+    pub fn unrecognised_site(&self) -> Option<(&str, u64)> {
+        let suspect = self.suspects.first()?;
+        Some((&*self.keys[suspect.key].change.name, suspect.address))
+    }
+
+    /// Bytes of memory that it takes, without the names that it shares with the catalog.
+    #[must_use]
+    pub fn memory_bytes(&self) -> usize {
+        fn of<T>(items: &Vec<T>) -> usize {
+            items.capacity().saturating_mul(size_of::<T>())
+        }
+        [
+            of(&self.keys),
+            of(&self.folded),
+            of(&self.sites),
+            of(&self.suspects),
+            of(&self.guards),
+        ]
+        .into_iter()
+        .fold(size_of::<Self>(), usize::saturating_add)
     }
 
     pub(crate) fn key_name(&self, index: usize) -> Arc<str> {

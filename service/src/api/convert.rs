@@ -162,16 +162,16 @@ pub fn hold(hold: HoldView) -> v1::Hold {
     }
 }
 
-pub fn results(results: Vec<KeyOutcome>) -> Vec<v1::KeyResult> {
-    let result = |of: KeyOutcome| v1::KeyResult {
+pub fn results(results: &[KeyOutcome]) -> Vec<v1::KeyResult> {
+    let result = |of: &KeyOutcome| v1::KeyResult {
         name: of.key.to_string(),
         count_before: of.count_before,
         count_after: of.count_after,
         sites_patched: of.sites_patched,
-        etag: of.etag,
-        hold_id: of.hold_id,
+        etag: of.etag.to_string(),
+        hold_id: of.hold_id.clone(),
     };
-    results.into_iter().map(result).collect()
+    results.iter().map(result).collect()
 }
 
 pub fn summary(summary: UpdateSummary) -> v1::UpdateSummary {

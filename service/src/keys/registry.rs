@@ -18,7 +18,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use static_keys::{Busy, Catalog, GuestMemory, Key, Module, Probes};
+use static_keys::{Busy, Catalog, GuestMemory, Key, KeyId, Module, Probes};
 
 pub use self::source::KernelTables;
 use super::address_space::{KernelMemory, PageTable};
@@ -113,8 +113,8 @@ impl Registration {
 
     /// For whom the tracepoint of a key fires; `None` for other keys, and for a guest that points at
     /// what is not mapped.
-    pub fn probes(&self, memory: &KernelMemory, key: &Key) -> Option<Probes> {
-        self.catalog.probes(memory, key.id).ok().flatten()
+    pub fn probes(&self, memory: &KernelMemory, key: KeyId) -> Option<Probes> {
+        self.catalog.probes(memory, key).ok().flatten()
     }
 
     /// Whether the key was initialised as true (type bit 0, `include/linux/jump_label.h`).

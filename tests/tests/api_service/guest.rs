@@ -41,7 +41,7 @@ async fn describes_what_is_registered() {
             guest.vcpus,
             guest.memory_bytes
         ),
-        ("test", 1, 16 << 20)
+        ("test", 1, 72 << 20)
     );
     assert_eq!(guest.guest_status().state(), v1::GuestState::Running);
     assert_eq!(
