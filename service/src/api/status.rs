@@ -221,3 +221,17 @@ pub fn exhausted(reason: &'static str, message: String) -> Status {
     let code = Code::ResourceExhausted;
     status(code, reason, message, Metadata::new(), ErrorDetails::new())
 }
+
+/// How a stream ends when its guest is served no longer.
+pub fn ends() -> Status {
+    status(
+        Code::Unavailable,
+        "ENDPOINT_ENDING",
+        "the guest is served here no longer: the monitor ends, or the endpoint gave the guest up",
+        Metadata::new(),
+        ErrorDetails::new(),
+    )
+}
+
+#[cfg(test)]
+mod tests;

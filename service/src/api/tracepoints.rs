@@ -22,7 +22,7 @@ use tonic::{Request, Response, Status};
 
 use super::access::Access;
 use super::convert;
-use crate::keys::replay;
+use crate::keys::{KeysError, replay};
 use crate::trace::link::bounded;
 use crate::trace::once::Once;
 use crate::trace::select::{self, Wanted};
@@ -438,9 +438,10 @@ async fn whole<T: Send + 'static>(
 ) -> Result<T, Status> {
     match tokio::spawn(change).await {
         Ok(result) => Ok(result?),
-        Err(_) => Err(Status::internal(
-            "the change panicked; see the monitor's log",
-        )),
+        Err(_) => Err(KeysError::Internal {
+            message: "the change panicked; see the monitor's log".to_owned(),
+        }
+        .into()),
     }
 }
 

@@ -160,7 +160,7 @@ pub enum KeysError {
     },
     /// The caller's revision was given out by another process.
     #[error(
-        "the revision is of incarnation {given:?}, and the guest is served by incarnation {current} now; list the keys again"
+        "the revision belongs to incarnation {given:?}, and this guest is served by incarnation {current}; list the keys again"
     )]
     IncarnationChanged {
         /// By the caller, cut short.
