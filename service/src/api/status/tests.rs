@@ -206,8 +206,8 @@ fn code_named(name: &str) -> Option<Code> {
 
 #[test]
 fn reasons_and_codes_are_those_of_the_proto() {
-    // Nothing sends these yet: holds are not released by id, and plans are not kept.
-    const UNUSED: [&str; 5] = ["HOLD_NOT_FOUND"];
+    // Holds are not released by id yet.
+    const UNUSED: [&str; 1] = ["HOLD_NOT_FOUND"];
     let documented = documented();
     let sent = sent();
     for (reason, code) in &sent {
