@@ -103,9 +103,9 @@ struct Test {
     /// Labs that run at the same time; each keeps one CPU busy [default: half the CPUs, 2 to 4]
     #[arg(long, value_name = "N")]
     labs: Option<usize>,
-    /// With a filter: run those again that are run with the oldest kernel too
+    /// With a filter: run those again that are run with the oldest and the newest kernel too
     #[arg(long)]
-    oldest_kernel: bool,
+    other_kernels: bool,
     /// Run only tests whose name, "package::target function", contains this
     filter: Option<String>,
 }
@@ -151,7 +151,7 @@ fn run(task: Task) -> Result<ExitCode> {
             let success = test::run(&test::Selection {
                 tiers: arguments.tiers,
                 filter: arguments.filter,
-                oldest_kernel: arguments.oldest_kernel,
+                other_kernels: arguments.other_kernels,
                 timeout: Duration::from_secs(arguments.timeout),
                 labs: arguments.labs.unwrap_or((cpus / 2).clamp(2, 4)),
             })?;

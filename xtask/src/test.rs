@@ -7,7 +7,7 @@
 //! | 2 | `kvm_*`: bare-metal guests | here if /dev/kvm works, otherwise in the lab |
 //! | 3 | `linux_*`: Linux guests | here on hardware KVM, otherwise in the lab |
 //!
-//! Some of tier 3 are run again with the oldest kernel that has a series.
+//! Some of tier 3 are run again with the oldest and the newest kernel that has a series.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -24,15 +24,16 @@ use crate::{cargo, guest, host, lab_image, root_disk, test_runner};
 /// Packages whose tests are built in the release profile: in the lab, speed counts.
 const RELEASE: &str = "patchbay-tests";
 
-/// How the names begin of what is run with the oldest kernel as well: whatever the monitor reads of
-/// a guest differs most between it and the newest.
-const WITH_OLDEST_KERNEL: &[&str] = &[
+/// How the names begin of what is run with the oldest and the newest kernel as well: whatever the monitor
+/// reads of a guest differs most between these.
+const WITH_OTHER_KERNELS: &[&str] = &[
     "patchbay-tests::linux_boot bzimage_with_",
     "patchbay-tests::linux_counts ",
     "patchbay-tests::linux_gates ",
     "patchbay-tests::linux_kinds ",
     "patchbay-tests::linux_life a_hibernation_that_does_not_happen_keeps_holds_and_quarantines",
     "patchbay-tests::linux_life a_panicked_kernel_has_taken_its_registration_back",
+    "patchbay-tests::linux_series the_guest_sees_what_was_changed",
     "patchbay-tests::linux_trace armed_is_silent_firing_streams_and_parked_is_silent",
 ];
 
@@ -42,8 +43,8 @@ pub struct Selection {
     pub tiers: Vec<u8>,
     /// A part of "suite name"; all tests if `None`.
     pub filter: Option<String>,
-    /// Whether to run tests with the oldest kernel again; without a filter they are in any case.
-    pub oldest_kernel: bool,
+    /// Whether to run tests with other kernels again; without a filter they are in any case.
+    pub other_kernels: bool,
     /// For a test here and in the lab.
     pub timeout: Duration,
     /// Labs that run at the same time.
@@ -172,8 +173,8 @@ pub fn run(selection: &Selection) -> Result<bool> {
         guest::announce_place();
     }
     let mut again = Vec::new();
-    if selection.oldest_kernel || selection.filter.is_none() {
-        again.extend(tier_3.iter().filter(|test| runs_with_oldest(test)).cloned());
+    if selection.other_kernels || selection.filter.is_none() {
+        again.extend(tier_3.iter().filter(|test| runs_with_others(test)).cloned());
     }
     let place = if kvm.runs_linux() {
         here(cpus.div_ceil(2))
@@ -182,19 +183,20 @@ pub fn run(selection: &Selection) -> Result<bool> {
     };
     outcome.run_tier("tier 3, Linux guests", tier_3, place, selection.timeout);
     if !again.is_empty() {
-        let oldest = Recipe::oldest();
-        // The last of the same name counts.
-        let variables = guest::kernel_of_the_guest(&oldest)?;
-        outcome.variables.extend(variables);
-        let heading = format!("tier 3, Linux {} guests", oldest.version);
-        outcome.run_tier(&heading, again, place, selection.timeout);
+        for recipe in [Recipe::oldest(), Recipe::newest()] {
+            // The last of the same name counts.
+            let variables = guest::kernel_of_the_guest(&recipe)?;
+            outcome.variables.extend(variables);
+            let heading = format!("tier 3, Linux {} guests", recipe.version);
+            outcome.run_tier(&heading, again.clone(), place, selection.timeout);
+        }
     }
     Ok(outcome.summarize())
 }
 
-fn runs_with_oldest(test: &Test) -> bool {
+fn runs_with_others(test: &Test) -> bool {
     let name = full_name(test);
-    WITH_OLDEST_KERNEL.iter().any(|part| name.starts_with(part))
+    WITH_OTHER_KERNELS.iter().any(|part| name.starts_with(part))
 }
 
 fn tier(target: &str) -> u8 {
