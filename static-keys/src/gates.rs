@@ -237,7 +237,13 @@ impl Gates {
         if cpu_offsets.len() > CPUS_MAX {
             return Err(GateError::TooManyCpus(cpu_offsets.len()));
         }
-        let mut words = Vec::with_capacity(listed.len());
+        let each = |gate: &ListedGate| if gate.per_cpu { cpu_offsets.len() } else { 1 };
+        // Cannot overflow: both lists are bounded.
+        let total = listed.iter().map(each).sum();
+        if total > GATE_WORDS_MAX {
+            return Err(GateError::TooManyWords);
+        }
+        let mut words = Vec::with_capacity(total);
         for gate in listed {
             let word = check(gate)?;
             if !gate.per_cpu {
@@ -247,9 +253,6 @@ impl Gates {
             if cpu_offsets.is_empty() {
                 return Err(GateError::NoCpus(word.gate.label()));
             }
-            if words.len() + cpu_offsets.len() > GATE_WORDS_MAX {
-                return Err(GateError::TooManyWords);
-            }
             for (cpu, offset) in (0..).zip(cpu_offsets) {
                 let mut word = word.clone();
                 word.gate.cpu = Some(cpu);
@@ -258,9 +261,6 @@ impl Gates {
                 word.address = word.address.wrapping_add(*offset);
                 words.push(aligned(word)?);
             }
-        }
-        if words.len() > GATE_WORDS_MAX {
-            return Err(GateError::TooManyWords);
         }
         Ok(Self(words.into()))
     }
