@@ -129,7 +129,8 @@ impl From<Status> for Failure {
             _ => ERROR,
         };
         let message = match status.code() {
-            Code::Unavailable if reason.is_empty() => format!(
+            // The service gives a reason with every error; the transport gives none.
+            Code::Unavailable | Code::Unknown if reason.is_empty() => format!(
                 "the monitor is gone: {}; see `patchbay guest list`",
                 status.message()
             ),
@@ -189,9 +190,11 @@ mod tests {
         assert!(busy.message.ends_with("--timeout"), "{}", busy.message);
         let late = refused(Code::DeadlineExceeded, "VCPU_NOT_STOPPED", &[]);
         assert_eq!(late.exit_code, TIMEOUT);
-        let gone = Failure::from(Status::unavailable("connection reset"));
-        assert_eq!(gone.exit_code, ERROR);
-        assert!(gone.message.contains("gone"), "{}", gone.message);
+        for gone in [Status::unavailable("reset"), Status::unknown("h2 error")] {
+            let gone = Failure::from(gone);
+            assert_eq!(gone.exit_code, ERROR);
+            assert!(gone.message.contains("gone"), "{}", gone.message);
+        }
         let slow = Failure::from(Status::cancelled("Timeout expired"));
         assert_eq!(slow.exit_code, TIMEOUT);
         let other = refused(Code::FailedPrecondition, "KEY_SEALED", &[]);

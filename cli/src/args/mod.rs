@@ -25,6 +25,9 @@ Exit codes:
   5    a gate of the guest stayed closed; try again
   124  timeout";
 
+/// Keeps them apart from the options of a verb.
+const GLOBAL: &str = "Options of every command";
+
 /// Flips the static keys of running Linux guests from outside.
 #[derive(Debug, Parser)]
 #[command(name = "patchbay", version, after_help = EXIT_CODES)]
@@ -32,10 +35,10 @@ pub struct Cli {
     #[command(flatten)]
     pub target: Target,
     /// How to print.
-    #[arg(short, long, default_value = "table", global = true, value_parser = format_parser())]
+    #[arg(short, long, default_value = "table", global = true, value_parser = format_parser(), help_heading = GLOBAL)]
     pub output: OutputArgument,
     /// Give up after this time, for example 500ms, 10s or 2m.
-    #[arg(long, value_parser = parse_duration, global = true)]
+    #[arg(long, value_parser = parse_duration, global = true, value_name = "TIME", help_heading = GLOBAL)]
     pub timeout: Option<Duration>,
     #[command(subcommand)]
     pub command: Command,
@@ -44,14 +47,14 @@ pub struct Cli {
 #[derive(Debug, Args)]
 pub struct Target {
     /// API socket; without it, --guest and --all, $PATCHBAY_SOCKET.
-    #[arg(long, global = true, value_name = "PATH")]
+    #[arg(long, global = true, value_name = "PATH", help_heading = GLOBAL)]
     pub socket: Option<PathBuf>,
     /// Name of the guest; not needed if only one runs. Several guests: a glob ('web-*'), or the option
     /// repeated.
-    #[arg(long, global = true, value_name = "NAME", conflicts_with = "all")]
+    #[arg(long, global = true, value_name = "NAME", conflicts_with = "all", help_heading = GLOBAL)]
     pub guest: Vec<String>,
     /// Every guest that runs on this machine, or behind --socket.
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = GLOBAL)]
     pub all: bool,
 }
 

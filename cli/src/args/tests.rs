@@ -87,3 +87,56 @@ fn times_have_units() {
         assert!(parse_duration(bad).is_err(), "{bad:?}");
     }
 }
+
+/// Splits as a shell does: blanks separate words, quotes hold them together, ` #` begins a comment.
+fn words(line: &str) -> Vec<String> {
+    let line = line.split(" #").next().unwrap_or_default();
+    let (mut words, mut quote) = (vec![String::new()], None);
+    for c in line.chars() {
+        let last = words.len() - 1;
+        match quote {
+            Some(end) if c == end => quote = None,
+            None if c == '\'' || c == '"' => quote = Some(c),
+            None if c == ' ' => words.push(String::new()),
+            _ => words[last].push(c),
+        }
+    }
+    words.retain(|word| !word.is_empty());
+    words
+}
+
+/// A document shows no command that the command line refuses.
+#[test]
+fn every_command_in_the_documents_is_understood() {
+    const DOCUMENTS: [&str; 5] = [
+        include_str!("../../../docs/walk.md"),
+        include_str!("../../../docs/service.md"),
+        include_str!("../../../docs/tracing.md"),
+        include_str!("../../../examples/getppid/README.md"),
+        include_str!("../../../examples/trace/README.md"),
+    ];
+    let mut commands = 0;
+    for line in DOCUMENTS.iter().flat_map(|document| document.lines()) {
+        let line = line.trim().trim_start_matches("$ ");
+        if !line.starts_with("patchbay ") {
+            continue;
+        }
+        // The left side of a pipe, without a redirection.
+        let line = line.split(['|', '>']).next().unwrap_or_default();
+        let parsed = Cli::try_parse_from(words(line));
+        assert!(parsed.is_ok(), "{line}: {}", parsed.unwrap_err());
+        assert!(!is_old(&parsed.unwrap().command), "{line}: an old spelling");
+        commands += 1;
+    }
+    assert!(commands > 30, "{commands}");
+}
+
+fn is_old(command: &Command) -> bool {
+    matches!(
+        command,
+        Command::Run(_)
+            | Command::Guests { .. }
+            | Command::Console(_)
+            | Command::Keys(KeysCommand::Holds(_))
+    )
+}

@@ -173,7 +173,11 @@ fn sum_up<T>(answers: &[(String, Result<Answer<T>, Failure>)]) -> Result<(), Fai
         Some(&first) => {
             let common = codes.iter().all(|&code| code == first);
             let code = if common { first } else { failure::ERROR };
-            Err(Failure::new(code, format!("all {total} guests failed")))
+            let message = match total {
+                1 => "the guest failed".to_owned(),
+                _ => format!("all {total} guests failed"),
+            };
+            Err(Failure::new(code, message))
         }
     }
 }

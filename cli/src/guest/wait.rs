@@ -6,7 +6,7 @@ use std::time::Duration;
 use patchbay_proto::v1;
 use tokio::net::UnixStream;
 use tokio_stream::StreamExt;
-use tonic::{Code, Streaming};
+use tonic::Streaming;
 use v1::{GuestState, RegistrationState};
 
 use crate::args::Output;
@@ -83,11 +83,14 @@ fn is_reached(awaited: AwaitedState, status: &v1::GuestStatus) -> bool {
 async fn reach(client: &Client, awaited: AwaitedState) -> Result<view::Status, Failure> {
     let mut stream = open(client).await?;
     let mut name = client.guest_name().to_owned();
+    let mut end = Failure::ended("watch");
     while let Some(message) = stream.next().await {
         let status = match message {
             Ok(message) => message.status.unwrap_or_default(),
-            Err(status) if status.code() == Code::Unavailable => break,
-            Err(status) => return Err(status.into()),
+            Err(status) => {
+                end = status.into();
+                break;
+            }
         };
         if is_reached(awaited, &status) {
             return Ok(status.into());
@@ -117,5 +120,5 @@ async fn reach(client: &Client, awaited: AwaitedState) -> Result<view::Status, F
     if awaited == AwaitedState::Stopped && is_gone {
         return Ok(view::Status::gone(&name));
     }
-    Err(Failure::ended("watch"))
+    Err(end)
 }

@@ -24,22 +24,7 @@ pub enum TraceCommand {
         refresh: bool,
     },
     /// Attach probes and park at once: nothing is traced, and nothing is paid for it.
-    Arm {
-        /// Events; - reads them from standard input.
-        #[arg(required = true)]
-        patterns: Vec<String>,
-        #[command(flatten)]
-        probe: Probe,
-        /// The service disarms the events for this client after this time, for example 10m.
-        #[arg(long, value_parser = parse_duration, value_name = "TIME")]
-        ttl: Option<Duration>,
-        /// Check everything and change nothing.
-        #[arg(long)]
-        dry_run: bool,
-        /// Repeating a change with the same id changes nothing twice.
-        #[arg(long, default_value = "", value_name = "ID", hide_default_value = true)]
-        request_id: String,
-    },
+    Arm(ArmArgs),
     /// Let armed events fire; works without the guest's help.
     Fire {
         /// Armed events; - reads them from standard input.
@@ -105,6 +90,24 @@ pub enum TraceCommand {
     Agent,
 }
 
+#[derive(Debug, Args)]
+pub struct ArmArgs {
+    /// Events; - reads them from standard input.
+    #[arg(required = true)]
+    pub patterns: Vec<String>,
+    #[command(flatten)]
+    pub probe: Probe,
+    /// The service disarms the events for this client after this time, for example 10m.
+    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+    pub ttl: Option<Duration>,
+    /// Check everything and change nothing.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Repeating a change with the same id changes nothing twice.
+    #[arg(long, default_value = "", value_name = "ID", hide_default_value = true)]
+    pub request_id: String,
+}
+
 #[derive(Clone, Debug, Args)]
 pub struct Probe {
     /// The kernel's event filter, for example 'prev_pid == 0'.
@@ -134,7 +137,7 @@ pub struct SwitchArgs {
     #[arg(long)]
     pub summary: bool,
     /// How long the vCPUs may take to stop, for example 10ms.
-    #[arg(long, value_parser = parse_duration)]
+    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
     pub stop_timeout: Option<Duration>,
     /// Repeating a change with the same id changes nothing twice.
     #[arg(long, default_value = "", value_name = "ID", hide_default_value = true)]

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use patchbay_proto::v1;
 
-use super::args::{Probe, SwitchArgs};
+use super::args::{ArmArgs, Probe, SwitchArgs};
 use super::view::Change;
 use crate::client::fleet::Answer;
 use crate::client::{Client, result_view, to_proto};
@@ -13,22 +13,20 @@ use crate::failure::{Failure, PARTLY};
 
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
-pub async fn arm(
-    client: &Client,
-    patterns: Vec<String>,
-    probe: Probe,
-    ttl: Option<Duration>,
-    dry_run: bool,
-    request_id: String,
-) -> Result<Answer<Change>, Failure> {
+pub async fn arm(client: &Client, arguments: &ArmArgs) -> Result<Answer<Change>, Failure> {
+    let Probe {
+        filter,
+        trigger,
+        others,
+    } = arguments.probe.clone();
     let request = v1::ArmTracepointsRequest {
-        patterns,
-        filter: probe.filter,
-        trigger: probe.trigger,
-        even_if_others: probe.others.even_if_others,
-        validate_only: dry_run,
-        request_id,
-        ttl: to_proto(ttl),
+        patterns: arguments.patterns.clone(),
+        filter,
+        trigger,
+        even_if_others: others.even_if_others,
+        validate_only: arguments.dry_run,
+        request_id: arguments.request_id.clone(),
+        ttl: to_proto(arguments.ttl),
         ..Default::default()
     };
     let answer = client
@@ -36,7 +34,7 @@ pub async fn arm(
         .arm_tracepoints(client.request(request))
         .await?
         .into_inner();
-    Ok(Change::new(answer.results, answer.report, dry_run).into())
+    Ok(Change::new(answer.results, answer.report, arguments.dry_run).into())
 }
 
 /// # Errors

@@ -40,18 +40,10 @@ pub async fn run(fleet: Fleet, command: TraceCommand, output: Output) -> Result<
             let verb = async |client: Client| list(&client, request.clone()).await;
             fleet.run(output, "listing events", verb).await
         }
-        TraceCommand::Arm {
-            patterns,
-            probe,
-            ttl,
-            dry_run,
-            request_id,
-        } => {
-            let (patterns, probe, id) = (&expand(patterns)?, &probe, &request_id);
-            let verb = async |client: Client| {
-                let (patterns, probe, id) = (patterns.clone(), probe.clone(), id.clone());
-                change::arm(&client, patterns, probe, ttl, dry_run, id).await
-            };
+        TraceCommand::Arm(mut arguments) => {
+            arguments.patterns = expand(arguments.patterns)?;
+            let arguments = &arguments;
+            let verb = async |client: Client| change::arm(&client, arguments).await;
             fleet.run(output, "arming events", verb).await
         }
         TraceCommand::Fire {
@@ -97,14 +89,10 @@ pub async fn run(fleet: Fleet, command: TraceCommand, output: Output) -> Result<
             duration,
         } => {
             let client = fleet.one("trace record")?;
-            match output {
-                OutputArgument::File(path) => {
-                    stream::record(&client, stream, &path, duration).await
-                }
-                OutputArgument::Format(_) => {
-                    Err(Failure::usage("-o must name the file to record to"))
-                }
-            }
+            let OutputArgument::File(path) = output else {
+                return Err(Failure::usage("-o must name the file to record to"));
+            };
+            stream::record(&client, stream, &path, duration).await
         }
         TraceCommand::Stat { interval } => {
             let verb = async |client: Client| stat(&client, interval).await;

@@ -215,7 +215,8 @@ fn a_guest_is_awaited() {
         }
         let waiting = host.follow(&["guest", "wait", "--for", state, "-o", "name"]);
         host.fake.set_status("only", change);
-        assert_eq!(waiting.wait(), ("only".to_owned(), Some(0)), "{state}");
+        let (out, said, code) = waiting.output();
+        assert_eq!((out.as_str(), code), ("only\n", Some(0)), "{state}: {said}");
     }
     for usage in [&["guest", "wait"][..], &["guest", "wait", "--for", "ever"]] {
         assert_eq!(host.run(usage).status.code(), Some(2), "{usage:?}");
@@ -241,17 +242,16 @@ fn a_state_that_cannot_come_any_more_is_not_awaited() {
 #[test]
 fn a_monitor_that_is_gone_has_stopped() {
     let host = Host::with(&["only"]);
-    let mut waits = ["stopped", "agent"]
+    let waits = ["stopped", "agent"]
         .map(|state| host.follow(&["guest", "wait", "--for", state, "-o", "json"]));
     while host.fake.seen("WatchGuestRequest").len() < 2 {
         std::thread::yield_now();
     }
     host.end();
-    let mut line = String::new();
-    for _ in 0..3 {
-        line += &waits[0].line();
-    }
-    assert!(line.contains("\"state\": \"gone\""), "{line}");
-    let [_, agent] = waits;
-    assert_eq!(agent.wait(), (String::new(), Some(1)));
+    let [stopped, agent] = waits;
+    let (out, said, code) = stopped.output();
+    assert!(out.contains("\"state\": \"gone\""), "{out}{said}");
+    assert_eq!(code, Some(0));
+    let (_, said, code) = agent.output();
+    assert_eq!(code, Some(1), "{said}");
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::Arc;
@@ -136,11 +136,13 @@ impl Following {
         (said, output.status.code())
     }
 
-    /// Waits until it ends by itself.
-    pub fn wait(mut self) -> (String, Option<i32>) {
-        let line = self.line();
-        let status = self.child.wait().expect("it ends");
-        (line, status.code())
+    /// Waits until it ends by itself: what it still prints, what it said on stderr, and its exit code.
+    pub fn output(mut self) -> (String, String, Option<i32>) {
+        let mut rest = String::new();
+        self.lines.read_to_string(&mut rest).expect("text");
+        let output = self.child.wait_with_output().expect("it ends");
+        let said = String::from_utf8(output.stderr).expect("text");
+        (rest, said, output.status.code())
     }
 }
 

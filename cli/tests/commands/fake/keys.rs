@@ -90,9 +90,23 @@ fn commit(
         results,
         next_page_token,
         summary,
+        report: Some(v1::FlipReport {
+            paused: true,
+            stop_time: micros(20),
+            patch_time: micros(10),
+            resume_time: micros(2),
+            attempts: 1,
+            ..Default::default()
+        }),
         revision: guest.revision,
         incarnation: INCARNATION.to_owned(),
-        ..Default::default()
+    })
+}
+
+fn micros(count: i32) -> Option<prost_types::Duration> {
+    Some(prost_types::Duration {
+        seconds: 0,
+        nanos: count * 1000,
     })
 }
 
