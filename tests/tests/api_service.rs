@@ -8,9 +8,12 @@ mod api_service {
     mod guest;
     mod holds;
     mod keys;
+    mod large;
     mod limits;
     mod patterns;
+    mod plans;
     mod reflection;
+    mod stale_plans;
     mod support;
     mod updates;
     mod watch;

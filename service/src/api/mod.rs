@@ -7,6 +7,7 @@
 mod convert;
 mod guest;
 mod limits;
+mod plans;
 mod static_keys;
 mod status;
 mod tracepoints;

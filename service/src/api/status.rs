@@ -61,7 +61,17 @@ impl From<KeysError> for Status {
             KeysError::RevisionInFuture { next, .. } => {
                 metadata.push(("next_revision".to_owned(), next.to_string()));
             }
+            KeysError::PlanNotFound { plan_id } => {
+                details.set_resource_info("Plan", plan_id, "", "no such plan");
+            }
+            KeysError::PlanNotOwned { plan_id } => {
+                details.set_resource_info("Plan", plan_id, "", "another principal's plan");
+            }
+            KeysError::PlanStale { plan_id, why } => {
+                details.add_precondition_failure_violation("PLAN", plan_id, why);
+            }
             KeysError::NotStopped { .. }
+            | KeysError::TooManyPlans { .. }
             | KeysError::WriteFault { .. }
             | KeysError::AuditLogUnwritable { .. }
             | KeysError::Cancelled
@@ -92,8 +102,12 @@ fn code(error: &KeysError) -> Code {
         | KeysError::KeyRefused { .. }
         | KeysError::GuestStopped
         | KeysError::GuestPaused
+        | KeysError::PlanStale { .. }
         | KeysError::AuditLogUnwritable { .. } => Code::FailedPrecondition,
-        KeysError::KeyNotFound { .. } | KeysError::NothingSelected { .. } => Code::NotFound,
+        KeysError::KeyNotFound { .. }
+        | KeysError::NothingSelected { .. }
+        | KeysError::PlanNotFound { .. } => Code::NotFound,
+        KeysError::PlanNotOwned { .. } => Code::PermissionDenied,
         KeysError::InvalidArgument { .. } | KeysError::RequestIdReused { .. } => {
             Code::InvalidArgument
         }
@@ -104,7 +118,9 @@ fn code(error: &KeysError) -> Code {
         KeysError::NotStopped { .. } | KeysError::NotPoweredOff { .. } => Code::DeadlineExceeded,
         KeysError::ForeignBytes { .. } | KeysError::WriteFault { .. } => Code::DataLoss,
         KeysError::Cancelled => Code::Cancelled,
-        KeysError::QueueFull { .. } | KeysError::WatchTooSlow { .. } => Code::ResourceExhausted,
+        KeysError::QueueFull { .. }
+        | KeysError::WatchTooSlow { .. }
+        | KeysError::TooManyPlans { .. } => Code::ResourceExhausted,
         KeysError::Compacted { .. } | KeysError::RevisionInFuture { .. } => Code::OutOfRange,
         KeysError::Internal { .. } => Code::Internal,
     }

@@ -54,8 +54,20 @@ pub struct Intent<'a> {
     pub request_id: &'a str,
     /// Whether references of others may be dropped.
     pub force: bool,
+    /// The prepared plan that is committed; none for an update.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub plan: Option<IntendedPlan<'a>>,
     /// In order.
     pub updates: Vec<IntendedOp<'a>>,
+}
+
+/// The plan of an [`Intent`].
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct IntendedPlan<'a> {
+    /// As the client gave it.
+    pub id: &'a str,
+    /// SHA-256 in hexadecimal of what it does.
+    pub digest: &'a str,
 }
 
 /// One op of an [`Intent`].
@@ -285,6 +297,7 @@ mod tests {
             reason: "a test",
             request_id: "r1",
             force: false,
+            plan: None,
             updates: vec![IntendedOp {
                 keys: IntendedKeys::Name { key: "key" },
                 op: "inc",

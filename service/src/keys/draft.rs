@@ -20,6 +20,13 @@ pub enum Drops {
     Held,
 }
 
+impl Drops {
+    /// What a client may drop, with force or without.
+    pub fn of(force: bool) -> Self {
+        if force { Self::Anyones } else { Self::Own }
+    }
+}
+
 /// Who asks, and on what terms.
 #[derive(Clone, Debug)]
 pub struct Terms {

@@ -131,6 +131,7 @@ impl<G: Guest> Owner<G> {
         let transaction = Transaction {
             updates: &updates,
             terms: Terms::new(MONITOR, "the hold lapsed", Drops::Held, None),
+            plan: None,
             // Permission was given when the hold was taken.
             allow_guarded: true,
             validate_only: false,
@@ -161,7 +162,7 @@ impl<G: Guest> Owner<G> {
             book.holds.forget(instance);
             return None;
         };
-        let probes = registration.probes(&memory, key);
+        let probes = registration.probes(&memory, key.id);
         let references = match count {
             // The guest takes the first reference just now. The plan will find it so, and wait.
             ..0 => 1,

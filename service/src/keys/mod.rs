@@ -15,6 +15,7 @@ mod boot;
 mod clock;
 mod draft;
 mod error;
+mod estimate;
 mod flip;
 mod gate;
 mod holds;
@@ -24,6 +25,10 @@ mod lapse;
 mod near;
 mod outcome;
 mod owner;
+mod pages;
+mod planning;
+mod plans;
+mod prepare;
 mod quarantine;
 mod refused;
 mod registration;
@@ -48,16 +53,20 @@ pub use self::address_space::PageTable;
 use self::audit::AuditFile;
 pub use self::clock::{Clock, SystemClock};
 pub use self::error::{KeyRefusal, KeysError};
-pub use self::gate::GateKind;
+pub use self::gate::ClosedGate;
 pub use self::holds::{Hold, Holds, KeyInstance};
 pub use self::incarnation::Incarnation;
 pub use self::journal::{Author, Event, Journal, Limits, Revision, Watcher};
 pub use self::outcome::{FlipReport, KeyOutcome, PauseTimes, UpdateOutcome, UpdateSummary};
 use self::owner::{Command, Owner, Reply};
+use self::pages::ResultPages;
+pub use self::pages::ResultsPage;
+pub use self::plans::{CommitRequest, DiscardRequest, PrepareOutcome, PrepareRequest};
 pub use self::quarantine::{Quarantine, QuarantineCause};
 pub use self::registry::{Description, KernelTables, Refused, RegistrationPhase, Registry};
 use self::replay::Replay;
 use self::symbols::Symbols;
+pub(crate) use self::view::PAGE_BYTES;
 pub use self::view::{HoldView, KeyDetails, KeyPage, KeyView, SiteView};
 use crate::guest::{Guest, Machine};
 use crate::threads::{PlainThreads, ThreadKind, Threads, contain};
@@ -251,6 +260,7 @@ struct Shared {
     clock: Arc<dyn Clock>,
     incarnation: Incarnation,
     pause: Mutex<PauseState>,
+    pages: Mutex<ResultPages>,
     /// Set when the owner thread has ended: empty, or why it failed.
     ended: watch::Sender<Option<String>>,
 }
@@ -289,6 +299,11 @@ impl Shared {
         *self.lock_pause() = state;
     }
 
+    fn pages(&self) -> MutexGuard<'_, ResultPages> {
+        // Every method leaves whole lists.
+        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn lock_pause(&self) -> MutexGuard<'_, PauseState> {
         // A single word: there is no half-way state.
         self.pause.lock().unwrap_or_else(PoisonError::into_inner)
@@ -321,6 +336,7 @@ impl Keys {
             clock: config.clock,
             incarnation: Incarnation::new(),
             pause: Mutex::default(),
+            pages: Mutex::default(),
             ended: watch::Sender::new(None),
         });
         let (commands, receiver) = sync_channel(QUEUE);
@@ -332,6 +348,8 @@ impl Keys {
             allow_guarded: config.allow_guarded,
             pruned: 0,
             lapses: lapse::Lapses::default(),
+            plans: plans::Plans::default(),
+            pauses: estimate::PauseEstimate::default(),
         };
         let told = Arc::clone(&shared);
         let body = Box::new(move || {
@@ -386,6 +404,53 @@ impl Keys {
     pub async fn update(&self, request: UpdateRequest) -> Result<Arc<UpdateOutcome>, KeysError> {
         self.ask(|reply| Command::Update(Box::new(request), reply))
             .await
+    }
+
+    /// Plans a change and keeps the plan for [`Keys::commit`]. The guest is not changed.
+    ///
+    /// # Errors
+    /// As [`Keys::update`]; [`KeysError::TooManyPlans`].
+    pub async fn prepare(&self, request: PrepareRequest) -> Result<Arc<PrepareOutcome>, KeysError> {
+        self.ask(|reply| Command::Prepare(Box::new(request), reply))
+            .await
+    }
+
+    /// Makes a prepared change. Dropping the future before the pause cancels it.
+    ///
+    /// # Errors
+    /// As [`Keys::update`]; [`KeysError::PlanNotFound`], [`KeysError::PlanNotOwned`],
+    /// [`KeysError::PlanStale`].
+    pub async fn commit(&self, request: CommitRequest) -> Result<Arc<UpdateOutcome>, KeysError> {
+        self.ask(|reply| Command::Commit(Box::new(request), reply))
+            .await
+    }
+
+    /// Forgets a prepared change.
+    ///
+    /// # Errors
+    /// [`KeysError::PlanNotOwned`].
+    pub async fn discard(&self, request: DiscardRequest) -> Result<(), KeysError> {
+        self.ask(|reply| Command::Discard(request, reply)).await
+    }
+
+    /// As many results of a change as fit into one answer. [`Keys::more_results`] has the others.
+    #[must_use]
+    pub fn first_results(&self, outcome: Arc<UpdateOutcome>, principal: &str) -> ResultsPage {
+        let now = self.shared.clock.now();
+        let incarnation = &self.shared.incarnation;
+        self.shared
+            .pages()
+            .first(outcome, principal, incarnation, now)
+    }
+
+    /// The results that a page token stands for.
+    ///
+    /// # Errors
+    /// [`KeysError::InvalidArgument`] if they are not kept any more, or are another principal's.
+    pub fn more_results(&self, token: &str, principal: &str) -> Result<ResultsPage, KeysError> {
+        let now = self.shared.clock.now();
+        let incarnation = &self.shared.incarnation;
+        self.shared.pages().next(token, principal, incarnation, now)
     }
 
     /// Stops the guest until [`Keys::resume`], or until the pause expires. A guest that is paused

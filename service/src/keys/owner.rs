@@ -50,10 +50,12 @@ use tokio::sync::oneshot;
 use super::audit::{AuditFile, AuditLog, Change, IntendedKeys, IntendedOp, Intent, Outcome};
 use super::draft::{Drops, Terms};
 use super::error::KeysError;
+use super::estimate::PauseEstimate;
 use super::flip::{Attempt, Flip, Transaction};
 use super::holds::KeyInstance;
 use super::journal::{Author, Event};
 use super::lapse::Lapses;
+use super::plans::{CommitRequest, DiscardRequest, Plans, PrepareOutcome, PrepareRequest};
 use super::replay::Replay;
 use super::standstill::Standstill;
 use super::{
@@ -71,6 +73,9 @@ pub(super) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
 /// What the owner is asked to do.
 pub(super) enum Command {
     Update(Box<UpdateRequest>, Reply<Arc<UpdateOutcome>>),
+    Prepare(Box<PrepareRequest>, Reply<Arc<PrepareOutcome>>),
+    Commit(Box<CommitRequest>, Reply<Arc<UpdateOutcome>>),
+    Discard(DiscardRequest, Reply<()>),
     Pause(PauseRequest, Reply<PauseOutcome>),
     Resume(Reply<()>),
     /// Write the audit log there from now on.
@@ -89,6 +94,9 @@ pub(super) struct Owner<G: Guest> {
     /// Version of the registration when holds on keys that are gone were last looked for.
     pub pruned: u64,
     pub lapses: Lapses,
+    pub plans: Plans,
+    /// What changes have cost so far.
+    pub pauses: PauseEstimate,
 }
 
 impl<G: Guest> Owner<G> {
@@ -109,9 +117,11 @@ impl<G: Guest> Owner<G> {
                     let _ = Reply::send(reply, Ok(()));
                 }
             }
+            let now = self.shared.clock.now();
+            let until = |at: Instant| at.saturating_duration_since(now);
             let expiry = standstill.expiry();
-            let left = expiry.map(|at| at.saturating_duration_since(self.shared.clock.now()));
-            let next = [next, left].into_iter().flatten().min();
+            let left = [expiry, self.plans.next_expiry()].map(|at| at.map(until));
+            let next = left.into_iter().flatten().chain(next).min();
             let command = match next {
                 None => commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(left) => commands.recv_timeout(left),
@@ -120,11 +130,24 @@ impl<G: Guest> Owner<G> {
             if expiry.is_some_and(|at| self.shared.clock.now() >= at) {
                 self.resume(&mut standstill);
             }
+            self.plans.expire(self.shared.clock.now());
             match command {
                 Ok(Command::Update(request, reply)) => {
                     let result = self.update(&request, &reply, &mut standstill);
                     // A client that has gone asks again with its request id.
                     let _ = reply.send(result);
+                }
+                Ok(Command::Prepare(request, reply)) => {
+                    let result = self.prepare(*request, &reply, &mut standstill);
+                    // The plan of a client that has gone expires.
+                    let _ = reply.send(result);
+                }
+                Ok(Command::Commit(request, reply)) => {
+                    let result = self.commit(&request, &reply, &mut standstill);
+                    let _ = reply.send(result);
+                }
+                Ok(Command::Discard(request, reply)) => {
+                    let _ = reply.send(self.plans.discard(&request));
                 }
                 Ok(Command::Pause(request, reply)) => {
                     let _ = reply.send(self.hold(&request, &mut standstill));
@@ -189,19 +212,15 @@ impl<G: Guest> Owner<G> {
             return Ok(earlier);
         }
         let now = self.shared.clock.now();
-        let drops = if request.force {
-            Drops::Anyones
-        } else {
-            Drops::Own
-        };
         let transaction = Transaction {
             updates: &request.updates,
             terms: Terms::new(
                 &request.owner,
                 &request.reason,
-                drops,
+                Drops::of(request.force),
                 request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
             ),
+            plan: None,
             allow_guarded: request.allow_guarded,
             validate_only: request.validate_only,
             stop_timeout: request.stop_timeout,
@@ -222,41 +241,65 @@ impl<G: Guest> Owner<G> {
         Ok(outcome)
     }
 
-    /// Attempts until it is done, refused, or the deadline has passed.
-    pub(super) fn transact(
+    /// Plans and makes a transaction.
+    pub(super) fn transact<'g>(
         &mut self,
         transaction: &Transaction<'_>,
-        standstill: &mut Standstill<'_, G>,
+        standstill: &mut Standstill<'g, G>,
         cancelled: impl Fn() -> bool,
     ) -> Result<UpdateOutcome, KeysError> {
-        let mut attempts = 0;
         let mut intent = None;
+        let attempt = |owner: &mut Self, standstill: &mut Standstill<'g, G>| {
+            owner.attempt(transaction, standstill, &mut intent)
+        };
+        let result = self.persist(transaction.deadline, standstill, cancelled, attempt);
+        self.conclude(transaction, result, intent)
+    }
+
+    /// Attempts until it is done, refused, or the deadline has passed; answers the number of attempts
+    /// as well.
+    pub(super) fn persist<'g, T>(
+        &mut self,
+        deadline: Instant,
+        standstill: &mut Standstill<'g, G>,
+        cancelled: impl Fn() -> bool,
+        mut attempt: impl FnMut(&mut Self, &mut Standstill<'g, G>) -> Result<Attempt<T>, KeysError>,
+    ) -> Result<(T, u32), KeysError> {
+        let mut attempts = 0;
         let mut backoff = FIRST_BACKOFF;
-        let result = loop {
-            if cancelled() || attempts == 0 && Instant::now() >= transaction.deadline {
-                break Err(KeysError::Cancelled);
+        loop {
+            if cancelled() || attempts == 0 && Instant::now() >= deadline {
+                return Err(KeysError::Cancelled);
             }
             attempts += 1;
-            match self.attempt(transaction, standstill, &mut intent) {
-                Err(error) => break Err(error),
-                Ok(Attempt::Done(flip)) => break Ok(flip),
+            match attempt(self, standstill)? {
+                Attempt::Done(done) => return Ok((done, attempts)),
                 // Nothing will change for as long as the guest is held.
-                Ok(Attempt::Busy(mut gate)) if standstill.held().is_some() => {
+                Attempt::Busy(mut gate) if standstill.held().is_some() => {
                     gate.name += " (the guest is held paused: resume it)";
-                    break Err(gate.busy_in(attempts));
+                    return Err(gate.busy_in(attempts));
                 }
-                Ok(Attempt::Busy(gate)) => {
+                Attempt::Busy(gate) => {
                     let wait = with_jitter(backoff);
-                    if Instant::now() + wait >= transaction.deadline {
-                        break Err(gate.busy_in(attempts));
+                    if Instant::now() + wait >= deadline {
+                        return Err(gate.busy_in(attempts));
                     }
                     std::thread::sleep(wait);
                     backoff = (backoff * 2).min(LAST_BACKOFF);
                 }
             }
-        };
+        }
+    }
+
+    /// Books a transaction that was made, or writes to the audit log that it was not.
+    pub(super) fn conclude(
+        &mut self,
+        transaction: &Transaction<'_>,
+        result: Result<(Flip, u32), KeysError>,
+        intent: Option<u64>,
+    ) -> Result<UpdateOutcome, KeysError> {
         match result {
-            Ok(flip) => Ok(self.report(transaction, flip, attempts, intent)),
+            Ok((flip, attempts)) => Ok(self.report(transaction, flip, attempts, intent)),
             Err(error) => {
                 if let Some(id) = intent {
                     self.audit.outcome(
@@ -288,6 +331,7 @@ impl<G: Guest> Owner<G> {
                     reason: transaction.terms.reason(),
                     request_id: transaction.request_id,
                     force: transaction.terms.drops == Drops::Anyones,
+                    plan: transaction.plan,
                     updates: transaction
                         .updates
                         .iter()
@@ -365,6 +409,9 @@ impl<G: Guest> Owner<G> {
             );
         }
         let report = flip.report.map(|report| FlipReport { attempts, ..report });
+        if let Some(times) = report.and_then(|report| report.pause) {
+            self.pauses.observe(times, summary.sites_patched);
+        }
         UpdateOutcome {
             results,
             summary,
@@ -375,20 +422,21 @@ impl<G: Guest> Owner<G> {
 
     /// Each key, with the etag that the next change of it must come with: after this one, or as it is
     /// if nothing was changed.
-    fn results(&self, transaction: &Transaction<'_>, flip: &Flip) -> Vec<KeyOutcome> {
+    pub(super) fn results(&self, transaction: &Transaction<'_>, flip: &Flip) -> Vec<KeyOutcome> {
         if transaction.summary_only {
             return Vec::new();
         }
         let book = self.shared.book();
         // Mostly the same for many keys.
-        let mut last = None;
+        let mut last: Option<(_, Arc<str>)> = None;
         let mut etag_of = |key: KeyInstance, count| {
             let of = (key.epoch, book.revision(key), count);
             match &last {
-                Some((same, etag)) if *same == of => String::clone(etag),
+                Some((same, etag)) if *same == of => Arc::clone(etag),
                 _ => {
                     let etag = etag(&self.shared.incarnation, key, of.1, count);
-                    last = Some((of, etag.clone()));
+                    let etag: Arc<str> = etag.into();
+                    last = Some((of, Arc::clone(&etag)));
                     etag
                 }
             }
@@ -429,7 +477,7 @@ fn intended<'a>(
 }
 
 /// The whole in numbers.
-fn summary(flip: &Flip) -> UpdateSummary {
+pub(super) fn summary(flip: &Flip) -> UpdateSummary {
     let to_u32 = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
     let changed = |change: &&KeyChange| change.before != change.after;
     UpdateSummary {

@@ -15,9 +15,9 @@ use crate::memory::GuestRam;
 
 /// A page ends before it would take more than this on the wire, so that no answer comes near the
 /// 4 MiB that stock gRPC clients accept.
-const PAGE_BYTES: usize = 3 << 20;
+pub(crate) const PAGE_BYTES: usize = 3 << 20;
 /// More than the fields of a key, a site or a hold take beside their texts.
-const ITEM_BYTES: usize = 192;
+pub(super) const ITEM_BYTES: usize = 192;
 
 /// A page of keys, by name.
 #[derive(Clone, Debug, Default)]

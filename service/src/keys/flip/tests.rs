@@ -12,7 +12,9 @@ use super::*;
 use crate::abi;
 use crate::keys::Incarnation;
 use crate::keys::audit::AuditLog;
+use crate::keys::estimate::PauseEstimate;
 use crate::keys::lapse::Lapses;
+use crate::keys::plans::Plans;
 use crate::keys::replay::Replay;
 use crate::keys::symbols::Symbols;
 use crate::keys::{Registry, Shared, SystemClock};
@@ -28,6 +30,7 @@ fn owner(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Owner<InMemory
             incarnation: Incarnation::new(),
             clock: Arc::new(SystemClock),
             pause: Mutex::default(),
+            pages: Mutex::default(),
             ended: tokio::sync::watch::Sender::new(None),
         }),
         audit: AuditLog::default(),
@@ -35,6 +38,8 @@ fn owner(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Owner<InMemory
         allow_guarded: false,
         pruned: 0,
         lapses: Lapses::default(),
+        plans: Plans::default(),
+        pauses: PauseEstimate::default(),
     }
 }
 

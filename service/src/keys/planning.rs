@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+//! From a request to a plan, while the guest runs: names become keys, and each must allow its op.
+
+use static_keys::{Class, KeyChange, Op, Options, Plan, PlanError, Update, split_name};
+
+use super::address_space::Place;
+use super::draft::{Draft, Terms};
+use super::error::{KeyRefusal, KeysError};
+use super::etag;
+use super::flip::{Attempt, Flip, Transaction, refused, way_out};
+use super::holds::KeyInstance;
+use super::owner::Owner;
+use super::registry::{Instances, Registration, Snapshot};
+use super::selection::Resolved;
+use super::{Book, FlipReport};
+use crate::guest::Guest;
+
+/// A transaction that may be made. Holds and etags are looked at each time it is attempted.
+pub(super) struct Planned {
+    pub plan: Plan<Place>,
+    /// In order.
+    pub ops: Vec<PlannedOp>,
+    /// Of each selection, in order, the number of its keys.
+    pub selected: Vec<usize>,
+    /// Keys that selections matched and left out.
+    pub left_out: usize,
+}
+
+/// One op on one key.
+pub(super) struct PlannedOp {
+    pub key: KeyInstance,
+    pub op: Op,
+    pub is_tracepoint: bool,
+    /// Checked if not empty.
+    pub etag: String,
+}
+
+impl Planned {
+    /// The keys as the plan changes them, with what becomes of the holds.
+    pub fn flip(&self, draft: Draft, report: Option<FlipReport>) -> Flip {
+        Flip {
+            changes: self.plan.changes().cloned().collect(),
+            keys: draft.keys().collect(),
+            draft,
+            left_out: self.left_out,
+            report,
+        }
+    }
+}
+
+impl<G: Guest> Owner<G> {
+    /// Plans a transaction on the registration as it is.
+    pub(super) fn plan(
+        &self,
+        snapshot: &Snapshot,
+        transaction: &Transaction<'_>,
+    ) -> Result<Attempt<Planned>, KeysError> {
+        let registration = &*snapshot.registration;
+        let memory = registration.memory(self.guest.ram());
+        let resolved = Resolved::new(registration, transaction.updates, transaction.allow_guarded)?;
+        let updates = resolved.ops.iter().map(|op| Update {
+            key: op.key.id,
+            op: op.op,
+        });
+        let updates: Vec<Update> = updates.collect();
+        let mut instances = Instances::of(registration);
+        let ops = resolved.ops.into_iter().map(|of| PlannedOp {
+            key: instances.instance(of.key),
+            op: of.op,
+            is_tracepoint: of.key.class == Class::Tracepoint,
+            etag: of.etag.to_owned(),
+        });
+        let ops: Vec<PlannedOp> = ops.collect();
+        self.check_quarantine(registration, &ops)?;
+        let options = Options {
+            allow_guarded: transaction.allow_guarded && self.allow_guarded,
+        };
+        match Plan::new(&registration.catalog, &memory, &updates, &options) {
+            Ok(plan) => Ok(Attempt::Done(Planned {
+                plan,
+                ops,
+                selected: resolved.selected,
+                left_out: resolved.left_out,
+            })),
+            Err(PlanError::Busy(busy)) => {
+                registration.check_refused(&busy)?;
+                Ok(Attempt::Busy((&busy).into()))
+            }
+            // The call permits it, and the monitor does not.
+            Err(PlanError::Guarded { key }) if transaction.allow_guarded => {
+                Err(KeysError::KeyRefused {
+                    key: key.to_string(),
+                    reason: KeyRefusal::Guarded,
+                    message: format!(
+                        "key {key} is guarded, and its monitor was started without permission for such keys; start it with permission"
+                    ),
+                })
+            }
+            Err(error) => Err(refused(&error)),
+        }
+    }
+
+    /// Refuses ops on quarantined keys.
+    pub(super) fn check_quarantine(
+        &self,
+        registration: &Registration,
+        ops: &[PlannedOp],
+    ) -> Result<(), KeysError> {
+        let book = self.shared.book();
+        if book.quarantine.is_empty() {
+            return Ok(());
+        }
+        for PlannedOp { key, .. } in ops {
+            let Some(why) = book.quarantine.get(key) else {
+                continue;
+            };
+            let key = registration.catalog.key(key.id);
+            let name = key.map_or("", |key| &*key.full_name);
+            return Err(KeysError::KeyRefused {
+                key: name.to_owned(),
+                reason: KeyRefusal::Quarantined,
+                message: format!(
+                    "key {name} is quarantined ({}); {}",
+                    why.message,
+                    way_out(split_name(name).0)
+                ),
+            });
+        }
+        Ok(())
+    }
+
+    /// Checks etags and holds against the counts that were planned with; answers what becomes of the
+    /// holds.
+    pub(super) fn follow(
+        &self,
+        registration: &Registration,
+        planned: &Planned,
+        terms: &Terms,
+    ) -> Result<Draft, KeysError> {
+        let memory = registration.memory(self.guest.ram());
+        let changes: Vec<&KeyChange> = planned.plan.changes().collect();
+        let book = self.shared.book();
+        let mut draft = Draft::with_capacity(changes.len());
+        for (op, &index) in planned.ops.iter().zip(planned.plan.folded()) {
+            let change = changes[index];
+            self.check_etag(&book, op, change)?;
+            if index == draft.len() {
+                // Later than the plan, which makes them a gate.
+                let probes = || registration.probes(&memory, op.key.id);
+                let probes = op.is_tracepoint.then(probes).flatten();
+                draft.open(&book.holds, op.key, change.before, probes);
+            }
+            draft.follow(index, &change.name, op.op, terms)?;
+        }
+        Ok(draft)
+    }
+
+    /// The etag stands for the key before all ops.
+    fn check_etag(&self, book: &Book, op: &PlannedOp, change: &KeyChange) -> Result<(), KeysError> {
+        if op.etag.is_empty() {
+            return Ok(());
+        }
+        let count = change.before;
+        let revision = book.revision(op.key);
+        let current = etag(&self.shared.incarnation, op.key, revision, count);
+        if op.etag == current {
+            return Ok(());
+        }
+        Err(KeysError::EtagMismatch {
+            key: change.name.to_string(),
+            given: op.etag.clone(),
+            current,
+            count,
+        })
+    }
+}
