@@ -96,7 +96,7 @@ fn suggestion(names: &[&str]) -> String {
 /// What the caller can do about a refusal.
 fn next_step(reason: &str) -> &'static str {
     match reason {
-        "KEY_GUARDED" => "; change it with --allow-guarded",
+        "KEY_GUARDED" => " (--allow-guarded)",
         "NOT_HOLDER" => "; release what others hold with --force",
         "OTHERS_TRACE" => "; act on it with --even-if-others",
         "GUEST_BUSY" => "; try for longer with --timeout",
@@ -105,8 +105,7 @@ fn next_step(reason: &str) -> &'static str {
         "GUEST_PAUSED" => "; use `patchbay guest resume`, or `patchbay guest shutdown --cut-now`",
         "GUEST_NOT_FOUND" => "; see `patchbay guest list`",
         "GUEST_NOT_NAMED" => "; choose with --guest or --all, see `patchbay guest list`",
-        "PLAN_NOT_FOUND" => "; make a new one with --dry-run",
-        "PLAN_STALE" => "; review a new one with --dry-run",
+        "PLAN_NOT_FOUND" | "PLAN_STALE" => " (--dry-run)",
         "HOLD_NOT_FOUND" => "; see `patchbay holds list`",
         _ => "",
     }
