@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use http_body_util::BodyExt;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::body::Body;
@@ -22,6 +22,7 @@ use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 use tower::{Layer, Service};
 
+use super::stream::Stream;
 use crate::log_limit::limited;
 use patchbay_proto::ERROR_DOMAIN;
 
@@ -70,7 +71,7 @@ pub struct Peer {
 /// An accepted connection.
 #[derive(Debug)]
 pub struct Connection {
-    stream: UnixStream,
+    stream: Stream,
     peer: Peer,
     _permit: OwnedSemaphorePermit,
 }
@@ -103,6 +104,10 @@ pub fn incoming(listener: UnixListener) -> ReceiverStream<std::io::Result<Connec
                 continue;
             };
             let uid = stream.peer_cred().ok().map(|peer| peer.uid());
+            // Without a descriptor or memory for it the connection is closed.
+            let Ok(stream) = Stream::new(stream) else {
+                continue;
+            };
             let connection = Connection {
                 stream,
                 peer: Peer { uid, calls },

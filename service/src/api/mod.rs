@@ -10,6 +10,7 @@ mod limits;
 mod plans;
 mod static_keys;
 mod status;
+mod stream;
 mod tracepoints;
 
 use std::future::Future;
