@@ -17,6 +17,7 @@ mod methods;
 mod plans;
 mod static_keys;
 mod status;
+mod stream;
 mod tracepoints;
 
 use std::time::Duration;
