@@ -13,6 +13,8 @@ mod api_service {
     mod patterns;
     mod plans;
     mod reflection;
+    mod roles;
+    mod several;
     mod stale_plans;
     mod support;
     mod updates;

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::Arc;
 
-use patchbay_service::api::{ApiSocket, serve};
+use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::testing::{InMemoryGuest, TestKey};
+use patchbay_service::trace::Tracing;
 use serde_json::Value;
 use tokio::runtime::Runtime;
 
@@ -172,7 +173,13 @@ impl Lab {
             Keys::start(Arc::clone(&guest), registry, KeysConfig::default()).expect("a thread");
         let runtime = runtime();
         let socket = ApiSocket::bind(&folder.path().join("patchbay/test.sock")).expect("free");
-        runtime.spawn(async move { serve(socket, keys, std::future::pending()).await });
+        runtime.spawn(async move {
+            let guests = Guests::default();
+            let guest = ServedGuest::start(keys, Tracing::default()).expect("no agent's socket");
+            guests.add(guest).expect("the only one");
+            let endpoint = Endpoint::new(socket, guests);
+            endpoint.serve(std::future::pending()).await
+        });
         Self {
             guest,
             folder,

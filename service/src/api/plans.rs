@@ -17,10 +17,10 @@ const DEFAULT_PLAN_TTL: Duration = Duration::from_secs(600);
 
 pub(super) async fn prepare(
     keys: &Keys,
+    principal: String,
     request: Request<v1::PrepareUpdateRequest>,
 ) -> Result<Response<v1::PrepareUpdateResponse>, Status> {
     let deadline = Instant::now() + time_allowed(request.metadata());
-    let principal = super::owner(&request);
     let request = prepare_request(request.into_inner(), principal.clone(), deadline)?;
     let plan = keys.prepare(request).await?;
     let page = keys.first_results(Arc::clone(&plan.outcome), &principal);
@@ -40,11 +40,11 @@ pub(super) async fn prepare(
 
 pub(super) async fn commit(
     keys: &Keys,
+    principal: String,
     request: Request<v1::CommitUpdateRequest>,
 ) -> Result<Response<v1::CommitUpdateResponse>, Status> {
     let received = Instant::now();
     let deadline = received + time_allowed(request.metadata());
-    let principal = super::owner(&request);
     let request = request.into_inner();
     check_plan_id(&request.plan_id)?;
     let attempts = attempts(
@@ -76,9 +76,9 @@ pub(super) async fn commit(
 
 pub(super) async fn discard(
     keys: &Keys,
+    principal: String,
     request: Request<v1::DiscardUpdateRequest>,
 ) -> Result<Response<v1::DiscardUpdateResponse>, Status> {
-    let principal = super::owner(&request);
     let plan_id = request.into_inner().plan_id;
     check_plan_id(&plan_id)?;
     keys.discard(DiscardRequest { plan_id, principal }).await?;
@@ -87,9 +87,9 @@ pub(super) async fn discard(
 
 pub(super) fn list_results(
     keys: &Keys,
+    principal: String,
     request: &Request<v1::ListUpdateResultsRequest>,
 ) -> Result<Response<v1::ListUpdateResultsResponse>, Status> {
-    let principal = super::owner(request);
     let page = keys.more_results(&request.get_ref().page_token, &principal)?;
     Ok(Response::new(v1::ListUpdateResultsResponse {
         results: convert::results(page.results()),

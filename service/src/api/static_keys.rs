@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay.v1.StaticKeysService`: checks requests and hands them to [`Keys`].
+//! `patchbay.v1.StaticKeysService`: checks requests and hands them to the guest's keys.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -9,16 +9,17 @@ use patchbay_proto::v1;
 use patchbay_proto::v1::static_keys_service_server::StaticKeysService;
 use prost::Message;
 use static_keys::{MAX_PATTERNS, Patterns, split_name};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 
+use super::access::Access;
 use super::{convert, invalid, plans};
 use crate::keys::{
-    Event, KeyUpdate, Keys, KeysError, ListQuery, MAX_UPDATES, PAGE_BYTES, Revision, Selection,
-    Target, UpdateRequest, Watcher, replay,
+    Event, KeyUpdate, KeysError, ListQuery, MAX_UPDATES, PAGE_BYTES, Revision, Selection, Target,
+    UpdateRequest, Watcher, replay,
 };
 
 const MAX_REQUEST_ID_BYTES: usize = 128;
@@ -35,8 +36,13 @@ const MAX_ANSWER_TIME: Duration = Duration::from_millis(250);
 
 /// Serves [`StaticKeysService`].
 pub struct StaticKeysApi {
-    pub keys: Arc<Keys>,
-    pub ending: watch::Receiver<bool>,
+    access: Access,
+}
+
+impl StaticKeysApi {
+    pub fn new(access: Access) -> Self {
+        Self { access }
+    }
 }
 
 #[tonic::async_trait]
@@ -45,6 +51,7 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::ListStaticKeysRequest>,
     ) -> Result<Response<v1::ListStaticKeysResponse>, Status> {
+        let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let query = ListQuery {
             page_size: super::page_size(request.page_size)
@@ -53,7 +60,7 @@ impl StaticKeysService for StaticKeysApi {
             keys: selection(&request.patterns, &request.classes)?,
             enabled: request.enabled,
         };
-        let keys = Arc::clone(&self.keys);
+        let keys = Arc::clone(&guest.keys);
         // Reads every key's count from the guest, which for all keys takes milliseconds.
         let page = tokio::task::spawn_blocking(move || keys.list(&query))
             .await
@@ -65,7 +72,7 @@ impl StaticKeysService for StaticKeysApi {
             keys: page.keys.into_iter().map(key).collect(),
             next_page_token: page.next_page_token,
             revision: page.revision,
-            incarnation: self.keys.incarnation().to_string(),
+            incarnation: guest.keys.incarnation().to_string(),
             total_size: i32::try_from(page.total).unwrap_or(i32::MAX),
         }))
     }
@@ -74,15 +81,16 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::GetStaticKeyRequest>,
     ) -> Result<Response<v1::GetStaticKeyResponse>, Status> {
+        let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let size = super::page_size(request.page_size)
             .ok_or_else(|| invalid("page_size", super::NEGATIVE_PAGE_SIZE))?;
-        let details = self.keys.get(&request.name, size, &request.page_token)?;
+        let details = guest.keys.get(&request.name, size, &request.page_token)?;
         Ok(Response::new(v1::GetStaticKeyResponse {
             key: Some(convert::key(details.key, details.sites)),
             next_page_token: details.next_page_token,
             revision: details.revision,
-            incarnation: self.keys.incarnation().to_string(),
+            incarnation: guest.keys.incarnation().to_string(),
         }))
     }
 
@@ -91,11 +99,12 @@ impl StaticKeysService for StaticKeysApi {
         request: Request<v1::UpdateStaticKeysRequest>,
     ) -> Result<Response<v1::UpdateStaticKeysResponse>, Status> {
         let received = Instant::now();
-        let owner = super::owner(&request);
+        let (guest, principal, request) = self.access.admit(request)?;
         let deadline = received + time_allowed(request.metadata());
-        let request = update_request(request.into_inner(), owner.clone(), received, deadline)?;
-        let outcome = self.keys.update(request).await?;
-        let page = self.keys.first_results(outcome, &owner);
+        let principal = String::from(principal);
+        let request = update_request(request.into_inner(), principal.clone(), received, deadline)?;
+        let outcome = guest.keys.update(request).await?;
+        let page = guest.keys.first_results(outcome, &principal);
         let outcome = page.outcome();
         Ok(Response::new(v1::UpdateStaticKeysResponse {
             results: convert::results(page.results()),
@@ -103,7 +112,7 @@ impl StaticKeysService for StaticKeysApi {
             summary: Some(convert::summary(outcome.summary)),
             report: outcome.report.map(convert::report),
             revision: outcome.revision,
-            incarnation: self.keys.incarnation().to_string(),
+            incarnation: guest.keys.incarnation().to_string(),
         }))
     }
 
@@ -114,13 +123,16 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::WatchStaticKeysRequest>,
     ) -> Result<Response<Self::WatchStaticKeysStream>, Status> {
+        let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let patterns = Patterns::parse(&request.patterns).map_err(KeysError::from)?;
-        let watcher = self.keys.watch(request.start_revision)?;
-        let mut ending = self.ending.clone();
+        let watcher = guest
+            .keys
+            .watch(request.start_revision, &request.incarnation)?;
+        let mut ending = guest.ending();
         // The history is the buffer; more here would only hide a slow client.
         let (sender, receiver) = mpsc::channel(1);
-        let incarnation = self.keys.incarnation().to_string();
+        let incarnation = guest.keys.incarnation().to_string();
         let begin = v1::WatchStaticKeysResponse {
             revision: watcher.position() - 1,
             incarnation: incarnation.clone(),
@@ -147,7 +159,7 @@ impl StaticKeysService for StaticKeysApi {
                 () = tell => {}
                 () = sender.closed() => {}
                 () = super::wait_for_end(&mut ending) => {
-                    let _ = sender.send(Err(Status::unavailable("the monitor ends"))).await;
+                    let _ = sender.send(Err(super::ends())).await;
                 }
             }
         });
@@ -158,8 +170,9 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::ListHoldsRequest>,
     ) -> Result<Response<v1::ListHoldsResponse>, Status> {
+        let (guest, _, request) = self.access.admit(request)?;
         let patterns = Patterns::parse(&request.into_inner().patterns).map_err(KeysError::from)?;
-        let holds = self.keys.holds(&patterns)?;
+        let holds = guest.keys.holds(&patterns)?;
         Ok(Response::new(v1::ListHoldsResponse {
             holds: holds.into_iter().map(convert::hold).collect(),
             next_page_token: String::new(),
@@ -170,41 +183,47 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::ListUpdateResultsRequest>,
     ) -> Result<Response<v1::ListUpdateResultsResponse>, Status> {
-        plans::list_results(&self.keys, &request)
+        let (guest, principal, request) = self.access.admit(request)?;
+        plans::list_results(&guest.keys, principal.into(), &request)
     }
 
     async fn prepare_update(
         &self,
         request: Request<v1::PrepareUpdateRequest>,
     ) -> Result<Response<v1::PrepareUpdateResponse>, Status> {
-        plans::prepare(&self.keys, request).await
+        let (guest, principal, request) = self.access.admit(request)?;
+        plans::prepare(&guest.keys, principal.into(), request).await
     }
 
     async fn commit_update(
         &self,
         request: Request<v1::CommitUpdateRequest>,
     ) -> Result<Response<v1::CommitUpdateResponse>, Status> {
-        plans::commit(&self.keys, request).await
+        let (guest, principal, request) = self.access.admit(request)?;
+        plans::commit(&guest.keys, principal.into(), request).await
     }
 
     async fn discard_update(
         &self,
         request: Request<v1::DiscardUpdateRequest>,
     ) -> Result<Response<v1::DiscardUpdateResponse>, Status> {
-        plans::discard(&self.keys, request).await
+        let (guest, principal, request) = self.access.admit(request)?;
+        plans::discard(&guest.keys, principal.into(), request).await
     }
 
     async fn release_holds(
         &self,
-        _request: Request<v1::ReleaseHoldsRequest>,
+        request: Request<v1::ReleaseHoldsRequest>,
     ) -> Result<Response<v1::ReleaseHoldsResponse>, Status> {
+        self.access.admit(request)?;
         Err(Status::unimplemented("not there yet"))
     }
 
     async fn renew_holds(
         &self,
-        _request: Request<v1::RenewHoldsRequest>,
+        request: Request<v1::RenewHoldsRequest>,
     ) -> Result<Response<v1::RenewHoldsResponse>, Status> {
+        self.access.admit(request)?;
         Err(Status::unimplemented("not there yet"))
     }
 }

@@ -201,6 +201,16 @@ pub enum KeysError {
         /// What failed, and the next step.
         message: String,
     },
+    /// The caller's revision was given out by another process.
+    #[error(
+        "the revision belongs to incarnation {given:?}, and this guest is served by incarnation {current}; list the keys again"
+    )]
+    IncarnationChanged {
+        /// By the caller, cut short.
+        given: String,
+        /// Of this process.
+        current: String,
+    },
     /// The guest has ended.
     #[error("the guest has stopped; start it again")]
     GuestStopped,
@@ -300,6 +310,7 @@ impl KeysError {
             | Self::Compacted { .. }
             | Self::RevisionInFuture { .. }
             | Self::WatchTooSlow { .. }
+            | Self::IncarnationChanged { .. }
             | Self::Internal { .. }
             | Self::GuestPaused
             | Self::NotPoweredOff { .. }
@@ -330,6 +341,7 @@ impl KeysError {
             Self::PlanNotOwned { .. } => "PLAN_NOT_OWNED",
             Self::PlanStale { .. } => "PLAN_STALE",
             Self::TooManyPlans { .. } => "TOO_MANY_PLANS",
+            Self::IncarnationChanged { .. } => "INCARNATION_CHANGED",
             Self::Internal { .. } => "INTERNAL",
             Self::GuestStopped => "GUEST_STOPPED",
             Self::GuestPaused => "GUEST_PAUSED",
