@@ -14,7 +14,7 @@ pub const USAGE: u8 = 2;
 pub const PARTLY: u8 = 3;
 /// A gate of the guest stayed closed.
 pub const GATE: u8 = 5;
-/// As timeout(1).
+/// The code of timeout(1).
 pub const TIMEOUT: u8 = 124;
 
 #[derive(Clone, Debug)]

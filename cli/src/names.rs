@@ -5,7 +5,7 @@ use std::io::Read;
 
 use crate::failure::Failure;
 
-/// As many as one request may change.
+/// One request may change so many keys.
 const MAX_NAMES: usize = 65_536;
 const MAX_BYTES: u64 = 16 << 20;
 /// Stands for the names in standard input.

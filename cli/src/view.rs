@@ -343,7 +343,7 @@ macro_rules! transaction {
 transaction!(UpdateStaticKeysResponse CommitUpdateResponse ReleaseHoldsResponse);
 
 impl Event {
-    /// The watch begins anew: what follows is the keys as they are.
+    /// Revisions are lost: the keys as they are now follow.
     pub fn resync(revision: u64, incarnation: &str, reason: String) -> Self {
         Self {
             revision,

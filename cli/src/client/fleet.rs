@@ -54,7 +54,7 @@ pub struct Member {
 #[derive(Debug)]
 pub enum Fleet {
     One(Client),
-    /// By name. Whoever asks for several gets a list, even if it has one entry.
+    /// Ordered by name. A request for several gets a list, even if it has one entry.
     Many(Vec<Member>),
 }
 

@@ -64,7 +64,7 @@ struct Fields {
     patterns: Option<Vec<String>>,
     classes: Option<Vec<Class>>,
     op: Option<FileOp>,
-    /// Of a change, and of a listed key.
+    /// Changes and listed keys have one.
     etag: Option<String>,
     name: Option<String>,
     enabled: Option<bool>,

@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_waits_is_told_once_for_which_gate() {
+    async fn each_gate_that_is_waited_for_is_shown_once() {
         let gates = ["text_mutex", "text_mutex", "system_state"];
         let answers = gates.map(|gate| Err(busy(gate))).to_vec();
         let (result, tried, said) = spend(2, answers).await;

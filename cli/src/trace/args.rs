@@ -72,8 +72,8 @@ pub enum TraceCommand {
         #[command(flatten)]
         stream: StreamArgs,
         /// The file to write (Chrome trace JSON).
-        // By its id it stands in the place of the global option, which says how to print: a
-        // recording is printed one way alone.
+        // It has the id of the global option that says how to print, and so replaces it: a recording has
+        // one format.
         #[arg(short, long, required = true, value_name = "FILE", value_parser = crate::args::file)]
         output: OutputArgument,
         /// End after this time, for example 10s; else at Ctrl-C.

@@ -15,7 +15,7 @@ use crate::print::{self, Printable, Rows};
 #[derive(Debug, Serialize)]
 pub struct Stat {
     pub tracepoints: Vec<Rate>,
-    /// Of all, told in the interval, per second.
+    /// All events of the interval, per second.
     pub events_per_second: f64,
     pub page_bytes_per_second: f64,
     /// Since the monitor started.

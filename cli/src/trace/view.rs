@@ -105,7 +105,7 @@ fn notes(tracepoint: &Tracepoint) -> String {
 pub struct Change {
     pub results: Vec<ChangedTracepoint>,
     pub events: usize,
-    /// Of the events, those that fire afterwards.
+    /// Events that fire after the call.
     pub firing: usize,
     pub dry_run: bool,
     /// From the request to stop until the last vCPU ran again, in nanoseconds.
@@ -221,7 +221,7 @@ pub enum Line {
 
 #[derive(Debug, Serialize)]
 pub struct Event {
-    /// Of the host's clock, RFC 3339, UTC.
+    /// The host's clock, RFC 3339, UTC.
     pub time: String,
     /// CLOCK_MONOTONIC of the guest.
     pub guest_time_ns: u64,
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn losses_are_told_by_cause() {
+    fn losses_are_shown_by_cause() {
         let lost = Losses {
             overwritten: 2,
             flood: 7,

@@ -47,6 +47,25 @@ fn guests_of_every_socket_are_listed() {
 }
 
 #[test]
+fn the_real_service_lists_its_guest_and_its_status() {
+    let lab = Lab::new();
+    let guests = lab.json(&["guest", "list"]);
+    assert_eq!(
+        (&guests[0]["name"], &guests[0]["details"]["registration"]),
+        (&"test".into(), &"registered".into())
+    );
+    assert_eq!(
+        lab.ok(&["--guest", "t*", "keys", "list", "b*", "-o", "name"]),
+        "test/beta\n"
+    );
+    let registered = ["guest", "wait", "--for", "registered", "-o", "name"];
+    assert_eq!(lab.ok(&registered), "test\n");
+    let waiting = lab.follow(&["guest", "wait", "--for", "paused", "-o", "name"]);
+    lab.ok(&["guest", "pause"]);
+    assert_eq!(waiting.output().2, Some(0));
+}
+
+#[test]
 fn one_guest_is_found_by_folder_name_and_socket() {
     let lab = Lab::new();
     drop(UnixListener::bind(lab.folder().join("patchbay/dead.sock")).expect("free"));

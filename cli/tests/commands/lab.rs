@@ -177,9 +177,8 @@ impl Lab {
             let guests = Guests::default();
             let guest = ServedGuest::start(keys, Tracing::default()).expect("no agent's socket");
             guests.add(guest).expect("the only one");
-            Endpoint::new(socket, guests)
-                .serve(std::future::pending())
-                .await
+            let endpoint = Endpoint::new(socket, guests);
+            endpoint.serve(std::future::pending()).await
         });
         Self {
             guest,

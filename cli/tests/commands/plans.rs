@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-use super::lab::{Commands, Host};
+use super::lab::{Commands, Host, Lab};
 
 #[test]
 fn a_dry_run_prints_the_plan_and_commit_makes_it() {
@@ -63,4 +63,24 @@ fn plans_are_for_programs_too() {
     let path = file.to_str().expect("text");
     let plan = host.json(&["keys", "apply", "--dry-run", "-f", path]);
     assert_eq!(plan["results"][0]["name"], "beta");
+}
+
+#[test]
+fn the_real_service_keeps_a_plan_and_makes_it_once() {
+    let lab = Lab::new();
+    let plan = lab.json(&["keys", "enable", "*a", "--dry-run"]);
+    assert_eq!((&plan["keys_changed"], lab.guest.pauses()), (&2.into(), 0));
+    let id = plan["plan_id"].as_str().expect("text");
+    let digest = plan["digest"].as_str().expect("text");
+    let message = lab.fails(1, &["keys", "commit", id, "--digest", "00"]);
+    assert!(message.contains("--dry-run"), "{message}");
+    for _ in 0..2 {
+        lab.ok(&["keys", "commit", id, "--digest", digest]);
+        assert_eq!((lab.guest.count("alpha"), lab.guest.pauses()), (1, 1));
+    }
+    let stale = lab.ok(&["keys", "disable", "alpha", "--dry-run", "-o", "name"]);
+    lab.ok(&["keys", "inc", "alpha"]);
+    lab.fails(1, &["keys", "commit", stale.trim()]);
+    lab.ok(&["keys", "discard", stale.trim()]);
+    assert_eq!(lab.guest.count("alpha"), 2);
 }

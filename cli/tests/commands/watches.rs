@@ -52,6 +52,37 @@ fn a_watch_prints_a_line_per_change() {
     watch.end();
 }
 
+/// The service refuses another incarnation's revision, and one that has not happened yet.
+#[test]
+fn a_watch_from_nowhere_lists_the_keys_of_the_real_service() {
+    let lab = Lab::new();
+    let described = lab.json(&["guest", "describe"]);
+    let incarnation = described["details"]["incarnation"].as_str().expect("text");
+    for (revision, incarnation) in [("1", "0123"), ("999", incarnation)] {
+        let mut watch = lab.follow(&[
+            "keys",
+            "watch",
+            "a*",
+            "--from-revision",
+            revision,
+            "--incarnation",
+            incarnation,
+            "-o",
+            "json",
+        ]);
+        assert_eq!(watch.json()["kind"], "resync");
+        assert_eq!(watch.json()["name"], "alpha");
+        lab.ok(&["keys", "inc", "alpha"]);
+        let changed = watch.json();
+        assert_eq!(
+            (&changed["kind"], &changed["name"]),
+            (&"changed".into(), &"alpha".into())
+        );
+        let (said, _) = watch.end();
+        assert!(said.contains("the keys as they are now follow"), "{said}");
+    }
+}
+
 #[test]
 fn a_watch_that_lost_revisions_lists_anew() {
     let losses = [
