@@ -223,11 +223,6 @@ impl<P: Copy> Plan<P> {
         &self.folded
     }
 
-    /// What it did, or would do, without the rest of the plan.
-    pub fn into_changes(self) -> Vec<KeyChange> {
-        self.keys.into_iter().map(|key| key.change).collect()
-    }
-
     /// Number of sites that it writes.
     #[must_use]
     pub fn site_count(&self) -> usize {
