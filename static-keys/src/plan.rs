@@ -193,11 +193,6 @@ impl<P: Copy> Plan<P> {
         &self.folded
     }
 
-    /// Takes the changes out of the plan.
-    pub fn into_changes(self) -> Vec<KeyChange> {
-        self.keys.into_iter().map(|key| key.change).collect()
-    }
-
     /// Number of sites that the plan writes.
     #[must_use]
     pub fn site_count(&self) -> usize {

@@ -25,6 +25,9 @@
 //!        └──── wait ≥ 1 ms with jitter, unless the deadline ◀──┘   audit, replay
 //! ```
 //!
+//! A prepare goes to the plan and keeps it; a commit begins with the holds and etags of a kept plan. What
+//! its gates find out of date is answered as PLAN_STALE, because a commit does not plan.
+//!
 //! Why one thread: flips of one guest exclude each other anyway (there is one pause), and with one
 //! owner the holds, the audit log, the answers kept for their request ids and a pause that an
 //! operator asked for need no locks between them and cannot be seen half-way. It is a plain thread

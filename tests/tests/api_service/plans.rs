@@ -322,6 +322,12 @@ async fn a_client_that_leaves_takes_its_call_with_it() {
     abandon(served.keys.commit(commit_by("a", &plan)));
     // Answered after the call that was dropped.
     served.keys.tick().await.expect("served");
+    let audit = served.audit();
+    let waited = |line: &serde_json::Value| line["reason"] == "GUEST_BUSY";
+    assert!(
+        !audit.iter().any(waited),
+        "not up to its deadline: {audit:?}"
+    );
     served.guest.set_gate(Gate::TextMutex, 0);
     assert_eq!(served.guest.count("beta"), 0);
     served
