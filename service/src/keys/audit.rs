@@ -46,7 +46,7 @@ pub struct AuditFile {
 /// What a client is about to do.
 #[derive(Debug, Serialize)]
 pub struct Intent<'a> {
-    /// "uid:N", or "monitor" for a lapsed hold.
+    /// "uid:N", or "monitor" for a hold that expired.
     pub owner: &'a str,
     /// As the client gave it.
     pub reason: &'a str,

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use static_keys::{
-    Busy, CommitError, Key, KeyChange, Options, Plan, PlanError, RunningError, Undo, Update,
-    VerifyError,
+    Busy, Class, CommitError, Key, KeyChange, Op, Options, Plan, PlanError, RunningError, Undo,
+    Update, VerifyError,
 };
 
 use super::address_space::{KernelMemory, Place};
-use super::draft::{Draft, Terms};
+use super::draft::{Draft, Raced, Terms};
 use super::error::{KeyRefusal, KeysError};
 use super::holds::KeyInstance;
 use super::owner::Owner;
@@ -136,7 +136,7 @@ impl<G: Guest> Owner<G> {
         let snapshot = self.shared.registry.snapshot()?;
         let registration = &*snapshot.registration;
         let memory = registration.memory(self.guest.ram());
-        let resolved = self.resolve(registration, transaction)?;
+        let resolved = self.resolve(registration, &memory, transaction)?;
         let updates = resolved.ops.iter().map(|op| Update {
             key: op.key.id,
             op: op.op,
@@ -169,7 +169,10 @@ impl<G: Guest> Owner<G> {
             }
             Err(error) => return Err(refused(&error)),
         };
-        let draft = self.follow(registration, &memory, transaction, &resolved.ops, &plan)?;
+        let draft = match self.follow(registration, &memory, transaction, &resolved.ops, &plan)? {
+            Ok(draft) => draft,
+            Err(raced) => return Ok(Attempt::Busy(raced)),
+        };
         let flip = |plan: Plan<Place>, report| Flip {
             changes: plan.into_changes(),
             keys: draft.keys().collect(),
@@ -223,14 +226,27 @@ impl<G: Guest> Owner<G> {
         }
     }
 
-    /// The keys of the updates; none of them quarantined.
+    /// The keys of the updates; none of them quarantined. Tracepoints that are to be disabled and that
+    /// somebody else keeps firing are enabled instead, which changes nothing of them.
     fn resolve<'a>(
         &self,
         registration: &'a Registration,
+        memory: &KernelMemory,
         transaction: &Transaction<'a>,
     ) -> Result<Resolved<'a>, KeysError> {
-        let resolved = Resolved::new(registration, transaction.updates, transaction.allow_guarded)?;
+        let mut resolved =
+            Resolved::new(registration, transaction.updates, transaction.allow_guarded)?;
         let book = self.shared.book();
+        let terms = &transaction.terms;
+        for KeyOp { key, op, .. } in &mut resolved.ops {
+            if key.class == Class::Tracepoint
+                && *op == Op::Disable
+                && let Some(state) = registration.state(memory, key)
+                && terms.leave_on(&book.holds, registration.instance(key), &state)
+            {
+                *op = Op::Enable;
+            }
+        }
         if book.quarantine.is_empty() {
             return Ok(resolved);
         }
@@ -251,7 +267,7 @@ impl<G: Guest> Owner<G> {
         Ok(resolved)
     }
 
-    /// Checks etags and holds against the counts that were planned with; answers what becomes of the
+    /// Checks etags and holds against the counts that were planned with; returns what becomes of the
     /// holds.
     fn follow(
         &self,
@@ -260,7 +276,7 @@ impl<G: Guest> Owner<G> {
         transaction: &Transaction<'_>,
         ops: &[KeyOp<'_>],
         plan: &Plan<Place>,
-    ) -> Result<Draft, KeysError> {
+    ) -> Result<Result<Draft, InTheWay>, KeysError> {
         let changes: Vec<&KeyChange> = plan.changes().collect();
         let mut instances = Instances::of(registration);
         let book = self.shared.book();
@@ -292,12 +308,18 @@ impl<G: Guest> Owner<G> {
             }
             if index == draft.len() {
                 // Later than the plan, which makes them a gate.
-                let probes = registration.probes(memory, key);
-                draft.open(&book.holds, instance, count, probes);
+                let state = registration.state_at(memory, key, count);
+                draft.open(&book.holds, instance, &key.full_name, state);
             }
-            draft.follow(index, &key.full_name, *op, &transaction.terms)?;
+            if draft.follow(index, &key.full_name, *op, &transaction.terms)? == Err(Raced) {
+                return Ok(Err(InTheWay {
+                    kind: GateKind::KeyChanged,
+                    name: format!("the holds on key {} have just changed", key.full_name),
+                    every_key: false,
+                }));
+            }
         }
-        Ok(draft)
+        Ok(Ok(draft))
     }
 
     /// Makes a plan: beside the running guest if it needs no pause, else by pause, verify, commit,

@@ -15,12 +15,12 @@ mod boot;
 mod clock;
 mod draft;
 mod error;
+mod expiry;
 mod flip;
 mod gate;
 mod holds;
 mod incarnation;
 mod journal;
-mod lapse;
 mod near;
 mod outcome;
 mod owner;
@@ -79,7 +79,7 @@ pub struct KeysConfig {
     pub symbols: Symbols,
     /// Whether guarded keys may be changed at all.
     pub allow_guarded: bool,
-    /// By which holds lapse.
+    /// By which holds expire.
     pub clock: Arc<dyn Clock>,
     /// Starts the thread that changes the keys.
     pub threads: Arc<dyn Threads>,
@@ -116,7 +116,7 @@ pub enum Target {
     /// The key that a hold is on, and not another that has come by its name since.
     Held {
         /// "name" or "module:name".
-        name: String,
+        name: Arc<str>,
         /// Which.
         instance: KeyInstance,
     },
@@ -154,7 +154,7 @@ pub struct UpdateRequest {
     pub summary_only: bool,
     /// Kept with the holds.
     pub reason: String,
-    /// When the references taken lapse.
+    /// When the references taken expire.
     pub ttl: Option<Duration>,
     /// How long the vCPUs may take to stop.
     pub stop_timeout: Duration,
@@ -333,7 +333,7 @@ impl Keys {
             replay: Replay::new(REPLAYED_ANSWERS, REPLAYED_RESULTS),
             allow_guarded: config.allow_guarded,
             pruned: 0,
-            lapses: lapse::Lapses::default(),
+            expiries: expiry::Expiries::default(),
         };
         let told = Arc::clone(&shared);
         let body = Box::new(move || {
@@ -452,6 +452,11 @@ impl Keys {
         // An owner thread that has ended writes no more.
         let _ = self.commands.send(Command::AuditFile(file));
     }
+}
+
+/// Names a hold for clients. Those of another incarnation mean nothing to this one.
+fn hold_id(incarnation: &Incarnation, number: u64) -> String {
+    format!("{}-h{number}", incarnation.short())
 }
 
 /// A client sends it back to change only what it has seen: the same key of the same incarnation, with

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!            ┌────────────────────────── wait ◀──────────────────────────────┐
-//!            │ command, or a lot of lapsed holds                             │
+//!            │ command, or a lot of expired holds                            │
 //!            ▼                                                               │
 //!        ┌─ check ── replayed, or refused: answer ──────────────────────────▶│
 //!        │   │ names, etags, holds                                           │
@@ -50,15 +50,15 @@ use tokio::sync::oneshot;
 use super::audit::{AuditFile, AuditLog, Change, IntendedKeys, IntendedOp, Intent, Outcome};
 use super::draft::{Drops, Terms};
 use super::error::KeysError;
+use super::expiry::Expiries;
 use super::flip::{Attempt, Flip, Transaction};
 use super::holds::KeyInstance;
 use super::journal::{Author, Event};
-use super::lapse::Lapses;
 use super::replay::Replay;
 use super::standstill::Standstill;
 use super::{
     FlipReport, KeyOutcome, PauseOutcome, PauseRequest, PauseState, Shared, Target, UpdateOutcome,
-    UpdateRequest, UpdateSummary, etag,
+    UpdateRequest, UpdateSummary, etag, hold_id,
 };
 use crate::guest::{Guest, PausedGuest};
 
@@ -88,7 +88,7 @@ pub(super) struct Owner<G: Guest> {
     pub allow_guarded: bool,
     /// Version of the registration when holds on keys that are gone were last looked for.
     pub pruned: u64,
-    pub lapses: Lapses,
+    pub expiries: Expiries,
 }
 
 impl<G: Guest> Owner<G> {
@@ -98,11 +98,11 @@ impl<G: Guest> Owner<G> {
         let mut standstill = Standstill::none(&*guest);
         let mut ticks = Vec::new();
         loop {
-            let mut next = self.next_lapse();
+            let mut next = self.next_expiry();
             if next == Some(Duration::ZERO) {
                 // One lot and one command in turn, so that neither keeps the others waiting.
-                self.lapse(&mut standstill);
-                next = self.next_lapse();
+                self.expire(&mut standstill);
+                next = self.next_expiry();
             }
             if next != Some(Duration::ZERO) {
                 for reply in ticks.drain(..) {
@@ -284,7 +284,7 @@ impl<G: Guest> Owner<G> {
             let mut selected = selected.iter().copied();
             *intent = Some(
                 self.audit.intent(&Intent {
-                    owner: transaction.terms.owner(),
+                    owner: transaction.terms.holder(),
                     reason: transaction.terms.reason(),
                     request_id: transaction.request_id,
                     force: transaction.terms.drops == Drops::Anyones,
@@ -314,14 +314,14 @@ impl<G: Guest> Owner<G> {
         let journal = self.shared.registry.journal();
         if transaction.validate_only {
             return UpdateOutcome {
-                results: self.results(transaction, &flip),
+                results: self.results(transaction, &flip, &[]),
                 summary,
                 revision: journal.latest(),
                 report: None,
             };
         }
         let author = Arc::new(Author {
-            principal: transaction.terms.owner().to_string(),
+            principal: transaction.terms.holder().to_string(),
             reason: transaction.terms.reason().to_string(),
             request_id: transaction.request_id.to_owned(),
         });
@@ -336,7 +336,8 @@ impl<G: Guest> Owner<G> {
                 by: Arc::clone(&author),
             })
             .collect();
-        std::mem::take(&mut flip.draft).book(&mut self.shared.book().holds);
+        let draft = std::mem::take(&mut flip.draft);
+        let taken = draft.book(&mut self.shared.book().holds, &transaction.terms);
         let revision = if events.is_empty() {
             journal.latest()
         } else {
@@ -349,7 +350,7 @@ impl<G: Guest> Owner<G> {
             book.revisions
                 .extend(changed.map(|(_, &key)| (key, revision)));
         }
-        let results = self.results(transaction, &flip);
+        let results = self.results(transaction, &flip, &taken);
         if let Some(id) = intent {
             let changes = flip.changes.iter().map(|change| Change {
                 key: &change.name,
@@ -374,8 +375,14 @@ impl<G: Guest> Owner<G> {
     }
 
     /// Each key, with the etag that the next change of it must come with: after this one, or as it is
-    /// if nothing was changed.
-    fn results(&self, transaction: &Transaction<'_>, flip: &Flip) -> Vec<KeyOutcome> {
+    /// if nothing was changed. `taken` has the number of the hold that each key's references were taken
+    /// for.
+    fn results(
+        &self,
+        transaction: &Transaction<'_>,
+        flip: &Flip,
+        taken: &[Option<u64>],
+    ) -> Vec<KeyOutcome> {
         if transaction.summary_only {
             return Vec::new();
         }
@@ -393,7 +400,9 @@ impl<G: Guest> Owner<G> {
                 }
             }
         };
+        let mut taken = taken.iter().copied();
         let result = |(change, &key): (&KeyChange, &KeyInstance)| {
+            let hold = taken.next().flatten();
             let count = if transaction.validate_only {
                 change.before
             } else {
@@ -405,7 +414,9 @@ impl<G: Guest> Owner<G> {
                 count_after: change.after,
                 sites_patched: change.sites,
                 etag: etag_of(key, count),
-                hold_id: String::new(),
+                hold_id: hold.map_or_else(String::new, |number| {
+                    hold_id(&self.shared.incarnation, number)
+                }),
             }
         };
         let changes = flip.changes.iter().zip(&flip.keys);
@@ -419,7 +430,8 @@ fn intended<'a>(
     selected: &mut impl Iterator<Item = usize>,
 ) -> IntendedKeys<'a> {
     match target {
-        Target::Name(key) | Target::Held { name: key, .. } => IntendedKeys::Name { key },
+        Target::Name(key) => IntendedKeys::Name { key },
+        Target::Held { name: key, .. } => IntendedKeys::Name { key },
         Target::Selection(selection) => IntendedKeys::Selection {
             patterns: selection.patterns.texts(),
             classes: selection.class_names(),

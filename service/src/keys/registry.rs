@@ -18,13 +18,13 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use static_keys::{Busy, Catalog, GuestMemory, Key, Module, Probes};
+use static_keys::{Busy, Catalog, Class, GuestMemory, Key, Module, Probes};
 
 pub use self::source::KernelTables;
 use super::address_space::{KernelMemory, PageTable};
 use super::boot::Boot;
 use super::error::KeysError;
-use super::holds::KeyInstance;
+use super::holds::{KeyInstance, KeyState};
 use super::journal::{Event, Journal, Limits};
 use super::near::near;
 use super::refused::RefusedModules;
@@ -113,8 +113,23 @@ impl Registration {
 
     /// For whom the tracepoint of a key fires; `None` for other keys, and for a guest that points at
     /// what is not mapped.
-    pub fn probes(&self, memory: &KernelMemory, key: &Key) -> Option<Probes> {
+    fn probes(&self, memory: &KernelMemory, key: &Key) -> Option<Probes> {
         self.catalog.probes(memory, key.id).ok().flatten()
+    }
+
+    /// What decides on the holds on a key; `None` if its count cannot be read.
+    pub fn state(&self, memory: &KernelMemory, key: &Key) -> Option<KeyState> {
+        let count = self.catalog.enabled(memory, key.id).ok()?;
+        Some(self.state_at(memory, key, count))
+    }
+
+    /// The same, of a key whose count was read already.
+    pub fn state_at(&self, memory: &KernelMemory, key: &Key, count: i32) -> KeyState {
+        KeyState {
+            count,
+            tracepoint: key.class == Class::Tracepoint,
+            probes: self.probes(memory, key),
+        }
     }
 
     /// Whether the key was initialised as true (type bit 0, `include/linux/jump_label.h`).

@@ -8,7 +8,7 @@ use static_keys::{Branch, Class, Key, NotPatchable, SiteState, count_users, disa
 
 use super::error::KeysError;
 use super::registry::{Registration, Snapshot};
-use super::{Book, Keys, ListQuery, Patterns, Quarantine, etag};
+use super::{Book, Keys, ListQuery, Patterns, Quarantine, etag, hold_id};
 use crate::memory::GuestRam;
 
 /// A page ends before it would take more than this on the wire, so that no answer comes near the
@@ -90,6 +90,8 @@ pub struct SiteView {
 /// A hold as it is listed.
 #[derive(Clone, Debug)]
 pub struct HoldView {
+    /// Names it in other calls.
+    pub id: String,
     /// "name" or "module:name".
     pub key: Arc<str>,
     /// The principal that took the references.
@@ -196,8 +198,9 @@ impl Keys {
         for key in matching.filter(|key| patterns.select(key.module(), key.name())) {
             let holds = book.holds.of(registration.instance(key));
             views.extend(holds.iter().map(|hold| HoldView {
+                id: hold_id(self.incarnation(), hold.number),
                 key: Arc::clone(&key.full_name),
-                holder: Arc::clone(&hold.owner),
+                holder: Arc::clone(&hold.holder),
                 reason: Arc::clone(&hold.reason),
                 references: hold.references,
                 since: hold.since,

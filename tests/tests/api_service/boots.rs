@@ -64,7 +64,7 @@ async fn a_quarantine_outlives_a_generation_of_the_same_boot() {
 }
 
 #[tokio::test]
-async fn a_lapse_waits_until_the_kernel_registers_again() {
+async fn an_expiry_waits_until_the_kernel_registers_again() {
     let served = Served::start().await;
     let update = for_a_while("alpha", 5);
     served.update(update).await.expect("a ref key");
@@ -79,13 +79,13 @@ async fn a_lapse_waits_until_the_kernel_registers_again() {
 }
 
 #[tokio::test]
-async fn a_lapse_waits_until_its_module_is_told_again() {
+async fn an_expiry_waits_until_its_module_is_told_again() {
     let served = Served::start().await;
     assert_eq!(served.guest.add_module("one", &[TestKey::new("key", 1)]), 0);
     let update = for_a_while("one:key", 5);
     served.update(update).await.expect("a ref key");
     again(&served);
-    // An update and a lapse come before the kernel has told its module.
+    // An update and an expiry come before the kernel has told its module.
     later(&served, 5).await;
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     assert_eq!(served.guest.add_module_again("one", |_| ()), 0);

@@ -12,7 +12,7 @@ use super::*;
 use crate::abi;
 use crate::keys::Incarnation;
 use crate::keys::audit::AuditLog;
-use crate::keys::lapse::Lapses;
+use crate::keys::expiry::Expiries;
 use crate::keys::replay::Replay;
 use crate::keys::symbols::Symbols;
 use crate::keys::{Registry, Shared, SystemClock};
@@ -34,7 +34,7 @@ fn owner(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Owner<InMemory
         replay: Replay::new(1, 1),
         allow_guarded: false,
         pruned: 0,
-        lapses: Lapses::default(),
+        expiries: Expiries::default(),
     }
 }
 
