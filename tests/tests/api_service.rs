@@ -6,6 +6,7 @@ mod api_service {
     mod busy;
     mod faults;
     mod guest;
+    mod hold_ids;
     mod holds;
     mod keys;
     mod limits;

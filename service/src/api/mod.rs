@@ -6,6 +6,7 @@
 
 mod convert;
 mod guest;
+mod holds;
 mod limits;
 mod static_keys;
 mod status;

@@ -15,19 +15,19 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 
-use super::{convert, invalid};
+use super::{convert, holds, invalid};
 use crate::keys::{
     Event, KeyUpdate, Keys, KeysError, ListQuery, MAX_PATTERNS, MAX_UPDATES, Patterns, Selection,
     Target, UpdateRequest, replay,
 };
 
-const MAX_REQUEST_ID_BYTES: usize = 128;
+pub(super) const MAX_REQUEST_ID_BYTES: usize = 128;
 const MAX_REASON_BYTES: usize = 256;
 /// Longest time that one update may take, and the deadline of calls that bring none.
-const MAX_DEADLINE: Duration = Duration::from_secs(30);
-const MAX_TTL: Duration = Duration::from_secs(365 * 24 * 3600);
-const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
-const DEFAULT_STOP_TIMEOUT: Duration = Duration::from_secs(1);
+pub(super) const MAX_DEADLINE: Duration = Duration::from_secs(30);
+pub(super) const MAX_TTL: Duration = Duration::from_secs(365 * 24 * 3600);
+pub(super) const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
+pub(super) const DEFAULT_STOP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Kept of a call's time for the answer's way to the client.
 const MAX_ANSWER_TIME: Duration = Duration::from_millis(250);
 
@@ -152,12 +152,8 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::ListHoldsRequest>,
     ) -> Result<Response<v1::ListHoldsResponse>, Status> {
-        let patterns = Patterns::parse(&request.into_inner().patterns)?;
-        let holds = self.keys.holds(&patterns)?;
-        Ok(Response::new(v1::ListHoldsResponse {
-            holds: holds.into_iter().map(convert::hold).collect(),
-            next_page_token: String::new(),
-        }))
+        let answer = holds::list(&self.keys, request.into_inner()).await?;
+        Ok(Response::new(answer))
     }
 
     async fn list_update_results(
@@ -190,16 +186,23 @@ impl StaticKeysService for StaticKeysApi {
 
     async fn release_holds(
         &self,
-        _request: Request<v1::ReleaseHoldsRequest>,
+        request: Request<v1::ReleaseHoldsRequest>,
     ) -> Result<Response<v1::ReleaseHoldsResponse>, Status> {
-        Err(Status::unimplemented("not there yet"))
+        let received = Instant::now();
+        let principal = super::owner(&request);
+        let deadline = received + time_allowed(request.metadata());
+        let request = request.into_inner();
+        let answer = holds::release(&self.keys, request, principal, received, deadline).await?;
+        Ok(Response::new(answer))
     }
 
     async fn renew_holds(
         &self,
-        _request: Request<v1::RenewHoldsRequest>,
+        request: Request<v1::RenewHoldsRequest>,
     ) -> Result<Response<v1::RenewHoldsResponse>, Status> {
-        Err(Status::unimplemented("not there yet"))
+        let principal = super::owner(&request);
+        let answer = holds::renew(&self.keys, request.into_inner(), principal).await?;
+        Ok(Response::new(answer))
     }
 }
 

@@ -22,6 +22,9 @@ impl From<KeysError> for Status {
             KeysError::NothingSelected { patterns } => {
                 details.set_resource_info("StaticKey", patterns, "", "no such key");
             }
+            KeysError::HoldNotFound { id } => {
+                details.set_resource_info("Hold", id, "", "no such hold");
+            }
             KeysError::InvalidArgument { field, message } => {
                 details.add_bad_request_violation(*field, message);
             }
@@ -93,7 +96,9 @@ fn code(error: &KeysError) -> Code {
         | KeysError::GuestStopped
         | KeysError::GuestPaused
         | KeysError::AuditLogUnwritable { .. } => Code::FailedPrecondition,
-        KeysError::KeyNotFound { .. } | KeysError::NothingSelected { .. } => Code::NotFound,
+        KeysError::KeyNotFound { .. }
+        | KeysError::NothingSelected { .. }
+        | KeysError::HoldNotFound { .. } => Code::NotFound,
         KeysError::InvalidArgument { .. } | KeysError::RequestIdReused { .. } => {
             Code::InvalidArgument
         }

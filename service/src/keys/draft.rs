@@ -412,7 +412,10 @@ mod tests {
         follow(&mut draft, Op::Inc, &terms("a", false)).expect("taken");
         follow(&mut draft, Op::Dec, &expiry).expect("a's");
         let error = follow(&mut draft, Op::Dec, &expiry);
-        assert_eq!(error.expect_err("nothing has expired").reason(), "NOT_HOLDER");
+        assert_eq!(
+            error.expect_err("nothing has expired").reason(),
+            "NOT_HOLDER"
+        );
         assert_eq!(draft.keys[0].state.count, 2, "one that has not expired");
     }
 

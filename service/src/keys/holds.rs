@@ -85,7 +85,12 @@ pub struct Holds {
 impl Holds {
     /// Holds on one key.
     pub fn of(&self, key: KeyInstance) -> &[Hold] {
-        self.by_key.get(&key).map_or(&[], KeyHolds::as_slice)
+        self.get(key).map_or(&[], KeyHolds::as_slice)
+    }
+
+    /// The same, with the key's name.
+    pub fn get(&self, key: KeyInstance) -> Option<&KeyHolds> {
+        self.by_key.get(&key)
     }
 
     /// Each key that has holds.

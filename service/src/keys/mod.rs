@@ -18,6 +18,7 @@ mod error;
 mod expiry;
 mod flip;
 mod gate;
+mod hold_list;
 mod holds;
 mod incarnation;
 mod journal;
@@ -29,6 +30,7 @@ mod quarantine;
 mod refused;
 mod registration;
 pub mod registry;
+mod release;
 pub mod replay;
 mod selection;
 mod standstill;
@@ -50,6 +52,7 @@ use self::audit::AuditFile;
 pub use self::clock::{Clock, SystemClock};
 pub use self::error::{KeyRefusal, KeysError};
 pub use self::gate::GateKind;
+pub use self::hold_list::{HoldPage, HoldQuery, HoldView};
 pub use self::holds::{Hold, Holds, KeyInstance};
 pub use self::incarnation::Incarnation;
 pub use self::journal::{Author, Event, Journal, Limits, Revision, Watcher};
@@ -58,9 +61,10 @@ use self::owner::{Command, Owner, Reply};
 pub use self::pattern::{MAX_PATTERNS, Patterns};
 pub use self::quarantine::{Quarantine, QuarantineCause};
 pub use self::registry::{Description, KernelTables, Refused, RegistrationPhase, Registry};
+pub use self::release::{ReleaseRequest, RenewRequest};
 use self::replay::Replay;
 use self::symbols::Symbols;
-pub use self::view::{HoldView, KeyDetails, KeyPage, KeyView, SiteView};
+pub use self::view::{KeyDetails, KeyPage, KeyView, SiteView};
 use crate::guest::{Guest, Machine};
 use crate::threads::{PlainThreads, ThreadKind, Threads, contain};
 
@@ -457,6 +461,17 @@ impl Keys {
 /// Names a hold for clients. Those of another incarnation mean nothing to this one.
 fn hold_id(incarnation: &Incarnation, number: u64) -> String {
     format!("{}-h{number}", incarnation.short())
+}
+
+/// The number in the id of a hold; `None` if the id is malformed or another incarnation's.
+fn hold_number(incarnation: &Incarnation, id: &str) -> Option<u64> {
+    let (of, number) = id.split_once("-h")?;
+    let canonical = number.bytes().all(|byte| byte.is_ascii_digit()) && !number.starts_with('0');
+    (of == incarnation.short() && canonical).then(|| number.parse().ok())?
+}
+
+fn invalid(field: &'static str, message: String) -> KeysError {
+    KeysError::InvalidArgument { field, message }
 }
 
 /// A client sends it back to change only what it has seen: the same key of the same incarnation, with

@@ -57,8 +57,8 @@ use super::journal::{Author, Event};
 use super::replay::Replay;
 use super::standstill::Standstill;
 use super::{
-    FlipReport, KeyOutcome, PauseOutcome, PauseRequest, PauseState, Shared, Target, UpdateOutcome,
-    UpdateRequest, UpdateSummary, etag, hold_id,
+    FlipReport, HoldView, KeyOutcome, PauseOutcome, PauseRequest, PauseState, ReleaseRequest,
+    RenewRequest, Shared, Target, UpdateOutcome, UpdateRequest, UpdateSummary, etag, hold_id,
 };
 use crate::guest::{Guest, PausedGuest};
 
@@ -71,6 +71,8 @@ pub(super) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
 /// What the owner is asked to do.
 pub(super) enum Command {
     Update(Box<UpdateRequest>, Reply<Arc<UpdateOutcome>>),
+    Release(Box<ReleaseRequest>, Reply<Arc<UpdateOutcome>>),
+    Renew(RenewRequest, Reply<Vec<HoldView>>),
     Pause(PauseRequest, Reply<PauseOutcome>),
     Resume(Reply<()>),
     /// Write the audit log there from now on.
@@ -125,6 +127,13 @@ impl<G: Guest> Owner<G> {
                     let result = self.update(&request, &reply, &mut standstill);
                     // A client that has gone asks again with its request id.
                     let _ = reply.send(result);
+                }
+                Ok(Command::Release(request, reply)) => {
+                    let result = self.release(&request, &reply, &mut standstill);
+                    let _ = reply.send(result);
+                }
+                Ok(Command::Renew(request, reply)) => {
+                    let _ = reply.send(self.renew(&request));
                 }
                 Ok(Command::Pause(request, reply)) => {
                     let _ = reply.send(self.hold(&request, &mut standstill));

@@ -35,6 +35,11 @@ impl KeyHolds {
         &self.holds
     }
 
+    /// The hold with this number.
+    pub fn find(&self, number: u64) -> Option<&Hold> {
+        self.holds.iter().find(|hold| hold.number == number)
+    }
+
     /// "name" or "module:name".
     pub fn name(&self) -> &Arc<str> {
         &self.name
