@@ -5,6 +5,7 @@ mod api_service {
     mod boots;
     mod busy;
     mod faults;
+    mod fired;
     mod guest;
     mod hold_ids;
     mod holds;

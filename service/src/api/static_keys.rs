@@ -293,6 +293,7 @@ fn update_request(
         validate_only: request.validate_only,
         allow_guarded: request.allow_guarded,
         force: request.force,
+        tracepoints: None,
         summary_only,
         reason: request.reason,
         ttl,

@@ -130,12 +130,27 @@ impl Keys {
         };
         let instance = registration.instance(key);
         let mut holds = self.shared.book().holds.copy(instance);
+        if holds.as_slice().is_empty() {
+            return Vec::new();
+        }
         self.follow_guest(registration, instance, &mut holds);
         let holds = holds.as_slice().iter();
         let mut holders: Vec<Arc<str>> = holds.map(|hold| Arc::clone(&hold.holder)).collect();
         holders.sort_unstable();
         holders.dedup();
         holders
+    }
+
+    /// Keys that this principal holds, or held before the guest voided that.
+    pub(crate) fn held_keys(&self, holder: &str) -> Vec<Arc<str>> {
+        let live = self.shared.registry.live_epochs();
+        let book = self.shared.book();
+        let holds = |(key, holds): &(KeyInstance, &KeyHolds)| {
+            let mut all = holds.as_slice().iter();
+            live.contains(&key.epoch) && all.any(|hold| *hold.holder == *holder)
+        };
+        let held = book.holds.iter().filter(holds);
+        held.map(|(_, holds)| Arc::clone(holds.name())).collect()
     }
 
     /// Leaves out what the guest has voided, if the key can be read now.

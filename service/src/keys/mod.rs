@@ -137,6 +137,21 @@ pub struct Selection {
     pub classes: Vec<Class>,
 }
 
+/// What becomes of the holds on tracepoints that tracing switches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TracepointUpdate {
+    /// Enable, and hold also what is on; a hold that the caller has gets the new expiry.
+    Fire,
+    /// Disable what nobody else holds, also if the caller does not.
+    Park,
+    /// End the caller's holds, and disable what nobody else holds or traces.
+    Leave,
+    /// Disable and end all holds.
+    Silence,
+    /// Enable for others in the guest, and end all holds.
+    HandOver,
+}
+
 /// A transaction.
 #[derive(Clone, Debug)]
 pub struct UpdateRequest {
@@ -154,6 +169,8 @@ pub struct UpdateRequest {
     pub allow_guarded: bool,
     /// Drop references of others.
     pub force: bool,
+    /// `None`: by the rules of the ops.
+    pub tracepoints: Option<TracepointUpdate>,
     /// Answer with the summary alone.
     pub summary_only: bool,
     /// Kept with the holds.
@@ -195,6 +212,7 @@ impl UpdateRequest {
             validate_only: false,
             allow_guarded: false,
             force: false,
+            tracepoints: None,
             summary_only: false,
             reason: String::new(),
             ttl: None,

@@ -58,7 +58,8 @@ use super::replay::Replay;
 use super::standstill::Standstill;
 use super::{
     FlipReport, HoldView, KeyOutcome, PauseOutcome, PauseRequest, PauseState, ReleaseRequest,
-    RenewRequest, Shared, Target, UpdateOutcome, UpdateRequest, UpdateSummary, etag, hold_id,
+    RenewRequest, Shared, Target, TracepointUpdate, UpdateOutcome, UpdateRequest, UpdateSummary,
+    etag, hold_id,
 };
 use crate::guest::{Guest, PausedGuest};
 
@@ -198,19 +199,22 @@ impl<G: Guest> Owner<G> {
             return Ok(earlier);
         }
         let now = self.shared.clock.now();
-        let drops = if request.force {
-            Drops::Anyones
-        } else {
-            Drops::Own
+        let drops = match request.tracepoints {
+            Some(TracepointUpdate::Park) => Drops::Park,
+            Some(TracepointUpdate::Leave) => Drops::Leave,
+            Some(TracepointUpdate::Silence) => Drops::Anyones,
+            Some(TracepointUpdate::HandOver) => Drops::HandOver,
+            Some(TracepointUpdate::Fire) | None if !request.force => Drops::Own,
+            Some(TracepointUpdate::Fire) | None => Drops::Anyones,
         };
+        let expires = request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl));
+        let terms = Terms::new(&request.owner, &request.reason, drops, expires);
         let transaction = Transaction {
             updates: &request.updates,
-            terms: Terms::new(
-                &request.owner,
-                &request.reason,
-                drops,
-                request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
-            ),
+            terms: match request.tracepoints {
+                Some(TracepointUpdate::Fire) => terms.firing(),
+                _ => terms,
+            },
             allow_guarded: request.allow_guarded,
             validate_only: request.validate_only,
             stop_timeout: request.stop_timeout,

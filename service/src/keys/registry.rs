@@ -331,6 +331,11 @@ impl Registry {
         }
     }
 
+    /// Number of the kernel that runs, or ran last: what was done to another one is no more.
+    pub fn boot(&self) -> Option<u64> {
+        self.state().boot.as_ref().map(|boot| boot.epoch)
+    }
+
     /// Epochs of images whose keys exist, even if the guest has taken its registration back.
     pub fn live_epochs(&self) -> HashSet<u64> {
         self.state()
