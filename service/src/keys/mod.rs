@@ -353,6 +353,7 @@ impl Keys {
             shared: Arc::clone(&shared),
             audit: config.audit,
             replay: Replay::new(REPLAYED_ANSWERS, REPLAYED_RESULTS),
+            replayed_boot: None,
             allow_guarded: config.allow_guarded,
             pruned: 0,
             expiries: expiry::Expiries::default(),

@@ -54,7 +54,7 @@ use super::expiry::Expiries;
 use super::flip::{Attempt, Flip, Transaction};
 use super::holds::KeyInstance;
 use super::journal::{Author, Event};
-use super::replay::Replay;
+use super::replay::{Content, Replay};
 use super::standstill::Standstill;
 use super::{
     FlipReport, HoldView, KeyOutcome, PauseOutcome, PauseRequest, PauseState, ReleaseRequest,
@@ -88,6 +88,8 @@ pub(super) struct Owner<G: Guest> {
     pub shared: Arc<Shared>,
     pub audit: AuditLog,
     pub replay: Replay<UpdateOutcome>,
+    /// The kernel that the replayed changes were made to.
+    pub replayed_boot: Option<u64>,
     pub allow_guarded: bool,
     /// Version of the registration when holds on keys that are gone were last looked for.
     pub pruned: u64,
@@ -192,10 +194,8 @@ impl<G: Guest> Owner<G> {
         reply: &Reply<Arc<UpdateOutcome>>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Arc<UpdateOutcome>, KeysError> {
-        if let Some(earlier) =
-            self.replay
-                .find(&request.owner, &request.request_id, &request.content)?
-        {
+        let (owner, id) = (&request.owner, &request.request_id);
+        if let Some(earlier) = self.replayed(owner, id, &request.content)? {
             return Ok(earlier);
         }
         let now = self.shared.clock.now();
@@ -233,6 +233,21 @@ impl<G: Guest> Owner<G> {
             );
         }
         Ok(outcome)
+    }
+
+    /// The answer to an earlier request of that id, unless it was about another kernel.
+    pub(super) fn replayed(
+        &mut self,
+        principal: &str,
+        request_id: &str,
+        content: &Content,
+    ) -> Result<Option<Arc<UpdateOutcome>>, KeysError> {
+        let boot = self.shared.registry.boot();
+        if self.replayed_boot != boot {
+            self.replay.clear();
+            self.replayed_boot = boot;
+        }
+        self.replay.find(principal, request_id, content)
     }
 
     /// Attempts until it is done, refused, or the deadline has passed.

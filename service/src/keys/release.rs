@@ -84,7 +84,7 @@ impl<G: Guest> Owner<G> {
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Arc<UpdateOutcome>, KeysError> {
         let (principal, id) = (&request.principal, &request.request_id);
-        if let Some(earlier) = self.replay.find(principal, id, &request.content)? {
+        if let Some(earlier) = self.replayed(principal, id, &request.content)? {
             return Ok(earlier);
         }
         let snapshot = self.shared.registry.snapshot()?;

@@ -135,3 +135,17 @@ async fn a_module_without_a_directory_says_why() {
         "module one lists no keys: its kernel failed with error -12"
     );
 }
+
+#[tokio::test]
+async fn answers_to_request_ids_are_kept_for_one_boot() {
+    let served = Served::start().await;
+    let mut update = request(&[("alpha", KeyOp::Inc)]);
+    update.request_id = "r1".to_owned();
+    let first = served.update(update.clone()).await.expect("a ref key");
+    again(&served);
+    let repeated = served.update(update.clone()).await.expect("a repeat");
+    assert_eq!(repeated, first, "the same kernel");
+    assert_eq!(served.guest.register(&every_kind()), 0);
+    served.update(update).await.expect("a new kernel");
+    assert_eq!(served.guest.count("alpha"), 1, "made, not repeated");
+}

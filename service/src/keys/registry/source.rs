@@ -137,7 +137,7 @@ mod tests {
     fn found(guest: &InMemoryGuest) -> KernelTables {
         let (descriptor, _) =
             abi::Descriptor::read_from_prefix(&guest.last_request()).expect("a whole page");
-        super::super::tables(&descriptor).expect("a kernel that follows the rules")
+        super::super::requests::tables(&descriptor).expect("a kernel that follows the rules")
     }
 
     fn guest() -> (Arc<InMemoryGuest>, Arc<Registry>) {
