@@ -120,8 +120,8 @@ async fn holds_are_released_in_one_transaction() {
     }
     assert!(served.holds().await.is_empty());
     let audit = served.audit();
-    let intents = audit.iter().filter(|line| line["event"] == "intent");
-    let last = intents.last().expect("an intent");
+    let mut intents = audit.iter().rev().filter(|line| line["event"] == "intent");
+    let last = intents.next().expect("an intent");
     let uid = rustix::process::getuid().as_raw();
     assert_eq!(
         (&last["owner"], &last["updates"][0]["key"]),
