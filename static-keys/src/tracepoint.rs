@@ -35,6 +35,14 @@ pub struct Probes {
     contents: u64,
 }
 
+impl Probes {
+    /// Whether these are the same functions with the same data, perhaps in another array.
+    #[must_use]
+    pub fn same_functions(&self, other: &Self) -> bool {
+        self.contents == other.contents
+    }
+}
+
 impl Catalog {
     /// Reads the state of a key's tracepoint; `None` if the key has none.
     ///

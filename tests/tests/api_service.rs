@@ -5,7 +5,9 @@ mod api_service {
     mod boots;
     mod busy;
     mod faults;
+    mod fired;
     mod guest;
+    mod hold_ids;
     mod holds;
     mod keys;
     mod large;

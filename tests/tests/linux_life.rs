@@ -270,7 +270,7 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
             && (after.modules, after.keys) == (before.modules, before.keys),
         "{before:?} {after:?}"
     );
-    // What has lapsed meanwhile is given back to the kernel that took it.
+    // What has expired meanwhile is given back to the kernel that took it.
     loop {
         let change = changes.message().await?.context("the watch ended")?;
         let given_back = |name: &str, owner: &str| name == "many_key" && owner == "monitor";

@@ -152,7 +152,7 @@ fn site(site: SiteView) -> v1::Site {
 
 pub fn hold(hold: HoldView) -> v1::Hold {
     v1::Hold {
-        id: String::new(),
+        id: hold.id,
         key: hold.key.to_string(),
         holder: hold.holder.to_string(),
         reason: hold.reason.to_string(),

@@ -12,6 +12,7 @@ mod convert;
 mod endpoint;
 mod guest;
 mod guests;
+mod holds;
 mod limits;
 mod methods;
 mod plans;

@@ -16,17 +16,17 @@ use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 
 use super::access::Access;
-use super::{convert, invalid, plans};
+use super::{convert, holds, invalid, plans};
 use crate::keys::{
     Event, KeyUpdate, KeysError, ListQuery, MAX_UPDATES, PAGE_BYTES, Revision, Selection, Target,
     UpdateRequest, Watcher, replay,
 };
 
-const MAX_REQUEST_ID_BYTES: usize = 128;
+pub(super) const MAX_REQUEST_ID_BYTES: usize = 128;
 const MAX_REASON_BYTES: usize = 256;
 /// Longest time that one update may take, and the deadline of calls that bring none.
 const MAX_DEADLINE: Duration = Duration::from_secs(30);
-const MAX_TTL: Duration = Duration::from_secs(365 * 24 * 3600);
+pub(super) const MAX_TTL: Duration = Duration::from_secs(365 * 24 * 3600);
 const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
 const DEFAULT_STOP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Tag and length of an event in its response, at most.
@@ -171,12 +171,8 @@ impl StaticKeysService for StaticKeysApi {
         request: Request<v1::ListHoldsRequest>,
     ) -> Result<Response<v1::ListHoldsResponse>, Status> {
         let (guest, _, request) = self.access.admit(request)?;
-        let patterns = Patterns::parse(&request.into_inner().patterns).map_err(KeysError::from)?;
-        let holds = guest.keys.holds(&patterns)?;
-        Ok(Response::new(v1::ListHoldsResponse {
-            holds: holds.into_iter().map(convert::hold).collect(),
-            next_page_token: String::new(),
-        }))
+        let answer = holds::list(&guest.keys, request.into_inner()).await?;
+        Ok(Response::new(answer))
     }
 
     async fn list_update_results(
@@ -215,16 +211,18 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::ReleaseHoldsRequest>,
     ) -> Result<Response<v1::ReleaseHoldsResponse>, Status> {
-        self.access.admit(request)?;
-        Err(Status::unimplemented("not there yet"))
+        let (guest, principal, request) = self.access.admit(request)?;
+        let answer = holds::release(&guest.keys, request, principal.into()).await?;
+        Ok(Response::new(answer))
     }
 
     async fn renew_holds(
         &self,
         request: Request<v1::RenewHoldsRequest>,
     ) -> Result<Response<v1::RenewHoldsResponse>, Status> {
-        self.access.admit(request)?;
-        Err(Status::unimplemented("not there yet"))
+        let (guest, principal, request) = self.access.admit(request)?;
+        let answer = holds::renew(&guest.keys, request.into_inner(), principal.into()).await?;
+        Ok(Response::new(answer))
     }
 }
 
@@ -305,6 +303,7 @@ fn update_request(
         allow_guarded: request.allow_guarded,
         force: request.force,
         summary_only: super::summary_only(request.result_view)?,
+        tracepoints: None,
         ttl: hold_ttl("ttl", request.ttl)?,
         updates: key_updates(request.updates)?,
         reason: request.reason,

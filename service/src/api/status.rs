@@ -41,6 +41,9 @@ impl From<KeysError> for Status {
             KeysError::NothingSelected { patterns } => {
                 details.set_resource_info("StaticKey", patterns, "", "no such key");
             }
+            KeysError::HoldNotFound { id } => {
+                details.set_resource_info("Hold", id, "", "no such hold");
+            }
             KeysError::InvalidArgument { field, message } => {
                 details.add_bad_request_violation(*field, message);
             }
@@ -125,6 +128,7 @@ fn code(error: &KeysError) -> Code {
         | KeysError::AuditLogUnwritable { .. } => Code::FailedPrecondition,
         KeysError::KeyNotFound { .. }
         | KeysError::NothingSelected { .. }
+        | KeysError::HoldNotFound { .. }
         | KeysError::PlanNotFound { .. } => Code::NotFound,
         KeysError::PlanNotOwned { .. } => Code::PermissionDenied,
         KeysError::InvalidArgument { .. } | KeysError::RequestIdReused { .. } => {

@@ -119,6 +119,12 @@ pub enum KeysError {
         /// Of the operating system.
         error: String,
     },
+    /// No hold has that id.
+    #[error("no hold has the id {id:?}: it is released, expired or void; list the holds")]
+    HoldNotFound {
+        /// As asked for.
+        id: String,
+    },
     /// The client is gone or its deadline has passed before anything was changed.
     #[error("the call was cancelled or its deadline passed before anything was changed")]
     Cancelled,
@@ -292,6 +298,7 @@ impl KeysError {
             Self::Busy { every_key, .. } => *every_key,
             Self::KeyNotFound { .. }
             | Self::NothingSelected { .. }
+            | Self::HoldNotFound { .. }
             | Self::InvalidArgument { .. }
             | Self::RequestIdReused { .. }
             | Self::EtagMismatch { .. }
@@ -323,6 +330,7 @@ impl KeysError {
         match self {
             Self::NotRegistered { .. } => "GUEST_NOT_REGISTERED",
             Self::KeyNotFound { .. } | Self::NothingSelected { .. } => "KEY_NOT_FOUND",
+            Self::HoldNotFound { .. } => "HOLD_NOT_FOUND",
             Self::InvalidArgument { .. } => "INVALID_ARGUMENT",
             Self::RequestIdReused { .. } => "REQUEST_ID_REUSED",
             Self::EtagMismatch { .. } => "ETAG_MISMATCH",

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One attempt at a transaction: plan, stop, verify, commit, resume.
 
+mod take_back;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use static_keys::{
-    Busy, CommitError, Key, KeyChange, Options, Plan, PlanError, RunningError, Undo, Update,
-    VerifyError,
+    Busy, CommitError, Key, KeyChange, Plan, PlanError, RunningError, Undo, Update, VerifyError,
 };
 
 use super::address_space::{KernelMemory, Place};
@@ -90,10 +91,6 @@ pub(super) struct Flip {
     pub report: Option<FlipReport>,
 }
 
-/// How long is tried to give back a reference that only a stopped guest can be without.
-const GIVE_BACK_TIME: Duration = Duration::from_secs(1);
-const BETWEEN_GIVING_BACK: Duration = Duration::from_millis(1);
-
 /// Why the guest runs on without the change: as it was found, to be worded once it runs.
 #[derive(Debug, thiserror::Error)]
 enum Obstacle {
@@ -139,7 +136,10 @@ impl<G: Guest> Owner<G> {
             Attempt::Done(planned) => planned,
             Attempt::Busy(gate) => return Ok(Attempt::Busy(gate)),
         };
-        let draft = self.follow(&snapshot.registration, &planned, &transaction.terms)?;
+        let draft = match self.follow(&snapshot.registration, &planned, &transaction.terms)? {
+            Ok(draft) => draft,
+            Err(raced) => return Ok(Attempt::Busy(raced)),
+        };
         if transaction.validate_only {
             return Ok(Attempt::Done(planned.flip(draft, None)));
         }
@@ -273,61 +273,6 @@ impl<G: Guest> Owner<G> {
         }
         let resume = patched.elapsed();
         Ok(made.map(|outcome| flip_report(outcome, stop, patched - stopped, resume)))
-    }
-
-    /// Gives back references that the guest has made the last of their keys, so that only a stopped
-    /// guest can be without them.
-    fn take_back(
-        &self,
-        taken_from: &Registration,
-        transaction: &Transaction<'_>,
-        standstill: &mut Standstill<'_, G>,
-        mut left: Vec<Update>,
-    ) -> Result<(), KeysError> {
-        // However soon the caller wants an answer: it is to be that nothing has changed.
-        let give_up = Instant::now() + GIVE_BACK_TIME;
-        let options = Options {
-            allow_guarded: true,
-        };
-        loop {
-            let snapshot = self.shared.registry.snapshot()?;
-            let registration = &*snapshot.registration;
-            // A key that is gone took its references with it.
-            let live = self.shared.registry.live_epochs();
-            left.retain(|update| {
-                let key = taken_from.catalog.key(update.key);
-                key.is_some_and(|key| live.contains(&taken_from.instance(key).epoch))
-            });
-            let memory = registration.memory(self.guest.ram());
-            let patience = transaction.stop_timeout;
-            let why = match Plan::new(&registration.catalog, &memory, &left, &options) {
-                Err(error) => error.to_string(),
-                Ok(plan) => match self.make(patience, &snapshot, &memory, &plan, standstill) {
-                    Ok(Ok(_)) => return Ok(()),
-                    Ok(Err(Obstacle::Commit(error))) if error.undo != Undo::Complete => {
-                        return Err(self.write_fault(registration, &plan, &error));
-                    }
-                    Ok(Err(obstacle)) => {
-                        // What could not be taken again is given back.
-                        if let Obstacle::Entangled { left: given, .. } = &obstacle {
-                            left.retain(|update| given.iter().all(|of| of.key != update.key));
-                        }
-                        obstacle.to_string()
-                    }
-                    Err(error) => error.to_string(),
-                },
-            };
-            if Instant::now() >= give_up {
-                let left = left.len();
-                return Err(KeysError::WriteFault {
-                    message: format!(
-                        "{left} references are left over that the guest made the last of their keys \
-                         meanwhile, and cannot be given back: {why}"
-                    ),
-                });
-            }
-            std::thread::sleep(BETWEEN_GIVING_BACK);
-        }
     }
 
     fn verify_and_commit(

@@ -16,12 +16,13 @@ mod clock;
 mod draft;
 mod error;
 mod estimate;
+mod expiry;
 mod flip;
 mod gate;
+mod hold_list;
 mod holds;
 mod incarnation;
 mod journal;
-mod lapse;
 mod near;
 mod outcome;
 mod owner;
@@ -33,6 +34,7 @@ mod quarantine;
 mod refused;
 mod registration;
 pub mod registry;
+mod release;
 pub mod replay;
 mod selection;
 mod standstill;
@@ -54,6 +56,7 @@ use self::audit::AuditFile;
 pub use self::clock::{Clock, SystemClock};
 pub use self::error::{KeyRefusal, KeysError};
 pub use self::gate::ClosedGate;
+pub use self::hold_list::{HoldPage, HoldQuery, HoldView};
 pub use self::holds::{Hold, Holds, KeyInstance};
 pub use self::incarnation::Incarnation;
 pub use self::journal::{Author, Event, Journal, Limits, Revision, Watcher};
@@ -64,10 +67,11 @@ pub use self::pages::ResultsPage;
 pub use self::plans::{CommitRequest, DiscardRequest, PrepareOutcome, PrepareRequest};
 pub use self::quarantine::{Quarantine, QuarantineCause};
 pub use self::registry::{Description, KernelTables, Refused, RegistrationPhase, Registry};
+pub use self::release::{ReleaseRequest, RenewRequest};
 use self::replay::Replay;
 use self::symbols::Symbols;
 pub(crate) use self::view::PAGE_BYTES;
-pub use self::view::{HoldView, KeyDetails, KeyPage, KeyView, SiteView};
+pub use self::view::{KeyDetails, KeyPage, KeyView, SiteView};
 use crate::guest::{Guest, Machine};
 use crate::threads::{PlainThreads, ThreadKind, Threads, contain};
 
@@ -86,7 +90,7 @@ pub struct KeysConfig {
     pub symbols: Symbols,
     /// Whether guarded keys may be changed at all.
     pub allow_guarded: bool,
-    /// By which holds lapse.
+    /// By which holds expire.
     pub clock: Arc<dyn Clock>,
     /// Starts the thread that changes the keys.
     pub threads: Arc<dyn Threads>,
@@ -123,7 +127,7 @@ pub enum Target {
     /// The key that a hold is on, and not another that has come by its name since.
     Held {
         /// "name" or "module:name".
-        name: String,
+        name: Arc<str>,
         /// Which.
         instance: KeyInstance,
     },
@@ -138,6 +142,21 @@ pub struct Selection {
     pub patterns: Patterns,
     /// All if empty.
     pub classes: Vec<Class>,
+}
+
+/// What becomes of the holds on tracepoints that tracing switches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TracepointUpdate {
+    /// Enable, and hold also what is on; a hold that the caller has gets the new expiry.
+    Fire,
+    /// Disable what nobody else holds, also if the caller does not.
+    Park,
+    /// End the caller's holds, and disable what nobody else holds or traces.
+    Leave,
+    /// Disable and end all holds.
+    Silence,
+    /// Enable for others in the guest, and end all holds.
+    HandOver,
 }
 
 /// A transaction.
@@ -157,11 +176,13 @@ pub struct UpdateRequest {
     pub allow_guarded: bool,
     /// Drop references of others.
     pub force: bool,
+    /// `None`: by the rules of the ops.
+    pub tracepoints: Option<TracepointUpdate>,
     /// Answer with the summary alone.
     pub summary_only: bool,
     /// Kept with the holds.
     pub reason: String,
-    /// When the references taken lapse.
+    /// When the references taken expire.
     pub ttl: Option<Duration>,
     /// How long the vCPUs may take to stop.
     pub stop_timeout: Duration,
@@ -198,6 +219,7 @@ impl UpdateRequest {
             validate_only: false,
             allow_guarded: false,
             force: false,
+            tracepoints: None,
             summary_only: false,
             reason: String::new(),
             ttl: None,
@@ -340,9 +362,10 @@ impl Keys {
             shared: Arc::clone(&shared),
             audit: config.audit,
             replay: Replay::new(REPLAYED_ANSWERS, REPLAYED_RESULTS),
+            replayed_boot: None,
             allow_guarded: config.allow_guarded,
             pruned: 0,
-            lapses: lapse::Lapses::default(),
+            expiries: expiry::Expiries::default(),
             plans: plans::Plans::default(),
             pauses: estimate::PauseEstimate::default(),
         };
@@ -537,6 +560,22 @@ impl Keys {
         // An owner thread that has ended writes no more.
         let _ = self.commands.send(Command::AuditFile(file));
     }
+}
+
+/// Names a hold for clients. Those of another incarnation mean nothing to this one.
+fn hold_id(incarnation: &Incarnation, number: u64) -> String {
+    format!("{}-h{number}", incarnation.short())
+}
+
+/// The number in the id of a hold; `None` if the id is malformed or another incarnation's.
+fn hold_number(incarnation: &Incarnation, id: &str) -> Option<u64> {
+    let (of, number) = id.split_once("-h")?;
+    let canonical = number.bytes().all(|byte| byte.is_ascii_digit()) && !number.starts_with('0');
+    (of == incarnation.short() && canonical).then(|| number.parse().ok())?
+}
+
+fn invalid(field: &'static str, message: String) -> KeysError {
+    KeysError::InvalidArgument { field, message }
 }
 
 /// A client sends it back to change only what it has seen: the same key of the same incarnation, with

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!            ┌────────────────────────── wait ◀──────────────────────────────┐
-//!            │ command, or a lot of lapsed holds                             │
+//!            │ command, or a lot of expired holds                            │
 //!            ▼                                                               │
 //!        ┌─ check ── replayed, or refused: answer ──────────────────────────▶│
 //!        │   │ names, etags, holds                                           │
@@ -54,16 +54,17 @@ use super::audit::{AuditFile, AuditLog, Change, IntendedKeys, IntendedOp, Intent
 use super::draft::{Drops, Terms};
 use super::error::KeysError;
 use super::estimate::PauseEstimate;
+use super::expiry::Expiries;
 use super::flip::{Attempt, Flip, Transaction};
 use super::holds::KeyInstance;
 use super::journal::{Author, Event};
-use super::lapse::Lapses;
 use super::plans::{CommitRequest, DiscardRequest, Plans, PrepareOutcome, PrepareRequest};
-use super::replay::Replay;
+use super::replay::{Content, Replay};
 use super::standstill::Standstill;
 use super::{
-    FlipReport, KeyOutcome, PauseOutcome, PauseRequest, PauseState, Shared, Target, UpdateOutcome,
-    UpdateRequest, UpdateSummary, etag,
+    FlipReport, HoldView, KeyOutcome, PauseOutcome, PauseRequest, PauseState, ReleaseRequest,
+    RenewRequest, Shared, Target, TracepointUpdate, UpdateOutcome, UpdateRequest, UpdateSummary,
+    etag, hold_id,
 };
 use crate::guest::{Guest, PausedGuest};
 
@@ -79,6 +80,8 @@ pub(super) enum Command {
     Prepare(Box<PrepareRequest>, Reply<Arc<PrepareOutcome>>),
     Commit(Box<CommitRequest>, Reply<Arc<UpdateOutcome>>),
     Discard(DiscardRequest, Reply<()>),
+    Release(Box<ReleaseRequest>, Reply<Arc<UpdateOutcome>>),
+    Renew(RenewRequest, Reply<Vec<HoldView>>),
     Pause(PauseRequest, Reply<PauseOutcome>),
     Resume(Reply<()>),
     /// Write the audit log there from now on.
@@ -93,10 +96,12 @@ pub(super) struct Owner<G: Guest> {
     pub shared: Arc<Shared>,
     pub audit: AuditLog,
     pub replay: Replay<UpdateOutcome>,
+    /// The kernel that the replayed changes were made to.
+    pub replayed_boot: Option<u64>,
     pub allow_guarded: bool,
     /// Version of the registration when holds on keys that are gone were last looked for.
     pub pruned: u64,
-    pub lapses: Lapses,
+    pub expiries: Expiries,
     pub plans: Plans,
     /// What changes have cost so far.
     pub pauses: PauseEstimate,
@@ -109,11 +114,11 @@ impl<G: Guest> Owner<G> {
         let mut standstill = Standstill::none(&*guest);
         let mut ticks = Vec::new();
         loop {
-            let mut next = self.next_lapse();
+            let mut next = self.next_expiry();
             if next == Some(Duration::ZERO) {
                 // One lot and one command in turn, so that neither keeps the others waiting.
-                self.lapse(&mut standstill);
-                next = self.next_lapse();
+                self.expire(&mut standstill);
+                next = self.next_expiry();
             }
             if next != Some(Duration::ZERO) {
                 for reply in ticks.drain(..) {
@@ -151,6 +156,13 @@ impl<G: Guest> Owner<G> {
                 }
                 Ok(Command::Discard(request, reply)) => {
                     let _ = reply.send(self.plans.discard(&request));
+                }
+                Ok(Command::Release(request, reply)) => {
+                    let result = self.release(&request, &reply, &mut standstill);
+                    let _ = reply.send(result);
+                }
+                Ok(Command::Renew(request, reply)) => {
+                    let _ = reply.send(self.renew(&request));
                 }
                 Ok(Command::Pause(request, reply)) => {
                     let _ = reply.send(self.hold(&request, &mut standstill));
@@ -208,21 +220,26 @@ impl<G: Guest> Owner<G> {
         reply: &Reply<Arc<UpdateOutcome>>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Arc<UpdateOutcome>, KeysError> {
-        if let Some(earlier) =
-            self.replay
-                .find(&request.owner, &request.request_id, &request.content)?
-        {
+        let (owner, id) = (&request.owner, &request.request_id);
+        if let Some(earlier) = self.replayed(owner, id, &request.content)? {
             return Ok(earlier);
         }
         let now = self.shared.clock.now();
+        let drops = match request.tracepoints {
+            Some(TracepointUpdate::Park) => Drops::Park,
+            Some(TracepointUpdate::Leave) => Drops::Leave,
+            Some(TracepointUpdate::Silence) => Drops::Anyones,
+            Some(TracepointUpdate::HandOver) => Drops::HandOver,
+            Some(TracepointUpdate::Fire) | None => Drops::of(request.force),
+        };
+        let expires = request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl));
+        let terms = Terms::new(&request.owner, &request.reason, drops, expires);
         let transaction = Transaction {
             updates: &request.updates,
-            terms: Terms::new(
-                &request.owner,
-                &request.reason,
-                Drops::of(request.force),
-                request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
-            ),
+            terms: match request.tracepoints {
+                Some(TracepointUpdate::Fire) => terms.firing(),
+                _ => terms,
+            },
             plan: None,
             allow_guarded: request.allow_guarded,
             validate_only: request.validate_only,
@@ -242,6 +259,21 @@ impl<G: Guest> Owner<G> {
             );
         }
         Ok(outcome)
+    }
+
+    /// The answer to an earlier request of that id, unless it was about another kernel.
+    pub(super) fn replayed(
+        &mut self,
+        principal: &str,
+        request_id: &str,
+        content: &Content,
+    ) -> Result<Option<Arc<UpdateOutcome>>, KeysError> {
+        let boot = self.shared.registry.boot();
+        if self.replayed_boot != boot {
+            self.replay.clear();
+            self.replayed_boot = boot;
+        }
+        self.replay.find(principal, request_id, content)
     }
 
     /// Plans and makes a transaction.
@@ -330,7 +362,7 @@ impl<G: Guest> Owner<G> {
             let mut selected = selected.iter().copied();
             *intent = Some(
                 self.audit.intent(&Intent {
-                    owner: transaction.terms.owner(),
+                    owner: transaction.terms.holder(),
                     reason: transaction.terms.reason(),
                     request_id: transaction.request_id,
                     force: transaction.terms.drops == Drops::Anyones,
@@ -361,14 +393,14 @@ impl<G: Guest> Owner<G> {
         let journal = self.shared.registry.journal();
         if transaction.validate_only {
             return UpdateOutcome {
-                results: self.results(transaction, &flip),
+                results: self.results(transaction, &flip, &[]),
                 summary,
                 revision: journal.latest(),
                 report: None,
             };
         }
         let author = Arc::new(Author {
-            principal: transaction.terms.owner().to_string(),
+            principal: transaction.terms.holder().to_string(),
             reason: transaction.terms.reason().to_string(),
             request_id: transaction.request_id.to_owned(),
         });
@@ -383,7 +415,8 @@ impl<G: Guest> Owner<G> {
                 by: Arc::clone(&author),
             })
             .collect();
-        std::mem::take(&mut flip.draft).book(&mut self.shared.book().holds);
+        let draft = std::mem::take(&mut flip.draft);
+        let taken = draft.book(&mut self.shared.book().holds, &transaction.terms);
         let revision = if events.is_empty() {
             journal.latest()
         } else {
@@ -396,7 +429,7 @@ impl<G: Guest> Owner<G> {
             book.revisions
                 .extend(changed.map(|(_, &key)| (key, revision)));
         }
-        let results = self.results(transaction, &flip);
+        let results = self.results(transaction, &flip, &taken);
         if let Some(id) = intent {
             let changes = flip.changes.iter().map(|change| Change {
                 key: &change.name,
@@ -424,8 +457,14 @@ impl<G: Guest> Owner<G> {
     }
 
     /// Each key, with the etag that the next change of it must come with: after this one, or as it is
-    /// if nothing was changed.
-    pub(super) fn results(&self, transaction: &Transaction<'_>, flip: &Flip) -> Vec<KeyOutcome> {
+    /// if nothing was changed. `taken` has the number of the hold that each key's references were taken
+    /// for.
+    pub(super) fn results(
+        &self,
+        transaction: &Transaction<'_>,
+        flip: &Flip,
+        taken: &[Option<u64>],
+    ) -> Vec<KeyOutcome> {
         if transaction.summary_only {
             return Vec::new();
         }
@@ -444,7 +483,9 @@ impl<G: Guest> Owner<G> {
                 }
             }
         };
+        let mut taken = taken.iter().copied();
         let result = |(change, &key): (&KeyChange, &KeyInstance)| {
+            let hold = taken.next().flatten();
             let count = if transaction.validate_only {
                 change.before
             } else {
@@ -456,7 +497,9 @@ impl<G: Guest> Owner<G> {
                 count_after: change.after,
                 sites_patched: change.sites,
                 etag: etag_of(key, count),
-                hold_id: String::new(),
+                hold_id: hold.map_or_else(String::new, |number| {
+                    hold_id(&self.shared.incarnation, number)
+                }),
             }
         };
         let changes = flip.changes.iter().zip(&flip.keys);
@@ -470,7 +513,8 @@ fn intended<'a>(
     selected: &mut impl Iterator<Item = usize>,
 ) -> IntendedKeys<'a> {
     match target {
-        Target::Name(key) | Target::Held { name: key, .. } => IntendedKeys::Name { key },
+        Target::Name(key) => IntendedKeys::Name { key },
+        Target::Held { name: key, .. } => IntendedKeys::Name { key },
         Target::Selection(selection) => IntendedKeys::Selection {
             patterns: selection.patterns.texts(),
             classes: selection.class_names(),

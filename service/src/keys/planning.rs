@@ -4,15 +4,15 @@
 use static_keys::{Class, KeyChange, Op, Options, Plan, PlanError, Update, split_name};
 
 use super::address_space::Place;
-use super::draft::{Draft, Terms};
+use super::draft::{Draft, Raced, Terms};
 use super::error::{KeyRefusal, KeysError};
 use super::etag;
-use super::flip::{Attempt, Flip, Transaction, refused, way_out};
+use super::flip::{Attempt, Flip, InTheWay, Transaction, refused, way_out};
 use super::holds::KeyInstance;
 use super::owner::Owner;
 use super::registry::{Instances, Registration, Snapshot};
-use super::selection::Resolved;
-use super::{Book, FlipReport};
+use super::selection::{KeyOp, Resolved};
+use super::{Book, ClosedGate, FlipReport};
 use crate::guest::Guest;
 
 /// A transaction that may be made. Holds and etags are looked at each time it is attempted.
@@ -57,7 +57,9 @@ impl<G: Guest> Owner<G> {
     ) -> Result<Attempt<Planned>, KeysError> {
         let registration = &*snapshot.registration;
         let memory = registration.memory(self.guest.ram());
-        let resolved = Resolved::new(registration, transaction.updates, transaction.allow_guarded)?;
+        let mut resolved =
+            Resolved::new(registration, transaction.updates, transaction.allow_guarded)?;
+        self.leave_on(registration, &mut resolved, &transaction.terms);
         let updates = resolved.ops.iter().map(|op| Update {
             key: op.key.id,
             op: op.op,
@@ -100,6 +102,22 @@ impl<G: Guest> Owner<G> {
         }
     }
 
+    /// Tracepoints that are to be disabled and that somebody else keeps firing are enabled instead, which
+    /// changes nothing of them.
+    fn leave_on(&self, registration: &Registration, resolved: &mut Resolved<'_>, terms: &Terms) {
+        let memory = registration.memory(self.guest.ram());
+        let book = self.shared.book();
+        for KeyOp { key, op, .. } in &mut resolved.ops {
+            if key.class == Class::Tracepoint
+                && *op == Op::Disable
+                && let Some(state) = registration.state(&memory, key)
+                && terms.leave_on(&book.holds, registration.instance(key), &state)
+            {
+                *op = Op::Enable;
+            }
+        }
+    }
+
     /// Refuses ops on quarantined keys.
     pub(super) fn check_quarantine(
         &self,
@@ -129,14 +147,14 @@ impl<G: Guest> Owner<G> {
         Ok(())
     }
 
-    /// Checks etags and holds against the counts that were planned with; answers what becomes of the
-    /// holds.
+    /// Checks etags and holds against the counts that were planned with; returns what becomes of the
+    /// holds, or what has changed since the ops were chosen.
     pub(super) fn follow(
         &self,
         registration: &Registration,
         planned: &Planned,
         terms: &Terms,
-    ) -> Result<Draft, KeysError> {
+    ) -> Result<Result<Draft, InTheWay>, KeysError> {
         let memory = registration.memory(self.guest.ram());
         let changes: Vec<&KeyChange> = planned.plan.changes().collect();
         let book = self.shared.book();
@@ -146,13 +164,20 @@ impl<G: Guest> Owner<G> {
             self.check_etag(&book, op, change)?;
             if index == draft.len() {
                 // Later than the plan, which makes them a gate.
-                let probes = || registration.probes(&memory, op.key.id);
-                let probes = op.is_tracepoint.then(probes).flatten();
-                draft.open(&book.holds, op.key, change.before, probes);
+                let state =
+                    registration.state_at(&memory, op.key.id, op.is_tracepoint, change.before);
+                draft.open(&book.holds, op.key, &change.name, state);
             }
-            draft.follow(index, &change.name, op.op, terms)?;
+            if draft.follow(index, &change.name, op.op, terms)? == Err(Raced) {
+                return Ok(Err(InTheWay {
+                    kind: ClosedGate::KeyChanged,
+                    name: format!("the holds on key {} have just changed", change.name),
+                    every_key: false,
+                    outdates_plan: true,
+                }));
+            }
         }
-        Ok(draft)
+        Ok(Ok(draft))
     }
 
     /// The etag stands for the key before all ops.

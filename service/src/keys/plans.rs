@@ -154,7 +154,8 @@ impl Kept {
 impl Prepared {
     fn bytes(&self) -> usize {
         let target = |update: &KeyUpdate| match &update.keys {
-            Target::Name(name) | Target::Held { name, .. } => name.len(),
+            Target::Name(name) => name.len(),
+            Target::Held { name, .. } => name.len(),
             // The texts, and the globs that are made of them.
             Target::Selection(selection) => {
                 let texts = selection.patterns.texts().iter();

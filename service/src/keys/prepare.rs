@@ -50,15 +50,20 @@ impl<G: Guest> Owner<G> {
             if let Some((key, site)) = planned.plan.unrecognised_site() {
                 return Ok(Attempt::Busy(unrecognised(key, site)));
             }
-            let draft = owner.follow(&snapshot.registration, &planned, &transaction.terms)?;
-            Ok(Attempt::Done((snapshot, planned, draft)))
+            let terms = &transaction.terms;
+            Ok(
+                match owner.follow(&snapshot.registration, &planned, terms)? {
+                    Ok(draft) => Attempt::Done((snapshot, planned, draft)),
+                    Err(raced) => Attempt::Busy(raced),
+                },
+            )
         };
         let cancelled = || reply.is_closed();
         let ((snapshot, planned, draft), _) =
             self.persist(request.deadline, standstill, cancelled, attempt)?;
         let flip = planned.flip(draft, None);
         let outcome = UpdateOutcome {
-            results: self.results(&transaction, &flip),
+            results: self.results(&transaction, &flip, &[]),
             summary: summary(&flip),
             revision: self.shared.registry.journal().latest(),
             report: None,
@@ -167,7 +172,10 @@ impl<G: Guest> Owner<G> {
                 return Err(stale(why.to_owned()));
             }
             owner.check_quarantine(&snapshot.registration, &planned.ops)?;
-            let draft = owner.follow(&snapshot.registration, planned, &transaction.terms)?;
+            let draft = match owner.follow(&snapshot.registration, planned, &transaction.terms)? {
+                Ok(draft) => draft,
+                Err(raced) => return Err(stale(raced.name)),
+            };
             owner.intend(&transaction, &planned.selected, &mut intent)?;
             match owner.change(&transaction, &snapshot, &planned.plan, standstill)? {
                 Ok(report) => Ok(Attempt::Done(planned.flip(draft, Some(report)))),

@@ -8,8 +8,8 @@
 //!                                     └────── enable, disable ─────────┼───────────┐     │
 //!                                                                      │           │     │
 //!  clients ───────────────────────────────────────────────────────────▶ Tracer (book of who armed
-//!                                                                      │ and fired what) ── fire,
-//!                                                                      │ park ──▶ keys
+//!                                                                      │ what) ── fire, park ──▶
+//!                                                                      │ keys (ledger of holds)
 //! ```
 //!
 //! Whatever comes from the guest is read and decoded on the left, within fixed memory (`link`, `hub`,
@@ -99,6 +99,7 @@ pub fn start(
     decoding.spawn(async move { hub.run(pages).await });
     tokio::spawn(follow_agent(Arc::clone(&tracer), connections));
     tokio::spawn(heed_others(Arc::clone(&tracer)));
+    tokio::spawn(disarm_expired(Arc::clone(&tracer)));
     Ok(tracer)
 }
 
@@ -120,5 +121,22 @@ async fn heed_others(tracer: Arc<Tracer>) {
     loop {
         ticks.tick().await;
         tracer.heed_others().await;
+    }
+}
+
+/// Waits for what clients armed for some time.
+async fn disarm_expired(tracer: Arc<Tracer>) {
+    loop {
+        let next = tracer.book().next_expiry();
+        let over = async {
+            match next {
+                Some(at) => tokio::time::sleep_until(at).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = over => tracer.disarm_expired().await,
+            () = tracer.armed_anew.notified() => {}
+        }
     }
 }

@@ -138,7 +138,8 @@ mod tests {
     fn found(guest: &InMemoryGuest) -> KernelTables {
         let (descriptor, _) =
             abi::Descriptor::read_from_prefix(&guest.last_request()).expect("a whole page");
-        super::super::tables(guest.ram(), &descriptor).expect("a kernel that follows the rules")
+        super::super::requests::tables(guest.ram(), &descriptor)
+            .expect("a kernel that follows the rules")
     }
 
     fn user_mode_gate() -> Gates {

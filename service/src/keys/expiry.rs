@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How the owner gives back what has lapsed.
+//! Releases holds that have expired.
 //!
 //! All that is due goes in one transaction, but for tracepoints, which have a gate of their own. If a
-//! key is in the way, the lot is halved until the key is alone; the others of its lot have gone by then.
-//! Between two lots the owner serves a command. What cannot be given back is tried again, each time
-//! twice as late, and is logged as a warning the first time.
+//! key is in the way, the lot is halved until the key is alone; the others of its lot are released
+//! first. Between two lots the thread serves a command. What cannot be released is tried again, each
+//! time twice as late, and is logged as a warning the first time.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use static_keys::{Class, Op};
@@ -13,7 +14,7 @@ use static_keys::{Class, Op};
 use super::draft::{Drops, Terms};
 use super::error::KeysError;
 use super::flip::Transaction;
-use super::holds::KeyInstance;
+use super::holds::{Hold, KeyInstance};
 use super::owner::Owner;
 use super::registry::Registration;
 use super::standstill::Standstill;
@@ -21,22 +22,22 @@ use super::{KeyUpdate, MAX_UPDATES, Target};
 use crate::guest::Guest;
 use crate::log_limit::limited;
 
-/// Owner of what the monitor does by itself.
+/// The principal of what the service does by itself.
 const MONITOR: &str = "monitor";
-/// Longest that a lot of lapsed holds may wait for a busy guest, and others for the lot.
+/// Longest that a lot of expired holds may wait for a busy guest, and others for the lot.
 const BUDGET: Duration = Duration::from_millis(200);
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Keys with lapsed holds that are being given back, in lots that are tried one by one.
+/// Keys with expired holds that are being released, in lots that are tried one by one.
 #[derive(Debug, Default)]
-pub(super) struct Lapses {
+pub(super) struct Expiries {
     lots: Vec<Vec<KeyInstance>>,
 }
 
 impl<G: Guest> Owner<G> {
     /// How long until the next lot is to be tried.
-    pub(super) fn next_lapse(&self) -> Option<Duration> {
-        if !self.lapses.lots.is_empty() {
+    pub(super) fn next_expiry(&self) -> Option<Duration> {
+        if !self.expiries.lots.is_empty() {
             return Some(Duration::ZERO);
         }
         let at = self.shared.book().holds.next_due()?;
@@ -44,20 +45,20 @@ impl<G: Guest> Owner<G> {
     }
 
     /// Tries one lot, if there is one.
-    pub(super) fn lapse(&mut self, standstill: &mut Standstill<'_, G>) {
+    pub(super) fn expire(&mut self, standstill: &mut Standstill<'_, G>) {
         let now = self.shared.clock.now();
-        if self.lapses.lots.is_empty() {
+        if self.expiries.lots.is_empty() {
             self.collect(now);
         }
-        let Some(mut lot) = self.lapses.lots.pop() else {
+        let Some(mut lot) = self.expiries.lots.pop() else {
             return;
         };
-        let Err(error) = self.give_back(&lot, now, standstill) else {
+        let Err(error) = self.release_expired(&lot, now, standstill) else {
             return;
         };
         if lot.len() > 1 && !error.is_of_every_key() {
             let half = lot.split_off(lot.len() / 2);
-            self.lapses.lots.extend([half, lot]);
+            self.expiries.lots.extend([half, lot]);
             return;
         }
         self.put_off(&lot, now, &error.to_string());
@@ -84,7 +85,9 @@ impl<G: Guest> Owner<G> {
             .into_iter()
             .partition(|key| is_tracepoint(key) == Some(true));
         let lots = [tracepoints, others].into_iter();
-        self.lapses.lots.extend(lots.filter(|lot| !lot.is_empty()));
+        self.expiries
+            .lots
+            .extend(lots.filter(|lot| !lot.is_empty()));
     }
 
     fn put_off(&self, keys: &[KeyInstance], now: Instant, why: &str) {
@@ -98,13 +101,13 @@ impl<G: Guest> Owner<G> {
         let Some(first) = keys.first() else { return };
         let (keys, first) = (keys.len(), first.id);
         match new {
-            0 => tracing::debug!(keys, %first, why, "lapsed holds still cannot be given back"),
-            new => limited!(warn, new, %first, why, "lapsed holds cannot be given back yet"),
+            0 => tracing::debug!(keys, %first, why, "expired holds still cannot be released"),
+            new => limited!(warn, new, %first, why, "expired holds cannot be released yet"),
         }
     }
 
-    /// Gives back the references on these keys that have lapsed and that the guest has not voided.
-    fn give_back(
+    /// Releases the holds on these keys that have expired and that the guest has not voided.
+    fn release_expired(
         &mut self,
         lot: &[KeyInstance],
         now: Instant,
@@ -121,8 +124,8 @@ impl<G: Guest> Owner<G> {
             }
             // What does not fit is still due, and makes the next lot.
             let room = MAX_UPDATES - updates.len();
-            let lapsed = self.lapsed(&snapshot.registration, key, now);
-            updates.extend(lapsed.into_iter().flatten().take(room));
+            let expired = |hold: &Hold| hold.has_expired(now);
+            updates.extend(self.releases(&snapshot.registration, key, room, expired));
         }
         self.put_off(&waiting, now, "its module is not registered yet");
         if updates.is_empty() {
@@ -130,7 +133,7 @@ impl<G: Guest> Owner<G> {
         }
         let transaction = Transaction {
             updates: &updates,
-            terms: Terms::new(MONITOR, "the hold lapsed", Drops::Held, None),
+            terms: Terms::new(MONITOR, "the hold expired", Drops::Expired(now), None),
             plan: None,
             // Permission was given when the hold was taken.
             allow_guarded: true,
@@ -143,44 +146,46 @@ impl<G: Guest> Owner<G> {
         self.transact(&transaction, standstill, || false).map(drop)
     }
 
-    /// An update for each reference on a key that has lapsed; none if the key is gone.
-    fn lapsed(
+    /// An update for each reference on a key that `which` has and the guest has not voided, at most so
+    /// many; none if the key is gone.
+    pub(super) fn releases(
         &self,
         registration: &Registration,
         instance: KeyInstance,
-        now: Instant,
-    ) -> Option<impl Iterator<Item = KeyUpdate> + use<G>> {
+        at_most: usize,
+        which: impl Fn(&Hold) -> bool,
+    ) -> Vec<KeyUpdate> {
         let memory = registration.memory(self.guest.ram());
         let found = registration
             .has(instance)
             .then(|| registration.catalog.key(instance.id))
             .flatten()
-            .and_then(|key| Some((key, registration.catalog.enabled(&memory, key.id).ok()?)));
+            .and_then(|key| Some((key, registration.state(&memory, key)?)));
         let mut book = self.shared.book();
-        let Some((key, count)) = found else {
+        let Some((key, state)) = found else {
             // Its references have gone with it.
             book.holds.forget(instance);
-            return None;
+            return Vec::new();
         };
-        let probes = registration.probes(&memory, key.id);
-        let references = match count {
+        let references = match state.count {
             // The guest takes the first reference just now. The plan will find it so, and wait.
             ..0 => 1,
-            count => book.holds.lapsed(instance, now, count, probes),
+            _ => book.holds.follow_guest(instance, &state, which),
         };
         // Tracepoints are on or off.
-        let op = match key.class {
-            Class::Tracepoint => Op::Disable,
-            Class::Ref | Class::Guarded => Op::Dec,
+        let (op, references) = match key.class {
+            Class::Tracepoint => (Op::Disable, references.min(1)),
+            Class::Ref | Class::Guarded => (Op::Dec, references),
         };
-        let update = KeyUpdate {
+        let name = Arc::clone(&key.full_name);
+        let update = |_| KeyUpdate {
             keys: Target::Held {
-                name: key.full_name.to_string(),
+                name: Arc::clone(&name),
                 instance,
             },
             op,
             etag: String::new(),
         };
-        Some((0..references).map(move |_| update.clone()))
+        (0..references).take(at_most).map(update).collect()
     }
 }
