@@ -47,6 +47,7 @@ use patchbay_proto::v1::{TracepointResult, TracepointState};
 
 use tokio::runtime::Handle;
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 
 pub use self::others::Backoff;
 use super::book::Book;
@@ -131,6 +132,8 @@ pub struct Tracer {
     heed: Mutex<others::Heed>,
     /// What the agent told last.
     known: Mutex<AgentEvents>,
+    /// They end with the tracer: the agent's link, and the decoder.
+    pub(super) tasks: JoinSet<()>,
     /// Removed with the tracer.
     _socket: Option<AgentSocket>,
 }
@@ -154,6 +157,7 @@ impl Tracer {
             moved: watch::Sender::new(0),
             heed: Mutex::default(),
             known: Mutex::default(),
+            tasks: JoinSet::new(),
             _socket: socket,
         }
     }
