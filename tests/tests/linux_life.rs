@@ -291,7 +291,7 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
         holds.len() == 1 && holds[0].key == "ref_key" && holds[0].references == 1,
         "{holds:?}"
     );
-    ensure!(!guest.key(QUARANTINED).await?.quarantine.is_none());
+    ensure!(guest.key(QUARANTINED).await?.quarantine.is_some());
     let seen = guest.seen("ref_key").await?;
     ensure!(seen.raw == 1 && seen.unlikely, "{seen:?}");
     // Without force: it is its own.

@@ -141,7 +141,8 @@ pub async fn every_call(
     macro_rules! call {
         ($($client:ident { $($method:ident($request:ident),)* })*) => {
             $($({
-                let request = v1::$request { guest: guest.into(), ..Default::default() };
+                let mut request = v1::$request::default();
+                request.guest = guest.into();
                 let result = $client.$method(by(principal, request)).await;
                 answers.push((stringify!($method), result.map(drop)));
             })*)*
