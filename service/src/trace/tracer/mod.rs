@@ -47,6 +47,7 @@ use patchbay_proto::v1::{TracepointResult, TracepointState};
 
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
+use tokio::task::JoinSet;
 
 pub use self::others::Backoff;
 use super::book::Book;
@@ -132,14 +133,23 @@ pub struct Tracer {
     book: Mutex<Book>,
     turn: tokio::sync::Mutex<()>,
     /// Events are armed for some time.
-    pub(super) armed_anew: Notify,
+    pub(super) armed_anew: Arc<Notify>,
     /// Advances when events are no longer moved.
     moved: watch::Sender<u64>,
     heed: Mutex<others::Heed>,
     /// What the agent told last.
     known: Mutex<AgentEvents>,
+    /// They end with the tracer: the agent's link, and the decoder.
+    pub(super) tasks: JoinSet<()>,
     /// Removed with the tracer.
     _socket: Option<AgentSocket>,
+}
+
+impl Drop for Tracer {
+    fn drop(&mut self) {
+        // Who waits for expiries finds that there is nothing more to wait for.
+        self.armed_anew.notify_one();
+    }
 }
 
 impl Tracer {
@@ -158,10 +168,11 @@ impl Tracer {
             answers: Answers::default(),
             book: Mutex::default(),
             turn: tokio::sync::Mutex::default(),
-            armed_anew: Notify::new(),
+            armed_anew: Arc::default(),
             moved: watch::Sender::new(0),
             heed: Mutex::default(),
             known: Mutex::default(),
+            tasks: JoinSet::new(),
             _socket: socket,
         }
     }
