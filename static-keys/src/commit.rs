@@ -153,7 +153,9 @@ impl<P: Copy> Plan<P> {
                 });
             }
         }
-        self.records.append(memory, self.keys_changed());
+        if let Some(records) = &self.records {
+            records.append(memory, self.keys_changed());
+        }
         Ok(CommitOutcome {
             keys: self.keys_changed().count(),
             sites: self.sites.len(),
@@ -198,7 +200,7 @@ impl<P: Copy> Plan<P> {
         }
     }
 
-    fn keys_changed(&self) -> impl Iterator<Item = &KeyChange> + Clone {
+    pub(crate) fn keys_changed(&self) -> impl Iterator<Item = &KeyChange> + Clone {
         self.changes()
             .filter(|change| change.before != change.after)
     }
@@ -256,7 +258,9 @@ impl<P: Copy> Plan<P> {
                 .into(),
             });
         }
-        self.records.append(memory, self.keys_changed());
+        if let Some(records) = &self.records {
+            records.append(memory, self.keys_changed());
+        }
         Ok(CommitOutcome {
             keys: self.keys_changed().count(),
             sites: 0,

@@ -11,7 +11,7 @@ use crate::busy::{Busy, Guard};
 use crate::catalog::Catalog;
 use crate::instruction::{Instruction, OutOfReach};
 use crate::memory::{GuestMemory, ReadError};
-use crate::records::Records;
+use crate::records::RecordPlaces;
 use crate::refcount::{Op, Refusal};
 
 /// One operation of a transaction.
@@ -158,7 +158,8 @@ pub struct Plan<P> {
     pub(crate) suspects: Vec<Suspect<P>>,
     pub(crate) guards: Vec<Guard<P>>,
     pub(crate) needs_pause: bool,
-    pub(crate) records: Records,
+    /// `None` until the changes are known.
+    pub(crate) records: Option<RecordPlaces<P>>,
 }
 
 impl<P: Copy> Plan<P> {
@@ -173,6 +174,15 @@ impl<P: Copy> Plan<P> {
         options: &Options,
     ) -> Result<Self, PlanError> {
         crate::planner::plan(catalog, memory, updates, options)
+    }
+
+    /// Locates the records of a plan that other changes may have overtaken. Call it before the guest
+    /// is stopped; without it, an overtaken plan leaves no record of its changes.
+    pub fn locate_records<M: GuestMemory<Place = P>>(&mut self, memory: &M) {
+        let total = self.keys_changed().count();
+        if let Some(records) = &mut self.records {
+            records.relocate(memory, total);
+        }
     }
 
     /// Returns whether the vCPUs must be stopped. If not, [`Plan::commit_running`] commits the

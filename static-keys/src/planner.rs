@@ -33,7 +33,7 @@ pub(crate) fn plan<M: GuestMemory>(
         suspects: Vec::new(),
         guards: Vec::with_capacity(room),
         needs_pause: false,
-        records: catalog.records.clone(),
+        records: None,
     };
     let mut planner = Planner {
         catalog,
@@ -47,7 +47,12 @@ pub(crate) fn plan<M: GuestMemory>(
         .fold(updates, options)
         .and_then(|keys| planner.collect(&keys));
     match result {
-        Ok(()) => Ok(planner.plan),
+        Ok(()) => {
+            let mut plan = planner.plan;
+            let total = plan.keys_changed().count();
+            plan.records = Some(catalog.records.locate(memory, total));
+            Ok(plan)
+        }
         // The memory may belong to a module that was just unloaded.
         Err(error @ PlanError::Unreadable { .. }) => {
             Err(planner.closed_gate().map_or(error, PlanError::Busy))

@@ -15,7 +15,9 @@ use crate::plan::KeyChange;
 /// Most records of a ring, and so most that are written for one change.
 pub const RECORDS_MAX: u32 = 128;
 /// {u64 sequence, u64 key, u64 time, s32 count before, s32 count after}.
-const RECORD_SIZE: u64 = 32;
+const RECORD_SIZE: u64 = (SEQUENCE_SIZE + BODY_SIZE) as u64;
+const SEQUENCE_SIZE: usize = 8;
+const BODY_SIZE: usize = 24;
 /// Largest distance of records that a later guest may ask for.
 const RECORD_DISTANCE_MAX: u64 = 2 * RECORD_SIZE;
 
@@ -75,12 +77,22 @@ impl RecordRing {
     }
 }
 
-/// Where the next records go.
+/// The ring of one registration, however often its modules change.
 #[derive(Clone, Debug)]
 pub(crate) struct Records {
     ring: RecordRing,
-    /// Records so far; of one registration, however often its modules change.
+    /// Records so far.
     written: Arc<AtomicU64>,
+}
+
+/// Where the records of a plan go, located before the guest is stopped.
+#[derive(Clone, Debug)]
+pub(crate) struct RecordPlaces<P> {
+    records: Records,
+    /// Records that were written when these were located.
+    written: u64,
+    /// One per record, the last as many as the ring holds: its sequence number and the rest.
+    places: Vec<Option<(P, P)>>,
 }
 
 impl Records {
@@ -91,31 +103,67 @@ impl Records {
         }
     }
 
+    /// Locates the next `total` records.
+    pub fn locate<M: GuestMemory>(&self, memory: &M, total: usize) -> RecordPlaces<M::Place> {
+        let count = u64::from(self.ring.count);
+        let written = self.written.load(Ordering::SeqCst);
+        let end = written + total as u64;
+        let place = |number: u64| {
+            // Cannot overflow: the ring's end was checked.
+            let address = self.ring.address + number % count * u64::from(self.ring.size);
+            let sequence = memory.locate(address, SEQUENCE_SIZE).ok()?;
+            let body = memory
+                .locate(address + SEQUENCE_SIZE as u64, BODY_SIZE)
+                .ok()?;
+            Some((sequence, body))
+        };
+        let first = written.max(end.saturating_sub(count));
+        let places = if count == 0 {
+            Vec::new()
+        } else {
+            (first..end).map(place).collect()
+        };
+        RecordPlaces {
+            records: self.clone(),
+            written,
+            places,
+        }
+    }
+}
+
+impl<P: Copy> RecordPlaces<P> {
+    /// Locates the same records anew, after those of other changes.
+    pub fn relocate<M: GuestMemory<Place = P>>(&mut self, memory: &M, total: usize) {
+        if self.records.written.load(Ordering::SeqCst) != self.written {
+            *self = self.records.locate(memory, total);
+        }
+    }
+
     /// Records changes that were made; of more than the ring holds, the last ones. Allocates nothing.
-    pub fn append<'a, M: GuestMemory>(
+    pub fn append<'a, M: GuestMemory<Place = P>>(
         &self,
         memory: &M,
         changes: impl Iterator<Item = &'a KeyChange> + Clone,
     ) {
-        let count = u64::from(self.ring.count);
-        if count == 0 {
+        let total = changes.clone().count();
+        let before = self
+            .records
+            .written
+            .fetch_add(total as u64, Ordering::SeqCst);
+        // A plan that was overtaken and not located again loses its records.
+        if before != self.written {
             return;
         }
-        let total = changes.clone().count() as u64;
-        let before = self.written.fetch_add(total, Ordering::SeqCst);
         // 2554 is the year in which nanoseconds no longer fit.
         let time = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-        let skipped = total.saturating_sub(count);
-        for (number, change) in (before + 1..)
-            .zip(changes)
-            .skip(usize::try_from(skipped).unwrap_or(usize::MAX))
-        {
-            let slot = (number - 1) % count;
-            // Cannot overflow: the ring's end was checked.
-            let address = self.ring.address + slot * u64::from(self.ring.size);
-            let _ = write(memory, address, number, time, change);
+        let skipped = total.saturating_sub(self.places.len());
+        let numbers = before + 1 + skipped as u64..;
+        for ((number, change), place) in numbers.zip(changes.skip(skipped)).zip(&self.places) {
+            if let Some(place) = place {
+                let _ = write(memory, *place, number, time, change);
+            }
         }
     }
 }
@@ -123,23 +171,17 @@ impl Records {
 /// Nobody takes a record for whole whose sequence number is 0, or another one after it was read.
 fn write<M: GuestMemory>(
     memory: &M,
-    address: u64,
+    (sequence, body): (M::Place, M::Place),
     number: u64,
     time: u64,
     change: &KeyChange,
 ) -> Result<(), AccessFault> {
-    let place = |offset, length| {
-        memory
-            .locate(address + offset, length)
-            .map_err(|_| AccessFault)
-    };
-    let (sequence, body) = (place(0, 8)?, place(8, 24)?);
-    let mut bytes = [0; 24];
+    let mut bytes = [0; BODY_SIZE];
     bytes[..8].copy_from_slice(&change.key.0.to_le_bytes());
     bytes[8..16].copy_from_slice(&time.to_le_bytes());
     bytes[16..20].copy_from_slice(&change.before.to_le_bytes());
     bytes[20..].copy_from_slice(&change.after.to_le_bytes());
-    memory.write(sequence, &[0; 8])?;
+    memory.write(sequence, &[0; SEQUENCE_SIZE])?;
     memory.write(body, &bytes)?;
     memory.write(sequence, &number.to_le_bytes())
 }

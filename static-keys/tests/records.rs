@@ -100,6 +100,25 @@ fn of_more_changes_than_the_ring_holds_the_last_are_kept() {
 }
 
 #[test]
+fn an_overtaken_plan_is_recorded_where_it_is_located_again() {
+    let world = world();
+    let ring = ring(&world);
+    let catalog = catalog(&world, ring).expect("a ring");
+    let mut early = plan(&world, &catalog, &[update(world.key(4), Op::Inc)]);
+    let unlocated = plan(&world, &catalog, &[update(world.key(5), Op::Inc)]);
+    let first = plan(&world, &catalog, &[update(world.key(0), Op::Inc)]);
+    first.verify(&world.memory, &[]).expect("open");
+    first.commit(&world.memory).expect("committed");
+    early.locate_records(&world.memory);
+    early.commit_running(&world.memory).expect("committed");
+    assert_eq!(record(&world, ring, 1), (2, world.key(4).0, 2, 3));
+    // Its records would overwrite those of other changes.
+    unlocated.commit_running(&world.memory).expect("committed");
+    assert_eq!(record(&world, ring, 0).0, 1);
+    assert_eq!(record(&world, ring, 2).0, 0);
+}
+
+#[test]
 fn a_change_that_fails_is_not_recorded() {
     let world = world();
     let ring = ring(&world);

@@ -264,13 +264,8 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
         .shell("echo core >/sys/power/pm_test && echo disk >/sys/power/state")
         .await?;
 
-    let after = guest.assert_registered().await?;
-    ensure!(
-        after.guest_status().generation != before.guest_status().generation
-            && (after.modules, after.keys) == (before.modules, before.keys),
-        "{before:?} {after:?}"
-    );
-    // What has expired meanwhile is given back to the kernel that took it.
+    // What has expired meanwhile is given back to the kernel that took it, once the guest has registered
+    // the key's module again, which it does last.
     loop {
         let change = changes.message().await?.context("the watch ended")?;
         let given_back = |name: &str, owner: &str| name == "many_key" && owner == "monitor";
@@ -279,6 +274,12 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
             break;
         }
     }
+    let after = guest.assert_registered().await?;
+    ensure!(
+        after.guest_status().generation != before.guest_status().generation
+            && (after.modules, after.keys) == (before.modules, before.keys),
+        "{before:?} {after:?}"
+    );
     let seen = guest.seen("many_key").await?;
     ensure!(seen.raw == 0 && !seen.unlikely, "{seen:?}");
     let holds = guest

@@ -134,10 +134,14 @@ impl<G: Guest> Owner<G> {
                 kept.answer.digest
             )));
         }
-        let prepared = match &kept.state {
+        let prepared = match &mut kept.state {
             State::Committed(first) => return Ok(Arc::clone(first)),
             State::Prepared(prepared) => prepared,
         };
+        // Changes made since the prepare have moved the ring on.
+        let registration = self.shared.registry.snapshot()?.registration;
+        let memory = registration.memory(self.guest.ram());
+        prepared.planned.plan.locate_records(&memory);
         let now = self.shared.clock.now();
         let expires = prepared
             .hold_ttl

@@ -142,6 +142,8 @@ mod tests {
             .expect("a kernel that follows the rules")
     }
 
+    type Damage = fn(&mut KernelTables);
+
     fn user_mode_gate() -> Gates {
         let gate = ListedGate {
             kind: GateKind::SystemState,
@@ -195,7 +197,7 @@ mod tests {
             "no memory"
         );
         registry.attach(guest.ram().clone());
-        let wrong: [(&str, fn(&mut KernelTables)); 7] = [
+        let wrong: [(&str, Damage); 7] = [
             ("the boot", |tables| tables.boot = 0),
             ("generation", |tables| tables.generation = 0),
             ("text is at 0x1000", |tables| {
