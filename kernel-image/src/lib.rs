@@ -11,20 +11,24 @@
 //! The bytes may come from anywhere: every number in them is checked before use, and what is made of them is bounded.
 #![forbid(unsafe_code)]
 
+mod btf;
+mod classes;
 pub mod container;
 mod entry;
 mod image;
 mod kallsyms;
+pub mod live;
 mod module;
 mod report;
 mod symbols;
 mod table;
 
+pub use classes::{Class, DebugLine, Tracepoint};
 pub use container::{Compression, ContainerError, Unpacked, unpack};
 pub use entry::{Format, Instruction, Site, decode_site};
 pub use image::{Image, ImageError};
 pub use kallsyms::read as read_kallsyms;
-pub use report::{Class, ImageReport, Key, Report, SiteReport, Summary, SymbolSource, TableReport};
+pub use report::{ImageReport, Key, Report, SiteReport, Summary, SymbolSource, TableReport};
 pub use symbols::{MAX_SYMBOLS, Symbol, SymbolFileError, SymbolKind, Symbols};
 pub use table::{FoundBy, Table, TableError};
 
