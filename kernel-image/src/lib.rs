@@ -23,6 +23,7 @@ mod report;
 mod symbols;
 mod table;
 
+pub use btf::{Btf, BtfError, Member};
 pub use classes::{Class, DebugLine, Tracepoint};
 pub use container::{Compression, ContainerError, Unpacked, unpack};
 pub use entry::{Format, Instruction, Site, decode_site};

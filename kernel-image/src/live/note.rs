@@ -69,8 +69,8 @@ impl Note {
         let mut kallsyms: Vec<u64> = lines
             .keys()
             .filter(|name| name.starts_with("SYMBOL(kallsyms_"))
-            .filter_map(|name| symbol(name))
-            .collect();
+            .map(|name| symbol(name))
+            .collect::<Option<_>>()?;
         kallsyms.sort_unstable();
         Some(Ok(Self {
             release: (*lines.get("OSRELEASE")?).to_owned(),
