@@ -8,12 +8,13 @@
 //! | never | the symbol `security_hook_active_*` (6.12 and later): the branch is around a static call that may be NULL | the symbol |
 //! | guarded | all others | the symbol, `sched_feat_` and the feature, else symbol and offset |
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::hash::Hash;
 use std::ops::Range;
 
 use serde::Serialize;
 
-use crate::btf::Member;
+use crate::btf::{Btf, Member};
 
 /// Most tracepoints, descriptors or scheduler features of one image.
 const MAX_RECORDS: u64 = 1 << 17;
@@ -34,6 +35,20 @@ pub enum Class {
     Never,
     /// Any other.
     Guarded,
+}
+
+impl Class {
+    /// For people.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tracepoint => "tracepoint",
+            Self::Ref => "ref",
+            Self::Dyndbg => "dyndbg",
+            Self::Never => "never",
+            Self::Guarded => "guarded",
+        }
+    }
 }
 
 /// A tracepoint.
@@ -215,9 +230,68 @@ pub(crate) fn scheduler_features(
     Some(found)
 }
 
-/// Whether the key with this symbol is one of a security module's hook.
-pub(crate) fn is_security_hook(symbol: &str) -> bool {
-    symbol.starts_with("security_hook_active_")
+/// What an image's own tables say of keys, by the keys' addresses.
+#[derive(Debug, Default)]
+pub(crate) struct Classes {
+    pub tracepoints: BTreeMap<u64, Tracepoint>,
+    pub debug_lines: BTreeMap<u64, DebugLine>,
+    pub features: BTreeMap<u64, String>,
+}
+
+impl Classes {
+    /// The class of a key and its name, given the symbol that it lies in.
+    pub fn class_and_name(&self, address: u64, symbol: Option<(&str, u64)>) -> (Class, String) {
+        if let Some(tracepoint) = self.tracepoints.get(&address) {
+            return (Class::Tracepoint, tracepoint.name.clone());
+        }
+        if let Some(line) = self.debug_lines.get(&address) {
+            return (Class::Dyndbg, line.name());
+        }
+        if let Some(feature) = self.features.get(&address) {
+            return (Class::Guarded, feature.clone());
+        }
+        let name = symbol.map_or_else(|| format!("{address:#x}"), location);
+        if name.starts_with("security_hook_active_") {
+            return (Class::Never, name);
+        }
+        (Class::Guarded, name)
+    }
+}
+
+/// Tells keys with one name apart by the functions of their first sites: `name@function`. Names count within an image.
+pub(crate) fn tell_apart<K, I: Hash + Eq>(
+    keys: &mut [K],
+    image: impl Fn(&K) -> I,
+    name: impl Fn(&mut K) -> &mut String,
+    function: impl Fn(&K) -> Option<String>,
+) {
+    let mut times: HashMap<(I, String), usize> = HashMap::new();
+    for key in &mut *keys {
+        let image = image(key);
+        *times.entry((image, name(key).clone())).or_default() += 1;
+    }
+    for key in keys {
+        let in_image = (image(key), name(key).clone());
+        if times.get(&in_image).is_some_and(|times| *times > 1)
+            && let Some(function) = function(key)
+        {
+            *name(key) = format!("{}@{function}", in_image.1);
+        }
+    }
+}
+
+/// `struct _ddebug`; none without dynamic debug.
+pub(crate) fn debug_layout(btf: &Btf<'_>) -> Option<DebugLayout> {
+    let offset = |path: &[&str]| btf.offset("_ddebug", path);
+    Some(DebugLayout {
+        size: btf.size("_ddebug").filter(|size| *size >= 16)?,
+        key: offset(&["key"])?,
+        module: offset(&["modname"])?,
+        function: offset(&["function"])?,
+        file: offset(&["filename"])?,
+        format: offset(&["format"])?,
+        line: btf.member("_ddebug", &["lineno"])?,
+    })
 }
 
 /// A symbol and an offset into it.

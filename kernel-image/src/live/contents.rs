@@ -9,10 +9,10 @@ use super::layout::{Inner, Layout};
 use super::locate::{Located, required};
 use super::memory::PhysicalMemory;
 use super::modules::{self, Loaded};
-use super::names::Classes;
 use super::parts::Clock;
 use super::tables::{self, Tables};
 use super::{ImageTables, Key};
+use crate::classes::Classes;
 
 /// Most symbols of all modules together.
 const MAX_MODULE_SYMBOLS: usize = 1 << 20;

@@ -3,7 +3,7 @@
 
 use super::error::{DiscoveryError, refuse};
 use crate::btf::Btf;
-use crate::classes::DebugLayout;
+use crate::classes::{DebugLayout, debug_layout};
 
 /// Every symbol that is asked for by name.
 pub(super) const SYMBOLS: &[&str] = &[
@@ -262,7 +262,7 @@ pub(super) fn read(data: &[u8], has_modules: bool) -> Result<(Layout, Inner), Di
         layout.tracepoint_unregfunc = offset(holder, &["unregfunc"])?;
     }
     let inner = Inner {
-        ddebug: ddebug(btf),
+        ddebug: debug_layout(btf),
         ddebug_table: ddebug_table(btf),
         module: match has_modules {
             true => module(&types)?,
@@ -279,19 +279,6 @@ pub(super) fn read(data: &[u8], has_modules: bool) -> Result<(Layout, Inner), Di
             .or_else(|| btf.offset("text_poke_array", &["nr_entries"])),
     };
     Ok((layout, inner))
-}
-
-pub(crate) fn ddebug(btf: &Btf<'_>) -> Option<DebugLayout> {
-    let offset = |path: &[&str]| btf.offset("_ddebug", path);
-    Some(DebugLayout {
-        size: btf.size("_ddebug").filter(|size| *size >= 16)?,
-        key: offset(&["key"])?,
-        module: offset(&["modname"])?,
-        function: offset(&["function"])?,
-        file: offset(&["filename"])?,
-        format: offset(&["format"])?,
-        line: btf.member("_ddebug", &["lineno"])?,
-    })
 }
 
 fn ddebug_table(btf: &Btf<'_>) -> Option<DdebugTable> {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Classes and names of the keys of a running kernel.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use static_keys::KEYS_MAX;
 
@@ -12,24 +12,14 @@ use super::memory::{PhysicalMemory, View};
 use super::modules::Loaded;
 use super::tables::Used;
 use super::{ImageTables, Key};
-use crate::classes::{
-    self, Class, DebugLine, Tracepoint, TracepointLayout, is_security_hook, location,
-};
+use crate::classes::{self, Classes, Tracepoint, TracepointLayout, tell_apart};
 use crate::symbols::SymbolKind;
 
 /// Most tables of dynamic debug.
 const MAX_DEBUG_TABLES: usize = 1 << 14;
 
-/// What the kernel's own tables say of keys, by the keys' addresses.
-#[derive(Default)]
-pub(super) struct Classes {
-    tracepoints: BTreeMap<u64, Tracepoint>,
-    debug_lines: BTreeMap<u64, DebugLine>,
-    features: BTreeMap<u64, String>,
-}
-
 impl Classes {
-    pub fn read<M: PhysicalMemory + ?Sized>(
+    pub(super) fn read<M: PhysicalMemory + ?Sized>(
         located: &mut Located<'_, M>,
         layout: &Layout,
         inner: &Inner,
@@ -95,7 +85,7 @@ impl Classes {
     }
 
     /// Puts everything together; names that several keys of an image have are told apart by the function of their first site.
-    pub fn keys<M: PhysicalMemory + ?Sized>(
+    pub(super) fn keys<M: PhysicalMemory + ?Sized>(
         mut self,
         view: &mut View<'_, M>,
         used: BTreeMap<u64, Used>,
@@ -106,18 +96,12 @@ impl Classes {
             .into_iter()
             .map(|(address, used)| self.key(view, address, used, images, layout))
             .collect();
-        let mut times: HashMap<(usize, String), usize> = HashMap::new();
-        for key in &keys {
-            *times.entry((key.image, key.name.clone())).or_default() += 1;
-        }
-        for key in &mut keys {
-            let shared = times
-                .get(&(key.image, key.name.clone()))
-                .is_some_and(|times| *times > 1);
-            if shared && let Some(function) = first_function(key, images) {
-                key.name = format!("{}@{function}", key.name);
-            }
-        }
+        tell_apart(
+            &mut keys,
+            |key| key.image,
+            |key| &mut key.name,
+            |key| first_function(key, images),
+        );
         keys
     }
 
@@ -129,25 +113,12 @@ impl Classes {
         images: &[ImageTables],
         layout: &Layout,
     ) -> Key {
-        let tracepoint = self.tracepoints.remove(&address);
-        let debug = self.debug_lines.remove(&address);
         let symbol = images
             .get(used.home)
             .and_then(|image| image.symbols.resolve(address, SymbolKind::Data));
-        let (class, name) = if let Some(tracepoint) = &tracepoint {
-            (Class::Tracepoint, tracepoint.name.clone())
-        } else if let Some(line) = &debug {
-            (Class::Dyndbg, line.name())
-        } else if let Some(feature) = self.features.remove(&address) {
-            (Class::Guarded, feature)
-        } else {
-            let name = symbol.map_or_else(|| format!("{address:#x}"), location);
-            let class = match is_security_hook(&name) {
-                true => Class::Never,
-                false => Class::Guarded,
-            };
-            (class, name)
-        };
+        let (class, name) = self.class_and_name(address, symbol);
+        let tracepoint = self.tracepoints.remove(&address);
+        let debug = self.debug_lines.remove(&address);
         let switched_by_function = tracepoint.as_ref().is_some_and(|tracepoint| {
             switched_by_function(view, tracepoint, layout) != Some(false)
         });
@@ -218,10 +189,13 @@ fn switched_by_function<M: PhysicalMemory + ?Sized>(
     Some(register != 0 || unregister != 0)
 }
 
+/// The function of the key's first site in its own image, or in any.
 fn first_function(key: &Key, images: &[ImageTables]) -> Option<String> {
-    let (image, range) = key.sites.first()?;
+    let own = key.sites.iter().find(|(image, _)| *image == key.image);
+    let (image, range) = own.or(key.sites.first())?;
     let image = images.get(*image)?;
-    let site = image.sites.get(range.start)?;
-    let (function, _) = image.symbols.resolve(site.entry.code, SymbolKind::Text)?;
+    let sites = image.sites.get(range.clone())?;
+    let first = sites.iter().map(|site| site.entry.code).min()?;
+    let (function, _) = image.symbols.resolve(first, SymbolKind::Text)?;
     Some(function.to_owned())
 }

@@ -47,7 +47,7 @@ pub struct Guest {
 
 impl PhysicalMemory for Guest {
     fn ram(&self) -> Vec<Range<u64>> {
-        vec![0..RAM]
+        std::iter::once(0..RAM).collect()
     }
 
     fn read(&self, address: u64, bytes: &mut [u8]) -> bool {
@@ -394,7 +394,7 @@ fn module(guest: &Guest, kernel_table: u64) {
         },
     ];
     jump_table(guest, table, &branches);
-    guest.put_u64(own + 8, table + 16 | 1);
+    guest.put_u64(own + 8, (table + 16) | 1);
     guest.put_u32(own, 1);
     for branch in &branches {
         guest.put(branch.site, &NOP5);

@@ -170,7 +170,7 @@ fn page_tables_that_loop_end() {
     let level_3 = guest.u64_at(root + 8 * index) & !0xfff;
     let level_2 = guest.u64_at(level_3 + 8 * (TEXT >> 30 & 0x1ff)) & !0xfff;
     for (table, shift) in [(root, 39), (level_3, 30), (level_2, 21)] {
-        for target in [root, level_3, level_2, RAM, u64::MAX & !0xfff] {
+        for target in [root, level_3, level_2, RAM, !0xfff] {
             let change = |guest: &Guest| {
                 for index in (0..512).filter(|index| shift != 39 || *index == TEXT >> 39 & 0x1ff) {
                     guest.put_physical(table + 8 * index, &(target | 3).to_le_bytes());
