@@ -271,15 +271,17 @@ pub fn guest() -> Guest {
             flags,
         })
         .collect();
-    // In init text, whose page may hold anything by now.
-    branches.insert(
-        1,
-        Branch {
-            key: guest.symbols["alpha"],
-            site: init + 0x40,
-            flags: 2,
-        },
-    );
+    // In init text, whose page may hold anything by now; the second as in `.exit.text`, without the kernel's mark.
+    for (index, flags) in [(1, 2), (2, 0)] {
+        branches.insert(
+            index,
+            Branch {
+                key: guest.symbols["alpha"],
+                site: init + 0x40,
+                flags,
+            },
+        );
+    }
     let table = constants.take(16 * branches.len() as u64);
     jump_table(&guest, table, &branches);
     for (symbol, address) in [
@@ -295,7 +297,7 @@ pub fn guest() -> Guest {
         guest.symbols.insert(symbol.to_owned(), address);
     }
 
-    for branch in branches.iter().filter(|branch| branch.flags == 0) {
+    for branch in branches.iter().filter(|branch| branch.site < init) {
         guest.put(branch.site, &NOP5);
         let index = branches
             .iter()
@@ -305,7 +307,6 @@ pub fn guest() -> Guest {
     }
     guest.put(TEXT + 0x2c0, &JMP5);
     guest.put_u32(sealed, 1);
-    guest.put_u64(sealed + 8, 2);
     guest.put_u64(tracepoint, event);
     for (index, word) in (0..).zip(words) {
         guest.put_u64(dyndbg + 8 * index, word);

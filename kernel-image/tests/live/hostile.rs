@@ -84,6 +84,23 @@ fn gates_are_looked_at_again_at_the_end() {
     assert!(error.contains("TextMutex"), "{error}");
 }
 
+/// A gate that was closed when the first tables were read.
+#[test]
+fn gates_are_looked_at_before_the_tables() {
+    let guest = guest();
+    image(&guest).unwrap();
+    let (reads, at) = (*guest.reads.borrow(), physical(guest.symbol("text_mutex")));
+    *guest.reads.borrow_mut() = 0;
+    guest.put_u32(guest.symbol("text_mutex"), 0x1000);
+    *guest.before_read.borrow_mut() = Some(Box::new(move |number, ram| {
+        if number + 12 > reads {
+            ram[at as usize + 1] = 0;
+        }
+    }));
+    let error = image(&guest).map(drop).unwrap_err();
+    assert!(error.contains("TextMutex"), "{error}");
+}
+
 #[test]
 fn keys_must_name_their_entries() {
     for (change, expected) in [
@@ -152,10 +169,19 @@ fn a_kernel_that_is_not_there_is_not_found() {
     // Gate 0 leads elsewhere in the text.
     let error = after(|guest| guest.put_physical(0x1a_0000, &[0x20]));
     assert!(error.contains("not asm_exc_divide_error"), "{error}");
+    let guest = guest();
+    guest.put_physical(0x1a_0000, &[0x20]);
+    let error = note(&guest).map(drop).unwrap_err();
+    assert!(error.contains("not asm_exc_divide_error"), "{error}");
+    // The IDT of one vCPU is another one.
+    let mut guest = crate::craft_guest::guest();
+    guest.cpus[1].idt_base = RODATA;
+    let error = image(&guest).map(drop).unwrap_err();
+    assert!(error.contains("vCPU 1"), "{error}");
     let error = after(|guest| guest.put(guest.symbol("linux_banner"), b"Windows"));
     assert!(error.contains("linux_banner"), "{error}");
     // One vCPU runs a guest of its own.
-    let mut guest = guest();
+    let mut guest = crate::craft_guest::guest();
     guest.cpus[1].cr3 = 0x5000;
     let error = image(&guest).map(drop).unwrap_err();
     assert!(error.contains("vCPU 1 does not map this kernel"), "{error}");
@@ -264,6 +290,11 @@ fn forged_notes_do_not_mislead() {
         ("pgtable_l5_enabled)=0", "pgtable_l5_enabled)=1"),
         ("SYMBOL(_stext)", "SYMBOL(nothing)"),
         ("SYMBOL(kallsyms_names)=", "SYMBOL(kallsyms_names)=1"),
+        // Into data that is writable.
+        (
+            "SYMBOL(kallsyms_names)=ffffffff81001",
+            "SYMBOL(kallsyms_names)=ffffffff81021",
+        ),
         ("phys_base)=", "phys_base)=x"),
     ] {
         let release = forged(&|text| text.replace("6.12.1", "6.6.6").replace(from, to));
@@ -275,9 +306,12 @@ fn forged_notes_do_not_mislead() {
     }
     // One that does can only block.
     let error = forged(&|text| text.replace("6.12.1", "6.6.6")).unwrap_err();
-    assert!(error.contains("disagree"), "{error}");
+    assert!(error.contains("two VMCOREINFO texts"), "{error}");
     let error = forged(&|text| text.replace("sme_mask)=0", "sme_mask)=8")).unwrap_err();
     assert!(error.contains("encrypted"), "{error}");
+    // A page table made for the purpose maps what is asked for, and _stext not to where the text says.
+    let release = forged_with_tables();
+    assert_eq!(release.as_deref(), Ok(crate::craft_guest::RELEASE));
     // Every vCPU must map the kernel that a text names.
     let mut guest = guest();
     guest.cpus[1].cr3 = 0x5000;
@@ -288,6 +322,26 @@ fn forged_notes_do_not_mislead() {
     guest.cpus[1] = guest.cpus[0];
     guest.cpus[1].cr4 |= 1 << 12;
     assert!(discover(&guest, &guest.cpus, Way::Note).is_err());
+}
+
+/// A text that names another `phys_base`, and a copy of the top page table where that puts it.
+fn forged_with_tables() -> Result<String, String> {
+    let guest = guest();
+    let (text, root) = (note_text(&guest), guest.cpus[0].cr3 as usize);
+    let table = guest.ram.borrow()[root..root + 4096].to_vec();
+    // Both pages are free.
+    let copy = 0x1a_8000;
+    let moved = (0x10_0000_i64 - 0x100_0000) + (copy - root as i64);
+    let base = text
+        .lines()
+        .find(|line| line.starts_with("NUMBER(phys_base)"));
+    let text = text.replace(base.unwrap(), &format!("NUMBER(phys_base)={moved}"));
+    guest.put_physical(copy as u64, &table);
+    guest.put_physical(
+        copy as u64 + 4096,
+        text.replace("6.12.1", "6.6.6").as_bytes(),
+    );
+    note(&guest).map(|kernel| kernel.release)
 }
 
 #[test]

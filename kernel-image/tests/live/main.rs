@@ -17,3 +17,4 @@ mod hostile;
 mod live;
 #[path = "../../../static-keys/fuzz/src/short_run.rs"]
 mod short_run;
+mod types;
