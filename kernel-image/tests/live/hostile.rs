@@ -175,9 +175,15 @@ fn a_kernel_that_is_not_there_is_not_found() {
     assert!(error.contains("not asm_exc_divide_error"), "{error}");
     // The IDT of one vCPU is another one.
     let mut guest = crate::craft_guest::guest();
-    guest.cpus[1].idt_base = RODATA;
+    let gate = guest.u64_at(0x1a_0000) + 0x10;
+    guest.put_physical(0x1a_8000, &gate.to_le_bytes());
+    guest.put_physical(0x1a_8008, &guest.u64_at(0x1a_0008).to_le_bytes());
+    guest.cpus[1].idt_base = DIRECT + 0x1a_8000;
     let error = image(&guest).map(drop).unwrap_err();
-    assert!(error.contains("vCPU 1"), "{error}");
+    assert!(error.contains("gate 0 of vCPU 1"), "{error}");
+    guest.cpus[1].idt_base = DIRECT + 0x1a_9000;
+    let error = image(&guest).map(drop).unwrap_err();
+    assert!(error.contains("vCPU 1 has no IDT"), "{error}");
     let error = after(|guest| guest.put(guest.symbol("linux_banner"), b"Windows"));
     assert!(error.contains("linux_banner"), "{error}");
     // One vCPU runs a guest of its own.

@@ -186,7 +186,8 @@ fn ways_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
 /// The kernel's own list of its pr_debug() lines has those that were found.
 fn debug_lines_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
     let listed = guest.shell("grep -c '^[^#]' /sys/kernel/debug/dynamic_debug/control")?;
-    let listed: usize = listed.lines().next().unwrap_or_default().trim().parse()?;
+    let listed = listed.lines().find_map(|line| line.trim().parse().ok());
+    let listed: usize = listed.context("a number of lines")?;
     let found = kernel
         .keys
         .iter()

@@ -55,6 +55,13 @@ impl Guest {
         let own = tempfile::tempdir()?;
         let (ram, socket) = (own.path().join("ram"), own.path().join("qmp"));
         let listener = UnixListener::bind(&socket)?;
+        // QEMU takes the file that is there.
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&ram)?;
+        file.set_len(RAM)?;
         let mut command = Command::new("qemu-system-x86_64");
         command
             .args(["-accel", "tcg", "-machine", "q35,memory-backend=ram"])
@@ -87,7 +94,7 @@ impl Guest {
             input,
             output: BufReader::new(output),
             qmp: BufReader::new(qmp),
-            ram: Ram(File::open(ram)?),
+            ram: Ram(file),
             _folder: own,
         };
         guest.answer()?;
