@@ -43,6 +43,8 @@ pub struct Guest {
     pub reads: RefCell<u64>,
     pub cpus: Vec<Cpu>,
     pub symbols: HashMap<String, u64>,
+    /// As kallsyms has them: address, letter and name.
+    listed: Vec<(u64, String)>,
 }
 
 impl PhysicalMemory for Guest {
@@ -103,6 +105,11 @@ impl Guest {
 
     pub fn symbol(&self, name: &str) -> u64 {
         self.symbols[name]
+    }
+
+    fn name(&mut self, address: u64, letter: char, name: &str) {
+        self.listed.push((address, format!("{letter}{name}")));
+        self.symbols.insert(name.to_owned(), address);
     }
 
     /// Maps pages; `flags` are those of the last level.
@@ -171,14 +178,34 @@ pub fn guest() -> Guest {
         reads: RefCell::new(0),
         cpus: Vec::new(),
         symbols: HashMap::new(),
+        listed: Vec::new(),
     };
-    let mut data = Area { at: DATA };
-    let mut symbols: Vec<(u64, String)> = Vec::new();
-    let mut name = |address: u64, letter: char, name: &str| {
-        symbols.push((address, format!("{letter}{name}")));
-        guest.symbols.insert(name.to_owned(), address);
-        address
+    let mut constants = Area { at: RODATA };
+    text_symbols(&mut guest);
+    data_symbols(&mut guest);
+    texts(&mut guest, &mut constants);
+    let table = branches(&mut guest, &mut constants);
+    fill_words(&guest);
+    module(&guest, table);
+    note(&guest);
+    let kallsyms = constants.take(0);
+    guest.listed.sort();
+    let layout = Layout {
+        pointer: 8,
+        base: kallsyms,
+        relative_base: TEXT,
+        order: Order::After,
+        percpu: true,
+        seqs_between: false,
     };
+    let arrays = layout.arrays(&guest.listed);
+    assert!(kallsyms + arrays.len() as u64 <= DATA);
+    guest.put(kallsyms, &arrays);
+    page_tables(&mut guest);
+    guest
+}
+
+fn text_symbols(guest: &mut Guest) {
     for (symbol, address) in [
         ("_text", TEXT),
         ("_stext", TEXT),
@@ -187,12 +214,16 @@ pub fn guest() -> Guest {
         ("function_b", TEXT + 0x200),
         ("_etext", TEXT + 0xf00),
     ] {
-        name(address, 'T', symbol);
+        guest.name(address, 'T', symbol);
     }
     for index in 0..1100 {
-        name(TEXT + 0x800 + index, 't', &format!("filler_{index}"));
+        guest.name(TEXT + 0x800 + index, 't', &format!("filler_{index}"));
     }
-    name(data.take(PAGE), 'D', "init_top_pgt");
+}
+
+fn data_symbols(guest: &mut Guest) {
+    let mut data = Area { at: DATA };
+    guest.name(data.take(PAGE), 'D', "init_top_pgt");
     for symbol in [
         "system_state",
         "panic_cpu",
@@ -214,122 +245,94 @@ pub fn guest() -> Guest {
         "shared",
         "__tracepoint_event",
     ] {
-        name(data.take(64), 'D', symbol);
+        guest.name(data.take(64), 'D', symbol);
     }
     // Another key with the same name.
-    symbols.push((data.take(64), "dshared".to_owned()));
-    let second_shared = data.at - 64;
-    let mut named = |address: u64, text: &str| {
-        symbols.push((address, format!("D{text}")));
-        guest.symbols.insert(text.to_owned(), address);
-        address
-    };
-    let dyndbg = named(data.take(56), "__start___dyndbg");
-    named(data.take(0), "__stop___dyndbg");
-    named(data.take(0), "__start_ro_after_init");
-    let sealed = named(data.take(64), "sealed");
-    named(data.take(0), "__end_ro_after_init");
-    let init = named((data.at | 0xfff) + 1, "__init_begin");
-    named(init + PAGE, "__init_end");
-    named(init + PAGE, "_end");
+    guest.listed.push((data.take(64), "dshared".to_owned()));
+    guest
+        .symbols
+        .insert("second shared".to_owned(), data.at - 64);
+    guest.name(data.take(56), 'D', "__start___dyndbg");
+    guest.name(data.take(0), 'D', "__stop___dyndbg");
+    guest.name(data.take(0), 'D', "__start_ro_after_init");
+    guest.name(data.take(64), 'D', "sealed");
+    guest.name(data.take(0), 'D', "__end_ro_after_init");
+    let init = (data.at | 0xfff) + 1;
+    guest.name(init, 'D', "__init_begin");
+    guest.name(init + PAGE, 'D', "__init_end");
+    guest.name(init + PAGE, 'D', "_end");
+}
 
-    let tracepoint = guest.symbols["__tracepoint_event"];
-    let mut constants = Area { at: RODATA };
-    let text = |guest: &Guest, area: &mut Area, text: &str| {
-        let at = area.take(text.len() as u64 + 1);
+/// Read-only data but for the jump table.
+fn texts(guest: &mut Guest, constants: &mut Area) {
+    let mut text = |text: &str| {
+        let at = constants.take(text.len() as u64 + 1);
         guest.put(at, text.as_bytes());
         at
     };
-    let banner = text(
-        &guest,
-        &mut constants,
-        &format!("Linux version {RELEASE} (nobody@nowhere) #1\n"),
-    );
-    let event = text(&guest, &mut constants, "event");
-    let words = ["mod", "function_b", "net/core/dev.c", "line %d\n"]
-        .map(|word| text(&guest, &mut constants, word));
+    let banner = text(&format!("Linux version {RELEASE} (nobody@nowhere) #1\n"));
+    let event = text("event");
+    let words = ["mod", "function_b", "net/core/dev.c", "line %d\n"].map(text);
+    let tracepoint = guest.symbol("__tracepoint_event");
+    guest.put_u64(tracepoint, event);
+    let line = guest.symbol("__start___dyndbg");
+    for (index, word) in (0..).zip(words) {
+        guest.put_u64(line + 8 * index, word);
+    }
+    guest.put_u32(line + 32, 123);
     let btf = craft_btf::kernel().finish();
     let btf_at = constants.take(btf.len() as u64);
     guest.put(btf_at, &btf);
     let pointers = constants.take(4);
     guest.put_u32(pointers, tracepoint.wrapping_sub(pointers) as u32);
+    guest.name(banner, 'D', "linux_banner");
+    guest.name(btf_at, 'D', "__start_BTF");
+    guest.name(btf_at + btf.len() as u64, 'D', "__stop_BTF");
+    guest.name(pointers, 'D', "__start___tracepoints_ptrs");
+    guest.name(pointers + 4, 'D', "__stop___tracepoints_ptrs");
+}
+
+/// The kernel's sites and its jump table; where the table is.
+fn branches(guest: &mut Guest, constants: &mut Area) -> u64 {
+    let (alpha, init) = (guest.symbol("alpha"), guest.symbol("__init_begin"));
     let mut branches = vec![
-        (guest.symbols["alpha"], 0x100, 0),
-        (guest.symbols["security_hook_active_capable_0"], 0x140, 0),
-        (guest.symbols["shared"], 0x180, 0),
-        (tracepoint + 8, 0x200, 0),
-        (second_shared, 0x240, 0),
-        (dyndbg + 40, 0x280, 0),
-        (sealed, 0x2c0, 0),
+        (alpha, TEXT + 0x100, 0),
+        // In init text, whose page may hold anything by now; the second as in `.exit.text`, without the kernel's mark.
+        (alpha, init + 0x40, 2),
+        (alpha, init + 0x80, 0),
+        (
+            guest.symbol("security_hook_active_capable_0"),
+            TEXT + 0x140,
+            0,
+        ),
+        (guest.symbol("shared"), TEXT + 0x180, 0),
+        (guest.symbol("__tracepoint_event") + 8, TEXT + 0x200, 0),
+        (guest.symbol("second shared"), TEXT + 0x240, 0),
+        (guest.symbol("__start___dyndbg") + 40, TEXT + 0x280, 0),
+        (guest.symbol("sealed"), TEXT + 0x2c0, 0),
     ];
     branches.sort_unstable();
-    let mut branches: Vec<Branch> = branches
+    let branches: Vec<Branch> = branches
         .into_iter()
-        .map(|(key, site, flags)| Branch {
-            key,
-            site: TEXT + site,
-            flags,
-        })
+        .map(|(key, site, flags)| Branch { key, site, flags })
         .collect();
-    // In init text, whose page may hold anything by now; the second as in `.exit.text`, without the kernel's mark.
-    for (index, flags) in [(1, 2), (2, 0)] {
-        branches.insert(
-            index,
-            Branch {
-                key: guest.symbols["alpha"],
-                site: init + 0x40,
-                flags,
-            },
-        );
-    }
     let table = constants.take(16 * branches.len() as u64);
-    jump_table(&guest, table, &branches);
-    for (symbol, address) in [
-        ("linux_banner", banner),
-        ("__start_BTF", btf_at),
-        ("__stop_BTF", btf_at + btf.len() as u64),
-        ("__start___tracepoints_ptrs", pointers),
-        ("__stop___tracepoints_ptrs", pointers + 4),
-        ("__start___jump_table", table),
-        ("__stop___jump_table", table + 16 * branches.len() as u64),
-    ] {
-        symbols.push((address, format!("D{symbol}")));
-        guest.symbols.insert(symbol.to_owned(), address);
-    }
-
+    jump_table(guest, table, &branches);
+    guest.name(table, 'D', "__start___jump_table");
+    guest.name(
+        table + 16 * branches.len() as u64,
+        'D',
+        "__stop___jump_table",
+    );
     for branch in branches.iter().filter(|branch| branch.site < init) {
         guest.put(branch.site, &NOP5);
-        let index = branches
-            .iter()
-            .position(|other| other.key == branch.key)
-            .unwrap();
-        guest.put_u64(branch.key + 8, table + 16 * index as u64);
+        let mut others = branches.iter();
+        let first = others.position(|other| other.key == branch.key).unwrap();
+        guest.put_u64(branch.key + 8, table + 16 * first as u64);
     }
     guest.put(TEXT + 0x2c0, &JMP5);
-    guest.put_u32(sealed, 1);
-    guest.put_u64(tracepoint, event);
-    for (index, word) in (0..).zip(words) {
-        guest.put_u64(dyndbg + 8 * index, word);
-    }
-    guest.put_u32(dyndbg + 32, 123);
-    fill_words(&guest);
-    module(&guest, table);
-    note(&guest);
-    let kallsyms = constants.take(0);
-    symbols.sort();
-    let layout = Layout {
-        pointer: 8,
-        base: kallsyms,
-        relative_base: TEXT,
-        order: Order::After,
-        percpu: true,
-        seqs_between: false,
-    };
-    let arrays = layout.arrays(&symbols);
-    assert!(kallsyms + arrays.len() as u64 <= DATA);
-    guest.put(kallsyms, &arrays);
-    page_tables(&mut guest);
-    guest
+    guest.put_u32(guest.symbol("sealed"), 1);
+    table
 }
 
 fn fill_words(guest: &Guest) {
