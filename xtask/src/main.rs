@@ -21,6 +21,7 @@ mod modules;
 mod root_disk;
 mod shell;
 mod step;
+mod stock;
 mod terminal;
 mod test;
 mod test_runner;

@@ -19,7 +19,7 @@ use anyhow::{Result, bail};
 use crate::cargo::TestBinary;
 use crate::kernel::Recipe;
 use crate::test_runner::{LabWorker, Report, Test, Verdict};
-use crate::{cargo, guest, host, lab_image, root_disk, test_runner};
+use crate::{cargo, guest, host, lab_image, root_disk, stock, test_runner};
 
 /// Package whose tests are built in the release profile, because the lab is slow.
 const RELEASE: &str = "patchbay-tests";
@@ -142,6 +142,12 @@ pub fn run(selection: &Selection) -> Result<bool> {
         outcome
             .variables
             .push(("PATCHBAY_TEST_DISTRO_KERNELS", stock));
+    }
+    if tier_1
+        .iter()
+        .any(|test| test.suite == "patchbay-tests::stock")
+    {
+        outcome.variables.extend(stock::variables());
     }
     outcome.run_tier("tier 1, no KVM", tier_1, here(cpus), selection.timeout);
     if wants(1) && selection.filter.is_none() {
