@@ -4,6 +4,9 @@
 
 pub mod error;
 pub mod flat_view;
+pub mod libvirt;
+pub mod memory;
+pub mod monitor;
 pub mod process;
 pub mod qmp;
 pub mod registers;

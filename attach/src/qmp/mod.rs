@@ -296,7 +296,7 @@ pub(crate) fn message(command: &str, arguments: Value, id: u64) -> String {
     format!("{message}\n")
 }
 
-fn returned(command: &str, mut answer: Value) -> Result<Value, QmpError> {
+pub(crate) fn returned(command: &str, mut answer: Value) -> Result<Value, QmpError> {
     if let Some(error) = answer.get("error") {
         let text = |name: &str| {
             error
