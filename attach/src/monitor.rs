@@ -24,16 +24,16 @@ pub enum Monitor {
     Libvirt(Domain),
 }
 
-/// Whether a migration is under way, and how many are known to have been.
+/// QEMU's account of the guest's last migration. Another account: a migration has begun, or gone on.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Migration(String);
+pub struct Migration(Value);
 
 impl Migration {
     /// Whether pages are being copied, or will be without another word.
     #[must_use]
     pub fn is_under_way(&self) -> bool {
         !matches!(
-            self.0.as_str(),
+            self.status(),
             "" | "none" | "completed" | "failed" | "cancelled"
         )
     }
@@ -41,7 +41,7 @@ impl Migration {
     /// QEMU's word for it.
     #[must_use]
     pub fn status(&self) -> &str {
-        &self.0
+        self.0["status"].as_str().unwrap_or_default()
     }
 }
 
@@ -113,11 +113,9 @@ impl Monitor {
     /// # Errors
     /// [`QmpError`].
     pub fn migration(&self, patience: Duration) -> Result<Migration, QmpError> {
-        let answer = self.execute("query-migrate", Value::Null, patience)?;
         // Without a migration ever the answer is empty.
-        Ok(Migration(
-            answer["status"].as_str().unwrap_or_default().to_owned(),
-        ))
+        self.execute("query-migrate", Value::Null, patience)
+            .map(Migration)
     }
 
     /// The guest's name; empty if it has none.

@@ -161,6 +161,14 @@ impl<P: Copy> Plan<P> {
         })
     }
 
+    /// Takes back a whole commit, the guest still being stopped. Allocates nothing.
+    pub fn revert<M: GuestMemory<Place = P>>(&self, memory: &M) -> Undo {
+        match self.step_count().checked_sub(1) {
+            Some(last) => self.undo(memory, last),
+            None => Undo::Complete,
+        }
+    }
+
     /// Takes back the steps up to `failed`, which may have been made in part, in reverse.
     fn undo<M: GuestMemory<Place = P>>(&self, memory: &M, failed: usize) -> Undo {
         let left = (0..=failed).rev().filter(|&index| {

@@ -300,7 +300,7 @@ impl From<PauseError> for KeysError {
             PauseError::Late { .. } => Self::NotStopped {
                 message: error.to_string(),
             },
-            PauseError::AlreadyPaused => Self::Busy {
+            PauseError::AlreadyPaused | PauseError::Unable { .. } => Self::Busy {
                 kind: GateKind::Pause,
                 gate: error.to_string(),
                 attempts: 1,

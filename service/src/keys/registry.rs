@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use static_keys::{Busy, Catalog, GuestMemory, Key, Module, Probes};
 
-pub use self::source::KernelTables;
+pub use self::source::{KernelTables, Promises};
 use super::address_space::{KernelMemory, PageTable};
 use super::boot::Boot;
 use super::error::KeysError;
@@ -64,6 +64,8 @@ pub struct Registration {
     pub release: String,
     /// Hexadecimal; empty if unknown.
     pub build_id: String,
+    /// Of the source.
+    pub promises: Promises,
     /// Keys and sites.
     pub catalog: Catalog,
     /// Offset of `type` in `struct static_key`; `None` in kernels without jump labels.
@@ -598,6 +600,11 @@ fn tables(descriptor: &abi::Descriptor) -> Result<KernelTables, Refused> {
         release: read::field_text(&descriptor.release),
         build_id: read::build_id(&descriptor.build_id),
         kernel,
+        // A vCPU's request is such a fence. Our own monitor looks at its vCPUs.
+        promises: Promises {
+            fence: true,
+            text_gates: false,
+        },
     })
 }
 

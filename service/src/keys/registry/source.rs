@@ -26,6 +26,25 @@ use crate::keys::address_space::{KernelMemory, PageTable};
 use crate::keys::refused::RefusedModules;
 use crate::memory::GuestRam;
 
+/// What holds beside the numbers, by who gives them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Promises {
+    /// The registry's version moves on before a table goes away, also while the guest runs. Without
+    /// this, counts alone are changed in a stopped guest as well.
+    pub fence: bool,
+    /// The gates say that the kernel changes no text, not even half: `text_mutex` is free, and no text
+    /// change is queued or under way. Then no vCPU is inside a site, whether its RIP is known or not:
+    ///
+    /// - A site is one instruction, before a change and after it. A vCPU can be past its first byte
+    ///   only by the breakpoint that the kernel writes there while it changes the site.
+    /// - The kernel frees `text_mutex` after it has removed the breakpoint and every CPU has answered
+    ///   an interrupt since (`text_poke_sync()`). A CPU that has met the breakpoint cannot answer before
+    ///   the handler has returned: it is delivered, and handled, with interrupts off. The same is true of
+    ///   one whose delivery an exit from the guest has interrupted: it comes before any interrupt.
+    /// - The breakpoint of anybody else is found as foreign bytes.
+    pub text_gates: bool,
+}
+
 /// A kernel in plain numbers.
 #[derive(Clone, Debug)]
 pub struct KernelTables {
@@ -46,6 +65,8 @@ pub struct KernelTables {
     pub build_id: String,
     /// The jump table, the gate words, the offsets and the keys.
     pub kernel: Kernel,
+    /// What holds beside the numbers.
+    pub promises: Promises,
 }
 
 impl KernelTables {
@@ -87,6 +108,7 @@ pub(super) fn registration(
         kaslr_offset: tables.kaslr_offset,
         release: tables.release,
         build_id: tables.build_id,
+        promises: tables.promises,
         catalog,
         type_offset: (kernel.format != EntryFormat::None).then_some(kernel.layout.static_key_type),
         epoch,
