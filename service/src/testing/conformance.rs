@@ -61,6 +61,13 @@ fn exchange(ram: &GuestRam, page: u64) {
     let mut old = [0; 4];
     assert!(ram.read_piece(word, &mut old));
     let old = u32::from_le_bytes(old);
+    if !ram.can_exchange() {
+        for current in [old, !old] {
+            assert_eq!(ram.compare_exchange_u32(word, current, 7), None);
+        }
+        assert!(!ram.is_dirty(page), "nothing was written");
+        return;
+    }
     assert_eq!(ram.compare_exchange_u32(word, !old, 7), Some(Err(old)));
     assert!(!ram.is_dirty(page), "nothing was written");
     assert_eq!(ram.compare_exchange_u32(word, old, 7), Some(Ok(old)));
