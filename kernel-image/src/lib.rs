@@ -9,6 +9,7 @@
 //! [`inspect`] goes the whole way from a file's bytes. Who has the memory of a kernel in pieces starts with [`Image::from_pieces`].
 //!
 //! The bytes may come from anywhere: every number in them is checked before use, and what is made of them is bounded.
+#![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
 pub mod container;
@@ -25,6 +26,8 @@ pub use entry::{Format, Instruction, Site, decode_site};
 pub use image::{Image, ImageError};
 pub use kallsyms::read as read_kallsyms;
 pub use report::{Class, ImageReport, Key, Report, SiteReport, Summary, SymbolSource, TableReport};
+/// Globs over key names.
+pub use static_keys::{PatternError, Patterns};
 pub use symbols::{MAX_SYMBOLS, Symbol, SymbolFileError, SymbolKind, Symbols};
 pub use table::{FoundBy, Table, TableError};
 

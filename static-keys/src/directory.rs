@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The key directory: names and classes of the keys of one image, copied and cleaned.
+//! The key directory: names and classes of an image's keys, copied and sanitised.
 //!
-//! Names end up on terminals and in logs, so each byte that is not printable ASCII, and each of
-//! `:` and `#`, becomes `?`; a key without a name is named by its address. Names that occur more
-//! than once (static keys of several files may share one) get a number: `name#1`, `name#2`, … in
-//! the order of their addresses, which is the same in each boot of a kernel. A key that becomes known
-//! later, with a module that uses it, and finds its name taken is told by its address: `name#0xffff…`.
+//! Names end up on terminals and in logs. Each byte that is not printable ASCII, and each `:` and
+//! `#`, becomes `?`. A key without a name is named by its address. Static keys of several files may
+//! share a name; duplicates are numbered `name#1`, `name#2`, … in the order of their addresses,
+//! which is the same in each boot of a kernel. A key that a later module lists under a name that is
+//! taken is named by its address: `name#0xffff…`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,16 +15,20 @@ use crate::kernel::Directory;
 use crate::memory::GuestMemory;
 use crate::{KeyId, NAME_MAX};
 
-/// Size of a record of the directory.
+/// Size of a directory record in bytes.
 pub(crate) const RECORD_SIZE: usize = 32;
-/// Largest block of names, in bytes. Also of all names of an image together, which may lie over each
-/// other in the block: what is kept of them is bounded.
+/// The tracepoint has functions that the kernel calls when it is switched.
+const FLAG_REGFUNC: u16 = 1 << 0;
+/// Size of the largest record that a newer guest may have, in bytes.
+pub(crate) const RECORD_SIZE_MAX: usize = 2 * RECORD_SIZE;
+/// Limit on the size of the names block, in bytes. It also limits the sum of an image's names,
+/// which may overlap in the block, so that the memory for them is bounded.
 pub(crate) const NAMES_SIZE_MAX: u32 = 16 << 20;
 
 /// Who may change a key from outside, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Class {
-    /// Neither of the others: changes need the operator's explicit permission.
+    /// Neither of the others. Changes need the operator's explicit permission.
     Guarded,
     /// Declared by the guest as safe to count from outside.
     Ref,
@@ -35,33 +39,36 @@ pub enum Class {
 /// A key of the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
-    /// Its address.
+    /// Guest-virtual address of the `struct static_key`.
     pub id: KeyId,
     /// "name" or "module:name"; unique.
     pub full_name: Arc<str>,
-    /// Bytes of `full_name` before the colon; 0 for a key of the kernel image.
+    /// Length of the module's name in `full_name`; 0 for a key of the kernel image.
     pub module_length: usize,
-    /// Who may change it.
+    /// The rules for changes of this key.
     pub class: Class,
-    /// Address of the `struct tracepoint` of a [`Class::Tracepoint`] key, else 0.
+    /// Address of the `struct tracepoint`; 0 unless the class is [`Class::Tracepoint`].
     pub tracepoint: u64,
+    /// Its tracepoint has a `regfunc` or `unregfunc` that must run when it is switched, so that its key
+    /// alone cannot.
+    pub switched_by_function: bool,
 }
 
-/// The module, empty for the kernel image, and the name in a full name.
+/// Splits a full name into the module's name, empty for the kernel image, and the key's own.
 #[must_use]
 pub fn split_name(full_name: &str) -> (&str, &str) {
-    // No name has a colon of its own: see `clean`.
+    // The names themselves contain no colon: see `clean`.
     full_name.split_once(':').unwrap_or(("", full_name))
 }
 
 impl Key {
-    /// Name of its module; empty for the kernel image.
+    /// Name of the module; empty for the kernel image.
     #[must_use]
     pub fn module(&self) -> &str {
         &self.full_name[..self.module_length]
     }
 
-    /// Without the module.
+    /// The key's name without the module.
     #[must_use]
     pub fn name(&self) -> &str {
         match self.module_length {
@@ -71,18 +78,19 @@ impl Key {
     }
 }
 
-/// A key of a directory, by its own name alone.
+/// A key of a directory, before it has a full name.
 pub(crate) struct Listed {
     pub id: KeyId,
-    /// Image that defines it, as in [`Record`].
+    /// Image that defines the key, as in [`Record`].
     pub home: u64,
     class: Class,
     tracepoint: u64,
+    switched_by_function: bool,
     name: String,
 }
 
 impl Listed {
-    /// The key under the name of its module.
+    /// Makes a [`Key`] with the module's name in its full name.
     pub fn into_key(self, module: &str) -> Key {
         let full_name = match module {
             "" => self.name,
@@ -94,15 +102,17 @@ impl Listed {
             module_length: module.len(),
             class: self.class,
             tracepoint: self.tracepoint,
+            switched_by_function: self.switched_by_function,
         }
     }
 }
 
-/// A record of the array.
+/// One record of the guest's array.
 struct Record {
     address: u64,
     name: u32,
-    class: u32,
+    class: u16,
+    flags: u16,
     tracepoint: u64,
     /// Address of the `struct module` that defines the key; 0 for the kernel.
     module: u64,
@@ -110,19 +120,21 @@ struct Record {
 
 impl Record {
     fn decode(bytes: &[u8; RECORD_SIZE]) -> Self {
+        let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let u32_at = |at: usize| u32::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
         let u64_at = |at: usize| u64::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
         Self {
             address: u64_at(0),
             name: u32_at(8),
-            class: u32_at(12),
+            class: u16_at(12),
+            flags: u16_at(14),
             tracepoint: u64_at(16),
             module: u64_at(24),
         }
     }
 }
 
-/// Reads the directory of the image with this id; the keys come back sorted by address.
+/// Reads the directory of image `image`. The keys are sorted by address.
 pub(crate) fn read<M: GuestMemory>(
     memory: &M,
     directory: &Directory,
@@ -142,19 +154,33 @@ pub(crate) fn read<M: GuestMemory>(
     if count == 0 {
         return Ok(Vec::new());
     }
-    let mut records = vec![0; count * RECORD_SIZE];
+    let stride = directory.key_size as usize;
+    if !(RECORD_SIZE..=RECORD_SIZE_MAX).contains(&stride) {
+        return Err(CatalogError::RecordSize {
+            bytes: directory.key_size,
+        });
+    }
+    let mut records = vec![0; count * stride];
     memory.read_gva(directory.keys, &mut records)?;
     let mut names = vec![0; directory.names_size as usize];
     memory.read_gva(directory.names, &mut names)?;
 
-    let (records, _) = records.as_chunks();
+    let records = records
+        .chunks_exact(stride)
+        .filter_map(|record| record.first_chunk());
     let mut room = NAMES_SIZE_MAX as usize;
     let mut listed = Vec::with_capacity(count);
-    for record in records.iter().map(Record::decode) {
+    for record in records.map(Record::decode) {
         let class = class(&record, tracepoint_key)?;
         if record.address % 4 != 0 || record.address.checked_add(16).is_none() {
             return Err(CatalogError::KeyAddress {
                 address: record.address,
+            });
+        }
+        if record.flags & !FLAG_REGFUNC != 0 {
+            return Err(CatalogError::UnknownFlags {
+                address: record.address,
+                flags: record.flags,
             });
         }
         let name = name(&names, record.name, record.address)?;
@@ -168,6 +194,7 @@ pub(crate) fn read<M: GuestMemory>(
             home: record.module,
             class,
             tracepoint: record.tracepoint,
+            switched_by_function: record.flags & FLAG_REGFUNC != 0,
             name,
         });
     }
@@ -217,7 +244,7 @@ fn name(names: &[u8], offset: u32, address: u64) -> Result<String, CatalogError>
     })
 }
 
-/// Printable, and without the characters that have a meaning in full names.
+/// Replaces bytes that are not printable, and the separators of full names.
 pub(crate) fn clean(name: &[u8]) -> String {
     name.iter()
         .map(|&byte| match byte {

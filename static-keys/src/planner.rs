@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Makes a [`Plan`]: fold, then gates, then sites.
+//! Makes a [`Plan`] in three steps: fold the operations, collect the gates, collect the sites.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,6 +10,7 @@ use crate::busy::{Busy, Gate, Guard};
 use crate::catalog::{Catalog, CodeImage};
 use crate::directory::{Class, Key};
 use crate::entry::{EntryFormat, JumpEntry};
+use crate::gates::{Concerns, GateKind};
 use crate::instruction::{Branch, Instruction, Size, recognise};
 use crate::memory::{GuestMemory, ReadError, Width, read_count, read_word};
 use crate::plan::{KeyChange, Options, Plan, PlanError, PlannedKey, PlannedSite, Suspect, Update};
@@ -23,7 +24,7 @@ pub(crate) fn plan<M: GuestMemory>(
     updates: &[Update],
     options: &Options,
 ) -> Result<Plan<M::Place>, PlanError> {
-    // Most keys have one site and one word to be looked at.
+    // Most keys have one site and one gate word.
     let room = updates.len();
     let plan = Plan {
         keys: Vec::with_capacity(room),
@@ -32,6 +33,7 @@ pub(crate) fn plan<M: GuestMemory>(
         suspects: Vec::new(),
         guards: Vec::with_capacity(room),
         needs_pause: false,
+        records: catalog.records.clone(),
     };
     let mut planner = Planner {
         catalog,
@@ -46,7 +48,7 @@ pub(crate) fn plan<M: GuestMemory>(
         .and_then(|keys| planner.collect(&keys));
     match result {
         Ok(()) => Ok(planner.plan),
-        // Memory of a module that was just unloaded.
+        // The memory may belong to a module that was just unloaded.
         Err(error @ PlanError::Unreadable { .. }) => {
             Err(planner.closed_gate().map_or(error, PlanError::Busy))
         }
@@ -54,23 +56,23 @@ pub(crate) fn plan<M: GuestMemory>(
     }
 }
 
-/// A plan in the making.
+/// A plan under construction.
 struct Planner<'a, M: GuestMemory> {
     catalog: &'a Catalog,
     memory: &'a M,
     plan: Plan<M::Place>,
-    /// Modules whose state is looked at already.
+    /// Modules whose state word is a gate already.
     live: HashSet<u64>,
-    /// The last of them: keys of one module come one after another.
+    /// The last of `live`: keys of one module usually follow each other.
     last_live: u64,
-    /// Of the key at hand.
+    /// Users of the current key; reused to save allocations.
     users: Users<'a>,
 }
 
 impl<'a, M: GuestMemory> Planner<'a, M> {
-    /// Folds the operations into the change of each key.
+    /// Folds the operations into one change per key.
     fn fold(&mut self, updates: &[Update], options: &Options) -> Result<Vec<&'a Key>, PlanError> {
-        // Keys in the order of their addresses, as patterns select them, are distinct.
+        // Keys in ascending order, as patterns select them, are distinct.
         let distinct = updates.windows(2).all(|pair| pair[0].key < pair[1].key);
         let room = if distinct { 0 } else { updates.len() };
         let mut order: HashMap<KeyId, usize, RandomState> =
@@ -104,7 +106,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         Ok(keys)
     }
 
-    /// Brings a key in with the count that it has now.
+    /// Adds a key with its current count.
     fn open(&mut self, key: &Key) -> Result<(), PlanError> {
         let (address, what) = (key.id.0, "a key's count");
         let place = self.locate(what, address, Width::U32.bytes())?;
@@ -133,7 +135,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         }
         self.plan.sites.sort_unstable_by_key(|site| site.address);
         for pair in self.plan.sites.windows(2) {
-            // Cannot overflow: each site has been located, and ends within its text.
+            // No overflow: each site has been located and ends within its text.
             if pair[1].address - pair[0].address < pair[0].before.size().bytes() as u64 {
                 let key = self.plan.key_name(pair[1].key);
                 return Err(PlanError::Overlap {
@@ -147,45 +149,48 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
     }
 
     fn kernel_gates(&mut self, keys: &[&Key]) -> Result<(), PlanError> {
-        let gates = self.catalog.gates;
-        let pointer = self.catalog.format.pointer();
-        let word = u64::from(u32::MAX);
-        self.gate(
-            Gate::SystemState,
-            gates.system_state,
-            Width::U32,
-            word,
-            gates.system_state_running & word,
-        )?;
-        if !self.plan.needs_pause {
-            return Ok(());
-        }
-        let owner = gates.mutex_owner_mask;
-        let mut words = vec![
-            (
-                Gate::JumpLabelMutex,
-                gates.jump_label_mutex_owner,
-                pointer,
-                owner,
-            ),
-            (Gate::TextMutex, gates.text_mutex_owner, pointer, owner),
-            (Gate::TextPokeQueue, gates.tp_vec_nr, Width::U32, word),
-            (Gate::TextPoke, gates.bp_desc_refs, Width::U32, word),
-        ];
-        if keys.iter().any(|key| key.class == Class::Tracepoint) {
-            words.push((
-                Gate::TracepointsMutex,
-                gates.tracepoints_mutex_owner,
-                pointer,
-                owner,
-            ));
-        }
-        for (gate, address, width, mask) in words {
-            if address != 0 {
-                self.gate(gate, address, width, mask, 0)?;
-            }
+        let catalog = self.catalog;
+        let concerned = self.concerned(keys);
+        let words = catalog.gates.words().iter();
+        for word in words.filter(|word| word.concerns.intersects(concerned)) {
+            self.gate(
+                Gate::Kernel(word.gate.clone()),
+                word.address,
+                word.width,
+                word.mask,
+                word.wanted,
+            )?;
         }
         Ok(())
+    }
+
+    /// What the change is, to the kernel's gates.
+    fn concerned(&self, keys: &[&Key]) -> Concerns {
+        let mut concerned = Concerns::COUNTS;
+        if !self.plan.needs_pause {
+            return concerned;
+        }
+        concerned = concerned.union(Concerns::SITES);
+        // Who uses a key takes a search; the usual kernel has no such gate.
+        let modules_matter = self.catalog.gates.concern(Concerns::MODULES);
+        for (key, planned) in keys.iter().zip(&self.plan.keys) {
+            if !crosses_zero(planned.change.before, planned.change.after) {
+                continue;
+            }
+            concerned = concerned.union(match key.class {
+                Class::Guarded => Concerns::GUARDED,
+                Class::Ref => Concerns::REF,
+                Class::Tracepoint => Concerns::TRACEPOINT,
+            });
+            if modules_matter
+                && !concerned.intersects(Concerns::MODULES)
+                && (!key.module().is_empty()
+                    || self.catalog.images_using(key.id).any(|image| image.id != 0))
+            {
+                concerned = concerned.union(Concerns::MODULES);
+            }
+        }
+        concerned
     }
 
     fn collect_key(&mut self, index: usize, key: &'a Key) -> Result<(), PlanError> {
@@ -227,7 +232,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         }
         for &(image, run) in &found.images {
             self.module_gate(image)?;
-            // What can_update() skips: init text is gone by now.
+            // can_update() skips these too: their init text is freed.
             for entry in run.iter().filter(|entry| !entry.init) {
                 self.site(index, image, entry, before != 0)?;
             }
@@ -240,39 +245,37 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             key: key.full_name.clone(),
             why,
         };
-        let layout = self.catalog.layout;
         let pointer = self.catalog.format.pointer();
-        if self.catalog.gates.tracepoints_mutex_owner == 0 {
+        let gates = &self.catalog.gates;
+        if !gates.has(
+            GateKind::TracepointsMutex,
+            Concerns::TRACEPOINT.union(Concerns::SITES),
+        ) {
             return Err(refused(
-                "the kernel has registered no tracepoints_mutex, so its probes cannot be looked at",
+                "the kernel registers no tracepoints_mutex, so its probes cannot be checked; update the guest's kernel",
             ));
         }
         let gate = Gate::TracepointProbes {
             key: key.full_name.clone(),
         };
-        let address = |offset: u32| {
-            let wraps = refused(
-                "its structure passes the end of the address space; the guest's tables are wrong",
-            );
-            key.tracepoint.checked_add(u64::from(offset)).ok_or(wraps)
-        };
-        for offset in [layout.tracepoint_regfunc, layout.tracepoint_unregfunc] {
-            let address = address(offset)?;
-            if self.word("a tracepoint", address, pointer)? != 0 {
-                return Err(refused(
-                    "it has functions that the kernel calls when the first probe comes and the last one goes; use tracefs in the guest",
-                ));
-            }
-            self.gate(gate.clone(), address, pointer, u64::MAX, 0)?;
+        if key.switched_by_function {
+            return Err(refused(
+                "the kernel calls functions when its first probe is attached and its last one detached, so the key alone cannot switch it; use tracefs in the guest",
+            ));
         }
-        let address = address(layout.tracepoint_funcs)?;
+        let funcs = u64::from(self.catalog.layout.tracepoint_funcs);
+        let address = key.tracepoint.checked_add(funcs).ok_or_else(|| {
+            refused(
+                "its structure passes the end of the address space; the guest's tables are wrong",
+            )
+        })?;
         let funcs = self.word("a tracepoint", address, pointer)?;
         if after != 0 && funcs == 0 {
             return Err(refused(
-                "no probe is attached, firing it would do nothing; attach one in the guest first",
+                "no probe is attached, so switching it on has no effect; attach one in the guest first",
             ));
         }
-        // Also when it is parked: for whom it fires decides whether it may be.
+        // Needed for disabling too: whether it is allowed depends on who has probes attached.
         self.gate(gate, address, pointer, u64::MAX, funcs)?;
         Ok(())
     }
@@ -335,7 +338,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             module: image.name.clone(),
         };
         let layout = self.catalog.layout;
-        // An address that wraps reads as unmapped.
+        // A wrapped address reads as unmapped.
         let address = image.id.saturating_add(u64::from(layout.module_state));
         self.gate(
             gate,
@@ -346,7 +349,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         )
     }
 
-    /// Adds a gate, which must be open already.
+    /// Adds a gate. The gate must be open.
     fn gate(
         &mut self,
         gate: Gate,
@@ -355,11 +358,8 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         mask: u64,
         expected: u64,
     ) -> Result<(), PlanError> {
-        let place = self.locate("a word to be looked at", address, width.bytes())?;
-        let mask = match width {
-            Width::U32 => mask & u64::from(u32::MAX),
-            Width::U64 => mask,
-        };
+        let place = self.locate("a gate word", address, width.bytes())?;
+        let mask = mask & width.mask();
         let guard = Guard {
             gate,
             place,
@@ -369,7 +369,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         };
         match guard
             .closed(self.memory)
-            .map_err(|fault| unreadable("a word to be looked at", address, fault))?
+            .map_err(|fault| unreadable("a gate word", address, fault))?
         {
             Some(found) => Err(Busy::Gate {
                 gate: guard.gate,
@@ -426,9 +426,9 @@ fn step(key: &Key, count: i32, op: Op) -> Result<i32, PlanError> {
     match key.class {
         Class::Tracepoint if count.max(after) > 1 => Err(PlanError::Tracepoint {
             key: name(),
-            why: "its key is on or off and not counted, above 1 the guest could not turn it off; use enable and disable",
+            why: "its key is a boolean, not a count: above 1 the guest could not turn it off; use enable and disable",
         }),
-        // A reference that was taken at 0 may be dropped, however far the guest has counted on.
+        // A reference taken at 0 may always be dropped, whatever the guest counted since.
         Class::Guarded if after > count && after > 1 => {
             Err(PlanError::GuardedCount { key: name() })
         }
@@ -436,7 +436,7 @@ fn step(key: &Key, count: i32, op: Op) -> Result<i32, PlanError> {
     }
 }
 
-/// A site that was located and read.
+/// A site located and read.
 pub(crate) struct SiteBytes<P> {
     pub place: P,
     /// 5, or 2 if the text or the mapping ends after two bytes.
@@ -450,7 +450,7 @@ impl<P> SiteBytes<P> {
     }
 }
 
-/// Locates and reads the site at `code`; `None` if it lies outside the image's text.
+/// Locates and reads the site at `code`. Returns `None` if it lies outside the image's text.
 pub(crate) fn read_site<M: GuestMemory>(
     memory: &M,
     image: &CodeImage,

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Registrations that lie or ask too much: refused whole, before memory is taken for them.
+//! Registrations that are invalid or too large. Each is refused as a whole, before memory is
+//! allocated for it.
 
 mod common;
 
-use common::world::{KeySpec, Owner, RECORD_SIZE, SiteSpec, World, update};
+use common::world::{Home, KeySpec, RECORD_SIZE, SiteSpec, World, update};
 use static_keys::{
-    Catalog, CatalogError, Class, Directory, ENTRIES_MAX, EntryFormat, KEYS_MAX, Kernel,
-    MODULES_MAX, Module, Op, Options, Plan, Range,
+    Catalog, CatalogError, Class, Concerns, Directory, ENTRIES_MAX, EntryFormat, GateKind, Gates,
+    KEYS_MAX, Kernel, ListedGate, MODULES_MAX, Module, Op, Options, Plan, Range,
 };
 
 fn refused(world: &World, change: impl Fn(&mut Kernel)) -> CatalogError {
@@ -84,7 +85,7 @@ fn huge_tables_are_refused_before_memory_is_taken() {
         matches!(error, CatalogError::NamesTooLong { .. }),
         "{error}"
     );
-    // The largest that is allowed, but not there.
+    // The largest allowed size, but unmapped.
     let error = refused(&world, |kernel| {
         kernel.jump_table = Range {
             start: 0,
@@ -103,12 +104,13 @@ fn tables_at_the_end_of_the_address_space() {
         kernel.directory = Directory {
             keys: start,
             key_count: 2,
+            key_size: 32,
             names: start,
             names_size: 4096,
         };
     });
     assert!(matches!(error, CatalogError::Unreadable(_)), "{error}");
-    // Whole, but the second of its last bytes would be at address 0.
+    // A whole number of entries, but the last one wraps to address 0.
     world.memory.map(0, 4096);
     let error = refused(&world, |kernel| {
         kernel.directory = Directory {
@@ -121,9 +123,36 @@ fn tables_at_the_end_of_the_address_space() {
 }
 
 #[test]
+fn records_may_be_larger_and_not_smaller() {
+    for key_size in [0, 1, 31, 65, u32::MAX] {
+        let error = refused(&World::simple(0, 1), |kernel| {
+            kernel.directory.key_size = key_size
+        });
+        assert_eq!(error, CatalogError::RecordSize { bytes: key_size });
+    }
+    // A later guest's records have more behind what is known.
+    let world = World::simple(0, 1);
+    let mut kernel = world.kernel();
+    let records = kernel.directory.keys;
+    let first = world.memory.peek::<32>(records);
+    world.memory.map(records, 4096);
+    for (index, key) in [(0, world.key(0).0), (1, world.key(0).0 + 0x100)] {
+        let record = records + 40 * index;
+        world.memory.poke(record, &first);
+        world.memory.poke_u64(record, key);
+        world.memory.poke_u64(record + 32, u64::MAX);
+    }
+    kernel.directory.key_size = 40;
+    kernel.directory.key_count = 2;
+    let catalog = Catalog::new(&world.memory, &kernel).expect("larger records");
+    let keys: Vec<u64> = catalog.keys().map(|key| key.id.0).collect();
+    assert_eq!(keys, [world.key(0).0, world.key(0).0 + 0x100]);
+}
+
+#[test]
 fn unsorted_tables() {
     let key = KeySpec {
-        owner: Owner::Kernel,
+        home: Home::Kernel,
         class: Class::Ref,
         initially: false,
         count: 0,
@@ -191,7 +220,7 @@ fn records_that_make_no_sense() {
 #[test]
 fn the_same_key_twice() {
     let key = KeySpec {
-        owner: Owner::Kernel,
+        home: Home::Kernel,
         class: Class::Ref,
         initially: false,
         count: 0,
@@ -203,7 +232,7 @@ fn the_same_key_twice() {
         ..world.module_image(0)
     };
     for record in 0..2 {
-        // That it is the module's own.
+        // Makes the record claim the key for the module itself.
         let defined_by = stolen.directory.keys + record * RECORD_SIZE + 24;
         world.memory.poke_u64(defined_by, stolen.id);
     }
@@ -226,16 +255,16 @@ fn the_same_key_twice() {
     ));
 }
 
-/// Keys of alpha, which has no branch on them, so that beta has to tell of them.
+/// Keys that alpha defines but does not branch on, so that only beta lists them.
 fn lent(keys: usize) -> (World, Module<'static>, Module<'static>) {
     let key = KeySpec {
-        owner: Owner::Module(0),
+        home: Home::Module(0),
         class: Class::Guarded,
         initially: false,
         count: 0,
     };
     let sites = (0..keys).map(|key| SiteSpec {
-        owner: Owner::Module(1),
+        home: Home::Module(1),
         ..SiteSpec::of(key)
     });
     let world = World::new(EntryFormat::Relative, 2, vec![key; keys], sites.collect());
@@ -255,7 +284,7 @@ fn a_key_that_only_another_module_uses_belongs_to_the_one_that_defines_it() {
     assert!(add(&mut catalog, &alpha).is_empty());
     assert_eq!(catalog.key_count(), 0);
     assert_eq!(add(&mut catalog, &beta), ["alpha"]);
-    let key = catalog.find("alpha:key0").expect("told by beta");
+    let key = catalog.find("alpha:key0").expect("listed by beta");
     assert_eq!((key.id, key.module()), (world.key(0), "alpha"));
     assert_eq!(catalog.site_count(world.key(0)), 1);
     let options = Options {
@@ -265,7 +294,7 @@ fn a_key_that_only_another_module_uses_belongs_to_the_one_that_defines_it() {
     let planned = Plan::new(&catalog, &world.memory, &flip, &options).expect("can be flipped");
     assert_eq!(planned.site_count(), 1);
 
-    // It is still there, and may be on, when nobody uses it.
+    // The key stays registered, and may be on, when no module uses it.
     catalog.remove_module(beta.id);
     assert!(catalog.find("alpha:key0").is_some());
     assert_eq!(catalog.site_count(world.key(0)), 0);
@@ -274,7 +303,7 @@ fn a_key_that_only_another_module_uses_belongs_to_the_one_that_defines_it() {
     catalog.remove_module(alpha.id);
     assert_eq!(catalog.key_count(), 0);
 
-    // What is not registered has no keys.
+    // The defining module is not registered, so its keys are not either.
     assert!(add(&mut catalog, &beta).is_empty());
     assert_eq!(catalog.key_count(), 0);
 }
@@ -283,7 +312,7 @@ fn a_key_that_only_another_module_uses_belongs_to_the_one_that_defines_it() {
 fn a_key_that_comes_late_takes_no_name() {
     let (world, mut alpha, beta) = lent(2);
     let records = beta.directory.keys;
-    // alpha knows the first; the second has the same name.
+    // alpha lists the first key; the second has the same name.
     alpha.directory = Directory {
         key_count: 1,
         ..beta.directory
@@ -329,7 +358,7 @@ fn names_cannot_harm_a_terminal_or_pose_as_others() {
 #[test]
 fn names_that_occur_twice_are_numbered_by_address() {
     let key = KeySpec {
-        owner: Owner::Kernel,
+        home: Home::Kernel,
         class: Class::Ref,
         initially: false,
         count: 0,
@@ -351,20 +380,24 @@ fn names_that_occur_twice_are_numbered_by_address() {
 #[test]
 fn kernels_without_gates_are_refused() {
     let world = World::simple(0, 1);
-    for (what, take) in [
-        (
-            "system_state",
-            (|kernel| kernel.gates.system_state = 0) as fn(&mut Kernel),
-        ),
-        ("jump_label_mutex", |kernel| {
-            kernel.gates.jump_label_mutex_owner = 0
-        }),
-        ("text_mutex", |kernel| kernel.gates.text_mutex_owner = 0),
-        ("mutex owner mask", |kernel| {
-            kernel.gates.mutex_owner_mask = 0
-        }),
+    for (what, kind) in [
+        ("system_state", GateKind::SystemState),
+        ("jump_label_mutex", GateKind::JumpLabelMutex),
+        ("text_mutex", GateKind::TextMutex),
     ] {
-        assert_eq!(refused(&world, take), CatalogError::GateMissing { what });
+        let missing = CatalogError::GateMissing { what };
+        let mut gates = world.listed_gates();
+        // There, but for other changes.
+        for gate in gates.iter_mut().filter(|gate| gate.kind == kind) {
+            gate.concerns = Concerns::TRACEPOINT;
+        }
+        let take = |gates: &[ListedGate]| {
+            let gates = Gates::new(gates, &[]).expect("gates");
+            refused(&world, |kernel| kernel.gates = gates.clone())
+        };
+        assert_eq!(take(&gates), missing);
+        gates.retain(|gate| gate.kind != kind);
+        assert_eq!(take(&gates), missing);
     }
 }
 
@@ -434,7 +467,7 @@ fn module_tables_share_one_limit() {
 #[test]
 fn keys_in_text_are_refused_whichever_came_first() {
     let key = KeySpec {
-        owner: Owner::Module(0),
+        home: Home::Module(0),
         class: Class::Ref,
         initially: false,
         count: 0,
@@ -455,7 +488,7 @@ fn keys_in_text_are_refused_whichever_came_first() {
             false => Ok(()),
         };
         let module = world.module_image(0);
-        // In its own module's text, in the kernel's, and in that of a module that comes later.
+        // In the text of its own module, of the kernel, and of a module that is added later.
         let mut catalog = Catalog::new(&world.memory, &world.kernel()).expect("no keys");
         let own = catalog.add_module(&world.memory, &Module { text, ..module });
         assert_eq!(own.map(drop), expected, "{text:x?}");
@@ -484,7 +517,7 @@ fn keys_in_text_are_refused_whichever_came_first() {
     }
 }
 
-/// Many keys may name the same bytes; what is kept of them is bounded all the same.
+/// Many keys may name the same bytes; the memory for the names is bounded.
 #[test]
 fn names_over_each_other() {
     const COUNT: u32 = 40_000;

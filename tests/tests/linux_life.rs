@@ -261,7 +261,7 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
     guest.static_keys().update_static_keys(brief).await?;
 
     guest
-        .shell("echo devices >/sys/power/pm_test && echo disk >/sys/power/state")
+        .shell("echo core >/sys/power/pm_test && echo disk >/sys/power/state")
         .await?;
 
     let after = guest.assert_registered().await?;

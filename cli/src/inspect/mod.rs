@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `patchbay inspect`: the jump table of a kernel that is not running.
 
-mod glob;
 mod output;
 
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use patchbay_kernel_image::{Summary, SymbolFileError, Symbols, inspect};
+use patchbay_kernel_image::{PatternError, Patterns, Summary, SymbolFileError, Symbols, inspect};
 
 use crate::args::Output;
 use crate::failure::Failure;
@@ -22,7 +21,7 @@ const MAX_FILE: u64 = 2 << 30;
 pub struct InspectArguments {
     /// A vmlinux, a bzImage (/boot/vmlinuz-*) or a module (.ko), also compressed.
     file: PathBuf,
-    /// List only keys that match: `*` and `?` as in a shell, a leading `!` takes keys out again.
+    /// Globs of names; a leading ! takes away: 'sched_*' '!sched_energy*'.
     #[arg(value_name = "KEY")]
     keys: Vec<String>,
     /// Take names from this System.map instead of the file's own symbols.
@@ -61,14 +60,15 @@ pub fn run(arguments: &InspectArguments, output: Output) -> Result<(), Failure> 
     let about =
         |path: &Path, error: InspectError| Failure::error(format!("{}: {error}", path.display()));
     let at_file = |error| about(&arguments.file, error);
+    let keys = Patterns::parse(&arguments.keys)
+        .map_err(|error: PatternError| Failure::usage(error.to_string()))?;
     let given = match &arguments.symbols {
         Some(path) => Some(read_symbols(path).map_err(|error| about(path, error))?),
         None => None,
     };
     let file = read_file(&arguments.file).map_err(at_file)?;
     let mut report = inspect(&file, given).map_err(|error| at_file(error.into()))?;
-    let filter = glob::Filter::new(&arguments.keys);
-    report.keys.retain(|key| filter.matches(&key.name));
+    report.keys.retain(|key| keys.select("", &key.name));
     if report.keys.is_empty() {
         return Err(at_file(InspectError::NoMatch));
     }

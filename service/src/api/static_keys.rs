@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use patchbay_proto::v1;
 use patchbay_proto::v1::static_keys_service_server::StaticKeysService;
 use prost::Message;
-use static_keys::split_name;
+use static_keys::{MAX_PATTERNS, Patterns, split_name};
 use tokio::sync::{mpsc, watch};
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
@@ -17,8 +17,8 @@ use tonic::{Request, Response, Status};
 
 use super::{convert, invalid};
 use crate::keys::{
-    Event, KeyUpdate, Keys, KeysError, ListQuery, MAX_PATTERNS, MAX_UPDATES, Patterns, Selection,
-    Target, UpdateRequest, replay,
+    Event, KeyUpdate, Keys, KeysError, ListQuery, MAX_UPDATES, Selection, Target, UpdateRequest,
+    replay,
 };
 
 const MAX_REQUEST_ID_BYTES: usize = 128;
@@ -113,7 +113,7 @@ impl StaticKeysService for StaticKeysApi {
         request: Request<v1::WatchStaticKeysRequest>,
     ) -> Result<Response<Self::WatchStaticKeysStream>, Status> {
         let request = request.into_inner();
-        let patterns = Patterns::parse(&request.patterns)?;
+        let patterns = Patterns::parse(&request.patterns).map_err(KeysError::from)?;
         let mut watcher = self.keys.watch(request.start_revision)?;
         let mut ending = self.ending.clone();
         // The history is the buffer; more here would only hide a slow client.
@@ -152,7 +152,7 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::ListHoldsRequest>,
     ) -> Result<Response<v1::ListHoldsResponse>, Status> {
-        let patterns = Patterns::parse(&request.into_inner().patterns)?;
+        let patterns = Patterns::parse(&request.into_inner().patterns).map_err(KeysError::from)?;
         let holds = self.keys.holds(&patterns)?;
         Ok(Response::new(v1::ListHoldsResponse {
             holds: holds.into_iter().map(convert::hold).collect(),

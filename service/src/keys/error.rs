@@ -3,7 +3,9 @@
 
 use std::time::Duration;
 
-use super::gate::GateKind;
+use static_keys::PatternError;
+
+use super::gate::ClosedGate;
 use crate::pause::PauseError;
 
 /// A call on keys that was refused or failed. Each message is one sentence and the next step.
@@ -77,7 +79,7 @@ pub enum KeysError {
     )]
     Busy {
         /// What was in the way last.
-        kind: GateKind,
+        kind: ClosedGate,
         /// The same for people.
         gate: String,
         /// Made before the deadline.
@@ -294,6 +296,15 @@ fn near_names(near: &[String]) -> String {
     }
 }
 
+impl From<PatternError> for KeysError {
+    fn from(error: PatternError) -> Self {
+        Self::InvalidArgument {
+            field: "patterns",
+            message: error.to_string(),
+        }
+    }
+}
+
 impl From<PauseError> for KeysError {
     fn from(error: PauseError) -> Self {
         match error {
@@ -301,7 +312,7 @@ impl From<PauseError> for KeysError {
                 message: error.to_string(),
             },
             PauseError::AlreadyPaused | PauseError::Unable { .. } => Self::Busy {
-                kind: GateKind::Pause,
+                kind: ClosedGate::Pause,
                 gate: error.to_string(),
                 attempts: 1,
                 every_key: true,

@@ -18,7 +18,7 @@ use super::registry::{Instances, Registration, Snapshot};
 use super::selection::{KeyOp, Resolved};
 use super::standstill::Standstill;
 use super::{
-    Event, FlipReport, GateKind, KeyUpdate, PauseState, PauseTimes, Quarantine, QuarantineCause,
+    ClosedGate, Event, FlipReport, KeyUpdate, PauseState, PauseTimes, Quarantine, QuarantineCause,
     etag,
 };
 use crate::guest::{Guest, PausedGuest};
@@ -45,7 +45,7 @@ pub(super) enum Attempt {
 
 /// What was in the way of an attempt.
 pub(super) struct InTheWay {
-    pub kind: GateKind,
+    pub kind: ClosedGate,
     pub name: String,
     /// Of any change, whatever its keys.
     pub every_key: bool,
@@ -212,10 +212,10 @@ impl<G: Guest> Owner<G> {
         };
         match obstacle {
             Obstacle::Verify(VerifyError::Busy(found)) => Ok(Attempt::Busy((&found).into())),
-            Obstacle::Version => busy(GateKind::RegistrationChanged, obstacle.to_string(), true),
-            Obstacle::Breakpoint => busy(GateKind::BreakpointPending, obstacle.to_string(), true),
+            Obstacle::Version => busy(ClosedGate::RegistrationChanged, obstacle.to_string(), true),
+            Obstacle::Breakpoint => busy(ClosedGate::BreakpointPending, obstacle.to_string(), true),
             Obstacle::Verify(VerifyError::Fault(_)) => {
-                busy(GateKind::Memory, obstacle.to_string(), false)
+                busy(ClosedGate::Memory, obstacle.to_string(), false)
             }
             Obstacle::Unseen => Err(KeysError::KeyRefused {
                 key: String::new(),
@@ -225,7 +225,7 @@ impl<G: Guest> Owner<G> {
             Obstacle::Verify(VerifyError::ForeignBytes { ref key, .. })
                 if registration.catalog.find(key).is_none() =>
             {
-                busy(GateKind::KeyChanged, format!("key {key} is gone"), false)
+                busy(ClosedGate::KeyChanged, format!("key {key} is gone"), false)
             }
             Obstacle::Verify(error) => Err(self.foreign_bytes(registration, &error)),
             Obstacle::Commit(error) => {
@@ -235,12 +235,12 @@ impl<G: Guest> Owner<G> {
             Obstacle::Lost {
                 why,
                 undo: Undo::Complete,
-            } => busy(GateKind::Pause, why, true),
+            } => busy(ClosedGate::Pause, why, true),
             Obstacle::Lost { why, undo } => Err(self.write_fault(registration, &plan, why, undo)),
             Obstacle::Entangled { key, left } => {
                 self.take_back(registration, transaction, standstill, left)?;
                 let name = format!("the guest counts on key {key}");
-                busy(GateKind::KeyChanged, name, false)
+                busy(ClosedGate::KeyChanged, name, false)
             }
         }
     }
@@ -431,7 +431,7 @@ impl<G: Guest> Owner<G> {
         memory: &KernelMemory,
         plan: &Plan<Place>,
         paused: &G::Paused<'_>,
-    ) -> Result<static_keys::Outcome, Obstacle> {
+    ) -> Result<static_keys::CommitOutcome, Obstacle> {
         if self.shared.registry.version() != snapshot.version {
             return Err(Obstacle::Version);
         }
@@ -566,7 +566,7 @@ pub(super) fn refused(error: &PlanError) -> KeysError {
 }
 
 fn flip_report(
-    outcome: static_keys::Outcome,
+    outcome: static_keys::CommitOutcome,
     stop: Duration,
     patch: Duration,
     resume: Duration,

@@ -388,7 +388,7 @@ impl Registry {
 
     fn register(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
         let tables = read_request::<abi::Descriptor>(page, abi::OP_REGISTER)
-            .and_then(|descriptor| tables(&descriptor));
+            .and_then(|descriptor| tables(ram, &descriptor));
         self.install(ram, tables, writer)
     }
 
@@ -579,7 +579,7 @@ impl Registry {
 }
 
 /// The numbers of a descriptor, checked.
-fn tables(descriptor: &abi::Descriptor) -> Result<KernelTables, Refused> {
+fn tables(ram: &GuestRam, descriptor: &abi::Descriptor) -> Result<KernelTables, Refused> {
     let levels = if descriptor.flags & abi::FLAG_LA57 == 0 {
         Levels::Four
     } else {
@@ -590,7 +590,8 @@ fn tables(descriptor: &abi::Descriptor) -> Result<KernelTables, Refused> {
         levels,
     };
     read::check_number("the boot", descriptor.boot)?;
-    let kernel = read::kernel(descriptor, levels)?;
+    let memory = KernelMemory::new(ram, page_table);
+    let kernel = read::kernel(descriptor, &memory, levels)?;
     Ok(KernelTables {
         boot: descriptor.boot,
         generation: descriptor.header.generation,
@@ -617,15 +618,15 @@ fn add_module(
     epoch: u64,
 ) -> Result<(Arc<str>, BTreeSet<Arc<str>>), Refused> {
     let levels = registration.page_table.levels;
+    read::check_reserved("the module's reserved field", request.reserved)?;
     read::check_address("the module", request.module, levels)?;
-    read::check_range("init text", request.init_text, levels)?;
     let module = Module {
         id: request.module,
         name: read::module_name(&request.name)?,
         jump_table: read::check_range("the jump table", request.jump_table, levels)?,
         text: read::check_range("text", request.text, levels)?,
         ro_after_init: read::check_range("ro_after_init", request.ro_after_init, levels)?,
-        directory: read::directory(request.directory),
+        directory: read::directory(request.directory)?,
     };
     let memory = registration.memory(ram);
     let others = registration

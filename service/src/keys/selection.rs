@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! From the updates of a request to ops on keys.
 
-use static_keys::{Class, Key, Op, PlanError};
+use static_keys::{Class, Key, Op, Patterns, PlanError};
 
 use super::error::{KeyRefusal, KeysError};
 use super::flip::refused;
 use super::near::near;
 use super::registry::Registration;
-use super::{KeyUpdate, MAX_UPDATES, Patterns, Selection, Target};
+use super::{KeyUpdate, MAX_UPDATES, Selection, Target};
 
 /// One op on one key.
 pub(super) struct KeyOp<'a> {

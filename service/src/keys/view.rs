@@ -4,11 +4,13 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use static_keys::{Branch, Class, Key, NotPatchable, SiteState, count_users, disassemble};
+use static_keys::{
+    Branch, Class, Key, NotPatchable, Patterns, SiteState, count_users, disassemble,
+};
 
 use super::error::KeysError;
 use super::registry::{Registration, Snapshot};
-use super::{Book, Keys, ListQuery, Patterns, Quarantine, etag};
+use super::{Book, Keys, ListQuery, Quarantine, etag};
 use crate::memory::GuestRam;
 
 /// A page ends before it would take more than this on the wire, so that no answer comes near the

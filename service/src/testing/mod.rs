@@ -19,9 +19,10 @@ use zerocopy::{FromZeros, IntoBytes};
 
 pub use self::clock::ManualClock;
 pub use self::console::TestConsole;
+pub use self::image::TestKey;
 use self::image::*;
-pub use self::image::{Gate, TestKey};
 pub use self::memory::Memory;
+pub use self::structures::Gate;
 use crate::abi;
 use crate::console::Console;
 use crate::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
@@ -172,7 +173,7 @@ impl InMemoryGuest {
 
     /// Sets a gate word.
     pub fn set_gate(&self, gate: Gate, value: u64) {
-        self.write(gate.address(), &value.to_le_bytes());
+        self.write(gate.address(GATE_WORDS), &value.to_le_bytes());
     }
 
     /// Writes keys, sites, table and directory at these addresses.
@@ -219,6 +220,7 @@ impl InMemoryGuest {
                 address,
                 name: u32::try_from(names.len()).expect("short names"),
                 class: key.class,
+                flags: 0,
                 tracepoint,
                 module: at.module,
             };
@@ -237,12 +239,12 @@ impl InMemoryGuest {
             );
         }
         self.write(at.names, &names);
-        let directory = abi::Directory {
-            keys: at.directory,
-            names: at.names,
-            key_count: u32::try_from(keys.len()).expect("few keys"),
-            names_size: u32::try_from(names.len()).expect("short names"),
-        };
+        let directory = structures::directory(
+            at.directory,
+            u32::try_from(keys.len()).expect("few keys"),
+            at.names,
+            u32::try_from(names.len()).expect("short names"),
+        );
         (
             abi::Range {
                 start: at.table,
@@ -309,37 +311,51 @@ impl InMemoryGuest {
         descriptor.header = self.header(abi::OP_REGISTER, size_of::<abi::Descriptor>());
         structures::describe(&mut descriptor);
         descriptor.boot = self.boot.load(Ordering::SeqCst);
-        descriptor.cpus = 1;
         descriptor.jump_table = jump_table;
         descriptor.text = abi::Range {
             start: TEXT,
             end: TEXT_END,
         };
-        descriptor.init_text = abi::Range {
-            start: INIT_TEXT,
-            end: INIT_TEXT_END,
-        };
         descriptor.ro_after_init = abi::Range {
             start: SEALED_KEYS,
             end: SEALED_KEYS_END,
         };
-        descriptor.tracepoints = abi::Range {
-            start: TRACEPOINT_POINTERS,
-            end: TRACEPOINT_POINTERS + 8 * keys.len() as u64,
-        };
         descriptor.page_table = PAGE_TABLE;
-        descriptor.system_state = Gate::SystemState.address();
-        descriptor.jump_label_mutex_owner = Gate::JumpLabelMutex.address();
-        descriptor.text_mutex_owner = Gate::TextMutex.address();
-        descriptor.tracepoints_mutex_owner = Gate::TracepointsMutex.address();
-        descriptor.tp_vec_nr = Gate::TextPokeQueue.address();
-        descriptor.bp_desc_refs = Gate::TextPokeReferences.address();
+        descriptor.gates = GATES;
+        descriptor.gate_count = self.write_gates(&structures::gates(GATE_WORDS));
+        descriptor.records = RECORDS;
+        descriptor.record_count = RECORD_COUNT;
+        descriptor.record_size = 32;
         descriptor.module_state = u32::try_from(MODULE_STATE).expect("small");
         descriptor.module_state_live = 0;
         descriptor.directory = directory;
         descriptor.release[..6].copy_from_slice(b"6.12.0");
         descriptor.build_id = [0xab; 20];
         descriptor
+    }
+
+    /// Writes the list of gates that [`InMemoryGuest::descriptor`] points at; answers their number.
+    ///
+    /// # Panics
+    /// If they are more than a `u32` can count.
+    pub fn write_gates(&self, gates: &[abi::Gate]) -> u32 {
+        self.write(GATES, gates.as_bytes());
+        u32::try_from(gates.len()).expect("few")
+    }
+
+    /// The ring of records: {sequence number, key, time, counts} by place.
+    pub fn records(&self) -> Vec<[u64; 4]> {
+        let record = |index| {
+            let bytes: [u8; 32] = self.read(RECORDS + 32 * u64::from(index));
+            let (words, _) = bytes.as_chunks();
+            [0, 1, 2, 3].map(|word| u64::from_le_bytes(words[word]))
+        };
+        (0..RECORD_COUNT).map(record).collect()
+    }
+
+    /// The list of gates that [`InMemoryGuest::descriptor`] writes.
+    pub fn gates(&self) -> Vec<abi::Gate> {
+        structures::gates(GATE_WORDS).to_vec()
     }
 
     fn header(&self, op: u32, size: usize) -> abi::Header {

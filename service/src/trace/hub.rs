@@ -22,7 +22,7 @@ use super::error::TraceError;
 use super::link::{AgentLink, Received};
 use super::stream::{Event, Source, Subscriber, Subscription};
 use super::tasks::Tasks;
-use crate::keys::Patterns;
+use static_keys::Patterns;
 
 const MAX_STREAMS: usize = 32;
 /// Decoded events that are handed out together. A batch of the agent's has fewer; where a guest makes

@@ -26,8 +26,7 @@ impl TracepointKeys for Keys {
                     .enabled(&memory, key.id)
                     .is_ok_and(|count| count != 0),
                 probes: tracepoint.map(|tracepoint| tracepoint.probes),
-                switched_by_function: tracepoint
-                    .is_some_and(|tracepoint| tracepoint.switched_by_function),
+                switched_by_function: key.switched_by_function,
             }
         };
         Ok(registration

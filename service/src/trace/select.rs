@@ -7,7 +7,9 @@ use patchbay_proto::agent::v1::AgentEvents;
 
 use super::error::TraceError;
 use super::switch::TracepointFacts;
-use crate::keys::Patterns;
+use static_keys::Patterns;
+
+use crate::keys::KeysError;
 
 /// Patterns of a request, with what was written.
 #[derive(Clone, Debug)]
@@ -29,7 +31,7 @@ impl Wanted {
                 message,
             });
         }
-        let patterns = Patterns::parse(&texts)?;
+        let patterns = Patterns::parse(&texts).map_err(KeysError::from)?;
         Ok(Self { texts, patterns })
     }
 

@@ -18,7 +18,7 @@ use tokio::sync::mpsc;
 
 use super::decode::Format;
 use super::select;
-use crate::keys::Patterns;
+use static_keys::Patterns;
 
 /// Batches that wait for a client.
 pub const QUEUE: usize = 16;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The tables of a kernel that does not exist, written into a guest's memory.
+//! Tables of a synthetic kernel in a guest's memory.
 //!
 //! ```text
 //!  guest-physical                 guest-virtual: the same from IMAGE on, in pages of 2 MiB
 //!   2 MiB  page table
 //!   4 MiB  request page
-//!   6 MiB  gate words             +0
+//!   6 MiB  gate words, their list +0
 //!   8 MiB  jump table             +2 MiB
 //!  12 MiB  keys                   +6 MiB
 //!  16 MiB  directory, names       +10 MiB
@@ -19,18 +19,19 @@ use patchbay_vmm::request::GuestRequests;
 use vm_memory::GuestAddress;
 use zerocopy::{FromZeros, IntoBytes};
 
-/// Memory that a guest needs for these tables.
+/// Guest memory that the tables need.
 pub const MEMORY_BYTES: u64 = 64 << 20;
-/// Between two sites: some cache lines, so that no site is fetched along with another.
+/// Distance between sites: several cache lines, so that sites are not fetched together.
 pub const STRIDE: u64 = 256;
-/// Most sites there is room for.
+/// Limit on the number of sites.
 pub const SITES_MAX: u64 = 100_000;
 
 const PAGE_TABLE: u64 = 2 << 20;
 const REQUEST_PAGE: u64 = 4 << 20;
 const PHYSICAL: u64 = 6 << 20;
 const IMAGE: u64 = 0xffff_ffff_8100_0000;
-const GATES: u64 = IMAGE;
+const GATE_WORDS: u64 = IMAGE;
+const GATES: u64 = IMAGE + 0x1000;
 const TABLE: u64 = IMAGE + (2 << 20);
 const KEYS: u64 = IMAGE + (6 << 20);
 const DIRECTORY: u64 = IMAGE + (10 << 20);
@@ -38,7 +39,7 @@ const NAMES: u64 = DIRECTORY + SITES_MAX * size_of::<abi::Key>() as u64;
 const TEXT: u64 = IMAGE + (14 << 20);
 const TEXT_END: u64 = TEXT + SITES_MAX * STRIDE;
 const NOP: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
-/// From a site to the target of its JMP.
+/// Distance from a site to the target of its JMP.
 const TARGET_DISTANCE: u64 = 128;
 
 /// A kernel with `keys` keys of `sites` sites each.
@@ -58,7 +59,7 @@ impl Kernel {
     pub fn register(self, ram: &GuestRam, requests: &impl GuestRequests) {
         assert!(self.keys * self.sites <= SITES_MAX, "room for the sites");
         map(ram);
-        // Keys take turns in text, as a kernel's do.
+        // Sites of different keys alternate in text, as in a real kernel.
         for key in 0..self.keys {
             let address = KEYS + key * 16;
             let first = TABLE + key * self.sites * 16;
@@ -83,6 +84,7 @@ impl Kernel {
                 address: KEYS + key * 16,
                 name: u32::try_from(names.len()).expect("short names"),
                 class: abi::KEY_REF,
+                flags: 0,
                 tracepoint: 0,
                 module: 0,
             };
@@ -92,12 +94,13 @@ impl Kernel {
         }
         write(ram, NAMES, &names);
         // SYSTEM_RUNNING
-        write(ram, GATES, &2_u64.to_le_bytes());
+        write(ram, GATE_WORDS, &2_u64.to_le_bytes());
+        write(ram, GATES, structures::gates(GATE_WORDS).as_bytes());
         let descriptor = self.descriptor(u32::try_from(names.len()).expect("short names"));
         ram.write(REQUEST_PAGE, descriptor.as_bytes())
             .expect("in memory");
         let status = requests.request(abi::OP_REGISTER, GuestAddress(REQUEST_PAGE));
-        assert_eq!(status, 0, "the tables are taken");
+        assert_eq!(status, 0, "the tables are accepted");
     }
 
     fn descriptor(self, names_size: u32) -> abi::Descriptor {
@@ -112,7 +115,6 @@ impl Kernel {
         };
         structures::describe(&mut descriptor);
         descriptor.boot = 1;
-        descriptor.cpus = 1;
         descriptor.jump_table = abi::Range {
             start: TABLE,
             end: TABLE + self.keys * self.sites * 16,
@@ -122,22 +124,19 @@ impl Kernel {
             end: TEXT_END,
         };
         descriptor.page_table = PAGE_TABLE;
-        descriptor.system_state = GATES;
-        descriptor.jump_label_mutex_owner = GATES + 8;
-        descriptor.text_mutex_owner = GATES + 16;
-        descriptor.tp_vec_nr = GATES + 24;
-        descriptor.bp_desc_refs = GATES + 32;
-        descriptor.directory = abi::Directory {
-            keys: DIRECTORY,
-            names: NAMES,
-            key_count: u32::try_from(self.keys).expect("few keys"),
+        descriptor.gates = GATES;
+        descriptor.gate_count = 6;
+        descriptor.directory = structures::directory(
+            DIRECTORY,
+            u32::try_from(self.keys).expect("few keys"),
+            NAMES,
             names_size,
-        };
+        );
         descriptor
     }
 }
 
-/// How many sites hold a JMP.
+/// Number of sites that hold a JMP.
 pub fn jumps(ram: &GuestRam, kernel: Kernel) -> usize {
     let sites = 0..kernel.keys * kernel.sites;
     let jumps = sites.filter(|site| {

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Guests that change what they have said while the monitor works with it. The other vCPU does it, at
-//! full speed, and never stops.
+//! Guests that change their registered data while the monitor uses it. Another vCPU does so
+//! continuously at full speed.
 
 use std::ops::Range;
 
 use patchbay_service::abi;
 use patchbay_service::keys::KeysError;
-use static_keys::Op;
+use patchbay_service::testing::structures;
+use static_keys::{CPUS_MAX, Concerns, Op};
 use zerocopy::IntoBytes;
 
 use super::kernel::*;
 use super::program::Program;
 use super::rig::{BRIEF, DEADLINE, Rig, count, out_of_time, site};
 
-/// Changes made under each attack.
+/// Changes made during each attack.
 const CHANGES: usize = 150;
 
 fn word(bytes: &[u8]) -> u64 {
@@ -23,10 +24,10 @@ fn word(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(word)
 }
 
-/// Turns keys on and off beside a vCPU that attacks. Each attempt succeeds whole or fails for one of
-/// these reasons. Only legal places change. Says how many succeeded.
+/// Turns keys on and off beside an attacking vCPU. Each attempt succeeds completely or fails for
+/// one of these reasons, and only legal places change. Returns the number of successes.
 fn storm(rig: &Rig, names: &[&str], reasons: &[&str], legal: &[Range<u64>]) -> usize {
-    // Where nothing is expected to fail, there is time for all.
+    // If no failure is expected, the deadline is generous.
     let within = if reasons.is_empty() { DEADLINE } else { BRIEF };
     rig.wait_for_rounds(1, 10);
     let before = rig.picture();
@@ -41,7 +42,7 @@ fn storm(rig: &Rig, names: &[&str], reasons: &[&str], legal: &[Range<u64>]) -> u
             Ok(_) => done += 1,
             Err(error) if error.reason() == "FOREIGN_BYTES" => {
                 expected(&error, reasons);
-                // Out of quarantine.
+                // Registering again lifts the quarantine.
                 rig.register();
             }
             Err(error) => expected(&error, reasons),
@@ -61,7 +62,7 @@ fn expected(error: &KeysError, reasons: &[&str]) {
 
 #[test]
 fn tables_rewritten_all_the_time() {
-    // The site, the target and the key of the entry of `beta`; and the records of the directory.
+    // The site, target and key of `beta`'s entry, and the records of the directory.
     let at = |index: u64| physical(TABLE + 16 * index);
     let toggle = Program::toggle(&[
         (at(2), [0, u64::MAX]),
@@ -72,7 +73,7 @@ fn tables_rewritten_all_the_time() {
     let Some(rig) = Rig::new(vec![toggle]) else {
         return;
     };
-    // Whatever was read, it was read once.
+    // Each value was read only once.
     for _ in 0..100 {
         if rig.ask(abi::OP_REGISTER, &descriptor()) == 0 {
             let _ = rig.change_within(&["alpha", "beta"], Op::Enable, BRIEF);
@@ -108,8 +109,8 @@ fn tables_rewritten_after_they_were_read() {
     rig.survives();
 }
 
-/// The two pages of a site change places by remapping, over and over. What was found as the site's
-/// bytes is written, wherever else the site may be by then.
+/// The two pages of a site are swapped by remapping, continuously. The bytes checked are the bytes
+/// written, wherever the site is mapped by then.
 #[test]
 fn a_site_whose_pages_change_places() {
     let leaf = |page: u64| LEAF_TABLE + 8 * page;
@@ -121,7 +122,7 @@ fn a_site_whose_pages_change_places() {
     let Some(rig) = Rig::new(vec![toggle]) else {
         return;
     };
-    // The halves of the site in both orders, so that it is whole however it is found; mixed, it is not.
+    // The halves of the site in both orders: whole in either mapping, broken when mixed.
     let [first, second] = [physical(STRADDLING), physical(STRADDLING) + 0x1000];
     rig.memory().write_physical(second, &NOP[..3]);
     rig.memory()
@@ -191,7 +192,7 @@ fn gates_that_are_always_closed() {
         (Gate::TextPoke, u64::MAX, "bp_desc.refs"),
     ] {
         rig.memory().write_kernel();
-        rig.memory().write_u64(gate.address(), value);
+        rig.memory().write_u64(gate_word(gate), value);
         rig.fails(&["beta", "event"], Op::Enable, "GUEST_BUSY", words);
     }
     rig.survives();
@@ -200,57 +201,92 @@ fn gates_that_are_always_closed() {
 #[test]
 fn gates_that_lead_nowhere_or_to_each_other() {
     let Some(rig) = Rig::new(vec![]) else { return };
-    for nowhere in [BEYOND, u64::MAX - 2, u64::MAX, 0xffff_8000_0000_0000] {
-        for damage in [
-            |it: &mut abi::Descriptor, at| it.system_state = at,
-            |it: &mut abi::Descriptor, at| it.jump_label_mutex_owner = at,
-            |it: &mut abi::Descriptor, at| it.text_mutex_owner = at,
-            |it: &mut abi::Descriptor, at| it.bp_desc_refs = at,
+    for nowhere in [BEYOND, u64::MAX - 7, 0xffff_8000_0000_0000] {
+        for gate in [
+            Gate::SystemState,
+            Gate::JumpLabelMutex,
+            Gate::TextMutex,
+            Gate::TextPoke,
         ] {
-            let mut descriptor = descriptor();
-            damage(&mut descriptor, nowhere);
-            assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
+            let mut gates = structures::gates(GATE_WORDS);
+            gates[gate as usize].address = nowhere;
+            rig.memory().gates(&gates);
+            assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor()), 0);
             rig.fails(&["beta"], Op::Enable, "TABLE_REFUSED", "cannot be read");
         }
     }
-    // All the same word, which is the key's own count: closed as soon as the key is on.
-    let mut descriptor = descriptor();
-    descriptor.system_state = BETA;
-    descriptor.system_state_running = 0;
-    descriptor.jump_label_mutex_owner = BETA;
-    descriptor.text_mutex_owner = BETA;
-    descriptor.mutex_owner_mask = 0xffff_ffff;
-    descriptor.tp_vec_nr = BETA;
-    descriptor.bp_desc_refs = BETA;
-    assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
+    // All gates are the same word, the key's own count: closed as soon as the key is on.
+    let gates = structures::gates(GATE_WORDS).map(|gate| abi::Gate {
+        address: BETA,
+        mask: u32::MAX.into(),
+        wanted: 0,
+        width: 4,
+        ..gate
+    });
+    rig.memory().gates(&gates);
+    assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor()), 0);
     rig.change(&["beta"], Op::Enable).unwrap();
     rig.fails(&["beta"], Op::Disable, "GUEST_BUSY", "found 0x1");
     rig.survives();
 }
 
+/// As many words as there may be, of which the last is closed, and the list rewritten all the time.
+#[test]
+fn a_gate_of_thousands_of_cpus() {
+    let Some(rig) = Rig::new(vec![]) else { return };
+    let cpus = u32::try_from(CPUS_MAX).unwrap();
+    let offsets: Vec<u64> = (0..u64::from(cpus)).map(|cpu| FREE + 4 * cpu).collect();
+    rig.memory().write(CPU_OFFSETS, offsets.as_bytes());
+    rig.memory().write(FREE, &[0; 0x4000]);
+    let mut gates = structures::gates(GATE_WORDS).to_vec();
+    gates.push(abi::Gate {
+        flags: abi::GATE_PER_CPU,
+        mask: 0xff,
+        width: 4,
+        ..structures::gate(abi::GATE_TEXT_POKE, "refs", 0, Concerns::SITES)
+    });
+    rig.memory().gates(&gates);
+    let mut descriptor = descriptor();
+    descriptor.gate_count = 7;
+    descriptor.cpu_offsets = CPU_OFFSETS;
+    descriptor.cpu_count = cpus;
+    assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
+    rig.change(&["beta"], Op::Enable).unwrap();
+    rig.memory().write(FREE + 4 * u64::from(cpus - 1), &[1]);
+    rig.fails(&["beta"], Op::Disable, "GUEST_BUSY", "(refs) on CPU 4095");
+    // What was listed is what counts.
+    rig.memory().write(GATES, &[0xff; 7 * 64]);
+    rig.memory().write(CPU_OFFSETS, &[0xff; 64]);
+    rig.fails(&["beta"], Op::Disable, "GUEST_BUSY", "(refs) on CPU 4095");
+    rig.memory().write(FREE + 4 * u64::from(cpus - 1), &[0]);
+    rig.change(&["beta"], Op::Disable).unwrap();
+    rig.memory().write_kernel();
+    rig.survives();
+}
+
 #[test]
 fn a_gate_that_opens_and_closes() {
-    let toggle = Program::toggle(&[(physical(Gate::JumpLabelMutex.address()), [0, 0x1000])]);
+    let toggle = Program::toggle(&[(physical(gate_word(Gate::JumpLabelMutex)), [0, 0x1000])]);
     let Some(rig) = Rig::registered(vec![toggle]) else {
         return;
     };
-    let gate = physical(GATES)..physical(GATES) + 64;
+    let gate = physical(GATE_WORDS)..physical(GATE_WORDS) + 64;
     let legal = [site(BETA_SITE), count(BETA), gate];
     storm(&rig, &["beta"], &["GUEST_BUSY"], &legal);
     rig.vm.shutdown();
 }
 
-/// Where the guest's second vCPU finds its requests.
+/// Address of the second vCPU's requests.
 const OTHER_REQUEST: u64 = REQUEST + 0x1000;
 
-/// The other vCPU makes these requests over and over.
+/// The second vCPU makes these requests for ever.
 fn requesting(requests: &[(u32, Vec<u8>)]) -> Option<Rig> {
     let values: Vec<u64> = (0..)
         .zip(requests)
         .map(|(index, (op, _))| (OTHER_REQUEST + index * 0x1000) | u64::from(*op))
         .collect();
     let mut programs = vec![Program::requests(&values)];
-    // Not before its requests are there.
+    // It waits until its requests are written.
     programs[0].code.splice(0..0, super::program::WAIT);
     let rig = Rig::registered(programs)?;
     for (index, (_, request)) in (0..).zip(requests) {
@@ -269,7 +305,7 @@ fn statuses(requests: u64) -> Vec<Range<u64>> {
 }
 
 #[test]
-fn registering_anew_during_changes() {
+fn registering_again_during_changes() {
     let again = |generation| {
         let mut descriptor = descriptor();
         descriptor.header.generation = generation;
