@@ -7,6 +7,7 @@ use std::ops::Range;
 use serde::Serialize;
 use static_keys::JumpEntry;
 
+use crate::classes::Class;
 use crate::container::Compression;
 use crate::entry::{Instruction, decode_site};
 use crate::image::Image;
@@ -111,18 +112,6 @@ pub struct Summary {
     pub differ_from_initial: usize,
     /// Sites whose bytes and entry do not agree.
     pub unexplained: usize,
-}
-
-/// As in the guest's key directory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Class {
-    /// The key of a tracepoint.
-    Tracepoint,
-    /// Declared with PATCHBAY_DECLARE_KEY().
-    Ref,
-    /// Any other.
-    Guarded,
 }
 
 /// A static key and its sites.
