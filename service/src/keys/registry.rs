@@ -12,6 +12,8 @@
 //! which every new version is published through: a request waits there until the counts are written,
 //! or the change finds that its version is gone.
 
+mod discovered;
+pub mod discovery;
 mod source;
 
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -20,7 +22,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use static_keys::{Busy, Catalog, GuestMemory, Key, Module, Probes};
 
-pub use self::source::{KernelTables, Promises};
+use self::discovery::{Discoverable, Discovery};
+pub use self::source::{Contents, KernelTables, Promises};
 use super::address_space::{KernelMemory, PageTable};
 use super::boot::Boot;
 use super::error::KeysError;
@@ -242,6 +245,8 @@ pub struct Registry {
     state: Mutex<State>,
     version: AtomicU64,
     journal: Arc<Journal>,
+    /// Finds tables when they are asked for; without one the guest tells them.
+    discovery: OnceLock<Discovery>,
 }
 
 #[derive(Debug, Default)]
@@ -266,7 +271,13 @@ impl Registry {
             state: Mutex::default(),
             version: AtomicU64::new(0),
             journal: Arc::new(Journal::new(limits)),
+            discovery: OnceLock::new(),
         }
+    }
+
+    /// Has the guest's kernel looked for when its keys are asked for. Later calls change nothing.
+    pub fn discover(&self, guest: Arc<dyn Discoverable>) {
+        let _ = self.discovery.set(Discovery::new(guest));
     }
 
     /// Gives it the guest's memory, before the guest starts. Later calls change nothing.
@@ -300,11 +311,15 @@ impl Registry {
         self.fence.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The registration as it is now.
+    /// The registration as it is now. Of a guest that does not register, looks first whether its kernel
+    /// is still the one that was found, which may take as long as a discovery.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`] says why there is none and what to do.
     pub fn snapshot(&self) -> Result<Snapshot, KeysError> {
+        if let Some(discovery) = self.discovery.get() {
+            discovery.look(self);
+        }
         let state = self.state();
         match &state.registration {
             // The version changes under this lock only.
@@ -408,7 +423,9 @@ impl Registry {
                 .filter(|boot| boot.id == tables.boot)
                 .unwrap_or_else(|| Boot::new(tables.boot, writer.next_epoch()));
             boot.generation = tables.generation;
-            Ok((source::registration(ram, tables, boot.epoch)?, boot))
+            let mut registration = source::registration(ram, tables, boot.epoch)?;
+            source::add_epochs(&mut registration, &mut boot, || writer.next_epoch());
+            Ok((registration, boot))
         });
         if had {
             // Whatever comes now, the earlier registration is over.
@@ -600,7 +617,7 @@ fn tables(ram: &GuestRam, descriptor: &abi::Descriptor) -> Result<KernelTables, 
         kaslr_offset: descriptor.kaslr_offset,
         release: read::field_text(&descriptor.release),
         build_id: read::build_id(&descriptor.build_id),
-        kernel,
+        contents: Contents::Described(kernel),
         // A vCPU's request is such a fence. Our own monitor looks at its vCPUs.
         promises: Promises {
             fence: true,

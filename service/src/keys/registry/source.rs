@@ -17,12 +17,15 @@
 //! - No call of the registry is made while the caller holds the guest stopped.
 
 use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
 
-use static_keys::{Catalog, EntryFormat, Kernel};
+use static_keys::{Catalog, EntryFormat, FoundKernel, Kernel, Layout, Range};
 
 use super::{PoisonError, Refused, Registration, RegistrationPhase, Registry, read};
 use crate::abi;
 use crate::keys::address_space::{KernelMemory, PageTable};
+use crate::keys::boot::Boot;
 use crate::keys::refused::RefusedModules;
 use crate::memory::GuestRam;
 
@@ -45,6 +48,15 @@ pub struct Promises {
     pub text_gates: bool,
 }
 
+/// Where the tables are.
+#[derive(Clone, Debug)]
+pub enum Contents {
+    /// In the guest's memory, where its own description says. Modules come by requests of their own.
+    Described(Kernel),
+    /// Read already, with all modules.
+    Found(FoundKernel),
+}
+
 /// A kernel in plain numbers.
 #[derive(Clone, Debug)]
 pub struct KernelTables {
@@ -64,7 +76,7 @@ pub struct KernelTables {
     /// Hexadecimal; empty if unknown.
     pub build_id: String,
     /// The jump table, the gate words, the offsets and the keys.
-    pub kernel: Kernel,
+    pub contents: Contents,
     /// What holds beside the numbers.
     pub promises: Promises,
 }
@@ -77,18 +89,40 @@ impl KernelTables {
         if self.generation == 0 {
             return Err(Refused("the generation is 0".to_owned()));
         }
-        let kernel = &self.kernel;
-        for (what, range) in [
-            ("the jump table", kernel.jump_table),
-            ("text", kernel.text),
-            ("ro_after_init", kernel.ro_after_init),
-        ] {
-            let (start, end) = (range.start, range.end);
-            read::check_range(what, abi::Range { start, end }, levels)?;
-        }
-        read::check_layout(kernel.layout)?;
-        read::check_gates(kernel.gates.clone(), levels)?;
+        let ranges = |jump_table: Range, text: Range, ro_after_init: Range| {
+            for (what, range) in [
+                ("the jump table", jump_table),
+                ("text", text),
+                ("ro_after_init", ro_after_init),
+            ] {
+                let (start, end) = (range.start, range.end);
+                read::check_range(what, abi::Range { start, end }, levels)?;
+            }
+            Ok(())
+        };
+        let (layout, gates) = match &self.contents {
+            Contents::Described(kernel) => {
+                ranges(kernel.jump_table, kernel.text, kernel.ro_after_init)?;
+                (kernel.layout, &kernel.gates)
+            }
+            Contents::Found(kernel) => {
+                for image in &kernel.images {
+                    ranges(image.jump_table, image.text, image.ro_after_init)?;
+                }
+                (kernel.layout, &kernel.gates)
+            }
+        };
+        read::check_layout(layout)?;
+        read::check_gates(gates.clone(), levels)?;
         Ok(())
+    }
+
+    fn layout(&self) -> Option<Layout> {
+        match &self.contents {
+            Contents::Described(kernel) if kernel.format == EntryFormat::None => None,
+            Contents::Described(kernel) => Some(kernel.layout),
+            Contents::Found(kernel) => Some(kernel.layout),
+        }
     }
 }
 
@@ -99,8 +133,12 @@ pub(super) fn registration(
     epoch: u64,
 ) -> Result<Registration, Refused> {
     let memory = KernelMemory::new(ram, tables.page_table);
-    let kernel = &tables.kernel;
-    let catalog = Catalog::new(&memory, kernel).map_err(|error| Refused(error.to_string()))?;
+    let type_offset = tables.layout().map(|layout| layout.static_key_type);
+    let catalog = match tables.contents {
+        Contents::Described(kernel) => Catalog::new(&memory, &kernel),
+        Contents::Found(kernel) => Catalog::found(kernel),
+    };
+    let catalog = catalog.map_err(|error| Refused(error.to_string()))?;
     Ok(Registration {
         generation: tables.generation,
         page_table: tables.page_table,
@@ -110,11 +148,40 @@ pub(super) fn registration(
         build_id: tables.build_id,
         promises: tables.promises,
         catalog,
-        type_offset: (kernel.format != EntryFormat::None).then_some(kernel.layout.static_key_type),
+        type_offset,
         epoch,
         modules: HashMap::new(),
         refused: RefusedModules::default(),
     })
+}
+
+/// Gives the modules that came with the kernel their epochs. A module is the same load for as long as it
+/// has the same name and the same tables at the same addresses.
+pub(super) fn add_epochs(
+    registration: &mut Registration,
+    boot: &mut Boot,
+    mut next_epoch: impl FnMut() -> u64,
+) {
+    let modules = registration.catalog.modules();
+    let modules: Vec<(u64, Arc<str>)> = modules.map(|(id, name)| (id, name.into())).collect();
+    boot.retain(|id| modules.iter().any(|(module, _)| *module == id));
+    for (id, name) in modules {
+        let number = fingerprint(&registration.catalog, id, &name);
+        let epoch = boot.epoch_of(id, number).unwrap_or_else(&mut next_epoch);
+        boot.loaded(id, number, epoch);
+        registration.modules.insert(name, epoch);
+    }
+}
+
+/// Not 0.
+fn fingerprint(catalog: &Catalog, module: u64, name: &str) -> u64 {
+    let mut hash = DefaultHasher::new();
+    name.hash(&mut hash);
+    for key in catalog.keys_by_image().filter(|key| key.module() == name) {
+        key.id.0.hash(&mut hash);
+    }
+    module.hash(&mut hash);
+    hash.finish().max(1)
 }
 
 impl Registry {
@@ -138,6 +205,16 @@ impl Registry {
         self.take_back();
     }
 
+    /// There is a kernel, and its tables cannot be used.
+    pub(super) fn refuse(&self, why: String) {
+        let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let had = self.state().registration.is_some();
+        self.publish(RegistrationPhase::Refused, why, None);
+        if had {
+            self.announce_removed("");
+        }
+    }
+
     pub(super) fn take_back(&self) {
         if self.state().registration.is_some() {
             self.publish(RegistrationPhase::Withdrawn, String::new(), None);
@@ -148,8 +225,6 @@ impl Registry {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use static_keys::{Concerns, GateKind, Gates, ListedGate};
     use zerocopy::FromBytes;
 
@@ -175,6 +250,13 @@ mod tests {
             concerns: Concerns::COUNTS,
         };
         Gates::new(&[gate], &[]).expect("a list that could be right")
+    }
+
+    fn described(tables: &mut KernelTables) -> &mut Kernel {
+        match &mut tables.contents {
+            Contents::Described(kernel) => kernel,
+            Contents::Found(_) => panic!("the guest described it"),
+        }
     }
 
     fn guest() -> (Arc<InMemoryGuest>, Arc<Registry>) {
@@ -220,17 +302,17 @@ mod tests {
             ("the boot", |tables| tables.boot = 0),
             ("generation", |tables| tables.generation = 0),
             ("text is at 0x1000", |tables| {
-                tables.kernel.text.start = 0x1000;
+                described(tables).text.start = 0x1000;
             }),
-            ("jump table", |tables| tables.kernel.jump_table.end = 0),
+            ("jump table", |tables| described(tables).jump_table.end = 0),
             ("no system_state", |tables| {
-                tables.kernel.gates = Gates::default();
+                described(tables).gates = Gates::default();
             }),
             ("gate system_state is at 0x1000", |tables| {
-                tables.kernel.gates = user_mode_gate();
+                described(tables).gates = user_mode_gate();
             }),
             ("module.state", |tables| {
-                tables.kernel.layout.module_state = u32::MAX;
+                described(tables).layout.module_state = u32::MAX;
             }),
         ];
         for (words, change) in wrong {
