@@ -14,6 +14,7 @@
 
 pub mod attach;
 pub mod console;
+pub mod discovery;
 pub mod error;
 pub mod flat_view;
 pub mod freeze;

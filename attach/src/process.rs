@@ -120,16 +120,22 @@ impl Process {
             })
     }
 
-    /// The file that a shared mapping is of, writable: by its path, else among the process's descriptors. `None`: none is found.
+    /// The file that a shared mapping is of, writable: as the kernel maps it, which needs CAP_CHECKPOINT_RESTORE, else by its path,
+    /// else among the process's descriptors. `None`: none is found. On overlayfs a mapping names another file than its path does.
     #[must_use]
     pub fn file_of(&self, mapping: &Mapping) -> Option<File> {
+        let writable = |path: &Path| File::options().read(true).write(true).open(path).ok();
+        let mapped = self.proc(&format!("map_files/{:x}-{:x}", mapping.start, mapping.end));
+        if let Some(file) = writable(&mapped) {
+            return Some(file);
+        }
         let is_it = |path: &Path| {
             let metadata = fs::metadata(path).ok()?;
             ((metadata.dev(), metadata.ino()) == (mapping.device, mapping.inode)).then_some(())
         };
         let open = |path: &Path| {
             is_it(path)?;
-            File::options().read(true).write(true).open(path).ok()
+            writable(path)
         };
         open(Path::new(&mapping.path)).or_else(|| {
             let descriptors = fs::read_dir(self.proc("fd")).ok()?.flatten();

@@ -2,6 +2,8 @@
 #![allow(dead_code, reason = "each accelerator has its own test target")]
 //! QEMUs with a guest that only counts, and what is tried on them, whatever runs their vCPUs.
 
+pub mod stock;
+
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -54,19 +56,34 @@ pub enum Memory {
 pub struct Qemu {
     child: Child,
     folder: tempfile::TempDir,
+    disk: Option<tempfile::NamedTempFile>,
     accelerator: Accelerator,
 }
 
 impl Qemu {
     /// `None`, with a word about it: QEMU is not installed.
     pub fn start(accelerator: Accelerator, memory: Memory) -> Option<Self> {
-        let folder = tempfile::tempdir().expect("temporary folder");
-        let path = |name: &str| folder.path().join(name).display().to_string();
         let mut sector = BOOT_SECTOR.to_vec();
         sector.resize(510, 0);
         sector.extend([0x55, 0xaa]);
         sector.resize(1 << 20, 0);
-        fs::write(path("disk"), sector).expect("room");
+        let disk = tempfile::NamedTempFile::new().expect("temporary file");
+        fs::write(disk.path(), sector).expect("room");
+        let drive = format!("file={},format=raw,if=ide", disk.path().display());
+        let mut qemu = Self::start_with(accelerator, memory, "64M", &["-drive", &drive])?;
+        qemu.disk = Some(disk);
+        Some(qemu)
+    }
+
+    /// With other memory and other devices.
+    pub fn start_with(
+        accelerator: Accelerator,
+        memory: Memory,
+        size: &str,
+        arguments: &[&str],
+    ) -> Option<Self> {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = |name: &str| folder.path().join(name).display().to_string();
         let accel = match accelerator {
             Accelerator::Tcg => "tcg",
             Accelerator::Kvm => "kvm",
@@ -76,7 +93,7 @@ impl Qemu {
             "-accel",
             accel,
             "-m",
-            "64M",
+            size,
             "-smp",
             "2",
             "-nodefaults",
@@ -96,20 +113,20 @@ impl Qemu {
         match memory {
             Memory::Private => {}
             Memory::SharedMemfd => {
-                command.args(["-object", "memory-backend-memfd,id=ram0,size=64M,share=on"]);
+                command.args([
+                    "-object",
+                    &format!("memory-backend-memfd,id=ram0,size={size},share=on"),
+                ]);
             }
             Memory::SharedFile => {
                 let object = format!(
-                    "memory-backend-file,id=ram0,size=64M,share=on,mem-path={}",
+                    "memory-backend-file,id=ram0,size={size},share=on,mem-path={}",
                     path("ram")
                 );
                 command.args(["-object", &object]);
             }
         }
-        command.args([
-            "-drive",
-            &format!("file={},format=raw,if=ide", path("disk")),
-        ]);
+        command.args(arguments);
         for socket in ["qmp", "other"] {
             command.args(["-qmp", &format!("unix:{},server=on,wait=off", path(socket))]);
         }
@@ -123,6 +140,7 @@ impl Qemu {
         let qemu = Self {
             child,
             folder,
+            disk: None,
             accelerator,
         };
         while Qmp::connect(&qemu.socket("other"), DEADLINE, Box::new(|_| ())).is_err() {
