@@ -257,6 +257,13 @@ mod tests {
     }
 
     #[test]
+    fn memory_without_exchange() {
+        let ram = Memory::new(4 << 20);
+        ram.forbid_exchange(true);
+        memory(&(ram as GuestRam), 3 << 20, 4 << 20);
+    }
+
+    #[test]
     fn pause_in_memory() {
         pause(&*guest().0, Vec::new);
     }

@@ -62,6 +62,7 @@ pub struct InMemoryGuest {
     ended: AtomicBool,
     late: AtomicBool,
     hidden: AtomicBool,
+    loses_writes: AtomicBool,
     held: Arc<AtomicBool>,
     pauses: AtomicU64,
     rips: Mutex<Vec<u64>>,
@@ -94,6 +95,7 @@ impl InMemoryGuest {
             ended: AtomicBool::new(false),
             late: AtomicBool::new(false),
             hidden: AtomicBool::new(false),
+            loses_writes: AtomicBool::new(false),
             held: Arc::default(),
             pauses: AtomicU64::new(0),
             rips: Mutex::default(),
@@ -570,6 +572,11 @@ impl InMemoryGuest {
         self.hidden.store(hidden, Ordering::SeqCst);
     }
 
+    /// Whether what is written in a pause is reported as lost from now on.
+    pub fn lose_writes(&self, lost: bool) {
+        self.loses_writes.store(lost, Ordering::SeqCst);
+    }
+
     /// Where the vCPUs stop from now on.
     pub fn set_rips(&self, rips: Vec<u64>) {
         *lock(&self.rips) = rips;
@@ -641,6 +648,7 @@ impl Machine for InMemoryGuest {
 pub struct PausedInMemory {
     rips: Vec<u64>,
     hidden: bool,
+    loses_writes: bool,
     held: Arc<AtomicBool>,
     on_resume: Arc<Mutex<Option<Hook>>>,
 }
@@ -665,6 +673,13 @@ impl PausedGuest for PausedInMemory {
 
     fn stop_time(&self) -> Duration {
         Duration::from_micros(20)
+    }
+
+    fn check_writes(&self) -> Result<(), String> {
+        match self.loses_writes {
+            true => Err("the guest is on its way to another host".to_owned()),
+            false => Ok(()),
+        }
     }
 }
 
@@ -700,6 +715,7 @@ impl Guest for InMemoryGuest {
         Ok(PausedInMemory {
             rips: lock(&self.rips).clone(),
             hidden: self.hidden.load(Ordering::SeqCst),
+            loses_writes: self.loses_writes.load(Ordering::SeqCst),
             held: Arc::clone(&self.held),
             on_resume: Arc::clone(&self.on_resume),
         })

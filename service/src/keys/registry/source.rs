@@ -225,11 +225,16 @@ impl Registry {
 
 #[cfg(test)]
 mod tests {
-    use static_keys::{Concerns, GateKind, Gates, ListedGate};
+    use std::time::{Duration, Instant};
+
+    use static_keys::{
+        Concerns, FoundImage, FoundKey, GateKind, Gates, GuestMemory, Image, ListedGate, Op,
+    };
     use zerocopy::FromBytes;
 
     use super::*;
     use crate::guest::Guest;
+    use crate::keys::{KeyUpdate, Keys, KeysConfig, UpdateRequest};
     use crate::testing::{InMemoryGuest, TestKey};
 
     fn found(guest: &InMemoryGuest) -> KernelTables {
@@ -287,6 +292,148 @@ mod tests {
         assert!(by_search.snapshot().is_err());
         by_search.withdraw();
         assert_eq!(by_search.version(), 2);
+    }
+
+    /// The same kernel, read by somebody else.
+    fn read_already(registry: &Registry, mut tables: KernelTables) -> KernelTables {
+        let registration = registry.snapshot().expect("registered").registration;
+        let kernel = described(&mut tables).clone();
+        let length = kernel.jump_table.end - kernel.jump_table.start;
+        let mut bytes = vec![0; usize::try_from(length).expect("a small table")];
+        let memory = registration.memory(registry.ram().expect("attached"));
+        memory
+            .read_gva(kernel.jump_table.start, &mut bytes)
+            .expect("mapped");
+        let entries = kernel
+            .format
+            .entries(kernel.jump_table.start, &bytes, Image::Live);
+        let keys = registration.catalog.keys().map(|key| FoundKey {
+            address: key.id.0,
+            name: key.name().to_owned(),
+            class: key.class,
+            tracepoint: key.tracepoint,
+            switched_by_function: key.switched_by_function,
+        });
+        tables.contents = Contents::Found(FoundKernel {
+            format: kernel.format,
+            layout: kernel.layout,
+            gates: kernel.gates,
+            images: vec![FoundImage {
+                id: 0,
+                name: String::new(),
+                text: kernel.text,
+                ro_after_init: kernel.ro_after_init,
+                jump_table: kernel.jump_table,
+                entries: entries.collect(),
+                keys: keys.collect(),
+            }],
+        });
+        tables
+    }
+
+    fn keys(guest: &Arc<InMemoryGuest>, registry: Registry) -> Keys {
+        let registry = Arc::new(registry);
+        Keys::start(Arc::clone(guest), registry, KeysConfig::default())
+            .expect("a thread")
+            .0
+    }
+
+    fn update(op: Op) -> UpdateRequest {
+        let second = Duration::from_secs(1);
+        let updates = vec![KeyUpdate::new("alpha", op)];
+        let mut request =
+            UpdateRequest::new(updates, "test".to_owned(), second, Instant::now() + second);
+        request.allow_guarded = true;
+        request
+    }
+
+    #[tokio::test]
+    async fn tables_that_were_read_already_are_flipped_like_others() {
+        let (guest, by_request) = guest();
+        let registry = Registry::default();
+        registry.attach(guest.ram().clone());
+        let mut tables = read_already(&by_request, found(&guest));
+        let Contents::Found(kernel) = &mut tables.contents else {
+            panic!("just made")
+        };
+        let unsorted = kernel.images[0].entries.clone();
+        kernel.images[0].entries.reverse();
+        registry
+            .register_kernel(tables.clone())
+            .expect_err("not sorted");
+        let Contents::Found(kernel) = &mut tables.contents else {
+            panic!("just made")
+        };
+        kernel.images[0].entries = unsorted;
+        registry.register_kernel(tables).expect("taken");
+        let [ours, theirs] = [&registry, &*by_request].map(|registry| {
+            let registration = registry.snapshot().expect("registered").registration;
+            let keys = registration.catalog.keys().map(|key| format!("{key:?}"));
+            (keys.collect::<Vec<_>>(), registration.catalog.entry_count())
+        });
+        assert_eq!(ours, theirs);
+        let keys = keys(&guest, registry);
+        keys.update(update(Op::Enable)).await.expect("flipped");
+        assert_eq!((guest.count("alpha"), guest.jumps("alpha")), (1, true));
+    }
+
+    /// Gates that rule out a vCPU in a site stand for a look at the vCPUs.
+    #[tokio::test]
+    async fn gates_of_text_are_enough_if_the_source_says_so() {
+        for text_gates in [false, true] {
+            let (guest, _) = guest();
+            let registry = Registry::default();
+            registry.attach(guest.ram().clone());
+            let mut tables = found(&guest);
+            tables.promises.text_gates = text_gates;
+            registry.register_kernel(tables).expect("taken");
+            guest.hide_vcpus(true);
+            let keys = keys(&guest, registry);
+            let flipped = keys.update(update(Op::Enable)).await;
+            assert_eq!(flipped.is_ok(), text_gates, "{flipped:?}");
+            assert_eq!(guest.jumps("alpha"), text_gates);
+        }
+    }
+
+    /// Counts alone are changed beside the running guest only with a fence, and where words can be
+    /// exchanged.
+    #[tokio::test]
+    async fn counts_alone_need_a_fence_and_an_exchange() {
+        for (fence, exchange, pauses) in [(true, true, 0), (false, true, 1), (true, false, 1)] {
+            let (guest, _) = guest();
+            let registry = Registry::default();
+            registry.attach(guest.ram().clone());
+            let mut tables = found(&guest);
+            tables.promises.fence = fence;
+            registry.register_kernel(tables).expect("taken");
+            guest.memory().forbid_exchange(!exchange);
+            let keys = keys(&guest, registry);
+            keys.update(update(Op::Inc)).await.expect("flipped");
+            let before = guest.pauses();
+            keys.update(update(Op::Inc)).await.expect("counted");
+            assert_eq!(guest.count("alpha"), 2);
+            assert_eq!(guest.pauses() - before, pauses, "{fence} {exchange}");
+        }
+    }
+
+    /// What would be lost is taken back before the guest runs.
+    #[tokio::test]
+    async fn writes_that_do_not_stay_are_undone() {
+        let (guest, _) = guest();
+        let registry = Registry::default();
+        registry.attach(guest.ram().clone());
+        registry.register_kernel(found(&guest)).expect("taken");
+        let keys = keys(&guest, registry);
+        guest.lose_writes(true);
+        let error = keys
+            .update(update(Op::Enable))
+            .await
+            .expect_err("they would be lost");
+        assert!(error.to_string().contains("another host"), "{error}");
+        assert_eq!((guest.count("alpha"), guest.jumps("alpha")), (0, false));
+        guest.lose_writes(false);
+        keys.update(update(Op::Enable)).await.expect("flipped");
+        assert_eq!((guest.count("alpha"), guest.jumps("alpha")), (1, true));
     }
 
     #[test]
