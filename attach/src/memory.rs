@@ -156,10 +156,18 @@ impl AttachedRam {
     }
 }
 
+/// A file of the guest's memory, mapped whole. Ranges of one backend share it.
+struct MappedFile {
+    /// Device and inode, as the monitor's mapping has them.
+    id: (u64, u64),
+    file: Arc<File>,
+    map: Arc<MmapRegion>,
+}
+
 /// The backing in a file that the monitor maps shared, if there is one.
 fn shared(
     process: &Process,
-    files: &mut Vec<((u64, u64), Arc<File>, Arc<MmapRegion>)>,
+    files: &mut Vec<MappedFile>,
     range: &RamRange,
     address: u64,
 ) -> Result<Option<Backing>, AttachError> {
@@ -168,7 +176,7 @@ fn shared(
         return Ok(None);
     }
     let id = (mapping.device, mapping.inode);
-    let known = files.iter().position(|(known, _, _)| *known == id);
+    let known = files.iter().position(|known| known.id == id);
     let index = match known {
         Some(index) => index,
         None => {
@@ -176,11 +184,11 @@ fn shared(
                 return Ok(None);
             };
             let (file, map) = map_whole(file, &mapping.path)?;
-            files.push((id, file, map));
+            files.push(MappedFile { id, file, map });
             files.len() - 1
         }
     };
-    let (_, file, map) = &files[index];
+    let MappedFile { file, map, .. } = &files[index];
     let offset = mapping.offset.checked_add(address - mapping.start);
     let size = range.addresses.end - range.addresses.start;
     let end = offset.and_then(|offset| offset.checked_add(size));

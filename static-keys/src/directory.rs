@@ -236,7 +236,7 @@ pub(crate) fn found(
 }
 
 fn check_address(address: u64) -> Result<(), CatalogError> {
-    if address % 4 != 0 || address.checked_add(16).is_none() {
+    if !address.is_multiple_of(4) || address.checked_add(16).is_none() {
         return Err(CatalogError::KeyAddress { address });
     }
     Ok(())

@@ -31,22 +31,6 @@ impl Fake {
         Self { folder }
     }
 
-    /// Greets, negotiates, and answers each command by `answer`: a message for each command.
-    pub fn answering(
-        mut answer: impl FnMut(&str, &Value) -> Option<String> + Send + 'static,
-    ) -> Self {
-        Self::new(move |mut session| {
-            session.greet();
-            while let Some(command) = session.next() {
-                let name = command["execute"].as_str().unwrap_or_default();
-                match answer(name, &command) {
-                    Some(body) => session.say(&format!("{{{body}, \"id\": {}}}", command["id"])),
-                    None => return,
-                }
-            }
-        })
-    }
-
     /// Its path.
     pub fn path(&self) -> PathBuf {
         Path::join(self.folder.path(), "qmp")

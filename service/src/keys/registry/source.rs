@@ -445,7 +445,8 @@ mod tests {
             "no memory"
         );
         registry.attach(guest.ram().clone());
-        let wrong: [(&str, fn(&mut KernelTables)); 7] = [
+        type Change = fn(&mut KernelTables);
+        let wrong: [(&str, Change); 7] = [
             ("the boot", |tables| tables.boot = 0),
             ("generation", |tables| tables.generation = 0),
             ("text is at 0x1000", |tables| {
