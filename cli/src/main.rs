@@ -60,6 +60,7 @@ async fn run(cli: Cli) -> Result<(), Failure> {
         Command::Run(arguments) => guest(GuestCommand::Run(arguments)).await,
         Command::Guests { patterns } => guest(GuestCommand::List { patterns }).await,
         Command::Console(arguments) => guest(GuestCommand::Console(arguments)).await,
+        Command::Attach { arguments } => guest::run::become_attacher(&arguments),
         Command::Keys(command) => keys::run(fleet().await?, command, timeout, output).await,
         Command::Holds(command) => holds::run(fleet().await?, command, output).await,
         Command::Trace(command) => trace::run(fleet().await?, command, output).await,

@@ -102,6 +102,13 @@ pub enum Command {
     /// Start guests, look at them, pause them, end them.
     #[command(subcommand)]
     Guest(GuestCommand),
+    /// Serve the keys of a guest that QEMU or libvirt runs; `attach --help` has the options.
+    #[command(disable_help_flag = true)]
+    Attach {
+        /// Arguments of patchbay-attach, for example qemu --qmp SOCKET.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<std::ffi::OsString>,
+    },
     /// Look at static keys and flip them.
     #[command(subcommand)]
     Keys(KeysCommand),

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay guest run`.
+//! `patchbay guest run` and `patchbay attach`.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use clap::CommandFactory;
@@ -16,7 +16,8 @@ use crate::failure::Failure;
 use crate::names::is_glob;
 use crate::print::write;
 
-const INSTALL: &str = "install patchbay-vmm beside patchbay or in a folder of PATH";
+const MONITOR: &str = "patchbay-vmm";
+const ATTACHER: &str = "patchbay-attach";
 
 /// Becomes `patchbay-vmm`, with the socket where the other commands look for it.
 ///
@@ -55,18 +56,33 @@ pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Fai
             socket
         }
     };
-    let program = monitor_program();
-    let error = std::process::Command::new(&program)
-        .arg("--name")
-        .arg(&name)
-        .arg("--api-socket")
-        .arg(&socket)
-        .args(&arguments.arguments)
-        .exec();
+    let mut monitor = Command::new(program(MONITOR));
+    monitor.arg("--name").arg(&name);
+    monitor.arg("--api-socket").arg(&socket);
+    become_program(monitor.args(&arguments.arguments))
+}
+
+/// Becomes `patchbay-attach`.
+///
+/// # Errors
+/// If it cannot be started; otherwise this does not return.
+pub fn become_attacher(arguments: &[OsString]) -> Result<(), Failure> {
+    become_program(Command::new(program(ATTACHER)).args(arguments))
+}
+
+fn become_program(command: &mut Command) -> Result<(), Failure> {
+    let error = command.exec();
+    let program = PathBuf::from(command.get_program());
     Err(Failure::error(format!(
-        "{} cannot be started: {error}; {INSTALL}",
-        program.display()
+        "{} cannot be started: {error}; {}",
+        program.display(),
+        install(&program)
     )))
+}
+
+fn install(program: &Path) -> String {
+    let name = program.file_name().unwrap_or_default().display();
+    format!("install {name} beside patchbay or in a folder of PATH")
 }
 
 /// Whether an argument is the option, with or without `=` and a value.
@@ -90,14 +106,13 @@ fn take_name(arguments: &mut Vec<OsString>) -> Option<String> {
     Some(name)
 }
 
-/// The monitor beside this program, or by its name on PATH.
-fn monitor_program() -> PathBuf {
-    const NAME: &str = "patchbay-vmm";
+/// A program beside this one, or by its name on PATH.
+fn program(name: &str) -> PathBuf {
     std::env::current_exe()
         .ok()
-        .map(|program| program.with_file_name(NAME))
+        .map(|program| program.with_file_name(name))
         .filter(|program| program.is_file())
-        .unwrap_or_else(|| PathBuf::from(NAME))
+        .unwrap_or_else(|| PathBuf::from(name))
 }
 
 /// Prints the help of this command and, below it, the monitor's own.
@@ -108,7 +123,7 @@ fn help() -> Result<(), Failure> {
         .find_subcommand_mut("guest")
         .and_then(|guest| guest.find_subcommand_mut("run"));
     let ours = run.map_or_else(String::new, |run| run.render_long_help().to_string());
-    let program = monitor_program();
+    let program = program(MONITOR);
     let output = Command::new(&program)
         .arg("--help")
         .stdin(Stdio::null())
@@ -120,13 +135,15 @@ fn help() -> Result<(), Failure> {
             format!("The monitor, {}:\n\n{text}", program.display())
         }
         Ok(output) => format!(
-            "The monitor's options are not known: `{} --help` ended with {}; {INSTALL}\n",
+            "The monitor's options are not known: `{} --help` ended with {}; {}\n",
             program.display(),
-            output.status
+            output.status,
+            install(&program)
         ),
         Err(error) => format!(
-            "The monitor's options are not known: {} cannot be started: {error}; {INSTALL}\n",
-            program.display()
+            "The monitor's options are not known: {} cannot be started: {error}; {}\n",
+            program.display(),
+            install(&program)
         ),
     };
     write(&format!("{ours}\n{theirs}"))
