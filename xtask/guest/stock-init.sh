@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # First program of a guest with a stock kernel. Loads the modules, then runs each line that the console sends and says when it is done.
 export PATH=/bin
-busybox --install -s /bin
+/bin/busybox --install -s /bin
 mount -t devtmpfs dev /dev
 mount -t proc proc /proc
 mount -t sysfs sys /sys
