@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The example of the kernel's own static-keys documentation, with the key in
-//! the hands of the hypervisor: each step changes something from outside and
-//! then asks the guest whether it noticed. Exit status 0 means it did, each time.
+//! The example from the kernel's static-keys documentation, with the key flipped by the hypervisor.
+//! Each step changes something from outside and then checks that the guest noticed. The exit status
+//! is 0 if it always did.
 #![forbid(unsafe_code)]
 
 use anyhow::{Result, bail, ensure};
 use clap::Parser;
+use patchbay_examples::{environment, step};
 use patchbay_proto::v1::{
     FlipReport, KeyClass, KeyOp, KeyResult, ListStaticKeysRequest, StaticKey,
     UpdateStaticKeysResponse,
@@ -26,11 +27,7 @@ struct Arguments {
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    let Some(environment) = Environment::linux_guest() else {
-        bail!(
-            "no Linux guest can run here: start this by `cargo xtask demo`, and see `cargo xtask doctor`"
-        );
-    };
+    let environment = environment("getppid")?;
 
     step("Boot a Linux guest with 2 vCPUs");
     let mut guest = Guest::builder(&environment).vcpus(2).boot().await?;
@@ -67,7 +64,7 @@ async fn main() -> Result<()> {
     report(&guest.update(&[(KEY, KeyOp::Dec)]).await?, 1)?;
     expect_messages(&mut guest).await?;
 
-    step("Drop the other: off again, the console falls silent");
+    step("Drop the other: off again, and the console falls silent");
     report(&guest.update(&[(KEY, KeyOp::Dec)]).await?, 0)?;
     let last = guest.key(KEY).await?;
     show(&last);
@@ -86,10 +83,6 @@ async fn main() -> Result<()> {
     ensure!(status.success(), "the monitor ended with {status}");
     println!("\nThe guest followed every step.");
     Ok(())
-}
-
-fn step(text: &str) {
-    println!("\n── {text}");
 }
 
 async fn list(guest: &mut Guest) -> Result<()> {
@@ -148,13 +141,13 @@ fn bytes(key: &StaticKey) -> Vec<&[u8]> {
         .collect()
 }
 
-/// Every site must have gone from its NOP to its JMP.
+/// Every site must have changed from its NOP to its JMP.
 fn expect_flipped(before: &StaticKey, after: &StaticKey) -> Result<()> {
     ensure!(!before.sites.is_empty(), "{KEY} has no sites");
     for (before, after) in before.sites.iter().zip(&after.sites) {
         ensure!(
             before.other_bytes == after.current_bytes && after.other_bytes == before.current_bytes,
-            "the site at {:#x} is not the other way round",
+            "the site at {:#x} did not change from its NOP to its JMP",
             before.address
         );
     }
@@ -168,7 +161,7 @@ fn report(response: &UpdateStaticKeysResponse, expected_count: i32) -> Result<()
         ..
     }) = response.results.first()
     else {
-        bail!("an update without a result");
+        bail!("the update has no result");
     };
     let cost = match &response.report {
         Some(FlipReport {
@@ -190,7 +183,7 @@ fn report(response: &UpdateStaticKeysResponse, expected_count: i32) -> Result<()
     println!("   {KEY}: count {count_before} → {count_after}; {cost}");
     ensure!(
         *count_after == expected_count,
-        "the count is {count_after}, not {expected_count}"
+        "the count is {count_after}, expected {expected_count}"
     );
     Ok(())
 }
@@ -200,10 +193,10 @@ fn microseconds(duration: Option<&prost_types::Duration>) -> String {
     format!("{:.1} µs", f64::from(nanoseconds) / 1000.0)
 }
 
-/// The loop in the guest must reach the true branch.
+/// The guest's loop must reach the true branch.
 async fn expect_messages(guest: &mut Guest) -> Result<()> {
-    // The answer to a command comes after all that was printed before it, so
-    // only messages from now on count.
+    // The answer to a command comes after everything printed before it, so only later messages
+    // count.
     guest.shell("true").await?;
     for _ in 0..3 {
         let line = guest.console().wait_for(MESSAGE).await?;
@@ -215,9 +208,9 @@ async fn expect_messages(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// The guest must call getppid() and say nothing.
+/// The guest must call getppid() without printing.
 async fn expect_silence(guest: &mut Guest) -> Result<()> {
-    // As in expect_messages(); then more calls, so that silence means something.
+    // As in expect_messages(), and then more calls, so that silence is meaningful.
     guest.shell("true").await?;
     let said = guest.shell("timeout 1 getppid_loop 10; true").await?;
     ensure!(
@@ -228,7 +221,7 @@ async fn expect_silence(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Leaves the guest to a person until their shell ends.
+/// Opens a shell for the user and keeps the guest running until it ends.
 async fn play(environment: &Environment, guest: &Guest) -> Result<()> {
     let programs = environment
         .cli

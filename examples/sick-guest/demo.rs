@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest whose user space hangs: its agent is stopped, and a loop of real-time priority keeps its
-//! only CPU from everything else. Fire and park work all the same, because only a key changes; the
-//! ring buffer keeps the events until somebody in the guest can read them.
+//! A guest whose user space hangs: its agent is stopped, and a real-time loop keeps everything else
+//! off its only CPU. Firing and parking still work, because they only flip a key. The ring buffer
+//! keeps the events until something in the guest can read them.
 #![forbid(unsafe_code)]
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use clap::Parser;
-use patchbay_tests::{Environment, Guest};
+use patchbay_examples::{environment, step};
+use patchbay_tests::Guest;
 
-/// The timer's interrupts go on whatever user space does.
+/// Timer interrupts continue whatever user space does.
 const EVENT: &str = "irq:softirq_entry";
 const SECONDS: u32 = 3;
 
@@ -19,12 +20,8 @@ struct Arguments {}
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<()> {
     Arguments::parse();
-    let Some(environment) = Environment::linux_guest() else {
-        bail!(
-            "no Linux guest can run here: start this by `cargo xtask demo sick-guest`, and see `cargo xtask doctor`"
-        );
-    };
-    step("Boot a Linux guest with the agent and 1 vCPU, and arm an event while it is well");
+    let environment = environment("sick-guest")?;
+    step("Boot a Linux guest with the agent and 1 vCPU, and arm an event while it is healthy");
     let mut guest = Guest::builder(&environment).agent().boot().await?;
     guest.assert_registered().await?;
     guest.wait_for_agent().await?;
@@ -32,11 +29,11 @@ async fn main() -> Result<()> {
     guest.arm(&[EVENT]).await?;
     let before = guest.recorded().await?;
 
-    step("Stop the agent, and take the CPU from all others for some seconds");
+    step("Stop the agent, and occupy the CPU for some seconds");
     guest.shell("kill -STOP $(pidof patchbay-agent)").await?;
     guest.console().type_line(&format!("hog {SECONDS}")).await?;
 
-    step("Fire from outside, and park again: nobody in the guest is asked");
+    step("Fire from outside, and park again: nothing in the guest has to run");
     let report = guest.fire(&[EVENT]).await?.report.unwrap_or_default();
     println!(
         "   Fired: {} sites patched, key count {}.",
@@ -70,8 +67,4 @@ async fn main() -> Result<()> {
     ensure!(guest.power_off().await?.success(), "the monitor failed");
     println!("\nThe sick guest followed every step.");
     Ok(())
-}
-
-fn step(text: &str) {
-    println!("\n── {text}");
 }

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tracepoints of a guest that nobody logs into: armed they cost nothing and tell nothing, fired
-//! from outside they stream, parked they are silent again. Exit status 0 means each step was so.
+//! Tracepoints of a guest without a login. Armed, they cost nothing and record nothing. Fired from
+//! outside, they stream. Parked, they are silent again. The exit status is 0 if every step behaved
+//! so.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::Parser;
+use patchbay_examples::{environment, step};
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{FlipReport, StreamTracepointEventsResponse, TraceEvent};
 use patchbay_tests::{Environment, Guest};
@@ -23,8 +25,8 @@ const WORK: &str = "for i in 1 2 3; do busybox true; done";
 /// Boots a Linux guest and turns tracepoints in it on and off from outside.
 #[derive(Parser)]
 struct Arguments {
-    /// Where to write the timeline [default: a new file in the folder for results of the lab, or
-    /// the temporary folder]
+    /// File for the timeline [default: a new file in the lab's output directory, or in the
+    /// temporary directory]
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
 }
@@ -32,11 +34,7 @@ struct Arguments {
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    let Some(environment) = Environment::linux_guest() else {
-        bail!(
-            "no Linux guest can run here: start this by `cargo xtask demo trace`, and see `cargo xtask doctor`"
-        );
-    };
+    let environment = environment("trace")?;
 
     step("Boot a Linux guest with the agent");
     let mut guest = Guest::builder(&environment).agent().boot().await?;
@@ -55,7 +53,7 @@ async fn main() -> Result<()> {
     for result in &armed.results {
         println!("   {:<28} {:?}", result.name, result.state());
     }
-    told(armed.report);
+    show_report(armed.report);
     let before = guest.recorded().await?;
     guest.shell(WORK).await?;
     let recorded = guest.recorded().await? - before;
@@ -64,7 +62,7 @@ async fn main() -> Result<()> {
 
     step("Fire them from outside");
     let called = Instant::now();
-    told(guest.fire(&EVENTS).await?.report);
+    show_report(guest.fire(&EVENTS).await?.report);
     let first = first_event(&mut events.batch().await?, &mut events).await?;
     println!(
         "   Call to first event: {} ms.",
@@ -90,7 +88,7 @@ async fn main() -> Result<()> {
     println!("   Open it in https://ui.perfetto.dev or chrome://tracing.");
 
     step("Park them: silent again");
-    told(guest.park(&EVENTS).await?.report);
+    show_report(guest.park(&EVENTS).await?.report);
     let before = guest.recorded().await?;
     guest.shell(WORK).await?;
     let recorded = guest.recorded().await? - before;
@@ -106,11 +104,7 @@ async fn main() -> Result<()> {
     Ok(())
 }
 
-fn step(text: &str) {
-    println!("\n── {text}");
-}
-
-fn told(report: Option<FlipReport>) {
+fn show_report(report: Option<FlipReport>) {
     let Some(report) = report.filter(|report| report.paused) else {
         return;
     };
@@ -161,14 +155,14 @@ fn show(event: &TraceEvent) {
     );
 }
 
-/// Where a file outlives the lab.
+/// A directory that outlives the lab.
 fn default_timeline() -> PathBuf {
     let folder =
         std::env::var_os("PATCHBAY_LAB_OUT").map_or_else(std::env::temp_dir, PathBuf::from);
     folder.join("patchbay-trace.json")
 }
 
-/// With the operator's command, while commands run in the guest.
+/// Records with the operator's command while commands run in the guest.
 async fn record(environment: &Environment, guest: &mut Guest, timeline: &PathBuf) -> Result<()> {
     if let Some(folder) = timeline.parent() {
         std::fs::create_dir_all(folder)?;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where the monitor is.
+//! Address of the monitor.
 
 use std::fmt;
 use std::fs::File;
@@ -16,21 +16,21 @@ const HOST_CID: u32 = 2;
 const PORT: u32 = 1024;
 /// `VMADDR_CID_ANY`.
 const ANY_CID: u32 = u32::MAX;
-/// Ports that Linux gives to nobody without CAP_NET_BIND_SERVICE (`LAST_RESERVED_PORT`,
-/// `net/vmw_vsock/af_vsock.c`): the monitor takes an agent from these alone. Of the lower ones some
-/// have users that are known by them.
+/// Local ports of the agent. Linux requires CAP_NET_BIND_SERVICE for ports below 1024
+/// (`LAST_RESERVED_PORT`, `net/vmw_vsock/af_vsock.c`), and the monitor accepts an agent only from
+/// them. Some lower ports are assigned to other programs.
 const OWN_PORTS: std::ops::RangeInclusive<u32> = 512..=1023;
-/// A monitor that takes nothing for so long is given up.
+/// A monitor that accepts no data for this long is given up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// An address of the monitor's.
+/// Address of the monitor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     Vsock {
         cid: u32,
         port: u32,
     },
-    /// For tests.
+    /// Used by tests.
     Unix(PathBuf),
 }
 
@@ -44,10 +44,7 @@ impl Default for Address {
 }
 
 impl Address {
-    /// A stream to the monitor.
-    ///
-    /// # Errors
-    /// Of the operating system.
+    /// Connects to the monitor.
     pub fn connect(&self) -> io::Result<File> {
         let socket = match self {
             Self::Vsock { cid, port } => {
@@ -67,7 +64,7 @@ impl Address {
     }
 }
 
-/// Takes a free port of [`OWN_PORTS`]; that of a connection which still ends is not.
+/// Binds a free port of [`OWN_PORTS`]. The port of a connection that is still closing is not free.
 fn bind_privileged(socket: &Socket) -> io::Result<()> {
     for port in OWN_PORTS.rev() {
         match socket.bind(&SockAddr::vsock(ANY_CID, port)) {
@@ -75,7 +72,7 @@ fn bind_privileged(socket: &Socket) -> io::Result<()> {
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                 return Err(io::Error::new(
                     error.kind(),
-                    "the agent needs CAP_NET_BIND_SERVICE, by which the monitor tells it from other programs",
+                    "the agent may not bind a port below 1024, by which the monitor recognises it; give it CAP_NET_BIND_SERVICE",
                 ));
             }
             bound => return bound,
@@ -97,7 +94,7 @@ impl FromStr for Address {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let malformed = || format!("{text:?} is not an address; give vsock:CID:PORT or unix:PATH");
+        let malformed = || format!("{text:?} is not an address; use vsock:CID:PORT or unix:PATH");
         match text.split_once(':') {
             Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(path.into())),
             Some(("vsock", rest)) => {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Messages on a stream; see `proto/patchbay/v1/agent.proto`.
+//! Frames messages on a stream; see `proto/patchbay/v1/agent.proto`.
 
 use std::io::{self, Read, Write};
 
@@ -9,29 +9,21 @@ use prost::Message;
 /// Why there is no further message.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
-    /// Between two frames.
+    /// The monitor closed the connection between two frames.
     #[error("the monitor closed the connection")]
     Closed,
-    /// Of the operating system, or the end in the middle of a frame.
+    /// An I/O error, or the end of the stream within a frame.
     #[error("the connection to the monitor broke: {0}")]
     Broken(#[from] io::Error),
-    /// Not this protocol.
     #[error(
         "the monitor sent {bytes} bytes as one message, and {AGENT_FRAME_MAX_BYTES} is the maximum"
     )]
-    TooLong {
-        /// As it said.
-        bytes: usize,
-    },
-    /// Not this protocol.
+    TooLong { bytes: usize },
     #[error("the monitor sent a message that cannot be decoded: {0}")]
     Malformed(#[from] prost::DecodeError),
 }
 
 /// Reads one message.
-///
-/// # Errors
-/// [`FrameError`].
 pub fn read<M: Message + Default>(stream: &mut impl Read) -> Result<M, FrameError> {
     let mut length = [0; 4];
     match stream.read(&mut length)? {
@@ -47,17 +39,17 @@ pub fn read<M: Message + Default>(stream: &mut impl Read) -> Result<M, FrameErro
     Ok(M::decode(frame.as_slice())?)
 }
 
-/// Writes one message.
-///
-/// # Errors
-/// Of the operating system; `InvalidInput` if the message is too long for a frame.
+/// Writes one message. Fails with `InvalidInput` if the message is too long for a frame.
 pub fn write(stream: &mut impl Write, message: &impl Message) -> io::Result<()> {
     let bytes = message.encoded_len();
     let length = u32::try_from(bytes)
         .ok()
         .filter(|_| bytes <= AGENT_FRAME_MAX_BYTES);
     let length = length.ok_or_else(|| {
-        io::Error::new(io::ErrorKind::InvalidInput, "message too long for a frame")
+        io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "the message exceeds the frame limit",
+        )
     })?;
     let mut frame = Vec::with_capacity(4 + bytes);
     frame.extend_from_slice(&length.to_le_bytes());

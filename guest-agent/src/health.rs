@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the agent says of the guest.
+//! Health report about the guest.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -10,13 +10,13 @@ use patchbay_proto::agent::v1::{AgentHealth, AgentPressure};
 use crate::kmsg::Warnings;
 
 const LABELS_FILE: &str = "/etc/patchbay/labels";
-/// "patchbay.label.KEY=VALUE" on the kernel's command line.
+/// Labels are given as "patchbay.label.KEY=VALUE" on the kernel's command line.
 const LABEL_WORD: &str = "patchbay.label.";
 const MAX_LABELS: usize = 64;
 const MAX_LABEL_BYTES: usize = 256;
 const MAX_FILE_BYTES: u64 = 64 << 10;
 
-/// All of it, read now.
+/// Collects the report.
 pub fn report(warnings: &mut Warnings) -> AgentHealth {
     let meminfo = text("/proc/meminfo");
     AgentHealth {
@@ -44,7 +44,7 @@ pub fn report(warnings: &mut Warnings) -> AgentHealth {
 fn bytes(path: &str) -> Vec<u8> {
     let mut bytes = Vec::new();
     if let Ok(file) = File::open(path) {
-        // What cannot be read is left out of the report.
+        // Files that cannot be read are left out of the report.
         let _ = file.take(MAX_FILE_BYTES).read_to_end(&mut bytes);
     }
     bytes
@@ -59,7 +59,7 @@ pub fn line(path: &str) -> String {
     text(path).lines().next().unwrap_or_default().to_owned()
 }
 
-/// Of lines "Name:   123 kB", in bytes.
+/// Value in bytes of a line "Name: 123 kB".
 fn kib(text: &str, name: &str) -> u64 {
     let value = text.lines().find_map(|line| {
         line.strip_prefix(name)?
@@ -83,7 +83,8 @@ fn uptime_ms(text: &str) -> u64 {
         .saturating_add(number(hundredths).saturating_mul(10))
 }
 
-/// Lines "some avg10=0.00 avg60=0.00 avg300=0.00 total=0" (`Documentation/accounting/psi.rst`).
+/// Parses lines like "some avg10=0.00 avg60=0.00 avg300=0.00 total=0"
+/// (`Documentation/accounting/psi.rst`).
 fn pressure(resource: &str, text: &str) -> Vec<AgentPressure> {
     let of_line = |line: &str| {
         let mut words = line.split_whitespace();
@@ -116,7 +117,7 @@ fn labels(file: &str, command_line: &str) -> HashMap<String, String> {
         .collect()
 }
 
-/// Description of the note "GNU" of type 3, `NT_GNU_BUILD_ID`, in hexadecimal.
+/// The build ID in hexadecimal: the description of the note "GNU" of type 3, `NT_GNU_BUILD_ID`.
 fn build_id(mut notes: &[u8]) -> Option<String> {
     let word = |bytes: &[u8], at: usize| -> Option<usize> {
         let bytes = bytes.get(at..at + 4)?.try_into().ok()?;

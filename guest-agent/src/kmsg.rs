@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The kernel's last warnings (`Documentation/ABI/testing/dev-kmsg`).
+//! Recent warnings of the kernel (`Documentation/ABI/testing/dev-kmsg`).
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -7,15 +7,15 @@ use std::io::Read;
 
 use rustix::fs::{Mode, OFlags, SeekFrom};
 
-/// `LOGLEVEL_WARNING`, `include/linux/kern_levels.h`; lower is worse.
+/// `LOGLEVEL_WARNING`, `include/linux/kern_levels.h`. A lower level is more severe.
 const WARNING: u32 = 4;
 const KEPT: usize = 16;
-/// A record is never longer (`CONSOLE_EXT_LOG_MAX`).
+/// Limit on the length of a record (`CONSOLE_EXT_LOG_MAX`).
 const RECORD_BYTES: usize = 8192;
-/// Records looked at per report, so that a flood of messages does not hold the agent.
+/// Limit on the records read per report, so that a flood of messages does not block the agent.
 const MAX_RECORDS: usize = 4096;
 
-/// A ring of the newest warnings.
+/// Keeps the most recent warnings.
 #[derive(Debug)]
 pub struct Warnings {
     file: Option<File>,
@@ -23,7 +23,8 @@ pub struct Warnings {
 }
 
 impl Warnings {
-    /// From the oldest message that the kernel still has. Without permission: none.
+    /// Starts at the oldest message in the kernel's buffer. Without permission there are no
+    /// warnings.
     pub fn open() -> Self {
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = rustix::fs::open("/dev/kmsg", flags, Mode::empty())
@@ -38,7 +39,7 @@ impl Warnings {
         }
     }
 
-    /// The newest, oldest first.
+    /// Returns the most recent warnings, oldest first.
     pub fn read(&mut self) -> Vec<String> {
         let mut record = [0; RECORD_BYTES];
         for _ in 0..MAX_RECORDS {
@@ -53,7 +54,7 @@ impl Warnings {
                         }
                     }
                 }
-                // Overwritten before it was read; the next read goes on with the oldest.
+                // The record was overwritten; the next read returns the oldest one.
                 Err(error)
                     if error.raw_os_error() == Some(rustix::io::Errno::PIPE.raw_os_error()) => {}
                 Err(_) => break,
@@ -63,14 +64,15 @@ impl Warnings {
     }
 }
 
-/// "priority,sequence,microseconds,flags;text\n KEY=value\n..." as "[seconds] text", if it is a warning.
+/// Formats a record "priority,sequence,microseconds,flags;text\n KEY=value\n..." as "[seconds]
+/// text" if it is a warning.
 fn parse(record: &str) -> Option<String> {
     let (prefix, text) = record.split_once(';')?;
     let mut fields = prefix.split(',');
     let priority: u32 = fields.next()?.parse().ok()?;
     let microseconds: u64 = fields.nth(1)?.parse().ok()?;
     let text = text.lines().next()?;
-    // Facilities but the kernel's own are of user space (`include/linux/syslog.h`).
+    // Other facilities than the kernel's are user space (`include/linux/syslog.h`).
     (priority <= WARNING).then(|| {
         format!(
             "[{:5}.{:06}] {text}",

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `patchbay-agent`, the daemon in the guest.
 //!
-//! It connects to the monitor by itself and keeps trying; it arms and disarms events in its own
-//! tracefs instance, hands on their ring-buffer pages, and reports the guest's health. It decides
-//! nothing: which events are armed is the monitor's record, and whether they fire is in their keys,
-//! which the monitor changes without the agent.
+//! It connects to the monitor and retries when the connection ends. It enables and disables events
+//! in its own tracefs instance, forwards their ring-buffer pages, and reports the guest's health.
+//! It makes no decisions: the monitor records which events are armed, and the keys, which the
+//! monitor flips without the agent, determine whether they fire.
 #![forbid(unsafe_code)]
 
 mod address;
@@ -55,7 +55,7 @@ fn main() -> ExitCode {
         eprintln!("patchbay-agent: {error}");
     }
     let mut backoff = FIRST_BACKOFF;
-    let mut told = String::new();
+    let mut printed = String::new();
     loop {
         let ending = match options.address.connect() {
             Ok(connection) => session::run(connection, tracefs.as_ref()),
@@ -68,17 +68,18 @@ fn main() -> ExitCode {
             }
             Ending::Failed(why) => why,
         };
-        // Once each, or a guest without a monitor fills its log.
-        if message != told {
+        // Each message is printed once in a row, so that a guest without a monitor does not fill
+        // its log.
+        if message != printed {
             eprintln!("patchbay-agent: {message}; trying again");
-            told = message;
+            printed = message;
         }
         std::thread::sleep(backoff);
         backoff = (backoff * 2).min(LAST_BACKOFF);
     }
 }
 
-/// None if there is nothing more to do.
+/// Returns None if only help or the version was asked for.
 fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Option<Options>, String> {
     let mut options = Options {
         address: Address::default(),
@@ -101,7 +102,7 @@ fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Option<Options>,
                 print!("{HELP}");
                 return Ok(None);
             }
-            _ => return Err(format!("{argument:?} is not an option")),
+            _ => return Err(format!("{argument:?} is not an option; see --help")),
         }
     }
     Ok(Some(options))

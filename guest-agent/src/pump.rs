@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Hands ring-buffer pages on to the monitor, as far as it gave credit.
+//! Forwards ring-buffer pages to the monitor within the credit it granted.
 //!
-//! Without credit nothing is read: events wait in the kernel's ring buffer, which overwrites the
-//! oldest and counts them. So the agent's memory is one batch, whatever the guest does.
+//! Without credit nothing is read. Events stay in the kernel's ring buffer, which overwrites the
+//! oldest and counts them. So the agent holds at most one batch, whatever the guest does.
 
 use std::fs::File;
 use std::io::Read;
@@ -18,23 +18,25 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::session::Outlet;
 use crate::tracefs::Tracefs;
 
-/// Cost of one frame's pages.
+/// Limit on the cost of the pages in one frame.
 const BATCH_COST: u64 = 256 << 10;
-/// Between two batches: so long may an event wait, and so seldom is the agent an event itself.
+/// Delay between two batches: the maximum delay of an event, and a limit on the agent's own
+/// wake-ups.
 const PAUSE: Duration = Duration::from_millis(20);
 const POLL_TIMEOUT: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 500_000_000,
 };
 
-/// Header of a page: u64 time stamp, then the length of the data and two flags in a `local_t`
-/// (`struct buffer_data_page`, `kernel/trace/ring_buffer.c`; described in `events/header_page`).
+/// Size of a page header: u64 time stamp, then a `local_t` with the length of the data and two
+/// flags (`struct buffer_data_page`, `kernel/trace/ring_buffer.c`; described in
+/// `events/header_page`).
 const HEADER_BYTES: usize = 16;
 const LENGTH_MASK: u64 = (1 << 30) - 1;
 /// `RB_MISSED_STORED`: the number of events lost before this page follows the data.
 const MISSED_STORED: u64 = 1 << 30;
 
-/// How much may be sent.
+/// Credit granted by the monitor.
 #[derive(Debug, Default)]
 pub struct Credit {
     state: Mutex<State>,
@@ -53,14 +55,14 @@ impl Credit {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From the monitor.
+    /// Adds credit granted by the monitor.
     pub fn add(&self, bytes: u64) {
         let mut state = self.state();
         state.bytes = state.bytes.saturating_add(bytes);
         self.changed.notify_all();
     }
 
-    /// The connection has ended.
+    /// Ends all waits: the connection has ended.
     pub fn close(&self) {
         self.state().closed = true;
         self.changed.notify_all();
@@ -77,7 +79,8 @@ impl Credit {
         state.sent = state.sent.saturating_add(batch.bytes);
     }
 
-    /// Waits until there is enough for a page of this length, and for `at_least` anyway. None: closed.
+    /// Waits at least `at_least`, and until the credit suffices for a page of this length. Returns
+    /// None if the connection has ended.
     fn wait(&self, at_least: Duration, page_bytes: usize) -> Option<u64> {
         let enough = page_bytes as u64 + AGENT_PAGE_OVERHEAD;
         let state = self.state();
@@ -93,7 +96,7 @@ impl Credit {
     }
 }
 
-/// The thread that reads pages.
+/// The thread that forwards pages.
 pub struct Pump<'a> {
     pub outlet: &'a Outlet,
     pub credit: &'a Credit,
@@ -101,7 +104,7 @@ pub struct Pump<'a> {
 }
 
 impl Pump<'_> {
-    /// Until the connection ends.
+    /// Forwards pages until the connection ends.
     pub fn run(self) {
         let cpus = self.tracefs.pages();
         let longest = usize::try_from(AGENT_PAGE_MAX_BYTES).unwrap_or(usize::MAX);
@@ -132,18 +135,19 @@ impl Pump<'_> {
 struct Batch {
     pages: Vec<AgentPage>,
     bytes: u64,
-    /// By the protocol.
+    /// Cost of the pages by the protocol's rules.
     cost: u64,
 }
 
-/// One page of each CPU in turn, so that no CPU starves the others, at a cost of at most `limit`.
+/// Reads one page of each CPU in turn, so that no CPU starves the others, up to a total cost of
+/// `limit`.
 fn read_batch(cpus: &[(u32, File)], page: &mut [u8], limit: u64) -> Batch {
     let most = page.len() as u64 + AGENT_PAGE_OVERHEAD;
     let mut batch = Batch::default();
     loop {
         let before = batch.cost;
         for (cpu, file) in cpus {
-            // What is read is gone from the ring buffer: it must be one that may be sent.
+            // A page that is read leaves the ring buffer, so there must be credit to send it.
             if batch.cost + most > limit {
                 return batch;
             }
@@ -166,7 +170,7 @@ fn read_batch(cpus: &[(u32, File)], page: &mut [u8], limit: u64) -> Batch {
     }
 }
 
-/// A page without what follows its data; empty if it has none.
+/// A page without the bytes after its data; empty if it has no data.
 fn used(page: &[u8]) -> &[u8] {
     let Some(header) = page
         .get(8..HEADER_BYTES)

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One connection to the monitor, from hello to its end.
 //!
-//! Three threads: this one reads questions and answers pings, so that they measure the way and not
-//! the work; one works on the other questions in their order; one hands on pages as far as the
-//! monitor gave credit. Whichever fails shuts the socket down, which ends the others.
+//! Three threads serve it. The first reads questions and answers pings, so that a ping measures
+//! latency and not work. The second answers the other questions in order. The third forwards pages
+//! within the monitor's credit. A thread that fails shuts the socket down, which ends the others.
 
 use std::fs::File;
 use std::io;
@@ -23,23 +23,23 @@ use crate::health;
 use crate::pump::{Credit, Pump};
 use crate::tracefs::{Tracefs, TracefsError};
 
-/// Versions of the protocol that this program speaks.
+/// Protocol versions that this program supports.
 const OLDEST_VERSION: u32 = 1;
 const NEWEST_VERSION: u32 = 1;
-/// Questions that may wait; a monitor that asks more without waiting for answers is not ours.
+/// Limit on questions that wait for an answer. A monitor that sends more is broken.
 const MAX_QUESTIONS: usize = 64;
-/// Task names per question.
+/// Limit on task names per question.
 const MAX_TASKS: usize = 4096;
 
-/// How a connection ended, in a sentence.
+/// Why a connection ended.
 pub enum Ending {
-    /// After the monitor's welcome.
+    /// It ended after the monitor's welcome.
     Served(String),
-    /// Before it.
+    /// It failed before the monitor's welcome.
     Failed(String),
 }
 
-/// Answers go here, from any thread.
+/// Sends answers, from any thread.
 pub struct Outlet {
     stream: Mutex<File>,
 }
@@ -66,11 +66,11 @@ impl Outlet {
 }
 
 fn shut_down(stream: &File) {
-    // It fails if the other side was faster.
+    // Fails if the other side has already closed the connection.
     let _ = rustix::net::shutdown(stream, rustix::net::Shutdown::Both);
 }
 
-/// The guest's CLOCK_MONOTONIC, as the events' clock "mono".
+/// The guest's CLOCK_MONOTONIC, which is also the events' clock "mono".
 fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
@@ -79,7 +79,7 @@ fn now() -> u64 {
         .saturating_add(u64::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-/// Speaks with the monitor until the connection ends.
+/// Serves the monitor until the connection ends.
 pub fn run(mut stream: File, tracefs: Result<&Tracefs, &TracefsError>) -> Ending {
     let outlet = match stream.try_clone() {
         Ok(clone) => Arc::new(Outlet {
@@ -128,7 +128,7 @@ fn greet(
     };
     outlet
         .send(0, Answer::Hello(hello))
-        .map_err(|error| format!("the monitor did not take the hello: {error}"))?;
+        .map_err(|error| format!("the hello cannot be sent: {error}"))?;
     let answer: ToAgent = frame::read(stream).map_err(|error| error.to_string())?;
     match answer.message {
         Some(Question::Welcome(welcome))
@@ -137,15 +137,15 @@ fn greet(
             Ok(())
         }
         Some(Question::Welcome(welcome)) => Err(format!(
-            "the monitor chose version {} of the protocol, and this agent speaks {OLDEST_VERSION} to {NEWEST_VERSION}",
+            "the monitor chose version {} of the protocol, but this agent supports {OLDEST_VERSION} to {NEWEST_VERSION}; update the older one",
             welcome.version
         )),
         Some(Question::Refusal(refusal)) => Err(format!("the monitor refused: {}", refusal.reason)),
-        _ => Err("the monitor answered the hello with something else".to_owned()),
+        _ => Err("the monitor did not answer the hello with a welcome".to_owned()),
     }
 }
 
-/// Until the connection ends; why it ended.
+/// Reads questions until the connection ends; returns why it ended.
 fn listen(
     stream: &mut File,
     outlet: &Outlet,
@@ -166,7 +166,7 @@ fn listen(
                         guest_time_ns: now(),
                     }),
                 ) {
-                    return format!("the monitor takes no answers: {error}");
+                    return format!("the answer cannot be sent: {error}");
                 }
             }
             Some(Question::Credit(more)) => credit.add(more.bytes),
@@ -174,16 +174,15 @@ fn listen(
                 Ok(()) => {}
                 Err(TrySendError::Full(_)) => {
                     return format!(
-                        "the monitor asked more than {MAX_QUESTIONS} questions at once"
+                        "the monitor sent more than {MAX_QUESTIONS} questions without waiting for answers"
                     );
                 }
                 Err(TrySendError::Disconnected(_)) => return "the agent's worker ended".to_owned(),
             },
             None => {
-                let error =
-                    "this agent does not know the question; it is of an older version".to_owned();
+                let error = "this agent does not know the question; update the agent".to_owned();
                 if let Err(error) = outlet.send(question.id, Answer::Error(error)) {
-                    return format!("the monitor takes no answers: {error}");
+                    return format!("the answer cannot be sent: {error}");
                 }
             }
         }
@@ -197,7 +196,7 @@ fn work(
     credit: &Credit,
 ) {
     let mut warnings = crate::kmsg::Warnings::open();
-    // Ends when the listener drops its end.
+    // Ends when the listener drops its sender.
     while let Ok((id, question)) = questions.recv() {
         let answer = match (question, tracefs) {
             (Question::GetHealth(_), _) => Answer::Health(health::report(&mut warnings)),
@@ -256,7 +255,7 @@ fn trace(tracefs: &Tracefs, question: Question, credit: &Credit) -> Answer {
             stats.sent_bytes = credit.sent();
             Answer::BufferStats(stats)
         }
-        _ => Answer::Error("this agent does not know the question".to_owned()),
+        _ => Answer::Error("this agent does not know the question; update the agent".to_owned()),
     }
 }
 

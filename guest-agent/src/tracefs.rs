@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The agent's own tracefs instance (`Documentation/trace/ftrace.rst`, "Instances", and `events.rst`).
+//! The agent's tracefs instance (`Documentation/trace/ftrace.rst`, "Instances", and `events.rst`).
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -10,43 +10,36 @@ use rustix::fs::{Mode, OFlags};
 
 const INSTANCE: &str = "patchbay";
 const MOUNT_POINT: &str = "/sys/kernel/tracing";
-/// Of all CPUs together; the kernel's ring buffer is the guest's memory.
+/// Total buffer size of all CPUs. The ring buffer uses guest memory.
 const BUFFER_KIB: usize = 16 << 10;
 const MAX_CPU_BUFFER_KIB: usize = 1 << 10;
-/// No file of tracefs that is read here is longer.
+/// Limit on the files read here; none is longer in practice.
 const MAX_FILE_BYTES: usize = 512 << 10;
 const READ_BYTES: usize = 64 << 10;
-/// Of the kernel's messages.
+/// Limit on messages quoted from the kernel.
 const MAX_MESSAGE_BYTES: usize = 1 << 10;
 
-/// Why events cannot be traced here.
+/// Events cannot be traced in this guest.
 #[derive(Debug, thiserror::Error)]
 pub enum TracefsError {
-    /// Absent.
     #[error(
-        "tracefs cannot be mounted at {MOUNT_POINT} ({0}); the kernel needs CONFIG_FTRACE, and the agent root"
+        "tracefs cannot be mounted at {MOUNT_POINT} ({0}); the kernel needs CONFIG_FTRACE and the agent needs root"
     )]
     NotMounted(io::Error),
-    /// Refused.
     #[error(
-        "the tracefs instance {path} cannot be set up ({error}); the agent needs root and no lockdown"
+        "the tracefs instance {path} cannot be set up ({error}); the agent needs root and a kernel that is not locked down"
     )]
-    Instance {
-        /// Of the file.
-        path: String,
-        /// Of the operating system.
-        error: io::Error,
-    },
+    Instance { path: String, error: io::Error },
 }
 
-/// tracefs with the instance in it.
+/// The tracefs mount and the agent's instance.
 #[derive(Debug)]
 pub struct Tracefs {
     root: PathBuf,
     instance: PathBuf,
 }
 
-/// "system:name", checked, so that it names a folder of an event and nothing else.
+/// A checked "system:name", which can only name the directory of an event.
 struct EventName<'a> {
     system: &'a str,
     name: &'a str,
@@ -67,10 +60,7 @@ impl<'a> EventName<'a> {
 }
 
 impl Tracefs {
-    /// Opens or makes the instance. Events that are enabled in it stay so.
-    ///
-    /// # Errors
-    /// [`TracefsError`].
+    /// Opens or creates the instance. Events that are enabled in it stay enabled.
     pub fn open(root: Option<PathBuf>) -> Result<Self, TracefsError> {
         let root = match root {
             Some(root) => root,
@@ -92,16 +82,16 @@ impl Tracefs {
             .map_err(failed(&this.instance.join("trace_options")))?;
         let cpus = this.cpus().len().max(1);
         let buffer_kib = (BUFFER_KIB / cpus).clamp(64, MAX_CPU_BUFFER_KIB);
-        // Can be compared with what clock_gettime() tells this program. Choosing a clock empties the
-        // buffer, also if it is chosen already (`tracing_set_clock()`, `kernel/trace/trace.c`), and
-        // would lose what was recorded while no agent ran.
+        // "mono" is comparable with clock_gettime(). Selecting a clock empties the buffer, even if
+        // it is already selected (`tracing_set_clock()`, `kernel/trace/trace.c`), and would lose
+        // the events recorded while no agent ran.
         let clock = this.instance.join("trace_clock");
         if !read(&clock).is_ok_and(|clocks| clocks.contains("[mono]")) {
             write(&clock, "mono").map_err(failed(&clock))?;
         }
         for (file, value) in [
             ("buffer_size_kb", buffer_kib.to_string()),
-            // Readers are woken by the first event, not by a half full buffer.
+            // The first event wakes readers, not a half-full buffer.
             ("buffer_percent", "0".to_owned()),
             ("tracing_on", "1".to_owned()),
         ] {
@@ -111,12 +101,12 @@ impl Tracefs {
         Ok(this)
     }
 
-    /// Without this, enabling any event attaches probes to sched_switch and two more tracepoints
-    /// (`tracing_start_cmdline_record()`, `kernel/trace/trace_sched_switch.c`), and parked events
-    /// would cost the guest their calls.
+    /// Turns off the recording of command names. Otherwise enabling any event attaches probes to
+    /// sched_switch and two more tracepoints (`tracing_start_cmdline_record()`,
+    /// `kernel/trace/trace_sched_switch.c`), and parked events would cost the guest their calls.
     ///
-    /// Clearing the option stops that recording for the whole system; setting it anew at the top
-    /// level, where it was set, starts it again for the others' events.
+    /// Clearing the option stops the recording for the whole system. Setting it again at the top
+    /// level, if it was set, restarts it for the events of others.
     fn leave_out_command_names(&self) -> io::Result<()> {
         let top = self.root.join("trace_options");
         let others_record =
@@ -129,7 +119,7 @@ impl Tracefs {
         Ok(())
     }
 
-    /// All events, "system:name".
+    /// All events, as "system:name".
     pub fn events(&self) -> io::Result<Vec<String>> {
         Ok(read(&self.root.join("available_events"))?
             .lines()
@@ -137,12 +127,12 @@ impl Tracefs {
             .collect())
     }
 
-    /// Events that are enabled in the agent's instance.
+    /// Events enabled in the agent's instance.
     pub fn enabled(&self) -> Vec<String> {
         enabled_events(&self.instance)
     }
 
-    /// Events that are enabled elsewhere.
+    /// Events enabled outside the agent's instance.
     pub fn others(&self) -> Vec<AgentInstance> {
         let mut folders = vec![(String::new(), self.root.clone())];
         if let Ok(instances) = fs::read_dir(self.root.join("instances")) {
@@ -181,7 +171,7 @@ impl Tracefs {
         if !event.filter.is_empty() {
             let file = folder.join("filter");
             write(&file, &event.filter).map_err(|error| {
-                // The kernel leaves its complaint in the file.
+                // The kernel's error message can be read from the file.
                 let message = read(&file).unwrap_or_default();
                 let _ = write(&file, "0");
                 format!("filter: {}", said(&message, &error))
@@ -197,7 +187,7 @@ impl Tracefs {
             .map_err(|error| format!("format: {error}"))
     }
 
-    /// Disables one event and takes its filter and triggers away.
+    /// Disables one event and removes its filter and triggers.
     pub fn disable(&self, name: &str) -> AgentEnabledEvent {
         let mut result = AgentEnabledEvent {
             name: name.to_owned(),
@@ -205,7 +195,7 @@ impl Tracefs {
         };
         let outcome = self.folder(name, &mut result.vanished).and_then(|folder| {
             write(&folder.join("enable"), "0").map_err(|error| error.to_string())?;
-            // Neither is worth an error: the event is off, and a filter that is set anew replaces it.
+            // Failures are harmless: the event is disabled, and the next filter replaces this one.
             let _ = write(&folder.join("filter"), "0");
             let triggers = read(&folder.join("trigger")).unwrap_or_default();
             for trigger in triggers.lines().filter(|line| !line.starts_with('#')) {
@@ -228,7 +218,9 @@ impl Tracefs {
             .join(event.name);
         *vanished = !folder.is_dir();
         if *vanished {
-            Err(format!("there is no event {name}; is its module loaded?"))
+            Err(format!(
+                "there is no event {name}; load the module that defines it"
+            ))
         } else {
             Ok(folder)
         }
@@ -242,14 +234,14 @@ impl Tracefs {
         )
     }
 
-    /// The newest entry of the error log.
+    /// The most recent entry of the error log.
     fn last_error(&self) -> String {
         let log = read(&self.instance.join("error_log")).unwrap_or_default();
         log.rfind("] ")
             .map_or(String::new(), |at| log[at + 2..].to_owned())
     }
 
-    /// Numbers and folders of the CPUs.
+    /// Numbers and directories of the CPUs.
     fn cpus(&self) -> Vec<(u32, PathBuf)> {
         let Ok(folders) = fs::read_dir(self.instance.join("per_cpu")) else {
             return vec![];
@@ -270,7 +262,7 @@ impl Tracefs {
         cpus
     }
 
-    /// The CPUs' pages, for reading without waiting.
+    /// The CPUs' raw pages, for non-blocking reads.
     pub fn pages(&self) -> Vec<(u32, File)> {
         let open = |(cpu, folder): (u32, PathBuf)| {
             let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -280,7 +272,7 @@ impl Tracefs {
         self.cpus().into_iter().filter_map(open).collect()
     }
 
-    /// Sums over the CPUs.
+    /// Buffer statistics summed over the CPUs.
     pub fn stats(&self) -> AgentBufferStats {
         let mut stats = AgentBufferStats::default();
         for (_, folder) in self.cpus() {
@@ -299,7 +291,7 @@ impl Tracefs {
             }
         }
         let total = read(&self.instance.join("buffer_total_size_kb")).unwrap_or_default();
-        // "1408 (expanded: 2048)" while it is not in use.
+        // An unused buffer reads "1408 (expanded: 2048)".
         let kib: u64 = total
             .split_whitespace()
             .next()
@@ -329,8 +321,8 @@ fn mounted() -> io::Result<PathBuf> {
     Ok(usual)
 }
 
-/// What removes a trigger that the kernel lists so, "traceoff:unlimited if pid > 1" or
-/// "hist:keys=pid:size=2048 [active]": how often it may act and how it fares belong to the list alone.
+/// The command that removes a trigger listed as "traceoff:unlimited if pid > 1" or
+/// "hist:keys=pid:size=2048 [active]". The count and the state are not part of it.
 fn removal(listed: &str) -> String {
     let command = listed.split(" [").next().unwrap_or(listed);
     format!("!{}", command.replacen(":unlimited", "", 1))
@@ -344,7 +336,7 @@ fn enabled_events(folder: &Path) -> Vec<String> {
         .collect()
 }
 
-/// What the kernel said, on few lines; the error number if it said nothing.
+/// The kernel's message on few lines, or the error number if there is none.
 fn said(message: &str, error: &io::Error) -> String {
     let mut end = message.len().min(MAX_MESSAGE_BYTES);
     while !message.is_char_boundary(end) {
@@ -356,8 +348,8 @@ fn said(message: &str, error: &io::Error) -> String {
     }
 }
 
-/// In large pieces: some files, such as an event's filter, give all in the first read or never
-/// (`event_filter_read()`, `kernel/trace/trace_events.c`).
+/// Reads in large pieces: some files, such as an event's filter, return everything in the first
+/// read or nothing (`event_filter_read()`, `kernel/trace/trace_events.c`).
 fn read(path: &Path) -> io::Result<String> {
     let mut file = File::open(path)?;
     let mut bytes = Vec::new();
@@ -371,7 +363,7 @@ fn read(path: &Path) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// In one system call, as the kernel's files want it.
+/// Writes in one system call, as the kernel's files require.
 fn write(path: &Path, text: &str) -> io::Result<()> {
     let written = OpenOptions::new()
         .write(true)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The program itself, with a made-up tracefs and a made-up monitor.
+//! Tests the program with a fake tracefs and a fake monitor.
 #![forbid(unsafe_code)]
 
 use std::fs;
@@ -87,7 +87,7 @@ impl Agent {
         Self::start_with(|_| {})
     }
 
-    /// `prepare` gets the made-up tracefs before the agent does.
+    /// `prepare` modifies the fake tracefs before the agent sees it.
     fn start_with(prepare: impl FnOnce(&Path)) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         let tracefs = folder.path().join("tracefs");
@@ -204,7 +204,7 @@ fn hello_tells_versions_and_the_instance_is_set_up() {
     );
 }
 
-/// The kernel would empty the buffer of what was recorded while no agent ran.
+/// Otherwise the kernel would drop what was recorded while no agent ran.
 #[test]
 fn a_clock_that_is_chosen_already_is_not_chosen_again() {
     let chosen = "local global counter uptime perf [mono] mono_raw boot\n";
@@ -255,7 +255,7 @@ fn events_are_listed_enabled_and_disabled() {
 }
 
 #[test]
-fn names_that_are_none_touch_nothing_and_the_kernels_refusal_is_passed_on() {
+fn invalid_names_touch_nothing_and_the_kernels_refusal_is_passed_on() {
     let agent = Agent::start();
     let mut monitor = agent.welcome();
     for name in [
@@ -277,7 +277,7 @@ fn names_that_are_none_touch_nothing_and_the_kernels_refusal_is_passed_on() {
     };
     assert!(monitor.enable(event, false).vanished);
 
-    // A file that cannot be written, as one of the kernel's that refuses.
+    // A file that cannot be written stands for a write that the kernel refuses.
     let trigger = agent
         .tracefs
         .join("instances/patchbay/events/sched/sched_switch/trigger");
@@ -319,11 +319,11 @@ fn pages_are_sent_only_against_credit() {
     page[8..16].copy_from_slice(&20u64.to_le_bytes());
     page[16..36].fill(7);
     pipe.write_all(&page).expect("written");
-    // The answer to a later question comes first: nothing is sent without credit.
+    // The answer to a later question arrives first: nothing is sent without credit.
     let Answer::Pong(_) = monitor.ask(Question::Ping(AgentPing {})) else {
         panic!("pong")
     };
-    // Too little for a page, and one byte more.
+    // Too little for a page by one byte.
     monitor.send(0, Question::Credit(AgentCredit { bytes: 4223 }));
     let Answer::Pong(_) = monitor.ask(Question::Ping(AgentPing {})) else {
         panic!("pong")
@@ -351,7 +351,7 @@ fn pages_are_sent_only_against_credit() {
 }
 
 #[test]
-fn health_and_tasks_are_told() {
+fn health_and_tasks_are_reported() {
     let agent = Agent::start();
     let mut monitor = agent.welcome();
     let Answer::Health(health) = monitor.ask(Question::GetHealth(AgentGetHealth {})) else {
@@ -398,7 +398,7 @@ fn it_comes_back_after_a_refusal_a_restart_and_garbage() {
     assert_eq!(
         hello.enabled,
         ["sched:sched_switch"],
-        "what is armed stays so, and is told"
+        "what is armed stays armed, and is reported"
     );
     monitor.stream.write_all(&[0xff; 16]).expect("sent");
     let started = Instant::now();

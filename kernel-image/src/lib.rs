@@ -9,6 +9,7 @@
 //! [`inspect`] goes the whole way from a file's bytes. Who has the memory of a kernel in pieces starts with [`Image::from_pieces`].
 //!
 //! The bytes may come from anywhere: every number in them is checked before use, and what is made of them is bounded.
+#![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
 pub mod container;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The interfaces of Patchbay, generated from `patchbay/*/*.proto`.
+#![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
 /// The gRPC interface of guests, `patchbay.v1`.

@@ -23,6 +23,7 @@
 //!
 //! With the feature `testing`, the module `testing` has a guest in memory, and a conformance suite
 //! that every implementation of the seams must pass.
+#![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
 pub mod abi;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The gates: words of the guest that must have a certain value before its keys may be touched.
+//! The gates: words of the guest that must have a certain value before a key may be changed.
 //!
 //! | word                          | must be              | looked at for         |
 //! |-------------------------------|----------------------|-----------------------|
@@ -15,15 +15,16 @@
 //! | `funcs` of the tracepoint     | not NULL             | firing a tracepoint   |
 //! | its `regfunc`, `unregfunc`    | NULL                 | tracepoint keys       |
 //!
-//! A closed gate changes nothing about the request: resume, wait, plan anew.
+//! A closed gate does not refuse the request: resume the guest, wait and plan again.
 
 use std::fmt;
 use std::sync::Arc;
 
 use crate::memory::{AccessFault, GuestMemory, Width, read_word};
 
-/// Which word.
+/// Identifies a gate.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub enum Gate {
     /// The kernel is booting or going down.
     SystemState,
@@ -33,30 +34,18 @@ pub enum Gate {
     TextMutex,
     /// The kernel has text changes queued.
     TextPokeQueue,
-    /// The kernel has a breakpoint in its text that it is about to replace.
+    /// The kernel's text has a breakpoint that the kernel is about to replace.
     TextPoke,
     /// The kernel attaches or detaches a probe.
     TracepointsMutex,
     /// A module is loading or unloading.
-    ModuleState {
-        /// Its name.
-        module: Arc<str>,
-    },
+    ModuleState { module: Arc<str> },
     /// The word next to a key's count.
-    KeyType {
-        /// Full name of the key.
-        key: Arc<str>,
-    },
+    KeyType { key: Arc<str> },
     /// A `struct static_key_mod`.
-    KeyChain {
-        /// Full name of the key.
-        key: Arc<str>,
-    },
+    KeyChain { key: Arc<str> },
     /// Probes of a tracepoint.
-    TracepointProbes {
-        /// Full name of the key.
-        key: Arc<str>,
-    },
+    TracepointProbes { key: Arc<str> },
 }
 
 impl fmt::Display for Gate {
@@ -78,71 +67,41 @@ impl fmt::Display for Gate {
     }
 }
 
-/// The guest is at work on what is to be changed. Nothing was changed; try again a little later.
+/// The guest is changing what the plan depends on. Nothing was changed; try again later.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub enum Busy {
-    /// A word has another value.
+    /// A gate word has another value.
     #[error("{gate} (found {found:#x})")]
-    Gate {
-        /// Which.
-        gate: Gate,
-        /// Its value.
-        found: u64,
-    },
+    Gate { gate: Gate, found: u64 },
     /// The count is −1.
-    #[error("the guest is just taking the first reference of key {key}")]
-    FirstReference {
-        /// Full name.
-        key: Arc<str>,
-    },
-    /// The count is not the one that was planned with.
+    #[error("the guest is taking the first reference of key {key}")]
+    FirstReference { key: Arc<str> },
+    /// The count changed since the plan was made.
     #[error("the count of key {key} has changed from {expected} to {found}")]
     Count {
-        /// Full name.
         key: Arc<str>,
-        /// When it was planned.
         expected: i32,
-        /// Now.
         found: i32,
     },
-    /// The key's own words do not fit the registered tables: a module is just coming or going.
+    /// The key's words do not match the registered tables: a module is being loaded or unloaded.
     #[error("key {key} does not fit the registered tables: {why}")]
-    Users {
-        /// Full name.
-        key: Arc<str>,
-        /// In a few words.
-        why: &'static str,
-    },
-    /// The key's chain names a module that is not registered: it is just coming or going, or its
-    /// registration was refused.
+    Users { key: Arc<str>, why: &'static str },
+    /// The key's chain names a module that is not registered. It is being loaded or unloaded, or
+    /// its registration was refused.
     #[error("key {key} is used by a module at {module:#x} that is not registered")]
-    UnknownModule {
-        /// Full name.
-        key: Arc<str>,
-        /// Address of the `struct module`.
-        module: u64,
-    },
-    /// A vCPU has stopped inside an instruction that would be replaced.
+    UnknownModule { key: Arc<str>, module: u64 },
+    /// A vCPU stopped inside an instruction that would be replaced.
     #[error("a vCPU stopped at {rip:#x}, inside the site at {site:#x}")]
-    InsideSite {
-        /// Its instruction pointer.
-        rip: u64,
-        /// Address of the site.
-        site: u64,
-    },
-    /// A site held other bytes when it was planned.
-    #[error("the guest has just changed the site at {site:#x} of key {key}")]
-    SiteChanging {
-        /// Full name.
-        key: Arc<str>,
-        /// Address.
-        site: u64,
-    },
+    InsideSite { rip: u64, site: u64 },
+    /// The site held other bytes when it was planned.
+    #[error("the guest changed the site at {site:#x} of key {key} meanwhile")]
+    SiteChanging { key: Arc<str>, site: u64 },
 }
 
 impl Busy {
-    /// Whether any other change would find the same in its way, whatever its keys; any other change
-    /// of tracepoints, if it is their mutex.
+    /// Returns whether the same gate blocks every other change, whatever its keys.
+    /// `tracepoints_mutex` counts, although it blocks only changes of tracepoints.
     #[must_use]
     pub fn blocks_every_key(&self) -> bool {
         matches!(
@@ -160,7 +119,7 @@ impl Busy {
     }
 }
 
-/// A word located, with the value that it must have.
+/// A located gate word and its required value.
 #[derive(Clone, Debug)]
 pub(crate) struct Guard<P> {
     pub gate: Gate,
@@ -171,7 +130,7 @@ pub(crate) struct Guard<P> {
 }
 
 impl<P: Copy> Guard<P> {
-    /// The value found, if it is not as it must be.
+    /// Returns the value found if the gate is closed.
     pub fn closed<M: GuestMemory<Place = P>>(
         &self,
         memory: &M,

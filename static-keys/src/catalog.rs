@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Everything that was learned at registration: tables, keys, names.
+//! What registration copied from the guest: tables, keys, names.
 //!
-//! Bounded, owned, and never read from the guest again: a guest that rewrites its tables later
-//! changes nothing here. What a flip does re-read is the few words that tell whether the tables are
-//! still in use (see [`crate::users`]). A catalog is cheap to clone; images are shared.
+//! The catalog is bounded and owned. It is never read from the guest again, so a guest that
+//! rewrites its tables later changes nothing here. A flip re-reads only the few words that tell
+//! whether the tables are still in use (see [`crate::users`]). A catalog is cheap to clone, because
+//! images are shared.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops;
@@ -17,128 +18,76 @@ use crate::kernel::{Gates, Kernel, Layout, Module, Range};
 use crate::memory::{GuestMemory, ReadError};
 use crate::{ENTRIES_MAX, KEYS_MAX, KeyId, MODULES_MAX};
 
-/// A registration cannot be used. The guest's mistake; nothing of it is kept.
+/// The guest's registration is invalid and was discarded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub enum CatalogError {
-    /// See [`ReadError`].
+    /// A table cannot be read.
     #[error(
         "the registered tables cannot be read: {0}; register addresses of the kernel's own page table"
     )]
     Unreadable(#[from] ReadError),
-    /// The range of a table ends before it starts, or holds a part of an entry.
+    /// The range ends before it starts, or its length is not a multiple of the entry size.
     #[error(
-        "the jump table {start:#x}..{end:#x} is no whole number of entries of {entry_size} bytes"
+        "the jump table {start:#x}..{end:#x} is not a whole number of entries of {entry_size} bytes"
     )]
     TableRange {
-        /// As given.
         start: u64,
-        /// As given.
         end: u64,
-        /// Of the format.
         entry_size: usize,
     },
-    /// Together with what is registered already.
-    #[error("{count} jump entries are more than the {ENTRIES_MAX} that are supported")]
-    TooManyEntries {
-        /// Of this table.
-        count: u64,
-    },
-    /// The run of a key's entries would not be found.
+    /// The limit counts the tables of all images.
+    #[error("{count} jump entries exceed the limit of {ENTRIES_MAX}")]
+    TooManyEntries { count: u64 },
+    /// Lookup of a key's entries needs a sorted table.
     #[error(
         "the jump table at {table:#x} is not sorted by key at entry {index}; register after jump_label_init()"
     )]
-    NotSorted {
-        /// Its address.
-        table: u64,
-        /// Of the first entry that is out of order.
-        index: usize,
-    },
-    /// Together with what is registered already.
-    #[error("{count} keys are more than the {KEYS_MAX} that are supported")]
-    TooManyKeys {
-        /// Of this directory.
-        count: usize,
-    },
-    /// The block of names is too large, or the names are, taken together.
+    NotSorted { table: u64, index: usize },
+    /// The limit counts the keys of all images.
+    #[error("{count} keys exceed the limit of {KEYS_MAX}")]
+    TooManyKeys { count: usize },
+    /// The names block is too large, or overlapping names add up to too much.
     #[error(
-        "{bytes} bytes of names are more than the {} that are supported",
+        "{bytes} bytes of names exceed the limit of {}",
         directory::NAMES_SIZE_MAX
     )]
-    NamesTooLong {
-        /// Of the block as given, or of names that lie over each other.
-        bytes: u32,
-    },
-    /// The offset of a name.
+    NamesTooLong { bytes: u32 },
+    /// The offset of a name is out of range.
     #[error("the name of key {address:#x} starts at {offset}, outside the block of names")]
-    NameOutside {
-        /// Of the key.
-        address: u64,
-        /// As given.
-        offset: u32,
-    },
-    /// No NUL in time.
+    NameOutside { address: u64, offset: u32 },
+    /// A name has no NUL within the limit.
     #[error(
         "the name of key {address:#x} does not end within {} bytes",
         crate::NAME_MAX
     )]
-    NameUnending {
-        /// Of the key.
-        address: u64,
-    },
-    /// No `struct static_key` can be there.
-    #[error("no key can be at {address:#x}: misaligned, or at the end of the address space")]
-    KeyAddress {
-        /// Of the key.
-        address: u64,
-    },
-    /// Counting it would change instructions.
+    NameUnending { address: u64 },
+    /// The address cannot hold a `struct static_key`.
+    #[error("no key can be at {address:#x}: it is misaligned or at the end of the address space")]
+    KeyAddress { address: u64 },
+    /// A write to the count of such a key would change instructions.
     #[error("key {address:#x} lies in text; keys are data")]
-    KeyInText {
-        /// Of the key.
-        address: u64,
-    },
-    /// Listed twice.
+    KeyInText { address: u64 },
+    /// A directory lists a key twice.
     #[error("key {address:#x} is listed twice; list each key once, with its image")]
-    KeyTwice {
-        /// Of the key.
-        address: u64,
-    },
-    /// Newer guest?
-    #[error("key {address:#x} has the unknown class {class}")]
-    UnknownClass {
-        /// Of the key.
-        address: u64,
-        /// As given.
-        class: u32,
-    },
-    /// The address of the tracepoint does not fit that of its key.
-    #[error("key {address:#x} is not that of the tracepoint at {tracepoint:#x}")]
-    NotTheTracepointsKey {
-        /// Of the key.
-        address: u64,
-        /// As given.
-        tracepoint: u64,
-    },
-    /// Flips would not be safe without it.
-    #[error("the kernel names no {what}; flips would not be safe without it")]
-    GateMissing {
-        /// The field.
-        what: &'static str,
-    },
-    /// 0 stands for the kernel.
-    #[error("module {name} has no address")]
-    ModuleAddress {
-        /// Cleaned.
-        name: String,
-    },
-    /// Same address, or same name.
-    #[error("module {name} is registered already; take it back before it is added again")]
-    ModuleTwice {
-        /// Cleaned.
-        name: String,
-    },
-    /// Too many.
-    #[error("more than {MODULES_MAX} modules are not supported")]
+    KeyTwice { address: u64 },
+    /// The class is not one of [`Class`](crate::Class); the guest may be newer.
+    #[error("key {address:#x} has the unknown class {class}; update the monitor")]
+    UnknownClass { address: u64, class: u32 },
+    /// The address of the tracepoint does not match that of its key.
+    #[error("key {address:#x} is not the key of the tracepoint at {tracepoint:#x}")]
+    NotTheTracepointsKey { address: u64, tracepoint: u64 },
+    /// A word that flips depend on is missing.
+    #[error("the kernel registers no {what}; flips are not safe without it")]
+    GateMissing { what: &'static str },
+    /// The id 0 stands for the kernel.
+    #[error("module {name} has the address 0")]
+    ModuleAddress { name: String },
+    /// A module with this address or name is registered.
+    #[error("module {name} is registered already; remove it before it is added again")]
+    ModuleTwice { name: String },
+    /// The limit is [`MODULES_MAX`].
+    #[error("the guest has more than {MODULES_MAX} modules, which is the limit")]
     TooManyModules,
 }
 
@@ -150,25 +99,25 @@ pub(crate) struct CodeImage {
     /// Empty for the kernel.
     pub name: Arc<str>,
     pub text: Range,
-    /// Keys in here cannot change once the image runs.
+    /// Keys in this range cannot change once the image runs.
     ro_after_init: Range,
     /// Address of the first entry.
     table: u64,
     entry_size: usize,
     /// Sorted by key.
     entries: Vec<JumpEntry>,
-    /// Those that it defines.
+    /// The keys that the image defines.
     keys: Vec<Key>,
 }
 
 impl CodeImage {
-    /// Its entries that belong to `key`.
+    /// The entries of `key` in this image.
     pub fn run(&self, key: KeyId) -> &[JumpEntry] {
         &self.entries[self.run_range(key)]
     }
 
-    /// The entries that belong to `key`, if the first of them is at this address, as the guest's
-    /// pointers have it.
+    /// The entries of `key`, if the first of them is at `address`, where the guest's pointers say
+    /// it is.
     pub fn run_at(&self, key: KeyId, address: u64) -> Option<&[JumpEntry]> {
         let run = self.run_range(key);
         let start = self
@@ -183,7 +132,7 @@ impl CodeImage {
         start..start + length
     }
 
-    /// The keys that have entries here, each once.
+    /// The keys with entries in this image, each once.
     fn keys_used(&self) -> impl Iterator<Item = KeyId> {
         self.entries
             .chunk_by(|a, b| a.key == b.key)
@@ -192,9 +141,9 @@ impl CodeImage {
     }
 }
 
-/// Where a key is listed.
+/// The image that lists a key, and the key's index there.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct KeyLocation {
     image: u64,
     index: usize,
 }
@@ -207,15 +156,15 @@ pub struct Catalog {
     pub(crate) gates: Gates,
     /// By [`CodeImage::id`].
     images: BTreeMap<u64, Arc<CodeImage>>,
-    keys: HashMap<KeyId, Place, RandomState>,
+    keys: HashMap<KeyId, KeyLocation, RandomState>,
     names: BTreeMap<Arc<str>, KeyId>,
-    /// Images in which a key has entries.
+    /// Number of images with entries of a key.
     users: HashMap<KeyId, usize, RandomState>,
     entries: usize,
 }
 
 impl Catalog {
-    /// Reads the tables of a kernel. To be called while the guest waits for it.
+    /// Reads the tables of a kernel. The guest must wait for this call.
     ///
     /// # Errors
     /// [`CatalogError`].
@@ -243,11 +192,11 @@ impl Catalog {
         Ok(catalog)
     }
 
-    /// Reads the tables of a module. To be called while the guest waits for it. On an error the
-    /// catalog is as it was.
+    /// Reads the tables of a module. The guest must wait for this call. On an error the catalog is
+    /// unchanged.
     ///
-    /// Returns the names of other images ("" for the kernel) of which keys became known: those that
-    /// only this module branches on.
+    /// A module may list keys that it only branches on. Returns the names of the images ("" for the
+    /// kernel) that gained such keys.
     ///
     /// # Errors
     /// [`CatalogError`].
@@ -309,7 +258,7 @@ impl Catalog {
         for (index, key) in keys.iter().enumerate() {
             self.keys.insert(
                 key.id,
-                Place {
+                KeyLocation {
                     image: image.id,
                     index,
                 },
@@ -337,8 +286,8 @@ impl Catalog {
             .collect())
     }
 
-    /// Adds a key to the image that defines it, unless it is known or that image is not; the image's
-    /// name.
+    /// Adds a key to the image that defines it and returns that image's name. Does nothing if the
+    /// key is known or the image is not.
     fn adopt(&mut self, listed: Listed) -> Option<Arc<str>> {
         if self.keys.contains_key(&listed.id) {
             return None;
@@ -346,20 +295,21 @@ impl Catalog {
         let home = Arc::make_mut(self.images.get_mut(&listed.home)?);
         let mut key = listed.into_key(&home.name);
         if self.names.contains_key(&key.full_name) {
-            // Names of a directory have no '#' of their own, and numbers no "0x".
+            // A directory's names contain no '#', and numbers of duplicates no "0x".
             key.full_name = format!("{}#{:#x}", key.full_name, key.id.0).into();
         }
-        let place = Place {
+        let location = KeyLocation {
             image: home.id,
             index: home.keys.len(),
         };
-        self.keys.insert(key.id, place);
+        self.keys.insert(key.id, location);
         self.names.insert(Arc::clone(&key.full_name), key.id);
         home.keys.push(key);
         Some(Arc::clone(&home.name))
     }
 
-    /// A key whose count lies in text: of `keys` in that of any image, or of any image in `text`.
+    /// Finds a key whose count lies in text: one of `keys` in the text of any image, or a known key
+    /// in `text`.
     fn key_in_text(&self, text: Range, keys: &[Listed]) -> Option<KeyId> {
         let images = || self.images.values();
         images()
@@ -372,7 +322,7 @@ impl Catalog {
             })
     }
 
-    /// Forgets a module with its keys and sites; whether there was one.
+    /// Removes a module with its keys and sites. Returns false if it is not registered.
     pub fn remove_module(&mut self, id: u64) -> bool {
         if id == 0 {
             return false;
@@ -434,25 +384,26 @@ impl Catalog {
         }
     }
 
-    /// A key by its address.
+    /// Looks up a key by address.
     #[must_use]
     pub fn key(&self, id: KeyId) -> Option<&Key> {
         let listed = self.keys.get(&id)?;
         self.images.get(&listed.image)?.keys.get(listed.index)
     }
 
-    /// A key by its full name.
+    /// Looks up a key by its full name.
     #[must_use]
     pub fn find(&self, full_name: &str) -> Option<&Key> {
         self.key(*self.names.get(full_name)?)
     }
 
-    /// All keys by full name.
+    /// All keys, ordered by full name.
     pub fn keys(&self) -> impl Iterator<Item = &Key> {
         self.names.values().filter_map(|id| self.key(*id))
     }
 
-    /// All keys, image by image; mostly by address, and faster than by name.
+    /// All keys, image by image and mostly in the order of addresses. Faster than
+    /// [`Catalog::keys`].
     pub fn keys_by_image(&self) -> impl Iterator<Item = &Key> {
         self.images.values().flat_map(|image| &image.keys)
     }
@@ -469,7 +420,7 @@ impl Catalog {
         self.entries
     }
 
-    /// Number of entries of a key in all tables, init sites included.
+    /// Number of entries of a key in all tables, including init sites.
     #[must_use]
     pub fn site_count(&self, id: KeyId) -> usize {
         match self.users.get(&id) {
@@ -478,13 +429,13 @@ impl Catalog {
         }
     }
 
-    /// Format of the tables.
+    /// Format of the jump tables.
     #[must_use]
     pub fn format(&self) -> EntryFormat {
         self.format
     }
 
-    /// The modules' addresses and names.
+    /// Addresses and names of the modules.
     pub fn modules(&self) -> impl Iterator<Item = (u64, &str)> {
         self.images
             .values()
@@ -492,7 +443,7 @@ impl Catalog {
             .map(|image| (image.id, &*image.name))
     }
 
-    /// 0 is the kernel.
+    /// The image with this id; 0 is the kernel.
     pub(crate) fn image(&self, id: u64) -> Option<&CodeImage> {
         self.images.get(&id).map(|image| &**image)
     }
@@ -502,14 +453,14 @@ impl Catalog {
         self.image(self.keys.get(&id)?.image)
     }
 
-    /// Whether a key lies in memory of its image that is read-only once that runs.
+    /// Returns whether a key lies in memory that is read-only once its image runs.
     #[must_use]
     pub fn is_ro_after_init(&self, id: KeyId) -> bool {
         self.home(id)
             .is_some_and(|home| home.ro_after_init.contains(id.0, 1))
     }
 
-    /// How many images have entries of a key.
+    /// Number of images with entries of a key.
     pub(crate) fn user_count(&self, id: KeyId) -> usize {
         self.users.get(&id).copied().unwrap_or(0)
     }
@@ -523,10 +474,10 @@ impl Catalog {
     }
 }
 
-/// Of a key's count, in bytes.
+/// Size of a key's count in bytes.
 const COUNT_SIZE: u64 = 4;
 
-/// The first of `keys`, which are sorted, whose count lies in `text`.
+/// The first of the sorted `keys` whose count lies in `text`.
 fn first_in(text: Range, keys: &[Listed]) -> Option<KeyId> {
     let before = keys.partition_point(|key| key.id.0.saturating_add(COUNT_SIZE) <= text.start);
     let first = keys.get(before)?.id;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The change itself: write, read back, and take everything back if one write fails.
+//! Writes a change, reads it back, and undoes all of it if one write fails.
 //!
 //! | way              | guest      | what is written                                             |
 //! |------------------|------------|-------------------------------------------------------------|
@@ -15,25 +15,23 @@ use crate::plan::{KeyChange, Plan, Update};
 use crate::refcount::{Op, crosses_zero};
 use crate::verify::VerifyError;
 
-/// What a commit has done.
+/// What a commit wrote.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outcome {
+pub struct CommitOutcome {
     /// Keys whose count was written.
     pub keys: usize,
     /// Sites that were written.
     pub sites: usize,
 }
 
-/// Whether the guest is as it was before a failed commit.
+/// Result of the undo after a failed commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub enum Undo {
-    /// Every byte.
+    /// Every byte is as before.
     Complete,
-    /// Some writes could not be taken back.
-    Incomplete {
-        /// How many.
-        left: usize,
-    },
+    /// Some writes could not be undone.
+    Incomplete { left: usize },
 }
 
 impl Undo {
@@ -47,65 +45,60 @@ impl Undo {
 
     fn sentence(self) -> &'static str {
         match self {
-            Self::Complete => "everything written before it was taken back, nothing has changed",
+            Self::Complete => "every write before it was undone, nothing has changed",
             Self::Incomplete { .. } => {
-                "not all could be taken back, the guest's keys are inconsistent; restart the guest"
+                "not every write could be undone, the guest's keys are inconsistent; restart the guest"
             }
         }
     }
 }
 
-/// Why a write counts as failed.
+/// Why a write failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Cause {
-    /// The access itself.
+#[allow(missing_docs, reason = "the message names the fields")]
+pub enum WriteError {
+    /// The access was refused.
     #[error(transparent)]
     Fault(#[from] AccessFault),
-    /// Other bytes came back.
+    /// The bytes read back are not the bytes written.
     #[error("read back {}, wrote {}", Hex(&.found[..*.length]), Hex(&.written[..*.length]))]
     ReadBack {
-        /// Number of bytes that count.
         length: usize,
-        /// As written.
         written: [u8; 5],
-        /// As read.
         found: [u8; 5],
     },
 }
 
-/// A commit has failed.
+/// A commit failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("key {key}: writing {address:#x} failed ({cause}); {}", .undo.sentence())]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub struct CommitError {
-    /// Full name.
     pub key: Arc<str>,
-    /// Of the site or the count.
     pub address: u64,
-    /// What went wrong.
-    pub cause: Cause,
-    /// Whether the guest is as before.
+    pub cause: WriteError,
     pub undo: Undo,
 }
 
-/// A commit beside the running guest was not made, or has failed.
+/// A change beside the running guest was not made, or failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RunningError {
-    /// The guest was faster. Nothing has changed; plan anew.
+    /// The guest changed the key first. Nothing has changed; plan again.
     #[error(transparent)]
     Raced(#[from] VerifyError),
-    /// A write has failed, or could not be taken back.
+    /// A write failed, or could not be undone.
     #[error(transparent)]
     Failed(#[from] CommitError),
-    /// The guest was faster with one key, and then with another one that had been changed before it
-    /// and can only be taken back by crossing zero, which needs a pause.
+    /// The guest changed one key first, and then another that had already been changed. That one
+    /// can only be undone by crossing zero, which needs a pause.
     #[error(
-        "key {key}: the guest has used up a reference that was to be given back; {} references are left over",
+        "key {key}: the guest dropped a reference that was to be rolled back; {} references are left over",
         .left.len()
     )]
     Entangled {
         /// Full name of the key that could not be changed.
         key: Arc<str>,
-        /// What gives back the references that are left over.
+        /// The operations that drop the leftover references.
         left: Vec<Update>,
     },
 }
@@ -120,7 +113,7 @@ struct Step<'a, P> {
     after: Bytes<'a>,
 }
 
-/// Of an instruction or of a count.
+/// Bytes of an instruction or of a count.
 #[derive(Clone, Copy)]
 enum Bytes<'a> {
     Instruction(&'a [u8]),
@@ -137,12 +130,15 @@ impl Bytes<'_> {
 }
 
 impl<P: Copy> Plan<P> {
-    /// Writes the sites and the counts of a plan that was verified, the guest still being stopped.
+    /// Writes the sites and the counts of a verified plan. The guest must still be stopped.
     /// Allocates nothing.
     ///
     /// # Errors
-    /// [`CommitError`], which says whether the guest is as before.
-    pub fn commit<M: GuestMemory<Place = P>>(&self, memory: &M) -> Result<Outcome, CommitError> {
+    /// [`CommitError`], which says whether the undo was complete.
+    pub fn commit<M: GuestMemory<Place = P>>(
+        &self,
+        memory: &M,
+    ) -> Result<CommitOutcome, CommitError> {
         for index in 0..self.step_count() {
             let step = self.step(index);
             if let Err(cause) = put(memory, step.place, step.after.as_slice()) {
@@ -155,13 +151,14 @@ impl<P: Copy> Plan<P> {
                 });
             }
         }
-        Ok(Outcome {
+        Ok(CommitOutcome {
             keys: self.keys_changed().count(),
             sites: self.sites.len(),
         })
     }
 
-    /// Takes back the steps up to `failed`, which may have been made in part, in reverse.
+    /// Undoes the steps up to `failed` in reverse order. The failed step may have been made in
+    /// part.
     fn undo<M: GuestMemory<Place = P>>(&self, memory: &M, failed: usize) -> Undo {
         let left = (0..=failed).rev().filter(|&index| {
             let step = self.step(index);
@@ -203,16 +200,16 @@ impl<P: Copy> Plan<P> {
             .filter(|change| change.before != change.after)
     }
 
-    /// Makes a plan that needs no pause, beside the running guest: each count by compare-and-exchange,
-    /// which loses against the guest's own change of the same count. Then those before it are taken
-    /// back by the difference, since the guest may have counted on meanwhile.
+    /// Commits a plan that needs no pause while the guest runs. Each count is written by
+    /// compare-and-exchange, which fails if the guest changed it. The counts before it are then
+    /// rolled back by their difference, because the guest may have changed them too.
     ///
     /// # Errors
     /// [`RunningError`]. A plan that needs a pause is refused as [`VerifyError::Busy`].
     pub fn commit_running<M: GuestMemory<Place = P>>(
         &self,
         memory: &M,
-    ) -> Result<Outcome, RunningError> {
+    ) -> Result<CommitOutcome, RunningError> {
         if let Some(key) = self.keys.iter().find(|_| self.needs_pause) {
             let why = "it needs a pause";
             return Err(VerifyError::from(Busy::Users {
@@ -256,13 +253,14 @@ impl<P: Copy> Plan<P> {
                 .into(),
             });
         }
-        Ok(Outcome {
+        Ok(CommitOutcome {
             keys: self.keys_changed().count(),
             sites: 0,
         })
     }
 
-    /// Takes back the counts before `failed`; answers those that could not be.
+    /// Rolls back the counts before `failed` and returns the operations that could not be rolled
+    /// back.
     fn undo_running<M: GuestMemory<Place = P>>(
         &self,
         memory: &M,
@@ -278,7 +276,7 @@ impl<P: Copy> Plan<P> {
     }
 }
 
-/// The operations that take a change back, one for each reference.
+/// The operations that undo a change, one for each reference.
 fn back(change: &KeyChange) -> impl Iterator<Item = Update> {
     let key = change.key;
     let op = if change.after > change.before {
@@ -290,7 +288,7 @@ fn back(change: &KeyChange) -> impl Iterator<Item = Update> {
     (0..references).map(move |_| Update { key, op })
 }
 
-/// Attempts to give back one change against a guest that counts at the same time.
+/// Attempts to roll back one change while the guest counts on the same key.
 const GIVE_BACK_ATTEMPTS: usize = 1000;
 
 fn give_back<M: GuestMemory>(memory: &M, place: M::Place, change: &KeyChange) -> bool {
@@ -304,7 +302,7 @@ fn give_back<M: GuestMemory>(memory: &M, place: M::Place, change: &KeyChange) ->
         else {
             return false;
         };
-        // A crossing is right only where the change itself has crossed: without jump labels.
+        // The roll-back may cross zero only if the change did: without jump labels.
         if back < 0 || crosses_zero(current, back) && !crosses_zero(change.before, change.after) {
             return false;
         }
@@ -317,8 +315,8 @@ fn give_back<M: GuestMemory>(memory: &M, place: M::Place, change: &KeyChange) ->
     false
 }
 
-/// Writes and reads back.
-fn put<M: GuestMemory>(memory: &M, place: M::Place, bytes: &[u8]) -> Result<(), Cause> {
+/// Writes `bytes` and reads them back.
+fn put<M: GuestMemory>(memory: &M, place: M::Place, bytes: &[u8]) -> Result<(), WriteError> {
     memory.write(place, bytes)?;
     let length = bytes.len();
     let mut found = [0; 5];
@@ -328,7 +326,7 @@ fn put<M: GuestMemory>(memory: &M, place: M::Place, bytes: &[u8]) -> Result<(), 
     }
     let mut written = [0; 5];
     written[..length].copy_from_slice(bytes);
-    Err(Cause::ReadBack {
+    Err(WriteError::ReadBack {
         length,
         written,
         found,

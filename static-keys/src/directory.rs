@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The key directory: names and classes of the keys of one image, copied and cleaned.
+//! The key directory: names and classes of an image's keys, copied and sanitised.
 //!
-//! Names end up on terminals and in logs, so each byte that is not printable ASCII, and each of
-//! `:` and `#`, becomes `?`; a key without a name is named by its address. Names that occur more
-//! than once (static keys of several files may share one) get a number: `name#1`, `name#2`, … in
-//! the order of their addresses, which is the same in each boot of a kernel. A key that becomes known
-//! later, with a module that uses it, and finds its name taken is told by its address: `name#0xffff…`.
+//! Names end up on terminals and in logs. Each byte that is not printable ASCII, and each `:` and
+//! `#`, becomes `?`. A key without a name is named by its address. Static keys of several files may
+//! share a name; duplicates are numbered `name#1`, `name#2`, … in the order of their addresses,
+//! which is the same in each boot of a kernel. A key that a later module lists under a name that is
+//! taken is named by its address: `name#0xffff…`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,16 +15,16 @@ use crate::kernel::Directory;
 use crate::memory::GuestMemory;
 use crate::{KeyId, NAME_MAX};
 
-/// Size of a record of the directory.
+/// Size of a directory record in bytes.
 pub(crate) const RECORD_SIZE: usize = 32;
-/// Largest block of names, in bytes. Also of all names of an image together, which may lie over each
-/// other in the block: what is kept of them is bounded.
+/// Limit on the size of the names block, in bytes. It also limits the sum of an image's names,
+/// which may overlap in the block, so that the memory for them is bounded.
 pub(crate) const NAMES_SIZE_MAX: u32 = 16 << 20;
 
 /// Who may change a key from outside, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Class {
-    /// Neither of the others: changes need the operator's explicit permission.
+    /// Neither of the others. Changes need the operator's explicit permission.
     Guarded,
     /// Declared by the guest as safe to count from outside.
     Ref,
@@ -35,33 +35,33 @@ pub enum Class {
 /// A key of the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
-    /// Its address.
+    /// Guest-virtual address of the `struct static_key`.
     pub id: KeyId,
     /// "name" or "module:name"; unique.
     pub full_name: Arc<str>,
-    /// Bytes of `full_name` before the colon; 0 for a key of the kernel image.
+    /// Length of the module's name in `full_name`; 0 for a key of the kernel image.
     pub module_length: usize,
-    /// Who may change it.
+    /// The rules for changes of this key.
     pub class: Class,
-    /// Address of the `struct tracepoint` of a [`Class::Tracepoint`] key, else 0.
+    /// Address of the `struct tracepoint`; 0 unless the class is [`Class::Tracepoint`].
     pub tracepoint: u64,
 }
 
-/// The module, empty for the kernel image, and the name in a full name.
+/// Splits a full name into the module's name, empty for the kernel image, and the key's own.
 #[must_use]
 pub fn split_name(full_name: &str) -> (&str, &str) {
-    // No name has a colon of its own: see `clean`.
+    // The names themselves contain no colon: see `clean`.
     full_name.split_once(':').unwrap_or(("", full_name))
 }
 
 impl Key {
-    /// Name of its module; empty for the kernel image.
+    /// Name of the module; empty for the kernel image.
     #[must_use]
     pub fn module(&self) -> &str {
         &self.full_name[..self.module_length]
     }
 
-    /// Without the module.
+    /// The key's name without the module.
     #[must_use]
     pub fn name(&self) -> &str {
         match self.module_length {
@@ -71,10 +71,10 @@ impl Key {
     }
 }
 
-/// A key of a directory, by its own name alone.
+/// A key of a directory, before it has a full name.
 pub(crate) struct Listed {
     pub id: KeyId,
-    /// Image that defines it, as in [`Record`].
+    /// Image that defines the key, as in [`Record`].
     pub home: u64,
     class: Class,
     tracepoint: u64,
@@ -82,7 +82,7 @@ pub(crate) struct Listed {
 }
 
 impl Listed {
-    /// The key under the name of its module.
+    /// Makes a [`Key`] with the module's name in its full name.
     pub fn into_key(self, module: &str) -> Key {
         let full_name = match module {
             "" => self.name,
@@ -98,7 +98,7 @@ impl Listed {
     }
 }
 
-/// A record of the array.
+/// One record of the guest's array.
 struct Record {
     address: u64,
     name: u32,
@@ -122,7 +122,7 @@ impl Record {
     }
 }
 
-/// Reads the directory of the image with this id; the keys come back sorted by address.
+/// Reads the directory of image `image`. The keys are sorted by address.
 pub(crate) fn read<M: GuestMemory>(
     memory: &M,
     directory: &Directory,
@@ -217,7 +217,7 @@ fn name(names: &[u8], offset: u32, address: u64) -> Result<String, CatalogError>
     })
 }
 
-/// Printable, and without the characters that have a meaning in full names.
+/// Replaces bytes that are not printable, and the separators of full names.
 pub(crate) fn clean(name: &[u8]) -> String {
     name.iter()
         .map(|&byte| match byte {

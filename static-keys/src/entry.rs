@@ -24,22 +24,22 @@ use crate::memory::Width;
 /// How a kernel stores its jump table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EntryFormat {
-    /// Members relative to themselves.
+    /// Each member is relative to its own address.
     Relative,
     /// 64-bit addresses.
     Absolute64,
-    /// 32-bit addresses, of an i386 kernel.
+    /// 32-bit addresses: i386 kernels.
     Absolute32,
-    /// The kernel has no jump labels: its branches test the count, which alone is flipped.
+    /// No jump labels: the branches test the count, and a flip writes only the count.
     None,
 }
 
-/// Where a table was read, which decides what bit 1 of `key` means.
+/// Where a table was read. It decides what bit 1 of `key` means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Image {
-    /// A kernel or module that has set its init bits.
+    /// Memory of a running kernel or module, with init bits set.
     Live,
-    /// A file.
+    /// File of a kernel or module.
     File,
 }
 
@@ -48,15 +48,15 @@ pub enum Image {
 pub struct JumpEntry {
     /// Address of the site.
     pub code: u64,
-    /// Where the site's JMP goes.
+    /// Target of the site's JMP.
     pub target: u64,
     /// Address of the `struct static_key`.
     pub key: u64,
     /// The site falls through while the key is on.
     pub likely: bool,
-    /// Live image: the site lies in init text, which is gone once the kernel or module has started.
+    /// Live image only: the site lies in init text, which is freed after init.
     pub init: bool,
-    /// File: objtool made a NOP of the compiler's JMP.
+    /// File only: objtool replaced the compiler's JMP with a NOP.
     pub objtool_nop: bool,
 }
 
@@ -72,7 +72,7 @@ impl EntryFormat {
         }
     }
 
-    /// Of a pointer of that kernel.
+    /// Width of a pointer in this kernel.
     pub(crate) const fn pointer(self) -> Width {
         match self {
             Self::Absolute32 => Width::U32,
@@ -80,8 +80,8 @@ impl EntryFormat {
         }
     }
 
-    /// Decodes the entry whose bytes start at `address`. `None` if there are too few bytes, and
-    /// always without jump labels. The addresses are what the bytes say: check them before use.
+    /// Decodes the entry whose bytes start at `address`. Returns `None` if there are too few bytes,
+    /// and always without jump labels. The addresses are not checked.
     #[must_use]
     pub fn decode(self, address: u64, bytes: &[u8], image: Image) -> Option<JumpEntry> {
         let (code, target, key) = match self {
@@ -90,8 +90,8 @@ impl EntryFormat {
                 address
                     .wrapping_add(4)
                     .wrapping_add_signed(i64::from(i32_at(bytes, 4)?)),
-                // The flags are those of the stored offset; taking them off first gives a key whose
-                // low bits are those of the member's address, as in jump_entry_key().
+                // The flags are part of the stored offset. Masking them before the address is added
+                // gives the same low bits as jump_entry_key().
                 u64_at(bytes, 8)?,
             ),
             Self::Absolute64 => (u64_at(bytes, 0)?, u64_at(bytes, 8)?, u64_at(bytes, 16)?),
@@ -117,14 +117,14 @@ impl EntryFormat {
         })
     }
 
-    /// Decodes the table whose bytes start at `address`; a rest shorter than an entry is left out.
+    /// Decodes the table whose bytes start at `address`; ignores a partial entry at the end.
     pub fn entries(
         self,
         address: u64,
         bytes: &[u8],
         image: Image,
     ) -> impl Iterator<Item = JumpEntry> {
-        // Without jump labels no entry decodes, whatever the size of the pieces.
+        // Without jump labels `decode` returns None for any chunk size.
         bytes
             .chunks_exact(self.entry_size().max(1))
             .scan(address, move |next, entry| {

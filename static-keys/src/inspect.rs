@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the sites of a key hold, for people to look at. Read while the guest runs, and so a moment's
-//! picture: a site that the guest is just changing shows as foreign.
+//! A snapshot of the sites of a key, for display. It is read while the guest runs, so a site that
+//! the guest is changing shows as foreign.
 
 use std::sync::Arc;
 
@@ -13,58 +13,54 @@ use crate::memory::{GuestMemory, ReadError, Width, read_count, read_word_at};
 use crate::planner::read_site;
 use crate::users::{Users, UsersError, users};
 
-/// Why a site would not be patched.
+/// Why a change of the key would not patch a site.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the message says why")]
 pub enum NotPatchable {
-    /// Skipped, as the guest does.
+    /// A change skips the site, as the guest does.
     #[error("it lies in init text, which is gone")]
     Init,
-    /// Refused.
     #[error("it lies outside the registered text")]
     OutsideText,
-    /// Refused.
     #[error("its key is sealed since the end of init")]
     Sealed,
-    /// Not now.
+    /// A change of the key has to wait.
     #[error("{0}")]
     Busy(Busy),
-    /// Refused.
     #[error("it holds neither its NOP nor its JMP")]
     Foreign,
-    /// Refused.
     #[error("{0}")]
     OutOfReach(OutOfReach),
-    /// Refused.
     #[error("{0}")]
     Unreadable(ReadError),
 }
 
-/// A site of a key.
+/// State of one site of a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SiteState {
     /// Address of the site.
     pub address: u64,
-    /// Where its JMP goes.
+    /// Target of the site's JMP.
     pub target: u64,
     /// Name of the module whose text it is in; empty for the kernel.
     pub module: Arc<str>,
-    /// It falls through while the key is on.
+    /// The site falls through while the key is on.
     pub likely: bool,
-    /// Its bytes: 2 or 5 as its size is, 5 (or what can be read) if that is unknown, none if it is
-    /// not readable, not text or gone.
+    /// The bytes of the site: 2 or 5 by its size, up to 5 if its size is unknown, none if the site
+    /// is not readable, outside text or freed.
     pub bytes: Vec<u8>,
-    /// What it does, if it holds its NOP or its JMP.
+    /// What the site does, if it holds its NOP or its JMP.
     pub branch: Option<Branch>,
-    /// Its NOP, if its size is known.
+    /// The NOP of the site, if its size is known.
     pub nop: Option<Instruction>,
-    /// Its JMP, if its size is known.
+    /// The JMP of the site, if its size is known.
     pub jump: Option<Instruction>,
-    /// Whether a change of the key would patch it.
+    /// Result of the checks that a change of the key would make.
     pub patchable: Result<(), NotPatchable>,
 }
 
 impl SiteState {
-    /// Its size, if that is known.
+    /// Size of the site, if it is known.
     #[must_use]
     pub fn size(&self) -> Option<Size> {
         self.nop.map(|nop| nop.size())
@@ -72,7 +68,7 @@ impl SiteState {
 }
 
 impl Catalog {
-    /// `enabled` of a key, as it is in the guest now: −1 while the guest takes the first reference.
+    /// Reads `enabled` of a key from the guest: −1 while the guest takes the first reference.
     ///
     /// # Errors
     /// [`ReadError`].
@@ -83,13 +79,13 @@ impl Catalog {
         )?)
     }
 
-    /// The sites of a key by image and address, init sites included.
+    /// The sites of a key, ordered by image and address, including init sites.
     pub fn site_states<M: GuestMemory>(&self, memory: &M, key: KeyId) -> Vec<SiteState> {
         self.sites(memory, key).collect()
     }
 
-    /// As [`Catalog::site_states`], one after another: a hostile guest may have registered a million
-    /// sites of one key.
+    /// Like [`Catalog::site_states`], but lazily: a hostile guest may register a million sites of
+    /// one key.
     pub fn sites<M: GuestMemory>(&self, memory: &M, key: KeyId) -> impl Iterator<Item = SiteState> {
         let obstacle = self.obstacle(memory, key);
         let images = self.images_using(key).map(move |image| {
@@ -108,7 +104,7 @@ impl Catalog {
             .map(move |(image, entry, obstacle)| site_state(memory, image, entry, obstacle))
     }
 
-    /// What is in the way of all sites of the key.
+    /// What prevents a change of every site of the key.
     fn obstacle<M: GuestMemory>(&self, memory: &M, key: KeyId) -> Option<NotPatchable> {
         match users(self, memory, self.key(key)?, &mut Users::default()).err()? {
             UsersError::Sealed => Some(NotPatchable::Sealed),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The two instructions that a site may hold.
+//! The instructions that a site may hold.
 //!
 //! | size | NOP              | JMP                            |
 //! |------|------------------|--------------------------------|
@@ -18,7 +18,7 @@
 
 use std::fmt;
 
-/// Length of a site.
+/// Size of a site.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Size {
     /// Two bytes, for targets within reach of an 8-bit displacement (since 5.14).
@@ -28,7 +28,7 @@ pub enum Size {
 }
 
 impl Size {
-    /// In bytes.
+    /// Size in bytes.
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
@@ -48,7 +48,7 @@ pub enum Branch {
 }
 
 impl Branch {
-    /// `enabled ^ branch`: the truth table in include/linux/jump_label.h.
+    /// `enabled ^ branch`, the truth table in include/linux/jump_label.h.
     #[must_use]
     pub const fn of(enabled: bool, likely: bool) -> Self {
         if enabled ^ likely {
@@ -59,19 +59,17 @@ impl Branch {
     }
 }
 
-/// A target cannot be reached with a site's displacement.
+/// A displacement of the site's size cannot reach the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a jump of {} bytes at {code:#x} cannot reach {target:#x}", .size.bytes())]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub struct OutOfReach {
-    /// Address of the site.
     pub code: u64,
-    /// Of the jump.
     pub target: u64,
-    /// Of the site.
     pub size: Size,
 }
 
-/// Bytes of one site: a NOP or a JMP.
+/// The instruction of one site: a NOP or a JMP.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Instruction {
     size: Size,
@@ -99,8 +97,7 @@ impl Instruction {
     /// The JMP of `size` from `code` to `target`.
     ///
     /// # Errors
-    /// [`OutOfReach`] if the displacement does not fit, or the site passes the end of the address
-    /// space.
+    /// [`OutOfReach`] if the displacement does not fit, or the site ends past the address space.
     pub fn jump(size: Size, code: u64, target: u64) -> Result<Self, OutOfReach> {
         let out_of_reach = OutOfReach { code, target, size };
         let next = code.checked_add(size.bytes() as u64).ok_or(out_of_reach)?;
@@ -122,7 +119,7 @@ impl Instruction {
         Ok(Self { size, bytes })
     }
 
-    /// The instruction that does `branch`.
+    /// The instruction that implements `branch`.
     ///
     /// # Errors
     /// [`OutOfReach`].
@@ -133,13 +130,13 @@ impl Instruction {
         }
     }
 
-    /// Its bytes, 2 or 5.
+    /// The encoded bytes, 2 or 5 of them.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.size.bytes()]
     }
 
-    /// Its length.
+    /// Size of the instruction.
     #[must_use]
     pub const fn size(&self) -> Size {
         self.size
@@ -158,7 +155,7 @@ impl fmt::Display for Instruction {
     }
 }
 
-/// Bytes as people write them: `0f 1f 44 00 00`.
+/// Formats bytes as `0f 1f 44 00 00`.
 #[derive(Clone, Copy, Debug)]
 pub struct Hex<'a>(pub &'a [u8]);
 
@@ -171,8 +168,8 @@ impl fmt::Display for Hex<'_> {
     }
 }
 
-/// What the site at `code` of a running kernel does, if `bytes` (which may be longer) start with
-/// exactly the NOP or the JMP to `target`.
+/// What the site at `code` of a running kernel does. `bytes` must start with exactly the NOP or the
+/// JMP to `target`; they may be longer.
 #[must_use]
 pub fn recognise(bytes: &[u8], code: u64, target: u64) -> Option<(Size, Branch)> {
     let size = match bytes.first()? {
@@ -190,8 +187,8 @@ pub fn recognise(bytes: &[u8], code: u64, target: u64) -> Option<(Size, Branch)>
     }
 }
 
-/// As [`recognise`], for the file of a kernel that has not booted: also the historic NOPs. A jump to
-/// the next instruction is a NOP unless the entry's target is that instruction.
+/// Like [`recognise`], for the file of a kernel that has not booted: also accepts the historic
+/// NOPs. A jump to the next instruction is a NOP unless the entry's target is that instruction.
 #[must_use]
 pub fn recognise_in_file(bytes: &[u8], code: u64, target: u64) -> Option<(Size, Branch)> {
     recognise(bytes, code, target).or_else(|| {
@@ -202,8 +199,8 @@ pub fn recognise_in_file(bytes: &[u8], code: u64, target: u64) -> Option<(Size, 
     })
 }
 
-/// The instruction at `address` in Intel syntax, as far as sites go: NOPs, near jumps and int3;
-/// "unknown" for anything else.
+/// Disassembles the instruction at `address` in Intel syntax. Knows what sites hold: NOPs, near
+/// jumps and int3. Anything else is "unknown".
 #[must_use]
 pub fn disassemble(bytes: &[u8], address: u64) -> String {
     let jump = |length: u64, displacement: i64| {

@@ -1,31 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a guest tells about its kernel and its modules, as plain numbers. None of them is trusted.
+//! What a guest registers about its kernel and modules, as plain numbers. None of them is trusted.
 
 use crate::entry::EntryFormat;
 
 /// Guest-virtual addresses `start..end`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Range {
-    /// First byte.
+    /// Address of the first byte.
     pub start: u64,
-    /// Byte after the last.
+    /// Address after the last byte.
     pub end: u64,
 }
 
 impl Range {
-    /// In bytes; `None` if it ends before it starts.
+    /// Length in bytes; `None` if the range ends before it starts.
     #[must_use]
     pub const fn len(self) -> Option<u64> {
         self.end.checked_sub(self.start)
     }
 
-    /// Whether it has no byte.
+    /// Returns whether the range has no bytes.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.end <= self.start
     }
 
-    /// Whether all of the `len` bytes from `address` on lie in it.
+    /// Returns whether the range contains all `len` bytes from `address` on.
     #[must_use]
     pub const fn contains(self, address: u64, len: u64) -> bool {
         match address.checked_add(len) {
@@ -34,7 +34,7 @@ impl Range {
         }
     }
 
-    /// Whether any of the `len` bytes from `address` on lies in it.
+    /// Returns whether the range contains any of the `len` bytes from `address` on.
     #[must_use]
     pub fn overlaps(self, address: u64, len: u64) -> bool {
         let end = address.saturating_add(len);
@@ -42,17 +42,17 @@ impl Range {
     }
 }
 
-/// Where the list of keys is: an array of records {u64 address, u32 offset of the name, u32 class,
-/// u64 tracepoint, u64 module that defines it} and a block of NUL-terminated names.
+/// Location of the key directory: an array of records {u64 address, u32 name offset, u32 class, u64
+/// tracepoint, u64 defining module} and a block of NUL-terminated names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Directory {
-    /// Address of the array.
+    /// Address of the records.
     pub keys: u64,
-    /// Records in it.
+    /// Number of records.
     pub key_count: u32,
-    /// Address of the block.
+    /// Address of the names block.
     pub names: u64,
-    /// Its bytes, the last NUL included.
+    /// Size of the names block, including the last NUL.
     pub names_size: u32,
 }
 
@@ -81,14 +81,14 @@ pub struct Layout {
     pub tracepoint_funcs: u32,
 }
 
-/// Addresses of the words that say whether the guest is at work on its own keys.
+/// Addresses of the words that tell whether the guest is changing its own keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gates {
-    /// u32.
+    /// Address of the u32 `system_state`.
     pub system_state: u64,
-    /// Value of `system_state` from `SYSTEM_RUNNING` on.
+    /// First value of `system_state` at which keys may change: `SYSTEM_RUNNING`.
     pub system_state_running: u64,
-    /// Bits of a mutex's owner word that name the owner: it is free if they are 0.
+    /// Mask of the task pointer in a mutex's owner word. The mutex is free if the masked word is 0.
     pub mutex_owner_mask: u64,
     /// Owner word of `jump_label_mutex`; 0 only without jump labels.
     pub jump_label_mutex_owner: u64,
@@ -96,24 +96,24 @@ pub struct Gates {
     pub text_mutex_owner: u64,
     /// Owner word of `tracepoints_mutex`; 0 without tracepoints.
     pub tracepoints_mutex_owner: u64,
-    /// s32, number of queued text changes; 0 if the kernel has no such word.
+    /// Number of queued text changes, an s32; 0 if the kernel has no such word.
     pub tp_vec_nr: u64,
-    /// s32, users of the text change under way; 0 if the kernel has no such word.
+    /// Users of the text change in progress, an s32; 0 if the kernel has no such word.
     pub bp_desc_refs: u64,
 }
 
-/// The kernel image.
+/// Registration of the kernel image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kernel {
-    /// Of its table and those of its modules.
+    /// Format of all jump tables, modules included.
     pub format: EntryFormat,
-    /// Sorted by key, init bits set.
+    /// Jump table, sorted by key, with init bits set.
     pub jump_table: Range,
-    /// `_stext.._etext`.
+    /// Kernel text, `_stext.._etext`.
     pub text: Range,
-    /// Keys in here cannot change after init.
+    /// Keys in this range cannot change after init.
     pub ro_after_init: Range,
-    /// Structure offsets.
+    /// Offsets in the kernel's structures.
     pub layout: Layout,
     /// Gate words.
     pub gates: Gates,
@@ -121,19 +121,19 @@ pub struct Kernel {
     pub directory: Directory,
 }
 
-/// A module.
+/// Registration of a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Module<'a> {
-    /// Address of the `struct module`, the module's identity; never 0.
+    /// Address of the `struct module`, which identifies the module; never 0.
     pub id: u64,
-    /// Up to the first NUL.
+    /// Name of the module, read up to the first NUL.
     pub name: &'a [u8],
-    /// Sorted by key, init bits set.
+    /// Jump table, sorted by key, with init bits set.
     pub jump_table: Range,
-    /// Without init text.
+    /// Module text without init text.
     pub text: Range,
-    /// Keys in here cannot change after init.
+    /// Keys in this range cannot change after init.
     pub ro_after_init: Range,
-    /// Keys that it defines or branches on.
+    /// Keys that the module defines or branches on.
     pub directory: Directory,
 }

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Linux static keys, flipped from outside the kernel.
+//! Flips Linux static keys from outside the kernel.
 //!
-//! A static key is a counter and a set of branch sites in the kernel's text; each site is a NOP or a
-//! JMP, depending on whether the counter is zero. The kernel flips the sites of a running machine
+//! A static key is a counter and a set of branch sites in the kernel's text. Each site is a NOP or
+//! a JMP, depending on whether the counter is zero. The kernel flips the sites of a running machine
 //! with breakpoints and IPIs (`text_poke_bp()`). A hypervisor can stop every vCPU instead and write
-//! the bytes. This crate knows how: which bytes, of which sites, under which conditions, and what
-//! the counter must be afterwards, so that the guest is left as if it had made the change itself.
+//! the bytes. This crate decides which bytes of which sites to write, under which conditions, and
+//! what the counter is afterwards. The guest ends up as if it had made the change itself.
 //!
-//! It knows guest memory through one trait ([`GuestMemory`]) and nothing of KVM, threads or time:
+//! The crate sees guest memory through one trait ([`GuestMemory`]). It knows nothing about KVM,
+//! threads or time:
 //!
 //! ```text
 //! register   Catalog::new, add_module      copies the tables              guest waits
@@ -19,12 +20,13 @@
 //! ```
 //!
 //! The rules are tables: [`refcount`] (what an operation does to a count), [`instruction`] (what a
-//! site may hold), [`entry`] (how tables are stored) and [`busy`] (when it may be done). Their source
-//! is kernel/jump_label.c of Linux 6.12.
+//! site may hold), [`entry`] (how tables are stored) and [`busy`] (when a change is allowed). Their
+//! source is kernel/jump_label.c of Linux 6.12.
 //!
-//! The guest is taken for hostile. Its numbers are copied once and checked, its tables are bounded
-//! ([`ENTRIES_MAX`] and so on), its pointers are followed a bounded number of times, and nothing is
-//! ever written but a count, and a NOP over a JMP or a JMP over a NOP that was computed here.
+//! The guest is hostile. Its numbers are copied once and checked. Its tables are bounded
+//! ([`ENTRIES_MAX`] and so on), and its pointers are followed a bounded number of times. The crate
+//! writes only counts, and a NOP over a JMP or a JMP over a NOP that it computed itself.
+#![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
 pub mod busy;
@@ -48,7 +50,7 @@ use std::fmt;
 
 pub use busy::{Busy, Gate};
 pub use catalog::{Catalog, CatalogError};
-pub use commit::{Cause, CommitError, Outcome, RunningError, Undo};
+pub use commit::{CommitError, CommitOutcome, RunningError, Undo, WriteError};
 pub use directory::{Class, Key, split_name};
 pub use entry::{EntryFormat, Image, JumpEntry};
 pub use inspect::{NotPatchable, SiteState};
@@ -63,16 +65,16 @@ pub use refcount::{Op, Refusal, apply, crosses_zero, users as count_users};
 pub use tracepoint::{Probes, Tracepoint};
 pub use verify::VerifyError;
 
-/// Most jump entries of a guest, modules included. A distribution kernel has some 5,000.
+/// Limit on the jump entries of a guest, modules included. A distribution kernel has some 5,000.
 pub const ENTRIES_MAX: usize = 1 << 20;
-/// Most keys of a guest, modules included.
+/// Limit on the keys of a guest, modules included.
 pub const KEYS_MAX: usize = 1 << 17;
-/// Most modules of a guest.
+/// Limit on the modules of a guest.
 pub const MODULES_MAX: usize = 4096;
-/// Longest name of a key, in bytes.
+/// Limit on the length of a key's name, in bytes.
 pub const NAME_MAX: usize = 540;
 
-/// A static key: the guest-virtual address of its `struct static_key`.
+/// Identifies a static key by the guest-virtual address of its `struct static_key`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct KeyId(pub u64);
 

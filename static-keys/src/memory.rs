@@ -1,49 +1,49 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guest memory as the engine sees it: one small trait, and typed reads through it.
+//! Access to guest memory: one small trait, and typed reads through it.
 
-/// Longest range that [`GuestMemory::locate`] is asked for, in bytes.
+/// Limit on the length of a range passed to [`GuestMemory::locate`], in bytes.
 pub const LOCATE_MAX: usize = 64;
 
 /// A guest-virtual range is not backed by guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("guest address {address:#x} is not backed by guest memory: {reason}")]
 pub struct Unmapped {
-    /// Guest-virtual.
+    /// Guest-virtual address.
     pub address: u64,
-    /// From the page walk, in a few words.
+    /// Result of the page walk.
     pub reason: &'static str,
 }
 
-/// Guest memory that was located could not be read or written.
+/// Located guest memory could not be read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("guest memory refused the access")]
 pub struct AccessFault;
 
-/// A read by address failed.
+/// A read by guest-virtual address failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReadError {
-    /// Translation failed.
+    /// The translation failed.
     #[error(transparent)]
     Unmapped(#[from] Unmapped),
-    /// Access failed.
+    /// The access failed.
     #[error(transparent)]
     Fault(#[from] AccessFault),
 }
 
-/// Memory of a guest, by guest-virtual addresses of its kernel.
+/// Guest memory, addressed by guest-virtual addresses of the guest's kernel.
 ///
-/// Translation is apart from access because page walks are done before the vCPUs are stopped, and
-/// the accesses afterwards. The methods take `&self`: guest memory is shared with the guest.
+/// Translation and access are separate, because page walks happen before the vCPUs are stopped and
+/// the accesses after. The methods take `&self`, because the guest shares the memory.
 pub trait GuestMemory {
-    /// A range that has been translated and found present. It may straddle two pages that are not
-    /// neighbours in guest-physical memory.
+    /// A translated range. It may straddle two pages that are not adjacent in guest-physical
+    /// memory.
     type Place: Copy;
 
-    /// Translates the range of `len` bytes (at most [`LOCATE_MAX`]) from `address` on with the
-    /// kernel's own page table.
+    /// Translates `len` bytes (at most [`LOCATE_MAX`]) from `address` on with the kernel's own page
+    /// table.
     ///
     /// # Errors
-    /// [`Unmapped`] if any byte of it is not present, is no RAM, or lies past the end of the address
+    /// [`Unmapped`] if any byte is not present, is not RAM, or lies past the end of the address
     /// space.
     fn locate(&self, address: u64, len: usize) -> Result<Self::Place, Unmapped>;
 
@@ -59,11 +59,11 @@ pub trait GuestMemory {
     /// [`AccessFault`]; some of the bytes may have been written.
     fn write(&self, place: Self::Place, bytes: &[u8]) -> Result<(), AccessFault>;
 
-    /// Sequentially consistent compare-and-exchange of the aligned 32-bit word at `place`, marked
-    /// dirty on success. `Ok(Err(found))` if the word was not `current`.
+    /// Compares and exchanges the aligned 32-bit word at `place`, sequentially consistent, and
+    /// marks it dirty on success. Returns `Ok(Err(found))` if the word is not `current`.
     ///
     /// # Errors
-    /// [`AccessFault`], also for a place that is not aligned.
+    /// [`AccessFault`], also if the place is not aligned.
     fn compare_exchange_u32(
         &self,
         place: Self::Place,
@@ -71,7 +71,7 @@ pub trait GuestMemory {
         new: u32,
     ) -> Result<Result<u32, u32>, AccessFault>;
 
-    /// Copies a range of any length. Implementations may do better than these pieces.
+    /// Reads a range of any length. An implementation may override this loop with a faster one.
     ///
     /// # Errors
     /// [`ReadError`].

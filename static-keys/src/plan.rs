@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The plan: what a transaction would write where, worked out while the guest runs.
+//! The plan of a transaction: what to write where, computed while the guest runs.
 //!
-//! Operations on the same key are folded in order. One refusal refuses the whole transaction. What a
-//! plan says may be out of date as soon as it is made; [`Plan::verify`] finds out.
+//! Operations on the same key are folded in order. One refusal refuses the whole transaction. A
+//! plan may be stale as soon as it is made; [`Plan::verify`] detects that.
 
 use std::sync::Arc;
 
@@ -16,125 +16,92 @@ use crate::refcount::{Op, Refusal};
 /// One operation of a transaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Update {
-    /// On which key.
+    /// The key to change.
     pub key: KeyId,
-    /// What.
+    /// The operation.
     pub op: Op,
 }
 
 /// What the caller permits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
-    /// Changes of [`Class::Guarded`](crate::Class::Guarded) keys.
+    /// Permits changes of [`Class::Guarded`](crate::Class::Guarded) keys.
     pub allow_guarded: bool,
 }
 
-/// A transaction was refused. Nothing was changed.
+/// The transaction was refused. Nothing was changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub enum PlanError {
-    /// No registered image lists it.
+    /// No registered image lists the key.
     #[error("no key is registered at {key}; list the keys again")]
-    UnknownKey {
-        /// As asked for.
-        key: KeyId,
-    },
-    /// The class forbids it.
+    UnknownKey { key: KeyId },
+    /// The key's class forbids the change.
     #[error(
-        "key {key} is guarded: what else depends on it is known to the guest alone; permit guarded keys if you know"
+        "key {key} is guarded: only the guest knows what else depends on it; permit guarded keys if you know that a change is safe"
     )]
-    Guarded {
-        /// Full name.
-        key: Arc<str>,
-    },
-    /// The guest's own functions for such keys expect a count of 0 or 1.
+    Guarded { key: Arc<str> },
+    /// The guest's own functions for guarded keys expect a count of 0 or 1.
     #[error(
         "key {key} is guarded and on already; a second reference from outside would make the guest's own static_key_disable() warn and leave it on; use enable, or wait until it is off"
     )]
-    GuardedCount {
-        /// Full name.
-        key: Arc<str>,
-    },
-    /// The refcount table forbids it.
+    GuardedCount { key: Arc<str> },
+    /// The refcount table forbids the change.
     #[error("key {key}: {refusal}")]
     WouldWarn {
-        /// Full name.
         key: Arc<str>,
         /// Never [`Refusal::Busy`].
         refusal: Refusal,
     },
-    /// The key is constant since the end of init.
+    /// The key is constant after init.
     #[error(
         "key {key} is sealed: it cannot change after the kernel's init; set it by the kernel command line"
     )]
-    Sealed {
-        /// Full name.
-        key: Arc<str>,
-    },
-    /// The rules of tracepoints forbid it.
+    Sealed { key: Arc<str> },
+    /// The rules for tracepoints forbid the change.
     #[error("tracepoint {key}: {why}")]
-    Tracepoint {
-        /// Full name.
-        key: Arc<str>,
-        /// And what to do.
-        why: &'static str,
-    },
-    /// The guest has registered a site where no text is.
+    Tracepoint { key: Arc<str>, why: &'static str },
+    /// The guest registered a site outside its text.
     #[error(
-        "key {key}: its site at {site:#x} lies outside the registered text; the guest's tables are wrong, nothing can be changed"
+        "key {key}: its site at {site:#x} lies outside the registered text; the guest's tables are wrong and the key cannot be changed"
     )]
-    SiteOutsideText {
-        /// Full name.
-        key: Arc<str>,
-        /// Address.
-        site: u64,
-    },
-    /// The guest has registered a target that no jump can reach.
-    #[error("key {key}: {source}; the guest's tables are wrong, nothing can be changed")]
-    OutOfReach {
-        /// Full name.
-        key: Arc<str>,
-        /// Site, size and target.
-        source: OutOfReach,
-    },
-    /// The guest has registered two sites on the same bytes.
+    SiteOutsideText { key: Arc<str>, site: u64 },
+    /// The guest registered a target that no jump reaches.
+    #[error("key {key}: {source}; the guest's tables are wrong and the key cannot be changed")]
+    OutOfReach { key: Arc<str>, source: OutOfReach },
+    /// The guest registered two sites that share bytes.
     #[error(
-        "key {key}: its site at {site:#x} overlaps the one at {other:#x}; the guest's tables are wrong, nothing can be changed"
+        "key {key}: its site at {site:#x} overlaps the one at {other:#x}; the guest's tables are wrong and the keys cannot be changed"
     )]
     Overlap {
-        /// Full name.
         key: Arc<str>,
-        /// Address.
         site: u64,
-        /// Address of the site before it.
         other: u64,
     },
     /// A word or site of the guest cannot be read.
     #[error(
-        "{what} at {address:#x} cannot be read: {error}; the guest's registration is wrong, nothing can be changed"
+        "{what} at {address:#x} cannot be read: {error}; the guest's registration is wrong and the key cannot be changed"
     )]
     Unreadable {
-        /// What is there.
         what: &'static str,
-        /// Guest-virtual.
         address: u64,
-        /// Why.
         error: ReadError,
     },
-    /// Not now.
+    /// The guest is changing what the plan depends on. Try again later.
     #[error("the guest is busy: {0}; try again")]
     Busy(#[from] Busy),
 }
 
-/// What a transaction does to one key.
+/// The change of one key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyChange {
-    /// Which key.
+    /// The changed key.
     pub key: KeyId,
-    /// Full name.
+    /// Full name of the key.
     pub name: Arc<str>,
-    /// `enabled` before, never negative.
+    /// `enabled` before the change, never negative.
     pub before: i32,
-    /// `enabled` after, never negative.
+    /// `enabled` after the change, never negative.
     pub after: i32,
     /// Number of sites that change.
     pub sites: u32,
@@ -156,8 +123,8 @@ pub(crate) struct PlannedSite<P> {
     pub after: Instruction,
 }
 
-/// A site that held neither its NOP nor its JMP while the guest was running: either the guest was
-/// just changing it, or the bytes are foreign. Only a stopped guest can tell.
+/// A site that held neither its NOP nor its JMP while the guest ran. Either the guest was changing
+/// it, or the bytes are foreign. Only a look at the stopped guest tells which.
 #[derive(Clone, Debug)]
 pub(crate) struct Suspect<P> {
     pub address: u64,
@@ -167,14 +134,14 @@ pub(crate) struct Suspect<P> {
     pub key: usize,
 }
 
-/// A transaction, ready to be made; see the crate's head for its life.
+/// A transaction that is ready to commit. The crate's documentation describes its life.
 #[derive(Clone, Debug)]
 pub struct Plan<P> {
     /// In the order of their first operation.
     pub(crate) keys: Vec<PlannedKey<P>>,
-    /// The index of its key in `keys`, for each operation.
+    /// The index in `keys` of the key of each operation.
     pub(crate) folded: Vec<usize>,
-    /// By address.
+    /// Ordered by address.
     pub(crate) sites: Vec<PlannedSite<P>>,
     pub(crate) suspects: Vec<Suspect<P>>,
     pub(crate) guards: Vec<Guard<P>>,
@@ -185,7 +152,7 @@ impl<P: Copy> Plan<P> {
     /// Plans a transaction.
     ///
     /// # Errors
-    /// [`PlanError`]; of several refusals the first that is met.
+    /// [`PlanError`]. If several operations are refused, the first one.
     pub fn new<M: GuestMemory<Place = P>>(
         catalog: &Catalog,
         memory: &M,
@@ -195,29 +162,30 @@ impl<P: Copy> Plan<P> {
         crate::planner::plan(catalog, memory, updates, options)
     }
 
-    /// Whether the vCPUs must be stopped for it. If not, [`Plan::commit_running`] makes it.
+    /// Returns whether the vCPUs must be stopped. If not, [`Plan::commit_running`] commits the
+    /// plan.
     #[must_use]
     pub fn needs_pause(&self) -> bool {
         self.needs_pause
     }
 
-    /// What it does, one item per key, in the order of their first operation.
+    /// The changes, one per key, in the order of their first operation.
     pub fn changes(&self) -> impl ExactSizeIterator<Item = &KeyChange> {
         self.keys.iter().map(|key| &key.change)
     }
 
-    /// For each operation, in order, which of [`Plan::changes`] it went into.
+    /// The index in [`Plan::changes`] of the change of each operation.
     #[must_use]
     pub fn folded(&self) -> &[usize] {
         &self.folded
     }
 
-    /// What it did, or would do, without the rest of the plan.
+    /// Takes the changes out of the plan.
     pub fn into_changes(self) -> Vec<KeyChange> {
         self.keys.into_iter().map(|key| key.change).collect()
     }
 
-    /// Number of sites that it writes.
+    /// Number of sites that the plan writes.
     #[must_use]
     pub fn site_count(&self) -> usize {
         self.sites.len()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Makes a [`Plan`]: fold, then gates, then sites.
+//! Makes a [`Plan`] in three steps: fold the operations, collect the gates, collect the sites.
 
 use std::collections::{HashMap, HashSet};
 
@@ -23,7 +23,7 @@ pub(crate) fn plan<M: GuestMemory>(
     updates: &[Update],
     options: &Options,
 ) -> Result<Plan<M::Place>, PlanError> {
-    // Most keys have one site and one word to be looked at.
+    // Most keys have one site and one gate word.
     let room = updates.len();
     let plan = Plan {
         keys: Vec::with_capacity(room),
@@ -46,7 +46,7 @@ pub(crate) fn plan<M: GuestMemory>(
         .and_then(|keys| planner.collect(&keys));
     match result {
         Ok(()) => Ok(planner.plan),
-        // Memory of a module that was just unloaded.
+        // The memory may belong to a module that was just unloaded.
         Err(error @ PlanError::Unreadable { .. }) => {
             Err(planner.closed_gate().map_or(error, PlanError::Busy))
         }
@@ -54,23 +54,23 @@ pub(crate) fn plan<M: GuestMemory>(
     }
 }
 
-/// A plan in the making.
+/// A plan under construction.
 struct Planner<'a, M: GuestMemory> {
     catalog: &'a Catalog,
     memory: &'a M,
     plan: Plan<M::Place>,
-    /// Modules whose state is looked at already.
+    /// Modules whose state word is a gate already.
     live: HashSet<u64>,
-    /// The last of them: keys of one module come one after another.
+    /// The last of `live`: keys of one module usually follow each other.
     last_live: u64,
-    /// Of the key at hand.
+    /// Users of the current key; reused to save allocations.
     users: Users<'a>,
 }
 
 impl<'a, M: GuestMemory> Planner<'a, M> {
-    /// Folds the operations into the change of each key.
+    /// Folds the operations into one change per key.
     fn fold(&mut self, updates: &[Update], options: &Options) -> Result<Vec<&'a Key>, PlanError> {
-        // Keys in the order of their addresses, as patterns select them, are distinct.
+        // Keys in ascending order, as patterns select them, are distinct.
         let distinct = updates.windows(2).all(|pair| pair[0].key < pair[1].key);
         let room = if distinct { 0 } else { updates.len() };
         let mut order: HashMap<KeyId, usize, RandomState> =
@@ -104,7 +104,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         Ok(keys)
     }
 
-    /// Brings a key in with the count that it has now.
+    /// Adds a key with its current count.
     fn open(&mut self, key: &Key) -> Result<(), PlanError> {
         let (address, what) = (key.id.0, "a key's count");
         let place = self.locate(what, address, Width::U32.bytes())?;
@@ -133,7 +133,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         }
         self.plan.sites.sort_unstable_by_key(|site| site.address);
         for pair in self.plan.sites.windows(2) {
-            // Cannot overflow: each site has been located, and ends within its text.
+            // No overflow: each site has been located and ends within its text.
             if pair[1].address - pair[0].address < pair[0].before.size().bytes() as u64 {
                 let key = self.plan.key_name(pair[1].key);
                 return Err(PlanError::Overlap {
@@ -227,7 +227,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         }
         for &(image, run) in &found.images {
             self.module_gate(image)?;
-            // What can_update() skips: init text is gone by now.
+            // can_update() skips these too: their init text is freed.
             for entry in run.iter().filter(|entry| !entry.init) {
                 self.site(index, image, entry, before != 0)?;
             }
@@ -244,23 +244,22 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         let pointer = self.catalog.format.pointer();
         if self.catalog.gates.tracepoints_mutex_owner == 0 {
             return Err(refused(
-                "the kernel has registered no tracepoints_mutex, so its probes cannot be looked at",
+                "the kernel registers no tracepoints_mutex, so its probes cannot be checked; update the guest's kernel",
             ));
         }
         let gate = Gate::TracepointProbes {
             key: key.full_name.clone(),
         };
         let address = |offset: u32| {
-            let wraps = refused(
-                "its structure passes the end of the address space; the guest's tables are wrong",
-            );
+            let wraps =
+                refused("its structure ends past the address space; the guest's tables are wrong");
             key.tracepoint.checked_add(u64::from(offset)).ok_or(wraps)
         };
         for offset in [layout.tracepoint_regfunc, layout.tracepoint_unregfunc] {
             let address = address(offset)?;
             if self.word("a tracepoint", address, pointer)? != 0 {
                 return Err(refused(
-                    "it has functions that the kernel calls when the first probe comes and the last one goes; use tracefs in the guest",
+                    "the kernel calls functions when its first probe is attached and its last one detached, so the key alone cannot switch it; use tracefs in the guest",
                 ));
             }
             self.gate(gate.clone(), address, pointer, u64::MAX, 0)?;
@@ -269,10 +268,10 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         let funcs = self.word("a tracepoint", address, pointer)?;
         if after != 0 && funcs == 0 {
             return Err(refused(
-                "no probe is attached, firing it would do nothing; attach one in the guest first",
+                "no probe is attached, so switching it on has no effect; attach one in the guest first",
             ));
         }
-        // Also when it is parked: for whom it fires decides whether it may be.
+        // Needed for disabling too: whether it is allowed depends on who has probes attached.
         self.gate(gate, address, pointer, u64::MAX, funcs)?;
         Ok(())
     }
@@ -335,7 +334,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             module: image.name.clone(),
         };
         let layout = self.catalog.layout;
-        // An address that wraps reads as unmapped.
+        // A wrapped address reads as unmapped.
         let address = image.id.saturating_add(u64::from(layout.module_state));
         self.gate(
             gate,
@@ -346,7 +345,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         )
     }
 
-    /// Adds a gate, which must be open already.
+    /// Adds a gate. The gate must be open.
     fn gate(
         &mut self,
         gate: Gate,
@@ -355,7 +354,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         mask: u64,
         expected: u64,
     ) -> Result<(), PlanError> {
-        let place = self.locate("a word to be looked at", address, width.bytes())?;
+        let place = self.locate("a gate word", address, width.bytes())?;
         let mask = match width {
             Width::U32 => mask & u64::from(u32::MAX),
             Width::U64 => mask,
@@ -369,7 +368,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         };
         match guard
             .closed(self.memory)
-            .map_err(|fault| unreadable("a word to be looked at", address, fault))?
+            .map_err(|fault| unreadable("a gate word", address, fault))?
         {
             Some(found) => Err(Busy::Gate {
                 gate: guard.gate,
@@ -426,9 +425,9 @@ fn step(key: &Key, count: i32, op: Op) -> Result<i32, PlanError> {
     match key.class {
         Class::Tracepoint if count.max(after) > 1 => Err(PlanError::Tracepoint {
             key: name(),
-            why: "its key is on or off and not counted, above 1 the guest could not turn it off; use enable and disable",
+            why: "its key is a boolean, not a count: above 1 the guest could not turn it off; use enable and disable",
         }),
-        // A reference that was taken at 0 may be dropped, however far the guest has counted on.
+        // A reference taken at 0 may always be dropped, whatever the guest counted since.
         Class::Guarded if after > count && after > 1 => {
             Err(PlanError::GuardedCount { key: name() })
         }
@@ -436,7 +435,7 @@ fn step(key: &Key, count: i32, op: Op) -> Result<i32, PlanError> {
     }
 }
 
-/// A site that was located and read.
+/// A site located and read.
 pub(crate) struct SiteBytes<P> {
     pub place: P,
     /// 5, or 2 if the text or the mapping ends after two bytes.
@@ -450,7 +449,7 @@ impl<P> SiteBytes<P> {
     }
 }
 
-/// Locates and reads the site at `code`; `None` if it lies outside the image's text.
+/// Locates and reads the site at `code`. Returns `None` if it lies outside the image's text.
 pub(crate) fn read_site<M: GuestMemory>(
     memory: &M,
     image: &CodeImage,

@@ -14,26 +14,27 @@
 //! | disable | busy     | nothing  | 0, patch | W     | W       |
 //! | *count* | 1        | 0        | 1        | n     | n       |
 //!
-//! W: the guest would WARN, so the operation is refused. A count below −1 is none that the kernel
-//! writes; every operation on it would WARN or wait for ever, so it is W. −1 is never written here.
+//! W: the guest would WARN, so the operation is refused. The kernel never writes a count below −1.
+//! Every operation on such a count would WARN or wait for ever, so it is W too. −1 is never written
+//! here.
 
 use std::fmt;
 
 /// An operation on a static key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Op {
-    /// Takes a reference, as `static_branch_inc()`.
+    /// Takes a reference, like `static_branch_inc()`.
     Inc,
-    /// Drops a reference, as `static_branch_dec()`.
+    /// Drops a reference, like `static_branch_dec()`.
     Dec,
-    /// Turns the key on, as `static_branch_enable()`.
+    /// Turns the key on, like `static_branch_enable()`.
     Enable,
-    /// Turns the key off, as `static_branch_disable()`.
+    /// Turns the key off, like `static_branch_disable()`.
     Disable,
 }
 
 impl Op {
-    /// "inc", "dec", "enable" or "disable".
+    /// Returns "inc", "dec", "enable" or "disable".
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -51,29 +52,29 @@ impl fmt::Display for Op {
     }
 }
 
-/// Why an operation is not possible on a count.
+/// An operation is not possible at a count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// The count is −1.
-    #[error("the guest is just taking the key's first reference; try again")]
+    #[error("the guest is taking the key's first reference; try again")]
     Busy,
-    /// The guest's own function would warn.
+    /// The guest's own function would WARN.
     #[error("{op} at count {count} would make the guest warn: {}", advice(*.count, *.op))]
     WouldWarn {
-        /// As asked for.
+        /// The refused operation.
         op: Op,
-        /// Before it.
+        /// The count before it.
         count: i32,
     },
 }
 
 fn advice(count: i32, op: Op) -> &'static str {
     match op {
-        _ if count < 0 => "no kernel writes such a count, look into the guest",
-        Op::Inc => "the count cannot grow further",
+        _ if count < 0 => "the kernel never writes such a count; look for corruption in the guest",
+        Op::Inc => "the count is at its maximum",
         Op::Dec => "the key has no reference to drop",
-        Op::Enable => "the key is counted and on already, use inc",
-        Op::Disable => "the key has other users, drop your own reference with dec",
+        Op::Enable => "the key is on and has other users; use inc",
+        Op::Disable => "the key has other users; drop your own reference with dec",
     }
 }
 
@@ -94,13 +95,13 @@ pub fn apply(count: i32, op: Op) -> Result<i32, Refusal> {
     }
 }
 
-/// The number of users, as `static_key_count()`: 1 for any negative `enabled`.
+/// The number of users, like `static_key_count()`: 1 for any negative `enabled`.
 #[must_use]
 pub fn users(enabled: i32) -> i32 {
     if enabled >= 0 { enabled } else { 1 }
 }
 
-/// Whether the branches differ between two counts.
+/// Returns whether the branches differ between two counts.
 #[must_use]
 pub fn crosses_zero(before: i32, after: i32) -> bool {
     (before == 0) != (after == 0)

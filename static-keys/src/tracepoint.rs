@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is attached to a tracepoint, for people to look at. Read while the guest runs, and so a
-//! moment's picture; a change looks again.
+//! A snapshot of the probes attached to a tracepoint, for display. It is read while the guest runs;
+//! a change checks again.
 
 use std::hash::{BuildHasher, Hasher};
 
@@ -12,24 +12,24 @@ use crate::memory::{GuestMemory, ReadError, Width, read_word_at};
 
 /// `struct tracepoint_func` {func, data, prio}, `include/linux/tracepoint-defs.h`.
 const PROBE_SIZE: usize = 24;
-/// Probes are counted up to here; the end of the array comes long before.
+/// Probes are counted up to this limit. A real array is much shorter.
 const PROBES_MAX: u32 = 256;
 
-/// A tracepoint as it is in the guest now.
+/// State of a tracepoint in the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tracepoint {
-    /// Functions in its `funcs` array, up to 256.
+    /// Number of functions in the `funcs` array, up to 256.
     pub probes: u32,
-    /// Its `regfunc` or `unregfunc` must run when it is switched, so that its key alone cannot.
+    /// The tracepoint has a `regfunc` or `unregfunc`, so switching its key alone is not enough.
     pub switched_by_function: bool,
 }
 
-/// For whom a tracepoint fires: which `funcs` array it has, and what is in it.
+/// Identifies the set of probes of a tracepoint by its `funcs` array and the array's contents.
 ///
-/// The kernel makes a new array whenever a probe comes or goes, so two that are equal are mostly one
-/// and the same. They are not if every probe went, the allocator gave the freed array away again, and
-/// the new probes have the same functions and data. Those of two users of perf do: perf attaches one
-/// probe for all its users.
+/// The kernel allocates a new array whenever a probe is attached or detached, so equal values mean
+/// the same probes, with one exception. If every probe is detached, the allocator reuses the
+/// array's memory, and the new probes have the same functions and data, the values are equal too.
+/// Two users of perf are such a case: perf attaches one probe for all its users.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Probes {
     funcs: u64,
@@ -38,10 +38,10 @@ pub struct Probes {
 }
 
 impl Catalog {
-    /// What is attached to the tracepoint of a key; None for other keys.
+    /// Reads the state of a key's tracepoint; `None` if the key has none.
     ///
     /// # Errors
-    /// [`ReadError`], also when the guest changed the array meanwhile.
+    /// [`ReadError`], also if the guest changes the array meanwhile.
     pub fn tracepoint<M: GuestMemory>(
         &self,
         memory: &M,
@@ -61,10 +61,10 @@ impl Catalog {
         }))
     }
 
-    /// For whom the tracepoint of a key fires now; None for other keys.
+    /// Reads the probes of a key's tracepoint; `None` if the key has none.
     ///
     /// # Errors
-    /// As [`Catalog::tracepoint`].
+    /// Same as [`Catalog::tracepoint`].
     pub fn probes<M: GuestMemory>(
         &self,
         memory: &M,
@@ -84,13 +84,13 @@ impl Catalog {
     }
 }
 
-/// A word of a structure. An address past the end of the address space is not mapped.
+/// Reads a word of a structure. An address past the end of the address space is unmapped.
 fn word<M: GuestMemory>(memory: &M, address: u64, offset: u32) -> Result<u64, ReadError> {
     let address = address.saturating_add(offset.into());
     read_word_at(memory, address, Width::U64)
 }
 
-/// The number of probes in a `funcs` array, up to 256, and a digest of them.
+/// Returns the number of probes in a `funcs` array, up to 256, and a digest of them.
 fn read_probes<M: GuestMemory>(memory: &M, funcs: u64) -> Result<(u32, u64), ReadError> {
     let mut digest = FixedState::default().build_hasher();
     let mut probes = 0;
@@ -98,7 +98,7 @@ fn read_probes<M: GuestMemory>(memory: &M, funcs: u64) -> Result<(u32, u64), Rea
     while funcs != 0 && probes < PROBES_MAX {
         let mut probe = [0; PROBE_SIZE];
         memory.read_gva(at, &mut probe)?;
-        // The array ends with a probe without a function.
+        // A probe without a function ends the array.
         if probe[..8] == [0; 8] {
             break;
         }

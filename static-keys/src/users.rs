@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which tables have entries of a key: what `jump_label_update()` finds through the key's `type` word.
+//! Finds the tables with entries of a key: what `jump_label_update()` finds through the key's
+//! `type` word.
 //!
 //! | `type`                         | entries                                                    |
 //! |--------------------------------|------------------------------------------------------------|
@@ -10,10 +11,9 @@
 //! | bit 1 set, no pointer          | unknown: sealed after init (since 6.11; before, such keys  |
 //! |                                | are known only by their address in `__ro_after_init`)      |
 //!
-//! What the guest's words say must be what the registered tables say, entry for entry. The guest
-//! runs on meanwhile and may change or free what is read here, so that a difference means no more
-//! than "try again". Each word used comes back as a [`Word`], to be looked at again when the guest
-//! is stopped.
+//! The guest's words must match the registered tables entry for entry. The guest runs meanwhile and
+//! may change or free what is read here, so a mismatch only means "try again". Each word read is
+//! returned as a [`WatchedWord`], to be checked again when the guest is stopped.
 
 use crate::busy::{Busy, Gate};
 use crate::catalog::{Catalog, CodeImage};
@@ -25,9 +25,9 @@ use crate::memory::{GuestMemory, ReadError, Width, read_word_at};
 const TYPE_LINKED: u64 = 2;
 const TYPE_MASK: u64 = 3;
 
-/// A word of the guest with the value that was read.
+/// A word of the guest and the value that was read.
 #[derive(Debug)]
-pub(crate) struct Word {
+pub(crate) struct WatchedWord {
     pub gate: Gate,
     pub address: u64,
     pub width: Width,
@@ -37,12 +37,12 @@ pub(crate) struct Word {
 /// Images with entries of a key.
 #[derive(Debug, Default)]
 pub(crate) struct Users<'a> {
-    /// And those entries.
+    /// Each image with its entries of the key.
     pub images: Vec<(&'a CodeImage, &'a [JumpEntry])>,
-    pub words: Vec<Word>,
+    pub words: Vec<WatchedWord>,
 }
 
-/// Why the users of a key cannot be told.
+/// Why the users of a key cannot be determined.
 #[derive(Debug)]
 pub(crate) enum UsersError {
     Sealed,
@@ -50,10 +50,9 @@ pub(crate) enum UsersError {
     Read { address: u64, error: ReadError },
 }
 
-/// Finds the users of `key`, and that it is not sealed.
+/// Finds the users of `key` and checks that it is not sealed.
 ///
-/// `found` is overwritten; a transaction over many keys brings the same one again and again, so that
-/// its room is made once.
+/// `found` is overwritten. Callers reuse it for all keys of a transaction to save allocations.
 pub(crate) fn users<'a, M: GuestMemory>(
     catalog: &'a Catalog,
     memory: &M,
@@ -89,7 +88,9 @@ pub(crate) fn users<'a, M: GuestMemory>(
         }
     }
     if follower.users.images.len() != catalog.user_count(key.id) {
-        return Err(follower.busy("the key does not name all modules that have sites of it"));
+        return Err(
+            follower.busy("its module chain does not name all modules with sites of the key")
+        );
     }
     Ok(())
 }
@@ -102,13 +103,13 @@ struct Follower<'a, 'b, M> {
 }
 
 impl<'a, M: GuestMemory> Follower<'a, '_, M> {
-    /// Walks a chain; each image occurs at most once, so that a loop ends.
+    /// Walks a chain. Each image may occur once, so a loop ends.
     fn follow(&mut self, mut node: u64) -> Result<(), UsersError> {
         let layout = self.catalog.layout;
         let gate = Gate::KeyChain {
             key: self.key.full_name.clone(),
         };
-        // The key's own image may stand there without entries.
+        // The key's own image may occur without entries.
         let mut left = self.catalog.user_count(self.key.id) + 1;
         while node != 0 {
             if left == 0 {
@@ -132,25 +133,27 @@ impl<'a, M: GuestMemory> Follower<'a, '_, M> {
 
     fn add(&mut self, image: &'a CodeImage, entries: u64) -> Result<(), UsersError> {
         let Some(run) = image.run_at(self.key.id, entries) else {
-            return Err(self.busy("it names entries that are not in the registered table"));
+            return Err(
+                self.busy("its module chain names entries that are not in the registered table")
+            );
         };
         let mut known = self.users.images.iter();
         if known.any(|(known, _)| known.id == image.id) {
-            return Err(self.busy("it names a module twice"));
+            return Err(self.busy("its module chain names a module twice"));
         }
         self.users.images.push((image, run));
         Ok(())
     }
 
-    /// Reads a pointer and keeps it as a word to look at again.
+    /// Reads a pointer and records it as a word to check again.
     fn read(&mut self, base: u64, offset: u32, gate: Gate) -> Result<u64, UsersError> {
         let width = self.catalog.format.pointer();
         let address = base
             .checked_add(u64::from(offset))
-            .ok_or_else(|| self.busy("its address wraps"))?;
+            .ok_or_else(|| self.busy("its module chain leads past the address space"))?;
         match read_word_at(self.memory, address, width) {
             Ok(value) => {
-                self.users.words.push(Word {
+                self.users.words.push(WatchedWord {
                     gate,
                     address,
                     width,
@@ -158,7 +161,7 @@ impl<'a, M: GuestMemory> Follower<'a, '_, M> {
                 });
                 Ok(value)
             }
-            // A chain may have been freed while it was read.
+            // The guest may have freed the chain while it was read.
             Err(_) if base != self.key.id.0 => {
                 Err(self.busy("its module chain leads to unmapped memory"))
             }

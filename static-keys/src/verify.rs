@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The look at the stopped guest before anything is written.
+//! Checks the stopped guest before anything is written.
 //!
-//! In this order: gates, counts, instruction pointers, sites. A difference in the first three means
-//! that the guest was at work (busy). With all of them as planned, a site that does not hold the
-//! bytes of its key's state was changed by neither the guest's own jump labels nor this crate: the
-//! bytes are foreign, and no later attempt would find them better.
+//! The order is: gates, counts, instruction pointers, sites. A mismatch in the first three means
+//! that the guest was changing its own keys (busy). If all three are as planned, a site that does
+//! not hold the bytes of its key's state was not changed by the guest's jump labels, nor by this
+//! crate. Its bytes are foreign, and a retry does not help.
 
 use std::sync::Arc;
 
@@ -16,34 +16,34 @@ use crate::plan::{Plan, PlannedSite};
 /// The plan cannot be committed. Nothing was changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VerifyError {
-    /// Not now: resume the guest and plan anew.
+    /// Resume the guest and plan again.
     #[error("the guest is busy: {0}; try again")]
     Busy(#[from] Busy),
-    /// A site holds neither its NOP nor its JMP, or that of the other state.
+    /// A site holds neither its NOP nor its JMP, or the instruction of the other state.
     #[error(
         "key {key}: the site at {site:#x} holds {}, expected {}; something else patches this kernel, leave the key alone",
         Hex(&.found[..*.length]), Hex(&.expected[..*.length])
     )]
     ForeignBytes {
-        /// Full name.
+        /// Full name of the key.
         key: Arc<str>,
-        /// Address.
+        /// Address of the site.
         site: u64,
-        /// Number of bytes that count.
+        /// Number of valid bytes in `expected` and `found`.
         length: usize,
-        /// Of the key's state; the 5-byte NOP if even the site's size is unknown.
+        /// The instruction of the key's state; the 5-byte NOP if the site's size is unknown.
         expected: [u8; 5],
-        /// In the guest.
+        /// Bytes in the guest.
         found: [u8; 5],
     },
-    /// Memory that was readable when it was planned is not any more.
-    #[error("guest memory that was planned with cannot be read any more; try again")]
+    /// Memory that was readable at planning is not readable now.
+    #[error("guest memory that was readable at planning cannot be read now; try again")]
     Fault(#[from] AccessFault),
 }
 
 impl<P: Copy> Plan<P> {
-    /// Looks at the stopped guest; `rips` are the instruction pointers of its vCPUs. Allocates
-    /// nothing and takes time in proportion to the sites that change.
+    /// Checks the stopped guest. `rips` are the instruction pointers of its vCPUs. Allocates
+    /// nothing; takes time proportional to the sites that change.
     ///
     /// # Errors
     /// [`VerifyError`].
@@ -67,8 +67,8 @@ impl<P: Copy> Plan<P> {
         self.verify_sites(memory)
     }
 
-    /// Looks at the gates alone, which may be done while the guest runs: what is closed now need not
-    /// be waited for with the guest stopped.
+    /// Checks only the gates. This may be done while the guest runs, to avoid stopping it for a
+    /// gate that is closed.
     ///
     /// # Errors
     /// [`VerifyError::Busy`], [`VerifyError::Fault`].
@@ -101,8 +101,8 @@ impl<P: Copy> Plan<P> {
         Ok(())
     }
 
-    /// The site of which `rip` is a byte other than the first. At the first byte a vCPU has not begun
-    /// the old instruction, and will take the new one.
+    /// Finds the site in which `rip` is a byte other than the first. A vCPU at the first byte has
+    /// not started the old instruction and executes the new one.
     fn site_around(&self, rip: u64) -> Option<&PlannedSite<P>> {
         let after = self.sites.partition_point(|site| site.address < rip);
         let site = &self.sites[after.checked_sub(1)?];
@@ -110,7 +110,7 @@ impl<P: Copy> Plan<P> {
     }
 
     fn verify_suspects<M: GuestMemory<Place = P>>(&self, memory: &M) -> Result<(), VerifyError> {
-        // The first one decides: whatever the others are, the plan cannot be committed.
+        // One suspect is enough: the plan cannot be committed.
         let Some(suspect) = self.suspects.first() else {
             return Ok(());
         };

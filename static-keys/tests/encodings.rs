@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Every encoding, with an independent decoder as the judge.
+//! Checks every encoding with an independent decoder.
 
 use iced_x86::{Code, Decoder, DecoderOptions, Mnemonic};
 use proptest::prelude::*;
@@ -71,7 +71,7 @@ fn short_jumps_reach_their_limits_and_no_further() {
 
 #[test]
 fn near_jumps_reach_their_limits_and_no_further() {
-    // In the middle of the lower half, so that the limits do not wrap.
+    // Far from the ends of the address space, so that the limits do not wrap.
     let code = 0x0000_4000_0000_0000;
     let (least, most) = (i64::from(i32::MIN), i64::from(i32::MAX));
     for displacement in [least, least + 1, -1, 0, 1, most - 1, most] {
@@ -96,7 +96,7 @@ fn sites_at_the_end_of_the_address_space_have_no_encoding() {
     for (size, code) in [(Size::Two, u64::MAX), (Size::Five, u64::MAX - 3)] {
         assert!(Instruction::jump(size, code, code).is_err());
     }
-    // A jump across the end would be within reach of the displacement modulo 2^64.
+    // A jump across the end is within reach of the displacement modulo 2^64.
     assert!(Instruction::jump(Size::Five, u64::MAX - 16, 16).is_err());
     check_jump(Size::Five, u64::MAX - 5, u64::MAX);
 }
@@ -165,7 +165,7 @@ proptest! {
         }
     }
 
-    /// Whatever is recognised does, to a decoder, what it is said to do.
+    /// The decoder agrees with whatever `recognise` accepts.
     #[test]
     fn what_is_recognised_is_right(bytes in prop::collection::vec(any::<u8>(), 0..8), code in any::<u64>(), target in any::<u64>()) {
         if let Some((size, branch)) = recognise(&bytes, code, target) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The three entry formats, as bytes.
+//! Decodes the three entry formats from bytes.
 
 use static_keys::{EntryFormat, Image, JumpEntry};
 
@@ -28,7 +28,7 @@ fn relative() {
         EntryFormat::Relative.decode(table, &entry, Image::Live),
         Some(ENTRY)
     );
-    // A key far away, as a module's is under KASLR.
+    // A distant key, like a module's under KASLR.
     let far = bytes([&[0; 8], &(0x7000_0000_0000_0000_i64).to_le_bytes()]);
     let key = EntryFormat::Relative
         .decode(table, &far, Image::Live)

@@ -1,41 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Each gate, closed before the plan and between plan and verify: busy, and nothing is written.
+//! Closes each gate, before the plan and between plan and verify. The result is busy and nothing is
+//! written.
 
 mod common;
 
 use common::world::{
-    KeySpec, Owner, SiteSpec, TASK, TRACEPOINT_FUNCS, TRACEPOINT_REGFUNC, TRACEPOINT_UNREGFUNC,
+    Home, KeySpec, SiteSpec, TASK, TRACEPOINT_FUNCS, TRACEPOINT_REGFUNC, TRACEPOINT_UNREGFUNC,
     World, update,
 };
 use static_keys::{
     Busy, Class, EntryFormat, Gate, Op, Options, Plan, PlanError, Range, Size, Update, VerifyError,
 };
 
-/// Key 0: of the kernel, with sites in the kernel and both modules. Key 1: of module 0. Key 2: a
-/// tracepoint. Keys 3 and 4, of the kernel and of module 1: count only.
+/// Key 0 is the kernel's and has sites in the kernel and both modules. Key 1 is module 0's. Key 2
+/// is a tracepoint. Keys 3 (kernel) and 4 (module 1) have no sites.
 fn world() -> World {
-    let key = |owner, class, count| KeySpec {
-        owner,
+    let key = |home, class, count| KeySpec {
+        home,
         class,
         initially: true,
         count,
     };
     let keys = vec![
-        key(Owner::Kernel, Class::Ref, 0),
-        key(Owner::Module(0), Class::Ref, 0),
-        key(Owner::Kernel, Class::Tracepoint, 0),
-        key(Owner::Kernel, Class::Guarded, 2),
-        key(Owner::Module(1), Class::Ref, 2),
+        key(Home::Kernel, Class::Ref, 0),
+        key(Home::Module(0), Class::Ref, 0),
+        key(Home::Kernel, Class::Tracepoint, 0),
+        key(Home::Kernel, Class::Guarded, 2),
+        key(Home::Module(1), Class::Ref, 2),
     ];
-    let mut sites: Vec<SiteSpec> = [Owner::Kernel, Owner::Module(0), Owner::Module(1)]
+    let mut sites: Vec<SiteSpec> = [Home::Kernel, Home::Module(0), Home::Module(1)]
         .into_iter()
-        .map(|owner| SiteSpec {
-            owner,
+        .map(|home| SiteSpec {
+            home,
             ..SiteSpec::of(0)
         })
         .collect();
     sites.push(SiteSpec {
-        owner: Owner::Module(0),
+        home: Home::Module(0),
         ..SiteSpec::of(1)
     });
     sites.push(SiteSpec::of(2));
@@ -46,7 +47,7 @@ fn one(world: &World, key: usize, op: Op) -> Vec<Update> {
     vec![update(world.key(key), op)]
 }
 
-/// Closes a gate in both ways; the gate that was found closed.
+/// Closes a gate before and after planning, and returns the gate that was found closed.
 fn closed(key: usize, op: Op, close: impl Fn(&World)) -> Gate {
     let world = world();
     let plan = world.plan(&one(&world, key, op)).expect("open at first");
@@ -65,7 +66,7 @@ fn closed(key: usize, op: Op, close: impl Fn(&World)) -> Gate {
     };
     assert!(
         matches!(world.plan(&one(&world, key, op)), Err(PlanError::Busy(_))),
-        "planned with {gate}"
+        "planned with {gate} closed"
     );
     assert!(world.memory.snapshot() == before);
     gate
@@ -211,7 +212,7 @@ fn a_count_that_has_moved_is_noticed() {
 fn no_vcpu_may_stand_inside_a_site() {
     for size in [Size::Two, Size::Five] {
         let key = KeySpec {
-            owner: Owner::Kernel,
+            home: Home::Kernel,
             class: Class::Ref,
             initially: false,
             count: 0,
@@ -266,7 +267,7 @@ fn foreign_bytes_are_told_apart_from_a_busy_guest() {
                 .plan(&one(&world, 0, Op::Inc))
                 .expect("only a stopped guest can tell");
             poke();
-            // At work: not foreign.
+            // A busy guest is not reported as foreign bytes.
             let mutex = world.gates().text_mutex_owner;
             world.memory.poke_u64(mutex, TASK);
             assert!(
@@ -321,17 +322,17 @@ fn tracepoints_are_booleans_with_probes() {
         let world = world();
         world.with_counts(&[0, 0, 1, 2])
     };
-    // Above 1 never.
-    assert!(refused(&fired(), Op::Inc).contains("not counted"));
-    assert!(refused(&world().with_counts(&[0, 0, 2, 2]), Op::Dec).contains("not counted"));
-    // Without a probe it cannot fire, but it can be parked.
+    // A tracepoint's count never exceeds 1.
+    assert!(refused(&fired(), Op::Inc).contains("not a count"));
+    assert!(refused(&world().with_counts(&[0, 0, 2, 2]), Op::Dec).contains("not a count"));
+    // Without a probe it cannot be enabled, but it can be disabled.
     for (world, op, possible) in [(world(), Op::Enable, false), (fired(), Op::Disable, true)] {
         world
             .memory
             .poke_u64(world.tracepoint(2) + u64::from(TRACEPOINT_FUNCS), 0);
         assert_eq!(world.plan(&one(&world, 2, op)).is_ok(), possible, "{op}");
     }
-    // regfunc and unregfunc belong to the kernel's own idea of on and off.
+    // The kernel calls regfunc and unregfunc on a switch; a flip would skip them.
     for offset in [TRACEPOINT_REGFUNC, TRACEPOINT_UNREGFUNC] {
         for (world, op) in [(world(), Op::Enable), (fired(), Op::Disable)] {
             world.memory.poke_u64(
@@ -344,7 +345,7 @@ fn tracepoints_are_booleans_with_probes() {
             );
         }
     }
-    // And the probes may not change before the commit, in either direction.
+    // The probes must not change before the commit, in either direction.
     for offset in [TRACEPOINT_REGFUNC, TRACEPOINT_UNREGFUNC, TRACEPOINT_FUNCS] {
         for (world, op) in [(world(), Op::Enable), (fired(), Op::Disable)] {
             let plan = world.plan(&one(&world, 2, op)).expect("planned");
@@ -364,13 +365,13 @@ fn tracepoints_are_booleans_with_probes() {
     }
 }
 
-/// Another array, or another user's probe in it.
+/// Another array, or another user's probe in the same array.
 #[test]
 fn probes_are_told_apart_by_address_and_contents() {
     let world = world();
     let catalog = world.catalog();
     let funcs = world.tracepoint(2) + u64::from(TRACEPOINT_FUNCS);
-    // Above all that the world consists of.
+    // An address above everything in the world.
     let arrays = world.base() + 0x2e00_0000;
     let set = |at: u64, probes: &[(u64, u64)]| {
         for (index, &(func, data)) in (0..).zip(probes) {
@@ -419,7 +420,7 @@ fn a_tracepoint_needs_its_mutex_and_a_pause() {
     assert!(matches!(planned, Err(PlanError::Tracepoint { .. })));
 
     let key = KeySpec {
-        owner: Owner::Kernel,
+        home: Home::Kernel,
         class: Class::Tracepoint,
         initially: false,
         count: 0,
@@ -451,7 +452,7 @@ fn guarded_keys_need_permission() {
 
 #[test]
 fn sealed_keys_are_refused() {
-    // Since 6.11: linked, to nothing.
+    // Since 6.11: the linked bit with no pointer.
     for type_word in [2, 3] {
         let world = World::simple(0, 1);
         world.memory.poke_u64(world.key_type(0), type_word);
@@ -462,7 +463,7 @@ fn sealed_keys_are_refused() {
         let state = &world.catalog().site_states(&world.memory, world.key(0))[0];
         assert_eq!(state.patchable, Err(static_keys::NotPatchable::Sealed));
     }
-    // Before: by its address, also if it would only be counted.
+    // Before 6.11: sealed by its address, even for a change that only counts.
     for count in [0, 5] {
         let world = World::simple(count, 1);
         let mut kernel = world.kernel();
@@ -479,10 +480,10 @@ fn sealed_keys_are_refused() {
         );
         assert!(matches!(planned, Err(PlanError::Sealed { .. })));
     }
-    // The same in a module.
+    // The same key in a module.
     let mut world = World::simple(0, 1);
-    world.keys[0].owner = Owner::Module(0);
-    world.sites[0].owner = Owner::Module(0);
+    world.keys[0].home = Home::Module(0);
+    world.sites[0].home = Home::Module(0);
     let world = World::new(world.format, 1, world.keys, world.sites);
     let mut module = world.module_image(0);
     module.ro_after_init = Range {
@@ -499,7 +500,7 @@ fn sealed_keys_are_refused() {
 #[test]
 fn init_sites_are_left_alone() {
     let key = KeySpec {
-        owner: Owner::Kernel,
+        home: Home::Kernel,
         class: Class::Ref,
         initially: false,
         count: 0,
@@ -512,7 +513,7 @@ fn init_sites_are_left_alone() {
         },
     ];
     let world = World::new(EntryFormat::Relative, 0, vec![key], sites);
-    // Freed and used for something else.
+    // Init text is freed and reused.
     world.memory.poke(world.site(1), b"data!");
     let plan = world.plan(&one(&world, 0, Op::Inc)).expect("planned");
     assert_eq!(plan.site_count(), 1);
@@ -542,9 +543,9 @@ fn modules_come_and_go() {
         Some((world.key(1), "alpha", "key1"))
     );
 
-    assert!(catalog.remove_module(world.module(Owner::Module(0))));
+    assert!(catalog.remove_module(world.module(Home::Module(0))));
     assert!(
-        !catalog.remove_module(world.module(Owner::Module(0))),
+        !catalog.remove_module(world.module(Home::Module(0))),
         "once"
     );
     assert!(!catalog.remove_module(0), "the kernel is no module");
@@ -554,10 +555,10 @@ fn modules_come_and_go() {
         plan(&catalog, 1),
         Err(PlanError::UnknownKey { key: world.key(1) })
     );
-    // The guest's chain still names it.
+    // The guest's chain still names the module.
     let unknown = Busy::UnknownModule {
         key: "key0".into(),
-        module: world.module(Owner::Module(0)),
+        module: world.module(Home::Module(0)),
     };
     assert_eq!(plan(&catalog, 0), Err(PlanError::Busy(unknown)));
 
@@ -565,7 +566,7 @@ fn modules_come_and_go() {
         .add_module(&world.memory, &world.module_image(0))
         .expect("again");
     assert_eq!(plan(&catalog, 0), Ok(3));
-    // Registered, but the chain does not name it any more.
+    // The module is registered, but the chain no longer names it.
     world.memory.poke_u64(world.node(0, 0), world.node(0, 2));
     assert!(matches!(
         plan(&catalog, 0),
@@ -577,7 +578,7 @@ fn modules_come_and_go() {
 fn a_module_that_has_gone_leaves_nothing_behind() {
     let world = world();
     let mut catalog = static_keys::Catalog::new(&world.memory, &world.kernel()).expect("kernel");
-    // Of maps in any order.
+    // Iteration order of maps may differ, the length may not.
     let size = |catalog: &static_keys::Catalog| format!("{catalog:?}").len();
     let before = size(&catalog);
     for _ in 0..3 {
@@ -588,7 +589,7 @@ fn a_module_that_has_gone_leaves_nothing_behind() {
         }
         assert!(size(&catalog) > before);
         for index in [0, 1] {
-            assert!(catalog.remove_module(world.module(Owner::Module(index))));
+            assert!(catalog.remove_module(world.module(Home::Module(index))));
         }
         assert_eq!(size(&catalog), before);
     }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests that lie in what they have registered, or change it later: found out in bounded time, and
-//! never with a panic or a write outside a legal site.
+//! Guests that register invalid tables or change them later. Each is detected in bounded time,
+//! without a panic and without a write outside a legal site.
 
 mod common;
 
-use common::world::{KeySpec, Owner, RECORD_SIZE, SiteSpec, World, update};
+use common::world::{Home, KeySpec, RECORD_SIZE, SiteSpec, World, update};
 use proptest::prelude::*;
 use proptest::sample::select;
 use static_keys::{
@@ -55,7 +55,7 @@ fn sites_outside_text() {
             "{text:x?}"
         );
     }
-    // A five-byte site of which the text ends in the middle: its size cannot be seen.
+    // The text ends in the middle of a five-byte site, so the site's size is unknown.
     let world = World::simple(0, 1);
     let kernel = Kernel {
         text: Range {
@@ -85,7 +85,7 @@ fn sites_in_the_last_bytes_of_the_address_space() {
         (4, &[0x0f, 0x1f, 0x44, 0, 0]),
     ] {
         let key = KeySpec {
-            owner: Owner::Kernel,
+            home: Home::Kernel,
             class: Class::Ref,
             initially: false,
             count: 0,
@@ -123,7 +123,7 @@ fn targets_that_no_jump_reaches() {
         (Size::Two, 0xffff_ffff_8200_0000),
     ] {
         let key = KeySpec {
-            owner: Owner::Kernel,
+            home: Home::Kernel,
             class: Class::Ref,
             initially: false,
             count: 0,
@@ -155,7 +155,7 @@ fn targets_that_no_jump_reaches() {
 fn overlapping_sites() {
     for distance in 0..=5 {
         let key = KeySpec {
-            owner: Owner::Kernel,
+            home: Home::Kernel,
             class: Class::Ref,
             initially: false,
             count: 0,
@@ -176,7 +176,7 @@ fn overlapping_sites() {
         world.memory.poke_u64(table + 24 + 8, other + 0x100);
         let planned = world.plan(&[update(world.key(0), Op::Inc)]);
         match distance {
-            // Twice the same site.
+            // The same site twice.
             0 => assert!(matches!(planned, Err(PlanError::Overlap { .. }))),
             5 => assert_eq!(planned.expect("neighbours").site_count(), 2),
             _ => assert!(
@@ -185,9 +185,9 @@ fn overlapping_sites() {
             ),
         }
     }
-    // The inside of one NOP poses as another: 0f 1f 44 66 90 is no NOP, but two bytes of it are.
+    // A two-byte NOP inside a five-byte one: 0f 1f 44 66 90 is no NOP, but its last two bytes are.
     let key = KeySpec {
-        owner: Owner::Kernel,
+        home: Home::Kernel,
         class: Class::Ref,
         initially: false,
         count: 1,
@@ -220,16 +220,16 @@ fn overlapping_sites() {
 /// A key with users in the kernel and two modules.
 fn chained() -> World {
     let key = KeySpec {
-        owner: Owner::Kernel,
+        home: Home::Kernel,
         class: Class::Ref,
         initially: false,
         count: 0,
     };
-    let sites = [Owner::Kernel, Owner::Module(0), Owner::Module(1)];
+    let sites = [Home::Kernel, Home::Module(0), Home::Module(1)];
     let sites = sites
         .into_iter()
-        .map(|owner| SiteSpec {
-            owner,
+        .map(|home| SiteSpec {
+            home,
             ..SiteSpec::of(0)
         })
         .collect();
@@ -270,14 +270,14 @@ fn chains_that_lie() {
             .poke_u64(w.key_type(0), w.kernel().jump_table.start)
     });
     users(|w| w.memory.poke_u64(w.key_type(0), u64::MAX));
-    // The right number of modules, but one of them twice and one not at all.
+    // The right number of modules, but one occurs twice and one is missing.
     users(|w| {
         for word in [8, 16] {
             let first = w.memory.peek::<8>(w.node(0, 0) + word);
             w.memory.poke(w.node(0, 1) + word, &first);
         }
     });
-    // Nodes without entries, in a ring.
+    // A ring of nodes without entries.
     users(|w| {
         w.memory.poke_u64(w.node(0, 0) + 8, 0);
         w.memory.poke_u64(w.node(0, 0), w.node(0, 0));
@@ -287,7 +287,7 @@ fn chains_that_lie() {
 #[test]
 fn an_unlinked_key_names_its_own_run() {
     let key = KeySpec {
-        owner: Owner::Kernel,
+        home: Home::Kernel,
         class: Class::Ref,
         initially: false,
         count: 0,
@@ -300,7 +300,7 @@ fn an_unlinked_key_names_its_own_run() {
     );
     let table = world.kernel().jump_table.start;
     assert_eq!(plan_inc(&world), Ok(2));
-    // The second of its entries, that of the other key, none, and one past the end.
+    // The second entry of the key, the other key's entry, NULL, and one past the end.
     for entries in [table + 16, table + 32, 0, table + 48] {
         world.memory.poke_u64(world.key_type(0), entries);
         assert!(
@@ -374,8 +374,8 @@ fn keys_and_words_that_are_not_mapped() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Random damage to everything that the guest owns, at registration and after it: no panic, and
-    /// what is written are whole sites within text, and counts of keys.
+    /// Random damage to everything that the guest owns, at registration and after it. There is no
+    /// panic, and only whole sites within text and counts of keys are written.
     #[test]
     fn any_damage_is_survived(
         damage in prop::collection::vec((0_usize..6, any::<prop::sample::Index>(), any::<u8>()), 0..12),
@@ -418,7 +418,7 @@ proptest! {
         let after = world.memory.snapshot();
         let legal = |address: u64| {
             keys.iter().any(|key| (key.0..key.0 + 4).contains(&address))
-                || [Owner::Kernel, Owner::Module(0), Owner::Module(1)].iter().any(|owner| world.text(*owner).contains(address, 1))
+                || [Home::Kernel, Home::Module(0), Home::Module(1)].iter().any(|home| world.text(*home).contains(address, 1))
         };
         for ((page, old), new) in before.iter().zip(after.values()) {
             for (offset, _) in old.iter().zip(new.iter()).enumerate().filter(|(_, (old, new))| old != new) {

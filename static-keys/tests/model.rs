@@ -1,31 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Random guests and random transactions, against a model that is too simple to be wrong: a list of
-//! counts. What the engine leaves in memory must be, byte for byte, the guest that is built afresh
-//! with the model's counts.
+//! Random guests and random transactions, compared with a simple model: a list of counts. The
+//! memory after a transaction must equal, byte for byte, a guest built with the model's counts.
 
 mod common;
 
-use common::world::{KeySpec, Owner, SiteSpec, World, update};
+use common::world::{Home, KeySpec, SiteSpec, World, update};
 use proptest::prelude::*;
 use proptest::sample::select;
 use static_keys::{Class, EntryFormat, Op, PlanError, Size, Update, crosses_zero};
 
-fn owner(modules: usize) -> impl Strategy<Value = Owner> {
-    (0..=modules).prop_map(|index| index.checked_sub(1).map_or(Owner::Kernel, Owner::Module))
+fn home(modules: usize) -> impl Strategy<Value = Home> {
+    (0..=modules).prop_map(|index| index.checked_sub(1).map_or(Home::Kernel, Home::Module))
 }
 
 fn key(modules: usize) -> impl Strategy<Value = KeySpec> {
     let class = select(&[Class::Guarded, Class::Ref, Class::Tracepoint][..]);
     let count = prop_oneof![4 => 0_i32..4, 1 => Just(i32::MAX), 1 => Just(-1)];
-    (owner(modules), class, any::<bool>(), count).prop_map(
-        |(owner, class, initially, count): (_, _, _, i32)| {
+    (home(modules), class, any::<bool>(), count).prop_map(
+        |(home, class, initially, count): (_, _, _, i32)| {
             let count = if class == Class::Tracepoint {
                 count.clamp(0, 1)
             } else {
                 count
             };
             KeySpec {
-                owner,
+                home,
                 class,
                 initially,
                 count,
@@ -43,7 +42,7 @@ fn site(
     let displacement = prop_oneof![any::<i32>(), -3..3];
     (
         0..keys,
-        owner(modules),
+        home(modules),
         size,
         any::<bool>(),
         prop::bool::weighted(0.1),
@@ -51,9 +50,9 @@ fn site(
         displacement,
     )
         .prop_map(
-            |(key, owner, size, likely, init, gap, displacement)| SiteSpec {
+            |(key, home, size, likely, init, gap, displacement)| SiteSpec {
                 key,
-                owner,
+                home,
                 size,
                 likely,
                 init,
@@ -92,8 +91,8 @@ fn op() -> impl Strategy<Value = Op> {
     select(&[Op::Inc, Op::Dec, Op::Enable, Op::Disable][..])
 }
 
-/// The count after an operation; `None` if it is refused. Written from the table of guest-visible
-/// behaviour and not from the engine.
+/// The count after an operation; `None` if it is refused. Written from the guest's documented
+/// behaviour, not from the engine.
 fn model(class: Class, count: i32, op: Op) -> Option<i32> {
     let after = match (op, count) {
         (_, i32::MIN..0) => None,
@@ -177,7 +176,7 @@ proptest! {
         }
     }
 
-    /// An op that the guest refuses takes all others of the transaction down with it.
+    /// One refused op refuses the whole transaction.
     #[test]
     fn one_refusal_refuses_all(world in world(), position in any::<prop::sample::Index>()) {
         let Some(bad) = (0..world.keys.len()).find(|&key| world.keys[key].count == 0) else { return Ok(()) };
@@ -191,7 +190,7 @@ proptest! {
         prop_assert!(refused);
     }
 
-    /// What is shown of the sites is what the guest holds.
+    /// The site states match the guest's memory.
     #[test]
     fn sites_are_shown_as_they_are(world in world()) {
         let catalog = world.catalog();

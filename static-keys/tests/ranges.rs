@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The arithmetic of ranges, against the same in numbers that cannot overflow.
+//! Compares the arithmetic of ranges with arithmetic that cannot overflow.
 
 use proptest::prelude::*;
 use static_keys::Range;
 
-/// Near the ends of the address space, near each other, and anywhere.
+/// Addresses near the ends of the address space, near each other, and anywhere.
 fn address() -> impl Strategy<Value = u64> {
     prop_oneof![
         0..16_u64,
@@ -24,7 +24,7 @@ proptest! {
         let past = first + length;
         prop_assert_eq!(range.len().map(u128::from), wide_end.checked_sub(wide_start));
         prop_assert_eq!(range.is_empty(), wide_end <= wide_start);
-        // The end of the address space itself is no address.
+        // The end of the address space is not itself an address.
         let fits = past <= u128::from(u64::MAX);
         prop_assert_eq!(
             range.contains(at, len),

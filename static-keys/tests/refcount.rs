@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The refcount table, row by row: of `apply`, and of a whole flip on a guest.
+//! Checks the refcount table row by row: for `apply`, and for a whole flip on a guest.
 
 mod common;
 
-use common::world::{KeySpec, Owner, SiteSpec, World, update};
+use common::world::{Home, KeySpec, SiteSpec, World, update};
 use static_keys::Op::{Dec, Disable, Enable, Inc};
 use static_keys::{Busy, Class, EntryFormat, Op, PlanError, Refusal, apply, count_users};
 
-/// What a cell of the table says.
+/// A cell of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cell {
     Busy,
     Warn,
-    /// The new count; whether the sites change follows from it.
+    /// The new count; the sites change if it crosses zero.
     Count(i32),
-    /// The new count, and the sites change.
+    /// The new count, with a change of the sites.
     Patch(i32),
 }
 
@@ -23,7 +23,7 @@ use Cell::{Count, Patch, Warn};
 const N: i32 = 5;
 const MAX: i32 = i32::MAX;
 
-/// kernel/jump_label.c, as in the head of the module `refcount`.
+/// kernel/jump_label.c; the same table is in the documentation of `refcount`.
 #[rustfmt::skip]
 const TABLE: [(Op, [(i32, Cell); 6]); 4] = [
     (Inc,     [(-1, Cell::Busy), (0, Patch(1)), (1, Count(2)), (2, Count(3)), (N, Count(N + 1)), (MAX, Warn)]),
@@ -110,13 +110,13 @@ fn users_as_the_guest_reads_them() {
     }
 }
 
-/// `static_key_disable()` of a count of 2 warns and leaves the key on: so the second reference is
-/// never one from outside, and one from outside can always be dropped.
+/// `static_key_disable()` at a count of 2 warns and leaves the key on. So a second reference is
+/// never taken from outside, and a reference taken from outside can always be dropped.
 #[test]
 fn a_guarded_key_is_counted_by_the_guest_alone() {
     let at = |count| {
         let key = KeySpec {
-            owner: Owner::Kernel,
+            home: Home::Kernel,
             class: Class::Guarded,
             initially: false,
             count,
@@ -131,7 +131,7 @@ fn a_guarded_key_is_counted_by_the_guest_alone() {
         (1, &[Inc], None),
         (1, &[Disable], Some(0)),
         (2, &[Inc], None),
-        // The guest has counted on while a reference from outside was held.
+        // The guest counted on while a reference from outside was held.
         (2, &[Dec], Some(1)),
     ] {
         let world = at(count);

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Registrations that lie or ask too much: refused whole, before memory is taken for them.
+//! Registrations that are invalid or too large. Each is refused as a whole, before memory is
+//! allocated for it.
 
 mod common;
 
-use common::world::{KeySpec, Owner, RECORD_SIZE, SiteSpec, World, update};
+use common::world::{Home, KeySpec, RECORD_SIZE, SiteSpec, World, update};
 use static_keys::{
     Catalog, CatalogError, Class, Directory, ENTRIES_MAX, EntryFormat, KEYS_MAX, Kernel,
     MODULES_MAX, Module, Op, Options, Plan, Range,
@@ -84,7 +85,7 @@ fn huge_tables_are_refused_before_memory_is_taken() {
         matches!(error, CatalogError::NamesTooLong { .. }),
         "{error}"
     );
-    // The largest that is allowed, but not there.
+    // The largest allowed size, but unmapped.
     let error = refused(&world, |kernel| {
         kernel.jump_table = Range {
             start: 0,
@@ -108,7 +109,7 @@ fn tables_at_the_end_of_the_address_space() {
         };
     });
     assert!(matches!(error, CatalogError::Unreadable(_)), "{error}");
-    // Whole, but the second of its last bytes would be at address 0.
+    // A whole number of entries, but the last one wraps to address 0.
     world.memory.map(0, 4096);
     let error = refused(&world, |kernel| {
         kernel.directory = Directory {
@@ -123,7 +124,7 @@ fn tables_at_the_end_of_the_address_space() {
 #[test]
 fn unsorted_tables() {
     let key = KeySpec {
-        owner: Owner::Kernel,
+        home: Home::Kernel,
         class: Class::Ref,
         initially: false,
         count: 0,
@@ -191,7 +192,7 @@ fn records_that_make_no_sense() {
 #[test]
 fn the_same_key_twice() {
     let key = KeySpec {
-        owner: Owner::Kernel,
+        home: Home::Kernel,
         class: Class::Ref,
         initially: false,
         count: 0,
@@ -203,7 +204,7 @@ fn the_same_key_twice() {
         ..world.module_image(0)
     };
     for record in 0..2 {
-        // That it is the module's own.
+        // Makes the record claim the key for the module itself.
         let defined_by = stolen.directory.keys + record * RECORD_SIZE + 24;
         world.memory.poke_u64(defined_by, stolen.id);
     }
@@ -226,16 +227,16 @@ fn the_same_key_twice() {
     ));
 }
 
-/// Keys of alpha, which has no branch on them, so that beta has to tell of them.
+/// Keys that alpha defines but does not branch on, so that only beta lists them.
 fn lent(keys: usize) -> (World, Module<'static>, Module<'static>) {
     let key = KeySpec {
-        owner: Owner::Module(0),
+        home: Home::Module(0),
         class: Class::Guarded,
         initially: false,
         count: 0,
     };
     let sites = (0..keys).map(|key| SiteSpec {
-        owner: Owner::Module(1),
+        home: Home::Module(1),
         ..SiteSpec::of(key)
     });
     let world = World::new(EntryFormat::Relative, 2, vec![key; keys], sites.collect());
@@ -255,7 +256,7 @@ fn a_key_that_only_another_module_uses_belongs_to_the_one_that_defines_it() {
     assert!(add(&mut catalog, &alpha).is_empty());
     assert_eq!(catalog.key_count(), 0);
     assert_eq!(add(&mut catalog, &beta), ["alpha"]);
-    let key = catalog.find("alpha:key0").expect("told by beta");
+    let key = catalog.find("alpha:key0").expect("listed by beta");
     assert_eq!((key.id, key.module()), (world.key(0), "alpha"));
     assert_eq!(catalog.site_count(world.key(0)), 1);
     let options = Options {
@@ -265,7 +266,7 @@ fn a_key_that_only_another_module_uses_belongs_to_the_one_that_defines_it() {
     let planned = Plan::new(&catalog, &world.memory, &flip, &options).expect("can be flipped");
     assert_eq!(planned.site_count(), 1);
 
-    // It is still there, and may be on, when nobody uses it.
+    // The key stays registered, and may be on, when no module uses it.
     catalog.remove_module(beta.id);
     assert!(catalog.find("alpha:key0").is_some());
     assert_eq!(catalog.site_count(world.key(0)), 0);
@@ -274,7 +275,7 @@ fn a_key_that_only_another_module_uses_belongs_to_the_one_that_defines_it() {
     catalog.remove_module(alpha.id);
     assert_eq!(catalog.key_count(), 0);
 
-    // What is not registered has no keys.
+    // The defining module is not registered, so its keys are not either.
     assert!(add(&mut catalog, &beta).is_empty());
     assert_eq!(catalog.key_count(), 0);
 }
@@ -283,7 +284,7 @@ fn a_key_that_only_another_module_uses_belongs_to_the_one_that_defines_it() {
 fn a_key_that_comes_late_takes_no_name() {
     let (world, mut alpha, beta) = lent(2);
     let records = beta.directory.keys;
-    // alpha knows the first; the second has the same name.
+    // alpha lists the first key; the second has the same name.
     alpha.directory = Directory {
         key_count: 1,
         ..beta.directory
@@ -329,7 +330,7 @@ fn names_cannot_harm_a_terminal_or_pose_as_others() {
 #[test]
 fn names_that_occur_twice_are_numbered_by_address() {
     let key = KeySpec {
-        owner: Owner::Kernel,
+        home: Home::Kernel,
         class: Class::Ref,
         initially: false,
         count: 0,
@@ -434,7 +435,7 @@ fn module_tables_share_one_limit() {
 #[test]
 fn keys_in_text_are_refused_whichever_came_first() {
     let key = KeySpec {
-        owner: Owner::Module(0),
+        home: Home::Module(0),
         class: Class::Ref,
         initially: false,
         count: 0,
@@ -455,7 +456,7 @@ fn keys_in_text_are_refused_whichever_came_first() {
             false => Ok(()),
         };
         let module = world.module_image(0);
-        // In its own module's text, in the kernel's, and in that of a module that comes later.
+        // In the text of its own module, of the kernel, and of a module that is added later.
         let mut catalog = Catalog::new(&world.memory, &world.kernel()).expect("no keys");
         let own = catalog.add_module(&world.memory, &Module { text, ..module });
         assert_eq!(own.map(drop), expected, "{text:x?}");
@@ -484,7 +485,7 @@ fn keys_in_text_are_refused_whichever_came_first() {
     }
 }
 
-/// Many keys may name the same bytes; what is kept of them is bounded all the same.
+/// Many keys may name the same bytes; the memory for the names is bounded.
 #[test]
 fn names_over_each_other() {
     const COUNT: u32 = 40_000;

@@ -1,37 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Faults at every write: either the whole transaction is made, or every byte is as before.
+//! Injects a fault at every write. Either the whole transaction is made, or every byte is as
+//! before.
 
 mod common;
 
 use common::memory::Fault;
-use common::world::{KeySpec, Owner, SiteSpec, World, update};
+use common::world::{Home, KeySpec, SiteSpec, World, update};
 use static_keys::{
     Busy, Class, EntryFormat, GuestMemory, Op, RunningError, Size, Undo, Update, VerifyError,
 };
 
-/// Three keys that flip in both directions and one that only counts, sites of both sizes across page
-/// ends, one module.
+/// Three keys that flip in both directions and one that only counts, with sites of both sizes
+/// across page ends and in one module.
 fn world() -> World {
-    let key = |owner, count| KeySpec {
-        owner,
+    let key = |home, count| KeySpec {
+        home,
         class: Class::Ref,
         initially: false,
         count,
     };
     let keys = vec![
-        key(Owner::Kernel, 0),
-        key(Owner::Kernel, 1),
-        key(Owner::Module(0), 0),
-        key(Owner::Kernel, 3),
+        key(Home::Kernel, 0),
+        key(Home::Kernel, 1),
+        key(Home::Module(0), 0),
+        key(Home::Kernel, 3),
     ];
     let mut sites = Vec::new();
     for number in 0..9_u16 {
         for (key, spec) in keys.iter().enumerate().take(3) {
             sites.push(SiteSpec {
-                owner: if number % 3 == 0 {
-                    Owner::Module(0)
+                home: if number % 3 == 0 {
+                    Home::Module(0)
                 } else {
-                    spec.owner
+                    spec.home
                 },
                 size: if number % 2 == 0 {
                     Size::Two
@@ -89,7 +90,8 @@ fn an_undo_that_fails_says_so_and_undoes_the_rest() {
     let world = world();
     let before = world.memory.snapshot();
     let plan = world.plan(&updates(&world)).expect("planned");
-    // Writes 0..10 go well, 10 fails, the undo of 10 (write 11) and of 9 (write 12) fail as well.
+    // Writes 0..10 succeed. Write 10 fails, and so do the undo of 10 (write 11) and of 9 (write
+    // 12).
     world.memory.inject(10, 13, Fault::Refused);
     let error = plan.commit(&world.memory).expect_err("a write went wrong");
     world.memory.heal();
@@ -108,7 +110,7 @@ fn an_undo_that_fails_says_so_and_undoes_the_rest() {
                 .collect::<Vec<_>>()
         })
         .count();
-    // Site 9 alone; step 10 was never written.
+    // Only site 9 differs; step 10 was never written.
     assert!((1..=5).contains(&differing), "{differing} bytes differ");
 }
 
@@ -133,7 +135,7 @@ fn the_error_names_key_address_and_bytes() {
 /// Keys at count 2 and a transaction that increments each.
 fn counting(keys: usize) -> (World, Vec<Update>) {
     let key = KeySpec {
-        owner: Owner::Kernel,
+        home: Home::Kernel,
         class: Class::Ref,
         initially: false,
         count: 2,
@@ -186,7 +188,7 @@ fn what_the_guest_counted_meanwhile_is_kept() {
     let plan = world.plan(&updates).expect("planned");
     let (first, second) = (world.key(0).0, world.key(1).0);
     world.memory.interfere(Box::new(move |memory, exchange| {
-        // After key 0 went from 2 to 3: the guest takes five more, and is faster with key 1.
+        // Key 0 went from 2 to 3. The guest now takes five more references and changes key 1 first.
         if exchange == 1 {
             memory.poke_u32(first, 8);
             memory.poke_u32(second, 9);
@@ -225,7 +227,7 @@ fn a_reference_is_not_given_back_across_zero() {
     );
 }
 
-/// −1 is the guest's own change in progress: it writes the count that it means to have next.
+/// −1 is the guest's own change in progress: the guest overwrites it with the new count.
 #[test]
 fn a_negative_count_is_left_to_the_guest() {
     let (world, _) = counting(2);
@@ -238,7 +240,8 @@ fn a_negative_count_is_left_to_the_guest() {
     ];
     let plan = world.plan(&updates).expect("planned");
     world.memory.interfere(Box::new(move |memory, exchange| {
-        // After key 0 went from 4 to 2: the guest drops both and is taking the first one again.
+        // Key 0 went from 4 to 2. The guest drops both references and is taking the first one
+        // again.
         if exchange == 1 {
             memory.poke_u32(first.0, u32::MAX);
             memory.poke_u32(second.0, 9);

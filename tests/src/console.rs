@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A shell in the guest, driven by lines over its serial console.
+//! A shell in the guest on its serial console.
 
 use std::time::Duration;
 
@@ -11,11 +11,11 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use tonic::transport::Channel;
 
-/// How long any one thing in the guest may take. Generous, because an
-/// emulated guest on a busy machine is slow; a hang is still found.
+/// Timeout for any step in the guest. Generous, because an emulated guest on a busy machine is
+/// slow.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What the guest's init prints when its shell reads the console.
+/// Printed by the guest's init when its shell reads the console.
 pub const SHELL_READS: &str = "init: the shell reads the console";
 
 /// The guest's console: everything it printed, and a way to type.
@@ -25,13 +25,13 @@ pub struct Shell {
     output: Streaming<StreamConsoleResponse>,
     /// All output since boot.
     transcript: Vec<u8>,
-    /// Where the part of the transcript begins that nobody has waited for yet.
+    /// Start of the output that no wait has consumed yet.
     seen: usize,
     commands: u32,
 }
 
 impl Shell {
-    /// Attaches to the console from the first byte on.
+    /// Attaches to the console, including output printed before.
     pub async fn attach(channel: Channel) -> Result<Self> {
         let (input, requests) = mpsc::channel(16);
         input.send(StreamConsoleRequest::default()).await?;
@@ -48,13 +48,13 @@ impl Shell {
         })
     }
 
-    /// Everything the guest has printed so far.
+    /// Everything printed so far.
     pub fn transcript(&self) -> String {
         String::from_utf8_lossy(&self.transcript).into_owned()
     }
 
-    /// Waits until `text` appears in output that no earlier call has passed,
-    /// and returns the output up to its end.
+    /// Waits until `text` appears in output that no earlier call has consumed, and returns the
+    /// output up to its end.
     pub async fn wait_for(&mut self, text: &str) -> Result<String> {
         self.wait_longer_for(text, PATIENCE).await
     }
@@ -88,7 +88,7 @@ impl Shell {
             let message = self.output.message().await?;
             let message = message.with_context(|| {
                 format!(
-                    "the console ended before {text:?}; it said:\n{}",
+                    "the console ended before {text:?}; its output:\n{}",
                     self.transcript()
                 )
             })?;
@@ -105,14 +105,14 @@ impl Shell {
                 ..Default::default()
             })
             .await
-            .context("the console is gone")
+            .context("the guest's console is closed")
     }
 
     /// Runs a command in the guest's shell and returns its exit status and output.
     pub async fn run(&mut self, command: &str) -> Result<(i32, String)> {
         self.commands += 1;
         let id = self.commands;
-        // The quotes keep an echo of the typed lines from looking like a marker.
+        // The quotes keep the echo of the typed line from looking like a marker.
         self.type_line(&format!(
             "echo 'be''gin {id}'\n{command}\necho \"en\"\"d {id} $?.\""
         ))

@@ -1,30 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where the test runner put the guest kernel and the programs under test.
+//! Locations of the guest kernel and of the programs under test.
 
 use std::path::PathBuf;
 
-/// The files that a test with a Linux guest needs. `cargo xtask test` builds
-/// them and names them in variables.
+/// The files that a test with a Linux guest needs. `cargo xtask test` builds them and passes their
+/// paths in environment variables.
 #[derive(Debug, Clone)]
 pub struct Environment {
     /// bzImage with the series (`PATCHBAY_TEST_KERNEL`).
     pub kernel: PathBuf,
     /// The same kernel as an ELF file (`PATCHBAY_TEST_VMLINUX`).
     pub vmlinux: PathBuf,
-    /// bzImage of the same configuration without the series
-    /// (`PATCHBAY_TEST_UNPATCHED_KERNEL`).
+    /// bzImage of the same configuration without the series (`PATCHBAY_TEST_UNPATCHED_KERNEL`).
     pub unpatched_kernel: Option<PathBuf>,
-    /// initramfs with a shell, the modules and the guest programs
-    /// (`PATCHBAY_TEST_INITRAMFS`).
+    /// initramfs with a shell, the modules and the guest programs (`PATCHBAY_TEST_INITRAMFS`).
     pub initramfs: PathBuf,
-    /// The monitor (`PATCHBAY_VMM`).
     pub monitor: PathBuf,
-    /// The operator's command (`PATCHBAY_CLI`).
     pub cli: PathBuf,
 }
 
 impl Environment {
-    /// What a test with a Linux guest needs, or `None` after saying why it is skipped.
+    /// The environment of a test with a Linux guest; `None`, after printing why, if the test is
+    /// skipped.
     pub fn linux_guest() -> Option<Self> {
         match Self::from_variables() {
             Ok(environment) => Some(environment),
@@ -35,7 +32,7 @@ impl Environment {
         }
     }
 
-    /// The same with a kernel whose branches read the counter of their key, as it has no jump labels
+    /// The same with a kernel without jump labels, whose branches read the key's count
     /// (`PATCHBAY_TEST_NO_JUMP_LABEL_KERNEL` and so on).
     pub fn without_jump_labels() -> Option<Self> {
         let environment = Self::linux_guest()?;
@@ -51,8 +48,8 @@ impl Environment {
         files().map_err(|reason| crate::skip(&reason)).ok()
     }
 
-    /// A raw image with Debian's essential packages, systemd and udev (`PATCHBAY_TEST_ROOT_DISK`), and
-    /// the agent (`PATCHBAY_AGENT`), or `None` after saying why the test is skipped.
+    /// A raw image with Debian's essential packages, systemd and udev (`PATCHBAY_TEST_ROOT_DISK`),
+    /// and the agent (`PATCHBAY_AGENT`); `None`, after printing why, if the test is skipped.
     pub fn root_disk_and_agent() -> Option<(PathBuf, PathBuf)> {
         let files = || Ok((file("PATCHBAY_TEST_ROOT_DISK")?, file("PATCHBAY_AGENT")?));
         files().map_err(|reason: String| crate::skip(&reason)).ok()
@@ -77,17 +74,15 @@ impl Environment {
     }
 }
 
-/// Another kernel than that of the tests.
+/// A kernel other than the one under test.
 #[derive(Debug, Clone)]
 pub struct KernelFiles {
-    /// The bzImage.
     pub kernel: PathBuf,
-    /// The ELF file.
     pub vmlinux: PathBuf,
 }
 
 impl KernelFiles {
-    /// The files that `PATCHBAY_TEST_<name>_KERNEL` and `PATCHBAY_TEST_<name>_VMLINUX` name.
+    /// The files named by `PATCHBAY_TEST_<name>_KERNEL` and `PATCHBAY_TEST_<name>_VMLINUX`.
     pub fn named(name: &str) -> Result<Self, String> {
         Ok(Self {
             kernel: file(&format!("PATCHBAY_TEST_{name}_KERNEL"))?,

@@ -20,7 +20,7 @@ use tonic::transport::{Channel, Endpoint, Uri};
 use crate::Environment;
 use crate::console::{PATIENCE, SHELL_READS, Shell};
 
-/// What to boot. Made by [`Guest::builder`].
+/// Configuration of a [`Guest`].
 #[derive(Debug, Clone)]
 pub struct GuestBuilder {
     environment: Environment,
@@ -34,50 +34,50 @@ pub struct GuestBuilder {
 }
 
 impl GuestBuilder {
-    /// Another kernel than `Environment::kernel`.
+    /// Boots another kernel than `Environment::kernel`.
     pub fn kernel(mut self, kernel: &Path) -> Self {
         self.kernel = kernel.to_owned();
         self
     }
 
-    /// A disk to boot from instead of the initramfs. It must have a shell that reads the console.
+    /// Boots from a disk instead of the initramfs. It must have a shell that reads the console.
     pub fn root_disk(mut self, image: &Path) -> Self {
         self.root_disk = Some(image.to_owned());
         self.command_line("root=/dev/vda rw")
     }
 
-    /// Number of vCPUs, 1 to 16; 1 unless said.
+    /// Number of vCPUs, 1 to 16; the default is 1.
     pub fn vcpus(mut self, vcpus: u32) -> Self {
         self.vcpus = vcpus;
         self
     }
 
-    /// Words to add to the kernel's command line.
+    /// Adds words to the kernel's command line.
     pub fn command_line(mut self, words: &str) -> Self {
         self.command_line.push(' ');
         self.command_line.push_str(words);
         self
     }
 
-    /// Let the guest find its processors through ACPI, and power itself off.
+    /// Enables ACPI, by which the guest finds its processors and can power off.
     pub fn acpi(mut self) -> Self {
         self.command_line = self.command_line.replace(" acpi=off", "");
         self
     }
 
-    /// Another argument of the monitor.
+    /// Adds an argument of the monitor.
     pub fn argument(mut self, argument: &str) -> Self {
         self.arguments.push(argument.to_owned());
         self
     }
 
-    /// Start the agent in the guest, and give it its way to the monitor.
+    /// Starts the agent in the guest, with a connection to the monitor.
     pub fn agent(mut self) -> Self {
         self.agent = true;
         self.command_line("patchbay.agent")
     }
 
-    /// Boots and waits for the shell on the console.
+    /// Boots the guest and waits for the shell on the console.
     pub async fn boot(self) -> Result<Guest> {
         let folder = tempfile::tempdir()?;
         let socket = folder.path().join("api.sock");
@@ -120,10 +120,10 @@ impl GuestBuilder {
         let channel = guest.connect().await?;
         let shell = Shell::attach(channel.clone()).await?;
         guest.connection = Some(Connection { channel, shell });
-        // Whoever opens the port empties its receiver (serial8250_do_startup()), so what is
-        // typed before the shell has it open is lost.
+        // Opening the port clears its receiver (serial8250_do_startup()), so input typed before the
+        // shell has opened it is lost.
         let patience = match self.root_disk {
-            // A distribution starts more than one program.
+            // A distribution starts more programs.
             Some(_) => 4 * PATIENCE,
             None => PATIENCE,
         };
@@ -151,7 +151,7 @@ struct Connection {
 }
 
 impl Guest {
-    /// A guest with 1 vCPU and 256 MiB that runs the patched kernel.
+    /// A guest with 1 vCPU, 256 MiB and the patched kernel.
     pub fn builder(environment: &Environment) -> GuestBuilder {
         GuestBuilder {
             environment: environment.clone(),
@@ -159,17 +159,17 @@ impl Guest {
             root_disk: None,
             vcpus: 1,
             memory: "256M".to_owned(),
-            // noxsave: the lab's QEMU lets a nested guest's XSETBV pass unseen, so that its KVM tells
-            // the size of an XSAVE area without AVX, and the guest's kernel warns at boot.
-            // acpi=off: most tests try the MP table; those of ACPI call `acpi`.
+            // noxsave: the lab's QEMU does not intercept a nested guest's XSETBV, so its KVM
+            // reports the size of an XSAVE area without AVX, and the guest's kernel warns at boot.
+            // acpi=off: most tests cover the MP table; tests of ACPI call `acpi`.
             command_line: "console=ttyS0 quiet panic=-1 reboot=k noxsave acpi=off".to_owned(),
             arguments: Vec::new(),
             agent: false,
         }
     }
 
-    /// A guest with the keys of the kernel module `patchbay_test`, whose monitor lets guarded keys
-    /// be changed; `None` after saying why the test is skipped.
+    /// A guest with the keys of the kernel module `patchbay_test`, whose monitor permits changes of
+    /// guarded keys; `None`, after printing why, if the test is skipped.
     pub async fn with_test_keys(vcpus: u32) -> Result<Option<Self>> {
         let Some(environment) = Environment::linux_guest() else {
             return Ok(None);
@@ -195,12 +195,12 @@ impl Guest {
         Ok(Some(guest))
     }
 
-    /// The monitor's socket.
+    /// The monitor's API socket.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// A folder that lives as long as the guest.
+    /// A directory that lives as long as the guest.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
@@ -210,7 +210,7 @@ impl Guest {
         self.process.id()
     }
 
-    /// What the monitor printed.
+    /// Output of the monitor.
     pub fn monitor_log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
@@ -218,8 +218,8 @@ impl Guest {
     async fn connect(&mut self) -> Result<Channel> {
         let deadline = tokio::time::Instant::now() + PATIENCE;
         loop {
-            // There is no event for "a socket appeared and is listened to"
-            // that both ends share, so this asks again until the deadline.
+            // There is no event for a socket that becomes connectable, so this polls until the
+            // deadline.
             if let Ok(channel) = connect(&self.socket).await {
                 return Ok(channel);
             }
@@ -249,12 +249,12 @@ impl Guest {
         &mut self.connection().shell
     }
 
-    /// A client of the guest's static keys.
+    /// A client of the static keys service.
     pub fn static_keys(&mut self) -> StaticKeysServiceClient<Channel> {
         StaticKeysServiceClient::new(self.channel())
     }
 
-    /// A client of the guest as a whole.
+    /// A client of the guest service.
     pub fn guest_service(&mut self) -> GuestServiceClient<Channel> {
         GuestServiceClient::new(self.channel())
     }
@@ -274,7 +274,7 @@ impl Guest {
         Ok(output)
     }
 
-    /// What the monitor says of its guest.
+    /// Describes the guest.
     pub async fn describe(&mut self) -> Result<DescribeGuestResponse> {
         Ok(self
             .guest_service()
@@ -307,11 +307,10 @@ impl Guest {
             .get_static_key(request)
             .await?
             .into_inner();
-        response.key.context("an answer without a key")
+        response.key.context("the answer has no key")
     }
 
-    /// Changes keys in one transaction; guarded ones are allowed if the
-    /// monitor was started so.
+    /// Changes keys in one transaction. Guarded keys are allowed if the monitor permits them.
     pub async fn update(
         &mut self,
         updates: &[(&str, KeyOp)],
@@ -357,8 +356,8 @@ impl Guest {
         Ok(())
     }
 
-    /// Resets the guest from inside and waits for the monitor to end by itself: without ACPI a guest
-    /// cannot power itself off.
+    /// Resets the guest from inside and waits for the monitor to end. Without ACPI a guest cannot
+    /// power off.
     pub async fn power_off(mut self) -> Result<ExitStatus> {
         self.console().type_line("reboot -f").await?;
         self.wait().await
@@ -376,7 +375,7 @@ impl Guest {
 /// Connects to the API on a unix socket.
 pub async fn connect(socket: &Path) -> Result<Channel> {
     let socket = socket.to_owned();
-    // The URI is required and unused: the connector knows the way.
+    // The URI is required but unused: the connector opens the socket.
     let channel = Endpoint::from_static("http://monitor")
         .connect_with_connector(tower::service_fn(move |_: Uri| {
             let socket = socket.clone();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What makes Patchbay's integration tests short: a real guest, booted by the
-//! real monitor, with a gRPC client and a shell on its console.
+//! Support for Patchbay's integration tests: a real guest, booted by the real monitor, with a gRPC
+//! client and a shell on its console.
 //!
 //! ```no_run
 //! # async fn example() -> anyhow::Result<()> {
@@ -32,16 +32,14 @@ pub use guest::{Guest, GuestBuilder, connect};
 pub use seen::{Seen, TEST_KEYS};
 pub use trace::{AGENT_INSTANCE, EventStream, reason, until};
 
-/// Says why a test cannot run here; the runner of `cargo xtask test` counts it
-/// as skipped by this line.
+/// Prints why a test cannot run here. `cargo xtask test` counts a test that prints this line as
+/// skipped.
 pub fn skip(reason: &str) {
     println!("SKIPPED: {reason}");
 }
 
-/// Runs a program of e2fsprogs; they lie where only root's shell looks.
-///
-/// # Errors
-/// If it cannot be run; its exit status is left to the caller.
+/// Runs a program of e2fsprogs, which may only be in root's PATH. Its exit status is left to the
+/// caller.
 pub fn e2fsprogs(program: &str, arguments: &[&Path]) -> Result<Output> {
     Command::new(program)
         .args(arguments)

@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a guest itself makes of the keys of the kernel module `patchbay_test`.
+//! The guest's own view of the keys of the kernel module `patchbay_test`.
 
 use anyhow::{Result, bail};
 
 use crate::Guest;
 
-/// The guest's folder with a folder for each of the module's keys.
+/// The guest's directory with a directory for each of the module's keys.
 pub const TEST_KEYS: &str = "/sys/kernel/debug/patchbay_test/keys";
 
-/// One of the keys as the guest sees it.
+/// A key as seen by the guest.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Seen {
-    /// The counter as it stands in memory.
+    /// The count in memory.
     pub raw: i32,
-    /// `static_key_count()`
+    /// Result of `static_key_count()`.
     pub count: i32,
-    /// Whether its likely branch is taken.
+    /// The likely branch is taken.
     pub likely: bool,
-    /// Whether its unlikely branch is taken.
+    /// The unlikely branch is taken.
     pub unlikely: bool,
 }
 
 impl Guest {
-    /// What the guest makes of one of the keys of `patchbay_test`.
+    /// Reads a key of `patchbay_test` through the guest.
     pub async fn seen(&mut self, key: &str) -> Result<Seen> {
         let text = self
             .shell(&format!(
@@ -34,7 +34,7 @@ impl Guest {
             .map(str::parse)
             .collect::<Result<_, _>>()?;
         let [raw, count, likely, unlikely] = numbers[..] else {
-            bail!("four numbers expected: {text}");
+            bail!("expected four numbers, found: {text}");
         };
         Ok(Seen {
             raw,

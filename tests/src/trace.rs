@@ -19,7 +19,7 @@ use tonic_types::StatusExt;
 use crate::Guest;
 use crate::console::PATIENCE;
 
-/// The reason that an error's details give; empty without one.
+/// The reason in an error's details; empty if there is none.
 pub fn reason(status: &Status) -> String {
     status
         .get_details_error_info()
@@ -27,10 +27,10 @@ pub fn reason(status: &Status) -> String {
         .unwrap_or_default()
 }
 
-/// The agent's own instance of the guest's tracefs.
+/// The agent's instance of the guest's tracefs.
 pub const AGENT_INSTANCE: &str = "/sys/kernel/tracing/instances/patchbay";
 
-/// Asks until it is so; an error after a minute.
+/// Polls until the condition holds; fails after a minute.
 pub async fn until(mut so: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
     let asked = async {
         while !so().await? {
@@ -40,10 +40,10 @@ pub async fn until(mut so: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
     };
     tokio::time::timeout(Duration::from_secs(60), asked)
         .await
-        .context("it is not so after a minute")?
+        .context("the condition does not hold after a minute")?
 }
 
-/// Events, as they stream.
+/// A stream of events.
 #[derive(Debug)]
 pub struct EventStream {
     stream: Streaming<StreamTracepointEventsResponse>,
@@ -57,12 +57,12 @@ impl EventStream {
     ) -> Result<Self> {
         let stream = client.stream_tracepoint_events(request).await?.into_inner();
         let mut stream = Self { stream };
-        // The first message says that the stream is open.
+        // The first message confirms that the stream is open.
         stream.batch().await?;
         Ok(stream)
     }
 
-    /// The next batch; it may have marks or losses alone.
+    /// The next batch, which may contain only marks or losses.
     pub async fn batch(&mut self) -> Result<StreamTracepointEventsResponse> {
         match tokio::time::timeout(PATIENCE, self.stream.message()).await {
             Ok(batch) => batch?.context("the stream of events ended"),
@@ -70,7 +70,7 @@ impl EventStream {
         }
     }
 
-    /// Events up to and with the first that is wanted.
+    /// Events up to and including the first that is wanted.
     pub async fn until(&mut self, wanted: impl Fn(&TraceEvent) -> bool) -> Result<Vec<TraceEvent>> {
         let mut events = vec![];
         loop {
@@ -90,12 +90,12 @@ impl EventStream {
 }
 
 impl Guest {
-    /// A client of the guest's tracepoints.
+    /// A client of the tracepoints service.
     pub fn tracepoints(&mut self) -> TracepointsServiceClient<Channel> {
         TracepointsServiceClient::new(self.channel())
     }
 
-    /// The tracepoints that are armed.
+    /// Lists the armed tracepoints.
     pub async fn armed(&mut self) -> Result<Vec<Tracepoint>> {
         let request = ListTracepointsRequest {
             armed_only: true,
@@ -105,7 +105,7 @@ impl Guest {
         Ok(listed.into_inner().tracepoints)
     }
 
-    /// The events to which the agent has attached probes, a line each.
+    /// Lists the events to which the agent has attached probes, one per line.
     pub async fn attached(&mut self) -> Result<String> {
         self.shell(&format!("cat {AGENT_INSTANCE}/set_event")).await
     }
@@ -137,7 +137,7 @@ impl Guest {
         }
     }
 
-    /// Waits until no agent is connected, and says why.
+    /// Waits until no agent is connected, and returns why.
     pub async fn wait_for_no_agent(&mut self) -> Result<String> {
         let deadline = tokio::time::Instant::now() + PATIENCE;
         loop {
@@ -156,14 +156,14 @@ impl Guest {
         }
     }
 
-    /// Kills the agent in the guest, so that it cannot tidy up, and waits until it is gone.
+    /// Kills the agent in the guest, so that it cannot clean up, and waits until it is gone.
     pub async fn kill_agent(&mut self) -> Result<()> {
         self.shell("kill -KILL $(pidof patchbay-agent)").await?;
         self.wait_for_no_agent().await?;
         Ok(())
     }
 
-    /// Starts an agent in the guest as its init does, and waits for it.
+    /// Starts an agent in the guest like its init does, and waits for it.
     pub async fn start_agent(&mut self) -> Result<DescribeAgentResponse> {
         self.shell("patchbay-agent </dev/null >/dev/kmsg 2>&1 &")
             .await?;
@@ -219,14 +219,14 @@ impl Guest {
         Ok(())
     }
 
-    /// Listens to what is armed.
+    /// Opens a stream of the armed events.
     pub async fn events(&mut self) -> Result<EventStream> {
         let request = StreamTracepointEventsRequest::default();
         EventStream::open(&mut self.tracepoints(), request).await
     }
 
-    /// Events that the guest's kernel has ever recorded for the agent, read or not, as it counts
-    /// them itself.
+    /// Number of events that the guest's kernel has recorded for the agent, read or not, by the
+    /// kernel's own counters.
     pub async fn recorded(&mut self) -> Result<u64> {
         let stats = format!("cat {AGENT_INSTANCE}/per_cpu/cpu*/stats");
         let output = self.shell(&stats).await?;

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! How long stopping and resuming every vCPU takes, for guests of 1, 2 and 4 vCPUs
-//! that spin in user mode, beside a baseline measured in the same run: plain
-//! threads that spin without KVM until a flag stops them, which is the least that
-//! the scheduler costs here.
+//! Measures the time to stop and to resume every vCPU, for guests of 1, 2 and 4 vCPUs that spin in
+//! user mode. The baseline in the same run is plain threads that spin without KVM until a flag
+//! stops them: the cost of the scheduler alone.
 //!
 //! `cargo bench -p patchbay-vmm --bench pause [-- ROUNDS]`
 
@@ -18,7 +17,7 @@ use bare_metal::{branch_guest, counters};
 use patchbay_vmm::vm::Vm;
 
 const DEADLINE: Duration = Duration::from_secs(10);
-/// Between two pauses, so that the vCPUs are in the guest again.
+/// Time between two pauses, so that the vCPUs enter the guest again.
 const BETWEEN: Duration = Duration::from_micros(500);
 
 fn main() {
@@ -58,7 +57,7 @@ fn report(vcpus: u8, what: &str, mut times: Vec<Duration>) {
     );
 }
 
-/// Stop times, and times from the resume until every vCPU has gone round again.
+/// Stop times, and times from the resume until every vCPU has completed another round.
 fn guest(vm: &Vm, vcpus: u8, rounds: usize) -> (Vec<Duration>, Vec<Duration>) {
     let mut stops = vec![];
     let mut resumes = vec![];
@@ -81,12 +80,12 @@ fn guest(vm: &Vm, vcpus: u8, rounds: usize) -> (Vec<Duration>, Vec<Duration>) {
     (stops, resumes)
 }
 
-/// The same with threads that spin until a word is odd: no guest, no signal, only
-/// the scheduler between the wish and its fulfilment.
+/// Stop and resume times of threads that spin until a word is odd: no guest and no signal, only the
+/// scheduler.
 fn baseline(threads: u8, rounds: usize) -> Vec<Duration> {
     #[derive(Default)]
     struct Shared {
-        /// Odd: stop. Each wish has a number of its own.
+        /// Odd means stop. Each request has its own number.
         wish: AtomicU32,
         parked: AtomicU32,
         end: AtomicBool,

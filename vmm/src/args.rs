@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The command line of the monitor itself.
+//! The monitor's command line.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -16,24 +16,24 @@ use patchbay_vmm::seccomp::SeccompLevel;
 
 const DEFAULT_GRACE_SECONDS: u16 = 5;
 
-/// Boots one Linux guest under KVM and lets its operator flip its static keys.
+/// Boots one Linux guest under KVM and lets its operator flip the guest's static keys.
 ///
-/// Ctrl-C, Ctrl-\\, SIGTERM and a terminal's hang-up end the guest at once; a second one does not wait for it.
-/// Without a terminal SIGHUP has log files opened again. The exit status is 0 if the guest
-/// switched itself off, reset itself or was shut down, 1 if it or the monitor
-/// failed, 2 for a wrong command line.
+/// Ctrl-C, Ctrl-\, SIGTERM and a hang-up of the terminal end the guest at once; a second signal
+/// ends the monitor without waiting for it. Without a terminal, SIGHUP reopens the log files. The
+/// exit status is 0 if the guest powered off, reset or was shut down, 1 if it or the monitor
+/// failed, and 2 for an invalid command line.
 #[derive(Debug, Parser)]
 #[command(version)]
 pub struct Args {
-    /// The kernel: a bzImage, or an ELF file (vmlinux).
+    /// Kernel image: a bzImage, or an ELF file (vmlinux).
     #[arg(long, value_name = "FILE")]
     pub kernel: PathBuf,
 
-    /// An initial RAM disk.
+    /// Initial RAM disk.
     #[arg(long, value_name = "FILE")]
     pub initrd: Option<PathBuf>,
 
-    /// The kernel's command line.
+    /// Kernel command line.
     #[arg(
         long,
         value_name = "WORDS",
@@ -42,24 +42,24 @@ pub struct Args {
     )]
     pub cmdline: String,
 
-    /// How the kernel is entered.
+    /// Boot protocol.
     #[arg(long, value_enum, default_value_t = Protocol::Auto)]
     pub boot_protocol: Protocol,
 
-    /// The guest's memory: 2M to 1T, with a suffix K, M, G or T.
+    /// Guest memory: 2M to 1T, with a suffix K, M, G or T.
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_size)]
     pub memory: u64,
 
-    /// The guest's vCPUs, 1 to 16.
+    /// Number of vCPUs, 1 to 16.
     #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub vcpus: u8,
 
-    /// Where the serial console goes: stdout (with input from stdin), file:PATH, api, or none. A file is
-    /// renamed to PATH.1 at 16 MiB, and a new one begun; SIGHUP has it opened again.
+    /// Output of the serial console: stdout (with input from stdin), file:PATH, api, or none. A
+    /// file is renamed to PATH.1 at 16 MiB and a new one is started; SIGHUP reopens it.
     #[arg(long, value_name = "WHERE", default_value = "stdout")]
     pub console: Console,
 
-    /// The name that the guest has in the API.
+    /// Name of the guest in the API.
     #[arg(long, default_value = "default")]
     pub name: String,
 
@@ -71,7 +71,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub symbols: Option<PathBuf>,
 
-    /// Append every change of a key to this file; SIGHUP has it opened again.
+    /// Append every change of a key to this file; SIGHUP reopens it.
     #[arg(long, value_name = "FILE")]
     pub audit_log: Option<PathBuf>,
 
@@ -79,38 +79,39 @@ pub struct Args {
     #[arg(long)]
     pub allow_guarded: bool,
 
-    /// Do not tell the guest of Patchbay, as any other monitor: to measure what that costs it.
+    /// Hide the Patchbay CPUID leaf, to measure what Patchbay costs the guest.
     #[arg(long, hide = true)]
     pub no_patchbay: bool,
 
-    /// Sockets between guest and host: clients on the host connect to PATH and
-    /// write "CONNECT <port>"; what the guest sends to the host's port N goes to
-    /// PATH_N. N is the guest's address, 3 unless given.
+    /// Stream sockets between guest and host. Clients on the host connect to PATH and write
+    /// "CONNECT <port>". Connections from the guest to the host's port N go to PATH_N. The guest's
+    /// CID is 3 unless given.
     #[arg(long, value_name = "PATH[,cid=N]", value_parser = parse_vsock)]
     pub vsock: Option<VsockConfig>,
 
-    /// Seconds for which events stay armed and firing after the client that streamed them (`patchbay
-    /// trace tail`, `record`) is gone, 0 to 3600.
+    /// Seconds that events stay armed and firing after the client that streamed them (`patchbay
+    /// trace tail`, `record`) disconnects, 0 to 3600.
     #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_GRACE_SECONDS, value_parser = clap::value_parser!(u16).range(0..=3600))]
     pub trace_grace: u16,
 
-    /// A disk: a raw image. Up to 4 times. RATE limits the bytes or the requests per second, and BURST
-    /// is what a rest saves up, one second's worth unless given; both take a suffix K, M, G or T.
+    /// Disk: a raw image. Up to 4 times. RATE limits the bytes or the requests per second. BURST is
+    /// what an idle disk saves up, one second's worth unless given. Both take a suffix K, M, G or
+    /// T.
     #[arg(long, value_name = "PATH[,readonly][,bytes=RATE[/BURST]][,ops=RATE[/BURST]]", value_parser = parse_disk)]
     pub disk: Vec<DiskConfig>,
 
-    /// Whether the guest gets randomness from the host.
+    /// Give the guest a virtio random number generator.
     #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
     pub rng: bool,
 
-    /// How the monitor is confined: with system call filters, Landlock and limits (on); with filters that
-    /// only write a line to the kernel's log (log); or not at all (off).
+    /// Confinement of the monitor: on (system call filters, Landlock and limits), log (filters only
+    /// write to the kernel's log), or off.
     #[arg(long, value_enum, default_value_t = SeccompLevel::On)]
     pub jail: SeccompLevel,
 }
 
 impl Args {
-    /// What the monitor opens of these.
+    /// The files that the monitor opens for these arguments.
     pub fn files(&self) -> Files {
         let mut files = Files::default();
         files.read(&self.kernel);
@@ -135,7 +136,6 @@ impl Args {
         files
     }
 
-    /// The virtio devices.
     pub fn virtio(&self) -> VirtioConfig {
         VirtioConfig {
             rng: self.rng,
@@ -144,7 +144,6 @@ impl Args {
         }
     }
 
-    /// What to boot.
     pub fn linux_boot(&self) -> LinuxBoot {
         LinuxBoot {
             kernel: self.kernel.clone(),
@@ -159,10 +158,9 @@ impl Args {
     }
 }
 
-/// How the kernel is entered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Protocol {
-    /// PVH for an ELF kernel that can, else the 64-bit Linux protocol.
+    /// PVH for an ELF kernel with a PVH note, else the 64-bit Linux boot protocol.
     Auto,
     /// The 64-bit Linux boot protocol.
     Linux,
@@ -170,21 +168,18 @@ pub enum Protocol {
     Pvh,
 }
 
-/// Where the console goes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Console {
     /// To stdout, with input from stdin.
     Stdout,
-    /// To a file.
     File(PathBuf),
-    /// To the API's clients alone.
+    /// Only to clients of the API.
     Api,
-    /// Nowhere that matters; the API's clients can still read it.
+    /// Nowhere; clients of the API can still read it.
     None,
 }
 
 impl Console {
-    /// Where the monitor itself writes to.
     pub fn output(&self) -> ConsoleOutput {
         match self {
             Self::Stdout => ConsoleOutput::Stdout,
@@ -193,7 +188,6 @@ impl Console {
         }
     }
 
-    /// Whether stdin is typed into it.
     pub fn is_terminal(&self) -> bool {
         *self == Self::Stdout
     }
@@ -209,19 +203,19 @@ impl FromStr for Console {
             "none" => Ok(Self::None),
             _ => match text.strip_prefix("file:") {
                 Some(path) if !path.is_empty() => Ok(Self::File(path.into())),
-                _ => Err("give stdout, file:PATH, api or none".into()),
+                _ => Err("use stdout, file:PATH, api or none".into()),
             },
         }
     }
 }
 
-/// A socket's path, and perhaps the guest's address.
+/// Parses a socket's path with an optional CID.
 fn parse_vsock(text: &str) -> Result<VsockConfig, String> {
     let (path, cid) = match text.rsplit_once(",cid=") {
         Some((path, cid)) => {
             let cid = cid
                 .parse()
-                .map_err(|_| "give cid=N, a number from 3 to 4294967294")?;
+                .map_err(|_| "use cid=N with a number from 3 to 4294967294")?;
             (path, cid)
         }
         None => (text, CID_MIN),
@@ -231,13 +225,14 @@ fn parse_vsock(text: &str) -> Result<VsockConfig, String> {
         false => Ok(VsockConfig {
             path: path.into(),
             cid,
-            // Or any program of the guest could pose as the agent.
+            // Without this, any program in the guest could pose as the agent.
             privileged: vec![patchbay_service::trace::PORT],
         }),
     }
 }
 
-/// A disk image's path and how to use it. The options are at the end: a path may have commas.
+/// Parses a disk image's path and options. The options are parsed from the end, because a path may
+/// contain commas.
 fn parse_disk(text: &str) -> Result<DiskConfig, String> {
     let mut path = text;
     let mut read_only = false;
@@ -261,7 +256,7 @@ fn parse_disk(text: &str) -> Result<DiskConfig, String> {
     }
 }
 
-/// "RATE" or "RATE/BURST".
+/// Parses "RATE" or "RATE/BURST".
 fn parse_rate(text: &str) -> Result<Rate, String> {
     let (per_second, burst) = text.split_once('/').unwrap_or((text, text));
     let rate = Rate {
@@ -270,15 +265,15 @@ fn parse_rate(text: &str) -> Result<Rate, String> {
     };
     match rate {
         Rate { per_second: 0, .. } | Rate { burst: 0, .. } => {
-            Err("give a rate and a burst above 0, or leave them out".into())
+            Err("use a rate and a burst above 0, or leave them out".into())
         }
         rate => Ok(rate),
     }
 }
 
-/// A size in bytes, with a suffix K, M, G or T.
+/// Parses a size in bytes with an optional suffix K, M, G or T.
 fn parse_size(text: &str) -> Result<u64, String> {
-    let hint = "give a number with K, M, G or T, such as 256M";
+    let hint = "use a number with K, M, G or T, such as 256M";
     let (digits, shift) = match text.char_indices().last() {
         Some((at, 'k' | 'K')) => (&text[..at], 10),
         Some((at, 'm' | 'M')) => (&text[..at], 20),

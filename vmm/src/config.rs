@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What a guest is made of.
+//! Configuration of a guest.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -9,21 +9,21 @@ use crate::boot::LinuxBoot;
 use crate::devices::virtio::VirtioConfig;
 use crate::devices::{ConsoleOutput, PortDevice};
 
-/// A guest's configuration.
+/// What a guest consists of, and what it runs.
 pub struct VmConfig {
-    /// What it runs.
+    /// What the guest runs.
     pub payload: Payload,
-    /// Its memory in bytes: a multiple of 4 KiB, 2 MiB to 1 TiB.
+    /// Memory in bytes: a multiple of 4 KiB from 2 MiB to 1 TiB.
     pub memory_bytes: u64,
-    /// Its vCPUs: 1 to 16.
+    /// Number of vCPUs, 1 to 16.
     pub vcpus: u8,
-    /// Where its serial console goes.
+    /// Output of the serial console.
     pub console: ConsoleOutput,
-    /// Its virtio devices.
+    /// Virtio devices.
     pub virtio: VirtioConfig,
-    /// Devices on I/O ports beside the built-in ones.
+    /// Devices on I/O ports, in addition to the built-in ones.
     pub ports: Vec<(RangeInclusive<u16>, Arc<dyn PortDevice>)>,
-    /// Whether to tell the guest about Patchbay (if a transport works here).
+    /// Offer Patchbay to the guest if a transport works on this host.
     pub offer_patchbay: bool,
 }
 
@@ -45,33 +45,32 @@ impl VmConfig {
 
 /// What a guest runs.
 pub enum Payload {
-    /// A Linux kernel, or another one with its boot protocols.
+    /// A Linux kernel, or another kernel with its boot protocols.
     Linux(LinuxBoot),
-    /// Raw machine code in 64-bit mode.
+    /// Machine code in 64-bit mode.
     Raw(RawCode),
 }
 
-/// Raw machine code: 64-bit mode, the first 4 GiB mapped onto themselves,
-/// interrupts off, no interrupt table.
+/// Machine code that starts in 64-bit mode with the first 4 GiB identity-mapped, interrupts
+/// disabled and no IDT.
 pub struct RawCode {
-    /// Bytes and their guest-physical address, at or above 1 MiB.
+    /// The code; at or above 1 MiB in guest memory.
     pub image: Vec<u8>,
-    /// Guest-physical address of the image's first byte.
+    /// Guest-physical address of the first byte.
     pub address: u64,
-    /// Where each vCPU starts; those without an entry stay as a processor does
-    /// that has not been started.
+    /// Start of each vCPU. A vCPU with `None` waits for its start-up interrupt (SIPI).
     pub entries: Vec<Option<RawEntry>>,
 }
 
-/// Where and how a vCPU starts in raw machine code.
+/// Start of a vCPU that runs machine code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RawEntry {
-    /// The first instruction's address.
+    /// Address of the first instruction.
     pub rip: u64,
-    /// The stack pointer.
+    /// Initial RSP.
     pub rsp: u64,
-    /// Put into RDI.
+    /// Initial RDI.
     pub argument: u64,
-    /// At privilege level 3 instead of 0; I/O ports can be used all the same.
+    /// Start at privilege level 3 instead of 0, with access to I/O ports.
     pub user_mode: bool,
 }

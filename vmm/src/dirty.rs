@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Which pages of guest memory the monitor has written.
+//! Bitmap of the guest pages that the monitor has written.
 //!
-//! As vm-memory's `AtomicBitmap`, but for pages whose size the compiler knows: that one divides by
-//! a size found at run time, twice for each write, and a flip of many keys writes often while the guest
-//! stands still.
+//! It replaces vm-memory's `AtomicBitmap`, which divides by a page size that is only known at run
+//! time, twice per write. Here the page size is a constant. A flip of many keys makes many writes
+//! while the guest is stopped.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -15,14 +15,14 @@ use crate::memory::PAGE_SIZE;
 const PAGE_SHIFT: u32 = PAGE_SIZE.trailing_zeros();
 const _: () = assert!(1 << PAGE_SHIFT == PAGE_SIZE);
 
-/// A bit for each page. Bits beyond the end are never set.
+/// One bit per page. Bits past the end are never set.
 #[derive(Debug, Default)]
 pub struct DirtyBitmap {
     words: Box<[AtomicU64]>,
 }
 
 impl DirtyBitmap {
-    /// The word and the bit of a page; `None` beyond the end.
+    /// The word and the bit of a page; `None` past the end.
     #[inline]
     fn bit(&self, page: usize) -> Option<(&AtomicU64, u64)> {
         Some((self.words.get(page / 64)?, 1 << (page % 64)))
@@ -53,8 +53,8 @@ impl Bitmap for DirtyBitmap {
             let Some((word, bit)) = self.bit(page) else {
                 return;
             };
-            // Not only if it is clear: who collects the bits takes them back and then reads the pages,
-            // so that a bit must be set anew after each write.
+            // Set even if the bit is set already: a collector clears the bits and then reads the
+            // pages, so every write must set its bit again.
             word.fetch_or(bit, Ordering::SeqCst);
         }
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is fuzzed in the monitor: plain functions of the fuzzer's bytes, each of which panics if a
-//! promise is broken. libFuzzer calls them (`vmm/fuzz`), and so does a test, over the corpus and some
-//! thousand mutations of it.
+//! Fuzz targets of the monitor. Each is a function of the fuzzer's bytes and panics if an invariant
+//! is broken. libFuzzer calls them from `vmm/fuzz`. A test calls them over the corpus and a few
+//! thousand mutations.
 
 use std::sync::Arc;
 
@@ -15,14 +15,14 @@ use crate::request::{GuestRequests, HYPERCALL, MSR_INDEX, RequestPort};
 
 pub use crate::devices::virtio::fuzzing::{virtio, vsock};
 
-/// The targets by name.
+/// Name and entry point of each fuzz target.
 pub const TARGETS: &[(&str, Target)] = &[
     ("hypercalls", hypercalls),
     ("virtio", virtio),
     ("vsock", vsock),
 ];
 
-/// Arguments of hypercalls and values of the MSR.
+/// Arbitrary arguments of hypercalls and values of the MSR.
 pub fn hypercalls(data: &[u8]) {
     #[derive(Default)]
     struct Asked(std::sync::Mutex<Vec<u64>>);
@@ -42,7 +42,7 @@ pub fn hypercalls(data: &[u8]) {
         }
         let shape = numbers.u8();
         let mut arguments = [0; 6].map(|_: u8| numbers.u64());
-        // Most are nearly right.
+        // Most arguments are nearly valid.
         if shape & 1 == 0 {
             arguments[1] = 1;
         }
@@ -88,27 +88,7 @@ mod short_run;
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{TARGETS, short_run};
 
-    /// Mutations of each target's corpus.
-    const CASES: u32 = 1500;
-
-    fn run(name: &str) {
-        short_run::short_run(TARGETS, name, CASES);
-    }
-
-    #[test]
-    fn hypercalls() {
-        run("hypercalls");
-    }
-
-    #[test]
-    fn virtio() {
-        run("virtio");
-    }
-
-    #[test]
-    fn vsock() {
-        run("vsock");
-    }
+    short_run::short_runs!(TARGETS, 1500; hypercalls, virtio, vsock);
 }

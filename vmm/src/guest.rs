@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A KVM guest as the control service sees it: the service's seams on the monitor's own types.
+//! Implements the service's traits on the monitor's types.
 
 use std::io;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::seccomp;
 use crate::thread;
 use crate::vm::Vm;
 
-/// A [`Vm`] with its name.
+/// A [`Vm`] with its name in the API.
 pub struct VmGuest {
     name: String,
     vm: Arc<Vm>,
@@ -29,7 +29,7 @@ pub struct VmGuest {
 }
 
 impl VmGuest {
-    /// Names a guest.
+    /// Gives a guest its name.
     pub fn new(name: String, vm: Arc<Vm>) -> Self {
         let ram = Arc::new(vm.ram().clone());
         Self { name, vm, ram }
@@ -153,7 +153,7 @@ impl GuestRequests for Registry {
     }
 }
 
-/// Starts the service's threads under the monitor's filters.
+/// Starts the service's threads under the monitor's system call filters.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FilteredThreads;
 

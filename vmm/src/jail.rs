@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What confines the monitor as a whole, from before it reads the guest's files on.
+//! Confines the monitor process, from before it reads the guest's files.
 //!
-//! | by | the monitor |
+//! | mechanism | effect on the monitor |
 //! |---|---|
-//! | `PR_SET_NO_NEW_PRIVS` | gains nothing from programs with more rights |
-//! | rlimits | leaves no core file, in which the guest's memory would be, and has [`DESCRIPTORS`] at most |
-//! | Landlock | reaches only the files and folders of its command line, runs no program, uses no TCP, and no abstract socket or process outside; with a kernel that has `LANDLOCK_ACCESS_FS_RESOLVE_UNIX`, it connects to sockets in the vsock's folder alone |
+//! | `PR_SET_NO_NEW_PRIVS` | gains no privileges from set-uid programs |
+//! | rlimits | no core dump, which would contain the guest's memory; at most [`DESCRIPTORS`] descriptors |
+//! | Landlock | only the files and directories of its command line, no exec, no TCP, no abstract sockets or signals outside; on kernels with `LANDLOCK_ACCESS_FS_RESOLVE_UNIX` it connects only to sockets in the vsock's directory |
 //!
-//! The filters of [`seccomp`](crate::seccomp) come on top, thread by thread. What only a service manager can
-//! give (a user of its own, cgroup limits, a device list) is in `patchbay@.service`.
+//! The filters of [`seccomp`] are added per thread. What only a service manager can
+//! provide (a dedicated user, cgroup limits, a device list) is in `patchbay@.service`.
 //!
-//! Landlock came step by step with kernels 5.13 to 7.x; on an older one the rules that it knows hold.
+//! Landlock gained its rules step by step in kernels 5.13 to 7.x. An older kernel enforces the
+//! rules that it knows.
 
 use std::fs::{FileType, symlink_metadata};
 use std::os::unix::fs::FileTypeExt;
@@ -26,25 +27,26 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use crate::seccomp::{self, SeccompLevel};
 use patchbay_service::log_file::folder_of;
 
-/// Descriptors that the monitor may have: 256 of vsock connections, 64 clients that have named no port,
-/// and plenty of clients of the API.
+/// Limit on the monitor's descriptors: 256 vsock connections, 64 clients that have not named a
+/// port, and the clients of the API.
 pub const DESCRIPTORS: u64 = 2048;
 
-/// The newest rules that are asked for; the kernel enforces those that it knows.
+/// The newest rules requested; the kernel enforces those that it knows.
 const RULES: ABI = ABI::V9;
 
-/// Why the monitor is not confined.
+/// The monitor cannot be confined.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub enum JailError {
-    /// The kernel refuses a limit.
-    #[error("the monitor cannot give up rights ({0}); run with --jail off and report it")]
+    #[error(
+        "the kernel refuses a resource limit or PR_SET_NO_NEW_PRIVS ({0}); run with --jail off and report it"
+    )]
     Limits(#[from] rustix::io::Errno),
-    /// The kernel has Landlock and refuses the rules.
     #[error("the kernel refuses the Landlock rules ({0}); run with --jail off and report it")]
     Landlock(#[from] RulesetError),
 }
 
-/// What the monitor needs of the file system.
+/// Files and directories that the monitor needs.
 #[derive(Debug, Default)]
 pub struct Files {
     read: Vec<PathBuf>,
@@ -53,18 +55,19 @@ pub struct Files {
 }
 
 impl Files {
-    /// A file that is read.
+    /// Allows reading a file.
     pub fn read(&mut self, path: &Path) {
         self.read.push(path.to_owned());
     }
 
-    /// A file that is read and written where it is.
+    /// Allows reading and writing an existing file.
     pub fn write(&mut self, path: &Path) {
         self.write.push(path.to_owned());
     }
 
-    /// A socket or log: made, renamed and removed in its folder, of which the monitor may do that to every
-    /// file. Not the folder of a pipe or a device: in `/dev` that would be much.
+    /// Allows creating, renaming and removing a socket or log in its directory. Landlock grants
+    /// this for every file of the directory, so pipes and devices are excluded: `/dev` would be too
+    /// much.
     pub fn make(&mut self, path: &Path) {
         let special = |kind: FileType| kind.is_fifo() || kind.is_char_device();
         match symlink_metadata(path) {
@@ -74,11 +77,11 @@ impl Files {
     }
 }
 
-/// Confines the calling thread and those that it starts from now on, and sets how
-/// [`seccomp::enter`](crate::seccomp::enter) filters. To be called once, before any thread is started.
+/// Confines the calling thread and the threads that it starts later, and sets how
+/// [`seccomp::enter`] filters. Call it once, before any thread is started.
 ///
 /// # Errors
-/// [`JailError`]: the monitor must not go on.
+/// [`JailError`]. The monitor must not continue then.
 pub fn confine(level: SeccompLevel, files: &Files) -> Result<(), JailError> {
     seccomp::enforce(level);
     if level != SeccompLevel::On {
@@ -89,14 +92,14 @@ pub fn confine(level: SeccompLevel, files: &Files) -> Result<(), JailError> {
     limit(Resource::Nofile, DESCRIPTORS)?;
     match landlock(files)? {
         RulesetStatus::NotEnforced => tracing::warn!(
-            "this host's kernel has no Landlock: the monitor can open whatever its user can until its threads have their filters; use a kernel with CONFIG_SECURITY_LANDLOCK, and lsm=landlock"
+            "this host's kernel has no Landlock, so a thread can open what its user can until it has its filter; use a kernel with CONFIG_SECURITY_LANDLOCK and lsm=landlock"
         ),
         enforced => tracing::info!(?enforced, "confined by Landlock"),
     }
     Ok(())
 }
 
-/// Sets a limit, unless there is a lower one.
+/// Sets a limit unless a lower one is in force.
 fn limit(resource: Resource, value: u64) -> rustix::io::Result<()> {
     let now = getrlimit(resource);
     let value = now.maximum.map_or(value, |maximum| maximum.min(value));
@@ -113,7 +116,7 @@ fn landlock(files: &Files) -> Result<RulesetStatus, RulesetError> {
         ReadFile | WriteFile | Truncate | MakeReg | MakeSock | RemoveFile | ResolveUnix
     });
     let device = make_bitflags!(AccessFs::{ReadFile | WriteFile | IoctlDev});
-    // The number of cores that a cgroup allows (`std::thread::available_parallelism`).
+    // Read by `std::thread::available_parallelism` for the cgroup's CPU limit.
     let cores = [
         "/proc/self/cgroup",
         "/proc/self/mountinfo",
@@ -124,7 +127,7 @@ fn landlock(files: &Files) -> Result<RulesetStatus, RulesetError> {
         .handle_access(AccessNet::from_all(RULES))?
         .scope(Scope::from_all(RULES))?
         .create()?
-        // A file that is not there has no rule; whoever opens it says so.
+        // A missing file gets no rule; opening it later reports the error.
         .add_rules(path_beneath_rules(
             &files.read,
             BitFlags::from(AccessFs::ReadFile),
@@ -151,7 +154,7 @@ mod tests {
 
     use super::*;
 
-    /// Landlock holds for one thread, and so for one test.
+    /// Landlock is per thread, so the test does not affect others.
     #[test]
     fn what_was_not_named_cannot_be_reached() {
         let folder = tempfile::tempdir().unwrap();

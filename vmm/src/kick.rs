@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Getting a vCPU thread out of `KVM_RUN`: the `immediate_exit` byte and a
-//! directed signal.
+//! Forces a vCPU thread out of `KVM_RUN` with the `immediate_exit` byte and a directed signal.
 
 use std::ffi::c_void;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -13,23 +12,22 @@ use kvm_bindings::kvm_run;
 use kvm_ioctls::VcpuFd;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// The signal that interrupts `KVM_RUN`. A real-time signal, so that none of the
-/// C library's or the program's own is in the way.
+/// The signal that interrupts `KVM_RUN`. A real-time signal does not collide with those of the C
+/// library or the program.
 fn kick_signal() -> i32 {
     libc::SIGRTMIN() + 1
 }
 
-/// A vCPU's `immediate_exit` byte, through a mapping of its own.
+/// A vCPU's `immediate_exit` byte, in a separate mapping.
 ///
-/// kvm-ioctls maps the same page and hands out `&mut kvm_run` on the vCPU's
-/// thread; a second mapping, and an atomic, let other threads set the byte
-/// without aliasing that reference.
+/// kvm-ioctls maps the same page and hands out `&mut kvm_run` on the vCPU's thread. A second
+/// mapping and an atomic let other threads set the byte without aliasing that reference.
 #[derive(Debug)]
 pub(crate) struct ImmediateExit {
     page: NonNull<c_void>,
 }
 
-/// Bytes mapped: `immediate_exit` is in the first page of `kvm_run`.
+/// Length of the mapping: `immediate_exit` is in the first page of `kvm_run`.
 const MAPPED: usize = 4096;
 
 // SAFETY: the mapping belongs to the process and not to a thread, and the only
@@ -59,7 +57,6 @@ impl ImmediateExit {
         Ok(Self { page })
     }
 
-    /// Sets or clears the byte.
     pub fn set(&self, exit: bool) {
         let offset = std::mem::offset_of!(kvm_run, immediate_exit);
         // SAFETY: the offset is less than `MAPPED`, the size of the mapping.
@@ -82,8 +79,8 @@ impl Drop for ImmediateExit {
 
 extern "C" fn ignore(_signal: libc::c_int) {}
 
-/// Installs the handler of the kick signal: it does nothing, but a signal with
-/// a handler ends `KVM_RUN` with EINTR.
+/// Installs the handler of the kick signal. It does nothing, but a signal with a handler makes
+/// `KVM_RUN` return EINTR.
 pub(crate) fn install_handler() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
@@ -99,8 +96,8 @@ pub(crate) fn install_handler() {
     });
 }
 
-/// Sends the kick signal to a thread of this process. A thread that has ended
-/// by now is no error.
+/// Sends the kick signal to a thread of this process. A thread that has already ended is not an
+/// error.
 pub(crate) fn kick_thread(thread: i32) {
     let process = rustix::process::getpid().as_raw_nonzero().get();
     // SAFETY: tgkill takes three integers and touches no memory; the signal has

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Letting a thread that answers people run before the vCPUs where they share a core.
+//! Scheduling hints for threads that answer requests.
 //!
-//! A guest that was stopped has work to catch up with once it is resumed. Where its vCPU and the
-//! thread that writes the answer share a core, the scheduler may well let the vCPU have its whole time
-//! slice first: some milliseconds for an answer that takes some microseconds.
+//! A resumed guest has work to catch up with. If its vCPU and the thread that writes the answer
+//! share a core, the scheduler may give the vCPU a whole time slice first: milliseconds for an
+//! answer that takes microseconds.
 
 use std::mem::size_of;
 
-/// The time slice asked for, which in Linux 6.12 and later anybody may ask for: a shorter one means an
-/// earlier turn, not more turns. Earlier kernels take no notice.
+/// Requested time slice. A shorter slice gives earlier turns, not more CPU time. Linux 6.12 and
+/// later grant it to anyone; earlier kernels ignore it.
 const SLICE_NANOSECONDS: u64 = 100_000;
 
-/// Asked for as well; granted to root and those whom `RLIMIT_NICE` allows it.
+/// Requested niceness. Granted to root and within `RLIMIT_NICE`.
 const NICE: i32 = -10;
 
-/// `struct sched_attr`, as of its first version (`include/uapi/linux/sched/types.h`).
+/// `struct sched_attr`, first version (`include/uapi/linux/sched/types.h`).
 #[repr(C)]
 #[derive(Debug, Default)]
 struct Attributes {
@@ -29,11 +29,11 @@ struct Attributes {
     period: u64,
 }
 
-/// Asks for early turns for the calling thread, and for threads that it starts from now on. Whatever
-/// of it the host does not grant is done without.
+/// Requests early turns for the calling thread and the threads that it starts later. The host may
+/// refuse; that is not an error.
 pub fn prefer_this_thread() {
     if !(set(NICE) || set(0)) {
-        tracing::debug!("the scheduler grants no early turns");
+        tracing::debug!("the scheduler refuses a shorter time slice");
     }
 }
 
@@ -45,7 +45,7 @@ fn set(nice: i32) -> bool {
         runtime: SLICE_NANOSECONDS,
         ..Attributes::default()
     };
-    // SAFETY: the kernel reads as many bytes of the structure as its first field says, its size.
+    // SAFETY: the kernel reads as many bytes as the structure's first field, its size, says.
     let result = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
     result == 0
 }
@@ -59,7 +59,7 @@ mod tests {
         assert_eq!(size_of::<Attributes>(), 48);
     }
 
-    /// Without privileges too, and once the thread has what it asks for.
+    /// Also without privileges, and when the values are already set.
     #[test]
     fn a_thread_is_let_have_its_slice() {
         let asked = || {

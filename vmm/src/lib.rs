@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Patchbay's monitor: one process that runs one KVM guest, to be embedded in a program.
+//! Patchbay's monitor: a library that runs one KVM guest in a process.
 //!
-//! It knows nothing of keys. [`vm::Vm`] boots a guest, [`vm::Vm::pause`] stops it, [`memory::GuestRam`]
-//! reads and writes its memory, and [`request::GuestRequests`] is where the guest's own requests come
-//! out. [`guest`] implements the seams of `patchbay-service` on these; the program `patchbay-vmm`
-//! joins the two.
+//! It knows nothing about static keys. [`vm::Vm`] boots a guest, [`vm::Vm::pause`] stops it,
+//! [`memory::GuestRam`] accesses its memory, and [`request::GuestRequests`] receives the guest's
+//! requests. [`guest`] implements the traits of `patchbay-service` on these types. The program
+//! `patchbay-vmm` connects the two.
+
+#![deny(missing_docs)]
 
 pub mod boot;
 pub mod config;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Opening log files again after they were renamed. One thread does it: the filters of the others forbid
-//! opening.
+//! Reopens log files after they were renamed. A dedicated thread does it, because the filters of
+//! the other threads forbid opening files.
 
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -14,11 +14,10 @@ use patchbay_vmm::devices::Console;
 use patchbay_vmm::seccomp::ThreadKind;
 use patchbay_vmm::thread;
 
-/// The thread. It ends with this.
+/// Handle of the thread. Dropping it ends the thread.
 pub struct Logs(SyncSender<()>);
 
 impl Logs {
-    /// Starts it.
     pub fn start(
         audit: Option<Arc<LogPath>>,
         keys: Keys,
@@ -27,29 +26,29 @@ impl Logs {
         let (sender, orders) = sync_channel(1);
         thread::spawn("logs", ThreadKind::LogFiles, move || {
             for () in orders {
-                if let Some(place) = &audit {
-                    reopen(place, &keys);
+                if let Some(path) = &audit {
+                    reopen(path, &keys);
                 }
                 console.reopen();
             }
         })
-        .context("the thread of the log files")?;
+        .context("the log file thread cannot be started; raise the limit on processes")?;
         Ok(Self(sender))
     }
 
-    /// Has the log files opened again, soon.
+    /// Asks the thread to reopen the log files.
     pub fn reopen(&self) {
-        // Full: it has not begun with the last order, which is as good.
+        // The queue is full only if a request is pending, which suffices.
         let _ = self.0.try_send(());
     }
 }
 
-fn reopen(place: &Arc<LogPath>, keys: &Keys) {
-    match AuditFile::open(place.clone()) {
+fn reopen(path: &Arc<LogPath>, keys: &Keys) {
+    match AuditFile::open(path.clone()) {
         Ok(file) => keys.replace_audit_file(file),
         Err(error) => tracing::error!(
-            "the audit log {} cannot be opened again ({error}); its lines go on to the file that had this name",
-            place.path().display()
+            "the audit log {} cannot be reopened ({error}); it continues in the renamed file",
+            path.path().display()
         ),
     }
 }

@@ -48,7 +48,7 @@ fn main() -> ExitCode {
         Ok(reason) => {
             messages::say_last(&reason.to_string());
             match reason {
-                // A triple fault resets a machine: kernels that find no better way use it so.
+                // Kernels without a better method reset a machine by a triple fault.
                 ExitReason::PowerOff
                 | ExitReason::Reset
                 | ExitReason::TripleFault { .. }
@@ -63,24 +63,24 @@ fn main() -> ExitCode {
     }
 }
 
-/// What the monitor handles. All but SIGHUP end it, and the guest with it.
+/// Signals that the monitor handles. All but SIGHUP end it and the guest.
 const SIGNALS: [libc::c_int; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGQUIT, libc::SIGHUP];
 
-/// How long a change that the end has overtaken may take to write down what became of it.
+/// Time allowed at the end for writing the outcome of a change in progress to the audit log.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// Boots the guest and waits until it has ended.
 fn run(args: &Args) -> anyhow::Result<ExitReason> {
-    // Threads inherit this. The handler writes to a socket, which the filters of most of them
-    // forbid; only the API's thread, once it can end things in order, takes these signals.
+    // Threads inherit the blocked signals. The handler writes to a socket, which most threads'
+    // filters forbid. Only the API's thread unblocks the signals, once it can end things in order.
     for signal in SIGNALS {
         match block_signal(signal) {
             Ok(()) | Err(signal::Error::SignalAlreadyBlocked(_)) => {}
-            Err(error) => anyhow::bail!("signals cannot be held back ({error})"),
+            Err(error) => anyhow::bail!("signals cannot be blocked ({error}); report it"),
         }
     }
     jail::confine(args.jail, &args.files())?;
-    // Before the guest: a second monitor on the same socket must not get as far as a guest.
+    // Bound before the guest is made: a second monitor on the same socket must fail first.
     let socket = args
         .api_socket
         .as_deref()
@@ -88,15 +88,16 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         .transpose()?;
     let agent = match &args.vsock {
         Some(vsock) => {
-            Some(AgentSocket::bind(&vsock.path).context("the socket of the guest's agent")?)
+            Some(AgentSocket::bind(&vsock.path).context("the agent's socket cannot be bound")?)
         }
         None => None,
     };
     let tracing = Tracing {
         agent,
-        thread: Some(TraceThread::start(&FilteredThreads).context(
-            "the thread of the agent's events cannot be started; raise the limit on processes",
-        )?),
+        thread: Some(
+            TraceThread::start(&FilteredThreads)
+                .context("the trace thread cannot be started; raise the limit on processes")?,
+        ),
         grace: Duration::from_secs(args.trace_grace.into()),
     };
     let symbols = match &args.symbols {
@@ -106,7 +107,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
     let audit = match &args.audit_log {
         Some(path) => AuditLog::open(path).with_context(|| {
             format!(
-                "the audit log {} cannot be opened; name a file in a folder that is yours",
+                "the audit log {} cannot be opened; use a file in a directory that you can write to",
                 path.display()
             )
         })?,
@@ -124,7 +125,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
     let vm = Arc::new(Vm::new(config, registry.clone())?);
     if !vm.transports().any() && !args.no_patchbay {
         tracing::warn!(
-            "neither transport works on this host: the guest will not be able to register its keys"
+            "neither transport works on this host, so the guest cannot register its keys; run on a host whose KVM supports KVM_CAP_EXIT_HYPERCALL or MSR filters"
         );
     }
     let guest = Arc::new(VmGuest::new(args.name.clone(), vm.clone()));
@@ -137,7 +138,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         ..KeysConfig::default()
     };
     let (keys, _) = Keys::start(guest, registry, keys_config)
-        .context("the thread of the keys cannot be started; raise the limit on processes")?;
+        .context("the executor of the keys cannot be started; raise the limit on processes")?;
     let logs = Logs::start(audit_place, keys.clone(), vm.console().clone())?;
 
     let terminal = Terminal::connect(args.console.is_terminal(), vm.console().clone())?;
@@ -145,8 +146,8 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
-        .context("the API's runtime cannot be made; raise the limit on open files")?;
-    // After all other threads were started, which would have inherited it.
+        .context("the API's runtime cannot be created; raise the limit on open files")?;
+    // After all other threads were started: threads inherit the hint.
     latency::prefer_this_thread();
     seccomp::enter(ThreadKind::Api)?;
     let signals = Signals {
@@ -159,7 +160,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
     Ok(reason)
 }
 
-/// What signals do.
+/// Handles the monitor's signals.
 struct Signals {
     vm: Arc<Vm>,
     logs: Logs,
@@ -167,19 +168,20 @@ struct Signals {
 }
 
 impl Signals {
-    /// Lets the signals in, and carries them out.
+    /// Unblocks the signals and handles them until the monitor has to end.
     ///
     /// # Errors
-    /// They cannot be let in, or one that ends the guest has come twice: somebody does not want to
-    /// wait any longer.
+    /// The signals cannot be unblocked, or a second signal asks to end without waiting for the
+    /// guest.
     async fn handle(&self) -> anyhow::Result<std::convert::Infallible> {
         let mut interrupt = listen(SignalKind::interrupt())?;
         let mut terminate = listen(SignalKind::terminate())?;
         let mut quit = listen(SignalKind::quit())?;
         let mut hangup = listen(SignalKind::hangup())?;
         for signal in SIGNALS {
-            unblock_signal(signal)
-                .map_err(|error| anyhow::anyhow!("signals cannot be let in ({error})"))?;
+            unblock_signal(signal).map_err(|error| {
+                anyhow::anyhow!("signals cannot be unblocked ({error}); report it")
+            })?;
         }
         let mut ending = false;
         loop {
@@ -193,10 +195,10 @@ impl Signals {
                 self.logs.reopen();
                 continue;
             }
-            // A hang-up may be told twice (`__tty_hangup()`, `drivers/tty/tty_io.c`).
+            // The kernel may send a hang-up twice (`__tty_hangup()`, `drivers/tty/tty_io.c`).
             anyhow::ensure!(
                 !(from_somebody && ending),
-                "a second signal has ended the monitor before its guest had ended"
+                "a second signal ended the monitor before its guest had ended"
             );
             ending = true;
             self.vm.shutdown();
@@ -204,7 +206,7 @@ impl Signals {
     }
 }
 
-/// Serves the API until the guest has ended, or a signal ends it.
+/// Serves the API until the guest ends or a signal ends it.
 async fn serve(
     vm: Arc<Vm>,
     socket: Option<ApiSocket>,
@@ -218,10 +220,10 @@ async fn serve(
         .spawn(move || ended.send(vm.wait()))
         .context("a thread cannot be started; raise the limit on processes")?;
     let (stop, stopped) = oneshot::channel::<()>();
-    let owner = keys.clone();
+    let executor = keys.clone();
     let serving = async {
         let stopped = async {
-            // The sender is dropped, or sends: both mean the end.
+            // A message and a dropped sender both mean the end.
             let _ = stopped.await;
         };
         match socket {
@@ -235,13 +237,13 @@ async fn serve(
     let ending = async {
         let _stop = stop;
         tokio::select! {
-            reason = end => reason.context("the guest's end was not seen"),
+            reason = end => reason.context("the thread that waits for the guest has ended"),
             result = signals.handle() => result.map(|never| match never {}),
         }
     };
     let (served, reason) = tokio::join!(serving, ending);
-    // Answered after the change in progress, if there is one, so that the audit log has its outcome.
-    if tokio::time::timeout(LAST_WORDS, owner.tick())
+    // Answered after the change in progress, so that the audit log has its outcome.
+    if tokio::time::timeout(LAST_WORDS, executor.tick())
         .await
         .is_err()
     {

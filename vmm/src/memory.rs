@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The guest's memory: where it lies, and how the monitor reads and writes it.
+//! Guest memory: its layout, and how the monitor accesses it.
 //!
 //! ```text
 //!  0 ─────────────── 3 GiB ─────────── 4 GiB ────────────────▶
 //!  │ low RAM          │ devices (APIC…)  │ what did not fit below
-//! ```
+//!  │ low RAM          │ devices (APIC…)  │ high RAM
 //!
-//! Every access goes through vm-memory's volatile slices: the guest may write
-//! the same bytes at the same time, so no Rust reference to guest memory ever
-//! exists, and each write of the monitor marks the dirty bitmap.
+//! Every access goes through volatile slices or pointers, because the guest may write the same
+//! bytes at the same time. No Rust reference to guest memory ever exists. Each write of the monitor
+//! marks the dirty bitmap.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -22,49 +22,46 @@ use vm_memory::{
 
 use crate::dirty::DirtyBitmap;
 
-/// Start of the gap that x86 keeps below 4 GiB for devices (the local APIC at
-/// 0xfee00000, the I/O APIC at 0xfec00000, KVM's TSS pages).
+/// Start of the gap that x86 reserves below 4 GiB for devices (local APIC at 0xfee00000, I/O APIC
+/// at 0xfec00000, KVM's TSS pages).
 pub const DEVICE_GAP_START: u64 = 3 << 30;
 
-/// End of the device gap; memory beyond the low part continues here.
+/// End of the device gap, where high memory starts.
 pub const DEVICE_GAP_END: u64 = 4 << 30;
 
-/// The least memory a guest can have, in bytes. The boot structures alone end
-/// at 1 MiB, and the smallest Linux kernel needs some more.
+/// Minimum size of guest memory in bytes. The boot structures end at 1 MiB, and the smallest Linux
+/// kernel needs some more.
 pub const MEMORY_MIN: u64 = 2 << 20;
 
-/// The most memory a guest can have, in bytes.
+/// Maximum size of guest memory in bytes.
 pub const MEMORY_MAX: u64 = 1 << 40;
 
-/// Why the guest's memory could not be set up.
+/// Guest memory cannot be set up.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub enum MemoryError {
-    /// The size is out of range or not whole pages.
     #[error(
-        "guest memory of {0} bytes is not possible: give a multiple of 4 KiB from 2 MiB to 1 TiB"
+        "guest memory of {0} bytes is not possible; use a multiple of 4 KiB from 2 MiB to 1 TiB"
     )]
     Size(u64),
-    /// The host refused the mapping.
-    #[error("the host cannot map {bytes} bytes for the guest ({source}): give the guest less")]
+    #[error("the host cannot map {bytes} bytes for the guest ({source}); give the guest less")]
     Map {
-        /// The size that was asked for.
         bytes: u64,
-        /// What the host said.
         source: vm_memory::mmap::FromRangesError,
     },
 }
 
-/// The guest's RAM. Clones share the same memory.
+/// RAM of a guest. Clones share the memory.
 #[derive(Debug, Clone)]
 pub struct GuestRam {
     mmap: GuestMemoryMmap<DirtyBitmap>,
 }
 
 impl GuestRam {
-    /// Maps `bytes` of zeroed memory; the host provides each page when it is first touched.
+    /// Maps `bytes` of zeroed memory. The host allocates each page at its first access.
     ///
     /// # Errors
-    /// [`MemoryError`] for a size out of range, or when the host has no room.
+    /// [`MemoryError`] if the size is out of range or the host refuses the mapping.
     pub fn new(bytes: u64) -> Result<Self, MemoryError> {
         if !(MEMORY_MIN..=MEMORY_MAX).contains(&bytes) || !bytes.is_multiple_of(PAGE_SIZE) {
             return Err(MemoryError::Size(bytes));
@@ -80,28 +77,28 @@ impl GuestRam {
         Ok(Self { mmap })
     }
 
-    /// The vm-memory view, for loaders and memory slots.
+    /// The vm-memory view, for kernel loaders and memory slots.
     #[must_use]
     pub fn mmap(&self) -> &GuestMemoryMmap<DirtyBitmap> {
         &self.mmap
     }
 
-    /// Bytes of memory below the device gap.
+    /// Size of the memory below the device gap in bytes.
     #[must_use]
     pub fn low_bytes(&self) -> u64 {
         self.mmap.iter().next().map_or(0, GuestMemoryRegion::len)
     }
 
-    /// Bytes of memory from 4 GiB on.
+    /// Size of the memory from 4 GiB on in bytes.
     #[must_use]
     pub fn high_bytes(&self) -> u64 {
         self.mmap.iter().skip(1).map(GuestMemoryRegion::len).sum()
     }
 
-    /// Finds `length` bytes at a guest-physical address.
+    /// Locates `length` bytes at a guest-physical address.
     ///
     /// # Errors
-    /// [`OutsideMemory`] unless all of them lie in one region.
+    /// [`OutsideMemory`] unless all bytes lie in one region.
     pub fn piece(&self, address: u64, length: usize) -> Result<Piece, OutsideMemory> {
         let outside = OutsideMemory { address, length };
         let length32 = u32::try_from(length).map_err(|_| outside)?;
@@ -130,24 +127,24 @@ impl GuestRam {
             .ok()
     }
 
-    /// Copies a piece out; `bytes` must be as long as the piece. False: nothing was read.
+    /// Copies a piece out. `bytes` must be as long as the piece. Returns false if nothing was read.
     #[must_use]
     #[inline]
     pub fn read_piece(&self, piece: Piece, bytes: &mut [u8]) -> bool {
         bytes.len() == piece.length() && self.copy_out(piece, bytes)
     }
 
-    /// Copies a piece in and marks it dirty; `bytes` must be as long as the
-    /// piece. False: nothing was written.
+    /// Copies a piece in and marks it dirty. `bytes` must be as long as the piece. Returns false if
+    /// nothing was written.
     #[must_use]
     #[inline]
     pub fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool {
         bytes.len() == piece.length() && self.copy_in(piece, bytes)
     }
 
-    /// The region of a piece and the address of its first byte in this process, if the piece is as
-    /// short as a word or an instruction and wholly in the region. Inlined, with what uses it,
-    /// because thousands of these are made while a guest stands still.
+    /// The region of a short piece (a word or an instruction) and the host address of its first
+    /// byte. Returns `None` unless the whole piece is in the region. Inlined with its callers,
+    /// because a flip makes thousands of these accesses while the guest is stopped.
     #[inline]
     fn short(&self, piece: Piece) -> Option<(&GuestRegionMmap<DirtyBitmap>, *mut u8, usize)> {
         let region = self.mmap.iter().nth(piece.region() as usize)?;
@@ -161,7 +158,7 @@ impl GuestRam {
         Some((region, first, offset))
     }
 
-    /// `bytes` is as long as the piece.
+    /// `bytes` must be as long as the piece.
     #[inline]
     fn copy_out(&self, piece: Piece, bytes: &mut [u8]) -> bool {
         let Some((_, from, _)) = self.short(piece) else {
@@ -169,7 +166,7 @@ impl GuestRam {
             return slice.is_some_and(|slice| slice.read_slice(bytes, 0).is_ok());
         };
         match bytes.len() {
-            // In one access: the guest may write the word meanwhile.
+            // A single access: the guest may write the word meanwhile.
             4 if from.cast::<u32>().is_aligned() => {
                 // SAFETY: four bytes of the mapping, aligned; no reference to them exists.
                 let word = unsafe { from.cast::<u32>().read_volatile() };
@@ -192,7 +189,7 @@ impl GuestRam {
         true
     }
 
-    /// `bytes` is as long as the piece.
+    /// `bytes` must be as long as the piece.
     #[inline]
     fn copy_in(&self, piece: Piece, bytes: &[u8]) -> bool {
         use vm_memory::bitmap::Bitmap;
@@ -218,9 +215,9 @@ impl GuestRam {
         true
     }
 
-    /// Atomically replaces `current` by `new` in an aligned piece of four bytes
-    /// and marks it dirty. `None`: the piece is not four aligned bytes;
-    /// otherwise as [`AtomicU32::compare_exchange`].
+    /// Atomically replaces `current` by `new` in an aligned piece of four bytes and marks it dirty.
+    /// Returns `None` if the piece is not four aligned bytes; otherwise the result of
+    /// [`AtomicU32::compare_exchange`].
     #[must_use]
     pub fn compare_exchange_u32(
         &self,
@@ -273,7 +270,7 @@ impl GuestRam {
         }
     }
 
-    /// Whether the page of memory at `address` was written by the monitor.
+    /// Returns whether the monitor has written the page at `address`.
     #[must_use]
     pub fn is_dirty(&self, address: u64) -> bool {
         use vm_memory::bitmap::Bitmap;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The monitor's own messages on stderr.
+//! The monitor's messages on stderr.
 //!
-//! Whoever should read them may not do so. No thread waits for them: not a vCPU's, which would miss pauses,
-//! nor the API's, which ends the guest when it is told to.
+//! The reader of stderr may be stuck. No thread waits for it: a vCPU thread would miss pauses, and
+//! the API's thread could not end the guest.
 
 use std::backtrace::Backtrace;
 use std::io::{self, Write};
@@ -12,19 +12,19 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// A pipe that is ready takes so much at once (`PIPE_BUF`, pipe(7)).
+/// A pipe that polls writable accepts this many bytes without blocking (`PIPE_BUF`, pipe(7)).
 const AT_ONCE: usize = 4096;
 
-/// How long the last message waits for its reader.
+/// Time allowed for the last message.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// Writes to stderr what there is room for now, and drops the rest.
+/// Writes to stderr without blocking; drops what does not fit.
 pub struct Stderr {
     patience: Duration,
 }
 
 impl Stderr {
-    /// Does not wait for room.
+    /// A writer that never waits for room.
     pub fn new() -> Self {
         Self {
             patience: Duration::ZERO,
@@ -52,22 +52,22 @@ impl Write for Stderr {
     }
 }
 
-/// Says how the monitor has ended.
+/// Reports how the monitor ended.
 pub fn say_last(text: &str) {
     let mut stderr = Stderr {
         patience: LAST_WORDS,
     };
-    // Nobody is left to tell.
+    // Nothing can be done if stderr is closed.
     let _ = writeln!(stderr, "patchbay-vmm: {text}");
 }
 
-/// The panic hook. It gives no terminal back: on most threads the filter forbids that, and the guest's end
-/// does it.
+/// The panic hook. It does not restore the terminal, because most threads' filters forbid that; the
+/// end of the guest does it.
 pub fn report_panic(panic: &PanicHookInfo<'_>) {
     let thread = std::thread::current();
     let name = thread.name().unwrap_or("unnamed");
     let backtrace = Backtrace::capture();
     let text = format!("patchbay-vmm: thread {name}: {panic}\n{backtrace}\n");
-    // As with any other message.
+    // A message that does not fit is dropped.
     let _ = Stderr::new().write_all(text.as_bytes());
 }

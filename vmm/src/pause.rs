@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Stopping every vCPU, and knowing that each has stopped.
+//! Stops every vCPU and waits until each has stopped.
 //!
-//! Each vCPU is a plain thread with a state word of its own:
+//! Each vCPU has a thread and a state word:
 //!
 //! ```text
-//!              thread starts                   pause asked for
+//!              thread starts                   pause requested
 //!  NotStarted ──────────────▶ Running ────────────────────────▶ StopRequested
 //!                              │  ▲  ▲  deadline missed           │        │
 //!                 saw the word │  │  └────────────────────────────┘        │
@@ -15,24 +15,22 @@
 //!  any ──────────────▶ Exited     (guest ended, or the vCPU can never run again)
 //! ```
 //!
-//! The controller and the vCPUs meet in two words:
+//! The controller and the vCPUs share two words:
 //!
-//! - `word`: says whether a pause is wanted. Who parks sleeps on it, so that one
-//!   futex wake resumes all.
-//! - `outstanding`: how many vCPUs are in `StopRequested`. Who leaves that state
-//!   takes one off, whether it parks, exits or is given up on; the one who takes
-//!   the last off wakes the controller.
+//! - `word` says whether a pause is wanted. Parked vCPUs sleep on it, so one futex wake resumes
+//!   them all.
+//! - `outstanding` counts the vCPUs in `StopRequested`. A vCPU that leaves that state, because it
+//!   parks, exits or is given up on, decrements the count. The last one wakes the controller.
 //!
-//! Why no vCPU can run on unnoticed: a vCPU stores `Running` and *then* looks at
-//! `word`; the controller changes `word` and *then* looks at the states. All
-//! of it is sequentially consistent, so either the vCPU sees the wish and
-//! parks by itself, or the controller sees `Running` and signals it. A vCPU that
-//! the controller finds `Parked`, `NotStarted` or `Exited` cannot enter the guest
-//! before `word` says so.
+//! No vCPU can run on unnoticed. A vCPU stores `Running` and *then* reads `word`. The controller
+//! changes `word` and *then* reads the states. All accesses are sequentially consistent, so either
+//! the vCPU sees the request and parks by itself, or the controller sees `Running` and signals it.
+//! A vCPU that the controller finds `Parked`, `NotStarted` or `Exited` cannot enter the guest
+//! before `word` allows it.
 //!
-//! Why no signal is lost: the controller sets `immediate_exit` and then signals;
-//! the vCPU clears `immediate_exit` and then looks at `word` (KVM API, 5, The
-//! kvm_run structure: a set `immediate_exit` makes `KVM_RUN` return at once).
+//! No signal is lost. The controller sets `immediate_exit` and then signals. The vCPU clears
+//! `immediate_exit` and then reads `word`. A set `immediate_exit` makes `KVM_RUN` return at once
+//! (KVM API, 5, The kvm_run structure).
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering::SeqCst};
 use std::sync::{Mutex, PoisonError};
@@ -43,26 +41,26 @@ use rustix::thread::futex;
 
 use crate::kick::{ImmediateExit, kick_thread};
 
-/// How long the controller spins before it sleeps, where it has a core that no vCPU it waits
-/// for needs. A vCPU leaves the guest in less; a core that sleeps takes as long again to wake,
-/// on a virtual machine most of all.
+/// Time that the controller spins before it sleeps, if it has a core of its own. A vCPU leaves the
+/// guest faster than this. Waking a sleeping core takes as long again, most of all on a virtual
+/// machine.
 const SPIN: Duration = Duration::from_micros(100);
 
-/// Rounds that the controller spins where a vCPU may need its core, about 2 µs: enough for vCPUs
-/// that are stopped already. More makes stopping slower by as much.
+/// Iterations that the controller spins if a vCPU may need its core, about 2 µs: enough for vCPUs
+/// that have already stopped. More iterations delay the stop by as much.
 const SPINS_ON_A_SHARED_CORE: u32 = 50;
 
-/// In `word`: the guest is being ended, nobody parks any more.
+/// Bit in `word`: the guest is being ended and nobody parks.
 const TERMINATE: u32 = 1;
 
-/// In `word`: a pause is wanted. Pausing and resuming both add it, so that the
-/// bits above count them and no sleeper takes one pause for another.
+/// Bit in `word`: a pause is wanted. Pausing and resuming both add it, so the bits above count
+/// pauses and a sleeper cannot mistake one pause for another.
 const PAUSE: u32 = 2;
 
-/// A state of the machine above.
+/// State of a vCPU; see the diagram above.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-enum State {
+enum VcpuState {
     NotStarted,
     Running,
     StopRequested,
@@ -70,7 +68,7 @@ enum State {
     Exited,
 }
 
-/// Kind in the top byte, detail below: one word, so that it is never seen half-written.
+/// The kind is in the top byte and the detail below it. One word is never seen half-written.
 fn to_word(activity: Activity) -> u64 {
     let (kind, detail) = match activity {
         Activity::Monitor => (0, 0),
@@ -93,7 +91,7 @@ fn from_word(word: u64) -> Activity {
     }
 }
 
-/// What the controller and one vCPU thread share.
+/// State shared by the controller and one vCPU thread.
 #[derive(Debug)]
 struct Slot {
     state: AtomicU8,
@@ -106,8 +104,8 @@ struct Slot {
 }
 
 impl Slot {
-    /// Moves from one state to another; false: it was not in the first.
-    fn exchange(&self, from: State, to: State) -> bool {
+    /// Compare-and-exchange of the state; returns false if it was not `from`.
+    fn exchange(&self, from: VcpuState, to: VcpuState) -> bool {
         self.state
             .compare_exchange(from as u8, to as u8, SeqCst, SeqCst)
             .is_ok()
@@ -124,7 +122,7 @@ impl Slot {
 pub(crate) struct Stopped {
     /// Guest-virtual address of the next instruction.
     pub rip: u64,
-    /// Whether a breakpoint exception (#BP) waits to be delivered.
+    /// A breakpoint exception (#BP) is pending.
     pub breakpoint: bool,
 }
 
@@ -137,9 +135,9 @@ pub struct Pauser {
     sleeping: AtomicBool,
     held: AtomicBool,
     slots: Box<[Slot]>,
-    /// Cores that this process may run on.
+    /// Number of cores that this process may run on.
     cores: usize,
-    /// Room for the RIPs, kept so that a pause allocates nothing.
+    /// Buffer for the RIPs; reused so that a pause does not allocate.
     rips: Mutex<Vec<u64>>,
 }
 
@@ -148,7 +146,7 @@ impl Pauser {
         let slots: Box<[Slot]> = immediate_exits
             .into_iter()
             .map(|immediate_exit| Slot {
-                state: AtomicU8::new(State::NotStarted as u8),
+                state: AtomicU8::new(VcpuState::NotStarted as u8),
                 thread: AtomicI32::new(0),
                 activity: AtomicU64::new(to_word(Activity::Monitor)),
                 rip: AtomicU64::new(0),
@@ -168,13 +166,13 @@ impl Pauser {
         }
     }
 
-    /// Stops every vCPU. They stay stopped until the answer is dropped.
+    /// Stops every vCPU until the returned guard is dropped.
     ///
-    /// vCPUs that have not started, are halted or have exited count as stopped.
-    /// Takes some tens of microseconds when the vCPUs have cores to run on.
+    /// vCPUs that have not started, are halted or have exited count as stopped. Stopping takes some
+    /// tens of microseconds if the vCPUs have cores to run on.
     ///
     /// # Errors
-    /// [`PauseError`]; in each case the guest runs on and nothing has changed.
+    /// [`PauseError`]. In each case the guest runs on and nothing has changed.
     pub fn pause(&self, deadline: Duration) -> Result<Paused<'_>, PauseError> {
         if self.held.swap(true, SeqCst) {
             return Err(PauseError::AlreadyPaused);
@@ -186,9 +184,9 @@ impl Pauser {
         }
         let mut asked = 0;
         for slot in &self.slots {
-            // Counted first: the vCPU may stop, and take itself off, at once.
+            // Counted before the signal: the vCPU may stop and decrement the count at once.
             self.outstanding.fetch_add(1, SeqCst);
-            if slot.exchange(State::Running, State::StopRequested) {
+            if slot.exchange(VcpuState::Running, VcpuState::StopRequested) {
                 slot.kick();
                 asked += 1;
             } else {
@@ -197,7 +195,7 @@ impl Pauser {
         }
         if !self.wait_until_stopped(asked, began, deadline) {
             let late = self.give_up();
-            // Empty: the last stopped between the deadline and this look.
+            // Empty if the last vCPU stopped after the deadline but before this check.
             if !late.is_empty() {
                 self.resume();
                 return Err(PauseError::Late { deadline, late });
@@ -208,9 +206,9 @@ impl Pauser {
         rips.clear();
         let mut breakpoint = false;
         for slot in &self.slots {
-            // Not only those in `Parked`: one that woke from the last pause into this
-            // one is briefly in `Running`, but has not moved.
-            if slot.state.load(SeqCst) != State::Exited as u8 && slot.has_rip.load(SeqCst) {
+            // The state need not be `Parked`: a vCPU that wakes from the previous pause into this
+            // one is briefly `Running` but has not moved.
+            if slot.state.load(SeqCst) != VcpuState::Exited as u8 && slot.has_rip.load(SeqCst) {
                 rips.push(slot.rip.load(SeqCst));
                 breakpoint |= slot.breakpoint.load(SeqCst);
             }
@@ -227,7 +225,8 @@ impl Pauser {
         self.rips.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until none of the vCPUs asked is in `StopRequested`. False: the deadline passed first.
+    /// Waits until no requested vCPU is in `StopRequested`. Returns false if the deadline passes
+    /// first.
     fn wait_until_stopped(&self, asked: usize, began: Instant, deadline: Duration) -> bool {
         let mut rounds = 0;
         while rounds < SPINS_ON_A_SHARED_CORE
@@ -252,7 +251,7 @@ impl Pauser {
                 tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
                 tv_nsec: left.subsec_nanos().into(),
             };
-            // Woken, timed out, interrupted, or the count had moved on: look again.
+            // Woken, timed out, interrupted, or the count has changed: check again.
             let _ = futex::wait(
                 &self.outstanding,
                 futex::Flags::PRIVATE,
@@ -264,12 +263,12 @@ impl Pauser {
         stopped
     }
 
-    /// Takes the request back from those who have not followed it, and names them.
+    /// Withdraws the request from the vCPUs that have not stopped, and returns them.
     fn give_up(&self) -> Vec<LateVcpu> {
         let mut late = vec![];
         for (vcpu, slot) in self.slots.iter().enumerate() {
             let activity = from_word(slot.activity.load(SeqCst));
-            if slot.exchange(State::StopRequested, State::Running) {
+            if slot.exchange(VcpuState::StopRequested, VcpuState::Running) {
                 self.outstanding.fetch_sub(1, SeqCst);
                 late.push(LateVcpu {
                     vcpu,
@@ -287,19 +286,19 @@ impl Pauser {
         self.held.store(false, SeqCst);
     }
 
-    /// Ends every vCPU thread, parked or running. Cannot be taken back.
+    /// Ends every vCPU thread, parked or running. This cannot be undone.
     pub(crate) fn terminate(&self) {
         self.word.fetch_or(TERMINATE, SeqCst);
         let _ = futex::wake(&self.word, futex::Flags::PRIVATE, i32::MAX.cast_unsigned());
         for slot in &self.slots {
             let state = slot.state.load(SeqCst);
-            if state == State::Running as u8 || state == State::StopRequested as u8 {
+            if state == VcpuState::Running as u8 || state == VcpuState::StopRequested as u8 {
                 slot.kick();
             }
         }
     }
 
-    /// The vCPU thread's side.
+    /// The handle of a vCPU thread.
     pub(crate) fn vcpu(&self, index: usize) -> VcpuSide<'_> {
         VcpuSide {
             pauser: self,
@@ -308,7 +307,7 @@ impl Pauser {
     }
 }
 
-/// The guest, stopped. Dropping this resumes it.
+/// A stopped guest. Dropping this resumes it.
 #[derive(Debug)]
 pub struct Paused<'a> {
     pauser: &'a Pauser,
@@ -318,21 +317,20 @@ pub struct Paused<'a> {
 }
 
 impl Paused<'_> {
-    /// The instruction pointers of the stopped vCPUs, in the order of their
-    /// indices. vCPUs that have not started or have exited have none.
+    /// Instruction pointers of the stopped vCPUs, ordered by index. vCPUs that have not started or
+    /// have exited have none.
     #[must_use]
     pub fn rips(&self) -> &[u64] {
         &self.rips
     }
 
-    /// Whether a breakpoint exception (#BP) waits to be delivered on any vCPU:
-    /// the guest is in the middle of patching its own text.
+    /// Returns whether a #BP is pending on any vCPU. If so, the guest is patching its own text.
     #[must_use]
     pub fn breakpoint_pending(&self) -> bool {
         self.breakpoint
     }
 
-    /// From the request to stop until the last vCPU had stopped.
+    /// Time from the request until the last vCPU stopped.
     #[must_use]
     pub fn stop_time(&self) -> Duration {
         self.stop_time
@@ -346,19 +344,19 @@ impl Drop for Paused<'_> {
     }
 }
 
-/// What a vCPU thread does next.
+/// What a vCPU thread has to do next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Next {
+pub(crate) enum NextStep {
     /// Enter the guest.
     Run,
-    /// A pause is wanted: settle what is pending, then [`VcpuSide::park`].
+    /// Complete what is pending, then call [`VcpuSide::park`].
     Park(u32),
     /// End the thread.
     End,
 }
 
-/// One vCPU thread's hold on the pauser. It ends with the thread's work, also by a panic: no pause waits
-/// for a vCPU that can never run again.
+/// A vCPU thread's handle on the pauser. Dropping it, even in a panic, marks the vCPU as exited, so
+/// that no pause waits for it.
 #[derive(Debug)]
 pub(crate) struct VcpuSide<'a> {
     pauser: &'a Pauser,
@@ -366,28 +364,29 @@ pub(crate) struct VcpuSide<'a> {
 }
 
 impl VcpuSide<'_> {
-    /// To be called first on the vCPU's thread.
+    /// Marks the vCPU as running. The vCPU's thread calls it first.
     pub fn start(&self) {
         let thread = rustix::thread::gettid().as_raw_nonzero().get();
         self.slot.thread.store(thread, SeqCst);
-        self.slot.state.store(State::Running as u8, SeqCst);
+        self.slot.state.store(VcpuState::Running as u8, SeqCst);
     }
 
-    /// What is wanted now. Clears `immediate_exit` first: see the module's head.
-    pub fn next(&self) -> Next {
+    /// What the thread has to do now. Clears `immediate_exit` first: see the module's
+    /// documentation.
+    pub fn next(&self) -> NextStep {
         self.slot.immediate_exit.set(false);
         self.peek()
     }
 
-    /// As [`next`](Self::next), but leaves `immediate_exit` alone.
-    pub fn peek(&self) -> Next {
+    /// Like [`next`](Self::next), but leaves `immediate_exit` alone.
+    pub fn peek(&self) -> NextStep {
         let word = self.pauser.word.load(SeqCst);
         if word & TERMINATE != 0 {
-            Next::End
+            NextStep::End
         } else if word & PAUSE != 0 {
-            Next::Park(word)
+            NextStep::Park(word)
         } else {
-            Next::Run
+            NextStep::Run
         }
     }
 
@@ -396,37 +395,37 @@ impl VcpuSide<'_> {
         self.slot.immediate_exit.set(true);
     }
 
-    /// Publishes where the vCPU stopped and sleeps until no pause is wanted any
-    /// more; `word` is the one that was seen.
+    /// Publishes where the vCPU stopped and sleeps until the pause ends. `word` is the value that
+    /// asked for the pause.
     pub fn park(&self, word: u32, stopped: Stopped) {
         self.slot.rip.store(stopped.rip, SeqCst);
         self.slot.breakpoint.store(stopped.breakpoint, SeqCst);
         self.slot.has_rip.store(true, SeqCst);
         let mut word = word;
         loop {
-            self.leave_to(State::Parked);
+            self.leave_to(VcpuState::Parked);
             while self.pauser.word.load(SeqCst) == word {
-                // Woken or interrupted: the loop looks again.
+                // Woken or interrupted: the loop checks again.
                 let _ = futex::wait(&self.pauser.word, futex::Flags::PRIVATE, word, None);
             }
-            self.slot.state.store(State::Running as u8, SeqCst);
+            self.slot.state.store(VcpuState::Running as u8, SeqCst);
             match self.peek() {
-                // The next pause came before this thread woke: it never left its place.
-                Next::Park(next) => word = next,
-                Next::Run | Next::End => return,
+                // The next pause started before this thread woke. The vCPU has not moved.
+                NextStep::Park(next) => word = next,
+                NextStep::Run | NextStep::End => return,
             }
         }
     }
 
-    /// Notes what the thread is busy with.
+    /// Records what the thread is doing, for reports about late vCPUs.
     pub fn busy(&self, activity: Activity) {
         self.slot
             .activity
             .store(to_word(activity), std::sync::atomic::Ordering::Relaxed);
     }
 
-    fn leave_to(&self, state: State) {
-        if self.slot.state.swap(state as u8, SeqCst) == State::StopRequested as u8 {
+    fn leave_to(&self, state: VcpuState) {
+        if self.slot.state.swap(state as u8, SeqCst) == VcpuState::StopRequested as u8 {
             self.take_off();
         }
     }
@@ -441,6 +440,6 @@ impl VcpuSide<'_> {
 
 impl Drop for VcpuSide<'_> {
     fn drop(&mut self) {
-        self.leave_to(State::Exited);
+        self.leave_to(VcpuState::Exited);
     }
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Which of the two transports reach user space on this host.
+//! Probes which of the two transports reach user space on this host.
 //!
-//! Asking KVM for its capabilities is not enough: there are hosts that offer
-//! `KVM_CAP_EXIT_HYPERCALL` and on which the hypercall instruction never leaves the
-//! guest. So a throw-away guest of two vCPUs and a few bytes tries both.
+//! KVM's capabilities are not enough: some hosts offer `KVM_CAP_EXIT_HYPERCALL`, but the hypercall
+//! instruction never leaves the guest. So a throw-away guest with two vCPUs and a few instructions
+//! tries both.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -24,30 +24,30 @@ use crate::vm::{VmError, map_memory};
 use crate::x86::registers::{self, Mode};
 use patchbay_service::abi;
 
-/// How long the guest may take for its few instructions before it is looked at.
+/// Time that the guest may take for its instructions before its RIP is checked.
 const PATIENCE: Duration = Duration::from_millis(5);
 
-/// How often it may be found at its first instructions, or at none, before it is
-/// given up. A busy host needs some of these, a spinning instruction takes all.
+/// Number of checks that may find the guest at its first instructions before it is given up. A busy
+/// host needs some of them; an instruction that spins takes all.
 const ROUNDS: u32 = 4;
 
-/// `KVM_HC_MAP_GPA_RANGE` as a bit of `KVM_CAP_EXIT_HYPERCALL`.
+/// The bit of `KVM_HC_MAP_GPA_RANGE` in `KVM_CAP_EXIT_HYPERCALL`.
 const HYPERCALL_BIT: u64 = 1 << HYPERCALL;
 
-/// Where the probe's code goes.
+/// Guest-physical address of the probe's code.
 const CODE: u64 = 0x10_0000;
 
-/// How a guest's requests can reach the monitor.
+/// Transports by which a guest's requests can reach the monitor.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Transports {
     /// The hypercall instruction with `KVM_HC_MAP_GPA_RANGE`.
     pub hypercall: bool,
-    /// WRMSR to an index of our own.
+    /// WRMSR to an MSR index reserved for Patchbay.
     pub msr: bool,
 }
 
 impl Transports {
-    /// Whether there is any.
+    /// Returns whether at least one transport works.
     #[must_use]
     pub fn any(self) -> bool {
         self.hypercall || self.msr
@@ -61,9 +61,9 @@ impl Transports {
     }
 }
 
-/// Switches on what KVM offers of the two transports, and says what that is.
+/// Enables the transports that KVM offers and returns them.
 pub(crate) fn enable(vm: &VmFd) -> Transports {
-    // The capability's value is the set of hypercalls that can be handed over.
+    // The capability's value is the set of hypercalls that KVM can forward.
     let offered = vm.check_extension_raw(KVM_CAP_EXIT_HYPERCALL.into());
     let hypercall = u64::try_from(offered).is_ok_and(|offered| offered & HYPERCALL_BIT != 0)
         && enable_capability(vm, KVM_CAP_EXIT_HYPERCALL, HYPERCALL_BIT);
@@ -86,8 +86,8 @@ fn enable_capability(vm: &VmFd, capability: u32, argument: u64) -> bool {
     vm.enable_cap(&enable).is_ok()
 }
 
-/// Denies writes of our one index in the kernel, which sends them to user space
-/// (KVM API 4.97); all other indices stay the kernel's.
+/// Makes KVM deny writes of our MSR index, which sends them to user space (KVM API 4.97). The other
+/// indices are unaffected.
 fn filter_msr(vm: &VmFd) -> bool {
     let range = MsrFilterRange {
         flags: MsrFilterRangeFlags::WRITE,
@@ -99,7 +99,7 @@ fn filter_msr(vm: &VmFd) -> bool {
         .is_ok()
 }
 
-/// Tries the transports.
+/// Tries the transports in a throw-away guest.
 pub(crate) fn probe(kvm: &Kvm) -> Result<Transports, VmError> {
     kick::install_handler();
     let vm = kvm.create_vm().map_err(VmError::kvm("create a VM"))?;
@@ -109,7 +109,7 @@ pub(crate) fn probe(kvm: &Kvm) -> Result<Transports, VmError> {
     let offered = enable(&vm);
     let cpuid = kvm
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-        .map_err(VmError::kvm("tell its CPUID"))?;
+        .map_err(VmError::kvm("report its CPUID"))?;
     let mut works = Transports::default();
     let [low, mid, high, top] = MSR_INDEX.to_le_bytes();
     // mov ecx, MSR_INDEX; xor eax, eax; xor edx, edx; wrmsr; hlt
@@ -143,8 +143,8 @@ pub(crate) fn probe(kvm: &Kvm) -> Result<Transports, VmError> {
     Ok(works)
 }
 
-/// VMMCALL on AMD's and Hygon's processors, VMCALL on all others, as Linux
-/// chooses (`arch/x86/kernel/cpu/amd.c`, `X86_FEATURE_VMMCALL`).
+/// VMMCALL on AMD and Hygon processors, VMCALL on all others, like Linux
+/// (`arch/x86/kernel/cpu/amd.c`, `X86_FEATURE_VMMCALL`).
 fn hypercall_instruction() -> [u8; 3] {
     let vendor = std::arch::x86_64::__cpuid(0);
     if vendor.ecx == u32::from_le_bytes(*b"cAMD") || vendor.ecx == u32::from_le_bytes(*b"uine") {
@@ -154,8 +154,8 @@ fn hypercall_instruction() -> [u8; 3] {
     }
 }
 
-/// Runs `code` on a vCPU of its own and says whether its exit is the expected one.
-/// A vCPU that does not leave the guest is given up after a while.
+/// Runs `code` on a new vCPU and returns whether its exit is the expected one. A vCPU that does not
+/// leave the guest is given up after a while.
 fn attempt(
     (vm, ram, cpuid): (&VmFd, &GuestRam, &CpuId),
     id: u64,
@@ -165,7 +165,7 @@ fn attempt(
     ram.write(CODE, code)
         .map_err(crate::boot::BootError::from)?;
     let mut vcpu = vm.create_vcpu(id).map_err(VmError::kvm("create a vCPU"))?;
-    // Without it there is no 64-bit mode.
+    // Without CPUID there is no 64-bit mode.
     vcpu.set_cpuid2(cpuid)
         .map_err(VmError::kvm("set a vCPU's CPUID"))?;
     let mut sregs = vcpu
@@ -186,7 +186,7 @@ fn attempt(
     Ok(false)
 }
 
-/// `None`: it was interrupted before anything happened.
+/// Returns `None` if the vCPU was interrupted before it did anything.
 fn run_briefly(
     vcpu: &mut VcpuFd,
     immediate_exit: &ImmediateExit,
@@ -208,7 +208,7 @@ fn run_briefly(
         let answer = match vcpu.run() {
             Ok(exit) => Ok(Some(expected(&exit))),
             Err(error) if error.errno() == libc::EINTR => Ok(None),
-            // KVM cannot carry the instruction out at all.
+            // KVM cannot emulate the instruction at all.
             Err(_) => Ok(Some(false)),
         };
         finished.store(true, Ordering::SeqCst);

@@ -1,43 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! How the guest's Patchbay requests arrive: the hypercall and the MSR.
+//! Transports of the guest's Patchbay requests: the hypercall and the MSR.
 
 use std::sync::Arc;
 
 use vm_memory::GuestAddress;
 
 use crate::memory::{GuestRam, PAGE_SIZE};
+use crate::x86::low_half;
 use patchbay_service::abi;
 
-/// Index of the MSR transport, told to the guest in CPUID.
+/// MSR index of the MSR transport, announced to the guest in CPUID.
 ///
-/// "KPB\0": clear of KVM's own (0x4b564d00..=0x4b564dff, "KVM",
-/// `Documentation/virt/kvm/x86/msr.rst`), of Hyper-V's and Xen's (0x40000000 on)
-/// and of every architectural index (Intel below 0x2000, AMD 0xc000_0000 on).
+/// "KPB\0" does not collide with KVM's indices (0x4b564d00..=0x4b564dff, "KVM",
+/// `Documentation/virt/kvm/x86/msr.rst`), with those of Hyper-V and Xen (0x40000000 on), or with
+/// architectural ones (Intel below 0x2000, AMD 0xc000_0000 on).
 pub const MSR_INDEX: u32 = 0x4b50_4200;
 
 /// `KVM_HC_MAP_GPA_RANGE`, `include/uapi/linux/kvm_para.h`.
 pub(crate) const HYPERCALL: u64 = 12;
 
-/// What KVM itself answers to a hypercall that it does not offer
-/// (`KVM_ENOSYS`, `include/uapi/linux/kvm_para.h`).
+/// KVM's own answer to a hypercall that it does not offer (`KVM_ENOSYS`,
+/// `include/uapi/linux/kvm_para.h`).
 pub(crate) const KVM_ENOSYS: i64 = -1000;
 
-/// Answers the guest's requests. Implemented by the keys service and by tests.
+/// Handler of the guest's requests. Implemented by the key service and by tests.
 pub trait GuestRequests: Send + Sync {
-    /// The guest asks for operation `op` (`PATCHBAY_OP_*`, not checked) with the
-    /// page of guest memory at `page`: page-aligned and wholly in memory, its
-    /// contents not looked at yet.
+    /// Handles operation `op` (`PATCHBAY_OP_*`, unchecked) with the page of guest memory at `page`.
+    /// The page is aligned and wholly in memory; its contents are unchecked.
     ///
-    /// Called on the vCPU's thread, which cannot be paused meanwhile: an
-    /// implementation must not wait for anything that itself waits for a pause.
+    /// Runs on the vCPU's thread, which cannot be paused meanwhile. An implementation must not wait
+    /// for anything that itself waits for a pause.
     ///
-    /// Returns 0 or a negative errno, which the guest gets as the call's
-    /// result and in the page's header.
+    /// Returns 0 or a negative errno. The guest gets it as the call's result and in the page's
+    /// header.
     fn request(&self, op: u32, page: GuestAddress) -> i32;
 }
 
-/// Refuses every request: for a guest that is only booted.
+/// Refuses every request, for a guest that needs no Patchbay.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NoRequests;
 
@@ -47,7 +47,7 @@ impl GuestRequests for NoRequests {
     }
 }
 
-/// A request that is ours.
+/// A request for Patchbay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Request {
     pub op: u32,
@@ -65,7 +65,7 @@ impl RequestPort {
         Self { ram, handler }
     }
 
-    /// `None`: not ours, to be answered as KVM would without Patchbay.
+    /// Returns `None` if the hypercall is not Patchbay's; KVM's own answer is due then.
     pub fn decode_hypercall(&self, number: u64, arguments: &[u64; 6]) -> Option<Request> {
         let [page, pages, magic_and_op, zero, ..] = *arguments;
         let ours = number == HYPERCALL
@@ -78,7 +78,7 @@ impl RequestPort {
         })
     }
 
-    /// `None`: not ours.
+    /// Returns `None` if the index is not Patchbay's.
     pub fn decode_msr(&self, index: u32, value: u64) -> Option<Request> {
         let in_page = value & (PAGE_SIZE - 1);
         (index == MSR_INDEX).then(|| Request {
@@ -87,7 +87,7 @@ impl RequestPort {
         })
     }
 
-    /// Has the request answered and leaves the answer in the page's header too.
+    /// Has the request handled and also writes the result to the page's header.
     pub fn answer(&self, request: Request) -> i32 {
         let page = request.page;
         if !page.is_multiple_of(PAGE_SIZE) || self.ram.piece(page, abi::REQUEST_PAGE_SIZE).is_err()
@@ -103,12 +103,6 @@ impl RequestPort {
             Err(_) => -libc::EFAULT,
         }
     }
-}
-
-/// The low 32 bits.
-fn low_half(value: u64) -> u32 {
-    let [a, b, c, d, ..] = value.to_le_bytes();
-    u32::from_le_bytes([a, b, c, d])
 }
 
 #[cfg(test)]
@@ -188,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_are_none_never_reach_the_handler() {
+    fn invalid_pages_never_reach_the_handler() {
         let (port, record, _) = port();
         for page in [
             0x4001,

@@ -2,29 +2,30 @@
 
 //! System call filters, one per kind of thread.
 //!
-//! A filter is put on at a thread's start and cannot be taken off; threads that a filtered thread makes
-//! inherit it. A guest that breaks out of a device's code finds itself on a vCPU or device thread, which
-//! can open nothing and start nothing.
+//! A filter is installed at a thread's start and cannot be removed. Threads started by a filtered
+//! thread inherit it. A guest that breaks out through a device runs on a vCPU or device thread,
+//! which can neither open files nor start processes.
 //!
-//! | kind | beside memory, futexes and open files |
+//! | kind | allowed besides memory, futexes and open files |
 //! |---|---|
-//! | vCPU | `ioctl` with the four requests that a running vCPU needs |
-//! | device | the calls of virtio's back ends: vectored file I/O, epoll, connecting unix sockets |
+//! | vCPU | the four `ioctl` requests of a running vCPU |
+//! | device | calls of virtio's back ends: vectored file I/O, epoll, connecting unix sockets |
 //! | keys | `tgkill`, to stop vCPUs; syncing the audit log |
 //! | console | nothing |
-//! | log files | opening and renaming files: the kernel's Landlock says which ([`jail`](crate::jail)) |
+//! | log files | opening and renaming files, restricted by Landlock ([`jail`](crate::jail)) |
 //! | trace | epoll and the agent's connections |
-//! | API | epoll, unix sockets, threads, removing its socket, the terminal's modes |
+//! | API | epoll, unix sockets, threads, removing its socket, terminal modes |
 //!
-//! A filter sees numbers and no paths: that the device thread connects to no other socket than those of its
-//! vsock device is up to Landlock, where the kernel can (`LANDLOCK_ACCESS_FS_RESOLVE_UNIX`), and to the
-//! permissions of the monitor's user.
+//! A filter sees numbers and no paths. That the device thread connects only to the sockets of its
+//! vsock device is enforced by Landlock, where the kernel supports it
+//! (`LANDLOCK_ACCESS_FS_RESOLVE_UNIX`), and by the permissions of the monitor's user.
 //!
-//! Any other call ends the monitor, but for two kinds. Opening and looking up files fails with `EACCES`:
-//! libraries try it unasked and do without, at moments that no list can foresee. glibc's `free` reads
-//! `/proc/sys/vm/overcommit_memory` when it first gives memory of a thread's own heap back
-//! (`malloc/arena.c`, `shrink_heap`), and a panic's backtrace looks for debug information. And `clone3`
-//! fails with `ENOSYS`, so that threads are made by `clone`, whose flags a filter can see.
+//! Any other call ends the monitor, with two exceptions. Opening and looking up files fails with
+//! `EACCES`, because libraries try it unasked, can do without, and do it at unpredictable times:
+//! glibc's `free` reads `/proc/sys/vm/overcommit_memory` when it first returns memory of a thread's
+//! own heap (`malloc/arena.c`, `shrink_heap`), and a panic's backtrace looks for debug information.
+//! And `clone3` fails with `ENOSYS`, so that threads are made with `clone`, whose flags a filter
+//! can check.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -34,43 +35,42 @@ use seccompiler::{
     SeccompRule, TargetArch,
 };
 
-/// What happens on a system call that a thread should not need.
+/// Effect of a system call that a thread's filter does not allow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum SeccompLevel {
-    /// Nothing: no filter.
+    /// It is allowed: no filters are installed.
     Off,
-    /// It is carried out, with a line in the kernel's audit log.
+    /// It is allowed, with a line in the kernel's audit log.
     Log,
-    /// It ends the monitor, with a message.
+    /// It ends the monitor with a message.
     On,
 }
 
-/// The kinds of threads.
+/// Kinds of threads, by what they do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ThreadKind {
     /// Runs guest code.
     Vcpu,
-    /// Carries out what virtio devices are asked for.
+    /// Processes requests to virtio devices.
     Device,
-    /// Owns the keys.
+    /// Executes changes of keys.
     Keys,
-    /// Types into the console.
+    /// Writes the console's output or types into it.
     Console,
-    /// Writes log files, and opens them again.
+    /// Writes and reopens log files.
     LogFiles,
-    /// Reads and decodes what the agent sends.
+    /// Reads and decodes the agent's data.
     Trace,
     /// Serves the API.
     Api,
 }
 
-/// Why there is no filter.
+/// A filter cannot be installed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub enum SeccompError {
-    /// The filter cannot be made.
-    #[error("the system call filter cannot be made ({0}); run with --jail off and report it")]
+    #[error("the system call filter cannot be built ({0}); run with --jail off and report it")]
     Build(#[from] seccompiler::BackendError),
-    /// The kernel refuses the filter.
     #[error(
         "the kernel refuses the system call filter ({0}); it needs CONFIG_SECCOMP_FILTER, or run with --jail off"
     )]
@@ -79,20 +79,20 @@ pub enum SeccompError {
 
 static LEVEL: OnceLock<SeccompLevel> = OnceLock::new();
 
-/// Sets, once for the process, how [`enter`] filters. Without it nothing is
-/// filtered: a library must not take system calls from a program unasked.
+/// Sets how [`enter`] filters, once per process. Without this call nothing is filtered: a library
+/// must not restrict a program unasked.
 pub fn enforce(level: SeccompLevel) {
     if level == SeccompLevel::On {
         install_handler();
     }
-    // The first call counts.
+    // Only the first call has an effect.
     let _ = LEVEL.set(level);
 }
 
-/// Puts the calling thread under the filter of its kind, if filters are wanted.
+/// Installs the filter of this kind of thread on the calling thread, if filters are enabled.
 ///
 /// # Errors
-/// [`SeccompError`]: the thread has no filter then.
+/// [`SeccompError`]. The thread then has no filter.
 pub fn enter(kind: ThreadKind) -> Result<(), SeccompError> {
     let action = match LEVEL.get() {
         None | Some(SeccompLevel::Off) => return Ok(()),
@@ -102,8 +102,8 @@ pub fn enter(kind: ThreadKind) -> Result<(), SeccompError> {
     filter(kind, action)
 }
 
-/// Of several filters the strictest verdict counts (seccomp(2)): `SECCOMP_RET_ERRNO` is heard only because
-/// the last filter lets those calls through.
+/// The strictest verdict of several filters counts (seccomp(2)). `SECCOMP_RET_ERRNO` works only
+/// because the last filter allows those calls.
 fn filter(kind: ThreadKind, action: SeccompAction) -> Result<(), SeccompError> {
     let files: Vec<i64> = match kind {
         ThreadKind::LogFiles => {
@@ -128,8 +128,7 @@ fn failing(calls: &[i64], error: i32) -> Result<BpfProgram, SeccompError> {
     Ok(filter.try_into()?)
 }
 
-/// What every thread needs: memory, time, locks, files that are open, its own
-/// signals and its end.
+/// Calls that every thread needs: memory, time, locks, open files, its own signals and exit.
 const COMMON: &[i64] = &[
     libc::SYS_brk,
     libc::SYS_clock_gettime,
@@ -163,7 +162,7 @@ const COMMON: &[i64] = &[
     libc::SYS_writev,
 ];
 
-/// Refused by a filter of its own, with an error.
+/// Calls refused with an error by a separate filter.
 const FILES: &[i64] = &[
     libc::SYS_access,
     libc::SYS_getcwd,
@@ -243,7 +242,7 @@ const API: &[i64] = &[
     libc::SYS_unlinkat,
 ];
 
-/// Not `F_SETOWN` and `F_SETSIG`, by which a descriptor's events become signals to any process.
+/// Without `F_SETOWN` and `F_SETSIG`, which could send signals to any process.
 const FCNTL_COMMANDS: [i32; 5] = [
     libc::F_DUPFD_CLOEXEC,
     libc::F_GETFD,
@@ -252,15 +251,15 @@ const FCNTL_COMMANDS: [i32; 5] = [
     libc::F_SETFL,
 ];
 
-/// Making a stream non-blocking.
+/// FIONBIO makes a stream non-blocking.
 const DEVICE_IOCTLS: &[u64] = &[libc::FIONBIO];
 
-/// And the terminal's modes, which the API's thread sets back in the end: `TCGETS`, `TCSETS` and those with
-/// a `termios2` (`include/uapi/asm-generic/ioctls.h`).
+/// FIONBIO, and the terminal modes that the API's thread restores at the end: `TCGETS`, `TCSETS`
+/// and the `termios2` variants (`include/uapi/asm-generic/ioctls.h`).
 const API_IOCTLS: &[u64] = &[libc::FIONBIO, 0x5401, 0x5402, 0x802c_542a, 0x402c_542b];
 
-/// The requests of a running vCPU (`include/uapi/linux/kvm.h`): `KVM_RUN`,
-/// `KVM_GET_REGS`, `KVM_GET_VCPU_EVENTS`, `KVM_KVMCLOCK_CTRL`.
+/// Requests of a running vCPU (`include/uapi/linux/kvm.h`): `KVM_RUN`, `KVM_GET_REGS`,
+/// `KVM_GET_VCPU_EVENTS`, `KVM_KVMCLOCK_CTRL`.
 const VCPU_IOCTLS: &[u64] = &[0xae80, 0x8090_ae81, 0x8040_ae9f, 0xaead];
 
 fn program(kind: ThreadKind, action: SeccompAction) -> Result<BpfProgram, SeccompError> {
@@ -281,7 +280,7 @@ fn program(kind: ThreadKind, action: SeccompAction) -> Result<BpfProgram, Seccom
         .map(|call| (*call, vec![]))
         .collect();
     let equal = |argument, value| only(argument, SeccompCmpOp::Eq, value);
-    // Signals reach this process alone, and no new memory becomes code.
+    // Signals may go to this process only, and new memory cannot be executable.
     let own = u64::from(std::process::id());
     rules.insert(libc::SYS_tgkill, vec![equal(0, own)?]);
     let executable = SeccompCmpOp::MaskedEq(u64::from(libc::PROT_EXEC.unsigned_abs()));
@@ -303,7 +302,7 @@ fn program(kind: ThreadKind, action: SeccompAction) -> Result<BpfProgram, Seccom
     }
     if kind == ThreadKind::Api {
         rules.insert(libc::SYS_socketpair, vec![equal(0, unix)?]);
-        // Threads, and no processes.
+        // Threads are allowed, processes are not.
         let thread = u64::from((libc::CLONE_VM | libc::CLONE_THREAD).unsigned_abs());
         let thread = only(0, SeccompCmpOp::MaskedEq(thread), thread)?;
         rules.insert(libc::SYS_clone, vec![thread]);
@@ -314,17 +313,17 @@ fn program(kind: ThreadKind, action: SeccompAction) -> Result<BpfProgram, Seccom
     Ok(filter.try_into()?)
 }
 
-/// The call is let through if this argument compares so with this value.
+/// Allows the call if this argument compares so with this value.
 fn only(argument: u8, compare: SeccompCmpOp, value: u64) -> Result<SeccompRule, SeccompError> {
     let condition = SeccompCondition::new(argument, SeccompCmpArgLen::Dword, compare, value)?;
     Ok(SeccompRule::new(vec![condition])?)
 }
 
-/// Says which system call was refused, and ends the process. Runs as a signal
-/// handler: only calls that are safe there, and no allocation.
+/// Reports the refused system call and ends the process. Runs as a signal handler: only
+/// async-signal-safe calls, no allocation.
 extern "C" fn refused(_signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    // `si_syscall` of a SIGSYS: behind signo, errno, code and padding (16 bytes) and
-    // the calling address (8 bytes); `include/uapi/asm-generic/siginfo.h`.
+    // Offset of `si_syscall` in a SIGSYS: after signo, errno, code and padding (16 bytes) and the
+    // calling address (8 bytes); `include/uapi/asm-generic/siginfo.h`.
     const SYSCALL: usize = 24;
     // SAFETY: the kernel hands over a whole siginfo, 128 bytes, to a handler
     // installed with SA_SIGINFO.
@@ -338,7 +337,7 @@ extern "C" fn refused(_signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut 
         message[digits + place] = b'0' + u8::try_from(rest % 10).unwrap_or(0);
         rest /= 10;
     }
-    // Fails if nobody listens.
+    // Nothing can be done if stderr is closed.
     let _ = rustix::io::write(rustix::stdio::stderr(), &message);
     // SAFETY: ends the process at once, which is allowed anywhere.
     unsafe { libc::_exit(1) };
@@ -350,8 +349,8 @@ fn install_handler() {
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = handler as usize;
     action.sa_flags = libc::SA_SIGINFO;
-    // SAFETY: `action` is initialised, the old action is not asked for, and the
-    // handler makes only calls that are safe in one.
+    // SAFETY: `action` is initialised, the old action is not requested, and the handler makes only
+    // async-signal-safe calls.
     let result = unsafe { libc::sigaction(libc::SIGSYS, &raw const action, std::ptr::null_mut()) };
     debug_assert_eq!(result, 0);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The monitor's own terminal, connected to the guest's console.
+//! Connects the monitor's terminal to the guest's console.
 
 use std::io::{IsTerminal, Read};
 use std::sync::Arc;
@@ -14,20 +14,19 @@ use rustix::termios::{
     LocalModes, OptionalActions, SpecialCodeIndex, Termios, tcgetattr, tcgetpgrp, tcsetattr,
 };
 
-/// How long to wait before typing on, when the guest does not read.
+/// Delay before a retry if the guest does not read its input.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// Stdin, typed into the guest's console. Dropping it restores the terminal.
+/// Types stdin into the guest's console. Dropping this restores the terminal.
 #[derive(Default)]
 pub struct Terminal {
-    /// The modes to go back to, of a terminal.
+    /// The terminal modes to restore; `None` if stdin is not a terminal.
     before: Option<Termios>,
 }
 
 impl Terminal {
-    /// Starts typing stdin into the console, if `wanted`. A terminal no longer
-    /// echoes or edits lines meanwhile: the guest does. Its Ctrl-C still ends the
-    /// monitor.
+    /// Starts typing stdin into the console if `wanted`. A terminal no longer echoes or edits
+    /// lines, because the guest does. Ctrl-C still ends the monitor.
     pub fn connect(wanted: bool, console: Arc<Console>) -> anyhow::Result<Self> {
         let mut terminal = Self::default();
         if !wanted {
@@ -35,11 +34,11 @@ impl Terminal {
         }
         if std::io::stdin().is_terminal() {
             if !in_foreground() {
-                // Touching the terminal would stop the whole process.
+                // Changing the terminal from the background would stop the whole process.
                 return Ok(terminal);
             }
             let before =
-                set_modes().context("the terminal cannot be set up; try with </dev/null")?;
+                set_modes().context("the terminal cannot be set up; run with </dev/null")?;
             terminal.before = Some(before);
         }
         thread::spawn("stdin", ThreadKind::Console, move || type_into(&console))
@@ -47,7 +46,7 @@ impl Terminal {
         Ok(terminal)
     }
 
-    /// Whether the guest's operator sits at a terminal, and the guest is to end with it.
+    /// Returns whether stdin is a terminal, whose hang-up ends the guest.
     pub fn is_connected(&self) -> bool {
         self.before.is_some()
     }
@@ -66,7 +65,7 @@ fn in_foreground() -> bool {
     tcgetpgrp(std::io::stdin()).is_ok_and(|group| group == rustix::process::getpgrp())
 }
 
-/// Answers the modes there were.
+/// Sets raw-like modes and returns the previous ones.
 fn set_modes() -> rustix::io::Result<Termios> {
     let before = tcgetattr(std::io::stdin())?;
     let mut modes = before.clone();
@@ -77,7 +76,7 @@ fn set_modes() -> rustix::io::Result<Termios> {
     Ok(before)
 }
 
-/// Types stdin into the console until either ends.
+/// Types stdin into the console until one of them ends.
 fn type_into(console: &Console) {
     let mut buffer = [0; 4096];
     while let Ok(count) = std::io::stdin().lock().read(&mut buffer) {

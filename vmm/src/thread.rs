@@ -1,20 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The monitor's threads: none runs before it has its filter, and a panic ends in a message.
+//! Threads of the monitor. None runs before it has its filter, and a panic ends in a message.
 
 use std::io;
 use std::sync::mpsc::sync_channel;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 pub use patchbay_service::threads::contain;
 
 use crate::seccomp::{self, ThreadKind};
 
-/// Starts a thread and waits until it is under the filter of its kind.
+/// Locks a mutex. No code panics halfway through a change, so a poisoned one is still consistent.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Starts a thread and waits until its filter is installed.
 ///
 /// # Errors
-/// The thread cannot be started, or the kernel refuses its filter: `body` has not run then, and the
-/// monitor must not go on.
+/// The thread cannot be started, or the kernel refuses its filter. `body` has not run then, and the
+/// monitor must not continue.
 pub fn spawn(
     name: &str,
     kind: ThreadKind,
@@ -26,7 +32,7 @@ pub fn spawn(
         .spawn(move || {
             let result = seccomp::enter(kind);
             let filtered = result.is_ok();
-            // The starter waits for it.
+            // The starter waits for this result.
             let _ = report.send(result);
             if filtered {
                 body();
@@ -50,7 +56,7 @@ mod tests {
     use super::*;
     use crate::seccomp::SeccompLevel;
 
-    /// On a kernel that refuses filters, as one without CONFIG_SECCOMP_FILTER does.
+    /// Like a kernel without CONFIG_SECCOMP_FILTER, which refuses filters.
     #[test]
     fn a_thread_without_its_filter_does_not_run() {
         seccomp::enforce(SeccompLevel::On);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The thread of one vCPU: enters the guest, carries out what the guest's exits
-//! ask for, and parks when a pause is wanted.
+//! Runs one vCPU: enters the guest, handles its exits, and parks when a pause is wanted.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,11 +8,11 @@ use std::time::{Duration, Instant};
 use kvm_ioctls::{SyncReg, VcpuExit, VcpuFd};
 
 use crate::devices::{Bus, GuestPower};
-use crate::pause::{Activity, Next, Pauser, Stopped, VcpuSide};
+use crate::pause::{Activity, NextStep, Pauser, Stopped, VcpuSide};
 use crate::request::RequestPort;
 
-/// A vCPU stopped longer than this tells the guest's watchdog about it
-/// (KVM API 4.57, `KVM_KVMCLOCK_CTRL`).
+/// A vCPU stopped longer than this informs the guest's watchdog (KVM API 4.57,
+/// `KVM_KVMCLOCK_CTRL`).
 const LONG_PAUSE: Duration = Duration::from_secs(1);
 
 /// Vector of the breakpoint exception, #BP.
@@ -22,44 +21,40 @@ const BREAKPOINT: u8 = 3;
 /// Why a vCPU thread ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum VcpuEnd {
-    /// The guest as a whole is being ended.
+    /// The guest is being ended.
     Terminated,
-    /// The vCPU halted where nothing can wake it.
+    /// The vCPU halted and nothing can wake it.
     Halted,
-    /// The guest switched itself off or reset itself.
+    /// The guest powered off or reset itself.
     Power(GuestPower),
-    /// The vCPU met an exception while delivering an exception (triple fault).
-    TripleFault {
-        /// Instruction pointer.
-        rip: u64,
-    },
-    /// KVM cannot go on, or gave an exit that this monitor has no use for.
+    /// A triple fault: an exception during the delivery of a double fault.
+    TripleFault { rip: u64 },
+    /// KVM cannot continue, or gave an exit that the monitor does not handle.
     Failed(String),
 }
 
-/// How one `KVM_RUN` went.
-enum Turn {
-    /// The guest's exit has been carried out.
+/// Result of one `KVM_RUN`.
+enum RunOutcome {
+    /// The exit has been handled.
     Handled,
-    /// `KVM_RUN` was interrupted, or held back: nothing is pending.
+    /// `KVM_RUN` was interrupted or returned because of `immediate_exit`. Nothing is pending.
     Interrupted,
-    /// The vCPU cannot go on.
+    /// The vCPU cannot continue.
     End(VcpuEnd),
 }
 
-/// Everything the thread of one vCPU needs.
+/// State of a vCPU's thread.
 pub(crate) struct Vcpu {
     pub index: usize,
     pub fd: VcpuFd,
     pub bus: Arc<Bus>,
     pub requests: Arc<RequestPort>,
-    /// Whether KVM can leave RIP and pending events in `kvm_run`, which saves
-    /// two system calls per stop.
+    /// KVM can leave RIP and pending events in `kvm_run`, which saves two system calls per stop.
     pub sync_regs: bool,
 }
 
 impl Vcpu {
-    /// Runs the vCPU until it ends. To be called on a thread of its own.
+    /// Runs the vCPU until it ends. Call it on a dedicated thread.
     pub fn run(mut self, pauser: &Pauser) -> VcpuEnd {
         let side = pauser.vcpu(self.index);
         side.start();
@@ -68,52 +63,53 @@ impl Vcpu {
 
     fn run_loop(&mut self, side: &VcpuSide<'_>) -> VcpuEnd {
         if self.sync_regs {
-            // With every exit, because the exit by which the vCPU stops is not known before.
+            // Requested for every exit, because the last exit before a stop is not known in
+            // advance.
             self.fd.set_sync_valid_reg(SyncReg::Register);
             self.fd.set_sync_valid_reg(SyncReg::VcpuEvents);
         }
-        // Whether the last KVM_RUN left nothing pending, and the registers of a whole instruction.
+        // The last KVM_RUN left nothing pending, and the registers are those between two
+        // instructions.
         let mut settled = false;
         loop {
             let turn = match side.next() {
-                Next::Run => self.enter(side),
-                Next::Park(word) if settled => self.park(side, word),
-                Next::Park(_) => self.settle(side),
-                Next::End => return VcpuEnd::Terminated,
+                NextStep::Run => self.enter(side),
+                NextStep::Park(word) if settled => self.park(side, word),
+                NextStep::Park(_) => self.settle(side),
+                NextStep::End => return VcpuEnd::Terminated,
             };
             settled = match turn {
-                Turn::Interrupted => true,
-                Turn::Handled => false,
-                Turn::End(end) => return end,
+                RunOutcome::Interrupted => true,
+                RunOutcome::Handled => false,
+                RunOutcome::End(end) => return end,
             };
         }
     }
 
-    /// One more `KVM_RUN`, held back from entering the guest, completes a port
-    /// or memory access that the guest is in the middle of (KVM API, 5, `exit_reason`
-    /// `KVM_EXIT_IO` and following), so that the published RIP is that of a
-    /// whole instruction. Completing one access may ask for the next one of the
-    /// same instruction: then the loop comes here again. A vCPU that the signal
-    /// took out of the guest needs none of this: it has completed all before it entered.
-    fn settle(&mut self, side: &VcpuSide<'_>) -> Turn {
+    /// Completes a port or memory access that the guest is in the middle of, by one more `KVM_RUN`
+    /// with `immediate_exit` set (KVM API, 5, `exit_reason` `KVM_EXIT_IO` and following). The
+    /// published RIP is then that of a whole instruction. Completing one access may start the next
+    /// one of the same instruction, so the caller loops. A vCPU that the signal interrupted in the
+    /// guest needs none of this: everything was completed before it entered.
+    fn settle(&mut self, side: &VcpuSide<'_>) -> RunOutcome {
         side.hold_back();
         self.enter(side)
     }
 
     /// Running ──── pause wanted ────▶ Parked
-    fn park(&mut self, side: &VcpuSide<'_>, word: u32) -> Turn {
+    fn park(&mut self, side: &VcpuSide<'_>, word: u32) -> RunOutcome {
         match self.stopped() {
             Ok(stopped) => {
                 let began = Instant::now();
                 side.park(word, stopped);
                 if began.elapsed() >= LONG_PAUSE {
-                    // Refused for a guest without kvmclock, which has no use for it.
+                    // KVM refuses this for a guest without kvmclock, which does not need it.
                     let _ = self.fd.kvmclock_ctrl();
                 }
-                Turn::Interrupted
+                RunOutcome::Interrupted
             }
-            Err(error) => Turn::End(VcpuEnd::Failed(format!(
-                "KVM does not tell where vCPU {} stopped: {error}",
+            Err(error) => RunOutcome::End(VcpuEnd::Failed(format!(
+                "KVM does not report where vCPU {} stopped: {error}",
                 self.index
             ))),
         }
@@ -134,8 +130,8 @@ impl Vcpu {
         })
     }
 
-    /// One `KVM_RUN`, and what the guest asked for by leaving it.
-    fn enter(&mut self, side: &VcpuSide<'_>) -> Turn {
+    /// Enters the guest once and handles its exit.
+    fn enter(&mut self, side: &VcpuSide<'_>) -> RunOutcome {
         side.busy(Activity::Guest);
         let result = self.fd.run();
         side.busy(Activity::Monitor);
@@ -143,10 +139,10 @@ impl Vcpu {
             Ok(exit) => exit,
             // EAGAIN: the vCPU waits for its start-up interrupt.
             Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {
-                return Turn::Interrupted;
+                return RunOutcome::Interrupted;
             }
             Err(error) => {
-                return Turn::End(VcpuEnd::Failed(format!(
+                return RunOutcome::End(VcpuEnd::Failed(format!(
                     "KVM cannot run vCPU {}: {error}",
                     self.index
                 )));
@@ -186,7 +182,7 @@ impl Vcpu {
                 match self.requests.decode_msr(exit.index, exit.data) {
                     Some(request) => {
                         side.busy(Activity::Request(request.op));
-                        // The answer is in the page; the instruction itself succeeds.
+                        // The result is in the page; the instruction itself succeeds.
                         self.requests.answer(request);
                         *exit.error = 0;
                     }
@@ -199,25 +195,25 @@ impl Vcpu {
                 *exit.error = 1;
                 None
             }
-            VcpuExit::Intr => return Turn::Interrupted,
-            VcpuExit::Hlt => return Turn::End(VcpuEnd::Halted),
+            VcpuExit::Intr => return RunOutcome::Interrupted,
+            VcpuExit::Hlt => return RunOutcome::End(VcpuEnd::Halted),
             VcpuExit::Shutdown => {
                 let rip = self.fd.get_regs().map_or(0, |regs| regs.rip);
-                return Turn::End(VcpuEnd::TripleFault { rip });
+                return RunOutcome::End(VcpuEnd::TripleFault { rip });
             }
             other => {
                 let what = format!("{other:?}");
                 let rip = self.fd.get_regs().map_or(0, |regs| regs.rip);
-                return Turn::End(VcpuEnd::Failed(format!(
-                    "vCPU {} stopped at {rip:#x} with an exit that has no meaning here: {what}",
+                return RunOutcome::End(VcpuEnd::Failed(format!(
+                    "vCPU {} stopped at {rip:#x} with the unexpected exit {what}",
                     self.index
                 )));
             }
         };
         side.busy(Activity::Monitor);
         match power {
-            Some(power) => Turn::End(VcpuEnd::Power(power)),
-            None => Turn::Handled,
+            Some(power) => RunOutcome::End(VcpuEnd::Power(power)),
+            None => RunOutcome::Handled,
         }
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! One guest: made from a configuration, started, paused, waited for, ended.
+//! A guest: created from a configuration, started, paused, ended.
 //!
 //! ```text
 //!   Vm::new ──▶ created ── start ──▶ running ◀── pause / drop ──▶ paused
@@ -10,10 +10,10 @@
 //!                                    ended: every vCPU thread has returned
 //! ```
 //!
-//! Lock rule: `threads` and `ended` are only held for a look or a change, never
-//! while a vCPU runs or is waited for.
+//! Lock rule: `threads` and `ended` are only held for a short access, never while a vCPU runs or is
+//! waited for.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ use crate::pause::{PauseError, Paused, Pauser};
 use crate::probe::{self, Transports};
 use crate::request::{GuestRequests, RequestPort};
 use crate::seccomp::ThreadKind;
-use crate::thread;
+use crate::thread::{self, lock};
 use crate::vcpu::{Vcpu, VcpuEnd};
 use crate::x86::acpi;
 use crate::x86::cpuid::{self, VCPUS_MAX};
@@ -43,65 +43,50 @@ use crate::x86::registers::{self, Mode};
 /// IRQ of the serial console (COM1).
 const SERIAL_IRQ: u32 = 4;
 
-/// How long the console's reader may take for what is left when the guest has ended.
+/// Time allowed for the console's output after the guest has ended.
 pub const LAST_OUTPUT: Duration = Duration::from_secs(2);
 
-/// Why a guest could not be made or started.
+/// A guest could not be created or started.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub enum VmError {
-    /// There is no KVM.
     #[error(
         "/dev/kvm does not exist: this host has no KVM; load the module kvm_intel or kvm_amd, or enable (nested) virtualisation"
     )]
     KvmMissing,
-    /// KVM may not be used.
-    #[error("/dev/kvm may not be opened by this user: join the group kvm, or run as root")]
+    #[error("this user may not open /dev/kvm; join the group kvm, or run as root")]
     KvmPermission,
-    /// KVM cannot be opened for another reason.
-    #[error("/dev/kvm cannot be opened ({0}); see whether another hypervisor holds the processor")]
+    #[error("/dev/kvm cannot be opened ({0}); check whether another hypervisor uses the processor")]
     KvmOpen(kvm_ioctls::Error),
-    /// KVM lacks something.
     #[error("this host's KVM lacks {0}; use a kernel of 5.10 or later")]
     KvmLacks(&'static str),
-    /// KVM refused a call.
     #[error("KVM refuses to {what} ({source}); the kernel's log may say why")]
     Kvm {
-        /// What was asked of it.
         what: &'static str,
-        /// What it said.
         source: kvm_ioctls::Error,
     },
-    /// A vCPU's shared page cannot be mapped.
     #[error("a vCPU's shared page cannot be mapped ({0}); raise the limit on address space")]
     Map(rustix::io::Errno),
-    /// A thread cannot be started.
     #[error("a thread cannot be started ({0}); raise the limit on processes")]
     Thread(std::io::Error),
-    /// The number of vCPUs is out of range.
-    #[error("{0} vCPUs are not possible; give 1 to 16")]
+    #[error("{0} vCPUs are not possible; use 1 to 16")]
     VcpuCount(u8),
-    /// The CPUID table has no room.
-    #[error("this host's CPUID table is too long for KVM; please report the host's processor")]
+    #[error("this host's CPUID table is too long for KVM; report the host's processor")]
     Cpuid,
-    /// The guest was started before.
-    #[error("the guest was started before; make a new one")]
+    #[error("the guest has already been started; create a new one")]
     Started,
-    /// The guest's memory.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// The kernel, initrd or command line.
     #[error(transparent)]
     Boot(#[from] BootError),
-    /// The console.
     #[error(transparent)]
     Console(#[from] ConsoleError),
-    /// The virtio devices.
     #[error(transparent)]
     Virtio(#[from] VirtioError),
 }
 
 impl VmError {
-    /// To be handed to `map_err` of a KVM call that was to do `what`.
+    /// Maps the error of a KVM call that was made to do `what`.
     pub(crate) fn kvm(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
         move |source| Self::Kvm { what, source }
     }
@@ -110,29 +95,25 @@ impl VmError {
 /// How a guest ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ExitReason {
-    /// It switched itself off.
+    /// It powered off.
     PowerOff,
-    /// It reset itself. This monitor does not start it again.
+    /// It reset itself. The monitor does not restart it.
     Reset,
-    /// A vCPU met an exception while delivering an exception.
-    TripleFault {
-        /// Index of the vCPU.
-        vcpu: usize,
-        /// Its instruction pointer.
-        rip: u64,
-    },
-    /// Every vCPU halted where nothing can wake it.
+    /// A vCPU had a triple fault.
+    #[allow(missing_docs, reason = "the message names the fields")]
+    TripleFault { vcpu: usize, rip: u64 },
+    /// Every vCPU halted and nothing can wake them.
     Halted,
     /// [`Vm::shutdown`] was called.
     Shutdown,
-    /// KVM could not go on.
+    /// KVM or the monitor could not continue.
     Failed(String),
 }
 
 impl std::fmt::Display for ExitReason {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::PowerOff => write!(f, "the guest switched itself off"),
+            Self::PowerOff => write!(f, "the guest powered off"),
             Self::Reset => write!(f, "the guest reset itself"),
             Self::TripleFault { vcpu, rip } => {
                 write!(
@@ -147,7 +128,6 @@ impl std::fmt::Display for ExitReason {
     }
 }
 
-/// Opens KVM.
 pub(crate) fn open_kvm() -> Result<Kvm, VmError> {
     Kvm::new().map_err(|error| match error.errno() {
         libc::ENOENT | libc::ENODEV | libc::ENXIO => VmError::KvmMissing,
@@ -156,7 +136,7 @@ pub(crate) fn open_kvm() -> Result<Kvm, VmError> {
     })
 }
 
-/// Makes guest memory the VM's.
+/// Registers guest memory with the VM.
 pub(crate) fn map_memory(vm: &VmFd, ram: &GuestRam) -> Result<(), VmError> {
     for (slot, region) in (0..).zip(ram.mmap().iter()) {
         let slot = kvm_userspace_memory_region {
@@ -188,13 +168,7 @@ struct Shared {
     changed: Condvar,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // No code panics with one of these locks held.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Shared {
-    /// A vCPU thread has returned.
     fn vcpu_ended(&self, vcpu: usize, end: VcpuEnd) {
         let reason = match end {
             VcpuEnd::Terminated | VcpuEnd::Halted => None,
@@ -220,7 +194,7 @@ impl Shared {
         }
     }
 
-    /// Ends the guest because the monitor cannot serve it any more.
+    /// Ends the guest because the monitor cannot serve it any longer.
     fn fail(&self, why: String) {
         lock(&self.ended)
             .reason
@@ -240,16 +214,16 @@ pub struct Vm {
     virtio: Arc<Virtio>,
     power: Arc<PowerManagement>,
     ram: GuestRam,
-    // Last: the vCPUs and the memory slots refer to it.
+    // Last, because the vCPUs and the memory slots refer to it.
     _vm: VmFd,
 }
 
 impl Vm {
-    /// Makes a guest: maps its memory, loads what it runs, makes its vCPUs. It
-    /// does not run before [`start`](Self::start).
+    /// Creates a guest: maps its memory, loads its payload, creates its vCPUs. It does not run
+    /// before [`start`](Self::start).
     ///
     /// # Errors
-    /// [`VmError`] says what is wrong with the configuration, its files or the host.
+    /// [`VmError`] names the problem with the configuration, its files or the host.
     pub fn new(mut config: VmConfig, requests: Arc<dyn GuestRequests>) -> Result<Self, VmError> {
         if !(1..=VCPUS_MAX).contains(&config.vcpus) {
             return Err(VmError::VcpuCount(config.vcpus));
@@ -263,7 +237,8 @@ impl Vm {
             linux.add_words(&virtio.command_line());
         }
         registers::write_tables(&ram).map_err(BootError::from)?;
-        // The probe waits for a guest of its own; loading a kernel takes as long.
+        // The probe runs in a guest of its own; loading a kernel takes as long, so both run in
+        // parallel.
         let (starts, transports) = std::thread::scope(|scope| {
             let probing = config
                 .offer_patchbay
@@ -288,7 +263,7 @@ impl Vm {
         virtio.connect(&vm)?;
         let supported = kvm
             .get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES)
-            .map_err(VmError::kvm("tell its CPUID"))?;
+            .map_err(VmError::kvm("report its CPUID"))?;
         let bus = Arc::new(Bus::new(
             console.clone(),
             virtio.clone(),
@@ -338,11 +313,11 @@ impl Vm {
         })
     }
 
-    /// Lets the guest run: starts a thread per vCPU.
+    /// Starts a thread per vCPU.
     ///
     /// # Errors
-    /// [`VmError::Started`] the second time, [`VmError::Thread`] or
-    /// [`VmError::Virtio`] without threads or their filters.
+    /// [`VmError::Started`] if the guest was started before, [`VmError::Thread`] or
+    /// [`VmError::Virtio`] if threads or their filters cannot be set up.
     pub fn start(&self) -> Result<(), VmError> {
         let vcpus = std::mem::take(&mut *lock(&self.waiting));
         if vcpus.is_empty() {
@@ -374,16 +349,16 @@ impl Vm {
         Ok(())
     }
 
-    /// Stops every vCPU until the answer is dropped; see [`Pauser::pause`].
+    /// Stops every vCPU until the returned guard is dropped; see [`Pauser::pause`].
     ///
     /// # Errors
-    /// [`PauseError`]; the guest runs on then, and nothing has changed.
+    /// [`PauseError`]. The guest runs on and nothing has changed.
     pub fn pause(&self, deadline: Duration) -> Result<Paused<'_>, PauseError> {
         self.shared.pauser.pause(deadline)
     }
 
-    /// Ends the guest at once, as by cutting its power. May be called at any time,
-    /// from any thread but a vCPU's, and more than once; also while it is paused.
+    /// Ends the guest at once, like a power cut. May be called at any time, also while the guest is
+    /// paused, more than once, and from any thread but a vCPU's.
     pub fn shutdown(&self) {
         let mut ended = lock(&self.shared.ended);
         ended.reason.get_or_insert(ExitReason::Shutdown);
@@ -396,19 +371,18 @@ impl Vm {
         self.shared.changed.notify_all();
     }
 
-    /// Presses the guest's power button. What that leads to is the guest's affair.
+    /// Presses the guest's power button. The guest decides what to do.
     pub fn press_power_button(&self) {
         self.power.press();
     }
 
-    /// Takes back a press of the power button that the guest has not seen. False: it has seen it.
+    /// Withdraws a press of the power button. Returns false if the guest has seen it.
     pub fn take_back_press(&self) -> bool {
         self.power.take_back()
     }
 
-    /// Waits until the guest has ended and all its console output is written, or its reader
-    /// has kept the monitor waiting for [`LAST_OUTPUT`]. Returns at once for a guest that
-    /// has ended; waits for one not started yet.
+    /// Waits until the guest has ended and its console output is written, for which [`LAST_OUTPUT`]
+    /// is allowed. Returns at once if the guest has ended; waits if it has not been started.
     #[must_use]
     pub fn wait(&self) -> ExitReason {
         let mut ended = lock(&self.shared.ended);
@@ -429,7 +403,7 @@ impl Vm {
         reason
     }
 
-    /// How the guest ended, if it has.
+    /// How the guest ended; `None` while it runs.
     #[must_use]
     pub fn exit_reason(&self) -> Option<ExitReason> {
         let ended = lock(&self.shared.ended);
@@ -440,13 +414,13 @@ impl Vm {
         }
     }
 
-    /// The guest's memory.
+    /// Guest memory.
     #[must_use]
     pub fn ram(&self) -> &GuestRam {
         &self.ram
     }
 
-    /// The guest's serial console.
+    /// The serial console.
     #[must_use]
     pub fn console(&self) -> &Arc<Console> {
         &self.shared.console
@@ -458,7 +432,7 @@ impl Vm {
         self.transports
     }
 
-    /// The number of vCPUs.
+    /// Number of vCPUs.
     #[must_use]
     pub fn vcpus(&self) -> u8 {
         self.vcpus
@@ -467,7 +441,7 @@ impl Vm {
     fn join(&self) {
         let threads = std::mem::take(&mut *lock(&self.threads));
         for thread in threads {
-            // A panic there has become the guest's end.
+            // A panic of the thread has already ended the guest.
             let _ = thread.join();
         }
         self.virtio.close();
@@ -503,13 +477,14 @@ fn check_capabilities(kvm: &Kvm) -> Result<(), VmError> {
     Ok(())
 }
 
-/// Interrupt controllers, timer, and the interrupt lines of the console and the power button.
+/// Creates the interrupt controllers and the timer, and connects the interrupts of the console and
+/// the power button.
 fn set_up_chips(vm: &VmFd, console: &Console, power: &PowerManagement) -> Result<(), VmError> {
     vm.set_tss_address(layout::KVM_TSS)
         .map_err(VmError::kvm("set its TSS address"))?;
     vm.create_irq_chip()
         .map_err(VmError::kvm("create interrupt controllers"))?;
-    // With the speaker's port, which kernels use to calibrate their clocks.
+    // With the speaker port, which kernels use to calibrate their clocks.
     vm.create_pit2(kvm_pit_config {
         flags: KVM_PIT_SPEAKER_DUMMY,
         ..Default::default()
@@ -521,15 +496,14 @@ fn set_up_chips(vm: &VmFd, console: &Console, power: &PowerManagement) -> Result
         .map_err(VmError::kvm("connect the power button's interrupt"))
 }
 
-/// How a vCPU starts.
 #[derive(Debug, Clone, Copy)]
 struct Start {
     mode: Mode,
     regs: kvm_bindings::kvm_regs,
 }
 
-/// Puts what the guest runs into its memory. `None` in the answer: the vCPU waits
-/// to be started by another one.
+/// Loads the payload into memory. Returns the start of each vCPU; `None` if another vCPU has to
+/// start it.
 fn load(ram: &GuestRam, config: &VmConfig) -> Result<Vec<Option<Start>>, VmError> {
     let mut starts = match &config.payload {
         Payload::Linux(linux) => {
@@ -580,8 +554,8 @@ fn set_up_vcpu(fd: &VcpuFd, start: Option<Start>) -> Result<(), VmError> {
     fd.set_lapic(&lapic)
         .map_err(VmError::kvm("set a local APIC"))?;
     let msrs = Msrs::from_entries(&registers::boot_msrs()).map_err(|_| VmError::Cpuid)?;
-    // An index that this host's KVM does not know ends the list: both have
-    // defaults that kernels can live with.
+    // An index that this host's KVM does not know ends the list. Kernels can live with the defaults
+    // of both.
     fd.set_msrs(&msrs).map_err(VmError::kvm("set MSRs"))?;
     let Some(start) = start else {
         return Ok(());

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A root of the guest in the agent's place tries to exhaust the host's memory.
+//! A malicious root user in the guest, in place of the agent, tries to exhaust the host's memory.
 //!
-//! The monitor's half of tracing runs in a process of its own under `RLIMIT_AS`: an allocation too
-//! much ends it. This process plays the agent.
+//! The monitor's part of tracing runs in a separate process under `RLIMIT_AS`; an excessive
+//! allocation ends it. The test process plays the agent.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -30,9 +30,10 @@ use patchbay_vmm::seccomp::{self, SeccompLevel};
 use prost::Message;
 use tonic::Request;
 
-/// What the monitor's process may map: itself, its threads' stacks, and what a guest can make it hold.
+/// Limit on the monitor process: its code, the stacks of its threads, and what a guest can make it
+/// hold.
 const LIMIT_KIB: u64 = 192 << 10;
-/// Bytes of one attack, many times what the monitor may hold.
+/// Size of one attack, many times what the monitor may hold.
 const ATTACK_BYTES: usize = 32 << 20;
 const FOLDER: &str = "PATCHBAY_FLOOD_FOLDER";
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -59,9 +60,9 @@ impl TracepointKeys for Keys {
     }
 }
 
-/// What the process under the limit does.
+/// Body of the process under the limit.
 fn monitor(folder: &Path) {
-    // What the thread of the agent's events does not need ends this process.
+    // A system call that the trace thread does not need ends the process.
     seccomp::enforce(SeccompLevel::On);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -69,7 +70,7 @@ fn monitor(folder: &Path) {
         .expect("a runtime");
     runtime.block_on(async {
         let socket = AgentSocket::bind(&folder.join("vsock")).expect("a socket");
-        // As the monitor's own.
+        // Like in the monitor.
         let thread = TraceThread::start(&FilteredThreads).expect("started");
         let tracer = patchbay_service::trace::start(Arc::new(Keys), Some(socket), thread.handle());
         let tracer = tracer.expect("started");
@@ -87,19 +88,19 @@ fn monitor(folder: &Path) {
             max_events_per_second: 1_000_000,
             ..Default::default()
         };
-        // Nobody reads it.
+        // A client that never reads.
         let _stream = loop {
             match api.stream_tracepoint_events(Request::new(request())).await {
                 Ok(stream) => break stream,
                 Err(status) => {
-                    // No agent yet.
+                    // The agent has not connected yet.
                     assert_eq!(status.code(), tonic::Code::Unavailable, "{status}");
                     tokio::time::sleep(Duration::from_millis(1)).await;
                 }
             }
         };
         say("streaming");
-        // Until the other process closes this one's input.
+        // Runs until the other process closes this one's stdin.
         let (end, ended) = tokio::sync::oneshot::channel();
         std::thread::spawn(move || {
             let _ = std::io::stdin().read(&mut [0]);
@@ -144,7 +145,7 @@ impl Monitor {
         }
     }
 
-    /// The next line of the monitor's own.
+    /// The next line that the monitor process prints.
     fn hear(&mut self) -> String {
         loop {
             let line = self
@@ -158,7 +159,7 @@ impl Monitor {
         }
     }
 
-    /// Peak of its resident memory.
+    /// Ends the process and returns its peak of resident memory.
     fn end(mut self) -> String {
         drop(self.process.stdin.take());
         let high = self.hear();
@@ -168,7 +169,7 @@ impl Monitor {
     }
 }
 
-/// As many fields as there may be, all in the same place.
+/// A format with the maximum number of fields, all at the same offset.
 fn format() -> String {
     let common = [
         ("unsigned short common_type", 0, 2),
@@ -187,7 +188,7 @@ fn format() -> String {
     text
 }
 
-/// Full of the smallest events that there are.
+/// A page full of the smallest events.
 fn page(bytes: usize) -> Vec<u8> {
     let length = (bytes - 16) / 12 * 12;
     let mut page = 1_u64.to_le_bytes().to_vec();
@@ -223,7 +224,7 @@ fn pages(pages: &[&[u8]]) -> Vec<u8> {
     frame(Answer::Pages(AgentPages { pages }), 0)
 }
 
-/// A connection that behaves until it is told to attack.
+/// A connection that behaves until the attack starts.
 struct Agent {
     stream: UnixStream,
     armed: bool,
@@ -242,7 +243,7 @@ impl Agent {
             ..Default::default()
         };
         let hello = frame(Answer::Hello(hello), 0);
-        // The one before may not have been missed yet.
+        // The monitor may not have noticed the end of the previous connection.
         loop {
             let mut stream = UnixStream::connect(&socket).expect("listening");
             stream.set_read_timeout(Some(PATIENCE)).expect("set");
@@ -308,7 +309,7 @@ impl Agent {
         }
     }
 
-    /// Sends this until it has been enough, or the monitor has had enough.
+    /// Sends `bytes` repeatedly until the attack is complete or the monitor disconnects.
     fn flood(mut self, bytes: &[u8]) {
         for _ in 0..ATTACK_BYTES / bytes.len() {
             if self.stream.write_all(bytes).is_err() {
@@ -317,7 +318,7 @@ impl Agent {
         }
     }
 
-    /// As the flood, but never more than there was credit for.
+    /// Like `flood`, but within the credit.
     fn flood_within_credit(mut self, bytes: &[u8], cost: u64) {
         for _ in 0..ATTACK_BYTES / 4 / bytes.len() {
             while self.credit < cost {
@@ -330,7 +331,7 @@ impl Agent {
                 return;
             }
         }
-        // So that all of it is taken in.
+        // Waits for the last credit, so that everything has been read.
         while self.credit < cost {
             if self.read().is_none() {
                 return;
@@ -339,7 +340,7 @@ impl Agent {
     }
 }
 
-/// The name of the test, which both processes run.
+/// Name of the test, which both processes run.
 const TEST: &str = "a_flood_of_the_agent_stays_within_the_limit";
 
 #[test]
@@ -354,7 +355,7 @@ fn a_flood_of_the_agent_stays_within_the_limit() {
     let streaming = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let answering = scope.spawn(|| {
-            // A ping comes each second.
+            // The monitor pings once per second.
             while !streaming.load(Ordering::Relaxed) {
                 agent.read().expect("a question");
             }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The monitor keeps the promises of the service's seams: the suite that every implementation must
-//! pass, on a guest that is nothing but a branch site.
+//! Runs the conformance suite of the service's traits on the monitor, with a guest that consists of
+//! one branch site.
 
 mod bare_metal;
 
@@ -12,9 +12,8 @@ use patchbay_service::guest::Guest;
 use patchbay_service::testing::conformance;
 use patchbay_vmm::guest::VmGuest;
 
-/// vCPUs of the guest.
 const VCPUS: u8 = 2;
-/// Memory of the branch guest, and two pages of it that nobody uses.
+/// End of the branch guest's memory, and two unused pages in it.
 const END: u64 = 4 << 20;
 const SCRATCH: u64 = 3 << 20;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The life of the monitor's program: signals, readers that stall, other monitors beside it, its jail.
+//! Tests the monitor's program: signals, readers that stall, a second monitor, confinement.
 
 mod bare_metal;
 mod program;
@@ -16,7 +16,8 @@ use rustix::process::Signal;
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, tcgetattr};
 
-/// A talking guest whose monitor writes to a full pipe that nobody reads; `errors` as well.
+/// A guest that prints endlessly, with a monitor that writes to a full pipe without a reader; with
+/// `errors`, stderr too.
 fn stalled(case: &Case, errors: bool) -> (Monitor, PipeReader) {
     let (reader, writer) = std::io::pipe().unwrap();
     let mut command = case.program(&["--api-socket", "api"]);
@@ -128,7 +129,7 @@ fn links_are_not_followed() {
     assert_eq!(case.read("precious"), "precious");
 }
 
-/// Under a terminal of its own, as a shell starts it: `setsid` makes it the controlling one.
+/// Runs under a separate terminal like from a shell; `setsid` makes it the controlling terminal.
 fn on_a_terminal(case: &Case) -> (Monitor, std::fs::File, std::fs::File) {
     let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
     grantpt(&master).unwrap();
@@ -146,7 +147,7 @@ fn on_a_terminal(case: &Case) -> (Monitor, std::fs::File, std::fs::File) {
         !local_modes(&slave).contains(LocalModes::ICANON)
     });
     let mut master = std::fs::File::from(master);
-    // The guest has printed, so it runs, and signals are about to be handled.
+    // The guest has printed, so it runs and signals are handled soon.
     master.read_exact(&mut [0]).unwrap();
     (monitor, master, slave)
 }
@@ -213,11 +214,11 @@ fn every_thread_is_confined() {
     }
     monitor.signal(Signal::TERM);
     assert!(monitor.wait().success());
-    // What it may do in the sockets' folder.
+    // Creates the files that it may create in the sockets' directory.
     assert!(!case.path("api").exists() && !case.path("v").exists());
 }
 
-/// On a kernel that refuses filters; a process inherits the one that makes it so.
+/// Like a kernel that refuses filters: the process inherits a filter that refuses them.
 #[test]
 fn without_filters_there_is_no_guest_unless_the_jail_is_off() {
     use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A bug in the monitor ends the guest in order, with its message.
+//! A panic in the monitor ends the guest with a message.
 
 mod bare_metal;
 
@@ -17,7 +17,7 @@ use patchbay_vmm::vm::ExitReason;
 
 const PORT: u16 = 0x500;
 
-/// A device with a bug.
+/// A device that panics.
 struct Buggy;
 
 impl PortDevice for Buggy {
@@ -31,7 +31,7 @@ impl PortDevice for Buggy {
 #[test]
 fn a_panic_on_a_vcpu_thread_ends_the_guest_with_its_message() {
     let _watchdog = watchdog(60);
-    // As in the monitor: the panic is reported from under the filter.
+    // Like in the monitor: the panic is reported under the filter.
     seccomp::enforce(SeccompLevel::On);
     let mut image = branch_code();
     // mov dx, PORT; mov al, 7; out dx, al
@@ -46,7 +46,7 @@ fn a_panic_on_a_vcpu_thread_ends_the_guest_with_its_message() {
     let Some(vm) = started(config, Arc::new(NoRequests)) else {
         return;
     };
-    // Until then each pause stops whoever still runs, and none is late.
+    // Until then each pause stops the running vCPUs, and none is late.
     let error = loop {
         match vm.pause(Duration::from_secs(30)) {
             Ok(paused) => drop(paused),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The pause, on a guest that is nothing but a branch site.
+//! Tests the pause on a guest that consists of one branch site.
 
 mod bare_metal;
 
@@ -20,10 +20,10 @@ use patchbay_vmm::request::{GuestRequests, MSR_INDEX, NoRequests};
 use patchbay_vmm::vm::{ExitReason, Vm};
 use vm_memory::GuestAddress;
 
-/// Long enough for any host; a test that waits for it has failed.
+/// Timeout that no correct run reaches.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// Rounds that a vCPU has made since it started.
+/// Number of rounds that a vCPU has made since it started.
 fn rounds(vm: &Vm, vcpu: u8) -> u64 {
     let counters = counters(vm.ram(), vcpu);
     counters.taken + counters.not_taken + counters.torn
@@ -33,8 +33,8 @@ fn rounds(vm: &Vm, vcpu: u8) -> u64 {
 fn ten_thousand_paused_flips_and_not_one_torn() {
     let _watchdog = watchdog(300);
     let Some(vm) = branch_guest(2) else { return };
-    // What each vCPU may still count for the branch as it was before the flip:
-    // one round if it had stopped between the branch and its counter.
+    // Each vCPU may still count the old branch once, if it stopped between the branch and its
+    // counter.
     let mut before = [0, 1].map(|vcpu| counters(vm.ram(), vcpu));
     let mut old_side_allowed = [u64::MAX; 2];
     for flip in 0..10_000 {
@@ -45,7 +45,7 @@ fn ten_thousand_paused_flips_and_not_one_torn() {
         for vcpu in [0, 1] {
             let now = counters(vm.ram(), vcpu);
             let was = before[usize::from(vcpu)];
-            // In the last round, the branch was as it is now, before this flip.
+            // In the previous round the branch was as it is now, before this flip.
             let (old_side, new_side) = if to_taken {
                 (now.taken - was.taken, now.not_taken - was.not_taken)
             } else {
@@ -82,7 +82,7 @@ fn ten_thousand_paused_flips_and_not_one_torn() {
     assert_eq!(vm.wait(), ExitReason::Shutdown);
 }
 
-/// The negative control: without the pause the same test does see torn branches.
+/// Negative control: without the pause the same test finds torn branches.
 #[test]
 fn unpaused_flips_are_torn() {
     let _watchdog = watchdog(300);
@@ -95,7 +95,7 @@ fn unpaused_flips_are_torn() {
             flips < 20_000_000,
             "no torn branch in {flips} unpaused flips"
         );
-        // As a debugger or a careless agent would: byte after byte.
+        // Writes byte by byte, as a debugger would.
         let to = if flips.is_multiple_of(2) { JMP } else { NOP };
         for (address, byte) in (SITE..).zip(to) {
             vm.ram().write(address, &[byte]).unwrap();
@@ -106,7 +106,7 @@ fn unpaused_flips_are_torn() {
 }
 
 #[test]
-fn nobody_runs_while_paused_and_all_run_afterwards() {
+fn no_vcpu_runs_while_paused_and_all_run_afterwards() {
     let _watchdog = watchdog(300);
     for vcpus in [1, 2, 4, 16] {
         let Some(vm) = branch_guest(vcpus) else {
@@ -119,7 +119,7 @@ fn nobody_runs_while_paused_and_all_run_afterwards() {
             let code = CODE..CODE + 0x5000;
             assert!(paused.rips().iter().all(|rip| code.contains(rip)));
             let stopped: Vec<u64> = (0..vcpus).map(|vcpu| rounds(&vm, vcpu)).collect();
-            // A vCPU that still ran would show: this takes thousands of its rounds.
+            // A running vCPU would show: this takes thousands of its rounds.
             for _ in 0..200 {
                 std::thread::yield_now();
             }
@@ -137,7 +137,7 @@ fn nobody_runs_while_paused_and_all_run_afterwards() {
 fn pauses_in_quick_succession() {
     let _watchdog = watchdog(120);
     let Some(vm) = branch_guest(2) else { return };
-    // Without time to wake up in between, vCPUs go from one pause into the next.
+    // vCPUs that have no time to wake up go directly from one pause to the next.
     for _ in 0..5_000 {
         let paused = vm.pause(DEADLINE).unwrap();
         assert_eq!(paused.rips().len(), 2);
@@ -165,9 +165,9 @@ fn vcpus_that_do_not_run_count_as_stopped() {
         return;
     };
     wait_until("vCPU 0 runs", || rounds(&vm, 0) > 0);
-    // vCPU 1 is in its hlt or, woken by the kick, behind it.
+    // vCPU 1 is in its hlt, or after it if the kick woke it.
     let halted = |rips: &[u64]| rips.iter().any(|rip| (CODE..CODE + 3).contains(rip));
-    // Its thread may not have come to its first instruction yet.
+    // Its thread may not have reached its first instruction yet.
     wait_until("vCPU 1 halts", || {
         halted(vm.pause(DEADLINE).unwrap().rips())
     });
@@ -180,7 +180,7 @@ fn vcpus_that_do_not_run_count_as_stopped() {
     }
 }
 
-/// A device that keeps a vCPU until it is told to let it go.
+/// A device that blocks a vCPU until it is released.
 struct Trap {
     entered: Mutex<Sender<()>>,
     release: Mutex<Receiver<()>>,
@@ -193,7 +193,7 @@ impl PortDevice for Trap {
 
     fn write(&self, _port: u16, _data: &[u8]) {
         self.entered.lock().unwrap().send(()).unwrap();
-        // Also when the test has failed and dropped its end.
+        // Returns also if the test has failed and dropped its end.
         let _ = self.release.lock().unwrap().recv();
     }
 }
@@ -252,7 +252,7 @@ fn a_late_vcpu_is_named_and_nothing_changes() {
     assert_eq!(paused.rips().len(), 2);
 }
 
-/// Counts how often it is read.
+/// Counts its reads.
 #[derive(Default)]
 struct ReadCounter(AtomicU64);
 
@@ -328,7 +328,7 @@ fn a_paused_guest_can_be_ended() {
 }
 
 #[test]
-fn a_triple_fault_ends_the_guest_and_is_told() {
+fn a_triple_fault_ends_the_guest_and_is_reported() {
     let _watchdog = watchdog(120);
     let mut image = branch_code();
     // ud2
@@ -349,7 +349,7 @@ fn a_triple_fault_ends_the_guest_and_is_told() {
     assert_eq!(vm.pause(DEADLINE).err(), Some(PauseError::Ended));
 }
 
-/// Records the requests and answers each with a number of its own.
+/// Records the requests and answers each with its own number.
 #[derive(Default)]
 struct Requests(Mutex<Vec<(u32, u64)>>);
 
@@ -360,7 +360,7 @@ impl GuestRequests for Requests {
     }
 }
 
-/// Runs ring-0 code that ends in a loop at `LOOP`, and gives what it asked for.
+/// Runs ring-0 code that ends in a loop at `LOOP`, and returns its requests.
 fn ask(code: &[u8], transport: fn(&Vm) -> bool) -> Option<(Vm, Vec<(u32, u64)>)> {
     let mut image = branch_code();
     image[..code.len()].copy_from_slice(code);
@@ -392,7 +392,7 @@ fn ask(code: &[u8], transport: fn(&Vm) -> bool) -> Option<(Vm, Vec<(u32, u64)>)>
     Some((vm, seen))
 }
 
-/// Status in the header of the request page that the tests use.
+/// Status in the header of the tests' request page.
 fn status(vm: &Vm) -> i32 {
     let mut bytes = [0; 4];
     vm.ram().read(REQUEST_PAGE + 12, &mut bytes).unwrap();

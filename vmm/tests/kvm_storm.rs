@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A storm of transactions on the keys of a guest whose vCPUs do nothing but pass its sites, made by
-//! the real owner thread and its real pause, and not one wrong.
+//! Many transactions on the keys of a guest whose vCPUs execute only its sites, made by the real
+//! executor with the real pause. None may go wrong.
 //!
-//! `PATCHBAY_STORM_FLIPS` sets how many; 20,000 unless set.
+//! `PATCHBAY_STORM_FLIPS` sets the number of transactions; the default is 20,000.
 //!
 //! The guest's code, one block of 64 bytes per site:
 //!
@@ -14,8 +14,8 @@
 //!  +0x4461        torn: incq TORN(%rdi) ; jmp next site
 //! ```
 //!
-//! As in `bare_metal`, half of each encoding leads to `torn` or is undefined, and everything else
-//! is filled with instructions that end the guest.
+//! As in `bare_metal`, a mixture of the encodings jumps to `torn` or is undefined. All other bytes
+//! are instructions that end the guest.
 
 mod bare_metal;
 
@@ -34,16 +34,16 @@ use patchbay_vmm::vm::{ExitReason, Vm, VmError};
 use static_keys::Op;
 use zerocopy::{FromZeros, IntoBytes};
 
-/// Transactions in all, unless the variable is set.
+/// Default number of transactions.
 const FLIPS: u32 = 20_000;
-/// After so many, every vCPU is looked at: does it pass each site the right way?
+/// Interval of the check that every vCPU takes each branch the right way.
 const LOOK_EVERY: u32 = 500;
 
-/// How far the kernel's addresses are above the physical ones.
+/// Offset of the kernel's virtual addresses from the physical ones.
 const KERNEL: u64 = 0xffff_ffff_8000_0000;
-/// Where the monitor puts the first page table of raw code.
+/// Address of the monitor's first page table for machine code.
 const PAGE_TABLE: u64 = 0x9000;
-/// Its third one maps the first gigabyte.
+/// The third table maps the first gigabyte.
 const FIRST_GIGABYTE: u64 = PAGE_TABLE + 0x2000;
 
 // Physical addresses.
@@ -58,7 +58,7 @@ const NAMES: u64 = 0x20_4000;
 const REQUEST: u64 = 0x20_5000;
 const KERNEL_POINTERS: u64 = 0x20_6000;
 
-/// Sites of each key, and whether the last of them is a likely one.
+/// Number of sites of each key, and whether the last of them is likely.
 const SITES_OF: [(u64, bool); 8] = [
     (1, false),
     (1, false),
@@ -76,7 +76,7 @@ const JMP: [u8; 5] = [0xe9, 0x0b, 0x44, 0x00, 0x00];
 const TAKEN_DISTANCE: u64 = 5 + 0x440b;
 const TORN_DISTANCE: u64 = 5 + 0x441f;
 
-/// In a vCPU's page of counters, behind two of each site.
+/// Offset in a vCPU's page of counters, after the two counters per site.
 const TORN: u64 = 0x400;
 const ROUNDS: u64 = 0x408;
 
@@ -85,7 +85,7 @@ fn site(index: u64) -> u64 {
 }
 
 fn code() -> Vec<u8> {
-    // hlt, which user mode may not.
+    // hlt, which user mode may not execute.
     let mut image = vec![0xf4; CODE_BYTES];
     let mut put = |address: u64, bytes: &[u8]| {
         let at = usize::try_from(address - CODE).unwrap();
@@ -113,7 +113,7 @@ fn code() -> Vec<u8> {
     image
 }
 
-/// One key of the guest, as it has to be.
+/// The expected state of a key.
 struct Model {
     name: String,
     count: i32,
@@ -145,7 +145,7 @@ fn models() -> Vec<Model> {
     models
 }
 
-/// Writes what a kernel would have in its memory, and the request that tells of it.
+/// Lays out a kernel's memory, and the request that registers it.
 fn lay_out(ram: &GuestRam, models: &[Model]) {
     let write = |address: u64, bytes: &[u8]| ram.write(address, bytes).unwrap();
     write(
@@ -218,7 +218,7 @@ fn lay_out(ram: &GuestRam, models: &[Model]) {
     write(REQUEST, descriptor.as_bytes());
 }
 
-/// A guest whose vCPUs pass its sites in user mode, and its keys.
+/// A guest whose vCPUs execute its sites in user mode, and its keys.
 fn storm_guest(vcpus: u8, models: &[Model]) -> Option<(Arc<Vm>, Keys)> {
     let registry = Arc::new(Registry::default());
     let entries = (0..vcpus).map(|vcpu| {
@@ -248,7 +248,7 @@ fn storm_guest(vcpus: u8, models: &[Model]) -> Option<(Arc<Vm>, Keys)> {
         Err(error) => panic!("{error}"),
     };
     lay_out(vm.ram(), models);
-    // As in the monitor: under the filters of its threads.
+    // Under the threads' filters, as in the monitor.
     seccomp::enforce(SeccompLevel::On);
     let guest = Arc::new(VmGuest::new("storm".into(), vm.clone()));
     let config = KeysConfig {
@@ -273,13 +273,13 @@ fn counter(vm: &Vm, vcpu: u8, offset: u64) -> u64 {
     load(vm.ram(), counters(vcpu) + offset)
 }
 
-/// Two counters per site: passed straight on, jumped.
+/// Two counters per site: not taken and taken.
 fn passed(vm: &Vm, vcpu: u8) -> Vec<[u64; 2]> {
     let counts = (0..SITES).map(|site| [16 * site, 16 * site + 8].map(|at| counter(vm, vcpu, at)));
     counts.collect()
 }
 
-/// Every site and every count in memory is that of the model.
+/// Every site and every count in memory matches the model.
 fn assert_memory(vm: &Vm, models: &[Model]) {
     for (index, model) in (0..).zip(models) {
         let mut count = [0; 4];
@@ -294,7 +294,7 @@ fn assert_memory(vm: &Vm, models: &[Model]) {
     }
 }
 
-/// Every vCPU passes every site as the model has it, and has never done anything else.
+/// Every vCPU takes every branch as the model says and never does anything else.
 fn assert_passed(vm: &Vm, vcpus: u8, models: &[Model]) {
     assert_eq!(vm.exit_reason(), None, "a vCPU met what is no instruction");
     for vcpu in 0..vcpus {
@@ -304,7 +304,7 @@ fn assert_passed(vm: &Vm, vcpus: u8, models: &[Model]) {
                 counter(vm, vcpu, ROUNDS) >= now + more
             });
         };
-        // The round in which it was stopped may have counted a site behind which it stood.
+        // The round in which a vCPU was stopped may have counted a site before the flip.
         rounds(1);
         let before = passed(vm, vcpu);
         rounds(2);
@@ -326,10 +326,10 @@ fn assert_passed(vm: &Vm, vcpus: u8, models: &[Model]) {
     }
 }
 
-/// An update of keys at random, and what the model's counts are after it.
+/// A random update of keys, and the model's counts after it.
 fn draw(models: &[Model], random: &mut fastrand::Rng) -> (Vec<KeyUpdate>, Vec<i32>) {
     let mut counts: Vec<i32> = models.iter().map(|model| model.count).collect();
-    // The first is one that crosses zero, so that every transaction patches something.
+    // The first one crosses zero, so that every transaction patches sites.
     let crossing: Vec<usize> = (0..models.len()).filter(|&key| counts[key] < 2).collect();
     let first = match crossing.get(random.usize(..crossing.len().max(1))) {
         Some(&key) => key,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The systemd unit, under a systemd that is booted in namespaces for it.
+//! Tests the systemd unit under a systemd booted in namespaces.
 
 mod bare_metal;
 mod program;
@@ -13,14 +13,14 @@ use program::{QUIET, has_kvm, kernel};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_patchbay-vmm");
 
-/// Tenths of the worst: `systemd-analyze security` calls anything below 20 OK.
+/// In tenths. `systemd-analyze security` calls anything below 20 OK.
 const EXPOSURE: &str = "--threshold=12";
 
 fn in_tree(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
-/// Whether systemd is installed; says so if not.
+/// Returns whether systemd is installed; prints a message if not.
 fn has_systemd() -> bool {
     let there = Path::new("/lib/systemd/systemd").exists();
     if !there {
@@ -37,7 +37,7 @@ fn the_unit_is_well_formed_and_leaves_little_exposed() {
     let folder = tempfile::tempdir().unwrap();
     let unit = folder.path().join("patchbay@.service");
     let text = std::fs::read_to_string(in_tree("patchbay@.service")).unwrap();
-    // The program that it names must exist.
+    // The program named in the unit must exist.
     std::fs::write(&unit, text.replace("/usr/bin/patchbay-vmm", PROGRAM)).unwrap();
     let instance = folder.path().join("patchbay@demo.service");
     let security = ["security", "--offline=yes", EXPOSURE];
@@ -50,7 +50,7 @@ fn the_unit_is_well_formed_and_leaves_little_exposed() {
         let text = String::from_utf8_lossy(&output.stdout);
         let errors = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{text}{errors}");
-        // What it does not know it only warns of.
+        // systemd-analyze only warns about unknown settings.
         assert!(!errors.contains("patchbay@.service:"), "{errors}");
     }
 }
@@ -101,7 +101,7 @@ fn systemd_starts_reloads_and_stops_guests() {
         return println!("SKIPPED: no systemd boots in namespaces here: {why}");
     }
     assert_eq!(read("done"), "all\n", "{log}");
-    // Guests are strangers to one another.
+    // Guests run as different users.
     let users = [read("user.demo"), read("user.other")];
     assert!(
         users[0] != users[1] && !users.contains(&"root\n".to_owned()),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! While the guest stands still, nothing is allocated: whoever holds the allocator's lock may be
-//! waiting for a core, and the guest would wait for both.
+//! Nothing is allocated while the guest is stopped. The thread that holds the allocator's lock may
+//! be waiting for a core, and the stopped guest would wait too.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -17,7 +17,7 @@ use patchbay_service::testing::{InMemoryGuest, TestKey};
 use static_keys::Op;
 
 thread_local! {
-    /// Calls of the allocator while this thread holds a guest stopped.
+    /// Allocator calls while this thread holds a guest stopped.
     static CALLS: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
@@ -25,16 +25,16 @@ struct Counting;
 
 impl Counting {
     fn count() {
-        // Not there any more while the thread ends.
+        // The variable is gone while the thread ends.
         let _ = CALLS.try_with(|calls| calls.set(calls.get().map(|calls| calls + 1)));
     }
 }
 
-// SAFETY: hands every call on to the system's allocator as it came.
+// SAFETY: forwards every call unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         Self::count();
-        // SAFETY: the caller's promise is the one that is asked for.
+        // SAFETY: the caller upholds the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
@@ -122,7 +122,7 @@ async fn nothing_is_allocated_while_the_guest_stands_still() {
     let registry = Arc::new(Registry::default());
     let inner = InMemoryGuest::boot(Arc::clone(&registry), &keys);
     let guest = Arc::new(Watched(Arc::clone(&inner)));
-    let (keys, _owner) = Keys::start(guest, registry, KeysConfig::default()).expect("a thread");
+    let (keys, _executor) = Keys::start(guest, registry, KeysConfig::default()).expect("a thread");
     for op in [Op::Enable, Op::Disable] {
         let updates = names.iter().map(|name| KeyUpdate::new(name, op));
         let request = UpdateRequest::new(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `cargo xtask bench`: benchmarks by name, each where it can run.
+//! `cargo xtask bench` runs a benchmark on this machine or in the lab.
 
 use std::process::{Command, ExitCode};
 
@@ -7,19 +7,18 @@ use anyhow::{Context, Result, bail};
 
 use crate::{cargo, guest, host, lab};
 
-/// What a benchmark needs of the machine that it runs on; without it, it runs in the lab.
+/// What a benchmark needs to run on this machine; otherwise it runs in the lab.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
-    /// A KVM for bare-metal guests.
+    /// KVM for bare-metal guests.
     BareMetal,
-    /// A KVM for Linux guests, the guest's kernel, and QEMU to compare with.
+    /// KVM for Linux guests, the guest's kernel, and QEMU to compare with.
     Linux,
-    /// The same without QEMU, with other kernels to compare with; and a first run with the
-    /// argument "images", which needs no KVM.
+    /// KVM for Linux guests and other kernels to compare with. The first run, with the argument
+    /// "images", needs no KVM.
     Kernels,
 }
 
-/// A benchmark.
 struct Bench {
     name: &'static str,
     about: &'static str,
@@ -60,7 +59,7 @@ const BENCHES: &[Bench] = &[
     },
     Bench {
         name: "trace",
-        about: "tracepoints of a Linux guest: first event, all at once, rate, and what they cost the guest",
+        about: "tracepoints of a Linux guest: first event, all at once, rate, and their cost for the guest",
         package: "patchbay-tests",
         target: "trace",
         needs: Needs::Linux,
@@ -78,7 +77,7 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     let Some(bench) = BENCHES.iter().find(|bench| bench.name == name) else {
         let names: Vec<&str> = BENCHES.iter().map(|bench| bench.name).collect();
         bail!(
-            "there is no benchmark {name}; there are {}",
+            "there is no benchmark {name}; use one of {}",
             names.join(", ")
         );
     };
@@ -129,7 +128,7 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
         return run_here(arguments);
     }
     eprintln!(
-        "In the lab, where only ratios mean anything: {}.",
+        "In the lab, where only ratios are meaningful: {}.",
         kvm.describe()
     );
     let mut command = vec![binary.path.clone().into_os_string(), "--bench".into()];

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The cache of things that take long to build: kernels, initramfs images, the lab, tools.
+//! Cache of expensive builds: kernels, initramfs images, the lab, tools.
 //!
-//! An entry is a folder `<cache>/<kind>/<key>`, where the key is the hash of everything that
-//! went into it. It is built under another name, gets a file `complete` last and is then
-//! renamed, so a broken or interrupted build is never used. A lock file beside the entry keeps
-//! two processes from building it at the same time.
+//! An entry is a directory `<cache>/<kind>/<key>`. The key is the hash of all its inputs. An entry
+//! is built under another name, gets a file `complete` last, and is then renamed, so a failed or
+//! interrupted build is never used. A lock file beside the entry keeps two processes from building
+//! it at once.
 
 use std::fs::{self, File, TryLockError};
 use std::io;
@@ -32,8 +32,8 @@ pub fn root() -> Result<PathBuf> {
     Ok(base.join("patchbay"))
 }
 
-/// Collects the inputs of an entry. Each has a label, and lengths are hashed too, so that no
-/// two different lists of inputs look alike.
+/// Collects the inputs of an entry. Labels and lengths are hashed too, so that different lists of
+/// inputs have different keys.
 pub struct Inputs(Sha256);
 
 impl Inputs {
@@ -44,7 +44,6 @@ impl Inputs {
         inputs
     }
 
-    /// Adds one input.
     pub fn add(&mut self, label: &str, content: impl AsRef<[u8]>) {
         for part in [label.as_bytes(), content.as_ref()] {
             self.0.update((part.len() as u64).to_le_bytes());
@@ -52,14 +51,13 @@ impl Inputs {
         }
     }
 
-    /// Adds a file's content.
     pub fn add_file(&mut self, label: &str, path: &Path) -> Result<()> {
         let content = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
         self.add(label, content);
         Ok(())
     }
 
-    /// Adds every file below a folder with its relative path, in a fixed order.
+    /// Adds every file below a directory with its relative path, in a fixed order.
     pub fn add_folder(&mut self, label: &str, folder: &Path) -> Result<()> {
         for path in files_below(folder)? {
             let name = path.strip_prefix(folder)?.to_string_lossy().into_owned();
@@ -79,7 +77,7 @@ impl Inputs {
     }
 }
 
-/// All files below a folder, sorted by path. Symbolic links are not followed into folders.
+/// All files below a directory, sorted by path. Symbolic links to directories are not followed.
 pub fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     let mut folders = vec![folder.to_path_buf()];
@@ -98,8 +96,8 @@ pub fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Returns the folder of a complete entry, after building it if there is none. `build` gets an
-/// empty folder to fill; when it fails the folder is kept for inspection until the next try.
+/// Returns the directory of a complete entry, and builds it if it does not exist. `build` fills an
+/// empty directory. If it fails, the directory is kept for inspection until the next attempt.
 pub fn entry(kind: &str, key: &str, build: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
     entry_in(&root()?.join(kind), key, build)
 }
@@ -111,19 +109,19 @@ fn entry_in(parent: &Path, key: &str, build: impl FnOnce(&Path) -> Result<()>) -
     }
     fs::create_dir_all(parent).with_context(|| format!("cannot create {}", parent.display()))?;
     let _lock = lock(&parent.join(format!("{key}.lock")))?;
-    // Another process may have built it while this one waited.
+    // Another process may have built the entry meanwhile.
     if entry.join(COMPLETE).exists() {
         return Ok(entry);
     }
     remove_leftovers(parent, key);
     remove_folder(&entry)?;
-    // A name of its own, because compilers that a killed build left behind may still write.
+    // A unique name, because compilers left behind by a killed build may still write.
     let partial = parent.join(format!("{key}{PARTIAL}{}", std::process::id()));
     fs::create_dir(&partial)?;
     build(&partial)?;
-    // The data must be on disk before the name says so, or a power cut could leave empty files.
+    // The data must be on disk before the rename, or a power cut could leave empty files.
     for file in files_below(&partial)? {
-        // Symbolic links are part of their folder; some in a kernel tree lead nowhere.
+        // Symbolic links are part of their directory; some in a kernel tree dangle.
         if !file.is_symlink() {
             File::open(&file)?.sync_all()?;
         }
@@ -133,19 +131,19 @@ fn entry_in(parent: &Path, key: &str, build: impl FnOnce(&Path) -> Result<()>) -
     Ok(entry)
 }
 
-/// Whether the entry exists and is complete.
+/// Returns whether the entry exists and is complete.
 pub fn has(kind: &str, key: &str) -> Result<bool> {
     Ok(root()?.join(kind).join(key).join(COMPLETE).exists())
 }
 
-/// Takes the lock of this name, and waits for the process that has it.
+/// Takes the lock at this path; waits if another process holds it.
 pub fn lock(path: &Path) -> Result<File> {
     let file = File::create(path).with_context(|| format!("cannot create {}", path.display()))?;
     match file.try_lock() {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {
             eprintln!(
-                "waiting for another process that builds the same ({})",
+                "waiting for another process that builds the same entry ({})",
                 path.display()
             );
             file.lock()?;
@@ -155,8 +153,8 @@ pub fn lock(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Removes what broken builds have left. A build in progress is known by its lock; `locked` is
-/// the key that this process has locked itself.
+/// Removes what failed builds left. A build in progress holds its lock; `locked` is the key that
+/// this process has locked.
 fn remove_leftovers(parent: &Path, locked: &str) {
     remove_leftover_folders(parent);
     for folder in fs::read_dir(parent).into_iter().flatten().flatten() {
@@ -170,7 +168,7 @@ fn remove_leftovers(parent: &Path, locked: &str) {
         let lock = File::create(parent.join(format!("{key}.lock")));
         if key == locked || lock.is_ok_and(|lock| lock.try_lock().is_ok()) {
             eprintln!(
-                "removing what an interrupted build has left: {}",
+                "removing what an interrupted build left: {}",
                 folder.path().display()
             );
             // If something still writes there, the next build tries again.
@@ -179,8 +177,8 @@ fn remove_leftovers(parent: &Path, locked: &str) {
     }
 }
 
-/// Removes a large folder of an entry that is being built, in the background: on a file system
-/// that discards what it frees, a kernel's 90,000 files take minutes.
+/// Removes a large directory of an entry under construction, in the background: on a file system
+/// that discards freed blocks, a kernel's 90,000 files take minutes.
 pub fn discard(large: &Path, entry: &Path) -> Result<()> {
     let mut rubbish = entry.as_os_str().to_owned();
     rubbish.push(RUBBISH);
@@ -188,11 +186,11 @@ pub fn discard(large: &Path, entry: &Path) -> Result<()> {
     remove_in_background(Path::new(&rubbish))
 }
 
-/// Removes, in the background, what [`discard`] began to in this folder and was cut off.
+/// Removes, in the background, directories of [`discard`] whose removal was interrupted.
 pub fn remove_leftover_folders(parent: &Path) {
     for folder in fs::read_dir(parent).into_iter().flatten().flatten() {
         if folder.file_name().to_string_lossy().ends_with(RUBBISH) {
-            // Perhaps nobody is at it any more.
+            // The removal may have been interrupted.
             let _ = remove_in_background(&folder.path());
         }
     }
@@ -280,7 +278,7 @@ mod tests {
         });
         assert_eq!(broken.unwrap_err().to_string(), "interrupted");
         assert!(!parent.join("k").exists());
-        // An entry that lost its mark counts for nothing either.
+        // An entry without its mark does not count.
         fs::create_dir(parent.join("k")).unwrap();
         fs::write(parent.join("k/result"), "half").unwrap();
         let build = |folder: &Path| Ok(fs::write(folder.join("result"), "whole")?);
@@ -314,7 +312,7 @@ mod tests {
         let cache = tempfile::tempdir().unwrap();
         let entry = |name: &str| cache.path().join(name);
         let gone = |path: &Path| {
-            // The event to wait for would be another process's end.
+            // There is no event for the end of the removing process.
             while path.exists() {
                 std::thread::yield_now();
             }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs cargo, for the programs and tests of this workspace.
+//! Runs cargo for the programs and tests of this workspace.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -9,19 +9,18 @@ use serde_json::Value;
 
 use crate::host;
 
-/// An executable that contains tests.
+/// An executable with tests.
 pub struct TestBinary {
-    /// Package and target, as in "patchbay-vmm::kvm_flip".
+    /// Package and target, for example "patchbay-vmm::kvm_flip".
     pub suite: String,
-    /// The target's name alone.
+    /// Name of the target.
     pub target: String,
-    /// The executable.
     pub path: PathBuf,
-    /// The package's folder, in which cargo would run it.
+    /// Directory of the package, in which cargo runs the tests.
     pub folder: PathBuf,
 }
 
-/// Builds programs in the release profile; afterwards they are in [`program`]'s folder.
+/// Builds programs in the release profile. [`program`] returns their paths.
 pub fn build_programs(packages: &[&str]) -> Result<()> {
     let mut command = cargo("build");
     command.args(["--release", "--bins"]);
@@ -31,28 +30,30 @@ pub fn build_programs(packages: &[&str]) -> Result<()> {
     run(&mut command)
 }
 
-/// Where `build_programs` puts a program.
+/// Path of a program built by `build_programs`.
 pub fn program(name: &str) -> PathBuf {
     host::target().join("release").join(name)
 }
 
-/// Builds the guest's agent, static, and says where it is.
+/// Builds the guest's agent statically and returns its path.
 pub fn build_agent() -> Result<PathBuf> {
     const TARGET: &str = "x86_64-unknown-linux-gnu";
     let mut command = cargo("build");
     command
         .args(["--package", "patchbay-guest-agent", "--profile", "agent"])
         .args(["--target", TARGET])
-        // With a target named, these do not reach build scripts.
+        // With an explicit target these flags do not apply to build scripts.
         .env("RUSTFLAGS", "-C target-feature=+crt-static");
     run(&mut command)?;
     Ok(host::target().join(TARGET).join("agent/patchbay-agent"))
 }
 
-/// Builds tests (or benchmarks) and says where they are. `arguments` are those of the cargo
-/// subcommand, such as "test --workspace".
+/// Builds tests or benchmarks and returns their executables. `arguments` are those of cargo, for
+/// example "test --workspace".
 pub fn build_tests(arguments: &[&str]) -> Result<Vec<TestBinary>> {
-    let (subcommand, rest) = arguments.split_first().context("a subcommand of cargo")?;
+    let (subcommand, rest) = arguments
+        .split_first()
+        .context("no cargo subcommand given")?;
     let mut command = cargo(subcommand);
     command
         .args(["--no-run", "--message-format=json-render-diagnostics"])
@@ -68,7 +69,7 @@ pub fn build_tests(arguments: &[&str]) -> Result<Vec<TestBinary>> {
         .collect()
 }
 
-/// Runs the documentation's examples; passes cargo's output on and returns it.
+/// Runs the documentation tests; passes cargo's output on and returns it.
 pub fn run_doc_tests() -> Result<(bool, String)> {
     let mut command = cargo("test");
     command
@@ -81,7 +82,7 @@ pub fn run_doc_tests() -> Result<(bool, String)> {
     ))
 }
 
-/// Runs a prepared cargo command with its output on this process's terminal.
+/// Runs a prepared cargo command with its output on this terminal.
 pub fn run(command: &mut Command) -> Result<()> {
     let status = command.status().context("cannot run cargo")?;
     if !status.success() {
@@ -95,7 +96,7 @@ pub fn cargo(subcommand: &str) -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(program);
     command.arg(subcommand).current_dir(host::repository());
-    // What `cargo run` sets for xtask must not reach build scripts of other packages.
+    // Variables that `cargo run` sets for xtask must not reach build scripts of other packages.
     for (name, _) in std::env::vars_os() {
         let name = name.to_string_lossy();
         if name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_") {
@@ -108,7 +109,7 @@ pub fn cargo(subcommand: &str) -> Command {
 fn test_binary(line: &str) -> Result<Option<TestBinary>> {
     let message: Value = match serde_json::from_str(line) {
         Ok(message) => message,
-        // Build scripts may print what they like.
+        // Build scripts may print other lines.
         Err(_) => return Ok(None),
     };
     let (Some("compiler-artifact"), Some(path), Some(true)) = (
@@ -120,13 +121,13 @@ fn test_binary(line: &str) -> Result<Option<TestBinary>> {
     };
     let manifest = message["manifest_path"]
         .as_str()
-        .context("cargo named no manifest")?;
+        .context("cargo's message has no manifest path")?;
     let folder = Path::new(manifest)
         .parent()
-        .context("a manifest lies in a folder")?;
+        .context("the manifest path has no directory")?;
     let target = message["target"]["name"]
         .as_str()
-        .context("cargo named no target")?;
+        .context("cargo's message has no target name")?;
     let package = package_name(message["package_id"].as_str().unwrap_or_default());
     let suite = match package.replace('-', "_") == target.replace('-', "_") {
         true => package.to_owned(),
@@ -140,8 +141,8 @@ fn test_binary(line: &str) -> Result<Option<TestBinary>> {
     }))
 }
 
-/// The package's name in a package ID such as "path+file:///repo/vmm#patchbay-vmm@0.1.0", or
-/// "path+file:///repo/xtask#0.1.0", where the folder has the same name.
+/// The package's name in a package ID: "path+file:///repo/vmm#patchbay-vmm@0.1.0", or
+/// "path+file:///repo/xtask#0.1.0" if the directory has the same name.
 fn package_name(id: &str) -> &str {
     let (source, fragment) = id.split_once('#').unwrap_or((id, id));
     match fragment.split_once('@') {

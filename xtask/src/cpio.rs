@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Writes cpio archives of the "newc" format, the one Linux unpacks into an initramfs
-//! (kernel: Documentation/driver-api/early-userspace/buffer-format.rst).
+//! Writes cpio archives in the "newc" format of the initramfs (kernel:
+//! Documentation/driver-api/early-userspace/buffer-format.rst).
 
 const REGULAR: u32 = 0o100_000;
 const DIRECTORY: u32 = 0o040_000;
 const SYMLINK: u32 = 0o120_000;
 const CHARACTER_DEVICE: u32 = 0o020_000;
 
-/// An archive under construction. Every file belongs to root and has time stamp zero, so that
-/// equal content gives equal bytes.
+/// An archive under construction. Every file belongs to root and has time stamp zero, so that equal
+/// content gives equal bytes.
 #[derive(Default)]
 pub struct Archive {
     bytes: Vec<u8>,
@@ -36,7 +36,7 @@ impl Archive {
         self.entry(path, CHARACTER_DEVICE | 0o600, (major, minor), &[]);
     }
 
-    /// Ends the archive and returns it. Linux accepts several of these one after another.
+    /// Finishes the archive. Linux accepts several archives in sequence.
     pub fn finish(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", 0, (0, 0), &[]);
         self.bytes.resize(self.bytes.len().next_multiple_of(512), 0);
@@ -87,7 +87,7 @@ mod tests {
     /// Path, mode, device, content.
     type Entry = (String, u32, (u32, u32), Vec<u8>);
 
-    /// Reads the archive back by the format's own rules.
+    /// Parses the archive by the rules of the format.
     fn read(bytes: &[u8]) -> Vec<Entry> {
         let mut found = Vec::new();
         let mut at = 0;

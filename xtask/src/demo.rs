@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `cargo xtask demo`: prepares everything and runs one of the examples.
+//! `cargo xtask demo` prepares everything and runs one of the examples.
 
 use std::ffi::OsString;
 use std::process::{Command, ExitCode};
@@ -8,14 +8,14 @@ use anyhow::{Context, Result};
 
 use crate::{cargo, guest, host, lab};
 
-/// Demos by their names, the first one unless named: the program.
+/// Demos and their programs. The first is the default.
 const DEMOS: [(&str, &str); 3] = [
     ("getppid", "getppid-demo"),
     ("trace", "trace-demo"),
     ("sick-guest", "sick-guest-demo"),
 ];
 
-/// Runs the demo with the given arguments; its exit status is the demo's.
+/// Runs the demo with the arguments and returns its exit status.
 pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
     let named = arguments
         .first()

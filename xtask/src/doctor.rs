@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `cargo xtask doctor`: what this machine can and cannot do, and why.
+//! `cargo xtask doctor` reports what this machine can and cannot do, and why.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ use anyhow::Result;
 use crate::kernel::{self, Recipe};
 use crate::{cache, host, lab_image};
 
-/// A kernel build needs this much for its tree, for a few minutes.
+/// Disk space for the tree of a kernel build.
 const DISK_NEEDED_GIB: u64 = 4;
 
 struct Report {
@@ -26,14 +26,14 @@ impl Report {
         }
     }
 
-    /// A line on something without which demo and test cannot run.
+    /// Reports something that demo and test need.
     fn obstacle(&mut self, subject: &str, text: &str) {
         self.able = false;
         self.line(subject, text);
     }
 }
 
-/// Prints the report; fails if demo and test could not run even after installing packages.
+/// Prints the report. Fails if demo and test cannot run even after installing packages.
 pub fn run() -> Result<ExitCode> {
     let mut report = Report { able: true };
     machine(&mut report);
@@ -50,7 +50,7 @@ pub fn run() -> Result<ExitCode> {
     );
     let linux = match kvm.runs_linux() {
         true => "runs here",
-        false => "runs in the lab (no VMX or SVM here): right, but slow, and times mean little",
+        false => "runs in the lab (no VMX or SVM here): correct but slow, and times mean little",
     };
     report.line("tier 3, demo", linux);
     packages(&mut report, kvm)?;
@@ -155,7 +155,7 @@ fn cached(report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Bytes in all files below a folder. What a build removes meanwhile is passed over.
+/// Total size of the files below a directory. Files that disappear meanwhile are skipped.
 fn size(folder: &Path) -> u64 {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     entries

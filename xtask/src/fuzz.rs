@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `cargo xtask fuzz`: one fuzz target with libFuzzer, guided by coverage.
+//! `cargo xtask fuzz` runs a fuzz target with libFuzzer, guided by coverage.
 //!
-//! The targets are those of the `fuzz` folders, laid out as cargo-fuzz has them, but
-//! cargo-fuzz wants a nightly compiler. What guides the fuzzer is LLVM's own pass, which the pinned
-//! compiler has; what is left out are the sanitizers, which in code without `unsafe` have little to find.
+//! The targets in the `fuzz` directories have cargo-fuzz's layout, but cargo-fuzz needs a nightly
+//! compiler. The coverage comes from LLVM's own pass, which the pinned compiler supports.
+//! Sanitizers are left out; in code without `unsafe` they find little.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -12,24 +12,23 @@ use anyhow::{Context, Result, bail};
 
 use crate::{cargo, host};
 
-/// Crates with targets, by the folder of the crate that they try.
+/// Crates with fuzz targets.
 const CRATES: [&str; 4] = ["static-keys", "kernel-image", "service", "vmm"];
 
-/// Counters of edges, the table of them, and comparisons: what libFuzzer reads.
+/// Edge counters, their table, and comparisons: the coverage that libFuzzer reads.
 const COVERAGE: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 --cfg fuzzing";
 
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// A fuzz target.
 struct Target {
-    /// Its crate, such as `vmm/fuzz`.
+    /// Path of the fuzz crate, for example `vmm/fuzz`.
     folder: PathBuf,
     name: String,
 }
 
-/// Runs one target for so many seconds, or until it finds something; or lists them.
+/// Runs one target for this many seconds or until a failure; without a name, lists the targets.
 pub fn run(name: Option<&str>, seconds: u64) -> Result<ExitCode> {
     let targets = targets()?;
     let Some(name) = name else {
@@ -42,7 +41,7 @@ pub fn run(name: Option<&str>, seconds: u64) -> Result<ExitCode> {
         bail!("there is no fuzz target {name}; `cargo xtask fuzz` lists them");
     };
     let program = build(target)?;
-    // What the run finds goes into the first folder, which is not committed; then it is minimised.
+    // New inputs go to the first directory, which is not committed, and are then minimised.
     let found = host::target().join("fuzz/corpus").join(name);
     let committed = target.folder.join("corpus").join(name);
     let crashes = host::target().join("fuzz/crashes/");
@@ -54,7 +53,7 @@ pub fn run(name: Option<&str>, seconds: u64) -> Result<ExitCode> {
         .args([&found, &committed])
         .status()?;
     if !status.success() {
-        eprintln!("What it has found is in {}.", crashes.display());
+        eprintln!("The failing input is in {}.", crashes.display());
         return Ok(ExitCode::FAILURE);
     }
     let merged = fuzzer(&program, &crashes)
@@ -67,7 +66,7 @@ pub fn run(name: Option<&str>, seconds: u64) -> Result<ExitCode> {
         bail!("the new inputs in {} cannot be merged", found.display());
     }
     println!(
-        "{} has {} inputs; commit the new ones that are worth their bytes",
+        "{} has {} inputs; commit the new ones that are worth keeping",
         committed.display(),
         std::fs::read_dir(&committed)?.count()
     );
@@ -108,7 +107,7 @@ fn build(target: &Target) -> Result<PathBuf> {
         .arg(target.folder.join("Cargo.toml"))
         .arg("--target-dir")
         .arg(&output)
-        // With a target named, these do not reach build scripts.
+        // With an explicit target these flags do not apply to build scripts.
         .env("RUSTFLAGS", COVERAGE);
     cargo::run(&mut command)?;
     Ok(output.join(TARGET).join("release").join(&target.name))

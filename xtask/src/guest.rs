@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Prepares all that is needed to run a Linux guest: kernels, initramfs, programs.
+//! Prepares everything that a Linux guest needs: kernels, initramfs, programs.
 
 use std::path::PathBuf;
 
@@ -8,13 +8,13 @@ use anyhow::Result;
 use crate::kernel::{self, Recipe};
 use crate::{cargo, host, initramfs, lab_image};
 
-/// Files by the variables that tell tests, demo and benchmarks where they are.
+/// Environment variables with paths, for tests, demo and benchmarks.
 pub type Variables = Vec<(&'static str, PathBuf)>;
 
-/// Builds what is missing and returns where everything is. The kernel without the series is
-/// only made for those who need it.
+/// Builds what is missing and returns the paths. The kernel without the series is only built on
+/// request.
 pub fn prepare(with_unpatched: bool) -> Result<Variables> {
-    // First what a person may have to be asked for.
+    // Packages first, because the user may have to install them.
     let mut packages: Vec<String> = Recipe::standard().packages();
     packages.extend(host::INITRAMFS.iter().map(|package| (*package).to_owned()));
     if !host::Kvm::probe().runs_linux() {
@@ -22,7 +22,7 @@ pub fn prepare(with_unpatched: bool) -> Result<Variables> {
     }
     host::ensure_packages(&packages.iter().map(String::as_str).collect::<Vec<_>>())?;
 
-    // Always the same packages, so that cargo selects the same features of their dependencies.
+    // Always the same packages, so that cargo selects the same features for their dependencies.
     cargo::build_programs(&["patchbay-vmm", "patchbay-cli", "patchbay-examples"])?;
     if !host::Kvm::probe().runs_linux() {
         lab_image::get()?;
@@ -39,7 +39,7 @@ pub fn prepare(with_unpatched: bool) -> Result<Variables> {
     Ok(variables)
 }
 
-/// The variables that say which kernel guests boot.
+/// Variables with the paths of the guest's kernel.
 pub fn kernel_of_the_guest(recipe: &Recipe) -> Result<Variables> {
     let kernel = kernel::get(recipe)?;
     Ok(vec![
@@ -49,7 +49,7 @@ pub fn kernel_of_the_guest(recipe: &Recipe) -> Result<Variables> {
     ])
 }
 
-/// Where the kernel without jump labels is, for the tests that ask for it.
+/// Variables with the paths of the kernel without jump labels.
 pub fn kernel_without_jump_labels() -> Result<Variables> {
     let kernel = kernel::get(&Recipe::small_without_jump_labels())?;
     Ok(vec![
@@ -62,7 +62,7 @@ pub fn kernel_without_jump_labels() -> Result<Variables> {
     ])
 }
 
-/// The kernels that are compared with the guest's.
+/// Variables with the paths of the kernels to compare with the guest's.
 pub fn kernels_to_compare() -> Result<Variables> {
     let kernels = [
         (
@@ -89,7 +89,7 @@ pub fn kernels_to_compare() -> Result<Variables> {
     Ok(variables)
 }
 
-/// Says where Linux guests run, and why.
+/// Prints where Linux guests run, and why.
 pub fn announce_place() {
     let kvm = host::Kvm::probe();
     if kvm.runs_linux() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The host: what it can do, and the Debian packages it lacks.
+//! Capabilities of the host, and the Debian packages it lacks.
 
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -10,10 +10,10 @@ use anyhow::{Context, Result, bail};
 
 use crate::step::Steps;
 
-/// Packages the lab needs: an emulator, and the tools its initramfs is made with.
+/// Packages that the lab needs: an emulator, and the tools for its initramfs.
 pub const LAB: &[&str] = &["qemu-system-x86", "busybox-static", "xz-utils"];
 
-/// Packages a guest kernel is built with.
+/// Packages that a guest kernel build needs.
 pub const KERNEL: &[&str] = &[
     "gcc",
     "make",
@@ -28,23 +28,23 @@ pub const KERNEL: &[&str] = &[
     "xz-utils",
 ];
 
-/// Packages a guest's initramfs is built with.
+/// Packages that the guest's initramfs needs.
 pub const INITRAMFS: &[&str] = &["busybox-static", "gcc", "libc6-dev"];
 
-/// The repository's root folder: that of the call, not the one where this program was built. Two
-/// clones that share a target folder share the program too.
+/// Root directory of the repository in which xtask was called. It may differ from the one where the
+/// program was built, because clones that share a target directory share the program.
 ///
 /// # Panics
-/// Outside a repository, which [`find_repository`] has told before.
+/// Outside a repository; `main` calls [`find_repository`] first.
 pub fn repository() -> PathBuf {
-    find_repository().expect("main looked for it")
+    find_repository().expect("main has found the repository")
 }
 
-/// Finds the repository by the variable that `cargo run` and `cargo test` set, else by the current
-/// folder.
+/// Finds the repository by the variable that `cargo run` and `cargo test` set, or by the current
+/// directory.
 pub fn find_repository() -> Result<PathBuf> {
     let manifest = std::env::var_os("CARGO_MANIFEST_DIR");
-    let current = std::env::current_dir().context("the current folder is gone")?;
+    let current = std::env::current_dir().context("the current directory does not exist")?;
     repository_of(manifest.as_deref().map(Path::new), &current)
 }
 
@@ -64,7 +64,7 @@ fn repository_of(manifest: Option<&Path>, current: &Path) -> Result<PathBuf> {
     }
 }
 
-/// Where logs and other output that is not worth caching go.
+/// Directory for logs and other output that is not cached.
 pub fn target() -> PathBuf {
     match std::env::var_os("CARGO_TARGET_DIR") {
         Some(dir) => std::path::absolute(&dir).unwrap_or_else(|_| dir.into()),
@@ -72,7 +72,7 @@ pub fn target() -> PathBuf {
     }
 }
 
-/// Those of the packages that are not installed, each once.
+/// The packages that are not installed, without duplicates.
 pub fn missing_packages(wanted: &[&str]) -> Result<Vec<String>> {
     let mut wanted: Vec<&str> = wanted.to_vec();
     wanted.sort_unstable();
@@ -100,7 +100,7 @@ fn not_installed(wanted: &[&str], listing: &str) -> Vec<String> {
         .collect()
 }
 
-/// How this process can become root.
+/// Command prefix with which this process becomes root.
 pub fn root_prefix() -> Option<&'static [&'static str]> {
     if rustix::process::geteuid().is_root() {
         return Some(&[]);
@@ -115,7 +115,7 @@ pub fn root_prefix() -> Option<&'static [&'static str]> {
         .then_some(&["sudo", "-n"])
 }
 
-/// The command that a person would type to install the packages.
+/// The command with which a user installs the packages.
 pub fn install_command(packages: &[String]) -> String {
     format!(
         "sudo apt-get update && sudo apt-get install --no-install-recommends -y {}",
@@ -123,7 +123,7 @@ pub fn install_command(packages: &[String]) -> String {
     )
 }
 
-/// Installs those of the packages that are missing.
+/// Installs the missing packages.
 pub fn ensure_packages(wanted: &[&str]) -> Result<()> {
     let missing = missing_packages(wanted)?;
     if missing.is_empty() {
@@ -149,7 +149,7 @@ pub fn ensure_packages(wanted: &[&str]) -> Result<()> {
         command
     };
     if !package_lists_present() || steps.run("apt-get install", &mut install()).is_err() {
-        // Lists that are absent or too old are the usual reason for a failed install.
+        // Missing or outdated lists are the usual reason for a failed install.
         steps.run("apt-get update", &mut apt(&["update"]))?;
         steps.run("apt-get install", &mut install())?;
     }
@@ -166,7 +166,7 @@ fn package_lists_present() -> bool {
         .any(|entry| entry.file_name().to_string_lossy().contains("_Packages"))
 }
 
-/// Refreshes apt's package lists if there are none.
+/// Updates apt's package lists if there are none.
 pub fn ensure_package_lists() -> Result<()> {
     if package_lists_present() {
         return Ok(());
@@ -176,42 +176,41 @@ pub fn ensure_package_lists() -> Result<()> {
     };
     let log = target().join("xtask/apt.log");
     let mut update = apt_get(prefix, &["update"]);
-    Steps::new("refreshing apt's package lists", &log)?.run("apt-get update", &mut update)
+    Steps::new("updating apt's package lists", &log)?.run("apt-get update", &mut update)
 }
 
 fn apt_get(prefix: &[&str], arguments: &[&str]) -> Command {
-    // By env(1), because sudo drops most of the environment.
+    // env(1), because sudo drops most of the environment.
     let apt_get = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get"];
-    // A new machine often installs updates by itself, and holds apt's lock meanwhile.
+    // A new machine often installs updates by itself and holds apt's lock meanwhile.
     let patience = ["-o", "DPkg::Lock::Timeout=600"];
     let mut words = prefix
         .iter()
         .chain(&apt_get)
         .chain(&patience)
         .chain(arguments);
-    let mut command = Command::new(words.next().expect("env at least"));
+    let mut command = Command::new(words.next().expect("the list starts with env"));
     command.args(words);
     command
 }
 
-/// What /dev/kvm is good for.
+/// State of /dev/kvm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kvm {
-    /// No such device.
     Missing,
     /// The device exists, but this user may not open it.
     Forbidden,
-    /// It exists, but opening it fails for another reason.
+    /// The device exists, but opening it fails for another reason.
     Broken,
-    /// It works; the CPU shows neither VMX nor SVM, so guests' kernel code is emulated in
-    /// software, which is enough for the bare-metal guests and not for Linux.
+    /// KVM works, but the CPU has neither VMX nor SVM. Kernel code of guests is emulated in
+    /// software, which suffices for bare-metal guests but not for Linux.
     Software,
-    /// It works, on a CPU with VMX or SVM.
+    /// KVM works on a CPU with VMX or SVM.
     Hardware,
 }
 
 impl Kvm {
-    /// Looks at this machine.
+    /// Probes this machine.
     pub fn probe() -> Self {
         match OpenOptions::new().read(true).write(true).open("/dev/kvm") {
             Err(error) => match error.kind() {
@@ -230,21 +229,21 @@ impl Kvm {
         }
     }
 
-    /// Whether a Linux guest runs on this machine without the lab.
+    /// Returns whether a Linux guest runs on this machine without the lab.
     pub fn runs_linux(self) -> bool {
         self == Self::Hardware
     }
 
-    /// Whether a bare-metal guest runs on this machine without the lab.
+    /// Returns whether a bare-metal guest runs on this machine without the lab.
     pub fn runs_bare_metal(self) -> bool {
         matches!(self, Self::Hardware | Self::Software)
     }
 
-    /// One sentence on what was found.
+    /// A sentence about the state.
     pub fn describe(self) -> &'static str {
         match self {
             Self::Missing => "/dev/kvm does not exist (no KVM module, or a container without it)",
-            Self::Forbidden => "/dev/kvm may not be opened by this user (join the group kvm)",
+            Self::Forbidden => "this user may not open /dev/kvm (join the group kvm)",
             Self::Broken => "/dev/kvm exists but cannot be opened",
             Self::Software => "/dev/kvm works, but the CPU offers neither vmx nor svm",
             Self::Hardware => "/dev/kvm works on a CPU with hardware virtualization",
@@ -284,7 +283,7 @@ mod tests {
         // As with `cargo run --manifest-path`, and from a test of another package.
         assert_eq!(of(Some(&one.join("xtask")), &two), one);
         assert_eq!(of(Some(&one.join("vmm")), root.path()), one);
-        // What another tool's cargo has left in the environment.
+        // Another tool's cargo left the variable in the environment.
         assert_eq!(of(Some(root.path()), &two), two);
         let error = repository_of(None, root.path()).unwrap_err().to_string();
         assert!(error.contains("no repository of Patchbay"), "{error}");

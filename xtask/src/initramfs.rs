@@ -15,10 +15,10 @@ const KIND: &str = "initramfs";
 const BUSYBOX: &str = "/bin/busybox";
 const INIT: &str = include_str!("../guest/init.sh");
 
-/// Folders whose C files become programs in the guest's /bin.
+/// Directories whose C files become programs in the guest's /bin.
 const PROGRAMS: &[&str] = &["examples/getppid", "examples/sick-guest", "tests/guest"];
 
-/// The initramfs for a kernel, built if it is not in the cache.
+/// The initramfs for a kernel; built if it is not in the cache.
 pub fn get(kernel: &Kernel) -> Result<PathBuf> {
     host::ensure_packages(host::INITRAMFS)?;
     let programs = programs()?;
@@ -106,7 +106,7 @@ fn build(modules: &[PathBuf], programs: &[PathBuf], agent: &Path, folder: &Path)
     Ok(())
 }
 
-/// The names under which busybox can be called.
+/// Names under which busybox can be called.
 fn applets() -> Result<String> {
     let output = Command::new(BUSYBOX)
         .arg("--list")

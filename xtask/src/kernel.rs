@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's kernel: Debian's source package or another tree, our series, our configuration.
+//! Builds the guest's kernel from Debian's source package or another tree, with our series and
+//! configuration.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -14,25 +15,26 @@ use crate::{cache, host, kernel_config};
 
 const KIND: &str = "kernel";
 
-/// The part of the built tree that building more modules needs.
+/// The part of the built tree that further modules need.
 const DEVELOPMENT: &str = "development";
 
-/// The file of `guest-kernel-patches/config` that leaves the series' symbol out.
+/// The fragment in `guest-kernel-patches/config` that deselects the series' symbol.
 const NOT_SELECTED: &str = "not-selected";
 
-/// Raise this when the way a kernel is built changes.
+/// Increment this when the way a kernel is built changes.
 const RECIPE: &str = "guest kernel 2";
 
-/// Which kernel to build.
+/// Describes a kernel to build.
 #[derive(Debug, Clone)]
 pub struct Recipe {
-    /// The series' folder below `guest-kernel-patches`, such as "6.12".
+    /// Directory of the series below `guest-kernel-patches`, for example "6.12".
     pub version: String,
     /// A source tree to use instead of Debian's package.
     pub tree: Option<PathBuf>,
-    /// Whether the series belongs to it, and the demo's patches wherever the series is selected.
+    /// Apply the series, and the demo's patches if the series is selected.
     pub patched: bool,
-    /// Files of `guest-kernel-patches/config` to append to guest.config, such as "no-jump-label".
+    /// Fragments in `guest-kernel-patches/config` appended to guest.config, for example
+    /// "no-jump-label".
     pub config: Vec<String>,
 }
 
@@ -58,7 +60,7 @@ impl Recipe {
         }
     }
 
-    /// A kernel whose branches read the counter of their key.
+    /// A kernel without jump labels, whose branches read the key's count.
     pub fn without_jump_labels() -> Self {
         Self {
             config: vec!["no-jump-label".into()],
@@ -66,7 +68,7 @@ impl Recipe {
         }
     }
 
-    /// The same with no more than tests of keys alone need.
+    /// A kernel without jump labels that has only what tests of keys need.
     pub fn small_without_jump_labels() -> Self {
         Self {
             config: vec!["no-jump-label".into(), "small".into()],
@@ -74,7 +76,7 @@ impl Recipe {
         }
     }
 
-    /// The same without the series.
+    /// The standard kernel without the series.
     pub fn unpatched() -> Self {
         Self {
             patched: false,
@@ -82,7 +84,7 @@ impl Recipe {
         }
     }
 
-    /// The same with the series applied and its symbol left out.
+    /// The standard kernel with the series applied and its symbol deselected.
     pub fn not_selected() -> Self {
         Self {
             config: vec![NOT_SELECTED.into()],
@@ -90,7 +92,7 @@ impl Recipe {
         }
     }
 
-    /// Whether the kernel registers its keys.
+    /// Returns whether the kernel registers its keys.
     fn selected(&self) -> bool {
         self.patched && !self.config.iter().any(|name| name == NOT_SELECTED)
     }
@@ -99,7 +101,7 @@ impl Recipe {
         format!("linux-source-{}", self.version)
     }
 
-    /// The packages this build needs.
+    /// Packages that this build needs.
     pub fn packages(&self) -> Vec<String> {
         let mut packages: Vec<String> = host::KERNEL.iter().map(|p| (*p).to_owned()).collect();
         if self.tree.is_none() {
@@ -131,7 +133,7 @@ impl Recipe {
             patches.push(folder.join(line));
         }
         if !self.selected() {
-            // The demo's branch would be a difference that the series does not make.
+            // The demo's branch is a difference that the series does not make.
             return Ok(patches);
         }
         let demo = cache::files_below(&repository.join("examples/getppid"))?;
@@ -164,7 +166,7 @@ impl Recipe {
         }
     }
 
-    /// What a shared tree is made of and with.
+    /// Identity of the sources and the compiler of a shared tree.
     fn tree_identity(&self) -> Result<String> {
         let mut inputs = cache::Inputs::new(RECIPE);
         inputs.add("source", self.source_identity()?);
@@ -188,9 +190,9 @@ impl Recipe {
     }
 }
 
-/// A built kernel; paths in the cache.
+/// A built kernel in the cache.
 pub struct Kernel {
-    /// The entry's folder.
+    /// Directory of the entry.
     pub folder: PathBuf,
     key: String,
     patched: bool,
@@ -207,14 +209,14 @@ impl Kernel {
         self.folder.join("vmlinux")
     }
 
-    /// The kernel's own modules, in one flat folder.
+    /// The kernel's own modules, in one flat directory.
     pub fn modules(&self) -> PathBuf {
         self.folder.join("modules")
     }
 
-    /// Our modules, in one flat folder, built if they are not in the cache; `None` for a kernel
-    /// without the series. An entry of their own, because a change in one takes seconds and a
-    /// kernel takes minutes.
+    /// Our modules, in one flat directory; built if they are not in the cache. `None` for a kernel
+    /// without the series. They have their own cache entry, because building a module takes seconds
+    /// and building a kernel takes minutes.
     pub fn test_modules(&self) -> Result<Option<PathBuf>> {
         if !self.patched {
             return Ok(None);
@@ -231,7 +233,7 @@ impl Kernel {
 
 fn build_test_modules(kernel: &Kernel, folder: &Path) -> Result<()> {
     let steps = Steps::new("building our kernel modules", &folder.join("build.log"))?;
-    // In a copy, because Kbuild writes beside the sources.
+    // Built in a copy, because Kbuild writes beside the sources.
     let sources = folder.join("sources");
     steps.run(
         "copying",
@@ -249,7 +251,7 @@ fn build_test_modules(kernel: &Kernel, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The kernel, built if it is not in the cache. Installs what the build needs.
+/// Returns the kernel and builds it if it is not in the cache. Installs what the build needs.
 pub fn get(recipe: &Recipe) -> Result<Kernel> {
     let packages = recipe.packages();
     host::ensure_packages(&packages.iter().map(String::as_str).collect::<Vec<_>>())?;
@@ -262,7 +264,7 @@ pub fn get(recipe: &Recipe) -> Result<Kernel> {
     })
 }
 
-/// Whether the kernel is in the cache. An error means that it cannot be told, for example
+/// Returns whether the kernel is in the cache. Fails if the key cannot be computed, for example
 /// because the source package is not installed.
 pub fn is_cached(recipe: &Recipe) -> Result<bool> {
     cache::has(KIND, &recipe.key()?)
@@ -306,7 +308,7 @@ fn build(recipe: &Recipe, folder: &Path) -> Result<()> {
     }
 }
 
-/// Builds the kernel of a patched tree and copies what is kept of it to `folder`.
+/// Builds the kernel of a patched tree and copies the results to `folder`.
 fn compile(recipe: &Recipe, steps: &Steps, tree: &Path, folder: &Path) -> Result<()> {
     configure(recipe, steps, tree)?;
     steps.run("compiling", make(tree).args(["bzImage", "modules"]))?;
@@ -332,16 +334,16 @@ fn compile(recipe: &Recipe, steps: &Steps, tree: &Path, folder: &Path) -> Result
     Ok(())
 }
 
-/// The modules that modules.order lists, up to 6.1 by their own names, later by those of their objects. The tree may have others in it,
-/// of a kernel built before.
+/// The modules listed in modules.order, which up to 6.1 names the modules and later their objects.
+/// The tree may contain other modules, built for an earlier kernel.
 fn built_modules(order: &str) -> impl Iterator<Item = PathBuf> {
     order
         .lines()
         .map(|line| Path::new(line).with_extension("ko"))
 }
 
-/// What Debian's linux-headers packages have: the Makefiles, the configuration, the headers, and
-/// the programs that Kbuild runs.
+/// Keeps what Debian's linux-headers packages contain: the Makefiles, the configuration, the
+/// headers, and the programs that Kbuild runs.
 fn keep_for_modules(steps: &Steps, tree: &Path, to: &Path) -> Result<()> {
     fs::create_dir(to)?;
     let mut command = Command::new("cp");
@@ -381,7 +383,7 @@ fn copy_tree(source: &Path, steps: &Steps, tree: &Path) -> Result<()> {
         .arg(source)
         .arg(tree);
     steps.run(&format!("copying {}", source.display()), &mut command)?;
-    // Objects of another configuration would be in the way.
+    // Objects of another configuration would interfere.
     steps.run("cleaning the copy", make(tree).arg("mrproper"))
 }
 
@@ -407,7 +409,7 @@ fn configure(recipe: &Recipe, steps: &Steps, tree: &Path) -> Result<()> {
     kernel_config::verify(&fragments, &config, tree, required)
 }
 
-/// `make` with nothing of this machine's or user's in the result.
+/// A `make` whose result does not depend on this machine or user.
 fn make(tree: &Path) -> Command {
     let jobs = std::thread::available_parallelism().map_or(1, usize::from);
     let mut command = Command::new("make");
@@ -420,9 +422,9 @@ fn make(tree: &Path) -> Command {
         .env("KBUILD_BUILD_USER", "patchbay")
         .env("KBUILD_BUILD_HOST", "patchbay");
     command.env("KBUILD_BUILD_TIMESTAMP", "Thu Jan  1 00:00:00 UTC 1970");
-    // Or it counts the links of a tree.
+    // Otherwise the number counts the links of a tree.
     command.env("KBUILD_BUILD_VERSION", "1");
-    // Cargo and a surrounding make have variables that mean something else to Kbuild.
+    // Variables of cargo or of a surrounding make have other meanings in Kbuild.
     command
         .env_remove("MAKEFLAGS")
         .env_remove("TARGET")
@@ -487,7 +489,7 @@ fn first_line(program: &str) -> Result<String> {
     Ok(text.lines().next().unwrap_or_default().to_owned())
 }
 
-/// The compiler's name and version, for keys of things built with it.
+/// Name and version of the compiler, for keys of things built with it.
 pub fn compiler() -> Result<String> {
     first_line("gcc")
 }

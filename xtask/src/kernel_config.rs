@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Checks that a kernel's configuration is the one that was asked for. `make` silently drops
-//! an option whose dependencies are not met.
+//! Checks that a kernel's configuration has the requested options. `make` silently drops an option
+//! whose dependencies are not met.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -9,8 +9,8 @@ use anyhow::{Context, Result, bail};
 
 use crate::cache;
 
-/// Fails if an option of the fragment is not in the configuration, unless the tree has no such
-/// option at all (names differ between kernel versions). `required` must exist.
+/// Fails if an option of the fragment is missing from the configuration. Options that the tree does
+/// not know are ignored, because names differ between kernel versions, unless they are `required`.
 pub fn verify(fragment: &str, config: &str, tree: &Path, required: &[&str]) -> Result<()> {
     let config = parse(config);
     let mut lost = differences(&parse(fragment), &config);
@@ -35,7 +35,7 @@ pub fn verify(fragment: &str, config: &str, tree: &Path, required: &[&str]) -> R
         .map(|option| format!("{}={} (became {})", option.name, option.wanted, option.got))
         .collect();
     bail!(
-        "the kernel's configuration did not take these options of the fragment, so one of their \
+        "the kernel's configuration lacks these options of the fragment, so one of their \
          dependencies is missing:\n  {}",
         list.join("\n  ")
     )
@@ -64,7 +64,7 @@ fn differences(
         .collect()
 }
 
-/// `CONFIG_X=value` lines; the last one counts. "# CONFIG_X is not set" is the same as absent.
+/// Parses `CONFIG_X=value` lines; the last one counts. "# CONFIG_X is not set" means absent.
 fn parse(text: &str) -> BTreeMap<String, String> {
     text.lines()
         .filter_map(|line| line.trim().split_once('='))

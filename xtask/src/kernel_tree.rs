@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The tree in which all kernels of one version are built.
 //!
-//! From kernel to kernel only the files that patches change and the configuration differ, so `make`
-//! compiles what depends on them and leaves the rest. For that a file whose content stays the same
-//! must keep its time: patches are applied to copies of the original files, and only what comes out
-//! different is written into the tree.
+//! Kernels differ only in the files that patches change and in the configuration, so `make`
+//! recompiles only what depends on them. For this, a file whose content does not change must keep
+//! its time stamp. Patches are therefore applied to copies of the original files, and only files
+//! that differ are written to the tree.
 //!
 //! | `<cache>/kernel-tree/<version>/` | |
 //! |---|---|
 //! | `tree/` | sources and objects |
-//! | `identity` | what the tree was made of and with; another one means a new tree |
-//! | `original/` | files that patches have changed, before |
-//! | `patched` | their names, and those of files that patches have made |
-//! | `unfinished` | there while the tree changes: what a killed build has left is not built upon |
+//! | `identity` | identity of the sources and the compiler; another identity needs a new tree |
+//! | `original/` | unpatched copies of files that patches have changed |
+//! | `patched` | names of these files, and of files that patches have created |
+//! | `unfinished` | exists while the tree changes; a tree left by a killed build is not used |
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -32,8 +32,8 @@ pub struct SharedTree {
 }
 
 impl SharedTree {
-    /// Waits for the tree of this version, and makes it with `unpack` if there is none of this
-    /// identity, or a build in it was cut off.
+    /// Locks the tree of this version. Makes a new one with `unpack` if there is none with this
+    /// identity, or if a build in it was interrupted.
     pub fn open(
         version: &str,
         identity: &str,
@@ -67,7 +67,7 @@ impl SharedTree {
         Ok(this)
     }
 
-    /// The sources and objects.
+    /// Directory of the sources and objects.
     pub fn tree(&self) -> PathBuf {
         self.folder.join("tree")
     }
@@ -80,7 +80,7 @@ impl SharedTree {
         Ok(File::create(self.unfinished())?.sync_all()?)
     }
 
-    /// To be called when what was built in the tree is complete.
+    /// Marks the tree as finished, after everything built in it is complete.
     pub fn finish(&self) -> Result<()> {
         Ok(fs::remove_file(self.unfinished())?)
     }
@@ -97,7 +97,7 @@ impl SharedTree {
         gone(fs::remove_dir_all(self.folder.join("original")))
     }
 
-    /// Makes the sources those of these patches. The tree is unfinished from then on.
+    /// Patches the sources with exactly these patches. The tree is unfinished from then on.
     pub fn patch(&self, steps: &Steps, patches: &[PathBuf]) -> Result<()> {
         let list = self.folder.join("patched");
         let before: BTreeSet<String> = match fs::read_to_string(&list) {
@@ -108,7 +108,7 @@ impl SharedTree {
         for patch in patches {
             files.extend(changed_files(&fs::read_to_string(patch)?));
         }
-        // What no patch has changed yet is in the tree as it was.
+        // Files that no patch has changed yet are original in the tree.
         for file in files.difference(&before) {
             let source = self.tree().join(file);
             if source.exists() {
@@ -134,7 +134,7 @@ impl SharedTree {
     }
 }
 
-/// Applies patches to the sources in a folder.
+/// Applies patches to the sources in a directory.
 pub fn apply(steps: &Steps, patches: &[PathBuf], folder: &Path) -> Result<()> {
     for patch in patches {
         let name = patch.file_name().unwrap_or_default().to_string_lossy();
@@ -156,7 +156,7 @@ pub fn apply(steps: &Steps, patches: &[PathBuf], folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The files that a patch changes, makes or removes.
+/// The files that a patch changes, creates or removes.
 fn changed_files(patch: &str) -> impl Iterator<Item = String> {
     patch.lines().filter_map(|line| {
         let file = line
@@ -174,7 +174,7 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Makes `to` what `from` is, absent too, and leaves it alone if it is that already.
+/// Makes `to` equal to `from`, absent included, and does not touch it if it is equal already.
 fn replace(from: &Path, to: &Path) -> Result<()> {
     if !from.exists() {
         return gone(fs::remove_file(to));
@@ -291,7 +291,7 @@ mod tests {
         assert!(!unpacked);
         assert!(content(&tree, "a.o").is_some());
         drop(tree);
-        // Another compiler, say.
+        // For example another compiler.
         let (unpacked, tree) = world.open("two");
         assert!(unpacked);
         assert_eq!(content(&tree, "a.o"), None);

@@ -2,9 +2,9 @@
 //! The lab: a virtual machine with working KVM on any host.
 //!
 //! QEMU without acceleration emulates a CPU with AMD's SVM and boots a stock Debian kernel with
-//! kvm_amd. Inside, the host's root file system is visible read-only over 9p, under an overlay
-//! in memory, so a program built on the host runs unchanged; what it writes is lost, except
-//! below one folder, `PATCHBAY_LAB_OUT`.
+//! kvm_amd. Inside, the host's root file system is visible read-only over 9p, under an overlay in
+//! memory, so programs built on the host run unchanged. What they write is lost, except below one
+//! directory, `PATCHBAY_LAB_OUT`.
 //!
 //! ```text
 //!   host  cargo xtask lab -- CMD            QEMU (TCG, 1 CPU)
@@ -17,7 +17,7 @@
 //!         console.log <──────────────────── ttyS0         kernel messages
 //! ```
 //!
-//! One CPU, always: with two, the lab's kernel or its guests hang.
+//! The lab always has one CPU: with two, its kernel or its guests hang.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -43,51 +43,48 @@ use crate::{cpio, host, shell};
 const INIT: &str = include_str!("../lab/init.sh");
 const STAGE2: &str = include_str!("../lab/stage2.sh");
 
-/// Within this time the lab must be up. It takes 4 s on an idle machine, and several times
-/// that beside a kernel build.
+/// Timeout for the boot of the lab. It takes 4 s on an idle machine, and several times that beside
+/// a kernel build.
 const BOOT_DEADLINE: Duration = Duration::from_secs(300);
 
-/// How often the lab gets an interrupt from outside.
+/// Interval of interrupts sent to the lab.
 ///
-/// QEMU 7.2 now and then loses an interrupt of the lab's only timer: leaving a nested guest clears a bit
-/// of the CPU's pending requests (`do_vmexit`, `target/i386/tcg/sysemu/svm_helper.c`) with neither the
-/// lock nor an atomic access, while another thread sets one. The timer has run out then, its vector
-/// stands in the local APIC's IRR, and a nested guest that spins runs on for ever. The next
-/// interrupt of any kind has the APIC looked at again, and brings the lost one with it.
+/// QEMU 7.2 occasionally loses an interrupt of the lab's only timer. Leaving a nested guest clears
+/// a bit of the CPU's pending requests (`do_vmexit`, `target/i386/tcg/sysemu/svm_helper.c`) without
+/// the lock and without an atomic access, while another thread sets one. The timer has then expired
+/// and its vector is set in the local APIC's IRR, but a nested guest that spins runs on for ever.
+/// The next interrupt of any kind makes QEMU check the APIC again and delivers the lost one too.
 const NUDGE: Duration = Duration::from_millis(500);
 
-/// The variable that tells a job its writable folder.
+/// The variable with the job's writable directory.
 pub const OUT_VARIABLE: &str = "PATCHBAY_LAB_OUT";
 
-/// A job for the lab.
 pub struct Job {
-    /// Program and arguments.
     pub command: Vec<OsString>,
-    /// Where to run it.
+    /// Directory in which the command runs.
     pub folder: PathBuf,
-    /// Its environment.
     pub environment: BTreeMap<OsString, OsString>,
-    /// The host's folder that is writable in the lab, under the same name.
+    /// Directory of the host that is writable in the lab, under the same name.
     pub out: PathBuf,
-    /// The lab's memory in MiB.
+    /// Memory of the lab in MiB.
     pub memory_mib: u32,
-    /// How long the job may take, without the boot.
+    /// Timeout of the job, without the boot.
     pub timeout: Option<Duration>,
-    /// Let the clocks of the lab count instructions, one a nanosecond: the time-stamp counter, that
-    /// of guests too, then tells how many were executed.
+    /// Make the lab's clocks count instructions, one per nanosecond. The time-stamp counter,
+    /// including that of guests, is then the number of executed instructions.
     pub clocks_count_instructions: bool,
 }
 
 impl Job {
-    /// A job in this process's folder and environment.
+    /// A job in this process's directory and environment.
     pub fn new(command: Vec<OsString>) -> Result<Self> {
         let out = match std::env::var_os(OUT_VARIABLE) {
             Some(out) => PathBuf::from(out),
             None => host::target().join("lab"),
         };
         fs::create_dir_all(&out).with_context(|| format!("cannot create {}", out.display()))?;
-        // Without symbolic links, because the lab's first program makes the same folder under
-        // another root, where absolute links lead elsewhere.
+        // Without symbolic links: the lab's first program creates the same directory under another
+        // root, where absolute links are wrong.
         let out = out.canonicalize()?;
         Ok(Self {
             command,
@@ -136,7 +133,7 @@ impl Job {
     }
 }
 
-/// Runs a job to its end and returns its exit status as a shell would: 128 + n for signal n.
+/// Runs a job and returns its exit status like a shell: 128 + n for signal n.
 pub fn run(job: &Job) -> Result<u8> {
     host::ensure_packages(host::LAB)?;
     let image = lab_image::get()?;
@@ -171,9 +168,9 @@ struct Lab {
     copies: Vec<JoinHandle<()>>,
     // Restores the terminal when dropped.
     terminal: Option<RawTerminal>,
-    // On a full close QEMU would throw away input that the guest has not read yet.
+    // On a full close QEMU would discard input that the guest has not read yet.
     _stdin: UnixStream,
-    // Holds the sockets and the initramfs, until the lab is up and no longer needs their names.
+    // Holds the sockets and the initramfs until the lab is up.
     files: Option<tempfile::TempDir>,
 }
 
@@ -285,7 +282,7 @@ impl Lab {
                 thread::sleep(NUDGE);
             }
         });
-        // Now, so that nothing is left behind even if this process is killed.
+        // Removed now, so that nothing is left behind even if this process is killed.
         self.files = None;
         if std::env::var_os("PATCHBAY_LAB_VERBOSE").is_some() {
             eprintln!("lab up after {:.1} s", start.elapsed().as_secs_f32());
@@ -304,10 +301,10 @@ impl Lab {
         }
     }
 
-    /// Ends QEMU and passes on what it had still written.
+    /// Ends QEMU and copies its remaining output.
     fn stop(&mut self) {
-        // Everything the job wrote is in the sockets by now: the guest's write to a port
-        // returns only after QEMU has taken the data.
+        // Everything that the job wrote is in the sockets: the guest's write to a port returns only
+        // after QEMU has taken the data.
         let _ = self.qemu.kill();
         let _ = self.qemu.wait();
         for copy in self.copies.drain(..) {
@@ -333,8 +330,8 @@ fn qemu_command(job: &Job, image: &Image, initramfs: &Path, console_log: &Path) 
         "-accel",
         "tcg,thread=single",
     ]);
-    // Without cmpxchg16b: QEMU 7.2 leaves garbage in the flags behind it, and an interrupt at
-    // that point saves and restores them, after which the kernel dies of a double fault or hangs.
+    // Without cmpxchg16b: QEMU 7.2 leaves garbage in the flags after it. An interrupt at that point
+    // saves and restores them, and then the kernel dies of a double fault or hangs.
     qemu.args([
         "-cpu",
         "max,-cx16",
@@ -366,7 +363,7 @@ fn qemu_command(job: &Job, image: &Image, initramfs: &Path, console_log: &Path) 
     qemu
 }
 
-/// An option with a path in it; QEMU wants commas doubled.
+/// An option that contains a path, with commas doubled for QEMU.
 fn option(before: &str, path: &Path, after: &str) -> OsString {
     let mut bytes = before.as_bytes().to_vec();
     for &byte in path.as_os_str().as_bytes() {
@@ -379,7 +376,7 @@ fn option(before: &str, path: &Path, after: &str) -> OsString {
     std::ffi::OsStr::from_bytes(&bytes).to_owned()
 }
 
-/// The part of the initramfs that is not in the cache.
+/// The part of the initramfs that depends on the job.
 fn job_archive(job: &Job, terminal: Option<(u16, u16)>) -> Vec<u8> {
     let mut archive = cpio::Archive::default();
     archive.file("init", 0o755, INIT.as_bytes());
@@ -394,7 +391,7 @@ fn job_archive(job: &Job, terminal: Option<(u16, u16)>) -> Vec<u8> {
     archive.finish()
 }
 
-/// Waits for QEMU to connect, or to exit.
+/// Waits until QEMU connects or exits.
 fn accept(listener: &UnixListener, qemu: &mut Child) -> Result<UnixStream> {
     listener.set_nonblocking(true)?;
     loop {
@@ -430,7 +427,7 @@ fn control_events(stream: UnixStream) -> Receiver<Event> {
     receiver
 }
 
-/// Copies until either side ends. Flushes after every read, so that nothing lags.
+/// Copies until either side ends. Flushes after every read to avoid delays.
 fn copy(mut from: impl Read, mut to: impl Write) {
     let mut buffer = vec![0; 64 * 1024];
     loop {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What the lab boots: Debian's stock kernel of the 6.12 series and a small initramfs.
 //!
-//! The initramfs is several archives one after another: this one, from the cache, and one that
-//! is made for each job.
+//! The initramfs consists of several archives in sequence: this one, from the cache, and one made
+//! for each job.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,11 +13,10 @@ use anyhow::{Context, Result, bail};
 use crate::step::Steps;
 use crate::{cache, cpio, host, modules};
 
-/// The meta package that depends on the newest kernel of the series. Not the "cloud" flavour,
-/// which has no 9p.
+/// The meta package that depends on the newest kernel of the series. The "cloud" flavour has no 9p.
 const KERNEL_PACKAGE: &str = "linux-image-6.12-amd64";
 
-/// Loaded with all they depend on, in this order.
+/// Modules to load in this order, with their dependencies.
 const MODULES: &[&str] = &["9pnet_virtio", "9p", "overlay", "kvm_amd", "vsock"];
 
 /// An oops or panic ends the lab: `-no-reboot` turns the reboot into an exit of QEMU.
@@ -28,14 +27,14 @@ const KIND: &str = "lab";
 
 /// Files in the cache.
 pub struct Image {
-    /// The kernel as QEMU's `-kernel` takes it.
+    /// The kernel, in the form that QEMU's `-kernel` takes.
     pub kernel: PathBuf,
     /// An archive with busybox and the kernel's modules.
     pub modules: PathBuf,
 }
 
 /// The key does not contain the package's version, so that an existing lab works without the
-/// network and does not change under a developer's feet.
+/// network and does not change unexpectedly.
 fn key() -> String {
     let mut inputs = cache::Inputs::new("lab image 2");
     inputs.add("kernel", KERNEL_PACKAGE);
@@ -43,12 +42,12 @@ fn key() -> String {
     inputs.key()
 }
 
-/// Whether the image is in the cache.
+/// Returns whether the image is in the cache.
 pub fn is_cached() -> Result<bool> {
     cache::has(KIND, &key())
 }
 
-/// The image, made if it is not in the cache.
+/// The image; made if it is not in the cache.
 pub fn get() -> Result<Image> {
     let folder = cache::entry(KIND, &key(), build)?;
     Ok(Image {
@@ -69,7 +68,7 @@ fn build(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The package is unpacked, not installed: the host's boot loader must not hear of it.
+/// The package is unpacked and not installed, because the host's boot loader must not see it.
 fn download_kernel(steps: &Steps, unpacked: &Path) -> Result<()> {
     host::ensure_package_lists()?;
     let package = newest_kernel()?;

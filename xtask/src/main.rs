@@ -42,10 +42,11 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Boot a Linux guest and flip its static keys from outside, or `demo trace`: its tracepoints,
-    /// or `demo sick-guest`: those of a guest whose user space hangs
+    /// Boot a Linux guest and flip its static keys from outside; `demo trace` traces a guest, and
+    /// `demo sick-guest` one whose user space hangs
     Demo {
-        /// getppid (unless named), trace or sick-guest, and its arguments; `--keep` keeps the guest running at the end
+        /// getppid (default), trace or sick-guest, and its arguments; `--keep` keeps the guest
+        /// running at the end
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
     },
@@ -59,7 +60,7 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Fuzz one target with libFuzzer, or list them; the tests have a short run of each
+    /// Fuzz one target with libFuzzer, or list them; the tests include a short run of each
     Fuzz {
         /// The target's name
         target: Option<String>,
@@ -67,8 +68,7 @@ enum Task {
         #[arg(long, value_name = "N", default_value_t = 60)]
         seconds: u64,
     },
-    /// Run a command where KVM works on every machine: in an emulated computer that sees this
-    /// one's files
+    /// Run a command in an emulated computer with working KVM that sees this machine's files
     Lab {
         /// Give up if the command has not ended after this many seconds
         #[arg(long, value_name = "SECONDS")]
@@ -82,9 +82,9 @@ enum Task {
     },
     /// Build the guest's kernel and initramfs, unless they are in the cache
     GuestKernel(GuestKernel),
-    /// Say what this machine can and cannot do, and why
+    /// Report what this machine can and cannot do, and why
     Doctor,
-    /// Run the tests named on standard input (what a lab does for `test`)
+    /// Run the tests given on standard input (used by `test` in a lab)
     #[command(hide = true)]
     RunTests {
         #[arg(long, value_name = "SECONDS")]
@@ -100,10 +100,11 @@ struct Test {
     /// Kill a test after this many seconds
     #[arg(long, default_value_t = 600, value_name = "SECONDS")]
     timeout: u64,
-    /// Labs that run at the same time; each keeps one CPU busy [default: half the CPUs, 2 to 4]
+    /// Number of labs that run at the same time; each keeps one CPU busy [default: half the CPUs, 2
+    /// to 4]
     #[arg(long, value_name = "N")]
     labs: Option<usize>,
-    /// With a filter: run those again that are run with the oldest kernel too
+    /// With a filter: also repeat the tests that run with the oldest kernel
     #[arg(long)]
     oldest_kernel: bool,
     /// Run only tests whose name, "package::target function", contains this
@@ -112,7 +113,7 @@ struct Test {
 
 #[derive(Args)]
 struct GuestKernel {
-    /// The kernel series, one of the folders of guest-kernel-patches
+    /// The kernel series, one of the directories of guest-kernel-patches
     #[arg(long, default_value = "6.12")]
     version: String,
     /// A source tree to copy instead of Debian's linux-source package
@@ -124,7 +125,7 @@ struct GuestKernel {
     /// A file of guest-kernel-patches/config to append to guest.config, such as no-jump-label
     #[arg(long, value_name = "NAME")]
     config: Vec<String>,
-    /// Print only the kernel's folder
+    /// Print only the kernel's directory
     #[arg(long)]
     print_path: bool,
 }
@@ -140,7 +141,7 @@ fn main() -> ExitCode {
 }
 
 fn run(task: Task) -> Result<ExitCode> {
-    // In a lab the call has no folder of its own.
+    // In a lab there is no repository at the current directory.
     if !matches!(task, Task::RunTests { .. }) {
         host::find_repository()?;
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Kernel modules as a Debian package ships them: compressed, without depmod's tables.
+//! Reads kernel modules from a Debian package: compressed, without depmod's tables.
 
 use std::collections::HashMap;
 use std::fs;
@@ -13,14 +13,13 @@ use crate::cache;
 /// A module ready to be loaded.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Module {
-    /// Its name, with underscores.
+    /// Name of the module, with underscores.
     pub name: String,
-    /// The uncompressed ELF file.
     pub content: Vec<u8>,
 }
 
-/// Reads the wanted modules and all they depend on, in an order in which they can be loaded.
-/// `folder` is a `lib/modules/<version>`. Modules built into the kernel are left out.
+/// Reads the wanted modules and their dependencies, in an order in which they can be loaded.
+/// `folder` is a `lib/modules/<version>`. Modules built into the kernel are skipped.
 pub fn read_with_dependencies(folder: &Path, wanted: &[&str]) -> Result<Vec<Module>> {
     let mut paths = HashMap::new();
     for path in cache::files_below(&folder.join("kernel"))? {
@@ -45,7 +44,7 @@ pub fn read_with_dependencies(folder: &Path, wanted: &[&str]) -> Result<Vec<Modu
     })
 }
 
-/// Depth-first walk along the `depends=` entries. `read` returns `None` for built-in modules.
+/// Depth-first search along the `depends=` entries. `read` returns `None` for built-in modules.
 fn in_load_order(
     wanted: &[&str],
     read: &mut dyn FnMut(&str) -> Result<Option<Vec<u8>>>,
@@ -100,7 +99,7 @@ fn module_name(path: &Path) -> Option<String> {
     Some(canonical(stem))
 }
 
-/// File names use dashes where the kernel says underscore.
+/// File names may have dashes where the kernel uses underscores.
 fn canonical(name: &str) -> String {
     name.replace('-', "_")
 }

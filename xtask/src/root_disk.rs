@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The disk of a guest that runs Debian with systemd, as Debian's packages make it.
+//! Root disk of a guest that runs Debian with systemd, made from Debian's packages.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,14 +9,14 @@ use anyhow::Result;
 use crate::step::Steps;
 use crate::{cache, host};
 
-/// Tools that make a file system of packages; they need root, or user namespaces and uidmap.
+/// Tools that make a file system from packages. They need root, or user namespaces and uidmap.
 const TOOLS: &[&str] = &["mmdebstrap", "genext2fs", "gpg", "debian-archive-keyring"];
 const SUITE: &str = "bookworm";
-/// Beside the essential ones.
+/// Packages besides the essential ones.
 const PACKAGES: &str = "systemd-sysv,udev,dbus";
 
-/// The raw image, made if it is not in the cache. As with the lab's kernel, the packages' versions
-/// are not in the key.
+/// The raw image; made if it is not in the cache. The key does not contain the packages' versions,
+/// as for the lab's kernel.
 pub fn get() -> Result<PathBuf> {
     let mut inputs = cache::Inputs::new("root disk 1");
     inputs.add("suite", SUITE);

@@ -17,7 +17,7 @@ pub fn quote(word: &OsStr) -> Vec<u8> {
     quoted
 }
 
-/// Whether a shell accepts the text as the name of a variable.
+/// Returns whether a shell accepts the text as the name of a variable.
 pub fn is_variable_name(name: &OsStr) -> bool {
     let bytes = name.as_bytes();
     let word = |byte: &u8| byte.is_ascii_alphanumeric() || *byte == b'_';

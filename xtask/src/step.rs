@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Long steps: commands whose output goes to a log file, with one line of progress.
+//! Runs long commands with their output in a log file and one line of progress.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, IsTerminal, Read, Seek, SeekFrom, Write};
@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-/// How much of a log's end is shown when a step fails.
+/// Number of lines from the log's end that are shown when a step fails.
 const SHOWN_LINES: usize = 25;
 
-/// Begins a log's line that names a command.
+/// Prefix of a log line that names a command.
 const COMMAND_MARK: &str = "--- ";
 
 /// Runs commands under one heading; all of them append to one log.
@@ -21,7 +21,7 @@ pub struct Steps {
 }
 
 impl Steps {
-    /// Starts an empty log. The heading and the log's name are printed at once.
+    /// Starts an empty log and prints the heading and the log's name.
     pub fn new(heading: &str, log_path: &Path) -> Result<Self> {
         if let Some(folder) = log_path.parent() {
             fs::create_dir_all(folder)
@@ -34,7 +34,7 @@ impl Steps {
         })
     }
 
-    /// Runs a command to its end and fails, with the end of the log, if the command did.
+    /// Runs a command. If it fails, the error contains the end of the log.
     pub fn run(&self, what: &str, command: &mut Command) -> Result<()> {
         let mut log = OpenOptions::new().append(true).open(&self.log_path)?;
         writeln!(log, "{COMMAND_MARK}{what}: {command:?}")?;
@@ -46,7 +46,7 @@ impl Steps {
             .stderr(log)
             .spawn()
             .with_context(|| format!("cannot start {program}"))?;
-        // Polled, because a line of progress has to be drawn meanwhile anyway.
+        // Polled, because the line of progress is redrawn meanwhile.
         let status = loop {
             match child.try_wait()? {
                 Some(status) => break status,
@@ -66,7 +66,7 @@ impl Steps {
     }
 }
 
-/// The same command, run by setpriv(1) such that it is killed when this process ends.
+/// The same command, run by setpriv(1) so that it is killed when this process ends.
 pub fn dying_with_us(command: &Command) -> Command {
     let mut wrapped = Command::new("setpriv");
     wrapped
@@ -103,7 +103,7 @@ fn read_end(path: &Path, bytes: u64) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&end).into_owned())
 }
 
-/// On a terminal one line that is redrawn; otherwise a line at the start and one at the end.
+/// On a terminal, one line that is redrawn; otherwise a line at the start and one at the end.
 struct Progress {
     what: String,
     start: Instant,

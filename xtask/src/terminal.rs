@@ -10,7 +10,7 @@ use rustix::termios::{self, OptionalActions, Termios};
 pub struct RawTerminal(Termios);
 
 impl RawTerminal {
-    /// Rows and columns, if a person sits at standard input and output.
+    /// Rows and columns, if standard input and output are a terminal.
     pub fn size_if_interactive() -> Option<(u16, u16)> {
         let foreground = termios::tcgetpgrp(io::stdin()).ok()? == rustix::process::getpgrp();
         if !foreground || !termios::isatty(io::stdout()) {
@@ -20,12 +20,12 @@ impl RawTerminal {
         Some((size.ws_row, size.ws_col))
     }
 
-    /// Whether standard input is a terminal, on which reading could stop this process.
+    /// Returns whether standard input is a terminal, on which reading could stop this process.
     pub fn is_terminal_input() -> bool {
         termios::isatty(io::stdin())
     }
 
-    /// Passes every key on, Ctrl-C included.
+    /// Passes every key on, including Ctrl-C.
     pub fn enter() -> Result<Self> {
         let before = termios::tcgetattr(io::stdin())?;
         let mut raw = before.clone();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `cargo xtask test`: the three tiers of tests, each where it can run.
+//! `cargo xtask test` runs the three tiers of tests, each where it can run.
 //!
 //! | tier | test targets | where |
 //! |---|---|---|
@@ -7,7 +7,7 @@
 //! | 2 | `kvm_*`: bare-metal guests | here if /dev/kvm works, otherwise in the lab |
 //! | 3 | `linux_*`: Linux guests | here on hardware KVM, otherwise in the lab |
 //!
-//! Some of tier 3 are run again with the oldest kernel that has a series.
+//! Some tests of tier 3 are repeated with the oldest kernel that has a series.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -21,11 +21,11 @@ use crate::kernel::Recipe;
 use crate::test_runner::{LabWorker, Report, Test, Verdict};
 use crate::{cargo, guest, host, lab_image, root_disk, test_runner};
 
-/// Packages whose tests are built in the release profile: in the lab, speed counts.
+/// Package whose tests are built in the release profile, because the lab is slow.
 const RELEASE: &str = "patchbay-tests";
 
-/// How the names begin of what is run with the oldest kernel as well: whatever the monitor reads of
-/// a guest differs most between it and the newest.
+/// Prefixes of the tests that are repeated with the oldest kernel. What the monitor reads of a
+/// guest differs most between it and the newest.
 const WITH_OLDEST_KERNEL: &[&str] = &[
     "patchbay-tests::linux_boot bzimage_with_",
     "patchbay-tests::linux_counts ",
@@ -36,17 +36,18 @@ const WITH_OLDEST_KERNEL: &[&str] = &[
     "patchbay-tests::linux_trace armed_is_silent_firing_streams_and_parked_is_silent",
 ];
 
-/// What to run.
+/// Selects the tests to run.
 pub struct Selection {
     /// Tiers; all if empty.
     pub tiers: Vec<u8>,
-    /// A part of "suite name"; all tests if `None`.
+    /// Substring of "suite name"; all tests if `None`.
     pub filter: Option<String>,
-    /// Whether to run tests with the oldest kernel again; without a filter they are in any case.
+    /// Repeat tests with the oldest kernel also if there is a filter; without a filter they always
+    /// are.
     pub oldest_kernel: bool,
-    /// For a test here and in the lab.
+    /// Timeout of a test, here and in the lab.
     pub timeout: Duration,
-    /// Labs that run at the same time.
+    /// Number of labs that run at the same time.
     pub labs: usize,
 }
 
@@ -94,7 +95,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
             RELEASE,
         ])?);
     } else {
-        // The names tell the tier, so nothing else has to be built.
+        // The tier is in the target's name, so only the selected targets are built.
         if wants(2) {
             binaries.extend(cargo::build_tests(&[
                 "test",
@@ -124,16 +125,16 @@ pub fn run(selection: &Selection) -> Result<bool> {
     if tests.iter().all(Vec::is_empty) {
         bail!("no test matches");
     }
-    let mut outcome = Outcome::default();
+    let mut outcome = TestRun::default();
     let kvm = host::Kvm::probe();
     let cpus = thread::available_parallelism().map_or(1, usize::from);
-    let here = |jobs| Place::Here { jobs };
-    let lab = Place::Lab {
+    let here = |jobs| Location::Here { jobs };
+    let lab = Location::Lab {
         labs: selection.labs,
     };
 
     let [tier_1, tier_2, tier_3] = tests;
-    // A stock kernel to look at, where the lab's is there or will be needed anyway.
+    // Some tests read a stock kernel: use the lab's if it is cached or needed anyway.
     if !tier_1.is_empty() && (!kvm.runs_linux() || lab_image::is_cached()?) {
         host::ensure_packages(host::LAB)?;
         let stock = lab_image::get()?.kernel;
@@ -145,7 +146,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
     if wants(1) && selection.filter.is_none() {
         outcome.run_doc_tests()?;
     }
-    // One at a time, because these measure, and use several CPUs each.
+    // One at a time, because these tests measure and use several CPUs each.
     let place = if kvm.runs_bare_metal() { here(1) } else { lab };
     outcome.run_tier(
         "tier 2, bare-metal guests",
@@ -165,7 +166,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
             outcome.variables.push(("PATCHBAY_AGENT", agent));
             match root_disk::get() {
                 Ok(disk) => outcome.variables.push(("PATCHBAY_TEST_ROOT_DISK", disk)),
-                // The test says then that it is skipped.
+                // The test then reports that it is skipped.
                 Err(error) => eprintln!("There is no root disk for a Debian guest: {error:#}"),
             }
         }
@@ -183,7 +184,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
     outcome.run_tier("tier 3, Linux guests", tier_3, place, selection.timeout);
     if !again.is_empty() {
         let oldest = Recipe::oldest();
-        // The last of the same name counts.
+        // The last variable of the same name counts.
         let variables = guest::kernel_of_the_guest(&oldest)?;
         outcome.variables.extend(variables);
         let heading = format!("tier 3, Linux {} guests", oldest.version);
@@ -222,28 +223,28 @@ fn full_name(test: &Test) -> String {
 }
 
 #[derive(Clone, Copy)]
-enum Place {
+enum Location {
     Here { jobs: usize },
     Lab { labs: usize },
 }
 
 #[derive(Default)]
-struct Outcome {
+struct TestRun {
     tiers: Vec<(String, Counts)>,
     failures: Vec<(Test, Report)>,
     variables: guest::Variables,
 }
 
-impl Outcome {
-    /// Runs tests with as many workers as the place allows; each takes the next test when it
-    /// is done with its last.
-    fn run_tier(&mut self, heading: &str, tests: Vec<Test>, place: Place, timeout: Duration) {
+impl TestRun {
+    /// Runs tests with as many workers as the place allows. Each worker takes the next test when it
+    /// has finished one.
+    fn run_tier(&mut self, heading: &str, tests: Vec<Test>, place: Location, timeout: Duration) {
         if tests.is_empty() {
             return;
         }
         let (workers, where_) = match place {
-            Place::Here { jobs } => (jobs, "here"),
-            Place::Lab { labs } => (labs, "in the lab"),
+            Location::Here { jobs } => (jobs, "here"),
+            Location::Lab { labs } => (labs, "in the lab"),
         };
         println!("\n{heading}: {} tests, {where_}", tests.len());
         let workers = workers.clamp(1, tests.len());
@@ -257,8 +258,8 @@ impl Outcome {
             let next = || queue.lock().ok()?.pop_front();
             while let Some(test) = next() {
                 let report = match place {
-                    Place::Here { .. } => test_runner::run_here(&test, timeout, variables),
-                    Place::Lab { .. } => lab.run(&test),
+                    Location::Here { .. } => test_runner::run_here(&test, timeout, variables),
+                    Location::Lab { .. } => lab.run(&test),
                 };
                 print_report(&test, &report);
                 if let Ok(mut done) = done.lock() {
@@ -293,7 +294,7 @@ impl Outcome {
         let mut counts = count_doc_tests(&output);
         if !success {
             println!("{output}");
-            // Such as an example that does not compile, which no line counts.
+            // For example an example that does not compile, for which there is no line.
             counts.failed = counts.failed.max(1);
         }
         self.tiers
@@ -301,7 +302,7 @@ impl Outcome {
         Ok(())
     }
 
-    /// Prints what failed and the counts; the last line is the sum.
+    /// Prints the failures and the counts; the last line is the sum.
     fn summarize(&self) -> bool {
         for (test, report) in &self.failures {
             println!(

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs single tests, each in a process of its own, here or in a lab.
+//! Runs single tests, each in a separate process, here or in a lab.
 //!
-//! A lab is kept for many tests: in it, `xtask run-tests` reads one test per line from its
-//! standard input and answers each with one line, both JSON, and an empty line now and then,
-//! so that a lab that has died or stands still is known at once. Its test is then run again in
-//! a new lab: an emulator's fault says nothing of the test. A test whose second lab dies too
-//! has failed.
+//! A lab is reused for many tests. In it, `xtask run-tests` reads one test per line from standard
+//! input and answers each with one line, both in JSON. It also prints an empty line periodically,
+//! so that a lab that has died or hangs is detected quickly. Its test is then repeated in a new
+//! lab, because a fault of the emulator is not a failure of the test. A test whose second lab dies
+//! too has failed.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -22,19 +22,19 @@ use serde_json::{Value, json};
 use crate::guest::Variables;
 use crate::step::dying_with_us;
 
-/// A test that cannot run here prints a line that starts with this, and the reason.
+/// Prefix of the line that a skipped test prints, followed by the reason.
 const SKIP_MARK: &str = "SKIPPED: ";
 
-/// The most that is kept of what a test prints.
+/// Limit on the output kept of a test.
 const OUTPUT_CAP: usize = 256 * 1024;
 
-/// How often a lab shows that it lives, on its own clock.
+/// Interval of the lab's signs of life, on its own clock.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
 
-/// A lab that shows no sign of life for so long is dead. Its clock can be the slower one.
+/// A lab without a sign of life for this long is dead. Its clock may be the slower one.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// The same before the first sign: a lab that cannot boot says so itself before this.
+/// The same before the first sign. A lab that cannot boot reports it before this.
 const SILENCE_AT_START: Duration = Duration::from_secs(360);
 
 /// One test function.
@@ -44,23 +44,22 @@ pub struct Test {
     pub suite: String,
     /// Path of the function within the target.
     pub name: String,
-    /// The executable.
     pub binary: PathBuf,
-    /// Where to run it.
+    /// Directory in which the test runs.
     pub folder: PathBuf,
 }
 
-/// How a test ended.
+/// Result of a test.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
     Passed,
-    /// With the reason, if it is not in the output.
+    /// The reason, if it is not in the output.
     Failed(String),
-    /// With the reason that the test gave.
+    /// The reason that the test printed.
     Skipped(String),
 }
 
-/// A test's verdict and what it printed.
+/// A test's verdict and its output.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
     pub verdict: Verdict,
@@ -97,7 +96,7 @@ pub fn list(binary: &Path, folder: &Path) -> Result<Vec<String>> {
         .collect())
 }
 
-/// Runs one test in a process of its own.
+/// Runs one test in a separate process.
 pub fn run_here(test: &Test, timeout: Duration, variables: &Variables) -> Report {
     let start = Instant::now();
     let report = start_and_watch(test, timeout, variables).unwrap_or_else(|error| {
@@ -155,7 +154,7 @@ fn verdict(status: ExitStatus, output: &str) -> Verdict {
     if let Some(reason) = output.lines().find_map(|line| line.strip_prefix(SKIP_MARK)) {
         return Verdict::Skipped(reason.trim().to_owned());
     }
-    // libtest is content with a name that matches nothing.
+    // libtest succeeds with a name that matches no test.
     if output.contains("test result: ok. 1 passed") {
         Verdict::Passed
     } else {
@@ -163,7 +162,7 @@ fn verdict(status: ExitStatus, output: &str) -> Verdict {
     }
 }
 
-/// Collects what a process prints, in the background.
+/// Collects the output of a process in the background.
 struct Collector {
     output: Arc<Mutex<Vec<u8>>>,
     done: Receiver<()>,
@@ -182,7 +181,7 @@ impl Collector {
                     return;
                 };
                 output.extend_from_slice(&buffer[..length]);
-                // The end tells more than the beginning.
+                // The end is more useful than the beginning.
                 let excess = output.len().saturating_sub(OUTPUT_CAP);
                 output.drain(..excess);
             }
@@ -190,7 +189,7 @@ impl Collector {
         Self { output, done }
     }
 
-    /// A process that the test left behind may hold the pipe open; it is not waited for.
+    /// Does not wait for a process that the test left behind and that holds the pipe open.
     fn finish(self) -> String {
         let _ = self.done.recv_timeout(Duration::from_secs(1));
         let output = self
@@ -202,7 +201,7 @@ impl Collector {
     }
 }
 
-/// Kills a process and all its descendants, children first found before their parents die.
+/// Kills a process and its descendants. Children are found before their parents die.
 fn kill_tree(process: u32) {
     let mut tree = vec![process];
     let mut next = 0;
@@ -237,14 +236,14 @@ pub fn serve(timeout: Duration) -> Result<()> {
     Ok(())
 }
 
-/// Writes a whole line.
+/// Writes one line.
 fn say(line: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
     writeln!(stdout, "{line}")?;
     stdout.flush()
 }
 
-/// A lab that runs tests, started when the first one comes.
+/// A lab that runs tests; started by the first one.
 pub struct LabWorker {
     timeout: Duration,
     variables: Variables,
@@ -255,7 +254,7 @@ struct Running {
     lab: Child,
     stdin: ChildStdin,
     lines: Receiver<String>,
-    /// How long to wait for the next line.
+    /// Timeout for the next line.
     patience: Duration,
 }
 
@@ -269,7 +268,7 @@ impl LabWorker {
         }
     }
 
-    /// Runs one test in the lab, and once more in a new one if the lab does not live through it.
+    /// Runs one test in the lab, and once more in a new lab if the first dies.
     pub fn run(&mut self, test: &Test) -> Report {
         let mut attempt = || {
             self.try_run(test).inspect_err(|_| {
@@ -297,13 +296,13 @@ impl LabWorker {
         running
             .stdin
             .write_all(line.as_bytes())
-            .context("the lab takes no more tests")?;
+            .context("the lab accepts no more tests")?;
         // The lab itself ends a test that takes too long.
         loop {
             let answer = running
                 .lines
                 .recv_timeout(running.patience)
-                .context("the lab died or stands still (its messages: target/lab-logs)")?;
+                .context("the lab died or hangs (its messages: target/lab-logs)")?;
             running.patience = SILENCE;
             if !answer.is_empty() {
                 return decode_report(&answer);
@@ -328,14 +327,17 @@ fn start_lab(timeout: Duration, variables: &Variables) -> Result<Running> {
     command.args(["lab", "--"]).arg(&this).arg("run-tests");
     command.args(["--timeout", &timeout.as_secs().to_string()]);
     command.envs(variables.iter().map(|(name, path)| (name, path)));
-    // Resolving symbols takes the emulated CPU longer than many a test does.
+    // Resolving symbols takes the emulated CPU longer than many a test.
     command.env("RUST_BACKTRACE", "0");
     let mut lab = dying_with_us(&command)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()?;
-    let stdin = lab.stdin.take().context("the lab's standard input")?;
-    let stdout = lab.stdout.take().context("the lab's standard output")?;
+    let stdin = lab.stdin.take().context("the lab has no standard input")?;
+    let stdout = lab
+        .stdout
+        .take()
+        .context("the lab has no standard output")?;
     let (sender, lines) = mpsc::channel();
     thread::spawn(move || {
         for line in BufReader::new(stdout).lines().map_while(Result::ok) {

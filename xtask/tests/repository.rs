@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The program works on the repository it is called in, wherever it was built.
+//! xtask works on the repository in which it is called, wherever it was built.
 
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
 
-/// Runs `xtask fuzz`, which lists what the repository's folders hold.
+/// Runs `xtask fuzz`, which lists the repository's fuzz targets.
 fn list_fuzz_targets(folder: &Path) -> Output {
     Command::new(env!("CARGO_BIN_EXE_xtask"))
         .arg("fuzz")
@@ -16,7 +16,7 @@ fn list_fuzz_targets(folder: &Path) -> Output {
 }
 
 #[test]
-fn another_clone_is_not_taken_for_this_one() {
+fn another_clone_is_not_mistaken_for_this_one() {
     let clone = tempfile::tempdir().unwrap();
     for file in [
         "xtask/Cargo.toml",

@@ -408,7 +408,7 @@ impl<G: Guest> Owner<G> {
         memory: &KernelMemory,
         plan: &Plan<Place>,
         paused: &G::Paused<'_>,
-    ) -> Result<static_keys::Outcome, Obstacle> {
+    ) -> Result<static_keys::CommitOutcome, Obstacle> {
         if self.shared.registry.version() != snapshot.version {
             return Err(Obstacle::Version);
         }
@@ -530,7 +530,7 @@ pub(super) fn refused(error: &PlanError) -> KeysError {
 }
 
 fn flip_report(
-    outcome: static_keys::Outcome,
+    outcome: static_keys::CommitOutcome,
     stop: Duration,
     patch: Duration,
     resume: Duration,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The engine's fuzz targets.
+//! Fuzz targets of the static key engine.
 #![forbid(unsafe_code)]
 
 #[path = "../../tests/common/mod.rs"]

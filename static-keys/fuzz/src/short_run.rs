@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The short run of a fuzz target: its corpus, and mutations of it, without a fuzzer.
+//! Runs a fuzz target over its corpus and over mutations of it, without a fuzzer.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
-/// One step away from a file of the corpus.
+/// A change of one corpus file.
 #[derive(Clone, Debug)]
 enum Mutation {
     Set(Index, u8),
@@ -54,17 +54,17 @@ fn apply(bytes: &mut Vec<u8>, mutation: &Mutation, corpus: &[Vec<u8>]) {
     }
 }
 
-/// A target and its name.
+/// Name and entry point of a target.
 type Named<'a> = (&'a str, fn(&[u8]));
 
-/// Runs the target of this name over every file of its corpus in the package, and over `cases`
-/// mutations of them, the same each time.
+/// Runs the target `name` over every file of its corpus in the package, and over `cases` mutations.
+/// The mutations are the same in every run.
 pub fn short_run(targets: &[Named<'_>], name: &str, cases: u32) {
     let (_, target) = targets
         .iter()
         .find(|(target, _)| *target == name)
         .expect("a target of this name");
-    // At run time, because clones that share a target folder share this test.
+    // Read at run time: clones that share a target folder also share this test binary.
     let package = std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it");
     let corpora = Path::new(&package).join("fuzz/corpus");
     let folder = corpora.join(name);
@@ -77,7 +77,7 @@ pub fn short_run(targets: &[Named<'_>], name: &str, cases: u32) {
         corpus.push(bytes);
     }
     assert!(!corpus.is_empty(), "{folder:?} is empty");
-    // Whatever order the folder gives them in.
+    // The order of a directory listing is not defined.
     corpus.sort();
     let config = Config {
         cases,
@@ -98,3 +98,18 @@ pub fn short_run(targets: &[Named<'_>], name: &str, cases: u32) {
         panic!("{name}: {error}");
     }
 }
+
+/// Makes a test of each target named: its corpus, and this many mutations of it.
+#[allow(unused_macros, reason = "some crates name their targets otherwise")]
+macro_rules! short_runs {
+    ($targets:expr, $cases:expr; $($name:ident),+) => {
+        $(
+            #[test]
+            fn $name() {
+                short_run::short_run($targets, stringify!($name), $cases);
+            }
+        )+
+    };
+}
+#[allow(unused_imports, reason = "some crates name their targets otherwise")]
+pub(crate) use short_runs;

@@ -1,22 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is fuzzed in the engine: plain functions of the fuzzer's bytes, each of which panics if a
-//! promise is broken. libFuzzer calls them (`fuzz_targets/`), and so does a test of the crate, over the
-//! corpus and some thousand mutations of it.
+//! Fuzz targets of the engine. Each is a function of the fuzzer's bytes and panics if an invariant
+//! is broken. libFuzzer calls them from `fuzz_targets/`. A test of the crate calls them over the
+//! corpus and a few thousand mutations.
 //!
-//! The bytes are taken for what a hostile guest does to the memory of a kernel that followed the rules:
-//! most mutations then reach code behind the first check.
+//! The bytes describe what a hostile guest does to the memory of a kernel that started out valid,
+//! so that most mutations get past the first check.
 
 use static_keys::{
     Catalog, Directory, EntryFormat, Image, Instruction, KeyId, Module, Op, Options, Plan, Range,
     Size, Update, disassemble, recognise, recognise_in_file,
 };
 
-use super::common::world::{KeySpec, Owner, RECORD_SIZE, SiteSpec, World};
+use super::common::world::{Home, KeySpec, RECORD_SIZE, SiteSpec, World};
 
-/// A target: what it does with the fuzzer's bytes.
+/// A target's entry point, called with the fuzzer's bytes.
 pub type Target = fn(&[u8]);
 
-/// The targets by name.
 pub const TARGETS: &[(&str, Target)] = &[
     ("tables", tables),
     ("modules", modules),
@@ -25,7 +24,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("instructions", instructions),
 ];
 
-/// Reads numbers off the front; zeroes when they are used up.
+/// Reads numbers off the front; yields zeroes at the end.
 struct Numbers<'a>(&'a [u8]);
 
 impl Numbers<'_> {
@@ -64,16 +63,16 @@ fn format(number: u8) -> EntryFormat {
     }
 }
 
-/// Two keys of the kernel, with users in it and in two modules.
+/// Two keys of the kernel, used by the kernel and by two modules.
 fn world(format: EntryFormat, count: i32) -> World {
     let key = |class| KeySpec {
-        owner: Owner::Kernel,
+        home: Home::Kernel,
         class,
         initially: false,
         count,
     };
-    let site = |key, owner| SiteSpec {
-        owner,
+    let site = |key, home| SiteSpec {
+        home,
         ..SiteSpec::of(key)
     };
     World::new(
@@ -84,16 +83,16 @@ fn world(format: EntryFormat, count: i32) -> World {
             key(static_keys::Class::Tracepoint),
         ],
         vec![
-            site(0, Owner::Kernel),
-            site(0, Owner::Kernel),
-            site(1, Owner::Kernel),
-            site(0, Owner::Module(0)),
-            site(0, Owner::Module(1)),
+            site(0, Home::Kernel),
+            site(0, Home::Kernel),
+            site(1, Home::Kernel),
+            site(0, Home::Module(0)),
+            site(0, Home::Module(1)),
         ],
     )
 }
 
-/// A write anywhere into what the guest owns: which part, where in it, and what.
+/// Writes anywhere into what the guest owns: the bytes choose the part, the offset and the value.
 fn damage(world: &World, numbers: &mut Numbers<'_>) {
     let kernel = world.kernel();
     let parts = [
@@ -104,11 +103,11 @@ fn damage(world: &World, numbers: &mut Numbers<'_>) {
         (world.tracepoint(1), 0x80),
         (world.node(0, 0), 96),
         (kernel.gates.system_state, 40),
-        (world.text(Owner::Kernel).start, 64),
-        (world.table(Owner::Module(0)).start, 16),
+        (world.text(Home::Kernel).start, 64),
+        (world.table(Home::Module(0)).start, 16),
         (world.module_image(0).directory.keys, RECORD_SIZE),
         (world.module_state(0), 4),
-        (world.text(Owner::Module(1)).start, 32),
+        (world.text(Home::Module(1)).start, 32),
     ];
     let (start, length) = parts[usize::from(numbers.u8()) % parts.len()];
     let at = start + u64::from(numbers.u8()) % length;
@@ -117,9 +116,8 @@ fn damage(world: &World, numbers: &mut Numbers<'_>) {
     world.memory.poke(at, &value[..width]);
 }
 
-/// Plans, verifies and commits; everything that changes must be whole sites in registered text, from
-/// NOP to JMP or back, and counts of keys. Then the same the other way round, which must give the same
-/// memory again.
+/// Plans, verifies and commits. Everything that changes must be counts of keys and whole sites in
+/// registered text, from NOP to JMP or back. The reverse change must restore the memory.
 fn change(world: &World, catalog: &Catalog, texts: &[Range], op: Op, rip: u64) {
     let keys: Vec<KeyId> = catalog.keys().map(|key| key.id).collect();
     for key in &keys {
@@ -140,7 +138,7 @@ fn change(world: &World, catalog: &Catalog, texts: &[Range], op: Op, rip: u64) {
         Op::Enable => Op::Disable,
         Op::Disable => Op::Enable,
     };
-    // `enable` of what was on is not taken back by `disable`.
+    // `disable` does not undo `enable` of a key that was on.
     let reversible = matches!(op, Op::Inc | Op::Dec);
     if commit(world, catalog, &keys, back, u64::MAX, texts) && reversible {
         assert_eq!(start, world.memory.snapshot(), "there and back");
@@ -194,7 +192,7 @@ fn op(number: u8) -> Op {
     [Op::Inc, Op::Enable, Op::Dec, Op::Disable][usize::from(number % 4)]
 }
 
-/// Damage before and after the registration of a kernel and two modules.
+/// Damages memory before and after the registration of a kernel and two modules.
 pub fn tables(data: &[u8]) {
     let mut numbers = Numbers(data);
     let format = format(numbers.u8());
@@ -210,30 +208,30 @@ pub fn tables(data: &[u8]) {
     let Ok(mut catalog) = Catalog::new(&world.memory, &world.kernel()) else {
         return;
     };
-    let mut texts = vec![world.text(Owner::Kernel)];
+    let mut texts = vec![world.text(Home::Kernel)];
     for module in 0..2 {
         if catalog
             .add_module(&world.memory, &world.module_image(module))
             .is_ok()
         {
-            texts.push(world.text(Owner::Module(module)));
+            texts.push(world.text(Home::Module(module)));
         }
     }
     for _ in 0..late {
         damage(&world, &mut numbers);
     }
-    let rip = world.text(Owner::Kernel).start + u64::from(rip % 64);
+    let rip = world.text(Home::Kernel).start + u64::from(rip % 64);
     change(&world, &catalog, &texts, op, rip);
 }
 
-/// Modules that come and go, under any address, name and ranges.
+/// Adds and removes modules with any address, name and ranges.
 pub fn modules(data: &[u8]) {
     let mut numbers = Numbers(data);
     let world = world(format(numbers.u8()), 0);
     let Ok(mut catalog) = Catalog::new(&world.memory, &world.kernel()) else {
         return;
     };
-    let mut texts = vec![world.text(Owner::Kernel)];
+    let mut texts = vec![world.text(Home::Kernel)];
     let fresh = (catalog.key_count(), catalog.entry_count());
     for _ in 0..32 {
         if !numbers.more() {
@@ -241,7 +239,7 @@ pub fn modules(data: &[u8]) {
         }
         let event = numbers.u8();
         let honest = world.module_image(usize::from(event >> 4) % 2);
-        // Near to what is right, in most of its parts.
+        // Most parts stay close to valid values.
         let mut near = |value: u64| match numbers.u8() {
             0..192 => value,
             192..224 => value.wrapping_add(u64::from(numbers.u8())),
@@ -298,12 +296,12 @@ pub fn modules(data: &[u8]) {
     for id in left {
         assert!(catalog.remove_module(id));
     }
-    // Keys of the kernel that a module told of stay.
+    // Kernel keys that a module listed stay.
     assert!(catalog.key_count() >= fresh.0);
     assert_eq!(catalog.entry_count(), fresh.1);
 }
 
-/// The key's type word, and three nodes of its chain.
+/// Rewrites the key's type word and three nodes of its chain.
 pub fn chains(data: &[u8]) {
     let mut numbers = Numbers(data);
     let world = world(format(numbers.u8() % 3), 0);
@@ -315,11 +313,11 @@ pub fn chains(data: &[u8]) {
         world.node(0, 0),
         world.node(0, 1),
         world.node(0, 2),
-        world.table(Owner::Kernel).start,
-        world.table(Owner::Module(0)).start,
-        world.table(Owner::Module(1)).start,
-        world.module(Owner::Module(0)),
-        world.module(Owner::Module(1)),
+        world.table(Home::Kernel).start,
+        world.table(Home::Module(0)).start,
+        world.table(Home::Module(1)).start,
+        world.module(Home::Module(0)),
+        world.module(Home::Module(1)),
     ];
     let words: Vec<u64> = (0..3)
         .flat_map(|node| (0..3).map(move |word| (node, word)))
@@ -334,7 +332,7 @@ pub fn chains(data: &[u8]) {
         };
         world.poke_pointer(at, value);
     }
-    let texts = [Owner::Kernel, Owner::Module(0), Owner::Module(1)].map(|owner| world.text(owner));
+    let texts = [Home::Kernel, Home::Module(0), Home::Module(1)].map(|home| world.text(home));
     let before = world.memory.locates();
     change(&world, &catalog, &texts, op, 0);
     assert!(world.memory.locates() - before < 2000, "bounded");
@@ -360,7 +358,7 @@ pub fn names(data: &[u8]) {
         world.memory.poke_u64(record, key);
         world.memory.poke_u32(record + 8, u32::from(offset));
         world.memory.poke_u32(record + 12, u32::from(class % 3));
-        // That of a tracepoint whose key it is.
+        // The tracepoint whose key this is.
         world.memory.poke_u64(record + 16, key - 8);
     }
     world.memory.map(kernel.directory.names, 0x1000);
@@ -391,7 +389,7 @@ fn printable(text: &str) -> bool {
     text.chars().all(|letter| !letter.is_control())
 }
 
-/// Bytes at an address, taken for an entry and for a site.
+/// Decodes bytes at an address as an entry and as a site.
 pub fn instructions(data: &[u8]) {
     let mut numbers = Numbers(data);
     let (code, target) = (numbers.u64(), numbers.u64());
@@ -404,7 +402,7 @@ pub fn instructions(data: &[u8]) {
         assert!(bytes.len() >= size.bytes());
         let encoded = Instruction::encode(branch, size, code, target);
         match encoded {
-            // The NOPs of a file have several forms.
+            // A NOP in a file has several forms.
             Ok(encoded) => assert!(file || bytes.starts_with(encoded.as_bytes())),
             Err(_) => assert!(file),
         }

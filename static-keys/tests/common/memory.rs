@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guest memory with an arbitrary page mapping, faults on demand, and an account of what was done.
+//! Guest memory for tests, with an arbitrary page mapping, injected faults, and counters of
+//! accesses.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -9,26 +10,26 @@ use static_keys::{AccessFault, GuestMemory, LOCATE_MAX, Unmapped};
 
 pub const PAGE: u64 = 4096;
 
-/// What a write does instead of writing.
+/// What an injected fault does instead of the write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Nothing.
+    /// The write fails and nothing is written.
     Refused,
-    /// Half of the bytes, then a fault.
+    /// Half of the bytes are written, then the write fails.
     Torn,
-    /// Nothing, and it says that all went well.
+    /// Nothing is written, but the write reports success.
     Lost,
 }
 
-/// Pages by guest-virtual page number. Each page is memory of its own, so that a range across two of
-/// them is never contiguous.
+/// Pages by guest-virtual page number. Each page has its own allocation, so a range across two
+/// pages is never contiguous.
 #[derive(Default)]
 pub struct Pages {
     pages: RefCell<BTreeMap<u64, Box<[u8; PAGE as usize]>>>,
     writes: Cell<usize>,
     locates: Cell<usize>,
     reads: Cell<usize>,
-    /// Writes from the first one (counted from 0) up to before the second one go wrong.
+    /// Writes from the first number up to before the second fail; counted from 0.
     fault: Cell<Option<(usize, usize, Fault)>>,
     /// Called before each compare-and-exchange with its number, counted from 0.
     interference: RefCell<Option<Interference>>,
@@ -41,10 +42,9 @@ impl fmt::Debug for Pages {
     }
 }
 
-/// What a guest does at the worst moment.
+/// What the guest does between two accesses of the engine.
 pub type Interference = Box<dyn Fn(&Pages, usize)>;
 
-/// A range that was located.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     address: u64,
@@ -52,7 +52,7 @@ pub struct Place {
 }
 
 impl Pages {
-    /// Maps the pages of a range, as zeroes where they are new.
+    /// Maps the pages of a range; new pages are zeroed.
     pub fn map(&self, address: u64, len: u64) {
         let mut pages = self.pages.borrow_mut();
         for page in address / PAGE..=(address + (len.max(1) - 1)) / PAGE {
@@ -66,7 +66,7 @@ impl Pages {
         self.pages.borrow_mut().remove(&(address / PAGE));
     }
 
-    /// Maps and writes, behind the engine's back.
+    /// Maps and writes without counting or injected faults.
     pub fn poke(&self, address: u64, bytes: &[u8]) {
         self.map(address, bytes.len() as u64);
         self.copy_in(address, bytes);
@@ -86,7 +86,7 @@ impl Pages {
         bytes
     }
 
-    /// All bytes, by page.
+    /// The contents of all pages.
     pub fn snapshot(&self) -> BTreeMap<u64, Box<[u8; PAGE as usize]>> {
         self.pages.borrow().clone()
     }
@@ -103,7 +103,7 @@ impl Pages {
         self.reads.get()
     }
 
-    /// Makes the writes `from..until` from now on go wrong.
+    /// Makes the next writes `from..until` fail.
     pub fn inject(&self, from: usize, until: usize, fault: Fault) {
         let now = self.writes.get();
         self.fault.set(Some((

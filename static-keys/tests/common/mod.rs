@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest made of numbers: pages in any order, and a kernel's keys, sites, tables and modules
-//! written into them the way the kernel would have them.
+//! A synthetic guest: pages in any order, with a kernel's keys, sites, tables and modules written
+//! the way the kernel lays them out.
 
 #![allow(dead_code, reason = "each test file uses its own part of it")]
 

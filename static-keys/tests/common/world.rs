@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A kernel with modules, as its own code would have left it in memory.
+//! A kernel with modules, laid out in memory as its own code does.
 
 use static_keys::{
     Branch, Catalog, Class, Directory, EntryFormat, Gates, Instruction, Kernel, KeyId, Layout,
@@ -8,18 +8,18 @@ use static_keys::{
 
 use super::memory::{Pages, Place};
 
-/// Image of a key or a site: the kernel, or the module with this index.
+/// The image that a key or a site belongs to: the kernel, or the module with this index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Owner {
+pub enum Home {
     Kernel,
     Module(usize),
 }
 
 #[derive(Clone, Debug)]
 pub struct KeySpec {
-    pub owner: Owner,
+    pub home: Home,
     pub class: Class,
-    /// Initialised as true: bit 0 of its type.
+    /// Bit 0 of its type: initialised as true.
     pub initially: bool,
     pub count: i32,
 }
@@ -27,16 +27,16 @@ pub struct KeySpec {
 #[derive(Clone, Debug)]
 pub struct SiteSpec {
     pub key: usize,
-    pub owner: Owner,
+    pub home: Home,
     pub size: Size,
     pub likely: bool,
     pub init: bool,
-    /// Free bytes before it; large enough ones make it straddle pages.
+    /// Free bytes before the site; large gaps make it straddle pages.
     pub gap: u16,
     pub displacement: i32,
 }
 
-/// A guest: its description, and its memory.
+/// Description of a guest, and its memory.
 #[derive(Debug)]
 pub struct World {
     pub format: EntryFormat,
@@ -46,11 +46,11 @@ pub struct World {
     pub memory: Pages,
 }
 
-/// What a running system's `system_state` is.
+/// Value of `system_state` in a running system.
 pub const SYSTEM_RUNNING: u32 = 3;
 pub const MODULE_STATE_LIVE: u32 = 0;
 pub const MUTEX_FLAGS: u64 = 7;
-/// Any task.
+/// Address of a task, as in a mutex's owner word.
 pub const TASK: u64 = 0x1234_5678;
 
 const TEXT: u64 = 0x0100_0000;
@@ -65,7 +65,7 @@ const MODULES: u64 = 0x1000_0000;
 const MODULE_LEN: u64 = 0x0100_0000;
 const HEAP: u64 = 0x2000_0000;
 
-/// Of a directory, in bytes.
+/// Size of a directory record in bytes.
 pub const RECORD_SIZE: u64 = 32;
 const TRACEPOINT_SIZE: u64 = 0x80;
 const TRACEPOINT_KEY: u32 = 8;
@@ -95,7 +95,7 @@ impl World {
     /// One key of the kernel with `sites` five-byte sites.
     pub fn simple(count: i32, sites: usize) -> Self {
         let key = KeySpec {
-            owner: Owner::Kernel,
+            home: Home::Kernel,
             class: Class::Ref,
             initially: false,
             count,
@@ -108,7 +108,7 @@ impl World {
         )
     }
 
-    /// The same guest with other counts, as if its keys had had them all along.
+    /// The same guest with other counts, as if its keys had always had them.
     pub fn with_counts(&self, counts: &[i32]) -> Self {
         let mut keys = self.keys.clone();
         for (key, count) in keys.iter_mut().zip(counts) {
@@ -124,23 +124,23 @@ impl World {
         }
     }
 
-    fn image(&self, owner: Owner) -> u64 {
-        match owner {
-            Owner::Kernel => self.base(),
-            Owner::Module(index) => self.base() + MODULES + index as u64 * MODULE_LEN,
+    fn image(&self, home: Home) -> u64 {
+        match home {
+            Home::Kernel => self.base(),
+            Home::Module(index) => self.base() + MODULES + index as u64 * MODULE_LEN,
         }
     }
 
-    /// Offsets within an image: a module's parts are closer together.
-    fn part(&self, owner: Owner, offset: u64) -> u64 {
-        match owner {
-            Owner::Kernel => self.image(owner) + offset,
-            Owner::Module(_) => self.image(owner) + offset / 8,
+    /// Scales an offset to the image: a module's parts are closer together.
+    fn part(&self, home: Home, offset: u64) -> u64 {
+        match home {
+            Home::Kernel => self.image(home) + offset,
+            Home::Module(_) => self.image(home) + offset / 8,
         }
     }
 
-    pub fn text(&self, owner: Owner) -> Range {
-        let start = self.part(owner, TEXT);
+    pub fn text(&self, home: Home) -> Range {
+        let start = self.part(home, TEXT);
         Range {
             start,
             end: start + TEXT_LEN / 8,
@@ -148,26 +148,26 @@ impl World {
     }
 
     /// Address of the `struct module`; 0 for the kernel.
-    pub fn module(&self, owner: Owner) -> u64 {
-        match owner {
-            Owner::Kernel => 0,
-            Owner::Module(_) => self.image(owner) + 0x1000,
+    pub fn module(&self, home: Home) -> u64 {
+        match home {
+            Home::Kernel => 0,
+            Home::Module(_) => self.image(home) + 0x1000,
         }
     }
 
     pub fn module_state(&self, index: usize) -> u64 {
-        self.module(Owner::Module(index)) + u64::from(MODULE_STATE)
+        self.module(Home::Module(index)) + u64::from(MODULE_STATE)
     }
 
     pub fn key(&self, index: usize) -> KeyId {
         match self.keys[index].class {
             Class::Tracepoint => KeyId(self.tracepoint(index) + u64::from(TRACEPOINT_KEY)),
-            _ => KeyId(self.part(self.keys[index].owner, KEYS) + index as u64 * 16),
+            _ => KeyId(self.part(self.keys[index].home, KEYS) + index as u64 * 16),
         }
     }
 
     pub fn tracepoint(&self, index: usize) -> u64 {
-        self.part(self.keys[index].owner, TRACEPOINTS) + index as u64 * TRACEPOINT_SIZE
+        self.part(self.keys[index].home, TRACEPOINTS) + index as u64 * TRACEPOINT_SIZE
     }
 
     pub fn key_type(&self, index: usize) -> u64 {
@@ -222,25 +222,25 @@ impl World {
     pub fn kernel(&self) -> Kernel {
         Kernel {
             format: self.format,
-            jump_table: self.table(Owner::Kernel),
-            text: self.text(Owner::Kernel),
+            jump_table: self.table(Home::Kernel),
+            text: self.text(Home::Kernel),
             ro_after_init: Range::default(),
             layout: self.layout(),
             gates: self.gates(),
-            directory: self.directory(Owner::Kernel),
+            directory: self.directory(Home::Kernel),
         }
     }
 
     pub fn module_image(&self, index: usize) -> Module<'static> {
         const NAMES: [&[u8]; 4] = [b"alpha\0junk", b"beta", b"gamma\0", b"delta"];
-        let owner = Owner::Module(index);
+        let home = Home::Module(index);
         Module {
-            id: self.module(owner),
+            id: self.module(home),
             name: NAMES[index],
-            jump_table: self.table(owner),
-            text: self.text(owner),
+            jump_table: self.table(home),
+            text: self.text(home),
             ro_after_init: Range::default(),
-            directory: self.directory(owner),
+            directory: self.directory(home),
         }
     }
 
@@ -265,21 +265,21 @@ impl World {
         )
     }
 
-    /// Its sites in the order of the image's table: by key, then by address.
-    fn sites_of(&self, owner: Owner) -> Vec<usize> {
+    /// The sites of an image in the order of its table: by key, then by address.
+    fn sites_of(&self, home: Home) -> Vec<usize> {
         let mut sites: Vec<usize> = (0..self.sites.len())
-            .filter(|&site| self.sites[site].owner == owner)
+            .filter(|&site| self.sites[site].home == home)
             .collect();
         sites.sort_by_key(|&site| (self.key(self.sites[site].key), self.site(site)));
         sites
     }
 
-    pub fn table(&self, owner: Owner) -> Range {
-        let start = self.part(owner, TABLE);
+    pub fn table(&self, home: Home) -> Range {
+        let start = self.part(home, TABLE);
         let entries = if self.format == EntryFormat::None {
             0
         } else {
-            self.sites_of(owner).len()
+            self.sites_of(home).len()
         };
         Range {
             start,
@@ -287,26 +287,23 @@ impl World {
         }
     }
 
-    fn directory(&self, owner: Owner) -> Directory {
-        let keys = self.keys.iter().filter(|key| key.owner == owner).count();
+    fn directory(&self, home: Home) -> Directory {
+        let keys = self.keys.iter().filter(|key| key.home == home).count();
         Directory {
-            keys: self.part(owner, DIRECTORY),
+            keys: self.part(home, DIRECTORY),
             key_count: keys as u32,
-            names: self.part(owner, NAMES),
+            names: self.part(home, NAMES),
             names_size: keys as u32 * 16,
         }
     }
 
-    /// Address of a site.
     pub fn site(&self, site: usize) -> u64 {
-        let owner = self.sites[site].owner;
-        let before = self.sites[..site]
-            .iter()
-            .filter(|other| other.owner == owner);
+        let home = self.sites[site].home;
+        let before = self.sites[..site].iter().filter(|other| other.home == home);
         let used: u64 = before
             .map(|other| u64::from(other.gap) + other.size.bytes() as u64)
             .sum();
-        self.text(owner).start + used + u64::from(self.sites[site].gap)
+        self.text(home).start + used + u64::from(self.sites[site].gap)
     }
 
     pub fn target(&self, site: usize) -> u64 {
@@ -318,7 +315,7 @@ impl World {
         (self.site(site) + spec.size.bytes() as u64).wrapping_add_signed(displacement)
     }
 
-    /// The bytes that a site must have at a count.
+    /// The instruction that a site has at a count.
     pub fn instruction(&self, site: usize, count: i32) -> Instruction {
         let spec = &self.sites[site];
         let branch = if (count != 0) == spec.likely {
@@ -335,23 +332,23 @@ impl World {
         self.memory.map(self.base() + WORDS, 64);
         self.memory.poke_u32(gates.system_state, SYSTEM_RUNNING);
         if gates.text_mutex_owner != 0 {
-            // Nobody's, with flags.
+            // A free mutex with flag bits set.
             self.poke_pointer(gates.text_mutex_owner, 1);
         }
         for index in 0..self.keys.len() {
             self.write_key(index);
         }
-        let owners = || std::iter::once(Owner::Kernel).chain((0..self.modules).map(Owner::Module));
-        for owner in owners() {
-            self.write_directory(owner);
-            if owner != Owner::Kernel {
+        let homes = || std::iter::once(Home::Kernel).chain((0..self.modules).map(Home::Module));
+        for home in homes() {
+            self.write_directory(home);
+            if home != Home::Kernel {
                 self.memory.poke_u32(
-                    self.module(owner) + u64::from(MODULE_STATE),
+                    self.module(home) + u64::from(MODULE_STATE),
                     MODULE_STATE_LIVE,
                 );
             }
-            for (index, &site) in self.sites_of(owner).iter().enumerate() {
-                self.write_entry(self.part(owner, TABLE), index, site);
+            for (index, &site) in self.sites_of(home).iter().enumerate() {
+                self.write_entry(self.part(home, TABLE), index, site);
             }
         }
         for site in 0..self.sites.len() {
@@ -384,41 +381,41 @@ impl World {
         }
     }
 
-    /// Addresses of the first entry of a key in each image that has some.
-    fn runs(&self, index: usize) -> Vec<(Owner, u64)> {
+    /// Address of the first entry of a key in each image with entries of it.
+    fn runs(&self, index: usize) -> Vec<(Home, u64)> {
         let mut runs = Vec::new();
-        for owner in std::iter::once(Owner::Kernel).chain((0..self.modules).map(Owner::Module)) {
+        for home in std::iter::once(Home::Kernel).chain((0..self.modules).map(Home::Module)) {
             if let Some(first) = self
-                .sites_of(owner)
+                .sites_of(home)
                 .iter()
                 .position(|&site| self.sites[site].key == index)
             {
                 runs.push((
-                    owner,
-                    self.part(owner, TABLE) + (first * self.format.entry_size()) as u64,
+                    home,
+                    self.part(home, TABLE) + (first * self.format.entry_size()) as u64,
                 ));
             }
         }
         runs
     }
 
-    /// Address of a node of a key's chain, the latest module first, the key's own image last.
+    /// Address of a node of a key's chain: the latest module first, the key's own image last.
     pub fn node(&self, key: usize, node: usize) -> u64 {
         self.base() + HEAP + key as u64 * 0x1000 + node as u64 * 32
     }
 
-    /// As jump_label_add_module() builds it.
+    /// Builds the type word like jump_label_add_module().
     fn type_word(&self, index: usize) -> u64 {
         let flag = u64::from(self.keys[index].initially);
-        let home = self.keys[index].owner;
+        let home = self.keys[index].home;
         let runs = self.runs(index);
         let own = runs
             .iter()
-            .find(|(owner, _)| *owner == home)
+            .find(|(user, _)| *user == home)
             .map_or(0, |(_, entries)| *entries);
         let others: Vec<_> = runs
             .iter()
-            .filter(|(owner, _)| *owner != home)
+            .filter(|(user, _)| *user != home)
             .copied()
             .rev()
             .collect();
@@ -427,16 +424,13 @@ impl World {
         }
         let pointer = self.pointer() as u64;
         let nodes: Vec<_> = others.into_iter().chain([(home, own)]).collect();
-        for (number, (owner, entries)) in nodes.iter().enumerate() {
+        for (number, (user, entries)) in nodes.iter().enumerate() {
             let next = if number + 1 == nodes.len() {
                 0
             } else {
                 self.node(index, number + 1)
             };
-            for (word, value) in [next, *entries, self.module(*owner)]
-                .into_iter()
-                .enumerate()
-            {
+            for (word, value) in [next, *entries, self.module(*user)].into_iter().enumerate() {
                 self.poke_pointer(self.node(index, number) + word as u64 * pointer, value);
             }
         }
@@ -470,9 +464,9 @@ impl World {
         }
     }
 
-    fn write_directory(&self, owner: Owner) {
-        let directory = self.directory(owner);
-        let keys = (0..self.keys.len()).filter(|&key| self.keys[key].owner == owner);
+    fn write_directory(&self, home: Home) {
+        let directory = self.directory(home);
+        let keys = (0..self.keys.len()).filter(|&key| self.keys[key].home == home);
         for (slot, index) in keys.enumerate() {
             let class = self.keys[index].class;
             let record = directory.keys + slot as u64 * RECORD_SIZE;
@@ -485,7 +479,7 @@ impl World {
             };
             self.memory.poke_u32(record + 12, number);
             self.memory.poke_u64(record + 16, tracepoint);
-            self.memory.poke_u64(record + 24, self.module(owner));
+            self.memory.poke_u64(record + 24, self.module(home));
             let mut name = format!("key{index}").into_bytes();
             name.resize(16, 0);
             self.memory.poke(directory.names + slot as u64 * 16, &name);
@@ -498,7 +492,7 @@ impl SiteSpec {
     pub fn of(key: usize) -> Self {
         Self {
             key,
-            owner: Owner::Kernel,
+            home: Home::Kernel,
             size: Size::Five,
             likely: false,
             init: false,

@@ -1,26 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Samples and what is said of them.
+//! Samples and their statistics.
 
 use std::fmt;
 use std::time::Duration;
 
-/// Durations of the same thing, measured over and over.
+/// Repeated measurements of one duration.
 #[derive(Debug, Clone, Default)]
 pub struct Samples(Vec<Duration>);
 
 impl Samples {
-    /// Adds one.
     pub fn add(&mut self, sample: Duration) {
         let at = self.0.partition_point(|other| *other <= sample);
         self.0.insert(at, sample);
     }
 
-    /// How many there are.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// The sample below which this share, in percent, of the others lies.
+    /// The sample at this percentile.
     pub fn percentile(&self, percent: usize) -> Duration {
         let last = self.0.len().saturating_sub(1);
         self.0
@@ -29,13 +27,13 @@ impl Samples {
             .unwrap_or_default()
     }
 
-    /// How many times as long as `other` this takes, by the medians.
+    /// Ratio of the medians of this and `other`.
     pub fn times(&self, other: &Self) -> f64 {
         self.percentile(50).as_secs_f64() / other.percentile(50).as_secs_f64()
     }
 }
 
-/// p50 / p99 / max in microseconds.
+/// Formats p50 / p99 / max in microseconds.
 impl fmt::Display for Samples {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let us = |percent| self.percentile(percent).as_secs_f64() * 1e6;

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a flip costs, beside the two others who could do it or half of it, in one run:
+//! Compares the cost of a flip with alternatives, in one run:
 //!
-//! - the host: the whole gRPC call over the unix socket, and what the guest felt of it: stop, patch, resume;
-//! - the guest itself: `static_key_enable()` and `static_key_disable()` on the same keys, called from a module;
-//! - QEMU: QMP `stop` and `cont` of the same kernel and initramfs, the client's view.
+//! - the host: the whole gRPC call over the unix socket, and its effect on the guest: stop, patch,
+//!   resume;
+//! - the guest itself: `static_key_enable()` and `static_key_disable()` on the same keys, called
+//!   from a module;
+//! - QEMU: QMP `stop` and `cont` with the same kernel and initramfs, as seen by the client.
 //!
-//! `cargo xtask bench flip [-- VCPUS…]`, 1, 2 and 4 unless given. In the lab, which has one CPU,
-//! only ratios with 1 vCPU mean anything.
+//! `cargo xtask bench flip [-- VCPUS…]`; 1, 2 and 4 by default. The lab has one CPU, so only ratios
+//! with 1 vCPU are meaningful there.
 
 mod figures;
 mod qemu;
@@ -21,38 +23,37 @@ use patchbay_proto::v1::{
 };
 use patchbay_tests::{Environment, Guest};
 
-/// Between two changes, so that the guest is back at what it did.
+/// Time between two changes, so that the guest resumes its work.
 const BETWEEN: Duration = Duration::from_millis(2);
-/// Changes that warm caches, and the emulator's translations, before any is counted.
+/// Uncounted changes that warm caches and the emulator's translations.
 const WARM_UP: usize = 6;
-/// The rounds of a case are made in so many turns of host and guest, so that a drift of the
-/// machine hits both.
+/// Host and guest take this many turns in a case, so that a drift of the machine affects both.
 const TURNS: usize = 4;
 
-/// Keys that are flipped together, and the guest's file that does the same.
+/// Keys flipped together, and the guest's file that does the same.
 struct Case {
     what: &'static str,
-    how: How,
+    selector: Selector,
     keys: &'static str,
     count: usize,
     file: &'static str,
-    /// Times on and off.
+    /// Number of times the keys are turned on and off.
     rounds: usize,
 }
 
-/// How the host names the keys.
+/// How the request selects the keys.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum How {
-    /// One by one, and is told of each.
+enum Selector {
+    /// By name, with a result per key.
     Names,
-    /// By a pattern, and is told numbers.
+    /// By a pattern, with a summary.
     Pattern,
 }
 
 const CASES: [Case; 5] = [
     Case {
         what: "1 key, 1 site",
-        how: How::Names,
+        selector: Selector::Names,
         keys: "patchbay_test:bench_key_*",
         count: 1,
         file: "one",
@@ -60,7 +61,7 @@ const CASES: [Case; 5] = [
     },
     Case {
         what: "1 key, 56 sites",
-        how: How::Names,
+        selector: Selector::Names,
         keys: "patchbay_test:many_key",
         count: 1,
         file: "many",
@@ -68,7 +69,7 @@ const CASES: [Case; 5] = [
     },
     Case {
         what: "100 keys",
-        how: How::Names,
+        selector: Selector::Names,
         keys: "patchbay_test:bench_key_*",
         count: 100,
         file: "hundred",
@@ -76,15 +77,15 @@ const CASES: [Case; 5] = [
     },
     Case {
         what: "1,000 keys",
-        how: How::Names,
+        selector: Selector::Names,
         keys: "patchbay_test:bench_key_*",
         count: 1000,
         file: "thousand",
         rounds: 20,
     },
     Case {
-        what: "1,000 keys by pattern, told in numbers",
-        how: How::Pattern,
+        what: "1,000 keys by pattern, summary",
+        selector: Selector::Pattern,
         keys: "patchbay_test:bench_key_*",
         count: 1000,
         file: "thousand",
@@ -92,14 +93,14 @@ const CASES: [Case; 5] = [
     },
 ];
 
-/// What the host's changes took.
+/// Durations of the host's changes.
 #[derive(Default)]
-struct Host {
+struct HostTimes {
     call: Samples,
     stop: Samples,
     patch: Samples,
     resume: Samples,
-    /// All that the guest felt.
+    /// Time for which the guest was stopped.
     window: Samples,
     /// Attempts that found the guest busy.
     again: u32,
@@ -119,7 +120,7 @@ async fn main() -> Result<()> {
         given
     };
     println!("Host: {}", figures::host());
-    println!("Microseconds, p50 / p99 / max; ratios of the p50. The guest is idle unless said.");
+    println!("Microseconds, p50 / p99 / max; ratios of the p50. The guest is idle unless noted.");
     for vcpus in counts {
         println!();
         measure(&environment, vcpus).await?;
@@ -133,14 +134,14 @@ async fn measure(environment: &Environment, vcpus: u32) -> Result<()> {
     let keys = all_keys(&mut guest).await?;
 
     println!(
-        "| {vcpus} vCPU | n | host: whole call | stop | patch | resume | guest stands still | guest itself | times faster | QEMU / standstill |"
+        "| {vcpus} vCPU | n | host: whole call | stop | patch | resume | guest stopped | guest itself | times faster | QEMU / stopped |"
     );
     println!("|---|---|---|---|---|---|---|---|---|---|");
     for case in &CASES {
         let request = request(&keys, case)?;
-        let mut host = Host::default();
+        let mut host = HostTimes::default();
         let mut itself = Samples::default();
-        flip(&mut guest, &request, WARM_UP, &mut Host::default()).await?;
+        flip(&mut guest, &request, WARM_UP, &mut HostTimes::default()).await?;
         for _ in 0..TURNS {
             let rounds = case.rounds / TURNS;
             flip(&mut guest, &request, rounds, &mut host).await?;
@@ -155,7 +156,7 @@ async fn measure(environment: &Environment, vcpus: u32) -> Result<()> {
     let spin = "for i in $(seq $(nproc)); do (while :; do :; done) & done";
     guest.shell(spin).await?;
     let request = request(&keys, &CASES[0])?;
-    let mut host = Host::default();
+    let mut host = HostTimes::default();
     flip(&mut guest, &request, CASES[0].rounds, &mut host).await?;
     row("1 key, 1 site, guest busy", &host, None, qemu.as_ref());
     guest.shell("kill $(jobs -p)").await?;
@@ -171,12 +172,12 @@ async fn measure(environment: &Environment, vcpus: u32) -> Result<()> {
             times.both
         );
     } else {
-        println!("\nThere is no qemu-system-x86_64 here.");
+        println!("\nqemu-system-x86_64 is not installed.");
     }
     Ok(())
 }
 
-fn row(what: &str, host: &Host, itself: Option<&Samples>, qemu: Option<&qemu::Times>) {
+fn row(what: &str, host: &HostTimes, itself: Option<&Samples>, qemu: Option<&qemu::Times>) {
     let faster = itself.map_or(String::new(), |itself| {
         format!("{:.1}", itself.times(&host.call))
     });
@@ -201,7 +202,7 @@ fn row(what: &str, host: &Host, itself: Option<&Samples>, qemu: Option<&qemu::Ti
     }
 }
 
-/// All keys, by name.
+/// Lists all keys, ordered by name.
 async fn all_keys(guest: &mut Guest) -> Result<Vec<StaticKey>> {
     let request = ListStaticKeysRequest {
         page_size: 10_000,
@@ -211,7 +212,7 @@ async fn all_keys(guest: &mut Guest) -> Result<Vec<StaticKey>> {
     Ok(listed.into_inner().keys)
 }
 
-/// The names of a case's keys, in the order in which the guest's module has them.
+/// The names of a case's keys, in the order of the guest's module.
 fn named(keys: &[StaticKey], case: &Case) -> Result<Vec<String>> {
     let prefix = case.keys.trim_end_matches('*');
     let mut names: Vec<String> = keys
@@ -225,20 +226,20 @@ fn named(keys: &[StaticKey], case: &Case) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// What flips a case's keys, but for the op.
+/// The request that flips a case's keys; the op is filled in later.
 fn request(keys: &[StaticKey], case: &Case) -> Result<UpdateStaticKeysRequest> {
     let names = named(keys, case)?;
     let matched = keys.iter().map(|key| key.name.clone());
     let prefix = case.keys.trim_end_matches('*');
     let matched = matched.filter(|name| name.starts_with(prefix)).count();
     ensure!(
-        case.how == How::Names || matched == case.count,
+        case.selector == Selector::Names || matched == case.count,
         "{} matches {matched} keys, not {}",
         case.keys,
         case.count
     );
-    Ok(match case.how {
-        How::Names => UpdateStaticKeysRequest {
+    Ok(match case.selector {
+        Selector::Names => UpdateStaticKeysRequest {
             updates: names
                 .into_iter()
                 .map(|name| KeyUpdate {
@@ -248,7 +249,7 @@ fn request(keys: &[StaticKey], case: &Case) -> Result<UpdateStaticKeysRequest> {
                 .collect(),
             ..Default::default()
         },
-        How::Pattern => UpdateStaticKeysRequest {
+        Selector::Pattern => UpdateStaticKeysRequest {
             updates: vec![KeyUpdate {
                 patterns: vec![case.keys.to_owned()],
                 ..Default::default()
@@ -264,7 +265,7 @@ async fn flip(
     guest: &mut Guest,
     request: &UpdateStaticKeysRequest,
     rounds: usize,
-    host: &mut Host,
+    host: &mut HostTimes,
 ) -> Result<()> {
     for _ in 0..rounds {
         for op in [KeyOp::Enable, KeyOp::Disable] {
@@ -282,7 +283,7 @@ async fn flip(
 async fn change(
     guest: &mut Guest,
     request: UpdateStaticKeysRequest,
-    host: &mut Host,
+    host: &mut HostTimes,
 ) -> Result<FlipReport> {
     let mut client = guest.static_keys();
     let began = Instant::now();
@@ -301,7 +302,7 @@ async fn change(
     Ok(report)
 }
 
-/// Lets the guest flip the same keys on and off.
+/// Makes the guest flip the same keys on and off.
 async fn flip_by_itself(
     guest: &mut Guest,
     case: &Case,
@@ -320,7 +321,7 @@ async fn flip_by_itself(
     Ok(())
 }
 
-/// The way to the monitor and back alone.
+/// Measures a call that does nothing.
 async fn nothing(guest: &mut Guest, rounds: usize) -> Result<Samples> {
     let mut samples = Samples::default();
     for _ in 0..rounds {
@@ -332,8 +333,8 @@ async fn nothing(guest: &mut Guest, rounds: usize) -> Result<Samples> {
     Ok(samples)
 }
 
-/// Every key that can be flipped at all, in one transaction and back. The guest stands still
-/// meanwhile, for it would not survive the code that some of them lead to.
+/// Flips every key that can be flipped, in one transaction and back. The guest stays paused
+/// meanwhile, because it would not survive the code behind some of them.
 async fn held(guest: &mut Guest, keys: &[StaticKey]) -> Result<()> {
     let flippable = |key: &&StaticKey| {
         !key.sealed
@@ -361,11 +362,11 @@ async fn held(guest: &mut Guest, keys: &[StaticKey]) -> Result<()> {
     };
     let mut service = guest.guest_service();
     service.pause_guest(PauseGuestRequest::default()).await?;
-    let mut host = Host::default();
+    let mut host = HostTimes::default();
     let mut sites = 0;
     for round in 0..WARM_UP + 20 {
         if round == WARM_UP {
-            host = Host::default();
+            host = HostTimes::default();
         }
         for back in [false, true] {
             sites = change(guest, request(back), &mut host).await?.sites_patched;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The competitor: QEMU with the same kernel and initramfs, stopped and continued over QMP.
+//! Measures QEMU with the same kernel and initramfs, stopped and continued over QMP.
 
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -14,10 +14,10 @@ use tokio::process::{Child, Command};
 
 use crate::figures::Samples;
 
-/// How long the guest may take to boot, and a command to be answered.
+/// Timeout for the guest's boot and for the answer to a command.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What QEMU's commands took, from sending one to its answer.
+/// Durations of QEMU's commands, from sending one to its answer.
 #[derive(Debug, Default)]
 pub struct Times {
     pub stop: Samples,
@@ -31,7 +31,7 @@ struct Qemu {
     answers: tokio::io::Lines<BufReader<OwnedReadHalf>>,
 }
 
-/// Measures; `None` if there is no QEMU on this machine.
+/// Measures `stop` and `cont`; `None` if QEMU is not installed.
 pub async fn measure(
     environment: &Environment,
     vcpus: u32,
@@ -51,7 +51,7 @@ pub async fn measure(
         times.stop.add(stopped - began);
         times.cont.add(continued - stopped);
         times.both.add(continued - began);
-        // The guest goes back to what it did.
+        // The guest resumes its work.
         tokio::time::sleep(super::BETWEEN).await;
     }
     Ok(Some(times))
@@ -76,7 +76,7 @@ async fn boot(
         .arg(&environment.initramfs)
         .arg("-qmp")
         .arg(format!("unix:{}", socket.display()))
-        // Open for as long as QEMU runs, or the guest's shell would end.
+        // Kept open while QEMU runs; otherwise the guest's shell would end.
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .kill_on_drop(true);
@@ -94,7 +94,7 @@ async fn boot(
         requests: writer,
         answers: BufReader::new(reader).lines(),
     };
-    // Its greeting needs no answer but this.
+    // QMP requires this command before any other.
     qemu.command("qmp_capabilities").await?;
     let mut printed = Vec::new();
     let booted = async {
@@ -109,13 +109,13 @@ async fn boot(
     tokio::time::timeout(PATIENCE, booted)
         .await
         .context("QEMU's guest does not boot")??;
-    // What it still prints is not looked at, but taken, so that it does not wait.
+    // The rest of the output is drained, so that the guest does not block.
     tokio::spawn(async move { tokio::io::copy(&mut console, &mut tokio::io::sink()).await });
     Ok(Some(qemu))
 }
 
 impl Qemu {
-    /// Sends a command and waits for its answer; events and the greeting are passed over.
+    /// Sends a command and waits for its answer; skips events and the greeting.
     async fn command(&mut self, name: &str) -> Result<()> {
         let request = format!("{{\"execute\":\"{name}\"}}\n");
         self.requests.write_all(request.as_bytes()).await?;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What an unpatched kernel prints while it boots, with and without the monitor's CPUID leaf.
+//! Compares the boot log of an unpatched kernel with and without the monitor's CPUID leaf.
 
 use anyhow::{Result, ensure};
 use patchbay_tests::{Environment, Guest};
 
 use crate::Kernels;
 
-/// Numbers behind or before these words are of a clock or of what its speed leads to.
+/// Numbers next to these words come from a clock or depend on its speed.
 const MEASURED: [&str; 5] = ["MHz", "BogoMIPS", "lpj=", "max_cycles", "sched_clock"];
 
 /// Prints the lines that differ; returns whether there are none.
@@ -14,7 +14,7 @@ pub async fn compare(environment: &Environment, kernels: &Kernels) -> Result<boo
     let with = log(environment, kernels, &[]).await?;
     let again = log(environment, kernels, &[]).await?;
     let without = log(environment, kernels, &["--no-patchbay"]).await?;
-    ensure!(with.len() > 50, "that is no boot log: {with:?}");
+    ensure!(with.len() > 50, "the boot log is too short: {with:?}");
     println!(
         "\nThe unpatched kernel's boot log, {} lines, times and addresses set aside:\n",
         with.len()
@@ -49,7 +49,7 @@ async fn log(
     Ok(log.lines().map(without_numbers).collect())
 }
 
-/// A line without its time, without addresses and without what depends on the speed of a clock.
+/// A line without its time, without addresses and without numbers that depend on a clock.
 fn without_numbers(line: &str) -> String {
     let text = line.split_once("] ").map_or(line, |(_, text)| text);
     let measured = MEASURED.iter().any(|word| text.contains(word));
@@ -68,7 +68,7 @@ fn without_numbers(line: &str) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// The lines of either that the other has not, or not so often.
+/// The lines that occur more often in one log than in the other.
 fn differences(first: &[String], second: &[String]) -> Vec<String> {
     let only = |sign: &str, lines: &[String], others: &[String]| {
         let mut others = others.to_vec();

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The code of the kernels, compared without running them.
+//! Compares the code of kernels without running them.
 
 use anyhow::{Context, Result};
 
 use crate::Kernels;
 use crate::images::{Changed, Comparison, Image, functions, sections};
 
-/// A system call with a branch of the demo's, and no other work to speak of.
+/// A system call that has the demo's branch and does little else.
 const GETPPID: &str = "__do_sys_getppid";
 
-/// Prints what differs; returns whether it is no more than is claimed: nothing with the symbol off,
-/// and no function that held a branch with the symbol on.
+/// Prints what differs. Returns whether the claims hold: nothing differs with the symbol off, and
+/// with the symbol on no function that held a branch differs.
 pub fn compare(kernels: &Kernels) -> Result<bool> {
     let [unpatched, not_selected, selected, without_jump_labels] = [
         &kernels.unpatched,

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the series costs a kernel, beside the same kernel without it:
+//! Measures what the series costs a kernel, compared with the same kernel without it:
 //!
-//! - `images`: its code, section by section and function by function;
-//! - `boot`: what it prints while it boots, with and without the monitor's CPUID leaf;
-//! - `work`: the instructions (or ticks) of system calls, and of a kernel without jump labels too.
+//! - `images`: its code, by section and by function;
+//! - `boot`: its boot log, with and without the monitor's CPUID leaf;
+//! - `work`: the instructions (or ticks) of system calls, also for a kernel without jump labels.
 //!
-//! `cargo xtask bench guest-cost [-- PART…]`; all of them unless named. The tables are Markdown.
+//! `cargo xtask bench guest-cost [-- PART…]`; all parts by default. The tables are Markdown.
 
 mod boot;
 mod code;
@@ -20,7 +20,7 @@ use patchbay_tests::{Environment, KernelFiles};
 
 /// The kernels to compare.
 struct Kernels {
-    /// The series applied and selected, with the demo's patch.
+    /// With the series applied and selected, and the demo's patch.
     selected: KernelFiles,
     unpatched: KernelFiles,
     not_selected: KernelFiles,
@@ -70,7 +70,7 @@ async fn main() -> Result<ExitCode> {
                     _ => work::measure(&environment, &kernels).await?,
                 }
             }
-            other => bail!("there is no part {other}; there are images, boot and work"),
+            other => bail!("there is no part {other}; use images, boot or work"),
         };
     }
     Ok(if as_claimed {

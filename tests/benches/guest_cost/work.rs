@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What system calls cost, by `cost_tool` in guests with the kernels in turns.
+//! Measures system calls with `cost_tool`, in guests whose kernels alternate.
 
 use std::path::Path;
 
@@ -9,20 +9,20 @@ use patchbay_tests::{Environment, Guest};
 
 use crate::Kernels;
 
-/// How often each guest has its turn.
+/// Number of turns of each guest.
 const ROUNDS: usize = 3;
 const SAMPLES: u32 = 60;
 
-/// What is done, and how often in one sample: short enough to be over before the next timer tick.
+/// System calls, and how many make one sample: few enough to end before the next timer tick.
 const WORKS: [(&str, u32); 4] = [("getppid", 100), ("lock", 50), ("mmap", 20), ("pipe", 10)];
 
-/// What the host does meanwhile.
+/// Activity of the host during the measurement.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Host {
+enum HostActivity {
     Idle,
-    /// It has turned all keys of the test module on.
+    /// All keys of the test module are on.
     KeysOn,
-    /// It flips one of them after another.
+    /// It flips the keys one after another.
     Flips,
 }
 
@@ -30,7 +30,7 @@ struct Case<'a> {
     name: &'static str,
     kernel: &'a Path,
     leaf: bool,
-    host: Host,
+    host: HostActivity,
 }
 
 /// Ticks per operation.
@@ -40,7 +40,7 @@ struct Ticks {
     median: Vec<f64>,
 }
 
-/// Measures and prints; there is no claim that could fail.
+/// Measures and prints. Always returns true, because there is no claim to check.
 pub async fn measure(environment: &Environment, kernels: &Kernels) -> Result<bool> {
     let case = |name, kernel, leaf, host| Case {
         name,
@@ -51,23 +51,33 @@ pub async fn measure(environment: &Environment, kernels: &Kernels) -> Result<boo
     let (on, plain) = (&*kernels.selected.kernel, &*kernels.unpatched.kernel);
     let without = &*kernels.without_jump_labels.kernel;
     let cases = [
-        case("unpatched, no CPUID leaf", plain, false, Host::Idle),
-        case("unpatched, CPUID leaf", plain, true, Host::Idle),
+        case("unpatched, no CPUID leaf", plain, false, HostActivity::Idle),
+        case("unpatched, CPUID leaf", plain, true, HostActivity::Idle),
         case(
             "series applied, symbol off",
             &kernels.not_selected.kernel,
             true,
-            Host::Idle,
+            HostActivity::Idle,
         ),
-        case("series on, idle", on, true, Host::Idle),
+        case("series on, idle", on, true, HostActivity::Idle),
         case(
             "series on, 1,056 branches turned on by the host",
             on,
             true,
-            Host::KeysOn,
+            HostActivity::KeysOn,
         ),
-        case("series on, while the host flips", on, true, Host::Flips),
-        case("series on, no jump labels", without, true, Host::Idle),
+        case(
+            "series on, while the host flips",
+            on,
+            true,
+            HostActivity::Flips,
+        ),
+        case(
+            "series on, no jump labels",
+            without,
+            true,
+            HostActivity::Idle,
+        ),
     ];
     let mut guests = Vec::new();
     for case in &cases {
@@ -109,7 +119,7 @@ pub async fn measure(environment: &Environment, kernels: &Kernels) -> Result<boo
 }
 
 async fn boot(environment: &Environment, case: &Case<'_>) -> Result<Guest> {
-    // Without KASLR, because where things lie decides how the page tables look.
+    // Without KASLR, because addresses determine the shape of the page tables.
     let mut builder = Guest::builder(environment)
         .kernel(case.kernel)
         .command_line("nokaslr");
@@ -117,11 +127,11 @@ async fn boot(environment: &Environment, case: &Case<'_>) -> Result<Guest> {
         builder = builder.argument("--no-patchbay");
     }
     let mut guest = builder.boot().await?;
-    if case.host != Host::Idle {
+    if case.host != HostActivity::Idle {
         guest.shell("insmod /lib/modules/patchbay_test.ko").await?;
         guest.assert_registered().await?;
     }
-    if case.host == Host::KeysOn {
+    if case.host == HostActivity::KeysOn {
         let mut names: Vec<String> = (0..1000).map(key).collect();
         names.push("patchbay_test:many_key".to_owned());
         flip(&mut guest, &names, KeyOp::Enable).await?;
@@ -147,10 +157,10 @@ async fn flip(guest: &mut Guest, names: &[String], op: KeyOp) -> Result<()> {
     Ok(())
 }
 
-/// The least and the median ticks of one operation.
+/// The minimum and the median ticks of one operation.
 async fn run(guest: &mut Guest, case: &Case<'_>, work: &str, batch: u32) -> Result<(f64, f64)> {
     let command = format!("cost_tool {work} {batch} {SAMPLES}");
-    let answer = if case.host == Host::Flips {
+    let answer = if case.host == HostActivity::Flips {
         let mut keys = guest.static_keys();
         let flips = async {
             for number in (0..1000).cycle() {

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What tracing from outside costs, beside the guest's own, in one run:
+//! Compares the cost of tracing from outside with the guest's own, in one run:
 //!
-//! - from the call to the first event at the client;
-//! - firing and parking all tracepoints in one transaction, and the guest's own `echo 1` and `echo 0`
-//!   to `events/enable`;
-//! - events per second, what of them is lost, and the agent's memory;
-//! - a pipe between two processes of the guest with nothing armed, everything parked, everything firing.
+//! - the time from the call to the first event at the client;
+//! - firing and parking all tracepoints in one transaction, and the guest's own `echo 1` and
+//!   `echo 0` to `events/enable`;
+//! - events per second, losses, and the agent's memory;
+//! - a pipe between two processes of the guest with nothing armed, everything parked, everything
+//!   firing.
 //!
-//! `cargo xtask bench trace`. In the lab only ratios mean anything.
+//! `cargo xtask bench trace`. In the lab only ratios are meaningful.
 
 #[path = "../flip/figures.rs"]
 mod figures;
@@ -24,16 +25,16 @@ use patchbay_tests::{EventStream, Guest};
 
 const SWITCH: &str = "sched:sched_switch";
 const ALL: &str = "*";
-/// Measured in so many turns, so that a drift of the machine hits all alike.
+/// Number of turns, so that a drift of the machine affects all cases.
 const TURNS: usize = 4;
-/// A stream without events for so long is taken to have told all.
+/// A stream without events for this long is taken to be drained.
 const QUIET: Duration = Duration::from_millis(600);
-/// Passes of the byte in one sample, and samples of a turn.
+/// Passes of the byte in one sample, and samples in one turn.
 const ROUNDS: usize = 500;
 const SAMPLES: usize = 5;
-/// Of nothing armed to everything firing.
+/// Turns of the comparison from nothing armed to everything firing.
 const SLOWDOWN_TURNS: usize = 15;
-/// The ring buffer's reader is asked for no more than the client could take.
+/// Limit on the reader's rate, above what the client can take.
 const MAX_RATE: u32 = 1_000_000;
 
 #[tokio::main(flavor = "current_thread")]
@@ -52,7 +53,7 @@ async fn main() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Of the agent, as the guest's kernel tells it.
+/// Memory of the agent, as reported by the guest's kernel.
 async fn memory(guest: &mut Guest) -> Result<String> {
     let command = "grep -E 'VmHWM|VmRSS' /proc/$(pidof patchbay-agent)/status";
     let words = guest.shell(command).await?;
@@ -67,7 +68,7 @@ async fn listen(guest: &mut Guest) -> Result<EventStream> {
     EventStream::open(&mut guest.tracepoints(), request).await
 }
 
-/// Events and losses until the stream is quiet.
+/// Counts events and losses until the stream is quiet.
 async fn drain(stream: &mut EventStream) -> Result<(u64, TraceLosses)> {
     let (mut events, mut losses) = (0, TraceLosses::default());
     while let Ok(batch) = tokio::time::timeout(QUIET, stream.batch()).await {
@@ -112,14 +113,14 @@ async fn first_event(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// What the host's transactions took.
+/// Durations of the host's transactions.
 #[derive(Default)]
-struct Host {
+struct HostTimes {
     call: Samples,
     window: Samples,
 }
 
-impl Host {
+impl HostTimes {
     fn add(&mut self, began: Instant, report: Option<FlipReport>) -> Result<u32> {
         self.call.add(began.elapsed());
         let report = report.context("a change without a report")?;
@@ -132,7 +133,7 @@ impl Host {
     }
 }
 
-/// One number per line.
+/// Parses one number per line.
 fn nanoseconds(output: &str, samples: &mut Samples) -> Result<()> {
     for line in output.lines() {
         samples.add(Duration::from_nanos(line.trim().parse()?));
@@ -141,7 +142,7 @@ fn nanoseconds(output: &str, samples: &mut Samples) -> Result<()> {
 }
 
 async fn all_at_once(guest: &mut Guest) -> Result<()> {
-    let (mut fire, mut park) = (Host::default(), Host::default());
+    let (mut fire, mut park) = (HostTimes::default(), HostTimes::default());
     let (mut on, mut off) = (Samples::default(), Samples::default());
     let (mut armed, mut sites) = (0, 0);
     let (mut arm, mut disarm) = (Samples::default(), Samples::default());
@@ -154,7 +155,7 @@ async fn all_at_once(guest: &mut Guest) -> Result<()> {
         armed = guest.arm(&[ALL]).await?.results.len();
         arm.add(began.elapsed());
         for _ in 0..10 {
-            // As `echo`, which does not tell of each event either.
+            // Like `echo`, which does not report each event either.
             let view = ResultView::Summary.into();
             let request = FireTracepointsRequest {
                 patterns: vec![ALL.to_owned()],
@@ -180,7 +181,7 @@ async fn all_at_once(guest: &mut Guest) -> Result<()> {
     let count = "wc -l </sys/kernel/tracing/available_events";
     let events = guest.shell(count).await?;
     println!(
-        "\n| {armed} events, {sites} sites | n | host: whole call | guest stands still | guest itself, {} events | times faster | guest itself / standstill |",
+        "\n| {armed} events, {sites} sites | n | host: whole call | guest stopped | guest itself, {} events | times faster | guest itself / stopped |",
         events.trim()
     );
     println!("|---|---|---|---|---|---|---|");
@@ -203,7 +204,7 @@ async fn all_at_once(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Adds the same samples to all and to those of this turn.
+/// Adds the samples to the total and to this turn.
 async fn ping_pong(guest: &mut Guest, all: &mut Samples, turn: &mut Samples) -> Result<()> {
     let command = format!("trace_tool ping-pong {ROUNDS} {SAMPLES}");
     let output = guest.shell(&command).await?;
@@ -220,9 +221,9 @@ async fn slowdown(guest: &mut Guest) -> Result<()> {
         "nothing armed, again",
     ];
     let mut all = cases.map(|_| Samples::default());
-    // Of each turn, because the machine is often twice as fast as a minute ago.
+    // Per turn, because the machine's speed may change by a factor of two within a minute.
     let mut ratios = cases.map(|_| Vec::new());
-    // Once without counting, for the caches and the emulator's translations.
+    // Uncounted, for the caches and the emulator's translations.
     ping_pong(guest, &mut Samples::default(), &mut Samples::default()).await?;
     for _ in 0..SLOWDOWN_TURNS {
         let mut turn = cases.map(|_| Samples::default());
@@ -233,11 +234,11 @@ async fn slowdown(guest: &mut Guest) -> Result<()> {
         ping_pong(guest, &mut all[2], &mut turn[2]).await?;
         let mut stream = listen(guest).await?;
         {
-            // The stream is read meanwhile, or it would be the client that is slow.
+            // The stream is read meanwhile; otherwise the client would be the bottleneck.
             let reading = async { while stream.batch().await.is_ok() {} };
             tokio::select! {
                 result = ping_pong(guest, &mut all[3], &mut turn[3]) => result?,
-                () = reading => anyhow::bail!("the stream ended"),
+                () = reading => anyhow::bail!("the event stream ended"),
             }
         }
         guest.park(&[ALL]).await?;
@@ -263,7 +264,7 @@ async fn slowdown(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// As many events as the guest makes while two processes play ping-pong.
+/// Generates as many events as the guest can while two processes play ping-pong.
 async fn rate(guest: &mut Guest) -> Result<()> {
     println!(
         "\n| events at the client | events | per second | in the guest | lost: overwritten, slow client, flood, malformed |"
@@ -291,7 +292,7 @@ async fn rate(guest: &mut Guest) -> Result<()> {
         events += late;
         add(&mut losses, Some(more));
         let recorded = guest.recorded().await? - before;
-        ensure!(events > 0, "no event came");
+        ensure!(events > 0, "no event arrived");
         println!(
             "| {what} | {events} | {:.0} | {recorded} | {}, {}, {}, {} |",
             while_firing as f64 / time.as_secs_f64(),

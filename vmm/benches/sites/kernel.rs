@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The tables of a kernel that does not exist, written into a guest's memory.
+//! Tables of a synthetic kernel in a guest's memory.
 //!
 //! ```text
 //!  guest-physical                 guest-virtual: the same from IMAGE on, in pages of 2 MiB
@@ -19,11 +19,11 @@ use patchbay_vmm::request::GuestRequests;
 use vm_memory::GuestAddress;
 use zerocopy::{FromZeros, IntoBytes};
 
-/// Memory that a guest needs for these tables.
+/// Guest memory that the tables need.
 pub const MEMORY_BYTES: u64 = 64 << 20;
-/// Between two sites: some cache lines, so that no site is fetched along with another.
+/// Distance between sites: several cache lines, so that sites are not fetched together.
 pub const STRIDE: u64 = 256;
-/// Most sites there is room for.
+/// Limit on the number of sites.
 pub const SITES_MAX: u64 = 100_000;
 
 const PAGE_TABLE: u64 = 2 << 20;
@@ -38,7 +38,7 @@ const NAMES: u64 = DIRECTORY + SITES_MAX * size_of::<abi::Key>() as u64;
 const TEXT: u64 = IMAGE + (14 << 20);
 const TEXT_END: u64 = TEXT + SITES_MAX * STRIDE;
 const NOP: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
-/// From a site to the target of its JMP.
+/// Distance from a site to the target of its JMP.
 const TARGET_DISTANCE: u64 = 128;
 
 /// A kernel with `keys` keys of `sites` sites each.
@@ -58,7 +58,7 @@ impl Kernel {
     pub fn register(self, ram: &GuestRam, requests: &impl GuestRequests) {
         assert!(self.keys * self.sites <= SITES_MAX, "room for the sites");
         map(ram);
-        // Keys take turns in text, as a kernel's do.
+        // Sites of different keys alternate in text, as in a real kernel.
         for key in 0..self.keys {
             let address = KEYS + key * 16;
             let first = TABLE + key * self.sites * 16;
@@ -97,7 +97,7 @@ impl Kernel {
         ram.write(REQUEST_PAGE, descriptor.as_bytes())
             .expect("in memory");
         let status = requests.request(abi::OP_REGISTER, GuestAddress(REQUEST_PAGE));
-        assert_eq!(status, 0, "the tables are taken");
+        assert_eq!(status, 0, "the tables are accepted");
     }
 
     fn descriptor(self, names_size: u32) -> abi::Descriptor {
@@ -137,7 +137,7 @@ impl Kernel {
     }
 }
 
-/// How many sites hold a JMP.
+/// Number of sites that hold a JMP.
 pub fn jumps(ram: &GuestRam, kernel: Kernel) -> usize {
     let sites = 0..kernel.keys * kernel.sites;
     let jumps = sites.filter(|site| {

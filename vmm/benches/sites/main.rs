@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What a transaction costs by the number of its sites and by the size of the guest's table: the
-//! time in which the guest stands still, split into stop, patch and resume, and the whole of it
-//! from the request to the answer of the keys' owner (no gRPC).
+//! Measures a transaction by its number of sites and by the size of the guest's table: the time for
+//! which the guest is stopped, split into stop, patch and resume, and the time from the request to
+//! the executor's answer (without gRPC).
 //!
-//! The guest's vCPUs spin in user mode; the tables are those of a kernel that does not exist, with
-//! up to 100,000 sites. As a floor, the same bytes are written and read back by a plain loop.
+//! The guest's vCPUs spin in user mode. The tables are those of a synthetic kernel with up to
+//! 100,000 sites. The baseline is a plain loop that writes the same bytes and reads them back.
 //!
 //! `cargo bench -p patchbay-vmm --bench sites`
 
@@ -26,15 +26,15 @@ use patchbay_vmm::request::NoRequests;
 use static_keys::Op;
 
 const DEADLINE: Duration = Duration::from_secs(30);
-/// Between two changes, so that the vCPUs are in the guest again.
+/// Time between two changes, so that the vCPUs enter the guest again.
 const BETWEEN: Duration = Duration::from_micros(500);
 const WARM_UP: usize = 4;
 
-/// A table, and how many of its keys one transaction flips.
+/// A table, and the number of its keys that one transaction flips.
 struct Case {
     kernel: Kernel,
     flipped: u64,
-    /// Times on and off.
+    /// Number of times the keys are turned on and off.
     rounds: usize,
 }
 
@@ -53,12 +53,12 @@ const CASES: [Case; 13] = [
     case(1, 1000, 1, 200),
     case(1, 10_000, 1, 50),
     case(1, 100_000, 1, 20),
-    // Many keys, a site each.
+    // Many keys with one site each.
     case(100, 1, 100, 500),
     case(1000, 1, 1000, 200),
     case(10_000, 1, 10_000, 50),
     case(100_000, 1, 100_000, 10),
-    // The same hundred sites in larger and larger tables.
+    // The same hundred sites in ever larger tables.
     case(1000, 1, 100, 500),
     case(10_000, 1, 100, 500),
     case(100_000, 1, 100, 500),
@@ -90,7 +90,7 @@ fn main() {
         );
         println!("|---|---|---|---|---|---|---|---|");
         for case in &CASES {
-            // The number of vCPUs changes the stop alone.
+            // The number of vCPUs affects only the stop time.
             if vcpus > 1 && case.flipped * case.kernel.sites > 1000 {
                 continue;
             }
@@ -111,7 +111,7 @@ async fn measure(case: &Case, vcpus: u8) -> Option<Times> {
     };
     let vm = Arc::new(started(config, Arc::new(NoRequests))?);
     let guest = Arc::new(VmGuest::new("sites".to_owned(), Arc::clone(&vm)));
-    let (keys, _owner) =
+    let (keys, _executor) =
         Keys::start(guest, Arc::clone(&registry), KeysConfig::default()).expect("a thread");
     case.kernel.register(vm.ram(), &*registry);
     let mut times = Times::default();
@@ -184,8 +184,8 @@ fn row(case: &Case, mut times: Times) {
     );
 }
 
-/// Seconds in which a plain loop reads, writes and reads back as many sites as far apart, and as many
-/// counts.
+/// Time in seconds for a plain loop to read, write and read back the same number of sites at the
+/// same distances, and the same number of counts.
 fn floor(sites: u64) -> f64 {
     let length = usize::try_from(sites * kernel::STRIDE).expect("small");
     let mut text = vec![0_u8; length];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The monitor's fuzz targets live in `patchbay_vmm::fuzzing`, beside what they try.
+//! The fuzz targets of the monitor are in `patchbay_vmm::fuzzing`.
 #![forbid(unsafe_code)]
 
 pub use patchbay_vmm::fuzzing as targets;

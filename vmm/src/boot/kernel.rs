@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Kernel images: bzImage and ELF.
+//! Loads kernel images: bzImage and ELF.
 
 use std::io::Cursor;
 use std::path::Path;
@@ -14,25 +14,25 @@ use super::layout::HIGH_MEMORY;
 use super::{BootError, BootProtocol, read, too_little};
 use crate::memory::GuestRam;
 
-/// Start of the setup header in a bzImage (`Documentation/arch/x86/boot.rst`).
+/// Offset of the setup header in a bzImage (`Documentation/arch/x86/boot.rst`).
 const SETUP_HEADER: usize = 0x1f1;
-/// "HdrS" at 0x202: the file is a Linux kernel of boot protocol 2.00 or later.
+/// "HdrS" at 0x202 marks a Linux kernel of boot protocol 2.00 or later.
 const HEADER_MAGIC: u32 = 0x5372_6448;
-/// First protocol whose header tells about the 64-bit entry (Linux 3.8).
+/// First protocol whose header describes the 64-bit entry (Linux 3.8).
 const PROTOCOL_2_12: u16 = 0x020c;
-/// In loadflags: the protected-mode kernel goes to 1 MiB.
+/// In loadflags: the protected-mode kernel is loaded at 1 MiB.
 const LOADED_HIGH: u8 = 1;
-/// In xloadflags: there is a 64-bit entry.
+/// In xloadflags: the kernel has a 64-bit entry.
 const XLF_KERNEL_64: u16 = 1;
-/// Distance of the 64-bit entry from the start of the protected-mode kernel.
+/// Offset of the 64-bit entry in the protected-mode kernel.
 const ENTRY_64: u64 = 0x200;
 
-/// Longest command line of an ELF kernel: `COMMAND_LINE_SIZE`, less its NUL.
+/// Limit on the command line of an ELF kernel: `COMMAND_LINE_SIZE` without its NUL.
 const ELF_COMMAND_LINE: usize = 2047;
-/// Highest end of an initrd, if the kernel does not say: a bzImage's usual value.
+/// Highest end of an initrd if the kernel does not give one: the usual value of a bzImage.
 const ELF_INITRD_END: u64 = 0x8000_0000;
 
-/// Machine number of x86-64 in an ELF header, and where it is.
+/// Machine number of x86-64 in an ELF header, and its offset.
 const ELF_X86_64: [u8; 2] = [62, 0];
 const ELF_MACHINE: usize = 18;
 /// Class (64-bit) and byte order (little endian) in an ELF header.
@@ -48,27 +48,26 @@ pub(super) enum KernelEntry {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Kernel {
     pub entry: KernelEntry,
-    /// First address behind what the kernel needs before it knows the memory map.
+    /// End of the memory that the kernel uses before it reads the memory map.
     pub end: u64,
-    /// Of a bzImage.
+    /// Setup header; `None` for an ELF kernel.
     pub setup: Option<setup_header>,
 }
 
 impl Kernel {
-    /// The longest command line that the kernel takes, in bytes without the NUL.
+    /// Limit on the command line, in bytes without the NUL.
     pub fn command_line_max(&self) -> usize {
         self.setup
             .map_or(ELF_COMMAND_LINE, |setup| setup.cmdline_size as usize)
     }
 
-    /// First address that an initrd may not reach.
+    /// An initrd must end at or below this address.
     pub fn initrd_end_max(&self) -> u64 {
         self.setup
             .map_or(ELF_INITRD_END, |setup| u64::from(setup.initrd_addr_max) + 1)
     }
 }
 
-/// Loads a kernel of either format.
 pub(super) fn load(
     ram: &GuestRam,
     path: &Path,
@@ -99,7 +98,7 @@ fn load_bzimage(ram: &GuestRam, path: &Path, image: &[u8]) -> Result<Kernel, Boo
         problem,
     };
     if setup.version < PROTOCOL_2_12 {
-        return Err(unsupported("speaks a boot protocol before 2.12"));
+        return Err(unsupported("uses a boot protocol before 2.12"));
     }
     if setup.loadflags & LOADED_HIGH == 0 {
         return Err(unsupported("is a zImage"));
@@ -107,16 +106,16 @@ fn load_bzimage(ram: &GuestRam, path: &Path, image: &[u8]) -> Result<Kernel, Boo
     if setup.xloadflags & XLF_KERNEL_64 == 0 {
         return Err(unsupported("has no 64-bit entry"));
     }
-    // A count of 0 means 4; the boot sector comes on top.
+    // 0 means 4. The boot sector is not counted.
     let sectors = match setup.setup_sects {
         0 => 4,
         count => usize::from(count),
     };
     let start = (sectors + 1) * 512;
-    // In units of 16 bytes; a bzImage may carry something behind that (a signature).
+    // In units of 16 bytes. A bzImage may have a signature after that.
     let size = setup.syssize as usize * 16;
     let end = start + size;
-    // The last unit may be cut short where the image's size is no multiple of 16.
+    // The last unit may be short if the image's size is not a multiple of 16.
     if image.len() + 15 < end || image.len() <= start {
         return Err(BootError::Truncated {
             path: path.into(),
@@ -124,7 +123,7 @@ fn load_bzimage(ram: &GuestRam, path: &Path, image: &[u8]) -> Result<Kernel, Boo
             expected: end as u64,
         });
     }
-    // `pref_address` is where a relocatable kernel unpacks itself if nobody says otherwise.
+    // A relocatable kernel unpacks itself at `pref_address`.
     let load_address = u64::from(setup.code32_start).max(HIGH_MEMORY);
     let run_address = setup.pref_address.max(load_address);
     let needed = run_address + u64::from(setup.init_size).max(size as u64);
@@ -152,7 +151,8 @@ fn load_elf(
         path: path.into(),
         problem,
     };
-    let segments = elf_segments(image).ok_or_else(|| damaged("its headers are cut off".into()))?;
+    let segments =
+        elf_segments(image).ok_or_else(|| damaged("its headers are truncated".into()))?;
     let mut end = 0;
     for segment in &segments {
         let file_end = segment.offset.saturating_add(segment.file_size);
@@ -165,14 +165,14 @@ fn load_elf(
         }
         if segment.address < HIGH_MEMORY {
             return Err(damaged(format!(
-                "a segment goes to {:#x}, below 1 MiB",
+                "a segment is loaded at {:#x}, below 1 MiB",
                 segment.address
             )));
         }
         end = segment.address.saturating_add(segment.memory_size).max(end);
     }
     if segments.is_empty() {
-        return Err(damaged("it has nothing to load".into()));
+        return Err(damaged("it has no loadable segment".into()));
     }
     if end > ram.low_bytes() {
         return Err(too_little("the kernel", end, ram));
@@ -206,8 +206,7 @@ struct Segment {
     memory_size: u64,
 }
 
-/// The loadable segments of a 64-bit little-endian ELF file; `None`: its headers
-/// are not all there.
+/// The loadable segments of a 64-bit little-endian ELF file; `None` if its headers are truncated.
 fn elf_segments(image: &[u8]) -> Option<Vec<Segment>> {
     const PT_LOAD: u32 = 1;
     let word = |at: usize| -> Option<u64> {

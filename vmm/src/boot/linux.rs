@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The zero page of the Linux boot protocol (`Documentation/arch/x86/zero-page.rst`).
+//! Writes the zero page of the Linux boot protocol (`Documentation/arch/x86/zero-page.rst`).
 
 use linux_loader::loader::bootparam::{boot_e820_entry, boot_params, setup_header};
 use vm_memory::{Bytes, GuestAddress};
@@ -10,12 +10,13 @@ use super::layout::{ACPI_TABLES, COMMAND_LINE, ZERO_PAGE};
 use super::memory_map::memory_map;
 use super::{BootError, Initrd};
 use crate::memory::{GuestRam, OutsideMemory};
+use crate::x86::low_half;
 
-/// "Undefined" in the list of boot loaders: nothing else would be true.
+/// Boot loader type "undefined": no assigned value fits.
 const LOADER_TYPE: u8 = 0xff;
 
-/// The header of a kernel that came without one (ELF): magic and version say that
-/// the fields are to be believed.
+/// A header for an ELF kernel, which has none. Magic and version tell the kernel that the fields
+/// are valid.
 fn elf_header() -> setup_header {
     setup_header {
         boot_flag: 0xaa55,
@@ -26,12 +27,6 @@ fn elf_header() -> setup_header {
     }
 }
 
-/// The low 32 bits: everything of the zero page lies below 3 GiB.
-fn low(value: u64) -> u32 {
-    u32::try_from(value).unwrap_or(u32::MAX)
-}
-
-/// Writes the zero page.
 pub(super) fn write_zero_page(
     ram: &GuestRam,
     kernel: &Kernel,
@@ -44,11 +39,11 @@ pub(super) fn write_zero_page(
         ..Default::default()
     };
     params.hdr.type_of_loader = LOADER_TYPE;
-    params.hdr.cmd_line_ptr = low(COMMAND_LINE);
-    params.hdr.cmdline_size = low(command_line_size as u64);
+    params.hdr.cmd_line_ptr = low_half(COMMAND_LINE);
+    params.hdr.cmdline_size = low_half(command_line_size as u64);
     if let Some(initrd) = initrd {
-        params.hdr.ramdisk_image = low(initrd.address);
-        params.hdr.ramdisk_size = low(initrd.size);
+        params.hdr.ramdisk_image = low_half(initrd.address);
+        params.hdr.ramdisk_size = low_half(initrd.size);
     }
     let map = memory_map(ram);
     for (entry, range) in params.e820_table.iter_mut().zip(&map) {

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The map of the guest's memory, for both boot protocols. Their type numbers
-//! are the same: those of the BIOS call E820.
+//! Memory map of the guest, for both boot protocols. They share the type numbers of the BIOS call
+//! E820.
 
 use super::layout::{ACPI_TABLES, ACPI_TABLES_MAX, HIGH_MEMORY, MP_TABLE, MP_TABLE_MAX};
 use crate::memory::{DEVICE_GAP_END, GuestRam};
 
 /// Usable memory.
 pub(super) const RAM: u32 = 1;
-/// Memory that the guest leaves alone.
+/// Memory that the guest must not use.
 pub(super) const RESERVED: u32 = 2;
 
-/// A range of the map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct MapEntry {
     pub address: u64,
@@ -19,7 +18,7 @@ pub(super) struct MapEntry {
     pub kind: u32,
 }
 
-/// The map, in ascending order.
+/// The memory map in ascending order.
 pub(super) fn memory_map(ram: &GuestRam) -> Vec<MapEntry> {
     let entry = |address, size, kind| MapEntry {
         address,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Loading a kernel, its initrd and its command line into guest memory, and
-//! leaving what its boot protocol asks for.
+//! Loads a kernel, its initrd and its command line into guest memory, with the structures that its
+//! boot protocol requires.
 //!
 //! | file | protocol | entry |
 //! |---|---|---|
@@ -9,8 +9,7 @@
 //! | ELF with a PVH note | PVH, 32-bit | the note's address |
 //! | ELF | Linux, 64-bit | the ELF entry |
 //!
-//! The protocols: `Documentation/arch/x86/boot.rst` and Xen's
-//! `docs/misc/pvh.pandoc`.
+//! References: `Documentation/arch/x86/boot.rst` and Xen's `docs/misc/pvh.pandoc`.
 
 mod kernel;
 pub(crate) mod layout;
@@ -24,34 +23,34 @@ use std::path::{Path, PathBuf};
 use crate::memory::{GuestRam, OutsideMemory, PAGE_SIZE};
 use crate::x86::registers::Mode;
 
-/// How the kernel is entered.
+/// Boot protocol.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum BootProtocol {
-    /// As the table at the head of this module says.
+    /// Chosen by the table in this module's documentation.
     #[default]
     Auto,
-    /// The 64-bit Linux boot protocol, also for an ELF kernel with a PVH note.
+    /// The 64-bit Linux boot protocol, even for an ELF kernel with a PVH note.
     Linux,
-    /// PVH; only for an ELF kernel with a PVH note.
+    /// PVH. The kernel must be an ELF file with a PVH note.
     Pvh,
 }
 
-/// What to boot.
+/// A Linux kernel to boot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LinuxBoot {
     /// A bzImage or an ELF file (vmlinux).
     pub kernel: PathBuf,
-    /// An initial RAM disk, if any.
+    /// Initial RAM disk.
     pub initrd: Option<PathBuf>,
-    /// The kernel's command line.
+    /// Kernel command line.
     pub command_line: String,
-    /// How the kernel is entered.
+    /// Boot protocol.
     pub protocol: BootProtocol,
 }
 
 impl LinuxBoot {
-    /// Adds words, with a space before each, to what the kernel itself reads of
-    /// its command line: that is before ` -- `, if there is one.
+    /// Adds words, each with a leading space, to the part of the command line that the kernel
+    /// itself reads: before ` -- `, if there is one.
     pub(crate) fn add_words(&mut self, words: &str) {
         let end = self.command_line.find(" -- ");
         let end = end.unwrap_or(self.command_line.len());
@@ -59,100 +58,68 @@ impl LinuxBoot {
     }
 }
 
-/// Why the guest cannot be booted.
+/// The guest cannot be booted.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub enum BootError {
-    /// The file cannot be read.
     #[error("the {what} {path} cannot be read ({source}); check the path and its permissions")]
     Read {
-        /// "kernel" or "initrd".
         what: &'static str,
-        /// The file.
         path: PathBuf,
-        /// What the host said.
         source: io::Error,
     },
-    /// The file is neither a bzImage nor an x86-64 ELF file.
     #[error(
-        "{0} is no kernel that can be booted here; give an x86-64 bzImage (arch/x86/boot/bzImage) or vmlinux"
+        "{0} is not a bootable kernel; give an x86-64 bzImage (arch/x86/boot/bzImage) or vmlinux"
     )]
     NotAKernel(PathBuf),
-    /// A bzImage that lacks what the boot needs.
     #[error("the kernel {path} {problem}; give an x86-64 kernel of Linux 3.8 or later")]
     Unsupported {
-        /// The file.
         path: PathBuf,
-        /// What is missing.
         problem: &'static str,
     },
-    /// The file ends before its contents do.
     #[error("the kernel {path} is truncated: {actual} bytes of {expected}; copy or build it again")]
     Truncated {
-        /// The file.
         path: PathBuf,
-        /// Its size in bytes.
         actual: u64,
-        /// The size that its header tells, in bytes.
         expected: u64,
     },
-    /// An ELF file that cannot be loaded.
     #[error("the kernel {path} is damaged ({problem}); copy or build it again")]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        problem: String,
-    },
-    /// PVH was asked for, but the kernel cannot do it.
+    Damaged { path: PathBuf, problem: String },
     #[error(
         "the kernel {0} has no PVH entry; give a vmlinux built with CONFIG_PVH=y, or choose another boot protocol"
     )]
     NoPvhEntry(PathBuf),
-    /// The initrd is no initrd.
     #[error(
-        "the initrd {0} is neither a cpio archive (newc) nor a compressed one; make it with cpio -H newc, or give none"
+        "the initrd {0} is neither a newc cpio archive nor a compressed one; make it with cpio -H newc, or leave it out"
     )]
     NotAnInitrd(PathBuf),
-    /// The command line is too long.
     #[error(
-        "the command line has {actual} bytes, but this kernel takes {limit} at most; shorten it"
+        "the command line has {actual} bytes, but the kernel takes at most {limit}; shorten it"
     )]
-    CommandLineTooLong {
-        /// Its length in bytes.
-        actual: usize,
-        /// The most that the kernel takes, in bytes.
-        limit: usize,
-    },
-    /// The command line has a NUL inside.
-    #[error("the command line has a NUL byte inside; remove it")]
+    CommandLineTooLong { actual: usize, limit: usize },
+    #[error("the command line contains a NUL byte; remove it")]
     CommandLineNul,
-    /// The guest's memory is too small.
     #[error(
-        "{what} needs memory up to {needed} MiB, but the guest has {available} MiB below 3 GiB; give it more with --memory"
+        "{what} needs memory up to {needed} MiB, but the guest has {available} MiB below 3 GiB; increase --memory"
     )]
     TooLittleMemory {
-        /// What does not fit.
         what: &'static str,
-        /// In MiB, rounded up.
         needed: u64,
-        /// In MiB.
         available: u64,
     },
-    /// A boot structure lies outside memory. The least memory has room for all.
-    #[error(
-        "a boot structure does not fit into the guest's memory: {0}; give it more with --memory"
-    )]
+    /// Cannot happen at the minimum memory size, which has room for all boot structures.
+    #[error("a boot structure does not fit into the guest's memory: {0}; increase --memory")]
     Structure(#[from] OutsideMemory),
 }
 
-/// Where and how the boot vCPU starts.
+/// Registers and mode of the boot vCPU at its first instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Entry {
+pub(crate) struct EntryPoint {
     pub rip: u64,
     pub mode: Mode,
-    /// RSI: the zero page of the Linux protocol.
+    /// RSI: the address of the zero page (Linux boot protocol).
     pub rsi: u64,
-    /// RBX: the start info of PVH.
+    /// RBX: the address of the start info (PVH).
     pub rbx: u64,
 }
 
@@ -163,8 +130,8 @@ struct Initrd {
     size: u64,
 }
 
-/// Loads everything and tells where to start.
-pub(crate) fn load(ram: &GuestRam, boot: &LinuxBoot, vcpus: u8) -> Result<Entry, BootError> {
+/// Loads everything and returns the entry point.
+pub(crate) fn load(ram: &GuestRam, boot: &LinuxBoot, vcpus: u8) -> Result<EntryPoint, BootError> {
     let kernel = kernel::load(ram, &boot.kernel, boot.protocol)?;
     let limit = kernel.command_line_max().min(layout::COMMAND_LINE_MAX - 1);
     let command_line = boot.command_line.as_bytes();
@@ -188,7 +155,7 @@ pub(crate) fn load(ram: &GuestRam, boot: &LinuxBoot, vcpus: u8) -> Result<Entry,
     Ok(match kernel.entry {
         kernel::KernelEntry::Linux(rip) => {
             linux::write_zero_page(ram, &kernel, command_line.len(), initrd)?;
-            Entry {
+            EntryPoint {
                 rip,
                 mode: Mode::Long,
                 rsi: layout::ZERO_PAGE,
@@ -197,7 +164,7 @@ pub(crate) fn load(ram: &GuestRam, boot: &LinuxBoot, vcpus: u8) -> Result<Entry,
         }
         kernel::KernelEntry::Pvh(rip) => {
             pvh::write_start_info(ram, initrd)?;
-            Entry {
+            EntryPoint {
                 rip,
                 mode: Mode::Protected,
                 rsi: 0,
@@ -207,7 +174,7 @@ pub(crate) fn load(ram: &GuestRam, boot: &LinuxBoot, vcpus: u8) -> Result<Entry,
     })
 }
 
-/// Starts of the archives that Linux unpacks (`init/initramfs.c`, `lib/decompress.c`).
+/// First bytes of the archives that Linux unpacks (`init/initramfs.c`, `lib/decompress.c`).
 const INITRD_MAGICS: [&[u8]; 9] = [
     b"070701",
     b"070702",
@@ -237,7 +204,7 @@ fn too_little(what: &'static str, needed: u64, ram: &GuestRam) -> BootError {
     }
 }
 
-/// Puts the initrd as high as the kernel takes it, clear of the kernel.
+/// Loads the initrd as high as the kernel allows, clear of the kernel.
 fn load_initrd(ram: &GuestRam, path: &Path, kernel: &kernel::Kernel) -> Result<Initrd, BootError> {
     let bytes = read("initrd", path)?;
     let known = INITRD_MAGICS.iter().any(|magic| bytes.starts_with(magic));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The start info of the PVH boot protocol (Xen's `arch-x86/hvm/start_info.h`).
+//! Writes the start info of the PVH boot protocol (Xen's `arch-x86/hvm/start_info.h`).
 
 use linux_loader::loader::elf::start_info::{
     XEN_HVM_START_MAGIC_VALUE, hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info,
@@ -12,12 +12,12 @@ use super::memory_map::memory_map;
 use super::{BootError, Initrd};
 use crate::memory::{GuestRam, OutsideMemory};
 
-/// Where the list of modules (the initrd) goes, behind the start info.
+/// Address of the module list (the initrd), after the start info.
 const MODULES: u64 = PVH_START_INFO + 0x100;
-/// Where the memory map goes, behind the modules.
+/// Address of the memory map, after the module list.
 const MEMORY_MAP: u64 = PVH_START_INFO + 0x200;
 
-/// Writes start info, module list and memory map.
+/// Writes the start info, the module list and the memory map.
 pub(super) fn write_start_info(ram: &GuestRam, initrd: Option<Initrd>) -> Result<(), BootError> {
     let map = memory_map(ram);
     let entries = u32::try_from(map.len()).unwrap_or(u32::MAX);

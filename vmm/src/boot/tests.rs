@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Bad kernels, initrds and command lines, and that good ones end up in place.
+//! Loads valid and invalid kernels, initrds and command lines.
 
 use std::fs;
 
@@ -11,7 +11,7 @@ use crate::memory::GuestRam;
 
 const MIB: u64 = 1 << 20;
 
-/// A bzImage of 8 KiB of code that wants 4 MiB from 16 MiB on.
+/// A bzImage with 8 KiB of code that needs 4 MiB from 16 MiB on.
 fn bzimage() -> Vec<u8> {
     let mut image = vec![0; 512 * 2];
     image.extend_from_slice(&[0x90; 8192]);
@@ -31,7 +31,7 @@ fn bzimage() -> Vec<u8> {
     image
 }
 
-/// An ELF kernel with one segment at 1 MiB, and a PVH note if wanted.
+/// An ELF kernel with one segment at 1 MiB and an optional PVH note.
 fn elf(pvh: bool) -> Vec<u8> {
     let mut image = vec![0; 0x1000];
     let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
@@ -51,7 +51,7 @@ fn elf(pvh: bool) -> Vec<u8> {
     ] {
         put(64 + field, &value.to_le_bytes());
     }
-    // PT_NOTE with XEN_ELFNOTE_PHYS32_ENTRY, or of another kind.
+    // PT_NOTE with XEN_ELFNOTE_PHYS32_ENTRY, or of another type.
     put(120, &4_u32.to_le_bytes());
     for (field, value) in [(8, 0x900_u64), (32, 20), (40, 20), (48, 4)] {
         put(120 + field, &value.to_le_bytes());
@@ -95,13 +95,13 @@ impl Case {
         self
     }
 
-    fn load(&self) -> Result<(GuestRam, Entry), BootError> {
+    fn load(&self) -> Result<(GuestRam, EntryPoint), BootError> {
         let ram = GuestRam::new(self.memory).unwrap();
         let entry = load(&ram, &self.boot, 2)?;
         Ok((ram, entry))
     }
 
-    /// The error, which must be one line that names what to do.
+    /// Returns the error, which must be one line with a next step.
     fn error(&self) -> BootError {
         let error = self.load().err().unwrap();
         let text = error.to_string();
@@ -228,7 +228,7 @@ fn truncated_kernels_are_refused_wherever_they_end() {
     }
     let image = elf(true);
     for length in 0..0x80f {
-        // Whatever it is called, it is an error and no panic.
+        // Any length gives an error and no panic.
         Case::new(&image[..length]).error();
     }
     let error = Case::new(&image[..0x80f]).error();
@@ -255,7 +255,7 @@ fn elf_headers_with_absurd_numbers_are_refused() {
 }
 
 #[test]
-fn initrds_that_are_none_are_refused() {
+fn invalid_initrds_are_refused() {
     for bytes in [&b""[..], b"0707", b"PK\x03\x04", &[0; 4096]] {
         let case = Case::new(&bzimage()).initrd(bytes);
         assert!(matches!(case.error(), BootError::NotAnInitrd(_)));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The guest's serial console.
+//! Serial console of the guest.
 //!
 //! ```text
 //!  guest ──▶ 16550 ──▶ ring of the last MiB ──▶ writer thread ──▶ stdout or file
@@ -8,15 +8,15 @@
 //!    └── 16550's FIFO ◀── pending input ◀── terminal, API
 //! ```
 //!
-//! A vCPU never waits for whoever reads: a full pipe or a stuck client costs
-//! output, of which the writer says how much, and never a pause deadline. Nor does
-//! the end of the guest, for more than [`Console::drain`] is given.
+//! A vCPU never waits for a reader. A full pipe or a stuck client loses output, and the writer
+//! reports how much; it never costs a pause deadline. The end of the guest waits for the writer no
+//! longer than the limit given to [`Console::drain`].
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use patchbay_service::console::{ConsoleChunk, Listener};
@@ -26,45 +26,39 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::console_file::ConsoleFile;
 use crate::seccomp::ThreadKind;
-use crate::thread;
+use crate::thread::{self, lock};
 
-/// Bytes of output that are kept.
+/// Size of the output ring in bytes.
 const KEPT: usize = 1 << 20;
 
-/// Bytes of input that wait for the guest to read.
+/// Limit on input that waits for the guest to read it, in bytes.
 const INPUT_MAX: usize = 64 << 10;
 
-/// Bytes handed out at once.
+/// Size of a chunk handed out at once, in bytes.
 const CHUNK: usize = 32 << 10;
 
-/// Where the console's output goes, besides to the readers of [`Console::read`].
+/// Output of the console, besides the readers of [`Console::read`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum ConsoleOutput {
-    /// Nowhere.
+    /// Discarded.
     #[default]
     None,
-    /// To the standard output.
+    /// The standard output.
     Stdout,
-    /// To this file, which is created or emptied first. At 16 MiB it is renamed to `PATH.1`, in the place of
-    /// an earlier one, and a new one is begun.
+    /// A file, which is created or truncated first. At 16 MiB it is renamed to `PATH.1`, replacing
+    /// an earlier one, and a new file is started.
     File(PathBuf),
 }
 
-/// Why there is no console.
+/// The console cannot be set up.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub enum ConsoleError {
-    /// The file cannot be written.
     #[error(
-        "the console cannot be written to {path} ({source}); name a file in a folder that exists and is yours"
+        "the console cannot be written to {path} ({source}); use a file in an existing directory that you can write to"
     )]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// What the host said.
-        source: io::Error,
-    },
-    /// The host refused a thread or an event descriptor.
-    #[error("the console cannot be set up ({0}): raise the limits on threads and open files")]
+    File { path: PathBuf, source: io::Error },
+    #[error("the console cannot be set up ({0}); raise the limits on threads and open files")]
     Host(#[from] io::Error),
 }
 
@@ -74,7 +68,7 @@ struct RingState {
     /// Offset of the first byte kept.
     start: u64,
     closed: bool,
-    /// The writer is to open its file again.
+    /// The writer has to reopen its file.
     reopen: bool,
 }
 
@@ -84,7 +78,7 @@ impl RingState {
     }
 }
 
-/// What the writer does next.
+/// The writer's next step.
 enum Work {
     Write,
     Reopen,
@@ -96,11 +90,6 @@ struct Ring {
     state: Mutex<RingState>,
     changed: Condvar,
     listeners: Mutex<Vec<Listener>>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // No code panics with the lock held half-way through a change.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Ring {
@@ -131,8 +120,8 @@ impl Ring {
         }
     }
 
-    /// Waits until there is output at `offset`. False: there is none, and either
-    /// the time is over or no more will come.
+    /// Waits for output at `offset`. Returns false if there is none and the time is over or the
+    /// ring is closed.
     fn wait(&self, offset: u64, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         let mut state = lock(&self.state);
@@ -175,15 +164,15 @@ impl Ring {
     }
 }
 
-/// Where the writer writes to.
+/// Destination of the writer.
 pub(super) trait Sink: Write + Send {
-    /// Somebody has renamed the file.
+    /// The file was renamed: open a new one.
     fn reopen(&mut self) {}
 }
 
 impl Sink for io::Stdout {}
 
-/// The serial port's way out.
+/// Output of the serial port.
 struct RingWriter(Arc<Ring>);
 
 impl Write for RingWriter {
@@ -197,7 +186,7 @@ impl Write for RingWriter {
     }
 }
 
-/// The serial port's interrupt line.
+/// Interrupt line of the serial port.
 struct Interrupt(EventFd);
 
 impl Trigger for Interrupt {
@@ -219,23 +208,23 @@ impl Port {
         let room = self.serial.fifo_capacity().min(self.pending.len());
         let bytes: Vec<u8> = self.pending.drain(..room).collect();
         if !bytes.is_empty() {
-            // It refuses input only in loop-back mode, when the line is cut: it is lost, as there.
+            // Input is refused only in loop-back mode. It is lost then, as on a real 16550.
             let _ = self.serial.enqueue_raw_bytes(&bytes);
         }
     }
 }
 
-/// A guest's serial console.
+/// Serial console of a guest.
 pub struct Console {
     port: Mutex<Port>,
     ring: Arc<Ring>,
     interrupt: EventFd,
-    /// Nothing is sent; the sender goes with the writer.
+    /// Carries no messages; it disconnects when the writer thread ends.
     writer: Mutex<Option<Receiver<()>>>,
 }
 
 impl Console {
-    /// Sets the console up and starts its writer thread, if there is something to write to.
+    /// Sets the console up and starts its writer thread if there is an output.
     pub(crate) fn new(output: &ConsoleOutput) -> Result<Self, ConsoleError> {
         let ring = Arc::new(Ring::default());
         let interrupt = EventFd::new(libc::EFD_NONBLOCK)?;
@@ -269,35 +258,34 @@ impl Console {
         &self.interrupt
     }
 
-    /// Output from `offset` on, in bytes since the guest's start; empty if there
-    /// is none yet. An offset that is no longer kept starts at the oldest byte
-    /// that is: the last 1 MiB is kept.
+    /// Reads output from `offset` on, counted in bytes since the guest's start. Returns no bytes if
+    /// there is none yet. The last 1 MiB is kept; an older offset starts at the oldest byte kept.
     #[must_use]
     pub fn read(&self, offset: u64) -> ConsoleChunk {
         self.ring.read(offset)
     }
 
-    /// Waits for output at `offset`. False: the time is over, or the guest has
-    /// ended, and there is none.
+    /// Waits for output at `offset`. Returns false if there is none and the time is over or the
+    /// guest has ended.
     #[must_use]
     pub fn wait(&self, offset: u64, timeout: Duration) -> bool {
         self.ring.wait(offset, timeout)
     }
 
-    /// Calls `listener` after each output and when the guest has ended. It runs
-    /// on a vCPU's thread and must return at once.
+    /// Registers a function that is called after each output and when the guest has ended. It runs
+    /// on a vCPU's thread and must not block.
     pub fn on_output(&self, listener: Listener) {
         lock(&self.ring.listeners).push(listener);
     }
 
-    /// Whether the guest has ended: there will be no more output.
+    /// Returns whether the guest has ended. No output follows.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         lock(&self.ring.state).closed
     }
 
-    /// Types `bytes` into the console. Answers how many were taken: up to
-    /// 64 KiB wait for the guest to read them, the rest is refused.
+    /// Types `bytes` into the console and returns how many were accepted. Up to 64 KiB wait for the
+    /// guest to read them.
     #[must_use]
     pub fn input(&self, bytes: &[u8]) -> usize {
         let mut port = lock(&self.port);
@@ -318,31 +306,33 @@ impl Console {
     pub(crate) fn port_write(&self, register: u8, data: &[u8]) {
         let mut port = lock(&self.port);
         for byte in data {
-            // Fails only if the interrupt line does; output is not lost by that.
+            // Fails only if the interrupt line does; the output is kept.
             let _ = port.serial.write(register, *byte);
         }
     }
 
-    /// Has the writer open its file again, which was renamed.
+    /// Makes the writer reopen its file after it was renamed.
     pub fn reopen(&self) {
         lock(&self.ring.state).reopen = true;
         self.ring.changed.notify_all();
     }
 
-    /// Says that no more output will come. Does not wait until it is written out.
+    /// Marks the end of the output. Does not wait for the writer.
     pub(crate) fn close(&self) {
         lock(&self.ring.state).closed = true;
         self.ring.notify();
     }
 
-    /// Waits until all output up to [`close`](Self::close) is written out, for `limit` at most: whoever
-    /// should read it may never do so.
+    /// Waits at most `limit` until the writer has written everything up to [`close`](Self::close).
+    /// The limit is needed because the output's reader may be stuck.
     pub(crate) fn drain(&self, limit: Duration) {
         let Some(writer) = lock(&self.writer).take() else {
             return;
         };
         if writer.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
-            tracing::warn!("the guest's last output is lost: nobody has read it for {limit:?}");
+            tracing::warn!(
+                "the guest's last output is lost: the console's reader did not read it within {limit:?}"
+            );
         }
     }
 }
@@ -353,22 +343,21 @@ impl Drop for Console {
     }
 }
 
-/// Starts the writer thread. The answer's sender is dropped when it ends.
+/// Starts the writer thread. The returned receiver disconnects when it ends.
 fn start_writer(ring: &Arc<Ring>, mut sink: Box<dyn Sink>) -> io::Result<Receiver<()>> {
     let ring = ring.clone();
     let (writing, ended) = channel();
     thread::spawn("console", ThreadKind::LogFiles, move || {
         let _writing = writing;
-        // The guest runs on without it.
+        // The guest runs on without the writer.
         if let Err(why) = thread::contain("the console", || write_out(&ring, &mut *sink)) {
-            tracing::error!("the console is written no more: {why}");
+            tracing::error!("the console's writer has ended: {why}");
         }
     })?;
     Ok(ended)
 }
 
-/// Copies the ring to `sink` until the ring is closed and all of it is written, or
-/// `sink` breaks.
+/// Copies the ring to `sink` until the ring is closed and everything is written, or `sink` fails.
 fn write_out(ring: &Ring, sink: &mut dyn Sink) {
     let mut offset = 0;
     loop {
@@ -391,7 +380,7 @@ fn write_out(ring: &Ring, sink: &mut dyn Sink) {
             .and_then(|()| sink.write_all(&chunk.bytes))
             .and_then(|()| sink.flush());
         if written.is_err() {
-            // Nobody reads any more; the guest runs on.
+            // The reader has gone; the guest runs on.
             return;
         }
         offset = chunk.offset + chunk.bytes.len() as u64;
@@ -476,7 +465,7 @@ mod tests {
         assert!(error.contains("/nonexistent/console"), "{error}");
     }
 
-    /// A sink that is stuck for as long as the test holds the other end, and then panics.
+    /// A sink that blocks until the test drops the other end, and then panics.
     struct Stuck(Receiver<()>);
 
     impl Write for Stuck {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The file that a guest's console is written to. What the guest prints is the guest's choice, so its size
-//! is bounded: two files of [`FULL`].
+//! File output of the console. The guest chooses what it prints, so the size is bounded to two
+//! files of [`FULL`] bytes.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -12,17 +12,16 @@ use rustix::fs::OFlags;
 use super::console::Sink;
 use patchbay_service::log_file::{LogPath, length};
 
-/// Bytes after which a new file is begun.
+/// A new file is started after this many bytes.
 const FULL: u64 = 16 << 20;
 
-/// As `logrotate`'s `copytruncate` needs it as well.
+/// O_APPEND also makes `copytruncate` of `logrotate` work.
 const APPENDING: OFlags = OFlags::WRONLY.union(OFlags::CREATE).union(OFlags::APPEND);
 
-/// The open file.
 pub(super) struct ConsoleFile {
-    place: LogPath,
+    path: LogPath,
     file: File,
-    /// Bytes in it; none for a pipe or a device, which do not grow.
+    /// Bytes in the file; `None` for a pipe or a device, which do not grow.
     length: Option<u64>,
     full: u64,
 }
@@ -30,44 +29,44 @@ pub(super) struct ConsoleFile {
 impl ConsoleFile {
     /// Opens the file, mode 0600, and empties it.
     pub fn new(path: &Path) -> io::Result<Self> {
-        let place = LogPath::new(path)?;
-        let file = place.open(APPENDING)?;
+        let path = LogPath::new(path)?;
+        let file = path.open(APPENDING)?;
         let length = length(&file)?.map(|_| 0);
         if length.is_some() {
             file.set_len(0)?;
         }
         Ok(Self {
-            place,
+            path,
             file,
             length,
             full: FULL,
         })
     }
 
-    /// Begins a new file, where there is none any more.
+    /// Opens the path again, which creates the file if it was renamed away.
     fn begin(&mut self) -> io::Result<()> {
-        let file = self.place.open(APPENDING)?;
+        let file = self.path.open(APPENDING)?;
         self.length = length(&file)?;
         self.file = file;
         Ok(())
     }
 
-    /// Goes on in a new file. Without one it goes on in the same, from its start: it must not grow, and
-    /// the newest output is worth most.
+    /// Continues in a new file. If none can be created, the current file is truncated: its size
+    /// must stay bounded, and the newest output matters most.
     fn rotate(&mut self) {
-        let begun = self.place.set_aside().and_then(|()| self.begin());
+        let begun = self.path.set_aside().and_then(|()| self.begin());
         if let Err(error) = begun {
-            self.complain(&error, "it is begun again from its start");
+            self.complain(&error, "the current file is truncated and used again");
             if let Err(error) = self.file.set_len(0) {
-                self.complain(&error, "it goes on to grow");
+                self.complain(&error, "the current file grows on");
             }
             self.length = Some(0);
         }
     }
 
     fn complain(&self, error: &io::Error, but: &str) {
-        let path = self.place.path().display();
-        tracing::warn!("no new console file {path} can be begun ({error}); {but}");
+        let path = self.path.path().display();
+        tracing::warn!("the new console file {path} cannot be created ({error}); {but}");
     }
 }
 
@@ -97,7 +96,7 @@ impl Sink for ConsoleFile {
         if self.length.is_some()
             && let Err(error) = self.begin()
         {
-            self.complain(&error, "it goes on in the old one");
+            self.complain(&error, "output continues in the old file");
         }
     }
 }
@@ -161,14 +160,14 @@ mod tests {
         let case = case();
         let mut file = ConsoleFile::new(&case.path).unwrap();
         file.full = 10;
-        // A folder of that name cannot be replaced by a file.
+        // A directory with that name cannot be replaced by a file.
         std::fs::create_dir(case.path.with_file_name("console.1")).unwrap();
         file.write_all(b"0123456789KLM").unwrap();
         assert_eq!(read(&case.path).unwrap(), b"KLM");
     }
 
     #[test]
-    fn it_goes_on_in_a_new_file_when_it_was_renamed() {
+    fn it_continues_in_a_new_file_after_a_rename() {
         let case = case();
         let mut file = ConsoleFile::new(&case.path).unwrap();
         file.write_all(b"before").unwrap();
@@ -179,7 +178,7 @@ mod tests {
         file.write_all(b"after").unwrap();
         assert_eq!(read(&aside).unwrap(), b"before, still");
         assert_eq!(read(&case.path).unwrap(), b"after");
-        // Nobody renamed it: it goes on.
+        // The file was not renamed, so the same one is used.
         file.reopen();
         file.write_all(b" all").unwrap();
         assert_eq!(read(&case.path).unwrap(), b"after all");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The guest's devices. Interrupt controllers and the timer are KVM's. The
-//! virtio devices live in memory, see [`virtio`]; the others on I/O ports:
+//! Devices of the guest. KVM provides the interrupt controllers and the timer. The virtio devices
+//! are memory-mapped, see [`virtio`]. The other devices are on I/O ports:
 //!
 //! | ports | device |
 //! |---|---|
@@ -29,16 +29,16 @@ const SERIAL: u16 = 0x3f8;
 
 /// A device on I/O ports, for guests that need more than the built-in ones.
 ///
-/// Both calls come from vCPU threads, of several vCPUs at once; a vCPU cannot be
-/// paused before they return.
+/// The methods are called on vCPU threads, possibly on several at once. A vCPU cannot be paused
+/// until the call returns.
 pub trait PortDevice: Send + Sync {
-    /// The guest reads; `data` is filled in.
+    /// Handles a read by the guest and fills in `data`.
     fn read(&self, port: u16, data: &mut [u8]);
-    /// The guest writes.
+    /// Handles a write by the guest.
     fn write(&self, port: u16, data: &[u8]);
 }
 
-/// Finds the device of each port.
+/// Dispatches accesses to the devices by port and address.
 pub(crate) struct Bus {
     console: Arc<Console>,
     power: Arc<PowerManagement>,
@@ -61,11 +61,11 @@ impl Bus {
         }
     }
 
-    /// The guest reads from a port.
+    /// Handles a read from a port.
     pub fn port_read(&self, port: u16, data: &mut [u8]) {
         match port {
             SERIAL..=0x3ff => self.console.port_read(offset(port), data),
-            // Nothing to read, and both buffers of the controller are empty.
+            // Both buffers of the keyboard controller are empty.
             0x60 | 0x64 | 0x70 | 0x71 => data.fill(0),
             power::PM1_EVENT..=power::PM1_LAST => self.power.read(port, data),
             _ => match self.extra(port) {
@@ -75,7 +75,7 @@ impl Bus {
         }
     }
 
-    /// The guest writes to a port.
+    /// Handles a write to a port.
     pub fn port_write(&self, port: u16, data: &[u8]) -> Option<GuestPower> {
         match port {
             SERIAL..=0x3ff => self.console.port_write(offset(port), data),
@@ -90,15 +90,15 @@ impl Bus {
         None
     }
 
-    /// The guest reads device memory.
+    /// Handles a read from device memory.
     pub fn memory_read(&self, address: u64, data: &mut [u8]) {
         if !self.virtio.read(address, data) {
-            // The bus floats high where no device is.
+            // The bus floats high where there is no device.
             data.fill(0xff);
         }
     }
 
-    /// The guest writes device memory.
+    /// Handles a write to device memory.
     pub fn memory_write(&self, address: u64, data: &[u8]) {
         self.virtio.write(address, data);
     }

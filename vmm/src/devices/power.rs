@@ -1,57 +1,57 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! How a guest switches itself off or resets itself, and how it is asked to.
+//! Power-off and reset of a guest, and the power button.
 //!
-//! Off: the ACPI sleep state S5 through the PM1a control register. Reset: the
-//! keyboard controller's reset line, which is also ACPI's reset register, or a
-//! triple fault. Linux uses these by itself; nothing is needed in the guest.
+//! A guest powers off through the PM1a control register (ACPI sleep state S5). It resets through
+//! the keyboard controller's reset line, which is also ACPI's reset register, or by a triple fault.
+//! Linux needs no extra driver for these.
 //!
-//! Asked to: the power button, fixed hardware of ACPI (ACPI 6.5, 4.8.2.2.1.1). A press sets
-//! PWRBTN_STS; while PWRBTN_EN is set as well, the SCI is raised. The guest clears the status by
-//! writing a one. The SCI's line is raised by a pulse (an irqfd), whenever status and enable meet:
-//! at the press, and when the guest writes one of the two and both are still set.
+//! The power button is ACPI fixed hardware (ACPI 6.5, 4.8.2.2.1.1). A press sets PWRBTN_STS; while
+//! PWRBTN_EN is also set, the SCI is raised. The guest clears the status by writing a one. The SCI
+//! is raised by a pulse (an irqfd) whenever both bits are set: at the press, and when the guest
+//! writes one of the registers and both bits remain set.
 
 use std::sync::atomic::{AtomicU16, Ordering::SeqCst};
 
 use vmm_sys_util::eventfd::EventFd;
 
-/// First port of the PM1a event block: status, then enable, 16 bits each
+/// First port of the PM1a event block: the status register, then the enable register, 16 bits each
 /// (ACPI 6.5, 4.8.3.1).
 pub(crate) const PM1_EVENT: u16 = 0x600;
 
-/// The enable register in it.
+/// The enable register of that block.
 const PM1_ENABLE: u16 = PM1_EVENT + 2;
 
 /// The PM1a control register, 16 bits (ACPI 6.5, 4.8.3.2).
 pub(crate) const PM1_CONTROL: u16 = 0x604;
 
-/// Last port of both.
+/// Last port of the event block and the control register.
 pub(super) const PM1_LAST: u16 = PM1_CONTROL + 1;
 
-/// The sleep type that our `_S5` object names.
+/// Sleep type in our `_S5` object.
 pub(crate) const SLEEP_TYPE_OFF: u8 = 5;
 
-/// In the status and the enable register: the power button (ACPI 6.5, 4.8.3.1.1 and 4.8.3.1.2).
+/// Bit of the power button in the status and enable registers (ACPI 6.5, 4.8.3.1.1 and 4.8.3.1.2).
 const POWER_BUTTON: u16 = 1 << 8;
 
-/// In the control register: the guest uses ACPI. There is no other mode.
+/// In the control register: ACPI mode is on. There is no other mode.
 const SCI_ENABLE: u16 = 1;
-/// In the control register: go to the sleep state in bits 12:10.
+/// In the control register: enter the sleep state in bits 12:10.
 const SLEEP_ENABLE: u16 = 1 << 13;
 
-/// Keyboard controller command: pulse the reset line (bit 0 low).
+/// Keyboard controller command that pulses the reset line (bit 0 low).
 const PULSE_RESET: u8 = 0xfe;
 
-/// What the guest did to its power.
+/// A power action of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GuestPower {
-    /// Switched itself off.
+    /// The guest powered off.
     Off,
-    /// Reset itself.
+    /// The guest reset itself.
     Reset,
 }
 
-/// The ACPI fixed hardware: the power button and the way to S5.
+/// ACPI fixed hardware: the power button and the entry to S5.
 #[derive(Debug)]
 pub(crate) struct PowerManagement {
     status: AtomicU16,
@@ -68,18 +68,17 @@ impl PowerManagement {
         })
     }
 
-    /// Raises the SCI.
+    /// The SCI's interrupt line.
     pub fn interrupt(&self) -> &EventFd {
         &self.interrupt
     }
 
-    /// Presses the power button.
     pub fn press(&self) {
         self.status.fetch_or(POWER_BUTTON, SeqCst);
         self.interrupt_if_pending();
     }
 
-    /// Takes back a press that the guest has not seen. False: it has seen it.
+    /// Withdraws a press that the guest has not seen. Returns false if the guest has seen it.
     pub fn take_back(&self) -> bool {
         self.status.fetch_and(!POWER_BUTTON, SeqCst) & POWER_BUTTON != 0
     }
@@ -116,7 +115,7 @@ impl PowerManagement {
         let value = u16::from_le_bytes([low, high]);
         match port {
             PM1_EVENT => {
-                // Ones clear.
+                // Writing a one clears the bit.
                 self.status.fetch_and(!value, SeqCst);
                 self.interrupt_if_pending();
             }
@@ -133,7 +132,7 @@ impl PowerManagement {
     }
 }
 
-/// A command to the keyboard controller.
+/// Handles a command to the keyboard controller.
 pub(super) fn keyboard_command(data: &[u8]) -> Option<GuestPower> {
     (data == [PULSE_RESET]).then_some(GuestPower::Reset)
 }
@@ -172,12 +171,12 @@ mod tests {
             u16::from_le_bytes(bytes)
         };
         let interrupted = || pm.interrupt().read().is_ok();
-        // Nobody listens yet; whoever begins to finds the press.
+        // A press is pending until the guest enables the button.
         pm.press();
         assert_eq!((status(), interrupted()), (POWER_BUTTON, false));
         write(PM1_ENABLE, POWER_BUTTON);
         assert!(interrupted());
-        // Other bits leave it alone, and the line is raised again.
+        // Writing other bits does not clear the press and raises the line again.
         write(PM1_EVENT, !POWER_BUTTON);
         assert_eq!((status(), interrupted()), (POWER_BUTTON, true));
         write(PM1_EVENT, POWER_BUTTON);
@@ -190,7 +189,7 @@ mod tests {
         assert_eq!((status(), interrupted()), (0, false));
     }
 
-    /// Whatever a guest writes, it sees no event that did not happen.
+    /// No write of a guest makes it see an event that did not happen.
     #[test]
     fn a_guest_cannot_press_its_own_button() {
         let pm = PowerManagement::new().unwrap();

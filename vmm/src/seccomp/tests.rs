@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What each filter lets through, and what not.
+//! Checks what each filter allows and refuses.
 
 use std::os::fd::AsRawFd;
 
@@ -29,7 +29,7 @@ fn the_message_has_its_number_in_place() {
     assert_eq!(&message[47..51], b"0000");
 }
 
-/// On a thread of its own: a filter stays.
+/// Runs on a thread of its own, because a filter cannot be removed.
 fn filtered(kind: ThreadKind, call: impl FnOnce() -> i32 + Send + 'static) -> i32 {
     std::thread::spawn(move || {
         filter(kind, SeccompAction::Errno(libc::EXFULL.unsigned_abs())).unwrap();
@@ -99,7 +99,7 @@ fn the_device_thread_removes_nothing_and_changes_no_terminal() {
         result.err().and_then(|e| e.raw_os_error()).unwrap_or(0)
     };
     assert_eq!(filtered(ThreadKind::Device, nonblocking), 0);
-    // TIOCSTI, which types into a terminal.
+    // TIOCSTI types into a terminal.
     let type_into = move || {
         // SAFETY: the filter refuses the request, and the kernel one on a socket.
         let result = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCSTI, c"x".as_ptr()) };
@@ -154,7 +154,7 @@ fn files_that_libraries_want_unasked_do_not_end_the_monitor() {
 fn signals_go_to_this_process_alone_and_data_is_no_code() {
     use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
     let foreign = || {
-        // Signal 0 asks whether there is such a process: init is one.
+        // Signal 0 checks whether the process exists; init does.
         // SAFETY: the call reads and writes no memory.
         let result = unsafe { libc::syscall(libc::SYS_tgkill, 1, 1, 0) };
         assert_eq!(result, -1);

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The least ACPI that lets a stock kernel find its processors and switch itself
-//! off (ACPI 6.5, chapter 5): RSDP, XSDT, FADT with FACS and DSDT, MADT.
+//! The minimal ACPI tables for a stock kernel to find its processors and to power off (ACPI 6.5,
+//! chapter 5): RSDP, XSDT, FADT with FACS and DSDT, MADT.
 
 use super::{checksum_byte, io_apic_id};
 use crate::boot::layout::{ACPI_TABLES, IO_APIC, LOCAL_APIC};
 use crate::devices::{PM1_CONTROL, PM1_EVENT, SLEEP_TYPE_OFF};
 
-/// The interrupt of ACPI events: the power button's.
+/// Interrupt line of ACPI events (the power button).
 pub(crate) const SCI: u16 = 9;
 
-/// FADT flags: WBINVD works; no sleep button; no RTC wake; the reset register is
-/// there. That bit 4 is not set says that the power button is fixed hardware.
+/// FADT flags: WBINVD works; no sleep button; no RTC wake; reset register present. A clear bit 4
+/// means that the power button is fixed hardware.
 const FADT_FLAGS: u32 = 1 | 1 << 5 | 1 << 6 | 1 << 10;
 
-/// FADT boot flags: ISA devices are there (the serial port), but no VGA and no
-/// CMOS clock, and (by its absence) no keyboard controller.
+/// FADT boot flags: ISA devices present (the serial port), no VGA, no CMOS clock, and, by a clear
+/// bit, no keyboard controller.
 const FADT_BOOT_FLAGS: u16 = 1 | 1 << 2 | 1 << 5;
 
 /// `Name (_S5_, Package () {5, 5, 0, 0})`: ACPI 6.5, 7.4.2.6 and 20.2.
@@ -36,7 +36,7 @@ const S5_OBJECT: [u8; 14] = [
     0x00,
 ];
 
-/// A table with its header: ACPI 6.5, 5.2.6.
+/// A table with its header (ACPI 6.5, 5.2.6).
 fn table(signature: &[u8; 4], revision: u8, body: &[u8]) -> Vec<u8> {
     let length = u32::try_from(36 + body.len()).unwrap_or(u32::MAX);
     let mut table = vec![];
@@ -52,7 +52,7 @@ fn table(signature: &[u8; 4], revision: u8, body: &[u8]) -> Vec<u8> {
     table
 }
 
-/// Generic address of an I/O register: ACPI 6.5, 5.2.3.2.
+/// Generic address of an I/O register (ACPI 6.5, 5.2.3.2).
 fn io_register(port: u16, bits: u8) -> [u8; 12] {
     let access = match bits {
         8 => 1,
@@ -66,7 +66,7 @@ fn io_register(port: u16, bits: u8) -> [u8; 12] {
 fn fadt(facs: u64, dsdt: u64) -> Vec<u8> {
     const HEADER: usize = 36;
     let mut body = [0_u8; 276 - HEADER];
-    // Offsets as in ACPI 6.5, table 5.9.
+    // Offsets from ACPI 6.5, table 5.9.
     let mut put = |offset: usize, bytes: &[u8]| {
         body[offset - HEADER..offset - HEADER + bytes.len()].copy_from_slice(bytes);
     };
@@ -78,7 +78,7 @@ fn fadt(facs: u64, dsdt: u64) -> Vec<u8> {
     put(56, &u32::from(PM1_EVENT).to_le_bytes());
     put(64, &u32::from(PM1_CONTROL).to_le_bytes());
     put(88, &[4, 2]);
-    // No processor power states: latencies above the limits say so.
+    // Latencies above the limits mean that there are no processor power states.
     put(96, &101_u16.to_le_bytes());
     put(98, &1001_u16.to_le_bytes());
     put(109, &FADT_BOOT_FLAGS.to_le_bytes());
@@ -95,7 +95,7 @@ fn fadt(facs: u64, dsdt: u64) -> Vec<u8> {
 fn madt(vcpus: u8) -> Vec<u8> {
     let mut body = vec![];
     body.extend_from_slice(&LOCAL_APIC.to_le_bytes());
-    // There are 8259s as well.
+    // There are 8259s too.
     body.extend_from_slice(&1_u32.to_le_bytes());
     for id in 0..vcpus {
         body.extend_from_slice(&[0, 8, id, id, 1, 0, 0, 0]);
@@ -103,16 +103,15 @@ fn madt(vcpus: u8) -> Vec<u8> {
     body.extend_from_slice(&[1, 12, io_apic_id(vcpus), 0]);
     body.extend_from_slice(&IO_APIC.to_le_bytes());
     body.extend_from_slice(&0_u32.to_le_bytes());
-    // The SCI's line is level-triggered, active high.
+    // The SCI is level-triggered, active high.
     let [sci, _] = SCI.to_le_bytes();
     body.extend_from_slice(&[2, 10, 0, sci, sci, 0, 0, 0, 0x0d, 0]);
-    // NMI on LINT1 of all.
+    // NMI on LINT1 of every processor.
     body.extend_from_slice(&[4, 6, 0xff, 0, 0, 1]);
     table(b"APIC", 4, &body)
 }
 
-/// The tables for a guest with `vcpus` vCPUs, to be put at [`ACPI_TABLES`]; the
-/// RSDP comes first.
+/// Builds the tables for `vcpus` vCPUs, to be written to [`ACPI_TABLES`]. The RSDP comes first.
 pub(crate) fn build(vcpus: u8) -> Vec<u8> {
     let mut bytes = vec![0; 64];
     let mut append = |table: &[u8]| {

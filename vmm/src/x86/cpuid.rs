@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What the guest's CPUID instruction answers: what KVM supports, the guest's own
-//! topology (one package, a core per vCPU), and Patchbay's signature.
+//! CPUID of the guest: KVM's supported features, the guest's topology (one package, one core per
+//! vCPU), and Patchbay's signature.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
@@ -9,17 +9,17 @@ use crate::probe::Transports;
 use crate::request::MSR_INDEX;
 use patchbay_service::abi;
 
-/// Patchbay's base leaf: 0x100-aligned as `hypervisor_cpuid_base()` wants it, and
-/// clear of KVM (0x40000000) and Hyper-V (0x40000000 or 0x40000100).
+/// Patchbay's base leaf. Aligned to 0x100 as `hypervisor_cpuid_base()` requires; does not collide
+/// with KVM (0x40000000) or Hyper-V (0x40000000 or 0x40000100).
 pub(crate) const BASE: u32 = 0x4000_0400;
 
 /// Leaf with KVM's paravirtual features (`Documentation/virt/kvm/x86/cpuid.rst`).
 const KVM_FEATURES: u32 = 0x4000_0001;
-/// `KVM_FEATURE_HC_MAP_GPA_RANGE`: for confidential guests, which must not
-/// mistake our use of the hypercall for theirs.
+/// `KVM_FEATURE_HC_MAP_GPA_RANGE` is for confidential guests, which must not mistake our use of the
+/// hypercall for theirs.
 const HC_MAP_GPA_RANGE: u32 = 1 << 16;
 
-/// More vCPUs than this are not offered.
+/// Limit on the number of vCPUs.
 pub(crate) const VCPUS_MAX: u8 = 16;
 
 fn signature_words() -> [u32; 3] {
@@ -31,7 +31,7 @@ fn signature_words() -> [u32; 3] {
     ]
 }
 
-/// The table of one vCPU, made from what KVM supports.
+/// Builds the table of one vCPU from what KVM supports.
 pub(crate) fn build(
     supported: &[kvm_cpuid_entry2],
     vcpu: u8,
@@ -50,26 +50,26 @@ pub(crate) fn build(
         .collect();
     let id = u32::from(vcpu);
     let count = u32::from(vcpus);
-    // Bits that an APIC id takes.
+    // Width of an APIC id in bits.
     let width = (count - 1).checked_ilog2().map_or(0, |log| log + 1);
     for entry in &mut entries {
         match entry.function {
             1 => {
-                // Local APIC id, logical processors; a hypervisor is present.
+                // Local APIC id, number of logical processors.
                 entry.ebx = (entry.ebx & 0xffff) | count << 16 | id << 24;
                 entry.ecx |= 1 << 31;
                 set_bit(&mut entry.edx, 28, count > 1);
             }
-            // Intel: cores in the package; caches are not shared but for the last level.
+            // Intel: number of cores in the package. Only the last-level cache is shared.
             4 if entry.eax & 0x1f != 0 => {
                 let level = (entry.eax >> 5) & 7;
                 let sharing = if level >= 3 { count - 1 } else { 0 };
                 entry.eax = (entry.eax & 0x3fff) | sharing << 14 | (count - 1) << 26;
             }
             KVM_FEATURES => entry.eax &= !HC_MAP_GPA_RANGE,
-            // AMD: cores in the package and the width of their ids.
+            // AMD: number of cores in the package and width of their ids.
             0x8000_0008 => entry.ecx = (entry.ecx & !0xf0ff) | width << 12 | (count - 1),
-            // AMD: cmp_legacy says that the logical processors are cores.
+            // AMD: cmp_legacy means that the logical processors are cores.
             0x8000_0001 => set_bit(&mut entry.ecx, 1, count > 1),
             0x8000_001d => {
                 let level = (entry.eax >> 5) & 7;
@@ -85,7 +85,7 @@ pub(crate) fn build(
             _ => {}
         }
     }
-    // Extended topology: a core level over a thread level of one.
+    // Extended topology: a core level above a thread level with one thread.
     for (index, (shift, processors, kind)) in [(0, 1, 1), (width, count, 2), (0, 0, 0)]
         .into_iter()
         .enumerate()

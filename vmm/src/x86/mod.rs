@@ -1,24 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What an x86 machine looks like to its kernel before the first instruction:
-//! registers, CPUID, and the tables that firmware would have left.
+//! Initial state of an x86 machine: registers, CPUID, and the tables that firmware provides.
 
 pub(crate) mod acpi;
 pub(crate) mod cpuid;
 pub(crate) mod mp_table;
 pub(crate) mod registers;
 
-/// Adds up bytes; tables are valid if all of theirs add up to zero.
+/// The low 32 bits.
+pub(crate) fn low_half(value: u64) -> u32 {
+    let [a, b, c, d, ..] = value.to_le_bytes();
+    u32::from_le_bytes([a, b, c, d])
+}
+
+/// Sum of the bytes; a valid table sums to zero.
 fn checksum(bytes: &[u8]) -> u8 {
     bytes.iter().fold(0_u8, |sum, byte| sum.wrapping_add(*byte))
 }
 
-/// The byte that makes a table with a zero in its place valid.
+/// The byte that makes a table valid in which it is still zero.
 fn checksum_byte(bytes: &[u8]) -> u8 {
     0_u8.wrapping_sub(checksum(bytes))
 }
 
-/// APIC id of the I/O APIC: the first that no vCPU has.
+/// APIC id of the I/O APIC: the first one that no vCPU uses.
 fn io_apic_id(vcpus: u8) -> u8 {
     vcpus
 }

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The MP table: how a kernel without ACPI finds processors and interrupts
-//! (Intel MultiProcessor Specification 1.4, chapter 4).
+//! The MP table, by which a kernel without ACPI finds processors and interrupts (Intel
+//! MultiProcessor Specification 1.4, chapter 4).
 
-use super::{checksum_byte, io_apic_id};
+use super::{checksum_byte, io_apic_id, low_half};
 use crate::boot::layout::{IO_APIC, LOCAL_APIC, MP_TABLE};
 
 /// Version of the local APICs, as KVM emulates them.
 const APIC_VERSION: u8 = 0x14;
 /// Version of the I/O APIC, as KVM emulates it.
 const IO_APIC_VERSION: u8 = 0x11;
-/// Interrupt lines of the ISA bus.
+/// Number of interrupt lines of the ISA bus.
 const ISA_LINES: u8 = 16;
 
 const ENABLED: u8 = 1;
 const BOOT_PROCESSOR: u8 = 2;
 
-/// The table for a guest with `vcpus` vCPUs, to be put at [`MP_TABLE`].
+/// Builds the table for `vcpus` vCPUs, to be written to [`MP_TABLE`].
 pub(crate) fn build(vcpus: u8) -> Vec<u8> {
     let mut entries = vec![];
     let mut count = 0_u16;
@@ -28,7 +28,7 @@ pub(crate) fn build(vcpus: u8) -> Vec<u8> {
         let boot = if id == 0 { BOOT_PROCESSOR } else { 0 };
         let mut processor = [0; 20];
         processor[1..4].copy_from_slice(&[id, APIC_VERSION, ENABLED | boot]);
-        // Signature and features: family 6, with FPU and APIC. Kernels ask CPUID instead.
+        // Signature and features: family 6 with FPU and APIC. Kernels read CPUID instead.
         processor[4..8].copy_from_slice(&0x600_u32.to_le_bytes());
         processor[8..12].copy_from_slice(&0x201_u32.to_le_bytes());
         entry(&processor);
@@ -38,10 +38,10 @@ pub(crate) fn build(vcpus: u8) -> Vec<u8> {
     let [a, b, c, d] = IO_APIC.to_le_bytes();
     entry(&[2, io_apic, IO_APIC_VERSION, ENABLED, a, b, c, d]);
     for line in 0..ISA_LINES {
-        // Vectored interrupt, polarity and trigger of the bus: ISA line n on pin n.
+        // Vectored interrupt with the bus's polarity and trigger: ISA line n on pin n.
         entry(&[3, 0, 0, 0, 0, line, io_apic, line]);
     }
-    // Local interrupts: the 8259 on LINT0 of the boot vCPU, NMI on LINT1 of all.
+    // Local interrupts: the 8259 on LINT0 of the boot vCPU, NMI on LINT1 of every vCPU.
     entry(&[4, 3, 0, 0, 0, 0, 0, 0]);
     entry(&[4, 1, 0, 0, 0, 0, 0xff, 1]);
 
@@ -66,11 +66,6 @@ pub(crate) fn build(vcpus: u8) -> Vec<u8> {
     pointer[10] = checksum_byte(&pointer);
     pointer.extend_from_slice(&table);
     pointer
-}
-
-fn low_half(address: u64) -> u32 {
-    let [a, b, c, d, ..] = address.to_le_bytes();
-    u32::from_le_bytes([a, b, c, d])
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The registers a vCPU starts with, and the tables they point at.
+//! Initial registers of a vCPU, and the tables they refer to.
 
 use kvm_bindings::{kvm_lapic_state, kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs};
 
@@ -15,17 +15,17 @@ const EFER_LONG_MODE: u64 = 1 << 8 | 1 << 10;
 
 /// Bit 1 of RFLAGS is always set.
 pub(crate) const RFLAGS_RESERVED: u64 = 2;
-/// I/O privilege level 3: user mode may use I/O ports.
+/// I/O privilege level 3: user mode may access I/O ports.
 pub(crate) const RFLAGS_IOPL3: u64 = 3 << 12;
 
-/// Selectors that the Linux boot protocol names (`__BOOT_CS`, `__BOOT_DS`), and ours.
+/// Selectors defined by the Linux boot protocol (`__BOOT_CS`, `__BOOT_DS`), and our own.
 const KERNEL_CODE: u16 = 0x10;
 const KERNEL_DATA: u16 = 0x18;
 const TASK: u16 = 0x20;
 const USER_DATA: u16 = 0x30;
 const USER_CODE: u16 = 0x38;
 
-/// In which mode a vCPU starts.
+/// Mode in which a vCPU starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {
     /// 64-bit mode, paging on, privilege level 0.
@@ -36,7 +36,7 @@ pub(crate) enum Mode {
     Protected,
 }
 
-/// A segment as KVM and as the GDT want it: flat, or the task segment.
+/// A flat segment or the task segment, as KVM and the GDT take it.
 fn segment(selector: u16, type_: u8, long: bool, privilege: u8) -> kvm_segment {
     let system = selector == TASK;
     kvm_segment {
@@ -54,7 +54,7 @@ fn segment(selector: u16, type_: u8, long: bool, privilege: u8) -> kvm_segment {
     }
 }
 
-/// Intel SDM volume 3, 3.4.5: the descriptor of a segment.
+/// The descriptor of a segment (Intel SDM volume 3, 3.4.5).
 fn descriptor(segment: &kvm_segment) -> u64 {
     let limit = u64::from(if segment.g == 1 {
         segment.limit >> 12
@@ -78,8 +78,8 @@ const DATA: u8 = 3;
 /// Busy task.
 const BUSY_TASK: u8 = 0xb;
 
-/// Puts descriptor table and page tables into memory: the first 4 GiB mapped
-/// onto themselves with 2 MiB pages, also for user mode.
+/// Writes the GDT and page tables to memory: the first 4 GiB identity-mapped with 2 MiB pages, also
+/// for user mode.
 pub(crate) fn write_tables(ram: &GuestRam) -> Result<(), OutsideMemory> {
     const PRESENT_WRITABLE_USER: u64 = 7;
     const LARGE: u64 = 1 << 7;
@@ -118,7 +118,7 @@ pub(crate) fn write_tables(ram: &GuestRam) -> Result<(), OutsideMemory> {
     Ok(())
 }
 
-/// Sets the system registers for a mode; the rest of `sregs` stays as KVM had it.
+/// Sets the system registers for a mode; the rest of `sregs` keeps KVM's values.
 pub(crate) fn system_registers(sregs: &mut kvm_sregs, mode: Mode) {
     let long = mode != Mode::Protected;
     let (code, data, privilege) = match mode {
@@ -157,9 +157,8 @@ pub(crate) fn general_registers(rip: u64) -> kvm_regs {
     }
 }
 
-/// Model-specific registers that firmware sets up before a kernel runs: fast
-/// string operations (`IA32_MISC_ENABLE`), and write-back as the default memory
-/// type with MTRRs on (`IA32_MTRR_DEF_TYPE`).
+/// MSRs that firmware sets up before a kernel runs: fast string operations (`IA32_MISC_ENABLE`),
+/// and write-back as the default memory type with MTRRs enabled (`IA32_MTRR_DEF_TYPE`).
 pub(crate) fn boot_msrs() -> [kvm_msr_entry; 2] {
     const MISC_ENABLE: u32 = 0x1a0;
     const MTRR_DEFAULT_TYPE: u32 = 0x2ff;
@@ -170,8 +169,8 @@ pub(crate) fn boot_msrs() -> [kvm_msr_entry; 2] {
     })
 }
 
-/// Local interrupt pins: external interrupts on LINT0, NMI on LINT1, as the MP
-/// table says (Intel SDM volume 3, 11.5.1).
+/// Local interrupt pins: external interrupts on LINT0, NMI on LINT1, as in the MP table (Intel SDM
+/// volume 3, 11.5.1).
 pub(crate) fn local_interrupts(lapic: &mut kvm_lapic_state) {
     const LVT_LINT0: usize = 0x350;
     const LVT_LINT1: usize = 0x360;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Descriptors that lie.
+//! Malformed descriptors.
 
 use patchbay_service::abi;
 use patchbay_service::keys::RegistrationPhase;
@@ -10,10 +10,10 @@ use super::kernel::*;
 use super::program::Program;
 use super::rig::Rig;
 
-/// Makes one field of a descriptor wrong.
+/// Corrupts a field of a descriptor.
 type Damage = fn(&mut abi::Descriptor);
 
-/// Has descriptors registered, each damaged, and each refused with these words.
+/// Registers descriptors with one corrupt field each; each must be refused with these words.
 fn refused(broken: &[(&str, Damage)]) {
     let Some(rig) = Rig::new(vec![]) else { return };
     for (words, damage) in broken {
@@ -126,7 +126,7 @@ fn page_tables_outside_memory() {
             it.page_table = 0xfee0_0000;
         }),
         ("not present", |it| it.page_table = SPARE_TABLE),
-        // The top table of four levels taken for that of five.
+        // The top table of four levels is used as that of five.
         ("not present", |it| it.flags = abi::FLAG_LA57),
     ]);
 }
@@ -134,15 +134,15 @@ fn page_tables_outside_memory() {
 #[test]
 fn page_tables_with_loops() {
     let Some(rig) = Rig::new(vec![]) else { return };
-    // Every entry of the only table leads to the table itself: every address is mapped, onto it.
+    // Every entry of the only table points to the table itself, so every address maps to it.
     let mut descriptor = descriptor();
     descriptor.page_table = SPARE_TABLE;
     for index in 0..512 {
         rig.memory().map(4, index, SPARE_TABLE | PRESENT);
     }
-    // The entries of that table taken for the directory's records.
+    // The entries of that table are read as the directory's records.
     rig.refuses(&descriptor, "no key can be at 0x154003");
-    // The jump table is read through it, too.
+    // The jump table is read through it too.
     descriptor.directory = abi::Directory::default();
     assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
     rig.survives();
@@ -155,12 +155,12 @@ fn page_tables_that_the_processor_would_refuse() {
     rig.memory().map(0, top, PAGE_TABLES | LARGE | PRESENT);
     rig.refuses(&descriptor(), "reserved bits");
     rig.memory().write_kernel();
-    // A large page that is not aligned.
+    // A misaligned large page.
     let page = (IMAGE >> 21) & 511;
     rig.memory()
         .map(2, page, (IMAGE_PHYSICAL + 0x4000) | LARGE | PRESENT);
     rig.refuses(&descriptor(), "reserved bits");
-    // Addresses beyond what any processor has.
+    // Addresses that no processor supports.
     rig.memory().map(2, page, (0xf_ffff_ffff << 12) | PRESENT);
     rig.refuses(&descriptor(), "outside the guest's memory");
     rig.survives();
@@ -196,7 +196,7 @@ fn a_descriptor_in_a_hole() {
 #[test]
 fn a_descriptor_that_is_not_aligned() {
     let Some(rig) = Rig::new(vec![]) else { return };
-    // The low bits of the MSR are the operation, so that no page but a whole one can be named.
+    // The low bits of the MSR are the operation, so only whole pages can be named.
     rig.memory()
         .write_physical(REQUEST + 0x100, descriptor().as_bytes());
     rig.write_msr((REQUEST + 0x100) | u64::from(abi::OP_REGISTER));
@@ -208,7 +208,7 @@ fn a_descriptor_that_is_not_aligned() {
 #[test]
 fn a_descriptor_in_its_own_page_table() {
     let Some(rig) = Rig::new(vec![]) else { return };
-    // The status is written into the entry that maps the second page of the image.
+    // The status is written to the entry that maps the second page of the image.
     let mut descriptor = descriptor();
     descriptor.page_table = PAGE_TABLES;
     let bytes = descriptor.as_bytes();
@@ -222,7 +222,7 @@ fn a_descriptor_in_its_own_page_table() {
 fn a_descriptor_that_changes_with_each_read() {
     let word = |at: u64| REQUEST + at;
     let toggle = Program::toggle(&[
-        // Magic and version, size, generation, the table's end, and the page table.
+        // Magic and version, size, generation, the end of the table, and the page table.
         (word(0), [0x0003_0001_5941_4250, 0x0001_0001_5941_4250]),
         (word(16), [1, 2]),
         (word(56), [TABLE + 80, TABLE + 64]),
@@ -236,7 +236,7 @@ fn a_descriptor_that_changes_with_each_read() {
         let status = rig.ask(abi::OP_REGISTER, &descriptor());
         assert!(status == 0 || status == -22, "{status}");
         outcomes[usize::from(status == 0)] += 1;
-        // It was read once: what is registered fits together.
+        // It was read once, so what is registered is consistent.
         let description = rig.keys.describe();
         if description.phase == RegistrationPhase::Registered {
             assert!([1, 2, 0x1234].contains(&description.generation));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Devices that are misused: ports, device memory, virtio queues.
+//! Misuse of devices: ports, device memory, virtio queues.
 
 use patchbay_vmm::devices::virtio::{
     DiskConfig, DiskLimits, MMIO_START, VirtioConfig, VsockConfig,
@@ -16,12 +16,13 @@ const BUFFERS: u64 = 4 << 20;
 
 #[test]
 fn string_instructions_on_every_kind_of_port() {
-    // Serial console, keyboard controller, clock, power management, KVM's own chips, nothing at all.
+    // Serial console, keyboard controller, clock, power management, KVM's own chips, and an unused
+    // port.
     let ports = [
         0x3f8, 0x3f9, 0x3fc, 0x3ff, 0x60, 0x70, 0x71, 0x600, 0x602, 0x605, 0x606, 0x20, 0x43, 0x80,
         0xcf8, 0xcfc, 0x500, 0xffff,
     ];
-    // 0x00: neither a reset nor a sleep state. The reads go to a page of their own.
+    // 0x00 is neither a reset nor a sleep state. The reads go to a separate page.
     let program = Program::strings(&ports, BUFFERS, BUFFERS + 0x2000, 64);
     let Some(rig) = Rig::registered(vec![program]) else {
         return;
@@ -49,7 +50,7 @@ fn a_flood_of_console_output() {
     rig.survives();
 }
 
-/// A device of each kind. Dropping the folder removes what they use.
+/// A device of each kind. Dropping the directory removes their files and sockets.
 fn every_device() -> (tempfile::TempDir, VirtioConfig) {
     let folder = tempfile::tempdir().unwrap();
     let image = folder.path().join("image");
@@ -75,7 +76,7 @@ fn device_memory_at_every_offset_in_every_width() {
     let (_folder, virtio) = every_device();
     let end = MMIO_START + 0x3000;
     let programs = vec![
-        // The registers of the three devices; and holes, coarsely.
+        // The registers of the three devices in single steps, and the gaps in larger ones.
         Program::sweep(MMIO_START, MMIO_START + 0x120, 1),
         Program::sweep(MMIO_START + 0x1000, MMIO_START + 0x1120, 1),
         Program::sweep(MMIO_START + 0x2000, MMIO_START + 0x2120, 1),
@@ -101,18 +102,18 @@ fn device_memory_at_every_offset_in_every_width() {
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
-/// Of the status register: the driver has broken the rules.
+/// Status register: the driver must reset the device.
 const NEEDS_RESET: u32 = 0x40;
 const DRIVER_OK: u32 = 0xf;
 
-/// Where the parts of the queue with this number are.
+/// Addresses of the parts of a queue.
 fn queue(number: u64) -> [u64; 3] {
     let base = BUFFERS + 0x1_0000 * number;
     [base, base + 0x1000, base + 0x2000]
 }
 
-/// What a driver writes to a device's registers up to its first notification: `queues` queues of 16
-/// entries, of which the last one is notified.
+/// The register writes of a driver up to its first notification, with `queues` queues of 16
+/// entries. The last queue is notified.
 fn drive(device: u64, queues: u64) -> Vec<(u64, u32)> {
     let base = MMIO_START + device * 0x1000;
     let mut writes = vec![
@@ -155,9 +156,9 @@ fn bytes((address, length, flags, next): Descriptor) -> Vec<u8> {
     .concat()
 }
 
-/// Offers a chain to each device, which must find it broken and write nothing.
+/// Offers a chain to each device. The device must detect the error and write nothing.
 fn broken(table: &[Descriptor], elsewhere: &[(u64, Descriptor)], available: u16) {
-    // Randomness, vsock's transmit queue, the disk.
+    // The entropy device, vsock's transmit queue, the disk.
     for (device, queues) in [(0, 1), (1, 2), (2, 1)] {
         let (_folder, virtio) = every_device();
         let status = MMIO_START + device * 0x1000 + 0x70;
@@ -234,7 +235,7 @@ fn queues_that_offer_more_than_they_hold() {
     broken(&[(BUFFERS, 64, WRITE, 0)], &[], u16::MAX);
 }
 
-/// Queues where no memory is, over the page tables, and over each other; and of every size.
+/// Queues outside memory, over the page tables, over each other, and of every size.
 #[test]
 fn queues_in_wrong_places() {
     let (_folder, virtio) = every_device();

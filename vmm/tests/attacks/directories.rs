@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Key directories that lie: addresses, classes, names.
+//! Malformed key directories: addresses, classes, names.
 
 use patchbay_service::abi;
 use patchbay_service::keys::ListQuery;
@@ -10,7 +10,7 @@ use zerocopy::IntoBytes;
 use super::kernel::*;
 use super::rig::{Rig, assert_printable};
 
-/// Has directories registered that are wrong in one record: that of `beta`.
+/// Registers directories with an invalid record of `beta`; each must be refused.
 fn refused(records: &[(abi::Key, &str)]) {
     let Some(rig) = Rig::new(vec![]) else { return };
     for (record, words) in records {
@@ -50,11 +50,11 @@ fn unknown_classes_and_tracepoints_of_others() {
         (record(BETA, 6, u32::MAX, 0), "unknown class 4294967295"),
         (
             record(BETA, 6, abi::KEY_TRACEPOINT, TRACEPOINT),
-            "not that of the tracepoint",
+            "not the key of the tracepoint",
         ),
         (
             record(BETA, 6, abi::KEY_TRACEPOINT, u64::MAX),
-            "not that of the tracepoint",
+            "not the key of the tracepoint",
         ),
     ]);
 }
@@ -64,7 +64,7 @@ fn names_outside_their_block_or_without_end() {
     refused(&[
         (record(BETA, 26, abi::KEY_REF, 0), "outside the block"),
         (record(BETA, u32::MAX, abi::KEY_REF, 0), "outside the block"),
-        // At its very end: there is no NUL any more.
+        // At the very end of the block there is no NUL.
         (record(BETA, 25, abi::KEY_REF, 0), "does not end"),
     ]);
     let Some(rig) = Rig::new(vec![]) else { return };
@@ -86,7 +86,7 @@ fn two_to_the_32_keys() {
     descriptor.directory.key_count = u32::MAX;
     rig.refuses(&descriptor, "4294967295 keys");
     descriptor.directory.key_count = 1 << 17;
-    // As many as are taken, but for the memory that they would be in.
+    // The maximum number of keys, in memory that is not mapped.
     rig.refuses(&descriptor, "not present");
     descriptor.directory.key_count = 4;
     descriptor.directory.keys = u64::MAX - 10;
@@ -96,7 +96,7 @@ fn two_to_the_32_keys() {
     rig.survives();
 }
 
-/// Names for terminals to stumble over.
+/// Names that could confuse a terminal.
 #[test]
 fn names_with_control_characters() {
     let Some(rig) = Rig::new(vec![]) else { return };
@@ -133,7 +133,7 @@ fn names_with_control_characters() {
     for key in list.keys {
         assert!(key.name.bytes().all(|byte| byte.is_ascii_graphic()));
         assert!(!key.name.contains(':'), "{}", key.name);
-        // Each can be named by the name that is shown.
+        // Each key can be addressed by the name that is shown.
         let error = rig.change(&[&key.name], Op::Dec).unwrap_err();
         assert_eq!(error.reason(), "WOULD_WARN", "{error}");
         assert_printable(&error.to_string());
@@ -141,7 +141,7 @@ fn names_with_control_characters() {
     rig.survives();
 }
 
-/// Every key has the same name, and no name at all.
+/// All keys share one name, or have none.
 #[test]
 fn names_of_many() {
     let Some(rig) = Rig::new(vec![]) else { return };
@@ -161,8 +161,8 @@ fn names_of_many() {
     rig.survives();
 }
 
-/// As many keys as are taken, all with the longest name there is: what is kept of the names is bounded
-/// by the size of their block.
+/// The maximum number of keys, all with the longest name. The memory for names is bounded by the
+/// size of their block.
 #[test]
 fn the_longest_names_of_the_most_keys() {
     const KEYS: u32 = 1 << 17;

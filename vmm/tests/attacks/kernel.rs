@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A small kernel that follows the rules, as bytes in guest memory, for the attacks to break.
+//! A small valid kernel as bytes in guest memory, for the attacks to corrupt.
 //!
 //! ```text
 //!  guest-physical                    kernel-virtual
@@ -11,8 +11,8 @@
 //!  0x20_0000  the image              0xffff_ffff_8100_0000, 512 pages of 4 KiB
 //! ```
 //!
-//! Keys: `alpha` with two sites, of which vCPU 0 executes the first and the second straddles two
-//! pages; `beta` with one; `guarded` with one; `event`, a tracepoint with a probe, with one.
+//! Keys: `alpha` with two sites, `beta` and `guarded` with one each, and `event`, a tracepoint with
+//! a probe, with one. vCPU 0 executes the first site of `alpha`; the second straddles two pages.
 
 use std::mem::size_of;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,16 +26,16 @@ pub const CODE: u64 = 0x10_0000;
 pub const SCRATCH: u64 = 0x13_0000;
 pub const REQUEST: u64 = 0x14_0000;
 pub const PAGE_TABLES: u64 = 0x15_0000;
-/// The table of the image's 4 KiB pages.
+/// Page table of the image's 4 KiB pages.
 pub const LEAF_TABLE: u64 = PAGE_TABLES + 0x3000;
-/// Further tables, for attacks.
+/// Additional page tables for attacks.
 pub const SPARE_TABLE: u64 = PAGE_TABLES + 0x4000;
 pub const IMAGE_PHYSICAL: u64 = 0x20_0000;
 pub const IMAGE: u64 = 0xffff_ffff_8100_0000;
 pub const IMAGE_BYTES: u64 = 0x20_0000;
-/// What follows the image, unmapped until an attack maps it: 2 MiB each.
+/// Memory after the image in 2 MiB steps, unmapped until an attack maps it.
 pub const BEYOND: u64 = IMAGE + IMAGE_BYTES;
-/// The last 2 MiB are used for nothing.
+/// The last 2 MiB are unused.
 pub const MEMORY: u64 = 6 << 20;
 
 pub const TEXT: u64 = IMAGE;
@@ -49,7 +49,7 @@ pub const DIRECTORY: u64 = IMAGE + 0x4_0000;
 pub const NAMES: u64 = IMAGE + 0x5_0000;
 /// `struct module`s with their tables and text, 64 KiB each.
 pub const MODULES: u64 = IMAGE + 0x8_0000;
-/// Mapped, and used for nothing.
+/// Mapped and unused.
 pub const FREE: u64 = IMAGE + 0x1f_0000;
 
 pub const ALPHA: u64 = KEYS;
@@ -59,14 +59,14 @@ pub const EVENT: u64 = TRACEPOINT + 8;
 
 /// The site that vCPU 0 executes.
 pub const EXECUTED: u64 = TEXT + 0x10;
-/// Its target.
+/// Target of the executed site.
 pub const EXECUTED_TARGET: u64 = TEXT + 0x40;
-/// A site across two pages.
+/// A site that straddles two pages.
 pub const STRADDLING: u64 = TEXT + 0x1ffd;
 pub const BETA_SITE: u64 = TEXT + 0x3000;
 pub const GUARDED_SITE: u64 = TEXT + 0x3010;
 pub const EVENT_SITE: u64 = TEXT + 0x3020;
-/// Target of all sites but the executed one.
+/// Target of all other sites.
 pub const TARGET: u64 = TEXT + 0x4000;
 
 pub const NOP: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
@@ -74,7 +74,7 @@ pub const NOP: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
 pub const PRESENT: u64 = 3;
 pub const LARGE: u64 = 1 << 7;
 
-/// A word that a flip looks at.
+/// A word that a flip checks.
 #[derive(Clone, Copy, Debug)]
 pub enum Gate {
     SystemState,
@@ -91,12 +91,12 @@ impl Gate {
     }
 }
 
-/// Where an address of the image is in guest-physical memory.
+/// Guest-physical address of an address in the image.
 pub fn physical(address: u64) -> u64 {
     address - IMAGE + IMAGE_PHYSICAL
 }
 
-/// The JMP of five bytes.
+/// The five-byte JMP.
 pub fn jump(from: u64, to: u64) -> [u8; 5] {
     let distance = to.wrapping_sub(from).wrapping_sub(5).cast_signed();
     let [a, b, c, d] = i32::try_from(distance).unwrap().to_le_bytes();
@@ -113,7 +113,7 @@ pub fn entry(at: u64, site: u64, target: u64, key: u64) -> [u8; 16] {
     bytes
 }
 
-/// The directory's record of a key.
+/// A directory record of a key.
 pub fn record(address: u64, name: u32, class: u32, tracepoint: u64) -> abi::Key {
     abi::Key {
         address,
@@ -124,7 +124,7 @@ pub fn record(address: u64, name: u32, class: u32, tracepoint: u64) -> abi::Key 
     }
 }
 
-/// Guest memory, by the addresses of the kernel.
+/// Guest memory, addressed by the kernel's virtual addresses.
 pub struct Memory<'a>(pub &'a GuestRam);
 
 impl Memory<'_> {
@@ -150,8 +150,8 @@ impl Memory<'_> {
         i32::from_le_bytes(self.read(key))
     }
 
-    /// An entry of the kernel's page tables: `table` 0 is the top one, 1 and 2 follow, 3 has the
-    /// image's pages.
+    /// Sets an entry of the kernel's page tables: table 0 is the top level, 1 and 2 follow, 3 maps
+    /// the image's pages.
     pub fn map(&self, table: u64, index: u64, value: u64) {
         self.write_physical(
             PAGE_TABLES + table * 0x1000 + index * 8,
@@ -159,7 +159,7 @@ impl Memory<'_> {
         );
     }
 
-    /// Maps the 2 MiB page `number` after the image onto the physical address.
+    /// Maps the 2 MiB page `number` after the image to a physical address.
     pub fn map_beyond(&self, number: u64, onto: u64) {
         self.map(
             2,
@@ -168,7 +168,7 @@ impl Memory<'_> {
         );
     }
 
-    /// Has the 2 MiB after the image mapped by 4 KiB pages of [`SPARE_TABLE`].
+    /// Maps the 2 MiB after the image by 4 KiB pages through [`SPARE_TABLE`].
     pub fn map_beyond_by_page(&self, index: u64, value: u64) {
         self.map(2, ((IMAGE >> 21) & 511) + 1, SPARE_TABLE | PRESENT);
         self.map(4, index, value);
@@ -183,7 +183,7 @@ impl Memory<'_> {
         self.write(DIRECTORY, records.as_bytes());
     }
 
-    /// Writes the kernel that follows the rules: keys off, sites NOPs, gates open.
+    /// Writes the valid kernel: keys off, sites NOPs, gates open.
     pub fn write_kernel(&self) {
         self.map(0, (IMAGE >> 39) & 511, (PAGE_TABLES + 0x1000) | PRESENT);
         self.map(1, (IMAGE >> 30) & 511, (PAGE_TABLES + 0x2000) | PRESENT);
@@ -208,7 +208,7 @@ impl Memory<'_> {
             self.write(key, &0_u64.to_le_bytes());
             self.write_u64(key + 8, TABLE + 16 * entry);
         }
-        // No regfunc, no unregfunc, and an array of one probe.
+        // No regfunc, no unregfunc, and an array with one probe.
         self.write(TRACEPOINT + 24, &[0; 16]);
         self.write_u64(TRACEPOINT + 40, TRACEPOINT + 0x100);
         self.write_u64(TRACEPOINT + 0x100, TEXT + 0x5000);
@@ -236,7 +236,7 @@ pub fn header(op: u32, size: usize) -> abi::Header {
     }
 }
 
-/// What [`Memory::write_kernel`] has written, as a kernel of its own.
+/// The descriptor of the kernel written by [`Memory::write_kernel`].
 pub fn descriptor() -> abi::Descriptor {
     static BOOTS: AtomicU64 = AtomicU64::new(1);
     let mut descriptor = abi::Descriptor::new_zeroed();
@@ -267,7 +267,7 @@ pub fn range(start: u64, end: u64) -> abi::Range {
     abi::Range { start, end }
 }
 
-/// A module's parts.
+/// Addresses of a module's parts.
 #[derive(Clone, Copy, Debug)]
 pub struct ModuleParts {
     pub address: u64,
@@ -278,7 +278,7 @@ pub struct ModuleParts {
     pub names: u64,
 }
 
-/// Of the module with this number, up to 16.
+/// The parts of the module with this number, up to 16.
 pub fn module_parts(number: u64) -> ModuleParts {
     let address = MODULES + number * 0x1_0000;
     ModuleParts {
@@ -292,7 +292,8 @@ pub fn module_parts(number: u64) -> ModuleParts {
 }
 
 impl Memory<'_> {
-    /// Writes a module with one key, `mod_key`, with one site, and answers the request that tells it.
+    /// Writes a module with one key, `mod_key`, with one site. Returns the request that registers
+    /// it.
     pub fn write_module(&self, number: u64) -> abi::Module {
         let parts = module_parts(number);
         self.write_u64(parts.address, 0);
@@ -322,7 +323,7 @@ impl Memory<'_> {
         request
     }
 
-    /// Writes the one record of a module's directory: a key, and the module that defines it.
+    /// Writes the record of a module's directory: a key and the module that defines it.
     pub fn write_module_key(&self, number: u64, key: u64, home: u64) {
         let mut record = record(key, 0, abi::KEY_REF, 0);
         record.module = home;
@@ -330,7 +331,7 @@ impl Memory<'_> {
     }
 }
 
-/// The request that takes a module back.
+/// The request that removes a module.
 pub fn module_del(add: &abi::Module) -> abi::Module {
     let mut request = *add;
     request.header.op = u16::try_from(abi::OP_MODULE_DEL).unwrap();

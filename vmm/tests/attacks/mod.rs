@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The attacks, by what they abuse.
+//! Attacks, grouped by what they abuse.
 
 mod descriptors;
 mod devices;

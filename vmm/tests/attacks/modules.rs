@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Module events that lie.
+//! Malformed module events.
 
 use patchbay_service::abi;
 use static_keys::Op;
@@ -16,7 +16,7 @@ fn a_module_before_its_kernel() {
     let Some(rig) = Rig::new(vec![]) else { return };
     let module = rig.memory().write_module(0);
     rig.refuses_request(ADD, &module, "before the kernel had registered");
-    // There is nothing to take back.
+    // Removing a module that is not registered succeeds.
     assert_eq!(rig.ask(DEL, &module_del(&module)), 0);
     rig.survives();
 }
@@ -53,7 +53,7 @@ fn modules_at_addresses_that_no_module_has() {
     rig.refuses_request(ADD, &module, "text ends at");
     module.text = range(0, 1);
     rig.refuses_request(ADD, &module, "no address of a kernel");
-    // A `struct module` whose state wraps, or is not there: such a module is never LIVE.
+    // A `struct module` whose state word wraps or is unmapped: such a module is never LIVE.
     for address in [u64::MAX, BEYOND] {
         let mut module = rig.memory().write_module(0);
         module.module = address;
@@ -81,11 +81,11 @@ fn a_module_twice() {
     let module = rig.memory().write_module(0);
     assert_eq!(rig.ask(ADD, &module), 0);
     rig.refuses_request(ADD, &module, "registered already");
-    // Another one of its name.
+    // Another module with the same name.
     let mut other = rig.memory().write_module(1);
     other.name = module.name;
     rig.refuses_request(ADD, &other, "registered already");
-    // Another one that says that it defines its key.
+    // Another module that claims to define its key.
     let other = rig.memory().write_module(1);
     rig.memory().write_module_key(1, at.key, other.module);
     rig.refuses_request(ADD, &other, "listed twice");
@@ -111,7 +111,7 @@ fn names_that_no_module_has() {
     rig.survives();
 }
 
-/// Its text and its sites are those of the kernel; its key is its own.
+/// The module's text and sites are the kernel's; the key is its own.
 #[test]
 fn a_module_that_overlaps_the_kernel() {
     let Some(rig) = Rig::registered(vec![]) else {
@@ -123,13 +123,14 @@ fn a_module_that_overlaps_the_kernel() {
     memory.write(at.table, &entry(at.table, BETA_SITE, TARGET, at.key));
     module.text = range(TEXT, TEXT_END);
     assert_eq!(rig.ask(ADD, &module), 0);
-    // Both at once: refused. One after the other: what the one made of it is foreign to the other.
+    // Both at once are refused. One after the other, the second finds the first one's bytes
+    // foreign.
     let both = ["beta", "module0:mod_key"];
     rig.fails(&both, Op::Enable, "TABLE_REFUSED", "overlaps");
     rig.change(&["beta"], Op::Enable).unwrap();
     rig.fails(&["module0:mod_key"], Op::Enable, "FOREIGN_BYTES", "mod_key");
     assert_eq!(rig.ask(DEL, &module_del(&module)), 0);
-    // Its text covers the kernel's keys, and its keys lie in the kernel's text.
+    // The module's text covers the kernel's keys, and its keys lie in the kernel's text.
     module.text = range(TEXT, TABLE);
     module.text.end = KEYS + 0x100;
     rig.refuses_request(ADD, &module, "lies in text");
@@ -165,7 +166,7 @@ fn modules_that_were_never_added_or_only_half() {
     let mut module = rig.memory().write_module(0);
     assert_eq!(rig.ask(DEL, &module_del(&module)), 0);
     module.directory.key_count = u32::MAX;
-    rig.refuses_request(ADD, &module, "keys are more than");
+    rig.refuses_request(ADD, &module, "keys exceed the limit");
     assert_eq!(rig.ask(DEL, &module_del(&module)), 0);
     module.directory.key_count = 1;
     module.jump_table.end = BEYOND + 16;
@@ -173,7 +174,7 @@ fn modules_that_were_never_added_or_only_half() {
     assert_eq!(rig.ask(DEL, &module_del(&module)), 0);
     assert_eq!(rig.keys.describe().modules, 0);
     assert_eq!(rig.keys.describe().keys, 4);
-    // The kernel is no module.
+    // The kernel is not a module.
     module.module = 0;
     assert_eq!(rig.ask(DEL, &module_del(&module)), 0);
     rig.flips(&["beta"], &[site(BETA_SITE), count(BETA)]);
@@ -198,7 +199,7 @@ fn a_flood_of_modules() {
     rig.survives();
 }
 
-/// A module that is never LIVE, and one that stops being so.
+/// A module that is never LIVE, and one that stops being LIVE.
 #[test]
 fn modules_in_other_states() {
     let Some(rig) = Rig::registered(vec![]) else {

@@ -1,31 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Programs of a few instructions for the vCPUs. RDI points at the vCPU's scratch page.
+//! Short machine code programs for the vCPUs. RDI points to the vCPU's scratch page.
 
 use patchbay_vmm::request::MSR_INDEX;
 
 use super::kernel::{EXECUTED, EXECUTED_TARGET, NOP, TEXT};
 
-/// In a scratch page: rounds made.
+/// Offset in a scratch page: number of rounds.
 pub const ROUNDS: u64 = 0;
-/// In vCPU 0's scratch page: rounds in which the branch was not taken.
+/// Offset in vCPU 0's scratch page: rounds in which the branch was not taken.
 pub const NOT_TAKEN: u64 = 8;
-/// In vCPU 0's scratch page: rounds in which it was.
+/// Offset in vCPU 0's scratch page: rounds in which the branch was taken.
 pub const TAKEN: u64 = 16;
-/// In a scratch page: what vCPU 0 is to write to the MSR; for the others, nonzero lets them begin.
+/// Offset in a scratch page: for vCPU 0, a value to write to the MSR; for the others, nonzero
+/// starts the program.
 pub const MAILBOX: u64 = 0x20;
-/// In a scratch page: where a program leaves what it has read.
+/// Offset in a scratch page: the program's result.
 pub const RESULT: u64 = 0x28;
 
-/// What a vCPU runs beside vCPU 0.
+/// Program of a vCPU other than vCPU 0.
 #[derive(Clone, Debug)]
 pub struct Program {
     pub code: Vec<u8>,
-    /// At privilege level 3, where code runs at full speed on every KVM.
+    /// Run at privilege level 3, where code runs at full speed on every KVM.
     pub user_mode: bool,
 }
 
-/// Registers by their numbers in instructions.
+/// Register numbers in instructions.
 const RAX: u8 = 0;
 const RCX: u8 = 1;
 const RDX: u8 = 2;
@@ -40,7 +41,7 @@ fn set(register: u8, value: u64) -> Vec<u8> {
     code
 }
 
-/// `jmp` back to the start of `code`.
+/// `jmp` back to `start`.
 fn again(code: &mut Vec<u8>, start: usize) {
     let distance = i32::try_from(start as i64 - (code.len() as i64 + 5)).unwrap();
     code.push(0xe9);
@@ -52,7 +53,7 @@ const ROUND: [u8; 3] = [0x48, 0xff, 0x07];
 /// `jmp` to itself.
 const STAY: [u8; 2] = [0xeb, 0xfe];
 
-/// Waits for its mailbox: `cmp qword [rdi + 0x20], 0; je` back to it.
+/// Waits for the mailbox: `cmp qword [rdi + 0x20], 0; je` back to itself.
 pub const WAIT: [u8; 7] = [0x48, 0x83, 0x7f, 0x20, 0x00, 0x74, 0xf9];
 
 /// `mov rax, value; mov rdx, rax; shr rdx, 32; mov ecx, MSR; wrmsr`
@@ -79,8 +80,8 @@ impl Program {
         }
     }
 
-    /// The first vCPU's program, to be put at the start of text: executes the site of `alpha`, counts,
-    /// and makes the requests that it finds in its mailbox.
+    /// vCPU 0's program, to be placed at the start of text. It executes `alpha`'s site, counts, and
+    /// makes the requests found in its mailbox.
     pub fn serve() -> Vec<u8> {
         let mut code = ROUND.to_vec();
         code.resize(offset(EXECUTED), 0x90);
@@ -105,7 +106,7 @@ impl Program {
         code
     }
 
-    /// Stores all first values, then all second ones, and so on for ever.
+    /// Stores all first values, then all second values, for ever.
     pub fn toggle(words: &[(u64, [u64; 2])]) -> Self {
         let mut code = vec![];
         for phase in [0, 1] {
@@ -121,7 +122,7 @@ impl Program {
         Self::user(code)
     }
 
-    /// Counts a 32-bit word up for ever, atomically.
+    /// Atomically increments a 32-bit word for ever.
     pub fn count_up(address: u64) -> Self {
         let mut code = set(RBX, address);
         let start = code.len();
@@ -132,7 +133,7 @@ impl Program {
         Self::user(code)
     }
 
-    /// Makes these requests (page and operation) over and over.
+    /// Makes these requests (page and operation) for ever.
     pub fn requests(values: &[u64]) -> Self {
         let mut code = vec![];
         for value in values {
@@ -143,7 +144,7 @@ impl Program {
         Self::kernel(code)
     }
 
-    /// Makes one request at privilege level 3 once it is let.
+    /// Makes one request at privilege level 3 after it is released.
     pub fn request_from_user_mode(value: u64) -> Self {
         let mut code = WAIT.to_vec();
         code.extend(write_msr(value));
@@ -151,24 +152,24 @@ impl Program {
         Self::user(code)
     }
 
-    /// Stays at one instruction.
+    /// Loops on one instruction.
     pub fn spin(user_mode: bool) -> Self {
         let mut code = ROUND.to_vec();
         code.extend_from_slice(&STAY);
         Self { code, user_mode }
     }
 
-    /// `hlt` over and over.
+    /// Executes `hlt` for ever.
     pub fn halt() -> Self {
         Self::kernel([&ROUND[..], &[0xf4, 0xeb, 0xfd]].concat())
     }
 
-    /// An undefined instruction once it is let, without an interrupt table.
+    /// Executes an undefined instruction without an IDT after it is released.
     pub fn fault() -> Self {
         Self::user([&WAIT[..], &[0x0f, 0x0b]].concat())
     }
 
-    /// Switches the machine off by ACPI, or resets it by the keyboard controller, once it is let.
+    /// Powers off by ACPI, or resets by the keyboard controller, after it is released.
     pub fn power(off: bool) -> Self {
         let mut code = WAIT.to_vec();
         if off {
@@ -182,8 +183,8 @@ impl Program {
         Self::kernel(code)
     }
 
-    /// Writes `length` bytes from `from` to a port by one string instruction, and reads as many to
-    /// `to`, for ever, on each of the ports.
+    /// For each port, writes `length` bytes from `from` by a string instruction and reads as many
+    /// to `to`, for ever.
     pub fn strings(ports: &[u16], from: u64, to: u64, length: u64) -> Self {
         let mut code = vec![];
         // outsb, outsw, outsd; insb, insw, insd
@@ -223,7 +224,7 @@ impl Program {
         Self::kernel(code)
     }
 
-    /// Reads and writes device memory from `start` up to `end` at every offset, in every width.
+    /// Reads and writes device memory from `start` to `end` at every offset and in every width.
     pub fn sweep(start: u64, end: u64, step: u32) -> Self {
         let mut code = set(RBX, start);
         code.extend(set(RCX, end));
@@ -243,7 +244,7 @@ impl Program {
         Self::kernel(code)
     }
 
-    /// Stores 32-bit words one after another once it is let, then reads one into `RESULT` for ever.
+    /// Stores 32-bit words in order after it is released, then reads one into `RESULT` for ever.
     pub fn pokes(words: &[(u64, u32)], read: u64) -> Self {
         let mut code = WAIT.to_vec();
         for (address, value) in words {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Guests that change what they have said while the monitor works with it. The other vCPU does it, at
-//! full speed, and never stops.
+//! Guests that change their registered data while the monitor uses it. Another vCPU does so
+//! continuously at full speed.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use super::kernel::*;
 use super::program::Program;
 use super::rig::{BRIEF, DEADLINE, Rig, count, out_of_time, site};
 
-/// Changes made under each attack.
+/// Changes made during each attack.
 const CHANGES: usize = 150;
 
 fn word(bytes: &[u8]) -> u64 {
@@ -23,10 +23,10 @@ fn word(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(word)
 }
 
-/// Turns keys on and off beside a vCPU that attacks. Each attempt succeeds whole or fails for one of
-/// these reasons. Only legal places change. Says how many succeeded.
+/// Turns keys on and off beside an attacking vCPU. Each attempt succeeds completely or fails for
+/// one of these reasons, and only legal places change. Returns the number of successes.
 fn storm(rig: &Rig, names: &[&str], reasons: &[&str], legal: &[Range<u64>]) -> usize {
-    // Where nothing is expected to fail, there is time for all.
+    // If no failure is expected, the deadline is generous.
     let within = if reasons.is_empty() { DEADLINE } else { BRIEF };
     rig.wait_for_rounds(1, 10);
     let before = rig.picture();
@@ -41,7 +41,7 @@ fn storm(rig: &Rig, names: &[&str], reasons: &[&str], legal: &[Range<u64>]) -> u
             Ok(_) => done += 1,
             Err(error) if error.reason() == "FOREIGN_BYTES" => {
                 expected(&error, reasons);
-                // Out of quarantine.
+                // Registering again lifts the quarantine.
                 rig.register();
             }
             Err(error) => expected(&error, reasons),
@@ -61,7 +61,7 @@ fn expected(error: &KeysError, reasons: &[&str]) {
 
 #[test]
 fn tables_rewritten_all_the_time() {
-    // The site, the target and the key of the entry of `beta`; and the records of the directory.
+    // The site, target and key of `beta`'s entry, and the records of the directory.
     let at = |index: u64| physical(TABLE + 16 * index);
     let toggle = Program::toggle(&[
         (at(2), [0, u64::MAX]),
@@ -72,7 +72,7 @@ fn tables_rewritten_all_the_time() {
     let Some(rig) = Rig::new(vec![toggle]) else {
         return;
     };
-    // Whatever was read, it was read once.
+    // Each value was read only once.
     for _ in 0..100 {
         if rig.ask(abi::OP_REGISTER, &descriptor()) == 0 {
             let _ = rig.change_within(&["alpha", "beta"], Op::Enable, BRIEF);
@@ -108,8 +108,8 @@ fn tables_rewritten_after_they_were_read() {
     rig.survives();
 }
 
-/// The two pages of a site change places by remapping, over and over. What was found as the site's
-/// bytes is written, wherever else the site may be by then.
+/// The two pages of a site are swapped by remapping, continuously. The bytes checked are the bytes
+/// written, wherever the site is mapped by then.
 #[test]
 fn a_site_whose_pages_change_places() {
     let leaf = |page: u64| LEAF_TABLE + 8 * page;
@@ -121,7 +121,7 @@ fn a_site_whose_pages_change_places() {
     let Some(rig) = Rig::new(vec![toggle]) else {
         return;
     };
-    // The halves of the site in both orders, so that it is whole however it is found; mixed, it is not.
+    // The halves of the site in both orders: whole in either mapping, broken when mixed.
     let [first, second] = [physical(STRADDLING), physical(STRADDLING) + 0x1000];
     rig.memory().write_physical(second, &NOP[..3]);
     rig.memory()
@@ -213,7 +213,7 @@ fn gates_that_lead_nowhere_or_to_each_other() {
             rig.fails(&["beta"], Op::Enable, "TABLE_REFUSED", "cannot be read");
         }
     }
-    // All the same word, which is the key's own count: closed as soon as the key is on.
+    // All gates are the same word, the key's own count: closed as soon as the key is on.
     let mut descriptor = descriptor();
     descriptor.system_state = BETA;
     descriptor.system_state_running = 0;
@@ -240,17 +240,17 @@ fn a_gate_that_opens_and_closes() {
     rig.vm.shutdown();
 }
 
-/// Where the guest's second vCPU finds its requests.
+/// Address of the second vCPU's requests.
 const OTHER_REQUEST: u64 = REQUEST + 0x1000;
 
-/// The other vCPU makes these requests over and over.
+/// The second vCPU makes these requests for ever.
 fn requesting(requests: &[(u32, Vec<u8>)]) -> Option<Rig> {
     let values: Vec<u64> = (0..)
         .zip(requests)
         .map(|(index, (op, _))| (OTHER_REQUEST + index * 0x1000) | u64::from(*op))
         .collect();
     let mut programs = vec![Program::requests(&values)];
-    // Not before its requests are there.
+    // It waits until its requests are written.
     programs[0].code.splice(0..0, super::program::WAIT);
     let rig = Rig::registered(programs)?;
     for (index, (_, request)) in (0..).zip(requests) {
@@ -269,7 +269,7 @@ fn statuses(requests: u64) -> Vec<Range<u64>> {
 }
 
 #[test]
-fn registering_anew_during_changes() {
+fn registering_again_during_changes() {
     let again = |generation| {
         let mut descriptor = descriptor();
         descriptor.header.generation = generation;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The real monitor around a guest that attacks it: vCPUs on KVM, the registry, the owner of the
-//! keys. What a test writes into guest memory stands for what another vCPU would write there.
+//! The real monitor with a guest that attacks it: vCPUs on KVM, the registry, the executor of
+//! changes. What a test writes to guest memory stands for the writes of another vCPU.
 
 use std::fmt::Debug;
 use std::mem::offset_of;
@@ -29,21 +29,21 @@ use super::kernel::{self, CODE, MEMORY, Memory, REQUEST, SCRATCH, TEXT, physical
 use super::program::{MAILBOX, NOT_TAKEN, Program, ROUNDS, TAKEN};
 use crate::bare_metal::{Watchdog, load, wait_until, watchdog};
 
-/// Long enough for any host; an attack that waits for it has succeeded.
+/// Timeout that no correct run reaches.
 pub const DEADLINE: Duration = Duration::from_secs(30);
-/// For changes that the guest never lets happen.
+/// Deadline of changes that the guest never allows.
 pub const BRIEF: Duration = Duration::from_millis(40);
 
-/// What the monitor's memory may grow by during an attack, the guest's own memory included, in KiB.
+/// Limit on the growth of the monitor's memory during an attack in KiB, guest memory included.
 const GROWTH_MAX: u64 = 256 << 10;
 
-/// The tables of the vCPUs' first mapping, in which the processor sets accessed bits.
+/// The vCPUs' initial page tables, in which the processor sets accessed bits.
 const ACCESSED: Range<u64> = 0x9000..0xf000;
 
-/// One attack at a time: they use several CPUs each, and look at the process's memory.
+/// Attacks run one at a time: each uses several CPUs and checks the process's memory.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// A guest under attack by itself.
+/// A guest that attacks the monitor.
 pub struct Rig {
     pub vm: Arc<Vm>,
     pub keys: Keys,
@@ -53,19 +53,19 @@ pub struct Rig {
     _turn: MutexGuard<'static, ()>,
 }
 
-/// How to set one up.
+/// Parameters of a [`Rig`].
 #[derive(Default)]
 pub struct Setup {
-    /// Of the vCPUs after the first.
+    /// Programs of the vCPUs after the first.
     pub programs: Vec<Program>,
-    /// In bytes, if not 6 MiB.
+    /// Guest memory in bytes; 6 MiB by default.
     pub memory: Option<u64>,
     pub virtio: VirtioConfig,
 }
 
 impl Rig {
-    /// One vCPU that serves requests, and one per program; nothing is registered. `None`, with the
-    /// reason printed: it cannot run here.
+    /// Starts one vCPU that serves requests, and one per program. Nothing is registered. Returns
+    /// `None`, with the reason printed, if the test cannot run on this host.
     pub fn new(programs: Vec<Program>) -> Option<Self> {
         Self::with(Setup {
             programs,
@@ -73,7 +73,7 @@ impl Rig {
         })
     }
 
-    /// The same, with the well-behaved kernel registered.
+    /// Like `new`, with the well-behaved kernel registered.
     pub fn registered(programs: Vec<Program>) -> Option<Self> {
         let rig = Self::new(programs)?;
         rig.register();
@@ -83,7 +83,7 @@ impl Rig {
     pub fn with(setup: Setup) -> Option<Self> {
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let watchdog = watchdog(120);
-        // Peaks from here on.
+        // Resets the peak counters.
         let _ = std::fs::write("/proc/self/clear_refs", "5");
         let memory_kib = process_kib("VmRSS:");
         let registry = Arc::new(Registry::default());
@@ -126,19 +126,19 @@ impl Rig {
         Memory(self.vm.ram())
     }
 
-    /// A word of a vCPU's scratch page.
+    /// Reads a word of a vCPU's scratch page.
     pub fn scratch(&self, vcpu: u64, at: u64) -> u64 {
         load(self.vm.ram(), SCRATCH + vcpu * 0x1000 + at)
     }
 
-    /// Whole, so that the guest never finds half of a request.
+    /// Written atomically, so that the guest never sees half of a request.
     fn put_in_mailbox(&self, vcpu: u64, value: u64) {
         let address = GuestAddress(SCRATCH + vcpu * 0x1000 + MAILBOX);
         let memory = self.vm.ram().mmap();
         memory.store(value, address, Ordering::Release).unwrap();
     }
 
-    /// Waits until a vCPU has made some rounds of its program from now on.
+    /// Waits until a vCPU has made this many more rounds of its program.
     pub fn wait_for_rounds(&self, vcpu: u64, rounds: u64) {
         let before = self.scratch(vcpu, ROUNDS);
         self.wait_until("the program runs", || {
@@ -146,7 +146,7 @@ impl Rig {
         });
     }
 
-    /// Waits for something that must come unless the guest ends, which it must not.
+    /// Waits for a condition. The guest must not end meanwhile.
     pub fn wait_until(&self, what: &str, mut condition: impl FnMut() -> bool) {
         wait_until(what, || {
             assert_eq!(self.vm.exit_reason(), None, "waiting until {what}");
@@ -154,12 +154,12 @@ impl Rig {
         });
     }
 
-    /// Lets a program begin that waits for it.
+    /// Releases a program that waits for its mailbox.
     pub fn let_go(&self, vcpu: u64) {
         self.put_in_mailbox(vcpu, 1);
     }
 
-    /// Has the guest write `value` to the MSR, and waits until it goes on.
+    /// Makes the guest write `value` to the MSR and waits until it continues.
     pub fn write_msr(&self, value: u64) {
         self.put_in_mailbox(0, value);
         self.wait_until("the guest goes on after its request", || {
@@ -167,7 +167,7 @@ impl Rig {
         });
     }
 
-    /// Has the guest make a request with the page that is there; answers the page's status.
+    /// Makes the guest request `op` with the page as it is; returns the page's status.
     pub fn ask_with_page(&self, op: u32, page: u64) -> i32 {
         self.write_msr(page | u64::from(op));
         let mut status = [0; 4];
@@ -178,24 +178,24 @@ impl Rig {
         i32::from_le_bytes(status)
     }
 
-    /// Has the guest make a request with these bytes.
+    /// Makes the guest send a request with these bytes.
     pub fn ask(&self, op: u32, request: &(impl IntoBytes + Immutable)) -> i32 {
         self.memory().write_physical(REQUEST, request.as_bytes());
         self.ask_with_page(op, REQUEST)
     }
 
-    /// Has the kernel register that follows the rules.
+    /// Registers the well-behaved kernel.
     pub fn register(&self) {
         let status = self.ask(abi::OP_REGISTER, &kernel::descriptor());
         assert_eq!(status, 0, "{}", self.keys.describe().error);
     }
 
-    /// Has a descriptor registered, which must be refused with these words.
+    /// Registers a descriptor, which must be refused with these words.
     pub fn refuses(&self, descriptor: &abi::Descriptor, words: &str) {
         self.refuses_request(abi::OP_REGISTER, descriptor, words);
     }
 
-    /// Has a request made, which must be refused with these words, and nothing else may change.
+    /// Sends a request, which must be refused with these words and change nothing else.
     pub fn refuses_request(&self, op: u32, request: &(impl IntoBytes + Immutable), words: &str) {
         self.memory().write_physical(REQUEST, request.as_bytes());
         let before = self.picture();
@@ -210,7 +210,7 @@ impl Rig {
         self.only_changed(&before, &[]);
     }
 
-    /// Makes a change by an operator.
+    /// Changes keys as an operator.
     pub fn change(&self, names: &[&str], op: Op) -> Result<Arc<UpdateOutcome>, KeysError> {
         self.change_within(names, op, DEADLINE)
     }
@@ -231,7 +231,7 @@ impl Rig {
         self.runtime.block_on(self.keys.update(request))
     }
 
-    /// Makes a change, which must fail for this reason and with these words, and change nothing.
+    /// Changes keys, which must fail for this reason and with these words, and change nothing.
     pub fn fails(&self, names: &[&str], op: Op, reason: &str, words: &str) {
         let before = self.picture();
         let error = loop {
@@ -246,7 +246,7 @@ impl Rig {
         self.only_changed(&before, &[]);
     }
 
-    /// Turns keys on and off again, each of which must change these sites and counts and nothing else.
+    /// Turns keys on and off, which must change only these sites and counts.
     pub fn flips(&self, names: &[&str], legal: &[Range<u64>]) {
         for op in [Op::Enable, Op::Disable] {
             let before = self.picture();
@@ -255,7 +255,7 @@ impl Rig {
         }
     }
 
-    /// All of guest memory, the guest being stopped for it.
+    /// A copy of all guest memory, taken while the guest is stopped.
     pub fn picture(&self) -> Vec<u8> {
         let paused = self.vm.pause(DEADLINE).unwrap();
         let mut bytes = vec![0; usize::try_from(self.vm.ram().low_bytes()).unwrap()];
@@ -264,8 +264,8 @@ impl Rig {
         bytes
     }
 
-    /// Asserts that since `before` nothing has changed but the given ranges of guest-physical memory,
-    /// the status of a request, and what the guest itself writes: a new boot into it among others.
+    /// Asserts that nothing has changed since `before` except the given guest-physical ranges, the
+    /// status of a request, and what the guest itself writes: for example a new boot.
     pub fn only_changed(&self, before: &[u8], legal: &[Range<u64>]) {
         let after = self.picture();
         let status = REQUEST + abi::STATUS_OFFSET;
@@ -289,8 +289,8 @@ impl Rig {
         assert!(changed.is_empty(), "written: {changed:x?}");
     }
 
-    /// The attack is over: the monitor serves a guest that follows the rules as if nothing had been,
-    /// stops its vCPUs, reads its keys, and has not grown.
+    /// Ends the attack. The monitor must then serve a well-behaved guest: it stops the vCPUs, reads
+    /// the keys, and has not grown.
     pub fn survives(self) {
         let grown = process_kib("VmHWM:").saturating_sub(self.memory_kib);
         assert!(grown < GROWTH_MAX, "grown by {grown} KiB");
@@ -312,7 +312,7 @@ impl Rig {
         assert_eq!(self.vm.wait(), ExitReason::Shutdown);
     }
 
-    /// Lists and reads all keys, as a client would: whatever the guest says of them.
+    /// Lists and reads all keys, as a client does, whatever the guest registered.
     pub fn look_at_everything(&self) {
         let query = patchbay_service::keys::ListQuery {
             page_size: 1000,
@@ -350,13 +350,13 @@ impl Drop for Rig {
     }
 }
 
-/// On a busy host, the time for a change may be over before it was tried, or before the vCPUs have had
-/// their turn to stop.
+/// On a busy host a change may reach its deadline before it was tried, or before the vCPUs were
+/// scheduled to stop.
 pub fn out_of_time(error: &KeysError) -> bool {
     ["CANCELLED", "VCPU_NOT_STOPPED"].contains(&error.reason())
 }
 
-/// Nothing that a terminal would obey.
+/// Asserts that the text contains no control characters.
 pub fn assert_printable(text: &(impl AsRef<str> + Debug)) {
     assert!(
         text.as_ref().chars().all(|letter| !letter.is_control()),
@@ -364,7 +364,7 @@ pub fn assert_printable(text: &(impl AsRef<str> + Debug)) {
     );
 }
 
-/// Guest-physical ranges of a site of five bytes.
+/// Guest-physical ranges of a five-byte site.
 pub fn site(address: u64) -> Range<u64> {
     physical(address)..physical(address) + 5
 }
@@ -405,7 +405,7 @@ fn config(setup: Setup) -> VmConfig {
     }
 }
 
-/// A line of the process's status, in KiB.
+/// A field of the process's status in KiB.
 fn process_kib(line: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let found = status.lines().find_map(|text| text.strip_prefix(line));

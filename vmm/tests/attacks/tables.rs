@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Jump tables and sites that lie.
+//! Malformed jump tables and sites.
 
 use patchbay_service::abi;
 use static_keys::Op;
@@ -8,7 +8,7 @@ use static_keys::Op;
 use super::kernel::*;
 use super::rig::{BRIEF, Rig, Setup, count, site};
 
-/// A guest whose `beta` has one site, at `at`, and whose text is around it.
+/// A guest whose `beta` has one site, at `at`, with text around it.
 fn with_site(at: u64) -> Option<Rig> {
     let rig = Rig::new(vec![])?;
     let mut descriptor = descriptor();
@@ -20,7 +20,7 @@ fn with_site(at: u64) -> Option<Rig> {
     rig.memory()
         .write(TABLE, &entry.map(u64::to_le_bytes).concat());
     rig.memory().write_u64(BETA + 8, TABLE);
-    // Keys that have no entries any more.
+    // These keys have no entries any more.
     for key in [ALPHA, GUARDED, EVENT] {
         rig.memory().write_u64(key + 8, 0);
     }
@@ -41,7 +41,7 @@ fn two_to_the_32_entries() {
     descriptor.jump_table = range(start, start + (16 << 32));
     rig.refuses(&descriptor, "4294967296 jump entries");
     descriptor.jump_table = range(start, 0xffff_ffff_ffff_fff0);
-    rig.refuses(&descriptor, "jump entries are more than");
+    rig.refuses(&descriptor, "jump entries exceed the limit");
     rig.survives();
 }
 
@@ -50,11 +50,11 @@ fn half_an_entry() {
     let Some(rig) = Rig::new(vec![]) else { return };
     let mut descriptor = descriptor();
     descriptor.jump_table.end += 1;
-    rig.refuses(&descriptor, "no whole number of entries");
+    rig.refuses(&descriptor, "not a whole number of entries");
     rig.survives();
 }
 
-/// 2 MiB of memory mapped eight times over are a table of the most entries that are taken.
+/// 2 MiB of memory mapped eight times form a table with the maximum number of entries.
 #[test]
 fn the_most_entries_and_one_more() {
     let Some(rig) = Rig::new(vec![]) else { return };
@@ -65,12 +65,12 @@ fn the_most_entries_and_one_more() {
     descriptor.jump_table = range(BEYOND, BEYOND + (16 << 20) + 16);
     rig.refuses(&descriptor, "1048577 jump entries");
     descriptor.jump_table = range(BEYOND, BEYOND + (16 << 20));
-    // A second time, beside the first.
+    // A second table beside the first exceeds the limit.
     for _ in 0..2 {
         assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
         assert_eq!(rig.keys.describe().sites, 1 << 20);
     }
-    // The keys' own words do not name that table.
+    // The keys' own words do not point to that table.
     rig.fails(
         &["beta"],
         Op::Enable,
@@ -94,7 +94,7 @@ fn a_table_that_is_not_there() {
     let mut descriptor = descriptor();
     descriptor.jump_table = range(BEYOND, BEYOND + 80);
     rig.refuses(&descriptor, "not present");
-    // The second half of it.
+    // The second half is unmapped.
     descriptor.jump_table = range(BEYOND - 32, BEYOND + 32);
     rig.refuses(&descriptor, "not present");
     // Device memory.
@@ -103,15 +103,15 @@ fn a_table_that_is_not_there() {
     rig.survives();
 }
 
-/// A site in an entry of the kernel's own page tables. What the entry maps is the page of the keys: by
-/// the flip the guest moves the count that belongs to it, which was found before.
+/// A site in an entry of the kernel's own page tables that maps the page of the keys. The flip
+/// makes the guest move the key's count, which was located before.
 #[test]
 fn a_site_in_the_page_table_of_its_own_key() {
     const PAGE: u64 = (KEYS - IMAGE) >> 12;
     let at = BEYOND + PAGE * 8;
     let Some(rig) = with_site(at) else { return };
     rig.memory().map_beyond_by_page(0, LEAF_TABLE | PRESENT);
-    // As an entry, a NOP maps this page.
+    // Read as an entry, a NOP maps this page.
     let page = 0x44_1000;
     let beta = page + (BETA - KEYS);
     rig.memory()
@@ -122,7 +122,7 @@ fn a_site_in_the_page_table_of_its_own_key() {
     rig.change(&["beta"], Op::Enable).unwrap();
     let entry = LEAF_TABLE + PAGE * 8;
     rig.only_changed(&before, &[entry..entry + 5, beta..beta + 4]);
-    // The key is somewhere else now, or nowhere.
+    // The key now is at another address, or unmapped.
     let before = rig.picture();
     rig.change_within(&["beta"], Op::Disable, BRIEF)
         .unwrap_err();
@@ -150,14 +150,14 @@ fn sites_in_device_memory() {
 #[test]
 fn a_site_in_the_zero_page() {
     let Some(rig) = with_site(BEYOND) else { return };
-    // Physical page 0: memory as any other.
+    // Physical page 0 is ordinary memory.
     rig.memory().map_beyond(0, 0);
     rig.memory().write_physical(0, &NOP);
     rig.flips(&["beta"], &[0..5, count(BETA)]);
     rig.survives();
 }
 
-/// The last bytes below the device gap and the first ones from 4 GiB on: two memory slots of KVM.
+/// The last bytes below the device gap and the first from 4 GiB on are in two memory slots of KVM.
 #[test]
 fn a_site_across_memory_slots() {
     let Some(rig) = Rig::with(Setup {
@@ -190,7 +190,7 @@ fn a_site_across_memory_slots() {
     assert_eq!(read(), jump(at, TARGET));
     rig.change(&["beta"], Op::Disable).unwrap();
     assert_eq!(read(), NOP);
-    // The same two pages the other way round: the second half of the site is in the gap.
+    // With the two pages swapped, the second half of the site is in the gap.
     memory.map(4, 1, (3 << 30) | PRESENT);
     assert_eq!(
         rig.change(&["beta"], Op::Enable).unwrap_err().reason(),
@@ -239,8 +239,8 @@ fn sites_outside_text() {
     rig.survives();
 }
 
-/// A site inside the jump table, and inside the key directory: text that covers them makes them legal,
-/// and only their five bytes are written.
+/// Sites inside the jump table and the key directory. Text that covers them makes them legal; only
+/// their five bytes are written.
 #[test]
 fn sites_in_the_guests_own_tables() {
     for at in [TABLE + 0x100, DIRECTORY + 0x800, FREE] {
@@ -249,7 +249,7 @@ fn sites_in_the_guests_own_tables() {
         rig.flips(&["beta"], &[site(at), count(BETA)]);
         rig.survives();
     }
-    // The entry of the site itself: its first bytes are those of a NOP.
+    // The entry of the site itself starts with the bytes of a NOP.
     let at = TABLE;
     let Some(rig) = with_site(at) else { return };
     rig.memory().write(at, &NOP);
@@ -261,7 +261,7 @@ fn sites_in_the_guests_own_tables() {
 fn overlapping_sites() {
     let Some(rig) = Rig::new(vec![]) else { return };
     let memory = rig.memory();
-    // The same site twice, of one key and of two.
+    // The same site twice, for one key and for two.
     memory.entry(1, EXECUTED, EXECUTED_TARGET, ALPHA);
     rig.register();
     rig.fails(&["alpha"], Op::Enable, "TABLE_REFUSED", "overlaps");
@@ -269,7 +269,7 @@ fn overlapping_sites() {
     memory.entry(2, STRADDLING, TARGET, BETA);
     rig.register();
     rig.fails(&["alpha", "beta"], Op::Enable, "TABLE_REFUSED", "overlaps");
-    // Two bytes on: a JMP whose bytes are a NOP of two bytes.
+    // Two bytes later: a JMP that contains a two-byte NOP.
     memory.write_kernel();
     memory.write(BETA_SITE, &[0xe9, 0x00, 0x66, 0x90, 0x00]);
     memory.entry(2, BETA_SITE, BETA_SITE + 5 + 0x0090_6600, BETA);
@@ -281,7 +281,7 @@ fn overlapping_sites() {
     rig.survives();
 }
 
-/// Two keys own the same site: what the one has made of it is foreign to the other.
+/// Two keys own the same site. After a flip by one, the other finds foreign bytes.
 #[test]
 fn a_site_of_two_keys() {
     let Some(rig) = Rig::new(vec![]) else { return };
@@ -318,7 +318,7 @@ fn targets_out_of_reach() {
     rig.survives();
 }
 
-/// The branch that vCPU 0 executes leads to itself: the guest hangs, and can be freed again.
+/// The branch that vCPU 0 executes jumps to itself: the guest hangs, and a flip releases it.
 #[test]
 fn a_site_that_jumps_to_itself() {
     let Some(rig) = Rig::new(vec![]) else { return };
@@ -347,7 +347,7 @@ fn bytes_that_are_no_site() {
         let before = rig.picture();
         let result = rig.change(&["beta"], Op::Enable);
         match bytes[0] {
-            // Two bytes of NOP, whose JMP of two bytes does not reach the target.
+            // A two-byte NOP whose two-byte JMP does not reach the target.
             0x66 => assert_eq!(result.unwrap_err().reason(), "TABLE_REFUSED"),
             _ => assert_eq!(result.unwrap_err().reason(), "FOREIGN_BYTES"),
         }
@@ -373,7 +373,7 @@ fn counts_that_no_key_has() {
         rig.memory().write(BETA, &i32::to_le_bytes(found));
         rig.fails(&["beta"], op, reason, "beta");
     }
-    // A count that does not fit the sites.
+    // A count that does not match the sites.
     rig.memory().write(BETA, &1_i32.to_le_bytes());
     rig.fails(&["beta"], Op::Disable, "FOREIGN_BYTES", "expected e9");
     rig.survives();
@@ -390,28 +390,28 @@ fn chains_that_lie() {
     };
     let entries = TABLE + 32;
     for (words, why) in [
-        // Its own next; with and without entries.
+        // A node that is its own next, with and without entries.
         ([CHAIN, entries, 0], "twice"),
         ([CHAIN, 0, 0], "longer"),
-        // Nowhere.
+        // Unmapped.
         ([BEYOND, entries, 0], "unmapped"),
         ([u64::MAX - 3, entries, 0], "unmapped"),
-        // Entries of another key, of no table, and of a module that is not there.
+        // Entries of another key, of no table, and of an unknown module.
         ([0, TABLE, 0], "not in the registered table"),
         ([0, 0x10, 0], "not in the registered table"),
         ([0, entries, MODULES], "not registered"),
-        // No entries at all.
+        // No entries.
         ([0, 0, 0], "does not name all"),
     ] {
         node(CHAIN, words);
         memory.write_u64(BETA + 8, CHAIN | 2);
         rig.fails(&["beta"], Op::Enable, "GUEST_BUSY", why);
     }
-    // Two nodes in a ring, and the kernel twice.
+    // Two nodes in a ring, with the kernel twice.
     node(CHAIN, [CHAIN + 24, entries, 0]);
     node(CHAIN + 24, [CHAIN, entries, 0]);
     rig.fails(&["beta"], Op::Enable, "GUEST_BUSY", "twice");
-    // Type words that lead nowhere.
+    // Type words that point nowhere.
     for (word, why) in [
         (BEYOND | 2, "unmapped"),
         (0xfee0_0002, "unmapped"),
@@ -424,7 +424,7 @@ fn chains_that_lie() {
     }
     memory.write_u64(BETA + 8, 2);
     rig.fails(&["beta"], Op::Enable, "KEY_SEALED", "sealed");
-    // A chain that follows the rules works.
+    // A valid chain works.
     node(CHAIN, [0, entries, 0]);
     memory.write_u64(BETA + 8, CHAIN | 2);
     rig.flips(&["beta"], &[site(BETA_SITE), count(BETA)]);
@@ -436,13 +436,13 @@ fn tracepoints_that_lead_nowhere() {
     let Some(rig) = Rig::registered(vec![]) else {
         return;
     };
-    // Its array of probes is not mapped: firing it is the guest's to survive, and no one here reads it.
+    // The array of probes is unmapped. Only the guest would read it when the tracepoint fires.
     for funcs in [BEYOND, u64::MAX, 0xfee0_0000, 8] {
         rig.memory().write_u64(TRACEPOINT + 40, funcs);
         rig.look_at_everything();
         rig.flips(&["event"], &[site(EVENT_SITE), count(EVENT)]);
     }
-    // An array without end.
+    // An array without a terminator.
     let end = (4 << 20) - physical(TRACEPOINT) - 0x100;
     let probes = vec![0x41; usize::try_from(end).unwrap()];
     rig.memory().write(TRACEPOINT + 0x100, &probes);
@@ -457,8 +457,8 @@ fn tracepoints_that_lead_nowhere() {
     rig.survives();
 }
 
-/// More sites of one key than any kernel has, all on the same few bytes: it can be looked at, and not
-/// changed.
+/// Far more sites of one key than any kernel has, all on the same few bytes. The key can be
+/// inspected but not changed.
 #[test]
 fn one_key_with_too_many_sites() {
     const SITES: usize = 1 << 16;

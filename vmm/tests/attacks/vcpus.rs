@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! vCPUs that do not want to stop, or end at the wrong moment.
+//! vCPUs that do not stop, or that end during a change.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use super::kernel::*;
 use super::program::Program;
 use super::rig::{Rig, count, site};
 
-/// Changes keys beside vCPUs with these programs; all must stop each time.
+/// Changes keys while vCPUs run these programs; all vCPUs must stop each time.
 fn stops(programs: Vec<Program>) {
     let Some(rig) = Rig::registered(programs.clone()) else {
         return;
@@ -47,7 +47,7 @@ fn registering_from_user_mode() {
     rig.memory()
         .write_physical(REQUEST, descriptor().as_bytes());
     rig.let_go(1);
-    // WRMSR faults there, and this guest has no handler.
+    // WRMSR faults at privilege level 3, and this guest has no handler.
     let reason = rig.vm.wait();
     assert!(
         matches!(reason, ExitReason::TripleFault { vcpu: 1, .. }),
@@ -62,7 +62,7 @@ fn registering_from_user_mode() {
     assert_eq!(i32::from_le_bytes(status), -38, "nobody answered");
 }
 
-/// Ends the guest from its second vCPU while changes are under way, each of which is whole or is not.
+/// Ends the guest from its second vCPU during changes. Each change is made whole or not at all.
 fn ends(program: Program, expected: fn(&ExitReason) -> bool) {
     let Some(rig) = Rig::registered(vec![program]) else {
         return;
@@ -98,7 +98,7 @@ fn ends(program: Program, expected: fn(&ExitReason) -> bool) {
     ] {
         assert_eq!(memory.read(at), if on { jump(at, target) } else { NOP });
     }
-    // Nothing is left to be stopped, and asking does no harm.
+    // Nothing is left to stop, and a pause request is harmless.
     assert!(rig.vm.pause(Duration::from_secs(1)).is_err());
     rig.look_at_everything();
     assert_eq!(
@@ -126,7 +126,7 @@ fn a_reset_during_changes() {
     ends(Program::power(false), |reason| *reason == ExitReason::Reset);
 }
 
-/// A client that has gone while its change waits for a guest that is busy for ever.
+/// The client disconnects while its change waits for a guest that is always busy.
 #[test]
 fn a_busy_guest_and_an_impatient_client() {
     let Some(rig) = Rig::registered(vec![]) else {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A guest of a few bytes around one branch site, for tests and benchmarks that
-//! need vCPUs but no kernel.
+//! A guest of a few instructions around one branch site, for tests and benchmarks that need vCPUs
+//! but no kernel.
 //!
 //! ```text
 //!  0x10_0030  loop: nop …
@@ -11,9 +11,9 @@
 //!  0x10_4463  torn: incq 16(%rdi) ; jmp loop
 //! ```
 //!
-//! The two encodings differ in their first two bytes only. Half of each is either
-//! `e9 1f 44 00 00`, which jumps to `torn`, or `0f 0b`, an undefined instruction,
-//! which ends a guest without interrupt table: no torn branch goes unnoticed.
+//! The two encodings differ only in their first two bytes. A mixture is either `e9 1f 44 00 00`,
+//! which jumps to `torn`, or `0f 0b`, an undefined instruction, which ends a guest without an IDT.
+//! So every torn branch is noticed.
 
 #![allow(dead_code, reason = "each test binary and benchmark uses a part")]
 
@@ -28,17 +28,14 @@ use patchbay_vmm::request::{GuestRequests, NoRequests};
 use patchbay_vmm::vm::{Vm, VmError};
 use vm_memory::{Bytes, GuestAddress};
 
-/// Address of the guest's code.
 pub const CODE: u64 = 0x10_0000;
-/// Address of the loop's start.
 pub const LOOP: u64 = CODE + 0x30;
-/// Address of the branch site.
 pub const SITE: u64 = CODE + 0x3f;
-/// Address of the instruction behind the site: counts a branch not taken.
+/// Address after the site; counts a branch not taken.
 pub const NOT_TAKEN: u64 = SITE + 5;
-/// Address of the branch's target: counts a branch taken.
+/// Target of the branch; counts a branch taken.
 pub const TAKEN: u64 = NOT_TAKEN + 0x440b;
-/// Where `e9 1f 44 00 00` at the site leads.
+/// Target of `e9 1f 44 00 00` at the site.
 const TORN: u64 = NOT_TAKEN + 0x441f;
 
 /// The site's encoding while the branch is not taken.
@@ -46,21 +43,17 @@ pub const NOP: [u8; 5] = [0x0f, 0x1f, 0x44, 0x00, 0x00];
 /// The site's encoding while the branch is taken.
 pub const JMP: [u8; 5] = [0xe9, 0x0b, 0x44, 0x00, 0x00];
 
-/// Address of the first vCPU's counters; a page each.
+/// Address of the first vCPU's counters; one page per vCPU.
 const COUNTERS: u64 = 0x18_0000;
 
-/// A vCPU's three counters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Counters {
-    /// Rounds with the branch not taken.
     pub not_taken: u64,
-    /// Rounds with the branch taken.
     pub taken: u64,
-    /// Rounds that went somewhere else.
+    /// Rounds that went elsewhere.
     pub torn: u64,
 }
 
-/// Reads a vCPU's counters.
 pub fn counters(ram: &GuestRam, vcpu: u8) -> Counters {
     let word = |at: u64| load(ram, counters_address(vcpu) + at);
     Counters {
@@ -78,7 +71,7 @@ pub fn load(ram: &GuestRam, address: u64) -> u64 {
         .unwrap()
 }
 
-/// Where a vCPU's counters are.
+/// Address of a vCPU's counters.
 pub fn counters_address(vcpu: u8) -> u64 {
     COUNTERS + u64::from(vcpu) * 4096
 }
@@ -90,7 +83,7 @@ fn jump(image: &mut [u8], from: u64, to: u64) {
     image[at + 1..at + 5].copy_from_slice(&distance.to_le_bytes());
 }
 
-/// The code described at this module's head.
+/// The code shown in this module's documentation.
 pub fn branch_code() -> Vec<u8> {
     let mut image = vec![0x90; 0x5000];
     let mut put = |address: u64, bytes: &[u8]| {
@@ -107,8 +100,8 @@ pub fn branch_code() -> Vec<u8> {
     image
 }
 
-/// How a vCPU of the branch guest starts: in user mode, where code runs at full
-/// speed also on a KVM that emulates the kernel's.
+/// Start of a vCPU of the branch guest: in user mode, where code runs at full speed even on a KVM
+/// that emulates kernel mode.
 pub fn spinning(vcpu: u8) -> RawEntry {
     RawEntry {
         rip: LOOP,
@@ -118,7 +111,7 @@ pub fn spinning(vcpu: u8) -> RawEntry {
     }
 }
 
-/// A configuration for raw code with an entry per vCPU.
+/// A configuration for machine code with one entry per vCPU.
 pub fn raw(image: Vec<u8>, entries: Vec<Option<RawEntry>>) -> VmConfig {
     let vcpus = u8::try_from(entries.len()).unwrap();
     VmConfig {
@@ -133,7 +126,7 @@ pub fn raw(image: Vec<u8>, entries: Vec<Option<RawEntry>>) -> VmConfig {
     }
 }
 
-/// Makes and starts a guest, or says why it cannot run here.
+/// Starts a guest, or prints why it cannot run here.
 pub fn started(config: VmConfig, requests: Arc<dyn GuestRequests>) -> Option<Vm> {
     match Vm::new(config, requests) {
         Ok(vm) => {
@@ -148,7 +141,7 @@ pub fn started(config: VmConfig, requests: Arc<dyn GuestRequests>) -> Option<Vm>
     }
 }
 
-/// The branch guest, started, with every vCPU in its loop.
+/// Starts the branch guest and waits until every vCPU is in its loop.
 pub fn branch_guest(vcpus: u8) -> Option<Vm> {
     let entries = (0..vcpus).map(|vcpu| Some(spinning(vcpu))).collect();
     let vm = started(raw(branch_code(), entries), Arc::new(NoRequests))?;
@@ -158,21 +151,20 @@ pub fn branch_guest(vcpus: u8) -> Option<Vm> {
     Some(vm)
 }
 
-/// Waits for something that must come.
+/// Polls until a condition holds.
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !condition() {
         assert!(Instant::now() < deadline, "waited too long until {what}");
-        // Off the core, which the awaited vCPU may need.
+        // Yields the core, which the awaited vCPU may need.
         std::thread::sleep(Duration::from_micros(20));
     }
 }
 
-/// Ends the whole test process if it is not dropped in time: a vCPU that does not
-/// stop cannot be waited for.
+/// Ends the test process if it is not dropped in time. A vCPU that does not stop cannot be waited
+/// for.
 pub struct Watchdog(#[expect(dead_code, reason = "dropped to end the thread")] Sender<()>);
 
-/// Starts a watchdog.
 pub fn watchdog(seconds: u64) -> Watchdog {
     let (sender, receiver) = channel::<()>();
     let test = std::thread::current().name().unwrap_or("?").to_owned();

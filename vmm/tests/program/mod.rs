@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The monitor's program with a kernel of a few bytes, which prints and never ends.
+//! Runs the monitor's program with a kernel of a few instructions that prints and never ends.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 
@@ -18,10 +18,10 @@ pub const QUIET: &[u8] = &[
     0xeb, 0xfd, // jmp to hlt
 ];
 
-/// Prints `x` without end.
+/// Prints `x` for ever.
 pub const TALKING: &[u8] = &[0x66, 0xba, 0xf8, 0x03, 0xb0, b'x', 0xee, 0xeb, 0xfd];
 
-/// An ELF kernel with one segment, at 1 MiB, which is entered at its start.
+/// An ELF kernel with one segment at 1 MiB, entered at its start.
 pub fn kernel(code: &[u8]) -> Vec<u8> {
     let mut image = vec![0; 0x1000];
     let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
@@ -45,7 +45,7 @@ pub fn kernel(code: &[u8]) -> Vec<u8> {
     image
 }
 
-/// Whether there is a KVM; says so if not.
+/// Returns whether KVM is available; prints a message if not.
 pub fn has_kvm() -> bool {
     let usable = std::fs::File::options()
         .read(true)
@@ -57,7 +57,7 @@ pub fn has_kvm() -> bool {
     usable.is_ok()
 }
 
-/// A folder with a kernel in it, and the program's arguments.
+/// A directory with a kernel, and the program's arguments.
 pub struct Case {
     pub folder: tempfile::TempDir,
 }
@@ -73,14 +73,14 @@ impl Case {
         self.folder.path().join(name)
     }
 
-    /// The program; stdin is empty.
+    /// The program with an empty stdin.
     pub fn program(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_patchbay-vmm"));
         self.complete(&mut command, arguments);
         command
     }
 
-    /// The program as another one starts it: `before` is that one and its arguments.
+    /// The program started by another: `before` is that program with its arguments.
     pub fn program_under(&self, before: &[&str], arguments: &[&str]) -> Command {
         let mut command = Command::new(before[0]);
         command.args(&before[1..]);
@@ -102,7 +102,7 @@ impl Case {
     }
 }
 
-/// A running monitor; killed when dropped.
+/// A running monitor, killed when dropped.
 pub struct Monitor(pub Child);
 
 impl Monitor {
@@ -115,7 +115,7 @@ impl Monitor {
         kill_process(process, signal).unwrap();
     }
 
-    /// Waits for the end; the test's watchdog bounds it.
+    /// Waits for the program's end; the test's watchdog bounds the wait.
     pub fn wait(&mut self) -> ExitStatus {
         self.0.wait().unwrap()
     }
@@ -124,7 +124,7 @@ impl Monitor {
         self.0.try_wait().unwrap().is_none()
     }
 
-    /// Whether the thread of that name sleeps in write(2).
+    /// Returns whether the thread sleeps in write(2).
     pub fn is_stuck_writing(&self, thread: &str) -> bool {
         let folder = format!("/proc/{}/task", self.0.id());
         std::fs::read_dir(folder).unwrap().any(|task| {

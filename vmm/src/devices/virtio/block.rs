@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A disk for the guest (virtio 1.2, 5.2): a raw image, read-only or not.
+//! A virtio disk (virtio 1.2, 5.2) on a raw image, read-only or writable.
 //!
 //! ```text
-//!  ring ──▶ parsed, data copied out ──▶ within the limits? ──▶ host's file ──▶ data copied in, given back
-//!           └──────── the device's lock ───────────────────┘  └─ no lock ─┘  └──── the lock again ─────┘
+//!  ring ──▶ parse, copy data out ──▶ within the limits? ──▶ host's file ──▶ copy data in, give back
+//!           └──────── device lock ────────────────────┘    └─ no lock ─┘  └──── device lock ────┘
 //! ```
 
 use std::fs::File;
@@ -23,115 +23,103 @@ use virtio_bindings::virtio_blk::{
 };
 
 use super::Memory;
-use super::device::{Device, HostDone, HostWork, Next};
+use super::device::{Device, HostDone, HostWork, NextTurn};
 use super::queue::{Broken, CHAIN_MAX, Chain, Ring};
 use super::rate::{DiskLimits, Limiter};
 use patchbay_service::limited;
 
 const DEVICE_ID: u32 = 2;
 
-/// Bytes in a sector, whatever the image's real block size.
+/// Size of a sector in bytes, whatever the image's block size.
 const SECTOR: u64 = 512;
 
-/// Bytes in a request's head: type, reserved, sector.
+/// Size of a request header in bytes: type, reserved, sector.
 const HEAD: usize = 16;
 
-/// Data segments that a request may have: a chain without head and status.
+/// Limit on the data segments of a request: a chain without header and status.
 const SEGMENTS_MAX: u32 = CHAIN_MAX as u32 - 2;
 
-/// Bytes of data in one request. Linux asks for 1.25 MiB at most unless told otherwise.
+/// Limit on the data of a request in bytes. Linux sends at most 1.25 MiB by default.
 const DATA_MAX: usize = 16 << 20;
 
-/// Requests answered in one turn without the host's file.
+/// Limit on requests answered in one turn without I/O on the host's file.
 const BATCH: usize = 16;
 
-/// Bytes of a buffer that is kept for the next request: what Linux asks for at most.
+/// A buffer up to this size is kept for the next request; the default maximum of Linux.
 const KEPT_BUFFER: usize = 1280 << 10;
 
-/// A disk image and how to use it.
+/// A disk image and its options.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DiskConfig {
     /// The raw image: a file or a block device of whole 512-byte sectors.
     pub path: PathBuf,
-    /// Whether the guest may only read it.
+    /// Refuse writes of the guest.
     pub read_only: bool,
-    /// How much of the host's disk the guest gets.
+    /// Rate limits of the guest's requests.
     pub limits: DiskLimits,
 }
 
-/// Why a disk image cannot be used.
+/// A disk image cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub enum DiskError {
-    /// It cannot be opened.
     #[error("the disk image {path} cannot be opened{}: {source}; check the path and its permissions, or add ,readonly", if *.read_only { "" } else { " for writing" })]
     Open {
-        /// The image.
         path: PathBuf,
-        /// As configured.
         read_only: bool,
-        /// What the host said.
         source: std::io::Error,
     },
-    /// It is neither a file nor a block device.
     #[error("the disk image {0} is neither a file nor a block device; give a raw image")]
     NotAnImage(PathBuf),
-    /// Its size is no multiple of 512.
     #[error(
         "the disk image {path} has {bytes} bytes, which is not a positive multiple of 512; give a raw image (qemu-img convert -O raw makes one)"
     )]
-    Size {
-        /// The image.
-        path: PathBuf,
-        /// Its size in bytes.
-        bytes: u64,
-    },
-    /// Somebody else uses it.
+    Size { path: PathBuf, bytes: u64 },
     #[error(
-        "the disk image {0} is in use, by another guest or twice by this one; end the other one, or give ,readonly everywhere"
+        "the disk image {0} is in use by another guest, or twice by this one; stop the other guest, or add ,readonly everywhere"
     )]
     InUse(PathBuf),
 }
 
-/// The device.
 #[derive(Debug)]
 pub(super) struct Block {
     image: Arc<File>,
     sectors: u64,
     read_only: bool,
     id: [u8; VIRTIO_BLK_ID_BYTES as usize],
-    /// The driver can flush, so writes need not be on the disk when they are done.
+    /// The driver accepted flush requests, so a write may complete before it is on the disk.
     flushes: bool,
     limiter: Limiter,
-    /// A request that the limits hold back.
+    /// A request delayed by the limits.
     held_back: Option<Chain>,
-    /// The request that the host works on.
+    /// The request that the host is working on.
     under_way: Option<UnderWay>,
-    /// Room for a request's data.
+    /// Buffer for a request's data.
     buffer: Vec<u8>,
 }
 
-/// A request that the host works on.
+/// A request that the host is working on.
 #[derive(Debug)]
 struct UnderWay {
     chain: Chain,
-    /// Whether the data goes to the guest.
+    /// The data is copied to the guest.
     reads: bool,
 }
 
-/// What becomes of a request.
-enum Outcome {
-    /// The host is to work on it; `true` if what it reads goes to the guest.
+/// How a request continues.
+enum RequestOutcome {
+    /// The host has to do this work. The flag says whether its data is copied to the guest.
     Host(HostWork, bool),
-    /// It succeeded and wrote so many bytes of data to the guest.
+    /// Done. The number of data bytes written to the guest.
     Done(usize),
-    /// It cannot be done as asked.
+    /// Failed (VIRTIO_BLK_S_IOERR).
     Failed,
-    /// The device does not know it.
+    /// Unsupported request (VIRTIO_BLK_S_UNSUPP).
     Unknown,
 }
 
 impl Block {
-    /// Opens and locks the image; `index` is the disk's place among the guest's disks.
+    /// Opens and locks the image. `index` numbers the guest's disks.
     pub fn open(config: &DiskConfig, index: usize) -> Result<Self, DiskError> {
         let path = || config.path.clone();
         let open = |source| DiskError::Open {
@@ -154,7 +142,7 @@ impl Block {
             Err(Errno::WOULDBLOCK) => return Err(DiskError::InUse(path())),
             Err(error) => return Err(open(error.into())),
         }
-        // A block device tells its size this way only.
+        // The size of a block device is not in its metadata.
         let bytes = image.seek(SeekFrom::End(0)).map_err(open)?;
         if bytes == 0 || !bytes.is_multiple_of(SECTOR) {
             return Err(DiskError::Size {
@@ -179,7 +167,7 @@ impl Block {
         })
     }
 
-    /// Begins a request. `None`: it is answered.
+    /// Starts a request. Returns `None` if it is already answered.
     fn begin(
         &mut self,
         chain: Chain,
@@ -201,24 +189,24 @@ impl Block {
             VIRTIO_BLK_T_GET_ID => {
                 let length = room.min(self.id.len());
                 chain.write_at(memory, 0, &self.id[..length])?;
-                Outcome::Done(length)
+                RequestOutcome::Done(length)
             }
-            _ => Outcome::Unknown,
+            _ => RequestOutcome::Unknown,
         };
         let (status, written) = match outcome {
-            Outcome::Host(work, reads) => {
+            RequestOutcome::Host(work, reads) => {
                 self.under_way = Some(UnderWay { chain, reads });
                 return Ok(Some(work));
             }
-            Outcome::Done(written) => (VIRTIO_BLK_S_OK, written),
-            Outcome::Failed => (VIRTIO_BLK_S_IOERR, 0),
-            Outcome::Unknown => (VIRTIO_BLK_S_UNSUPP, 0),
+            RequestOutcome::Done(written) => (VIRTIO_BLK_S_OK, written),
+            RequestOutcome::Failed => (VIRTIO_BLK_S_IOERR, 0),
+            RequestOutcome::Unknown => (VIRTIO_BLK_S_UNSUPP, 0),
         };
         answer(&chain, ring, memory, status, written)?;
         Ok(None)
     }
 
-    /// Byte offset in the image of whole sectors that are all there.
+    /// Byte offset in the image; `None` unless the request covers whole sectors inside it.
     fn position(&self, sector: u64, length: usize) -> Option<u64> {
         let length = u64::try_from(length).ok()?;
         let sound = length.is_multiple_of(SECTOR) && length <= DATA_MAX as u64;
@@ -226,16 +214,16 @@ impl Block {
         (sound && end <= self.sectors).then(|| sector * SECTOR)
     }
 
-    /// The kept buffer, so long.
+    /// Returns the kept buffer, resized to `length`.
     fn take_buffer(&mut self, length: usize) -> Vec<u8> {
         let mut buffer = std::mem::take(&mut self.buffer);
         buffer.resize(length, 0);
         buffer
     }
 
-    fn read(&mut self, sector: u64, length: usize) -> Outcome {
+    fn read(&mut self, sector: u64, length: usize) -> RequestOutcome {
         let Some(position) = self.position(sector, length) else {
-            return Outcome::Failed;
+            return RequestOutcome::Failed;
         };
         let mut data = self.take_buffer(length);
         let image = Arc::clone(&self.image);
@@ -243,13 +231,18 @@ impl Block {
             result: image.read_exact_at(&mut data, position),
             data,
         };
-        Outcome::Host(Box::new(work), true)
+        RequestOutcome::Host(Box::new(work), true)
     }
 
-    fn write(&mut self, chain: &Chain, memory: &Memory, sector: u64) -> Result<Outcome, Broken> {
+    fn write(
+        &mut self,
+        chain: &Chain,
+        memory: &Memory,
+        sector: u64,
+    ) -> Result<RequestOutcome, Broken> {
         let length = chain.readable_bytes().saturating_sub(HEAD);
         let (false, Some(position)) = (self.read_only, self.position(sector, length)) else {
-            return Ok(Outcome::Failed);
+            return Ok(RequestOutcome::Failed);
         };
         let mut data = self.take_buffer(length);
         chain.read_at(memory, HEAD, &mut data)?;
@@ -262,12 +255,12 @@ impl Block {
             }
             HostDone { result, data }
         };
-        Ok(Outcome::Host(Box::new(work), false))
+        Ok(RequestOutcome::Host(Box::new(work), false))
     }
 
-    fn flush(&mut self) -> Outcome {
+    fn flush(&mut self) -> RequestOutcome {
         if self.read_only {
-            return Outcome::Done(0);
+            return RequestOutcome::Done(0);
         }
         let image = Arc::clone(&self.image);
         let data = self.take_buffer(0);
@@ -275,11 +268,11 @@ impl Block {
             result: image.sync_data(),
             data,
         };
-        Outcome::Host(Box::new(work), false)
+        RequestOutcome::Host(Box::new(work), false)
     }
 }
 
-/// Gives a request back with its status in its last byte.
+/// Completes a request with its status in the last byte.
 fn answer(
     chain: &Chain,
     ring: &mut Ring,
@@ -293,7 +286,7 @@ fn answer(
     ring.push(chain, written + 1)
 }
 
-/// Refuses pipes and the like before they are opened, which could block.
+/// Refuses pipes and other special files before they are opened, because that could block.
 fn check_kind(path: &Path, open: impl Fn(std::io::Error) -> DiskError) -> Result<(), DiskError> {
     let kind = std::fs::metadata(path).map_err(open)?.file_type();
     match kind.is_file() || kind.is_block_device() {
@@ -316,8 +309,8 @@ impl Device for Block {
         1
     }
 
-    /// `struct virtio_blk_config`: capacity in sectors, size_max (not offered),
-    /// seg_max; the rest belongs to features that are not offered.
+    /// `struct virtio_blk_config`: capacity in sectors, size_max (not offered), seg_max. The other
+    /// fields belong to features that are not offered.
     fn config(&self) -> Vec<u8> {
         let mut config = vec![];
         config.extend_from_slice(&self.sectors.to_le_bytes());
@@ -336,32 +329,32 @@ impl Device for Block {
         self.under_way = None;
     }
 
-    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<Next, Broken> {
+    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<NextTurn, Broken> {
         let Some(Some(ring)) = rings.first_mut() else {
-            return Ok(Next::Wait);
+            return Ok(NextTurn::Wait);
         };
         for _ in 0..BATCH {
             let chain = match self.held_back.take() {
                 Some(chain) => chain,
                 None => match ring.pop()? {
                     Some(chain) => chain,
-                    None => return Ok(Next::Wait),
+                    None => return Ok(NextTurn::Wait),
                 },
             };
-            // More than a request may have is refused, and so costs nothing.
+            // A request over the size limit is refused without I/O, so it uses no tokens.
             let bytes = chain
                 .readable_bytes()
                 .saturating_add(chain.writable_bytes());
             let bytes = bytes.min(DATA_MAX) as u64;
             if let Err(at) = self.limiter.admit(Instant::now(), bytes) {
                 self.held_back = Some(chain);
-                return Ok(Next::At(at));
+                return Ok(NextTurn::At(at));
             }
             if let Some(work) = self.begin(chain, ring, memory)? {
-                return Ok(Next::Host(work));
+                return Ok(NextTurn::Host(work));
             }
         }
-        Ok(Next::Again)
+        Ok(NextTurn::Again)
     }
 
     fn finish(
@@ -383,7 +376,7 @@ impl Device for Block {
             Err(error) => {
                 limited!(
                     warn,
-                    "a disk image fails ({error}); the guest sees I/O errors"
+                    "a disk image fails ({error}); the guest sees I/O errors; check the host's storage"
                 );
                 (VIRTIO_BLK_S_IOERR, 0)
             }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What a device is to its transport.
+//! Interface between a virtio device and its transport.
 
 use std::os::fd::RawFd;
 use std::time::Instant;
@@ -8,58 +8,58 @@ use std::time::Instant;
 use super::Memory;
 use super::queue::{Broken, Ring};
 
-/// What a device wants next.
-pub(super) enum Next {
+/// What a device needs next.
+pub(super) enum NextTurn {
     /// Nothing before the next notification or event.
     Wait,
-    /// Another turn; other devices of the thread come first.
+    /// Another turn, after the other devices of the thread.
     Again,
     /// Another turn at this time, or after the next notification or event.
     At(Instant),
-    /// Something that may take the host long. It is done without any lock, so that a reset does
-    /// not wait for it, and handed to [`Device::finish`] unless the driver has reset the device.
+    /// Work that may block on the host. It runs without any lock, so that a reset does not wait for
+    /// it. Its result goes to [`Device::finish`] unless the driver has reset the device.
     Host(HostWork),
 }
 
-/// Work on the host's files that knows nothing of guest memory.
+/// Work on the host's files without access to guest memory.
 pub(super) type HostWork = Box<dyn FnOnce() -> HostDone + Send>;
 
-/// What [`HostWork`] came to.
+/// Result of [`HostWork`].
 pub(super) struct HostDone {
-    /// Whether the host could do it.
     pub result: std::io::Result<()>,
-    /// The data that was read, or the buffer of what was written.
+    /// The data read, or the buffer of the data written.
     pub data: Vec<u8>,
 }
 
-/// A device, as its transport and the device thread use it. One thread at a time.
+/// A device as seen by its transport and the device thread. Only one thread calls it at a time.
 pub(super) trait Device: Send {
-    /// The device ID (virtio 1.2, chapter 5).
+    /// Device ID (virtio 1.2, chapter 5).
     fn id(&self) -> u32;
 
-    /// Its own feature bits.
+    /// Device-specific feature bits.
     fn features(&self) -> u64;
 
-    /// The number of its queues.
+    /// Number of queues.
     fn queues(&self) -> usize;
 
-    /// Its configuration space. It never changes.
+    /// Configuration space. It must never change.
     fn config(&self) -> Vec<u8>;
 
     /// The driver is ready and has accepted `features`.
     fn activate(&mut self, features: u64);
 
-    /// Forget the driver and everything that was under way.
+    /// Forgets the driver and all requests in progress.
     fn reset(&mut self);
 
-    /// Does what there is to do, but only so much that other devices get their
-    /// turn soon, and nothing that may take the host long. Called after a notification, after an
-    /// event of [`event_source`](Self::event_source), and as the last answer wants.
+    /// Processes a bounded amount of work, so that other devices get their turn, and nothing that
+    /// may block on the host. Called after a notification, after an event of
+    /// [`event_source`](Self::event_source), and when the previous call asked for it.
     ///
-    /// `rings` has one entry per queue, `None` for those that the driver does not use.
-    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<Next, Broken>;
+    /// `rings` has one entry per queue, `None` for a queue that the driver does not use.
+    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<NextTurn, Broken>;
 
-    /// Takes what the work of [`Next::Host`] came to. Not called if there was a reset meanwhile.
+    /// Takes the result of the work of [`NextTurn::Host`]. Not called if the device was reset
+    /// meanwhile.
     fn finish(
         &mut self,
         _done: HostDone,
@@ -69,17 +69,17 @@ pub(super) trait Device: Send {
         Ok(())
     }
 
-    /// The guest has ended: nobody on the host is to find the device any more.
+    /// The guest has ended: closes what clients on the host could connect to.
     fn close(&mut self) {}
 
-    /// A descriptor whose becoming readable is an event, if the device waits for
-    /// more than the guest. It lives as long as the device.
+    /// A descriptor that becomes readable on an event, if the device waits for more than the guest.
+    /// It lives as long as the device.
     fn event_source(&self) -> Option<RawFd> {
         None
     }
 }
 
-/// So that a test can drive any of several devices.
+/// Lets a test drive any of several devices.
 #[cfg(any(test, feature = "testing"))]
 impl Device for Box<dyn Device> {
     fn id(&self) -> u32 {
@@ -106,7 +106,7 @@ impl Device for Box<dyn Device> {
         (**self).reset();
     }
 
-    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<Next, Broken> {
+    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<NextTurn, Broken> {
         (**self).process(rings, memory)
     }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Drivers made of the fuzzer's bytes, for each device.
+//! Fuzz targets that drive each device with the fuzzer's bytes.
 
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
@@ -13,19 +13,19 @@ use vm_memory::{Bytes, GuestAddress};
 use super::DiskLimits;
 use super::block::{Block, DiskConfig};
 use super::device::Device;
-use super::driver::{BUFFERS, Buffer, Driver, QUEUE};
 use super::rng::Rng;
+use super::testing::{BUFFERS, Buffer, Driver, QUEUE};
 use super::vsock::{CID_MIN, Vsock, VsockConfig};
 use crate::fuzzing::Numbers;
 
-/// Bytes of a vsock packet's head.
+/// Size of a vsock header in bytes.
 const HEADER: usize = 44;
 
-/// Names of sockets that are removed with it.
+/// Host sockets of one run, removed when dropped.
 struct Sockets(PathBuf);
 
 impl Sockets {
-    /// One set per thread: runs follow each other.
+    /// Paths are reused per thread: runs on a thread are sequential.
     fn new() -> Self {
         let thread = rustix::thread::gettid().as_raw_nonzero();
         Self(std::env::temp_dir().join(format!("patchbay-fuzz-{thread}")))
@@ -37,12 +37,12 @@ impl Sockets {
             cid: CID_MIN,
             privileged: vec![],
         };
-        // One of a run that was killed.
+        // A killed run may have left its socket.
         let _ = std::fs::remove_file(&self.0);
         Vsock::new(&config).expect("the host has sockets")
     }
 
-    /// Where the guest's connections to port 52 go.
+    /// Path of the socket for the guest's connections to port 52.
     fn port(&self) -> PathBuf {
         let mut name = self.0.clone().into_os_string();
         name.push("_52");
@@ -67,7 +67,7 @@ fn disk() -> (Block, impl AsRawFd) {
     (Block::open(&config, 0).expect("it was just made"), image)
 }
 
-/// Any driver of any device: registers, descriptors, buffers.
+/// Any driver on any device: registers, descriptors, buffers.
 pub fn virtio(data: &[u8]) {
     let mut numbers = Numbers(data);
     let sockets = Sockets::new();
@@ -84,7 +84,7 @@ pub fn virtio(data: &[u8]) {
             break;
         }
         let step = numbers.u8();
-        // Mostly plausible numbers: the others end at the first check.
+        // Most numbers are plausible; others fail at the first check.
         let mut address = || match step >> 6 {
             0..3 => BUFFERS + u64::from(numbers.u16()),
             _ => numbers.u64(),
@@ -114,7 +114,7 @@ pub fn virtio(data: &[u8]) {
             4 => {
                 let at = address();
                 let length = usize::from(numbers.u8() % 64);
-                // Outside memory there is nothing to write to.
+                // Writes outside memory have no effect.
                 let _ = driver
                     .memory
                     .write_slice(numbers.take(length), GuestAddress(at));
@@ -140,7 +140,7 @@ pub fn virtio(data: &[u8]) {
     assert!(!driver.needs_reset());
 }
 
-/// Packets of any kind, between a driver that follows the rules and clients on the host.
+/// Arbitrary packets between a well-behaved driver and clients on the host.
 pub fn vsock(data: &[u8]) {
     let mut numbers = Numbers(data);
     let sockets = Sockets::new();
@@ -155,7 +155,7 @@ pub fn vsock(data: &[u8]) {
         }
         let step = numbers.u8();
         match step % 8 {
-            // From the guest, nearly right: address, ports, length, kind, operation.
+            // A nearly valid packet from the guest: address, ports, length, type, operation.
             0..4 => {
                 let mut header = [0; HEADER];
                 header[0] = 3;
@@ -181,7 +181,7 @@ pub fn vsock(data: &[u8]) {
                 let body = vec![step; length];
                 driver.chain(1, &[Buffer::Out(&header), Buffer::Out(&body)]);
             }
-            // Room for packets to the guest.
+            // Receive buffers for packets to the guest.
             4 => {
                 driver.chain(0, &[Buffer::In(HEADER + usize::from(step))]);
             }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The guest's virtio devices: vsock, disks, randomness (virtio 1.2).
+//! Virtio devices of the guest: vsock, disks, entropy (virtio 1.2).
 //!
 //! ```text
 //!  vCPU threads ── registers ──▶ transport ◀── one batch at a time ── device threads
@@ -9,26 +9,22 @@
 //!  guest ◀─────────────── irqfd ────────────────────────────────────────────┘
 //! ```
 //!
-//! Each device has one page of registers from [`MMIO_START`] on and an interrupt
-//! line of its own. Guests find them by words on the kernel's command line
-//! (`virtio_mmio.device=`, Linux's `drivers/virtio/virtio_mmio.c`).
+//! Each device has one page of registers from [`MMIO_START`] on and its own interrupt line. Guests
+//! find the devices through the kernel command line (`virtio_mmio.device=`, Linux's
+//! `drivers/virtio/virtio_mmio.c`).
 //!
-//! The guest's driver is hostile input. What it breaks stops the one device until
-//! it resets it (NEEDS_RESET); it never stops the monitor.
+//! The guest's driver is hostile. A driver error stops that one device until the driver resets it
+//! (NEEDS_RESET). It never stops the monitor.
 
 mod block;
 mod device;
-#[cfg(test)]
-mod disk_tests;
-#[cfg(any(test, feature = "testing"))]
-mod driver;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod fuzzing;
-#[cfg(test)]
-mod hostile_tests;
 mod queue;
 mod rate;
 mod rng;
+#[cfg(any(test, feature = "testing"))]
+mod testing;
 #[cfg(test)]
 mod tests;
 mod thread;
@@ -52,63 +48,58 @@ use transport::Transport;
 
 use crate::dirty::DirtyBitmap;
 
-/// The guest's memory.
 type Memory = GuestMemoryMmap<DirtyBitmap>;
 
 /// Guest-physical address of the first device's registers.
 pub const MMIO_START: u64 = 0xd000_0000;
 
-/// Bytes of registers per device.
+/// Size of a device's registers in bytes.
 const MMIO_SIZE: u64 = 0x1000;
 
-/// Disks that a guest can have.
+/// Limit on the disks of a guest.
 pub const DISKS_MAX: usize = 4;
 
-/// Interrupt lines for devices: those of the ISA bus that have no other use here.
+/// Interrupt lines for devices: the unused lines of the ISA bus.
 const IRQS: [u32; 6] = [5, 6, 7, 10, 11, 12];
 
-/// The virtio devices of a guest.
+/// Configuration of a guest's virtio devices.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct VirtioConfig {
-    /// Randomness from the host.
+    /// An entropy device, fed by the host.
     pub rng: bool,
     /// Stream sockets between guest and host.
     pub vsock: Option<VsockConfig>,
-    /// Disks, in the order in which the guest finds them; 4 at most.
+    /// Disks, in the order in which the guest finds them; at most 4.
     pub disks: Vec<DiskConfig>,
 }
 
-/// Why the devices cannot be set up.
+/// The devices cannot be set up.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub enum VirtioError {
-    /// Too many disks.
-    #[error("{0} disks are not possible; give 4 at most")]
+    #[error("{0} disks are more than the 4 that a guest can have; remove some")]
     TooManyDisks(usize),
-    /// A disk image.
     #[error(transparent)]
     Disk(#[from] DiskError),
-    /// The vsock device.
     #[error(transparent)]
     Vsock(#[from] VsockError),
-    /// The host refused a thread or descriptors.
     #[error(
-        "the device threads cannot be set up ({0}): raise the limits on threads and open files"
+        "the device threads cannot be set up ({0}); raise the limits on threads and open files"
     )]
     Host(#[from] std::io::Error),
-    /// KVM does not connect an interrupt line.
-    #[error("KVM does not connect a device's interrupt ({0}); use a kernel of 5.10 or later")]
+    #[error("KVM cannot connect a device's interrupt ({0}); use a kernel of 5.10 or later")]
     Interrupt(kvm_ioctls::Error),
 }
 
-/// A guest's virtio devices.
+/// Virtio devices of a guest.
 pub(crate) struct Virtio {
     transports: Vec<Arc<Transport>>,
-    /// One for each disk, and one for all others.
+    /// One thread per disk, and one for all other devices.
     threads: Vec<DeviceThread>,
 }
 
 impl Virtio {
-    /// Opens what the devices need of the host.
+    /// Opens the host's files and sockets of the devices.
     pub fn new(config: &VirtioConfig, memory: &Memory) -> Result<Self, VirtioError> {
         if config.disks.len() > DISKS_MAX {
             return Err(VirtioError::TooManyDisks(config.disks.len()));
@@ -143,11 +134,11 @@ impl Virtio {
         })
     }
 
-    /// What the guest's kernel must be told, with a space before each word.
+    /// Words for the guest's kernel command line, each with a leading space.
     pub fn command_line(&self) -> String {
         let mut words = String::new();
         for (index, irq) in self.lines() {
-            // Writing to a string does not fail.
+            // Writing to a String cannot fail.
             let _ = write!(words, " virtio_mmio.device=4K@{:#x}:{irq}", address(index));
         }
         words
@@ -157,7 +148,7 @@ impl Virtio {
         (0..self.transports.len()).zip(IRQS)
     }
 
-    /// Connects interrupts, and notifications where KVM can carry them itself.
+    /// Connects the interrupts, and the notifications where KVM supports ioeventfds.
     pub fn connect(&self, vm: &VmFd) -> Result<(), VirtioError> {
         for (index, irq) in self.lines() {
             let transport = &self.transports[index];
@@ -165,14 +156,15 @@ impl Virtio {
                 .map_err(VirtioError::Interrupt)?;
             let notify = address(index) + u64::from(VIRTIO_MMIO_QUEUE_NOTIFY);
             for queue in (0_u32..).take(transport.queue_count()) {
-                // Without it the guest's write leaves KVM and ends up in `write`.
+                // Without an ioeventfd the guest's write exits to user space and arrives in
+                // `write`.
                 let _ = vm.register_ioevent(transport.kick(), &IoEventAddress::Mmio(notify), queue);
             }
         }
         Ok(())
     }
 
-    /// Starts the device threads. `failed` is told why if one cannot go on.
+    /// Starts the device threads. If a thread cannot continue, `failed` is called with the reason.
     pub fn start(
         &self,
         failed: impl FnOnce(String) + Clone + Send + 'static,
@@ -183,8 +175,8 @@ impl Virtio {
         Ok(())
     }
 
-    /// Ends the device threads, once their batches are done, and what clients on
-    /// the host could connect to. May be called more than once.
+    /// Stops the device threads after their current batch and closes what clients on the host could
+    /// connect to. May be called more than once.
     pub fn close(&self) {
         for thread in &self.threads {
             thread.stop();
@@ -194,7 +186,7 @@ impl Virtio {
         }
     }
 
-    /// The guest reads. False: no device lives there.
+    /// Handles a read of the guest. Returns false if no device is at the address.
     pub fn read(&self, address: u64, data: &mut [u8]) -> bool {
         match self.find(address) {
             Some((transport, offset)) => {
@@ -205,7 +197,7 @@ impl Virtio {
         }
     }
 
-    /// The guest writes.
+    /// Handles a write of the guest.
     pub fn write(&self, address: u64, data: &[u8]) {
         if let Some((transport, offset)) = self.find(address) {
             transport.write(offset, data);
@@ -219,7 +211,7 @@ impl Virtio {
     }
 }
 
-/// Where a device's registers are.
+/// Address of a device's registers.
 fn address(index: usize) -> u64 {
     MMIO_START + index as u64 * MMIO_SIZE
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A queue as a device sees it, over virtio-queue's rings.
+//! A device's view of a queue, on top of virtio-queue's rings.
 //!
-//! All of it lies in guest memory and may change at any time, so a chain of
-//! descriptors is read once, into a [`Chain`] whose every address has been
-//! checked; nothing is looked up in the guest's tables afterwards.
+//! The queue lies in guest memory and may change at any time. A chain of descriptors is therefore
+//! read once, into a [`Chain`] with checked addresses. The guest's tables are not read again after
+//! that.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -13,11 +13,10 @@ use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions};
 
 use super::Memory;
 
-/// Descriptors that a chain may have.
+/// Limit on the descriptors of a chain.
 pub(super) const CHAIN_MAX: usize = 256;
 
-/// In the available ring's flags: the driver wants no interrupts
-/// (virtio 1.2, 2.7.6).
+/// Flag of the available ring: the driver wants no interrupts (virtio 1.2, 2.7.6).
 const NO_INTERRUPT: u16 = 1;
 
 /// The driver broke the rules of virtio. The device stops until it is reset.
@@ -25,10 +24,10 @@ const NO_INTERRUPT: u16 = 1;
 #[error("the guest's driver broke the rules: {0}; it must reset the device")]
 pub(super) struct Broken(pub &'static str);
 
-/// Where a queue lies in guest memory, as the driver told.
+/// Location of a queue in guest memory, as given by the driver.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct QueueAddresses {
-    /// Entries; a power of two.
+    /// Number of entries; a power of two.
     pub size: u32,
     /// Guest-physical address of the descriptor table.
     pub descriptors: u64,
@@ -43,15 +42,15 @@ pub(super) struct QueueAddresses {
 pub(super) struct Ring {
     queue: Queue,
     memory: Memory,
-    /// Something was given back since the last look at `interrupt_wanted`.
+    /// A chain was given back since the last call of `interrupt_wanted`.
     returned: bool,
 }
 
 impl Ring {
-    /// Checks size (at most `max`), alignments and addresses.
+    /// Checks the size (at most `max`), the alignments and the addresses.
     pub fn new(addresses: QueueAddresses, max: u16, memory: &Memory) -> Result<Self, Broken> {
         let mut queue =
-            Queue::new(max).map_err(|_| Broken("a queue's greatest size is no power of two"))?;
+            Queue::new(max).map_err(|_| Broken("a queue's maximum size is not a power of two"))?;
         let size = u16::try_from(addresses.size).map_err(|_| Broken("a queue is too long"))?;
         queue
             .try_set_size(size)
@@ -84,7 +83,7 @@ impl Ring {
         })
     }
 
-    /// Takes the next chain that the driver made available, if there is one.
+    /// Takes the next available chain.
     pub fn pop(&mut self) -> Result<Option<Chain>, Broken> {
         let mut heads = self
             .queue
@@ -96,7 +95,7 @@ impl Ring {
         }
     }
 
-    /// Gives a chain back, into which `written` bytes were put.
+    /// Gives a chain back with `written` bytes in it.
     pub fn push(&mut self, chain: &Chain, written: usize) -> Result<(), Broken> {
         self.returned = true;
         self.queue
@@ -108,12 +107,12 @@ impl Ring {
             .map_err(|_| Broken("the used ring cannot be written"))
     }
 
-    /// Whether the driver is to be interrupted for what was given back since the last call.
+    /// Returns whether the driver wants an interrupt for the chains given back since the last call.
     pub fn interrupt_wanted(&mut self) -> bool {
         if !std::mem::take(&mut self.returned) {
             return false;
         }
-        // The used index must be out before the flag is read (virtio 1.2, 2.7.7.2).
+        // The used index must be visible before the flag is read (virtio 1.2, 2.7.7.2).
         fence(Ordering::SeqCst);
         let flags: u16 = self
             .memory
@@ -123,16 +122,15 @@ impl Ring {
     }
 }
 
-/// A run of guest memory.
+/// A contiguous range of guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Segment {
     address: GuestAddress,
     length: usize,
 }
 
-/// A chain of descriptors, copied out and checked: every byte of it was in the
-/// guest's memory, what the device reads comes before what it writes, and it has
-/// an end.
+/// A chain of descriptors, copied and checked: it ends, all its buffers are in guest memory, and
+/// readable buffers come before writable ones.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Chain {
     head: u16,
@@ -150,8 +148,8 @@ impl Chain {
             readable: vec![],
             writable: vec![],
         };
-        // The iterator ends alike at a chain's end and at a descriptor that it
-        // does not like: only the last one's "next" flag tells.
+        // The iterator stops alike at the end of a chain and at an invalid descriptor. Only the
+        // "next" flag of the last descriptor tells them apart.
         let mut continues = true;
         for descriptor in descriptors {
             continues = descriptor.has_next();
@@ -184,12 +182,12 @@ impl Chain {
         Ok(chain)
     }
 
-    /// Bytes that the device may read.
+    /// Number of bytes that the device may read.
     pub fn readable_bytes(&self) -> usize {
         self.readable.iter().map(|segment| segment.length).sum()
     }
 
-    /// Bytes that the device may write.
+    /// Number of bytes that the device may write.
     pub fn writable_bytes(&self) -> usize {
         self.writable.iter().map(|segment| segment.length).sum()
     }
@@ -220,18 +218,18 @@ impl Chain {
         Ok(())
     }
 
-    /// Where `length` readable bytes from `offset` on lie.
+    /// Locates `length` readable bytes from `offset` on.
     fn readable_pieces(&self, offset: usize, length: usize) -> Result<Vec<Piece>, Broken> {
         pieces(&self.readable, offset, length)
     }
 
-    /// Where `length` writable bytes from `offset` on lie.
+    /// Locates `length` writable bytes from `offset` on.
     fn writable_pieces(&self, offset: usize, length: usize) -> Result<Vec<Piece>, Broken> {
         pieces(&self.writable, offset, length)
     }
 }
 
-/// Part of a chain, in one run of guest memory.
+/// A part of a chain that is contiguous in guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Piece {
     address: GuestAddress,
@@ -251,7 +249,7 @@ fn pieces(segments: &[Segment], offset: usize, length: usize) -> Result<Vec<Piec
         let length = left.min(segment.length - skipped);
         if length > 0 {
             pieces.push(Piece {
-                // In range: the whole segment is in guest memory.
+                // No overflow: the whole segment is in guest memory.
                 address: GuestAddress(segment.address.0 + skipped as u64),
                 length,
             });

@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Token buckets: how much of the host's disk a guest gets.
+//! Token buckets that limit a guest's use of the host's disk.
 
 use std::time::{Duration, Instant};
 
-/// How fast tokens come back, and how many there are at most.
+/// Rate and size of a token bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rate {
     /// Tokens per second; 0 counts as 1.
     pub per_second: u64,
-    /// Tokens in a full bucket: what may be used at once after a rest.
+    /// Size of the bucket: the tokens available after idle time.
     pub burst: u64,
 }
 
-/// Limits of one disk; without any it is as fast as the host's.
+/// Limits of one disk; `None` means unlimited.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DiskLimits {
     /// Bytes read and written.
     pub bytes: Option<Rate>,
-    /// Requests of any kind.
+    /// Requests of any type.
     pub operations: Option<Rate>,
 }
 
-/// A bucket. A request that finds a token left goes on, and may take more than there are: the next
-/// one waits until the debt is paid. So requests of any size pass, and the rate holds.
+/// A token bucket. A request that finds a token proceeds and may take more tokens than there are.
+/// The next request waits until the debt is paid. So requests of any size pass, and the rate holds.
 #[derive(Debug)]
 struct Bucket {
     rate: Rate,
@@ -36,13 +36,13 @@ impl Bucket {
         Self { rate, full_at: now }
     }
 
-    /// How long `tokens` take to come back.
+    /// Time in which `tokens` are refilled.
     fn time_for(&self, tokens: u64) -> Duration {
         let nanos = u128::from(tokens) * 1_000_000_000 / u128::from(self.rate.per_second.max(1));
         Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
 
-    /// How long until a token is there.
+    /// Time until a token is available.
     fn wait(&self, now: Instant) -> Duration {
         let until_full = self.full_at.saturating_duration_since(now);
         until_full.saturating_sub(self.time_for(self.rate.burst))
@@ -50,7 +50,7 @@ impl Bucket {
 
     fn take(&mut self, now: Instant, tokens: u64) {
         let from = self.full_at.max(now);
-        // Far enough away to be never: then the guest waits for as long as it lives.
+        // A time too far ahead to represent means that the guest waits for as long as it lives.
         self.full_at = from.checked_add(self.time_for(tokens)).unwrap_or(from);
     }
 }
@@ -70,7 +70,7 @@ impl Limiter {
         }
     }
 
-    /// Lets a request of so many bytes go on, or says when to ask again.
+    /// Admits a request of `bytes` bytes, or returns when to try again.
     pub fn admit(&mut self, now: Instant, bytes: u64) -> Result<(), Instant> {
         let wait = [&self.bytes, &self.operations]
             .into_iter()
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn without_limits_everything_goes_on() {
+    fn without_limits_every_request_proceeds() {
         let (mut limiter, now) = limiter(None, None);
         assert!((0..1000).all(|_| limiter.admit(now, u64::MAX).is_ok()));
     }
@@ -116,7 +116,7 @@ mod tests {
     fn a_burst_and_then_the_rate() {
         let (mut limiter, mut now) = limiter(None, Some((100, 10)));
         let burst = (0..100).take_while(|_| limiter.admit(now, 0).is_ok());
-        // The last token and the one that leaves a debt.
+        // The last token, and the request that goes into debt.
         assert_eq!(burst.count(), 11);
         let start = now;
         for _ in 0..500 {
@@ -124,7 +124,7 @@ mod tests {
             assert_eq!(limiter.admit(now, 0), Ok(()));
         }
         assert_eq!(now - start, 5 * SECOND);
-        // A rest fills the bucket, and not more than that.
+        // Idle time fills the bucket and no more.
         now += 100 * SECOND;
         let burst = (0..100).take_while(|_| limiter.admit(now, 0).is_ok());
         assert_eq!(burst.count(), 11);

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The transport, randomness and disks, with a driver that follows the rules.
+//! The transport, the entropy device and disks, with a driver that follows the rules.
+
+mod disk;
+mod hostile;
 
 use std::io::Write;
 use std::path::Path;
@@ -8,10 +11,10 @@ use std::path::Path;
 use virtio_bindings::virtio_mmio::*;
 
 use super::block::{Block, DiskConfig, DiskError};
-use super::device::{Device, Next};
-use super::driver::{Buffer, Driver, NEEDS_RESET};
+use super::device::{Device, NextTurn};
 use super::queue::{Broken, Ring};
 use super::rng::Rng;
+use super::testing::{Buffer, Driver, NEEDS_RESET};
 use super::thread::DeviceThread;
 use super::{DiskLimits, MMIO_START, Memory, Virtio, VirtioConfig, VirtioError};
 
@@ -60,7 +63,7 @@ fn features_are_refused_without_version_1_or_if_not_offered() {
             3,
             "{half} {features:#x}"
         );
-        // Neither can the driver go on as if they had been accepted.
+        // The driver cannot continue as if they had been accepted.
         driver.set(VIRTIO_MMIO_STATUS, 7);
         assert_eq!(driver.register(VIRTIO_MMIO_STATUS), 3);
     }
@@ -80,7 +83,7 @@ fn queues_cannot_be_moved_while_the_device_works() {
 
 #[test]
 fn bad_queues_need_a_reset() {
-    let good = super::driver::queue_at(0);
+    let good = super::testing::queue_at(0);
     let [descriptors, available, used] = good;
     for (size, parts) in [
         (0, good),
@@ -109,7 +112,7 @@ fn bad_queues_need_a_reset() {
             driver.register(VIRTIO_MMIO_INTERRUPT_STATUS),
             VIRTIO_MMIO_INT_CONFIG
         );
-        // Bits other than zero do not help, a reset does.
+        // Setting status bits does not help; a reset does.
         driver.set(VIRTIO_MMIO_STATUS, 0xf);
         assert_ne!(driver.register(VIRTIO_MMIO_STATUS) & NEEDS_RESET, 0);
         driver.start();
@@ -131,8 +134,8 @@ fn interrupts_are_raised_acknowledged_and_suppressed() {
     );
     driver.set(VIRTIO_MMIO_INTERRUPT_ACK, VIRTIO_MMIO_INT_VRING);
     assert_eq!(driver.register(VIRTIO_MMIO_INTERRUPT_STATUS), 0);
-    // The driver wants none.
-    let flags = super::driver::queue_at(0)[1];
+    // The driver disables interrupts.
+    let flags = super::testing::queue_at(0)[1];
     vm_memory::Bytes::write_obj(&driver.memory, 1_u16, vm_memory::GuestAddress(flags)).unwrap();
     driver.chain(0, &[Buffer::In(16)]);
     driver.run();
@@ -162,7 +165,7 @@ fn randomness_fills_what_is_asked_for_up_to_a_page() {
 }
 
 /// An image of 8 sectors, each filled with its number.
-pub(super) fn image(folder: &Path) -> DiskConfig {
+fn image(folder: &Path) -> DiskConfig {
     let path = folder.join("image");
     let bytes: Vec<u8> = (0..8).flat_map(|sector| [sector; 512]).collect();
     std::fs::write(&path, bytes).unwrap();
@@ -173,14 +176,14 @@ pub(super) fn image(folder: &Path) -> DiskConfig {
     }
 }
 
-pub(super) fn head(kind: u32, sector: u64) -> Vec<u8> {
+fn head(kind: u32, sector: u64) -> Vec<u8> {
     let mut head = kind.to_le_bytes().to_vec();
     head.extend_from_slice(&[0; 4]);
     head.extend_from_slice(&sector.to_le_bytes());
     head
 }
 
-pub(super) const READ: u32 = 0;
+const READ: u32 = 0;
 const WRITE: u32 = 1;
 const FLUSH: u32 = 4;
 const GET_ID: u32 = 8;
@@ -188,7 +191,7 @@ const DONE: u8 = 0;
 const FAILED: u8 = 1;
 const UNKNOWN: u8 = 2;
 
-/// Carries out a request. Answers its status, its data, and the bytes it says it wrote.
+/// Carries out a request. Returns its status, its data, and the number of bytes written.
 fn request(driver: &mut Driver, head: &[u8], out: &[u8], room: usize) -> (u8, Vec<u8>, u32) {
     let buffers = driver.chain(
         0,
@@ -328,7 +331,7 @@ fn a_read_only_disk_says_so_and_refuses_writes() {
 }
 
 #[test]
-fn images_that_are_none_are_refused() {
+fn invalid_images_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let disk = |name: &str| DiskConfig {
         path: folder.path().join(name),
@@ -372,7 +375,7 @@ fn an_image_has_one_writer_or_many_readers() {
     assert!(matches!(Block::open(&writer, 2), Err(DiskError::InUse(_))));
 }
 
-pub(super) fn memory() -> Memory {
+fn memory() -> Memory {
     Memory::from_ranges(&[(vm_memory::GuestAddress(0), 1 << 20)]).unwrap()
 }
 
@@ -423,8 +426,8 @@ fn the_thread_answers_and_ends() {
     let thread = DeviceThread::new("disk0".into(), [transport.clone()].into()).unwrap();
     thread.start(|why| panic!("{why}")).unwrap();
     let interrupt = transport.interrupt().try_clone().unwrap();
-    // An endless chain: the thread finds it, and says so by an interrupt.
-    super::driver::write_descriptor(&driver.memory, 0x1_0000, (0, 0, 1, 0));
+    // An endless chain: the thread detects it and raises an interrupt.
+    super::testing::write_descriptor(&driver.memory, 0x1_0000, (0, 0, 1, 0));
     vm_memory::Bytes::write_obj(&driver.memory, 1_u16, vm_memory::GuestAddress(0x1_1002)).unwrap();
     transport.write(0x50, &[0; 4]);
     while interrupt.read().is_err() {
@@ -437,7 +440,7 @@ fn the_thread_answers_and_ends() {
     thread.stop();
 }
 
-/// A device with a bug.
+/// A device that panics.
 struct Buggy;
 
 impl Device for Buggy {
@@ -461,22 +464,22 @@ impl Device for Buggy {
 
     fn reset(&mut self) {}
 
-    fn process(&mut self, _: &mut [Option<Ring>], _: &Memory) -> Result<Next, Broken> {
+    fn process(&mut self, _: &mut [Option<Ring>], _: &Memory) -> Result<NextTurn, Broken> {
         panic!("a bug");
     }
 }
 
 #[test]
-fn a_panic_in_a_device_is_told() {
+fn a_panic_in_a_device_is_reported() {
     let driver = Driver::new(Buggy);
     let thread = DeviceThread::new("devices".into(), [driver.transport.clone()].into()).unwrap();
-    let (sender, told) = std::sync::mpsc::channel();
+    let (sender, reported) = std::sync::mpsc::channel();
     thread.start(move |why| sender.send(why).unwrap()).unwrap();
     driver.set(VIRTIO_MMIO_QUEUE_NOTIFY, 0);
-    let why = told.recv().expect("the thread says why it ends");
+    let why = reported.recv().expect("the thread says why it ends");
     assert!(why.contains("devices panicked: a bug"), "{why}");
     thread.stop();
-    // Neither the guest nor the monitor is stuck with the device.
+    // Neither the guest nor the monitor is blocked by the device.
     driver.register(VIRTIO_MMIO_STATUS);
     driver.transport.close();
 }

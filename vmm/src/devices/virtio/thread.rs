@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A thread on which devices work. Each disk has one of its own, because the host may take seconds
-//! for a request of a disk; the others share one, for none of their calls waits.
+//! Device threads. Each disk has its own thread, because a request may take the host seconds. The
+//! other devices share one, because none of their calls blocks.
 
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,13 +15,13 @@ use super::transport::Transport;
 use crate::seccomp::ThreadKind;
 use crate::thread;
 
-/// The token of the descriptor that ends the thread.
+/// Token of the descriptor that stops the thread.
 const STOP: u64 = u64::MAX;
 
-/// In a token: the device's own event, not a notification.
+/// Bit in a token: the device's own event, not a notification.
 const OWN_EVENT: u64 = 1 << 32;
 
-/// The thread, running or not.
+/// A device thread, running or not.
 pub(super) struct DeviceThread {
     name: String,
     transports: Arc<[Arc<Transport>]>,
@@ -31,7 +31,7 @@ pub(super) struct DeviceThread {
 }
 
 impl DeviceThread {
-    /// Prepares the thread; it does not run yet.
+    /// Creates the thread's descriptors; [`start`](Self::start) runs it.
     pub fn new(name: String, transports: Arc<[Arc<Transport>]>) -> std::io::Result<Self> {
         let epoll = Epoll::new()?;
         let stop = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
@@ -42,7 +42,7 @@ impl DeviceThread {
         for (token, transport) in (0_u64..).zip(transports.iter()) {
             watch(transport.kick().as_raw_fd(), EventSet::IN, token)?;
             if let Some(source) = transport.event_source() {
-                // Edge-triggered: a device whose driver is not ready lets its events lie.
+                // Edge-triggered: events of a device without a ready driver stay pending.
                 let events = EventSet::IN | EventSet::EDGE_TRIGGERED;
                 watch(source, events, token | OWN_EVENT)?;
             }
@@ -56,13 +56,14 @@ impl DeviceThread {
         })
     }
 
-    /// What the host's tools show it as.
+    /// Name of the thread as shown by tools of the host.
     #[cfg(test)]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Starts it. `failed` is told why if it cannot go on: a guest without its devices would hang.
+    /// Starts the thread. `failed` is called with the reason if it cannot continue, because a guest
+    /// without its devices would hang.
     pub fn start(&self, failed: impl FnOnce(String) + Send + 'static) -> std::io::Result<()> {
         let name = self.name.clone();
         let transports = self.transports.clone();
@@ -78,9 +79,9 @@ impl DeviceThread {
         Ok(())
     }
 
-    /// Ends it and waits for that.
+    /// Stops the thread and waits for its end.
     pub fn stop(&self) {
-        // Fails only if the counter is full, and then it is readable anyway.
+        // Fails only if the counter is full, and then the descriptor is readable anyway.
         let _ = self.stop.write(1);
         let handle = self
             .handle
@@ -88,7 +89,7 @@ impl DeviceThread {
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         if let Some(handle) = handle {
-            // A panic there has been told to `failed`.
+            // A panic has been reported to `failed`.
             let _ = handle.join();
         }
     }
@@ -102,7 +103,7 @@ impl Drop for DeviceThread {
 
 fn work(transports: &[Arc<Transport>], epoll: &Epoll) -> Result<(), String> {
     let mut ready = [EpollEvent::default(); 32];
-    // When each device wants another turn, if it is not woken before.
+    // When each device wants its next turn, if no event comes first.
     let mut turns: Vec<Option<Instant>> = vec![None; transports.len()];
     loop {
         let count = match epoll.wait(milliseconds_until(&turns), &mut ready) {
@@ -110,7 +111,7 @@ fn work(transports: &[Arc<Transport>], epoll: &Epoll) -> Result<(), String> {
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
             Err(error) => {
                 return Err(format!(
-                    "the device thread cannot wait for events ({error})"
+                    "the device thread cannot wait for events ({error}); restart the guest"
                 ));
             }
         };
@@ -126,7 +127,7 @@ fn work(transports: &[Arc<Transport>], epoll: &Epoll) -> Result<(), String> {
                 continue;
             };
             if token & OWN_EVENT == 0 {
-                // Fails only if nothing was written, and then there is no harm in looking.
+                // Fails only if nothing was written, and then an extra turn is harmless.
                 let _ = transport.kick().read();
             }
             *turn = transport.run();
@@ -140,7 +141,7 @@ fn work(transports: &[Arc<Transport>], epoll: &Epoll) -> Result<(), String> {
     }
 }
 
-/// Until the first turn, rounded up; -1 is for ever (epoll_wait(2)).
+/// Time to the first turn, rounded up; -1 waits for ever (epoll_wait(2)).
 fn milliseconds_until(turns: &[Option<Instant>]) -> i32 {
     let Some(first) = turns.iter().flatten().min() else {
         return -1;

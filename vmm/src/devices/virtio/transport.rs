@@ -1,25 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The registers of one virtio-mmio device, version 2 (virtio 1.2, 4.2.2), and
-//! the device behind them.
+//! The registers of one virtio-mmio device, version 2 (virtio 1.2, 4.2.2), and the device behind
+//! them.
 //!
 //! ```text
-//!  reset ─▶ ACKNOWLEDGE ─▶ DRIVER ─▶ FEATURES_OK ─▶ queues ─▶ DRIVER_OK ─▶ works
+//!  reset ─▶ ACKNOWLEDGE ─▶ DRIVER ─▶ FEATURES_OK ─▶ queues ─▶ DRIVER_OK ─▶ active
 //!    ▲                                                             │
-//!    └──────────── 0 written ◀── NEEDS_RESET ◀── rules broken ◀────┘
+//!    └──────────── 0 written ◀── NEEDS_RESET ◀── driver error ◀────┘
 //! ```
 //!
-//! vCPU threads read and write the registers, the device thread works. What a
-//! vCPU does while the device works (notify, read and acknowledge interrupts,
-//! read the status) takes no lock. A reset waits for the part of a batch that is
-//! done in memory, and never for the host's files: work on these holds no lock and
-//! touches no guest memory, and what it comes to is dropped if there was a reset
-//! meanwhile. So a disk that hangs never delays a pause.
+//! vCPU threads access the registers; the device thread runs the device. While the device runs, a
+//! vCPU takes no lock to notify, to read or acknowledge interrupts, or to read the status. A reset
+//! waits for the part of a batch that accesses guest memory, and never for the host's files: work
+//! on these holds no lock and touches no guest memory, and its result is dropped if the device was
+//! reset meanwhile. So a disk that hangs never delays a pause.
 //!
-//! Lock order: `registers`, then `backend`. The device thread takes only the latter.
+//! Lock order: `registers`, then `backend`. The device thread takes only `backend`.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
 use virtio_bindings::virtio_config::{
@@ -32,8 +31,9 @@ use virtio_bindings::virtio_ring::VIRTIO_RING_F_INDIRECT_DESC;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::Memory;
-use super::device::{Device, Next};
+use super::device::{Device, NextTurn};
 use super::queue::{Broken, QueueAddresses, Ring};
+use crate::thread::lock;
 use patchbay_service::limited;
 
 /// "virt", little-endian.
@@ -42,10 +42,10 @@ const VERSION: u32 = 2;
 /// "PBAY", little-endian.
 const VENDOR: u32 = 0x5941_4250;
 
-/// Entries that a queue may have.
+/// Limit on the entries of a queue.
 pub(super) const QUEUE_MAX: u16 = 256;
 
-/// What every device offers.
+/// Features that every device offers.
 const FEATURES: u64 = 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_INDIRECT_DESC;
 
 /// Status bits that a driver may set.
@@ -55,12 +55,7 @@ const DRIVER_BITS: u32 = VIRTIO_CONFIG_S_ACKNOWLEDGE
     | VIRTIO_CONFIG_S_DRIVER_OK
     | VIRTIO_CONFIG_S_FAILED;
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // No code panics with the lock held half-way through a change.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// What the driver has set up so far.
+/// What the driver has configured so far.
 #[derive(Debug, Default)]
 struct Registers {
     device_features_sel: u32,
@@ -80,8 +75,8 @@ struct Backend {
     device: Box<dyn Device>,
     rings: Vec<Option<Ring>>,
     active: bool,
-    /// Advances when the driver or a broken rule stops the device: work that the host still does
-    /// for an earlier one is of no use.
+    /// Incremented when a reset or a driver error stops the device, so that results of earlier host
+    /// work are recognised and dropped.
     epoch: u64,
 }
 
@@ -94,10 +89,10 @@ impl Backend {
     }
 }
 
-/// Turns of a device in one call of [`Transport::run`].
+/// Limit on the turns of a device in one call of [`Transport::run`].
 const TURNS: usize = 16;
 
-/// One device with its registers.
+/// A device and its registers.
 pub(super) struct Transport {
     id: u32,
     features: u64,
@@ -110,7 +105,7 @@ pub(super) struct Transport {
     kick: EventFd,
     registers: Mutex<Registers>,
     backend: Mutex<Backend>,
-    /// A reset waits for `backend`: the device thread is to leave it alone.
+    /// A reset waits for `backend`; the device thread must not take the lock.
     resetting: AtomicBool,
 }
 
@@ -146,7 +141,7 @@ impl Transport {
         &self.interrupt
     }
 
-    /// Written when the driver notifies a queue, or there is more to do.
+    /// Written when the driver notifies a queue, or when there is more to do.
     pub fn kick(&self) -> &EventFd {
         &self.kick
     }
@@ -157,18 +152,17 @@ impl Transport {
         lock(&self.backend).device.close();
     }
 
-    /// The number of queues.
     pub fn queue_count(&self) -> usize {
         self.queue_count
     }
 
-    /// What the device itself waits for, if anything.
+    /// The device's own event descriptor, if it has one.
     pub fn event_source(&self) -> Option<std::os::fd::RawFd> {
         lock(&self.backend).device.event_source()
     }
 
-    /// Some work, on the device thread. Answers when the device wants another turn, if it is not
-    /// woken before.
+    /// Runs the device for some turns, on the device thread. Returns when the device wants another
+    /// turn, if no event comes first.
     pub fn run(&self) -> Option<Instant> {
         for _ in 0..TURNS {
             let (epoch, work) = {
@@ -178,10 +172,10 @@ impl Transport {
                     Ok(next) => {
                         self.interrupt_if_wanted(backend);
                         match next {
-                            Next::Wait => return None,
-                            Next::Again => break,
-                            Next::At(time) => return Some(time),
-                            Next::Host(work) => (backend.epoch, work),
+                            NextTurn::Wait => return None,
+                            NextTurn::Again => break,
+                            NextTurn::At(time) => return Some(time),
+                            NextTurn::Host(work) => (backend.epoch, work),
                         }
                     }
                     Err(broken) => {
@@ -210,7 +204,7 @@ impl Transport {
         None
     }
 
-    /// `None` if the device does not work, or is about to be reset.
+    /// Returns `None` if the device is not active or is being reset.
     fn lock_to_work(&self) -> Option<MutexGuard<'_, Backend>> {
         if self.resetting.load(SeqCst) {
             return None;
@@ -236,13 +230,13 @@ impl Transport {
 
     fn raise(&self, cause: u32) {
         self.interrupt_status.fetch_or(cause, SeqCst);
-        // As in `wake`.
+        // Fails only if the counter is full, and then the line is raised anyway.
         let _ = self.interrupt.write(1);
     }
 
-    /// Any state ──── rules broken ────▶ NEEDS_RESET
+    /// Any state ──── driver error ────▶ NEEDS_RESET
     fn fail(&self, backend: &mut Backend, broken: Broken) {
-        // What was given back before the broken rule is told with it.
+        // Chains given back before the error are signalled too.
         self.interrupt_if_wanted(backend);
         backend.stop();
         self.status.fetch_or(VIRTIO_CONFIG_S_NEEDS_RESET, SeqCst);
@@ -250,7 +244,7 @@ impl Transport {
         limited!(warn, device = self.id, "virtio: {broken}");
     }
 
-    /// The guest reads `data.len()` bytes at `offset` in the device's page.
+    /// Handles a read of `data.len()` bytes at `offset` in the device's page.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         if let Some(at) = offset.checked_sub(VIRTIO_MMIO_CONFIG.into()) {
@@ -271,7 +265,7 @@ impl Transport {
             VIRTIO_MMIO_VENDOR_ID => return VENDOR,
             VIRTIO_MMIO_INTERRUPT_STATUS => return self.interrupt_status.load(SeqCst),
             VIRTIO_MMIO_STATUS => return self.status.load(SeqCst),
-            // No shared memory: all ones (virtio 1.2, 4.2.2.1).
+            // There is no shared memory: the length reads as all ones (virtio 1.2, 4.2.2.1).
             VIRTIO_MMIO_SHM_LEN_LOW | VIRTIO_MMIO_SHM_LEN_HIGH => return u32::MAX,
             _ => {}
         }
@@ -281,20 +275,20 @@ impl Transport {
             VIRTIO_MMIO_DEVICE_FEATURES => half(self.features, registers.device_features_sel),
             VIRTIO_MMIO_QUEUE_NUM_MAX => queue.map_or(0, |_| QUEUE_MAX.into()),
             VIRTIO_MMIO_QUEUE_READY => queue.map_or(0, |queue| queue.ready.into()),
-            // The configuration's generation among them: it never changes.
+            // This includes the configuration generation, which never changes.
             _ => 0,
         }
     }
 
-    /// The guest writes `data` at `offset` in the device's page. Writes that mean
-    /// nothing, or nothing now, are ignored.
+    /// Handles a write of `data` at `offset` in the device's page. Writes that are invalid, or
+    /// invalid in this state, are ignored.
     pub fn write(&self, offset: u64, data: &[u8]) {
         let (Ok(data), Ok(offset)) = (<[u8; 4]>::try_from(data), u32::try_from(offset)) else {
             return;
         };
         let value = u32::from_le_bytes(data);
         match offset {
-            // Only where KVM does not write `kick` itself.
+            // Reached only if KVM does not write `kick` itself.
             VIRTIO_MMIO_QUEUE_NOTIFY => return self.wake(),
             VIRTIO_MMIO_INTERRUPT_ACK => {
                 self.interrupt_status.fetch_and(!value, SeqCst);
@@ -344,14 +338,14 @@ impl Transport {
         if value == 0 {
             return self.reset(registers);
         }
-        // Bits are never taken back but by a reset.
+        // Only a reset clears bits.
         let mut added = value & DRIVER_BITS & !status;
         if added & VIRTIO_CONFIG_S_FEATURES_OK != 0 {
             let features = registers.driver_features;
             let acceptable =
                 features & !self.features == 0 && features & 1 << VIRTIO_F_VERSION_1 != 0;
             if !acceptable || (status | added) & VIRTIO_CONFIG_S_DRIVER == 0 {
-                // The driver reads the status back and sees that it is missing.
+                // The driver reads the status back and sees that the bit is missing.
                 added &= !VIRTIO_CONFIG_S_FEATURES_OK;
             }
         }
@@ -366,7 +360,7 @@ impl Transport {
         }
     }
 
-    /// FEATURES_OK ──── DRIVER_OK written ────▶ works, or NEEDS_RESET
+    /// FEATURES_OK ──── DRIVER_OK written ────▶ active, or NEEDS_RESET
     fn activate(&self, registers: &Registers) {
         let mut backend = lock(&self.backend);
         let rings = registers.queues.iter().map(|queue| match queue.ready {
@@ -385,8 +379,8 @@ impl Transport {
         }
     }
 
-    /// Any state ──── 0 written ────▶ reset. Once it returns, the device touches
-    /// the guest's memory no more.
+    /// Any state ──── 0 written ────▶ reset. After this returns, the device does not touch guest
+    /// memory.
     fn reset(&self, registers: &mut Registers) {
         self.stop();
         self.status.store(0, SeqCst);
@@ -404,7 +398,7 @@ impl Transport {
     }
 }
 
-/// The half of `value` that `select` names: 0 low, 1 high.
+/// The half of `value` selected by `select`: 0 is low, 1 is high.
 fn half(value: u64, select: u32) -> u32 {
     let [a, b, c, d, e, f, g, h] = value.to_le_bytes();
     match select {

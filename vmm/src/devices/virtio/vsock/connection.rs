@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! One connection between a unix socket on the host and a vsock socket in the guest.
+//! A connection between a unix socket on the host and a vsock socket in the guest.
 //!
 //! ```text
-//!                ┌── bytes wait in `to_host`, BUFFER at most ──▶ unix socket
+//!                ┌── queued in `to_host`, at most BUFFER bytes ──▶ unix socket
 //!  guest ────────┤
-//!                └◀─ read only when the guest has credit and room ── unix socket
+//!                └◀─ read only if the guest has credit and a buffer ── unix socket
 //! ```
 //!
-//! Credit (virtio 1.2, 5.10.6.3): each side tells how many bytes it buffers
-//! (`buf_alloc`) and how many it has passed on (`fwd_cnt`); the other never has
-//! more under way than that.
+//! Credit (virtio 1.2, 5.10.6.3): each side announces its buffer size (`buf_alloc`) and how many
+//! bytes it has consumed (`fwd_cnt`). The other side never has more bytes in flight than fit.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -19,15 +18,15 @@ use std::os::unix::net::UnixStream;
 
 use super::packet::{DATA_MAX, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
 
-/// Bytes from the guest that wait for the host's side to read them, per connection.
+/// Bytes from the guest that may wait for the host's reader, per connection.
 pub(super) const BUFFER: usize = 64 << 10;
 
-/// The guest broke the connection's rules, or it is over: reset it.
+/// The connection has ended or the guest broke its rules: reset it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Over;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum ConnectionState {
     /// The guest has been asked to accept.
     Requested,
     Established,
@@ -38,58 +37,57 @@ enum State {
 pub(super) struct Outgoing {
     pub op: Op,
     pub flags: u32,
-    /// Bytes of data, at the start of the caller's buffer.
+    /// Length of the data, which is at the start of the caller's buffer.
     pub length: usize,
     pub buf_alloc: u32,
     pub fwd_cnt: u32,
 }
 
-/// One connection.
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: UnixStream,
-    state: State,
+    state: ConnectionState,
     /// The packet that opens the connection, until it is sent.
     opening: Option<Op>,
     to_host: VecDeque<u8>,
     /// Bytes passed on to the host; wraps.
     forwarded: u32,
-    /// `forwarded` as the guest last heard it.
+    /// The value of `forwarded` last sent to the guest.
     announced: u32,
     /// Bytes sent to the guest; wraps.
     sent: u32,
     guest_buf_alloc: u32,
     guest_forwarded: u32,
-    /// The guest asked how much it may send.
+    /// The guest requested a credit update.
     credit_asked: bool,
-    /// The guest has been asked how much we may send, and has had no room since.
+    /// A credit request was sent, and the guest has had no room since.
     asking_credit: bool,
-    /// The host's side may have bytes for us: no read has found it empty since.
+    /// The host's socket may have data: no read has returned EAGAIN since the last event.
     readable: bool,
-    /// The host's side sends no more.
+    /// The host's side has shut down sending.
     host_finished: bool,
-    /// The host's side reads no more.
+    /// The host's side has shut down receiving.
     host_deaf: bool,
-    /// What of that the guest has been told.
-    told: u32,
-    /// What the guest told.
+    /// Shutdown flags that were sent to the guest.
+    sent_shutdown: u32,
+    /// Shutdown flags that the guest sent.
     guest_shutdown: u32,
 }
 
 impl Connection {
-    /// A connection that the host opens; `stream` does not block.
+    /// Starts a connection that the host opened; `stream` is non-blocking.
     pub fn from_host(stream: UnixStream) -> Self {
-        Self::new(stream, State::Requested, Op::Request)
+        Self::new(stream, ConnectionState::Requested, Op::Request)
     }
 
-    /// A connection that the guest opened with `request`; `stream` does not block.
+    /// Starts a connection that the guest opened with `request`; `stream` is non-blocking.
     pub fn from_guest(stream: UnixStream, request: &Header) -> Self {
-        let mut connection = Self::new(stream, State::Established, Op::Response);
+        let mut connection = Self::new(stream, ConnectionState::Established, Op::Response);
         connection.take_credit(request);
         connection
     }
 
-    fn new(stream: UnixStream, state: State, opening: Op) -> Self {
+    fn new(stream: UnixStream, state: ConnectionState, opening: Op) -> Self {
         Self {
             stream,
             state,
@@ -105,17 +103,17 @@ impl Connection {
             readable: true,
             host_finished: false,
             host_deaf: false,
-            told: 0,
+            sent_shutdown: 0,
             guest_shutdown: 0,
         }
     }
 
-    /// The host's end, to be watched.
+    /// The host's end, for the caller to watch.
     pub fn stream(&self) -> &UnixStream {
         &self.stream
     }
 
-    /// The host's side has become readable, writable or is gone.
+    /// The host's socket became readable, writable or was closed.
     pub fn host_event(&mut self, readable: bool, writable: bool, hung_up: bool) {
         self.readable |= readable && !self.host_finished;
         self.host_deaf |= hung_up;
@@ -127,39 +125,40 @@ impl Connection {
     fn take_credit(&mut self, header: &Header) {
         self.guest_buf_alloc = header.buf_alloc;
         self.guest_forwarded = header.fwd_cnt;
-        // An answer without room is not asked about again, or question and answer would follow each
-        // other for as long as nobody in the guest reads. The guest tells by itself when there is
-        // room (`virtio_transport_stream_do_dequeue()`, `net/vmw_vsock/virtio_transport_common.c`).
+        // An answer without room is not followed by another request. Otherwise requests and answers
+        // would alternate for as long as nobody in the guest reads. The guest sends an update
+        // itself when there is room (`virtio_transport_stream_do_dequeue()`,
+        // `net/vmw_vsock/virtio_transport_common.c`).
         self.asking_credit &= self.credit() == 0;
     }
 
-    /// Bytes that the guest has room for.
+    /// Number of bytes that the guest has room for.
     fn credit(&self) -> usize {
         let under_way = self.sent.wrapping_sub(self.guest_forwarded);
         self.guest_buf_alloc.saturating_sub(under_way) as usize
     }
 
-    /// A packet from the guest, with its data. `host_port` is the port that the
-    /// host's side is told when the guest has accepted.
+    /// Handles a packet from the guest with its data. `host_port` is sent to the host's client when
+    /// the guest accepts.
     pub fn receive(&mut self, header: &Header, data: &[u8], host_port: u32) -> Result<(), Over> {
         self.take_credit(header);
         match (self.state, header.op) {
-            (State::Requested, Op::Response) => {
-                self.state = State::Established;
-                // The first bytes on a new socket: they fit, or nobody is there.
+            (ConnectionState::Requested, Op::Response) => {
+                self.state = ConnectionState::Established;
+                // The first bytes on a new socket always fit, unless the peer is gone.
                 let ok = format!("OK {host_port}\n");
                 self.stream.write_all(ok.as_bytes()).map_err(|_| Over)
             }
-            (State::Established, Op::Data) => self.receive_data(data),
-            (State::Established, Op::CreditUpdate) => Ok(()),
-            (State::Established, Op::CreditRequest) => {
+            (ConnectionState::Established, Op::Data) => self.receive_data(data),
+            (ConnectionState::Established, Op::CreditUpdate) => Ok(()),
+            (ConnectionState::Established, Op::CreditRequest) => {
                 self.credit_asked = true;
                 Ok(())
             }
-            (State::Established, Op::Shutdown) => {
+            (ConnectionState::Established, Op::Shutdown) => {
                 self.guest_shutdown |= header.flags & SHUTDOWN_BOTH;
                 if self.guest_shutdown & SHUTDOWN_RECEIVE != 0 {
-                    // Fails only if the host's side is gone as well.
+                    // Fails only if the host's side is gone too.
                     let _ = self.stream.shutdown(Shutdown::Read);
                 }
                 self.flush();
@@ -179,7 +178,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Passes on what the host's side takes now.
+    /// Passes on as much as the host's socket accepts.
     fn flush(&mut self) {
         while !self.to_host.is_empty() && !self.host_deaf {
             match self.stream.write(self.to_host.as_slices().0) {
@@ -194,81 +193,81 @@ impl Connection {
             self.forward(self.to_host.len());
         }
         if self.to_host.is_empty() && self.guest_shutdown & SHUTDOWN_SEND != 0 {
-            // As above.
+            // Fails only if the host's side is gone too.
             let _ = self.stream.shutdown(Shutdown::Write);
         }
     }
 
     fn forward(&mut self, bytes: usize) {
         self.to_host.drain(..bytes);
-        // At most BUFFER, which fits.
+        // At most BUFFER, so the cast cannot truncate.
         self.forwarded = self
             .forwarded
             .wrapping_add(u32::try_from(bytes).unwrap_or(u32::MAX));
     }
 
-    /// The guest has ended it, as if it had told the end of both ways. True: bytes that it sent
-    /// before still wait for the host's side.
+    /// The guest has reset the connection, which shuts down both directions. Returns true if bytes
+    /// that it sent before still wait for the host's reader.
     pub fn ended_by_guest(&mut self) -> bool {
         self.guest_shutdown = SHUTDOWN_BOTH;
-        // Fails only if the host's side is gone as well.
+        // Fails only if the host's side is gone too.
         let _ = self.stream.shutdown(Shutdown::Read);
         self.flush();
         !self.is_finished()
     }
 
-    /// Whether the host's side went away before the guest accepted.
+    /// Returns whether the host's side closed before the guest accepted.
     pub fn is_abandoned(&self) -> bool {
-        self.state == State::Requested && self.host_deaf
+        self.state == ConnectionState::Requested && self.host_deaf
     }
 
-    /// Whether all is said: the guest wants nothing more, and all it sent is passed on.
+    /// Returns whether both sides are done: the guest has shut down, and its data is passed on.
     pub fn is_finished(&self) -> bool {
         self.guest_shutdown == SHUTDOWN_BOTH && self.to_host.is_empty()
     }
 
-    /// Whether the guest has been told that the host's side is gone.
-    pub fn is_told(&self) -> bool {
-        self.told == SHUTDOWN_BOTH
+    /// Returns whether the guest has been told that the host's side is gone.
+    pub fn is_shut_down(&self) -> bool {
+        self.sent_shutdown == SHUTDOWN_BOTH
     }
 
-    /// The guest's view of our room is less than half of it, and wrong.
+    /// Returns whether the guest believes that less than half of our buffer is free, and is wrong.
     fn credit_is_stale(&self) -> bool {
         let unannounced = self.forwarded.wrapping_sub(self.announced) as usize;
         unannounced >= BUFFER / 2
     }
 
-    fn untold(&self) -> u32 {
+    fn unsent_shutdown(&self) -> u32 {
         let mut flags = 0;
         if self.host_deaf {
             flags |= SHUTDOWN_RECEIVE;
         }
-        // What the guest does not want to receive is not read, so its end is not seen.
+        // If the guest receives no more, the socket is not read and its end is not seen.
         let unread = self.host_deaf && self.guest_shutdown & SHUTDOWN_RECEIVE != 0;
         if self.host_finished || unread {
             flags |= SHUTDOWN_SEND;
         }
-        flags & !self.told
+        flags & !self.sent_shutdown
     }
 
     fn may_read(&self) -> bool {
         self.readable && self.guest_shutdown & SHUTDOWN_RECEIVE == 0
     }
 
-    /// Whether [`next`](Self::next) may have a packet.
+    /// Returns whether [`next`](Self::next) may return a packet.
     pub fn has_packet(&self) -> bool {
         if self.opening.is_some() {
             return true;
         }
-        self.state == State::Established
+        self.state == ConnectionState::Established
             && (self.credit_asked
                 || self.credit_is_stale()
                 || (self.may_read() && (self.credit() > 0 || !self.asking_credit))
-                || self.untold() != 0)
+                || self.unsent_shutdown() != 0)
     }
 
-    /// The next packet for the guest, which has `room` for data; the data is put
-    /// into `buffer`, of [`DATA_MAX`] bytes.
+    /// The next packet for the guest, whose buffer holds `room` bytes of data. The data is written
+    /// to `buffer`, which has [`DATA_MAX`] bytes.
     pub fn next(&mut self, room: usize, buffer: &mut [u8]) -> Option<Outgoing> {
         let (op, flags, length) = self.next_op(room, buffer)?;
         self.announced = self.forwarded;
@@ -285,7 +284,7 @@ impl Connection {
         if let Some(op) = self.opening.take() {
             return Some((op, 0, 0));
         }
-        if self.state != State::Established {
+        if self.state != ConnectionState::Established {
             return None;
         }
         if self.credit_asked || self.credit_is_stale() {
@@ -303,15 +302,15 @@ impl Connection {
                 return Some((Op::CreditRequest, 0, 0));
             }
         }
-        let untold = self.untold();
-        if untold != 0 {
-            self.told |= untold;
-            return Some((Op::Shutdown, self.told, 0));
+        let unsent_shutdown = self.unsent_shutdown();
+        if unsent_shutdown != 0 {
+            self.sent_shutdown |= unsent_shutdown;
+            return Some((Op::Shutdown, self.sent_shutdown, 0));
         }
         None
     }
 
-    /// Reads from the host's side; `None` if there is nothing now, or never will be.
+    /// Reads from the host's socket; `None` if there is no data now or ever again.
     fn read_host(&mut self, buffer: &mut [u8]) -> Option<usize> {
         loop {
             match self.stream.read(buffer) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The host's unix sockets: the one that clients connect to, and the clients
-//! that have not said yet which port they want.
+//! Unix sockets on the host: the listener that clients connect to, and the clients that have not
+//! named a port yet.
 
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read};
@@ -17,28 +17,27 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use super::VsockError;
 use patchbay_service::socket::ListeningSocket;
 
-/// Clients that have not said yet which port they want. The one that waits
-/// longest makes room for another.
+/// Limit on clients that have not named a port. A new client replaces the one that has waited
+/// longest.
 const GREETINGS_MAX: usize = 64;
 
-/// Bytes of the longest greeting: `CONNECT 4294967295` and a newline.
+/// Length of the longest greeting: `CONNECT 4294967295` and a newline.
 const GREETING_MAX: usize = 19;
 
-/// Clients accepted, and events taken, in one batch.
+/// Limit on clients accepted and events handled in one batch.
 const BATCH: usize = 64;
 
-/// Events that one call of [`Host::events`] answers at most.
+/// Limit on the events returned by one call of [`Host::events`].
 pub(super) const EVENTS_MAX: usize = BATCH;
 
-/// The token of the listener in the epoll instance; streams have others.
+/// Token of the listener in the epoll instance; streams have other tokens.
 const LISTENER: u64 = 0;
 
-/// Something that happened on the host.
 #[derive(Debug)]
 pub(super) enum HostEvent {
-    /// A client wants to reach a port of the guest.
+    /// A client wants to connect to a port of the guest.
     Connect(UnixStream, u32),
-    /// A stream that [`Host::watch`] named so.
+    /// A stream passed to [`Host::watch`] is ready; the token identifies it.
     Stream {
         token: u64,
         readable: bool,
@@ -47,10 +46,10 @@ pub(super) enum HostEvent {
     },
 }
 
-/// The host's side.
+/// The host's sockets.
 pub(super) struct Host {
     path: PathBuf,
-    /// Dropped, and its file removed, once only: after that the path may be another monitor's.
+    /// Dropped, and its file removed, only once: after that the path may belong to another monitor.
     socket: Option<ListeningSocket>,
     epoll: Epoll,
     /// The listener may have clients.
@@ -60,8 +59,7 @@ pub(super) struct Host {
 }
 
 impl Host {
-    /// Listens on `path`, with mode 0600; the socket that a dead monitor left
-    /// there is replaced.
+    /// Listens on `path` with mode 0600. Replaces the socket of a monitor that died.
     pub fn listen(path: &Path) -> Result<Self, VsockError> {
         let unusable = |source: std::io::Error| VsockError::Unusable {
             path: path.to_owned(),
@@ -86,13 +84,12 @@ impl Host {
         })
     }
 
-    /// Becomes readable when [`events`](Self::events) has something new.
+    /// Becomes readable when [`events`](Self::events) may return something.
     pub fn event_source(&self) -> RawFd {
         self.epoll.as_raw_fd()
     }
 
-    /// Watches a stream; its events carry the answered token. It ends when the
-    /// stream is dropped.
+    /// Watches a stream and returns the token of its events. Dropping the stream ends it.
     pub fn watch(&mut self, stream: &UnixStream) -> std::io::Result<u64> {
         self.last_token += 1;
         let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP;
@@ -104,9 +101,9 @@ impl Host {
         Ok(self.last_token)
     }
 
-    /// Stops watching a stream, so that another token can be given to it.
+    /// Stops watching a stream, so that it can get another token.
     fn unwatch(&self, stream: &UnixStream) {
-        // Fails only for a stream that is not watched, which is what is wanted.
+        // Fails only for a stream that is not watched, which is harmless.
         let _ = self.epoll.ctl(
             ControlOperation::Delete,
             stream.as_raw_fd(),
@@ -114,13 +111,13 @@ impl Host {
         );
     }
 
-    /// Removes the socket and drops the clients that wait.
+    /// Removes the socket and drops the waiting clients.
     pub fn close(&mut self) {
         self.greetings.clear();
         self.socket = None;
     }
 
-    /// Connects to the socket of the host's program that serves `port`.
+    /// Connects to the socket of the program on the host that serves `port`.
     pub fn connect(&self, port: u32) -> std::io::Result<UnixStream> {
         let mut path = self.path.clone().into_os_string();
         path.push(format!("_{port}"));
@@ -130,15 +127,15 @@ impl Host {
             SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
             None,
         )?;
-        // Refuses at once when the program's backlog is full.
+        // Fails at once if the program's backlog is full.
         connect(&socket, &SocketAddrUnix::new(PathBuf::from(path))?)?;
         Ok(UnixStream::from(socket))
     }
 
-    /// What has happened; the second answer is whether there may be more.
+    /// Returns pending events and whether there may be more.
     pub fn events(&mut self) -> (Vec<HostEvent>, bool) {
         let mut ready = [EpollEvent::default(); BATCH];
-        // Interrupted: the caller comes back when there is something.
+        // On EINTR the caller calls again when the descriptor is readable.
         let count = self.epoll.wait(0, &mut ready).unwrap_or(0);
         let mut events = vec![];
         for event in &ready[..count] {
@@ -157,12 +154,12 @@ impl Host {
                 }),
             }
         }
-        // What new clients have said already is an event of the next call.
+        // Greetings of new clients are events of the next call.
         let accepted = self.accept_clients();
         (events, accepted || count == BATCH)
     }
 
-    /// True: there are new clients, or there may be more.
+    /// Returns true if there are new clients or may be more.
     fn accept_clients(&mut self) -> bool {
         let mut accepted = false;
         for _ in 0..BATCH {
@@ -175,8 +172,8 @@ impl Host {
                     if self.greetings.len() == GREETINGS_MAX {
                         self.greetings.pop_first();
                     }
-                    // A client that cannot be watched is dropped. Watching tells at
-                    // once of what it has said already.
+                    // A client that cannot be watched is dropped. Watching reports a greeting that
+                    // has already arrived.
                     if stream.set_nonblocking(true).is_ok()
                         && let Ok(token) = self.watch(&stream)
                     {
@@ -185,15 +182,15 @@ impl Host {
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => self.accept = false,
-                // No descriptors are left: tried again with the next event, as one that ends a
-                // connection is. To say that there is more would spin until then.
+                // The process is out of descriptors. The next event retries, for example one that
+                // ends a connection. Returning true would make the caller spin until then.
                 Err(_) => return accepted,
             }
         }
         accepted || self.accept
     }
 
-    /// A client that has not named its port has said something, or left.
+    /// A client that has not named its port has sent data or disconnected.
     fn greeting(&mut self, token: u64, hung_up: bool) -> Option<HostEvent> {
         let stream = self.greetings.get_mut(&token)?;
         match read_greeting(stream) {
@@ -218,8 +215,8 @@ enum Greeting {
     Port(u32),
 }
 
-/// Takes `CONNECT <port>\n` from a stream, and no byte beyond it: what follows is
-/// for the guest. Takes nothing while it is incomplete.
+/// Takes `CONNECT <port>\n` from a stream and nothing after it, because that is for the guest.
+/// Takes nothing while the greeting is incomplete.
 fn read_greeting(stream: &mut UnixStream) -> Greeting {
     let mut bytes = [0; GREETING_MAX];
     let length = match recv(&*stream, &mut bytes[..], RecvFlags::PEEK) {

@@ -1,33 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Stream sockets between guest and host (virtio 1.2, 5.10), with unix sockets on
-//! the host, the way Firecracker has them.
+//! Stream sockets between guest and host (virtio 1.2, 5.10) on unix sockets, with Firecracker's
+//! protocol on the host.
 //!
 //! | from | to | how |
 //! |---|---|---|
 //! | host | guest's port P | connect to `PATH`, write `CONNECT P\n`, read `OK <host port>\n` |
 //! | guest | host's port N | the monitor connects to `PATH_N`, where a program listens |
 //!
-//! A connection that the guest refuses is closed without an answer; one for which
-//! nobody listens on the host is refused to the guest, and so is one to a
-//! privileged port from a program without privileges. Packets that make no sense
-//! are answered by a reset of the connection they name.
+//! A connection that the guest refuses is closed without an answer. A connection to a port that
+//! nobody serves on the host is refused, and so is one to a privileged port from an unprivileged
+//! program. An invalid packet is answered with a reset of the connection it names.
 //!
-//! A reset from the guest ends a connection at once for the guest; what it had sent before still
-//! goes to the host's side, for Linux resets also what it closed in order, when that took the host
+//! A reset from the guest ends the connection for the guest. Data that the guest sent before it
+//! still goes to the host: Linux also resets a connection that it closed in order if the host takes
 //! more than 8 s to read.
 //!
-//! Bounds: 256 connections, with those that only wait for the host to read, 64 KiB from the guest per connection, 64 clients that
-//! have not named a port, 256 resets that wait for the guest; when these are all
-//! taken, no more of the guest's packets are looked at until it takes some; while few are left, the
-//! host's clients wait as well.
+//! Bounds: 256 connections, including those that only wait for the host to read; 64 KiB from the
+//! guest per connection; 64 clients that have not named a port; 256 resets that wait for the guest.
+//! When all resets are taken, the guest's packets wait until it takes some. When few are left, the
+//! host's clients wait too.
 
 mod connection;
 mod host;
 mod packet;
 
-#[cfg(test)]
-mod bulk_tests;
 #[cfg(test)]
 mod tests;
 
@@ -42,78 +39,73 @@ use host::{EVENTS_MAX, Host, HostEvent};
 use packet::{DATA_MAX, HEADER_BYTES, HOST_CID, Header, Op, STREAM};
 
 use super::Memory;
-use super::device::{Device, Next};
+use super::device::{Device, NextTurn};
 use super::queue::{Broken, Chain, Ring};
 use patchbay_service::socket::SocketError;
 
 const DEVICE_ID: u32 = 19;
 
-/// The queue of buffers for packets to the guest.
+/// Queue of buffers for packets to the guest.
 const RECEIVE: usize = 0;
-/// The queue of packets from the guest.
+/// Queue of packets from the guest.
 const TRANSMIT: usize = 1;
-/// Queues: these two, and one of events that never come.
+/// Number of queues: these two, and an event queue without events.
 const QUEUES: usize = 3;
 
-/// Connections at the same time.
+/// Limit on concurrent connections.
 pub const CONNECTIONS_MAX: usize = 256;
 
-/// Resets that wait for the guest to take them.
+/// Limit on resets that wait for the guest to take them.
 const RESETS_MAX: usize = 256;
 
-/// Packets handled in one batch, each way.
+/// Packets handled in one batch, in each direction.
 const BATCH: usize = 64;
 
-/// Ports that the host's side of host-made connections gets start here.
+/// First port on the host's side of connections that the host opens.
 const FIRST_HOST_PORT: u32 = 1 << 30;
 
-/// The guest's ports below this belong to its privileged programs (`LAST_RESERVED_PORT`,
+/// Ports of the guest below this are for its privileged programs (`LAST_RESERVED_PORT`,
 /// `net/vmw_vsock/af_vsock.c`).
 const UNPRIVILEGED_PORTS: u32 = 1024;
 
-/// The least address that a guest can have; those below are reserved.
+/// The lowest CID of a guest; lower ones are reserved.
 pub const CID_MIN: u32 = 3;
 
-/// Where the host's unix sockets are, and the guest's address.
+/// Configuration of the vsock device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VsockConfig {
     /// The socket that clients on the host connect to.
     pub path: PathBuf,
-    /// The guest's address (CID), 3 to 2^32 - 2.
+    /// CID of the guest, 3 to 2^32 - 2.
     pub cid: u32,
-    /// Ports of the host that only privileged programs of the guest reach: those whose own
-    /// port is below 1024, which Linux gives only to holders of CAP_NET_BIND_SERVICE
+    /// Ports of the host that only privileged programs of the guest may connect to: those that
+    /// connect from a port below 1024, for which Linux requires CAP_NET_BIND_SERVICE
     /// (`__vsock_bind_connectible()`, `net/vmw_vsock/af_vsock.c`).
     pub privileged: Vec<u32>,
 }
 
-/// Why there is no vsock device.
+/// The vsock device cannot be set up.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names the fields")]
 pub enum VsockError {
-    /// The guest's address is reserved.
-    #[error("the vsock address {0} is reserved; give a cid from 3 to 4294967294")]
+    #[error("the vsock address {0} is reserved; use a cid from 3 to 4294967294")]
     Cid(u32),
-    /// The socket cannot be had, for one because another monitor listens there.
     #[error("the vsock socket: {0}")]
     Socket(#[from] SocketError),
-    /// The host refused.
     #[error("the vsock socket {} cannot be watched: {source}; raise the limit on open files", path.display())]
     Unusable {
-        /// The socket.
         path: PathBuf,
-        /// What the host said.
         source: std::io::Error,
     },
 }
 
-/// What names a connection: its port on the host, and its port in the guest.
+/// Identifies a connection by its port on the host and its port in the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Ports {
     host: u32,
     guest: u32,
 }
 
-/// The device.
 pub(super) struct Vsock {
     cid: u64,
     privileged: Vec<u32>,
@@ -121,16 +113,16 @@ pub(super) struct Vsock {
     connections: BTreeMap<Ports, Connection>,
     /// The connection of each stream that `host` watches.
     tokens: BTreeMap<u64, Ports>,
-    /// Those that the guest has reset while bytes wait for the host's side, by token: the oldest
-    /// first, which makes room for a new connection. The guest may use their ports again.
+    /// Connections that the guest has reset while bytes wait for the host's reader, by token. A new
+    /// connection evicts the oldest. The guest may reuse their ports.
     lingering: BTreeMap<u64, Connection>,
     resets: VecDeque<Header>,
-    /// The connection that sent to the guest last: the next one is next.
+    /// The connection that was served last; the next one is served next.
     last_served: Option<Ports>,
     next_host_port: u32,
-    /// A buffer for a packet to the guest that was taken and not needed.
+    /// A receive buffer that was taken from the queue but not used.
     spare: Option<Chain>,
-    /// Room for a packet's data.
+    /// Buffer for a packet's data.
     data: Box<[u8]>,
 }
 
@@ -177,8 +169,8 @@ impl Vsock {
         self.resets.push_back(reset);
     }
 
-    /// The guest has reset a connection (`virtio_transport_close_timeout()`,
-    /// `net/vmw_vsock/virtio_transport_common.c`, among others).
+    /// The guest has reset a connection (for example `virtio_transport_close_timeout()`,
+    /// `net/vmw_vsock/virtio_transport_common.c`).
     fn end_by_guest(&mut self, ports: Ports) {
         let token = self.tokens.iter().find(|(_, named)| **named == ports);
         let token = token.map(|(token, _)| *token);
@@ -191,13 +183,13 @@ impl Vsock {
         }
     }
 
-    /// Ends a connection on the host's side.
+    /// Ends a connection on the host's side only.
     fn forget(&mut self, ports: Ports) {
         self.connections.remove(&ports);
         self.tokens.retain(|_, named| *named != ports);
     }
 
-    /// Takes a connection on. False: there is no room for it.
+    /// Adds a connection. Returns false if there is no room for it.
     fn add(&mut self, ports: Ports, connection: Connection) -> bool {
         if self.connections.len() >= CONNECTIONS_MAX {
             return false;
@@ -241,7 +233,7 @@ impl Vsock {
         }
     }
 
-    /// Ends a connection if it is at its end.
+    /// Removes a connection that is finished.
     fn settle(&mut self, ports: Ports) {
         let ended = self
             .connections
@@ -252,22 +244,22 @@ impl Vsock {
         }
     }
 
-    /// A client on the host wants to reach the guest's `port`.
+    /// A client on the host wants to connect to the guest's `port`.
     fn connect_guest(&mut self, stream: UnixStream, port: u32) {
         let mut ports = Ports {
             host: self.next_host_port,
             guest: port,
         };
-        // Taken only if 2^30 connections were made while this one lasted.
+        // Taken only if 2^30 connections were made while an old one lasted.
         while self.connections.contains_key(&ports) {
             ports.host = next_port(ports.host);
         }
         self.next_host_port = next_port(ports.host);
-        // Without room the stream is dropped, which the client sees.
+        // Without room the stream is dropped, and the client sees its end.
         self.add(ports, Connection::from_host(stream));
     }
 
-    /// A packet from the guest.
+    /// Handles a packet from the guest.
     fn receive(&mut self, chain: &Chain, memory: &Memory) -> Result<(), Broken> {
         let mut header = [0; HEADER_BYTES];
         chain.read_at(memory, 0, &mut header)?;
@@ -307,9 +299,9 @@ impl Vsock {
         Ok(())
     }
 
-    /// Answers a packet that nobody wants.
+    /// Answers an unexpected packet with a reset.
     fn refuse(&mut self, header: &Header) {
-        // A reset of a reset would come back for ever.
+        // A reset of a reset could loop for ever.
         if header.op != Op::Reset {
             let reset = header.reset();
             self.resets.push_back(Header {
@@ -319,7 +311,7 @@ impl Vsock {
         }
     }
 
-    /// The guest wants to reach a port of the host.
+    /// The guest wants to connect to a port of the host.
     fn connect_host(&mut self, ports: Ports, request: &Header) {
         let allowed = ports.guest < UNPRIVILEGED_PORTS || !self.privileged.contains(&ports.host);
         let connected = match allowed && self.connections.len() < CONNECTIONS_MAX {
@@ -333,11 +325,11 @@ impl Vsock {
         }
     }
 
-    /// Handles packets from the guest. True: there are more.
+    /// Handles packets from the guest. Returns true if there are more.
     fn transmit(&mut self, ring: &mut Ring, memory: &Memory) -> Result<bool, Broken> {
         for _ in 0..BATCH {
             if self.resets.len() >= RESETS_MAX {
-                // The guest gets no more answers before it takes some.
+                // No more packets are handled until the guest takes its resets.
                 return Ok(false);
             }
             let Some(chain) = ring.pop()? else {
@@ -349,7 +341,7 @@ impl Vsock {
         Ok(true)
     }
 
-    /// The next connection that may have a packet, taking turns.
+    /// Picks the next connection that may have a packet, round-robin.
     fn next_ready(&self) -> Option<Ports> {
         let ready =
             |(ports, connection): (&Ports, &Connection)| connection.has_packet().then_some(*ports);
@@ -360,7 +352,7 @@ impl Vsock {
         after.or_else(|| self.connections.iter().find_map(ready))
     }
 
-    /// Sends packets to the guest. True: there are more.
+    /// Sends packets to the guest. Returns true if there are more.
     fn send(&mut self, ring: &mut Ring, memory: &Memory) -> Result<bool, Broken> {
         for _ in 0..BATCH {
             let ready = self.next_ready();
@@ -371,7 +363,7 @@ impl Vsock {
                 Some(chain) => chain,
                 None => match ring.pop()? {
                     Some(chain) => chain,
-                    // The guest notifies when it has some again.
+                    // The guest notifies when it adds a buffer.
                     None => return Ok(false),
                 },
             };
@@ -395,7 +387,7 @@ impl Vsock {
         Ok(true)
     }
 
-    /// The next packet of one connection, its data in `self.data`.
+    /// The next packet of one connection; its data is put into `self.data`.
     fn next_packet(&mut self, ports: Ports, room: usize) -> Option<Header> {
         self.last_served = Some(ports);
         let connection = self.connections.get_mut(&ports)?;
@@ -406,8 +398,8 @@ impl Vsock {
             buf_alloc,
             fwd_cnt,
         } = connection.next(room, &mut self.data)?;
-        if connection.is_told() {
-            // The guest's answer, if any, is one to a connection that is not there.
+        if connection.is_shut_down() {
+            // A later answer of the guest names an unknown connection and is harmless.
             self.forget(ports);
         }
         Some(Header {
@@ -453,9 +445,10 @@ impl Device for Vsock {
         self.spare = None;
     }
 
-    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<Next, Broken> {
+    fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<NextTurn, Broken> {
         let mut more = false;
-        // Each event may end a connection. Those that there is no room for wait in the kernel.
+        // Each event may end a connection and queue a reset. Events that do not fit wait in the
+        // kernel.
         let room = self.resets.len() + EVENTS_MAX <= RESETS_MAX;
         if room {
             let (events, there_are_more) = self.host.events();
@@ -470,11 +463,15 @@ impl Device for Vsock {
         if let Some(Some(ring)) = rings.get_mut(RECEIVE) {
             let waiting = self.resets.len();
             more |= self.send(ring, memory)?;
-            // The guest's packets and the host's events wait for room among the resets.
+            // Packets and events were waiting for room among the resets.
             more |= waiting >= RESETS_MAX && self.resets.len() < RESETS_MAX;
             more |= !room && self.resets.len() + EVENTS_MAX <= RESETS_MAX;
         }
-        Ok(if more { Next::Again } else { Next::Wait })
+        Ok(if more {
+            NextTurn::Again
+        } else {
+            NextTurn::Wait
+        })
     }
 
     fn close(&mut self) {

@@ -1,32 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The head of a vsock packet (virtio 1.2, 5.10.6; `struct virtio_vsock_hdr` in
-//! Linux's `include/uapi/linux/virtio_vsock.h`).
+//! The header of a vsock packet (virtio 1.2, 5.10.6; `struct virtio_vsock_hdr` in Linux's
+//! `include/uapi/linux/virtio_vsock.h`).
 //!
-//! Not the virtio-vsock crate's: it wants a packet's data in one buffer, but
-//! Linux since 6.7 sends it in up to 17 (`virtio_transport_send_skb`, for
-//! `MSG_ZEROCOPY`).
+//! The virtio-vsock crate does not fit: it wants a packet's data in one buffer, but Linux since 6.7
+//! sends it in up to 17 (`virtio_transport_send_skb`, for `MSG_ZEROCOPY`).
 
-/// Bytes in a packet's head.
+/// Size of a packet header in bytes.
 pub(super) const HEADER_BYTES: usize = 44;
 
-/// The most data in a packet, in bytes (`VIRTIO_VSOCK_MAX_PKT_BUF_SIZE`).
+/// Limit on the data of a packet in bytes (`VIRTIO_VSOCK_MAX_PKT_BUF_SIZE`).
 pub(super) const DATA_MAX: usize = 64 << 10;
 
-/// The host's address.
+/// CID of the host.
 pub(super) const HOST_CID: u64 = 2;
 
-/// The type of stream sockets.
+/// Socket type of stream sockets.
 pub(super) const STREAM: u16 = 1;
 
-/// In a shutdown's flags: the sender receives no more.
+/// Shutdown flag: the sender receives no more.
 pub(super) const SHUTDOWN_RECEIVE: u32 = 1;
-/// In a shutdown's flags: the sender sends no more.
+/// Shutdown flag: the sender sends no more.
 pub(super) const SHUTDOWN_SEND: u32 = 2;
-/// In a shutdown's flags: both.
 pub(super) const SHUTDOWN_BOTH: u32 = SHUTDOWN_RECEIVE | SHUTDOWN_SEND;
 
-/// What a packet is for.
+/// Operation of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Op {
     Request,
@@ -36,7 +34,6 @@ pub(super) enum Op {
     Data,
     CreditUpdate,
     CreditRequest,
-    /// None of these.
     Unknown(u16),
 }
 
@@ -68,22 +65,21 @@ impl Op {
     }
 }
 
-/// A packet's head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Header {
     pub src_cid: u64,
     pub dst_cid: u64,
     pub src_port: u32,
     pub dst_port: u32,
-    /// Bytes of data.
+    /// Length of the data in bytes.
     pub length: u32,
-    /// Kind of socket.
+    /// Socket type.
     pub kind: u16,
     pub op: Op,
     pub flags: u32,
-    /// Bytes that the sender can buffer for this connection.
+    /// Size of the sender's receive buffer.
     pub buf_alloc: u32,
-    /// Bytes of this connection that the sender has passed on; wraps.
+    /// Bytes of this connection that the sender has consumed; wraps.
     pub fwd_cnt: u32,
 }
 
@@ -122,7 +118,7 @@ impl Header {
         bytes
     }
 
-    /// The answer that ends whatever the sender of this packet thinks there is.
+    /// The reset that answers this packet.
     pub fn reset(&self) -> Self {
         Self {
             src_cid: self.dst_cid,
@@ -136,5 +132,22 @@ impl Header {
             buf_alloc: 0,
             fwd_cnt: 0,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_keep_their_fields() {
+        let mut bytes = [0; HEADER_BYTES];
+        for (at, byte) in (0..).zip(&mut bytes) {
+            *byte = at;
+        }
+        let header = Header::from_bytes(&bytes);
+        assert_eq!(header.src_cid, 0x0706_0504_0302_0100);
+        assert_eq!(header.fwd_cnt, 0x2b2a_2928);
+        assert_eq!(header.to_bytes(), bytes);
     }
 }

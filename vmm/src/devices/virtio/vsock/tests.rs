@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The vsock device between a guest's driver and unix sockets.
+//! Tests of the vsock device between a guest's driver and unix sockets.
+
+mod bulk;
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 
-use super::super::driver::{Buffer, Driver};
+use super::super::testing::{Buffer, Driver};
 use super::connection::BUFFER;
 use super::packet::{HEADER_BYTES, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_SEND, STREAM};
 use super::{CONNECTIONS_MAX, FIRST_HOST_PORT, RECEIVE, RESETS_MAX, TRANSMIT};
@@ -16,12 +18,12 @@ use patchbay_service::socket::SocketError;
 const CID: u32 = 42;
 /// A port of the host for privileged programs of the guest.
 const PRIVILEGED: u32 = 1024;
-/// Room for data in each of the guest's receive buffers.
+/// Space for data in each of the guest's receive buffers.
 const ROOM: usize = 4096;
 
 struct Guest {
     driver: Driver,
-    /// Receive buffers that the device holds, in order.
+    /// Addresses of the receive buffers that the device holds, in order.
     buffers: std::collections::VecDeque<u64>,
     folder: tempfile::TempDir,
 }
@@ -53,7 +55,7 @@ impl Guest {
         assert_eq!(self.driver.used(TRANSMIT).len(), 1);
     }
 
-    /// Gives the device a buffer and answers the packet that it put there, if any.
+    /// Adds a receive buffer and returns the packet that the device put there, if any.
     fn receive(&mut self) -> Option<(Header, Vec<u8>)> {
         if self.buffers.is_empty() {
             let buffer = self
@@ -78,7 +80,7 @@ impl Guest {
         (header, data)
     }
 
-    /// A connection from the host to the guest's port 7, accepted.
+    /// Opens a connection from the host to the guest's port 7, which accepts it.
     fn accept(&mut self) -> (UnixStream, u32) {
         let mut client = self.client(b"CONNECT 7\n");
         let (request, _) = self.expect(Op::Request);
@@ -99,7 +101,7 @@ impl Guest {
     }
 }
 
-/// A packet from the guest's port 7, which has room for 64 KiB.
+/// A packet from the guest's port 7, which has 64 KiB of buffer.
 fn packet(op: Op, dst_port: u32, length: usize) -> Header {
     Header {
         src_cid: CID.into(),
@@ -113,18 +115,6 @@ fn packet(op: Op, dst_port: u32, length: usize) -> Header {
         buf_alloc: 0x1_0000,
         fwd_cnt: 0,
     }
-}
-
-#[test]
-fn headers_keep_their_fields() {
-    let mut bytes = [0; HEADER_BYTES];
-    for (at, byte) in (0..).zip(&mut bytes) {
-        *byte = at;
-    }
-    let header = Header::from_bytes(&bytes);
-    assert_eq!(header.src_cid, 0x0706_0504_0302_0100);
-    assert_eq!(header.fwd_cnt, 0x2b2a_2928);
-    assert_eq!(header.to_bytes(), bytes);
 }
 
 #[test]
@@ -214,7 +204,7 @@ fn a_packet_may_come_in_many_buffers() {
 }
 
 #[test]
-fn nobody_on_the_host_is_a_reset() {
+fn a_port_without_a_listener_is_a_reset() {
     let mut guest = Guest::new();
     guest.send(packet(Op::Request, 99, 0), &[]);
     let (reset, _) = guest.expect(Op::Reset);
@@ -265,7 +255,7 @@ fn packets_out_of_place_are_answered_by_a_reset() {
         assert_eq!(reset.op, Op::Reset, "{header:?}");
         assert_eq!((reset.src_port, reset.dst_port), (5, 7));
     }
-    // But never a reset itself.
+    // A reset is never answered with a reset.
     guest.send(packet(Op::Reset, 5, 0), &[]);
     assert!(guest.receive().is_none());
     assert!(!guest.driver.needs_reset());
@@ -282,7 +272,7 @@ fn a_connection_that_breaks_its_own_rules_ends() {
         client.read_to_end(&mut rest).unwrap();
         assert!(rest.is_empty());
     }
-    // Data before the guest has accepted.
+    // The guest sends data before it has accepted.
     let mut guest = Guest::new();
     let _client = guest.client(b"CONNECT 7\n");
     let (request, _) = guest.expect(Op::Request);
@@ -297,7 +287,7 @@ fn a_host_that_never_reads_costs_a_bounded_buffer() {
     let data = vec![1; 0x8000];
     let mut forwarded = 0_u32;
     let mut sent = 0_u32;
-    // As much as credit allows, as the device has told.
+    // Sends as much as the device's credit allows.
     loop {
         while let Some((header, _)) = guest.receive() {
             forwarded = header.fwd_cnt;
@@ -309,7 +299,7 @@ fn a_host_that_never_reads_costs_a_bounded_buffer() {
         sent += 0x8000;
     }
     assert!(sent as usize >= BUFFER);
-    // Beyond it the connection ends.
+    // More data ends the connection.
     let mut resets = 0;
     for _ in 0..3 {
         guest.send(packet(Op::Data, port, data.len()), &data);
@@ -350,7 +340,7 @@ fn the_guest_is_never_sent_more_than_it_has_room_for() {
     assert_eq!(guest.expect(Op::Data).1.len(), 100);
     guest.expect(Op::CreditRequest);
     assert!(guest.receive().is_none(), "asked once");
-    // A driver that says it passed on more than it got gains nothing by it.
+    // A driver that claims to have consumed more than it received gains nothing.
     guest.send(
         Header {
             fwd_cnt: 5000,
@@ -394,7 +384,7 @@ fn the_host_ends_one_way_and_then_the_other() {
     client.read_exact(&mut reply).unwrap();
     drop(client);
     assert_eq!(guest.expect(Op::Shutdown).0.flags, SHUTDOWN_BOTH);
-    // Forgotten: whatever the guest says now is out of place.
+    // The connection is forgotten: any further packet is unexpected.
     guest.send(packet(Op::Data, port, 1), b"x");
     guest.expect(Op::Reset);
 }
@@ -415,7 +405,7 @@ fn the_guest_ends_and_everything_it_sent_arrives() {
     assert_eq!(read, b"last");
 }
 
-/// Linux resets what it closed 8 s ago and the host has not read to its end.
+/// Linux resets a connection 8 s after closing it if the host has not read everything.
 #[test]
 fn what_the_guest_sent_before_a_reset_arrives() {
     let mut guest = Guest::new();
@@ -423,7 +413,7 @@ fn what_the_guest_sent_before_a_reset_arrives() {
     let data = vec![7; 0x8000];
     let mut sent = 0;
     let mut forwarded = 0;
-    // More than the unix socket takes, so that some of it waits in the device.
+    // More than the unix socket holds, so that some of it waits in the device.
     while sent - forwarded < 0x8000 {
         guest.send(packet(Op::Data, port, data.len()), &data);
         sent += data.len();
@@ -482,7 +472,7 @@ fn silent_clients_make_room_for_others() {
         silent.push(guest.client(b""));
         guest.driver.run();
     }
-    // The first one had to go.
+    // The oldest client was dropped.
     assert_eq!(silent[0].read(&mut [0]).unwrap(), 0);
     silent[1].set_nonblocking(true).unwrap();
     let error = silent[1].read(&mut [0]).unwrap_err();
@@ -515,7 +505,7 @@ fn connections_are_capped() {
     let mut client = guest.client(b"CONNECT 7\n");
     guest.driver.run();
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
-    // One that ends makes room.
+    // A connection that ends makes room for another.
     guest.send(
         Header {
             src_port: 5,
@@ -537,7 +527,7 @@ fn resets_that_the_guest_does_not_take_hold_it_up() {
         done += guest.driver.used(TRANSMIT).len();
     }
     assert_eq!(done, RESETS_MAX);
-    // It goes on as they are taken.
+    // The device continues as resets are taken.
     for _ in 0..RESETS_MAX + 10 {
         guest.expect(Op::Reset);
     }
@@ -580,7 +570,7 @@ fn one_monitor_listens_and_the_socket_goes_with_it() {
     ));
     drop(first);
     assert!(!config.path.exists());
-    // A socket that nobody serves any more is replaced, something else is not.
+    // An abandoned socket is replaced; another file is not.
     drop(UnixListener::bind(&config.path).unwrap());
     drop(Vsock::new(&config).unwrap());
     std::fs::write(&config.path, "precious").unwrap();

@@ -1,22 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Every device against a driver that breaks the rules. Whatever it does, the
-//! device comes to rest (the driver of these tests says so), asks for a reset
-//! where it cannot go on, and works again after one.
+//! Runs every device against a driver that breaks the rules. The device must become idle (the test
+//! driver checks it), ask for a reset if it cannot continue, and work after the reset.
 
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 
-use super::DiskLimits;
-use super::block::{Block, DiskConfig};
-use super::device::Device;
-use super::driver::{
+use super::super::DiskLimits;
+use super::super::block::{Block, DiskConfig};
+use super::super::device::Device;
+use super::super::rng::Rng;
+use super::super::testing::{
     BUFFERS, Buffer, Driver, INDIRECT, MEMORY, NEXT, QUEUE, WRITE, queue_at, write_descriptor,
 };
-use super::rng::Rng;
-use super::vsock::{CID_MIN, Vsock, VsockConfig};
+use super::super::vsock::{CID_MIN, Vsock, VsockConfig};
 
-/// A fresh device of each kind, with the queue that it reads chains from.
+/// A new device of each kind, with the queue that it reads chains from.
 fn devices(folder: &std::path::Path) -> Vec<(Box<dyn Device>, usize)> {
     let image = folder.join("image");
     std::fs::write(&image, vec![0; 1 << 20]).unwrap();
@@ -37,8 +36,7 @@ fn devices(folder: &std::path::Path) -> Vec<(Box<dyn Device>, usize)> {
     ]
 }
 
-/// Runs `attack` on each device, which must make it ask for a reset, and then
-/// sees that one helps.
+/// Runs `attack` on each device. The device must ask for a reset and work after it.
 fn needs_reset(attack: impl Fn(&mut Driver, usize)) {
     let folder = tempfile::tempdir().unwrap();
     for (device, queue) in devices(folder.path()) {
@@ -48,7 +46,7 @@ fn needs_reset(attack: impl Fn(&mut Driver, usize)) {
         driver.run();
         assert!(driver.needs_reset(), "device {id}");
         assert!(driver.interrupted(), "device {id}");
-        // It does nothing more until then.
+        // The device does nothing until the reset.
         driver.used(queue);
         driver.chain(queue, &[Buffer::Out(&[0; 64]), Buffer::In(64)]);
         driver.run();
@@ -108,7 +106,7 @@ fn buffers_outside_memory() {
     for address in [
         MEMORY as u64,
         MEMORY as u64 - 63,
-        super::MMIO_START,
+        super::super::MMIO_START,
         u64::MAX,
         u64::MAX - 63,
         1 << 63,
@@ -247,7 +245,7 @@ fn a_disk_request_of_overlapping_buffers_that_add_up_to_too_much() {
     let folder = tempfile::tempdir().unwrap();
     let (device, _) = devices(folder.path()).swap_remove(1);
     let driver = Driver::new(device);
-    // 8 times 3 MiB of the same memory: more than a request may have.
+    // 8 descriptors for the same 3 MiB add up to more than a request may have.
     driver.describe(0, 0, (0, 16, NEXT, 1));
     for index in 1..9 {
         driver.describe(0, index, (0, 3 << 20, NEXT | WRITE, index + 1));
@@ -275,7 +273,7 @@ fn tables_that_change_meanwhile() {
                 let table = queue_at(queue)[0];
                 let mut word = 1_u64;
                 while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                    // A cheap generator of numbers (xorshift).
+                    // xorshift.
                     word ^= word << 13;
                     word ^= word >> 7;
                     word ^= word << 17;
@@ -297,7 +295,7 @@ fn tables_that_change_meanwhile() {
     }
 }
 
-/// Mostly plausible numbers: the others end at the first check.
+/// Mostly plausible addresses; others fail at the first check.
 fn address() -> impl Strategy<Value = u64> {
     prop_oneof![
         4 => BUFFERS..BUFFERS + 0x1_0000,
@@ -340,7 +338,7 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever a driver does: no panic, and the device comes to rest.
+    /// For any driver, the device does not panic and becomes idle.
     #[test]
     fn any_driver(steps in prop::collection::vec(step(), 1..80)) {
         let folder = tempfile::tempdir().unwrap();
@@ -352,7 +350,7 @@ proptest! {
                     Step::Offer(head) => driver.offer(queue, *head),
                     Step::Available(index) => driver.set_available(queue, *index),
                     Step::Bytes(at, bytes) => {
-                        // Outside memory there is nothing to write to.
+                        // Writes outside memory have no effect.
                         let _ = driver.memory.write_slice(bytes, GuestAddress(*at));
                     }
                     Step::Register(at, value) => driver.set(*at, *value),

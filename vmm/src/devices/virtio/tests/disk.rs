@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Disks on their threads: hosts that hang, and limits.
+//! Disks on their threads: hosts that hang, and rate limits.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -8,18 +8,18 @@ use std::time::Duration;
 
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY;
 
-use super::block::{Block, DiskConfig};
-use super::device::{Device, HostDone, Next};
-use super::driver::{Buffer, Driver};
-use super::queue::{Broken, Chain, Ring};
-use super::tests::{READ, head, image, memory};
-use super::thread::DeviceThread;
-use super::{DiskLimits, Memory, Rate, Virtio, VirtioConfig};
+use super::super::block::{Block, DiskConfig};
+use super::super::device::{Device, HostDone, NextTurn};
+use super::super::queue::{Broken, Chain, Ring};
+use super::super::testing::{Buffer, Driver};
+use super::super::thread::DeviceThread;
+use super::super::{DiskLimits, Memory, Rate, Virtio, VirtioConfig};
+use super::{READ, head, image, memory};
 
-/// Waits of the tests end after this time, which no correct run takes.
+/// Timeout of waits in these tests. A correct run never reaches it.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A device whose host does not answer before it is told to.
+/// A device whose host work blocks until the test releases it.
 struct Stalled {
     under_way: Option<Chain>,
     started: Sender<()>,
@@ -49,16 +49,20 @@ impl Device for Stalled {
         self.under_way = None;
     }
 
-    fn process(&mut self, rings: &mut [Option<Ring>], _memory: &Memory) -> Result<Next, Broken> {
+    fn process(
+        &mut self,
+        rings: &mut [Option<Ring>],
+        _memory: &Memory,
+    ) -> Result<NextTurn, Broken> {
         let Some(Some(ring)) = rings.first_mut() else {
-            return Ok(Next::Wait);
+            return Ok(NextTurn::Wait);
         };
         self.under_way = ring.pop()?;
         if self.under_way.is_none() {
-            return Ok(Next::Wait);
+            return Ok(NextTurn::Wait);
         }
         let (started, go_on) = (self.started.clone(), Arc::clone(&self.go_on));
-        Ok(Next::Host(Box::new(move || {
+        Ok(NextTurn::Host(Box::new(move || {
             started.send(()).unwrap();
             go_on.lock().unwrap().recv().unwrap();
             HostDone {
@@ -97,7 +101,7 @@ fn a_reset_does_not_wait_for_a_disk_that_hangs() {
     driver.chain(0, &[Buffer::In(1)]);
     notify(&driver);
     has_started.recv_timeout(PATIENCE).unwrap();
-    // On a thread of its own, as a vCPU: a reset that waits fails the test instead of hanging it.
+    // On a thread of its own, like a vCPU: a reset that waits fails the test instead of hanging it.
     let (done, is_done) = channel();
     let vcpu = std::thread::spawn(move || {
         driver.start();
@@ -108,7 +112,7 @@ fn a_reset_does_not_wait_for_a_disk_that_hangs() {
     release.send(()).unwrap();
     let mut driver = vcpu.join().unwrap();
     reset.expect("the reset waits for the host");
-    // What the host did for the driver before is not given back to the new one.
+    // The result for the previous driver is not given to the new one.
     driver.chain(0, &[Buffer::In(1), Buffer::In(1)]);
     notify(&driver);
     has_started.recv_timeout(PATIENCE).unwrap();

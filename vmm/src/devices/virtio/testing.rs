@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The guest's side of a device, for the tests: a driver that follows the rules,
-//! with ways to break them.
+//! A guest driver for tests. It follows the rules, with ways to break them.
 
 #![cfg_attr(
     not(test),
@@ -25,42 +24,40 @@ pub(super) const INDIRECT: u16 = 4;
 pub(super) const NEEDS_RESET: u32 = 0x40;
 const DRIVER_OK: u32 = 0xf;
 
-/// Bytes of the guest's memory.
 pub(super) const MEMORY: usize = 4 << 20;
 /// Entries of each queue.
 pub(super) const QUEUE: u16 = 16;
-/// Buffers are put here.
+/// Address of the first buffer.
 pub(super) const BUFFERS: u64 = 0x10_0000;
-/// Batches after which a device should have come to rest.
+/// Limit on batches until a device must be idle.
 const BATCHES_MAX: usize = 1000;
 
-/// One buffer of a chain.
+/// A buffer of a chain.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Buffer<'a> {
-    /// The device reads these bytes.
+    /// Readable by the device, with this content.
     Out(&'a [u8]),
-    /// The device writes so many bytes.
+    /// Writable by the device, of this length.
     In(usize),
 }
 
-/// A driver with its device.
 pub(super) struct Driver {
     pub memory: Memory,
     pub transport: Arc<Transport>,
-    /// Where the next buffer goes, and the next descriptor of each queue.
+    /// Address of the next buffer, and next descriptor of each queue.
     next_buffer: u64,
     next_descriptor: Vec<u16>,
     seen: Vec<u16>,
 }
 
-/// Where the parts of a queue are: descriptors, available ring, used ring.
+/// Addresses of a queue's descriptor table, available ring and used ring.
 pub(super) fn queue_at(queue: usize) -> [u64; 3] {
     let base = 0x1_0000 * (queue as u64 + 1);
     [base, base + 0x1000, base + 0x2000]
 }
 
 impl Driver {
-    /// Sets the device up as Linux does.
+    /// Initialises the device like Linux does.
     pub fn new(device: impl Device + 'static) -> Self {
         let memory = Memory::from_ranges(&[(GuestAddress(0), MEMORY)]).unwrap();
         let transport = Arc::new(Transport::new(Box::new(device), memory.clone()).unwrap());
@@ -77,7 +74,7 @@ impl Driver {
         driver
     }
 
-    /// From reset to DRIVER_OK.
+    /// Goes from reset to DRIVER_OK.
     pub fn start(&mut self) {
         self.set(VIRTIO_MMIO_STATUS, 0);
         self.negotiate();
@@ -87,7 +84,7 @@ impl Driver {
         self.set(VIRTIO_MMIO_STATUS, DRIVER_OK);
     }
 
-    /// From reset to FEATURES_OK, with everything that is offered.
+    /// Goes from reset to FEATURES_OK and accepts every offered feature.
     pub fn negotiate(&mut self) {
         self.set(VIRTIO_MMIO_STATUS, 1);
         self.set(VIRTIO_MMIO_STATUS, 3);
@@ -104,7 +101,7 @@ impl Driver {
         self.seen.fill(0);
     }
 
-    /// Puts a queue there and makes it ready.
+    /// Sets the size and addresses of a queue and makes it ready.
     pub fn set_queue(&mut self, queue: usize, size: u32, parts: [u64; 3]) {
         self.set(VIRTIO_MMIO_QUEUE_SEL, u32::try_from(queue).unwrap());
         assert_eq!(self.register(VIRTIO_MMIO_QUEUE_READY), 0);
@@ -117,7 +114,7 @@ impl Driver {
         for (register, part) in registers.into_iter().zip(parts) {
             self.set(register, (part & 0xffff_ffff) as u32);
             self.set(register + 4, (part >> 32) as u32);
-            // A queue that is left over from before the reset is none.
+            // Clears what was left in the queue before the reset.
             let _ = self.memory.write_slice(&[0; 0x800], GuestAddress(part));
         }
         self.set(VIRTIO_MMIO_QUEUE_READY, 1);
@@ -152,7 +149,7 @@ impl Driver {
         self.set_available(queue, index.wrapping_add(1));
     }
 
-    /// Sets the available ring's index.
+    /// Sets the index of the available ring.
     pub fn set_available(&self, queue: usize, index: u16) {
         let available = queue_at(queue)[1];
         self.memory
@@ -160,8 +157,8 @@ impl Driver {
             .unwrap();
     }
 
-    /// Offers a chain of new buffers and says where they are. Buffers and
-    /// descriptors are used again later: few chains may be under way at once.
+    /// Offers a chain of new buffers and returns their addresses. Buffers and descriptors are
+    /// reused, so only a few chains may be in flight.
     pub fn chain(&mut self, queue: usize, buffers: &[Buffer<'_>]) -> Vec<u64> {
         let head = self.next_descriptor[queue];
         let mut addresses = vec![];
@@ -193,7 +190,7 @@ impl Driver {
         addresses
     }
 
-    /// Notifies, and lets the device work until it rests.
+    /// Notifies the device and runs it until it is idle.
     pub fn run(&self) {
         self.set(VIRTIO_MMIO_QUEUE_NOTIFY, 0);
         let mut batches = 0;
@@ -204,7 +201,7 @@ impl Driver {
         }
     }
 
-    /// What was given back since the last call: heads, and bytes written.
+    /// Returns the head and the bytes written of each chain used since the last call.
     pub fn used(&mut self, queue: usize) -> Vec<(u32, u32)> {
         let used = queue_at(queue)[2];
         let index: u16 = self.memory.read_obj(GuestAddress(used + 2)).unwrap();
@@ -227,13 +224,13 @@ impl Driver {
         bytes
     }
 
-    /// Whether the interrupt line was raised since the last call.
+    /// Returns whether the interrupt line was raised since the last call.
     pub fn interrupted(&self) -> bool {
         self.transport.interrupt().read().is_ok()
     }
 }
 
-/// Writes a descriptor (address, length, flags, next) anywhere.
+/// Writes a descriptor (address, length, flags, next) to any address.
 pub(super) fn write_descriptor(memory: &Memory, at: u64, descriptor: (u64, u32, u16, u16)) {
     let (address, length, flags, next) = descriptor;
     let descriptor = Descriptor::new(address, length, flags, next);

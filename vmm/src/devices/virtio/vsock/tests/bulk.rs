@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Much data both ways at once, between a client on the host and a guest that keeps the rules of
-//! credit and notification as Linux does, each on a thread of its own beside the device thread. What
-//! is lost on the way, a wake-up as well as a byte, stops it.
+//! Large transfers in both directions at once, between a client on the host and a guest that
+//! follows the rules for credit and notification like Linux does. Client and guest have threads of
+//! their own, beside the device thread. A lost wake-up or a lost byte stalls the transfer.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -18,29 +18,29 @@ use virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY;
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-use super::super::Memory;
-use super::super::device::{Device, Next};
-use super::super::driver::{Buffer, Driver, queue_at};
-use super::super::thread::DeviceThread;
-use super::packet::{HEADER_BYTES, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_SEND, STREAM};
-use super::{EVENTS_MAX, RECEIVE, RESETS_MAX, TRANSMIT, Vsock, VsockConfig};
+use super::super::packet::{HEADER_BYTES, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_SEND, STREAM};
+use super::super::{EVENTS_MAX, RECEIVE, RESETS_MAX, TRANSMIT, Vsock, VsockConfig};
+use crate::devices::virtio::Memory;
+use crate::devices::virtio::device::{Device, NextTurn};
+use crate::devices::virtio::testing::{Buffer, Driver, queue_at};
+use crate::devices::virtio::thread::DeviceThread;
 
 const CID: u32 = 42;
 const PORT: u32 = 7;
-/// Chains under way in each queue.
+/// Chains in flight in each queue.
 const BUFFERS: usize = 8;
 const PACKETS: usize = 4;
-/// Bytes that the guest buffers.
+/// Size of the guest's receive buffer in bytes.
 const ROOM: u32 = 0x1_0000;
-/// Longest that anything takes that is not lost, in milliseconds.
+/// Timeout in milliseconds; a correct run never reaches it.
 const PATIENCE: u16 = 20_000;
 
-/// A guest that listens on [`PORT`] and sends everything back.
+/// A guest that listens on [`PORT`] and echoes everything.
 struct Echo {
     driver: Driver,
-    /// Readable when the device interrupts.
+    /// Readable when the device raises its interrupt.
     interrupt: Epoll,
-    /// Where the receive buffers are, oldest first.
+    /// Addresses of the receive buffers, oldest first.
     buffers: VecDeque<u64>,
     /// Packets that the device has not given back.
     sending: usize,
@@ -55,7 +55,7 @@ struct Echo {
     peer_forwarded: u32,
     peer_finished: bool,
     closing: bool,
-    /// Connections that have ended.
+    /// Number of connections that have ended.
     closed: usize,
 }
 
@@ -83,7 +83,7 @@ impl Echo {
         }
     }
 
-    /// So many connections, one after another, each from its request to its reset.
+    /// Serves this many connections, one after another, each from its request to its reset.
     fn serve(&mut self, connections: usize) {
         while self.closed < connections {
             let mut busy = true;
@@ -92,7 +92,7 @@ impl Echo {
                 while self.step() {}
                 self.want_interrupts(true);
                 fence(Ordering::SeqCst);
-                // What came before the device saw that interrupts are wanted.
+                // Chains used before the device saw that interrupts are enabled.
                 busy = self.step();
             }
             if self.closed < connections {
@@ -125,7 +125,7 @@ impl Echo {
         self.driver.set(VIRTIO_MMIO_QUEUE_NOTIFY, queue);
     }
 
-    /// Whether there was something to do.
+    /// Returns whether there was something to do.
     fn step(&mut self) -> bool {
         let mut did = self.fill();
         self.sending -= self.driver.used(TRANSMIT).len();
@@ -185,7 +185,7 @@ impl Echo {
         }
     }
 
-    /// Sends what is next, if anything may be.
+    /// Sends the next packet if credit allows.
     fn send(&mut self) -> bool {
         let credit = self.peer_room - (self.sent - self.peer_forwarded);
         let length = self.received.len().min(credit as usize).min(5000);
@@ -239,7 +239,7 @@ fn exchange(socket: &Path, round: usize) {
     let data: Vec<u8> = (0..600_000).map(|at| ((at + round) % 251) as u8).collect();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // In pieces of all sizes, so that buffers run full and empty.
+            // Pieces of varying sizes, so that buffers become full and empty.
             for piece in data.chunks(1 + round * 1000) {
                 stream.write_all(piece).unwrap();
             }
@@ -274,7 +274,7 @@ fn much_goes_both_ways_at_once() {
     thread.stop();
 }
 
-/// Clients of the host that come and go, while the guest takes nothing.
+/// Clients on the host connect and disconnect while the guest takes no packets.
 #[test]
 fn resets_that_the_host_causes_are_bounded_too() {
     let folder = tempfile::tempdir().unwrap();
@@ -286,8 +286,8 @@ fn resets_that_the_host_causes_are_bounded_too() {
     let mut vsock = Vsock::new(&config).unwrap();
     let memory = Memory::from_ranges(&[(GuestAddress(0), 4096)]).unwrap();
     let mut work = || {
-        // Until it has seen the greeting, and that the client is gone.
-        while let Next::Again = vsock.process(&mut [None, None, None], &memory).unwrap() {}
+        // Runs until the device has read the greeting and seen that the client has left.
+        while let NextTurn::Again = vsock.process(&mut [None, None, None], &memory).unwrap() {}
         vsock.resets.len()
     };
     let connect = || {
@@ -303,7 +303,7 @@ fn resets_that_the_host_causes_are_bounded_too() {
         work();
     }
     assert_eq!(work(), greeted);
-    // Fewer than the kernel keeps waiting for a listener, and more than there is room for.
+    // Less than the kernel's listen backlog, more than the device has room for.
     let clients: Vec<_> = (0..120).map(|_| connect()).collect();
     work();
     drop(clients);
