@@ -4,4 +4,9 @@
 #![forbid(unsafe_code)]
 
 pub mod audit;
+pub mod identity;
+pub mod listen;
+pub mod methods;
+pub mod monitors;
 pub mod policy;
+mod proxy;

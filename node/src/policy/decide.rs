@@ -25,6 +25,8 @@ pub enum Want<'a> {
     Nothing,
     /// "name" or "module:name" each, as a prepared plan lists them.
     Keys(&'a [&'a str]),
+    /// Whichever keys there are, in any number: allowed by a rule that limits neither.
+    AnyKeys,
 }
 
 /// The answer, with the rule that decides.
@@ -34,6 +36,8 @@ pub enum Decision {
     Allowed {
         /// Its name.
         rule: String,
+        /// The role that it gives.
+        role: Role,
     },
     /// No rule allows it.
     Denied {
@@ -53,6 +57,7 @@ impl Decision {
 /// What a rule lacks, the least first: the rule that lacks the least explains a refusal best.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Lack {
+    AnyKeys,
     TooManyKeys { given: usize, most: usize },
     TooManyGuests { given: usize, most: usize },
     Key(String),
@@ -69,8 +74,10 @@ impl Policy {
         for rule in &self.rules {
             match rule.lacks(question) {
                 None => {
-                    let rule = rule.name.clone();
-                    return Decision::Allowed { rule };
+                    return Decision::Allowed {
+                        rule: rule.name.clone(),
+                        role: rule.role,
+                    };
                 }
                 Some(lack) if nearest.as_ref().is_none_or(|(least, _)| lack < *least) => {
                     nearest = Some((lack, rule));
@@ -104,6 +111,8 @@ impl Rule {
         let keys = match question.want {
             Want::Nothing => &[],
             Want::Keys(keys) => keys,
+            Want::AnyKeys if self.limits_keys() => return Some(Lack::AnyKeys),
+            Want::AnyKeys => &[],
         };
         if let Some(key) = keys.iter().find(|key| !self.covers(key)) {
             return Some(Lack::Key((*key).to_owned()));
@@ -117,6 +126,10 @@ impl Rule {
             return Some(Lack::TooManyKeys { given, most });
         }
         None
+    }
+
+    fn limits_keys(&self) -> bool {
+        !self.keys.texts().is_empty() || self.max_keys.is_some()
     }
 
     fn covers(&self, key: &str) -> bool {
@@ -133,6 +146,7 @@ fn matches(patterns: &static_keys::Patterns, name: &str) -> bool {
 impl Lack {
     fn sentence(&self) -> String {
         match self {
+            Self::AnyKeys => "does not cover every key".to_owned(),
             Self::TooManyKeys { given, most } => {
                 format!("allows {most} keys in one change, not {given}")
             }
@@ -183,8 +197,13 @@ rules:
     }
 
     fn allowed(rule: &str) -> Decision {
+        let role = match rule {
+            "on-call" => Role::Admin,
+            "network" => Role::Operator,
+            _ => Role::Viewer,
+        };
         let rule = rule.to_owned();
-        Decision::Allowed { rule }
+        Decision::Allowed { rule, role }
     }
 
     #[track_caller]
@@ -228,6 +247,30 @@ rules:
         denied(ask("uid:1", Role::Operator, &["web-1"], &[]), "everybody");
         // A uid that begins like another is another.
         denied(ask("uid:01", Role::Admin, &[], &[]), "viewer");
+    }
+
+    #[test]
+    fn any_keys_need_a_rule_that_limits_none() {
+        let any = |principal| {
+            Policy::parse(POLICY).expect("a policy").decide(&Question {
+                principal,
+                role: Role::Operator,
+                guests: &["web-1"],
+                want: Want::AnyKeys,
+            })
+        };
+        assert_eq!(any("uid:0"), allowed("on-call"));
+        denied(any(ALICE), "every key");
+        denied(any("uid:1"), "viewer");
+        let capped = "rules: [{name: a, principals: ['*'], role: admin, max_keys: 9}]";
+        let capped = Policy::parse(capped).expect("a policy");
+        let decision = capped.decide(&Question {
+            principal: "uid:0",
+            role: Role::Operator,
+            guests: &[],
+            want: Want::AnyKeys,
+        });
+        denied(decision, "every key");
     }
 
     #[test]

@@ -37,6 +37,7 @@ impl fmt::Display for Role {
 #[derive(Clone, Debug)]
 pub struct Policy {
     pub(super) rules: Vec<Rule>,
+    revoked: Vec<String>,
 }
 
 /// One rule.
@@ -97,6 +98,14 @@ pub enum PolicyError {
         /// What is wrong.
         error: PatternError,
     },
+    /// A revoked certificate is not named by its SHA-256.
+    #[error(
+        "revoked_certificates: {text:?} is no SHA-256 in hexadecimal; take it from `openssl x509 -fingerprint -sha256`"
+    )]
+    Fingerprint {
+        /// As written.
+        text: String,
+    },
     /// A cap that allows nothing.
     #[error(
         "rule {rule:?}: {field} is 0, so the rule allows no change; leave it out or give a number"
@@ -113,6 +122,8 @@ pub enum PolicyError {
 #[serde(deny_unknown_fields)]
 struct PolicyFile {
     rules: Vec<RuleInFile>,
+    #[serde(default)]
+    revoked_certificates: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -167,7 +178,21 @@ impl Policy {
             }
             rules.push(Rule::check(rule)?);
         }
-        Ok(Self { rules })
+        let mut revoked = Vec::with_capacity(file.revoked_certificates.len());
+        for text in file.revoked_certificates {
+            let digits: String = text.chars().filter(|c| *c != ':').collect();
+            if digits.len() != 64 || !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+                return Err(PolicyError::Fingerprint { text });
+            }
+            revoked.push(digits.to_ascii_lowercase());
+        }
+        Ok(Self { rules, revoked })
+    }
+
+    /// Whether the certificate with this SHA-256 (lower-case hexadecimal) may not be used any more.
+    #[must_use]
+    pub fn has_revoked(&self, fingerprint: &str) -> bool {
+        self.revoked.iter().any(|revoked| revoked == fingerprint)
     }
 
     /// The rules, in the order in which they are tried.
@@ -242,6 +267,22 @@ mod tests {
         assert!(
             refused("rules: [{name: a, role: admin, principals: []}]").contains("no principals")
         );
+    }
+
+    #[test]
+    fn certificates_are_revoked_by_their_fingerprint() {
+        let rules = "rules: [{name: a, principals: ['*'], role: viewer}]";
+        let revoke =
+            |text: &str| Policy::parse(&format!("{rules}\nrevoked_certificates: ['{text}']"));
+        let (lower, colons) = ("ab".repeat(32), ["AB"; 32].join(":"));
+        for text in [&lower, &colons] {
+            let policy = revoke(text).expect(text);
+            assert!(policy.has_revoked(&lower) && !policy.has_revoked(&"cd".repeat(32)));
+        }
+        for text in ["", "ab", &"x".repeat(64)] {
+            let error = revoke(text).expect_err(text).to_string();
+            assert!(error.contains("SHA-256"), "{error}");
+        }
     }
 
     #[test]

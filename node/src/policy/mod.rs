@@ -17,6 +17,7 @@
 //!   - name: everybody
 //!     principals: ["*"]
 //!     role: viewer
+//! revoked_certificates: []   # SHA-256 of certificates that may not be used any more
 //! ```
 //!
 //! Principals, guests and keys are globs as everywhere in Patchbay. A rule without `guests` or `keys`

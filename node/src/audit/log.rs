@@ -61,6 +61,9 @@ pub enum Entry {
         guest: String,
         /// The policy's sentence.
         why: String,
+        /// Earlier denied calls that came too fast to be written.
+        #[serde(default, skip_serializing_if = "is_zero")]
+        unwritten: u64,
     },
     /// What became of an intent.
     Outcome {
@@ -117,6 +120,7 @@ pub struct AuditLog {
     file: File,
     head: String,
     next_id: u64,
+    records: usize,
 }
 
 impl AuditLog {
@@ -134,16 +138,22 @@ impl AuditLog {
             let path = path.display().to_string();
             return Err(AuditError::InUse { path });
         }
-        let Chain { head, next_id, .. } = verify_lines(path, &file, |_| {})?;
+        let Chain {
+            head,
+            next_id,
+            records,
+        } = verify_lines(path, &file, |_| {})?;
         Ok(Self {
             path: path.to_owned(),
             file,
             head,
             next_id,
+            records,
         })
     }
 
-    /// Writes what somebody is about to do and waits until it is on the disk. The number joins the outcome to it.
+    /// Writes what somebody is about to do. The number joins the outcome to it. The change must wait for
+    /// [`AuditLog::sync`].
     ///
     /// # Errors
     /// [`AuditError`]: the change must not be made.
@@ -151,9 +161,16 @@ impl AuditLog {
         let id = self.next_id;
         self.append(id, entry)?;
         self.next_id += 1;
-        let sync = self.file.sync_data();
-        sync.map_err(|error| file_error(&self.path, error))?;
         Ok(id)
+    }
+
+    /// Waits until what was written is on the disk.
+    ///
+    /// # Errors
+    /// [`AuditError`]: no change may be made whose intent was not synced before.
+    pub fn sync(&mut self) -> Result<(), AuditError> {
+        let sync = self.file.sync_data();
+        sync.map_err(|error| file_error(&self.path, error))
     }
 
     /// Writes what became of the intent `id`.
@@ -163,6 +180,12 @@ impl AuditLog {
     pub fn outcome(&mut self, id: u64, code: &str, message: &str) -> Result<(), AuditError> {
         let (code, message) = (code.to_owned(), message.to_owned());
         self.append(id, Entry::Outcome { code, message })
+    }
+
+    /// How many lines the log has.
+    #[must_use]
+    pub fn records(&self) -> usize {
+        self.records
     }
 
     fn append(&mut self, id: u64, entry: Entry) -> Result<(), AuditError> {
@@ -186,6 +209,7 @@ impl AuditLog {
             return Err(unwritable(error));
         }
         self.head = head;
+        self.records += 1;
         Ok(())
     }
 }
@@ -243,6 +267,10 @@ fn verify_lines(
         chain.records += 1;
         each(&record);
     }
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 fn hash(line: &[u8]) -> String {
@@ -351,6 +379,7 @@ mod tests {
                 .expect("/dev/full"),
             head: START.to_owned(),
             next_id: 0,
+            records: 0,
         };
         let error = full.intent(intent()).expect_err("full");
         assert!(error.to_string().contains("/dev/full"), "{error}");
