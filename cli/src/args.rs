@@ -180,8 +180,11 @@ pub enum KeysCommand {
         /// Globs, as in `list`.
         patterns: Vec<String>,
         /// Start with this revision of the past instead of now.
-        #[arg(long, default_value_t = 0)]
+        #[arg(long, default_value_t = 0, requires = "incarnation")]
         from_revision: u64,
+        /// The incarnation that the revision belongs to, as `guest describe` prints it.
+        #[arg(long, default_value = "")]
+        incarnation: String,
     },
     /// Who keeps keys on.
     Holds {

@@ -50,7 +50,16 @@ pub async fn run(monitor: &Monitor, command: KeysCommand, output: Output) -> Res
         KeysCommand::Watch {
             patterns,
             from_revision,
-        } => watch(monitor, patterns, from_revision, output).await,
+            incarnation,
+        } => {
+            let request = v1::WatchStaticKeysRequest {
+                start_revision: from_revision,
+                incarnation,
+                patterns,
+                ..Default::default()
+            };
+            watch(monitor, request, output).await
+        }
         KeysCommand::Holds { patterns } => {
             let request = monitor.request(v1::ListHoldsRequest {
                 patterns,
@@ -347,16 +356,10 @@ fn read_changes(path: &Path) -> Result<Vec<v1::KeyUpdate>, Failure> {
 
 async fn watch(
     monitor: &Monitor,
-    patterns: Vec<String>,
-    start_revision: u64,
+    request: v1::WatchStaticKeysRequest,
     output: Output,
 ) -> Result<(), Failure> {
     // No deadline: a watch has no end.
-    let request = tonic::Request::new(v1::WatchStaticKeysRequest {
-        start_revision,
-        patterns,
-        ..Default::default()
-    });
     let mut stream = monitor
         .keys()
         .watch_static_keys(request)

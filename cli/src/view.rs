@@ -69,6 +69,7 @@ pub struct Change {
 #[derive(Debug, Serialize)]
 pub struct Event {
     pub revision: u64,
+    pub incarnation: String,
     pub time: String,
     pub kind: &'static str,
     pub name: String,
@@ -133,6 +134,7 @@ pub struct Details {
     pub sites: u32,
     pub modules: u32,
     pub revision: u64,
+    pub incarnation: String,
     pub kaslr: bool,
     pub page_table_isolation: bool,
     pub five_level_paging: bool,
@@ -246,6 +248,7 @@ pub fn events(response: v1::WatchStaticKeysResponse) -> Vec<Event> {
         .into_iter()
         .map(|event| Event {
             revision,
+            incarnation: response.incarnation.clone(),
             time: time.clone(),
             kind: match event.kind() {
                 v1::key_event::Kind::Unspecified => "unknown",
@@ -346,6 +349,7 @@ impl Guest {
             sites: guest.sites,
             modules: guest.modules,
             revision: guest.revision,
+            incarnation: status.incarnation.clone(),
             kaslr: guest.kaslr,
             page_table_isolation: guest.page_table_isolation,
             five_level_paging: guest.five_level_paging,

@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 
-use patchbay_service::api::{ApiSocket, serve};
+use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::guest::Machine;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::testing::{Gate, InMemoryGuest, TestKey};
+use patchbay_service::trace::Tracing;
 use serde_json::Value;
 
 /// A served guest named "test" in a runtime folder of its own.
@@ -41,7 +42,13 @@ impl Lab {
             .build();
         let runtime = runtime.expect("a runtime");
         let socket = ApiSocket::bind(&folder.path().join("patchbay/test.sock")).expect("free");
-        runtime.spawn(async move { serve(socket, keys, std::future::pending()).await });
+        runtime.spawn(async move {
+            let guests = Guests::default();
+            let guest = ServedGuest::start(keys, Tracing::default()).expect("no agent's socket");
+            guests.add(guest).expect("the only one");
+            let endpoint = Endpoint::new(socket, guests);
+            endpoint.serve(std::future::pending()).await
+        });
         Self {
             guest,
             folder,
@@ -445,14 +452,23 @@ fn the_console_is_dumped_and_typed_into() {
 fn a_watch_prints_a_line_per_change() {
     use std::io::BufRead;
     let lab = Lab::new();
-    let before = lab.json(&["guest", "describe"])["details"]["revision"]
-        .as_u64()
-        .expect("a number");
+    let details = &lab.json(&["guest", "describe"])["details"];
+    let before = details["revision"].as_u64().expect("a number");
+    let incarnation = details["incarnation"].as_str().expect("text");
     lab.ok(&["keys", "inc", "alpha", "--reason", "first"]);
     lab.ok(&["keys", "inc", "beta"]);
     let from = (before + 1).to_string();
     let mut watch = lab
-        .command(&["keys", "watch", "--from-revision", &from, "-o", "json"])
+        .command(&[
+            "keys",
+            "watch",
+            "--from-revision",
+            &from,
+            "--incarnation",
+            incarnation,
+            "-o",
+            "json",
+        ])
         .stdout(Stdio::piped())
         .spawn()
         .expect("starts");
@@ -471,8 +487,14 @@ fn a_watch_prints_a_line_per_change() {
     );
     watch.kill().expect("runs");
     watch.wait().expect("ends");
-    let message = lab.fails(1, &["keys", "watch", "--from-revision", "999"]);
+    let from = |revision, incarnation| {
+        let words = ["--from-revision", revision, "--incarnation", incarnation];
+        lab.fails(1, &[&["keys", "watch"][..], &words].concat())
+    };
+    let message = from("999", incarnation);
     assert!(message.contains("has not happened yet"), "{message}");
+    let message = from("1", "0123");
+    assert!(message.contains("list the keys again"), "{message}");
 }
 
 #[test]

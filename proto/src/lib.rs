@@ -40,5 +40,7 @@ pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "
 
 /// Metadata key by which a trusted proxy names the principal that it acts for.
 pub const PRINCIPAL_METADATA: &str = "patchbay-principal";
+/// Metadata key by which a trusted proxy limits a call to a role: "viewer", "operator" or "admin".
+pub const ROLE_METADATA: &str = "patchbay-role";
 /// `google.rpc.ErrorInfo.domain` of every error.
 pub const ERROR_DOMAIN: &str = "patchbay";

@@ -9,7 +9,8 @@
 //!    └────────┴─────────┴──▶ the seams: guest, memory, console, threads
 //! ```
 //!
-//! A monitor implements the seams and hands itself to [`keys::Keys::start`] and [`api::serve_traced`]:
+//! A monitor implements the seams and hands itself to [`keys::Keys::start`], and what that returns to
+//! [`api::ServedGuest::start`]. An [`api::Endpoint`] serves one guest or several:
 //!
 //! | seam | what the monitor gives |
 //! |---|---|
@@ -28,6 +29,7 @@
 
 pub mod abi;
 pub mod api;
+pub mod auth;
 pub mod console;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;

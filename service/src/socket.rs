@@ -44,6 +44,7 @@ pub struct ListeningSocket {
     listener: UnixListener,
     /// The lock says that the monitor lives; the kernel takes it back when the monitor dies.
     lock: File,
+    owner: u32,
 }
 
 impl ListeningSocket {
@@ -87,7 +88,13 @@ impl ListeningSocket {
             path: path.to_owned(),
             listener,
             lock,
+            owner: rustix::process::geteuid().as_raw(),
         })
+    }
+
+    /// The user that bound it.
+    pub fn owner(&self) -> u32 {
+        self.owner
     }
 
     /// Where it is bound.

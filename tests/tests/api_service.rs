@@ -11,6 +11,8 @@ mod api_service {
     mod limits;
     mod patterns;
     mod reflection;
+    mod roles;
+    mod several;
     mod support;
     mod updates;
     mod watch;

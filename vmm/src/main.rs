@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Parser;
-use patchbay_service::api::{self, ApiSocket};
+use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::symbols::Symbols;
@@ -227,12 +227,16 @@ async fn serve(
             let _ = stopped.await;
         };
         match socket {
-            Some(socket) => api::serve_traced(socket, keys, tracing, stopped).await,
-            None => {
-                stopped.await;
-                Ok(())
+            Some(socket) => {
+                let guests = Guests::default();
+                let guest = ServedGuest::start(keys, tracing)
+                    .context("the agent's socket cannot be served")?;
+                guests.add(guest)?;
+                Endpoint::new(socket, guests).serve(stopped).await?;
             }
+            None => stopped.await,
         }
+        anyhow::Ok(())
     };
     let ending = async {
         let _stop = stop;

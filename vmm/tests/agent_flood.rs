@@ -20,8 +20,10 @@ use patchbay_proto::agent::v1::{
 };
 use patchbay_proto::v1::StreamTracepointEventsRequest;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
-use patchbay_service::api::TracepointsApi;
-use patchbay_service::keys::{FlipReport, KeysError};
+use patchbay_service::api::{Access, Guests, ServedGuest, TracepointsApi};
+use patchbay_service::auth::SocketAuthoriser;
+use patchbay_service::keys::{FlipReport, KeysConfig, KeysError, Registry};
+use patchbay_service::testing::InMemoryGuest;
 use patchbay_service::trace::{
     AgentSocket, Boxed, DEFAULT_GRACE, Switch, TraceThread, TracepointFacts, TracepointKeys,
 };
@@ -74,12 +76,10 @@ fn monitor(folder: &Path) {
         let thread = TraceThread::start(&FilteredThreads).expect("started");
         let tracer = patchbay_service::trace::start(Arc::new(Keys), Some(socket), thread.handle());
         let tracer = tracer.expect("started");
-        let (_ending, ended) = tokio::sync::watch::channel(false);
-        let api = TracepointsApi {
-            tracer,
-            ending: ended,
-            grace: DEFAULT_GRACE,
-        };
+        let guests = Guests::default();
+        let served = ServedGuest::new(static_keys(), tracer, DEFAULT_GRACE);
+        guests.add(served).expect("the only one");
+        let api = TracepointsApi::new(Access::new(guests, Arc::new(SocketAuthoriser), 0));
         say("listening");
         let request = || StreamTracepointEventsRequest {
             patterns: vec![EVENT.to_owned()],
@@ -111,6 +111,15 @@ fn monitor(folder: &Path) {
         let high = status.lines().find(|line| line.starts_with("VmHWM"));
         say(high.unwrap_or_default());
     });
+}
+
+/// A guest must have some; these are not asked.
+fn static_keys() -> Arc<patchbay_service::keys::Keys> {
+    let registry = Arc::new(Registry::default());
+    let guest = InMemoryGuest::new(Arc::clone(&registry));
+    let config = KeysConfig::default();
+    let started = patchbay_service::keys::Keys::start(guest, registry, config);
+    Arc::new(started.expect("a thread").0)
 }
 
 fn say(text: &str) {

@@ -5,14 +5,12 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::inotify::{self, CreateFlags, Reader, WatchFlags};
-use tokio::io::unix::AsyncFd;
+use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
+use tokio::net::unix::pipe;
 use tokio::sync::watch;
 
 /// Looked again after this time in any case: a watch may be lost, or the directory come later.
@@ -39,7 +37,7 @@ pub fn default_run_dirs() -> RunDirs {
 /// The folders, watched.
 pub struct Watch {
     dirs: RunDirs,
-    inotify: Option<AsyncFd<OwnedFd>>,
+    inotify: Option<pipe::Receiver>,
     scans: watch::Sender<u64>,
 }
 
@@ -48,7 +46,8 @@ impl Watch {
     pub fn new(dirs: RunDirs) -> Self {
         let inotify = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)
             .map_err(io::Error::from)
-            .and_then(AsyncFd::new);
+            // Read as a pipe is: what the events say is not looked at.
+            .and_then(pipe::Receiver::from_owned_fd_unchecked);
         Self {
             dirs,
             inotify: inotify
@@ -90,17 +89,13 @@ impl Watch {
     }
 
     /// Ends when something has changed in a folder, or after [`RESCAN`].
-    pub async fn changed(&mut self) {
-        let Some(inotify) = &mut self.inotify else {
+    pub async fn changed(&self) {
+        let Some(inotify) = &self.inotify else {
             return tokio::time::sleep(RESCAN).await;
         };
-        let readable = tokio::time::timeout(RESCAN, inotify.readable_mut()).await;
-        if let Ok(Ok(mut ready)) = readable {
-            let mut buffer = [MaybeUninit::uninit(); 4096];
-            let mut reader = Reader::new(ready.get_inner(), &mut buffer);
-            while reader.next().is_ok() {}
-            ready.clear_ready();
-        }
+        let readable = tokio::time::timeout(RESCAN, inotify.readable()).await;
+        let mut events = [0; 4096];
+        while readable.is_ok() && inotify.try_read(&mut events).is_ok_and(|read| read > 0) {}
     }
 
     fn watch(&self, dir: &Path) {
@@ -111,7 +106,7 @@ impl Watch {
                 | WatchFlags::MOVED_TO
                 | WatchFlags::ONLYDIR;
             // A folder that is gone, or not there yet, is looked for in the next scan.
-            let _ = inotify::add_watch(inotify.get_ref(), dir, flags);
+            let _ = inotify::add_watch(inotify, dir, flags);
         }
     }
 }

@@ -18,6 +18,7 @@ mod monitor;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
 
 use tokio::sync::watch;
 
@@ -26,6 +27,8 @@ pub use self::monitor::Monitor;
 
 /// Guests that one host serves. More are left out, loudly.
 pub const MAX_GUESTS: usize = 4096;
+/// Events in a run directory are taken together for so long.
+const SETTLE: Duration = Duration::from_millis(20);
 /// Sockets that are looked at.
 pub const MAX_MONITORS: usize = 4096;
 
@@ -155,5 +158,7 @@ pub async fn run(directory: Directory, dirs: RunDirs, own: Option<PathBuf>) {
             });
         }
         watch.changed().await;
+        // Whoever writes to a run directory without end must not keep us busy.
+        tokio::time::sleep(SETTLE).await;
     }
 }

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `patchbay.v1.GuestService`.
 
+mod status;
+
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_server::GuestService;
@@ -12,9 +14,11 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 
+use self::status::StatusWatch;
+use super::access::Access;
 use super::convert;
 use crate::guest::Machine;
-use crate::keys::{Description, Keys, KeysError, PauseRequest, PauseState, RegistrationPhase};
+use crate::keys::{Keys, KeysError, PauseRequest, PauseState, RegistrationPhase};
 
 const DEFAULT_PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_PAUSE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -25,74 +29,12 @@ const MAX_PAUSE_TTL: Duration = Duration::from_secs(3600);
 
 /// Serves [`GuestService`].
 pub struct GuestApi {
-    keys: Arc<Keys>,
-    started_at: SystemTime,
-    ending: watch::Receiver<bool>,
-    /// Changes with each console output and when the guest has ended.
-    printed: watch::Receiver<()>,
+    access: Access,
 }
 
 impl GuestApi {
-    pub fn new(keys: Arc<Keys>, ending: watch::Receiver<bool>) -> Self {
-        let (sender, printed) = watch::channel(());
-        keys.machine().console().on_output(Box::new(move || {
-            sender.send_replace(());
-        }));
-        Self {
-            keys,
-            started_at: SystemTime::now(),
-            ending,
-            printed,
-        }
-    }
-}
-
-impl GuestApi {
-    fn status(&self, guest: String, registration: Description) -> v1::GuestStatus {
-        let (state, paused_until) = match self.keys.pause_state() {
-            _ if self.keys.machine().has_ended() => (v1::GuestState::Stopped, None),
-            PauseState::Running => (v1::GuestState::Running, None),
-            PauseState::Until(at) => (v1::GuestState::Paused, Some(at)),
-            PauseState::UntilResumed => (v1::GuestState::Paused, None),
-        };
-        let table_source = match registration.phase {
-            RegistrationPhase::Registered => v1::TableSource::Registered,
-            RegistrationPhase::Absent
-            | RegistrationPhase::Withdrawn
-            | RegistrationPhase::Refused => v1::TableSource::Unspecified,
-        };
-        v1::GuestStatus {
-            guest,
-            state: state.into(),
-            paused_until: paused_until.map(Into::into),
-            registration: convert::registration(registration.phase).into(),
-            registration_error: registration.error,
-            table_source: table_source.into(),
-            kernel_release: registration.release,
-            kernel_build_id: registration.build_id,
-            generation: registration.generation,
-            agent_connected: false,
-            incarnation: self.keys.incarnation().to_string(),
-        }
-    }
-
-    /// Waits until the guest has ended, or the monitor ends.
-    async fn guest_ended(&self) {
-        let mut printed = self.printed.clone();
-        let mut ending = self.ending.clone();
-        let ended = async {
-            loop {
-                printed.mark_unchanged();
-                // The sender lives in the console's listener, and so as long as the guest.
-                if self.keys.machine().has_ended() || printed.changed().await.is_err() {
-                    return;
-                }
-            }
-        };
-        tokio::select! {
-            () = ended => {}
-            () = super::wait_for_end(&mut ending) => {}
-        }
+    pub fn new(access: Access) -> Self {
+        Self { access }
     }
 }
 
@@ -122,9 +64,10 @@ impl Drop for PowerButton<'_> {
 impl GuestService for GuestApi {
     async fn list_guests(
         &self,
-        _request: Request<v1::ListGuestsRequest>,
+        request: Request<v1::ListGuestsRequest>,
     ) -> Result<Response<v1::ListGuestsResponse>, Status> {
-        Err(Status::unimplemented("not there yet"))
+        let (guests, request) = self.access.admit_to_all(request)?;
+        Ok(Response::new(status::page(&guests, &request)?))
     }
 
     type WatchGuestStream =
@@ -132,17 +75,41 @@ impl GuestService for GuestApi {
 
     async fn watch_guest(
         &self,
-        _request: Request<v1::WatchGuestRequest>,
+        request: Request<v1::WatchGuestRequest>,
     ) -> Result<Response<Self::WatchGuestStream>, Status> {
-        Err(Status::unimplemented("not there yet"))
+        let (guest, _, _) = self.access.admit(request)?;
+        let mut ending = guest.ending();
+        // The watch holds the newest status; more here would only hold old ones.
+        let (sender, receiver) = mpsc::channel(1);
+        tokio::spawn(async move {
+            let mut watch = StatusWatch::new(guest);
+            let tell = async {
+                loop {
+                    let status = Some(watch.next().await);
+                    let message = v1::WatchGuestResponse { status };
+                    if sender.send(Ok(message)).await.is_err() {
+                        return;
+                    }
+                }
+            };
+            tokio::select! {
+                () = tell => {}
+                () = sender.closed() => {}
+                () = super::wait_for_end(&mut ending) => {
+                    let _ = sender.send(Err(super::ends())).await;
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 
     async fn describe_guest(
         &self,
-        _request: Request<v1::DescribeGuestRequest>,
+        request: Request<v1::DescribeGuestRequest>,
     ) -> Result<Response<v1::DescribeGuestResponse>, Status> {
-        let description = self.keys.machine().description();
-        let registration = self.keys.describe();
+        let (guest, _, _) = self.access.admit(request)?;
+        let description = guest.keys.machine().description();
+        let registration = guest.keys.describe();
         let transports: Vec<i32> = description
             .transports
             .iter()
@@ -157,17 +124,17 @@ impl GuestService for GuestApi {
             memory_bytes: description.memory_bytes,
             monitor_pid: std::process::id(),
             monitor_version: env!("CARGO_PKG_VERSION").to_owned(),
-            started_at: Some(self.started_at.into()),
+            started_at: Some(guest.started_at.into()),
             transport,
             transports,
             keys: registration.keys,
             sites: registration.sites,
             modules: registration.modules,
-            revision: self.keys.revision(),
+            revision: guest.keys.revision(),
             kaslr: registration.kaslr,
             page_table_isolation: registration.page_table_isolation,
             five_level_paging: registration.five_level_paging,
-            status: Some(self.status(description.name, registration)),
+            status: Some(status::status(&guest, registration)),
         }))
     }
 
@@ -175,20 +142,17 @@ impl GuestService for GuestApi {
         &self,
         request: Request<v1::PauseGuestRequest>,
     ) -> Result<Response<v1::PauseGuestResponse>, Status> {
-        let v1::PauseGuestRequest {
-            guest: _,
-            timeout,
-            ttl,
-        } = request.into_inner();
+        let (guest, _, request) = self.access.admit(request)?;
+        let request = request.into_inner();
         let range = Duration::from_micros(1)..=MAX_PAUSE_TIMEOUT;
-        let timeout = super::from_proto("timeout", timeout, range)?;
+        let timeout = super::from_proto("timeout", request.timeout, range)?;
         let range = Duration::from_millis(1)..=MAX_PAUSE_TTL;
-        let ttl = super::from_proto("ttl", ttl, range)?;
+        let ttl = super::from_proto("ttl", request.ttl, range)?;
         let request = PauseRequest {
             timeout: timeout.unwrap_or(DEFAULT_PAUSE_TIMEOUT),
             ttl: ttl.unwrap_or(DEFAULT_PAUSE_TTL),
         };
-        let outcome = self.keys.pause(request).await?;
+        let outcome = guest.keys.pause(request).await?;
         Ok(Response::new(v1::PauseGuestResponse {
             stop_time: Some(convert::duration(outcome.stop_time)),
             expires_at: outcome.expires_at.map(Into::into),
@@ -197,9 +161,10 @@ impl GuestService for GuestApi {
 
     async fn resume_guest(
         &self,
-        _request: Request<v1::ResumeGuestRequest>,
+        request: Request<v1::ResumeGuestRequest>,
     ) -> Result<Response<v1::ResumeGuestResponse>, Status> {
-        self.keys.resume().await?;
+        let (guest, _, _) = self.access.admit(request)?;
+        guest.keys.resume().await?;
         Ok(Response::new(v1::ResumeGuestResponse {}))
     }
 
@@ -207,24 +172,22 @@ impl GuestService for GuestApi {
         &self,
         request: Request<v1::ShutdownGuestRequest>,
     ) -> Result<Response<v1::ShutdownGuestResponse>, Status> {
+        let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let range = Duration::from_millis(1)..=MAX_SHUTDOWN_TIMEOUT;
         let timeout = super::from_proto("timeout", request.timeout, range)?;
         let timeout = timeout.unwrap_or(DEFAULT_SHUTDOWN_TIMEOUT);
-        let machine = self.keys.machine();
+        let machine = guest.keys.machine();
         let power_cut = if request.force {
             machine.shut_down();
             true
         } else if machine.has_ended() {
             false
-        } else if self.keys.pause_state() != PauseState::Running {
+        } else if guest.keys.pause_state() != PauseState::Running {
             return Err(KeysError::GuestPaused.into());
         } else {
             let button = PowerButton::press(machine);
-            if tokio::time::timeout(timeout, self.guest_ended())
-                .await
-                .is_ok()
-            {
+            if tokio::time::timeout(timeout, guest.ended()).await.is_ok() {
                 false
             } else if request.cut_after_timeout {
                 machine.shut_down();
@@ -245,10 +208,8 @@ impl GuestService for GuestApi {
         &self,
         request: Request<Streaming<v1::StreamConsoleRequest>>,
     ) -> Result<Response<Self::StreamConsoleStream>, Status> {
+        let admit = self.access.admit_stream(&request)?;
         let (sender, receiver) = mpsc::channel(4);
-        let keys = Arc::clone(&self.keys);
-        let mut ending = self.ending.clone();
-        let printed = self.printed.clone();
         let mut typed = request.into_inner();
         tokio::spawn(async move {
             let first = match typed.next().await {
@@ -256,6 +217,14 @@ impl GuestService for GuestApi {
                 None => v1::StreamConsoleRequest::default(),
                 Some(Err(_)) => return,
             };
+            let guest = match admit(&first) {
+                Ok(guest) => guest,
+                Err(error) => {
+                    let _ = sender.send(Err(error.into())).await;
+                    return;
+                }
+            };
+            let (keys, mut ending) = (Arc::clone(&guest.keys), guest.ending());
             // What the console has no room for is lost, as on a serial line without flow control.
             let _ = keys.machine().console().input(&first.input);
             let typing = async {
@@ -267,10 +236,10 @@ impl GuestService for GuestApi {
             };
             tokio::select! {
                 () = typing => {}
-                () = print(&keys, &first, printed, &sender) => {}
+                () = print(&keys, &first, guest.printed.clone(), &sender) => {}
                 () = sender.closed() => {}
                 () = super::wait_for_end(&mut ending) => {
-                    let _ = sender.send(Err(Status::unavailable("the monitor ends"))).await;
+                    let _ = sender.send(Err(super::ends())).await;
                 }
             }
         });

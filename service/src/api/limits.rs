@@ -15,15 +15,14 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http;
 use tonic::transport::server::Connected;
-use tonic::{Code, Status};
-use tonic_types::{ErrorDetails, StatusExt};
 use tower::{Layer, Service};
 
+use super::status;
 use crate::log_limit::limited;
-use patchbay_proto::ERROR_DOMAIN;
 
 /// Connections that are served.
 const CONNECTIONS: usize = 64;
@@ -65,6 +64,13 @@ pub struct Peer {
     pub uid: Option<u32>,
     /// One permit for each call; `None` if the connection is one too many.
     calls: Option<Arc<Semaphore>>,
+}
+
+#[cfg(test)]
+impl Peer {
+    pub fn with_uid(uid: Option<u32>) -> Self {
+        Self { uid, calls: None }
+    }
 }
 
 /// An accepted connection.
@@ -217,7 +223,7 @@ fn admit(peer: Option<&Peer>) -> Result<Option<OwnedSemaphorePermit>, Box<Status
         let message = format!(
             "{CONNECTIONS} clients are connected to this monitor already; end one of them and connect again"
         );
-        return Err(exhausted("TOO_MANY_CONNECTIONS", message));
+        return Err(Box::new(status::exhausted("TOO_MANY_CONNECTIONS", message)));
     };
     Arc::clone(calls)
         .try_acquire_owned()
@@ -226,17 +232,8 @@ fn admit(peer: Option<&Peer>) -> Result<Option<OwnedSemaphorePermit>, Box<Status
             let message = format!(
                 "{CALLS} calls of this connection are in progress already; end one of them"
             );
-            exhausted("TOO_MANY_CALLS", message)
+            Box::new(status::exhausted("TOO_MANY_CALLS", message))
         })
-}
-
-fn exhausted(reason: &str, message: String) -> Box<Status> {
-    let details = ErrorDetails::with_error_info(reason, ERROR_DOMAIN, [] as [(String, String); 0]);
-    Box::new(Status::with_error_details(
-        Code::ResourceExhausted,
-        message,
-        details,
-    ))
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay.v1.StaticKeysService`: checks requests and hands them to [`Keys`].
+//! `patchbay.v1.StaticKeysService`: checks requests and hands them to the guest's keys.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -9,16 +9,17 @@ use patchbay_proto::v1;
 use patchbay_proto::v1::static_keys_service_server::StaticKeysService;
 use prost::Message;
 use static_keys::{MAX_PATTERNS, Patterns, split_name};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 
+use super::access::Access;
 use super::{convert, invalid};
 use crate::keys::{
-    Event, KeyUpdate, Keys, KeysError, ListQuery, MAX_UPDATES, Selection, Target, UpdateRequest,
-    replay,
+    Event, KeyUpdate, KeysError, ListQuery, MAX_UPDATES, Selection, Target,
+    UpdateRequest, replay,
 };
 
 const MAX_REQUEST_ID_BYTES: usize = 128;
@@ -33,8 +34,13 @@ const MAX_ANSWER_TIME: Duration = Duration::from_millis(250);
 
 /// Serves [`StaticKeysService`].
 pub struct StaticKeysApi {
-    pub keys: Arc<Keys>,
-    pub ending: watch::Receiver<bool>,
+    access: Access,
+}
+
+impl StaticKeysApi {
+    pub fn new(access: Access) -> Self {
+        Self { access }
+    }
 }
 
 #[tonic::async_trait]
@@ -43,6 +49,7 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::ListStaticKeysRequest>,
     ) -> Result<Response<v1::ListStaticKeysResponse>, Status> {
+        let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let query = ListQuery {
             page_size: super::page_size(request.page_size)
@@ -51,7 +58,7 @@ impl StaticKeysService for StaticKeysApi {
             keys: selection(&request.patterns, &request.classes)?,
             enabled: request.enabled,
         };
-        let keys = Arc::clone(&self.keys);
+        let keys = Arc::clone(&guest.keys);
         // Reads every key's count from the guest, which for all keys takes milliseconds.
         let page = tokio::task::spawn_blocking(move || keys.list(&query))
             .await
@@ -63,7 +70,7 @@ impl StaticKeysService for StaticKeysApi {
             keys: page.keys.into_iter().map(key).collect(),
             next_page_token: page.next_page_token,
             revision: page.revision,
-            incarnation: self.keys.incarnation().to_string(),
+            incarnation: guest.keys.incarnation().to_string(),
             total_size: i32::try_from(page.total).unwrap_or(i32::MAX),
         }))
     }
@@ -72,15 +79,16 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::GetStaticKeyRequest>,
     ) -> Result<Response<v1::GetStaticKeyResponse>, Status> {
+        let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let size = super::page_size(request.page_size)
             .ok_or_else(|| invalid("page_size", super::NEGATIVE_PAGE_SIZE))?;
-        let details = self.keys.get(&request.name, size, &request.page_token)?;
+        let details = guest.keys.get(&request.name, size, &request.page_token)?;
         Ok(Response::new(v1::GetStaticKeyResponse {
             key: Some(convert::key(details.key, details.sites)),
             next_page_token: details.next_page_token,
             revision: details.revision,
-            incarnation: self.keys.incarnation().to_string(),
+            incarnation: guest.keys.incarnation().to_string(),
         }))
     }
 
@@ -89,10 +97,10 @@ impl StaticKeysService for StaticKeysApi {
         request: Request<v1::UpdateStaticKeysRequest>,
     ) -> Result<Response<v1::UpdateStaticKeysResponse>, Status> {
         let received = Instant::now();
-        let owner = super::owner(&request);
+        let (guest, principal, request) = self.access.admit(request)?;
         let deadline = received + time_allowed(request.metadata());
-        let request = update_request(request.into_inner(), owner, received, deadline)?;
-        let outcome = self.keys.update(request).await?;
+        let request = update_request(request.into_inner(), principal.into(), received, deadline)?;
+        let outcome = guest.keys.update(request).await?;
         // Kept for the request id, if it has one.
         let outcome = Arc::unwrap_or_clone(outcome);
         Ok(Response::new(v1::UpdateStaticKeysResponse {
@@ -101,7 +109,7 @@ impl StaticKeysService for StaticKeysApi {
             summary: Some(convert::summary(outcome.summary)),
             report: outcome.report.map(convert::report),
             revision: outcome.revision,
-            incarnation: self.keys.incarnation().to_string(),
+            incarnation: guest.keys.incarnation().to_string(),
         }))
     }
 
@@ -112,13 +120,16 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::WatchStaticKeysRequest>,
     ) -> Result<Response<Self::WatchStaticKeysStream>, Status> {
+        let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let patterns = Patterns::parse(&request.patterns).map_err(KeysError::from)?;
-        let mut watcher = self.keys.watch(request.start_revision)?;
-        let mut ending = self.ending.clone();
+        let mut watcher = guest
+            .keys
+            .watch(request.start_revision, &request.incarnation)?;
+        let mut ending = guest.ending();
         // The history is the buffer; more here would only hide a slow client.
         let (sender, receiver) = mpsc::channel(1);
-        let incarnation = self.keys.incarnation().to_string();
+        let incarnation = guest.keys.incarnation().to_string();
         let begin = v1::WatchStaticKeysResponse {
             revision: watcher.position() - 1,
             incarnation: incarnation.clone(),
@@ -141,7 +152,7 @@ impl StaticKeysService for StaticKeysApi {
                 () = tell => {}
                 () = sender.closed() => {}
                 () = super::wait_for_end(&mut ending) => {
-                    let _ = sender.send(Err(Status::unavailable("the monitor ends"))).await;
+                    let _ = sender.send(Err(super::ends())).await;
                 }
             }
         });
@@ -152,8 +163,9 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::ListHoldsRequest>,
     ) -> Result<Response<v1::ListHoldsResponse>, Status> {
+        let (guest, _, request) = self.access.admit(request)?;
         let patterns = Patterns::parse(&request.into_inner().patterns).map_err(KeysError::from)?;
-        let holds = self.keys.holds(&patterns)?;
+        let holds = guest.keys.holds(&patterns)?;
         Ok(Response::new(v1::ListHoldsResponse {
             holds: holds.into_iter().map(convert::hold).collect(),
             next_page_token: String::new(),
@@ -162,43 +174,49 @@ impl StaticKeysService for StaticKeysApi {
 
     async fn list_update_results(
         &self,
-        _request: Request<v1::ListUpdateResultsRequest>,
+        request: Request<v1::ListUpdateResultsRequest>,
     ) -> Result<Response<v1::ListUpdateResultsResponse>, Status> {
+        self.access.admit(request)?;
         Err(Status::unimplemented("not there yet"))
     }
 
     async fn prepare_update(
         &self,
-        _request: Request<v1::PrepareUpdateRequest>,
+        request: Request<v1::PrepareUpdateRequest>,
     ) -> Result<Response<v1::PrepareUpdateResponse>, Status> {
+        self.access.admit(request)?;
         Err(Status::unimplemented("not there yet"))
     }
 
     async fn commit_update(
         &self,
-        _request: Request<v1::CommitUpdateRequest>,
+        request: Request<v1::CommitUpdateRequest>,
     ) -> Result<Response<v1::CommitUpdateResponse>, Status> {
+        self.access.admit(request)?;
         Err(Status::unimplemented("not there yet"))
     }
 
     async fn discard_update(
         &self,
-        _request: Request<v1::DiscardUpdateRequest>,
+        request: Request<v1::DiscardUpdateRequest>,
     ) -> Result<Response<v1::DiscardUpdateResponse>, Status> {
+        self.access.admit(request)?;
         Err(Status::unimplemented("not there yet"))
     }
 
     async fn release_holds(
         &self,
-        _request: Request<v1::ReleaseHoldsRequest>,
+        request: Request<v1::ReleaseHoldsRequest>,
     ) -> Result<Response<v1::ReleaseHoldsResponse>, Status> {
+        self.access.admit(request)?;
         Err(Status::unimplemented("not there yet"))
     }
 
     async fn renew_holds(
         &self,
-        _request: Request<v1::RenewHoldsRequest>,
+        request: Request<v1::RenewHoldsRequest>,
     ) -> Result<Response<v1::RenewHoldsResponse>, Status> {
+        self.access.admit(request)?;
         Err(Status::unimplemented("not there yet"))
     }
 }

@@ -1,23 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Errors as gRPC statuses with `google.rpc` details (AIP-193).
 
+use std::collections::HashMap;
+
+use patchbay_proto::ERROR_DOMAIN;
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
+use super::access::AccessError;
 use super::convert;
 use crate::keys::KeysError;
+use crate::trace::{AgentError, TraceError};
+
+type Metadata = HashMap<String, String>;
+
+/// The one place where statuses are made. `reason` is a name of `patchbay.v1.ErrorReason`.
+pub fn status(
+    code: Code,
+    reason: &str,
+    message: impl Into<String>,
+    metadata: Metadata,
+    mut details: ErrorDetails,
+) -> Status {
+    details.set_error_info(reason, ERROR_DOMAIN, metadata);
+    Status::with_error_details(code, message, details)
+}
 
 impl From<KeysError> for Status {
     fn from(error: KeysError) -> Self {
         let mut details = ErrorDetails::new();
-        let mut metadata = Vec::new();
+        let mut metadata = Metadata::new();
         match &error {
             KeysError::NotRegistered { why } => {
                 details.add_precondition_failure_violation("REGISTRATION", "guest", why);
             }
             KeysError::KeyNotFound { name, near } => {
                 details.set_resource_info("StaticKey", name, "", "no such key");
-                metadata.push(("near".to_owned(), near.join(",")));
+                metadata.insert("near".to_owned(), near.join(","));
             }
             KeysError::NothingSelected { patterns } => {
                 details.set_resource_info("StaticKey", patterns, "", "no such key");
@@ -30,7 +49,7 @@ impl From<KeysError> for Status {
             }
             KeysError::EtagMismatch { key, current, .. } => {
                 details.add_precondition_failure_violation("ETAG", key, error.to_string());
-                metadata.push(("etag".to_owned(), current.clone()));
+                metadata.insert("etag".to_owned(), current.clone());
             }
             KeysError::KeyRefused {
                 key,
@@ -48,18 +67,18 @@ impl From<KeysError> for Status {
                 let gate = convert::gate(*kind).as_str_name();
                 let gate = gate.strip_prefix("GATE_").unwrap_or(gate);
                 details.add_precondition_failure_violation("GATE", gate, error.to_string());
-                metadata.push(("gate".to_owned(), gate.to_owned()));
-                metadata.push(("gate_message".to_owned(), message.clone()));
-                metadata.push(("attempts".to_owned(), attempts.to_string()));
+                metadata.insert("gate".to_owned(), gate.to_owned());
+                metadata.insert("gate_message".to_owned(), message.clone());
+                metadata.insert("attempts".to_owned(), attempts.to_string());
             }
             KeysError::ForeignBytes { key, .. } => {
                 details.set_resource_info("StaticKey", key, "", error.to_string());
             }
             KeysError::Compacted { oldest, .. } => {
-                metadata.push(("oldest_revision".to_owned(), oldest.to_string()));
+                metadata.insert("oldest_revision".to_owned(), oldest.to_string());
             }
             KeysError::RevisionInFuture { next, .. } => {
-                metadata.push(("next_revision".to_owned(), next.to_string()));
+                metadata.insert("next_revision".to_owned(), next.to_string());
             }
             KeysError::NotStopped { .. }
             | KeysError::WriteFault { .. }
@@ -67,6 +86,7 @@ impl From<KeysError> for Status {
             | KeysError::Cancelled
             | KeysError::QueueFull { .. }
             | KeysError::WatchTooSlow { .. }
+            | KeysError::IncarnationChanged { .. }
             | KeysError::GuestStopped
             | KeysError::GuestPaused
             | KeysError::Internal { .. }
@@ -75,14 +95,13 @@ impl From<KeysError> for Status {
         if let Some(delay) = error.retry_after() {
             details.set_retry_info(Some(delay));
         }
-        details.set_error_info(
+        status(
+            code(&error),
             error.reason(),
-            patchbay_proto::ERROR_DOMAIN,
-            metadata
-                .into_iter()
-                .collect::<std::collections::HashMap<_, _>>(),
-        );
-        Status::with_error_details(code(&error), error.to_string(), details)
+            error.to_string(),
+            metadata,
+            details,
+        )
     }
 }
 
@@ -105,7 +124,100 @@ fn code(error: &KeysError) -> Code {
         KeysError::ForeignBytes { .. } | KeysError::WriteFault { .. } => Code::DataLoss,
         KeysError::Cancelled => Code::Cancelled,
         KeysError::QueueFull { .. } | KeysError::WatchTooSlow { .. } => Code::ResourceExhausted,
-        KeysError::Compacted { .. } | KeysError::RevisionInFuture { .. } => Code::OutOfRange,
+        KeysError::Compacted { .. }
+        | KeysError::RevisionInFuture { .. }
+        | KeysError::IncarnationChanged { .. } => Code::OutOfRange,
         KeysError::Internal { .. } => Code::Internal,
     }
+}
+
+impl From<TraceError> for Status {
+    fn from(error: TraceError) -> Self {
+        let reason = error.reason();
+        let mut details = ErrorDetails::new();
+        match &error {
+            TraceError::Keys(error) => return error.clone().into(),
+            TraceError::Refused { name, why } => {
+                details.add_precondition_failure_violation(reason, name, why);
+            }
+            TraceError::OthersTrace { events } => {
+                for event in events {
+                    details.add_precondition_failure_violation(reason, event, "traced by others");
+                }
+            }
+            TraceError::Rejected { what, message, .. } => {
+                details.add_bad_request_violation(*what, message);
+            }
+            TraceError::Invalid { field, message } => {
+                details.add_bad_request_violation(*field, message);
+            }
+            _ => {}
+        }
+        let code = trace_code(&error);
+        status(code, reason, error.to_string(), Metadata::new(), details)
+    }
+}
+
+fn trace_code(error: &TraceError) -> Code {
+    match error {
+        TraceError::Keys(error) => code(error),
+        TraceError::Agent(AgentError::Absent { .. } | AgentError::Silent { .. })
+        | TraceError::Busy { .. } => Code::Unavailable,
+        TraceError::Agent(AgentError::Confused) | TraceError::ArmFailed { .. } => Code::Internal,
+        TraceError::EventNotFound { .. } | TraceError::EventVanished { .. } => Code::NotFound,
+        TraceError::Agent(AgentError::Refused(_))
+        | TraceError::Refused { .. }
+        | TraceError::NotArmed { .. }
+        | TraceError::OthersTrace { .. }
+        | TraceError::FilterConflict { .. } => Code::FailedPrecondition,
+        TraceError::Rejected { .. } | TraceError::Invalid { .. } => Code::InvalidArgument,
+        TraceError::TooMuchArmed { .. } | TraceError::TooManyStreams { .. } => {
+            Code::ResourceExhausted
+        }
+    }
+}
+
+impl From<AccessError> for Status {
+    fn from(error: AccessError) -> Self {
+        let message = error.to_string();
+        let mut details = ErrorDetails::new();
+        let mut metadata = Metadata::new();
+        let (code, reason) = match error {
+            AccessError::RoleMissing {
+                method,
+                needed,
+                found,
+                ..
+            } => {
+                metadata.insert("method".to_owned(), method.to_owned());
+                metadata.insert("role".to_owned(), needed.to_string());
+                if let Some(found) = found {
+                    metadata.insert("found".to_owned(), found.to_string());
+                }
+                (Code::PermissionDenied, "ROLE_MISSING")
+            }
+            AccessError::PrincipalNotTrusted { .. } => {
+                (Code::PermissionDenied, "PRINCIPAL_NOT_TRUSTED")
+            }
+            AccessError::BadMetadata { key, .. } => {
+                details.add_bad_request_violation(key, &message);
+                (Code::InvalidArgument, "INVALID_ARGUMENT")
+            }
+            AccessError::GuestNotFound { name, .. } => {
+                details.set_resource_info("Guest", name, "", "no such guest");
+                (Code::NotFound, "GUEST_NOT_FOUND")
+            }
+            AccessError::GuestNotNamed { .. } => {
+                details.add_bad_request_violation("guest", &message);
+                (Code::InvalidArgument, "GUEST_NOT_NAMED")
+            }
+        };
+        status(code, reason, message, metadata, details)
+    }
+}
+
+/// A client has opened too much at once.
+pub fn exhausted(reason: &'static str, message: String) -> Status {
+    let code = Code::ResourceExhausted;
+    status(code, reason, message, Metadata::new(), ErrorDetails::new())
 }

@@ -20,6 +20,7 @@ use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
+use super::access::Access;
 use super::convert;
 use crate::keys::replay;
 use crate::trace::link::bounded;
@@ -38,12 +39,15 @@ const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Serves [`TracepointsService`].
 pub struct TracepointsApi {
-    /// What it serves.
-    pub tracer: Arc<Tracer>,
-    /// Turns true when the monitor ends.
-    pub ending: watch::Receiver<bool>,
-    /// What a client armed by streaming is kept armed for so long after it is gone.
-    pub grace: Duration,
+    access: Access,
+}
+
+impl TracepointsApi {
+    /// Serves the guests that `access` leads to.
+    #[must_use]
+    pub fn new(access: Access) -> Self {
+        Self { access }
+    }
 }
 
 #[tonic::async_trait]
@@ -52,11 +56,12 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::ListTracepointsRequest>,
     ) -> Result<Response<v1::ListTracepointsResponse>, Status> {
+        let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let wanted = Wanted::parse(request.patterns, false)?;
         let size = super::page_size(request.page_size)
             .ok_or_else(|| invalid("page_size", super::NEGATIVE_PAGE_SIZE))?;
-        let (listed, stale) = list(&self.tracer, &wanted, request.armed_only).await?;
+        let (listed, stale) = list(&guest.tracer, &wanted, request.armed_only).await?;
         if let (true, Some(error)) = (request.refresh, &stale) {
             return Err(TraceError::from(error.clone()).into());
         }
@@ -83,7 +88,8 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::ArmTracepointsRequest>,
     ) -> Result<Response<v1::ArmTracepointsResponse>, Status> {
-        let client = super::owner(&request);
+        let (guest, client, request) = self.access.admit(request)?;
+        let client = String::from(client);
         let mut request = request.into_inner();
         let id = std::mem::take(&mut request.request_id);
         let once = once("arm", &client, id, request.validate_only, &request)?;
@@ -94,9 +100,9 @@ impl TracepointsService for TracepointsApi {
             even_if_others: request.even_if_others,
             validate_only: request.validate_only,
         };
-        let tracer = Arc::clone(&self.tracer);
+        let tracer = Arc::clone(&guest.tracer);
         let change = async move { tracer.arm(&client, &wanted, &terms).await };
-        let (results, report) = self.change(once, change).await?;
+        let (results, report) = change_once(&guest.tracer, once, change).await?;
         Ok(Response::new(v1::ArmTracepointsResponse {
             results,
             report: report.map(convert::report),
@@ -107,7 +113,8 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::FireTracepointsRequest>,
     ) -> Result<Response<v1::FireTracepointsResponse>, Status> {
-        let client = super::owner(&request);
+        let (guest, client, request) = self.access.admit(request)?;
+        let client = String::from(client);
         let deadline = Instant::now() + super::time_allowed(request.metadata());
         let mut request = request.into_inner();
         let id = std::mem::take(&mut request.request_id);
@@ -116,9 +123,9 @@ impl TracepointsService for TracepointsApi {
         let mut terms = switch_terms(request.validate_only, request.stop_timeout)?;
         terms.deadline = deadline;
         let summary_only = super::summary_only(request.result_view)?;
-        let tracer = Arc::clone(&self.tracer);
+        let tracer = Arc::clone(&guest.tracer);
         let change = async move { tracer.fire(&client, &wanted, &terms).await };
-        let (results, report) = self.change(once, change).await?;
+        let (results, report) = change_once(&guest.tracer, once, change).await?;
         let (results, summary) = viewed(results, summary_only);
         Ok(Response::new(v1::FireTracepointsResponse {
             results,
@@ -131,7 +138,8 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::ParkTracepointsRequest>,
     ) -> Result<Response<v1::ParkTracepointsResponse>, Status> {
-        let client = super::owner(&request);
+        let (guest, client, request) = self.access.admit(request)?;
+        let client = String::from(client);
         let deadline = Instant::now() + super::time_allowed(request.metadata());
         let mut request = request.into_inner();
         let id = std::mem::take(&mut request.request_id);
@@ -142,9 +150,9 @@ impl TracepointsService for TracepointsApi {
         terms.even_if_others = request.even_if_others;
         terms.force = request.force;
         let summary_only = super::summary_only(request.result_view)?;
-        let tracer = Arc::clone(&self.tracer);
+        let tracer = Arc::clone(&guest.tracer);
         let change = async move { tracer.park(&client, &wanted, &terms).await };
-        let (results, report) = self.change(once, change).await?;
+        let (results, report) = change_once(&guest.tracer, once, change).await?;
         let (results, summary) = viewed(results, summary_only);
         Ok(Response::new(v1::ParkTracepointsResponse {
             results,
@@ -157,17 +165,18 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::DisarmTracepointsRequest>,
     ) -> Result<Response<v1::DisarmTracepointsResponse>, Status> {
-        let client = super::owner(&request);
+        let (guest, client, request) = self.access.admit(request)?;
+        let client = String::from(client);
         let mut request = request.into_inner();
         let id = std::mem::take(&mut request.request_id);
         let once = once("disarm", &client, id, false, &request)?;
         let wanted = Wanted::parse(request.patterns, true)?;
-        let tracer = Arc::clone(&self.tracer);
+        let tracer = Arc::clone(&guest.tracer);
         let change = async move {
             let results = tracer.disarm(&client, &wanted, request.force).await?;
             Ok((results, None))
         };
-        let (results, _) = self.change(once, change).await?;
+        let (results, _) = change_once(&guest.tracer, once, change).await?;
         Ok(Response::new(v1::DisarmTracepointsResponse { results }))
     }
 
@@ -178,7 +187,7 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::StreamTracepointEventsRequest>,
     ) -> Result<Response<Self::StreamTracepointEventsStream>, Status> {
-        let owner = super::owner(&request);
+        let (guest, principal, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let wanted = Wanted::parse(request.patterns, request.arm_and_fire)?;
         let limit = match request.max_events_per_second {
@@ -191,19 +200,19 @@ impl TracepointsService for TracepointsApi {
             even_if_others: request.even_if_others,
             validate_only: false,
         };
-        let subscription = self
+        let subscription = guest
             .tracer
             .hub
             .subscribe(wanted.patterns().clone(), limit)?;
-        let client = format!("{owner}/stream-{}", subscription.id);
+        let client = format!("{principal}/stream-{}", subscription.id);
         let guard = StreamGuard {
-            tracer: Arc::clone(&self.tracer),
+            tracer: Arc::clone(&guest.tracer),
             stream: subscription.id,
             client: request.arm_and_fire.then(|| client.clone()),
-            grace: self.grace,
+            grace: guest.grace,
         };
         let (guard, names) = if request.arm_and_fire {
-            let tracer = Arc::clone(&self.tracer);
+            let tracer = Arc::clone(&guest.tracer);
             whole(async move {
                 // Dropped here if nobody waits any longer: a client leaves once it is in.
                 let guard = guard;
@@ -225,20 +234,22 @@ impl TracepointsService for TracepointsApi {
             names,
             ..Default::default()
         };
-        self.tracer
+        guest
+            .tracer
             .decoding
             .spawn(tell(subscription, first, sender.clone()));
-        tokio::spawn(end_stream(sender, self.ending.clone(), guard));
+        tokio::spawn(end_stream(sender, guest.ending(), guard));
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 
     async fn get_tracepoint_stats(
         &self,
-        _request: Request<v1::GetTracepointStatsRequest>,
+        request: Request<v1::GetTracepointStatsRequest>,
     ) -> Result<Response<v1::GetTracepointStatsResponse>, Status> {
+        let (guest, _, _) = self.access.admit(request)?;
         let mut stale = None;
         let question = Question::GetBufferStats(agent::AgentGetBufferStats {});
-        let buffer = match self.tracer.link.ask(question, PATIENCE).await {
+        let buffer = match guest.tracer.link.ask(question, PATIENCE).await {
             Ok(Answer::BufferStats(buffer)) => buffer,
             Ok(_) => agent::AgentBufferStats::default(),
             Err(error) => {
@@ -246,8 +257,8 @@ impl TracepointsService for TracepointsApi {
                 agent::AgentBufferStats::default()
             }
         };
-        let totals = self.tracer.hub.totals();
-        let clock_error = self.tracer.link.clock().error();
+        let totals = guest.tracer.hub.totals();
+        let clock_error = guest.tracer.link.clock().error();
         Ok(Response::new(v1::GetTracepointStatsResponse {
             losses: Some(totals.losses),
             events: totals.events,
@@ -263,9 +274,10 @@ impl TracepointsService for TracepointsApi {
 
     async fn describe_agent(
         &self,
-        _request: Request<v1::DescribeAgentRequest>,
+        request: Request<v1::DescribeAgentRequest>,
     ) -> Result<Response<v1::DescribeAgentResponse>, Status> {
-        let peer = match self.tracer.link.peer() {
+        let (guest, _, _) = self.access.admit(request)?;
+        let peer = match guest.tracer.link.peer() {
             Ok(peer) => peer,
             Err(error) => {
                 let absent = error.to_string();
@@ -275,7 +287,7 @@ impl TracepointsService for TracepointsApi {
                 }));
             }
         };
-        let (health, absent) = match self
+        let (health, absent) = match guest
             .tracer
             .link
             .ask(Question::GetHealth(agent::AgentGetHealth {}), PATIENCE)
@@ -378,20 +390,19 @@ async fn end_stream(sender: Sender, mut ending: watch::Receiver<bool>, _guard: S
     tokio::select! {
         () = sender.closed() => {}
         () = end => {
-            let _ = sender.send(Err(Status::unavailable("the monitor ends"))).await;
+            let _ = sender.send(Err(super::ends())).await;
         }
     }
 }
 
-impl TracepointsApi {
-    async fn change(
-        &self,
-        once: Once,
-        change: impl Future<Output = Result<Outcome, TraceError>> + Send + 'static,
-    ) -> Result<Outcome, Status> {
-        let tracer = Arc::clone(&self.tracer);
-        whole(async move { tracer.answers.once(once, change).await }).await
-    }
+/// Makes a change, or gives the answer that it had.
+async fn change_once(
+    tracer: &Arc<Tracer>,
+    once: Once,
+    change: impl Future<Output = Result<Outcome, TraceError>> + Send + 'static,
+) -> Result<Outcome, Status> {
+    let tracer = Arc::clone(tracer);
+    whole(async move { tracer.answers.once(once, change).await }).await
 }
 
 /// Names a change by its request id. `rest` is the request without it.

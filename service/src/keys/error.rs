@@ -160,6 +160,16 @@ pub enum KeysError {
         /// What failed, and the next step.
         message: String,
     },
+    /// The caller's revision was given out by another process.
+    #[error(
+        "the revision is of incarnation {given:?}, and the guest is served by incarnation {current} now; list the keys again"
+    )]
+    IncarnationChanged {
+        /// By the caller, cut short.
+        given: String,
+        /// Of this process.
+        current: String,
+    },
     /// The guest has ended.
     #[error("the guest has stopped; start it again")]
     GuestStopped,
@@ -255,6 +265,7 @@ impl KeysError {
             | Self::Compacted { .. }
             | Self::RevisionInFuture { .. }
             | Self::WatchTooSlow { .. }
+            | Self::IncarnationChanged { .. }
             | Self::Internal { .. }
             | Self::GuestPaused
             | Self::NotPoweredOff { .. }
@@ -281,6 +292,7 @@ impl KeysError {
             Self::Compacted { .. } => "REVISION_COMPACTED",
             Self::RevisionInFuture { .. } => "REVISION_IN_FUTURE",
             Self::WatchTooSlow { .. } => "WATCH_TOO_SLOW",
+            Self::IncarnationChanged { .. } => "INCARNATION_CHANGED",
             Self::Internal { .. } => "INTERNAL",
             Self::GuestStopped => "GUEST_STOPPED",
             Self::GuestPaused => "GUEST_PAUSED",

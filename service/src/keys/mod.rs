@@ -250,7 +250,7 @@ struct Shared {
     symbols: Symbols,
     clock: Arc<dyn Clock>,
     incarnation: Incarnation,
-    pause: Mutex<PauseState>,
+    pause: watch::Sender<PauseState>,
     /// Set when the owner thread has ended: empty, or why it failed.
     ended: watch::Sender<Option<String>>,
 }
@@ -286,12 +286,7 @@ impl Shared {
     }
 
     fn set_pause(&self, state: PauseState) {
-        *self.lock_pause() = state;
-    }
-
-    fn lock_pause(&self) -> MutexGuard<'_, PauseState> {
-        // A single word: there is no half-way state.
-        self.pause.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pause.send_replace(state);
     }
 }
 
@@ -320,7 +315,7 @@ impl Keys {
             symbols: config.symbols,
             clock: config.clock,
             incarnation: Incarnation::new(),
-            pause: Mutex::default(),
+            pause: watch::Sender::default(),
             ended: watch::Sender::new(None),
         });
         let (commands, receiver) = sync_channel(QUEUE);
@@ -376,7 +371,17 @@ impl Keys {
 
     /// Whether the guest is held paused.
     pub fn pause_state(&self) -> PauseState {
-        *self.shared.lock_pause()
+        *self.shared.pause.borrow()
+    }
+
+    /// Changes with [`Self::pause_state`].
+    pub fn pause_changes(&self) -> watch::Receiver<PauseState> {
+        self.shared.pause.subscribe()
+    }
+
+    /// Changes with [`Self::describe`].
+    pub fn registration_changes(&self) -> watch::Receiver<()> {
+        self.shared.registry.changes()
     }
 
     /// Makes one transaction. Dropping the future before the pause cancels it.
@@ -413,11 +418,28 @@ impl Keys {
         self.ask(Command::Tick).await
     }
 
-    /// Reads changes from the revision `start` on, or from now on if that is 0.
+    /// Reads changes from the revision `start` of `incarnation` on, or from now on if that is 0.
     ///
     /// # Errors
-    /// [`KeysError::Compacted`], [`KeysError::RevisionInFuture`].
-    pub fn watch(&self, start: u64) -> Result<Watcher, KeysError> {
+    /// [`KeysError::InvalidArgument`] for a revision of no incarnation,
+    /// [`KeysError::IncarnationChanged`], [`KeysError::Compacted`], [`KeysError::RevisionInFuture`].
+    pub fn watch(&self, start: u64, incarnation: &str) -> Result<Watcher, KeysError> {
+        if start != 0 && incarnation.is_empty() {
+            return Err(KeysError::InvalidArgument {
+                field: "incarnation",
+                message: format!(
+                    "is empty; give the one that start_revision {start} belongs to, from the same answer"
+                ),
+            });
+        }
+        // Also without a revision: who gives one has seen keys of that incarnation.
+        let current = self.incarnation().as_str();
+        if !incarnation.is_empty() && incarnation != current {
+            return Err(KeysError::IncarnationChanged {
+                given: incarnation.chars().take(current.len()).collect(),
+                current: current.to_owned(),
+            });
+        }
         self.shared.registry.journal().watch(start)
     }
 

@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use static_keys::{Busy, Catalog, GuestMemory, Key, Module, Probes};
+use tokio::sync::watch;
 
 pub use self::source::KernelTables;
 use super::address_space::{KernelMemory, PageTable};
@@ -240,6 +241,8 @@ pub struct Registry {
     state: Mutex<State>,
     version: AtomicU64,
     journal: Arc<Journal>,
+    /// Told after each change of the description.
+    changes: watch::Sender<()>,
 }
 
 #[derive(Debug, Default)]
@@ -264,7 +267,13 @@ impl Registry {
             state: Mutex::default(),
             version: AtomicU64::new(0),
             journal: Arc::new(Journal::new(limits)),
+            changes: watch::Sender::new(()),
         }
+    }
+
+    /// Changes whenever [`Self::describe`] does.
+    pub fn changes(&self) -> watch::Receiver<()> {
+        self.changes.subscribe()
     }
 
     /// Gives it the guest's memory, before the guest starts. Later calls change nothing.
@@ -360,12 +369,14 @@ impl Registry {
         error: String,
         registration: Option<Arc<Registration>>,
     ) {
-        let _fence = self.fence();
+        let fence = self.fence();
         let mut state = self.state();
         state.phase = phase;
         state.error = error;
         state.registration = registration;
         self.version.fetch_add(1, Ordering::SeqCst);
+        drop((state, fence));
+        self.changes.send_replace(());
     }
 
     /// Publishes a registration whose modules have changed.
@@ -570,6 +581,7 @@ impl Registry {
             Err(refused) => {
                 limited!(debug, op, error = %refused, "a request of the guest was refused");
                 self.state().error = refused.to_string();
+                self.changes.send_replace(());
                 -libc::EINVAL
             }
         }

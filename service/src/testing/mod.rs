@@ -45,6 +45,7 @@ type Hook = Box<dyn FnMut() + Send>;
 
 /// The guest.
 pub struct InMemoryGuest {
+    name: String,
     memory: Arc<Memory>,
     ram: GuestRam,
     registry: Arc<Registry>,
@@ -75,10 +76,16 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl InMemoryGuest {
-    /// A guest that has not registered.
+    /// A guest that is named "test" and has not registered.
     pub fn new(registry: Arc<Registry>) -> Arc<Self> {
+        Self::named(registry, "test")
+    }
+
+    /// A guest that has not registered.
+    pub fn named(registry: Arc<Registry>, name: &str) -> Arc<Self> {
         let memory = Memory::new(MEMORY_BYTES);
         let guest = Self {
+            name: name.to_owned(),
             ram: memory.clone(),
             memory,
             registry,
@@ -111,15 +118,19 @@ impl InMemoryGuest {
     /// If the registration is refused.
     pub fn boot(registry: Arc<Registry>, keys: &[TestKey]) -> Arc<Self> {
         let guest = Self::new(registry);
-        guest.registry.attach(guest.ram.clone());
-        assert_eq!(
-            guest.register(keys),
-            0,
-            "{}",
-            guest.registry.describe().error
-        );
-        guest.set_gate(Gate::SystemState, 2);
+        guest.run(keys);
         guest
+    }
+
+    /// Registers these keys, and comes to `SYSTEM_RUNNING`.
+    ///
+    /// # Panics
+    /// If the registration is refused.
+    pub fn run(&self, keys: &[TestKey]) {
+        self.registry.attach(self.ram.clone());
+        let error = self.register(keys);
+        assert_eq!(error, 0, "{}", self.registry.describe().error);
+        self.set_gate(Gate::SystemState, 2);
     }
 
     fn map_image(&self) {
@@ -588,7 +599,7 @@ impl InMemoryGuest {
 impl Machine for InMemoryGuest {
     fn description(&self) -> GuestDescription {
         GuestDescription {
-            name: "test".to_owned(),
+            name: self.name.clone(),
             vcpus: 1,
             memory_bytes: MEMORY_BYTES,
             transports: vec![Transport::Hypercall, Transport::Msr],

@@ -1,11 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What can go wrong with a call on tracepoints.
 
-use std::collections::HashMap;
 use std::time::Duration;
-
-use tonic::{Code, Status};
-use tonic_types::{ErrorDetails, StatusExt};
 
 use crate::keys::KeysError;
 
@@ -160,7 +156,8 @@ fn list(events: &[String]) -> String {
 }
 
 impl TraceError {
-    fn reason(&self) -> &'static str {
+    /// Machine-readable reason of `google.rpc.ErrorInfo`.
+    pub fn reason(&self) -> &'static str {
         match self {
             Self::Keys(error) => error.reason(),
             Self::Agent(AgentError::Absent { .. }) => "NO_AGENT",
@@ -179,54 +176,5 @@ impl TraceError {
             Self::TooManyStreams { .. } => "TOO_MANY_STREAMS",
             Self::Invalid { .. } => "INVALID_ARGUMENT",
         }
-    }
-
-    fn code(&self) -> Code {
-        match self {
-            Self::Keys(error) => Status::from(error.clone()).code(),
-            Self::Agent(AgentError::Absent { .. } | AgentError::Silent { .. }) => Code::Unavailable,
-            Self::Agent(AgentError::Refused(_)) => Code::FailedPrecondition,
-            Self::Agent(AgentError::Confused) | Self::ArmFailed { .. } => Code::Internal,
-            Self::EventNotFound { .. } | Self::EventVanished { .. } => Code::NotFound,
-            Self::Refused { .. }
-            | Self::NotArmed { .. }
-            | Self::OthersTrace { .. }
-            | Self::FilterConflict { .. } => Code::FailedPrecondition,
-            Self::Rejected { .. } | Self::Invalid { .. } => Code::InvalidArgument,
-            Self::Busy { .. } => Code::Unavailable,
-            Self::TooMuchArmed { .. } | Self::TooManyStreams { .. } => Code::ResourceExhausted,
-        }
-    }
-}
-
-impl From<TraceError> for Status {
-    fn from(error: TraceError) -> Self {
-        if let TraceError::Keys(error) = error {
-            return error.into();
-        }
-        let mut details = ErrorDetails::new();
-        details.set_error_info(error.reason(), patchbay_proto::ERROR_DOMAIN, HashMap::new());
-        match &error {
-            TraceError::Refused { name, why } => {
-                details.add_precondition_failure_violation(error.reason(), name, why);
-            }
-            TraceError::OthersTrace { events } => {
-                for event in events {
-                    details.add_precondition_failure_violation(
-                        error.reason(),
-                        event,
-                        "traced by others",
-                    );
-                }
-            }
-            TraceError::Rejected { what, message, .. } => {
-                details.add_bad_request_violation(*what, message);
-            }
-            TraceError::Invalid { field, message } => {
-                details.add_bad_request_violation(*field, message);
-            }
-            _ => {}
-        }
-        Self::with_error_details(error.code(), error.to_string(), details)
     }
 }

@@ -181,6 +181,11 @@ impl AgentLink {
             .ok_or_else(|| state.absent())
     }
 
+    /// Whether an agent is connected.
+    pub fn is_connected(&self) -> bool {
+        self.state().current.is_some()
+    }
+
     /// How long ago the agent was heard, if that is too long.
     pub fn silent_for(&self) -> Option<Duration> {
         let heard = self.state().current.as_ref()?.heard.elapsed();

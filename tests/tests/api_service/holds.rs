@@ -329,7 +329,10 @@ async fn clients_are_served_between_the_lapses() {
         change.revision + 1,
         "the client's change came before the second lapse"
     );
-    let mut lapses = served.keys.watch(change.revision + 1).expect("kept");
+    let mut lapses = served
+        .keys
+        .watch(change.revision + 1, served.keys.incarnation().as_str())
+        .expect("kept");
     let lapse = lapses.next().await.expect("after the client's change");
     assert_eq!(lapse.events[0].key(), Some("beta"));
 }

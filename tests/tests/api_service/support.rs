@@ -10,10 +10,11 @@ use hyper_util::rt::TokioIo;
 use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
-use patchbay_service::api::{ApiSocket, serve};
+use patchbay_service::api::{ApiSocket, Endpoint as ApiEndpoint, Guests, ServedGuest};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::{Keys, KeysConfig, Limits, Registry};
 use patchbay_service::testing::{InMemoryGuest, ManualClock, TestKey};
+use patchbay_service::trace::Tracing;
 use patchbay_vmm::guest::FilteredThreads;
 use patchbay_vmm::seccomp::{self, SeccompLevel};
 use tokio::net::UnixStream;
@@ -110,12 +111,16 @@ impl Served {
         let path = folder.join("guest.sock");
         let socket = ApiSocket::bind(&path).expect("the socket is free");
         let (end, ended) = oneshot::channel::<()>();
-        let served = keys.clone();
+        let guests = Guests::default();
+        let served = ServedGuest::start(keys.clone(), Tracing::default());
+        let added = guests.add(served.expect("no agent's socket"));
+        added.expect("the only one");
         tokio::spawn(async move {
             let shutdown = async {
                 let _ = ended.await;
             };
-            serve(socket, served, shutdown)
+            ApiEndpoint::new(socket, guests)
+                .serve(shutdown)
                 .await
                 .expect("the service ends cleanly");
         });

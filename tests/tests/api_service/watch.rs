@@ -19,6 +19,7 @@ async fn watch(
     let patterns = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
     let request = v1::WatchStaticKeysRequest {
         start_revision,
+        incarnation: served.keys.incarnation().to_string(),
         patterns,
         ..Default::default()
     };
@@ -186,7 +187,7 @@ async fn compaction_is_told_with_what_is_left() {
     let from = async |start_revision| {
         let request = v1::WatchStaticKeysRequest {
             start_revision,
-            patterns: vec![],
+            incarnation: served.keys.incarnation().to_string(),
             ..Default::default()
         };
         served.client().watch_static_keys(request).await.map(|_| ())
@@ -200,6 +201,36 @@ async fn compaction_is_told_with_what_is_left() {
         Code::OutOfRange,
         "REVISION_IN_FUTURE",
     );
+}
+
+/// Another incarnation's revision would be resumed at a place that has nothing to do with it.
+#[tokio::test]
+async fn a_revision_belongs_to_an_incarnation() {
+    let served = Served::start().await;
+    let incarnation = served.keys.incarnation().to_string();
+    let from = async |start_revision, incarnation: &str| {
+        let request = v1::WatchStaticKeysRequest {
+            start_revision,
+            incarnation: incarnation.to_owned(),
+            ..Default::default()
+        };
+        served.client().watch_static_keys(request).await.map(drop)
+    };
+    from(1, &incarnation).await.expect("kept");
+    from(0, "").await.expect("from now on");
+    let (message, _) = assert_refused(from(1, "").await, Code::InvalidArgument, "INVALID_ARGUMENT");
+    assert!(message.contains("start_revision 1"), "{message}");
+    let other = Served::start().await.keys.incarnation().to_string();
+    for (start, given) in [
+        (1, other.as_str()),
+        (0, &other),
+        (999, "é"),
+        (1, &incarnation[1..]),
+    ] {
+        let refused = from(start, given).await;
+        let (message, _) = assert_refused(refused, Code::OutOfRange, "INCARNATION_CHANGED");
+        assert!(message.contains(&incarnation), "{message}");
+    }
 }
 
 /// A client that does not read: once the windows and buffers of the transport are full, the history

@@ -27,7 +27,7 @@ fn owner(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Owner<InMemory
             symbols: Symbols::default(),
             incarnation: Incarnation::new(),
             clock: Arc::new(SystemClock),
-            pause: Mutex::default(),
+            pause: tokio::sync::watch::Sender::default(),
             ended: tokio::sync::watch::Sender::new(None),
         }),
         audit: AuditLog::default(),

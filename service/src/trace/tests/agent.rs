@@ -59,7 +59,7 @@ async fn streams_are_told_that_the_agent_is_gone_and_that_one_has_come() {
     let fake = Fake::new();
     let first = fake.connect(hello(1, 1, &BTreeSet::new())).await;
     until(|| fake.tracer.link.peer().is_ok()).await;
-    let (api, _ending) = api(&fake);
+    let api = api(&fake);
     let mut stream = open(&api, StreamTracepointEventsRequest::default()).await;
     drop(first);
     until_marked(&mut stream, "no agent is connected").await;
@@ -79,7 +79,7 @@ async fn what_others_begin_to_trace_fires_for_them() {
         "as the kernel leaves it"
     );
     until(|| fake.keys.is_on("sched_process_fork")).await;
-    let (api, _ending) = api(&fake);
+    let api = api(&fake);
     let request = ListTracepointsRequest {
         armed_only: true,
         ..Default::default()

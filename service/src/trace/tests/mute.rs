@@ -14,7 +14,7 @@ use tonic::Request;
 
 use super::super::tracer::SwitchTerms;
 use super::fake::Fake;
-use super::tracing::{api, arm, reason, until, wanted};
+use super::tracing::{api, api_with_grace, arm, reason, until, wanted};
 
 const SWITCH: &str = "sched_switch";
 const FORK: &str = "sched_process_fork";
@@ -85,7 +85,7 @@ async fn a_named_change_does_not_wait_for_another_that_the_agent_holds_up() {
     let fake = Fake::with_agent().await;
     arm(&fake, "unknown", &[SWITCH]).await;
     mute(&fake, true);
-    let (api, _ending) = api(&fake);
+    let api = api(&fake);
     let api = Arc::new(api);
     let arming = ArmTracepointsRequest {
         patterns: vec![FORK.to_owned()],
@@ -160,8 +160,7 @@ async fn who_wants_an_event_that_is_being_moved_waits_for_it_or_is_told() {
 #[tokio::test(start_paused = true)]
 async fn who_goes_while_the_agent_is_asked_leaves_when_it_is_in() {
     let fake = Fake::with_agent().await;
-    let (mut api, _ending) = api(&fake);
-    api.grace = Duration::ZERO;
+    let api = api_with_grace(&fake, Duration::ZERO);
     fake.script.hung.send_replace(true);
     let request = StreamTracepointEventsRequest {
         patterns: vec![SWITCH.to_owned()],

@@ -30,7 +30,7 @@ async fn events_stream_with_names_and_both_clocks() {
     let fake = Fake::new();
     let agent = fake.agent().await;
     *fake.script.settle_time.lock().unwrap() = BEFORE;
-    let (api, _ending) = api(&fake);
+    let api = api(&fake);
     let request = StreamTracepointEventsRequest {
         patterns: vec!["sched:*".into()],
         arm_and_fire: true,
@@ -72,7 +72,7 @@ async fn names_of_tasks_come_behind_a_window_of_pages() {
     let fake = Fake::new();
     let agent = fake.agent().await;
     *fake.script.settle_time.lock().unwrap() = BEFORE;
-    let (api, _ending) = api(&fake);
+    let api = api(&fake);
     arm(&fake, "a", &["sched_process_fork"]).await;
     let mut stream = open(&api, StreamTracepointEventsRequest::default()).await;
     until(|| *fake.script.credit.lock().unwrap() == WINDOW).await;
@@ -94,7 +94,7 @@ async fn what_was_recorded_while_arming_is_not_told() {
     let fake = Fake::new();
     let agent = fake.agent().await;
     *fake.script.settle_time.lock().unwrap() = u64::MAX - 1;
-    let (api, _ending) = api(&fake);
+    let api = api(&fake);
     arm(&fake, "a", &["sched_switch"]).await;
     *fake.script.settle_time.lock().unwrap() = BEFORE;
     arm(&fake, "a", &["sched_process_fork"]).await;
@@ -114,7 +114,7 @@ async fn what_was_recorded_while_arming_is_not_told() {
 async fn the_flood_guard_drops_and_tells() {
     let fake = Fake::new();
     let agent = fake.agent().await;
-    let (api, _ending) = api(&fake);
+    let api = api(&fake);
     arm(&fake, "a", &["sched:*"]).await;
     let request = StreamTracepointEventsRequest {
         max_events_per_second: 3,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Arming, firing, parking, streaming.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use patchbay_proto::agent::v1::{AgentEnabledEvent, AgentInstance};
@@ -9,7 +10,6 @@ use patchbay_proto::v1::{
     ArmTracepointsRequest, FireTracepointsRequest, ListTracepointsRequest, ParkTracepointsRequest,
     StreamTracepointEventsRequest, TracepointState,
 };
-use tokio::sync::watch;
 use tonic::{Code, Request};
 use tonic_types::StatusExt;
 
@@ -17,23 +17,28 @@ use super::super::DEFAULT_GRACE;
 use super::super::select::Wanted;
 use super::super::tracer::{ArmTerms, SwitchTerms};
 use super::fake::Fake;
-use crate::api::TracepointsApi;
-use crate::keys::KeysError;
+use crate::api::{Access, Guests, ServedGuest, TracepointsApi};
+use crate::auth::SocketAuthoriser;
+use crate::keys::{Keys, KeysConfig, KeysError, Registry};
+use crate::testing::InMemoryGuest;
 
 pub(super) fn wanted(texts: &[&str]) -> Wanted {
     Wanted::parse(texts.iter().map(|&text| text.to_owned()).collect(), true).expect("well-formed")
 }
 
-pub(super) fn api(fake: &Fake) -> (TracepointsApi, watch::Sender<bool>) {
-    let (ending, ended) = watch::channel(false);
-    (
-        TracepointsApi {
-            tracer: fake.tracer.clone(),
-            ending: ended,
-            grace: DEFAULT_GRACE,
-        },
-        ending,
-    )
+/// The API of a guest with these tracepoints, as if it had a grace time of `grace`.
+pub(super) fn api_with_grace(fake: &Fake, grace: Duration) -> TracepointsApi {
+    let registry = Arc::new(Registry::default());
+    let guest = InMemoryGuest::new(Arc::clone(&registry));
+    let (keys, _) = Keys::start(guest, registry, KeysConfig::default()).expect("a thread");
+    let guests = Guests::default();
+    let guest = ServedGuest::new(Arc::new(keys), fake.tracer.clone(), grace);
+    guests.add(guest).expect("the only one");
+    TracepointsApi::new(Access::new(guests, Arc::new(SocketAuthoriser), 0))
+}
+
+pub(super) fn api(fake: &Fake) -> TracepointsApi {
+    api_with_grace(fake, DEFAULT_GRACE)
 }
 
 pub(super) fn reason(status: &tonic::Status) -> String {
@@ -243,7 +248,7 @@ async fn the_kernels_message_is_passed_on_and_nothing_stays_armed() {
         .lock()
         .unwrap()
         .insert("sched:sched_switch".into(), complaint);
-    let (api, _ending) = api(&fake);
+    let api = api(&fake);
     let request = ArmTracepointsRequest {
         patterns: vec!["sched:*".into()],
         filter: "nonsense == 1".into(),
@@ -362,7 +367,7 @@ async fn what_vanished_is_no_longer_armed_and_stops_nobody() {
 #[tokio::test]
 async fn a_repeated_request_gets_the_earlier_answer() {
     let fake = Fake::with_agent().await;
-    let (api, _ending) = api(&fake);
+    let api = api(&fake);
     let switches = || fake.keys.switches.lock().unwrap().len();
     let arm = ArmTracepointsRequest {
         patterns: vec!["sched:*".into()],
@@ -436,7 +441,7 @@ async fn a_repeated_request_gets_the_earlier_answer() {
 async fn a_client_that_is_gone_is_disarmed_after_the_grace_time() {
     let fake = Fake::new();
     let _agent = fake.agent().await;
-    let (api, _ending) = api(&fake);
+    let api = api(&fake);
     let request = StreamTracepointEventsRequest {
         patterns: vec!["sched_switch".into()],
         arm_and_fire: true,
@@ -459,7 +464,7 @@ async fn listing_tells_states_clients_and_refusals() {
         .fire("a", &wanted(&["sched_switch"]), &SwitchTerms::default())
         .await
         .expect("fired");
-    let (api, _ending) = api(&fake);
+    let api = api(&fake);
     let mut seen = vec![];
     let mut request = ListTracepointsRequest {
         page_size: 3,

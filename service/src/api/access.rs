@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What every call passes before it does anything: who asks, about which guest, and whether they may.
+//!
+//! A method has no other way to a guest than [`Access::admit`], so none can leave it out.
+
+use std::sync::Arc;
+
+use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA};
+use tonic::Request;
+use tonic::metadata::MetadataMap;
+
+use super::guests::{Guests, ServedGuest};
+use super::limits::Peer;
+use super::methods::Call;
+use crate::auth::{Authoriser, Denied, Principal, Role};
+
+/// Names that an error lists.
+const MAX_LISTED: usize = 10;
+
+/// A call that does not reach its method.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum AccessError {
+    #[error(
+        "{principal} may not call {method} on guest {guest:?}: it needs the role {needed}, found {}; ask an admin for that role",
+        found.map_or("none", Role::as_str)
+    )]
+    RoleMissing {
+        principal: Principal,
+        method: &'static str,
+        guest: String,
+        needed: Role,
+        found: Option<Role>,
+    },
+    #[error(
+        "{peer} may not act for another principal: only the user that the service runs as may send {key}; leave it out"
+    )]
+    PrincipalNotTrusted { peer: Principal, key: &'static str },
+    #[error("metadata {key} {message}")]
+    BadMetadata { key: &'static str, message: String },
+    #[error("no guest {name:?} is served here; {}", listed(.served))]
+    GuestNotFound { name: String, served: Vec<String> },
+    #[error("the request names no guest, and several are served here; {}", listed(.served))]
+    GuestNotNamed { served: Vec<String> },
+}
+
+fn listed(served: &[String]) -> String {
+    match served.split_at_checked(MAX_LISTED) {
+        _ if served.is_empty() => "there is none that you may see".to_owned(),
+        Some((shown, more)) if !more.is_empty() => {
+            format!("give one of {} and {} more", shown.join(", "), more.len())
+        }
+        _ => format!("give one of {}", served.join(", ")),
+    }
+}
+
+/// Who makes a call.
+struct Caller {
+    principal: Principal,
+    /// The caller asks to be treated as if it had no more than this role.
+    limit: Role,
+}
+
+/// The way from a request to its guest.
+#[derive(Clone)]
+pub struct Access {
+    guests: Guests,
+    authoriser: Arc<dyn Authoriser>,
+    /// The user whose word about principals is believed.
+    owner: u32,
+}
+
+impl Access {
+    /// `owner` is the user that the service runs as.
+    pub fn new(guests: Guests, authoriser: Arc<dyn Authoriser>, owner: u32) -> Self {
+        Self {
+            guests,
+            authoriser,
+            owner,
+        }
+    }
+
+    /// The guest of a request and who asks, if they may.
+    pub(super) fn admit<T: Call>(
+        &self,
+        request: Request<T>,
+    ) -> Result<(Arc<ServedGuest>, Principal, Request<T>), AccessError> {
+        let caller = self.caller(&request)?;
+        let guest = self.authorise(&caller, request.get_ref())?;
+        Ok((guest, caller.principal, request))
+    }
+
+    /// As [`Self::admit`] for a stream of requests: who asks is known at once, the guest and the role
+    /// with the first message.
+    pub(super) fn admit_stream<T, M: Call>(
+        &self,
+        request: &Request<T>,
+    ) -> Result<impl FnOnce(&M) -> Result<Arc<ServedGuest>, AccessError> + use<T, M>, AccessError>
+    {
+        let caller = self.caller(request)?;
+        let access = self.clone();
+        Ok(move |first: &M| access.authorise(&caller, first))
+    }
+
+    /// The guests that the caller may call the method on, in the order of their names.
+    pub(super) fn admit_to_all<T: Call>(
+        &self,
+        request: Request<T>,
+    ) -> Result<(Vec<Arc<ServedGuest>>, T), AccessError> {
+        let caller = self.caller(&request)?;
+        let request = request.into_inner();
+        Ok((
+            self.visible(&caller, T::METHOD.path, request.role()),
+            request,
+        ))
+    }
+
+    fn authorise<T: Call>(
+        &self,
+        caller: &Caller,
+        request: &T,
+    ) -> Result<Arc<ServedGuest>, AccessError> {
+        let (method, needed) = (T::METHOD.path, request.role());
+        let Some(guest) = self.guests.find(request.guest()) else {
+            let visible = self.visible(caller, method, Role::Viewer);
+            let served: Vec<_> = visible
+                .iter()
+                .map(|guest| guest.name().to_owned())
+                .collect();
+            return Err(match request.guest() {
+                "" if !self.guests.all().is_empty() => AccessError::GuestNotNamed { served },
+                name => AccessError::GuestNotFound {
+                    name: name.chars().take(256).collect(),
+                    served,
+                },
+            });
+        };
+        match self.may(caller, needed, method, guest.name()) {
+            Ok(()) => Ok(guest),
+            Err(Denied { found }) => Err(AccessError::RoleMissing {
+                principal: caller.principal.clone(),
+                method,
+                guest: guest.name().to_owned(),
+                needed,
+                found,
+            }),
+        }
+    }
+
+    fn may(&self, caller: &Caller, needed: Role, method: &str, guest: &str) -> Result<(), Denied> {
+        if caller.limit < needed {
+            let found = Some(caller.limit);
+            return Err(Denied { found });
+        }
+        self.authoriser
+            .may(&caller.principal, needed, method, guest)
+    }
+
+    fn visible(&self, caller: &Caller, method: &str, needed: Role) -> Vec<Arc<ServedGuest>> {
+        let mut guests = self.guests.all();
+        guests.retain(|guest| self.may(caller, needed, method, guest.name()).is_ok());
+        guests
+    }
+
+    fn caller<T>(&self, request: &Request<T>) -> Result<Caller, AccessError> {
+        let peer = request.extensions().get::<Peer>().and_then(|peer| peer.uid);
+        let asserted = |key| match metadata(request.metadata(), key) {
+            Ok(Some(_)) if peer != Some(self.owner) => Err(AccessError::PrincipalNotTrusted {
+                peer: Principal::peer(peer),
+                key,
+            }),
+            found => found,
+        };
+        let bad = |key, message| AccessError::BadMetadata { key, message };
+        let principal = match asserted(PRINCIPAL_METADATA)? {
+            None => Principal::peer(peer),
+            Some(name) => Principal::asserted(name)
+                .map_err(|error| bad(PRINCIPAL_METADATA, error.to_string()))?,
+        };
+        let limit = match asserted(ROLE_METADATA)? {
+            None => Role::Admin,
+            Some(name) => String::from_utf8_lossy(name).parse().map_err(
+                |error: crate::auth::UnknownRole| bad(ROLE_METADATA, format!("names an {error}")),
+            )?,
+        };
+        Ok(Caller { principal, limit })
+    }
+}
+
+/// The one value of the key. Two would leave it open which of them a proxy has checked.
+fn metadata<'m>(
+    metadata: &'m MetadataMap,
+    key: &'static str,
+) -> Result<Option<&'m [u8]>, AccessError> {
+    let mut values = metadata.get_all(key).iter();
+    match (values.next(), values.next()) {
+        (None, _) => Ok(None),
+        (Some(value), None) => Ok(Some(value.as_encoded_bytes())),
+        (Some(_), Some(_)) => Err(AccessError::BadMetadata {
+            key,
+            message: "comes more than once; send it once".to_owned(),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use patchbay_proto::v1::DescribeGuestRequest;
+
+    use super::*;
+    use crate::auth::SocketAuthoriser;
+
+    const OWNER: u32 = 1000;
+
+    fn caller(uid: Option<u32>, metadata: &[(&'static str, &str)]) -> Result<Caller, AccessError> {
+        let access = Access::new(Guests::default(), Arc::new(SocketAuthoriser), OWNER);
+        let mut request = Request::new(DescribeGuestRequest::default());
+        request.extensions_mut().insert(Peer::with_uid(uid));
+        for (key, value) in metadata {
+            let value = value.parse().expect("a header's value");
+            request.metadata_mut().insert(*key, value);
+        }
+        access.caller(&request)
+    }
+
+    #[test]
+    fn a_peer_is_its_uid() {
+        for (uid, name) in [
+            (Some(OWNER), "uid:1000"),
+            (Some(7), "uid:7"),
+            (None, "unknown"),
+        ] {
+            let caller = caller(uid, &[]).expect("asserts nothing");
+            assert_eq!(
+                (caller.principal.as_str(), caller.limit),
+                (name, Role::Admin)
+            );
+        }
+    }
+
+    /// Root included: it could act as the owner, and then says so.
+    #[test]
+    fn only_the_owner_is_believed() {
+        let asserted = [(PRINCIPAL_METADATA, "alice"), (ROLE_METADATA, "viewer")];
+        let alice = caller(Some(OWNER), &asserted).expect("trusted");
+        assert_eq!(
+            (alice.principal.as_str(), alice.limit),
+            ("alice", Role::Viewer)
+        );
+        for uid in [Some(0), Some(OWNER + 1), None] {
+            for asserted in asserted {
+                let refused = caller(uid, &[asserted]).err().expect("not trusted");
+                let AccessError::PrincipalNotTrusted { peer, key } = refused else {
+                    panic!("{refused:?}");
+                };
+                assert_eq!((peer, key), (Principal::peer(uid), asserted.0));
+            }
+        }
+    }
+}

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `GuestStatus`: read, listed in pages, and watched without polling.
+
+use std::sync::Arc;
+
+use patchbay_proto::v1;
+use prost::Message;
+use static_keys::Patterns;
+use tokio::sync::watch;
+
+use super::super::guests::ServedGuest;
+use super::super::{NEGATIVE_PAGE_SIZE, convert, invalid, page_size};
+use crate::keys::{Description, KeysError, PauseState, RegistrationPhase};
+
+/// A page ends before it has more bytes: stock clients accept answers of 4 MiB.
+const MAX_PAGE_BYTES: usize = 3 << 20;
+
+pub fn status(guest: &ServedGuest, registration: Description) -> v1::GuestStatus {
+    let (state, paused_until) = match guest.keys.pause_state() {
+        _ if guest.keys.machine().has_ended() => (v1::GuestState::Stopped, None),
+        PauseState::Running => (v1::GuestState::Running, None),
+        PauseState::Until(at) => (v1::GuestState::Paused, Some(at)),
+        PauseState::UntilResumed => (v1::GuestState::Paused, None),
+    };
+    let table_source = match registration.phase {
+        RegistrationPhase::Registered => v1::TableSource::Registered,
+        RegistrationPhase::Absent | RegistrationPhase::Withdrawn | RegistrationPhase::Refused => {
+            v1::TableSource::Unspecified
+        }
+    };
+    v1::GuestStatus {
+        guest: guest.name().to_owned(),
+        state: state.into(),
+        paused_until: paused_until.map(Into::into),
+        registration: convert::registration(registration.phase).into(),
+        registration_error: registration.error,
+        table_source: table_source.into(),
+        kernel_release: registration.release,
+        kernel_build_id: registration.build_id,
+        generation: registration.generation,
+        agent_connected: guest.tracer.link.is_connected(),
+        incarnation: guest.keys.incarnation().to_string(),
+    }
+}
+
+/// One page of the guests, which are in the order of their names. The token is the name of the last
+/// guest before the page.
+pub fn page(
+    guests: &[Arc<ServedGuest>],
+    request: &v1::ListGuestsRequest,
+) -> Result<v1::ListGuestsResponse, KeysError> {
+    let patterns = Patterns::parse(&request.patterns).map_err(KeysError::from)?;
+    let size =
+        page_size(request.page_size).ok_or_else(|| invalid("page_size", NEGATIVE_PAGE_SIZE))?;
+    let wanted = |guest: &&Arc<ServedGuest>| {
+        guest.name() > request.page_token.as_str() && patterns.select("", guest.name())
+    };
+    let mut bytes = 0;
+    let mut page = v1::ListGuestsResponse::default();
+    for guest in guests.iter().filter(wanted) {
+        let status = status(guest, guest.keys.describe());
+        bytes += status.encoded_len() + status.guest.len() + 16;
+        if let Some(last) = page.guests.last()
+            && (page.guests.len() == size || bytes > MAX_PAGE_BYTES)
+        {
+            page.next_page_token.clone_from(&last.guest);
+            break;
+        }
+        page.guests.push(status);
+    }
+    Ok(page)
+}
+
+/// The status of one guest as it changes.
+pub struct StatusWatch {
+    guest: Arc<ServedGuest>,
+    registration: watch::Receiver<()>,
+    pause: watch::Receiver<PauseState>,
+    agent: watch::Receiver<u64>,
+    told: Option<v1::GuestStatus>,
+}
+
+impl StatusWatch {
+    pub fn new(guest: Arc<ServedGuest>) -> Self {
+        Self {
+            registration: guest.keys.registration_changes(),
+            pause: guest.keys.pause_changes(),
+            agent: guest.tracer.link.connections(),
+            guest,
+            told: None,
+        }
+    }
+
+    /// The status at the first call, and after each change. Changes between two calls are one.
+    pub async fn next(&mut self) -> v1::GuestStatus {
+        loop {
+            // Before the look, so that a change after it is not missed.
+            self.registration.mark_unchanged();
+            self.pause.mark_unchanged();
+            self.agent.mark_unchanged();
+            let status = status(&self.guest, self.guest.keys.describe());
+            if self.told.as_ref() != Some(&status) {
+                self.told = Some(status.clone());
+                return status;
+            }
+            self.changed().await;
+        }
+    }
+
+    /// Waits for something that may change the status.
+    async fn changed(&mut self) {
+        let told = self.told.as_ref().map(v1::GuestStatus::state);
+        let stopped = told == Some(v1::GuestState::Stopped);
+        tokio::select! {
+            Ok(()) = self.registration.changed() => {}
+            Ok(()) = self.pause.changed() => {}
+            Ok(()) = self.agent.changed() => {}
+            () = self.guest.ended(), if !stopped => {}
+        }
+    }
+}

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guests behind an endpoint.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::{Duration, SystemTime};
+
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+
+use crate::keys::Keys;
+use crate::trace::{self, TraceThread, Tracer, Tracing};
+
+/// A guest that endpoints can serve.
+pub struct ServedGuest {
+    name: String,
+    pub(super) keys: Arc<Keys>,
+    pub(super) tracer: Arc<Tracer>,
+    /// How long the events of a stream stay armed after it.
+    pub(super) grace: Duration,
+    pub(super) started_at: SystemTime,
+    /// Changes with each console output, and when the guest has ended.
+    pub(super) printed: watch::Receiver<()>,
+    /// Turns true when the guest is removed, or the endpoint ends.
+    ending: watch::Sender<bool>,
+    /// Ends with the guest's last user.
+    decoder: Option<TraceThread>,
+}
+
+impl ServedGuest {
+    /// Starts tracing on the current tokio runtime. The guest's name is the monitor's.
+    ///
+    /// # Errors
+    /// If the agent's socket cannot be used.
+    pub fn start(keys: Keys, tracing: Tracing) -> std::io::Result<Self> {
+        let keys = Arc::new(keys);
+        let decoding = tracing.thread.as_ref();
+        let decoding = decoding.map_or_else(Handle::current, |thread| thread.handle().clone());
+        let tracer = trace::start(keys.clone(), tracing.agent, &decoding)?;
+        let mut guest = Self::new(keys, tracer, tracing.grace);
+        guest.decoder = tracing.thread;
+        Ok(guest)
+    }
+
+    /// A guest that is traced already. Takes over the console's listener.
+    #[must_use]
+    pub fn new(keys: Arc<Keys>, tracer: Arc<Tracer>, grace: Duration) -> Self {
+        let (sender, printed) = watch::channel(());
+        let machine = keys.machine();
+        machine.console().on_output(Box::new(move || {
+            sender.send_replace(());
+        }));
+        Self {
+            name: machine.description().name,
+            keys,
+            tracer,
+            grace,
+            started_at: SystemTime::now(),
+            printed,
+            ending: watch::Sender::new(false),
+            decoder: None,
+        }
+    }
+
+    /// As requests name it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Turns true when the guest's streams are to end.
+    pub(super) fn ending(&self) -> watch::Receiver<bool> {
+        self.ending.subscribe()
+    }
+
+    /// Waits until the guest has ended, or is no longer served.
+    pub(super) async fn ended(&self) {
+        let mut printed = self.printed.clone();
+        let mut ending = self.ending();
+        let ended = async {
+            loop {
+                printed.mark_unchanged();
+                // The sender lives in the console's listener, and so as long as the guest.
+                if self.keys.machine().has_ended() || printed.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        tokio::select! {
+            () = ended => {}
+            () = super::wait_for_end(&mut ending) => {}
+        }
+    }
+}
+
+/// Why a guest cannot be served.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AddError {
+    /// Another guest has the name.
+    #[error("a guest named {0:?} is served already; give this one another name")]
+    NameTaken(String),
+    /// An empty name means "the only guest".
+    #[error("the guest has no name; give it one")]
+    NoName,
+    /// The endpoint does not serve new guests any more.
+    #[error("guest {0:?} cannot be served: the endpoint ends")]
+    Ending(String),
+}
+
+/// The guests behind an endpoint, by name. Clones share them; guests come and go while it serves.
+#[derive(Clone, Default)]
+pub struct Guests {
+    shared: Arc<RwLock<Directory>>,
+}
+
+#[derive(Default)]
+struct Directory {
+    by_name: BTreeMap<String, Arc<ServedGuest>>,
+    ending: bool,
+}
+
+impl Guests {
+    /// Serves the guest from now on.
+    ///
+    /// # Errors
+    /// [`AddError`].
+    pub fn add(&self, guest: ServedGuest) -> Result<(), AddError> {
+        use std::collections::btree_map::Entry;
+        if guest.name.is_empty() {
+            return Err(AddError::NoName);
+        }
+        let mut directory = self.write();
+        if directory.ending {
+            return Err(AddError::Ending(guest.name));
+        }
+        match directory.by_name.entry(guest.name.clone()) {
+            Entry::Occupied(taken) => Err(AddError::NameTaken(taken.key().clone())),
+            Entry::Vacant(free) => {
+                free.insert(Arc::new(guest));
+                Ok(())
+            }
+        }
+    }
+
+    /// Serves the guest no longer. Its streams end with UNAVAILABLE; calls in flight are answered.
+    /// False if there is none of that name.
+    pub fn remove(&self, name: &str) -> bool {
+        let removed = self.write().by_name.remove(name);
+        if let Some(guest) = &removed {
+            guest.ending.send_replace(true);
+        }
+        removed.is_some()
+    }
+
+    /// Ends the streams of all guests, and takes no more.
+    pub(super) fn end(&self) {
+        let mut directory = self.write();
+        directory.ending = true;
+        for guest in directory.by_name.values() {
+            guest.ending.send_replace(true);
+        }
+    }
+
+    /// The guest that a request means by `name`; `None` if that is not exactly one.
+    pub(super) fn find(&self, name: &str) -> Option<Arc<ServedGuest>> {
+        let directory = self.read();
+        match name {
+            "" if directory.by_name.len() == 1 => directory.by_name.values().next().cloned(),
+            name => directory.by_name.get(name).cloned(),
+        }
+    }
+
+    /// All guests, in the order of their names.
+    pub(super) fn all(&self) -> Vec<Arc<ServedGuest>> {
+        self.read().by_name.values().cloned().collect()
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Directory> {
+        // Every change is one insertion, removal or assignment.
+        self.shared.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Directory> {
+        self.shared.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Every method of `patchbay.v1`, and the role that it needs.
+
+use patchbay_proto::v1;
+
+use crate::auth::Role;
+
+/// A method as the table has it.
+#[derive(Clone, Copy, Debug)]
+pub struct Method {
+    /// As HTTP/2 has it in ":path".
+    pub path: &'static str,
+    pub role: Role,
+    /// Boolean fields of the request, and the role that each needs when it is set.
+    pub raised: &'static [(&'static str, Role)],
+}
+
+/// The first message of a call. Each method has a request type of its own, so the type says which
+/// method is called.
+pub trait Call {
+    const METHOD: Method;
+
+    /// Name of the guest; empty where the request has none.
+    fn guest(&self) -> &str;
+
+    /// The role that the method needs with these fields.
+    fn role(&self) -> Role;
+}
+
+macro_rules! methods {
+    ($($service:ident {
+        $($method:ident($request:ident $(.$guest:ident)?): $role:ident
+            $(, $raised:ident for $($field:ident)|+)?;)*
+    })*) => {
+        $($(impl Call for v1::$request {
+            const METHOD: Method = Method {
+                path: concat!("/patchbay.v1.", stringify!($service), "/", stringify!($method)),
+                role: Role::$role,
+                raised: &[$($((stringify!($field), Role::$raised),)+)?],
+            };
+
+            fn guest(&self) -> &str {
+                [$(self.$guest.as_str(),)? ""][0]
+            }
+
+            fn role(&self) -> Role {
+                let set: &[bool] = &[$($(self.$field,)+)?];
+                let fields = set.iter().zip(Self::METHOD.raised);
+                let raised = fields.filter_map(|(set, (_, role))| set.then_some(*role));
+                raised.fold(Self::METHOD.role, Role::max)
+            }
+        })*)*
+
+        /// The whole table.
+        #[cfg(test)]
+        const METHODS: &[Method] = &[$($(<v1::$request as Call>::METHOD,)*)*];
+    };
+}
+
+methods! {
+    GuestService {
+        ListGuests(ListGuestsRequest): Viewer;
+        DescribeGuest(DescribeGuestRequest.guest): Viewer;
+        WatchGuest(WatchGuestRequest.guest): Viewer;
+        PauseGuest(PauseGuestRequest.guest): Operator;
+        ResumeGuest(ResumeGuestRequest.guest): Operator;
+        ShutdownGuest(ShutdownGuestRequest.guest): Admin;
+        StreamConsole(StreamConsoleRequest.guest): Admin;
+    }
+    StaticKeysService {
+        ListStaticKeys(ListStaticKeysRequest.guest): Viewer;
+        GetStaticKey(GetStaticKeyRequest.guest): Viewer;
+        UpdateStaticKeys(UpdateStaticKeysRequest.guest): Operator, Admin for force | allow_guarded;
+        ListUpdateResults(ListUpdateResultsRequest.guest): Viewer;
+        PrepareUpdate(PrepareUpdateRequest.guest): Operator, Admin for force | allow_guarded;
+        CommitUpdate(CommitUpdateRequest.guest): Operator;
+        DiscardUpdate(DiscardUpdateRequest.guest): Operator;
+        WatchStaticKeys(WatchStaticKeysRequest.guest): Viewer;
+        ListHolds(ListHoldsRequest.guest): Viewer;
+        ReleaseHolds(ReleaseHoldsRequest.guest): Operator, Admin for force;
+        RenewHolds(RenewHoldsRequest.guest): Operator;
+    }
+    TracepointsService {
+        ListTracepoints(ListTracepointsRequest.guest): Viewer;
+        ArmTracepoints(ArmTracepointsRequest.guest): Operator;
+        FireTracepoints(FireTracepointsRequest.guest): Operator;
+        ParkTracepoints(ParkTracepointsRequest.guest): Operator, Admin for force;
+        DisarmTracepoints(DisarmTracepointsRequest.guest): Operator, Admin for force;
+        StreamTracepointEvents(StreamTracepointEventsRequest.guest): Viewer, Operator for arm_and_fire;
+        GetTracepointStats(GetTracepointStatsRequest.guest): Viewer;
+        DescribeAgent(DescribeAgentRequest.guest): Viewer;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use prost::Message;
+    use prost_types::FileDescriptorSet;
+
+    use super::*;
+
+    /// "Role: operator; admin for `force` and `allow_guarded`." at the end of a method's comment.
+    fn role_in_comment(comment: &str) -> String {
+        let text = comment.split_whitespace().collect::<Vec<_>>().join(" ");
+        let (_, role) = text.rsplit_once("Role: ").expect(comment);
+        role.trim_end_matches('.').to_owned()
+    }
+
+    fn role_in_table(method: &Method) -> String {
+        let Some((_, raised)) = method.raised.first() else {
+            return method.role.to_string();
+        };
+        assert!(method.raised.iter().all(|(_, role)| role == raised));
+        let fields: Vec<_> = method
+            .raised
+            .iter()
+            .map(|(field, _)| format!("`{field}`"))
+            .collect();
+        format!("{}; {raised} for {}", method.role, fields.join(" and "))
+    }
+
+    /// The table, the methods that exist, and the roles that the comments promise are the same.
+    #[test]
+    fn every_method_has_the_role_of_its_comment() {
+        const SERVICE: i32 = 6;
+        const METHOD: i32 = 2;
+        let set = FileDescriptorSet::decode(patchbay_proto::FILE_DESCRIPTOR_SET).expect("encoded");
+        let mut documented = BTreeMap::new();
+        for file in set
+            .file
+            .iter()
+            .filter(|file| file.package() == "patchbay.v1")
+        {
+            for location in &file.source_code_info.as_ref().expect("comments").location {
+                let &[SERVICE, service, METHOD, method] = location.path.as_slice() else {
+                    continue;
+                };
+                let service = &file.service[usize::try_from(service).expect("an index")];
+                let method = &service.method[usize::try_from(method).expect("an index")];
+                let path = format!("/patchbay.v1.{}/{}", service.name(), method.name());
+                documented.insert(path, role_in_comment(location.leading_comments()));
+            }
+        }
+        let table = METHODS
+            .iter()
+            .map(|method| (method.path.to_owned(), role_in_table(method)));
+        assert_eq!(table.collect::<BTreeMap<_, _>>(), documented);
+    }
+
+    #[test]
+    fn fields_raise_the_role() {
+        let mut update = v1::UpdateStaticKeysRequest::default();
+        assert_eq!(update.role(), Role::Operator);
+        update.allow_guarded = true;
+        assert_eq!(update.role(), Role::Admin);
+        let stream = v1::StreamTracepointEventsRequest {
+            arm_and_fire: true,
+            ..Default::default()
+        };
+        assert_eq!(stream.role(), Role::Operator);
+        assert_eq!(
+            v1::StreamTracepointEventsRequest::default().role(),
+            Role::Viewer
+        );
+    }
+}

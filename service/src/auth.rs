@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Who asks, and what they may do.
+//!
+//! A *principal* is the name of whoever makes a call. It has a *role* on each guest, and each method
+//! needs one. An [`Authoriser`] holds the policy; the API asks it before a call does anything.
+
+use std::fmt;
+use std::str::FromStr;
+
+const MAX_PRINCIPAL_BYTES: usize = 256;
+/// What watches and the audit log call the service itself, when it releases an expired hold.
+const RESERVED: &str = "monitor";
+
+/// What a principal may do; each role may do what the one before it may.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Role {
+    /// Reads.
+    Viewer,
+    /// Changes what can be undone, and only what is the principal's own.
+    Operator,
+    /// May do everything.
+    Admin,
+}
+
+impl Role {
+    /// As policies, metadata and messages spell it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Viewer => "viewer",
+            Self::Operator => "operator",
+            Self::Admin => "admin",
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// No role has that name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown role {0:?}; give viewer, operator or admin")]
+pub struct UnknownRole(String);
+
+impl FromStr for Role {
+    type Err = UnknownRole;
+
+    fn from_str(text: &str) -> Result<Self, UnknownRole> {
+        [Self::Viewer, Self::Operator, Self::Admin]
+            .into_iter()
+            .find(|role| role.as_str() == text)
+            .ok_or_else(|| UnknownRole(text.chars().take(MAX_PRINCIPAL_BYTES).collect()))
+    }
+}
+
+/// The name of whoever makes a call: "uid:1000" for a peer on a unix socket, or a name that a
+/// trusted proxy asserts. Printable ASCII, 1 to 256 bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Principal(String);
+
+/// The name cannot be a principal's.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadPrincipal {
+    /// It has no bytes, or too many.
+    #[error("has {0} bytes; give 1 to {MAX_PRINCIPAL_BYTES}")]
+    Length(usize),
+    /// It has bytes that a terminal or a log would not show as they are.
+    #[error("has bytes other than printable ASCII; leave them out")]
+    NotPrintable,
+    /// It stands for the service itself.
+    #[error("is {RESERVED:?}, which stands for the service itself; give another name")]
+    Reserved,
+}
+
+impl Principal {
+    /// Checks a name that a proxy asserts.
+    ///
+    /// # Errors
+    /// [`BadPrincipal`].
+    pub fn asserted(name: &[u8]) -> Result<Self, BadPrincipal> {
+        if name.is_empty() || name.len() > MAX_PRINCIPAL_BYTES {
+            return Err(BadPrincipal::Length(name.len()));
+        }
+        if !name.iter().all(|byte| matches!(byte, b' '..=b'~')) {
+            return Err(BadPrincipal::NotPrintable);
+        }
+        let name = String::from_utf8_lossy(name);
+        if name == RESERVED {
+            return Err(BadPrincipal::Reserved);
+        }
+        Ok(Self(name.into_owned()))
+    }
+
+    /// The peer of a unix socket; `None` if the kernel does not know its uid.
+    #[must_use]
+    pub fn peer(uid: Option<u32>) -> Self {
+        Self(match uid {
+            Some(uid) => format!("uid:{uid}"),
+            None => "unknown".to_owned(),
+        })
+    }
+
+    /// The name.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for Principal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl From<Principal> for String {
+    fn from(principal: Principal) -> Self {
+        principal.0
+    }
+}
+
+/// The policy does not allow the call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Denied {
+    /// The role that the principal has on the guest; `None` if it has none.
+    pub found: Option<Role>,
+}
+
+/// A policy: which principal may call which method on which guest.
+pub trait Authoriser: Send + Sync {
+    /// Decides about one call. `needed` is the role that the method needs with this request's fields,
+    /// `method` its name as in ":path" ("/patchbay.v1.GuestService/PauseGuest"). `guest` is the name
+    /// of a guest that the endpoint serves. Called for each call, on the runtime: it must not block.
+    ///
+    /// # Errors
+    /// [`Denied`] refuses the call with ROLE_MISSING.
+    fn may(
+        &self,
+        principal: &Principal,
+        needed: Role,
+        method: &str,
+        guest: &str,
+    ) -> Result<(), Denied>;
+}
+
+/// The policy of a unix socket alone: whoever can open it is an admin.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SocketAuthoriser;
+
+impl Authoriser for SocketAuthoriser {
+    fn may(&self, _: &Principal, _: Role, _: &str, _: &str) -> Result<(), Denied> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn asserted_names_are_checked() {
+        for good in ["a", "uid:0", "spiffe://host/sa/web 1", &"x".repeat(256)] {
+            let principal = Principal::asserted(good.as_bytes()).expect(good);
+            assert_eq!(principal.as_str(), good);
+        }
+        let bad = [
+            (&b""[..], BadPrincipal::Length(0)),
+            (&[b'x'; 257], BadPrincipal::Length(257)),
+            (b"a\nb", BadPrincipal::NotPrintable),
+            (b"\x7f", BadPrincipal::NotPrintable),
+            ("né".as_bytes(), BadPrincipal::NotPrintable),
+            (b"monitor", BadPrincipal::Reserved),
+        ];
+        for (name, why) in bad {
+            assert_eq!(Principal::asserted(name), Err(why));
+        }
+    }
+
+    #[test]
+    fn roles_are_ordered_and_read_back() {
+        assert!(Role::Viewer < Role::Operator && Role::Operator < Role::Admin);
+        for role in [Role::Viewer, Role::Operator, Role::Admin] {
+            assert_eq!(role.as_str().parse(), Ok(role));
+        }
+        for bad in ["", "Admin", "root"] {
+            bad.parse::<Role>().expect_err(bad);
+        }
+    }
+}
