@@ -7,6 +7,7 @@ pub mod audit;
 pub mod identity;
 pub mod listen;
 pub mod methods;
+pub mod metrics;
 pub mod monitors;
 pub mod policy;
-mod proxy;
+pub mod proxy;

@@ -10,7 +10,7 @@ use hyper_util::rt::TokioIo;
 use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use rustix::process::geteuid;
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tonic::body::Body;
 use tonic::transport::{Channel, Endpoint};
 use tonic_health::pb::HealthCheckRequest;
@@ -31,6 +31,9 @@ const RELIST: Duration = Duration::from_secs(10);
 /// A monitor that does not answer a ping is gone.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
+/// Calls of all clients on one monitor.
+const MAX_READS: usize = 64;
+const MAX_CHANGES: usize = 48;
 /// As the interface bounds the name of a guest's socket.
 const MAX_NAME_BYTES: usize = 256;
 
@@ -41,6 +44,10 @@ pub struct Monitor {
     channel: Channel,
     /// The only guest that the monitor may serve; `None` if it runs as the same user as the host.
     bound: Option<String>,
+    /// Shared by all clients: the monitor serves 128 calls of one connection, and those who watch must
+    /// leave room for those who change something.
+    reads: Arc<Semaphore>,
+    changes: Arc<Semaphore>,
 }
 
 impl Monitor {
@@ -54,6 +61,13 @@ impl Monitor {
     #[must_use]
     pub fn channel(&self) -> Channel {
         self.channel.clone()
+    }
+
+    /// A place for one more call; `None` if there is none.
+    #[must_use]
+    pub fn admit(&self, changes: bool) -> Option<OwnedSemaphorePermit> {
+        let permits = if changes { &self.changes } else { &self.reads };
+        Arc::clone(permits).try_acquire_owned().ok()
     }
 
     /// Sends a call as it is.
@@ -92,6 +106,8 @@ impl Monitor {
             path: path.to_owned(),
             channel,
             bound,
+            reads: Arc::new(Semaphore::new(MAX_READS)),
+            changes: Arc::new(Semaphore::new(MAX_CHANGES)),
         })
     }
 

@@ -23,13 +23,21 @@ pub enum Role {
     Admin,
 }
 
-impl fmt::Display for Role {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+impl Role {
+    /// As policies and metadata spell it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
             Self::Viewer => "viewer",
             Self::Operator => "operator",
             Self::Admin => "admin",
-        })
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
     }
 }
 
@@ -193,6 +201,23 @@ impl Policy {
     #[must_use]
     pub fn has_revoked(&self, fingerprint: &str) -> bool {
         self.revoked.iter().any(|revoked| revoked == fingerprint)
+    }
+
+    /// One rule: this user is an admin.
+    pub(super) fn own_user_only(uid: u32) -> Self {
+        let rule = Rule {
+            name: "built-in".to_owned(),
+            principals: Patterns::parse(&[format!("uid:{uid}")]).unwrap_or_default(),
+            role: Role::Admin,
+            guests: Patterns::default(),
+            keys: Patterns::default(),
+            max_keys: None,
+            max_guests: None,
+        };
+        Self {
+            rules: vec![rule],
+            revoked: vec![],
+        }
     }
 
     /// The rules, in the order in which they are tried.

@@ -25,6 +25,8 @@
 
 mod decide;
 mod file;
+mod live;
 
 pub use self::decide::{Decision, Question, Want};
 pub use self::file::{MAX_POLICY_BYTES, Policy, PolicyError, Role, Rule};
+pub use self::live::LivePolicy;
