@@ -4,6 +4,8 @@
 #![forbid(unsafe_code)]
 
 pub mod audit;
+pub mod certs;
+pub mod command;
 pub mod identity;
 pub mod listen;
 pub mod methods;
@@ -11,3 +13,4 @@ pub mod metrics;
 pub mod monitors;
 pub mod policy;
 pub mod proxy;
+pub mod serve;

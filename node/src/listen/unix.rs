@@ -101,7 +101,11 @@ impl NodeSocket {
         &self.path
     }
 
-    pub(super) fn tokio_listener(&self) -> std::io::Result<tokio::net::UnixListener> {
+    /// For the current tokio runtime.
+    ///
+    /// # Errors
+    /// From the operating system.
+    pub fn tokio_listener(&self) -> std::io::Result<tokio::net::UnixListener> {
         tokio::net::UnixListener::from_std(self.listener.try_clone()?)
     }
 }

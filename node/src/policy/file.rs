@@ -227,6 +227,25 @@ impl Policy {
     }
 }
 
+/// One line for people.
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, role, .. } = self;
+        write!(f, "{name}: {role} for {}", self.principals)?;
+        for (what, patterns) in [("guests", &self.guests), ("keys", &self.keys)] {
+            if !patterns.texts().is_empty() {
+                write!(f, "; {what} {patterns}")?;
+            }
+        }
+        for (what, cap) in [("max_keys", self.max_keys), ("max_guests", self.max_guests)] {
+            if let Some(cap) = cap {
+                write!(f, "; {what} {cap}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Rule {
     fn check(rule: RuleInFile) -> Result<Self, PolicyError> {
         let name = rule.name;

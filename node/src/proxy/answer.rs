@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response};
-use http_body::{Body as _, Frame};
+use http_body::Frame;
 use http_body_util::{BodyExt, Full, Limited};
 use prost::Message;
 use tokio::sync::OwnedSemaphorePermit;
@@ -24,7 +24,19 @@ pub struct Finish {
     pub method: &'static str,
     pub pending: Option<Pending>,
     pub permits: Vec<OwnedSemaphorePermit>,
+    /// For the log: who, which guest, and the caller's trace.
+    pub caller: Caller,
     ended: bool,
+}
+
+/// What a log line says of a call.
+#[derive(Debug, Default)]
+pub struct Caller {
+    pub principal: String,
+    pub guest: String,
+    pub trace_id: String,
+    /// Whether the call changes something: others are logged at a lower level.
+    pub changes: bool,
 }
 
 impl Finish {
@@ -34,6 +46,7 @@ impl Finish {
             method,
             pending: None,
             permits: vec![permit],
+            caller: Caller::default(),
             ended: false,
         }
     }
@@ -41,9 +54,29 @@ impl Finish {
     /// Counts the call and writes its outcome.
     pub fn end(&mut self, code: Code, message: &str) {
         if !std::mem::replace(&mut self.ended, true) {
-            self.metrics.call(self.method, code_name(code));
+            let (method, code_text) = (self.method, code_name(code));
+            self.metrics.call(method, code_text);
+            let Caller {
+                principal,
+                guest,
+                trace_id,
+                changes,
+            } = &self.caller;
+            if *changes || code == Code::PermissionDenied {
+                tracing::info!(
+                    method,
+                    principal,
+                    guest,
+                    trace_id,
+                    code = code_text,
+                    message,
+                    "call"
+                );
+            } else {
+                tracing::debug!(method, principal, guest, trace_id, code = code_text, "call");
+            }
             if let Some(pending) = self.pending.take() {
-                pending.finish(code_name(code), message);
+                pending.finish(code_text, message);
             }
         }
     }

@@ -13,6 +13,7 @@ use sha2::{Digest, Sha256};
 use tonic::Status;
 use tonic::body::Body;
 
+use super::answer::Caller;
 use super::checks::Allowed;
 use super::{fields, status};
 use crate::identity::Identity;
@@ -95,6 +96,18 @@ impl Call {
             | Effect::Holds
             | Effect::Arm
             | Effect::Armed => true,
+        }
+    }
+
+    pub fn caller(&self) -> Caller {
+        let parent = self.headers.get(TRACEPARENT);
+        let parent = parent.and_then(|parent| parent.to_str().ok());
+        let trace_id = parent.and_then(|parent| parent.split('-').nth(1));
+        Caller {
+            principal: self.principal().to_owned(),
+            guest: self.guest.clone(),
+            trace_id: trace_id.unwrap_or_default().to_owned(),
+            changes: self.changes(),
         }
     }
 

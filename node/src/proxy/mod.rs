@@ -43,7 +43,7 @@ use self::plans::Plans;
 use crate::audit::{Audit, Entry};
 use crate::identity::Identity;
 use crate::listen::{MAX_CALLS, Peer};
-use crate::methods::{Effect, METHODS, Method};
+use crate::methods::{Effect, Method};
 use crate::metrics::Metrics;
 use crate::monitors::{Directory, Guest};
 use crate::policy::LivePolicy;
@@ -134,6 +134,7 @@ impl Node {
             } = first;
             finish.permits.extend(permit);
             let call = Call::new(method, identity, &parts.headers, message)?;
+            finish.caller = call.caller();
             if method.name == "ListGuests" {
                 return guests::list(self, &call).await;
             }
@@ -301,6 +302,7 @@ impl<const SERVICE: usize> Service<Request<Body>> for Proxy<SERVICE> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::methods::METHODS;
 
     #[test]
     fn every_service_is_routed() {
