@@ -14,3 +14,5 @@ mod patterns;
 mod remote;
 #[path = "node/support.rs"]
 mod support;
+#[path = "node/unit.rs"]
+mod unit;

@@ -90,18 +90,6 @@ async fn each_call_is_decided_and_written_down() {
 }
 
 #[tokio::test]
-async fn the_monitor_hears_the_principal_of_the_client() {
-    let host = Host::start().await;
-    let _web = host.monitor("web-1");
-    host.list_until(1).await;
-    let mut keys = host.keys().await;
-    let request = update("web-1", &["net_a"], v1::KeyOp::Inc);
-    keys.update_static_keys(request).await.expect("changed");
-    let log = std::fs::read_to_string(host.path("web-1.audit")).expect("the monitor's log");
-    assert!(log.contains(&own_uid()), "{log}");
-}
-
-#[tokio::test]
 async fn without_a_line_in_the_log_nothing_changes() {
     let host = Host::start().await;
     let web = host.monitor("web-1");

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::future::Future;
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
@@ -18,6 +19,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::server::NamedService;
+use tonic::transport::server::UdsConnectInfo;
 use tower::Service;
 
 /// A call as the monitor got it.
@@ -26,6 +28,8 @@ pub struct Received {
     /// Its method, without package and service.
     pub method: String,
     pub headers: HeaderMap,
+    /// The user who connected.
+    pub uid: u32,
     /// Without the prefix.
     pub message: Bytes,
 }
@@ -44,6 +48,11 @@ pub struct Fake {
 impl Fake {
     /// Serves guests of these names on a socket.
     pub async fn start(path: &Path, names: &[&str]) -> Self {
+        Self::serve(UnixListener::bind(path).expect("free"), names).await
+    }
+
+    /// As [`Self::start`], on a socket that is bound.
+    pub async fn serve(listener: UnixListener, names: &[&str]) -> Self {
         let fake = Self::default();
         let status = |name: &&str| v1::GuestStatus {
             guest: (*name).to_owned(),
@@ -56,7 +65,8 @@ impl Fake {
                 next_page_token: String::new(),
             })
         });
-        let listener = tokio::net::UnixListener::bind(path).expect("free");
+        listener.set_nonblocking(true).expect("set");
+        let listener = tokio::net::UnixListener::from_std(listener).expect("registered");
         let (reporter, health) = tonic_health::server::health_reporter();
         reporter.set_serving::<Fakes<0>>().await;
         let server = tonic::transport::Server::builder()
@@ -104,6 +114,8 @@ impl Fake {
             .next()
             .expect("a path")
             .to_owned();
+        let peer = parts.extensions.get::<UdsConnectInfo>();
+        let uid = peer.and_then(|peer| peer.peer_cred).expect("a peer").uid();
         let body = body
             .collect()
             .await
@@ -115,6 +127,7 @@ impl Fake {
             .unwrap_or_default();
         self.received.lock().expect("free").push(Received {
             method: method.clone(),
+            uid,
             headers: parts.headers,
             message: message.clone(),
         });

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Which guests there are, and which of them a call reaches.
 
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+
 use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
+use prost::Message;
 use tonic::{Code, Request};
 
 use super::fake::Fake;
-use super::support::{Host, assert_refused, update};
+use super::support::{Host, assert_refused, update, update_matching};
 
 fn describe(guest: &str) -> v1::DescribeGuestRequest {
     v1::DescribeGuestRequest {
@@ -253,4 +257,61 @@ async fn a_call_that_its_client_gives_up_is_cancelled_at_the_monitor() {
         .filter_map(|line| line["code"].as_str().map(str::to_owned))
         .collect();
     assert_eq!(codes, ["CANCELLED", "UNIMPLEMENTED"]);
+}
+
+/// The monitors of `patchbay@NAME` each have a user of their own, whom alone they believe.
+#[tokio::test]
+async fn a_monitor_of_another_user_is_reached_as_that_user() {
+    const USER: u32 = 54_321;
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: only root can become another user");
+        return;
+    }
+    let mut host = Host::start().await;
+    let open = std::fs::Permissions::from_mode(0o755);
+    std::fs::set_permissions(host.folder.path(), open).expect("set");
+    let folder = host.path("run/web-1");
+    std::fs::create_dir(&folder).expect("created");
+    std::os::unix::fs::chown(&folder, Some(USER), None).expect("given away");
+    let bind = move || {
+        let user = rustix::thread::Uid::from_raw(USER);
+        rustix::thread::set_thread_res_uid(None, Some(user), None).expect("root");
+        let socket = folder.join("api.sock");
+        let listener = UnixListener::bind(&socket).expect("its own folder");
+        let private = std::fs::Permissions::from_mode(0o600);
+        std::fs::set_permissions(&socket, private).expect("its own socket");
+        listener
+    };
+    let listener = std::thread::spawn(bind).join().expect("bound");
+    // It claims a guest that is not its own.
+    let fake = Fake::serve(listener, &["web-1", "db-1"]).await;
+    let line = host
+        .logged("a monitor of another user may serve only")
+        .await;
+    assert_eq!(line["guest"], "db-1");
+    assert_eq!(names(&host.list_until(1).await), ["web-1"]);
+    assert!(
+        fake.received("ListGuests")
+            .iter()
+            .all(|call| call.uid == USER)
+    );
+}
+
+#[tokio::test]
+async fn a_rule_without_limits_forwards_patterns_as_they_are() {
+    let host = Host::start().await;
+    let fake = Fake::start(&host.path("run/web-1.sock"), &["web-1"]).await;
+    host.list_until(1).await;
+    fake.answer("UpdateStaticKeys", |_: v1::UpdateStaticKeysRequest| {
+        Ok(v1::UpdateStaticKeysResponse::default())
+    });
+    let request = update_matching("web-1", &["*"]);
+    let bytes = request.encode_to_vec();
+    host.keys()
+        .await
+        .update_static_keys(request)
+        .await
+        .expect("allowed");
+    assert_eq!(fake.received("UpdateStaticKeys")[0].message, bytes);
+    assert!(fake.received("PrepareUpdate").is_empty());
 }
