@@ -219,7 +219,7 @@ async fn holds_are_decided_about_by_their_keys() {
         key: key.to_owned(),
         ..Default::default()
     };
-    let holds = vec![hold("1", "net_a"), hold("2", "ext4_a")];
+    let holds = [hold("1", "net_a"), hold("2", "ext4_a")];
     fake.answer("ListHolds", move |request: v1::ListHoldsRequest| {
         // One hold on each page.
         let page = usize::from(request.page_token == "more");
