@@ -6,62 +6,119 @@ use std::path::Path;
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
-/// Anything else.
+/// Any other failure.
 pub const ERROR: u8 = 1;
-/// The command line or a file given with it.
+/// The command line or a file given with it is wrong.
 pub const USAGE: u8 = 2;
 /// Some of what was asked is done.
 pub const PARTLY: u8 = 3;
 /// A gate of the guest stayed closed.
 pub const GATE: u8 = 5;
-/// As timeout(1).
+/// The code of timeout(1).
 pub const TIMEOUT: u8 = 124;
 
-/// The sentence and the exit code.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Failure {
     /// Without a full stop at its end.
     pub message: String,
-    /// Of the process.
     pub exit_code: u8,
+    /// A name of `ErrorReason`, without the prefix; empty if the command itself failed.
+    pub reason: String,
 }
 
 impl Failure {
-    /// With exit code 1.
-    pub fn error(message: impl Into<String>) -> Self {
+    pub fn new(exit_code: u8, message: impl Into<String>) -> Self {
         Self {
             message: message.into(),
-            exit_code: ERROR,
+            exit_code,
+            reason: String::new(),
         }
+    }
+
+    /// With exit code 1.
+    pub fn error(message: impl Into<String>) -> Self {
+        Self::new(ERROR, message)
     }
 
     /// With exit code 2.
     pub fn usage(message: impl Into<String>) -> Self {
-        Self {
-            message: message.into(),
-            exit_code: USAGE,
-        }
+        Self::new(USAGE, message)
     }
 
-    /// The monitor behind `socket` cannot be reached.
+    /// Nobody answers on `socket`.
     pub fn unreachable(socket: &Path, error: &dyn std::error::Error) -> Self {
         let mut cause = error;
         while let Some(source) = cause.source() {
             cause = source;
         }
         Self::error(format!(
-            "no monitor answers on {} ({cause}); start one with `patchbay run`, or see `patchbay guests`",
+            "no monitor answers on {} ({cause}); see `patchbay guest list`, or start a guest with \
+             `patchbay guest run`",
             socket.display()
         ))
+    }
+
+    /// The service ended a stream that has no end.
+    pub fn ended(what: &str) -> Self {
+        Self::error(format!(
+            "the monitor ended the {what}; see `patchbay guest list`"
+        ))
+    }
+}
+
+/// "; did you mean \"a\" or \"b\"?", or nothing.
+pub fn did_you_mean<'a>(wanted: &str, names: impl IntoIterator<Item = &'a str>) -> String {
+    const MOST_NAMES: usize = 3;
+    const LIKENESS: f64 = 0.75;
+    let mut near: Vec<(f64, &str)> = names
+        .into_iter()
+        .map(|name| (strsim::jaro_winkler(wanted, name), name))
+        .filter(|(likeness, _)| *likeness > LIKENESS)
+        .collect();
+    near.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
+    let names: Vec<&str> = near
+        .into_iter()
+        .take(MOST_NAMES)
+        .map(|(_, name)| name)
+        .collect();
+    suggestion(&names)
+}
+
+fn suggestion(names: &[&str]) -> String {
+    let names: Vec<String> = names.iter().map(|name| format!("{name:?}")).collect();
+    match names.as_slice() {
+        [] => String::new(),
+        [name] => format!("; did you mean {name}?"),
+        [names @ .., last] => format!("; did you mean {} or {last}?", names.join(", ")),
+    }
+}
+
+/// What the caller can do about a refusal.
+fn next_step(reason: &str) -> &'static str {
+    match reason {
+        "KEY_GUARDED" => " (--allow-guarded)",
+        "NOT_HOLDER" => "; release what others hold with --force",
+        "OTHERS_TRACE" => "; act on it with --even-if-others",
+        "GUEST_BUSY" => "; try for longer with --timeout",
+        "VCPU_NOT_STOPPED" => "; allow more time with --stop-timeout",
+        "NOT_POWERED_OFF" => "; wait longer with --timeout, or give --cut-after-timeout",
+        "GUEST_PAUSED" => "; use `patchbay guest resume`, or `patchbay guest shutdown --cut-now`",
+        "GUEST_NOT_FOUND" => "; see `patchbay guest list`",
+        "GUEST_NOT_NAMED" => "; choose with --guest or --all, see `patchbay guest list`",
+        "PLAN_NOT_FOUND" | "PLAN_STALE" => " (--dry-run)",
+        "HOLD_NOT_FOUND" => "; see `patchbay holds list`",
+        _ => "",
     }
 }
 
 impl From<Status> for Failure {
     fn from(status: Status) -> Self {
-        let reason = status
-            .get_details_error_info()
-            .map(|info| info.reason)
+        let info = status.get_details_error_info();
+        let near = info
+            .as_ref()
+            .and_then(|info| info.metadata.get("near").cloned())
             .unwrap_or_default();
+        let reason = info.map(|info| info.reason).unwrap_or_default();
         let timed_out = status.code() == Code::DeadlineExceeded
             || status.code() == Code::Cancelled
                 && (reason == "CANCELLED" || status.message() == "Timeout expired");
@@ -70,38 +127,92 @@ impl From<Status> for Failure {
             _ if timed_out => TIMEOUT,
             _ => ERROR,
         };
-        let hint = match reason.as_str() {
-            "KEY_GUARDED" => " (--allow-guarded)",
-            "NOT_HOLDER" => " (--force)",
-            "OTHERS_TRACE" => " (--even-if-others)",
-            "GUEST_BUSY" => " (--timeout)",
-            "VCPU_NOT_STOPPED" => " (--stop-timeout)",
-            "NOT_POWERED_OFF" => " (--timeout, --cut)",
-            "GUEST_PAUSED" => " (patchbay guest resume, or shutdown --force)",
-            _ if timed_out && reason.is_empty() => {
-                "; see `patchbay keys list` for what is, and allow more --timeout"
-            }
-            _ => "",
-        };
         let message = match status.code() {
-            Code::Unavailable if reason.is_empty() => {
-                format!(
-                    "the monitor is gone: {}; see `patchbay guests`",
-                    status.message()
-                )
-            }
+            // The service gives a reason with every error; the transport gives none.
+            Code::Unavailable | Code::Unknown if reason.is_empty() => format!(
+                "the monitor is gone: {}; see `patchbay guest list`",
+                status.message()
+            ),
             Code::Unimplemented => {
                 "the monitor does not know this call: it is of another version; update it"
                     .to_owned()
             }
-            _ => format!("{}{hint}", status.message()),
+            _ if timed_out && reason.is_empty() => {
+                "the monitor has not answered in time; see `patchbay keys list` for what is done, \
+                 and allow more time with --timeout"
+                    .to_owned()
+            }
+            _ => {
+                let said = status.message();
+                // The service lists the same names in its own sentence.
+                let near: Vec<&str> = near.split(',').filter(|name| !name.is_empty()).collect();
+                let said = match near.is_empty() {
+                    true => said.to_owned(),
+                    false => said.split(';').next().unwrap_or(said).to_owned() + &suggestion(&near),
+                };
+                said + next_step(&reason)
+            }
         };
-        Self { message, exit_code }
+        Self {
+            message,
+            exit_code,
+            reason,
+        }
     }
 }
 
 impl From<std::io::Error> for Failure {
     fn from(error: std::io::Error) -> Self {
         Self::error(format!("input or output failed: {error}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic_types::ErrorDetails;
+
+    use super::*;
+
+    fn refused(code: Code, reason: &str, metadata: &[(&str, &str)]) -> Failure {
+        let metadata = metadata
+            .iter()
+            .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
+        let metadata: std::collections::HashMap<_, _> = metadata.collect();
+        let details = ErrorDetails::with_error_info(reason, "patchbay", metadata);
+        Status::with_error_details(code, "it failed; the service says more", details).into()
+    }
+
+    #[test]
+    fn a_reason_decides_the_exit_code_and_the_next_step() {
+        let busy = refused(Code::Unavailable, "GUEST_BUSY", &[]);
+        assert_eq!((busy.exit_code, busy.reason.as_str()), (GATE, "GUEST_BUSY"));
+        assert!(busy.message.ends_with("--timeout"), "{}", busy.message);
+        let late = refused(Code::DeadlineExceeded, "VCPU_NOT_STOPPED", &[]);
+        assert_eq!(late.exit_code, TIMEOUT);
+        for gone in [Status::unavailable("reset"), Status::unknown("h2 error")] {
+            let gone = Failure::from(gone);
+            assert_eq!(gone.exit_code, ERROR);
+            assert!(gone.message.contains("gone"), "{}", gone.message);
+        }
+        let slow = Failure::from(Status::cancelled("Timeout expired"));
+        assert_eq!(slow.exit_code, TIMEOUT);
+        let other = refused(Code::FailedPrecondition, "KEY_SEALED", &[]);
+        assert_eq!(other.exit_code, ERROR);
+    }
+
+    #[test]
+    fn names_near_a_misspelt_one_are_asked_for_once() {
+        let near = [("near", "alpha,beta")];
+        let failure = refused(Code::NotFound, "KEY_NOT_FOUND", &near);
+        assert_eq!(
+            failure.message,
+            "it failed; did you mean \"alpha\" or \"beta\"?"
+        );
+        let guests = ["web-1", "web-2", "database"];
+        assert_eq!(
+            did_you_mean("wbe-1", guests),
+            "; did you mean \"web-1\" or \"web-2\"?"
+        );
+        assert_eq!(did_you_mean("mail", guests), "");
     }
 }

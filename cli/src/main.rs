@@ -6,9 +6,12 @@ mod args;
 mod client;
 mod failure;
 mod guest;
+mod holds;
 mod inspect;
 mod keys;
+mod names;
 mod print;
+mod progress;
 mod trace;
 mod view;
 
@@ -16,8 +19,9 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
 
+use crate::args::guest::GuestCommand;
 use crate::args::{Cli, Command};
-use crate::client::Monitor;
+use crate::client::fleet::Fleet;
 use crate::failure::Failure;
 
 fn main() -> ExitCode {
@@ -37,25 +41,29 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("patchbay: {}", failure.message);
+            eprintln!(
+                "{}",
+                print::harmless(&format!("patchbay: {}", failure.message))
+            );
             ExitCode::from(failure.exit_code)
         }
     }
 }
 
 async fn run(cli: Cli) -> Result<(), Failure> {
-    let connect = || Monitor::connect(&cli.target, cli.timeout);
+    let (target, timeout) = (cli.target, cli.timeout);
     let output = cli.output.format();
+    let fleet = || Fleet::select(&target, timeout);
+    let guest = |command| guest::run(&target, command, timeout, output);
     match cli.command {
-        Command::Run(arguments) => guest::become_monitor(&cli.target, arguments),
-        Command::Guests => guest::list(output).await,
-        Command::Guest(command) => {
-            guest::run(&connect().await?, command, cli.timeout, output).await
-        }
-        Command::Console(arguments) => guest::console(&connect().await?, &arguments).await,
-        Command::Keys(command) => keys::run(&connect().await?, command, output).await,
-        Command::Trace(command) => trace::run(&connect().await?, command, output).await,
-        Command::Inspect(arguments) => inspect::run(&arguments, output),
+        Command::Guest(command) => guest(command).await,
+        Command::Run(arguments) => guest(GuestCommand::Run(arguments)).await,
+        Command::Guests { patterns } => guest(GuestCommand::List { patterns }).await,
+        Command::Console(arguments) => guest(GuestCommand::Console(arguments)).await,
+        Command::Keys(command) => keys::run(fleet().await?, command, timeout, output).await,
+        Command::Holds(command) => holds::run(fleet().await?, command, output).await,
+        Command::Trace(command) => trace::run(fleet().await?, command, output).await,
+        Command::Inspect(arguments) => inspect::run(arguments, output).await,
         Command::Completion { shell } => {
             clap_complete::generate(
                 shell,

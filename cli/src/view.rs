@@ -41,14 +41,15 @@ pub struct Site {
     pub module: String,
 }
 
-#[derive(Debug, Serialize)]
+/// What a transaction did.
+#[derive(Debug, Default, Serialize)]
 pub struct Update {
-    pub dry_run: bool,
-    pub results: Vec<Change>,
+    pub results: Vec<KeyChange>,
     pub keys: u32,
     pub keys_changed: u32,
     pub keys_left_out: u32,
     pub revision: u64,
+    pub incarnation: String,
     pub paused: bool,
     pub sites_patched: u32,
     pub stop_us: f64,
@@ -58,20 +59,66 @@ pub struct Update {
 }
 
 #[derive(Debug, Serialize)]
-pub struct Change {
+pub struct KeyChange {
     pub name: String,
     pub before: i32,
     pub after: i32,
     pub sites_patched: u32,
     pub etag: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub hold: String,
+}
+
+/// What --dry-run prints.
+#[derive(Debug, Serialize)]
+pub struct Plan {
+    pub plan_id: String,
+    pub digest: String,
+    pub expires_at: String,
+    pub results: Vec<KeyChange>,
+    pub keys: u32,
+    pub keys_changed: u32,
+    pub keys_left_out: u32,
+    pub sites_patched: u32,
+    /// `None` if the service cannot tell.
+    pub predicted_pause_us: Option<f64>,
+    pub revision: u64,
+    pub incarnation: String,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub enum Applied {
+    Update(Update),
+    Plan(Plan),
+}
+
+/// A plan that is discarded.
+#[derive(Debug, Serialize)]
+pub struct NoPlan {
+    pub plan_id: String,
+    pub discarded: bool,
+}
+
+/// What `keys wait` has waited for.
+#[derive(Debug, Serialize)]
+pub struct KeyState {
+    pub name: String,
+    pub enabled: bool,
+    pub count: i32,
+    pub revision: u64,
+    pub incarnation: String,
 }
 
 #[derive(Debug, Serialize)]
 pub struct Event {
     pub revision: u64,
     pub incarnation: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
     pub time: String,
+    /// "changed", "added", "removed" and "quarantined"; "resync" and "listed" when the watch lists anew.
     pub kind: &'static str,
+    #[serde(skip_serializing_if = "String::is_empty")]
     pub name: String,
     pub count: i32,
     pub principal: String,
@@ -83,7 +130,8 @@ pub struct Event {
 
 #[derive(Debug, Serialize)]
 pub struct Hold {
-    pub name: String,
+    pub id: String,
+    pub key: String,
     pub holder: String,
     pub references: u32,
     pub reason: String,
@@ -125,6 +173,8 @@ pub struct Details {
     pub registration: &'static str,
     #[serde(skip_serializing_if = "String::is_empty")]
     pub registration_error: String,
+    pub tables: &'static str,
+    pub agent_connected: bool,
     pub transport: &'static str,
     pub transports: Vec<&'static str>,
     pub kernel_release: String,
@@ -209,27 +259,30 @@ impl From<v1::Site> for Site {
     }
 }
 
-impl Update {
-    pub fn new(response: v1::UpdateStaticKeysResponse, dry_run: bool) -> Self {
-        let report = response.report.unwrap_or_default();
-        let summary = response.summary.unwrap_or_default();
+impl From<v1::KeyResult> for KeyChange {
+    fn from(result: v1::KeyResult) -> Self {
         Self {
-            dry_run,
-            results: response
-                .results
-                .into_iter()
-                .map(|result| Change {
-                    name: result.name,
-                    before: result.count_before,
-                    after: result.count_after,
-                    sites_patched: result.sites_patched,
-                    etag: result.etag,
-                })
-                .collect(),
+            name: result.name,
+            before: result.count_before,
+            after: result.count_after,
+            sites_patched: result.sites_patched,
+            etag: result.etag,
+            hold: result.hold_id,
+        }
+    }
+}
+
+impl From<Transaction> for Update {
+    fn from(transaction: Transaction) -> Self {
+        let report = transaction.report.unwrap_or_default();
+        let summary = transaction.summary.unwrap_or_default();
+        Self {
+            results: transaction.results.into_iter().map(Into::into).collect(),
             keys: summary.keys,
             keys_changed: summary.keys_changed,
             keys_left_out: summary.keys_left_out,
-            revision: response.revision,
+            revision: transaction.revision,
+            incarnation: transaction.incarnation,
             paused: report.paused,
             sites_patched: summary.sites_patched,
             stop_us: micros(report.stop_time),
@@ -240,15 +293,91 @@ impl Update {
     }
 }
 
+impl From<v1::PrepareUpdateResponse> for Plan {
+    fn from(plan: v1::PrepareUpdateResponse) -> Self {
+        let summary = plan.summary.unwrap_or_default();
+        Self {
+            plan_id: plan.plan_id,
+            digest: plan.digest,
+            expires_at: time(plan.expires_at),
+            results: plan.results.into_iter().map(Into::into).collect(),
+            keys: summary.keys,
+            keys_changed: summary.keys_changed,
+            keys_left_out: summary.keys_left_out,
+            sites_patched: summary.sites_patched,
+            predicted_pause_us: plan.predicted_pause.map(|pause| micros(Some(pause))),
+            revision: plan.revision,
+            incarnation: plan.incarnation,
+        }
+    }
+}
+
+/// The answer of an update, a commit or a release: they have the same fields.
+pub struct Transaction {
+    pub results: Vec<v1::KeyResult>,
+    pub next_page_token: String,
+    summary: Option<v1::UpdateSummary>,
+    report: Option<v1::FlipReport>,
+    revision: u64,
+    incarnation: String,
+}
+
+macro_rules! transaction {
+    ($($response:ident)*) => {
+        $(impl From<v1::$response> for Transaction {
+            fn from(response: v1::$response) -> Self {
+                let v1::$response {
+                    results,
+                    next_page_token,
+                    summary,
+                    report,
+                    revision,
+                    incarnation,
+                } = response;
+                Self { results, next_page_token, summary, report, revision, incarnation }
+            }
+        })*
+    };
+}
+
+transaction!(UpdateStaticKeysResponse CommitUpdateResponse ReleaseHoldsResponse);
+
+impl Event {
+    /// Revisions are lost: the keys as they are now follow.
+    pub fn resync(revision: u64, incarnation: &str, reason: String) -> Self {
+        Self {
+            revision,
+            incarnation: incarnation.to_owned(),
+            time: String::new(),
+            kind: "resync",
+            name: String::new(),
+            count: 0,
+            principal: String::new(),
+            reason,
+            request_id: String::new(),
+        }
+    }
+
+    pub fn listed(key: v1::StaticKey, revision: u64, incarnation: &str) -> Self {
+        Self {
+            kind: "listed",
+            name: key.name,
+            count: key.count,
+            ..Self::resync(revision, incarnation, String::new())
+        }
+    }
+}
+
 /// The events of one revision.
 pub fn events(response: v1::WatchStaticKeysResponse) -> Vec<Event> {
     let (revision, time) = (response.revision, time(response.time));
+    let incarnation = response.incarnation;
     response
         .events
         .into_iter()
         .map(|event| Event {
             revision,
-            incarnation: response.incarnation.clone(),
+            incarnation: incarnation.clone(),
             time: time.clone(),
             kind: match event.kind() {
                 v1::key_event::Kind::Unspecified => "unknown",
@@ -276,7 +405,8 @@ pub fn events(response: v1::WatchStaticKeysResponse) -> Vec<Event> {
 impl From<v1::Hold> for Hold {
     fn from(hold: v1::Hold) -> Self {
         Self {
-            name: hold.key,
+            id: hold.id,
+            key: hold.key,
             holder: hold.holder,
             references: hold.references,
             reason: hold.reason,
@@ -315,22 +445,18 @@ impl Power {
 }
 
 impl Guest {
-    /// A guest whose monitor answered.
+    /// A guest without an answer.
+    pub fn silent(name: String, socket: String, state: &'static str) -> Self {
+        Self {
+            name,
+            socket,
+            state,
+            details: None,
+        }
+    }
+
     pub fn described(name: String, socket: String, guest: v1::DescribeGuestResponse) -> Self {
         let status = guest.status.clone().unwrap_or_default();
-        let state = match status.state() {
-            v1::GuestState::Unspecified => "unknown",
-            v1::GuestState::Running => "running",
-            v1::GuestState::Paused => "paused",
-            v1::GuestState::Stopped => "stopped",
-        };
-        let registration = match status.registration() {
-            v1::RegistrationState::Unspecified => "unknown",
-            v1::RegistrationState::Absent => "absent",
-            v1::RegistrationState::Registered => "registered",
-            v1::RegistrationState::Withdrawn => "withdrawn",
-            v1::RegistrationState::Refused => "refused",
-        };
         let details = Details {
             vcpus: guest.vcpus,
             memory_bytes: guest.memory_bytes,
@@ -338,8 +464,14 @@ impl Guest {
             monitor_version: guest.monitor_version.clone(),
             started_at: time(guest.started_at),
             paused_until: status.paused_until.map(|at| time(Some(at))),
-            registration,
+            registration: registration(status.registration()),
             registration_error: status.registration_error.clone(),
+            tables: match status.table_source() {
+                v1::TableSource::Unspecified => "none",
+                v1::TableSource::Registered => "registered",
+                v1::TableSource::Discovered => "discovered",
+            },
+            agent_connected: status.agent_connected,
             transport: transport(guest.transport()),
             transports: guest.transports().map(transport).collect(),
             kernel_release: status.kernel_release.clone(),
@@ -357,9 +489,75 @@ impl Guest {
         Self {
             name,
             socket,
-            state,
+            state: state(status.state()),
             details: Some(details),
         }
+    }
+}
+
+/// A guest's status, as `guest watch` prints it.
+#[derive(Debug, Serialize)]
+pub struct Status {
+    pub guest: String,
+    pub state: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paused_until: Option<String>,
+    /// Empty if the monitor has ended.
+    pub registration: &'static str,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub registration_error: String,
+    pub kernel_release: String,
+    pub agent_connected: bool,
+    pub incarnation: String,
+}
+
+impl Status {
+    /// The monitor has ended, and the guest with it.
+    pub fn gone(guest: &str) -> Self {
+        Self {
+            guest: guest.to_owned(),
+            state: "gone",
+            paused_until: None,
+            registration: "",
+            registration_error: String::new(),
+            kernel_release: String::new(),
+            agent_connected: false,
+            incarnation: String::new(),
+        }
+    }
+}
+
+impl From<v1::GuestStatus> for Status {
+    fn from(status: v1::GuestStatus) -> Self {
+        Self {
+            state: state(status.state()),
+            paused_until: status.paused_until.map(|at| time(Some(at))),
+            registration: registration(status.registration()),
+            guest: status.guest,
+            registration_error: status.registration_error,
+            kernel_release: status.kernel_release,
+            agent_connected: status.agent_connected,
+            incarnation: status.incarnation,
+        }
+    }
+}
+
+pub fn state(state: v1::GuestState) -> &'static str {
+    match state {
+        v1::GuestState::Unspecified => "unknown",
+        v1::GuestState::Running => "running",
+        v1::GuestState::Paused => "paused",
+        v1::GuestState::Stopped => "stopped",
+    }
+}
+
+fn registration(registration: v1::RegistrationState) -> &'static str {
+    match registration {
+        v1::RegistrationState::Unspecified => "unknown",
+        v1::RegistrationState::Absent => "absent",
+        v1::RegistrationState::Registered => "registered",
+        v1::RegistrationState::Withdrawn => "withdrawn",
+        v1::RegistrationState::Refused => "refused",
     }
 }
 

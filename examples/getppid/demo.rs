@@ -235,7 +235,7 @@ async fn play(environment: &Environment, guest: &Guest) -> Result<()> {
     step("The guest is yours until you leave this shell");
     println!("   patchbay keys list 'sched_*'");
     println!("   patchbay keys inc {KEY}");
-    println!("   patchbay console");
+    println!("   patchbay guest console");
     tokio::process::Command::new(std::env::var("SHELL").unwrap_or_else(|_| "/bin/sh".to_owned()))
         .env("PATH", path)
         .env("PATCHBAY_SOCKET", guest.socket())

@@ -184,9 +184,13 @@ int poke_init(struct dentry *dir)
 {
 	int ret;
 
-	text.poke_bp = lookup_symbol("text_poke_bp");
-	text.poke_queue = lookup_symbol("text_poke_queue");
-	text.poke_finish = lookup_symbol("text_poke_finish");
+	/* The first name is that of 6.16 and later. */
+	text.poke_bp = lookup_symbol("smp_text_poke_single") ?:
+		       lookup_symbol("text_poke_bp");
+	text.poke_queue = lookup_symbol("smp_text_poke_batch_add") ?:
+			  lookup_symbol("text_poke_queue");
+	text.poke_finish = lookup_symbol("smp_text_poke_batch_finish") ?:
+			   lookup_symbol("text_poke_finish");
 	text.text_mutex = lookup_symbol("text_mutex");
 	text.jump_label_mutex = lookup_symbol("jump_label_mutex");
 	if (!text.poke_bp || !text.poke_queue || !text.poke_finish ||

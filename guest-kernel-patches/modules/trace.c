@@ -30,8 +30,13 @@ static void counted_unreg(void)
 	atomic_dec(&registrations);
 }
 
-DECLARE_TRACE(patchbay_test_plain, TP_PROTO(unsigned long n), TP_ARGS(n));
-DECLARE_TRACE(patchbay_test_counted, TP_PROTO(unsigned long n), TP_ARGS(n));
+/* Since 6.16 DECLARE_TRACE() appends "_tp" to the name. */
+#ifndef DECLARE_TRACE_EVENT
+#define DECLARE_TRACE_EVENT DECLARE_TRACE
+#endif
+
+DECLARE_TRACE_EVENT(patchbay_test_plain, TP_PROTO(unsigned long n), TP_ARGS(n));
+DECLARE_TRACE_EVENT(patchbay_test_counted, TP_PROTO(unsigned long n), TP_ARGS(n));
 DEFINE_TRACE(patchbay_test_plain, TP_PROTO(unsigned long n), TP_ARGS(n));
 DEFINE_TRACE_FN(patchbay_test_counted, counted_reg, counted_unreg,
 		TP_PROTO(unsigned long n), TP_ARGS(n));

@@ -24,7 +24,10 @@
 //! and is found by the digits: `0` to `9` occur in names, so that each is its own token. The token index must then agree with every
 //! string, the markers with every 256th name, and addresses must rise: a table that passes is not there by chance.
 
+use std::borrow::Cow;
 use std::ops::Range;
+
+use memchr::memmem;
 
 use crate::image::Image;
 use crate::symbols::{MAX_SYMBOLS, Symbol, Symbols};
@@ -43,10 +46,11 @@ const MAX_ATTEMPTS: usize = 64;
 /// Reads the symbols of a kernel built with CONFIG_KALLSYMS. None if there are none, or in an unknown layout.
 pub fn read(image: &Image<'_>) -> Option<Symbols> {
     let mut attempts = MAX_ATTEMPTS;
+    let digits = memmem::Finder::new(DIGITS);
     image.pieces().find_map(|(address, data)| {
         let mut from = 0;
         while attempts > 0
-            && let Some(found) = find(&data[from..], DIGITS)
+            && let Some(found) = digits.find(&data[from..])
         {
             attempts -= 1;
             let pointer = image.pointer_size as usize;
@@ -62,11 +66,6 @@ pub fn read(image: &Image<'_>) -> Option<Symbols> {
         }
         None
     })
-}
-
-fn find(data: &[u8], pattern: &[u8]) -> Option<usize> {
-    data.windows(pattern.len())
-        .position(|window| window == pattern)
 }
 
 fn align_up(offset: usize, alignment: usize) -> usize {
@@ -92,7 +91,7 @@ fn pointer_at(data: &[u8], at: usize, size: usize) -> Option<u64> {
 
 /// kallsyms_token_table and kallsyms_token_index.
 struct Tokens<'data> {
-    strings: Vec<&'data [u8]>,
+    strings: Vec<Cow<'data, str>>,
     /// Offset of the table.
     start: usize,
     /// Offset behind the index.
@@ -125,7 +124,7 @@ impl<'data> Tokens<'data> {
             }
             let string = data.get(start + expected..)?;
             let length = string.iter().take(MAX_NAME).position(|byte| *byte == 0)?;
-            strings.push(&string[..length]);
+            strings.push(String::from_utf8_lossy(&string[..length]));
             expected += length + 1;
         }
         Some(Self {
@@ -176,39 +175,41 @@ impl<'data> Finder<'data> {
 
     fn symbols(mut self, image: &Image<'_>) -> Option<Symbols> {
         let names = self.find_names()?;
-        let mut expanded = Vec::new();
+        let text = self.find_text(&names)?;
+        let addresses = self.find_addresses(&names, text, image)?;
+        let mut symbols = Symbols::default();
+        let mut name = String::with_capacity(MAX_NAME);
         let mut length = 0;
-        for range in &names.tokens {
-            let (letter, name) = self.expand(range)?;
+        for (range, address) in names.tokens.iter().zip(addresses) {
+            let letter = self.expand(range, &mut name)?;
             length += name.len();
             if length > MAX_NAMES {
                 return None;
             }
-            expanded.push((letter, name));
-        }
-        let text = expanded
-            .iter()
-            .position(|(_, name)| name == "_stext" || name == "_text")?;
-        let addresses = self.find_addresses(&names, text, image)?;
-        let mut symbols = Symbols::default();
-        for ((letter, name), address) in expanded.iter().zip(addresses) {
-            symbols.push(Symbol::from_letter(address, *letter), name);
+            symbols.push(Symbol::from_letter(address, letter), &name[1..]);
         }
         symbols.sort();
         Some(symbols)
     }
 
-    /// A symbol's letter of nm(1), which is the first character, and its name.
-    fn expand(&self, tokens: &Range<usize>) -> Option<(u8, String)> {
-        let mut name = Vec::new();
+    /// The number of the symbol for the start of the kernel's text.
+    fn find_text(&self, names: &Names) -> Option<usize> {
+        let mut name = String::with_capacity(MAX_NAME);
+        names.tokens.iter().position(|range| {
+            self.expand(range, &mut name).is_some() && matches!(&name[1..], "_stext" | "_text")
+        })
+    }
+
+    /// Puts a symbol's letter of nm(1), which is the first character, and its name into `name`. Returns the letter.
+    fn expand(&self, tokens: &Range<usize>, name: &mut String) -> Option<u8> {
+        name.clear();
         for token in &self.data[tokens.clone()] {
-            name.extend_from_slice(self.tokens.strings[usize::from(*token)]);
+            name.push_str(&self.tokens.strings[usize::from(*token)]);
             if name.len() > MAX_NAME {
                 return None;
             }
         }
-        let (letter, name) = name.split_first()?;
-        Some((*letter, String::from_utf8_lossy(name).into_owned()))
+        name.bytes().next().filter(u8::is_ascii)
     }
 
     /// Goes back from the token table to the markers, whose first is 0 and whose others rise.

@@ -12,20 +12,25 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod btf;
+mod classes;
 pub mod container;
 mod entry;
 mod image;
 mod kallsyms;
+pub mod live;
 mod module;
 mod report;
 mod symbols;
 mod table;
 
+pub use btf::{Btf, BtfError, Member};
+pub use classes::{Class, DebugLine, Tracepoint};
 pub use container::{Compression, ContainerError, Unpacked, unpack};
 pub use entry::{Format, Instruction, Site, decode_site};
 pub use image::{Image, ImageError};
 pub use kallsyms::read as read_kallsyms;
-pub use report::{Class, ImageReport, Key, Report, SiteReport, Summary, SymbolSource, TableReport};
+pub use report::{ImageReport, Key, Report, SiteReport, Summary, SymbolSource, TableReport};
 /// Globs over key names.
 pub use static_keys::{PatternError, Patterns};
 pub use symbols::{MAX_SYMBOLS, Symbol, SymbolFileError, SymbolKind, Symbols};

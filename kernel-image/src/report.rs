@@ -7,6 +7,10 @@ use std::ops::Range;
 use serde::Serialize;
 use static_keys::JumpEntry;
 
+use crate::btf::Btf;
+use crate::classes::{
+    self, Class, Classes, DebugLine, Memory, TracepointLayout, debug_layout, location, tell_apart,
+};
 use crate::container::Compression;
 use crate::entry::{Instruction, decode_site};
 use crate::image::Image;
@@ -113,18 +117,6 @@ pub struct Summary {
     pub unexplained: usize,
 }
 
-/// As in the guest's key directory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Class {
-    /// The key of a tracepoint.
-    Tracepoint,
-    /// Declared with PATCHBAY_DECLARE_KEY().
-    Ref,
-    /// Any other.
-    Guarded,
-}
-
 /// A static key and its sites.
 #[derive(Debug, Serialize)]
 pub struct Key {
@@ -133,8 +125,11 @@ pub struct Key {
     /// Address of its `struct static_key`.
     #[serde(serialize_with = "address")]
     pub address: u64,
-    /// As in the directory of a guest.
+    /// What it is for.
     pub class: Class,
+    /// What it prints, for a key of dynamic debug.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub debug: Option<DebugLine>,
     /// `enabled` in the image; none if the key is not in the image (a module that uses the kernel's key).
     pub initial: Option<i32>,
     /// In .data..ro_after_init: sealed after boot since 6.10, never flipped.
@@ -210,6 +205,7 @@ struct Reader<'image, 'data> {
     ro_after_init: Option<Range<u64>>,
     /// Key address to declared name.
     declared: BTreeMap<u64, String>,
+    classes: Classes,
 }
 
 impl<'image, 'data> Reader<'image, 'data> {
@@ -228,6 +224,7 @@ impl<'image, 'data> Reader<'image, 'data> {
             },
             ro_after_init: between("__start_ro_after_init", "__end_ro_after_init"),
             declared: BTreeMap::new(),
+            classes: classes(image, symbols).unwrap_or_default(),
         };
         if let Some(range) = between(
             "__start___patchbay_declarations",
@@ -285,6 +282,12 @@ impl<'image, 'data> Reader<'image, 'data> {
         for key in &mut keys {
             key.sites.sort_by_key(|site| site.address);
         }
+        tell_apart(
+            &mut keys,
+            |_| (),
+            |key| &mut key.name,
+            |key| self.function(key.sites.first()?.address),
+        );
         keys.sort_by(|a, b| (&a.name, a.address).cmp(&(&b.name, b.address)));
         summary.keys = keys.len();
         summary.ro_after_init_keys = keys.iter().filter(|key| key.ro_after_init).count();
@@ -297,6 +300,7 @@ impl<'image, 'data> Reader<'image, 'data> {
             name,
             address,
             class,
+            debug: self.classes.debug_lines.get(&address).cloned(),
             initial: self.image.read(address).map(i32::from_le_bytes),
             ro_after_init: self
                 .ro_after_init
@@ -318,10 +322,12 @@ impl<'image, 'data> Reader<'image, 'data> {
         if let Some(name) = self.declared.get(&address) {
             return (Class::Ref, name.clone());
         }
-        (
-            Class::Guarded,
-            symbol.map_or_else(|| format!("{address:#x}"), location),
-        )
+        self.classes.class_and_name(address, symbol)
+    }
+
+    fn function(&self, address: u64) -> Option<String> {
+        let (function, _) = self.symbols.resolve(address, SymbolKind::Text)?;
+        Some(function.to_owned())
     }
 
     fn site(&self, entry: &JumpEntry) -> SiteReport {
@@ -406,11 +412,44 @@ impl Summary {
     }
 }
 
-fn location((symbol, offset): (&str, u64)) -> String {
-    match offset {
-        0 => symbol.to_owned(),
-        _ => format!("{symbol}+{offset:#x}"),
+impl Memory for &Image<'_> {
+    fn read_at(&mut self, address: u64, bytes: &mut [u8]) -> Option<()> {
+        self.read_into(address, bytes)
     }
+}
+
+/// What a kernel's own tables say, with the offsets from its BTF. None for a module and a kernel without BTF.
+fn classes(mut image: &Image<'_>, symbols: &Symbols) -> Option<Classes> {
+    let between = |start, end| Some(symbols.address(start)?..symbols.address(end)?);
+    let range = between("__start_BTF", "__stop_BTF").filter(|_| image.pointer_size == 8)?;
+    let types = image.bytes_at(range.start, range.end.checked_sub(range.start)?);
+    let btf = Btf::parse(types, &["_ddebug", "static_key", "tracepoint"]).ok()?;
+    let mut found = Classes::default();
+    if let (Some(pointers), Some(name), Some(key)) = (
+        between("__start___tracepoints_ptrs", "__stop___tracepoints_ptrs"),
+        btf.offset("tracepoint", &["name"]),
+        btf.offset("tracepoint", &["key"]),
+    ) {
+        let layout = TracepointLayout { name, key };
+        found.tracepoints = classes::tracepoints(&mut image, pointers, layout).unwrap_or_default();
+    }
+    if let Some(lines) = between("__start___dyndbg", "__stop___dyndbg")
+        && let Some(layout) = debug_layout(&btf)
+    {
+        let count = lines.end.saturating_sub(lines.start) / u64::from(layout.size);
+        found.debug_lines =
+            classes::debug_lines(&mut image, lines.start, count, layout).unwrap_or_default();
+    }
+    if let (Some(keys), Some(names), Some(size)) = (
+        symbols.address("sched_feat_keys"),
+        symbols.address("sched_feat_names"),
+        btf.size("static_key"),
+    ) {
+        let end = names.saturating_add(symbols.extent(names, SymbolKind::Data));
+        found.features =
+            classes::scheduler_features(&mut image, keys, size, names, end).unwrap_or_default();
+    }
+    Some(found)
 }
 
 /// Bytes as two digits each.

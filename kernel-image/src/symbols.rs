@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Names for addresses, from .symtab, kallsyms or a System.map.
 
+use std::collections::HashMap;
+use std::ops::Range;
+
+use foldhash::fast::RandomState;
+
 /// Most symbols kept; a distribution kernel has about 200,000.
 pub const MAX_SYMBOLS: usize = 1 << 22;
 
@@ -71,6 +76,54 @@ impl Symbol {
     }
 }
 
+/// Where symbols with one name are.
+#[derive(Debug, Default)]
+struct Candidates {
+    count: usize,
+    first: u64,
+    globals: usize,
+    first_global: u64,
+}
+
+impl Candidates {
+    fn add(&mut self, symbol: Symbol) {
+        if self.count == 0 {
+            self.first = symbol.address;
+        }
+        self.count += 1;
+        if symbol.global {
+            if self.globals == 0 {
+                self.first_global = symbol.address;
+            }
+            self.globals += 1;
+        }
+    }
+}
+
+/// Names that were looked up.
+#[derive(Debug, Default)]
+pub struct Named(HashMap<&'static str, Candidates, RandomState>);
+
+impl Named {
+    /// The address of the only symbol with this name, or of the only global one.
+    pub fn address(&self, name: &str) -> Option<u64> {
+        let found = self.0.get(name);
+        debug_assert!(found.is_some(), "{name} was not looked up");
+        let found = found?;
+        match (found.count, found.globals) {
+            (1, _) => Some(found.first),
+            (_, 1) => Some(found.first_global),
+            _ => None,
+        }
+    }
+
+    /// The range between two symbols; none if one is missing or they are in the wrong order.
+    pub fn range(&self, start: &str, end: &str) -> Option<Range<u64>> {
+        let range = self.address(start)?..self.address(end)?;
+        (range.start <= range.end).then_some(range)
+    }
+}
+
 /// Symbols by address.
 #[derive(Debug, Default)]
 pub struct Symbols {
@@ -128,6 +181,20 @@ impl Symbols {
             .map(|(symbol, ..)| symbol.address)
     }
 
+    /// Looks all these names up at once.
+    pub fn look_up(&self, names: &[&'static str]) -> Named {
+        let mut found: HashMap<&'static str, Candidates, RandomState> = names
+            .iter()
+            .map(|name| (*name, Candidates::default()))
+            .collect();
+        for entry in &self.entries {
+            if let Some(candidates) = found.get_mut(self.name(entry)) {
+                candidates.add(entry.0);
+            }
+        }
+        Named(found)
+    }
+
     /// The symbol an address lies in or behind, and the offset into it. Of several at one address, one of the wanted kind,
     /// rather a real name than a boundary made by the linker script or lockdep's key of no size, rather global.
     pub fn resolve(&self, address: u64, wanted: SymbolKind) -> Option<(&str, u64)> {
@@ -155,6 +222,17 @@ impl Symbols {
             }
         }
         best.map(|(_, name)| (name, address - at))
+    }
+
+    /// Bytes from an address to the next symbol behind it, of the wanted kind.
+    pub fn extent(&self, address: u64, wanted: SymbolKind) -> u64 {
+        let next = self
+            .entries
+            .partition_point(|(symbol, ..)| symbol.address <= address);
+        self.entries[next..]
+            .iter()
+            .find(|(symbol, ..)| symbol.kind == wanted)
+            .map_or(u64::MAX, |(symbol, ..)| symbol.address - address)
     }
 
     /// Reads a System.map or /proc/kallsyms.

@@ -213,10 +213,9 @@ pub async fn serve(
         () = shutdown => {}
     }
     drop(drain);
-    match tokio::time::timeout(DRAIN_TIME, server).await {
-        Ok(result) => Ok(result?),
-        Err(_) => Ok(()),
-    }
+    let ended = tokio::time::timeout(DRAIN_TIME, server).await;
+    audit.flush().await;
+    Ok(ended.unwrap_or(Ok(()))?)
 }
 
 async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {

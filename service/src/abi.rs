@@ -4,6 +4,10 @@
 //! The structures are read by value out of a copied page ([`zerocopy::FromBytes`]); nothing in
 //! here points into guest memory. All integers are little endian. Addresses are guest-virtual in
 //! the kernel's own page table unless a field says physical.
+//!
+//! Structures grow at their end: a size that the guest names is a minimum, and what follows the part
+//! that is known here is ignored. What the host must know is told by a flag or a reserved field instead:
+//! unknown flags and reserved fields must be zero, and are checked.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -35,11 +39,14 @@ pub const OP_MODULE_ADD: u32 = 3;
 pub const OP_MODULE_DEL: u32 = 4;
 
 /// Key class: flips need an explicit permission on the host.
-pub const KEY_GUARDED: u32 = 0;
+pub const KEY_GUARDED: u16 = 0;
 /// Key class: declared by the guest as safe to count from outside.
-pub const KEY_REF: u32 = 1;
+pub const KEY_REF: u16 = 1;
 /// Key class: the key of a `struct tracepoint`.
-pub const KEY_TRACEPOINT: u32 = 2;
+pub const KEY_TRACEPOINT: u16 = 2;
+
+/// Key flag: the tracepoint has a `regfunc` or `unregfunc`, which the kernel calls when it is switched.
+pub const KEY_REGFUNC: u16 = 1 << 0;
 
 /// `{s32 code, s32 target, s64 key}`, each relative to its own address.
 pub const FORMAT_RELATIVE: u32 = 1;
@@ -49,6 +56,24 @@ pub const FORMAT_ABSOLUTE64: u32 = 2;
 pub const FORMAT_ABSOLUTE32: u32 = 3;
 /// A kernel without jump labels: flips write the count alone.
 pub const FORMAT_NONE: u32 = 4;
+
+/// Gate: `system_state`.
+pub const GATE_SYSTEM_STATE: u32 = 1;
+/// Gate: `jump_label_mutex`.
+pub const GATE_JUMP_LABEL_MUTEX: u32 = 2;
+/// Gate: `text_mutex`.
+pub const GATE_TEXT_MUTEX: u32 = 3;
+/// Gate: a text change under way.
+pub const GATE_TEXT_POKE: u32 = 4;
+/// Gate: text changes queued.
+pub const GATE_TEXT_POKE_QUEUE: u32 = 5;
+/// Gate: `tracepoints_mutex`.
+pub const GATE_TRACEPOINTS_MUTEX: u32 = 6;
+/// Gate: `module_mutex`.
+pub const GATE_MODULE_MUTEX: u32 = 7;
+
+/// Gate flag: each CPU has such a word.
+pub const GATE_PER_CPU: u8 = 1 << 0;
 
 /// Descriptor flag: 5-level page tables.
 pub const FLAG_LA57: u32 = 1 << 0;
@@ -65,7 +90,7 @@ pub struct Header {
     pub abi_version: u16,
     /// The operation, the same as in the call.
     pub op: u16,
-    /// Size of the whole structure, in bytes.
+    /// Size of the whole structure, in bytes; at least that of the structure in here.
     pub size: u32,
     /// Written by the host: 0 or a negative errno.
     pub status: i32,
@@ -94,7 +119,9 @@ pub struct Key {
     /// Offset into the names block, in bytes.
     pub name: u32,
     /// `KEY_*`.
-    pub class: u32,
+    pub class: u16,
+    /// [`KEY_REGFUNC`].
+    pub flags: u16,
     /// Of the `struct tracepoint`, or 0.
     pub tracepoint: u64,
     /// Of the `struct module` that defines it; 0 for the kernel image.
@@ -113,6 +140,34 @@ pub struct Directory {
     pub key_count: u32,
     /// Size of the names block in bytes, the last NUL included.
     pub names_size: u32,
+    /// From one entry of the array to the next, in bytes.
+    pub key_size: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// A word that has a known value while the guest is not at work on its own text.
+#[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Gate {
+    /// Address of the word; with [`GATE_PER_CPU`] what is added to each CPU's offset.
+    pub address: u64,
+    /// Bits that are compared.
+    pub mask: u64,
+    /// Their value while the gate is open.
+    pub wanted: u64,
+    /// `GATE_*`, for messages; may be unknown.
+    pub kind: u32,
+    /// Which changes it is looked at for: bits of [`static_keys::Concerns`].
+    pub concerns: u32,
+    /// Of the word: 1, 2, 4 or 8 bytes.
+    pub width: u8,
+    /// [`GATE_PER_CPU`].
+    pub flags: u8,
+    /// Zero.
+    pub reserved: [u8; 2],
+    /// NUL-padded, for messages.
+    pub name: [u8; 28],
 }
 
 /// What a kernel registers.
@@ -129,42 +184,26 @@ pub struct Descriptor {
     pub entry_size: u32,
     /// `FLAG_*`.
     pub flags: u32,
-    /// Possible CPUs, for information.
-    pub cpus: u32,
+    /// Entries in the array of gates.
+    pub gate_count: u32,
     /// `__start___jump_table .. __stop___jump_table`.
     pub jump_table: Range,
     /// `_stext .. _etext`.
     pub text: Range,
-    /// `_sinittext .. _einittext`.
-    pub init_text: Range,
     /// Keys in here are sealed after init.
     pub ro_after_init: Range,
-    /// `__start___tracepoints_ptrs .. __stop___tracepoints_ptrs`.
-    pub tracepoints: Range,
-    /// Where the kernel's text mapping starts in physical memory, less its virtual start.
-    pub phys_base: u64,
     /// Physical address of `init_top_pgt`.
     pub page_table: u64,
     /// How far KASLR moved the kernel's text, in bytes.
     pub kaslr_offset: u64,
-    /// Address of the u32 `system_state`.
-    pub system_state: u64,
-    /// Value of `system_state` from `SYSTEM_RUNNING` on.
-    pub system_state_running: u64,
-    /// Bits of a mutex's owner word that name the owner.
-    pub mutex_owner_mask: u64,
-    /// Address of a u64; the mutex is free if owner & mask is 0.
-    pub jump_label_mutex_owner: u64,
-    /// Address of a u64.
-    pub text_mutex_owner: u64,
-    /// Address of a u64; 0 without tracepoints.
-    pub tracepoints_mutex_owner: u64,
-    /// Address of an s32 that is 0 when no text poke is queued; 0: no such word.
-    pub tp_vec_nr: u64,
-    /// Address of an s32 that is 0 when no `text_poke_bp()` runs; 0: no such word.
-    pub bp_desc_refs: u64,
-    /// Size of `struct static_key`, in bytes.
-    pub static_key_size: u32,
+    /// Address of an array of [`Gate`].
+    pub gates: u64,
+    /// Address of an array of u64: for each possible CPU what leads to its words.
+    pub cpu_offsets: u64,
+    /// Entries in that array.
+    pub cpu_count: u32,
+    /// From one [`Gate`] of the array to the next, in bytes.
+    pub gate_size: u32,
     /// Offset of `type` in `struct static_key`.
     pub static_key_type: u32,
     /// Offset of `next` in `struct static_key_mod`.
@@ -173,32 +212,30 @@ pub struct Descriptor {
     pub static_key_mod_entries: u32,
     /// Offset of `mod` in `struct static_key_mod`.
     pub static_key_mod_mod: u32,
-    /// Size of `struct static_key_mod`, in bytes.
-    pub static_key_mod_size: u32,
     /// Offset of the u32 `state` in `struct module`.
     pub module_state: u32,
     /// Value of `MODULE_STATE_LIVE`.
     pub module_state_live: u32,
-    /// Offset of `name` in `struct tracepoint`.
-    pub tracepoint_name: u32,
     /// Offset of `key` in `struct tracepoint`.
     pub tracepoint_key: u32,
-    /// Offset of `regfunc` in `struct tracepoint`.
-    pub tracepoint_regfunc: u32,
-    /// Offset of `unregfunc` in `struct tracepoint`.
-    pub tracepoint_unregfunc: u32,
     /// Offset of `funcs` in `struct tracepoint`.
     pub tracepoint_funcs: u32,
-    /// Size of `struct tracepoint`, in bytes.
-    pub tracepoint_size: u32,
     /// The kernel image's keys.
     pub directory: Directory,
+    /// Address of the ring of records that the host writes for the guest: {u64 sequence number from 1,
+    /// u64 key, u64 nanoseconds since 1970, s32 count before, s32 count after}. A record with the
+    /// sequence number 0, or with another one after it was read, is being written.
+    pub records: u64,
+    /// Records in the ring; 0: none are kept.
+    pub record_count: u32,
+    /// From one record to the next, in bytes.
+    pub record_size: u32,
     /// `utsname()->release`, NUL-padded.
     pub release: [u8; 64],
     /// GNU build id of vmlinux; zero if unknown.
     pub build_id: [u8; 20],
     /// Zero.
-    pub reserved: [u8; 12],
+    pub reserved: u32,
 }
 
 /// What a kernel tells about a module.
@@ -215,8 +252,6 @@ pub struct Module {
     pub jump_table: Range,
     /// The module's text.
     pub text: Range,
-    /// The module's init text.
-    pub init_text: Range,
     /// Keys in here are sealed once the module is live.
     pub ro_after_init: Range,
     /// Keys that the module defines or branches on.
@@ -245,38 +280,51 @@ mod tests {
         assert_eq!(size_of::<Range>(), 16);
         assert_eq!(size_of::<Key>(), 32);
         assert_eq!(offset_of!(Key, class), 12);
+        assert_eq!(offset_of!(Key, flags), 14);
         assert_eq!(offset_of!(Key, tracepoint), 16);
         assert_eq!(offset_of!(Key, module), 24);
-        assert_eq!(size_of::<Directory>(), 24);
+        assert_eq!(size_of::<Directory>(), 32);
         assert_eq!(offset_of!(Directory, key_count), 16);
+        assert_eq!(offset_of!(Directory, key_size), 24);
 
-        assert_eq!(size_of::<Descriptor>(), 392);
+        assert_eq!(size_of::<Gate>(), 64);
+        assert_eq!(offset_of!(Gate, wanted), 16);
+        assert_eq!(offset_of!(Gate, kind), 24);
+        assert_eq!(offset_of!(Gate, concerns), 28);
+        assert_eq!(offset_of!(Gate, width), 32);
+        assert_eq!(offset_of!(Gate, flags), 33);
+        assert_eq!(offset_of!(Gate, name), 36);
+
+        assert_eq!(size_of::<Descriptor>(), 304);
         assert_eq!(offset_of!(Descriptor, boot), 24);
         assert_eq!(offset_of!(Descriptor, entry_format), 32);
+        assert_eq!(offset_of!(Descriptor, gate_count), 44);
         assert_eq!(offset_of!(Descriptor, jump_table), 48);
-        assert_eq!(offset_of!(Descriptor, tracepoints), 112);
-        assert_eq!(offset_of!(Descriptor, phys_base), 128);
-        assert_eq!(offset_of!(Descriptor, page_table), 136);
-        assert_eq!(offset_of!(Descriptor, system_state), 152);
-        assert_eq!(offset_of!(Descriptor, mutex_owner_mask), 168);
-        assert_eq!(offset_of!(Descriptor, bp_desc_refs), 208);
-        assert_eq!(offset_of!(Descriptor, static_key_size), 216);
-        assert_eq!(offset_of!(Descriptor, module_state), 240);
-        assert_eq!(offset_of!(Descriptor, tracepoint_size), 268);
-        assert_eq!(offset_of!(Descriptor, directory), 272);
-        assert_eq!(offset_of!(Descriptor, release), 296);
-        assert_eq!(offset_of!(Descriptor, build_id), 360);
-        assert_eq!(offset_of!(Descriptor, reserved), 380);
+        assert_eq!(offset_of!(Descriptor, ro_after_init), 80);
+        assert_eq!(offset_of!(Descriptor, page_table), 96);
+        assert_eq!(offset_of!(Descriptor, gates), 112);
+        assert_eq!(offset_of!(Descriptor, cpu_offsets), 120);
+        assert_eq!(offset_of!(Descriptor, cpu_count), 128);
+        assert_eq!(offset_of!(Descriptor, gate_size), 132);
+        assert_eq!(offset_of!(Descriptor, static_key_type), 136);
+        assert_eq!(offset_of!(Descriptor, module_state), 152);
+        assert_eq!(offset_of!(Descriptor, tracepoint_funcs), 164);
+        assert_eq!(offset_of!(Descriptor, directory), 168);
+        assert_eq!(offset_of!(Descriptor, records), 200);
+        assert_eq!(offset_of!(Descriptor, record_count), 208);
+        assert_eq!(offset_of!(Descriptor, record_size), 212);
+        assert_eq!(offset_of!(Descriptor, release), 216);
+        assert_eq!(offset_of!(Descriptor, build_id), 280);
+        assert_eq!(offset_of!(Descriptor, reserved), 300);
 
-        assert_eq!(size_of::<Module>(), 200);
+        assert_eq!(size_of::<Module>(), 192);
         assert_eq!(offset_of!(Module, module), 24);
         assert_eq!(offset_of!(Module, load), 32);
         assert_eq!(offset_of!(Module, jump_table), 40);
-        assert_eq!(offset_of!(Module, init_text), 72);
-        assert_eq!(offset_of!(Module, ro_after_init), 88);
-        assert_eq!(offset_of!(Module, directory), 104);
-        assert_eq!(offset_of!(Module, name), 128);
-        assert_eq!(offset_of!(Module, directory_error), 192);
+        assert_eq!(offset_of!(Module, ro_after_init), 72);
+        assert_eq!(offset_of!(Module, directory), 88);
+        assert_eq!(offset_of!(Module, name), 120);
+        assert_eq!(offset_of!(Module, directory_error), 184);
     }
 
     /// Both halves of the magic are the letters that a memory dump shows.

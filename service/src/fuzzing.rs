@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use static_keys::{GuestMemory, Op, Options, Plan, Update};
+use zerocopy::FromBytes;
 
 use crate::abi;
 use crate::keys::Registry;
@@ -21,6 +22,7 @@ pub type Target = fn(&[u8]);
 /// The targets by name.
 pub const TARGETS: &[(&str, Target)] = &[
     ("descriptor", descriptor),
+    ("gates", gates),
     ("module_events", module_events),
     ("page_tables", page_tables),
     ("trace_events", trace_events),
@@ -132,6 +134,27 @@ pub fn descriptor(data: &[u8]) {
     let (guest, registry) = guest();
     let page = &data[..data.len().min(abi::REQUEST_PAGE_SIZE)];
     let status = guest.request(abi::OP_REGISTER, page);
+    let registered = registry.snapshot().is_ok();
+    assert_eq!(status == 0, registered, "{}", registry.describe().error);
+    use_it(&guest, &registry);
+}
+
+/// The list of gates and the offsets of CPUs: their bytes, over those of a kernel that follows the rules.
+pub fn gates(data: &[u8]) {
+    let mut numbers = Numbers(data);
+    let (guest, registry) = guest();
+    let mut page = guest.last_request();
+    let Ok((descriptor, _)) = abi::Descriptor::mut_from_prefix(&mut page) else {
+        return;
+    };
+    descriptor.gate_count = u32::from(numbers.u8());
+    descriptor.gate_size = 64 + u32::from(numbers.u8()) % 72;
+    descriptor.cpu_count = u32::from(numbers.u8());
+    // Where the list is not, zeroes or what else lies in the image.
+    descriptor.cpu_offsets = descriptor.gates + u64::from(numbers.u16());
+    let list = numbers.take(0x1000);
+    guest.write(descriptor.gates, list);
+    let status = guest.request(abi::OP_REGISTER, &page);
     let registered = registry.snapshot().is_ok();
     assert_eq!(status == 0, registered, "{}", registry.describe().error);
     use_it(&guest, &registry);
@@ -288,6 +311,11 @@ mod tests {
     #[test]
     fn descriptor() {
         run("descriptor");
+    }
+
+    #[test]
+    fn gates() {
+        run("gates");
     }
 
     #[test]

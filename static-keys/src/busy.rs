@@ -3,41 +3,29 @@
 //!
 //! | word                          | must be              | looked at for         |
 //! |-------------------------------|----------------------|-----------------------|
-//! | `system_state`                | SYSTEM_RUNNING       | every change          |
+//! | each that the guest lists     | as the guest says    | what it [`Concerns`]  |
 //! | state of each module touched  | MODULE_STATE_LIVE    | every change          |
 //! | `type` of the key             | as planned           | every change          |
-//! | `jump_label_mutex`            | free                 | changes with a pause  |
-//! | `text_mutex`                  | free                 | changes with a pause  |
-//! | `tp_vec_nr`, `bp_desc.refs`   | 0                    | changes with a pause  |
 //! | chain of `static_key_mod`     | as planned           | keys that cross zero  |
-//! | `tracepoints_mutex`           | free                 | tracepoint keys       |
 //! | `funcs` of the tracepoint     | as planned           | tracepoint keys       |
 //! | `funcs` of the tracepoint     | not NULL             | firing a tracepoint   |
-//! | its `regfunc`, `unregfunc`    | NULL                 | tracepoint keys       |
 //!
 //! A closed gate does not refuse the request: resume the guest, wait and plan again.
+//!
+//! [`Concerns`]: crate::Concerns
 
 use std::fmt;
 use std::sync::Arc;
 
+use crate::gates::KernelGate;
 use crate::memory::{AccessFault, GuestMemory, Width, read_word};
 
 /// Identifies a gate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the message names the fields")]
 pub enum Gate {
-    /// The kernel is booting or going down.
-    SystemState,
-    /// The kernel changes a key, or loads or unloads a module.
-    JumpLabelMutex,
-    /// The kernel changes its text.
-    TextMutex,
-    /// The kernel has text changes queued.
-    TextPokeQueue,
-    /// The kernel's text has a breakpoint that the kernel is about to replace.
-    TextPoke,
-    /// The kernel attaches or detaches a probe.
-    TracepointsMutex,
+    /// A gate that the guest listed.
+    Kernel(KernelGate),
     /// A module is loading or unloading.
     ModuleState { module: Arc<str> },
     /// The word next to a key's count.
@@ -51,12 +39,7 @@ pub enum Gate {
 impl fmt::Display for Gate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::SystemState => f.write_str("system_state is not SYSTEM_RUNNING"),
-            Self::JumpLabelMutex => f.write_str("jump_label_mutex is held"),
-            Self::TextMutex => f.write_str("text_mutex is held"),
-            Self::TextPokeQueue => f.write_str("text changes are queued (tp_vec_nr)"),
-            Self::TextPoke => f.write_str("a text change is under way (bp_desc.refs)"),
-            Self::TracepointsMutex => f.write_str("tracepoints_mutex is held"),
+            Self::Kernel(gate) => gate.fmt(f),
             Self::ModuleState { module } => write!(f, "module {module} is not LIVE"),
             Self::KeyType { key } => write!(f, "the type word of key {key} has changed"),
             Self::KeyChain { key } => write!(f, "the module chain of key {key} has changed"),
@@ -100,22 +83,34 @@ pub enum Busy {
 }
 
 impl Busy {
-    /// Returns whether the same gate blocks every other change, whatever its keys.
-    /// `tracepoints_mutex` counts, although it blocks only changes of tracepoints.
+    /// Returns whether the same gate may block every other change, whatever its keys.
     #[must_use]
     pub fn blocks_every_key(&self) -> bool {
         matches!(
             self,
             Self::Gate {
-                gate: Gate::SystemState
-                    | Gate::JumpLabelMutex
-                    | Gate::TextMutex
-                    | Gate::TextPokeQueue
-                    | Gate::TextPoke
-                    | Gate::TracepointsMutex,
+                gate: Gate::Kernel(_),
                 ..
             }
         )
+    }
+
+    /// Whether a plan that finds this is out of date: waiting does not help, only another plan does.
+    /// A gate that opens again leaves the plan as it is.
+    #[must_use]
+    pub fn outdates_plan(&self) -> bool {
+        match self {
+            Self::Gate { gate, .. } => match gate {
+                Gate::KeyType { .. } | Gate::KeyChain { .. } | Gate::TracepointProbes { .. } => {
+                    true
+                }
+                Gate::Kernel(_) | Gate::ModuleState { .. } => false,
+            },
+            // At -1 static_key_slow_inc() is at work, and may still fail.
+            Self::Count { found, .. } => *found >= 0,
+            Self::Users { .. } | Self::UnknownModule { .. } | Self::SiteChanging { .. } => true,
+            Self::FirstReference { .. } | Self::InsideSite { .. } => false,
+        }
     }
 }
 

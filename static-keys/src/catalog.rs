@@ -14,8 +14,10 @@ use foldhash::fast::RandomState;
 
 use crate::directory::{self, Key, Listed};
 use crate::entry::{EntryFormat, Image, JumpEntry};
-use crate::kernel::{Gates, Kernel, Layout, Module, Range};
+use crate::gates::Gates;
+use crate::kernel::{Kernel, Layout, Module, Range};
 use crate::memory::{GuestMemory, ReadError};
+use crate::records::{RecordRingError, Records};
 use crate::{ENTRIES_MAX, KEYS_MAX, KeyId, MODULES_MAX};
 
 /// The guest's registration is invalid and was discarded.
@@ -47,6 +49,13 @@ pub enum CatalogError {
     /// The limit counts the keys of all images.
     #[error("{count} keys exceed the limit of {KEYS_MAX}")]
     TooManyKeys { count: usize },
+    /// A record is too small, or larger than any that is expected.
+    #[error(
+        "the directory's records have {bytes} bytes, expected {} to {}",
+        directory::RECORD_SIZE,
+        directory::RECORD_SIZE_MAX
+    )]
+    RecordSize { bytes: u32 },
     /// The names block is too large, or overlapping names add up to too much.
     #[error(
         "{bytes} bytes of names exceed the limit of {}",
@@ -73,10 +82,16 @@ pub enum CatalogError {
     KeyTwice { address: u64 },
     /// The class is not one of [`Class`](crate::Class); the guest may be newer.
     #[error("key {address:#x} has the unknown class {class}; update the monitor")]
-    UnknownClass { address: u64, class: u32 },
+    UnknownClass { address: u64, class: u16 },
+    /// The guest may be newer.
+    #[error("key {address:#x} has the unknown flags {flags:#x}; update the monitor")]
+    UnknownFlags { address: u64, flags: u16 },
     /// The address of the tracepoint does not match that of its key.
     #[error("key {address:#x} is not the key of the tracepoint at {tracepoint:#x}")]
     NotTheTracepointsKey { address: u64, tracepoint: u64 },
+    /// The ring for records of changes cannot be used.
+    #[error(transparent)]
+    Records(#[from] RecordRingError),
     /// A word that flips depend on is missing.
     #[error("the kernel registers no {what}; flips are not safe without it")]
     GateMissing { what: &'static str },
@@ -154,6 +169,7 @@ pub struct Catalog {
     pub(crate) format: EntryFormat,
     pub(crate) layout: Layout,
     pub(crate) gates: Gates,
+    pub(crate) records: Records,
     /// By [`CodeImage::id`].
     images: BTreeMap<u64, Arc<CodeImage>>,
     keys: HashMap<KeyId, KeyLocation, RandomState>,
@@ -169,11 +185,12 @@ impl Catalog {
     /// # Errors
     /// [`CatalogError`].
     pub fn new<M: GuestMemory>(memory: &M, kernel: &Kernel) -> Result<Self, CatalogError> {
-        check_gates(kernel)?;
+        kernel.gates.check_complete(kernel.format)?;
         let mut catalog = Self {
             format: kernel.format,
             layout: kernel.layout,
-            gates: kernel.gates,
+            gates: kernel.gates.clone(),
+            records: Records::new(kernel.records.check()?),
             images: BTreeMap::new(),
             keys: HashMap::default(),
             names: BTreeMap::new(),
@@ -482,24 +499,4 @@ fn first_in(text: Range, keys: &[Listed]) -> Option<KeyId> {
     let before = keys.partition_point(|key| key.id.0.saturating_add(COUNT_SIZE) <= text.start);
     let first = keys.get(before)?.id;
     text.overlaps(first.0, COUNT_SIZE).then_some(first)
-}
-
-fn check_gates(kernel: &Kernel) -> Result<(), CatalogError> {
-    let gates = &kernel.gates;
-    let has_jump_labels = kernel.format != EntryFormat::None;
-    for (word, what, needed) in [
-        (gates.system_state, "system_state", true),
-        (
-            gates.jump_label_mutex_owner,
-            "jump_label_mutex",
-            has_jump_labels,
-        ),
-        (gates.text_mutex_owner, "text_mutex", has_jump_labels),
-        (gates.mutex_owner_mask, "mutex owner mask", has_jump_labels),
-    ] {
-        if needed && word == 0 {
-            return Err(CatalogError::GateMissing { what });
-        }
-    }
-    Ok(())
 }

@@ -5,6 +5,8 @@
 //! |------------------|------------|-------------------------------------------------------------|
 //! | `commit`         | is stopped | sites by address, then counts                               |
 //! | `commit_running` | runs       | counts alone, each by compare-and-exchange                  |
+//!
+//! Both end with the guest's record of the changes (see [`crate::records`]).
 
 use std::sync::Arc;
 
@@ -151,6 +153,9 @@ impl<P: Copy> Plan<P> {
                 });
             }
         }
+        if let Some(records) = &self.records {
+            records.append(memory, self.keys_changed());
+        }
         Ok(CommitOutcome {
             keys: self.keys_changed().count(),
             sites: self.sites.len(),
@@ -195,7 +200,7 @@ impl<P: Copy> Plan<P> {
         }
     }
 
-    fn keys_changed(&self) -> impl Iterator<Item = &KeyChange> {
+    pub(crate) fn keys_changed(&self) -> impl Iterator<Item = &KeyChange> + Clone {
         self.changes()
             .filter(|change| change.before != change.after)
     }
@@ -252,6 +257,9 @@ impl<P: Copy> Plan<P> {
                 }
                 .into(),
             });
+        }
+        if let Some(records) = &self.records {
+            records.append(memory, self.keys_changed());
         }
         Ok(CommitOutcome {
             keys: self.keys_changed().count(),

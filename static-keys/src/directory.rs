@@ -17,6 +17,10 @@ use crate::{KeyId, NAME_MAX};
 
 /// Size of a directory record in bytes.
 pub(crate) const RECORD_SIZE: usize = 32;
+/// The tracepoint has functions that the kernel calls when it is switched.
+const FLAG_REGFUNC: u16 = 1 << 0;
+/// Size of the largest record that a newer guest may have, in bytes.
+pub(crate) const RECORD_SIZE_MAX: usize = 2 * RECORD_SIZE;
 /// Limit on the size of the names block, in bytes. It also limits the sum of an image's names,
 /// which may overlap in the block, so that the memory for them is bounded.
 pub(crate) const NAMES_SIZE_MAX: u32 = 16 << 20;
@@ -45,6 +49,9 @@ pub struct Key {
     pub class: Class,
     /// Address of the `struct tracepoint`; 0 unless the class is [`Class::Tracepoint`].
     pub tracepoint: u64,
+    /// Its tracepoint has a `regfunc` or `unregfunc` that must run when it is switched, so that its key
+    /// alone cannot.
+    pub switched_by_function: bool,
 }
 
 /// Splits a full name into the module's name, empty for the kernel image, and the key's own.
@@ -78,6 +85,7 @@ pub(crate) struct Listed {
     pub home: u64,
     class: Class,
     tracepoint: u64,
+    switched_by_function: bool,
     name: String,
 }
 
@@ -94,6 +102,7 @@ impl Listed {
             module_length: module.len(),
             class: self.class,
             tracepoint: self.tracepoint,
+            switched_by_function: self.switched_by_function,
         }
     }
 }
@@ -102,7 +111,8 @@ impl Listed {
 struct Record {
     address: u64,
     name: u32,
-    class: u32,
+    class: u16,
+    flags: u16,
     tracepoint: u64,
     /// Address of the `struct module` that defines the key; 0 for the kernel.
     module: u64,
@@ -110,12 +120,14 @@ struct Record {
 
 impl Record {
     fn decode(bytes: &[u8; RECORD_SIZE]) -> Self {
+        let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let u32_at = |at: usize| u32::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
         let u64_at = |at: usize| u64::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
         Self {
             address: u64_at(0),
             name: u32_at(8),
-            class: u32_at(12),
+            class: u16_at(12),
+            flags: u16_at(14),
             tracepoint: u64_at(16),
             module: u64_at(24),
         }
@@ -142,19 +154,33 @@ pub(crate) fn read<M: GuestMemory>(
     if count == 0 {
         return Ok(Vec::new());
     }
-    let mut records = vec![0; count * RECORD_SIZE];
+    let stride = directory.key_size as usize;
+    if !(RECORD_SIZE..=RECORD_SIZE_MAX).contains(&stride) {
+        return Err(CatalogError::RecordSize {
+            bytes: directory.key_size,
+        });
+    }
+    let mut records = vec![0; count * stride];
     memory.read_gva(directory.keys, &mut records)?;
     let mut names = vec![0; directory.names_size as usize];
     memory.read_gva(directory.names, &mut names)?;
 
-    let (records, _) = records.as_chunks();
+    let records = records
+        .chunks_exact(stride)
+        .filter_map(|record| record.first_chunk());
     let mut room = NAMES_SIZE_MAX as usize;
     let mut listed = Vec::with_capacity(count);
-    for record in records.iter().map(Record::decode) {
+    for record in records.map(Record::decode) {
         let class = class(&record, tracepoint_key)?;
         if record.address % 4 != 0 || record.address.checked_add(16).is_none() {
             return Err(CatalogError::KeyAddress {
                 address: record.address,
+            });
+        }
+        if record.flags & !FLAG_REGFUNC != 0 {
+            return Err(CatalogError::UnknownFlags {
+                address: record.address,
+                flags: record.flags,
             });
         }
         let name = name(&names, record.name, record.address)?;
@@ -168,6 +194,7 @@ pub(crate) fn read<M: GuestMemory>(
             home: record.module,
             class,
             tracepoint: record.tracepoint,
+            switched_by_function: record.flags & FLAG_REGFUNC != 0,
             name,
         });
     }

@@ -2,6 +2,8 @@
 //! What a guest registers about its kernel and modules, as plain numbers. None of them is trusted.
 
 use crate::entry::EntryFormat;
+use crate::gates::Gates;
+use crate::records::RecordRing;
 
 /// Guest-virtual addresses `start..end`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,6 +52,8 @@ pub struct Directory {
     pub keys: u64,
     /// Number of records.
     pub key_count: u32,
+    /// Distance from one record to the next, in bytes. What follows the known fields is ignored.
+    pub key_size: u32,
     /// Address of the names block.
     pub names: u64,
     /// Size of the names block, including the last NUL.
@@ -73,37 +77,12 @@ pub struct Layout {
     pub module_state_live: u32,
     /// `key` in `struct tracepoint`.
     pub tracepoint_key: u32,
-    /// `regfunc` in `struct tracepoint`.
-    pub tracepoint_regfunc: u32,
-    /// `unregfunc` in `struct tracepoint`.
-    pub tracepoint_unregfunc: u32,
     /// `funcs` in `struct tracepoint`.
     pub tracepoint_funcs: u32,
 }
 
-/// Addresses of the words that tell whether the guest is changing its own keys.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Gates {
-    /// Address of the u32 `system_state`.
-    pub system_state: u64,
-    /// First value of `system_state` at which keys may change: `SYSTEM_RUNNING`.
-    pub system_state_running: u64,
-    /// Mask of the task pointer in a mutex's owner word. The mutex is free if the masked word is 0.
-    pub mutex_owner_mask: u64,
-    /// Owner word of `jump_label_mutex`; 0 only without jump labels.
-    pub jump_label_mutex_owner: u64,
-    /// Owner word of `text_mutex`; 0 only without jump labels.
-    pub text_mutex_owner: u64,
-    /// Owner word of `tracepoints_mutex`; 0 without tracepoints.
-    pub tracepoints_mutex_owner: u64,
-    /// Number of queued text changes, an s32; 0 if the kernel has no such word.
-    pub tp_vec_nr: u64,
-    /// Users of the text change in progress, an s32; 0 if the kernel has no such word.
-    pub bp_desc_refs: u64,
-}
-
 /// Registration of the kernel image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kernel {
     /// Format of all jump tables, modules included.
     pub format: EntryFormat,
@@ -115,10 +94,12 @@ pub struct Kernel {
     pub ro_after_init: Range,
     /// Offsets in the kernel's structures.
     pub layout: Layout,
-    /// Gate words.
+    /// Words that tell whether the kernel is at work on its own text.
     pub gates: Gates,
     /// Keys defined in the image.
     pub directory: Directory,
+    /// Where changes are recorded for the guest.
+    pub records: RecordRing,
 }
 
 /// Registration of a module.

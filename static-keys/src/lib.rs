@@ -34,6 +34,7 @@ mod catalog;
 mod commit;
 mod directory;
 pub mod entry;
+mod gates;
 mod inspect;
 pub mod instruction;
 mod kernel;
@@ -41,6 +42,7 @@ mod memory;
 mod pattern;
 mod plan;
 mod planner;
+mod records;
 pub mod refcount;
 mod tracepoint;
 mod users;
@@ -53,14 +55,19 @@ pub use catalog::{Catalog, CatalogError};
 pub use commit::{CommitError, CommitOutcome, RunningError, Undo, WriteError};
 pub use directory::{Class, Key, split_name};
 pub use entry::{EntryFormat, Image, JumpEntry};
+pub use gates::{
+    CPUS_MAX, Concerns, GATE_WORDS_MAX, GATES_MAX, GateError, GateKind, Gates, KernelGate,
+    ListedGate,
+};
 pub use inspect::{NotPatchable, SiteState};
 pub use instruction::{
     Branch, Hex, Instruction, OutOfReach, Size, disassemble, recognise, recognise_in_file,
 };
-pub use kernel::{Directory, Gates, Kernel, Layout, Module, Range};
+pub use kernel::{Directory, Kernel, Layout, Module, Range};
 pub use memory::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
 pub use pattern::{MAX_PATTERNS, PatternError, Patterns};
-pub use plan::{KeyChange, Options, Plan, PlanError, Update};
+pub use plan::{KeyChange, Options, Plan, PlanError, SiteChange, Update};
+pub use records::{RECORDS_MAX, RecordRing, RecordRingError};
 pub use refcount::{Op, Refusal, apply, crosses_zero, users as count_users};
 pub use tracepoint::{Probes, Tracepoint};
 pub use verify::VerifyError;

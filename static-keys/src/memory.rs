@@ -92,16 +92,35 @@ pub trait GuestMemory {
 /// Width of a word of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Width {
+    U8,
+    U16,
     U32,
     U64,
 }
 
 impl Width {
+    pub(crate) const fn of(bytes: u8) -> Option<Self> {
+        match bytes {
+            1 => Some(Self::U8),
+            2 => Some(Self::U16),
+            4 => Some(Self::U32),
+            8 => Some(Self::U64),
+            _ => None,
+        }
+    }
+
     pub(crate) const fn bytes(self) -> usize {
         match self {
+            Self::U8 => 1,
+            Self::U16 => 2,
             Self::U32 => 4,
             Self::U64 => 8,
         }
+    }
+
+    /// All bits of a word.
+    pub(crate) const fn mask(self) -> u64 {
+        u64::MAX >> (64 - 8 * self.bytes())
     }
 }
 

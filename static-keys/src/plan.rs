@@ -11,6 +11,7 @@ use crate::busy::{Busy, Guard};
 use crate::catalog::Catalog;
 use crate::instruction::{Instruction, OutOfReach};
 use crate::memory::{GuestMemory, ReadError};
+use crate::records::RecordPlaces;
 use crate::refcount::{Op, Refusal};
 
 /// One operation of a transaction.
@@ -134,6 +135,17 @@ pub(crate) struct Suspect<P> {
     pub key: usize,
 }
 
+/// A site of a plan, with its bytes before and after.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SiteChange<'a> {
+    /// Guest-virtual address of the instruction.
+    pub address: u64,
+    /// The bytes that must stand there when the plan is committed.
+    pub before: &'a [u8],
+    /// The bytes that replace them, of the same length.
+    pub after: &'a [u8],
+}
+
 /// A transaction that is ready to commit. The crate's documentation describes its life.
 #[derive(Clone, Debug)]
 pub struct Plan<P> {
@@ -146,6 +158,8 @@ pub struct Plan<P> {
     pub(crate) suspects: Vec<Suspect<P>>,
     pub(crate) guards: Vec<Guard<P>>,
     pub(crate) needs_pause: bool,
+    /// `None` until the changes are known.
+    pub(crate) records: Option<RecordPlaces<P>>,
 }
 
 impl<P: Copy> Plan<P> {
@@ -162,6 +176,15 @@ impl<P: Copy> Plan<P> {
         crate::planner::plan(catalog, memory, updates, options)
     }
 
+    /// Locates the records of a plan that other changes may have overtaken. Call it before the guest
+    /// is stopped; without it, an overtaken plan leaves no record of its changes.
+    pub fn locate_records<M: GuestMemory<Place = P>>(&mut self, memory: &M) {
+        let total = self.keys_changed().count();
+        if let Some(records) = &mut self.records {
+            records.relocate(memory, total);
+        }
+    }
+
     /// Returns whether the vCPUs must be stopped. If not, [`Plan::commit_running`] commits the
     /// plan.
     #[must_use]
@@ -170,7 +193,7 @@ impl<P: Copy> Plan<P> {
     }
 
     /// The changes, one per key, in the order of their first operation.
-    pub fn changes(&self) -> impl ExactSizeIterator<Item = &KeyChange> {
+    pub fn changes(&self) -> impl ExactSizeIterator<Item = &KeyChange> + Clone {
         self.keys.iter().map(|key| &key.change)
     }
 
@@ -180,15 +203,44 @@ impl<P: Copy> Plan<P> {
         &self.folded
     }
 
-    /// Takes the changes out of the plan.
-    pub fn into_changes(self) -> Vec<KeyChange> {
-        self.keys.into_iter().map(|key| key.change).collect()
-    }
-
     /// Number of sites that the plan writes.
     #[must_use]
     pub fn site_count(&self) -> usize {
         self.sites.len()
+    }
+
+    /// The sites that it writes, by address.
+    pub fn sites(&self) -> impl ExactSizeIterator<Item = SiteChange<'_>> {
+        self.sites.iter().map(|site| SiteChange {
+            address: site.address,
+            before: site.before.as_bytes(),
+            after: site.after.as_bytes(),
+        })
+    }
+
+    /// A site that held neither its NOP nor its JMP. A plan with such a site is never committed:
+    /// only [`Plan::verify`] on the stopped guest tells whether the bytes are foreign.
+    #[must_use]
+    pub fn unrecognised_site(&self) -> Option<(&str, u64)> {
+        let suspect = self.suspects.first()?;
+        Some((&*self.keys[suspect.key].change.name, suspect.address))
+    }
+
+    /// Bytes of memory that it takes, without the names that it shares with the catalog.
+    #[must_use]
+    pub fn memory_bytes(&self) -> usize {
+        fn of<T>(items: &Vec<T>) -> usize {
+            items.capacity().saturating_mul(size_of::<T>())
+        }
+        [
+            of(&self.keys),
+            of(&self.folded),
+            of(&self.sites),
+            of(&self.suspects),
+            of(&self.guards),
+        ]
+        .into_iter()
+        .fold(size_of::<Self>(), usize::saturating_add)
     }
 
     pub(crate) fn key_name(&self, index: usize) -> Arc<str> {

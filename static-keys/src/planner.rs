@@ -10,6 +10,7 @@ use crate::busy::{Busy, Gate, Guard};
 use crate::catalog::{Catalog, CodeImage};
 use crate::directory::{Class, Key};
 use crate::entry::{EntryFormat, JumpEntry};
+use crate::gates::{Concerns, GateKind};
 use crate::instruction::{Branch, Instruction, Size, recognise};
 use crate::memory::{GuestMemory, ReadError, Width, read_count, read_word};
 use crate::plan::{KeyChange, Options, Plan, PlanError, PlannedKey, PlannedSite, Suspect, Update};
@@ -32,6 +33,7 @@ pub(crate) fn plan<M: GuestMemory>(
         suspects: Vec::new(),
         guards: Vec::with_capacity(room),
         needs_pause: false,
+        records: None,
     };
     let mut planner = Planner {
         catalog,
@@ -45,7 +47,12 @@ pub(crate) fn plan<M: GuestMemory>(
         .fold(updates, options)
         .and_then(|keys| planner.collect(&keys));
     match result {
-        Ok(()) => Ok(planner.plan),
+        Ok(()) => {
+            let mut plan = planner.plan;
+            let total = plan.keys_changed().count();
+            plan.records = Some(catalog.records.locate(memory, total));
+            Ok(plan)
+        }
         // The memory may belong to a module that was just unloaded.
         Err(error @ PlanError::Unreadable { .. }) => {
             Err(planner.closed_gate().map_or(error, PlanError::Busy))
@@ -147,45 +154,48 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
     }
 
     fn kernel_gates(&mut self, keys: &[&Key]) -> Result<(), PlanError> {
-        let gates = self.catalog.gates;
-        let pointer = self.catalog.format.pointer();
-        let word = u64::from(u32::MAX);
-        self.gate(
-            Gate::SystemState,
-            gates.system_state,
-            Width::U32,
-            word,
-            gates.system_state_running & word,
-        )?;
-        if !self.plan.needs_pause {
-            return Ok(());
-        }
-        let owner = gates.mutex_owner_mask;
-        let mut words = vec![
-            (
-                Gate::JumpLabelMutex,
-                gates.jump_label_mutex_owner,
-                pointer,
-                owner,
-            ),
-            (Gate::TextMutex, gates.text_mutex_owner, pointer, owner),
-            (Gate::TextPokeQueue, gates.tp_vec_nr, Width::U32, word),
-            (Gate::TextPoke, gates.bp_desc_refs, Width::U32, word),
-        ];
-        if keys.iter().any(|key| key.class == Class::Tracepoint) {
-            words.push((
-                Gate::TracepointsMutex,
-                gates.tracepoints_mutex_owner,
-                pointer,
-                owner,
-            ));
-        }
-        for (gate, address, width, mask) in words {
-            if address != 0 {
-                self.gate(gate, address, width, mask, 0)?;
-            }
+        let catalog = self.catalog;
+        let concerned = self.concerned(keys);
+        let words = catalog.gates.words().iter();
+        for word in words.filter(|word| word.concerns.intersects(concerned)) {
+            self.gate(
+                Gate::Kernel(word.gate.clone()),
+                word.address,
+                word.width,
+                word.mask,
+                word.wanted,
+            )?;
         }
         Ok(())
+    }
+
+    /// What the change is, to the kernel's gates.
+    fn concerned(&self, keys: &[&Key]) -> Concerns {
+        let mut concerned = Concerns::COUNTS;
+        if !self.plan.needs_pause {
+            return concerned;
+        }
+        concerned = concerned.union(Concerns::SITES);
+        // Who uses a key takes a search; the usual kernel has no such gate.
+        let modules_matter = self.catalog.gates.concern(Concerns::MODULES);
+        for (key, planned) in keys.iter().zip(&self.plan.keys) {
+            if !crosses_zero(planned.change.before, planned.change.after) {
+                continue;
+            }
+            concerned = concerned.union(match key.class {
+                Class::Guarded => Concerns::GUARDED,
+                Class::Ref => Concerns::REF,
+                Class::Tracepoint => Concerns::TRACEPOINT,
+            });
+            if modules_matter
+                && !concerned.intersects(Concerns::MODULES)
+                && (!key.module().is_empty()
+                    || self.catalog.images_using(key.id).any(|image| image.id != 0))
+            {
+                concerned = concerned.union(Concerns::MODULES);
+            }
+        }
+        concerned
     }
 
     fn collect_key(&mut self, index: usize, key: &'a Key) -> Result<(), PlanError> {
@@ -240,9 +250,12 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             key: key.full_name.clone(),
             why,
         };
-        let layout = self.catalog.layout;
         let pointer = self.catalog.format.pointer();
-        if self.catalog.gates.tracepoints_mutex_owner == 0 {
+        let gates = &self.catalog.gates;
+        if !gates.has(
+            GateKind::TracepointsMutex,
+            Concerns::TRACEPOINT.union(Concerns::SITES),
+        ) {
             return Err(refused(
                 "the kernel registers no tracepoints_mutex, so its probes cannot be checked; update the guest's kernel",
             ));
@@ -250,21 +263,17 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         let gate = Gate::TracepointProbes {
             key: key.full_name.clone(),
         };
-        let address = |offset: u32| {
-            let wraps =
-                refused("its structure ends past the address space; the guest's tables are wrong");
-            key.tracepoint.checked_add(u64::from(offset)).ok_or(wraps)
-        };
-        for offset in [layout.tracepoint_regfunc, layout.tracepoint_unregfunc] {
-            let address = address(offset)?;
-            if self.word("a tracepoint", address, pointer)? != 0 {
-                return Err(refused(
-                    "the kernel calls functions when its first probe is attached and its last one detached, so the key alone cannot switch it; use tracefs in the guest",
-                ));
-            }
-            self.gate(gate.clone(), address, pointer, u64::MAX, 0)?;
+        if key.switched_by_function {
+            return Err(refused(
+                "the kernel calls functions when its first probe is attached and its last one detached, so the key alone cannot switch it; use tracefs in the guest",
+            ));
         }
-        let address = address(layout.tracepoint_funcs)?;
+        let funcs = u64::from(self.catalog.layout.tracepoint_funcs);
+        let address = key.tracepoint.checked_add(funcs).ok_or_else(|| {
+            refused(
+                "its structure passes the end of the address space; the guest's tables are wrong",
+            )
+        })?;
         let funcs = self.word("a tracepoint", address, pointer)?;
         if after != 0 && funcs == 0 {
             return Err(refused(
@@ -355,10 +364,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         expected: u64,
     ) -> Result<(), PlanError> {
         let place = self.locate("a gate word", address, width.bytes())?;
-        let mask = match width {
-            Width::U32 => mask & u64::from(u32::MAX),
-            Width::U64 => mask,
-        };
+        let mask = mask & width.mask();
         let guard = Guard {
             gate,
             place,

@@ -20,8 +20,6 @@ const PROBES_MAX: u32 = 256;
 pub struct Tracepoint {
     /// Number of functions in the `funcs` array, up to 256.
     pub probes: u32,
-    /// The tracepoint has a `regfunc` or `unregfunc`, so switching its key alone is not enough.
-    pub switched_by_function: bool,
 }
 
 /// Identifies the set of probes of a tracepoint by its `funcs` array and the array's contents.
@@ -37,6 +35,14 @@ pub struct Probes {
     contents: u64,
 }
 
+impl Probes {
+    /// Whether these are the same functions with the same data, perhaps in another array.
+    #[must_use]
+    pub fn same_functions(&self, other: &Self) -> bool {
+        self.contents == other.contents
+    }
+}
+
 impl Catalog {
     /// Reads the state of a key's tracepoint; `None` if the key has none.
     ///
@@ -50,15 +56,9 @@ impl Catalog {
         let Some(address) = self.tracepoint_of(key) else {
             return Ok(None);
         };
-        let layout = &self.layout;
-        let field = |offset: u32| word(memory, address, offset);
-        let switched_by_function =
-            field(layout.tracepoint_regfunc)? != 0 || field(layout.tracepoint_unregfunc)? != 0;
-        let (probes, _) = read_probes(memory, field(layout.tracepoint_funcs)?)?;
-        Ok(Some(Tracepoint {
-            probes,
-            switched_by_function,
-        }))
+        let funcs = word(memory, address, self.layout.tracepoint_funcs)?;
+        let (probes, _) = read_probes(memory, funcs)?;
+        Ok(Some(Tracepoint { probes }))
     }
 
     /// Reads the probes of a key's tracepoint; `None` if the key has none.

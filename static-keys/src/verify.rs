@@ -67,12 +67,20 @@ impl<P: Copy> Plan<P> {
         self.verify_sites(memory)
     }
 
-    /// Checks only the gates. This may be done while the guest runs, to avoid stopping it for a
-    /// gate that is closed.
+    /// Checks only the gates and the counts. This may be done while the guest runs, to avoid stopping
+    /// it for a gate that is closed or a plan that is out of date.
     ///
     /// # Errors
     /// [`VerifyError::Busy`], [`VerifyError::Fault`].
-    pub fn verify_gates<M: GuestMemory<Place = P>>(&self, memory: &M) -> Result<(), VerifyError> {
+    pub fn verify_running<M: GuestMemory<Place = P>>(&self, memory: &M) -> Result<(), VerifyError> {
+        self.verify_gates(memory)?;
+        self.verify_counts(memory)
+    }
+
+    pub(crate) fn verify_gates<M: GuestMemory<Place = P>>(
+        &self,
+        memory: &M,
+    ) -> Result<(), VerifyError> {
         for guard in &self.guards {
             if let Some(found) = guard.closed(memory)? {
                 return Err(Busy::Gate {

@@ -4,12 +4,10 @@
 
 mod common;
 
-use common::world::{
-    Home, KeySpec, SiteSpec, TASK, TRACEPOINT_FUNCS, TRACEPOINT_REGFUNC, TRACEPOINT_UNREGFUNC,
-    World, update,
-};
+use common::world::{Home, KeySpec, SiteSpec, TASK, TRACEPOINT_FUNCS, World, update};
 use static_keys::{
-    Busy, Class, EntryFormat, Gate, Op, Options, Plan, PlanError, Range, Size, Update, VerifyError,
+    Busy, Class, EntryFormat, Gate, GateKind, Gates, Op, Options, Plan, PlanError, Range, Size,
+    Update, VerifyError,
 };
 
 /// Key 0 is the kernel's and has sites in the kernel and both modules. Key 1 is module 0's. Key 2
@@ -77,31 +75,20 @@ fn every_gate_closes() {
     let module = |module: &str| Gate::ModuleState {
         module: module.into(),
     };
-    let gates = world().gates();
-    assert_eq!(
-        closed(0, Op::Inc, |w| w.memory.poke_u32(gates.system_state, 4)),
-        Gate::SystemState
-    );
-    assert_eq!(
-        closed(0, Op::Inc, |w| w
-            .memory
-            .poke_u64(gates.jump_label_mutex_owner, TASK)),
-        Gate::JumpLabelMutex
-    );
-    assert_eq!(
-        closed(0, Op::Inc, |w| w
-            .memory
-            .poke_u64(gates.text_mutex_owner, TASK | 1)),
-        Gate::TextMutex
-    );
-    assert_eq!(
-        closed(0, Op::Inc, |w| w.memory.poke_u32(gates.tp_vec_nr, 1)),
-        Gate::TextPokeQueue
-    );
-    assert_eq!(
-        closed(0, Op::Inc, |w| w.memory.poke_u32(gates.bp_desc_refs, 1)),
-        Gate::TextPoke
-    );
+    let kernel = |key, op, kind, value| {
+        let gate = closed(key, op, |w| w.memory.poke_u32(w.word(kind), value));
+        let Gate::Kernel(gate) = gate else {
+            panic!("{kind:?}: {gate}")
+        };
+        assert_eq!((gate.kind, &*gate.name, gate.cpu), (kind, "a_word", None));
+    };
+    kernel(0, Op::Inc, GateKind::SystemState, 4);
+    kernel(3, Op::Dec, GateKind::SystemState, 2);
+    kernel(0, Op::Inc, GateKind::JumpLabelMutex, 0x1000);
+    kernel(0, Op::Inc, GateKind::TextMutex, 0x1001);
+    kernel(0, Op::Inc, GateKind::TextPokeQueue, 1);
+    kernel(0, Op::Inc, GateKind::TextPoke, 1);
+    kernel(2, Op::Inc, GateKind::TracepointsMutex, 8);
     assert_eq!(
         closed(0, Op::Inc, |w| w.memory.poke_u32(w.module_state(0), 1)),
         module("alpha")
@@ -115,18 +102,8 @@ fn every_gate_closes() {
         module("alpha")
     );
     assert_eq!(
-        closed(2, Op::Inc, |w| w
-            .memory
-            .poke_u64(gates.tracepoints_mutex_owner, TASK)),
-        Gate::TracepointsMutex
-    );
-    assert_eq!(
         closed(4, Op::Inc, |w| w.memory.poke_u32(w.module_state(1), 2)),
         module("beta")
-    );
-    assert_eq!(
-        closed(3, Op::Dec, |w| w.memory.poke_u32(gates.system_state, 2)),
-        Gate::SystemState
     );
 }
 
@@ -134,8 +111,8 @@ fn every_gate_closes() {
 fn mutex_flags_are_not_an_owner() {
     let world = world();
     for word in [
-        world.gates().jump_label_mutex_owner,
-        world.gates().text_mutex_owner,
+        world.word(GateKind::JumpLabelMutex),
+        world.word(GateKind::TextMutex),
     ] {
         world.memory.poke_u64(word, 7);
     }
@@ -151,7 +128,7 @@ fn locks_do_not_matter_where_they_protect_nothing() {
     let world = world();
     world
         .memory
-        .poke_u64(world.gates().tracepoints_mutex_owner, TASK);
+        .poke_u64(world.word(GateKind::TracepointsMutex), TASK);
     world
         .plan(&one(&world, 0, Op::Inc))
         .expect("no tracepoint")
@@ -159,7 +136,7 @@ fn locks_do_not_matter_where_they_protect_nothing() {
         .expect("no tracepoint");
     world
         .memory
-        .poke_u64(world.gates().jump_label_mutex_owner, TASK);
+        .poke_u64(world.word(GateKind::JumpLabelMutex), TASK);
     let plan = world.plan(&one(&world, 3, Op::Dec)).expect("only counts");
     plan.commit_running(&world.memory).expect("only counts");
 }
@@ -268,7 +245,7 @@ fn foreign_bytes_are_told_apart_from_a_busy_guest() {
                 .expect("only a stopped guest can tell");
             poke();
             // A busy guest is not reported as foreign bytes.
-            let mutex = world.gates().text_mutex_owner;
+            let mutex = world.word(GateKind::TextMutex);
             world.memory.poke_u64(mutex, TASK);
             assert!(
                 matches!(plan.verify(&world.memory, &[]), Err(VerifyError::Busy(_))),
@@ -333,35 +310,24 @@ fn tracepoints_are_booleans_with_probes() {
         assert_eq!(world.plan(&one(&world, 2, op)).is_ok(), possible, "{op}");
     }
     // The kernel calls regfunc and unregfunc on a switch; a flip would skip them.
-    for offset in [TRACEPOINT_REGFUNC, TRACEPOINT_UNREGFUNC] {
-        for (world, op) in [(world(), Op::Enable), (fired(), Op::Disable)] {
-            world.memory.poke_u64(
-                world.tracepoint(2) + u64::from(offset),
-                0xffff_ffff_8123_4567,
-            );
-            assert!(
-                refused(&world, op).contains("functions"),
-                "{op} {offset:#x}"
-            );
-        }
+    for (world, op) in [(world(), Op::Enable), (fired(), Op::Disable)] {
+        world.set_regfunc(2);
+        assert!(refused(&world, op).contains("functions"), "{op}");
     }
     // The probes must not change before the commit, in either direction.
-    for offset in [TRACEPOINT_REGFUNC, TRACEPOINT_UNREGFUNC, TRACEPOINT_FUNCS] {
-        for (world, op) in [(world(), Op::Enable), (fired(), Op::Disable)] {
-            let plan = world.plan(&one(&world, 2, op)).expect("planned");
-            world
-                .memory
-                .poke_u64(world.tracepoint(2) + u64::from(offset), 0x1000);
-            let verified = plan.verify(&world.memory, &[]);
-            let noticed = matches!(
-                &verified,
-                Err(VerifyError::Busy(Busy::Gate {
-                    gate: Gate::TracepointProbes { .. },
-                    ..
-                }))
-            );
-            assert!(noticed, "{op} {offset:#x}: {verified:?}");
-        }
+    for (world, op) in [(world(), Op::Enable), (fired(), Op::Disable)] {
+        let plan = world.plan(&one(&world, 2, op)).expect("planned");
+        let funcs = world.tracepoint(2) + u64::from(TRACEPOINT_FUNCS);
+        world.memory.poke_u64(funcs, 0x1000);
+        let verified = plan.verify(&world.memory, &[]);
+        let noticed = matches!(
+            &verified,
+            Err(VerifyError::Busy(Busy::Gate {
+                gate: Gate::TracepointProbes { .. },
+                ..
+            }))
+        );
+        assert!(noticed, "{op}: {verified:?}");
     }
 }
 
@@ -409,7 +375,9 @@ fn probes_are_told_apart_by_address_and_contents() {
 fn a_tracepoint_needs_its_mutex_and_a_pause() {
     let world = world();
     let mut kernel = world.kernel();
-    kernel.gates.tracepoints_mutex_owner = 0;
+    let mut gates = world.listed_gates();
+    gates.retain(|gate| gate.kind != GateKind::TracepointsMutex);
+    kernel.gates = Gates::new(&gates, &[]).expect("gates");
     let catalog = static_keys::Catalog::new(&world.memory, &kernel).expect("kernel");
     let planned = Plan::new(
         &catalog,

@@ -8,7 +8,8 @@ use common::world::{Home, KeySpec, RECORD_SIZE, SiteSpec, World, update};
 use proptest::prelude::*;
 use proptest::sample::select;
 use static_keys::{
-    Busy, Catalog, Class, EntryFormat, Kernel, KeyId, Op, Options, Plan, PlanError, Range, Size,
+    Busy, Catalog, Class, EntryFormat, GateKind, Kernel, KeyId, Op, Options, Plan, PlanError,
+    Range, Size,
 };
 
 fn plan_inc(world: &World) -> Result<usize, PlanError> {
@@ -354,7 +355,7 @@ fn keys_and_words_that_are_not_mapped() {
         plan(world.key(0)),
         Err(PlanError::Unreadable { what: "a site", .. })
     ));
-    world.memory.unmap(world.gates().system_state);
+    world.memory.unmap(world.word(GateKind::SystemState));
     assert!(matches!(
         plan(world.key(0)),
         Err(PlanError::Unreadable { .. })
@@ -392,7 +393,7 @@ proptest! {
                     2 => (kernel.directory.names, 16),
                     3 => (world.key(0).0, 16),
                     4 => (world.node(0, 0), 96),
-                    _ => (kernel.gates.system_state, 48),
+                    _ => (world.word(GateKind::SystemState), 48),
                 };
                 world.memory.poke(start + index.index(len) as u64, &[*byte]);
             }

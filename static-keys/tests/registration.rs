@@ -6,8 +6,8 @@ mod common;
 
 use common::world::{Home, KeySpec, RECORD_SIZE, SiteSpec, World, update};
 use static_keys::{
-    Catalog, CatalogError, Class, Directory, ENTRIES_MAX, EntryFormat, KEYS_MAX, Kernel,
-    MODULES_MAX, Module, Op, Options, Plan, Range,
+    Catalog, CatalogError, Class, Concerns, Directory, ENTRIES_MAX, EntryFormat, GateKind, Gates,
+    KEYS_MAX, Kernel, ListedGate, MODULES_MAX, Module, Op, Options, Plan, Range,
 };
 
 fn refused(world: &World, change: impl Fn(&mut Kernel)) -> CatalogError {
@@ -104,6 +104,7 @@ fn tables_at_the_end_of_the_address_space() {
         kernel.directory = Directory {
             keys: start,
             key_count: 2,
+            key_size: 32,
             names: start,
             names_size: 4096,
         };
@@ -119,6 +120,33 @@ fn tables_at_the_end_of_the_address_space() {
         }
     });
     assert!(matches!(error, CatalogError::Unreadable(_)), "{error}");
+}
+
+#[test]
+fn records_may_be_larger_and_not_smaller() {
+    for key_size in [0, 1, 31, 65, u32::MAX] {
+        let error = refused(&World::simple(0, 1), |kernel| {
+            kernel.directory.key_size = key_size
+        });
+        assert_eq!(error, CatalogError::RecordSize { bytes: key_size });
+    }
+    // A later guest's records have more behind what is known.
+    let world = World::simple(0, 1);
+    let mut kernel = world.kernel();
+    let records = kernel.directory.keys;
+    let first = world.memory.peek::<32>(records);
+    world.memory.map(records, 4096);
+    for (index, key) in [(0, world.key(0).0), (1, world.key(0).0 + 0x100)] {
+        let record = records + 40 * index;
+        world.memory.poke(record, &first);
+        world.memory.poke_u64(record, key);
+        world.memory.poke_u64(record + 32, u64::MAX);
+    }
+    kernel.directory.key_size = 40;
+    kernel.directory.key_count = 2;
+    let catalog = Catalog::new(&world.memory, &kernel).expect("larger records");
+    let keys: Vec<u64> = catalog.keys().map(|key| key.id.0).collect();
+    assert_eq!(keys, [world.key(0).0, world.key(0).0 + 0x100]);
 }
 
 #[test]
@@ -352,20 +380,24 @@ fn names_that_occur_twice_are_numbered_by_address() {
 #[test]
 fn kernels_without_gates_are_refused() {
     let world = World::simple(0, 1);
-    for (what, take) in [
-        (
-            "system_state",
-            (|kernel| kernel.gates.system_state = 0) as fn(&mut Kernel),
-        ),
-        ("jump_label_mutex", |kernel| {
-            kernel.gates.jump_label_mutex_owner = 0
-        }),
-        ("text_mutex", |kernel| kernel.gates.text_mutex_owner = 0),
-        ("mutex owner mask", |kernel| {
-            kernel.gates.mutex_owner_mask = 0
-        }),
+    for (what, kind) in [
+        ("system_state", GateKind::SystemState),
+        ("jump_label_mutex", GateKind::JumpLabelMutex),
+        ("text_mutex", GateKind::TextMutex),
     ] {
-        assert_eq!(refused(&world, take), CatalogError::GateMissing { what });
+        let missing = CatalogError::GateMissing { what };
+        let mut gates = world.listed_gates();
+        // There, but for other changes.
+        for gate in gates.iter_mut().filter(|gate| gate.kind == kind) {
+            gate.concerns = Concerns::TRACEPOINT;
+        }
+        let take = |gates: &[ListedGate]| {
+            let gates = Gates::new(gates, &[]).expect("gates");
+            refused(&world, |kernel| kernel.gates = gates.clone())
+        };
+        assert_eq!(take(&gates), missing);
+        gates.retain(|gate| gate.kind != kind);
+        assert_eq!(take(&gates), missing);
     }
 }
 

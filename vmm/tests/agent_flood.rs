@@ -57,6 +57,18 @@ impl TracepointKeys for Keys {
         Ok(vec![Some(1); keys.len()])
     }
 
+    fn holders(&self, keys: &[String]) -> Result<Vec<Vec<Arc<str>>>, KeysError> {
+        Ok(vec![vec![]; keys.len()])
+    }
+
+    fn held_by(&self, _: &str) -> Result<Vec<String>, KeysError> {
+        Ok(vec![])
+    }
+
+    fn boot(&self) -> Option<u64> {
+        None
+    }
+
     fn switch(&self, _: Switch) -> Boxed<'_, Result<Option<FlipReport>, KeysError>> {
         Box::pin(async { Ok(None) })
     }

@@ -52,7 +52,8 @@ const CODE_BYTES: usize = 0x6000;
 const COUNTERS: u64 = 0x18_0000;
 const KEYS: u64 = 0x20_0000;
 const JUMP_TABLE: u64 = 0x20_1000;
-const GATES: u64 = 0x20_2000;
+const GATE_WORDS: u64 = 0x20_2000;
+const GATES: u64 = 0x20_2800;
 const DIRECTORY: u64 = 0x20_3000;
 const NAMES: u64 = 0x20_4000;
 const REQUEST: u64 = 0x20_5000;
@@ -154,7 +155,8 @@ fn lay_out(ram: &GuestRam, models: &[Model]) {
     );
     write(PAGE_TABLE + 8 * 511, &(KERNEL_POINTERS | 7).to_le_bytes());
     // SYSTEM_RUNNING; everything else is free.
-    write(GATES, &2_u64.to_le_bytes());
+    write(GATE_WORDS, &2_u64.to_le_bytes());
+    write(GATES, structures::gates(KERNEL + GATE_WORDS).as_bytes());
     let mut entry = JUMP_TABLE;
     let mut names = vec![];
     for (index, model) in (0..).zip(models) {
@@ -174,6 +176,7 @@ fn lay_out(ram: &GuestRam, models: &[Model]) {
             address: KERNEL + key,
             name: u32::try_from(names.len()).unwrap(),
             class: abi::KEY_REF,
+            flags: 0,
             tracepoint: 0,
             module: 0,
         };
@@ -204,17 +207,14 @@ fn lay_out(ram: &GuestRam, models: &[Model]) {
     descriptor.jump_table = range(JUMP_TABLE, entry);
     descriptor.text = range(CODE, CODE + CODE_BYTES as u64);
     descriptor.page_table = PAGE_TABLE;
-    descriptor.system_state = KERNEL + GATES;
-    descriptor.jump_label_mutex_owner = KERNEL + GATES + 8;
-    descriptor.text_mutex_owner = KERNEL + GATES + 16;
-    descriptor.tp_vec_nr = KERNEL + GATES + 24;
-    descriptor.bp_desc_refs = KERNEL + GATES + 32;
-    descriptor.directory = abi::Directory {
-        keys: KERNEL + DIRECTORY,
-        names: KERNEL + NAMES,
-        key_count: u32::try_from(models.len()).unwrap(),
-        names_size: u32::try_from(names.len()).unwrap(),
-    };
+    descriptor.gates = KERNEL + GATES;
+    descriptor.gate_count = 6;
+    descriptor.directory = structures::directory(
+        KERNEL + DIRECTORY,
+        u32::try_from(models.len()).unwrap(),
+        KERNEL + NAMES,
+        u32::try_from(names.len()).unwrap(),
+    );
     write(REQUEST, descriptor.as_bytes());
 }
 

@@ -135,4 +135,9 @@ async fn nothing_is_allocated_while_the_guest_stands_still() {
     }
     assert_eq!(inner.pauses(), 2);
     assert_eq!(CALLS_WHILE_STOPPED.load(Ordering::SeqCst), 0);
+    // Of 200 changes the last ones are recorded, by the place in the ring that their numbers give.
+    let records = inner.records();
+    let mut numbers: Vec<u64> = records.iter().map(|record| record[0]).collect();
+    numbers.sort_unstable();
+    assert_eq!(numbers, [193, 194, 195, 196, 197, 198, 199, 200]);
 }

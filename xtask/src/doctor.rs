@@ -138,6 +138,7 @@ fn cached(report: &Report) -> Result<()> {
     for (name, recipe) in [
         ("  unpatched", Recipe::unpatched()),
         ("  oldest", Recipe::oldest()),
+        ("  newest", Recipe::newest()),
         ("  no jump labels", Recipe::without_jump_labels()),
     ] {
         report.line(name, &state(kernel::is_cached(&recipe)));

@@ -156,6 +156,64 @@ pub fn ensure_packages(wanted: &[&str]) -> Result<()> {
     Ok(())
 }
 
+/// Installs a package of another suite of Debian's archive, unless it is installed. apt's own lists and
+/// sources stay as they are. For packages without dependencies of their own, such as kernel sources.
+pub fn ensure_package_of(suite: &str, package: &str) -> Result<()> {
+    if missing_packages(&[package])?.is_empty() {
+        return Ok(());
+    }
+    let folder = target().join("xtask/apt").join(suite);
+    fs::create_dir_all(folder.join("lists/partial"))?;
+    let sources = folder.join("suite.sources");
+    let text = format!(
+        "Types: deb\nURIs: http://deb.debian.org/debian\nSuites: {suite}\nComponents: main\n\
+         Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
+    );
+    fs::write(&sources, text).with_context(|| format!("cannot write {}", sources.display()))?;
+    let options = [
+        "Dir::Etc::sourcelist=/dev/null".to_owned(),
+        format!("Dir::Etc::sourceparts={}", folder.display()),
+        format!("Dir::State::lists={}", folder.join("lists").display()),
+        format!("Dir::Cache={}", folder.display()),
+        // The folder may be one that apt's own user cannot enter.
+        "APT::Sandbox::User=root".to_owned(),
+    ];
+    let apt = |arguments: &[&str]| {
+        let mut command = apt_get(&[], &[]);
+        for option in &options {
+            command.args(["-o", option]);
+        }
+        command.args(arguments).current_dir(&folder);
+        command
+    };
+    let steps = Steps::new(
+        &format!("installing {package} of Debian's {suite}"),
+        &folder.join("apt.log"),
+    )?;
+    steps.run("apt-get update", &mut apt(&["update"]))?;
+    steps.run("apt-get download", &mut apt(&["download", package]))?;
+    let prefix = format!("{package}_");
+    let file = fs::read_dir(&folder)?
+        .flatten()
+        .map(|entry| entry.path())
+        .find(|path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            name.starts_with(&prefix) && name.ends_with(".deb")
+        })
+        .with_context(|| format!("apt-get downloaded no {package} to {}", folder.display()))?;
+    let Some(root) = root_prefix() else {
+        bail!(
+            "this user cannot install packages: run `sudo dpkg --install {}` and then this command again",
+            file.display()
+        );
+    };
+    let mut words = root.iter().chain(&["dpkg", "--install"]);
+    let mut install = Command::new(words.next().expect("dpkg at least"));
+    install.args(words).arg(&file);
+    steps.run("dpkg --install", &mut install)?;
+    fs::remove_file(&file).with_context(|| format!("cannot remove {}", file.display()))
+}
+
 fn package_lists_present() -> bool {
     let lists = fs::read_dir("/var/lib/apt/lists")
         .into_iter()

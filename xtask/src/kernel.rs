@@ -21,6 +21,10 @@ const DEVELOPMENT: &str = "development";
 /// The fragment in `guest-kernel-patches/config` that deselects the series' symbol.
 const NOT_SELECTED: &str = "not-selected";
 
+/// The newest version with a series, and the suite of Debian's archive that has its source.
+const NEWEST: &str = "7.3";
+const NEWEST_SUITE: &str = "trixie-backports";
+
 /// Increment this when the way a kernel is built changes.
 const RECIPE: &str = "guest kernel 2";
 
@@ -57,6 +61,14 @@ impl Recipe {
             tree: None,
             patched: true,
             config: Vec::new(),
+        }
+    }
+
+    /// The newest kernel with a series.
+    pub fn newest() -> Self {
+        Self {
+            version: NEWEST.into(),
+            ..Self::oldest()
         }
     }
 
@@ -101,13 +113,22 @@ impl Recipe {
         format!("linux-source-{}", self.version)
     }
 
-    /// Packages that this build needs.
+    /// The packages this build needs from the host's own release.
     pub fn packages(&self) -> Vec<String> {
         let mut packages: Vec<String> = host::KERNEL.iter().map(|p| (*p).to_owned()).collect();
-        if self.tree.is_none() {
+        if self.tree.is_none() && self.version != NEWEST {
             packages.push(self.package());
         }
         packages
+    }
+
+    fn ensure_packages(&self) -> Result<()> {
+        let packages = self.packages();
+        host::ensure_packages(&packages.iter().map(String::as_str).collect::<Vec<_>>())?;
+        if self.tree.is_none() && self.version == NEWEST {
+            host::ensure_package_of(NEWEST_SUITE, &self.package())?;
+        }
+        Ok(())
     }
 
     fn patches(&self) -> Result<Vec<PathBuf>> {
@@ -146,7 +167,11 @@ impl Recipe {
 
     fn fragments(&self) -> Vec<PathBuf> {
         let folder = host::repository().join("guest-kernel-patches/config");
-        let names = std::iter::once("guest").chain(self.config.iter().map(String::as_str));
+        // Only there, or what selecting the series changes could not be told from what KUnit does.
+        let tests = self.selected().then_some("kunit");
+        let names = std::iter::once("guest")
+            .chain(tests)
+            .chain(self.config.iter().map(String::as_str));
         names
             .map(|name| folder.join(format!("{name}.config")))
             .collect()
@@ -253,8 +278,7 @@ fn build_test_modules(kernel: &Kernel, folder: &Path) -> Result<()> {
 
 /// Returns the kernel and builds it if it is not in the cache. Installs what the build needs.
 pub fn get(recipe: &Recipe) -> Result<Kernel> {
-    let packages = recipe.packages();
-    host::ensure_packages(&packages.iter().map(String::as_str).collect::<Vec<_>>())?;
+    recipe.ensure_packages()?;
     let key = recipe.key()?;
     let folder = cache::entry(KIND, &key, |folder| build(recipe, folder))?;
     Ok(Kernel {

@@ -59,7 +59,7 @@ pub fn get() -> Result<Image> {
 fn build(folder: &Path) -> Result<()> {
     let steps = Steps::new("preparing the lab's kernel", &folder.join("build.log"))?;
     let unpacked = folder.join("package");
-    download_kernel(&steps, &unpacked)?;
+    download_kernel(&steps, KERNEL_PACKAGE, &unpacked)?;
     let boot = only_match(&unpacked.join("boot"), "vmlinuz-")?;
     fs::rename(boot, folder.join("vmlinuz"))?;
     let library = only_match(&unpacked.join("lib/modules"), "6.12")?;
@@ -68,10 +68,11 @@ fn build(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The package is unpacked and not installed, because the host's boot loader must not see it.
-fn download_kernel(steps: &Steps, unpacked: &Path) -> Result<()> {
+/// Downloads the kernel that the package `meta` depends on. The package is unpacked and not
+/// installed, because the host's boot loader must not see it.
+pub fn download_kernel(steps: &Steps, meta: &str, unpacked: &Path) -> Result<()> {
     host::ensure_package_lists()?;
-    let package = newest_kernel()?;
+    let package = newest_kernel(meta)?;
     fs::create_dir(unpacked)?;
     let mut download = Command::new("apt-get");
     download.args(["download", &package]).current_dir(unpacked);
@@ -86,9 +87,9 @@ fn download_kernel(steps: &Steps, unpacked: &Path) -> Result<()> {
     Ok(())
 }
 
-fn newest_kernel() -> Result<String> {
+fn newest_kernel(meta: &str) -> Result<String> {
     let output = Command::new("apt-cache")
-        .args(["depends", "--important", KERNEL_PACKAGE])
+        .args(["depends", "--important", meta])
         .output()
         .context("cannot run apt-cache")?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -98,13 +99,14 @@ fn newest_kernel() -> Result<String> {
     match package {
         Some(rest) => Ok(format!("linux-image-{rest}")),
         None => bail!(
-            "apt knows no package {KERNEL_PACKAGE}; add Debian's security archive \
+            "apt knows no package {meta}; add Debian's security archive \
              (bookworm-security) or backports to its sources and run `apt-get update`"
         ),
     }
 }
 
-fn only_match(folder: &Path, prefix: &str) -> Result<PathBuf> {
+/// The first file in a folder whose name begins so.
+pub fn only_match(folder: &Path, prefix: &str) -> Result<PathBuf> {
     let mut found = fs::read_dir(folder)?
         .filter_map(|entry| Some(entry.ok()?.path()))
         .filter(|path| {

@@ -21,6 +21,7 @@ mod modules;
 mod root_disk;
 mod shell;
 mod step;
+mod stock;
 mod terminal;
 mod test;
 mod test_runner;
@@ -104,9 +105,9 @@ struct Test {
     /// to 4]
     #[arg(long, value_name = "N")]
     labs: Option<usize>,
-    /// With a filter: also repeat the tests that run with the oldest kernel
+    /// With a filter: also repeat the tests that run with the oldest and the newest kernel
     #[arg(long)]
-    oldest_kernel: bool,
+    other_kernels: bool,
     /// Run only tests whose name, "package::target function", contains this
     filter: Option<String>,
 }
@@ -152,7 +153,7 @@ fn run(task: Task) -> Result<ExitCode> {
             let success = test::run(&test::Selection {
                 tiers: arguments.tiers,
                 filter: arguments.filter,
-                oldest_kernel: arguments.oldest_kernel,
+                other_kernels: arguments.other_kernels,
                 timeout: Duration::from_secs(arguments.timeout),
                 labs: arguments.labs.unwrap_or((cpus / 2).clamp(2, 4)),
             })?;

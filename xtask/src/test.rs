@@ -7,7 +7,7 @@
 //! | 2 | `kvm_*`: bare-metal guests | here if /dev/kvm works, otherwise in the lab |
 //! | 3 | `linux_*`: Linux guests | here on hardware KVM, otherwise in the lab |
 //!
-//! Some tests of tier 3 are repeated with the oldest kernel that has a series.
+//! Some tests of tier 3 are repeated with the oldest and the newest kernel that have a series.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -19,20 +19,21 @@ use anyhow::{Result, bail};
 use crate::cargo::TestBinary;
 use crate::kernel::Recipe;
 use crate::test_runner::{LabWorker, Report, Test, Verdict};
-use crate::{cargo, guest, host, lab_image, root_disk, test_runner};
+use crate::{cargo, guest, host, lab_image, root_disk, stock, test_runner};
 
 /// Package whose tests are built in the release profile, because the lab is slow.
 const RELEASE: &str = "patchbay-tests";
 
-/// Prefixes of the tests that are repeated with the oldest kernel. What the monitor reads of a
-/// guest differs most between it and the newest.
-const WITH_OLDEST_KERNEL: &[&str] = &[
+/// Prefixes of the tests that are repeated with the oldest and the newest kernel. What the monitor
+/// reads of a guest differs most between these.
+const WITH_OTHER_KERNELS: &[&str] = &[
     "patchbay-tests::linux_boot bzimage_with_",
     "patchbay-tests::linux_counts ",
     "patchbay-tests::linux_gates ",
     "patchbay-tests::linux_kinds ",
     "patchbay-tests::linux_life a_hibernation_that_does_not_happen_keeps_holds_and_quarantines",
     "patchbay-tests::linux_life a_panicked_kernel_has_taken_its_registration_back",
+    "patchbay-tests::linux_series the_guest_sees_what_was_changed",
     "patchbay-tests::linux_trace armed_is_silent_firing_streams_and_parked_is_silent",
 ];
 
@@ -42,9 +43,9 @@ pub struct Selection {
     pub tiers: Vec<u8>,
     /// Substring of "suite name"; all tests if `None`.
     pub filter: Option<String>,
-    /// Repeat tests with the oldest kernel also if there is a filter; without a filter they always
+    /// Repeat tests with the other kernels also if there is a filter; without a filter they always
     /// are.
-    pub oldest_kernel: bool,
+    pub other_kernels: bool,
     /// Timeout of a test, here and in the lab.
     pub timeout: Duration,
     /// Number of labs that run at the same time.
@@ -142,6 +143,12 @@ pub fn run(selection: &Selection) -> Result<bool> {
             .variables
             .push(("PATCHBAY_TEST_DISTRO_KERNELS", stock));
     }
+    if tier_1
+        .iter()
+        .any(|test| test.suite == "patchbay-tests::stock")
+    {
+        outcome.variables.extend(stock::variables());
+    }
     outcome.run_tier("tier 1, no KVM", tier_1, here(cpus), selection.timeout);
     if wants(1) && selection.filter.is_none() {
         outcome.run_doc_tests()?;
@@ -173,8 +180,8 @@ pub fn run(selection: &Selection) -> Result<bool> {
         guest::announce_place();
     }
     let mut again = Vec::new();
-    if selection.oldest_kernel || selection.filter.is_none() {
-        again.extend(tier_3.iter().filter(|test| runs_with_oldest(test)).cloned());
+    if selection.other_kernels || selection.filter.is_none() {
+        again.extend(tier_3.iter().filter(|test| runs_with_others(test)).cloned());
     }
     let place = if kvm.runs_linux() {
         here(cpus.div_ceil(2))
@@ -183,19 +190,20 @@ pub fn run(selection: &Selection) -> Result<bool> {
     };
     outcome.run_tier("tier 3, Linux guests", tier_3, place, selection.timeout);
     if !again.is_empty() {
-        let oldest = Recipe::oldest();
-        // The last variable of the same name counts.
-        let variables = guest::kernel_of_the_guest(&oldest)?;
-        outcome.variables.extend(variables);
-        let heading = format!("tier 3, Linux {} guests", oldest.version);
-        outcome.run_tier(&heading, again, place, selection.timeout);
+        for recipe in [Recipe::oldest(), Recipe::newest()] {
+            // The last variable of the same name counts.
+            let variables = guest::kernel_of_the_guest(&recipe)?;
+            outcome.variables.extend(variables);
+            let heading = format!("tier 3, Linux {} guests", recipe.version);
+            outcome.run_tier(&heading, again.clone(), place, selection.timeout);
+        }
     }
     Ok(outcome.summarize())
 }
 
-fn runs_with_oldest(test: &Test) -> bool {
+fn runs_with_others(test: &Test) -> bool {
     let name = full_name(test);
-    WITH_OLDEST_KERNEL.iter().any(|part| name.starts_with(part))
+    WITH_OTHER_KERNELS.iter().any(|part| name.starts_with(part))
 }
 
 fn tier(target: &str) -> u8 {

@@ -12,6 +12,7 @@ use patchbay_kernel_image::{PatternError, Patterns, Summary, SymbolFileError, Sy
 use crate::args::Output;
 use crate::failure::Failure;
 use crate::print::print;
+use crate::progress::Progress;
 
 /// Largest file read: a vmlinux with debugging information has several hundred MiB.
 const MAX_FILE: u64 = 2 << 30;
@@ -56,9 +57,30 @@ enum InspectError {
 ///
 /// # Errors
 /// If the file cannot be read as a kernel or module, or, after printing, if an entry does not agree with the bytes at its site.
-pub fn run(arguments: &InspectArguments, output: Output) -> Result<(), Failure> {
-    let about =
-        |path: &Path, error: InspectError| Failure::error(format!("{}: {error}", path.display()));
+pub async fn run(arguments: InspectArguments, output: Output) -> Result<(), Failure> {
+    let file = arguments.file.clone();
+    // A thread of its own, so that progress can be shown.
+    let work = tokio::task::spawn_blocking(move || listing(&arguments));
+    let what = format!("reading {}", file.display());
+    let listing = Progress::default().during(&what, work).await;
+    let listing =
+        listing.map_err(|error| Failure::error(format!("{}: {error}", file.display())))??;
+    print(output, &listing)?;
+    let Summary {
+        unexplained, sites, ..
+    } = listing.report.summary;
+    if unexplained > 0 {
+        let error = InspectError::Disagreement { unexplained, sites };
+        return Err(about(&file, error));
+    }
+    Ok(())
+}
+
+fn about(path: &Path, error: InspectError) -> Failure {
+    Failure::error(format!("{}: {error}", path.display()))
+}
+
+fn listing(arguments: &InspectArguments) -> Result<output::Listing, Failure> {
     let at_file = |error| about(&arguments.file, error);
     let keys = Patterns::parse(&arguments.keys)
         .map_err(|error: PatternError| Failure::usage(error.to_string()))?;
@@ -72,20 +94,10 @@ pub fn run(arguments: &InspectArguments, output: Output) -> Result<(), Failure> 
     if report.keys.is_empty() {
         return Err(at_file(InspectError::NoMatch));
     }
-    let Summary {
-        unexplained, sites, ..
-    } = report.summary;
-    print(
-        output,
-        &output::Listing {
-            report,
-            sites: arguments.sites,
-        },
-    )?;
-    if unexplained > 0 {
-        return Err(at_file(InspectError::Disagreement { unexplained, sites }));
-    }
-    Ok(())
+    Ok(output::Listing {
+        report,
+        sites: arguments.sites,
+    })
 }
 
 fn read_file(path: &Path) -> Result<Vec<u8>, InspectError> {

@@ -4,7 +4,7 @@
 use comfy_table::Table;
 use comfy_table::presets::NOTHING;
 
-use patchbay_kernel_image::{Class, FoundBy, Key, Report, SiteReport, SymbolSource};
+use patchbay_kernel_image::{FoundBy, Key, Report, SiteReport, SymbolSource};
 
 use crate::print::Printable;
 
@@ -56,12 +56,7 @@ fn key_table(report: &Report) -> Table {
     for key in &report.keys {
         table.add_row([
             key.name.clone(),
-            match key.class {
-                Class::Tracepoint => "tracepoint",
-                Class::Ref => "ref",
-                Class::Guarded => "guarded",
-            }
-            .to_owned(),
+            key.class.name().to_owned(),
             key.initial
                 .map_or_else(|| "elsewhere".to_owned(), |initial| initial.to_string()),
             key.sites.len().to_string(),

@@ -5,13 +5,15 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
+use crate::args::keys::Force;
 use crate::args::{OutputArgument, parse_duration};
 
 /// Events are named "system:name" or "name", or by globs; a leading ! takes away: 'sched:*' '!*stat*'.
 #[derive(Debug, Subcommand)]
 pub enum TraceCommand {
     /// List the guest's tracepoints.
-    List {
+    #[command(alias = "list")]
+    Events {
         /// Globs; all if there is none.
         patterns: Vec<String>,
         /// Only armed ones.
@@ -22,54 +24,42 @@ pub enum TraceCommand {
         refresh: bool,
     },
     /// Attach probes and park at once: nothing is traced, and nothing is paid for it.
-    Arm {
-        /// Events.
-        #[arg(required = true)]
-        patterns: Vec<String>,
-        #[command(flatten)]
-        probe: Probe,
-        /// Check everything and change nothing.
-        #[arg(long)]
-        dry_run: bool,
-        /// Repeating a change with the same id does nothing twice.
-        #[arg(long, default_value = "", value_name = "ID")]
-        request_id: String,
-    },
+    Arm(ArmArgs),
     /// Let armed events fire; works without the guest's help.
     Fire {
-        /// Armed events.
+        /// Armed events; - reads them from standard input.
         #[arg(required = true)]
         patterns: Vec<String>,
         #[command(flatten)]
         switch: SwitchArgs,
+        /// The service parks the events for this client after this time, for example 10m.
+        #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+        ttl: Option<Duration>,
     },
     /// Park firing events; works without the guest's help.
     Park {
-        /// Armed events.
+        /// Armed events; - reads them from standard input.
         #[arg(required = true)]
         patterns: Vec<String>,
         #[command(flatten)]
         switch: SwitchArgs,
-        /// Also what other clients fired.
-        #[arg(long)]
-        force: bool,
-        /// Also if others in the guest trace them: they then see nothing.
-        #[arg(long)]
-        even_if_others: bool,
+        #[command(flatten)]
+        force: Force,
+        #[command(flatten)]
+        others: EvenIfOthers,
     },
     /// Detach the probes.
     Disarm {
-        /// Armed events.
+        /// Armed events; - reads them from standard input.
         #[arg(required = true)]
         patterns: Vec<String>,
-        /// Also what other clients armed.
-        #[arg(long)]
-        force: bool,
-        /// Repeating a change with the same id does nothing twice.
-        #[arg(long, default_value = "", value_name = "ID")]
+        #[command(flatten)]
+        force: Force,
+        /// Repeating a change with the same id changes nothing twice.
+        #[arg(long, default_value = "", value_name = "ID", hide_default_value = true)]
         request_id: String,
     },
-    /// Print events as they happen. Given events are armed and fired meanwhile.
+    /// Print events as they happen. Events that are named are armed and fired meanwhile.
     Tail {
         #[command(flatten)]
         stream: StreamArgs,
@@ -82,33 +72,58 @@ pub enum TraceCommand {
         #[command(flatten)]
         stream: StreamArgs,
         /// The file to write (Chrome trace JSON).
-        // By its id it stands in the place of the global option, which says how to print: a
-        // recording is printed one way alone.
+        // It has the id of the global option that says how to print, and so replaces it: a recording has
+        // one format.
         #[arg(short, long, required = true, value_name = "FILE", value_parser = crate::args::file)]
         output: OutputArgument,
         /// End after this time, for example 10s; else at Ctrl-C.
         #[arg(long, value_parser = parse_duration)]
         duration: Option<Duration>,
     },
-    /// Rates and losses of armed events.
+    /// Show rates and losses of armed events.
     Stat {
         /// How long to count.
         #[arg(long, value_parser = parse_duration, default_value = "1s")]
         interval: Duration,
     },
-    /// What the agent says of itself and the guest.
+    /// Show what the agent reports on itself and the guest.
     Agent,
+}
+
+#[derive(Debug, Args)]
+pub struct ArmArgs {
+    /// Events; - reads them from standard input.
+    #[arg(required = true)]
+    pub patterns: Vec<String>,
+    #[command(flatten)]
+    pub probe: Probe,
+    /// The service disarms the events for this client after this time, for example 10m.
+    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+    pub ttl: Option<Duration>,
+    /// Check everything and change nothing.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Repeating a change with the same id changes nothing twice.
+    #[arg(long, default_value = "", value_name = "ID", hide_default_value = true)]
+    pub request_id: String,
 }
 
 #[derive(Clone, Debug, Args)]
 pub struct Probe {
     /// The kernel's event filter, for example 'prev_pid == 0'.
-    #[arg(long, default_value = "")]
+    #[arg(long, default_value = "", hide_default_value = true)]
     pub filter: String,
     /// The kernel's event trigger, for example stacktrace:5.
-    #[arg(long, default_value = "")]
+    #[arg(long, default_value = "", hide_default_value = true)]
     pub trigger: String,
-    /// Also if others in the guest trace them: they then see nothing.
+    #[command(flatten)]
+    pub others: EvenIfOthers,
+}
+
+// One consent, with one help text.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct EvenIfOthers {
+    /// Park also events that others in the guest trace: they then see nothing.
     #[arg(long)]
     pub even_if_others: bool,
 }
@@ -118,27 +133,27 @@ pub struct SwitchArgs {
     /// Check everything and change nothing.
     #[arg(long)]
     pub dry_run: bool,
-    /// Answer with numbers alone, not with each event: faster for hundreds of them.
+    /// Print numbers alone, not each event: faster for hundreds of them.
     #[arg(long)]
     pub summary: bool,
     /// How long the vCPUs may take to stop, for example 10ms.
-    #[arg(long, value_parser = parse_duration)]
+    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
     pub stop_timeout: Option<Duration>,
-    /// Repeating a change with the same id does nothing twice.
-    #[arg(long, default_value = "", value_name = "ID")]
+    /// Repeating a change with the same id changes nothing twice.
+    #[arg(long, default_value = "", value_name = "ID", hide_default_value = true)]
     pub request_id: String,
 }
 
 #[derive(Clone, Debug, Args)]
 pub struct StreamArgs {
-    /// Events; without them, what is armed by others.
+    /// Events; without them, those that others have armed.
     pub patterns: Vec<String>,
     #[command(flatten)]
     pub probe: Probe,
     /// Only listen: arm and fire nothing.
     #[arg(long)]
     pub listen: bool,
-    /// Flood guard: drop what comes beyond this in a second.
-    #[arg(long, default_value_t = 0, value_name = "COUNT")]
-    pub max_rate: u32,
+    /// Flood guard: drop what exceeds this in a second, 50000 unless given.
+    #[arg(long, value_name = "COUNT")]
+    pub max_rate: Option<u32>,
 }

@@ -9,13 +9,13 @@ use patchbay_proto::v1;
 use serde::Serialize;
 
 use super::view::{Losses, Tracepoint};
-use crate::print::{self, Printable};
+use crate::print::{self, Printable, Rows};
 
 /// Rates and losses.
 #[derive(Debug, Serialize)]
 pub struct Stat {
     pub tracepoints: Vec<Rate>,
-    /// Of all, told in the interval, per second.
+    /// All events of the interval, per second.
     pub events_per_second: f64,
     pub page_bytes_per_second: f64,
     /// Since the monitor started.
@@ -88,21 +88,24 @@ impl Stat {
 }
 
 impl Printable for Stat {
-    fn table(&self) -> String {
-        let mut table = print::table(&["NAME", "STATE", "EVENTS", "PER SECOND"]);
+    fn rows(&self) -> Rows {
+        let mut rows = Rows::new(&["NAME", "STATE", "EVENTS", "PER SECOND"]);
         for Rate {
             tracepoint,
             events_per_second,
         } in &self.tracepoints
         {
-            table.add_row([
+            rows.push([
                 tracepoint.name.clone(),
                 tracepoint.state.to_owned(),
                 tracepoint.events.to_string(),
                 format!("{events_per_second:.0}"),
             ]);
         }
-        let mut text = print::text(&table);
+        rows
+    }
+
+    fn footer(&self) -> String {
         let lost = match self.losses.sentence() {
             lost if lost.is_empty() => "none".to_owned(),
             lost => lost,
@@ -110,19 +113,18 @@ impl Printable for Stat {
         let clock = self.clock_error_ns.map_or("unknown".to_owned(), |error| {
             format!("±{} µs", error / 1000)
         });
-        let _ = write!(
-            text,
-            "\n{:.0} events/s and {:.0} bytes/s to {} streams; lost: {lost}\n\
+        let mut text = format!(
+            "{:.0} events/s and {:.0} bytes/s to {}; lost: {lost}\n\
              {} events wait in the guest's ring buffer of {} KiB, {} were overwritten; clocks agree to {clock}\n",
             self.events_per_second,
             self.page_bytes_per_second,
-            self.streams,
+            print::counted(self.streams.into(), "stream"),
             self.buffered_events,
             self.buffer_bytes >> 10,
             self.overwritten_events,
         );
         if !self.stale.is_empty() {
-            let _ = writeln!(text, "The guest's figures are missing: {}", self.stale);
+            let _ = writeln!(text, "the guest's figures are missing: {}", self.stale);
         }
         text
     }
@@ -182,6 +184,19 @@ impl From<v1::DescribeAgentResponse> for Agent {
 }
 
 impl Printable for Agent {
+    fn rows(&self) -> Rows {
+        let mut rows = Rows::new(&["AGENT", "KERNEL", "UPTIME", "LOAD", "MEMORY AVAILABLE"]);
+        let load = self.load.first().map(|load| format!("{load:.2}"));
+        rows.push([
+            self.agent_version.clone(),
+            self.kernel_release.clone(),
+            format!("{} s", self.uptime_seconds),
+            load.unwrap_or_default(),
+            format!("{} MiB", self.memory_available_bytes >> 20),
+        ]);
+        rows
+    }
+
     fn table(&self) -> String {
         let mut text = String::new();
         let mut row = |name: &str, value: String| {

@@ -51,7 +51,7 @@ impl<S: Storage> Timeline<S> {
     /// Begins the file.
     ///
     /// # Errors
-    /// Of the operating system.
+    /// If the file cannot be written.
     pub fn begin(storage: S) -> io::Result<Self> {
         let mut timeline = Self {
             storage,
@@ -80,7 +80,7 @@ impl<S: Storage> Timeline<S> {
     /// Adds a batch.
     ///
     /// # Errors
-    /// Of the operating system; the file is as it was before.
+    /// If the file cannot be written; it then is as it was before.
     pub fn add(&mut self, batch: v1::StreamTracepointEventsResponse) -> io::Result<()> {
         let mut records = vec![];
         for mark in batch.marks {

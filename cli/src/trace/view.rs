@@ -7,7 +7,7 @@ use patchbay_proto::v1;
 use patchbay_proto::v1::trace_field::Value;
 use serde::Serialize;
 
-use crate::print::{self, Printable};
+use crate::print::{self, Printable, Rows};
 
 /// A tracepoint.
 #[derive(Debug, Serialize)]
@@ -22,6 +22,8 @@ pub struct Tracepoint {
     pub trigger: String,
     pub events: u64,
     pub refused: String,
+    /// Its static key; empty if it has none.
+    pub key: String,
 }
 
 impl From<v1::Tracepoint> for Tracepoint {
@@ -37,6 +39,7 @@ impl From<v1::Tracepoint> for Tracepoint {
             trigger: tracepoint.trigger,
             events: tracepoint.events,
             refused: tracepoint.refused,
+            key: tracepoint.key,
         }
     }
 }
@@ -50,10 +53,10 @@ fn state(state: v1::TracepointState) -> &'static str {
 }
 
 impl Printable for Vec<Tracepoint> {
-    fn table(&self) -> String {
-        let mut table = print::table(&["NAME", "STATE", "PROBES", "EVENTS", "NOTES"]);
+    fn rows(&self) -> Rows {
+        let mut rows = Rows::new(&["NAME", "STATE", "PROBES", "EVENTS", "NOTES"]);
         for tracepoint in self {
-            table.add_row([
+            rows.push([
                 tracepoint.name.clone(),
                 tracepoint.state.to_owned(),
                 tracepoint
@@ -63,7 +66,7 @@ impl Printable for Vec<Tracepoint> {
                 notes(tracepoint),
             ]);
         }
-        print::text(&table)
+        rows
     }
 
     fn names(&self) -> Vec<&str> {
@@ -102,7 +105,7 @@ fn notes(tracepoint: &Tracepoint) -> String {
 pub struct Change {
     pub results: Vec<ChangedTracepoint>,
     pub events: usize,
-    /// Of the events, those that fire afterwards.
+    /// Events that fire after the call.
     pub firing: usize,
     pub dry_run: bool,
     /// From the request to stop until the last vCPU ran again, in nanoseconds.
@@ -163,11 +166,6 @@ impl Change {
             ..self
         }
     }
-
-    /// Whether something is not as asked, because other clients keep it so.
-    pub fn is_partial(&self) -> bool {
-        self.results.iter().any(|result| !result.kept_by.is_empty())
-    }
 }
 
 fn nanoseconds(duration: prost_types::Duration) -> u64 {
@@ -178,32 +176,30 @@ fn nanoseconds(duration: prost_types::Duration) -> u64 {
 }
 
 impl Printable for Change {
-    fn table(&self) -> String {
-        let mut table = print::table(&["NAME", "STATE", "KEPT BY"]);
+    fn rows(&self) -> Rows {
+        let mut rows = Rows::new(&["NAME", "STATE", "KEPT BY"]);
         for result in &self.results {
-            table.add_row([
+            rows.push([
                 result.name.as_str(),
                 result.state,
                 &result.kept_by.join(" "),
             ]);
         }
-        let mut text = match self.results.len() {
-            0 => String::new(),
-            _ => print::text(&table) + "\n",
-        };
+        rows
+    }
+
+    fn footer(&self) -> String {
         let count = print::counted(self.events as u64, "event");
-        let _ = match self.stopped_ns {
-            _ if self.dry_run => writeln!(text, "{count}; nothing was changed (dry run)"),
-            Some(stopped) => writeln!(
-                text,
-                "{count}, {} patched in one pause, guest stopped for {}.{:03} µs",
+        match self.stopped_ns {
+            _ if self.dry_run => format!("{count}; nothing was changed (dry run)\n"),
+            Some(stopped) => format!(
+                "{count}, {} patched in one pause, guest stopped for {}.{:03} µs\n",
                 print::counted(self.sites_patched.into(), "site"),
                 stopped / 1000,
                 stopped % 1000
             ),
-            None => writeln!(text, "{count}, no pause"),
-        };
-        text
+            None => format!("{count}, no pause\n"),
+        }
     }
 
     fn names(&self) -> Vec<&str> {
@@ -225,7 +221,7 @@ pub enum Line {
 
 #[derive(Debug, Serialize)]
 pub struct Event {
-    /// Of the host's clock, RFC 3339, UTC.
+    /// The host's clock, RFC 3339, UTC.
     pub time: String,
     /// CLOCK_MONOTONIC of the guest.
     pub guest_time_ns: u64,
@@ -459,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn losses_are_told_by_cause() {
+    fn losses_are_shown_by_cause() {
         let lost = Losses {
             overwritten: 2,
             flood: 7,

@@ -41,89 +41,120 @@ pub fn kernel(format: Format, order: Order, percpu: bool, seqs_between: bool) ->
         ));
     }
     symbols.sort();
-
-    let pointer = if kernel.wide() { 8 } else { 4 };
-    let base = kernel.data_address() + kernel.data.len() as u64;
-    let mut out = Vec::new();
-    let alignment = match order {
-        Order::AfterWithoutBase => {
-            // So that the arrays are not aligned to more than four bytes.
-            out.extend_from_slice(&[0xff; 4]);
-            4
-        }
-        _ => pointer,
+    let layout = Layout {
+        pointer: if kernel.wide() { 8 } else { 4 },
+        base: kernel.data_address() + kernel.data.len() as u64,
+        relative_base: kernel.text_address(),
+        order,
+        percpu,
+        seqs_between,
     };
-    let align = |out: &mut Vec<u8>| out.resize(out.len().next_multiple_of(alignment), 0);
-    let word =
-        |out: &mut Vec<u8>, value: u64| out.extend_from_slice(&value.to_le_bytes()[..pointer]);
-    let relative_base = kernel.text_address();
-    let offsets = |out: &mut Vec<u8>| {
-        for (address, _) in &symbols {
-            let offset = match order {
-                Order::AfterWithoutBase => address.wrapping_sub(base + out.len() as u64) as u32,
-                // CONFIG_KALLSYMS_ABSOLUTE_PERCPU.
-                _ if percpu => relative_base.wrapping_sub(*address).wrapping_sub(1) as u32,
-                _ => address.wrapping_sub(relative_base) as u32,
-            };
-            out.extend_from_slice(&offset.to_le_bytes());
-        }
-        if !matches!(order, Order::AfterWithoutBase) {
-            align(out);
-            word(out, relative_base);
-        }
-    };
-    match order {
-        Order::Absolute => symbols
-            .iter()
-            .for_each(|(address, _)| word(&mut out, *address)),
-        Order::Before => offsets(&mut out),
-        Order::After | Order::AfterWithoutBase => {}
-    }
-    out.extend_from_slice(&(symbols.len() as u32).to_le_bytes());
-    align(&mut out);
-    let names_at = out.len();
-    let mut markers = Vec::new();
-    for (index, (_, name)) in symbols.iter().enumerate() {
-        if index % 256 == 0 {
-            markers.push((out.len() - names_at) as u32);
-        }
-        let tokens = name.replace("__", "\x01").into_bytes();
-        if tokens.len() < 0x80 {
-            out.push(tokens.len() as u8);
-        } else {
-            out.extend_from_slice(&[tokens.len() as u8 | 0x80, (tokens.len() >> 7) as u8]);
-        }
-        out.extend_from_slice(&tokens);
-    }
-    align(&mut out);
-    for marker in markers {
-        out.extend_from_slice(&marker.to_le_bytes());
-    }
-    align(&mut out);
-    if seqs_between {
-        for index in 0..symbols.len() as u32 {
-            out.extend_from_slice(&index.to_be_bytes()[1..]);
-        }
-        align(&mut out);
-    }
-    let mut index = Vec::new();
-    let tokens_at = out.len();
-    for token in 0..=255u8 {
-        index.extend_from_slice(&((out.len() - tokens_at) as u16).to_le_bytes());
-        match token {
-            1 => out.extend_from_slice(b"__"),
-            b'!'..=b'~' => out.push(token),
-            _ => {}
-        }
-        out.push(0);
-    }
-    align(&mut out);
-    out.extend_from_slice(&index);
-    if matches!(order, Order::After | Order::AfterWithoutBase) {
-        align(&mut out);
-        offsets(&mut out);
-    }
-    assert_eq!(base % pointer as u64, 0);
+    let out = layout.arrays(&symbols);
     kernel.data.extend_from_slice(&out);
     kernel
+}
+
+/// How the arrays are laid out.
+pub struct Layout {
+    pub pointer: usize,
+    /// Where they are put.
+    pub base: u64,
+    pub relative_base: u64,
+    pub order: Order,
+    pub percpu: bool,
+    pub seqs_between: bool,
+}
+
+impl Layout {
+    /// The arrays for symbols {address, letter and name} that are sorted.
+    pub fn arrays(&self, symbols: &[(u64, String)]) -> Vec<u8> {
+        let Self {
+            pointer,
+            base,
+            relative_base,
+            order,
+            percpu,
+            seqs_between,
+        } = *self;
+        let mut out = Vec::new();
+        let alignment = match order {
+            Order::AfterWithoutBase => {
+                // So that the arrays are not aligned to more than four bytes.
+                out.extend_from_slice(&[0xff; 4]);
+                4
+            }
+            _ => pointer,
+        };
+        let align = |out: &mut Vec<u8>| out.resize(out.len().next_multiple_of(alignment), 0);
+        let word =
+            |out: &mut Vec<u8>, value: u64| out.extend_from_slice(&value.to_le_bytes()[..pointer]);
+        let offsets = |out: &mut Vec<u8>| {
+            for (address, _) in symbols {
+                let offset = match order {
+                    Order::AfterWithoutBase => address.wrapping_sub(base + out.len() as u64) as u32,
+                    // CONFIG_KALLSYMS_ABSOLUTE_PERCPU.
+                    _ if percpu => relative_base.wrapping_sub(*address).wrapping_sub(1) as u32,
+                    _ => address.wrapping_sub(relative_base) as u32,
+                };
+                out.extend_from_slice(&offset.to_le_bytes());
+            }
+            if !matches!(order, Order::AfterWithoutBase) {
+                align(out);
+                word(out, relative_base);
+            }
+        };
+        match order {
+            Order::Absolute => symbols
+                .iter()
+                .for_each(|(address, _)| word(&mut out, *address)),
+            Order::Before => offsets(&mut out),
+            Order::After | Order::AfterWithoutBase => {}
+        }
+        out.extend_from_slice(&(symbols.len() as u32).to_le_bytes());
+        align(&mut out);
+        let names_at = out.len();
+        let mut markers = Vec::new();
+        for (index, (_, name)) in symbols.iter().enumerate() {
+            if index % 256 == 0 {
+                markers.push((out.len() - names_at) as u32);
+            }
+            let tokens = name.replace("__", "\x01").into_bytes();
+            if tokens.len() < 0x80 {
+                out.push(tokens.len() as u8);
+            } else {
+                out.extend_from_slice(&[tokens.len() as u8 | 0x80, (tokens.len() >> 7) as u8]);
+            }
+            out.extend_from_slice(&tokens);
+        }
+        align(&mut out);
+        for marker in markers {
+            out.extend_from_slice(&marker.to_le_bytes());
+        }
+        align(&mut out);
+        if seqs_between {
+            for index in 0..symbols.len() as u32 {
+                out.extend_from_slice(&index.to_be_bytes()[1..]);
+            }
+            align(&mut out);
+        }
+        let mut index = Vec::new();
+        let tokens_at = out.len();
+        for token in 0..=255u8 {
+            index.extend_from_slice(&((out.len() - tokens_at) as u16).to_le_bytes());
+            match token {
+                1 => out.extend_from_slice(b"__"),
+                b'!'..=b'~' => out.push(token),
+                _ => {}
+            }
+            out.push(0);
+        }
+        align(&mut out);
+        out.extend_from_slice(&index);
+        if matches!(order, Order::After | Order::AfterWithoutBase) {
+            align(&mut out);
+            offsets(&mut out);
+        }
+        assert_eq!(base % pointer as u64, 0);
+        out
+    }
 }

@@ -27,6 +27,7 @@ enum Line {
         message: String,
     },
     Denied(Entry),
+    Flush(oneshot::Sender<()>),
 }
 
 /// The log, for all calls.
@@ -108,6 +109,14 @@ impl Audit {
             why: cut(why, MAX_MESSAGE_BYTES),
             unwritten,
         }));
+    }
+
+    /// Waits until what was said before is written.
+    pub async fn flush(&self) {
+        let (done, flushed) = oneshot::channel();
+        if self.lines.send(Line::Flush(done)).is_ok() {
+            let _ = flushed.await;
+        }
     }
 
     /// Lines in the log.
@@ -218,6 +227,9 @@ impl Writer {
                 if let Err(error) = self.log.outcome(id, &code, &message) {
                     self.failed(&error);
                 }
+            }
+            Line::Flush(done) => {
+                let _ = done.send(());
             }
             Line::Denied(entry) => {
                 if let Err(error) = self.log.intent(entry) {

@@ -94,9 +94,13 @@ impl Node {
         self.decide(call, guest, Want::Keys(&keys))
     }
 
-    /// Decides about the call and its keys. The message may be another one afterwards.
-    pub(super) async fn check(&self, call: &mut Call, guest: &Guest) -> Result<Forward, Status> {
-        let allowed = self.decide_role(call, &guest.name)?;
+    /// Decides about the keys of a call whose role is allowed. The message may be another one afterwards.
+    pub(super) async fn check(
+        &self,
+        call: &mut Call,
+        guest: &Guest,
+        allowed: Allowed,
+    ) -> Result<Forward, Status> {
         let effect = call.method.effect;
         let touches_keys = match effect {
             Effect::Read | Effect::Guest | Effect::Discard => false,

@@ -138,8 +138,8 @@ impl Node {
             if method.name == "ListGuests" {
                 return guests::list(self, &call).await;
             }
-            let guest = self.guest_of(&call)?;
-            self.forward(call, guest, rest, &mut finish).await
+            let (guest, allowed) = self.guest_of(&call)?;
+            self.forward(call, guest, allowed, rest, &mut finish).await
         };
         match answered.await {
             Ok(answer) => Ok(observed(answer, finish)),
@@ -169,7 +169,7 @@ impl Node {
 
     /// The guest that the call names. The policy decides about the name first, so that it says nothing
     /// about guests that the caller may not see.
-    fn guest_of(&self, call: &Call) -> Result<Guest, Status> {
+    fn guest_of(&self, call: &Call) -> Result<(Guest, Allowed), Status> {
         let name = call.guest.as_str();
         let found = if name.is_empty() {
             self.directory.only()
@@ -178,10 +178,8 @@ impl Node {
             self.directory.find(name)
         };
         if let Some(guest) = found {
-            if name.is_empty() {
-                self.decide_role(call, &guest.name)?;
-            }
-            return Ok(guest);
+            let allowed = self.decide_role(call, &guest.name)?;
+            return Ok((guest, allowed));
         }
         let visible = guests::visible(self, call);
         let known: Vec<_> = visible.into_iter().map(|guest| guest.name).collect();
@@ -196,6 +194,7 @@ impl Node {
         &self,
         mut call: Call,
         guest: Guest,
+        allowed: Allowed,
         rest: frame::Rest,
         finish: &mut Finish,
     ) -> Result<Response<Body>, Status> {
@@ -204,7 +203,7 @@ impl Node {
             status::exhausted("TOO_MANY_CALLS", &message)
         })?;
         finish.permits.push(permit);
-        let allowed = match self.check(&mut call, &guest).await? {
+        let allowed = match self.check(&mut call, &guest, allowed).await? {
             Forward::Call(allowed) => allowed,
             Forward::Plan(allowed, plan) => {
                 return updates::commit(self, &call, &guest, allowed, plan, finish).await;

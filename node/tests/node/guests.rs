@@ -127,6 +127,8 @@ async fn a_killed_daemon_leaves_the_guests_and_finds_them_again() {
         .update_static_keys(request())
         .await
         .expect("changed");
+    // The outcome is written beside the answer.
+    host.audit_until(2).await;
     host.kill_daemon();
     host.start_daemon(&[]).await;
     let after = host.list_until(1).await;
@@ -141,7 +143,7 @@ async fn a_killed_daemon_leaves_the_guests_and_finds_them_again() {
         .expect("changed");
     assert_eq!(one.guest.count("net_a"), 2);
     // The chain goes on over both lives.
-    assert_eq!(host.audit().len(), 4, "{:?}", host.audit());
+    host.audit_until(4).await;
     let checked = patchbay_node::audit::verify(&host.path("audit.jsonl"), |_| {});
     assert_eq!(checked.expect("unbroken").records, 4);
 }

@@ -307,3 +307,81 @@ async fn tracepoints_are_named_in_the_place_of_patterns() {
     }
     assert_eq!(fake.received("ArmTracepoints").len(), 1);
 }
+
+/// The monitor's own code, end to end.
+#[tokio::test]
+async fn patterns_change_the_keys_that_the_rule_covers() {
+    let rule = "role: operator, keys: ['net_*']";
+    let policy = format!(
+        "rules: [{{name: own, principals: ['{}'], {rule}}}]",
+        own_uid()
+    );
+    let mut host = Host::new(&policy);
+    host.start_daemon(&[]).await;
+    let web = host.monitor("web-1");
+    host.list_until(1).await;
+    let mut keys = host.keys().await;
+    let counts = || ["net_a", "net_b", "ext4_a"].map(|key| web.guest.count(key));
+    let answer = keys
+        .update_static_keys(update_matching("web-1", &["net_*"]))
+        .await;
+    let answer = answer.expect("allowed").into_inner();
+    assert_eq!(answer.results.len(), 2);
+    assert_eq!(counts(), [1, 1, 0]);
+    let refused = keys
+        .update_static_keys(update_matching("web-1", &["*_a"]))
+        .await;
+    let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
+    assert!(message.contains("ext4_a"), "{message}");
+    // Checked, and changed nothing.
+    let validate = v1::UpdateStaticKeysRequest {
+        validate_only: true,
+        ..update_matching("web-1", &["net_*"])
+    };
+    keys.update_static_keys(validate).await.expect("valid");
+    assert_eq!(counts(), [1, 1, 0]);
+    // A repeat with the same id changes nothing.
+    for _ in 0..2 {
+        let request = v1::UpdateStaticKeysRequest {
+            request_id: "once".to_owned(),
+            ..update_matching("web-1", &["net_a"])
+        };
+        keys.update_static_keys(request).await.expect("allowed");
+        assert_eq!(counts(), [2, 1, 0]);
+    }
+    let prepare = v1::PrepareUpdateRequest {
+        guest: "web-1".to_owned(),
+        updates: update_matching("web-1", &["net_*"]).updates,
+        ..Default::default()
+    };
+    let plan = keys
+        .prepare_update(prepare)
+        .await
+        .expect("allowed")
+        .into_inner();
+    let commit = v1::CommitUpdateRequest {
+        guest: "web-1".to_owned(),
+        plan_id: plan.plan_id,
+        digest: plan.digest,
+        ..Default::default()
+    };
+    keys.commit_update(commit).await.expect("committed");
+    assert_eq!(counts(), [3, 2, 0]);
+    let list = v1::ListHoldsRequest {
+        guest: "web-1".to_owned(),
+        ..Default::default()
+    };
+    let holds = keys
+        .list_holds(list)
+        .await
+        .expect("listed")
+        .into_inner()
+        .holds;
+    let release = v1::ReleaseHoldsRequest {
+        guest: "web-1".to_owned(),
+        ids: holds.into_iter().map(|hold| hold.id).collect(),
+        ..Default::default()
+    };
+    keys.release_holds(release).await.expect("its own");
+    assert_eq!(counts(), [0, 0, 0]);
+}

@@ -187,10 +187,23 @@ impl Host {
         GuestServiceClient::new(self.channel().await)
     }
 
+    /// Waits until the host's audit log has so many lines.
+    pub async fn audit_until(&self, lines: usize) {
+        let wait = async {
+            while self.audit().len() != lines {
+                tokio::task::yield_now().await;
+            }
+        };
+        let waited = tokio::time::timeout(PATIENCE, wait).await;
+        waited.unwrap_or_else(|_| panic!("never {lines} lines: {:?}", self.audit()));
+    }
+
     /// Lines of the host's audit log.
     pub fn audit(&self) -> Vec<serde_json::Value> {
         let log = std::fs::read_to_string(self.path("audit.jsonl")).expect("the audit log");
-        let lines = log.lines();
+        // The last line may be half written.
+        let whole = log.rsplit_once('\n').map_or("", |(whole, _)| whole);
+        let lines = whole.lines();
         lines
             .map(|line| serde_json::from_str(line).expect("JSON"))
             .collect()

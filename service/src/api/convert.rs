@@ -8,7 +8,7 @@ use static_keys::{Class, NotPatchable, Op};
 
 use crate::guest::Transport;
 use crate::keys::{
-    Event, FlipReport, GateKind, HoldView, KeyOutcome, KeyView, KeysError, Quarantine,
+    ClosedGate, Event, FlipReport, HoldView, KeyOutcome, KeyView, KeysError, Quarantine,
     QuarantineCause, RegistrationPhase, SiteView, UpdateSummary,
 };
 
@@ -72,22 +72,22 @@ pub fn registration(phase: RegistrationPhase) -> v1::RegistrationState {
     }
 }
 
-pub fn gate(gate: GateKind) -> v1::Gate {
+pub fn gate(gate: ClosedGate) -> v1::Gate {
     match gate {
-        GateKind::SystemState => v1::Gate::SystemState,
-        GateKind::JumpLabelMutex => v1::Gate::JumpLabelMutex,
-        GateKind::TextMutex => v1::Gate::TextMutex,
-        GateKind::TextPoke => v1::Gate::TextPoke,
-        GateKind::TracepointsMutex => v1::Gate::TracepointsMutex,
-        GateKind::ModuleMutex => v1::Gate::ModuleMutex,
-        GateKind::ModuleState => v1::Gate::ModuleState,
-        GateKind::KeyChanged => v1::Gate::KeyChanged,
-        GateKind::VcpuInSite => v1::Gate::VcpuInSite,
-        GateKind::BreakpointPending => v1::Gate::BreakpointPending,
-        GateKind::RegistrationChanged => v1::Gate::RegistrationChanged,
-        GateKind::Memory => v1::Gate::Memory,
-        GateKind::Pause => v1::Gate::Pause,
-        GateKind::Other => v1::Gate::Other,
+        ClosedGate::SystemState => v1::Gate::SystemState,
+        ClosedGate::JumpLabelMutex => v1::Gate::JumpLabelMutex,
+        ClosedGate::TextMutex => v1::Gate::TextMutex,
+        ClosedGate::TextPoke => v1::Gate::TextPoke,
+        ClosedGate::TracepointsMutex => v1::Gate::TracepointsMutex,
+        ClosedGate::ModuleMutex => v1::Gate::ModuleMutex,
+        ClosedGate::ModuleState => v1::Gate::ModuleState,
+        ClosedGate::KeyChanged => v1::Gate::KeyChanged,
+        ClosedGate::VcpuInSite => v1::Gate::VcpuInSite,
+        ClosedGate::BreakpointPending => v1::Gate::BreakpointPending,
+        ClosedGate::RegistrationChanged => v1::Gate::RegistrationChanged,
+        ClosedGate::Memory => v1::Gate::Memory,
+        ClosedGate::Pause => v1::Gate::Pause,
+        ClosedGate::Other => v1::Gate::Other,
     }
 }
 
@@ -152,7 +152,7 @@ fn site(site: SiteView) -> v1::Site {
 
 pub fn hold(hold: HoldView) -> v1::Hold {
     v1::Hold {
-        id: String::new(),
+        id: hold.id,
         key: hold.key.to_string(),
         holder: hold.holder.to_string(),
         reason: hold.reason.to_string(),
@@ -162,16 +162,16 @@ pub fn hold(hold: HoldView) -> v1::Hold {
     }
 }
 
-pub fn results(results: Vec<KeyOutcome>) -> Vec<v1::KeyResult> {
-    let result = |of: KeyOutcome| v1::KeyResult {
+pub fn results(results: &[KeyOutcome]) -> Vec<v1::KeyResult> {
+    let result = |of: &KeyOutcome| v1::KeyResult {
         name: of.key.to_string(),
         count_before: of.count_before,
         count_after: of.count_after,
         sites_patched: of.sites_patched,
-        etag: of.etag,
-        hold_id: of.hold_id,
+        etag: of.etag.to_string(),
+        hold_id: of.hold_id.clone(),
     };
-    results.into_iter().map(result).collect()
+    results.iter().map(result).collect()
 }
 
 pub fn summary(summary: UpdateSummary) -> v1::UpdateSummary {

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use http_body_util::BodyExt;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
@@ -22,6 +22,7 @@ use tonic::transport::server::Connected;
 use tower::{Layer, Service};
 
 use super::status;
+use super::stream::Stream;
 use crate::log_limit::limited;
 
 /// Connections that are served.
@@ -76,7 +77,7 @@ impl Peer {
 /// An accepted connection.
 #[derive(Debug)]
 pub struct Connection {
-    stream: UnixStream,
+    stream: Stream,
     peer: Peer,
     _permit: OwnedSemaphorePermit,
 }
@@ -109,6 +110,10 @@ pub fn incoming(listener: UnixListener) -> ReceiverStream<std::io::Result<Connec
                 continue;
             };
             let uid = stream.peer_cred().ok().map(|peer| peer.uid());
+            // Without a descriptor or memory for it the connection is closed.
+            let Ok(stream) = Stream::new(stream) else {
+                continue;
+            };
             let connection = Connection {
                 stream,
                 peer: Peer { uid, calls },

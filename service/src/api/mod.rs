@@ -12,17 +12,21 @@ mod convert;
 mod endpoint;
 mod guest;
 mod guests;
+mod holds;
 mod limits;
 mod methods;
+mod plans;
 mod static_keys;
 mod status;
+mod stream;
 mod tracepoints;
 
 use std::time::Duration;
 
 use patchbay_proto::v1::ResultView;
 use tokio::sync::watch;
-use tonic::Status;
+
+use self::status::ends;
 
 pub use self::access::Access;
 pub use self::endpoint::{Endpoint, ServeError};
@@ -36,13 +40,6 @@ pub use crate::socket::{ListeningSocket as ApiSocket, SocketError};
 async fn wait_for_end(ending: &mut watch::Receiver<bool>) {
     // An error means that the sender is gone, which is the end as well.
     let _ = ending.wait_for(|ending| *ending).await;
-}
-
-/// How a stream ends when its guest is served no longer.
-fn ends() -> Status {
-    Status::unavailable(
-        "the guest is served here no longer: the monitor ends, or gave the guest away",
-    )
 }
 
 /// Whether a request wants numbers alone.

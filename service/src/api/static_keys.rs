@@ -16,19 +16,21 @@ use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 
 use super::access::Access;
-use super::{convert, invalid};
+use super::{convert, holds, invalid, plans};
 use crate::keys::{
-    Event, KeyUpdate, KeysError, ListQuery, MAX_UPDATES, Selection, Target,
-    UpdateRequest, replay,
+    Event, KeyUpdate, KeysError, ListQuery, MAX_UPDATES, PAGE_BYTES, Revision, Selection, Target,
+    UpdateRequest, Watcher, replay,
 };
 
-const MAX_REQUEST_ID_BYTES: usize = 128;
+pub(super) const MAX_REQUEST_ID_BYTES: usize = 128;
 const MAX_REASON_BYTES: usize = 256;
 /// Longest time that one update may take, and the deadline of calls that bring none.
 const MAX_DEADLINE: Duration = Duration::from_secs(30);
-const MAX_TTL: Duration = Duration::from_secs(365 * 24 * 3600);
+pub(super) const MAX_TTL: Duration = Duration::from_secs(365 * 24 * 3600);
 const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
 const DEFAULT_STOP_TIMEOUT: Duration = Duration::from_secs(1);
+/// Tag and length of an event in its response, at most.
+const EVENT_FRAME_BYTES: usize = 8;
 /// Kept of a call's time for the answer's way to the client.
 const MAX_ANSWER_TIME: Duration = Duration::from_millis(250);
 
@@ -99,13 +101,14 @@ impl StaticKeysService for StaticKeysApi {
         let received = Instant::now();
         let (guest, principal, request) = self.access.admit(request)?;
         let deadline = received + time_allowed(request.metadata());
-        let request = update_request(request.into_inner(), principal.into(), received, deadline)?;
+        let principal = String::from(principal);
+        let request = update_request(request.into_inner(), principal.clone(), received, deadline)?;
         let outcome = guest.keys.update(request).await?;
-        // Kept for the request id, if it has one.
-        let outcome = Arc::unwrap_or_clone(outcome);
+        let page = guest.keys.first_results(outcome, &principal);
+        let outcome = page.outcome();
         Ok(Response::new(v1::UpdateStaticKeysResponse {
-            results: convert::results(outcome.results),
-            next_page_token: String::new(),
+            results: convert::results(page.results()),
+            next_page_token: page.next_page_token.clone(),
             summary: Some(convert::summary(outcome.summary)),
             report: outcome.report.map(convert::report),
             revision: outcome.revision,
@@ -123,7 +126,7 @@ impl StaticKeysService for StaticKeysApi {
         let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let patterns = Patterns::parse(&request.patterns).map_err(KeysError::from)?;
-        let mut watcher = guest
+        let watcher = guest
             .keys
             .watch(request.start_revision, &request.incarnation)?;
         let mut ending = guest.ending();
@@ -135,6 +138,12 @@ impl StaticKeysService for StaticKeysApi {
             incarnation: incarnation.clone(),
             ..Default::default()
         };
+        let mut changes = Changes {
+            watcher,
+            patterns,
+            incarnation,
+            rest: None,
+        };
         tokio::spawn(async move {
             let tell = async {
                 let mut message = Ok(begin);
@@ -143,9 +152,7 @@ impl StaticKeysService for StaticKeysApi {
                     if sender.send(message).await.is_err() || last {
                         return;
                     }
-                    message = next_change(&mut watcher, &patterns, &incarnation)
-                        .await
-                        .map_err(Status::from);
+                    message = changes.next().await.map_err(Status::from);
                 }
             };
             tokio::select! {
@@ -164,89 +171,113 @@ impl StaticKeysService for StaticKeysApi {
         request: Request<v1::ListHoldsRequest>,
     ) -> Result<Response<v1::ListHoldsResponse>, Status> {
         let (guest, _, request) = self.access.admit(request)?;
-        let patterns = Patterns::parse(&request.into_inner().patterns).map_err(KeysError::from)?;
-        let holds = guest.keys.holds(&patterns)?;
-        Ok(Response::new(v1::ListHoldsResponse {
-            holds: holds.into_iter().map(convert::hold).collect(),
-            next_page_token: String::new(),
-        }))
+        let answer = holds::list(&guest.keys, request.into_inner()).await?;
+        Ok(Response::new(answer))
     }
 
     async fn list_update_results(
         &self,
         request: Request<v1::ListUpdateResultsRequest>,
     ) -> Result<Response<v1::ListUpdateResultsResponse>, Status> {
-        self.access.admit(request)?;
-        Err(Status::unimplemented("not there yet"))
+        let (guest, principal, request) = self.access.admit(request)?;
+        plans::list_results(&guest.keys, principal.into(), &request)
     }
 
     async fn prepare_update(
         &self,
         request: Request<v1::PrepareUpdateRequest>,
     ) -> Result<Response<v1::PrepareUpdateResponse>, Status> {
-        self.access.admit(request)?;
-        Err(Status::unimplemented("not there yet"))
+        let (guest, principal, request) = self.access.admit(request)?;
+        plans::prepare(&guest.keys, principal.into(), request).await
     }
 
     async fn commit_update(
         &self,
         request: Request<v1::CommitUpdateRequest>,
     ) -> Result<Response<v1::CommitUpdateResponse>, Status> {
-        self.access.admit(request)?;
-        Err(Status::unimplemented("not there yet"))
+        let (guest, principal, request) = self.access.admit(request)?;
+        plans::commit(&guest.keys, principal.into(), request).await
     }
 
     async fn discard_update(
         &self,
         request: Request<v1::DiscardUpdateRequest>,
     ) -> Result<Response<v1::DiscardUpdateResponse>, Status> {
-        self.access.admit(request)?;
-        Err(Status::unimplemented("not there yet"))
+        let (guest, principal, request) = self.access.admit(request)?;
+        plans::discard(&guest.keys, principal.into(), request).await
     }
 
     async fn release_holds(
         &self,
         request: Request<v1::ReleaseHoldsRequest>,
     ) -> Result<Response<v1::ReleaseHoldsResponse>, Status> {
-        self.access.admit(request)?;
-        Err(Status::unimplemented("not there yet"))
+        let (guest, principal, request) = self.access.admit(request)?;
+        let answer = holds::release(&guest.keys, request, principal.into()).await?;
+        Ok(Response::new(answer))
     }
 
     async fn renew_holds(
         &self,
         request: Request<v1::RenewHoldsRequest>,
     ) -> Result<Response<v1::RenewHoldsResponse>, Status> {
-        self.access.admit(request)?;
-        Err(Status::unimplemented("not there yet"))
+        let (guest, principal, request) = self.access.admit(request)?;
+        let answer = holds::renew(&guest.keys, request.into_inner(), principal.into()).await?;
+        Ok(Response::new(answer))
     }
 }
 
-/// The next revision with an event that the watcher wants.
-async fn next_change(
-    watcher: &mut crate::keys::Watcher,
-    patterns: &Patterns,
-    incarnation: &str,
-) -> Result<v1::WatchStaticKeysResponse, KeysError> {
-    loop {
-        let revision = watcher.next().await?;
-        let wanted = |event: &&Event| {
-            event.key().is_none_or(|key| {
-                let (module, name) = split_name(key);
-                patterns.select(module, name)
-            })
-        };
-        let events = revision.events.iter().filter(wanted);
-        let events: Vec<_> = events.map(convert::event).collect();
-        if !events.is_empty() {
+/// What one watch sends.
+struct Changes {
+    watcher: Watcher,
+    patterns: Patterns,
+    incarnation: String,
+    /// A revision of which a part is sent, and the first event of the rest.
+    rest: Option<(Arc<Revision>, usize)>,
+}
+
+impl Changes {
+    /// The next response with an event that the watcher wants. A large revision makes several.
+    async fn next(&mut self) -> Result<v1::WatchStaticKeysResponse, KeysError> {
+        loop {
+            let (revision, first) = match self.rest.take() {
+                Some(rest) => rest,
+                None => (self.watcher.next().await?, 0),
+            };
+            let mut bytes = 0;
+            let mut events = Vec::new();
+            let mut rest = None;
+            for (index, event) in revision.events.iter().enumerate().skip(first) {
+                if !wants(&self.patterns, event) {
+                    continue;
+                }
+                let event = convert::event(event);
+                bytes += event.encoded_len() + EVENT_FRAME_BYTES;
+                if bytes > PAGE_BYTES && !events.is_empty() {
+                    rest = Some(index);
+                    break;
+                }
+                events.push(event);
+            }
+            if events.is_empty() {
+                continue;
+            }
+            self.rest = rest.map(|index| (Arc::clone(&revision), index));
             return Ok(v1::WatchStaticKeysResponse {
                 revision: revision.number,
-                incarnation: incarnation.to_owned(),
+                incarnation: self.incarnation.clone(),
                 time: Some(revision.time.into()),
                 events,
-                more: false,
+                more: rest.is_some(),
             });
         }
     }
+}
+
+fn wants(patterns: &Patterns, event: &Event) -> bool {
+    event.key().is_none_or(|key| {
+        let (module, name) = split_name(key);
+        patterns.select(module, name)
+    })
 }
 
 fn update_request(
@@ -255,65 +286,116 @@ fn update_request(
     received: Instant,
     deadline: Instant,
 ) -> Result<UpdateRequest, KeysError> {
-    if request.updates.is_empty() || request.updates.len() > MAX_UPDATES {
-        return Err(invalid(
-            "updates",
-            format!("{} given; give 1 to {MAX_UPDATES}", request.updates.len()),
-        ));
-    }
-    if request.request_id.len() > MAX_REQUEST_ID_BYTES {
-        return Err(invalid(
-            "request_id",
-            format!("is longer than {MAX_REQUEST_ID_BYTES} bytes"),
-        ));
-    }
-    if request.reason.len() > MAX_REASON_BYTES {
-        return Err(invalid(
-            "reason",
-            format!("is longer than {MAX_REASON_BYTES} bytes"),
-        ));
-    }
     let request_id = std::mem::take(&mut request.request_id);
-    // Of what will not be remembered no digest is needed.
-    let content = match request_id.as_str() {
-        "" => replay::Content::default(),
-        _ => replay::content(&request.encode_to_vec()),
-    };
-    let ttl = super::from_proto("ttl", request.ttl, Duration::from_millis(1)..=MAX_TTL)?;
-    let stop_timeout = super::from_proto(
-        "stop_timeout",
+    let content = content(&request_id, &request)?;
+    check_reason(&request.reason)?;
+    let attempts = attempts(
         request.stop_timeout,
-        Duration::from_micros(1)..=MAX_STOP_TIMEOUT,
-    )?;
-    let retry_timeout = super::from_proto(
-        "retry_timeout",
         request.retry_timeout,
-        Duration::from_millis(1)..=MAX_DEADLINE,
+        received,
+        deadline,
     )?;
-    let deadline = retry_timeout.map_or(deadline, |timeout| deadline.min(received + timeout));
-    let summary_only = super::summary_only(request.result_view)?;
-    // Each is held against each key.
-    let patterns: usize = request.updates.iter().map(|one| one.patterns.len()).sum();
-    if patterns > MAX_PATTERNS {
-        let message = format!("have {patterns} patterns; give up to {MAX_PATTERNS}");
-        return Err(invalid("updates", message));
-    }
-    let updates = request.updates.into_iter().map(key_update);
-    let updates = updates.collect::<Result<_, _>>()?;
     Ok(UpdateRequest {
-        updates,
         owner,
         request_id,
         content,
         validate_only: request.validate_only,
         allow_guarded: request.allow_guarded,
         force: request.force,
-        summary_only,
+        summary_only: super::summary_only(request.result_view)?,
+        tracepoints: None,
+        ttl: hold_ttl("ttl", request.ttl)?,
+        updates: key_updates(request.updates)?,
         reason: request.reason,
-        ttl,
-        stop_timeout: stop_timeout.unwrap_or(DEFAULT_STOP_TIMEOUT),
-        deadline,
+        stop_timeout: attempts.stop_timeout,
+        deadline: attempts.deadline,
     })
+}
+
+/// Digest of a request, for its repeats. `request` is without its id.
+///
+/// # Errors
+/// INVALID_ARGUMENT if the id is too long.
+pub(super) fn content(
+    request_id: &str,
+    request: &impl Message,
+) -> Result<replay::Content, KeysError> {
+    if request_id.len() > MAX_REQUEST_ID_BYTES {
+        return Err(invalid(
+            "request_id",
+            format!("is longer than {MAX_REQUEST_ID_BYTES} bytes"),
+        ));
+    }
+    // Of what will not be remembered no digest is needed.
+    Ok(match request_id {
+        "" => replay::Content::default(),
+        _ => replay::content(&request.encode_to_vec()),
+    })
+}
+
+/// # Errors
+/// INVALID_ARGUMENT if the reason is too long.
+pub(super) fn check_reason(reason: &str) -> Result<(), KeysError> {
+    if reason.len() > MAX_REASON_BYTES {
+        let message = format!("is longer than {MAX_REASON_BYTES} bytes");
+        return Err(invalid("reason", message));
+    }
+    Ok(())
+}
+
+/// # Errors
+/// INVALID_ARGUMENT for a time out of range.
+pub(super) fn hold_ttl(
+    field: &'static str,
+    ttl: Option<prost_types::Duration>,
+) -> Result<Option<Duration>, KeysError> {
+    super::from_proto(field, ttl, Duration::from_millis(1)..=MAX_TTL)
+}
+
+/// How long a change may be attempted.
+pub(super) struct Attempts {
+    pub stop_timeout: Duration,
+    pub deadline: Instant,
+}
+
+/// # Errors
+/// INVALID_ARGUMENT for a time out of range.
+pub(super) fn attempts(
+    stop_timeout: Option<prost_types::Duration>,
+    retry_timeout: Option<prost_types::Duration>,
+    received: Instant,
+    deadline: Instant,
+) -> Result<Attempts, KeysError> {
+    let stop_timeout = super::from_proto(
+        "stop_timeout",
+        stop_timeout,
+        Duration::from_micros(1)..=MAX_STOP_TIMEOUT,
+    )?;
+    let retry_timeout = super::from_proto(
+        "retry_timeout",
+        retry_timeout,
+        Duration::from_millis(1)..=MAX_DEADLINE,
+    )?;
+    Ok(Attempts {
+        stop_timeout: stop_timeout.unwrap_or(DEFAULT_STOP_TIMEOUT),
+        deadline: retry_timeout.map_or(deadline, |timeout| deadline.min(received + timeout)),
+    })
+}
+
+/// # Errors
+/// INVALID_ARGUMENT for too many or malformed updates.
+pub(super) fn key_updates(updates: Vec<v1::KeyUpdate>) -> Result<Vec<KeyUpdate>, KeysError> {
+    if updates.is_empty() || updates.len() > MAX_UPDATES {
+        let message = format!("{} given; give 1 to {MAX_UPDATES}", updates.len());
+        return Err(invalid("updates", message));
+    }
+    // Each is held against each key.
+    let patterns: usize = updates.iter().map(|one| one.patterns.len()).sum();
+    if patterns > MAX_PATTERNS {
+        let message = format!("have {patterns} patterns; give up to {MAX_PATTERNS}");
+        return Err(invalid("updates", message));
+    }
+    updates.into_iter().map(key_update).collect()
 }
 
 fn key_update(update: v1::KeyUpdate) -> Result<KeyUpdate, KeysError> {

@@ -41,6 +41,9 @@ impl From<KeysError> for Status {
             KeysError::NothingSelected { patterns } => {
                 details.set_resource_info("StaticKey", patterns, "", "no such key");
             }
+            KeysError::HoldNotFound { id } => {
+                details.set_resource_info("Hold", id, "", "no such hold");
+            }
             KeysError::InvalidArgument { field, message } => {
                 details.add_bad_request_violation(*field, message);
             }
@@ -80,7 +83,17 @@ impl From<KeysError> for Status {
             KeysError::RevisionInFuture { next, .. } => {
                 metadata.insert("next_revision".to_owned(), next.to_string());
             }
+            KeysError::PlanNotFound { plan_id } => {
+                details.set_resource_info("Plan", plan_id, "", "no such plan");
+            }
+            KeysError::PlanNotOwned { plan_id } => {
+                details.set_resource_info("Plan", plan_id, "", "another principal's plan");
+            }
+            KeysError::PlanStale { plan_id, why } => {
+                details.add_precondition_failure_violation("PLAN", plan_id, why);
+            }
             KeysError::NotStopped { .. }
+            | KeysError::TooManyPlans { .. }
             | KeysError::WriteFault { .. }
             | KeysError::AuditLogUnwritable { .. }
             | KeysError::Cancelled
@@ -111,8 +124,13 @@ fn code(error: &KeysError) -> Code {
         | KeysError::KeyRefused { .. }
         | KeysError::GuestStopped
         | KeysError::GuestPaused
+        | KeysError::PlanStale { .. }
         | KeysError::AuditLogUnwritable { .. } => Code::FailedPrecondition,
-        KeysError::KeyNotFound { .. } | KeysError::NothingSelected { .. } => Code::NotFound,
+        KeysError::KeyNotFound { .. }
+        | KeysError::NothingSelected { .. }
+        | KeysError::HoldNotFound { .. }
+        | KeysError::PlanNotFound { .. } => Code::NotFound,
+        KeysError::PlanNotOwned { .. } => Code::PermissionDenied,
         KeysError::InvalidArgument { .. } | KeysError::RequestIdReused { .. } => {
             Code::InvalidArgument
         }
@@ -123,7 +141,9 @@ fn code(error: &KeysError) -> Code {
         KeysError::NotStopped { .. } | KeysError::NotPoweredOff { .. } => Code::DeadlineExceeded,
         KeysError::ForeignBytes { .. } | KeysError::WriteFault { .. } => Code::DataLoss,
         KeysError::Cancelled => Code::Cancelled,
-        KeysError::QueueFull { .. } | KeysError::WatchTooSlow { .. } => Code::ResourceExhausted,
+        KeysError::QueueFull { .. }
+        | KeysError::WatchTooSlow { .. }
+        | KeysError::TooManyPlans { .. } => Code::ResourceExhausted,
         KeysError::Compacted { .. }
         | KeysError::RevisionInFuture { .. }
         | KeysError::IncarnationChanged { .. } => Code::OutOfRange,
@@ -221,3 +241,17 @@ pub fn exhausted(reason: &'static str, message: String) -> Status {
     let code = Code::ResourceExhausted;
     status(code, reason, message, Metadata::new(), ErrorDetails::new())
 }
+
+/// How a stream ends when its guest is served no longer.
+pub fn ends() -> Status {
+    status(
+        Code::Unavailable,
+        "ENDPOINT_ENDING",
+        "the guest is served here no longer: the monitor ends, or the endpoint gave the guest up",
+        Metadata::new(),
+        ErrorDetails::new(),
+    )
+}
+
+#[cfg(test)]
+mod tests;

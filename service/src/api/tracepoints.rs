@@ -22,19 +22,21 @@ use tonic::{Request, Response, Status};
 
 use super::access::Access;
 use super::convert;
-use crate::keys::replay;
+use crate::keys::{KeysError, replay};
 use crate::trace::link::bounded;
 use crate::trace::once::Once;
 use crate::trace::select::{self, Wanted};
 use crate::trace::stream::Subscription;
 use crate::trace::tracer::{ArmTerms, Outcome, SwitchTerms, Tracer};
-use crate::trace::{AgentError, TraceError, book, link};
+use crate::trace::{AgentError, TraceError, link};
 
 const MAX_TEXT_BYTES: usize = 1024;
 const MAX_REQUEST_ID_BYTES: usize = 128;
 const DEFAULT_EVENTS_PER_SECOND: u32 = 50_000;
 const MAX_EVENTS_PER_SECOND: u32 = 1_000_000;
 const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
+const TTL_RANGE: std::ops::RangeInclusive<Duration> =
+    Duration::from_millis(1)..=super::static_keys::MAX_TTL;
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Serves [`TracepointsService`].
@@ -99,6 +101,7 @@ impl TracepointsService for TracepointsApi {
             trigger: text("trigger", request.trigger)?,
             even_if_others: request.even_if_others,
             validate_only: request.validate_only,
+            ttl: super::from_proto("ttl", request.ttl, TTL_RANGE)?,
         };
         let tracer = Arc::clone(&guest.tracer);
         let change = async move { tracer.arm(&client, &wanted, &terms).await };
@@ -122,6 +125,7 @@ impl TracepointsService for TracepointsApi {
         let wanted = Wanted::parse(request.patterns, true)?;
         let mut terms = switch_terms(request.validate_only, request.stop_timeout)?;
         terms.deadline = deadline;
+        terms.ttl = super::from_proto("ttl", request.ttl, TTL_RANGE)?;
         let summary_only = super::summary_only(request.result_view)?;
         let tracer = Arc::clone(&guest.tracer);
         let change = async move { tracer.fire(&client, &wanted, &terms).await };
@@ -199,6 +203,7 @@ impl TracepointsService for TracepointsApi {
             trigger: text("trigger", request.trigger)?,
             even_if_others: request.even_if_others,
             validate_only: false,
+            ttl: None,
         };
         let subscription = guest
             .tracer
@@ -402,7 +407,11 @@ async fn change_once(
     change: impl Future<Output = Result<Outcome, TraceError>> + Send + 'static,
 ) -> Result<Outcome, Status> {
     let tracer = Arc::clone(tracer);
-    whole(async move { tracer.answers.once(once, change).await }).await
+    whole(async move {
+        let boot = tracer.keys.boot();
+        tracer.answers.once(once, boot, change).await
+    })
+    .await
 }
 
 /// Names a change by its request id. `rest` is the request without it.
@@ -438,9 +447,10 @@ async fn whole<T: Send + 'static>(
 ) -> Result<T, Status> {
     match tokio::spawn(change).await {
         Ok(result) => Ok(result?),
-        Err(_) => Err(Status::internal(
-            "the change panicked; see the monitor's log",
-        )),
+        Err(_) => Err(KeysError::Internal {
+            message: "the change panicked; see the monitor's log".to_owned(),
+        }
+        .into()),
     }
 }
 
@@ -452,6 +462,8 @@ async fn list(
     let (events, stale) = tracer.events().await;
     let facts = tracer.facts().await?;
     tracer.forget_vanished(&facts);
+    let armed: Vec<String> = tracer.book().events.keys().cloned().collect();
+    let fired_by = tracer.fired_by(&armed);
     let book = tracer.book();
     let others = select::others(&events, &facts.by_name, |event| {
         book.may_have_probe(event) || book.moving.contains(event)
@@ -468,7 +480,7 @@ async fn list(
         let armed = book.events.get(&name);
         let of_event = facts.by_name.get(select::split(&name).1);
         let enabled = of_event.is_some_and(|facts| facts.enabled);
-        let clients = |of: fn(&book::Armed) -> Vec<String>| armed.map(of).unwrap_or_default();
+        let fired_by = fired_by.get(&name).map(Vec::as_slice).unwrap_or_default();
         v1::Tracepoint {
             state: match (armed, enabled) {
                 (None, _) => v1::TracepointState::Disarmed,
@@ -479,8 +491,8 @@ async fn list(
             enabled,
             probes: of_event.and_then(|facts| facts.probes),
             others: others.get(&name).cloned().unwrap_or_default(),
-            armed_by: clients(|armed| armed.armed_by.iter().cloned().collect()),
-            fired_by: clients(|armed| armed.fired_by.iter().cloned().collect()),
+            armed_by: armed.map_or_else(Vec::new, |armed| armed.armed_by.keys().cloned().collect()),
+            fired_by: fired_by.iter().map(ToString::to_string).collect(),
             refused: select::refusal(of_event).unwrap_or_default(),
             filter: armed.map(|armed| armed.filter.clone()).unwrap_or_default(),
             trigger: armed.map(|armed| armed.trigger.clone()).unwrap_or_default(),

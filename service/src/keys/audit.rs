@@ -46,7 +46,7 @@ pub struct AuditFile {
 /// What a client is about to do.
 #[derive(Debug, Serialize)]
 pub struct Intent<'a> {
-    /// "uid:N", or "monitor" for a lapsed hold.
+    /// "uid:N", or "monitor" for a hold that expired.
     pub owner: &'a str,
     /// As the client gave it.
     pub reason: &'a str,
@@ -54,8 +54,20 @@ pub struct Intent<'a> {
     pub request_id: &'a str,
     /// Whether references of others may be dropped.
     pub force: bool,
+    /// The prepared plan that is committed; none for an update.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub plan: Option<IntendedPlan<'a>>,
     /// In order.
     pub updates: Vec<IntendedOp<'a>>,
+}
+
+/// The plan of an [`Intent`].
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct IntendedPlan<'a> {
+    /// As the client gave it.
+    pub id: &'a str,
+    /// SHA-256 in hexadecimal of what it does.
+    pub digest: &'a str,
 }
 
 /// One op of an [`Intent`].
@@ -87,6 +99,17 @@ pub enum IntendedKeys<'a> {
         /// How many they are.
         keys: usize,
     },
+}
+
+/// Holds get a new expiry.
+#[derive(Debug, Serialize)]
+pub struct Renewal<'a> {
+    /// The holder.
+    pub owner: &'a str,
+    /// Ids.
+    pub holds: &'a [String],
+    /// `None`: they do not expire any more.
+    pub ttl_ms: Option<u64>,
 }
 
 /// What became of it.
@@ -159,9 +182,26 @@ impl AuditLog {
     /// # Errors
     /// [`KeysError::AuditLogUnwritable`]: the change must not be made.
     pub fn intent(&mut self, intent: &Intent<'_>) -> Result<u64, KeysError> {
+        self.promise("intent", intent)
+    }
+
+    /// Writes that holds are renewed and waits until it is on the disk. There is no outcome: a renewal
+    /// does not fail.
+    ///
+    /// # Errors
+    /// [`KeysError::AuditLogUnwritable`]: the holds must not be renewed.
+    pub fn renewal(&mut self, renewal: &Renewal<'_>) -> Result<(), KeysError> {
+        self.promise("renewal", renewal).map(drop)
+    }
+
+    fn promise<T: Serialize + std::fmt::Debug>(
+        &mut self,
+        event: &'static str,
+        body: &T,
+    ) -> Result<u64, KeysError> {
         let id = self.next_id;
         self.next_id += 1;
-        self.append("intent", id, intent)?;
+        self.append(event, id, body)?;
         let Some(log) = &self.file else {
             return Ok(id);
         };
@@ -285,6 +325,7 @@ mod tests {
             reason: "a test",
             request_id: "r1",
             force: false,
+            plan: None,
             updates: vec![IntendedOp {
                 keys: IntendedKeys::Name { key: "key" },
                 op: "inc",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The clock by which holds lapse; tests bring their own.
+//! The clock by which holds expire; tests bring their own.
 
 use std::time::Instant;
 

@@ -1,23 +1,52 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What a transaction would do to counts and holds, worked out before anything is touched.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
-use static_keys::{Op, Probes, apply};
+use static_keys::{Op, apply};
 
 use super::error::{KeyRefusal, KeysError};
-use super::holds::{Hold, Holds, KeyHolds, KeyInstance};
+use super::holds::{Hold, Holds, KeyHolds, KeyInstance, KeyState};
 
-/// Whose references an op may drop.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Whose references an op may drop. Ops on a tracepoint's key end whole holds, and the key stays on if
+/// somebody else holds it.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Drops {
-    /// The owner's.
+    /// The caller's. An op that would turn off a tracepoint that others hold is refused.
     Own,
-    /// The owner's, then other clients', then the guest's.
+    /// The caller's, then other clients', then the guest's.
     Anyones,
-    /// Clients', those that lapse first.
-    Held,
+    /// Those of holds that have expired by then.
+    Expired(Instant),
+    /// Those of the holds with these numbers.
+    Holds(HashSet<u64>),
+    /// Tracepoints only: the caller's and the guest's.
+    Park,
+    /// Tracepoints only: the caller's, as if they had expired.
+    Leave,
+    /// Tracepoints only: nobody's. All holds end, and the key stays on for others in the guest.
+    HandOver,
+}
+
+impl Drops {
+    /// Whether a hold ends, or may lose references, for the caller's own sake.
+    fn includes(&self, hold: &Hold, caller: &str) -> bool {
+        match self {
+            Self::Own | Self::Park | Self::Leave => *hold.holder == *caller,
+            Self::Anyones | Self::HandOver => true,
+            Self::Expired(now) => hold.has_expired(*now),
+            Self::Holds(numbers) => numbers.contains(&hold.number),
+        }
+    }
+}
+
+impl Drops {
+    /// What a client may drop, with force or without.
+    pub fn of(force: bool) -> Self {
+        if force { Self::Anyones } else { Self::Own }
+    }
 }
 
 /// Who asks, and on what terms.
@@ -30,9 +59,9 @@ pub struct Terms {
 }
 
 impl Terms {
-    /// The terms of `owner`, who gives `reason`; references that are taken lapse at `expires`.
+    /// The terms of `holder`, who gives `reason`; references that are taken expire at `expires`.
     pub fn new(
-        owner: &str,
+        holder: &str,
         reason: &str,
         drops: Drops,
         expires: Option<(Instant, SystemTime)>,
@@ -40,23 +69,61 @@ impl Terms {
         Self {
             drops,
             hold: Hold {
-                owner: owner.into(),
+                number: 0,
+                holder: holder.into(),
                 reason: reason.into(),
                 references: 1,
                 since: SystemTime::now(),
                 expires,
+                fired: false,
             },
         }
     }
 
-    /// Owner of the references taken and dropped.
-    pub fn owner(&self) -> &Arc<str> {
-        &self.hold.owner
+    /// Tracepoints that are enabled are fired: the caller holds them also if they are on already.
+    #[must_use]
+    pub fn firing(mut self) -> Self {
+        self.hold.fired = true;
+        self
+    }
+
+    /// Holder of the references taken and dropped.
+    pub fn holder(&self) -> &Arc<str> {
+        &self.hold.holder
     }
 
     /// Kept with the holds.
     pub fn reason(&self) -> &Arc<str> {
         &self.hold.reason
+    }
+
+    /// Whether a tracepoint that is to be disabled stays on all the same.
+    pub fn leave_on(&self, holds: &Holds, key: KeyInstance, state: &KeyState) -> bool {
+        match self.drops {
+            Drops::Own | Drops::Anyones | Drops::HandOver => false,
+            // What is off stays off.
+            _ if state.count == 0 => false,
+            _ => {
+                let mut holds = holds.copy(key);
+                holds.follow_guest(state);
+                !self.end(&mut holds, state)
+            }
+        }
+    }
+
+    /// Ends holds on a tracepoint; whether its key is to be turned off.
+    fn end(&self, holds: &mut KeyHolds, state: &KeyState) -> bool {
+        let includes = |hold: &Hold| self.drops.includes(hold, self.holder());
+        let off = holds.end(state.probes, includes);
+        match self.drops {
+            Drops::Park => {
+                holds.set_probes(state.probes);
+                holds.as_slice().is_empty()
+            }
+            Drops::Anyones => true,
+            Drops::HandOver => false,
+            Drops::Own | Drops::Expired(_) | Drops::Holds(_) | Drops::Leave => off,
+        }
     }
 }
 
@@ -69,9 +136,15 @@ pub struct Draft {
 #[derive(Debug)]
 struct DraftKey {
     key: KeyInstance,
-    count: i32,
+    state: KeyState,
     holds: KeyHolds,
+    /// References were taken.
+    taken: bool,
 }
+
+/// The holds are no longer those that the op was chosen for.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Raced;
 
 impl Draft {
     /// With room for so many keys.
@@ -91,16 +164,22 @@ impl Draft {
         self.keys.iter().map(|of| of.key)
     }
 
-    /// Brings the next key in, with the count it has now, for whom its tracepoint fires if it is one's,
-    /// and those of the holds on it that the guest has not voided.
-    pub fn open(&mut self, holds: &Holds, key: KeyInstance, count: i32, probes: Option<Probes>) {
+    /// Adds the next key, as it is in the guest's memory, with the holds on it that the guest has not
+    /// voided.
+    pub fn open(&mut self, holds: &Holds, key: KeyInstance, name: &Arc<str>, state: KeyState) {
         let mut holds = holds.copy(key);
-        holds.follow_guest(count, probes);
-        self.keys.push(DraftKey { key, count, holds });
+        holds.set_name(name);
+        holds.follow_guest(&state);
+        self.keys.push(DraftKey {
+            key,
+            state,
+            holds,
+            taken: false,
+        });
     }
 
-    /// Follows one op on the key that was brought in as number `index`. Ops that the engine will refuse
-    /// are left to it, so that it words the error.
+    /// Follows one op on the key that was added as number `index`. Ops that the engine will refuse are
+    /// left to it, so that it words the error.
     ///
     /// # Errors
     /// NOT_HOLDER if the op drops a reference that [`Drops`] does not have.
@@ -110,37 +189,99 @@ impl Draft {
         name: &str,
         op: Op,
         terms: &Terms,
-    ) -> Result<(), KeysError> {
-        let Some(DraftKey { count, holds, .. }) = self.keys.get_mut(index) else {
-            return Ok(());
+    ) -> Result<Result<(), Raced>, KeysError> {
+        let Some(of) = self.keys.get_mut(index) else {
+            return Ok(Ok(()));
         };
-        let Ok(after) = apply(*count, op) else {
-            return Ok(());
+        let count = of.state.count;
+        let Ok(after) = apply(count, op) else {
+            return Ok(Ok(()));
         };
-        if after > *count {
-            holds.take(&terms.hold);
-        } else if after < *count {
-            let own = terms.drops != Drops::Held && holds.drop_one(Some(terms.owner()));
-            let any = own || terms.drops != Drops::Own && holds.drop_one(None);
+        if of.state.tracepoint {
+            if of.follow_tracepoint(name, op, after, terms)? == Err(Raced) {
+                return Ok(Err(Raced));
+            }
+        } else if after > count {
+            of.holds.take(&terms.hold);
+            of.taken = true;
+        } else if after < count {
+            let holder = terms.holder();
+            let own = |hold: &Hold| *hold.holder == **holder;
+            let dropped = match &terms.drops {
+                Drops::Anyones => of.holds.drop_one(own) || of.holds.drop_one(|_| true),
+                drops => of.holds.drop_one(|hold| drops.includes(hold, holder)),
+            };
             // What nobody holds is the guest's own.
-            if !any && terms.drops != Drops::Anyones {
-                return Err(not_holder(name, holds, *count));
+            if !dropped && terms.drops != Drops::Anyones {
+                return Err(not_holder(name, &of.holds, count));
             }
         }
-        *count = after;
-        Ok(())
+        of.state.count = after;
+        Ok(Ok(()))
     }
 
-    /// Books the holds after the transaction.
-    pub fn book(self, holds: &mut Holds) {
+    /// Books the holds after the transaction. Returns the number of the hold that each key's
+    /// references were taken for; `None` where none was taken.
+    pub fn book(self, holds: &mut Holds, terms: &Terms) -> Vec<Option<u64>> {
+        let mut taken = Vec::with_capacity(self.keys.len());
         for of in self.keys {
             holds.put(of.key, of.holds);
+            let number = || holds.copy(of.key).number_of(&terms.hold);
+            taken.push(of.taken.then(number).flatten());
         }
+        taken
+    }
+}
+
+impl DraftKey {
+    /// The key is on or off, whoever holds it.
+    fn follow_tracepoint(
+        &mut self,
+        name: &str,
+        op: Op,
+        after: i32,
+        terms: &Terms,
+    ) -> Result<Result<(), Raced>, KeysError> {
+        let Self { state, holds, .. } = self;
+        match (op, &terms.drops) {
+            (Op::Enable, Drops::Own | Drops::Anyones) if terms.hold.fired => {
+                holds.fire(&terms.hold, state.probes);
+                self.taken = true;
+            }
+            (Op::Enable, Drops::Own | Drops::Anyones) if after > state.count => {
+                holds.take(&terms.hold);
+                self.taken = true;
+            }
+            (Op::Enable, Drops::Own | Drops::Anyones) => {}
+            (Op::Enable, Drops::HandOver) => holds.clear(),
+            // It was to be left on.
+            (Op::Enable, _) => {
+                if state.count == 0 || terms.end(holds, state) {
+                    return Ok(Err(Raced));
+                }
+            }
+            (Op::Disable, Drops::Own) if after < state.count => {
+                let is_own = |hold: &Hold| *hold.holder == **terms.holder();
+                let others = holds.as_slice().iter().any(|hold| !is_own(hold));
+                if others || !holds.end(state.probes, is_own) {
+                    return Err(not_holder(name, holds, state.count));
+                }
+            }
+            (Op::Disable, Drops::Own) => {}
+            (Op::Disable, _) => {
+                if !terms.end(holds, state) && state.count > 0 {
+                    return Ok(Err(Raced));
+                }
+            }
+            // The engine refuses to count tracepoints.
+            (Op::Inc | Op::Dec, _) => {}
+        }
+        Ok(Ok(()))
     }
 }
 
 fn not_holder(name: &str, holds: &KeyHolds, count: i32) -> KeysError {
-    let mut holders: Vec<&str> = holds.as_slice().iter().map(|hold| &*hold.owner).collect();
+    let mut holders: Vec<&str> = holds.as_slice().iter().map(|hold| &*hold.holder).collect();
     holders.sort_unstable();
     holders.dedup();
     let whose = if holders.is_empty() {
@@ -152,7 +293,7 @@ fn not_holder(name: &str, holds: &KeyHolds, count: i32) -> KeysError {
         key: name.to_owned(),
         reason: KeyRefusal::NotHolder,
         message: format!(
-            "key {name}: you hold none of its {count} references, they belong to {whose}; take one first, or drop theirs with force"
+            "key {name}: you hold none of its {count} references that the op could drop, they belong to {whose}; take one first, or drop theirs with force"
         ),
     }
 }
@@ -168,26 +309,48 @@ mod tests {
         id: KeyId(0x1000),
     };
 
-    fn terms(owner: &str, force: bool) -> Terms {
+    fn terms(holder: &str, force: bool) -> Terms {
         let drops = if force { Drops::Anyones } else { Drops::Own };
-        Terms::new(owner, "", drops, None)
+        Terms::new(holder, "", drops, None)
     }
 
     fn draft(count: i32) -> Draft {
         let mut draft = Draft::default();
-        draft.open(&Holds::default(), KEY, count, None);
+        let state = KeyState {
+            count,
+            tracepoint: false,
+            probes: None,
+        };
+        draft.open(&Holds::default(), KEY, &"key".into(), state);
         draft
+    }
+
+    fn tracepoint(holds: &Holds, count: i32) -> Draft {
+        let mut draft = Draft::default();
+        let state = KeyState {
+            count,
+            tracepoint: true,
+            probes: None,
+        };
+        draft.open(holds, KEY, &"key".into(), state);
+        draft
+    }
+
+    fn follow(draft: &mut Draft, op: Op, terms: &Terms) -> Result<(), KeysError> {
+        let followed = draft.follow(0, "key", op, terms)?;
+        followed.expect("nobody else changes the holds");
+        Ok(())
     }
 
     fn booked(draft: Draft) -> Holds {
         let mut holds = Holds::default();
-        draft.book(&mut holds);
+        draft.book(&mut holds, &terms("a", false));
         holds
     }
 
-    fn references_of(draft: &Draft, owner: &str) -> usize {
+    fn references_of(draft: &Draft, holder: &str) -> usize {
         let holds = draft.keys[0].holds.as_slice();
-        holds.iter().filter(|hold| *hold.owner == *owner).count()
+        holds.iter().filter(|hold| *hold.holder == *holder).count()
     }
 
     #[test]
@@ -202,11 +365,9 @@ mod tests {
             Op::Enable,
             Op::Disable,
         ] {
-            draft
-                .follow(0, "key", op, &terms("a", false))
-                .expect("own reference");
+            follow(&mut draft, op, &terms("a", false)).expect("own reference");
         }
-        assert_eq!(draft.keys[0].count, 0);
+        assert_eq!(draft.keys[0].state.count, 0);
         assert_eq!(booked(draft).references(KEY), 0);
     }
 
@@ -215,19 +376,13 @@ mod tests {
         for taken_by_b in [false, true] {
             let mut draft = draft(i32::from(!taken_by_b));
             if taken_by_b {
-                draft
-                    .follow(0, "key", Op::Inc, &terms("b", false))
-                    .expect("taken");
+                follow(&mut draft, Op::Inc, &terms("b", false)).expect("taken");
             }
             for op in [Op::Dec, Op::Disable] {
-                let error = draft
-                    .follow(0, "key", op, &terms("a", false))
-                    .expect_err("not a's");
+                let error = follow(&mut draft, op, &terms("a", false)).expect_err("not a's");
                 assert_eq!(error.reason(), "NOT_HOLDER");
             }
-            draft
-                .follow(0, "key", Op::Dec, &terms("a", true))
-                .expect("forced");
+            follow(&mut draft, Op::Dec, &terms("a", true)).expect("forced");
             assert_eq!(booked(draft).references(KEY), 0);
         }
     }
@@ -236,50 +391,117 @@ mod tests {
     #[test]
     fn enable_of_an_enabled_key_holds_nothing() {
         let mut draft = draft(1);
-        draft
-            .follow(0, "key", Op::Enable, &terms("a", false))
-            .expect("no change");
-        assert!(
-            draft
-                .follow(0, "key", Op::Disable, &terms("a", false))
-                .is_err()
-        );
+        follow(&mut draft, Op::Enable, &terms("a", false)).expect("no change");
+        assert!(follow(&mut draft, Op::Disable, &terms("a", false)).is_err());
     }
 
     #[test]
     fn force_takes_own_then_others_then_the_guests() {
         let mut draft = draft(1);
-        draft
-            .follow(0, "key", Op::Inc, &terms("b", false))
-            .expect("taken");
-        draft
-            .follow(0, "key", Op::Inc, &terms("a", false))
-            .expect("taken");
-        draft
-            .follow(0, "key", Op::Dec, &terms("a", true))
-            .expect("own");
+        follow(&mut draft, Op::Inc, &terms("b", false)).expect("taken");
+        follow(&mut draft, Op::Inc, &terms("a", false)).expect("taken");
+        follow(&mut draft, Op::Dec, &terms("a", true)).expect("own");
         assert_eq!(references_of(&draft, "b"), 1);
-        draft
-            .follow(0, "key", Op::Dec, &terms("a", true))
-            .expect("b's");
+        follow(&mut draft, Op::Dec, &terms("a", true)).expect("b's");
         assert_eq!(references_of(&draft, "b"), 0);
-        draft
-            .follow(0, "key", Op::Dec, &terms("a", true))
-            .expect("the guest's");
-        assert_eq!(draft.keys[0].count, 0);
+        follow(&mut draft, Op::Dec, &terms("a", true)).expect("the guest's");
+        assert_eq!(draft.keys[0].state.count, 0);
     }
 
-    /// What the guest has voided since it lapsed is not taken from the guest instead.
+    /// What the guest has voided since it expired is not taken from the guest instead.
     #[test]
-    fn a_lapse_drops_what_clients_hold_and_nothing_else() {
-        let lapse = Terms::new("monitor", "", Drops::Held, None);
+    fn an_expiry_drops_what_has_expired_and_nothing_else() {
+        let now = Instant::now();
+        let expiry = Terms::new("monitor", "", Drops::Expired(now), None);
+        let brief = Terms::new("a", "", Drops::Own, Some((now, SystemTime::now())));
         let mut draft = draft(1);
-        draft
-            .follow(0, "key", Op::Inc, &terms("a", false))
-            .expect("taken");
-        draft.follow(0, "key", Op::Dec, &lapse).expect("a's");
-        let error = draft.follow(0, "key", Op::Dec, &lapse);
-        assert_eq!(error.expect_err("the guest's").reason(), "NOT_HOLDER");
-        assert_eq!(draft.keys[0].count, 1);
+        follow(&mut draft, Op::Inc, &brief).expect("taken");
+        follow(&mut draft, Op::Inc, &terms("a", false)).expect("taken");
+        follow(&mut draft, Op::Dec, &expiry).expect("a's");
+        let error = follow(&mut draft, Op::Dec, &expiry);
+        assert_eq!(
+            error.expect_err("nothing has expired").reason(),
+            "NOT_HOLDER"
+        );
+        assert_eq!(draft.keys[0].state.count, 2, "one that has not expired");
+    }
+
+    fn fire(holds: &mut Holds, holder: &str, count: i32) {
+        let terms = terms(holder, false).firing();
+        let mut draft = tracepoint(holds, count);
+        follow(&mut draft, Op::Enable, &terms).expect("fired");
+        let taken = draft.book(holds, &terms);
+        assert!(taken[0].is_some(), "also of one that is on");
+    }
+
+    #[test]
+    fn who_fires_a_tracepoint_holds_it_and_the_last_one_turns_it_off() {
+        let mut holds = Holds::default();
+        fire(&mut holds, "a", 0);
+        fire(&mut holds, "b", 1);
+        fire(&mut holds, "a", 1);
+        assert_eq!(holds.of(KEY).len(), 2);
+        let park = |holder| Terms::new(holder, "", Drops::Park, None);
+        let state = KeyState {
+            count: 1,
+            tracepoint: true,
+            probes: None,
+        };
+        for (holder, stays) in [("c", true), ("b", true), ("a", false)] {
+            assert_eq!(
+                park(holder).leave_on(&holds, KEY, &state),
+                stays,
+                "{holder}"
+            );
+            let op = if stays { Op::Enable } else { Op::Disable };
+            let mut draft = tracepoint(&holds, 1);
+            follow(&mut draft, op, &park(holder)).expect("parked");
+            draft.book(&mut holds, &park(holder));
+        }
+        assert!(holds.of(KEY).is_empty());
+        // What nobody fired may be parked, and left by nobody.
+        assert!(!park("c").leave_on(&holds, KEY, &state));
+        let leave = Terms::new("c", "", Drops::Leave, None);
+        assert!(leave.leave_on(&holds, KEY, &state));
+    }
+
+    #[test]
+    fn a_tracepoint_that_others_hold_is_disabled_by_force_alone() {
+        let mut holds = Holds::default();
+        fire(&mut holds, "a", 0);
+        let disable = |holds: &Holds, holder: &str, force| {
+            let mut draft = tracepoint(holds, 1);
+            follow(&mut draft, Op::Disable, &terms(holder, force)).map(|()| booked(draft))
+        };
+        assert!(disable(&holds, "b", false).is_err());
+        assert!(
+            disable(&holds, "a", false)
+                .expect("its own")
+                .of(KEY)
+                .is_empty()
+        );
+        fire(&mut holds, "b", 1);
+        let error = disable(&holds, "a", false).expect_err("b holds it too");
+        assert_eq!(error.reason(), "NOT_HOLDER");
+        assert!(
+            disable(&holds, "a", true)
+                .expect("forced")
+                .of(KEY)
+                .is_empty()
+        );
+    }
+
+    /// The op was chosen for other holds than there are.
+    #[test]
+    fn an_op_that_no_longer_fits_the_holds_is_raced() {
+        let mut holds = Holds::default();
+        fire(&mut holds, "a", 0);
+        let park = Terms::new("b", "", Drops::Park, None);
+        let mut draft = tracepoint(&holds, 1);
+        let raced = draft.follow(0, "key", Op::Disable, &park);
+        assert_eq!(raced.expect("no error"), Err(Raced));
+        let mut draft = tracepoint(&Holds::default(), 1);
+        let raced = draft.follow(0, "key", Op::Enable, &park);
+        assert_eq!(raced.expect("no error"), Err(Raced));
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use static_keys::PatternError;
 
-use super::gate::GateKind;
+use super::gate::ClosedGate;
 use crate::pause::PauseError;
 
 /// A call on keys that was refused or failed. Each message is one sentence and the next step.
@@ -79,7 +79,7 @@ pub enum KeysError {
     )]
     Busy {
         /// What was in the way last.
-        kind: GateKind,
+        kind: ClosedGate,
         /// The same for people.
         gate: String,
         /// Made before the deadline.
@@ -119,6 +119,12 @@ pub enum KeysError {
         /// Of the operating system.
         error: String,
     },
+    /// No hold has that id.
+    #[error("no hold has the id {id:?}: it is released, expired or void; list the holds")]
+    HoldNotFound {
+        /// As asked for.
+        id: String,
+    },
     /// The client is gone or its deadline has passed before anything was changed.
     #[error("the call was cancelled or its deadline passed before anything was changed")]
     Cancelled,
@@ -154,6 +160,47 @@ pub enum KeysError {
         /// First revision that was not sent.
         missed: u64,
     },
+    /// No plan has that id.
+    #[error(
+        "no plan is named {plan_id:?}: it expired, was discarded, died with its registration, or another incarnation made it; prepare the change again"
+    )]
+    PlanNotFound {
+        /// As asked for, cut short if it is longer than any id.
+        plan_id: String,
+    },
+    /// Another principal prepared the plan.
+    #[error(
+        "plan {plan_id} was prepared by another principal, who alone may commit or discard it; prepare the change yourself"
+    )]
+    PlanNotOwned {
+        /// Of the plan.
+        plan_id: String,
+    },
+    /// The plan is not what a plan of the same change would be now, or not what the caller reviewed.
+    #[error("plan {plan_id} is out of date: {why}; prepare the change again")]
+    PlanStale {
+        /// Of the plan.
+        plan_id: String,
+        /// What differs.
+        why: String,
+    },
+    /// Too many plans, or too large ones, are kept.
+    #[error(
+        "{plans} plans with {} KiB are kept and this one takes {} KiB, of {} plans and {} MiB at most; commit or discard some, or prepare fewer keys",
+        .bytes >> 10, .needed >> 10, .max_plans, .max_bytes >> 20
+    )]
+    TooManyPlans {
+        /// Kept, without this one.
+        plans: usize,
+        /// That they take.
+        bytes: usize,
+        /// That this one takes.
+        needed: usize,
+        /// Limit.
+        max_plans: usize,
+        /// Limit.
+        max_bytes: usize,
+    },
     /// The monitor itself has failed. Whether the change was made is not known.
     #[error("{message}")]
     Internal {
@@ -162,7 +209,7 @@ pub enum KeysError {
     },
     /// The caller's revision was given out by another process.
     #[error(
-        "the revision is of incarnation {given:?}, and the guest is served by incarnation {current} now; list the keys again"
+        "the revision belongs to incarnation {given:?}, and this guest is served by incarnation {current}; list the keys again"
     )]
     IncarnationChanged {
         /// By the caller, cut short.
@@ -251,12 +298,17 @@ impl KeysError {
             Self::Busy { every_key, .. } => *every_key,
             Self::KeyNotFound { .. }
             | Self::NothingSelected { .. }
+            | Self::HoldNotFound { .. }
             | Self::InvalidArgument { .. }
             | Self::RequestIdReused { .. }
             | Self::EtagMismatch { .. }
             | Self::KeyRefused { .. }
             | Self::ForeignBytes { .. }
-            | Self::WriteFault { .. } => false,
+            | Self::WriteFault { .. }
+            | Self::PlanNotFound { .. }
+            | Self::PlanNotOwned { .. }
+            | Self::PlanStale { .. }
+            | Self::TooManyPlans { .. } => false,
             Self::NotRegistered { .. }
             | Self::NotStopped { .. }
             | Self::AuditLogUnwritable { .. }
@@ -278,6 +330,7 @@ impl KeysError {
         match self {
             Self::NotRegistered { .. } => "GUEST_NOT_REGISTERED",
             Self::KeyNotFound { .. } | Self::NothingSelected { .. } => "KEY_NOT_FOUND",
+            Self::HoldNotFound { .. } => "HOLD_NOT_FOUND",
             Self::InvalidArgument { .. } => "INVALID_ARGUMENT",
             Self::RequestIdReused { .. } => "REQUEST_ID_REUSED",
             Self::EtagMismatch { .. } => "ETAG_MISMATCH",
@@ -292,6 +345,10 @@ impl KeysError {
             Self::Compacted { .. } => "REVISION_COMPACTED",
             Self::RevisionInFuture { .. } => "REVISION_IN_FUTURE",
             Self::WatchTooSlow { .. } => "WATCH_TOO_SLOW",
+            Self::PlanNotFound { .. } => "PLAN_NOT_FOUND",
+            Self::PlanNotOwned { .. } => "PLAN_NOT_OWNED",
+            Self::PlanStale { .. } => "PLAN_STALE",
+            Self::TooManyPlans { .. } => "TOO_MANY_PLANS",
             Self::IncarnationChanged { .. } => "INCARNATION_CHANGED",
             Self::Internal { .. } => "INTERNAL",
             Self::GuestStopped => "GUEST_STOPPED",
@@ -324,7 +381,7 @@ impl From<PauseError> for KeysError {
                 message: error.to_string(),
             },
             PauseError::AlreadyPaused => Self::Busy {
-                kind: GateKind::Pause,
+                kind: ClosedGate::Pause,
                 gate: error.to_string(),
                 attempts: 1,
                 every_key: true,

@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One attempt at a transaction: resolve, plan, stop, verify, commit, resume.
+//! One attempt at a transaction: plan, stop, verify, commit, resume.
+
+mod take_back;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use static_keys::{
-    Busy, CommitError, Key, KeyChange, Options, Plan, PlanError, RunningError, Undo, Update,
-    VerifyError,
+    Busy, CommitError, Key, KeyChange, Plan, PlanError, RunningError, Undo, Update, VerifyError,
 };
 
 use super::address_space::{KernelMemory, Place};
+use super::audit::IntendedPlan;
 use super::draft::{Draft, Terms};
 use super::error::{KeyRefusal, KeysError};
 use super::holds::KeyInstance;
 use super::owner::Owner;
-use super::registry::{Instances, Registration, Snapshot};
-use super::selection::{KeyOp, Resolved};
+use super::registry::{Registration, Snapshot};
 use super::standstill::Standstill;
 use super::{
-    Event, FlipReport, GateKind, KeyUpdate, PauseState, PauseTimes, Quarantine, QuarantineCause,
-    etag,
+    ClosedGate, Event, FlipReport, KeyUpdate, PauseState, PauseTimes, Quarantine, QuarantineCause,
 };
 use crate::guest::{Guest, PausedGuest};
 use crate::log_limit::limited;
@@ -28,6 +28,8 @@ use crate::log_limit::limited;
 pub(super) struct Transaction<'a> {
     pub updates: &'a [KeyUpdate],
     pub terms: Terms,
+    /// The prepared plan that is committed, for the audit log.
+    pub plan: Option<IntendedPlan<'a>>,
     pub allow_guarded: bool,
     pub validate_only: bool,
     pub stop_timeout: Duration,
@@ -37,18 +39,20 @@ pub(super) struct Transaction<'a> {
 }
 
 /// How an attempt ended that was not refused.
-pub(super) enum Attempt {
-    Done(Flip),
+pub(super) enum Attempt<T> {
+    Done(T),
     /// Another attempt may find it gone.
     Busy(InTheWay),
 }
 
 /// What was in the way of an attempt.
 pub(super) struct InTheWay {
-    pub kind: GateKind,
+    pub kind: ClosedGate,
     pub name: String,
     /// Of any change, whatever its keys.
     pub every_key: bool,
+    /// Only another plan may find it gone.
+    pub outdates_plan: bool,
 }
 
 impl InTheWay {
@@ -69,6 +73,7 @@ impl From<&Busy> for InTheWay {
             kind: busy.into(),
             name: busy.to_string(),
             every_key: busy.blocks_every_key(),
+            outdates_plan: busy.outdates_plan(),
         }
     }
 }
@@ -85,10 +90,6 @@ pub(super) struct Flip {
     /// None if it was only validated. `attempts` is left to the owner.
     pub report: Option<FlipReport>,
 }
-
-/// How long is tried to give back a reference that only a stopped guest can be without.
-const GIVE_BACK_TIME: Duration = Duration::from_secs(1);
-const BETWEEN_GIVING_BACK: Duration = Duration::from_millis(1);
 
 /// Why the guest runs on without the change: as it was found, to be worded once it runs.
 #[derive(Debug, thiserror::Error)]
@@ -129,175 +130,102 @@ impl<G: Guest> Owner<G> {
         transaction: &Transaction<'_>,
         standstill: &mut Standstill<'_, G>,
         intent: &mut Option<u64>,
-    ) -> Result<Attempt, KeysError> {
+    ) -> Result<Attempt<Flip>, KeysError> {
+        let snapshot = self.snapshot()?;
+        let planned = match self.plan(&snapshot, transaction)? {
+            Attempt::Done(planned) => planned,
+            Attempt::Busy(gate) => return Ok(Attempt::Busy(gate)),
+        };
+        let draft = match self.follow(&snapshot.registration, &planned, &transaction.terms)? {
+            Ok(draft) => draft,
+            Err(raced) => return Ok(Attempt::Busy(raced)),
+        };
+        if transaction.validate_only {
+            return Ok(Attempt::Done(planned.flip(draft, None)));
+        }
+        self.intend(transaction, &planned.selected, intent)?;
+        Ok(
+            match self.change(transaction, &snapshot, &planned.plan, standstill)? {
+                Ok(report) => Attempt::Done(planned.flip(draft, Some(report))),
+                Err(gate) => Attempt::Busy(gate),
+            },
+        )
+    }
+
+    /// The registration as it is now. Holds on keys that are gone are forgotten.
+    pub(super) fn snapshot(&mut self) -> Result<Snapshot, KeysError> {
         if self.guest.has_ended() {
             return Err(KeysError::GuestStopped);
         }
         let snapshot = self.shared.registry.snapshot()?;
-        let registration = &*snapshot.registration;
-        let memory = registration.memory(self.guest.ram());
-        let resolved = self.resolve(registration, transaction)?;
-        let updates = resolved.ops.iter().map(|op| Update {
-            key: op.key.id,
-            op: op.op,
-        });
-        let updates: Vec<Update> = updates.collect();
-        let options = Options {
-            allow_guarded: transaction.allow_guarded && self.allow_guarded,
-        };
         if self.pruned != snapshot.version {
             let live = self.shared.registry.live_epochs();
             let mut book = self.shared.book();
             book.retain(|key| live.contains(&key.epoch));
             self.pruned = snapshot.version;
         }
-        let plan = match Plan::new(&registration.catalog, &memory, &updates, &options) {
-            Ok(plan) => plan,
-            Err(PlanError::Busy(busy)) => {
-                registration.check_refused(&busy)?;
-                return Ok(Attempt::Busy((&busy).into()));
-            }
-            // The call permits it, and the monitor does not.
-            Err(PlanError::Guarded { key }) if transaction.allow_guarded => {
-                return Err(KeysError::KeyRefused {
-                    key: key.to_string(),
-                    reason: KeyRefusal::Guarded,
-                    message: format!(
-                        "key {key} is guarded, and its monitor was started without permission for such keys; start it with permission"
-                    ),
-                });
-            }
-            Err(error) => return Err(refused(&error)),
-        };
-        let draft = self.follow(registration, &memory, transaction, &resolved.ops, &plan)?;
-        let flip = |plan: Plan<Place>, report| Flip {
-            changes: plan.into_changes(),
-            keys: draft.keys().collect(),
-            draft,
-            left_out: resolved.left_out,
-            report,
-        };
-        if transaction.validate_only {
-            return Ok(Attempt::Done(flip(plan, None)));
-        }
-        self.intend(transaction, &resolved.selected, intent)?;
+        Ok(snapshot)
+    }
+
+    /// Makes a plan; what was in the way if the guest runs on without the change.
+    pub(super) fn change(
+        &self,
+        transaction: &Transaction<'_>,
+        snapshot: &Snapshot,
+        plan: &Plan<Place>,
+        standstill: &mut Standstill<'_, G>,
+    ) -> Result<Result<FlipReport, InTheWay>, KeysError> {
+        let registration = &*snapshot.registration;
+        let memory = registration.memory(self.guest.ram());
         let left = transaction
             .deadline
             .saturating_duration_since(Instant::now());
         let patience = transaction.stop_timeout.min(left);
-        let obstacle = match self.make(patience, &snapshot, &memory, &plan, standstill)? {
-            Ok(report) => return Ok(Attempt::Done(flip(plan, Some(report)))),
+        let obstacle = match self.make(patience, snapshot, &memory, plan, standstill)? {
+            Ok(report) => return Ok(Ok(report)),
             Err(obstacle) => obstacle,
         };
-        let busy = |kind, name, every_key| {
-            Ok(Attempt::Busy(InTheWay {
-                kind,
-                name,
-                every_key,
-            }))
+        let in_the_way = |kind, name, every_key| InTheWay {
+            kind,
+            name,
+            every_key,
+            outdates_plan: false,
         };
-        match obstacle {
-            Obstacle::Verify(VerifyError::Busy(found)) => Ok(Attempt::Busy((&found).into())),
-            Obstacle::Version => busy(GateKind::RegistrationChanged, obstacle.to_string(), true),
-            Obstacle::Breakpoint => busy(GateKind::BreakpointPending, obstacle.to_string(), true),
-            Obstacle::Verify(VerifyError::Fault(_)) => {
-                busy(GateKind::Memory, obstacle.to_string(), false)
+        let outdated = |kind, name, every_key| InTheWay {
+            outdates_plan: true,
+            ..in_the_way(kind, name, every_key)
+        };
+        Ok(Err(match obstacle {
+            Obstacle::Verify(VerifyError::Busy(found)) => (&found).into(),
+            Obstacle::Version => {
+                outdated(ClosedGate::RegistrationChanged, obstacle.to_string(), true)
             }
-            Obstacle::Unseen => Err(KeysError::KeyRefused {
-                key: String::new(),
-                reason: KeyRefusal::VcpusUnknown,
-                message: obstacle.to_string(),
-            }),
+            Obstacle::Breakpoint => {
+                in_the_way(ClosedGate::BreakpointPending, obstacle.to_string(), true)
+            }
+            Obstacle::Verify(VerifyError::Fault(_)) => {
+                in_the_way(ClosedGate::Memory, obstacle.to_string(), false)
+            }
+            Obstacle::Unseen => {
+                return Err(KeysError::KeyRefused {
+                    key: String::new(),
+                    reason: KeyRefusal::VcpusUnknown,
+                    message: obstacle.to_string(),
+                });
+            }
             Obstacle::Verify(VerifyError::ForeignBytes { ref key, .. })
                 if registration.catalog.find(key).is_none() =>
             {
-                busy(GateKind::KeyChanged, format!("key {key} is gone"), false)
+                outdated(ClosedGate::KeyChanged, format!("key {key} is gone"), false)
             }
-            Obstacle::Verify(error) => Err(self.foreign_bytes(registration, &error)),
-            Obstacle::Commit(error) => Err(self.write_fault(registration, &plan, &error)),
+            Obstacle::Verify(error) => return Err(self.foreign_bytes(registration, &error)),
+            Obstacle::Commit(error) => return Err(self.write_fault(registration, plan, &error)),
             Obstacle::Entangled { key, left } => {
                 self.take_back(registration, transaction, standstill, left)?;
                 let name = format!("the guest counts on key {key}");
-                busy(GateKind::KeyChanged, name, false)
+                outdated(ClosedGate::KeyChanged, name, false)
             }
-        }
-    }
-
-    /// The keys of the updates; none of them quarantined.
-    fn resolve<'a>(
-        &self,
-        registration: &'a Registration,
-        transaction: &Transaction<'a>,
-    ) -> Result<Resolved<'a>, KeysError> {
-        let resolved = Resolved::new(registration, transaction.updates, transaction.allow_guarded)?;
-        let book = self.shared.book();
-        if book.quarantine.is_empty() {
-            return Ok(resolved);
-        }
-        for KeyOp { key, .. } in &resolved.ops {
-            if let Some(why) = book.quarantine.get(&registration.instance(key)) {
-                return Err(KeysError::KeyRefused {
-                    key: key.full_name.to_string(),
-                    reason: KeyRefusal::Quarantined,
-                    message: format!(
-                        "key {} is quarantined ({}); {}",
-                        key.full_name,
-                        why.message,
-                        way_out(key.module())
-                    ),
-                });
-            }
-        }
-        Ok(resolved)
-    }
-
-    /// Checks etags and holds against the counts that were planned with; answers what becomes of the
-    /// holds.
-    fn follow(
-        &self,
-        registration: &Registration,
-        memory: &KernelMemory,
-        transaction: &Transaction<'_>,
-        ops: &[KeyOp<'_>],
-        plan: &Plan<Place>,
-    ) -> Result<Draft, KeysError> {
-        let changes: Vec<&KeyChange> = plan.changes().collect();
-        let mut instances = Instances::of(registration);
-        let book = self.shared.book();
-        let mut draft = Draft::with_capacity(changes.len());
-        for (
-            KeyOp {
-                key,
-                op,
-                etag: given,
-            },
-            &index,
-        ) in ops.iter().zip(plan.folded())
-        {
-            // Before all ops, which an etag stands for as well.
-            let count = changes[index].before;
-            let instance = instances.instance(key);
-            if !given.is_empty() {
-                let revision = book.revision(instance);
-                let current = etag(&self.shared.incarnation, instance, revision, count);
-                if *given != current {
-                    let (key, given) = (key.full_name.to_string(), (*given).to_owned());
-                    return Err(KeysError::EtagMismatch {
-                        key,
-                        given,
-                        current,
-                        count,
-                    });
-                }
-            }
-            if index == draft.len() {
-                // Later than the plan, which makes them a gate.
-                let probes = registration.probes(memory, key);
-                draft.open(&book.holds, instance, count, probes);
-            }
-            draft.follow(index, &key.full_name, *op, &transaction.terms)?;
-        }
-        Ok(draft)
+        }))
     }
 
     /// Makes a plan: beside the running guest if it needs no pause, else by pause, verify, commit,
@@ -326,8 +254,8 @@ impl<G: Guest> Owner<G> {
                 made.map(|outcome| flip_report(outcome, Duration::ZERO, patch, Duration::ZERO))
             );
         }
-        // A look at the running guest: a gate that has closed since the plan was made costs it no stop.
-        if let Err(error @ VerifyError::Busy(_)) = plan.verify_gates(memory) {
+        // A look at the running guest: what has changed since the plan was made costs it no stop.
+        if let Err(error @ VerifyError::Busy(_)) = plan.verify_running(memory) {
             return Ok(Err(Obstacle::Verify(error)));
         }
         let paused = standstill.pause(patience)?;
@@ -345,61 +273,6 @@ impl<G: Guest> Owner<G> {
         }
         let resume = patched.elapsed();
         Ok(made.map(|outcome| flip_report(outcome, stop, patched - stopped, resume)))
-    }
-
-    /// Gives back references that the guest has made the last of their keys, so that only a stopped
-    /// guest can be without them.
-    fn take_back(
-        &self,
-        taken_from: &Registration,
-        transaction: &Transaction<'_>,
-        standstill: &mut Standstill<'_, G>,
-        mut left: Vec<Update>,
-    ) -> Result<(), KeysError> {
-        // However soon the caller wants an answer: it is to be that nothing has changed.
-        let give_up = Instant::now() + GIVE_BACK_TIME;
-        let options = Options {
-            allow_guarded: true,
-        };
-        loop {
-            let snapshot = self.shared.registry.snapshot()?;
-            let registration = &*snapshot.registration;
-            // A key that is gone took its references with it.
-            let live = self.shared.registry.live_epochs();
-            left.retain(|update| {
-                let key = taken_from.catalog.key(update.key);
-                key.is_some_and(|key| live.contains(&taken_from.instance(key).epoch))
-            });
-            let memory = registration.memory(self.guest.ram());
-            let patience = transaction.stop_timeout;
-            let why = match Plan::new(&registration.catalog, &memory, &left, &options) {
-                Err(error) => error.to_string(),
-                Ok(plan) => match self.make(patience, &snapshot, &memory, &plan, standstill) {
-                    Ok(Ok(_)) => return Ok(()),
-                    Ok(Err(Obstacle::Commit(error))) if error.undo != Undo::Complete => {
-                        return Err(self.write_fault(registration, &plan, &error));
-                    }
-                    Ok(Err(obstacle)) => {
-                        // What could not be taken again is given back.
-                        if let Obstacle::Entangled { left: given, .. } = &obstacle {
-                            left.retain(|update| given.iter().all(|of| of.key != update.key));
-                        }
-                        obstacle.to_string()
-                    }
-                    Err(error) => error.to_string(),
-                },
-            };
-            if Instant::now() >= give_up {
-                let left = left.len();
-                return Err(KeysError::WriteFault {
-                    message: format!(
-                        "{left} references are left over that the guest made the last of their keys \
-                         meanwhile, and cannot be given back: {why}"
-                    ),
-                });
-            }
-            std::thread::sleep(BETWEEN_GIVING_BACK);
-        }
     }
 
     fn verify_and_commit(
@@ -495,7 +368,7 @@ impl<G: Guest> Owner<G> {
 }
 
 /// What ends the quarantine of a key of this module, or of the kernel's.
-fn way_out(module: &str) -> String {
+pub(super) fn way_out(module: &str) -> String {
     match module {
         "" => "find out what patches the kernel, and restart the guest".to_owned(),
         module => format!(

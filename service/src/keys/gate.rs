@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What was in the way of a change, for programs to decide on.
 
-use static_keys::{Busy, Gate};
+use static_keys::{Busy, Gate, GateKind};
 
 /// Each opens by itself; the change may be tried again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GateKind {
+pub enum ClosedGate {
     /// `system_state` is not `SYSTEM_RUNNING`.
     SystemState,
     /// `jump_label_mutex` is held.
@@ -36,15 +36,19 @@ pub enum GateKind {
     Other,
 }
 
-impl From<&Busy> for GateKind {
+impl From<&Busy> for ClosedGate {
     fn from(busy: &Busy) -> Self {
         match busy {
             Busy::Gate { gate, .. } => match gate {
-                Gate::SystemState => Self::SystemState,
-                Gate::JumpLabelMutex => Self::JumpLabelMutex,
-                Gate::TextMutex => Self::TextMutex,
-                Gate::TextPokeQueue | Gate::TextPoke => Self::TextPoke,
-                Gate::TracepointsMutex => Self::TracepointsMutex,
+                Gate::Kernel(listed) => match listed.kind {
+                    GateKind::SystemState => Self::SystemState,
+                    GateKind::JumpLabelMutex => Self::JumpLabelMutex,
+                    GateKind::TextMutex => Self::TextMutex,
+                    GateKind::TextPokeQueue | GateKind::TextPoke => Self::TextPoke,
+                    GateKind::TracepointsMutex => Self::TracepointsMutex,
+                    GateKind::ModuleMutex => Self::ModuleMutex,
+                    GateKind::Other(_) => Self::Other,
+                },
                 Gate::ModuleState { .. } => Self::ModuleState,
                 Gate::KeyType { .. } | Gate::KeyChain { .. } | Gate::TracepointProbes { .. } => {
                     Self::KeyChanged

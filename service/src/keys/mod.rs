@@ -15,19 +15,26 @@ mod boot;
 mod clock;
 mod draft;
 mod error;
+mod estimate;
+mod expiry;
 mod flip;
 mod gate;
+mod hold_list;
 mod holds;
 mod incarnation;
 mod journal;
-mod lapse;
 mod near;
 mod outcome;
 mod owner;
+mod pages;
+mod planning;
+mod plans;
+mod prepare;
 mod quarantine;
 mod refused;
 mod registration;
 pub mod registry;
+mod release;
 pub mod replay;
 mod selection;
 mod standstill;
@@ -48,17 +55,23 @@ pub use self::address_space::PageTable;
 use self::audit::AuditFile;
 pub use self::clock::{Clock, SystemClock};
 pub use self::error::{KeyRefusal, KeysError};
-pub use self::gate::GateKind;
+pub use self::gate::ClosedGate;
+pub use self::hold_list::{HoldPage, HoldQuery, HoldView};
 pub use self::holds::{Hold, Holds, KeyInstance};
 pub use self::incarnation::Incarnation;
 pub use self::journal::{Author, Event, Journal, Limits, Revision, Watcher};
 pub use self::outcome::{FlipReport, KeyOutcome, PauseTimes, UpdateOutcome, UpdateSummary};
 use self::owner::{Command, Owner, Reply};
+use self::pages::ResultPages;
+pub use self::pages::ResultsPage;
+pub use self::plans::{CommitRequest, DiscardRequest, PrepareOutcome, PrepareRequest};
 pub use self::quarantine::{Quarantine, QuarantineCause};
 pub use self::registry::{Description, KernelTables, Refused, RegistrationPhase, Registry};
+pub use self::release::{ReleaseRequest, RenewRequest};
 use self::replay::Replay;
 use self::symbols::Symbols;
-pub use self::view::{HoldView, KeyDetails, KeyPage, KeyView, SiteView};
+pub(crate) use self::view::PAGE_BYTES;
+pub use self::view::{KeyDetails, KeyPage, KeyView, SiteView};
 use crate::guest::{Guest, Machine};
 use crate::threads::{PlainThreads, ThreadKind, Threads, contain};
 
@@ -77,7 +90,7 @@ pub struct KeysConfig {
     pub symbols: Symbols,
     /// Whether guarded keys may be changed at all.
     pub allow_guarded: bool,
-    /// By which holds lapse.
+    /// By which holds expire.
     pub clock: Arc<dyn Clock>,
     /// Starts the thread that changes the keys.
     pub threads: Arc<dyn Threads>,
@@ -114,7 +127,7 @@ pub enum Target {
     /// The key that a hold is on, and not another that has come by its name since.
     Held {
         /// "name" or "module:name".
-        name: String,
+        name: Arc<str>,
         /// Which.
         instance: KeyInstance,
     },
@@ -129,6 +142,21 @@ pub struct Selection {
     pub patterns: Patterns,
     /// All if empty.
     pub classes: Vec<Class>,
+}
+
+/// What becomes of the holds on tracepoints that tracing switches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TracepointUpdate {
+    /// Enable, and hold also what is on; a hold that the caller has gets the new expiry.
+    Fire,
+    /// Disable what nobody else holds, also if the caller does not.
+    Park,
+    /// End the caller's holds, and disable what nobody else holds or traces.
+    Leave,
+    /// Disable and end all holds.
+    Silence,
+    /// Enable for others in the guest, and end all holds.
+    HandOver,
 }
 
 /// A transaction.
@@ -148,11 +176,13 @@ pub struct UpdateRequest {
     pub allow_guarded: bool,
     /// Drop references of others.
     pub force: bool,
+    /// `None`: by the rules of the ops.
+    pub tracepoints: Option<TracepointUpdate>,
     /// Answer with the summary alone.
     pub summary_only: bool,
     /// Kept with the holds.
     pub reason: String,
-    /// When the references taken lapse.
+    /// When the references taken expire.
     pub ttl: Option<Duration>,
     /// How long the vCPUs may take to stop.
     pub stop_timeout: Duration,
@@ -189,6 +219,7 @@ impl UpdateRequest {
             validate_only: false,
             allow_guarded: false,
             force: false,
+            tracepoints: None,
             summary_only: false,
             reason: String::new(),
             ttl: None,
@@ -251,6 +282,7 @@ struct Shared {
     clock: Arc<dyn Clock>,
     incarnation: Incarnation,
     pause: watch::Sender<PauseState>,
+    pages: Mutex<ResultPages>,
     /// Set when the owner thread has ended: empty, or why it failed.
     ended: watch::Sender<Option<String>>,
 }
@@ -288,6 +320,11 @@ impl Shared {
     fn set_pause(&self, state: PauseState) {
         self.pause.send_replace(state);
     }
+
+    fn pages(&self) -> MutexGuard<'_, ResultPages> {
+        // Every method leaves whole lists.
+        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Handle to the keys of one guest. Clones share it; the owner thread ends with the last.
@@ -316,6 +353,7 @@ impl Keys {
             clock: config.clock,
             incarnation: Incarnation::new(),
             pause: watch::Sender::default(),
+            pages: Mutex::default(),
             ended: watch::Sender::new(None),
         });
         let (commands, receiver) = sync_channel(QUEUE);
@@ -324,9 +362,12 @@ impl Keys {
             shared: Arc::clone(&shared),
             audit: config.audit,
             replay: Replay::new(REPLAYED_ANSWERS, REPLAYED_RESULTS),
+            replayed_boot: None,
             allow_guarded: config.allow_guarded,
             pruned: 0,
-            lapses: lapse::Lapses::default(),
+            expiries: expiry::Expiries::default(),
+            plans: plans::Plans::default(),
+            pauses: estimate::PauseEstimate::default(),
         };
         let told = Arc::clone(&shared);
         let body = Box::new(move || {
@@ -391,6 +432,53 @@ impl Keys {
     pub async fn update(&self, request: UpdateRequest) -> Result<Arc<UpdateOutcome>, KeysError> {
         self.ask(|reply| Command::Update(Box::new(request), reply))
             .await
+    }
+
+    /// Plans a change and keeps the plan for [`Keys::commit`]. The guest is not changed.
+    ///
+    /// # Errors
+    /// As [`Keys::update`]; [`KeysError::TooManyPlans`].
+    pub async fn prepare(&self, request: PrepareRequest) -> Result<Arc<PrepareOutcome>, KeysError> {
+        self.ask(|reply| Command::Prepare(Box::new(request), reply))
+            .await
+    }
+
+    /// Makes a prepared change. Dropping the future before the pause cancels it.
+    ///
+    /// # Errors
+    /// As [`Keys::update`]; [`KeysError::PlanNotFound`], [`KeysError::PlanNotOwned`],
+    /// [`KeysError::PlanStale`].
+    pub async fn commit(&self, request: CommitRequest) -> Result<Arc<UpdateOutcome>, KeysError> {
+        self.ask(|reply| Command::Commit(Box::new(request), reply))
+            .await
+    }
+
+    /// Forgets a prepared change.
+    ///
+    /// # Errors
+    /// [`KeysError::PlanNotOwned`].
+    pub async fn discard(&self, request: DiscardRequest) -> Result<(), KeysError> {
+        self.ask(|reply| Command::Discard(request, reply)).await
+    }
+
+    /// As many results of a change as fit into one answer. [`Keys::more_results`] has the others.
+    #[must_use]
+    pub fn first_results(&self, outcome: Arc<UpdateOutcome>, principal: &str) -> ResultsPage {
+        let now = self.shared.clock.now();
+        let incarnation = &self.shared.incarnation;
+        self.shared
+            .pages()
+            .first(outcome, principal, incarnation, now)
+    }
+
+    /// The results that a page token stands for.
+    ///
+    /// # Errors
+    /// [`KeysError::InvalidArgument`] if they are not kept any more, or are another principal's.
+    pub fn more_results(&self, token: &str, principal: &str) -> Result<ResultsPage, KeysError> {
+        let now = self.shared.clock.now();
+        let incarnation = &self.shared.incarnation;
+        self.shared.pages().next(token, principal, incarnation, now)
     }
 
     /// Stops the guest until [`Keys::resume`], or until the pause expires. A guest that is paused
@@ -472,6 +560,22 @@ impl Keys {
         // An owner thread that has ended writes no more.
         let _ = self.commands.send(Command::AuditFile(file));
     }
+}
+
+/// Names a hold for clients. Those of another incarnation mean nothing to this one.
+fn hold_id(incarnation: &Incarnation, number: u64) -> String {
+    format!("{}-h{number}", incarnation.short())
+}
+
+/// The number in the id of a hold; `None` if the id is malformed or another incarnation's.
+fn hold_number(incarnation: &Incarnation, id: &str) -> Option<u64> {
+    let (of, number) = id.split_once("-h")?;
+    let canonical = number.bytes().all(|byte| byte.is_ascii_digit()) && !number.starts_with('0');
+    (of == incarnation.short() && canonical).then(|| number.parse().ok())?
+}
+
+fn invalid(field: &'static str, message: String) -> KeysError {
+    KeysError::InvalidArgument { field, message }
 }
 
 /// A client sends it back to change only what it has seen: the same key of the same incarnation, with

@@ -29,7 +29,7 @@ pub struct KeyOutcome {
     /// Sites of this key that were patched.
     pub sites_patched: u32,
     /// After the transaction; as it is now if nothing was changed.
-    pub etag: String,
+    pub etag: Arc<str>,
     /// The hold that has the references taken; empty if none was taken.
     pub hold_id: String,
 }

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!            ┌────────────────────────── wait ◀──────────────────────────────┐
-//!            │ command, or a lot of lapsed holds                             │
+//!            │ command, or a lot of expired holds                            │
 //!            ▼                                                               │
 //!        ┌─ check ── replayed, or refused: answer ──────────────────────────▶│
 //!        │   │ names, etags, holds                                           │
@@ -24,6 +24,9 @@
 //!        │                                                     │   holds, journal,
 //!        └──── wait ≥ 1 ms with jitter, unless the deadline ◀──┘   audit, replay
 //! ```
+//!
+//! A prepare goes to the plan and keeps it; a commit begins with the holds and etags of a kept plan. What
+//! its gates find out of date is answered as PLAN_STALE, because a commit does not plan.
 //!
 //! Why one thread: flips of one guest exclude each other anyway (there is one pause), and with one
 //! owner the holds, the audit log, the answers kept for their request ids and a pause that an
@@ -50,15 +53,18 @@ use tokio::sync::oneshot;
 use super::audit::{AuditFile, AuditLog, Change, IntendedKeys, IntendedOp, Intent, Outcome};
 use super::draft::{Drops, Terms};
 use super::error::KeysError;
+use super::estimate::PauseEstimate;
+use super::expiry::Expiries;
 use super::flip::{Attempt, Flip, Transaction};
 use super::holds::KeyInstance;
 use super::journal::{Author, Event};
-use super::lapse::Lapses;
-use super::replay::Replay;
+use super::plans::{CommitRequest, DiscardRequest, Plans, PrepareOutcome, PrepareRequest};
+use super::replay::{Content, Replay};
 use super::standstill::Standstill;
 use super::{
-    FlipReport, KeyOutcome, PauseOutcome, PauseRequest, PauseState, Shared, Target, UpdateOutcome,
-    UpdateRequest, UpdateSummary, etag,
+    FlipReport, HoldView, KeyOutcome, PauseOutcome, PauseRequest, PauseState, ReleaseRequest,
+    RenewRequest, Shared, Target, TracepointUpdate, UpdateOutcome, UpdateRequest, UpdateSummary,
+    etag, hold_id,
 };
 use crate::guest::{Guest, PausedGuest};
 
@@ -71,6 +77,11 @@ pub(super) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
 /// What the owner is asked to do.
 pub(super) enum Command {
     Update(Box<UpdateRequest>, Reply<Arc<UpdateOutcome>>),
+    Prepare(Box<PrepareRequest>, Reply<Arc<PrepareOutcome>>),
+    Commit(Box<CommitRequest>, Reply<Arc<UpdateOutcome>>),
+    Discard(DiscardRequest, Reply<()>),
+    Release(Box<ReleaseRequest>, Reply<Arc<UpdateOutcome>>),
+    Renew(RenewRequest, Reply<Vec<HoldView>>),
     Pause(PauseRequest, Reply<PauseOutcome>),
     Resume(Reply<()>),
     /// Write the audit log there from now on.
@@ -85,10 +96,15 @@ pub(super) struct Owner<G: Guest> {
     pub shared: Arc<Shared>,
     pub audit: AuditLog,
     pub replay: Replay<UpdateOutcome>,
+    /// The kernel that the replayed changes were made to.
+    pub replayed_boot: Option<u64>,
     pub allow_guarded: bool,
     /// Version of the registration when holds on keys that are gone were last looked for.
     pub pruned: u64,
-    pub lapses: Lapses,
+    pub expiries: Expiries,
+    pub plans: Plans,
+    /// What changes have cost so far.
+    pub pauses: PauseEstimate,
 }
 
 impl<G: Guest> Owner<G> {
@@ -98,20 +114,22 @@ impl<G: Guest> Owner<G> {
         let mut standstill = Standstill::none(&*guest);
         let mut ticks = Vec::new();
         loop {
-            let mut next = self.next_lapse();
+            let mut next = self.next_expiry();
             if next == Some(Duration::ZERO) {
                 // One lot and one command in turn, so that neither keeps the others waiting.
-                self.lapse(&mut standstill);
-                next = self.next_lapse();
+                self.expire(&mut standstill);
+                next = self.next_expiry();
             }
             if next != Some(Duration::ZERO) {
                 for reply in ticks.drain(..) {
                     let _ = Reply::send(reply, Ok(()));
                 }
             }
+            let now = self.shared.clock.now();
+            let until = |at: Instant| at.saturating_duration_since(now);
             let expiry = standstill.expiry();
-            let left = expiry.map(|at| at.saturating_duration_since(self.shared.clock.now()));
-            let next = [next, left].into_iter().flatten().min();
+            let left = [expiry, self.plans.next_expiry()].map(|at| at.map(until));
+            let next = left.into_iter().flatten().chain(next).min();
             let command = match next {
                 None => commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(left) => commands.recv_timeout(left),
@@ -120,11 +138,31 @@ impl<G: Guest> Owner<G> {
             if expiry.is_some_and(|at| self.shared.clock.now() >= at) {
                 self.resume(&mut standstill);
             }
+            self.plans.expire(self.shared.clock.now());
             match command {
                 Ok(Command::Update(request, reply)) => {
                     let result = self.update(&request, &reply, &mut standstill);
                     // A client that has gone asks again with its request id.
                     let _ = reply.send(result);
+                }
+                Ok(Command::Prepare(request, reply)) => {
+                    let result = self.prepare(*request, &reply, &mut standstill);
+                    // The plan of a client that has gone expires.
+                    let _ = reply.send(result);
+                }
+                Ok(Command::Commit(request, reply)) => {
+                    let result = self.commit(&request, &reply, &mut standstill);
+                    let _ = reply.send(result);
+                }
+                Ok(Command::Discard(request, reply)) => {
+                    let _ = reply.send(self.plans.discard(&request));
+                }
+                Ok(Command::Release(request, reply)) => {
+                    let result = self.release(&request, &reply, &mut standstill);
+                    let _ = reply.send(result);
+                }
+                Ok(Command::Renew(request, reply)) => {
+                    let _ = reply.send(self.renew(&request));
                 }
                 Ok(Command::Pause(request, reply)) => {
                     let _ = reply.send(self.hold(&request, &mut standstill));
@@ -182,26 +220,27 @@ impl<G: Guest> Owner<G> {
         reply: &Reply<Arc<UpdateOutcome>>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Arc<UpdateOutcome>, KeysError> {
-        if let Some(earlier) =
-            self.replay
-                .find(&request.owner, &request.request_id, &request.content)?
-        {
+        let (owner, id) = (&request.owner, &request.request_id);
+        if let Some(earlier) = self.replayed(owner, id, &request.content)? {
             return Ok(earlier);
         }
         let now = self.shared.clock.now();
-        let drops = if request.force {
-            Drops::Anyones
-        } else {
-            Drops::Own
+        let drops = match request.tracepoints {
+            Some(TracepointUpdate::Park) => Drops::Park,
+            Some(TracepointUpdate::Leave) => Drops::Leave,
+            Some(TracepointUpdate::Silence) => Drops::Anyones,
+            Some(TracepointUpdate::HandOver) => Drops::HandOver,
+            Some(TracepointUpdate::Fire) | None => Drops::of(request.force),
         };
+        let expires = request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl));
+        let terms = Terms::new(&request.owner, &request.reason, drops, expires);
         let transaction = Transaction {
             updates: &request.updates,
-            terms: Terms::new(
-                &request.owner,
-                &request.reason,
-                drops,
-                request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
-            ),
+            terms: match request.tracepoints {
+                Some(TracepointUpdate::Fire) => terms.firing(),
+                _ => terms,
+            },
+            plan: None,
             allow_guarded: request.allow_guarded,
             validate_only: request.validate_only,
             stop_timeout: request.stop_timeout,
@@ -222,41 +261,80 @@ impl<G: Guest> Owner<G> {
         Ok(outcome)
     }
 
-    /// Attempts until it is done, refused, or the deadline has passed.
-    pub(super) fn transact(
+    /// The answer to an earlier request of that id, unless it was about another kernel.
+    pub(super) fn replayed(
+        &mut self,
+        principal: &str,
+        request_id: &str,
+        content: &Content,
+    ) -> Result<Option<Arc<UpdateOutcome>>, KeysError> {
+        let boot = self.shared.registry.boot();
+        if self.replayed_boot != boot {
+            self.replay.clear();
+            self.replayed_boot = boot;
+        }
+        self.replay.find(principal, request_id, content)
+    }
+
+    /// Plans and makes a transaction.
+    pub(super) fn transact<'g>(
         &mut self,
         transaction: &Transaction<'_>,
-        standstill: &mut Standstill<'_, G>,
+        standstill: &mut Standstill<'g, G>,
         cancelled: impl Fn() -> bool,
     ) -> Result<UpdateOutcome, KeysError> {
-        let mut attempts = 0;
         let mut intent = None;
+        let attempt = |owner: &mut Self, standstill: &mut Standstill<'g, G>| {
+            owner.attempt(transaction, standstill, &mut intent)
+        };
+        let result = self.persist(transaction.deadline, standstill, cancelled, attempt);
+        self.conclude(transaction, result, intent)
+    }
+
+    /// Attempts until it is done, refused, or the deadline has passed; answers the number of attempts
+    /// as well.
+    pub(super) fn persist<'g, T>(
+        &mut self,
+        deadline: Instant,
+        standstill: &mut Standstill<'g, G>,
+        cancelled: impl Fn() -> bool,
+        mut attempt: impl FnMut(&mut Self, &mut Standstill<'g, G>) -> Result<Attempt<T>, KeysError>,
+    ) -> Result<(T, u32), KeysError> {
+        let mut attempts = 0;
         let mut backoff = FIRST_BACKOFF;
-        let result = loop {
-            if cancelled() || attempts == 0 && Instant::now() >= transaction.deadline {
-                break Err(KeysError::Cancelled);
+        loop {
+            if cancelled() || attempts == 0 && Instant::now() >= deadline {
+                return Err(KeysError::Cancelled);
             }
             attempts += 1;
-            match self.attempt(transaction, standstill, &mut intent) {
-                Err(error) => break Err(error),
-                Ok(Attempt::Done(flip)) => break Ok(flip),
+            match attempt(self, standstill)? {
+                Attempt::Done(done) => return Ok((done, attempts)),
                 // Nothing will change for as long as the guest is held.
-                Ok(Attempt::Busy(mut gate)) if standstill.held().is_some() => {
+                Attempt::Busy(mut gate) if standstill.held().is_some() => {
                     gate.name += " (the guest is held paused: resume it)";
-                    break Err(gate.busy_in(attempts));
+                    return Err(gate.busy_in(attempts));
                 }
-                Ok(Attempt::Busy(gate)) => {
+                Attempt::Busy(gate) => {
                     let wait = with_jitter(backoff);
-                    if Instant::now() + wait >= transaction.deadline {
-                        break Err(gate.busy_in(attempts));
+                    if Instant::now() + wait >= deadline {
+                        return Err(gate.busy_in(attempts));
                     }
                     std::thread::sleep(wait);
                     backoff = (backoff * 2).min(LAST_BACKOFF);
                 }
             }
-        };
+        }
+    }
+
+    /// Books a transaction that was made, or writes to the audit log that it was not.
+    pub(super) fn conclude(
+        &mut self,
+        transaction: &Transaction<'_>,
+        result: Result<(Flip, u32), KeysError>,
+        intent: Option<u64>,
+    ) -> Result<UpdateOutcome, KeysError> {
         match result {
-            Ok(flip) => Ok(self.report(transaction, flip, attempts, intent)),
+            Ok((flip, attempts)) => Ok(self.report(transaction, flip, attempts, intent)),
             Err(error) => {
                 if let Some(id) = intent {
                     self.audit.outcome(
@@ -284,10 +362,11 @@ impl<G: Guest> Owner<G> {
             let mut selected = selected.iter().copied();
             *intent = Some(
                 self.audit.intent(&Intent {
-                    owner: transaction.terms.owner(),
+                    owner: transaction.terms.holder(),
                     reason: transaction.terms.reason(),
                     request_id: transaction.request_id,
                     force: transaction.terms.drops == Drops::Anyones,
+                    plan: transaction.plan,
                     updates: transaction
                         .updates
                         .iter()
@@ -314,14 +393,14 @@ impl<G: Guest> Owner<G> {
         let journal = self.shared.registry.journal();
         if transaction.validate_only {
             return UpdateOutcome {
-                results: self.results(transaction, &flip),
+                results: self.results(transaction, &flip, &[]),
                 summary,
                 revision: journal.latest(),
                 report: None,
             };
         }
         let author = Arc::new(Author {
-            principal: transaction.terms.owner().to_string(),
+            principal: transaction.terms.holder().to_string(),
             reason: transaction.terms.reason().to_string(),
             request_id: transaction.request_id.to_owned(),
         });
@@ -336,7 +415,8 @@ impl<G: Guest> Owner<G> {
                 by: Arc::clone(&author),
             })
             .collect();
-        std::mem::take(&mut flip.draft).book(&mut self.shared.book().holds);
+        let draft = std::mem::take(&mut flip.draft);
+        let taken = draft.book(&mut self.shared.book().holds, &transaction.terms);
         let revision = if events.is_empty() {
             journal.latest()
         } else {
@@ -349,7 +429,7 @@ impl<G: Guest> Owner<G> {
             book.revisions
                 .extend(changed.map(|(_, &key)| (key, revision)));
         }
-        let results = self.results(transaction, &flip);
+        let results = self.results(transaction, &flip, &taken);
         if let Some(id) = intent {
             let changes = flip.changes.iter().map(|change| Change {
                 key: &change.name,
@@ -365,6 +445,9 @@ impl<G: Guest> Owner<G> {
             );
         }
         let report = flip.report.map(|report| FlipReport { attempts, ..report });
+        if let Some(times) = report.and_then(|report| report.pause) {
+            self.pauses.observe(times, summary.sites_patched);
+        }
         UpdateOutcome {
             results,
             summary,
@@ -374,26 +457,35 @@ impl<G: Guest> Owner<G> {
     }
 
     /// Each key, with the etag that the next change of it must come with: after this one, or as it is
-    /// if nothing was changed.
-    fn results(&self, transaction: &Transaction<'_>, flip: &Flip) -> Vec<KeyOutcome> {
+    /// if nothing was changed. `taken` has the number of the hold that each key's references were taken
+    /// for.
+    pub(super) fn results(
+        &self,
+        transaction: &Transaction<'_>,
+        flip: &Flip,
+        taken: &[Option<u64>],
+    ) -> Vec<KeyOutcome> {
         if transaction.summary_only {
             return Vec::new();
         }
         let book = self.shared.book();
         // Mostly the same for many keys.
-        let mut last = None;
+        let mut last: Option<(_, Arc<str>)> = None;
         let mut etag_of = |key: KeyInstance, count| {
             let of = (key.epoch, book.revision(key), count);
             match &last {
-                Some((same, etag)) if *same == of => String::clone(etag),
+                Some((same, etag)) if *same == of => Arc::clone(etag),
                 _ => {
                     let etag = etag(&self.shared.incarnation, key, of.1, count);
-                    last = Some((of, etag.clone()));
+                    let etag: Arc<str> = etag.into();
+                    last = Some((of, Arc::clone(&etag)));
                     etag
                 }
             }
         };
+        let mut taken = taken.iter().copied();
         let result = |(change, &key): (&KeyChange, &KeyInstance)| {
+            let hold = taken.next().flatten();
             let count = if transaction.validate_only {
                 change.before
             } else {
@@ -405,7 +497,9 @@ impl<G: Guest> Owner<G> {
                 count_after: change.after,
                 sites_patched: change.sites,
                 etag: etag_of(key, count),
-                hold_id: String::new(),
+                hold_id: hold.map_or_else(String::new, |number| {
+                    hold_id(&self.shared.incarnation, number)
+                }),
             }
         };
         let changes = flip.changes.iter().zip(&flip.keys);
@@ -419,7 +513,8 @@ fn intended<'a>(
     selected: &mut impl Iterator<Item = usize>,
 ) -> IntendedKeys<'a> {
     match target {
-        Target::Name(key) | Target::Held { name: key, .. } => IntendedKeys::Name { key },
+        Target::Name(key) => IntendedKeys::Name { key },
+        Target::Held { name: key, .. } => IntendedKeys::Name { key },
         Target::Selection(selection) => IntendedKeys::Selection {
             patterns: selection.patterns.texts(),
             classes: selection.class_names(),
@@ -429,7 +524,7 @@ fn intended<'a>(
 }
 
 /// The whole in numbers.
-fn summary(flip: &Flip) -> UpdateSummary {
+pub(super) fn summary(flip: &Flip) -> UpdateSummary {
     let to_u32 = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
     let changed = |change: &&KeyChange| change.before != change.after;
     UpdateSummary {

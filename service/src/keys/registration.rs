@@ -2,7 +2,10 @@
 //! Reading what the guest registers: hostile numbers, each copied once, checked, and used from the
 //! copy.
 
-use static_keys::{Directory, EntryFormat, Gates, Kernel, Layout, Range};
+use static_keys::{
+    CPUS_MAX, Concerns, Directory, EntryFormat, GATES_MAX, GateError, GateKind, Gates, GuestMemory,
+    Kernel, Layout, ListedGate, Range, RecordRing,
+};
 use zerocopy::FromBytes;
 
 use crate::abi;
@@ -49,11 +52,12 @@ pub fn read_request<T: FromBytes>(page: &[u8], op: u32) -> Result<T, Refused> {
             header.op
         ));
     }
-    if header.size as usize != size_of::<T>() {
+    let known = size_of::<T>();
+    if !(known..=abi::REQUEST_PAGE_SIZE).contains(&(header.size as usize)) {
         return refuse(format!(
-            "the request says {} bytes, its structure has {}",
+            "the request says {} bytes, expected {known} to {}",
             header.size,
-            size_of::<T>()
+            abi::REQUEST_PAGE_SIZE
         ));
     }
     if header.generation == 0 {
@@ -115,6 +119,19 @@ pub fn check_number(what: &str, number: u64) -> Result<(), Refused> {
     Ok(())
 }
 
+/// Checks what the guest must leave zero: a later guest sets it to say what a host has to know.
+///
+/// # Errors
+/// [`Refused`] names it.
+pub fn check_reserved(what: &str, bits: u32) -> Result<(), Refused> {
+    if bits != 0 {
+        return refuse(format!(
+            "{what} is {bits:#x}, expected 0: the guest asks for what this monitor does not know"
+        ));
+    }
+    Ok(())
+}
+
 /// Text of a fixed, NUL-padded field: what is printable of it.
 pub fn field_text(field: &[u8]) -> String {
     let end = field
@@ -171,8 +188,6 @@ fn layout(descriptor: &abi::Descriptor) -> Result<Layout, Refused> {
         tracepoint_key: descriptor.tracepoint_key,
         module_state: descriptor.module_state,
         module_state_live: descriptor.module_state_live,
-        tracepoint_regfunc: descriptor.tracepoint_regfunc,
-        tracepoint_unregfunc: descriptor.tracepoint_unregfunc,
         tracepoint_funcs: descriptor.tracepoint_funcs,
     };
     check_layout(layout)
@@ -190,8 +205,6 @@ pub fn check_layout(layout: Layout) -> Result<Layout, Refused> {
         ("static_key_mod.mod", layout.static_key_mod_mod),
         ("module.state", layout.module_state),
         ("tracepoint.key", layout.tracepoint_key),
-        ("tracepoint.regfunc", layout.tracepoint_regfunc),
-        ("tracepoint.unregfunc", layout.tracepoint_unregfunc),
         ("tracepoint.funcs", layout.tracepoint_funcs),
     ];
     match offsets.into_iter().find(|(_, offset)| *offset > MAX_OFFSET) {
@@ -224,45 +237,146 @@ fn entry_format(format: u32, size: u32) -> Result<EntryFormat, Refused> {
 }
 
 /// Where a directory lies.
-pub fn directory(directory: abi::Directory) -> Directory {
-    Directory {
-        keys: directory.keys,
-        key_count: directory.key_count,
-        names: directory.names,
-        names_size: directory.names_size,
-    }
-}
-
-/// The kernel that a descriptor describes.
 ///
 /// # Errors
-/// [`Refused`] if a number in it cannot be right.
-pub fn kernel(descriptor: &abi::Descriptor, levels: Levels) -> Result<Kernel, Refused> {
-    check_range("init text", descriptor.init_text, levels)?;
-    check_range("the tracepoint pointers", descriptor.tracepoints, levels)?;
+/// [`Refused`] if a reserved field is set.
+pub fn directory(directory: abi::Directory) -> Result<Directory, Refused> {
+    check_reserved("the directory's reserved field", directory.reserved)?;
+    Ok(Directory {
+        keys: directory.keys,
+        key_count: directory.key_count,
+        key_size: directory.key_size,
+        names: directory.names,
+        names_size: directory.names_size,
+    })
+}
+
+/// The kernel that a descriptor describes; `memory` is what its addresses are in.
+///
+/// # Errors
+/// [`Refused`] if a number in it cannot be right, or its gates cannot be read.
+pub fn kernel(
+    descriptor: &abi::Descriptor,
+    memory: &impl GuestMemory,
+    levels: Levels,
+) -> Result<Kernel, Refused> {
+    let unknown = descriptor.flags & !(abi::FLAG_LA57 | abi::FLAG_PTI);
+    check_reserved("the set of unknown flags", unknown)?;
+    check_reserved("the descriptor's reserved field", descriptor.reserved)?;
     Ok(Kernel {
         format: entry_format(descriptor.entry_format, descriptor.entry_size)?,
         jump_table: check_range("the jump table", descriptor.jump_table, levels)?,
         text: check_range("text", descriptor.text, levels)?,
         ro_after_init: check_range("ro_after_init", descriptor.ro_after_init, levels)?,
         layout: layout(descriptor)?,
-        gates: gates(descriptor, levels)?,
-        directory: directory(descriptor.directory),
+        gates: gates(descriptor, memory, levels)?,
+        directory: directory(descriptor.directory)?,
+        records: records(descriptor, levels)?,
     })
 }
 
-fn gates(descriptor: &abi::Descriptor, levels: Levels) -> Result<Gates, Refused> {
-    let gates = Gates {
-        system_state: descriptor.system_state,
-        system_state_running: descriptor.system_state_running,
-        mutex_owner_mask: descriptor.mutex_owner_mask,
-        jump_label_mutex_owner: descriptor.jump_label_mutex_owner,
-        text_mutex_owner: descriptor.text_mutex_owner,
-        tracepoints_mutex_owner: descriptor.tracepoints_mutex_owner,
-        tp_vec_nr: descriptor.tp_vec_nr,
-        bp_desc_refs: descriptor.bp_desc_refs,
-    };
+fn records(descriptor: &abi::Descriptor, levels: Levels) -> Result<RecordRing, Refused> {
+    if descriptor.record_count > 0 {
+        check_address("the ring of records", descriptor.records, levels)?;
+    }
+    Ok(RecordRing {
+        address: descriptor.records,
+        count: descriptor.record_count,
+        size: descriptor.record_size,
+    })
+}
+
+/// Largest entry of the array of gates that a later guest may have.
+const MAX_GATE_SIZE: usize = 2 * size_of::<abi::Gate>();
+
+/// Reads the array of gates.
+fn gates(
+    descriptor: &abi::Descriptor,
+    memory: &impl GuestMemory,
+    levels: Levels,
+) -> Result<Gates, Refused> {
+    let (count, stride) = (
+        descriptor.gate_count as usize,
+        descriptor.gate_size as usize,
+    );
+    if count > GATES_MAX {
+        return refuse(GateError::TooMany(count).to_string());
+    }
+    if !(size_of::<abi::Gate>()..=MAX_GATE_SIZE).contains(&stride) {
+        return refuse(format!(
+            "a gate has {stride} bytes, expected {} to {MAX_GATE_SIZE}",
+            size_of::<abi::Gate>()
+        ));
+    }
+    let bytes = copy("the gates", descriptor.gates, count * stride, memory)?;
+    let mut listed = Vec::with_capacity(count);
+    for entry in bytes.chunks_exact(stride) {
+        if let Ok((gate, _)) = abi::Gate::read_from_prefix(entry) {
+            listed.push(listed_gate(&gate)?);
+        }
+    }
+    let cpus = descriptor.cpu_count as usize;
+    if cpus > CPUS_MAX {
+        return refuse(GateError::TooManyCpus(cpus).to_string());
+    }
+    let bytes = copy("the CPU offsets", descriptor.cpu_offsets, 8 * cpus, memory)?;
+    let (offsets, _) = bytes.as_chunks();
+    let offsets: Vec<u64> = offsets.iter().copied().map(u64::from_le_bytes).collect();
+    let gates = Gates::new(&listed, &offsets).map_err(|error| Refused(error.to_string()))?;
     check_gates(gates, levels)
+}
+
+/// Copies what an array consists of, which is bounded.
+fn copy(
+    what: &str,
+    address: u64,
+    length: usize,
+    memory: &impl GuestMemory,
+) -> Result<Vec<u8>, Refused> {
+    let mut bytes = vec![0; length];
+    if length > 0 {
+        memory
+            .read_gva(address, &mut bytes)
+            .map_err(|error| Refused(format!("{what} cannot be read: {error}")))?;
+    }
+    Ok(bytes)
+}
+
+fn listed_gate(gate: &abi::Gate) -> Result<ListedGate, Refused> {
+    let name = field_text(&gate.name);
+    let unknown = gate.flags & !abi::GATE_PER_CPU;
+    check_reserved(
+        &format!("the set of unknown flags of gate {name}"),
+        unknown.into(),
+    )?;
+    let reserved = gate.reserved.iter().fold(0, |all, byte| all | byte);
+    check_reserved(
+        &format!("the reserved field of gate {name}"),
+        reserved.into(),
+    )?;
+    Ok(ListedGate {
+        kind: gate_kind(gate.kind),
+        name: name.into(),
+        address: gate.address,
+        per_cpu: gate.flags & abi::GATE_PER_CPU != 0,
+        width: gate.width,
+        mask: gate.mask,
+        wanted: gate.wanted,
+        concerns: Concerns(gate.concerns),
+    })
+}
+
+fn gate_kind(number: u32) -> GateKind {
+    match number {
+        abi::GATE_SYSTEM_STATE => GateKind::SystemState,
+        abi::GATE_JUMP_LABEL_MUTEX => GateKind::JumpLabelMutex,
+        abi::GATE_TEXT_MUTEX => GateKind::TextMutex,
+        abi::GATE_TEXT_POKE => GateKind::TextPoke,
+        abi::GATE_TEXT_POKE_QUEUE => GateKind::TextPokeQueue,
+        abi::GATE_TRACEPOINTS_MUTEX => GateKind::TracepointsMutex,
+        abi::GATE_MODULE_MUTEX => GateKind::ModuleMutex,
+        other => GateKind::Other(other),
+    }
 }
 
 /// Checks the addresses of gate words.
@@ -270,23 +384,8 @@ fn gates(descriptor: &abi::Descriptor, levels: Levels) -> Result<Gates, Refused>
 /// # Errors
 /// [`Refused`] names the one that is no address of a kernel.
 pub fn check_gates(gates: Gates, levels: Levels) -> Result<Gates, Refused> {
-    for (what, address) in [
-        ("system_state", gates.system_state),
-        (
-            "the owner of jump_label_mutex",
-            gates.jump_label_mutex_owner,
-        ),
-        ("the owner of text_mutex", gates.text_mutex_owner),
-        (
-            "the owner of tracepoints_mutex",
-            gates.tracepoints_mutex_owner,
-        ),
-        ("tp_vec_nr", gates.tp_vec_nr),
-        ("bp_desc.refs", gates.bp_desc_refs),
-    ] {
-        if address != 0 {
-            check_address(what, address, levels)?;
-        }
+    for (name, address) in gates.addresses() {
+        check_address(&format!("gate {name}"), address, levels)?;
     }
     Ok(gates)
 }
@@ -331,7 +430,14 @@ mod tests {
             (
                 "bytes",
                 abi::Header {
-                    size: 384,
+                    size: 16,
+                    ..header()
+                },
+            ),
+            (
+                "4097 bytes",
+                abi::Header {
+                    size: 4097,
                     ..header()
                 },
             ),
@@ -348,6 +454,12 @@ mod tests {
             assert!(error.to_string().contains(word), "{error}");
         }
         assert!(read_request::<abi::Header>(&[0; 8], 2).is_err());
+        // A later guest's structure, of which only the known part is read.
+        let later = abi::Header {
+            size: 4096,
+            ..header()
+        };
+        assert_eq!(read(later).expect("a larger one").generation, 7);
     }
 
     #[test]

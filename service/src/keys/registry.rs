@@ -12,26 +12,26 @@
 //! which every new version is published through: a request waits there until the counts are written,
 //! or the change finds that its version is gone.
 
+mod requests;
 mod source;
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use static_keys::{Busy, Catalog, GuestMemory, Key, Module, Probes};
+use static_keys::{Busy, Catalog, Class, GuestMemory, Key, KeyId, Probes};
 use tokio::sync::watch;
 
 pub use self::source::KernelTables;
 use super::address_space::{KernelMemory, PageTable};
 use super::boot::Boot;
 use super::error::KeysError;
-use super::holds::KeyInstance;
+use super::holds::{KeyInstance, KeyState};
 use super::journal::{Event, Journal, Limits};
 use super::near::near;
 use super::refused::RefusedModules;
 pub use super::registration::Refused;
 use super::registration::{self as read, read_request};
-use crate::abi;
 use crate::log_limit::limited;
 use crate::memory::GuestRam;
 use crate::paging::Levels;
@@ -114,8 +114,31 @@ impl Registration {
 
     /// For whom the tracepoint of a key fires; `None` for other keys, and for a guest that points at
     /// what is not mapped.
-    pub fn probes(&self, memory: &KernelMemory, key: &Key) -> Option<Probes> {
-        self.catalog.probes(memory, key.id).ok().flatten()
+    fn probes(&self, memory: &KernelMemory, key: KeyId) -> Option<Probes> {
+        self.catalog.probes(memory, key).ok().flatten()
+    }
+
+    /// What decides on the holds on a key; `None` if its count cannot be read.
+    pub fn state(&self, memory: &KernelMemory, key: &Key) -> Option<KeyState> {
+        let count = self.catalog.enabled(memory, key.id).ok()?;
+        let tracepoint = key.class == Class::Tracepoint;
+        Some(self.state_at(memory, key.id, tracepoint, count))
+    }
+
+    /// The same, of a key whose count was read already.
+    pub fn state_at(
+        &self,
+        memory: &KernelMemory,
+        key: KeyId,
+        tracepoint: bool,
+        count: i32,
+    ) -> KeyState {
+        let probes = || self.probes(memory, key);
+        KeyState {
+            count,
+            tracepoint,
+            probes: tracepoint.then(probes).flatten(),
+        }
     }
 
     /// Whether the key was initialised as true (type bit 0, `include/linux/jump_label.h`).
@@ -325,6 +348,11 @@ impl Registry {
         }
     }
 
+    /// Number of the kernel that runs, or ran last: what was done to another one is no more.
+    pub fn boot(&self) -> Option<u64> {
+        self.state().boot.as_ref().map(|boot| boot.epoch)
+    }
+
     /// Epochs of images whose keys exist, even if the guest has taken its registration back.
     pub fn live_epochs(&self) -> HashSet<u64> {
         self.state()
@@ -395,12 +423,6 @@ impl Registry {
         self.journal.append(vec![Event::Removed { module }]);
     }
 
-    fn register(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
-        let tables = read_request::<abi::Descriptor>(page, abi::OP_REGISTER)
-            .and_then(|descriptor| tables(&descriptor));
-        self.install(ram, tables, writer)
-    }
-
     /// Publishes the registration of a kernel, or why there is none.
     fn install(
         &self,
@@ -446,203 +468,12 @@ impl Registry {
             }
         }
     }
-
-    fn unregister(&self, page: &[u8]) -> Result<(), Refused> {
-        read_request::<abi::Header>(page, abi::OP_UNREGISTER)?;
-        self.take_back();
-        Ok(())
-    }
-
-    /// The registration that a module request belongs to.
-    fn current(&self, generation: u64) -> Result<Arc<Registration>, Refused> {
-        match &self.state().registration {
-            None => Err(Refused(
-                "a module was told before the kernel had registered".to_owned(),
-            )),
-            Some(registration) if registration.generation != generation => Err(Refused(
-                "a module was told under another generation than the kernel's".to_owned(),
-            )),
-            Some(registration) => Ok(Arc::clone(registration)),
-        }
-    }
-
-    fn add_module(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
-        let request: abi::Module = read_request(page, abi::OP_MODULE_ADD)?;
-        let current = self.current(request.header.generation)?;
-        read::check_number("the module's load", request.load)?;
-        let known = self
-            .state()
-            .boot
-            .as_ref()
-            .and_then(|boot| boot.epoch_of(request.module, request.load));
-        let epoch = known.unwrap_or_else(|| writer.next_epoch());
-        let mut registration = (*current).clone();
-        let added = add_module(ram, &mut registration, &request, epoch);
-        let (name, others) = match added {
-            Ok(added) => added,
-            Err(refused) => {
-                self.remember_refused(&current, &request, &refused);
-                return Err(refused);
-            }
-        };
-        registration.refused.remove(request.module);
-        if let Some(boot) = &mut self.state().boot {
-            boot.loaded(request.module, request.load, epoch);
-            boot.limit(|module| registration.module_name(module).is_some());
-        }
-        let error = match request.directory_error {
-            0 => String::new(),
-            error => format!("module {name} lists no keys: its kernel failed with error {error}"),
-        };
-        self.publish_modules(registration, error);
-        self.announce_added(&name);
-        for other in others {
-            self.announce_added(&other);
-        }
-        Ok(())
-    }
-
-    /// So that who asks for a key of the module is told, for as long as it is loaded. A module that is
-    /// registered and added again stays what it is.
-    fn remember_refused(&self, current: &Registration, request: &abi::Module, refused: &Refused) {
-        if current.module_name(request.module).is_some() {
-            return;
-        }
-        let mut registration = current.clone();
-        let (name, why) = (read::field_text(&request.name), refused.to_string());
-        registration.refused.insert(request.module, name, &why);
-        self.publish_modules(registration, why);
-    }
-
-    fn delete_module(&self, page: &[u8]) -> Result<(), Refused> {
-        let request: abi::Module = read_request(page, abi::OP_MODULE_DEL)?;
-        let generation = request.header.generation;
-        if let Some(boot) = &mut self.state().boot
-            && boot.generation == generation
-        {
-            boot.unloaded(request.module);
-        }
-        if self.state().registration.is_none() {
-            return Ok(());
-        }
-        let current = self.current(generation)?;
-        // Idempotent, and also sent for loads that were rolled back before the module was added.
-        let Some(name) = current.module_name(request.module) else {
-            if current.refused.has(request.module) {
-                let mut registration = (*current).clone();
-                registration.refused.remove(request.module);
-                self.publish_modules(registration, String::new());
-            }
-            return Ok(());
-        };
-        let mut registration = (*current).clone();
-        registration.catalog.remove_module(request.module);
-        registration.modules.remove(name);
-        self.publish_modules(registration, String::new());
-        self.announce_removed(name);
-        Ok(())
-    }
-
-    /// Answers one request with the registry's view of it.
-    fn answer(&self, ram: &GuestRam, op: u32, page: u64) -> Result<(), Refused> {
-        // Copied once: what another vCPU writes there meanwhile is not looked at.
-        let mut copy = vec![0; abi::REQUEST_PAGE_SIZE];
-        ram.read(page, &mut copy)
-            .map_err(|error| Refused(format!("the request page cannot be read: {error}")))?;
-        // Requests of other vCPUs wait here; none of them can be stopped meanwhile.
-        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        match op {
-            abi::OP_REGISTER => self.register(ram, &copy, &mut writer),
-            abi::OP_UNREGISTER => self.unregister(&copy),
-            abi::OP_MODULE_ADD => self.add_module(ram, &copy, &mut writer),
-            abi::OP_MODULE_DEL => self.delete_module(&copy),
-            _ => Err(Refused(format!("operation {op} is unknown"))),
-        }
-    }
 }
 
 impl Default for Registry {
     fn default() -> Self {
         Self::new(Limits::default())
     }
-}
-
-impl Registry {
-    /// Answers operation `op` of the guest (`OP_*` of [`abi`], not checked) with the page of guest
-    /// memory at `page`; returns 0 or a negative errno for the guest.
-    ///
-    /// Called on the vCPU's thread, which must not count as stopped before this returns.
-    pub fn request(&self, op: u32, page: u64) -> i32 {
-        let Some(ram) = self.ram.get() else {
-            return -libc::ENODEV;
-        };
-        match self.answer(ram, op, page) {
-            Ok(()) => 0,
-            Err(refused) => {
-                limited!(debug, op, error = %refused, "a request of the guest was refused");
-                self.state().error = refused.to_string();
-                self.changes.send_replace(());
-                -libc::EINVAL
-            }
-        }
-    }
-}
-
-/// The numbers of a descriptor, checked.
-fn tables(descriptor: &abi::Descriptor) -> Result<KernelTables, Refused> {
-    let levels = if descriptor.flags & abi::FLAG_LA57 == 0 {
-        Levels::Four
-    } else {
-        Levels::Five
-    };
-    let page_table = PageTable {
-        root: descriptor.page_table,
-        levels,
-    };
-    read::check_number("the boot", descriptor.boot)?;
-    let kernel = read::kernel(descriptor, levels)?;
-    Ok(KernelTables {
-        boot: descriptor.boot,
-        generation: descriptor.header.generation,
-        page_table,
-        page_table_isolation: descriptor.flags & abi::FLAG_PTI != 0,
-        kaslr_offset: descriptor.kaslr_offset,
-        release: read::field_text(&descriptor.release),
-        build_id: read::build_id(&descriptor.build_id),
-        kernel,
-    })
-}
-
-/// Reads and checks all that a module's request points at; answers the module's name, and the names
-/// of other images of which keys became known.
-fn add_module(
-    ram: &GuestRam,
-    registration: &mut Registration,
-    request: &abi::Module,
-    epoch: u64,
-) -> Result<(Arc<str>, BTreeSet<Arc<str>>), Refused> {
-    let levels = registration.page_table.levels;
-    read::check_address("the module", request.module, levels)?;
-    read::check_range("init text", request.init_text, levels)?;
-    let module = Module {
-        id: request.module,
-        name: read::module_name(&request.name)?,
-        jump_table: read::check_range("the jump table", request.jump_table, levels)?,
-        text: read::check_range("text", request.text, levels)?,
-        ro_after_init: read::check_range("ro_after_init", request.ro_after_init, levels)?,
-        directory: read::directory(request.directory),
-    };
-    let memory = registration.memory(ram);
-    let others = registration
-        .catalog
-        .add_module(&memory, &module)
-        .map_err(|error| Refused(error.to_string()))?;
-    let name: Arc<str> = registration
-        .module_name(request.module)
-        .unwrap_or_default()
-        .into();
-    registration.modules.insert(Arc::clone(&name), epoch);
-    Ok((name, others))
 }
 
 fn not_registered(state: &State) -> String {

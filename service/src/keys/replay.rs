@@ -41,6 +41,13 @@ impl<A> Replay<A> {
         }
     }
 
+    /// Forgets all answers.
+    pub fn clear(&mut self) {
+        self.answers.clear();
+        self.order.clear();
+        self.results = 0;
+    }
+
     /// The answer given earlier, if there was one.
     ///
     /// # Errors

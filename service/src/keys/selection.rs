@@ -73,7 +73,7 @@ impl<'a> Resolved<'a> {
                     let held = |key: &&Key| registration.instance(key) == *instance;
                     let key = registration.catalog.key(instance.id).filter(held);
                     let gone = || KeysError::KeyNotFound {
-                        name: name.clone(),
+                        name: name.to_string(),
                         near: Vec::new(),
                     };
                     let key = key.ok_or_else(gone)?;

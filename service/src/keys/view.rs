@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reading keys while the guest runs: list, get, holds.
+//! Reading keys while the guest runs: list and get.
 
 use std::sync::Arc;
-use std::time::SystemTime;
 
-use static_keys::{
-    Branch, Class, Key, NotPatchable, Patterns, SiteState, count_users, disassemble,
-};
+use static_keys::{Branch, Class, Key, NotPatchable, SiteState, count_users, disassemble};
 
 use super::error::KeysError;
 use super::registry::{Registration, Snapshot};
@@ -15,9 +12,9 @@ use crate::memory::GuestRam;
 
 /// A page ends before it would take more than this on the wire, so that no answer comes near the
 /// 4 MiB that stock gRPC clients accept.
-const PAGE_BYTES: usize = 3 << 20;
+pub(crate) const PAGE_BYTES: usize = 3 << 20;
 /// More than the fields of a key, a site or a hold take beside their texts.
-const ITEM_BYTES: usize = 192;
+pub(super) const ITEM_BYTES: usize = 192;
 
 /// A page of keys, by name.
 #[derive(Clone, Debug, Default)]
@@ -87,23 +84,6 @@ pub struct SiteView {
     pub other_bytes: Vec<u8>,
     /// What would stand there in the other state.
     pub other_disassembly: String,
-}
-
-/// A hold as it is listed.
-#[derive(Clone, Debug)]
-pub struct HoldView {
-    /// "name" or "module:name".
-    pub key: Arc<str>,
-    /// The principal that took the references.
-    pub holder: Arc<str>,
-    /// As the holder gave it.
-    pub reason: Arc<str>,
-    /// At least 1.
-    pub references: u32,
-    /// When the first was taken.
-    pub since: SystemTime,
-    /// `None` if it does not expire.
-    pub expires_at: Option<SystemTime>,
 }
 
 impl Keys {
@@ -184,29 +164,6 @@ impl Keys {
             next_page_token,
             revision,
         })
-    }
-
-    /// Who keeps keys on, by name.
-    ///
-    /// # Errors
-    /// [`KeysError::NotRegistered`].
-    pub fn holds(&self, patterns: &Patterns) -> Result<Vec<HoldView>, KeysError> {
-        let Snapshot { registration, .. } = self.shared.registry.snapshot()?;
-        let book = self.shared.book();
-        let mut views = vec![];
-        let matching = registration.catalog.keys();
-        for key in matching.filter(|key| patterns.select(key.module(), key.name())) {
-            let holds = book.holds.of(registration.instance(key));
-            views.extend(holds.iter().map(|hold| HoldView {
-                key: Arc::clone(&key.full_name),
-                holder: Arc::clone(&hold.owner),
-                reason: Arc::clone(&hold.reason),
-                references: hold.references,
-                since: hold.since,
-                expires_at: hold.expires.map(|(_, at)| at),
-            }));
-        }
-        Ok(views)
     }
 
     pub(crate) fn ram(&self) -> Result<&GuestRam, KeysError> {
@@ -296,9 +253,9 @@ fn to_view(
     }
 }
 
-const MALFORMED: &str = "is malformed; give one from an answer";
+pub(super) const MALFORMED: &str = "is malformed; give one from an answer";
 
-fn invalid_token(message: &str) -> KeysError {
+pub(super) fn invalid_token(message: &str) -> KeysError {
     KeysError::InvalidArgument {
         field: "page_token",
         message: message.to_owned(),

@@ -3,31 +3,33 @@
 
 use crate::abi;
 
-/// Guest-virtual address of the image; 8 MiB from here on are mapped.
+/// Guest-virtual address of the image. It has room for 65,536 keys with a site each.
 pub(super) const IMAGE: u64 = 0xffff_ffff_8100_0000;
 /// Guest-physical address of the image.
 pub(super) const IMAGE_PHYSICAL: u64 = 2 << 20;
-pub(super) const IMAGE_BYTES: u64 = 8 << 20;
-pub(super) const MEMORY_BYTES: u64 = 16 << 20;
+pub(super) const IMAGE_BYTES: u64 = 64 << 20;
+pub(super) const MEMORY_BYTES: u64 = 72 << 20;
 pub(super) const PAGE_TABLE: u64 = 0x1000;
 pub(super) const REQUEST_PAGE: u64 = 0x10_0000;
 
 pub(super) const TEXT: u64 = IMAGE;
 pub(super) const TEXT_END: u64 = IMAGE + 0x10_0000;
-pub(super) const INIT_TEXT: u64 = IMAGE + 0x10_0000;
-pub(super) const INIT_TEXT_END: u64 = IMAGE + 0x11_0000;
 pub(super) const JUMP_TABLE: u64 = IMAGE + 0x20_0000;
-pub(super) const KEYS: u64 = IMAGE + 0x30_0000;
-pub(super) const SEALED_KEYS: u64 = IMAGE + 0x31_0000;
-pub(super) const SEALED_KEYS_END: u64 = IMAGE + 0x32_0000;
-pub(super) const GATES: u64 = IMAGE + 0x32_0000;
+pub(super) const KEYS: u64 = IMAGE + 0x80_0000;
+pub(super) const SEALED_KEYS: u64 = IMAGE + 0x91_0000;
+pub(super) const SEALED_KEYS_END: u64 = IMAGE + 0x92_0000;
+pub(super) const GATE_WORDS: u64 = IMAGE + 0x92_0000;
+/// The array that describes them, in pages of its own.
+pub(super) const GATES: u64 = IMAGE + 0x92_8000;
+/// The ring that the host records changes in.
+pub(super) const RECORDS: u64 = IMAGE + 0x92_a000;
+pub(super) const RECORD_COUNT: u32 = 8;
 /// Of each tracepoint, the array of its probes.
-pub(super) const PROBES: u64 = IMAGE + 0x35_0000;
+pub(super) const PROBES: u64 = IMAGE + 0x95_0000;
 pub(super) const PROBES_BYTES: u64 = 0x80;
-pub(super) const TRACEPOINTS: u64 = IMAGE + 0x33_0000;
-pub(super) const TRACEPOINT_POINTERS: u64 = IMAGE + 0x34_0000;
-pub(super) const DIRECTORY: u64 = IMAGE + 0x40_0000;
-pub(super) const NAMES: u64 = IMAGE + 0x50_0000;
+pub(super) const TRACEPOINTS: u64 = IMAGE + 0x93_0000;
+pub(super) const DIRECTORY: u64 = IMAGE + 0x100_0000;
+pub(super) const NAMES: u64 = IMAGE + 0x200_0000;
 pub(super) const MODULES: u64 = IMAGE + 0x60_0000;
 /// Of a module: text, table, keys, directory, names, and the `struct module`.
 pub(super) const MODULE_BYTES: u64 = 0x1_0000;
@@ -47,36 +49,13 @@ pub(super) const TRACEPOINT_FUNCS: u64 = 40;
 /// Of a `struct tracepoint_func`.
 pub(super) const PROBE_BYTES: u64 = 24;
 
-/// A word that the host looks at while the guest is stopped.
-#[derive(Clone, Copy, Debug)]
-pub enum Gate {
-    /// 0 while booting, 2 when running.
-    SystemState,
-    /// Owner word of jump_label_mutex.
-    JumpLabelMutex,
-    /// Owner word of text_mutex.
-    TextMutex,
-    /// Owner word of tracepoints_mutex.
-    TracepointsMutex,
-    /// Queued text pokes.
-    TextPokeQueue,
-    /// References to the text poke in progress.
-    TextPokeReferences,
-}
-
-impl Gate {
-    pub(super) fn address(self) -> u64 {
-        GATES + 8 * self as u64
-    }
-}
-
 /// A key of the test kernel.
 #[derive(Clone, Debug)]
 pub struct TestKey {
     /// In the directory.
     pub name: String,
     /// `abi::KEY_*`.
-    pub class: u32,
+    pub class: u16,
     /// At boot.
     pub count: i32,
     /// Branch sites.

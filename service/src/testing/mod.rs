@@ -6,30 +6,29 @@ mod clock;
 pub mod conformance;
 mod console;
 mod image;
+mod machine;
 mod memory;
 pub mod structures;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use static_keys::GuestMemory;
 use zerocopy::{FromZeros, IntoBytes};
 
 pub use self::clock::ManualClock;
 pub use self::console::TestConsole;
+pub use self::image::TestKey;
 use self::image::*;
-pub use self::image::{Gate, TestKey};
+pub use self::machine::PausedInMemory;
 pub use self::memory::Memory;
+pub use self::structures::Gate;
 use crate::abi;
-use crate::console::Console;
-use crate::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
 use crate::keys::Registry;
 use crate::keys::address_space::{KernelMemory, PageTable};
 use crate::memory::GuestRam;
 use crate::paging::Levels;
-use crate::pause::{Activity, LateVcpu, PauseError};
 
 struct Place {
     key: u64,
@@ -183,7 +182,7 @@ impl InMemoryGuest {
 
     /// Sets a gate word.
     pub fn set_gate(&self, gate: Gate, value: u64) {
-        self.write(gate.address(), &value.to_le_bytes());
+        self.write(gate.address(GATE_WORDS), &value.to_le_bytes());
     }
 
     /// Writes keys, sites, table and directory at these addresses.
@@ -230,6 +229,7 @@ impl InMemoryGuest {
                 address,
                 name: u32::try_from(names.len()).expect("short names"),
                 class: key.class,
+                flags: 0,
                 tracepoint,
                 module: at.module,
             };
@@ -248,12 +248,12 @@ impl InMemoryGuest {
             );
         }
         self.write(at.names, &names);
-        let directory = abi::Directory {
-            keys: at.directory,
-            names: at.names,
-            key_count: u32::try_from(keys.len()).expect("few keys"),
-            names_size: u32::try_from(names.len()).expect("short names"),
-        };
+        let directory = structures::directory(
+            at.directory,
+            u32::try_from(keys.len()).expect("few keys"),
+            at.names,
+            u32::try_from(names.len()).expect("short names"),
+        );
         (
             abi::Range {
                 start: at.table,
@@ -320,37 +320,41 @@ impl InMemoryGuest {
         descriptor.header = self.header(abi::OP_REGISTER, size_of::<abi::Descriptor>());
         structures::describe(&mut descriptor);
         descriptor.boot = self.boot.load(Ordering::SeqCst);
-        descriptor.cpus = 1;
         descriptor.jump_table = jump_table;
         descriptor.text = abi::Range {
             start: TEXT,
             end: TEXT_END,
         };
-        descriptor.init_text = abi::Range {
-            start: INIT_TEXT,
-            end: INIT_TEXT_END,
-        };
         descriptor.ro_after_init = abi::Range {
             start: SEALED_KEYS,
             end: SEALED_KEYS_END,
         };
-        descriptor.tracepoints = abi::Range {
-            start: TRACEPOINT_POINTERS,
-            end: TRACEPOINT_POINTERS + 8 * keys.len() as u64,
-        };
         descriptor.page_table = PAGE_TABLE;
-        descriptor.system_state = Gate::SystemState.address();
-        descriptor.jump_label_mutex_owner = Gate::JumpLabelMutex.address();
-        descriptor.text_mutex_owner = Gate::TextMutex.address();
-        descriptor.tracepoints_mutex_owner = Gate::TracepointsMutex.address();
-        descriptor.tp_vec_nr = Gate::TextPokeQueue.address();
-        descriptor.bp_desc_refs = Gate::TextPokeReferences.address();
+        descriptor.gates = GATES;
+        let gates = structures::gates(GATE_WORDS);
+        self.write(GATES, gates.as_bytes());
+        descriptor.gate_count = u32::try_from(gates.len()).expect("few");
+        // Also so that the host's first record allocates no page of the test memory.
+        self.write(RECORDS, &[0; 32 * RECORD_COUNT as usize]);
+        descriptor.records = RECORDS;
+        descriptor.record_count = RECORD_COUNT;
+        descriptor.record_size = 32;
         descriptor.module_state = u32::try_from(MODULE_STATE).expect("small");
         descriptor.module_state_live = 0;
         descriptor.directory = directory;
         descriptor.release[..6].copy_from_slice(b"6.12.0");
         descriptor.build_id = [0xab; 20];
         descriptor
+    }
+
+    /// The ring of records: {sequence number, key, time, counts} by place.
+    pub fn records(&self) -> Vec<[u64; 4]> {
+        let record = |index| {
+            let bytes: [u8; 32] = self.read(RECORDS + 32 * u64::from(index));
+            let (words, _) = bytes.as_chunks();
+            [0, 1, 2, 3].map(|word| u64::from_le_bytes(words[word]))
+        };
+        (0..RECORD_COUNT).map(record).collect()
     }
 
     fn header(&self, op: u32, size: usize) -> abi::Header {
@@ -593,110 +597,5 @@ impl InMemoryGuest {
     /// Prints to the console.
     pub fn print(&self, text: &[u8]) {
         self.console.print(text);
-    }
-}
-
-impl Machine for InMemoryGuest {
-    fn description(&self) -> GuestDescription {
-        GuestDescription {
-            name: self.name.clone(),
-            vcpus: 1,
-            memory_bytes: MEMORY_BYTES,
-            transports: vec![Transport::Hypercall, Transport::Msr],
-        }
-    }
-
-    fn has_ended(&self) -> bool {
-        self.ended.load(Ordering::SeqCst)
-    }
-
-    fn shut_down(&self) {
-        self.ended.store(true, Ordering::SeqCst);
-        self.console.close();
-    }
-
-    fn press_power_button(&self) {
-        self.pressed.store(true, Ordering::SeqCst);
-        if let Some(hook) = &mut *lock(&self.on_power_button) {
-            self.pressed.store(false, Ordering::SeqCst);
-            hook();
-        }
-    }
-
-    fn take_back_press(&self) -> bool {
-        self.pressed.swap(false, Ordering::SeqCst)
-    }
-
-    fn console(&self) -> &dyn Console {
-        &self.console
-    }
-}
-
-/// The guest, stopped.
-pub struct PausedInMemory {
-    rips: Vec<u64>,
-    hidden: bool,
-    held: Arc<AtomicBool>,
-    on_resume: Arc<Mutex<Option<Hook>>>,
-}
-
-impl Drop for PausedInMemory {
-    fn drop(&mut self) {
-        self.held.store(false, Ordering::SeqCst);
-        if let Some(hook) = &mut *lock(&self.on_resume) {
-            hook();
-        }
-    }
-}
-
-impl PausedGuest for PausedInMemory {
-    fn rips(&self) -> Option<&[u64]> {
-        (!self.hidden).then_some(&self.rips)
-    }
-
-    fn breakpoint_pending(&self) -> Option<bool> {
-        (!self.hidden).then_some(false)
-    }
-
-    fn stop_time(&self) -> Duration {
-        Duration::from_micros(20)
-    }
-}
-
-impl Guest for InMemoryGuest {
-    type Paused<'a> = PausedInMemory;
-
-    fn ram(&self) -> &GuestRam {
-        &self.ram
-    }
-
-    fn pause(&self, timeout: Duration) -> Result<PausedInMemory, PauseError> {
-        if self.has_ended() {
-            return Err(PauseError::Ended);
-        }
-        if self.late.load(Ordering::SeqCst) {
-            let late = vec![LateVcpu {
-                vcpu: 0,
-                activity: Activity::Guest,
-                last_rip: None,
-            }];
-            return Err(PauseError::Late {
-                deadline: timeout,
-                late,
-            });
-        }
-        if self.held.swap(true, Ordering::SeqCst) {
-            return Err(PauseError::AlreadyPaused);
-        }
-        self.pauses.fetch_add(1, Ordering::SeqCst);
-        if let Some(hook) = &mut *lock(&self.on_pause) {
-            hook();
-        }
-        Ok(PausedInMemory {
-            rips: lock(&self.rips).clone(),
-            hidden: self.hidden.load(Ordering::SeqCst),
-            held: Arc::clone(&self.held),
-            on_resume: Arc::clone(&self.on_resume),
-        })
     }
 }

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which events are armed and firing, and for whom.
+//! Which events are armed, and for whom.
 //!
-//! Only what clients asked for: whether a key is on is read from the guest, never from here.
+//! Whom they fire for is in the ledger of the keys, and whether a key is on is read from the guest.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+
+use tokio::time::Instant;
 
 use super::stream::Source;
 use super::tracer::Backoff;
@@ -25,10 +27,8 @@ pub struct Armed {
     pub connection: u64,
     /// A client said that others in the guest may be silenced.
     pub even_if_others: bool,
-    /// Clients that keep it armed.
-    pub armed_by: BTreeSet<String>,
-    /// Clients that keep it firing.
-    pub fired_by: BTreeSet<String>,
+    /// Clients that keep it armed, and until when; `None`: until they disarm it.
+    pub armed_by: BTreeMap<String, Option<Instant>>,
     /// Of being fired and parked for others in the guest.
     pub backoff: Backoff,
     /// [`Book::armed`] with it.
@@ -48,11 +48,6 @@ pub struct Book {
 }
 
 impl Book {
-    /// Whether anything fires.
-    pub fn is_quiet(&self) -> bool {
-        self.events.values().all(|armed| armed.fired_by.is_empty())
-    }
-
     /// Whether the agent's probe may be there, as far as nobody is just asking the agent.
     pub fn may_have_probe(&self, name: &str) -> bool {
         self.events.contains_key(name) || self.overdue.contains(name)
@@ -61,7 +56,7 @@ impl Book {
     /// Those that the client keeps armed.
     pub fn armed_by(&self, client: &str) -> Vec<String> {
         let mine = self.events.iter();
-        mine.filter(|(_, armed)| armed.armed_by.contains(client))
+        mine.filter(|(_, armed)| armed.armed_by.contains_key(client))
             .map(|(name, _)| name.clone())
             .collect()
     }
@@ -74,33 +69,14 @@ impl Book {
             .collect()
     }
 
-    /// What parking these events for a client takes: those that nobody else keeps firing.
-    pub fn to_park(&self, names: &[String], client: &str, force: bool) -> Vec<String> {
-        let kept = |armed: &Armed| !force && armed.fired_by.iter().any(|other| other != client);
-        names
-            .iter()
-            .filter(|&name| self.events.get(name).is_some_and(|armed| !kept(armed)))
-            .cloned()
-            .collect()
-    }
-
-    /// As [`Book::to_park`], for disarming.
+    /// What disarming these events for a client takes: those that nobody else keeps armed.
     pub fn to_disarm(&self, names: &[String], client: &str, force: bool) -> Vec<String> {
-        let kept = |armed: &Armed| !force && armed.armed_by.iter().any(|other| other != client);
+        let kept = |armed: &Armed| !force && armed.armed_by.keys().any(|other| other != client);
         names
             .iter()
             .filter(|&name| self.events.get(name).is_some_and(|armed| !kept(armed)))
             .cloned()
             .collect()
-    }
-
-    /// The client no longer keeps these events firing; with `force` nobody does.
-    pub fn release_fire(&mut self, names: &[String], client: &str, force: bool) {
-        for name in names {
-            if let Some(armed) = self.events.get_mut(name) {
-                armed.fired_by.retain(|other| !force && other != client);
-            }
-        }
     }
 
     /// The client no longer keeps these events armed.
@@ -112,14 +88,38 @@ impl Book {
         }
     }
 
-    /// Those that nobody else keeps firing when a client goes.
-    pub fn to_park_without(&self, client: &str) -> Vec<String> {
-        let mine = self.events.iter();
-        let fired: Vec<String> = mine
-            .filter(|(_, armed)| armed.fired_by.contains(client))
-            .map(|(name, _)| name.clone())
-            .collect();
-        self.to_park(&fired, client, false)
+    /// Those whose time is over by then, by client.
+    pub fn expired(&self, now: Instant) -> BTreeMap<String, Vec<String>> {
+        let mut expired: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        for (name, armed) in &self.events {
+            let over = armed.armed_by.iter();
+            for (client, _) in over.filter(|(_, until)| until.is_some_and(|until| until <= now)) {
+                expired
+                    .entry(client.clone())
+                    .or_default()
+                    .push(name.clone());
+            }
+        }
+        expired
+    }
+
+    /// When the first of the clients' times is over.
+    pub fn next_expiry(&self) -> Option<Instant> {
+        let clients = self
+            .events
+            .values()
+            .flat_map(|armed| armed.armed_by.values());
+        clients.flatten().min().copied()
+    }
+
+    /// The client keeps these events armed until then, if it still does.
+    pub fn set_expiry(&mut self, names: &[String], client: &str, until: Instant) {
+        for name in names {
+            let armed = self.events.get_mut(name);
+            if let Some(expiry) = armed.and_then(|armed| armed.armed_by.get_mut(client)) {
+                *expiry = Some(until);
+            }
+        }
     }
 }
 
@@ -130,8 +130,8 @@ mod tests {
     use super::super::decode::Format;
     use super::*;
 
-    fn armed(armed_by: &[&str], fired_by: &[&str]) -> Armed {
-        let set = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
+    fn armed(armed_by: &[&str]) -> Armed {
+        let client = |&name: &&str| (name.to_owned(), None);
         Armed {
             key: "key".into(),
             source: Arc::new(Source {
@@ -147,8 +147,7 @@ mod tests {
             trigger: String::new(),
             connection: 1,
             even_if_others: false,
-            armed_by: set(armed_by),
-            fired_by: set(fired_by),
+            armed_by: armed_by.iter().map(client).collect(),
             backoff: Backoff::default(),
             serial: 1,
         }
@@ -156,10 +155,9 @@ mod tests {
 
     fn book() -> Book {
         let mut book = Book::default();
-        book.events.insert("s:mine".into(), armed(&["a"], &["a"]));
-        book.events
-            .insert("s:shared".into(), armed(&["a", "b"], &["a", "b"]));
-        book.events.insert("s:theirs".into(), armed(&["b"], &[]));
+        book.events.insert("s:mine".into(), armed(&["a"]));
+        book.events.insert("s:shared".into(), armed(&["a", "b"]));
+        book.events.insert("s:theirs".into(), armed(&["b"]));
         book
     }
 
@@ -168,37 +166,31 @@ mod tests {
     }
 
     #[test]
-    fn the_last_client_out_parks_and_disarms() {
+    fn the_last_client_out_disarms() {
         let mut book = book();
         let to_disarm = |book: &Book, client| book.to_disarm(&book.armed_by(client), client, false);
-        assert_eq!(book.to_park_without("a"), names(&["s:mine"]));
         assert_eq!(to_disarm(&book, "a"), names(&["s:mine"]));
-        book.release_fire(&names(&["s:mine", "s:shared"]), "a", false);
         book.release_arm(&names(&["s:shared"]), "a");
-        assert_eq!(book.to_park_without("b"), names(&["s:shared"]));
         assert_eq!(to_disarm(&book, "b"), names(&["s:shared", "s:theirs"]));
-        assert!(!book.is_quiet());
-        book.release_fire(&names(&["s:shared"]), "b", false);
-        assert!(book.is_quiet());
     }
 
     #[test]
     fn force_overrules_others() {
-        let mut book = book();
         let shared = names(&["s:shared"]);
-        assert!(book.to_park(&shared, "a", false).is_empty());
-        assert_eq!(book.to_park(&shared, "a", true), shared);
-        assert_eq!(book.to_disarm(&shared, "c", true), shared);
-        book.release_fire(&shared, "a", true);
-        assert!(book.events["s:shared"].fired_by.is_empty());
+        assert!(book().to_disarm(&shared, "a", false).is_empty());
+        assert_eq!(book().to_disarm(&shared, "c", true), shared);
     }
 
-    /// Nobody fired it, but the guest may have: a probe that is removed and added again turns it on.
     #[test]
-    fn what_nobody_fired_may_be_parked() {
-        assert_eq!(
-            book().to_park(&names(&["s:theirs"]), "c", false),
-            names(&["s:theirs"])
-        );
+    fn what_a_client_armed_expires_for_that_client() {
+        let mut book = book();
+        let now = Instant::now();
+        let later = now + std::time::Duration::from_secs(1);
+        assert_eq!(book.next_expiry(), None);
+        book.set_expiry(&names(&["s:mine", "s:shared", "s:theirs"]), "a", later);
+        assert_eq!(book.next_expiry(), Some(later));
+        assert!(book.expired(now).is_empty());
+        let expired = [("a".to_owned(), names(&["s:mine", "s:shared"]))];
+        assert_eq!(book.expired(later), expired.into());
     }
 }

@@ -42,7 +42,7 @@ pub enum TraceError {
     #[error(transparent)]
     Agent(#[from] AgentError),
     /// Nothing has that name.
-    #[error("no event matches {patterns:?}; see `patchbay trace list`")]
+    #[error("no event matches {patterns:?}; see `patchbay trace events`")]
     EventNotFound {
         /// As given.
         patterns: Vec<String>,

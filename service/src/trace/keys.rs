@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The keys of tracepoints, for tracing.
 
+use std::sync::Arc;
+
 use static_keys::{Class, Key, Op};
 
 use super::{Boxed, Switch, TracepointFacts, TracepointKeys};
 use crate::keys::registry::Snapshot;
-use crate::keys::{KeyUpdate, Keys, KeysError, UpdateRequest};
+use crate::keys::{KeyUpdate, Keys, KeysError, TracepointUpdate, UpdateRequest};
 
 impl TracepointKeys for Keys {
     fn tracepoints(&self) -> Result<Vec<TracepointFacts>, KeysError> {
@@ -26,8 +28,7 @@ impl TracepointKeys for Keys {
                     .enabled(&memory, key.id)
                     .is_ok_and(|count| count != 0),
                 probes: tracepoint.map(|tracepoint| tracepoint.probes),
-                switched_by_function: tracepoint
-                    .is_some_and(|tracepoint| tracepoint.switched_by_function),
+                switched_by_function: key.switched_by_function,
             }
         };
         Ok(registration
@@ -50,21 +51,48 @@ impl TracepointKeys for Keys {
         Ok(keys.iter().map(probes).collect())
     }
 
+    fn holders(&self, keys: &[String]) -> Result<Vec<Vec<Arc<str>>>, KeysError> {
+        let Snapshot { registration, .. } = self.registry().snapshot()?;
+        let holders = |name: &String| self.holders(&registration, name);
+        Ok(keys.iter().map(holders).collect())
+    }
+
+    fn held_by(&self, client: &str) -> Result<Vec<String>, KeysError> {
+        let Snapshot { registration, .. } = self.registry().snapshot()?;
+        let held = self.held_keys(client).into_iter();
+        let is_tracepoint = |name: &Arc<str>| {
+            let key = registration.catalog.find(name);
+            key.is_some_and(|key| key.class == Class::Tracepoint)
+        };
+        Ok(held
+            .filter(is_tracepoint)
+            .map(|name| name.to_string())
+            .collect())
+    }
+
+    fn boot(&self) -> Option<u64> {
+        self.registry().boot()
+    }
+
     fn switch(
         &self,
         switch: Switch,
     ) -> Boxed<'_, Result<Option<crate::keys::FlipReport>, KeysError>> {
-        let op = if switch.on { Op::Enable } else { Op::Disable };
+        let op = match switch.update {
+            TracepointUpdate::Fire | TracepointUpdate::HandOver => Op::Enable,
+            TracepointUpdate::Park | TracepointUpdate::Leave | TracepointUpdate::Silence => {
+                Op::Disable
+            }
+        };
         let update = |name: String| KeyUpdate::new(name, op);
         let updates = switch.keys.into_iter().map(update).collect();
         let request = UpdateRequest {
             validate_only: switch.validate_only,
-            // The reference that is dropped may be the guest's own, taken when the probe was
-            // attached; clients of tracepoints are counted by the tracer.
-            force: true,
+            tracepoints: Some(switch.update),
+            ttl: switch.ttl,
             summary_only: true,
             reason: switch.reason.to_owned(),
-            ..UpdateRequest::new(updates, switch.owner, switch.stop_timeout, switch.deadline)
+            ..UpdateRequest::new(updates, switch.holder, switch.stop_timeout, switch.deadline)
         };
         Box::pin(async move { Ok(self.update(request).await?.report) })
     }

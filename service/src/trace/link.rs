@@ -30,11 +30,11 @@ use patchbay_proto::agent::v1::{
 use patchbay_proto::{AGENT_PAGE_MAX_BYTES, AGENT_PAGE_OVERHEAD};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
+use tokio::task::JoinSet;
 
 use super::clock::GuestClock;
 use super::error::AgentError;
 use super::frame::{self, FrameError};
-use super::socket::AgentSocket;
 use crate::log_limit::limited;
 
 /// vsock port of the host that the agent connects to, from a port of its own below 1024: Linux gives
@@ -124,7 +124,7 @@ pub struct Peer {
 }
 
 impl AgentLink {
-    /// Hands the pages of agents to `pages`. No agent can connect before [`AgentLink::listen`].
+    /// Hands the pages of agents to `pages`. No agent can connect before [`AgentLink::accept`].
     pub fn new(pages: mpsc::UnboundedSender<Received>) -> Self {
         let shared = Shared {
             state: Mutex::default(),
@@ -136,16 +136,6 @@ impl AgentLink {
         Self {
             shared: Arc::new(shared),
         }
-    }
-
-    /// Accepts agents on the current tokio runtime.
-    ///
-    /// # Errors
-    /// Of the operating system.
-    pub fn listen(&self, socket: &AgentSocket) -> std::io::Result<()> {
-        let listener = socket.listener()?;
-        tokio::spawn(self.clone().accept(listener));
-        Ok(())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -265,17 +255,20 @@ impl AgentLink {
             .map_or(0, |current| std::mem::take(&mut current.owed))
     }
 
-    async fn accept(self, listener: UnixListener) {
+    /// Accepts agents. Their connections end when the future is dropped.
+    pub async fn accept(self, listener: UnixListener) {
         let handshakes = Arc::new(Semaphore::new(HANDSHAKES));
         let mut number = 0;
+        let mut connections = JoinSet::new();
         loop {
             let (stream, _) = crate::api::accept(|| listener.accept()).await;
+            while connections.try_join_next().is_some() {}
             let Ok(permit) = Arc::clone(&handshakes).try_acquire_owned() else {
                 continue;
             };
             number += 1;
             let link = self.clone();
-            tokio::spawn(async move { link.connected(stream, number, permit).await });
+            connections.spawn(async move { link.connected(stream, number, permit).await });
         }
     }
 

@@ -8,8 +8,8 @@
 //!                                     └────── enable, disable ─────────┼───────────┐     │
 //!                                                                      │           │     │
 //!  clients ───────────────────────────────────────────────────────────▶ Tracer (book of who armed
-//!                                                                      │ and fired what) ── fire,
-//!                                                                      │ park ──▶ keys
+//!                                                                      │ what) ── fire, park ──▶
+//!                                                                      │ keys (ledger of holds)
 //! ```
 //!
 //! Whatever comes from the guest is read and decoded on the left, within fixed memory (`link`, `hub`,
@@ -36,11 +36,12 @@ mod tests;
 mod thread;
 pub(crate) mod tracer;
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 
 pub use self::error::{AgentError, TraceError};
@@ -78,7 +79,7 @@ impl Default for Tracing {
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Starts tracing, with an agent or without one. Link and decoder run on `decoding`, all else on the
-/// current tokio runtime.
+/// current tokio runtime. All of it ends when the answer is dropped.
 ///
 /// # Errors
 /// If the agent's socket cannot be used.
@@ -89,23 +90,34 @@ pub fn start(
 ) -> std::io::Result<Arc<Tracer>> {
     let (sender, pages) = mpsc::unbounded_channel();
     let link = AgentLink::new(sender);
+    let mut tasks = JoinSet::new();
     if let Some(socket) = &agent {
         let _there = decoding.enter();
-        link.listen(socket)?;
+        let listener = socket.listener()?;
+        tasks.spawn(link.clone().accept(listener));
     }
     let connections = link.connections();
-    let tracer = Arc::new(Tracer::new(keys, link, agent, decoding.clone()));
+    let mut tracer = Tracer::new(keys, link, agent, decoding.clone());
     let hub = Arc::clone(&tracer.hub);
-    decoding.spawn(async move { hub.run(pages).await });
-    tokio::spawn(follow_agent(Arc::clone(&tracer), connections));
-    tokio::spawn(heed_others(Arc::clone(&tracer)));
+    tasks.spawn_on(async move { hub.run(pages).await }, decoding);
+    tracer.tasks = tasks;
+    let tracer = Arc::new(tracer);
+    tokio::spawn(follow_agent(Arc::downgrade(&tracer), connections));
+    tokio::spawn(heed_others(Arc::downgrade(&tracer)));
+    let armed_anew = Arc::clone(&tracer.armed_anew);
+    tokio::spawn(disarm_expired(Arc::downgrade(&tracer), armed_anew));
     Ok(tracer)
 }
 
-/// Follows the agent's comings and goings. It asks the agent, so it may be held up by it.
-async fn follow_agent(tracer: Arc<Tracer>, mut connections: watch::Receiver<u64>) {
+/// Follows the agent's comings and goings, as long as anybody has the tracer. It asks the agent, so it
+/// may be held up by it.
+async fn follow_agent(tracer: Weak<Tracer>, mut connections: watch::Receiver<u64>) {
     loop {
-        match tokio::time::timeout(CATCH_UP_INTERVAL, connections.changed()).await {
+        let changed = tokio::time::timeout(CATCH_UP_INTERVAL, connections.changed()).await;
+        let Some(tracer) = tracer.upgrade() else {
+            return;
+        };
+        match changed {
             Ok(Ok(())) => tracer.reconcile().await,
             Ok(Err(_)) => return,
             Err(_) => tracer.catch_up().await,
@@ -114,11 +126,38 @@ async fn follow_agent(tracer: Arc<Tracer>, mut connections: watch::Receiver<u64>
 }
 
 /// Asks nobody in the guest.
-async fn heed_others(tracer: Arc<Tracer>) {
+async fn heed_others(tracer: Weak<Tracer>) {
     let mut ticks = tokio::time::interval(CATCH_UP_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        tracer.heed_others().await;
+        match tracer.upgrade() {
+            Some(tracer) => tracer.heed_others().await,
+            None => return,
+        }
+    }
+}
+
+/// Waits for what clients armed for some time.
+async fn disarm_expired(tracer: Weak<Tracer>, armed_anew: Arc<Notify>) {
+    loop {
+        let next = match tracer.upgrade() {
+            Some(tracer) => tracer.book().next_expiry(),
+            None => return,
+        };
+        let over = async {
+            match next {
+                Some(at) => tokio::time::sleep_until(at).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = over => {}
+            () = armed_anew.notified() => continue,
+        }
+        match tracer.upgrade() {
+            Some(tracer) => tracer.disarm_expired().await,
+            None => return,
+        }
     }
 }

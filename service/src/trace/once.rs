@@ -48,6 +48,8 @@ pub struct Answers {
 
 #[derive(Debug)]
 struct State {
+    /// The kernel that the changes were made to.
+    boot: Option<u64>,
     made: Replay<Outcome>,
     /// The sender is dropped when the change has ended.
     making: HashMap<(String, String), (Content, watch::Sender<()>)>,
@@ -56,6 +58,7 @@ struct State {
 impl Default for Answers {
     fn default() -> Self {
         let state = State {
+            boot: None,
             made: Replay::new(ANSWERS, RESULTS),
             making: HashMap::new(),
         };
@@ -76,20 +79,22 @@ impl Answers {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a change, or answers what it led to when it was made. What failed may be tried again.
+    /// Makes a change, or answers what it led to when it was made. What failed may be tried again, and
+    /// what was made to another kernel than `boot` is forgotten.
     ///
     /// # Errors
     /// Of the change, and if the request id was used for another.
     pub async fn once(
         &self,
         once: Once,
+        boot: Option<u64>,
         change: impl Future<Output = Result<Outcome, TraceError>>,
     ) -> Result<Outcome, TraceError> {
         if once.request_id.is_empty() {
             return change.await;
         }
         loop {
-            let mut being_made = match self.find(&once)? {
+            let mut being_made = match self.find(&once, boot)? {
                 Found::Made(outcome) => return Ok((*outcome).clone()),
                 Found::Making(being_made) => being_made,
                 Found::New => break,
@@ -103,19 +108,26 @@ impl Answers {
         };
         let outcome = Arc::new(change.await?);
         let results = outcome.0.len();
-        self.state().made.remember(
-            &once.client,
-            &once.request_id,
-            once.content,
-            &outcome,
-            results,
-        );
+        let mut state = self.state();
+        if state.boot == boot {
+            state.made.remember(
+                &once.client,
+                &once.request_id,
+                once.content,
+                &outcome,
+                results,
+            );
+        }
         Ok((*outcome).clone())
     }
 
     /// A new one is being made from now on.
-    fn find(&self, once: &Once) -> Result<Found, TraceError> {
+    fn find(&self, once: &Once, boot: Option<u64>) -> Result<Found, TraceError> {
         let mut state = self.state();
+        if state.boot != boot {
+            state.made.clear();
+            state.boot = boot;
+        }
         if let Some(earlier) = state
             .made
             .find(&once.client, &once.request_id, &once.content)?

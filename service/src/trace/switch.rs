@@ -3,9 +3,10 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::keys::{FlipReport, KeysError};
+use crate::keys::{FlipReport, KeysError, TracepointUpdate};
 
 /// What the guest's memory says of one tracepoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,12 +27,14 @@ pub struct TracepointFacts {
 pub struct Switch {
     /// Full names.
     pub keys: Vec<String>,
-    /// Fire or park.
-    pub on: bool,
-    /// Who asks.
-    pub owner: String,
-    /// Kept in the audit log.
+    /// What becomes of them, and of the holds on them.
+    pub update: TracepointUpdate,
+    /// The principal or stream that holds the keys it fires.
+    pub holder: String,
+    /// Kept with the holds and in the audit log.
     pub reason: &'static str,
+    /// When the references taken expire.
+    pub ttl: Option<Duration>,
     /// Check and change nothing.
     pub validate_only: bool,
     /// How long the vCPUs may take to stop.
@@ -57,6 +60,21 @@ pub trait TracepointKeys: Send + Sync + 'static {
     /// # Errors
     /// If the guest has not registered.
     fn probes(&self, keys: &[String]) -> Result<Vec<Option<u32>>, KeysError>;
+
+    /// Who holds each of these keys, read now; nobody where there is no such key.
+    ///
+    /// # Errors
+    /// If the guest has not registered.
+    fn holders(&self, keys: &[String]) -> Result<Vec<Vec<Arc<str>>>, KeysError>;
+
+    /// The keys of tracepoints that this client holds.
+    ///
+    /// # Errors
+    /// If the guest has not registered.
+    fn held_by(&self, client: &str) -> Result<Vec<String>, KeysError>;
+
+    /// Number of the kernel that runs, or ran last; `None` if none has registered.
+    fn boot(&self) -> Option<u64>;
 
     /// Switches all or none.
     ///

@@ -7,8 +7,8 @@
 //! so that most mutations get past the first check.
 
 use static_keys::{
-    Catalog, Directory, EntryFormat, Image, Instruction, KeyId, Module, Op, Options, Plan, Range,
-    Size, Update, disassemble, recognise, recognise_in_file,
+    Catalog, Directory, EntryFormat, GateKind, Image, Instruction, KeyId, Module, Op, Options,
+    Plan, Range, Size, Update, disassemble, recognise, recognise_in_file,
 };
 
 use super::common::world::{Home, KeySpec, RECORD_SIZE, SiteSpec, World};
@@ -102,7 +102,7 @@ fn damage(world: &World, numbers: &mut Numbers<'_>) {
         (world.key(0).0, 16),
         (world.tracepoint(1), 0x80),
         (world.node(0, 0), 96),
-        (kernel.gates.system_state, 40),
+        (world.word(GateKind::SystemState), 40),
         (world.text(Home::Kernel).start, 64),
         (world.table(Home::Module(0)).start, 16),
         (world.module_image(0).directory.keys, RECORD_SIZE),

@@ -2,8 +2,8 @@
 //! A kernel with modules, laid out in memory as its own code does.
 
 use static_keys::{
-    Branch, Catalog, Class, Directory, EntryFormat, Gates, Instruction, Kernel, KeyId, Layout,
-    Module, Options, Plan, PlanError, Range, Size, Update,
+    Branch, Catalog, Class, Concerns, Directory, EntryFormat, GateKind, Gates, Instruction, Kernel,
+    KeyId, Layout, ListedGate, Module, Options, Plan, PlanError, Range, RecordRing, Size, Update,
 };
 
 use super::memory::{Pages, Place};
@@ -50,7 +50,7 @@ pub struct World {
 pub const SYSTEM_RUNNING: u32 = 3;
 pub const MODULE_STATE_LIVE: u32 = 0;
 pub const MUTEX_FLAGS: u64 = 7;
-/// Address of a task, as in a mutex's owner word.
+/// Address of a task, as in a mutex's home word.
 pub const TASK: u64 = 0x1234_5678;
 
 const TEXT: u64 = 0x0100_0000;
@@ -69,8 +69,6 @@ const HEAP: u64 = 0x2000_0000;
 pub const RECORD_SIZE: u64 = 32;
 const TRACEPOINT_SIZE: u64 = 0x80;
 const TRACEPOINT_KEY: u32 = 8;
-pub const TRACEPOINT_REGFUNC: u32 = 0x38;
-pub const TRACEPOINT_UNREGFUNC: u32 = 0x40;
 pub const TRACEPOINT_FUNCS: u32 = 0x48;
 const MODULE_STATE: u32 = 0;
 
@@ -197,26 +195,80 @@ impl World {
             module_state: MODULE_STATE,
             module_state_live: MODULE_STATE_LIVE,
             tracepoint_key: TRACEPOINT_KEY,
-            tracepoint_regfunc: TRACEPOINT_REGFUNC,
-            tracepoint_unregfunc: TRACEPOINT_UNREGFUNC,
             tracepoint_funcs: TRACEPOINT_FUNCS,
         }
     }
 
-    pub fn gates(&self) -> Gates {
-        let words = self.base() + WORDS;
-        let has_jump_labels = self.format != EntryFormat::None;
-        let word = |offset: u64| if has_jump_labels { words + offset } else { 0 };
-        Gates {
-            system_state: words,
-            system_state_running: u64::from(SYSTEM_RUNNING),
-            mutex_owner_mask: !MUTEX_FLAGS,
-            jump_label_mutex_owner: word(8),
-            text_mutex_owner: word(16),
-            tracepoints_mutex_owner: words + 24,
-            tp_vec_nr: word(32),
-            bp_desc_refs: word(36),
+    /// Lists the tracepoint of a key as one with functions that run when it is switched.
+    pub fn set_regfunc(&self, index: usize) {
+        let home = self.keys[index].home;
+        let slot = self.keys[..index]
+            .iter()
+            .filter(|key| key.home == home)
+            .count();
+        let record = self.directory(home).keys + slot as u64 * RECORD_SIZE;
+        self.memory.poke(record + 14, &[1, 0]);
+    }
+
+    /// Address of a gate's word.
+    pub fn word(&self, kind: GateKind) -> u64 {
+        let offset = match kind {
+            GateKind::SystemState => 0,
+            GateKind::JumpLabelMutex => 8,
+            GateKind::TextMutex => 16,
+            GateKind::TracepointsMutex => 24,
+            GateKind::TextPokeQueue => 32,
+            GateKind::TextPoke => 36,
+            GateKind::ModuleMutex => 40,
+            GateKind::Other(_) => 48,
+        };
+        self.base() + WORDS + offset
+    }
+
+    /// A mutex if nothing else is said of it.
+    pub fn gate(&self, kind: GateKind, concerns: Concerns) -> ListedGate {
+        let pointer = if self.pointer() == 8 {
+            u64::MAX
+        } else {
+            u64::from(u32::MAX)
+        };
+        let (width, mask, wanted) = match kind {
+            GateKind::SystemState => (4, u64::from(u32::MAX), SYSTEM_RUNNING.into()),
+            GateKind::TextPoke | GateKind::TextPokeQueue => (4, u64::from(u32::MAX), 0),
+            _ => (self.pointer() as u8, pointer & !MUTEX_FLAGS, 0),
+        };
+        ListedGate {
+            kind,
+            name: "a_word".into(),
+            address: self.word(kind),
+            per_cpu: false,
+            width,
+            mask,
+            wanted,
+            concerns,
         }
+    }
+
+    /// What the kernel lists.
+    pub fn listed_gates(&self) -> Vec<ListedGate> {
+        let mut gates = vec![
+            self.gate(GateKind::SystemState, Concerns::COUNTS),
+            self.gate(GateKind::TracepointsMutex, Concerns::TRACEPOINT),
+        ];
+        if self.format != EntryFormat::None {
+            let kinds = [
+                GateKind::JumpLabelMutex,
+                GateKind::TextMutex,
+                GateKind::TextPokeQueue,
+                GateKind::TextPoke,
+            ];
+            gates.extend(kinds.map(|kind| self.gate(kind, Concerns::SITES)));
+        }
+        gates
+    }
+
+    pub fn gates(&self) -> Gates {
+        Gates::new(&self.listed_gates(), &[]).expect("gates")
     }
 
     pub fn kernel(&self) -> Kernel {
@@ -228,6 +280,7 @@ impl World {
             layout: self.layout(),
             gates: self.gates(),
             directory: self.directory(Home::Kernel),
+            records: RecordRing::default(),
         }
     }
 
@@ -292,6 +345,7 @@ impl World {
         Directory {
             keys: self.part(home, DIRECTORY),
             key_count: keys as u32,
+            key_size: RECORD_SIZE as u32,
             names: self.part(home, NAMES),
             names_size: keys as u32 * 16,
         }
@@ -328,13 +382,11 @@ impl World {
     }
 
     fn write(&self) {
-        let gates = self.gates();
         self.memory.map(self.base() + WORDS, 64);
-        self.memory.poke_u32(gates.system_state, SYSTEM_RUNNING);
-        if gates.text_mutex_owner != 0 {
-            // A free mutex with flag bits set.
-            self.poke_pointer(gates.text_mutex_owner, 1);
-        }
+        let state = self.word(GateKind::SystemState);
+        self.memory.poke_u32(state, SYSTEM_RUNNING);
+        // A free mutex with flag bits set.
+        self.poke_pointer(self.word(GateKind::TextMutex), 1);
         for index in 0..self.keys.len() {
             self.write_key(index);
         }

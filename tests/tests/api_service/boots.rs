@@ -64,7 +64,7 @@ async fn a_quarantine_outlives_a_generation_of_the_same_boot() {
 }
 
 #[tokio::test]
-async fn a_lapse_waits_until_the_kernel_registers_again() {
+async fn an_expiry_waits_until_the_kernel_registers_again() {
     let served = Served::start().await;
     let update = for_a_while("alpha", 5);
     served.update(update).await.expect("a ref key");
@@ -79,13 +79,13 @@ async fn a_lapse_waits_until_the_kernel_registers_again() {
 }
 
 #[tokio::test]
-async fn a_lapse_waits_until_its_module_is_told_again() {
+async fn an_expiry_waits_until_its_module_is_told_again() {
     let served = Served::start().await;
     assert_eq!(served.guest.add_module("one", &[TestKey::new("key", 1)]), 0);
     let update = for_a_while("one:key", 5);
     served.update(update).await.expect("a ref key");
     again(&served);
-    // An update and a lapse come before the kernel has told its module.
+    // An update and an expiry come before the kernel has told its module.
     later(&served, 5).await;
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     assert_eq!(served.guest.add_module_again("one", |_| ()), 0);
@@ -134,4 +134,18 @@ async fn a_module_without_a_directory_says_why() {
         description.error,
         "module one lists no keys: its kernel failed with error -12"
     );
+}
+
+#[tokio::test]
+async fn answers_to_request_ids_are_kept_for_one_boot() {
+    let served = Served::start().await;
+    let mut update = request(&[("alpha", KeyOp::Inc)]);
+    update.request_id = "r1".to_owned();
+    let first = served.update(update.clone()).await.expect("a ref key");
+    again(&served);
+    let repeated = served.update(update.clone()).await.expect("a repeat");
+    assert_eq!(repeated, first, "the same kernel");
+    assert_eq!(served.guest.register(&every_kind()), 0);
+    served.update(update).await.expect("a new kernel");
+    assert_eq!(served.guest.count("alpha"), 1, "made, not repeated");
 }

@@ -29,7 +29,7 @@ async fn a_closed_gate_is_named_at_the_deadline() {
         (Gate::TextMutex, 0x1000, 0, "TEXT_MUTEX"),
         (Gate::SystemState, 0, 2, "SYSTEM_STATE"),
         (Gate::TextPokeQueue, 1, 0, "TEXT_POKE"),
-        (Gate::TextPokeReferences, 1, 0, "TEXT_POKE"),
+        (Gate::TextPoke, 1, 0, "TEXT_POKE"),
     ];
     for (gate, closed, open, name) in gates {
         served.guest.set_gate(gate, closed);

@@ -41,7 +41,7 @@ async fn describes_what_is_registered() {
             guest.vcpus,
             guest.memory_bytes
         ),
-        ("test", 1, 16 << 20)
+        ("test", 1, 72 << 20)
     );
     assert_eq!(guest.guest_status().state(), v1::GuestState::Running);
     assert_eq!(
@@ -95,10 +95,10 @@ type Break = fn(&mut abi::Descriptor);
 #[tokio::test]
 async fn refused_registrations_say_why() {
     let served = Served::with(Setup::default()).await;
-    let breaks: [(&str, Break); 19] = [
+    let breaks: [(&str, Break); 21] = [
         ("magic", |d| d.header.magic ^= 1),
         ("ABI version", |d| d.header.abi_version = 2),
-        ("bytes", |d| d.header.size -= 8),
+        ("bytes", |d| d.header.size = 8),
         ("generation", |d| d.header.generation = 0),
         ("boot", |d| d.boot = 0),
         ("operation", |d| d.header.op = 3),
@@ -124,8 +124,10 @@ async fn refused_registrations_say_why() {
                 end: 0,
             }
         }),
-        ("system_state", |d| d.system_state = 0),
-        ("jump_label_mutex", |d| d.jump_label_mutex_owner = 0x1000),
+        ("no system_state", |d| d.gate_count = 0),
+        ("no jump_label_mutex", |d| d.gate_count = 1),
+        ("65 gates", |d| d.gate_count = 65),
+        ("the gates cannot be read", |d| d.gates = 1 << 40),
         ("page table", |d| d.page_table = 1 << 40),
         ("keys", |d| d.directory.key_count = u32::MAX),
         ("names", |d| d.directory.names_size = u32::MAX),

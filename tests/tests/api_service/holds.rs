@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who keeps keys on, and how the monitor gives back what has lapsed.
+//! Who keeps keys on, and how the service releases what has expired.
 
 use std::time::{Duration, Instant};
 
@@ -103,7 +103,7 @@ async fn enabling_what_is_on_takes_nothing() {
 }
 
 #[tokio::test]
-async fn a_lapsed_hold_is_given_back_by_the_monitor() {
+async fn an_expired_hold_is_released_by_the_service() {
     let served = Served::start().await;
     served
         .update(with_ttl("beta", KeyOp::Enable, 60))
@@ -128,7 +128,7 @@ async fn a_lapsed_hold_is_given_back_by_the_monitor() {
 }
 
 #[tokio::test]
-async fn only_the_lapsed_references_are_given_back() {
+async fn only_the_expired_references_are_released() {
     let served = Served::start().await;
     served.op("alpha", KeyOp::Inc).await.expect("for good");
     served
@@ -147,7 +147,7 @@ async fn only_the_lapsed_references_are_given_back() {
 }
 
 #[tokio::test]
-async fn a_drop_takes_the_reference_that_lapses_first() {
+async fn a_drop_takes_the_reference_that_expires_first() {
     let served = Served::start().await;
     served.op("alpha", KeyOp::Inc).await.expect("for good");
     served
@@ -160,7 +160,7 @@ async fn a_drop_takes_the_reference_that_lapses_first() {
 }
 
 #[tokio::test]
-async fn a_fired_tracepoint_is_parked_when_it_lapses() {
+async fn a_fired_tracepoint_is_parked_when_it_expires() {
     let served = Served::start().await;
     served
         .update(with_ttl("sched_switch", KeyOp::Enable, 5))
@@ -198,7 +198,7 @@ async fn a_hold_on_a_tracepoint_ends_with_the_probes_that_it_was_taken_with() {
 }
 
 #[tokio::test]
-async fn a_lapsed_hold_waits_for_a_busy_guest() {
+async fn an_expired_hold_waits_for_a_busy_guest() {
     let served = Served::start().await;
     served
         .update(with_ttl("alpha", KeyOp::Inc, 5))
@@ -249,9 +249,9 @@ async fn a_new_registration_voids_the_holds() {
     );
 }
 
-/// The client's connection is gone before its hold lapses.
+/// The client's connection is gone before its hold expires.
 #[tokio::test]
-async fn holds_outlive_their_clients_and_lapse_all_the_same() {
+async fn holds_outlive_their_clients_and_expire_all_the_same() {
     let served = Served::start().await;
     let channel = super::support::connect(&served.socket()).await;
     let mut other = v1::static_keys_service_client::StaticKeysServiceClient::new(channel);
@@ -267,7 +267,7 @@ async fn holds_outlive_their_clients_and_lapse_all_the_same() {
 
 /// What was taken in one pause goes back in one, with one intent on the disk.
 #[tokio::test]
-async fn holds_that_lapse_together_are_given_back_together() {
+async fn holds_that_expire_together_are_given_back_together() {
     const KEYS: usize = 4000;
     let names: Vec<String> = (0..KEYS).map(|number| format!("key{number}")).collect();
     let keys = names.iter().map(|name| TestKey::new(name, 2)).collect();
@@ -292,13 +292,13 @@ async fn holds_that_lapse_together_are_given_back_together() {
 
 /// A key that cannot be given back keeps neither the other keys nor the clients waiting.
 #[tokio::test]
-async fn clients_are_served_between_the_lapses() {
+async fn clients_are_served_between_the_expiries() {
     let served = Served::start().await;
     for key in ["alpha", "beta"] {
         let update = with_ttl(key, KeyOp::Enable, 5);
         served.update(update).await.expect("a ref key");
     }
-    // Found in the first pause of the lapse; before the second, a client's change is waiting.
+    // Found in the first pause of the expiry; before the second, a client's change is waiting.
     let site = served.guest.sites("alpha")[0];
     served.guest.write(site, &[0xcc; 5]);
     let keys = served.keys.clone();
@@ -327,12 +327,12 @@ async fn clients_are_served_between_the_lapses() {
     assert_eq!(
         served.keys.revision(),
         change.revision + 1,
-        "the client's change came before the second lapse"
+        "the client's change came before the second expiry"
     );
-    let mut lapses = served
+    let mut expiries = served
         .keys
         .watch(change.revision + 1, served.keys.incarnation().as_str())
         .expect("kept");
-    let lapse = lapses.next().await.expect("after the client's change");
-    assert_eq!(lapse.events[0].key(), Some("beta"));
+    let expiry = expiries.next().await.expect("after the client's change");
+    assert_eq!(expiry.events[0].key(), Some("beta"));
 }

@@ -80,8 +80,11 @@ async fn each_role_may_call_its_methods_and_no_others() {
     }
 }
 
+/// Key and value.
+type Metadata<'v> = (&'static str, &'v [u8]);
+
 /// The call, with the metadata as they are.
-fn with<T>(message: T, metadata: &[(&'static str, &[u8])]) -> Request<T> {
+fn with<T>(message: T, metadata: &[Metadata<'_>]) -> Request<T> {
     let mut request = Request::new(message);
     for (key, value) in metadata {
         let value = MetadataValue::try_from(*value).expect("a header's value");
@@ -254,7 +257,7 @@ async fn an_asserted_role_limits_the_call() {
 async fn malformed_assertions_are_refused() {
     let host = Host::with_two(SocketAuthoriser).await;
     let long = [b'x'; 257];
-    let bad: [(&[(&'static str, &[u8])], &str); 7] = [
+    let bad: [(&[Metadata<'_>], &str); 7] = [
         (&[(PRINCIPAL_METADATA, b"")], "0 bytes"),
         (&[(PRINCIPAL_METADATA, &long)], "257 bytes"),
         (&[(PRINCIPAL_METADATA, b"n\xc3\xa9")], "printable ASCII"),

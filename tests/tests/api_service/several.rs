@@ -141,7 +141,8 @@ pub async fn every_call(
     macro_rules! call {
         ($($client:ident { $($method:ident($request:ident),)* })*) => {
             $($({
-                let request = v1::$request { guest: guest.into(), ..Default::default() };
+                let mut request = v1::$request::default();
+                request.guest = guest.into();
                 let result = $client.$method(by(principal, request)).await;
                 answers.push((stringify!($method), result.map(drop)));
             })*)*
@@ -393,12 +394,15 @@ async fn changes_reach_the_named_guest() {
 #[tokio::test]
 async fn a_removed_guest_is_no_longer_served() {
     let host = Host::with_two(SocketAuthoriser).await;
+    let mut agent = Agent::connect(&host, "web-1").await;
     let (mut first, mut second) = (watch(&host, "web-1").await, watch(&host, "web-2").await);
     first.next().await;
     second.next().await;
     assert!(host.guests.remove("web-1"));
     let end = first.0.next().await.expect("a status");
-    assert_eq!(end.expect_err("the end").code(), Code::Unavailable);
+    assert_refused(end, Code::Unavailable, "ENDPOINT_ENDING");
+    let closed = tokio::time::timeout(PATIENCE, &mut agent.0).await;
+    closed.expect("tracing ends as well").expect("no panic");
     let request = v1::DescribeGuestRequest {
         guest: "web-1".to_owned(),
     };
@@ -560,7 +564,7 @@ async fn a_watch_of_a_guest_tells_each_change() {
     let status = statuses.next_but(&status).await;
     assert_eq!(status.registration(), Withdrawn);
     let mut descriptor = guest.descriptor(&[TestKey::new("alpha", 1)]);
-    descriptor.system_state = 0;
+    descriptor.entry_format = 99;
     assert_eq!(guest.request(abi::OP_REGISTER, descriptor.as_bytes()), -22);
     let status = statuses.next_but(&status).await;
     assert_eq!(status.registration(), Refused);

@@ -5,7 +5,7 @@
 //!  guest-physical                 guest-virtual: the same from IMAGE on, in pages of 2 MiB
 //!   2 MiB  page table
 //!   4 MiB  request page
-//!   6 MiB  gate words             +0
+//!   6 MiB  gate words, their list +0
 //!   8 MiB  jump table             +2 MiB
 //!  12 MiB  keys                   +6 MiB
 //!  16 MiB  directory, names       +10 MiB
@@ -30,7 +30,8 @@ const PAGE_TABLE: u64 = 2 << 20;
 const REQUEST_PAGE: u64 = 4 << 20;
 const PHYSICAL: u64 = 6 << 20;
 const IMAGE: u64 = 0xffff_ffff_8100_0000;
-const GATES: u64 = IMAGE;
+const GATE_WORDS: u64 = IMAGE;
+const GATES: u64 = IMAGE + 0x1000;
 const TABLE: u64 = IMAGE + (2 << 20);
 const KEYS: u64 = IMAGE + (6 << 20);
 const DIRECTORY: u64 = IMAGE + (10 << 20);
@@ -83,6 +84,7 @@ impl Kernel {
                 address: KEYS + key * 16,
                 name: u32::try_from(names.len()).expect("short names"),
                 class: abi::KEY_REF,
+                flags: 0,
                 tracepoint: 0,
                 module: 0,
             };
@@ -92,7 +94,8 @@ impl Kernel {
         }
         write(ram, NAMES, &names);
         // SYSTEM_RUNNING
-        write(ram, GATES, &2_u64.to_le_bytes());
+        write(ram, GATE_WORDS, &2_u64.to_le_bytes());
+        write(ram, GATES, structures::gates(GATE_WORDS).as_bytes());
         let descriptor = self.descriptor(u32::try_from(names.len()).expect("short names"));
         ram.write(REQUEST_PAGE, descriptor.as_bytes())
             .expect("in memory");
@@ -112,7 +115,6 @@ impl Kernel {
         };
         structures::describe(&mut descriptor);
         descriptor.boot = 1;
-        descriptor.cpus = 1;
         descriptor.jump_table = abi::Range {
             start: TABLE,
             end: TABLE + self.keys * self.sites * 16,
@@ -122,17 +124,14 @@ impl Kernel {
             end: TEXT_END,
         };
         descriptor.page_table = PAGE_TABLE;
-        descriptor.system_state = GATES;
-        descriptor.jump_label_mutex_owner = GATES + 8;
-        descriptor.text_mutex_owner = GATES + 16;
-        descriptor.tp_vec_nr = GATES + 24;
-        descriptor.bp_desc_refs = GATES + 32;
-        descriptor.directory = abi::Directory {
-            keys: DIRECTORY,
-            names: NAMES,
-            key_count: u32::try_from(self.keys).expect("few keys"),
+        descriptor.gates = GATES;
+        descriptor.gate_count = 6;
+        descriptor.directory = structures::directory(
+            DIRECTORY,
+            u32::try_from(self.keys).expect("few keys"),
+            NAMES,
             names_size,
-        };
+        );
         descriptor
     }
 }

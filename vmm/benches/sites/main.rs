@@ -2,7 +2,7 @@
 
 //! Measures a transaction by its number of sites and by the size of the guest's table: the time for
 //! which the guest is stopped, split into stop, patch and resume, and the time from the request to
-//! the executor's answer (without gRPC).
+//! the executor's answer (without gRPC). `calls` measures what a call costs by what it asks for.
 //!
 //! The guest's vCPUs spin in user mode. The tables are those of a synthetic kernel with up to
 //! 100,000 sites. The baseline is a plain loop that writes the same bytes and reads them back.
@@ -11,6 +11,7 @@
 
 #[path = "../../tests/bare_metal/mod.rs"]
 mod bare_metal;
+mod calls;
 mod kernel;
 
 use std::hint::black_box;
@@ -23,6 +24,7 @@ use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, Limits, Registry, Upda
 use patchbay_vmm::config::VmConfig;
 use patchbay_vmm::guest::VmGuest;
 use patchbay_vmm::request::NoRequests;
+use patchbay_vmm::vm::Vm;
 use static_keys::Op;
 
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -83,6 +85,13 @@ fn main() {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .build()
         .expect("a runtime");
+    if !runtime.block_on(calls::measure()) {
+        return;
+    }
+    // `-- calls` is for who wants the first table alone.
+    if std::env::args().any(|argument| argument == "calls") {
+        return;
+    }
     for vcpus in [1, 2, 4] {
         println!();
         println!(
@@ -102,18 +111,38 @@ fn main() {
     }
 }
 
+/// A guest whose vCPUs spin, with the tables of a kernel.
+struct Guest {
+    vm: Arc<Vm>,
+    keys: Keys,
+}
+
+impl Guest {
+    /// `None` without KVM.
+    fn start(kernel: Kernel, vcpus: u8) -> Option<Self> {
+        let registry = Arc::new(Registry::new(Limits::default()));
+        let entries = (0..vcpus).map(|vcpu| Some(spinning(vcpu))).collect();
+        let config = VmConfig {
+            memory_bytes: kernel::MEMORY_BYTES,
+            ..raw(branch_code(), entries)
+        };
+        let vm = Arc::new(started(config, Arc::new(NoRequests))?);
+        let guest = Arc::new(VmGuest::new("sites".to_owned(), Arc::clone(&vm)));
+        let (keys, _owner) =
+            Keys::start(guest, Arc::clone(&registry), KeysConfig::default()).expect("a thread");
+        kernel.register(vm.ram(), &*registry);
+        Some(Self { vm, keys })
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.vm.shutdown();
+    }
+}
+
 async fn measure(case: &Case, vcpus: u8) -> Option<Times> {
-    let registry = Arc::new(Registry::new(Limits::default()));
-    let entries = (0..vcpus).map(|vcpu| Some(spinning(vcpu))).collect();
-    let config = VmConfig {
-        memory_bytes: kernel::MEMORY_BYTES,
-        ..raw(branch_code(), entries)
-    };
-    let vm = Arc::new(started(config, Arc::new(NoRequests))?);
-    let guest = Arc::new(VmGuest::new("sites".to_owned(), Arc::clone(&vm)));
-    let (keys, _executor) =
-        Keys::start(guest, Arc::clone(&registry), KeysConfig::default()).expect("a thread");
-    case.kernel.register(vm.ram(), &*registry);
+    let Guest { vm, keys } = &Guest::start(case.kernel, vcpus)?;
     let mut times = Times::default();
     for round in 0..WARM_UP + case.rounds {
         if round == WARM_UP {
@@ -149,7 +178,6 @@ async fn measure(case: &Case, vcpus: u8) -> Option<Times> {
             }
         }
     }
-    vm.shutdown();
     Some(times)
 }
 
@@ -170,8 +198,7 @@ fn row(case: &Case, mut times: Times) {
         &mut times.whole,
     ];
     let [stop, patch, resume, whole] = all.map(|of| {
-        of.sort_unstable_by(f64::total_cmp);
-        let at = |percent: usize| of[((of.len() - 1) * percent).div_ceil(100)] * 1e6;
+        let mut at = |percent| percentile(of, percent);
         format!("{:.1} / {:.1} / {:.1}", at(50), at(99), at(100))
     });
     let per_site = times.patch[(times.patch.len() - 1) / 2] * 1e9 / sites as f64;
@@ -182,6 +209,12 @@ fn row(case: &Case, mut times: Times) {
         case.kernel.keys * case.kernel.sites,
         floor(sites) * 1e9 / sites as f64,
     );
+}
+
+/// In microseconds.
+fn percentile(times: &mut [f64], percent: usize) -> f64 {
+    times.sort_unstable_by(f64::total_cmp);
+    times[((times.len() - 1) * percent).div_ceil(100)] * 1e6
 }
 
 /// Time in seconds for a plain loop to read, write and read back the same number of sites at the

@@ -4,11 +4,13 @@
 
 use patchbay_service::abi;
 use patchbay_service::keys::RegistrationPhase;
+use patchbay_service::testing::structures;
+use static_keys::{Concerns, Op};
 use zerocopy::IntoBytes;
 
 use super::kernel::*;
 use super::program::Program;
-use super::rig::Rig;
+use super::rig::{Rig, count, site};
 
 /// Corrupts a field of a descriptor.
 type Damage = fn(&mut abi::Descriptor);
@@ -43,7 +45,8 @@ fn wrong_size() {
     refused(&[
         ("0 bytes", |it| it.header.size = 0),
         ("4294967295 bytes", |it| it.header.size = u32::MAX),
-        ("391 bytes", |it| it.header.size = 391),
+        ("303 bytes", |it| it.header.size = 303),
+        ("4097 bytes", |it| it.header.size = 4097),
     ]);
 }
 
@@ -100,21 +103,174 @@ fn ranges_that_wrap_or_leave_the_kernel() {
             it.ro_after_init = range(0, u64::MAX);
         }),
         ("text is at 0x1000", |it| it.text = range(0x1000, 0x2000)),
-        ("the tracepoint pointers is at 0x8000000000000000", |it| {
-            it.tracepoints = range(1 << 63, u64::MAX);
+    ]);
+}
+
+fn set_ring(descriptor: &mut abi::Descriptor, address: u64, count: u32, size: u32) {
+    descriptor.records = address;
+    (descriptor.record_count, descriptor.record_size) = (count, size);
+}
+
+/// Records that cannot be written are lost, and nothing else is.
+#[test]
+fn a_ring_of_records_that_is_not_mapped() {
+    let Some(rig) = Rig::new(vec![]) else { return };
+    let mut descriptor = descriptor();
+    // Two of four lie beyond the image.
+    set_ring(&mut descriptor, BEYOND - 64, 4, 32);
+    assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
+    let before = rig.picture();
+    for op in [Op::Enable, Op::Disable, Op::Enable] {
+        rig.change(&["beta"], op).unwrap();
+    }
+    let ring = physical(BEYOND - 64)..physical(BEYOND);
+    rig.only_changed(&before, &[site(BETA_SITE), count(BETA), ring]);
+    let sequence = |slot: u64| u64::from_le_bytes(rig.memory().read(BEYOND - 64 + 32 * slot));
+    assert_eq!([sequence(0), sequence(1)], [1, 2]);
+    rig.memory().write_kernel();
+    rig.survives();
+}
+
+/// Makes one number of a gate wrong.
+type GateDamage = fn(&mut abi::Gate);
+
+#[test]
+fn no_gates() {
+    let Some(rig) = Rig::new(vec![]) else { return };
+    for (gate, words) in [
+        (Gate::SystemState, "no system_state"),
+        (Gate::JumpLabelMutex, "no jump_label_mutex"),
+        (Gate::TextMutex, "no text_mutex"),
+    ] {
+        let mut gates = structures::gates(GATE_WORDS);
+        gates[gate as usize].kind = 0x7777;
+        rig.memory().gates(&gates);
+        rig.refuses(&descriptor(), words);
+    }
+    let mut none = descriptor();
+    none.gate_count = 0;
+    rig.refuses(&none, "no system_state");
+    rig.survives();
+}
+
+#[test]
+fn gates_that_cannot_be_right() {
+    let Some(rig) = Rig::new(vec![]) else { return };
+    let broken: &[(&str, GateDamage)] = &[
+        ("3 bytes wide", |it| it.width = 3),
+        ("255 bytes wide", |it| it.width = 255),
+        ("not aligned", |it| it.address += 4),
+        ("mask 0x0", |it| it.mask = 0),
+        ("mask 0x100", |it| (it.width, it.mask) = (1, 0x100)),
+        ("wants the value 0x1", |it| it.wanted = 1),
+        ("concerns 0x0", |it| it.concerns = 0),
+        ("concerns 0xffffffff", |it| it.concerns = u32::MAX),
+        ("flags of gate text_mutex is 0xfe", |it| it.flags = 0xff),
+        ("reserved field of gate text_mutex is 0x80", |it| {
+            it.reserved[1] = 0x80;
         }),
-        ("system_state is at 0x500", |it| it.system_state = 0x500),
+        ("listed no CPU offsets", |it| it.flags = abi::GATE_PER_CPU),
+        ("gate text_mutex is at 0x1000", |it| it.address = 0x1000),
+        ("gate ?[2J???????????????????????? is at 0x1000", |it| {
+            it.address = 0x1000;
+            it.name = [0xff; 28];
+            it.name[..4].copy_from_slice(b"\x1b[2J");
+        }),
+    ];
+    for (words, damage) in broken {
+        let mut gates = structures::gates(GATE_WORDS);
+        damage(&mut gates[Gate::TextMutex as usize]);
+        rig.memory().gates(&gates);
+        rig.refuses(&descriptor(), words);
+    }
+    rig.memory().write_kernel();
+    rig.survives();
+}
+
+#[test]
+fn lists_of_gates_without_end() {
+    refused(&[
+        ("65 gates", |it| it.gate_count = 65),
+        ("4294967295 gates", |it| it.gate_count = u32::MAX),
+        ("a gate has 0 bytes", |it| it.gate_size = 0),
+        ("a gate has 63 bytes", |it| it.gate_size = 63),
+        ("a gate has 4294967295 bytes", |it| it.gate_size = u32::MAX),
+        ("the gates cannot be read", |it| it.gates = u64::MAX - 8),
+        ("the gates cannot be read", |it| it.gates = BEYOND - 64),
+        ("4097 CPU offsets", |it| it.cpu_count = 4097),
+        ("4294967295 CPU offsets", |it| it.cpu_count = u32::MAX),
+        ("the CPU offsets cannot be read", |it| {
+            (it.cpu_offsets, it.cpu_count) = (BEYOND - 8, 2);
+        }),
     ]);
 }
 
 #[test]
-fn no_gates() {
+fn gates_of_more_cpus_than_there_can_be() {
+    let Some(rig) = Rig::new(vec![]) else { return };
+    let mut descriptor = descriptor();
+    (descriptor.cpu_offsets, descriptor.cpu_count) = (CPU_OFFSETS, 4096);
+    descriptor.gate_count = 9;
+    let mut gates = structures::gates(GATE_WORDS).to_vec();
+    let per_cpu = abi::Gate {
+        flags: abi::GATE_PER_CPU,
+        ..structures::gate(99, "refs", FREE, Concerns::SITES)
+    };
+    gates.extend([per_cpu; 3]);
+    rig.memory().gates(&gates);
+    rig.refuses(&descriptor, "more than the 8192 words");
+    // The offset of one of them leads out of the kernel's half.
+    descriptor.gate_count = 7;
+    rig.memory().write_u64(CPU_OFFSETS + 8 * 4095, 1 << 63);
+    rig.refuses(&descriptor, "gate refs is at 0x7fffffff811f0000");
+    rig.memory().write_kernel();
+    rig.survives();
+}
+
+#[test]
+fn fields_that_must_be_zero() {
     refused(&[
-        ("no system_state", |it| it.system_state = 0),
-        ("no jump_label_mutex", |it| it.jump_label_mutex_owner = 0),
-        ("no text_mutex", |it| it.text_mutex_owner = 0),
-        ("no mutex owner mask", |it| it.mutex_owner_mask = 0),
+        ("unknown flags is 0x4", |it| it.flags = 4),
+        ("the descriptor's reserved field is 0x1", |it| {
+            it.reserved = 1;
+        }),
+        ("the directory's reserved field is 0x8", |it| {
+            it.directory.reserved = 8;
+        }),
+        ("records have 0 bytes", |it| it.directory.key_size = 0),
+        ("records have 65 bytes", |it| it.directory.key_size = 65),
     ]);
+}
+
+#[test]
+fn rings_of_records_that_cannot_be() {
+    refused(&[
+        ("129 records", |it| set_ring(it, FREE, 129, 32)),
+        ("4294967295 records", |it| set_ring(it, FREE, u32::MAX, 32)),
+        ("records have 0 bytes", |it| set_ring(it, FREE, 1, 0)),
+        ("records have 31 bytes", |it| set_ring(it, FREE, 1, 31)),
+        ("records have 36 bytes", |it| set_ring(it, FREE, 1, 36)),
+        ("records have 72 bytes", |it| set_ring(it, FREE, 1, 72)),
+        ("can be at 0xffffffffffffffe8", |it| {
+            set_ring(it, u64::MAX - 23, 1, 32);
+        }),
+        ("can be at", |it| set_ring(it, FREE + 4, 1, 32)),
+        ("the ring of records is at 0x1000", |it| {
+            set_ring(it, 0x1000, 1, 32);
+        }),
+    ]);
+}
+
+/// What a later guest tells behind the structure that is known is ignored.
+#[test]
+fn a_larger_descriptor() {
+    let Some(rig) = Rig::new(vec![]) else { return };
+    let mut page = [0xee; abi::REQUEST_PAGE_SIZE];
+    let mut descriptor = descriptor();
+    descriptor.header.size = 4096;
+    page[..size_of::<abi::Descriptor>()].copy_from_slice(descriptor.as_bytes());
+    assert_eq!(rig.ask(abi::OP_REGISTER, &page), 0);
+    rig.survives();
 }
 
 #[test]
@@ -134,17 +290,24 @@ fn page_tables_outside_memory() {
 #[test]
 fn page_tables_with_loops() {
     let Some(rig) = Rig::new(vec![]) else { return };
-    // Every entry of the only table points to the table itself, so every address maps to it.
-    let mut descriptor = descriptor();
-    descriptor.page_table = SPARE_TABLE;
+    // Every entry of a table points to the table itself, so every address that it maps leads to it.
     for index in 0..512 {
         rig.memory().map(4, index, SPARE_TABLE | PRESENT);
     }
-    // The entries of that table are read as the directory's records.
+    let mut descriptor = descriptor();
+    descriptor.page_table = SPARE_TABLE;
+    // The entries of that table are read as the list of gates.
+    rig.refuses(&descriptor, "flags of gate");
+    // They are read as the directory's records.
+    descriptor.page_table = PAGE_TABLES;
+    rig.memory().map_beyond_by_page(0, SPARE_TABLE | PRESENT);
+    descriptor.directory.keys = BEYOND;
     rig.refuses(&descriptor, "no key can be at 0x154003");
     // The jump table is read through it too.
     descriptor.directory = abi::Directory::default();
+    descriptor.jump_table = range(BEYOND, BEYOND + 5 * 16);
     assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
+    rig.memory().write_kernel();
     rig.survives();
 }
 

@@ -4,6 +4,7 @@
 
 use patchbay_service::abi;
 use patchbay_service::keys::ListQuery;
+use patchbay_service::testing::structures;
 use static_keys::Op;
 use zerocopy::IntoBytes;
 
@@ -18,6 +19,13 @@ fn refused(records: &[(abi::Key, &str)]) {
         rig.refuses(&descriptor(), words);
     }
     rig.survives();
+}
+
+fn unknown_flags() -> abi::Key {
+    abi::Key {
+        flags: 0x8000,
+        ..record(BETA, 6, abi::KEY_REF, 0)
+    }
 }
 
 #[test]
@@ -47,7 +55,8 @@ fn keys_at_addresses_that_no_key_has() {
 fn unknown_classes_and_tracepoints_of_others() {
     refused(&[
         (record(BETA, 6, 3, 0), "unknown class 3"),
-        (record(BETA, 6, u32::MAX, 0), "unknown class 4294967295"),
+        (record(BETA, 6, u16::MAX, 0), "unknown class 65535"),
+        (unknown_flags(), "unknown flags 0x8000"),
         (
             record(BETA, 6, abi::KEY_TRACEPOINT, TRACEPOINT),
             "not the key of the tracepoint",
@@ -190,12 +199,7 @@ fn the_longest_names_of_the_most_keys() {
     rig.memory().write(NAMES, &[b'n'; 540]);
     rig.memory().write(NAMES + 540, &[0]);
     let mut descriptor = descriptor();
-    descriptor.directory = abi::Directory {
-        keys: BEYOND,
-        names: NAMES,
-        key_count: KEYS,
-        names_size: 541,
-    };
+    descriptor.directory = structures::directory(BEYOND, KEYS, NAMES, 541);
     rig.refuses(&descriptor, "bytes of names");
     rig.memory().write(NAMES, b"n\0");
     assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);

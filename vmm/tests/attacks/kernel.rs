@@ -18,6 +18,7 @@ use std::mem::size_of;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use patchbay_service::abi;
+pub use patchbay_service::testing::Gate;
 use patchbay_service::testing::structures;
 use patchbay_vmm::memory::GuestRam;
 use zerocopy::{FromZeros, IntoBytes};
@@ -42,7 +43,11 @@ pub const TEXT: u64 = IMAGE;
 pub const TEXT_END: u64 = IMAGE + 0x1_0000;
 pub const TABLE: u64 = IMAGE + 0x2_0000;
 pub const KEYS: u64 = IMAGE + 0x3_0000;
-pub const GATES: u64 = IMAGE + 0x3_2000;
+pub const GATE_WORDS: u64 = IMAGE + 0x3_2000;
+/// The array that describes them.
+pub const GATES: u64 = IMAGE + 0x3_4000;
+/// Offsets of CPUs, for attacks.
+pub const CPU_OFFSETS: u64 = IMAGE + 0x6_0000;
 pub const TRACEPOINT: u64 = IMAGE + 0x3_3000;
 pub const CHAIN: u64 = IMAGE + 0x3_8000;
 pub const DIRECTORY: u64 = IMAGE + 0x4_0000;
@@ -74,21 +79,9 @@ pub const NOP: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
 pub const PRESENT: u64 = 3;
 pub const LARGE: u64 = 1 << 7;
 
-/// A word that a flip checks.
-#[derive(Clone, Copy, Debug)]
-pub enum Gate {
-    SystemState,
-    JumpLabelMutex,
-    TextMutex,
-    TracepointsMutex,
-    TextPokeQueue,
-    TextPoke,
-}
-
-impl Gate {
-    pub fn address(self) -> u64 {
-        GATES + 8 * self as u64
-    }
+/// Address of a gate's word.
+pub fn gate_word(gate: Gate) -> u64 {
+    gate.address(GATE_WORDS)
 }
 
 /// Guest-physical address of an address in the image.
@@ -114,11 +107,12 @@ pub fn entry(at: u64, site: u64, target: u64, key: u64) -> [u8; 16] {
 }
 
 /// A directory record of a key.
-pub fn record(address: u64, name: u32, class: u32, tracepoint: u64) -> abi::Key {
+pub fn record(address: u64, name: u32, class: u16, tracepoint: u64) -> abi::Key {
     abi::Key {
         address,
         name,
         class,
+        flags: 0,
         tracepoint,
         module: 0,
     }
@@ -183,6 +177,11 @@ impl Memory<'_> {
         self.write(DIRECTORY, records.as_bytes());
     }
 
+    /// Writes the list of gates.
+    pub fn gates(&self, gates: &[abi::Gate]) {
+        self.write(GATES, gates.as_bytes());
+    }
+
     /// Writes the valid kernel: keys off, sites NOPs, gates open.
     pub fn write_kernel(&self) {
         self.map(0, (IMAGE >> 39) & 511, (PAGE_TABLES + 0x1000) | PRESENT);
@@ -208,13 +207,13 @@ impl Memory<'_> {
             self.write(key, &0_u64.to_le_bytes());
             self.write_u64(key + 8, TABLE + 16 * entry);
         }
-        // No regfunc, no unregfunc, and an array with one probe.
-        self.write(TRACEPOINT + 24, &[0; 16]);
+        // The array holds one probe.
         self.write_u64(TRACEPOINT + 40, TRACEPOINT + 0x100);
         self.write_u64(TRACEPOINT + 0x100, TEXT + 0x5000);
         self.write(TRACEPOINT + 0x108, &[0; 40]);
-        self.write(GATES, &[0; 64]);
-        self.write(Gate::SystemState.address(), &[2]);
+        self.write(GATE_WORDS, &[0; 64]);
+        self.write(gate_word(Gate::SystemState), &[2]);
+        self.gates(&structures::gates(GATE_WORDS));
         self.records(&[
             record(ALPHA, 0, abi::KEY_REF, 0),
             record(BETA, 6, abi::KEY_REF, 0),
@@ -243,22 +242,12 @@ pub fn descriptor() -> abi::Descriptor {
     descriptor.header = header(abi::OP_REGISTER, size_of::<abi::Descriptor>());
     structures::describe(&mut descriptor);
     descriptor.boot = BOOTS.fetch_add(1, Ordering::Relaxed);
-    descriptor.cpus = 1;
     descriptor.jump_table = range(TABLE, TABLE + 5 * 16);
     descriptor.text = range(TEXT, TEXT_END);
     descriptor.page_table = PAGE_TABLES;
-    descriptor.system_state = Gate::SystemState.address();
-    descriptor.jump_label_mutex_owner = Gate::JumpLabelMutex.address();
-    descriptor.text_mutex_owner = Gate::TextMutex.address();
-    descriptor.tracepoints_mutex_owner = Gate::TracepointsMutex.address();
-    descriptor.tp_vec_nr = Gate::TextPokeQueue.address();
-    descriptor.bp_desc_refs = Gate::TextPoke.address();
-    descriptor.directory = abi::Directory {
-        keys: DIRECTORY,
-        names: NAMES,
-        key_count: 4,
-        names_size: 25,
-    };
+    descriptor.gates = GATES;
+    descriptor.gate_count = 6;
+    descriptor.directory = structures::directory(DIRECTORY, 4, NAMES, 25);
     descriptor.release[..6].copy_from_slice(b"6.12.0");
     descriptor
 }
@@ -312,12 +301,7 @@ impl Memory<'_> {
         request.load = number + 1;
         request.jump_table = range(parts.table, parts.table + 16);
         request.text = range(parts.text, parts.text + 0x4000);
-        request.directory = abi::Directory {
-            keys: parts.directory,
-            names: parts.names,
-            key_count: 1,
-            names_size: 8,
-        };
+        request.directory = structures::directory(parts.directory, 1, parts.names, 8);
         let name = format!("module{number}");
         request.name[..name.len()].copy_from_slice(name.as_bytes());
         request

@@ -7,7 +7,8 @@ use std::ops::Range;
 
 use patchbay_service::abi;
 use patchbay_service::keys::KeysError;
-use static_keys::Op;
+use patchbay_service::testing::structures;
+use static_keys::{CPUS_MAX, Concerns, Op};
 use zerocopy::IntoBytes;
 
 use super::kernel::*;
@@ -191,7 +192,7 @@ fn gates_that_are_always_closed() {
         (Gate::TextPoke, u64::MAX, "bp_desc.refs"),
     ] {
         rig.memory().write_kernel();
-        rig.memory().write_u64(gate.address(), value);
+        rig.memory().write_u64(gate_word(gate), value);
         rig.fails(&["beta", "event"], Op::Enable, "GUEST_BUSY", words);
     }
     rig.survives();
@@ -200,41 +201,76 @@ fn gates_that_are_always_closed() {
 #[test]
 fn gates_that_lead_nowhere_or_to_each_other() {
     let Some(rig) = Rig::new(vec![]) else { return };
-    for nowhere in [BEYOND, u64::MAX - 2, u64::MAX, 0xffff_8000_0000_0000] {
-        for damage in [
-            |it: &mut abi::Descriptor, at| it.system_state = at,
-            |it: &mut abi::Descriptor, at| it.jump_label_mutex_owner = at,
-            |it: &mut abi::Descriptor, at| it.text_mutex_owner = at,
-            |it: &mut abi::Descriptor, at| it.bp_desc_refs = at,
+    for nowhere in [BEYOND, u64::MAX - 7, 0xffff_8000_0000_0000] {
+        for gate in [
+            Gate::SystemState,
+            Gate::JumpLabelMutex,
+            Gate::TextMutex,
+            Gate::TextPoke,
         ] {
-            let mut descriptor = descriptor();
-            damage(&mut descriptor, nowhere);
-            assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
+            let mut gates = structures::gates(GATE_WORDS);
+            gates[gate as usize].address = nowhere;
+            rig.memory().gates(&gates);
+            assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor()), 0);
             rig.fails(&["beta"], Op::Enable, "TABLE_REFUSED", "cannot be read");
         }
     }
     // All gates are the same word, the key's own count: closed as soon as the key is on.
-    let mut descriptor = descriptor();
-    descriptor.system_state = BETA;
-    descriptor.system_state_running = 0;
-    descriptor.jump_label_mutex_owner = BETA;
-    descriptor.text_mutex_owner = BETA;
-    descriptor.mutex_owner_mask = 0xffff_ffff;
-    descriptor.tp_vec_nr = BETA;
-    descriptor.bp_desc_refs = BETA;
-    assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
+    let gates = structures::gates(GATE_WORDS).map(|gate| abi::Gate {
+        address: BETA,
+        mask: u32::MAX.into(),
+        wanted: 0,
+        width: 4,
+        ..gate
+    });
+    rig.memory().gates(&gates);
+    assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor()), 0);
     rig.change(&["beta"], Op::Enable).unwrap();
     rig.fails(&["beta"], Op::Disable, "GUEST_BUSY", "found 0x1");
     rig.survives();
 }
 
+/// As many words as there may be, of which the last is closed, and the list rewritten all the time.
+#[test]
+fn a_gate_of_thousands_of_cpus() {
+    let Some(rig) = Rig::new(vec![]) else { return };
+    let cpus = u32::try_from(CPUS_MAX).unwrap();
+    let offsets: Vec<u64> = (0..u64::from(cpus)).map(|cpu| FREE + 4 * cpu).collect();
+    rig.memory().write(CPU_OFFSETS, offsets.as_bytes());
+    rig.memory().write(FREE, &[0; 0x4000]);
+    let mut gates = structures::gates(GATE_WORDS).to_vec();
+    gates.push(abi::Gate {
+        flags: abi::GATE_PER_CPU,
+        mask: 0xff,
+        width: 4,
+        ..structures::gate(abi::GATE_TEXT_POKE, "refs", 0, Concerns::SITES)
+    });
+    rig.memory().gates(&gates);
+    let mut descriptor = descriptor();
+    descriptor.gate_count = 7;
+    descriptor.cpu_offsets = CPU_OFFSETS;
+    descriptor.cpu_count = cpus;
+    assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
+    rig.change(&["beta"], Op::Enable).unwrap();
+    rig.memory().write(FREE + 4 * u64::from(cpus - 1), &[1]);
+    rig.fails(&["beta"], Op::Disable, "GUEST_BUSY", "(refs) on CPU 4095");
+    // What was listed is what counts.
+    rig.memory().write(GATES, &[0xff; 7 * 64]);
+    rig.memory().write(CPU_OFFSETS, &[0xff; 64]);
+    rig.fails(&["beta"], Op::Disable, "GUEST_BUSY", "(refs) on CPU 4095");
+    rig.memory().write(FREE + 4 * u64::from(cpus - 1), &[0]);
+    rig.change(&["beta"], Op::Disable).unwrap();
+    rig.memory().write_kernel();
+    rig.survives();
+}
+
 #[test]
 fn a_gate_that_opens_and_closes() {
-    let toggle = Program::toggle(&[(physical(Gate::JumpLabelMutex.address()), [0, 0x1000])]);
+    let toggle = Program::toggle(&[(physical(gate_word(Gate::JumpLabelMutex)), [0, 0x1000])]);
     let Some(rig) = Rig::registered(vec![toggle]) else {
         return;
     };
-    let gate = physical(GATES)..physical(GATES) + 64;
+    let gate = physical(GATE_WORDS)..physical(GATE_WORDS) + 64;
     let legal = [site(BETA_SITE), count(BETA), gate];
     storm(&rig, &["beta"], &["GUEST_BUSY"], &legal);
     rig.vm.shutdown();

@@ -5,6 +5,8 @@
 use patchbay_service::abi;
 use static_keys::Op;
 
+use zerocopy::IntoBytes;
+
 use super::kernel::*;
 use super::rig::{BRIEF, Rig, Setup, count, site};
 
@@ -449,9 +451,15 @@ fn tracepoints_that_lead_nowhere() {
     rig.memory().write_u64(TRACEPOINT + 40, TRACEPOINT + 0x100);
     rig.look_at_everything();
     rig.memory().write_kernel();
-    rig.memory().write_u64(TRACEPOINT + 24, TEXT);
+    let event = abi::Key {
+        flags: abi::KEY_REGFUNC,
+        ..record(EVENT, 19, abi::KEY_TRACEPOINT, TRACEPOINT)
+    };
+    rig.memory().write(DIRECTORY + 3 * 32, event.as_bytes());
+    rig.register();
     rig.fails(&["event"], Op::Enable, "TRACEPOINT_REFUSED", "tracefs");
-    rig.memory().write_u64(TRACEPOINT + 24, 0);
+    rig.memory().write_kernel();
+    rig.register();
     rig.memory().write_u64(TRACEPOINT + 40, 0);
     rig.fails(&["event"], Op::Enable, "TRACEPOINT_REFUSED", "no probe");
     rig.survives();

@@ -132,7 +132,7 @@ fn a_busy_guest_and_an_impatient_client() {
     let Some(rig) = Rig::registered(vec![]) else {
         return;
     };
-    rig.memory().write_u64(Gate::TextMutex.address(), 8);
+    rig.memory().write_u64(gate_word(Gate::TextMutex), 8);
     let before = rig.picture();
     for _ in 0..50 {
         let error = rig

@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use patchbay_proto::v1;
 use prost::Message;
-use static_keys::Patterns;
 use tokio::sync::watch;
 
 use super::super::guests::ServedGuest;
 use super::super::{NEGATIVE_PAGE_SIZE, convert, invalid, page_size};
+use static_keys::Patterns;
+
 use crate::keys::{Description, KeysError, PauseState, RegistrationPhase};
 
 /// A page ends before it has more bytes: stock clients accept answers of 4 MiB.
@@ -49,7 +50,7 @@ pub fn page(
     guests: &[Arc<ServedGuest>],
     request: &v1::ListGuestsRequest,
 ) -> Result<v1::ListGuestsResponse, KeysError> {
-    let patterns = Patterns::parse(&request.patterns).map_err(KeysError::from)?;
+    let patterns = Patterns::parse(&request.patterns)?;
     let size =
         page_size(request.page_size).ok_or_else(|| invalid("page_size", NEGATIVE_PAGE_SIZE))?;
     let wanted = |guest: &&Arc<ServedGuest>| {

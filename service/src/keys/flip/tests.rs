@@ -8,11 +8,16 @@ use rustix::thread::gettid;
 use static_keys::{KeyId, Op};
 use zerocopy::IntoBytes;
 
+use static_keys::Options;
+
 use super::*;
 use crate::abi;
 use crate::keys::Incarnation;
 use crate::keys::audit::AuditLog;
-use crate::keys::lapse::Lapses;
+use crate::keys::draft::Drops;
+use crate::keys::estimate::PauseEstimate;
+use crate::keys::expiry::Expiries;
+use crate::keys::plans::Plans;
 use crate::keys::replay::Replay;
 use crate::keys::symbols::Symbols;
 use crate::keys::{Registry, Shared, SystemClock};
@@ -28,13 +33,17 @@ fn owner(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Owner<InMemory
             incarnation: Incarnation::new(),
             clock: Arc::new(SystemClock),
             pause: tokio::sync::watch::Sender::default(),
+            pages: Mutex::default(),
             ended: tokio::sync::watch::Sender::new(None),
         }),
         audit: AuditLog::default(),
         replay: Replay::new(1, 1),
+        replayed_boot: None,
         allow_guarded: false,
         pruned: 0,
-        lapses: Lapses::default(),
+        expiries: Expiries::default(),
+        plans: Plans::default(),
+        pauses: PauseEstimate::default(),
     }
 }
 
@@ -129,4 +138,44 @@ fn a_request_waits_while_counts_are_written() {
     let request = request.expect("still that version");
     assert_eq!(request.join().expect("no panic"), 0);
     assert_eq!(registry.at_version(version, || ()), None);
+}
+
+/// A hibernation that fails: the kernel registers again, with the references that it had.
+#[test]
+fn references_are_taken_back_once_the_guest_has_registered_again() {
+    let (guest, registry) = boot(true, 2);
+    let owner = owner(&guest, &registry);
+    let snapshot = registry.snapshot().expect("registered");
+    let registration = Arc::clone(&snapshot.registration);
+    let key = registration.find("alpha").expect("a key").id;
+    // Its descriptor was sent by hand, so it is kept for the second time.
+    let mut again = guest.descriptor(&[counted("alpha", 2)]);
+    again.header.generation += 1;
+    assert_eq!(guest.unregister(), 0);
+    let (tell, told) = channel();
+    let taking = std::thread::spawn(move || {
+        tell.send(gettid()).expect("awaited");
+        let transaction = Transaction {
+            updates: &[],
+            terms: Terms::new("a", "", Drops::Own, None),
+            plan: None,
+            allow_guarded: false,
+            validate_only: false,
+            stop_timeout: Duration::from_secs(1),
+            deadline: Instant::now(),
+            request_id: "",
+            summary_only: true,
+        };
+        let left = vec![Update { key, op: Op::Dec }];
+        let mut running = Standstill::none(&*owner.guest);
+        owner.take_back(&registration, &transaction, &mut running, left)
+    });
+    let thread = told.recv().expect("it has begun");
+    while !sleeps(thread) {
+        assert!(!taking.is_finished(), "it gave up");
+        std::thread::yield_now();
+    }
+    assert_eq!(guest.request(abi::OP_REGISTER, again.as_bytes()), 0);
+    taking.join().expect("no panic").expect("taken back");
+    assert_eq!(guest.count("alpha"), 1);
 }

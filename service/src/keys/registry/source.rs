@@ -66,7 +66,7 @@ impl KernelTables {
             read::check_range(what, abi::Range { start, end }, levels)?;
         }
         read::check_layout(kernel.layout)?;
-        read::check_gates(kernel.gates, levels)?;
+        read::check_gates(kernel.gates.clone(), levels)?;
         Ok(())
     }
 }
@@ -128,6 +128,7 @@ impl Registry {
 mod tests {
     use std::sync::Arc;
 
+    use static_keys::{Concerns, GateKind, Gates, ListedGate};
     use zerocopy::FromBytes;
 
     use super::*;
@@ -137,7 +138,24 @@ mod tests {
     fn found(guest: &InMemoryGuest) -> KernelTables {
         let (descriptor, _) =
             abi::Descriptor::read_from_prefix(&guest.last_request()).expect("a whole page");
-        super::super::tables(&descriptor).expect("a kernel that follows the rules")
+        super::super::requests::tables(guest.ram(), &descriptor)
+            .expect("a kernel that follows the rules")
+    }
+
+    type Damage = fn(&mut KernelTables);
+
+    fn user_mode_gate() -> Gates {
+        let gate = ListedGate {
+            kind: GateKind::SystemState,
+            name: "system_state".into(),
+            address: 0x1000,
+            per_cpu: false,
+            width: 4,
+            mask: 1,
+            wanted: 0,
+            concerns: Concerns::COUNTS,
+        };
+        Gates::new(&[gate], &[]).expect("a list that could be right")
     }
 
     fn guest() -> (Arc<InMemoryGuest>, Arc<Registry>) {
@@ -179,19 +197,29 @@ mod tests {
             "no memory"
         );
         registry.attach(guest.ram().clone());
-        let wrong: [fn(&mut KernelTables); 6] = [
-            |tables| tables.boot = 0,
-            |tables| tables.generation = 0,
-            |tables| tables.kernel.text.start = 0x1000,
-            |tables| tables.kernel.jump_table.end = 0,
-            |tables| tables.kernel.gates.text_mutex_owner = 8,
-            |tables| tables.kernel.layout.module_state = u32::MAX,
+        let wrong: [(&str, Damage); 7] = [
+            ("the boot", |tables| tables.boot = 0),
+            ("generation", |tables| tables.generation = 0),
+            ("text is at 0x1000", |tables| {
+                tables.kernel.text.start = 0x1000;
+            }),
+            ("jump table", |tables| tables.kernel.jump_table.end = 0),
+            ("no system_state", |tables| {
+                tables.kernel.gates = Gates::default();
+            }),
+            ("gate system_state is at 0x1000", |tables| {
+                tables.kernel.gates = user_mode_gate();
+            }),
+            ("module.state", |tables| {
+                tables.kernel.layout.module_state = u32::MAX;
+            }),
         ];
-        for (index, change) in wrong.into_iter().enumerate() {
+        for (words, change) in wrong {
             let mut tables = found(&guest);
             change(&mut tables);
-            assert!(registry.register_kernel(tables).is_err(), "{index}");
-            assert!(registry.snapshot().is_err(), "{index}");
+            let refused = registry.register_kernel(tables).expect_err(words);
+            assert!(refused.to_string().contains(words), "{refused}");
+            assert!(registry.snapshot().is_err(), "{words}");
         }
         registry.register_kernel(found(&guest)).expect("as found");
         let snapshot = registry.snapshot().expect("registered");

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use patchbay_proto::agent::v1::from_agent::Message as Answer;
@@ -19,7 +19,7 @@ use tokio::sync::{mpsc, watch};
 use super::super::frame;
 use super::super::switch::{Boxed, Switch, TracepointFacts, TracepointKeys};
 use super::super::{AgentSocket, Tracer, start};
-use crate::keys::{FlipReport, KeysError, PauseTimes};
+use crate::keys::{FlipReport, KeysError, PauseTimes, TracepointUpdate};
 
 pub const SWITCH: &str = include_str!("../fixtures/sched_switch.format");
 pub const FORK: &str = include_str!("../fixtures/sched_process_fork.format");
@@ -31,7 +31,10 @@ pub const BEFORE: u64 = 1;
 #[derive(Default)]
 pub struct Keys {
     pub state: Mutex<BTreeMap<String, (bool, u32)>>,
-    pub switches: Mutex<Vec<(bool, Vec<String>)>>,
+    /// Holders, by key.
+    pub held: Mutex<BTreeMap<String, BTreeSet<String>>>,
+    pub switches: Mutex<Vec<Switch>>,
+    pub boot: AtomicU64,
     pub fail: Mutex<Option<KeysError>>,
 }
 
@@ -67,6 +70,9 @@ impl Keys {
         if *probes == 0 || attach && *probes == 1 {
             *on = attach;
         }
+        if !*on {
+            self.held.lock().unwrap().remove(name);
+        }
     }
 }
 
@@ -87,16 +93,54 @@ impl TracepointKeys for Keys {
         Ok(keys.iter().map(probes).collect())
     }
 
+    fn holders(&self, keys: &[String]) -> Result<Vec<Vec<Arc<str>>>, KeysError> {
+        let held = self.held.lock().unwrap();
+        let holders = |key: &String| {
+            let holders = held.get(key).into_iter().flatten();
+            holders.map(|holder| holder.as_str().into()).collect()
+        };
+        Ok(keys.iter().map(holders).collect())
+    }
+
+    fn held_by(&self, client: &str) -> Result<Vec<String>, KeysError> {
+        let held = self.held.lock().unwrap();
+        let of_client = held.iter().filter(|(_, holders)| holders.contains(client));
+        Ok(of_client.map(|(key, _)| key.clone()).collect())
+    }
+
+    fn boot(&self) -> Option<u64> {
+        Some(self.boot.load(Ordering::Relaxed))
+    }
+
     fn switch(&self, switch: Switch) -> Boxed<'_, Result<Option<FlipReport>, KeysError>> {
         Box::pin(async move {
             if let Some(error) = self.fail.lock().unwrap().take() {
                 return Err(error);
             }
             let mut state = self.state.lock().unwrap();
+            let mut held = self.held.lock().unwrap();
             for key in &switch.keys {
-                state.get_mut(key).unwrap().0 = switch.on;
+                let on = &mut state.get_mut(key).unwrap().0;
+                let held = held.entry(key.clone()).or_default();
+                match switch.update {
+                    TracepointUpdate::Fire => {
+                        held.insert(switch.holder.clone());
+                        *on = true;
+                    }
+                    TracepointUpdate::Park => {
+                        held.remove(&switch.holder);
+                        *on &= !held.is_empty();
+                    }
+                    TracepointUpdate::Leave => {
+                        *on &= !held.remove(&switch.holder) || !held.is_empty();
+                    }
+                    TracepointUpdate::Silence | TracepointUpdate::HandOver => {
+                        held.clear();
+                        *on = switch.update == TracepointUpdate::HandOver;
+                    }
+                }
             }
-            self.switches.lock().unwrap().push((switch.on, switch.keys));
+            self.switches.lock().unwrap().push(switch);
             Ok(Some(FlipReport {
                 pause: Some(PauseTimes::default()),
                 ..FlipReport::default()

@@ -7,3 +7,4 @@ mod hostile;
 mod mute;
 mod streams;
 mod tracing;
+mod ttl;

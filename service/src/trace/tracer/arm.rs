@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Arming: probes attached, and parked before anything is told of them.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -13,8 +13,10 @@ use patchbay_proto::agent::v1::{
 };
 use patchbay_proto::v1::TracepointState;
 
+use tokio::time::Instant;
+
 use super::{ArmTerms, Outcome, SwitchTerms, Tracer};
-use crate::keys::FlipReport;
+use crate::keys::{FlipReport, TracepointUpdate};
 use crate::trace::book::{Armed, Book};
 use crate::trace::decode::Format;
 use crate::trace::error::{AgentError, TraceError};
@@ -72,13 +74,15 @@ impl Tracer {
             if !fresh.is_empty() {
                 report = self.attach(client, &fresh, terms).await?;
             }
+            let until = terms.ttl.map(|ttl| Instant::now() + ttl);
             let mut book = self.book();
             for name in chosen.keys() {
                 if let Some(armed) = book.events.get_mut(name) {
-                    armed.armed_by.insert(client.to_owned());
+                    armed.armed_by.insert(client.to_owned(), until);
                     armed.even_if_others |= terms.even_if_others;
                 }
             }
+            self.armed_anew.notify_one();
         }
         Ok((
             self.results(chosen.into_keys(), client, Some(TracepointState::Parked)),
@@ -129,10 +133,10 @@ impl Tracer {
                 if same(&terms.filter, &armed.filter) && same(&terms.trigger, &armed.trigger) {
                     continue;
                 }
-                if armed.armed_by.iter().any(|other| other != client) {
+                if armed.armed_by.keys().any(|other| other != client) {
                     let owners = armed
                         .armed_by
-                        .iter()
+                        .keys()
                         .cloned()
                         .collect::<Vec<_>>()
                         .join(", ");
@@ -172,7 +176,7 @@ impl Tracer {
         fresh: &BTreeMap<String, String>,
         terms: &ArmTerms,
     ) -> Result<Option<FlipReport>, TraceError> {
-        let quiet = self.book().is_quiet();
+        let quiet = self.is_quiet();
         let attached = self.try_attach(client, fresh, terms, quiet).await;
         if attached.is_err() {
             let names: Vec<String> = {
@@ -235,7 +239,6 @@ impl Tracer {
                 continue;
             };
             book.armed += 1;
-            // Armed anew with another filter, it may have been fired since it was parked.
             let earlier = book.events.remove(&source.name);
             let armed = Armed {
                 key: key.clone(),
@@ -243,12 +246,8 @@ impl Tracer {
                 trigger: terms.trigger.clone(),
                 connection,
                 even_if_others: terms.even_if_others,
-                armed_by: BTreeSet::from([client.to_owned()]),
-                backoff: earlier
-                    .as_ref()
-                    .map(|armed| armed.backoff)
-                    .unwrap_or_default(),
-                fired_by: earlier.map(|armed| armed.fired_by).unwrap_or_default(),
+                armed_by: BTreeMap::from([(client.to_owned(), None)]),
+                backoff: earlier.map(|armed| armed.backoff).unwrap_or_default(),
                 serial: book.armed,
                 source: Arc::clone(&source),
             };
@@ -267,16 +266,10 @@ impl Tracer {
         let _turn = self.turn.lock().await;
         let keys = fresh.values().cloned().collect();
         let terms = SwitchTerms::default();
-        let report = self
-            .switch(keys, false, client, "arm tracepoints", &terms)
-            .await?;
-        let mut book = self.book();
-        for name in fresh.keys() {
-            if let Some(armed) = book.events.get_mut(name) {
-                armed.fired_by.clear();
-            }
-        }
-        Ok(report)
+        // The kernel's reference, which no client holds; and those of an earlier arming.
+        let silence = TracepointUpdate::Silence;
+        self.switch(keys, silence, client, "arm tracepoints", &terms)
+            .await
     }
 
     /// Whether there is room for more formats, which come from the guest.

@@ -3,16 +3,22 @@
 //! the book.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use patchbay_proto::v1::TracepointResult;
+use tokio::time::Instant;
 
 use super::arm::CLAIM_PATIENCE;
-use super::others::OTHERS;
 use super::{Facts, SwitchTerms, Tracer};
-use crate::keys::KeysError;
+use crate::keys::{KeysError, TracepointUpdate};
+use crate::log_limit::limited;
 use crate::trace::book::Armed;
 use crate::trace::error::{AgentError, TraceError};
 use crate::trace::select::{self, Wanted};
+
+/// What could not be parked or disarmed for a client that is gone, or whose time is over, is tried again.
+const FIRST_RETRY: Duration = Duration::from_secs(1);
+const LAST_RETRY: Duration = Duration::from_secs(64);
 
 impl Tracer {
     /// Parks and disarms for a client what no other keeps armed.
@@ -53,11 +59,16 @@ impl Tracer {
         // The guest's own removal of the probe parks as well, but perhaps late, perhaps never. It
         // turns on nothing, so what others go on tracing is turned on here.
         let (theirs, ours) = self.split_by_others(&to_disarm).await;
-        for (names, on, owner) in [(ours, false, client), (theirs, true, OTHERS)] {
+        let kept = self.kept_armed(names, &to_disarm, client);
+        for (names, update) in [
+            (ours, TracepointUpdate::Silence),
+            (theirs, TracepointUpdate::HandOver),
+            (kept, TracepointUpdate::Leave),
+        ] {
             let keys = self.book().keys(&names);
             let terms = SwitchTerms::default();
             match self
-                .switch(keys, on, owner, "disarm tracepoints", &terms)
+                .switch(keys, update, client, "disarm tracepoints", &terms)
                 .await
             {
                 // The guest is gone or registered anew: there is nothing to park.
@@ -69,7 +80,6 @@ impl Tracer {
             }
         }
         let mut book = self.book();
-        book.release_fire(names, client, false);
         book.release_arm(names, client);
         for name in &to_disarm {
             if let Some(armed) = book.events.remove(name) {
@@ -79,9 +89,28 @@ impl Tracer {
         Ok(to_disarm)
     }
 
+    /// Events that the client fires and others keep armed.
+    fn kept_armed(&self, names: &[String], to_disarm: &[String], client: &str) -> Vec<String> {
+        let fired_by = self.fired_by(names);
+        let fires = |name: &&String| {
+            let holders = fired_by.get(*name);
+            let fires = holders.is_some_and(|of| of.iter().any(|holder| **holder == *client));
+            fires && !to_disarm.contains(*name)
+        };
+        names.iter().filter(fires).cloned().collect()
+    }
+
     /// A client is gone: what it alone kept is parked at once, and disarmed.
     pub async fn leave(&self, client: &str) {
-        self.park_without(client).await;
+        let mut wait = FIRST_RETRY;
+        while let Err(error) = self.park_without(client).await {
+            tracing::warn!(client, %error, "the events of a client that is gone could not be parked");
+            if error.retry_after().is_none() || wait > LAST_RETRY {
+                break;
+            }
+            tokio::time::sleep(wait).await;
+            wait *= 2;
+        }
         let names = self.book().armed_by(client);
         let moving = self.claim_whenever(&names).await;
         match self.remove(client, &moving.names, false).await {
@@ -96,23 +125,65 @@ impl Tracer {
         }
     }
 
-    async fn park_without(&self, client: &str) {
+    async fn park_without(&self, client: &str) -> Result<(), KeysError> {
         let _turn = self.turn.lock().await;
-        let (to_park, names) = {
-            let book = self.book();
-            let names: Vec<String> = book.events.keys().cloned().collect();
-            (book.to_park_without(client), names)
+        let keys = match self.keys.held_by(client) {
+            // The guest is gone or registers anew: there is nothing to park.
+            Err(KeysError::NotRegistered { .. }) => return Ok(()),
+            held => held?,
         };
-        let keys = self.book().keys(&to_park);
+        let names: Vec<String> = {
+            let book = self.book();
+            let events = book.events.iter();
+            let held = events.filter(|(_, armed)| keys.contains(&armed.key));
+            held.map(|(name, _)| name.clone()).collect()
+        };
+        let to_park = self.without_others(&names, client);
         let terms = SwitchTerms::default();
-        if let Err(error) = self
-            .switch(keys, false, client, "park tracepoints", &terms)
+        let leave = TracepointUpdate::Leave;
+        match self
+            .switch(keys, leave, client, "park tracepoints", &terms)
             .await
         {
-            tracing::warn!(client, %error, "the events of a client that is gone could not be parked");
+            Ok(report) => self.mark("parked", &to_park, client, report.as_ref()),
+            Err(TraceError::Keys(error)) => return Err(error),
+            // Switching asks nobody but the keys.
+            Err(_) => {}
         }
-        self.book().release_fire(&names, client, false);
-        self.mark("parked", &to_park, client, None);
+        Ok(())
+    }
+
+    /// Disarms for their clients what those armed for a time that is over.
+    pub async fn disarm_expired(&self) {
+        let now = Instant::now();
+        let expired = self.book().expired(now);
+        for (client, names) in expired {
+            let disarmed = self.disarm_for(&client, &names, now).await;
+            if let Err(error) = disarmed {
+                limited!(warn, client, %error, "expired events could not be disarmed yet");
+                let mut book = self.book();
+                let mut still = book.expired(now);
+                let names = still.remove(&client).unwrap_or_default();
+                book.set_expiry(&names, &client, Instant::now() + FIRST_RETRY);
+            }
+        }
+    }
+
+    async fn disarm_for(
+        &self,
+        client: &str,
+        names: &[String],
+        now: Instant,
+    ) -> Result<(), TraceError> {
+        let moving = self.claim(names, FIRST_RETRY).await?;
+        // The client may have armed them again while this waited.
+        let mut names = self.book().expired(now).remove(client).unwrap_or_default();
+        names.retain(|name| moving.names.contains(name));
+        let to_disarm = self.remove(client, &names, false).await?;
+        if let Some(error) = self.detach(&to_disarm).await {
+            tracing::warn!(client, %error, "expired events wait for being disarmed");
+        }
+        Ok(())
     }
 
     /// Brings agent and book together when an agent has connected: what only the agent knows is

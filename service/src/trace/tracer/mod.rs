@@ -22,7 +22,7 @@
 //!
 //! Two things exclude each other, and neither waits for the other:
 //!
-//! - *Switching* keys, together with what the book says of them: `turn`, held for the milliseconds of
+//! - *Switching* keys, together with what is found out for it: `turn`, held for the milliseconds of
 //!   a switch. Nobody asks the agent while holding it, so fire and park never wait for the guest.
 //! - *Moving* an event, arming and disarming, together with the agent's answers: whoever moves events
 //!   claims them all at once ([`Tracer::claim`]), and who wants one of them meanwhile waits for its
@@ -36,7 +36,7 @@ mod leave;
 mod moves;
 mod others;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -46,7 +46,8 @@ use patchbay_proto::agent::v1::{AgentEvents, AgentListEvents};
 use patchbay_proto::v1::{TracepointResult, TracepointState};
 
 use tokio::runtime::Handle;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinSet;
 
 pub use self::others::Backoff;
 use super::book::Book;
@@ -57,7 +58,7 @@ use super::once::Answers;
 use super::select::{self, Wanted};
 use super::socket::AgentSocket;
 use super::switch::{Switch, TracepointFacts, TracepointKeys};
-use crate::keys::{FlipReport, KeysError};
+use crate::keys::{FlipReport, KeysError, TracepointUpdate};
 
 const LIST_PATIENCE: Duration = Duration::from_secs(5);
 /// What the agent tells is cut off there.
@@ -76,6 +77,8 @@ pub struct ArmTerms {
     pub even_if_others: bool,
     /// Check and change nothing.
     pub validate_only: bool,
+    /// How long the client keeps them armed; `None`: until it disarms them.
+    pub ttl: Option<Duration>,
 }
 
 /// How to fire and park.
@@ -91,6 +94,8 @@ pub struct SwitchTerms {
     pub even_if_others: bool,
     /// Also what other clients fired.
     pub force: bool,
+    /// How long the client keeps them firing; `None`: until it parks them.
+    pub ttl: Option<Duration>,
 }
 
 impl Default for SwitchTerms {
@@ -101,6 +106,7 @@ impl Default for SwitchTerms {
             deadline: Instant::now() + SWITCH_TIME,
             even_if_others: false,
             force: false,
+            ttl: None,
         }
     }
 }
@@ -118,7 +124,7 @@ pub struct Facts {
 
 /// Everything about the guest's tracepoints.
 pub struct Tracer {
-    pub(super) keys: Arc<dyn TracepointKeys>,
+    pub(crate) keys: Arc<dyn TracepointKeys>,
     pub(crate) link: AgentLink,
     pub(crate) hub: Arc<Hub>,
     /// Where events are decoded.
@@ -126,13 +132,24 @@ pub struct Tracer {
     pub(crate) answers: Answers,
     book: Mutex<Book>,
     turn: tokio::sync::Mutex<()>,
+    /// Events are armed for some time.
+    pub(super) armed_anew: Arc<Notify>,
     /// Advances when events are no longer moved.
     moved: watch::Sender<u64>,
     heed: Mutex<others::Heed>,
     /// What the agent told last.
     known: Mutex<AgentEvents>,
+    /// They end with the tracer: the agent's link, and the decoder.
+    pub(super) tasks: JoinSet<()>,
     /// Removed with the tracer.
     _socket: Option<AgentSocket>,
+}
+
+impl Drop for Tracer {
+    fn drop(&mut self) {
+        // Who waits for expiries finds that there is nothing more to wait for.
+        self.armed_anew.notify_one();
+    }
 }
 
 impl Tracer {
@@ -151,9 +168,11 @@ impl Tracer {
             answers: Answers::default(),
             book: Mutex::default(),
             turn: tokio::sync::Mutex::default(),
+            armed_anew: Arc::default(),
             moved: watch::Sender::new(0),
             heed: Mutex::default(),
             known: Mutex::default(),
+            tasks: JoinSet::new(),
             _socket: socket,
         }
     }
@@ -214,8 +233,8 @@ impl Tracer {
     async fn switch(
         &self,
         keys: Vec<String>,
-        on: bool,
-        owner: &str,
+        update: TracepointUpdate,
+        client: &str,
         reason: &'static str,
         terms: &SwitchTerms,
     ) -> Result<Option<FlipReport>, TraceError> {
@@ -224,14 +243,45 @@ impl Tracer {
         }
         let switch = Switch {
             keys,
-            on,
-            owner: owner.to_owned(),
+            update,
+            holder: client.to_owned(),
             reason,
+            ttl: terms.ttl,
             validate_only: terms.validate_only,
             stop_timeout: terms.stop_timeout,
             deadline: terms.deadline,
         };
         Ok(self.keys.switch(switch).await?)
+    }
+
+    /// Who keeps armed events firing: who holds their keys. Nobody while the keys are not known.
+    pub(crate) fn fired_by(&self, names: &[String]) -> HashMap<String, Vec<Arc<str>>> {
+        let (names, keys): (Vec<String>, Vec<String>) = {
+            let book = self.book();
+            let armed = names.iter().filter_map(|name| {
+                let armed = book.events.get(name)?;
+                Some((name.clone(), armed.key.clone()))
+            });
+            armed.unzip()
+        };
+        let holders = self.keys.holders(&keys).unwrap_or_default();
+        names.into_iter().zip(holders).collect()
+    }
+
+    /// Whether anything fires.
+    fn is_quiet(&self) -> bool {
+        let names: Vec<String> = self.book().events.keys().cloned().collect();
+        self.fired_by(&names).values().all(Vec::is_empty)
+    }
+
+    /// Those of the armed events that nobody else keeps firing.
+    fn without_others(&self, names: &[String], client: &str) -> Vec<String> {
+        let fired_by = self.fired_by(names);
+        let kept = |name: &&String| {
+            let holders = fired_by.get(*name);
+            holders.is_some_and(|holders| holders.iter().all(|other| **other == *client))
+        };
+        names.iter().filter(kept).cloned().collect()
     }
 
     fn armed(&self, wanted: &Wanted) -> Result<Vec<String>, TraceError> {
@@ -262,13 +312,6 @@ impl Tracer {
             fired => fired?,
         };
         if !terms.validate_only {
-            let mut book = self.book();
-            for name in &names {
-                if let Some(armed) = book.events.get_mut(name) {
-                    armed.fired_by.insert(client.to_owned());
-                }
-            }
-            drop(book);
             self.mark("fired", &names, client, report.as_ref());
         }
         Ok((self.results(names.into_iter(), client, None), report))
@@ -283,7 +326,13 @@ impl Tracer {
         let names = self.armed(wanted)?;
         let keys = self.book().keys(&names);
         let report = self
-            .switch(keys, true, client, "fire tracepoints", terms)
+            .switch(
+                keys,
+                TracepointUpdate::Fire,
+                client,
+                "fire tracepoints",
+                terms,
+            )
             .await?;
         Ok((names, report))
     }
@@ -301,30 +350,37 @@ impl Tracer {
         let _turn = self.turn.lock().await;
         let choose = || {
             let names = self.armed(wanted)?;
-            let to_park = self.book().to_park(&names, client, terms.force);
-            let keys = self.book().keys(&to_park);
-            Ok::<_, TraceError>((names, to_park, keys))
+            let to_park = match terms.force {
+                true => names.clone(),
+                false => self.without_others(&names, client),
+            };
+            Ok::<_, TraceError>((names, to_park))
         };
-        let (mut names, mut to_park, mut keys) = choose()?;
+        let (mut names, mut to_park) = choose()?;
         // The agent's probe and no other on each is what is found nearly always; to read all facts
         // takes longer than the switch.
-        let probes = self.keys.probes(&keys)?;
+        let probes = self.keys.probes(&self.book().keys(&to_park))?;
         if probes.iter().any(|probes| *probes != Some(1)) {
             let facts = self.facts().await?;
             self.forget_vanished(&facts);
-            (names, to_park, keys) = choose()?;
+            (names, to_park) = choose()?;
             if !terms.even_if_others {
                 let events = self.known().clone();
                 let strict = self.strict(&to_park);
                 Self::refuse_others(&self.book(), &events, &facts.by_name, strict.iter())?;
             }
         }
+        let update = match terms.force {
+            true => TracepointUpdate::Silence,
+            false => TracepointUpdate::Park,
+        };
+        // Also those that others keep firing: the client no longer does.
+        let keys = self.book().keys(&names);
         let report = self
-            .switch(keys, false, client, "park tracepoints", terms)
+            .switch(keys, update, client, "park tracepoints", terms)
             .await?;
         if !terms.validate_only {
             let mut book = self.book();
-            book.release_fire(&names, client, terms.force);
             for name in &to_park {
                 if let Some(armed) = book.events.get_mut(name) {
                     armed.even_if_others |= terms.even_if_others;
@@ -368,24 +424,24 @@ impl Tracer {
         client: &str,
         absent: Option<TracepointState>,
     ) -> Vec<TracepointResult> {
+        let names: Vec<String> = names.collect();
+        let mut fired_by = self.fired_by(&names);
         let book = self.book();
         let result = |name: String| {
             let armed = book.events.get(&name);
+            let fired_by = fired_by.remove(&name).unwrap_or_default();
             let state = match armed {
                 None => absent.unwrap_or(TracepointState::Disarmed),
-                Some(armed) if armed.fired_by.is_empty() => TracepointState::Parked,
+                Some(_) if fired_by.is_empty() => TracepointState::Parked,
                 Some(_) => TracepointState::Firing,
             };
-            let others = |clients: &BTreeSet<String>| {
-                clients
-                    .iter()
-                    .filter(|other| *other != client)
-                    .cloned()
-                    .collect()
+            let others = |clients: &mut dyn Iterator<Item = &str>| {
+                let others = clients.filter(|other| *other != client);
+                others.map(str::to_owned).collect()
             };
             let kept_by = match (state, armed) {
-                (TracepointState::Firing, Some(armed)) => others(&armed.fired_by),
-                (_, Some(armed)) => others(&armed.armed_by),
+                (TracepointState::Firing, _) => others(&mut fired_by.iter().map(|of| &**of)),
+                (_, Some(armed)) => others(&mut armed.armed_by.keys().map(|of| &**of)),
                 (_, None) => vec![],
             };
             TracepointResult {
@@ -394,6 +450,6 @@ impl Tracer {
                 kept_by,
             }
         };
-        names.map(result).collect()
+        names.into_iter().map(result).collect()
     }
 }

@@ -14,6 +14,7 @@
 use std::sync::{Arc, PoisonError};
 
 use super::{SwitchTerms, Tracer};
+use crate::keys::{KeysError, TracepointUpdate};
 use crate::log_limit::limited;
 use crate::trace::select;
 
@@ -112,19 +113,20 @@ impl Tracer {
             return;
         }
         // A guest that has not registered again has no events to heed.
-        let Some(probes) = self.probes(keys).await else {
+        let Some((probes, holders)) = self.look(keys).await else {
             return;
         };
         let _turn = self.turn.lock().await;
         let (mut come, mut gone) = (vec![], vec![]);
         {
             let mut book = self.book();
-            for (name, probes) in names.into_iter().zip(probes) {
+            for ((name, probes), holders) in names.into_iter().zip(probes).zip(holders) {
                 let Some(armed) = book.events.get_mut(&name) else {
                     continue;
                 };
                 let now = probes.map(|probes| probes > 1);
-                let changed = now.is_some_and(|now| now != armed.fired_by.contains(OTHERS));
+                let fires = holders.iter().any(|holder| **holder == *OTHERS);
+                let changed = now.is_some_and(|now| now != fires);
                 if armed.backoff.allows(tick, changed && !armed.even_if_others) {
                     match now {
                         Some(true) => come.push(name),
@@ -153,28 +155,28 @@ impl Tracer {
         }
     }
 
-    /// Attached to the tracepoints of these keys; None if they cannot be looked at now.
-    async fn probes(&self, keys: Vec<String>) -> Option<Vec<Option<u32>>> {
+    /// The probes of the tracepoints of these keys, and who holds them; `None` if they cannot be looked
+    /// at now.
+    async fn look(&self, keys: Vec<String>) -> Option<(Vec<Option<u32>>, Vec<Vec<Arc<str>>>)> {
         let of = Arc::clone(&self.keys);
-        let probes = tokio::task::spawn_blocking(move || of.probes(&keys)).await;
-        probes.ok()?.ok()
+        let look = move || Ok::<_, KeysError>((of.probes(&keys)?, of.holders(&keys)?));
+        tokio::task::spawn_blocking(look).await.ok()?.ok()
     }
 
     async fn fire_for_others(&self, names: &[String]) {
         let keys = self.book().keys(names);
         let terms = SwitchTerms::default();
         match self
-            .switch(keys, true, OTHERS, "fire tracepoints", &terms)
+            .switch(
+                keys,
+                TracepointUpdate::Fire,
+                OTHERS,
+                "fire tracepoints",
+                &terms,
+            )
             .await
         {
-            Ok(report) => {
-                for name in names {
-                    if let Some(armed) = self.book().events.get_mut(name) {
-                        armed.fired_by.insert(OTHERS.to_owned());
-                    }
-                }
-                self.mark("fired", names, OTHERS, report.as_ref());
-            }
+            Ok(report) => self.mark("fired", names, OTHERS, report.as_ref()),
             Err(error) => limited!(
                 warn,
                 ?names,
@@ -185,19 +187,17 @@ impl Tracer {
     }
 
     async fn park_after_others(&self, names: &[String]) {
-        let to_park = {
-            let mut book = self.book();
-            book.release_fire(names, OTHERS, false);
-            let idle = |name: &&String| {
-                let armed = book.events.get(*name);
-                armed.is_some_and(|armed| armed.fired_by.is_empty())
-            };
-            names.iter().filter(idle).cloned().collect::<Vec<_>>()
-        };
-        let keys = self.book().keys(&to_park);
+        let to_park = self.without_others(names, OTHERS);
+        let keys = self.book().keys(names);
         let terms = SwitchTerms::default();
         match self
-            .switch(keys, false, OTHERS, "park tracepoints", &terms)
+            .switch(
+                keys,
+                TracepointUpdate::Park,
+                OTHERS,
+                "park tracepoints",
+                &terms,
+            )
             .await
         {
             Ok(report) => self.mark("parked", &to_park, OTHERS, report.as_ref()),

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The command line of `patchbay guest`.
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+use clap::{Args, Subcommand, ValueEnum};
+
+use super::parse_duration;
+
+#[derive(Debug, Subcommand)]
+pub enum GuestCommand {
+    /// List the guests that run on this machine.
+    List {
+        /// Globs of names; a leading ! takes away. All if there is none.
+        patterns: Vec<String>,
+    },
+    /// Start a guest; runs patchbay-vmm in the place of this command.
+    #[command(disable_help_flag = true)]
+    Run(RunArgs),
+    /// Show the guest, its kernel and its registration.
+    Describe,
+    /// Wait for a state of the guest, without end unless --timeout is given.
+    Wait {
+        /// The state.
+        #[arg(long = "for", value_enum, value_name = "STATE")]
+        state: AwaitedState,
+    },
+    /// Print the guest's status now and after each change.
+    Watch,
+    /// Stop every vCPU until `resume`, or until the pause expires. Again: renew the pause.
+    Pause {
+        /// The service resumes the guest by itself after this time, 30s unless given; at most 1h.
+        #[arg(long, value_parser = parse_duration)]
+        ttl: Option<Duration>,
+    },
+    /// Let a paused guest run on.
+    Resume,
+    /// Press the guest's power button and wait until it has powered itself off, for --timeout or 60s.
+    /// The monitor ends with its guest.
+    Shutdown {
+        /// Cut the power at once: what the guest has not written to its disks is lost.
+        #[arg(long, alias = "force", conflicts_with = "cut_after_timeout")]
+        cut_now: bool,
+        /// Cut the power of a guest that has not powered itself off in time.
+        #[arg(long, alias = "cut")]
+        cut_after_timeout: bool,
+    },
+    /// Attach to the guest's serial console; Ctrl-] detaches.
+    Console(ConsoleArgs),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum AwaitedState {
+    /// The service knows the guest's tables of static keys.
+    Registered,
+    /// The agent in the guest is connected.
+    Agent,
+    /// The guest has powered off, or its monitor has ended.
+    Stopped,
+    /// The vCPUs run.
+    Running,
+    /// The vCPUs are stopped.
+    Paused,
+}
+
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// Name of the guest, "default" unless given; may also stand among the monitor's arguments.
+    #[arg(long)]
+    pub name: Option<String>,
+    /// Print this help and the monitor's options.
+    #[arg(short, long)]
+    pub help: bool,
+    /// Options of the monitor, for example --kernel bzImage --vcpus 2.
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    pub arguments: Vec<OsString>,
+}
+
+#[derive(Debug, Args)]
+pub struct ConsoleArgs {
+    /// Print the output that is kept, and end.
+    #[arg(long)]
+    pub dump: bool,
+}

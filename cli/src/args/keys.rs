@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The command line of `patchbay keys` and `patchbay holds`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Subcommand, ValueEnum};
+
+use super::parse_duration;
+
+#[derive(Debug, Subcommand)]
+pub enum KeysCommand {
+    /// List keys.
+    List(ListArgs),
+    /// Show keys with their sites, bytes and disassembly.
+    Get {
+        /// "name", "module:name" or globs; - reads them from standard input.
+        #[arg(required = true)]
+        keys: Vec<String>,
+    },
+    /// static_branch_enable(): to one reference, if there is none.
+    Enable(ChangeArgs),
+    /// static_branch_disable(): to no reference, if there is one.
+    Disable(ChangeArgs),
+    /// static_branch_inc(): take one more reference.
+    Inc(ChangeArgs),
+    /// static_branch_dec(): drop one reference.
+    Dec(ChangeArgs),
+    /// Make all changes of a file, or none: a YAML or JSON list of {key, op, etag}, of {patterns, classes,
+    /// op}, or what `keys list -o yaml` has printed.
+    Apply {
+        /// The file; - is standard input.
+        #[arg(short, long)]
+        file: PathBuf,
+        #[command(flatten)]
+        options: ChangeOptions,
+    },
+    /// Make the change of a plan that --dry-run has printed.
+    Commit(CommitArgs),
+    /// Forget a plan.
+    Discard { plan: String },
+    /// Print each change as it happens.
+    Watch(WatchArgs),
+    /// Wait until a key is on, is off or changes, without end unless --timeout is given.
+    Wait {
+        /// "name" or "module:name".
+        key: String,
+        #[arg(long = "for", value_enum, value_name = "STATE")]
+        state: AwaitedKey,
+    },
+    /// The old spelling of `holds list`.
+    #[command(hide = true)]
+    Holds(HoldsListArgs),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum AwaitedKey {
+    On,
+    Off,
+    /// The count changes.
+    Changed,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct ListArgs {
+    /// Globs of "name" or "module:name"; a leading ! takes away: 'sched_*' '!virtio*:*'. - reads them
+    /// from standard input.
+    pub patterns: Vec<String>,
+    /// Only keys of these classes.
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub class: Vec<Class>,
+    /// Only keys that are on.
+    #[arg(long, conflicts_with = "disabled")]
+    pub enabled: bool,
+    /// Only keys that are off.
+    #[arg(long)]
+    pub disabled: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Class {
+    /// Needs permission.
+    Guarded,
+    /// Safe to count from outside.
+    Ref,
+    /// The key of a tracepoint.
+    Tracepoint,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct ChangeArgs {
+    /// "name", "module:name" or globs; a leading ! takes away; - reads them from standard input, one per
+    /// line. All are changed together or none. Globs leave out sealed keys and, without
+    /// --allow-guarded, guarded ones; a name is never left out.
+    #[arg(required = true)]
+    pub keys: Vec<String>,
+    /// Only if the key's etag is still this one (one key only).
+    #[arg(long)]
+    pub etag: Option<String>,
+    #[command(flatten)]
+    pub options: ChangeOptions,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct ChangeOptions {
+    /// Check everything and change nothing. Keys: prints a plan, which `keys commit` makes.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// How long the plan of --dry-run is kept, 10m unless given; at most 24h.
+    #[arg(long, value_parser = parse_duration, requires = "dry_run", value_name = "TIME")]
+    pub plan_ttl: Option<Duration>,
+    /// Why; kept with the holds and in the audit log.
+    #[arg(
+        long,
+        default_value = "",
+        value_name = "TEXT",
+        hide_default_value = true
+    )]
+    pub reason: String,
+    /// The service releases the references that this change takes after this time, for example 10m.
+    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+    pub ttl: Option<Duration>,
+    /// Change guarded keys too; the monitor must allow it.
+    #[arg(long)]
+    pub allow_guarded: bool,
+    #[command(flatten)]
+    pub force: Force,
+    /// Repeating a change with the same id changes nothing twice.
+    #[arg(long, default_value = "", value_name = "ID", hide_default_value = true)]
+    pub request_id: String,
+    /// Print numbers alone, not each key: faster for thousands of them.
+    #[arg(long)]
+    pub summary: bool,
+    /// How long the vCPUs may take to stop, for example 10ms.
+    #[arg(long, value_parser = parse_duration, conflicts_with = "dry_run", value_name = "TIME")]
+    pub stop_timeout: Option<Duration>,
+}
+
+// One consent, with one help text.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct Force {
+    /// Release also what others hold: other clients and, for keys, the guest itself.
+    #[arg(long)]
+    pub force: bool,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct CommitArgs {
+    /// The plan's id.
+    pub plan: String,
+    /// Only if this is the plan's digest.
+    #[arg(long, default_value = "", hide_default_value = true)]
+    pub digest: String,
+    /// Print numbers alone, not each key: faster for thousands of them.
+    #[arg(long)]
+    pub summary: bool,
+    /// How long the vCPUs may take to stop, for example 10ms.
+    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+    pub stop_timeout: Option<Duration>,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct WatchArgs {
+    /// Globs, as in `list`.
+    pub patterns: Vec<String>,
+    /// Start with this revision of the past instead of now.
+    #[arg(long, requires = "incarnation", value_name = "REVISION")]
+    pub from_revision: Option<u64>,
+    /// The incarnation that the revision belongs to, as `guest describe` and watches print it.
+    #[arg(long, requires = "from_revision", value_name = "ID")]
+    pub incarnation: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum HoldsCommand {
+    /// List the references that clients hold.
+    List(HoldsListArgs),
+    /// Give references back: one transaction, all or none.
+    Release(ReleaseArgs),
+    /// Give holds a new expiry, all or none.
+    Renew {
+        /// Ids of holds; - reads them from standard input.
+        #[arg(required = true, value_name = "ID")]
+        holds: Vec<String>,
+        /// The holds expire this time from now, for example 10m.
+        #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+        ttl: Option<Duration>,
+        /// The holds do not expire any more.
+        #[arg(long, conflicts_with = "ttl", required_unless_present = "ttl")]
+        no_expiry: bool,
+    },
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct HoldsListArgs {
+    /// Globs of keys, as in `keys list`.
+    pub patterns: Vec<String>,
+    /// Only this client's, for example uid:1000.
+    #[arg(
+        long,
+        default_value = "",
+        value_name = "PRINCIPAL",
+        hide_default_value = true
+    )]
+    pub holder: String,
+}
+
+#[derive(Debug, Args)]
+pub struct ReleaseArgs {
+    /// Ids of holds; - reads them from standard input.
+    #[arg(required = true, value_name = "ID")]
+    pub holds: Vec<String>,
+    #[command(flatten)]
+    pub force: Force,
+    /// Repeating a change with the same id changes nothing twice.
+    #[arg(long, default_value = "", value_name = "ID", hide_default_value = true)]
+    pub request_id: String,
+    /// Print numbers alone, not each key: faster for thousands of them.
+    #[arg(long)]
+    pub summary: bool,
+    /// How long the vCPUs may take to stop, for example 10ms.
+    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+    pub stop_timeout: Option<Duration>,
+}

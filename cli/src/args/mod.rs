@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The command line.
+
+pub mod guest;
+pub mod keys;
+#[cfg(test)]
+mod tests;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::builder::TypedValueParser;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use self::guest::{ConsoleArgs, GuestCommand, RunArgs};
+use self::keys::{HoldsCommand, KeysCommand};
+use crate::trace::args::TraceCommand;
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0    done
+  1    error
+  2    usage: the command line or a file given with it is wrong
+  3    partly done: some guests failed, or other clients keep some events
+  5    a gate of the guest stayed closed; try again
+  124  timeout";
+
+/// Keeps them apart from the options of a verb.
+const GLOBAL: &str = "Options of every command";
+
+/// Flips the static keys of running Linux guests from outside.
+#[derive(Debug, Parser)]
+#[command(name = "patchbay", version, after_help = EXIT_CODES)]
+pub struct Cli {
+    #[command(flatten)]
+    pub target: Target,
+    /// How to print.
+    #[arg(short, long, default_value = "table", global = true, value_parser = format_parser(), help_heading = GLOBAL)]
+    pub output: OutputArgument,
+    /// Give up after this time, for example 500ms, 10s or 2m.
+    #[arg(long, value_parser = parse_duration, global = true, value_name = "TIME", help_heading = GLOBAL)]
+    pub timeout: Option<Duration>,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Args)]
+pub struct Target {
+    /// API socket; without it, --guest and --all, $PATCHBAY_SOCKET.
+    #[arg(long, global = true, value_name = "PATH", help_heading = GLOBAL)]
+    pub socket: Option<PathBuf>,
+    /// Name of the guest; not needed if only one runs. Several guests: a glob ('web-*'), or the option
+    /// repeated.
+    #[arg(long, global = true, value_name = "NAME", conflicts_with = "all", help_heading = GLOBAL)]
+    pub guest: Vec<String>,
+    /// Every guest that runs on this machine, or behind --socket.
+    #[arg(long, global = true, help_heading = GLOBAL)]
+    pub all: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// For people.
+    #[default]
+    Table,
+    /// One JSON value; watches print one per line.
+    Json,
+    /// YAML; watches print one document per change.
+    Yaml,
+    /// Names alone, one per line; GUEST/NAME for several guests.
+    Name,
+}
+
+/// What follows `-o`. It is one type because clap hands a global option to every command.
+#[derive(Clone, Debug)]
+pub enum OutputArgument {
+    Format(Output),
+    /// The file that `trace record` writes.
+    File(PathBuf),
+}
+
+impl OutputArgument {
+    pub fn format(&self) -> Output {
+        match self {
+            Self::Format(output) => *output,
+            Self::File(_) => Output::Table,
+        }
+    }
+}
+
+fn format_parser() -> impl TypedValueParser<Value = OutputArgument> {
+    clap::builder::EnumValueParser::<Output>::new().map(OutputArgument::Format)
+}
+
+/// Parses the name of the file of `trace record`.
+pub fn file(text: &str) -> Result<OutputArgument, String> {
+    Ok(OutputArgument::File(text.into()))
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Start guests, look at them, pause them, end them.
+    #[command(subcommand)]
+    Guest(GuestCommand),
+    /// Look at static keys and flip them.
+    #[command(subcommand)]
+    Keys(KeysCommand),
+    /// List, release and renew the references that clients hold.
+    #[command(subcommand)]
+    Holds(HoldsCommand),
+    /// Turn tracepoints on and off, and see their events.
+    #[command(subcommand)]
+    Trace(TraceCommand),
+    /// List the static keys and branch sites of a kernel or module file.
+    Inspect(crate::inspect::InspectArguments),
+    /// Print a completion script for a shell.
+    Completion { shell: clap_complete::Shell },
+    /// The old spelling of `guest run`.
+    #[command(hide = true, disable_help_flag = true)]
+    Run(RunArgs),
+    /// The old spelling of `guest list`.
+    #[command(hide = true)]
+    Guests { patterns: Vec<String> },
+    /// The old spelling of `guest console`.
+    #[command(hide = true)]
+    Console(ConsoleArgs),
+}
+
+/// "500us", "10ms", "5s", "2m", "3h" or "1d".
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    let help = || format!("{text:?} is not a time; write for example 500ms, 10s, 5m or 2h");
+    let unit_at = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(help)?;
+    let (digits, unit) = text.split_at(unit_at);
+    let value: u64 = digits.parse().map_err(|_| help())?;
+    let micros = match unit {
+        "us" => 1,
+        "ms" => 1_000,
+        "s" => 1_000_000,
+        "m" => 60_000_000,
+        "h" => 3_600_000_000,
+        "d" => 86_400_000_000,
+        _ => return Err(help()),
+    };
+    match value.checked_mul(micros) {
+        Some(0) | None => Err(help()),
+        Some(micros) => Ok(Duration::from_micros(micros)),
+    }
+}

@@ -1,0 +1,378 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guests that a command is about: one, or several at once.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::stream;
+use patchbay_kernel_image::Patterns;
+use patchbay_proto::v1;
+
+use super::sockets::{self, Socket};
+use super::{Client, DEFAULT_TIMEOUT};
+use crate::args::{Output, Target};
+use crate::failure::{self, Failure, PARTLY};
+use crate::names::is_glob;
+use crate::print::{Printable, Remarks, by_guest, print, remark};
+use crate::progress::Progress;
+
+/// The socket of the guest that is meant when none is named.
+const SOCKET_VARIABLE: &str = "PATCHBAY_SOCKET";
+/// An endpoint that does not answer within this time does not hold up the others.
+pub const LIST_TIMEOUT: Duration = Duration::from_secs(3);
+/// Guests that are worked on at the same time.
+const PARALLEL: usize = 16;
+
+/// What one guest answered.
+#[derive(Debug)]
+pub struct Answer<T> {
+    pub value: T,
+    /// What was asked and is not done.
+    pub undone: Option<Failure>,
+    pub remarks: Remarks,
+}
+
+impl<T> From<T> for Answer<T> {
+    fn from(value: T) -> Self {
+        Self {
+            value,
+            undone: None,
+            remarks: vec![],
+        }
+    }
+}
+
+/// A guest among several.
+#[derive(Clone, Debug)]
+pub struct Member {
+    pub name: String,
+    pub client: Result<Client, Failure>,
+}
+
+#[derive(Debug)]
+pub enum Fleet {
+    One(Client),
+    /// Ordered by name. A request for several gets a list, even if it has one entry.
+    Many(Vec<Member>),
+}
+
+impl Fleet {
+    /// Connects to the guests of the command line.
+    ///
+    /// # Errors
+    /// If there is none, if it is not clear which one is meant, or if the only one does not answer.
+    pub async fn select(target: &Target, timeout: Option<Duration>) -> Result<Self, Failure> {
+        let timeout = timeout.unwrap_or(DEFAULT_TIMEOUT);
+        let many =
+            target.all || target.guest.len() > 1 || target.guest.iter().any(|name| is_glob(name));
+        if many {
+            let members = many_of(target).await?;
+            let members = members.into_iter().map(|member| Member {
+                client: member.client.map(|client| client.with_timeout(timeout)),
+                ..member
+            });
+            return Ok(Self::Many(members.collect()));
+        }
+        let client = match (&target.socket, target.guest.first()) {
+            (Some(socket), name) => {
+                let name = name.cloned().unwrap_or_default();
+                Client::open(socket, timeout).await?.with_guest(name)
+            }
+            (None, Some(name)) => find(name).await?,
+            (None, None) => the_only_one().await?,
+        };
+        Ok(Self::One(client.with_timeout(timeout)))
+    }
+
+    /// For a verb that makes no sense for several guests.
+    ///
+    /// # Errors
+    /// If several were asked for.
+    pub fn one(self, verb: &str) -> Result<Client, Failure> {
+        match self {
+            Self::One(client) => Ok(client),
+            Self::Many(_) => Err(only_one(verb)),
+        }
+    }
+
+    /// Runs a verb on each guest and prints what they answer.
+    ///
+    /// # Errors
+    /// The guest's failure; of several, exit code 3 if some failed, and the common one if all did.
+    pub async fn run<T: Printable>(
+        self,
+        output: Output,
+        what: &str,
+        verb: impl AsyncFn(Client) -> Result<Answer<T>, Failure>,
+    ) -> Result<(), Failure> {
+        let progress = Progress::default();
+        let members = match self {
+            Self::One(client) => {
+                let client = client.with_progress(&progress);
+                let answer = progress.during(what, verb(client)).await?;
+                remark("", &answer.remarks);
+                print(output, &answer.value)?;
+                return answer.undone.map_or(Ok(()), Err);
+            }
+            Self::Many(members) => members,
+        };
+        let total = members.len();
+        let verb = &verb;
+        let (progress, finished) = (&progress, std::cell::Cell::new(0_usize));
+        let finished = &finished;
+        progress.set(format!("0 of {total} guests answered"));
+        let answers = stream::iter(members)
+            .map(|member| async move {
+                let answer = match member.client {
+                    Ok(client) => verb(client).await,
+                    Err(failure) => Err(failure),
+                };
+                finished.set(finished.get() + 1);
+                progress.set(format!("{} of {total} guests answered", finished.get()));
+                (member.name, answer)
+            })
+            .buffered(PARALLEL)
+            .collect::<Vec<_>>();
+        let answers = progress.during(what, answers).await;
+        by_guest(output, &answers)?;
+        sum_up(&answers)
+    }
+}
+
+/// The usage error of a verb that was asked for several guests.
+pub fn only_one(verb: &str) -> Failure {
+    Failure::usage(format!(
+        "`patchbay {verb}` works on one guest; choose it with --guest NAME"
+    ))
+}
+
+fn sum_up<T>(answers: &[(String, Result<Answer<T>, Failure>)]) -> Result<(), Failure> {
+    let mut codes = vec![];
+    for (guest, answer) in answers {
+        let failure = match answer {
+            Ok(answer) => {
+                remark(guest, &answer.remarks);
+                answer.undone.as_ref()
+            }
+            Err(failure) => Some(failure),
+        };
+        if let Some(failure) = failure {
+            remark(guest, &vec![failure.message.clone()]);
+            codes.push(failure.exit_code);
+        }
+    }
+    let (failed, total) = (codes.len(), answers.len());
+    match codes.first() {
+        None => Ok(()),
+        Some(_) if failed < total => Err(Failure::new(
+            PARTLY,
+            format!("{failed} of {total} guests failed"),
+        )),
+        Some(&first) => {
+            let common = codes.iter().all(|&code| code == first);
+            let code = if common { first } else { failure::ERROR };
+            let message = match total {
+                1 => "the guest failed".to_owned(),
+                _ => format!("all {total} guests failed"),
+            };
+            Err(Failure::new(code, message))
+        }
+    }
+}
+
+/// All guests of an endpoint that match.
+///
+/// # Errors
+/// If the endpoint does not answer.
+pub async fn guests_of(
+    endpoint: &Client,
+    patterns: &[String],
+) -> Result<Vec<v1::GuestStatus>, Failure> {
+    let mut guests = vec![];
+    let mut message = v1::ListGuestsRequest {
+        patterns: patterns.to_vec(),
+        ..Default::default()
+    };
+    loop {
+        let mut request = tonic::Request::new(message.clone());
+        request.set_timeout(LIST_TIMEOUT);
+        let page = endpoint.guest().list_guests(request).await?.into_inner();
+        guests.extend(page.guests);
+        if page.next_page_token.is_empty() {
+            return Ok(guests);
+        }
+        message.page_token = page.next_page_token;
+    }
+}
+
+/// An endpoint with the guests that it serves, or why they are not known.
+#[derive(Debug)]
+pub struct Endpoint {
+    pub socket: Socket,
+    /// `None` if nobody listens: a monitor that was killed leaves its socket.
+    pub guests: Option<Result<Vec<(v1::GuestStatus, Client)>, Failure>>,
+}
+
+/// Asks every socket at once.
+pub async fn endpoints(sockets: Vec<Socket>, patterns: &[String]) -> Vec<Endpoint> {
+    stream::iter(sockets)
+        .map(|socket| async move {
+            let guests = match Client::open(&socket.path, LIST_TIMEOUT).await {
+                Err(_) => None,
+                Ok(client) => Some(guests_of(&client, patterns).await.map(|guests| {
+                    let named = |status: v1::GuestStatus| {
+                        let client = client.clone().with_guest(&status.guest);
+                        (status, client)
+                    };
+                    guests.into_iter().map(named).collect()
+                })),
+            };
+            Endpoint { socket, guests }
+        })
+        .buffered(PARALLEL)
+        .collect()
+        .await
+}
+
+/// The sockets that a command for several guests asks.
+///
+/// # Errors
+/// If a folder cannot be read.
+pub fn sockets_of(target: &Target) -> Result<Vec<Socket>, Failure> {
+    match &target.socket {
+        Some(path) => Ok(vec![Socket {
+            name: path.display().to_string(),
+            path: path.clone(),
+        }]),
+        None => sockets::all(),
+    }
+}
+
+async fn many_of(target: &Target) -> Result<Vec<Member>, Failure> {
+    let patterns = &target.guest;
+    if let Some(socket) = &target.socket {
+        // Nobody there is an error, not an empty list.
+        Client::open(socket, LIST_TIMEOUT).await?;
+    }
+    let matching = Patterns::parse(patterns).map_err(|error| Failure::usage(error.to_string()))?;
+    let mut members: BTreeMap<String, Vec<Result<Client, Failure>>> = BTreeMap::new();
+    for endpoint in endpoints(sockets_of(target)?, patterns).await {
+        match endpoint.guests {
+            None => {}
+            Some(Ok(guests)) => {
+                for (status, client) in guests {
+                    members.entry(status.guest).or_default().push(Ok(client));
+                }
+            }
+            Some(Err(failure)) if matching.select("", &endpoint.socket.name) => {
+                let name = endpoint.socket.name;
+                members.entry(name).or_default().push(Err(failure));
+            }
+            Some(Err(_)) => {}
+        }
+    }
+    for name in patterns.iter().filter(|name| !is_glob(name)) {
+        if !members.contains_key(name) {
+            members.insert(name.clone(), vec![Err(not_found(name, &[]))]);
+        }
+    }
+    if members.is_empty() {
+        let which = match patterns.as_slice() {
+            [] => "no guest runs".to_owned(),
+            patterns => format!("no guest matches {}", patterns.join(" ")),
+        };
+        return Err(Failure::error(format!(
+            "{which}; see `patchbay guest list`"
+        )));
+    }
+    let members = members.into_iter().map(|(name, mut clients)| Member {
+        client: match clients.pop() {
+            Some(client) if clients.is_empty() => client,
+            _ => Err(ambiguous(&name)),
+        },
+        name,
+    });
+    Ok(members.collect())
+}
+
+fn not_found(name: &str, names: &[String]) -> Failure {
+    let near = failure::did_you_mean(name, names.iter().map(String::as_str));
+    let near = if near.is_empty() {
+        "; see `patchbay guest list`"
+    } else {
+        &near
+    };
+    Failure::error(format!("no guest is named {name:?}{near}"))
+}
+
+fn ambiguous(name: &str) -> Failure {
+    Failure::usage(format!(
+        "several sockets serve a guest named {name:?}; see `patchbay guest list`, and choose one with --socket"
+    ))
+}
+
+/// The guest of this name. A socket that has its name is not asked whom it serves.
+async fn find(name: &str) -> Result<Client, Failure> {
+    let all = sockets::all()?;
+    let mut named = vec![];
+    let mut dead = None;
+    for socket in all.iter().filter(|socket| socket.name == name) {
+        match Client::open(&socket.path, LIST_TIMEOUT).await {
+            Ok(client) => named.push(client),
+            Err(failure) => dead = Some(failure),
+        }
+    }
+    match named.len() {
+        0 => {}
+        1 => return Ok(named.remove(0).with_guest(name)),
+        _ => return Err(ambiguous(name)),
+    }
+    let others = all.into_iter().filter(|socket| socket.name != name);
+    let mut found = vec![];
+    let mut names = vec![];
+    for endpoint in endpoints(others.collect(), &[]).await {
+        for (status, client) in endpoint.guests.and_then(Result::ok).unwrap_or_default() {
+            if status.guest == name {
+                found.push(client);
+            } else {
+                names.push(status.guest);
+            }
+        }
+    }
+    match (found.pop(), dead) {
+        (Some(client), _) if found.is_empty() => Ok(client),
+        (Some(_), _) => Err(ambiguous(name)),
+        (None, Some(failure)) => Err(failure),
+        (None, None) => Err(not_found(name, &names)),
+    }
+}
+
+fn listens(path: &Path) -> bool {
+    std::os::unix::net::UnixStream::connect(path).is_ok()
+}
+
+/// The endpoint of a command that names no guest.
+async fn the_only_one() -> Result<Client, Failure> {
+    if let Some(socket) = std::env::var_os(SOCKET_VARIABLE).filter(|socket| !socket.is_empty()) {
+        return Client::open(Path::new(&socket), DEFAULT_TIMEOUT).await;
+    }
+    // Sockets that dead monitors left do not make the choice ambiguous.
+    let mut live = sockets::all()?;
+    live.retain(|socket| listens(&socket.path));
+    match live.as_slice() {
+        [] => Err(Failure::error(format!(
+            "no guest runs: no monitor answers in {}; start one with `patchbay guest run`, or give --socket",
+            sockets::searched()
+        ))),
+        [socket] => Client::open(&socket.path, DEFAULT_TIMEOUT).await,
+        _ => {
+            let names: Vec<String> = live.into_iter().map(|socket| socket.name).collect();
+            Err(Failure::usage(format!(
+                "several guests run: {}; choose with --guest or --all",
+                names.join(", ")
+            )))
+        }
+    }
+}

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A guest behind an API socket, and the requests to it.
+
+pub mod fleet;
+pub mod sockets;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use patchbay_proto::v1;
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
+use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
+use tokio::net::UnixStream;
+use tonic::transport::{Channel, Endpoint};
+use tower::service_fn;
+
+use crate::failure::Failure;
+use crate::progress::Progress;
+
+/// Deadline of calls without --timeout.
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// For the answer to a change that was tried for as long as was asked.
+pub const ANSWER_TIME: Duration = Duration::from_secs(10);
+/// The service tries no longer than this.
+const MAX_RETRY_TIMEOUT: Duration = Duration::from_secs(30);
+const KEEPALIVE: Duration = Duration::from_secs(30);
+
+/// One guest of an endpoint.
+#[derive(Clone, Debug)]
+pub struct Client {
+    channel: Channel,
+    socket: PathBuf,
+    /// Empty: the only guest that the endpoint serves.
+    guest: String,
+    timeout: Duration,
+    progress: Progress,
+}
+
+impl Client {
+    /// Connects to `socket`, for the only guest that it serves.
+    ///
+    /// # Errors
+    /// If nobody answers there.
+    pub async fn open(socket: &Path, timeout: Duration) -> Result<Self, Failure> {
+        let path = socket.to_owned();
+        let channel = Endpoint::from_static("http://patchbay.invalid")
+            .connect_timeout(CONNECT_TIMEOUT)
+            .http2_keep_alive_interval(KEEPALIVE)
+            .connect_with_connector(service_fn(move |_| {
+                let path = path.clone();
+                async move { UnixStream::connect(path).await.map(TokioIo::new) }
+            }))
+            .await
+            .map_err(|error| Failure::unreachable(socket, &error))?;
+        Ok(Self {
+            channel,
+            socket: socket.to_owned(),
+            guest: String::new(),
+            timeout,
+            progress: Progress::default(),
+        })
+    }
+
+    /// The same endpoint, for the guest `name`.
+    pub fn with_guest(mut self, name: impl Into<String>) -> Self {
+        self.guest = name.into();
+        self
+    }
+
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    pub fn with_progress(mut self, progress: &Progress) -> Self {
+        self.progress = progress.clone();
+        self
+    }
+
+    /// Empty if the guest was not chosen by its name.
+    pub fn guest_name(&self) -> &str {
+        &self.guest
+    }
+
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    pub fn progress(&self) -> &Progress {
+        &self.progress
+    }
+
+    pub fn keys(&self) -> StaticKeysServiceClient<Channel> {
+        StaticKeysServiceClient::new(self.channel.clone())
+    }
+
+    pub fn tracepoints(&self) -> TracepointsServiceClient<Channel> {
+        TracepointsServiceClient::new(self.channel.clone())
+    }
+
+    pub fn guest(&self) -> GuestServiceClient<Channel> {
+        GuestServiceClient::new(self.channel.clone())
+    }
+
+    /// How long a change may be tried.
+    pub fn retry_timeout(&self) -> Duration {
+        self.timeout.min(MAX_RETRY_TIMEOUT)
+    }
+
+    /// The deadline exceeds [`Client::retry_timeout`], so that the answer has time to come.
+    pub fn change<T: Addressed>(&self, message: T) -> tonic::Request<T> {
+        let mut request = self.stream(message);
+        request.set_timeout(self.timeout + ANSWER_TIME);
+        request
+    }
+
+    /// A request with the deadline of this client.
+    pub fn request<T: Addressed>(&self, message: T) -> tonic::Request<T> {
+        let mut request = self.stream(message);
+        request.set_timeout(self.timeout);
+        request
+    }
+
+    /// A request without a deadline, because its stream has no end.
+    pub fn stream<T: Addressed>(&self, mut message: T) -> tonic::Request<T> {
+        message.set_guest(&self.guest);
+        tonic::Request::new(message)
+    }
+}
+
+/// A request that names its guest.
+pub trait Addressed {
+    fn set_guest(&mut self, guest: &str);
+}
+
+macro_rules! addressed {
+    ($($request:ident)*) => {
+        $(impl Addressed for v1::$request {
+            fn set_guest(&mut self, guest: &str) {
+                guest.clone_into(&mut self.guest);
+            }
+        })*
+    };
+}
+
+addressed! {
+    DescribeGuestRequest WatchGuestRequest PauseGuestRequest ResumeGuestRequest ShutdownGuestRequest
+    StreamConsoleRequest
+    ListStaticKeysRequest GetStaticKeyRequest UpdateStaticKeysRequest ListUpdateResultsRequest
+    PrepareUpdateRequest CommitUpdateRequest DiscardUpdateRequest WatchStaticKeysRequest
+    ListHoldsRequest ReleaseHoldsRequest RenewHoldsRequest
+    ListTracepointsRequest ArmTracepointsRequest FireTracepointsRequest ParkTracepointsRequest
+    DisarmTracepointsRequest StreamTracepointEventsRequest GetTracepointStatsRequest DescribeAgentRequest
+}
+
+/// How much of a change the answer says.
+pub fn result_view(summary: bool) -> i32 {
+    if summary {
+        v1::ResultView::Summary.into()
+    } else {
+        v1::ResultView::Full.into()
+    }
+}
+
+/// A duration of the command line; its parser keeps it within what a message can hold.
+pub fn to_proto(duration: Option<Duration>) -> Option<prost_types::Duration> {
+    duration.and_then(|duration| duration.try_into().ok())
+}

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The folders in which API sockets lie.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use crate::failure::Failure;
+
+const SUFFIX: &str = "sock";
+/// Guests of systemd units: NAME/api.sock.
+const UNIT_SOCKET: &str = "api.sock";
+/// Where the host's guests are, unless `PATCHBAY_RUN_DIR` names another folder.
+const HOST_FOLDER: &str = "/run/patchbay";
+const HOST_FOLDER_VARIABLE: &str = "PATCHBAY_RUN_DIR";
+
+/// A socket and the guest's name that its path tells.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Socket {
+    pub name: String,
+    pub path: PathBuf,
+}
+
+fn variable(name: &str) -> Option<PathBuf> {
+    let value = std::env::var_os(name).filter(|value| !value.is_empty());
+    value.map(PathBuf::from)
+}
+
+fn host_folder() -> PathBuf {
+    variable(HOST_FOLDER_VARIABLE).unwrap_or_else(|| HOST_FOLDER.into())
+}
+
+fn user_folder() -> Option<PathBuf> {
+    variable("XDG_RUNTIME_DIR").map(|folder| folder.join("patchbay"))
+}
+
+/// Where `guest run` puts sockets: `$XDG_RUNTIME_DIR/patchbay`, or `/run/patchbay` without one.
+pub fn folder() -> PathBuf {
+    user_folder().unwrap_or_else(host_folder)
+}
+
+/// Every folder that is searched, for error messages.
+pub fn searched() -> String {
+    let folders = user_folder().into_iter().chain([host_folder()]);
+    let folders: Vec<String> = folders.map(|path| path.display().to_string()).collect();
+    folders.join(" and ")
+}
+
+/// The socket that `guest run` makes for the guest `name`.
+///
+/// # Errors
+/// If the name cannot be a file's.
+pub fn of(name: &str) -> Result<PathBuf, Failure> {
+    let fits = !name.is_empty()
+        && !name.starts_with('.')
+        && name.len() <= 64
+        && name
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+    if !fits {
+        return Err(Failure::usage(format!(
+            "{name:?} cannot be a guest's name; use up to 64 letters, digits, '-', '_' and '.', \
+             and no '.' first"
+        )));
+    }
+    Ok(folder().join(format!("{name}.{SUFFIX}")))
+}
+
+/// All sockets, by name; those of the user come first.
+///
+/// # Errors
+/// If a folder cannot be read.
+pub fn all() -> Result<Vec<Socket>, Failure> {
+    let mut found = vec![];
+    if let Some(folder) = user_folder() {
+        found.extend(flat(&folder)?);
+    }
+    let host = host_folder();
+    if user_folder().as_ref() != Some(&host) {
+        found.extend(flat(&host)?);
+    }
+    found.extend(units(&host)?);
+    found.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(found)
+}
+
+/// FOLDER/NAME.sock
+fn flat(folder: &Path) -> Result<Vec<Socket>, Failure> {
+    let name = |path: &Path| {
+        let suffix = path.extension()?;
+        let name = path.file_stem()?.to_str()?.to_owned();
+        (suffix == SUFFIX).then_some(name)
+    };
+    let sockets = entries(folder)?.into_iter().filter_map(|path| {
+        let name = name(&path)?;
+        Some(Socket { name, path })
+    });
+    Ok(sockets.collect())
+}
+
+/// FOLDER/NAME/api.sock. Another user's folder cannot be looked into and is passed over.
+fn units(folder: &Path) -> Result<Vec<Socket>, Failure> {
+    let sockets = entries(folder)?.into_iter().filter_map(|path| {
+        let name = path.file_name()?.to_str()?.to_owned();
+        let path = path.join(UNIT_SOCKET);
+        path.exists().then_some(Socket { name, path })
+    });
+    Ok(sockets.collect())
+}
+
+/// Nothing if there is no such folder, or if it is closed to this user.
+fn entries(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
+    match std::fs::read_dir(folder) {
+        Ok(entries) => Ok(entries
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .collect()),
+        // Another user's guests are none that could be reached.
+        Err(error)
+            if matches!(
+                error.kind(),
+                ErrorKind::NotFound | ErrorKind::PermissionDenied
+            ) =>
+        {
+            Ok(vec![])
+        }
+        Err(error) => Err(Failure::error(format!(
+            "the folder {} of API sockets cannot be read: {error}; give a socket with --socket",
+            folder.display()
+        ))),
+    }
+}

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay guest`.
+
+pub mod console;
+pub mod run;
+mod wait;
+
+use std::time::Duration;
+
+use patchbay_proto::v1;
+
+use crate::args::guest::GuestCommand;
+use crate::args::{Output, Target};
+use crate::client::fleet::{Fleet, LIST_TIMEOUT, endpoints, sockets_of};
+use crate::client::{ANSWER_TIME, Client, to_proto};
+use crate::failure::Failure;
+use crate::print::print;
+use crate::progress::Progress;
+use crate::view;
+
+/// A guest may take this long to power itself off, unless --timeout says otherwise.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Lists the guests of all sockets.
+///
+/// # Errors
+/// If a folder of sockets cannot be read.
+pub async fn list(
+    target: &Target,
+    mut patterns: Vec<String>,
+    output: Output,
+) -> Result<(), Failure> {
+    patterns.extend(target.guest.iter().cloned());
+    let sockets = sockets_of(target)?;
+    let described = async {
+        let mut guests = vec![];
+        for endpoint in endpoints(sockets, &patterns).await {
+            let path = endpoint.socket.path.display().to_string();
+            let name = endpoint.socket.name;
+            match endpoint.guests {
+                // Their names are the sockets'; patterns are about guests.
+                None if patterns.is_empty() => {
+                    guests.push(view::Guest::silent(name, path, "dead"));
+                }
+                Some(Err(_)) if patterns.is_empty() => {
+                    guests.push(view::Guest::silent(name, path, "not answering"));
+                }
+                None | Some(Err(_)) => {}
+                Some(Ok(found)) => {
+                    for (status, client) in found {
+                        guests.push(
+                            details(&client.with_timeout(LIST_TIMEOUT), status, path.clone()).await,
+                        );
+                    }
+                }
+            }
+        }
+        guests.sort_by(|a, b| (&a.name, &a.socket).cmp(&(&b.name, &b.socket)));
+        guests
+    };
+    let guests = Progress::default()
+        .during("listing guests", described)
+        .await;
+    print(output, &guests)
+}
+
+async fn details(client: &Client, status: v1::GuestStatus, socket: String) -> view::Guest {
+    let request = client.request(v1::DescribeGuestRequest::default());
+    match client.guest().describe_guest(request).await {
+        Ok(answer) => view::Guest::described(status.guest, socket, answer.into_inner()),
+        Err(_) => {
+            let state = view::state(status.state());
+            view::Guest::silent(status.guest, socket, state)
+        }
+    }
+}
+
+/// Runs one verb.
+///
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn run(
+    target: &Target,
+    command: GuestCommand,
+    timeout: Option<Duration>,
+    output: Output,
+) -> Result<(), Failure> {
+    let fleet = || Fleet::select(target, timeout);
+    match command {
+        GuestCommand::List { patterns } => list(target, patterns, output).await,
+        GuestCommand::Run(arguments) => run::become_monitor(target, arguments),
+        GuestCommand::Describe => {
+            let verb = async |client: Client| {
+                let request = client.request(v1::DescribeGuestRequest::default());
+                let answer = client.guest().describe_guest(request).await?.into_inner();
+                let name = answer.status.clone().unwrap_or_default().guest;
+                let socket = client.socket().display().to_string();
+                Ok(view::Guest::described(name, socket, answer).into())
+            };
+            fleet().await?.run(output, "describing", verb).await
+        }
+        GuestCommand::Wait { state } => {
+            let verb = async |client: Client| wait::wait(&client, state, timeout).await;
+            fleet()
+                .await?
+                .run(output, "waiting for a guest", verb)
+                .await
+        }
+        GuestCommand::Watch => wait::watch(&fleet().await?.one("guest watch")?, output).await,
+        GuestCommand::Pause { ttl } => {
+            let verb = async |client: Client| {
+                let request = v1::PauseGuestRequest {
+                    timeout: to_proto(timeout),
+                    ttl: to_proto(ttl),
+                    ..Default::default()
+                };
+                let mut guest = client.guest();
+                let answer = guest.pause_guest(client.request(request)).await?;
+                Ok(view::Power::paused(answer.into_inner()).into())
+            };
+            fleet().await?.run(output, "pausing", verb).await
+        }
+        GuestCommand::Resume => {
+            let verb = async |client: Client| {
+                let request = client.request(v1::ResumeGuestRequest::default());
+                client.guest().resume_guest(request).await?;
+                Ok(view::Power::running().into())
+            };
+            fleet().await?.run(output, "resuming", verb).await
+        }
+        GuestCommand::Shutdown {
+            cut_now,
+            cut_after_timeout,
+        } => {
+            let timeout = timeout.unwrap_or(SHUTDOWN_TIMEOUT);
+            let verb = async |client: Client| {
+                let mut request = client.stream(v1::ShutdownGuestRequest {
+                    force: cut_now,
+                    timeout: to_proto(Some(timeout)),
+                    cut_after_timeout,
+                    ..Default::default()
+                });
+                request.set_timeout(timeout + ANSWER_TIME);
+                let answer = client.guest().shutdown_guest(request).await?;
+                Ok(view::Power::off(answer.into_inner()).into())
+            };
+            let what = format!("waiting up to {timeout:?} for the power button to be obeyed");
+            fleet().await?.run(output, &what, verb).await
+        }
+        GuestCommand::Console(arguments) => {
+            console::console(&fleet().await?.one("guest console")?, &arguments).await
+        }
+    }
+}

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay guest run`.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use clap::CommandFactory;
+
+use crate::args::guest::RunArgs;
+use crate::args::{Cli, Target};
+use crate::client::fleet::only_one;
+use crate::client::sockets;
+use crate::failure::Failure;
+use crate::names::is_glob;
+use crate::print::write;
+
+const INSTALL: &str = "install patchbay-vmm beside patchbay or in a folder of PATH";
+
+/// Becomes `patchbay-vmm`, with the socket where the other commands look for it.
+///
+/// # Errors
+/// If it cannot be started; otherwise this does not return.
+pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Failure> {
+    if arguments.help {
+        return help();
+    }
+    let name = match target.guest.as_slice() {
+        _ if target.all => return Err(only_one("guest run")),
+        [] => arguments.name,
+        [name] if !is_glob(name) => Some(name.clone()),
+        _ => return Err(only_one("guest run")),
+    };
+    let name = name
+        .or_else(|| take_name(&mut arguments.arguments))
+        .unwrap_or_else(|| "default".to_owned());
+    let mut rest = arguments.arguments.iter();
+    if rest.any(|argument| is_option(argument, "--api-socket")) {
+        return Err(Failure::usage(
+            "--api-socket is set by this command; give `patchbay --socket PATH guest run …`",
+        ));
+    }
+    let socket = match &target.socket {
+        Some(socket) => socket.clone(),
+        None => {
+            let socket = sockets::of(&name)?;
+            let folder = sockets::folder();
+            std::fs::create_dir_all(&folder).map_err(|error| {
+                Failure::error(format!(
+                    "the folder {} cannot be made: {error}; set XDG_RUNTIME_DIR or give --socket",
+                    folder.display()
+                ))
+            })?;
+            socket
+        }
+    };
+    let program = monitor_program();
+    let error = std::process::Command::new(&program)
+        .arg("--name")
+        .arg(&name)
+        .arg("--api-socket")
+        .arg(&socket)
+        .args(&arguments.arguments)
+        .exec();
+    Err(Failure::error(format!(
+        "{} cannot be started: {error}; {INSTALL}",
+        program.display()
+    )))
+}
+
+/// Whether an argument is the option, with or without `=` and a value.
+fn is_option(argument: &OsStr, option: &str) -> bool {
+    let rest = argument.as_encoded_bytes().strip_prefix(option.as_bytes());
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(b"="))
+}
+
+/// Takes `--name NAME` or `--name=NAME` out of the monitor's arguments.
+fn take_name(arguments: &mut Vec<OsString>) -> Option<String> {
+    let text = |argument: &OsString| Some(argument.to_str()?.to_owned());
+    let at = arguments
+        .iter()
+        .position(|argument| is_option(argument, "--name"))?;
+    if let Some((_, name)) = text(&arguments[at])?.split_once('=') {
+        arguments.remove(at);
+        return Some(name.to_owned());
+    }
+    let name = text(arguments.get(at + 1)?)?;
+    arguments.drain(at..at + 2);
+    Some(name)
+}
+
+/// The monitor beside this program, or by its name on PATH.
+fn monitor_program() -> PathBuf {
+    const NAME: &str = "patchbay-vmm";
+    std::env::current_exe()
+        .ok()
+        .map(|program| program.with_file_name(NAME))
+        .filter(|program| program.is_file())
+        .unwrap_or_else(|| PathBuf::from(NAME))
+}
+
+/// Prints the help of this command and, below it, the monitor's own.
+fn help() -> Result<(), Failure> {
+    let mut cli = Cli::command();
+    cli.build();
+    let run = cli
+        .find_subcommand_mut("guest")
+        .and_then(|guest| guest.find_subcommand_mut("run"));
+    let ours = run.map_or_else(String::new, |run| run.render_long_help().to_string());
+    let program = monitor_program();
+    let output = Command::new(&program)
+        .arg("--help")
+        .stdin(Stdio::null())
+        .stderr(Stdio::null())
+        .output();
+    let theirs = match output {
+        Ok(output) if output.status.success() => {
+            let text = String::from_utf8_lossy(&output.stdout).into_owned();
+            format!("The monitor, {}:\n\n{text}", program.display())
+        }
+        Ok(output) => format!(
+            "The monitor's options are not known: `{} --help` ended with {}; {INSTALL}\n",
+            program.display(),
+            output.status
+        ),
+        Err(error) => format!(
+            "The monitor's options are not known: {} cannot be started: {error}; {INSTALL}\n",
+            program.display()
+        ),
+    };
+    write(&format!("{ours}\n{theirs}"))
+}

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay guest wait` and `watch`.
+
+use std::time::Duration;
+
+use patchbay_proto::v1;
+use tokio::net::UnixStream;
+use tokio_stream::StreamExt;
+use tonic::Streaming;
+use v1::{GuestState, RegistrationState};
+
+use crate::args::Output;
+use crate::args::guest::AwaitedState;
+use crate::client::Client;
+use crate::client::fleet::Answer;
+use crate::failure::{Failure, TIMEOUT};
+use crate::print::print_streamed;
+use crate::view;
+
+/// Prints the status now and after each change.
+///
+/// # Errors
+/// If the service ends the watch.
+pub async fn watch(client: &Client, output: Output) -> Result<(), Failure> {
+    let mut stream = open(client).await?;
+    while let Some(message) = stream.next().await {
+        let status = message?.status.unwrap_or_default();
+        print_streamed(output, &view::Status::from(status))?;
+    }
+    Err(Failure::ended("watch"))
+}
+
+async fn open(client: &Client) -> Result<Streaming<v1::WatchGuestResponse>, Failure> {
+    let request = client.stream(v1::WatchGuestRequest::default());
+    Ok(client.guest().watch_guest(request).await?.into_inner())
+}
+
+/// Waits for the state, or for `limit`.
+///
+/// # Errors
+/// If the guest cannot get there any more.
+pub async fn wait(
+    client: &Client,
+    awaited: AwaitedState,
+    limit: Option<Duration>,
+) -> Result<Answer<view::Status>, Failure> {
+    let Some(limit) = limit else {
+        return Ok(reach(client, awaited).await?.into());
+    };
+    let reached = tokio::time::timeout(limit, reach(client, awaited)).await;
+    let reached = reached.unwrap_or_else(|_| {
+        Err(Failure::new(
+            TIMEOUT,
+            format!(
+                "the guest {} after {limit:?}; wait longer with --timeout, or see `patchbay guest describe`",
+                missing(awaited)
+            ),
+        ))
+    });
+    Ok(reached?.into())
+}
+
+fn missing(awaited: AwaitedState) -> &'static str {
+    match awaited {
+        AwaitedState::Registered => "has not registered",
+        AwaitedState::Agent => "has no agent connected",
+        AwaitedState::Stopped => "has not stopped",
+        AwaitedState::Running => "does not run",
+        AwaitedState::Paused => "is not paused",
+    }
+}
+
+fn is_reached(awaited: AwaitedState, status: &v1::GuestStatus) -> bool {
+    match awaited {
+        AwaitedState::Registered => status.registration() == RegistrationState::Registered,
+        AwaitedState::Agent => status.agent_connected,
+        AwaitedState::Stopped => status.state() == GuestState::Stopped,
+        AwaitedState::Running => status.state() == GuestState::Running,
+        AwaitedState::Paused => status.state() == GuestState::Paused,
+    }
+}
+
+async fn reach(client: &Client, awaited: AwaitedState) -> Result<view::Status, Failure> {
+    let mut stream = open(client).await?;
+    let mut name = client.guest_name().to_owned();
+    let mut end = Failure::ended("watch");
+    while let Some(message) = stream.next().await {
+        let status = match message {
+            Ok(message) => message.status.unwrap_or_default(),
+            Err(status) => {
+                end = status.into();
+                break;
+            }
+        };
+        if is_reached(awaited, &status) {
+            return Ok(status.into());
+        }
+        if status.state() == GuestState::Stopped {
+            return Err(Failure::error(format!(
+                "guest {} has stopped, and so {}; start it again",
+                status.guest,
+                missing(awaited)
+            )));
+        }
+        let refused = status.registration() == RegistrationState::Refused;
+        if awaited == AwaitedState::Registered && refused {
+            return Err(Failure::error(format!(
+                "the registration of guest {} was refused: {}",
+                status.guest, status.registration_error
+            )));
+        }
+        name.clone_from(&status.guest);
+        let status = view::Status::from(status);
+        client
+            .progress()
+            .set(format!("{}, {}", status.state, status.registration));
+    }
+    // A monitor ends with its guest, and may be gone before it could send the last status.
+    let is_gone = UnixStream::connect(client.socket()).await.is_err();
+    if awaited == AwaitedState::Stopped && is_gone {
+        return Ok(view::Status::gone(&name));
+    }
+    Err(end)
+}

@@ -1,0 +1,356 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay keys apply`: files of changes, and of states.
+
+use std::fmt;
+use std::io::Read;
+use std::path::Path;
+
+use patchbay_proto::v1;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{IgnoredAny, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+use super::change::make;
+use super::{class, list};
+use crate::args::keys::{ChangeOptions, Class};
+use crate::client::Client;
+use crate::client::fleet::Answer;
+use crate::failure::Failure;
+use crate::view::{self, Applied};
+
+const MAX_FILE_BYTES: u64 = 64 << 20;
+const EXAMPLE: &str = "write for example [{\"key\": \"getppid_key\", \"op\": \"inc\"}], \
+    [{\"patterns\": [\"net_*\"], \"op\": \"enable\"}], or what `patchbay keys list -o yaml` prints";
+
+/// A file of entries.
+#[derive(Debug)]
+pub struct File(Vec<Entry>);
+
+#[derive(Debug)]
+enum Entry {
+    Change(v1::KeyUpdate),
+    /// The key is to be on or off.
+    State {
+        name: String,
+        enabled: bool,
+    },
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum FileOp {
+    Inc,
+    Dec,
+    Enable,
+    Disable,
+}
+
+impl From<FileOp> for i32 {
+    fn from(op: FileOp) -> Self {
+        match op {
+            FileOp::Inc => v1::KeyOp::Inc.into(),
+            FileOp::Dec => v1::KeyOp::Dec.into(),
+            FileOp::Enable => v1::KeyOp::Enable.into(),
+            FileOp::Disable => v1::KeyOp::Disable.into(),
+        }
+    }
+}
+
+/// Every field that an entry of any kind may have.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Fields {
+    key: Option<String>,
+    patterns: Option<Vec<String>>,
+    classes: Option<Vec<Class>>,
+    op: Option<FileOp>,
+    /// Changes and listed keys have one.
+    etag: Option<String>,
+    name: Option<String>,
+    enabled: Option<bool>,
+    // What a listing says besides.
+    class: Option<IgnoredAny>,
+    count: Option<IgnoredAny>,
+    address: Option<IgnoredAny>,
+    patchable_sites: Option<IgnoredAny>,
+    site_count: Option<IgnoredAny>,
+    initially_true: Option<IgnoredAny>,
+    sealed: Option<IgnoredAny>,
+    quarantine: Option<IgnoredAny>,
+    holds: Option<IgnoredAny>,
+    sites: Option<IgnoredAny>,
+}
+
+impl Fields {
+    fn is_listed(&self) -> bool {
+        let listed = [
+            &self.class,
+            &self.count,
+            &self.address,
+            &self.patchable_sites,
+            &self.site_count,
+            &self.initially_true,
+            &self.sealed,
+            &self.quarantine,
+            &self.holds,
+            &self.sites,
+        ];
+        self.name.is_some() || self.enabled.is_some() || listed.into_iter().any(Option::is_some)
+    }
+
+    fn entry(self) -> Result<Entry, &'static str> {
+        const MIXED: &str = "the entry mixes {key, op, etag}, {patterns, classes, op} and \
+            {name, enabled}; give the fields of one";
+        let listed = self.is_listed();
+        match self {
+            Self {
+                key: Some(name),
+                op: Some(op),
+                patterns: None,
+                classes: None,
+                etag,
+                ..
+            } if !listed => Ok(Entry::Change(v1::KeyUpdate {
+                name,
+                op: op.into(),
+                etag: etag.unwrap_or_default(),
+                ..Default::default()
+            })),
+            Self {
+                patterns: Some(patterns),
+                op: Some(op),
+                key: None,
+                etag: None,
+                classes,
+                ..
+            } if !listed && !patterns.is_empty() => Ok(Entry::Change(v1::KeyUpdate {
+                patterns,
+                classes: classes.unwrap_or_default().iter().map(class).collect(),
+                op: op.into(),
+                ..Default::default()
+            })),
+            Self {
+                name: Some(name),
+                enabled: Some(enabled),
+                key: None,
+                patterns: None,
+                classes: None,
+                op: None,
+                ..
+            } => Ok(Entry::State { name, enabled }),
+            Self {
+                op: None,
+                key: Some(_),
+                ..
+            }
+            | Self {
+                op: None,
+                patterns: Some(_),
+                ..
+            } if !listed => Err("the entry has no op; give inc, dec, enable or disable"),
+            Self {
+                patterns: Some(patterns),
+                ..
+            } if patterns.is_empty() => Err("the entry has no pattern; give at least one"),
+            Self {
+                op: Some(_),
+                key: None,
+                patterns: None,
+                ..
+            } if !listed => Err("the entry has an op and no key; give key or patterns"),
+            Self {
+                key: None,
+                patterns: None,
+                op: None,
+                classes: None,
+                ..
+            } => Err("the entry needs name and enabled, as `keys list` prints them"),
+            _ => Err(MIXED),
+        }
+    }
+}
+
+/// The visitor of a map, not `#[serde(try_from)]`: an error within it has the line of the entry.
+impl<'de> Deserialize<'de> for Entry {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct EntryVisitor;
+
+        impl<'de> Visitor<'de> for EntryVisitor {
+            type Value = Entry;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("an entry with key and op")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Entry, A::Error> {
+                let fields = Fields::deserialize(MapAccessDeserializer::new(map))?;
+                fields.entry().map_err(serde::de::Error::custom)
+            }
+        }
+
+        deserializer.deserialize_map(EntryVisitor)
+    }
+}
+
+impl File {
+    /// # Errors
+    /// If the file cannot be read, is too large or is not a list of entries.
+    pub fn read(path: &Path) -> Result<Self, Failure> {
+        let name = path.display();
+        let unreadable = |error: std::io::Error| {
+            Failure::usage(format!(
+                "{name} cannot be read: {error}; give a file of changes"
+            ))
+        };
+        let mut text = String::new();
+        let input: Box<dyn Read> = if path.as_os_str() == "-" {
+            Box::new(std::io::stdin())
+        } else {
+            Box::new(std::fs::File::open(path).map_err(unreadable)?)
+        };
+        input
+            .take(MAX_FILE_BYTES + 1)
+            .read_to_string(&mut text)
+            .map_err(unreadable)?;
+        if text.len() as u64 > MAX_FILE_BYTES {
+            return Err(Failure::usage(format!(
+                "{name} has more than {} MiB; split it",
+                MAX_FILE_BYTES >> 20
+            )));
+        }
+        Self::parse(&text).map_err(|why| Failure::usage(format!("{name}: {why}; {EXAMPLE}")))
+    }
+
+    fn parse(text: &str) -> Result<Self, String> {
+        // JSON is YAML as well.
+        let entries: Vec<Entry> =
+            serde_yaml_ng::from_str(text).map_err(|error| error.to_string())?;
+        if entries.is_empty() {
+            return Err("the file has no changes".to_owned());
+        }
+        Ok(Self(entries))
+    }
+}
+
+/// Makes all changes of a file, or none.
+///
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn apply(
+    client: &Client,
+    file: &File,
+    options: &ChangeOptions,
+) -> Result<Answer<Applied>, Failure> {
+    let states = |entry: &Entry| matches!(entry, Entry::State { .. });
+    let enabled = if file.0.iter().any(states) {
+        let keys = list(client, v1::ListStaticKeysRequest::default())
+            .await?
+            .keys;
+        keys.into_iter()
+            .map(|key| (key.name, key.enabled))
+            .collect()
+    } else {
+        std::collections::HashMap::new()
+    };
+    let mut updates = vec![];
+    for entry in &file.0 {
+        match entry {
+            Entry::Change(update) => updates.push(update.clone()),
+            Entry::State {
+                name,
+                enabled: wanted,
+            } if enabled.get(name) == Some(wanted) => {}
+            // A key that does not exist is not skipped: the service suggests others.
+            Entry::State {
+                name,
+                enabled: wanted,
+            } => updates.push(v1::KeyUpdate {
+                name: name.clone(),
+                op: match wanted {
+                    true => v1::KeyOp::Enable.into(),
+                    false => v1::KeyOp::Disable.into(),
+                },
+                ..Default::default()
+            }),
+        }
+    }
+    let skipped = file.0.len() - updates.len();
+    if updates.is_empty() {
+        let remarks = vec![format!("all {skipped} keys are as the file says")];
+        return Ok(Answer {
+            value: Applied::Update(view::Update::default()),
+            undone: None,
+            remarks,
+        });
+    }
+    let mut answer = make(client, updates, options).await?;
+    if skipped > 0 {
+        answer.remarks = vec![format!("{skipped} keys are as the file says already")];
+    }
+    Ok(answer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(text: &str) -> String {
+        File::parse(text).expect_err(text)
+    }
+
+    #[test]
+    fn each_kind_of_entry_is_read() {
+        let text = "- {key: alpha, op: inc, etag: x}\n\
+            - {patterns: ['b*', '!bad'], classes: [ref, tracepoint], op: disable}\n\
+            - name: gamma\n  class: ref\n  count: 1\n  enabled: true\n  etag: y\n";
+        let File(entries) = File::parse(text).expect("three entries");
+        let [
+            Entry::Change(key),
+            Entry::Change(patterns),
+            Entry::State { name, enabled },
+        ] = entries.as_slice()
+        else {
+            panic!("{entries:?}")
+        };
+        assert_eq!(
+            (key.name.as_str(), key.op(), key.etag.as_str()),
+            ("alpha", v1::KeyOp::Inc, "x")
+        );
+        assert_eq!(patterns.patterns, ["b*", "!bad"]);
+        assert_eq!(
+            (patterns.classes.as_slice(), patterns.op()),
+            (&[2, 3][..], v1::KeyOp::Disable)
+        );
+        assert_eq!((name.as_str(), *enabled), ("gamma", true));
+    }
+
+    #[test]
+    fn a_wrong_entry_is_refused_with_its_line() {
+        let good = "- {key: a, op: inc}\n- {key: b, op: inc}\n";
+        for bad in [
+            "- {key: a, op: inc, patterns: [b]}",
+            "- {patterns: [b], op: inc, etag: x}",
+            "- {patterns: [], op: inc}",
+            "- {classes: [ref], op: inc}",
+            "- {key: a, op: inc, classes: [ref]}",
+            "- {key: a, op: inc, enabled: true}",
+            "- {key: a, op: inc, count: 1}",
+            "- {name: a, enabled: true, op: inc}",
+            "- {name: a}",
+            "- {enabled: true}",
+            "- {key: a}",
+            "- {op: inc}",
+            "- {}",
+            "- {key: a, op: toggle}",
+            "- {key: a, op: inc, extra: 1}",
+            "- {name: a, enabled: true, extra: 1}",
+            "- key",
+        ] {
+            let why = refused(&format!("{good}{bad}\n"));
+            assert!(why.contains("line 3"), "{bad}: {why}");
+        }
+        for bad in ["", "[]", "{}", "\u{1}"] {
+            refused(bad);
+        }
+    }
+}

@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay keys`.
+
+mod apply;
+pub mod change;
+mod wait;
+mod watch;
+
+use std::time::Duration;
+
+use patchbay_proto::v1;
+
+use self::apply::File;
+use self::change::{commit, discard, make, one_op};
+use crate::args::Output;
+use crate::args::keys::{ChangeArgs, Class, KeysCommand, ListArgs};
+use crate::client::Client;
+use crate::client::fleet::{Answer, Fleet, only_one};
+use crate::failure::Failure;
+use crate::names::{self, is_glob};
+use crate::print::Detailed;
+use crate::{holds, view};
+
+/// Runs one verb.
+///
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn run(
+    fleet: Fleet,
+    command: KeysCommand,
+    limit: Option<Duration>,
+    output: Output,
+) -> Result<(), Failure> {
+    match command {
+        KeysCommand::List(mut arguments) => {
+            arguments.patterns = names::expand(arguments.patterns)?;
+            let request = &list_request(arguments);
+            let verb = async |client: Client| {
+                let keys = list(&client, request.clone()).await?.keys;
+                let keys: Vec<view::Key> = keys.into_iter().map(Into::into).collect();
+                Ok(keys.into())
+            };
+            fleet.run(output, "listing keys", verb).await
+        }
+        KeysCommand::Get { keys } => {
+            let keys = &names::expand(keys)?;
+            let verb = async |client: Client| get(&client, keys.clone()).await;
+            fleet.run(output, "reading keys", verb).await
+        }
+        KeysCommand::Enable(arguments) => change(fleet, arguments, v1::KeyOp::Enable, output).await,
+        KeysCommand::Disable(arguments) => {
+            change(fleet, arguments, v1::KeyOp::Disable, output).await
+        }
+        KeysCommand::Inc(arguments) => change(fleet, arguments, v1::KeyOp::Inc, output).await,
+        KeysCommand::Dec(arguments) => change(fleet, arguments, v1::KeyOp::Dec, output).await,
+        KeysCommand::Apply { file, options } => {
+            let file = &File::read(&file)?;
+            let options = &options;
+            let verb = async |client: Client| apply::apply(&client, file, options).await;
+            fleet.run(output, "changing keys", verb).await
+        }
+        KeysCommand::Commit(arguments) => {
+            // A plan's id is one guest's.
+            let fleet = Fleet::One(fleet.one("keys commit")?);
+            let arguments = &arguments;
+            let verb = async |client: Client| commit(&client, arguments).await;
+            fleet.run(output, "changing keys", verb).await
+        }
+        KeysCommand::Discard { plan } => {
+            let fleet = Fleet::One(fleet.one("keys discard")?);
+            let plan = &plan;
+            let verb = async |client: Client| discard(&client, plan).await;
+            fleet.run(output, "discarding a plan", verb).await
+        }
+        KeysCommand::Watch(mut arguments) => {
+            arguments.patterns = names::expand(arguments.patterns)?;
+            watch::watch(&fleet.one("keys watch")?, arguments, output).await
+        }
+        KeysCommand::Wait { key, state } => {
+            let key = &key;
+            let verb = async |client: Client| wait::wait(&client, key, state, limit).await;
+            fleet.run(output, "waiting for a key", verb).await
+        }
+        KeysCommand::Holds(arguments) => holds::list(fleet, arguments, output).await,
+    }
+}
+
+async fn change(
+    fleet: Fleet,
+    arguments: ChangeArgs,
+    op: v1::KeyOp,
+    output: Output,
+) -> Result<(), Failure> {
+    let names = names::expand(arguments.keys)?;
+    let etag = arguments.etag.unwrap_or_default();
+    if !etag.is_empty() && matches!(fleet, Fleet::Many(_)) {
+        return Err(only_one("keys with --etag"));
+    }
+    let updates = &one_op(names, op, etag)?;
+    let options = &arguments.options;
+    let verb = async |client: Client| make(&client, updates.clone(), options).await;
+    fleet.run(output, "changing keys", verb).await
+}
+
+fn list_request(arguments: ListArgs) -> v1::ListStaticKeysRequest {
+    v1::ListStaticKeysRequest {
+        classes: arguments.class.iter().map(class).collect(),
+        enabled: match (arguments.enabled, arguments.disabled) {
+            (true, _) => Some(true),
+            (_, true) => Some(false),
+            _ => None,
+        },
+        patterns: arguments.patterns,
+        ..Default::default()
+    }
+}
+
+fn class(class: &Class) -> i32 {
+    match class {
+        Class::Guarded => v1::KeyClass::Guarded.into(),
+        Class::Ref => v1::KeyClass::Ref.into(),
+        Class::Tracepoint => v1::KeyClass::Tracepoint.into(),
+    }
+}
+
+/// All pages, and the revision of the first: no change after it is missing in a watch from the next one.
+struct Listing {
+    keys: Vec<v1::StaticKey>,
+    revision: u64,
+    incarnation: String,
+}
+
+async fn list(client: &Client, mut request: v1::ListStaticKeysRequest) -> Result<Listing, Failure> {
+    let mut listing: Option<Listing> = None;
+    loop {
+        let page = client
+            .keys()
+            .list_static_keys(client.request(request.clone()))
+            .await?
+            .into_inner();
+        let listing = listing.get_or_insert(Listing {
+            keys: vec![],
+            revision: page.revision,
+            incarnation: page.incarnation,
+        });
+        listing.keys.extend(page.keys);
+        if page.next_page_token.is_empty() {
+            let Listing {
+                keys,
+                revision,
+                incarnation,
+            } = listing;
+            return Ok(Listing {
+                keys: std::mem::take(keys),
+                revision: *revision,
+                incarnation: std::mem::take(incarnation),
+            });
+        }
+        request.page_token = page.next_page_token;
+    }
+}
+
+async fn get(client: &Client, names: Vec<String>) -> Result<Answer<Detailed>, Failure> {
+    let mut keys = vec![];
+    for name in matching(client, names).await? {
+        let mut request = v1::GetStaticKeyRequest {
+            name,
+            ..Default::default()
+        };
+        let mut key: Option<v1::StaticKey> = None;
+        loop {
+            let page = client
+                .keys()
+                .get_static_key(client.request(request.clone()))
+                .await?
+                .into_inner();
+            match (&mut key, page.key) {
+                (Some(key), Some(more)) => key.sites.extend(more.sites),
+                (key, page) => *key = page,
+            }
+            if page.next_page_token.is_empty() {
+                break;
+            }
+            request.page_token = page.next_page_token;
+        }
+        keys.extend(key.map(view::Key::from));
+    }
+    Ok(Detailed(keys).into())
+}
+
+/// Globs become the names they match. Literal names stay, so that the service can suggest others for a
+/// misspelt one.
+async fn matching(client: &Client, names: Vec<String>) -> Result<Vec<String>, Failure> {
+    if !names.iter().any(|name| is_glob(name)) {
+        return Ok(names);
+    }
+    let request = v1::ListStaticKeysRequest {
+        patterns: names.clone(),
+        ..Default::default()
+    };
+    let matched = list(client, request).await?.keys;
+    let matched: Vec<String> = matched.into_iter().map(|key| key.name).collect();
+    if matched.is_empty() {
+        return Err(Failure::error(format!(
+            "no key matches {}; see `patchbay keys list`",
+            names.join(" ")
+        )));
+    }
+    // A literal name that exists nowhere would otherwise be passed over.
+    let missing = names
+        .into_iter()
+        .filter(|name| !is_glob(name))
+        .filter(|name| {
+            !matched.iter().any(|full| {
+                full == name || full.rsplit_once(':').is_some_and(|(_, bare)| bare == name)
+            })
+        });
+    Ok(missing.chain(matched.clone()).collect())
+}

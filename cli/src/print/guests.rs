@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Guests as a whole.
+
+use super::{Printable, Rows, or_dash};
+use crate::view;
+
+fn row(guest: &view::Guest) -> Vec<String> {
+    let cells = match &guest.details {
+        Some(details) => [
+            details.vcpus.to_string(),
+            format!("{} MiB", details.memory_bytes >> 20),
+            or_dash(&details.kernel_release).to_owned(),
+            details.registration.to_owned(),
+            if details.agent_connected { "yes" } else { "no" }.to_owned(),
+            details.keys.to_string(),
+            details.monitor_pid.to_string(),
+        ],
+        None => std::array::from_fn(|_| "-".to_owned()),
+    };
+    let state = [guest.state.to_owned()];
+    state
+        .into_iter()
+        .chain(cells)
+        .chain([guest.socket.clone()])
+        .collect()
+}
+
+const HEADER: [&str; 9] = [
+    "STATE",
+    "VCPUS",
+    "MEMORY",
+    "KERNEL",
+    "REGISTRATION",
+    "AGENT",
+    "KEYS",
+    "PID",
+    "SOCKET",
+];
+
+impl Printable for Vec<view::Guest> {
+    fn rows(&self) -> Rows {
+        let mut rows = Rows::new(&["NAME"]);
+        rows.header.extend(HEADER);
+        for guest in self {
+            rows.push([guest.name.clone()].into_iter().chain(row(guest)));
+        }
+        rows
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.iter().map(|guest| guest.name.as_str()).collect()
+    }
+}
+
+impl Printable for view::Guest {
+    fn rows(&self) -> Rows {
+        let mut rows = Rows::new(&HEADER);
+        rows.push(row(self));
+        rows
+    }
+
+    fn table(&self) -> String {
+        let mut out = format!("{}: {}\n", self.name, self.state);
+        let Some(details) = &self.details else {
+            return out;
+        };
+        let Ok(serde_json::Value::Object(fields)) = serde_json::to_value(details) else {
+            return out;
+        };
+        for (label, value) in fields {
+            let value = match value {
+                serde_json::Value::String(text) => text,
+                serde_json::Value::Bool(value) => if value { "yes" } else { "no" }.to_owned(),
+                serde_json::Value::Array(items) => items
+                    .iter()
+                    .filter_map(|item| item.as_str())
+                    .collect::<Vec<_>>()
+                    .join(", "),
+                other => other.to_string(),
+            };
+            out += &format!("  {:<22}{}\n", label.replace('_', " "), or_dash(&value));
+        }
+        out
+    }
+
+    fn names(&self) -> Vec<&str> {
+        vec![&self.name]
+    }
+}
+
+impl Printable for view::Power {
+    fn rows(&self) -> Rows {
+        let mut rows = Rows::new(&["STATE"]);
+        rows.push([self.table().trim_end()]);
+        rows
+    }
+
+    fn table(&self) -> String {
+        let more = match self {
+            Self {
+                stop_us: Some(stop),
+                paused_until: Some(until),
+                ..
+            } => format!(" until {until}; stop {stop:.1} us"),
+            Self {
+                stop_us: Some(stop),
+                ..
+            } => format!(" until it is resumed; stop {stop:.1} us"),
+            Self {
+                power_cut: Some(true),
+                ..
+            } => ": its power was cut".to_owned(),
+            Self {
+                power_cut: Some(false),
+                ..
+            } => ": it powered itself off".to_owned(),
+            _ => String::new(),
+        };
+        format!("{}{more}\n", self.state)
+    }
+
+    fn names(&self) -> Vec<&str> {
+        vec![self.state]
+    }
+}
+
+impl Printable for view::Status {
+    fn rows(&self) -> Rows {
+        let mut rows = Rows::new(&["STATE", "REGISTRATION", "AGENT"]);
+        let agent = if self.agent_connected { "yes" } else { "no" };
+        rows.push([self.state, self.registration, agent]);
+        rows
+    }
+
+    fn table(&self) -> String {
+        let mut out = format!("{}: {}", self.guest, self.state);
+        if let Some(until) = &self.paused_until {
+            out += &format!(" until {until}");
+        }
+        if !self.registration.is_empty() {
+            out += &format!(", {}", self.registration);
+            if !self.registration_error.is_empty() {
+                out += &format!(" ({})", self.registration_error);
+            }
+            let agent = if self.agent_connected { "" } else { "no " };
+            out += &format!(", {agent}agent connected");
+        }
+        out + "\n"
+    }
+
+    fn names(&self) -> Vec<&str> {
+        vec![&self.guest]
+    }
+}

@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Printing: tables for people, JSON and YAML for programs, names for shells.
+
+mod guests;
+mod keys;
+
+pub use self::keys::Detailed;
+
+use std::io::Write;
+
+use comfy_table::{ContentArrangement, Table, presets};
+use serde::Serialize;
+
+use crate::args::Output;
+use crate::client::fleet::Answer;
+use crate::failure::Failure;
+
+/// The rows of a table.
+#[derive(Debug, Default)]
+pub struct Rows {
+    pub header: Vec<&'static str>,
+    pub rows: Vec<Vec<String>>,
+}
+
+impl Rows {
+    pub fn new(header: &[&'static str]) -> Self {
+        Self {
+            header: header.to_vec(),
+            rows: vec![],
+        }
+    }
+
+    pub fn push(&mut self, row: impl IntoIterator<Item = impl Into<String>>) {
+        self.rows.push(row.into_iter().map(Into::into).collect());
+    }
+
+    /// Columns at their widths, without blanks at the ends of lines.
+    pub fn text(self) -> String {
+        let mut table = Table::new();
+        table
+            .load_preset(presets::NOTHING)
+            .set_content_arrangement(ContentArrangement::Disabled);
+        table.set_header(self.header);
+        for column in table.column_iter_mut() {
+            column.set_padding((0, 2));
+        }
+        for row in self.rows {
+            table.add_row(row);
+        }
+        let text = table.to_string();
+        text.lines()
+            .map(|line| format!("{}\n", line.trim_end()))
+            .collect()
+    }
+}
+
+/// What can be printed.
+pub trait Printable: Serialize {
+    /// For a table that has a column for the guest before these.
+    fn rows(&self) -> Rows {
+        Rows::default()
+    }
+
+    /// Sentences below the rows, a line each.
+    fn footer(&self) -> String {
+        String::new()
+    }
+
+    /// For people.
+    fn table(&self) -> String {
+        let rows = self.rows();
+        let table = if rows.rows.is_empty() && !self.footer().is_empty() {
+            String::new()
+        } else {
+            rows.text()
+        };
+        table + &self.footer()
+    }
+
+    /// One per line.
+    fn names(&self) -> Vec<&str>;
+}
+
+/// Sentences for stderr.
+pub type Remarks = Vec<String>;
+
+/// Prints remarks on stderr, with the guest before them if there are several.
+pub fn remark(guest: &str, remarks: &Remarks) {
+    for text in remarks {
+        let guest = if guest.is_empty() {
+            String::new()
+        } else {
+            format!("{guest}: ")
+        };
+        eprintln!("{}", harmless(&format!("patchbay: {guest}{text}")));
+    }
+}
+
+/// Text of guests and clients must not steer the terminal.
+pub fn harmless(text: &str) -> String {
+    text.chars()
+        .map(|c| {
+            if c.is_control() && c != '\n' {
+                '\u{fffd}'
+            } else {
+                c
+            }
+        })
+        .collect()
+}
+
+/// Prints to standard output. A reader that has gone away is no error.
+///
+/// # Errors
+/// If the output cannot be written.
+pub fn print(output: Output, value: &impl Printable) -> Result<(), Failure> {
+    let text = match output {
+        Output::Table => harmless(&value.table()),
+        Output::Json => json(value)?,
+        Output::Yaml => yaml(value)?,
+        Output::Name => lines(&value.names()),
+    };
+    write(&text)
+}
+
+/// Prints one of a stream of values: JSON on one line, a YAML document.
+///
+/// # Errors
+/// If the output cannot be written.
+pub fn print_streamed(output: Output, value: &impl Printable) -> Result<(), Failure> {
+    let text = match output {
+        Output::Json => serde_json::to_string(value)
+            .map(|line| line + "\n")
+            .map_err(unprintable)?,
+        Output::Yaml => format!("---\n{}", yaml(value)?),
+        Output::Table => harmless(&value.table()),
+        Output::Name => lines(&value.names()),
+    };
+    write(&text)
+}
+
+fn json(value: &impl Serialize) -> Result<String, Failure> {
+    serde_json::to_string_pretty(value)
+        .map(|text| text + "\n")
+        .map_err(unprintable)
+}
+
+fn yaml(value: &impl Serialize) -> Result<String, Failure> {
+    serde_yaml_ng::to_string(value).map_err(unprintable)
+}
+
+fn unprintable(error: impl std::error::Error) -> Failure {
+    Failure::error(format!("the answer cannot be printed: {error}"))
+}
+
+fn lines(names: &[&str]) -> String {
+    names
+        .iter()
+        .map(|name| harmless(name).replace('\n', "\u{fffd}") + "\n")
+        .collect()
+}
+
+/// Writes to standard output.
+///
+/// # Errors
+/// If it cannot be written, unless its reader has gone away: then the process ends as one that is
+/// killed by SIGPIPE would, without a message.
+pub fn write(text: &str) -> Result<(), Failure> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(141),
+        result => Ok(result?),
+    }
+}
+
+/// "1 site", "2 sites".
+pub fn counted(count: u64, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+}
+
+pub fn or_dash(text: &str) -> &str {
+    if text.is_empty() { "-" } else { text }
+}
+
+/// One guest of several.
+#[derive(Serialize)]
+struct Entry<'a, T> {
+    guest: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    result: Option<&'a T>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<EntryError<'a>>,
+}
+
+#[derive(Serialize)]
+struct EntryError<'a> {
+    message: &'a str,
+    #[serde(skip_serializing_if = "str::is_empty")]
+    reason: &'a str,
+    exit_code: u8,
+}
+
+/// Prints what several guests answered: one table, one list.
+///
+/// # Errors
+/// If the output cannot be written.
+pub fn by_guest<T: Printable>(
+    output: Output,
+    answers: &[(String, Result<Answer<T>, Failure>)],
+) -> Result<(), Failure> {
+    let values = || {
+        answers.iter().filter_map(|(guest, answer)| {
+            let answer = answer.as_ref().ok()?;
+            Some((guest.as_str(), &answer.value))
+        })
+    };
+    let entries = || -> Vec<Entry<T>> { answers.iter().map(entry).collect() };
+    let text = match output {
+        Output::Json => json(&entries())?,
+        Output::Yaml => yaml(&entries())?,
+        Output::Table => {
+            let mut table = Rows::new(&["GUEST"]);
+            let mut footers = String::new();
+            for (guest, value) in values() {
+                let rows = value.rows();
+                if table.header.len() == 1 {
+                    table.header.extend(rows.header);
+                }
+                for row in rows.rows {
+                    table.push([guest.to_owned()].into_iter().chain(row));
+                }
+                for line in value.footer().lines() {
+                    footers += &format!("{guest}: {line}\n");
+                }
+            }
+            match table.rows.is_empty() {
+                true => harmless(&footers),
+                false => harmless(&(table.text() + &footers)),
+            }
+        }
+        Output::Name => {
+            let name = |guest: &str, name: &str| match guest == name {
+                true => guest.to_owned(),
+                false => format!("{guest}/{name}"),
+            };
+            let names: Vec<String> = values()
+                .flat_map(|(guest, value)| {
+                    let names = value.names().into_iter();
+                    names.map(move |one| name(guest, one))
+                })
+                .collect();
+            lines(&names.iter().map(String::as_str).collect::<Vec<_>>())
+        }
+    };
+    write(&text)
+}
+
+fn entry<T>((guest, answer): &(String, Result<Answer<T>, Failure>)) -> Entry<'_, T> {
+    let (result, failure) = match answer {
+        Ok(answer) => (Some(&answer.value), answer.undone.as_ref()),
+        Err(failure) => (None, Some(failure)),
+    };
+    Entry {
+        guest,
+        result,
+        error: failure.map(|failure| EntryError {
+            message: &failure.message,
+            reason: &failure.reason,
+            exit_code: failure.exit_code,
+        }),
+    }
+}

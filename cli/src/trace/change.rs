@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay trace arm`, `fire`, `park` and `disarm`.
+
+use std::time::Duration;
+
+use patchbay_proto::v1;
+
+use super::args::{ArmArgs, Probe, SwitchArgs};
+use super::view::Change;
+use crate::client::fleet::Answer;
+use crate::client::{Client, result_view, to_proto};
+use crate::failure::{Failure, PARTLY};
+
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn arm(client: &Client, arguments: &ArmArgs) -> Result<Answer<Change>, Failure> {
+    let Probe {
+        filter,
+        trigger,
+        others,
+    } = arguments.probe.clone();
+    let request = v1::ArmTracepointsRequest {
+        patterns: arguments.patterns.clone(),
+        filter,
+        trigger,
+        even_if_others: others.even_if_others,
+        validate_only: arguments.dry_run,
+        request_id: arguments.request_id.clone(),
+        ttl: to_proto(arguments.ttl),
+        ..Default::default()
+    };
+    let answer = client
+        .tracepoints()
+        .arm_tracepoints(client.request(request))
+        .await?
+        .into_inner();
+    Ok(Change::new(answer.results, answer.report, arguments.dry_run).into())
+}
+
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn fire(
+    client: &Client,
+    patterns: Vec<String>,
+    switch: &SwitchArgs,
+    ttl: Option<Duration>,
+) -> Result<Answer<Change>, Failure> {
+    let request = v1::FireTracepointsRequest {
+        patterns,
+        validate_only: switch.dry_run,
+        stop_timeout: to_proto(switch.stop_timeout),
+        request_id: switch.request_id.clone(),
+        result_view: result_view(switch.summary),
+        ttl: to_proto(ttl),
+        ..Default::default()
+    };
+    let answer = client
+        .tracepoints()
+        .fire_tracepoints(client.request(request))
+        .await?
+        .into_inner();
+    let change = Change::new(answer.results, answer.report, switch.dry_run);
+    Ok(change.with_summary(answer.summary).into())
+}
+
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn park(
+    client: &Client,
+    patterns: Vec<String>,
+    switch: &SwitchArgs,
+    force: bool,
+    even_if_others: bool,
+) -> Result<Answer<Change>, Failure> {
+    let request = v1::ParkTracepointsRequest {
+        patterns,
+        validate_only: switch.dry_run,
+        stop_timeout: to_proto(switch.stop_timeout),
+        even_if_others,
+        force,
+        request_id: switch.request_id.clone(),
+        result_view: result_view(switch.summary),
+        ..Default::default()
+    };
+    let answer = client
+        .tracepoints()
+        .park_tracepoints(client.request(request))
+        .await?
+        .into_inner();
+    let change =
+        Change::new(answer.results, answer.report, switch.dry_run).with_summary(answer.summary);
+    let kept = if switch.dry_run { 0 } else { change.firing };
+    Ok(Answer {
+        undone: partly(kept, "were fired by other clients too and go on"),
+        ..change.into()
+    })
+}
+
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn disarm(
+    client: &Client,
+    patterns: Vec<String>,
+    force: bool,
+    request_id: String,
+) -> Result<Answer<Change>, Failure> {
+    let request = v1::DisarmTracepointsRequest {
+        patterns,
+        force,
+        request_id,
+        ..Default::default()
+    };
+    let answer = client
+        .tracepoints()
+        .disarm_tracepoints(client.request(request))
+        .await?
+        .into_inner();
+    let change = Change::new(answer.results, None, false);
+    let results = change.results.iter();
+    let kept = results.filter(|result| !result.kept_by.is_empty()).count();
+    Ok(Answer {
+        undone: partly(kept, "were armed by other clients too and stay armed"),
+        ..change.into()
+    })
+}
+
+fn partly(kept: usize, why: &str) -> Option<Failure> {
+    let message = format!("{kept} events {why}; release what others hold with --force");
+    (kept > 0).then(|| Failure::new(PARTLY, message))
+}

@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: Apache-2.0
+
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+
+use patchbay_proto::v1;
+use patchbay_service::guest::Machine;
+
+use super::lab::{Commands, Host, Lab};
+
+#[test]
+fn guests_of_every_socket_are_listed() {
+    let host = Host::new();
+    drop(UnixListener::bind(host.folder().join("host/dead.sock")).expect("free"));
+    let guests = host.json(&["guest", "list"]);
+    let row = |at: usize| {
+        let text = |field: &str| guests[at][field].as_str().unwrap_or_default().to_owned();
+        (text("name"), text("state"))
+    };
+    let expected = [
+        ("db", "running"),
+        ("dead", "dead"),
+        ("web-1", "running"),
+        ("web-2", "running"),
+    ];
+    for (at, (name, state)) in expected.into_iter().enumerate() {
+        assert_eq!(row(at), (name.to_owned(), state.to_owned()), "{guests}");
+    }
+    assert_eq!(guests[0]["details"]["vcpus"], 2);
+    assert_eq!(
+        host.ok(&["guest", "list", "web-*", "-o", "name"]),
+        "web-1\nweb-2\n"
+    );
+    assert_eq!(
+        host.ok(&["guest", "list", "--guest", "db", "-o", "name"]),
+        "db\n"
+    );
+    let table = host.ok(&["guest", "list"]);
+    assert!(
+        table.starts_with("NAME") && table.contains("AGENT"),
+        "{table}"
+    );
+    assert_eq!(
+        host.run(&["guest", "list", "--nonsense"]).status.code(),
+        Some(2)
+    );
+}
+
+#[test]
+fn the_real_service_lists_its_guest_and_its_status() {
+    let lab = Lab::new();
+    let guests = lab.json(&["guest", "list"]);
+    assert_eq!(
+        (&guests[0]["name"], &guests[0]["details"]["registration"]),
+        (&"test".into(), &"registered".into())
+    );
+    assert_eq!(
+        lab.ok(&["--guest", "t*", "keys", "list", "b*", "-o", "name"]),
+        "test/beta\n"
+    );
+    let registered = ["guest", "wait", "--for", "registered", "-o", "name"];
+    assert_eq!(lab.ok(&registered), "test\n");
+    let waiting = lab.follow(&["guest", "wait", "--for", "paused", "-o", "name"]);
+    lab.ok(&["guest", "pause"]);
+    assert_eq!(waiting.output().2, Some(0));
+}
+
+#[test]
+fn one_guest_is_found_by_folder_name_and_socket() {
+    let lab = Lab::new();
+    drop(UnixListener::bind(lab.folder().join("patchbay/dead.sock")).expect("free"));
+    // The dead one does not make the choice ambiguous.
+    lab.ok(&["keys", "list"]);
+    lab.ok(&["--guest", "test", "keys", "list"]);
+    let socket = lab.socket();
+    let socket = socket.to_str().expect("text");
+    lab.ok(&["--socket", socket, "keys", "list"]);
+    let message = lab.fails(1, &["--guest", "dead", "keys", "list"]);
+    assert!(message.contains("dead.sock"), "{message}");
+    let message = lab.fails(1, &["--guest", "none", "keys", "list"]);
+    assert!(message.contains("patchbay guest list"), "{message}");
+    let message = lab.fails(1, &["--socket", "/nonexistent", "keys", "list"]);
+    assert!(message.contains("/nonexistent"), "{message}");
+    let message = lab.fails(2, &["--guest", "../x", "guest", "run"]);
+    assert!(message.contains("cannot be a guest's name"), "{message}");
+}
+
+#[test]
+fn without_a_guest_the_next_step_is_named() {
+    let lab = Lab::new();
+    let empty = tempfile::tempdir().expect("temporary folder");
+    let output = lab
+        .command(&["keys", "list"])
+        .env("XDG_RUNTIME_DIR", empty.path())
+        .output()
+        .expect("starts");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        String::from_utf8_lossy(&output.stderr).contains("patchbay guest run"),
+        "{output:?}"
+    );
+}
+
+#[test]
+fn guest_verbs() {
+    let lab = Lab::new();
+    let text = lab.ok(&["guest", "describe"]);
+    assert!(
+        text.starts_with("test: running\n") && text.contains("6.12.0"),
+        "{text}"
+    );
+    let text = lab.ok(&["guest", "pause"]);
+    assert!(
+        text.starts_with("paused until 2") && text.ends_with("; stop 20.0 us\n"),
+        "{text}"
+    );
+    let described = lab.json(&["guest", "describe"]);
+    assert_eq!(described["state"], "paused");
+    let until = &described["details"]["paused_until"];
+    let renewed = lab.json(&["guest", "pause", "--ttl", "10m"]);
+    assert_eq!(
+        (&renewed["state"], &renewed["stop_us"]),
+        (&"paused".into(), &0.0.into())
+    );
+    assert!(
+        renewed["paused_until"].as_str() > until.as_str() && until.is_string(),
+        "{renewed} {until}"
+    );
+    lab.fails(1, &["guest", "pause", "--ttl", "61m"]);
+    assert_eq!(lab.ok(&["guest", "resume"]), "running\n");
+    assert_eq!(lab.json(&["guest", "resume"])["state"], "running");
+    assert_eq!(lab.ok(&["guest", "resume", "-o", "name"]), "running\n");
+    assert!(lab.json(&["guest", "describe"])["details"]["paused_until"].is_null());
+}
+
+#[test]
+fn a_guest_is_asked_to_shut_down_or_its_power_is_cut() {
+    let lab = Lab::new();
+    let message = lab.fails(124, &["guest", "shutdown", "--timeout", "1ms"]);
+    assert!(
+        message.contains("does not listen") && message.contains("--cut-after-timeout"),
+        "{message}"
+    );
+    assert_eq!(lab.json(&["guest", "describe"])["state"], "running");
+    lab.ok(&["guest", "pause"]);
+    let message = lab.fails(1, &["guest", "shutdown"]);
+    assert!(
+        message.contains("paused") && message.contains("--cut-now"),
+        "{message}"
+    );
+    lab.ok(&["guest", "resume"]);
+    let guest = Arc::clone(&lab.guest);
+    lab.guest.on_power_button(move || guest.shut_down());
+    let text = lab.ok(&["guest", "shutdown"]);
+    assert_eq!(text, "stopped: it powered itself off\n");
+    assert_eq!(lab.json(&["guest", "describe"])["state"], "stopped");
+    for words in [
+        &["--cut-now"][..],
+        &["--cut-after-timeout", "--timeout", "1ms"],
+    ] {
+        let lab = Lab::new();
+        let cut = lab.json(&[&["guest", "shutdown"], words].concat());
+        assert_eq!(
+            (&cut["state"], &cut["power_cut"]),
+            (&"stopped".into(), &true.into())
+        );
+    }
+    assert_eq!(
+        lab.run(&["guest", "shutdown", "--cut-now", "--cut-after-timeout"])
+            .status
+            .code(),
+        Some(2)
+    );
+}
+
+#[test]
+fn the_environment_names_a_socket() {
+    let lab = Lab::new();
+    let elsewhere = tempfile::tempdir().expect("temporary folder");
+    let list = |words: &[&str]| {
+        let mut command = lab.command(words);
+        command.env("PATCHBAY_SOCKET", lab.socket());
+        command.env("XDG_RUNTIME_DIR", elsewhere.path());
+        command.output().expect("starts").status.code()
+    };
+    assert_eq!(list(&["keys", "list"]), Some(0));
+    // Whoever names a guest means that one.
+    assert_eq!(list(&["--guest", "other", "keys", "list"]), Some(1));
+}
+
+#[test]
+fn the_console_is_dumped() {
+    let lab = Lab::new();
+    lab.guest.print(b"hello from the guest\n");
+    assert_eq!(
+        lab.ok(&["guest", "console", "--dump"]),
+        "hello from the guest\n"
+    );
+}
+
+#[test]
+fn a_guest_is_watched() {
+    let host = Host::with(&["only"]);
+    let mut watch = host.follow(&["guest", "watch"]);
+    assert_eq!(watch.line(), "only: running, absent, no agent connected");
+    host.fake
+        .set_status("only", |status| status.agent_connected = true);
+    assert_eq!(watch.line(), "only: running, absent, agent connected");
+    watch.end();
+}
+
+#[test]
+fn a_guest_is_awaited() {
+    use v1::{GuestState, RegistrationState};
+    type Change = fn(&mut v1::GuestStatus);
+    let changes: [(&str, Change); 5] = [
+        ("registered", |status| {
+            status.set_registration(RegistrationState::Registered)
+        }),
+        ("agent", |status| status.agent_connected = true),
+        ("paused", |status| status.set_state(GuestState::Paused)),
+        ("running", |status| status.set_state(GuestState::Running)),
+        ("stopped", |status| status.set_state(GuestState::Stopped)),
+    ];
+    let host = Host::with(&["only"]);
+    for (state, change) in changes {
+        if state != "running" {
+            let wait = ["guest", "wait", "--for", state, "--timeout", "20ms"];
+            let message = host.fails(124, &wait);
+            assert!(message.contains("after 20ms"), "{message}");
+        } else {
+            host.fake
+                .set_status("only", |status| status.set_state(GuestState::Paused));
+        }
+        let waiting = host.follow(&["guest", "wait", "--for", state, "-o", "name"]);
+        host.fake.set_status("only", change);
+        let (out, said, code) = waiting.output();
+        assert_eq!((out.as_str(), code), ("only\n", Some(0)), "{state}: {said}");
+    }
+    for usage in [&["guest", "wait"][..], &["guest", "wait", "--for", "ever"]] {
+        assert_eq!(host.run(usage).status.code(), Some(2), "{usage:?}");
+    }
+}
+
+#[test]
+fn a_state_that_cannot_come_any_more_is_not_awaited() {
+    let host = Host::with(&["only"]);
+    host.fake.set_status("only", |status| {
+        status.set_registration(v1::RegistrationState::Refused);
+        status.registration_error = "no such version".to_owned();
+    });
+    let message = host.fails(1, &["guest", "wait", "--for", "registered"]);
+    assert!(message.contains("no such version"), "{message}");
+    host.fake
+        .set_status("only", |status| status.set_state(v1::GuestState::Stopped));
+    let message = host.fails(1, &["guest", "wait", "--for", "agent"]);
+    assert!(message.contains("has stopped"), "{message}");
+}
+
+/// The monitor ends with its guest, perhaps before its last words.
+#[test]
+fn a_monitor_that_is_gone_has_stopped() {
+    let host = Host::with(&["only"]);
+    let waits = ["stopped", "agent"]
+        .map(|state| host.follow(&["guest", "wait", "--for", state, "-o", "json"]));
+    while host.fake.seen("WatchGuestRequest").len() < 2 {
+        std::thread::yield_now();
+    }
+    host.end();
+    let [stopped, agent] = waits;
+    let (out, said, code) = stopped.output();
+    assert!(out.contains("\"state\": \"gone\""), "{out}{said}");
+    assert_eq!(code, Some(0));
+    let (_, said, code) = agent.output();
+    assert_eq!(code, Some(1), "{said}");
+}

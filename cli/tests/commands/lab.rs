@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::sync::Arc;
+
+use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
+use patchbay_service::keys::{Keys, KeysConfig, Registry};
+use patchbay_service::testing::{InMemoryGuest, TestKey};
+use patchbay_service::trace::Tracing;
+use serde_json::Value;
+use tokio::runtime::Runtime;
+
+use super::fake::Fake;
+
+pub fn runtime() -> Runtime {
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    let builder = builder.worker_threads(1).enable_all();
+    builder.build().expect("a runtime")
+}
+
+/// A folder in which commands find guests, and no others.
+pub trait Commands {
+    fn folder(&self) -> &Path;
+
+    fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_patchbay"));
+        command
+            .env("XDG_RUNTIME_DIR", self.folder())
+            .env("PATCHBAY_RUN_DIR", self.folder().join("host"))
+            .env_remove("PATCHBAY_SOCKET")
+            .args(words)
+            .stdin(Stdio::null());
+        command
+    }
+
+    fn run(&self, words: &[&str]) -> Output {
+        self.command(words).output().expect("the command starts")
+    }
+
+    /// Output of a command that must succeed.
+    #[track_caller]
+    fn ok(&self, words: &[&str]) -> String {
+        let output = self.run(words);
+        assert_eq!(
+            output.status.code(),
+            Some(0),
+            "{words:?}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        String::from_utf8(output.stdout).expect("text")
+    }
+
+    #[track_caller]
+    fn json(&self, words: &[&str]) -> Value {
+        let text = self.ok(&[words, &["-o", "json"]].concat());
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
+    }
+
+    /// The one sentence of a command that must fail with this exit code.
+    #[track_caller]
+    fn fails(&self, code: i32, words: &[&str]) -> String {
+        let output = self.run(words);
+        let message = String::from_utf8(output.stderr).expect("text");
+        assert_eq!(output.status.code(), Some(code), "{words:?}: {message}");
+        assert!(
+            message.starts_with("patchbay: ") && message.lines().count() == 1,
+            "one sentence: {message}"
+        );
+        assert!(output.stdout.is_empty());
+        message
+    }
+
+    /// Standard output, stderr and the exit code.
+    fn all(&self, words: &[&str]) -> (String, String, Option<i32>) {
+        let output = self.run(words);
+        let text = |bytes| String::from_utf8(bytes).expect("text");
+        (
+            text(output.stdout),
+            text(output.stderr),
+            output.status.code(),
+        )
+    }
+
+    /// A command with this standard input.
+    fn fed(&self, words: &[&str], input: &str) -> Output {
+        use std::io::Write;
+        let mut child = self
+            .command(words)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the command starts");
+        let mut stdin = child.stdin.take().expect("piped");
+        stdin.write_all(input.as_bytes()).expect("it reads");
+        drop(stdin);
+        child.wait_with_output().expect("it ends")
+    }
+
+    fn follow(&self, words: &[&str]) -> Following {
+        let mut child = self
+            .command(words)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the command starts");
+        let lines = BufReader::new(child.stdout.take().expect("piped"));
+        Following { child, lines }
+    }
+}
+
+/// A command that prints as things happen.
+pub struct Following {
+    child: Child,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Following {
+    pub fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.lines.read_line(&mut line).expect("text");
+        line.trim_end().to_owned()
+    }
+
+    pub fn json(&mut self) -> Value {
+        let line = self.line();
+        serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line:?}"))
+    }
+
+    /// Ends it if it has not ended; what it said on stderr, and its exit code if it ended by itself.
+    pub fn end(mut self) -> (String, Option<i32>) {
+        self.child.kill().expect("it can be killed");
+        let output = self.child.wait_with_output().expect("it ends");
+        let said = String::from_utf8(output.stderr).expect("text");
+        (said, output.status.code())
+    }
+
+    /// Waits until it ends by itself: what it still prints, what it said on stderr, and its exit code.
+    pub fn output(mut self) -> (String, String, Option<i32>) {
+        let mut rest = String::new();
+        self.lines.read_to_string(&mut rest).expect("text");
+        let output = self.child.wait_with_output().expect("it ends");
+        let said = String::from_utf8(output.stderr).expect("text");
+        (rest, said, output.status.code())
+    }
+}
+
+/// A served guest named "test" in a runtime folder of its own.
+pub struct Lab {
+    pub guest: Arc<InMemoryGuest>,
+    folder: tempfile::TempDir,
+    _runtime: Runtime,
+}
+
+impl Lab {
+    pub fn new() -> Self {
+        Self::with(&[
+            TestKey::new("alpha", 1),
+            TestKey::new("beta", 3),
+            TestKey::guarded("guarded"),
+            TestKey::tracepoint("sched_switch", true),
+        ])
+    }
+
+    pub fn with(keys: &[TestKey]) -> Self {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        std::fs::create_dir(folder.path().join("patchbay")).expect("writable");
+        let registry = Arc::new(Registry::default());
+        let guest = InMemoryGuest::boot(Arc::clone(&registry), keys);
+        let (keys, _) =
+            Keys::start(Arc::clone(&guest), registry, KeysConfig::default()).expect("a thread");
+        let runtime = runtime();
+        let socket = ApiSocket::bind(&folder.path().join("patchbay/test.sock")).expect("free");
+        runtime.spawn(async move {
+            let guests = Guests::default();
+            let guest = ServedGuest::start(keys, Tracing::default()).expect("no agent's socket");
+            guests.add(guest).expect("the only one");
+            let endpoint = Endpoint::new(socket, guests);
+            endpoint.serve(std::future::pending()).await
+        });
+        Self {
+            guest,
+            folder,
+            _runtime: runtime,
+        }
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.folder.path().join("patchbay/test.sock")
+    }
+}
+
+impl Commands for Lab {
+    fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+/// A fake endpoint that serves web-1, web-2 and db on one socket.
+pub struct Host {
+    pub fake: Fake,
+    folder: tempfile::TempDir,
+    _runtime: Runtime,
+}
+
+impl Host {
+    pub fn new() -> Self {
+        Self::with(&["db", "web-1", "web-2"])
+    }
+
+    pub fn with(names: &[&str]) -> Self {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let runtime = runtime();
+        std::fs::create_dir(folder.path().join("host")).expect("writable");
+        let fake = Fake::serve(&runtime, &folder.path().join("host/all.sock"), names);
+        Self {
+            fake,
+            folder,
+            _runtime: runtime,
+        }
+    }
+
+    /// Ends the service; its socket stays, and nobody listens.
+    pub fn end(self) {
+        drop(self);
+    }
+}
+
+impl Commands for Host {
+    fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+}

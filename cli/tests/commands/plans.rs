@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+use super::lab::{Commands, Host, Lab};
+
+#[test]
+fn a_dry_run_prints_the_plan_and_commit_makes_it() {
+    let host = Host::with(&["only"]);
+    let text = host.ok(&[
+        "keys",
+        "enable",
+        "*",
+        "!gamma",
+        "--dry-run",
+        "--plan-ttl",
+        "5m",
+    ]);
+    for part in [
+        "alpha  0 -> 1  2\n",
+        "2 of 2 keys would change\n",
+        "nothing was changed; 4 sites to patch, predicted pause 42.5 us\n",
+        "plan plan-1, kept until 2023-11-14T22:13:20Z\n",
+        "digest d16e57\n",
+        "patchbay keys commit plan-1\n",
+    ] {
+        assert!(text.contains(part), "{part:?} is missing: {text}");
+    }
+    assert_eq!(host.fake.guest("only", |guest| guest.count("alpha")), 0);
+    assert_eq!(
+        host.fake
+            .seen("plan_ttl: Some(Duration { seconds: 300")
+            .len(),
+        1
+    );
+    let text = host.ok(&["keys", "commit", "plan-1", "--digest", "d16e57"]);
+    assert!(
+        text.contains("alpha  0 -> 1") && text.contains("beta"),
+        "{text}"
+    );
+    assert_eq!(host.fake.guest("only", |guest| guest.count("beta")), 1);
+}
+
+#[test]
+fn plans_are_for_programs_too() {
+    let host = Host::with(&["only"]);
+    let plan = host.json(&["keys", "disable", "alpha", "--dry-run"]);
+    assert_eq!(plan["predicted_pause_us"], 42.5);
+    assert_eq!(
+        (&plan["plan_id"], &plan["digest"]),
+        (&"plan-1".into(), &"d16e57".into())
+    );
+    let dry_run = ["keys", "inc", "alpha", "--dry-run", "-o", "name"];
+    assert_eq!(host.ok(&dry_run), "plan-2\n");
+    assert_eq!(
+        host.ok(&["keys", "discard", "plan-2"]),
+        "plan plan-2 is discarded\n"
+    );
+    let message = host.fails(1, &["keys", "commit", "plan-2"]);
+    assert!(message.contains("--dry-run"), "{message}");
+    let message = host.fails(1, &["keys", "commit", "plan-1", "--digest", "other"]);
+    assert!(message.contains("--dry-run"), "{message}");
+    let file = host.folder().join("changes");
+    std::fs::write(&file, "- {key: beta, op: inc}\n").expect("writable");
+    let path = file.to_str().expect("text");
+    let plan = host.json(&["keys", "apply", "--dry-run", "-f", path]);
+    assert_eq!(plan["results"][0]["name"], "beta");
+}
+
+#[test]
+fn the_real_service_keeps_a_plan_and_makes_it_once() {
+    let lab = Lab::new();
+    let plan = lab.json(&["keys", "enable", "*a", "--dry-run"]);
+    assert_eq!((&plan["keys_changed"], lab.guest.pauses()), (&2.into(), 0));
+    let id = plan["plan_id"].as_str().expect("text");
+    let digest = plan["digest"].as_str().expect("text");
+    let message = lab.fails(1, &["keys", "commit", id, "--digest", "00"]);
+    assert!(message.contains("--dry-run"), "{message}");
+    for _ in 0..2 {
+        lab.ok(&["keys", "commit", id, "--digest", digest]);
+        assert_eq!((lab.guest.count("alpha"), lab.guest.pauses()), (1, 1));
+    }
+    let stale = lab.ok(&["keys", "disable", "alpha", "--dry-run", "-o", "name"]);
+    lab.ok(&["keys", "inc", "alpha"]);
+    lab.fails(1, &["keys", "commit", stale.trim()]);
+    lab.ok(&["keys", "discard", stale.trim()]);
+    assert_eq!(lab.guest.count("alpha"), 2);
+}

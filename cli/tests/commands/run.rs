@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+use std::process::Command;
+
+use super::lab::{Commands, Lab};
+
+#[test]
+fn run_starts_the_monitor_with_the_socket_of_its_name() {
+    let lab = Lab::new();
+    let bin = lab.folder().join("bin");
+    std::fs::create_dir(&bin).expect("writable");
+    std::os::unix::fs::symlink("/bin/echo", bin.join("patchbay-vmm")).expect("writable");
+    // The command alone in its folder finds the monitor on PATH. Linked rather than copied: a copy
+    // that is still open for writing in a child of another test's fork cannot be run.
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("temporary folder");
+    let alone = folder.path().join("patchbay");
+    std::fs::hard_link(env!("CARGO_BIN_EXE_patchbay"), &alone).expect("linked");
+    let run = |path: &std::path::Path, words: &str| {
+        Command::new(&alone)
+            .args(words.split(' '))
+            .env("XDG_RUNTIME_DIR", lab.folder())
+            .env("PATH", path)
+            .output()
+            .expect("starts")
+    };
+    for (words, name) in [
+        ("guest run --name web1 --kernel bzImage --vcpus 2", "web1"),
+        ("guest run --kernel bzImage --name web2 --vcpus 2", "web2"),
+        ("guest run --kernel bzImage --vcpus 2 --name=web3", "web3"),
+        ("--guest web4 guest run --kernel bzImage --vcpus 2", "web4"),
+        ("guest run --kernel bzImage --vcpus 2", "default"),
+    ] {
+        let output = run(&bin, words);
+        let socket = lab.folder().join(format!("patchbay/{name}.sock"));
+        let expected = format!(
+            "--name {name} --api-socket {} --kernel bzImage --vcpus 2\n",
+            socket.display()
+        );
+        assert_eq!(
+            String::from_utf8_lossy(&output.stdout),
+            expected,
+            "{output:?}"
+        );
+    }
+    let output = run(&bin, "guest run --kernel bzImage --api-socket a.sock");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(
+        String::from_utf8_lossy(&output.stderr).contains("patchbay --socket PATH guest run"),
+        "{output:?}"
+    );
+    let output = run(lab.folder(), "guest run --kernel bzImage");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        String::from_utf8_lossy(&output.stderr).contains("install patchbay-vmm"),
+        "{output:?}"
+    );
+}
+
+#[test]
+fn help_shows_the_monitors_options() {
+    let lab = Lab::new();
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("temporary folder");
+    let alone = folder.path().join("patchbay");
+    std::fs::hard_link(env!("CARGO_BIN_EXE_patchbay"), &alone).expect("linked");
+    let help = |path: &std::path::Path, words: &[&str]| {
+        let mut command = Command::new(&alone);
+        let output = command.args(words).env("PATH", path).output();
+        let output = output.expect("starts");
+        assert_eq!(output.status.code(), Some(0), "{output:?}");
+        String::from_utf8(output.stdout).expect("text")
+    };
+    let monitor = folder.path().join("bin");
+    std::fs::create_dir(&monitor).expect("writable");
+    std::os::unix::fs::symlink("/bin/echo", monitor.join("patchbay-vmm")).expect("writable");
+    for words in [&["guest", "run", "--help"][..], &["run", "-h"]] {
+        let text = help(&monitor, words);
+        // What echo prints when it is asked for help.
+        assert!(text.contains("Usage: patchbay guest run"), "{text}");
+        assert!(text.contains("The monitor, patchbay-vmm:\n\n"), "{text}");
+        let text = help(lab.folder(), words);
+        assert!(
+            text.contains("install patchbay-vmm beside patchbay"),
+            "{text}"
+        );
+    }
+}

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+
+use super::lab::{Commands, Host, Lab};
+
+#[test]
+fn a_glob_or_all_make_a_table_by_guest() {
+    let host = Host::new();
+    let table = host.ok(&["--guest", "web-*", "keys", "list", "alpha"]);
+    assert!(table.starts_with("GUEST  NAME "), "{table}");
+    assert_eq!(table.matches("web-1").count(), 3, "{table}");
+    assert!(!table.contains("db"), "{table}");
+    let names = host.ok(&["--all", "keys", "list", "-o", "name"]);
+    assert_eq!(names.lines().count(), 9, "{names}");
+    assert!(names.contains("web-2/beta\n"), "{names}");
+    let text = host.ok(&["--all", "keys", "enable", "alpha", "beta"]);
+    assert!(
+        text.contains("web-1: 2 of 2 keys changed\n") && text.contains("db     alpha  0 -> 1"),
+        "{text}"
+    );
+    // A list is a list, even of one.
+    let one = host.json(&["--guest", "d?", "guest", "describe"]);
+    assert_eq!(
+        (one.as_array().map(Vec::len), &one[0]["guest"]),
+        (Some(1), &"db".into())
+    );
+    assert_eq!(one[0]["result"]["state"], "running");
+}
+
+#[test]
+fn a_name_is_found_at_any_socket_and_said_in_the_request() {
+    let host = Host::new();
+    assert_eq!(
+        host.ok(&["--guest", "web-2", "keys", "inc", "alpha", "-o", "name"]),
+        "alpha\n"
+    );
+    assert_eq!(host.fake.guest("web-2", |guest| guest.count("alpha")), 1);
+    assert_eq!(host.fake.guest("web-1", |guest| guest.count("alpha")), 0);
+    let message = host.fails(1, &["--guest", "wbe-2", "keys", "list"]);
+    assert!(message.contains("did you mean \"web-2\""), "{message}");
+    let message = host.fails(1, &["--guest", "mail-*", "keys", "list"]);
+    assert!(message.contains("no guest matches mail-*"), "{message}");
+    let message = host.fails(1, &["keys", "list"]);
+    assert!(message.contains("--guest or --all"), "{message}");
+    let socket = host.folder().join("host/all.sock");
+    let socket = socket.to_str().expect("text");
+    let console = [
+        "--socket", socket, "--guest", "db", "guest", "console", "--dump",
+    ];
+    assert_eq!(host.ok(&console), "console of db\n");
+    let listed = host.ok(&[
+        "--socket", socket, "--all", "guest", "describe", "-o", "name",
+    ]);
+    assert_eq!(listed, "db\nweb-1\nweb-2\n");
+}
+
+#[test]
+fn some_failures_are_3_and_all_are_their_common_code() {
+    let host = Host::new();
+    host.fake.guest("web-1", |guest| guest.busy = true);
+    let change = ["--all", "keys", "inc", "alpha", "--timeout", "1s"];
+    let (out, said, code) = host.all(&[&change[..], &["-o", "json"]].concat());
+    assert_eq!(code, Some(3), "{said}");
+    assert!(
+        said.contains("patchbay: web-1: the guest was busy"),
+        "{said}"
+    );
+    assert!(said.ends_with("patchbay: 1 of 3 guests failed\n"), "{said}");
+    let entries: serde_json::Value = serde_json::from_str(&out).expect("JSON");
+    assert_eq!(entries[0]["result"]["keys_changed"], 1);
+    assert_eq!(
+        (
+            &entries[1]["error"]["reason"],
+            &entries[1]["error"]["exit_code"]
+        ),
+        (&"GUEST_BUSY".into(), &5.into())
+    );
+    assert!(entries[1]["result"].is_null() && entries[0]["error"].is_null());
+    for guest in ["db", "web-2"] {
+        host.fake.guest(guest, |guest| guest.busy = true);
+    }
+    let (_, said, code) = host.all(&change);
+    assert_eq!(code, Some(5), "{said}");
+    host.fake.guest("db", |guest| {
+        guest.busy = false;
+        guest.keys.clear();
+    });
+    let (_, said, code) = host.all(&change);
+    assert_eq!(
+        (code, said.ends_with("all 3 guests failed\n")),
+        (Some(1), true)
+    );
+    // A guest that was named and does not run is one that failed.
+    let (_, said, code) = host.all(&["--guest", "db", "--guest", "web-7", "guest", "describe"]);
+    assert_eq!(code, Some(3), "{said}");
+    assert!(said.contains("web-7: no guest is named"), "{said}");
+}
+
+#[test]
+fn verbs_about_one_guest_say_so() {
+    let host = Host::new();
+    for words in [
+        &["guest", "console"][..],
+        &["guest", "watch"],
+        &["guest", "run", "--kernel", "k"],
+        &["keys", "watch"],
+        &["keys", "commit", "plan-1"],
+        &["keys", "discard", "plan-1"],
+        &["keys", "inc", "alpha", "--etag", "x"],
+        &["holds", "release", "h1"],
+        &["holds", "renew", "h1", "--ttl", "1m"],
+        &["trace", "tail"],
+        &["trace", "record", "-o", "/nonexistent/t.json"],
+    ] {
+        let message = host.fails(2, &[&["--all"], words].concat());
+        assert!(message.contains("works on one guest"), "{message}");
+    }
+}
+
+#[test]
+fn two_sockets_with_one_name_are_ambiguous() {
+    let host = Host::new();
+    let lab = Lab::new();
+    let user = host.folder().join("patchbay");
+    std::fs::create_dir(&user).expect("writable");
+    let (one, unit) = (user.join("test.sock"), host.folder().join("host/test"));
+    std::os::unix::fs::symlink(lab.socket(), &one).expect("writable");
+    host.ok(&["--guest", "test", "keys", "list"]);
+    // As a systemd unit makes it.
+    std::fs::create_dir(&unit).expect("writable");
+    std::os::unix::fs::symlink(lab.socket(), unit.join("api.sock")).expect("writable");
+    let message = host.fails(2, &["--guest", "test", "keys", "list"]);
+    assert!(message.contains("choose one with --socket"), "{message}");
+    std::fs::remove_file(&one).expect("there");
+    host.ok(&["--guest", "test", "keys", "list"]);
+}

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What is tried: guests that differ in a few bytes from a good one, and type information.
+
+use patchbay_kernel_image::Btf;
+use patchbay_kernel_image::live::{Kernel, Way, discover};
+
+use crate::craft_guest::{
+    DATA, MODULE_DATA, MODULE_TEXT, NOTE, RAM, RODATA, TEXT, guest, physical,
+};
+
+/// A target and its name.
+pub type Named = (&'static str, fn(&[u8]));
+
+/// The targets by name.
+pub const TARGETS: &[Named] = &[
+    ("live_guests", live_guests),
+    ("type_information", type_information),
+];
+
+/// The first byte chooses the way, each four more change a byte: where the change lies, how far into that, and the new value.
+pub fn live_guests(data: &[u8]) {
+    let Some((choice, changes)) = data.split_first() else {
+        return;
+    };
+    let guest = guest();
+    for change in changes.chunks_exact(4) {
+        let places = [
+            (physical(TEXT), 0x400),
+            (physical(RODATA), 31 * 4096),
+            (physical(DATA), 8 * 4096),
+            (physical(MODULE_TEXT), 0x100),
+            (physical(MODULE_DATA), 0x800),
+            (NOTE, 0x200),
+            (0x1b_0000, 0xc000),
+            (0, RAM),
+        ];
+        let (start, length) = places[usize::from(change[0]) % places.len()];
+        let at = start + u64::from(u16::from_le_bytes([change[1], change[2]])) % length;
+        guest.put_physical(at, &[change[3]]);
+    }
+    let (way, cpus) = match choice % 3 {
+        0 => (Way::Image, guest.cpus.as_slice()),
+        1 => (Way::Note, guest.cpus.as_slice()),
+        _ => (Way::Note, &[][..]),
+    };
+    if let Ok(kernel) = discover(&guest, cpus, way) {
+        check(&kernel);
+    }
+}
+
+/// What every discovery promises.
+fn check(kernel: &Kernel) {
+    for image in &kernel.images {
+        let length = image.jump_table.end - image.jump_table.start;
+        assert_eq!(image.sites.len() as u64 * 16, length);
+        for site in &image.sites {
+            assert_ne!(site.holds.is_some(), site.entry.init);
+            assert!(site.entry.init || image.text.contains(&site.entry.code));
+        }
+    }
+    let mut sites = 0;
+    for key in &kernel.keys {
+        assert!(!key.sites.is_empty());
+        for (image, range) in &key.sites {
+            let run = &kernel.images[*image].sites[range.clone()];
+            assert!(run.iter().all(|site| site.entry.key == key.address));
+            sites += run.len();
+        }
+        let texts = kernel.images.iter().map(|image| &image.text);
+        assert!(texts.into_iter().all(|text| !text.contains(&key.address)));
+    }
+    let entries: usize = kernel.images.iter().map(|image| image.sites.len()).sum();
+    assert_eq!(sites, entries);
+}
+
+/// Type information as it is, and behind a good header.
+pub fn type_information(data: &[u8]) {
+    let names = ["module", "static_key", "module_state"];
+    let ask = |bytes: &[u8]| {
+        if let Ok(types) = Btf::parse(bytes, &names) {
+            for path in [&["mem"][..], &["list", "next"], &["type"]] {
+                let member = types.member("module", path);
+                let _ = member.and_then(|member| types.size_of_member(member));
+                let _ = types.offset("static_key", path);
+            }
+            let _ = types.size("module");
+            let _ = types.enumerator("module_state", "MODULE_STATE_LIVE");
+        }
+    };
+    ask(data);
+    let strings = b"\0module\0static_key\0module_state\0mem\0list\0next\0type\0MODULE_STATE_LIVE\0";
+    let (types, length) = (data.len() as u32, strings.len() as u32);
+    let mut whole = Vec::new();
+    for word in [0x0001_eb9f, 24, 0, types, types, length] {
+        whole.extend_from_slice(&word.to_le_bytes());
+    }
+    whole.extend_from_slice(data);
+    whole.extend_from_slice(strings);
+    ask(&whole);
+}

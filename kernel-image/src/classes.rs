@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a key is for, and its name: read in the same way from a running kernel and from an image.
+//!
+//! | class | told by | name |
+//! |---|---|---|
+//! | tracepoint | `__tracepoints_ptrs` of the kernel or the module | the tracepoint's |
+//! | dyndbg | the `struct _ddebug` that holds the key | file and line: `net/core/dev.c/123` |
+//! | never | the symbol `security_hook_active_*` (6.12 and later): the branch is around a static call that may be NULL | the symbol |
+//! | guarded | all others | the symbol, `sched_feat_` and the feature, else symbol and offset |
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::Hash;
+use std::ops::Range;
+
+use serde::Serialize;
+
+use crate::btf::{Btf, Member};
+
+/// Most tracepoints, descriptors or scheduler features of one image.
+const MAX_RECORDS: u64 = 1 << 17;
+/// Longest text that is read.
+const MAX_TEXT: usize = 512;
+
+/// What a key is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Class {
+    /// The key of a tracepoint.
+    Tracepoint,
+    /// Declared with PATCHBAY_DECLARE_KEY().
+    Ref,
+    /// The key of a pr_debug(): while it is on, the line is printed whatever the flags of its descriptor say.
+    Dyndbg,
+    /// The branch leads to a static call that may be NULL: turning the key on crashes the kernel.
+    Never,
+    /// Any other.
+    Guarded,
+}
+
+impl Class {
+    /// For people.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tracepoint => "tracepoint",
+            Self::Ref => "ref",
+            Self::Dyndbg => "dyndbg",
+            Self::Never => "never",
+            Self::Guarded => "guarded",
+        }
+    }
+}
+
+/// A tracepoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tracepoint {
+    /// Of its `struct tracepoint`.
+    pub address: u64,
+    /// Its name.
+    pub name: String,
+}
+
+/// A line that dynamic debug can print.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DebugLine {
+    /// Name of the module, also of one that is built in.
+    pub module: String,
+    /// Path in the kernel's source.
+    pub file: String,
+    /// Function.
+    pub function: String,
+    /// Line in the file.
+    pub line: u32,
+    /// What it prints, as printk() takes it.
+    pub format: String,
+}
+
+impl DebugLine {
+    /// The name of its key.
+    #[must_use]
+    pub fn name(&self) -> String {
+        format!("{}/{}", self.file, self.line)
+    }
+}
+
+/// Memory of a kernel by virtual addresses.
+pub(crate) trait Memory {
+    /// Reads all of `bytes` or nothing.
+    fn read_at(&mut self, address: u64, bytes: &mut [u8]) -> Option<()>;
+
+    /// A pointer.
+    fn word_at(&mut self, address: u64) -> Option<u64> {
+        let mut bytes = [0; 8];
+        self.read_at(address, &mut bytes)?;
+        Some(u64::from_le_bytes(bytes))
+    }
+
+    /// Text up to its NUL, with what is not printable replaced.
+    fn text_at(&mut self, address: u64) -> Option<String> {
+        let mut text = Vec::new();
+        let mut at = address;
+        while text.len() < MAX_TEXT {
+            // Within one page: what lies behind the text may not be mapped.
+            let here = (64 - at % 64) as usize;
+            let mut bytes = [0; 64];
+            self.read_at(at, &mut bytes[..here])?;
+            let piece = bytes[..here].split(|byte| *byte == 0).next()?;
+            text.extend_from_slice(piece);
+            if piece.len() < here {
+                break;
+            }
+            at = at.checked_add(here as u64)?;
+        }
+        Some(printable(&text))
+    }
+}
+
+/// Text of the guest for people.
+pub(crate) fn printable(text: &[u8]) -> String {
+    text.iter()
+        .map(|&byte| match byte {
+            b' '..=b'~' => char::from(byte),
+            _ => '?',
+        })
+        .collect()
+}
+
+/// Offsets in `struct tracepoint`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TracepointLayout {
+    pub name: u32,
+    pub key: u32,
+}
+
+/// `struct _ddebug`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DebugLayout {
+    pub size: u32,
+    pub key: u32,
+    pub module: u32,
+    pub function: u32,
+    pub file: u32,
+    pub format: u32,
+    pub line: Member,
+}
+
+/// The tracepoints of an image by the addresses of their keys. `pointers` is an array of s32, each relative to itself.
+pub(crate) fn tracepoints(
+    memory: &mut impl Memory,
+    pointers: Range<u64>,
+    layout: TracepointLayout,
+) -> Option<BTreeMap<u64, Tracepoint>> {
+    let count = pointers.end.checked_sub(pointers.start)? / 4;
+    if count > MAX_RECORDS {
+        return None;
+    }
+    let mut found = BTreeMap::new();
+    for index in 0..count {
+        let at = pointers.start.checked_add(4 * index)?;
+        let mut offset = [0; 4];
+        memory.read_at(at, &mut offset)?;
+        let address = at.wrapping_add_signed(i64::from(i32::from_le_bytes(offset)));
+        let name = memory.word_at(address.checked_add(u64::from(layout.name))?)?;
+        let name = memory.text_at(name)?;
+        found.insert(
+            address.checked_add(u64::from(layout.key))?,
+            Tracepoint { address, name },
+        );
+    }
+    Some(found)
+}
+
+/// The descriptors of dynamic debug from `start` on, by the addresses of their keys.
+pub(crate) fn debug_lines(
+    memory: &mut impl Memory,
+    start: u64,
+    count: u64,
+    layout: DebugLayout,
+) -> Option<BTreeMap<u64, DebugLine>> {
+    if count > MAX_RECORDS {
+        return None;
+    }
+    let mut found = BTreeMap::new();
+    for index in 0..count {
+        let at = start.checked_add(index.checked_mul(u64::from(layout.size))?)?;
+        let mut text = |offset: u32| {
+            let pointer = memory.word_at(at.checked_add(u64::from(offset))?)?;
+            memory.text_at(pointer)
+        };
+        let (module, file) = (text(layout.module)?, text(layout.file)?);
+        let (function, format) = (text(layout.function)?, text(layout.format)?);
+        let mut line = [0; 4];
+        memory.read_at(at.checked_add(u64::from(layout.line.offset))?, &mut line)?;
+        let width = layout.line.width.clamp(1, 24);
+        let line = u32::from_le_bytes(line) >> (layout.line.shift % 8) & ((1 << width) - 1);
+        found.insert(
+            at.checked_add(u64::from(layout.key))?,
+            DebugLine {
+                module,
+                file,
+                function,
+                line,
+                format: format.trim_end_matches(['?', ' ']).to_owned(),
+            },
+        );
+    }
+    Some(found)
+}
+
+/// The names of the scheduler's features by the addresses of their keys: `sched_feat_keys[]` beside `sched_feat_names[]`.
+pub(crate) fn scheduler_features(
+    memory: &mut impl Memory,
+    keys: u64,
+    key_size: u32,
+    names: u64,
+    names_end: u64,
+) -> Option<BTreeMap<u64, String>> {
+    let count = (names_end.checked_sub(names)? / 8).min(64);
+    let mut found = BTreeMap::new();
+    for index in 0..count {
+        let Some(name) = memory
+            .word_at(names.checked_add(8 * index)?)
+            .filter(|name| *name != 0)
+        else {
+            break;
+        };
+        let key = keys.checked_add(u64::from(key_size).checked_mul(index)?)?;
+        found.insert(key, format!("sched_feat_{}", memory.text_at(name)?));
+    }
+    Some(found)
+}
+
+/// What an image's own tables say of keys, by the keys' addresses.
+#[derive(Debug, Default)]
+pub(crate) struct Classes {
+    pub tracepoints: BTreeMap<u64, Tracepoint>,
+    pub debug_lines: BTreeMap<u64, DebugLine>,
+    pub features: BTreeMap<u64, String>,
+}
+
+impl Classes {
+    /// The class of a key and its name, given the symbol that it lies in.
+    pub fn class_and_name(&self, address: u64, symbol: Option<(&str, u64)>) -> (Class, String) {
+        if let Some(tracepoint) = self.tracepoints.get(&address) {
+            return (Class::Tracepoint, tracepoint.name.clone());
+        }
+        if let Some(line) = self.debug_lines.get(&address) {
+            return (Class::Dyndbg, line.name());
+        }
+        if let Some(feature) = self.features.get(&address) {
+            return (Class::Guarded, feature.clone());
+        }
+        let name = symbol.map_or_else(|| format!("{address:#x}"), location);
+        if name.starts_with("security_hook_active_") {
+            return (Class::Never, name);
+        }
+        (Class::Guarded, name)
+    }
+}
+
+/// Tells keys with one name apart by the functions of their first sites: `name@function`. Names count within an image.
+pub(crate) fn tell_apart<K, I: Hash + Eq>(
+    keys: &mut [K],
+    image: impl Fn(&K) -> I,
+    name: impl Fn(&mut K) -> &mut String,
+    function: impl Fn(&K) -> Option<String>,
+) {
+    let mut times: HashMap<(I, String), usize> = HashMap::new();
+    for key in &mut *keys {
+        let image = image(key);
+        *times.entry((image, name(key).clone())).or_default() += 1;
+    }
+    for key in keys {
+        let in_image = (image(key), name(key).clone());
+        if times.get(&in_image).is_some_and(|times| *times > 1)
+            && let Some(function) = function(key)
+        {
+            *name(key) = format!("{}@{function}", in_image.1);
+        }
+    }
+}
+
+/// `struct _ddebug`; none without dynamic debug.
+pub(crate) fn debug_layout(btf: &Btf<'_>) -> Option<DebugLayout> {
+    let offset = |path: &[&str]| btf.offset("_ddebug", path);
+    Some(DebugLayout {
+        size: btf.size("_ddebug").filter(|size| *size >= 16)?,
+        key: offset(&["key"])?,
+        module: offset(&["modname"])?,
+        function: offset(&["function"])?,
+        file: offset(&["filename"])?,
+        format: offset(&["format"])?,
+        line: btf.member("_ddebug", &["lineno"])?,
+    })
+}
+
+/// A symbol and an offset into it.
+pub(crate) fn location((symbol, offset): (&str, u64)) -> String {
+    match offset {
+        0 => symbol.to_owned(),
+        _ => format!("{symbol}+{offset:#x}"),
+    }
+}

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Why the keys of a running kernel are not known.
+
+/// Why a discovery failed.
+#[derive(Debug, thiserror::Error)]
+pub enum DiscoveryError {
+    /// The guest is booting, or at work on its own keys or modules.
+    #[error("the guest is busy: {0}; look again")]
+    Busy(String),
+    /// Looking again finds the same.
+    #[error("{0}")]
+    Refused(String),
+}
+
+pub(super) fn busy<T>(sentence: impl Into<String>) -> Result<T, DiscoveryError> {
+    Err(DiscoveryError::Busy(sentence.into()))
+}
+
+pub(super) fn refuse<T>(sentence: impl Into<String>) -> Result<T, DiscoveryError> {
+    Err(DiscoveryError::Refused(sentence.into()))
+}

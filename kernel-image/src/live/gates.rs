@@ -1,0 +1,369 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The gates: words of an unpatched kernel that say whether it is at work on its own keys.
+//!
+//! | kernel | the change of text under way |
+//! |---|---|
+//! | before 6.16 | `tp_vec_nr` = 0, `bp_desc.refs` = 0 (or, before 5.10.150 and 6.0, `bp_desc` = NULL) |
+//! | 6.16 and later | `text_poke_array.nr_entries` = 0, `text_poke_array_refs` of each CPU = 0 |
+
+use serde::Serialize;
+
+use super::error::{DiscoveryError, busy, refuse};
+use super::layout::{Inner, Layout};
+use super::memory::{PhysicalMemory, View};
+use super::modules::Loaded;
+use crate::symbols::{Named, SymbolKind, Symbols};
+
+/// Most possible CPUs.
+const MAX_CPUS: u64 = 8192;
+
+/// What a gate is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GateKind {
+    /// `init_task.stack_canary`: drawn at each boot.
+    SameKernel,
+    /// `system_state` is SYSTEM_RUNNING.
+    SystemState,
+    /// `panic_cpu`: no CPU panics.
+    Panic,
+    /// `jump_label_mutex` is free: no key is changed.
+    JumpLabelMutex,
+    /// `text_mutex` is free: no text is changed.
+    TextMutex,
+    /// No text change is queued.
+    TextPokeQueue,
+    /// No text change is under way.
+    TextPoke,
+    /// `tracepoints_mutex` is free: no probe comes or goes.
+    TracepointsMutex,
+    /// `ddebug_lock` is free: no descriptor's flags are changed.
+    DynamicDebugMutex,
+    /// `module_mutex` is free: no module comes or goes.
+    ModuleMutex,
+    /// `mod_tree` counts each insertion and removal of a module.
+    ModuleCount,
+    /// Both ends of the list of modules.
+    ModuleList,
+    /// The module is live.
+    ModuleState,
+    /// The module has the jump table that was read.
+    ModuleTable,
+}
+
+/// For which changes a gate must be open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Concerns {
+    /// Every change.
+    All,
+    /// Changes of a tracepoint's key.
+    Tracepoints,
+    /// Changes of a key of dynamic debug.
+    DynamicDebug,
+    /// Changes of keys or sites of any module.
+    Modules,
+    /// Changes of keys or sites of the module whose `struct module` is here.
+    Module(u64),
+}
+
+/// A word of the guest and the value that it must have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Gate {
+    /// What it is about.
+    pub kind: GateKind,
+    /// Guest-virtual; if `per_cpu`, to be added to the offset of each CPU.
+    pub address: u64,
+    /// 4 or 8 bytes, little endian.
+    pub width: u8,
+    /// The bits that count.
+    pub mask: u64,
+    /// Their value while the gate is open.
+    pub wanted: u64,
+    /// The changes that it stops.
+    pub concerns: Concerns,
+    /// One word for each CPU.
+    pub per_cpu: bool,
+}
+
+/// The gates of a kernel.
+#[derive(Debug, Default)]
+pub(super) struct Gates {
+    pub gates: Vec<Gate>,
+    /// Those that this kernel has no word for that could be found.
+    pub missing: Vec<GateKind>,
+    /// Of each possible CPU, what is added to the address of a per-CPU variable.
+    pub per_cpu_offsets: Vec<u64>,
+}
+
+const WORD: Gate = Gate {
+    kind: GateKind::SystemState,
+    address: 0,
+    width: 4,
+    mask: 0xffff_ffff,
+    wanted: 0,
+    concerns: Concerns::All,
+    per_cpu: false,
+};
+
+impl Gates {
+    fn add(&mut self, kind: GateKind, gate: Option<Gate>) {
+        match gate {
+            Some(gate) => self.gates.push(Gate { kind, ..gate }),
+            None => self.missing.push(kind),
+        }
+    }
+
+    /// The first gate that is closed, with the value found.
+    pub fn closed<M: PhysicalMemory + ?Sized>(
+        &self,
+        view: &mut View<'_, M>,
+    ) -> Option<(GateKind, u64)> {
+        for gate in &self.gates {
+            let offsets: &[u64] = if gate.per_cpu {
+                &self.per_cpu_offsets
+            } else {
+                &[0]
+            };
+            for offset in offsets {
+                let found = read(view, gate.address.wrapping_add(*offset), gate.width);
+                if found.is_none_or(|found| found & gate.mask != gate.wanted) {
+                    return Some((gate.kind, found.unwrap_or(0)));
+                }
+            }
+        }
+        None
+    }
+
+    /// Fails if a gate is closed.
+    pub fn check<M: PhysicalMemory + ?Sized>(
+        &self,
+        view: &mut View<'_, M>,
+    ) -> Result<(), DiscoveryError> {
+        match self.closed(view) {
+            None => Ok(()),
+            Some((kind, found)) => busy(format!("the gate {kind:?} is closed (found {found:#x})")),
+        }
+    }
+}
+
+fn read<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    address: u64,
+    width: u8,
+) -> Option<u64> {
+    match width {
+        4 => view.u32(address).map(u64::from),
+        _ => view.u64(address),
+    }
+}
+
+/// Finds the gates. Their values are not looked at, but for those that are to stay as they are.
+pub(super) fn find<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    symbols: &Symbols,
+    named: &Named,
+    layout: &Layout,
+    inner: &Inner,
+) -> Result<Gates, DiscoveryError> {
+    let mut gates = Gates::default();
+    let at = |name: &str, gate: Gate| {
+        let address = named.address(name)?;
+        Some(Gate { address, ..gate })
+    };
+    let mutex = |name: &str, concerns| {
+        let address = named.address(name)?;
+        Some(Gate {
+            address: address.checked_add(u64::from(layout.mutex_owner))?,
+            width: 8,
+            mask: layout.mutex_owner_mask,
+            concerns,
+            ..WORD
+        })
+    };
+    let running = u64::from(layout.system_running);
+    gates.add(GateKind::SameKernel, same_kernel(view, named, inner));
+    gates.add(
+        GateKind::SystemState,
+        at("system_state", WORD).map(|gate| Gate {
+            wanted: running,
+            ..gate
+        }),
+    );
+    // PANIC_CPU_INVALID.
+    gates.add(
+        GateKind::Panic,
+        at("panic_cpu", WORD).map(|gate| Gate {
+            wanted: 0xffff_ffff,
+            ..gate
+        }),
+    );
+    gates.add(
+        GateKind::JumpLabelMutex,
+        mutex("jump_label_mutex", Concerns::All),
+    );
+    gates.add(GateKind::TextMutex, mutex("text_mutex", Concerns::All));
+    text_poke(&mut gates, symbols, named, inner);
+    if layout.tracepoint_size != 0 {
+        gates.add(
+            GateKind::TracepointsMutex,
+            mutex("tracepoints_mutex", Concerns::Tracepoints),
+        );
+    }
+    if inner.ddebug.is_some() {
+        gates.add(
+            GateKind::DynamicDebugMutex,
+            mutex("ddebug_lock", Concerns::DynamicDebug),
+        );
+    }
+    gates.add(
+        GateKind::ModuleMutex,
+        mutex("module_mutex", Concerns::Modules),
+    );
+    if gates.gates.iter().any(|gate| gate.per_cpu) {
+        gates.per_cpu_offsets = per_cpu_offsets(view, symbols, named)?;
+    }
+    for needed in [
+        GateKind::SystemState,
+        GateKind::JumpLabelMutex,
+        GateKind::TextMutex,
+        GateKind::TextPoke,
+    ] {
+        if gates.missing.contains(&needed) {
+            return refuse(format!(
+                "the kernel has no word for the gate {needed:?} that could be found: its keys cannot be changed safely; \
+                 give the System.map of this very kernel"
+            ));
+        }
+    }
+    Ok(gates)
+}
+
+fn same_kernel<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    named: &Named,
+    inner: &Inner,
+) -> Option<Gate> {
+    let canary = u64::from(inner.stack_canary?);
+    let address = named.address("init_task")?.checked_add(canary)?;
+    Some(Gate {
+        address,
+        width: 8,
+        mask: u64::MAX,
+        wanted: view.u64(address)?,
+        ..WORD
+    })
+}
+
+/// The words of arch/x86/kernel/alternative.c.
+fn text_poke(gates: &mut Gates, symbols: &Symbols, named: &Named, inner: &Inner) {
+    let field = |name: &str, offset: Option<u32>| {
+        let address = named.address(name)?.checked_add(u64::from(offset?))?;
+        Some(Gate { address, ..WORD })
+    };
+    if named.address("text_poke_array").is_some() {
+        gates.add(
+            GateKind::TextPokeQueue,
+            field("text_poke_array", inner.text_poke_array_nr),
+        );
+        gates.add(
+            GateKind::TextPoke,
+            field("text_poke_array_refs", Some(0)).map(|gate| Gate {
+                per_cpu: true,
+                ..gate
+            }),
+        );
+        return;
+    }
+    gates.add(GateKind::TextPokeQueue, field("tp_vec_nr", Some(0)));
+    let is_pointer = named
+        .address("bp_desc")
+        .is_some_and(|address| symbols.extent(address, SymbolKind::Data) <= 8);
+    let gate = if is_pointer {
+        field("bp_desc", Some(0)).map(|gate| Gate {
+            width: 8,
+            mask: u64::MAX,
+            ..gate
+        })
+    } else {
+        field("bp_desc", inner.bp_desc_refs)
+    };
+    gates.add(GateKind::TextPoke, gate);
+}
+
+/// The offsets of the CPUs in `__cpu_possible_mask`.
+fn per_cpu_offsets<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    symbols: &Symbols,
+    named: &Named,
+) -> Result<Vec<u64>, DiscoveryError> {
+    let mut offsets = Vec::new();
+    if let Some(mask) = named.address("__cpu_possible_mask")
+        && let Some(array) = named.address("__per_cpu_offset")
+    {
+        let longest = symbols.extent(mask, SymbolKind::Data).min(MAX_CPUS / 8);
+        for (index, byte) in (0..).zip(view.array(mask, longest, 1, longest).unwrap_or_default()) {
+            for bit in (0..8).filter(|bit| byte >> bit & 1 != 0) {
+                let at = array.checked_add(8 * (8 * index + bit));
+                match at.and_then(|at| view.u64(at)) {
+                    Some(offset) => offsets.push(offset),
+                    None => return refuse("__per_cpu_offset is not mapped"),
+                }
+            }
+        }
+    }
+    if offsets.is_empty() {
+        return refuse("the kernel has no possible CPU: the per-CPU gates cannot be found");
+    }
+    Ok(offsets)
+}
+
+/// The gates that say that the modules are those that were read.
+pub(super) fn add_modules<M: PhysicalMemory + ?Sized>(
+    gates: &mut Gates,
+    view: &mut View<'_, M>,
+    named: &Named,
+    layout: &Layout,
+    inner: &Inner,
+    modules: &[Loaded],
+) {
+    let mut keep = |address: Option<u64>, width: u8| {
+        let address = address?;
+        Some(Gate {
+            address,
+            width,
+            mask: if width == 4 { 0xffff_ffff } else { u64::MAX },
+            wanted: read(view, address, width)?,
+            concerns: Concerns::Modules,
+            ..WORD
+        })
+    };
+    let sequence = inner
+        .mod_tree_sequence
+        .zip(named.address("mod_tree"))
+        .and_then(|(offset, tree)| tree.checked_add(u64::from(offset)));
+    gates.add(GateKind::ModuleCount, keep(sequence, 4));
+    let head = named.address("modules");
+    gates.add(GateKind::ModuleList, keep(head, 8));
+    gates.add(
+        GateKind::ModuleList,
+        keep(head.and_then(|head| head.checked_add(8)), 8),
+    );
+    for module in modules {
+        let concerns = Concerns::Module(module.address);
+        let member = |offset: u32| module.address.checked_add(u64::from(offset));
+        gates.add(
+            GateKind::ModuleState,
+            member(layout.module_state).map(|address| Gate {
+                address,
+                wanted: u64::from(layout.module_state_live),
+                concerns,
+                ..WORD
+            }),
+        );
+        gates.add(
+            GateKind::ModuleTable,
+            keep(member(layout.module_jump_entries), 8).map(|gate| Gate { concerns, ..gate }),
+        );
+    }
+}

@@ -1,0 +1,344 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Offsets in the kernel's structures, from its BTF, and the symbols that are looked up.
+
+use super::error::{DiscoveryError, refuse};
+use crate::btf::Btf;
+use crate::classes::{DebugLayout, debug_layout};
+
+/// Every symbol that is asked for by name.
+pub(super) const SYMBOLS: &[&str] = &[
+    "__end_ro_after_init",
+    "__init_begin",
+    "__init_end",
+    "__per_cpu_offset",
+    "__start_BTF",
+    "__start___dyndbg",
+    "__start___jump_table",
+    "__start___tracepoints_ptrs",
+    "__start_ro_after_init",
+    "__stop_BTF",
+    "__stop___dyndbg",
+    "__stop___jump_table",
+    "__stop___tracepoints_ptrs",
+    "_end",
+    "_etext",
+    "_stext",
+    "_text",
+    "asm_exc_divide_error",
+    "boot_cpu_data",
+    "bp_desc",
+    "ddebug_lock",
+    "ddebug_tables",
+    "divide_error",
+    "init_task",
+    "init_top_pgt",
+    "jump_label_mutex",
+    "linux_banner",
+    "mod_tree",
+    "module_mutex",
+    "modules",
+    "__cpu_possible_mask",
+    "panic_cpu",
+    "sched_feat_keys",
+    "sched_feat_names",
+    "system_state",
+    "text_mutex",
+    "text_poke_array",
+    "text_poke_array_refs",
+    "tp_vec_nr",
+    "tracepoints_mutex",
+    "vmcoreinfo_data",
+];
+
+/// Every type that is asked for by name.
+const TYPES: &[&str] = &[
+    "_ddebug",
+    "bp_patching_desc",
+    "cpuinfo_x86",
+    "ddebug_table",
+    "mod_kallsyms",
+    "mod_mem_type",
+    "mod_tree_root",
+    "module",
+    "module_layout",
+    "module_memory",
+    "module_state",
+    "mutex",
+    "smp_text_poke_array",
+    "static_key",
+    "static_key_mod",
+    "system_states",
+    "task_struct",
+    "text_poke_array",
+    "tracepoint",
+    "tracepoint_ext",
+];
+
+/// Offsets in bytes, sizes in bytes, values of enumerators.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Layout {
+    /// `struct static_key`.
+    pub static_key_size: u32,
+    /// `static_key.type`.
+    pub static_key_type: u32,
+    /// `static_key_mod.next`.
+    pub static_key_mod_next: u32,
+    /// `static_key_mod.entries`.
+    pub static_key_mod_entries: u32,
+    /// `static_key_mod.mod`.
+    pub static_key_mod_mod: u32,
+    /// `struct tracepoint`; all of these are 0 without tracepoints.
+    pub tracepoint_size: u32,
+    /// `tracepoint.name`.
+    pub tracepoint_name: u32,
+    /// `tracepoint.key`.
+    pub tracepoint_key: u32,
+    /// `tracepoint.funcs`.
+    pub tracepoint_funcs: u32,
+    /// `tracepoint.ext`, which since 6.14 points at a `struct tracepoint_ext`, or is NULL.
+    pub tracepoint_ext: Option<u32>,
+    /// `regfunc`, in `struct tracepoint_ext` if the kernel has one, else in `struct tracepoint`.
+    pub tracepoint_regfunc: u32,
+    /// `unregfunc`, as `tracepoint_regfunc`.
+    pub tracepoint_unregfunc: u32,
+    /// `module.state`.
+    pub module_state: u32,
+    /// `MODULE_STATE_LIVE`.
+    pub module_state_live: u32,
+    /// `module.jump_entries`.
+    pub module_jump_entries: u32,
+    /// `module.num_jump_entries`.
+    pub module_num_jump_entries: u32,
+    /// The owner's word in `struct mutex`.
+    pub mutex_owner: u32,
+    /// The bits of that word that name the owner.
+    pub mutex_owner_mask: u64,
+    /// `SYSTEM_RUNNING`.
+    pub system_running: u32,
+}
+
+/// What only a discovery needs.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Inner {
+    pub ddebug: Option<DebugLayout>,
+    pub ddebug_table: Option<DdebugTable>,
+    pub module: Module,
+    pub stack_canary: Option<u32>,
+    pub cpu_capability: Option<u32>,
+    pub mod_tree_sequence: Option<u32>,
+    /// `refs` of the structure behind `bp_desc`.
+    pub bp_desc_refs: Option<u32>,
+    /// `nr_entries` of `text_poke_array`.
+    pub text_poke_array_nr: Option<u32>,
+}
+
+/// `struct ddebug_table`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DdebugTable {
+    pub link: u32,
+    pub descriptors: u32,
+    pub count: u32,
+}
+
+/// `struct module`.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Module {
+    pub list: u32,
+    pub name: u32,
+    pub name_size: u32,
+    pub state_unformed: u32,
+    pub kallsyms: u32,
+    pub symtab: u32,
+    pub num_symtab: u32,
+    pub strtab: u32,
+    pub tracepoints: Option<(u32, u32)>,
+    pub memory: Memory,
+}
+
+/// Where `struct module` says which memory is the module's.
+#[derive(Clone, Debug)]
+pub(super) enum Memory {
+    /// `mem[]`, since 6.4: offset of the array, size of an element, offsets of `base` and `size`; the indices of text, sealed data and
+    /// init text.
+    Array {
+        at: u32,
+        stride: u32,
+        count: u32,
+        base: u32,
+        size: u32,
+        text: u32,
+        ro_after_init: u32,
+        init_text: u32,
+    },
+    /// `core_layout` and `init_layout`, and what each has.
+    Layouts {
+        core: u32,
+        init: u32,
+        base: u32,
+        size: u32,
+        text_size: u32,
+        ro_size: u32,
+        ro_after_init_size: u32,
+    },
+}
+
+impl Default for Memory {
+    fn default() -> Self {
+        Self::Layouts {
+            core: 0,
+            init: 0,
+            base: 0,
+            size: 0,
+            text_size: 0,
+            ro_size: 0,
+            ro_after_init_size: 0,
+        }
+    }
+}
+
+/// Types that every kernel has.
+struct Required<'data>(Btf<'data>);
+
+impl Required<'_> {
+    fn offset(&self, structure: &str, path: &[&str]) -> Result<u32, DiscoveryError> {
+        match self.0.offset(structure, path) {
+            Some(offset) => Ok(offset),
+            None => refuse(format!(
+                "the kernel's BTF has no member {} in struct {structure}",
+                path.join(".")
+            )),
+        }
+    }
+
+    fn enumerator(&self, enumeration: &str, name: &str) -> Result<u32, DiscoveryError> {
+        match self.0.enumerator(enumeration, name) {
+            Some(value) => Ok(value),
+            None => refuse(format!("the kernel's BTF has no enumerator {name}")),
+        }
+    }
+}
+
+/// Reads the offsets. `has_modules` says whether `struct module` must be whole.
+pub(super) fn read(data: &[u8], has_modules: bool) -> Result<(Layout, Inner), DiscoveryError> {
+    let types = match Btf::parse(data, TYPES) {
+        Ok(btf) => Required(btf),
+        Err(error) => return refuse(format!("the kernel's BTF cannot be read: {error}")),
+    };
+    let offset = |structure: &str, path: &[&str]| types.offset(structure, path);
+    let btf = &types.0;
+    // PREEMPT_RT's mutex is an rt_mutex, whose owner has one flag instead of three (kernel/locking/mutex.h, rtmutex_common.h).
+    let (mutex_owner, mutex_owner_mask) = match btf.offset("mutex", &["owner"]) {
+        Some(owner) => (owner, !7),
+        None => (offset("mutex", &["rtmutex", "owner"])?, !1),
+    };
+    let mut layout = Layout {
+        static_key_size: btf.size("static_key").unwrap_or(0),
+        static_key_type: offset("static_key", &["type"])?,
+        static_key_mod_next: offset("static_key_mod", &["next"])?,
+        static_key_mod_entries: offset("static_key_mod", &["entries"])?,
+        static_key_mod_mod: offset("static_key_mod", &["mod"])?,
+        mutex_owner,
+        mutex_owner_mask,
+        system_running: types.enumerator("system_states", "SYSTEM_RUNNING")?,
+        ..Layout::default()
+    };
+    if has_modules {
+        layout.module_state = offset("module", &["state"])?;
+        layout.module_state_live = types.enumerator("module_state", "MODULE_STATE_LIVE")?;
+        layout.module_jump_entries = offset("module", &["jump_entries"])?;
+        layout.module_num_jump_entries = offset("module", &["num_jump_entries"])?;
+    }
+    if let Some(size) = btf.size("tracepoint") {
+        layout.tracepoint_size = size;
+        layout.tracepoint_name = offset("tracepoint", &["name"])?;
+        layout.tracepoint_key = offset("tracepoint", &["key"])?;
+        layout.tracepoint_funcs = offset("tracepoint", &["funcs"])?;
+        layout.tracepoint_ext = btf.offset("tracepoint", &["ext"]);
+        let holder = match layout.tracepoint_ext {
+            Some(_) => "tracepoint_ext",
+            None => "tracepoint",
+        };
+        layout.tracepoint_regfunc = offset(holder, &["regfunc"])?;
+        layout.tracepoint_unregfunc = offset(holder, &["unregfunc"])?;
+    }
+    let inner = Inner {
+        ddebug: debug_layout(btf),
+        ddebug_table: ddebug_table(btf),
+        module: match has_modules {
+            true => module(&types)?,
+            false => Module::default(),
+        },
+        stack_canary: btf.offset("task_struct", &["stack_canary"]),
+        cpu_capability: btf.offset("cpuinfo_x86", &["x86_capability"]),
+        mod_tree_sequence: btf
+            .offset("mod_tree_root", &["root", "seq", "seqcount", "sequence"])
+            .or_else(|| btf.offset("mod_tree_root", &["root", "seq", "sequence"])),
+        bp_desc_refs: btf.offset("bp_patching_desc", &["refs"]),
+        text_poke_array_nr: btf
+            .offset("smp_text_poke_array", &["nr_entries"])
+            .or_else(|| btf.offset("text_poke_array", &["nr_entries"])),
+    };
+    Ok((layout, inner))
+}
+
+fn ddebug_table(btf: &Btf<'_>) -> Option<DdebugTable> {
+    let offset = |path: &[&str]| btf.offset("ddebug_table", path);
+    Some(DdebugTable {
+        link: offset(&["link"])?,
+        descriptors: offset(&["ddebugs"])?,
+        count: offset(&["num_ddebugs"])?,
+    })
+}
+
+fn module(types: &Required<'_>) -> Result<Module, DiscoveryError> {
+    let btf = &types.0;
+    let offset = |structure: &str, path: &[&str]| types.offset(structure, path);
+    let name_size = btf
+        .member("module", &["name"])
+        .and_then(|name| btf.size_of_member(name));
+    Ok(Module {
+        list: offset("module", &["list"])?,
+        name: offset("module", &["name"])?,
+        name_size: name_size.unwrap_or(0).min(256),
+        state_unformed: types.enumerator("module_state", "MODULE_STATE_UNFORMED")?,
+        kallsyms: offset("module", &["kallsyms"])?,
+        symtab: offset("mod_kallsyms", &["symtab"])?,
+        num_symtab: offset("mod_kallsyms", &["num_symtab"])?,
+        strtab: offset("mod_kallsyms", &["strtab"])?,
+        tracepoints: btf
+            .offset("module", &["tracepoints_ptrs"])
+            .zip(btf.offset("module", &["num_tracepoints"])),
+        memory: memory(types)?,
+    })
+}
+
+fn memory(types: &Required<'_>) -> Result<Memory, DiscoveryError> {
+    let btf = &types.0;
+    let offset = |structure: &str, path: &[&str]| types.offset(structure, path);
+    let enumerator = |name: &str| types.enumerator("mod_mem_type", name);
+    let Some(array) = btf.member("module", &["mem"]) else {
+        return Ok(Memory::Layouts {
+            core: offset("module", &["core_layout"])?,
+            init: offset("module", &["init_layout"])?,
+            base: offset("module_layout", &["base"])?,
+            size: offset("module_layout", &["size"])?,
+            text_size: offset("module_layout", &["text_size"])?,
+            ro_size: offset("module_layout", &["ro_size"])?,
+            ro_after_init_size: offset("module_layout", &["ro_after_init_size"])?,
+        });
+    };
+    let sizes = btf.size_of_member(array).zip(btf.size("module_memory"));
+    let Some((total, stride)) = sizes.filter(|(_, stride)| *stride > 0) else {
+        return refuse("the kernel's BTF does not tell the size of struct module_memory");
+    };
+    Ok(Memory::Array {
+        at: array.offset,
+        stride,
+        count: (total / stride).min(16),
+        base: offset("module_memory", &["base"])?,
+        size: offset("module_memory", &["size"])?,
+        text: enumerator("MOD_TEXT")?,
+        ro_after_init: enumerator("MOD_RO_AFTER_INIT")?,
+        init_text: enumerator("MOD_INIT_TEXT")?,
+    })
+}

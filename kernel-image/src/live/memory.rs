@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The seam to a guest's memory, and copies of the kernel's virtual memory.
+//!
+//! The guest may change its memory at any time. Each page is therefore copied once, and everything is decided on the copy.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use foldhash::fast::RandomState;
+
+use super::paging::{PAGE, PageTable, Run};
+use crate::classes::Memory;
+
+/// Most bytes copied of one guest. A distribution kernel needs 20 MiB.
+const MAX_COPIED: u64 = 256 << 20;
+
+/// The guest-physical memory of a guest, running or stopped.
+pub trait PhysicalMemory {
+    /// RAM, sorted and not overlapping. Ranges that the guest has never written may be left out.
+    fn ram(&self) -> Vec<Range<u64>>;
+
+    /// Copies `bytes.len()` bytes from a guest-physical address on; `false` if any of them is not RAM.
+    fn read(&self, address: u64, bytes: &mut [u8]) -> bool;
+}
+
+/// Registers of a vCPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cpu {
+    /// Bit 31 says whether paging is on.
+    pub cr0: u64,
+    /// The root of the page table in use.
+    pub cr3: u64,
+    /// Bit 12 says whether it has five levels.
+    pub cr4: u64,
+    /// IDTR.base.
+    pub idt_base: u64,
+}
+
+impl Cpu {
+    /// Whether paging is on. A vCPU that the guest has not started runs no kernel.
+    #[must_use]
+    pub fn has_paging(&self) -> bool {
+        self.cr0 & 1 << 31 != 0
+    }
+
+    /// CR4.LA57.
+    #[must_use]
+    pub fn has_five_levels(&self) -> bool {
+        self.cr4 & 1 << 12 != 0
+    }
+
+    /// The page tables that map the kernel, the likeliest first. With page table isolation bit 12 of CR3 chooses the user's half of a
+    /// pair of tables, without it is a bit of the address.
+    pub(super) fn page_tables(&self) -> [PageTable; 2] {
+        let table = |root| PageTable {
+            root,
+            five_levels: self.has_five_levels(),
+        };
+        let root = self.cr3 & 0x000f_ffff_ffff_f000;
+        [table(root & !PAGE), table(root)]
+    }
+}
+
+/// Copies of the memory that one page table maps.
+pub(super) struct View<'m, M: ?Sized> {
+    memory: &'m M,
+    pub table: PageTable,
+    /// Read-only data of the kernel image: {virtual address, bytes}, sorted.
+    data: Vec<(u64, Vec<u8>)>,
+    pages: HashMap<u64, Option<Box<[u8; PAGE as usize]>>, RandomState>,
+    /// Copied so far.
+    copied: u64,
+}
+
+impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
+    pub fn new(memory: &'m M, table: PageTable) -> Self {
+        Self {
+            memory,
+            table,
+            data: Vec::new(),
+            pages: HashMap::default(),
+            copied: 0,
+        }
+    }
+
+    pub fn copied(&self) -> u64 {
+        self.copied
+    }
+
+    /// Copies a run as one piece. Later reads of it use this copy. Returns whether it is all RAM and not too much.
+    pub fn copy_run(&mut self, run: &Run) -> bool {
+        let length = run.range.end - run.range.start;
+        if self.copied.saturating_add(length) > MAX_COPIED {
+            return false;
+        }
+        let Ok(length) = usize::try_from(length) else {
+            return false;
+        };
+        let mut bytes = vec![0; length];
+        if !self.memory.read(run.physical, &mut bytes) {
+            return false;
+        }
+        self.copied += length as u64;
+        match self.data.last_mut() {
+            Some((start, last)) if start.wrapping_add(last.len() as u64) == run.range.start => {
+                last.extend_from_slice(&bytes);
+            }
+            _ => self.data.push((run.range.start, bytes)),
+        }
+        true
+    }
+
+    /// The pieces that [`View::copy_run`] has copied, neighbours joined.
+    pub fn data(&self) -> &[(u64, Vec<u8>)] {
+        &self.data
+    }
+
+    /// The bytes of a range that lies in one of the pieces.
+    pub fn data_at(&self, range: Range<u64>) -> Option<&[u8]> {
+        let next = self
+            .data
+            .partition_point(|(start, _)| *start <= range.start);
+        let (start, bytes) = &self.data[next.checked_sub(1)?];
+        let from = usize::try_from(range.start - start).ok()?;
+        let length = usize::try_from(range.end.checked_sub(range.start)?).ok()?;
+        bytes.get(from..)?.get(..length)
+    }
+
+    /// Reads from the copies; what is not copied yet is copied first.
+    pub fn read(&mut self, address: u64, bytes: &mut [u8]) -> Option<()> {
+        let end = address.checked_add(bytes.len() as u64)?;
+        if let Some(copied) = self.data_at(address..end) {
+            bytes.copy_from_slice(copied);
+            return Some(());
+        }
+        let mut done = 0;
+        while done < bytes.len() {
+            let at = address.checked_add(done as u64)?;
+            let offset = (at % PAGE) as usize;
+            let length = (bytes.len() - done).min(PAGE as usize - offset);
+            let page = self.page(at - at % PAGE)?;
+            bytes[done..done + length].copy_from_slice(&page[offset..offset + length]);
+            done += length;
+        }
+        Some(())
+    }
+
+    /// The copy of a page; none if it is not mapped or is no RAM.
+    fn page(&mut self, address: u64) -> Option<&[u8; PAGE as usize]> {
+        if !self.pages.contains_key(&address) {
+            let copy = self.copy_page(address);
+            self.pages.insert(address, copy);
+        }
+        self.pages.get(&address)?.as_deref()
+    }
+
+    fn copy_page(&mut self, address: u64) -> Option<Box<[u8; PAGE as usize]>> {
+        if self.copied.saturating_add(PAGE) > MAX_COPIED {
+            return None;
+        }
+        let mapping = self.table.translate(self.memory, address)?;
+        let mut bytes = Box::new([0; PAGE as usize]);
+        if !self.memory.read(mapping.physical, bytes.as_mut_slice()) {
+            return None;
+        }
+        self.copied += PAGE;
+        Some(bytes)
+    }
+
+    /// Forgets the copies that [`View::read`] made, so that later reads see the guest's memory of then.
+    pub fn forget(&mut self) {
+        self.pages.clear();
+    }
+
+    pub fn u32(&mut self, address: u64) -> Option<u32> {
+        let mut bytes = [0; 4];
+        self.read(address, &mut bytes)?;
+        Some(u32::from_le_bytes(bytes))
+    }
+
+    pub fn u64(&mut self, address: u64) -> Option<u64> {
+        let mut bytes = [0; 8];
+        self.read(address, &mut bytes)?;
+        Some(u64::from_le_bytes(bytes))
+    }
+
+    /// A word at an offset in a structure.
+    pub fn pointer(&mut self, structure: u64, offset: u32) -> Option<u64> {
+        self.u64(structure.checked_add(u64::from(offset))?)
+    }
+
+    /// Reads `count` records of `size` bytes; none if that is more than `most` bytes.
+    pub fn array(&mut self, address: u64, count: u64, size: u64, most: u64) -> Option<Vec<u8>> {
+        let length = count.checked_mul(size).filter(|length| *length <= most)?;
+        let mut bytes = vec![0; usize::try_from(length).ok()?];
+        self.read(address, &mut bytes)?;
+        Some(bytes)
+    }
+}
+
+impl<M: PhysicalMemory + ?Sized> Memory for View<'_, M> {
+    fn read_at(&mut self, address: u64, bytes: &mut [u8]) -> Option<()> {
+        self.read(address, bytes)
+    }
+}

@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Discovery: the static keys of a running kernel that does not register, found in its memory.
+//!
+//! ```text
+//! vCPU ──▶ page table ──▶ image ──▶ kallsyms, BTF ──▶ gates ──▶ modules, jump tables ──▶ keys, classes, names ──▶ gates again
+//! ```
+//!
+//! The guest runs meanwhile or is stopped. Its memory is copied once, page by page, and may say anything: every address is checked, every
+//! list is bounded. A kernel that lies harms only itself: what is found names words and sites of the guest, in the guest.
+//!
+//! Either every entry of every jump table is explained or the whole is refused. A guest that is at work on its keys, or boots, is
+//! [`DiscoveryError::Busy`]: look again a little later.
+
+mod contents;
+mod error;
+mod gates;
+mod layout;
+mod locate;
+mod memory;
+mod modules;
+mod names;
+mod note;
+mod paging;
+mod parts;
+mod tables;
+
+use std::ops::Range;
+
+use serde::Serialize;
+
+pub use error::DiscoveryError;
+pub use gates::{Concerns, Gate, GateKind};
+pub use layout::Layout;
+pub use memory::{Cpu, PhysicalMemory};
+pub use paging::PageTable;
+pub use parts::Part;
+pub use tables::Site;
+
+use crate::classes::{Class, DebugLine, Tracepoint, location};
+use crate::symbols::{SymbolKind, Symbols};
+use error::refuse;
+use layout::Inner;
+use locate::Located;
+use parts::Clock;
+
+/// X86_FEATURE_PTI is bit 11 of word 7.
+const PTI: (u32, u32) = (4 * 7, 1 << 11);
+
+/// How the kernel is found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Way {
+    /// From a vCPU's page table and IDT.
+    Image,
+    /// From VMCOREINFO, searched for in all RAM. It is the only way without registers, and its cost grows with the RAM.
+    Note,
+}
+
+/// What VMCOREINFO says beside the image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NoteFound {
+    /// `vmcoreinfo_data` of the kernel points at a text that says the same.
+    Agrees,
+    /// A search of the RAM found it, and the image says the same.
+    Searched,
+    /// This kernel has none.
+    Absent,
+}
+
+/// The kernel image or a module.
+#[derive(Debug)]
+pub struct ImageTables {
+    /// Address of the `struct module`; 0 for the kernel.
+    pub module: u64,
+    /// Name of the module; empty for the kernel.
+    pub name: String,
+    /// Code that stays: `_stext` to `_etext`.
+    pub text: Range<u64>,
+    /// Code that is gone since the image runs.
+    pub init_text: Range<u64>,
+    /// Keys in here cannot change.
+    pub ro_after_init: Range<u64>,
+    /// Its jump table.
+    pub jump_table: Range<u64>,
+    /// The entries of the table, in its order.
+    pub sites: Vec<Site>,
+    /// Names for addresses in it.
+    pub symbols: Symbols,
+}
+
+impl ImageTables {
+    /// The function that an address lies in.
+    #[must_use]
+    pub fn function(&self, address: u64) -> Option<String> {
+        self.symbols
+            .resolve(address, SymbolKind::Text)
+            .map(location)
+    }
+}
+
+/// A static key.
+#[derive(Clone, Debug)]
+pub struct Key {
+    /// Of its `struct static_key`.
+    pub address: u64,
+    /// Index of the image that defines it.
+    pub image: usize,
+    /// Its name in that image.
+    pub name: String,
+    /// What it is for.
+    pub class: Class,
+    /// It cannot change any more.
+    pub sealed: bool,
+    /// `enabled`, as it was found.
+    pub count: i32,
+    /// For a tracepoint's key.
+    pub tracepoint: Option<Tracepoint>,
+    /// The tracepoint has a function that must run when it is switched, so that its key alone cannot be.
+    pub switched_by_function: bool,
+    /// For a key of dynamic debug.
+    pub debug: Option<DebugLine>,
+    /// Its sites: index of the image, range in the image's `sites`.
+    pub sites: Vec<(usize, Range<usize>)>,
+}
+
+/// A running kernel, in plain numbers.
+#[derive(Debug)]
+pub struct Kernel {
+    /// Differs from boot to boot, and stays for as long as the kernel runs. Never 0.
+    pub boot: u64,
+    /// As `uname -r` has it.
+    pub release: String,
+    /// `linux_banner`.
+    pub banner: String,
+    /// Hexadecimal; empty if unknown.
+    pub build_id: String,
+    /// The kernel's own page table.
+    pub page_table: PageTable,
+    /// Guest-physical less guest-virtual addresses of the image, plus 0xffffffff80000000.
+    pub phys_base: u64,
+    /// How far KASLR moved the image; none without VMCOREINFO.
+    pub kaslr_offset: Option<u64>,
+    /// Page table isolation is on; none if the kernel does not tell.
+    pub page_table_isolation: Option<bool>,
+    /// Offsets of structures.
+    pub layout: Layout,
+    /// The kernel first.
+    pub images: Vec<ImageTables>,
+    /// By address.
+    pub keys: Vec<Key>,
+    /// The gates that can be looked at.
+    pub gates: Vec<Gate>,
+    /// What is added to the address of a per-CPU variable, for each possible CPU.
+    pub per_cpu_offsets: Vec<u64>,
+    /// What proves it.
+    pub evidence: Evidence,
+}
+
+/// What proves a discovery, and what it cost.
+#[derive(Clone, Debug)]
+pub struct Evidence {
+    /// How the kernel was found.
+    pub way: Way,
+    /// What VMCOREINFO says.
+    pub note: NoteFound,
+    /// vCPUs whose page table and IDT are this kernel's.
+    pub cpus: usize,
+    /// Gates that this kernel has no word for that could be found.
+    pub missing_gates: Vec<GateKind>,
+    /// In order.
+    pub parts: Vec<Part>,
+}
+
+/// Finds the keys of a running kernel.
+///
+/// # Errors
+/// [`DiscoveryError`].
+pub fn discover<M: PhysicalMemory + ?Sized>(
+    memory: &M,
+    cpus: &[Cpu],
+    way: Way,
+) -> Result<Kernel, DiscoveryError> {
+    let mut clock = Clock::start();
+    let mut located = locate::locate(memory, cpus, way, &mut clock)?;
+    let Some(btf) = located.named.range("__start_BTF", "__stop_BTF") else {
+        return refuse(
+            "the kernel has no BTF: it is built without CONFIG_DEBUG_INFO_BTF; give a debug file of the same build",
+        );
+    };
+    let has_modules = located.named.address("modules").is_some();
+    let Some(btf) = located.view.data_at(btf) else {
+        return refuse("the kernel's BTF does not lie in its read-only data");
+    };
+    let (layout, inner) = layout::read(btf, has_modules)?;
+    clock.part("BTF", located.view.copied());
+
+    let mut gates = gates::find(
+        &mut located.view,
+        &located.symbols,
+        &located.named,
+        &layout,
+        &inner,
+    )?;
+    gates.check(&mut located.view)?;
+    let found = contents::read(&mut located, &mut gates, &layout, &inner, &mut clock);
+    // What was found counts only if the kernel was not at work meanwhile.
+    located.view.forget();
+    gates.check(&mut located.view)?;
+    let contents = found?;
+    clock.part("gates", located.view.copied());
+
+    let canary = gates
+        .gates
+        .iter()
+        .find(|gate| gate.kind == GateKind::SameKernel)
+        .map_or(0, |gate| gate.wanted);
+    let page_table_isolation = isolation(&mut located, &inner);
+    Ok(Kernel {
+        boot: boot_number(canary, located.phys_base, &located.banner),
+        release: located.release,
+        banner: located.banner,
+        build_id: located.build_id,
+        page_table: located.view.table,
+        phys_base: located.phys_base,
+        kaslr_offset: located.kaslr_offset,
+        page_table_isolation,
+        layout,
+        images: contents.images,
+        keys: contents.keys,
+        gates: gates.gates,
+        per_cpu_offsets: gates.per_cpu_offsets,
+        evidence: Evidence {
+            way,
+            note: located.note,
+            cpus: located.cpus,
+            missing_gates: gates.missing,
+            parts: clock.parts(),
+        },
+    })
+}
+
+/// FNV-1a over what differs from boot to boot. The canary itself is the guest's secret.
+fn boot_number(canary: u64, phys_base: u64, banner: &str) -> u64 {
+    let bytes = canary
+        .to_le_bytes()
+        .into_iter()
+        .chain(phys_base.to_le_bytes())
+        .chain(banner.bytes());
+    let hash = bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    hash.max(1)
+}
+
+fn isolation<M: PhysicalMemory + ?Sized>(
+    located: &mut Located<'_, M>,
+    inner: &Inner,
+) -> Option<bool> {
+    let capability = inner.cpu_capability?.checked_add(PTI.0)?;
+    let address = located.named.address("boot_cpu_data")?;
+    let word = located
+        .view
+        .u32(address.checked_add(u64::from(capability))?)?;
+    Some(word & PTI.1 != 0)
+}

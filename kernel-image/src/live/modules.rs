@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The loaded modules: `modules`, a list of `struct module`.
+
+use std::ops::Range;
+
+use super::error::{DiscoveryError, busy, refuse};
+use super::layout::{Inner, Layout, Memory};
+use super::memory::{PhysicalMemory, View};
+use crate::symbols::{Symbol, SymbolKind, Symbols};
+
+/// Most modules; as the engine's.
+const MAX_MODULES: usize = static_keys::MODULES_MAX;
+/// Most memory of one area of a module.
+const MAX_AREA: u64 = 256 << 20;
+/// Most symbols of a module.
+const MAX_SYMBOLS: u64 = 1 << 18;
+/// `Elf64_Sym`.
+const SYMBOL_SIZE: u64 = 24;
+
+/// A loaded module as its `struct module` has it.
+#[derive(Debug)]
+pub(super) struct Loaded {
+    /// Address of the `struct module`.
+    pub address: u64,
+    pub name: String,
+    pub text: Range<u64>,
+    pub ro_after_init: Range<u64>,
+    /// Gone once the module is live.
+    pub init_text: Range<u64>,
+    /// Where its data and its code lie.
+    pub areas: Vec<Range<u64>>,
+    pub jump_table: Range<u64>,
+    /// Pointers to its tracepoints.
+    pub tracepoints: Range<u64>,
+    kallsyms: u64,
+}
+
+impl Loaded {
+    /// Whether its memory holds the address.
+    pub fn contains(&self, address: u64) -> bool {
+        self.areas.iter().any(|area| area.contains(&address))
+    }
+}
+
+/// Walks the list. All modules are live, or the guest is busy.
+pub(super) fn read<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    head: u64,
+    layout: &Layout,
+    inner: &Inner,
+) -> Result<Vec<Loaded>, DiscoveryError> {
+    let mut modules = Vec::new();
+    let Some(mut node) = view.u64(head) else {
+        return refuse("the list of modules is not mapped");
+    };
+    while node != head {
+        if modules.len() == MAX_MODULES {
+            return busy(format!(
+                "the list of modules has more than {MAX_MODULES} elements or loops"
+            ));
+        }
+        let address = node.wrapping_sub(u64::from(inner.module.list));
+        let state = view
+            .pointer(address, layout.module_state)
+            .map(|word| word as u32);
+        match state {
+            None => return busy(format!("the module at {address:#x} is not mapped")),
+            // Not linked to any key yet.
+            Some(state) if state == inner.module.state_unformed => {}
+            Some(state) if state != layout.module_state_live => {
+                return busy(format!(
+                    "the module at {address:#x} is loading or unloading"
+                ));
+            }
+            Some(_) => match module(view, address, layout, inner) {
+                Some(module) => modules.push(module),
+                None => {
+                    return busy(format!("the struct module at {address:#x} cannot be read"));
+                }
+            },
+        }
+        match view.u64(node) {
+            Some(next) => node = next,
+            None => return busy("the list of modules leads to memory that is not mapped"),
+        }
+    }
+    Ok(modules)
+}
+
+fn module<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    address: u64,
+    layout: &Layout,
+    inner: &Inner,
+) -> Option<Loaded> {
+    let module = &inner.module;
+    let mut name = vec![0; module.name_size as usize];
+    view.read(address.checked_add(u64::from(module.name))?, &mut name)?;
+    let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
+    let entries = view.pointer(address, layout.module_jump_entries)?;
+    let count = view.pointer(address, layout.module_num_jump_entries)? & 0xffff_ffff;
+    let size = static_keys::EntryFormat::Relative.entry_size() as u64;
+    let tracepoints = match module.tracepoints {
+        None => 0..0,
+        Some((pointers, count)) => {
+            let count = view.pointer(address, count)? & 0xffff_ffff;
+            let start = view.pointer(address, pointers)?;
+            start..start.checked_add(4 * count)?
+        }
+    };
+    let areas = areas(view, address, &module.memory)?;
+    Some(Loaded {
+        address,
+        name: crate::classes::printable(name),
+        text: areas.text,
+        ro_after_init: areas.ro_after_init,
+        init_text: areas.init_text,
+        areas: areas.all,
+        jump_table: if count == 0 {
+            0..0
+        } else {
+            entries..entries.checked_add(count * size)?
+        },
+        tracepoints,
+        kallsyms: view.pointer(address, module.kallsyms)?,
+    })
+}
+
+struct Areas {
+    all: Vec<Range<u64>>,
+    text: Range<u64>,
+    ro_after_init: Range<u64>,
+    init_text: Range<u64>,
+}
+
+fn areas<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    module: u64,
+    memory: &Memory,
+) -> Option<Areas> {
+    // Offsets are those of 32-bit fields beside pointers: both are read as 64 bits and cut.
+    let mut word = |at: u32, offset: u32| view.pointer(module, at.checked_add(offset)?);
+    let area = |base: u64, from: u64, to: u64| {
+        (to <= MAX_AREA && from <= to)
+            .then(|| Some(base.checked_add(from)?..base.checked_add(to)?))?
+    };
+    match *memory {
+        Memory::Array {
+            at,
+            stride,
+            count,
+            base,
+            size,
+            text,
+            ro_after_init,
+            init_text,
+        } => {
+            let mut all = Vec::new();
+            for index in 0..count {
+                let element = at.checked_add(index.checked_mul(stride)?)?;
+                let length = word(element, size)? & 0xffff_ffff;
+                all.push(area(word(element, base)?, 0, length)?);
+            }
+            Some(Areas {
+                text: all.get(text as usize)?.clone(),
+                ro_after_init: all.get(ro_after_init as usize)?.clone(),
+                init_text: all.get(init_text as usize)?.clone(),
+                all,
+            })
+        }
+        Memory::Layouts {
+            core,
+            init,
+            base,
+            size,
+            text_size,
+            ro_size,
+            ro_after_init_size,
+        } => {
+            let mut half = |at: u32, offset: u32| Some(word(at, offset)? & 0xffff_ffff);
+            let (size_of, text_of) = (half(core, size)?, half(core, text_size)?);
+            let (ro, sealed) = (half(core, ro_size)?, half(core, ro_after_init_size)?);
+            let (init_size, init_text) = (half(init, size)?, half(init, text_size)?);
+            let (start, init) = (word(core, base)?, word(init, base)?);
+            Some(Areas {
+                text: area(start, 0, text_of)?,
+                ro_after_init: area(start, ro.min(sealed), sealed)?,
+                init_text: area(init, 0, init_text)?,
+                all: vec![area(start, 0, size_of)?, area(init, 0, init_size)?],
+            })
+        }
+    }
+}
+
+/// The symbols of a module: `struct mod_kallsyms`.
+pub(super) fn symbols<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    module: &Loaded,
+    inner: &Inner,
+    most: usize,
+) -> Option<Symbols> {
+    let layout = &inner.module;
+    let table = view.pointer(module.kallsyms, layout.symtab)?;
+    let count = view.pointer(module.kallsyms, layout.num_symtab)? & 0xffff_ffff;
+    let strings = view.pointer(module.kallsyms, layout.strtab)?;
+    let most = (most as u64).min(MAX_SYMBOLS);
+    let table = view.array(table, count, SYMBOL_SIZE, most * SYMBOL_SIZE)?;
+    let mut symbols = Symbols::default();
+    let (records, _) = table.as_chunks::<24>();
+    // The first is the null symbol.
+    for record in records.iter().skip(1) {
+        let (Some(name), Some(section), Some(value)) = (
+            record.first_chunk().map(|name| u32::from_le_bytes(*name)),
+            record.get(6..8),
+            record
+                .last_chunk::<16>()
+                .and_then(|rest| rest.first_chunk()),
+        ) else {
+            continue;
+        };
+        let address = u64::from_le_bytes(*value);
+        if section == [0, 0] || !module.contains(address) {
+            continue;
+        }
+        let name = crate::classes::Memory::text_at(view, strings.checked_add(u64::from(name))?)?;
+        let kind = SymbolKind::from_section(module.text.contains(&address));
+        // The upper half of st_info is the binding; 0 is local.
+        let global = record[4] >> 4 != 0;
+        symbols.push(
+            Symbol {
+                address,
+                kind,
+                global,
+            },
+            &name,
+        );
+    }
+    symbols.sort();
+    Some(symbols)
+}

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+//! VMCOREINFO, the text in which a kernel describes itself to its crash dump (Documentation/admin-guide/kdump/vmcoreinfo.rst).
+//!
+//! Anybody in the guest can write such a text into a page. A text counts only if
+//!
+//! - the page table that it names maps `_stext` to where `phys_base` puts it,
+//! - so does the page table of every vCPU whose registers are known,
+//! - CR4.LA57 of those vCPUs agrees with `pgtable_l5_enabled`,
+//! - every `kallsyms_*` symbol lies in pages that this page table maps read-only and not executable,
+//! - and all texts that pass say the same.
+//!
+//! A forger can keep the kernel from being found this way, and cannot pass off another kernel for it.
+
+use std::collections::HashMap;
+
+use super::error::{DiscoveryError, busy, refuse};
+use super::memory::{Cpu, PhysicalMemory};
+use super::paging::{IMAGE_MAP, PAGE, PageTable};
+
+/// How the text begins.
+const START: &[u8] = b"OSRELEASE=";
+/// In front of it in `vmcoreinfo_note`: {name size, text size, type 0, name padded to 12 bytes}.
+const NOTE_HEADER: usize = 24;
+/// What is read of each page.
+const START_SIZE: usize = NOTE_HEADER + START.len();
+const NOTE_NAME: &[u8] = b"VMCOREINFO\0\0";
+/// Texts looked at; each guest has two, a guest that runs guests may have more.
+const MAX_TEXTS: usize = 64;
+
+/// What the text says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Note {
+    pub release: String,
+    /// Hexadecimal; empty before 5.9.
+    pub build_id: String,
+    /// Virtual address of the kernel's own page table.
+    pub root: u64,
+    pub stext: u64,
+    pub phys_base: u64,
+    pub five_levels: bool,
+    pub kaslr_offset: Option<u64>,
+    /// `kallsyms_*`.
+    pub kallsyms: Vec<u64>,
+}
+
+impl Note {
+    /// Reads a text up to its NUL. None if it lacks what every kernel since 4.19 says.
+    ///
+    /// # Errors
+    /// A sentence if the guest's memory is encrypted.
+    pub fn parse(text: &[u8]) -> Option<Result<Self, String>> {
+        let text = text.split(|byte| *byte == 0).next()?;
+        let text = std::str::from_utf8(text).ok()?;
+        let lines: HashMap<&str, &str> = text
+            .lines()
+            .filter_map(|line| line.split_once('='))
+            .collect();
+        let symbol = |name: &str| u64::from_str_radix(lines.get(name)?, 16).ok();
+        if lines
+            .get("NUMBER(sme_mask)")
+            .is_some_and(|mask| *mask != "0")
+        {
+            return Some(Err(
+                "VMCOREINFO says that the guest's memory is encrypted (sme_mask): its keys cannot be read"
+                    .to_owned(),
+            ));
+        }
+        let phys_base = lines.get("NUMBER(phys_base)")?;
+        let mut kallsyms: Vec<u64> = lines
+            .keys()
+            .filter(|name| name.starts_with("SYMBOL(kallsyms_"))
+            .map(|name| symbol(name))
+            .collect::<Option<_>>()?;
+        kallsyms.sort_unstable();
+        Some(Ok(Self {
+            release: (*lines.get("OSRELEASE")?).to_owned(),
+            build_id: lines.get("BUILD-ID").map_or("", |id| id).to_owned(),
+            root: symbol("SYMBOL(init_top_pgt)").or_else(|| symbol("SYMBOL(swapper_pg_dir)"))?,
+            stext: symbol("SYMBOL(_stext)")?,
+            phys_base: phys_base
+                .parse::<i64>()
+                .map(i64::cast_unsigned)
+                .or_else(|_| phys_base.parse::<u64>())
+                .ok()?,
+            five_levels: *lines.get("NUMBER(pgtable_l5_enabled)")? == "1",
+            kaslr_offset: symbol("KERNELOFFSET"),
+            kallsyms,
+        }))
+    }
+
+    /// Where the image's mapping puts a virtual address.
+    fn physical(&self, address: u64) -> Option<u64> {
+        Some(address.checked_sub(IMAGE_MAP)?.wrapping_add(self.phys_base))
+    }
+
+    /// The kernel's own page table.
+    pub fn table(&self) -> Option<PageTable> {
+        Some(PageTable {
+            root: self.physical(self.root)?,
+            five_levels: self.five_levels,
+        })
+    }
+
+    /// Whether the text passes the tests at the head of this file.
+    fn is_proven(&self, memory: &(impl PhysicalMemory + ?Sized), cpus: &[Cpu]) -> bool {
+        let (Some(table), Some(stext)) = (self.table(), self.physical(self.stext)) else {
+            return false;
+        };
+        let maps_text = |table: PageTable| {
+            table
+                .translate(memory, self.stext)
+                .is_some_and(|mapping| mapping.physical == stext)
+        };
+        let constant = |address: &u64| {
+            table
+                .translate(memory, *address)
+                .is_some_and(|mapping| !mapping.writable && !mapping.executable)
+        };
+        maps_text(table)
+            && self.kallsyms.iter().all(constant)
+            && cpus.iter().filter(|cpu| cpu.has_paging()).all(|cpu| {
+                cpu.has_five_levels() == self.five_levels
+                    && cpu.page_tables().into_iter().any(maps_text)
+            })
+    }
+}
+
+/// Looks at the start of each page of RAM. Also returns how many bytes were read for it.
+pub(super) fn find(
+    memory: &(impl PhysicalMemory + ?Sized),
+    cpus: &[Cpu],
+) -> Result<(Note, u64), DiscoveryError> {
+    let mut found: Option<Note> = None;
+    let (mut texts, mut read) = (0, 0);
+    for range in memory.ram() {
+        let first = range.start.next_multiple_of(PAGE);
+        for page in (first..range.end).step_by(PAGE as usize) {
+            read += START_SIZE as u64;
+            let Some(text) = text_at(memory, page) else {
+                continue;
+            };
+            texts += 1;
+            read += PAGE;
+            if texts > MAX_TEXTS {
+                return refuse(format!(
+                    "more than {MAX_TEXTS} pages of the guest begin like a VMCOREINFO: give the vCPUs' registers"
+                ));
+            }
+            let note = match Note::parse(&text) {
+                Some(Ok(note)) => note,
+                Some(Err(encrypted)) => return refuse(encrypted),
+                None => continue,
+            };
+            if !note.is_proven(memory, cpus) {
+                continue;
+            }
+            match &found {
+                Some(other) if *other != note => {
+                    return refuse(format!(
+                        "two VMCOREINFO texts pass every test and disagree (kernels {} and {}): give the vCPUs' registers",
+                        other.release, note.release
+                    ));
+                }
+                _ => found = Some(note),
+            }
+        }
+    }
+    match found {
+        Some(note) => Ok((note, read)),
+        None => busy(format!(
+            "none of {texts} VMCOREINFO texts in its memory is proven by the page tables: it runs no Linux with \
+             CONFIG_VMCORE_INFO, or has not booted"
+        )),
+    }
+}
+
+/// The text that a page begins with, itself or behind the header of a note.
+fn text_at(memory: &(impl PhysicalMemory + ?Sized), page: u64) -> Option<Vec<u8>> {
+    let mut start = [0; START_SIZE];
+    memory.read(page, &mut start).then_some(())?;
+    let behind = if start.starts_with(START) {
+        0
+    } else if start[NOTE_HEADER..] == *START && start[12..NOTE_HEADER] == *NOTE_NAME {
+        NOTE_HEADER
+    } else {
+        return None;
+    };
+    let mut text = vec![0; PAGE as usize];
+    memory.read(page, &mut text).then_some(())?;
+    text.drain(..behind);
+    Some(text)
+}

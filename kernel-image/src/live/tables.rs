@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The jump tables of a running kernel: every entry explained, or none is used.
+//!
+//! An entry is explained if its site lies in the text of its image and holds the NOP or the JMP that the key's count asks for, or lies in
+//! init text that is gone, and if the key's `type` word names exactly the entries that were found by key.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use static_keys::{Branch, EntryFormat, Image, JumpEntry, Size, recognise};
+
+use super::error::{DiscoveryError, busy, refuse};
+use super::layout::Layout;
+use super::memory::{PhysicalMemory, View};
+
+/// `K8_NOP5_ATOMIC` of arch/x86/include/asm/nops.h, which `ideal_nops` may point at before 5.13.
+const K8_NOP5: [u8; 5] = [0x66, 0x66, 0x66, 0x66, 0x90];
+/// Bits of a key's `type` word.
+const TYPE_LINKED: u64 = 2;
+const TYPE_MASK: u64 = 3;
+
+/// The kernel image or a module, as far as its table goes.
+#[derive(Debug)]
+pub(super) struct Tables {
+    /// Address of the `struct module`; 0 for the kernel.
+    pub id: u64,
+    pub name: String,
+    pub text: Range<u64>,
+    /// Gone since the image runs.
+    pub init: Range<u64>,
+    pub ro_after_init: Range<u64>,
+    pub jump_table: Range<u64>,
+    /// Where its data and its code lie.
+    pub areas: Vec<Range<u64>>,
+}
+
+/// A branch site.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Site {
+    /// Its entry.
+    pub entry: JumpEntry,
+    /// What it holds; none if it lies in init text that is gone.
+    pub holds: Option<(Size, Branch)>,
+}
+
+/// A key and where its sites are.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Used {
+    /// Index of the image that defines it.
+    pub home: usize,
+    pub count: i32,
+    /// It cannot change any more.
+    pub sealed: bool,
+    /// Of each image with entries: its index, the address of the first entry, the range of the entries in the table.
+    pub runs: Vec<(usize, u64, Range<usize>)>,
+}
+
+/// Reads the table of an image and its sites.
+pub(super) fn sites<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    image: &Tables,
+    most: usize,
+) -> Result<Vec<Site>, DiscoveryError> {
+    let size = EntryFormat::Relative.entry_size() as u64;
+    let length = image.jump_table.end.saturating_sub(image.jump_table.start);
+    let whose = whose(image);
+    if !length.is_multiple_of(size) || length / size > most as u64 {
+        return refuse(format!(
+            "the jump table {:#x}..{:#x} of {whose} is no whole number of entries of {size} bytes, or more than {most} are left for it",
+            image.jump_table.start, image.jump_table.end
+        ));
+    }
+    let Some(bytes) = view.array(image.jump_table.start, length, 1, length) else {
+        return busy(format!("the jump table of {whose} is not mapped"));
+    };
+    let entries: Vec<JumpEntry> = EntryFormat::Relative
+        .entries(image.jump_table.start, &bytes, Image::Live)
+        .collect();
+    if !entries.is_sorted_by_key(|entry| entry.key) {
+        return busy(format!("the jump table of {whose} is not sorted: it boots"));
+    }
+    entries
+        .into_iter()
+        .map(|entry| site(view, image, entry))
+        .collect()
+}
+
+fn whose(image: &Tables) -> String {
+    match image.id {
+        0 => "the kernel".to_owned(),
+        _ => format!("module {}", image.name),
+    }
+}
+
+fn site<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    image: &Tables,
+    mut entry: JumpEntry,
+) -> Result<Site, DiscoveryError> {
+    entry.init |= image.init.contains(&entry.code);
+    if entry.init {
+        return Ok(Site { entry, holds: None });
+    }
+    let whose = whose(image);
+    if !image.text.contains(&entry.code) {
+        return refuse(format!(
+            "the site at {:#x} of {whose} lies outside its text {:#x}..{:#x}",
+            entry.code, image.text.start, image.text.end
+        ));
+    }
+    // Five bytes, or two at the end of what is mapped.
+    let mut bytes = [0; 5];
+    let read = match view.read(entry.code, &mut bytes) {
+        Some(()) => Some(5),
+        None => view.read(entry.code, &mut bytes[..2]).map(|()| 2),
+    };
+    let Some(length) = read else {
+        return refuse(format!(
+            "the site at {:#x} of {whose} is not mapped",
+            entry.code
+        ));
+    };
+    match recognise(&bytes[..length], entry.code, entry.target) {
+        Some(holds) => Ok(Site {
+            entry,
+            holds: Some(holds),
+        }),
+        None if bytes == K8_NOP5 => refuse(format!(
+            "the site at {:#x} of {whose} holds {}, the NOP that kernels before 5.13 choose for some processors: it is not supported",
+            entry.code,
+            static_keys::Hex(&bytes)
+        )),
+        None => refuse(format!(
+            "the site at {:#x} of {whose} holds {}, neither its NOP nor the JMP to {:#x}",
+            entry.code,
+            static_keys::Hex(&bytes[..length]),
+            entry.target
+        )),
+    }
+}
+
+/// Groups the sites of all images by key and compares them with what the keys say.
+pub(super) fn keys<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    images: &[Tables],
+    sites: &[Vec<Site>],
+    layout: &Layout,
+) -> Result<BTreeMap<u64, Used>, DiscoveryError> {
+    let mut keys: BTreeMap<u64, Used> = BTreeMap::new();
+    for (index, (image, sites)) in images.iter().zip(sites).enumerate() {
+        let mut start = 0;
+        for run in sites.chunk_by(|a, b| a.entry.key == b.entry.key) {
+            let Some(first) = run.first() else { continue };
+            let at = image.jump_table.start + (start * EntryFormat::Relative.entry_size()) as u64;
+            let used = keys.entry(first.entry.key).or_default();
+            used.runs.push((index, at, start..start + run.len()));
+            start += run.len();
+        }
+    }
+    for (address, used) in &mut keys {
+        key(view, images, *address, used, layout)?;
+        if !used.sealed {
+            check_sites(*address, used, sites)?;
+        }
+    }
+    Ok(keys)
+}
+
+/// Reads the words of a key.
+fn key<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    images: &[Tables],
+    address: u64,
+    used: &mut Used,
+    layout: &Layout,
+) -> Result<(), DiscoveryError> {
+    let holds = |image: &Tables| image.areas.iter().any(|area| area.contains(&address));
+    let Some(home) = images.iter().position(holds) else {
+        return refuse(format!(
+            "the key at {address:#x} lies in no image: a module that is not in the list has sites"
+        ));
+    };
+    if images.iter().any(|image| image.text.contains(&address)) {
+        return refuse(format!("the key at {address:#x} lies in text"));
+    }
+    let words = view
+        .u32(address)
+        .zip(view.pointer(address, layout.static_key_type));
+    let Some((count, kind)) = words else {
+        return refuse(format!("the key at {address:#x} is not mapped"));
+    };
+    used.home = home;
+    used.count = count.cast_signed();
+    let pointer = kind & !TYPE_MASK;
+    used.sealed = images
+        .get(home)
+        .is_some_and(|image| image.ro_after_init.contains(&address))
+        || kind & TYPE_LINKED != 0 && pointer == 0;
+    if used.sealed {
+        return Ok(());
+    }
+    let mut named = if kind & TYPE_LINKED == 0 {
+        vec![(home, pointer)]
+    } else {
+        chain(view, images, address, pointer, layout)?
+    };
+    named.sort_unstable();
+    let found: Vec<(usize, u64)> = used
+        .runs
+        .iter()
+        .map(|(image, first, _)| (*image, *first))
+        .collect();
+    if named == found {
+        return Ok(());
+    }
+    busy(format!(
+        "the key at {address:#x} names other entries than the jump tables have for it"
+    ))
+}
+
+/// Follows the list of `struct static_key_mod`.
+fn chain<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    images: &[Tables],
+    key: u64,
+    mut node: u64,
+    layout: &Layout,
+) -> Result<Vec<(usize, u64)>, DiscoveryError> {
+    let mut named = Vec::new();
+    // Each image occurs once at most.
+    for _ in 0..=images.len() {
+        if node == 0 {
+            return Ok(named);
+        }
+        let mut member = |offset| view.pointer(node, offset);
+        let (Some(next), Some(entries), Some(module)) = (
+            member(layout.static_key_mod_next),
+            member(layout.static_key_mod_entries),
+            member(layout.static_key_mod_mod),
+        ) else {
+            return busy(format!(
+                "the module list of the key at {key:#x} leads to memory that is not mapped"
+            ));
+        };
+        // The key's own image may stand there without entries.
+        if entries != 0 {
+            match images.iter().position(|image| image.id == module) {
+                Some(image) => named.push((image, entries)),
+                None => {
+                    return busy(format!(
+                        "the key at {key:#x} is used by a module at {module:#x} that is not in the list of modules"
+                    ));
+                }
+            }
+        }
+        node = next;
+    }
+    busy(format!(
+        "the module list of the key at {key:#x} is longer than the number of modules"
+    ))
+}
+
+/// The sites do what the count asks for.
+fn check_sites(address: u64, used: &Used, sites: &[Vec<Site>]) -> Result<(), DiscoveryError> {
+    if used.count < 0 {
+        return busy(format!(
+            "the guest is just taking the first reference of the key at {address:#x}"
+        ));
+    }
+    for (image, _, range) in &used.runs {
+        let run = sites.get(*image).and_then(|sites| sites.get(range.clone()));
+        for site in run.into_iter().flatten() {
+            let asked = Branch::of(used.count > 0, site.entry.likely);
+            if site.holds.is_some_and(|(_, found)| found != asked) {
+                return busy(format!(
+                    "the site at {:#x} does not do what the count {} of its key asks for",
+                    site.entry.code, used.count
+                ));
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Small type information, type by type.
+
+/// A member: name, offset in bits, number of its type.
+pub type Member<'a> = (&'a str, u32, u32);
+
+/// BTF under construction. Type 1 is a u32, type 2 a u64, type 3 a pointer.
+pub struct Types {
+    types: Vec<u8>,
+    strings: Vec<u8>,
+    count: u32,
+}
+
+pub const U32: u32 = 1;
+pub const U64: u32 = 2;
+pub const POINTER: u32 = 3;
+
+impl Types {
+    pub fn new() -> Self {
+        let mut types = Self {
+            types: Vec::new(),
+            strings: vec![0],
+            count: 0,
+        };
+        for (name, size) in [("u32", 4), ("u64", 8)] {
+            types.header(name, 1 << 24, size);
+            types.words(&[8 * size]);
+        }
+        types.header("", 2 << 24, 0);
+        types
+    }
+
+    fn words(&mut self, words: &[u32]) {
+        for word in words {
+            self.types.extend_from_slice(&word.to_le_bytes());
+        }
+    }
+
+    fn name(&mut self, name: &str) -> u32 {
+        if name.is_empty() {
+            return 0;
+        }
+        let at = self.strings.len() as u32;
+        self.strings.extend_from_slice(name.as_bytes());
+        self.strings.push(0);
+        at
+    }
+
+    /// Any type; `info` has its kind, count and flag.
+    pub fn header(&mut self, name: &str, info: u32, size_or_type: u32) -> u32 {
+        let name = self.name(name);
+        self.words(&[name, info, size_or_type]);
+        self.count += 1;
+        self.count
+    }
+
+    pub fn array(&mut self, element: u32, count: u32) -> u32 {
+        let number = self.header("", 3 << 24, 0);
+        self.words(&[element, U32, count]);
+        number
+    }
+
+    /// A structure; an anonymous one has no name.
+    pub fn structure(&mut self, name: &str, size: u32, members: &[Member<'_>]) -> u32 {
+        let number = self.header(name, 4 << 24 | members.len() as u32, size);
+        for (name, offset, of_type) in members {
+            let name = self.name(name);
+            self.words(&[name, *of_type, *offset]);
+        }
+        number
+    }
+
+    pub fn enumeration(&mut self, name: &str, values: &[(&str, u32)]) -> u32 {
+        let number = self.header(name, 6 << 24 | values.len() as u32, 4);
+        for (name, value) in values {
+            let name = self.name(name);
+            self.words(&[name, *value]);
+        }
+        number
+    }
+
+    pub fn finish(self) -> Vec<u8> {
+        let mut out = 0x0001_eb9f_u32.to_le_bytes().to_vec();
+        let (types, strings) = (self.types.len() as u32, self.strings.len() as u32);
+        for word in [24, 0, types, types, strings] {
+            out.extend_from_slice(&word.to_le_bytes());
+        }
+        out.extend(self.types);
+        out.extend(self.strings);
+        out
+    }
+}
+
+/// The types that a discovery asks for, as 6.12 has them but smaller.
+pub fn kernel() -> Types {
+    let mut types = Types::new();
+    let union = types.structure("", 8, &[("type", 0, U64), ("entries", 0, POINTER)]);
+    let key = types.structure("static_key", 16, &[("enabled", 0, U32), ("", 64, union)]);
+    let pointers = |names: &'static [&'static str]| -> Vec<Member<'static>> {
+        (0..)
+            .zip(names)
+            .map(|(index, name)| (*name, 64 * index, POINTER))
+            .collect()
+    };
+    types.structure("static_key_mod", 24, &pointers(&["next", "entries", "mod"]));
+    types.structure(
+        "tracepoint",
+        48,
+        &[
+            ("name", 0, POINTER),
+            ("key", 64, key),
+            ("regfunc", 192, POINTER),
+            ("unregfunc", 256, POINTER),
+            ("funcs", 320, POINTER),
+        ],
+    );
+    types.structure("mutex", 32, &[("owner", 0, U64)]);
+    types.structure("bp_patching_desc", 16, &[("refs", 96, U32)]);
+    types.structure("task_struct", 64, &[("stack_canary", 320, U64)]);
+    types.structure("cpuinfo_x86", 64, &[("x86_capability", 0, U32)]);
+    types.enumeration(
+        "system_states",
+        &[("SYSTEM_BOOTING", 0), ("SYSTEM_RUNNING", 3)],
+    );
+    types.enumeration(
+        "module_state",
+        &[
+            ("MODULE_STATE_LIVE", 0),
+            ("MODULE_STATE_COMING", 1),
+            ("MODULE_STATE_UNFORMED", 3),
+        ],
+    );
+    types.enumeration(
+        "mod_mem_type",
+        &[
+            ("MOD_TEXT", 0),
+            ("MOD_RO_AFTER_INIT", 1),
+            ("MOD_INIT_TEXT", 2),
+        ],
+    );
+    let list = types.structure("list_head", 16, &pointers(&["next", "prev"]));
+    let name = types.array(U32, 14);
+    let memory = types.structure(
+        "module_memory",
+        16,
+        &[("base", 0, POINTER), ("size", 64, U32)],
+    );
+    let memories = types.array(memory, 4);
+    types.structure(
+        "module",
+        256,
+        &[
+            ("state", 0, U32),
+            ("list", 64, list),
+            ("name", 192, name),
+            ("mem", 640, memories),
+            ("jump_entries", 1152, POINTER),
+            ("num_jump_entries", 1216, U32),
+            ("tracepoints_ptrs", 1280, POINTER),
+            ("num_tracepoints", 1344, U32),
+            ("kallsyms", 1408, POINTER),
+        ],
+    );
+    types.structure(
+        "mod_kallsyms",
+        32,
+        &[
+            ("symtab", 0, POINTER),
+            ("num_symtab", 64, U32),
+            ("strtab", 128, POINTER),
+        ],
+    );
+    let counter = types.structure("seqcount", 4, &[("sequence", 0, U32)]);
+    let latch = types.structure("", 4, &[("seqcount", 0, counter)]);
+    let root = types.structure("latch_tree_root", 24, &[("seq", 0, latch)]);
+    types.structure("mod_tree_root", 40, &[("root", 0, root)]);
+    types.structure(
+        "ddebug_table",
+        56,
+        &[
+            ("link", 0, list),
+            ("num_ddebugs", 320, U32),
+            ("ddebugs", 384, POINTER),
+        ],
+    );
+    let debug = types.header("_ddebug", 1 << 31 | 4 << 24 | 6, 56);
+    for (name, offset, of_type) in [
+        ("modname", 0, POINTER),
+        ("function", 64, POINTER),
+        ("filename", 128, POINTER),
+        ("format", 192, POINTER),
+        ("lineno", 18 << 24 | 256, U32),
+        ("key", 320, key),
+    ] {
+        let name = types.name(name);
+        types.words(&[name, of_type, offset]);
+    }
+    assert!(debug > 0);
+    types
+}

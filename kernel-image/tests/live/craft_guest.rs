@@ -1,0 +1,464 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A guest with a small kernel and a module, byte by byte.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ops::Range;
+
+use patchbay_kernel_image::live::{Cpu, PhysicalMemory};
+
+use crate::craft_btf;
+use crate::craft_kallsyms::{Layout, Order};
+
+const PAGE: u64 = 4096;
+/// Where the kernel's text is mapped.
+pub const TEXT: u64 = 0xffff_ffff_8100_0000;
+/// Its read-only data, 31 pages.
+pub const RODATA: u64 = TEXT + PAGE;
+/// Its data, 8 pages, whose first, the top page table, is aligned to two pages.
+pub const DATA: u64 = RODATA + 31 * PAGE;
+/// The module's text and its data, a page each.
+pub const MODULE_TEXT: u64 = 0xffff_ffff_c000_0000;
+pub const MODULE_DATA: u64 = MODULE_TEXT + PAGE;
+/// All of RAM is mapped here.
+pub const DIRECT: u64 = 0xffff_8880_0000_0000;
+const IDT: u64 = 0xffff_fe00_0000_0000;
+/// Guest-physical address of [`TEXT`].
+const IMAGE: u64 = 0x10_0000;
+const MODULE: u64 = 0x18_0000;
+const IDT_PAGE: u64 = 0x1a_0000;
+pub const NOTE: u64 = 0x1a_1000;
+/// Page tables, one after another.
+const TABLES: u64 = 0x1b_0000;
+pub const RAM: u64 = 0x20_0000;
+
+/// A change of RAM before a read.
+type Change = Box<dyn FnMut(u64, &mut [u8])>;
+
+/// Memory and registers.
+pub struct Guest {
+    pub ram: RefCell<Vec<u8>>,
+    /// Called before each read with its number.
+    pub before_read: RefCell<Option<Change>>,
+    pub reads: RefCell<u64>,
+    pub cpus: Vec<Cpu>,
+    pub symbols: HashMap<String, u64>,
+    /// As kallsyms has them: address, letter and name.
+    listed: Vec<(u64, String)>,
+}
+
+impl PhysicalMemory for Guest {
+    fn ram(&self) -> Vec<Range<u64>> {
+        std::iter::once(0..RAM).collect()
+    }
+
+    fn read(&self, address: u64, bytes: &mut [u8]) -> bool {
+        let mut ram = self.ram.borrow_mut();
+        let number = *self.reads.borrow();
+        *self.reads.borrow_mut() += 1;
+        if let Some(change) = &mut *self.before_read.borrow_mut() {
+            change(number, &mut ram);
+        }
+        let Some(end) = address.checked_add(bytes.len() as u64) else {
+            return false;
+        };
+        if end > RAM {
+            return false;
+        }
+        bytes.copy_from_slice(&ram[address as usize..end as usize]);
+        true
+    }
+}
+
+/// Where a virtual address of the guest lies.
+pub fn physical(address: u64) -> u64 {
+    match address {
+        TEXT.. if address < TEXT + (1 << 20) => address - TEXT + IMAGE,
+        MODULE_TEXT.. => address - MODULE_TEXT + MODULE,
+        DIRECT.. if address < DIRECT + RAM => address - DIRECT,
+        _ => panic!("{address:#x}"),
+    }
+}
+
+impl Guest {
+    pub fn put(&self, address: u64, bytes: &[u8]) {
+        self.put_physical(physical(address), bytes);
+    }
+
+    pub fn put_physical(&self, address: u64, bytes: &[u8]) {
+        let at = address as usize;
+        self.ram.borrow_mut()[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    pub fn put_u64(&self, address: u64, value: u64) {
+        self.put(address, &value.to_le_bytes());
+    }
+
+    pub fn put_u32(&self, address: u64, value: u32) {
+        self.put(address, &value.to_le_bytes());
+    }
+
+    pub fn u64_at(&self, physical: u64) -> u64 {
+        let at = physical as usize;
+        u64::from_le_bytes(*self.ram.borrow()[at..].first_chunk().unwrap())
+    }
+
+    pub fn symbol(&self, name: &str) -> u64 {
+        self.symbols[name]
+    }
+
+    fn name(&mut self, address: u64, letter: char, name: &str) {
+        self.listed.push((address, format!("{letter}{name}")));
+        self.symbols.insert(name.to_owned(), address);
+    }
+
+    /// Maps pages; `flags` are those of the last level.
+    pub fn map(&self, tables: &mut u64, address: u64, physical: u64, pages: u64, flags: u64) {
+        for page in 0..pages {
+            let (address, physical) = (address + page * PAGE, physical + page * PAGE);
+            let mut table = self.symbol("init_top_pgt");
+            table = self::physical(table);
+            for level in [4, 3, 2] {
+                let at = table + 8 * (address >> (12 + 9 * (level - 1)) & 0x1ff);
+                if self.u64_at(at) == 0 {
+                    self.put_physical(at, &(*tables | 3).to_le_bytes());
+                    *tables += PAGE;
+                }
+                table = self.u64_at(at) & !0xfff;
+            }
+            let at = table + 8 * (address >> 12 & 0x1ff);
+            self.put_physical(at, &(physical | flags).to_le_bytes());
+        }
+    }
+}
+
+/// An area that is filled from its start.
+struct Area {
+    at: u64,
+}
+
+impl Area {
+    fn take(&mut self, size: u64) -> u64 {
+        self.at = self.at.next_multiple_of(8);
+        let at = self.at;
+        self.at += size;
+        at
+    }
+}
+
+/// A key and the bytes of its site.
+pub struct Branch {
+    pub key: u64,
+    pub site: u64,
+    pub flags: u64,
+}
+
+pub const NOP5: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
+/// To 0x20 behind the site.
+pub const JMP5: [u8; 5] = [0xe9, 0x1b, 0, 0, 0];
+pub const RELEASE: &str = "6.12.1-crafted";
+
+/// The jump table of these branches at `table`, sorted by key.
+fn jump_table(guest: &Guest, table: u64, branches: &[Branch]) {
+    for (index, branch) in (0..).zip(branches) {
+        let at = table + 16 * index;
+        let relative = |target: u64, own: u64| (target.wrapping_sub(own) as u32).to_le_bytes();
+        guest.put(at, &relative(branch.site, at));
+        guest.put(at + 4, &relative(branch.site + 0x20, at + 4));
+        guest.put_u64(at + 8, branch.key.wrapping_sub(at + 8) | branch.flags);
+    }
+}
+
+/// A kernel with a guarded key that a module uses too, a tracepoint, a line of dynamic debug, a hook of a security module, a sealed key,
+/// a branch in init text, and a module with a key of its own.
+pub fn guest() -> Guest {
+    let mut guest = Guest {
+        ram: RefCell::new(vec![0; RAM as usize]),
+        before_read: RefCell::new(None),
+        reads: RefCell::new(0),
+        cpus: Vec::new(),
+        symbols: HashMap::new(),
+        listed: Vec::new(),
+    };
+    let mut constants = Area { at: RODATA };
+    text_symbols(&mut guest);
+    data_symbols(&mut guest);
+    texts(&mut guest, &mut constants);
+    let table = branches(&mut guest, &mut constants);
+    fill_words(&guest);
+    module(&guest, table);
+    note(&guest);
+    let kallsyms = constants.take(0);
+    guest.listed.sort();
+    let layout = Layout {
+        pointer: 8,
+        base: kallsyms,
+        relative_base: TEXT,
+        order: Order::After,
+        percpu: true,
+        seqs_between: false,
+    };
+    let arrays = layout.arrays(&guest.listed);
+    assert!(kallsyms + arrays.len() as u64 <= DATA);
+    guest.put(kallsyms, &arrays);
+    page_tables(&mut guest);
+    guest
+}
+
+fn text_symbols(guest: &mut Guest) {
+    for (symbol, address) in [
+        ("_text", TEXT),
+        ("_stext", TEXT),
+        ("asm_exc_divide_error", TEXT + 0x10),
+        ("function_a", TEXT + 0x100),
+        ("function_b", TEXT + 0x200),
+        ("_etext", TEXT + 0xf00),
+    ] {
+        guest.name(address, 'T', symbol);
+    }
+    for index in 0..1100 {
+        guest.name(TEXT + 0x800 + index, 't', &format!("filler_{index}"));
+    }
+}
+
+fn data_symbols(guest: &mut Guest) {
+    let mut data = Area { at: DATA };
+    guest.name(data.take(PAGE), 'D', "init_top_pgt");
+    for symbol in [
+        "system_state",
+        "panic_cpu",
+        "jump_label_mutex",
+        "text_mutex",
+        "tracepoints_mutex",
+        "ddebug_lock",
+        "module_mutex",
+        "tp_vec_nr",
+        "bp_desc",
+        "mod_tree",
+        "modules",
+        "init_task",
+        "boot_cpu_data",
+        "vmcoreinfo_data",
+        "ddebug_tables",
+        "alpha",
+        "security_hook_active_capable_0",
+        "shared",
+        "__tracepoint_event",
+    ] {
+        guest.name(data.take(64), 'D', symbol);
+    }
+    // Another key with the same name.
+    guest.listed.push((data.take(64), "dshared".to_owned()));
+    guest
+        .symbols
+        .insert("second shared".to_owned(), data.at - 64);
+    guest.name(data.take(56), 'D', "__start___dyndbg");
+    guest.name(data.take(0), 'D', "__stop___dyndbg");
+    guest.name(data.take(0), 'D', "__start_ro_after_init");
+    guest.name(data.take(64), 'D', "sealed");
+    guest.name(data.take(0), 'D', "__end_ro_after_init");
+    let init = (data.at | 0xfff) + 1;
+    guest.name(init, 'D', "__init_begin");
+    guest.name(init + PAGE, 'D', "__init_end");
+    guest.name(init + PAGE, 'D', "_end");
+}
+
+/// Read-only data but for the jump table.
+fn texts(guest: &mut Guest, constants: &mut Area) {
+    let mut text = |text: &str| {
+        let at = constants.take(text.len() as u64 + 1);
+        guest.put(at, text.as_bytes());
+        at
+    };
+    let banner = text(&format!("Linux version {RELEASE} (nobody@nowhere) #1\n"));
+    let event = text("event");
+    let words = ["mod", "function_b", "net/core/dev.c", "line %d\n"].map(text);
+    let tracepoint = guest.symbol("__tracepoint_event");
+    guest.put_u64(tracepoint, event);
+    let line = guest.symbol("__start___dyndbg");
+    for (index, word) in (0..).zip(words) {
+        guest.put_u64(line + 8 * index, word);
+    }
+    guest.put_u32(line + 32, 123);
+    let btf = craft_btf::kernel().finish();
+    let btf_at = constants.take(btf.len() as u64);
+    guest.put(btf_at, &btf);
+    let pointers = constants.take(4);
+    guest.put_u32(pointers, tracepoint.wrapping_sub(pointers) as u32);
+    guest.name(banner, 'D', "linux_banner");
+    guest.name(btf_at, 'D', "__start_BTF");
+    guest.name(btf_at + btf.len() as u64, 'D', "__stop_BTF");
+    guest.name(pointers, 'D', "__start___tracepoints_ptrs");
+    guest.name(pointers + 4, 'D', "__stop___tracepoints_ptrs");
+}
+
+/// The kernel's sites and its jump table; where the table is.
+fn branches(guest: &mut Guest, constants: &mut Area) -> u64 {
+    let (alpha, init) = (guest.symbol("alpha"), guest.symbol("__init_begin"));
+    let mut branches = vec![
+        (alpha, TEXT + 0x100, 0),
+        // In init text, whose page may hold anything by now; the second as in `.exit.text`, without the kernel's mark.
+        (alpha, init + 0x40, 2),
+        (alpha, init + 0x80, 0),
+        (
+            guest.symbol("security_hook_active_capable_0"),
+            TEXT + 0x140,
+            0,
+        ),
+        (guest.symbol("shared"), TEXT + 0x180, 0),
+        (guest.symbol("__tracepoint_event") + 8, TEXT + 0x200, 0),
+        (guest.symbol("second shared"), TEXT + 0x240, 0),
+        (guest.symbol("__start___dyndbg") + 40, TEXT + 0x280, 0),
+        (guest.symbol("sealed"), TEXT + 0x2c0, 0),
+    ];
+    branches.sort_unstable();
+    let branches: Vec<Branch> = branches
+        .into_iter()
+        .map(|(key, site, flags)| Branch { key, site, flags })
+        .collect();
+    let table = constants.take(16 * branches.len() as u64);
+    jump_table(guest, table, &branches);
+    guest.name(table, 'D', "__start___jump_table");
+    guest.name(
+        table + 16 * branches.len() as u64,
+        'D',
+        "__stop___jump_table",
+    );
+    for branch in branches.iter().filter(|branch| branch.site < init) {
+        guest.put(branch.site, &NOP5);
+        let mut others = branches.iter();
+        let first = others.position(|other| other.key == branch.key).unwrap();
+        guest.put_u64(branch.key + 8, table + 16 * first as u64);
+    }
+    guest.put(TEXT + 0x2c0, &JMP5);
+    guest.put_u32(guest.symbol("sealed"), 1);
+    table
+}
+
+fn fill_words(guest: &Guest) {
+    guest.put_u32(guest.symbol("system_state"), 3);
+    guest.put_u32(guest.symbol("panic_cpu"), u32::MAX);
+    guest.put_u64(guest.symbol("init_task") + 40, 0x1234_5678_9abc_de00);
+    for list in ["modules", "ddebug_tables"] {
+        let head = guest.symbol(list);
+        guest.put_u64(head, head);
+        guest.put_u64(head + 8, head);
+    }
+}
+
+/// The module `mod` with the key `own`, a site of it, and one of the kernel's `alpha`.
+fn module(guest: &Guest, kernel_table: u64) {
+    let (structure, own) = (MODULE_DATA, MODULE_DATA + 0x200);
+    let (table, chain) = (MODULE_DATA + 0x400, MODULE_DATA + 0x500);
+    let (kallsyms, symtab, strtab) = (
+        MODULE_DATA + 0x600,
+        MODULE_DATA + 0x640,
+        MODULE_DATA + 0x700,
+    );
+    let alpha = guest.symbol("alpha");
+    let head = guest.symbol("modules");
+    for (address, value) in [
+        (head, structure + 8),
+        (head + 8, structure + 8),
+        (structure + 8, head),
+        (structure + 16, head),
+        // mem[]: text, sealed, init text, data.
+        (structure + 80, MODULE_TEXT),
+        (structure + 88, PAGE),
+        (structure + 96, MODULE_DATA + 0x800),
+        (structure + 104, 0x100),
+        (structure + 128, MODULE_DATA),
+        (structure + 136, 0x800),
+        (structure + 144, table),
+        (structure + 152, 2),
+        (structure + 176, kallsyms),
+        (kallsyms, symtab),
+        (kallsyms + 8, 3),
+        (kallsyms + 16, strtab),
+        // alpha: first the module's entries, then the kernel's.
+        (alpha + 8, chain | 2),
+        (chain, chain + 24),
+        (chain + 8, table),
+        (chain + 16, structure),
+        (chain + 32, kernel_table),
+    ] {
+        guest.put_u64(address, value);
+    }
+    guest.put(structure + 24, b"mod\0");
+    let branches = [
+        Branch {
+            key: alpha,
+            site: MODULE_TEXT + 0x40,
+            flags: 0,
+        },
+        Branch {
+            key: own,
+            site: MODULE_TEXT + 0x80,
+            flags: 1,
+        },
+    ];
+    jump_table(guest, table, &branches);
+    guest.put_u64(own + 8, (table + 16) | 1);
+    guest.put_u32(own, 1);
+    for branch in &branches {
+        guest.put(branch.site, &NOP5);
+    }
+    guest.put(strtab, b"\0own\0module_function\0");
+    for (index, (name, info, address)) in
+        (1..).zip([(1_u32, 0x11_u8, own), (5, 0x12, MODULE_TEXT + 0x30)])
+    {
+        let at = symtab + 24 * index;
+        guest.put_u32(at, name);
+        guest.put(at + 4, &[info, 0, 1, 0]);
+        guest.put_u64(at + 8, address);
+    }
+}
+
+/// What the kernel says of itself.
+pub fn note_text(guest: &Guest) -> String {
+    let (root, phys_base) = (
+        guest.symbol("init_top_pgt"),
+        IMAGE.wrapping_sub(0x100_0000).cast_signed(),
+    );
+    format!(
+        "OSRELEASE={RELEASE}\nBUILD-ID=00ff\nSYMBOL(init_top_pgt)={root:x}\nSYMBOL(_stext)={TEXT:x}\n\
+         SYMBOL(kallsyms_names)={RODATA:x}\nNUMBER(phys_base)={phys_base}\nNUMBER(pgtable_l5_enabled)=0\nKERNELOFFSET=0\n\
+         NUMBER(sme_mask)=0\n"
+    )
+}
+
+fn note(guest: &Guest) {
+    guest.put_physical(NOTE, note_text(guest).as_bytes());
+    guest.put_u64(guest.symbol("vmcoreinfo_data"), DIRECT + NOTE);
+}
+
+fn page_tables(guest: &mut Guest) {
+    const CONSTANT: u64 = 1 | 1 << 63;
+    const WRITABLE: u64 = 3 | 1 << 63;
+    let mut tables = TABLES;
+    guest.map(&mut tables, TEXT, IMAGE, 1, 1);
+    guest.map(&mut tables, RODATA, physical(RODATA), 31, CONSTANT);
+    guest.map(&mut tables, DATA, physical(DATA), 8, WRITABLE);
+    guest.map(&mut tables, MODULE_TEXT, MODULE, 1, 1);
+    guest.map(&mut tables, MODULE_DATA, MODULE + PAGE, 1, WRITABLE);
+    guest.map(&mut tables, IDT, IDT_PAGE, 1, CONSTANT);
+    // One page of 1 GiB.
+    let (root, level_3) = (physical(guest.symbol("init_top_pgt")), tables);
+    let index = DIRECT >> 39 & 0x1ff;
+    guest.put_physical(root + 8 * index, &(level_3 | 3).to_le_bytes());
+    guest.put_physical(level_3, &(WRITABLE | 1 << 7).to_le_bytes());
+    assert!(level_3 + PAGE <= RAM);
+
+    let handler = u128::from(guest.symbol("asm_exc_divide_error"));
+    let gate = handler & 0xffff | (handler >> 16) << 48 | 0x8e00 << 32 | 0x10 << 16;
+    guest.put_physical(IDT_PAGE, &gate.to_le_bytes());
+    guest.cpus = vec![
+        Cpu {
+            cr0: 0x8005_0033,
+            cr3: root,
+            cr4: 0x20,
+            idt_base: IDT,
+        };
+        2
+    ];
+}

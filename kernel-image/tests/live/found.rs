@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+
+use patchbay_kernel_image::Class;
+use patchbay_kernel_image::live::{Concerns, GateKind, Kernel, NoteFound, Way, discover};
+
+use crate::craft_guest::{Guest, MODULE_DATA, RELEASE, guest};
+
+pub fn image(guest: &Guest) -> Result<Kernel, String> {
+    discover(guest, &guest.cpus, Way::Image).map_err(|error| error.to_string())
+}
+
+/// Without registers.
+pub fn note(guest: &Guest) -> Result<Kernel, String> {
+    discover(guest, &[], Way::Note).map_err(|error| error.to_string())
+}
+
+#[test]
+fn every_key_is_found_with_its_class_and_name() {
+    let kernel = image(&guest()).unwrap();
+    let mut keys: Vec<_> = kernel
+        .keys
+        .iter()
+        .map(|key| {
+            let sites: usize = key.sites.iter().map(|(_, range)| range.len()).sum();
+            let image = kernel.images[key.image].name.as_str();
+            (
+                image,
+                key.name.as_str(),
+                key.class,
+                key.sealed,
+                key.count,
+                sites,
+            )
+        })
+        .collect();
+    keys.sort_unstable();
+    assert_eq!(
+        keys,
+        [
+            ("", "alpha", Class::Guarded, false, 0, 4),
+            ("", "event", Class::Tracepoint, false, 0, 1),
+            ("", "net/core/dev.c/123", Class::Dyndbg, false, 0, 1),
+            ("", "sealed", Class::Guarded, true, 1, 1),
+            (
+                "",
+                "security_hook_active_capable_0",
+                Class::Never,
+                false,
+                0,
+                1
+            ),
+            ("", "shared@function_a", Class::Guarded, false, 0, 1),
+            ("", "shared@function_b", Class::Guarded, false, 0, 1),
+            ("mod", "own", Class::Guarded, false, 1, 1),
+        ]
+    );
+    let line = kernel
+        .keys
+        .iter()
+        .find_map(|key| key.debug.as_ref())
+        .unwrap();
+    assert_eq!(
+        (line.function.as_str(), line.format.as_str()),
+        ("function_b", "line %d")
+    );
+    let dead = kernel.images[0]
+        .sites
+        .iter()
+        .filter(|site| site.holds.is_none());
+    assert_eq!(dead.count(), 2);
+}
+
+#[test]
+fn the_kernel_is_described() {
+    let kernel = image(&guest()).unwrap();
+    assert_eq!(kernel.release, RELEASE);
+    assert_eq!(kernel.build_id, "00ff");
+    assert_eq!(kernel.kaslr_offset, Some(0));
+    assert_eq!(kernel.evidence.cpus, 2);
+    assert_eq!(kernel.evidence.note, NoteFound::Agrees);
+    assert_eq!(kernel.evidence.missing_gates, []);
+    let gates = |kind| kernel.gates.iter().filter(move |gate| gate.kind == kind);
+    assert_eq!(gates(GateKind::ModuleList).count(), 2);
+    let table = gates(GateKind::ModuleTable).next().unwrap();
+    assert_eq!(table.concerns, Concerns::Module(MODULE_DATA));
+    assert_eq!(
+        kernel.images[1]
+            .function(kernel.images[1].sites[0].entry.code)
+            .unwrap(),
+        "module_function+0x10"
+    );
+}
+
+#[test]
+fn the_note_leads_to_the_same_kernel() {
+    let guest = guest();
+    let (image, note) = (image(&guest).unwrap(), note(&guest).unwrap());
+    assert_eq!(note.evidence.note, NoteFound::Searched);
+    assert_eq!(
+        format!("{:?} {:?} {:?}", image.keys, image.gates, image.boot),
+        format!("{:?} {:?} {:?}", note.keys, note.gates, note.boot)
+    );
+}
+
+/// With page table isolation a vCPU in user mode has the other table of the pair, which maps only the entry code.
+#[test]
+fn the_users_half_of_isolated_tables_leads_to_the_kernels() {
+    let mut guest = guest();
+    for cpu in &mut guest.cpus {
+        cpu.cr3 |= 1 << 12 | 3;
+    }
+    let kernel = image(&guest).unwrap();
+    assert_eq!(kernel.page_table.root, guest.cpus[0].cr3 & !0x1fff);
+}
+
+#[test]
+fn a_cpu_that_has_not_started_says_nothing() {
+    let mut guest = guest();
+    guest.cpus[0].cr0 = 0x10;
+    assert_eq!(image(&guest).unwrap().evidence.cpus, 1);
+    guest.cpus[1].cr0 = 0x10;
+    assert!(image(&guest).unwrap_err().contains("no vCPU's page table"));
+}
+
+/// Since 6.11 the kernel forgets the entries of a key that it seals.
+#[test]
+fn a_key_without_entries_is_sealed() {
+    let guest = guest();
+    guest.put_u64(guest.symbol("shared") + 8, 2);
+    let kernel = image(&guest).unwrap();
+    let sealed = kernel.keys.iter().filter(|key| key.sealed);
+    let mut names: Vec<_> = sealed.map(|key| key.name.as_str()).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["sealed", "shared@function_a"]);
+}

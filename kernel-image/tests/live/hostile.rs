@@ -1,0 +1,404 @@
+// SPDX-License-Identifier: Apache-2.0
+
+use patchbay_kernel_image::live::{DiscoveryError, GateKind, Way, discover};
+
+use crate::craft_guest::{
+    DIRECT, Guest, JMP5, MODULE_DATA, MODULE_TEXT, NOTE, RAM, RODATA, TEXT, guest, note_text,
+    physical,
+};
+use crate::found::{image, note};
+
+/// What is said of a guest that was changed.
+fn after(change: impl FnOnce(&Guest)) -> String {
+    let guest = guest();
+    change(&guest);
+    image(&guest).map(drop).unwrap_err()
+}
+
+fn is_busy(change: impl FnOnce(&Guest)) -> bool {
+    let guest = guest();
+    change(&guest);
+    let error = discover(&guest, &guest.cpus, Way::Image)
+        .map(drop)
+        .unwrap_err();
+    matches!(error, DiscoveryError::Busy(_))
+}
+
+#[test]
+fn one_site_that_is_not_explained_refuses_the_whole() {
+    for (bytes, expected) in [
+        (
+            &[0xcc, 0x1f, 0x44, 0, 0][..],
+            "cc 1f 44 00 00, neither its NOP nor the JMP",
+        ),
+        (&[0xe9, 0x1c, 0, 0, 0], "e9 1c 00 00 00, neither"),
+        (&[0x66, 0x66, 0x66, 0x66, 0x90], "before 5.13"),
+    ] {
+        for site in [TEXT + 0x280, MODULE_TEXT + 0x80] {
+            let error = after(|guest| guest.put(site, bytes));
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+    // The branch is taken, and its key is off.
+    let error = after(|guest| guest.put(TEXT + 0x280, &JMP5));
+    assert!(error.contains("does not do what the count 0"), "{error}");
+}
+
+#[test]
+fn a_closed_gate_is_busy_and_said() {
+    for (symbol, offset, value, expected) in [
+        ("system_state", 0, 1, "SystemState"),
+        ("panic_cpu", 0, 2, "Panic"),
+        ("jump_label_mutex", 0, 0x1000, "JumpLabelMutex"),
+        ("text_mutex", 0, 0x1008, "TextMutex"),
+        ("tracepoints_mutex", 0, 0x1000, "TracepointsMutex"),
+        ("ddebug_lock", 0, 0x1000, "DynamicDebugMutex"),
+        ("module_mutex", 0, 0x1000, "ModuleMutex"),
+        ("tp_vec_nr", 0, 1, "TextPokeQueue"),
+        ("bp_desc", 12, 1, "TextPoke"),
+    ] {
+        let close = |guest: &Guest| guest.put_u32(guest.symbol(symbol) + offset, value);
+        let error = after(close);
+        assert!(error.contains(expected), "{error}");
+        assert!(is_busy(close), "{symbol}");
+    }
+    // The flags of a mutex do not name an owner.
+    let guest = guest();
+    guest.put_u32(guest.symbol("text_mutex"), 7);
+    image(&guest).unwrap();
+}
+
+/// A gate that closes while the tables are read.
+#[test]
+fn gates_are_looked_at_again_at_the_end() {
+    let guest = guest();
+    image(&guest).unwrap();
+    let (reads, at) = (*guest.reads.borrow(), physical(guest.symbol("text_mutex")));
+    *guest.reads.borrow_mut() = 0;
+    *guest.before_read.borrow_mut() = Some(Box::new(move |number, ram| {
+        if number + 12 > reads {
+            ram[at as usize + 1] = 1;
+        }
+    }));
+    let error = image(&guest).map(drop).unwrap_err();
+    assert!(error.contains("TextMutex"), "{error}");
+}
+
+/// A gate that was closed when the first tables were read.
+#[test]
+fn gates_are_looked_at_before_the_tables() {
+    let guest = guest();
+    image(&guest).unwrap();
+    let (reads, at) = (*guest.reads.borrow(), physical(guest.symbol("text_mutex")));
+    *guest.reads.borrow_mut() = 0;
+    guest.put_u32(guest.symbol("text_mutex"), 0x1000);
+    *guest.before_read.borrow_mut() = Some(Box::new(move |number, ram| {
+        if number + 12 > reads {
+            ram[at as usize + 1] = 0;
+        }
+    }));
+    let error = image(&guest).map(drop).unwrap_err();
+    assert!(error.contains("TextMutex"), "{error}");
+}
+
+#[test]
+fn keys_must_name_their_entries() {
+    for (change, expected) in [
+        (
+            (|guest: &Guest| guest.put_u64(guest.symbol("shared") + 8, 0)) as fn(&Guest),
+            "names other entries",
+        ),
+        (
+            |guest| guest.put_u64(guest.symbol("alpha") + 8, 0x4000_0002),
+            "not mapped",
+        ),
+        // The list of alpha leads to its first element.
+        (
+            |guest| guest.put_u64(MODULE_DATA + 0x518, MODULE_DATA + 0x500),
+            "longer than the number of modules",
+        ),
+        (
+            |guest| guest.put_u64(MODULE_DATA + 0x510, MODULE_DATA + 0x40),
+            "not in the list of modules",
+        ),
+        (
+            |guest| guest.put_u32(guest.symbol("shared"), u32::MAX),
+            "the first reference",
+        ),
+    ] {
+        let error = after(change);
+        assert!(error.contains(expected), "{error}");
+        assert!(is_busy(change), "{error}");
+    }
+}
+
+#[test]
+fn modules_are_bounded_and_live() {
+    let head = |guest: &Guest| guest.symbol("modules");
+    let error = after(|guest| guest.put_u64(MODULE_DATA + 8, MODULE_DATA + 8));
+    assert!(error.contains("loops"), "{error}");
+    let error = after(|guest| guest.put_u64(head(guest), 0x1000));
+    assert!(error.contains("not mapped"), "{error}");
+    let error = after(|guest| guest.put_u32(MODULE_DATA, 1));
+    assert!(error.contains("loading or unloading"), "{error}");
+    let error = after(|guest| guest.put_u32(MODULE_DATA + 152, 1 << 21));
+    assert!(error.contains("are left for it"), "{error}");
+    let error = after(|guest| guest.put_u32(MODULE_DATA + 88, u32::MAX));
+    assert!(error.contains("cannot be read"), "{error}");
+    // A module that nobody is linked to yet is left out, and then its use of alpha is not explained.
+    let error = after(|guest| guest.put_u32(MODULE_DATA, 3));
+    assert!(error.contains("not in the list of modules"), "{error}");
+    // Two modules that have one jump table.
+    let error = after(|guest| {
+        let second = MODULE_DATA + 0x680;
+        let mut copy = [0; 0x80];
+        copy.copy_from_slice(&guest.ram.borrow()[physical(MODULE_DATA) as usize..][..0x80]);
+        guest.put(second, &copy);
+        guest.put_u64(MODULE_DATA + 8, second + 8);
+    });
+    assert!(
+        error.contains("cannot be read") || error.contains("names other"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_kernel_that_is_not_there_is_not_found() {
+    let error = after(|guest| guest.ram.borrow_mut().fill(0));
+    assert!(error.contains("no vCPU's page table"), "{error}");
+    // Gate 0 leads elsewhere in the text.
+    let error = after(|guest| guest.put_physical(0x1a_0000, &[0x20]));
+    assert!(error.contains("not asm_exc_divide_error"), "{error}");
+    let guest = guest();
+    guest.put_physical(0x1a_0000, &[0x20]);
+    let error = note(&guest).map(drop).unwrap_err();
+    assert!(error.contains("not asm_exc_divide_error"), "{error}");
+    // The IDT of one vCPU is another one.
+    let mut guest = crate::craft_guest::guest();
+    let gate = guest.u64_at(0x1a_0000) + 0x10;
+    guest.put_physical(0x1a_8000, &gate.to_le_bytes());
+    guest.put_physical(0x1a_8008, &guest.u64_at(0x1a_0008).to_le_bytes());
+    guest.cpus[1].idt_base = DIRECT + 0x1a_8000;
+    let error = image(&guest).map(drop).unwrap_err();
+    assert!(error.contains("gate 0 of vCPU 1"), "{error}");
+    guest.cpus[1].idt_base = DIRECT + 0x1a_9000;
+    let error = image(&guest).map(drop).unwrap_err();
+    assert!(error.contains("vCPU 1 has no IDT"), "{error}");
+    let error = after(|guest| guest.put(guest.symbol("linux_banner"), b"Windows"));
+    assert!(error.contains("linux_banner"), "{error}");
+    // One vCPU runs a guest of its own.
+    let mut guest = crate::craft_guest::guest();
+    guest.cpus[1].cr3 = 0x5000;
+    let error = image(&guest).map(drop).unwrap_err();
+    assert!(error.contains("vCPU 1 does not map this kernel"), "{error}");
+}
+
+/// Tables that map themselves, at each level.
+#[test]
+fn page_tables_that_loop_end() {
+    let guest = guest();
+    let root = guest.cpus[0].cr3;
+    let index = TEXT >> 39 & 0x1ff;
+    let level_3 = guest.u64_at(root + 8 * index) & !0xfff;
+    let level_2 = guest.u64_at(level_3 + 8 * (TEXT >> 30 & 0x1ff)) & !0xfff;
+    for (table, shift) in [(root, 39), (level_3, 30), (level_2, 21)] {
+        for target in [root, level_3, level_2, RAM, !0xfff] {
+            let change = |guest: &Guest| {
+                for index in (0..512).filter(|index| shift != 39 || *index == TEXT >> 39 & 0x1ff) {
+                    guest.put_physical(table + 8 * index, &(target | 3).to_le_bytes());
+                }
+            };
+            let guest = crate::craft_guest::guest();
+            change(&guest);
+            // One of the targets is the right one.
+            for found in [image(&guest), note(&guest)] {
+                assert!(found.is_err() || target == level_3 && table == root);
+            }
+        }
+    }
+}
+
+#[test]
+fn kallsyms_that_lie_are_refused() {
+    // Each test: where the lie is, by the symbol whose place in the list of addresses it takes.
+    let kallsyms = |guest: &Guest| {
+        let ram = guest.ram.borrow();
+        let start = physical(RODATA) as usize;
+        let digits = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\0";
+        let data = &ram[start..start + 31 * 4096];
+        let at = data
+            .windows(digits.len())
+            .position(|window| window == digits);
+        start + at.unwrap()
+    };
+    let error = after(|guest| {
+        let at = kallsyms(guest);
+        guest.put_physical(at as u64, &[1]);
+    });
+    assert!(error.contains("no kallsyms"), "{error}");
+    // The tables must be the kernel's, wherever the symbols say that they are.
+    let error = after(|guest| guest.put_u32(guest.symbol("__start_BTF"), 0));
+    assert!(error.contains("BTF cannot be read"), "{error}");
+    // The image is writable: nothing in it counts.
+    let error = after(|guest| {
+        for page in 0..31 {
+            let mut table = guest.cpus[0].cr3;
+            for shift in [39, 30, 21] {
+                table = guest.u64_at(table + 8 * (RODATA >> shift & 0x1ff)) & !0xfff;
+            }
+            let at = table + 8 * ((RODATA + page * 4096) >> 12 & 0x1ff);
+            let entry = guest.u64_at(at) | 2;
+            guest.put_physical(at, &entry.to_le_bytes());
+        }
+    });
+    assert!(error.contains("no vCPU's page table"), "{error}");
+}
+
+#[test]
+fn truncated_type_information_is_refused() {
+    let whole = guest();
+    let (start, stop) = (whole.symbol("__start_BTF"), whole.symbol("__stop_BTF"));
+    // The length of the types, of the strings, the kind of a type, the magic.
+    for (at, value) in [
+        (12, u32::MAX),
+        (12, 0x100),
+        (20, u32::MAX),
+        (28, 0xff << 24),
+        (0, 7),
+    ] {
+        let error = after(|guest| guest.put_u32(start + at, value));
+        assert!(error.contains("the kernel's BTF"), "{error}");
+    }
+    let types = whole.u64_at(physical(start) + 8) >> 32;
+    for cut in (24..24 + types).step_by(31) {
+        let error = after(|guest| {
+            let zeros = vec![0; (stop - start - cut) as usize];
+            guest.put(start + cut, &zeros);
+        });
+        assert!(error.contains("BTF"), "{error}");
+    }
+}
+
+/// Pages with texts that anybody in the guest can write.
+#[test]
+fn forged_notes_do_not_mislead() {
+    let free = 0x1a_8000;
+    let forged = |change: &dyn Fn(String) -> String| {
+        let guest = guest();
+        let text = change(note_text(&guest));
+        guest.put_physical(free, text.as_bytes());
+        note(&guest).map(|kernel| kernel.release)
+    };
+    // What does not agree with the page tables counts for nothing.
+    for (from, to) in [
+        ("NUMBER(phys_base)=-", "NUMBER(phys_base)=-1"),
+        ("SYMBOL(init_top_pgt)=f", "SYMBOL(init_top_pgt)=e"),
+        ("pgtable_l5_enabled)=0", "pgtable_l5_enabled)=1"),
+        ("SYMBOL(_stext)", "SYMBOL(nothing)"),
+        ("SYMBOL(kallsyms_names)=", "SYMBOL(kallsyms_names)=1"),
+        // Into data that is writable.
+        (
+            "SYMBOL(kallsyms_names)=ffffffff81001",
+            "SYMBOL(kallsyms_names)=ffffffff81021",
+        ),
+        ("phys_base)=", "phys_base)=x"),
+    ] {
+        let release = forged(&|text| text.replace("6.12.1", "6.6.6").replace(from, to));
+        assert_eq!(
+            release.as_deref(),
+            Ok(crate::craft_guest::RELEASE),
+            "{from}"
+        );
+    }
+    // One that does can only block.
+    let error = forged(&|text| text.replace("6.12.1", "6.6.6")).unwrap_err();
+    assert!(error.contains("two VMCOREINFO texts"), "{error}");
+    let error = forged(&|text| text.replace("sme_mask)=0", "sme_mask)=8")).unwrap_err();
+    assert!(error.contains("encrypted"), "{error}");
+    // A page table made for the purpose maps what is asked for, and _stext not to where the text says.
+    let release = forged_with_tables();
+    assert_eq!(release.as_deref(), Ok(crate::craft_guest::RELEASE));
+    // Every vCPU must map the kernel that a text names.
+    let mut guest = guest();
+    guest.cpus[1].cr3 = 0x5000;
+    let error = discover(&guest, &guest.cpus, Way::Note)
+        .map(drop)
+        .unwrap_err();
+    assert!(error.to_string().contains("VMCOREINFO"), "{error}");
+    guest.cpus[1] = guest.cpus[0];
+    guest.cpus[1].cr4 |= 1 << 12;
+    assert!(discover(&guest, &guest.cpus, Way::Note).is_err());
+}
+
+/// A text that names another `phys_base`, and a copy of the top page table where that puts it.
+fn forged_with_tables() -> Result<String, String> {
+    let guest = guest();
+    let (text, root) = (note_text(&guest), guest.cpus[0].cr3 as usize);
+    let table = guest.ram.borrow()[root..root + 4096].to_vec();
+    // Both pages are free.
+    let copy = 0x1a_8000;
+    let moved = (0x10_0000_i64 - 0x100_0000) + (copy - root as i64);
+    let base = text
+        .lines()
+        .find(|line| line.starts_with("NUMBER(phys_base)"));
+    let text = text.replace(base.unwrap(), &format!("NUMBER(phys_base)={moved}"));
+    guest.put_physical(copy as u64, &table);
+    guest.put_physical(
+        copy as u64 + 4096,
+        text.replace("6.12.1", "6.6.6").as_bytes(),
+    );
+    note(&guest).map(|kernel| kernel.release)
+}
+
+#[test]
+fn the_kernels_own_note_must_agree() {
+    for (from, to, expected) in [
+        ("6.12.1", "6.6.6", "the release"),
+        ("phys_base)=-", "phys_base)=-1", "phys_base"),
+        ("_stext)=ffffffff81", "_stext)=ffffffff82", "_stext"),
+    ] {
+        let error = after(|guest| {
+            let text = note_text(guest).replace(from, to);
+            guest.put_physical(NOTE, text.as_bytes());
+        });
+        assert!(error.contains(expected), "{error}");
+    }
+    // Memory that the pointer does not lead to is a kernel without a note.
+    let guest = guest();
+    guest.put_u64(guest.symbol("vmcoreinfo_data"), DIRECT + (1 << 40));
+    assert_eq!(image(&guest).unwrap().build_id, "");
+}
+
+/// The guest becomes another in the middle, at every read.
+#[test]
+fn memory_that_changes_while_it_is_read_ends_well() {
+    let guest = guest();
+    image(&guest).unwrap();
+    let whole = guest.ram.borrow().clone();
+    let reads = *guest.reads.borrow();
+    assert!(reads < 1000, "{reads}");
+    for first in 0..reads {
+        for fill in [None, Some(0), Some(0xff)] {
+            *guest.ram.borrow_mut() = whole.clone();
+            *guest.reads.borrow_mut() = 0;
+            *guest.before_read.borrow_mut() = Some(Box::new(move |number, ram| {
+                if number == first {
+                    match fill {
+                        Some(byte) => ram.fill(byte),
+                        None => ram.rotate_left(4096),
+                    }
+                }
+            }));
+            if let Ok(kernel) = image(&guest) {
+                // The gates were read after the change, or nothing was.
+                assert!(
+                    kernel
+                        .gates
+                        .iter()
+                        .any(|gate| gate.kind == GateKind::TextMutex)
+                );
+                assert_eq!(kernel.keys.len(), 8);
+            }
+        }
+    }
+}

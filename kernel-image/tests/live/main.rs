@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Discovery in a made-up guest: what is found, and what hostile guests get.
+
+// Of these two, only a part is used here.
+#[path = "../images/craft.rs"]
+#[allow(dead_code)]
+mod craft;
+mod craft_btf;
+mod craft_guest;
+#[path = "../images/craft_kallsyms.rs"]
+#[allow(dead_code)]
+mod craft_kallsyms;
+mod found;
+mod fuzz;
+mod hostile;
+#[path = "../../fuzz/src/live.rs"]
+mod live;
+#[path = "../../../static-keys/fuzz/src/short_run.rs"]
+mod short_run;
+mod types;

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The methods of `patchbay.v1.StaticKeysService` on holds.
+
+use std::time::{Duration, Instant};
+
+use patchbay_proto::v1;
+use static_keys::Patterns;
+use tonic::Request;
+
+use super::static_keys::{MAX_TTL, attempts, content};
+use super::{convert, invalid, time_allowed};
+use crate::keys::{HoldQuery, Keys, KeysError, MAX_UPDATES, ReleaseRequest, RenewRequest};
+
+pub async fn list(
+    keys: &Keys,
+    request: v1::ListHoldsRequest,
+) -> Result<v1::ListHoldsResponse, KeysError> {
+    let query = HoldQuery {
+        page_size: super::page_size(request.page_size)
+            .ok_or_else(|| invalid("page_size", super::NEGATIVE_PAGE_SIZE))?,
+        page_token: request.page_token,
+        patterns: Patterns::parse(&request.patterns)?,
+        holder: request.holder,
+    };
+    let keys = keys.clone();
+    // Reads the count of every key that is held.
+    let page = tokio::task::spawn_blocking(move || keys.holds(&query))
+        .await
+        .map_err(|error| KeysError::Internal {
+            message: format!("the holds cannot be listed: {error}; report it, it is a bug"),
+        })??;
+    Ok(v1::ListHoldsResponse {
+        holds: page.holds.into_iter().map(convert::hold).collect(),
+        next_page_token: page.next_page_token,
+    })
+}
+
+pub async fn release(
+    keys: &Keys,
+    request: Request<v1::ReleaseHoldsRequest>,
+    principal: String,
+) -> Result<v1::ReleaseHoldsResponse, KeysError> {
+    let received = Instant::now();
+    let deadline = received + time_allowed(request.metadata());
+    let mut request = request.into_inner();
+    check_ids(&request.ids)?;
+    let request_id = std::mem::take(&mut request.request_id);
+    let content = content(&request_id, &request)?;
+    let attempts = attempts(
+        request.stop_timeout,
+        request.retry_timeout,
+        received,
+        deadline,
+    )?;
+    let request = ReleaseRequest {
+        principal: principal.clone(),
+        force: request.force,
+        request_id,
+        content,
+        summary_only: super::summary_only(request.result_view)?,
+        stop_timeout: attempts.stop_timeout,
+        deadline: attempts.deadline,
+        ids: request.ids,
+    };
+    let outcome = keys.release(request).await?;
+    let page = keys.first_results(outcome, &principal);
+    let outcome = page.outcome();
+    Ok(v1::ReleaseHoldsResponse {
+        results: convert::results(page.results()),
+        next_page_token: page.next_page_token.clone(),
+        summary: Some(convert::summary(outcome.summary)),
+        report: outcome.report.map(convert::report),
+        revision: outcome.revision,
+        incarnation: keys.incarnation().to_string(),
+    })
+}
+
+pub async fn renew(
+    keys: &Keys,
+    request: v1::RenewHoldsRequest,
+    principal: String,
+) -> Result<v1::RenewHoldsResponse, KeysError> {
+    check_ids(&request.ids)?;
+    let request = RenewRequest {
+        ttl: super::from_proto("ttl", request.ttl, Duration::from_millis(1)..=MAX_TTL)?,
+        ids: request.ids,
+        principal,
+    };
+    let holds = keys.renew(request).await?;
+    Ok(v1::RenewHoldsResponse {
+        holds: holds.into_iter().map(convert::hold).collect(),
+    })
+}
+
+fn check_ids(ids: &[String]) -> Result<(), KeysError> {
+    if ids.is_empty() || ids.len() > MAX_UPDATES {
+        let message = format!("{} given; give 1 to {MAX_UPDATES}", ids.len());
+        return Err(invalid("ids", message));
+    }
+    Ok(())
+}

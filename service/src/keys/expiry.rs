@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Releases holds that have expired.
+//!
+//! All that is due goes in one transaction, but for tracepoints, which have a gate of their own. If a
+//! key is in the way, the lot is halved until the key is alone; the others of its lot are released
+//! first. Between two lots the thread serves a command. What cannot be released is tried again, each
+//! time twice as late, and is logged as a warning the first time.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use static_keys::{Class, Op};
+
+use super::draft::{Drops, Terms};
+use super::error::KeysError;
+use super::flip::Transaction;
+use super::holds::{Hold, KeyInstance};
+use super::owner::Owner;
+use super::registry::Registration;
+use super::standstill::Standstill;
+use super::{KeyUpdate, MAX_UPDATES, Target};
+use crate::guest::Guest;
+use crate::log_limit::limited;
+
+/// The principal of what the service does by itself.
+const MONITOR: &str = "monitor";
+/// Longest that a lot of expired holds may wait for a busy guest, and others for the lot.
+const BUDGET: Duration = Duration::from_millis(200);
+const STOP_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Keys with expired holds that are being released, in lots that are tried one by one.
+#[derive(Debug, Default)]
+pub(super) struct Expiries {
+    lots: Vec<Vec<KeyInstance>>,
+}
+
+impl<G: Guest> Owner<G> {
+    /// How long until the next lot is to be tried.
+    pub(super) fn next_expiry(&self) -> Option<Duration> {
+        if !self.expiries.lots.is_empty() {
+            return Some(Duration::ZERO);
+        }
+        let at = self.shared.book().holds.next_due()?;
+        Some(at.saturating_duration_since(self.shared.clock.now()))
+    }
+
+    /// Tries one lot, if there is one.
+    pub(super) fn expire(&mut self, standstill: &mut Standstill<'_, G>) {
+        let now = self.shared.clock.now();
+        if self.expiries.lots.is_empty() {
+            self.collect(now);
+        }
+        let Some(mut lot) = self.expiries.lots.pop() else {
+            return;
+        };
+        let Err(error) = self.release_expired(&lot, now, standstill) else {
+            return;
+        };
+        if lot.len() > 1 && !error.is_of_every_key() {
+            let half = lot.split_off(lot.len() / 2);
+            self.expiries.lots.extend([half, lot]);
+            return;
+        }
+        self.put_off(&lot, now, &error.to_string());
+    }
+
+    /// Makes lots of what is due.
+    fn collect(&mut self, now: Instant) {
+        let due = self.shared.book().holds.due(now);
+        if due.is_empty() {
+            return;
+        }
+        let (quarantined, due): (Vec<_>, Vec<_>) = {
+            let book = self.shared.book();
+            due.into_iter()
+                .partition(|key| book.quarantine.contains_key(key))
+        };
+        self.put_off(&quarantined, now, "the key is quarantined");
+        let snapshot = self.shared.registry.snapshot().ok();
+        let is_tracepoint = |key: &KeyInstance| {
+            let registration = &snapshot.as_ref()?.registration;
+            Some(registration.catalog.key(key.id)?.class == Class::Tracepoint)
+        };
+        let (tracepoints, others): (Vec<_>, Vec<_>) = due
+            .into_iter()
+            .partition(|key| is_tracepoint(key) == Some(true));
+        let lots = [tracepoints, others].into_iter();
+        self.expiries
+            .lots
+            .extend(lots.filter(|lot| !lot.is_empty()));
+    }
+
+    fn put_off(&self, keys: &[KeyInstance], now: Instant, why: &str) {
+        let mut new = 0;
+        {
+            let mut book = self.shared.book();
+            for &key in keys {
+                new += usize::from(book.holds.put_off(key, now));
+            }
+        }
+        let Some(first) = keys.first() else { return };
+        let (keys, first) = (keys.len(), first.id);
+        match new {
+            0 => tracing::debug!(keys, %first, why, "expired holds still cannot be released"),
+            new => limited!(warn, new, %first, why, "expired holds cannot be released yet"),
+        }
+    }
+
+    /// Releases the holds on these keys that have expired and that the guest has not voided.
+    fn release_expired(
+        &mut self,
+        lot: &[KeyInstance],
+        now: Instant,
+        standstill: &mut Standstill<'_, G>,
+    ) -> Result<(), KeysError> {
+        let snapshot = self.shared.registry.snapshot()?;
+        let live = self.shared.registry.live_epochs();
+        let mut updates = Vec::with_capacity(lot.len());
+        let mut waiting = Vec::new();
+        for &key in lot {
+            if !snapshot.registration.has(key) && live.contains(&key.epoch) {
+                waiting.push(key);
+                continue;
+            }
+            // What does not fit is still due, and makes the next lot.
+            let room = MAX_UPDATES - updates.len();
+            let expired = |hold: &Hold| hold.has_expired(now);
+            updates.extend(self.releases(&snapshot.registration, key, room, expired));
+        }
+        self.put_off(&waiting, now, "its module is not registered yet");
+        if updates.is_empty() {
+            return Ok(());
+        }
+        let transaction = Transaction {
+            updates: &updates,
+            terms: Terms::new(MONITOR, "the hold expired", Drops::Expired(now), None),
+            plan: None,
+            // Permission was given when the hold was taken.
+            allow_guarded: true,
+            validate_only: false,
+            stop_timeout: STOP_TIMEOUT,
+            deadline: Instant::now() + BUDGET,
+            request_id: "",
+            summary_only: true,
+        };
+        self.transact(&transaction, standstill, || false).map(drop)
+    }
+
+    /// An update for each reference on a key that `which` has and the guest has not voided, at most so
+    /// many; none if the key is gone.
+    pub(super) fn releases(
+        &self,
+        registration: &Registration,
+        instance: KeyInstance,
+        at_most: usize,
+        which: impl Fn(&Hold) -> bool,
+    ) -> Vec<KeyUpdate> {
+        let memory = registration.memory(self.guest.ram());
+        let found = registration
+            .has(instance)
+            .then(|| registration.catalog.key(instance.id))
+            .flatten()
+            .and_then(|key| Some((key, registration.state(&memory, key)?)));
+        let mut book = self.shared.book();
+        let Some((key, state)) = found else {
+            // Its references have gone with it.
+            book.holds.forget(instance);
+            return Vec::new();
+        };
+        let references = match state.count {
+            // The guest takes the first reference just now. The plan will find it so, and wait.
+            ..0 => 1,
+            _ => book.holds.follow_guest(instance, &state, which),
+        };
+        // Tracepoints are on or off.
+        let (op, references) = match key.class {
+            Class::Tracepoint => (Op::Disable, references.min(1)),
+            Class::Ref | Class::Guarded => (Op::Dec, references),
+        };
+        let name = Arc::clone(&key.full_name);
+        let update = |_| KeyUpdate {
+            keys: Target::Held {
+                name: Arc::clone(&name),
+                instance,
+            },
+            op,
+            etag: String::new(),
+        };
+        (0..references).take(at_most).map(update).collect()
+    }
+}

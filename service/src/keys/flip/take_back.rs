@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Gives back references that were taken beside the running guest and must not stay.
+
+use std::time::{Duration, Instant};
+
+use static_keys::{Options, Plan, Undo, Update};
+
+use super::{Obstacle, Transaction};
+use crate::guest::Guest;
+use crate::keys::error::KeysError;
+use crate::keys::owner::Owner;
+use crate::keys::registry::Registration;
+use crate::keys::standstill::Standstill;
+
+/// Time allowed for giving back references that only a stopped guest can be without.
+const GIVE_BACK_TIME: Duration = Duration::from_secs(1);
+const BETWEEN_GIVING_BACK: Duration = Duration::from_millis(1);
+
+/// Why references could not be given back in one attempt.
+enum TakeBack {
+    /// Another attempt may find it otherwise.
+    Later(String),
+    Failed(KeysError),
+}
+
+impl<G: Guest> Owner<G> {
+    /// Gives back references that the guest has made the last of their keys, so that only a stopped
+    /// guest can be without them.
+    pub(super) fn take_back(
+        &self,
+        taken_from: &Registration,
+        transaction: &Transaction<'_>,
+        standstill: &mut Standstill<'_, G>,
+        mut left: Vec<Update>,
+    ) -> Result<(), KeysError> {
+        // The rollback ignores the caller's deadline: it must complete.
+        let give_up = Instant::now() + GIVE_BACK_TIME;
+        loop {
+            // A key that is gone took its references with it.
+            let live = self.shared.registry.live_epochs();
+            left.retain(|update| {
+                let key = taken_from.catalog.key(update.key);
+                key.is_some_and(|key| live.contains(&taken_from.instance(key).epoch))
+            });
+            if left.is_empty() {
+                return Ok(());
+            }
+            let patience = transaction.stop_timeout;
+            let why = match self.try_take_back(patience, standstill, &mut left) {
+                Ok(()) => return Ok(()),
+                Err(TakeBack::Failed(error)) => return Err(error),
+                Err(TakeBack::Later(why)) => why,
+            };
+            if Instant::now() >= give_up {
+                let left = left.len();
+                return Err(KeysError::WriteFault {
+                    message: format!(
+                        "{left} references are left over that the guest made the last of their keys \
+                         meanwhile, and cannot be given back: {why}"
+                    ),
+                });
+            }
+            std::thread::sleep(BETWEEN_GIVING_BACK);
+        }
+    }
+
+    /// One attempt. A guest that has taken its registration back may register again.
+    fn try_take_back(
+        &self,
+        patience: Duration,
+        standstill: &mut Standstill<'_, G>,
+        left: &mut Vec<Update>,
+    ) -> Result<(), TakeBack> {
+        let later = |error: &dyn std::fmt::Display| TakeBack::Later(error.to_string());
+        let snapshot = self
+            .shared
+            .registry
+            .snapshot()
+            .map_err(|error| later(&error))?;
+        let registration = &*snapshot.registration;
+        let memory = registration.memory(self.guest.ram());
+        let options = Options {
+            allow_guarded: true,
+        };
+        let plan = Plan::new(&registration.catalog, &memory, left, &options)
+            .map_err(|error| later(&error))?;
+        let made = self
+            .make(patience, &snapshot, &memory, &plan, standstill)
+            .map_err(|error| later(&error))?;
+        match made {
+            Ok(_) => Ok(()),
+            Err(Obstacle::Commit(error)) if error.undo != Undo::Complete => Err(TakeBack::Failed(
+                self.write_fault(registration, &plan, &error),
+            )),
+            Err(obstacle) => {
+                // What could not be taken again is given back.
+                if let Obstacle::Entangled { left: given, .. } = &obstacle {
+                    left.retain(|update| given.iter().all(|of| of.key != update.key));
+                }
+                Err(later(&obstacle))
+            }
+        }
+    }
+}

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Lists holds, page by page.
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use static_keys::split_name;
+
+use super::error::KeysError;
+use super::holds::{Hold, KeyHolds, KeyInstance};
+use super::registry::Registration;
+use super::view::{ITEM_BYTES, MALFORMED, PAGE_BYTES, invalid_token};
+use super::{Incarnation, Keys, Patterns, hold_id};
+
+/// Which holds to list.
+#[derive(Clone, Debug, Default)]
+pub struct HoldQuery {
+    /// At least 1.
+    pub page_size: usize,
+    /// Of the page before; empty for the first.
+    pub page_token: String,
+    /// By the name of the key.
+    pub patterns: Patterns,
+    /// Only this principal's; all if empty.
+    pub holder: String,
+}
+
+/// A page of holds, by key and number.
+#[derive(Clone, Debug, Default)]
+pub struct HoldPage {
+    /// At most as many as the query asks for.
+    pub holds: Vec<HoldView>,
+    /// Empty on the last page.
+    pub next_page_token: String,
+}
+
+/// A hold as it is listed.
+#[derive(Clone, Debug)]
+pub struct HoldView {
+    /// Names it in other calls.
+    pub id: String,
+    /// "name" or "module:name".
+    pub key: Arc<str>,
+    /// The principal that took the references.
+    pub holder: Arc<str>,
+    /// As the holder gave it.
+    pub reason: Arc<str>,
+    /// At least 1.
+    pub references: u32,
+    /// When the first was taken.
+    pub since: SystemTime,
+    /// `None` if it does not expire.
+    pub expires_at: Option<SystemTime>,
+}
+
+impl HoldView {
+    pub(super) fn new(incarnation: &Incarnation, key: &Arc<str>, hold: &Hold) -> Self {
+        Self {
+            id: hold_id(incarnation, hold.number),
+            key: Arc::clone(key),
+            holder: Arc::clone(&hold.holder),
+            reason: Arc::clone(&hold.reason),
+            references: hold.references,
+            since: hold.since,
+            expires_at: hold.expires.map(|(_, at)| at),
+        }
+    }
+
+    pub(super) fn text_bytes(&self) -> usize {
+        self.id.len() + self.key.len() + self.holder.len() + self.reason.len()
+    }
+}
+
+impl Keys {
+    /// One page of holds, also of those on keys that are not registered at the moment.
+    ///
+    /// # Errors
+    /// [`KeysError::InvalidArgument`] for a page token of another incarnation.
+    pub fn holds(&self, query: &HoldQuery) -> Result<HoldPage, KeysError> {
+        let after = parse_position(self.incarnation(), &query.page_token)?;
+        let registry = &self.shared.registry;
+        let live = registry.live_epochs();
+        let snapshot = registry.snapshot().ok();
+        let registration = snapshot.as_ref().map(|snapshot| &*snapshot.registration);
+        let mut keys: Vec<(KeyInstance, KeyHolds)> = {
+            let book = self.shared.book();
+            let selected = |(key, holds): &(KeyInstance, &KeyHolds)| {
+                let (module, name) = split_name(holds.name());
+                live.contains(&key.epoch)
+                    && query.patterns.select(module, name)
+                    && after.is_none_or(|(after, _)| **holds.name() >= *after)
+            };
+            let holds = book.holds.iter().filter(selected);
+            holds.map(|(key, holds)| (key, holds.clone())).collect()
+        };
+        keys.sort_unstable_by(|(_, one), (_, other)| one.name().cmp(other.name()));
+        let mut page = HoldPage::default();
+        let mut bytes = 0;
+        for (key, mut holds) in keys {
+            if let Some(registration) = registration {
+                self.follow_guest(registration, key, &mut holds);
+            }
+            let mut of_key: Vec<&Hold> = holds.as_slice().iter().collect();
+            of_key.sort_unstable_by_key(|hold| hold.number);
+            for hold in of_key {
+                let is_passed =
+                    |(name, number): (&str, u64)| **holds.name() == *name && hold.number <= number;
+                let other = !query.holder.is_empty() && *hold.holder != *query.holder;
+                if other || after.is_some_and(is_passed) {
+                    continue;
+                }
+                let view = HoldView::new(self.incarnation(), holds.name(), hold);
+                bytes += view.text_bytes() + ITEM_BYTES;
+                if let Some(last) = page.holds.last()
+                    && (page.holds.len() == query.page_size || bytes > PAGE_BYTES)
+                {
+                    page.next_page_token = format!("{}.{}", last.id, last.key);
+                    return Ok(page);
+                }
+                page.holds.push(view);
+            }
+        }
+        Ok(page)
+    }
+
+    /// Principals that hold a key, as far as the guest has not voided that.
+    pub(crate) fn holders(&self, registration: &Registration, name: &str) -> Vec<Arc<str>> {
+        let Some(key) = registration.catalog.find(name) else {
+            return Vec::new();
+        };
+        let instance = registration.instance(key);
+        let mut holds = self.shared.book().holds.copy(instance);
+        if holds.as_slice().is_empty() {
+            return Vec::new();
+        }
+        self.follow_guest(registration, instance, &mut holds);
+        let holds = holds.as_slice().iter();
+        let mut holders: Vec<Arc<str>> = holds.map(|hold| Arc::clone(&hold.holder)).collect();
+        holders.sort_unstable();
+        holders.dedup();
+        holders
+    }
+
+    /// Keys that this principal holds, or held before the guest voided that.
+    pub(crate) fn held_keys(&self, holder: &str) -> Vec<Arc<str>> {
+        let live = self.shared.registry.live_epochs();
+        let book = self.shared.book();
+        let holds = |(key, holds): &(KeyInstance, &KeyHolds)| {
+            let mut all = holds.as_slice().iter();
+            live.contains(&key.epoch) && all.any(|hold| *hold.holder == *holder)
+        };
+        let held = book.holds.iter().filter(holds);
+        held.map(|(_, holds)| Arc::clone(holds.name())).collect()
+    }
+
+    /// Leaves out what the guest has voided, if the key can be read now.
+    fn follow_guest(
+        &self,
+        registration: &Registration,
+        instance: KeyInstance,
+        holds: &mut KeyHolds,
+    ) {
+        let (Ok(ram), true) = (self.ram(), registration.has(instance)) else {
+            return;
+        };
+        let key = registration.catalog.key(instance.id);
+        let state = key.and_then(|key| registration.state(&registration.memory(ram), key));
+        // A negative count: the guest takes the first reference just now.
+        if let Some(state) = state.filter(|state| state.count >= 0) {
+            holds.follow_guest(&state);
+        }
+    }
+}
+
+/// "id.key": the page goes on after that hold, whatever came or went meanwhile.
+fn parse_position<'a>(
+    incarnation: &Incarnation,
+    token: &'a str,
+) -> Result<Option<(&'a str, u64)>, KeysError> {
+    if token.is_empty() {
+        return Ok(None);
+    }
+    let (id, key) = token
+        .split_once('.')
+        .ok_or_else(|| invalid_token(MALFORMED))?;
+    match super::hold_number(incarnation, id) {
+        Some(number) => Ok(Some((key, number))),
+        None => Err(invalid_token(
+            "belongs to another incarnation or is malformed; list from the start",
+        )),
+    }
+}

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Holds on one key.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use smallvec::SmallVec;
+use static_keys::Probes;
+
+use super::{FIRST_RETRY, Hold, KeyState, LAST_RETRY};
+
+/// Holds on one key.
+#[derive(Clone, Debug, Default)]
+pub struct KeyHolds {
+    /// "name" or "module:name"; also while the key's module or kernel is not registered.
+    name: Arc<str>,
+    holds: SmallVec<[Hold; 1]>,
+    /// For whom the tracepoint fired when the first of them was taken, or when it was last fired or
+    /// parked; `None` for other keys.
+    probes: Option<Probes>,
+    retry: Option<Retry>,
+}
+
+/// An expired hold could not be released.
+#[derive(Clone, Copy, Debug)]
+struct Retry {
+    at: Instant,
+    wait: Duration,
+}
+
+impl KeyHolds {
+    /// Each of them.
+    pub fn as_slice(&self) -> &[Hold] {
+        &self.holds
+    }
+
+    /// The hold with this number.
+    pub fn find(&self, number: u64) -> Option<&Hold> {
+        self.holds.iter().find(|hold| hold.number == number)
+    }
+
+    /// "name" or "module:name".
+    pub fn name(&self) -> &Arc<str> {
+        &self.name
+    }
+
+    pub fn set_name(&mut self, name: &Arc<str>) {
+        self.name = Arc::clone(name);
+    }
+
+    /// References held by anyone.
+    pub fn references(&self) -> u32 {
+        self.holds.iter().map(|hold| hold.references).sum()
+    }
+
+    /// Takes one more reference; it joins a hold that differs in nothing else.
+    pub fn take(&mut self, hold: &Hold) {
+        match self.holds.iter_mut().find(|other| other.is_like(hold)) {
+            Some(other) => other.references = other.references.saturating_add(hold.references),
+            None => self.holds.push(hold.clone()),
+        }
+    }
+
+    /// The holder keeps the tracepoint firing from now on, for the probes that it has now. A hold that
+    /// it has already gets the new expiry.
+    pub fn fire(&mut self, hold: &Hold, probes: Option<Probes>) {
+        self.probes = probes;
+        let own = |other: &&mut Hold| other.holder == hold.holder;
+        match self.holds.iter_mut().find(own) {
+            Some(own) => {
+                own.expires = hold.expires;
+                own.fired = true;
+            }
+            None => self.holds.push(hold.clone()),
+        }
+    }
+
+    /// The number of the hold that a reference like this one has joined.
+    pub fn number_of(&self, taken: &Hold) -> Option<u64> {
+        let joined = self.holds.iter().find(|hold| hold.is_like(taken));
+        joined.map(|hold| hold.number)
+    }
+
+    /// Drops one reference of a hold that `which` has: of the one that expires first. False if there
+    /// is none.
+    pub fn drop_one(&mut self, which: impl Fn(&Hold) -> bool) -> bool {
+        let first = self
+            .holds
+            .iter()
+            .enumerate()
+            .filter(|(_, hold)| which(hold))
+            // Those that never expire come last; among equals the newest goes.
+            .min_by_key(|(index, hold)| {
+                (
+                    hold.expires.is_none(),
+                    hold.expires.map(|(at, _)| at),
+                    usize::MAX - index,
+                )
+            })
+            .map(|(index, _)| index);
+        let Some(index) = first else { return false };
+        self.holds[index].references -= 1;
+        if self.holds[index].references == 0 {
+            self.holds.remove(index);
+        }
+        true
+    }
+
+    /// Ends the holds on a tracepoint that `which` has. Whether that turns the key off: not while
+    /// somebody else holds it, nor if a fired event's probe is no longer the only one that there was.
+    pub fn end(&mut self, probes: Option<Probes>, which: impl Fn(&Hold) -> bool) -> bool {
+        let is_own = self.is_for(probes);
+        let mut may_turn_off = false;
+        self.holds.retain(|hold| {
+            let ends = which(hold);
+            may_turn_off |= ends && (!hold.fired || is_own);
+            !ends
+        });
+        may_turn_off && self.holds.is_empty()
+    }
+
+    /// Ends all holds.
+    pub fn clear(&mut self) {
+        self.holds.clear();
+    }
+
+    /// The tracepoint's holds are for the probes that it has now.
+    pub fn set_probes(&mut self, probes: Option<Probes>) {
+        self.probes = probes;
+    }
+
+    /// Whether the tracepoint fires for the same functions as when it was fired.
+    pub fn is_for(&self, probes: Option<Probes>) -> bool {
+        match (&self.probes, &probes) {
+            (Some(before), Some(now)) => before.same_functions(now),
+            (before, now) => before == now,
+        }
+    }
+
+    /// Forgets what the guest has voided: references beyond its count, which it has dropped itself, and
+    /// those on a tracepoint that fires for others than when they were taken. The key of such a
+    /// tracepoint was turned off by the guest and on again for the others. Holds of those who fired
+    /// the tracepoint stay: they are for the agent's probe.
+    pub fn follow_guest(&mut self, state: &KeyState) {
+        if self.probes != state.probes {
+            self.holds.retain(|hold| hold.fired);
+            if self.holds.is_empty() {
+                self.probes = state.probes;
+            }
+        }
+        match (state.tracepoint, u32::try_from(state.count).unwrap_or(0)) {
+            (true, 0) => self.holds.clear(),
+            (true, _) => {}
+            (false, count) => {
+                for _ in count..self.references() {
+                    self.drop_one(|_| true);
+                }
+            }
+        }
+        if self.holds.is_empty() {
+            self.probes = state.probes;
+        }
+    }
+
+    /// Gives holds a new expiry. One that then differs from an older one in nothing else joins it:
+    /// returns the numbers of both.
+    pub fn renew(
+        &mut self,
+        numbers: &HashSet<u64>,
+        expires: Option<(Instant, SystemTime)>,
+    ) -> Vec<(u64, u64)> {
+        let mut joined = Vec::new();
+        for mut hold in std::mem::take(&mut self.holds) {
+            if numbers.contains(&hold.number) {
+                hold.expires = expires;
+            }
+            match self.holds.iter_mut().find(|other| other.is_like(&hold)) {
+                Some(other) => {
+                    other.references = other.references.saturating_add(hold.references);
+                    other.since = other.since.min(hold.since);
+                    joined.push((hold.number, other.number));
+                }
+                None => self.holds.push(hold),
+            }
+        }
+        self.retry = None;
+        joined
+    }
+
+    /// Numbers new holds.
+    pub(super) fn number(&mut self, newest: &mut u64) {
+        for hold in self.holds.iter_mut().filter(|hold| hold.number == 0) {
+            *newest += 1;
+            hold.number = *newest;
+        }
+    }
+
+    /// When the first of them is to be released.
+    pub(super) fn due(&self) -> Option<Instant> {
+        let expiries = self.holds.iter().filter_map(|hold| hold.expires);
+        let first = expiries.map(|(at, _)| at).min()?;
+        Some(self.retry.map_or(first, |retry| first.max(retry.at)))
+    }
+
+    pub(super) fn reset_retry(&mut self) {
+        self.retry = None;
+    }
+
+    pub(super) fn put_off(&mut self, now: Instant) -> bool {
+        let earlier = self.retry;
+        let wait = earlier.map_or(FIRST_RETRY, |retry| (retry.wait * 2).min(LAST_RETRY));
+        let at = now + wait;
+        self.retry = Some(Retry { at, wait });
+        earlier.is_none()
+    }
+}

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+//! From a request to a plan, while the guest runs: names become keys, and each must allow its op.
+
+use static_keys::{Class, KeyChange, Op, Options, Plan, PlanError, Update, split_name};
+
+use super::address_space::Place;
+use super::draft::{Draft, Raced, Terms};
+use super::error::{KeyRefusal, KeysError};
+use super::etag;
+use super::flip::{Attempt, Flip, InTheWay, Transaction, refused, way_out};
+use super::holds::KeyInstance;
+use super::owner::Owner;
+use super::registry::{Instances, Registration, Snapshot};
+use super::selection::{KeyOp, Resolved};
+use super::{Book, ClosedGate, FlipReport};
+use crate::guest::Guest;
+
+/// A transaction that may be made. Holds and etags are looked at each time it is attempted.
+pub(super) struct Planned {
+    pub plan: Plan<Place>,
+    /// In order.
+    pub ops: Vec<PlannedOp>,
+    /// Of each selection, in order, the number of its keys.
+    pub selected: Vec<usize>,
+    /// Keys that selections matched and left out.
+    pub left_out: usize,
+}
+
+/// One op on one key.
+pub(super) struct PlannedOp {
+    pub key: KeyInstance,
+    pub op: Op,
+    pub is_tracepoint: bool,
+    /// Checked if not empty.
+    pub etag: String,
+}
+
+impl Planned {
+    /// The keys as the plan changes them, with what becomes of the holds.
+    pub fn flip(&self, draft: Draft, report: Option<FlipReport>) -> Flip {
+        Flip {
+            changes: self.plan.changes().cloned().collect(),
+            keys: draft.keys().collect(),
+            draft,
+            left_out: self.left_out,
+            report,
+        }
+    }
+}
+
+impl<G: Guest> Owner<G> {
+    /// Plans a transaction on the registration as it is.
+    pub(super) fn plan(
+        &self,
+        snapshot: &Snapshot,
+        transaction: &Transaction<'_>,
+    ) -> Result<Attempt<Planned>, KeysError> {
+        let registration = &*snapshot.registration;
+        let memory = registration.memory(self.guest.ram());
+        let mut resolved =
+            Resolved::new(registration, transaction.updates, transaction.allow_guarded)?;
+        self.leave_on(registration, &mut resolved, &transaction.terms);
+        let updates = resolved.ops.iter().map(|op| Update {
+            key: op.key.id,
+            op: op.op,
+        });
+        let updates: Vec<Update> = updates.collect();
+        let mut instances = Instances::of(registration);
+        let ops = resolved.ops.into_iter().map(|of| PlannedOp {
+            key: instances.instance(of.key),
+            op: of.op,
+            is_tracepoint: of.key.class == Class::Tracepoint,
+            etag: of.etag.to_owned(),
+        });
+        let ops: Vec<PlannedOp> = ops.collect();
+        self.check_quarantine(registration, &ops)?;
+        let options = Options {
+            allow_guarded: transaction.allow_guarded && self.allow_guarded,
+        };
+        match Plan::new(&registration.catalog, &memory, &updates, &options) {
+            Ok(plan) => Ok(Attempt::Done(Planned {
+                plan,
+                ops,
+                selected: resolved.selected,
+                left_out: resolved.left_out,
+            })),
+            Err(PlanError::Busy(busy)) => {
+                registration.check_refused(&busy)?;
+                Ok(Attempt::Busy((&busy).into()))
+            }
+            // The call permits it, and the monitor does not.
+            Err(PlanError::Guarded { key }) if transaction.allow_guarded => {
+                Err(KeysError::KeyRefused {
+                    key: key.to_string(),
+                    reason: KeyRefusal::Guarded,
+                    message: format!(
+                        "key {key} is guarded, and its monitor was started without permission for such keys; start it with permission"
+                    ),
+                })
+            }
+            Err(error) => Err(refused(&error)),
+        }
+    }
+
+    /// Tracepoints that are to be disabled and that somebody else keeps firing are enabled instead, which
+    /// changes nothing of them.
+    fn leave_on(&self, registration: &Registration, resolved: &mut Resolved<'_>, terms: &Terms) {
+        let memory = registration.memory(self.guest.ram());
+        let book = self.shared.book();
+        for KeyOp { key, op, .. } in &mut resolved.ops {
+            if key.class == Class::Tracepoint
+                && *op == Op::Disable
+                && let Some(state) = registration.state(&memory, key)
+                && terms.leave_on(&book.holds, registration.instance(key), &state)
+            {
+                *op = Op::Enable;
+            }
+        }
+    }
+
+    /// Refuses ops on quarantined keys.
+    pub(super) fn check_quarantine(
+        &self,
+        registration: &Registration,
+        ops: &[PlannedOp],
+    ) -> Result<(), KeysError> {
+        let book = self.shared.book();
+        if book.quarantine.is_empty() {
+            return Ok(());
+        }
+        for PlannedOp { key, .. } in ops {
+            let Some(why) = book.quarantine.get(key) else {
+                continue;
+            };
+            let key = registration.catalog.key(key.id);
+            let name = key.map_or("", |key| &*key.full_name);
+            return Err(KeysError::KeyRefused {
+                key: name.to_owned(),
+                reason: KeyRefusal::Quarantined,
+                message: format!(
+                    "key {name} is quarantined ({}); {}",
+                    why.message,
+                    way_out(split_name(name).0)
+                ),
+            });
+        }
+        Ok(())
+    }
+
+    /// Checks etags and holds against the counts that were planned with; returns what becomes of the
+    /// holds, or what has changed since the ops were chosen.
+    pub(super) fn follow(
+        &self,
+        registration: &Registration,
+        planned: &Planned,
+        terms: &Terms,
+    ) -> Result<Result<Draft, InTheWay>, KeysError> {
+        let memory = registration.memory(self.guest.ram());
+        let changes: Vec<&KeyChange> = planned.plan.changes().collect();
+        let book = self.shared.book();
+        let mut draft = Draft::with_capacity(changes.len());
+        for (op, &index) in planned.ops.iter().zip(planned.plan.folded()) {
+            let change = changes[index];
+            self.check_etag(&book, op, change)?;
+            if index == draft.len() {
+                // Later than the plan, which makes them a gate.
+                let state =
+                    registration.state_at(&memory, op.key.id, op.is_tracepoint, change.before);
+                draft.open(&book.holds, op.key, &change.name, state);
+            }
+            if draft.follow(index, &change.name, op.op, terms)? == Err(Raced) {
+                return Ok(Err(InTheWay {
+                    kind: ClosedGate::KeyChanged,
+                    name: format!("the holds on key {} have just changed", change.name),
+                    every_key: false,
+                    outdates_plan: true,
+                }));
+            }
+        }
+        Ok(Ok(draft))
+    }
+
+    /// The etag stands for the key before all ops.
+    fn check_etag(&self, book: &Book, op: &PlannedOp, change: &KeyChange) -> Result<(), KeysError> {
+        if op.etag.is_empty() {
+            return Ok(());
+        }
+        let count = change.before;
+        let revision = book.revision(op.key);
+        let current = etag(&self.shared.incarnation, op.key, revision, count);
+        if op.etag == current {
+            return Ok(());
+        }
+        Err(KeysError::EtagMismatch {
+            key: change.name.to_string(),
+            given: op.etag.clone(),
+            current,
+            count,
+        })
+    }
+}

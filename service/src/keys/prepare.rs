@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Changes in two steps: prepared now, and made later as they were prepared.
+//!
+//! A prepare ends where an update would write the intent. A commit begins there, with the plan that
+//! was kept, and goes the way of an update from then on. It does not plan: if the guest has moved on,
+//! it is refused as PLAN_STALE.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use super::audit::IntendedPlan;
+use super::draft::{Drops, Terms};
+use super::error::KeysError;
+use super::flip::{Attempt, InTheWay, Transaction};
+use super::owner::{Owner, Reply, summary};
+use super::plans::{CommitRequest, Kept, PrepareOutcome, PrepareRequest, Prepared, State, digest};
+use super::standstill::Standstill;
+use super::{ClosedGate, UpdateOutcome};
+use crate::guest::Guest;
+
+impl<G: Guest> Owner<G> {
+    /// Plans a change and keeps the plan.
+    pub(super) fn prepare<'g>(
+        &mut self,
+        request: PrepareRequest,
+        reply: &Reply<Arc<PrepareOutcome>>,
+        standstill: &mut Standstill<'g, G>,
+    ) -> Result<Arc<PrepareOutcome>, KeysError> {
+        if let Some(earlier) = self.plans.repeated(&request)? {
+            return Ok(earlier);
+        }
+        let drops = Drops::of(request.force);
+        let transaction = Transaction {
+            updates: &request.updates,
+            terms: Terms::new(&request.principal, &request.reason, drops, None),
+            plan: None,
+            allow_guarded: request.allow_guarded,
+            validate_only: true,
+            stop_timeout: Duration::ZERO,
+            deadline: request.deadline,
+            request_id: &request.request_id,
+            summary_only: request.summary_only,
+        };
+        let attempt = |owner: &mut Self, _: &mut Standstill<'g, G>| {
+            let snapshot = owner.snapshot()?;
+            let planned = match owner.plan(&snapshot, &transaction)? {
+                Attempt::Done(planned) => planned,
+                Attempt::Busy(gate) => return Ok(Attempt::Busy(gate)),
+            };
+            if let Some((key, site)) = planned.plan.unrecognised_site() {
+                return Ok(Attempt::Busy(unrecognised(key, site)));
+            }
+            let terms = &transaction.terms;
+            Ok(
+                match owner.follow(&snapshot.registration, &planned, terms)? {
+                    Ok(draft) => Attempt::Done((snapshot, planned, draft)),
+                    Err(raced) => Attempt::Busy(raced),
+                },
+            )
+        };
+        let cancelled = || reply.is_closed();
+        let ((snapshot, planned, draft), _) =
+            self.persist(request.deadline, standstill, cancelled, attempt)?;
+        let flip = planned.flip(draft, None);
+        let outcome = UpdateOutcome {
+            results: self.results(&transaction, &flip, &[]),
+            summary: summary(&flip),
+            revision: self.shared.registry.journal().latest(),
+            report: None,
+        };
+        let predicted_pause = if planned.plan.needs_pause() {
+            self.pauses.predict(planned.plan.site_count())
+        } else {
+            Some(Duration::ZERO)
+        };
+        let answer = Arc::new(PrepareOutcome {
+            plan_id: self.plans.next_id(&self.shared.incarnation),
+            digest: digest(&planned.plan),
+            outcome: Arc::new(outcome),
+            predicted_pause,
+            expires_at: SystemTime::now() + request.plan_ttl,
+        });
+        let kept = Kept {
+            principal: request.principal,
+            request_id: request.request_id,
+            content: request.content,
+            expires: self.shared.clock.now() + request.plan_ttl,
+            version: snapshot.version,
+            generation: snapshot.registration.generation,
+            answer: Arc::clone(&answer),
+            state: State::Prepared(Box::new(Prepared {
+                planned,
+                updates: request.updates,
+                force: request.force,
+                reason: request.reason,
+                hold_ttl: request.hold_ttl,
+            })),
+            bytes: 0,
+        };
+        self.plans.insert(kept, snapshot.version)?;
+        Ok(answer)
+    }
+
+    /// Makes a plan as it was prepared, once; a repeat gets the first answer.
+    pub(super) fn commit(
+        &mut self,
+        request: &CommitRequest,
+        reply: &Reply<Arc<UpdateOutcome>>,
+        standstill: &mut Standstill<'_, G>,
+    ) -> Result<Arc<UpdateOutcome>, KeysError> {
+        let mut kept = self.plans.take(&request.plan_id, &request.principal)?;
+        let result = self.commit_kept(&mut kept, request, reply, standstill);
+        if !matches!(result, Err(KeysError::PlanNotFound { .. })) {
+            self.plans.put_back(kept);
+        }
+        result
+    }
+
+    fn commit_kept<'g>(
+        &mut self,
+        kept: &mut Kept,
+        request: &CommitRequest,
+        reply: &Reply<Arc<UpdateOutcome>>,
+        standstill: &mut Standstill<'g, G>,
+    ) -> Result<Arc<UpdateOutcome>, KeysError> {
+        let plan_id = &request.plan_id;
+        let stale = |why: String| KeysError::PlanStale {
+            plan_id: plan_id.clone(),
+            why,
+        };
+        if !request.digest.is_empty() && request.digest != kept.answer.digest {
+            return Err(stale(format!(
+                "its digest is {}, and not the one in the request",
+                kept.answer.digest
+            )));
+        }
+        let prepared = match &mut kept.state {
+            State::Committed(first) => return Ok(Arc::clone(first)),
+            State::Prepared(prepared) => prepared,
+        };
+        // Changes made since the prepare have moved the ring on.
+        let registration = self.shared.registry.snapshot()?.registration;
+        let memory = registration.memory(self.guest.ram());
+        prepared.planned.plan.locate_records(&memory);
+        let now = self.shared.clock.now();
+        let expires = prepared
+            .hold_ttl
+            .map(|ttl| (now + ttl, SystemTime::now() + ttl));
+        let drops = Drops::of(prepared.force);
+        let transaction = Transaction {
+            updates: &prepared.updates,
+            terms: Terms::new(&kept.principal, &prepared.reason, drops, expires),
+            plan: Some(IntendedPlan {
+                id: plan_id,
+                digest: &kept.answer.digest,
+            }),
+            // The plan is of permitted keys.
+            allow_guarded: true,
+            validate_only: false,
+            stop_timeout: request.stop_timeout,
+            deadline: request.deadline,
+            request_id: &kept.request_id,
+            summary_only: request.summary_only,
+        };
+        let mut intent = None;
+        let planned = &prepared.planned;
+        let attempt = |owner: &mut Self, standstill: &mut Standstill<'g, G>| {
+            let snapshot = owner.snapshot()?;
+            if snapshot.registration.generation != kept.generation {
+                return Err(KeysError::PlanNotFound {
+                    plan_id: plan_id.clone(),
+                });
+            }
+            if snapshot.version != kept.version {
+                let why = "the guest's registration or modules have changed";
+                return Err(stale(why.to_owned()));
+            }
+            owner.check_quarantine(&snapshot.registration, &planned.ops)?;
+            let draft = match owner.follow(&snapshot.registration, planned, &transaction.terms)? {
+                Ok(draft) => draft,
+                Err(raced) => return Err(stale(raced.name)),
+            };
+            owner.intend(&transaction, &planned.selected, &mut intent)?;
+            match owner.change(&transaction, &snapshot, &planned.plan, standstill)? {
+                Ok(report) => Ok(Attempt::Done(planned.flip(draft, Some(report)))),
+                Err(gate) if gate.outdates_plan => Err(stale(gate.name)),
+                Err(gate) => Ok(Attempt::Busy(gate)),
+            }
+        };
+        let cancelled = || reply.is_closed();
+        let result = self.persist(request.deadline, standstill, cancelled, attempt);
+        let outcome = Arc::new(self.conclude(&transaction, result, intent)?);
+        kept.state = State::Committed(Arc::clone(&outcome));
+        Ok(outcome)
+    }
+}
+
+/// Bytes of a running guest that may be its own change of the site, or foreign.
+fn unrecognised(key: &str, site: u64) -> InTheWay {
+    InTheWay {
+        kind: ClosedGate::KeyChanged,
+        name: format!("the site at {site:#x} of key {key} holds neither its NOP nor its JMP"),
+        every_key: false,
+        outdates_plan: true,
+    }
+}

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest's own requests: it registers its kernel and its modules.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, PoisonError};
+
+use static_keys::Module;
+
+use super::{
+    KernelMemory, KernelTables, PageTable, Refused, Registration, Registry, Writer, read,
+    read_request,
+};
+use crate::abi;
+use crate::log_limit::limited;
+use crate::memory::GuestRam;
+use crate::paging::Levels;
+
+impl Registry {
+    /// Answers operation `op` of the guest (`OP_*` of [`abi`], not checked) with the page of guest
+    /// memory at `page`; returns 0 or a negative errno for the guest.
+    ///
+    /// Called on the vCPU's thread, which must not count as stopped before this returns.
+    pub fn request(&self, op: u32, page: u64) -> i32 {
+        let Some(ram) = self.ram.get() else {
+            return -libc::ENODEV;
+        };
+        match self.answer(ram, op, page) {
+            Ok(()) => 0,
+            Err(refused) => {
+                limited!(debug, op, error = %refused, "a request of the guest was refused");
+                self.state().error = refused.to_string();
+                self.changes.send_replace(());
+                -libc::EINVAL
+            }
+        }
+    }
+
+    fn register(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
+        let tables = read_request::<abi::Descriptor>(page, abi::OP_REGISTER)
+            .and_then(|descriptor| tables(ram, &descriptor));
+        self.install(ram, tables, writer)
+    }
+
+    fn unregister(&self, page: &[u8]) -> Result<(), Refused> {
+        read_request::<abi::Header>(page, abi::OP_UNREGISTER)?;
+        self.take_back();
+        Ok(())
+    }
+
+    /// The registration that a module request belongs to.
+    fn current(&self, generation: u64) -> Result<Arc<Registration>, Refused> {
+        match &self.state().registration {
+            None => Err(Refused(
+                "a module was told before the kernel had registered".to_owned(),
+            )),
+            Some(registration) if registration.generation != generation => Err(Refused(
+                "a module was told under another generation than the kernel's".to_owned(),
+            )),
+            Some(registration) => Ok(Arc::clone(registration)),
+        }
+    }
+
+    fn add_module(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
+        let request: abi::Module = read_request(page, abi::OP_MODULE_ADD)?;
+        let current = self.current(request.header.generation)?;
+        read::check_number("the module's load", request.load)?;
+        let known = self
+            .state()
+            .boot
+            .as_ref()
+            .and_then(|boot| boot.epoch_of(request.module, request.load));
+        let epoch = known.unwrap_or_else(|| writer.next_epoch());
+        let mut registration = (*current).clone();
+        let added = add_module(ram, &mut registration, &request, epoch);
+        let (name, others) = match added {
+            Ok(added) => added,
+            Err(refused) => {
+                self.remember_refused(&current, &request, &refused);
+                return Err(refused);
+            }
+        };
+        registration.refused.remove(request.module);
+        if let Some(boot) = &mut self.state().boot {
+            boot.loaded(request.module, request.load, epoch);
+            boot.limit(|module| registration.module_name(module).is_some());
+        }
+        let error = match request.directory_error {
+            0 => String::new(),
+            error => format!("module {name} lists no keys: its kernel failed with error {error}"),
+        };
+        self.publish_modules(registration, error);
+        self.announce_added(&name);
+        for other in others {
+            self.announce_added(&other);
+        }
+        Ok(())
+    }
+
+    /// So that who asks for a key of the module is told, for as long as it is loaded. A module that is
+    /// registered and added again stays what it is.
+    fn remember_refused(&self, current: &Registration, request: &abi::Module, refused: &Refused) {
+        if current.module_name(request.module).is_some() {
+            return;
+        }
+        let mut registration = current.clone();
+        let (name, why) = (read::field_text(&request.name), refused.to_string());
+        registration.refused.insert(request.module, name, &why);
+        self.publish_modules(registration, why);
+    }
+
+    fn delete_module(&self, page: &[u8]) -> Result<(), Refused> {
+        let request: abi::Module = read_request(page, abi::OP_MODULE_DEL)?;
+        let generation = request.header.generation;
+        if let Some(boot) = &mut self.state().boot
+            && boot.generation == generation
+        {
+            boot.unloaded(request.module);
+        }
+        if self.state().registration.is_none() {
+            return Ok(());
+        }
+        let current = self.current(generation)?;
+        // Idempotent, and also sent for loads that were rolled back before the module was added.
+        let Some(name) = current.module_name(request.module) else {
+            if current.refused.has(request.module) {
+                let mut registration = (*current).clone();
+                registration.refused.remove(request.module);
+                self.publish_modules(registration, String::new());
+            }
+            return Ok(());
+        };
+        let mut registration = (*current).clone();
+        registration.catalog.remove_module(request.module);
+        registration.modules.remove(name);
+        self.publish_modules(registration, String::new());
+        self.announce_removed(name);
+        Ok(())
+    }
+
+    /// Answers one request with the registry's view of it.
+    fn answer(&self, ram: &GuestRam, op: u32, page: u64) -> Result<(), Refused> {
+        // Copied once: what another vCPU writes there meanwhile is not looked at.
+        let mut copy = vec![0; abi::REQUEST_PAGE_SIZE];
+        ram.read(page, &mut copy)
+            .map_err(|error| Refused(format!("the request page cannot be read: {error}")))?;
+        // Requests of other vCPUs wait here; none of them can be stopped meanwhile.
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        match op {
+            abi::OP_REGISTER => self.register(ram, &copy, &mut writer),
+            abi::OP_UNREGISTER => self.unregister(&copy),
+            abi::OP_MODULE_ADD => self.add_module(ram, &copy, &mut writer),
+            abi::OP_MODULE_DEL => self.delete_module(&copy),
+            _ => Err(Refused(format!("operation {op} is unknown"))),
+        }
+    }
+}
+
+/// The numbers of a descriptor, checked.
+pub(super) fn tables(
+    ram: &GuestRam,
+    descriptor: &abi::Descriptor,
+) -> Result<KernelTables, Refused> {
+    let levels = if descriptor.flags & abi::FLAG_LA57 == 0 {
+        Levels::Four
+    } else {
+        Levels::Five
+    };
+    let page_table = PageTable {
+        root: descriptor.page_table,
+        levels,
+    };
+    read::check_number("the boot", descriptor.boot)?;
+    let memory = KernelMemory::new(ram, page_table);
+    let kernel = read::kernel(descriptor, &memory, levels)?;
+    Ok(KernelTables {
+        boot: descriptor.boot,
+        generation: descriptor.header.generation,
+        page_table,
+        page_table_isolation: descriptor.flags & abi::FLAG_PTI != 0,
+        kaslr_offset: descriptor.kaslr_offset,
+        release: read::field_text(&descriptor.release),
+        build_id: read::build_id(&descriptor.build_id),
+        kernel,
+    })
+}
+
+/// Reads and checks all that a module's request points at; answers the module's name, and the names
+/// of other images of which keys became known.
+fn add_module(
+    ram: &GuestRam,
+    registration: &mut Registration,
+    request: &abi::Module,
+    epoch: u64,
+) -> Result<(Arc<str>, BTreeSet<Arc<str>>), Refused> {
+    let levels = registration.page_table.levels;
+    read::check_reserved("the module's reserved field", request.reserved)?;
+    read::check_address("the module", request.module, levels)?;
+    let module = Module {
+        id: request.module,
+        name: read::module_name(&request.name)?,
+        jump_table: read::check_range("the jump table", request.jump_table, levels)?,
+        text: read::check_range("text", request.text, levels)?,
+        ro_after_init: read::check_range("ro_after_init", request.ro_after_init, levels)?,
+        directory: read::directory(request.directory)?,
+    };
+    let memory = registration.memory(ram);
+    let others = registration
+        .catalog
+        .add_module(&memory, &module)
+        .map_err(|error| Refused(error.to_string()))?;
+    let name: Arc<str> = registration
+        .module_name(request.module)
+        .unwrap_or_default()
+        .into();
+    registration.modules.insert(Arc::clone(&name), epoch);
+    Ok((name, others))
+}

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Releases and renews holds by their ids.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use super::audit::Renewal;
+use super::draft::{Drops, Terms};
+use super::error::{KeyRefusal, KeysError};
+use super::flip::Transaction;
+use super::hold_list::HoldView;
+use super::holds::{Hold, KeyInstance};
+use super::owner::{Command, Owner, Reply};
+use super::registry::Registration;
+use super::standstill::Standstill;
+use super::view::{ITEM_BYTES, PAGE_BYTES};
+use super::{Keys, MAX_UPDATES, UpdateOutcome, hold_number, replay};
+use crate::guest::Guest;
+
+/// Gives back the references of holds.
+#[derive(Clone, Debug)]
+pub struct ReleaseRequest {
+    /// 1 to [`MAX_UPDATES`].
+    pub ids: Vec<String>,
+    /// Who asks.
+    pub principal: String,
+    /// Release also holds of other principals.
+    pub force: bool,
+    /// Empty: cannot be repeated.
+    pub request_id: String,
+    /// Digest of everything but the request id.
+    pub content: replay::Content,
+    /// Answer with the summary alone.
+    pub summary_only: bool,
+    /// How long the vCPUs may take to stop.
+    pub stop_timeout: Duration,
+    /// When to stop trying.
+    pub deadline: Instant,
+}
+
+/// Gives holds a new expiry.
+#[derive(Clone, Debug)]
+pub struct RenewRequest {
+    /// 1 to [`MAX_UPDATES`].
+    pub ids: Vec<String>,
+    /// Who asks, and holds them.
+    pub principal: String,
+    /// From now on; `None`: they do not expire any more.
+    pub ttl: Option<Duration>,
+}
+
+/// The holds of a request.
+struct Chosen {
+    /// In the order of the ids.
+    numbers: Vec<u64>,
+    keys: HashMap<u64, KeyInstance>,
+}
+
+impl Keys {
+    /// Releases holds in one transaction. Dropping the future before the pause cancels it.
+    ///
+    /// # Errors
+    /// [`KeysError::HoldNotFound`], NOT_HOLDER, and as [`Keys::update`].
+    pub async fn release(&self, request: ReleaseRequest) -> Result<Arc<UpdateOutcome>, KeysError> {
+        self.ask(|reply| Command::Release(Box::new(request), reply))
+            .await
+    }
+
+    /// Renews all of the holds or none, in the order of the ids. The guest runs on.
+    ///
+    /// # Errors
+    /// [`KeysError::HoldNotFound`], NOT_HOLDER, [`KeysError::AuditLogUnwritable`].
+    pub async fn renew(&self, request: RenewRequest) -> Result<Vec<HoldView>, KeysError> {
+        self.ask(|reply| Command::Renew(request, reply)).await
+    }
+}
+
+impl<G: Guest> Owner<G> {
+    pub(super) fn release(
+        &mut self,
+        request: &ReleaseRequest,
+        reply: &Reply<Arc<UpdateOutcome>>,
+        standstill: &mut Standstill<'_, G>,
+    ) -> Result<Arc<UpdateOutcome>, KeysError> {
+        let (principal, id) = (&request.principal, &request.request_id);
+        if let Some(earlier) = self.replayed(principal, id, &request.content)? {
+            return Ok(earlier);
+        }
+        let snapshot = self.shared.registry.snapshot()?;
+        let holder = (!request.force).then_some(&**principal);
+        let chosen = self.choose(&request.ids, holder)?;
+        let numbers: HashSet<u64> = chosen.numbers.iter().copied().collect();
+        let (mut updates, mut seen) = (Vec::new(), HashSet::new());
+        for number in &chosen.numbers {
+            let key = chosen.keys[number];
+            if !seen.insert(key) {
+                continue;
+            }
+            self.check_registered(&snapshot.registration, key)?;
+            // One more shows that there are too many.
+            let room = MAX_UPDATES + 1 - updates.len();
+            let of_hold = |hold: &Hold| numbers.contains(&hold.number);
+            updates.extend(self.releases(&snapshot.registration, key, room, of_hold));
+        }
+        if updates.len() > MAX_UPDATES {
+            let message = format!(
+                "the holds have more than {MAX_UPDATES} references; release them in several calls, or drop some with dec"
+            );
+            return Err(super::invalid("ids", message));
+        }
+        let transaction = Transaction {
+            updates: &updates,
+            terms: Terms::new(principal, "release holds", Drops::Holds(numbers), None),
+            plan: None,
+            // Permission was given when the holds were taken.
+            allow_guarded: true,
+            validate_only: false,
+            stop_timeout: request.stop_timeout,
+            deadline: request.deadline,
+            request_id: id,
+            summary_only: request.summary_only,
+        };
+        let outcome = Arc::new(self.transact(&transaction, standstill, || reply.is_closed())?);
+        let results = outcome.results.len();
+        self.replay
+            .remember(principal, id, request.content, &outcome, results);
+        Ok(outcome)
+    }
+
+    pub(super) fn renew(&mut self, request: &RenewRequest) -> Result<Vec<HoldView>, KeysError> {
+        let chosen = self.choose(&request.ids, Some(&request.principal))?;
+        self.check_answer(&chosen)?;
+        let now = self.shared.clock.now();
+        let expires = request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl));
+        self.audit.renewal(&Renewal {
+            owner: &request.principal,
+            holds: &request.ids,
+            ttl_ms: request
+                .ttl
+                .map(|ttl| u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX)),
+        })?;
+        let numbers: HashSet<u64> = chosen.numbers.iter().copied().collect();
+        let keys: HashSet<KeyInstance> = chosen.keys.values().copied().collect();
+        let mut book = self.shared.book();
+        let mut joined = HashMap::new();
+        for key in keys {
+            let mut holds = book.holds.copy(key);
+            joined.extend(holds.renew(&numbers, expires));
+            book.holds.put(key, holds);
+        }
+        let view = |number: &u64| {
+            let holds = book.holds.get(chosen.keys[number])?;
+            let hold = holds.find(*joined.get(number).unwrap_or(number))?;
+            Some(HoldView::new(&self.shared.incarnation, holds.name(), hold))
+        };
+        Ok(chosen.numbers.iter().filter_map(view).collect())
+    }
+
+    /// The answer has all holds.
+    fn check_answer(&self, chosen: &Chosen) -> Result<(), KeysError> {
+        let book = self.shared.book();
+        let bytes = |number: &u64| {
+            let holds = book.holds.get(chosen.keys[number])?;
+            let hold = holds.find(*number)?;
+            let view = HoldView::new(&self.shared.incarnation, holds.name(), hold);
+            Some(view.text_bytes() + ITEM_BYTES)
+        };
+        let bytes: usize = chosen.numbers.iter().filter_map(bytes).sum();
+        if bytes > PAGE_BYTES {
+            let message = format!(
+                "the answer would take {bytes} bytes, more than {PAGE_BYTES}; renew the holds in several calls"
+            );
+            return Err(super::invalid("ids", message));
+        }
+        Ok(())
+    }
+
+    /// Finds holds by their ids; with a `holder`, only its own.
+    fn choose(&self, ids: &[String], holder: Option<&str>) -> Result<Chosen, KeysError> {
+        let mut numbers = Vec::with_capacity(ids.len());
+        let mut given = HashSet::with_capacity(ids.len());
+        for id in ids {
+            let number = hold_number(&self.shared.incarnation, id);
+            let number = number.ok_or_else(|| KeysError::HoldNotFound { id: id.clone() })?;
+            if !given.insert(number) {
+                let message = format!("hold {id} is given twice; give each id once");
+                return Err(super::invalid("ids", message));
+            }
+            numbers.push(number);
+        }
+        let live = self.shared.registry.live_epochs();
+        let snapshot = self.shared.registry.snapshot().ok();
+        let mut book = self.shared.book();
+        let mut keys = book.holds.find(&given);
+        keys.retain(|_, key| live.contains(&key.epoch));
+        let touched: HashSet<KeyInstance> = keys.values().copied().collect();
+        for instance in touched {
+            // A key that is not registered, or cannot be read, keeps its holds for now.
+            let state = snapshot.as_ref().and_then(|snapshot| {
+                let registration = &snapshot.registration;
+                let key = registration.catalog.key(instance.id);
+                let key = key.filter(|_| registration.has(instance))?;
+                registration.state(&registration.memory(self.guest.ram()), key)
+            });
+            if let Some(state) = state.filter(|state| state.count >= 0) {
+                book.holds.follow_guest(instance, &state, |_| true);
+            }
+        }
+        for (number, id) in numbers.iter().zip(ids) {
+            let not_found = || KeysError::HoldNotFound { id: id.clone() };
+            let holds = keys.get(number).and_then(|key| book.holds.get(*key));
+            let holds = holds.ok_or_else(not_found)?;
+            let hold = holds.find(*number).ok_or_else(not_found)?;
+            if holder.is_some_and(|holder| *hold.holder != *holder) {
+                return Err(KeysError::KeyRefused {
+                    key: holds.name().to_string(),
+                    reason: KeyRefusal::NotHolder,
+                    message: format!(
+                        "hold {id} on key {} belongs to {}; release it with force, or ask its holder",
+                        holds.name(),
+                        hold.holder
+                    ),
+                });
+            }
+        }
+        Ok(Chosen { numbers, keys })
+    }
+
+    /// A module that is loaded may not be registered at the moment.
+    fn check_registered(
+        &self,
+        registration: &Registration,
+        key: KeyInstance,
+    ) -> Result<(), KeysError> {
+        if registration.has(key) {
+            return Ok(());
+        }
+        let name = self.shared.book().holds.copy(key).name().to_string();
+        Err(KeysError::KeyRefused {
+            message: format!(
+                "key {name}: its module is loaded and not registered at the moment; try again once it is"
+            ),
+            key: name,
+            reason: KeyRefusal::ModuleRefused,
+        })
+    }
+}

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest as the service's seams see it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::image::MEMORY_BYTES;
+use super::{Hook, InMemoryGuest, lock};
+use crate::console::Console;
+use crate::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
+use crate::memory::GuestRam;
+use crate::pause::{Activity, LateVcpu, PauseError};
+
+impl Machine for InMemoryGuest {
+    fn description(&self) -> GuestDescription {
+        GuestDescription {
+            name: self.name.clone(),
+            vcpus: 1,
+            memory_bytes: MEMORY_BYTES,
+            transports: vec![Transport::Hypercall, Transport::Msr],
+        }
+    }
+
+    fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::SeqCst)
+    }
+
+    fn shut_down(&self) {
+        self.ended.store(true, Ordering::SeqCst);
+        self.console.close();
+    }
+
+    fn press_power_button(&self) {
+        self.pressed.store(true, Ordering::SeqCst);
+        if let Some(hook) = &mut *lock(&self.on_power_button) {
+            self.pressed.store(false, Ordering::SeqCst);
+            hook();
+        }
+    }
+
+    fn take_back_press(&self) -> bool {
+        self.pressed.swap(false, Ordering::SeqCst)
+    }
+
+    fn console(&self) -> &dyn Console {
+        &self.console
+    }
+}
+
+/// The guest, stopped.
+pub struct PausedInMemory {
+    rips: Vec<u64>,
+    hidden: bool,
+    held: Arc<AtomicBool>,
+    on_resume: Arc<Mutex<Option<Hook>>>,
+}
+
+impl Drop for PausedInMemory {
+    fn drop(&mut self) {
+        self.held.store(false, Ordering::SeqCst);
+        if let Some(hook) = &mut *lock(&self.on_resume) {
+            hook();
+        }
+    }
+}
+
+impl PausedGuest for PausedInMemory {
+    fn rips(&self) -> Option<&[u64]> {
+        (!self.hidden).then_some(&self.rips)
+    }
+
+    fn breakpoint_pending(&self) -> Option<bool> {
+        (!self.hidden).then_some(false)
+    }
+
+    fn stop_time(&self) -> Duration {
+        Duration::from_micros(20)
+    }
+}
+
+impl Guest for InMemoryGuest {
+    type Paused<'a> = PausedInMemory;
+
+    fn ram(&self) -> &GuestRam {
+        &self.ram
+    }
+
+    fn pause(&self, timeout: Duration) -> Result<PausedInMemory, PauseError> {
+        if self.has_ended() {
+            return Err(PauseError::Ended);
+        }
+        if self.late.load(Ordering::SeqCst) {
+            let late = vec![LateVcpu {
+                vcpu: 0,
+                activity: Activity::Guest,
+                last_rip: None,
+            }];
+            return Err(PauseError::Late {
+                deadline: timeout,
+                late,
+            });
+        }
+        if self.held.swap(true, Ordering::SeqCst) {
+            return Err(PauseError::AlreadyPaused);
+        }
+        self.pauses.fetch_add(1, Ordering::SeqCst);
+        if let Some(hook) = &mut *lock(&self.on_pause) {
+            hook();
+        }
+        Ok(PausedInMemory {
+            rips: lock(&self.rips).clone(),
+            hidden: self.hidden.load(Ordering::SeqCst),
+            held: Arc::clone(&self.held),
+            on_resume: Arc::clone(&self.on_resume),
+        })
+    }
+}

@@ -1,0 +1,369 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The gates that a guest lists: words of its kernel that have a known value while the kernel is not
+//! at work on its own text.
+//!
+//! Which words these are differs between kernel versions, so the guest lists them with address, width,
+//! mask and wanted value. What a gate protects ([`Concerns`]) decides for which changes it is looked
+//! at; its kind and name are for messages.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::catalog::CatalogError;
+use crate::entry::EntryFormat;
+use crate::memory::Width;
+
+/// Most gates of a guest.
+pub const GATES_MAX: usize = 64;
+/// Most CPUs with words of their own.
+pub const CPUS_MAX: usize = 4096;
+/// Most words of all gates together, those of each CPU included. All of them are read while the guest
+/// is stopped.
+pub const GATE_WORDS_MAX: usize = 8192;
+
+/// What a gate stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GateKind {
+    /// `system_state`: the kernel is booting or going down.
+    SystemState,
+    /// `jump_label_mutex`: the kernel changes a key, or loads or unloads a module.
+    JumpLabelMutex,
+    /// `text_mutex`: the kernel changes its text.
+    TextMutex,
+    /// A text change is under way: there may be a breakpoint in the text.
+    TextPoke,
+    /// Text changes are queued.
+    TextPokeQueue,
+    /// `tracepoints_mutex`: the kernel attaches or detaches a probe.
+    TracepointsMutex,
+    /// `module_mutex`: the kernel changes its list of modules.
+    ModuleMutex,
+    /// A kind that this version does not know.
+    Other(u32),
+}
+
+/// Which changes a gate is looked at for: those that any bit stands for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Concerns(pub u32);
+
+impl Concerns {
+    /// Every change, also one that only counts.
+    pub const COUNTS: Self = Self(1 << 0);
+    /// Every change that needs the guest stopped.
+    pub const SITES: Self = Self(1 << 1);
+    /// Switching a key of class guarded on or off.
+    pub const GUARDED: Self = Self(1 << 2);
+    /// Switching a key of class ref on or off.
+    pub const REF: Self = Self(1 << 3);
+    /// Switching a key of class tracepoint on or off.
+    pub const TRACEPOINT: Self = Self(1 << 4);
+    /// Switching a key that a module defines or branches on.
+    pub const MODULES: Self = Self(1 << 5);
+    /// All that are defined.
+    pub const ALL: Self = Self((1 << 6) - 1);
+
+    /// Whether the two have a bit in common.
+    #[must_use]
+    pub const fn intersects(self, other: Self) -> bool {
+        self.0 & other.0 != 0
+    }
+
+    /// The bits of both.
+    #[must_use]
+    pub const fn union(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+/// A gate as a guest lists it, in plain numbers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListedGate {
+    /// What it stands for.
+    pub kind: GateKind,
+    /// What the guest calls the word, printable; may be empty.
+    pub name: Arc<str>,
+    /// Guest-virtual address of the word; for a gate of each CPU what is added to the CPU's offset.
+    pub address: u64,
+    /// Each CPU has such a word.
+    pub per_cpu: bool,
+    /// 1, 2, 4 or 8 bytes.
+    pub width: u8,
+    /// The bits that are compared.
+    pub mask: u64,
+    /// Their value while the gate is open.
+    pub wanted: u64,
+    /// Which changes it is looked at for.
+    pub concerns: Concerns,
+}
+
+/// A list of gates that cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GateError {
+    /// More than [`GATES_MAX`].
+    #[error("{0} gates are more than the {GATES_MAX} that are supported")]
+    TooMany(usize),
+    /// More than [`CPUS_MAX`].
+    #[error("{0} CPU offsets are more than the {CPUS_MAX} that are supported")]
+    TooManyCpus(usize),
+    /// More than [`GATE_WORDS_MAX`].
+    #[error("the gates of all CPUs have more than the {GATE_WORDS_MAX} words that are supported")]
+    TooManyWords,
+    /// A gate per CPU, and no CPU.
+    #[error("gate {0} is one word for each CPU, but the guest listed no CPU offsets")]
+    NoCpus(String),
+    /// Not a power of two up to 8.
+    #[error("gate {gate} is {width} bytes wide, expected 1, 2, 4 or 8")]
+    Width {
+        /// The gate.
+        gate: String,
+        /// As given.
+        width: u8,
+    },
+    /// A word that could straddle two pages.
+    #[error("gate {gate} at {address:#x} is not aligned to its {width} bytes")]
+    Unaligned {
+        /// The gate.
+        gate: String,
+        /// Of the word.
+        address: u64,
+        /// In bytes.
+        width: usize,
+    },
+    /// No bit is compared, or one outside the word.
+    #[error("gate {gate} has the mask {mask:#x}, expected some of the bits of a {width}-byte word")]
+    Mask {
+        /// The gate.
+        gate: String,
+        /// As given.
+        mask: u64,
+        /// In bytes.
+        width: usize,
+    },
+    /// The gate could never open.
+    #[error("gate {gate} wants the value {wanted:#x}, which its mask {mask:#x} excludes")]
+    Wanted {
+        /// The gate.
+        gate: String,
+        /// As given.
+        wanted: u64,
+        /// As given.
+        mask: u64,
+    },
+    /// Concerns nothing, or what this version does not know.
+    #[error("gate {gate} concerns {concerns:#x}, expected some of the bits {:#x}", Concerns::ALL.0)]
+    Concerns {
+        /// The gate.
+        gate: String,
+        /// As given.
+        concerns: u32,
+    },
+}
+
+/// A gate of the kernel, as it is named when it is found closed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelGate {
+    /// What it stands for.
+    pub kind: GateKind,
+    /// What the guest calls it; may be empty.
+    pub name: Arc<str>,
+    /// The CPU that the word belongs to, by its place in the list of offsets.
+    pub cpu: Option<u32>,
+}
+
+impl KernelGate {
+    fn new(listed: &ListedGate) -> Self {
+        Self {
+            kind: listed.kind,
+            name: Arc::clone(&listed.name),
+            cpu: None,
+        }
+    }
+
+    /// The guest's name, or the kind's number.
+    fn label(&self) -> String {
+        match (&*self.name, self.kind) {
+            ("", GateKind::Other(number)) => format!("of kind {number}"),
+            ("", kind) => format!("{kind:?}"),
+            (name, _) => name.to_owned(),
+        }
+    }
+}
+
+impl fmt::Display for KernelGate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = self.label();
+        match self.kind {
+            GateKind::SystemState => f.write_str("system_state is not SYSTEM_RUNNING"),
+            GateKind::JumpLabelMutex => f.write_str("jump_label_mutex is held"),
+            GateKind::TextMutex => f.write_str("text_mutex is held"),
+            GateKind::TextPoke => write!(f, "a text change is under way ({name})"),
+            GateKind::TextPokeQueue => write!(f, "text changes are queued ({name})"),
+            GateKind::TracepointsMutex => f.write_str("tracepoints_mutex is held"),
+            GateKind::ModuleMutex => f.write_str("module_mutex is held"),
+            GateKind::Other(_) => write!(f, "the guest's gate {name} is closed"),
+        }?;
+        match self.cpu {
+            Some(cpu) => write!(f, " on CPU {cpu}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A word of a gate.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct GateWord {
+    pub gate: KernelGate,
+    pub address: u64,
+    pub width: Width,
+    pub mask: u64,
+    pub wanted: u64,
+    pub concerns: Concerns,
+}
+
+/// All words of a guest's gates, in the order that the guest listed them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Gates(Arc<[GateWord]>);
+
+impl Gates {
+    /// Checks the list, and makes one word for each CPU where a gate has one. `cpu_offsets` is what to
+    /// add to the address of such a gate, for each CPU.
+    ///
+    /// # Errors
+    /// [`GateError`] names the gate.
+    pub fn new(listed: &[ListedGate], cpu_offsets: &[u64]) -> Result<Self, GateError> {
+        if listed.len() > GATES_MAX {
+            return Err(GateError::TooMany(listed.len()));
+        }
+        if cpu_offsets.len() > CPUS_MAX {
+            return Err(GateError::TooManyCpus(cpu_offsets.len()));
+        }
+        let each = |gate: &ListedGate| if gate.per_cpu { cpu_offsets.len() } else { 1 };
+        // Cannot overflow: both lists are bounded.
+        let total = listed.iter().map(each).sum();
+        if total > GATE_WORDS_MAX {
+            return Err(GateError::TooManyWords);
+        }
+        let mut words = Vec::with_capacity(total);
+        for gate in listed {
+            let word = check(gate)?;
+            if !gate.per_cpu {
+                words.push(aligned(word)?);
+                continue;
+            }
+            if cpu_offsets.is_empty() {
+                return Err(GateError::NoCpus(word.gate.label()));
+            }
+            for (cpu, offset) in (0..).zip(cpu_offsets) {
+                let mut word = word.clone();
+                word.gate.cpu = Some(cpu);
+                // Linux adds modulo 2^64: where per-CPU symbols have addresses of the kernel image, the
+                // offset is what leads from there to the CPU's copy.
+                word.address = word.address.wrapping_add(*offset);
+                words.push(aligned(word)?);
+            }
+        }
+        Ok(Self(words.into()))
+    }
+
+    pub(crate) fn words(&self) -> &[GateWord] {
+        &self.0
+    }
+
+    /// Name and address of each word.
+    pub fn addresses(&self) -> impl Iterator<Item = (String, u64)> {
+        self.0.iter().map(|word| (word.gate.label(), word.address))
+    }
+
+    /// Whether a gate of this kind is looked at for such changes.
+    pub(crate) fn has(&self, kind: GateKind, concerns: Concerns) -> bool {
+        self.0
+            .iter()
+            .any(|word| word.gate.kind == kind && word.concerns.intersects(concerns))
+    }
+
+    /// Whether a gate is looked at for such changes.
+    pub(crate) fn concern(&self, concerns: Concerns) -> bool {
+        self.0.iter().any(|word| word.concerns.intersects(concerns))
+    }
+
+    /// Checks that what every kernel has is there: a list that is incomplete would let a change through
+    /// in the middle of the kernel's own.
+    pub(crate) fn check_complete(&self, format: EntryFormat) -> Result<(), CatalogError> {
+        let has_jump_labels = format != EntryFormat::None;
+        for (kind, concerns, what, needed) in [
+            (
+                GateKind::SystemState,
+                Concerns::COUNTS,
+                "system_state",
+                true,
+            ),
+            (
+                GateKind::JumpLabelMutex,
+                Concerns::SITES,
+                "jump_label_mutex",
+                has_jump_labels,
+            ),
+            (
+                GateKind::TextMutex,
+                Concerns::SITES,
+                "text_mutex",
+                has_jump_labels,
+            ),
+        ] {
+            if needed && !self.has(kind, concerns) {
+                return Err(CatalogError::GateMissing { what });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn check(listed: &ListedGate) -> Result<GateWord, GateError> {
+    let kernel_gate = KernelGate::new(listed);
+    let gate = || kernel_gate.label();
+    let &ListedGate { mask, wanted, .. } = listed;
+    let width = Width::of(listed.width).ok_or_else(|| GateError::Width {
+        gate: gate(),
+        width: listed.width,
+    })?;
+    if mask == 0 || mask & !width.mask() != 0 {
+        return Err(GateError::Mask {
+            gate: gate(),
+            mask,
+            width: width.bytes(),
+        });
+    }
+    if wanted & !mask != 0 {
+        return Err(GateError::Wanted {
+            gate: gate(),
+            wanted,
+            mask,
+        });
+    }
+    let concerns = listed.concerns;
+    if concerns.0 == 0 || concerns.0 & !Concerns::ALL.0 != 0 {
+        return Err(GateError::Concerns {
+            gate: gate(),
+            concerns: concerns.0,
+        });
+    }
+    Ok(GateWord {
+        gate: kernel_gate,
+        address: listed.address,
+        width,
+        mask,
+        wanted,
+        concerns,
+    })
+}
+
+fn aligned(word: GateWord) -> Result<GateWord, GateError> {
+    if word.address.is_multiple_of(word.width.bytes() as u64) {
+        return Ok(word);
+    }
+    Err(GateError::Unaligned {
+        gate: word.gate.label(),
+        address: word.address,
+        width: word.width.bytes(),
+    })
+}

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use patchbay_kernel_image::live::{Concerns, GateKind, Kernel, NoteFound, Way, discover};
+use patchbay_kernel_image::{Class, inspect};
+use static_keys::Branch;
+
+use super::qemu::Guest;
+
+#[test]
+fn debian_6_1_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_1", "")
+}
+
+#[test]
+fn debian_6_12_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_12", "")
+}
+
+#[test]
+fn debian_6_12_cloud_with_page_table_isolation() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_12", "pti=on")
+}
+
+/// Folders of any other kernels, separated by colons.
+#[test]
+fn others() -> Result<()> {
+    let variable = "PATCHBAY_TEST_STOCK_OTHERS";
+    let Some(folders) = std::env::var_os(variable) else {
+        patchbay_tests::skip(&format!("{variable} names no folders"));
+        return Ok(());
+    };
+    std::env::split_paths(&folders).try_for_each(|folder| check_folder(folder, ""))
+}
+
+fn check(variable: &str, append: &str) -> Result<()> {
+    match std::env::var_os(variable) {
+        Some(folder) => check_folder(folder.into(), append),
+        None => {
+            patchbay_tests::skip(&format!(
+                "{variable} names no kernel; `cargo xtask test` fetches and names it"
+            ));
+            Ok(())
+        }
+    }
+}
+
+fn check_folder(folder: PathBuf, append: &str) -> Result<()> {
+    let Some(mut guest) = Guest::boot(&folder, append)? else {
+        patchbay_tests::skip("there is no qemu-system-x86_64");
+        return Ok(());
+    };
+    let kernel = stopped(&mut guest)?;
+    println!("{}", summary(&kernel));
+    ensure!(kernel.evidence.note == NoteFound::Agrees);
+    ensure!(kernel.evidence.cpus == 2);
+    ensure!(
+        kernel.evidence.missing_gates.is_empty(),
+        "{:?}",
+        kernel.evidence
+    );
+    ensure!(kernel.page_table_isolation == Some(append.contains("pti=on")));
+    file_agrees(&std::fs::read(folder.join("vmlinuz"))?, &kernel)?;
+    ways_agree(&mut guest, &kernel)?;
+    debug_lines_agree(&mut guest, &kernel)?;
+    guest_flips_its_own(&mut guest, &kernel)?;
+    modules_go(&mut guest, &kernel)
+}
+
+/// Discovers the guest while it stands still.
+fn stopped(guest: &mut Guest) -> Result<Kernel> {
+    guest.stop()?;
+    let cpus = guest.cpus()?;
+    let kernel = discover(&guest.ram, &cpus, Way::Image);
+    guest.resume()?;
+    kernel.context("the image way")
+}
+
+fn summary(kernel: &Kernel) -> String {
+    let class = |class| kernel.keys.iter().filter(|key| key.class == class).count();
+    let entries: usize = kernel.images.iter().map(|image| image.sites.len()).sum();
+    let time: std::time::Duration = kernel.evidence.parts.iter().map(|part| part.time).sum();
+    format!(
+        "{}: {entries} entries, {} keys, {} / {} / {}, {} modules, {} gates, {time:?}: {:?}",
+        kernel.release,
+        kernel.keys.len(),
+        class(Class::Tracepoint),
+        class(Class::Dyndbg),
+        class(Class::Never),
+        kernel.images.len() - 1,
+        kernel.gates.len(),
+        kernel.evidence.parts,
+    )
+}
+
+/// The file that was booted has the same keys with the same names, classes and sites.
+fn file_agrees(vmlinuz: &[u8], kernel: &Kernel) -> Result<()> {
+    let report = inspect(vmlinuz, None)?;
+    let moved = kernel.kaslr_offset.context("an offset in VMCOREINFO")?;
+    ensure!(report.image.release.as_deref() == Some(kernel.release.as_str()));
+    ensure!(report.summary.sites == kernel.images[0].sites.len());
+    let mut found: BTreeMap<u64, _> = kernel.keys.iter().map(|key| (key.address, key)).collect();
+    for key in &report.keys {
+        let live = found
+            .remove(&(key.address + moved))
+            .with_context(|| format!("{} is in the file and not in the guest", key.name))?;
+        ensure!(
+            live.class == key.class,
+            "{live:?} is {:?} in the file",
+            key.class
+        );
+        ensure!(
+            live.name == key.name,
+            "{} is {} in the file",
+            live.name,
+            key.name
+        );
+        ensure!(
+            live.debug == key.debug,
+            "{:?} is {:?} in the file",
+            live.debug,
+            key.debug
+        );
+        ensure!(
+            live.sealed || !key.ro_after_init,
+            "{live:?} is sealed in the file"
+        );
+        let mut sites: Vec<(u64, u64, bool, bool)> = Vec::new();
+        for (image, range) in live.sites.iter().filter(|(image, _)| *image == 0) {
+            let run = &kernel.images[*image].sites[range.clone()];
+            sites.extend(run.iter().map(|site| {
+                let entry = &site.entry;
+                (
+                    entry.code - moved,
+                    entry.target - moved,
+                    entry.likely,
+                    entry.init,
+                )
+            }));
+        }
+        sites.sort_unstable();
+        let in_file = key.sites.iter();
+        let in_file: Vec<_> = in_file
+            .map(|site| (site.address, site.target, site.likely, site.init))
+            .collect();
+        ensure!(sites == in_file, "the sites of {} differ", key.name);
+    }
+    // What is left has sites in modules alone.
+    let left = found
+        .values()
+        .find(|key| key.sites.iter().any(|(image, _)| *image == 0));
+    ensure!(left.is_none(), "{left:?} is not in the file");
+    Ok(())
+}
+
+/// The search for VMCOREINFO finds the same, with and without registers.
+fn ways_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
+    guest.stop()?;
+    let cpus = guest.cpus()?;
+    for cpus in [cpus.as_slice(), &[]] {
+        let began = Instant::now();
+        let other = discover(&guest.ram, cpus, Way::Note)?;
+        println!(
+            "by VMCOREINFO in {:?}, {:?}",
+            began.elapsed(),
+            other.evidence.parts[0]
+        );
+        ensure!(other.evidence.note == NoteFound::Searched);
+        ensure!(other.boot == kernel.boot && other.page_table == kernel.page_table);
+        let same = |a: &Kernel, b: &Kernel| {
+            let keys = a.keys.iter().zip(&b.keys);
+            a.keys.len() == b.keys.len()
+                && keys
+                    .into_iter()
+                    .all(|(a, b)| (a.address, &a.name) == (b.address, &b.name))
+        };
+        ensure!(same(&other, kernel), "the two ways find other keys");
+    }
+    guest.resume()
+}
+
+/// The kernel's own list of its pr_debug() lines has those that were found.
+fn debug_lines_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
+    let listed = guest.shell("grep -c '^[^#]' /sys/kernel/debug/dynamic_debug/control")?;
+    let listed = listed.lines().find_map(|line| line.trim().parse().ok());
+    let listed: usize = listed.context("a number of lines")?;
+    let found = kernel
+        .keys
+        .iter()
+        .filter(|key| key.class == Class::Dyndbg)
+        .count();
+    println!("{found} of {listed} lines of dynamic debug have a site");
+    ensure!(found <= listed && found * 10 > listed * 9);
+    let line = kernel.keys.iter().find_map(|key| {
+        let line = key.debug.as_ref()?;
+        (line.file == "drivers/net/virtio_net.c").then_some(line)
+    });
+    let line = line.context("a line of virtio_net")?;
+    let pattern = format!("{}:{} ", line.file, line.line);
+    let listed = guest.shell(&format!(
+        "grep -F '{pattern}' /sys/kernel/debug/dynamic_debug/control"
+    ))?;
+    ensure!(
+        listed.contains(&format!("]{} =", line.function)),
+        "{listed}"
+    );
+    Ok(())
+}
+
+/// Counts and sites follow what the guest does with its own keys.
+fn guest_flips_its_own(guest: &mut Guest, before: &Kernel) -> Result<()> {
+    guest.shell("echo 1 >/sys/kernel/tracing/events/sched/sched_switch/enable")?;
+    guest.shell("echo 'module virtio_net +p' >/sys/kernel/debug/dynamic_debug/control")?;
+    let after = stopped(guest)?;
+    ensure!(after.boot == before.boot);
+    let taken = |kernel: &Kernel, name: &str| -> Result<(i32, bool)> {
+        let key = kernel.keys.iter().find(|key| key.name == name);
+        let key = key.with_context(|| format!("a key {name}"))?;
+        let sites = key
+            .sites
+            .iter()
+            .flat_map(|(image, range)| &kernel.images[*image].sites[range.clone()]);
+        let mut holds = sites.filter_map(|site| site.holds);
+        Ok((key.count, holds.all(|(_, branch)| branch == Branch::Jump)))
+    };
+    ensure!(taken(before, "sched_switch")? == (0, false));
+    ensure!(taken(&after, "sched_switch")? == (1, true));
+    let lines = |kernel: &Kernel| {
+        let of_module = |key: &&patchbay_kernel_image::live::Key| {
+            key.debug
+                .as_ref()
+                .is_some_and(|line| line.module == "virtio_net")
+        };
+        kernel
+            .keys
+            .iter()
+            .filter(of_module)
+            .map(|key| key.count)
+            .collect::<Vec<_>>()
+    };
+    ensure!(!lines(before).is_empty() && lines(before).iter().all(|count| *count == 0));
+    ensure!(
+        lines(&after).iter().all(|count| *count == 1),
+        "{:?}",
+        lines(&after)
+    );
+    Ok(())
+}
+
+/// A module that goes takes its keys along, and the gates tell.
+fn modules_go(guest: &mut Guest, before: &Kernel) -> Result<()> {
+    guest.shell("rmmod virtio_blk")?;
+    let after = stopped(guest)?;
+    ensure!(after.images.len() + 1 == before.images.len());
+    let names = |kernel: &Kernel| kernel.images.iter().any(|image| image.name == "virtio_blk");
+    ensure!(names(before) && !names(&after));
+    for kind in [GateKind::ModuleCount, GateKind::ModuleList] {
+        let wanted = |kernel: &Kernel| {
+            let gates = kernel.gates.iter();
+            let gates =
+                gates.filter(|gate| gate.kind == kind && gate.concerns == Concerns::Modules);
+            gates
+                .map(|gate| (gate.address, gate.wanted))
+                .collect::<Vec<_>>()
+        };
+        ensure!(wanted(before) != wanted(&after), "{kind:?}");
+    }
+    Ok(())
+}
