@@ -77,8 +77,11 @@ pub trait Guest: Machine + 'static {
     /// - Accesses to ports and device memory are settled: an instruction that left the guest for one has
     ///   completed, so that the published RIP is the next one's.
     ///
-    /// Called by one thread at a time. It neither allocates nor takes a lock that another thread may
-    /// hold once the first vCPU was asked to stop, and the same holds for dropping the answer.
+    /// Called by one thread at a time. Where vCPUs are threads of this process, it neither allocates nor
+    /// takes a lock that another thread may hold once the first vCPU was asked to stop, and the same
+    /// holds for dropping the answer.
+    ///
+    /// A stop does not outlive this process, however it ends.
     ///
     /// # Errors
     /// [`PauseError`]; the guest then runs on, or has ended, and no vCPU stays stopped.
@@ -89,8 +92,9 @@ pub trait Guest: Machine + 'static {
 /// Where the vCPUs stopped. Answers do not change while the guest is stopped, and are given without
 /// allocating.
 ///
-/// A monitor that cannot look at a vCPU says that it does not know, and never guesses: the service
-/// patches no text of a guest about which it is not told.
+/// A monitor that cannot look at a vCPU says that it does not know, and never guesses. The service then
+/// patches text only if the kernel's own words rule out that a vCPU is inside a site
+/// ([`crate::keys::registry::Promises::text_gates`]).
 pub trait PausedGuest {
     /// Guest-virtual addresses of the next instruction of each vCPU, in the order of the vCPUs; those
     /// that have not started or have ended have none. `None`: unknown.
@@ -99,4 +103,11 @@ pub trait PausedGuest {
     fn breakpoint_pending(&self) -> Option<bool>;
     /// From the request to stop until the last vCPU had stopped.
     fn stop_time(&self) -> Duration;
+    /// Asked after the writes, before the resume: whether they stay. If not, the service takes them back.
+    ///
+    /// # Errors
+    /// Why they may be lost, as when the guest's memory is being copied to another host; a sentence.
+    fn check_writes(&self) -> Result<(), String> {
+        Ok(())
+    }
 }

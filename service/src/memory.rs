@@ -97,8 +97,9 @@ impl Piece {
 /// hold a Rust reference to guest memory, and the service uses each number it reads from its one copy.
 ///
 /// **In the window.** `read_piece`, `write_piece` and `compare_exchange_u32` are called while the guest
-/// is stopped. They do not allocate, log, sleep, make a system call or take a lock that another thread
-/// may hold, and a piece of at most 8 bytes costs them nanoseconds.
+/// is stopped. They do not allocate, log, sleep or take a lock that another thread may hold. A piece of
+/// at most 8 bytes costs memory that is mapped nanoseconds, without a system call; memory of another
+/// process costs one system call.
 ///
 /// **Dirty tracking.** Each write and each successful exchange marks its pages dirty after the bytes
 /// are written and before the method returns, also while migration or a snapshot runs. A page may be
@@ -127,8 +128,8 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool;
 
     /// Atomically replaces `current` by `new`, as `lock cmpxchg` of a vCPU would, beside running
-    /// vCPUs. `None`: the piece is not four aligned bytes, or the access failed, and nothing was
-    /// written. Otherwise as [`std::sync::atomic::AtomicU32::compare_exchange`].
+    /// vCPUs. `None`: the piece is not four aligned bytes, the memory [cannot](Ram::can_exchange)
+    /// exchange, or the access failed, and nothing was written. Otherwise as [`std::sync::atomic::AtomicU32::compare_exchange`].
     #[must_use]
     fn compare_exchange_u32(
         &self,
@@ -136,6 +137,12 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
         current: u32,
         new: u32,
     ) -> Option<Result<u32, u32>>;
+
+    /// Whether [`Ram::compare_exchange_u32`] works. If not, the service stops the guest for a change of
+    /// counts alone as well.
+    fn can_exchange(&self) -> bool {
+        true
+    }
 
     /// Copies bytes from a guest-physical address.
     ///

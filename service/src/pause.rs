@@ -73,6 +73,12 @@ pub enum PauseError {
     /// Somebody else holds the guest paused.
     #[error("the guest is paused already; resume it first")]
     AlreadyPaused,
+    /// The guest's monitor cannot stop it at the moment, or nothing may be written meanwhile.
+    #[error("{why}")]
+    Unable {
+        /// A sentence and the next step.
+        why: String,
+    },
     /// The guest has ended.
     #[error("the guest has ended; there is nothing to pause")]
     Ended,

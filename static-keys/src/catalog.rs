@@ -15,9 +15,9 @@ use foldhash::fast::RandomState;
 use crate::directory::{self, Key, Listed};
 use crate::entry::{EntryFormat, Image, JumpEntry};
 use crate::gates::Gates;
-use crate::kernel::{Kernel, Layout, Module, Range};
+use crate::kernel::{Directory, FoundKernel, Kernel, Layout, Module, Range};
 use crate::memory::{GuestMemory, ReadError};
-use crate::records::{RecordRingError, Records};
+use crate::records::{RecordRing, RecordRingError, Records};
 use crate::{ENTRIES_MAX, KEYS_MAX, KeyId, MODULES_MAX};
 
 /// The guest's registration is invalid and was discarded.
@@ -185,18 +185,8 @@ impl Catalog {
     /// # Errors
     /// [`CatalogError`].
     pub fn new<M: GuestMemory>(memory: &M, kernel: &Kernel) -> Result<Self, CatalogError> {
-        kernel.gates.check_complete(kernel.format)?;
-        let mut catalog = Self {
-            format: kernel.format,
-            layout: kernel.layout,
-            gates: kernel.gates.clone(),
-            records: Records::new(kernel.records.check()?),
-            images: BTreeMap::new(),
-            keys: HashMap::default(),
-            names: BTreeMap::new(),
-            users: HashMap::default(),
-            entries: 0,
-        };
+        let records = Records::new(kernel.records.check()?);
+        let mut catalog = Self::empty(kernel.format, kernel.layout, kernel.gates.clone(), records)?;
         let image = Module {
             id: 0,
             name: b"",
@@ -206,6 +196,63 @@ impl Catalog {
             directory: kernel.directory,
         };
         catalog.add(memory, &image, "")?;
+        Ok(catalog)
+    }
+
+    fn empty(
+        format: EntryFormat,
+        layout: Layout,
+        gates: Gates,
+        records: Records,
+    ) -> Result<Self, CatalogError> {
+        gates.check_complete(format)?;
+        Ok(Self {
+            format,
+            layout,
+            gates,
+            records,
+            images: BTreeMap::new(),
+            keys: HashMap::default(),
+            names: BTreeMap::new(),
+            users: HashMap::default(),
+            entries: 0,
+        })
+    }
+
+    /// Takes a kernel whose tables were found in the guest's memory.
+    ///
+    /// # Errors
+    /// [`CatalogError`].
+    pub fn found(kernel: FoundKernel) -> Result<Self, CatalogError> {
+        let records = Records::new(RecordRing::default());
+        let mut catalog = Self::empty(kernel.format, kernel.layout, kernel.gates, records)?;
+        for (index, image) in kernel.images.into_iter().enumerate() {
+            let name = match index {
+                0 => String::new(),
+                _ => catalog.module_name(image.id, image.name.as_bytes())?,
+            };
+            let listed = directory::found(
+                image.keys,
+                image.id,
+                catalog.layout.tracepoint_key,
+                KEYS_MAX.saturating_sub(catalog.keys.len()),
+            )?;
+            let room = ENTRIES_MAX - catalog.entries;
+            if image.entries.len() > room {
+                let count = image.entries.len() as u64;
+                return Err(CatalogError::TooManyEntries { count });
+            }
+            check_sorted(image.jump_table, &image.entries)?;
+            let module = Module {
+                id: image.id,
+                name: b"",
+                jump_table: image.jump_table,
+                text: image.text,
+                ro_after_init: image.ro_after_init,
+                directory: Directory::default(),
+            };
+            catalog.insert(&module, &name, image.entries, listed)?;
+        }
         Ok(catalog)
     }
 
@@ -222,22 +269,24 @@ impl Catalog {
         memory: &M,
         module: &Module<'_>,
     ) -> Result<BTreeSet<Arc<str>>, CatalogError> {
-        let name = module
-            .name
-            .split(|&byte| byte == 0)
-            .next()
-            .unwrap_or_default();
+        let name = self.module_name(module.id, module.name)?;
+        self.add(memory, module, &name)
+    }
+
+    /// The name of a module that is not there yet.
+    fn module_name(&self, id: u64, name: &[u8]) -> Result<String, CatalogError> {
+        let name = name.split(|&byte| byte == 0).next().unwrap_or_default();
         let name = match &name[..name.len().min(crate::NAME_MAX)] {
-            [] => format!("{:#x}", module.id),
+            [] => format!("{id:#x}"),
             name => directory::clean(name),
         };
-        if module.id == 0 {
+        if id == 0 {
             return Err(CatalogError::ModuleAddress { name });
         }
         if self
             .images
             .values()
-            .any(|image| image.id == module.id || *image.name == *name)
+            .any(|image| image.id == id || *image.name == *name)
         {
             return Err(CatalogError::ModuleTwice { name });
         }
@@ -245,7 +294,7 @@ impl Catalog {
         if self.images.len() > MODULES_MAX {
             return Err(CatalogError::TooManyModules);
         }
-        self.add(memory, module, &name)
+        Ok(name)
     }
 
     fn add<M: GuestMemory>(
@@ -262,6 +311,16 @@ impl Catalog {
             self.layout.tracepoint_key,
             KEYS_MAX.saturating_sub(self.keys.len()),
         )?;
+        self.insert(image, name, entries, listed)
+    }
+
+    fn insert(
+        &mut self,
+        image: &Module<'_>,
+        name: &str,
+        entries: Vec<JumpEntry>,
+        listed: Vec<Listed>,
+    ) -> Result<BTreeSet<Arc<str>>, CatalogError> {
         let twice = |key: &&Listed| key.home == image.id && self.keys.contains_key(&key.id);
         if let Some(key) = listed.iter().find(twice) {
             return Err(CatalogError::KeyTwice { address: key.id.0 });
@@ -389,16 +448,8 @@ impl Catalog {
             .format
             .entries(range.start, &bytes, Image::Live)
             .collect();
-        match entries
-            .windows(2)
-            .position(|pair| pair[0].key > pair[1].key)
-        {
-            Some(before) => Err(CatalogError::NotSorted {
-                table: range.start,
-                index: before + 1,
-            }),
-            None => Ok(entries),
-        }
+        check_sorted(range, &entries)?;
+        Ok(entries)
     }
 
     /// Looks up a key by address.
@@ -488,6 +539,17 @@ impl Catalog {
             .values()
             .map(|image| &**image)
             .filter(move |image| !image.run(id).is_empty())
+    }
+}
+
+fn check_sorted(table: Range, entries: &[JumpEntry]) -> Result<(), CatalogError> {
+    let falls = |pair: &[JumpEntry]| pair[0].key > pair[1].key;
+    match entries.windows(2).position(falls) {
+        Some(before) => Err(CatalogError::NotSorted {
+            table: table.start,
+            index: before + 1,
+        }),
+        None => Ok(()),
     }
 }
 

@@ -162,6 +162,14 @@ impl<P: Copy> Plan<P> {
         })
     }
 
+    /// Undoes a whole commit, the guest still being stopped. Allocates nothing.
+    pub fn revert<M: GuestMemory<Place = P>>(&self, memory: &M) -> Undo {
+        match self.step_count().checked_sub(1) {
+            Some(last) => self.undo(memory, last),
+            None => Undo::Complete,
+        }
+    }
+
     /// Undoes the steps up to `failed` in reverse order. The failed step may have been made in
     /// part.
     fn undo<M: GuestMemory<Place = P>>(&self, memory: &M, failed: usize) -> Undo {

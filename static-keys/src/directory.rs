@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::catalog::CatalogError;
-use crate::kernel::Directory;
+use crate::kernel::{Directory, FoundKey};
 use crate::memory::GuestMemory;
 use crate::{KeyId, NAME_MAX};
 
@@ -172,11 +172,7 @@ pub(crate) fn read<M: GuestMemory>(
     let mut listed = Vec::with_capacity(count);
     for record in records.map(Record::decode) {
         let class = class(&record, tracepoint_key)?;
-        if record.address % 4 != 0 || record.address.checked_add(16).is_none() {
-            return Err(CatalogError::KeyAddress {
-                address: record.address,
-            });
-        }
+        check_address(record.address)?;
         if record.flags & !FLAG_REGFUNC != 0 {
             return Err(CatalogError::UnknownFlags {
                 address: record.address,
@@ -198,6 +194,56 @@ pub(crate) fn read<M: GuestMemory>(
             name,
         });
     }
+    finish(listed, image)
+}
+
+/// Takes the keys of image `image` that were found in the guest's memory.
+pub(crate) fn found(
+    keys: Vec<FoundKey>,
+    image: u64,
+    tracepoint_key: u32,
+    most: usize,
+) -> Result<Vec<Listed>, CatalogError> {
+    let count = keys.len();
+    if count > most {
+        return Err(CatalogError::TooManyKeys { count });
+    }
+    let mut listed = Vec::with_capacity(count);
+    for key in keys {
+        check_address(key.address)?;
+        let of_tracepoint = key.tracepoint.checked_add(u64::from(tracepoint_key));
+        if key.class == Class::Tracepoint && of_tracepoint != Some(key.address) {
+            return Err(CatalogError::NotTheTracepointsKey {
+                address: key.address,
+                tracepoint: key.tracepoint,
+            });
+        }
+        let name = key.name.as_bytes();
+        let name = match &name[..name.len().min(NAME_MAX)] {
+            [] => format!("{:#x}", key.address),
+            name => clean(name),
+        };
+        listed.push(Listed {
+            id: KeyId(key.address),
+            home: image,
+            class: key.class,
+            tracepoint: key.tracepoint,
+            switched_by_function: key.switched_by_function,
+            name,
+        });
+    }
+    finish(listed, image)
+}
+
+fn check_address(address: u64) -> Result<(), CatalogError> {
+    if !address.is_multiple_of(4) || address.checked_add(16).is_none() {
+        return Err(CatalogError::KeyAddress { address });
+    }
+    Ok(())
+}
+
+/// Sorts the keys and gives each its own name.
+fn finish(mut listed: Vec<Listed>, image: u64) -> Result<Vec<Listed>, CatalogError> {
     listed.sort_by_key(|key| key.id);
     if let Some(pair) = listed.windows(2).find(|pair| pair[0].id == pair[1].id) {
         return Err(CatalogError::KeyTwice {

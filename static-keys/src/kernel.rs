@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What a guest registers about its kernel and modules, as plain numbers. None of them is trusted.
 
-use crate::entry::EntryFormat;
+use crate::directory::Class;
+use crate::entry::{EntryFormat, JumpEntry};
 use crate::gates::Gates;
 use crate::records::RecordRing;
 
@@ -100,6 +101,53 @@ pub struct Kernel {
     pub directory: Directory,
     /// Where changes are recorded for the guest.
     pub records: RecordRing,
+}
+
+/// A kernel whose tables were found in the guest's memory: what a registration leads to, read already.
+#[derive(Clone, Debug)]
+pub struct FoundKernel {
+    /// Format of all jump tables.
+    pub format: EntryFormat,
+    /// Offsets in the kernel's structures.
+    pub layout: Layout,
+    /// Words that tell whether the kernel is at work on its own text.
+    pub gates: Gates,
+    /// The kernel image, then the modules.
+    pub images: Vec<FoundImage>,
+}
+
+/// The kernel image or a module of a [`FoundKernel`].
+#[derive(Clone, Debug)]
+pub struct FoundImage {
+    /// Address of the `struct module`; 0 for the kernel.
+    pub id: u64,
+    /// Name of the module.
+    pub name: String,
+    /// Text without init text.
+    pub text: Range,
+    /// Keys in this range cannot change after init.
+    pub ro_after_init: Range,
+    /// Where the entries are.
+    pub jump_table: Range,
+    /// All entries of the table, in its order, which is that of the keys.
+    pub entries: Vec<JumpEntry>,
+    /// Keys defined in the image.
+    pub keys: Vec<FoundKey>,
+}
+
+/// A key of a [`FoundImage`].
+#[derive(Clone, Debug)]
+pub struct FoundKey {
+    /// Address of the `struct static_key`.
+    pub address: u64,
+    /// Without the image's.
+    pub name: String,
+    /// The rules for changes of this key.
+    pub class: Class,
+    /// Address of the `struct tracepoint`; 0 for a key of another class.
+    pub tracepoint: u64,
+    /// The tracepoint has a function that must run when it is switched.
+    pub switched_by_function: bool,
 }
 
 /// Registration of a module.

@@ -63,7 +63,7 @@ pub use inspect::{NotPatchable, SiteState};
 pub use instruction::{
     Branch, Hex, Instruction, OutOfReach, Size, disassemble, recognise, recognise_in_file,
 };
-pub use kernel::{Directory, Kernel, Layout, Module, Range};
+pub use kernel::{Directory, FoundImage, FoundKernel, FoundKey, Kernel, Layout, Module, Range};
 pub use memory::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
 pub use pattern::{MAX_PATTERNS, PatternError, Patterns};
 pub use plan::{KeyChange, Options, Plan, PlanError, SiteChange, Update};

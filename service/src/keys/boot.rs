@@ -61,6 +61,11 @@ impl Boot {
         }
     }
 
+    /// Forgets the loads of all modules that are not loaded any more.
+    pub fn retain(&mut self, loaded: impl Fn(u64) -> bool) {
+        self.loads.retain(|module, _| loaded(*module));
+    }
+
     /// The module is about to be unloaded.
     pub fn unloaded(&mut self, module: u64) {
         self.loads.remove(&module);

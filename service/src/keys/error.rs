@@ -380,7 +380,7 @@ impl From<PauseError> for KeysError {
             PauseError::Late { .. } => Self::NotStopped {
                 message: error.to_string(),
             },
-            PauseError::AlreadyPaused => Self::Busy {
+            PauseError::AlreadyPaused | PauseError::Unable { .. } => Self::Busy {
                 kind: ClosedGate::Pause,
                 gate: error.to_string(),
                 attempts: 1,

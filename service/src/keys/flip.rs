@@ -111,6 +111,20 @@ enum Obstacle {
     /// Only a stopped guest can be without what was changed.
     #[error("the guest counts on key {key}; {} references are left over", .left.len())]
     Entangled { key: Arc<str>, left: Vec<Update> },
+    /// What was written does not stay.
+    #[error("{why}")]
+    Lost { why: String, undo: Undo },
+}
+
+impl Obstacle {
+    /// A vCPU may stand before half an instruction.
+    fn is_undone_in_part(&self) -> bool {
+        match self {
+            Self::Commit(error) => error.undo != Undo::Complete,
+            Self::Lost { undo, .. } => *undo != Undo::Complete,
+            _ => false,
+        }
+    }
 }
 
 impl From<RunningError> for Obstacle {
@@ -219,7 +233,17 @@ impl<G: Guest> Owner<G> {
                 outdated(ClosedGate::KeyChanged, format!("key {key} is gone"), false)
             }
             Obstacle::Verify(error) => return Err(self.foreign_bytes(registration, &error)),
-            Obstacle::Commit(error) => return Err(self.write_fault(registration, plan, &error)),
+            Obstacle::Commit(error) => {
+                let (message, undo) = (error.to_string(), error.undo);
+                return Err(self.write_fault(registration, plan, message, undo));
+            }
+            Obstacle::Lost {
+                why,
+                undo: Undo::Complete,
+            } => in_the_way(ClosedGate::Pause, why, true),
+            Obstacle::Lost { why, undo } => {
+                return Err(self.write_fault(registration, plan, why, undo));
+            }
             Obstacle::Entangled { key, left } => {
                 self.take_back(registration, transaction, standstill, left)?;
                 let name = format!("the guest counts on key {key}");
@@ -238,7 +262,7 @@ impl<G: Guest> Owner<G> {
         plan: &Plan<Place>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Result<FlipReport, Obstacle>, KeysError> {
-        if !plan.needs_pause() {
+        if !self.stops_for(plan, &snapshot.registration) {
             let registry = &self.shared.registry;
             let made = registry.at_version(snapshot.version, || plan.commit_running(memory));
             return Ok(match made {
@@ -264,7 +288,7 @@ impl<G: Guest> Owner<G> {
         let made = self.verify_and_commit(snapshot, memory, plan, &paused);
         let patched = Instant::now();
         let stop = paused.stop_time();
-        if matches!(&made, Err(Obstacle::Commit(error)) if error.undo != Undo::Complete) {
+        if made.as_ref().is_err_and(Obstacle::is_undone_in_part) {
             // A vCPU may stand before half an instruction.
             standstill.hold(paused, None);
             self.shared.set_pause(PauseState::UntilResumed);
@@ -285,14 +309,27 @@ impl<G: Guest> Owner<G> {
         if self.shared.registry.version() != snapshot.version {
             return Err(Obstacle::Version);
         }
-        let (Some(rips), Some(breakpoint)) = (paused.rips(), paused.breakpoint_pending()) else {
-            return Err(Obstacle::Unseen);
+        let rips = match (paused.rips(), paused.breakpoint_pending()) {
+            (_, Some(true)) => return Err(Obstacle::Breakpoint),
+            (Some(rips), Some(false)) => rips,
+            (rips, _) if snapshot.registration.promises.text_gates => rips.unwrap_or_default(),
+            _ => return Err(Obstacle::Unseen),
         };
-        if breakpoint {
-            return Err(Obstacle::Breakpoint);
-        }
         plan.verify(memory, rips).map_err(Obstacle::Verify)?;
-        plan.commit(memory).map_err(Obstacle::Commit)
+        let outcome = plan.commit(memory).map_err(Obstacle::Commit)?;
+        match paused.check_writes() {
+            Ok(()) => Ok(outcome),
+            Err(why) => Err(Obstacle::Lost {
+                why,
+                undo: plan.revert(memory),
+            }),
+        }
+    }
+
+    /// Whether the guest is stopped for a plan. A change of counts alone runs beside the guest, if the
+    /// memory can exchange words and no table goes away meanwhile.
+    fn stops_for(&self, plan: &Plan<Place>, registration: &Registration) -> bool {
+        plan.needs_pause() || !registration.promises.fence || !self.guest.ram().can_exchange()
     }
 
     /// Puts the key of foreign bytes out of reach.
@@ -317,10 +354,10 @@ impl<G: Guest> Owner<G> {
         &self,
         registration: &Registration,
         plan: &Plan<Place>,
-        error: &CommitError,
+        mut message: String,
+        undo: Undo,
     ) -> KeysError {
-        let mut message = error.to_string();
-        if error.undo != Undo::Complete {
+        if undo != Undo::Complete {
             let keys = plan.changes().map(|change| change.key);
             let keys = keys.filter_map(|key| registration.catalog.key(key));
             self.quarantine(
@@ -330,7 +367,7 @@ impl<G: Guest> Owner<G> {
                 &message,
             );
             message += "; its keys are quarantined";
-            if plan.needs_pause() {
+            if self.stops_for(plan, registration) {
                 message += ", and it is held paused, because it may run into half an instruction when it is resumed";
             }
         }

@@ -12,6 +12,8 @@
 //! which every new version is published through: a request waits there until the counts are written,
 //! or the change finds that its version is gone.
 
+mod discovered;
+pub mod discovery;
 mod requests;
 mod source;
 
@@ -22,7 +24,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use static_keys::{Busy, Catalog, Class, GuestMemory, Key, KeyId, Probes};
 use tokio::sync::watch;
 
-pub use self::source::KernelTables;
+use self::discovery::{Discoverable, Discovery};
+pub use self::source::{Contents, KernelTables, Promises};
 use super::address_space::{KernelMemory, PageTable};
 use super::boot::Boot;
 use super::error::KeysError;
@@ -65,6 +68,8 @@ pub struct Registration {
     pub release: String,
     /// Hexadecimal; empty if unknown.
     pub build_id: String,
+    /// Of the source.
+    pub promises: Promises,
     /// Keys and sites.
     pub catalog: Catalog,
     /// Offset of `type` in `struct static_key`; `None` in kernels without jump labels.
@@ -266,6 +271,8 @@ pub struct Registry {
     journal: Arc<Journal>,
     /// Told after each change of the description.
     changes: watch::Sender<()>,
+    /// Finds tables when they are asked for; without one the guest tells them.
+    discovery: OnceLock<Discovery>,
 }
 
 #[derive(Debug, Default)]
@@ -291,12 +298,18 @@ impl Registry {
             version: AtomicU64::new(0),
             journal: Arc::new(Journal::new(limits)),
             changes: watch::Sender::new(()),
+            discovery: OnceLock::new(),
         }
     }
 
     /// Changes whenever [`Self::describe`] does.
     pub fn changes(&self) -> watch::Receiver<()> {
         self.changes.subscribe()
+    }
+
+    /// Has the guest's kernel looked for when its keys are asked for. Later calls change nothing.
+    pub fn discover(&self, guest: Arc<dyn Discoverable>) {
+        let _ = self.discovery.set(Discovery::new(guest));
     }
 
     /// Gives it the guest's memory, before the guest starts. Later calls change nothing.
@@ -330,11 +343,15 @@ impl Registry {
         self.fence.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The registration as it is now.
+    /// The registration as it is now. Of a guest that does not register, looks first whether its kernel
+    /// is still the one that was found, which may take as long as a discovery.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`] says why there is none and what to do.
     pub fn snapshot(&self) -> Result<Snapshot, KeysError> {
+        if let Some(discovery) = self.discovery.get() {
+            discovery.look(self);
+        }
         let state = self.state();
         match &state.registration {
             // The version changes under this lock only.
@@ -439,7 +456,13 @@ impl Registry {
                 .filter(|boot| boot.id == tables.boot)
                 .unwrap_or_else(|| Boot::new(tables.boot, writer.next_epoch()));
             boot.generation = tables.generation;
-            Ok((source::registration(ram, tables, boot.epoch)?, boot))
+            // A kernel that registers tells its modules afterwards, each with its load.
+            let with_modules = matches!(tables.contents, Contents::Found(..));
+            let mut registration = source::registration(ram, tables, boot.epoch)?;
+            if with_modules {
+                source::add_epochs(&mut registration, &mut boot, || writer.next_epoch());
+            }
+            Ok((registration, boot))
         });
         if had {
             // Whatever comes now, the earlier registration is over.

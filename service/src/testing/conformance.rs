@@ -61,6 +61,13 @@ fn exchange(ram: &GuestRam, page: u64) {
     let mut old = [0; 4];
     assert!(ram.read_piece(word, &mut old));
     let old = u32::from_le_bytes(old);
+    if !ram.can_exchange() {
+        for current in [old, !old] {
+            assert_eq!(ram.compare_exchange_u32(word, current, 7), None);
+        }
+        assert!(!ram.is_dirty(page), "nothing was written");
+        return;
+    }
     assert_eq!(ram.compare_exchange_u32(word, !old, 7), Some(Err(old)));
     assert!(!ram.is_dirty(page), "nothing was written");
     assert_eq!(ram.compare_exchange_u32(word, old, 7), Some(Ok(old)));
@@ -247,6 +254,13 @@ mod tests {
     fn memory_in_memory() {
         let ram = Memory::ram(4 << 20);
         memory(&ram, 3 << 20, 4 << 20);
+    }
+
+    #[test]
+    fn memory_without_exchange() {
+        let ram = Memory::new(4 << 20);
+        ram.forbid_exchange(true);
+        memory(&(ram as GuestRam), 3 << 20, 4 << 20);
     }
 
     #[test]

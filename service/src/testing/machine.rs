@@ -52,6 +52,7 @@ impl Machine for InMemoryGuest {
 pub struct PausedInMemory {
     rips: Vec<u64>,
     hidden: bool,
+    loses_writes: bool,
     held: Arc<AtomicBool>,
     on_resume: Arc<Mutex<Option<Hook>>>,
 }
@@ -76,6 +77,13 @@ impl PausedGuest for PausedInMemory {
 
     fn stop_time(&self) -> Duration {
         Duration::from_micros(20)
+    }
+
+    fn check_writes(&self) -> Result<(), String> {
+        match self.loses_writes {
+            true => Err("the guest is on its way to another host".to_owned()),
+            false => Ok(()),
+        }
     }
 }
 
@@ -111,6 +119,7 @@ impl Guest for InMemoryGuest {
         Ok(PausedInMemory {
             rips: lock(&self.rips).clone(),
             hidden: self.hidden.load(Ordering::SeqCst),
+            loses_writes: self.loses_writes.load(Ordering::SeqCst),
             held: Arc::clone(&self.held),
             on_resume: Arc::clone(&self.on_resume),
         })

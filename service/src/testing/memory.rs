@@ -32,6 +32,7 @@ struct Faults {
     done: AtomicU64,
     first: AtomicU64,
     end: AtomicU64,
+    no_exchange: AtomicBool,
 }
 
 impl Faults {
@@ -97,6 +98,11 @@ impl Memory {
         self.faults.done.store(0, SeqCst);
         self.faults.first.store(numbers.start, SeqCst);
         self.faults.end.store(numbers.end, SeqCst);
+    }
+
+    /// Whether words cannot be exchanged from now on.
+    pub fn forbid_exchange(&self, forbidden: bool) {
+        self.faults.no_exchange.store(forbidden, SeqCst);
     }
 
     fn contains(&self, piece: Piece) -> bool {
@@ -178,7 +184,7 @@ impl Ram for Memory {
         new: u32,
     ) -> Option<Result<u32, u32>> {
         let aligned = piece.length() == 4 && piece.offset().is_multiple_of(4);
-        if !aligned || !self.contains(piece) || self.faults.strike() {
+        if !aligned || !self.can_exchange() || !self.contains(piece) || self.faults.strike() {
             return None;
         }
         let part = parts(piece).next()?;
@@ -196,6 +202,10 @@ impl Ram for Memory {
             }
             Err(_) => Err(found),
         })
+    }
+
+    fn can_exchange(&self) -> bool {
+        !self.faults.no_exchange.load(SeqCst)
     }
 
     fn is_dirty(&self, address: u64) -> bool {

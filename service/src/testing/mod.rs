@@ -61,6 +61,7 @@ pub struct InMemoryGuest {
     ended: AtomicBool,
     late: AtomicBool,
     hidden: AtomicBool,
+    loses_writes: AtomicBool,
     held: Arc<AtomicBool>,
     pauses: AtomicU64,
     rips: Mutex<Vec<u64>>,
@@ -99,6 +100,7 @@ impl InMemoryGuest {
             ended: AtomicBool::new(false),
             late: AtomicBool::new(false),
             hidden: AtomicBool::new(false),
+            loses_writes: AtomicBool::new(false),
             held: Arc::default(),
             pauses: AtomicU64::new(0),
             rips: Mutex::default(),
@@ -567,6 +569,11 @@ impl InMemoryGuest {
     /// Whether its monitor cannot tell from now on where the vCPUs stopped.
     pub fn hide_vcpus(&self, hidden: bool) {
         self.hidden.store(hidden, Ordering::SeqCst);
+    }
+
+    /// Whether what is written in a pause is reported as lost from now on.
+    pub fn lose_writes(&self, lost: bool) {
+        self.loses_writes.store(lost, Ordering::SeqCst);
     }
 
     /// Where the vCPUs stop from now on.

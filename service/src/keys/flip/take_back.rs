@@ -89,9 +89,11 @@ impl<G: Guest> Owner<G> {
             .map_err(|error| later(&error))?;
         match made {
             Ok(_) => Ok(()),
-            Err(Obstacle::Commit(error)) if error.undo != Undo::Complete => Err(TakeBack::Failed(
-                self.write_fault(registration, &plan, &error),
-            )),
+            Err(Obstacle::Commit(error)) if error.undo != Undo::Complete => {
+                let (message, undo) = (error.to_string(), error.undo);
+                let fault = self.write_fault(registration, &plan, message, undo);
+                Err(TakeBack::Failed(fault))
+            }
             Err(obstacle) => {
                 // What could not be taken again is given back.
                 if let Obstacle::Entangled { left: given, .. } = &obstacle {

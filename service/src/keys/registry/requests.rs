@@ -6,6 +6,7 @@ use std::sync::{Arc, PoisonError};
 
 use static_keys::Module;
 
+use super::{Contents, Promises};
 use super::{
     KernelMemory, KernelTables, PageTable, Refused, Registration, Registry, Writer, read,
     read_request,
@@ -180,7 +181,12 @@ pub(super) fn tables(
         kaslr_offset: descriptor.kaslr_offset,
         release: read::field_text(&descriptor.release),
         build_id: read::build_id(&descriptor.build_id),
-        kernel,
+        contents: Contents::Described(kernel),
+        // A vCPU's request is such a fence. Our own monitor looks at its vCPUs.
+        promises: Promises {
+            fence: true,
+            text_gates: false,
+        },
     })
 }
 

@@ -17,14 +17,45 @@
 //! - No call of the registry is made while the caller holds the guest stopped.
 
 use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
 
-use static_keys::{Catalog, EntryFormat, Kernel};
+use static_keys::{Catalog, EntryFormat, FoundKernel, Kernel, Layout, Range};
 
 use super::{PoisonError, Refused, Registration, RegistrationPhase, Registry, read};
 use crate::abi;
 use crate::keys::address_space::{KernelMemory, PageTable};
+use crate::keys::boot::Boot;
 use crate::keys::refused::RefusedModules;
 use crate::memory::GuestRam;
+
+/// What holds beside the numbers, by who gives them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Promises {
+    /// The registry's version moves on before a table goes away, also while the guest runs. Without
+    /// this, counts alone are changed in a stopped guest as well.
+    pub fence: bool,
+    /// The gates say that the kernel changes no text, not even half: `text_mutex` is free, and no text
+    /// change is queued or under way. Then no vCPU is inside a site, whether its RIP is known or not:
+    ///
+    /// - A site is one instruction, before a change and after it. A vCPU can be past its first byte
+    ///   only by the breakpoint that the kernel writes there while it changes the site.
+    /// - The kernel frees `text_mutex` after it has removed the breakpoint and every CPU has answered
+    ///   an interrupt since (`text_poke_sync()`). A CPU that has met the breakpoint cannot answer before
+    ///   the handler has returned: it is delivered, and handled, with interrupts off. The same is true of
+    ///   one whose delivery an exit from the guest has interrupted: it comes before any interrupt.
+    /// - The breakpoint of anybody else is found as foreign bytes.
+    pub text_gates: bool,
+}
+
+/// Where the tables are.
+#[derive(Clone, Debug)]
+pub enum Contents {
+    /// In the guest's memory, where its own description says. Modules come by requests of their own.
+    Described(Kernel),
+    /// Read already, with all modules.
+    Found(FoundKernel),
+}
 
 /// A kernel in plain numbers.
 #[derive(Clone, Debug)]
@@ -45,7 +76,9 @@ pub struct KernelTables {
     /// Hexadecimal; empty if unknown.
     pub build_id: String,
     /// The jump table, the gate words, the offsets and the keys.
-    pub kernel: Kernel,
+    pub contents: Contents,
+    /// What holds beside the numbers.
+    pub promises: Promises,
 }
 
 impl KernelTables {
@@ -56,18 +89,40 @@ impl KernelTables {
         if self.generation == 0 {
             return Err(Refused("the generation is 0".to_owned()));
         }
-        let kernel = &self.kernel;
-        for (what, range) in [
-            ("the jump table", kernel.jump_table),
-            ("text", kernel.text),
-            ("ro_after_init", kernel.ro_after_init),
-        ] {
-            let (start, end) = (range.start, range.end);
-            read::check_range(what, abi::Range { start, end }, levels)?;
-        }
-        read::check_layout(kernel.layout)?;
-        read::check_gates(kernel.gates.clone(), levels)?;
+        let ranges = |jump_table: Range, text: Range, ro_after_init: Range| {
+            for (what, range) in [
+                ("the jump table", jump_table),
+                ("text", text),
+                ("ro_after_init", ro_after_init),
+            ] {
+                let (start, end) = (range.start, range.end);
+                read::check_range(what, abi::Range { start, end }, levels)?;
+            }
+            Ok(())
+        };
+        let (layout, gates) = match &self.contents {
+            Contents::Described(kernel) => {
+                ranges(kernel.jump_table, kernel.text, kernel.ro_after_init)?;
+                (kernel.layout, &kernel.gates)
+            }
+            Contents::Found(kernel) => {
+                for image in &kernel.images {
+                    ranges(image.jump_table, image.text, image.ro_after_init)?;
+                }
+                (kernel.layout, &kernel.gates)
+            }
+        };
+        read::check_layout(layout)?;
+        read::check_gates(gates.clone(), levels)?;
         Ok(())
+    }
+
+    fn layout(&self) -> Option<Layout> {
+        match &self.contents {
+            Contents::Described(kernel) if kernel.format == EntryFormat::None => None,
+            Contents::Described(kernel) => Some(kernel.layout),
+            Contents::Found(kernel) => Some(kernel.layout),
+        }
     }
 }
 
@@ -78,8 +133,12 @@ pub(super) fn registration(
     epoch: u64,
 ) -> Result<Registration, Refused> {
     let memory = KernelMemory::new(ram, tables.page_table);
-    let kernel = &tables.kernel;
-    let catalog = Catalog::new(&memory, kernel).map_err(|error| Refused(error.to_string()))?;
+    let type_offset = tables.layout().map(|layout| layout.static_key_type);
+    let catalog = match tables.contents {
+        Contents::Described(kernel) => Catalog::new(&memory, &kernel),
+        Contents::Found(kernel) => Catalog::found(kernel),
+    };
+    let catalog = catalog.map_err(|error| Refused(error.to_string()))?;
     Ok(Registration {
         generation: tables.generation,
         page_table: tables.page_table,
@@ -87,12 +146,42 @@ pub(super) fn registration(
         kaslr_offset: tables.kaslr_offset,
         release: tables.release,
         build_id: tables.build_id,
+        promises: tables.promises,
         catalog,
-        type_offset: (kernel.format != EntryFormat::None).then_some(kernel.layout.static_key_type),
+        type_offset,
         epoch,
         modules: HashMap::new(),
         refused: RefusedModules::default(),
     })
+}
+
+/// Gives the modules that came with the kernel their epochs. A module is the same load for as long as it
+/// has the same name and the same tables at the same addresses.
+pub(super) fn add_epochs(
+    registration: &mut Registration,
+    boot: &mut Boot,
+    mut next_epoch: impl FnMut() -> u64,
+) {
+    let modules = registration.catalog.modules();
+    let modules: Vec<(u64, Arc<str>)> = modules.map(|(id, name)| (id, name.into())).collect();
+    boot.retain(|id| modules.iter().any(|(module, _)| *module == id));
+    for (id, name) in modules {
+        let number = fingerprint(&registration.catalog, id, &name);
+        let epoch = boot.epoch_of(id, number).unwrap_or_else(&mut next_epoch);
+        boot.loaded(id, number, epoch);
+        registration.modules.insert(name, epoch);
+    }
+}
+
+/// Not 0.
+fn fingerprint(catalog: &Catalog, module: u64, name: &str) -> u64 {
+    let mut hash = DefaultHasher::new();
+    name.hash(&mut hash);
+    for key in catalog.keys_by_image().filter(|key| key.module() == name) {
+        key.id.0.hash(&mut hash);
+    }
+    module.hash(&mut hash);
+    hash.finish().max(1)
 }
 
 impl Registry {
@@ -116,6 +205,16 @@ impl Registry {
         self.take_back();
     }
 
+    /// There is a kernel, and its tables cannot be used.
+    pub(super) fn refuse(&self, why: String) {
+        let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let had = self.state().registration.is_some();
+        self.publish(RegistrationPhase::Refused, why, None);
+        if had {
+            self.announce_removed("");
+        }
+    }
+
     pub(super) fn take_back(&self) {
         if self.state().registration.is_some() {
             self.publish(RegistrationPhase::Withdrawn, String::new(), None);
@@ -126,13 +225,16 @@ impl Registry {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
+    use std::time::{Duration, Instant};
 
-    use static_keys::{Concerns, GateKind, Gates, ListedGate};
+    use static_keys::{
+        Concerns, FoundImage, FoundKey, GateKind, Gates, GuestMemory, Image, ListedGate, Op,
+    };
     use zerocopy::FromBytes;
 
     use super::*;
     use crate::guest::Guest;
+    use crate::keys::{KeyUpdate, Keys, KeysConfig, UpdateRequest};
     use crate::testing::{InMemoryGuest, TestKey};
 
     fn found(guest: &InMemoryGuest) -> KernelTables {
@@ -156,6 +258,13 @@ mod tests {
             concerns: Concerns::COUNTS,
         };
         Gates::new(&[gate], &[]).expect("a list that could be right")
+    }
+
+    fn described(tables: &mut KernelTables) -> &mut Kernel {
+        match &mut tables.contents {
+            Contents::Described(kernel) => kernel,
+            Contents::Found(_) => panic!("the guest described it"),
+        }
     }
 
     fn guest() -> (Arc<InMemoryGuest>, Arc<Registry>) {
@@ -188,6 +297,148 @@ mod tests {
         assert_eq!(by_search.version(), 2);
     }
 
+    /// The same kernel, read by somebody else.
+    fn read_already(registry: &Registry, mut tables: KernelTables) -> KernelTables {
+        let registration = registry.snapshot().expect("registered").registration;
+        let kernel = described(&mut tables).clone();
+        let length = kernel.jump_table.end - kernel.jump_table.start;
+        let mut bytes = vec![0; usize::try_from(length).expect("a small table")];
+        let memory = registration.memory(registry.ram().expect("attached"));
+        memory
+            .read_gva(kernel.jump_table.start, &mut bytes)
+            .expect("mapped");
+        let entries = kernel
+            .format
+            .entries(kernel.jump_table.start, &bytes, Image::Live);
+        let keys = registration.catalog.keys().map(|key| FoundKey {
+            address: key.id.0,
+            name: key.name().to_owned(),
+            class: key.class,
+            tracepoint: key.tracepoint,
+            switched_by_function: key.switched_by_function,
+        });
+        tables.contents = Contents::Found(FoundKernel {
+            format: kernel.format,
+            layout: kernel.layout,
+            gates: kernel.gates,
+            images: vec![FoundImage {
+                id: 0,
+                name: String::new(),
+                text: kernel.text,
+                ro_after_init: kernel.ro_after_init,
+                jump_table: kernel.jump_table,
+                entries: entries.collect(),
+                keys: keys.collect(),
+            }],
+        });
+        tables
+    }
+
+    fn keys(guest: &Arc<InMemoryGuest>, registry: Registry) -> Keys {
+        let registry = Arc::new(registry);
+        Keys::start(Arc::clone(guest), registry, KeysConfig::default())
+            .expect("a thread")
+            .0
+    }
+
+    fn update(op: Op) -> UpdateRequest {
+        let second = Duration::from_secs(1);
+        let updates = vec![KeyUpdate::new("alpha", op)];
+        let mut request =
+            UpdateRequest::new(updates, "test".to_owned(), second, Instant::now() + second);
+        request.allow_guarded = true;
+        request
+    }
+
+    #[tokio::test]
+    async fn tables_that_were_read_already_are_flipped_like_others() {
+        let (guest, by_request) = guest();
+        let registry = Registry::default();
+        registry.attach(guest.ram().clone());
+        let mut tables = read_already(&by_request, found(&guest));
+        let Contents::Found(kernel) = &mut tables.contents else {
+            panic!("just made")
+        };
+        let unsorted = kernel.images[0].entries.clone();
+        kernel.images[0].entries.reverse();
+        registry
+            .register_kernel(tables.clone())
+            .expect_err("not sorted");
+        let Contents::Found(kernel) = &mut tables.contents else {
+            panic!("just made")
+        };
+        kernel.images[0].entries = unsorted;
+        registry.register_kernel(tables).expect("taken");
+        let [ours, theirs] = [&registry, &*by_request].map(|registry| {
+            let registration = registry.snapshot().expect("registered").registration;
+            let keys = registration.catalog.keys().map(|key| format!("{key:?}"));
+            (keys.collect::<Vec<_>>(), registration.catalog.entry_count())
+        });
+        assert_eq!(ours, theirs);
+        let keys = keys(&guest, registry);
+        keys.update(update(Op::Enable)).await.expect("flipped");
+        assert_eq!((guest.count("alpha"), guest.jumps("alpha")), (1, true));
+    }
+
+    /// Gates that rule out a vCPU in a site stand for a look at the vCPUs.
+    #[tokio::test]
+    async fn gates_of_text_are_enough_if_the_source_says_so() {
+        for text_gates in [false, true] {
+            let (guest, _) = guest();
+            let registry = Registry::default();
+            registry.attach(guest.ram().clone());
+            let mut tables = found(&guest);
+            tables.promises.text_gates = text_gates;
+            registry.register_kernel(tables).expect("taken");
+            guest.hide_vcpus(true);
+            let keys = keys(&guest, registry);
+            let flipped = keys.update(update(Op::Enable)).await;
+            assert_eq!(flipped.is_ok(), text_gates, "{flipped:?}");
+            assert_eq!(guest.jumps("alpha"), text_gates);
+        }
+    }
+
+    /// Counts alone are changed beside the running guest only with a fence, and where words can be
+    /// exchanged.
+    #[tokio::test]
+    async fn counts_alone_need_a_fence_and_an_exchange() {
+        for (fence, exchange, pauses) in [(true, true, 0), (false, true, 1), (true, false, 1)] {
+            let (guest, _) = guest();
+            let registry = Registry::default();
+            registry.attach(guest.ram().clone());
+            let mut tables = found(&guest);
+            tables.promises.fence = fence;
+            registry.register_kernel(tables).expect("taken");
+            guest.memory().forbid_exchange(!exchange);
+            let keys = keys(&guest, registry);
+            keys.update(update(Op::Inc)).await.expect("flipped");
+            let before = guest.pauses();
+            keys.update(update(Op::Inc)).await.expect("counted");
+            assert_eq!(guest.count("alpha"), 2);
+            assert_eq!(guest.pauses() - before, pauses, "{fence} {exchange}");
+        }
+    }
+
+    /// What would be lost is taken back before the guest runs.
+    #[tokio::test]
+    async fn writes_that_do_not_stay_are_undone() {
+        let (guest, _) = guest();
+        let registry = Registry::default();
+        registry.attach(guest.ram().clone());
+        registry.register_kernel(found(&guest)).expect("taken");
+        let keys = keys(&guest, registry);
+        guest.lose_writes(true);
+        let error = keys
+            .update(update(Op::Enable))
+            .await
+            .expect_err("they would be lost");
+        assert!(error.to_string().contains("another host"), "{error}");
+        assert_eq!((guest.count("alpha"), guest.jumps("alpha")), (0, false));
+        guest.lose_writes(false);
+        keys.update(update(Op::Enable)).await.expect("flipped");
+        assert_eq!((guest.count("alpha"), guest.jumps("alpha")), (1, true));
+    }
+
     #[test]
     fn found_tables_are_checked_like_a_descriptor() {
         let (guest, _) = guest();
@@ -201,17 +452,17 @@ mod tests {
             ("the boot", |tables| tables.boot = 0),
             ("generation", |tables| tables.generation = 0),
             ("text is at 0x1000", |tables| {
-                tables.kernel.text.start = 0x1000;
+                described(tables).text.start = 0x1000;
             }),
-            ("jump table", |tables| tables.kernel.jump_table.end = 0),
+            ("jump table", |tables| described(tables).jump_table.end = 0),
             ("no system_state", |tables| {
-                tables.kernel.gates = Gates::default();
+                described(tables).gates = Gates::default();
             }),
             ("gate system_state is at 0x1000", |tables| {
-                tables.kernel.gates = user_mode_gate();
+                described(tables).gates = user_mode_gate();
             }),
             ("module.state", |tables| {
-                tables.kernel.layout.module_state = u32::MAX;
+                described(tables).layout.module_state = u32::MAX;
             }),
         ];
         for (words, change) in wrong {

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use patchbay_attach::memory::Access;
+use patchbay_attach::{PauseWay, Target};
+
+/// Serves the keys of a guest that another monitor runs.
+///
+/// The guest notices nothing: no login, no agent, no reboot. Its kernel is found in its memory when its keys are asked for. SIGTERM or
+/// Ctrl-C detaches; the guest runs on.
+#[derive(Debug, Parser)]
+#[command(name = "patchbay-attach", version, about)]
+pub struct CommandLine {
+    #[command(subcommand)]
+    pub guest: Guest,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Guest {
+    /// A guest of a QEMU
+    Qemu(Qemu),
+    /// A running domain of the local libvirt
+    Libvirt {
+        /// Name of the domain
+        domain: String,
+        #[command(flatten)]
+        options: Options,
+    },
+    /// Resumes a guest when its attacher has died; started by it
+    #[command(hide = true)]
+    Watchdog,
+}
+
+#[derive(Debug, Args)]
+pub struct Qemu {
+    /// A QMP socket of the QEMU that nobody else uses
+    #[arg(long, value_name = "SOCKET", required_unless_present = "pid")]
+    pub qmp: Option<PathBuf>,
+    /// Process id of the QEMU; without --qmp its QMP socket is taken from its command line
+    #[arg(long)]
+    pub pid: Option<u32>,
+    #[command(flatten)]
+    pub options: Options,
+}
+
+impl Qemu {
+    pub fn target(&self) -> Option<Target> {
+        match (&self.qmp, self.pid) {
+            (Some(path), pid) => Some(Target::Qmp(path.clone(), pid)),
+            (None, Some(pid)) => Some(Target::Process(pid)),
+            (None, None) => None,
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub struct Options {
+    /// Name of the guest here [default: the monitor's name for it, or qemu-PID]
+    #[arg(long)]
+    pub name: Option<String>,
+    /// Socket of the API [default: NAME.sock in $XDG_RUNTIME_DIR/patchbay, or in /run/patchbay]
+    #[arg(long, value_name = "PATH")]
+    pub api_socket: Option<PathBuf>,
+    /// How the guest is stopped for a change
+    #[arg(long, value_enum, default_value_t = Pause::Freeze)]
+    pub pause: Pause,
+    /// Where the guest's memory is reached
+    #[arg(long, value_enum, default_value_t = Memory::Auto)]
+    pub memory: Memory,
+    /// Allow changes of guarded keys for clients that ask for it
+    #[arg(long)]
+    pub allow_guarded: bool,
+    /// Append each change to this file
+    #[arg(long, value_name = "FILE")]
+    pub audit_log: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum Pause {
+    /// By ptrace of its vCPUs' threads
+    Freeze,
+    /// By the monitor's own stop and cont
+    Qmp,
+}
+
+impl From<Pause> for PauseWay {
+    fn from(pause: Pause) -> Self {
+        match pause {
+            Pause::Freeze => Self::Freeze,
+            Pause::Qmp => Self::Qmp,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum Memory {
+    /// In its file if the monitor shares one, else in the monitor's process
+    Auto,
+    /// In its file
+    File,
+    /// In the monitor's process, by /proc/PID/mem
+    Process,
+}
+
+impl From<Memory> for Access {
+    fn from(memory: Memory) -> Self {
+        match memory {
+            Memory::Auto => Self::Auto,
+            Memory::File => Self::File,
+            Memory::Process => Self::Process,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    fn parse(line: &str) -> Result<CommandLine, clap::Error> {
+        CommandLine::try_parse_from(line.split(' '))
+    }
+
+    #[test]
+    fn the_command_line_is_sound() {
+        CommandLine::command().debug_assert();
+        for line in [
+            "a qemu --qmp s",
+            "a qemu --pid 7",
+            "a qemu --qmp s --pid 7 --pause qmp --memory process --name n",
+            "a libvirt d",
+        ] {
+            parse(line).expect(line);
+        }
+        for line in [
+            "a",
+            "a qemu",
+            "a qemu --pid x",
+            "a qemu --qmp s --pause kill",
+            "a libvirt",
+            "a qemu --qmp s --memory disk",
+        ] {
+            parse(line).expect_err(line);
+        }
+    }
+}

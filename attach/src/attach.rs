@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+//! From a QEMU's socket or process id to a guest.
+
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use patchbay_service::guest::GuestDescription;
+
+use crate::error::AttachError;
+use crate::freeze::freeze;
+use crate::guest::{End, Life, Pauser, QemuGuest, Threads};
+use crate::libvirt::Domain;
+use crate::memory::{Access, AttachedRam};
+use crate::monitor::Monitor;
+use crate::process::Process;
+use crate::qmp::{Event, Qmp};
+use crate::watchdog::Watchdog;
+
+/// For a QEMU's first words.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// For the first stop, which shows whether this user may stop the guest.
+const FIRST_STOP: Duration = Duration::from_secs(5);
+
+/// Which guest.
+#[derive(Clone, Debug)]
+pub enum Target {
+    /// The QEMU that listens on this socket; its process id, if the socket's owner is not QEMU.
+    Qmp(PathBuf, Option<u32>),
+    /// The QEMU with this process id, by the socket on its command line.
+    Process(u32),
+    /// A running domain of the local libvirt.
+    Libvirt(String),
+}
+
+/// How the guest is stopped.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PauseWay {
+    /// The threads of its vCPUs are, by ptrace.
+    #[default]
+    Freeze,
+    /// By QEMU's own stop.
+    Qmp,
+}
+
+/// How to attach.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Which guest.
+    pub target: Target,
+    /// The guest's name here; `None`: as QEMU calls it, else by the process id.
+    pub name: Option<String>,
+    /// Where its memory is looked for.
+    pub access: Access,
+    /// How it is stopped.
+    pub pause: PauseWay,
+    /// The program that serves as the watchdog of a stop by QMP.
+    pub watchdog: PathBuf,
+    /// Accept a QEMU without KVM. What is written does not reach code that TCG has translated, so this is for tests that only read
+    /// and stop.
+    pub accept_tcg: bool,
+}
+
+/// Attaches to a running guest. The guest notices nothing.
+///
+/// # Errors
+/// [`AttachError`].
+pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
+    let life = Arc::new(Life::default());
+    let known: Arc<OnceLock<Arc<Process>>> = Arc::default();
+    let listener = {
+        let (life, known) = (Arc::clone(&life), Arc::clone(&known));
+        Box::new(move |event: Option<Event>| match event {
+            Some(event) => life.event(&event),
+            None => life.disconnected(known.get().map(|process| &**process)),
+        })
+    };
+    let (monitor, pid) = match &options.target {
+        Target::Qmp(path, pid) => socket(Qmp::connect(path, PATIENCE, listener)?, *pid),
+        Target::Process(pid) => socket(
+            Qmp::connect(&qmp_socket_of(*pid)?, PATIENCE, listener)?,
+            Some(*pid),
+        ),
+        Target::Libvirt(name) => {
+            let domain = Domain::open(name)?;
+            let pid = domain.process()?;
+            (Monitor::Libvirt(domain), Some(pid))
+        }
+    };
+    refuse_unfit(&monitor, options.accept_tcg)?;
+    let vcpus = monitor.vcpu_threads()?;
+    let process = Arc::new(process(pid, &vcpus)?);
+    let _ = known.set(Arc::clone(&process));
+    let lock = process.lock()?;
+    let memory = AttachedRam::open(&process, monitor.ram()?, options.access, |address| {
+        monitor.host_address(address)
+    })?;
+    let memory = Arc::new(memory);
+    let pauser = pauser(options, &monitor, &process, &vcpus)?;
+    let qemus = monitor.name()?;
+    let name = options
+        .name
+        .clone()
+        .or_else(|| (!qemus.is_empty()).then_some(qemus));
+    let description = GuestDescription {
+        name: name.unwrap_or_else(|| format!("qemu-{}", process.pid())),
+        vcpus: u32::try_from(vcpus.len()).unwrap_or(u32::MAX),
+        memory_bytes: memory.bytes(),
+        transports: Vec::new(),
+    };
+    watch_process(&process, &life)?;
+    Ok(QemuGuest {
+        description,
+        monitor: Arc::new(monitor),
+        process,
+        ram: memory.clone(),
+        memory,
+        pauser,
+        life,
+        held: AtomicBool::new(false),
+        _lock: lock,
+    })
+}
+
+fn socket(qmp: Qmp, pid: Option<u32>) -> (Monitor, Option<u32>) {
+    let pid = pid.or_else(|| qmp.peer());
+    (Monitor::Socket(qmp), pid)
+}
+
+/// Refuses a guest that cannot be patched from outside.
+fn refuse_unfit(monitor: &Monitor, accept_tcg: bool) -> Result<(), AttachError> {
+    if !accept_tcg && !monitor.uses_kvm()? {
+        return Err(AttachError::Refused(
+            "QEMU runs this guest without KVM: what is written to its memory does not reach the code that QEMU has translated; start it \
+             with -accel kvm"
+                .to_owned(),
+        ));
+    }
+    if monitor.is_confidential()? {
+        return Err(AttachError::Refused(
+            "the guest's memory is encrypted or closed to its host (SEV, TDX): its keys can only be changed from inside".to_owned(),
+        ));
+    }
+    Ok(())
+}
+
+/// The process whose threads the vCPUs are.
+fn process(pid: Option<u32>, vcpus: &[u32]) -> Result<Process, AttachError> {
+    if let Some(pid) = pid {
+        let process = Process::open(pid)?;
+        if process.threads(vcpus).is_some() {
+            return Ok(process);
+        }
+    }
+    Err(AttachError::Refused(format!(
+        "QEMU says that its vCPUs are the threads {vcpus:?}, and {} has no such threads; give QEMU's process id by --pid",
+        pid.map_or("its socket's owner".to_owned(), |pid| format!(
+            "process {pid}"
+        ))
+    )))
+}
+
+fn pauser(
+    options: &Options,
+    monitor: &Monitor,
+    process: &Process,
+    vcpus: &[u32],
+) -> Result<Pauser, AttachError> {
+    match (options.pause, monitor) {
+        (PauseWay::Freeze, _) => {
+            // Once, so that a missing right shows now and not at the first change.
+            if let Some(threads) = process.threads(vcpus) {
+                freeze(&threads, Instant::now() + FIRST_STOP)
+                    .map_err(|error| AttachError::process("the vCPUs cannot be stopped, or give --pause qmp", error))?;
+            }
+            Ok(Pauser::Freeze(Mutex::new(Threads::default())))
+        }
+        (PauseWay::Qmp, Monitor::Socket(qmp)) => {
+            let watchdog = qmp.share().and_then(|connection| Watchdog::start(&options.watchdog, connection));
+            let watchdog = watchdog.map_err(|error| AttachError::Process {
+                what: format!("the watchdog {} cannot be started", options.watchdog.display()),
+                error: error.to_string(),
+                next: "see that the program is there, or give --pause freeze".to_owned(),
+            })?;
+            Ok(Pauser::Qmp(Mutex::new(watchdog)))
+        }
+        (PauseWay::Qmp, Monitor::Libvirt(_)) => Err(AttachError::Refused(
+            "libvirt owns the QMP connection, so a stop over it cannot be ended if this process dies; give --pause freeze".to_owned(),
+        )),
+    }
+}
+
+/// Waits beside everything else for the end of the process.
+fn watch_process(process: &Process, life: &Arc<Life>) -> Result<(), AttachError> {
+    let watched = Process::open(process.pid())?;
+    let life = Arc::clone(life);
+    let watch = move || {
+        while !watched.has_ended_within(Duration::from_secs(3600)) {}
+        life.set_end(End::Guest);
+    };
+    let spawned = std::thread::Builder::new()
+        .name("process".to_owned())
+        .spawn(watch);
+    spawned.map(drop).map_err(|error| AttachError::Process {
+        what: "a thread cannot be started".to_owned(),
+        error: error.to_string(),
+        next: "raise the limit on processes".to_owned(),
+    })
+}
+
+/// The QMP socket on the command line of a QEMU.
+///
+/// # Errors
+/// There is none.
+pub fn qmp_socket_of(pid: u32) -> Result<PathBuf, AttachError> {
+    let process = Process::open(pid)?;
+    let cannot = |what: &str, error| {
+        AttachError::process(format!("the {what} of process {pid} cannot be read"), error)
+    };
+    let line = fs::read(process.proc("cmdline")).map_err(|error| cannot("command line", error))?;
+    let words: Vec<String> = line
+        .split(|byte| *byte == 0)
+        .map(|word| String::from_utf8_lossy(word).into_owned())
+        .collect();
+    let path = qmp_path(&words).ok_or_else(|| {
+        AttachError::Refused(format!(
+            "the command line of process {pid} names no QMP socket; start QEMU with -qmp unix:PATH,server=on,wait=off, or name its domain \
+             if libvirt manages it"
+        ))
+    })?;
+    if path.is_absolute() {
+        return Ok(path);
+    }
+    let folder =
+        fs::read_link(process.proc("cwd")).map_err(|error| cannot("working folder", error))?;
+    Ok(folder.join(path))
+}
+
+/// The path in `-qmp unix:PATH,…`, or in the `-chardev socket,path=PATH,…` that a `-mon …,mode=control` names.
+fn qmp_path(words: &[String]) -> Option<PathBuf> {
+    let option = |names: [&str; 2], value: &dyn Fn(&str) -> Option<PathBuf>| {
+        let pairs = words.windows(2).filter(|pair| {
+            let name = pair[0].trim_start_matches('-');
+            pair[0].starts_with('-') && names.contains(&name)
+        });
+        pairs.filter_map(|pair| value(&pair[1])).next()
+    };
+    let path = |text: &str| {
+        (!text.is_empty())
+            .then(|| Path::new(std::ffi::OsStr::from_bytes(text.as_bytes())).to_owned())
+    };
+    let unix = option(["qmp", "qmp-pretty"], &|value| {
+        path(value.strip_prefix("unix:")?.split(',').next()?)
+    });
+    unix.or_else(|| {
+        option(["mon", "mon"], &|monitor| {
+            let chardev = property(monitor, "chardev").or_else(|| {
+                monitor
+                    .split(',')
+                    .next()
+                    .filter(|first| !first.contains('='))
+            })?;
+            (property(monitor, "mode") == Some("control")).then_some(())?;
+            option(["chardev", "chardev"], &|value| {
+                let is_it = value.starts_with("socket,") && property(value, "id") == Some(chardev);
+                is_it
+                    .then(|| property(value, "path"))
+                    .flatten()
+                    .and_then(path)
+            })
+        })
+    })
+}
+
+/// A property in QEMU's `name=value,…`.
+fn property<'a>(value: &'a str, name: &str) -> Option<&'a str> {
+    value
+        .split(',')
+        .find_map(|part| part.strip_prefix(name)?.strip_prefix('='))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn path_in(line: &str) -> Option<PathBuf> {
+        let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+        qmp_path(&words)
+    }
+
+    #[test]
+    fn the_socket_is_found_on_a_command_line() {
+        for line in [
+            "qemu -m 1G -qmp unix:/run/q,server=on,wait=off -S",
+            "qemu --qmp unix:/run/q",
+            "qemu -chardev pty,id=a -chardev socket,id=b,path=/run/q,server=on -mon chardev=b,mode=control",
+            "qemu -mon b,mode=control -chardev socket,path=/run/q,id=b",
+        ] {
+            assert_eq!(path_in(line), Some("/run/q".into()), "{line}");
+        }
+        for line in [
+            "",
+            "qemu -qmp",
+            "qemu -qmp stdio",
+            "qemu -qmp unix:",
+            "qemu -chardev socket,id=b,path=/run/q -mon chardev=b,mode=readline",
+            "qemu -chardev socket,id=b,path=/run/q -mon chardev=c,mode=control",
+            // As libvirt starts it.
+            "qemu -chardev socket,id=b,fd=25,server=on -mon chardev=b,id=m,mode=control",
+        ] {
+            assert_eq!(path_in(line), None, "{line}");
+        }
+    }
+
+    #[test]
+    fn a_process_without_a_socket_is_refused() {
+        let error = qmp_socket_of(std::process::id()).expect_err("no QEMU");
+        assert!(error.to_string().contains("names no QMP socket"), "{error}");
+    }
+}

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What a discovery of the guest's kernel reads.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use patchbay_kernel_image::live::{Cpu, PhysicalMemory};
+use patchbay_service::keys::registry::discovery::Discoverable;
+
+use crate::guest::QemuGuest;
+use crate::memory::AttachedRam;
+
+/// For the registers.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+impl PhysicalMemory for AttachedRam {
+    fn ram(&self) -> Vec<Range<u64>> {
+        self.filled()
+    }
+
+    fn read(&self, address: u64, bytes: &mut [u8]) -> bool {
+        self.copy(address, bytes)
+    }
+}
+
+impl Discoverable for QemuGuest {
+    fn memory(&self) -> &dyn PhysicalMemory {
+        self.memory()
+    }
+
+    fn cpus(&self) -> Result<Vec<Cpu>, String> {
+        let registers = self
+            .monitor()
+            .registers(PATIENCE)
+            .map_err(|error| error.to_string())?;
+        let cpu = |vcpu: &crate::registers::Registers| Cpu {
+            cr0: vcpu.cr0,
+            cr3: vcpu.cr3,
+            cr4: vcpu.cr4,
+            idt_base: vcpu.idt_base,
+        };
+        Ok(registers.iter().map(cpu).collect())
+    }
+
+    fn resets(&self) -> u64 {
+        self.life().resets()
+    }
+
+    fn is_held(&self) -> bool {
+        self.is_held()
+    }
+}

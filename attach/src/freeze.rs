@@ -1,0 +1,299 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Stops the threads of a guest's vCPUs, by ptrace.
+//!
+//! A thread that the kernel has stopped is in no `KVM_RUN`, so its vCPU executes nothing, whatever anybody asks of the monitor. The
+//! monitor's other threads run on. The kernel lets the threads go when the one that stopped them ends, so a stop does not outlive
+//! this process (PTRACE_SEIZE without PTRACE_O_EXITKILL, ptrace(2)).
+//!
+//! ptrace belongs to a thread: each stop has one of its own, which ends with the stop.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::sys::ptrace;
+use nix::sys::signal::Signal;
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
+
+/// For so long the threads are looked at without sleeping in between: most stop sooner.
+const SPIN: Duration = Duration::from_micros(300);
+/// Between two looks afterwards.
+const BETWEEN_LOOKS: Duration = Duration::from_micros(50);
+
+/// Why the threads run on.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FreezeError {
+    /// Those with these indices had not stopped in time.
+    #[error("{} threads did not stop in time", .0.len())]
+    Late(Vec<usize>),
+    /// A thread has ended.
+    #[error("a vCPU's thread has ended")]
+    Gone,
+    /// The kernel forbids it.
+    #[error(
+        "ptrace of thread {thread}: {error}; run as the monitor's user or with CAP_SYS_PTRACE, and see that no debugger has it"
+    )]
+    Denied {
+        /// Its id.
+        thread: u32,
+        /// The operating system's words.
+        error: String,
+    },
+}
+
+/// Stopped threads. Dropping it lets them run.
+#[derive(Debug)]
+pub struct Frozen {
+    release: Option<Sender<()>>,
+    tracer: Option<JoinHandle<()>>,
+    stop_time: Duration,
+}
+
+impl Frozen {
+    /// How long the stop took.
+    #[must_use]
+    pub fn stop_time(&self) -> Duration {
+        self.stop_time
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        self.release = None;
+        if let Some(tracer) = self.tracer.take() {
+            // A tracer that has panicked has let them go by its end.
+            let _ = tracer.join();
+        }
+    }
+}
+
+/// Stops these threads until the deadline, or none.
+///
+/// # Errors
+/// [`FreezeError`]; all threads run on.
+pub fn freeze(threads: &[u32], deadline: Instant) -> Result<Frozen, FreezeError> {
+    let threads = threads.to_vec();
+    let (answer, answered) = channel();
+    let (release, released) = channel();
+    let tracer = std::thread::Builder::new()
+        .name("freeze".to_owned())
+        .spawn(move || trace(&threads, deadline, &answer, &released))
+        .map_err(|error| FreezeError::Denied {
+            thread: 0,
+            error: error.to_string(),
+        })?;
+    match answered.recv() {
+        Ok(Ok(stop_time)) => Ok(Frozen {
+            release: Some(release),
+            tracer: Some(tracer),
+            stop_time,
+        }),
+        // It has panicked.
+        Err(_) => Err(FreezeError::Gone),
+        Ok(Err(error)) => {
+            let _ = tracer.join();
+            Err(error)
+        }
+    }
+}
+
+/// A thread that is being stopped.
+struct Traced {
+    id: u32,
+    pid: Pid,
+    stopped: bool,
+    /// On its way to the thread when it stopped.
+    signal: Option<Signal>,
+}
+
+/// The tracer's thread.
+fn trace(
+    threads: &[u32],
+    deadline: Instant,
+    answer: &Sender<Result<Duration, FreezeError>>,
+    released: &Receiver<()>,
+) {
+    let began = Instant::now();
+    let mut traced = Vec::with_capacity(threads.len());
+    let stopped = stop(threads, &mut traced, deadline);
+    let stopped = stopped.map(|()| began.elapsed());
+    let wait = stopped.is_ok();
+    // Who asked is gone only if this process ends.
+    let _ = answer.send(stopped);
+    if wait {
+        let _ = released.recv();
+    }
+    for thread in traced.iter().filter(|thread| thread.stopped) {
+        // ESRCH: it has been killed. The end of this thread lets go of those that have not stopped.
+        let _ = ptrace::detach(thread.pid, thread.signal);
+    }
+}
+
+fn stop(threads: &[u32], traced: &mut Vec<Traced>, deadline: Instant) -> Result<(), FreezeError> {
+    for &id in threads {
+        let pid = Pid::from_raw(i32::try_from(id).map_err(|_| FreezeError::Gone)?);
+        ptrace::seize(pid, ptrace::Options::empty()).map_err(|error| failed(id, error))?;
+        traced.push(Traced {
+            id,
+            pid,
+            stopped: false,
+            signal: None,
+        });
+    }
+    for thread in traced.iter() {
+        ptrace::interrupt(thread.pid).map_err(|error| failed(thread.id, error))?;
+    }
+    let began = Instant::now();
+    loop {
+        for thread in traced.iter_mut().filter(|thread| !thread.stopped) {
+            look(thread)?;
+        }
+        if traced.iter().all(|thread| thread.stopped) {
+            return Ok(());
+        }
+        let now = Instant::now();
+        if now >= deadline {
+            let late = (0..)
+                .zip(traced.iter())
+                .filter(|(_, thread)| !thread.stopped);
+            return Err(FreezeError::Late(late.map(|(index, _)| index).collect()));
+        }
+        if now - began < SPIN {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(BETWEEN_LOOKS);
+        }
+    }
+}
+
+fn look(thread: &mut Traced) -> Result<(), FreezeError> {
+    match waitpid(thread.pid, Some(WaitPidFlag::WNOHANG | WaitPidFlag::__WALL)) {
+        Ok(WaitStatus::StillAlive) => {}
+        // Stopped by the interrupt.
+        Ok(WaitStatus::PtraceEvent(..)) => thread.stopped = true,
+        // Stopped before a signal, which it is to get afterwards.
+        Ok(WaitStatus::Stopped(_, signal)) => {
+            thread.stopped = true;
+            thread.signal = Some(signal);
+        }
+        Ok(_) => return Err(FreezeError::Gone),
+        Err(error) => return Err(failed(thread.id, error)),
+    }
+    Ok(())
+}
+
+fn failed(thread: u32, error: Errno) -> FreezeError {
+    match error {
+        Errno::ESRCH | Errno::ECHILD => FreezeError::Gone,
+        _ => FreezeError::Denied {
+            thread,
+            error: error.desc().to_owned(),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::process::{Child, Command, Stdio};
+
+    use super::*;
+
+    /// A process that prints for ever.
+    struct Busy(Child, BufReader<std::process::ChildStdout>);
+
+    impl Busy {
+        fn new() -> Self {
+            let mut child = Command::new("yes")
+                .stdout(Stdio::piped())
+                .spawn()
+                .expect("coreutils");
+            let output = BufReader::new(child.stdout.take().expect("piped"));
+            let mut busy = Self(child, output);
+            busy.prints();
+            busy
+        }
+
+        fn prints(&mut self) {
+            // More than a pipe and the reader's buffer hold.
+            for _ in 0..100_000 {
+                let mut line = String::new();
+                assert_ne!(self.1.read_line(&mut line).expect("text"), 0);
+            }
+        }
+
+        fn state(&self) -> String {
+            let status =
+                std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).expect("it lives");
+            let state = status
+                .lines()
+                .find_map(|line| line.strip_prefix("State:\t"));
+            state.expect("a state").to_owned()
+        }
+    }
+
+    impl Drop for Busy {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    fn in_time() -> Instant {
+        Instant::now() + Duration::from_secs(30)
+    }
+
+    #[test]
+    fn threads_stand_still_until_the_drop() {
+        let mut busy = Busy::new();
+        for _ in 0..10 {
+            let frozen = freeze(&[busy.0.id()], in_time()).expect("stopped");
+            assert!(busy.state().starts_with('t'), "{}", busy.state());
+            drop(frozen);
+            busy.prints();
+        }
+    }
+
+    #[test]
+    fn a_deadline_that_has_passed_leaves_them_running() {
+        let mut busy = Busy::new();
+        for _ in 0..10 {
+            match freeze(&[busy.0.id()], Instant::now()) {
+                Err(FreezeError::Late(late)) => assert_eq!(late, [0]),
+                Ok(_) => {}
+                Err(error) => panic!("{error}"),
+            }
+            busy.prints();
+        }
+        drop(freeze(&[busy.0.id()], in_time()).expect("stopped"));
+    }
+
+    #[test]
+    fn no_thread_stays_stopped_if_one_cannot_be() {
+        let mut busy = Busy::new();
+        let id = busy.0.id();
+        let missing =
+            freeze(&[id, i32::MAX.cast_unsigned()], in_time()).expect_err("no such thread");
+        assert_eq!(missing, FreezeError::Gone);
+        busy.prints();
+        let frozen = freeze(&[id], in_time()).expect("stopped");
+        let twice = freeze(&[id], in_time()).expect_err("it has a tracer");
+        assert!(matches!(twice, FreezeError::Denied { .. }), "{twice}");
+        drop(frozen);
+        busy.prints();
+    }
+
+    /// A signal that arrives while the thread is stopped is delivered after it.
+    #[test]
+    fn a_signal_is_not_lost() {
+        let mut busy = Busy::new();
+        let frozen = freeze(&[busy.0.id()], in_time()).expect("stopped");
+        nix::sys::signal::kill(Pid::from_raw(busy.0.id().cast_signed()), Signal::SIGTERM)
+            .expect("it lives");
+        assert!(busy.state().starts_with('t'));
+        drop(frozen);
+        assert!(!busy.0.wait().expect("ended").success());
+    }
+}

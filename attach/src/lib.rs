@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#![forbid(unsafe_code)]
+//! The seams of `patchbay-service` over a guest that another monitor runs: today QEMU.
+//!
+//! | seam | here |
+//! |---|---|
+//! | memory | [`memory::AttachedRam`]: the guest's memory file mapped, or /proc/PID/mem |
+//! | pause | [`freeze`]: the vCPUs' threads by ptrace; or QEMU's `stop`, whose end [`watchdog`] guarantees |
+//! | lifecycle | [`guest::QemuGuest`]: QEMU's events, and the end of its process |
+//! | console | [`console::NoConsole`]: the monitor keeps it |
+//!
+//! Another monitor needs: the guest-physical map and where it has each range, the ids of its vCPUs' threads or a stop of its own,
+//! whether it migrates, and when its guest ends. [`monitor::Monitor`] is that list for QEMU.
+
+pub mod attach;
+pub mod console;
+pub mod discovery;
+pub mod error;
+pub mod flat_view;
+pub mod freeze;
+pub mod guest;
+pub mod libvirt;
+pub mod memory;
+pub mod monitor;
+pub mod process;
+pub mod qmp;
+pub mod registers;
+pub mod watchdog;
+
+pub use attach::{Options, PauseWay, Target, attach};

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+#![forbid(unsafe_code)]
+//! `patchbay-attach`: serves the API of a guest that another monitor runs.
+
+mod args;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::Context;
+use clap::Parser;
+use patchbay_attach::guest::{End, QemuGuest};
+use patchbay_attach::{Options, Target, attach, watchdog};
+use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
+use patchbay_service::guest::Machine;
+use patchbay_service::keys::audit::AuditLog;
+use patchbay_service::keys::registry::Registry;
+use patchbay_service::keys::{Keys, KeysConfig};
+use patchbay_service::trace::Tracing;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
+
+use crate::args::{CommandLine, Guest};
+
+fn main() -> ExitCode {
+    let line = CommandLine::parse();
+    tracing_subscriber::fmt()
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_env("PATCHBAY_LOG")
+                .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn")),
+        )
+        .with_writer(std::io::stderr)
+        .init();
+    let result = match &line.guest {
+        Guest::Watchdog => {
+            watchdog::run().context("the guest may be left stopped; resume it by its monitor")
+        }
+        Guest::Qemu(qemu) => match qemu.target() {
+            Some(target) => run(target, &qemu.options),
+            None => Err(anyhow::anyhow!("give --qmp or --pid")),
+        },
+        Guest::Libvirt { domain, options } => run(Target::Libvirt(domain.clone()), options),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("patchbay-attach: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
+    let audit = match &args.audit_log {
+        Some(path) => AuditLog::open(path).with_context(|| {
+            format!(
+                "the audit log {} cannot be opened; name a file in a folder that is yours",
+                path.display()
+            )
+        })?,
+        None => AuditLog::default(),
+    };
+    let guest = Arc::new(attach(&Options {
+        target,
+        name: args.name.clone(),
+        access: args.memory.into(),
+        pause: args.pause.into(),
+        watchdog: std::env::current_exe().context("this program is not found")?,
+        accept_tcg: false,
+    })?);
+    let name = guest.description().name;
+    let path = match &args.api_socket {
+        Some(path) => path.clone(),
+        None => default_socket(&name)?,
+    };
+    let socket = ApiSocket::bind(&path)?;
+    let registry = Arc::new(Registry::default());
+    registry.discover(guest.clone());
+    let config = KeysConfig {
+        audit,
+        allow_guarded: args.allow_guarded,
+        ..KeysConfig::default()
+    };
+    let (keys, thread) = Keys::start(guest.clone(), registry, config)
+        .context("a thread cannot be started; raise the limit on processes")?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    eprintln!("attached to {name}; its API is at {}", path.display());
+    let end = runtime.block_on(serve(socket, keys, &guest))?;
+    drop(runtime);
+    // A change in progress, or a pause that is held, ends with its thread: the guest runs before this process ends.
+    let _ = thread.join();
+    match end {
+        None | Some(End::Guest) => Ok(()),
+        Some(End::Connection(why)) => {
+            Err(anyhow::anyhow!("{why}; the guest runs on, attach again"))
+        }
+    }
+}
+
+/// Serves until the guest ends, or a signal says to detach.
+async fn serve(socket: ApiSocket, keys: Keys, guest: &QemuGuest) -> anyhow::Result<Option<End>> {
+    let (ended, end) = oneshot::channel();
+    let life = Arc::clone(guest.life());
+    std::thread::Builder::new()
+        .name("end".to_owned())
+        .spawn(move || ended.send(life.wait()))
+        .context("a thread cannot be started; raise the limit on processes")?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut outcome = None;
+    let shutdown = async {
+        tokio::select! {
+            end = end => outcome = end.ok(),
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+    };
+    let guests = Guests::default();
+    let served = ServedGuest::start(keys, Tracing::default())?;
+    guests.add(served)?;
+    Endpoint::new(socket, guests).serve(shutdown).await?;
+    Ok(outcome)
+}
+
+/// Where `patchbay` looks for it.
+fn default_socket(name: &str) -> anyhow::Result<PathBuf> {
+    let plain = !name.is_empty() && !name.starts_with('.') && !name.contains('/');
+    anyhow::ensure!(
+        plain,
+        "{name:?} cannot be the name of a socket; give --name or --api-socket"
+    );
+    let folder = match std::env::var_os("XDG_RUNTIME_DIR") {
+        Some(folder) => Path::new(&folder).join("patchbay"),
+        None => PathBuf::from("/run/patchbay"),
+    };
+    std::fs::create_dir_all(&folder)
+        .with_context(|| format!("{} cannot be made; give --api-socket", folder.display()))?;
+    Ok(folder.join(format!("{name}.sock")))
+}

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What is asked of a QEMU, in the terms of this crate.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::error::AttachError;
+use crate::flat_view::{self, RamRange};
+use crate::libvirt::Domain;
+use crate::qmp::{Qmp, QmpError};
+use crate::registers::{self, Registers};
+
+/// For an answer that needs nothing but QEMU's main loop.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The way to a QEMU's monitor.
+#[derive(Debug)]
+pub enum Monitor {
+    /// Its own socket.
+    Socket(Qmp),
+    /// The connection that libvirt has.
+    Libvirt(Domain),
+}
+
+/// QEMU's account of the guest's last migration. Another account: a migration has begun, or gone on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Migration(Value);
+
+impl Migration {
+    /// Whether pages are being copied, or will be without another word.
+    #[must_use]
+    pub fn is_under_way(&self) -> bool {
+        !matches!(
+            self.status(),
+            "" | "none" | "completed" | "failed" | "cancelled"
+        )
+    }
+
+    /// QEMU's word for it.
+    #[must_use]
+    pub fn status(&self) -> &str {
+        self.0["status"].as_str().unwrap_or_default()
+    }
+}
+
+impl Monitor {
+    /// Carries out a command.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn execute(
+        &self,
+        command: &str,
+        arguments: Value,
+        patience: Duration,
+    ) -> Result<Value, QmpError> {
+        match self {
+            Self::Socket(qmp) => qmp.execute(command, arguments, patience),
+            Self::Libvirt(domain) => domain.execute(command, arguments, patience),
+        }
+    }
+
+    fn query(&self, command: &str) -> Result<Value, QmpError> {
+        self.execute(command, Value::Null, PATIENCE)
+    }
+
+    fn text(&self, command_line: &str) -> Result<String, QmpError> {
+        let arguments = json!({ "command-line": command_line });
+        let answer = self.execute("human-monitor-command", arguments, PATIENCE)?;
+        answer
+            .as_str()
+            .map(str::to_owned)
+            .ok_or_else(|| unexpected(command_line, "text"))
+    }
+
+    /// QEMU's run state: "running", "paused", "prelaunch"…
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn status(&self) -> Result<String, QmpError> {
+        string(&self.query("query-status")?, "query-status", "status")
+    }
+
+    /// Whether KVM runs the vCPUs.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn uses_kvm(&self) -> Result<bool, QmpError> {
+        let answer = self.query("query-kvm")?;
+        answer["enabled"]
+            .as_bool()
+            .ok_or_else(|| unexpected("query-kvm", "enabled"))
+    }
+
+    /// Whether the guest's memory is encrypted, or closed to the host in another way.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn is_confidential(&self) -> Result<bool, QmpError> {
+        let arguments = json!({ "path": "/machine", "property": "confidential-guest-support" });
+        match self.execute("qom-get", arguments, PATIENCE) {
+            Ok(link) => Ok(link.as_str().is_some_and(|path| !path.is_empty())),
+            // Machines before QEMU 6.0 have no such property.
+            Err(QmpError::Refused { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether a migration is under way.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn migration(&self, patience: Duration) -> Result<Migration, QmpError> {
+        // Without a migration ever the answer is empty.
+        self.execute("query-migrate", Value::Null, patience)
+            .map(Migration)
+    }
+
+    /// The guest's name; empty if it has none.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn name(&self) -> Result<String, QmpError> {
+        Ok(self.query("query-name")?["name"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned())
+    }
+
+    /// Ids of the vCPUs' threads in QEMU's PID namespace.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn vcpu_threads(&self) -> Result<Vec<u32>, QmpError> {
+        let answer = self.query("query-cpus-fast")?;
+        let missing = || unexpected("query-cpus-fast", "thread-id");
+        let vcpus = answer
+            .as_array()
+            .filter(|vcpus| !vcpus.is_empty())
+            .ok_or_else(missing)?;
+        let id = |vcpu: &Value| u32::try_from(vcpu["thread-id"].as_u64()?).ok();
+        vcpus
+            .iter()
+            .map(|vcpu| id(vcpu).ok_or_else(missing))
+            .collect()
+    }
+
+    /// The guest's RAM.
+    ///
+    /// # Errors
+    /// [`AttachError`].
+    pub fn ram(&self) -> Result<Vec<RamRange>, AttachError> {
+        let answer = self.query("query-memdev")?;
+        let backends = answer
+            .as_array()
+            .ok_or_else(|| unexpected("query-memdev", "a list"))?;
+        let names: BTreeSet<String> = backends
+            .iter()
+            .filter_map(|backend| backend["id"].as_str())
+            .map(str::to_owned)
+            .collect();
+        flat_view::ram(&self.text("info mtree -f")?, &names).map_err(AttachError::Refused)
+    }
+
+    /// Address in QEMU's process of a guest-physical address.
+    ///
+    /// # Errors
+    /// [`AttachError`].
+    pub fn host_address(&self, address: u64) -> Result<u64, AttachError> {
+        let text = self.text(&format!("gpa2hva {address:#x}"))?;
+        let found = text
+            .trim_end()
+            .rsplit_once(" is 0x")
+            .map(|(_, digits)| u64::from_str_radix(digits, 16));
+        match found {
+            Some(Ok(found)) => Ok(found),
+            _ => Err(AttachError::Refused(format!(
+                "QEMU does not say where it has guest-physical {address:#x} (it says {:?}); this version is not supported",
+                text.trim()
+            ))),
+        }
+    }
+
+    /// The registers of each vCPU.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn registers(&self, patience: Duration) -> Result<Vec<Registers>, QmpError> {
+        let arguments = json!({ "command-line": "info registers -a" });
+        let answer = self.execute("human-monitor-command", arguments, patience)?;
+        let text = answer.as_str().unwrap_or_default();
+        registers::parse(text).map_err(|missing| unexpected("info registers -a", &missing))
+    }
+}
+
+fn string(answer: &Value, command: &str, name: &str) -> Result<String, QmpError> {
+    answer[name]
+        .as_str()
+        .map(str::to_owned)
+        .ok_or_else(|| unexpected(command, name))
+}
+
+fn unexpected(command: &str, missing: &str) -> QmpError {
+    QmpError::Unexpected {
+        command: command.to_owned(),
+        missing: missing.to_owned(),
+    }
+}

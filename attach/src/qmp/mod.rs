@@ -1,0 +1,393 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A client of QEMU's machine protocol (`docs/interop/qmp-spec.rst` of QEMU).
+//!
+//! One thread reads the socket. It hands each answer to the call that waits for it, by the command's id,
+//! and each event to the listener. A call that gave up is forgotten, and its late answer with it.
+
+#[cfg(test)]
+pub(crate) mod fake;
+#[cfg(test)]
+mod tests;
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::io::{self, BufReader, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde_json::{Deserializer, Value, json};
+
+/// Longest message that is read, in bytes. The flat view of a large machine takes tens of KiB.
+const MAX_MESSAGE: usize = 16 << 20;
+/// Longest command, in bytes: one that a single write to a unix socket takes whole.
+const MAX_COMMAND: usize = 32 << 10;
+
+/// Why a monitor did not do what it was asked to.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum QmpError {
+    /// Nobody listens, or the caller may not connect.
+    #[error("QMP socket {}: {error}; give the path of a running QEMU's -qmp socket that you may open", path.display())]
+    Connect {
+        /// As given.
+        path: PathBuf,
+        /// The operating system's words.
+        error: String,
+    },
+    /// The peer accepts connections and says nothing.
+    #[error(
+        "QMP socket {}: no greeting within {patience:?}; QEMU serves one client of a socket at a time, and this one is in use or \
+         QEMU hangs; give QEMU another -qmp socket", path.display()
+    )]
+    NoGreeting {
+        /// As given.
+        path: PathBuf,
+        /// The time it was given.
+        patience: Duration,
+    },
+    /// The peer is no QEMU monitor.
+    #[error("{} does not speak QMP ({found}); give the path of a QEMU's -qmp socket", path.display())]
+    NotQmp {
+        /// As given.
+        path: PathBuf,
+        /// What came instead of a greeting.
+        found: String,
+    },
+    /// The connection has ended.
+    #[error("the QMP connection has ended: {0}; attach again if the guest still runs")]
+    Closed(String),
+    /// No answer came in time. The command may be carried out later.
+    #[error("QEMU did not answer {command} within {patience:?}; see whether it hangs")]
+    TimedOut {
+        /// The command.
+        command: String,
+        /// The time it was given.
+        patience: Duration,
+    },
+    /// QEMU refused the command.
+    #[error("QEMU refused {command}: {description}")]
+    Refused {
+        /// The command.
+        command: String,
+        /// QEMU's error class.
+        class: String,
+        /// QEMU's words.
+        description: String,
+    },
+    /// The answer is not what the command returns.
+    #[error("QEMU's answer to {command} lacks {missing}; this version of QEMU is not supported")]
+    Unexpected {
+        /// The command.
+        command: String,
+        /// What was looked for.
+        missing: String,
+    },
+}
+
+/// Something that QEMU reports by itself.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    /// Its name.
+    pub name: String,
+    /// Its data; null if it has none.
+    pub data: Value,
+}
+
+/// Called by the reading thread with each event, and at last with `None` when the connection has ended.
+/// It must not wait for an answer of QEMU.
+pub type EventListener = Box<dyn Fn(Option<Event>) + Send>;
+
+/// A connection to a QEMU's monitor.
+#[derive(Debug)]
+pub struct Qmp {
+    stream: UnixStream,
+    shared: Arc<Shared>,
+    reader: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    greeting: Option<Value>,
+    last_id: u64,
+    /// Calls that wait, with their answers once they came.
+    calls: HashMap<u64, Option<Value>>,
+    /// Why the connection has ended.
+    closed: Option<String>,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until `done` finds what it looks for. `None`: the deadline has passed.
+    fn wait_for<T>(
+        &self,
+        deadline: Instant,
+        mut done: impl FnMut(&mut State) -> Option<T>,
+    ) -> Option<T> {
+        let mut state = self.state();
+        loop {
+            if let Some(found) = done(&mut state) {
+                return Some(found);
+            }
+            let left = deadline.checked_duration_since(Instant::now())?;
+            state = self
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+}
+
+impl Qmp {
+    /// Connects and negotiates within `patience`.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn connect(
+        path: &Path,
+        patience: Duration,
+        listener: EventListener,
+    ) -> Result<Self, QmpError> {
+        let cannot = |error: io::Error| QmpError::Connect {
+            path: path.to_owned(),
+            error: error.to_string(),
+        };
+        let deadline = Instant::now() + patience;
+        let stream = UnixStream::connect(path).map_err(cannot)?;
+        // A peer that reads nothing must not hold up a write for ever.
+        stream.set_write_timeout(Some(patience)).map_err(cannot)?;
+        let shared = Arc::new(Shared::default());
+        let reader = {
+            let (shared, stream) = (Arc::clone(&shared), stream.try_clone().map_err(cannot)?);
+            std::thread::Builder::new()
+                .name("qmp".to_owned())
+                .spawn(move || read(&shared, stream, &listener))
+                .map_err(cannot)?
+        };
+        let qmp = Self {
+            stream,
+            shared,
+            reader: Some(reader),
+        };
+        let not_qmp = |found: String| QmpError::NotQmp {
+            path: path.to_owned(),
+            found,
+        };
+        let greeted = qmp.shared.wait_for(deadline, |state| {
+            let greeting = state.greeting.as_ref().map(|greeting| Ok(greeting.clone()));
+            greeting.or_else(|| state.closed.clone().map(Err))
+        });
+        match greeted {
+            None => {
+                return Err(QmpError::NoGreeting {
+                    path: path.to_owned(),
+                    patience,
+                });
+            }
+            Some(Err(closed)) => return Err(not_qmp(closed)),
+            Some(Ok(greeting)) if greeting.get("QMP").is_none() => {
+                return Err(not_qmp(format!(
+                    "it sent {}",
+                    shortened(&greeting.to_string())
+                )));
+            }
+            Some(Ok(_)) => {}
+        }
+        qmp.execute("qmp_capabilities", Value::Null, patience)?;
+        Ok(qmp)
+    }
+
+    /// Carries out a command and waits at most `patience` for its answer. `arguments` is null or an object.
+    ///
+    /// # Errors
+    /// [`QmpError`]. After [`QmpError::TimedOut`] nobody knows whether QEMU carries it out.
+    pub fn execute(
+        &self,
+        command: &str,
+        arguments: Value,
+        patience: Duration,
+    ) -> Result<Value, QmpError> {
+        let deadline = Instant::now() + patience;
+        let id = {
+            let mut state = self.shared.state();
+            if let Some(why) = &state.closed {
+                return Err(QmpError::Closed(why.clone()));
+            }
+            state.last_id += 1;
+            let id = state.last_id;
+            state.calls.insert(id, None);
+            id
+        };
+        let answer = self.send(&message(command, arguments, id)).and_then(|()| {
+            let answer = self.shared.wait_for(deadline, |state| {
+                let answer = state.calls.get_mut(&id).and_then(Option::take);
+                answer.map(Ok).or_else(|| state.closed.clone().map(Err))
+            });
+            match answer {
+                None => Err(QmpError::TimedOut {
+                    command: command.to_owned(),
+                    patience,
+                }),
+                Some(answer) => answer.map_err(QmpError::Closed),
+            }
+        });
+        self.shared.state().calls.remove(&id);
+        returned(command, answer?)
+    }
+
+    /// In one write, so that a process that dies leaves no half of a command behind.
+    fn send(&self, line: &str) -> Result<(), QmpError> {
+        let closed = |error: io::Error| QmpError::Closed(format!("writing failed ({error})"));
+        if line.len() > MAX_COMMAND {
+            return Err(QmpError::Closed(format!(
+                "a command of {} bytes was not sent",
+                line.len()
+            )));
+        }
+        (&self.stream).write_all(line.as_bytes()).map_err(closed)
+    }
+
+    /// Process that called listen() on the socket, and the user that it ran as.
+    #[must_use]
+    pub fn peer(&self) -> Option<u32> {
+        let credentials = rustix::net::sockopt::socket_peercred(&self.stream).ok()?;
+        u32::try_from(credentials.pid.as_raw_nonzero().get()).ok()
+    }
+
+    /// The connection, for a process that is to speak after this one has died.
+    ///
+    /// # Errors
+    /// No descriptor is free.
+    pub fn share(&self) -> io::Result<OwnedFd> {
+        self.stream.try_clone().map(OwnedFd::from)
+    }
+}
+
+impl Drop for Qmp {
+    fn drop(&mut self) {
+        // Ends the reading thread's read.
+        let _ = self.stream.shutdown(Shutdown::Both);
+        if let Some(reader) = self.reader.take() {
+            let _ = reader.join();
+        }
+    }
+}
+
+/// A command as it is sent.
+pub(crate) fn message(command: &str, arguments: Value, id: u64) -> String {
+    let mut message = json!({ "execute": command, "id": id });
+    if !arguments.is_null() {
+        message["arguments"] = arguments;
+    }
+    format!("{message}\n")
+}
+
+pub(crate) fn returned(command: &str, mut answer: Value) -> Result<Value, QmpError> {
+    if let Some(error) = answer.get("error") {
+        let text = |name: &str| {
+            error
+                .get(name)
+                .and_then(Value::as_str)
+                .unwrap_or("")
+                .to_owned()
+        };
+        return Err(QmpError::Refused {
+            command: command.to_owned(),
+            class: text("class"),
+            description: text("desc"),
+        });
+    }
+    match answer.get_mut("return") {
+        Some(value) => Ok(value.take()),
+        None => Err(QmpError::Unexpected {
+            command: command.to_owned(),
+            missing: "\"return\"".to_owned(),
+        }),
+    }
+}
+
+/// The start of what came, as it may be shown.
+fn shortened(text: &str) -> String {
+    let mut short: String = text.chars().take(60).collect();
+    if short.len() < text.len() {
+        short.push('…');
+    }
+    short
+}
+
+/// Reads no more bytes than a message may have.
+struct Limited {
+    stream: UnixStream,
+    left: Rc<Cell<usize>>,
+}
+
+impl Read for Limited {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let most = bytes.len().min(self.left.get());
+        if most == 0 {
+            return Err(io::Error::other(format!(
+                "a message has more than {MAX_MESSAGE} bytes"
+            )));
+        }
+        let read = self.stream.read(&mut bytes[..most])?;
+        self.left.set(self.left.get() - read);
+        Ok(read)
+    }
+}
+
+/// The reading thread.
+fn read(shared: &Shared, stream: UnixStream, listener: &EventListener) {
+    let left = Rc::new(Cell::new(MAX_MESSAGE));
+    let limited = Limited {
+        stream,
+        left: Rc::clone(&left),
+    };
+    let mut why = "QEMU closed it".to_owned();
+    for message in Deserializer::from_reader(BufReader::new(limited)).into_iter::<Value>() {
+        left.set(MAX_MESSAGE);
+        let message = match message {
+            Ok(message) => message,
+            Err(error) => {
+                why = format!("what came is no QMP message ({error})");
+                break;
+            }
+        };
+        if let Some(name) = message.get("event").and_then(Value::as_str) {
+            listener(Some(Event {
+                name: name.to_owned(),
+                data: message.get("data").cloned().unwrap_or_default(),
+            }));
+            continue;
+        }
+        let mut state = shared.state();
+        match message.get("id").and_then(Value::as_u64) {
+            Some(id) => {
+                // Nobody waits any more for an answer that came too late.
+                if let Some(call) = state.calls.get_mut(&id) {
+                    *call = Some(message);
+                }
+            }
+            None if state.greeting.is_none() => state.greeting = Some(message),
+            None => {}
+        }
+        drop(state);
+        shared.changed.notify_all();
+    }
+    shared.state().closed = Some(why);
+    shared.changed.notify_all();
+    listener(None);
+}

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+
+use std::sync::mpsc::channel;
+
+use super::fake::{Fake, GREETING};
+use super::*;
+
+/// For what must come.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// For what must not.
+const SHORT: Duration = Duration::from_millis(50);
+
+fn silent() -> EventListener {
+    Box::new(|_| ())
+}
+
+fn connect(fake: &Fake) -> Result<Qmp, QmpError> {
+    Qmp::connect(&fake.path(), PATIENCE, silent())
+}
+
+#[test]
+fn commands_are_answered_by_id_and_events_reach_the_listener() {
+    let fake = Fake::new(|mut session| {
+        session.greet();
+        let first = session.next().expect("a command");
+        let second = session.next().expect("a command");
+        session.say(r#"{"event": "RESET", "data": {"guest": true}, "timestamp": {"seconds": 1, "microseconds": 2}}"#);
+        // In the other order, and spread over lines as QEMU's pretty=on does.
+        for (command, pretty) in [(second, true), (first, false)] {
+            let text = format!(
+                "{{\"return\": {}, \"id\": {}}}",
+                command["execute"], command["id"]
+            );
+            session.say(&if pretty {
+                text.replace(", ", ",\n  ")
+            } else {
+                text
+            });
+        }
+        session.next();
+    });
+    let (seen, events) = channel();
+    let listener = Box::new(move |event| {
+        let _ = seen.send(event);
+    });
+    let qmp = Qmp::connect(&fake.path(), PATIENCE, listener).expect("greeted");
+    std::thread::scope(|scope| {
+        for command in ["query-status", "query-kvm"] {
+            let qmp = &qmp;
+            scope.spawn(move || {
+                let answer = qmp
+                    .execute(command, Value::Null, PATIENCE)
+                    .expect("answered");
+                assert_eq!(answer, command);
+            });
+        }
+    });
+    let event = events.recv().expect("an event").expect("no end");
+    assert_eq!(
+        (event.name.as_str(), &event.data["guest"]),
+        ("RESET", &json!(true))
+    );
+    assert_eq!(qmp.peer(), Some(std::process::id()));
+    drop(qmp);
+    assert_eq!(events.recv(), Ok(None));
+}
+
+#[test]
+fn a_peer_that_is_no_qemu_is_named() {
+    let first_words: [(&str, &str); 4] = [
+        ("SSH-2.0-OpenSSH_9.2", "no QMP message"),
+        ("{\"hello\": 1}", "it sent"),
+        ("", "QEMU closed it"),
+        ("[1, 2", "no QMP message"),
+    ];
+    for (words, expected) in first_words {
+        let fake = Fake::new(move |mut session| {
+            if !words.is_empty() {
+                session.say(words);
+            }
+        });
+        let error = connect(&fake).expect_err("no QEMU");
+        assert!(matches!(error, QmpError::NotQmp { .. }), "{error}");
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn a_socket_in_use_or_a_hanging_qemu_is_reported_as_such() {
+    let (release, wait) = channel::<()>();
+    let fake = Fake::new(move |_session| {
+        let _ = wait.recv();
+    });
+    let error = Qmp::connect(&fake.path(), SHORT, silent()).expect_err("no greeting");
+    assert!(matches!(error, QmpError::NoGreeting { .. }), "{error}");
+    drop(release);
+    let error = Qmp::connect(Path::new("/nonexistent/qmp"), SHORT, silent()).expect_err("nobody");
+    assert!(error.to_string().contains("/nonexistent/qmp"), "{error}");
+}
+
+#[test]
+fn a_command_that_hangs_times_out_and_its_late_answer_is_forgotten() {
+    let (release, wait) = channel::<()>();
+    let fake = Fake::new(move |mut session| {
+        session.greet();
+        let late = session.next().expect("a command");
+        let _ = wait.recv();
+        session.say(&format!("{{\"return\": \"late\", \"id\": {}}}", late["id"]));
+        let next = session.next().expect("a command");
+        session.say(&format!("{{\"return\": \"next\", \"id\": {}}}", next["id"]));
+        session.next();
+    });
+    let qmp = connect(&fake).expect("greeted");
+    let error = qmp.execute("stop", Value::Null, SHORT).expect_err("hangs");
+    assert!(matches!(error, QmpError::TimedOut { .. }), "{error}");
+    drop(release);
+    assert_eq!(
+        qmp.execute("cont", Value::Null, PATIENCE),
+        Ok(json!("next"))
+    );
+    assert!(qmp.shared.state().calls.is_empty());
+}
+
+#[test]
+fn a_refusal_carries_qemus_words_and_an_end_is_an_error() {
+    let fake = Fake::new(|mut session| {
+        session.greet();
+        let command = session.next().expect("a command");
+        session.say(&format!(
+            "{{\"error\": {{\"class\": \"CommandNotFound\", \"desc\": \"no such thing\"}}, \"id\": {}}}",
+            command["id"]
+        ));
+        session.next();
+    });
+    let qmp = connect(&fake).expect("greeted");
+    let error = qmp
+        .execute("query-kvm", Value::Null, PATIENCE)
+        .expect_err("refused");
+    assert!(error.to_string().ends_with("no such thing"), "{error}");
+    for _ in 0..2 {
+        let error = qmp
+            .execute("query-kvm", Value::Null, PATIENCE)
+            .expect_err("ended");
+        assert!(matches!(error, QmpError::Closed(_)), "{error}");
+    }
+}
+
+#[test]
+fn a_message_without_end_is_not_read_to_its_end() {
+    let fake = Fake::new(|mut session| {
+        session.say(GREETING);
+        session.say(&format!("\"{}", "x".repeat(MAX_MESSAGE)));
+        session.next();
+    });
+    let error = connect(&fake).expect_err("no answer");
+    assert!(
+        error.to_string().contains("a message has more than"),
+        "{error}"
+    );
+}

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Registers as QEMU's `info registers -a` prints them.
+
+/// Most vCPUs that are taken.
+const MAX_VCPUS: usize = 4096;
+
+/// Registers of a vCPU. Those of a vCPU that runs a guest of its own are its guest's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Registers {
+    /// RIP, or EIP outside long mode.
+    pub rip: u64,
+    /// Bit 31: paging is on.
+    pub cr0: u64,
+    /// The page table.
+    pub cr3: u64,
+    /// Bit 12: five levels.
+    pub cr4: u64,
+    /// IDTR.base.
+    pub idt_base: u64,
+}
+
+/// The registers of each vCPU, in QEMU's order.
+///
+/// # Errors
+/// What is missing, in a sentence.
+pub fn parse(text: &str) -> Result<Vec<Registers>, String> {
+    let mut vcpus = Vec::new();
+    for (index, part) in text.split("CPU#").skip(1).enumerate() {
+        if index == MAX_VCPUS {
+            return Err(format!("the guest has more than {MAX_VCPUS} vCPUs"));
+        }
+        let word = |names: &[&str]| {
+            let found = names.iter().find_map(|name| value(part, name));
+            found.ok_or_else(|| {
+                format!(
+                    "QEMU's `info registers -a` has no {} of vCPU {index}",
+                    names[0]
+                )
+            })
+        };
+        vcpus.push(Registers {
+            rip: word(&["RIP=", "EIP="])?,
+            cr0: word(&["CR0="])?,
+            cr3: word(&["CR3="])?,
+            cr4: word(&["CR4="])?,
+            idt_base: word(&["IDT="])?,
+        });
+    }
+    if vcpus.is_empty() {
+        return Err("QEMU's `info registers -a` names no vCPU".to_owned());
+    }
+    Ok(vcpus)
+}
+
+/// The hexadecimal number behind a name that begins a word.
+fn value(text: &str, name: &str) -> Option<u64> {
+    let begins = |at: &usize| *at == 0 || text.as_bytes()[at - 1].is_ascii_whitespace();
+    let (at, _) = text.match_indices(name).find(|(at, _)| begins(at))?;
+    let digits = text[at + name.len()..].split_ascii_whitespace().next()?;
+    u64::from_str_radix(digits, 16).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// QEMU 7.2, two vCPUs in a 64-bit Linux.
+    const LINUX: &str = include_str!("../tests/data/registers-6.12.txt");
+    /// A vCPU at its reset vector, and what it prints between.
+    const RESET: &str = "\r\nCPU#0\r\nEAX=00000000 EBX=00000000\r\nEIP=0000fff0 EFL=00000002 [-------] CPL=0\r\nGDT=     00000000 0000ffff\r\n\
+        IDT=     00000000 0000ffff\r\nCR0=60000010 CR2=00000000 CR3=00000000 CR4=00000000\r\n";
+
+    #[test]
+    fn registers_of_a_running_linux() {
+        let vcpus = parse(LINUX).expect("registers");
+        assert_eq!(vcpus.len(), 2);
+        for vcpu in vcpus {
+            assert!(vcpu.rip > 0xffff_ffff_8000_0000, "{vcpu:x?}");
+            assert_eq!(vcpu.idt_base, 0xffff_fe00_0000_0000);
+            assert!(
+                vcpu.cr0 >> 31 == 1 && vcpu.cr3 != 0 && vcpu.cr4 >> 5 & 1 == 1,
+                "{vcpu:x?}"
+            );
+        }
+    }
+
+    #[test]
+    fn registers_at_reset() {
+        let reset = Registers {
+            rip: 0xfff0,
+            cr0: 0x6000_0010,
+            ..Registers::default()
+        };
+        assert_eq!(parse(RESET), Ok(vec![reset]));
+    }
+
+    #[test]
+    fn what_is_missing_is_named() {
+        assert!(parse("").unwrap_err().contains("no vCPU"));
+        for name in ["EIP=", "CR0=", "CR3=", "CR4=", "IDT="] {
+            let without = RESET.replace(name, "XXX=");
+            let error = parse(&without).expect_err(name);
+            assert!(error.ends_with("of vCPU 0"), "{error}");
+            let nonsense = RESET.replace(name, &format!("{name}zz"));
+            assert!(parse(&nonsense).is_err(), "{name}");
+        }
+        // The name of another register ends in it.
+        let other = RESET.replace("CR3=00000000", "XCR3=00000000");
+        assert!(parse(&other).unwrap_err().contains("CR3"));
+    }
+}

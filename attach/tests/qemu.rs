@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The seams on a QEMU without KVM, of which everything but the change of code works.
+
+mod support;
+
+use patchbay_attach::PauseWay;
+use support::Accelerator::Tcg;
+use support::Memory::{Private, SharedMemfd};
+
+#[test]
+fn memory() {
+    support::memory(Tcg);
+}
+
+#[test]
+fn holes() {
+    support::holes(Tcg);
+}
+
+#[test]
+fn pause_by_ptrace() {
+    support::pause(Tcg, PauseWay::Freeze);
+}
+
+#[test]
+fn pause_by_qmp() {
+    support::pause(Tcg, PauseWay::Qmp);
+}
+
+#[test]
+fn migration_by_ptrace() {
+    support::migration(Tcg, PauseWay::Freeze);
+}
+
+#[test]
+fn migration_by_qmp() {
+    support::migration(Tcg, PauseWay::Qmp);
+}
+
+#[test]
+fn lifecycle() {
+    support::lifecycle(Tcg);
+}
+
+#[test]
+fn kill() {
+    support::kill(Tcg);
+}
+
+#[test]
+fn refusals() {
+    support::refusals(Tcg);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stock_kernel_by_ptrace() {
+    support::stock::stock(Tcg, PauseWay::Freeze, Private).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stock_kernel_by_qmp() {
+    support::stock::stock(Tcg, PauseWay::Qmp, SharedMemfd).await;
+}
+
+#[test]
+#[ignore = "run by the test kill"]
+fn holder() {
+    support::holder();
+}

@@ -1,0 +1,459 @@
+// SPDX-License-Identifier: Apache-2.0
+#![allow(dead_code, reason = "each accelerator has its own test target")]
+//! QEMUs with a guest that only counts, and what is tried on them, whatever runs their vCPUs.
+
+pub mod stock;
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use patchbay_attach::guest::QemuGuest;
+use patchbay_attach::memory::Access;
+use patchbay_attach::qmp::Qmp;
+use patchbay_attach::{Options, PauseWay, Target, attach};
+use patchbay_service::guest::{Guest, Machine, PausedGuest};
+use patchbay_service::pause::PauseError;
+use patchbay_service::testing::conformance;
+use serde_json::{Value, json};
+
+/// For a stop that must succeed, and for QEMU's answers.
+const DEADLINE: Duration = Duration::from_secs(30);
+/// Memory of the guest, and two pages of it that nobody uses.
+const END: u64 = 64 << 20;
+const SCRATCH: u64 = 32 << 20;
+/// What the guest counts in.
+const COUNTER: u64 = 0x8000;
+/// Where firmware puts a boot sector.
+const CODE: std::ops::Range<u64> = 0x7c00..0x7c10;
+/// cli; xor ax, ax; mov ds, ax; again: inc dword [COUNTER]; jmp again
+const BOOT_SECTOR: [u8; 12] = [
+    0xfa, 0x31, 0xc0, 0x8e, 0xd8, 0x66, 0xff, 0x06, 0x00, 0x80, 0xeb, 0xf9,
+];
+/// Of a holder, for [`Qemu::hold_and_kill`].
+const HOLD: &str = "PATCHBAY_ATTACH_HOLD";
+
+/// Who runs the vCPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accelerator {
+    Tcg,
+    Kvm,
+}
+
+/// Where the guest's memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    Private,
+    SharedMemfd,
+    SharedFile,
+}
+
+/// A running QEMU, killed on drop.
+pub struct Qemu {
+    child: Child,
+    folder: tempfile::TempDir,
+    disk: Option<tempfile::NamedTempFile>,
+    accelerator: Accelerator,
+}
+
+impl Qemu {
+    /// `None`, with a word about it: QEMU is not installed.
+    pub fn start(accelerator: Accelerator, memory: Memory) -> Option<Self> {
+        let mut sector = BOOT_SECTOR.to_vec();
+        sector.resize(510, 0);
+        sector.extend([0x55, 0xaa]);
+        sector.resize(1 << 20, 0);
+        let disk = tempfile::NamedTempFile::new().expect("temporary file");
+        fs::write(disk.path(), sector).expect("room");
+        let drive = format!("file={},format=raw,if=ide", disk.path().display());
+        let mut qemu = Self::start_with(accelerator, memory, "64M", &["-drive", &drive])?;
+        qemu.disk = Some(disk);
+        Some(qemu)
+    }
+
+    /// With other memory and other devices.
+    pub fn start_with(
+        accelerator: Accelerator,
+        memory: Memory,
+        size: &str,
+        arguments: &[&str],
+    ) -> Option<Self> {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        let accel = match accelerator {
+            Accelerator::Tcg => "tcg",
+            Accelerator::Kvm => "kvm",
+        };
+        let mut command = Command::new("qemu-system-x86_64");
+        command.args([
+            "-accel",
+            accel,
+            "-m",
+            size,
+            "-smp",
+            "2",
+            "-nodefaults",
+            "-display",
+            "none",
+        ]);
+        command.args([
+            "-name",
+            "counter",
+            "-machine",
+            if memory == Memory::Private {
+                "pc"
+            } else {
+                "pc,memory-backend=ram0"
+            },
+        ]);
+        match memory {
+            Memory::Private => {}
+            Memory::SharedMemfd => {
+                command.args([
+                    "-object",
+                    &format!("memory-backend-memfd,id=ram0,size={size},share=on"),
+                ]);
+            }
+            Memory::SharedFile => {
+                let object = format!(
+                    "memory-backend-file,id=ram0,size={size},share=on,mem-path={}",
+                    path("ram")
+                );
+                command.args(["-object", &object]);
+            }
+        }
+        command.args(arguments);
+        for socket in ["qmp", "other"] {
+            command.args(["-qmp", &format!("unix:{},server=on,wait=off", path(socket))]);
+        }
+        let child = match command.spawn() {
+            Ok(child) => child,
+            Err(error) => {
+                eprintln!("skipped: qemu-system-x86_64 cannot be started ({error})");
+                return None;
+            }
+        };
+        let qemu = Self {
+            child,
+            folder,
+            disk: None,
+            accelerator,
+        };
+        while Qmp::connect(&qemu.socket("other"), DEADLINE, Box::new(|_| ())).is_err() {
+            std::thread::yield_now();
+        }
+        Some(qemu)
+    }
+
+    pub fn socket(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub fn options(&self, pause: PauseWay) -> Options {
+        Options {
+            target: Target::Qmp(self.socket("qmp"), None),
+            name: None,
+            access: Access::Auto,
+            pause,
+            watchdog: PathBuf::from(env!("CARGO_BIN_EXE_patchbay-attach")),
+            accept_tcg: self.accelerator == Accelerator::Tcg,
+        }
+    }
+
+    /// Attached to, with the guest's counter running.
+    pub fn attach(&self, pause: PauseWay) -> Arc<QemuGuest> {
+        let guest = Arc::new(attach(&self.options(pause)).expect("attached"));
+        self.runs(&guest);
+        guest
+    }
+
+    /// Waits until the guest has counted on.
+    pub fn runs(&self, guest: &QemuGuest) {
+        let before = count(guest);
+        while count(guest) == before {
+            std::thread::yield_now();
+        }
+    }
+
+    /// A command by another client.
+    pub fn other(&self, command: &str, arguments: Value) -> Value {
+        let qmp = Qmp::connect(&self.socket("other"), DEADLINE, Box::new(|_| ()))
+            .expect("a second monitor");
+        qmp.execute(command, arguments, DEADLINE).expect(command)
+    }
+
+    /// Has another process attach, stop the guest if it is to, and die by SIGKILL. It is this test's program again.
+    fn hold_and_kill(&self, pause: PauseWay, held: bool) {
+        let word = format!(
+            "{}:{held}:{:?}:{:?}",
+            self.socket("qmp").display(),
+            pause,
+            self.accelerator
+        );
+        let mut child = Command::new(std::env::current_exe().expect("a program"))
+            .args(["--exact", "holder", "--ignored", "--nocapture"])
+            .env(HOLD, word)
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("started");
+        let output = BufReader::new(child.stdout.take().expect("piped"));
+        let mut lines = output.lines().map_while(Result::ok);
+        assert!(lines.any(|line| line.contains("HOLDS")), "it has attached");
+        if held && pause == PauseWay::Qmp {
+            assert_eq!(self.other("query-status", Value::Null)["status"], "paused");
+        }
+        child.kill().expect("it lives");
+        child.wait().expect("it has ended");
+    }
+}
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn count(guest: &QemuGuest) -> u64 {
+    guest.ram().read_u64(COUNTER).expect("RAM") & 0xffff_ffff
+}
+
+/// The process that is killed.
+pub fn holder() {
+    let word = std::env::var(HOLD).expect("run by another test");
+    let parts: Vec<&str> = word.split(':').collect();
+    let pause = if parts[2] == "Qmp" {
+        PauseWay::Qmp
+    } else {
+        PauseWay::Freeze
+    };
+    let options = Options {
+        target: Target::Qmp(Path::new(parts[0]).to_owned(), None),
+        name: None,
+        access: Access::Auto,
+        pause,
+        watchdog: PathBuf::from(env!("CARGO_BIN_EXE_patchbay-attach")),
+        accept_tcg: parts[3] == "Tcg",
+    };
+    let guest = attach(&options).expect("attached");
+    let _paused = (parts[1] == "true").then(|| guest.pause(DEADLINE).expect("stopped"));
+    println!("HOLDS");
+    loop {
+        std::thread::park();
+    }
+}
+
+/// Memory, in each place where QEMU may have it.
+pub fn memory(accelerator: Accelerator) {
+    for (memory, mapped) in [
+        (Memory::SharedMemfd, true),
+        (Memory::SharedFile, true),
+        (Memory::Private, false),
+    ] {
+        let Some(qemu) = Qemu::start(accelerator, memory) else {
+            return;
+        };
+        let guest = qemu.attach(PauseWay::Freeze);
+        assert_eq!(guest.memory().is_mapped(), mapped, "{memory:?}");
+        conformance::memory(guest.ram(), SCRATCH, END);
+        let mut bytes = [0xff; 8];
+        assert!(guest.memory().copy(SCRATCH + 4096, &mut bytes));
+        let word = guest.ram().read_u64(SCRATCH + 4096);
+        assert_eq!(word, Some(u64::from_le_bytes(bytes)), "{memory:?}");
+        drop(guest);
+        let options = Options {
+            access: Access::File,
+            ..qemu.options(PauseWay::Freeze)
+        };
+        assert_eq!(attach(&options).is_ok(), mapped, "{memory:?}");
+        if mapped {
+            let options = Options {
+                access: Access::Process,
+                ..qemu.options(PauseWay::Freeze)
+            };
+            let guest = attach(&options).expect("attached");
+            assert!(!guest.memory().is_mapped());
+            assert_eq!(
+                guest.ram().read_u64(SCRATCH + 4096),
+                word,
+                "both ways lead to the same memory"
+            );
+        }
+    }
+}
+
+/// Holes of a sparse file are neither read nor filled.
+pub fn holes(accelerator: Accelerator) {
+    use std::os::unix::fs::MetadataExt;
+    let Some(qemu) = Qemu::start(accelerator, Memory::SharedFile) else {
+        return;
+    };
+    let guest = qemu.attach(PauseWay::Freeze);
+    let blocks = || fs::metadata(qemu.socket("ram")).expect("a file").blocks();
+    let paused = guest.pause(DEADLINE).expect("stopped");
+    let before = blocks();
+    let filled = guest.memory().filled();
+    assert!(
+        filled.iter().any(|range| range.contains(&COUNTER)),
+        "{filled:x?}"
+    );
+    assert!(
+        !filled.iter().any(|range| range.contains(&SCRATCH)),
+        "{filled:x?}"
+    );
+    let mut bytes = vec![0xff; 1 << 20];
+    assert!(guest.memory().copy(SCRATCH, &mut bytes));
+    assert!(bytes.iter().all(|byte| *byte == 0));
+    assert_eq!(blocks(), before);
+    drop(paused);
+}
+
+/// The pause, both ways.
+pub fn pause(accelerator: Accelerator, way: PauseWay) {
+    let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
+        return;
+    };
+    let guest = qemu.attach(way);
+    assert_eq!(guest.description().name, "counter");
+    conformance::pause(&*guest, || vec![count(&guest)]);
+    let paused = guest.pause(DEADLINE).expect("stopped");
+    match way {
+        PauseWay::Qmp => {
+            let rips = paused.rips().expect("QEMU shows them");
+            assert_eq!(rips.len(), 2);
+            assert!(CODE.contains(&rips[0]), "{rips:x?}");
+        }
+        PauseWay::Freeze => assert_eq!(paused.rips(), None),
+    }
+    assert_eq!(paused.check_writes(), Ok(()));
+    drop(paused);
+    qemu.runs(&guest);
+    // A guest that somebody else has stopped is left to them.
+    qemu.other("stop", Value::Null);
+    assert_eq!(guest.pause(DEADLINE).err(), Some(PauseError::AlreadyPaused));
+    assert_eq!(qemu.other("query-status", Value::Null)["status"], "paused");
+    qemu.other("cont", Value::Null);
+    qemu.runs(&guest);
+}
+
+/// A migration closes the way, also one that begins while the guest is stopped.
+pub fn migration(accelerator: Accelerator, way: PauseWay) {
+    let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
+        return;
+    };
+    let guest = qemu.attach(way);
+    qemu.other("migrate-set-parameters", json!({ "max-bandwidth": 4096 }));
+    let migrate = || qemu.other("migrate", json!({ "uri": "exec:cat > /dev/null" }));
+    let paused = guest.pause(DEADLINE).expect("stopped");
+    migrate();
+    let error = paused.check_writes().expect_err("a migration has begun");
+    assert!(error.contains("migration"), "{error}");
+    drop(paused);
+    qemu.runs(&guest);
+    let error = guest.pause(DEADLINE).expect_err("it is under way");
+    assert!(error.to_string().contains("migration"), "{error}");
+    qemu.runs(&guest);
+    qemu.other("migrate_cancel", Value::Null);
+    while qemu.other("query-migrate", Value::Null)["status"] != "cancelled" {
+        std::thread::yield_now();
+    }
+    let paused = guest.pause(DEADLINE).expect("it is over");
+    assert_eq!(paused.check_writes(), Ok(()));
+}
+
+/// Lifecycle, reset, and the end of the monitor's process.
+pub fn lifecycle(accelerator: Accelerator) {
+    let Some(qemu) = Qemu::start(accelerator, Memory::Private) else {
+        return;
+    };
+    let guest = qemu.attach(PauseWay::Freeze);
+    qemu.other("system_reset", Value::Null);
+    while guest.life().resets() == 0 {
+        std::thread::yield_now();
+    }
+    conformance::lifecycle(&guest);
+    drop(guest);
+    let Some(mut qemu) = Qemu::start(accelerator, Memory::Private) else {
+        return;
+    };
+    let guest = qemu.attach(PauseWay::Qmp);
+    let (closed, seen) = channel();
+    guest.console().on_output(Box::new(move || {
+        let _ = closed.send(());
+    }));
+    qemu.child.kill().expect("it lives");
+    seen.recv_timeout(DEADLINE).expect("the end is seen");
+    assert!(guest.has_ended());
+    assert_eq!(guest.pause(DEADLINE).err(), Some(PauseError::Ended));
+}
+
+/// An attacher that is killed leaves a running guest, which another can attach to.
+pub fn kill(accelerator: Accelerator) {
+    let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
+        return;
+    };
+    for way in [PauseWay::Freeze, PauseWay::Qmp] {
+        for held in [false, true, true] {
+            qemu.hold_and_kill(way, held);
+            // The watchdog lets go of the monitor's socket when it has resumed the guest.
+            while qemu.other("query-status", Value::Null)["status"] != "running" {
+                std::thread::yield_now();
+            }
+            let guest = loop {
+                match attach(&qemu.options(way)) {
+                    Ok(guest) => break guest,
+                    Err(error) => assert!(error.to_string().contains("no greeting"), "{error}"),
+                }
+            };
+            qemu.runs(&guest);
+            drop(guest.pause(DEADLINE).expect("it can be stopped"));
+            qemu.runs(&guest);
+        }
+    }
+}
+
+/// What cannot be attached to.
+pub fn refusals(accelerator: Accelerator) {
+    let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
+        return;
+    };
+    let strict = Options {
+        accept_tcg: false,
+        ..qemu.options(PauseWay::Freeze)
+    };
+    match accelerator {
+        Accelerator::Tcg => {
+            let error = attach(&strict).expect_err("TCG");
+            assert!(error.to_string().contains("without KVM"), "{error}");
+        }
+        Accelerator::Kvm => drop(attach(&strict).expect("KVM")),
+    }
+    let guest = qemu.attach(PauseWay::Freeze);
+    let error = attach(&qemu.options(PauseWay::Freeze)).expect_err("the socket is in use");
+    assert!(error.to_string().contains("in use"), "{error}");
+    let other = Options {
+        target: Target::Qmp(qemu.socket("other"), None),
+        ..qemu.options(PauseWay::Freeze)
+    };
+    let error = attach(&other).expect_err("the guest is attached to");
+    assert!(
+        error.to_string().contains("another process is attached"),
+        "{error}"
+    );
+    let wrong = Options {
+        target: Target::Qmp(qemu.socket("other"), Some(std::process::id())),
+        ..qemu.options(PauseWay::Freeze)
+    };
+    let error = attach(&wrong).expect_err("another process");
+    assert!(error.to_string().contains("--pid"), "{error}");
+    drop(guest);
+    let by_pid = Options {
+        target: Target::Process(qemu.child.id()),
+        ..qemu.options(PauseWay::Freeze)
+    };
+    qemu.runs(&attach(&by_pid).expect("the socket is on the command line"));
+}

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A stock kernel in QEMU, whose keys are found and changed from outside.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use patchbay_attach::PauseWay;
+use patchbay_service::keys::registry::Registry;
+use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, ListQuery, UpdateRequest};
+use static_keys::Op;
+
+use super::{Accelerator, DEADLINE, Memory, Qemu};
+
+/// A kernel of a distribution; several are separated by colons, and the first is booted.
+const KERNEL: &str = "PATCHBAY_TEST_DISTRO_KERNELS";
+/// Has the kernel tell of a device again and again, and says so, so that one sees that the guest runs.
+const INIT: &[u8] = b"#!/bin/busybox sh
+/bin/busybox mount -t sysfs s /sys
+/bin/busybox echo READY
+while :; do
+    /bin/busybox usleep 100000
+    /bin/busybox echo change > /sys/class/mem/null/uevent
+    /bin/busybox echo alive
+done
+";
+/// The lines of pr_debug() that this passes, by the file that they are in.
+const DEBUG: &str = "lib/kobject_uevent.c/";
+/// What they print.
+const PRINTED: &str = "kobject: 'null'";
+
+/// An archive as the kernel unpacks it (Documentation/driver-api/early-userspace/buffer-format.rst).
+fn cpio(files: &[(&str, u32, Vec<u8>)]) -> Vec<u8> {
+    let mut archive = Vec::new();
+    let trailer = ("TRAILER!!!", 0, Vec::new());
+    for (inode, (name, mode, content)) in (1..).zip(files.iter().chain([&trailer])) {
+        let device = if mode & 0o170_000 == 0o020_000 {
+            (5, 1)
+        } else {
+            (0, 0)
+        };
+        let fields = [
+            inode,
+            *mode,
+            0,
+            0,
+            1,
+            0,
+            u32::try_from(content.len()).expect("small"),
+            0,
+            0,
+            device.0,
+            device.1,
+            u32::try_from(name.len() + 1).expect("short"),
+            0,
+        ]
+        .map(|field| format!("{field:08x}"));
+        archive.extend(format!("070701{}{name}\0", fields.concat()).bytes());
+        archive.resize(archive.len().next_multiple_of(4), 0);
+        archive.extend(content);
+        archive.resize(archive.len().next_multiple_of(4), 0);
+    }
+    archive
+}
+
+fn kernel() -> Option<(PathBuf, Vec<u8>)> {
+    let kernel = std::env::var(KERNEL)
+        .ok()
+        .and_then(|list| list.split(':').next().map(PathBuf::from));
+    let busybox = fs::read("/bin/busybox").ok();
+    if kernel.is_none() || busybox.is_none() {
+        eprintln!("skipped: it needs /bin/busybox, and a kernel named by {KERNEL}");
+    }
+    kernel.zip(busybox)
+}
+
+fn wait_for(console: &Path, words: &str, times: usize) {
+    let end = Instant::now() + Duration::from_secs(600);
+    loop {
+        let text = String::from_utf8_lossy(&fs::read(console).unwrap_or_default()).into_owned();
+        if text.matches(words).count() >= times {
+            return;
+        }
+        assert!(Instant::now() < end, "no {words:?} on the console: {text}");
+        // The console is a file that QEMU writes.
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn occurrences(console: &Path, words: &str) -> usize {
+    let text = fs::read(console).unwrap_or_default();
+    String::from_utf8_lossy(&text).matches(words).count()
+}
+
+fn update(names: &[String], op: Op) -> UpdateRequest {
+    let updates = names.iter().map(|name| KeyUpdate::new(name, op)).collect();
+    let mut request = UpdateRequest::new(
+        updates,
+        "uid:0".to_owned(),
+        DEADLINE,
+        Instant::now() + DEADLINE,
+    );
+    request.allow_guarded = true;
+    request
+}
+
+/// Keys are found, one is changed and changed back; then the guest is reset, and found anew.
+pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
+    let Some((kernel, busybox)) = kernel() else {
+        return;
+    };
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = |name: &str| folder.path().join(name);
+    let files = [
+        ("dev", 0o40755, Vec::new()),
+        ("dev/console", 0o20600, Vec::new()),
+        ("bin", 0o40755, Vec::new()),
+        ("sys", 0o40755, Vec::new()),
+        ("bin/busybox", 0o100_755, busybox),
+        ("init", 0o100_755, INIT.to_vec()),
+    ];
+    fs::write(path("initrd"), cpio(&files)).expect("room");
+    let console = path("console");
+    let serial = format!("file:{}", console.display());
+    let (kernel, initrd) = (
+        kernel.display().to_string(),
+        path("initrd").display().to_string(),
+    );
+    let arguments = [
+        "-kernel",
+        &kernel,
+        "-initrd",
+        &initrd,
+        "-append",
+        "console=ttyS0 panic=-1 ignore_loglevel",
+        "-serial",
+        &serial,
+    ];
+    let Some(qemu) = Qemu::start_with(accelerator, memory, "512M", &arguments) else {
+        return;
+    };
+    wait_for(&console, "READY", 1);
+    let guest = Arc::new(patchbay_attach::attach(&qemu.options(way)).expect("attached"));
+    let registry = Arc::new(Registry::default());
+    registry.discover(guest.clone());
+    let config = KeysConfig {
+        allow_guarded: true,
+        ..KeysConfig::default()
+    };
+    let (keys, _) = Keys::start(guest.clone(), registry, config).expect("a thread");
+    let query = ListQuery {
+        page_size: 10_000,
+        ..ListQuery::default()
+    };
+    let began = Instant::now();
+    let page = keys.list(&query).expect("the keys are found");
+    let description = keys.describe();
+    println!(
+        "{accelerator:?} {way:?} {memory:?}: {} of {} keys, {} sites, {} modules found in {:?}",
+        page.keys.len(),
+        description.keys,
+        description.sites,
+        description.modules,
+        began.elapsed()
+    );
+    assert!(
+        description.keys > 1000 && description.sites > 2000,
+        "{description:?}"
+    );
+    let names = page.keys.iter().map(|key| key.name.to_string());
+    let names: Vec<String> = names.filter(|name| name.starts_with(DEBUG)).collect();
+    assert!(!names.is_empty(), "there are such lines");
+    let printed = || occurrences(&console, PRINTED);
+    wait_for(&console, "alive", occurrences(&console, "alive") + 3);
+    assert_eq!(printed(), 0, "they are off");
+    for (op, on) in [(Op::Enable, true), (Op::Disable, false), (Op::Enable, true)] {
+        let outcome = keys.update(update(&names, op)).await.expect("changed");
+        println!("{op:?}: {:?} {:?}", outcome.summary, outcome.report);
+        assert!(outcome.summary.sites_patched > 0, "{:?}", outcome.summary);
+        let details = keys.get(&names[0], 10, "").expect("it is there");
+        assert_eq!(details.key.count != 0, on);
+        if accelerator == Accelerator::Kvm && on {
+            wait_for(&console, PRINTED, printed() + 3);
+        }
+        wait_for(&console, "alive", occurrences(&console, "alive") + 3);
+    }
+    qemu.other("system_reset", serde_json::Value::Null);
+    wait_for(&console, "READY", 2);
+    let again = keys.describe();
+    keys.list(&query).expect("found anew");
+    assert_ne!(
+        keys.describe().generation,
+        again.generation,
+        "another kernel runs"
+    );
+    keys.update(update(&names, Op::Enable))
+        .await
+        .expect("changed");
+    wait_for(&console, "alive", occurrences(&console, "alive") + 3);
+}

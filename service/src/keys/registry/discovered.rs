@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A kernel that was discovered in the guest's memory, as a source of tables.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use patchbay_kernel_image::Class as FoundClass;
+use patchbay_kernel_image::live::{self, GateKind as Found};
+use static_keys::{
+    Class, Concerns, EntryFormat, FoundImage, FoundKernel, FoundKey, GateKind, Gates, Layout,
+    ListedGate,
+};
+
+use super::{Contents, KernelTables, Promises, Refused};
+use crate::keys::address_space::PageTable;
+use crate::paging::Levels;
+
+/// The tables of a discovered kernel. `generation` differs from discovery to discovery; never 0.
+///
+/// # Errors
+/// [`Refused`]: a gate cannot be used.
+pub fn tables(kernel: live::Kernel, generation: u64) -> Result<KernelTables, Refused> {
+    let gates: Vec<ListedGate> = kernel
+        .gates
+        .iter()
+        .filter_map(|gate| listed(&kernel, gate))
+        .collect();
+    let gates =
+        Gates::new(&gates, &kernel.per_cpu_offsets).map_err(|error| Refused(error.to_string()))?;
+    let layout = layout(&kernel.layout);
+    let missing = &kernel.evidence.missing_gates;
+    let text_gates = ![Found::TextMutex, Found::TextPoke]
+        .iter()
+        .any(|kind| missing.contains(kind));
+    let levels = if kernel.page_table.five_levels {
+        Levels::Five
+    } else {
+        Levels::Four
+    };
+    Ok(KernelTables {
+        boot: kernel.boot,
+        generation,
+        page_table: PageTable {
+            root: kernel.page_table.root,
+            levels,
+        },
+        page_table_isolation: kernel.page_table_isolation.unwrap_or_default(),
+        kaslr_offset: kernel.kaslr_offset.unwrap_or_default(),
+        release: kernel.release.clone(),
+        build_id: kernel.build_id.clone(),
+        contents: Contents::Found(FoundKernel {
+            format: EntryFormat::Relative,
+            layout,
+            gates,
+            images: images(kernel),
+        }),
+        // Nothing tells of a module that goes: the gates do, in a stopped guest.
+        promises: Promises {
+            fence: false,
+            text_gates,
+        },
+    })
+}
+
+fn layout(found: &live::Layout) -> Layout {
+    Layout {
+        static_key_type: found.static_key_type,
+        static_key_mod_next: found.static_key_mod_next,
+        static_key_mod_entries: found.static_key_mod_entries,
+        static_key_mod_mod: found.static_key_mod_mod,
+        module_state: found.module_state,
+        module_state_live: found.module_state_live,
+        tracepoint_key: found.tracepoint_key,
+        tracepoint_funcs: found.tracepoint_funcs,
+    }
+}
+
+/// Without the keys that nobody may change: their entries stay, so that a site's owner is known.
+fn images(kernel: live::Kernel) -> Vec<FoundImage> {
+    let mut keys: Vec<Vec<FoundKey>> = kernel.images.iter().map(|_| Vec::new()).collect();
+    for key in kernel.keys {
+        let forgotten = key.sealed
+            && !kernel
+                .images
+                .get(key.image)
+                .is_some_and(|image| image.ro_after_init.contains(&key.address));
+        let class = match key.class {
+            FoundClass::Tracepoint => Class::Tracepoint,
+            FoundClass::Ref => Class::Ref,
+            FoundClass::Dyndbg | FoundClass::Guarded => Class::Guarded,
+            FoundClass::Never => continue,
+        };
+        if let Some(list) = keys.get_mut(key.image).filter(|_| !forgotten) {
+            list.push(FoundKey {
+                address: key.address,
+                name: key.name,
+                class,
+                tracepoint: key.tracepoint.map_or(0, |tracepoint| tracepoint.address),
+                switched_by_function: key.switched_by_function,
+            });
+        }
+    }
+    let images = kernel.images.into_iter().zip(keys);
+    images
+        .map(|(image, keys)| FoundImage {
+            id: image.module,
+            name: image.name,
+            text: range(&image.text),
+            ro_after_init: range(&image.ro_after_init),
+            jump_table: range(&image.jump_table),
+            entries: image
+                .sites
+                .iter()
+                .map(|site| static_keys::JumpEntry {
+                    // Its text is gone, whatever the entry says.
+                    init: site.holds.is_none(),
+                    ..site.entry
+                })
+                .collect(),
+            keys,
+        })
+        .collect()
+}
+
+fn range(found: &Range<u64>) -> static_keys::Range {
+    static_keys::Range {
+        start: found.start,
+        end: found.end,
+    }
+}
+
+/// A gate in the engine's terms; `None` for one that the engine looks at by itself.
+fn listed(kernel: &live::Kernel, gate: &live::Gate) -> Option<ListedGate> {
+    let counted = !kernel.evidence.missing_gates.contains(&Found::ModuleCount);
+    let (kind, name) = match gate.kind {
+        Found::SystemState => (GateKind::SystemState, "system_state"),
+        Found::JumpLabelMutex => (GateKind::JumpLabelMutex, "jump_label_mutex"),
+        Found::TextMutex => (GateKind::TextMutex, "text_mutex"),
+        Found::TextPoke => (GateKind::TextPoke, "text_poke"),
+        Found::TextPokeQueue => (GateKind::TextPokeQueue, "text_poke queue"),
+        Found::TracepointsMutex => (GateKind::TracepointsMutex, "tracepoints_mutex"),
+        Found::ModuleMutex => (GateKind::ModuleMutex, "module_mutex"),
+        Found::SameKernel => (GateKind::Other(1), "same kernel"),
+        Found::Panic => (GateKind::Other(2), "panic_cpu"),
+        Found::DynamicDebugMutex => (GateKind::Other(3), "ddebug_lock"),
+        Found::ModuleCount => (GateKind::Other(4), "number of module changes"),
+        Found::ModuleList => (GateKind::Other(5), "list of modules"),
+        // A count that has not moved says that no module has gone or come.
+        Found::ModuleTable if counted => return None,
+        Found::ModuleTable => (GateKind::Other(6), "jump table of a module"),
+        // The engine looks at the modules that a change involves.
+        Found::ModuleState => return None,
+    };
+    let concerns = match gate.concerns {
+        live::Concerns::All => Concerns::ALL,
+        live::Concerns::Tracepoints => Concerns::TRACEPOINT,
+        live::Concerns::DynamicDebug => Concerns::GUARDED,
+        live::Concerns::Modules | live::Concerns::Module(_) => Concerns::MODULES,
+    };
+    Some(ListedGate {
+        kind,
+        name: Arc::from(name),
+        address: gate.address,
+        per_cpu: gate.per_cpu,
+        width: gate.width,
+        mask: gate.mask,
+        wanted: gate.wanted,
+        concerns,
+    })
+}

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The kernel of a guest that does not register: looked for when its keys are asked for.
+//!
+//! A look at a kernel that was found costs a few reads: the word that differs from boot to boot, and those that move with each module.
+//! They are gates as well, so that a change sees them again in the stopped guest.
+
+use std::fmt::Debug;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use patchbay_kernel_image::live::{self, Cpu, DiscoveryError, GateKind, PhysicalMemory, Way};
+use static_keys::GuestMemory;
+
+use super::discovered::tables;
+use super::{Registration, Registry};
+
+/// What a monitor offers for a discovery.
+pub trait Discoverable: Send + Sync + Debug {
+    /// The guest's memory. It is read beside the running guest.
+    fn memory(&self) -> &dyn PhysicalMemory;
+
+    /// Registers of the vCPUs.
+    ///
+    /// # Errors
+    /// Why there are none, in a sentence. The kernel is then searched for in all memory.
+    fn cpus(&self) -> Result<Vec<Cpu>, String>;
+
+    /// Moves with each reset of the guest, as far as the monitor knows.
+    fn resets(&self) -> u64;
+
+    /// Whether the guest is held stopped: then it is not looked at, and stays what it was.
+    fn is_held(&self) -> bool;
+}
+
+/// Attempts while the guest is busy.
+const ATTEMPTS: usize = 5;
+/// After a failure nothing is looked for within this time.
+const REST: Duration = Duration::from_millis(500);
+
+#[derive(Debug)]
+pub(super) struct Discovery {
+    guest: Arc<dyn Discoverable>,
+    /// Held for a whole look, so that two callers do not search at the same time.
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Words of the kernel that was found.
+    words: Vec<Word>,
+    resets: u64,
+    generation: u64,
+    failed: Option<Instant>,
+}
+
+/// A word whose change means another kernel or other modules.
+#[derive(Clone, Copy, Debug)]
+struct Word {
+    address: u64,
+    width: u8,
+    value: u64,
+}
+
+impl Discovery {
+    pub fn new(guest: Arc<dyn Discoverable>) -> Self {
+        Self {
+            guest,
+            state: Mutex::default(),
+        }
+    }
+
+    /// Brings the registry up to date.
+    pub fn look(&self, registry: &Registry) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.guest.is_held() {
+            return;
+        }
+        let registered = registry.state().registration.clone();
+        let resets = self.guest.resets();
+        if let Some(registration) = registered
+            && resets == state.resets
+            && registry
+                .ram()
+                .is_some_and(|ram| state.holds(&registration, ram))
+        {
+            return;
+        }
+        if resets == state.resets && state.failed.is_some_and(|failed| failed.elapsed() < REST) {
+            return;
+        }
+        state.resets = resets;
+        state.failed = None;
+        if let Err(why) = self.find(registry, &mut state) {
+            state.failed = Some(Instant::now());
+            registry.refuse(why);
+        }
+    }
+
+    fn find(&self, registry: &Registry, state: &mut State) -> Result<(), String> {
+        let mut left = ATTEMPTS;
+        let kernel = loop {
+            let (cpus, way) = match self.guest.cpus() {
+                Ok(cpus) => (cpus, Way::Image),
+                Err(why) => {
+                    tracing::debug!(why, "no registers");
+                    (Vec::new(), Way::Note)
+                }
+            };
+            left -= 1;
+            match live::discover(self.guest.memory(), &cpus, way) {
+                Ok(kernel) => break kernel,
+                Err(DiscoveryError::Busy(_)) if left > 0 => {}
+                Err(error) => return Err(error.to_string()),
+            }
+        };
+        for part in &kernel.evidence.parts {
+            tracing::debug!(part = part.name, time = ?part.time, bytes = part.bytes, "discovery");
+        }
+        state.words = words(&kernel);
+        state.generation += 1;
+        let tables = tables(kernel, state.generation).map_err(|refused| refused.to_string())?;
+        registry
+            .register_kernel(tables)
+            .map_err(|refused| refused.to_string())
+    }
+}
+
+impl State {
+    /// Whether the kernel and its modules are those that were found.
+    fn holds(&self, registration: &Registration, ram: &crate::memory::GuestRam) -> bool {
+        let memory = registration.memory(ram);
+        self.words.iter().all(|word| {
+            let mut bytes = [0; 8];
+            let read = memory.read_gva(word.address, &mut bytes[..usize::from(word.width.min(8))]);
+            read.is_ok() && u64::from_le_bytes(bytes) == word.value
+        })
+    }
+}
+
+fn words(kernel: &live::Kernel) -> Vec<Word> {
+    let lasting = [
+        GateKind::SameKernel,
+        GateKind::ModuleCount,
+        GateKind::ModuleList,
+    ];
+    let gates = kernel
+        .gates
+        .iter()
+        .filter(|gate| lasting.contains(&gate.kind) && !gate.per_cpu);
+    gates
+        .map(|gate| Word {
+            address: gate.address,
+            width: gate.width,
+            value: gate.wanted,
+        })
+        .collect()
+}
