@@ -45,6 +45,7 @@ pub struct Patterns {
 struct Pattern {
     module: Option<Glob>,
     name: Glob,
+    whole: Glob,
 }
 
 /// One glob, and how many of its bytes come before the first with a meaning: most names are told
@@ -115,6 +116,13 @@ impl Patterns {
         let hit = |pattern: &Pattern| pattern.matches(module, name);
         (self.wanted.is_empty() || self.wanted.iter().any(hit)) && !self.unwanted.iter().any(hit)
     }
+
+    /// Whether a name that is no key's is selected: one of a guest, in which a colon means nothing.
+    #[must_use]
+    pub fn select_whole(&self, name: &str) -> bool {
+        let hit = |pattern: &Pattern| pattern.whole.matches(name);
+        (self.wanted.is_empty() || self.wanted.iter().any(hit)) && !self.unwanted.iter().any(hit)
+    }
 }
 
 impl Pattern {
@@ -124,10 +132,12 @@ impl Pattern {
             Some((module, name)) => Self {
                 module: Some(Glob::new(module)),
                 name: Glob::new(name),
+                whole: Glob::new(glob),
             },
             None => Self {
                 module: None,
                 name: Glob::new(glob),
+                whole: Glob::new(glob),
             },
         }
     }
@@ -307,6 +317,14 @@ mod tests {
         assert!(!select(&["ext4:*"], "", "key"));
         assert!(select(&[":key"], "", "key"));
         assert!(!select(&[":key"], "ext4", "key"));
+    }
+
+    #[test]
+    fn a_whole_name_may_have_colons() {
+        let patterns = ["uid:1*".to_owned(), "!uid:1".to_owned()];
+        let patterns = Patterns::parse(&patterns).expect("well-formed");
+        assert!(patterns.select_whole("uid:10"));
+        assert!(!patterns.select_whole("uid:1") && !patterns.select_whole("xuid:10"));
     }
 
     #[test]

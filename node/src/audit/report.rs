@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Reports from a log: each change with its outcome.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::log::{AuditError, Chain, Entry, verify};
+
+/// A change and what became of it, or a call that was denied.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Change {
+    /// Number in the log.
+    pub id: u64,
+    /// RFC 3339, UTC.
+    pub time: String,
+    /// Who.
+    pub principal: String,
+    /// Full name of the gRPC method.
+    pub method: String,
+    /// On which guest.
+    pub guest: String,
+    /// The rule that allowed it; empty for a denied call.
+    pub rule: String,
+    /// The request; empty for a denied call.
+    pub request: String,
+    /// "OK", the name of the gRPC status, "DENIED", or "OPEN" without an outcome.
+    pub code: String,
+    /// What came of it.
+    pub message: String,
+}
+
+/// Every change of a log, in the order of the intents. The chain is verified.
+///
+/// # Errors
+/// [`AuditError`].
+pub fn changes(path: &Path) -> Result<(Vec<Change>, Chain), AuditError> {
+    let mut changes: Vec<Change> = vec![];
+    let mut open: HashMap<u64, usize> = HashMap::new();
+    let chain = verify(path, |record| match record.entry.clone() {
+        Entry::Intent {
+            principal,
+            method,
+            guest,
+            rule,
+            request,
+        } => {
+            open.insert(record.id, changes.len());
+            changes.push(Change {
+                id: record.id,
+                time: rfc3339(record.time_ms),
+                principal,
+                method,
+                guest,
+                rule,
+                request,
+                code: "OPEN".to_owned(),
+                message: String::new(),
+            });
+        }
+        Entry::Denied {
+            principal,
+            method,
+            guest,
+            why,
+            unwritten,
+        } => changes.push(Change {
+            id: record.id,
+            time: rfc3339(record.time_ms),
+            principal,
+            method,
+            guest,
+            rule: String::new(),
+            request: String::new(),
+            code: "DENIED".to_owned(),
+            message: match unwritten {
+                0 => why,
+                more => format!("{why} ({more} earlier denied calls were not written)"),
+            },
+        }),
+        Entry::Outcome { code, message } => {
+            if let Some(index) = open.remove(&record.id) {
+                changes[index].code = code;
+                changes[index].message = message;
+            }
+        }
+    })?;
+    Ok((changes, chain))
+}
+
+/// One line for people.
+#[must_use]
+pub fn show(change: &Change) -> String {
+    let method = change.method.rsplit('/').next().unwrap_or(&change.method);
+    let detail = match change.message.as_str() {
+        "" => &change.request,
+        message => message,
+    };
+    format!(
+        "{} {:>6} {} {} {} {} {}",
+        change.time,
+        change.id,
+        change.principal,
+        method,
+        if change.guest.is_empty() {
+            "-"
+        } else {
+            &change.guest
+        },
+        change.code,
+        // A message may quote what a client sent.
+        detail.escape_debug()
+    )
+}
+
+fn rfc3339(time_ms: u64) -> String {
+    let nanoseconds = i128::from(time_ms) * 1_000_000;
+    time::OffsetDateTime::from_unix_timestamp_nanos(nanoseconds)
+        .ok()
+        .and_then(|time| {
+            time.format(&time::format_description::well_known::Rfc3339)
+                .ok()
+        })
+        .unwrap_or_else(|| format!("{time_ms} ms"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::audit::AuditLog;
+
+    #[test]
+    fn a_change_is_joined_with_its_outcome() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("audit.jsonl");
+        let mut log = AuditLog::open(&path).expect("new");
+        let intent = |guest: &str| Entry::Intent {
+            principal: "uid:0".to_owned(),
+            method: "/patchbay.v1.GuestService/PauseGuest".to_owned(),
+            guest: guest.to_owned(),
+            rule: "r".to_owned(),
+            request: "{\"guest\":\"a\"}".to_owned(),
+        };
+        let first = log.intent(intent("a")).expect("written");
+        log.intent(intent("b")).expect("written");
+        log.intent(Entry::Denied {
+            principal: "uid:7".to_owned(),
+            method: "/patchbay.v1.GuestService/PauseGuest".to_owned(),
+            guest: "a".to_owned(),
+            why: "no rule".to_owned(),
+            unwritten: 3,
+        })
+        .expect("written");
+        log.outcome(first, "UNAVAILABLE", "busy\nguest")
+            .expect("written");
+        drop(log);
+        let (changes, chain) = changes(&path).expect("whole");
+        assert_eq!(chain.records, 4);
+        let codes: Vec<_> = changes.iter().map(|change| change.code.as_str()).collect();
+        assert_eq!(codes, ["UNAVAILABLE", "OPEN", "DENIED"]);
+        assert!(changes[2].message.contains("3 earlier"), "{changes:?}");
+        let line = show(&changes[0]);
+        assert!(
+            line.contains("PauseGuest a UNAVAILABLE busy\\nguest"),
+            "{line}"
+        );
+    }
+
+    #[test]
+    fn times_are_rfc_3339() {
+        assert_eq!(rfc3339(1_700_000_000_123), "2023-11-14T22:13:20.123Z");
+        assert!(rfc3339(u64::MAX).ends_with("ms"));
+    }
+}

@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A development CA in one folder: `ca.pem`, `ca.key`, and a pair of files for each name.
+//!
+//! It makes the first remote call quick. A site with a CA of its own, or SPIRE, uses that.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::net::IpAddr;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use rcgen::string::Ia5String;
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, SanType,
+};
+use time::{Duration, OffsetDateTime};
+
+use crate::identity::{Identity, IdentityError};
+
+const CA_DAYS: i64 = 3650;
+/// A certificate that was issued a moment ago is valid on a machine whose clock is a little slow.
+const BACKDATED: Duration = Duration::minutes(5);
+
+/// Why there is no certificate.
+#[derive(Debug, thiserror::Error)]
+pub enum CertsError {
+    /// A file cannot be read or written.
+    #[error("{path}: {error}")]
+    File {
+        /// The file.
+        path: String,
+        /// From the operating system.
+        error: io::Error,
+    },
+    /// A file is there already: keys are never overwritten.
+    #[error("{0} exists; give another name or folder, or move it away")]
+    Exists(String),
+    /// The CA's folder can be read by others.
+    #[error("{0} can be read by other users, and so can the CA's key; chmod 600 {0}")]
+    TooOpen(String),
+    /// The name cannot be a file's.
+    #[error("{0:?} cannot be a name; use up to 64 letters, digits, '-', '_' and '.', not first")]
+    Name(String),
+    /// The certificate would name nobody.
+    #[error("the certificate would be of no use: {0}")]
+    Identity(#[from] IdentityError),
+    /// Days out of range.
+    #[error("{0} days are out of range; give 1 to 3650")]
+    Days(u32),
+    /// From the library.
+    #[error("the certificate cannot be made: {0}")]
+    Make(#[from] rcgen::Error),
+}
+
+/// A certificate to issue.
+#[derive(Clone, Debug, Default)]
+pub struct Request {
+    /// Name of the files, and the common name.
+    pub name: String,
+    /// The SPIFFE id, if it is to have one.
+    pub spiffe: Option<String>,
+    /// Names and addresses that a host is reached by; none for a client.
+    pub hosts: Vec<String>,
+    /// How long it is valid.
+    pub days: u32,
+}
+
+/// What was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Issued {
+    /// The certificate.
+    pub certificate: PathBuf,
+    /// Its private key, mode 0600.
+    pub key: PathBuf,
+    /// As a policy names whoever presents it.
+    pub principal: String,
+}
+
+/// Makes a CA in `folder`, which is created with mode 0700.
+///
+/// # Errors
+/// [`CertsError`].
+pub fn init(folder: &Path) -> Result<Issued, CertsError> {
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(folder)
+        .map_err(|error| file_error(folder, error))?;
+    let mut params = CertificateParams::default();
+    params
+        .distinguished_name
+        .push(DnType::CommonName, "Patchbay development CA");
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    valid(&mut params, CA_DAYS);
+    let key = KeyPair::generate()?;
+    let certificate = params.self_signed(&key)?;
+    write(
+        folder,
+        "ca",
+        &certificate.pem(),
+        &key,
+        "Patchbay development CA",
+    )
+}
+
+/// Issues a certificate from the CA in `folder`, for a host if the request has hosts, else for a client.
+///
+/// # Errors
+/// [`CertsError`].
+pub fn issue(folder: &Path, request: &Request) -> Result<Issued, CertsError> {
+    let name = &request.name;
+    let letters = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    if name.is_empty() || name.len() > 64 || name.starts_with('.') || !name.chars().all(letters) {
+        return Err(CertsError::Name(name.clone()));
+    }
+    if !(1..=3650).contains(&request.days) {
+        return Err(CertsError::Days(request.days));
+    }
+    let key_path = folder.join("ca.key");
+    let mode = std::fs::metadata(&key_path).map_err(|error| file_error(&key_path, error))?;
+    if mode.permissions().mode() & 0o077 != 0 {
+        return Err(CertsError::TooOpen(key_path.display().to_string()));
+    }
+    let ca_key = KeyPair::from_pem(&read(&key_path)?)?;
+    let issuer = Issuer::from_ca_cert_pem(&read(&folder.join("ca.pem"))?, ca_key)?;
+    let mut params = CertificateParams::default();
+    params.distinguished_name.push(DnType::CommonName, name);
+    params.use_authority_key_identifier_extension = true;
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    if !request.hosts.is_empty() {
+        params
+            .extended_key_usages
+            .push(ExtendedKeyUsagePurpose::ServerAuth);
+    }
+    for host in &request.hosts {
+        params.subject_alt_names.push(match host.parse::<IpAddr>() {
+            Ok(address) => SanType::IpAddress(address),
+            Err(_) => SanType::DnsName(Ia5String::try_from(host.as_str())?),
+        });
+    }
+    if let Some(spiffe) = &request.spiffe {
+        let uri = SanType::URI(Ia5String::try_from(spiffe.as_str())?);
+        params.subject_alt_names.push(uri);
+    }
+    valid(&mut params, i64::from(request.days));
+    let key = KeyPair::generate()?;
+    let certificate = params.signed_by(&key, &issuer)?;
+    // As the host will read it.
+    let principal = Identity::of_certificate(certificate.der())?.principal;
+    write(folder, name, &certificate.pem(), &key, &principal)
+}
+
+fn valid(params: &mut CertificateParams, days: i64) {
+    let now = OffsetDateTime::now_utc();
+    params.not_before = now - BACKDATED;
+    params.not_after = now + Duration::days(days);
+}
+
+fn read(path: &Path) -> Result<String, CertsError> {
+    std::fs::read_to_string(path).map_err(|error| file_error(path, error))
+}
+
+fn write(
+    folder: &Path,
+    name: &str,
+    certificate: &str,
+    key: &KeyPair,
+    principal: &str,
+) -> Result<Issued, CertsError> {
+    let issued = Issued {
+        certificate: folder.join(format!("{name}.pem")),
+        key: folder.join(format!("{name}.key")),
+        principal: principal.to_owned(),
+    };
+    // The key first: a certificate without a key would be in the way of the next attempt.
+    create(&issued.key, 0o600, &key.serialize_pem())?;
+    if let Err(error) = create(&issued.certificate, 0o644, certificate) {
+        let _ = std::fs::remove_file(&issued.key);
+        return Err(error);
+    }
+    Ok(issued)
+}
+
+fn create(path: &Path, mode: u32, text: &str) -> Result<(), CertsError> {
+    let new = File::options()
+        .write(true)
+        .create_new(true)
+        .mode(mode)
+        .open(path);
+    let mut file = match new {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            return Err(CertsError::Exists(path.display().to_string()));
+        }
+        new => new.map_err(|error| file_error(path, error))?,
+    };
+    let written = file.write_all(text.as_bytes());
+    written.map_err(|error| file_error(path, error))
+}
+
+fn file_error(path: &Path, error: io::Error) -> CertsError {
+    let path = path.display().to_string();
+    CertsError::File { path, error }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(name: &str) -> Request {
+        Request {
+            name: name.to_owned(),
+            days: 30,
+            ..Request::default()
+        }
+    }
+
+    #[test]
+    fn keys_are_private_and_never_overwritten() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let ca = folder.path().join("ca");
+        let made = init(&ca).expect("made");
+        let alice = issue(&ca, &request("alice")).expect("issued");
+        assert_eq!(alice.principal, "alice");
+        for key in [&made.key, &alice.key] {
+            let mode = std::fs::metadata(key)
+                .expect("written")
+                .permissions()
+                .mode();
+            assert_eq!(mode & 0o777, 0o600, "{}", key.display());
+        }
+        let mode = std::fs::metadata(&ca).expect("made").permissions().mode();
+        assert_eq!(mode & 0o777, 0o700);
+        let before = std::fs::read(&made.key).expect("kept");
+        assert!(matches!(init(&ca), Err(CertsError::Exists(_))));
+        assert!(matches!(
+            issue(&ca, &request("ca")),
+            Err(CertsError::Exists(_))
+        ));
+        assert!(matches!(
+            issue(&ca, &request("alice")),
+            Err(CertsError::Exists(_))
+        ));
+        assert_eq!(std::fs::read(&made.key).expect("kept"), before);
+        // A certificate in the way leaves no key behind.
+        std::fs::write(ca.join("bob.pem"), "precious").expect("written");
+        assert!(matches!(
+            issue(&ca, &request("bob")),
+            Err(CertsError::Exists(_))
+        ));
+        assert!(!ca.join("bob.key").exists());
+    }
+
+    #[test]
+    fn a_request_that_is_of_no_use_is_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let error = issue(folder.path(), &request("alice")).expect_err("no CA");
+        assert!(error.to_string().contains("ca.key"), "{error}");
+        init(folder.path()).expect("made");
+        for name in ["", "../x", ".x", "a b", "a/b", &"x".repeat(65)] {
+            let error = issue(folder.path(), &request(name)).expect_err(name);
+            assert!(matches!(error, CertsError::Name(_)), "{error}");
+        }
+        for days in [0, 3651] {
+            let request = Request {
+                days,
+                ..request("alice")
+            };
+            assert!(matches!(
+                issue(folder.path(), &request),
+                Err(CertsError::Days(_))
+            ));
+        }
+        for (name, spiffe) in [
+            ("alice", Some("https://example.org/alice")),
+            ("monitor", None),
+        ] {
+            let request = Request {
+                spiffe: spiffe.map(str::to_owned),
+                ..request(name)
+            };
+            let error = issue(folder.path(), &request).expect_err(name);
+            assert!(matches!(error, CertsError::Identity(_)), "{error}");
+            assert!(!folder.path().join(format!("{name}.key")).exists());
+        }
+        let open = std::fs::Permissions::from_mode(0o644);
+        std::fs::set_permissions(folder.path().join("ca.key"), open).expect("set");
+        let error = issue(folder.path(), &request("alice")).expect_err("open");
+        assert!(error.to_string().contains("chmod 600"), "{error}");
+    }
+}

@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Commands beside serving: `policy`, `audit`, `certs`. Another program can embed [`Command`].
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use clap::{Args, Subcommand, ValueEnum};
+use rustix::process::geteuid;
+
+use crate::audit;
+use crate::certs;
+use crate::policy::{Decision, Policy, Question, Role, Want};
+
+/// The policy of a host that follows the unit file.
+pub const POLICY_FILE: &str = "/etc/patchbay/policy.yaml";
+
+/// A command that ends.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Check and try a policy file.
+    #[command(subcommand)]
+    Policy(PolicyCommand),
+    /// Read the host's audit log.
+    Audit(AuditArgs),
+    /// Make certificates for development.
+    #[command(subcommand)]
+    Certs(CertsCommand),
+}
+
+/// `policy`.
+#[derive(Debug, Subcommand)]
+pub enum PolicyCommand {
+    /// Check a policy file and list its rules.
+    Check {
+        /// The policy file.
+        file: PathBuf,
+    },
+    /// Say whether a principal may do something, and which rule decides.
+    Can {
+        /// As the connection proves it: a SPIFFE id, a common name, or "uid:N".
+        principal: String,
+        /// What it wants to do.
+        op: Op,
+        /// Keys that would change, each "name" or "module:name". A glob stands for every key: only a
+        /// rule without key globs and without max_keys allows it.
+        keys: Vec<String>,
+        /// A guest that it concerns.
+        #[arg(long = "guest", value_name = "NAME")]
+        guests: Vec<String>,
+        /// The policy file.
+        #[arg(long, default_value = POLICY_FILE)]
+        policy: PathBuf,
+    },
+}
+
+/// What somebody wants to do, with the role that it needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Op {
+    /// Look at guests, keys and events.
+    View,
+    /// Enable keys.
+    Enable,
+    /// Disable keys.
+    Disable,
+    /// Take references on keys.
+    Inc,
+    /// Drop references on keys.
+    Dec,
+    /// Arm, fire, park or disarm tracepoints.
+    Trace,
+    /// Pause or resume guests.
+    Pause,
+    /// Drop other principals' references, or change guarded keys.
+    Force,
+    /// Power off guests.
+    Shutdown,
+    /// Use a guest's console.
+    Console,
+}
+
+impl Op {
+    fn role(self) -> Role {
+        match self {
+            Self::View => Role::Viewer,
+            Self::Enable | Self::Disable | Self::Inc | Self::Dec | Self::Trace | Self::Pause => {
+                Role::Operator
+            }
+            Self::Force | Self::Shutdown | Self::Console => Role::Admin,
+        }
+    }
+}
+
+/// `audit`.
+#[derive(Debug, Args)]
+pub struct AuditArgs {
+    #[command(subcommand)]
+    command: AuditCommand,
+    /// The log.
+    #[arg(long, global = true, default_value_os_t = default_audit_log())]
+    log: PathBuf,
+}
+
+/// What to do with the log.
+#[derive(Debug, Subcommand)]
+pub enum AuditCommand {
+    /// List changes and denied calls with their outcomes.
+    Show {
+        /// At most this many, the newest last.
+        #[arg(long, default_value_t = 100)]
+        limit: usize,
+    },
+    /// Check the hash chain; print the hash of the last line, to be kept elsewhere.
+    Verify,
+    /// Write all changes and denied calls as JSON lines.
+    Export,
+}
+
+/// `certs`.
+#[derive(Debug, Subcommand)]
+pub enum CertsCommand {
+    /// Make a CA in a folder.
+    Init {
+        /// The folder; it is created with mode 0700.
+        #[arg(long, default_value = "patchbay-ca")]
+        folder: PathBuf,
+    },
+    /// Issue a certificate.
+    Issue {
+        /// Name of the files, and the principal unless there is a SPIFFE id.
+        name: String,
+        /// The folder of the CA.
+        #[arg(long, default_value = "patchbay-ca")]
+        folder: PathBuf,
+        /// The principal's SPIFFE id, spiffe://DOMAIN/PATH.
+        #[arg(long)]
+        spiffe: Option<String>,
+        /// A DNS name or address that the host is reached by; makes the certificate a host's.
+        #[arg(long = "host", value_name = "NAME")]
+        hosts: Vec<String>,
+        /// How long it is valid.
+        #[arg(long, default_value_t = 90)]
+        days: u32,
+    },
+}
+
+/// Where the daemon keeps its log: under /var/log for root, else in the user's state folder.
+#[must_use]
+pub fn default_audit_log() -> PathBuf {
+    if !geteuid().is_root() {
+        let folder = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
+        if let Some(state) = folder("XDG_STATE_HOME") {
+            return PathBuf::from(state).join("patchbayd/audit.jsonl");
+        }
+        if let Some(home) = folder("HOME") {
+            return PathBuf::from(home).join(".local/state/patchbayd/audit.jsonl");
+        }
+    }
+    PathBuf::from("/var/log/patchbayd/audit.jsonl")
+}
+
+/// Runs a command and prints to `out`. `false`: it has done its work, and the answer is no.
+///
+/// # Errors
+/// What failed, for people.
+pub fn run(command: &Command, out: &mut dyn Write) -> anyhow::Result<bool> {
+    match command {
+        Command::Policy(PolicyCommand::Check { file }) => check(file, out),
+        Command::Policy(PolicyCommand::Can {
+            principal,
+            op,
+            keys,
+            guests,
+            policy,
+        }) => {
+            let policy = Policy::read(policy)?;
+            can(&policy, principal, *op, keys, guests, out)
+        }
+        Command::Audit(args) => audit_command(&args.command, &args.log, out),
+        Command::Certs(command) => certs_command(command, out),
+    }
+}
+
+fn check(file: &Path, out: &mut dyn Write) -> anyhow::Result<bool> {
+    let policy = Policy::read(file).with_context(|| file.display().to_string())?;
+    for rule in policy.rules() {
+        writeln!(out, "{rule}")?;
+    }
+    writeln!(
+        out,
+        "{}: {} rules, none malformed",
+        file.display(),
+        policy.rules().len()
+    )?;
+    Ok(true)
+}
+
+fn can(
+    policy: &Policy,
+    principal: &str,
+    op: Op,
+    keys: &[String],
+    guests: &[String],
+    out: &mut dyn Write,
+) -> anyhow::Result<bool> {
+    let guests: Vec<&str> = guests.iter().map(String::as_str).collect();
+    let names: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let globs = keys
+        .iter()
+        .any(|key| key.contains(['*', '?']) || key.starts_with('!'));
+    let decision = policy.decide(&Question {
+        principal,
+        role: op.role(),
+        guests: &guests,
+        want: match names.as_slice() {
+            [] => Want::Nothing,
+            _ if globs => Want::AnyKeys,
+            names => Want::Keys(names),
+        },
+    });
+    match decision {
+        Decision::Allowed { rule, role } => {
+            writeln!(out, "yes: rule {rule:?} gives {principal} the role {role}")?;
+            Ok(true)
+        }
+        Decision::Denied { why } => {
+            writeln!(out, "no: {why}")?;
+            if globs {
+                writeln!(
+                    out,
+                    "a change by patterns is also allowed if the rule covers every key that they select in the guest"
+                )?;
+            }
+            Ok(false)
+        }
+    }
+}
+
+fn audit_command(command: &AuditCommand, log: &Path, out: &mut dyn Write) -> anyhow::Result<bool> {
+    let (changes, chain) = audit::changes(log)?;
+    match command {
+        AuditCommand::Show { limit } => {
+            for change in &changes[changes.len().saturating_sub(*limit)..] {
+                writeln!(out, "{}", audit::show(change))?;
+            }
+        }
+        AuditCommand::Verify => {
+            writeln!(out, "{}: {} lines, unbroken", log.display(), chain.records)?;
+            writeln!(out, "head {}", chain.head)?;
+        }
+        AuditCommand::Export => {
+            for change in &changes {
+                serde_json::to_writer(&mut *out, change)?;
+                writeln!(out)?;
+            }
+        }
+    }
+    Ok(true)
+}
+
+fn certs_command(command: &CertsCommand, out: &mut dyn Write) -> anyhow::Result<bool> {
+    let issued = match command {
+        CertsCommand::Init { folder } => certs::init(folder)?,
+        CertsCommand::Issue {
+            name,
+            folder,
+            spiffe,
+            hosts,
+            days,
+        } => certs::issue(
+            folder,
+            &certs::Request {
+                name: name.clone(),
+                spiffe: spiffe.clone(),
+                hosts: hosts.clone(),
+                days: *days,
+            },
+        )?,
+    };
+    writeln!(out, "certificate {}", issued.certificate.display())?;
+    writeln!(out, "key         {}", issued.key.display())?;
+    writeln!(out, "principal   {}", issued.principal)?;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const POLICY: &str = "
+rules:
+  - {name: net, principals: [alice], role: operator, guests: ['web-*'], keys: ['net_*'], max_keys: 2}
+  - {name: on-call, principals: ['uid:0'], role: admin}
+";
+
+    fn answer(principal: &str, op: Op, keys: &[&str], guest: &str) -> (bool, String) {
+        let policy = Policy::parse(POLICY).expect("a policy");
+        let keys: Vec<String> = keys.iter().map(|key| (*key).to_owned()).collect();
+        let mut out = vec![];
+        let yes = can(&policy, principal, op, &keys, &[guest.to_owned()], &mut out);
+        (yes.expect("written"), String::from_utf8(out).expect("text"))
+    }
+
+    #[test]
+    fn the_answer_names_the_rule_that_decides() {
+        let (yes, text) = answer("alice", Op::Enable, &["net_a"], "web-1");
+        assert!(yes && text.contains("\"net\""), "{text}");
+        let (yes, text) = answer("alice", Op::Enable, &["net_*"], "web-1");
+        assert!(!yes && text.contains("every key"), "{text}");
+        let (yes, text) = answer("alice", Op::Enable, &["ext4_x"], "web-1");
+        assert!(!yes && text.contains("ext4_x"), "{text}");
+        let (yes, text) = answer("alice", Op::Shutdown, &[], "web-1");
+        assert!(!yes && text.contains("admin"), "{text}");
+        let (yes, text) = answer("uid:0", Op::Enable, &["net_*"], "db-1");
+        assert!(yes && text.contains("on-call"), "{text}");
+        let (yes, text) = answer("bob", Op::View, &[], "web-1");
+        assert!(!yes && text.contains("bob"), "{text}");
+    }
+
+    #[test]
+    fn a_policy_file_is_checked_with_its_name() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(file.path(), POLICY).expect("written");
+        let mut out = vec![];
+        assert!(check(file.path(), &mut out).expect("checked"));
+        let text = String::from_utf8(out).expect("text");
+        assert!(
+            text.contains("net: operator") && text.contains("2 rules"),
+            "{text}"
+        );
+        std::fs::write(file.path(), "rules: 7").expect("written");
+        let error = check(file.path(), &mut vec![]).expect_err("malformed");
+        let name = file.path().display().to_string();
+        assert!(format!("{error:#}").contains(&name), "{error:#}");
+    }
+}

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Who is at the other end of a connection.
+//!
+//! A peer on a unix socket is "uid:N". A peer with a verified certificate is its SPIFFE id or, without
+//! one, its common name. A certificate cannot name what another kind of identity could: a common name
+//! that looks like a uid or a SPIFFE id is refused, so that the policy's globs mean one thing.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use sha2::{Digest, Sha256};
+use x509_parser::extensions::GeneralName;
+use x509_parser::prelude::{FromDer, X509Certificate};
+
+/// As the monitors limit it.
+const MAX_PRINCIPAL_BYTES: usize = 256;
+/// What monitors call themselves in watches and audit logs.
+const RESERVED: &str = "monitor";
+
+/// Who calls.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// As the policy's rules name it.
+    pub principal: String,
+    /// The certificate that proves it; `None` on a unix socket.
+    pub certificate: Option<Proof>,
+}
+
+/// What a connection keeps of its client's certificate. It is looked at in every call, because a
+/// connection may outlive the certificate.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Proof {
+    /// SHA-256 of its DER form, in hexadecimal.
+    pub fingerprint: String,
+    /// Seconds since 1970.
+    pub not_after: i64,
+}
+
+/// Why a certificate names nobody.
+#[derive(Debug, thiserror::Error)]
+pub enum IdentityError {
+    /// It is not a certificate.
+    #[error("the client certificate cannot be read: {0}")]
+    Malformed(String),
+    /// The SPIFFE standard allows one URI.
+    #[error(
+        "the client certificate has {0} URIs as alternative names; issue one with a single SPIFFE id"
+    )]
+    SeveralUris(usize),
+    /// The URI is not a SPIFFE id.
+    #[error(
+        "the client certificate has the URI {0:?}, which is no SPIFFE id; issue one with spiffe://DOMAIN/PATH"
+    )]
+    NotSpiffe(String),
+    /// No URI and no common name.
+    #[error(
+        "the client certificate has neither a SPIFFE id nor a common name; issue one with either"
+    )]
+    Nameless,
+    /// The common name looks like an identity of another kind.
+    #[error(
+        "the client certificate's common name {0:?} cannot be a principal: it is reserved; issue one with another name"
+    )]
+    Reserved(String),
+    /// The name is too long or not printable.
+    #[error(
+        "the client certificate's name has {0} bytes or some that are not printable ASCII; issue one with 1 to {MAX_PRINCIPAL_BYTES} printable ASCII characters"
+    )]
+    Unprintable(usize),
+}
+
+impl Identity {
+    /// The peer of a unix socket.
+    #[must_use]
+    pub fn of_uid(uid: u32) -> Self {
+        Self {
+            principal: format!("uid:{uid}"),
+            certificate: None,
+        }
+    }
+
+    /// The subject of a certificate that TLS has verified.
+    ///
+    /// # Errors
+    /// [`IdentityError`].
+    pub fn of_certificate(der: &[u8]) -> Result<Self, IdentityError> {
+        let malformed = |error: String| IdentityError::Malformed(error);
+        let (_, certificate) =
+            X509Certificate::from_der(der).map_err(|error| malformed(error.to_string()))?;
+        let names = certificate
+            .subject_alternative_name()
+            .map_err(|error| malformed(error.to_string()))?;
+        let uris: Vec<&str> = names
+            .iter()
+            .flat_map(|extension| &extension.value.general_names)
+            .filter_map(|name| match name {
+                GeneralName::URI(uri) => Some(*uri),
+                _ => None,
+            })
+            .collect();
+        let principal = match uris.as_slice() {
+            [] => common_name(&certificate)?,
+            [uri] if is_spiffe_id(uri) => (*uri).to_owned(),
+            [uri] => return Err(IdentityError::NotSpiffe(shown(uri))),
+            several => return Err(IdentityError::SeveralUris(several.len())),
+        };
+        Ok(Self {
+            principal: checked(principal)?,
+            certificate: Some(Proof {
+                fingerprint: fingerprint(der),
+                not_after: certificate.validity().not_after.timestamp(),
+            }),
+        })
+    }
+
+    /// Whether the certificate has expired since the connection was made.
+    #[must_use]
+    pub fn has_expired(&self, now: SystemTime) -> bool {
+        let now = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let now = i64::try_from(now).unwrap_or(i64::MAX);
+        self.certificate
+            .as_ref()
+            .is_some_and(|proof| proof.not_after < now)
+    }
+}
+
+/// SHA-256 of a certificate in DER form, in hexadecimal.
+#[must_use]
+pub fn fingerprint(der: &[u8]) -> String {
+    let digest = Sha256::digest(der);
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn common_name(certificate: &X509Certificate<'_>) -> Result<String, IdentityError> {
+    let mut names = certificate.subject().iter_common_name();
+    let (Some(name), None) = (names.next(), names.next()) else {
+        return Err(IdentityError::Nameless);
+    };
+    let name = name.as_str().map_err(|_| IdentityError::Nameless)?;
+    // What a unix socket, a SPIFFE id, or a monitor itself is called.
+    let foreign = ["uid:", "spiffe:"].iter().any(|prefix| {
+        let start = name.get(..prefix.len());
+        start.is_some_and(|start| start.eq_ignore_ascii_case(prefix))
+    });
+    if foreign || name == RESERVED || name == "unknown" {
+        return Err(IdentityError::Reserved(shown(name)));
+    }
+    Ok(name.to_owned())
+}
+
+fn is_spiffe_id(uri: &str) -> bool {
+    uri.strip_prefix("spiffe://")
+        .and_then(|rest| rest.split_once('/'))
+        .is_some_and(|(domain, path)| !domain.is_empty() && !path.is_empty())
+}
+
+fn checked(principal: String) -> Result<String, IdentityError> {
+    let printable = principal.bytes().all(|byte| matches!(byte, b' '..=b'~'));
+    if principal.is_empty() || principal.len() > MAX_PRINCIPAL_BYTES || !printable {
+        return Err(IdentityError::Unprintable(principal.len()));
+    }
+    // The monitors call one stream of a principal "PRINCIPAL/stream-N".
+    let stream = principal.rsplit_once("/stream-");
+    if stream.is_some_and(|(_, number)| number.bytes().all(|byte| byte.is_ascii_digit())) {
+        return Err(IdentityError::Reserved(principal));
+    }
+    Ok(principal)
+}
+
+fn shown(name: &str) -> String {
+    name.chars().take(MAX_PRINCIPAL_BYTES).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use rcgen::string::Ia5String;
+    use rcgen::{CertificateParams, DnType, KeyPair, SanType};
+
+    use super::*;
+
+    fn certificate(common_name: Option<&str>, uris: &[&str]) -> Vec<u8> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = rcgen::DistinguishedName::new();
+        if let Some(name) = common_name {
+            params.distinguished_name.push(DnType::CommonName, name);
+        }
+        for uri in uris {
+            let uri = Ia5String::try_from(*uri).expect("ASCII");
+            params.subject_alt_names.push(SanType::URI(uri));
+        }
+        let key = KeyPair::generate().expect("a key");
+        params.self_signed(&key).expect("signed").der().to_vec()
+    }
+
+    fn principal(common_name: Option<&str>, uris: &[&str]) -> Result<String, IdentityError> {
+        Identity::of_certificate(&certificate(common_name, uris)).map(|found| found.principal)
+    }
+
+    #[test]
+    fn a_spiffe_id_comes_before_the_common_name() {
+        let id = "spiffe://example.org/net/alice";
+        assert_eq!(principal(Some("bob"), &[id]).expect("named"), id);
+        assert_eq!(principal(Some("bob"), &[]).expect("named"), "bob");
+    }
+
+    #[test]
+    fn certificates_that_name_nobody_or_another_kind_of_principal_are_refused() {
+        for name in [
+            "uid:0",
+            "UID:0",
+            "spiffe://example.org/root",
+            "monitor",
+            "unknown",
+            "alice/stream-7",
+        ] {
+            let error = principal(Some(name), &[]).expect_err(name);
+            assert!(matches!(error, IdentityError::Reserved(_)), "{error}");
+        }
+        assert!(matches!(principal(None, &[]), Err(IdentityError::Nameless)));
+        for uri in [
+            "https://example.org/a",
+            "spiffe://",
+            "spiffe:///a",
+            "spiffe://a/",
+        ] {
+            let error = principal(Some("bob"), &[uri]).expect_err(uri);
+            assert!(matches!(error, IdentityError::NotSpiffe(_)), "{error}");
+        }
+        let two = ["spiffe://a/b", "spiffe://a/c"];
+        let error = principal(None, &two).expect_err("two");
+        assert!(matches!(error, IdentityError::SeveralUris(2)), "{error}");
+        for name in ["né", "a\nb", &"x".repeat(257)] {
+            let error = principal(Some(name), &[]).expect_err(name);
+            assert!(matches!(error, IdentityError::Unprintable(_)), "{error}");
+        }
+        assert!(Identity::of_certificate(b"no certificate").is_err());
+    }
+
+    #[test]
+    fn a_certificate_expires_while_its_connection_lives() {
+        let mut identity = Identity::of_certificate(&certificate(Some("bob"), &[])).expect("named");
+        let now = SystemTime::now();
+        assert!(!identity.has_expired(now));
+        if let Some(proof) = &mut identity.certificate {
+            proof.not_after = 1_000;
+        }
+        assert!(!identity.has_expired(UNIX_EPOCH + Duration::from_secs(1_000)));
+        assert!(identity.has_expired(UNIX_EPOCH + Duration::from_secs(1_001)));
+        assert!(!Identity::of_uid(0).has_expired(now));
+    }
+}

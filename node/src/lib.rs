@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What `patchbayd` is made of: one per host, in front of all guests of that host.
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+
+pub mod audit;
+pub mod certs;
+pub mod command;
+pub mod identity;
+pub mod listen;
+pub mod methods;
+pub mod metrics;
+pub mod monitors;
+pub mod policy;
+pub mod proxy;
+pub mod serve;

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbayd`: all guests of one host behind one door.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::{Args, Parser, ValueEnum};
+use patchbay_node::command::{Command, default_audit_log, run};
+use patchbay_node::listen::tls::TlsFiles;
+use patchbay_node::monitors::{RunDirs, default_run_dirs};
+use patchbay_node::serve::{Config, MetricsAddress, serve};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+use tracing_subscriber::EnvFilter;
+
+/// Serve all Patchbay guests of this host: finds their monitors, decides who may do what, and keeps the
+/// host's audit log.
+#[derive(Debug, Parser)]
+#[command(name = "patchbayd", version, args_conflicts_with_subcommands = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    serve: ServeArgs,
+}
+
+#[derive(Debug, Args)]
+struct ServeArgs {
+    /// Folder of monitors' sockets (DIR/*.sock, DIR/NAME/api.sock); may be given several times.
+    /// [default: /run/patchbay and $XDG_RUNTIME_DIR/patchbay]
+    #[arg(long, value_name = "DIR")]
+    run_dir: Vec<PathBuf>,
+    /// The host's own socket. [default: /run/patchbayd/patchbayd.sock for root, else
+    /// $XDG_RUNTIME_DIR/patchbayd.sock]
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+    /// Mode of the socket. Whoever can connect is subject to the policy, by uid.
+    #[arg(long, value_name = "OCTAL", default_value = "660", value_parser = mode)]
+    socket_mode: u32,
+    /// Listen on TCP with mutual TLS.
+    #[arg(long, value_name = "ADDRESS:PORT", requires_all = ["cert", "key", "client_ca"])]
+    listen: Option<SocketAddr>,
+    /// The host's certificate, PEM.
+    #[arg(long, value_name = "FILE", requires = "listen")]
+    cert: Option<PathBuf>,
+    /// Its private key, PEM.
+    #[arg(long, value_name = "FILE", requires = "listen")]
+    key: Option<PathBuf>,
+    /// CAs that clients' certificates must come from, PEM.
+    #[arg(long, value_name = "FILE", requires = "listen")]
+    client_ca: Option<PathBuf>,
+    /// Who may do what. Without it only the user that the daemon runs as may do anything.
+    #[arg(long, value_name = "FILE")]
+    policy: Option<PathBuf>,
+    /// The audit log. Without a line in it nothing is changed.
+    #[arg(long, value_name = "FILE", default_value_os_t = default_audit_log())]
+    audit_log: PathBuf,
+    /// Serve Prometheus metrics on a loopback address or a unix socket.
+    #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH")]
+    metrics: Option<MetricsAddress>,
+    /// How log lines are written to standard error; PATCHBAY_LOG filters them.
+    #[arg(long, value_enum, default_value_t = LogFormat::Json)]
+    log_format: LogFormat,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum LogFormat {
+    /// One JSON object per line.
+    Json,
+    /// For people.
+    Text,
+}
+
+fn mode(text: &str) -> Result<u32, String> {
+    match u32::from_str_radix(text, 8) {
+        Ok(mode) if mode <= 0o777 => Ok(mode),
+        _ => Err("give an octal mode such as 660".to_owned()),
+    }
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let done = match &cli.command {
+        Some(command) => run(command, &mut std::io::stdout().lock()),
+        None => start(cli.serve).map(|()| true),
+    };
+    match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("patchbayd: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn start(args: ServeArgs) -> anyhow::Result<()> {
+    let filter = EnvFilter::try_from_env("PATCHBAY_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
+    match args.log_format {
+        LogFormat::Json => log.json().flatten_event(true).init(),
+        LogFormat::Text => log.init(),
+    }
+    let config = config(args)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context("the runtime cannot be started")?;
+    runtime.block_on(async {
+        let mut hangup = signal(SignalKind::hangup())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let mut terminate = signal(SignalKind::terminate())?;
+        let (reload, reloads) = mpsc::channel(1);
+        tokio::spawn(async move {
+            while let Some(()) = hangup.recv().await {
+                // One that waits is enough: it reads what is there then.
+                let _ = reload.try_send(());
+            }
+        });
+        serve(config, reloads, async move {
+            tokio::select! {
+                _ = interrupt.recv() => {}
+                _ = terminate.recv() => {}
+            }
+        })
+        .await?;
+        Ok(())
+    })
+}
+
+fn config(args: ServeArgs) -> anyhow::Result<Config> {
+    let socket = match args.socket {
+        Some(socket) => socket,
+        None => default_socket()?,
+    };
+    for path in [&socket, &args.audit_log] {
+        if let Some(folder) = path
+            .parent()
+            .filter(|folder| !folder.as_os_str().is_empty())
+        {
+            std::fs::create_dir_all(folder)
+                .with_context(|| format!("folder {} cannot be created", folder.display()))?;
+        }
+    }
+    let listen = match (args.listen, args.cert, args.key, args.client_ca) {
+        (Some(address), Some(certificate), Some(key), Some(client_ca)) => Some((
+            address,
+            TlsFiles {
+                certificate,
+                key,
+                client_ca,
+            },
+        )),
+        _ => None,
+    };
+    Ok(Config {
+        run_dirs: match args.run_dir.as_slice() {
+            [] => default_run_dirs(),
+            dirs => RunDirs(dirs.to_vec()),
+        },
+        socket,
+        socket_mode: args.socket_mode,
+        listen,
+        policy: args.policy,
+        audit_log: args.audit_log,
+        metrics: args.metrics,
+    })
+}
+
+fn default_socket() -> anyhow::Result<PathBuf> {
+    if rustix::process::geteuid().is_root() {
+        return Ok(PathBuf::from("/run/patchbayd/patchbayd.sock"));
+    }
+    let folder = std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| !folder.is_empty());
+    let folder = folder.context("XDG_RUNTIME_DIR is not set; give --socket PATH")?;
+    Ok(PathBuf::from(folder).join("patchbayd.sock"))
+}

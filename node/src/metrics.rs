@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Prometheus metrics. Labels are methods, status codes, rules of the interface, and guests, which
+//! [`MAX_GUESTS`](crate::monitors::MAX_GUESTS) bounds; nothing that a client may choose is a label.
+
+use std::fmt;
+use std::sync::Arc;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
+use prometheus_client::metrics::counter::{ConstCounter, Counter};
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::audit::Audit;
+use crate::monitors::Directory;
+
+/// Pauses from 10 us to 1 s: a flip takes some tens of microseconds.
+const PAUSE_BUCKETS: [f64; 16] = [
+    10e-6, 20e-6, 40e-6, 60e-6, 80e-6, 100e-6, 150e-6, 200e-6, 400e-6, 1e-3, 2e-3, 5e-3, 10e-3,
+    50e-3, 200e-3, 1.0,
+];
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Call {
+    method: &'static str,
+    code: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Method {
+    method: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct What {
+    what: &'static str,
+}
+
+/// The host's metrics.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    calls: Family<Call, Counter>,
+    denied: Family<Method, Counter>,
+    pauses: Histogram,
+    sites: Counter,
+    reload_failures: Family<What, Counter>,
+}
+
+impl Default for Inner {
+    fn default() -> Self {
+        Self {
+            calls: Family::default(),
+            denied: Family::default(),
+            pauses: Histogram::new(PAUSE_BUCKETS),
+            sites: Counter::default(),
+            reload_failures: Family::default(),
+        }
+    }
+}
+
+impl Metrics {
+    /// A call has ended.
+    pub fn call(&self, method: &'static str, code: &'static str) {
+        self.0.calls.get_or_create(&Call { method, code }).inc();
+    }
+
+    /// The policy has denied a call.
+    pub fn denied(&self, method: &'static str) {
+        self.0.denied.get_or_create(&Method { method }).inc();
+    }
+
+    /// A change of keys stopped a guest for so long.
+    pub fn pause(&self, seconds: f64) {
+        self.0.pauses.observe(seconds);
+    }
+
+    /// A change of keys has patched so many sites.
+    pub fn sites(&self, sites: u32) {
+        self.0.sites.inc_by(sites.into());
+    }
+
+    /// "policy" or "certificates" could not be read again.
+    pub fn reload_failed(&self, what: &'static str) {
+        self.0.reload_failures.get_or_create(&What { what }).inc();
+    }
+
+    /// The text that Prometheus reads.
+    ///
+    /// # Errors
+    /// The encoder's.
+    pub fn text(&self, directory: &Directory, audit: &Audit) -> Result<String, fmt::Error> {
+        let mut registry = Registry::with_prefix("patchbayd");
+        let inner = &self.0;
+        registry.register(
+            "calls",
+            "gRPC calls by method and status code",
+            inner.calls.clone(),
+        );
+        registry.register(
+            "denied_calls",
+            "Calls that the policy denied",
+            inner.denied.clone(),
+        );
+        registry.register(
+            "patched_sites",
+            "Sites that changes of keys patched",
+            inner.sites.clone(),
+        );
+        registry.register(
+            "reload_failures",
+            "Files that could not be read again on SIGHUP; the old content stays in force",
+            inner.reload_failures.clone(),
+        );
+        registry.register_with_unit(
+            "flip_pause",
+            "Time that changes of keys stopped their guests, from the request to stop to the resume",
+            Unit::Seconds,
+            inner.pauses.clone(),
+        );
+        registry.register_collector(Box::new(Now {
+            directory: directory.clone(),
+            audit: audit.clone(),
+        }));
+        let mut text = String::new();
+        encode(&mut text, &registry)?;
+        Ok(text)
+    }
+}
+
+/// What is looked up when Prometheus asks.
+struct Now {
+    directory: Directory,
+    audit: Audit,
+}
+
+impl fmt::Debug for Now {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Now")
+    }
+}
+
+impl Collector for Now {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let guests = self.directory.all();
+        let count = ConstGauge::new(i64::try_from(guests.len()).unwrap_or(i64::MAX));
+        let help = "Guests that the host serves";
+        let descriptor = encoder.encode_descriptor("guests", help, None, count.metric_type())?;
+        count.encode(descriptor)?;
+        let up = ConstGauge::new(1_i64);
+        let help = "Guests whose monitor answers";
+        let mut family = encoder.encode_descriptor("guest_up", help, None, up.metric_type())?;
+        for guest in &guests {
+            let labels = [("guest", guest.name.as_str())];
+            up.encode(family.encode_family(&labels)?)?;
+        }
+        for (name, help, value) in [
+            (
+                "audit_records",
+                "Lines of the audit log",
+                self.audit.records(),
+            ),
+            (
+                "audit_failures",
+                "Lines that could not be written",
+                self.audit.failures(),
+            ),
+        ] {
+            let value = ConstCounter::new(value);
+            let descriptor = encoder.encode_descriptor(name, help, None, value.metric_type())?;
+            value.encode(descriptor)?;
+        }
+        Ok(())
+    }
+}

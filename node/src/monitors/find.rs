@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Sockets of monitors in the run directories: `DIR/*.sock` and `DIR/NAME/api.sock`.
+//!
+//! Whatever inotify says, the directories are read again: an event is a reason to look, never a fact.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
+use tokio::net::unix::pipe;
+use tokio::sync::watch;
+
+/// Looked again after this time in any case: a watch may be lost, or the directory come later.
+const RESCAN: Duration = Duration::from_secs(5);
+/// Entries of a run directory that are looked at.
+const MAX_ENTRIES: usize = 16_384;
+/// The socket in a guest's own folder.
+const API_SOCKET: &str = "api.sock";
+
+/// Folders to watch.
+#[derive(Clone, Debug)]
+pub struct RunDirs(pub Vec<PathBuf>);
+
+/// Where monitors put their sockets if nobody says otherwise.
+#[must_use]
+pub fn default_run_dirs() -> RunDirs {
+    let mut dirs = vec![PathBuf::from("/run/patchbay")];
+    if let Some(own) = std::env::var_os("XDG_RUNTIME_DIR").filter(|own| !own.is_empty()) {
+        dirs.push(PathBuf::from(own).join("patchbay"));
+    }
+    RunDirs(dirs)
+}
+
+/// The folders, watched.
+pub struct Watch {
+    dirs: RunDirs,
+    inotify: Option<pipe::Receiver>,
+    scans: watch::Sender<u64>,
+}
+
+impl Watch {
+    /// Without inotify, folders are read again in intervals.
+    pub fn new(dirs: RunDirs) -> Self {
+        let inotify = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)
+            .map_err(io::Error::from)
+            // Read as a pipe is: what the events say is not looked at.
+            .and_then(pipe::Receiver::from_owned_fd_unchecked);
+        Self {
+            dirs,
+            inotify: inotify
+                .inspect_err(|error| tracing::warn!(%error, "run directories are not watched, only read every {RESCAN:?}"))
+                .ok(),
+            scans: watch::Sender::new(0),
+        }
+    }
+
+    /// Changes with each scan.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.scans.subscribe()
+    }
+
+    /// Sockets that may be monitors', in order.
+    pub fn scan(&mut self) -> BTreeSet<PathBuf> {
+        let mut found = BTreeSet::new();
+        for dir in &self.dirs.0 {
+            // Before it is read, so that what comes in between is an event.
+            self.watch(dir);
+            for path in entries(dir) {
+                let Ok(metadata) = std::fs::symlink_metadata(&path) else {
+                    continue;
+                };
+                if metadata.file_type().is_socket() && path.extension().is_some_and(|e| e == "sock")
+                {
+                    found.insert(path);
+                } else if metadata.is_dir() {
+                    self.watch(&path);
+                    let socket = path.join(API_SOCKET);
+                    if is_socket(&socket) {
+                        found.insert(socket);
+                    }
+                }
+            }
+        }
+        self.scans.send_modify(|scans| *scans += 1);
+        found
+    }
+
+    /// Ends when something has changed in a folder, or after [`RESCAN`].
+    pub async fn changed(&self) {
+        let Some(inotify) = &self.inotify else {
+            return tokio::time::sleep(RESCAN).await;
+        };
+        let readable = tokio::time::timeout(RESCAN, inotify.readable()).await;
+        let mut events = [0; 4096];
+        while readable.is_ok() && inotify.try_read(&mut events).is_ok_and(|read| read > 0) {}
+    }
+
+    fn watch(&self, dir: &Path) {
+        if let Some(inotify) = &self.inotify {
+            let flags = WatchFlags::CREATE
+                | WatchFlags::DELETE
+                | WatchFlags::MOVED_FROM
+                | WatchFlags::MOVED_TO
+                | WatchFlags::ONLYDIR;
+            // A folder that is gone, or not there yet, is looked for in the next scan.
+            let _ = inotify::add_watch(inotify, dir, flags);
+        }
+    }
+}
+
+/// Whether the path is a socket; a symbolic link is not.
+pub fn is_socket(path: &Path) -> bool {
+    std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket())
+}
+
+fn entries(dir: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(dir) else {
+        return vec![];
+    };
+    let entries = entries.take(MAX_ENTRIES);
+    entries.flatten().map(|entry| entry.path()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn sockets_are_found_and_nothing_else() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let dir = folder.path().join("patchbay");
+        let mut watch = Watch::new(RunDirs(vec![dir.clone()]));
+        assert!(watch.scan().is_empty(), "the folder is not there yet");
+        std::fs::create_dir_all(dir.join("web-1")).expect("created");
+        std::fs::create_dir(dir.join("folder.sock")).expect("created");
+        std::fs::write(dir.join("file.sock"), "").expect("written");
+        let sockets = [dir.join("db.sock"), dir.join("web-1/api.sock")];
+        let mut listeners = vec![];
+        for path in [
+            &sockets[0],
+            &sockets[1],
+            &dir.join("other"),
+            &dir.join("web-1/vsock"),
+        ] {
+            listeners.push(UnixListener::bind(path).expect("bound"));
+        }
+        std::os::unix::fs::symlink(&sockets[0], dir.join("link.sock")).expect("linked");
+        assert_eq!(watch.scan().into_iter().collect::<Vec<_>>(), sockets);
+    }
+
+    #[tokio::test]
+    async fn a_new_socket_in_a_new_folder_is_an_event() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut watch = Watch::new(RunDirs(vec![folder.path().to_owned()]));
+        watch.scan();
+        tokio::time::pause();
+        let started = tokio::time::Instant::now();
+        std::fs::create_dir(folder.path().join("web-1")).expect("created");
+        watch.changed().await;
+        watch.scan();
+        let path = folder.path().join("web-1/api.sock");
+        let _listener = UnixListener::bind(&path).expect("bound");
+        watch.changed().await;
+        assert!(watch.scan().contains(&path));
+        assert_eq!(
+            started.elapsed(),
+            Duration::ZERO,
+            "by an event, not by the interval"
+        );
+    }
+}

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The monitors of the host, and the guests that they serve.
+//!
+//! ```text
+//!  run directories ──inotify──▶ find ──▶ one task per socket ──▶ Directory ──▶ proxy
+//!                                             │    ▲
+//!                                 ListGuests, │    │ the connection ends: connect again,
+//!                                 Health.Watch▼    │ until the socket's file is gone
+//!                                          monitor
+//! ```
+//!
+//! A monitor is not ours: it runs on when this process ends, and is found again by its socket.
+
+mod connect;
+mod find;
+mod monitor;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+pub use self::find::{RunDirs, default_run_dirs};
+pub use self::monitor::Monitor;
+
+/// Guests that one host serves. More are left out, loudly.
+pub const MAX_GUESTS: usize = 4096;
+/// Events in a run directory are taken together for so long.
+const SETTLE: Duration = Duration::from_millis(20);
+/// Sockets that are looked at.
+pub const MAX_MONITORS: usize = 4096;
+
+/// A guest and the way to it.
+#[derive(Clone, Debug)]
+pub struct Guest {
+    /// Its name.
+    pub name: String,
+    /// The monitor that serves it.
+    pub monitor: Arc<Monitor>,
+}
+
+/// All guests that are served, by name.
+#[derive(Clone, Debug)]
+pub struct Directory {
+    guests: Arc<RwLock<BTreeMap<String, Guest>>>,
+    changes: watch::Sender<u64>,
+}
+
+impl Default for Directory {
+    fn default() -> Self {
+        Self {
+            guests: Arc::default(),
+            changes: watch::Sender::new(0),
+        }
+    }
+}
+
+impl Directory {
+    /// The guest of that name.
+    #[must_use]
+    pub fn find(&self, name: &str) -> Option<Guest> {
+        self.read().get(name).cloned()
+    }
+
+    /// The only guest; `None` if there are several or none.
+    #[must_use]
+    pub fn only(&self) -> Option<Guest> {
+        let guests = self.read();
+        let mut all = guests.values();
+        match (all.next(), all.next()) {
+            (Some(guest), None) => Some(guest.clone()),
+            _ => None,
+        }
+    }
+
+    /// All guests, in the order of their names.
+    #[must_use]
+    pub fn all(&self) -> Vec<Guest> {
+        self.read().values().cloned().collect()
+    }
+
+    /// Ends when the directory has changed since the receiver was made or last waited.
+    #[must_use]
+    pub fn subscribe(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
+    /// Sets the guests of a monitor. A name that another monitor has stays that one's.
+    fn set(&self, monitor: &Arc<Monitor>, names: Vec<String>) {
+        let mut guests = self.guests.write().unwrap_or_else(PoisonError::into_inner);
+        let before: Vec<String> = guests
+            .values()
+            .filter(|guest| Arc::ptr_eq(&guest.monitor, monitor))
+            .map(|guest| guest.name.clone())
+            .collect();
+        let mut changed = false;
+        for name in before {
+            if !names.contains(&name) {
+                tracing::info!(guest = name, monitor = %monitor.path().display(), "guest gone");
+                guests.remove(&name);
+                changed = true;
+            }
+        }
+        for name in names {
+            match guests.get(&name) {
+                Some(other) if Arc::ptr_eq(&other.monitor, monitor) => {}
+                Some(other) => tracing::error!(
+                    guest = name,
+                    monitor = %monitor.path().display(),
+                    serves = %other.monitor.path().display(),
+                    "another monitor serves a guest of that name; give one of them another name"
+                ),
+                None if guests.len() >= MAX_GUESTS => tracing::error!(
+                    guest = name,
+                    "a host serves at most {MAX_GUESTS} guests; this one is left out"
+                ),
+                None => {
+                    tracing::info!(guest = name, monitor = %monitor.path().display(), "guest found");
+                    let monitor = Arc::clone(monitor);
+                    guests.insert(name.clone(), Guest { name, monitor });
+                    changed = true;
+                }
+            }
+        }
+        drop(guests);
+        if changed {
+            self.changes.send_modify(|count| *count += 1);
+        }
+    }
+
+    fn read(&self) -> std::sync::RwLockReadGuard<'_, BTreeMap<String, Guest>> {
+        self.guests.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Finds monitors and keeps `directory` until it is dropped. `own` is the host's own socket, which may lie
+/// in a run directory.
+pub async fn run(directory: Directory, dirs: RunDirs, own: Option<PathBuf>) {
+    let mut tasks: BTreeMap<PathBuf, tokio::task::JoinHandle<()>> = BTreeMap::new();
+    let mut watch = find::Watch::new(dirs);
+    loop {
+        let mut found = watch.scan();
+        found.retain(|path| Some(path) != own.as_ref());
+        if found.len() > MAX_MONITORS {
+            tracing::error!(
+                "{} sockets are in the run directories; only {MAX_MONITORS} are used",
+                found.len()
+            );
+        }
+        // A task ends by itself when its socket's file is gone.
+        tasks.retain(|_, task| !task.is_finished());
+        for path in found.into_iter().take(MAX_MONITORS) {
+            tasks.entry(path.clone()).or_insert_with(|| {
+                let directory = directory.clone();
+                tokio::spawn(monitor::keep(path, directory, watch.changes()))
+            });
+        }
+        watch.changed().await;
+        // Whoever writes to a run directory without end must not keep us busy.
+        tokio::time::sleep(SETTLE).await;
+    }
+}

@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Asking the policy.
+
+use std::cmp::Reverse;
+
+use super::file::{Policy, Role, Rule};
+
+/// What somebody wants to do.
+#[derive(Clone, Debug)]
+pub struct Question<'a> {
+    /// As the connection proves it: a SPIFFE id, a common name, or "uid:N".
+    pub principal: &'a str,
+    /// The role that the method needs.
+    pub role: Role,
+    /// Guests concerned; empty for a call that concerns none.
+    pub guests: &'a [&'a str],
+    /// Keys that would change.
+    pub want: Want<'a>,
+}
+
+/// The keys of a change.
+#[derive(Clone, Copy, Debug)]
+pub enum Want<'a> {
+    /// The call changes no key.
+    Nothing,
+    /// "name" or "module:name" each, as a prepared plan lists them.
+    Keys(&'a [&'a str]),
+    /// Whichever keys there are, in any number: allowed by a rule that limits neither.
+    AnyKeys,
+}
+
+/// The answer, with the rule that decides.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Decision {
+    /// Name of the first rule that allows it.
+    Allowed {
+        /// Its name.
+        rule: String,
+        /// The role that it gives.
+        role: Role,
+    },
+    /// No rule allows it.
+    Denied {
+        /// A sentence: the rule that came nearest, and what it lacks.
+        why: String,
+    },
+}
+
+impl Decision {
+    /// Whether the policy allows it.
+    #[must_use]
+    pub fn is_allowed(&self) -> bool {
+        matches!(self, Self::Allowed { .. })
+    }
+}
+
+/// What a rule lacks, the least first: the rule that lacks the least explains a refusal best.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Lack {
+    AnyKeys,
+    TooManyKeys { given: usize, most: usize },
+    TooManyGuests { given: usize, most: usize },
+    Key(String),
+    Guest(String),
+    Role { has: Reverse<Role>, needs: Role },
+    Principal,
+}
+
+impl Policy {
+    /// Decides a question.
+    #[must_use]
+    pub fn decide(&self, question: &Question<'_>) -> Decision {
+        let mut nearest: Option<(Lack, &Rule)> = None;
+        for rule in &self.rules {
+            match rule.lacks(question) {
+                None => {
+                    return Decision::Allowed {
+                        rule: rule.name.clone(),
+                        role: rule.role,
+                    };
+                }
+                Some(lack) if nearest.as_ref().is_none_or(|(least, _)| lack < *least) => {
+                    nearest = Some((lack, rule));
+                }
+                Some(_) => {}
+            }
+        }
+        let why = match nearest {
+            None | Some((Lack::Principal, _)) => {
+                format!("no rule of the policy names {:?}", question.principal)
+            }
+            Some((lack, rule)) => format!("rule {:?} {}", rule.name, lack.sentence()),
+        };
+        Decision::Denied { why }
+    }
+}
+
+impl Rule {
+    fn lacks(&self, question: &Question<'_>) -> Option<Lack> {
+        if !matches(&self.principals, question.principal) {
+            return Some(Lack::Principal);
+        }
+        if self.role < question.role {
+            let (has, needs) = (Reverse(self.role), question.role);
+            return Some(Lack::Role { has, needs });
+        }
+        let mut guests = question.guests.iter();
+        if let Some(guest) = guests.find(|guest| !matches(&self.guests, guest)) {
+            return Some(Lack::Guest((*guest).to_owned()));
+        }
+        let keys = match question.want {
+            Want::Nothing => &[],
+            Want::Keys(keys) => keys,
+            Want::AnyKeys if self.limits_keys() => return Some(Lack::AnyKeys),
+            Want::AnyKeys => &[],
+        };
+        if let Some(key) = keys.iter().find(|key| !self.covers(key)) {
+            return Some(Lack::Key((*key).to_owned()));
+        }
+        if let Some(most) = self.max_guests.filter(|&most| question.guests.len() > most) {
+            let given = question.guests.len();
+            return Some(Lack::TooManyGuests { given, most });
+        }
+        if let Some(most) = self.max_keys.filter(|&most| keys.len() > most) {
+            let given = keys.len();
+            return Some(Lack::TooManyKeys { given, most });
+        }
+        None
+    }
+
+    fn limits_keys(&self) -> bool {
+        !self.keys.texts().is_empty() || self.max_keys.is_some()
+    }
+
+    fn covers(&self, key: &str) -> bool {
+        let (module, name) = static_keys::split_name(key);
+        self.keys.select(module, name)
+    }
+}
+
+/// A principal or a guest may have a colon in its name, which means nothing here.
+fn matches(patterns: &static_keys::Patterns, name: &str) -> bool {
+    patterns.select_whole(name)
+}
+
+impl Lack {
+    fn sentence(&self) -> String {
+        match self {
+            Self::AnyKeys => "does not cover every key".to_owned(),
+            Self::TooManyKeys { given, most } => {
+                format!("allows {most} keys in one change, not {given}")
+            }
+            Self::TooManyGuests { given, most } => {
+                format!("allows {most} guests in one change, not {given}")
+            }
+            Self::Key(key) => format!("does not cover key {key:?}"),
+            Self::Guest(guest) => format!("does not cover guest {guest:?}"),
+            Self::Role {
+                has: Reverse(has),
+                needs,
+            } => format!("gives the role {has}, and {needs} is needed"),
+            Self::Principal => "does not name the principal".to_owned(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const POLICY: &str = "
+rules:
+  - name: on-call
+    principals: ['spiffe://example.org/on-call/*', 'uid:0']
+    role: admin
+  - name: network
+    principals: ['spiffe://example.org/net/*']
+    role: operator
+    guests: ['web-*']
+    keys: ['net_*', '!net_high*', 'virtio_net:*']
+    max_keys: 2
+    max_guests: 1
+  - name: everybody
+    principals: ['*']
+    role: viewer
+";
+    const ALICE: &str = "spiffe://example.org/net/alice";
+
+    fn ask(principal: &str, role: Role, guests: &[&str], keys: &[&str]) -> Decision {
+        let want = Want::Keys(keys);
+        Policy::parse(POLICY).expect("a policy").decide(&Question {
+            principal,
+            role,
+            guests,
+            want,
+        })
+    }
+
+    fn allowed(rule: &str) -> Decision {
+        let role = match rule {
+            "on-call" => Role::Admin,
+            "network" => Role::Operator,
+            _ => Role::Viewer,
+        };
+        let rule = rule.to_owned();
+        Decision::Allowed { rule, role }
+    }
+
+    #[track_caller]
+    fn denied(decision: Decision, word: &str) {
+        let Decision::Denied { why } = decision else {
+            panic!("{decision:?}")
+        };
+        assert!(why.contains(word), "{why}");
+    }
+
+    #[test]
+    fn the_first_rule_that_allows_decides() {
+        let viewer = |principal| ask(principal, Role::Viewer, &["db-1"], &[]);
+        assert_eq!(viewer("uid:0"), allowed("on-call"));
+        assert_eq!(viewer(ALICE), allowed("everybody"));
+        assert_eq!(viewer("CN=somebody"), allowed("everybody"));
+        let operator = |keys| ask(ALICE, Role::Operator, &["web-1"], keys);
+        assert_eq!(operator(&["net_a", "virtio_net:b"]), allowed("network"));
+        assert_eq!(
+            ask("uid:0", Role::Admin, &["a", "b", "c"], &["net_high_order"]),
+            allowed("on-call")
+        );
+    }
+
+    #[test]
+    fn a_refusal_names_the_nearest_rule_and_what_it_lacks() {
+        let operator = |guests: &[&str], keys: &[&str]| ask(ALICE, Role::Operator, guests, keys);
+        denied(operator(&["db-1"], &["net_a"]), "guest \"db-1\"");
+        denied(
+            operator(&["web-1"], &["net_a", "sched_x"]),
+            "key \"sched_x\"",
+        );
+        denied(operator(&["web-1"], &["net_high_x"]), "net_high_x");
+        denied(operator(&["web-1"], &["ext4:sched_x"]), "ext4");
+        denied(operator(&["web-1"], &["net_a", "net_b", "net_c"]), "2 keys");
+        denied(operator(&["web-1", "web-2"], &["net_a"]), "1 guests");
+        denied(
+            ask(ALICE, Role::Admin, &["web-1"], &[]),
+            "operator, and admin",
+        );
+        denied(ask("uid:1", Role::Operator, &["web-1"], &[]), "everybody");
+        // A uid that begins like another is another.
+        denied(ask("uid:01", Role::Admin, &[], &[]), "viewer");
+    }
+
+    #[test]
+    fn any_keys_need_a_rule_that_limits_none() {
+        let any = |principal| {
+            Policy::parse(POLICY).expect("a policy").decide(&Question {
+                principal,
+                role: Role::Operator,
+                guests: &["web-1"],
+                want: Want::AnyKeys,
+            })
+        };
+        assert_eq!(any("uid:0"), allowed("on-call"));
+        denied(any(ALICE), "every key");
+        denied(any("uid:1"), "viewer");
+        let capped = "rules: [{name: a, principals: ['*'], role: admin, max_keys: 9}]";
+        let capped = Policy::parse(capped).expect("a policy");
+        let decision = capped.decide(&Question {
+            principal: "uid:0",
+            role: Role::Operator,
+            guests: &[],
+            want: Want::AnyKeys,
+        });
+        denied(decision, "every key");
+    }
+
+    #[test]
+    fn nobody_may_do_anything_that_no_rule_names() {
+        let policy = "rules: [{name: a, principals: ['uid:0'], role: admin}]";
+        let decision = Policy::parse(policy).expect("a policy").decide(&Question {
+            principal: "uid:1000",
+            role: Role::Viewer,
+            guests: &[],
+            want: Want::Nothing,
+        });
+        denied(decision, "uid:1000");
+    }
+}

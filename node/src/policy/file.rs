@@ -1,0 +1,345 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The policy file.
+
+use std::fmt;
+use std::io::Read;
+use std::path::Path;
+
+use serde::Deserialize;
+use static_keys::{PatternError, Patterns};
+
+/// A larger policy file is refused.
+pub const MAX_POLICY_BYTES: u64 = 1 << 20;
+
+/// What a rule lets its principals do. Each role includes the ones before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Looks.
+    Viewer,
+    /// Changes keys and tracepoints, pauses guests.
+    Operator,
+    /// Takes others' references, flips guarded keys, ends guests.
+    Admin,
+}
+
+impl Role {
+    /// As policies and metadata spell it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Viewer => "viewer",
+            Self::Operator => "operator",
+            Self::Admin => "admin",
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// A policy that was checked.
+#[derive(Clone, Debug)]
+pub struct Policy {
+    pub(super) rules: Vec<Rule>,
+    revoked: Vec<String>,
+}
+
+/// One rule.
+#[derive(Clone, Debug)]
+pub struct Rule {
+    /// Unique in its file.
+    pub name: String,
+    pub(super) principals: Patterns,
+    pub(super) role: Role,
+    pub(super) guests: Patterns,
+    pub(super) keys: Patterns,
+    pub(super) max_keys: Option<usize>,
+    pub(super) max_guests: Option<usize>,
+}
+
+/// Why a policy cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum PolicyError {
+    /// The file cannot be read.
+    #[error("{path} cannot be read: {error}")]
+    Read {
+        /// The policy file.
+        path: String,
+        /// From the operating system.
+        error: std::io::Error,
+    },
+    /// The file is larger than [`MAX_POLICY_BYTES`].
+    #[error("{path} has more than {} KiB; split the principals into groups", MAX_POLICY_BYTES >> 10)]
+    TooLarge {
+        /// The policy file.
+        path: String,
+    },
+    /// Not YAML, or a field that is unknown or missing. The message names line and column.
+    #[error("the policy is malformed: {0}")]
+    Malformed(#[from] serde_yaml_ng::Error),
+    /// Nobody could do anything.
+    #[error("the policy has no rule; write at least one for an admin")]
+    NoRules,
+    /// Two rules have the same name, so that a decision could not be traced to one.
+    #[error("rule {name:?} stands twice; give each rule its own name")]
+    SameName {
+        /// The name.
+        name: String,
+    },
+    /// A rule for nobody.
+    #[error("rule {rule:?} has no principals; write [\"*\"] for everybody")]
+    NoPrincipals {
+        /// Its name.
+        rule: String,
+    },
+    /// A glob is malformed.
+    #[error("rule {rule:?}, {field}: {error}")]
+    Pattern {
+        /// Its name.
+        rule: String,
+        /// Name of the field.
+        field: &'static str,
+        /// What is wrong.
+        error: PatternError,
+    },
+    /// A revoked certificate is not named by its SHA-256.
+    #[error(
+        "revoked_certificates: {text:?} is no SHA-256 in hexadecimal; take it from `openssl x509 -fingerprint -sha256`"
+    )]
+    Fingerprint {
+        /// As written.
+        text: String,
+    },
+    /// A cap that allows nothing.
+    #[error(
+        "rule {rule:?}: {field} is 0, so the rule allows no change; leave it out or give a number"
+    )]
+    ZeroCap {
+        /// Its name.
+        rule: String,
+        /// Name of the field.
+        field: &'static str,
+    },
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PolicyFile {
+    rules: Vec<RuleInFile>,
+    #[serde(default)]
+    revoked_certificates: Vec<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RuleInFile {
+    name: String,
+    principals: Vec<String>,
+    role: Role,
+    #[serde(default)]
+    guests: Vec<String>,
+    #[serde(default)]
+    keys: Vec<String>,
+    max_keys: Option<usize>,
+    max_guests: Option<usize>,
+}
+
+impl Policy {
+    /// Reads and checks a policy file.
+    ///
+    /// # Errors
+    /// [`PolicyError`].
+    pub fn read(path: &Path) -> Result<Self, PolicyError> {
+        let name = || path.display().to_string();
+        let read = |error| PolicyError::Read {
+            path: name(),
+            error,
+        };
+        let mut text = String::new();
+        let file = std::fs::File::open(path).map_err(read)?;
+        file.take(MAX_POLICY_BYTES + 1)
+            .read_to_string(&mut text)
+            .map_err(read)?;
+        if text.len() as u64 > MAX_POLICY_BYTES {
+            return Err(PolicyError::TooLarge { path: name() });
+        }
+        Self::parse(&text)
+    }
+
+    /// Checks the text of a policy.
+    ///
+    /// # Errors
+    /// [`PolicyError`].
+    pub fn parse(text: &str) -> Result<Self, PolicyError> {
+        let file: PolicyFile = serde_yaml_ng::from_str(text)?;
+        if file.rules.is_empty() {
+            return Err(PolicyError::NoRules);
+        }
+        let mut rules: Vec<Rule> = Vec::with_capacity(file.rules.len());
+        for rule in file.rules {
+            if rules.iter().any(|earlier| earlier.name == rule.name) {
+                return Err(PolicyError::SameName { name: rule.name });
+            }
+            rules.push(Rule::check(rule)?);
+        }
+        let mut revoked = Vec::with_capacity(file.revoked_certificates.len());
+        for text in file.revoked_certificates {
+            let digits: String = text.chars().filter(|c| *c != ':').collect();
+            if digits.len() != 64 || !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+                return Err(PolicyError::Fingerprint { text });
+            }
+            revoked.push(digits.to_ascii_lowercase());
+        }
+        Ok(Self { rules, revoked })
+    }
+
+    /// Whether the certificate with this SHA-256 (lower-case hexadecimal) may not be used any more.
+    #[must_use]
+    pub fn has_revoked(&self, fingerprint: &str) -> bool {
+        self.revoked.iter().any(|revoked| revoked == fingerprint)
+    }
+
+    /// One rule: this user is an admin.
+    pub(super) fn own_user_only(uid: u32) -> Self {
+        let rule = Rule {
+            name: "built-in".to_owned(),
+            principals: Patterns::parse(&[format!("uid:{uid}")]).unwrap_or_default(),
+            role: Role::Admin,
+            guests: Patterns::default(),
+            keys: Patterns::default(),
+            max_keys: None,
+            max_guests: None,
+        };
+        Self {
+            rules: vec![rule],
+            revoked: vec![],
+        }
+    }
+
+    /// The rules, in the order in which they are tried.
+    #[must_use]
+    pub fn rules(&self) -> &[Rule] {
+        &self.rules
+    }
+}
+
+/// One line for people.
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, role, .. } = self;
+        write!(f, "{name}: {role} for {}", self.principals)?;
+        for (what, patterns) in [("guests", &self.guests), ("keys", &self.keys)] {
+            if !patterns.texts().is_empty() {
+                write!(f, "; {what} {patterns}")?;
+            }
+        }
+        for (what, cap) in [("max_keys", self.max_keys), ("max_guests", self.max_guests)] {
+            if let Some(cap) = cap {
+                write!(f, "; {what} {cap}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Rule {
+    fn check(rule: RuleInFile) -> Result<Self, PolicyError> {
+        let name = rule.name;
+        if rule.principals.is_empty() {
+            return Err(PolicyError::NoPrincipals { rule: name });
+        }
+        let patterns = |field, texts: &[String]| {
+            Patterns::parse(texts).map_err(|error| PolicyError::Pattern {
+                rule: name.clone(),
+                field,
+                error,
+            })
+        };
+        let principals = patterns("principals", &rule.principals)?;
+        let guests = patterns("guests", &rule.guests)?;
+        let keys = patterns("keys", &rule.keys)?;
+        for (field, cap) in [("max_keys", rule.max_keys), ("max_guests", rule.max_guests)] {
+            if cap == Some(0) {
+                return Err(PolicyError::ZeroCap { rule: name, field });
+            }
+        }
+        Ok(Self {
+            name,
+            principals,
+            role: rule.role,
+            guests,
+            keys,
+            max_keys: rule.max_keys,
+            max_guests: rule.max_guests,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(text: &str) -> String {
+        Policy::parse(text).expect_err(text).to_string()
+    }
+
+    #[test]
+    fn a_policy_is_checked_when_it_is_read() {
+        let rule = |rest: &str| format!("rules:\n  - name: a\n    principals: ['*']\n    {rest}\n");
+        assert!(Policy::parse(&rule("role: viewer")).is_ok());
+        let unknown = refused(&rule("role: viewer\n    gests: ['web-*']"));
+        assert!(
+            unknown.contains("gests") && unknown.contains("line 5"),
+            "{unknown}"
+        );
+        assert!(refused(&rule("role: king")).contains("king"));
+        assert!(refused("rules: []").contains("no rule"));
+        assert!(refused("").contains("malformed"));
+        assert!(refused(&rule("role: admin\n    keys: ['net_[']")).contains("net_["));
+        assert!(refused(&rule("role: admin\n    max_keys: 0")).contains("max_keys"));
+        assert!(refused(&rule("role: admin\n    max_keys: -1")).contains("malformed"));
+        let twice = format!(
+            "{}{}",
+            rule("role: admin"),
+            rule("role: admin").trim_start_matches("rules:\n")
+        );
+        assert!(refused(&twice).contains("twice"), "{}", refused(&twice));
+        assert!(
+            refused("rules: [{name: a, role: admin, principals: []}]").contains("no principals")
+        );
+    }
+
+    #[test]
+    fn certificates_are_revoked_by_their_fingerprint() {
+        let rules = "rules: [{name: a, principals: ['*'], role: viewer}]";
+        let revoke =
+            |text: &str| Policy::parse(&format!("{rules}\nrevoked_certificates: ['{text}']"));
+        let (lower, colons) = ("ab".repeat(32), ["AB"; 32].join(":"));
+        for text in [&lower, &colons] {
+            let policy = revoke(text).expect(text);
+            assert!(policy.has_revoked(&lower) && !policy.has_revoked(&"cd".repeat(32)));
+        }
+        for text in ["", "ab", &"x".repeat(64)] {
+            let error = revoke(text).expect_err(text).to_string();
+            assert!(error.contains("SHA-256"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_too_large_is_not_parsed() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let text = "#".repeat(usize::try_from(MAX_POLICY_BYTES).expect("small") + 1);
+        std::fs::write(file.path(), text).expect("written");
+        let error = Policy::read(file.path()).expect_err("too large");
+        assert!(matches!(error, PolicyError::TooLarge { .. }), "{error}");
+        let missing = Policy::read(Path::new("/nonexistent/policy.yaml")).expect_err("missing");
+        assert!(
+            missing.to_string().contains("/nonexistent/policy.yaml"),
+            "{missing}"
+        );
+    }
+}

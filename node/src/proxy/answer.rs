@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Answers: made here, kept to look at them, or passed on while they stream.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Response};
+use http_body::Frame;
+use http_body_util::{BodyExt, Full, Limited};
+use prost::Message;
+use tokio::sync::OwnedSemaphorePermit;
+use tonic::body::Body;
+use tonic::{Code, Status};
+
+use super::frame::{MAX_ANSWER_BYTES, framed};
+use super::status::{code_name, lost};
+use crate::audit::Pending;
+use crate::metrics::Metrics;
+
+/// What ends with a call: its permits, its count, its line in the audit log.
+pub struct Finish {
+    pub metrics: Metrics,
+    pub method: &'static str,
+    pub pending: Option<Pending>,
+    pub permits: Vec<OwnedSemaphorePermit>,
+    /// For the log: who, which guest, and the caller's trace.
+    pub caller: Caller,
+    ended: bool,
+}
+
+/// What a log line says of a call.
+#[derive(Debug, Default)]
+pub struct Caller {
+    pub principal: String,
+    pub guest: String,
+    pub trace_id: String,
+    /// Whether the call changes something: others are logged at a lower level.
+    pub changes: bool,
+}
+
+impl Finish {
+    pub fn new(metrics: Metrics, method: &'static str, permit: OwnedSemaphorePermit) -> Self {
+        Self {
+            metrics,
+            method,
+            pending: None,
+            permits: vec![permit],
+            caller: Caller::default(),
+            ended: false,
+        }
+    }
+
+    /// Counts the call and writes its outcome.
+    pub fn end(&mut self, code: Code, message: &str) {
+        if !std::mem::replace(&mut self.ended, true) {
+            let (method, code_text) = (self.method, code_name(code));
+            self.metrics.call(method, code_text);
+            let Caller {
+                principal,
+                guest,
+                trace_id,
+                changes,
+            } = &self.caller;
+            if *changes || code == Code::PermissionDenied {
+                tracing::info!(
+                    method,
+                    principal,
+                    guest,
+                    trace_id,
+                    code = code_text,
+                    message,
+                    "call"
+                );
+            } else {
+                tracing::debug!(method, principal, guest, trace_id, code = code_text, "call");
+            }
+            if let Some(pending) = self.pending.take() {
+                pending.finish(code_text, message);
+            }
+        }
+    }
+}
+
+impl Drop for Finish {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.metrics.call(self.method, code_name(Code::Cancelled));
+        }
+    }
+}
+
+/// The answer of a call that is not streamed, whole.
+pub struct Whole {
+    parts: http::response::Parts,
+    pub body: Bytes,
+    trailers: HeaderMap,
+}
+
+impl Whole {
+    /// Reads the answer of `guest` to its end.
+    pub async fn read(answer: Response<Body>, guest: &str) -> Result<Self, Status> {
+        let (parts, body) = answer.into_parts();
+        let most = MAX_ANSWER_BYTES + 64;
+        let collected = Limited::new(body, most).collect().await;
+        let collected = collected.map_err(|error| lost(guest, &error.to_string()))?;
+        let trailers = collected.trailers().cloned().unwrap_or_default();
+        let body = collected.to_bytes();
+        Ok(Self {
+            parts,
+            body,
+            trailers,
+        })
+    }
+
+    /// The status, which comes in the headers if there is no message.
+    pub fn status(&self) -> Status {
+        Status::from_header_map(&self.trailers)
+            .or_else(|| Status::from_header_map(&self.parts.headers))
+            .unwrap_or_else(|| Status::unknown("the answer has no status"))
+    }
+
+    /// As the client gets it.
+    pub fn into_response(self) -> Response<Body> {
+        let trailers = (!self.trailers.is_empty()).then_some(Ok(self.trailers));
+        let body = Full::new(self.body).with_trailers(async { trailers });
+        Response::from_parts(self.parts, Body::new(body))
+    }
+}
+
+/// An answer of one message that is made here.
+pub fn unary<M: Message>(message: &M) -> Response<Body> {
+    let mut trailers = HeaderMap::new();
+    trailers.insert("grpc-status", HeaderValue::from_static("0"));
+    let body = Full::new(framed(&message.encode_to_vec()));
+    let body = Body::new(body.with_trailers(async { Some(Ok(trailers)) }));
+    let mut response = Response::new(body);
+    let grpc = HeaderValue::from_static("application/grpc");
+    response.headers_mut().insert("content-type", grpc);
+    response
+}
+
+/// Passes an answer on and ends `finish` with it.
+pub fn observed(answer: Response<Body>, mut finish: Finish) -> Response<Body> {
+    // Without messages the status comes in the headers.
+    if let Some(status) = Status::from_header_map(answer.headers()) {
+        finish.end(status.code(), status.message());
+    }
+    answer.map(|body| Body::new(Observed { body, finish }))
+}
+
+struct Observed {
+    body: Body,
+    finish: Finish,
+}
+
+impl http_body::Body for Observed {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let polled = Pin::new(&mut self.body).poll_frame(context);
+        match &polled {
+            Poll::Ready(Some(Ok(frame))) => {
+                if let Some(status) = frame.trailers_ref().and_then(Status::from_header_map) {
+                    self.finish.end(status.code(), status.message());
+                }
+            }
+            Poll::Ready(Some(Err(status))) => {
+                let (code, message) = (status.code(), status.message().to_owned());
+                self.finish.end(code, &message);
+            }
+            Poll::Ready(None) | Poll::Pending => {}
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+}

@@ -1,0 +1,371 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A call as it was received, and as it goes on to a monitor.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http::header::{HeaderMap, HeaderName, HeaderValue};
+use http::{Method as HttpMethod, Request, Version};
+use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA};
+use prost_reflect::{DescriptorPool, DynamicMessage};
+use sha2::{Digest, Sha256};
+use tonic::Status;
+use tonic::body::Body;
+
+use super::answer::Caller;
+use super::checks::Allowed;
+use super::{fields, status};
+use crate::identity::Identity;
+use crate::methods::{Effect, Method};
+use crate::policy::Role;
+
+/// A request in the audit log is cut to this many bytes.
+const MAX_TEXT_BYTES: usize = 4096;
+/// A longer request is not made into text at all.
+const MAX_SHOWN_MESSAGE: usize = 64 << 10;
+/// Metadata with this prefix is between programs of Patchbay.
+const OWN_METADATA: &str = "patchbay-";
+const TRACEPARENT: &str = "traceparent";
+/// Headers of the connection that a call came by, and those that are made anew.
+const NOT_FORWARDED: [&str; 10] = [
+    "connection",
+    "content-length",
+    "content-type",
+    "grpc-accept-encoding",
+    "grpc-encoding",
+    "grpc-timeout",
+    "host",
+    "te",
+    "transfer-encoding",
+    "user-agent",
+];
+
+/// A call whose first message was read.
+pub struct Call {
+    pub method: &'static Method,
+    pub identity: Arc<Identity>,
+    /// As it was named; may be empty.
+    pub guest: String,
+    pub message: Bytes,
+    /// With the flags that are set.
+    pub role: Role,
+    /// When the client gives up.
+    deadline: Option<Instant>,
+    headers: HeaderMap,
+}
+
+impl Call {
+    pub fn new(
+        method: &'static Method,
+        identity: Arc<Identity>,
+        headers: &HeaderMap,
+        message: Bytes,
+    ) -> Result<Self, Status> {
+        // ListGuests has another field there, for it concerns no guest of its own.
+        let guest = if method.name == "ListGuests" {
+            ""
+        } else {
+            fields::guest(&message)?
+        };
+        let mut call = Self {
+            method,
+            identity,
+            guest: guest.to_owned(),
+            role: method.role,
+            deadline: deadline(headers)?,
+            headers: forwarded(headers),
+            message,
+        };
+        for (field, role) in method.raised {
+            if fields::is_set(&call.message, number(method, field))? {
+                call.role = call.role.max(*role);
+            }
+        }
+        Ok(call)
+    }
+
+    /// Whether it changes a guest.
+    pub fn changes(&self) -> bool {
+        match self.method.effect {
+            Effect::Read | Effect::Prepare | Effect::Discard => false,
+            Effect::Stream => self.role > self.method.role,
+            Effect::Guest
+            | Effect::Update
+            | Effect::Commit
+            | Effect::Holds
+            | Effect::Arm
+            | Effect::Armed => true,
+        }
+    }
+
+    pub fn caller(&self) -> Caller {
+        let parent = self.headers.get(TRACEPARENT);
+        let parent = parent.and_then(|parent| parent.to_str().ok());
+        let trace_id = parent.and_then(|parent| parent.split('-').nth(1));
+        Caller {
+            principal: self.principal().to_owned(),
+            guest: self.guest.clone(),
+            trace_id: trace_id.unwrap_or_default().to_owned(),
+            changes: self.changes(),
+        }
+    }
+
+    pub fn principal(&self) -> &str {
+        &self.identity.principal
+    }
+
+    /// How long the client still waits.
+    pub fn time_left(&self) -> Option<Duration> {
+        self.deadline
+            .map(|deadline| deadline.saturating_duration_since(Instant::now()))
+    }
+
+    /// The call with another body, in the name of its principal.
+    pub fn request(&self, body: Body, allowed: &Allowed) -> Result<Request<Body>, Status> {
+        let mut headers = self.headers.clone();
+        self.assert_principal(&mut headers, allowed)?;
+        headers.insert("te", HeaderValue::from_static("trailers"));
+        let grpc = HeaderValue::from_static("application/grpc");
+        headers.insert("content-type", grpc);
+        if let Some(left) = self.time_left() {
+            headers.insert("grpc-timeout", timeout(left));
+        }
+        let mut request = Request::new(body);
+        *request.method_mut() = HttpMethod::POST;
+        *request.version_mut() = Version::HTTP_2;
+        *request.uri_mut() = (self.method.path().parse())
+            .map_err(|_| Status::internal("the method's path is no URI"))?;
+        *request.headers_mut() = headers;
+        Ok(request)
+    }
+
+    /// A request of the host's own that belongs to the call, in the name of its principal.
+    pub fn ask<T>(&self, message: T, allowed: &Allowed) -> Result<tonic::Request<T>, Status> {
+        let mut headers = self.headers.clone();
+        self.assert_principal(&mut headers, allowed)?;
+        let metadata = tonic::metadata::MetadataMap::from_headers(headers);
+        let mut request =
+            tonic::Request::from_parts(metadata, tonic::Extensions::default(), message);
+        if let Some(left) = self.time_left() {
+            request.set_timeout(left);
+        }
+        Ok(request)
+    }
+
+    fn assert_principal(&self, headers: &mut HeaderMap, allowed: &Allowed) -> Result<(), Status> {
+        let name = HeaderValue::from_str(self.principal());
+        let name = name.map_err(|_| Status::internal("the principal is not printable"))?;
+        headers.insert(HeaderName::from_static(PRINCIPAL_METADATA), name);
+        // No more than the rule gives, should the monitor see more in the call than we do.
+        let role = HeaderValue::from_static(allowed.role.as_str());
+        headers.insert(HeaderName::from_static(ROLE_METADATA), role);
+        Ok(())
+    }
+
+    /// The request for the audit log: JSON as far as it is short, and its digest if it is not.
+    pub fn text(&self, descriptors: &DescriptorPool, keys: Option<&[String]>) -> String {
+        let shown = (self.message.len() <= MAX_SHOWN_MESSAGE)
+            .then(|| self.json(descriptors))
+            .flatten();
+        let mut text = shown.unwrap_or_default();
+        if let Some(keys) = keys {
+            text = format!("{text} {} keys: {}", keys.len(), keys.join(" "));
+        }
+        if text.is_empty() || text.len() > MAX_TEXT_BYTES {
+            let mut end = text.len().min(MAX_TEXT_BYTES);
+            while !text.is_char_boundary(end) {
+                end -= 1;
+            }
+            let digest = Sha256::digest(&self.message);
+            let digest: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+            let bytes = self.message.len();
+            text = format!("{}… ({bytes} bytes, sha256 {digest})", &text[..end]);
+        }
+        text
+    }
+
+    fn json(&self, descriptors: &DescriptorPool) -> Option<String> {
+        let service = format!("patchbay.v1.{}", self.method.service);
+        let service = descriptors.get_service_by_name(&service)?;
+        let mut methods = service.methods();
+        let method = methods.find(|method| method.name() == self.method.name)?;
+        let message = DynamicMessage::decode(method.input(), self.message.clone()).ok()?;
+        serde_json::to_string(&message).ok()
+    }
+}
+
+/// The number of a boolean field in the request of `method`.
+fn number(method: &Method, field: &str) -> u32 {
+    match (method.name, field) {
+        ("UpdateStaticKeys", "allow_guarded") => 5,
+        ("UpdateStaticKeys" | "ParkTracepoints", "force") => 6,
+        ("PrepareUpdate", "force") => 4,
+        // allow_guarded of PrepareUpdate, force of ReleaseHolds and DisarmTracepoints, arm_and_fire.
+        _ => 3,
+    }
+}
+
+fn forwarded(headers: &HeaderMap) -> HeaderMap {
+    let mut kept = HeaderMap::new();
+    for (name, value) in headers {
+        let text = name.as_str();
+        if !NOT_FORWARDED.contains(&text) && !text.starts_with(OWN_METADATA) {
+            kept.append(name.clone(), value.clone());
+        }
+    }
+    // Two, or a malformed one, are the same as none (W3C Trace Context, 4.3).
+    let mut given = headers.get_all(TRACEPARENT).iter();
+    let valid = match (given.next(), given.next()) {
+        (Some(value), None) => value.to_str().is_ok_and(is_traceparent),
+        _ => false,
+    };
+    if !valid {
+        kept.remove(TRACEPARENT);
+    }
+    kept
+}
+
+/// "00-TRACE-SPAN-FLAGS" with the lengths of version 00.
+fn is_traceparent(text: &str) -> bool {
+    let parts: Vec<&str> = text.split('-').collect();
+    let lengths: Vec<usize> = parts.iter().map(|part| part.len()).collect();
+    let digits = |part: &&str| {
+        part.bytes()
+            .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+    };
+    lengths == [2, 32, 16, 2]
+        && parts.iter().all(digits)
+        && parts[0] != "ff"
+        && [parts[1], parts[2]]
+            .iter()
+            .all(|id| id.bytes().any(|byte| byte != b'0'))
+}
+
+fn deadline(headers: &HeaderMap) -> Result<Option<Instant>, Status> {
+    let Some(value) = headers.get("grpc-timeout") else {
+        return Ok(None);
+    };
+    let malformed = || {
+        status::invalid(
+            "grpc-timeout",
+            "grpc-timeout is malformed; give up to 8 digits and one of H, M, S, m, u, n",
+        )
+    };
+    let text = value.to_str().map_err(|_| malformed())?;
+    let (digits, unit) = text
+        .len()
+        .checked_sub(1)
+        .and_then(|at| text.split_at_checked(at))
+        .ok_or_else(malformed)?;
+    let all_digits = digits.bytes().all(|byte| byte.is_ascii_digit());
+    if digits.is_empty() || digits.len() > 8 || !all_digits {
+        return Err(malformed());
+    }
+    let amount: u64 = digits.parse().map_err(|_| malformed())?;
+    let timeout = match unit {
+        "H" => Duration::from_secs(amount * 3600),
+        "M" => Duration::from_secs(amount * 60),
+        "S" => Duration::from_secs(amount),
+        "m" => Duration::from_millis(amount),
+        "u" => Duration::from_micros(amount),
+        "n" => Duration::from_nanos(amount),
+        _ => return Err(malformed()),
+    };
+    Ok(Instant::now().checked_add(timeout))
+}
+
+/// As gRPC writes it, in at most 8 digits.
+fn timeout(left: Duration) -> HeaderValue {
+    let text = match (left.as_micros(), left.as_millis(), left.as_secs()) {
+        (micros, _, _) if micros < 100_000_000 => format!("{micros}u"),
+        (_, millis, _) if millis < 100_000_000 => format!("{millis}m"),
+        (_, _, seconds) => format!("{}S", seconds.min(99_999_999)),
+    };
+    // Digits and a letter are always a header's value.
+    HeaderValue::try_from(text).unwrap_or(HeaderValue::from_static("0n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::methods::METHODS;
+
+    #[test]
+    fn flags_have_the_numbers_of_the_interface() {
+        let pool = DescriptorPool::decode(patchbay_proto::FILE_DESCRIPTOR_SET).expect("encoded");
+        for method in METHODS {
+            let service = pool.get_service_by_name(&format!("patchbay.v1.{}", method.service));
+            let service = service.expect("described");
+            let mut methods = service.methods();
+            let described = methods.find(|found| found.name() == method.name);
+            let input = described.expect("described").input();
+            for (field, _) in method.raised {
+                let found = input.get_field_by_name(field).expect(field);
+                assert_eq!(
+                    found.number(),
+                    number(method, field),
+                    "{} {field}",
+                    method.name
+                );
+            }
+            if method.name != "ListGuests" {
+                assert_eq!(input.get_field(1).expect("field 1").name(), "guest");
+            }
+        }
+    }
+
+    #[test]
+    fn deadlines_are_read_and_written_as_grpc_does() {
+        let read = |text: &'static str| {
+            let mut headers = HeaderMap::new();
+            let value = HeaderValue::from_bytes(text.as_bytes()).expect("a value");
+            headers.insert("grpc-timeout", value);
+            deadline(&headers)
+        };
+        for good in ["1S", "0n", "99999999H", "5m", "7u", "1M"] {
+            assert!(read(good).is_ok(), "{good}");
+        }
+        for bad in ["", "S", "1", "-1S", "+1S", "123456789S", "1s", "1 S", "1é"] {
+            assert!(read(bad).is_err(), "{bad}");
+        }
+        for (left, text) in [
+            (Duration::ZERO, "0u"),
+            (Duration::from_micros(99_999_999), "99999999u"),
+            (Duration::from_secs(100), "100000m"),
+            (Duration::from_secs(200_000), "200000S"),
+            (Duration::MAX, "99999999S"),
+        ] {
+            assert_eq!(timeout(left), text);
+        }
+    }
+
+    #[test]
+    fn clients_cannot_assert_a_principal_or_break_the_trace() {
+        const PARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+        let headers = |pairs: &[(&'static str, &'static str)]| {
+            let mut headers = HeaderMap::new();
+            for (name, value) in pairs {
+                headers.append(*name, HeaderValue::from_static(value));
+            }
+            forwarded(&headers)
+        };
+        let kept = headers(&[
+            ("patchbay-principal", "uid:0"),
+            ("patchbay-role", "admin"),
+            ("patchbay-anything", "x"),
+            ("x-request", "1"),
+            (TRACEPARENT, PARENT),
+        ]);
+        assert_eq!(kept.len(), 2, "{kept:?}");
+        assert_eq!(kept[TRACEPARENT], PARENT);
+        assert!(headers(&[(TRACEPARENT, PARENT), (TRACEPARENT, PARENT)]).is_empty());
+        for bad in [
+            "",
+            "00-0-0-0",
+            "00-00000000000000000000000000000000-b7ad6b7169203331-01",
+        ] {
+            assert!(!is_traceparent(bad), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the policy says about a call, and what that makes of it.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use patchbay_proto::v1;
+use prost::Message;
+use tonic::{Code, Status};
+
+use super::call::Call;
+use super::{Node, fields, frame, holds, status, tracepoints, updates};
+use crate::methods::Effect;
+use crate::monitors::Guest;
+use crate::policy::{Decision, Question, Role, Want};
+
+/// Where `updates` stand in the requests that have them.
+const UPDATES: u32 = 2;
+
+/// The rule that allows a call.
+#[derive(Clone, Debug)]
+pub struct Allowed {
+    pub rule: String,
+    pub role: Role,
+}
+
+/// A plan whose keys were looked at.
+pub struct Plan {
+    pub id: String,
+    pub digest: String,
+    pub keys: Vec<String>,
+}
+
+/// How a call goes on.
+pub enum Forward {
+    /// As it is now.
+    Call(Allowed),
+    /// As the commit of this plan.
+    Plan(Allowed, Plan),
+    /// Prepared, so that the keys of the plan are looked at before the client learns of it.
+    Prepare(Allowed),
+}
+
+impl Node {
+    /// Decides whether the caller may call the method on `guest`, whatever the keys.
+    pub(super) fn decide_role(&self, call: &Call, guest: &str) -> Result<Allowed, Status> {
+        self.decide(call, guest, Want::Nothing)
+    }
+
+    /// Decides, and writes a denial to the audit log.
+    pub(super) fn decide(
+        &self,
+        call: &Call,
+        guest: &str,
+        want: Want<'_>,
+    ) -> Result<Allowed, Status> {
+        self.question(call, guest, want).map_err(|why| {
+            let method = call.method.path();
+            self.metrics.denied(call.method.name);
+            self.audit.denied(call.principal(), &method, guest, &why);
+            status::denied(call.principal(), &method, guest, &why)
+        })
+    }
+
+    /// As [`Self::decide`], and says nothing of a denial.
+    pub(super) fn question(
+        &self,
+        call: &Call,
+        guest: &str,
+        want: Want<'_>,
+    ) -> Result<Allowed, String> {
+        let decision = self.policy.current().decide(&Question {
+            principal: call.principal(),
+            role: call.role,
+            guests: &[guest],
+            want,
+        });
+        match decision {
+            Decision::Allowed { rule, role } => Ok(Allowed { rule, role }),
+            Decision::Denied { why } => Err(why),
+        }
+    }
+
+    /// Decides about keys.
+    pub(super) fn decide_keys(
+        &self,
+        call: &Call,
+        guest: &str,
+        keys: &[String],
+    ) -> Result<Allowed, Status> {
+        let keys: BTreeSet<&str> = keys.iter().map(String::as_str).collect();
+        let keys: Vec<&str> = keys.into_iter().collect();
+        self.decide(call, guest, Want::Keys(&keys))
+    }
+
+    /// Decides about the keys of a call whose role is allowed. The message may be another one afterwards.
+    pub(super) async fn check(
+        &self,
+        call: &mut Call,
+        guest: &Guest,
+        allowed: Allowed,
+    ) -> Result<Forward, Status> {
+        let effect = call.method.effect;
+        let touches_keys = match effect {
+            Effect::Read | Effect::Guest | Effect::Discard => false,
+            Effect::Stream => call.changes(),
+            _ => true,
+        };
+        if !touches_keys {
+            return Ok(Forward::Call(allowed));
+        }
+        if let Ok(allowed) = self.question(call, &guest.name, Want::AnyKeys) {
+            return Ok(Forward::Call(allowed));
+        }
+        let nested = matches!(effect, Effect::Update | Effect::Prepare).then_some(UPDATES);
+        fields::weigh(&call.message, nested)?;
+        match effect {
+            Effect::Update => updates::check(self, call, guest, &allowed).await,
+            Effect::Prepare => updates::check_prepare(self, call, guest, allowed),
+            Effect::Commit => {
+                let request: v1::CommitUpdateRequest = decode(&call.message)?;
+                let keys = self.plans.keys(&guest.name, &request.plan_id);
+                let keys: Arc<[String]> = keys.ok_or_else(|| plan_not_found(&request.plan_id))?;
+                self.decide_keys(call, &guest.name, &keys)
+                    .map(Forward::Call)
+            }
+            Effect::Holds => {
+                let keys = holds::keys(call, guest, &allowed).await?;
+                self.decide_keys(call, &guest.name, &keys)
+                    .map(Forward::Call)
+            }
+            Effect::Arm | Effect::Armed | Effect::Stream => {
+                let keys = tracepoints::name(call, guest, &allowed).await?;
+                self.decide_keys(call, &guest.name, &keys)
+                    .map(Forward::Call)
+            }
+            Effect::Read | Effect::Guest | Effect::Discard => Ok(Forward::Call(allowed)),
+        }
+    }
+}
+
+fn plan_not_found(id: &str) -> Status {
+    let id: String = id.chars().take(128).collect();
+    let message = format!(
+        "the keys of plan {id:?} are not known to this host: it was prepared elsewhere, or before the host's daemon started; prepare it again"
+    );
+    status::status(Code::NotFound, "PLAN_NOT_FOUND", message)
+}
+
+/// A request as its type.
+pub fn decode<M: Message + Default>(message: &Bytes) -> Result<M, Status> {
+    M::decode(message.clone()).map_err(|error| {
+        status::invalid("request", &format!("the request cannot be read: {error}"))
+    })
+}
+
+/// The part of an answer that says what a change cost, without the rest of it.
+#[derive(Clone, PartialEq, Message)]
+struct Flip {
+    #[prost(message, optional, tag = "4")]
+    report: Option<v1::FlipReport>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct TracepointFlip {
+    #[prost(message, optional, tag = "2")]
+    report: Option<v1::FlipReport>,
+}
+
+/// Counts the pause of a change.
+pub fn count_flip(node: &Node, effect: Effect, answer: &Bytes) {
+    let Some(message) = frame::unframed(answer) else {
+        return;
+    };
+    let report = match effect {
+        Effect::Update | Effect::Commit | Effect::Holds => {
+            Flip::decode(message).ok().and_then(|flip| flip.report)
+        }
+        Effect::Arm | Effect::Armed => TracepointFlip::decode(message)
+            .ok()
+            .and_then(|flip| flip.report),
+        _ => None,
+    };
+    if let Some(report) = report {
+        count_report(node, &report);
+    }
+}
+
+/// As [`count_flip`], of a report.
+pub fn count_report(node: &Node, report: &v1::FlipReport) {
+    let times = [report.stop_time, report.patch_time, report.resume_time];
+    let seconds = times.iter().flatten().map(|time| {
+        let time = std::time::Duration::try_from(*time).unwrap_or_default();
+        time.as_secs_f64()
+    });
+    if report.paused {
+        node.metrics.pause(seconds.sum());
+    }
+    node.metrics.sites(report.sites_patched);
+}

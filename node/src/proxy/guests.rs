@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+//! ListGuests, the one method that is answered from all monitors.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::Response;
+use patchbay_proto::v1;
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
+use prost::Message;
+use static_keys::Patterns;
+use tokio::task::JoinSet;
+use tonic::Status;
+use tonic::body::Body;
+
+use super::answer::unary;
+use super::call::Call;
+use super::checks::{Allowed, decode};
+use super::{Node, fields, status};
+use crate::monitors::{Guest, Monitor};
+use crate::policy::Want;
+
+const DEFAULT_PAGE_SIZE: usize = 1000;
+const MAX_PAGE_SIZE: usize = 10_000;
+/// Stock clients accept answers of 4 MiB.
+const MAX_PAGE_BYTES: usize = 3 << 20;
+/// A monitor that does not answer by then does not hold up the list.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Guests that the caller may call the method on, in the order of their names.
+pub fn visible(node: &Node, call: &Call) -> Vec<Guest> {
+    let mut guests = node.directory.all();
+    guests.retain(|guest| node.question(call, &guest.name, Want::Nothing).is_ok());
+    guests
+}
+
+/// One page of guests. A guest whose monitor does not answer is listed with its name alone.
+pub async fn list(node: &Node, call: &Call) -> Result<Response<Body>, Status> {
+    fields::weigh(&call.message, None)?;
+    let request: v1::ListGuestsRequest = decode(&call.message)?;
+    let size = match usize::try_from(request.page_size) {
+        Ok(0) => DEFAULT_PAGE_SIZE,
+        Ok(size) => size.min(MAX_PAGE_SIZE),
+        Err(_) => {
+            return Err(status::invalid(
+                "page_size",
+                "page_size is negative; give 0 for the default or a count",
+            ));
+        }
+    };
+    let patterns = Patterns::parse(&request.patterns)
+        .map_err(|error| status::invalid("patterns", &error.to_string()))?;
+    let mut guests = visible(node, call);
+    // The token is the last name of the page before: guests may come and go in between.
+    guests.retain(|guest| guest.name > request.page_token && patterns.select_whole(&guest.name));
+    let more = guests.len() > size;
+    guests.truncate(size);
+    let mut statuses = statuses(node, call, &guests).await?;
+    let mut answer = v1::ListGuestsResponse::default();
+    let mut bytes = 0;
+    for guest in &guests {
+        let status = statuses.remove(&guest.name);
+        let status = status.unwrap_or_else(|| v1::GuestStatus {
+            guest: guest.name.clone(),
+            ..Default::default()
+        });
+        bytes += status.encoded_len() + 8;
+        if bytes > MAX_PAGE_BYTES && !answer.guests.is_empty() {
+            break;
+        }
+        answer.guests.push(status);
+    }
+    if more || answer.guests.len() < guests.len() {
+        let last = answer.guests.last();
+        answer.next_page_token = last.map(|status| status.guest.clone()).unwrap_or_default();
+    }
+    Ok(unary(&answer))
+}
+
+/// The statuses of these guests, from all their monitors at once.
+async fn statuses(
+    node: &Node,
+    call: &Call,
+    guests: &[Guest],
+) -> Result<BTreeMap<String, v1::GuestStatus>, Status> {
+    let mut monitors: BTreeMap<PathBuf, (Arc<Monitor>, Allowed, Vec<String>)> = BTreeMap::new();
+    for guest in guests {
+        // Seen before: the guest is visible.
+        let Ok(allowed) = node.question(call, &guest.name, Want::Nothing) else {
+            continue;
+        };
+        let path = guest.monitor.path().to_owned();
+        let entry = monitors
+            .entry(path)
+            .or_insert_with(|| (Arc::clone(&guest.monitor), allowed, vec![]));
+        entry.2.push(guest.name.clone());
+    }
+    let mut asked = JoinSet::new();
+    for (monitor, allowed, names) in monitors.into_values() {
+        let request = v1::ListGuestsRequest::default();
+        let mut request = call.ask(request, &allowed)?;
+        let left = call
+            .time_left()
+            .unwrap_or(ANSWER_TIMEOUT)
+            .min(ANSWER_TIMEOUT);
+        request.set_timeout(left);
+        asked.spawn(async move {
+            let mut client = GuestServiceClient::new(monitor.channel());
+            let answer = tokio::time::timeout(left, client.list_guests(request)).await;
+            let found = match answer {
+                Ok(Ok(answer)) => answer.into_inner().guests,
+                Ok(Err(_)) | Err(_) => vec![],
+            };
+            let ours = found.into_iter().filter(move |s| names.contains(&s.guest));
+            ours.collect::<Vec<_>>()
+        });
+    }
+    let mut statuses = BTreeMap::new();
+    while let Some(found) = asked.join_next().await {
+        let found = found.unwrap_or_default().into_iter();
+        statuses.extend(found.map(|status| (status.guest.clone(), status)));
+    }
+    Ok(statuses)
+}

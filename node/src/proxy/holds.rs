@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The keys of holds. A hold's key never changes, so what is read before the call holds during it.
+
+use std::collections::HashSet;
+
+use patchbay_proto::v1;
+use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use tonic::{Code, Status};
+
+use super::call::Call;
+use super::checks::{Allowed, decode};
+use super::frame::MAX_ANSWER_BYTES;
+use super::status;
+use crate::monitors::Guest;
+
+/// Pages of holds that are read.
+const MAX_PAGES: usize = 1000;
+
+/// The keys of the holds that the request names.
+pub async fn keys(call: &Call, guest: &Guest, allowed: &Allowed) -> Result<Vec<String>, Status> {
+    let ids = match call.method.name {
+        "RenewHolds" => decode::<v1::RenewHoldsRequest>(&call.message)?.ids,
+        _ => decode::<v1::ReleaseHoldsRequest>(&call.message)?.ids,
+    };
+    let mut wanted: HashSet<String> = ids.into_iter().collect();
+    let client = StaticKeysServiceClient::new(guest.monitor.channel());
+    let mut client = client.max_decoding_message_size(MAX_ANSWER_BYTES + 1024);
+    let mut keys = vec![];
+    let mut page_token = String::new();
+    for _ in 0..MAX_PAGES {
+        let request = v1::ListHoldsRequest {
+            guest: guest.name.clone(),
+            page_token,
+            ..Default::default()
+        };
+        let page = client.list_holds(call.ask(request, allowed)?).await?;
+        let page = page.into_inner();
+        let found = page.holds.into_iter();
+        keys.extend(
+            found
+                .filter(|hold| wanted.remove(&hold.id))
+                .map(|hold| hold.key),
+        );
+        page_token = page.next_page_token;
+        if page_token.is_empty() || wanted.is_empty() {
+            break;
+        }
+    }
+    match wanted.into_iter().next() {
+        None => Ok(keys),
+        Some(id) => {
+            let id: String = id.chars().take(128).collect();
+            let message = format!(
+                "no hold has the id {id:?}: it is released, expired or void; list the holds again"
+            );
+            Err(status::status(Code::NotFound, "HOLD_NOT_FOUND", message))
+        }
+    }
+}

@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Every call of `patchbay.v1`, on its way from a client to the monitor of its guest.
+//!
+//! ```text
+//!  who calls ─▶ first message ─▶ guest ─▶ role and keys ─▶ intent ─▶ monitor ─▶ outcome
+//!  (listen)      (frame, fields)           (policy, checks)  (audit)             (answer)
+//! ```
+//!
+//! Messages pass as they are. Only where the policy limits keys is a request looked into, and then what
+//! was looked at is what happens: names instead of patterns, or a prepared plan.
+
+mod answer;
+mod call;
+mod checks;
+mod fields;
+mod frame;
+mod guests;
+mod holds;
+mod plans;
+mod status;
+mod tracepoints;
+mod updates;
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, SystemTime};
+
+use http::{Request, Response};
+use prost_reflect::DescriptorPool;
+use tonic::body::Body;
+use tonic::server::NamedService;
+use tonic::{Code, Status};
+use tower::Service;
+
+use self::answer::{Finish, Whole, observed};
+use self::call::Call;
+use self::checks::{Allowed, Forward};
+use self::frame::{First, Held, first_message};
+use self::plans::Plans;
+use crate::audit::{Audit, Entry};
+use crate::identity::Identity;
+use crate::listen::{MAX_CALLS, Peer};
+use crate::methods::{Effect, Method};
+use crate::metrics::Metrics;
+use crate::monitors::{Directory, Guest};
+use crate::policy::LivePolicy;
+
+/// A client has this long for the first message of a call.
+const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What calls need.
+pub struct Node {
+    /// The guests.
+    pub directory: Directory,
+    /// Who may do what.
+    pub policy: LivePolicy,
+    /// What was done.
+    pub audit: Audit,
+    /// How much of it.
+    pub metrics: Metrics,
+    descriptors: DescriptorPool,
+    held: Held,
+    plans: Plans,
+}
+
+impl Node {
+    /// For these guests.
+    ///
+    /// # Errors
+    /// The interface's own description is broken.
+    pub fn new(
+        directory: Directory,
+        policy: LivePolicy,
+        audit: Audit,
+        metrics: Metrics,
+    ) -> Result<Self, prost_reflect::DescriptorError> {
+        Ok(Self {
+            directory,
+            policy,
+            audit,
+            metrics,
+            descriptors: DescriptorPool::decode(patchbay_proto::FILE_DESCRIPTOR_SET)?,
+            held: Held::default(),
+            plans: Plans::default(),
+        })
+    }
+
+    async fn handle(&self, request: Request<Body>) -> Response<Body> {
+        let Some(method) = Method::of_path(request.uri().path()) else {
+            return Status::unimplemented("no such method in patchbay.v1").into_http();
+        };
+        let answered = self.admitted(method, request).await;
+        answered.unwrap_or_else(|(status, finish)| {
+            if let Some(mut finish) = finish {
+                finish.end(status.code(), status.message());
+            } else {
+                self.metrics
+                    .call(method.name, status::code_name(status.code()));
+            }
+            status.into_http()
+        })
+    }
+
+    async fn admitted(
+        &self,
+        method: &'static Method,
+        request: Request<Body>,
+    ) -> Result<Response<Body>, (Status, Option<Finish>)> {
+        let (parts, body) = request.into_parts();
+        let peer = parts.extensions.get::<Peer>();
+        let peer = peer.ok_or_else(|| (Status::internal("the connection has no peer"), None))?;
+        let permit = Arc::clone(&peer.calls).try_acquire_owned().map_err(|_| {
+            let message = format!(
+                "this connection carries {MAX_CALLS} calls already; end some or open another connection"
+            );
+            (status::exhausted("TOO_MANY_CALLS", &message), None)
+        })?;
+        let mut finish = Finish::new(self.metrics.clone(), method.name, permit);
+        let identity = Arc::clone(&peer.identity);
+        let answered = async {
+            self.check_certificate(&identity)?;
+            let first =
+                tokio::time::timeout(FIRST_MESSAGE_TIMEOUT, first_message(body, &self.held));
+            let first = first.await.map_err(|_| {
+                Status::deadline_exceeded(format!("no message within {FIRST_MESSAGE_TIMEOUT:?}"))
+            })??;
+            let First {
+                message,
+                rest,
+                permit,
+            } = first;
+            finish.permits.extend(permit);
+            let call = Call::new(method, identity, &parts.headers, message)?;
+            finish.caller = call.caller();
+            if method.name == "ListGuests" {
+                return guests::list(self, &call).await;
+            }
+            let (guest, allowed) = self.guest_of(&call)?;
+            self.forward(call, guest, allowed, rest, &mut finish).await
+        };
+        match answered.await {
+            Ok(answer) => Ok(observed(answer, finish)),
+            Err(status) => Err((status, Some(finish))),
+        }
+    }
+
+    /// A connection may outlive its certificate.
+    fn check_certificate(&self, identity: &Identity) -> Result<(), Status> {
+        let refused = |message: &str| {
+            let message = format!("{}: {message}", identity.principal);
+            status::status(Code::Unauthenticated, "CERTIFICATE_REFUSED", message)
+        };
+        if identity.has_expired(SystemTime::now()) {
+            return Err(refused(
+                "the certificate has expired; connect with a new one",
+            ));
+        }
+        let proof = identity.certificate.as_ref();
+        if proof.is_some_and(|proof| self.policy.current().has_revoked(&proof.fingerprint)) {
+            return Err(refused(
+                "this host's policy has revoked the certificate; use another one",
+            ));
+        }
+        Ok(())
+    }
+
+    /// The guest that the call names. The policy decides about the name first, so that it says nothing
+    /// about guests that the caller may not see.
+    fn guest_of(&self, call: &Call) -> Result<(Guest, Allowed), Status> {
+        let name = call.guest.as_str();
+        let found = if name.is_empty() {
+            self.directory.only()
+        } else {
+            self.decide_role(call, name)?;
+            self.directory.find(name)
+        };
+        if let Some(guest) = found {
+            let allowed = self.decide_role(call, &guest.name)?;
+            return Ok((guest, allowed));
+        }
+        let visible = guests::visible(self, call);
+        let known: Vec<_> = visible.into_iter().map(|guest| guest.name).collect();
+        Err(if name.is_empty() && !self.directory.all().is_empty() {
+            status::guest_not_named(&known)
+        } else {
+            status::guest_not_found(name, &known)
+        })
+    }
+
+    async fn forward(
+        &self,
+        mut call: Call,
+        guest: Guest,
+        allowed: Allowed,
+        rest: frame::Rest,
+        finish: &mut Finish,
+    ) -> Result<Response<Body>, Status> {
+        let permit = guest.monitor.admit(call.changes()).ok_or_else(|| {
+            let message = format!("guest {:?} has too many calls; try again later", guest.name);
+            status::exhausted("TOO_MANY_CALLS", &message)
+        })?;
+        finish.permits.push(permit);
+        let allowed = match self.check(&mut call, &guest, allowed).await? {
+            Forward::Call(allowed) => allowed,
+            Forward::Plan(allowed, plan) => {
+                return updates::commit(self, &call, &guest, allowed, plan, finish).await;
+            }
+            Forward::Prepare(allowed) => {
+                return updates::prepare_for_client(self, &call, &guest, &allowed).await;
+            }
+        };
+        if call.changes() {
+            finish.pending = Some(self.intend(&call, &guest, &allowed, None).await?);
+        }
+        let streams = call.method.name == "StreamConsole";
+        let body = if streams {
+            rest.after(&call.message)
+        } else {
+            Body::new(http_body_util::Full::new(frame::framed(&call.message)))
+        };
+        let request = call.request(body, &allowed)?;
+        let sent = guest.monitor.send(request).await;
+        let answer = sent.map_err(|(reached, error)| {
+            if reached && call.changes() {
+                status::lost(&guest.name, &error)
+            } else {
+                status::unreachable(&guest.name, &error)
+            }
+        })?;
+        if !call.changes() || streams || call.method.effect == Effect::Stream {
+            return Ok(answer);
+        }
+        let whole = Whole::read(answer, &guest.name).await?;
+        checks::count_flip(self, call.method.effect, &whole.body);
+        // Before the client sees the answer.
+        let outcome = whole.status();
+        finish.end(outcome.code(), outcome.message());
+        Ok(whole.into_response())
+    }
+
+    /// Writes the intent of a change.
+    async fn intend(
+        &self,
+        call: &Call,
+        guest: &Guest,
+        allowed: &Allowed,
+        keys: Option<&[String]>,
+    ) -> Result<crate::audit::Pending, Status> {
+        let entry = Entry::Intent {
+            principal: call.identity.principal.clone(),
+            method: call.method.path(),
+            guest: guest.name.clone(),
+            rule: allowed.rule.clone(),
+            request: call.text(&self.descriptors, keys),
+        };
+        let written = self.audit.intend(entry).await;
+        written.map_err(|error| status::audit_log_unwritable(&error))
+    }
+}
+
+/// One of the services of `patchbay.v1`, as the server routes to it.
+#[derive(Clone)]
+pub struct Proxy<const SERVICE: usize>(Arc<Node>);
+
+/// The services, by their number in [`Proxy`].
+const SERVICES: [&str; 3] = [
+    "patchbay.v1.GuestService",
+    "patchbay.v1.StaticKeysService",
+    "patchbay.v1.TracepointsService",
+];
+
+impl<const SERVICE: usize> Proxy<SERVICE> {
+    /// In front of these guests.
+    pub fn new(node: Arc<Node>) -> Self {
+        Self(node)
+    }
+}
+
+impl<const SERVICE: usize> NamedService for Proxy<SERVICE> {
+    const NAME: &'static str = SERVICES[SERVICE];
+}
+
+impl<const SERVICE: usize> Service<Request<Body>> for Proxy<SERVICE> {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let node = Arc::clone(&self.0);
+        Box::pin(async move { Ok(node.handle(request).await) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::methods::METHODS;
+
+    #[test]
+    fn every_service_is_routed() {
+        for method in METHODS {
+            let service = format!("patchbay.v1.{}", method.service);
+            assert!(SERVICES.contains(&service.as_str()), "{service}");
+        }
+    }
+}

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The keys of prepared plans, for the decision about their commit.
+//!
+//! A plan that is not here, because it is too old or from before a restart, is prepared again: the keys
+//! of a plan cannot be asked for, and what was not looked at is not committed.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError};
+
+const MAX_PLANS: usize = 4096;
+/// Bytes of names in all plans together.
+const MAX_BYTES: usize = 64 << 20;
+
+/// Guest and plan.
+type Id = (String, String);
+
+/// The plans of all guests, the oldest forgotten first.
+#[derive(Default)]
+pub struct Plans(Mutex<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    keys: HashMap<Id, Arc<[String]>>,
+    order: VecDeque<Id>,
+    bytes: usize,
+}
+
+fn weight(keys: &[String]) -> usize {
+    keys.iter().map(|key| key.len() + size_of::<String>()).sum()
+}
+
+impl Plans {
+    /// Keeps the keys of a plan.
+    pub fn keep(&self, guest: &str, plan: &str, keys: Vec<String>) {
+        let mut inner = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let id = (guest.to_owned(), plan.to_owned());
+        inner.bytes += weight(&keys);
+        match inner.keys.insert(id.clone(), keys.into()) {
+            Some(old) => inner.bytes -= weight(&old),
+            None => inner.order.push_back(id),
+        }
+        while inner.bytes > MAX_BYTES || inner.order.len() > MAX_PLANS {
+            let Some(oldest) = inner.order.pop_front() else {
+                break;
+            };
+            if let Some(keys) = inner.keys.remove(&oldest) {
+                inner.bytes -= weight(&keys);
+            }
+        }
+    }
+
+    /// The keys of a plan, if they are kept.
+    pub fn keys(&self, guest: &str, plan: &str) -> Option<Arc<[String]>> {
+        let inner = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let id = (guest.to_owned(), plan.to_owned());
+        inner.keys.get(&id).cloned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oldest_plans_are_forgotten() {
+        let plans = Plans::default();
+        for number in 0..=MAX_PLANS {
+            plans.keep("web-1", &number.to_string(), vec!["a".to_owned()]);
+        }
+        assert!(plans.keys("web-1", "0").is_none());
+        let last = plans.keys("web-1", &MAX_PLANS.to_string());
+        assert_eq!(last.expect("kept").as_ref(), ["a"]);
+        assert!(plans.keys("db-1", &MAX_PLANS.to_string()).is_none());
+        plans.keep("web-1", "large", vec!["x".repeat(MAX_BYTES)]);
+        assert!(plans.keys("web-1", "large").is_none());
+        assert_eq!(plans.0.lock().expect("free").bytes, 0);
+    }
+}

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Tracepoints that patterns select, where the policy limits keys.
+//!
+//! Tracepoints cannot be prepared. The patterns are replaced by the names of the events that they select
+//! now, and the keys of these are decided about; an event that comes later is not part of the call.
+
+use patchbay_proto::v1;
+use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
+use prost::Message;
+use static_keys::{MAX_PATTERNS, Patterns};
+use tonic::{Code, Status};
+
+use super::call::Call;
+use super::checks::{Allowed, decode};
+use super::frame::MAX_ANSWER_BYTES;
+use super::status;
+use crate::methods::Effect;
+use crate::monitors::Guest;
+
+/// Pages of tracepoints that are read.
+const MAX_PAGES: usize = 1000;
+/// What a pattern gives a meaning.
+const METACHARACTERS: [char; 4] = ['*', '?', '[', '!'];
+
+/// Puts names in the place of the call's patterns, and answers the keys of the events.
+pub async fn name(
+    call: &mut Call,
+    guest: &Guest,
+    allowed: &Allowed,
+) -> Result<Vec<String>, Status> {
+    let armed_only = call.method.effect == Effect::Armed;
+    let texts = patterns(call)?;
+    let patterns =
+        Patterns::parse(&texts).map_err(|error| status::invalid("patterns", &error.to_string()))?;
+    if texts.is_empty() {
+        return Err(status::invalid(
+            "patterns",
+            "the request has no patterns; give at least one",
+        ));
+    }
+    let mut events = vec![];
+    let mut keys = vec![];
+    for tracepoint in list(call, guest, allowed, texts, armed_only).await? {
+        let (system, event) = static_keys::split_name(&tracepoint.name);
+        // As the monitor does: globs pass over what cannot be parked, a name does not.
+        if !armed_only && !tracepoint.refused.is_empty() && !patterns.name(system, event) {
+            continue;
+        }
+        if tracepoint.name.contains(METACHARACTERS) {
+            let message = format!(
+                "event {:?} has a name that could be read as a pattern, so the policy cannot decide about it",
+                tracepoint.name
+            );
+            return Err(status::status(
+                Code::FailedPrecondition,
+                "TRACEPOINT_REFUSED",
+                message,
+            ));
+        }
+        // Without a key the monitor refuses it; a rule without key globs would have allowed it before.
+        keys.push(tracepoint.key);
+        events.push(tracepoint.name);
+    }
+    if events.len() > MAX_PATTERNS {
+        let message = format!(
+            "the patterns select {} events, and a rule that limits keys allows {MAX_PATTERNS} in one call; split it",
+            events.len()
+        );
+        return Err(status::invalid("patterns", &message));
+    }
+    if events.is_empty() {
+        return Err(if armed_only {
+            let message = "no armed event matches the patterns; arm it first, or list the events";
+            status::status(Code::FailedPrecondition, "NOT_ARMED", message)
+        } else {
+            let message = "no event matches the patterns; list the tracepoints of the guest";
+            status::status(Code::NotFound, "EVENT_NOT_FOUND", message)
+        });
+    }
+    replace(call, events)?;
+    Ok(keys)
+}
+
+async fn list(
+    call: &Call,
+    guest: &Guest,
+    allowed: &Allowed,
+    patterns: Vec<String>,
+    armed_only: bool,
+) -> Result<Vec<v1::Tracepoint>, Status> {
+    let client = TracepointsServiceClient::new(guest.monitor.channel());
+    let mut client = client.max_decoding_message_size(MAX_ANSWER_BYTES + 1024);
+    let mut found = vec![];
+    let mut page_token = String::new();
+    for _ in 0..MAX_PAGES {
+        let request = v1::ListTracepointsRequest {
+            guest: guest.name.clone(),
+            patterns: patterns.clone(),
+            armed_only,
+            page_token,
+            ..Default::default()
+        };
+        let page = client.list_tracepoints(call.ask(request, allowed)?).await?;
+        let page = page.into_inner();
+        found.extend(page.tracepoints);
+        page_token = page.next_page_token;
+        if page_token.is_empty() {
+            return Ok(found);
+        }
+    }
+    Err(status::invalid(
+        "patterns",
+        "the patterns select too many events; give narrower ones",
+    ))
+}
+
+fn patterns(call: &Call) -> Result<Vec<String>, Status> {
+    let message = &call.message;
+    Ok(match call.method.name {
+        "ArmTracepoints" => decode::<v1::ArmTracepointsRequest>(message)?.patterns,
+        "FireTracepoints" => decode::<v1::FireTracepointsRequest>(message)?.patterns,
+        "ParkTracepoints" => decode::<v1::ParkTracepointsRequest>(message)?.patterns,
+        "DisarmTracepoints" => decode::<v1::DisarmTracepointsRequest>(message)?.patterns,
+        _ => decode::<v1::StreamTracepointEventsRequest>(message)?.patterns,
+    })
+}
+
+fn replace(call: &mut Call, patterns: Vec<String>) -> Result<(), Status> {
+    macro_rules! with_patterns {
+        ($request:ident) => {
+            v1::$request {
+                patterns,
+                ..decode::<v1::$request>(&call.message)?
+            }
+            .encode_to_vec()
+        };
+    }
+    let message = match call.method.name {
+        "ArmTracepoints" => with_patterns!(ArmTracepointsRequest),
+        "FireTracepoints" => with_patterns!(FireTracepointsRequest),
+        "ParkTracepoints" => with_patterns!(ParkTracepointsRequest),
+        "DisarmTracepoints" => with_patterns!(DisarmTracepointsRequest),
+        _ => with_patterns!(StreamTracepointEventsRequest),
+    };
+    call.message = message.into();
+    Ok(())
+}

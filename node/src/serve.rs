@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The daemon: listeners, the server, and the tasks beside it.
+
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http_body_util::Full;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use rustix::process::geteuid;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpListener;
+use tokio::sync::{Semaphore, mpsc, oneshot};
+use tonic::transport::Server;
+
+use crate::audit::{Audit, AuditError, AuditLog};
+use crate::listen::tls::{Tls, TlsError, TlsFiles};
+use crate::listen::{Incoming, MAX_CALLS, NodeSocket, SocketError};
+use crate::metrics::Metrics;
+use crate::monitors::{self, Directory, RunDirs};
+use crate::policy::{LivePolicy, PolicyError};
+use crate::proxy::{Node, Proxy};
+
+/// A peer that has not answered a ping for this long is gone.
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
+/// Calls in flight may take this long to end after the shutdown signal; streams are cut off then.
+const DRAIN_TIME: Duration = Duration::from_secs(2);
+/// HTTP/2 streams of one connection: enough that a call too many arrives and can be refused.
+const HTTP2_STREAMS: u32 = 160;
+const _: () = assert!(HTTP2_STREAMS as usize > MAX_CALLS);
+/// Connections of whoever reads metrics.
+const METRICS_CONNECTIONS: usize = 16;
+const METRICS_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How the daemon runs.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Where monitors have their sockets.
+    pub run_dirs: RunDirs,
+    /// The host's own socket.
+    pub socket: PathBuf,
+    /// Its mode.
+    pub socket_mode: u32,
+    /// The TCP listener, with its certificates.
+    pub listen: Option<(SocketAddr, TlsFiles)>,
+    /// The policy file; without one only the daemon's own user may do anything.
+    pub policy: Option<PathBuf>,
+    /// The audit log.
+    pub audit_log: PathBuf,
+    /// Where metrics are read.
+    pub metrics: Option<MetricsAddress>,
+}
+
+/// A listener for Prometheus.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MetricsAddress {
+    /// A unix socket, mode 0600.
+    Unix(PathBuf),
+    /// A loopback address.
+    Loopback(SocketAddr),
+}
+
+impl std::str::FromStr for MetricsAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(path) = text.strip_prefix("unix:") {
+            return Ok(Self::Unix(path.into()));
+        }
+        match text.parse::<SocketAddr>() {
+            Ok(address) if address.ip().is_loopback() => Ok(Self::Loopback(address)),
+            Ok(address) => Err(format!(
+                "{address} can be reached from other hosts, and metrics have no access control; give a loopback address or unix:PATH"
+            )),
+            Err(_) => Err(format!(
+                "{text:?} is no address; give 127.0.0.1:PORT or unix:PATH"
+            )),
+        }
+    }
+}
+
+/// Why the daemon ended.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The policy cannot be used.
+    #[error(transparent)]
+    Policy(#[from] PolicyError),
+    /// The certificates cannot be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    /// The audit log cannot be used.
+    #[error(transparent)]
+    Audit(#[from] AuditError),
+    /// The host's socket cannot be bound.
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    /// A TCP listener cannot be bound.
+    #[error("{address} cannot be listened on: {error}; give another address")]
+    Listen {
+        /// As given.
+        address: SocketAddr,
+        /// From the operating system.
+        error: io::Error,
+    },
+    /// From the operating system.
+    #[error("the service cannot be started: {0}")]
+    Start(#[from] io::Error),
+    /// The interface's own description is broken.
+    #[error("the interface's description cannot be used: {0}")]
+    Description(String),
+    /// HTTP/2 failed.
+    #[error("the service failed: {0}")]
+    Transport(#[from] tonic::transport::Error),
+}
+
+/// Serves until `shutdown` is ready. Each message of `reloads` has the policy and the certificates read
+/// again.
+///
+/// # Errors
+/// [`ServeError`].
+pub async fn serve(
+    config: Config,
+    reloads: mpsc::Receiver<()>,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), ServeError> {
+    let policy = match &config.policy {
+        Some(file) => LivePolicy::read(file.clone())?,
+        None => LivePolicy::own_user_only(geteuid().as_raw()),
+    };
+    let tls = match &config.listen {
+        Some((_, files)) => Some(Tls::read(files.clone())?),
+        None => None,
+    };
+    let audit = Audit::start(AuditLog::open(&config.audit_log)?)?;
+    let socket = NodeSocket::bind(&config.socket, config.socket_mode)?;
+    let (directory, metrics) = (Directory::default(), Metrics::default());
+    let node = Node::new(
+        directory.clone(),
+        policy.clone(),
+        audit.clone(),
+        metrics.clone(),
+    );
+    let node = Arc::new(node.map_err(|error| ServeError::Description(error.to_string()))?);
+    let mut tasks = tokio::task::JoinSet::new();
+    if let Some(address) = &config.metrics {
+        let node = Arc::clone(&node);
+        match address {
+            MetricsAddress::Unix(path) => {
+                let socket = NodeSocket::bind(path, 0o600)?;
+                let listener = socket.tokio_listener()?;
+                tasks.spawn(serve_metrics((socket, listener), node));
+            }
+            MetricsAddress::Loopback(address) => {
+                let listener = listen(*address).await?;
+                tracing::info!(address = %listener.local_addr()?, "metrics");
+                tasks.spawn(serve_metrics(listener, node));
+            }
+        }
+    }
+    let (incoming, connections) = Incoming::new();
+    let incoming = Arc::new(incoming);
+    if let (Some((address, _)), Some(tls)) = (&config.listen, &tls) {
+        let listener = listen(*address).await?;
+        tracing::info!(address = %listener.local_addr()?, "listening with mutual TLS");
+        let (incoming, tls) = (Arc::clone(&incoming), tls.clone());
+        tasks.spawn(async move { incoming.serve_tcp(listener, tls).await });
+    }
+    let own = config.socket.canonicalize().ok();
+    tasks.spawn(monitors::run(directory, config.run_dirs, own));
+    tasks.spawn(reload(reloads, policy, tls, metrics));
+    tracing::info!(socket = %socket.path().display(), "listening");
+    tasks.spawn(async move {
+        if let Err(error) = incoming.serve_unix(&socket).await {
+            tracing::error!(%error, "the socket cannot be served");
+        }
+    });
+
+    let (health, health_service) = tonic_health::server::health_reporter();
+    health.set_serving::<Proxy<0>>().await;
+    health.set_serving::<Proxy<1>>().await;
+    health.set_serving::<Proxy<2>>().await;
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(patchbay_proto::FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
+    };
+    let broken =
+        |error: tonic_reflection::server::Error| ServeError::Description(error.to_string());
+    let (drain, drained) = oneshot::channel::<()>();
+    let server = Server::builder()
+        .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
+        .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+        .max_concurrent_streams(HTTP2_STREAMS)
+        .add_service(health_service)
+        .add_service(reflection().build_v1().map_err(broken)?)
+        .add_service(reflection().build_v1alpha().map_err(broken)?)
+        .add_service(Proxy::<0>::new(Arc::clone(&node)))
+        .add_service(Proxy::<1>::new(Arc::clone(&node)))
+        .add_service(Proxy::<2>::new(node))
+        .serve_with_incoming_shutdown(connections, async move {
+            // The sender is dropped, or sends: both mean the end.
+            let _ = drained.await;
+        });
+    let mut server = std::pin::pin!(server);
+    tokio::select! {
+        result = &mut server => return Ok(result?),
+        () = shutdown => {}
+    }
+    drop(drain);
+    let ended = tokio::time::timeout(DRAIN_TIME, server).await;
+    audit.flush().await;
+    Ok(ended.unwrap_or(Ok(()))?)
+}
+
+async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {
+    let listener = TcpListener::bind(address).await;
+    listener.map_err(|error| ServeError::Listen { address, error })
+}
+
+/// Reads policy and certificates again. What is broken is refused as a whole, and the old stays.
+async fn reload(
+    mut reloads: mpsc::Receiver<()>,
+    policy: LivePolicy,
+    tls: Option<Tls>,
+    metrics: Metrics,
+) {
+    while let Some(()) = reloads.recv().await {
+        match policy.reload() {
+            Ok(()) => tracing::info!("policy read again"),
+            Err(error) => {
+                metrics.reload_failed("policy");
+                tracing::error!(%error, "the new policy is refused, and the old one stays in force; correct it and send SIGHUP");
+            }
+        }
+        match tls.as_ref().map(Tls::reload) {
+            None => {}
+            Some(Ok(())) => tracing::info!("certificates read again"),
+            Some(Err(error)) => {
+                metrics.reload_failed("certificates");
+                tracing::error!(%error, "the new certificates are refused, and the old ones stay in use; correct them and send SIGHUP");
+            }
+        }
+    }
+}
+
+/// Either kind of listener for metrics.
+trait Listener: Send + 'static {
+    type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
+
+    fn accept(&self) -> impl Future<Output = io::Result<Self::Stream>> + Send;
+}
+
+impl Listener for TcpListener {
+    type Stream = tokio::net::TcpStream;
+
+    async fn accept(&self) -> io::Result<Self::Stream> {
+        Ok(Self::accept(self).await?.0)
+    }
+}
+
+impl Listener for (NodeSocket, tokio::net::UnixListener) {
+    type Stream = tokio::net::UnixStream;
+
+    async fn accept(&self) -> io::Result<Self::Stream> {
+        Ok(self.1.accept().await?.0)
+    }
+}
+
+async fn serve_metrics(listener: impl Listener, node: Arc<Node>) {
+    let permits = Arc::new(Semaphore::new(METRICS_CONNECTIONS));
+    loop {
+        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else {
+            return;
+        };
+        let stream = match listener.accept().await {
+            Ok(stream) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "a connection for metrics cannot be accepted");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        let node = Arc::clone(&node);
+        tokio::spawn(async move {
+            let _permit = permit;
+            let service = service_fn(|request: http::Request<hyper::body::Incoming>| {
+                let answer = metrics_answer(&node, request.uri().path());
+                async move { Ok::<_, std::convert::Infallible>(answer) }
+            });
+            let connection = hyper::server::conn::http1::Builder::new()
+                .timer(TokioTimer::new())
+                .keep_alive(false)
+                .serve_connection(TokioIo::new(stream), service);
+            let _ = tokio::time::timeout(METRICS_TIMEOUT, connection).await;
+        });
+    }
+}
+
+fn metrics_answer(node: &Node, path: &str) -> http::Response<Full<bytes::Bytes>> {
+    let (status, text) = match path {
+        "/metrics" => match node.metrics.text(&node.directory, &node.audit) {
+            Ok(text) => (http::StatusCode::OK, text),
+            Err(error) => (http::StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+        },
+        _ => (
+            http::StatusCode::NOT_FOUND,
+            "metrics are at /metrics\n".to_owned(),
+        ),
+    };
+    let mut answer = http::Response::new(Full::from(text));
+    *answer.status_mut() = status;
+    let openmetrics = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    answer
+        .headers_mut()
+        .insert("content-type", http::HeaderValue::from_static(openmetrics));
+    answer
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_stay_on_the_host() {
+        for good in ["127.0.0.1:9100", "[::1]:0", "unix:/run/x.sock"] {
+            assert!(good.parse::<MetricsAddress>().is_ok(), "{good}");
+        }
+        for bad in ["0.0.0.0:9100", "[::]:1", "192.0.2.1:9100", "localhost", ""] {
+            let error = bad.parse::<MetricsAddress>().expect_err(bad);
+            assert!(error.contains("unix:PATH"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Tests of the daemon as a process.
+#![allow(missing_docs)]
+
+#[path = "node/access.rs"]
+mod access;
+#[path = "node/fake.rs"]
+mod fake;
+#[path = "node/guests.rs"]
+mod guests;
+#[path = "node/patterns.rs"]
+mod patterns;
+#[path = "node/remote.rs"]
+mod remote;
+#[path = "node/support.rs"]
+mod support;
+#[path = "node/unit.rs"]
+mod unit;

@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The policy and the audit log, over the unix socket.
+
+use patchbay_proto::v1;
+use rustix::process::Signal;
+use tonic::Code;
+
+use super::support::{Host, assert_refused, own_uid, update};
+
+fn policy(rule: &str) -> String {
+    format!(
+        "rules: [{{name: own, principals: ['{}'], {rule}}}]",
+        own_uid()
+    )
+}
+
+#[tokio::test]
+async fn each_call_is_decided_and_written_down() {
+    let mut host = Host::new(&policy(
+        "role: operator, guests: ['web-*'], keys: ['net_*'], max_keys: 1",
+    ));
+    host.start_daemon(&[]).await;
+    let [web, db] = ["web-1", "db-1"].map(|name| host.monitor(name));
+    // The other guest is not even listed.
+    host.logged("guest found").await;
+    host.logged("guest found").await;
+    assert_eq!(host.list_until(1).await[0].guest, "web-1");
+    let mut keys = host.keys().await;
+    let inc = v1::KeyOp::Inc;
+    keys.update_static_keys(update("web-1", &["net_a"], inc))
+        .await
+        .expect("allowed");
+    for (request, word) in [
+        (update("db-1", &["net_a"], inc), "guest \"db-1\""),
+        (update("no-such", &["net_a"], inc), "guest \"no-such\""),
+        (update("web-1", &["ext4_a"], inc), "key \"ext4_a\""),
+        (update("web-1", &["net_a", "net_b"], inc), "1 keys"),
+        (
+            v1::UpdateStaticKeysRequest {
+                force: true,
+                ..update("web-1", &["net_a"], inc)
+            },
+            "admin is needed",
+        ),
+    ] {
+        let refused = keys.update_static_keys(request).await;
+        let (message, metadata) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
+        assert!(
+            message.contains(word) && message.contains(&own_uid()),
+            "{message}"
+        );
+        assert!(metadata["why"].contains("rule \"own\""), "{metadata:?}");
+    }
+    let mut guests = host.guests().await;
+    let shutdown = guests.shutdown_guest(v1::ShutdownGuestRequest {
+        guest: "web-1".to_owned(),
+        ..Default::default()
+    });
+    assert_refused(shutdown.await, Code::PermissionDenied, "ROLE_MISSING");
+    let counts = [
+        web.guest.count("net_a"),
+        web.guest.count("net_b"),
+        db.guest.count("net_a"),
+    ];
+    assert_eq!(counts, [1, 0, 0]);
+    assert_eq!(web.guest.count("ext4_a"), 0);
+    host.signal(Signal::TERM);
+    assert!(host.ended().await.success());
+    let log = host.audit();
+    let events: Vec<_> = log
+        .iter()
+        .map(|line| line["event"].as_str().expect("an event"))
+        .collect();
+    assert_eq!(events[..2], ["intent", "outcome"]);
+    assert!(
+        events.len() == 8 && events[2..].iter().all(|event| *event == "denied"),
+        "{events:?}"
+    );
+    let intent = &log[0];
+    assert_eq!(intent["principal"], own_uid());
+    assert_eq!(
+        (&intent["guest"], &intent["rule"]),
+        (&"web-1".into(), &"own".into())
+    );
+    assert!(
+        intent["request"].as_str().expect("text").contains("net_a"),
+        "{intent}"
+    );
+    assert_eq!(log[1]["code"], "OK");
+}
+
+#[tokio::test]
+async fn without_a_line_in_the_log_nothing_changes() {
+    let host = Host::start().await;
+    let web = host.monitor("web-1");
+    host.list_until(1).await;
+    let mut keys = host.keys().await;
+    let request = || update("web-1", &["net_a"], v1::KeyOp::Inc);
+    host.let_write(false);
+    let refused = keys.update_static_keys(request()).await;
+    assert_refused(refused, Code::FailedPrecondition, "AUDIT_LOG_UNWRITABLE");
+    assert_eq!(web.guest.count("net_a"), 0);
+    // Looking needs no line.
+    let list = v1::ListStaticKeysRequest {
+        guest: "web-1".to_owned(),
+        ..Default::default()
+    };
+    keys.list_static_keys(list).await.expect("listed");
+    host.let_write(true);
+    keys.update_static_keys(request())
+        .await
+        .expect("there is room again");
+    assert_eq!(web.guest.count("net_a"), 1);
+}
+
+#[tokio::test]
+async fn a_broken_policy_is_refused_loudly_and_the_old_one_stays() {
+    let mut host = Host::new(&policy("role: admin"));
+    host.start_daemon(&[]).await;
+    let web = host.monitor("web-1");
+    host.list_until(1).await;
+    let mut keys = host.keys().await;
+    let request = || update("web-1", &["net_a"], v1::KeyOp::Inc);
+    host.write_policy("rules: [{name: a, principals: ['*'], role: king}]");
+    host.signal(Signal::HUP);
+    let line = host.logged("the new policy is refused").await;
+    assert!(
+        line["error"].as_str().expect("why").contains("king"),
+        "{line}"
+    );
+    keys.update_static_keys(request())
+        .await
+        .expect("the old policy");
+    host.write_policy(&policy("role: viewer"));
+    host.signal(Signal::HUP);
+    host.logged("policy read again").await;
+    // On the connection that was open before.
+    let refused = keys.update_static_keys(request()).await;
+    assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
+    assert_eq!(web.guest.count("net_a"), 1);
+}
+
+#[tokio::test]
+async fn a_bad_start_says_what_is_wrong() {
+    for (name, text, args, word) in [
+        ("policy.yaml", "rules: []", &[][..], "no rule"),
+        ("audit.jsonl", "{}\n", &[], "line 1"),
+        (
+            "cert.pem",
+            "no certificate",
+            &["--listen", "127.0.0.1:0"],
+            "cert.pem",
+        ),
+        ("node.sock", "precious", &[], "not a socket"),
+    ] {
+        let host = Host::new(&policy("role: admin"));
+        std::fs::write(host.path(name), text).expect("written");
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_patchbayd"));
+        for (option, file) in [
+            ("--run-dir", "run"),
+            ("--socket", "node.sock"),
+            ("--policy", "policy.yaml"),
+            ("--audit-log", "audit.jsonl"),
+        ] {
+            command.arg(option).arg(host.path(file));
+        }
+        if !args.is_empty() {
+            for option in ["--cert", "--key", "--client-ca"] {
+                command.arg(option).arg(host.path("cert.pem"));
+            }
+        }
+        let output = command.args(args).output().expect("it runs");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            !output.status.success() && stderr.contains(word),
+            "{name}: {stderr}"
+        );
+        assert_eq!(
+            std::fs::read_to_string(host.path(name)).expect("kept"),
+            text
+        );
+    }
+}
+
+#[tokio::test]
+async fn metrics_count_calls_and_pauses() {
+    let mut host = Host::new(&policy("role: operator, keys: ['net_*']"));
+    let socket = host.path("metrics.sock");
+    let address = format!("unix:{}", socket.display());
+    host.start_daemon(&["--metrics", &address]).await;
+    let _web = host.monitor("web-1");
+    host.list_until(1).await;
+    let mut keys = host.keys().await;
+    let request = |key| update("web-1", &[key], v1::KeyOp::Inc);
+    keys.update_static_keys(request("net_a"))
+        .await
+        .expect("changed");
+    let refused = keys.update_static_keys(request("ext4_a")).await;
+    refused.expect_err("denied");
+    let text = read_metrics(&socket, "/metrics").await;
+    for line in [
+        "patchbayd_calls_total{method=\"UpdateStaticKeys\",code=\"OK\"} 1",
+        "patchbayd_calls_total{method=\"UpdateStaticKeys\",code=\"PERMISSION_DENIED\"} 1",
+        "patchbayd_denied_calls_total{method=\"UpdateStaticKeys\"} 1",
+        "patchbayd_flip_pause_seconds_count 1",
+        "patchbayd_patched_sites_total 1",
+        "patchbayd_guests 1",
+        "patchbayd_guest_up{guest=\"web-1\"} 1",
+    ] {
+        assert!(
+            text.lines().any(|found| found == line),
+            "{line} is missing in\n{text}"
+        );
+    }
+    assert!(
+        read_metrics(&socket, "/other")
+            .await
+            .starts_with("HTTP/1.1 404")
+    );
+}
+
+async fn read_metrics(socket: &std::path::Path, path: &str) -> String {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let mut stream = tokio::net::UnixStream::connect(socket)
+        .await
+        .expect("served");
+    let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.expect("sent");
+    let mut text = String::new();
+    stream.read_to_string(&mut text).await.expect("answered");
+    text
+}

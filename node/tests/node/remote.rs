@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+//! TCP with mutual TLS.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use hyper_util::rt::TokioIo;
+use patchbay_node::certs::{self, Request};
+use patchbay_proto::v1;
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
+use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use rcgen::{CertificateParams, DnType, Issuer, KeyPair};
+use rustix::process::Signal;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+
+use super::support::{Host, Monitor, assert_refused, update};
+
+const ALICE: &str = "spiffe://example.org/net/alice";
+
+/// A host with a CA, a guest, and a TCP listener.
+struct Remote {
+    host: Host,
+    _guest: Monitor,
+    address: SocketAddr,
+}
+
+fn issue(ca: &Path, name: &str, spiffe: Option<&str>, hosts: &[&str]) -> PathBuf {
+    let request = Request {
+        name: name.to_owned(),
+        spiffe: spiffe.map(str::to_owned),
+        hosts: hosts.iter().map(|host| (*host).to_owned()).collect(),
+        days: 1,
+    };
+    certs::issue(ca, &request).expect("issued").certificate
+}
+
+impl Remote {
+    async fn start(policy: &str) -> Self {
+        let mut host = Host::new(policy);
+        let ca = host.path("ca");
+        certs::init(&ca).expect("made");
+        let certificate = issue(&ca, "host", None, &["localhost"]);
+        let key = certificate.with_extension("key");
+        let text = |path: &Path| path.display().to_string();
+        let args = [
+            "--listen",
+            "127.0.0.1:0",
+            "--cert",
+            &text(&certificate),
+            "--key",
+            &text(&key),
+            "--client-ca",
+            &text(&ca.join("ca.pem")),
+        ];
+        let guest = host.monitor("web-1");
+        host.start_daemon(&args).await;
+        let address = host.tcp().await;
+        host.logged("guest found").await;
+        Self {
+            host,
+            _guest: guest,
+            address,
+        }
+    }
+
+    /// Calls as whoever has this certificate.
+    async fn call(&self, certificate: Option<&Path>) -> Result<v1::ListGuestsResponse, Status> {
+        let channel = self.connect(certificate).await?;
+        let mut client = GuestServiceClient::new(channel);
+        let answer = client.list_guests(v1::ListGuestsRequest::default()).await?;
+        Ok(answer.into_inner())
+    }
+
+    async fn connect(&self, certificate: Option<&Path>) -> Result<Channel, Status> {
+        let mut roots = RootCertStore::empty();
+        let ca = CertificateDer::from_pem_file(self.host.path("ca/ca.pem")).expect("a CA");
+        roots.add(ca).expect("a CA");
+        let provider = Arc::new(tokio_rustls::rustls::crypto::ring::default_provider());
+        let config = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .expect("TLS 1.3")
+            .with_root_certificates(roots);
+        let mut config = match certificate {
+            None => config.with_no_client_auth(),
+            Some(path) => {
+                let chain = vec![CertificateDer::from_pem_file(path).expect("PEM")];
+                let key = PrivateKeyDer::from_pem_file(path.with_extension("key")).expect("PEM");
+                config.with_client_auth_cert(chain, key).expect("they fit")
+            }
+        };
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        let (connector, address) = (TlsConnector::from(Arc::new(config)), self.address);
+        let endpoint = Endpoint::from_static("http://localhost");
+        let connect = endpoint.connect_with_connector(tower::service_fn(move |_| {
+            let connector = connector.clone();
+            async move {
+                let stream = tokio::net::TcpStream::connect(address).await?;
+                let name = ServerName::try_from("localhost").expect("a name");
+                connector.connect(name, stream).await.map(TokioIo::new)
+            }
+        }));
+        connect
+            .await
+            .map_err(|error| Status::unavailable(format!("{error:?}")))
+    }
+}
+
+fn policy(revoked: &str) -> String {
+    format!(
+        "{{rules: [{{name: net, principals: ['{ALICE}', 'bob'], role: operator}}], revoked_certificates: [{revoked}]}}"
+    )
+}
+
+#[tokio::test]
+async fn a_verified_certificate_names_the_principal() {
+    let remote = Remote::start(&policy("")).await;
+    let ca = remote.host.path("ca");
+    for (name, spiffe) in [("alice", Some(ALICE)), ("bob", None)] {
+        let certificate = issue(&ca, name, spiffe, &[]);
+        let answer = remote.call(Some(&certificate)).await.expect(name);
+        assert_eq!(answer.guests[0].guest, "web-1");
+    }
+    // The monitor hears who it is, by the certificate and not by the daemon's user.
+    let channel = remote.connect(Some(&ca.join("alice.pem"))).await;
+    let mut keys = StaticKeysServiceClient::new(channel.expect("connected"));
+    let request = update("web-1", &["net_a"], v1::KeyOp::Inc);
+    keys.update_static_keys(request).await.expect("allowed");
+    let list = v1::ListHoldsRequest {
+        guest: "web-1".to_owned(),
+        ..Default::default()
+    };
+    let holds = keys
+        .list_holds(list)
+        .await
+        .expect("listed")
+        .into_inner()
+        .holds;
+    assert_eq!(holds[0].holder, ALICE);
+    // Nobody of the policy: known, and sees nothing.
+    let carol = issue(&ca, "carol", None, &[]);
+    let answer = remote
+        .call(Some(&carol))
+        .await
+        .expect("no guest is hers to see");
+    assert!(answer.guests.is_empty());
+    let channel = remote.connect(Some(&carol)).await.expect("connected");
+    let request = v1::DescribeGuestRequest {
+        guest: "web-1".to_owned(),
+    };
+    let refused = GuestServiceClient::new(channel)
+        .describe_guest(request)
+        .await;
+    let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
+    assert!(message.contains("carol"), "{message}");
+}
+
+#[tokio::test]
+async fn certificates_that_prove_nothing_are_refused() {
+    let mut remote = Remote::start(&policy("")).await;
+    let ca = remote.host.path("ca");
+    let refused = async |remote: &mut Remote, certificate: Option<&Path>, why: &str| {
+        let status = remote.call(certificate).await.expect_err(why);
+        assert_ne!(status.code(), Code::PermissionDenied, "{status}");
+        // A client tries several times.
+        loop {
+            let line = remote.host.logged("TLS handshake refused").await;
+            if line["error"].as_str().expect("why").contains(why) {
+                return;
+            }
+        }
+    };
+    refused(&mut remote, None, "no certificates").await;
+    let other = remote.host.path("other");
+    certs::init(&other).expect("made");
+    let stranger = issue(&other, "alice", Some(ALICE), &[]);
+    refused(&mut remote, Some(&stranger), "BadSignature").await;
+    // What the command would not issue.
+    let key = |name: &str| std::fs::read_to_string(ca.join(name)).expect("PEM");
+    let ca_key = KeyPair::from_pem(&key("ca.key")).expect("a key");
+    let issuer = Issuer::from_ca_cert_pem(&key("ca.pem"), ca_key).expect("a CA");
+    let now = time::OffsetDateTime::now_utc();
+    for (name, age, why) in [
+        ("bob", time::Duration::hours(1), "certificate expired"),
+        ("uid:0", time::Duration::ZERO, "reserved"),
+    ] {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.not_before = now - time::Duration::days(1);
+        params.not_after = now + time::Duration::minutes(30) - age;
+        let key = KeyPair::generate().expect("a key");
+        let certificate = params.signed_by(&key, &issuer).expect("signed");
+        let path = remote.host.path("forged.pem");
+        std::fs::write(&path, certificate.pem()).expect("written");
+        std::fs::write(path.with_extension("key"), key.serialize_pem()).expect("written");
+        refused(&mut remote, Some(&path), why).await;
+    }
+    // The good one is served all the same.
+    let alice = issue(&ca, "alice", Some(ALICE), &[]);
+    remote.call(Some(&alice)).await.expect("served");
+}
+
+#[tokio::test]
+async fn a_revoked_certificate_is_refused_on_open_connections() {
+    let mut remote = Remote::start(&policy("")).await;
+    let alice = issue(&remote.host.path("ca"), "alice", Some(ALICE), &[]);
+    let channel = remote.connect(Some(&alice)).await.expect("connected");
+    let mut client = GuestServiceClient::new(channel);
+    let request = v1::ListGuestsRequest::default;
+    client.list_guests(request()).await.expect("served");
+    let der = CertificateDer::from_pem_file(&alice).expect("PEM");
+    let fingerprint = patchbay_node::identity::fingerprint(&der);
+    remote
+        .host
+        .write_policy(&policy(&format!("'{fingerprint}'")));
+    remote.host.signal(Signal::HUP);
+    remote.host.logged("policy read again").await;
+    let refused = client.list_guests(request()).await;
+    assert_refused(refused, Code::Unauthenticated, "CERTIFICATE_REFUSED");
+}
+
+#[tokio::test]
+async fn certificates_are_read_again_and_broken_ones_refused() {
+    let mut remote = Remote::start(&policy("")).await;
+    let ca = remote.host.path("ca");
+    let alice = issue(&ca, "alice", Some(ALICE), &[]);
+    let host = ca.join("host.pem");
+    let good = std::fs::read(&host).expect("PEM");
+    std::fs::write(&host, "no certificate").expect("written");
+    remote.host.signal(Signal::HUP);
+    let line = remote.host.logged("the new certificates are refused").await;
+    assert!(
+        line["error"].as_str().expect("why").contains("host.pem"),
+        "{line}"
+    );
+    remote
+        .call(Some(&alice))
+        .await
+        .expect("the old certificate");
+    // A client CA of its own: the old clients are strangers now.
+    let trusted = std::fs::read(ca.join("ca.pem")).expect("PEM");
+    let other = remote.host.path("other");
+    certs::init(&other).expect("made");
+    std::fs::write(&host, good).expect("written");
+    std::fs::copy(other.join("ca.pem"), ca.join("ca.pem")).expect("replaced");
+    remote.host.signal(Signal::HUP);
+    remote.host.logged("certificates read again").await;
+    // The client still trusts the CA that issued the host's certificate.
+    std::fs::write(ca.join("ca.pem"), trusted).expect("written");
+    remote
+        .call(Some(&alice))
+        .await
+        .expect_err("not from the new CA");
+    remote.host.logged("TLS handshake refused").await;
+}
+
+#[tokio::test]
+async fn a_plain_tcp_client_is_not_answered() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let mut remote = Remote::start(&policy("")).await;
+    let mut stream = tokio::net::TcpStream::connect(remote.address)
+        .await
+        .expect("accepted");
+    stream
+        .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        .await
+        .expect("sent");
+    let mut bytes = vec![];
+    let _ = stream.read_to_end(&mut bytes).await;
+    // A TLS alert at most, and no HTTP/2 frame.
+    assert!(bytes.len() <= 7, "{bytes:?}");
+    remote.host.logged("TLS handshake refused").await;
+}
