@@ -279,7 +279,9 @@ fn certs_command(command: &CertsCommand, out: &mut dyn Write) -> anyhow::Result<
     };
     writeln!(out, "certificate {}", issued.certificate.display())?;
     writeln!(out, "key         {}", issued.key.display())?;
-    writeln!(out, "principal   {}", issued.principal)?;
+    if matches!(command, CertsCommand::Issue { .. }) {
+        writeln!(out, "principal   {}", issued.principal)?;
+    }
     Ok(true)
 }
 

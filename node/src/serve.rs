@@ -15,7 +15,9 @@ use rustix::process::geteuid;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::task::JoinSet;
 use tonic::transport::Server;
+use tonic::transport::server::Router;
 
 use crate::audit::{Audit, AuditError, AuditLog};
 use crate::listen::tls::{Tls, TlsError, TlsFiles};
@@ -146,21 +148,9 @@ pub async fn serve(
         metrics.clone(),
     );
     let node = Arc::new(node.map_err(|error| ServeError::Description(error.to_string()))?);
-    let mut tasks = tokio::task::JoinSet::new();
+    let mut tasks = JoinSet::new();
     if let Some(address) = &config.metrics {
-        let node = Arc::clone(&node);
-        match address {
-            MetricsAddress::Unix(path) => {
-                let socket = NodeSocket::bind(path, 0o600)?;
-                let listener = socket.tokio_listener()?;
-                tasks.spawn(serve_metrics((socket, listener), node));
-            }
-            MetricsAddress::Loopback(address) => {
-                let listener = listen(*address).await?;
-                tracing::info!(address = %listener.local_addr()?, "metrics");
-                tasks.spawn(serve_metrics(listener, node));
-            }
-        }
+        spawn_metrics(&mut tasks, address, &node).await?;
     }
     let (incoming, connections) = Incoming::new();
     let incoming = Arc::new(incoming);
@@ -180,29 +170,9 @@ pub async fn serve(
         }
     });
 
-    let (health, health_service) = tonic_health::server::health_reporter();
-    health.set_serving::<Proxy<0>>().await;
-    health.set_serving::<Proxy<1>>().await;
-    health.set_serving::<Proxy<2>>().await;
-    let reflection = || {
-        tonic_reflection::server::Builder::configure()
-            .register_encoded_file_descriptor_set(patchbay_proto::FILE_DESCRIPTOR_SET)
-            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-            .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
-    };
-    let broken =
-        |error: tonic_reflection::server::Error| ServeError::Description(error.to_string());
     let (drain, drained) = oneshot::channel::<()>();
-    let server = Server::builder()
-        .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
-        .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
-        .max_concurrent_streams(HTTP2_STREAMS)
-        .add_service(health_service)
-        .add_service(reflection().build_v1().map_err(broken)?)
-        .add_service(reflection().build_v1alpha().map_err(broken)?)
-        .add_service(Proxy::<0>::new(Arc::clone(&node)))
-        .add_service(Proxy::<1>::new(Arc::clone(&node)))
-        .add_service(Proxy::<2>::new(node))
+    let server = router(node)
+        .await?
         .serve_with_incoming_shutdown(connections, async move {
             // The sender is dropped, or sends: both mean the end.
             let _ = drained.await;
@@ -216,6 +186,53 @@ pub async fn serve(
     let ended = tokio::time::timeout(DRAIN_TIME, server).await;
     audit.flush().await;
     Ok(ended.unwrap_or(Ok(()))?)
+}
+
+/// Every service of the host.
+async fn router(node: Arc<Node>) -> Result<Router, ServeError> {
+    let (health, health_service) = tonic_health::server::health_reporter();
+    health.set_serving::<Proxy<0>>().await;
+    health.set_serving::<Proxy<1>>().await;
+    health.set_serving::<Proxy<2>>().await;
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(patchbay_proto::FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
+    };
+    let broken =
+        |error: tonic_reflection::server::Error| ServeError::Description(error.to_string());
+    Ok(Server::builder()
+        .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
+        .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+        .max_concurrent_streams(HTTP2_STREAMS)
+        .add_service(health_service)
+        .add_service(reflection().build_v1().map_err(broken)?)
+        .add_service(reflection().build_v1alpha().map_err(broken)?)
+        .add_service(Proxy::<0>::new(Arc::clone(&node)))
+        .add_service(Proxy::<1>::new(Arc::clone(&node)))
+        .add_service(Proxy::<2>::new(node)))
+}
+
+async fn spawn_metrics(
+    tasks: &mut JoinSet<()>,
+    address: &MetricsAddress,
+    node: &Arc<Node>,
+) -> Result<(), ServeError> {
+    let node = Arc::clone(node);
+    match address {
+        MetricsAddress::Unix(path) => {
+            let socket = NodeSocket::bind(path, 0o600)?;
+            let listener = socket.tokio_listener()?;
+            tasks.spawn(serve_metrics((socket, listener), node));
+        }
+        MetricsAddress::Loopback(address) => {
+            let listener = listen(*address).await?;
+            tracing::info!(address = %listener.local_addr()?, "metrics");
+            tasks.spawn(serve_metrics(listener, node));
+        }
+    }
+    Ok(())
 }
 
 async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {
