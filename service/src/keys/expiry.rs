@@ -13,9 +13,9 @@ use static_keys::{Class, Op};
 
 use super::draft::{Drops, Terms};
 use super::error::KeysError;
+use super::executor::Executor;
 use super::flip::Transaction;
 use super::holds::{Hold, KeyInstance};
-use super::owner::Owner;
 use super::registry::Registration;
 use super::standstill::Standstill;
 use super::{KeyUpdate, MAX_UPDATES, Target};
@@ -34,7 +34,7 @@ pub(super) struct Expiries {
     lots: Vec<Vec<KeyInstance>>,
 }
 
-impl<G: Guest> Owner<G> {
+impl<G: Guest> Executor<G> {
     /// How long until the next lot is to be tried.
     pub(super) fn next_expiry(&self) -> Option<Duration> {
         if !self.expiries.lots.is_empty() {

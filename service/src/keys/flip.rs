@@ -14,8 +14,8 @@ use super::address_space::{KernelMemory, Place};
 use super::audit::IntendedPlan;
 use super::draft::{Draft, Terms};
 use super::error::{KeyRefusal, KeysError};
+use super::executor::Executor;
 use super::holds::KeyInstance;
-use super::owner::Owner;
 use super::registry::{Registration, Snapshot};
 use super::standstill::Standstill;
 use super::{
@@ -87,7 +87,7 @@ pub(super) struct Flip {
     pub draft: Draft,
     /// Keys that selections matched and left out.
     pub left_out: usize,
-    /// None if it was only validated. `attempts` is left to the owner.
+    /// None if it was only validated. `attempts` is left to the executor.
     pub report: Option<FlipReport>,
 }
 
@@ -137,7 +137,7 @@ impl From<RunningError> for Obstacle {
     }
 }
 
-impl<G: Guest> Owner<G> {
+impl<G: Guest> Executor<G> {
     /// One way from check to report.
     pub(super) fn attempt(
         &mut self,

@@ -8,7 +8,7 @@ use static_keys::{Options, Plan, Undo, Update};
 use super::{Obstacle, Transaction};
 use crate::guest::Guest;
 use crate::keys::error::KeysError;
-use crate::keys::owner::Owner;
+use crate::keys::executor::Executor;
 use crate::keys::registry::Registration;
 use crate::keys::standstill::Standstill;
 
@@ -23,7 +23,7 @@ enum TakeBack {
     Failed(KeysError),
 }
 
-impl<G: Guest> Owner<G> {
+impl<G: Guest> Executor<G> {
     /// Gives back references that the guest has made the last of their keys, so that only a stopped
     /// guest can be without them.
     pub(super) fn take_back(

@@ -23,8 +23,8 @@ use crate::keys::symbols::Symbols;
 use crate::keys::{Registry, Shared, SystemClock};
 use crate::testing::{Gate, InMemoryGuest, TestKey};
 
-fn owner(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Owner<InMemoryGuest> {
-    Owner {
+fn executor(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Executor<InMemoryGuest> {
+    Executor {
         guest: Arc::clone(guest),
         shared: Arc::new(Shared {
             registry: Arc::clone(registry),
@@ -82,7 +82,7 @@ fn counts_are_not_written_once_their_registration_is_gone() {
     for (jump_labels, count) in [(true, 1), (false, 0)] {
         for (name, take_back) in take_back {
             let (guest, registry) = boot(jump_labels, count);
-            let owner = owner(&guest, &registry);
+            let executor = executor(&guest, &registry);
             let snapshot = registry.snapshot().expect("registered");
             let memory = snapshot.registration.memory(guest.ram());
             let key: KeyId = snapshot.registration.find(name).expect("a key").id;
@@ -94,7 +94,7 @@ fn counts_are_not_written_once_their_registration_is_gone() {
 
             assert_eq!(take_back(&guest), 0);
             let mut running = Standstill::none(&*guest);
-            let made = owner.make(
+            let made = executor.make(
                 Duration::from_secs(1),
                 &snapshot,
                 &memory,
@@ -144,7 +144,7 @@ fn a_request_waits_while_counts_are_written() {
 #[test]
 fn references_are_taken_back_once_the_guest_has_registered_again() {
     let (guest, registry) = boot(true, 2);
-    let owner = owner(&guest, &registry);
+    let executor = executor(&guest, &registry);
     let snapshot = registry.snapshot().expect("registered");
     let registration = Arc::clone(&snapshot.registration);
     let key = registration.find("alpha").expect("a key").id;
@@ -167,8 +167,8 @@ fn references_are_taken_back_once_the_guest_has_registered_again() {
             summary_only: true,
         };
         let left = vec![Update { key, op: Op::Dec }];
-        let mut running = Standstill::none(&*owner.guest);
-        owner.take_back(&registration, &transaction, &mut running, left)
+        let mut running = Standstill::none(&*executor.guest);
+        executor.take_back(&registration, &transaction, &mut running, left)
     });
     let thread = told.recv().expect("it has begun");
     while !sleeps(thread) {

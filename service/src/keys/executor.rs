@@ -29,7 +29,7 @@
 //! its gates find out of date is answered as PLAN_STALE, because a commit does not plan.
 //!
 //! Why one thread: flips of one guest exclude each other anyway (there is one pause), and with one
-//! owner the holds, the audit log, the answers kept for their request ids and a pause that an
+//! thread the holds, the audit log, the answers kept for their request ids and a pause that an
 //! operator asked for need no locks between them and cannot be seen half-way. It is a plain thread
 //! because verify and commit must not share a thread with anything else that wants to run.
 //!
@@ -74,7 +74,7 @@ const LAST_BACKOFF: Duration = Duration::from_millis(16);
 /// Where an answer goes.
 pub(super) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
 
-/// What the owner is asked to do.
+/// What the executor is asked to do.
 pub(super) enum Command {
     Update(Box<UpdateRequest>, Reply<Arc<UpdateOutcome>>),
     Prepare(Box<PrepareRequest>, Reply<Arc<PrepareOutcome>>),
@@ -90,8 +90,8 @@ pub(super) enum Command {
     Tick(Reply<()>),
 }
 
-/// State of the owner thread.
-pub(super) struct Owner<G: Guest> {
+/// State of the executor thread.
+pub(super) struct Executor<G: Guest> {
     pub guest: Arc<G>,
     pub shared: Arc<Shared>,
     pub audit: AuditLog,
@@ -107,7 +107,7 @@ pub(super) struct Owner<G: Guest> {
     pub pauses: PauseEstimate,
 }
 
-impl<G: Guest> Owner<G> {
+impl<G: Guest> Executor<G> {
     /// Serves commands until the last sender is gone.
     pub fn run(mut self, commands: &Receiver<Command>) {
         let guest = Arc::clone(&self.guest);
@@ -220,8 +220,8 @@ impl<G: Guest> Owner<G> {
         reply: &Reply<Arc<UpdateOutcome>>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Arc<UpdateOutcome>, KeysError> {
-        let (owner, id) = (&request.owner, &request.request_id);
-        if let Some(earlier) = self.replayed(owner, id, &request.content)? {
+        let (principal, id) = (&request.principal, &request.request_id);
+        if let Some(earlier) = self.replayed(principal, id, &request.content)? {
             return Ok(earlier);
         }
         let now = self.shared.clock.now();
@@ -233,7 +233,7 @@ impl<G: Guest> Owner<G> {
             Some(TracepointUpdate::Fire) | None => Drops::of(request.force),
         };
         let expires = request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl));
-        let terms = Terms::new(&request.owner, &request.reason, drops, expires);
+        let terms = Terms::new(&request.principal, &request.reason, drops, expires);
         let transaction = Transaction {
             updates: &request.updates,
             terms: match request.tracepoints {
@@ -251,7 +251,7 @@ impl<G: Guest> Owner<G> {
         let outcome = Arc::new(self.transact(&transaction, standstill, || reply.is_closed())?);
         if !request.validate_only {
             self.replay.remember(
-                &request.owner,
+                &request.principal,
                 &request.request_id,
                 request.content,
                 &outcome,
@@ -284,8 +284,8 @@ impl<G: Guest> Owner<G> {
         cancelled: impl Fn() -> bool,
     ) -> Result<UpdateOutcome, KeysError> {
         let mut intent = None;
-        let attempt = |owner: &mut Self, standstill: &mut Standstill<'g, G>| {
-            owner.attempt(transaction, standstill, &mut intent)
+        let attempt = |executor: &mut Self, standstill: &mut Standstill<'g, G>| {
+            executor.attempt(transaction, standstill, &mut intent)
         };
         let result = self.persist(transaction.deadline, standstill, cancelled, attempt);
         self.conclude(transaction, result, intent)
