@@ -115,11 +115,11 @@ pub struct Renewal<'a> {
 /// What became of it.
 #[derive(Debug, Serialize)]
 #[serde(tag = "result", rename_all = "snake_case")]
-pub enum Outcome<'a> {
+pub enum AuditOutcome<'a> {
     /// Done.
     Committed {
         /// One per key.
-        changes: Vec<Change<'a>>,
+        changes: Vec<AuditedChange<'a>>,
     },
     /// Not done; the guest is as it was unless the error says otherwise.
     Failed {
@@ -132,7 +132,7 @@ pub enum Outcome<'a> {
 
 /// A key's count before and after.
 #[derive(Debug, Serialize)]
-pub struct Change<'a> {
+pub struct AuditedChange<'a> {
     /// Full name.
     pub key: &'a str,
     /// Count.
@@ -209,7 +209,7 @@ impl AuditLog {
             let error = log.unwritable(error);
             self.outcome(
                 id,
-                &Outcome::Failed {
+                &AuditOutcome::Failed {
                     reason: error.reason(),
                     error: error.to_string(),
                 },
@@ -221,7 +221,7 @@ impl AuditLog {
 
     /// Writes the outcome. The change is made by then, so a failure is logged and no more: the next
     /// intent will meet it.
-    pub fn outcome(&mut self, id: u64, outcome: &Outcome<'_>) {
+    pub fn outcome(&mut self, id: u64, outcome: &AuditOutcome<'_>) {
         if let Err(error) = self.append("outcome", id, outcome) {
             tracing::error!(%error, id, ?outcome, "the outcome of a change is missing in the audit log");
         }
@@ -340,13 +340,13 @@ mod tests {
         std::fs::write(&path, "{\"earlier\":true}\n").expect("writable");
         let mut log = AuditLog::open(&path).expect("opens");
         let id = log.intent(&intent()).expect("written");
-        let changes = vec![Change {
+        let changes = vec![AuditedChange {
             key: "key",
             before: 0,
             after: 1,
             sites: 2,
         }];
-        log.outcome(id, &Outcome::Committed { changes });
+        log.outcome(id, &AuditOutcome::Committed { changes });
         let text = std::fs::read_to_string(&path).expect("readable");
         let lines: Vec<serde_json::Value> = text
             .lines()

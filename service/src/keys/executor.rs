@@ -50,7 +50,9 @@ use std::time::{Duration, Instant, SystemTime};
 use static_keys::KeyChange;
 use tokio::sync::oneshot;
 
-use super::audit::{AuditFile, AuditLog, Change, IntendedKeys, IntendedOp, Intent, Outcome};
+use super::audit::{
+    AuditFile, AuditLog, AuditOutcome, AuditedChange, IntendedKeys, IntendedOp, Intent,
+};
 use super::draft::{Drops, Terms};
 use super::error::KeysError;
 use super::estimate::PauseEstimate;
@@ -339,7 +341,7 @@ impl<G: Guest> Executor<G> {
                 if let Some(id) = intent {
                     self.audit.outcome(
                         id,
-                        &Outcome::Failed {
+                        &AuditOutcome::Failed {
                             reason: error.reason(),
                             error: error.to_string(),
                         },
@@ -431,7 +433,7 @@ impl<G: Guest> Executor<G> {
         }
         let results = self.results(transaction, &flip, &taken);
         if let Some(id) = intent {
-            let changes = flip.changes.iter().map(|change| Change {
+            let changes = flip.changes.iter().map(|change| AuditedChange {
                 key: &change.name,
                 before: change.before,
                 after: change.after,
@@ -439,7 +441,7 @@ impl<G: Guest> Executor<G> {
             });
             self.audit.outcome(
                 id,
-                &Outcome::Committed {
+                &AuditOutcome::Committed {
                     changes: changes.collect(),
                 },
             );
