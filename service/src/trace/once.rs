@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 
 use super::error::TraceError;
-use super::tracer::Outcome;
+use super::tracer::TraceOutcome;
 use crate::keys::KeysError;
 use crate::keys::replay::{Content, Replay};
 
@@ -50,7 +50,7 @@ pub struct Answers {
 struct State {
     /// The kernel that the changes were made to.
     boot: Option<u64>,
-    made: Replay<Outcome>,
+    made: Replay<TraceOutcome>,
     /// The sender is dropped when the change has ended.
     making: HashMap<(String, String), (Content, watch::Sender<()>)>,
 }
@@ -69,7 +69,7 @@ impl Default for Answers {
 }
 
 enum Found {
-    Made(Arc<Outcome>),
+    Made(Arc<TraceOutcome>),
     Making(watch::Receiver<()>),
     New,
 }
@@ -88,8 +88,8 @@ impl Answers {
         &self,
         once: Once,
         boot: Option<u64>,
-        change: impl Future<Output = Result<Outcome, TraceError>>,
-    ) -> Result<Outcome, TraceError> {
+        change: impl Future<Output = Result<TraceOutcome, TraceError>>,
+    ) -> Result<TraceOutcome, TraceError> {
         if once.request_id.is_empty() {
             return change.await;
         }
@@ -107,7 +107,7 @@ impl Answers {
             id: (once.client.clone(), once.request_id.clone()),
         };
         let outcome = Arc::new(change.await?);
-        let results = outcome.0.len();
+        let results = outcome.results.len();
         let mut state = self.state();
         if state.boot == boot {
             state.made.remember(

@@ -15,7 +15,7 @@ use patchbay_proto::v1::TracepointState;
 
 use tokio::time::Instant;
 
-use super::{ArmTerms, Outcome, SwitchTerms, Tracer};
+use super::{ArmTerms, SwitchTerms, TraceOutcome, Tracer};
 use crate::keys::{FlipReport, TracepointUpdate};
 use crate::trace::book::{Armed, Book};
 use crate::trace::decode::Format;
@@ -45,7 +45,7 @@ impl Tracer {
         client: &str,
         wanted: &Wanted,
         terms: &ArmTerms,
-    ) -> Result<Outcome, TraceError> {
+    ) -> Result<TraceOutcome, TraceError> {
         let (events, stale) = self.events().await;
         if let Some(error) = stale {
             return Err(error.into());
@@ -84,10 +84,10 @@ impl Tracer {
             }
             self.armed_anew.notify_one();
         }
-        Ok((
-            self.results(chosen.into_keys(), client, Some(TracepointState::Parked)),
+        Ok(TraceOutcome {
+            results: self.results(chosen.into_keys(), client, Some(TracepointState::Parked)),
             report,
-        ))
+        })
     }
 
     /// Those that can be parked, with the names of their keys.
