@@ -36,7 +36,7 @@ pub struct KeyState {
     pub count: i32,
     /// The key is a tracepoint's: its holds share one reference.
     pub tracepoint: bool,
-    /// Fingerprint of the tracepoint's functions; `None` for other keys.
+    /// Probes attached to the tracepoint; `None` for other keys.
     pub probes: Option<Probes>,
 }
 

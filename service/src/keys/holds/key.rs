@@ -16,7 +16,7 @@ pub struct KeyHolds {
     /// "name" or "module:name". It stays while the key's module or kernel is not registered.
     name: Arc<str>,
     holds: SmallVec<[Hold; 1]>,
-    /// Fingerprint of the tracepoint's functions when the first hold was taken, or when the
+    /// Probes of the tracepoint when the first hold was taken, or when the
     /// tracepoint was
     /// last fired or parked; `None` for other keys.
     probes: Option<Probes>,
