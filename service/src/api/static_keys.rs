@@ -282,7 +282,7 @@ fn wants(patterns: &Patterns, event: &Event) -> bool {
 
 fn update_request(
     mut request: v1::UpdateStaticKeysRequest,
-    owner: String,
+    principal: String,
     received: Instant,
     deadline: Instant,
 ) -> Result<UpdateRequest, KeysError> {
@@ -296,7 +296,7 @@ fn update_request(
         deadline,
     )?;
     Ok(UpdateRequest {
-        owner,
+        principal,
         request_id,
         content,
         validate_only: request.validate_only,

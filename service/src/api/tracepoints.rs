@@ -27,7 +27,7 @@ use crate::trace::link::bounded;
 use crate::trace::once::Once;
 use crate::trace::select::{self, Wanted};
 use crate::trace::stream::Subscription;
-use crate::trace::tracer::{ArmTerms, Outcome, SwitchTerms, Tracer};
+use crate::trace::tracer::{ArmTerms, SwitchTerms, TraceOutcome, Tracer};
 use crate::trace::{AgentError, TraceError, link};
 
 const MAX_TEXT_BYTES: usize = 1024;
@@ -105,7 +105,7 @@ impl TracepointsService for TracepointsApi {
         };
         let tracer = Arc::clone(&guest.tracer);
         let change = async move { tracer.arm(&client, &wanted, &terms).await };
-        let (results, report) = change_once(&guest.tracer, once, change).await?;
+        let TraceOutcome { results, report } = change_once(&guest.tracer, once, change).await?;
         Ok(Response::new(v1::ArmTracepointsResponse {
             results,
             report: report.map(convert::report),
@@ -129,7 +129,7 @@ impl TracepointsService for TracepointsApi {
         let summary_only = super::summary_only(request.result_view)?;
         let tracer = Arc::clone(&guest.tracer);
         let change = async move { tracer.fire(&client, &wanted, &terms).await };
-        let (results, report) = change_once(&guest.tracer, once, change).await?;
+        let TraceOutcome { results, report } = change_once(&guest.tracer, once, change).await?;
         let (results, summary) = viewed(results, summary_only);
         Ok(Response::new(v1::FireTracepointsResponse {
             results,
@@ -156,7 +156,7 @@ impl TracepointsService for TracepointsApi {
         let summary_only = super::summary_only(request.result_view)?;
         let tracer = Arc::clone(&guest.tracer);
         let change = async move { tracer.park(&client, &wanted, &terms).await };
-        let (results, report) = change_once(&guest.tracer, once, change).await?;
+        let TraceOutcome { results, report } = change_once(&guest.tracer, once, change).await?;
         let (results, summary) = viewed(results, summary_only);
         Ok(Response::new(v1::ParkTracepointsResponse {
             results,
@@ -178,9 +178,12 @@ impl TracepointsService for TracepointsApi {
         let tracer = Arc::clone(&guest.tracer);
         let change = async move {
             let results = tracer.disarm(&client, &wanted, request.force).await?;
-            Ok((results, None))
+            Ok(TraceOutcome {
+                results,
+                report: None,
+            })
         };
-        let (results, _) = change_once(&guest.tracer, once, change).await?;
+        let TraceOutcome { results, .. } = change_once(&guest.tracer, once, change).await?;
         Ok(Response::new(v1::DisarmTracepointsResponse { results }))
     }
 
@@ -221,7 +224,7 @@ impl TracepointsService for TracepointsApi {
             whole(async move {
                 // Dropped here if nobody waits any longer: a client leaves once it is in.
                 let guard = guard;
-                let (results, _) = tracer.arm(&client, &wanted, &terms).await?;
+                let TraceOutcome { results, .. } = tracer.arm(&client, &wanted, &terms).await?;
                 // What the globs passed over is not to be fired either.
                 let names: Vec<String> = results.into_iter().map(|result| result.name).collect();
                 let armed = Wanted::parse(names.clone(), true)?;
@@ -404,8 +407,8 @@ async fn end_stream(sender: Sender, mut ending: watch::Receiver<bool>, _guard: S
 async fn change_once(
     tracer: &Arc<Tracer>,
     once: Once,
-    change: impl Future<Output = Result<Outcome, TraceError>> + Send + 'static,
-) -> Result<Outcome, Status> {
+    change: impl Future<Output = Result<TraceOutcome, TraceError>> + Send + 'static,
+) -> Result<TraceOutcome, Status> {
     let tracer = Arc::clone(tracer);
     whole(async move {
         let boot = tracer.keys.boot();

@@ -22,14 +22,15 @@ pub struct PageTable {
 
 /// Guest memory by kernel-virtual address.
 ///
-/// Page walks are remembered for as long as this lives, which is to be one attempt at a transaction:
-/// a plan's translations are as old as that anyway, and keys and sites lie close together.
+/// Page walks are cached for the life of this value, which is one attempt at a transaction: a
+/// plan's
+/// translations are as old as that anyway, and keys and sites lie close together.
 #[derive(Clone, Debug)]
 pub struct KernelMemory {
     ram: GuestRam,
     table: PageTable,
     walks: Walks<64, PAGE_SIZE>,
-    /// Of what larger pages map: nearly all of the kernel's text and data.
+    /// Walks of larger pages, which map nearly all of the kernel's text and data.
     large_walks: Walks<16, LARGE_PAGE>,
 }
 
@@ -38,7 +39,7 @@ const LARGE_PAGE: u64 = 2 << 20;
 /// A page of the guest's kernel and where it lies.
 #[derive(Clone, Copy, Debug)]
 struct Walk {
-    /// Address of its first byte, or no such address.
+    /// Address of its first byte, or a value that is no address.
     page: u64,
     piece: Piece,
 }
@@ -48,7 +49,7 @@ const NO_WALK: Walk = Walk {
     piece: Piece::NONE,
 };
 
-/// `COUNT` walks to pages of `BYTES`, each at the place that its page's number gives it.
+/// `COUNT` cached walks to pages of `BYTES`, indexed by a hash of the page number.
 #[derive(Clone, Debug)]
 struct Walks<const COUNT: usize, const BYTES: u64>([Cell<Walk>; COUNT]);
 
@@ -58,7 +59,7 @@ impl<const COUNT: usize, const BYTES: u64> Walks<COUNT, BYTES> {
     }
 
     fn slot(&self, page: u64) -> &Cell<Walk> {
-        // Spread by all bits: keys and text lie in step with each other.
+        // All bits of the address decide: keys and text often lie at the same low bits.
         let spread = (page / BYTES).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
         &self.0[usize::try_from(spread % COUNT as u64).unwrap_or(0)]
     }
@@ -84,7 +85,7 @@ impl KernelMemory {
         }
     }
 
-    /// Where the page that begins at this address lies.
+    /// Translates the page that begins at this address.
     fn page(&self, page: u64) -> Result<Piece, Fault> {
         if let Some(piece) = self.walks.find(page) {
             return Ok(piece);
@@ -95,7 +96,7 @@ impl KernelMemory {
             return Ok(part(large));
         }
         let mapping = paging::translate(&*self.ram, self.table.root, self.table.levels, page)?;
-        // The end of a large page looks like a small one, and is treated as such.
+        // The tail of a large page that a piece of memory ends in is treated as small pages.
         if mapping.remaining > PAGE_SIZE
             && let Ok(large) = self.ram.piece(mapping.physical - offset, LARGE_BYTES)
         {
@@ -134,7 +135,7 @@ impl KernelMemory {
         })
     }
 
-    /// Hands each physically contiguous part of a range to `part(offset, piece)`.
+    /// Calls `part(offset, piece)` for each physically contiguous part of a range.
     fn pieces(
         &self,
         address: u64,
@@ -167,7 +168,9 @@ const _: () = assert!(PAGE_BYTES as u64 == PAGE_SIZE);
 const LARGE_BYTES: usize = 2 << 20;
 const _: () = assert!(LARGE_BYTES as u64 == LARGE_PAGE);
 
-/// Up to two pieces: a range of at most 64 bytes straddles at most one page end.
+/// Guest-physical location of at most 64 bytes. Such a range crosses at most one page boundary, so
+/// two
+/// pieces suffice.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Place {
     first: Piece,
@@ -273,7 +276,7 @@ impl GuestMemory for KernelMemory {
 /// The first `length` bytes of a place.
 #[inline]
 fn split(place: Place, length: usize) -> Result<(Piece, Piece), AccessFault> {
-    // As nearly always.
+    // The common case.
     if length == place.first.length() {
         return Ok((place.first, Piece::NONE));
     }
@@ -292,8 +295,9 @@ mod tests {
     const ROOT: u64 = 0x1000;
     const BASE: u64 = 0xffff_ffff_8000_0000;
 
-    /// 8 MiB, of which the kernel has a large page, small ones in another order, two large ones that
-    /// change places, and one that lies outside.
+    /// 8 MiB of kernel: a large page, small pages in another order, two large pages that are
+    /// swapped, and
+    /// one outside memory.
     fn memory() -> KernelMemory {
         let ram = crate::testing::Memory::ram(8 << 20);
         let put = |table: u64, index: u64, entry: u64| {
@@ -322,14 +326,14 @@ mod tests {
         KernelMemory::new(&ram, table)
     }
 
-    /// What is found by remembered walks is what a walk of its own finds.
+    /// A cached walk and a fresh walk find the same location.
     #[test]
     fn remembered_walks_lead_where_walks_lead() {
         let memory = memory();
         let mut random = fastrand::Rng::with_seed(2);
         let mut unmapped = 0;
         for _ in 0..100_000 {
-            // Often at the ends of large pages.
+            // Half of the addresses lie near the end of a large page.
             let near = random.u64(..6) << 21;
             let address = match random.bool() {
                 true => BASE + random.u64(..10 << 20),

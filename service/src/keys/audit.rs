@@ -6,11 +6,13 @@
 //! survive the monitor's death, and that of the host with the next intent. So an intent without an
 //! outcome is a change that may or may not have been made when the monitor, and its guest, died.
 //!
-//! A line that was cut short, by a full disk or a crash, stays as it is; the next one starts on a
-//! line of its own.
+//! A line that a full disk or a crash cut short stays in the file. The next line starts on a line
+//! of its
+//! own.
 //!
-//! When the monitor is told that the log was renamed (SIGHUP), it opens the file of its name again, between
-//! two lines.
+//! On SIGHUP the monitor opens the file by its name again, between two lines, so that a log that
+//! was
+//! renamed is left alone.
 
 use std::fs::File;
 use std::io::{ErrorKind, Write};
@@ -25,121 +27,121 @@ use serde::Serialize;
 use super::error::KeysError;
 use crate::log_file::{LogPath, length};
 
-/// Where the lines go; without a file they go to tracing alone.
+/// The open log. Without a file, lines go to tracing only.
 #[derive(Debug, Default)]
 pub struct AuditLog {
     file: Option<AuditFile>,
     next_id: u64,
 }
 
-/// The file of an audit log, open.
+/// An open audit log file.
 #[derive(Debug)]
 pub struct AuditFile {
     place: Arc<LogPath>,
     file: File,
     /// A pipe or a device has nothing to sync.
     syncs: bool,
-    /// The last line has no end.
+    /// The last line has no newline.
     cut_short: bool,
 }
 
-/// What a client is about to do.
+/// A change that is about to be made.
 #[derive(Debug, Serialize)]
 pub struct Intent<'a> {
     /// "uid:N", or "monitor" for a hold that expired.
     pub owner: &'a str,
-    /// As the client gave it.
+    /// Request id of the client.
     pub reason: &'a str,
-    /// As the client gave it.
+    /// Reason of the client.
     pub request_id: &'a str,
-    /// Whether references of others may be dropped.
+    /// References of other holders may be dropped.
     pub force: bool,
-    /// The prepared plan that is committed; none for an update.
+    /// The prepared plan that is committed; `None` for an update.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plan: Option<IntendedPlan<'a>>,
-    /// In order.
+    /// In the order of the request.
     pub updates: Vec<IntendedOp<'a>>,
 }
 
 /// The plan of an [`Intent`].
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct IntendedPlan<'a> {
-    /// As the client gave it.
+    /// Plan id, as the client sends it.
     pub id: &'a str,
-    /// SHA-256 in hexadecimal of what it does.
+    /// SHA-256 of the plan, in hexadecimal.
     pub digest: &'a str,
 }
 
 /// One op of an [`Intent`].
 #[derive(Debug, Serialize)]
 pub struct IntendedOp<'a> {
-    /// On what.
+    /// The key or keys.
     #[serde(flatten)]
     pub keys: IntendedKeys<'a>,
     /// "inc", "dec", "enable" or "disable".
     pub op: &'a str,
 }
 
-/// The keys of an [`IntendedOp`].
+/// The keys that an [`IntendedOp`] changes.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub enum IntendedKeys<'a> {
-    /// One.
+    /// A single key.
     Name {
-        /// As the client gave it.
+        /// Name, as the client gives it.
         key: &'a str,
     },
-    /// Many. Which they were, the outcome tells.
+    /// Every key that a selection matches. The outcome lists them.
     Selection {
-        /// As the client gave them.
+        /// Patterns, as the client gives them.
         patterns: &'a [String],
-        /// As the client gave them; all if there are none.
+        /// Classes, as the client gives them; empty for all.
         #[serde(skip_serializing_if = "Vec::is_empty")]
         classes: Vec<&'static str>,
-        /// How many they are.
+        /// Number of keys that matched.
         keys: usize,
     },
 }
 
-/// Holds get a new expiry.
+/// Holds that get a new expiry.
 #[derive(Debug, Serialize)]
 pub struct Renewal<'a> {
     /// The holder.
     pub owner: &'a str,
-    /// Ids.
+    /// Hold ids.
     pub holds: &'a [String],
-    /// `None`: they do not expire any more.
+    /// `None`: they no longer expire.
     pub ttl_ms: Option<u64>,
 }
 
-/// What became of it.
+/// How a change ended.
 #[derive(Debug, Serialize)]
 #[serde(tag = "result", rename_all = "snake_case")]
-pub enum Outcome<'a> {
-    /// Done.
+pub enum AuditOutcome<'a> {
+    /// The change was made.
     Committed {
         /// One per key.
-        changes: Vec<Change<'a>>,
+        changes: Vec<AuditedChange<'a>>,
     },
-    /// Not done; the guest is as it was unless the error says otherwise.
+    /// The change was not made. The guest is unchanged unless the error says otherwise.
     Failed {
-        /// Reason of the error.
+        /// Reason of the error, as in `patchbay.v1.ErrorReason`.
         reason: &'static str,
-        /// Sentence.
+        /// Message of the error.
         error: String,
     },
 }
 
 /// A key's count before and after.
 #[derive(Debug, Serialize)]
-pub struct Change<'a> {
-    /// Full name.
+pub struct AuditedChange<'a> {
+    /// Full name of the key.
     pub key: &'a str,
-    /// Count.
+    /// Count before the change.
     pub before: i32,
-    /// Count.
+    /// Count after the change.
     pub after: i32,
-    /// Patched.
+    /// Number of sites that were patched.
     pub sites: u32,
 }
 
@@ -147,7 +149,7 @@ pub struct Change<'a> {
 struct Line<'a, T: Serialize> {
     /// Milliseconds since 1970.
     time_ms: u64,
-    /// Joins an outcome to its intent within one run of the monitor.
+    /// Number that links an outcome to its intent within one run of the monitor.
     id: u64,
     pid: u32,
     event: &'static str,
@@ -158,8 +160,7 @@ struct Line<'a, T: Serialize> {
 impl AuditLog {
     /// Opens the log for appending, mode 0600, and never through a symbolic link.
     ///
-    /// # Errors
-    /// Of the operating system.
+    /// An I/O error.
     pub fn open(path: &Path) -> std::io::Result<Self> {
         Ok(Self {
             file: Some(AuditFile::open(Arc::new(LogPath::new(path)?))?),
@@ -167,17 +168,17 @@ impl AuditLog {
         })
     }
 
-    /// Where the file is, for [`AuditFile::open`] once it has been renamed.
+    /// Path of the file. [`AuditFile::open`] opens it again after a rename.
     pub fn place(&self) -> Option<Arc<LogPath>> {
         Some(self.file.as_ref()?.place.clone())
     }
 
-    /// Goes on in another file.
+    /// Continues in another file.
     pub(super) fn replace(&mut self, file: AuditFile) {
         self.file = Some(file);
     }
 
-    /// Writes the intent and waits until it is on the disk; its number joins the outcome to it.
+    /// Writes the intent, syncs it to the disk and returns its number, which the outcome repeats.
     ///
     /// # Errors
     /// [`KeysError::AuditLogUnwritable`]: the change must not be made.
@@ -185,8 +186,8 @@ impl AuditLog {
         self.promise("intent", intent)
     }
 
-    /// Writes that holds are renewed and waits until it is on the disk. There is no outcome: a renewal
-    /// does not fail.
+    /// Writes a renewal and syncs it to the disk. There is no outcome, because a renewal cannot
+    /// fail.
     ///
     /// # Errors
     /// [`KeysError::AuditLogUnwritable`]: the holds must not be renewed.
@@ -209,7 +210,7 @@ impl AuditLog {
             let error = log.unwritable(error);
             self.outcome(
                 id,
-                &Outcome::Failed {
+                &AuditOutcome::Failed {
                     reason: error.reason(),
                     error: error.to_string(),
                 },
@@ -219,9 +220,10 @@ impl AuditLog {
         Ok(id)
     }
 
-    /// Writes the outcome. The change is made by then, so a failure is logged and no more: the next
-    /// intent will meet it.
-    pub fn outcome(&mut self, id: u64, outcome: &Outcome<'_>) {
+    /// Writes the outcome. The change is already made, so a failure is only logged. The next intent
+    /// then
+    /// fails and refuses its change.
+    pub fn outcome(&mut self, id: u64, outcome: &AuditOutcome<'_>) {
         if let Err(error) = self.append("outcome", id, outcome) {
             tracing::error!(%error, id, ?outcome, "the outcome of a change is missing in the audit log");
         }
@@ -254,10 +256,10 @@ impl AuditLog {
 }
 
 impl AuditFile {
-    /// Opens the file of that name, and creates it if there is none.
+    /// Opens the file at `path`, and creates it if it does not exist.
     ///
     /// # Errors
-    /// Of the operating system.
+    /// An I/O error.
     pub fn open(place: Arc<LogPath>) -> std::io::Result<Self> {
         let file = place.open(OFlags::WRONLY | OFlags::APPEND | OFlags::CREATE)?;
         let length = length(&file)?;
@@ -269,7 +271,7 @@ impl AuditFile {
         })
     }
 
-    /// Appends one line, in one write unless the first is cut short.
+    /// Appends one line, in a single write unless the kernel accepts only part of it.
     fn append(&mut self, mut text: Vec<u8>) -> std::io::Result<()> {
         text.push(b'\n');
         if self.cut_short {
@@ -306,7 +308,7 @@ impl AuditFile {
     }
 }
 
-/// Whether the last run's last line has no end. One that cannot be read counts as whole.
+/// Whether the file ends without a newline. A file that cannot be read counts as complete.
 fn is_cut_short(place: &LogPath, length: u64) -> bool {
     let mut last = [b'\n'];
     if let (Some(end), Ok(file)) = (length.checked_sub(1), place.open(OFlags::RDONLY)) {
@@ -340,13 +342,13 @@ mod tests {
         std::fs::write(&path, "{\"earlier\":true}\n").expect("writable");
         let mut log = AuditLog::open(&path).expect("opens");
         let id = log.intent(&intent()).expect("written");
-        let changes = vec![Change {
+        let changes = vec![AuditedChange {
             key: "key",
             before: 0,
             after: 1,
             sites: 2,
         }];
-        log.outcome(id, &Outcome::Committed { changes });
+        log.outcome(id, &AuditOutcome::Committed { changes });
         let text = std::fs::read_to_string(&path).expect("readable");
         let lines: Vec<serde_json::Value> = text
             .lines()
@@ -361,7 +363,7 @@ mod tests {
         assert_eq!(lines[2]["changes"][0]["after"], 1);
     }
 
-    /// What a crash or a full disk has left of a line does not spoil the next one.
+    /// A line that a crash or a full disk cut short does not corrupt the next one.
     #[test]
     fn a_line_that_was_cut_short_ends_before_the_next() {
         let folder = tempfile::tempdir().expect("temporary folder");
@@ -379,7 +381,7 @@ mod tests {
         }
     }
 
-    /// As logrotate does it: renamed, and then opened again.
+    /// logrotate renames the file, then asks for it to be opened again.
     #[test]
     fn lines_go_on_in_a_new_file() {
         let folder = tempfile::tempdir().expect("temporary folder");
@@ -406,7 +408,7 @@ mod tests {
         assert_eq!((lines(aside), lines(path)), (2, 1));
     }
 
-    /// A pipe to a logger has no disk to be synced to.
+    /// A pipe to a logger cannot be synced.
     #[test]
     fn a_pipe_takes_the_lines_too() {
         let folder = tempfile::tempdir().expect("temporary folder");
@@ -422,7 +424,7 @@ mod tests {
         assert_eq!(text.lines().count(), 1, "{text}");
     }
 
-    /// A full disk, as the kernel offers one for tests.
+    /// /dev/full stands in for a full disk.
     #[test]
     fn unwritable_log_is_an_error() {
         let mut log = AuditLog::open(Path::new("/dev/full")).expect("opens");

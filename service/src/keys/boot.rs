@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What outlives a registration: which kernel runs, and which of its modules are loaded.
+//! State that outlives a registration: which kernel runs, and which of its modules are loaded.
 //!
-//! A kernel takes its registration back before a hibernation. If that fails, or is only a test, the
-//! same kernel registers again, under another generation. Its counts are what they were, and the
-//! monitor's references are among them. So holds and quarantines belong to a boot, and within it to
-//! the kernel image or to one load of a module, whether that is registered at the moment or not.
+//! A kernel withdraws its registration before a hibernation. If the hibernation fails or was only a
+//! test, the same kernel registers again under another generation. Its counts are unchanged and
+//! still
+//! include the monitor's references. So holds and quarantines belong to a boot and, within it, to
+//! the
+//! kernel image or to one load of a module, whether or not that is registered at the moment.
 
 use std::collections::{HashMap, HashSet};
 
@@ -13,19 +15,19 @@ use static_keys::MODULES_MAX;
 /// A running kernel, from its first registration until another kernel registers.
 #[derive(Clone, Debug)]
 pub struct Boot {
-    /// Drawn by the guest.
+    /// Random number that the guest chose.
     pub id: u64,
     /// Generation of the last registration.
     pub generation: u64,
-    /// Of the kernel image.
+    /// Epoch of the kernel image.
     pub epoch: u64,
-    /// By address of the `struct module`. A module is here until it is unloaded.
+    /// By address of `struct module`. An entry stays until its module is unloaded.
     loads: HashMap<u64, Load>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Load {
-    /// Drawn by the guest.
+    /// Random number that the guest chose for this load.
     number: u64,
     epoch: u64,
 }
@@ -41,7 +43,7 @@ impl Boot {
         }
     }
 
-    /// Epoch of this load of a module, if it was registered before.
+    /// Epoch of this load, if it was registered before.
     pub fn epoch_of(&self, module: u64, number: u64) -> Option<u64> {
         self.loads
             .get(&module)
@@ -49,24 +51,24 @@ impl Boot {
             .map(|load| load.epoch)
     }
 
-    /// Remembers a load. One that was at the same address is gone.
+    /// Records a load. It replaces an earlier load at the same address.
     pub fn loaded(&mut self, module: u64, number: u64, epoch: u64) {
         self.loads.insert(module, Load { number, epoch });
     }
 
-    /// Forgets loads of modules that are not registered if there are more than a guest can have.
+    /// Drops unregistered loads when there are more than a guest can have.
     pub fn limit(&mut self, registered: impl Fn(u64) -> bool) {
         if self.loads.len() > MODULES_MAX {
             self.loads.retain(|module, _| registered(*module));
         }
     }
 
-    /// Forgets the loads of all modules that are not loaded any more.
+    /// Drops every load that is not in the list of loaded modules.
     pub fn retain(&mut self, loaded: impl Fn(u64) -> bool) {
         self.loads.retain(|module, _| loaded(*module));
     }
 
-    /// The module is about to be unloaded.
+    /// Called before the module is unloaded.
     pub fn unloaded(&mut self, module: u64) {
         self.loads.remove(&module);
     }
@@ -95,7 +97,7 @@ mod tests {
         assert_eq!(boot.epochs(), HashSet::from([1]));
     }
 
-    /// A guest that loads without end and unloads nothing, registering anew in between.
+    /// A guest that keeps loading modules and registering again, and never reports an unload.
     #[test]
     fn loads_are_bounded() {
         let mut boot = Boot::new(7, 1);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The clock by which holds expire; tests bring their own.
+//! The clock that hold expiry uses. Tests supply their own.
 
 use std::time::Instant;
 
-/// Tells the time.
+/// A source of time.
 pub trait Clock: Send + Sync {
-    /// Now, never earlier than before.
+    /// The current time. It never goes backwards.
     fn now(&self) -> Instant;
 }
 

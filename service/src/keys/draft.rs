@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a transaction would do to counts and holds, worked out before anything is touched.
+//! The effect of a transaction on counts and holds, computed before anything is written.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -10,28 +10,29 @@ use static_keys::{Op, apply};
 use super::error::{KeyRefusal, KeysError};
 use super::holds::{Hold, Holds, KeyHolds, KeyInstance, KeyState};
 
-/// Whose references an op may drop. Ops on a tracepoint's key end whole holds, and the key stays on if
-/// somebody else holds it.
+/// The references that an op may drop. An op on a tracepoint's key ends whole holds, and the key
+/// stays
+/// on while another principal holds it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Drops {
     /// The caller's. An op that would turn off a tracepoint that others hold is refused.
     Own,
     /// The caller's, then other clients', then the guest's.
     Anyones,
-    /// Those of holds that have expired by then.
+    /// References of holds that have expired at this time.
     Expired(Instant),
-    /// Those of the holds with these numbers.
+    /// References of the holds with these numbers.
     Holds(HashSet<u64>),
     /// Tracepoints only: the caller's and the guest's.
     Park,
-    /// Tracepoints only: the caller's, as if they had expired.
+    /// Tracepoints only: the caller's, as when they expire.
     Leave,
-    /// Tracepoints only: nobody's. All holds end, and the key stays on for others in the guest.
+    /// Tracepoints only: none. All holds end, and the key stays on for users in the guest.
     HandOver,
 }
 
 impl Drops {
-    /// Whether a hold ends, or may lose references, for the caller's own sake.
+    /// Whether the op ends a hold, or drops references of it, on the caller's own account.
     fn includes(&self, hold: &Hold, caller: &str) -> bool {
         match self {
             Self::Own | Self::Park | Self::Leave => *hold.holder == *caller,
@@ -43,18 +44,18 @@ impl Drops {
 }
 
 impl Drops {
-    /// What a client may drop, with force or without.
+    /// The references that a client may drop with or without `force`.
     pub fn of(force: bool) -> Self {
         if force { Self::Anyones } else { Self::Own }
     }
 }
 
-/// Who asks, and on what terms.
+/// The principal of a transaction and what it may do.
 #[derive(Clone, Debug)]
 pub struct Terms {
-    /// Whose references may be dropped.
+    /// The references that may be dropped.
     pub drops: Drops,
-    /// One reference as it is taken on these terms.
+    /// Template of a reference that the transaction takes.
     hold: Hold,
 }
 
@@ -80,7 +81,7 @@ impl Terms {
         }
     }
 
-    /// Tracepoints that are enabled are fired: the caller holds them also if they are on already.
+    /// Whether enabled tracepoints are fired: the caller then also holds those that are already on.
     #[must_use]
     pub fn firing(mut self) -> Self {
         self.hold.fired = true;
@@ -92,16 +93,16 @@ impl Terms {
         &self.hold.holder
     }
 
-    /// Kept with the holds.
+    /// Reason that is stored with the holds.
     pub fn reason(&self) -> &Arc<str> {
         &self.hold.reason
     }
 
-    /// Whether a tracepoint that is to be disabled stays on all the same.
+    /// Whether a tracepoint that is to be disabled stays on.
     pub fn leave_on(&self, holds: &Holds, key: KeyInstance, state: &KeyState) -> bool {
         match self.drops {
             Drops::Own | Drops::Anyones | Drops::HandOver => false,
-            // What is off stays off.
+            // A key that is off stays off.
             _ if state.count == 0 => false,
             _ => {
                 let mut holds = holds.copy(key);
@@ -111,7 +112,7 @@ impl Terms {
         }
     }
 
-    /// Ends holds on a tracepoint; whether its key is to be turned off.
+    /// Ends holds on a tracepoint. Returns whether its key must be turned off.
     fn end(&self, holds: &mut KeyHolds, state: &KeyState) -> bool {
         let includes = |hold: &Hold| self.drops.includes(hold, self.holder());
         let off = holds.end(state.probes, includes);
@@ -127,7 +128,7 @@ impl Terms {
     }
 }
 
-/// The keys of one transaction, in the order of their first op, and what it makes of them.
+/// The keys of one transaction in the order of their first op, and the holds as they will be.
 #[derive(Debug, Default)]
 pub struct Draft {
     keys: Vec<DraftKey>,
@@ -138,23 +139,23 @@ struct DraftKey {
     key: KeyInstance,
     state: KeyState,
     holds: KeyHolds,
-    /// References were taken.
+    /// The transaction took references.
     taken: bool,
 }
 
-/// The holds are no longer those that the op was chosen for.
+/// The holds changed after the op was chosen.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Raced;
 
 impl Draft {
-    /// With room for so many keys.
+    /// Reserves room for this many keys.
     pub fn with_capacity(keys: usize) -> Self {
         Self {
             keys: Vec::with_capacity(keys),
         }
     }
 
-    /// How many keys are in.
+    /// Number of keys.
     pub fn len(&self) -> usize {
         self.keys.len()
     }
@@ -164,7 +165,8 @@ impl Draft {
         self.keys.iter().map(|of| of.key)
     }
 
-    /// Adds the next key, as it is in the guest's memory, with the holds on it that the guest has not
+    /// Adds the next key with its state in guest memory, and its holds without those that the guest
+    /// has
     /// voided.
     pub fn open(&mut self, holds: &Holds, key: KeyInstance, name: &Arc<str>, state: KeyState) {
         let mut holds = holds.copy(key);
@@ -178,11 +180,12 @@ impl Draft {
         });
     }
 
-    /// Follows one op on the key that was added as number `index`. Ops that the engine will refuse are
-    /// left to it, so that it words the error.
+    /// Applies one op to key number `index`. An op that the engine refuses is left to the engine,
+    /// which
+    /// words the error.
     ///
     /// # Errors
-    /// NOT_HOLDER if the op drops a reference that [`Drops`] does not have.
+    /// NOT_HOLDER if the op drops a reference that [`Drops`] excludes.
     pub fn follow(
         &mut self,
         index: usize,
@@ -211,7 +214,7 @@ impl Draft {
                 Drops::Anyones => of.holds.drop_one(own) || of.holds.drop_one(|_| true),
                 drops => of.holds.drop_one(|hold| drops.includes(hold, holder)),
             };
-            // What nobody holds is the guest's own.
+            // References that no client holds are the guest's.
             if !dropped && terms.drops != Drops::Anyones {
                 return Err(not_holder(name, &of.holds, count));
             }
@@ -220,8 +223,9 @@ impl Draft {
         Ok(Ok(()))
     }
 
-    /// Books the holds after the transaction. Returns the number of the hold that each key's
-    /// references were taken for; `None` where none was taken.
+    /// Records the holds after the transaction. Returns for each key the number of the hold that
+    /// took its
+    /// references; `None` if none was taken.
     pub fn book(self, holds: &mut Holds, terms: &Terms) -> Vec<Option<u64>> {
         let mut taken = Vec::with_capacity(self.keys.len());
         for of in self.keys {
@@ -234,7 +238,7 @@ impl Draft {
 }
 
 impl DraftKey {
-    /// The key is on or off, whoever holds it.
+    /// Turns a key on or off, whoever holds it.
     fn follow_tracepoint(
         &mut self,
         name: &str,
@@ -254,7 +258,7 @@ impl DraftKey {
             }
             (Op::Enable, Drops::Own | Drops::Anyones) => {}
             (Op::Enable, Drops::HandOver) => holds.clear(),
-            // It was to be left on.
+            // The op was chosen to leave it on.
             (Op::Enable, _) => {
                 if state.count == 0 || terms.end(holds, state) {
                     return Ok(Err(Raced));
@@ -273,7 +277,7 @@ impl DraftKey {
                     return Ok(Err(Raced));
                 }
             }
-            // The engine refuses to count tracepoints.
+            // Tracepoints are not counted: the engine refuses inc and dec.
             (Op::Inc | Op::Dec, _) => {}
         }
         Ok(Ok(()))
@@ -408,7 +412,8 @@ mod tests {
         assert_eq!(draft.keys[0].state.count, 0);
     }
 
-    /// What the guest has voided since it expired is not taken from the guest instead.
+    /// References that the guest voided after the expiry are not taken from the guest's own
+    /// instead.
     #[test]
     fn an_expiry_drops_what_has_expired_and_nothing_else() {
         let now = Instant::now();
@@ -459,7 +464,7 @@ mod tests {
             draft.book(&mut holds, &park(holder));
         }
         assert!(holds.of(KEY).is_empty());
-        // What nobody fired may be parked, and left by nobody.
+        // A tracepoint that nobody fired may be parked, but nobody can leave it.
         assert!(!park("c").leave_on(&holds, KEY, &state));
         let leave = Terms::new("c", "", Drops::Leave, None);
         assert!(leave.leave_on(&holds, KEY, &state));
@@ -491,7 +496,7 @@ mod tests {
         );
     }
 
-    /// The op was chosen for other holds than there are.
+    /// The holds changed after the op was chosen.
     #[test]
     fn an_op_that_no_longer_fits_the_holds_is_raced() {
         let mut holds = Holds::default();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What can go wrong with a call on keys.
+//! Errors of calls on keys.
 
 use std::time::Duration;
 
@@ -8,21 +8,20 @@ use static_keys::PatternError;
 use super::gate::ClosedGate;
 use crate::pause::PauseError;
 
-/// A call on keys that was refused or failed. Each message is one sentence and the next step.
-///
-/// Unless a variant says otherwise, the guest is as it was.
+/// A call on keys that was refused or failed. Each message says what failed and what to do next.
+/// | Unless a variant says otherwise, the guest is unchanged.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum KeysError {
-    /// The guest's kernel has told nothing, or nothing usable.
+    /// The guest's kernel has not registered, or its registration was refused.
     #[error("{why}")]
     NotRegistered {
         /// State of the registration and the next step.
         why: String,
     },
-    /// No key has that name.
+    /// No key has this name.
     #[error("no key is named {name:?}{}", near_names(.near))]
     KeyNotFound {
-        /// As asked for.
+        /// Name from the request.
         name: String,
         /// Keys with similar names, best first.
         near: Vec<String>,
@@ -30,37 +29,37 @@ pub enum KeysError {
     /// No key matches.
     #[error("no key matches {patterns}; list the keys to see which there are")]
     NothingSelected {
-        /// As asked for, cut short if they are many.
+        /// Patterns from the request, truncated if there are many.
         patterns: String,
     },
     /// A field of the request is malformed.
     #[error("{field}: {message}")]
     InvalidArgument {
-        /// Of the request message.
+        /// Name of the field.
         field: &'static str,
         /// What is wrong with it.
         message: String,
     },
-    /// The request id was used for a change with another content.
+    /// The request id belongs to an earlier change with another content.
     #[error(
         "request_id {request_id:?} was already used for another change; give every change its own id"
     )]
     RequestIdReused {
-        /// As given.
+        /// Request id from the request.
         request_id: String,
     },
-    /// The key is not what the caller saw last.
+    /// The key has changed since the caller read it.
     #[error(
         "key {key}: etag {given:?} is out of date, it is now {current:?} (count {count}); read the key and decide anew"
     )]
     EtagMismatch {
         /// Full name.
         key: String,
-        /// By the caller.
+        /// Etag from the request.
         given: String,
-        /// Of the key now.
+        /// Current etag.
         current: String,
-        /// Of the key now.
+        /// Current count.
         count: i32,
     },
     /// A rule about one key forbids the change.
@@ -68,23 +67,23 @@ pub enum KeysError {
     KeyRefused {
         /// Full name.
         key: String,
-        /// The rule.
+        /// The rule that the change breaks.
         reason: KeyRefusal,
-        /// Sentence and next step.
+        /// What is wrong, and the next step.
         message: String,
     },
-    /// A gate stayed closed up to the deadline.
+    /// A gate stayed closed until the deadline.
     #[error(
         "the guest was busy in all {attempts} attempts, last with {gate}; try again, or allow more time with a later deadline"
     )]
     Busy {
-        /// What was in the way last.
+        /// The last closed gate.
         kind: ClosedGate,
-        /// The same for people.
+        /// Description of the gate.
         gate: String,
-        /// Made before the deadline.
+        /// Number of attempts.
         attempts: u32,
-        /// Whether it was in the way of any change, whatever its keys.
+        /// The gate stops every change, whatever its keys.
         every_key: bool,
     },
     /// A vCPU did not stop.
@@ -93,63 +92,64 @@ pub enum KeysError {
         /// Names the late vCPUs.
         message: String,
     },
-    /// A site holds what neither the kernel nor the monitor would have put there.
+    /// A site holds neither of its two encodings.
     #[error("{message}; the key is quarantined: {way_out}")]
     ForeignBytes {
         /// Full name.
         key: String,
         /// Names key, site, and the expected and found bytes.
         message: String,
-        /// What ends the quarantine.
+        /// How the quarantine ends.
         way_out: String,
     },
-    /// Guest memory could not be written or read back. The message says whether the undo was complete.
+    /// Guest memory could not be written or read back. The message says whether the undo is
+    /// complete.
     #[error("{message}")]
     WriteFault {
-        /// Of the engine.
+        /// Message of the engine.
         message: String,
     },
-    /// Without a line in the audit log nothing is changed.
+    /// The audit log cannot be written. Nothing is changed without an intent.
     #[error(
         "the audit log {path} cannot be written ({error}), so nothing was changed; make room or repair it"
     )]
     AuditLogUnwritable {
-        /// Of the log.
+        /// Path of the log.
         path: String,
-        /// Of the operating system.
+        /// The I/O error.
         error: String,
     },
-    /// No hold has that id.
+    /// No hold has this id.
     #[error("no hold has the id {id:?}: it is released, expired or void; list the holds")]
     HoldNotFound {
-        /// As asked for.
+        /// Id from the request.
         id: String,
     },
-    /// The client is gone or its deadline has passed before anything was changed.
+    /// The caller left, or its deadline passed, before anything was changed.
     #[error("the call was cancelled or its deadline passed before anything was changed")]
     Cancelled,
-    /// Too many calls wait for their turn.
+    /// The command queue is full.
     #[error("{waiting} changes already wait for their turn on this guest; try again later")]
     QueueFull {
         /// Capacity of the queue.
         waiting: usize,
     },
-    /// The first revision asked for is no longer kept.
+    /// The first requested revision is no longer kept.
     #[error(
         "revision {wanted} is no longer kept, the oldest is {oldest}; list the keys and watch from the list's revision + 1"
     )]
     Compacted {
-        /// By the caller.
+        /// Revision from the request.
         wanted: u64,
-        /// That is still kept.
+        /// Oldest revision that is kept.
         oldest: u64,
     },
-    /// The first revision asked for is far ahead.
+    /// The first requested revision lies in the future.
     #[error("revision {wanted} has not happened yet, the next one is {next}; watch from there")]
     RevisionInFuture {
-        /// By the caller.
+        /// Revision from the request.
         wanted: u64,
-        /// That will be told.
+        /// Next revision.
         next: u64,
     },
     /// The watcher reads too slowly.
@@ -160,12 +160,12 @@ pub enum KeysError {
         /// First revision that was not sent.
         missed: u64,
     },
-    /// No plan has that id.
+    /// No plan has this id.
     #[error(
         "no plan is named {plan_id:?}: it expired, was discarded, died with its registration, or another incarnation made it; prepare the change again"
     )]
     PlanNotFound {
-        /// As asked for, cut short if it is longer than any id.
+        /// Id from the request, truncated to the length of an id.
         plan_id: String,
     },
     /// Another principal prepared the plan.
@@ -173,48 +173,49 @@ pub enum KeysError {
         "plan {plan_id} was prepared by another principal, who alone may commit or discard it; prepare the change yourself"
     )]
     PlanNotOwned {
-        /// Of the plan.
+        /// Plan id.
         plan_id: String,
     },
-    /// The plan is not what a plan of the same change would be now, or not what the caller reviewed.
+    /// The plan differs from what a plan of the same change would be now, or from what the caller
+    /// reviewed.
     #[error("plan {plan_id} is out of date: {why}; prepare the change again")]
     PlanStale {
-        /// Of the plan.
+        /// Plan id.
         plan_id: String,
         /// What differs.
         why: String,
     },
-    /// Too many plans, or too large ones, are kept.
+    /// Too many plans are kept, or they take too much memory.
     #[error(
         "{plans} plans with {} KiB are kept and this one takes {} KiB, of {} plans and {} MiB at most; commit or discard some, or prepare fewer keys",
         .bytes >> 10, .needed >> 10, .max_plans, .max_bytes >> 20
     )]
     TooManyPlans {
-        /// Kept, without this one.
+        /// Plans that are kept.
         plans: usize,
-        /// That they take.
+        /// Bytes that they take.
         bytes: usize,
-        /// That this one takes.
+        /// Bytes that this plan takes.
         needed: usize,
-        /// Limit.
+        /// Maximum number of plans.
         max_plans: usize,
-        /// Limit.
+        /// Maximum number of bytes.
         max_bytes: usize,
     },
-    /// The monitor itself has failed. Whether the change was made is not known.
+    /// The monitor itself failed. It is unknown whether the change was made.
     #[error("{message}")]
     Internal {
         /// What failed, and the next step.
         message: String,
     },
-    /// The caller's revision was given out by another process.
+    /// Another process assigned the caller's revision.
     #[error(
         "the revision belongs to incarnation {given:?}, and this guest is served by incarnation {current}; list the keys again"
     )]
     IncarnationChanged {
-        /// By the caller, cut short.
+        /// Incarnation from the request, truncated.
         given: String,
-        /// Of this process.
+        /// Incarnation of this process.
         current: String,
     },
     /// The guest has ended.
@@ -225,7 +226,7 @@ pub enum KeysError {
         "the guest is paused and cannot act on its power button; resume it first, or cut its power"
     )]
     GuestPaused,
-    /// The guest was asked to shut itself down, and runs on.
+    /// The guest was asked to shut down and is still running.
     #[error(
         "the guest has not powered off within {waited:?}: {}; it runs on, allow more time or cut its power",
         match seen {
@@ -234,38 +235,38 @@ pub enum KeysError {
         }
     )]
     NotPoweredOff {
-        /// For the guest.
+        /// Time that the guest had.
         waited: Duration,
-        /// Whether the guest's kernel noticed that it was asked.
+        /// Whether the guest's kernel saw the power button.
         seen: bool,
     },
 }
 
-/// The rules about one key.
+/// Rules that forbid a change of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyRefusal {
     /// The kernel would WARN about the op at this count.
     WouldWarn,
-    /// The key lies in `ro_after_init` data.
+    /// The key lies in `__ro_after_init` data.
     Sealed,
-    /// The key needs permission at the monitor's start and in the call.
+    /// The key is guarded: the monitor and the call must both permit it.
     Guarded,
     /// The key is quarantined.
     Quarantined,
     /// The tracepoint cannot be fired or parked by its key.
     Tracepoint,
-    /// The caller holds no reference that the op could drop.
+    /// The caller holds no reference that the op may drop.
     NotHolder,
     /// The monitor cannot say where the vCPUs stopped.
     VcpusUnknown,
-    /// The registered tables contradict each other.
+    /// The registered tables are inconsistent.
     TableRefused,
-    /// A module that has the key, or uses it, is not registered.
+    /// A module that defines or uses the key is not registered.
     ModuleRefused,
 }
 
 impl KeyRefusal {
-    /// The name of the reason, as in `patchbay.v1.ErrorReason`.
+    /// Name in `patchbay.v1.ErrorReason`.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -283,7 +284,7 @@ impl KeyRefusal {
 }
 
 impl KeysError {
-    /// Whether trying again at once may help, and after how long.
+    /// Time after which a retry may succeed; `None` if a retry cannot help.
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Busy { .. } => Some(Duration::from_millis(10)),
@@ -292,7 +293,7 @@ impl KeysError {
         }
     }
 
-    /// Whether the same change of other keys would have failed as well.
+    /// Whether the error is independent of the keys of the change.
     pub fn is_of_every_key(&self) -> bool {
         match self {
             Self::Busy { every_key, .. } => *every_key,

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How long a change will stop the guest, from what earlier changes took.
+//! Predicts how long a change stops the guest, from earlier changes.
 
 use std::time::Duration;
 
 use super::PauseTimes;
 
-/// Weight that all earlier pauses keep with each new one: the last ten or so decide.
+/// Weight that earlier pauses keep when a pause is added: about the last ten decide.
 const DECAY: f64 = 0.9;
 
-/// A line through the pauses so far, by sites, the newest weighing most.
+/// A line fitted to pause time over number of sites, weighted towards recent pauses.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PauseEstimate {
     weight: f64,
@@ -21,7 +21,7 @@ pub(super) struct PauseEstimate {
 }
 
 impl PauseEstimate {
-    /// A change of so many sites took this long.
+    /// Adds the pause of a change of `sites` sites.
     pub fn observe(&mut self, times: PauseTimes, sites: u32) {
         let seconds = (times.stop + times.patch + times.resume).as_secs_f64();
         let earlier = self.weight * DECAY;
@@ -34,14 +34,15 @@ impl PauseEstimate {
         self.product = self.product * DECAY + share * x * y;
     }
 
-    /// The pause of a change of so many sites; `None` if there was none yet.
+    /// Predicted pause of a change of `sites` sites; `None` before the first pause.
     pub fn predict(&self, sites: usize) -> Option<Duration> {
         if self.weight == 0.0 {
             return None;
         }
         let sites = f64::from(u32::try_from(sites).unwrap_or(u32::MAX));
-        // Changes of equally many sites say nothing of what one site costs: the whole pause in
-        // proportion is the most that it can be.
+        // When all changes had equally many sites, the cost of one site is unknown. The mean pause
+        // scaled by
+        // the sites is an upper bound.
         let per_site = if self.sites_squared > 0.0 {
             (self.product / self.sites_squared).max(0.0)
         } else if sites > self.sites {
@@ -50,7 +51,7 @@ impl PauseEstimate {
             0.0
         };
         let seconds = self.seconds + per_site * (sites - self.sites);
-        // A line through long pauses may pass below zero at its short end.
+        // A line fitted to long pauses may go below zero for few sites.
         Duration::try_from_secs_f64(seconds.max(0.0)).ok()
     }
 }
@@ -97,7 +98,7 @@ mod tests {
         assert_near(&estimate, 8, 160.0);
     }
 
-    /// The guest is moved to another host, or its vCPUs begin to do something else.
+    /// The guest moves to another host, or its vCPUs change their load.
     #[test]
     fn what_was_long_ago_is_forgotten() {
         let mut estimate = PauseEstimate::default();
@@ -109,7 +110,7 @@ mod tests {
         assert_near(&estimate, 1, 80.0);
     }
 
-    /// Longer pauses with fewer sites are noise.
+    /// Long pauses with few sites are outliers.
     #[test]
     fn no_prediction_is_negative() {
         let mut estimate = PauseEstimate::default();

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Releases holds that have expired.
 //!
-//! All that is due goes in one transaction, but for tracepoints, which have a gate of their own. If a
-//! key is in the way, the lot is halved until the key is alone; the others of its lot are released
-//! first. Between two lots the thread serves a command. What cannot be released is tried again, each
-//! time twice as late, and is logged as a warning the first time.
+//! Expired holds are released in one transaction, except tracepoints, which have a gate of their
+//! own.
+//! If a key is in the way, the batch is halved until the key is alone; the other keys of the batch
+//! go
+//! first. Between two batches the thread serves a command. A key that cannot be released is retried
+//! with a delay that doubles each time. The first failure is logged as a warning.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,29 +15,29 @@ use static_keys::{Class, Op};
 
 use super::draft::{Drops, Terms};
 use super::error::KeysError;
+use super::executor::Executor;
 use super::flip::Transaction;
 use super::holds::{Hold, KeyInstance};
-use super::owner::Owner;
 use super::registry::Registration;
 use super::standstill::Standstill;
 use super::{KeyUpdate, MAX_UPDATES, Target};
 use crate::guest::Guest;
 use crate::log_limit::limited;
 
-/// The principal of what the service does by itself.
+/// Principal of changes that the service makes by itself.
 const MONITOR: &str = "monitor";
-/// Longest that a lot of expired holds may wait for a busy guest, and others for the lot.
+/// Longest time that a batch of expired holds waits for a busy guest.
 const BUDGET: Duration = Duration::from_millis(200);
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Keys with expired holds that are being released, in lots that are tried one by one.
+/// Keys with expired holds, in batches that are tried one by one.
 #[derive(Debug, Default)]
 pub(super) struct Expiries {
     lots: Vec<Vec<KeyInstance>>,
 }
 
-impl<G: Guest> Owner<G> {
-    /// How long until the next lot is to be tried.
+impl<G: Guest> Executor<G> {
+    /// Time until the next batch is tried.
     pub(super) fn next_expiry(&self) -> Option<Duration> {
         if !self.expiries.lots.is_empty() {
             return Some(Duration::ZERO);
@@ -44,7 +46,7 @@ impl<G: Guest> Owner<G> {
         Some(at.saturating_duration_since(self.shared.clock.now()))
     }
 
-    /// Tries one lot, if there is one.
+    /// Tries one batch, if one is due.
     pub(super) fn expire(&mut self, standstill: &mut Standstill<'_, G>) {
         let now = self.shared.clock.now();
         if self.expiries.lots.is_empty() {
@@ -64,7 +66,7 @@ impl<G: Guest> Owner<G> {
         self.put_off(&lot, now, &error.to_string());
     }
 
-    /// Makes lots of what is due.
+    /// Splits the keys that are due into batches.
     fn collect(&mut self, now: Instant) {
         let due = self.shared.book().holds.due(now);
         if due.is_empty() {
@@ -106,7 +108,7 @@ impl<G: Guest> Owner<G> {
         }
     }
 
-    /// Releases the holds on these keys that have expired and that the guest has not voided.
+    /// Releases the expired holds on these keys, without those that the guest has voided.
     fn release_expired(
         &mut self,
         lot: &[KeyInstance],
@@ -122,7 +124,7 @@ impl<G: Guest> Owner<G> {
                 waiting.push(key);
                 continue;
             }
-            // What does not fit is still due, and makes the next lot.
+            // The rest stays due and makes the next batch.
             let room = MAX_UPDATES - updates.len();
             let expired = |hold: &Hold| hold.has_expired(now);
             updates.extend(self.releases(&snapshot.registration, key, room, expired));
@@ -135,7 +137,7 @@ impl<G: Guest> Owner<G> {
             updates: &updates,
             terms: Terms::new(MONITOR, "the hold expired", Drops::Expired(now), None),
             plan: None,
-            // Permission was given when the hold was taken.
+            // The hold was taken with this permission.
             allow_guarded: true,
             validate_only: false,
             stop_timeout: STOP_TIMEOUT,
@@ -146,8 +148,9 @@ impl<G: Guest> Owner<G> {
         self.transact(&transaction, standstill, || false).map(drop)
     }
 
-    /// An update for each reference on a key that `which` has and the guest has not voided, at most so
-    /// many; none if the key is gone.
+    /// One update for each reference on the key that `which` selects and the guest has not voided,
+    /// at most
+    /// `most`; none if the key is gone.
     pub(super) fn releases(
         &self,
         registration: &Registration,
@@ -163,16 +166,17 @@ impl<G: Guest> Owner<G> {
             .and_then(|key| Some((key, registration.state(&memory, key)?)));
         let mut book = self.shared.book();
         let Some((key, state)) = found else {
-            // Its references have gone with it.
+            // The references went with the key.
             book.holds.forget(instance);
             return Vec::new();
         };
         let references = match state.count {
-            // The guest takes the first reference just now. The plan will find it so, and wait.
+            // The guest is taking the first reference (count -1). The plan finds the gate closed
+            // and waits.
             ..0 => 1,
             _ => book.holds.follow_guest(instance, &state, which),
         };
-        // Tracepoints are on or off.
+        // A tracepoint's key is on or off: one update ends all its references.
         let (op, references) = match key.class {
             Class::Tracepoint => (Op::Disable, references.min(1)),
             Class::Ref | Class::Guarded => (Op::Dec, references),

@@ -14,8 +14,8 @@ use super::address_space::{KernelMemory, Place};
 use super::audit::IntendedPlan;
 use super::draft::{Draft, Terms};
 use super::error::{KeyRefusal, KeysError};
+use super::executor::Executor;
 use super::holds::KeyInstance;
-use super::owner::Owner;
 use super::registry::{Registration, Snapshot};
 use super::standstill::Standstill;
 use super::{
@@ -24,7 +24,7 @@ use super::{
 use crate::guest::{Guest, PausedGuest};
 use crate::log_limit::limited;
 
-/// What is asked for.
+/// A change of keys.
 pub(super) struct Transaction<'a> {
     pub updates: &'a [KeyUpdate],
     pub terms: Terms,
@@ -38,25 +38,25 @@ pub(super) struct Transaction<'a> {
     pub summary_only: bool,
 }
 
-/// How an attempt ended that was not refused.
+/// How an attempt that was not refused ended.
 pub(super) enum Attempt<T> {
     Done(T),
-    /// Another attempt may find it gone.
+    /// The guest was busy. Another attempt may succeed.
     Busy(InTheWay),
 }
 
-/// What was in the way of an attempt.
+/// What stopped an attempt.
 pub(super) struct InTheWay {
     pub kind: ClosedGate,
     pub name: String,
-    /// Of any change, whatever its keys.
+    /// It stops every change, whatever its keys.
     pub every_key: bool,
-    /// Only another plan may find it gone.
+    /// Another attempt with the same plan cannot succeed: it takes a new plan.
     pub outdates_plan: bool,
 }
 
 impl InTheWay {
-    /// The error after so many attempts.
+    /// The error after this many attempts.
     pub(super) fn busy_in(self, attempts: u32) -> KeysError {
         KeysError::Busy {
             kind: self.kind,
@@ -82,16 +82,16 @@ impl From<&Busy> for InTheWay {
 pub(super) struct Flip {
     /// One per key, in the order of its first op.
     pub changes: Vec<KeyChange>,
-    /// The same keys, for as long as they exist.
+    /// The same keys, as instances that outlive the registration.
     pub keys: Vec<KeyInstance>,
     pub draft: Draft,
-    /// Keys that selections matched and left out.
+    /// Keys that a selection matched and left out.
     pub left_out: usize,
-    /// None if it was only validated. `attempts` is left to the owner.
+    /// `None` if the change was only validated. The executor fills in `attempts`.
     pub report: Option<FlipReport>,
 }
 
-/// Why the guest runs on without the change: as it was found, to be worded once it runs.
+/// Why the change was not made. It is formatted only after the guest runs again.
 #[derive(Debug, thiserror::Error)]
 enum Obstacle {
     /// The registration has changed since the plan.
@@ -99,7 +99,7 @@ enum Obstacle {
     Version,
     #[error("a breakpoint exception is pending on a vCPU: the guest patches its text")]
     Breakpoint,
-    /// Trying again does not help.
+    /// A retry does not help.
     #[error(
         "the guest's monitor cannot tell where the vCPUs stopped; change the key from inside the guest"
     )]
@@ -108,16 +108,17 @@ enum Obstacle {
     Verify(VerifyError),
     #[error(transparent)]
     Commit(CommitError),
-    /// Only a stopped guest can be without what was changed.
+    /// The guest relies on references that were taken: they can be dropped only while it is
+    /// stopped.
     #[error("the guest counts on key {key}; {} references are left over", .left.len())]
     Entangled { key: Arc<str>, left: Vec<Update> },
-    /// What was written does not stay.
+    /// A write did not persist.
     #[error("{why}")]
     Lost { why: String, undo: Undo },
 }
 
 impl Obstacle {
-    /// A vCPU may stand before half an instruction.
+    /// A vCPU may be inside a site.
     fn is_undone_in_part(&self) -> bool {
         match self {
             Self::Commit(error) => error.undo != Undo::Complete,
@@ -137,8 +138,8 @@ impl From<RunningError> for Obstacle {
     }
 }
 
-impl<G: Guest> Owner<G> {
-    /// One way from check to report.
+impl<G: Guest> Executor<G> {
+    /// The single path from check to report.
     pub(super) fn attempt(
         &mut self,
         transaction: &Transaction<'_>,
@@ -166,7 +167,7 @@ impl<G: Guest> Owner<G> {
         )
     }
 
-    /// The registration as it is now. Holds on keys that are gone are forgotten.
+    /// The current registration. Drops holds on keys that are gone.
     pub(super) fn snapshot(&mut self) -> Result<Snapshot, KeysError> {
         if self.guest.has_ended() {
             return Err(KeysError::GuestStopped);
@@ -181,7 +182,7 @@ impl<G: Guest> Owner<G> {
         Ok(snapshot)
     }
 
-    /// Makes a plan; what was in the way if the guest runs on without the change.
+    /// Makes a plan's change. Returns what stopped it if the guest was busy.
     pub(super) fn change(
         &self,
         transaction: &Transaction<'_>,
@@ -252,7 +253,7 @@ impl<G: Guest> Owner<G> {
         }))
     }
 
-    /// Makes a plan: beside the running guest if it needs no pause, else by pause, verify, commit,
+    /// Makes a plan's change: without a pause if none is needed, else by pause, verify, commit and
     /// resume.
     fn make(
         &self,
@@ -278,18 +279,19 @@ impl<G: Guest> Owner<G> {
                 made.map(|outcome| flip_report(outcome, Duration::ZERO, patch, Duration::ZERO))
             );
         }
-        // A look at the running guest: what has changed since the plan was made costs it no stop.
+        // Verify against the running guest first: a plan that is already out of date then costs no
+        // stop.
         if let Err(error @ VerifyError::Busy(_)) = plan.verify_running(memory) {
             return Ok(Err(Obstacle::Verify(error)));
         }
         let paused = standstill.pause(patience)?;
-        // From here to the drop the guest stands still: nothing that allocates, logs or takes a lock.
+        // From here to the drop the guest is stopped: no allocation, no logging, no lock.
         let stopped = Instant::now();
         let made = self.verify_and_commit(snapshot, memory, plan, &paused);
         let patched = Instant::now();
         let stop = paused.stop_time();
         if made.as_ref().is_err_and(Obstacle::is_undone_in_part) {
-            // A vCPU may stand before half an instruction.
+            // A vCPU may be inside a site.
             standstill.hold(paused, None);
             self.shared.set_pause(PauseState::UntilResumed);
         } else {
@@ -326,13 +328,14 @@ impl<G: Guest> Owner<G> {
         }
     }
 
-    /// Whether the guest is stopped for a plan. A change of counts alone runs beside the guest, if the
-    /// memory can exchange words and no table goes away meanwhile.
+    /// Whether a plan stops the guest. A change of counts alone does not, if the memory has atomic
+    /// exchange
+    /// and no table can go away meanwhile.
     fn stops_for(&self, plan: &Plan<Place>, registration: &Registration) -> bool {
         plan.needs_pause() || !registration.promises.fence || !self.guest.ram().can_exchange()
     }
 
-    /// Puts the key of foreign bytes out of reach.
+    /// Quarantines the key whose site has foreign bytes.
     fn foreign_bytes(&self, registration: &Registration, error: &VerifyError) -> KeysError {
         let message = error.to_string();
         let name = match error {
@@ -348,8 +351,9 @@ impl<G: Guest> Owner<G> {
         }
     }
 
-    /// Words a commit that failed. If it could not be undone, the keys are put out of reach; if it had
-    /// stopped the guest, that is held by now.
+    /// Formats a failed commit. If the undo is incomplete, quarantines the keys; a guest that was
+    /// stopped is
+    /// held paused.
     fn write_fault(
         &self,
         registration: &Registration,
@@ -374,7 +378,7 @@ impl<G: Guest> Owner<G> {
         KeysError::WriteFault { message }
     }
 
-    /// Puts keys out of reach.
+    /// Quarantines keys.
     fn quarantine<'a>(
         &self,
         registration: &Registration,
@@ -404,7 +408,7 @@ impl<G: Guest> Owner<G> {
     }
 }
 
-/// What ends the quarantine of a key of this module, or of the kernel's.
+/// How the quarantine of a key of this module, or of the kernel image, ends.
 pub(super) fn way_out(module: &str) -> String {
     match module {
         "" => "find out what patches the kernel, and restart the guest".to_owned(),
@@ -414,7 +418,7 @@ pub(super) fn way_out(module: &str) -> String {
     }
 }
 
-/// Words a refusal of the engine.
+/// Converts an error of the engine.
 pub(super) fn refused(error: &PlanError) -> KeysError {
     let (key, reason) = match error {
         PlanError::Guarded { key } => (key.to_string(), KeyRefusal::Guarded),

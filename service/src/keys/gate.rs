@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What was in the way of a change, for programs to decide on.
+//! What stopped a change, as an enum for programs.
 
 use static_keys::{Busy, Gate, GateKind};
 
-/// Each opens by itself; the change may be tried again.
+/// Each gate opens by itself; the change can be retried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClosedGate {
     /// `system_state` is not `SYSTEM_RUNNING`.
@@ -32,7 +32,7 @@ pub enum ClosedGate {
     Memory,
     /// A pause is under way already.
     Pause,
-    /// A gate of the guest's kernel that only the guest has a name for.
+    /// A gate of the guest's kernel that has no number here.
     Other,
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Lists holds, page by page.
+//! Lists holds in pages.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -15,39 +15,39 @@ use super::{Incarnation, Keys, Patterns, hold_id};
 /// Which holds to list.
 #[derive(Clone, Debug, Default)]
 pub struct HoldQuery {
-    /// At least 1.
+    /// Page size, at least 1.
     pub page_size: usize,
-    /// Of the page before; empty for the first.
+    /// Page token; empty for the first page.
     pub page_token: String,
-    /// By the name of the key.
+    /// Glob patterns of key names.
     pub patterns: Patterns,
-    /// Only this principal's; all if empty.
+    /// Only holds of this principal; empty for all.
     pub holder: String,
 }
 
-/// A page of holds, by key and number.
+/// A page of holds, ordered by key and number.
 #[derive(Clone, Debug, Default)]
 pub struct HoldPage {
-    /// At most as many as the query asks for.
+    /// At most the page size.
     pub holds: Vec<HoldView>,
-    /// Empty on the last page.
+    /// Next page token; empty on the last page.
     pub next_page_token: String,
 }
 
 /// A hold as it is listed.
 #[derive(Clone, Debug)]
 pub struct HoldView {
-    /// Names it in other calls.
+    /// Hold id.
     pub id: String,
     /// "name" or "module:name".
     pub key: Arc<str>,
     /// The principal that took the references.
     pub holder: Arc<str>,
-    /// As the holder gave it.
+    /// Reason that the holder gave.
     pub reason: Arc<str>,
-    /// At least 1.
+    /// Number of references, at least 1.
     pub references: u32,
-    /// When the first was taken.
+    /// When the first reference was taken.
     pub since: SystemTime,
     /// `None` if it does not expire.
     pub expires_at: Option<SystemTime>,
@@ -72,7 +72,7 @@ impl HoldView {
 }
 
 impl Keys {
-    /// One page of holds, also of those on keys that are not registered at the moment.
+    /// Lists one page of holds, including those on keys that are not registered at the moment.
     ///
     /// # Errors
     /// [`KeysError::InvalidArgument`] for a page token of another incarnation.
@@ -123,7 +123,7 @@ impl Keys {
         Ok(page)
     }
 
-    /// Principals that hold a key, as far as the guest has not voided that.
+    /// Principals that hold a key, without holds that the guest has voided.
     pub(crate) fn holders(&self, registration: &Registration, name: &str) -> Vec<Arc<str>> {
         let Some(key) = registration.catalog.find(name) else {
             return Vec::new();
@@ -141,7 +141,7 @@ impl Keys {
         holders
     }
 
-    /// Keys that this principal holds, or held before the guest voided that.
+    /// Keys that this principal holds, including those whose holds the guest has voided.
     pub(crate) fn held_keys(&self, holder: &str) -> Vec<Arc<str>> {
         let live = self.shared.registry.live_epochs();
         let book = self.shared.book();
@@ -153,7 +153,7 @@ impl Keys {
         held.map(|(_, holds)| Arc::clone(holds.name())).collect()
     }
 
-    /// Leaves out what the guest has voided, if the key can be read now.
+    /// Drops the holds that the guest has voided, if the key is readable.
     fn follow_guest(
         &self,
         registration: &Registration,
@@ -165,14 +165,14 @@ impl Keys {
         };
         let key = registration.catalog.key(instance.id);
         let state = key.and_then(|key| registration.state(&registration.memory(ram), key));
-        // A negative count: the guest takes the first reference just now.
+        // A negative count: the guest is taking the first reference.
         if let Some(state) = state.filter(|state| state.count >= 0) {
             holds.follow_guest(&state);
         }
     }
 }
 
-/// "id.key": the page goes on after that hold, whatever came or went meanwhile.
+/// "id.key": the next page starts after this hold, even if holds came or went meanwhile.
 fn parse_position<'a>(
     incarnation: &Incarnation,
     token: &'a str,

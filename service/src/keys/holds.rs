@@ -16,56 +16,56 @@ use static_keys::{KeyId, Probes};
 
 pub use self::key::KeyHolds;
 
-/// When an expired hold that could not be released is tried again: first, and at the most.
+/// Delay before an expired hold is retried: first and maximum.
 const FIRST_RETRY: Duration = Duration::from_secs(1);
 const LAST_RETRY: Duration = Duration::from_secs(64);
 
-/// A key for as long as it exists: another module loaded at the same address has other keys.
+/// A key for as long as it exists. Another module at the same address has other instances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct KeyInstance {
-    /// Number of the registration or module load that brought the key; never used twice.
+    /// Number of the registration or module load that defines the key. Never reused.
     pub epoch: u64,
-    /// The key.
+    /// Index of the key.
     pub id: KeyId,
 }
 
-/// What the guest's memory says of a key that decides on its holds.
+/// The state in guest memory that decides about a key's holds.
 #[derive(Clone, Copy, Debug)]
 pub struct KeyState {
     /// The raw count.
     pub count: i32,
     /// The key is a tracepoint's: its holds share one reference.
     pub tracepoint: bool,
-    /// For whom the tracepoint fires; `None` for other keys.
+    /// Probes attached to the tracepoint; `None` for other keys.
     pub probes: Option<Probes>,
 }
 
 /// References of one holder on one key with the same reason and expiry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hold {
-    /// In its id; 0 until the transaction that takes it is made. Never used twice.
+    /// Number in its id; 0 until the transaction that takes it is made. Never reused.
     pub number: u64,
-    /// The principal that took them.
+    /// The principal that took the references.
     pub holder: Arc<str>,
-    /// As the holder gave it.
+    /// Reason that the holder gave.
     pub reason: Arc<str>,
-    /// At least 1.
+    /// Number of references, at least 1.
     pub references: u32,
-    /// When the first was taken.
+    /// When the first reference was taken.
     pub since: SystemTime,
-    /// For the service's clock and for people.
+    /// By the service's clock, and as wall-clock time.
     pub expires: Option<(Instant, SystemTime)>,
-    /// Taken by firing an armed event: for the agent's probe, whoever else attaches one.
+    /// Taken by firing an armed event: it is for the agent's probe, whatever other probes exist.
     pub fired: bool,
 }
 
 impl Hold {
-    /// Whether its time is over.
+    /// Whether the hold has expired.
     pub fn has_expired(&self, now: Instant) -> bool {
         self.expires.is_some_and(|(at, _)| at <= now)
     }
 
-    /// Whether the references of both make one hold.
+    /// Whether the references of both can be one hold.
     fn is_like(&self, other: &Self) -> bool {
         self.holder == other.holder
             && self.fired == other.fired
@@ -76,7 +76,7 @@ impl Hold {
 /// All holds.
 #[derive(Clone, Debug, Default)]
 pub struct Holds {
-    /// None is empty.
+    /// No entry is empty.
     by_key: HashMap<KeyInstance, KeyHolds, RandomState>,
     /// Number of the newest hold.
     newest: u64,
@@ -88,23 +88,23 @@ impl Holds {
         self.get(key).map_or(&[], KeyHolds::as_slice)
     }
 
-    /// The same, with the key's name.
+    /// Holds on one key, with the key's name.
     pub fn get(&self, key: KeyInstance) -> Option<&KeyHolds> {
         self.by_key.get(&key)
     }
 
-    /// Each key that has holds.
+    /// The keys that have holds.
     pub fn iter(&self) -> impl Iterator<Item = (KeyInstance, &KeyHolds)> {
         self.by_key.iter().map(|(key, holds)| (*key, holds))
     }
 
-    /// The same, to be changed and put back with [`Holds::put`].
+    /// A copy of the holds on a key, to be changed and put back with [`Holds::put`].
     pub fn copy(&self, key: KeyInstance) -> KeyHolds {
         self.by_key.get(&key).cloned().unwrap_or_default()
     }
 
-    /// Replaces the holds on one key, which has just been changed, and numbers new ones. What was in
-    /// the way of an expiry is not any more.
+    /// Replaces the holds on a key that was just changed, numbers new ones, and clears a failed
+    /// expiry.
     pub fn put(&mut self, key: KeyInstance, mut holds: KeyHolds) {
         if holds.as_slice().is_empty() {
             self.by_key.remove(&key);
@@ -115,12 +115,12 @@ impl Holds {
         self.by_key.insert(key, holds);
     }
 
-    /// References held on `key` by anyone.
+    /// Number of references on `key` in all holds.
     pub fn references(&self, key: KeyInstance) -> u32 {
         self.of(key).iter().map(|hold| hold.references).sum()
     }
 
-    /// The keys of these holds. Holds that are no more are left out.
+    /// The keys of these holds. Unknown holds are skipped.
     pub fn find(&self, numbers: &HashSet<u64>) -> HashMap<u64, KeyInstance> {
         let all = self.iter();
         let numbered = all.flat_map(|(key, holds)| {
@@ -132,22 +132,22 @@ impl Holds {
             .collect()
     }
 
-    /// Forgets holds on keys that are no more.
+    /// Drops holds on keys that no longer exist.
     pub fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) {
         self.by_key.retain(|key, _| exists(*key));
     }
 
-    /// Forgets the holds on one key.
+    /// Drops the holds on one key.
     pub fn forget(&mut self, key: KeyInstance) {
         self.by_key.remove(&key);
     }
 
-    /// When expired holds are next to be released.
+    /// When the next expired hold is due.
     pub fn next_due(&self) -> Option<Instant> {
         self.by_key.values().filter_map(KeyHolds::due).min()
     }
 
-    /// Keys of which expired holds are to be released now.
+    /// Keys with expired holds that are due now.
     pub fn due(&self, now: Instant) -> Vec<KeyInstance> {
         let is_due = |holds: &KeyHolds| holds.due().is_some_and(|at| at <= now);
         let due = self.by_key.iter().filter(|(_, holds)| is_due(holds));
@@ -156,7 +156,9 @@ impl Holds {
         keys
     }
 
-    /// Forgets what the guest has voided on `key`, and returns the references left that `which` has.
+    /// Drops the holds that the guest has voided on `key`; returns the number of references that
+    /// `which`
+    /// selects.
     pub fn follow_guest(
         &mut self,
         key: KeyInstance,
@@ -175,8 +177,9 @@ impl Holds {
         references
     }
 
-    /// Tries a key's expired holds again later, and each time twice as late; whether this is the
-    /// first time.
+    /// Schedules a retry of a key's expired holds with twice the delay. Returns whether this is the
+    /// first
+    /// failure.
     pub fn put_off(&mut self, key: KeyInstance, now: Instant) -> bool {
         let holds = self.by_key.get_mut(&key);
         holds.is_some_and(|holds| holds.put_off(now))

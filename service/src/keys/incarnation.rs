@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which process a revision, an etag, a hold or a plan belongs to.
+//! The process that a revision, an etag, a hold or a plan belongs to.
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 
-/// A random name of this process's service of one guest. What another incarnation gave out means
-/// nothing to this one.
+/// Random name of this process's service of one guest. Ids from another incarnation are invalid
+/// here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Incarnation(String);
 
 impl Incarnation {
     pub(super) fn new() -> Self {
-        // The standard library seeds each RandomState differently from the system's random numbers.
+        // The standard library seeds each RandomState from the system's random numbers.
         let word = |of: u8| RandomState::new().hash_one(of);
         Self(format!("{:016x}{:016x}", word(0), word(1)))
     }
@@ -22,7 +22,7 @@ impl Incarnation {
         &self.0
     }
 
-    /// The first 8 digits, for ids that carry more.
+    /// The first 8 digits, for ids.
     pub(super) fn short(&self) -> &str {
         &self.0[..8]
     }

@@ -13,61 +13,61 @@ use tokio::sync::watch;
 use super::Quarantine;
 use super::error::KeysError;
 
-/// What one transaction, registration or module event did.
+/// The events of one transaction, registration or module request.
 #[derive(Debug)]
 pub struct Revision {
-    /// Counts up from 1 without gaps.
+    /// Revision. It counts up from 1 without gaps.
     pub number: u64,
-    /// When it was appended.
+    /// Wall-clock time of the change.
     pub time: SystemTime,
     /// At least one.
     pub events: Vec<Event>,
 }
 
-/// What happened to one key, or to the keys of an image.
+/// A change of one key, or of the keys of an image.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// The service changed the key's count.
+    /// A client or an expiry changed the key's count.
     Changed {
         /// Full name.
         key: Arc<str>,
-        /// After the change.
+        /// Count after the change.
         count: i32,
-        /// Who changed it.
+        /// Principal, reason and request id.
         by: Arc<Author>,
     },
-    /// The keys of a module, or of the kernel image if that is empty, came.
+    /// Keys of a module, or of the kernel image if the name is empty, were added.
     Added {
-        /// Its name.
+        /// Name of the module.
         module: String,
     },
-    /// The keys of a module, or all if that is empty, went.
+    /// Keys of a module, or all keys if the name is empty, were removed.
     Removed {
-        /// Its name.
+        /// Name of the module.
         module: String,
     },
-    /// The key is not to be changed any more.
+    /// The key is quarantined.
     Quarantined {
         /// Full name.
         key: Arc<str>,
-        /// Until when, and why.
+        /// Cause of the quarantine and how it ends.
         why: Quarantine,
     },
 }
 
-/// Who made a change, and why.
+/// The author of a change.
 #[derive(Debug)]
 pub struct Author {
     /// "uid:0", or "monitor" when a hold expired.
     pub principal: String,
-    /// As the client gave it.
+    /// Reason that the client gave.
     pub reason: String,
-    /// As the client gave it; empty if it gave none.
+    /// Request id; empty if the client gave none.
     pub request_id: String,
 }
 
 impl Event {
-    /// Full name of the key; `None` if the event is about a whole image.
+    /// Full name of the key; `None` if the event is about an image.
     pub fn key(&self) -> Option<&str> {
         match self {
             Self::Changed { key, .. } | Self::Quarantined { key, .. } => Some(key),
@@ -76,12 +76,13 @@ impl Event {
     }
 }
 
-/// How much history is kept.
+/// Bounds of the history.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Revisions.
+    /// Maximum number of revisions.
     pub revisions: usize,
-    /// Events in all kept revisions together, unless the newest revision alone has more.
+    /// Maximum number of events in all revisions together, unless the newest revision alone has
+    /// more.
     pub events: usize,
 }
 
@@ -137,17 +138,17 @@ impl Journal {
                 ring.events -= oldest.events.len();
             }
         }
-        // Under the lock, so that the numbers are announced in their order.
+        // Sent under the lock, so that revisions are announced in order.
         self.latest.send_replace(number);
         number
     }
 
-    /// Number of the newest revision; 0 before the first.
+    /// Newest revision; 0 before the first.
     pub fn latest(&self) -> u64 {
         self.ring().latest
     }
 
-    /// Starts a watch with the revision `start`, or with the next one if that is 0.
+    /// Starts a watch at revision `start`, or at the next one if `start` is 0.
     ///
     /// # Errors
     /// [`KeysError::Compacted`] and [`KeysError::RevisionInFuture`].
@@ -175,7 +176,7 @@ impl Journal {
     }
 
     fn ring(&self) -> std::sync::MutexGuard<'_, Ring> {
-        // Every method leaves the ring whole at each step that can panic.
+        // Each method leaves the ring consistent at every point that can panic.
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -210,7 +211,7 @@ impl Watcher {
     /// Waits for the next revision.
     ///
     /// # Errors
-    /// [`KeysError::WatchTooSlow`] if it is no longer kept.
+    /// [`KeysError::WatchTooSlow`] if the revision is no longer kept.
     pub async fn next(&mut self) -> Result<Arc<Revision>, KeysError> {
         loop {
             self.changed.mark_unchanged();
@@ -224,7 +225,7 @@ impl Watcher {
                     return Err(KeysError::WatchTooSlow { missed: self.next });
                 }
             }
-            // The sender lives in the journal that this watcher keeps alive.
+            // The sender lives in the journal, which this watcher keeps alive.
             if self.changed.changed().await.is_err() {
                 return Err(KeysError::GuestStopped);
             }
@@ -296,7 +297,7 @@ mod tests {
         ));
     }
 
-    /// The ring is bounded by events too, but always keeps its newest revision.
+    /// The number of events bounds the ring too, but the newest revision is always kept.
     #[tokio::test]
     async fn many_events_push_out_old_revisions() {
         let journal = journal(100, 3);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's static keys: what it registered, who holds what, and the one owner of changes.
+//! The guest's static keys: what it registered, who holds what, and the one thread that changes keys.
 //!
 //! ```text
-//!  vCPU threads ── requests ──▶ Registry ── snapshots ──┬──▶ Owner (one thread) ──▶ pause, commit
+//!  vCPU threads ── requests ──▶ Registry ── snapshots ──┬──▶ Executor (one thread) ──▶ pause, commit
 //!                                   │                   │       │  ▲
 //!                                   ▼                   ▼       │  │ commands
 //!  watchers ◀──────────────────  Journal ◀──────────────────────┘  │
@@ -16,6 +16,7 @@ mod clock;
 mod draft;
 mod error;
 mod estimate;
+mod executor;
 mod expiry;
 mod flip;
 mod gate;
@@ -25,7 +26,6 @@ mod incarnation;
 mod journal;
 mod near;
 mod outcome;
-mod owner;
 mod pages;
 mod planning;
 mod plans;
@@ -55,13 +55,13 @@ pub use self::address_space::PageTable;
 use self::audit::AuditFile;
 pub use self::clock::{Clock, SystemClock};
 pub use self::error::{KeyRefusal, KeysError};
+use self::executor::{Command, Executor, Reply};
 pub use self::gate::ClosedGate;
 pub use self::hold_list::{HoldPage, HoldQuery, HoldView};
 pub use self::holds::{Hold, Holds, KeyInstance};
 pub use self::incarnation::Incarnation;
 pub use self::journal::{Author, Event, Journal, Limits, Revision, Watcher};
 pub use self::outcome::{FlipReport, KeyOutcome, PauseTimes, UpdateOutcome, UpdateSummary};
-use self::owner::{Command, Owner, Reply};
 use self::pages::ResultPages;
 pub use self::pages::ResultsPage;
 pub use self::plans::{CommitRequest, DiscardRequest, PrepareOutcome, PrepareRequest};
@@ -75,7 +75,7 @@ pub use self::view::{KeyDetails, KeyPage, KeyView, SiteView};
 use crate::guest::{Guest, Machine};
 use crate::threads::{PlainThreads, ThreadKind, Threads, contain};
 
-/// Commands that wait for the owner; beyond them callers are turned away.
+/// Commands that wait for the executor; beyond them callers are turned away.
 const QUEUE: usize = 256;
 /// Most ops on keys in one transaction.
 pub const MAX_UPDATES: usize = 65_536;
@@ -165,7 +165,7 @@ pub struct UpdateRequest {
     /// In order, at least one.
     pub updates: Vec<KeyUpdate>,
     /// "uid:N".
-    pub owner: String,
+    pub principal: String,
     /// Empty: cannot be repeated.
     pub request_id: String,
     /// Digest of everything but the request id.
@@ -207,13 +207,13 @@ impl UpdateRequest {
     #[must_use]
     pub fn new(
         updates: Vec<KeyUpdate>,
-        owner: String,
+        principal: String,
         stop_timeout: Duration,
         deadline: Instant,
     ) -> Self {
         Self {
             updates,
-            owner,
+            principal,
             request_id: String::new(),
             content: replay::Content::default(),
             validate_only: false,
@@ -273,7 +273,7 @@ pub struct ListQuery {
     pub enabled: Option<bool>,
 }
 
-/// What the owner and the readers share. Locks here are held for a look or a change, never across a
+/// What the executor and the readers share. Locks here are held for a look or a change, never across a
 /// pause.
 struct Shared {
     registry: Arc<Registry>,
@@ -283,11 +283,11 @@ struct Shared {
     incarnation: Incarnation,
     pause: watch::Sender<PauseState>,
     pages: Mutex<ResultPages>,
-    /// Set when the owner thread has ended: empty, or why it failed.
+    /// Set when the executor thread has ended: empty, or why it failed.
     ended: watch::Sender<Option<String>>,
 }
 
-/// What is remembered about keys; only the owner changes it.
+/// What is remembered about keys; only the executor changes it.
 #[derive(Debug, Default)]
 struct Book {
     holds: Holds,
@@ -313,7 +313,7 @@ impl Book {
 
 impl Shared {
     fn book(&self) -> MutexGuard<'_, Book> {
-        // The owner replaces whole values under this lock.
+        // The executor replaces whole values under this lock.
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -327,7 +327,7 @@ impl Shared {
     }
 }
 
-/// Handle to the keys of one guest. Clones share it; the owner thread ends with the last.
+/// Handle to the keys of one guest. Clones share it; the executor thread ends with the last.
 #[derive(Clone)]
 pub struct Keys {
     shared: Arc<Shared>,
@@ -336,7 +336,7 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// Starts the owner thread. `registry` must be the one that answers this guest's requests.
+    /// Starts the executor thread. `registry` must be the one that answers this guest's requests.
     ///
     /// # Errors
     /// If the thread cannot be started.
@@ -357,7 +357,7 @@ impl Keys {
             ended: watch::Sender::new(None),
         });
         let (commands, receiver) = sync_channel(QUEUE);
-        let owner = Owner {
+        let executor = Executor {
             guest: Arc::clone(&guest),
             shared: Arc::clone(&shared),
             audit: config.audit,
@@ -371,7 +371,7 @@ impl Keys {
         };
         let told = Arc::clone(&shared);
         let body = Box::new(move || {
-            let ended = contain("the keys", || owner.run(&receiver));
+            let ended = contain("the keys", || executor.run(&receiver));
             told.ended
                 .send_replace(Some(ended.err().unwrap_or_default()));
         });
@@ -498,7 +498,7 @@ impl Keys {
         self.ask(Command::Resume).await
     }
 
-    /// Makes the owner look at its clock; for clocks that are set by hand.
+    /// Makes the executor look at its clock; for clocks that are set by hand.
     ///
     /// # Errors
     /// [`KeysError::QueueFull`].
@@ -544,7 +544,7 @@ impl Keys {
         }
     }
 
-    /// Why the owner thread, which has dropped a command, has ended.
+    /// Why the executor thread, which has dropped a command, has ended.
     async fn ended(&self) -> KeysError {
         let mut ended = self.shared.ended.subscribe();
         match ended.wait_for(Option::is_some).await.as_deref() {
@@ -557,7 +557,7 @@ impl Keys {
 
     /// Has the audit log go on in this file. Waits for room in the queue of commands.
     pub fn replace_audit_file(&self, file: AuditFile) {
-        // An owner thread that has ended writes no more.
+        // An executor thread that has ended writes no more.
         let _ = self.commands.send(Command::AuditFile(file));
     }
 }

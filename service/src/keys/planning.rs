@@ -7,9 +7,9 @@ use super::address_space::Place;
 use super::draft::{Draft, Raced, Terms};
 use super::error::{KeyRefusal, KeysError};
 use super::etag;
+use super::executor::Executor;
 use super::flip::{Attempt, Flip, InTheWay, Transaction, refused, way_out};
 use super::holds::KeyInstance;
-use super::owner::Owner;
 use super::registry::{Instances, Registration, Snapshot};
 use super::selection::{KeyOp, Resolved};
 use super::{Book, ClosedGate, FlipReport};
@@ -48,7 +48,7 @@ impl Planned {
     }
 }
 
-impl<G: Guest> Owner<G> {
+impl<G: Guest> Executor<G> {
     /// Plans a transaction on the registration as it is.
     pub(super) fn plan(
         &self,

@@ -11,14 +11,14 @@ use std::time::{Duration, SystemTime};
 use super::audit::IntendedPlan;
 use super::draft::{Drops, Terms};
 use super::error::KeysError;
+use super::executor::{Executor, Reply, summary};
 use super::flip::{Attempt, InTheWay, Transaction};
-use super::owner::{Owner, Reply, summary};
 use super::plans::{CommitRequest, Kept, PrepareOutcome, PrepareRequest, Prepared, State, digest};
 use super::standstill::Standstill;
 use super::{ClosedGate, UpdateOutcome};
 use crate::guest::Guest;
 
-impl<G: Guest> Owner<G> {
+impl<G: Guest> Executor<G> {
     /// Plans a change and keeps the plan.
     pub(super) fn prepare<'g>(
         &mut self,
@@ -41,9 +41,9 @@ impl<G: Guest> Owner<G> {
             request_id: &request.request_id,
             summary_only: request.summary_only,
         };
-        let attempt = |owner: &mut Self, _: &mut Standstill<'g, G>| {
-            let snapshot = owner.snapshot()?;
-            let planned = match owner.plan(&snapshot, &transaction)? {
+        let attempt = |executor: &mut Self, _: &mut Standstill<'g, G>| {
+            let snapshot = executor.snapshot()?;
+            let planned = match executor.plan(&snapshot, &transaction)? {
                 Attempt::Done(planned) => planned,
                 Attempt::Busy(gate) => return Ok(Attempt::Busy(gate)),
             };
@@ -52,7 +52,7 @@ impl<G: Guest> Owner<G> {
             }
             let terms = &transaction.terms;
             Ok(
-                match owner.follow(&snapshot.registration, &planned, terms)? {
+                match executor.follow(&snapshot.registration, &planned, terms)? {
                     Ok(draft) => Attempt::Done((snapshot, planned, draft)),
                     Err(raced) => Attempt::Busy(raced),
                 },
@@ -164,8 +164,8 @@ impl<G: Guest> Owner<G> {
         };
         let mut intent = None;
         let planned = &prepared.planned;
-        let attempt = |owner: &mut Self, standstill: &mut Standstill<'g, G>| {
-            let snapshot = owner.snapshot()?;
+        let attempt = |executor: &mut Self, standstill: &mut Standstill<'g, G>| {
+            let snapshot = executor.snapshot()?;
             if snapshot.registration.generation != kept.generation {
                 return Err(KeysError::PlanNotFound {
                     plan_id: plan_id.clone(),
@@ -175,13 +175,14 @@ impl<G: Guest> Owner<G> {
                 let why = "the guest's registration or modules have changed";
                 return Err(stale(why.to_owned()));
             }
-            owner.check_quarantine(&snapshot.registration, &planned.ops)?;
-            let draft = match owner.follow(&snapshot.registration, planned, &transaction.terms)? {
-                Ok(draft) => draft,
-                Err(raced) => return Err(stale(raced.name)),
-            };
-            owner.intend(&transaction, &planned.selected, &mut intent)?;
-            match owner.change(&transaction, &snapshot, &planned.plan, standstill)? {
+            executor.check_quarantine(&snapshot.registration, &planned.ops)?;
+            let draft =
+                match executor.follow(&snapshot.registration, planned, &transaction.terms)? {
+                    Ok(draft) => draft,
+                    Err(raced) => return Err(stale(raced.name)),
+                };
+            executor.intend(&transaction, &planned.selected, &mut intent)?;
+            match executor.change(&transaction, &snapshot, &planned.plan, standstill)? {
                 Ok(report) => Ok(Attempt::Done(planned.flip(draft, Some(report)))),
                 Err(gate) if gate.outdates_plan => Err(stale(gate.name)),
                 Err(gate) => Ok(Attempt::Busy(gate)),

@@ -2,7 +2,7 @@
 //! What the guest has registered, published as snapshots.
 //!
 //! vCPU threads write (one at a time, `writer`), everybody reads. A snapshot is immutable; its
-//! version says whether it is still the current one. The owner plans on a snapshot and looks at the
+//! version says whether it is still the current one. The executor plans on a snapshot and looks at the
 //! version again when the vCPUs have stopped: since a vCPU thread cannot stop inside a request, a
 //! version that has not changed by then cannot change before the resume. `MODULE_DEL` returns to the
 //! guest only after the version has moved on, so a plan with the module's sites is never committed

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant, SystemTime};
 use super::audit::Renewal;
 use super::draft::{Drops, Terms};
 use super::error::{KeyRefusal, KeysError};
+use super::executor::{Command, Executor, Reply};
 use super::flip::Transaction;
 use super::hold_list::HoldView;
 use super::holds::{Hold, KeyInstance};
-use super::owner::{Command, Owner, Reply};
 use super::registry::Registration;
 use super::standstill::Standstill;
 use super::view::{ITEM_BYTES, PAGE_BYTES};
@@ -76,7 +76,7 @@ impl Keys {
     }
 }
 
-impl<G: Guest> Owner<G> {
+impl<G: Guest> Executor<G> {
     pub(super) fn release(
         &mut self,
         request: &ReleaseRequest,

@@ -54,14 +54,17 @@ impl<A> Replay<A> {
     /// [`KeysError::RequestIdReused`] if it was to another question.
     pub fn find(
         &self,
-        owner: &str,
+        principal: &str,
         request_id: &str,
         content: &Content,
     ) -> Result<Option<Arc<A>>, KeysError> {
         if request_id.is_empty() {
             return Ok(None);
         }
-        match self.answers.get(&(owner.to_owned(), request_id.to_owned())) {
+        match self
+            .answers
+            .get(&(principal.to_owned(), request_id.to_owned()))
+        {
             None => Ok(None),
             Some(earlier) if earlier.content == *content => Ok(Some(Arc::clone(&earlier.answer))),
             Some(_) => Err(KeysError::RequestIdReused {
@@ -73,7 +76,7 @@ impl<A> Replay<A> {
     /// Remembers an answer of so many results. Without a request id there is nothing to remember.
     pub fn remember(
         &mut self,
-        owner: &str,
+        principal: &str,
         request_id: &str,
         content: Content,
         answer: &Arc<A>,
@@ -82,7 +85,7 @@ impl<A> Replay<A> {
         if request_id.is_empty() {
             return;
         }
-        let id = (owner.to_owned(), request_id.to_owned());
+        let id = (principal.to_owned(), request_id.to_owned());
         let answer = Answer {
             content,
             answer: Arc::clone(answer),

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::guest::Guest;
 use crate::pause::PauseError;
 
-/// The guest as the owner finds it between two commands: running, or held paused because an operator
+/// The guest as the executor finds it between two commands: running, or held paused because an operator
 /// asked for it or a change could not be taken back.
 pub(super) struct Standstill<'g, G: Guest> {
     guest: &'g G,

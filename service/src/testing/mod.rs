@@ -30,7 +30,7 @@ use crate::keys::address_space::{KernelMemory, PageTable};
 use crate::memory::GuestRam;
 use crate::paging::Levels;
 
-struct Place {
+struct KeyAddresses {
     key: u64,
     sites: Vec<u64>,
 }
@@ -49,7 +49,7 @@ pub struct InMemoryGuest {
     ram: GuestRam,
     registry: Arc<Registry>,
     console: TestConsole,
-    places: Mutex<HashMap<String, Place>>,
+    places: Mutex<HashMap<String, KeyAddresses>>,
     modules: Mutex<Vec<(String, u64)>>,
     /// What the kernel last registered.
     registered: Mutex<Option<abi::Descriptor>>,
@@ -243,7 +243,7 @@ impl InMemoryGuest {
             names.push(0);
             lock(&self.places).insert(
                 format!("{prefix}{}", key.name),
-                Place {
+                KeyAddresses {
                     key: address,
                     sites,
                 },
@@ -500,7 +500,7 @@ impl InMemoryGuest {
         request
     }
 
-    fn place<T>(&self, name: &str, of: impl FnOnce(&Place) -> T) -> T {
+    fn place<T>(&self, name: &str, of: impl FnOnce(&KeyAddresses) -> T) -> T {
         let places = lock(&self.places);
         of(places.get(name).unwrap_or_else(|| panic!("no key {name}")))
     }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which events are armed, and for whom.
-//!
-//! Whom they fire for is in the ledger of the keys, and whether a key is on is read from the guest.
+//! The armed events and the clients that armed them.
+//! | The ledger of holds says who fires an event. Guest memory says whether its key is on.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -16,22 +15,23 @@ use super::tracer::Backoff;
 pub struct Armed {
     /// Full name of its tracepoint's key.
     pub key: String,
-    /// For decoding.
+    /// Format of its events.
     pub source: Arc<Source>,
-    /// As set in the guest; empty if none.
+    /// Filter that is set in the guest; empty if none.
     pub filter: String,
-    /// As set in the guest; empty if none.
+    /// Trigger that is set in the guest; empty if none.
     pub trigger: String,
-    /// The agent's connection by which it was armed: what an agent said when it connected is older
-    /// than what was armed since.
+    /// Connection of the agent that armed it. What an agent reports when it connects is older than
+    /// what is
+    /// armed on that connection.
     pub connection: u64,
-    /// A client said that others in the guest may be silenced.
+    /// A client armed it with `even_if_others`.
     pub even_if_others: bool,
-    /// Clients that keep it armed, and until when; `None`: until they disarm it.
+    /// Clients that armed it, and when that expires; `None`: when they disarm it.
     pub armed_by: BTreeMap<String, Option<Instant>>,
-    /// Of being fired and parked for others in the guest.
+    /// Limits how often the event is fired and parked because of other probes in the guest.
     pub backoff: Backoff,
-    /// [`Book::armed`] with it.
+    /// Value of [`Book::armed`] when it was armed.
     pub serial: u64,
 }
 
@@ -39,21 +39,21 @@ pub struct Armed {
 #[derive(Debug, Default)]
 pub struct Book {
     pub events: BTreeMap<String, Armed>,
-    /// Events armed so far.
+    /// Counts the armings.
     pub armed: u64,
-    /// Events that are being armed or disarmed: the agent is asked about them.
+    /// Events that the agent is being asked to arm or disarm.
     pub moving: BTreeSet<String>,
-    /// To be disabled when the agent answers again; parked by now.
+    /// Parked events that are detached when the agent answers again.
     pub overdue: BTreeSet<String>,
 }
 
 impl Book {
-    /// Whether the agent's probe may be there, as far as nobody is just asking the agent.
+    /// Whether the event may have the agent's probe, unless the agent is being asked.
     pub fn may_have_probe(&self, name: &str) -> bool {
         self.events.contains_key(name) || self.overdue.contains(name)
     }
 
-    /// Those that the client keeps armed.
+    /// Events that the client armed.
     pub fn armed_by(&self, client: &str) -> Vec<String> {
         let mine = self.events.iter();
         mine.filter(|(_, armed)| armed.armed_by.contains_key(client))
@@ -69,7 +69,7 @@ impl Book {
             .collect()
     }
 
-    /// What disarming these events for a client takes: those that nobody else keeps armed.
+    /// Events that only this client armed: the agent must detach them when it disarms them.
     pub fn to_disarm(&self, names: &[String], client: &str, force: bool) -> Vec<String> {
         let kept = |armed: &Armed| !force && armed.armed_by.keys().any(|other| other != client);
         names
@@ -79,7 +79,7 @@ impl Book {
             .collect()
     }
 
-    /// The client no longer keeps these events armed.
+    /// Removes the client from these events.
     pub fn release_arm(&mut self, names: &[String], client: &str) {
         for name in names {
             if let Some(armed) = self.events.get_mut(name) {
@@ -88,7 +88,7 @@ impl Book {
         }
     }
 
-    /// Those whose time is over by then, by client.
+    /// Events whose arming has expired, by client.
     pub fn expired(&self, now: Instant) -> BTreeMap<String, Vec<String>> {
         let mut expired: BTreeMap<String, Vec<String>> = BTreeMap::new();
         for (name, armed) in &self.events {
@@ -103,7 +103,7 @@ impl Book {
         expired
     }
 
-    /// When the first of the clients' times is over.
+    /// When the first arming expires.
     pub fn next_expiry(&self) -> Option<Instant> {
         let clients = self
             .events
@@ -112,7 +112,7 @@ impl Book {
         clients.flatten().min().copied()
     }
 
-    /// The client keeps these events armed until then, if it still does.
+    /// Gives the client's arming of these events a new expiry, if it still exists.
     pub fn set_expiry(&mut self, names: &[String], client: &str, until: Instant) {
         for name in names {
             let armed = self.events.get_mut(name);

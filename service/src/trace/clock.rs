@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's clock by the host's.
-//!
-//! A ping is answered with the guest's CLOCK_MONOTONIC, which was read between question and answer;
-//! so it is known within half of the time between them. Of the newest samples the narrowest counts.
+//! Maps the guest's clock to the host's.
+//! | The agent answers a ping with the guest's CLOCK_MONOTONIC, read between request and reply. So
+//! the
+//! offset is known within half of the round trip. Among recent samples the shortest round trip
+//! decides.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant, SystemTime};
 
-/// As many seconds of pings; older ones would be off by the clocks' drift.
+/// Number of pings, one a second. Older samples are off by the drift of the clocks.
 const SAMPLES: usize = 16;
 
 /// Estimates the guest's clock.
@@ -34,7 +35,7 @@ impl Default for GuestClock {
 }
 
 impl GuestClock {
-    /// Takes a ping's answer in.
+    /// Adds the answer to a ping.
     pub fn sample(&mut self, asked: Instant, answered: Instant, guest_ns: u64) {
         let round_trip = answered.saturating_duration_since(asked);
         let middle = asked.saturating_duration_since(self.start.0) + round_trip / 2;
@@ -48,7 +49,7 @@ impl GuestClock {
         });
     }
 
-    /// Forgets a guest that is gone.
+    /// Drops all samples, because the guest is gone.
     pub fn clear(&mut self) {
         self.samples.clear();
     }
@@ -60,7 +61,8 @@ impl GuestClock {
             .min_by_key(|sample| sample.error)
     }
 
-    /// The moment of a guest's time by the host's clock; None if it is not known or absurd.
+    /// Converts a guest time to a host time; `None` if there is no sample or the time is out of
+    /// range.
     pub fn host_time(&self, guest_ns: u64) -> Option<SystemTime> {
         let since_start = i128::from(guest_ns) + self.best()?.offset;
         let distance = Duration::from_nanos(u64::try_from(since_start.unsigned_abs()).ok()?);
@@ -71,12 +73,13 @@ impl GuestClock {
         }
     }
 
-    /// How far the estimate may be off.
+    /// Largest error of the estimate.
     pub fn error(&self) -> Option<Duration> {
         self.best().map(|sample| sample.error)
     }
 
-    /// Now, by the clock of `host_time`, which does not jump with the system's.
+    /// The current time on the clock that `host_time` uses, which does not jump when the system
+    /// time is set.
     pub fn now(&self) -> SystemTime {
         self.start.1 + self.start.0.elapsed()
     }

@@ -1,136 +1,137 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What can go wrong with a call on tracepoints.
+//! Errors of calls on tracepoints.
 
 use std::time::Duration;
 
 use crate::keys::KeysError;
 
-/// Why the agent did not do it.
+/// Why a request to the agent failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AgentError {
-    /// None is connected.
+    /// No agent is connected.
     #[error("no agent is connected{why}; start patchbay-agent in the guest")]
     Absent {
-        /// What is known of it; empty, or begins with ": ".
+        /// What is known about its absence; empty, or begins with ": ".
         why: String,
     },
-    /// It is connected and does not answer.
+    /// The agent is connected and does not answer.
     #[error(
         "the agent in the guest has not answered for {waited:?}; fire and park work without it"
     )]
     Silent {
-        /// For the answer.
+        /// Time that was allowed for the answer.
         waited: Duration,
     },
-    /// It said so itself.
+    /// The agent refused.
     #[error("the agent in the guest could not do it: {0}")]
     Refused(String),
-    /// Not what was asked.
+    /// The answer does not belong to the request.
     #[error(
         "the agent in the guest answered something else than was asked; is it of this version?"
     )]
     Confused,
 }
 
-/// A call on tracepoints that was refused or failed. Each message is one sentence and the next step.
+/// A call on tracepoints that was refused or failed. Each message says what failed and what to do
+/// next.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum TraceError {
-    /// Of the keys.
+    /// An error of the keys.
     #[error(transparent)]
     Keys(#[from] KeysError),
-    /// Of the agent.
+    /// An error of the agent.
     #[error(transparent)]
     Agent(#[from] AgentError),
-    /// Nothing has that name.
+    /// No event has this name.
     #[error("no event matches {patterns:?}; see `patchbay trace events`")]
     EventNotFound {
-        /// As given.
+        /// Name from the request.
         patterns: Vec<String>,
     },
-    /// It was there when it was looked up.
+    /// The event disappeared after it was looked up.
     #[error("event {name} is gone: {message}")]
     EventVanished {
         /// "system:name".
         name: String,
-        /// Of the agent.
+        /// Message of the agent.
         message: String,
     },
-    /// A rule of tracepoints.
+    /// The event cannot be used as asked.
     #[error("event {name} cannot be fired and parked: {why}")]
     Refused {
         /// "system:name".
         name: String,
-        /// Sentence without its subject.
+        /// The reason, as the rest of a sentence.
         why: String,
     },
-    /// Fire and park are for armed events.
+    /// Only armed events can be fired or parked.
     #[error(
         "no armed event matches {patterns:?}, so no probe is attached that could fire; arm it first"
     )]
     NotArmed {
-        /// As given.
+        /// Name from the request.
         patterns: Vec<String>,
     },
-    /// They would be silenced.
+    /// Other users of the events would be silenced.
     #[error(
         "others in the guest trace {}, and parking would silence them; ask for it with even_if_others",
         list(.events)
     )]
     OthersTrace {
-        /// "system:name (who)".
+        /// "system:name (user)".
         events: Vec<String>,
     },
-    /// By the guest's kernel.
+    /// The guest's kernel rejects a filter or trigger.
     #[error("the guest's kernel rejects the {what} of {name}: {message}")]
     Rejected {
         /// "filter" or "trigger".
         what: &'static str,
         /// "system:name".
         name: String,
-        /// Of the kernel.
+        /// Message of the kernel.
         message: String,
     },
-    /// The filter of an event is one.
+    /// An event has one filter for all its clients.
     #[error(
         "event {name} is armed with the filter {filter:?} by {owners}; leave the filter out, or have it disarmed"
     )]
     FilterConflict {
         /// "system:name".
         name: String,
-        /// That is set.
+        /// The filter that is set.
         filter: String,
-        /// Who armed it.
+        /// The clients that armed the event.
         owners: String,
     },
-    /// Of the agent's answer.
+    /// The agent's answer about an event is unusable.
     #[error("event {name} could not be armed: {message}")]
     ArmFailed {
         /// "system:name".
         name: String,
-        /// Sentence.
+        /// Why.
         message: String,
     },
-    /// By another client, whom the agent has not answered yet.
+    /// Another client is arming or disarming the event, and the agent has not answered.
     #[error(
         "event {name} is being armed or disarmed for another client, for {waited:?} by now; try again, or see `patchbay trace agent`"
     )]
     Busy {
         /// "system:name".
         name: String,
-        /// For its end.
+        /// Time that was waited.
         waited: Duration,
     },
-    /// Of memory.
+    /// The formats of all armed events would take too much memory.
     #[error(
         "the formats of the armed events would take {bytes} bytes, and {max} is the maximum; arm fewer events"
     )]
     TooMuchArmed {
-        /// With what was to be armed.
+        /// Bytes, including the events of the request.
         bytes: usize,
         /// Maximum.
         max: usize,
     },
-    /// Of streams.
+    /// Too many streams are open.
     #[error("{max} streams are open already; end one of them")]
     TooManyStreams {
         /// Maximum.
@@ -139,7 +140,7 @@ pub enum TraceError {
     /// A field of the request is malformed.
     #[error("{field}: {message}")]
     Invalid {
-        /// Of the request message.
+        /// Name of the field.
         field: &'static str,
         /// What is wrong with it.
         message: String,

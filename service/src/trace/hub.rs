@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Pages in, events out to every stream that wants them.
-//!
-//! One task decodes. The agent sends only what it has credit for, and credit is given back when a
-//! page is decoded; without a stream pages wait, at first here and then in the guest's ring buffer. A
-//! stream that reads too slowly, or that wants more per second than it allowed itself, loses events
-//! and is told how many.
-//!
-//! What a guest can make this hold: pages of the link's window, [`DECODED_BYTES`] of decoded events
-//! (and one page's last event), and the streams' queues.
+//! Decodes pages and passes the events to the streams that want them.
+//! | One task decodes. The agent sends only what it has credit for, and a decoded page gives its
+//! credit
+//! back. Without a stream, pages wait here and then in the guest's ring buffer. A stream that reads
+//! too
+//! slowly, or exceeds its own rate limit, loses events and gets their number.
+//! | The guest can make this hold at most the pages of the link's window, [`DECODED_BYTES`] of
+//! decoded
+//! events (and the last event of a page), and the streams' queues.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -25,8 +25,9 @@ use super::tasks::Tasks;
 use static_keys::Patterns;
 
 const MAX_STREAMS: usize = 32;
-/// Decoded events that are handed out together. A batch of the agent's has fewer; where a guest makes
-/// more of it, its order by time is only within such parts.
+/// Decoded events that are passed on together. A batch of the agent is normally smaller; in a
+/// larger one
+/// events are ordered by time only within such a part.
 const DECODED_BYTES: usize = 8 << 20;
 
 /// Sources by `common_type`.
@@ -42,7 +43,7 @@ struct State {
     page_bytes: u64,
 }
 
-/// Figures since the monitor started.
+/// Counters since the monitor started.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
     pub losses: TraceLosses,
@@ -55,11 +56,11 @@ pub struct Totals {
 pub struct Hub {
     link: AgentLink,
     state: Mutex<State>,
-    /// Whether there is one.
+    /// Whether streams exist.
     streams: watch::Sender<bool>,
 }
 
-/// Events of a frame that were not handed out yet.
+/// Events of a frame that are not passed on yet.
 #[derive(Default)]
 struct Decoded {
     events: Vec<Event>,
@@ -68,7 +69,7 @@ struct Decoded {
 }
 
 impl Hub {
-    /// Without sources and streams.
+    /// Starts without sources and streams.
     pub fn new(link: AgentLink) -> Self {
         Self {
             link,
@@ -81,13 +82,13 @@ impl Hub {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Decodes events of this source from now on.
+    /// Decodes events of this source from here on.
     pub fn add_source(&self, source: Arc<Source>) {
         let mut state = self.state();
         Arc::make_mut(&mut state.sources).insert(source.format.id, source);
     }
 
-    /// Passes its events over from now on.
+    /// Skips events of this source from here on.
     pub fn remove_source(&self, id: u16) {
         Arc::make_mut(&mut self.state().sources).remove(&id);
     }
@@ -120,19 +121,19 @@ impl Hub {
         self.want_pages(&state);
     }
 
-    /// An agent has connected, and may send pages if somebody wants them.
+    /// Called when an agent connects: it may send pages if a stream wants them.
     pub fn agent_connected(&self) {
         self.want_pages(&self.state());
     }
 
-    /// Called with the state locked, so that the last word is right.
+    /// Called with the state locked, so that the link sees the latest state last.
     fn want_pages(&self, state: &State) {
         let wanted = !state.subscribers.is_empty();
         self.streams.send_replace(wanted);
         self.link.want_pages(wanted);
     }
 
-    /// Tells all streams what a client did.
+    /// Sends all streams a change that a client made.
     pub fn mark(&self, text: String) {
         let time = self.link.clock().now();
         let mark = TraceMark {
@@ -144,7 +145,7 @@ impl Hub {
         }
     }
 
-    /// Since the monitor started.
+    /// The counters.
     pub fn totals(&self) -> Totals {
         let state = self.state();
         Totals {
@@ -155,7 +156,7 @@ impl Hub {
         }
     }
 
-    /// Decodes until the link is gone.
+    /// Decodes until the link is dropped.
     pub async fn run(&self, mut received: mpsc::UnboundedReceiver<Received>) {
         let mut tasks = Tasks::default();
         let mut streams = self.streams.subscribe();
@@ -196,12 +197,12 @@ impl Hub {
         self.state().page_bytes += bytes_of(pages);
     }
 
-    /// Hands out what is decoded; nothing is left.
+    /// Passes on and drops all decoded events.
     async fn hand_out(&self, decoded: &mut Decoded, tasks: &mut Tasks) {
         let Decoded {
             mut events, losses, ..
         } = std::mem::take(decoded);
-        // Pages of several CPUs; their clock is one.
+        // Pages come from several CPUs with one clock.
         events.sort_by_key(|event| event.guest_time_ns);
         tasks.name(&self.link, &mut events).await;
         let clock = self.link.clock();
@@ -234,7 +235,7 @@ impl Decoded {
             self.losses.malformed += 1;
             return;
         };
-        // Disarmed meanwhile, or recorded while it was being armed.
+        // The event was disarmed meanwhile, or recorded while it was being armed.
         let Some(source) = sources.get(&record.id) else {
             return;
         };

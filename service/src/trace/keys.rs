@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The keys of tracepoints, for tracing.
+//! The keys of tracepoints, as tracing uses them.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ impl TracepointKeys for Keys {
         let ram = self.ram()?;
         let memory = registration.memory(ram);
         let facts = |key: &Key| {
-            // The guest may be just changing what is read; a change looks again.
+            // The guest may be changing the data now. A change reads it again.
             let tracepoint = registration
                 .catalog
                 .tracepoint(&memory, key.id)

@@ -7,15 +7,18 @@
 //!      └─────────────────────────┴──────────── closed, garbage, too much ◀───────────────┘
 //! ```
 //!
-//! The guest is hostile, and its privileged programs can connect (the vsock device turns the others
-//! away, see [`PORT`]): one agent at a time (another takes its
-//! place only when it has been silent), capped frames, few handshakes at once, no more pages than
-//! there was credit for, and answers only to questions that were asked. A silent agent keeps its
-//! place: it may be stopped, and what it armed is still in the keys.
+//! The guest is hostile, and its privileged programs can connect (the vsock device rejects others,
+//! see
+//! [`PORT`]). So there is one agent at a time, and another replaces it only when it is silent;
+//! frames
+//! and concurrent handshakes are bounded; pages need credit; answers need a request. A silent agent
+//! keeps its place: it may be stopped, and its armed events are still in the keys.
 //!
-//! Credit is a window: what the agent may still send and what was received and is not decoded yet are
-//! together never more than [`WINDOW`] bytes, over all connections. So the reader never waits for the
-//! decoder, and answers are not held up by pages before them.
+//! Credit is a window. The credit that the agent has and the pages that are not decoded yet never
+//! exceed
+//! [`WINDOW`] bytes together, over all connections. So the reader never waits for the decoder, and
+//! pages
+//! do not delay answers.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,27 +40,28 @@ use super::error::AgentError;
 use super::frame::{self, FrameError};
 use crate::log_limit::limited;
 
-/// vsock port of the host that the agent connects to, from a port of its own below 1024: Linux gives
-/// these to holders of CAP_NET_BIND_SERVICE alone.
+/// vsock port on the host that the agent connects to. The agent's own port is below 1024: Linux
+/// requires
+/// CAP_NET_BIND_SERVICE for it.
 pub const PORT: u32 = 1024;
 /// Versions of the protocol that this monitor speaks.
 const VERSIONS: std::ops::RangeInclusive<u32> = 1..=1;
 const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 const HANDSHAKES: usize = 8;
 const PING_INTERVAL: Duration = Duration::from_secs(1);
-/// Without any message for so long the agent counts as silent.
+/// After this long without a message the agent counts as silent.
 const SILENCE: Duration = Duration::from_secs(5);
-/// Questions that wait for their answer.
+/// Requests that may wait for an answer.
 const MAX_WAITING: usize = 256;
 const OUTBOX: usize = 64;
 /// Longest text of the hello that is kept.
 const MAX_TEXT: usize = 1024;
 const MAX_ENABLED: usize = 16_384;
-/// No event's name is longer.
+/// Longest name of an event.
 const MAX_NAME: usize = 256;
-/// Cost of the pages that may be on their way or wait for the decoder.
+/// Cost of the pages that may be in flight or wait for the decoder.
 pub const WINDOW: u64 = 4 << 20;
-/// Less is not worth a message.
+/// A smaller grant is not worth a message.
 const LEAST_CREDIT: u64 = WINDOW / 16;
 
 /// Handle to the link. Clones share it.
@@ -69,7 +73,7 @@ pub struct AgentLink {
 struct Shared {
     state: Mutex<State>,
     clock: Mutex<GuestClock>,
-    /// Advances with each connection made or lost.
+    /// Changes with each connection that opens or closes.
     connections: watch::Sender<u64>,
     /// Bounded by the window.
     pages: mpsc::UnboundedSender<Received>,
@@ -79,17 +83,17 @@ struct Shared {
 #[derive(Default)]
 struct State {
     current: Option<Connection>,
-    /// Why the last one ended or was refused.
+    /// Why the last agent disconnected or was refused.
     last: String,
-    /// Cost of the pages that wait for the decoder, of whichever connection.
+    /// Cost of the pages that wait for the decoder, over all connections.
     held: u64,
 }
 
-/// Pages against credit; [`AgentLink::release`] gives it back.
+/// Pages that used credit; [`AgentLink::release`] gives it back.
 #[derive(Debug)]
 pub struct Received {
     pub pages: AgentPages,
-    /// By the protocol.
+    /// Cost as the protocol defines it.
     pub cost: u64,
 }
 
@@ -97,34 +101,34 @@ struct Connection {
     number: u64,
     peer: Peer,
     heard: Instant,
-    /// Somebody wants pages.
+    /// A stream wants pages.
     wanted: bool,
-    /// Credit that the agent has not used yet.
+    /// Credit that the agent has not used.
     granted: u64,
-    /// What of it the agent has not been told yet.
+    /// Credit that is not announced to the agent yet.
     owed: u64,
     credited: Arc<Notify>,
     outbox: mpsc::Sender<ToAgent>,
     waiting: HashMap<u64, oneshot::Sender<Answer>>,
-    /// Dropped with the connection, which ends its tasks.
+    /// Dropping it ends the connection's tasks.
     _alive: oneshot::Sender<()>,
 }
 
-/// What is known of a connected agent.
+/// A connected agent.
 #[derive(Clone, Debug)]
 pub struct Peer {
-    /// As it introduced itself; bounded.
+    /// Version text from its hello, bounded.
     pub hello: AgentHello,
-    /// Of the protocol.
+    /// Version of the protocol.
     pub version: u32,
     /// When it was welcomed.
     pub connected_at: SystemTime,
-    /// Counts the connections; no two have the same.
+    /// Number of the connection. Never reused.
     pub connection: u64,
 }
 
 impl AgentLink {
-    /// Hands the pages of agents to `pages`. No agent can connect before [`AgentLink::accept`].
+    /// Sends received pages to `pages`. No agent can connect before [`AgentLink::accept`].
     pub fn new(pages: mpsc::UnboundedSender<Received>) -> Self {
         let shared = Shared {
             state: Mutex::default(),
@@ -145,7 +149,7 @@ impl AgentLink {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The guest's clock by the host's.
+    /// The mapping of the guest's clock to the host's.
     pub fn clock(&self) -> MutexGuard<'_, GuestClock> {
         self.shared
             .clock
@@ -153,7 +157,7 @@ impl AgentLink {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes when an agent connects or goes.
+    /// Changes when an agent connects or disconnects.
     pub fn connections(&self) -> watch::Receiver<u64> {
         self.shared.connections.subscribe()
     }
@@ -176,13 +180,13 @@ impl AgentLink {
         self.state().current.is_some()
     }
 
-    /// How long ago the agent was heard, if that is too long.
+    /// Time since the last message, if the agent counts as silent.
     pub fn silent_for(&self) -> Option<Duration> {
         let heard = self.state().current.as_ref()?.heard.elapsed();
         (heard > SILENCE).then_some(heard)
     }
 
-    /// Asks and waits for the answer.
+    /// Sends a request and waits for the answer.
     ///
     /// # Errors
     /// [`AgentError`].
@@ -200,7 +204,7 @@ impl AgentLink {
             connection.waiting.insert(id, reply);
             (connection.outbox.clone(), connection.number)
         };
-        // Also if the caller is gone before the answer.
+        // This also runs when the caller is dropped before the answer.
         let _waiting = Waiting {
             link: self,
             number,
@@ -224,7 +228,7 @@ impl AgentLink {
         }
     }
 
-    /// Whether the agent is to send pages; credit that it has stays its own.
+    /// Starts or stops the flow of pages. Credit that the agent has is not revoked.
     pub fn want_pages(&self, wanted: bool) {
         let mut state = self.state();
         if let Some(connection) = &mut state.current {
@@ -233,7 +237,7 @@ impl AgentLink {
         state.top_up();
     }
 
-    /// Received pages of this cost are decoded.
+    /// Gives back the credit of decoded pages.
     pub fn release(&self, cost: u64) {
         let mut state = self.state();
         state.held = state.held.saturating_sub(cost);
@@ -246,7 +250,7 @@ impl AgentLink {
         self.state().held
     }
 
-    /// What the agent was not told yet of its credit.
+    /// Credit that is to be announced to the agent.
     fn take_owed(&self, number: u64) -> u64 {
         let mut state = self.state();
         let current = state.current.as_mut();
@@ -272,7 +276,7 @@ impl AgentLink {
         }
     }
 
-    /// Until the connection ends.
+    /// Runs until the connection ends.
     pub(super) async fn connected(
         &self,
         stream: UnixStream,
@@ -294,7 +298,7 @@ impl AgentLink {
         self.state().last = why;
     }
 
-    /// None if the agent was refused.
+    /// Returns `None` if the agent was refused.
     async fn greet(
         &self,
         mut stream: UnixStream,
@@ -323,8 +327,9 @@ impl AgentLink {
                 let version = peer.version;
                 let waiting = HashMap::new();
                 let credited = Arc::new(Notify::new());
-                // Not written here: an agent that dies meanwhile would stay the connected one. Nothing
-                // can be asked before it, and a new channel has room.
+                // Queued rather than written here: if the agent died meanwhile, it would stay the
+                // connected one. The
+                // queue is new, so it has room and nothing precedes the message.
                 let _ = outbox.try_send(to_agent(Question::Welcome(AgentWelcome { version })));
                 let connection = Connection {
                     number,
@@ -442,7 +447,7 @@ impl AgentLink {
         self.shared.connections.send_modify(|count| *count += 1);
     }
 
-    /// Never ends.
+    /// Never returns.
     async fn ping(&self) {
         loop {
             let asked = Instant::now();
@@ -454,7 +459,7 @@ impl AgentLink {
         }
     }
 
-    /// Why the connection must end, if it must.
+    /// Why the connection must be closed, if it must.
     fn take(&self, number: u64, message: FromAgent) -> Result<(), String> {
         let mut state = self.state();
         let state = &mut *state;
@@ -477,13 +482,13 @@ impl AgentLink {
                 sent.map_err(|_| "the monitor ends".to_owned())
             }
             Some(answer) => {
-                // An answer to nothing is one that came too late.
+                // The answer came after its request timed out.
                 if let Some(reply) = current.waiting.remove(&message.id) {
                     let _ = reply.send(answer);
                 }
                 Ok(())
             }
-            // Of a newer version.
+            // A message of a newer version.
             None => Ok(()),
         }
     }
@@ -497,7 +502,7 @@ struct Greeted {
     gone: oneshot::Receiver<()>,
 }
 
-/// A question, until its answer is no longer waited for.
+/// A request, until the caller stops waiting.
 struct Waiting<'a> {
     link: &'a AgentLink,
     number: u64,
@@ -514,7 +519,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// Of a frame's pages by the protocol; an error if one is too long.
+/// Cost of a frame's pages; an error if a page is too long.
 fn cost(pages: &AgentPages) -> Result<u64, String> {
     let mut cost = 0;
     for page in &pages.pages {
@@ -530,7 +535,7 @@ fn cost(pages: &AgentPages) -> Result<u64, String> {
 }
 
 impl State {
-    /// Grants what the window has left.
+    /// Grants the free part of the window.
     fn top_up(&mut self) {
         let Some(current) = self.current.as_mut().filter(|current| current.wanted) else {
             return;
@@ -560,7 +565,7 @@ fn to_agent(message: Question) -> ToAgent {
     }
 }
 
-/// Text of the guest's, printable and of bounded length.
+/// Guest text, made printable and truncated.
 pub fn bounded(text: String) -> String {
     text.chars()
         .take(MAX_TEXT)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's tracepoints: the agent's link, its events, and who keeps them armed and firing.
+//! The guest's tracepoints: the link to the agent, the events, and who armed and fires them.
 //!
 //! ```text
 //!               trace's thread                                         │  API's thread
@@ -12,8 +12,9 @@
 //!                                                                      │ keys (ledger of holds)
 //! ```
 //!
-//! Whatever comes from the guest is read and decoded on the left, within fixed memory (`link`, `hub`,
-//! `stream`); nothing on the right that switches keys waits for it.
+//! Data from the guest is read and decoded on the left, in bounded memory (`link`, `hub`,
+//! `stream`).
+//! Switching keys, on the right, never waits for it.
 
 pub(crate) mod book;
 mod clock;
@@ -51,18 +52,17 @@ pub use self::switch::{Boxed, Switch, TracepointFacts, TracepointKeys};
 pub use self::thread::TraceThread;
 pub use self::tracer::Tracer;
 
-/// How long the events of a client that streamed them stay armed after it is gone, unless said.
+/// Default time that a client's events stay armed after its stream ends.
 pub const DEFAULT_GRACE: Duration = Duration::from_secs(5);
 
-/// How a guest is traced.
+/// How to trace a guest.
 #[derive(Debug)]
 pub struct Tracing {
-    /// Where the agent in the guest connects; None: there is no way to the guest.
+    /// Socket that the agent connects to; `None`: no agent.
     pub agent: Option<AgentSocket>,
-    /// Where the agent's events are read and decoded; None: on the current runtime.
+    /// Runtime that reads and decodes the agent's events; `None`: the current one.
     pub thread: Option<TraceThread>,
-    /// How long the events of a client that streamed them stay armed after it is gone: time to come
-    /// back after its connection broke.
+    /// Time that a client's events stay armed after its stream ends, so that it can reconnect.
     pub grace: Duration,
 }
 
@@ -78,8 +78,9 @@ impl Default for Tracing {
 
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Starts tracing, with an agent or without one. Link and decoder run on `decoding`, all else on the
-/// current tokio runtime. All of it ends when the answer is dropped.
+/// Starts tracing, with or without an agent. Link and decoder run on `decoding`, everything else on
+/// the
+/// current tokio runtime. Dropping the returned value ends all of it.
 ///
 /// # Errors
 /// If the agent's socket cannot be used.
@@ -109,8 +110,7 @@ pub fn start(
     Ok(tracer)
 }
 
-/// Follows the agent's comings and goings, as long as anybody has the tracer. It asks the agent, so it
-/// may be held up by it.
+/// Reconciles the book whenever an agent connects or disconnects. It waits for the agent's answers.
 async fn follow_agent(tracer: Weak<Tracer>, mut connections: watch::Receiver<u64>) {
     loop {
         let changed = tokio::time::timeout(CATCH_UP_INTERVAL, connections.changed()).await;
@@ -125,7 +125,7 @@ async fn follow_agent(tracer: Weak<Tracer>, mut connections: watch::Receiver<u64
     }
 }
 
-/// Asks nobody in the guest.
+/// Needs no answer from the guest.
 async fn heed_others(tracer: Weak<Tracer>) {
     let mut ticks = tokio::time::interval(CATCH_UP_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -138,7 +138,7 @@ async fn heed_others(tracer: Weak<Tracer>) {
     }
 }
 
-/// Waits for what clients armed for some time.
+/// Disarms events whose time to live has passed.
 async fn disarm_expired(tracer: Weak<Tracer>, armed_anew: Arc<Notify>) {
     loop {
         let next = match tracer.upgrade() {

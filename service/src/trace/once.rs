@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Changes that are made once, however often they are asked for (AIP-155).
+//! Makes each change once per request id (AIP-155).
 //!
 //! ```text
 //!  asked ──▶ answered before? ──▶ the earlier answer
@@ -12,7 +12,7 @@
 //!    └─────────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! Who waits, waits for that one change: no lock is held while a change is made.
+//! A repeat waits for the change that is in progress. No lock is held while a change is made.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -21,26 +21,26 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 
 use super::error::TraceError;
-use super::tracer::Outcome;
+use super::tracer::TraceOutcome;
 use crate::keys::KeysError;
 use crate::keys::replay::{Content, Replay};
 
-/// Answers that are kept for their request ids, and results in them.
+/// Maximum number of answers that are kept, and of results in them.
 const ANSWERS: usize = 256;
 const RESULTS: usize = 65_536;
 
-/// What names a change.
+/// Identifies a change.
 #[derive(Clone, Debug, Default)]
 pub struct Once {
-    /// Who asks.
+    /// The client.
     pub client: String,
-    /// As the client named the change; empty if it may be made each time.
+    /// Request id; empty if the change may be repeated.
     pub request_id: String,
-    /// Of the change.
+    /// Digest of the request.
     pub content: Content,
 }
 
-/// Answers, and changes that are being made.
+/// Earlier answers, and changes in progress.
 #[derive(Debug)]
 pub struct Answers {
     state: Mutex<State>,
@@ -48,10 +48,10 @@ pub struct Answers {
 
 #[derive(Debug)]
 struct State {
-    /// The kernel that the changes were made to.
+    /// The boot that the changes were made to.
     boot: Option<u64>,
-    made: Replay<Outcome>,
-    /// The sender is dropped when the change has ended.
+    made: Replay<TraceOutcome>,
+    /// Dropping the sender signals the end of the change.
     making: HashMap<(String, String), (Content, watch::Sender<()>)>,
 }
 
@@ -69,7 +69,7 @@ impl Default for Answers {
 }
 
 enum Found {
-    Made(Arc<Outcome>),
+    Made(Arc<TraceOutcome>),
     Making(watch::Receiver<()>),
     New,
 }
@@ -79,17 +79,18 @@ impl Answers {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a change, or answers what it led to when it was made. What failed may be tried again, and
-    /// what was made to another kernel than `boot` is forgotten.
+    /// Makes a change, or returns the answer of the earlier one. A failed change may be retried,
+    /// and answers
+    /// from another boot than `boot` are dropped.
     ///
     /// # Errors
-    /// Of the change, and if the request id was used for another.
+    /// The error of the change, or [`TraceError`] for a request id of another change.
     pub async fn once(
         &self,
         once: Once,
         boot: Option<u64>,
-        change: impl Future<Output = Result<Outcome, TraceError>>,
-    ) -> Result<Outcome, TraceError> {
+        change: impl Future<Output = Result<TraceOutcome, TraceError>>,
+    ) -> Result<TraceOutcome, TraceError> {
         if once.request_id.is_empty() {
             return change.await;
         }
@@ -99,7 +100,7 @@ impl Answers {
                 Found::Making(being_made) => being_made,
                 Found::New => break,
             };
-            // The error is the end of the change.
+            // An error means that the change has ended.
             let _ = being_made.changed().await;
         }
         let _making = Making {
@@ -107,7 +108,7 @@ impl Answers {
             id: (once.client.clone(), once.request_id.clone()),
         };
         let outcome = Arc::new(change.await?);
-        let results = outcome.0.len();
+        let results = outcome.results.len();
         let mut state = self.state();
         if state.boot == boot {
             state.made.remember(
@@ -121,7 +122,7 @@ impl Answers {
         Ok((*outcome).clone())
     }
 
-    /// A new one is being made from now on.
+    /// Registers a change that begins now.
     fn find(&self, once: &Once, boot: Option<u64>) -> Result<Found, TraceError> {
         let mut state = self.state();
         if state.boot != boot {
@@ -150,7 +151,7 @@ impl Answers {
     }
 }
 
-/// A change that is being made, until it is dropped.
+/// A change in progress, until it is dropped.
 struct Making<'a> {
     answers: &'a Answers,
     id: (String, String),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which events a client means, and which of them can be parked.
+//! Matches events against a client's patterns, and finds those that can be parked.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -11,7 +11,7 @@ use static_keys::Patterns;
 
 use crate::keys::KeysError;
 
-/// Patterns of a request, with what was written.
+/// Patterns of a request, with their text.
 #[derive(Clone, Debug)]
 pub struct Wanted {
     texts: Vec<String>,
@@ -22,7 +22,7 @@ impl Wanted {
     /// Parses globs.
     ///
     /// # Errors
-    /// Malformed ones, and none at all if `at_least_one`.
+    /// An invalid pattern, or no pattern if `at_least_one`.
     pub fn parse(texts: Vec<String>, at_least_one: bool) -> Result<Self, TraceError> {
         if at_least_one && texts.is_empty() {
             let message = "is empty; name events, or '*' for all".to_owned();
@@ -35,32 +35,32 @@ impl Wanted {
         Ok(Self { texts, patterns })
     }
 
-    /// As written.
+    /// The text of the patterns.
     pub fn texts(&self) -> &[String] {
         &self.texts
     }
 
-    /// For streams.
+    /// Patterns of a stream.
     pub fn patterns(&self) -> &Patterns {
         &self.patterns
     }
 
-    /// Whether an event is meant.
+    /// Whether an event matches.
     pub fn matches(&self, event: &str) -> bool {
         let (system, name) = split(event);
         self.patterns.select(system, name)
     }
 
-    /// Whether an event is meant by its name, not only by a glob.
+    /// Whether a literal name matches the event.
     pub fn names(&self, event: &str) -> bool {
         let (_, name) = split(event);
         self.texts.iter().any(|text| text == event || text == name)
     }
 
-    /// Those that are meant.
+    /// The events that match.
     ///
     /// # Errors
-    /// The plain names that mean nothing, or all patterns if nothing is meant at all.
+    /// The literal names that match nothing, or all patterns if nothing matches.
     pub fn select<'a>(
         &self,
         events: impl Iterator<Item = &'a String>,
@@ -90,12 +90,12 @@ impl Wanted {
     }
 }
 
-/// System and name.
+/// Splits into system and name.
 pub fn split(event: &str) -> (&str, &str) {
     event.split_once(':').unwrap_or(("", event))
 }
 
-/// Facts by the name of the tracepoint, which is that of its event.
+/// Facts by the name of the tracepoint, which equals the name of its event.
 pub fn by_name(facts: Vec<TracepointFacts>) -> HashMap<String, TracepointFacts> {
     let name = |key: &str| {
         key.rsplit_once(':')
@@ -108,7 +108,7 @@ pub fn by_name(facts: Vec<TracepointFacts>) -> HashMap<String, TracepointFacts> 
         .collect()
 }
 
-/// Why an event cannot be parked; None if it can.
+/// Why an event cannot be parked; `None` if it can.
 pub fn refusal(facts: Option<&TracepointFacts>) -> Option<String> {
     match facts {
         None => Some(
@@ -122,7 +122,7 @@ pub fn refusal(facts: Option<&TracepointFacts>) -> Option<String> {
     }
 }
 
-/// Who else traces, by event.
+/// Other users of each event.
 pub fn others(
     events: &AgentEvents,
     facts: &HashMap<String, TracepointFacts>,
@@ -142,7 +142,7 @@ pub fn others(
                 .push(format!("tracefs: {who}"));
         }
     }
-    // What the agent told may be old; without another's probe there is nobody.
+    // The agent's list may be stale: without another probe there is no other user.
     others.retain(|event, _| {
         let probes = facts.get(split(event).1).and_then(|facts| facts.probes);
         probes.is_none_or(|probes| probes > u32::from(is_armed(event)))

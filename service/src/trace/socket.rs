@@ -6,21 +6,21 @@ use std::path::{Path, PathBuf};
 use super::link::PORT;
 use crate::socket::{ListeningSocket, SocketError};
 
-/// The socket on which the agent's connections arrive: that of the vsock device with the port.
-///
-/// Firecracker's convention (`docs/vsock.md` there), which the device follows.
+/// Path of the socket that the agent's connections arrive on: the vsock device's path with the port
+/// appended.
+/// | The device follows Firecracker's convention (`docs/vsock.md` there).
 pub fn socket_path(vsock: &Path) -> PathBuf {
     let mut path = vsock.as_os_str().to_owned();
     path.push(format!("_{PORT}"));
     path.into()
 }
 
-/// The bound socket on which the agent's connections arrive; removed when dropped.
+/// The bound socket for the agent's connections. Dropping it removes the file.
 #[derive(Debug)]
 pub struct AgentSocket(ListeningSocket);
 
 impl AgentSocket {
-    /// Binds the socket beside that of the vsock device, replacing one that a dead monitor left.
+    /// Binds the socket beside the vsock device's. Replaces a socket that a dead monitor left.
     ///
     /// # Errors
     /// [`SocketError`].
@@ -28,10 +28,10 @@ impl AgentSocket {
         ListeningSocket::bind(&socket_path(vsock)).map(Self)
     }
 
-    /// The listener, for the current runtime.
+    /// The listener, registered with the current runtime.
     ///
     /// # Errors
-    /// Of the operating system.
+    /// An I/O error.
     pub(super) fn listener(&self) -> std::io::Result<tokio::net::UnixListener> {
         self.0.tokio_listener()
     }

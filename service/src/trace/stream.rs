@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Streams of events to clients, and what waits in them.
-//!
-//! A stream holds at most [`QUEUE`] batches of [`BATCH_BYTES`] and an event: 16 MiB, however the guest shapes
-//! its events. Streams share the events that they both want.
+//! Streams of events to clients, and their queues.
+//! | A stream holds at most [`QUEUE`] batches of [`BATCH_BYTES`] and one event: 16 MiB, whatever
+//! the size
+//! of the guest's events. Streams share the events that they both want.
 
 use std::collections::HashMap;
 use std::mem::size_of;
@@ -22,7 +22,7 @@ use static_keys::Patterns;
 
 /// Batches that wait for a client.
 pub const QUEUE: usize = 16;
-/// Events of one batch, and their bytes, so that a message stays below what gRPC clients take (4 MiB).
+/// Bounds of a batch: its message stays below the 4 MiB that gRPC clients accept.
 const BATCH_EVENTS: usize = 2048;
 pub const BATCH_BYTES: usize = 1 << 20;
 
@@ -32,13 +32,13 @@ pub struct Source {
     /// "system:name".
     pub name: String,
     pub format: Format,
-    /// Events up to this guest time were recorded while the event was being armed.
+    /// Events up to this guest time were recorded while the event was being armed, and are skipped.
     pub settled_at: AtomicU64,
-    /// Events that came out.
+    /// Number of events that were passed on.
     pub events: AtomicU64,
 }
 
-/// A decoded event. Its names are its source's.
+/// A decoded event. Its names are in its source.
 #[derive(Debug)]
 pub struct Event {
     pub source: Arc<Source>,
@@ -47,7 +47,7 @@ pub struct Event {
     pub comm: Arc<str>,
     pub guest_time_ns: u64,
     pub time: Option<prost_types::Timestamp>,
-    /// By number of the field in the format.
+    /// Values by the number of the field in the format.
     pub values: Box<[(u8, Value)]>,
     pub context: String,
 }
@@ -62,9 +62,9 @@ impl Event {
         self.values.iter().find(of_name).map(|(_, value)| value)
     }
 
-    /// What it takes in memory, or as a message to a client, whichever is more.
+    /// Bytes that it takes in memory or in a message, whichever is more.
     pub fn bytes(&self) -> usize {
-        // Allocations of an event and of a value, with what the allocator adds.
+        // Overhead of an event and of a value, including the allocator's.
         const EVENT: usize = size_of::<Event>() + 128;
         const VALUE: usize = size_of::<(u8, Value)>() + 32;
         let field = |(number, value): &(u8, Value)| {
@@ -100,7 +100,7 @@ impl Event {
     }
 }
 
-/// What a client is told at once.
+/// Events and losses that are sent to a client together.
 #[derive(Debug, Default)]
 pub struct Batch {
     events: Vec<Arc<Event>>,
@@ -114,13 +114,13 @@ impl Batch {
         self.events.is_empty() && self.losses.is_none() && self.marks.is_empty()
     }
 
-    /// By [`Event::bytes`].
+    /// Sum of [`Event::bytes`].
     #[cfg(any(test, feature = "testing"))]
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// As it is told.
+    /// The batch as a message.
     pub fn to_proto(&self) -> StreamTracepointEventsResponse {
         StreamTracepointEventsResponse {
             events: self.events.iter().map(|event| event.to_proto()).collect(),
@@ -131,14 +131,14 @@ impl Batch {
     }
 }
 
-/// What a client gets.
+/// The client's end of a stream.
 pub struct Subscription {
-    /// Of the stream, for [`super::hub::Hub::unsubscribe`].
+    /// Number of the stream, for [`super::hub::Hub::unsubscribe`].
     pub id: u64,
     pub batches: mpsc::Receiver<Batch>,
 }
 
-/// A stream's end at the hub.
+/// The hub's end of a stream.
 #[derive(Debug)]
 pub struct Subscriber {
     pub id: u64,
@@ -149,7 +149,7 @@ pub struct Subscriber {
     losses: TraceLosses,
 }
 
-/// At most so many events per second.
+/// Limits the events per second.
 #[derive(Debug)]
 struct FloodGuard {
     limit: u32,
@@ -169,7 +169,7 @@ impl FloodGuard {
 }
 
 impl Subscriber {
-    /// A stream of the events that match, at most so many per second.
+    /// A stream of matching events, with a limit of events per second.
     pub fn new(id: u64, patterns: Patterns, events_per_second: u32) -> (Self, Subscription) {
         let (outlet, batches) = mpsc::channel(QUEUE);
         let subscriber = Self {
@@ -187,13 +187,13 @@ impl Subscriber {
         (subscriber, Subscription { id, batches })
     }
 
-    /// Sends those of the events that it wants, and the losses; what was lost here.
+    /// Queues the events that match, and the losses. Returns what this stream lost.
     pub fn hand_out(&mut self, events: &[Arc<Event>], losses: &TraceLosses) -> TraceLosses {
         let mut lost = TraceLosses::default();
         self.losses.overwritten = self.losses.overwritten.saturating_add(losses.overwritten);
         self.losses.malformed = self.losses.malformed.saturating_add(losses.malformed);
         let now = Instant::now();
-        // By name once per batch: there are thousands of events of each.
+        // Matched by name once per batch: a batch has thousands of events of each name.
         let mut wants: HashMap<*const Source, bool> = HashMap::new();
         for event in events {
             let wanted = *wants.entry(Arc::as_ptr(&event.source)).or_insert_with(|| {
@@ -218,13 +218,13 @@ impl Subscriber {
         lost
     }
 
-    /// Tells what a client did; without room in the queue it is not told.
+    /// Queues a change that a client made. It is dropped when the queue is full.
     pub fn mark(&mut self, mark: TraceMark) {
         self.pending.marks.push(mark);
         self.flush();
     }
 
-    /// Sends what is pending; how many events were lost because the client is slow.
+    /// Queues the pending batch. Returns how many events were lost because the client is slow.
     fn flush(&mut self) -> u64 {
         let mut batch = std::mem::take(&mut self.pending);
         if self.losses != TraceLosses::default() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What tracing needs of the guest's keys, so that it can be tested without a guest.
+//! The operations on keys that tracing needs. Tests implement them without a guest.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -8,17 +8,17 @@ use std::time::{Duration, Instant};
 
 use crate::keys::{FlipReport, KeysError, TracepointUpdate};
 
-/// What the guest's memory says of one tracepoint.
+/// State of one tracepoint in guest memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TracepointFacts {
     /// Full name of its key: "name" or "module:name".
     pub key: String,
     /// Whether the key is on.
     pub enabled: bool,
-    /// Probes that are attached, by whomever; None if they could not be read just now.
+    /// Number of attached probes, including other users'; `None` if they could not be read.
     pub probes: Option<u32>,
-    /// It has a function of its own that must run when it is switched (`regfunc`, `unregfunc` in
-    /// `struct tracepoint`).
+    /// The tracepoint has a `regfunc` or `unregfunc` (`struct tracepoint`), which must run when it
+    /// is switched.
     pub switched_by_function: bool,
 }
 
@@ -27,58 +27,58 @@ pub struct TracepointFacts {
 pub struct Switch {
     /// Full names.
     pub keys: Vec<String>,
-    /// What becomes of them, and of the holds on them.
+    /// What happens to the keys and the holds on them.
     pub update: TracepointUpdate,
-    /// The principal or stream that holds the keys it fires.
+    /// The principal or stream that holds the keys.
     pub holder: String,
-    /// Kept with the holds and in the audit log.
+    /// Reason, for the holds and the audit log.
     pub reason: &'static str,
-    /// When the references taken expire.
+    /// When new references expire.
     pub ttl: Option<Duration>,
-    /// Check and change nothing.
+    /// Check only.
     pub validate_only: bool,
-    /// How long the vCPUs may take to stop.
+    /// Time that the vCPUs have to stop.
     pub stop_timeout: Duration,
-    /// When to stop trying.
+    /// Deadline for retries.
     pub deadline: Instant,
 }
 
-/// A future on the heap.
+/// A boxed future, so that the trait is object-safe.
 pub type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// The keys of tracepoints.
 pub trait TracepointKeys: Send + Sync + 'static {
-    /// Of all tracepoints, read now. Takes milliseconds.
+    /// Reads the facts of all tracepoints. Takes milliseconds.
     ///
     /// # Errors
     /// If the guest has not registered.
     fn tracepoints(&self) -> Result<Vec<TracepointFacts>, KeysError>;
 
-    /// Probes attached to the tracepoints of these keys, read now; None where there is no such key,
-    /// or it could not be read.
+    /// Reads the number of probes on the tracepoints of these keys; `None` for an unknown or
+    /// unreadable key.
     ///
     /// # Errors
     /// If the guest has not registered.
     fn probes(&self, keys: &[String]) -> Result<Vec<Option<u32>>, KeysError>;
 
-    /// Who holds each of these keys, read now; nobody where there is no such key.
+    /// Reads who holds each of these keys; empty for an unknown key.
     ///
     /// # Errors
     /// If the guest has not registered.
     fn holders(&self, keys: &[String]) -> Result<Vec<Vec<Arc<str>>>, KeysError>;
 
-    /// The keys of tracepoints that this client holds.
+    /// The tracepoint keys that this client holds.
     ///
     /// # Errors
     /// If the guest has not registered.
     fn held_by(&self, client: &str) -> Result<Vec<String>, KeysError>;
 
-    /// Number of the kernel that runs, or ran last; `None` if none has registered.
+    /// Number of the current or last boot; `None` if no kernel has registered.
     fn boot(&self) -> Option<u64>;
 
-    /// Switches all or none.
+    /// Switches all keys or none.
     ///
     /// # Errors
-    /// As the change of any key.
+    /// The errors of an update of keys.
     fn switch(&self, switch: Switch) -> Boxed<'_, Result<Option<FlipReport>, KeysError>>;
 }

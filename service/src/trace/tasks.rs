@@ -14,11 +14,11 @@ use super::error::AgentError;
 use super::link::{AgentLink, bounded};
 use super::stream::Event;
 
-/// Names that are remembered, and for how long: a task may take another.
+/// Number of names that are cached, and for how long: a pid is reused.
 const MAX_NAMES: usize = 16_384;
 const LIFE: Duration = Duration::from_secs(5);
 const PATIENCE: Duration = Duration::from_millis(250);
-/// Names of one question.
+/// Names per request to the agent.
 const MAX_ASKED: usize = 1024;
 const COMM_BYTES: usize = 32;
 
@@ -27,7 +27,7 @@ const COMM_BYTES: usize = 32;
 pub struct Tasks {
     names: HashMap<i32, Arc<str>>,
     since: Instant,
-    /// The agent has not answered since then, and is not asked.
+    /// The agent did not answer; it is not asked again for a while.
     mute: bool,
     idle: Arc<str>,
     unknown: Arc<str>,
@@ -46,7 +46,7 @@ impl Default for Tasks {
 }
 
 impl Tasks {
-    /// Fills in the names of the events' tasks, asking the agent for those that are not known.
+    /// Fills in the tasks' names. Asks the agent for unknown ones.
     pub async fn name(&mut self, link: &AgentLink, events: &mut [Event]) {
         if self.since.elapsed() > LIFE || self.names.len() > MAX_NAMES {
             self.names.clear();
@@ -73,8 +73,8 @@ impl Tasks {
     }
 
     async fn ask(&mut self, link: &AgentLink, pids: Vec<i32>) {
-        // Those without an answer stay nameless until they are forgotten, rather than be asked
-        // for with each batch.
+        // Tasks without an answer are cached as nameless, so that the agent is not asked with each
+        // batch.
         for &pid in &pids {
             self.names.insert(pid, Arc::clone(&self.unknown));
         }
@@ -87,7 +87,7 @@ impl Tasks {
                     self.insert(task.pid, &task.comm);
                 }
             }
-            // Each batch would wait as long.
+            // Otherwise each batch would wait for the timeout.
             Err(AgentError::Silent { .. }) => self.mute = true,
             _ => {}
         }
@@ -100,7 +100,7 @@ impl Tasks {
         }
     }
 
-    /// sched_switch tells names by itself, also of tasks that are gone when the agent looks.
+    /// sched_switch contains the names, also of tasks that have exited.
     fn learn(&mut self, events: &[Event]) {
         for event in events
             .iter()

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The thread on which everything of the agent's is read and decoded.
-//!
-//! What the agent sends comes from the guest, and there is much of it under load. Here it takes no
-//! turn from the API's thread, which answers fire and park, and meets a stricter filter.
+//! The thread that reads and decodes the agent's messages.
+//! | They come from the guest, in quantity under load. A thread of its own keeps them from delaying
+//! the
+//! API's thread, which answers fire and park, and has a stricter filter.
 
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
 use crate::threads::{ThreadKind, Threads};
 
-/// A thread with a runtime of its own, which ends when this is dropped.
+/// A thread with its own tokio runtime. Dropping this ends it.
 #[derive(Debug)]
 pub struct TraceThread {
     handle: Handle,
@@ -18,8 +18,9 @@ pub struct TraceThread {
 }
 
 impl TraceThread {
-    /// Starts it. It inherits priority and filters from the calling thread, so this comes before the
-    /// caller takes on any.
+    /// Starts the thread. It inherits priority and filters of the calling thread, so the caller
+    /// starts it
+    /// before it changes its own.
     ///
     /// # Errors
     /// The thread cannot be started, or has no filter.
@@ -31,7 +32,7 @@ impl TraceThread {
         let handle = runtime.handle().clone();
         let (end, ended) = oneshot::channel::<()>();
         let run = move || {
-            // The sender is dropped: the end.
+            // Dropping the sender ends the thread.
             let _ = runtime.block_on(ended);
         };
         let thread = threads.spawn(ThreadKind::Trace, Box::new(run))?;
@@ -42,7 +43,7 @@ impl TraceThread {
         })
     }
 
-    /// Where to spawn what runs on it.
+    /// Handle to spawn tasks on the thread.
     pub fn handle(&self) -> &Handle {
         &self.handle
     }

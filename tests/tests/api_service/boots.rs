@@ -20,7 +20,7 @@ fn for_a_while(name: &str, seconds: i64) -> v1::UpdateStaticKeysRequest {
 
 async fn later(served: &Served, seconds: u64) {
     served.clock.advance(Duration::from_secs(seconds));
-    served.keys.tick().await.expect("the owner runs");
+    served.keys.tick().await.expect("the executor runs");
 }
 
 /// Names of keys with holds.

@@ -129,7 +129,7 @@ async fn an_undo_that_fails_keeps_the_guest_paused() {
     }
     // An operator who knows better has the last word.
     served.guest.on_resume(|| {});
-    served.keys.resume().await.expect("the owner lives");
+    served.keys.resume().await.expect("the executor lives");
     assert_eq!(served.keys.pause_state(), PauseState::Running);
 }
 
@@ -300,7 +300,7 @@ async fn a_killed_monitor_leaves_the_truth_behind() {
 
 /// One change is made and answered; the next ends in the death of this process.
 async fn die_in(stage: &str) {
-    // The owner's thread, on which a pause is told, may not send that signal.
+    // The executor's thread, on which a pause is told, may not send that signal.
     let (wish, wished) = channel::<()>();
     std::thread::spawn(move || {
         if wished.recv().is_ok() {

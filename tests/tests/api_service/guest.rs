@@ -326,7 +326,7 @@ async fn pause_for(served: &Served, ttl: Option<i64>) -> Duration {
 
 async fn state_after(served: &Served, seconds: u64) -> v1::GuestState {
     served.clock.advance(Duration::from_secs(seconds));
-    served.keys.tick().await.expect("the owner runs");
+    served.keys.tick().await.expect("the executor runs");
     describe(served).await.guest_status().state()
 }
 
@@ -365,7 +365,7 @@ async fn a_pause_is_renewed_and_not_cut_short() {
     assert_eq!(state_after(&served, 1).await, v1::GuestState::Running);
 }
 
-/// Without the hand-set clock: the owner wakes at the pause's end, and not at the next command.
+/// Without the hand-set clock: the executor wakes at the pause's end, and not at the next command.
 #[tokio::test]
 async fn the_owner_wakes_when_a_pause_expires() {
     let registry = Arc::new(Registry::default());

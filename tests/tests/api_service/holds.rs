@@ -22,7 +22,7 @@ fn with_ttl(name: &str, op: KeyOp, seconds: i64) -> v1::UpdateStaticKeysRequest 
 
 async fn later(served: &Served, seconds: u64) {
     served.clock.advance(Duration::from_secs(seconds));
-    served.keys.tick().await.expect("the owner runs");
+    served.keys.tick().await.expect("the executor runs");
 }
 
 #[tokio::test]

@@ -84,7 +84,7 @@ impl Served {
     }
 
     pub async fn with(setup: Setup) -> Self {
-        // As in the monitor: the owner's thread is under its filter.
+        // As in the monitor, the executor's thread is under its filter.
         seccomp::enforce(SeccompLevel::On);
         let (folder, own_folder) = match setup.folder {
             Some(folder) => (folder, None),

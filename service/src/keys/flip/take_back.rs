@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Gives back references that were taken beside the running guest and must not stay.
+//! Rolls back references that were taken while the guest ran and must not stay.
 
 use std::time::{Duration, Instant};
 
@@ -8,24 +8,25 @@ use static_keys::{Options, Plan, Undo, Update};
 use super::{Obstacle, Transaction};
 use crate::guest::Guest;
 use crate::keys::error::KeysError;
-use crate::keys::owner::Owner;
+use crate::keys::executor::Executor;
 use crate::keys::registry::Registration;
 use crate::keys::standstill::Standstill;
 
-/// Time allowed for giving back references that only a stopped guest can be without.
+/// Time allowed for rolling back a reference that needs a pause.
 const GIVE_BACK_TIME: Duration = Duration::from_secs(1);
 const BETWEEN_GIVING_BACK: Duration = Duration::from_millis(1);
 
-/// Why references could not be given back in one attempt.
+/// Why one attempt did not roll back all references.
 enum TakeBack {
-    /// Another attempt may find it otherwise.
+    /// Another attempt may succeed.
     Later(String),
     Failed(KeysError),
 }
 
-impl<G: Guest> Owner<G> {
-    /// Gives back references that the guest has made the last of their keys, so that only a stopped
-    /// guest can be without them.
+impl<G: Guest> Executor<G> {
+    /// Rolls back references that have become the last of their keys, because the guest dropped its
+    /// own.
+    /// Such a key is turned off, which needs a pause.
     pub(super) fn take_back(
         &self,
         taken_from: &Registration,
@@ -36,7 +37,7 @@ impl<G: Guest> Owner<G> {
         // The rollback ignores the caller's deadline: it must complete.
         let give_up = Instant::now() + GIVE_BACK_TIME;
         loop {
-            // A key that is gone took its references with it.
+            // The references went with the key.
             let live = self.shared.registry.live_epochs();
             left.retain(|update| {
                 let key = taken_from.catalog.key(update.key);
@@ -64,7 +65,7 @@ impl<G: Guest> Owner<G> {
         }
     }
 
-    /// One attempt. A guest that has taken its registration back may register again.
+    /// One attempt. A guest that has withdrawn its registration may register again.
     fn try_take_back(
         &self,
         patience: Duration,
@@ -95,7 +96,7 @@ impl<G: Guest> Owner<G> {
                 Err(TakeBack::Failed(fault))
             }
             Err(obstacle) => {
-                // What could not be taken again is given back.
+                // References that could not be taken again are dropped.
                 if let Obstacle::Entangled { left: given, .. } = &obstacle {
                     left.retain(|update| given.iter().all(|of| of.key != update.key));
                 }

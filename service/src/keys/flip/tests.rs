@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the guest may do between the plan of a change and the change.
+//! What the guest may do between planning a change and making it.
 
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
@@ -23,8 +23,8 @@ use crate::keys::symbols::Symbols;
 use crate::keys::{Registry, Shared, SystemClock};
 use crate::testing::{Gate, InMemoryGuest, TestKey};
 
-fn owner(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Owner<InMemoryGuest> {
-    Owner {
+fn executor(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Executor<InMemoryGuest> {
+    Executor {
         guest: Arc::clone(guest),
         shared: Arc::new(Shared {
             registry: Arc::clone(registry),
@@ -47,7 +47,7 @@ fn owner(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Owner<InMemory
     }
 }
 
-/// A key that nothing branches on: without jump labels that is each.
+/// A key without sites. Without jump labels no key has sites.
 fn counted(name: &str, count: i32) -> TestKey {
     TestKey {
         count,
@@ -55,7 +55,7 @@ fn counted(name: &str, count: i32) -> TestKey {
     }
 }
 
-/// A kernel that was built with or without jump labels, and a module, each with one key.
+/// A kernel with or without jump labels and a module, each with one key.
 fn boot(jump_labels: bool, count: i32) -> (Arc<InMemoryGuest>, Arc<Registry>) {
     let registry = Arc::new(Registry::default());
     let guest = InMemoryGuest::new(Arc::clone(&registry));
@@ -70,8 +70,8 @@ fn boot(jump_labels: bool, count: i32) -> (Arc<InMemoryGuest>, Arc<Registry>) {
     (guest, registry)
 }
 
-/// The page of the key is given away meanwhile, and what its new owner has there looks like the key:
-/// a zero is also MODULE_STATE_LIVE, and the type word of a key without sites.
+/// The guest frees the page of the key meanwhile. Its new content looks like the key: zero is also
+/// MODULE_STATE_LIVE, and the type word of a key without sites.
 #[test]
 fn counts_are_not_written_once_their_registration_is_gone() {
     type TakeBack = fn(&InMemoryGuest) -> i32;
@@ -82,7 +82,7 @@ fn counts_are_not_written_once_their_registration_is_gone() {
     for (jump_labels, count) in [(true, 1), (false, 0)] {
         for (name, take_back) in take_back {
             let (guest, registry) = boot(jump_labels, count);
-            let owner = owner(&guest, &registry);
+            let executor = executor(&guest, &registry);
             let snapshot = registry.snapshot().expect("registered");
             let memory = snapshot.registration.memory(guest.ram());
             let key: KeyId = snapshot.registration.find(name).expect("a key").id;
@@ -94,7 +94,7 @@ fn counts_are_not_written_once_their_registration_is_gone() {
 
             assert_eq!(take_back(&guest), 0);
             let mut running = Standstill::none(&*guest);
-            let made = owner.make(
+            let made = executor.make(
                 Duration::from_secs(1),
                 &snapshot,
                 &memory,
@@ -110,10 +110,10 @@ fn counts_are_not_written_once_their_registration_is_gone() {
     }
 }
 
-/// Whether a thread of this process sleeps; so does one that has ended.
+/// Whether a thread of this process sleeps or has exited.
 fn sleeps(thread: rustix::thread::Pid) -> bool {
     let path = format!("/proc/self/task/{}/stat", thread.as_raw_nonzero());
-    // The state is behind the name, which may have spaces: proc_pid_stat(5).
+    // The state follows the name, which may contain spaces: proc_pid_stat(5).
     std::fs::read_to_string(path).is_ok_and(|stat| stat.contains(") S "))
 }
 
@@ -140,15 +140,15 @@ fn a_request_waits_while_counts_are_written() {
     assert_eq!(registry.at_version(version, || ()), None);
 }
 
-/// A hibernation that fails: the kernel registers again, with the references that it had.
+/// A hibernation that fails: the kernel registers again, with the same counts.
 #[test]
 fn references_are_taken_back_once_the_guest_has_registered_again() {
     let (guest, registry) = boot(true, 2);
-    let owner = owner(&guest, &registry);
+    let executor = executor(&guest, &registry);
     let snapshot = registry.snapshot().expect("registered");
     let registration = Arc::clone(&snapshot.registration);
     let key = registration.find("alpha").expect("a key").id;
-    // Its descriptor was sent by hand, so it is kept for the second time.
+    // The descriptor was sent by hand, so the test guest does not keep it by itself.
     let mut again = guest.descriptor(&[counted("alpha", 2)]);
     again.header.generation += 1;
     assert_eq!(guest.unregister(), 0);
@@ -167,8 +167,8 @@ fn references_are_taken_back_once_the_guest_has_registered_again() {
             summary_only: true,
         };
         let left = vec![Update { key, op: Op::Dec }];
-        let mut running = Standstill::none(&*owner.guest);
-        owner.take_back(&registration, &transaction, &mut running, left)
+        let mut running = Standstill::none(&*executor.guest);
+        executor.take_back(&registration, &transaction, &mut running, left)
     });
     let thread = told.recv().expect("it has begun");
     while !sleeps(thread) {

@@ -13,11 +13,12 @@ use super::{FIRST_RETRY, Hold, KeyState, LAST_RETRY};
 /// Holds on one key.
 #[derive(Clone, Debug, Default)]
 pub struct KeyHolds {
-    /// "name" or "module:name"; also while the key's module or kernel is not registered.
+    /// "name" or "module:name". It stays while the key's module or kernel is not registered.
     name: Arc<str>,
     holds: SmallVec<[Hold; 1]>,
-    /// For whom the tracepoint fired when the first of them was taken, or when it was last fired or
-    /// parked; `None` for other keys.
+    /// Probes of the tracepoint when the first hold was taken, or when the
+    /// tracepoint was
+    /// last fired or parked; `None` for other keys.
     probes: Option<Probes>,
     retry: Option<Retry>,
 }
@@ -30,7 +31,7 @@ struct Retry {
 }
 
 impl KeyHolds {
-    /// Each of them.
+    /// All holds.
     pub fn as_slice(&self) -> &[Hold] {
         &self.holds
     }
@@ -49,12 +50,12 @@ impl KeyHolds {
         self.name = Arc::clone(name);
     }
 
-    /// References held by anyone.
+    /// Number of references in all holds.
     pub fn references(&self) -> u32 {
         self.holds.iter().map(|hold| hold.references).sum()
     }
 
-    /// Takes one more reference; it joins a hold that differs in nothing else.
+    /// Takes one reference. It joins a hold with the same holder, reason and expiry.
     pub fn take(&mut self, hold: &Hold) {
         match self.holds.iter_mut().find(|other| other.is_like(hold)) {
             Some(other) => other.references = other.references.saturating_add(hold.references),
@@ -62,8 +63,8 @@ impl KeyHolds {
         }
     }
 
-    /// The holder keeps the tracepoint firing from now on, for the probes that it has now. A hold that
-    /// it has already gets the new expiry.
+    /// The holder keeps the tracepoint firing for its current probes. An existing hold gets the new
+    /// expiry.
     pub fn fire(&mut self, hold: &Hold, probes: Option<Probes>) {
         self.probes = probes;
         let own = |other: &&mut Hold| other.holder == hold.holder;
@@ -76,21 +77,22 @@ impl KeyHolds {
         }
     }
 
-    /// The number of the hold that a reference like this one has joined.
+    /// Number of the hold that a reference like this one joined.
     pub fn number_of(&self, taken: &Hold) -> Option<u64> {
         let joined = self.holds.iter().find(|hold| hold.is_like(taken));
         joined.map(|hold| hold.number)
     }
 
-    /// Drops one reference of a hold that `which` has: of the one that expires first. False if there
-    /// is none.
+    /// Drops one reference of the hold that expires first among those that `which` selects. Returns
+    /// false
+    /// if there is none.
     pub fn drop_one(&mut self, which: impl Fn(&Hold) -> bool) -> bool {
         let first = self
             .holds
             .iter()
             .enumerate()
             .filter(|(_, hold)| which(hold))
-            // Those that never expire come last; among equals the newest goes.
+            // Holds without expiry come last; among equals the newest goes first.
             .min_by_key(|(index, hold)| {
                 (
                     hold.expires.is_none(),
@@ -107,8 +109,9 @@ impl KeyHolds {
         true
     }
 
-    /// Ends the holds on a tracepoint that `which` has. Whether that turns the key off: not while
-    /// somebody else holds it, nor if a fired event's probe is no longer the only one that there was.
+    /// Ends the tracepoint's holds that `which` selects. Returns whether the key must be turned
+    /// off: not
+    /// while another holder exists, nor if a fired event has other probes than the agent's.
     pub fn end(&mut self, probes: Option<Probes>, which: impl Fn(&Hold) -> bool) -> bool {
         let is_own = self.is_for(probes);
         let mut may_turn_off = false;
@@ -125,12 +128,12 @@ impl KeyHolds {
         self.holds.clear();
     }
 
-    /// The tracepoint's holds are for the probes that it has now.
+    /// Binds the tracepoint's holds to its current probes.
     pub fn set_probes(&mut self, probes: Option<Probes>) {
         self.probes = probes;
     }
 
-    /// Whether the tracepoint fires for the same functions as when it was fired.
+    /// Whether the tracepoint has the same functions as when it was fired.
     pub fn is_for(&self, probes: Option<Probes>) -> bool {
         match (&self.probes, &probes) {
             (Some(before), Some(now)) => before.same_functions(now),
@@ -138,10 +141,12 @@ impl KeyHolds {
         }
     }
 
-    /// Forgets what the guest has voided: references beyond its count, which it has dropped itself, and
-    /// those on a tracepoint that fires for others than when they were taken. The key of such a
-    /// tracepoint was turned off by the guest and on again for the others. Holds of those who fired
-    /// the tracepoint stay: they are for the agent's probe.
+    /// Drops the holds that the guest has voided: references above the count, which the guest has
+    /// dropped
+    /// itself, and those on a tracepoint whose functions have changed. The guest has turned such a
+    /// key off
+    /// and on again for other users. Holds that were taken by firing stay: they are for the agent's
+    /// probe.
     pub fn follow_guest(&mut self, state: &KeyState) {
         if self.probes != state.probes {
             self.holds.retain(|hold| hold.fired);
@@ -163,8 +168,9 @@ impl KeyHolds {
         }
     }
 
-    /// Gives holds a new expiry. One that then differs from an older one in nothing else joins it:
-    /// returns the numbers of both.
+    /// Gives holds a new expiry. A hold that then equals an older one is merged into it: returns
+    /// the numbers
+    /// of both.
     pub fn renew(
         &mut self,
         numbers: &HashSet<u64>,
@@ -196,7 +202,7 @@ impl KeyHolds {
         }
     }
 
-    /// When the first of them is to be released.
+    /// When the first hold expires.
     pub(super) fn due(&self) -> Option<Instant> {
         let expiries = self.holds.iter().filter_map(|hold| hold.expires);
         let first = expiries.map(|(at, _)| at).min()?;

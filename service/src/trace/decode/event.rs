@@ -5,7 +5,7 @@ use patchbay_proto::v1::trace_field::Value;
 
 use super::format::{Field, Format, Kind};
 
-/// Longest text or raw value that is told.
+/// Longest text or raw value that is passed on.
 const MAX_VALUE_BYTES: usize = 1024;
 
 /// `enum trace_flag_type`, `include/linux/trace_events.h`.
@@ -20,7 +20,7 @@ mod flag {
     pub const BH_OFF: u8 = 0x80;
 }
 
-/// The payload of an event with what all events have.
+/// The payload of an event and its common fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record<'a> {
     /// `common_type`: the format's id.
@@ -35,7 +35,7 @@ pub struct Record<'a> {
 }
 
 impl<'a> Record<'a> {
-    /// None if the payload is shorter than what all events have.
+    /// Returns `None` if the payload is shorter than the common fields.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (common, _) = bytes.split_at_checked(8)?;
         Some(Self {
@@ -47,10 +47,10 @@ impl<'a> Record<'a> {
         })
     }
 
-    /// The fields' values by their numbers; those that lie outside of the payload are left out.
-    ///
-    /// Fields of a real event do not overlap, so its values are together no longer than itself. What
-    /// is more than that is left out: a short event stays small.
+    /// Values by field number. Fields outside of the payload are left out.
+    /// | Fields of a real event do not overlap, so its values are no longer than its payload.
+    /// Values beyond
+    /// that are left out, so that a short event stays small.
     pub fn values(&self, format: &Format) -> Box<[(u8, Value)]> {
         let mut left = self.bytes.len();
         let mut values = Vec::new();
@@ -67,7 +67,7 @@ impl<'a> Record<'a> {
                 }
                 _ => 0,
             };
-            // A field without a size is there as well.
+            // A field of size 0 counts as present.
             let Some(rest) = left.checked_sub(field.size.max(1) + content) else {
                 continue;
             };
@@ -92,7 +92,7 @@ fn value(field: &Field, event: &[u8]) -> Option<Value> {
     })
 }
 
-/// The low half of the word is the offset, the high half the length.
+/// A `__data_loc` word: offset in the low half, length in the high half.
 fn located(event: &[u8], base: usize, word: &[u8], is_text: bool) -> Option<Value> {
     let word = unsigned(word);
     let offset = usize::try_from(word & 0xffff).ok()?.checked_add(base)?;
@@ -114,7 +114,7 @@ fn raw(bytes: &[u8]) -> Value {
     Value::Raw(bytes[..bytes.len().min(MAX_VALUE_BYTES)].to_vec())
 }
 
-/// Of 1, 2, 4 or 8 bytes, little endian.
+/// A little-endian integer of 1, 2, 4 or 8 bytes.
 fn unsigned(bytes: &[u8]) -> u64 {
     bytes
         .iter()
@@ -124,7 +124,7 @@ fn unsigned(bytes: &[u8]) -> u64 {
 
 fn signed(bytes: &[u8]) -> i64 {
     let unused = 64 - 8 * u32::try_from(bytes.len()).unwrap_or(8).clamp(1, 8);
-    // The sign bit goes to the top and comes back.
+    // Shifting left and back extends the sign.
     (unsigned(bytes) << unused).cast_signed() >> unused
 }
 
@@ -230,7 +230,7 @@ mod tests {
         }
     }
 
-    /// Pages of a real guest against the text that its kernel made of the same events.
+    /// Decodes pages of a real guest and compares with its kernel's own text of the events.
     #[test]
     fn pages_of_a_real_kernel_are_decoded_as_it_does_itself() {
         let formats: HashMap<u16, (&str, Format)> = FORMATS
@@ -305,7 +305,7 @@ mod tests {
         assert_eq!(Record::parse(&event[..7]), None);
     }
 
-    /// As a guest would write them that wants to make much of little.
+    /// Overlapping fields, by which a hostile guest would amplify a short event.
     #[test]
     fn fields_that_overlap_make_no_more_of_an_event_than_it_has() {
         let common = FORMATS[0].1.lines().take(8).collect::<Vec<_>>().join("\n");

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `events/SYSTEM/NAME/format` files (`Documentation/trace/events.rst`, "Event formats").
 
-/// No event of Linux has more fields, nor longer names.
+/// Limits above any event of Linux.
 const MAX_FIELDS: usize = 128;
 const MAX_NAME_BYTES: usize = 128;
-/// Of all fields together.
+/// Limit for all names together.
 const MAX_NAMES_BYTES: usize = 4096;
 /// No event is larger than a page.
 const MAX_EVENT_BYTES: usize = 4096;
-/// Where every event has type, flags, preemption count and process id (`struct trace_entry`).
+/// Offsets of the common fields (`struct trace_entry`).
 const COMMON: [(&str, usize, usize); 4] = [
     ("common_type", 0, 2),
     ("common_flags", 2, 1),
@@ -19,26 +19,26 @@ const COMMON: [(&str, usize, usize); 4] = [
 /// Why a format file cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FormatError {
-    /// A line that is not as it should be.
+    /// A malformed line.
     #[error("the event's format has a line that cannot be understood: {0:?}")]
     Line(String),
-    /// Missing, or elsewhere.
+    /// A common field is missing or at another offset.
     #[error("the event's format has no {0} where it belongs")]
     Missing(&'static str),
-    /// Of fields.
+    /// Too many fields.
     #[error("the event's format has more than {MAX_FIELDS} fields")]
     TooManyFields,
-    /// Of fields.
+    /// The names are too long.
     #[error("the names of the event's fields are longer than {MAX_NAMES_BYTES} bytes together")]
     LongNames,
 }
 
-/// How an event looks in the ring buffer.
+/// Layout of an event in the ring buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Format {
     /// `common_type` of its events.
     pub id: u16,
-    /// Without the common ones.
+    /// Fields without the common ones.
     pub fields: Box<[Field]>,
 }
 
@@ -47,18 +47,18 @@ pub struct Format {
 pub struct Field {
     pub name: Box<str>,
     pub kind: Kind,
-    /// In bytes from the start of the event.
+    /// Offset in the event, in bytes.
     pub offset: usize,
-    /// In bytes.
+    /// Size in bytes.
     pub size: usize,
 }
 
-/// What a field holds.
+/// Type of a field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Signed,
     Unsigned,
-    /// For people in hexadecimal.
+    /// The kernel prints it in hexadecimal.
     Hexadecimal,
     /// `char NAME[N]`.
     Text,
@@ -70,18 +70,18 @@ pub enum Kind {
     RelativelyLocated {
         text: bool,
     },
-    /// Arrays and structures.
+    /// Arrays and structures, as raw bytes.
     Raw,
 }
 
 impl Format {
-    /// What it takes in memory.
+    /// Memory that the format takes, in bytes.
     pub fn bytes(&self) -> usize {
         let field = |field: &Field| size_of::<Field>() + field.name.len();
         size_of::<Self>() + self.fields.iter().map(field).sum::<usize>()
     }
 
-    /// Parses the file.
+    /// Parses a format file.
     ///
     /// # Errors
     /// [`FormatError`].
@@ -159,7 +159,7 @@ fn parse_field(line: &str) -> Option<Field> {
     if !fits {
         return None;
     }
-    // "unsigned char", "__u8" and the like are numbers.
+    // "unsigned char" and "__u8" are numbers, not text.
     let text = kind.contains("char") && !kind.contains("unsigned char") && !kind.contains('*');
     let kind = if kind.starts_with("__data_loc") && size == 4 {
         Kind::Located { text }
@@ -184,8 +184,9 @@ fn parse_field(line: &str) -> Option<Field> {
     })
 }
 
-/// Fields that the kernel itself prints in hexadecimal: arguments that are a field and no more
-/// (`REC->name`, with casts and brackets), and whose conversion is %x or %p.
+/// Fields that the kernel prints in hexadecimal: arguments that are a plain field (`REC->name`,
+/// with casts
+/// and parentheses) and whose conversion is %x or %p.
 fn hexadecimal_arguments(print: &str) -> Vec<&str> {
     let Some((format, arguments)) = print
         .strip_prefix('"')
@@ -212,7 +213,7 @@ fn hexadecimal_arguments(print: &str) -> Vec<&str> {
         .collect()
 }
 
-/// The letters of printf() conversions, in order.
+/// The conversion characters of a printf() format, in order.
 fn conversions(format: &str) -> Vec<char> {
     let mut letters = Vec::new();
     let mut rest = format.chars().peekable();
@@ -232,7 +233,7 @@ fn conversions(format: &str) -> Vec<char> {
     letters
 }
 
-/// At commas outside of brackets and quotes.
+/// Splits at commas outside of parentheses and quotes.
 fn split_arguments(text: &str) -> Vec<&str> {
     let mut arguments = Vec::new();
     let (mut depth, mut quoted, mut start) = (0i32, false, 0);

@@ -1,35 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Ring-buffer pages, as `trace_pipe_raw` gives them.
-//!
-//! Layout: `struct buffer_data_page` and `struct ring_buffer_event`, `include/linux/ring_buffer.h`
-//! and `kernel/trace/ring_buffer.c`; told by the guest itself in `events/header_page` and
+//! Ring-buffer pages as `trace_pipe_raw` delivers them.
+//! | Layout: `struct buffer_data_page` and `struct ring_buffer_event` in
+//! `include/linux/ring_buffer.h` and
+//! `kernel/trace/ring_buffer.c`. The guest documents it in `events/header_page` and
 //! `events/header_event`.
 
-/// Time stamp, and length of the data with two flags.
+/// Time stamp, then the length of the data with two flags.
 const HEADER_BYTES: usize = 16;
 /// `RB_MISSED_EVENTS`: events were lost before this page.
 const MISSED: u64 = 1 << 31;
-/// `RB_MISSED_STORED`: how many stands behind the data.
+/// `RB_MISSED_STORED`: the number of lost events follows the data.
 const MISSED_STORED: u64 = 1 << 30;
 const LENGTH_MASK: u64 = MISSED_STORED - 1;
 
-/// `enum ring_buffer_type`; type lengths up to the first of them are data.
+/// `enum ring_buffer_type`: type lengths below the first are data.
 const PADDING: u32 = 29;
 const TIME_EXTEND: u32 = 30;
 const TIME_STAMP: u32 = 31;
-/// Bits of a time stamp that an event's header has.
+/// Bits of the time delta in an event's header.
 const TIME_SHIFT: u32 = 27;
-/// An absolute time stamp has 59 bits; the others are those of the time before.
+/// An absolute time stamp has 59 bits; the upper bits are those of the previous time.
 const ABSOLUTE_BITS: u32 = 59;
 const ALIGNMENT: usize = 4;
 
 /// Why the rest of a page cannot be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PageError {
-    /// Shorter than its header or than it says.
+    /// The page is shorter than its header or than its length field.
     #[error("a page ends before its data")]
     Short,
-    /// An event that reaches beyond the data.
+    /// An event ends beyond the data.
     #[error("an event reaches beyond its page")]
     EventTooLong,
 }
@@ -55,19 +55,19 @@ impl<'a> Page<'a> {
         let data = bytes.get(HEADER_BYTES..end).ok_or(PageError::Short)?;
         let missed = match (commit & MISSED != 0, commit & MISSED_STORED != 0) {
             (_, true) => u64_at(bytes, end).ok_or(PageError::Short)?,
-            // At least one; the page was too full to say how many.
+            // At least one: the page had no room for the number.
             (true, false) => 1,
             (false, false) => 0,
         };
         Ok(Self { time, missed, data })
     }
 
-    /// Events lost between the page before and this one, as far as the guest told.
+    /// Events lost before this page, as the guest reports them.
     pub fn missed(&self) -> u64 {
         self.missed
     }
 
-    /// Events in order, with their time; the last item is an error if the rest is malformed.
+    /// Events with their times, in order. The last item is an error if the rest is malformed.
     pub fn events(self) -> Events<'a> {
         Events {
             time: self.time,
@@ -97,13 +97,13 @@ impl<'a> Events<'a> {
         u32_at(self.take(4)?, 0).ok_or(PageError::EventTooLong)
     }
 
-    /// None at the end of the data.
+    /// Returns `None` at the end of the data.
     fn step(&mut self) -> Result<Option<(u64, &'a [u8])>, PageError> {
         while !self.rest.is_empty() {
             let header = self.take_u32()?;
             let (kind, delta) = (header & 0x1f, u64::from(header >> 5));
             match kind {
-                // The rest of the page was not used.
+                // The rest of the page is unused.
                 PADDING if delta == 0 => self.rest = &[],
                 PADDING => {
                     let length = self.take_u32()?;
@@ -112,7 +112,7 @@ impl<'a> Events<'a> {
                             .checked_sub(4)
                             .ok_or(PageError::EventTooLong)?,
                     )?;
-                    // A discarded event; the delta 1 only says that it is not the end.
+                    // A discarded event. A delta of 1 only marks that it is not the end.
                     if delta != 1 {
                         self.time = self.time.wrapping_add(delta);
                     }
@@ -156,7 +156,7 @@ impl<'a> Iterator for Events<'a> {
     }
 }
 
-/// No length of a guest's may be so large that arithmetic with it overflows.
+/// A guest's length must not overflow the arithmetic.
 fn bytes_of(length: u32) -> Result<usize, PageError> {
     usize::try_from(length)
         .ok()
@@ -164,7 +164,7 @@ fn bytes_of(length: u32) -> Result<usize, PageError> {
         .ok_or(PageError::EventTooLong)
 }
 
-/// As `rb_fix_abs_ts()`, `kernel/trace/ring_buffer.c`.
+/// As `rb_fix_abs_ts()` in `kernel/trace/ring_buffer.c`.
 fn absolute(time: u64, before: u64) -> u64 {
     let high = before >> ABSOLUTE_BITS << ABSOLUTE_BITS;
     let time = time | high;
@@ -282,7 +282,7 @@ mod tests {
         assert_eq!(Page::parse(&stored).expect("a page").missed(), 77);
     }
 
-    /// As random as a linear congruence gets: nothing may panic or go on for ever.
+    /// Pseudorandom input must neither panic nor loop forever.
     #[test]
     fn garbage_ends() {
         let mut state = 1u64;

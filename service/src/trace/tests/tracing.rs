@@ -15,7 +15,7 @@ use tonic_types::StatusExt;
 
 use super::super::DEFAULT_GRACE;
 use super::super::select::Wanted;
-use super::super::tracer::{ArmTerms, SwitchTerms};
+use super::super::tracer::{ArmTerms, SwitchTerms, TraceOutcome};
 use super::fake::Fake;
 use crate::api::{Access, Guests, ServedGuest, TracepointsApi};
 use crate::auth::SocketAuthoriser;
@@ -46,7 +46,7 @@ pub(super) fn reason(status: &tonic::Status) -> String {
 }
 
 pub(super) async fn arm(fake: &Fake, client: &str, texts: &[&str]) -> Vec<String> {
-    let (results, _) = fake
+    let TraceOutcome { results, .. } = fake
         .tracer
         .arm(client, &wanted(texts), &ArmTerms::default())
         .await
@@ -85,7 +85,7 @@ async fn armed_is_parked_and_fire_and_park_switch_the_keys() {
     );
 
     let switch = wanted(&["sched:*"]);
-    let (results, report) = fake
+    let TraceOutcome { results, report } = fake
         .tracer
         .fire("a", &switch, &SwitchTerms::default())
         .await
@@ -144,7 +144,7 @@ async fn two_clients_are_counted_and_the_last_one_out_parks() {
             .await
             .expect("fired");
     }
-    let (results, _) = fake
+    let TraceOutcome { results, .. } = fake
         .tracer
         .park("a", &switch, &terms)
         .await
@@ -325,7 +325,7 @@ async fn what_vanished_is_no_longer_armed_and_stops_nobody() {
         name: "sched_switch".into(),
         near: vec![],
     });
-    let (results, _) = fake
+    let TraceOutcome { results, .. } = fake
         .tracer
         .fire("a", &switch, &SwitchTerms::default())
         .await

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Arming: probes attached, and parked before anything is told of them.
+//! Arming: attaches probes, and parks their keys before any event is passed on.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use patchbay_proto::v1::TracepointState;
 
 use tokio::time::Instant;
 
-use super::{ArmTerms, Outcome, SwitchTerms, Tracer};
+use super::{ArmTerms, SwitchTerms, TraceOutcome, Tracer};
 use crate::keys::{FlipReport, TracepointUpdate};
 use crate::trace::book::{Armed, Book};
 use crate::trace::decode::Format;
@@ -25,27 +25,27 @@ use crate::trace::select::{self, Wanted};
 use crate::trace::stream::Source;
 use crate::trace::switch::TracepointFacts;
 
-/// Attaching a probe waits for the guest's RCU; per question to the agent.
+/// Timeout of an agent's request: attaching a probe waits for an RCU grace period in the guest.
 const ENABLE_PATIENCE: Duration = Duration::from_secs(30);
 const SETTLE_PATIENCE: Duration = Duration::from_secs(10);
 const ENABLED_PER_QUESTION: usize = 32;
 const MAX_OVERDUE: usize = 16_384;
-/// As long as an agent that does not answer may keep the events.
+/// How long an agent that does not answer may block the events.
 pub(super) const CLAIM_PATIENCE: Duration = ENABLE_PATIENCE;
-/// Formats of all armed events together; those of a whole distribution's kernel take a tenth.
+/// Limit for the formats of all armed events; a distribution kernel's whole set takes a tenth.
 const MAX_FORMATS_BYTES: usize = 16 << 20;
 
 impl Tracer {
-    /// Arms for a client; what is armed already gets one more client.
+    /// Arms events for a client. An event that is armed already gets one more client.
     ///
     /// # Errors
-    /// [`TraceError`]; nothing is armed then that was not before.
+    /// [`TraceError`]; then no further event is armed.
     pub async fn arm(
         &self,
         client: &str,
         wanted: &Wanted,
         terms: &ArmTerms,
-    ) -> Result<Outcome, TraceError> {
+    ) -> Result<TraceOutcome, TraceError> {
         let (events, stale) = self.events().await;
         if let Some(error) = stale {
             return Err(error.into());
@@ -53,7 +53,7 @@ impl Tracer {
         let names = wanted
             .select(events.names.iter())
             .map_err(|patterns| TraceError::EventNotFound { patterns })?;
-        // Before the facts are read: others change them.
+        // Taken before the facts are read, because other calls change them.
         let _moving = match terms.validate_only {
             true => None,
             false => Some(self.claim(&names, CLAIM_PATIENCE).await?),
@@ -84,13 +84,13 @@ impl Tracer {
             }
             self.armed_anew.notify_one();
         }
-        Ok((
-            self.results(chosen.into_keys(), client, Some(TracepointState::Parked)),
+        Ok(TraceOutcome {
+            results: self.results(chosen.into_keys(), client, Some(TracepointState::Parked)),
             report,
-        ))
+        })
     }
 
-    /// Those that can be parked, with the names of their keys.
+    /// The events that can be parked, with the names of their keys.
     fn choose(
         names: Vec<String>,
         wanted: &Wanted,
@@ -119,7 +119,7 @@ impl Tracer {
         Ok(chosen)
     }
 
-    /// Those that the agent has to enable, or to enable anew with another filter.
+    /// The events that the agent must enable, or enable again with another filter.
     fn fresh(
         book: &Book,
         client: &str,
@@ -169,7 +169,7 @@ impl Tracer {
         }
     }
 
-    /// Has probes attached and parks their keys.
+    /// Has the agent attach probes, then parks the keys.
     async fn attach(
         &self,
         client: &str,
@@ -187,7 +187,8 @@ impl Tracer {
                     .collect()
             };
             self.detach(&names).await;
-            // Also if the agent has not answered: when it does, it does so in order.
+            // This also runs when the agent does not answer in time: it processes requests in
+            // order.
             self.settle().await.ok();
         }
         attached
@@ -222,7 +223,7 @@ impl Tracer {
                 sources.push(Arc::new(Source {
                     name: name.clone(),
                     format,
-                    // Until it is settled, nothing of it is told.
+                    // Its events are skipped until the arming is complete.
                     settled_at: AtomicU64::new(u64::MAX),
                     events: AtomicU64::new(0),
                 }));
@@ -257,7 +258,7 @@ impl Tracer {
         Ok(report)
     }
 
-    /// Events that the agent has just attached probes to are on; parks them.
+    /// Parks events that the agent has just attached probes to.
     async fn park_fresh(
         &self,
         client: &str,
@@ -266,13 +267,13 @@ impl Tracer {
         let _turn = self.turn.lock().await;
         let keys = fresh.values().cloned().collect();
         let terms = SwitchTerms::default();
-        // The kernel's reference, which no client holds; and those of an earlier arming.
+        // Drops the kernel's own reference, which no client holds, and holds of an earlier arming.
         let silence = TracepointUpdate::Silence;
         self.switch(keys, silence, client, "arm tracepoints", &terms)
             .await
     }
 
-    /// Whether there is room for more formats, which come from the guest.
+    /// Checks the limit of the formats, whose size the guest decides.
     fn afford(&self, sources: &[Arc<Source>]) -> Result<(), TraceError> {
         let book = self.book();
         let armed = book.events.values().map(|armed| &armed.source);
@@ -289,7 +290,7 @@ impl Tracer {
         Ok(())
     }
 
-    /// Lets the agent record again; the guest's time just before.
+    /// Lets the agent record again. Returns the guest's time just before.
     pub(super) async fn settle(&self) -> Result<u64, TraceError> {
         match self
             .link
@@ -301,11 +302,12 @@ impl Tracer {
         }
     }
 
-    /// Has probes removed. What the agent does not answer for is tried again later, and after its
-    /// first silence it is not asked for the others.
+    /// Has the agent detach probes. What it does not answer is retried later. After its first
+    /// timeout it is
+    /// not asked for the rest.
     pub(super) async fn detach(&self, names: &[String]) -> Option<AgentError> {
         {
-            // Strangers come from the guest, anew with each agent.
+            // The guest can supply unknown events with each new agent.
             let mut book = self.book();
             let room = MAX_OVERDUE.saturating_sub(book.overdue.len());
             book.overdue.extend(names.iter().take(room).cloned());

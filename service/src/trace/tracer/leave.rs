@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Disarming, by request, because a client is gone, or because an agent says something else than
-//! the book.
+//! Disarming: on request, when a client is gone, or when an agent's list differs from the book.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -16,16 +15,16 @@ use crate::trace::book::Armed;
 use crate::trace::error::{AgentError, TraceError};
 use crate::trace::select::{self, Wanted};
 
-/// What could not be parked or disarmed for a client that is gone, or whose time is over, is tried again.
+/// Delay before a failed park or disarm of a departed or expired client is retried.
 const FIRST_RETRY: Duration = Duration::from_secs(1);
 const LAST_RETRY: Duration = Duration::from_secs(64);
 
 impl Tracer {
-    /// Parks and disarms for a client what no other keeps armed.
+    /// Parks and disarms a client's events, except those that another client armed.
     ///
     /// # Errors
-    /// [`TraceError`]; if it is the agent's silence, the events are parked, and disarmed when it
-    /// answers again.
+    /// [`TraceError`]. If the agent does not answer, the events are parked, and detached when it
+    /// answers.
     pub async fn disarm(
         &self,
         client: &str,
@@ -33,7 +32,7 @@ impl Tracer {
         force: bool,
     ) -> Result<Vec<TracepointResult>, TraceError> {
         let moving = self.claim(&self.armed(wanted)?, CLAIM_PATIENCE).await?;
-        // They may have been disarmed while this waited.
+        // Another call may have disarmed them while this one waited.
         let names = self.armed(wanted)?;
         let names: Vec<String> = names
             .into_iter()
@@ -46,8 +45,9 @@ impl Tracer {
         Ok(self.results(names.into_iter(), client, None))
     }
 
-    /// The events are the client's no more. Those that are nobody's then (or that it takes from
-    /// others) are parked and out of the book; they are to be detached.
+    /// Removes the client from the events. Events without clients, or with `force`, are parked and
+    /// removed from
+    /// the book; the caller detaches them.
     async fn remove(
         &self,
         client: &str,
@@ -56,8 +56,9 @@ impl Tracer {
     ) -> Result<Vec<String>, TraceError> {
         let _turn = self.turn.lock().await;
         let to_disarm = self.book().to_disarm(names, client, force);
-        // The guest's own removal of the probe parks as well, but perhaps late, perhaps never. It
-        // turns on nothing, so what others go on tracing is turned on here.
+        // The guest also turns the key off when it removes the probe, but possibly late or never.
+        // It does not
+        // turn keys on, so a key that others still trace is turned on here.
         let (theirs, ours) = self.split_by_others(&to_disarm).await;
         let kept = self.kept_armed(names, &to_disarm, client);
         for (names, update) in [
@@ -71,7 +72,7 @@ impl Tracer {
                 .switch(keys, update, client, "disarm tracepoints", &terms)
                 .await
             {
-                // The guest is gone or registered anew: there is nothing to park.
+                // The guest is gone or has registered again: there is nothing to park.
                 Ok(_)
                 | Err(TraceError::Keys(
                     KeysError::NotRegistered { .. } | KeysError::KeyNotFound { .. },
@@ -89,7 +90,7 @@ impl Tracer {
         Ok(to_disarm)
     }
 
-    /// Events that the client fires and others keep armed.
+    /// Events that the client fires and other clients armed.
     fn kept_armed(&self, names: &[String], to_disarm: &[String], client: &str) -> Vec<String> {
         let fired_by = self.fired_by(names);
         let fires = |name: &&String| {
@@ -100,7 +101,7 @@ impl Tracer {
         names.iter().filter(fires).cloned().collect()
     }
 
-    /// A client is gone: what it alone kept is parked at once, and disarmed.
+    /// A client is gone: parks and disarms what it alone armed.
     pub async fn leave(&self, client: &str) {
         let mut wait = FIRST_RETRY;
         while let Err(error) = self.park_without(client).await {
@@ -128,7 +129,7 @@ impl Tracer {
     async fn park_without(&self, client: &str) -> Result<(), KeysError> {
         let _turn = self.turn.lock().await;
         let keys = match self.keys.held_by(client) {
-            // The guest is gone or registers anew: there is nothing to park.
+            // The guest is gone or is registering again: there is nothing to park.
             Err(KeysError::NotRegistered { .. }) => return Ok(()),
             held => held?,
         };
@@ -147,13 +148,13 @@ impl Tracer {
         {
             Ok(report) => self.mark("parked", &to_park, client, report.as_ref()),
             Err(TraceError::Keys(error)) => return Err(error),
-            // Switching asks nobody but the keys.
+            // Switching keys needs no answer from the agent.
             Err(_) => {}
         }
         Ok(())
     }
 
-    /// Disarms for their clients what those armed for a time that is over.
+    /// Disarms events whose time to live has passed.
     pub async fn disarm_expired(&self) {
         let now = Instant::now();
         let expired = self.book().expired(now);
@@ -186,8 +187,9 @@ impl Tracer {
         Ok(())
     }
 
-    /// Brings agent and book together when an agent has connected: what only the agent knows is
-    /// disarmed, and what only the book knows is gone with its module, its boot or its instance.
+    /// Reconciles agent and book when an agent connects. An event that only the agent knows is
+    /// detached. An
+    /// event that only the book has went with its module, boot or tracefs instance.
     pub async fn reconcile(&self) {
         let peer = match self.link.peer() {
             Ok(peer) => peer,
@@ -204,16 +206,15 @@ impl Tracer {
         let strangers = self.claim_unarmed(enabled.into_iter().collect());
         self.detach(&strangers.names).await;
         drop(strangers);
-        // If the agent before died between stopping and starting.
+        // The previous agent may have died between stopping and starting the recording.
         match self.settle().await {
-            // Gone again; a guest that connects in a loop must not fill the monitor's log.
+            // The agent disconnected again. A guest that connects in a loop must not fill the log.
             Ok(_) | Err(TraceError::Agent(AgentError::Absent { .. })) => {}
             Err(error) => tracing::warn!(%error, "the agent does not record"),
         }
     }
 
-    /// Takes out of the book what was armed through an earlier connection and an agent that has just
-    /// connected does not know.
+    /// Removes events that an earlier connection armed and the new agent does not know.
     async fn forget_lost(&self, enabled: &BTreeSet<String>, connection: u64) {
         let _turn = self.turn.lock().await;
         let is_lost = |name: &String, armed: &mut Armed| {
@@ -227,8 +228,9 @@ impl Tracer {
         }
     }
 
-    /// Takes out of the book what has no probe any longer: its module is gone (another of that name
-    /// may have come), or somebody in the guest has removed it. True: there was something.
+    /// Removes events without a probe: the module is gone (another of its name may be loaded), or
+    /// somebody in
+    /// the guest removed the probe. Returns whether there were any.
     pub(crate) fn forget_vanished(&self, facts: &Facts) -> bool {
         let mut book = self.book();
         let vanished = |name: &str, armed: &Armed| {
@@ -250,7 +252,7 @@ impl Tracer {
         !gone.is_empty()
     }
 
-    /// Disarms what could not be disarmed when it was due.
+    /// Detaches events that could not be detached when they were due.
     pub async fn catch_up(&self) {
         if self.link.silent_for().is_some() || self.book().overdue.is_empty() {
             return;

@@ -111,8 +111,14 @@ impl Default for SwitchTerms {
     }
 }
 
-/// Results of a call, per event, and what its pause cost the guest.
-pub type Outcome = (Vec<TracepointResult>, Option<FlipReport>);
+/// What a call changed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TraceOutcome {
+    /// One per event.
+    pub results: Vec<TracepointResult>,
+    /// What the flip cost the guest; `None` if nothing was flipped.
+    pub report: Option<FlipReport>,
+}
 
 /// What the guest's memory says of its tracepoints.
 pub struct Facts {
@@ -299,7 +305,7 @@ impl Tracer {
         client: &str,
         wanted: &Wanted,
         terms: &SwitchTerms,
-    ) -> Result<Outcome, TraceError> {
+    ) -> Result<TraceOutcome, TraceError> {
         let _turn = self.turn.lock().await;
         let fired = self.try_fire(client, wanted, terms).await;
         let (names, report) = match fired {
@@ -314,7 +320,10 @@ impl Tracer {
         if !terms.validate_only {
             self.mark("fired", &names, client, report.as_ref());
         }
-        Ok((self.results(names.into_iter(), client, None), report))
+        Ok(TraceOutcome {
+            results: self.results(names.into_iter(), client, None),
+            report,
+        })
     }
 
     async fn try_fire(
@@ -346,7 +355,7 @@ impl Tracer {
         client: &str,
         wanted: &Wanted,
         terms: &SwitchTerms,
-    ) -> Result<Outcome, TraceError> {
+    ) -> Result<TraceOutcome, TraceError> {
         let _turn = self.turn.lock().await;
         let choose = || {
             let names = self.armed(wanted)?;
@@ -389,7 +398,10 @@ impl Tracer {
             drop(book);
             self.mark("parked", &to_park, client, report.as_ref());
         }
-        Ok((self.results(names.into_iter(), client, None), report))
+        Ok(TraceOutcome {
+            results: self.results(names.into_iter(), client, None),
+            report,
+        })
     }
 
     /// Those of the events of which nobody has said that others in the guest may be silenced.

@@ -29,7 +29,7 @@
 //! its gates find out of date is answered as PLAN_STALE, because a commit does not plan.
 //!
 //! Why one thread: flips of one guest exclude each other anyway (there is one pause), and with one
-//! owner the holds, the audit log, the answers kept for their request ids and a pause that an
+//! thread the holds, the audit log, the answers kept for their request ids and a pause that an
 //! operator asked for need no locks between them and cannot be seen half-way. It is a plain thread
 //! because verify and commit must not share a thread with anything else that wants to run.
 //!
@@ -50,7 +50,9 @@ use std::time::{Duration, Instant, SystemTime};
 use static_keys::KeyChange;
 use tokio::sync::oneshot;
 
-use super::audit::{AuditFile, AuditLog, Change, IntendedKeys, IntendedOp, Intent, Outcome};
+use super::audit::{
+    AuditFile, AuditLog, AuditOutcome, AuditedChange, IntendedKeys, IntendedOp, Intent,
+};
 use super::draft::{Drops, Terms};
 use super::error::KeysError;
 use super::estimate::PauseEstimate;
@@ -74,7 +76,7 @@ const LAST_BACKOFF: Duration = Duration::from_millis(16);
 /// Where an answer goes.
 pub(super) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
 
-/// What the owner is asked to do.
+/// What the executor is asked to do.
 pub(super) enum Command {
     Update(Box<UpdateRequest>, Reply<Arc<UpdateOutcome>>),
     Prepare(Box<PrepareRequest>, Reply<Arc<PrepareOutcome>>),
@@ -90,8 +92,8 @@ pub(super) enum Command {
     Tick(Reply<()>),
 }
 
-/// State of the owner thread.
-pub(super) struct Owner<G: Guest> {
+/// State of the executor thread.
+pub(super) struct Executor<G: Guest> {
     pub guest: Arc<G>,
     pub shared: Arc<Shared>,
     pub audit: AuditLog,
@@ -107,7 +109,7 @@ pub(super) struct Owner<G: Guest> {
     pub pauses: PauseEstimate,
 }
 
-impl<G: Guest> Owner<G> {
+impl<G: Guest> Executor<G> {
     /// Serves commands until the last sender is gone.
     pub fn run(mut self, commands: &Receiver<Command>) {
         let guest = Arc::clone(&self.guest);
@@ -220,8 +222,8 @@ impl<G: Guest> Owner<G> {
         reply: &Reply<Arc<UpdateOutcome>>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Arc<UpdateOutcome>, KeysError> {
-        let (owner, id) = (&request.owner, &request.request_id);
-        if let Some(earlier) = self.replayed(owner, id, &request.content)? {
+        let (principal, id) = (&request.principal, &request.request_id);
+        if let Some(earlier) = self.replayed(principal, id, &request.content)? {
             return Ok(earlier);
         }
         let now = self.shared.clock.now();
@@ -233,7 +235,7 @@ impl<G: Guest> Owner<G> {
             Some(TracepointUpdate::Fire) | None => Drops::of(request.force),
         };
         let expires = request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl));
-        let terms = Terms::new(&request.owner, &request.reason, drops, expires);
+        let terms = Terms::new(&request.principal, &request.reason, drops, expires);
         let transaction = Transaction {
             updates: &request.updates,
             terms: match request.tracepoints {
@@ -251,7 +253,7 @@ impl<G: Guest> Owner<G> {
         let outcome = Arc::new(self.transact(&transaction, standstill, || reply.is_closed())?);
         if !request.validate_only {
             self.replay.remember(
-                &request.owner,
+                &request.principal,
                 &request.request_id,
                 request.content,
                 &outcome,
@@ -284,8 +286,8 @@ impl<G: Guest> Owner<G> {
         cancelled: impl Fn() -> bool,
     ) -> Result<UpdateOutcome, KeysError> {
         let mut intent = None;
-        let attempt = |owner: &mut Self, standstill: &mut Standstill<'g, G>| {
-            owner.attempt(transaction, standstill, &mut intent)
+        let attempt = |executor: &mut Self, standstill: &mut Standstill<'g, G>| {
+            executor.attempt(transaction, standstill, &mut intent)
         };
         let result = self.persist(transaction.deadline, standstill, cancelled, attempt);
         self.conclude(transaction, result, intent)
@@ -339,7 +341,7 @@ impl<G: Guest> Owner<G> {
                 if let Some(id) = intent {
                     self.audit.outcome(
                         id,
-                        &Outcome::Failed {
+                        &AuditOutcome::Failed {
                             reason: error.reason(),
                             error: error.to_string(),
                         },
@@ -431,7 +433,7 @@ impl<G: Guest> Owner<G> {
         }
         let results = self.results(transaction, &flip, &taken);
         if let Some(id) = intent {
-            let changes = flip.changes.iter().map(|change| Change {
+            let changes = flip.changes.iter().map(|change| AuditedChange {
                 key: &change.name,
                 before: change.before,
                 after: change.after,
@@ -439,7 +441,7 @@ impl<G: Guest> Owner<G> {
             });
             self.audit.outcome(
                 id,
-                &Outcome::Committed {
+                &AuditOutcome::Committed {
                     changes: changes.collect(),
                 },
             );
