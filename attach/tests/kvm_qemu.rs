@@ -5,7 +5,6 @@ mod support;
 
 use patchbay_attach::PauseWay;
 use support::Accelerator::Kvm;
-use support::Memory::{Private, SharedMemfd};
 
 #[test]
 fn memory() {
@@ -50,16 +49,6 @@ fn kill() {
 #[test]
 fn refusals() {
     support::refusals(Kvm);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn stock_kernel_by_ptrace() {
-    support::stock::stock(Kvm, PauseWay::Freeze, Private).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn stock_kernel_by_qmp() {
-    support::stock::stock(Kvm, PauseWay::Qmp, SharedMemfd).await;
 }
 
 #[test]

@@ -136,7 +136,10 @@ pub fn run(selection: &Selection) -> Result<bool> {
 
     let [tier_1, tier_2, tier_3] = tests;
     // Some tests read a stock kernel: use the lab's if it is cached or needed anyway.
-    if !tier_1.is_empty() && (!kvm.runs_linux() || lab_image::is_cached()?) {
+    let attaches = |test: &Test| test.suite == "patchbay-attach::linux_qemu";
+    if (!tier_1.is_empty() || tier_3.iter().any(attaches))
+        && (!kvm.runs_linux() || lab_image::is_cached()?)
+    {
         host::ensure_packages(host::LAB)?;
         let stock = lab_image::get()?.kernel;
         outcome

@@ -133,7 +133,7 @@ impl Qemu {
         let child = match command.spawn() {
             Ok(child) => child,
             Err(error) => {
-                eprintln!("skipped: qemu-system-x86_64 cannot be started ({error})");
+                eprintln!("SKIPPED: qemu-system-x86_64 cannot be started ({error})");
                 return None;
             }
         };

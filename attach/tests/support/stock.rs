@@ -70,7 +70,7 @@ fn kernel() -> Option<(PathBuf, Vec<u8>)> {
         .and_then(|list| list.split(':').next().map(PathBuf::from));
     let busybox = fs::read("/bin/busybox").ok();
     if kernel.is_none() || busybox.is_none() {
-        eprintln!("skipped: it needs /bin/busybox, and a kernel named by {KERNEL}");
+        eprintln!("SKIPPED: it needs /bin/busybox, and a kernel named by {KERNEL}");
     }
     kernel.zip(busybox)
 }

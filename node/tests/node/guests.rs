@@ -266,7 +266,7 @@ async fn a_call_that_its_client_gives_up_is_cancelled_at_the_monitor() {
 async fn a_monitor_of_another_user_is_reached_as_that_user() {
     const USER: u32 = 54_321;
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: only root can become another user");
+        eprintln!("SKIPPED: only root can become another user");
         return;
     }
     let mut host = Host::start().await;

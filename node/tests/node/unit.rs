@@ -20,7 +20,7 @@ fn systemd_accepts_the_unit() {
     let output = match verify {
         Ok(output) => output,
         Err(error) => {
-            eprintln!("skipped: systemd-analyze cannot be run: {error}");
+            eprintln!("SKIPPED: systemd-analyze cannot be run: {error}");
             return;
         }
     };

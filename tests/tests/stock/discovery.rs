@@ -185,9 +185,9 @@ fn ways_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
 
 /// The kernel's own list of its pr_debug() lines has those that were found.
 fn debug_lines_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
-    let listed = guest.shell("grep -c '^[^#]' /sys/kernel/debug/dynamic_debug/control")?;
-    let listed = listed.lines().find_map(|line| line.trim().parse().ok());
-    let listed: usize = listed.context("a number of lines")?;
+    let said = guest.shell("grep -c '^[^#]' /sys/kernel/debug/dynamic_debug/control")?;
+    let listed = said.lines().find_map(|line| line.trim().parse().ok());
+    let listed: usize = listed.with_context(|| format!("no number of lines in {said:?}"))?;
     let found = kernel
         .keys
         .iter()

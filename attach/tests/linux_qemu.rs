@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A stock kernel in a QEMU with KVM.
+
+mod support;
+
+use patchbay_attach::PauseWay;
+use support::Accelerator::Kvm;
+use support::Memory::SharedMemfd;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stock_kernel_by_qmp() {
+    support::stock::stock(Kvm, PauseWay::Qmp, SharedMemfd).await;
+}
