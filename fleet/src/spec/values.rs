@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Values that check themselves while they are read, so that an error has their place.
+
+use serde::Deserialize;
+
+/// A list with at least one item.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "Vec<T>")]
+pub struct NonEmpty<T>(pub Vec<T>);
+
+impl<T> TryFrom<Vec<T>> for NonEmpty<T> {
+    type Error = &'static str;
+
+    fn try_from(items: Vec<T>) -> Result<Self, Self::Error> {
+        if items.is_empty() {
+            return Err("the list is empty; give at least one");
+        }
+        Ok(Self(items))
+    }
+}
+
+/// 0 to 100.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "u32")]
+pub struct Percent(pub u32);
+
+impl TryFrom<u32> for Percent {
+    type Error = String;
+
+    fn try_from(value: u32) -> Result<Self, String> {
+        match value {
+            0..=100 => Ok(Self(value)),
+            _ => Err(format!("{value} is no percentage; give 0 to 100")),
+        }
+    }
+}
+
+/// At least 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "u32")]
+pub struct Count(pub u32);
+
+impl TryFrom<u32> for Count {
+    type Error = &'static str;
+
+    fn try_from(value: u32) -> Result<Self, Self::Error> {
+        if value == 0 {
+            return Err("0 would stop everything; give at least 1");
+        }
+        Ok(Self(value))
+    }
+}
+
+/// "100us", "15ms", "30s", "10m", "2h", "7d".
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Duration(pub std::time::Duration);
+
+impl Duration {
+    pub fn millis(self) -> u64 {
+        u64::try_from(self.0.as_millis()).unwrap_or(u64::MAX)
+    }
+
+    pub fn micros(self) -> u64 {
+        u64::try_from(self.0.as_micros()).unwrap_or(u64::MAX)
+    }
+}
+
+impl TryFrom<String> for Duration {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        const YEAR_US: u64 = 365 * 86_400_000_000;
+        let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+        let (number, unit) = text.split_at(digits);
+        let unit: Option<u64> = match unit {
+            "us" => Some(1),
+            "ms" => Some(1_000),
+            "s" => Some(1_000_000),
+            "m" => Some(60_000_000),
+            "h" => Some(3_600_000_000),
+            "d" => Some(86_400_000_000),
+            _ => None,
+        };
+        let micros = unit.and_then(|unit| number.parse::<u64>().ok()?.checked_mul(unit));
+        match micros {
+            Some(micros) if micros <= YEAR_US => Ok(Self(std::time::Duration::from_micros(micros))),
+            _ => Err(format!(
+                "{text:?} is no duration of at most 365d; write a number and us, ms, s, m, h or d"
+            )),
+        }
+    }
+}
+
+/// A moment as RFC 3339 has it: "2026-12-24T00:00:00Z".
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Time(pub u64);
+
+impl TryFrom<String> for Time {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let parsed = text.parse::<prost_types::Timestamp>().ok();
+        let seconds = parsed.and_then(|time| u64::try_from(time.seconds).ok());
+        match seconds {
+            Some(seconds) => Ok(Self(seconds.saturating_mul(1000))),
+            None => Err(format!(
+                "{text:?} is no moment; write it as 2026-12-24T00:00:00Z"
+            )),
+        }
+    }
+}
+
+/// A glob of names: `*`, `?`, `[a-z]`.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Glob {
+    text: String,
+    matcher: globset::GlobMatcher,
+}
+
+impl Glob {
+    pub fn matches(&self, name: &str) -> bool {
+        self.matcher.is_match(name)
+    }
+}
+
+impl PartialEq for Glob {
+    fn eq(&self, other: &Self) -> bool {
+        self.text == other.text
+    }
+}
+
+impl TryFrom<String> for Glob {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        match globset::Glob::new(&text) {
+            Ok(glob) => Ok(Self {
+                text,
+                matcher: glob.compile_matcher(),
+            }),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+}
+
+/// Of a wave: a count of guests, a share of all guests, or what is left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "SizeText")]
+pub enum Size {
+    Count(u32),
+    Percent(u32),
+    Rest,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum SizeText {
+    Number(u32),
+    Text(String),
+}
+
+impl TryFrom<SizeText> for Size {
+    type Error = String;
+
+    fn try_from(given: SizeText) -> Result<Self, String> {
+        let text = match given {
+            SizeText::Number(count) if count > 0 => return Ok(Self::Count(count)),
+            SizeText::Number(count) => count.to_string(),
+            SizeText::Text(text) => text,
+        };
+        let percent = text.strip_suffix('%').and_then(|number| number.parse().ok());
+        match percent {
+            Some(percent @ 1..=100) => Ok(Self::Percent(percent)),
+            None if text == "rest" => Ok(Self::Rest),
+            _ => Err(format!(
+                "{text:?} is no size of a wave; write 5, 10% or rest"
+            )),
+        }
+    }
+}
