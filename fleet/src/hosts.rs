@@ -48,7 +48,7 @@ pub struct Host {
 /// All hosts, by name.
 #[derive(Clone)]
 pub struct Hosts {
-    by_name: Arc<BTreeMap<String, Host>>,
+    by_name: Arc<BTreeMap<String, Arc<Host>>>,
 }
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -63,7 +63,7 @@ impl Hosts {
     pub fn new(configs: &[HostConfig]) -> Result<Self, NameTaken> {
         let mut by_name = BTreeMap::new();
         for config in configs {
-            let taken = by_name.insert(config.name.clone(), Host::new(config.clone()));
+            let taken = by_name.insert(config.name.clone(), Arc::new(Host::new(config.clone())));
             if taken.is_some() {
                 return Err(NameTaken(config.name.clone()));
             }
@@ -72,12 +72,13 @@ impl Hosts {
         Ok(Self { by_name })
     }
 
-    pub fn get(&self, name: &str) -> Option<&Host> {
+    pub fn get(&self, name: &str) -> Option<&Arc<Host>> {
         self.by_name.get(name)
     }
 
-    pub fn all(&self) -> impl Iterator<Item = &Host> {
-        self.by_name.values()
+    /// In the order of their names.
+    pub fn all(&self) -> Vec<Arc<Host>> {
+        self.by_name.values().cloned().collect()
     }
 }
 
@@ -210,7 +211,10 @@ impl CallError {
             };
         };
         let verdict = match info.reason.as_str() {
-            "GUEST_BUSY" | "QUEUE_FULL" | "VCPU_NOT_STOPPED" | "TOO_MANY_CALLS"
+            "GUEST_BUSY"
+            | "QUEUE_FULL"
+            | "VCPU_NOT_STOPPED"
+            | "TOO_MANY_CALLS"
             | "TOO_MANY_CONNECTIONS" => Verdict::Busy,
             "NOT_HOLDER" => Verdict::NotHolder,
             "INTERNAL" | "CANCELLED" | "ENDPOINT_ENDING" | "WRITE_FAULT" => Verdict::Unknown,

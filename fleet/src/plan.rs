@@ -2,6 +2,7 @@
 //! From a spec to a planned rollout: which guests, in which waves, with which prepared plans.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use futures_util::StreamExt;
 use patchbay_proto::v1;
@@ -29,7 +30,7 @@ pub async fn plan(
 ) -> Rollout {
     let (selected, unreachable) = select(hosts, spec).await;
     let prepared = futures_util::stream::iter(selected)
-        .map(|(host, status)| prepare(name, spec, host, status))
+        .map(|(host, status)| async move { prepare(name, spec, &host, status).await })
         .buffer_unordered(FAN_OUT);
     let mut members: Vec<(Member, String)> = prepared.collect().await;
     // In an order that does not depend on who answered first.
@@ -39,7 +40,7 @@ pub async fn plan(
     let mut members = spread(touched);
     let waves = waves(spec, members.len());
     members.extend(skipped.into_iter().map(|(member, _)| member));
-    let spec_digest = hex(&Sha256::digest(text.as_bytes()));
+    let spec_digest = spec_digest(text);
     let message = match &unreachable[..] {
         [] => String::new(),
         [first, ..] => format!("{} hosts are unreachable, {first}", unreachable.len()),
@@ -67,18 +68,20 @@ pub async fn plan(
 }
 
 /// The guests that the spec selects, and why hosts that it may mean did not answer.
-async fn select<'h>(
-    hosts: &'h Hosts,
-    spec: &Spec,
-) -> (Vec<(&'h Host, v1::GuestStatus)>, Vec<String>) {
+async fn select(hosts: &Hosts, spec: &Spec) -> (Vec<(Arc<Host>, v1::GuestStatus)>, Vec<String>) {
     let wanted = &spec.selector;
-    let has_labels = |host: &&Host| {
+    let has_labels = |host: &Arc<Host>| {
         let labels = &host.config.labels;
         let mut wanted = wanted.labels.iter();
         wanted.all(|(label, value)| labels.get(label) == Some(value))
     };
-    let lists = futures_util::stream::iter(hosts.all().filter(has_labels))
-        .map(|host| async move { (host, host.list_guests().await) })
+    let mut asked = hosts.all();
+    asked.retain(has_labels);
+    let lists = futures_util::stream::iter(asked)
+        .map(|host| async move {
+            let list = host.list_guests().await;
+            (host, list)
+        })
         .buffer_unordered(FAN_OUT);
     let lists: Vec<_> = lists.collect().await;
     let (mut selected, mut unreachable) = (Vec::new(), Vec::new());
@@ -99,7 +102,7 @@ async fn select<'h>(
                 && build_id.is_none_or(|build_id| *build_id == status.kernel_build_id)
         };
         let list = list.into_iter().filter(is_wanted);
-        selected.extend(list.map(|status| (host, status)));
+        selected.extend(list.map(|status| (Arc::clone(&host), status)));
     }
     unreachable.sort();
     (selected, unreachable)
@@ -117,7 +120,9 @@ async fn prepare(
     let mut member = Member {
         host: host.config.name.clone(),
         guest: status.guest.clone(),
-        domain: domain.map(|domain| label(&domain.label)).unwrap_or_default(),
+        domain: domain
+            .map(|domain| label(&domain.label))
+            .unwrap_or_default(),
         plan: PreparedPlan::default(),
         state: State::Pending,
     };
@@ -125,7 +130,12 @@ async fn prepare(
         why: why.to_owned(),
     };
     match host.prepare(request(name, spec, &status.guest)).await {
-        Ok(plan) if plan.results.iter().all(|key| key.count_before == key.count_after) => {
+        Ok(plan)
+            if plan
+                .results
+                .iter()
+                .all(|key| key.count_before == key.count_after) =>
+        {
             member.state = skip("every key is as the spec wants it");
             let discard = v1::DiscardUpdateRequest {
                 guest: status.guest,
@@ -269,7 +279,12 @@ fn digest(spec: &str, waves: &[Wave], members: &[Member]) -> String {
     hex(&hash.finalize())
 }
 
-pub fn hex(bytes: &[u8]) -> String {
+/// Tells a repeat of a plan from another of the same name.
+pub fn spec_digest(text: &str) -> String {
+    hex(&Sha256::digest(text.as_bytes()))
+}
+
+fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
@@ -284,7 +299,10 @@ pub fn overlap(one: &[Member], other: &[Member]) -> Option<String> {
     one.iter().find_map(|member| {
         let mut ops = member.plan.inverse.iter();
         let op = ops.find(|op| keys.contains(&(&member.host, &member.guest, &op.key)))?;
-        Some(format!("{} of guest {} on {}", op.key, member.guest, member.host))
+        Some(format!(
+            "{} of guest {} on {}",
+            op.key, member.guest, member.host
+        ))
     })
 }
 
@@ -352,7 +370,10 @@ mod tests {
         let racks = ["a", "a", "a", "b", "b", "c"];
         let members = racks.iter().enumerate();
         let members = members.map(|(index, rack)| (member(index), (*rack).to_owned()));
-        let order: Vec<String> = spread(members.collect()).into_iter().map(|m| m.guest).collect();
+        let order: Vec<String> = spread(members.collect())
+            .into_iter()
+            .map(|m| m.guest)
+            .collect();
         assert_eq!(order, ["0", "3", "5", "1", "4", "2"]);
     }
 
@@ -366,7 +387,9 @@ mod tests {
         };
         let found = |counts, before, after| {
             let inverse = inverse(counts, &[key("k", before, after)]);
-            inverse.first().map(|op| (v1::KeyOp::try_from(op.op).expect("known"), op.times))
+            inverse
+                .first()
+                .map(|op| (v1::KeyOp::try_from(op.op).expect("known"), op.times))
         };
         assert_eq!(found(false, 0, 1), Some((v1::KeyOp::Disable, 1)));
         assert_eq!(found(false, 1, 0), Some((v1::KeyOp::Enable, 1)));

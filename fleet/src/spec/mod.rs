@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use patchbay_proto::v1::KeyOp;
 use serde::Deserialize;
 
+use self::values::checked_from;
 pub use self::values::{Count, Duration, Glob, Percent, Size, Time};
 use crate::rollout::{Caps, Freeze, Gate, GateKind, OnFailure, Policy};
 
@@ -37,10 +38,12 @@ pub struct Spec {
     pub reason: String,
 }
 
+checked_from!(Selector: SelectorFields);
+checked_from!(GateSpec: GateFields);
+checked_from!(Window: WindowFields);
+
 /// Guests must match all that is given; at least one thing is.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[serde(try_from = "SelectorFields")]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Selector {
     /// Labels of the host.
     pub labels: BTreeMap<String, String>,
@@ -147,9 +150,7 @@ pub struct PerDomain {
     pub count: Count,
 }
 
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[serde(try_from = "GateFields")]
+#[derive(Clone, Debug, PartialEq)]
 pub struct GateSpec(pub Gate);
 
 #[derive(Deserialize)]
@@ -181,7 +182,9 @@ impl TryFrom<GateFields> for GateSpec {
             },
             (None, None, Some(argv)) => GateKind::Command {
                 argv: argv.0,
-                timeout_ms: fields.timeout.map_or(DEFAULT_TIMEOUT_MS, |time| time.millis()),
+                timeout_ms: fields
+                    .timeout
+                    .map_or(DEFAULT_TIMEOUT_MS, |time| time.millis()),
             },
             _ => return Err("a gate is one of max_errors, pause_p99 and command"),
         };
@@ -196,9 +199,7 @@ impl TryFrom<GateFields> for GateSpec {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[serde(try_from = "WindowFields")]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Window(pub Freeze);
 
 #[derive(Deserialize)]

@@ -61,25 +61,38 @@ fn refused(line: &str, with: &str) -> (usize, usize, String) {
 fn errors_have_line_and_column() {
     let cases = [
         ("ttl: 7d", "ttl: soon", 24, "is no duration"),
-        ("ttl: 7d", "ttl: 999999999999999999999d", 24, "is no duration"),
+        (
+            "ttl: 7d",
+            "ttl: 999999999999999999999d",
+            24,
+            "is no duration",
+        ),
         ("ttl: 7d", "tll: 7d", 24, "unknown field `tll`"),
         ("  count: 50", "  cuont: 50", 15, "unknown field `cuont`"),
         ("  percent: 10", "  percent: 101", 16, "is no percentage"),
         ("  count: 50", "  count: 0", 15, "at least 1"),
         ("size: 10%", "size: 0%", 11, "is no size"),
         ("size: 10%", "size: -1", 11, ""),
-        ("  - op: enable", "  - op: toggle", 7, "unknown variant `toggle`"),
+        (
+            "  - op: enable",
+            "  - op: toggle",
+            7,
+            "unknown variant `toggle`",
+        ),
         ("\"net_*\", \"!net_debug\"", "", 8, "the list is empty"),
         ("size: 10%", "size: rest", 9, "only the last wave"),
-        ("2026-12-27T", "2026-12-23T", 22, "before it ends"),
-        ("2026-12-27T", "2026-13-27T", 22, "is no moment"),
-        ("timeout: 5s, ", "max_errors: 1, ", 20, "a gate is one of"),
+        ("2026-12-27T", "2026-12-23T", 23, "before it ends"),
+        ("2026-12-27T", "2026-13-27T", 23, "is no moment"),
+        ("timeout: 5s, ", "max_errors: 1, ", 21, "a gate is one of"),
         ("\"web-*\"", "\"web-[\"", 4, "unclosed"),
     ];
     for (line, with, expected, message) in cases {
         let found = refused(line, with);
         assert_eq!(found.0, expected, "{with}: {found:?}");
-        assert!(found.1 > 0 && found.2.contains(message), "{with}: {found:?}");
+        assert!(
+            found.1 > 0 && found.2.contains(message),
+            "{with}: {found:?}"
+        );
     }
 }
 

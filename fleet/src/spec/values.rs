@@ -1,11 +1,91 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Values that check themselves while they are read, so that an error has their place.
 
-use serde::Deserialize;
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
+use serde::de::{Error, IntoDeserializer, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+/// Reads `F` and makes it a `T` while the reader still stands at its place: the error of a
+/// `#[serde(try_from)]` would have the place of the enclosing mapping.
+struct Checked<F, T>(PhantomData<(F, T)>);
+
+/// See [`Checked`].
+pub(super) fn checked<'de, D, F, T>(deserializer: D) -> Result<T, D::Error>
+where
+    D: Deserializer<'de>,
+    F: Deserialize<'de>,
+    T: TryFrom<F, Error: fmt::Display>,
+{
+    deserializer.deserialize_any(Checked::<F, T>(PhantomData))
+}
+
+impl<'de, F: Deserialize<'de>, T: TryFrom<F, Error: fmt::Display>> Checked<F, T> {
+    fn check<D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
+        T::try_from(F::deserialize(deserializer)?).map_err(D::Error::custom)
+    }
+}
+
+impl<'de, F: Deserialize<'de>, T: TryFrom<F, Error: fmt::Display>> Visitor<'de> for Checked<F, T> {
+    type Value = T;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("a value")
+    }
+
+    fn visit_str<E: Error>(self, value: &str) -> Result<T, E> {
+        Self::check(value.into_deserializer())
+    }
+
+    fn visit_u64<E: Error>(self, value: u64) -> Result<T, E> {
+        Self::check(value.into_deserializer())
+    }
+
+    fn visit_i64<E: Error>(self, value: i64) -> Result<T, E> {
+        Self::check(value.into_deserializer())
+    }
+
+    fn visit_f64<E: Error>(self, value: f64) -> Result<T, E> {
+        Self::check(value.into_deserializer())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<T, A::Error> {
+        Self::check(MapAccessDeserializer::new(map))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, items: A) -> Result<T, A::Error> {
+        Self::check(SeqAccessDeserializer::new(items))
+    }
+}
+
+macro_rules! checked_from {
+    ($value:ty: $raw:ty) => {
+        impl<'de> serde::Deserialize<'de> for $value {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                $crate::spec::values::checked::<D, $raw, Self>(deserializer)
+            }
+        }
+    };
+}
+pub(super) use checked_from;
+
+checked_from!(Percent: u32);
+checked_from!(Count: u32);
+checked_from!(Duration: String);
+checked_from!(Time: String);
+checked_from!(Glob: String);
+checked_from!(Size: SizeText);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for NonEmpty<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        checked::<D, Vec<T>, Self>(deserializer)
+    }
+}
 
 /// A list with at least one item.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "Vec<T>")]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NonEmpty<T>(pub Vec<T>);
 
 impl<T> TryFrom<Vec<T>> for NonEmpty<T> {
@@ -20,8 +100,7 @@ impl<T> TryFrom<Vec<T>> for NonEmpty<T> {
 }
 
 /// 0 to 100.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "u32")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Percent(pub u32);
 
 impl TryFrom<u32> for Percent {
@@ -36,8 +115,7 @@ impl TryFrom<u32> for Percent {
 }
 
 /// At least 1.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "u32")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Count(pub u32);
 
 impl TryFrom<u32> for Count {
@@ -52,8 +130,7 @@ impl TryFrom<u32> for Count {
 }
 
 /// "100us", "15ms", "30s", "10m", "2h", "7d".
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "String")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Duration(pub std::time::Duration);
 
 impl Duration {
@@ -93,8 +170,7 @@ impl TryFrom<String> for Duration {
 }
 
 /// A moment as RFC 3339 has it: "2026-12-24T00:00:00Z".
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "String")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Time(pub u64);
 
 impl TryFrom<String> for Time {
@@ -113,8 +189,7 @@ impl TryFrom<String> for Time {
 }
 
 /// A glob of names: `*`, `?`, `[a-z]`.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(try_from = "String")]
+#[derive(Clone, Debug)]
 pub struct Glob {
     text: String,
     matcher: globset::GlobMatcher,
@@ -147,8 +222,7 @@ impl TryFrom<String> for Glob {
 }
 
 /// Of a wave: a count of guests, a share of all guests, or what is left.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "SizeText")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Size {
     Count(u32),
     Percent(u32),
@@ -171,7 +245,9 @@ impl TryFrom<SizeText> for Size {
             SizeText::Number(count) => count.to_string(),
             SizeText::Text(text) => text,
         };
-        let percent = text.strip_suffix('%').and_then(|number| number.parse().ok());
+        let percent = text
+            .strip_suffix('%')
+            .and_then(|number| number.parse().ok());
         match percent {
             Some(percent @ 1..=100) => Ok(Self::Percent(percent)),
             None if text == "rest" => Ok(Self::Rest),

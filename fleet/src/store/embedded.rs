@@ -158,12 +158,16 @@ impl Shared {
             why: error.to_string(),
         };
         let exists = path.metadata().is_ok_and(|file| file.len() > 0);
-        let database = if exists {
-            check_format(path)?;
-            Database::open(path)
-        } else {
-            Database::create(path)
-        };
+        // redb asserts where it could answer that a file is damaged.
+        let opened = std::panic::catch_unwind(|| {
+            if exists {
+                check_format(path)?;
+                Ok(Database::open(path))
+            } else {
+                Ok(Database::create(path))
+            }
+        });
+        let database = opened.map_err(|_| damaged(&"redb cannot read it"))??;
         let database = match database {
             Err(redb::DatabaseError::DatabaseAlreadyOpen) => {
                 let path = path.display();
