@@ -22,12 +22,16 @@
 pub mod conformance;
 mod embedded;
 mod embedded_watch;
+mod etcd;
+#[cfg(test)]
+mod etcd_tests;
 
 use std::time::Duration;
 
 use async_trait::async_trait;
 
 pub use self::embedded::EmbeddedStore;
+pub use self::etcd::{DEFAULT_ROOT, EtcdStore};
 
 /// Advances with each transaction that wrote something.
 pub type Revision = u64;

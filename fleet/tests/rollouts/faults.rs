@@ -23,11 +23,19 @@ async fn another_replica_finishes_what_a_dead_leader_began() {
         let second = fleet.replica("two");
         let running = second.lead().await.rollout("net").expect("stored");
         assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
-        assert_eq!(fleet.counts("alpha"), [1; 6], "the leader died after change {death}");
+        assert_eq!(
+            fleet.counts("alpha"),
+            [1; 6],
+            "the leader died after change {death}"
+        );
         tell(&running, Command::Abort).await;
         let ended = |phase| matches!(phase, Phase::Ended(_));
         wait_for(&running, ended).await;
-        assert_eq!(fleet.counts("alpha"), [0; 6], "the leader died after change {death}");
+        assert_eq!(
+            fleet.counts("alpha"),
+            [0; 6],
+            "the leader died after change {death}"
+        );
         if survived {
             assert!(death > 3, "the rollout took {death} changes");
             return;
@@ -54,7 +62,10 @@ async fn another_replica_finishes_an_abort() {
         drop(first);
         let second = fleet.replica("two");
         let running = second.lead().await.rollout("net").expect("stored");
-        assert_eq!(wait_for(&running, is_over).await, Phase::Ended(End::Aborted));
+        assert_eq!(
+            wait_for(&running, is_over).await,
+            Phase::Ended(End::Aborted)
+        );
         assert_eq!(fleet.counts("alpha"), [0; 6]);
     }
 }
@@ -71,7 +82,10 @@ async fn a_deposed_leader_changes_nothing() {
     fleet.store.commit(usurped).await.expect("deleted");
     let digest = running.rollout().header().digest.clone();
     let answer = running.command(Command::Start { digest }, "alice").await;
-    assert_eq!(answer, None, "the start is not saved, so it is not confirmed");
+    assert_eq!(
+        answer, None,
+        "the start is not saved, so it is not confirmed"
+    );
     assert_eq!(fleet.counts("alpha"), [0; 2]);
 }
 

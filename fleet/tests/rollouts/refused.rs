@@ -14,7 +14,9 @@ async fn a_plan_is_repeated_by_name_and_spec() {
     let first = leads.plan("net", &text, "alice").await.expect("planned");
     let again = leads.plan("net", &text, "alice").await.expect("the same");
     assert!(std::sync::Arc::ptr_eq(&first, &again));
-    let other = leads.plan("net", &spec("waves: [{size: 1}]"), "alice").await;
+    let other = leads
+        .plan("net", &spec("waves: [{size: 1}]"), "alice")
+        .await;
     let error = other.err().expect("refused").to_string();
     assert!(error.contains("exists with another spec"), "{error}");
 }
@@ -26,10 +28,21 @@ async fn an_overlapping_rollout_is_refused_and_the_other_named() {
     let leads = replica.lead().await;
     let text = spec("waves: [{size: rest}]");
     leads.plan("first", &text, "alice").await.expect("planned");
-    let error = leads.plan("second", &text, "alice").await.err().expect("refused").to_string();
-    assert!(error.starts_with("rollout first changes alpha of guest web-"), "{error}");
+    let error = leads
+        .plan("second", &text, "alice")
+        .await
+        .err()
+        .expect("refused")
+        .to_string();
+    assert!(
+        error.starts_with("rollout first changes alpha of guest web-"),
+        "{error}"
+    );
     let beta = text.replace("alpha", "beta");
-    leads.plan("third", &beta, "alice").await.expect("another key");
+    leads
+        .plan("third", &beta, "alice")
+        .await
+        .expect("another key");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -62,6 +75,8 @@ async fn two_hosts_with_one_name_are_refused() {
         hosts,
         lease_ttl: LEASE_TTL,
     };
-    let error = Controller::new(config, fleet.store.clone()).err().expect("refused");
+    let error = Controller::new(config, fleet.store.clone())
+        .err()
+        .expect("refused");
     assert!(error.to_string().contains("\"host-0\""), "{error}");
 }

@@ -25,7 +25,12 @@ async fn waves_change_every_guest_once_and_undo_takes_all_back() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn each_key_op_is_taken_back_by_its_inverse() {
-    for (op, before, during) in [("enable", 0, 1), ("disable", 1, 0), ("dec", 2, 1), ("inc", 1, 2)] {
+    for (op, before, during) in [
+        ("enable", 0, 1),
+        ("disable", 1, 0),
+        ("dec", 2, 1),
+        ("inc", 1, 2),
+    ] {
         let fleet = Fleet::start(1, 1).await;
         fleet.guests[0].set_count("beta", before);
         let replica = fleet.replica("one");
@@ -61,12 +66,17 @@ async fn a_failing_command_takes_the_canary_back() {
          gates: [{command: [\"false\"], on_failure: abort}]",
     );
     let running = replica.start("net", &text).await;
-    assert_eq!(wait_for(&running, is_over).await, Phase::Ended(End::Aborted));
+    assert_eq!(
+        wait_for(&running, is_over).await,
+        Phase::Ended(End::Aborted)
+    );
     assert_eq!(fleet.counts("alpha"), [0; 3]);
     let pauses: u64 = fleet.guests.iter().map(|guest| guest.pauses()).sum();
     assert_eq!(pauses, 2, "only the canary was changed");
     let timeline = running.rollout().header().timeline.clone();
-    let closed = timeline.iter().any(|entry| entry.text.contains("gate 1 of wave canary is closed"));
+    let closed = timeline
+        .iter()
+        .any(|entry| entry.text.contains("gate 1 of wave canary is closed"));
     assert!(closed, "{timeline:?}");
 }
 
@@ -99,5 +109,8 @@ async fn a_plan_that_became_stale_is_left_and_the_others_are_changed() {
     assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
     assert_eq!(fleet.counts("alpha"), [1, 7, 1]);
     let state = running.rollout().members()[1].state.clone();
-    assert!(matches!(&state, State::Failed { why, .. } if why.contains("PLAN_STALE")), "{state:?}");
+    assert!(
+        matches!(&state, State::Failed { why, .. } if why.contains("PLAN_STALE")),
+        "{state:?}"
+    );
 }
