@@ -14,10 +14,10 @@ use clap::{Parser, Subcommand};
 use patchbay_fleet::api;
 use patchbay_fleet::controller::{Config, Controller};
 use patchbay_fleet::hosts::HostConfig;
-use patchbay_fleet::store::EmbeddedStore;
+use patchbay_fleet::store::{DEFAULT_ROOT, EmbeddedStore, EtcdStore, Store};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// The embedded store has one user, so that nobody waits for this to expire.
+/// So long after the death of a leader another begins.
 const LEASE_TTL: Duration = Duration::from_secs(10);
 
 /// Rolls changes of static keys out over the guests of many hosts.
@@ -32,9 +32,15 @@ struct Arguments {
         default_value = "/run/patchbay/fleet.sock"
     )]
     socket: PathBuf,
-    /// Run a controller with an embedded store, without etcd and certificates
+    /// Run a controller with an embedded store, without etcd
     #[arg(long)]
     standalone: bool,
+    /// Run a replica of the controller on this etcd, as http://ADDRESS:PORT; may be repeated
+    #[arg(long = "etcd", conflicts_with = "standalone")]
+    etcd: Vec<String>,
+    /// Prefix of the controller's keys in etcd
+    #[arg(long, default_value = DEFAULT_ROOT, value_parser = parse_root)]
+    etcd_root: String,
     /// File of the embedded store
     #[arg(long, default_value = "/var/lib/patchbay/fleet.redb")]
     store: PathBuf,
@@ -75,6 +81,13 @@ fn parse_host(text: &str) -> Result<HostConfig, String> {
     })
 }
 
+fn parse_root(text: &str) -> Result<String, String> {
+    match text.ends_with('/') {
+        true => Ok(text.to_owned()),
+        false => Err(format!("{text:?} does not end with a slash")),
+    }
+}
+
 #[tokio::main]
 async fn main() -> ExitCode {
     let arguments = Arguments::parse();
@@ -89,8 +102,8 @@ async fn main() -> ExitCode {
 }
 
 async fn serve(arguments: Arguments) -> anyhow::Result<()> {
-    if !arguments.standalone {
-        bail!("give --standalone to run a controller, or a command; --help lists them");
+    if !arguments.standalone && arguments.etcd.is_empty() {
+        bail!("give --standalone or --etcd to run a controller, or a command; --help lists them");
     }
     if arguments.hosts.is_empty() {
         bail!("no host is given; add --host NAME=SOCKET with the socket of a patchbayd");
@@ -101,13 +114,17 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .init();
-    let store = EmbeddedStore::open(&arguments.store)?;
+    let store: Arc<dyn Store> = if arguments.standalone {
+        Arc::new(EmbeddedStore::open(&arguments.store)?)
+    } else {
+        Arc::new(EtcdStore::new(&arguments.etcd, &arguments.etcd_root)?)
+    };
     let config = Config {
         replica: format!("pid-{}", std::process::id()),
         hosts: arguments.hosts,
         lease_ttl: LEASE_TTL,
     };
-    let controller = Arc::new(Controller::new(config, Arc::new(store))?);
+    let controller = Arc::new(Controller::new(config, store)?);
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM cannot be handled")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT cannot be handled")?;
     let ended = async move {
