@@ -196,6 +196,8 @@ pub enum Verdict {
     Busy,
     /// The caller holds no such reference any more.
     NotHolder,
+    /// The kernel would warn about the op at this count.
+    WouldWarn,
     /// Nothing is known: no answer, or none of the service.
     Unknown,
 }
@@ -217,6 +219,7 @@ impl CallError {
             | "TOO_MANY_CALLS"
             | "TOO_MANY_CONNECTIONS" => Verdict::Busy,
             "NOT_HOLDER" => Verdict::NotHolder,
+            "WOULD_WARN" => Verdict::WouldWarn,
             "INTERNAL" | "CANCELLED" | "ENDPOINT_ENDING" | "WRITE_FAULT" => Verdict::Unknown,
             _ if status.code() == Code::Unavailable => Verdict::Unknown,
             _ => Verdict::Refused,

@@ -84,12 +84,15 @@ impl Term {
         loop {
             tokio::time::sleep(self.ttl / 3).await;
             let begun = Instant::now();
-            let error = match self.store.renew(self.lease).await {
-                Ok(()) => {
+            // A renewal that hangs must not outlive the lease.
+            let renewal = self.store.renew(self.lease);
+            let error = match tokio::time::timeout_at(self.renewed + self.ttl, renewal).await {
+                Ok(Ok(())) => {
                     self.renewed = begun;
                     continue;
                 }
-                Err(error) => error,
+                Ok(Err(error)) => error,
+                Err(_) => StoreError::Unavailable("the store does not answer".to_owned()),
             };
             let is_over = self.renewed.elapsed() >= self.ttl;
             if is_over || matches!(error, StoreError::LeaseExpired(_)) {

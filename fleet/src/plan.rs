@@ -306,8 +306,14 @@ pub fn overlap(one: &[Member], other: &[Member]) -> Option<String> {
     })
 }
 
-/// The inverse of a member as one update, with a request id that makes it one however often it is sent.
-pub fn revert_request(name: &str, member: &Member) -> v1::UpdateStaticKeysRequest {
+/// These ops of a member's inverse as one update. The request id, which ends with `part`, makes it one
+/// however often it is sent.
+pub fn revert_request(
+    name: &str,
+    guest: &str,
+    ops: &[InverseOp],
+    part: &str,
+) -> v1::UpdateStaticKeysRequest {
     let update = |op: &InverseOp| {
         let update = v1::KeyUpdate {
             name: op.key.clone(),
@@ -317,9 +323,9 @@ pub fn revert_request(name: &str, member: &Member) -> v1::UpdateStaticKeysReques
         std::iter::repeat_n(update, op.times as usize)
     };
     v1::UpdateStaticKeysRequest {
-        guest: member.guest.clone(),
-        updates: member.plan.inverse.iter().flat_map(update).collect(),
-        request_id: format!("fleet/{name}/revert"),
+        guest: guest.to_owned(),
+        updates: ops.iter().flat_map(update).collect(),
+        request_id: format!("fleet/{name}/revert/{part}"),
         reason: format!("rollout {name} is taken back"),
         result_view: v1::ResultView::Summary.into(),
         ..v1::UpdateStaticKeysRequest::default()
@@ -331,7 +337,9 @@ pub fn commit_failure(error: &CallError) -> crate::rollout::Failure {
     match error.verdict {
         Verdict::Busy => crate::rollout::Failure::Busy,
         Verdict::Unknown => crate::rollout::Failure::Unknown,
-        Verdict::Refused | Verdict::NotHolder => crate::rollout::Failure::Final,
+        Verdict::Refused | Verdict::NotHolder | Verdict::WouldWarn => {
+            crate::rollout::Failure::Final
+        }
     }
 }
 

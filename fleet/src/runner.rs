@@ -10,7 +10,7 @@ use patchbay_proto::v1;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
-use crate::hosts::{CallError, Hosts, Verdict};
+use crate::hosts::{CallError, Host, Hosts, Verdict};
 use crate::rollout::{
     Action, CommitOutcome, Failure, GateKind, Member, Millis, NotLegal, Phase, RevertOutcome,
     Rollout, State,
@@ -296,17 +296,43 @@ async fn revert(hosts: &Hosts, name: &str, member: &Member) -> RevertOutcome {
         let (again, why) = (false, no_host(&member.host));
         return RevertOutcome::Failed { again, why };
     };
-    match host.update(plan::revert_request(name, member)).await {
+    let ops = &member.plan.inverse;
+    let all = plan::revert_request(name, &member.guest, ops, "all");
+    match host.update(all).await {
         Ok(_) => RevertOutcome::Reverted { void: false },
-        Err(status) => {
-            let CallError { verdict, why } = CallError::new(&status);
-            match verdict {
-                Verdict::NotHolder => RevertOutcome::Reverted { void: true },
-                Verdict::Refused => RevertOutcome::Failed { again: false, why },
-                Verdict::Busy | Verdict::Unknown => RevertOutcome::Failed { again: true, why },
-            }
+        Err(status) => match CallError::new(&status).verdict {
+            Verdict::NotHolder | Verdict::WouldWarn => revert_each(host, name, member).await,
+            _ => revert_failed(CallError::new(&status)),
+        },
+    }
+}
+
+/// The guest has dropped some of the change by itself, so that the inverse as a whole is refused.
+async fn revert_each(host: &Host, name: &str, member: &Member) -> RevertOutcome {
+    let mut void = true;
+    for (index, op) in member.plan.inverse.iter().enumerate() {
+        let one = std::slice::from_ref(op);
+        let request = plan::revert_request(name, &member.guest, one, &index.to_string());
+        let Err(status) = host.update(request).await else {
+            void = false;
+            continue;
+        };
+        let error = CallError::new(&status);
+        // DEC warns at a count of 0 alone: the reference is gone. DISABLE warns about those of others.
+        let is_dec = op.op == i32::from(v1::KeyOp::Dec);
+        match error.verdict {
+            Verdict::NotHolder => {}
+            Verdict::WouldWarn if is_dec => {}
+            _ => return revert_failed(error),
         }
     }
+    RevertOutcome::Reverted { void }
+}
+
+fn revert_failed(error: CallError) -> RevertOutcome {
+    let again = matches!(error.verdict, Verdict::Busy | Verdict::Unknown);
+    let why = error.why;
+    RevertOutcome::Failed { again, why }
 }
 
 fn no_host(name: &str) -> String {

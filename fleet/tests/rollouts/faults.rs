@@ -105,3 +105,67 @@ async fn guests_that_are_gone_do_not_hold_up_the_others() {
     let state = rollout.members()[3].state.clone();
     assert!(matches!(&state, State::Failed { why, .. } if why.contains("GUEST_NOT_FOUND")));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_inverse_whose_answer_is_lost_is_not_applied_again() {
+    let fleet = Fleet::start(1, 1).await;
+    let first = fleet.replica("one");
+    let running = first.start("net", &spec("waves: [{size: rest}]")).await;
+    wait_for(&running, is_over).await;
+    let (flipped, mut seen) = tokio::sync::mpsc::unbounded_channel();
+    let (go_on, held) = std::sync::mpsc::channel::<()>();
+    fleet.guests[0].on_resume(move || {
+        let _ = flipped.send(());
+        // The answer waits until the leader is dead.
+        let _ = held.recv();
+    });
+    tell(&running, Command::Abort).await;
+    seen.recv().await.expect("taken back");
+    drop(first);
+    drop(go_on);
+    let second = fleet.replica("two");
+    let running = second.lead().await.rollout("net").expect("stored");
+    assert_eq!(
+        wait_for(&running, is_over).await,
+        Phase::Ended(End::Aborted)
+    );
+    assert_eq!(fleet.counts("alpha"), [0]);
+    let state = running.rollout().members()[0].state.clone();
+    assert_eq!(
+        state,
+        State::Reverted { void: false },
+        "the first answer was given again"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_guest_dropped_by_itself_does_not_keep_the_rest() {
+    let fleet = Fleet::start(1, 2).await;
+    let replica = fleet.replica("one");
+    let text = spec("waves: [{size: rest}]").replace("[alpha]", "[alpha, beta]");
+    let running = replica.start("net", &text).await;
+    wait_for(&running, is_over).await;
+    fleet.guests[0].set_count("alpha", 0);
+    fleet.guests[1].set_count("alpha", 0);
+    fleet.guests[1].set_count("beta", 0);
+    tell(&running, Command::Abort).await;
+    let ended = |phase| matches!(phase, Phase::Ended(_));
+    wait_for(&running, ended).await;
+    assert_eq!(
+        (fleet.counts("alpha"), fleet.counts("beta")),
+        (vec![0; 2], vec![0; 2])
+    );
+    let rollout = running.rollout();
+    let states: Vec<&State> = rollout
+        .members()
+        .iter()
+        .map(|member| &member.state)
+        .collect();
+    assert_eq!(
+        states,
+        [
+            &State::Reverted { void: false },
+            &State::Reverted { void: true }
+        ]
+    );
+}
