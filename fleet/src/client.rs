@@ -11,6 +11,7 @@ use patchbay_fleet::hosts::channel;
 use patchbay_proto::fleet::v1;
 use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
 use tonic::Status;
+use tonic::transport::Channel;
 
 /// A rollout that ended with guests left to look at.
 const PARTLY: u8 = 3;
@@ -88,25 +89,13 @@ pub async fn run(socket: &Path, command: RolloutCommand) -> anyhow::Result<ExitC
             rollout,
             watch: true,
         } => {
-            let request = v1::WatchRequest { rollout };
-            let mut changes = client.watch(request).await.map_err(failed)?.into_inner();
-            let mut last = v1::Rollout::default();
-            while let Some(change) = changes.message().await.map_err(failed)? {
-                last = change.rollout.unwrap_or_default();
-                show(&mut out, &last)?;
-            }
-            return Ok(exit_code(&last));
+            return watch(&mut client, &mut out, rollout).await;
         }
         RolloutCommand::List => {
             let list = client.list(v1::ListRequest {}).await.map_err(failed)?;
             for rollout in list.into_inner().rollouts {
-                writeln!(
-                    out,
-                    "{:<24} {:<10} {}",
-                    rollout.name,
-                    phase(&rollout),
-                    rollout.title
-                )?;
+                let v1::Rollout { name, title, .. } = &rollout;
+                writeln!(out, "{name:<24} {:<10} {title}", phase(&rollout))?;
             }
             return Ok(ExitCode::SUCCESS);
         }
@@ -145,6 +134,23 @@ pub async fn run(socket: &Path, command: RolloutCommand) -> anyhow::Result<ExitC
     };
     show(&mut out, &rollout)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Shows the rollout after each change until it ends.
+async fn watch(
+    client: &mut RolloutServiceClient<Channel>,
+    out: &mut impl Write,
+    rollout: String,
+) -> anyhow::Result<ExitCode> {
+    let failed = |status: Status| anyhow!("{}", status.message());
+    let request = v1::WatchRequest { rollout };
+    let mut changes = client.watch(request).await.map_err(failed)?.into_inner();
+    let mut last = v1::Rollout::default();
+    while let Some(change) = changes.message().await.map_err(failed)? {
+        last = change.rollout.unwrap_or_default();
+        show(out, &last)?;
+    }
+    Ok(exit_code(&last))
 }
 
 /// The rollout's name and the spec's text.
