@@ -171,17 +171,19 @@ async fn main() -> anyhow::Result<()> {
     result
 }
 
-async fn run(folder: &std::path::Path, guests: usize, hosts: usize) -> anyhow::Result<()> {
-    let flips = Arc::new(Flips {
-        base: Instant::now(),
-        ended: (0..guests).map(|_| AtomicU64::new(0)).collect(),
-    });
+/// Serves the guests on so many sockets, in turn.
+fn start_hosts(
+    folder: &std::path::Path,
+    guests: usize,
+    hosts: usize,
+    flips: &Arc<Flips>,
+) -> anyhow::Result<Vec<HostConfig>> {
     let mut configs = Vec::new();
     for host in 0..hosts {
         let socket = folder.join(format!("{host}.sock"));
         let served = Guests::default();
         for index in (host..guests).step_by(hosts) {
-            served.add(boot(&format!("guest-{index}"), index, &flips)?)?;
+            served.add(boot(&format!("guest-{index}"), index, flips)?)?;
         }
         let endpoint = Endpoint::new(ApiSocket::bind(&socket)?, served);
         tokio::spawn(endpoint.serve(std::future::pending()));
@@ -191,6 +193,15 @@ async fn run(folder: &std::path::Path, guests: usize, hosts: usize) -> anyhow::R
             labels: std::collections::BTreeMap::new(),
         });
     }
+    Ok(configs)
+}
+
+async fn run(folder: &std::path::Path, guests: usize, hosts: usize) -> anyhow::Result<()> {
+    let flips = Arc::new(Flips {
+        base: Instant::now(),
+        ended: (0..guests).map(|_| AtomicU64::new(0)).collect(),
+    });
+    let configs = start_hosts(folder, guests, hosts, &flips)?;
     println!(
         "{guests} guests on {hosts} hosts, {:.1?} to start",
         flips.base.elapsed()

@@ -5,7 +5,7 @@
 //!  api ──▶ controller ──▶ runner ──▶ rollout (a pure state machine)
 //!             │   │          │ └───▶ hosts ══▶ patchbay.v1 of each host
 //!             │   └ leader   │
-//!             └──▶ plan      └─────▶ storage ──▶ store (embedded)
+//!             └──▶ plan      └─────▶ storage ──▶ store (embedded, etcd)
 //! ```
 #![forbid(unsafe_code)]
 

@@ -56,7 +56,7 @@ pub type Millis = u64;
 pub enum Stage {
     Committing,
     Baking,
-    /// Gates that are external have been asked; bit n is set while gate n has not answered.
+    /// Waits for the gates that are commands; another driver asks them again.
     Gating,
 }
 
