@@ -20,6 +20,7 @@ fn generate() -> BuildResult {
         "patchbay/v1/guest.proto",
         "patchbay/v1/static_keys.proto",
         "patchbay/v1/tracepoints.proto",
+        "patchbay/fleet/v1/fleet.proto",
     ];
     let descriptors = protox::compile(services, ["."])?;
     let out = std::path::PathBuf::from(std::env::var("OUT_DIR")?);

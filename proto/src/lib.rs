@@ -18,6 +18,16 @@ impl v1::DescribeGuestResponse {
     }
 }
 
+/// The gRPC interface of the fleet's controller.
+#[cfg(feature = "grpc")]
+pub mod fleet {
+    /// Version 1: `patchbay.fleet.v1`.
+    #[allow(missing_docs, clippy::all)]
+    pub mod v1 {
+        include!(concat!(env!("OUT_DIR"), "/patchbay.fleet.v1.rs"));
+    }
+}
+
 /// The protocol between the agent in the guest and the service, `patchbay.agent.v1`.
 pub mod agent {
     /// Version 1 of the messages.

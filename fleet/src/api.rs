@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay.fleet.v1` on a unix socket.
+
+use std::future::Future;
+use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use futures_util::{Stream, StreamExt, stream};
+use patchbay_proto::fleet::v1;
+use patchbay_proto::fleet::v1::inventory_service_server::{
+    InventoryService, InventoryServiceServer,
+};
+use patchbay_proto::fleet::v1::rollout_service_server::{RolloutService, RolloutServiceServer};
+use tokio::net::UnixListener;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::transport::server::UdsConnectInfo;
+use tonic::{Request, Response, Status};
+
+use crate::controller::{Controller, Leadership, PlanError};
+use crate::runner::{Command, Running, now};
+use crate::view;
+
+/// Hosts that are asked at once.
+const FAN_OUT: usize = 128;
+
+#[derive(Clone)]
+struct Api {
+    controller: Arc<Controller>,
+}
+
+/// Serves on the socket until `shutdown` is ready. Only the owner may connect.
+///
+/// # Errors
+/// If the socket cannot be bound, or HTTP/2 fails.
+pub async fn serve(
+    controller: Arc<Controller>,
+    socket: &Path,
+    shutdown: impl Future<Output = ()>,
+) -> anyhow::Result<()> {
+    use anyhow::Context;
+    use std::os::unix::fs::PermissionsExt;
+    let listener = UnixListener::bind(socket)
+        .with_context(|| format!("the socket {} cannot be bound", socket.display()))?;
+    std::fs::set_permissions(socket, std::fs::Permissions::from_mode(0o600))?;
+    let api = Api { controller };
+    tonic::transport::Server::builder()
+        .add_service(RolloutServiceServer::new(api.clone()))
+        .add_service(InventoryServiceServer::new(api))
+        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), shutdown)
+        .await?;
+    std::fs::remove_file(socket)?;
+    Ok(())
+}
+
+/// "uid:1000" for a peer on the unix socket.
+fn principal<T>(request: &Request<T>) -> Result<String, Status> {
+    let peer = request.extensions().get::<UdsConnectInfo>();
+    let peer = peer.and_then(|peer| peer.peer_cred);
+    let peer = peer.ok_or_else(|| Status::permission_denied("the peer has no credentials"))?;
+    Ok(format!("uid:{}", peer.uid()))
+}
+
+impl Api {
+    fn leadership(&self) -> Result<Arc<Leadership>, Status> {
+        let leads = self.controller.leadership();
+        leads.ok_or_else(|| Status::unavailable("this replica does not lead; ask another"))
+    }
+
+    fn running(&self, name: &str) -> Result<Arc<Running>, Status> {
+        let running = self.leadership()?.rollout(name);
+        running.ok_or_else(|| {
+            Status::not_found(format!(
+                "there is no rollout {name:?}; `rollout list` names them"
+            ))
+        })
+    }
+
+    async fn command(
+        &self,
+        name: &str,
+        command: Command,
+        principal: &str,
+    ) -> Result<Option<v1::Rollout>, Status> {
+        let running = self.running(name)?;
+        match running.command(command, principal).await {
+            Some(Ok(())) => Ok(Some(view::rollout(&running.rollout(), false))),
+            Some(Err(error)) => Err(Status::failed_precondition(error.to_string())),
+            None => Err(Status::unavailable(
+                "this replica does not lead any more; ask another",
+            )),
+        }
+    }
+}
+
+fn plan_status(error: &PlanError) -> Status {
+    let message = error.to_string();
+    match error {
+        PlanError::Spec(_) | PlanError::Name(_) => Status::invalid_argument(message),
+        PlanError::NameTaken(_) | PlanError::Overlap { .. } => Status::already_exists(message),
+        PlanError::Nothing(_) => Status::failed_precondition(message),
+        PlanError::Store(_) | PlanError::Deposed => Status::unavailable(message),
+    }
+}
+
+type WatchStream = Pin<Box<dyn Stream<Item = Result<v1::WatchResponse, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl RolloutService for Api {
+    async fn plan(
+        &self,
+        request: Request<v1::PlanRequest>,
+    ) -> Result<Response<v1::PlanResponse>, Status> {
+        let principal = principal(&request)?;
+        let request = request.into_inner();
+        let leads = self.leadership()?;
+        let planned = leads
+            .plan(&request.rollout, &request.spec, &principal)
+            .await;
+        let running = planned.map_err(|error| plan_status(&error))?;
+        let rollout = Some(view::rollout(&running.rollout(), true));
+        Ok(Response::new(v1::PlanResponse { rollout }))
+    }
+
+    async fn start(
+        &self,
+        request: Request<v1::StartRequest>,
+    ) -> Result<Response<v1::StartResponse>, Status> {
+        let principal = principal(&request)?;
+        let v1::StartRequest { rollout, digest } = request.into_inner();
+        let rollout = self
+            .command(&rollout, Command::Start { digest }, &principal)
+            .await?;
+        Ok(Response::new(v1::StartResponse { rollout }))
+    }
+
+    async fn get(
+        &self,
+        request: Request<v1::GetRequest>,
+    ) -> Result<Response<v1::GetResponse>, Status> {
+        let running = self.running(&request.into_inner().rollout)?;
+        let rollout = Some(view::rollout(&running.rollout(), true));
+        Ok(Response::new(v1::GetResponse { rollout }))
+    }
+
+    async fn list(
+        &self,
+        _: Request<v1::ListRequest>,
+    ) -> Result<Response<v1::ListResponse>, Status> {
+        let mut all = self.leadership()?.rollouts();
+        all.sort_by_key(|running| std::cmp::Reverse(running.rollout().header().created));
+        let rollouts = all
+            .iter()
+            .map(|running| view::rollout(&running.rollout(), false));
+        let rollouts = rollouts.collect();
+        Ok(Response::new(v1::ListResponse { rollouts }))
+    }
+
+    type WatchStream = WatchStream;
+
+    async fn watch(
+        &self,
+        request: Request<v1::WatchRequest>,
+    ) -> Result<Response<WatchStream>, Status> {
+        let running = self.running(&request.into_inner().rollout)?;
+        let mut version = running.version();
+        version.mark_changed();
+        let changes = stream::unfold(Some((running, version)), |state| async move {
+            let (running, mut version) = state?;
+            let changed = version.changed().await;
+            let rollout = Some(view::rollout(&running.rollout(), false));
+            let is_active = running.rollout().header().phase.is_active();
+            let next = (is_active && changed.is_ok()).then_some((running, version));
+            Some((Ok(v1::WatchResponse { rollout }), next))
+        });
+        Ok(Response::new(changes.boxed()))
+    }
+
+    async fn pause(
+        &self,
+        request: Request<v1::PauseRequest>,
+    ) -> Result<Response<v1::PauseResponse>, Status> {
+        let (principal, request) = (principal(&request)?, request.into_inner());
+        let rollout = self
+            .command(&request.rollout, Command::Pause, &principal)
+            .await?;
+        Ok(Response::new(v1::PauseResponse { rollout }))
+    }
+
+    async fn resume(
+        &self,
+        request: Request<v1::ResumeRequest>,
+    ) -> Result<Response<v1::ResumeResponse>, Status> {
+        let (principal, request) = (principal(&request)?, request.into_inner());
+        let rollout = self
+            .command(&request.rollout, Command::Resume, &principal)
+            .await?;
+        Ok(Response::new(v1::ResumeResponse { rollout }))
+    }
+
+    async fn promote(
+        &self,
+        request: Request<v1::PromoteRequest>,
+    ) -> Result<Response<v1::PromoteResponse>, Status> {
+        let (principal, request) = (principal(&request)?, request.into_inner());
+        let rollout = self
+            .command(&request.rollout, Command::Promote, &principal)
+            .await?;
+        Ok(Response::new(v1::PromoteResponse { rollout }))
+    }
+
+    async fn abort(
+        &self,
+        request: Request<v1::AbortRequest>,
+    ) -> Result<Response<v1::AbortResponse>, Status> {
+        let (principal, request) = (principal(&request)?, request.into_inner());
+        let rollout = self
+            .command(&request.rollout, Command::Abort, &principal)
+            .await?;
+        Ok(Response::new(v1::AbortResponse { rollout }))
+    }
+
+    async fn undo(
+        &self,
+        request: Request<v1::UndoRequest>,
+    ) -> Result<Response<v1::UndoResponse>, Status> {
+        let (principal, request) = (principal(&request)?, request.into_inner());
+        let rollout = self
+            .command(&request.rollout, Command::Undo, &principal)
+            .await?;
+        Ok(Response::new(v1::UndoResponse { rollout }))
+    }
+
+    async fn explain(
+        &self,
+        request: Request<v1::ExplainRequest>,
+    ) -> Result<Response<v1::ExplainResponse>, Status> {
+        let request = request.into_inner();
+        let running = self.running(&request.rollout)?;
+        let rollout = running.rollout();
+        let is_meant = |member: &&crate::rollout::Member| {
+            member.guest == request.guest
+                && (request.host.is_empty() || member.host == request.host)
+        };
+        let members = rollout.members();
+        match members.iter().filter(is_meant).count() {
+            0 => {
+                let (guest, name) = (&request.guest, &request.rollout);
+                let text = format!("the spec of rollout {name} does not select a guest {guest:?}");
+                return Err(Status::not_found(text));
+            }
+            1 => {}
+            several => {
+                let guest = &request.guest;
+                let text = format!("{several} hosts have a guest {guest:?}; name the host");
+                return Err(Status::invalid_argument(text));
+            }
+        }
+        let index = members
+            .iter()
+            .position(|member| is_meant(&member))
+            .unwrap_or_default();
+        let guest = Some(view::guest(rollout.header(), index, &members[index]));
+        let reasons = view::explain(&rollout, index, now());
+        Ok(Response::new(v1::ExplainResponse { guest, reasons }))
+    }
+}
+
+#[tonic::async_trait]
+impl InventoryService for Api {
+    async fn list_hosts(
+        &self,
+        _: Request<v1::ListHostsRequest>,
+    ) -> Result<Response<v1::ListHostsResponse>, Status> {
+        let leads = self.leadership()?;
+        let asked = stream::iter(leads.hosts().all()).map(|host| async move {
+            let (guests, unreachable) = match host.list_guests().await {
+                Ok(guests) => (
+                    u32::try_from(guests.len()).unwrap_or(u32::MAX),
+                    String::new(),
+                ),
+                Err(status) => (0, status.message().to_owned()),
+            };
+            v1::Host {
+                name: host.config.name.clone(),
+                endpoint: host.config.socket.display().to_string(),
+                labels: host.config.labels.clone().into_iter().collect(),
+                guests,
+                unreachable,
+            }
+        });
+        let hosts = asked.buffered(FAN_OUT).collect().await;
+        Ok(Response::new(v1::ListHostsResponse { hosts }))
+    }
+
+    async fn list_guests(
+        &self,
+        request: Request<v1::ListGuestsRequest>,
+    ) -> Result<Response<v1::ListGuestsResponse>, Status> {
+        let wanted = request.into_inner().host;
+        let leads = self.leadership()?;
+        if !wanted.is_empty() && leads.hosts().get(&wanted).is_none() {
+            return Err(Status::not_found(format!("there is no host {wanted:?}")));
+        }
+        let mut hosts = leads.hosts().all();
+        hosts.retain(|host| wanted.is_empty() || host.config.name == wanted);
+        let asked = stream::iter(hosts).map(|host| async move {
+            // A host that cannot be reached is shown by ListHosts.
+            let list = host.list_guests().await.unwrap_or_default();
+            (host, list)
+        });
+        let lists: Vec<_> = asked.buffered(FAN_OUT).collect().await;
+        let registered = patchbay_proto::v1::RegistrationState::Registered;
+        let guests = lists.into_iter().flat_map(|(host, list)| {
+            list.into_iter().map(move |status| v1::Guest {
+                host: host.config.name.clone(),
+                registered: status.registration() == registered,
+                name: status.guest,
+                kernel_release: status.kernel_release,
+                kernel_build_id: status.kernel_build_id,
+            })
+        });
+        let guests = guests.collect();
+        Ok(Response::new(v1::ListGuestsResponse { guests }))
+    }
+}

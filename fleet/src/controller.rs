@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+//! One replica of the controller: it waits to lead, and then runs every rollout of the store.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use tokio::sync::{Mutex, mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+
+use crate::hosts::{HostConfig, Hosts, NameTaken};
+use crate::rollout::Rollout;
+use crate::runner::{Context, Running, now};
+use crate::spec::{Spec, SpecError};
+use crate::store::{Store, StoreError};
+use crate::{leader, plan, storage};
+
+/// Pause before another candidacy after an error of the store.
+const RETRY: Duration = Duration::from_secs(1);
+const MAX_NAME_BYTES: usize = 64;
+
+pub struct Config {
+    /// Names the replica in the store.
+    pub replica: String,
+    pub hosts: Vec<HostConfig>,
+    /// After this time without a renewal another replica leads.
+    pub lease_ttl: Duration,
+}
+
+/// See the head of the file.
+pub struct Controller {
+    config: Config,
+    store: Arc<dyn Store>,
+    leadership: watch::Sender<Option<Arc<Leadership>>>,
+}
+
+/// What only the leader has.
+pub struct Leadership {
+    context: Context,
+    rollouts: RwLock<BTreeMap<String, Arc<Running>>>,
+    /// Held from the check for overlaps until the rollout is stored.
+    planning: Mutex<()>,
+    starts: mpsc::Sender<(Rollout, oneshot::Sender<Arc<Running>>)>,
+}
+
+/// Why a plan is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    #[error("{0}")]
+    Spec(#[from] SpecError),
+    #[error("{0:?} is no name of a rollout; give 1 to 64 letters, digits and hyphens")]
+    Name(String),
+    #[error("rollout {0} exists with another spec; give this one another name")]
+    NameTaken(String),
+    #[error("rollout {other} changes {what} and has not ended; wait for it, or abort it")]
+    Overlap { other: String, what: String },
+    #[error("the spec selects no guest that can be changed: {0}")]
+    Nothing(String),
+    #[error("{0}")]
+    Store(#[from] StoreError),
+    #[error("this replica does not lead any more")]
+    Deposed,
+}
+
+impl Controller {
+    /// # Errors
+    /// [`NameTaken`].
+    pub fn new(config: Config, store: Arc<dyn Store>) -> Result<Self, NameTaken> {
+        Hosts::new(&config.hosts)?;
+        Ok(Self {
+            config,
+            store,
+            leadership: watch::Sender::new(None),
+        })
+    }
+
+    /// What only the leader can do; `None` while this replica does not lead.
+    pub fn leadership(&self) -> Option<Arc<Leadership>> {
+        self.leadership.borrow().clone()
+    }
+
+    /// Waits until this replica leads.
+    pub async fn lead(&self) -> Arc<Leadership> {
+        let mut leadership = self.leadership.subscribe();
+        loop {
+            if let Some(leads) = leadership.borrow_and_update().clone() {
+                return leads;
+            }
+            // The sender lives in `self`.
+            let _ = leadership.changed().await;
+        }
+    }
+
+    /// Leads whenever it can. Dropping the future is the death of the replica.
+    pub async fn run(&self) {
+        loop {
+            let error = match self.term().await {
+                Ok(error) | Err(error) => error,
+            };
+            self.leadership.send_replace(None);
+            tracing::warn!("this replica does not lead: {error}");
+            tokio::time::sleep(RETRY).await;
+        }
+    }
+
+    /// One term, up to the error that ends it.
+    async fn term(&self) -> Result<StoreError, StoreError> {
+        let config = &self.config;
+        let mut term = leader::campaign(&self.store, &config.replica, config.lease_ttl).await?;
+        let hosts = Hosts::new(&config.hosts);
+        let hosts = hosts.map_err(|error| StoreError::Invalid(error.to_string()))?;
+        let context = Context {
+            store: Arc::clone(&self.store),
+            fence: term.fence.clone(),
+            hosts,
+        };
+        let mut tasks = JoinSet::new();
+        let mut rollouts = BTreeMap::new();
+        for rollout in storage::load(self.store.as_ref()).await? {
+            let name = rollout.header().name.clone();
+            rollouts.insert(name, Running::start(rollout, context.clone(), &mut tasks));
+        }
+        let (starts, mut started) = mpsc::channel::<(Rollout, oneshot::Sender<Arc<Running>>)>(1);
+        let leadership = Arc::new(Leadership {
+            context: context.clone(),
+            rollouts: RwLock::new(rollouts),
+            planning: Mutex::default(),
+            starts,
+        });
+        self.leadership.send_replace(Some(leadership));
+        tracing::info!("replica {} leads", config.replica);
+        let error = {
+            let mut keep = std::pin::pin!(term.keep());
+            loop {
+                tokio::select! {
+                    error = &mut keep => break error,
+                    Some(Ok(error)) = tasks.join_next() => break error,
+                    Some((rollout, reply)) = started.recv() => {
+                        let running = Running::start(rollout, context.clone(), &mut tasks);
+                        let _ = reply.send(running);
+                    }
+                }
+            }
+        };
+        // Calls under way end here, before another replica can repeat them.
+        tasks.shutdown().await;
+        term.resign().await;
+        Ok(error)
+    }
+}
+
+impl Leadership {
+    pub fn hosts(&self) -> &Hosts {
+        &self.context.hosts
+    }
+
+    pub fn rollout(&self, name: &str) -> Option<Arc<Running>> {
+        let rollouts = self.rollouts.read().unwrap_or_else(PoisonError::into_inner);
+        rollouts.get(name).cloned()
+    }
+
+    pub fn rollouts(&self) -> Vec<Arc<Running>> {
+        let rollouts = self.rollouts.read().unwrap_or_else(PoisonError::into_inner);
+        rollouts.values().cloned().collect()
+    }
+
+    /// Plans a rollout and stores it. A repeat with the same spec returns the first.
+    ///
+    /// # Errors
+    /// [`PlanError`].
+    pub async fn plan(
+        &self,
+        name: &str,
+        text: &str,
+        principal: &str,
+    ) -> Result<Arc<Running>, PlanError> {
+        let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+        if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.bytes().all(is_letter) {
+            return Err(PlanError::Name(name.to_owned()));
+        }
+        let spec = Spec::parse(text)?;
+        let _planning = self.planning.lock().await;
+        if let Some(existing) = self.rollout(name) {
+            let spec_digest = plan::spec_digest(text);
+            return match existing.rollout().header().spec_digest == spec_digest {
+                true => Ok(Arc::clone(&existing)),
+                false => Err(PlanError::NameTaken(name.to_owned())),
+            };
+        }
+        let rollout = plan::plan(self.hosts(), name, text, &spec, principal, now()).await;
+        if rollout.header().waves.is_empty() {
+            return Err(PlanError::Nothing(nothing(&rollout)));
+        }
+        for other in self.rollouts() {
+            let other = other.rollout();
+            if !other.header().phase.is_active() {
+                continue;
+            }
+            if let Some(what) = plan::overlap(rollout.members(), other.members()) {
+                let other = other.header().name.clone();
+                return Err(PlanError::Overlap { other, what });
+            }
+        }
+        self.keep(rollout).await
+    }
+
+    async fn keep(&self, rollout: Rollout) -> Result<Arc<Running>, PlanError> {
+        let name = rollout.header().name.clone();
+        let all: Vec<usize> = (0..rollout.members().len()).collect();
+        let puts = storage::encode_changes(&rollout, &all, true)?;
+        let (store, fence) = (self.context.store.as_ref(), &self.context.fence);
+        storage::save(store, fence, &puts).await?;
+        let (reply, running) = oneshot::channel();
+        let sent = self.starts.send((rollout, reply)).await;
+        sent.map_err(|_| PlanError::Deposed)?;
+        let running = running.await.map_err(|_| PlanError::Deposed)?;
+        let mut rollouts = self
+            .rollouts
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        rollouts.insert(name, Arc::clone(&running));
+        Ok(running)
+    }
+}
+
+/// Why a plan touches nothing, in the words of the first guest.
+fn nothing(rollout: &Rollout) -> String {
+    use crate::rollout::State;
+    let first = rollout.members().first();
+    match first.map(|member| (&member.guest, &member.state)) {
+        Some((guest, State::Skipped { why })) => format!("{guest}: {why}"),
+        _ if rollout.header().message.is_empty() => "no guest matches the selector".to_owned(),
+        _ => rollout.header().message.clone(),
+    }
+}

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The controller of a fleet: changes of static keys on many guests, wave by wave, and back.
+//!
+//! ```text
+//!  api ──▶ controller ──▶ runner ──▶ rollout (a pure state machine)
+//!             │   │          │ └───▶ hosts ══▶ patchbay.v1 of each host
+//!             │   └ leader   │
+//!             └──▶ plan      └─────▶ storage ──▶ store (embedded, etcd)
+//! ```
+#![forbid(unsafe_code)]
+
+pub mod api;
+pub mod controller;
+pub mod hosts;
+pub mod leader;
+pub mod plan;
+pub mod rollout;
+pub mod runner;
+pub mod spec;
+pub mod storage;
+pub mod store;
+mod view;

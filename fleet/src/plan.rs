@@ -1,0 +1,408 @@
+// SPDX-License-Identifier: Apache-2.0
+//! From a spec to a planned rollout: which guests, in which waves, with which prepared plans.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use futures_util::StreamExt;
+use patchbay_proto::v1;
+use sha2::{Digest, Sha256};
+
+use crate::hosts::{CallError, Host, Hosts, Verdict};
+use crate::rollout::{
+    Header, InverseOp, Member, Millis, Phase, PreparedPlan, Rollout, State, TimelineEntry, Wave,
+};
+use crate::spec::{OpKind, Size, Spec};
+
+/// Plans are kept this long, so that a rollout may take a day.
+const PLAN_TTL_SECONDS: i64 = 24 * 3600;
+/// Guests that are asked to prepare at once; each host has a limit of its own beside this.
+const FAN_OUT: usize = 1024;
+
+/// Plans the spec on every guest that it selects.
+pub async fn plan(
+    hosts: &Hosts,
+    name: &str,
+    text: &str,
+    spec: &Spec,
+    principal: &str,
+    now: Millis,
+) -> Rollout {
+    let (selected, unreachable) = select(hosts, spec).await;
+    let prepared = futures_util::stream::iter(selected)
+        .map(|(host, status)| async move { prepare(name, spec, &host, status).await })
+        .buffer_unordered(FAN_OUT);
+    let mut members: Vec<(Member, String)> = prepared.collect().await;
+    // In an order that does not depend on who answered first.
+    members.sort_by(|(a, _), (b, _)| (&a.host, &a.guest).cmp(&(&b.host, &b.guest)));
+    let is_skipped = |(member, _): &(Member, String)| matches!(member.state, State::Skipped { .. });
+    let (skipped, touched): (Vec<_>, Vec<_>) = members.into_iter().partition(is_skipped);
+    let mut members = spread(touched);
+    let waves = waves(spec, members.len());
+    members.extend(skipped.into_iter().map(|(member, _)| member));
+    let spec_digest = spec_digest(text);
+    let message = match &unreachable[..] {
+        [] => String::new(),
+        [first, ..] => format!("{} hosts are unreachable, {first}", unreachable.len()),
+    };
+    let header = Header {
+        name: name.to_owned(),
+        title: spec.title.clone(),
+        digest: digest(&spec_digest, &waves, &members),
+        spec_digest,
+        phase: Phase::Planned,
+        message,
+        wave: 0,
+        waves,
+        policy: spec.policy(),
+        approvals: vec![],
+        timeline: vec![TimelineEntry {
+            time: now,
+            principal: principal.to_owned(),
+            text: "planned".to_owned(),
+        }],
+        members: members.len(),
+        created: now,
+    };
+    Rollout::new(header, members)
+}
+
+/// The guests that the spec selects, and why hosts that it may mean did not answer.
+async fn select(hosts: &Hosts, spec: &Spec) -> (Vec<(Arc<Host>, v1::GuestStatus)>, Vec<String>) {
+    let wanted = &spec.selector;
+    let has_labels = |host: &Arc<Host>| {
+        let labels = &host.config.labels;
+        let mut wanted = wanted.labels.iter();
+        wanted.all(|(label, value)| labels.get(label) == Some(value))
+    };
+    let mut asked = hosts.all();
+    asked.retain(has_labels);
+    let lists = futures_util::stream::iter(asked)
+        .map(|host| async move {
+            let list = host.list_guests().await;
+            (host, list)
+        })
+        .buffer_unordered(FAN_OUT);
+    let lists: Vec<_> = lists.collect().await;
+    let (mut selected, mut unreachable) = (Vec::new(), Vec::new());
+    for (host, list) in lists {
+        let list = match list {
+            Ok(list) => list,
+            Err(status) => {
+                unreachable.push(format!("{}: {}", host.config.name, status.message()));
+                continue;
+            }
+        };
+        let is_wanted = |status: &v1::GuestStatus| {
+            let globs = &wanted.guests;
+            let release = wanted.kernel_release.as_ref();
+            let build_id = wanted.kernel_build_id.as_ref();
+            (globs.is_empty() || globs.iter().any(|glob| glob.matches(&status.guest)))
+                && release.is_none_or(|glob| glob.matches(&status.kernel_release))
+                && build_id.is_none_or(|build_id| *build_id == status.kernel_build_id)
+        };
+        let list = list.into_iter().filter(is_wanted);
+        selected.extend(list.map(|status| (Arc::clone(&host), status)));
+    }
+    unreachable.sort();
+    (selected, unreachable)
+}
+
+/// The member, and its value of the label that waves are spread over.
+async fn prepare(
+    name: &str,
+    spec: &Spec,
+    host: &Host,
+    status: v1::GuestStatus,
+) -> (Member, String) {
+    let label = |label: &String| host.config.labels.get(label).cloned().unwrap_or_default();
+    let domain = spec.max_concurrent.per_domain.as_ref();
+    let mut member = Member {
+        host: host.config.name.clone(),
+        guest: status.guest.clone(),
+        domain: domain
+            .map(|domain| label(&domain.label))
+            .unwrap_or_default(),
+        plan: PreparedPlan::default(),
+        state: State::Pending,
+    };
+    let skip = |why: &str| State::Skipped {
+        why: why.to_owned(),
+    };
+    match host.prepare(request(name, spec, &status.guest)).await {
+        Ok(plan)
+            if plan
+                .results
+                .iter()
+                .all(|key| key.count_before == key.count_after) =>
+        {
+            member.state = skip("every key is as the spec wants it");
+            let discard = v1::DiscardUpdateRequest {
+                guest: status.guest,
+                plan_id: plan.plan_id,
+            };
+            // The plan expires anyway.
+            let _ = host.discard(discard).await;
+        }
+        Ok(plan) => member.plan = prepared_plan(spec, plan),
+        Err(status) => member.state = skip(&CallError::new(&status).why),
+    }
+    let spread = spec.spread_over.as_ref().map(label).unwrap_or_default();
+    (member, spread)
+}
+
+fn request(name: &str, spec: &Spec, guest: &str) -> v1::PrepareUpdateRequest {
+    let update = |op: &crate::spec::Op| v1::KeyUpdate {
+        op: op.op.to_proto().into(),
+        patterns: op.keys.0.clone(),
+        ..v1::KeyUpdate::default()
+    };
+    let ttl = spec.ttl.map(|ttl| prost_types::Duration {
+        seconds: i64::try_from(ttl.0.as_secs()).unwrap_or(i64::MAX),
+        nanos: i32::try_from(ttl.0.subsec_nanos()).unwrap_or(0),
+    });
+    v1::PrepareUpdateRequest {
+        guest: guest.to_owned(),
+        updates: spec.ops.0.iter().map(update).collect(),
+        reason: reason(name, spec),
+        hold_ttl: ttl,
+        plan_ttl: Some(prost_types::Duration {
+            seconds: PLAN_TTL_SECONDS,
+            nanos: 0,
+        }),
+        request_id: format!("fleet/{name}/prepare"),
+        ..v1::PrepareUpdateRequest::default()
+    }
+}
+
+/// At most 256 bytes.
+fn reason(name: &str, spec: &Spec) -> String {
+    let mut reason = format!("rollout {name}: {}", spec.reason);
+    while reason.len() > 256 {
+        reason.pop();
+    }
+    reason
+}
+
+fn prepared_plan(spec: &Spec, plan: v1::PrepareUpdateResponse) -> PreparedPlan {
+    let counts = spec.ops.0.iter().any(|op| op.op.counts());
+    let pause = plan.predicted_pause.unwrap_or_default();
+    let pause_us = pause.seconds.saturating_mul(1_000_000) + i64::from(pause.nanos / 1000);
+    let summary = plan.summary.unwrap_or_default();
+    PreparedPlan {
+        plan_id: plan.plan_id,
+        digest: plan.digest,
+        incarnation: plan.incarnation,
+        keys: summary.keys_changed,
+        sites: summary.sites_patched,
+        predicted_pause_us: u64::try_from(pause_us).unwrap_or(0),
+        inverse: inverse(counts, &plan.results),
+    }
+}
+
+/// What takes the results back: `counts` says that the ops were inc and dec.
+fn inverse(counts: bool, results: &[v1::KeyResult]) -> Vec<InverseOp> {
+    let inverse = |key: &v1::KeyResult| {
+        let change = i64::from(key.count_after) - i64::from(key.count_before);
+        let op = match (counts, change) {
+            (_, 0) => return None,
+            (true, 1..) => OpKind::Dec,
+            (true, _) => OpKind::Inc,
+            (false, 1..) => OpKind::Disable,
+            (false, _) => OpKind::Enable,
+        };
+        let times = if counts { change.unsigned_abs() } else { 1 };
+        Some(InverseOp {
+            key: key.name.clone(),
+            op: op.to_proto().into(),
+            times: u32::try_from(times).unwrap_or(u32::MAX),
+        })
+    };
+    results.iter().filter_map(inverse).collect()
+}
+
+/// Orders members so that every stretch of them has all values of the label in turn.
+fn spread(members: Vec<(Member, String)>) -> Vec<Member> {
+    let mut turns: BTreeMap<String, u32> = BTreeMap::new();
+    let mut placed: Vec<(u32, String, Member)> = Vec::with_capacity(members.len());
+    for (member, value) in members {
+        let turn = turns.entry(value.clone()).or_default();
+        placed.push((*turn, value, member));
+        *turn += 1;
+    }
+    placed.sort_by(|(a, x, _), (b, y, _)| (a, x).cmp(&(b, y)));
+    placed.into_iter().map(|(_, _, member)| member).collect()
+}
+
+/// Cuts so many members into waves. A share is one of all members, at least one; what no wave takes
+/// stays out only if the spec has no wave for the rest.
+fn waves(spec: &Spec, members: usize) -> Vec<Wave> {
+    let mut waves: Vec<Wave> = Vec::new();
+    let mut first = 0;
+    for (index, wave) in spec.waves.0.iter().enumerate() {
+        let left = members - first;
+        let wanted = match wave.size {
+            Size::Count(count) => count as usize,
+            Size::Percent(percent) => (members * percent as usize / 100).max(1),
+            Size::Rest => left,
+        };
+        let count = wanted.min(left);
+        let name = wave.name.clone();
+        waves.push(Wave {
+            name: name.unwrap_or_else(|| (index + 1).to_string()),
+            first,
+            count,
+            bake_ms: wave.bake.millis(),
+            bakes_until: None,
+        });
+        first += count;
+    }
+    waves.retain(|wave| wave.count > 0);
+    waves
+}
+
+fn digest(spec: &str, waves: &[Wave], members: &[Member]) -> String {
+    let mut hash = Sha256::new();
+    let mut add = |text: &str| {
+        hash.update((text.len() as u64).to_le_bytes());
+        hash.update(text);
+    };
+    add(spec);
+    for wave in waves {
+        add(&format!("{} {}", wave.first, wave.count));
+    }
+    for member in members {
+        add(&member.host);
+        add(&member.guest);
+        add(&member.plan.digest);
+    }
+    hex(&hash.finalize())
+}
+
+/// Tells a repeat of a plan from another of the same name.
+pub fn spec_digest(text: &str) -> String {
+    hex(&Sha256::digest(text.as_bytes()))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The key that both rollouts change on one guest.
+pub fn overlap(one: &[Member], other: &[Member]) -> Option<String> {
+    let mut keys = std::collections::BTreeSet::new();
+    for member in other {
+        for op in &member.plan.inverse {
+            keys.insert((&member.host, &member.guest, &op.key));
+        }
+    }
+    one.iter().find_map(|member| {
+        let mut ops = member.plan.inverse.iter();
+        let op = ops.find(|op| keys.contains(&(&member.host, &member.guest, &op.key)))?;
+        Some(format!(
+            "{} of guest {} on {}",
+            op.key, member.guest, member.host
+        ))
+    })
+}
+
+/// These ops of a member's inverse as one update. The request id, which ends with `part`, makes it one
+/// however often it is sent.
+pub fn revert_request(
+    name: &str,
+    guest: &str,
+    ops: &[InverseOp],
+    part: &str,
+) -> v1::UpdateStaticKeysRequest {
+    let update = |op: &InverseOp| {
+        let update = v1::KeyUpdate {
+            name: op.key.clone(),
+            op: op.op,
+            ..v1::KeyUpdate::default()
+        };
+        std::iter::repeat_n(update, op.times as usize)
+    };
+    v1::UpdateStaticKeysRequest {
+        guest: guest.to_owned(),
+        updates: ops.iter().flat_map(update).collect(),
+        request_id: format!("fleet/{name}/revert/{part}"),
+        reason: format!("rollout {name} is taken back"),
+        result_view: v1::ResultView::Summary.into(),
+        ..v1::UpdateStaticKeysRequest::default()
+    }
+}
+
+/// What a failed commit says about the guest.
+pub fn commit_failure(error: &CallError) -> crate::rollout::Failure {
+    match error.verdict {
+        Verdict::Busy => crate::rollout::Failure::Busy,
+        Verdict::Unknown => crate::rollout::Failure::Unknown,
+        Verdict::Refused | Verdict::NotHolder | Verdict::WouldWarn => {
+            crate::rollout::Failure::Final
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(waves: &str) -> Spec {
+        let rest = "selector: {guests: [\"*\"]}\nops: [{op: inc, keys: [a]}]\nwaves: ";
+        Spec::parse(&format!("{rest}{waves}\n")).expect("right")
+    }
+
+    fn counts(waves: &str, members: usize) -> Vec<usize> {
+        let found = super::waves(&spec(waves), members);
+        found.iter().map(|wave| wave.count).collect()
+    }
+
+    #[test]
+    fn waves_cut_all_members_and_no_more() {
+        let text = "[{size: 1}, {size: 10%}, {size: rest}]";
+        assert_eq!(counts(text, 100), [1, 10, 89]);
+        assert_eq!(counts(text, 2), [1, 1]);
+        assert_eq!(counts(text, 0), [0; 0]);
+        assert_eq!(counts("[{size: 60%}, {size: 60%}]", 10), [6, 4]);
+    }
+
+    #[test]
+    fn members_are_spread_over_the_label() {
+        let member = |guest: usize| Member {
+            host: String::new(),
+            guest: guest.to_string(),
+            domain: String::new(),
+            plan: PreparedPlan::default(),
+            state: State::Pending,
+        };
+        let racks = ["a", "a", "a", "b", "b", "c"];
+        let members = racks.iter().enumerate();
+        let members = members.map(|(index, rack)| (member(index), (*rack).to_owned()));
+        let order: Vec<String> = spread(members.collect())
+            .into_iter()
+            .map(|m| m.guest)
+            .collect();
+        assert_eq!(order, ["0", "3", "5", "1", "4", "2"]);
+    }
+
+    #[test]
+    fn the_inverse_undoes_each_change_and_nothing_else() {
+        let key = |name: &str, before, after| v1::KeyResult {
+            name: name.to_owned(),
+            count_before: before,
+            count_after: after,
+            ..v1::KeyResult::default()
+        };
+        let found = |counts, before, after| {
+            let inverse = inverse(counts, &[key("k", before, after)]);
+            inverse
+                .first()
+                .map(|op| (v1::KeyOp::try_from(op.op).expect("known"), op.times))
+        };
+        assert_eq!(found(false, 0, 1), Some((v1::KeyOp::Disable, 1)));
+        assert_eq!(found(false, 1, 0), Some((v1::KeyOp::Enable, 1)));
+        assert_eq!(found(true, 1, 3), Some((v1::KeyOp::Dec, 2)));
+        assert_eq!(found(true, 3, 2), Some((v1::KeyOp::Inc, 1)));
+        assert_eq!(found(false, 1, 1), None);
+    }
+}

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Gates that follow from the members alone.
+
+use super::{Gate, GateKind, Member, State};
+
+/// Why the gate is closed, judged by the wave's members so far.
+pub(super) fn closed(gate: &Gate, members: &[Member]) -> Option<String> {
+    match gate.kind {
+        GateKind::Errors { max_percent } => too_many_errors(max_percent, members),
+        GateKind::PauseP99 { budget_us } => {
+            let p99 = pause_p99(members)?;
+            (p99 > budget_us).then(|| {
+                format!(
+                    "the 99th percentile of its pauses is {p99} us, the budget is {budget_us} us"
+                )
+            })
+        }
+        GateKind::Command { .. } => None,
+    }
+}
+
+fn too_many_errors(max_percent: u32, members: &[Member]) -> Option<String> {
+    let is_failed = |member: &&Member| matches!(member.state, State::Failed { .. });
+    let failed = members.iter().filter(is_failed);
+    let (count, first) = (failed.clone().count(), failed.clone().next());
+    let State::Failed { why, .. } = &first?.state else {
+        return None;
+    };
+    // In whole numbers: 1 of 3 is more than 33 percent.
+    let is_over = count * 100 > members.len() * max_percent as usize;
+    is_over.then(|| {
+        let (all, guest) = (members.len(), &first.expect("one failed").guest);
+        format!(
+            "{count} of its {all} guests failed, more than {max_percent} percent; \
+             the first is {guest}: {why}"
+        )
+    })
+}
+
+/// By the nearest-rank method; none if no member was stopped.
+pub(super) fn pause_p99(members: &[Member]) -> Option<u64> {
+    let mut pauses: Vec<u64> = members
+        .iter()
+        .filter_map(|member| match member.state {
+            State::Committed { pause_us } => Some(pause_us),
+            _ => None,
+        })
+        .collect();
+    pauses.sort_unstable();
+    let rank = (pauses.len() * 99).div_ceil(100);
+    pauses.get(rank.checked_sub(1)?).copied()
+}

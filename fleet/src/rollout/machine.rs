@@ -1,0 +1,574 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The transitions. The head of the module draws them.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{
+    End, Failure, GateKind, Header, Member, Millis, OnFailure, Phase, Rollout, Stage, State,
+    TimelineEntry, gates,
+};
+
+/// An answer that says nothing about a commit is followed by another attempt, this often.
+pub const MAX_ATTEMPTS: u32 = 5;
+/// The first of them waits this long, each further one twice as long.
+const BACKOFF: Millis = 500;
+/// Entries of a timeline that are kept.
+const MAX_TIMELINE: usize = 500;
+
+/// What a driver is to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Commit the member's plan.
+    Commit(usize),
+    /// Apply the member's inverse.
+    Revert(usize),
+    /// Run the command of this gate for the wave.
+    RunGate { wave: usize, gate: usize },
+}
+
+/// What to do now, and when to step again at the latest.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    pub actions: Vec<Action>,
+    pub wake_at: Option<Millis>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CommitOutcome {
+    Committed { pause_us: u64 },
+    Failed { failure: Failure, why: String },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RevertOutcome {
+    Reverted { void: bool },
+    Failed { again: bool, why: String },
+}
+
+/// Why a command is refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotLegal {
+    #[error("rollout {rollout} is {phase}; {command} is legal while it is {legal}")]
+    Phase {
+        rollout: String,
+        phase: &'static str,
+        command: &'static str,
+        legal: &'static str,
+    },
+    #[error("the plan's digest is {found}, not {given}; review the plan, then start that digest")]
+    Digest { found: String, given: String },
+    #[error("{principal} has approved already; another person must")]
+    AlreadyApproved { principal: String },
+}
+
+/// What is not stored: it begins empty with each driver.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Run {
+    /// Members whose action has been returned and not answered.
+    in_flight: BTreeSet<usize>,
+    /// Gates of the wave that have been returned and not answered, and those that passed.
+    asked: BTreeSet<usize>,
+    passed: BTreeSet<usize>,
+    /// Attempts to revert that said nothing, and when the next may be.
+    reverts: BTreeMap<usize, (u32, Millis)>,
+    changed: BTreeSet<usize>,
+    header_changed: bool,
+}
+
+impl Rollout {
+    /// Takes up a rollout, as it was planned or as another driver has left it.
+    pub fn new(header: Header, members: Vec<Member>) -> Self {
+        let run = Run::default();
+        Self {
+            header,
+            members,
+            run,
+        }
+    }
+
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    pub fn members(&self) -> &[Member] {
+        &self.members
+    }
+
+    /// The members that changed since the last call, and whether the header did.
+    pub fn take_changes(&mut self) -> (Vec<usize>, bool) {
+        let members = std::mem::take(&mut self.run.changed).into_iter().collect();
+        (members, std::mem::take(&mut self.run.header_changed))
+    }
+
+    /// Approves the plan, and starts it once enough people have.
+    ///
+    /// # Errors
+    /// [`NotLegal`], if it is not planned, the digest differs, or the principal has approved before.
+    pub fn start(&mut self, principal: &str, digest: &str, now: Millis) -> Result<(), NotLegal> {
+        if self.header.phase != Phase::Planned {
+            return Err(self.not_legal("start", "planned"));
+        }
+        if digest != self.header.digest {
+            return Err(NotLegal::Digest {
+                found: self.header.digest.clone(),
+                given: digest.to_owned(),
+            });
+        }
+        if self.header.approvals.iter().any(|by| by == principal) {
+            let principal = principal.to_owned();
+            return Err(NotLegal::AlreadyApproved { principal });
+        }
+        self.header.approvals.push(principal.to_owned());
+        let (given, needed) = (
+            self.header.approvals.len(),
+            self.header.policy.approvals.max(1),
+        );
+        if given < needed {
+            self.note(principal, now, format!("approved, {given} of {needed}"));
+        } else {
+            self.enter(Phase::Running(Stage::Committing), principal, now, "started");
+        }
+        Ok(())
+    }
+
+    /// # Errors
+    /// [`NotLegal`], unless it runs or is paused.
+    pub fn pause(&mut self, principal: &str, now: Millis) -> Result<(), NotLegal> {
+        match self.header.phase {
+            Phase::Paused => Ok(()),
+            Phase::Running(_) => {
+                self.enter(Phase::Paused, principal, now, "paused");
+                Ok(())
+            }
+            _ => Err(self.not_legal("pause", "running")),
+        }
+    }
+
+    /// # Errors
+    /// [`NotLegal`], unless it is paused or runs.
+    pub fn resume(&mut self, principal: &str, now: Millis) -> Result<(), NotLegal> {
+        match self.header.phase {
+            Phase::Running(_) => return Ok(()),
+            Phase::Paused => {}
+            _ => return Err(self.not_legal("resume", "paused")),
+        }
+        for index in self.reached() {
+            match &self.members[index].state {
+                State::Failed {
+                    failure: Failure::Busy,
+                    ..
+                } => self.set(index, State::Pending),
+                State::Failed {
+                    failure: Failure::Unknown,
+                    ..
+                } => self.set(index, State::Unresolved),
+                _ => {}
+            }
+        }
+        self.enter(Phase::Running(Stage::Committing), principal, now, "resumed");
+        Ok(())
+    }
+
+    /// # Errors
+    /// [`NotLegal`], unless it runs or is paused, or while guests of the wave are being changed.
+    pub fn promote(&mut self, principal: &str, now: Millis) -> Result<(), NotLegal> {
+        let settled = self.is_settled();
+        match self.header.phase {
+            Phase::Running(_) | Phase::Paused if settled => {}
+            _ => return Err(self.not_legal("promote", "baking, at a gate, or paused there")),
+        }
+        self.enter(
+            Phase::Running(Stage::Committing),
+            principal,
+            now,
+            "promoted",
+        );
+        self.next_wave(now);
+        Ok(())
+    }
+
+    /// Takes everything back. Legal in every phase.
+    pub fn abort(&mut self, principal: &str, now: Millis) {
+        self.revert(End::Aborted, principal, now, "aborted");
+    }
+
+    /// Takes everything back. Legal in every phase.
+    pub fn undo(&mut self, principal: &str, now: Millis) {
+        self.revert(End::Undone, principal, now, "undone");
+    }
+
+    fn revert(&mut self, end: End, principal: &str, now: Millis, text: &str) {
+        if matches!(self.header.phase, Phase::Reverting(_)) {
+            return;
+        }
+        for index in 0..self.members.len() {
+            match self.members[index].state {
+                State::RevertFailed { pause_us, .. } => {
+                    self.set(index, State::Committed { pause_us });
+                }
+                State::Failed {
+                    failure: Failure::Unknown,
+                    ..
+                } => self.set(index, State::Unresolved),
+                _ => {}
+            }
+        }
+        let is_over = matches!(self.header.phase, Phase::Ended(_));
+        if !is_over || self.members.iter().any(is_left) {
+            self.run.reverts.clear();
+            self.enter(Phase::Reverting(end), principal, now, text);
+        }
+    }
+
+    /// The outcome of [`Action::Commit`].
+    pub fn committed(&mut self, index: usize, outcome: CommitOutcome, now: Millis) {
+        self.run.in_flight.remove(&index);
+        let State::Committing { attempt, .. } = self.members[index].state else {
+            return;
+        };
+        let state = match outcome {
+            CommitOutcome::Committed { pause_us } => State::Committed { pause_us },
+            CommitOutcome::Failed {
+                failure: Failure::Unknown,
+                ..
+            } if attempt + 1 < MAX_ATTEMPTS => State::Committing {
+                attempt: attempt + 1,
+                not_before: now + (BACKOFF << attempt),
+            },
+            CommitOutcome::Failed { failure, why } => State::Failed { failure, why },
+        };
+        self.set(index, state);
+        self.check_errors(now);
+    }
+
+    /// The outcome of [`Action::Revert`].
+    pub fn reverted(&mut self, index: usize, outcome: RevertOutcome, now: Millis) {
+        self.run.in_flight.remove(&index);
+        let State::Committed { pause_us } = self.members[index].state else {
+            return;
+        };
+        match outcome {
+            RevertOutcome::Reverted { void } => self.set(index, State::Reverted { void }),
+            RevertOutcome::Failed { again, why } => {
+                let attempt = self
+                    .run
+                    .reverts
+                    .get(&index)
+                    .map_or(0, |&(attempt, _)| attempt);
+                if again && attempt + 1 < MAX_ATTEMPTS {
+                    let next = (attempt + 1, now + (BACKOFF << attempt));
+                    self.run.reverts.insert(index, next);
+                } else {
+                    self.set(index, State::RevertFailed { why, pause_us });
+                }
+            }
+        }
+    }
+
+    /// The outcome of [`Action::RunGate`].
+    pub fn gate_ended(
+        &mut self,
+        wave: usize,
+        gate: usize,
+        result: Result<(), String>,
+        now: Millis,
+    ) {
+        if wave != self.header.wave || !self.run.asked.remove(&gate) {
+            return;
+        }
+        if self.header.phase != Phase::Running(Stage::Gating) {
+            return;
+        }
+        match result {
+            Ok(()) => {
+                self.run.passed.insert(gate);
+            }
+            Err(why) => self.close(gate, &why, now),
+        }
+    }
+
+    /// Advances as far as possible, and returns what is to be done.
+    pub fn step(&mut self, now: Millis) -> Step {
+        let mut step = Step::default();
+        self.send_unanswered(now, &mut step);
+        loop {
+            let before = (self.header.phase, self.header.wave);
+            match self.header.phase {
+                Phase::Planned | Phase::Paused | Phase::Completed | Phase::Ended(_) => {}
+                Phase::Running(Stage::Committing) => self.commit_wave(now, &mut step),
+                Phase::Running(Stage::Baking) => self.bake(now, &mut step),
+                Phase::Running(Stage::Gating) => self.gate(now, &mut step),
+                Phase::Reverting(end) => self.revert_members(end, now, &mut step),
+            }
+            if (self.header.phase, self.header.wave) == before {
+                return step;
+            }
+        }
+    }
+
+    /// Commits whose outcome is not known, in any phase.
+    fn send_unanswered(&mut self, now: Millis, step: &mut Step) {
+        for index in self.reached() {
+            if let State::Committing { not_before, .. } = self.members[index].state {
+                self.send(Action::Commit(index), index, not_before, now, step);
+            }
+        }
+    }
+
+    /// Returns the action, unless it is under way, or its time has not come.
+    fn send(&mut self, action: Action, index: usize, from: Millis, now: Millis, step: &mut Step) {
+        if now < from {
+            step.wake_at = Some(step.wake_at.map_or(from, |at| at.min(from)));
+        } else if self.run.in_flight.insert(index) {
+            step.actions.push(action);
+        }
+    }
+
+    fn commit_wave(&mut self, now: Millis, step: &mut Step) {
+        if self.header.wave >= self.header.waves.len() {
+            self.enter(Phase::Completed, "", now, "completed");
+            return;
+        }
+        if let Some(freeze) = self.header.policy.frozen(now) {
+            let is_waiting =
+                |member: &Member| matches!(member.state, State::Pending | State::Unresolved);
+            if self.members[self.reached()].iter().any(is_waiting) {
+                let until = freeze.until;
+                step.wake_at = Some(step.wake_at.map_or(until, |at| at.min(until)));
+                return;
+            }
+        }
+        self.admit(self.reached(), now, step);
+        if self.is_settled() {
+            self.enter(Phase::Running(Stage::Baking), "", now, "");
+        }
+    }
+
+    /// Begins commits as far as the caps allow; while reverting, only to learn outcomes.
+    fn admit(&mut self, candidates: std::ops::Range<usize>, now: Millis, step: &mut Step) {
+        let reverting = matches!(self.header.phase, Phase::Reverting(_));
+        let is_skipped = |member: &&Member| matches!(member.state, State::Skipped { .. });
+        let guests = self.members.len() - self.members.iter().filter(is_skipped).count();
+        let caps = self.header.policy.caps;
+        let (most, most_per_domain) = (caps.total(guests), caps.per_domain());
+        let mut total = 0;
+        let mut domains: BTreeMap<String, usize> = BTreeMap::new();
+        for member in &self.members {
+            if matches!(member.state, State::Committing { .. }) {
+                total += 1;
+                *domains.entry(member.domain.clone()).or_default() += 1;
+            }
+        }
+        for index in candidates {
+            let member = &self.members[index];
+            let is_wanted = match &member.state {
+                State::Pending => !reverting,
+                State::Unresolved => true,
+                _ => false,
+            };
+            if total >= most {
+                return;
+            }
+            let domain = domains.entry(member.domain.clone()).or_default();
+            if !is_wanted || *domain >= most_per_domain {
+                continue;
+            }
+            (total, *domain) = (total + 1, *domain + 1);
+            self.set(
+                index,
+                State::Committing {
+                    attempt: 0,
+                    not_before: now,
+                },
+            );
+            self.send(Action::Commit(index), index, now, now, step);
+        }
+    }
+
+    /// No member of the waves that have begun waits or is being changed.
+    fn is_settled(&self) -> bool {
+        let is_open = |member: &Member| {
+            matches!(
+                member.state,
+                State::Pending | State::Unresolved | State::Committing { .. }
+            )
+        };
+        let has_wave = self.header.wave < self.header.waves.len();
+        has_wave && !self.members[self.reached()].iter().any(is_open)
+    }
+
+    fn bake(&mut self, now: Millis, step: &mut Step) {
+        let wave = &mut self.header.waves[self.header.wave];
+        let until = *wave.bakes_until.get_or_insert_with(|| {
+            self.run.header_changed = true;
+            now + wave.bake_ms
+        });
+        if now < until {
+            step.wake_at = Some(step.wake_at.map_or(until, |at| at.min(until)));
+            return;
+        }
+        self.run.asked.clear();
+        self.run.passed.clear();
+        self.enter(Phase::Running(Stage::Gating), "", now, "");
+    }
+
+    fn gate(&mut self, now: Millis, step: &mut Step) {
+        let wave = self.header.wave;
+        let members = self.header.waves[wave].members();
+        for gate in 0..self.header.policy.gates.len() {
+            if let Some(why) = gates::closed(
+                &self.header.policy.gates[gate],
+                &self.members[members.clone()],
+            ) {
+                self.close(gate, &why, now);
+                return;
+            }
+            let is_external = matches!(
+                self.header.policy.gates[gate].kind,
+                GateKind::Command { .. }
+            );
+            if is_external && !self.run.passed.contains(&gate) && self.run.asked.insert(gate) {
+                step.actions.push(Action::RunGate { wave, gate });
+            }
+        }
+        if self.run.asked.is_empty() {
+            self.enter(Phase::Running(Stage::Committing), "", now, "");
+            self.next_wave(now);
+        }
+    }
+
+    fn next_wave(&mut self, now: Millis) {
+        let name = self.header.waves[self.header.wave].name.clone();
+        self.note("", now, format!("wave {name} is done"));
+        self.header.wave += 1;
+    }
+
+    /// Too many errors close the gate before the wave has settled.
+    fn check_errors(&mut self, now: Millis) {
+        if self.header.phase != Phase::Running(Stage::Committing) {
+            return;
+        }
+        let members = self.header.waves[self.header.wave].members();
+        let gates = &self.header.policy.gates;
+        let closed = gates.iter().enumerate().find_map(|(index, gate)| {
+            let is_errors = matches!(gate.kind, GateKind::Errors { .. });
+            let why = gates::closed(gate, &self.members[members.clone()]).filter(|_| is_errors);
+            Some((index, why?))
+        });
+        if let Some((gate, why)) = closed {
+            self.close(gate, &why, now);
+        }
+    }
+
+    /// The gate is closed: what the spec says is done.
+    fn close(&mut self, gate: usize, why: &str, now: Millis) {
+        let wave = &self.header.waves[self.header.wave].name;
+        let text = format!("gate {} of wave {wave} is closed: {why}", gate + 1);
+        match self.header.policy.gates[gate].on_failure {
+            OnFailure::Pause => self.enter(Phase::Paused, "", now, &text),
+            OnFailure::Abort => self.revert(End::Aborted, "", now, &text),
+        }
+    }
+
+    fn revert_members(&mut self, end: End, now: Millis, step: &mut Step) {
+        self.admit(0..self.members.len(), now, step);
+        for index in 0..self.members.len() {
+            if matches!(self.members[index].state, State::Committed { .. }) {
+                let from = self.run.reverts.get(&index).map_or(now, |&(_, from)| from);
+                self.send(Action::Revert(index), index, from, now, step);
+            }
+        }
+        if self.members.iter().any(is_left) {
+            return;
+        }
+        let is_failed = |member: &&Member| {
+            matches!(
+                member.state,
+                State::RevertFailed { .. }
+                    | State::Failed {
+                        failure: Failure::Unknown,
+                        ..
+                    }
+            )
+        };
+        let text = match self.members.iter().filter(is_failed).count() {
+            0 => "everything is taken back".to_owned(),
+            failed => format!("{failed} guests are not taken back; abort or undo tries again"),
+        };
+        self.enter(Phase::Ended(end), "", now, &text);
+    }
+
+    /// Members of the waves that have begun.
+    fn reached(&self) -> std::ops::Range<usize> {
+        let last = self
+            .header
+            .wave
+            .min(self.header.waves.len().saturating_sub(1));
+        0..self
+            .header
+            .waves
+            .get(last)
+            .map_or(0, |wave| wave.members().end)
+    }
+
+    fn set(&mut self, index: usize, state: State) {
+        self.members[index].state = state;
+        self.run.changed.insert(index);
+    }
+
+    fn enter(&mut self, phase: Phase, principal: &str, now: Millis, text: &str) {
+        self.header.phase = phase;
+        self.run.header_changed = true;
+        if !text.is_empty() {
+            text.clone_into(&mut self.header.message);
+            self.note(principal, now, text.to_owned());
+        }
+    }
+
+    fn note(&mut self, principal: &str, time: Millis, text: String) {
+        self.run.header_changed = true;
+        if self.header.timeline.len() >= MAX_TIMELINE {
+            // The beginning says how it was planned and started.
+            self.header.timeline.remove(MAX_TIMELINE / 10);
+        }
+        self.header.timeline.push(TimelineEntry {
+            time,
+            principal: principal.to_owned(),
+            text,
+        });
+    }
+
+    fn not_legal(&self, command: &'static str, legal: &'static str) -> NotLegal {
+        NotLegal::Phase {
+            rollout: self.header.name.clone(),
+            phase: self.header.phase.name(),
+            command,
+            legal,
+        }
+    }
+}
+
+/// The member stands between the rollout and the end of its reverting.
+fn is_left(member: &Member) -> bool {
+    matches!(
+        member.state,
+        State::Committed { .. } | State::Committing { .. } | State::Unresolved
+    )
+}
+
+impl Phase {
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Planned => "planned",
+            Self::Running(Stage::Committing) => "running",
+            Self::Running(Stage::Baking) => "baking",
+            Self::Running(Stage::Gating) => "at its gates",
+            Self::Paused => "paused",
+            Self::Completed => "completed",
+            Self::Reverting(_) => "reverting",
+            Self::Ended(End::Aborted) => "aborted",
+            Self::Ended(End::Undone) => "undone",
+        }
+    }
+}

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A rollout as a state machine: no I/O, no clock, no threads.
+//!
+//! ```text
+//!             start                      every wave is done
+//!  Planned ──────────▶ Running ───────────────────────────────▶ Completed
+//!     │                 │   ▲                                       │
+//!     │   pause, a gate │   │ resume                                │
+//!     │                 ▼   │                                       │
+//!     │                Paused ──promote──▶ Running                  │
+//!     │                   │                                         │
+//!     └───────────────────┴── abort, undo, a gate ──────────────────┘
+//!                               ▼
+//!                           Reverting ──nothing is left──▶ Aborted, Undone
+//!
+//!  in a wave:  Committing ──all settled──▶ Baking ──over──▶ Gating ──passed──▶ next wave
+//!
+//!  a guest:    Pending ──▶ Committing ──▶ Committed ──▶ Reverted
+//!                 ▲            │ ▲            └──▶ RevertFailed ──abort, undo──▶ Committed
+//!                 │            ▼ └─────────────────────────────── Unresolved
+//!                 └──resume── Failed ──resume, abort, undo if unknown──▶┘
+//! ```
+//!
+//! A driver calls [`Rollout::step`], saves what [`Rollout::take_changes`] names, performs the actions,
+//! and reports each outcome. It may die between any two of these. Another then loads what was saved and
+//! calls `step`: every action whose outcome was not saved is returned again. All actions are idempotent,
+//! because a commit names its plan and an inverse carries a request id. So no op is applied twice.
+//!
+//! A driver's calls must end with it: the runner drops its connections when it loses the election.
+//!
+//! What is guaranteed, whatever order the calls come in (`tests.rs` tries them):
+//!
+//! * A guest is `Committing` in the store before its commit is sent. At most as many guests as the caps
+//!   allow are `Committing`, in all and in each failure domain.
+//! * Nothing is committed while the rollout is planned, paused or frozen, or for the first time while it
+//!   reverts. Reverting is subject to no cap and no freeze.
+//! * Abort and undo are legal in every phase. When they end, no guest is `Committed`.
+//! * A guest whose commit has an unknown outcome is never taken for unchanged: it is committed again
+//!   before it is reverted, which says what the first commit did.
+
+mod gates;
+mod machine;
+mod policy;
+#[cfg(test)]
+mod tests;
+
+use serde::{Deserialize, Serialize};
+
+pub use self::machine::{Action, CommitOutcome, NotLegal, RevertOutcome, Step};
+pub use self::policy::{Caps, Freeze, Gate, GateKind, OnFailure, Policy};
+
+/// Milliseconds since the epoch, UTC.
+pub type Millis = u64;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Stage {
+    Committing,
+    Baking,
+    /// Waits for the gates that are commands; another driver asks them again.
+    Gating,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum End {
+    Aborted,
+    Undone,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Phase {
+    Planned,
+    Running(Stage),
+    Paused,
+    Completed,
+    Reverting(End),
+    Ended(End),
+}
+
+impl Phase {
+    /// Whether the rollout owns the keys of its guests, so that another may not plan with them.
+    pub fn is_active(self) -> bool {
+        !matches!(self, Self::Completed | Self::Ended(_))
+    }
+}
+
+/// Why a commit changed nothing, or may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Failure {
+    /// The plan can never be committed: it is stale, or gone with its guest.
+    Final,
+    /// The guest was busy; resume tries again.
+    Busy,
+    /// No answer came. The commit may have been made.
+    Unknown,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum State {
+    Skipped {
+        why: String,
+    },
+    Pending,
+    /// The commit may have been sent. `attempt` counts the answers that said nothing about it.
+    Committing {
+        attempt: u32,
+        not_before: Millis,
+    },
+    /// Failed with an unknown outcome, and waits for its commit to be sent again.
+    Unresolved,
+    Committed {
+        pause_us: u64,
+    },
+    Failed {
+        failure: Failure,
+        why: String,
+    },
+    /// `void`: the guest had dropped the change by itself (TTL, reboot).
+    Reverted {
+        void: bool,
+    },
+    RevertFailed {
+        why: String,
+        pause_us: u64,
+    },
+}
+
+/// An op of the inverse, as `patchbay.v1.KeyUpdate` has it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InverseOp {
+    pub key: String,
+    pub op: i32,
+    pub times: u32,
+}
+
+/// What the guest has prepared.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PreparedPlan {
+    pub plan_id: String,
+    pub digest: String,
+    pub incarnation: String,
+    pub keys: u32,
+    pub sites: u32,
+    pub predicted_pause_us: u64,
+    pub inverse: Vec<InverseOp>,
+}
+
+/// A guest of a rollout. Members of a wave lie side by side, skipped ones after the last wave.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Member {
+    pub host: String,
+    pub guest: String,
+    /// Its value of the label that caps count by; empty if they count by none.
+    pub domain: String,
+    pub plan: PreparedPlan,
+    pub state: State,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wave {
+    pub name: String,
+    /// Index of its first member.
+    pub first: usize,
+    pub count: usize,
+    pub bake_ms: u64,
+    /// Set when its members have settled for the first time.
+    pub bakes_until: Option<Millis>,
+}
+
+impl Wave {
+    pub fn members(&self) -> std::ops::Range<usize> {
+        self.first..self.first + self.count
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TimelineEntry {
+    pub time: Millis,
+    /// Empty if the controller did it by itself.
+    pub principal: String,
+    pub text: String,
+}
+
+/// What is stored of a rollout beside its members.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Header {
+    pub name: String,
+    pub title: String,
+    /// Identifies the request that planned it.
+    pub spec_digest: String,
+    /// Over the spec, the waves and the plans.
+    pub digest: String,
+    pub phase: Phase,
+    /// Why it is in this phase; empty if there is nothing to say.
+    pub message: String,
+    /// Index of the wave under way.
+    pub wave: usize,
+    pub waves: Vec<Wave>,
+    pub policy: Policy,
+    pub approvals: Vec<String>,
+    pub timeline: Vec<TimelineEntry>,
+    pub members: usize,
+    pub created: Millis,
+}
+
+/// The header, the members, and what only the driver that runs it knows.
+#[derive(Clone, Debug)]
+pub struct Rollout {
+    header: Header,
+    members: Vec<Member>,
+    run: machine::Run,
+}

@@ -1,0 +1,368 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Drives one rollout: steps the machine, saves what changed, performs the actions, and reports.
+//!
+//! Nothing is sent before it is saved, and no command is answered before it is saved.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use patchbay_proto::v1;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+
+use crate::hosts::{CallError, Host, Hosts, Verdict};
+use crate::rollout::{
+    Action, CommitOutcome, Failure, GateKind, Member, Millis, NotLegal, Phase, RevertOutcome,
+    Rollout, State,
+};
+use crate::store::{Fence, Store, StoreError};
+use crate::{plan, storage};
+
+/// Commands that wait for the runner.
+const QUEUE: usize = 64;
+/// Pause between attempts to reach the store.
+const STORE_RETRY: Duration = Duration::from_millis(500);
+
+#[derive(Clone, Debug)]
+pub enum Command {
+    Start { digest: String },
+    Pause,
+    Resume,
+    Promote,
+    Abort,
+    Undo,
+}
+
+struct Asked {
+    command: Command,
+    principal: String,
+    reply: oneshot::Sender<Result<(), NotLegal>>,
+}
+
+/// A rollout with its runner.
+pub struct Running {
+    rollout: Mutex<Rollout>,
+    commands: mpsc::Sender<Asked>,
+    version: watch::Sender<u64>,
+}
+
+/// What a runner needs of its term.
+#[derive(Clone)]
+pub struct Context {
+    pub store: Arc<dyn Store>,
+    pub fence: Fence,
+    pub hosts: Hosts,
+}
+
+enum Outcome {
+    Commit(usize, CommitOutcome),
+    Revert(usize, RevertOutcome),
+    Gate {
+        wave: usize,
+        gate: usize,
+        result: Result<(), String>,
+    },
+    Discarded,
+}
+
+pub fn now() -> Millis {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    since.map_or(0, |since| {
+        u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+    })
+}
+
+impl Running {
+    /// Starts the runner among the tasks of the term. It ends with an error when another leads.
+    pub fn start(rollout: Rollout, context: Context, tasks: &mut JoinSet<StoreError>) -> Arc<Self> {
+        let (commands, asked) = mpsc::channel(QUEUE);
+        let running = Arc::new(Self {
+            rollout: Mutex::new(rollout),
+            commands,
+            version: watch::Sender::new(0),
+        });
+        tasks.spawn(Arc::clone(&running).run(context, asked));
+        running
+    }
+
+    pub fn rollout(&self) -> MutexGuard<'_, Rollout> {
+        // The machine does not panic between two assignments.
+        self.rollout.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes with every saved change.
+    pub fn version(&self) -> watch::Receiver<u64> {
+        self.version.subscribe()
+    }
+
+    /// Gives the command, and waits until it is saved. `None` if the runner has ended.
+    pub async fn command(&self, command: Command, principal: &str) -> Option<Result<(), NotLegal>> {
+        let (reply, answer) = oneshot::channel();
+        let asked = Asked {
+            command,
+            principal: principal.to_owned(),
+            reply,
+        };
+        self.commands.send(asked).await.ok()?;
+        answer.await.ok()
+    }
+
+    async fn run(
+        self: Arc<Self>,
+        context: Context,
+        mut asked: mpsc::Receiver<Asked>,
+    ) -> StoreError {
+        let mut actions = JoinSet::new();
+        let mut replies: Vec<(oneshot::Sender<_>, Result<(), NotLegal>)> = Vec::new();
+        let mut phase = self.rollout().header().phase;
+        loop {
+            let step = self.rollout().step(now());
+            if let Err(error) = self.save(&context).await {
+                return error;
+            }
+            for (reply, result) in replies.drain(..) {
+                // The client may have left.
+                let _ = reply.send(result);
+            }
+            let reached = self.rollout().header().phase;
+            if std::mem::replace(&mut phase, reached) != reached {
+                self.discard_plans(&context, &mut actions);
+            }
+            for action in step.actions {
+                self.perform(action, &context, &mut actions);
+            }
+            let wake = async {
+                match step.wake_at {
+                    Some(at) => {
+                        tokio::time::sleep(Duration::from_millis(at.saturating_sub(now()))).await;
+                    }
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                Some(outcome) = actions.join_next() => {
+                    self.report(outcome);
+                    // What else has ended goes into the same step and the same save.
+                    while let Some(outcome) = actions.try_join_next() {
+                        self.report(outcome);
+                    }
+                }
+                Some(asked) = asked.recv() => {
+                    let result = self.obey(&asked);
+                    replies.push((asked.reply, result));
+                }
+                () = wake => {}
+            }
+        }
+    }
+
+    /// Saves what changed. Waits for a store that cannot be reached: the rollout stands until then.
+    async fn save(&self, context: &Context) -> Result<(), StoreError> {
+        let puts = {
+            let mut rollout = self.rollout();
+            let (members, header) = rollout.take_changes();
+            storage::encode_changes(&rollout, &members, header)?
+        };
+        if puts.is_empty() {
+            return Ok(());
+        }
+        loop {
+            match storage::save(context.store.as_ref(), &context.fence, &puts).await {
+                Err(StoreError::Unavailable(why)) => {
+                    tracing::warn!("a rollout waits for the store: {why}");
+                    tokio::time::sleep(STORE_RETRY).await;
+                }
+                other => {
+                    self.version.send_modify(|version| *version += 1);
+                    return other;
+                }
+            }
+        }
+    }
+
+    fn obey(&self, asked: &Asked) -> Result<(), NotLegal> {
+        let mut rollout = self.rollout();
+        let (principal, now) = (&asked.principal, now());
+        match &asked.command {
+            Command::Start { digest } => rollout.start(principal, digest, now)?,
+            Command::Pause => rollout.pause(principal, now)?,
+            Command::Resume => rollout.resume(principal, now)?,
+            Command::Promote => rollout.promote(principal, now)?,
+            Command::Abort => rollout.abort(principal, now),
+            Command::Undo => rollout.undo(principal, now),
+        }
+        Ok(())
+    }
+
+    fn report(&self, outcome: Result<Outcome, tokio::task::JoinError>) {
+        // A task that panicked reports nothing; its member stays as it is saved.
+        let Ok(outcome) = outcome else { return };
+        let mut rollout = self.rollout();
+        match outcome {
+            Outcome::Commit(index, outcome) => rollout.committed(index, outcome, now()),
+            Outcome::Revert(index, outcome) => rollout.reverted(index, outcome, now()),
+            Outcome::Gate { wave, gate, result } => rollout.gate_ended(wave, gate, result, now()),
+            Outcome::Discarded => {}
+        }
+    }
+
+    /// Gives up the plans that an ended rollout will never commit. They expire anyway.
+    fn discard_plans(&self, context: &Context, actions: &mut JoinSet<Outcome>) {
+        let rollout = self.rollout();
+        if !matches!(rollout.header().phase, Phase::Ended(_)) {
+            return;
+        }
+        for member in rollout.members() {
+            let is_kept = matches!(
+                member.state,
+                State::Pending
+                    | State::Failed {
+                        failure: Failure::Busy | Failure::Final,
+                        ..
+                    }
+            );
+            if is_kept {
+                let (hosts, host) = (context.hosts.clone(), member.host.clone());
+                let request = v1::DiscardUpdateRequest {
+                    guest: member.guest.clone(),
+                    plan_id: member.plan.plan_id.clone(),
+                };
+                actions.spawn(async move {
+                    if let Some(host) = hosts.get(&host) {
+                        let _ = host.discard(request).await;
+                    }
+                    Outcome::Discarded
+                });
+            }
+        }
+    }
+
+    fn perform(&self, action: Action, context: &Context, actions: &mut JoinSet<Outcome>) {
+        let rollout = self.rollout();
+        let hosts = context.hosts.clone();
+        match action {
+            Action::Commit(index) => {
+                let member = rollout.members()[index].clone();
+                actions.spawn(async move { Outcome::Commit(index, commit(&hosts, &member).await) });
+            }
+            Action::Revert(index) => {
+                let member = rollout.members()[index].clone();
+                let name = rollout.header().name.clone();
+                actions.spawn(async move {
+                    Outcome::Revert(index, revert(&hosts, &name, &member).await)
+                });
+            }
+            Action::RunGate { wave, gate } => {
+                let kind = rollout.header().policy.gates[gate].kind.clone();
+                actions.spawn(async move {
+                    let result = run_gate(&kind).await;
+                    Outcome::Gate { wave, gate, result }
+                });
+            }
+        }
+    }
+}
+
+async fn commit(hosts: &Hosts, member: &Member) -> CommitOutcome {
+    let Some(host) = hosts.get(&member.host) else {
+        return CommitOutcome::Failed {
+            failure: Failure::Unknown,
+            why: no_host(&member.host),
+        };
+    };
+    let request = v1::CommitUpdateRequest {
+        guest: member.guest.clone(),
+        plan_id: member.plan.plan_id.clone(),
+        digest: member.plan.digest.clone(),
+        result_view: v1::ResultView::Summary.into(),
+        ..v1::CommitUpdateRequest::default()
+    };
+    match host.commit(request).await {
+        Ok(answer) => CommitOutcome::Committed {
+            pause_us: answer.report.as_ref().map_or(0, pause_us),
+        },
+        Err(status) => {
+            let error = CallError::new(&status);
+            CommitOutcome::Failed {
+                failure: plan::commit_failure(&error),
+                why: error.why,
+            }
+        }
+    }
+}
+
+async fn revert(hosts: &Hosts, name: &str, member: &Member) -> RevertOutcome {
+    let Some(host) = hosts.get(&member.host) else {
+        let (again, why) = (false, no_host(&member.host));
+        return RevertOutcome::Failed { again, why };
+    };
+    let ops = &member.plan.inverse;
+    let all = plan::revert_request(name, &member.guest, ops, "all");
+    match host.update(all).await {
+        Ok(_) => RevertOutcome::Reverted { void: false },
+        Err(status) => match CallError::new(&status).verdict {
+            Verdict::NotHolder | Verdict::WouldWarn => revert_each(host, name, member).await,
+            _ => revert_failed(CallError::new(&status)),
+        },
+    }
+}
+
+/// The guest has dropped some of the change by itself, so that the inverse as a whole is refused.
+async fn revert_each(host: &Host, name: &str, member: &Member) -> RevertOutcome {
+    let mut void = true;
+    for (index, op) in member.plan.inverse.iter().enumerate() {
+        let one = std::slice::from_ref(op);
+        let request = plan::revert_request(name, &member.guest, one, &index.to_string());
+        let Err(status) = host.update(request).await else {
+            void = false;
+            continue;
+        };
+        let error = CallError::new(&status);
+        // DEC warns at a count of 0 alone: the reference is gone. DISABLE warns about those of others.
+        let is_dec = op.op == i32::from(v1::KeyOp::Dec);
+        match error.verdict {
+            Verdict::NotHolder => {}
+            Verdict::WouldWarn if is_dec => {}
+            _ => return revert_failed(error),
+        }
+    }
+    RevertOutcome::Reverted { void }
+}
+
+fn revert_failed(error: CallError) -> RevertOutcome {
+    let again = matches!(error.verdict, Verdict::Busy | Verdict::Unknown);
+    let why = error.why;
+    RevertOutcome::Failed { again, why }
+}
+
+fn no_host(name: &str) -> String {
+    format!("host {name} is not configured any more; add it, then resume or abort")
+}
+
+/// All vCPUs were stopped for so long.
+fn pause_us(report: &v1::FlipReport) -> u64 {
+    let times = [&report.stop_time, &report.patch_time, &report.resume_time];
+    let micros = times.into_iter().flatten().map(|time| {
+        let micros = time.seconds.saturating_mul(1_000_000) + i64::from(time.nanos / 1000);
+        u64::try_from(micros).unwrap_or(0)
+    });
+    micros.sum()
+}
+
+/// Runs an external gate. Its process is killed with the task.
+async fn run_gate(kind: &GateKind) -> Result<(), String> {
+    let GateKind::Command { argv, timeout_ms } = kind else {
+        return Ok(());
+    };
+    let (program, arguments) = argv.split_first().ok_or("the command is empty")?;
+    let mut command = tokio::process::Command::new(program);
+    command.args(arguments).kill_on_drop(true);
+    command.stdin(std::process::Stdio::null());
+    let output = command.stdout(std::process::Stdio::null()).status();
+    match tokio::time::timeout(Duration::from_millis(*timeout_ms), output).await {
+        Ok(Ok(status)) if status.success() => Ok(()),
+        Ok(Ok(status)) => Err(format!("{program} ended with {status}")),
+        Ok(Err(error)) => Err(format!("{program} cannot be started: {error}")),
+        Err(_) => Err(format!("{program} did not end within {timeout_ms} ms")),
+    }
+}

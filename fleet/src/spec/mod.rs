@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A rollout's spec in YAML. Every error has line and column; unknown fields are refused.
+
+mod values;
+
+use std::collections::BTreeMap;
+
+use patchbay_proto::v1::KeyOp;
+use serde::Deserialize;
+
+use self::values::checked_from;
+pub use self::values::{Count, Duration, Glob, Percent, Size, Time};
+use crate::rollout::{Caps, Freeze, Gate, GateKind, OnFailure, Policy};
+
+/// A longer spec is refused unread.
+pub const MAX_BYTES: usize = 1 << 20;
+
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Spec {
+    #[serde(default)]
+    pub title: String,
+    pub selector: Selector,
+    pub ops: values::NonEmpty<Op>,
+    pub waves: values::NonEmpty<Wave>,
+    /// Waves are spread evenly over the values of this label of the hosts.
+    pub spread_over: Option<String>,
+    #[serde(default)]
+    pub max_concurrent: MaxConcurrent,
+    #[serde(default)]
+    pub gates: Vec<GateSpec>,
+    #[serde(default)]
+    pub freeze: Vec<Window>,
+    /// The references are released after this time.
+    pub ttl: Option<Duration>,
+    pub approvals: Option<Count>,
+    #[serde(default)]
+    pub reason: String,
+}
+
+checked_from!(Selector: SelectorFields);
+checked_from!(GateSpec: GateFields);
+checked_from!(Window: WindowFields);
+
+/// Guests must match all that is given; at least one thing is.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Selector {
+    /// Labels of the host.
+    pub labels: BTreeMap<String, String>,
+    pub guests: Vec<Glob>,
+    pub kernel_release: Option<Glob>,
+    pub kernel_build_id: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SelectorFields {
+    #[serde(default)]
+    labels: BTreeMap<String, String>,
+    #[serde(default)]
+    guests: Vec<Glob>,
+    kernel_release: Option<Glob>,
+    kernel_build_id: Option<String>,
+}
+
+impl TryFrom<SelectorFields> for Selector {
+    type Error = &'static str;
+
+    fn try_from(fields: SelectorFields) -> Result<Self, Self::Error> {
+        let SelectorFields {
+            labels,
+            guests,
+            kernel_release,
+            kernel_build_id,
+        } = fields;
+        let none = labels.is_empty()
+            && guests.is_empty()
+            && kernel_release.is_none()
+            && kernel_build_id.is_none();
+        if none {
+            return Err(
+                "an empty selector selects nothing; give labels, guests, kernel_release or \
+                 kernel_build_id, or `guests: [\"*\"]` for all",
+            );
+        }
+        Ok(Self {
+            labels,
+            guests,
+            kernel_release,
+            kernel_build_id,
+        })
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Op {
+    pub op: OpKind,
+    /// Globs of "name" or "module:name"; a leading `!` takes away.
+    pub keys: values::NonEmpty<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OpKind {
+    Inc,
+    Dec,
+    Enable,
+    Disable,
+}
+
+impl OpKind {
+    pub fn to_proto(self) -> KeyOp {
+        match self {
+            Self::Inc => KeyOp::Inc,
+            Self::Dec => KeyOp::Dec,
+            Self::Enable => KeyOp::Enable,
+            Self::Disable => KeyOp::Disable,
+        }
+    }
+
+    /// Whether the op counts references; the others know on and off alone.
+    pub fn counts(self) -> bool {
+        matches!(self, Self::Inc | Self::Dec)
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Wave {
+    pub name: Option<String>,
+    pub size: Size,
+    #[serde(default)]
+    pub bake: Duration,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MaxConcurrent {
+    pub count: Option<Count>,
+    pub percent: Option<Percent>,
+    pub per_domain: Option<PerDomain>,
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PerDomain {
+    /// The hosts' label that names the failure domain.
+    pub label: String,
+    pub count: Count,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct GateSpec(pub Gate);
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct GateFields {
+    max_errors: Option<Percent>,
+    pause_p99: Option<Duration>,
+    command: Option<values::NonEmpty<String>>,
+    timeout: Option<Duration>,
+    on_failure: Failure,
+}
+
+#[derive(Clone, Copy, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Failure {
+    Pause,
+    Abort,
+}
+
+impl TryFrom<GateFields> for GateSpec {
+    type Error = &'static str;
+
+    fn try_from(fields: GateFields) -> Result<Self, Self::Error> {
+        const DEFAULT_TIMEOUT_MS: u64 = 60_000;
+        let kind = match (fields.max_errors, fields.pause_p99, fields.command) {
+            (Some(Percent(max_percent)), None, None) => GateKind::Errors { max_percent },
+            (None, Some(budget), None) => GateKind::PauseP99 {
+                budget_us: budget.micros(),
+            },
+            (None, None, Some(argv)) => GateKind::Command {
+                argv: argv.0,
+                timeout_ms: fields
+                    .timeout
+                    .map_or(DEFAULT_TIMEOUT_MS, |time| time.millis()),
+            },
+            _ => return Err("a gate is one of max_errors, pause_p99 and command"),
+        };
+        if fields.timeout.is_some() && !matches!(kind, GateKind::Command { .. }) {
+            return Err("timeout belongs to a command");
+        }
+        let on_failure = match fields.on_failure {
+            Failure::Pause => OnFailure::Pause,
+            Failure::Abort => OnFailure::Abort,
+        };
+        Ok(Self(Gate { kind, on_failure }))
+    }
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Window(pub Freeze);
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WindowFields {
+    from: Time,
+    until: Time,
+    #[serde(default)]
+    reason: String,
+}
+
+impl TryFrom<WindowFields> for Window {
+    type Error = &'static str;
+
+    fn try_from(fields: WindowFields) -> Result<Self, Self::Error> {
+        if fields.from.0 >= fields.until.0 {
+            return Err("a freeze must begin before it ends");
+        }
+        Ok(Self(Freeze {
+            from: fields.from.0,
+            until: fields.until.0,
+            reason: fields.reason,
+        }))
+    }
+}
+
+/// A spec that is refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SpecError {
+    #[error("the spec has {bytes} bytes, at most {MAX_BYTES} are read")]
+    TooLarge { bytes: usize },
+    #[error("line {line}, column {column}: {message}")]
+    At {
+        line: usize,
+        column: usize,
+        message: String,
+    },
+}
+
+impl Spec {
+    /// # Errors
+    /// [`SpecError`].
+    pub fn parse(text: &str) -> Result<Self, SpecError> {
+        let bytes = text.len();
+        if bytes > MAX_BYTES {
+            return Err(SpecError::TooLarge { bytes });
+        }
+        let spec: Self = serde_yaml_ng::from_str(text).map_err(|error| {
+            let place = error.location();
+            let (line, column) = place.map_or((1, 1), |place| (place.line(), place.column()));
+            let message = error.to_string();
+            // The place is said once, and first.
+            let message = match message.rfind(" at line ") {
+                Some(end) => message[..end].to_owned(),
+                None => message,
+            };
+            SpecError::At {
+                line,
+                column,
+                message,
+            }
+        })?;
+        spec.check(text)?;
+        Ok(spec)
+    }
+
+    /// What concerns several fields; the place is that of the field that is named.
+    fn check(&self, text: &str) -> Result<(), SpecError> {
+        let at = |field: &str, message: &str| {
+            let lines = text.lines().enumerate();
+            let mut named = lines.filter(|(_, line)| line.starts_with(field));
+            let line = named.next().map_or(1, |(index, _)| index + 1);
+            let message = message.to_owned();
+            SpecError::At {
+                line,
+                column: 1,
+                message,
+            }
+        };
+        let counts = self.ops.0.iter().filter(|op| op.op.counts()).count();
+        if counts != 0 && counts != self.ops.0.len() {
+            let message = "ops: inc and dec do not go together with enable and disable, because \
+                           the inverse would not be known; write two rollouts";
+            return Err(at("ops", message));
+        }
+        let last = self.waves.0.len() - 1;
+        let rest = self.waves.0.iter().position(|wave| wave.size == Size::Rest);
+        if rest.is_some_and(|rest| rest != last) {
+            let message = "waves: only the last wave can have the size `rest`";
+            return Err(at("waves", message));
+        }
+        Ok(())
+    }
+
+    /// The part of the spec that the machine follows.
+    pub fn policy(&self) -> Policy {
+        let max = &self.max_concurrent;
+        Policy {
+            caps: Caps {
+                count: max.count.map(|count| count.0),
+                percent: max.percent.map(|percent| percent.0),
+                per_domain: max.per_domain.as_ref().map(|domain| domain.count.0),
+            },
+            gates: self.gates.iter().map(|gate| gate.0.clone()).collect(),
+            freezes: self.freeze.iter().map(|window| window.0.clone()).collect(),
+            approvals: self.approvals.map_or(1, |count| count.0 as usize),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Values that check themselves while they are read, so that an error has their place.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
+use serde::de::{Error, IntoDeserializer, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+/// Reads `F` and makes it a `T` while the reader still stands at its place: the error of a
+/// `#[serde(try_from)]` would have the place of the enclosing mapping.
+struct Checked<F, T>(PhantomData<(F, T)>);
+
+/// See [`Checked`].
+pub(super) fn checked<'de, D, F, T>(deserializer: D) -> Result<T, D::Error>
+where
+    D: Deserializer<'de>,
+    F: Deserialize<'de>,
+    T: TryFrom<F, Error: fmt::Display>,
+{
+    deserializer.deserialize_any(Checked::<F, T>(PhantomData))
+}
+
+impl<'de, F: Deserialize<'de>, T: TryFrom<F, Error: fmt::Display>> Checked<F, T> {
+    fn check<D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
+        T::try_from(F::deserialize(deserializer)?).map_err(D::Error::custom)
+    }
+}
+
+impl<'de, F: Deserialize<'de>, T: TryFrom<F, Error: fmt::Display>> Visitor<'de> for Checked<F, T> {
+    type Value = T;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("a value")
+    }
+
+    fn visit_str<E: Error>(self, value: &str) -> Result<T, E> {
+        Self::check(value.into_deserializer())
+    }
+
+    fn visit_u64<E: Error>(self, value: u64) -> Result<T, E> {
+        Self::check(value.into_deserializer())
+    }
+
+    fn visit_i64<E: Error>(self, value: i64) -> Result<T, E> {
+        Self::check(value.into_deserializer())
+    }
+
+    fn visit_f64<E: Error>(self, value: f64) -> Result<T, E> {
+        Self::check(value.into_deserializer())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<T, A::Error> {
+        Self::check(MapAccessDeserializer::new(map))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, items: A) -> Result<T, A::Error> {
+        Self::check(SeqAccessDeserializer::new(items))
+    }
+}
+
+macro_rules! checked_from {
+    ($value:ty: $raw:ty) => {
+        impl<'de> serde::Deserialize<'de> for $value {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                $crate::spec::values::checked::<D, $raw, Self>(deserializer)
+            }
+        }
+    };
+}
+pub(super) use checked_from;
+
+checked_from!(Percent: u32);
+checked_from!(Count: u32);
+checked_from!(Duration: String);
+checked_from!(Time: String);
+checked_from!(Glob: String);
+checked_from!(Size: SizeText);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for NonEmpty<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        checked::<D, Vec<T>, Self>(deserializer)
+    }
+}
+
+/// A list with at least one item.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NonEmpty<T>(pub Vec<T>);
+
+impl<T> TryFrom<Vec<T>> for NonEmpty<T> {
+    type Error = &'static str;
+
+    fn try_from(items: Vec<T>) -> Result<Self, Self::Error> {
+        if items.is_empty() {
+            return Err("the list is empty; give at least one");
+        }
+        Ok(Self(items))
+    }
+}
+
+/// 0 to 100.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Percent(pub u32);
+
+impl TryFrom<u32> for Percent {
+    type Error = String;
+
+    fn try_from(value: u32) -> Result<Self, String> {
+        match value {
+            0..=100 => Ok(Self(value)),
+            _ => Err(format!("{value} is no percentage; give 0 to 100")),
+        }
+    }
+}
+
+/// At least 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Count(pub u32);
+
+impl TryFrom<u32> for Count {
+    type Error = &'static str;
+
+    fn try_from(value: u32) -> Result<Self, Self::Error> {
+        if value == 0 {
+            return Err("0 would stop everything; give at least 1");
+        }
+        Ok(Self(value))
+    }
+}
+
+/// "100us", "15ms", "30s", "10m", "2h", "7d".
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Duration(pub std::time::Duration);
+
+impl Duration {
+    pub fn millis(self) -> u64 {
+        u64::try_from(self.0.as_millis()).unwrap_or(u64::MAX)
+    }
+
+    pub fn micros(self) -> u64 {
+        u64::try_from(self.0.as_micros()).unwrap_or(u64::MAX)
+    }
+}
+
+impl TryFrom<String> for Duration {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        const YEAR_US: u64 = 365 * 86_400_000_000;
+        let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+        let (number, unit) = text.split_at(digits);
+        let unit: Option<u64> = match unit {
+            "us" => Some(1),
+            "ms" => Some(1_000),
+            "s" => Some(1_000_000),
+            "m" => Some(60_000_000),
+            "h" => Some(3_600_000_000),
+            "d" => Some(86_400_000_000),
+            _ => None,
+        };
+        let micros = unit.and_then(|unit| number.parse::<u64>().ok()?.checked_mul(unit));
+        match micros {
+            Some(micros) if micros <= YEAR_US => Ok(Self(std::time::Duration::from_micros(micros))),
+            _ => Err(format!(
+                "{text:?} is no duration of at most 365d; write a number and us, ms, s, m, h or d"
+            )),
+        }
+    }
+}
+
+/// A moment as RFC 3339 has it: "2026-12-24T00:00:00Z".
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Time(pub u64);
+
+impl TryFrom<String> for Time {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let parsed = text.parse::<prost_types::Timestamp>().ok();
+        let seconds = parsed.and_then(|time| u64::try_from(time.seconds).ok());
+        match seconds {
+            Some(seconds) => Ok(Self(seconds.saturating_mul(1000))),
+            None => Err(format!(
+                "{text:?} is no moment; write it as 2026-12-24T00:00:00Z"
+            )),
+        }
+    }
+}
+
+/// A glob of names: `*`, `?`, `[a-z]`.
+#[derive(Clone, Debug)]
+pub struct Glob {
+    text: String,
+    matcher: globset::GlobMatcher,
+}
+
+impl Glob {
+    pub fn matches(&self, name: &str) -> bool {
+        self.matcher.is_match(name)
+    }
+}
+
+impl PartialEq for Glob {
+    fn eq(&self, other: &Self) -> bool {
+        self.text == other.text
+    }
+}
+
+impl TryFrom<String> for Glob {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        match globset::Glob::new(&text) {
+            Ok(glob) => Ok(Self {
+                text,
+                matcher: glob.compile_matcher(),
+            }),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+}
+
+/// Of a wave: a count of guests, a share of all guests, or what is left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Size {
+    Count(u32),
+    Percent(u32),
+    Rest,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum SizeText {
+    Number(u32),
+    Text(String),
+}
+
+impl TryFrom<SizeText> for Size {
+    type Error = String;
+
+    fn try_from(given: SizeText) -> Result<Self, String> {
+        let text = match given {
+            SizeText::Number(count) if count > 0 => return Ok(Self::Count(count)),
+            SizeText::Number(count) => count.to_string(),
+            SizeText::Text(text) => text,
+        };
+        let percent = text
+            .strip_suffix('%')
+            .and_then(|number| number.parse().ok());
+        match percent {
+            Some(percent @ 1..=100) => Ok(Self::Percent(percent)),
+            None if text == "rest" => Ok(Self::Rest),
+            _ => Err(format!(
+                "{text:?} is no size of a wave; write 5, 10% or rest"
+            )),
+        }
+    }
+}

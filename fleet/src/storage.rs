@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Rollouts in the store.
+//!
+//! ```text
+//! rollouts/NAME/header            a rollout exists once this does
+//! rollouts/NAME/members/00000042
+//! ```
+
+use crate::rollout::{Header, Member, Rollout};
+use crate::store::{Fence, MAX_TRANSACTION_OPS, Store, StoreError, Transaction};
+
+const PREFIX: &str = "rollouts/";
+
+fn header_key(name: &str) -> String {
+    format!("{PREFIX}{name}/header")
+}
+
+fn member_key(name: &str, index: usize) -> String {
+    format!("{PREFIX}{name}/members/{index:08}")
+}
+
+fn encode(value: &impl serde::Serialize) -> Result<Vec<u8>, StoreError> {
+    serde_json::to_vec(value).map_err(|error| StoreError::Invalid(error.to_string()))
+}
+
+/// Keys and values of these members, and of the header after them.
+///
+/// # Errors
+/// [`StoreError::Invalid`], never for a rollout that a spec made.
+pub fn encode_changes(
+    rollout: &Rollout,
+    members: &[usize],
+    header: bool,
+) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
+    let name = &rollout.header().name;
+    let mut puts = Vec::with_capacity(members.len() + 1);
+    for &index in members {
+        puts.push((member_key(name, index), encode(&rollout.members()[index])?));
+    }
+    if header {
+        puts.push((header_key(name), encode(rollout.header())?));
+    }
+    Ok(puts)
+}
+
+/// Writes all of them, in this order, in as many transactions as it takes. A repeat is harmless.
+///
+/// # Errors
+/// [`StoreError::Conflict`] if another leads.
+pub async fn save(
+    store: &dyn Store,
+    fence: &Fence,
+    puts: &[(String, Vec<u8>)],
+) -> Result<(), StoreError> {
+    for some in puts.chunks(MAX_TRANSACTION_OPS) {
+        let transaction = Transaction::new().fenced(fence);
+        let put = |all: Transaction, (key, value): &(String, Vec<u8>)| all.put(key, value.clone());
+        store.commit(some.iter().fold(transaction, put)).await?;
+    }
+    Ok(())
+}
+
+/// All rollouts. Members without a header are of a plan that was not finished.
+///
+/// # Errors
+/// [`StoreError::Invalid`] for a value that cannot be read; it is not skipped, because a rollout that
+/// nobody continues would look as if it did not exist.
+pub async fn load(store: &dyn Store) -> Result<Vec<Rollout>, StoreError> {
+    let snapshot = store.range(PREFIX).await?;
+    let mut rollouts = Vec::new();
+    let values: std::collections::BTreeMap<&str, &[u8]> = snapshot
+        .entries
+        .iter()
+        .map(|entry| (entry.key.as_str(), entry.value.as_slice()))
+        .collect();
+    for (key, value) in values.iter().filter(|(key, _)| key.ends_with("/header")) {
+        let header: Header = decode(key, value)?;
+        let mut members: Vec<Member> = Vec::with_capacity(header.members);
+        for index in 0..header.members {
+            let key = member_key(&header.name, index);
+            let value = values.get(key.as_str()).ok_or_else(|| {
+                StoreError::Invalid(format!("the key {key} is missing in the store"))
+            })?;
+            members.push(decode(&key, value)?);
+        }
+        rollouts.push(Rollout::new(header, members));
+    }
+    Ok(rollouts)
+}
+
+fn decode<'v, T: serde::Deserialize<'v>>(key: &str, value: &'v [u8]) -> Result<T, StoreError> {
+    serde_json::from_slice(value).map_err(|error| {
+        StoreError::Invalid(format!("the value of the key {key} is malformed: {error}"))
+    })
+}

@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The store on etcd, 3.4 or later. Every key lies under one root.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status, Streaming};
+
+use super::{
+    Change, Entry, Expected, LeaseId, Revision, Snapshot, Store, StoreError, Transaction, Watch,
+    Write,
+};
+
+#[allow(clippy::all)]
+mod pb {
+    include!(concat!(env!("OUT_DIR"), "/etcdserverpb.rs"));
+}
+
+/// The root of a controller's keys unless it is given another.
+pub const DEFAULT_ROOT: &str = "/patchbay/fleet/";
+const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Every rollout in one range.
+const MAX_ANSWER_BYTES: usize = 256 << 20;
+
+/// See the head of the file.
+#[derive(Clone)]
+pub struct EtcdStore {
+    root: Root,
+    kv: pb::kv_client::KvClient<Channel>,
+    watch: pb::watch_client::WatchClient<Channel>,
+    lease: pb::lease_client::LeaseClient<Channel>,
+}
+
+impl EtcdStore {
+    /// Connects to any of the members ("http://127.0.0.1:2379") at the first call. `root` is the prefix
+    /// of all keys; it ends with a slash.
+    ///
+    /// # Errors
+    /// [`StoreError::Invalid`] for an address that is none.
+    pub fn new(members: &[String], root: &str) -> Result<Self, StoreError> {
+        let mut endpoints = Vec::new();
+        for member in members {
+            let endpoint = Endpoint::from_shared(member.clone());
+            let endpoint = endpoint.map_err(|error| {
+                StoreError::Invalid(format!("{member:?} is no address of etcd: {error}"))
+            })?;
+            endpoints.push(endpoint.connect_timeout(CONNECT_TIMEOUT));
+        }
+        let channel = Channel::balance_list(endpoints.into_iter());
+        let kv = pb::kv_client::KvClient::new(channel.clone());
+        Ok(Self {
+            root: Root(root.to_owned()),
+            kv: kv.max_decoding_message_size(MAX_ANSWER_BYTES),
+            watch: pb::watch_client::WatchClient::new(channel.clone()),
+            lease: pb::lease_client::LeaseClient::new(channel),
+        })
+    }
+}
+
+fn timed<T>(message: T) -> tonic::Request<T> {
+    let mut request = tonic::Request::new(message);
+    request.set_timeout(CALL_TIMEOUT);
+    request
+}
+
+/// The prefix of all keys.
+#[derive(Clone)]
+struct Root(String);
+
+impl Root {
+    fn path(&self, key: &str) -> Vec<u8> {
+        format!("{}{key}", self.0).into_bytes()
+    }
+
+    /// The end of the range of keys that begin with `prefix`. No byte of UTF-8 is the largest one.
+    fn end_of(&self, prefix: &str) -> Vec<u8> {
+        let mut end = self.path(prefix);
+        if let Some(last) = end.last_mut() {
+            *last += 1;
+        }
+        end
+    }
+
+    fn key(&self, pair: &pb::KeyValue) -> Result<String, StoreError> {
+        let key = std::str::from_utf8(&pair.key).ok();
+        let key = key.and_then(|key| key.strip_prefix(&self.0));
+        key.map(str::to_owned).ok_or_else(|| {
+            let (key, root) = (String::from_utf8_lossy(&pair.key), &self.0);
+            StoreError::Invalid(format!(
+                "etcd has the foreign key {key:?} under {root}; delete it"
+            ))
+        })
+    }
+
+    fn entry(&self, pair: pb::KeyValue) -> Result<Entry, StoreError> {
+        Ok(Entry {
+            key: self.key(&pair)?,
+            created: revision(pair.create_revision),
+            modified: revision(pair.mod_revision),
+            value: pair.value,
+        })
+    }
+
+    fn condition(&self, (key, expected): &(String, Expected)) -> pb::Compare {
+        use pb::compare::{CompareTarget, TargetUnion};
+        let (target, union) = match *expected {
+            Expected::Absent => (CompareTarget::Create, TargetUnion::CreateRevision(0)),
+            Expected::CreatedAt(at) => (
+                CompareTarget::Create,
+                TargetUnion::CreateRevision(number(at)),
+            ),
+            Expected::ModifiedAt(at) => (CompareTarget::Mod, TargetUnion::ModRevision(number(at))),
+        };
+        pb::Compare {
+            target: target.into(),
+            key: self.path(key),
+            target_union: Some(union),
+        }
+    }
+
+    fn operation(&self, write: Write) -> pb::RequestOp {
+        use pb::request_op::Request;
+        let request = Some(match write {
+            Write::Put { key, value, lease } => Request::RequestPut(pb::PutRequest {
+                key: self.path(&key),
+                value,
+                lease: lease.map_or(0, |lease| lease.0),
+            }),
+            Write::Delete { key } => Request::RequestDeleteRange(pb::DeleteRangeRequest {
+                key: self.path(&key),
+            }),
+        });
+        pb::RequestOp { request }
+    }
+
+    fn change(&self, event: pb::Event) -> Result<Change, StoreError> {
+        let is_deleted = event.r#type() == pb::event::EventType::Delete;
+        let pair = event.kv.unwrap_or_default();
+        if is_deleted {
+            return Ok(Change::Deleted {
+                key: self.key(&pair)?,
+                revision: revision(pair.mod_revision),
+            });
+        }
+        self.entry(pair).map(Change::Put)
+    }
+}
+
+fn number(revision: Revision) -> i64 {
+    i64::try_from(revision).unwrap_or(i64::MAX)
+}
+
+fn revision(number: i64) -> Revision {
+    Revision::try_from(number).unwrap_or(0)
+}
+
+fn unavailable(status: &Status) -> StoreError {
+    match status.code() {
+        Code::PermissionDenied | Code::Unauthenticated => StoreError::Invalid(format!(
+            "etcd refuses access: {}; grant the controller's role readwrite on its prefix",
+            status.message()
+        )),
+        code => StoreError::Unavailable(format!("etcd: {code:?}: {}", status.message())),
+    }
+}
+
+#[async_trait]
+impl Store for EtcdStore {
+    async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
+        let request = pb::RangeRequest {
+            key: self.root.path(key),
+            range_end: vec![],
+        };
+        let answer = self.kv.clone().range(timed(request)).await;
+        let answer = answer.map_err(|status| unavailable(&status))?.into_inner();
+        let pair = answer.kvs.into_iter().next();
+        pair.map(|pair| self.root.entry(pair)).transpose()
+    }
+
+    async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError> {
+        let request = pb::RangeRequest {
+            key: self.root.path(prefix),
+            range_end: self.root.end_of(prefix),
+        };
+        let answer = self.kv.clone().range(timed(request)).await;
+        let answer = answer.map_err(|status| unavailable(&status))?.into_inner();
+        let pairs = answer.kvs.into_iter();
+        let entries: Result<Vec<Entry>, StoreError> =
+            pairs.map(|pair| self.root.entry(pair)).collect();
+        Ok(Snapshot {
+            entries: entries?,
+            revision: revision(answer.header.unwrap_or_default().revision),
+        })
+    }
+
+    async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError> {
+        transaction.check()?;
+        let lease = transaction.writes.iter().find_map(|write| match write {
+            Write::Put { lease, .. } => *lease,
+            Write::Delete { .. } => None,
+        });
+        let request = pb::TxnRequest {
+            compare: transaction
+                .conditions
+                .iter()
+                .map(|of| self.root.condition(of))
+                .collect(),
+            success: transaction
+                .writes
+                .into_iter()
+                .map(|write| self.root.operation(write))
+                .collect(),
+        };
+        let answer = self.kv.clone().txn(timed(request)).await;
+        let answer = answer.map_err(|status| match (status.code(), lease) {
+            (Code::NotFound, Some(lease)) => StoreError::LeaseExpired(lease.0),
+            _ => unavailable(&status),
+        })?;
+        let answer = answer.into_inner();
+        if !answer.succeeded {
+            return Err(StoreError::Conflict);
+        }
+        Ok(revision(answer.header.unwrap_or_default().revision))
+    }
+
+    async fn watch(&self, prefix: &str, from: Revision) -> Result<Box<dyn Watch>, StoreError> {
+        use pb::watch_request::RequestUnion;
+        let create = pb::WatchCreateRequest {
+            key: self.root.path(prefix),
+            range_end: self.root.end_of(prefix),
+            start_revision: number(from),
+        };
+        let request = pb::WatchRequest {
+            request_union: Some(RequestUnion::CreateRequest(create)),
+        };
+        let (requests, stream) = tokio::sync::mpsc::channel(1);
+        // The receiver is the next line's.
+        let _ = requests.try_send(request);
+        let stream = tokio_stream::wrappers::ReceiverStream::new(stream);
+        let answers = self.watch.clone().watch(stream).await;
+        let answers = answers.map_err(|status| unavailable(&status))?.into_inner();
+        Ok(Box::new(EtcdWatch {
+            root: self.root.clone(),
+            answers,
+            ready: VecDeque::new(),
+            from,
+            _requests: requests,
+        }))
+    }
+
+    async fn compact(&self, revision: Revision) -> Result<(), StoreError> {
+        let revision = number(revision);
+        let answer = self
+            .kv
+            .clone()
+            .compact(timed(pb::CompactionRequest { revision }))
+            .await;
+        match answer {
+            Ok(_) => Ok(()),
+            // It is compacted already.
+            Err(status) if status.code() == Code::OutOfRange => Ok(()),
+            Err(status) => Err(unavailable(&status)),
+        }
+    }
+
+    async fn grant(&self, ttl: Duration) -> Result<LeaseId, StoreError> {
+        let seconds = ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0);
+        let request = pb::LeaseGrantRequest {
+            ttl: number(seconds),
+        };
+        let answer = self.lease.clone().lease_grant(timed(request)).await;
+        let answer = answer.map_err(|status| unavailable(&status))?;
+        Ok(LeaseId(answer.into_inner().id))
+    }
+
+    async fn renew(&self, lease: LeaseId) -> Result<(), StoreError> {
+        let request = tokio_stream::once(pb::LeaseKeepAliveRequest { id: lease.0 });
+        let renewal = async {
+            let mut answers = self
+                .lease
+                .clone()
+                .lease_keep_alive(request)
+                .await?
+                .into_inner();
+            answers.message().await
+        };
+        let answer = tokio::time::timeout(CALL_TIMEOUT, renewal).await;
+        let answer =
+            answer.map_err(|_| StoreError::Unavailable("etcd does not answer".to_owned()))?;
+        match answer.map_err(|status| unavailable(&status))? {
+            Some(answer) if answer.ttl > 0 => Ok(()),
+            Some(_) => Err(StoreError::LeaseExpired(lease.0)),
+            None => Err(StoreError::Unavailable("etcd ended the renewal".to_owned())),
+        }
+    }
+
+    async fn revoke(&self, lease: LeaseId) -> Result<(), StoreError> {
+        let request = pb::LeaseRevokeRequest { id: lease.0 };
+        match self.lease.clone().lease_revoke(timed(request)).await {
+            Ok(_) => Ok(()),
+            Err(status) if status.code() == Code::NotFound => Ok(()),
+            Err(status) => Err(unavailable(&status)),
+        }
+    }
+}
+
+struct EtcdWatch {
+    root: Root,
+    answers: Streaming<pb::WatchResponse>,
+    /// Changes of an answer that has several revisions, one item each.
+    ready: VecDeque<Vec<Change>>,
+    from: Revision,
+    /// etcd ends the watch when the client's side closes.
+    _requests: tokio::sync::mpsc::Sender<pb::WatchRequest>,
+}
+
+#[async_trait]
+impl Watch for EtcdWatch {
+    async fn next(&mut self) -> Result<Vec<Change>, StoreError> {
+        loop {
+            if let Some(changes) = self.ready.pop_front() {
+                return Ok(changes);
+            }
+            let answer = self.answers.message().await;
+            let answer = answer.map_err(|status| unavailable(&status))?;
+            let answer =
+                answer.ok_or_else(|| StoreError::Unavailable("etcd ended the watch".to_owned()))?;
+            if answer.compact_revision != 0 {
+                return Err(StoreError::Compacted {
+                    wanted: self.from,
+                    oldest: revision(answer.compact_revision),
+                });
+            }
+            if answer.canceled {
+                return Err(StoreError::Unavailable(answer.cancel_reason));
+            }
+            for event in answer.events {
+                let change = self.root.change(event)?;
+                match self.ready.back_mut() {
+                    Some(last) if last[0].revision() == change.revision() => last.push(change),
+                    _ => self.ready.push_back(vec![change]),
+                }
+            }
+        }
+    }
+}

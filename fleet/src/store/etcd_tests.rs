@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The suite over a real etcd on loopback.
+
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::*;
+
+struct Etcd {
+    process: Child,
+    address: String,
+    _folder: tempfile::TempDir,
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        // It has no data that anybody wants.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn free_address() -> String {
+    let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    format!("http://{}", socket.local_addr().expect("bound"))
+}
+
+impl Etcd {
+    /// `None` if etcd is not installed.
+    fn start() -> Option<Self> {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let (address, peer) = (free_address(), free_address());
+        let mut command = Command::new("etcd");
+        command.arg("--data-dir").arg(folder.path());
+        for (option, value) in [
+            ("--listen-client-urls", &address),
+            ("--advertise-client-urls", &address),
+            ("--listen-peer-urls", &peer),
+            ("--initial-advertise-peer-urls", &peer),
+            ("--initial-cluster", &format!("default={peer}")),
+        ] {
+            command.arg(option).arg(value);
+        }
+        let process = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+        match process {
+            Ok(process) => Some(Self {
+                process,
+                address,
+                _folder: folder,
+            }),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+            Err(error) => panic!("etcd cannot be started: {error}"),
+        }
+    }
+
+    /// A store under a root of its own, once etcd answers.
+    async fn store(&self, root: &str) -> Arc<dyn Store> {
+        let members = [self.address.clone()];
+        let store = EtcdStore::new(&members, root).expect("an address");
+        let mut attempts = 0;
+        while let Err(error) = store.get("x").await {
+            attempts += 1;
+            assert!(attempts < 100, "etcd does not come up: {error}");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        Arc::new(store)
+    }
+}
+
+#[tokio::test]
+async fn etcd_conforms() {
+    let Some(etcd) = Etcd::start() else {
+        eprintln!("skipped: no etcd on this machine; apt-get install etcd-server");
+        return;
+    };
+    let count = std::cell::Cell::new(0);
+    conformance::check_all(async || {
+        count.set(count.get() + 1);
+        etcd.store(&format!("/test-{}/", count.get())).await
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_foreign_key_under_the_root_is_named() {
+    let Some(etcd) = Etcd::start() else {
+        eprintln!("skipped: no etcd on this machine; apt-get install etcd-server");
+        return;
+    };
+    let store = etcd.store("/a/").await;
+    store
+        .commit(Transaction::new().put("rollouts/x/header", "not JSON"))
+        .await
+        .expect("written");
+    let loaded = crate::storage::load(store.as_ref()).await;
+    let error = loaded.map(|_| ()).expect_err("refused").to_string();
+    assert!(error.contains("rollouts/x/header"), "{error}");
+}
+
+#[tokio::test]
+async fn an_etcd_that_is_gone_is_unavailable() {
+    let store = EtcdStore::new(&[free_address()], "/a/").expect("an address");
+    let error = store.get("x").await.expect_err("nobody listens");
+    assert!(matches!(error, StoreError::Unavailable(_)), "{error}");
+}

@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Where the controller keeps what must outlive it: an ordered map of keys to values with revisions,
+//! with the meaning of etcd's.
+//!
+//! ```text
+//!            compare-and-swap                     one revision per transaction
+//!  commit ──────────────────▶ keys and values ──────────────────────────────▶ watch
+//!                                  ▲
+//!                     a lease that expires deletes its keys
+//! ```
+//!
+//! * A transaction is applied whole or not at all, and advances the revision by one.
+//! * A condition compares the revision at which a key was created or last modified, never its value.
+//! * [`Fence`] is a condition on the leader's key. Every write of a leader carries it, so that a
+//!   replica that has lost the election without noticing changes nothing.
+//! * A watch sees every change from a revision on, in order, and none twice. It ends with
+//!   [`StoreError::Compacted`] if a change that it has not seen is no longer kept.
+//!
+//! [`conformance`] tests any implementation.
+
+#[cfg(test)]
+pub mod conformance;
+mod embedded;
+mod embedded_watch;
+mod etcd;
+#[cfg(test)]
+mod etcd_tests;
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+pub use self::embedded::EmbeddedStore;
+pub use self::etcd::{DEFAULT_ROOT, EtcdStore};
+
+/// Advances with each transaction that wrote something.
+pub type Revision = u64;
+
+/// A key's value and its place in history.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    pub key: String,
+    pub value: Vec<u8>,
+    pub created: Revision,
+    pub modified: Revision,
+}
+
+/// What a transaction requires of a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Expected {
+    Absent,
+    CreatedAt(Revision),
+    ModifiedAt(Revision),
+}
+
+/// Keys that a lease holds vanish with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LeaseId(pub i64);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Write {
+    Put {
+        key: String,
+        value: Vec<u8>,
+        lease: Option<LeaseId>,
+    },
+    Delete {
+        key: String,
+    },
+}
+
+impl Write {
+    fn key(&self) -> &str {
+        match self {
+            Self::Put { key, .. } | Self::Delete { key } => key,
+        }
+    }
+}
+
+/// Writes that are made together if all conditions hold.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Transaction {
+    conditions: Vec<(String, Expected)>,
+    writes: Vec<Write>,
+}
+
+/// At most this many conditions, and this many writes, in a transaction: etcd's default for
+/// `--max-txn-ops`.
+pub const MAX_TRANSACTION_OPS: usize = 128;
+
+impl Transaction {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    #[must_use]
+    pub fn expect(mut self, key: impl Into<String>, expected: Expected) -> Self {
+        self.conditions.push((key.into(), expected));
+        self
+    }
+
+    /// Applies only while this leader leads.
+    #[must_use]
+    pub fn fenced(self, fence: &Fence) -> Self {
+        self.expect(&fence.key, Expected::CreatedAt(fence.created))
+    }
+
+    #[must_use]
+    pub fn put(self, key: impl Into<String>, value: impl Into<Vec<u8>>) -> Self {
+        self.write(Write::Put {
+            key: key.into(),
+            value: value.into(),
+            lease: None,
+        })
+    }
+
+    #[must_use]
+    pub fn put_leased(
+        self,
+        key: impl Into<String>,
+        value: impl Into<Vec<u8>>,
+        lease: LeaseId,
+    ) -> Self {
+        self.write(Write::Put {
+            key: key.into(),
+            value: value.into(),
+            lease: Some(lease),
+        })
+    }
+
+    #[must_use]
+    pub fn delete(self, key: impl Into<String>) -> Self {
+        self.write(Write::Delete { key: key.into() })
+    }
+
+    #[must_use]
+    pub fn write(mut self, write: Write) -> Self {
+        self.writes.push(write);
+        self
+    }
+
+    /// # Errors
+    /// [`StoreError::Invalid`] if it is too large, or writes a key twice, which etcd refuses.
+    fn check(&self) -> Result<(), StoreError> {
+        let (conditions, writes) = (self.conditions.len(), self.writes.len());
+        if conditions.max(writes) > MAX_TRANSACTION_OPS {
+            return Err(StoreError::Invalid(format!(
+                "a transaction has {conditions} conditions and {writes} writes; \
+                 at most {MAX_TRANSACTION_OPS} of each"
+            )));
+        }
+        let mut keys: Vec<&str> = self.writes.iter().map(Write::key).collect();
+        keys.sort_unstable();
+        match keys.windows(2).find(|pair| pair[0] == pair[1]) {
+            Some(pair) => Err(StoreError::Invalid(format!(
+                "a transaction writes the key {:?} twice",
+                pair[0]
+            ))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The proof of leadership that every write of a leader carries.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fence {
+    pub key: String,
+    pub created: Revision,
+}
+
+/// The keys under a prefix at one revision.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    /// In the order of their keys.
+    pub entries: Vec<Entry>,
+    /// A watch from the next revision on continues this.
+    pub revision: Revision,
+}
+
+/// What happened to a key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    Put(Entry),
+    Deleted { key: String, revision: Revision },
+}
+
+impl Change {
+    pub fn key(&self) -> &str {
+        match self {
+            Self::Put(entry) => &entry.key,
+            Self::Deleted { key, .. } => key,
+        }
+    }
+
+    pub fn revision(&self) -> Revision {
+        match self {
+            Self::Put(entry) => entry.modified,
+            Self::Deleted { revision, .. } => *revision,
+        }
+    }
+}
+
+/// Why the store did not do what was asked. Nothing was changed, except where
+/// [`StoreError::Unavailable`] leaves it open.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StoreError {
+    #[error("a condition of the transaction does not hold; read again and decide again")]
+    Conflict,
+    #[error("revision {wanted} is compacted, the oldest kept is {oldest}; list again")]
+    Compacted { wanted: Revision, oldest: Revision },
+    #[error("lease {0} has expired; take a new one")]
+    LeaseExpired(i64),
+    #[error("{0}")]
+    Invalid(String),
+    /// The transaction may have been applied.
+    #[error("the store cannot be reached: {0}; it is tried again")]
+    Unavailable(String),
+    #[error("the store at {path} is damaged: {why}; it is left as it is, restore a copy")]
+    Damaged { path: String, why: String },
+    #[error(
+        "the store at {path} has format {found}, this program knows {known}; \
+         it is left as it is, start the newer program"
+    )]
+    NewerFormat {
+        path: String,
+        found: u64,
+        known: u64,
+    },
+}
+
+/// A sequence of changes.
+#[async_trait]
+pub trait Watch: Send {
+    /// The changes of the next revision that has any; waits for it.
+    ///
+    /// # Errors
+    /// [`StoreError::Compacted`] or [`StoreError::Unavailable`]. The watch is then over.
+    async fn next(&mut self) -> Result<Vec<Change>, StoreError>;
+}
+
+/// The store. The head of the module says what it guarantees.
+#[async_trait]
+pub trait Store: Send + Sync {
+    async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError>;
+
+    /// Every key that begins with `prefix`, at one revision.
+    async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError>;
+
+    /// Applies the transaction, and returns its revision.
+    ///
+    /// # Errors
+    /// [`StoreError::Conflict`] if a condition does not hold. [`StoreError::LeaseExpired`] if a lease
+    /// of a put is gone.
+    async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError>;
+
+    /// The changes of keys that begin with `prefix`, from revision `from` on.
+    ///
+    /// # Errors
+    /// The watch tells of a compacted revision, not this call.
+    async fn watch(&self, prefix: &str, from: Revision) -> Result<Box<dyn Watch>, StoreError>;
+
+    /// Forgets changes before `revision`, whose watches then end.
+    async fn compact(&self, revision: Revision) -> Result<(), StoreError>;
+
+    /// A lease that expires `ttl` after its last renewal. The store may round up to a second.
+    async fn grant(&self, ttl: Duration) -> Result<LeaseId, StoreError>;
+
+    /// # Errors
+    /// [`StoreError::LeaseExpired`].
+    async fn renew(&self, lease: LeaseId) -> Result<(), StoreError>;
+
+    /// Ends the lease, and deletes its keys. Idempotent.
+    async fn revoke(&self, lease: LeaseId) -> Result<(), StoreError>;
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Rollouts over the real service code, with guests in memory behind real sockets.
+
+mod rollouts {
+    mod faults;
+    mod refused;
+    mod support;
+    mod waves;
+}

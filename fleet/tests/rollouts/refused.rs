@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Plans that are refused.
+
+use patchbay_fleet::controller::{Config, Controller};
+
+use super::support::{Fleet, LEASE_TTL, spec};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_plan_is_repeated_by_name_and_spec() {
+    let fleet = Fleet::start(1, 1).await;
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let text = spec("waves: [{size: rest}]");
+    let first = leads.plan("net", &text, "alice").await.expect("planned");
+    let again = leads.plan("net", &text, "alice").await.expect("the same");
+    assert!(std::sync::Arc::ptr_eq(&first, &again));
+    let other = leads
+        .plan("net", &spec("waves: [{size: 1}]"), "alice")
+        .await;
+    let error = other.err().expect("refused").to_string();
+    assert!(error.contains("exists with another spec"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_overlapping_rollout_is_refused_and_the_other_named() {
+    let fleet = Fleet::start(1, 2).await;
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let text = spec("waves: [{size: rest}]");
+    leads.plan("first", &text, "alice").await.expect("planned");
+    let error = leads
+        .plan("second", &text, "alice")
+        .await
+        .err()
+        .expect("refused")
+        .to_string();
+    assert!(
+        error.starts_with("rollout first changes alpha of guest web-"),
+        "{error}"
+    );
+    let beta = text.replace("alpha", "beta");
+    leads
+        .plan("third", &beta, "alice")
+        .await
+        .expect("another key");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_plan_that_touches_nothing_says_why() {
+    let fleet = Fleet::start(1, 1).await;
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let text = spec("waves: [{size: rest}]");
+    for (from, to, why) in [
+        ("web-*", "db-*", "no guest matches"),
+        ("alpha", "alhpa", "KEY_NOT_FOUND"),
+    ] {
+        let planned = leads.plan("net", &text.replace(from, to), "alice").await;
+        let error = planned.err().expect("refused").to_string();
+        assert!(error.contains(why), "{error}");
+    }
+    for name in ["", "a/b", &"a".repeat(65)] {
+        let planned = leads.plan(name, &text, "alice").await;
+        let error = planned.err().expect("refused").to_string();
+        assert!(error.contains("is no name of a rollout"), "{error}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_hosts_with_one_name_are_refused() {
+    let fleet = Fleet::start(1, 1).await;
+    let hosts = vec![fleet.hosts[0].clone(), fleet.hosts[0].clone()];
+    let config = Config {
+        replica: "one".to_owned(),
+        hosts,
+        lease_ttl: LEASE_TTL,
+    };
+    let error = Controller::new(config, fleet.store.clone())
+        .err()
+        .expect("refused");
+    assert!(error.to_string().contains("\"host-0\""), "{error}");
+}

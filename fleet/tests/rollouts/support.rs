@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Hosts with guests in memory, and controllers over them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use patchbay_fleet::controller::{Config, Controller, Leadership};
+use patchbay_fleet::hosts::HostConfig;
+use patchbay_fleet::rollout::Phase;
+use patchbay_fleet::runner::{Command, Running};
+use patchbay_fleet::store::{EmbeddedStore, Store};
+use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
+use patchbay_service::keys::{Keys, KeysConfig, Registry};
+use patchbay_service::testing::{InMemoryGuest, TestKey};
+use patchbay_service::trace::Tracing;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+/// Waits of the tests end after this time, which no correct run takes.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+/// The shortest lease: the tests wait for it when a leader dies.
+pub const LEASE_TTL: Duration = Duration::from_secs(1);
+
+pub struct Fleet {
+    folder: tempfile::TempDir,
+    pub hosts: Vec<HostConfig>,
+    pub guests: Vec<Arc<InMemoryGuest>>,
+    served: Vec<Guests>,
+    pub store: Arc<dyn Store>,
+    _ends: Vec<oneshot::Sender<()>>,
+}
+
+impl Fleet {
+    /// So many hosts with so many guests each, named "web-0", "web-1" and so on. Even hosts are in the
+    /// rack "a", odd ones in "b".
+    pub async fn start(hosts: usize, guests: usize) -> Self {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let store = EmbeddedStore::open(&folder.path().join("fleet.redb")).expect("opens");
+        let mut fleet = Self {
+            folder,
+            hosts: vec![],
+            guests: vec![],
+            served: vec![],
+            store: Arc::new(store),
+            _ends: vec![],
+        };
+        for host in 0..hosts {
+            fleet.add_host(host, guests);
+        }
+        fleet
+    }
+
+    fn add_host(&mut self, index: usize, guests: usize) {
+        let socket = self.folder.path().join(format!("{index}.sock"));
+        let served = Guests::default();
+        for guest in 0..guests {
+            let name = format!("web-{}", index * guests + guest);
+            let registry = Arc::new(Registry::default());
+            let guest = InMemoryGuest::named(Arc::clone(&registry), &name);
+            guest.run(&[TestKey::new("alpha", 1), TestKey::new("beta", 2)]);
+            let keys = Keys::start(Arc::clone(&guest), registry, KeysConfig::default());
+            let (keys, _owner) = keys.expect("a thread");
+            let one = ServedGuest::start(keys, Tracing::default()).expect("no agent");
+            served.add(one).expect("its own name");
+            self.guests.push(guest);
+        }
+        let listening = ApiSocket::bind(&socket).expect("free");
+        let endpoint = Endpoint::new(listening, served.clone());
+        let (end, ended) = oneshot::channel::<()>();
+        tokio::spawn(endpoint.serve(async {
+            let _ = ended.await;
+        }));
+        self.served.push(served);
+        self._ends.push(end);
+        self.hosts.push(HostConfig {
+            name: format!("host-{index}"),
+            socket,
+            labels: [("rack".to_owned(), ["a", "b"][index % 2].to_owned())].into(),
+        });
+    }
+
+    /// The guest's host does not serve it any more.
+    pub fn take_away(&self, guest: usize) {
+        let per_host = self.guests.len() / self.hosts.len();
+        assert!(self.served[guest / per_host].remove(&format!("web-{guest}")));
+    }
+
+    pub fn replica(&self, name: &str) -> Replica {
+        let config = Config {
+            replica: name.to_owned(),
+            hosts: self.hosts.clone(),
+            lease_ttl: LEASE_TTL,
+        };
+        let controller = Controller::new(config, Arc::clone(&self.store)).expect("own names");
+        let controller = Arc::new(controller);
+        let runs = Arc::clone(&controller);
+        let task = tokio::spawn(async move { runs.run().await });
+        Replica { controller, task }
+    }
+
+    pub fn counts(&self, key: &str) -> Vec<i32> {
+        self.guests.iter().map(|guest| guest.count(key)).collect()
+    }
+}
+
+/// A replica of the controller; it dies when this is dropped.
+pub struct Replica {
+    pub controller: Arc<Controller>,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Replica {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Replica {
+    pub async fn lead(&self) -> Arc<Leadership> {
+        let leads = tokio::time::timeout(PATIENCE, self.controller.lead());
+        leads.await.expect("elected in time")
+    }
+
+    /// Plans and starts it as "alice".
+    pub async fn start(&self, name: &str, spec: &str) -> Arc<Running> {
+        let leads = self.lead().await;
+        let running = leads.plan(name, spec, "alice").await.expect("planned");
+        let digest = running.rollout().header().digest.clone();
+        tell(&running, Command::Start { digest }).await;
+        running
+    }
+}
+
+pub async fn tell(running: &Running, command: Command) {
+    let answer = running.command(command, "alice").await;
+    answer.expect("it runs").expect("legal");
+}
+
+/// Waits until the rollout is in a phase that `wanted` accepts.
+pub async fn wait_for(running: &Running, wanted: impl Fn(Phase) -> bool) -> Phase {
+    let mut version = running.version();
+    let reached = async {
+        loop {
+            version.mark_unchanged();
+            let phase = running.rollout().header().phase;
+            if wanted(phase) {
+                return phase;
+            }
+            version.changed().await.expect("it runs");
+        }
+    };
+    let reached = tokio::time::timeout(PATIENCE, reached).await;
+    reached.unwrap_or_else(|_| panic!("{:?}", running.rollout().header()))
+}
+
+pub fn is_over(phase: Phase) -> bool {
+    matches!(phase, Phase::Completed | Phase::Ended(_))
+}
+
+/// INC of "alpha" on every guest: unlike ENABLE, a second one would be seen.
+pub fn spec(more: &str) -> String {
+    format!("selector: {{guests: [\"web-*\"]}}\nops: [{{op: inc, keys: [alpha]}}]\n{more}\n")
+}

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Rollouts in which nothing fails.
+
+use patchbay_fleet::rollout::{End, Phase, State};
+use patchbay_fleet::runner::Command;
+
+use super::support::{Fleet, is_over, spec, tell, wait_for};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn waves_change_every_guest_once_and_undo_takes_all_back() {
+    let fleet = Fleet::start(2, 3).await;
+    let replica = fleet.replica("one");
+    let text = spec("waves: [{size: 1}, {size: rest}]\nspread_over: rack");
+    let running = replica.start("net", &text).await;
+    assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+    assert_eq!(fleet.counts("alpha"), [1; 6]);
+    assert_eq!(fleet.counts("beta"), [0; 6]);
+    tell(&running, Command::Undo).await;
+    let ended = |phase| matches!(phase, Phase::Ended(_));
+    assert_eq!(wait_for(&running, ended).await, Phase::Ended(End::Undone));
+    assert_eq!(fleet.counts("alpha"), [0; 6]);
+    let pauses: Vec<u64> = fleet.guests.iter().map(|guest| guest.pauses()).collect();
+    assert_eq!(pauses, [2; 6], "one pause to change and one to take back");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_key_op_is_taken_back_by_its_inverse() {
+    for (op, before, during) in [
+        ("enable", 0, 1),
+        ("disable", 1, 0),
+        ("dec", 2, 1),
+        ("inc", 1, 2),
+    ] {
+        let fleet = Fleet::start(1, 1).await;
+        fleet.guests[0].set_count("beta", before);
+        let replica = fleet.replica("one");
+        let text = format!(
+            "selector: {{guests: [\"*\"]}}\nops: [{{op: {op}, keys: [beta]}}]\nwaves: [{{size: rest}}]\n"
+        );
+        let leads = replica.lead().await;
+        let planned = leads.plan("net", &text, "alice").await;
+        if matches!(op, "disable" | "dec") {
+            // The reference is the guest's own, and no rollout takes it.
+            let error = planned.err().expect("refused").to_string();
+            assert!(error.contains("NOT_HOLDER"), "{op}: {error}");
+            continue;
+        }
+        let running = planned.expect("planned");
+        let digest = running.rollout().header().digest.clone();
+        tell(&running, Command::Start { digest }).await;
+        wait_for(&running, is_over).await;
+        assert_eq!(fleet.counts("beta"), [during], "{op}");
+        tell(&running, Command::Abort).await;
+        let ended = |phase| matches!(phase, Phase::Ended(_));
+        wait_for(&running, ended).await;
+        assert_eq!(fleet.counts("beta"), [before], "{op}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failing_command_takes_the_canary_back() {
+    let fleet = Fleet::start(1, 3).await;
+    let replica = fleet.replica("one");
+    let text = spec(
+        "waves: [{name: canary, size: 1}, {size: rest}]\n\
+         gates: [{command: [\"false\"], on_failure: abort}]",
+    );
+    let running = replica.start("net", &text).await;
+    assert_eq!(
+        wait_for(&running, is_over).await,
+        Phase::Ended(End::Aborted)
+    );
+    assert_eq!(fleet.counts("alpha"), [0; 3]);
+    let pauses: u64 = fleet.guests.iter().map(|guest| guest.pauses()).sum();
+    assert_eq!(pauses, 2, "only the canary was changed");
+    let timeline = running.rollout().header().timeline.clone();
+    let closed = timeline
+        .iter()
+        .any(|entry| entry.text.contains("gate 1 of wave canary is closed"));
+    assert!(closed, "{timeline:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_gate_that_hangs_is_ended() {
+    let fleet = Fleet::start(1, 1).await;
+    let replica = fleet.replica("one");
+    let text = spec(
+        "waves: [{size: rest}]\n\
+         gates: [{command: [\"sleep\", \"3600\"], timeout: 10ms, on_failure: pause}]",
+    );
+    let running = replica.start("net", &text).await;
+    wait_for(&running, |phase| phase == Phase::Paused).await;
+    let message = running.rollout().header().message.clone();
+    assert!(message.contains("did not end within 10 ms"), "{message}");
+    tell(&running, Command::Promote).await;
+    assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_plan_that_became_stale_is_left_and_the_others_are_changed() {
+    let fleet = Fleet::start(1, 3).await;
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let text = spec("waves: [{size: rest}]");
+    let running = leads.plan("net", &text, "alice").await.expect("planned");
+    fleet.guests[1].set_count("alpha", 7);
+    let digest = running.rollout().header().digest.clone();
+    tell(&running, Command::Start { digest }).await;
+    assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+    assert_eq!(fleet.counts("alpha"), [1, 7, 1]);
+    let state = running.rollout().members()[1].state.clone();
+    assert!(
+        matches!(&state, State::Failed { why, .. } if why.contains("PLAN_STALE")),
+        "{state:?}"
+    );
+}
