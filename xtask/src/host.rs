@@ -13,6 +13,9 @@ use crate::step::Steps;
 /// Packages that the lab needs: an emulator, and the tools for its initramfs.
 pub const LAB: &[&str] = &["qemu-system-x86", "busybox-static", "xz-utils"];
 
+/// Packages that the tests of the controller need.
+pub const ETCD: &[&str] = &["etcd-server"];
+
 /// Packages that a guest kernel build needs.
 pub const KERNEL: &[&str] = &[
     "gcc",

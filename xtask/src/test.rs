@@ -152,6 +152,14 @@ pub fn run(selection: &Selection) -> Result<bool> {
     {
         outcome.variables.extend(stock::variables());
     }
+    if tier_1
+        .iter()
+        .any(|test| test.suite.starts_with("patchbay-fleet"))
+        && let Err(error) = host::ensure_packages(host::ETCD)
+    {
+        // The tests then report that they are skipped.
+        eprintln!("There is no etcd: {error:#}");
+    }
     outcome.run_tier("tier 1, no KVM", tier_1, here(cpus), selection.timeout);
     if wants(1) && selection.filter.is_none() {
         outcome.run_doc_tests()?;

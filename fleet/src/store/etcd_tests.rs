@@ -71,7 +71,7 @@ impl Etcd {
 #[tokio::test]
 async fn etcd_conforms() {
     let Some(etcd) = Etcd::start() else {
-        eprintln!("skipped: no etcd on this machine; apt-get install etcd-server");
+        eprintln!("SKIPPED: no etcd on this machine; apt-get install etcd-server");
         return;
     };
     let count = std::cell::Cell::new(0);
@@ -85,7 +85,7 @@ async fn etcd_conforms() {
 #[tokio::test]
 async fn a_foreign_key_under_the_root_is_named() {
     let Some(etcd) = Etcd::start() else {
-        eprintln!("skipped: no etcd on this machine; apt-get install etcd-server");
+        eprintln!("SKIPPED: no etcd on this machine; apt-get install etcd-server");
         return;
     };
     let store = etcd.store("/a/").await;
