@@ -196,7 +196,7 @@ impl<G: Guest> Executor<G> {
     }
 }
 
-/// Bytes of a running guest that may be its own change of the site, or foreign.
+/// A site of a running guest with other bytes: the guest is patching it, or the bytes are foreign.
 fn unrecognised(key: &str, site: u64) -> InTheWay {
     InTheWay {
         kind: ClosedGate::KeyChanged,
