@@ -6,7 +6,7 @@
 //! the kernel's own page table unless a field says physical.
 //!
 //! Structures grow at their end: a size that the guest names is a minimum, and what follows the part
-//! that is known here is ignored. What the host must know is told by a flag or a reserved field instead:
+//! that is known here is ignored. A flag or a reserved field announces what the host must know:
 //! unknown flags and reserved fields must be zero, and are checked.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};

@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who asks, and what they may do.
+//! Identifies callers and decides what they may do.
 //!
-//! A *principal* is the name of whoever makes a call. It has a *role* on each guest, and each method
-//! needs one. An [`Authoriser`] holds the policy; the API asks it before a call does anything.
+//! A *principal* is the name of a caller. It has a *role* on each guest, and each method needs one.
+//! An [`Authoriser`] holds the policy; the API asks it before a call has any effect.
 
 use std::fmt;
 use std::str::FromStr;
 
 const MAX_PRINCIPAL_BYTES: usize = 256;
-/// What watches and the audit log call the service itself, when it releases an expired hold.
+/// Principal of changes that the service makes by itself, when a hold expires.
 const RESERVED: &str = "monitor";
 
-/// What a principal may do; each role may do what the one before it may.
+/// A set of permissions. Each role includes the one before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Role {
-    /// Reads.
+    /// May read.
     Viewer,
-    /// Changes what can be undone, and only what is the principal's own.
+    /// May make changes that can be undone, to what the principal owns.
     Operator,
     /// May do everything.
     Admin,
 }
 
 impl Role {
-    /// As policies, metadata and messages spell it.
+    /// Spelling in policies, metadata and messages.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -40,7 +40,7 @@ impl fmt::Display for Role {
     }
 }
 
-/// No role has that name.
+/// Unknown role.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown role {0:?}; give viewer, operator or admin")]
 pub struct UnknownRole(String);
@@ -56,27 +56,27 @@ impl FromStr for Role {
     }
 }
 
-/// The name of whoever makes a call: "uid:1000" for a peer on a unix socket, or a name that a
-/// trusted proxy asserts. Printable ASCII, 1 to 256 bytes.
+/// The name of a caller: "uid:1000" for a peer on a unix socket, or a name that a trusted proxy
+/// asserts. Printable ASCII, 1 to 256 bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Principal(String);
 
-/// The name cannot be a principal's.
+/// The name is invalid for a principal.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadPrincipal {
-    /// It has no bytes, or too many.
+    /// It is empty or too long.
     #[error("has {0} bytes; give 1 to {MAX_PRINCIPAL_BYTES}")]
     Length(usize),
-    /// It has bytes that a terminal or a log would not show as they are.
+    /// It has bytes outside of printable ASCII.
     #[error("has bytes other than printable ASCII; leave them out")]
     NotPrintable,
-    /// It stands for the service itself.
+    /// It is reserved for the service.
     #[error("is {RESERVED:?}, which stands for the service itself; give another name")]
     Reserved,
 }
 
 impl Principal {
-    /// Checks a name that a proxy asserts.
+    /// Validates a name that a proxy asserts.
     ///
     /// # Errors
     /// [`BadPrincipal`].
@@ -122,18 +122,19 @@ impl From<Principal> for String {
     }
 }
 
-/// The policy does not allow the call.
+/// The policy refuses the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Denied {
-    /// The role that the principal has on the guest; `None` if it has none.
+    /// The principal's role on the guest; `None` if it has none.
     pub found: Option<Role>,
 }
 
 /// A policy: which principal may call which method on which guest.
 pub trait Authoriser: Send + Sync {
-    /// Decides about one call. `needed` is the role that the method needs with this request's fields,
-    /// `method` its name as in ":path" ("/patchbay.v1.GuestService/PauseGuest"). `guest` is the name
-    /// of a guest that the endpoint serves. Called for each call, on the runtime: it must not block.
+    /// Decides about one call. `needed` is the role that the method needs with this request's
+    /// fields, `method` its ":path" ("/patchbay.v1.GuestService/PauseGuest"), `guest` the name of a
+    /// guest that the endpoint serves. It runs on the async runtime for each call, so it must not
+    /// block.
     ///
     /// # Errors
     /// [`Denied`] refuses the call with ROLE_MISSING.
@@ -146,7 +147,7 @@ pub trait Authoriser: Send + Sync {
     ) -> Result<(), Denied>;
 }
 
-/// The policy of a unix socket alone: whoever can open it is an admin.
+/// The policy of a plain unix socket: whoever can open it is an admin.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SocketAuthoriser;
 

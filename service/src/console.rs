@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's serial console, as clients of the service read it and type into it.
+//! The guest's serial console.
 
-/// Some of the console's output.
+/// A part of the console's output.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ConsoleChunk {
     /// Offset of the first byte, in bytes since the guest's start.
@@ -19,15 +19,15 @@ pub trait Console: Send + Sync {
     /// offset, the chunk starts at the oldest byte that it has, and says so in its own offset.
     fn read(&self, offset: u64) -> ConsoleChunk;
 
-    /// Types `bytes` into the console and returns how many were taken. The rest is refused, because
-    /// the guest does not read.
+    /// Types `bytes` into the console and returns how many were accepted. The rest does not fit,
+    /// because the guest does not read.
     fn input(&self, bytes: &[u8]) -> usize;
 
-    /// Whether there will be no more output, because the guest has ended.
+    /// Whether the output is complete, because the guest has ended.
     fn is_closed(&self) -> bool;
 
-    /// Registers a listener for as long as the console lives. Output that is complete when the
-    /// listener is called is seen by [`Console::read`]. It may run on a vCPU's thread and returns at
-    /// once.
+    /// Registers a listener for the life of the console. [`Console::read`] sees all output that
+    /// precedes a call of the listener. The listener may run on a vCPU's thread, so it must return
+    /// at once.
     fn on_output(&self, listener: Listener);
 }

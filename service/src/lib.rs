@@ -16,10 +16,10 @@
 //! |---|---|
 //! | [`memory::Ram`] | the guest's physical memory |
 //! | [`guest::Guest::pause`] | every vCPU stopped, and where |
-//! | [`keys::registry::Registry`] | is told what the guest's kernel has; the rules are in `keys/registry/source.rs` |
+//! | [`keys::registry::Registry`] | receives the registrations; the rules are in `keys/registry/source.rs` |
 //! | [`guest::Machine`] | what the guest is, whether it has ended, its power switch |
 //! | [`console::Console`] | the guest's serial console |
-//! | [`trace::AgentSocket`] | a bound socket, on which the agent in the guest arrives |
+//! | [`trace::AgentSocket`] | a bound socket that the agent in the guest connects to |
 //! | [`threads::Threads`] | starts the service's threads, under the monitor's filters |
 //!
 //! With the feature `testing`, the module `testing` has a guest in memory, and a conformance suite

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Files that the monitor writes for as long as the guest runs, and opens again for log rotation.
+//! Files that the monitor writes for the life of the guest, and reopens for log rotation.
 //!
-//! They are opened by a descriptor of their folder and a name in it: with mode 0600, and never through
-//! a symbolic link, which somebody else may have put there.
+//! They are opened relative to a descriptor of their folder, with mode 0600, and never through a
+//! symbolic link, which another user may have placed there.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FileType, Mode, OFlags, fstat, open, openat, renameat};
 use rustix::io::Errno;
 
-/// Where such a file is.
+/// Path of such a file.
 #[derive(Debug)]
 pub struct LogPath {
     path: PathBuf,
@@ -22,7 +22,7 @@ pub struct LogPath {
     name: OsString,
 }
 
-/// The folder that a file is in.
+/// The folder of the file.
 pub fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if folder != Path::new("") => folder,
@@ -30,11 +30,11 @@ pub fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// Bytes in a regular file; `None` for a pipe or a device. By `fstat`, for the filters of threads refuse what
-/// `File::metadata` calls.
+/// Size of a regular file in bytes; `None` for a pipe or a device. It uses `fstat`, because the
+/// threads' filters refuse the call that `File::metadata` makes.
 ///
 /// # Errors
-/// What fstat(2) says.
+/// The error of fstat(2).
 pub fn length(file: &File) -> io::Result<Option<u64>> {
     let status = fstat(file)?;
     let regular = FileType::from_raw_mode(status.st_mode).is_file();
@@ -56,15 +56,15 @@ impl LogPath {
         })
     }
 
-    /// As it was given.
+    /// The path as it was given.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Opens the file, and creates it if `flags` say so.
+    /// Opens the file, and creates it if `flags` contain O_CREAT.
     ///
     /// # Errors
-    /// What open(2) says, and a symbolic link.
+    /// The error of open(2); ELOOP for a symbolic link.
     pub fn open(&self, flags: OFlags) -> io::Result<File> {
         let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
         match openat(&self.folder, &self.name, flags, Mode::RUSR | Mode::WUSR) {
@@ -77,10 +77,10 @@ impl LogPath {
         }
     }
 
-    /// Renames the file to `NAME.1`, in the place of an earlier one.
+    /// Renames the file to `NAME.1`, replacing an earlier one.
     ///
     /// # Errors
-    /// What rename(2) says.
+    /// The error of rename(2).
     pub fn set_aside(&self) -> io::Result<()> {
         let mut aside = self.name.clone();
         aside.push(".1");

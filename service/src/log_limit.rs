@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Log lines that a guest can cause, so many per second and place in the source: a hostile guest
-//! does not fill the host's log.
+//! Rate limit for log lines that a guest can cause, per place in the source: a hostile guest must
+//! not fill the host's log.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Lines per second from one place.
+/// Lines per second and place.
 const LINES: u32 = 5;
 const WINDOW: Duration = Duration::from_secs(1);
 
-/// The lines of one place. Made by [`limited!`](crate::limited).
+/// The counters of one place. Made by [`limited!`](crate::limited).
 #[derive(Debug)]
 pub struct LineLimit(Mutex<Window>);
 
@@ -22,7 +22,7 @@ struct Window {
 }
 
 impl LineLimit {
-    /// No line was written yet.
+    /// No line has been written.
     #[must_use]
     #[expect(clippy::new_without_default, reason = "made by the macro, in a static")]
     pub const fn new() -> Self {
@@ -33,9 +33,9 @@ impl LineLimit {
         }))
     }
 
-    /// Whether a line may be written now, and then how many were left out since the last.
+    /// Whether a line may be written now; if so, how many were suppressed since the last.
     pub fn admit(&self, now: Instant) -> Option<u64> {
-        // Numbers alone: there is no half-way state.
+        // The state is plain numbers, so a panic leaves no half state.
         let mut window = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let over = |began| now.saturating_duration_since(began) >= WINDOW;
         if window.began.is_none_or(over) {
@@ -51,8 +51,8 @@ impl LineLimit {
     }
 }
 
-/// A line of the log that a guest can cause: `limited!(warn, "...")` is `tracing::warn!("...")`, at
-/// most 5 times per second. The first line after some were left out says how many.
+/// Logs a line that a guest can cause: `limited!(warn, "...")` is `tracing::warn!("...")`, at most
+/// 5 times per second. The first line after a gap says how many were suppressed.
 #[macro_export]
 macro_rules! limited {
     ($level:ident, $($line:tt)+) => {{

@@ -195,5 +195,4 @@ pub fn for_each_piece<E: From<WalkError>>(
 }
 
 #[cfg(test)]
-#[path = "paging_tests.rs"]
 mod tests;

@@ -3,18 +3,18 @@
 
 use std::time::Duration;
 
-/// What a vCPU thread is busy with, for the error about a late one.
+/// Activity of a vCPU thread, for the error about a late vCPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activity {
     /// In `KVM_RUN`: in the guest, or in the kernel on the guest's behalf.
     Guest,
-    /// Carrying out an access to this I/O port.
+    /// Emulating an access to this I/O port.
     PortIo(u16),
-    /// Carrying out an access to this guest-physical address.
+    /// Emulating an access to this guest-physical address.
     Mmio(u64),
-    /// Answering the guest's Patchbay request with this operation number.
+    /// Serving the guest's Patchbay request with this operation number.
     Request(u32),
-    /// Between two of the others.
+    /// Between two of these activities.
     Monitor,
 }
 
@@ -35,9 +35,9 @@ impl std::fmt::Display for Activity {
 pub struct LateVcpu {
     /// Index of the vCPU.
     pub vcpu: usize,
-    /// What it was doing when the deadline passed.
+    /// Activity when the deadline passed.
     pub activity: Activity,
-    /// Its instruction pointer when it last stopped, if it ever did.
+    /// Its RIP when it last stopped; `None` if it never did.
     pub last_rip: Option<u64>,
 }
 
@@ -56,27 +56,27 @@ fn list(late: &[LateVcpu]) -> String {
     names.join(", ")
 }
 
-/// Why the guest is not paused. It runs on as before.
+/// Why the guest could not be paused. It keeps running.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PauseError {
-    /// Some vCPUs had not stopped when the deadline passed.
+    /// Some vCPUs did not stop before the deadline.
     #[error(
         "not every vCPU stopped within {deadline:?}: {}; the guest runs on and nothing has changed, try again with a longer deadline",
         list(late)
     )]
     Late {
-        /// The time they were given.
+        /// The timeout.
         deadline: Duration,
-        /// Those that were late, in the order of their indices.
+        /// The late vCPUs, by index.
         late: Vec<LateVcpu>,
     },
-    /// Somebody else holds the guest paused.
+    /// The guest is paused already.
     #[error("the guest is paused already; resume it first")]
     AlreadyPaused,
-    /// The guest's monitor cannot stop it at the moment, or nothing may be written meanwhile.
+    /// The monitor cannot stop the guest now, or nothing may be written while it is stopped.
     #[error("{why}")]
     Unable {
-        /// A sentence and the next step.
+        /// The reason and the next step.
         why: String,
     },
     /// The guest has ended.

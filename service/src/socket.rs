@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Unix sockets on which the monitor listens: one live monitor per path, mode 0600.
 //!
-//! A monitor holds a lock on `PATH.lock` from before it looks at `PATH` until it ends, so that none
-//! removes the socket of another one, whatever their names and other sockets are.
+//! A monitor takes a lock on `PATH.lock` before it looks at `PATH` and keeps it until it ends. So
+//! no monitor removes the socket of another live one.
 
 use std::fs::File;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
@@ -15,24 +15,24 @@ use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with,
 };
 
-/// Connections that wait to be accepted.
+/// Backlog of the listener.
 const BACKLOG: i32 = 128;
 
-/// Why there is no socket.
+/// Why the socket could not be bound.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// Another monitor owns it.
+    /// Another monitor holds the lock.
     #[error("a running monitor already serves {}; give this guest another name or path, or shut that one down", .0.display())]
     InUse(PathBuf),
-    /// Something else has that name.
+    /// The path exists and is no socket.
     #[error("{} exists and is not a socket; give another path", .0.display())]
     NotASocket(PathBuf),
-    /// Of the operating system.
+    /// An I/O error.
     #[error("socket {} cannot be created: {error}; give a path in a folder that you may write to, of at most 107 bytes", path.display())]
     Unusable {
-        /// As given.
+        /// Path of the socket.
         path: PathBuf,
-        /// Of the operating system.
+        /// The error.
         error: std::io::Error,
     },
 }
@@ -42,13 +42,13 @@ pub enum SocketError {
 pub struct ListeningSocket {
     path: PathBuf,
     listener: UnixListener,
-    /// The lock says that the monitor lives; the kernel takes it back when the monitor dies.
+    /// The lock shows that the monitor lives; the kernel releases it when the monitor dies.
     lock: File,
     owner: u32,
 }
 
 impl ListeningSocket {
-    /// Binds `path`; the socket that a dead monitor left there is replaced.
+    /// Binds `path`. Replaces a socket that a dead monitor left.
     ///
     /// # Errors
     /// [`SocketError`].
@@ -77,7 +77,8 @@ impl ListeningSocket {
             None,
         )
         .map_err(|error| unusable(error.into()))?;
-        // Before bind(): Linux gives the file the mode of the socket, so it is never wider.
+        // Before bind(): on Linux the file inherits the socket's mode, so it is never more
+        // permissive.
         fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(|error| unusable(error.into()))?;
         let address = SocketAddrUnix::new(path).map_err(|error| unusable(error.into()))?;
         bind(&socket, &address).map_err(|error| unusable(error.into()))?;
@@ -92,22 +93,22 @@ impl ListeningSocket {
         })
     }
 
-    /// The user that bound it.
+    /// The uid that bound the socket.
     pub fn owner(&self) -> u32 {
         self.owner
     }
 
-    /// Where it is bound.
+    /// Path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The listener, which does not block.
+    /// The non-blocking listener.
     pub fn listener(&self) -> &UnixListener {
         &self.listener
     }
 
-    /// For the current tokio runtime.
+    /// The listener, registered with the current tokio runtime.
     pub(crate) fn tokio_listener(&self) -> std::io::Result<tokio::net::UnixListener> {
         tokio::net::UnixListener::from_std(self.listener.try_clone()?)
     }
@@ -115,10 +116,10 @@ impl ListeningSocket {
 
 impl Drop for ListeningSocket {
     fn drop(&mut self) {
-        // The lock file stays: removing it would let two monitors lock two files of one name.
+        // The lock file stays: after a removal two monitors could lock two files of the same name.
         let _ = std::fs::remove_file(&self.path);
-        // A process forked elsewhere holds a copy of the descriptor, and with it the lock, until it
-        // calls execve(). Unlocking ends the lock for all copies (flock(2)).
+        // A concurrently forked child has a copy of the descriptor, and the lock, until execve().
+        // Unlocking releases the lock for all copies (flock(2)).
         let _ = flock(&self.lock, FlockOperation::Unlock);
     }
 }
@@ -129,7 +130,7 @@ fn lock_path(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Removes a socket that nobody serves. The caller holds the lock.
+/// Removes a socket without a listener. The caller holds the lock.
 fn remove_stale(path: &Path) -> Result<(), SocketError> {
     let metadata = match std::fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
@@ -144,7 +145,7 @@ fn remove_stale(path: &Path) -> Result<(), SocketError> {
     if !metadata.file_type().is_socket() {
         return Err(SocketError::NotASocket(path.to_owned()));
     }
-    // Some other program may serve it without our lock.
+    // Another program may serve it without the lock.
     if UnixStream::connect(path).is_ok() {
         return Err(SocketError::InUse(path.to_owned()));
     }

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How the service's threads are started.
+//! Starts the service's threads.
 
 use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread::JoinHandle;
 
-/// A thread of the service. The monitor decides by its kind what the thread may do.
+/// A kind of thread. The monitor derives the thread's permissions from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// Changes the keys. Beside memory and clocks it needs what [`crate::guest::Guest::pause`] needs,
-    /// and to write and sync the audit log.
+    /// Changes the keys. It needs memory, clocks, whatever [`crate::guest::Guest::pause`] needs,
+    /// and writes and syncs the audit log.
     Keys,
-    /// Reads and decodes what the agent in the guest sends. It needs epoll and the agent's connections.
+    /// Reads and decodes messages of the agent in the guest. It needs epoll and the agent's
+    /// connections.
     Trace,
 }
 
@@ -27,24 +28,23 @@ impl ThreadKind {
     }
 }
 
-/// What a thread runs.
+/// The body of a thread.
 pub type Body = Box<dyn FnOnce() + Send>;
 
 /// Starts the service's threads.
 ///
-/// The thread must be a plain thread that runs nothing but `body`: it writes to a guest that stands
-/// still, and must not wait for other work. An implementation may filter its system calls, set its
-/// priority, and decide what a panic of it means.
+/// `body` runs on a plain thread of its own: it writes to a stopped guest and must not wait for
+/// other work. An implementation may filter its system calls, set its priority, and decide what a
+/// panic of it means.
 pub trait Threads: Send + Sync {
     /// Starts a thread that runs `body`.
     ///
     /// # Errors
-    /// If the operating system refuses the thread, or the filter that it is to have; `body` was not run
-    /// then.
+    /// The thread cannot be started or its filter cannot be installed; then `body` does not run.
     fn spawn(&self, kind: ThreadKind, body: Body) -> io::Result<JoinHandle<()>>;
 }
 
-/// Threads without a filter.
+/// Starts threads without a filter.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PlainThreads;
 
@@ -56,13 +56,13 @@ impl Threads for PlainThreads {
     }
 }
 
-/// Runs `body`; a panic in it becomes a sentence about `whose` thread.
+/// Runs `body` and converts a panic in it to an error message that names `whose` thread.
 ///
-/// The panic hook has reported where it happened. Values that `body` shares with other threads must be
-/// sound wherever it stops.
+/// The panic hook has already reported the location. Values that `body` shares with other threads
+/// must be consistent wherever it panics.
 ///
 /// # Errors
-/// It panicked.
+/// The message, if `body` panicked.
 pub fn contain<T>(whose: &str, body: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(body)).map_err(|panic| {
         format!(

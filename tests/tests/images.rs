@@ -13,13 +13,13 @@ use images::{Comparison, Image, functions, sections};
 const TEXT: u64 = 0xffff_ffff_8100_0000;
 const RODATA: u64 = 0xffff_ffff_8200_0000;
 
-/// What an image of these tests is made of.
+/// Contents of a test image.
 struct Parts {
     /// INT3s before the first function.
     padding: usize,
-    /// What `caller` says.
+    /// The string that `caller` prints.
     message: &'static str,
-    /// What `caller` calls, the first or the second function.
+    /// The function that `caller` calls, the first or the second.
     callee: usize,
     /// The number that `caller` puts into a register.
     number: u8,

@@ -85,7 +85,7 @@ async fn every_row_of_the_count_table() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Whether the sites of ref_key stand as for a key that is on.
+/// Whether all sites of ref_key have the encoding of an enabled key.
 async fn branch_on(guest: &mut Guest) -> Result<bool> {
     Ok(guest.seen("ref_key").await?.unlikely)
 }

@@ -93,7 +93,7 @@ async fn debian_boots_from_its_disk_and_its_agent_is_a_service() -> Result<()> {
 
     guest.arm(&[FORK]).await?;
     sees_forks(&mut guest).await?;
-    // What systemd starts again goes on with what was armed.
+    // The agent that systemd restarts keeps the armed events.
     let agents = "systemctl show --value --property NRestarts patchbay-agent";
     guest
         .shell("systemctl kill --signal KILL patchbay-agent")

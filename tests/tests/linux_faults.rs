@@ -259,7 +259,7 @@ async fn a_full_disk_and_a_killed_monitor() -> Result<()> {
         .values()
         .filter(|outcome| outcome.is_none())
         .count();
-    // Of the flips on the full disk the last outcome may be missing, of the killed one its own.
+    // The last outcome on the full disk may be missing, and that of the killed monitor.
     ensure!(open <= 2, "{open} intents without an outcome");
     let made = outcomes
         .values()

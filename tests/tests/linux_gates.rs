@@ -185,7 +185,7 @@ async fn text_changes_half_way_close_the_gate() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Whether there is a breakpoint where a site of the key begins.
+/// Whether a breakpoint is at the start of a site of the key.
 async fn half_way(guest: &mut Guest) -> Result<bool> {
     let sites = guest.key(REF_KEY).await?.sites;
     Ok(sites.iter().any(|site| site.disassembly == "int3"))
@@ -287,7 +287,7 @@ async fn what_is_constant_after_init_is_left_alone() -> Result<()> {
     ensure!(key.sites[0].obstacle_message.contains("init"), "{key:?}");
     update_within(&mut guest, name, KeyOp::Dec, PATIENT).await?;
 
-    // Those of the kernel: a change would write the other sites alone.
+    // The kernel's own sites: a change would write only the others.
     let init_sites = |key: &&StaticKey| !key.sealed && key.patchable_sites < key.site_count;
     let mut with_init_sites = keys.iter().filter(kernel).filter(init_sites);
     let key = with_init_sites

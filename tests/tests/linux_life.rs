@@ -56,7 +56,7 @@ async fn a_reset_ends_the_monitor() -> Result<()> {
         return Ok(());
     };
     assert_ends(builder.clone(), "reboot -f").await?;
-    // A panic leads to a reset, as the guests of the tests are told by panic=-1.
+    // A panic leads to a reset: the tests' guests boot with panic=-1.
     assert_ends(builder, "echo c > /proc/sysrq-trigger").await
 }
 
@@ -90,7 +90,7 @@ async fn a_guest_that_listens_to_its_power_button_powers_itself_off() -> Result<
         return Ok(());
     };
     let mut guest = builder.acpi().vcpus(2).boot().await?;
-    // What acpid and systemd-logind do: the first event of the button's input device.
+    // acpid and systemd-logind do the same: they wait for an event of the button's input device.
     let device = guest
         .shell("grep -l 'Power Button' /sys/class/input/event*/device/name | cut -d/ -f5")
         .await?;
@@ -302,7 +302,7 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
     guest.assert_no_warnings().await
 }
 
-/// Whether each of these CPUs takes the branch.
+/// For each of these CPUs, whether it takes the branch.
 async fn assert_seen_by(guest: &mut Guest, cpus: u32, taken: &str) -> Result<()> {
     let command = format!(
         "for cpu in $(seq 0 {}); do taskset -c $cpu cat {SEEN}/unlikely; done",

@@ -63,7 +63,7 @@ fn draw(held: &References, random: &mut fastrand::Rng) -> (Vec<KeyUpdate>, Refer
     (updates, after)
 }
 
-/// What the guest says of its storm.
+/// The guest's report of its storm.
 struct Report {
     numbers: BTreeMap<String, i64>,
     /// Count and the guest's own references.
@@ -155,7 +155,7 @@ async fn assert_sites(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// What goes on in the guest beside its threads, each until the file `/calm` is there.
+/// Activity in the guest besides its threads, until the file `/calm` exists.
 const BESIDE: [&str; 2] = [
     "insmod /lib/modules/patchbay_test_user.ko; rmmod patchbay_test_user; sleep 0.3",
     "echo 1 > /sys/kernel/tracing/events/sched/enable; sleep 0.1; \

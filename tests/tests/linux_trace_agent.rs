@@ -57,7 +57,7 @@ async fn an_agent_that_is_killed_and_started_again_goes_on() -> Result<()> {
         return Ok(());
     };
     guest.arm(&[FORK]).await?;
-    // As `patchbay trace tail sched_process_exec`.
+    // The same stream as `patchbay trace tail sched_process_exec`.
     let request = StreamTracepointEventsRequest {
         patterns: vec![EXEC.to_owned()],
         arm_and_fire: true,

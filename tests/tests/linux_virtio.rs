@@ -140,7 +140,7 @@ async fn the_host_reaches_a_port_of_the_guest() -> Result<()> {
         .argument(&format!("--vsock={}", socket.display()))
         .boot()
         .await?;
-    // Nobody listens yet: the connection ends without an answer.
+    // There is no listener yet: the connection ends without an answer.
     let mut refused = UnixStream::connect(&socket).await?;
     refused.write_all(b"CONNECT 52\n").await?;
     let mut answer = vec![];

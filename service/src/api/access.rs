@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What every call passes before it does anything: who asks, about which guest, and whether they may.
+//! Admission of every call: identifies the caller, finds the guest, checks the role.
 //!
-//! A method has no other way to a guest than [`Access::admit`], so none can leave it out.
+//! [`Access::admit`] is the only way from a request to a guest, so no method can skip it.
 
 use std::sync::Arc;
 
@@ -14,10 +14,10 @@ use super::limits::Peer;
 use super::methods::Call;
 use crate::auth::{Authoriser, Denied, Principal, Role};
 
-/// Names that an error lists.
+/// Maximum number of names that an error lists.
 const MAX_LISTED: usize = 10;
 
-/// A call that does not reach its method.
+/// Why a call is rejected before it reaches its method.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum AccessError {
     #[error(
@@ -53,24 +53,24 @@ fn listed(served: &[String]) -> String {
     }
 }
 
-/// Who makes a call.
+/// The principal and role of a call.
 struct Caller {
     principal: Principal,
-    /// The caller asks to be treated as if it had no more than this role.
+    /// The role that the caller limits itself to.
     limit: Role,
 }
 
-/// The way from a request to its guest.
+/// Leads from a request to its guest.
 #[derive(Clone)]
 pub struct Access {
     guests: Guests,
     authoriser: Arc<dyn Authoriser>,
-    /// The user whose word about principals is believed.
+    /// The uid that may assert principals.
     owner: u32,
 }
 
 impl Access {
-    /// `owner` is the user that the service runs as.
+    /// `owner` is the uid that the service runs as.
     pub fn new(guests: Guests, authoriser: Arc<dyn Authoriser>, owner: u32) -> Self {
         Self {
             guests,
@@ -79,7 +79,7 @@ impl Access {
         }
     }
 
-    /// The guest of a request and who asks, if they may.
+    /// Checks the caller and returns it with the request's guest.
     pub(super) fn admit<T: Call>(
         &self,
         request: Request<T>,
@@ -89,8 +89,8 @@ impl Access {
         Ok((guest, caller.principal, request))
     }
 
-    /// As [`Self::admit`] for a stream of requests: who asks is known at once, the guest and the role
-    /// with the first message.
+    /// As [`Self::admit`] for a stream of requests: the caller is known at once, the guest and the
+    /// role with the first message.
     pub(super) fn admit_stream<T, M: Call>(
         &self,
         request: &Request<T>,
@@ -101,7 +101,7 @@ impl Access {
         Ok(move |first: &M| access.authorise(&caller, first))
     }
 
-    /// The guests that the caller may call the method on, in the order of their names.
+    /// The guests that the caller may call the method on, ordered by name.
     pub(super) fn admit_to_all<T: Call>(
         &self,
         request: Request<T>,
@@ -186,7 +186,7 @@ impl Access {
     }
 }
 
-/// The one value of the key. Two would leave it open which of them a proxy has checked.
+/// The only value of the header. With two values it would be unclear which one a proxy has checked.
 fn metadata<'m>(
     metadata: &'m MetadataMap,
     key: &'static str,
@@ -237,7 +237,7 @@ mod tests {
         }
     }
 
-    /// Root included: it could act as the owner, and then says so.
+    /// Root is rejected too: it could act as the service's user instead.
     #[test]
     fn only_the_owner_is_believed() {
         let asserted = [(PRINCIPAL_METADATA, "alice"), (ROLE_METADATA, "viewer")];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The domain's types as `patchbay.v1` has them, and back.
+//! Converts between the domain's types and `patchbay.v1`.
 
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ pub fn class(class: Class) -> v1::KeyClass {
 }
 
 /// # Errors
-/// INVALID_ARGUMENT for a class that this service does not know.
+/// INVALID_ARGUMENT for an unknown class.
 pub fn class_from_proto(class: i32) -> Result<Class, KeysError> {
     match v1::KeyClass::try_from(class) {
         Ok(v1::KeyClass::Guarded) => Ok(Class::Guarded),
@@ -45,7 +45,7 @@ pub fn class_from_proto(class: i32) -> Result<Class, KeysError> {
     }
 }
 
-/// `None` for an op that this service does not know.
+/// Returns `None` for an unknown op.
 pub fn op_from_proto(op: i32) -> Option<Op> {
     match v1::KeyOp::try_from(op) {
         Ok(v1::KeyOp::Inc) => Some(Op::Inc),

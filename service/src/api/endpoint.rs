@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Serves guests on a unix socket until it is asked to end.
+//! Serves guests on a unix socket until shutdown.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -22,27 +22,27 @@ use crate::socket::ListeningSocket;
 
 /// Largest request in bytes: 65,536 updates with long names fit.
 const MAX_REQUEST_BYTES: usize = 32 << 20;
-/// A peer that has not answered a ping for this long is gone.
+/// A peer that does not answer a ping within this time is disconnected.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
-/// How long calls in flight may take to end after the shutdown signal.
+/// Time for calls in flight to end after shutdown.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
 
-/// Why the service ended.
+/// Why serving failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The socket cannot be registered with the runtime.
     #[error("the API socket cannot be served: {0}")]
     Socket(#[from] std::io::Error),
-    /// HTTP/2 failed.
+    /// An HTTP/2 error.
     #[error("the API service failed: {0}")]
     Transport(#[from] tonic::transport::Error),
-    /// The interface's own description is broken.
+    /// The embedded descriptors are invalid.
     #[error("the reflection service cannot be built: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
 }
 
-/// A socket, the guests behind it, and the policy in front of them.
+/// A socket, its guests and its access policy.
 pub struct Endpoint {
     socket: ListeningSocket,
     guests: Guests,
@@ -50,7 +50,8 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// Whoever can open the socket is an admin. `guests` may change while the endpoint serves.
+    /// An endpoint at which whoever can open the socket is an admin. `guests` may change while it
+    /// serves.
     #[must_use]
     pub fn new(socket: ListeningSocket, guests: Guests) -> Self {
         Self {
@@ -60,7 +61,7 @@ impl Endpoint {
         }
     }
 
-    /// Asks this policy instead.
+    /// Replaces the access policy.
     #[must_use]
     pub fn with_authoriser(self, authoriser: Arc<dyn Authoriser>) -> Self {
         Self { authoriser, ..self }
@@ -85,7 +86,7 @@ impl Endpoint {
             tonic_reflection::server::Builder::configure()
                 .register_encoded_file_descriptor_set(patchbay_proto::FILE_DESCRIPTOR_SET)
                 .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-                // So that stock clients can print the details of errors.
+                // Server reflection lets stock clients print error details.
                 .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
         };
         let keys_api = StaticKeysServiceServer::new(StaticKeysApi::new(access.clone()));
@@ -103,7 +104,7 @@ impl Endpoint {
             .add_service(keys_api.max_decoding_message_size(MAX_REQUEST_BYTES))
             .add_service(TracepointsServiceServer::new(TracepointsApi::new(access)))
             .serve_with_incoming_shutdown(incoming, async move {
-                // The sender is dropped, or sends: both mean the end.
+                // A dropped sender means shutdown too.
                 let _ = drained.await;
             });
         let mut server = std::pin::pin!(server);

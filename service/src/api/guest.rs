@@ -38,8 +38,8 @@ impl GuestApi {
     }
 }
 
-/// The guest's power button, pressed. A press that the guest has not seen is taken back when this is
-/// dropped: a guest that was told to run on must not shut down an hour later.
+/// A press of the power button. Dropping this cancels a press that the guest has not seen, so that
+/// a guest whose shutdown was called off does not shut down later.
 struct PowerButton<'a>(&'a dyn Machine);
 
 impl<'a> PowerButton<'a> {
@@ -48,7 +48,7 @@ impl<'a> PowerButton<'a> {
         Self(machine)
     }
 
-    /// Whether the guest had not seen it.
+    /// Returns whether the press was still unseen.
     fn take_back(&self) -> bool {
         self.0.take_back_press()
     }
@@ -79,7 +79,7 @@ impl GuestService for GuestApi {
     ) -> Result<Response<Self::WatchGuestStream>, Status> {
         let (guest, _, _) = self.access.admit(request)?;
         let mut ending = guest.ending();
-        // The watch holds the newest status; more here would only hold old ones.
+        // The watch holds the newest status; a longer queue would only hold old ones.
         let (sender, receiver) = mpsc::channel(1);
         tokio::spawn(async move {
             let mut watch = StatusWatch::new(guest);
@@ -225,13 +225,13 @@ impl GuestService for GuestApi {
                 }
             };
             let (keys, mut ending) = (Arc::clone(&guest.keys), guest.ending());
-            // What the console has no room for is lost, as on a serial line without flow control.
+            // Input beyond the console's buffer is lost, as on a serial line without flow control.
             let _ = keys.machine().console().input(&first.input);
             let typing = async {
                 while let Some(Ok(message)) = typed.next().await {
                     let _ = keys.machine().console().input(&message.input);
                 }
-                // A client that has nothing more to type may still want to read.
+                // A client that has closed its input may still read.
                 std::future::pending::<()>().await;
             };
             tokio::select! {
@@ -247,8 +247,7 @@ impl GuestService for GuestApi {
     }
 }
 
-/// Sends output until the client or the guest is gone or, for a client that does not follow, until
-/// there is no more.
+/// Sends output until the client or the guest is gone or, without `follow`, until the output ends.
 async fn print(
     keys: &Keys,
     first: &v1::StreamConsoleRequest,
@@ -262,7 +261,7 @@ async fn print(
         let closed = console.is_closed();
         let chunk = console.read(offset);
         if chunk.bytes.is_empty() {
-            // The sender lives in the console's listener, and so as long as the guest.
+            // The console's listener owns the sender and lives as long as the guest.
             if first.no_follow || closed || printed.changed().await.is_err() {
                 return;
             }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guests behind an endpoint.
+//! The guests that an endpoint serves.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -11,24 +11,25 @@ use tokio::sync::watch;
 use crate::keys::Keys;
 use crate::trace::{self, TraceThread, Tracer, Tracing};
 
-/// A guest that endpoints can serve.
+/// A guest for endpoints.
 pub struct ServedGuest {
     name: String,
     pub(super) keys: Arc<Keys>,
     pub(super) tracer: Arc<Tracer>,
-    /// How long the events of a stream stay armed after it.
+    /// Time that a stream's events stay armed after it ends.
     pub(super) grace: Duration,
     pub(super) started_at: SystemTime,
-    /// Changes with each console output, and when the guest has ended.
+    /// Changes with each console output and at the guest's end.
     pub(super) printed: watch::Receiver<()>,
-    /// Turns true when the guest is removed, or the endpoint ends.
+    /// True when the guest is removed or the endpoint shuts down.
     ending: watch::Sender<bool>,
-    /// Ends with the guest's last user.
+    /// The runtime part ends with the last reference.
     decoder: Option<TraceThread>,
 }
 
 impl ServedGuest {
-    /// Starts tracing on the current tokio runtime. The guest's name is the monitor's.
+    /// Starts tracing on the current tokio runtime. The guest has the name that the monitor gives
+    /// it.
     ///
     /// # Errors
     /// If the agent's socket cannot be used.
@@ -42,7 +43,7 @@ impl ServedGuest {
         Ok(guest)
     }
 
-    /// A guest that is traced already. Takes over the console's listener.
+    /// Wraps a guest that is traced already. Takes over the console's listener.
     #[must_use]
     pub fn new(keys: Arc<Keys>, tracer: Arc<Tracer>, grace: Duration) -> Self {
         let (sender, printed) = watch::channel(());
@@ -62,24 +63,24 @@ impl ServedGuest {
         }
     }
 
-    /// As requests name it.
+    /// The name in requests.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Turns true when the guest's streams are to end.
+    /// True when the guest's streams must end.
     pub(super) fn ending(&self) -> watch::Receiver<bool> {
         self.ending.subscribe()
     }
 
-    /// Waits until the guest has ended, or is no longer served.
+    /// Waits until the guest has ended or is removed.
     pub(super) async fn ended(&self) {
         let mut printed = self.printed.clone();
         let mut ending = self.ending();
         let ended = async {
             loop {
                 printed.mark_unchanged();
-                // The sender lives in the console's listener, and so as long as the guest.
+                // The console's listener owns the sender and lives as long as the guest.
                 if self.keys.machine().has_ended() || printed.changed().await.is_err() {
                     return;
                 }
@@ -92,21 +93,22 @@ impl ServedGuest {
     }
 }
 
-/// Why a guest cannot be served.
+/// Why a guest cannot be added.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AddError {
-    /// Another guest has the name.
+    /// The name is in use.
     #[error("a guest named {0:?} is served already; give this one another name")]
     NameTaken(String),
-    /// An empty name means "the only guest".
+    /// The name is empty, which in requests means "the only guest".
     #[error("the guest has no name; give it one")]
     NoName,
-    /// The endpoint does not serve new guests any more.
+    /// The endpoint is shutting down.
     #[error("guest {0:?} cannot be served: the endpoint ends")]
     Ending(String),
 }
 
-/// The guests behind an endpoint, by name. Clones share them; guests come and go while it serves.
+/// The guests of an endpoint, by name. Clones share them. Guests can be added and removed at any
+/// time.
 #[derive(Clone, Default)]
 pub struct Guests {
     shared: Arc<RwLock<Directory>>,
@@ -119,7 +121,7 @@ struct Directory {
 }
 
 impl Guests {
-    /// Serves the guest from now on.
+    /// Adds a guest.
     ///
     /// # Errors
     /// [`AddError`].
@@ -141,8 +143,8 @@ impl Guests {
         }
     }
 
-    /// Serves the guest no longer. Its streams end with UNAVAILABLE; calls in flight are answered.
-    /// False if there is none of that name.
+    /// Removes a guest. Its streams end with UNAVAILABLE; calls in flight are answered. Returns
+    /// false if no guest has this name.
     pub fn remove(&self, name: &str) -> bool {
         let removed = self.write().by_name.remove(name);
         if let Some(guest) = &removed {
@@ -151,7 +153,7 @@ impl Guests {
         removed.is_some()
     }
 
-    /// Ends the streams of all guests, and takes no more.
+    /// Ends the streams of all guests and refuses further ones.
     pub(super) fn end(&self) {
         let mut directory = self.write();
         directory.ending = true;
@@ -160,7 +162,8 @@ impl Guests {
         }
     }
 
-    /// The guest that a request means by `name`; `None` if that is not exactly one.
+    /// The guest with this name, or the only guest if `name` is empty; `None` if there is not
+    /// exactly one.
     pub(super) fn find(&self, name: &str) -> Option<Arc<ServedGuest>> {
         let directory = self.read();
         match name {
@@ -169,13 +172,13 @@ impl Guests {
         }
     }
 
-    /// All guests, in the order of their names.
+    /// All guests, ordered by name.
     pub(super) fn all(&self) -> Vec<Arc<ServedGuest>> {
         self.read().by_name.values().cloned().collect()
     }
 
     fn read(&self) -> RwLockReadGuard<'_, Directory> {
-        // Every change is one insertion, removal or assignment.
+        // Each change is one insertion, removal or assignment, so a panic leaves no half state.
         self.shared.read().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! How many connections and calls the API serves at once.
 //!
-//! A client beyond the limit is answered with RESOURCE_EXHAUSTED rather than left waiting. So a few
-//! connections more than the limit are accepted, of which every call is refused; those beyond are
-//! closed at once.
+//! A client beyond the limit gets RESOURCE_EXHAUSTED instead of waiting. So a few connections
+//! beyond the limit are accepted and all their calls refused. Connections beyond those are closed
+//! at once.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -25,21 +25,20 @@ use super::status;
 use super::stream::Stream;
 use crate::log_limit::limited;
 
-/// Connections that are served.
+/// Maximum number of connections.
 const CONNECTIONS: usize = 64;
-/// Connections beyond, which are told that they are too many.
+/// Connections beyond the maximum whose calls are answered with an error.
 const REFUSED_CONNECTIONS: usize = 16;
-/// Calls of one connection, streams among them.
+/// Concurrent calls per connection, including streams.
 const CALLS: usize = 128;
-/// HTTP/2 streams of one connection: enough that a call too many arrives and can be refused. Without
-/// a limit clients assume at least 100 (RFC 9113, 6.5.2).
+/// HTTP/2 streams per connection: high enough that a call beyond the limit arrives and can be
+/// refused. Clients assume at least 100 without a setting (RFC 9113, 6.5.2).
 pub const HTTP2_STREAMS: u32 = 160;
-/// When a listener that cannot accept is tried again: the error does not go away by itself, and the
-/// listener stays readable.
+/// Delay before a failed accept is retried: the error persists, and the listener stays readable.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// Accepts a connection. While that fails, most likely for want of file descriptors, it waits
-/// instead of trying again at once.
+/// Accepts a connection. After an error, most likely for want of file descriptors, it waits before
+/// it retries.
 pub(crate) async fn accept<T, F>(mut next: impl FnMut() -> F) -> T
 where
     F: Future<Output = std::io::Result<T>>,
@@ -58,12 +57,12 @@ where
     }
 }
 
-/// Who is at the other end, as each request's extensions have it.
+/// The peer of a connection, as a request extension.
 #[derive(Clone, Debug)]
 pub struct Peer {
-    /// The peer's uid; `None` if the kernel does not know it.
+    /// The peer's uid; `None` if the kernel does not report it.
     pub uid: Option<u32>,
-    /// One permit for each call; `None` if the connection is one too many.
+    /// Permits for calls; `None` for a connection beyond the limit.
     calls: Option<Arc<Semaphore>>,
 }
 
@@ -90,7 +89,7 @@ impl Connected for Connection {
     }
 }
 
-/// Connections as they come, until the answer is dropped.
+/// A stream of accepted connections.
 pub fn incoming(listener: UnixListener) -> ReceiverStream<std::io::Result<Connection>> {
     let (sender, receiver) = mpsc::channel(1);
     let served = Arc::new(Semaphore::new(CONNECTIONS));
@@ -110,7 +109,7 @@ pub fn incoming(listener: UnixListener) -> ReceiverStream<std::io::Result<Connec
                 continue;
             };
             let uid = stream.peer_cred().ok().map(|peer| peer.uid());
-            // Without a descriptor or memory for it the connection is closed.
+            // The connection is closed when a descriptor or memory for it is missing.
             let Ok(stream) = Stream::new(stream) else {
                 continue;
             };
@@ -173,7 +172,7 @@ impl AsyncWrite for Connection {
     }
 }
 
-/// Refuses calls beyond the limits.
+/// Middleware that refuses calls beyond the limits.
 #[derive(Clone, Debug)]
 pub struct CallLimit;
 
@@ -185,7 +184,7 @@ impl<S> Layer<S> for CallLimit {
     }
 }
 
-/// A service behind [`CallLimit`].
+/// A service wrapped by [`CallLimit`].
 #[derive(Clone, Debug)]
 pub struct LimitedCalls<S>(S);
 
@@ -210,7 +209,7 @@ where
         };
         let answer = self.0.call(request);
         Box::pin(async move {
-            // A stream is a call until its last message.
+            // A stream counts as a call until its last message.
             let hold = |body: Body| {
                 Body::new(body.map_frame(move |frame| {
                     let _ = &permit;
@@ -245,7 +244,7 @@ fn admit(peer: Option<&Peer>) -> Result<Option<OwnedSemaphorePermit>, Box<Status
 mod tests {
     use super::*;
 
-    /// By tokio's own clock, which moves on when everybody waits.
+    /// Uses tokio's paused clock, which advances when all tasks wait.
     #[tokio::test(start_paused = true)]
     async fn a_listener_that_cannot_accept_is_not_tried_at_once() {
         let began = tokio::time::Instant::now();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Every method of `patchbay.v1`, and the role that it needs.
+//! The methods of `patchbay.v1` and the role that each needs.
 
 use patchbay_proto::v1;
 
@@ -8,22 +8,22 @@ use crate::auth::Role;
 /// A method as the table has it.
 #[derive(Clone, Copy, Debug)]
 pub struct Method {
-    /// As HTTP/2 has it in ":path".
+    /// The HTTP/2 ":path".
     pub path: &'static str,
     pub role: Role,
-    /// Boolean fields of the request, and the role that each needs when it is set.
+    /// Boolean request fields that need a role of their own when set.
     pub raised: &'static [(&'static str, Role)],
 }
 
-/// The first message of a call. Each method has a request type of its own, so the type says which
-/// method is called.
+/// The first message of a call. Each method has its own request type, so the type identifies the
+/// method.
 pub trait Call {
     const METHOD: Method;
 
-    /// Name of the guest; empty where the request has none.
+    /// Name of the guest; empty if the request has none.
     fn guest(&self) -> &str;
 
-    /// The role that the method needs with these fields.
+    /// The role that the method needs with these field values.
     fn role(&self) -> Role;
 }
 
@@ -51,7 +51,7 @@ macro_rules! methods {
             }
         })*)*
 
-        /// The whole table.
+        /// All methods.
         #[cfg(test)]
         const METHODS: &[Method] = &[$($(<v1::$request as Call>::METHOD,)*)*];
     };
@@ -101,7 +101,8 @@ mod tests {
 
     use super::*;
 
-    /// "Role: operator; admin for `force` and `allow_guarded`." at the end of a method's comment.
+    /// Extracts "Role: operator; admin for `force` and `allow_guarded`." from the end of a method's
+    /// comment.
     fn role_in_comment(comment: &str) -> String {
         let text = comment.split_whitespace().collect::<Vec<_>>().join(" ");
         let (_, role) = text.rsplit_once("Role: ").expect(comment);
@@ -121,7 +122,7 @@ mod tests {
         format!("{}; {raised} for {}", method.role, fields.join(" and "))
     }
 
-    /// The table, the methods that exist, and the roles that the comments promise are the same.
+    /// The table, the descriptors and the comments agree.
     #[test]
     fn every_method_has_the_role_of_its_comment() {
         const SERVICE: i32 = 6;

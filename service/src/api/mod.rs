@@ -36,16 +36,16 @@ pub(crate) use self::static_keys::time_allowed;
 pub use self::tracepoints::TracepointsApi;
 pub use crate::socket::{ListeningSocket as ApiSocket, SocketError};
 
-/// Waits until a guest is served no longer.
+/// Waits until the guest is removed.
 async fn wait_for_end(ending: &mut watch::Receiver<bool>) {
-    // An error means that the sender is gone, which is the end as well.
+    // An error means that the sender is dropped, which also ends the guest.
     let _ = ending.wait_for(|ending| *ending).await;
 }
 
-/// Whether a request wants numbers alone.
+/// Whether the request wants only the summary.
 ///
 /// # Errors
-/// INVALID_ARGUMENT for a view that this monitor does not know.
+/// INVALID_ARGUMENT for an unknown view.
 pub(crate) fn summary_only(view: i32) -> Result<bool, crate::keys::KeysError> {
     match ResultView::try_from(view) {
         Ok(ResultView::Unspecified | ResultView::Full) => Ok(false),
@@ -64,12 +64,12 @@ fn invalid(field: &'static str, message: impl Into<String>) -> crate::keys::Keys
     }
 }
 
-/// Items of a page when the request does not say, and at most.
+/// Default and maximum page size.
 const DEFAULT_PAGE_SIZE: usize = 1000;
 const MAX_PAGE_SIZE: usize = 10_000;
 const NEGATIVE_PAGE_SIZE: &str = "is negative; give 0 for the default or a count";
 
-/// How many items a request wants in a page; `None` for a negative number.
+/// Page size of a request; `None` for a negative number.
 fn page_size(given: i32) -> Option<usize> {
     match usize::try_from(given).ok()? {
         0 => Some(DEFAULT_PAGE_SIZE),
@@ -77,11 +77,11 @@ fn page_size(given: i32) -> Option<usize> {
     }
 }
 
-/// A duration of a request, which says with its absence that the default is wanted. Zero is a
-/// duration as any other: a `ttl` of zero must not become one without end.
+/// A duration of a request; `None` if it is absent. Zero is a value: a `ttl` of zero must not mean
+/// "no expiry".
 ///
 /// # Errors
-/// INVALID_ARGUMENT unless it lies within `range`.
+/// INVALID_ARGUMENT if it is outside `range`.
 pub(crate) fn from_proto(
     field: &'static str,
     duration: Option<prost_types::Duration>,

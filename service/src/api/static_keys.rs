@@ -24,14 +24,14 @@ use crate::keys::{
 
 pub(super) const MAX_REQUEST_ID_BYTES: usize = 128;
 const MAX_REASON_BYTES: usize = 256;
-/// Longest time that one update may take, and the deadline of calls that bring none.
+/// Longest time for one update, and the deadline of calls without one.
 const MAX_DEADLINE: Duration = Duration::from_secs(30);
 pub(super) const MAX_TTL: Duration = Duration::from_secs(365 * 24 * 3600);
 const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
 const DEFAULT_STOP_TIMEOUT: Duration = Duration::from_secs(1);
-/// Tag and length of an event in its response, at most.
+/// Upper bound of an event's tag and length in its response.
 const EVENT_FRAME_BYTES: usize = 8;
-/// Kept of a call's time for the answer's way to the client.
+/// Time reserved for the answer's way to the client.
 const MAX_ANSWER_TIME: Duration = Duration::from_millis(250);
 
 /// Serves [`StaticKeysService`].
@@ -61,7 +61,7 @@ impl StaticKeysService for StaticKeysApi {
             enabled: request.enabled,
         };
         let keys = Arc::clone(&guest.keys);
-        // Reads every key's count from the guest, which for all keys takes milliseconds.
+        // Reads every key's count from the guest, which takes milliseconds.
         let page = tokio::task::spawn_blocking(move || keys.list(&query))
             .await
             .map_err(|error| KeysError::Internal {
@@ -130,7 +130,7 @@ impl StaticKeysService for StaticKeysApi {
             .keys
             .watch(request.start_revision, &request.incarnation)?;
         let mut ending = guest.ending();
-        // The history is the buffer; more here would only hide a slow client.
+        // The journal is the buffer; a longer queue would only hide a slow client.
         let (sender, receiver) = mpsc::channel(1);
         let incarnation = guest.keys.incarnation().to_string();
         let begin = v1::WatchStaticKeysResponse {
@@ -226,17 +226,17 @@ impl StaticKeysService for StaticKeysApi {
     }
 }
 
-/// What one watch sends.
+/// One watch's position and filter.
 struct Changes {
     watcher: Watcher,
     patterns: Patterns,
     incarnation: String,
-    /// A revision of which a part is sent, and the first event of the rest.
+    /// A revision that is partly sent, and its next event.
     rest: Option<(Arc<Revision>, usize)>,
 }
 
 impl Changes {
-    /// The next response with an event that the watcher wants. A large revision makes several.
+    /// The next response with a matching event. A large revision is split into several.
     async fn next(&mut self) -> Result<v1::WatchStaticKeysResponse, KeysError> {
         loop {
             let (revision, first) = match self.rest.take() {
@@ -312,7 +312,7 @@ fn update_request(
     })
 }
 
-/// Digest of a request, for its repeats. `request` is without its id.
+/// Digest of a request for replay. `request` has no request id.
 ///
 /// # Errors
 /// INVALID_ARGUMENT if the id is too long.
@@ -326,7 +326,7 @@ pub(super) fn content(
             format!("is longer than {MAX_REQUEST_ID_BYTES} bytes"),
         ));
     }
-    // Of what will not be remembered no digest is needed.
+    // Without a request id nothing is replayed.
     Ok(match request_id {
         "" => replay::Content::default(),
         _ => replay::content(&request.encode_to_vec()),
@@ -344,7 +344,7 @@ pub(super) fn check_reason(reason: &str) -> Result<(), KeysError> {
 }
 
 /// # Errors
-/// INVALID_ARGUMENT for a time out of range.
+/// INVALID_ARGUMENT for a duration out of range.
 pub(super) fn hold_ttl(
     field: &'static str,
     ttl: Option<prost_types::Duration>,
@@ -352,14 +352,14 @@ pub(super) fn hold_ttl(
     super::from_proto(field, ttl, Duration::from_millis(1)..=MAX_TTL)
 }
 
-/// How long a change may be attempted.
+/// Time limits of a change.
 pub(super) struct Attempts {
     pub stop_timeout: Duration,
     pub deadline: Instant,
 }
 
 /// # Errors
-/// INVALID_ARGUMENT for a time out of range.
+/// INVALID_ARGUMENT for a duration out of range.
 pub(super) fn attempts(
     stop_timeout: Option<prost_types::Duration>,
     retry_timeout: Option<prost_types::Duration>,
@@ -389,7 +389,7 @@ pub(super) fn key_updates(updates: Vec<v1::KeyUpdate>) -> Result<Vec<KeyUpdate>,
         let message = format!("{} given; give 1 to {MAX_UPDATES}", updates.len());
         return Err(invalid("updates", message));
     }
-    // Each is held against each key.
+    // Each pattern is matched against each key, so their number is limited.
     let patterns: usize = updates.iter().map(|one| one.patterns.len()).sum();
     if patterns > MAX_PATTERNS {
         let message = format!("have {patterns} patterns; give up to {MAX_PATTERNS}");
@@ -445,8 +445,8 @@ fn selection(patterns: &[String], classes: &[i32]) -> Result<Selection, KeysErro
     })
 }
 
-/// The time that the client gives the call (gRPC over HTTP/2, `grpc-timeout`), less what the answer
-/// takes on its way, so that the client learns which gate was closed rather than that time is up.
+/// The deadline of the call (`grpc-timeout`), less the time that the answer takes. So the client
+/// learns which gate was closed instead of getting DEADLINE_EXCEEDED.
 pub(crate) fn time_allowed(metadata: &MetadataMap) -> Duration {
     let given = metadata
         .get("grpc-timeout")

@@ -14,7 +14,7 @@ use crate::trace::{AgentError, TraceError};
 
 type Metadata = HashMap<String, String>;
 
-/// The one place where statuses are made. `reason` is a name of `patchbay.v1.ErrorReason`.
+/// The only place that makes statuses. `reason` is a name in `patchbay.v1.ErrorReason`.
 pub fn status(
     code: Code,
     reason: &str,
@@ -134,8 +134,8 @@ fn code(error: &KeysError) -> Code {
         KeysError::InvalidArgument { .. } | KeysError::RequestIdReused { .. } => {
             Code::InvalidArgument
         }
-        // Client libraries repeat UNAVAILABLE by themselves: right for a gate, which opens again,
-        // and wrong for a guest that has ended.
+        // Client libraries retry UNAVAILABLE: right for a gate, which opens again, and wrong for a
+        // guest that has ended.
         KeysError::Busy { .. } => Code::Unavailable,
         KeysError::EtagMismatch { .. } => Code::Aborted,
         KeysError::NotStopped { .. } | KeysError::NotPoweredOff { .. } => Code::DeadlineExceeded,
@@ -236,13 +236,13 @@ impl From<AccessError> for Status {
     }
 }
 
-/// A client has opened too much at once.
+/// A client has opened too many calls or connections.
 pub fn exhausted(reason: &'static str, message: String) -> Status {
     let code = Code::ResourceExhausted;
     status(code, reason, message, Metadata::new(), ErrorDetails::new())
 }
 
-/// How a stream ends when its guest is served no longer.
+/// The last status of a stream whose guest is removed.
 pub fn ends() -> Status {
     status(
         Code::Unavailable,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The stream of a connection, which wakes its thread for what arrives and not for room to write.
+//! A connection's stream that wakes its thread for input only.
 //!
-//! tokio registers both directions for as long as a stream lives. A unix socket has room again each
-//! time that its peer reads, so the thread would be woken once more after each answer, for nothing.
-//! Here room is waited for only while a write waits for it.
+//! tokio registers both directions for the life of a stream. A unix socket becomes writable each
+//! time the peer reads, so each answer would wake the thread once more for nothing. Here the socket
+//! is registered for output only while a write waits.
 
 use std::io::{ErrorKind, IoSlice, Read, Result, Write};
 use std::net::Shutdown;
@@ -18,13 +18,13 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 #[derive(Debug)]
 pub struct Stream {
     socket: AsyncFd<UnixStream>,
-    /// The same socket while a write waits: a descriptor can be registered once.
+    /// A duplicate of the socket while a write waits: epoll takes a descriptor once.
     full: Option<AsyncFd<UnixStream>>,
 }
 
 impl Stream {
     /// # Errors
-    /// Of the operating system.
+    /// An I/O error.
     pub fn new(stream: tokio::net::UnixStream) -> Result<Self> {
         let socket = register(stream.into_std()?, Interest::READABLE)?;
         Ok(Self { socket, full: None })
@@ -43,7 +43,7 @@ impl Stream {
             match write(self.socket.get_ref()) {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    // If there is room by now, it is reported at once.
+                    // If the socket is already writable, this is reported at once.
                     let again = self.socket.get_ref().try_clone()?;
                     self.full = Some(register(again, Interest::WRITABLE)?);
                 }
@@ -128,12 +128,13 @@ mod tests {
         (Stream::new(ours).expect("a runtime"), theirs)
     }
 
-    /// What each epoll instance of this process waits for on a descriptor: proc_pid_fdinfo(5).
+    /// Events that each epoll instance of this process waits for on a descriptor:
+    /// proc_pid_fdinfo(5).
     fn events(descriptor: i32) -> Vec<u32> {
         let mut events = vec![];
         for entry in std::fs::read_dir("/proc/self/fdinfo").expect("procfs") {
             let path = entry.expect("an entry").path();
-            // Other tests close theirs meanwhile.
+            // Other tests close their descriptors concurrently.
             let text = std::fs::read_to_string(path).unwrap_or_default();
             for line in text.lines() {
                 let mut words = line.split_whitespace();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `patchbay.v1.TracepointsService`: checks requests and hands them to [`Tracer`].
 //!
-//! Changes run in tasks of their own: a client that goes away half-way must not leave events armed
-//! that nobody knows of.
+//! Changes run in tasks of their own: a client that disconnects during a change must not leave
+//! events armed that nobody is responsible for.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -45,7 +45,7 @@ pub struct TracepointsApi {
 }
 
 impl TracepointsApi {
-    /// Serves the guests that `access` leads to.
+    /// Serves the guests of `access`.
     #[must_use]
     pub fn new(access: Access) -> Self {
         Self { access }
@@ -222,10 +222,11 @@ impl TracepointsService for TracepointsApi {
         let (guard, names) = if request.arm_and_fire {
             let tracer = Arc::clone(&guest.tracer);
             whole(async move {
-                // Dropped here if nobody waits any longer: a client leaves once it is in.
+                // Dropped here if nobody waits any longer: the client is removed only after it was
+                // added.
                 let guard = guard;
                 let TraceOutcome { results, .. } = tracer.arm(&client, &wanted, &terms).await?;
-                // What the globs passed over is not to be fired either.
+                // Events that the globs skipped must not be fired either.
                 let names: Vec<String> = results.into_iter().map(|result| result.name).collect();
                 let armed = Wanted::parse(names.clone(), true)?;
                 tracer
@@ -350,7 +351,7 @@ fn description(
     }
 }
 
-/// Closes the stream however it ends, and takes its client out after the grace time.
+/// Closes the stream however it ends, and removes its client after the grace time.
 struct StreamGuard {
     tracer: Arc<Tracer>,
     stream: u64,
@@ -374,7 +375,7 @@ impl Drop for StreamGuard {
 
 type Sender = mpsc::Sender<Result<v1::StreamTracepointEventsResponse, Status>>;
 
-/// Until the stream is closed at either end.
+/// Runs until either end closes the stream.
 async fn tell(
     mut subscription: Subscription,
     first: v1::StreamTracepointEventsResponse,
@@ -389,10 +390,10 @@ async fn tell(
     }
 }
 
-/// Closes the stream when the client is gone or the monitor ends.
+/// Closes the stream when the client is gone or the monitor shuts down.
 async fn end_stream(sender: Sender, mut ending: watch::Receiver<bool>, _guard: StreamGuard) {
     let end = async {
-        // An error means that the sender is gone, which is the end as well.
+        // An error means that the sender is dropped, which also ends the stream.
         let _ = ending.wait_for(|ending| *ending).await;
     };
     tokio::select! {
@@ -403,7 +404,7 @@ async fn end_stream(sender: Sender, mut ending: watch::Receiver<bool>, _guard: S
     }
 }
 
-/// Makes a change, or gives the answer that it had.
+/// Makes a change, or returns the answer of an earlier request with its id.
 async fn change_once(
     tracer: &Arc<Tracer>,
     once: Once,
@@ -417,7 +418,7 @@ async fn change_once(
     .await
 }
 
-/// Names a change by its request id. `rest` is the request without it.
+/// Identifies a change by its request id. `rest` is the request without the id.
 fn once(
     method: &str,
     client: &str,
@@ -431,7 +432,7 @@ fn once(
             format!("is longer than {MAX_REQUEST_ID_BYTES} bytes"),
         ));
     }
-    // What changes nothing may be asked for again.
+    // A validation may be repeated.
     if request_id.is_empty() || validate_only {
         return Ok(Once::default());
     }
@@ -444,7 +445,7 @@ fn once(
     })
 }
 
-/// Runs a change to its end, whether or not anybody waits for it.
+/// Completes a change even if the caller is gone.
 async fn whole<T: Send + 'static>(
     change: impl Future<Output = Result<T, TraceError>> + Send + 'static,
 ) -> Result<T, Status> {
@@ -473,7 +474,8 @@ async fn list(
     });
     let mut names = events.names;
     names.extend(book.events.keys().cloned());
-    // Without an agent ever, the tracepoints that the kernel registered, of unknown systems.
+    // The kernel's registered tracepoints stand in until the first agent connects; their systems
+    // are unknown.
     if names.is_empty() {
         names.extend(facts.by_name.keys().map(|name| format!(":{name}")));
     }
@@ -515,7 +517,7 @@ async fn list(
     Ok((chosen.map(tell).collect(), stale))
 }
 
-/// The numbers of the results, and these unless the numbers alone are wanted.
+/// Returns the summary of the results, and the results unless only the summary is wanted.
 fn viewed(
     results: Vec<v1::TracepointResult>,
     summary_only: bool,

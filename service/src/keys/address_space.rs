@@ -23,8 +23,7 @@ pub struct PageTable {
 /// Guest memory by kernel-virtual address.
 ///
 /// Page walks are cached for the life of this value, which is one attempt at a transaction: a
-/// plan's
-/// translations are as old as that anyway, and keys and sites lie close together.
+/// plan's translations are as old as that anyway, and keys and sites lie close together.
 #[derive(Clone, Debug)]
 pub struct KernelMemory {
     ram: GuestRam,
@@ -169,8 +168,7 @@ const LARGE_BYTES: usize = 2 << 20;
 const _: () = assert!(LARGE_BYTES as u64 == LARGE_PAGE);
 
 /// Guest-physical location of at most 64 bytes. Such a range crosses at most one page boundary, so
-/// two
-/// pieces suffice.
+/// two pieces suffice.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Place {
     first: Piece,
@@ -296,8 +294,7 @@ mod tests {
     const BASE: u64 = 0xffff_ffff_8000_0000;
 
     /// 8 MiB of kernel: a large page, small pages in another order, two large pages that are
-    /// swapped, and
-    /// one outside memory.
+    /// swapped, and one outside memory.
     fn memory() -> KernelMemory {
         let ram = crate::testing::Memory::ram(8 << 20);
         let put = |table: u64, index: u64, entry: u64| {

@@ -7,12 +7,10 @@
 //! outcome is a change that may or may not have been made when the monitor, and its guest, died.
 //!
 //! A line that a full disk or a crash cut short stays in the file. The next line starts on a line
-//! of its
-//! own.
+//! of its own.
 //!
 //! On SIGHUP the monitor opens the file by its name again, between two lines, so that a log that
-//! was
-//! renamed is left alone.
+//! was renamed is left alone.
 
 use std::fs::File;
 use std::io::{ErrorKind, Write};
@@ -160,6 +158,7 @@ struct Line<'a, T: Serialize> {
 impl AuditLog {
     /// Opens the log for appending, mode 0600, and never through a symbolic link.
     ///
+    /// # Errors
     /// An I/O error.
     pub fn open(path: &Path) -> std::io::Result<Self> {
         Ok(Self {
@@ -221,8 +220,7 @@ impl AuditLog {
     }
 
     /// Writes the outcome. The change is already made, so a failure is only logged. The next intent
-    /// then
-    /// fails and refuses its change.
+    /// then fails and refuses its change.
     pub fn outcome(&mut self, id: u64, outcome: &AuditOutcome<'_>) {
         if let Err(error) = self.append("outcome", id, outcome) {
             tracing::error!(%error, id, ?outcome, "the outcome of a change is missing in the audit log");

@@ -3,10 +3,9 @@
 //!
 //! A kernel withdraws its registration before a hibernation. If the hibernation fails or was only a
 //! test, the same kernel registers again under another generation. Its counts are unchanged and
-//! still
-//! include the monitor's references. So holds and quarantines belong to a boot and, within it, to
-//! the
-//! kernel image or to one load of a module, whether or not that is registered at the moment.
+//! still include the monitor's references. So holds and quarantines belong to a boot and, within
+//! it, to the kernel image or to one load of a module, whether or not that is registered at the
+//! moment.
 
 use std::collections::{HashMap, HashSet};
 

@@ -11,8 +11,7 @@ use super::error::{KeyRefusal, KeysError};
 use super::holds::{Hold, Holds, KeyHolds, KeyInstance, KeyState};
 
 /// The references that an op may drop. An op on a tracepoint's key ends whole holds, and the key
-/// stays
-/// on while another principal holds it.
+/// stays on while another principal holds it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Drops {
     /// The caller's. An op that would turn off a tracepoint that others hold is refused.
@@ -166,8 +165,7 @@ impl Draft {
     }
 
     /// Adds the next key with its state in guest memory, and its holds without those that the guest
-    /// has
-    /// voided.
+    /// has voided.
     pub fn open(&mut self, holds: &Holds, key: KeyInstance, name: &Arc<str>, state: KeyState) {
         let mut holds = holds.copy(key);
         holds.set_name(name);
@@ -181,8 +179,7 @@ impl Draft {
     }
 
     /// Applies one op to key number `index`. An op that the engine refuses is left to the engine,
-    /// which
-    /// words the error.
+    /// which words the error.
     ///
     /// # Errors
     /// NOT_HOLDER if the op drops a reference that [`Drops`] excludes.
@@ -224,8 +221,7 @@ impl Draft {
     }
 
     /// Records the holds after the transaction. Returns for each key the number of the hold that
-    /// took its
-    /// references; `None` if none was taken.
+    /// took its references; `None` if none was taken.
     pub fn book(self, holds: &mut Holds, terms: &Terms) -> Vec<Option<u64>> {
         let mut taken = Vec::with_capacity(self.keys.len());
         for of in self.keys {

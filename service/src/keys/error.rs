@@ -9,7 +9,8 @@ use super::gate::ClosedGate;
 use crate::pause::PauseError;
 
 /// A call on keys that was refused or failed. Each message says what failed and what to do next.
-/// | Unless a variant says otherwise, the guest is unchanged.
+///
+/// Unless a variant says otherwise, the guest is unchanged.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum KeysError {
     /// The guest's kernel has not registered, or its registration was refused.
@@ -50,7 +51,7 @@ pub enum KeysError {
     },
     /// The key has changed since the caller read it.
     #[error(
-        "key {key}: etag {given:?} is out of date, it is now {current:?} (count {count}); read the key and decide anew"
+        "key {key}: etag {given:?} is out of date, it is now {current:?} (count {count}); read the key again before you decide"
     )]
     EtagMismatch {
         /// Full name.
@@ -154,7 +155,7 @@ pub enum KeysError {
     },
     /// The watcher reads too slowly.
     #[error(
-        "the watch fell behind: revision {missed} is no longer kept; list the keys and watch anew, reading faster"
+        "the watch fell behind: revision {missed} is no longer kept; list the keys, watch from there and read faster"
     )]
     WatchTooSlow {
         /// First revision that was not sent.

@@ -25,23 +25,24 @@
 //!        └──── wait ≥ 1 ms with jitter, unless the deadline ◀──┘   audit, replay
 //! ```
 //!
-//! A prepare goes to the plan and keeps it; a commit begins with the holds and etags of a kept plan. What
-//! its gates find out of date is answered as PLAN_STALE, because a commit does not plan.
+//! A prepare goes as far as the plan and keeps it. A commit starts with the holds and etags of a
+//! kept plan. If a gate finds the plan out of date, the answer is PLAN_STALE, because a commit does
+//! not plan.
 //!
-//! Why one thread: flips of one guest exclude each other anyway (there is one pause), and with one
-//! thread the holds, the audit log, the answers kept for their request ids and a pause that an
-//! operator asked for need no locks between them and cannot be seen half-way. It is a plain thread
-//! because verify and commit must not share a thread with anything else that wants to run.
+//! Why one thread: flips of one guest exclude each other anyway (there is one pause). With one
+//! thread the holds, the audit log, replayed answers and an operator's pause need no locks between
+//! them and are always consistent. It is a plain thread because verify and commit must not share a
+//! thread with other tasks.
 //!
 //! Deadlock rule: a vCPU thread may hold the registry's mutex when it is asked to stop. So no lock
-//! that a vCPU thread takes is held, or taken, from before the pause until after the resume; whether
-//! the plan is still the registered kernel's is decided by one atomic load. The registry's fence is
-//! no exception: it is held for a change beside the running guest, around the look at the version and
-//! the compare-and-swaps, with no pause and no I/O inside. vCPUs that an operator holds paused have
-//! stopped outside of requests, and so without it.
+//! that a vCPU thread takes is held or taken between the start of the pause and the resume. One
+//! atomic load tells whether the plan's registration is current. The registry's fence is no
+//! exception: it is held for a change beside the running guest, around the version check and the
+//! compare-and-swaps, without a pause or I/O inside. vCPUs that an operator holds paused stopped
+//! outside of requests and do not hold it.
 //!
-//! Cancellation: a client that is gone is noticed before each attempt. From the pause on, the change
-//! is made, and its answer is kept for its request id.
+//! Cancellation: each attempt first checks that the client still waits. From the pause on the
+//! change is completed, and its answer is kept for the request id.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -73,10 +74,10 @@ use crate::guest::{Guest, PausedGuest};
 const FIRST_BACKOFF: Duration = Duration::from_millis(1);
 const LAST_BACKOFF: Duration = Duration::from_millis(16);
 
-/// Where an answer goes.
+/// Sender of a command's answer.
 pub(super) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
 
-/// What the executor is asked to do.
+/// Commands to the executor.
 pub(super) enum Command {
     Update(Box<UpdateRequest>, Reply<Arc<UpdateOutcome>>),
     Prepare(Box<PrepareRequest>, Reply<Arc<PrepareOutcome>>),
@@ -86,9 +87,9 @@ pub(super) enum Command {
     Renew(RenewRequest, Reply<Vec<HoldView>>),
     Pause(PauseRequest, Reply<PauseOutcome>),
     Resume(Reply<()>),
-    /// Write the audit log there from now on.
+    /// Continue the audit log in this file.
     AuditFile(AuditFile),
-    /// Look at the clock; answered when nothing is due any more.
+    /// Read the clock; answered when nothing is due.
     Tick(Reply<()>),
 }
 
@@ -98,19 +99,19 @@ pub(super) struct Executor<G: Guest> {
     pub shared: Arc<Shared>,
     pub audit: AuditLog,
     pub replay: Replay<UpdateOutcome>,
-    /// The kernel that the replayed changes were made to.
+    /// Boot that the replayed answers belong to.
     pub replayed_boot: Option<u64>,
     pub allow_guarded: bool,
-    /// Version of the registration when holds on keys that are gone were last looked for.
+    /// Version of the registration at the last removal of holds on keys that no longer exist.
     pub pruned: u64,
     pub expiries: Expiries,
     pub plans: Plans,
-    /// What changes have cost so far.
+    /// Pauses of earlier changes.
     pub pauses: PauseEstimate,
 }
 
 impl<G: Guest> Executor<G> {
-    /// Serves commands until the last sender is gone.
+    /// Serves commands until the last sender is dropped.
     pub fn run(mut self, commands: &Receiver<Command>) {
         let guest = Arc::clone(&self.guest);
         let mut standstill = Standstill::none(&*guest);
@@ -118,7 +119,7 @@ impl<G: Guest> Executor<G> {
         loop {
             let mut next = self.next_expiry();
             if next == Some(Duration::ZERO) {
-                // One lot and one command in turn, so that neither keeps the others waiting.
+                // One batch and one command in turn, so that neither starves the other.
                 self.expire(&mut standstill);
                 next = self.next_expiry();
             }
@@ -136,7 +137,8 @@ impl<G: Guest> Executor<G> {
                 None => commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(left) => commands.recv_timeout(left),
             };
-            // Before any command, so that a stream of commands does not keep the guest stopped.
+            // Checked before each command, so that a stream of commands does not keep the guest
+            // stopped.
             if expiry.is_some_and(|at| self.shared.clock.now() >= at) {
                 self.resume(&mut standstill);
             }
@@ -144,12 +146,12 @@ impl<G: Guest> Executor<G> {
             match command {
                 Ok(Command::Update(request, reply)) => {
                     let result = self.update(&request, &reply, &mut standstill);
-                    // A client that has gone asks again with its request id.
+                    // A client that is gone repeats the request with its id.
                     let _ = reply.send(result);
                 }
                 Ok(Command::Prepare(request, reply)) => {
                     let result = self.prepare(*request, &reply, &mut standstill);
-                    // The plan of a client that has gone expires.
+                    // The plan of a client that is gone expires.
                     let _ = reply.send(result);
                 }
                 Ok(Command::Commit(request, reply)) => {
@@ -181,7 +183,7 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Stops the guest for an operator, or prolongs the pause.
+    /// Stops the guest for an operator, or extends the pause.
     fn hold(
         &self,
         request: &PauseRequest,
@@ -263,7 +265,7 @@ impl<G: Guest> Executor<G> {
         Ok(outcome)
     }
 
-    /// The answer to an earlier request of that id, unless it was about another kernel.
+    /// The answer to an earlier request with this id, unless it was made in another boot.
     pub(super) fn replayed(
         &mut self,
         principal: &str,
@@ -293,8 +295,8 @@ impl<G: Guest> Executor<G> {
         self.conclude(transaction, result, intent)
     }
 
-    /// Attempts until it is done, refused, or the deadline has passed; answers the number of attempts
-    /// as well.
+    /// Attempts a change until it is made or refused, or its deadline passes. Returns the number of
+    /// attempts as well.
     pub(super) fn persist<'g, T>(
         &mut self,
         deadline: Instant,
@@ -311,7 +313,7 @@ impl<G: Guest> Executor<G> {
             attempts += 1;
             match attempt(self, standstill)? {
                 Attempt::Done(done) => return Ok((done, attempts)),
-                // Nothing will change for as long as the guest is held.
+                // While the guest is held, a retry finds the same state.
                 Attempt::Busy(mut gate) if standstill.held().is_some() => {
                     gate.name += " (the guest is held paused: resume it)";
                     return Err(gate.busy_in(attempts));
@@ -328,7 +330,7 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Books a transaction that was made, or writes to the audit log that it was not.
+    /// Records a transaction that was made, or logs its failure.
     pub(super) fn conclude(
         &mut self,
         transaction: &Transaction<'_>,
@@ -352,8 +354,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Writes the intent before the first attempt that may change something; `selected` has the number
-    /// of keys of each selection.
+    /// Writes the intent before the first attempt that may change something. `selected` has the
+    /// number of keys of each selection.
     pub(super) fn intend(
         &mut self,
         transaction: &Transaction<'_>,
@@ -383,7 +385,7 @@ impl<G: Guest> Executor<G> {
         Ok(())
     }
 
-    /// Books a transaction that was made, and words the answer.
+    /// Records a transaction that was made, and builds the answer.
     fn report(
         &mut self,
         transaction: &Transaction<'_>,
@@ -458,9 +460,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Each key, with the etag that the next change of it must come with: after this one, or as it is
-    /// if nothing was changed. `taken` has the number of the hold that each key's references were taken
-    /// for.
+    /// The result of each key with its new etag, or the current one if nothing was changed. `taken`
+    /// has the number of the hold that took each key's references.
     pub(super) fn results(
         &self,
         transaction: &Transaction<'_>,
@@ -471,7 +472,7 @@ impl<G: Guest> Executor<G> {
             return Vec::new();
         }
         let book = self.shared.book();
-        // Mostly the same for many keys.
+        // Most keys share a hold.
         let mut last: Option<(_, Arc<str>)> = None;
         let mut etag_of = |key: KeyInstance, count| {
             let of = (key.epoch, book.revision(key), count);
@@ -525,7 +526,7 @@ fn intended<'a>(
     }
 }
 
-/// The whole in numbers.
+/// The totals.
 pub(super) fn summary(flip: &Flip) -> UpdateSummary {
     let to_u32 = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
     let changed = |change: &&KeyChange| change.before != change.after;
@@ -537,7 +538,7 @@ pub(super) fn summary(flip: &Flip) -> UpdateSummary {
     }
 }
 
-/// Up to half as long again, so that the attempts do not keep step with what the guest does.
+/// Adds up to half of the delay at random, so that attempts do not synchronise with the guest.
 fn with_jitter(wait: Duration) -> Duration {
     use std::hash::{BuildHasher, RandomState};
     let random = RandomState::new().hash_one(wait) % 512;

@@ -2,11 +2,9 @@
 //! Releases holds that have expired.
 //!
 //! Expired holds are released in one transaction, except tracepoints, which have a gate of their
-//! own.
-//! If a key is in the way, the batch is halved until the key is alone; the other keys of the batch
-//! go
-//! first. Between two batches the thread serves a command. A key that cannot be released is retried
-//! with a delay that doubles each time. The first failure is logged as a warning.
+//! own. If a key is in the way, the batch is halved until the key is alone; the other keys of the
+//! batch go first. Between two batches the thread serves a command. A key that cannot be released
+//! is retried with a delay that doubles each time. The first failure is logged as a warning.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -149,8 +147,7 @@ impl<G: Guest> Executor<G> {
     }
 
     /// One update for each reference on the key that `which` selects and the guest has not voided,
-    /// at most
-    /// `most`; none if the key is gone.
+    /// at most `most`; none if the key is gone.
     pub(super) fn releases(
         &self,
         registration: &Registration,

@@ -329,8 +329,7 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Whether a plan stops the guest. A change of counts alone does not, if the memory has atomic
-    /// exchange
-    /// and no table can go away meanwhile.
+    /// exchange and no table can go away meanwhile.
     fn stops_for(&self, plan: &Plan<Place>, registration: &Registration) -> bool {
         plan.needs_pause() || !registration.promises.fence || !self.guest.ram().can_exchange()
     }
@@ -352,8 +351,7 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Formats a failed commit. If the undo is incomplete, quarantines the keys; a guest that was
-    /// stopped is
-    /// held paused.
+    /// stopped is held paused.
     fn write_fault(
         &self,
         registration: &Registration,

@@ -157,8 +157,7 @@ impl Holds {
     }
 
     /// Drops the holds that the guest has voided on `key`; returns the number of references that
-    /// `which`
-    /// selects.
+    /// `which` selects.
     pub fn follow_guest(
         &mut self,
         key: KeyInstance,
@@ -178,8 +177,7 @@ impl Holds {
     }
 
     /// Schedules a retry of a key's expired holds with twice the delay. Returns whether this is the
-    /// first
-    /// failure.
+    /// first failure.
     pub fn put_off(&mut self, key: KeyInstance, now: Instant) -> bool {
         let holds = self.by_key.get_mut(&key);
         holds.is_some_and(|holds| holds.put_off(now))

@@ -75,24 +75,24 @@ pub use self::view::{KeyDetails, KeyPage, KeyView, SiteView};
 use crate::guest::{Guest, Machine};
 use crate::threads::{PlainThreads, ThreadKind, Threads, contain};
 
-/// Commands that wait for the executor; beyond them callers are turned away.
+/// Capacity of the command queue; beyond it calls are refused.
 const QUEUE: usize = 256;
-/// Most ops on keys in one transaction.
+/// Maximum number of ops in one transaction.
 pub const MAX_UPDATES: usize = 65_536;
 const REPLAYED_ANSWERS: usize = 1024;
 const REPLAYED_RESULTS: usize = 1 << 18;
 
-/// How keys are handled.
+/// Options of the keys of a guest.
 pub struct KeysConfig {
-    /// Intents and outcomes go there.
+    /// Log of intents and outcomes.
     pub audit: audit::AuditLog,
-    /// For the names of functions.
+    /// Symbols that give sites their function names.
     pub symbols: Symbols,
     /// Whether guarded keys may be changed at all.
     pub allow_guarded: bool,
-    /// By which holds expire.
+    /// Clock of hold expiry.
     pub clock: Arc<dyn Clock>,
-    /// Starts the thread that changes the keys.
+    /// Starts the executor thread.
     pub threads: Arc<dyn Threads>,
 }
 
@@ -108,85 +108,86 @@ impl Default for KeysConfig {
     }
 }
 
-/// One op, on one key or on many.
+/// One op on one key or on every key of a selection.
 #[derive(Clone, Debug)]
 pub struct KeyUpdate {
-    /// On which.
+    /// The key or keys.
     pub keys: Target,
-    /// What to do.
+    /// The op.
     pub op: Op,
-    /// Of the one key; checked if not empty.
+    /// Etag of a single key; checked unless empty.
     pub etag: String,
 }
 
-/// The keys of an op.
+/// The key or keys of an op.
 #[derive(Clone, Debug)]
 pub enum Target {
     /// "name" or "module:name".
     Name(String),
-    /// The key that a hold is on, and not another that has come by its name since.
+    /// This instance of the key, not a later key of the same name.
     Held {
         /// "name" or "module:name".
         name: Arc<str>,
-        /// Which.
+        /// The instance.
         instance: KeyInstance,
     },
-    /// Each that is found when the change is made, and may be changed.
+    /// Every matching key that may be changed, determined when the change is made.
     Selection(Selection),
 }
 
-/// Keys by what they have in common.
+/// Keys that match patterns and classes.
 #[derive(Clone, Debug, Default)]
 pub struct Selection {
-    /// By name.
+    /// Glob patterns of names.
     pub patterns: Patterns,
-    /// All if empty.
+    /// Classes; empty for all.
     pub classes: Vec<Class>,
 }
 
-/// What becomes of the holds on tracepoints that tracing switches.
+/// What a switch of tracepoints does to the holds on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TracepointUpdate {
-    /// Enable, and hold also what is on; a hold that the caller has gets the new expiry.
+    /// Enable, and also hold what is already on. An existing hold of the caller gets the new
+    /// expiry.
     Fire,
-    /// Disable what nobody else holds, also if the caller does not.
+    /// Disable what no other principal holds, even if the caller does not hold it.
     Park,
-    /// End the caller's holds, and disable what nobody else holds or traces.
+    /// End the caller's holds. Disable what no other principal holds and no other probe uses.
     Leave,
     /// Disable and end all holds.
     Silence,
-    /// Enable for others in the guest, and end all holds.
+    /// Enable for other users in the guest, and end all holds.
     HandOver,
 }
 
-/// A transaction.
+/// An update of keys.
 #[derive(Clone, Debug)]
 pub struct UpdateRequest {
-    /// In order, at least one.
+    /// In the order of the request; at least one.
     pub updates: Vec<KeyUpdate>,
     /// "uid:N".
     pub principal: String,
-    /// Empty: cannot be repeated.
+    /// Request id; empty if the request cannot be repeated.
     pub request_id: String,
-    /// Digest of everything but the request id.
+    /// Digest of the request without its id.
     pub content: replay::Content,
-    /// Check and change nothing.
+    /// Check only.
     pub validate_only: bool,
-    /// Allow guarded keys, if the monitor does.
+    /// Permit guarded keys, if the monitor does.
     pub allow_guarded: bool,
-    /// Drop references of others.
+    /// Drop references of other holders.
     pub force: bool,
-    /// `None`: by the rules of the ops.
+    /// A switch of tracepoints; `None` for plain ops.
     pub tracepoints: Option<TracepointUpdate>,
-    /// Answer with the summary alone.
+    /// Omit the per-key results.
     pub summary_only: bool,
-    /// Kept with the holds.
+    /// Reason, stored with the holds.
     pub reason: String,
-    /// When the references taken expire.
+    /// When new references expire.
     pub ttl: Option<Duration>,
-    /// How long the vCPUs may take to stop.
+    /// Time that the vCPUs have to stop.
     pub stop_timeout: Duration,
-    /// When to stop trying.
+    /// Deadline for retries.
     pub deadline: Instant,
 }
 
@@ -203,7 +204,7 @@ impl KeyUpdate {
 }
 
 impl UpdateRequest {
-    /// A change that is made once, without a reason, for good, and with no more rights than any client has.
+    /// An update without options: no request id, reason, expiry, force or guarded keys.
     #[must_use]
     pub fn new(
         updates: Vec<KeyUpdate>,
@@ -232,49 +233,47 @@ impl UpdateRequest {
 /// A pause that lasts until it is resumed or expires.
 #[derive(Clone, Copy, Debug)]
 pub struct PauseRequest {
-    /// How long the vCPUs may take to stop.
+    /// Time that the vCPUs have to stop.
     pub timeout: Duration,
-    /// When the guest is resumed without being asked.
+    /// When the guest is resumed automatically.
     pub ttl: Duration,
 }
 
-/// The guest is paused.
+/// Result of a pause.
 #[derive(Clone, Copy, Debug)]
 pub struct PauseOutcome {
-    /// How long the vCPUs took; 0 if they were stopped already.
+    /// Time that the vCPUs took; 0 if they were stopped already.
     pub stop_time: Duration,
-    /// When the guest is resumed without being asked; `None` if it was held already because a change
-    /// could not be undone.
+    /// When the guest is resumed automatically; `None` if it is held because an undo is incomplete.
     pub expires_at: Option<SystemTime>,
 }
 
 /// Whether the guest is held paused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PauseState {
-    /// It is not.
+    /// The guest is not held.
     #[default]
     Running,
     /// An operator's pause, which expires.
     Until(SystemTime),
-    /// A change could not be undone: until an operator resumes it.
+    /// An undo is incomplete: the guest is held until an operator resumes it.
     UntilResumed,
 }
 
 /// Which keys to list.
 #[derive(Clone, Debug, Default)]
 pub struct ListQuery {
-    /// At least 1.
+    /// Page size, at least 1.
     pub page_size: usize,
-    /// Of the page before; empty for the first.
+    /// Page token; empty for the first page.
     pub page_token: String,
-    /// Which keys.
+    /// Patterns and classes.
     pub keys: Selection,
-    /// On, off, or both.
+    /// Keys that are on or off; `None` for both.
     pub enabled: Option<bool>,
 }
 
-/// What the executor and the readers share. Locks here are held for a look or a change, never across a
-/// pause.
+/// State that the executor and readers share. No lock in it is held across a pause.
 struct Shared {
     registry: Arc<Registry>,
     book: Mutex<Book>,
@@ -283,17 +282,17 @@ struct Shared {
     incarnation: Incarnation,
     pause: watch::Sender<PauseState>,
     pages: Mutex<ResultPages>,
-    /// Set when the executor thread has ended: empty, or why it failed.
+    /// Set when the executor thread has ended: empty, or the error.
     ended: watch::Sender<Option<String>>,
 }
 
-/// What is remembered about keys; only the executor changes it.
+/// State of keys outside guest memory. Only the executor changes it.
 #[derive(Debug, Default)]
 struct Book {
     holds: Holds,
-    /// Why a key is not to be flipped.
+    /// Quarantined keys.
     quarantine: HashMap<KeyInstance, Quarantine>,
-    /// Revision of a key's last change.
+    /// Revision of each key's last change.
     revisions: HashMap<KeyInstance, u64, RandomState>,
 }
 
@@ -303,7 +302,7 @@ impl Book {
         self.revisions.get(&key).copied().unwrap_or_default()
     }
 
-    /// Forgets keys that are no more.
+    /// Drops keys that no longer exist.
     fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) {
         self.holds.retain(&mut exists);
         self.quarantine.retain(|key, _| exists(*key));
@@ -313,7 +312,7 @@ impl Book {
 
 impl Shared {
     fn book(&self) -> MutexGuard<'_, Book> {
-        // The executor replaces whole values under this lock.
+        // The executor replaces whole values under this lock, so a panic leaves no half state.
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -322,7 +321,7 @@ impl Shared {
     }
 
     fn pages(&self) -> MutexGuard<'_, ResultPages> {
-        // Every method leaves whole lists.
+        // Each method replaces whole lists, so a panic leaves no half state.
         self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -336,10 +335,10 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// Starts the executor thread. `registry` must be the one that answers this guest's requests.
+    /// Starts the executor thread. `registry` must be the one that serves this guest's requests.
     ///
     /// # Errors
-    /// If the thread cannot be started.
+    /// The thread cannot be started.
     pub fn start<G: Guest>(
         guest: Arc<G>,
         registry: Arc<Registry>,
@@ -395,32 +394,32 @@ impl Keys {
         &self.shared.registry
     }
 
-    /// What is registered.
+    /// The registration's description.
     pub fn describe(&self) -> Description {
         self.shared.registry.describe()
     }
 
-    /// The process that revisions, etags, holds and plans belong to.
+    /// The incarnation of this service.
     pub fn incarnation(&self) -> &Incarnation {
         &self.shared.incarnation
     }
 
-    /// Number of the newest change.
+    /// The journal's newest revision.
     pub fn revision(&self) -> u64 {
         self.shared.registry.journal().latest()
     }
 
-    /// Whether the guest is held paused.
+    /// Whether the guest is held paused, and until when.
     pub fn pause_state(&self) -> PauseState {
         *self.shared.pause.borrow()
     }
 
-    /// Changes with [`Self::pause_state`].
+    /// Signals changes of [`Self::pause_state`].
     pub fn pause_changes(&self) -> watch::Receiver<PauseState> {
         self.shared.pause.subscribe()
     }
 
-    /// Changes with [`Self::describe`].
+    /// Signals changes of [`Self::describe`].
     pub fn registration_changes(&self) -> watch::Receiver<()> {
         self.shared.registry.changes()
     }
@@ -461,7 +460,7 @@ impl Keys {
         self.ask(|reply| Command::Discard(request, reply)).await
     }
 
-    /// As many results of a change as fit into one answer. [`Keys::more_results`] has the others.
+    /// The first page of a change's results. [`Keys::more_results`] returns the other pages.
     #[must_use]
     pub fn first_results(&self, outcome: Arc<UpdateOutcome>, principal: &str) -> ResultsPage {
         let now = self.shared.clock.now();
@@ -471,18 +470,19 @@ impl Keys {
             .first(outcome, principal, incarnation, now)
     }
 
-    /// The results that a page token stands for.
+    /// The page of results that a token identifies.
     ///
     /// # Errors
-    /// [`KeysError::InvalidArgument`] if they are not kept any more, or are another principal's.
+    /// [`KeysError::InvalidArgument`] if the results are no longer kept or belong to another
+    /// principal.
     pub fn more_results(&self, token: &str, principal: &str) -> Result<ResultsPage, KeysError> {
         let now = self.shared.clock.now();
         let incarnation = &self.shared.incarnation;
         self.shared.pages().next(token, principal, incarnation, now)
     }
 
-    /// Stops the guest until [`Keys::resume`], or until the pause expires. A guest that is paused
-    /// stays so at least for the request's time to live.
+    /// Stops the guest until [`Keys::resume`] or until the pause expires. A guest that is already
+    /// paused stays paused for at least the request's time to live.
     ///
     /// # Errors
     /// [`KeysError::NotStopped`].
@@ -490,7 +490,7 @@ impl Keys {
         self.ask(|reply| Command::Pause(request, reply)).await
     }
 
-    /// Lets the guest run on.
+    /// Resumes the guest.
     ///
     /// # Errors
     /// [`KeysError::QueueFull`].
@@ -498,7 +498,7 @@ impl Keys {
         self.ask(Command::Resume).await
     }
 
-    /// Makes the executor look at its clock; for clocks that are set by hand.
+    /// Makes the executor read its clock again, for clocks that are set by hand.
     ///
     /// # Errors
     /// [`KeysError::QueueFull`].
@@ -506,7 +506,8 @@ impl Keys {
         self.ask(Command::Tick).await
     }
 
-    /// Reads changes from the revision `start` of `incarnation` on, or from now on if that is 0.
+    /// Watches changes from revision `start` of `incarnation`, or from the next one if `start` is
+    /// 0.
     ///
     /// # Errors
     /// [`KeysError::InvalidArgument`] for a revision of no incarnation,
@@ -520,7 +521,7 @@ impl Keys {
                 ),
             });
         }
-        // Also without a revision: who gives one has seen keys of that incarnation.
+        // Checked without a revision too: a client that names an incarnation has seen its keys.
         let current = self.incarnation().as_str();
         if !incarnation.is_empty() && incarnation != current {
             return Err(KeysError::IncarnationChanged {
@@ -544,7 +545,7 @@ impl Keys {
         }
     }
 
-    /// Why the executor thread, which has dropped a command, has ended.
+    /// The reason why the executor thread ended and dropped a command.
     async fn ended(&self) -> KeysError {
         let mut ended = self.shared.ended.subscribe();
         match ended.wait_for(Option::is_some).await.as_deref() {
@@ -555,19 +556,19 @@ impl Keys {
         }
     }
 
-    /// Has the audit log go on in this file. Waits for room in the queue of commands.
+    /// Continues the audit log in this file. Waits for room in the command queue.
     pub fn replace_audit_file(&self, file: AuditFile) {
         // An executor thread that has ended writes no more.
         let _ = self.commands.send(Command::AuditFile(file));
     }
 }
 
-/// Names a hold for clients. Those of another incarnation mean nothing to this one.
+/// The id of a hold. It is only valid in this incarnation.
 fn hold_id(incarnation: &Incarnation, number: u64) -> String {
     format!("{}-h{number}", incarnation.short())
 }
 
-/// The number in the id of a hold; `None` if the id is malformed or another incarnation's.
+/// The number in a hold's id; `None` if the id is malformed or from another incarnation.
 fn hold_number(incarnation: &Incarnation, id: &str) -> Option<u64> {
     let (of, number) = id.split_once("-h")?;
     let canonical = number.bytes().all(|byte| byte.is_ascii_digit()) && !number.starts_with('0');
@@ -578,9 +579,9 @@ fn invalid(field: &'static str, message: String) -> KeysError {
     KeysError::InvalidArgument { field, message }
 }
 
-/// A client sends it back to change only what it has seen: the same key of the same incarnation, with
-/// the same count, and not changed by this service since. The guest's own changes there and back do not
-/// show.
+/// The etag of a key. A client sends it back to change only what it has seen: the same key of the
+/// same incarnation with the same count, not changed by this service since. Changes that the guest
+/// makes and reverts by itself are not detected.
 fn etag(incarnation: &Incarnation, key: KeyInstance, revision: u64, count: i32) -> String {
     let epoch = key.epoch;
     format!("{}-{epoch:x}-{revision:x}-{count}", incarnation.short())

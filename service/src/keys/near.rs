@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Names near a misspelt one.
+//! Suggests names for a misspelt one.
 
-/// At most this many names are suggested.
+/// Maximum number of suggestions.
 const MAX_NAMES: usize = 5;
-/// Longer names are not compared letter by letter.
+/// Longer names are not compared.
 const MAX_COMPARED: usize = 128;
 
-/// More names than any kernel has keys: a guest with more gets no better suggestions.
+/// More names than any kernel has keys; only this many are compared.
 const MOST_NAMES: usize = 1 << 15;
 
-/// The names most like `wanted`, best first: few edits away, or with one in the other.
+/// The names most similar to `wanted`, best first: within a few edits, or one contains the other.
 pub fn near<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Vec<String> {
     let most_edits = wanted.len() / 3 + 1;
     let mut found: Vec<(usize, &str)> = names
         .take(MOST_NAMES)
         .filter_map(|name| {
             let bare = name.rsplit_once(':').map_or(name, |(_, bare)| bare);
-            // Names whose lengths differ by more are that many edits away.
+            // The edit distance is at least the difference of the lengths.
             let near = |name: &str| match wanted.len().abs_diff(name.len()) <= most_edits {
                 true => edits(wanted, name),
                 false => usize::MAX,

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a transaction did, and what it cost the guest.
+//! Results of a transaction.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What a transaction did, or would do.
+/// The result of an update.
 #[derive(Clone, Debug, Default)]
 pub struct UpdateOutcome {
-    /// One per key, in the order of its first op; none if the request wants the summary only.
+    /// One per key, in the order of its first op; empty if only the summary was requested.
     pub results: Vec<KeyOutcome>,
-    /// The same in numbers.
+    /// Totals.
     pub summary: UpdateSummary,
-    /// The journal's newest revision after the transaction.
+    /// The journal's newest revision after the update.
     pub revision: u64,
-    /// `None` if the transaction was only validated.
+    /// What the change cost; `None` if it was only validated.
     pub report: Option<FlipReport>,
 }
 
-/// What a transaction did to one key, or would do.
+/// The result for one key.
 #[derive(Clone, Debug)]
 pub struct KeyOutcome {
     /// "name" or "module:name".
@@ -28,29 +28,29 @@ pub struct KeyOutcome {
     pub count_after: i32,
     /// Sites of this key that were patched.
     pub sites_patched: u32,
-    /// After the transaction; as it is now if nothing was changed.
+    /// Etag after the update, or the current one if nothing was changed.
     pub etag: Arc<str>,
-    /// The hold that has the references taken; empty if none was taken.
+    /// Id of the hold that took the references; empty if none was taken.
     pub hold_id: String,
 }
 
-/// A transaction in numbers.
+/// Totals of an update.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct UpdateSummary {
     /// Keys of all ops.
     pub keys: u32,
     /// Keys whose count changed.
     pub keys_changed: u32,
-    /// Sites of all keys that were patched.
+    /// Sites that were patched.
     pub sites_patched: u32,
-    /// Keys that matched patterns and were left out, guarded or sealed.
+    /// Guarded or sealed keys that patterns matched and the update left out.
     pub keys_left_out: u32,
 }
 
-/// What a transaction cost the guest.
+/// The cost of a change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FlipReport {
-    /// `None` if the guest ran on: nothing had to be patched.
+    /// `None` if the guest was not stopped.
     pub pause: Option<PauseTimes>,
     /// Sites of all keys.
     pub sites_patched: u32,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Results that do not fit into one answer.
+//! Results that exceed one response, kept for later pages.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -13,34 +13,34 @@ use super::{KeyOutcome, UpdateOutcome};
 
 const MAX_PAGE_RESULTS: usize = 10_000;
 const KEPT_FOR: Duration = Duration::from_secs(600);
-/// At most this many lists are kept, and so many results together; the newest list always is.
+/// Maximum number of lists, and of results in all of them; the newest list is always kept.
 const MAX_LISTS: usize = 64;
 const MAX_RESULTS: usize = 1 << 18;
 
-/// Some results of a change.
+/// One page of results.
 #[derive(Clone, Debug)]
 pub struct ResultsPage {
     outcome: Arc<UpdateOutcome>,
     range: Range<usize>,
-    /// Empty on the last page.
+    /// Next page token; empty on the last page.
     pub next_page_token: String,
 }
 
 impl ResultsPage {
-    /// In the order of the whole.
+    /// All results, in order.
     #[must_use]
     pub fn results(&self) -> &[KeyOutcome] {
         &self.outcome.results[self.range.clone()]
     }
 
-    /// The change that they are of.
+    /// Summary of the change.
     #[must_use]
     pub fn outcome(&self) -> &UpdateOutcome {
         &self.outcome
     }
 }
 
-/// Lists of results of which a part was answered, the oldest first.
+/// Lists of results that are not fully read, oldest first.
 #[derive(Debug, Default)]
 pub(super) struct ResultPages {
     lists: VecDeque<List>,
@@ -50,14 +50,14 @@ pub(super) struct ResultPages {
 #[derive(Debug)]
 struct List {
     number: u64,
-    /// Who made the change. Nobody else reads on: the names and etags of a change are its client's.
+    /// Only this principal may read the list: it has the names and etags of the change.
     principal: String,
     outcome: Arc<UpdateOutcome>,
     expires: Instant,
 }
 
 impl ResultPages {
-    /// The first page. The rest is kept if there is any.
+    /// The first page. Keeps the rest, if any.
     pub fn first(
         &mut self,
         outcome: Arc<UpdateOutcome>,
@@ -78,11 +78,11 @@ impl ResultPages {
         }
     }
 
-    /// The page that a token stands for.
+    /// The page that a token identifies.
     ///
     /// # Errors
-    /// [`KeysError::InvalidArgument`] for a token of another incarnation or principal, or of results
-    /// that are not kept any more.
+    /// [`KeysError::InvalidArgument`] for a token of another incarnation or principal, or of a list
+    /// that is no longer kept.
     pub fn next(
         &mut self,
         page_token: &str,
@@ -117,7 +117,7 @@ impl ResultPages {
         })
     }
 
-    /// Keeps a list, which a repeated request may have brought before; answers its number.
+    /// Keeps a list, or finds it if a repeated request already did; returns its number.
     fn keep(&mut self, outcome: &Arc<UpdateOutcome>, principal: &str, now: Instant) -> u64 {
         self.expire(now);
         let same = |list: &List| Arc::ptr_eq(&list.outcome, outcome) && list.principal == principal;
@@ -152,7 +152,7 @@ impl ResultPages {
     }
 }
 
-/// The results from `start` on that fit into one answer, at least one.
+/// The results from `start` that fit into one response, at least one.
 fn page(results: &[KeyOutcome], start: usize) -> Range<usize> {
     let mut bytes = 0;
     let fits = |of: &&KeyOutcome| {
@@ -168,7 +168,7 @@ fn token(incarnation: &Incarnation, number: u64, start: usize) -> String {
     format!("{}-r{number}-{start}", incarnation.short())
 }
 
-/// The number of the list, and the first result.
+/// The list's number and the first result.
 fn parse(token: &str, incarnation: &Incarnation) -> Option<(u64, usize)> {
     let rest = token.strip_prefix(incarnation.short())?;
     let (number, start) = rest.strip_prefix("-r")?.split_once('-')?;

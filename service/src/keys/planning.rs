@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! From a request to a plan, while the guest runs: names become keys, and each must allow its op.
+//! Plans a request while the guest runs: resolves names and checks that each key permits its op.
 
 use static_keys::{Class, KeyChange, Op, Options, Plan, PlanError, Update, split_name};
 
@@ -15,14 +15,14 @@ use super::selection::{KeyOp, Resolved};
 use super::{Book, ClosedGate, FlipReport};
 use crate::guest::Guest;
 
-/// A transaction that may be made. Holds and etags are looked at each time it is attempted.
+/// A plan that may be made. Holds and etags are checked at each attempt.
 pub(super) struct Planned {
     pub plan: Plan<Place>,
-    /// In order.
+    /// In the order of the request.
     pub ops: Vec<PlannedOp>,
-    /// Of each selection, in order, the number of its keys.
+    /// Number of keys of each selection, in order.
     pub selected: Vec<usize>,
-    /// Keys that selections matched and left out.
+    /// Keys that a selection matched and left out.
     pub left_out: usize,
 }
 
@@ -31,12 +31,12 @@ pub(super) struct PlannedOp {
     pub key: KeyInstance,
     pub op: Op,
     pub is_tracepoint: bool,
-    /// Checked if not empty.
+    /// Checked unless empty.
     pub etag: String,
 }
 
 impl Planned {
-    /// The keys as the plan changes them, with what becomes of the holds.
+    /// The planned keys, and the holds after the change.
     pub fn flip(&self, draft: Draft, report: Option<FlipReport>) -> Flip {
         Flip {
             changes: self.plan.changes().cloned().collect(),
@@ -49,7 +49,7 @@ impl Planned {
 }
 
 impl<G: Guest> Executor<G> {
-    /// Plans a transaction on the registration as it is.
+    /// Plans a transaction on the current registration.
     pub(super) fn plan(
         &self,
         snapshot: &Snapshot,
@@ -88,7 +88,7 @@ impl<G: Guest> Executor<G> {
                 registration.check_refused(&busy)?;
                 Ok(Attempt::Busy((&busy).into()))
             }
-            // The call permits it, and the monitor does not.
+            // The call permits it; the monitor does not.
             Err(PlanError::Guarded { key }) if transaction.allow_guarded => {
                 Err(KeysError::KeyRefused {
                     key: key.to_string(),
@@ -102,8 +102,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Tracepoints that are to be disabled and that somebody else keeps firing are enabled instead, which
-    /// changes nothing of them.
+    /// A tracepoint that is to be disabled and that another principal fires is enabled instead,
+    /// which changes nothing.
     fn leave_on(&self, registration: &Registration, resolved: &mut Resolved<'_>, terms: &Terms) {
         let memory = registration.memory(self.guest.ram());
         let book = self.shared.book();
@@ -118,7 +118,7 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Refuses ops on quarantined keys.
+    /// Refuses quarantined keys.
     pub(super) fn check_quarantine(
         &self,
         registration: &Registration,
@@ -147,8 +147,8 @@ impl<G: Guest> Executor<G> {
         Ok(())
     }
 
-    /// Checks etags and holds against the counts that were planned with; returns what becomes of the
-    /// holds, or what has changed since the ops were chosen.
+    /// Checks etags and holds against the planned counts. Returns the holds after the change, or
+    /// what changed since the ops were chosen.
     pub(super) fn follow(
         &self,
         registration: &Registration,
@@ -163,7 +163,7 @@ impl<G: Guest> Executor<G> {
             let change = changes[index];
             self.check_etag(&book, op, change)?;
             if index == draft.len() {
-                // Later than the plan, which makes them a gate.
+                // The count changed after the plan, whose gate on the count detects it.
                 let state =
                     registration.state_at(&memory, op.key.id, op.is_tracepoint, change.before);
                 draft.open(&book.holds, op.key, &change.name, state);
@@ -180,7 +180,7 @@ impl<G: Guest> Executor<G> {
         Ok(Ok(draft))
     }
 
-    /// The etag stands for the key before all ops.
+    /// The etag describes the key before the first op.
     fn check_etag(&self, book: &Book, op: &PlannedOp, change: &KeyChange) -> Result<(), KeysError> {
         if op.etag.is_empty() {
             return Ok(());

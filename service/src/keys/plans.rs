@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Prepared changes that are kept until they are committed, discarded or expire.
+//! Prepared changes, kept until they are committed, discarded or expire.
 //!
 //! ```text
 //!  prepare ──▶ Prepared ── commit ──▶ Committed (its answer)
@@ -7,8 +7,8 @@
 //!                 └── discard, expiry ────┴──▶ gone
 //! ```
 //!
-//! A plan keeps no registration: a guest that loads modules would else have one kept for each plan.
-//! It keeps the registration's version, which a commit compares.
+//! A plan does not hold its registration: a guest that loads modules would otherwise keep one alive
+//! per plan. It stores the registration's version, which a commit compares.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -23,78 +23,78 @@ use super::planning::{Planned, PlannedOp};
 use super::replay::Content;
 use super::{KeyOutcome, KeyUpdate, Target, UpdateOutcome};
 
-/// Characters of an unknown id that an error shows; every id is shorter.
+/// Characters of an unknown id that an error shows. Every valid id is shorter.
 const MAX_SHOWN: usize = 64;
 
-/// A change to be prepared.
+/// A request to prepare a change.
 #[derive(Clone, Debug)]
 pub struct PrepareRequest {
-    /// In order, at least one.
+    /// In the order of the request; at least one.
     pub updates: Vec<KeyUpdate>,
-    /// Who asks, and who alone may commit.
+    /// The principal. Only it may commit the plan.
     pub principal: String,
-    /// Empty: cannot be repeated.
+    /// Request id; empty if the request cannot be repeated.
     pub request_id: String,
-    /// Digest of everything but the request id.
+    /// Digest of the request without its id.
     pub content: Content,
-    /// Allow guarded keys, if the monitor does.
+    /// Permit guarded keys, if the monitor does.
     pub allow_guarded: bool,
-    /// Drop references of others.
+    /// Drop references of other holders.
     pub force: bool,
-    /// Answer with the summary alone.
+    /// Omit the per-key results.
     pub summary_only: bool,
-    /// Kept with the holds.
+    /// Reason, stored with the holds.
     pub reason: String,
-    /// When the references taken expire, from the commit on.
+    /// Time to live of new references, counted from the commit.
     pub hold_ttl: Option<Duration>,
-    /// How long the plan is kept.
+    /// Time to live of the plan.
     pub plan_ttl: Duration,
-    /// When to stop trying.
+    /// Deadline for retries.
     pub deadline: Instant,
 }
 
-/// A plan to be made.
+/// A request to commit a plan.
 #[derive(Clone, Debug)]
 pub struct CommitRequest {
-    /// As [`PrepareOutcome`] has it.
+    /// [`PrepareOutcome::plan_id`].
     pub plan_id: String,
-    /// If not empty, the plan's.
+    /// Digest that the plan must have; not checked if empty.
     pub digest: String,
-    /// Who asks.
+    /// The principal.
     pub principal: String,
-    /// Answer with the summary alone.
+    /// Omit the per-key results.
     pub summary_only: bool,
-    /// How long the vCPUs may take to stop.
+    /// Time that the vCPUs have to stop.
     pub stop_timeout: Duration,
-    /// When to stop trying.
+    /// Deadline for retries.
     pub deadline: Instant,
 }
 
-/// A plan to be forgotten.
+/// A request to discard a plan.
 #[derive(Clone, Debug)]
 pub struct DiscardRequest {
-    /// As [`PrepareOutcome`] has it.
+    /// [`PrepareOutcome::plan_id`].
     pub plan_id: String,
-    /// Who asks.
+    /// The principal.
     pub principal: String,
 }
 
-/// A change that may be committed.
+/// A prepared change.
 #[derive(Clone, Debug)]
 pub struct PrepareOutcome {
-    /// For the commit.
+    /// Id for commit and discard.
     pub plan_id: String,
-    /// SHA-256 in hexadecimal.
+    /// SHA-256 of what the plan does, in hexadecimal.
     pub digest: String,
     /// What the commit will do.
     pub outcome: Arc<UpdateOutcome>,
-    /// Zero if no pause is needed; `None` if no change has paused this guest yet.
+    /// Predicted pause: zero if none is needed; `None` before the first pause of this guest.
     pub predicted_pause: Option<Duration>,
-    /// When the plan is forgotten.
+    /// When the plan expires.
     pub expires_at: SystemTime,
 }
 
-/// How much is kept.
+/// Bounds of the kept plans.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PlanLimits {
     pub plans: usize,
@@ -116,12 +116,12 @@ pub(super) struct Kept {
     pub request_id: String,
     pub content: Content,
     pub expires: Instant,
-    /// Of the registration that it was planned on.
+    /// Version of the registration that it was planned on.
     pub version: u64,
     pub generation: u64,
     pub answer: Arc<PrepareOutcome>,
     pub state: State,
-    /// Counted when it is put in.
+    /// Set when the plan is put in.
     pub bytes: usize,
 }
 
@@ -130,10 +130,10 @@ pub(super) enum State {
     Committed(Arc<UpdateOutcome>),
 }
 
-/// What a commit needs.
+/// The parts of a plan that a commit needs.
 pub(super) struct Prepared {
     pub planned: Planned,
-    /// For the audit log.
+    /// Keys of the request, for the audit log.
     pub updates: Vec<KeyUpdate>,
     pub force: bool,
     pub reason: String,
@@ -141,7 +141,7 @@ pub(super) struct Prepared {
 }
 
 impl Kept {
-    /// Bytes of memory that it takes, about.
+    /// Approximate size in memory, in bytes.
     fn count_bytes(&self) -> usize {
         let state = match &self.state {
             State::Prepared(prepared) => prepared.bytes(),
@@ -156,7 +156,7 @@ impl Prepared {
         let target = |update: &KeyUpdate| match &update.keys {
             Target::Name(name) => name.len(),
             Target::Held { name, .. } => name.len(),
-            // The texts, and the globs that are made of them.
+            // The texts, and the compiled globs.
             Target::Selection(selection) => {
                 let texts = selection.patterns.texts().iter();
                 texts.map(|text| 2 * text.len() + 128).sum()
@@ -176,7 +176,7 @@ fn outcome_bytes(outcome: &UpdateOutcome) -> usize {
     outcome.results.iter().map(result).sum()
 }
 
-/// The plans of one guest, in the order of their last use.
+/// The plans of one guest, least recently used first.
 #[derive(Default)]
 pub(super) struct Plans {
     kept: Vec<Kept>,
@@ -185,14 +185,14 @@ pub(super) struct Plans {
 }
 
 impl Plans {
-    /// An id that no plan has had.
+    /// A plan id that was never used.
     pub fn next_id(&mut self, incarnation: &Incarnation) -> String {
         self.made += 1;
         format!("{}-p{}", incarnation.short(), self.made)
     }
 
-    /// Keeps a plan. To make room, committed ones and those of another `version` of the registration
-    /// than the present are forgotten first.
+    /// Keeps a plan. To make room, committed plans and those of another registration `version` are
+    /// dropped first.
     ///
     /// # Errors
     /// [`KeysError::TooManyPlans`].
@@ -228,26 +228,26 @@ impl Plans {
         self.kept.iter().map(|kept| kept.bytes).sum()
     }
 
-    /// Takes a plan out, to be given to [`Plans::put_back`].
+    /// Takes a plan out; [`Plans::put_back`] returns it.
     ///
     /// # Errors
     /// [`KeysError::PlanNotFound`], [`KeysError::PlanNotOwned`].
     pub fn take(&mut self, plan_id: &str, principal: &str) -> Result<Kept, KeysError> {
         let index = self.find(plan_id, principal)?;
         let index = index.ok_or_else(|| KeysError::PlanNotFound {
-            // The error goes into a header of limited size.
+            // Truncated because the error goes into a size-limited header.
             plan_id: plan_id.chars().take(MAX_SHOWN).collect(),
         })?;
         Ok(self.kept.remove(index))
     }
 
-    /// Keeps a plan again that was taken out.
+    /// Puts back a plan that was taken out.
     pub fn put_back(&mut self, mut plan: Kept) {
         plan.bytes = plan.count_bytes();
         self.kept.push(plan);
     }
 
-    /// Forgets a plan. One that is not kept is forgotten already.
+    /// Drops a plan. Discarding an unknown plan succeeds.
     ///
     /// # Errors
     /// [`KeysError::PlanNotOwned`].
@@ -270,10 +270,10 @@ impl Plans {
         }
     }
 
-    /// The plan that was prepared under this request id, if it is kept.
+    /// The plan that this request id prepared, if it is kept.
     ///
     /// # Errors
-    /// [`KeysError::RequestIdReused`] if it is of another change.
+    /// [`KeysError::RequestIdReused`] if the id prepared another change.
     pub fn repeated(
         &self,
         request: &PrepareRequest,
@@ -293,19 +293,19 @@ impl Plans {
         }
     }
 
-    /// Forgets what has expired.
+    /// Drops expired plans.
     pub fn expire(&mut self, now: Instant) {
         self.kept.retain(|kept| kept.expires > now);
     }
 
-    /// When the next one expires.
+    /// When the next plan expires.
     pub fn next_expiry(&self) -> Option<Instant> {
         self.kept.iter().map(|kept| kept.expires).min()
     }
 }
 
-/// SHA-256 over what a plan does: its keys by name with their counts, and its sites by address with
-/// their bytes, each before and after.
+/// SHA-256 over a plan's effect: keys by name with their counts, and sites by address with their
+/// bytes, each before and after.
 pub(super) fn digest(plan: &Plan<Place>) -> String {
     use std::fmt::Write;
     let mut keys: Vec<&KeyChange> = plan.changes().collect();
@@ -313,7 +313,8 @@ pub(super) fn digest(plan: &Plan<Place>) -> String {
     let mut sum = Sha256::new();
     sum.update((keys.len() as u64).to_le_bytes());
     for key in keys {
-        // A length before what has no fixed one: no two lists have the same bytes.
+        // Fields of variable length are preceded by it, so that two different lists cannot hash the
+        // same bytes.
         sum.update((key.name.len() as u64).to_le_bytes());
         sum.update(key.name.as_bytes());
         sum.update(key.before.to_le_bytes());
@@ -327,7 +328,7 @@ pub(super) fn digest(plan: &Plan<Place>) -> String {
     }
     let mut text = String::with_capacity(64);
     for byte in sum.finalize() {
-        // Writing to a string does not fail.
+        // Writing to a String cannot fail.
         let _ = write!(text, "{byte:02x}");
     }
     text

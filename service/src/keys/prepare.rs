@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Changes in two steps: prepared now, and made later as they were prepared.
+//! Changes in two steps: prepare a plan, commit it later.
 //!
-//! A prepare ends where an update would write the intent. A commit begins there, with the plan that
-//! was kept, and goes the way of an update from then on. It does not plan: if the guest has moved on,
-//! it is refused as PLAN_STALE.
+//! A prepare ends where an update writes the intent. A commit starts there with the kept plan and
+//! then proceeds as an update. It does not plan: if the guest has changed, it is refused as
+//! PLAN_STALE.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -101,7 +101,7 @@ impl<G: Guest> Executor<G> {
         Ok(answer)
     }
 
-    /// Makes a plan as it was prepared, once; a repeat gets the first answer.
+    /// Commits a plan once. A repeat returns the first answer.
     pub(super) fn commit(
         &mut self,
         request: &CommitRequest,
@@ -138,7 +138,7 @@ impl<G: Guest> Executor<G> {
             State::Committed(first) => return Ok(Arc::clone(first)),
             State::Prepared(prepared) => prepared,
         };
-        // Changes made since the prepare have moved the ring on.
+        // Changes since the prepare have advanced the ring of records.
         let registration = self.shared.registry.snapshot()?.registration;
         let memory = registration.memory(self.guest.ram());
         prepared.planned.plan.locate_records(&memory);
@@ -154,7 +154,7 @@ impl<G: Guest> Executor<G> {
                 id: plan_id,
                 digest: &kept.answer.digest,
             }),
-            // The plan is of permitted keys.
+            // The prepare has checked the permission.
             allow_guarded: true,
             validate_only: false,
             stop_timeout: request.stop_timeout,
@@ -196,7 +196,7 @@ impl<G: Guest> Executor<G> {
     }
 }
 
-/// Bytes of a running guest that may be its own change of the site, or foreign.
+/// A site of a running guest with other bytes: the guest is patching it, or the bytes are foreign.
 fn unrecognised(key: &str, site: u64) -> InTheWay {
     InTheWay {
         kind: ClosedGate::KeyChanged,

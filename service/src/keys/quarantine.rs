@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Why a key may not be changed any more.
+//! Why a key must not be changed.
 
-/// Kept until the key's module is loaded again, or the guest has booted again.
+/// It lasts until the key's module is reloaded or the guest reboots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Quarantine {
-    /// For programs.
+    /// Cause, for programs.
     pub cause: QuarantineCause,
-    /// For people.
+    /// Description, for people.
     pub message: String,
 }
 
-/// What was found.
+/// Cause of a quarantine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QuarantineCause {
     /// A site holds neither its NOP nor its JMP.
     ForeignBytes,
-    /// A change could not be undone.
+    /// A change could not be undone completely.
     UndoIncomplete,
 }

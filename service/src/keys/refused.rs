@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Modules whose registration was refused. They are loaded all the same, so the keys that they use can
-//! never be flipped: their sites in the module are unknown.
+//! Modules whose registration was refused. They are loaded nevertheless, and their sites are
+//! unknown. So the keys that they use cannot be flipped.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,19 +9,19 @@ use static_keys::MODULES_MAX;
 
 use super::error::{KeyRefusal, KeysError};
 
-/// A module that is loaded and not registered.
+/// A loaded module whose registration was refused.
 #[derive(Clone, Debug)]
 struct RefusedModule {
     name: String,
     why: Arc<str>,
 }
 
-/// By the address of the `struct module`.
+/// By address of `struct module`.
 #[derive(Clone, Debug, Default)]
 pub struct RefusedModules(BTreeMap<u64, RefusedModule>);
 
 impl RefusedModules {
-    /// Remembers one, unless there are as many as a guest can have registered.
+    /// Records a module, up to the number that a guest can register.
     pub fn insert(&mut self, module: u64, name: String, why: &str) {
         if self.0.len() < MODULES_MAX || self.has(module) {
             let why = why.into();
@@ -29,22 +29,22 @@ impl RefusedModules {
         }
     }
 
-    /// Whether the module at this address is one.
+    /// Whether the module at this address was refused.
     pub fn has(&self, module: u64) -> bool {
         self.0.contains_key(&module)
     }
 
-    /// Forgets one that is gone or registered by now.
+    /// Removes a module that was unloaded or has registered.
     pub fn remove(&mut self, module: u64) {
         self.0.remove(&module);
     }
 
-    /// Why a key cannot be changed that the module at this address uses.
+    /// The error for a key that the module at this address uses.
     pub fn user(&self, module: u64, key: &str) -> Option<KeysError> {
         Some(self.0.get(&module)?.refusal(key))
     }
 
-    /// Why a key is not known, by its full name.
+    /// The error for an unknown key, by its full name.
     pub fn home(&self, full_name: &str) -> Option<KeysError> {
         let (module, _) = full_name.split_once(':')?;
         let refused = self.0.values().find(|refused| refused.name == module)?;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reading what the guest registers: hostile numbers, each copied once, checked, and used from the
-//! copy.
+//! Reads the guest's registration. Its numbers are hostile: each is copied once, checked, and used
+//! from the copy.
 
 use static_keys::{
     CPUS_MAX, Concerns, Directory, EntryFormat, GATES_MAX, GateError, GateKind, Gates, GuestMemory,
@@ -14,8 +14,7 @@ use crate::paging::Levels;
 /// Longest module name in a request, its NUL not included.
 const MAX_MODULE_NAME: usize = 63;
 
-/// Why a request is refused: one sentence for `DescribeGuest.registration_error`; the guest gets
-/// -EINVAL.
+/// Why a request is refused, for `DescribeGuest.registration_error`. The guest gets -EINVAL.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}; build the guest's kernel from the series that belongs to this monitor")]
 pub struct Refused(pub String);
@@ -24,10 +23,10 @@ fn refuse<T>(sentence: impl Into<String>) -> Result<T, Refused> {
     Err(Refused(sentence.into()))
 }
 
-/// Reads a structure from the front of a request page that was copied.
+/// Parses a structure at the start of a copied request page.
 ///
 /// # Errors
-/// [`Refused`] if the header does not belong to it.
+/// [`Refused`] if the header does not match.
 pub fn read_request<T: FromBytes>(page: &[u8], op: u32) -> Result<T, Refused> {
     let Ok((header, _)) = abi::Header::read_from_prefix(page) else {
         return refuse("the request page is too short for a header");
@@ -108,7 +107,7 @@ pub fn check_address(what: &str, address: u64, levels: Levels) -> Result<(), Ref
     Ok(())
 }
 
-/// Checks a number that the guest draws and that stands for something.
+/// Checks an identifier that the guest chooses.
 ///
 /// # Errors
 /// [`Refused`] if it is 0.
@@ -119,7 +118,7 @@ pub fn check_number(what: &str, number: u64) -> Result<(), Refused> {
     Ok(())
 }
 
-/// Checks what the guest must leave zero: a later guest sets it to say what a host has to know.
+/// Checks a reserved field: a later guest sets it to announce something the host must know.
 ///
 /// # Errors
 /// [`Refused`] names it.
@@ -132,7 +131,7 @@ pub fn check_reserved(what: &str, bits: u32) -> Result<(), Refused> {
     Ok(())
 }
 
-/// Text of a fixed, NUL-padded field: what is printable of it.
+/// The printable part of a fixed, NUL-padded field.
 pub fn field_text(field: &[u8]) -> String {
     let end = field
         .iter()
@@ -171,14 +170,14 @@ pub fn build_id(id: &[u8; 20]) -> String {
     id.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Largest offset in a guest structure that is believed, in bytes. `struct module` is the largest,
-/// with some 1,500.
+/// Largest plausible offset in a guest structure, in bytes. `struct module`, the largest, has about
+/// 1,500.
 const MAX_OFFSET: u32 = 1 << 16;
 
 /// The layout of the guest's structures.
 ///
 /// # Errors
-/// [`Refused`] if an offset is out of all proportion.
+/// [`Refused`] if an offset is implausible.
 fn layout(descriptor: &abi::Descriptor) -> Result<Layout, Refused> {
     let layout = Layout {
         static_key_type: descriptor.static_key_type,
@@ -196,7 +195,7 @@ fn layout(descriptor: &abi::Descriptor) -> Result<Layout, Refused> {
 /// Checks the offsets of a layout.
 ///
 /// # Errors
-/// [`Refused`] if an offset is out of all proportion.
+/// [`Refused`] if an offset is implausible.
 pub fn check_layout(layout: Layout) -> Result<Layout, Refused> {
     let offsets = [
         ("static_key.type", layout.static_key_type),
@@ -236,7 +235,7 @@ fn entry_format(format: u32, size: u32) -> Result<EntryFormat, Refused> {
     Ok(format)
 }
 
-/// Where a directory lies.
+/// Location of a directory.
 ///
 /// # Errors
 /// [`Refused`] if a reserved field is set.
@@ -251,10 +250,10 @@ pub fn directory(directory: abi::Directory) -> Result<Directory, Refused> {
     })
 }
 
-/// The kernel that a descriptor describes; `memory` is what its addresses are in.
+/// The kernel that a descriptor describes; `memory` resolves its addresses.
 ///
 /// # Errors
-/// [`Refused`] if a number in it cannot be right, or its gates cannot be read.
+/// [`Refused`] if a number is implausible or its gates cannot be read.
 pub fn kernel(
     descriptor: &abi::Descriptor,
     memory: &impl GuestMemory,
@@ -286,7 +285,7 @@ fn records(descriptor: &abi::Descriptor, levels: Levels) -> Result<RecordRing, R
     })
 }
 
-/// Largest entry of the array of gates that a later guest may have.
+/// Largest gate entry of a later guest.
 const MAX_GATE_SIZE: usize = 2 * size_of::<abi::Gate>();
 
 /// Reads the array of gates.
@@ -326,7 +325,7 @@ fn gates(
     check_gates(gates, levels)
 }
 
-/// Copies what an array consists of, which is bounded.
+/// Copies an array of bounded size.
 fn copy(
     what: &str,
     address: u64,
@@ -382,7 +381,7 @@ fn gate_kind(number: u32) -> GateKind {
 /// Checks the addresses of gate words.
 ///
 /// # Errors
-/// [`Refused`] names the one that is no address of a kernel.
+/// [`Refused`] names an address outside of the kernel's half.
 pub fn check_gates(gates: Gates, levels: Levels) -> Result<Gates, Refused> {
     for (name, address) in gates.addresses() {
         check_address(&format!("gate {name}"), address, levels)?;
@@ -454,7 +453,7 @@ mod tests {
             assert!(error.to_string().contains(word), "{error}");
         }
         assert!(read_request::<abi::Header>(&[0; 8], 2).is_err());
-        // A later guest's structure, of which only the known part is read.
+        // The structure of a later guest, of which only the known part is read.
         let later = abi::Header {
             size: 4096,
             ..header()

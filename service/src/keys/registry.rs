@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What the guest has registered, published as snapshots.
 //!
-//! vCPU threads write (one at a time, `writer`), everybody reads. A snapshot is immutable; its
-//! version says whether it is still the current one. The executor plans on a snapshot and looks at the
-//! version again when the vCPUs have stopped: since a vCPU thread cannot stop inside a request, a
-//! version that has not changed by then cannot change before the resume. `MODULE_DEL` returns to the
-//! guest only after the version has moved on, so a plan with the module's sites is never committed
-//! after it.
+//! vCPU threads write, one at a time (`writer`); all threads read. A snapshot is immutable, and its
+//! version tells whether it is current. The executor plans on a snapshot and checks the version
+//! again when the vCPUs are stopped. A vCPU thread cannot stop inside a request, so a version that
+//! is unchanged then cannot change before the resume. `MODULE_DEL` returns to the guest only after
+//! the version has changed, so a plan with the module's sites is never committed after it.
 //!
-//! A change of counts alone is made beside running vCPUs, so it looks at the version inside the fence,
-//! which every new version is published through: a request waits there until the counts are written,
-//! or the change finds that its version is gone.
+//! A change of counts alone is made while vCPUs run. It checks the version inside the fence, and
+//! every new version is published through the fence: either the request waits until the counts are
+//! written, or the change finds a new version.
 
 mod discovered;
 pub mod discovery;
@@ -39,51 +38,51 @@ use crate::log_limit::limited;
 use crate::memory::GuestRam;
 use crate::paging::Levels;
 
-/// How far the registration is.
+/// State of the registration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RegistrationPhase {
-    /// Nothing was heard of the guest's kernel.
+    /// No kernel has registered.
     #[default]
     Absent,
-    /// Its keys are known.
+    /// A kernel is registered.
     Registered,
-    /// It has taken its registration back.
+    /// The kernel has withdrawn its registration.
     Withdrawn,
-    /// Its registration was refused.
+    /// The registration was refused.
     Refused,
 }
 
 /// A kernel's registration with its modules.
 #[derive(Clone, Debug)]
 pub struct Registration {
-    /// Drawn by the guest.
+    /// Random number that the guest chose at boot.
     pub generation: u64,
-    /// The kernel's own.
+    /// The kernel's own page table.
     pub page_table: PageTable,
     /// Page table isolation is on.
     pub page_table_isolation: bool,
-    /// Of the kernel's text, in bytes.
+    /// KASLR offset of the kernel's text, in bytes.
     pub kaslr_offset: u64,
     /// utsname release, printable.
     pub release: String,
     /// Hexadecimal; empty if unknown.
     pub build_id: String,
-    /// Of the source.
+    /// Guarantees of the source.
     pub promises: Promises,
     /// Keys and sites.
     pub catalog: Catalog,
     /// Offset of `type` in `struct static_key`; `None` in kernels without jump labels.
     type_offset: Option<u32>,
-    /// Of the kernel image.
+    /// Epoch of the kernel image.
     epoch: u64,
-    /// Epochs by name.
+    /// Epochs of modules by name.
     modules: HashMap<Arc<str>, u64>,
-    /// Loaded, and not in the catalog.
+    /// Modules that are loaded but not in the catalog.
     refused: RefusedModules,
 }
 
 impl Registration {
-    /// The memory that its addresses are in.
+    /// Guest memory.
     pub fn memory(&self, ram: &GuestRam) -> KernelMemory {
         KernelMemory::new(ram, self.page_table)
     }
@@ -91,9 +90,10 @@ impl Registration {
     /// The key with this full name.
     ///
     /// # Errors
-    /// [`KeysError::KeyNotFound`] with names near it; MODULE_REFUSED if the key's module was.
+    /// [`KeysError::KeyNotFound`] with similar names; MODULE_REFUSED if the key's module was
+    /// refused.
     pub fn find(&self, name: &str) -> Result<&Key, KeysError> {
-        // ":name" is the kernel image's, as in patterns.
+        // ":name" is a key of the kernel image, as in patterns.
         let full_name = name.strip_prefix(':').unwrap_or(name);
         let not_found = || KeysError::KeyNotFound {
             name: name.to_owned(),
@@ -104,7 +104,8 @@ impl Registration {
             .ok_or_else(|| self.refused.home(name).unwrap_or_else(not_found))
     }
 
-    /// Tells what only passes from what stays for as long as a module is loaded.
+    /// Returns an error if a refused module uses the key: retrying does not help while it is
+    /// loaded.
     ///
     /// # Errors
     /// MODULE_REFUSED.
@@ -117,20 +118,20 @@ impl Registration {
         }
     }
 
-    /// For whom the tracepoint of a key fires; `None` for other keys, and for a guest that points at
-    /// what is not mapped.
+    /// The probes of a key's tracepoint; `None` for other keys, and if the guest's pointer is
+    /// unmapped.
     fn probes(&self, memory: &KernelMemory, key: KeyId) -> Option<Probes> {
         self.catalog.probes(memory, key).ok().flatten()
     }
 
-    /// What decides on the holds on a key; `None` if its count cannot be read.
+    /// The state that decides about a key's holds; `None` if its count cannot be read.
     pub fn state(&self, memory: &KernelMemory, key: &Key) -> Option<KeyState> {
         let count = self.catalog.enabled(memory, key.id).ok()?;
         let tracepoint = key.class == Class::Tracepoint;
         Some(self.state_at(memory, key.id, tracepoint, count))
     }
 
-    /// The same, of a key whose count was read already.
+    /// As [`Self::key_state`] with a count that was already read.
     pub fn state_at(
         &self,
         memory: &KernelMemory,
@@ -154,7 +155,7 @@ impl Registration {
         };
         let mut first = [0];
         let address = key.id.0.wrapping_add(offset.into());
-        // A key that cannot be read is a module's that is just going.
+        // A key that cannot be read belongs to a module that is being unloaded.
         self.memory(ram).read_gva(address, &mut first).is_ok() && first[0] & JUMP_TYPE_TRUE != 0
     }
 
@@ -165,7 +166,7 @@ impl Registration {
             .map(|(_, name)| name)
     }
 
-    /// The key for as long as it exists.
+    /// The instance of a key.
     pub fn instance(&self, key: &Key) -> KeyInstance {
         let epoch = match key.module() {
             "" => self.epoch,
@@ -174,7 +175,7 @@ impl Registration {
         KeyInstance { epoch, id: key.id }
     }
 
-    /// Whether the key still exists.
+    /// Whether the key instance still exists.
     pub fn has(&self, instance: KeyInstance) -> bool {
         self.catalog
             .key(instance.id)
@@ -182,7 +183,8 @@ impl Registration {
     }
 }
 
-/// [`Registration::instance`] for many keys, of which those of one module come together.
+/// [`Registration::instance`] for many keys. It caches the module, since keys of one module are
+/// adjacent.
 #[derive(Debug)]
 pub struct Instances<'a> {
     registration: &'a Registration,
@@ -199,7 +201,7 @@ impl<'a> Instances<'a> {
         }
     }
 
-    /// The key for as long as it exists.
+    /// The instance of a key.
     pub fn instance(&mut self, key: &'a Key) -> KeyInstance {
         if key.module() != self.last.0 {
             self.last = (key.module(), self.registration.instance(key).epoch);
@@ -211,21 +213,21 @@ impl<'a> Instances<'a> {
     }
 }
 
-/// The registration as it was at one moment.
+/// A registration at one version.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    /// Of the registry at that moment.
+    /// Version of the registry.
     pub version: u64,
-    /// What was registered.
+    /// The registration.
     pub registration: Arc<Registration>,
 }
 
-/// For people and programs that ask what is registered.
+/// Description of the registration.
 #[derive(Clone, Debug, Default)]
 pub struct Description {
-    /// How far it is.
+    /// State.
     pub phase: RegistrationPhase,
-    /// Why the last request was refused; empty if it was not.
+    /// Why the last request was refused; empty if it was accepted.
     pub error: String,
     /// As in [`Registration`].
     pub release: String,
@@ -252,26 +254,26 @@ struct State {
     phase: RegistrationPhase,
     error: String,
     registration: Option<Arc<Registration>>,
-    /// The kernel that is registered, or was last.
+    /// The current or last kernel.
     boot: Option<Boot>,
 }
 
-/// Answers the guest's requests and publishes what it has registered.
+/// Serves the guest's requests and publishes registrations.
 #[derive(Debug)]
 pub struct Registry {
     ram: OnceLock<GuestRam>,
-    /// Serialises requests; held while a request is read and checked.
+    /// Serialises requests. Held while a request is read and checked.
     writer: Mutex<Writer>,
-    /// Held while a version is published, and while counts are changed at a version. Taken before
-    /// `state`; whoever holds it waits for nothing and does no I/O.
+    /// Held while a version is published and while counts are changed. Taken before `state`. Its
+    /// holder does no I/O and waits for nothing.
     fence: Mutex<()>,
-    /// Held for a look or a change.
+    /// Held briefly.
     state: Mutex<State>,
     version: AtomicU64,
     journal: Arc<Journal>,
-    /// Told after each change of the description.
+    /// Signals changes of the description.
     changes: watch::Sender<()>,
-    /// Finds tables when they are asked for; without one the guest tells them.
+    /// Discovers the kernel on demand; unset if the guest registers itself.
     discovery: OnceLock<Discovery>,
 }
 
@@ -288,7 +290,7 @@ impl Writer {
 }
 
 impl Registry {
-    /// A registry that has heard nothing yet.
+    /// A registry without a registration.
     pub fn new(limits: Limits) -> Self {
         Self {
             ram: OnceLock::new(),
@@ -302,17 +304,17 @@ impl Registry {
         }
     }
 
-    /// Changes whenever [`Self::describe`] does.
+    /// Signals changes of [`Self::describe`].
     pub fn changes(&self) -> watch::Receiver<()> {
         self.changes.subscribe()
     }
 
-    /// Has the guest's kernel looked for when its keys are asked for. Later calls change nothing.
+    /// Sets the discovery that runs when keys are requested. Only the first call has an effect.
     pub fn discover(&self, guest: Arc<dyn Discoverable>) {
         let _ = self.discovery.set(Discovery::new(guest));
     }
 
-    /// Gives it the guest's memory, before the guest starts. Later calls change nothing.
+    /// Sets the guest's memory, before the guest starts. Only the first call has an effect.
     pub fn attach(&self, ram: GuestRam) {
         let _ = self.ram.set(ram);
     }
@@ -327,13 +329,14 @@ impl Registry {
         &self.journal
     }
 
-    /// Advances with each change. Takes no lock, so it may be asked while the guest is stopped.
+    /// The current version. Takes no lock, so it can be read while the guest is stopped.
     pub fn version(&self) -> u64 {
         self.version.load(Ordering::SeqCst)
     }
 
-    /// Makes a change if `version` is still the current one, and keeps it so meanwhile: no request that
-    /// takes keys away returns to the guest before the change is made. `None` if there is a newer one.
+    /// Runs `change` if `version` is current, and keeps it current meanwhile: no request that
+    /// removes keys returns to the guest before `change` is done. `None` if there is a newer
+    /// version.
     pub fn at_version<T>(&self, version: u64, change: impl FnOnce() -> T) -> Option<T> {
         let _fence = self.fence();
         (self.version() == version).then(change)
@@ -343,18 +346,18 @@ impl Registry {
         self.fence.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The registration as it is now. Of a guest that does not register, looks first whether its kernel
-    /// is still the one that was found, which may take as long as a discovery.
+    /// The current registration. For a guest that does not register, checks first that its kernel
+    /// is still the discovered one, which may take as long as a discovery.
     ///
     /// # Errors
-    /// [`KeysError::NotRegistered`] says why there is none and what to do.
+    /// [`KeysError::NotRegistered`] with the reason and the next step.
     pub fn snapshot(&self) -> Result<Snapshot, KeysError> {
         if let Some(discovery) = self.discovery.get() {
             discovery.look(self);
         }
         let state = self.state();
         match &state.registration {
-            // The version changes under this lock only.
+            // The version changes only under this lock.
             Some(registration) => Ok(Snapshot {
                 version: self.version(),
                 registration: Arc::clone(registration),
@@ -365,12 +368,12 @@ impl Registry {
         }
     }
 
-    /// Number of the kernel that runs, or ran last: what was done to another one is no more.
+    /// Number of the current or last boot. What was done to an earlier boot is void.
     pub fn boot(&self) -> Option<u64> {
         self.state().boot.as_ref().map(|boot| boot.epoch)
     }
 
-    /// Epochs of images whose keys exist, even if the guest has taken its registration back.
+    /// Epochs of images whose keys exist, even if the registration is withdrawn.
     pub fn live_epochs(&self) -> HashSet<u64> {
         self.state()
             .boot
@@ -404,7 +407,7 @@ impl Registry {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Every change assigns whole values.
+        // Each change assigns whole values, so a panic leaves no half state.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -424,7 +427,7 @@ impl Registry {
         self.changes.send_replace(());
     }
 
-    /// Publishes a registration whose modules have changed.
+    /// Publishes a registration with other modules.
     fn publish_modules(&self, registration: Registration, error: String) {
         let registration = Some(Arc::new(registration));
         self.publish(RegistrationPhase::Registered, error, registration);
@@ -440,7 +443,7 @@ impl Registry {
         self.journal.append(vec![Event::Removed { module }]);
     }
 
-    /// Publishes the registration of a kernel, or why there is none.
+    /// Publishes a kernel's registration, or the reason for its refusal.
     fn install(
         &self,
         ram: &GuestRam,
@@ -456,7 +459,7 @@ impl Registry {
                 .filter(|boot| boot.id == tables.boot)
                 .unwrap_or_else(|| Boot::new(tables.boot, writer.next_epoch()));
             boot.generation = tables.generation;
-            // A kernel that registers tells its modules afterwards, each with its load.
+            // A kernel that registers itself adds its modules afterwards, each with its load.
             let with_modules = matches!(tables.contents, Contents::Found(..));
             let mut registration = source::registration(ram, tables, boot.epoch)?;
             if with_modules {
@@ -465,7 +468,7 @@ impl Registry {
             Ok((registration, boot))
         });
         if had {
-            // Whatever comes now, the earlier registration is over.
+            // Whatever follows, the earlier registration is void.
             self.announce_removed("");
         }
         match result {

@@ -18,35 +18,35 @@ use super::view::{ITEM_BYTES, PAGE_BYTES};
 use super::{Keys, MAX_UPDATES, UpdateOutcome, hold_number, replay};
 use crate::guest::Guest;
 
-/// Gives back the references of holds.
+/// A request to release holds.
 #[derive(Clone, Debug)]
 pub struct ReleaseRequest {
-    /// 1 to [`MAX_UPDATES`].
+    /// Hold ids, 1 to [`MAX_UPDATES`].
     pub ids: Vec<String>,
-    /// Who asks.
+    /// The principal.
     pub principal: String,
-    /// Release also holds of other principals.
+    /// Also release holds of other principals.
     pub force: bool,
-    /// Empty: cannot be repeated.
+    /// Request id; empty if the request cannot be repeated.
     pub request_id: String,
-    /// Digest of everything but the request id.
+    /// Digest of the request without its id.
     pub content: replay::Content,
-    /// Answer with the summary alone.
+    /// Omit the per-key results.
     pub summary_only: bool,
-    /// How long the vCPUs may take to stop.
+    /// Time that the vCPUs have to stop.
     pub stop_timeout: Duration,
-    /// When to stop trying.
+    /// Deadline for retries.
     pub deadline: Instant,
 }
 
-/// Gives holds a new expiry.
+/// A request to renew holds.
 #[derive(Clone, Debug)]
 pub struct RenewRequest {
-    /// 1 to [`MAX_UPDATES`].
+    /// Hold ids, 1 to [`MAX_UPDATES`].
     pub ids: Vec<String>,
-    /// Who asks, and holds them.
+    /// The principal, which must hold them.
     pub principal: String,
-    /// From now on; `None`: they do not expire any more.
+    /// New time to live from now; `None`: the holds no longer expire.
     pub ttl: Option<Duration>,
 }
 
@@ -67,7 +67,7 @@ impl Keys {
             .await
     }
 
-    /// Renews all of the holds or none, in the order of the ids. The guest runs on.
+    /// Renews all of the holds or none, in the order of the ids. The guest keeps running.
     ///
     /// # Errors
     /// [`KeysError::HoldNotFound`], NOT_HOLDER, [`KeysError::AuditLogUnwritable`].
@@ -98,7 +98,7 @@ impl<G: Guest> Executor<G> {
                 continue;
             }
             self.check_registered(&snapshot.registration, key)?;
-            // One more shows that there are too many.
+            // One more than the limit shows that there are too many.
             let room = MAX_UPDATES + 1 - updates.len();
             let of_hold = |hold: &Hold| numbers.contains(&hold.number);
             updates.extend(self.releases(&snapshot.registration, key, room, of_hold));
@@ -113,7 +113,7 @@ impl<G: Guest> Executor<G> {
             updates: &updates,
             terms: Terms::new(principal, "release holds", Drops::Holds(numbers), None),
             plan: None,
-            // Permission was given when the holds were taken.
+            // The holds were taken with this permission.
             allow_guarded: true,
             validate_only: false,
             stop_timeout: request.stop_timeout,
@@ -157,7 +157,7 @@ impl<G: Guest> Executor<G> {
         Ok(chosen.numbers.iter().filter_map(view).collect())
     }
 
-    /// The answer has all holds.
+    /// The answer lists all holds.
     fn check_answer(&self, chosen: &Chosen) -> Result<(), KeysError> {
         let book = self.shared.book();
         let bytes = |number: &u64| {
@@ -176,7 +176,7 @@ impl<G: Guest> Executor<G> {
         Ok(())
     }
 
-    /// Finds holds by their ids; with a `holder`, only its own.
+    /// Finds holds by their ids; with `holder`, only its own.
     fn choose(&self, ids: &[String], holder: Option<&str>) -> Result<Chosen, KeysError> {
         let mut numbers = Vec::with_capacity(ids.len());
         let mut given = HashSet::with_capacity(ids.len());
@@ -196,7 +196,7 @@ impl<G: Guest> Executor<G> {
         keys.retain(|_, key| live.contains(&key.epoch));
         let touched: HashSet<KeyInstance> = keys.values().copied().collect();
         for instance in touched {
-            // A key that is not registered, or cannot be read, keeps its holds for now.
+            // Holds on a key that is unregistered or unreadable are kept.
             let state = snapshot.as_ref().and_then(|snapshot| {
                 let registration = &snapshot.registration;
                 let key = registration.catalog.key(instance.id);
@@ -227,7 +227,7 @@ impl<G: Guest> Executor<G> {
         Ok(Chosen { numbers, keys })
     }
 
-    /// A module that is loaded may not be registered at the moment.
+    /// A loaded module may be unregistered at the moment.
     fn check_registered(
         &self,
         registration: &Registration,

@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 
 use super::error::KeysError;
 
-/// Digest of what a request asks for.
+/// Digest of a request.
 pub type Content = [u8; 32];
 
 #[derive(Debug)]
@@ -18,7 +18,7 @@ struct Answer<A> {
     results: usize,
 }
 
-/// The newest answers, by client and request id.
+/// The newest answers, by principal and request id.
 #[derive(Debug)]
 pub struct Replay<A> {
     answers: HashMap<(String, String), Answer<A>>,
@@ -41,17 +41,17 @@ impl<A> Replay<A> {
         }
     }
 
-    /// Forgets all answers.
+    /// Drops all answers.
     pub fn clear(&mut self) {
         self.answers.clear();
         self.order.clear();
         self.results = 0;
     }
 
-    /// The answer given earlier, if there was one.
+    /// The earlier answer, if there is one.
     ///
     /// # Errors
-    /// [`KeysError::RequestIdReused`] if it was to another question.
+    /// [`KeysError::RequestIdReused`] if it answers another request.
     pub fn find(
         &self,
         principal: &str,
@@ -73,7 +73,7 @@ impl<A> Replay<A> {
         }
     }
 
-    /// Remembers an answer of so many results. Without a request id there is nothing to remember.
+    /// Keeps an answer with this many results. Without a request id it does nothing.
     pub fn remember(
         &mut self,
         principal: &str,
@@ -109,7 +109,7 @@ impl<A> Replay<A> {
     }
 }
 
-/// Digest of a message that was encoded without its request id.
+/// Digest of a message that is encoded without its request id.
 pub fn content(encoded: &[u8]) -> Content {
     Sha256::digest(encoded).into()
 }

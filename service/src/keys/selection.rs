@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! From the updates of a request to ops on keys.
+//! Resolves the updates of a request to ops on keys.
 
 use static_keys::{Class, Key, Op, Patterns, PlanError};
 
@@ -13,7 +13,7 @@ use super::{KeyUpdate, MAX_UPDATES, Selection, Target};
 pub(super) struct KeyOp<'a> {
     pub key: &'a Key,
     pub op: Op,
-    /// Checked if not empty.
+    /// Checked unless empty.
     pub etag: &'a str,
 }
 
@@ -22,20 +22,20 @@ pub(super) struct KeyOp<'a> {
 pub(super) struct Resolved<'a> {
     /// In order.
     pub ops: Vec<KeyOp<'a>>,
-    /// Of each selection, in order, the number of its keys.
+    /// Number of keys of each selection, in order.
     pub selected: Vec<usize>,
-    /// Keys that selections matched and left out.
+    /// Keys that a selection matched and left out.
     pub left_out: usize,
 }
 
 impl Selection {
-    /// Whether it has this key.
+    /// Whether it matches this key.
     pub fn has(&self, key: &Key) -> bool {
         let class = self.classes.is_empty() || self.classes.contains(&key.class);
         class && self.patterns.select(key.module(), key.name())
     }
 
-    /// The classes for people.
+    /// The classes as text.
     pub(super) fn class_names(&self) -> Vec<&'static str> {
         let name = |class: &Class| match class {
             Class::Guarded => "guarded",
@@ -47,12 +47,12 @@ impl Selection {
 }
 
 impl<'a> Resolved<'a> {
-    /// Finds the keys of the updates.
+    /// Resolves the updates.
     ///
     /// # Errors
-    /// [`KeysError::KeyNotFound`], [`KeysError::NothingSelected`], [`KeysError::KeyRefused`] if a
-    /// selection leaves out all that it matches, or a key that it names,
-    /// [`KeysError::InvalidArgument`] if there are too many.
+    /// [`KeysError::KeyNotFound`], [`KeysError::NothingSelected`], [`KeysError::InvalidArgument`]
+    /// for too many keys, [`KeysError::KeyRefused`] if a selection leaves out all its keys or a key
+    /// that it names.
     pub fn new(
         registration: &'a Registration,
         updates: &'a [KeyUpdate],
@@ -100,7 +100,7 @@ impl<'a> Resolved<'a> {
             if !selection.has(key) {
                 continue;
             }
-            // Who gives a name means that key, and is refused with it as without patterns.
+            // A literal name means that key, so it is refused as a single key is.
             let named = || selection.patterns.name(key.module(), key.name());
             if key.class == Class::Guarded && !allow_guarded {
                 if named() {
@@ -120,7 +120,7 @@ impl<'a> Resolved<'a> {
                 self.ops.push(KeyOp { key, op, etag: "" });
             }
         }
-        // Of names the service has counted them; a program beside it may give more.
+        // The API limits the number of names; embedding programs may pass more.
         if self.ops.len() > MAX_UPDATES {
             return Err(KeysError::InvalidArgument {
                 field: "updates",
@@ -143,7 +143,7 @@ impl<'a> Resolved<'a> {
         if ops.is_empty() {
             return Err(nothing(selection, guarded, sealed));
         }
-        // Ones that became known later stand at the end of their image.
+        // Keys that became known later are at the end of their image.
         ops.sort_unstable_by_key(|op| op.key.id);
         self.selected.push(ops.len());
         self.left_out += guarded + sealed;
@@ -151,7 +151,7 @@ impl<'a> Resolved<'a> {
     }
 }
 
-/// Why a selection is empty.
+/// Why a selection matches nothing.
 fn nothing(selection: &Selection, guarded: usize, sealed: usize) -> KeysError {
     let patterns = selection.patterns.to_string();
     let all_refused = |reason, message| KeysError::KeyRefused {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A pause that outlasts the command that began it.
+//! A pause that outlives the command that started it.
 
 use std::time::{Duration, Instant};
 
 use crate::guest::Guest;
 use crate::pause::PauseError;
 
-/// The guest as the executor finds it between two commands: running, or held paused because an operator
-/// asked for it or a change could not be taken back.
+/// The guest between two commands: running, or held paused because an operator asked for it or an
+/// undo is incomplete.
 pub(super) struct Standstill<'g, G: Guest> {
     guest: &'g G,
     held: Option<Held<G::Paused<'g>>>,
@@ -15,7 +15,7 @@ pub(super) struct Standstill<'g, G: Guest> {
 
 struct Held<P> {
     paused: P,
-    /// When it ends by itself; `None`: only an operator ends it.
+    /// When the pause expires; `None`: only an operator ends it.
     until: Option<Instant>,
 }
 
@@ -30,7 +30,7 @@ impl<'g, G: Guest> Standstill<'g, G> {
         self.held.as_ref().map(|held| &held.paused)
     }
 
-    /// Stops a guest that is not held, for as long as the answer lives.
+    /// Stops the guest unless it is held. It is resumed when the returned value is dropped.
     ///
     /// # Errors
     /// As [`Guest::pause`].
@@ -38,13 +38,12 @@ impl<'g, G: Guest> Standstill<'g, G> {
         self.guest.pause(timeout)
     }
 
-    /// Holds the guest from now on, until then or until it is resumed.
+    /// Holds the guest until `until` or a resume.
     pub fn hold(&mut self, paused: G::Paused<'g>, until: Option<Instant>) {
         self.held = Some(Held { paused, until });
     }
 
-    /// Holds a guest that is held for longer. A pause that ends later, or only by a resume, is not cut
-    /// short.
+    /// Extends a pause. A pause that ends later, or only by a resume, is not shortened.
     pub fn prolong(&mut self, until: Instant) {
         let held = self.held.as_mut();
         if let Some(end) = held.and_then(|held| held.until.as_mut()) {
@@ -52,12 +51,12 @@ impl<'g, G: Guest> Standstill<'g, G> {
         }
     }
 
-    /// When the pause ends by itself.
+    /// When the pause expires.
     pub fn expiry(&self) -> Option<Instant> {
         self.held.as_ref()?.until
     }
 
-    /// Lets the guest run on.
+    /// Resumes the guest.
     pub fn end(&mut self) {
         self.held = None;
     }

@@ -1,39 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Function names for site addresses, from the kernel's own symbol table.
 //!
-//! The guest does not send its symbols; an operator may give the monitor the kernel's `System.map`
-//! or `vmlinux`. It is matched by nobody, so a wrong file gives wrong names and nothing worse.
+//! The guest does not send its symbols. An operator may give the monitor the kernel's `System.map`
+//! or `vmlinux`. It is not checked against the guest: a wrong file gives wrong names and does no
+//! other harm.
 
 use std::path::Path;
 
 use object::{Object, ObjectSymbol, SymbolKind};
 
-/// At most this many bytes of a file are read: a vmlinux with debug information has some 400 MiB.
+/// Maximum file size: a vmlinux with debug information has about 400 MiB.
 const MAX_FILE_BYTES: u64 = 2 << 30;
 
-/// Why no symbols could be read.
+/// Why symbols could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum SymbolsError {
-    /// Of the operating system.
+    /// An I/O error.
     #[error("symbol file {path} cannot be read: {source}")]
     Unreadable {
-        /// As given.
+        /// Path of the file.
         path: String,
-        /// Of the operating system.
+        /// The error.
         source: std::io::Error,
     },
-    /// Too large to be a kernel.
+    /// The file is too large for a kernel.
     #[error("symbol file {path} has more than 2 GiB; give the kernel's System.map instead")]
     TooLarge {
-        /// As given.
+        /// Path of the file.
         path: String,
     },
-    /// Neither of the two formats.
+    /// The file has neither format.
     #[error(
         "symbol file {path} is neither a System.map nor an ELF file with a symbol table; give one of them"
     )]
     NoSymbols {
-        /// As given.
+        /// Path of the file.
         path: String,
     },
 }
@@ -70,7 +71,7 @@ impl Symbols {
         Ok(symbols)
     }
 
-    /// Symbols of an ELF image; none if it is stripped or malformed.
+    /// Text symbols of an ELF image; none if it is stripped or malformed.
     pub fn from_elf(bytes: &[u8]) -> Self {
         let Ok(file) = object::File::parse(bytes) else {
             return Self::default();
@@ -82,7 +83,7 @@ impl Symbols {
         Self::from_pairs(text)
     }
 
-    /// Symbols of types t, T, w and W of a `System.map`; lines that do not parse are skipped.
+    /// Symbols of types t, T, w and W of a `System.map`. Malformed lines are skipped.
     pub fn from_map(bytes: &[u8]) -> Self {
         let text = bytes.split(|&byte| byte == b'\n').filter_map(|line| {
             let mut words = std::str::from_utf8(line).ok()?.split_ascii_whitespace();
@@ -99,7 +100,7 @@ impl Symbols {
             .map(|(address, name)| (address, name.into()))
             .collect();
         sorted.sort_unstable();
-        // Aliases: the first of them in the alphabet, each time.
+        // Of several aliases, always the alphabetically first.
         sorted.dedup_by_key(|(address, _)| *address);
         Self { sorted }
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reading keys while the guest runs: list and get.
+//! Reads keys while the guest runs: list and get.
 
 use std::sync::Arc;
 
@@ -10,22 +10,21 @@ use super::registry::{Registration, Snapshot};
 use super::{Book, Keys, ListQuery, Quarantine, etag};
 use crate::memory::GuestRam;
 
-/// A page ends before it would take more than this on the wire, so that no answer comes near the
-/// 4 MiB that stock gRPC clients accept.
+/// Byte limit of a page, well below the 4 MiB that stock gRPC clients accept.
 pub(crate) const PAGE_BYTES: usize = 3 << 20;
-/// More than the fields of a key, a site or a hold take beside their texts.
+/// Upper bound of a key, site or hold without its texts.
 pub(super) const ITEM_BYTES: usize = 192;
 
-/// A page of keys, by name.
+/// A page of keys, ordered by name.
 #[derive(Clone, Debug, Default)]
 pub struct KeyPage {
-    /// At most as many as the query asks for.
+    /// At most the page size.
     pub keys: Vec<KeyView>,
-    /// Empty on the last page.
+    /// Next page token; empty on the last page.
     pub next_page_token: String,
-    /// The newest when the page was read; a watch from the next one misses nothing.
+    /// The journal's newest revision at the read: a watch from the next one misses nothing.
     pub revision: u64,
-    /// Keys on all pages.
+    /// Number of keys on all pages.
     pub total: usize,
 }
 
@@ -34,23 +33,23 @@ pub struct KeyPage {
 pub struct KeyView {
     /// "name" or "module:name".
     pub name: Arc<str>,
-    /// How careful one must be with it.
+    /// Class, which says how dangerous a change is.
     pub class: Class,
     /// `static_key_count()`
     pub count: i32,
     /// Guest-virtual address of the `struct static_key`.
     pub address: u64,
-    /// Sites that a flip would patch.
+    /// Number of sites that a flip patches.
     pub patchable_sites: usize,
-    /// All sites.
+    /// Number of all sites.
     pub site_count: usize,
-    /// Type bit 0.
+    /// Type bit 0: initialised as true.
     pub initially_true: bool,
-    /// In `ro_after_init` data, or its entries are forgotten.
+    /// In `__ro_after_init` data, or its jump entries were freed.
     pub sealed: bool,
-    /// Set while the key is not to be changed.
+    /// Set while the key is quarantined.
     pub quarantine: Option<Quarantine>,
-    /// For a change on condition that nothing has changed since.
+    /// Etag for a conditional change.
     pub etag: String,
     /// References that clients hold.
     pub held_references: u32,
@@ -61,28 +60,28 @@ pub struct KeyView {
 pub struct KeyDetails {
     /// The key.
     pub key: KeyView,
-    /// At most as many as were asked for.
+    /// At most the page size.
     pub sites: Vec<SiteView>,
-    /// Empty on the last page.
+    /// Next page token; empty on the last page.
     pub next_page_token: String,
-    /// The newest when the key was read.
+    /// The journal's newest revision at the read.
     pub revision: u64,
 }
 
 /// A site as it was read, with the names of its functions and its instructions in Intel syntax.
 #[derive(Clone, Debug)]
 pub struct SiteView {
-    /// As the engine reads it.
+    /// The engine's view of the site.
     pub state: SiteState,
-    /// Empty if unknown.
+    /// Function of the site; empty if unknown.
     pub symbol: String,
-    /// Empty if unknown.
+    /// Function of the target; empty if unknown.
     pub target_symbol: String,
-    /// What stands there now.
+    /// Current instruction.
     pub disassembly: String,
-    /// What would stand there in the other state; empty if it cannot be said.
+    /// Instruction in the other state; empty if unknown.
     pub other_bytes: Vec<u8>,
-    /// What would stand there in the other state.
+    /// Bytes in the other state.
     pub other_disassembly: String,
 }
 
@@ -93,7 +92,7 @@ impl Keys {
     /// [`KeysError::NotRegistered`]; [`KeysError::InvalidArgument`] for a page token of another
     /// registration.
     pub fn list(&self, query: &ListQuery) -> Result<KeyPage, KeysError> {
-        // Before the counts are read, so that a watch from the next revision misses nothing.
+        // Read before the counts, so that a watch from the next revision misses nothing.
         let revision = self.revision();
         let Snapshot { registration, .. } = self.shared.registry.snapshot()?;
         let after = parse_page_token(&query.page_token, registration.generation)?;
@@ -167,7 +166,7 @@ impl Keys {
     }
 
     pub(crate) fn ram(&self) -> Result<&GuestRam, KeysError> {
-        // Attached before the first registration can come.
+        // Attached before the first registration.
         self.shared.registry.ram().ok_or(KeysError::GuestStopped)
     }
 
@@ -177,7 +176,7 @@ impl Keys {
                 .shared
                 .symbols
                 .name(address.wrapping_sub(registration.kaslr_offset)),
-            // The symbol file is the kernel image's.
+            // The symbol file describes the kernel image only.
             _ => String::new(),
         };
         let other = match state.branch {
@@ -212,7 +211,7 @@ impl SiteView {
     }
 }
 
-/// The raw count. A key that cannot be read (its module is just going) counts as off.
+/// The raw count. A key that cannot be read (its module is being unloaded) counts as off.
 fn count(registration: &Registration, ram: &GuestRam, key: &Key) -> i32 {
     registration
         .catalog
@@ -262,7 +261,7 @@ pub(super) fn invalid_token(message: &str) -> KeysError {
     }
 }
 
-/// "generation.position": a page goes on after that position, whatever came or went meanwhile.
+/// "generation.position": the next page starts after this position, even if keys came or went.
 fn page_token(generation: u64, position: &str) -> String {
     format!("{generation:x}.{position}")
 }

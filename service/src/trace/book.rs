@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The armed events and the clients that armed them.
-//! | The ledger of holds says who fires an event. Guest memory says whether its key is on.
+//!
+//! The ledger of holds says who fires an event. Guest memory says whether its key is on.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -22,8 +23,7 @@ pub struct Armed {
     /// Trigger that is set in the guest; empty if none.
     pub trigger: String,
     /// Connection of the agent that armed it. What an agent reports when it connects is older than
-    /// what is
-    /// armed on that connection.
+    /// what is armed on that connection.
     pub connection: u64,
     /// A client armed it with `even_if_others`.
     pub even_if_others: bool,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Maps the guest's clock to the host's.
-//! | The agent answers a ping with the guest's CLOCK_MONOTONIC, read between request and reply. So
-//! the
-//! offset is known within half of the round trip. Among recent samples the shortest round trip
+//!
+//! The agent answers a ping with the guest's CLOCK_MONOTONIC, read between request and reply. So
+//! the offset is known within half of the round trip. Among recent samples the shortest round trip
 //! decides.
 
 use std::collections::VecDeque;

@@ -113,7 +113,7 @@ pub enum TraceError {
     },
     /// Another client is arming or disarming the event, and the agent has not answered.
     #[error(
-        "event {name} is being armed or disarmed for another client, for {waited:?} by now; try again, or see `patchbay trace agent`"
+        "event {name} is being armed or disarmed for another client, and has been for {waited:?}; try again, or see `patchbay trace agent`"
     )]
     Busy {
         /// "system:name".

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Decodes pages and passes the events to the streams that want them.
-//! | One task decodes. The agent sends only what it has credit for, and a decoded page gives its
-//! credit
-//! back. Without a stream, pages wait here and then in the guest's ring buffer. A stream that reads
-//! too
-//! slowly, or exceeds its own rate limit, loses events and gets their number.
-//! | The guest can make this hold at most the pages of the link's window, [`DECODED_BYTES`] of
-//! decoded
-//! events (and the last event of a page), and the streams' queues.
+//!
+//! One task decodes. The agent sends only what it has credit for, and a decoded page gives its
+//! credit back. Without a stream, pages wait here and then in the guest's ring buffer. A stream
+//! that reads too slowly, or exceeds its own rate limit, loses events and gets their number.
+//!
+//! The guest can make this hold at most the pages of the link's window, [`DECODED_BYTES`] of
+//! decoded events (and the last event of a page), and the streams' queues.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -26,8 +25,7 @@ use static_keys::Patterns;
 
 const MAX_STREAMS: usize = 32;
 /// Decoded events that are passed on together. A batch of the agent is normally smaller; in a
-/// larger one
-/// events are ordered by time only within such a part.
+/// larger one events are ordered by time only within such a part.
 const DECODED_BYTES: usize = 8 << 20;
 
 /// Sources by `common_type`.

@@ -8,17 +8,13 @@
 //! ```
 //!
 //! The guest is hostile, and its privileged programs can connect (the vsock device rejects others,
-//! see
-//! [`PORT`]). So there is one agent at a time, and another replaces it only when it is silent;
-//! frames
-//! and concurrent handshakes are bounded; pages need credit; answers need a request. A silent agent
-//! keeps its place: it may be stopped, and its armed events are still in the keys.
+//! see [`PORT`]). So there is one agent at a time, and another replaces it only when it is silent;
+//! frames and concurrent handshakes are bounded; pages need credit; answers need a request. A
+//! silent agent keeps its place: it may be stopped, and its armed events are still in the keys.
 //!
 //! Credit is a window. The credit that the agent has and the pages that are not decoded yet never
-//! exceed
-//! [`WINDOW`] bytes together, over all connections. So the reader never waits for the decoder, and
-//! pages
-//! do not delay answers.
+//! exceed [`WINDOW`] bytes together, over all connections. So the reader never waits for the
+//! decoder, and pages do not delay answers.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -41,8 +37,7 @@ use super::frame::{self, FrameError};
 use crate::log_limit::limited;
 
 /// vsock port on the host that the agent connects to. The agent's own port is below 1024: Linux
-/// requires
-/// CAP_NET_BIND_SERVICE for it.
+/// requires CAP_NET_BIND_SERVICE for it.
 pub const PORT: u32 = 1024;
 /// Versions of the protocol that this monitor speaks.
 const VERSIONS: std::ops::RangeInclusive<u32> = 1..=1;
@@ -328,8 +323,7 @@ impl AgentLink {
                 let waiting = HashMap::new();
                 let credited = Arc::new(Notify::new());
                 // Queued rather than written here: if the agent died meanwhile, it would stay the
-                // connected one. The
-                // queue is new, so it has room and nothing precedes the message.
+                // connected one. The queue is new, so it has room and nothing precedes the message.
                 let _ = outbox.try_send(to_agent(Question::Welcome(AgentWelcome { version })));
                 let connection = Connection {
                     number,

@@ -13,8 +13,7 @@
 //! ```
 //!
 //! Data from the guest is read and decoded on the left, in bounded memory (`link`, `hub`,
-//! `stream`).
-//! Switching keys, on the right, never waits for it.
+//! `stream`). Switching keys, on the right, never waits for it.
 
 pub(crate) mod book;
 mod clock;
@@ -79,8 +78,7 @@ impl Default for Tracing {
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Starts tracing, with or without an agent. Link and decoder run on `decoding`, everything else on
-/// the
-/// current tokio runtime. Dropping the returned value ends all of it.
+/// the current tokio runtime. Dropping the returned value ends all of it.
 ///
 /// # Errors
 /// If the agent's socket cannot be used.
@@ -104,9 +102,9 @@ pub fn start(
     tracer.tasks = tasks;
     let tracer = Arc::new(tracer);
     tokio::spawn(follow_agent(Arc::downgrade(&tracer), connections));
-    tokio::spawn(heed_others(Arc::downgrade(&tracer)));
-    let armed_anew = Arc::clone(&tracer.armed_anew);
-    tokio::spawn(disarm_expired(Arc::downgrade(&tracer), armed_anew));
+    tokio::spawn(fire_and_park_for_others(Arc::downgrade(&tracer)));
+    let armings_changed = Arc::clone(&tracer.armings_changed);
+    tokio::spawn(disarm_expired(Arc::downgrade(&tracer), armings_changed));
     Ok(tracer)
 }
 
@@ -126,20 +124,20 @@ async fn follow_agent(tracer: Weak<Tracer>, mut connections: watch::Receiver<u64
 }
 
 /// Needs no answer from the guest.
-async fn heed_others(tracer: Weak<Tracer>) {
+async fn fire_and_park_for_others(tracer: Weak<Tracer>) {
     let mut ticks = tokio::time::interval(CATCH_UP_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
         match tracer.upgrade() {
-            Some(tracer) => tracer.heed_others().await,
+            Some(tracer) => tracer.fire_and_park_for_others().await,
             None => return,
         }
     }
 }
 
 /// Disarms events whose time to live has passed.
-async fn disarm_expired(tracer: Weak<Tracer>, armed_anew: Arc<Notify>) {
+async fn disarm_expired(tracer: Weak<Tracer>, armings_changed: Arc<Notify>) {
     loop {
         let next = match tracer.upgrade() {
             Some(tracer) => tracer.book().next_expiry(),
@@ -153,7 +151,7 @@ async fn disarm_expired(tracer: Weak<Tracer>, armed_anew: Arc<Notify>) {
         };
         tokio::select! {
             () = over => {}
-            () = armed_anew.notified() => continue,
+            () = armings_changed.notified() => continue,
         }
         match tracer.upgrade() {
             Some(tracer) => tracer.disarm_expired().await,

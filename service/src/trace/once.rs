@@ -80,8 +80,7 @@ impl Answers {
     }
 
     /// Makes a change, or returns the answer of the earlier one. A failed change may be retried,
-    /// and answers
-    /// from another boot than `boot` are dropped.
+    /// and answers from another boot than `boot` are dropped.
     ///
     /// # Errors
     /// The error of the change, or [`TraceError`] for a request id of another change.

@@ -8,7 +8,8 @@ use crate::socket::{ListeningSocket, SocketError};
 
 /// Path of the socket that the agent's connections arrive on: the vsock device's path with the port
 /// appended.
-/// | The device follows Firecracker's convention (`docs/vsock.md` there).
+///
+/// The device follows Firecracker's convention (`docs/vsock.md` there).
 pub fn socket_path(vsock: &Path) -> PathBuf {
     let mut path = vsock.as_os_str().to_owned();
     path.push(format!("_{PORT}"));

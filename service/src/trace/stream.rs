@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Streams of events to clients, and their queues.
-//! | A stream holds at most [`QUEUE`] batches of [`BATCH_BYTES`] and one event: 16 MiB, whatever
-//! the size
-//! of the guest's events. Streams share the events that they both want.
+//!
+//! A stream holds at most [`QUEUE`] batches of [`BATCH_BYTES`] and one event: 16 MiB, whatever the
+//! size of the guest's events. Streams share the events that they both want.
 
 use std::collections::HashMap;
 use std::mem::size_of;

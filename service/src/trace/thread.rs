@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The thread that reads and decodes the agent's messages.
-//! | They come from the guest, in quantity under load. A thread of its own keeps them from delaying
-//! the
-//! API's thread, which answers fire and park, and has a stricter filter.
+//!
+//! They come from the guest, in quantity under load. A thread of its own keeps them from delaying
+//! the API's thread, which answers fire and park, and has a stricter filter.
 
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -19,8 +19,7 @@ pub struct TraceThread {
 
 impl TraceThread {
     /// Starts the thread. It inherits priority and filters of the calling thread, so the caller
-    /// starts it
-    /// before it changes its own.
+    /// starts it before it changes its own.
     ///
     /// # Errors
     /// The thread cannot be started, or has no filter.

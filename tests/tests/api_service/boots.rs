@@ -85,7 +85,7 @@ async fn an_expiry_waits_until_its_module_is_told_again() {
     let update = for_a_while("one:key", 5);
     served.update(update).await.expect("a ref key");
     again(&served);
-    // An update and an expiry come before the kernel has told its module.
+    // The kernel has not registered its module when the update and the expiry run.
     later(&served, 5).await;
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     assert_eq!(served.guest.add_module_again("one", |_| ()), 0);
@@ -113,7 +113,7 @@ async fn a_module_that_stayed_keeps_its_holds_and_one_that_was_reloaded_does_not
     assert_eq!(served.guest.add_module_again("reloads", reloaded), 0);
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     assert_eq!(held(&served).await, ["beta", "stays:key"]);
-    // The count of a module that was loaded anew is its own.
+    // A module that is loaded again has a new count.
     later(&served, 5).await;
     assert_eq!(served.guest.count("stays:key"), 0);
     assert_eq!(served.guest.count("reloads:key"), 1);

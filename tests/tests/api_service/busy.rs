@@ -179,7 +179,7 @@ async fn foreign_bytes_quarantine_their_key_alone() {
     served
         .op("beta", KeyOp::Inc)
         .await
-        .expect("registered anew");
+        .expect("registered again");
 }
 
 #[tokio::test]

@@ -300,7 +300,7 @@ async fn a_killed_monitor_leaves_the_truth_behind() {
 
 /// One change is made and answered; the next ends in the death of this process.
 async fn die_in(stage: &str) {
-    // The executor's thread, on which a pause is told, may not send that signal.
+    // The executor's thread runs the pause and may not send that signal.
     let (wish, wished) = channel::<()>();
     std::thread::spawn(move || {
         if wished.recv().is_ok() {
@@ -334,7 +334,7 @@ async fn die_in(stage: &str) {
     panic!("it lived on, and answered {result:?}");
 }
 
-/// A bug is not the guest's end: clients are told of it, and the guest runs on.
+/// A bug does not end the guest: clients get an error, and the guest runs on.
 #[tokio::test]
 async fn a_panic_of_the_keys_is_told_as_internal() {
     let served = Served::start().await;

@@ -14,7 +14,7 @@ use super::support::{PATIENCE, Served, assert_refused, request};
 const KEY: &str = "sched_switch";
 const STREAM: &str = "uid:0/stream-7";
 
-/// As the tracer does it for a client.
+/// Fires as the tracer does for a client.
 async fn trace(
     served: &Served,
     client: &str,
@@ -39,7 +39,7 @@ async fn fire(served: &Served, client: &str) {
     fired.expect("a probe is attached");
 }
 
-/// Ends the client's hold; whether the event goes on.
+/// Ends the client's hold. Returns whether the event still fires.
 async fn end(served: &Served, client: &str, update: TracepointUpdate) -> bool {
     let ended = trace(served, client, update, None).await;
     ended.expect("can be switched");

@@ -170,7 +170,7 @@ async fn a_repeated_release_gets_the_first_answer() {
     let first = ask().await;
     take(&served, "alpha", None).await;
     assert_eq!(ask().await, first);
-    assert_eq!(served.guest.count("alpha"), 1, "nothing was released anew");
+    assert_eq!(served.guest.count("alpha"), 1, "nothing was released again");
     let other = v1::ReleaseHoldsRequest {
         force: true,
         ..request.clone()

@@ -191,7 +191,7 @@ async fn a_hold_on_a_tracepoint_ends_with_the_probes_that_it_was_taken_with() {
         "the next one is silenced"
     );
     assert!(served.holds().await.is_empty());
-    // Who insists may, as always.
+    // Force permits it.
     let mut forced = request(&[("sched_switch", KeyOp::Disable)]);
     forced.force = true;
     served.update(forced).await.expect("parked by force");
@@ -265,7 +265,7 @@ async fn holds_outlive_their_clients_and_expire_all_the_same() {
     assert_eq!(served.guest.count("alpha"), 0);
 }
 
-/// What was taken in one pause goes back in one, with one intent on the disk.
+/// References that were taken in one pause are released in one, with one intent on the disk.
 #[tokio::test]
 async fn holds_that_expire_together_are_given_back_together() {
     const KEYS: usize = 4000;
@@ -290,7 +290,7 @@ async fn holds_that_expire_together_are_given_back_together() {
     assert_eq!((served.guest.pauses(), served.audit().len()), (2, 4));
 }
 
-/// A key that cannot be given back keeps neither the other keys nor the clients waiting.
+/// A key that cannot be released delays neither the other keys nor the clients.
 #[tokio::test]
 async fn clients_are_served_between_the_expiries() {
     let served = Served::start().await;

@@ -10,7 +10,7 @@ use tonic::Code;
 use super::support::{Served, Setup, assert_refused, request};
 
 const KEYS: usize = 65_536;
-/// What clients of gRPC accept unless they are told otherwise.
+/// Default message limit of gRPC clients.
 const STOCK_LIMIT: usize = 4 << 20;
 
 async fn served() -> Served {

@@ -35,7 +35,7 @@ fn summary(
     request
 }
 
-/// Those that may not be changed by this request are left out, and counted.
+/// Keys that the request may not change are left out and counted.
 #[tokio::test]
 async fn a_pattern_changes_what_it_may_in_one_pause() {
     let served = Served::start().await;
@@ -128,7 +128,7 @@ async fn a_selection_of_nothing_is_an_error() {
     assert!(served.audit().is_empty());
 }
 
-/// Who gives a name means that key. Only what a glob matches beside others is left out.
+/// A literal name means that key. Only keys that a glob matches are left out.
 #[tokio::test]
 async fn a_name_among_patterns_is_refused_and_not_left_out() {
     let element = TestKey::guarded("per_cpu[3]");
@@ -150,7 +150,7 @@ async fn a_name_among_patterns_is_refused_and_not_left_out() {
         assert!(message.contains(&format!("key {key} ")), "{message}");
     }
     assert_eq!((served.guest.count("alpha"), served.guest.pauses()), (0, 0));
-    // What the request itself takes away is not asked for.
+    // Keys that the request excludes are not checked.
     for patterns in [&["g*", "a*"][..], &["guarded", "a*", "!g*"]] {
         let response = served.update(matching(patterns, KeyOp::Inc)).await;
         assert_eq!(response.expect("alpha").summary.expect("told").keys, 1);
@@ -260,7 +260,7 @@ async fn a_selection_is_replayed_validated_and_folded_as_names_are() {
         (served.guest.count("alpha"), served.guest.count("beta")),
         (1, 2)
     );
-    // How much is told belongs to what was asked.
+    // The result view is part of the request's content.
     let other = summary(once, ResultView::Full);
     let result = served.update(other).await;
     assert_refused(result, Code::InvalidArgument, "REQUEST_ID_REUSED");
@@ -294,7 +294,7 @@ async fn the_audit_log_names_what_a_pattern_changed() {
     assert!(changes.iter().all(|one| one["after"] == 1));
 }
 
-/// Watchers are told each key, whatever the client wants to hear.
+/// Watchers get each key, whatever view the client requested.
 #[tokio::test]
 async fn watchers_see_each_key_of_a_selection() {
     let served = Served::start().await;

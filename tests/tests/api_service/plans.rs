@@ -371,7 +371,7 @@ async fn plans_are_bounded_and_make_room_when_they_end() {
     served.keys.discard(discard).await.expect("its own");
     prepare().await.expect("room for it");
     assert_refused(prepare().await, Code::ResourceExhausted, "TOO_MANY_PLANS");
-    // Those that a commit would refuse.
+    // Preparations that a commit would refuse.
     assert_eq!(served.guest.add_module("ext4", &[]), 0);
     prepare().await.expect("room for it");
     served.clock.advance(Duration::from_secs(600));

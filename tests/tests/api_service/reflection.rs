@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What stock clients look for: reflection and health.
+//! Services that stock clients use: reflection and health.
 
 use std::collections::BTreeSet;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who asks, and what each role may do.
+//! Principals, and what each role may do.
 
 use std::collections::BTreeSet;
 

@@ -130,7 +130,7 @@ fn names(page: &v1::ListGuestsResponse) -> Vec<&str> {
         .collect()
 }
 
-/// What every method but ListGuests answers to a request that has nothing but the guest's name.
+/// The answer of every method but ListGuests to a request with only the guest's name.
 pub async fn every_call(
     host: &Host,
     guest: &str,

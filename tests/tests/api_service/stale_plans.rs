@@ -13,7 +13,7 @@ use tonic::Code;
 use super::plans::{commitment, preparation};
 use super::support::{Served, assert_refused};
 
-/// What the guest does between prepare and commit.
+/// A change of the guest between prepare and commit.
 type Moves = fn(&Served);
 
 #[tokio::test]
@@ -146,7 +146,7 @@ async fn a_key_that_was_quarantined_meanwhile_is_left_alone() {
     assert_eq!((served.guest.count("beta"), served.guest.pauses()), (0, 1));
 }
 
-/// What only a stopped guest can tell from its own work is not prepared.
+/// Only a stopped guest could show that such bytes are its own patching, so prepare refuses them.
 #[tokio::test]
 async fn a_site_that_is_neither_nop_nor_jump_is_not_planned() {
     let served = Served::start().await;

@@ -40,7 +40,7 @@ pub struct Served {
 /// How to serve.
 #[derive(Default)]
 pub struct Setup {
-    /// Of the kernel; without any the guest has not registered.
+    /// Keys of the kernel; without any the guest does not register.
     pub keys: Option<Vec<TestKey>>,
     /// History kept.
     pub limits: Limits,
@@ -84,7 +84,7 @@ impl Served {
     }
 
     pub async fn with(setup: Setup) -> Self {
-        // As in the monitor, the executor's thread is under its filter.
+        // The executor's thread has its filter, as in the monitor.
         seccomp::enforce(SeccompLevel::On);
         let (folder, own_folder) = match setup.folder {
             Some(folder) => (folder, None),
@@ -227,7 +227,7 @@ pub async fn connect(path: &Path) -> Channel {
     open(Endpoint::from_static(URI), path).await
 }
 
-/// So that little is buffered on the way to a client that does not read.
+/// A small buffer fills quickly when a client does not read.
 pub async fn connect_with_small_windows(path: &Path) -> Channel {
     const WINDOW: u32 = 65_535;
     let endpoint = Endpoint::from_static(URI)
@@ -236,7 +236,7 @@ pub async fn connect_with_small_windows(path: &Path) -> Channel {
     open(endpoint, path).await
 }
 
-/// Of no meaning on a unix socket.
+/// Required by the API; a unix socket ignores it.
 const URI: &str = "http://patchbay.invalid";
 
 async fn open(endpoint: Endpoint, path: &Path) -> Channel {

@@ -361,7 +361,7 @@ async fn etags_tell_a_change_there_and_back_and_a_module_loaded_again() {
     let result = served.update(guarded("ext4:own", &seen)).await;
     assert_refused(result, Code::Aborted, "ETAG_MISMATCH");
 
-    // What was only tried tells the etag with which it can be done.
+    // A validation returns the etag for the change.
     let mut dry = request(&[("alpha", KeyOp::Inc)]);
     dry.validate_only = true;
     let tried = served.update(dry).await.expect("possible");

@@ -13,7 +13,7 @@ use static_keys::Patterns;
 
 use crate::keys::{Description, KeysError, PauseState, RegistrationPhase};
 
-/// A page ends before it has more bytes: stock clients accept answers of 4 MiB.
+/// Byte limit of a page: stock clients accept messages of up to 4 MiB.
 const MAX_PAGE_BYTES: usize = 3 << 20;
 
 pub fn status(guest: &ServedGuest, registration: Description) -> v1::GuestStatus {
@@ -44,8 +44,7 @@ pub fn status(guest: &ServedGuest, registration: Description) -> v1::GuestStatus
     }
 }
 
-/// One page of the guests, which are in the order of their names. The token is the name of the last
-/// guest before the page.
+/// One page of guests, ordered by name. The token is the name of the last guest of the page before.
 pub fn page(
     guests: &[Arc<ServedGuest>],
     request: &v1::ListGuestsRequest,
@@ -72,7 +71,7 @@ pub fn page(
     Ok(page)
 }
 
-/// The status of one guest as it changes.
+/// Follows the status of one guest.
 pub struct StatusWatch {
     guest: Arc<ServedGuest>,
     registration: watch::Receiver<()>,
@@ -92,10 +91,11 @@ impl StatusWatch {
         }
     }
 
-    /// The status at the first call, and after each change. Changes between two calls are one.
+    /// Returns the status at the first call, then after each change. Changes between two calls are
+    /// merged.
     pub async fn next(&mut self) -> v1::GuestStatus {
         loop {
-            // Before the look, so that a change after it is not missed.
+            // Marked before the status is read, so that a later change is not missed.
             self.registration.mark_unchanged();
             self.pause.mark_unchanged();
             self.agent.mark_unchanged();
@@ -108,7 +108,7 @@ impl StatusWatch {
         }
     }
 
-    /// Waits for something that may change the status.
+    /// Waits for a possible change.
     async fn changed(&mut self) {
         let told = self.told.as_ref().map(v1::GuestStatus::state);
         let stopped = told == Some(v1::GuestState::Stopped);

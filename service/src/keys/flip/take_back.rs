@@ -25,8 +25,7 @@ enum TakeBack {
 
 impl<G: Guest> Executor<G> {
     /// Rolls back references that have become the last of their keys, because the guest dropped its
-    /// own.
-    /// Such a key is turned off, which needs a pause.
+    /// own. Such a key is turned off, which needs a pause.
     pub(super) fn take_back(
         &self,
         taken_from: &Registration,

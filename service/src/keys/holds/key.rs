@@ -17,8 +17,7 @@ pub struct KeyHolds {
     name: Arc<str>,
     holds: SmallVec<[Hold; 1]>,
     /// Probes of the tracepoint when the first hold was taken, or when the
-    /// tracepoint was
-    /// last fired or parked; `None` for other keys.
+    /// tracepoint was last fired or parked; `None` for other keys.
     probes: Option<Probes>,
     retry: Option<Retry>,
 }
@@ -84,8 +83,7 @@ impl KeyHolds {
     }
 
     /// Drops one reference of the hold that expires first among those that `which` selects. Returns
-    /// false
-    /// if there is none.
+    /// false if there is none.
     pub fn drop_one(&mut self, which: impl Fn(&Hold) -> bool) -> bool {
         let first = self
             .holds
@@ -110,8 +108,8 @@ impl KeyHolds {
     }
 
     /// Ends the tracepoint's holds that `which` selects. Returns whether the key must be turned
-    /// off: not
-    /// while another holder exists, nor if a fired event has other probes than the agent's.
+    /// off: not while another holder exists, nor if a fired event has other probes than the
+    /// agent's.
     pub fn end(&mut self, probes: Option<Probes>, which: impl Fn(&Hold) -> bool) -> bool {
         let is_own = self.is_for(probes);
         let mut may_turn_off = false;
@@ -142,11 +140,9 @@ impl KeyHolds {
     }
 
     /// Drops the holds that the guest has voided: references above the count, which the guest has
-    /// dropped
-    /// itself, and those on a tracepoint whose functions have changed. The guest has turned such a
-    /// key off
-    /// and on again for other users. Holds that were taken by firing stay: they are for the agent's
-    /// probe.
+    /// dropped itself, and those on a tracepoint whose functions have changed. The guest has turned
+    /// such a key off and on again for other users. Holds that were taken by firing stay: they are
+    /// for the agent's probe.
     pub fn follow_guest(&mut self, state: &KeyState) {
         if self.probes != state.probes {
             self.holds.retain(|hold| hold.fired);
@@ -169,8 +165,7 @@ impl KeyHolds {
     }
 
     /// Gives holds a new expiry. A hold that then equals an older one is merged into it: returns
-    /// the numbers
-    /// of both.
+    /// the numbers of both.
     pub fn renew(
         &mut self,
         numbers: &HashSet<u64>,

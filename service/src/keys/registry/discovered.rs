@@ -54,7 +54,7 @@ pub fn tables(kernel: live::Kernel, generation: u64) -> Result<KernelTables, Ref
             gates,
             images: images(kernel),
         }),
-        // Nothing tells of a module that goes: the gates do, in a stopped guest.
+        // A module's removal is not reported. The gates detect it in the stopped guest.
         promises: Promises {
             fence: false,
             text_gates,
@@ -75,7 +75,7 @@ fn layout(found: &live::Layout) -> Layout {
     }
 }
 
-/// Without the keys that nobody may change: their entries stay, so that a site's owner is known.
+/// Removes keys that must not be changed. Their entries stay, so that the key of a site is known.
 fn images(kernel: live::Kernel) -> Vec<FoundImage> {
     let mut keys: Vec<Vec<FoundKey>> = kernel.images.iter().map(|_| Vec::new()).collect();
     for key in kernel.keys {
@@ -112,7 +112,7 @@ fn images(kernel: live::Kernel) -> Vec<FoundImage> {
                 .sites
                 .iter()
                 .map(|site| static_keys::JumpEntry {
-                    // Its text is gone, whatever the entry says.
+                    // The text was freed, whatever the entry says.
                     init: site.holds.is_none(),
                     ..site.entry
                 })
@@ -129,7 +129,7 @@ fn range(found: &Range<u64>) -> static_keys::Range {
     }
 }
 
-/// A gate in the engine's terms; `None` for one that the engine looks at by itself.
+/// Converts a gate; `None` if the engine checks it by itself.
 fn listed(kernel: &live::Kernel, gate: &live::Gate) -> Option<ListedGate> {
     let counted = !kernel.evidence.missing_gates.contains(&Found::ModuleCount);
     let (kind, name) = match gate.kind {
@@ -145,10 +145,10 @@ fn listed(kernel: &live::Kernel, gate: &live::Gate) -> Option<ListedGate> {
         Found::DynamicDebugMutex => (GateKind::Other(3), "ddebug_lock"),
         Found::ModuleCount => (GateKind::Other(4), "number of module changes"),
         Found::ModuleList => (GateKind::Other(5), "list of modules"),
-        // A count that has not moved says that no module has gone or come.
+        // An unchanged counter proves that no module was loaded or unloaded.
         Found::ModuleTable if counted => return None,
         Found::ModuleTable => (GateKind::Other(6), "jump table of a module"),
-        // The engine looks at the modules that a change involves.
+        // The engine checks the modules that a change involves.
         Found::ModuleState => return None,
     };
     let concerns = match gate.concerns {

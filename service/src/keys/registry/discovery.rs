@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The kernel of a guest that does not register: looked for when its keys are asked for.
+//! Discovers the kernel of a guest that does not register, when its keys are requested.
 //!
-//! A look at a kernel that was found costs a few reads: the word that differs from boot to boot, and those that move with each module.
-//! They are gates as well, so that a change sees them again in the stopped guest.
+//! Checking a discovered kernel takes a few reads: a word that differs from boot to boot, and words
+//! that change with each module. They are gates too, so a change checks them again in the stopped
+//! guest.
 
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,46 +15,46 @@ use static_keys::GuestMemory;
 use super::discovered::tables;
 use super::{Registration, Registry};
 
-/// What a monitor offers for a discovery.
+/// What a monitor provides for a discovery.
 pub trait Discoverable: Send + Sync + Debug {
-    /// The guest's memory. It is read beside the running guest.
+    /// The guest's memory. It is read while the guest runs.
     fn memory(&self) -> &dyn PhysicalMemory;
 
     /// Registers of the vCPUs.
     ///
     /// # Errors
-    /// Why there are none, in a sentence. The kernel is then searched for in all memory.
+    /// Why there are none. All memory is searched for the kernel then.
     fn cpus(&self) -> Result<Vec<Cpu>, String>;
 
-    /// Moves with each reset of the guest, as far as the monitor knows.
+    /// Changes with each reset of the guest that the monitor knows of.
     fn resets(&self) -> u64;
 
-    /// Whether the guest is held stopped: then it is not looked at, and stays what it was.
+    /// Whether the guest is held stopped. It is not searched then, and keeps its registration.
     fn is_held(&self) -> bool;
 }
 
-/// Attempts while the guest is busy.
+/// Attempts while the guest changes the tables.
 const ATTEMPTS: usize = 5;
-/// After a failure nothing is looked for within this time.
+/// Minimum time between a failure and the next attempt.
 const REST: Duration = Duration::from_millis(500);
 
 #[derive(Debug)]
 pub(super) struct Discovery {
     guest: Arc<dyn Discoverable>,
-    /// Held for a whole look, so that two callers do not search at the same time.
+    /// Held during a discovery, so that callers do not search concurrently.
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Words of the kernel that was found.
+    /// Words of the discovered kernel.
     words: Vec<Word>,
     resets: u64,
     generation: u64,
     failed: Option<Instant>,
 }
 
-/// A word whose change means another kernel or other modules.
+/// A word whose change indicates another kernel or other modules.
 #[derive(Clone, Copy, Debug)]
 struct Word {
     address: u64,
@@ -69,7 +70,7 @@ impl Discovery {
         }
     }
 
-    /// Brings the registry up to date.
+    /// Updates the registry.
     pub fn look(&self, registry: &Registry) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if self.guest.is_held() {
@@ -126,7 +127,7 @@ impl Discovery {
 }
 
 impl State {
-    /// Whether the kernel and its modules are those that were found.
+    /// Whether the discovered kernel and its modules are unchanged.
     fn holds(&self, registration: &Registration, ram: &crate::memory::GuestRam) -> bool {
         let memory = registration.memory(ram);
         self.words.iter().all(|word| {

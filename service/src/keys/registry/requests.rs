@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's own requests: it registers its kernel and its modules.
+//! Requests of the guest: it registers its kernel and its modules.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, PoisonError};
@@ -17,10 +17,10 @@ use crate::memory::GuestRam;
 use crate::paging::Levels;
 
 impl Registry {
-    /// Answers operation `op` of the guest (`OP_*` of [`abi`], not checked) with the page of guest
-    /// memory at `page`; returns 0 or a negative errno for the guest.
+    /// Serves operation `op` (`OP_*` of [`abi`], not checked) with the page of guest memory at
+    /// `page`. Returns 0 or a negative errno for the guest.
     ///
-    /// Called on the vCPU's thread, which must not count as stopped before this returns.
+    /// Runs on the vCPU's thread, which must not count as stopped before this returns.
     pub fn request(&self, op: u32, page: u64) -> i32 {
         let Some(ram) = self.ram.get() else {
             return -libc::ENODEV;
@@ -48,7 +48,7 @@ impl Registry {
         Ok(())
     }
 
-    /// The registration that a module request belongs to.
+    /// The registration that a module request refers to.
     fn current(&self, generation: u64) -> Result<Arc<Registration>, Refused> {
         match &self.state().registration {
             None => Err(Refused(
@@ -97,8 +97,8 @@ impl Registry {
         Ok(())
     }
 
-    /// So that who asks for a key of the module is told, for as long as it is loaded. A module that is
-    /// registered and added again stays what it is.
+    /// Records the refusal while the module is loaded, for the error about its keys. A module that
+    /// is registered and added again keeps its registration.
     fn remember_refused(&self, current: &Registration, request: &abi::Module, refused: &Refused) {
         if current.module_name(request.module).is_some() {
             return;
@@ -121,7 +121,7 @@ impl Registry {
             return Ok(());
         }
         let current = self.current(generation)?;
-        // Idempotent, and also sent for loads that were rolled back before the module was added.
+        // Idempotent: it is also sent for loads that were rolled back before the module was added.
         let Some(name) = current.module_name(request.module) else {
             if current.refused.has(request.module) {
                 let mut registration = (*current).clone();
@@ -138,13 +138,13 @@ impl Registry {
         Ok(())
     }
 
-    /// Answers one request with the registry's view of it.
+    /// Serves one request with a view of the registry.
     fn answer(&self, ram: &GuestRam, op: u32, page: u64) -> Result<(), Refused> {
-        // Copied once: what another vCPU writes there meanwhile is not looked at.
+        // Copied once: another vCPU's later writes to the page have no effect.
         let mut copy = vec![0; abi::REQUEST_PAGE_SIZE];
         ram.read(page, &mut copy)
             .map_err(|error| Refused(format!("the request page cannot be read: {error}")))?;
-        // Requests of other vCPUs wait here; none of them can be stopped meanwhile.
+        // Requests of other vCPUs wait here; none of these vCPUs can stop meanwhile.
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         match op {
             abi::OP_REGISTER => self.register(ram, &copy, &mut writer),
@@ -156,7 +156,7 @@ impl Registry {
     }
 }
 
-/// The numbers of a descriptor, checked.
+/// Checks the numbers of a descriptor.
 pub(super) fn tables(
     ram: &GuestRam,
     descriptor: &abi::Descriptor,
@@ -182,7 +182,7 @@ pub(super) fn tables(
         release: read::field_text(&descriptor.release),
         build_id: read::build_id(&descriptor.build_id),
         contents: Contents::Described(kernel),
-        // A vCPU's request is such a fence. Our own monitor looks at its vCPUs.
+        // A vCPU's request is such a fence, and the monitor reports its vCPUs' RIPs.
         promises: Promises {
             fence: true,
             text_gates: false,
@@ -190,8 +190,8 @@ pub(super) fn tables(
     })
 }
 
-/// Reads and checks all that a module's request points at; answers the module's name, and the names
-/// of other images of which keys became known.
+/// Reads and checks everything that a module's request points at. Returns the module's name, and
+/// the names of other images whose keys became known.
 fn add_module(
     ram: &GuestRam,
     registration: &mut Registration,

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Where a registration comes from.
 //!
-//! A source is whoever tells the [`Registry`] what the guest's kernel has: today the guest itself, by
-//! requests that the monitor hands to [`Registry::request`], or somebody who has found the tables in
-//! the guest's memory, by [`Registry::register_kernel`]. Both give plain numbers, which are the guest's
-//! and may say anything, and both make the same [`Registration`].
+//! A source supplies the [`Registry`] with the tables of the guest's kernel. Either the guest
+//! itself sends requests that the monitor passes to [`Registry::request`], or a program finds the
+//! tables in guest memory and calls [`Registry::register_kernel`]. Both supply plain numbers that
+//! are the guest's and may have any value, and both make the same [`Registration`].
 //!
-//! What every source owes:
+//! Every source must satisfy:
 //!
-//! - A guest has one source. It tells of a kernel before the kernel's keys are to be changed, and of its
-//!   end ([`Registry::withdraw`]) before that memory is used for anything else.
-//! - The registry's version has moved on before a table can go away. The service stops the guest, looks
-//!   at the version, and takes one that has not changed for a promise that no table goes until the
-//!   resume. So a call of the registry that is in progress must keep the guest from counting as stopped,
-//!   as a vCPU's request does; a source that only watches the guest must look again while it is stopped.
-//! - No call of the registry is made while the caller holds the guest stopped.
+//! - A guest has one source. It registers a kernel before the kernel's keys are changed, and
+//!   withdraws it ([`Registry::withdraw`]) before the memory is reused.
+//! - The version changes before a table can go away. The service stops the guest and checks the
+//!   version; an unchanged version guarantees that no table goes away until the resume. So a call
+//!   of the registry in progress must keep the guest from counting as stopped, as a vCPU's request
+//!   does. A source that only observes the guest must check again while it is stopped.
+//! - The caller of the registry does not hold the guest stopped.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -29,11 +29,11 @@ use crate::keys::boot::Boot;
 use crate::keys::refused::RefusedModules;
 use crate::memory::GuestRam;
 
-/// What holds beside the numbers, by who gives them.
+/// Guarantees of a source beside its numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Promises {
-    /// The registry's version moves on before a table goes away, also while the guest runs. Without
-    /// this, counts alone are changed in a stopped guest as well.
+    /// The version changes before a table goes away, also while the guest runs. Otherwise counts
+    /// are changed only in a stopped guest.
     pub fence: bool,
     /// The gates say that the kernel changes no text, not even half: `text_mutex` is free, and no text
     /// change is queued or under way. Then no vCPU is inside a site, whether its RIP is known or not:
@@ -48,20 +48,20 @@ pub struct Promises {
     pub text_gates: bool,
 }
 
-/// Where the tables are.
+/// Location of the tables.
 #[derive(Clone, Debug)]
 pub enum Contents {
-    /// In the guest's memory, where its own description says. Modules come by requests of their own.
+    /// In guest memory, as the descriptor says. Modules register by requests of their own.
     Described(Kernel),
-    /// Read already, with all modules.
+    /// Already read, with all modules.
     Found(FoundKernel),
 }
 
 /// A kernel in plain numbers.
 #[derive(Clone, Debug)]
 pub struct KernelTables {
-    /// Differs from boot to boot, and stays for as long as the kernel runs, however often it registers:
-    /// holds outlive a registration of the same boot. Never 0.
+    /// Differs from boot to boot, and is constant while the kernel runs, however often it
+    /// registers: holds outlive a registration of the same boot. Never 0.
     pub boot: u64,
     /// Differs from registration to registration; never 0.
     pub generation: u64,
@@ -69,7 +69,7 @@ pub struct KernelTables {
     pub page_table: PageTable,
     /// Page table isolation is on.
     pub page_table_isolation: bool,
-    /// How far KASLR moved the kernel's text, in bytes.
+    /// KASLR offset of the kernel's text, in bytes.
     pub kaslr_offset: u64,
     /// `utsname()->release`, printable.
     pub release: String,
@@ -77,12 +77,12 @@ pub struct KernelTables {
     pub build_id: String,
     /// The jump table, the gate words, the offsets and the keys.
     pub contents: Contents,
-    /// What holds beside the numbers.
+    /// Guarantees of the source.
     pub promises: Promises,
 }
 
 impl KernelTables {
-    /// As a descriptor is checked.
+    /// Checks the numbers like a descriptor's.
     fn check(&self) -> Result<(), Refused> {
         let levels = self.page_table.levels;
         read::check_number("the boot", self.boot)?;
@@ -126,7 +126,7 @@ impl KernelTables {
     }
 }
 
-/// Reads all that the numbers point at.
+/// Reads everything that the numbers point at.
 pub(super) fn registration(
     ram: &GuestRam,
     tables: KernelTables,
@@ -155,8 +155,8 @@ pub(super) fn registration(
     })
 }
 
-/// Gives the modules that came with the kernel their epochs. A module is the same load for as long as it
-/// has the same name and the same tables at the same addresses.
+/// Assigns epochs to the modules that came with the kernel. A module with the same name and the
+/// same tables at the same addresses is the same load.
 pub(super) fn add_epochs(
     registration: &mut Registration,
     boot: &mut Boot,
@@ -173,7 +173,7 @@ pub(super) fn add_epochs(
     }
 }
 
-/// Not 0.
+/// Never 0.
 fn fingerprint(catalog: &Catalog, module: u64, name: &str) -> u64 {
     let mut hash = DefaultHasher::new();
     name.hash(&mut hash);
@@ -185,10 +185,10 @@ fn fingerprint(catalog: &Catalog, module: u64, name: &str) -> u64 {
 }
 
 impl Registry {
-    /// Takes a kernel whose tables were found, in the place of an earlier one.
+    /// Registers a kernel whose tables were found. It replaces an earlier one.
     ///
     /// # Errors
-    /// [`Refused`], also if the registry has no memory yet; nothing is registered then.
+    /// [`Refused`], also if the registry has no memory yet; then nothing is registered.
     pub fn register_kernel(&self, tables: KernelTables) -> Result<(), Refused> {
         let ram = self
             .ram
@@ -199,13 +199,13 @@ impl Registry {
         self.install(ram, checked, &mut writer)
     }
 
-    /// The kernel is gone, or its tables may no longer be used. Does nothing if none is registered.
+    /// Withdraws the registration. Does nothing if there is none.
     pub fn withdraw(&self) {
         let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         self.take_back();
     }
 
-    /// There is a kernel, and its tables cannot be used.
+    /// Records that there is a kernel whose tables cannot be used.
     pub(super) fn refuse(&self, why: String) {
         let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         let had = self.state().registration.is_some();
@@ -273,7 +273,7 @@ mod tests {
         (InMemoryGuest::boot(Arc::clone(&registry), &keys), registry)
     }
 
-    /// Numbers that were found make the registration that the guest's own request makes.
+    /// Discovered numbers make the same registration as the guest's own request.
     #[test]
     fn found_tables_and_the_guests_request_make_the_same_registration() {
         let (guest, by_request) = guest();
@@ -297,7 +297,7 @@ mod tests {
         assert_eq!(by_search.version(), 2);
     }
 
-    /// The same kernel, read by somebody else.
+    /// The same kernel from another source.
     fn read_already(registry: &Registry, mut tables: KernelTables) -> KernelTables {
         let registration = registry.snapshot().expect("registered").registration;
         let kernel = described(&mut tables).clone();
@@ -380,7 +380,7 @@ mod tests {
         assert_eq!((guest.count("alpha"), guest.jumps("alpha")), (1, true));
     }
 
-    /// Gates that rule out a vCPU in a site stand for a look at the vCPUs.
+    /// Gates that exclude a vCPU inside a site replace the check of RIPs.
     #[tokio::test]
     async fn gates_of_text_are_enough_if_the_source_says_so() {
         for text_gates in [false, true] {
@@ -398,8 +398,7 @@ mod tests {
         }
     }
 
-    /// Counts alone are changed beside the running guest only with a fence, and where words can be
-    /// exchanged.
+    /// Counts are changed beside the running guest only with a fence and with atomic exchange.
     #[tokio::test]
     async fn counts_alone_need_a_fence_and_an_exchange() {
         for (fence, exchange, pauses) in [(true, true, 0), (false, true, 1), (true, false, 1)] {
@@ -419,7 +418,7 @@ mod tests {
         }
     }
 
-    /// What would be lost is taken back before the guest runs.
+    /// A change that would be lost is undone before the guest runs.
     #[tokio::test]
     async fn writes_that_do_not_stay_are_undone() {
         let (guest, _) = guest();

@@ -48,9 +48,9 @@ impl<'a> Record<'a> {
     }
 
     /// Values by field number. Fields outside of the payload are left out.
-    /// | Fields of a real event do not overlap, so its values are no longer than its payload.
-    /// Values beyond
-    /// that are left out, so that a short event stays small.
+    ///
+    /// Fields of a real event do not overlap, so its values are no longer than its payload. Values
+    /// beyond that are left out, so that a short event stays small.
     pub fn values(&self, format: &Format) -> Box<[(u8, Value)]> {
         let mut left = self.bytes.len();
         let mut values = Vec::new();

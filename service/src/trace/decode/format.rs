@@ -185,8 +185,7 @@ fn parse_field(line: &str) -> Option<Field> {
 }
 
 /// Fields that the kernel prints in hexadecimal: arguments that are a plain field (`REC->name`,
-/// with casts
-/// and parentheses) and whose conversion is %x or %p.
+/// with casts and parentheses) and whose conversion is %x or %p.
 fn hexadecimal_arguments(print: &str) -> Vec<&str> {
     let Some((format, arguments)) = print
         .strip_prefix('"')

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Ring-buffer pages as `trace_pipe_raw` delivers them.
-//! | Layout: `struct buffer_data_page` and `struct ring_buffer_event` in
-//! `include/linux/ring_buffer.h` and
-//! `kernel/trace/ring_buffer.c`. The guest documents it in `events/header_page` and
-//! `events/header_event`.
+//!
+//! Layout: `struct buffer_data_page` and `struct ring_buffer_event` in
+//! `include/linux/ring_buffer.h` and `kernel/trace/ring_buffer.c`. The guest documents it in
+//! `events/header_page` and `events/header_event`.
 
 /// Time stamp, then the length of the data with two flags.
 const HEADER_BYTES: usize = 16;

@@ -116,7 +116,7 @@ async fn what_others_begin_to_trace_fires_for_them() {
 
 /// Each switch is a pause, and two lines of the audit log.
 #[tokio::test(start_paused = true)]
-async fn others_that_come_and_go_are_heeded_ever_more_seldom() {
+async fn others_that_come_and_go_are_switched_for_less_and_less_often() {
     let fake = Fake::with_agent().await;
     let event = "sched:sched_process_fork";
     arm(&fake, "a", &[event]).await;
@@ -128,7 +128,7 @@ async fn others_that_come_and_go_are_heeded_ever_more_seldom() {
     }
     let made = switches() - before;
     assert!((2..40).contains(&made), "{made} switches in an hour");
-    // In the end what is so is heeded.
+    // In the end what is so is checked.
     fake.keys.probe(event, true);
     tokio::time::sleep(Duration::from_secs(600)).await;
     assert!(fake.keys.is_on("sched_process_fork"));

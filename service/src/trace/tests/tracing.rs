@@ -404,7 +404,7 @@ async fn a_repeated_request_gets_the_earlier_answer() {
     let again = api.fire_tracepoints(Request::new(fire.clone())).await;
     assert_eq!(again.expect("the earlier answer").into_inner(), fired);
     assert_eq!(ask(arm.clone()).await.expect("earlier").into_inner(), first);
-    assert!(!fake.keys.is_on("sched_switch"), "nothing was fired anew");
+    assert!(!fake.keys.is_on("sched_switch"), "nothing was fired again");
     assert_eq!(switches(), 3);
 
     // The same id for another change, of the same kind and of another.

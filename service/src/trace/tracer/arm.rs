@@ -82,7 +82,7 @@ impl Tracer {
                     armed.even_if_others |= terms.even_if_others;
                 }
             }
-            self.armed_anew.notify_one();
+            self.armings_changed.notify_one();
         }
         Ok(TraceOutcome {
             results: self.results(chosen.into_keys(), client, Some(TracepointState::Parked)),
@@ -303,8 +303,7 @@ impl Tracer {
     }
 
     /// Has the agent detach probes. What it does not answer is retried later. After its first
-    /// timeout it is
-    /// not asked for the rest.
+    /// timeout it is not asked for the rest.
     pub(super) async fn detach(&self, names: &[String]) -> Option<AgentError> {
         {
             // The guest can supply unknown events with each new agent.

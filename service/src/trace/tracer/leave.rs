@@ -46,8 +46,7 @@ impl Tracer {
     }
 
     /// Removes the client from the events. Events without clients, or with `force`, are parked and
-    /// removed from
-    /// the book; the caller detaches them.
+    /// removed from the book; the caller detaches them.
     async fn remove(
         &self,
         client: &str,
@@ -57,8 +56,7 @@ impl Tracer {
         let _turn = self.turn.lock().await;
         let to_disarm = self.book().to_disarm(names, client, force);
         // The guest also turns the key off when it removes the probe, but possibly late or never.
-        // It does not
-        // turn keys on, so a key that others still trace is turned on here.
+        // It does not turn keys on, so a key that others still trace is turned on here.
         let (theirs, ours) = self.split_by_others(&to_disarm).await;
         let kept = self.kept_armed(names, &to_disarm, client);
         for (names, update) in [
@@ -188,8 +186,7 @@ impl Tracer {
     }
 
     /// Reconciles agent and book when an agent connects. An event that only the agent knows is
-    /// detached. An
-    /// event that only the book has went with its module, boot or tracefs instance.
+    /// detached. An event that only the book has went with its module, boot or tracefs instance.
     pub async fn reconcile(&self) {
         let peer = match self.link.peer() {
             Ok(peer) => peer,
@@ -229,8 +226,7 @@ impl Tracer {
     }
 
     /// Removes events without a probe: the module is gone (another of its name may be loaded), or
-    /// somebody in
-    /// the guest removed the probe. Returns whether there were any.
+    /// somebody in the guest removed the probe. Returns whether there were any.
     pub(crate) fn forget_vanished(&self, facts: &Facts) -> bool {
         let mut book = self.book();
         let vanished = |name: &str, armed: &Armed| {

@@ -17,19 +17,20 @@
 //!     └─────────────────────  overdue ─── tried again each second while an agent answers
 //! ```
 //!
-//! Events recorded between attaching and parking, if something else fired, are passed over by the
-//! clock that was read: an armed event that was never fired tells nothing.
+//! Events that were recorded between attaching and parking, because another user fired them, are
+//! skipped up to the clock reading: an armed event that was never fired delivers nothing.
 //!
-//! Two things exclude each other, and neither waits for the other:
+//! Two kinds of exclusion, and neither waits for the other:
 //!
-//! - *Switching* keys, together with what is found out for it: `turn`, held for the milliseconds of
-//!   a switch. Nobody asks the agent while holding it, so fire and park never wait for the guest.
-//! - *Moving* an event, arming and disarming, together with the agent's answers: whoever moves events
-//!   claims them all at once ([`Tracer::claim`]), and who wants one of them meanwhile waits for its
-//!   end, or gives up. There is no lock: other events can be moved at the same time. The agent takes
-//!   questions in order, so what was asked last counts.
+//! - *Switching* keys, together with the reads that it is based on, holds `turn` for some
+//!   milliseconds. The agent is never asked while it is held, so fire and park never wait for the
+//!   guest.
+//! - *Moving* an event (arming or disarming), together with the agent's answers, claims all events
+//!   of the call at once ([`Tracer::claim`]). A call that needs one of them waits for the end of
+//!   the claim or gives up. There is no lock: other events can be moved at the same time. The agent
+//!   processes requests in order, so the last request decides.
 //!
-//! The book is locked for a look or a change, never across an await.
+//! The book's lock is never held across an await.
 
 mod arm;
 mod leave;
@@ -61,40 +62,40 @@ use super::switch::{Switch, TracepointFacts, TracepointKeys};
 use crate::keys::{FlipReport, KeysError, TracepointUpdate};
 
 const LIST_PATIENCE: Duration = Duration::from_secs(5);
-/// What the agent tells is cut off there.
+/// The agent's answer is truncated to this.
 const MAX_EVENTS: usize = 32_768;
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 const SWITCH_TIME: Duration = Duration::from_secs(30);
 
-/// How to arm.
+/// Options of an arming.
 #[derive(Clone, Debug, Default)]
 pub struct ArmTerms {
-    /// Empty: none.
+    /// Filter; empty for none.
     pub filter: String,
-    /// Empty: none.
+    /// Trigger; empty for none.
     pub trigger: String,
     /// Silence other users in the guest.
     pub even_if_others: bool,
-    /// Check and change nothing.
+    /// Check only.
     pub validate_only: bool,
-    /// How long the client keeps them armed; `None`: until it disarms them.
+    /// Time until the client's arming expires; `None`: it lasts until it is disarmed.
     pub ttl: Option<Duration>,
 }
 
-/// How to fire and park.
+/// Options of fire and park.
 #[derive(Clone, Debug)]
 pub struct SwitchTerms {
-    /// Check and change nothing.
+    /// Check only.
     pub validate_only: bool,
-    /// How long the vCPUs may take to stop.
+    /// Time that the vCPUs have to stop.
     pub stop_timeout: Duration,
-    /// When to stop trying.
+    /// Deadline for retries.
     pub deadline: Instant,
     /// Silence other users in the guest.
     pub even_if_others: bool,
-    /// Also what other clients fired.
+    /// Also park events that other clients fire.
     pub force: bool,
-    /// How long the client keeps them firing; `None`: until it parks them.
+    /// Time until the client's hold expires; `None`: it lasts until it is parked.
     pub ttl: Option<Duration>,
 }
 
@@ -120,32 +121,32 @@ pub struct TraceOutcome {
     pub report: Option<FlipReport>,
 }
 
-/// What the guest's memory says of its tracepoints.
+/// State of the tracepoints in guest memory.
 pub struct Facts {
     /// By name of the tracepoint.
     pub by_name: HashMap<String, TracepointFacts>,
-    /// Count of events armed when it was read: it says nothing of later ones.
+    /// Value of [`Book::armed`] at the read: the facts do not cover later armings.
     armed: u64,
 }
 
-/// Everything about the guest's tracepoints.
+/// The tracepoints of one guest.
 pub struct Tracer {
     pub(crate) keys: Arc<dyn TracepointKeys>,
     pub(crate) link: AgentLink,
     pub(crate) hub: Arc<Hub>,
-    /// Where events are decoded.
+    /// Decodes the events.
     pub(crate) decoding: Handle,
     pub(crate) answers: Answers,
     book: Mutex<Book>,
     turn: tokio::sync::Mutex<()>,
-    /// Events are armed for some time.
-    pub(super) armed_anew: Arc<Notify>,
-    /// Advances when events are no longer moved.
+    /// Signals armings with an expiry.
+    pub(super) armings_changed: Arc<Notify>,
+    /// Signals the end of claims.
     moved: watch::Sender<u64>,
-    heed: Mutex<others::Heed>,
-    /// What the agent told last.
+    switch_budget: Mutex<others::SwitchBudget>,
+    /// The agent's last list of events.
     known: Mutex<AgentEvents>,
-    /// They end with the tracer: the agent's link, and the decoder.
+    /// Tasks of the link and the decoder, which end with the tracer.
     pub(super) tasks: JoinSet<()>,
     /// Removed with the tracer.
     _socket: Option<AgentSocket>,
@@ -153,13 +154,13 @@ pub struct Tracer {
 
 impl Drop for Tracer {
     fn drop(&mut self) {
-        // Who waits for expiries finds that there is nothing more to wait for.
-        self.armed_anew.notify_one();
+        // Wakes the task that waits for expiries, so that it ends.
+        self.armings_changed.notify_one();
     }
 }
 
 impl Tracer {
-    /// Nothing is armed.
+    /// Starts with no armed events.
     pub fn new(
         keys: Arc<dyn TracepointKeys>,
         link: AgentLink,
@@ -174,9 +175,9 @@ impl Tracer {
             answers: Answers::default(),
             book: Mutex::default(),
             turn: tokio::sync::Mutex::default(),
-            armed_anew: Arc::default(),
+            armings_changed: Arc::default(),
             moved: watch::Sender::new(0),
-            heed: Mutex::default(),
+            switch_budget: Mutex::default(),
             known: Mutex::default(),
             tasks: JoinSet::new(),
             _socket: socket,
@@ -191,7 +192,7 @@ impl Tracer {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The guest's events as the agent told them last, and why they are not new if they are not.
+    /// The cached event list, and the refresh error if it is stale.
     pub(crate) async fn events(&self) -> (AgentEvents, Option<AgentError>) {
         let stale = match self
             .link
@@ -223,7 +224,7 @@ impl Tracer {
         (self.known().clone(), stale)
     }
 
-    /// Facts by name, read now.
+    /// Reads the facts by name.
     pub(crate) async fn facts(&self) -> Result<Facts, TraceError> {
         let armed = self.book().armed;
         let keys = Arc::clone(&self.keys);
@@ -235,7 +236,7 @@ impl Tracer {
         Ok(Facts { by_name, armed })
     }
 
-    /// Switches keys. The caller has the turn.
+    /// Switches keys. The caller holds `turn`.
     async fn switch(
         &self,
         keys: Vec<String>,
@@ -260,7 +261,7 @@ impl Tracer {
         Ok(self.keys.switch(switch).await?)
     }
 
-    /// Who keeps armed events firing: who holds their keys. Nobody while the keys are not known.
+    /// The holders of the keys of armed events; empty while the keys are unknown.
     pub(crate) fn fired_by(&self, names: &[String]) -> HashMap<String, Vec<Arc<str>>> {
         let (names, keys): (Vec<String>, Vec<String>) = {
             let book = self.book();
@@ -274,13 +275,13 @@ impl Tracer {
         names.into_iter().zip(holders).collect()
     }
 
-    /// Whether anything fires.
+    /// Whether any event is fired.
     fn is_quiet(&self) -> bool {
         let names: Vec<String> = self.book().events.keys().cloned().collect();
         self.fired_by(&names).values().all(Vec::is_empty)
     }
 
-    /// Those of the armed events that nobody else keeps firing.
+    /// The armed events that no other client fires.
     fn without_others(&self, names: &[String], client: &str) -> Vec<String> {
         let fired_by = self.fired_by(names);
         let kept = |name: &&String| {
@@ -296,7 +297,7 @@ impl Tracer {
             .map_err(|patterns| TraceError::NotArmed { patterns })
     }
 
-    /// Fires for a client.
+    /// Fires events for a client.
     ///
     /// # Errors
     /// [`TraceError`]; nothing is fired then.
@@ -309,7 +310,7 @@ impl Tracer {
         let _turn = self.turn.lock().await;
         let fired = self.try_fire(client, wanted, terms).await;
         let (names, report) = match fired {
-            // The facts are read only now: they take longer than the switch.
+            // The facts are read after the switch because reading takes longer than the switch.
             Err(TraceError::Keys(KeysError::KeyNotFound { .. } | KeysError::KeyRefused { .. }))
                 if self.forget_vanished(&self.facts().await?) =>
             {
@@ -346,7 +347,7 @@ impl Tracer {
         Ok((names, report))
     }
 
-    /// Parks for a client what no other keeps firing.
+    /// Parks a client's events, except those that another client fires.
     ///
     /// # Errors
     /// [`TraceError`]; nothing is parked then.
@@ -366,8 +367,8 @@ impl Tracer {
             Ok::<_, TraceError>((names, to_park))
         };
         let (mut names, mut to_park) = choose()?;
-        // The agent's probe and no other on each is what is found nearly always; to read all facts
-        // takes longer than the switch.
+        // Normally each event has the agent's probe and no other. Reading all facts takes longer
+        // than the switch.
         let probes = self.keys.probes(&self.book().keys(&to_park))?;
         if probes.iter().any(|probes| *probes != Some(1)) {
             let facts = self.facts().await?;
@@ -383,7 +384,7 @@ impl Tracer {
             true => TracepointUpdate::Silence,
             false => TracepointUpdate::Park,
         };
-        // Also those that others keep firing: the client no longer does.
+        // Includes events that other clients fire: this client no longer does.
         let keys = self.book().keys(&names);
         let report = self
             .switch(keys, update, client, "park tracepoints", terms)
@@ -404,7 +405,7 @@ impl Tracer {
         })
     }
 
-    /// Those of the events of which nobody has said that others in the guest may be silenced.
+    /// Events that no client armed with `even_if_others`.
     fn strict(&self, names: &[String]) -> Vec<String> {
         let book = self.book();
         let is_strict = |name: &&String| {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::Tracer;
 use crate::trace::error::TraceError;
 
-/// Events that only the holder arms and disarms, until it is dropped.
+/// Exclusive right to arm and disarm these events, until it is dropped.
 pub(in crate::trace) struct Moving<'a> {
     tracer: &'a Tracer,
     pub names: Vec<String>,
@@ -25,7 +25,7 @@ impl Drop for Moving<'_> {
 }
 
 impl Tracer {
-    /// Claims all of the events, once nobody else moves one of them.
+    /// Claims all of the events, once no other call has claimed one of them.
     ///
     /// # Errors
     /// [`TraceError::Busy`] after this time.
@@ -45,14 +45,15 @@ impl Tracer {
         })
     }
 
-    /// As [`Tracer::claim`], however long it takes: no longer than the agent is given for its answers.
+    /// As [`Tracer::claim`] without a time limit. Each claim ends after the agent's timeout at the
+    /// latest.
     pub(in crate::trace) async fn claim_whenever(&self, names: &[String]) -> Moving<'_> {
         let mut moved = self.moved.subscribe();
         loop {
             if let Some(moving) = self.try_claim(names) {
                 return moving;
             }
-            // The sender is this tracer's.
+            // This tracer owns the sender.
             let _ = moved.changed().await;
         }
     }
@@ -69,7 +70,7 @@ impl Tracer {
         })
     }
 
-    /// Claims those of the events that nobody moves and that are not armed: they are to be detached.
+    /// Claims those of the events that are unclaimed and not armed: they are to be detached.
     pub(super) fn claim_unarmed(&self, mut names: Vec<String>) -> Moving<'_> {
         let mut book = self.book();
         names.retain(|name| !book.events.contains_key(name) && !book.moving.contains(name));

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Others in the guest who trace what is armed here: ftrace, perf, BPF, modules.
+//! Other users in the guest who trace an armed event: ftrace, perf, BPF, modules.
 //!
-//! The kernel turns a parked tracepoint on for a probe that is attached to it (`tracepoint_add_func()`
-//! in the kernel series). The event must not be parked again while that probe is there, and is to be
-//! parked when it is gone. Who stays when the agent's probe goes would see nothing if the event were
-//! left parked.
-
+//! The kernel turns a parked tracepoint on when a probe is attached to it (`tracepoint_add_func()`
+//! in the kernel series). The event must not be parked while that probe exists, and is parked when
+//! it is gone. When the agent's probe is removed first, the event must stay on for the other probe.
 //!
-//! Each switch for others stops the guest and writes to the audit log, and the guest decides when: so
-//! an event that others come to and leave again and again is switched ever more seldom, and all
-//! events together only as often as there are [`TOKENS`].
+//! Each such switch stops the guest and writes to the audit log, at times that the guest chooses.
+//! So an event whose other users come and go repeatedly is switched less and less often, and all
+//! events together are limited to [`TOKENS`].
 
 use std::sync::{Arc, PoisonError};
 
@@ -18,20 +16,20 @@ use crate::keys::{KeysError, TracepointUpdate};
 use crate::log_limit::limited;
 use crate::trace::select;
 
-/// The client for whom an event fires that others in the guest trace.
+/// Holder of events that fire for other users in the guest.
 pub const OTHERS: &str = "others in the guest";
 
-/// An event is switched for others at least every 2^9 ticks, 9 minutes.
+/// An event is switched at least every 2^9 ticks (9 minutes).
 const SELDOM: u32 = 9;
-/// Ticks without a change of the others after which an event is switched twice as often again.
+/// Ticks without a change after which the interval of an event is halved.
 const QUIET: u32 = 128;
-/// Switches that may follow each other tick by tick.
+/// Largest burst of switches.
 const TOKENS: u32 = 32;
-/// Ticks until there is one more.
+/// Ticks until a token is added.
 const TOKEN_TICKS: u64 = 64;
 
-/// How often an event is switched for others: in the ticks that are multiples of a power of two, which
-/// grows with each switch and shrinks in quiet.
+/// Backoff of one event: it is switched in ticks that are multiples of a power of two, which
+/// doubles with each switch and halves in quiet times.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Backoff {
     shift: u32,
@@ -39,7 +37,7 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// Whether what is wanted may be done in this tick.
+    /// Whether the event may be switched in this tick.
     fn allows(&mut self, tick: u64, wanted: bool) -> bool {
         if wanted {
             self.quiet = 0;
@@ -58,14 +56,14 @@ impl Backoff {
     }
 }
 
-/// Ticks, and switches that are left.
+/// The tick counter and the tokens that are left.
 #[derive(Debug)]
-pub struct Heed {
+pub struct SwitchBudget {
     tick: u64,
     tokens: u32,
 }
 
-impl Default for Heed {
+impl Default for SwitchBudget {
     fn default() -> Self {
         Self {
             tick: 0,
@@ -74,7 +72,7 @@ impl Default for Heed {
     }
 }
 
-impl Heed {
+impl SwitchBudget {
     fn next_tick(&mut self) -> u64 {
         self.tick += 1;
         if self.tick.is_multiple_of(TOKEN_TICKS) {
@@ -91,28 +89,30 @@ impl Heed {
 }
 
 impl Tracer {
-    fn heed(&self) -> std::sync::MutexGuard<'_, Heed> {
-        self.heed.lock().unwrap_or_else(PoisonError::into_inner)
+    fn switch_budget(&self) -> std::sync::MutexGuard<'_, SwitchBudget> {
+        self.switch_budget
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets armed events fire that others in the guest have begun to trace, unless a client has said
-    /// that they may be silenced, and parks those that they trace no longer. Called once per tick.
-    pub async fn heed_others(&self) {
-        let tick = self.heed().next_tick();
+    /// Fires armed events that other users have begun to trace, unless a client armed them with
+    /// `even_if_others`, and parks those without other users. Called once per tick.
+    pub async fn fire_and_park_for_others(&self) {
+        let tick = self.switch_budget().next_tick();
         let (names, keys): (Vec<String>, Vec<String>) = {
             let book = self.book();
-            let heeded = book
+            let checked = book
                 .events
                 .iter()
                 .filter(|(_, armed)| !armed.even_if_others);
-            heeded
+            checked
                 .map(|(name, armed)| (name.clone(), armed.key.clone()))
                 .unzip()
         };
         if names.is_empty() {
             return;
         }
-        // A guest that has not registered again has no events to heed.
+        // A guest that has not registered again has no tracepoints to check.
         let Some((probes, holders)) = self.look(keys).await else {
             return;
         };
@@ -136,7 +136,7 @@ impl Tracer {
             }
         }
         for (names, on) in [(come, true), (gone, false)] {
-            if names.is_empty() || !self.heed().take_token() {
+            if names.is_empty() || !self.switch_budget().take_token() {
                 continue;
             }
             {
@@ -155,8 +155,8 @@ impl Tracer {
         }
     }
 
-    /// The probes of the tracepoints of these keys, and who holds them; `None` if they cannot be looked
-    /// at now.
+    /// The probes on the tracepoints of these keys, and the holders of the keys; `None` if they
+    /// cannot be read now.
     async fn look(&self, keys: Vec<String>) -> Option<(Vec<Option<u32>>, Vec<Vec<Arc<str>>>)> {
         let of = Arc::clone(&self.keys);
         let look = move || Ok::<_, KeysError>((of.probes(&keys)?, of.holders(&keys)?));
@@ -207,8 +207,8 @@ impl Tracer {
         }
     }
 
-    /// Those of the events that somebody in the guest still traces when the agent's probe is gone,
-    /// and the rest. Those that cannot be looked at now are among the rest.
+    /// Splits the events into those that keep another probe when the agent's is gone, and the rest.
+    /// Events that cannot be read now are in the rest.
     pub(super) async fn split_by_others(&self, names: &[String]) -> (Vec<String>, Vec<String>) {
         let facts = self.facts().await.map(|facts| facts.by_name);
         let facts = facts.unwrap_or_default();
@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_comes_and_goes_is_heeded_ever_more_seldom_and_again_after_a_quiet() {
+    fn frequent_changes_are_switched_for_less_often_until_it_is_quiet() {
         let mut backoff = Backoff::default();
         let mut at = vec![];
         for tick in 1..4096 {
@@ -248,11 +248,11 @@ mod tests {
 
     #[test]
     fn all_events_together_have_so_many_switches() {
-        let mut heed = Heed::default();
+        let mut budget = SwitchBudget::default();
         let mut switches = 0;
         for _ in 0..6400 {
-            heed.next_tick();
-            switches += u32::from(heed.take_token());
+            budget.next_tick();
+            switches += u32::from(budget.take_token());
         }
         assert_eq!(switches, TOKENS + 100);
     }
