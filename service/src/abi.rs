@@ -114,7 +114,7 @@ pub struct Range {
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Key {
-    /// Of the `struct static_key`.
+    /// Address of the `struct static_key`.
     pub address: u64,
     /// Offset into the names block, in bytes.
     pub name: u32,
@@ -122,9 +122,9 @@ pub struct Key {
     pub class: u16,
     /// [`KEY_REGFUNC`].
     pub flags: u16,
-    /// Of the `struct tracepoint`, or 0.
+    /// Address of the `struct tracepoint`, or 0.
     pub tracepoint: u64,
-    /// Of the `struct module` that defines it; 0 for the kernel image.
+    /// Address of the `struct module` that defines it; 0 for the kernel image.
     pub module: u64,
 }
 
@@ -160,7 +160,7 @@ pub struct Gate {
     pub kind: u32,
     /// Which changes it is looked at for: bits of [`static_keys::Concerns`].
     pub concerns: u32,
-    /// Of the word: 1, 2, 4 or 8 bytes.
+    /// Width of the word: 1, 2, 4 or 8 bytes.
     pub width: u8,
     /// [`GATE_PER_CPU`].
     pub flags: u8,

@@ -16,7 +16,7 @@ pub enum Transport {
     Msr,
 }
 
-/// What does not change while the monitor runs.
+/// Constant properties of the guest.
 #[derive(Clone, Debug)]
 pub struct GuestDescription {
     /// Name that the operator gave it.
@@ -29,34 +29,34 @@ pub struct GuestDescription {
     pub transports: Vec<Transport>,
 }
 
-/// The guest's lifecycle. Methods may be called from any thread but a vCPU's, at any time, also while
-/// the guest is paused, and return at once.
+/// The guest's lifecycle. Methods may be called at any time from any thread but a vCPU's, also
+/// while the guest is paused, and return at once.
 pub trait Machine: Send + Sync {
-    /// What does not change.
+    /// The constant properties.
     fn description(&self) -> GuestDescription;
 
-    /// Whether the guest has powered off, reset or crashed: no vCPU runs any more or ever will. Once
-    /// true it stays true.
+    /// Whether the guest has powered off, reset or crashed: no vCPU will run again. Once true, it
+    /// stays true.
     fn has_ended(&self) -> bool;
 
-    /// Ends the guest, as by cutting its power; the monitor ends after it. Does not wait for the end,
-    /// and may be called more than once.
+    /// Cuts the guest's power; the monitor ends afterwards. It does not wait for the end and may be
+    /// called more than once.
     fn shut_down(&self);
 
-    /// Presses the guest's power button, and does not wait for what the guest does about it. A press
-    /// that the guest's kernel has not seen stays until it looks, or until it is taken back.
+    /// Presses the guest's power button without waiting for a reaction. A press that the guest's
+    /// kernel has not seen stays pending until it is seen or cancelled.
     fn press_power_button(&self);
 
-    /// Takes back a press that the guest's kernel has not seen. False: it has seen it, or there was none.
+    /// Cancels a press that the guest's kernel has not seen. Returns false if there is none.
     fn take_back_press(&self) -> bool;
 
-    /// The guest's serial console. It closes when the guest has ended, and not before.
+    /// The guest's serial console. It closes when the guest ends, and not before.
     fn console(&self) -> &dyn Console;
 }
 
 /// A guest that can be stopped and patched.
 pub trait Guest: Machine + 'static {
-    /// The guest, stopped; dropping it resumes every vCPU at once.
+    /// The stopped guest. Dropping it resumes every vCPU at once.
     type Paused<'a>: PausedGuest
     where
         Self: 'a;

@@ -64,7 +64,7 @@ impl LogPath {
     /// Opens the file, and creates it if `flags` contain O_CREAT.
     ///
     /// # Errors
-    /// The error of open(2); ELOOP for a symbolic link.
+    /// The error of open(2), which includes a symbolic link at the path.
     pub fn open(&self, flags: OFlags) -> io::Result<File> {
         let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
         match openat(&self.folder, &self.name, flags, Mode::RUSR | Mode::WUSR) {

@@ -23,7 +23,7 @@ pub struct ServedGuest {
     pub(super) printed: watch::Receiver<()>,
     /// True when the guest is removed or the endpoint shuts down.
     ending: watch::Sender<bool>,
-    /// The runtime part ends with the last reference.
+    /// The decoding thread ends with the last reference to the guest.
     decoder: Option<TraceThread>,
 }
 

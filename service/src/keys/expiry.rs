@@ -147,7 +147,7 @@ impl<G: Guest> Executor<G> {
     }
 
     /// One update for each reference on the key that `which` selects and the guest has not voided,
-    /// at most `most`; none if the key is gone.
+    /// at most `at_most`; none if the key is gone.
     pub(super) fn releases(
         &self,
         registration: &Registration,

@@ -121,7 +121,7 @@ pub(super) struct Kept {
     pub generation: u64,
     pub answer: Arc<PrepareOutcome>,
     pub state: State,
-    /// Set when the plan is put in.
+    /// Size in memory, computed when the plan is stored.
     pub bytes: usize,
 }
 

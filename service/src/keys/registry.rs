@@ -131,7 +131,7 @@ impl Registration {
         Some(self.state_at(memory, key.id, tracepoint, count))
     }
 
-    /// As [`Self::key_state`] with a count that was already read.
+    /// As [`Self::state`] with a count that was already read.
     pub fn state_at(
         &self,
         memory: &KernelMemory,
@@ -193,7 +193,7 @@ pub struct Instances<'a> {
 }
 
 impl<'a> Instances<'a> {
-    /// Of this registration's keys.
+    /// Resolves the keys of this registration.
     pub fn of(registration: &'a Registration) -> Self {
         Self {
             registration,

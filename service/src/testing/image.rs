@@ -24,14 +24,14 @@ pub(super) const GATES: u64 = IMAGE + 0x92_8000;
 /// The ring that the host records changes in.
 pub(super) const RECORDS: u64 = IMAGE + 0x92_a000;
 pub(super) const RECORD_COUNT: u32 = 8;
-/// Of each tracepoint, the array of its probes.
+/// Arrays of probes, one per tracepoint.
 pub(super) const PROBES: u64 = IMAGE + 0x95_0000;
 pub(super) const PROBES_BYTES: u64 = 0x80;
 pub(super) const TRACEPOINTS: u64 = IMAGE + 0x93_0000;
 pub(super) const DIRECTORY: u64 = IMAGE + 0x100_0000;
 pub(super) const NAMES: u64 = IMAGE + 0x200_0000;
 pub(super) const MODULES: u64 = IMAGE + 0x60_0000;
-/// Of a module: text, table, keys, directory, names, and the `struct module`.
+/// Space of a module: text, table, keys, directory, names, and the `struct module`.
 pub(super) const MODULE_BYTES: u64 = 0x1_0000;
 
 pub(super) const KEY_BYTES: u64 = 16;
@@ -42,11 +42,11 @@ pub(super) const TARGET_DISTANCE: u64 = 0x1000;
 pub(super) const NOP5: [u8; 5] = [0x0f, 0x1f, 0x44, 0x00, 0x00];
 pub(super) const MODULE_STATE: u64 = 0;
 pub(super) const TRACEPOINT_BYTES: u64 = 64;
-/// Of the key in a `struct tracepoint`.
+/// Offset of the key in a `struct tracepoint`.
 pub(super) const TRACEPOINT_KEY: u64 = 8;
-/// Of the probes in a `struct tracepoint`.
+/// Offset of the probes in a `struct tracepoint`.
 pub(super) const TRACEPOINT_FUNCS: u64 = 40;
-/// Of a `struct tracepoint_func`.
+/// Size of a `struct tracepoint_func`.
 pub(super) const PROBE_BYTES: u64 = 24;
 
 /// A key of the test kernel.
@@ -64,7 +64,7 @@ pub struct TestKey {
     pub initially_true: bool,
     /// In ro_after_init data.
     pub sealed: bool,
-    /// Of a tracepoint: whether a probe is attached.
+    /// Whether a probe is attached to the tracepoint.
     pub probe: bool,
 }
 
@@ -111,6 +111,6 @@ pub(super) struct Layout {
     pub keys: u64,
     pub directory: u64,
     pub names: u64,
-    /// Of the `struct module`, 0 for the kernel.
+    /// Address of the `struct module`, 0 for the kernel.
     pub module: u64,
 }

@@ -47,7 +47,7 @@ impl Faults {
 struct Part {
     page: usize,
     word: usize,
-    /// Of the first byte in the word, in bits.
+    /// Shift of the first byte in the word, in bits.
     shift: usize,
     bytes: Range<usize>,
 }

@@ -53,7 +53,7 @@ pub struct InMemoryGuest {
     modules: Mutex<Vec<(String, u64)>>,
     /// What the kernel last registered.
     registered: Mutex<Option<abi::Descriptor>>,
-    /// What it last told about each module that is loaded.
+    /// The last registration of each loaded module.
     loaded: Mutex<HashMap<String, abi::Module>>,
     boot: AtomicU64,
     generation: AtomicU64,
@@ -591,7 +591,7 @@ impl InMemoryGuest {
         *lock(&self.on_power_button) = Some(Box::new(hook));
     }
 
-    /// Called in every pause, before it is told.
+    /// Called in each pause, before it is reported.
     pub fn on_pause(&self, hook: impl FnMut() + Send + 'static) {
         *lock(&self.on_pause) = Some(Box::new(hook));
     }

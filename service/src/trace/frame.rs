@@ -13,7 +13,7 @@ pub enum FrameError {
     /// Between two frames.
     #[error("the agent closed the connection")]
     Closed,
-    /// Of the operating system, or the end in the middle of a frame.
+    /// An I/O error, or the end of the stream within a frame.
     #[error("the connection to the agent broke: {0}")]
     Broken(#[from] io::Error),
     /// Not this protocol.
@@ -21,7 +21,7 @@ pub enum FrameError {
         "the agent announced a message of {bytes} bytes, and {AGENT_FRAME_MAX_BYTES} is the maximum"
     )]
     TooLong {
-        /// As it said.
+        /// Length that the frame announced.
         bytes: usize,
     },
     /// Not this protocol.
@@ -56,7 +56,7 @@ pub async fn read<M: Message + Default>(
 /// Writes one message.
 ///
 /// # Errors
-/// Of the operating system; `InvalidInput` if the message is too long for a frame.
+/// An I/O error; `InvalidInput` if the message is too long for a frame.
 pub async fn write(
     stream: &mut (impl AsyncWrite + Unpin),
     message: &impl Message,

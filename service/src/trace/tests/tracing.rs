@@ -495,7 +495,7 @@ async fn listing_tells_states_clients_and_refusals() {
     assert_eq!(seen[2].fired_by, ["a"]);
     assert!(seen[0].refused.contains("regfunc"));
     fake.script.hung.send_replace(true);
-    // The agent's silence is told, and the rest is as it was.
+    // The agent's silence is reported, and the rest is unchanged.
     let request = ListTracepointsRequest {
         armed_only: true,
         ..Default::default()
