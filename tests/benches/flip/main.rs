@@ -18,8 +18,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use figures::Samples;
 use patchbay_proto::v1::{
-    FlipReport, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest, PauseGuestRequest, ResultView,
-    ResumeGuestRequest, StaticKey, UpdateStaticKeysRequest,
+    CommitUpdateRequest, FlipReport, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest,
+    PauseGuestRequest, PrepareUpdateRequest, ResultView, ResumeGuestRequest, StaticKey,
+    UpdateStaticKeysRequest,
 };
 use patchbay_tests::{Environment, Guest};
 
@@ -48,9 +49,11 @@ enum Selector {
     Names,
     /// By a pattern, with a summary.
     Pattern,
+    /// The same, prepared beforehand: only the commit is measured.
+    Prepared,
 }
 
-const CASES: [Case; 5] = [
+const CASES: [Case; 7] = [
     Case {
         what: "1 key, 1 site",
         selector: Selector::Names,
@@ -62,6 +65,14 @@ const CASES: [Case; 5] = [
     Case {
         what: "1 key, 56 sites",
         selector: Selector::Names,
+        keys: "patchbay_test:many_key",
+        count: 1,
+        file: "many",
+        rounds: 100,
+    },
+    Case {
+        what: "1 key, 56 sites, prepared",
+        selector: Selector::Prepared,
         keys: "patchbay_test:many_key",
         count: 1,
         file: "many",
@@ -86,6 +97,14 @@ const CASES: [Case; 5] = [
     Case {
         what: "1,000 keys by pattern, summary",
         selector: Selector::Pattern,
+        keys: "patchbay_test:bench_key_*",
+        count: 1000,
+        file: "thousand",
+        rounds: 20,
+    },
+    Case {
+        what: "1,000 keys by pattern, prepared",
+        selector: Selector::Prepared,
         keys: "patchbay_test:bench_key_*",
         count: 1000,
         file: "thousand",
@@ -141,10 +160,12 @@ async fn measure(environment: &Environment, vcpus: u32) -> Result<()> {
         let request = request(&keys, case)?;
         let mut host = HostTimes::default();
         let mut itself = Samples::default();
-        flip(&mut guest, &request, WARM_UP, &mut HostTimes::default()).await?;
+        let prepared = case.selector == Selector::Prepared;
+        let mut warm_up = HostTimes::default();
+        flip(&mut guest, &request, prepared, WARM_UP, &mut warm_up).await?;
         for _ in 0..TURNS {
             let rounds = case.rounds / TURNS;
-            flip(&mut guest, &request, rounds, &mut host).await?;
+            flip(&mut guest, &request, prepared, rounds, &mut host).await?;
             flip_by_itself(&mut guest, case, rounds, &mut itself).await?;
         }
         row(case.what, &host, Some(&itself), qemu.as_ref());
@@ -157,7 +178,7 @@ async fn measure(environment: &Environment, vcpus: u32) -> Result<()> {
     guest.shell(spin).await?;
     let request = request(&keys, &CASES[0])?;
     let mut host = HostTimes::default();
-    flip(&mut guest, &request, CASES[0].rounds, &mut host).await?;
+    flip(&mut guest, &request, false, CASES[0].rounds, &mut host).await?;
     row("1 key, 1 site, guest busy", &host, None, qemu.as_ref());
     guest.shell("kill $(jobs -p)").await?;
 
@@ -249,7 +270,7 @@ fn request(keys: &[StaticKey], case: &Case) -> Result<UpdateStaticKeysRequest> {
                 .collect(),
             ..Default::default()
         },
-        Selector::Pattern => UpdateStaticKeysRequest {
+        Selector::Pattern | Selector::Prepared => UpdateStaticKeysRequest {
             updates: vec![KeyUpdate {
                 patterns: vec![case.keys.to_owned()],
                 ..Default::default()
@@ -264,6 +285,7 @@ fn request(keys: &[StaticKey], case: &Case) -> Result<UpdateStaticKeysRequest> {
 async fn flip(
     guest: &mut Guest,
     request: &UpdateStaticKeysRequest,
+    prepared: bool,
     rounds: usize,
     host: &mut HostTimes,
 ) -> Result<()> {
@@ -273,7 +295,11 @@ async fn flip(
             for update in &mut request.updates {
                 update.op = op.into();
             }
-            change(guest, request, host).await?;
+            if prepared {
+                commit(guest, request, host).await?;
+            } else {
+                change(guest, request, host).await?;
+            }
             tokio::time::sleep(BETWEEN).await;
         }
     }
@@ -290,16 +316,50 @@ async fn change(
     let answer = client.update_static_keys(request).await?.into_inner();
     host.call.add(began.elapsed());
     let report = answer.report.context("a change without a report")?;
-    let time = |duration: Option<prost_types::Duration>| {
-        Duration::try_from(duration.unwrap_or_default()).unwrap_or_default()
-    };
-    let [stop, patch, resume] = [report.stop_time, report.patch_time, report.resume_time].map(time);
-    host.stop.add(stop);
-    host.patch.add(patch);
-    host.resume.add(resume);
-    host.window.add(stop + patch + resume);
-    host.again += report.attempts.saturating_sub(1);
+    host.add(&report);
     Ok(report)
+}
+
+/// Prepares a change, and measures its commit.
+async fn commit(
+    guest: &mut Guest,
+    request: UpdateStaticKeysRequest,
+    host: &mut HostTimes,
+) -> Result<()> {
+    let mut client = guest.static_keys();
+    let plan = PrepareUpdateRequest {
+        updates: request.updates,
+        result_view: ResultView::Summary.into(),
+        ..Default::default()
+    };
+    let plan = client.prepare_update(plan).await?.into_inner();
+    let plan = CommitUpdateRequest {
+        plan_id: plan.plan_id,
+        digest: plan.digest,
+        result_view: ResultView::Summary.into(),
+        ..Default::default()
+    };
+    let began = Instant::now();
+    let answer = client.commit_update(plan).await?.into_inner();
+    host.call.add(began.elapsed());
+    host.add(&answer.report.context("a change without a report")?);
+    Ok(())
+}
+
+impl HostTimes {
+    /// Adds what a change cost the guest.
+    fn add(&mut self, report: &FlipReport) {
+        let time = |duration: Option<prost_types::Duration>| {
+            Duration::try_from(duration.unwrap_or_default()).unwrap_or_default()
+        };
+        let [stop, patch, resume] =
+            [report.stop_time, report.patch_time, report.resume_time].map(time);
+        self.stop.add(stop);
+        self.patch.add(patch);
+        self.resume.add(resume);
+        self.window.add(stop + patch + resume);
+        self.again += report.attempts.saturating_sub(1);
+    }
 }
 
 /// Makes the guest flip the same keys on and off.
