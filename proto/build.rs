@@ -4,6 +4,8 @@
 type BuildResult = Result<(), Box<dyn std::error::Error>>;
 
 const AGENT: &str = "patchbay/agent/v1/agent.proto";
+#[cfg(feature = "grpc")]
+const FLEET: &str = "patchbay/fleet/v1/fleet.proto";
 
 fn main() -> BuildResult {
     println!("cargo:rerun-if-changed=patchbay");
@@ -15,18 +17,19 @@ fn main() -> BuildResult {
 fn generate() -> BuildResult {
     use prost::Message;
 
-    let services = [
+    let guests = [
         "patchbay/v1/errors.proto",
         "patchbay/v1/guest.proto",
         "patchbay/v1/static_keys.proto",
         "patchbay/v1/tracepoints.proto",
-        "patchbay/fleet/v1/fleet.proto",
     ];
-    let descriptors = protox::compile(services, ["."])?;
+    let descriptors = protox::compile(guests, ["."])?;
     let out = std::path::PathBuf::from(std::env::var("OUT_DIR")?);
     std::fs::write(out.join("patchbay.v1.bin"), descriptors.encode_to_vec())?;
     tonic_prost_build::compile_fds(descriptors)?;
-    tonic_prost_build::compile_fds(protox::compile([AGENT], ["."])?)?;
+    for other in [FLEET, AGENT] {
+        tonic_prost_build::compile_fds(protox::compile([other], ["."])?)?;
+    }
     Ok(())
 }
 

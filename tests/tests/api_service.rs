@@ -21,4 +21,5 @@ mod api_service {
     mod support;
     mod updates;
     mod watch;
+    mod watch_guest;
 }
