@@ -387,7 +387,7 @@ async fn a_loading_module_closes_the_gate() -> Result<()> {
         .shell("until [ -e /sys/kernel/debug/patchbay_test_stall/release ]; do sleep 0.1; done")
         .await?;
     let stalled = "patchbay_test_stall:*";
-    ensure!(listed(&mut guest, stalled).await? == ["stall_key"]);
+    ensure!(listed(&mut guest, stalled).await? == ["patchbay_test_stall:stall_key"]);
     let gone = update_within(
         &mut guest,
         "patchbay_test_stall:stall_key",

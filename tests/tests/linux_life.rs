@@ -268,7 +268,7 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
     // the key's module again, which it does last.
     loop {
         let change = changes.message().await?.context("the watch ended")?;
-        let given_back = |name: &str, owner: &str| name == "many_key" && owner == "monitor";
+        let given_back = |name: &str, by: &str| name == "patchbay_test:many_key" && by == "monitor";
         let mut events = change.events.iter();
         if events.any(|event| given_back(&event.name, &event.principal)) {
             break;
@@ -289,7 +289,7 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
         .into_inner()
         .holds;
     ensure!(
-        holds.len() == 1 && holds[0].key == "ref_key" && holds[0].references == 1,
+        holds.len() == 1 && holds[0].key == KEY && holds[0].references == 1,
         "{holds:?}"
     );
     ensure!(guest.key(QUARANTINED).await?.quarantine.is_some());
