@@ -105,7 +105,7 @@ struct Test {
     /// to 4]
     #[arg(long, value_name = "N")]
     labs: Option<usize>,
-    /// With a filter: also repeat the tests that run with the oldest and the newest kernel
+    /// Also repeat tests with the newest kernel; with a filter, with the oldest too
     #[arg(long)]
     other_kernels: bool,
     /// Run only tests whose name, "package::target function", contains this
