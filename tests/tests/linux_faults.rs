@@ -407,7 +407,7 @@ async fn an_audit_log_that_cannot_be_opened() -> Result<()> {
             .output()?;
         let said = String::from_utf8_lossy(&ended.stderr);
         ensure!(ended.status.code() == Some(1), "{log}: {}", ended.status);
-        ensure!(said.contains(log) && said.contains("name a file"), "{said}");
+        ensure!(said.contains(log) && said.contains("use a file"), "{said}");
     }
     Ok(())
 }
