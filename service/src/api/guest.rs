@@ -78,7 +78,7 @@ impl GuestService for GuestApi {
         request: Request<v1::WatchGuestRequest>,
     ) -> Result<Response<Self::WatchGuestStream>, Status> {
         let (guest, _, _) = self.access.admit(request)?;
-        let mut ending = guest.ending();
+        let ending = guest.ending();
         // The watch holds the newest status; a longer queue would only hold old ones.
         let (sender, receiver) = mpsc::channel(1);
         tokio::spawn(async move {
@@ -92,13 +92,7 @@ impl GuestService for GuestApi {
                     }
                 }
             };
-            tokio::select! {
-                () = tell => {}
-                () = sender.closed() => {}
-                () = super::wait_for_end(&mut ending) => {
-                    let _ = sender.send(Err(super::ends())).await;
-                }
-            }
+            super::until_end(&sender, ending, tell).await;
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
@@ -224,7 +218,7 @@ impl GuestService for GuestApi {
                     return;
                 }
             };
-            let (keys, mut ending) = (Arc::clone(&guest.keys), guest.ending());
+            let (keys, ending) = (Arc::clone(&guest.keys), guest.ending());
             // Input beyond the console's buffer is lost, as on a serial line without flow control.
             let _ = keys.machine().console().input(&first.input);
             let typing = async {
@@ -234,14 +228,13 @@ impl GuestService for GuestApi {
                 // A client that has closed its input may still read.
                 std::future::pending::<()>().await;
             };
-            tokio::select! {
-                () = typing => {}
-                () = print(&keys, &first, guest.printed.clone(), &sender) => {}
-                () = sender.closed() => {}
-                () = super::wait_for_end(&mut ending) => {
-                    let _ = sender.send(Err(super::ends())).await;
+            let tell = async {
+                tokio::select! {
+                    () = typing => {}
+                    () = print(&keys, &first, guest.printed.clone(), &sender) => {}
                 }
-            }
+            };
+            super::until_end(&sender, ending, tell).await;
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }

@@ -24,7 +24,8 @@ mod tracepoints;
 use std::time::Duration;
 
 use patchbay_proto::v1::ResultView;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
+use tonic::Status;
 
 use self::status::ends;
 
@@ -40,6 +41,22 @@ pub use crate::socket::{ListeningSocket as ApiSocket, SocketError};
 async fn wait_for_end(ending: &mut watch::Receiver<bool>) {
     // An error means that the sender is dropped, which also ends the guest.
     let _ = ending.wait_for(|ending| *ending).await;
+}
+
+/// Runs `tell`, which fills a stream, until it returns, the client is gone or the guest is removed.
+/// Only a removed guest ends the stream with an error.
+async fn until_end<T>(
+    sender: &mpsc::Sender<Result<T, Status>>,
+    mut ending: watch::Receiver<bool>,
+    tell: impl Future<Output = ()>,
+) {
+    tokio::select! {
+        () = tell => {}
+        () = sender.closed() => {}
+        () = wait_for_end(&mut ending) => {
+            let _ = sender.send(Err(ends())).await;
+        }
+    }
 }
 
 /// Whether the request wants only the summary.

@@ -129,7 +129,7 @@ impl StaticKeysService for StaticKeysApi {
         let watcher = guest
             .keys
             .watch(request.start_revision, &request.incarnation)?;
-        let mut ending = guest.ending();
+        let ending = guest.ending();
         // The journal is the buffer; a longer queue would only hide a slow client.
         let (sender, receiver) = mpsc::channel(1);
         let incarnation = guest.keys.incarnation().to_string();
@@ -155,13 +155,7 @@ impl StaticKeysService for StaticKeysApi {
                     message = changes.next().await.map_err(Status::from);
                 }
             };
-            tokio::select! {
-                () = tell => {}
-                () = sender.closed() => {}
-                () = super::wait_for_end(&mut ending) => {
-                    let _ = sender.send(Err(super::ends())).await;
-                }
-            }
+            super::until_end(&sender, ending, tell).await;
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }

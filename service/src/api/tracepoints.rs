@@ -391,17 +391,8 @@ async fn tell(
 }
 
 /// Closes the stream when the client is gone or the monitor shuts down.
-async fn end_stream(sender: Sender, mut ending: watch::Receiver<bool>, _guard: StreamGuard) {
-    let end = async {
-        // An error means that the sender is dropped, which also ends the stream.
-        let _ = ending.wait_for(|ending| *ending).await;
-    };
-    tokio::select! {
-        () = sender.closed() => {}
-        () = end => {
-            let _ = sender.send(Err(super::ends())).await;
-        }
-    }
+async fn end_stream(sender: Sender, ending: watch::Receiver<bool>, _guard: StreamGuard) {
+    super::until_end(&sender, ending, std::future::pending()).await;
 }
 
 /// Makes a change, or returns the answer of an earlier request with its id.
