@@ -5,6 +5,7 @@
 mod bench;
 mod cache;
 mod cargo;
+mod clients;
 mod cpio;
 mod demo;
 mod doctor;
@@ -22,6 +23,7 @@ mod root_disk;
 mod shell;
 mod step;
 mod stock;
+mod stubs;
 mod terminal;
 mod test;
 mod test_runner;
@@ -83,6 +85,8 @@ enum Task {
     },
     /// Build the guest's kernel and initramfs, unless they are in the cache
     GuestKernel(GuestKernel),
+    /// Generate the clients' code from the interface
+    Stubs,
     /// Report what this machine can and cannot do, and why
     Doctor,
     /// Run the tests given on standard input (used by `test` in a lab)
@@ -165,6 +169,10 @@ fn run(task: Task) -> Result<ExitCode> {
         }
         Task::Bench { name, arguments } => bench::run(name.as_deref(), &arguments),
         Task::Fuzz { target, seconds } => fuzz::run(target.as_deref(), seconds),
+        Task::Stubs => {
+            stubs::write()?;
+            Ok(ExitCode::SUCCESS)
+        }
         Task::Doctor => doctor::run(),
         Task::RunTests { timeout } => {
             test_runner::serve(Duration::from_secs(timeout))?;
