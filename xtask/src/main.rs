@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod bill;
 mod cache;
 mod cargo;
 mod clients;
@@ -19,6 +20,8 @@ mod kernel_tree;
 mod lab;
 mod lab_image;
 mod modules;
+mod package;
+mod package_trial;
 mod root_disk;
 mod shell;
 mod step;
@@ -87,6 +90,12 @@ enum Task {
     GuestKernel(GuestKernel),
     /// Generate the clients' code from the interface
     Stubs,
+    /// Make Debian packages and a tarball of static programs
+    Package {
+        /// Also install, use, upgrade and purge them in a clean Debian root
+        #[arg(long = "try")]
+        try_them: bool,
+    },
     /// Report what this machine can and cannot do, and why
     Doctor,
     /// Run the tests given on standard input (used by `test` in a lab)
@@ -171,6 +180,15 @@ fn run(task: Task) -> Result<ExitCode> {
         Task::Fuzz { target, seconds } => fuzz::run(target.as_deref(), seconds),
         Task::Stubs => {
             stubs::write()?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Task::Package { try_them } => {
+            let folder = package::run()?;
+            if try_them {
+                package_trial::run(&folder)?;
+                println!("installed, used, upgraded and purged in a clean Debian root");
+            }
+            println!("{}", folder.display());
             Ok(ExitCode::SUCCESS)
         }
         Task::Doctor => doctor::run(),
