@@ -14,6 +14,9 @@ mount -t sysfs sysfs sys
 mount -t cgroup2 cgroup2 sys/fs/cgroup
 mount -t tmpfs -o mode=755 tmpfs dev
 cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty dev/
+mkdir dev/pts dev/shm
+mount -t devpts -o newinstance,ptmxmode=666 devpts dev/pts
+ln -s pts/ptmx dev/ptmx
 mount -t tmpfs tmpfs run
 mkdir host
 mount --bind "$host" host
@@ -27,4 +30,9 @@ Type=oneshot
 ExecStart=/bin/sh -c 'sh -ex /host/steps.sh >/host/log 2>&1'
 END
 export container=patchbay
-exec chroot . /lib/systemd/systemd --system --unit=steps.service --show-status=no
+# Not chroot: systemd could not make the private roots of its services.
+mkdir old
+pivot_root . old
+cd /
+umount --lazy /old
+exec /lib/systemd/systemd --system --unit=steps.service --show-status=no

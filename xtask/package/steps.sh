@@ -1,6 +1,13 @@
 #!/bin/sh
 # Run by systemd in a clean Debian root: installs the previous version, uses it, upgrades, and purges. Each line
-# must succeed, unless it begins with "!" or "if".
+# must succeed.
+trap 'test -e /host/done || journalctl --no-pager --lines=40' EXIT
+# Waits without a word until a command succeeds.
+wait_for() {
+	set +x
+	until "$@" >/dev/null 2>&1; do :; done
+	set -x
+}
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin DEBIAN_FRONTEND=noninteractive
 
 # Installed.
@@ -20,10 +27,10 @@ mkdir -p /run/patchbay
 mkfifo /run/commands
 /host/in_memory_guests /run/patchbay/test.sock test </run/commands &
 exec 9>/run/commands
-until test -S /run/patchbay/test.sock; do :; done
+wait_for test -S /run/patchbay/test.sock
 systemctl start patchbayd
 socket=/run/patchbayd/patchbayd.sock
-until test -S $socket && patchbay --socket $socket guest list | grep test; do :; done
+wait_for patchbay --socket $socket --guest test guest describe
 patchbay --socket $socket --guest test keys enable alpha
 patchbay --socket $socket --guest test keys get alpha | grep -i alpha
 patchbayd audit verify
@@ -32,8 +39,9 @@ patchbayd audit verify
 echo '# ours' >>/etc/patchbay/policy.yaml
 echo "OPTIONS=--standalone --host here=$socket" >/etc/patchbay/fleet.conf
 systemctl start patchbay-fleet
-until test -S /run/patchbay-fleet/fleet.sock; do :; done
+wait_for test -S /run/patchbay-fleet/fleet.sock
 PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay-fleet rollout list
+systemctl reload patchbayd
 cp /var/log/patchbayd/audit.jsonl /run/audit.before
 daemon=$(systemctl show --value --property MainPID patchbayd)
 
@@ -42,16 +50,16 @@ dpkg --install /host/new/patchbay_*.deb /host/new/patchbay-agent_*.deb
 grep '# ours' /etc/patchbay/policy.yaml
 head --bytes "$(stat --format %s /run/audit.before)" /var/log/patchbayd/audit.jsonl | cmp - /run/audit.before
 test "$(systemctl show --value --property MainPID patchbayd)" != "$daemon"
-until test -S $socket && patchbay --socket $socket guest list | grep test; do :; done
+wait_for patchbay --socket $socket --guest test guest describe
 patchbay --socket $socket --guest test keys disable alpha
 patchbayd audit verify
 test "$(wc -l </var/log/patchbayd/audit.jsonl)" -gt "$(wc -l </run/audit.before)"
 test -s /var/lib/patchbay-fleet/fleet.redb
-until PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay-fleet rollout list; do :; done
+wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay-fleet rollout list
 
 # Removed: programs and services go, data stays.
 dpkg --remove patchbay patchbay-agent
-! systemctl is-active patchbayd
+test "$(systemctl is-active patchbayd)" = inactive
 test ! -e /usr/bin/patchbayd
 test -s /var/log/patchbayd/audit.jsonl
 grep '# ours' /etc/patchbay/policy.yaml
@@ -61,5 +69,5 @@ dpkg --purge patchbay patchbay-agent
 test ! -e /etc/patchbay
 test ! -e /var/log/patchbayd
 test ! -e /var/lib/patchbay-fleet
-! find /etc /usr /var/lib/systemd -name '*patchbay*' | grep .
+test -z "$(find /etc /usr /var/lib/systemd -name '*patchbay*')"
 echo all >/host/done

@@ -16,6 +16,8 @@ use crate::{bill, cache, cargo, host};
 const TOOLS: &[&str] = &["mmdebstrap", "gpg", "debian-archive-keyring", "util-linux"];
 const SUITE: &str = "bookworm";
 const PACKAGES: &str = "systemd-sysv,dbus";
+/// In seconds, for all steps.
+const LIMIT: &str = "300";
 /// Sorts before every version that is made.
 const PREVIOUS: &str = "0.0.1";
 
@@ -44,9 +46,9 @@ pub fn run(new: &Path) -> Result<()> {
     let scripts = host::repository().join("xtask/package");
     fs::copy(scripts.join("steps.sh"), at("steps.sh"))?;
     fs::copy(guests()?, at("in_memory_guests"))?;
-    let output = Command::new("unshare")
-        .args(["--mount", "--pid", "--fork", "--kill-child", "--cgroup"])
-        .args(["--ipc", "--uts", "--net", "timeout", "300", "sh"])
+    let output = Command::new("timeout")
+        .args([LIMIT, "unshare", "--mount", "--pid", "--fork", "--kill-child"])
+        .args(["--cgroup", "--ipc", "--uts", "--net", "sh"])
         .arg(scripts.join("boot.sh"))
         .args([scratch.path(), &root, shared.path()])
         .output()
