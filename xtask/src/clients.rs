@@ -8,8 +8,12 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
+use crate::kernel::Recipe;
 use crate::stubs::Python;
-use crate::{cargo, host, stubs};
+use crate::{cargo, guest, host, lab, package, stubs};
+
+/// What the name of a client's test begins with.
+pub const HEADING: &str = "clients ";
 
 /// How many tests of one kind passed, failed and were skipped, with the output if some failed.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -123,6 +127,47 @@ fn python(servers: &Servers) -> Result<Outcome> {
         outcome.failed = outcome.failed.max(1);
     }
     Ok(outcome)
+}
+
+/// Runs the clients' tests with a Linux guest, here or in the lab; returns the exit status. The monitor
+/// is the static one of the packages.
+pub fn run_with_guest() -> Result<u8> {
+    host::ensure_packages(host::LAB)?;
+    let python = Python::get()?;
+    let folder = host::repository().join("clients/python");
+    let mut variables = guest::kernel_of_the_guest(&Recipe::standard())?;
+    variables.push((
+        "PATCHBAY_VMM",
+        package::static_programs()?.join("patchbay-vmm"),
+    ));
+    let programs = tempfile::tempdir_in(host::target())?;
+    let flip = programs.path().join("flip");
+    let mut build = Command::new("go");
+    build
+        .args(["build", "-buildvcs=false", "-o"])
+        .args([flip.as_os_str(), "./examples/flip".as_ref()])
+        .current_dir(host::repository().join("clients/go"))
+        .env("CGO_ENABLED", "0");
+    if build.status().is_ok_and(|status| status.success()) {
+        variables.push(("PATCHBAY_TEST_GO_FLIP", flip));
+    }
+    let words = ["python3", "-m", "pytest", "-v", "-p", "no:cacheprovider"];
+    let file = "tests/test_real_guest.py";
+    let command: Vec<_> = words.iter().chain(&[file]).map(Into::into).collect();
+    let path = std::env::join_paths([folder.join("src"), python.packages()])?;
+    guest::announce_place();
+    if host::Kvm::probe().runs_linux() {
+        let mut here = Command::new(&command[0]);
+        here.args(&command[1..]).current_dir(folder);
+        here.env("PYTHONPATH", path).envs(variables);
+        let success = here.status().context("python3 cannot be run")?.success();
+        return Ok(u8::from(!success));
+    }
+    let mut job = lab::Job::new(command)?;
+    job.set(variables);
+    job.environment.insert("PYTHONPATH".into(), path);
+    job.folder = folder;
+    lab::run(&job)
 }
 
 fn go(servers: &Servers) -> Result<Outcome> {

@@ -90,6 +90,8 @@ enum Task {
     GuestKernel(GuestKernel),
     /// Generate the clients' code from the interface
     Stubs,
+    /// Run the clients' tests with a Linux guest
+    Clients,
     /// Make Debian packages and a tarball of static programs
     Package {
         /// Also install, use, upgrade and purge them in a clean Debian root
@@ -182,6 +184,7 @@ fn run(task: Task) -> Result<ExitCode> {
             stubs::write()?;
             Ok(ExitCode::SUCCESS)
         }
+        Task::Clients => Ok(ExitCode::from(clients::run_with_guest()?)),
         Task::Package { try_them } => {
             let folder = package::run()?;
             if try_them {

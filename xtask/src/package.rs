@@ -89,12 +89,17 @@ pub fn run() -> Result<PathBuf> {
     Ok(folder)
 }
 
+/// Builds the programs, with symbols, and returns their folder.
+pub fn static_programs() -> Result<PathBuf> {
+    let packages: Vec<&str> = PROGRAMS.iter().map(|program| program.0).collect();
+    cargo::build_static_programs(&packages)
+}
+
 impl Programs {
     /// Builds and strips the programs.
     pub fn build() -> Result<Self> {
         host::ensure_packages(TOOLS)?;
-        let packages: Vec<&str> = PROGRAMS.iter().map(|program| program.0).collect();
-        let built = cargo::build_static_programs(&packages)?;
+        let built = static_programs()?;
         let agent = cargo::build_agent()?;
         let folder = tempfile::tempdir()?;
         let names = PROGRAMS.iter().map(|program| built.join(program.1));

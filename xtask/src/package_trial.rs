@@ -47,7 +47,14 @@ pub fn run(new: &Path) -> Result<()> {
     fs::copy(scripts.join("steps.sh"), at("steps.sh"))?;
     fs::copy(guests()?, at("in_memory_guests"))?;
     let output = Command::new("timeout")
-        .args([LIMIT, "unshare", "--mount", "--pid", "--fork", "--kill-child"])
+        .args([
+            LIMIT,
+            "unshare",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+        ])
         .args(["--cgroup", "--ipc", "--uts", "--net", "sh"])
         .arg(scripts.join("boot.sh"))
         .args([scratch.path(), &root, shared.path()])
