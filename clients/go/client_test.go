@@ -207,6 +207,7 @@ func TestChangesAreWatchedUntilTheLoopIsLeft(t *testing.T) {
 	_, err := patchbay.Collect(web.WatchKeys(ctx, "another", 1))
 	wantReason(t, err, pb.ErrorReason_ERROR_REASON_INCARNATION_CHANGED)
 	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
 	for _, err := range web.Watch(ctx) {
 		// It ends without an error, because this side cancelled it.
 		must(t, err)
