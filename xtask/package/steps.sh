@@ -39,8 +39,7 @@ patchbayd audit verify
 echo '# ours' >>/etc/patchbay/policy.yaml
 echo "OPTIONS=--standalone --host here=$socket" >/etc/patchbay/fleet.conf
 systemctl start patchbay-fleet
-wait_for test -S /run/patchbay-fleet/fleet.sock
-PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay-fleet rollout list
+wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay-fleet rollout list
 systemctl reload patchbayd
 cp /var/log/patchbayd/audit.jsonl /run/audit.before
 daemon=$(systemctl show --value --property MainPID patchbayd)
