@@ -37,11 +37,14 @@ impl Outcome {
     }
 }
 
+/// Runs the tests of one kind.
+type Kind = fn(&Servers) -> Result<Outcome>;
+
 /// Runs the clients' tests of which the heading, "clients Python" or "clients Go", contains the
 /// filter.
 pub fn run(filter: Option<&str>) -> Result<Vec<Outcome>> {
     let wanted = |heading: &str| filter.is_none_or(|filter| heading.contains(filter));
-    let kinds: [(&str, fn(&Servers) -> Result<Outcome>); 3] = [
+    let kinds: [(&str, Kind); 3] = [
         ("clients Python", python),
         ("clients Go", go),
         ("clients stubs", |_| drift()),

@@ -102,7 +102,8 @@ class Tracing(Calls):
     ) -> Stream[tracepoints_pb2.StreamTracepointEventsResponse]:
         """Events as they happen; with ``arm_and_fire`` they are traced while the stream lasts.
 
-        The first response comes once they fire, and has their names.
+        The first response has no events. With ``arm_and_fire`` it comes once they fire, and has
+        their names.
         """
         request = tracepoints_pb2.StreamTracepointEventsRequest(
             guest=self.name,
