@@ -22,7 +22,9 @@ type Error = Box<dyn std::error::Error>;
 
 fn main() -> Result<(), Error> {
     let mut words = std::env::args().skip(1);
-    let socket = words.next().ok_or("usage: in_memory_guests SOCKET NAME...")?;
+    let socket = words
+        .next()
+        .ok_or("usage: in_memory_guests SOCKET NAME...")?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .enable_all()
@@ -31,7 +33,9 @@ fn main() -> Result<(), Error> {
     let (guests, mut machines) = (Guests::default(), HashMap::new());
     for name in words {
         let (machine, served) = boot(&name)?;
-        guests.add(served).map_err(|_| format!("two guests are named {name}"))?;
+        guests
+            .add(served)
+            .map_err(|_| format!("two guests are named {name}"))?;
         machines.insert(name, machine);
     }
     let endpoint = Endpoint::new(ApiSocket::bind(Path::new(&socket))?, guests);
@@ -45,7 +49,9 @@ fn main() -> Result<(), Error> {
             ("idle", name) => (RUNNING, name),
             _ => return Err(format!("unknown command {line:?}: busy NAME or idle NAME").into()),
         };
-        let machine = machines.get(name).ok_or(format!("no guest is named {name}"))?;
+        let machine = machines
+            .get(name)
+            .ok_or(format!("no guest is named {name}"))?;
         machine.set_gate(Gate::SystemState, value);
         println!("done");
     }

@@ -197,8 +197,9 @@ mod tests {
                    "manifest_path": format!("/r/{name}/Cargo.toml")})
         };
         let on = |name: &str, kind: Value| json!({"pkg": name, "dep_kinds": [{"kind": kind}]});
+        let packages = ["app", "other", "a", "b", "tests", "build"].map(package);
         let metadata = json!({
-            "packages": ["app", "other", "a", "b", "tests", "build"].map(package),
+            "packages": packages,
             "resolve": {"nodes": [
                 {"id": "app", "deps": [on("a", Value::Null), on("tests", json!("dev")),
                                        on("build", json!("build"))]},
