@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Iterator
 
 import pytest
 
@@ -62,13 +62,3 @@ def host(server: Server) -> Iterator[patchbay.Host]:
 @pytest.fixture
 def web(host: patchbay.Host) -> patchbay.Guest:
     return host.guest("web-1")
-
-
-def raised(error: pytest.ExceptionInfo[patchbay.PatchbayError]) -> str:
-    """Name of the reason."""
-    return patchbay.ErrorReason.Name(error.value.reason)
-
-
-def hold_of(answer: object) -> Optional[str]:
-    results = getattr(answer, "results")
-    return results[0].hold_id or None
