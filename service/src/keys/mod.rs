@@ -64,7 +64,7 @@ pub use self::journal::{Author, Event, Journal, Limits, Revision, Watcher};
 pub use self::outcome::{FlipReport, KeyOutcome, PauseTimes, UpdateOutcome, UpdateSummary};
 use self::pages::ResultPages;
 pub use self::pages::ResultsPage;
-pub use self::plans::{CommitRequest, DiscardRequest, PrepareOutcome, PrepareRequest};
+pub use self::plans::{CommitRequest, DiscardRequest, PlanUsage, PrepareOutcome, PrepareRequest};
 pub use self::quarantine::{Quarantine, QuarantineCause};
 pub use self::registry::{Description, KernelTables, Refused, RegistrationPhase, Registry};
 pub use self::release::{ReleaseRequest, RenewRequest};
