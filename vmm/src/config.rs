@@ -2,12 +2,9 @@
 
 //! Configuration of a guest.
 
-use std::ops::RangeInclusive;
-use std::sync::Arc;
-
 use crate::boot::LinuxBoot;
 use crate::devices::virtio::VirtioConfig;
-use crate::devices::{ConsoleOutput, PortDevice};
+use crate::devices::{ConsoleOutput, MemoryDevices, PortDevices};
 
 /// What a guest consists of, and what it runs.
 pub struct VmConfig {
@@ -22,7 +19,9 @@ pub struct VmConfig {
     /// Virtio devices.
     pub virtio: VirtioConfig,
     /// Devices on I/O ports, in addition to the built-in ones.
-    pub ports: Vec<(RangeInclusive<u16>, Arc<dyn PortDevice>)>,
+    pub ports: PortDevices,
+    /// Devices in guest-physical memory outside RAM, in addition to the built-in ones.
+    pub memory_devices: MemoryDevices,
     /// Offer Patchbay to the guest if a transport works on this host.
     pub offer_patchbay: bool,
 }
@@ -38,6 +37,7 @@ impl VmConfig {
             console: ConsoleOutput::None,
             virtio: VirtioConfig::default(),
             ports: vec![],
+            memory_devices: vec![],
             offer_patchbay: true,
         }
     }
