@@ -6,9 +6,9 @@ use crate::boot::LinuxBoot;
 use crate::devices::virtio::VirtioConfig;
 use crate::devices::{ConsoleOutput, MemoryDevices, PortDevices};
 
-/// What a guest consists of, and what it runs.
+/// The parts of a guest and its payload.
 pub struct VmConfig {
-    /// What the guest runs.
+    /// Kernel or machine code.
     pub payload: Payload,
     /// Memory in bytes: a multiple of 4 KiB from 2 MiB to 1 TiB.
     pub memory_bytes: u64,
@@ -43,7 +43,7 @@ impl VmConfig {
     }
 }
 
-/// What a guest runs.
+/// Kernel or machine code.
 pub enum Payload {
     /// A Linux kernel, or another kernel with its boot protocols.
     Linux(LinuxBoot),

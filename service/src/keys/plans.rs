@@ -86,7 +86,7 @@ pub struct PrepareOutcome {
     pub plan_id: String,
     /// SHA-256 of what the plan does, in hexadecimal.
     pub digest: String,
-    /// What the commit will do.
+    /// The predicted outcome of the commit.
     pub outcome: Arc<UpdateOutcome>,
     /// Predicted pause: zero if none is needed; `None` before the first pause of this guest.
     pub predicted_pause: Option<Duration>,

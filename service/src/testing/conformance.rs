@@ -304,7 +304,7 @@ pub fn lifecycle<G: Guest>(guest: &Arc<G>) {
     guest.shut_down();
     guest.shut_down();
     while !console.is_closed() {
-        seen.recv().expect("told of the end");
+        seen.recv().expect("the listener is called at the end");
     }
     assert!(
         guest.has_ended(),

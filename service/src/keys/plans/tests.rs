@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is kept, for whom, and how much of it.
+//! Bounds of the kept plans, their owners and their digest.
 
 use super::*;
 use crate::keys::Registry;
