@@ -115,7 +115,8 @@ const (
 	// FAILED_PRECONDITION. The guest has moved on, so that the digest would differ;
 	// or the digest in the request is not the plan's. Prepare again.
 	ErrorReason_ERROR_REASON_PLAN_STALE ErrorReason = 62
-	// RESOURCE_EXHAUSTED. Too many plans, or too large ones, are kept.
+	// RESOURCE_EXHAUSTED. Too many plans, or too large ones, are kept: 256 plans and
+	// 64 MiB for each guest, of which one principal has at most 64 plans and 32 MiB.
 	ErrorReason_ERROR_REASON_TOO_MANY_PLANS ErrorReason = 63
 	// OUT_OF_RANGE. List again, and watch from the list's revision + 1. The metadata
 	// "oldest_revision" holds the oldest that is kept.

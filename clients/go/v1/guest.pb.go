@@ -247,7 +247,8 @@ type ListGuestsRequest struct {
 	// At most this many; 0 means 1,000; more than 10,000 means 10,000.
 	PageSize  int32  `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
-	// Globs (`*`, `?`, `[...]`) of names; a leading `!` takes away. All if empty.
+	// Globs (`*`, `?`, `[...]`) of whole names, in which a colon has no meaning; a
+	// leading `!` takes away. All if empty.
 	Patterns      []string `protobuf:"bytes,3,rep,name=patterns,proto3" json:"patterns,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -113,7 +113,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     or the digest in the request is not the plan's. Prepare again.
     """
     ERROR_REASON_TOO_MANY_PLANS: _ErrorReason.ValueType  # 63
-    """RESOURCE_EXHAUSTED. Too many plans, or too large ones, are kept."""
+    """RESOURCE_EXHAUSTED. Too many plans, or too large ones, are kept: 256 plans and
+    64 MiB for each guest, of which one principal has at most 64 plans and 32 MiB.
+    """
     ERROR_REASON_REVISION_COMPACTED: _ErrorReason.ValueType  # 70
     """OUT_OF_RANGE. List again, and watch from the list's revision + 1. The metadata
     "oldest_revision" holds the oldest that is kept.
@@ -249,7 +251,9 @@ ERROR_REASON_PLAN_STALE: ErrorReason.ValueType  # 62
 or the digest in the request is not the plan's. Prepare again.
 """
 ERROR_REASON_TOO_MANY_PLANS: ErrorReason.ValueType  # 63
-"""RESOURCE_EXHAUSTED. Too many plans, or too large ones, are kept."""
+"""RESOURCE_EXHAUSTED. Too many plans, or too large ones, are kept: 256 plans and
+64 MiB for each guest, of which one principal has at most 64 plans and 32 MiB.
+"""
 ERROR_REASON_REVISION_COMPACTED: ErrorReason.ValueType  # 70
 """OUT_OF_RANGE. List again, and watch from the list's revision + 1. The metadata
 "oldest_revision" holds the oldest that is kept.

@@ -127,7 +127,9 @@ class ListGuestsRequest(_message.Message):
     page_token: _builtins.str
     @_builtins.property
     def patterns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Globs (`*`, `?`, `[...]`) of names; a leading `!` takes away. All if empty."""
+        """Globs (`*`, `?`, `[...]`) of whole names, in which a colon has no meaning; a
+        leading `!` takes away. All if empty.
+        """
 
     def __init__(
         self,
