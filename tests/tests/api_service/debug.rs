@@ -131,7 +131,7 @@ async fn a_query_switches_its_lines_in_one_transaction_without_permission() {
         .update(queries(&["file a.c", "func b_*"], v1::KeyOp::Enable))
         .await
         .expect("not guarded");
-    assert_eq!(names(&on.results), ["close", "open", "xmit"]);
+    assert_eq!(names(&on.results), ["open", "close", "xmit"]);
     let summary = on.summary.expect("a summary");
     assert_eq!((summary.keys_changed, summary.sites_patched), (3, 3));
     assert_eq!(on.report.expect("a report").attempts, 1);
@@ -182,7 +182,7 @@ async fn a_query_is_planned_and_replayed_as_patterns_are() {
         .await
         .expect("well-formed")
         .into_inner();
-    assert_eq!(names(&plan.results), ["close", "open"]);
+    assert_eq!(names(&plan.results), ["open", "close"]);
     assert!(!served.guest.jumps("open"), "nothing is changed");
     let commit = v1::CommitUpdateRequest {
         plan_id: plan.plan_id,
