@@ -27,6 +27,7 @@ impl Commands for Fleet {
 impl Fleet {
     fn new() -> Self {
         let (lab, runtime) = (Lab::new(), runtime());
+        let entered = runtime.enter();
         let store = EmbeddedStore::open(&lab.folder().join("fleet.redb")).expect("opens");
         let config = Config {
             replica: "one".to_owned(),
@@ -40,6 +41,7 @@ impl Fleet {
         };
         let controller = Controller::new(config, Arc::new(store)).expect("own names");
         let controller = Arc::new(controller);
+        drop(entered);
         let (runs, leads) = (Arc::clone(&controller), Arc::clone(&controller));
         runtime.spawn(async move { runs.run().await });
         let socket = lab.folder().join("fleet.sock");
