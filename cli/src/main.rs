@@ -13,6 +13,7 @@ mod keys;
 mod names;
 mod print;
 mod progress;
+mod rollout;
 mod trace;
 mod view;
 
@@ -67,6 +68,10 @@ async fn run(cli: Cli) -> Result<(), Failure> {
         Command::Debug(command) => debug::run(fleet().await?, command, output).await,
         Command::Trace(command) => trace::run(fleet().await?, command, output).await,
         Command::Inspect(arguments) => inspect::run(arguments, output).await,
+        Command::Rollout(arguments) => rollout::run(arguments, timeout, output).await,
+        Command::Policy { arguments } => guest::run::become_host_program("policy", &arguments),
+        Command::Audit { arguments } => guest::run::become_host_program("audit", &arguments),
+        Command::Certs { arguments } => guest::run::become_host_program("certs", &arguments),
         Command::Completion { shell } => {
             clap_complete::generate(
                 shell,

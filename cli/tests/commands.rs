@@ -11,6 +11,7 @@ mod commands {
     mod keys;
     mod lab;
     mod plans;
+    mod rollouts;
     mod run;
     mod several;
     mod spelling;

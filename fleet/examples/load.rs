@@ -12,7 +12,7 @@ use anyhow::Context;
 use async_trait::async_trait;
 use futures_util::StreamExt;
 use patchbay_fleet::controller::{Config, Controller};
-use patchbay_fleet::hosts::{HostConfig, Hosts};
+use patchbay_fleet::hosts::{HostConfig, HostEndpoint, Hosts};
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::store::{
@@ -189,7 +189,7 @@ fn start_hosts(
         tokio::spawn(endpoint.serve(std::future::pending()));
         configs.push(HostConfig {
             name: format!("host-{host}"),
-            socket,
+            endpoint: HostEndpoint::Socket(socket),
             labels: std::collections::BTreeMap::new(),
         });
     }
@@ -222,6 +222,7 @@ async fn run(folder: &std::path::Path, guests: usize, hosts: usize) -> anyhow::R
     let config = Config {
         replica: "load".to_owned(),
         hosts: configs,
+        reach: patchbay_fleet::inventory::Reach::default(),
         lease_ttl: Duration::from_secs(60),
     };
     let controller = Arc::new(Controller::new(config, Arc::<Counting>::clone(&store))?);

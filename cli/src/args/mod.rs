@@ -23,6 +23,7 @@ Exit codes:
   1    error
   2    usage: the command line or a file given with it is wrong
   3    partly done: some guests failed, or other clients keep some events
+  4    drift: guests are not as a rollout wants them
   5    a gate of the guest stayed closed; try again
   124  timeout";
 
@@ -124,6 +125,26 @@ pub enum Command {
     Trace(TraceCommand),
     /// List the static keys and branch sites of a kernel or module file.
     Inspect(crate::inspect::InspectArguments),
+    /// Plan, run and take back changes of many guests.
+    Rollout(crate::rollout::args::RolloutArgs),
+    /// Check and try a policy file: `policy check`, `policy can`; runs patchbayd.
+    #[command(disable_help_flag = true)]
+    Policy {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<std::ffi::OsString>,
+    },
+    /// Read the host's audit log: `audit show`, `audit verify`, `audit export`; runs patchbayd.
+    #[command(disable_help_flag = true)]
+    Audit {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<std::ffi::OsString>,
+    },
+    /// Make certificates for development: `certs init`, `certs issue`; runs patchbayd.
+    #[command(disable_help_flag = true)]
+    Certs {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<std::ffi::OsString>,
+    },
     /// Print a completion script for a shell.
     Completion { shell: clap_complete::Shell },
     /// The old spelling of `guest run`.

@@ -28,6 +28,26 @@ pub const ANSWER_TIME: Duration = Duration::from_secs(10);
 const MAX_RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 const KEEPALIVE: Duration = Duration::from_secs(30);
 
+/// Connects to the socket; the error is its innermost cause.
+pub async fn channel(socket: &Path) -> Result<Channel, String> {
+    let path = socket.to_owned();
+    let connected = Endpoint::from_static("http://patchbay.invalid")
+        .connect_timeout(CONNECT_TIMEOUT)
+        .http2_keep_alive_interval(KEEPALIVE)
+        .connect_with_connector(service_fn(move |_| {
+            let path = path.clone();
+            async move { UnixStream::connect(path).await.map(TokioIo::new) }
+        }))
+        .await;
+    connected.map_err(|error| {
+        let mut cause: &dyn std::error::Error = &error;
+        while let Some(source) = cause.source() {
+            cause = source;
+        }
+        cause.to_string()
+    })
+}
+
 /// One guest of an endpoint.
 #[derive(Clone, Debug)]
 pub struct Client {
@@ -45,16 +65,9 @@ impl Client {
     /// # Errors
     /// If nobody answers there.
     pub async fn open(socket: &Path, timeout: Duration) -> Result<Self, Failure> {
-        let path = socket.to_owned();
-        let channel = Endpoint::from_static("http://patchbay.invalid")
-            .connect_timeout(CONNECT_TIMEOUT)
-            .http2_keep_alive_interval(KEEPALIVE)
-            .connect_with_connector(service_fn(move |_| {
-                let path = path.clone();
-                async move { UnixStream::connect(path).await.map(TokioIo::new) }
-            }))
+        let channel = channel(socket)
             .await
-            .map_err(|error| Failure::unreachable(socket, &error))?;
+            .map_err(|cause| Failure::unreachable(socket, &cause))?;
         Ok(Self {
             channel,
             socket: socket.to_owned(),

@@ -114,12 +114,25 @@ fn start_pins_the_digest_and_counts_people() {
     let mut rollout = planned(&[1], policy);
     let other = rollout.start("alice", "other", 0);
     assert!(matches!(other, Err(NotLegal::Digest { .. })));
-    rollout.start("alice", "digest", 0).expect("the first");
+    let other = rollout.approve("alice", "other", 0);
+    assert!(matches!(other, Err(NotLegal::Digest { .. })));
+    for _ in 0..2 {
+        rollout.approve("alice", "digest", 0).expect("planned");
+        let alone = rollout.start("alice", "digest", 0);
+        assert_eq!(
+            alone,
+            Err(NotLegal::Approvals {
+                given: 1,
+                needed: 2
+            })
+        );
+    }
     assert_eq!(rollout.header().phase, Phase::Planned);
-    let again = rollout.start("alice", "digest", 0);
-    assert!(matches!(again, Err(NotLegal::AlreadyApproved { .. })));
     assert!(commits(&rollout.step(0)).is_empty());
     rollout.start("bob", "digest", 0).expect("the second");
+    assert_eq!(rollout.header().approvals, ["alice", "bob"]);
+    let late = rollout.approve("carol", "digest", 0);
+    assert!(matches!(late, Err(NotLegal::Phase { .. })));
     assert_eq!(commits(&rollout.step(0)), [0]);
 }
 
@@ -517,4 +530,68 @@ proptest! {
             prop_assert_eq!(guest.commits, guest.reverts, "guest {}", index);
         }
     }
+}
+
+#[test]
+fn an_added_wave_is_committed_under_the_caps_and_taken_back_with_the_others() {
+    let policy = Policy {
+        caps: Caps {
+            count: Some(1),
+            ..Caps::default()
+        },
+        ..Policy::default()
+    };
+    let mut rollout = started(&[1], policy);
+    let early = planned(&[1], Policy::default()).extend("late", vec![member(1)], "", 0);
+    assert!(matches!(early, Err(NotLegal::Phase { .. })));
+    commit_all(&mut rollout, 0);
+    rollout.step(1000);
+    assert_eq!(rollout.header().phase, Phase::Completed);
+    rollout.take_changes();
+    let added = vec![member(1), member(2)];
+    rollout
+        .extend("late", added, "alice", 2000)
+        .expect("completed");
+    assert_eq!(rollout.take_changes(), (vec![1, 2], true));
+    assert_eq!(commits(&rollout.step(2000)), [1]);
+    rollout.committed(1, CommitOutcome::Committed { pause_us: 1 }, 2000);
+    assert_eq!(commits(&rollout.step(2000)), [2]);
+    rollout.committed(2, CommitOutcome::Committed { pause_us: 1 }, 2000);
+    rollout.step(2000);
+    assert_eq!(rollout.header().phase, Phase::Completed);
+    rollout.abort("alice", 3000);
+    let reverts = rollout.step(3000).actions;
+    assert_eq!(
+        reverts,
+        [Action::Revert(0), Action::Revert(1), Action::Revert(2)]
+    );
+}
+
+#[test]
+fn abort_leaves_an_adopted_guest() {
+    let mut rollout = started(&[2], Policy::default());
+    commit_all(&mut rollout, 0);
+    rollout.adopt(&[0], vec![], "alice", 0).expect("baking");
+    rollout.abort("alice", 0);
+    assert_eq!(rollout.step(0).actions, [Action::Revert(1)]);
+    rollout.reverted(1, RevertOutcome::Reverted { void: false }, 0);
+    rollout.step(0);
+    assert_eq!(rollout.header().phase, Phase::Ended(End::Aborted));
+    let late = rollout.adopt(&[1], vec![], "alice", 0);
+    assert!(matches!(late, Err(NotLegal::Phase { .. })));
+}
+
+#[test]
+fn a_clock_that_jumps_costs_at_most_one_bake_time_or_backoff() {
+    let mut rollout = started(&[1, 1], Policy::default());
+    assert_eq!(commits(&rollout.step(10_000_000)), [0]);
+    rollout.committed(0, failed(Failure::Unknown), 10_000_000);
+    assert_eq!(rollout.step(10_000_000).wake_at, Some(10_000_500));
+    // Back: the commit is not sent only after hours.
+    assert_eq!(commits(&rollout.step(0)), [0]);
+    rollout.committed(0, CommitOutcome::Committed { pause_us: 1 }, 10_000_000);
+    assert_eq!(rollout.step(10_000_000).wake_at, Some(10_001_000));
+    assert_eq!(rollout.step(0).wake_at, Some(1000));
+    // Forward: the bake time ends early, and only the next wave is begun.
+    assert_eq!(commits(&rollout.step(20_000_000)), [1]);
 }
