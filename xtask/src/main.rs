@@ -3,9 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
-mod cache;
 mod cargo;
-mod cpio;
 mod demo;
 mod doctor;
 mod fuzz;
@@ -15,14 +13,8 @@ mod initramfs;
 mod kernel;
 mod kernel_config;
 mod kernel_tree;
-mod lab;
-mod lab_image;
-mod modules;
 mod root_disk;
-mod shell;
-mod step;
 mod stock;
-mod terminal;
 mod test;
 mod test_runner;
 
@@ -33,6 +25,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
+use patchbay_lab::{cache, cpio, image as lab_image, machine as lab, modules, step};
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about, disable_help_subcommand = false)]
@@ -75,7 +68,7 @@ enum Task {
         #[arg(long, value_name = "SECONDS")]
         timeout: Option<u64>,
         /// The lab's memory
-        #[arg(long, value_name = "MIB", default_value_t = 4096)]
+        #[arg(long, value_name = "MIB", default_value_t = lab::DEFAULT_MEMORY_MIB)]
         memory: u32,
         /// The command and its arguments
         #[arg(last = true, required = true, value_name = "COMMAND")]
@@ -175,7 +168,7 @@ fn run(task: Task) -> Result<ExitCode> {
             memory,
             command,
         } => {
-            let mut job = lab::Job::new(command)?;
+            let mut job = lab::Job::new(command, &host::lab_output())?;
             job.timeout = timeout.map(Duration::from_secs);
             job.memory_mib = memory;
             Ok(ExitCode::from(lab::run(&job)?))
