@@ -168,7 +168,11 @@ impl Search {
         };
         let found = folders.iter().map(|folder| folder.join(name)).find(fits);
         match found {
-            Some(path) => Ok(path),
+            // A path with ".." is not the path of a file in an archive.
+            Some(path) => match (path.parent(), path.to_string_lossy().contains("/../")) {
+                (Some(folder), true) => Ok(folder.canonicalize()?.join(name)),
+                _ => Ok(path),
+            },
             None => {
                 let mut searched: Vec<String> = vec![];
                 for folder in folders.iter().filter(|folder| folder.is_dir()) {

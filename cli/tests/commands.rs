@@ -4,6 +4,7 @@
 
 mod commands {
     mod apply;
+    mod ci;
     mod fake;
     mod guests;
     mod holds;
