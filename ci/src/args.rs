@@ -43,7 +43,7 @@ pub struct RunArgs {
     pub set: Vec<Setting>,
     /// Runs the command once more for each key that the globs select, with that key on its other
     /// side. A leading ! takes away.
-    #[arg(long, value_name = "GLOB", num_args = 1.., allow_hyphen_values = true)]
+    #[arg(long, value_name = "GLOB", num_args = 1..)]
     pub matrix: Vec<String>,
     /// Flips all keys of the matrix at once. If the command then fails, finds the smallest set of
     /// keys with which it does.

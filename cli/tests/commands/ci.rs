@@ -232,8 +232,7 @@ impl Ci {
         let mut command = Command::new(env!("CARGO_BIN_EXE_patchbay"));
         command
             .args(["ci", "run", "--kernel", "kernel", "--agent", "/bin/busybox"])
-            .arg("--monitor")
-            .arg(self.path("monitor"))
+            .env("PATCHBAY_VMM", self.path("monitor"))
             .args(words)
             .current_dir(self.folder.path())
             // Guests run here, whatever KVM this machine has.
