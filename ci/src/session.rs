@@ -7,13 +7,13 @@ use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use patchbay_proto::EXEC_VERSION;
 use patchbay_proto::agent::v1::from_exec::Message as Answer;
 use patchbay_proto::agent::v1::to_exec::Message as Question;
 use patchbay_proto::agent::v1::{
     ExecFetch, ExecFile, ExecHello, ExecKill, ExecStart, FromExec, ToExec,
 };
-use patchbay_proto::{AGENT_FRAME_MAX_BYTES, EXEC_VERSION};
-use prost::Message;
+use patchbay_proto::agent_frame::{decode, encode, length};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
@@ -84,14 +84,8 @@ impl Session {
         let message = ToExec {
             message: Some(question),
         };
-        let bytes = message.encode_to_vec();
-        ensure!(
-            bytes.len() <= AGENT_FRAME_MAX_BYTES,
-            "the command and its environment exceed {} KiB; shorten them",
-            AGENT_FRAME_MAX_BYTES >> 10
-        );
-        let length = u32::try_from(bytes.len()).context("a short message")?;
-        let frame = [&length.to_le_bytes()[..], &bytes].concat();
+        let frame = encode(&message)
+            .context("the command and its environment are too long; shorten them")?;
         // A connection that has ended is seen by the next read.
         let _ = self.writer.write_all(&frame).await;
         Ok(())
@@ -182,22 +176,18 @@ async fn read_all(mut reader: OwnedReadHalf, sender: mpsc::Sender<Result<Answer>
 
 /// The next message; `None` at the end of the connection, even within a message.
 async fn read_one(reader: &mut OwnedReadHalf) -> Result<Option<Answer>> {
-    let mut length = [0; 4];
-    if reader.read_exact(&mut length).await.is_err() {
+    let mut header = [0; 4];
+    if reader.read_exact(&mut header).await.is_err() {
         return Ok(None);
     }
-    let length = usize::try_from(u32::from_le_bytes(length))?;
-    ensure!(
-        length <= AGENT_FRAME_MAX_BYTES,
-        "the agent in the guest sent a message of {length} bytes, and {AGENT_FRAME_MAX_BYTES} is the \
-         maximum"
-    );
-    let mut bytes = vec![0; length];
-    if reader.read_exact(&mut bytes).await.is_err() {
+    let cause = "the agent in the guest breaks the protocol";
+    let bytes = length(header).context(cause)?;
+    let mut frame = vec![];
+    let whole = reader.take(bytes as u64).read_to_end(&mut frame).await;
+    if whole.is_err() || frame.len() < bytes {
         return Ok(None);
     }
-    let message = FromExec::decode(bytes.as_slice())
-        .context("the agent in the guest sent a message that cannot be decoded")?;
+    let message: FromExec = decode(&frame, bytes).context(cause)?;
     let message = message.message;
     Ok(Some(message.context(
         "the agent in the guest sent an empty message; is it of another version?",
@@ -301,12 +291,7 @@ mod tests {
         let message = FromExec {
             message: Some(message),
         };
-        let bytes = message.encode_to_vec();
-        let length = u32::try_from(bytes.len()).unwrap().to_le_bytes();
-        stream
-            .write_all(&[&length[..], &bytes].concat())
-            .await
-            .unwrap();
+        stream.write_all(&encode(&message).unwrap()).await.unwrap();
     }
 
     fn hello(version: u32) -> Answer {

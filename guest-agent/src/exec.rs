@@ -20,11 +20,12 @@ use patchbay_proto::agent::v1::{
     ExecExited, ExecFetched, ExecFile, ExecHello, ExecOutput, ExecStart, ExecStarted, FromExec,
     ToExec,
 };
+use patchbay_proto::agent_frame as frame;
 use patchbay_proto::{EXEC_VERSION, EXEC_WORD};
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::address::Address;
-use crate::{frame, health};
+use crate::health;
 
 /// Data in one message.
 const CHUNK: usize = 64 << 10;

@@ -12,7 +12,6 @@
 
 mod address;
 mod exec;
-mod frame;
 mod health;
 mod kmsg;
 mod pump;

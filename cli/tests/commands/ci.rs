@@ -2,7 +2,7 @@
 //! `patchbay ci run` without KVM: the monitor is this test program, which serves an in-memory guest and
 //! plays the agent.
 
-use std::io::{Read, Write};
+use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -13,8 +13,8 @@ use patchbay_proto::agent::v1::to_exec::Message as Question;
 use patchbay_proto::agent::v1::{
     ExecExited, ExecFetched, ExecFile, ExecHello, ExecOutput, ExecStarted, FromExec, ToExec,
 };
+use patchbay_proto::agent_frame;
 use patchbay_service::testing::TestKey;
-use prost::Message;
 
 use super::lab::Lab;
 
@@ -31,18 +31,12 @@ struct FakeGuest {
 impl FakeGuest {
     fn send(&mut self, message: Answer) {
         let message = Some(message);
-        let bytes = FromExec { message }.encode_to_vec();
-        let length = u32::try_from(bytes.len()).expect("short").to_le_bytes();
-        // The host closes the connection when it ends.
-        let _ = self.stream.write_all(&[&length[..], &bytes].concat());
+        let _ = agent_frame::write(&mut self.stream, &FromExec { message });
     }
 
     fn receive(&mut self) -> Option<Question> {
-        let mut length = [0; 4];
-        self.stream.read_exact(&mut length).ok()?;
-        let mut bytes = vec![0; usize::try_from(u32::from_le_bytes(length)).ok()?];
-        self.stream.read_exact(&mut bytes).ok()?;
-        ToExec::decode(bytes.as_slice()).ok()?.message
+        let question: ToExec = agent_frame::read(&mut self.stream).ok()?;
+        question.message
     }
 
     fn print(&mut self, descriptor: u32, text: &str) {
