@@ -10,6 +10,7 @@ mod guest;
 mod holds;
 mod inspect;
 mod keys;
+mod lab;
 mod names;
 mod print;
 mod progress;
@@ -22,7 +23,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser};
 
 use crate::args::guest::GuestCommand;
-use crate::args::{Cli, Command};
+use crate::args::{CiCommand, Cli, Command};
 use crate::client::fleet::Fleet;
 use crate::failure::Failure;
 
@@ -41,7 +42,7 @@ fn main() -> ExitCode {
         Err(error) => Err(error.into()),
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(status) => ExitCode::from(status),
         Err(failure) => {
             eprintln!(
                 "{}",
@@ -52,12 +53,24 @@ fn main() -> ExitCode {
     }
 }
 
-async fn run(cli: Cli) -> Result<(), Failure> {
+/// Returns the exit code.
+async fn run(cli: Cli) -> Result<u8, Failure> {
+    match cli.command {
+        Command::Ci(CiCommand::Run(arguments)) => {
+            Ok(patchbay_ci::run(*arguments, cli.timeout).await)
+        }
+        Command::Lab(arguments) => lab::run(arguments, cli.timeout),
+        _ => run_on_guests(cli).await.map(|()| 0),
+    }
+}
+
+async fn run_on_guests(cli: Cli) -> Result<(), Failure> {
     let (target, timeout) = (cli.target, cli.timeout);
     let output = cli.output.format();
     let fleet = || Fleet::select(&target, timeout);
     let guest = |command| guest::run(&target, command, timeout, output);
     match cli.command {
+        Command::Ci(_) | Command::Lab(_) => unreachable!("they need no guest that runs"),
         Command::Guest(command) => guest(command).await,
         Command::Run(arguments) => guest(GuestCommand::Run(arguments)).await,
         Command::Guests { patterns } => guest(GuestCommand::List { patterns }).await,

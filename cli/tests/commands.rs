@@ -4,6 +4,7 @@
 
 mod commands {
     mod apply;
+    mod ci;
     mod debug;
     mod fake;
     mod guests;

@@ -231,7 +231,7 @@ fn parse_vsock(text: &str) -> Result<VsockConfig, String> {
             path: path.into(),
             cid,
             // Without this, any program in the guest could pose as the agent.
-            privileged: vec![patchbay_service::trace::PORT],
+            privileged: vec![patchbay_service::trace::PORT, patchbay_proto::EXEC_PORT],
         }),
     }
 }
@@ -315,7 +315,7 @@ mod tests {
         let vsock = |path: &str, cid| VsockConfig {
             path: path.into(),
             cid,
-            privileged: vec![1024],
+            privileged: vec![1024, 1025],
         };
         assert_eq!(parse_vsock("/run/v"), Ok(vsock("/run/v", 3)));
         assert_eq!(parse_vsock("a,b,cid=7"), Ok(vsock("a,b", 7)));

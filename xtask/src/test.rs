@@ -188,8 +188,6 @@ pub fn run(selection: &Selection) -> Result<bool> {
             outcome.variables.extend(more);
         }
         if runs("patchbay-tests::linux_disk") {
-            let agent = cargo::build_agent()?;
-            outcome.variables.push(("PATCHBAY_AGENT", agent));
             match root_disk::get() {
                 Ok(disk) => outcome.variables.push(("PATCHBAY_TEST_ROOT_DISK", disk)),
                 // The test then reports that it is skipped.

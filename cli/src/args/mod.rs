@@ -123,6 +123,11 @@ pub enum Command {
     /// Turn tracepoints on and off, and see their events.
     #[command(subcommand)]
     Trace(TraceCommand),
+    /// Run commands in guests that are booted for them, as integration tests do.
+    #[command(subcommand)]
+    Ci(CiCommand),
+    /// Run a command in an emulated computer with working KVM that sees this machine's files.
+    Lab(LabArgs),
     /// List the static keys and branch sites of a kernel or module file.
     Inspect(crate::inspect::InspectArguments),
     /// Plan, run and take back changes of many guests.
@@ -156,6 +161,30 @@ pub enum Command {
     /// The old spelling of `guest console`.
     #[command(hide = true)]
     Console(ConsoleArgs),
+}
+
+#[derive(Debug, Subcommand)]
+pub enum CiCommand {
+    /// Boot a kernel, run a command in the guest, and end with its status.
+    ///
+    /// A warning, oops, lockdep or KASAN report of the guest's kernel fails the run. The command is
+    /// killed after --timeout, 10m unless given. Exit codes: the command's own; 1 if the kernel
+    /// reported something or a run of a matrix failed; 124 if the time was over; 125 if the run could
+    /// not take place or the guest was lost; 127 if the command could not be started.
+    Run(Box<patchbay_ci::RunArgs>),
+}
+
+#[derive(Debug, Args)]
+pub struct LabArgs {
+    /// Memory of the lab.
+    #[arg(long, value_name = "MIB", default_value_t = patchbay_lab::machine::DEFAULT_MEMORY_MIB)]
+    pub memory: u32,
+    /// Folder where what the command writes is kept; all else that it writes is lost.
+    #[arg(long, value_name = "FOLDER")]
+    pub out: Option<PathBuf>,
+    /// The command and its arguments.
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    pub command: Vec<std::ffi::OsString>,
 }
 
 /// "500us", "10ms", "5s", "2m", "3h" or "1d".
