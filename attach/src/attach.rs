@@ -32,8 +32,13 @@ pub enum Target {
     Qmp(PathBuf, Option<u32>),
     /// The QEMU with this process id, by the socket on its command line.
     Process(u32),
-    /// A running domain of the local libvirt.
-    Libvirt(String),
+    /// A running domain of a libvirt on this host.
+    Libvirt {
+        /// URI of the libvirt.
+        uri: String,
+        /// Name of the domain.
+        domain: String,
+    },
 }
 
 /// How the guest is stopped.
@@ -84,14 +89,14 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
             Qmp::connect(&qmp_socket_of(*pid)?, PATIENCE, listener)?,
             Some(*pid),
         ),
-        Target::Libvirt(name) => {
-            let domain = Domain::open(name)?;
-            let pid = domain.process()?;
-            (Monitor::Libvirt(domain), Some(pid))
-        }
+        Target::Libvirt { uri, domain } => (Monitor::Libvirt(Domain::open(uri, domain)?), None),
     };
     refuse_unfit(&monitor, options.accept_tcg)?;
     let vcpus = monitor.vcpu_threads()?;
+    let pid = match &monitor {
+        Monitor::Libvirt(domain) => Some(domain.process(&vcpus)?),
+        Monitor::Socket(_) => pid,
+    };
     let process = Arc::new(process(pid, &vcpus)?);
     let _ = known.set(Arc::clone(&process));
     let lock = process.lock()?;

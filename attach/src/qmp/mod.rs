@@ -232,19 +232,21 @@ impl Qmp {
             state.calls.insert(id, None);
             id
         };
-        let answer = self.send(&message(command, arguments, id)).and_then(|()| {
-            let answer = self.shared.wait_for(deadline, |state| {
-                let answer = state.calls.get_mut(&id).and_then(Option::take);
-                answer.map(Ok).or_else(|| state.closed.clone().map(Err))
+        let answer = self
+            .send(&message(command, arguments, Some(id)))
+            .and_then(|()| {
+                let answer = self.shared.wait_for(deadline, |state| {
+                    let answer = state.calls.get_mut(&id).and_then(Option::take);
+                    answer.map(Ok).or_else(|| state.closed.clone().map(Err))
+                });
+                match answer {
+                    None => Err(QmpError::TimedOut {
+                        command: command.to_owned(),
+                        patience,
+                    }),
+                    Some(answer) => answer.map_err(QmpError::Closed),
+                }
             });
-            match answer {
-                None => Err(QmpError::TimedOut {
-                    command: command.to_owned(),
-                    patience,
-                }),
-                Some(answer) => answer.map_err(QmpError::Closed),
-            }
-        });
         self.shared.state().calls.remove(&id);
         returned(command, answer?)
     }
@@ -287,9 +289,12 @@ impl Drop for Qmp {
     }
 }
 
-/// A command as it is sent.
-pub(crate) fn message(command: &str, arguments: Value, id: u64) -> String {
-    let mut message = json!({ "execute": command, "id": id });
+/// A command as it is sent. libvirt gives it an id of its own and refuses one that has any.
+pub(crate) fn message(command: &str, arguments: Value, id: Option<u64>) -> String {
+    let mut message = json!({ "execute": command });
+    if let Some(id) = id {
+        message["id"] = id.into();
+    }
     if !arguments.is_null() {
         message["arguments"] = arguments;
     }
