@@ -8,13 +8,15 @@ mod delay;
 mod governor;
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::{
-    KeyOp, KeyUpdate, ReleaseHoldsRequest, RenewHoldsRequest, UpdateStaticKeysRequest,
+    DescribeGuestRequest, KeyOp, KeyUpdate, ReleaseHoldsRequest, RenewHoldsRequest,
+    UpdateStaticKeysRequest,
 };
 use tokio::signal::unix::{SignalKind, signal};
 use tonic::transport::Channel;
@@ -25,7 +27,7 @@ use crate::governor::{Governor, Lock, Thresholds};
 /// On: `queued_spin_lock_slowpath()` takes the lock by test-and-set (`virt_spin_lock()`, arch/x86/include/asm/qspinlock.h).
 const KEY: &str = "virt_spin_lock_key";
 /// The service takes the reference back after so many periods if this program is gone.
-const TTL_PERIODS: u32 = 10;
+const TTL_PERIODS: u32 = 20;
 
 /// Switches a guest's spinlocks by its vCPUs' run delay.
 ///
@@ -42,10 +44,10 @@ struct Arguments {
     /// Time between two looks at the run delay, in milliseconds
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(10..=3_600_000))]
     period: u32,
-    /// Share of run delay above which the lock is unfair
+    /// Share of time that a vCPU waits for a CPU, on average, above which the lock is unfair
     #[arg(long, default_value_t = 0.2)]
     high: f64,
-    /// Share of run delay below which the vCPUs have CPUs of their own
+    /// Share below which the vCPUs count as having CPUs of their own
     #[arg(long, default_value_t = 0.05)]
     low: f64,
 }
@@ -63,7 +65,6 @@ async fn main() -> Result<()> {
         thresholds.low,
         thresholds.high
     );
-    let mut delay = RunDelay::of(arguments.pid)?;
     let channel = patchbay_tests::connect(&arguments.socket)
         .await
         .with_context(|| {
@@ -72,11 +73,17 @@ async fn main() -> Result<()> {
                 arguments.socket.display()
             )
         })?;
+    let guest = GuestServiceClient::new(channel.clone())
+        .describe_guest(DescribeGuestRequest::default())
+        .await
+        .context("the guest cannot be described")?;
+    let mut delay = RunDelay::of(arguments.pid, guest.into_inner().vcpus.max(1))?;
     let period = Duration::from_millis(arguments.period.into());
     let mut switch = Switch {
         keys: StaticKeysServiceClient::new(channel),
         ttl: period * TTL_PERIODS,
         hold: None,
+        renewed: Instant::now(),
     };
     let followed = follow(&mut delay, Governor::new(thresholds), &mut switch, period).await;
     let released = switch.set(Lock::Fair).await;
@@ -104,7 +111,11 @@ async fn follow(
         }
         let share = delay.share()?;
         if switch.set(governor.follow(share)).await? {
-            println!("run delay {:.0} %: {} lock", 100.0 * share, switch.name());
+            println!(
+                "vCPUs wait for CPUs {:.0} % of the time: {} lock",
+                100.0 * share,
+                switch.name()
+            );
         }
     }
 }
@@ -115,6 +126,7 @@ struct Switch {
     ttl: Duration,
     /// Id of the hold on the key.
     hold: Option<String>,
+    renewed: Instant,
 }
 
 impl Switch {
@@ -131,7 +143,12 @@ impl Switch {
         let ttl = Some(prost_types::Duration::try_from(self.ttl)?);
         match (lock, self.hold.take()) {
             (Lock::Fair, None) => Ok(false),
+            (Lock::Unfair, Some(id)) if self.renewed.elapsed() < self.ttl / 2 => {
+                self.hold = Some(id);
+                Ok(false)
+            }
             (Lock::Unfair, Some(id)) => {
+                self.renewed = Instant::now();
                 let request = RenewHoldsRequest {
                     ids: vec![id],
                     ttl,
@@ -157,6 +174,7 @@ impl Switch {
                     ttl,
                     ..Default::default()
                 };
+                self.renewed = Instant::now();
                 let updated = self.keys.update_static_keys(request).await;
                 let updated = updated
                     .with_context(|| format!("{KEY} cannot be enabled"))?

@@ -70,10 +70,8 @@ patchbay keys disable virt_spin_lock_key --allow-guarded --reason measurement
 echo "fair lock, 1 thread"
 guest "lock_storm 1 $seconds"
 
-echo "overcommit chooses: 1 thread, then 4, then at rest, then 1"
-"$programs/overcommit" --socket api --pid $monitor >overcommit.log 2>&1 & pids="$pids $!"
-guest "lock_storm 1 $seconds"; delay; cat overcommit.log
-guest "lock_storm 4 $((3 * seconds))"; delay; cat overcommit.log
+echo "overcommit chooses: at rest, then 4 threads, then at rest"
+"$programs/overcommit" --socket api --pid $monitor --period 4000 >overcommit.log 2>&1 & pids="$pids $!"
 guest "sleep 20"; delay; cat overcommit.log
-patchbay keys get virt_spin_lock_key
-guest "lock_storm 1 $seconds"
+guest "lock_storm 4 $((4 * seconds))"; delay; cat overcommit.log
+guest "sleep 80"; delay; cat overcommit.log
