@@ -263,11 +263,16 @@ impl Qmp {
         (&self.stream).write_all(line.as_bytes()).map_err(closed)
     }
 
-    /// Process that called listen() on the socket, and the user that it ran as.
+    /// Process that called listen() on the socket.
     #[must_use]
     pub fn peer(&self) -> Option<u32> {
-        let credentials = rustix::net::sockopt::socket_peercred(&self.stream).ok()?;
-        u32::try_from(credentials.pid.as_raw_nonzero().get()).ok()
+        peer(&self.stream)
+    }
+
+    /// Process that called listen() on a socket, whether or not it serves another client.
+    #[must_use]
+    pub fn owner(path: &Path) -> Option<u32> {
+        peer(&UnixStream::connect(path).ok()?)
     }
 
     /// The connection, for a process that is to speak after this one has died.
@@ -287,6 +292,11 @@ impl Drop for Qmp {
             let _ = reader.join();
         }
     }
+}
+
+fn peer(stream: &UnixStream) -> Option<u32> {
+    let credentials = rustix::net::sockopt::socket_peercred(stream).ok()?;
+    u32::try_from(credentials.pid.as_raw_nonzero().get()).ok()
 }
 
 /// A command as it is sent. libvirt gives it an id of its own and refuses one that has any.

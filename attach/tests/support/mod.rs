@@ -7,6 +7,7 @@ pub mod kill;
 pub mod stock;
 
 use std::fs;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -374,20 +375,15 @@ pub fn refusals(accelerator: Accelerator) {
         Accelerator::Kvm => drop(attach(&strict).expect("KVM")),
     }
     let guest = qemu.attach(PauseWay::Freeze);
+    let attached = format!("another process {} is attached", std::process::id());
     let error = attach(&qemu.options(PauseWay::Freeze)).expect_err("the socket is in use");
-    assert!(error.to_string().contains("in use"), "{error}");
+    assert!(error.to_string().contains(&attached), "{error}");
     let other = Options {
         target: Target::Qmp(qemu.socket("other"), None),
         ..qemu.options(PauseWay::Freeze)
     };
     let error = attach(&other).expect_err("the guest is attached to");
-    assert!(
-        error.to_string().contains(&format!(
-            "another process {} is attached",
-            std::process::id()
-        )),
-        "{error}"
-    );
+    assert!(error.to_string().contains(&attached), "{error}");
     let wrong = Options {
         target: Target::Qmp(qemu.socket("other"), Some(std::process::id())),
         ..qemu.options(PauseWay::Freeze)
@@ -400,4 +396,7 @@ pub fn refusals(accelerator: Accelerator) {
         ..qemu.options(PauseWay::Freeze)
     };
     qemu.runs(&attach(&by_pid).expect("the socket is on the command line"));
+    let _client = UnixStream::connect(qemu.socket("qmp")).expect("QEMU listens");
+    let error = attach(&qemu.options(PauseWay::Freeze)).expect_err("the socket is in use");
+    assert!(error.to_string().contains("in use"), "{error}");
 }

@@ -169,4 +169,27 @@ mod tests {
             assert!(!is_agent(other, 7), "{other:?}");
         }
     }
+    /// The thread ends with the listener, and the port is free with the socket.
+    #[tokio::test]
+    async fn a_port_of_the_host_is_bound_once() {
+        // Above all that others use.
+        let port = 0x5000_0000 | std::process::id();
+        let socket = match AgentSocket::bind_vsock(7, port) {
+            Ok(socket) => socket,
+            Err(error) => {
+                eprintln!("SKIPPED: this machine has no AF_VSOCK ({error})");
+                return;
+            }
+        };
+        let error = AgentSocket::bind_vsock(8, port).expect_err("in use");
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        let listener = socket.listener().expect("a thread");
+        drop(socket);
+        let error = AgentSocket::bind_vsock(8, port).expect_err("in use by the thread");
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        drop(listener);
+        while AgentSocket::bind_vsock(8, port).is_err() {
+            tokio::task::yield_now().await;
+        }
+    }
 }
