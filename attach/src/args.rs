@@ -82,6 +82,10 @@ pub struct Options {
     /// device, port 1024]
     #[arg(long, value_name = "CID[:PORT]")]
     pub agent_vsock: Option<AgentVsock>,
+    /// Declare the keys of the files in this folder safe to count from outside [default:
+    /// /etc/patchbay/keys.d if it exists]
+    #[arg(long, value_name = "FOLDER")]
+    pub keys_dir: Option<PathBuf>,
     /// Append each change to this file
     #[arg(long, value_name = "FILE")]
     pub audit_log: Option<PathBuf>,
@@ -186,6 +190,8 @@ mod tests {
             "a qemu --pid 7",
             "a qemu --qmp s --pid 7 --pause qmp --memory process --name n",
             "a libvirt d --agent-vsock 3",
+            "a libvirt d",
+            "a libvirt d --keys-dir k",
         ] {
             parse(line).expect(line);
         }
