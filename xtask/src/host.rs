@@ -13,6 +13,13 @@ pub use patchbay_lab::packages::{
 /// Packages that the tests of the controller need.
 pub const ETCD: &[&str] = &["etcd-server"];
 
+/// Packages that the tests with domains of libvirt need.
+pub const LIBVIRT: &[&str] = &[
+    "libvirt-clients",
+    "libvirt-daemon",
+    "libvirt-daemon-driver-qemu",
+];
+
 /// Packages that a guest kernel build needs.
 pub const KERNEL: &[&str] = &[
     "gcc",

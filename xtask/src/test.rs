@@ -165,6 +165,14 @@ pub fn run(selection: &Selection) -> Result<bool> {
         // The tests then report that they are skipped.
         eprintln!("There is no etcd: {error:#}");
     }
+    if tier_1
+        .iter()
+        .any(|test| test.suite == "patchbay-attach::libvirt")
+        && let Err(error) = host::ensure_packages(host::LIBVIRT)
+    {
+        // The tests then report that they are skipped.
+        eprintln!("There is no libvirt: {error:#}");
+    }
     outcome.run_tier("tier 1, no KVM", tier_1, here(cpus), selection.timeout);
     if wants(1) && selection.filter.is_none() {
         outcome.run_doc_tests()?;

@@ -28,6 +28,8 @@ while :; do
     /bin/busybox echo alive
 done
 ";
+/// For a boot, and for what the guest prints.
+const BOOT: Duration = Duration::from_secs(600);
 /// The lines of pr_debug() that this passes.
 const DEBUG: &str = "file lib/kobject_uevent.c func kobject_uevent*";
 /// What they print.
@@ -79,7 +81,7 @@ fn kernel() -> Option<(PathBuf, Vec<u8>)> {
 }
 
 fn wait_for(console: &Path, words: &str, times: usize) {
-    let end = Instant::now() + Duration::from_secs(600);
+    let end = Instant::now() + BOOT;
     loop {
         let text = String::from_utf8_lossy(&fs::read(console).unwrap_or_default()).into_owned();
         if text.matches(words).count() >= times {
@@ -94,6 +96,24 @@ fn wait_for(console: &Path, words: &str, times: usize) {
 fn occurrences(console: &Path, words: &str) -> usize {
     let text = fs::read(console).unwrap_or_default();
     String::from_utf8_lossy(&text).matches(words).count()
+}
+
+/// Lists keys until the guest has booted: firmware and a kernel that boots are refused.
+fn boots(console: &Path, list: impl Fn() -> Result<(), String>) {
+    let end = Instant::now() + BOOT;
+    let mut last = String::new();
+    while occurrences(console, "READY") == 0 {
+        match list() {
+            Ok(()) => return wait_for(console, "READY", 1),
+            Err(error) if error == last => {}
+            Err(error) => {
+                println!("while it boots: {error}");
+                last = error;
+            }
+        }
+        assert!(Instant::now() < end, "the guest does not boot: {last}");
+    }
+    assert!(!last.is_empty(), "it was asked too late");
 }
 
 fn update(keys: Target, op: Op) -> UpdateRequest {
@@ -168,7 +188,6 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
     let Some(qemu) = Qemu::start_with(accelerator, memory, "512M", &arguments) else {
         return;
     };
-    wait_for(&console, "READY", 1);
     let guest = Arc::new(patchbay_attach::attach(&qemu.options(way)).expect("attached"));
     let registry = Arc::new(Registry::default());
     registry.discover(guest.clone());
@@ -178,6 +197,11 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
         page_size: 10_000,
         ..ListQuery::default()
     };
+    boots(&console, || {
+        keys.list(&query)
+            .map(drop)
+            .map_err(|error| error.to_string())
+    });
     let began = Instant::now();
     let page = keys.list(&query).expect("the keys are found");
     let description = keys.describe();
