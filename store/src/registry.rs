@@ -338,7 +338,10 @@ mod tests {
         // The earlier process writes nothing any more, and does not take its place back.
         let stale = first.update(guests(&[("y", 1)])).await;
         assert!(
-            matches!(stale, Err(StoreError::Conflict | StoreError::LeaseExpired(_))),
+            matches!(
+                stale,
+                Err(StoreError::Conflict | StoreError::LeaseExpired(_))
+            ),
             "{stale:?}"
         );
         let renewed = store.renew(first.lease()).await;

@@ -352,7 +352,7 @@ fn listed_gate(gate: &abi::Gate) -> Result<ListedGate, Refused> {
     let unknown = gate.concerns & !(Concerns::ALL.0 & !Concerns::DYNAMIC_DEBUG.0);
     check_reserved(
         &format!("the set of unknown changes that gate {name} concerns"),
-        unknown.into(),
+        unknown,
     )?;
     let reserved = gate.reserved.iter().fold(0, |all, byte| all | byte);
     check_reserved(
