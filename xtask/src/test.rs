@@ -38,6 +38,9 @@ const WITH_OTHER_KERNELS: &[&str] = &[
     "patchbay-tests::linux_trace armed_is_silent_firing_streams_and_parked_is_silent",
 ];
 
+/// Test targets that need stock kernels.
+const STOCK: &[&str] = &["patchbay-tests::stock", "patchbay-tests::linux_stock"];
+
 /// Selects the tests to run.
 pub struct Selection {
     /// Tiers; all if empty.
@@ -149,7 +152,8 @@ pub fn run(selection: &Selection) -> Result<bool> {
     }
     if tier_1
         .iter()
-        .any(|test| test.suite == "patchbay-tests::stock")
+        .chain(&tier_3)
+        .any(|test| STOCK.contains(&&*test.suite))
     {
         outcome.variables.extend(stock::variables());
     }
@@ -174,7 +178,14 @@ pub fn run(selection: &Selection) -> Result<bool> {
         selection.timeout,
     );
     if !tier_3.is_empty() {
-        outcome.variables.extend(guest::prepare(true)?);
+        // A stock kernel is downloaded; the others are built.
+        let builds = tier_3.iter().any(|test| test.suite != STOCK[1]);
+        let prepared = if builds {
+            guest::prepare(true)?
+        } else {
+            guest::programs()?
+        };
+        outcome.variables.extend(prepared);
         let runs = |suite| tier_3.iter().any(|test| test.suite == suite);
         if runs("patchbay-tests::linux_kernels") {
             let more = guest::kernel_without_jump_labels()?;
