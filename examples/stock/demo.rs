@@ -25,7 +25,7 @@ const PRINTED: &str = "binfmt_misc: ";
 const EVENT: &str = "sched_process_exec";
 const TRACING: &str = "/sys/kernel/tracing";
 const RUN: &str =
-    "echo >/sys/kernel/tracing/trace; busybox true; grep -v '^#' /sys/kernel/tracing/trace";
+    "echo >/sys/kernel/tracing/trace; busybox true; grep -v '^#' /sys/kernel/tracing/trace; true";
 /// Lines shown of a long output.
 const SHOWN: usize = 6;
 

@@ -139,6 +139,7 @@ impl GuestBuilder {
             folder,
             socket,
             log,
+            patience: self.patience,
             connection: None,
         };
         let channel = guest.connect().await?;
@@ -146,9 +147,7 @@ impl GuestBuilder {
         guest.connection = Some(Connection { channel, shell });
         // Opening the port clears its receiver (serial8250_do_startup()), so input typed before the
         // shell has opened it is lost.
-        let console = guest.console();
-        console.wait_longer_for(SHELL_READS, self.patience).await?;
-        guest.shell("dmesg -n 1").await?;
+        guest.wait_for_shell().await?;
         Ok(guest)
     }
 }
@@ -160,6 +159,8 @@ pub struct Guest {
     folder: TempDir,
     socket: PathBuf,
     log: PathBuf,
+    /// Time allowed for a boot.
+    patience: Duration,
     connection: Option<Connection>,
 }
 
@@ -285,6 +286,15 @@ impl Guest {
     /// The guest's console.
     pub fn console(&mut self) -> &mut Shell {
         &mut self.connection().shell
+    }
+
+    /// Waits until a kernel has booted and its shell reads the console.
+    pub async fn wait_for_shell(&mut self) -> Result<()> {
+        let patience = self.patience;
+        self.console()
+            .wait_longer_for(SHELL_READS, patience)
+            .await?;
+        self.shell("dmesg -n 1").await.map(drop)
     }
 
     /// A client of the static keys service.

@@ -13,7 +13,7 @@ use patchbay_proto::v1::{
     DescribeGuestResponse, DiscoveryWay, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest,
     RegistrationState, StaticKey, TableSource, UpdateStaticKeysRequest,
 };
-use patchbay_tests::{Guest, SHELL_READS, StockKernel};
+use patchbay_tests::{Guest, StockKernel};
 use tonic::Code;
 
 /// Registers an interpreter and removes it again, which passes lines of pr_debug().
@@ -53,13 +53,18 @@ async fn keys_of(version: &str) -> Result<()> {
     ensure!(absent.guest_status().registration() == RegistrationState::Absent);
     let before = in_one_boot(&mut guest).await?;
 
+    // The second kernel unpacks what the first one has unpacked.
     guest
-        .shell("find bin dev init lib proc sys tmp -xdev | cpio -o -H newc >/tmp/initrd")
+        .shell(
+            "mkdir -p /tmp/root/dev /tmp/root/proc /tmp/root/sys /tmp/root/tmp; cp -a /bin /init /lib /tmp/root; \
+             mknod /tmp/root/dev/console c 5 1; cd /tmp/root; find . | cpio -o -H newc >/tmp/initrd; cd /",
+        )
         .await?;
-    let next = "kexec_tool /kernel /tmp/initrd";
-    guest.console().type_line(next).await?;
-    guest.console().wait_for(SHELL_READS).await?;
-    guest.shell("dmesg -n 1").await?;
+    guest
+        .console()
+        .type_line("kexec_tool /kernel /tmp/initrd")
+        .await?;
+    guest.wait_for_shell().await?;
     let after = in_one_boot(&mut guest).await?;
     ensure!(
         after.guest_status().generation != before.guest_status().generation,
@@ -285,9 +290,7 @@ async fn guest_and_host_flip_the_keys_of_an_unpatched_kernel() -> Result<()> {
     let lines = list(&mut guest, &["lib/*", "drivers/base/*", "kernel/*.c/*"]).await?;
     let names: Vec<String> = lines
         .into_iter()
-        .filter(|key| {
-            key.key_class() == KeyClass::Guarded && key.count == 0 && key.name.contains('/')
-        })
+        .filter(|key| key.count == 0 && key.name.contains('/'))
         .map(|key| key.name)
         .collect();
     ensure!(names.len() > 50, "{names:?}");
@@ -315,6 +318,8 @@ async fn guest_and_host_flip_the_keys_of_an_unpatched_kernel() -> Result<()> {
         let request = UpdateStaticKeysRequest {
             updates: updates.collect(),
             allow_guarded: true,
+            // Some are on for the guest.
+            force: true,
             retry_timeout: Some(Duration::from_secs(10).try_into()?),
             ..Default::default()
         };
@@ -355,5 +360,59 @@ async fn guest_and_host_flip_the_keys_of_an_unpatched_kernel() -> Result<()> {
     }
     println!("{checked} sites checked, {wrong} keys wrong");
     ensure!(wrong == 0);
+    guest.assert_no_warnings().await
+}
+
+/// The guest turns on all its events; the host parks and continues their tracepoints in one
+/// transaction each.
+#[tokio::test]
+async fn all_tracepoints_of_an_unpatched_kernel_at_once() -> Result<()> {
+    let Some(kernel) = StockKernel::named("6_12") else {
+        return Ok(());
+    };
+    let mut guest = Guest::stock(&kernel).boot().await?;
+    guest.shell("dmesg -c >/dev/null").await?;
+    let events = format!("{TRACING}/events/enable");
+    let own = guest.shell(&format!("time echo 1 >{events}")).await?;
+    println!("the guest itself: {}", own.replace('\n', " "));
+    let keys = list(&mut guest, &[]).await?;
+    let tracepoints = keys.iter().filter(|key| {
+        // Their switch is a function of the guest.
+        let by_function = ["sys_enter", "sys_exit"].contains(&&*key.name);
+        key.key_class() == KeyClass::Tracepoint && key.count > 0 && !by_function
+    });
+    let names: Vec<String> = tracepoints.map(|key| key.name.clone()).collect();
+    ensure!(names.len() > 500, "{} tracepoints are on", names.len());
+    for op in [KeyOp::Disable, KeyOp::Enable] {
+        let updates = names.iter().map(|name| KeyUpdate {
+            name: name.clone(),
+            op: op.into(),
+            ..Default::default()
+        });
+        let request = UpdateStaticKeysRequest {
+            updates: updates.collect(),
+            stop_timeout: Some(Duration::from_secs(20).try_into()?),
+            ..Default::default()
+        };
+        let began = Instant::now();
+        let answer = guest
+            .static_keys()
+            .update_static_keys(request)
+            .await?
+            .into_inner();
+        println!(
+            "{op:?}: {:?} {:?} in {:?}",
+            answer.summary,
+            answer.report,
+            began.elapsed()
+        );
+        let changed = answer.summary.map(|summary| summary.keys_changed);
+        ensure!(changed.map(|changed| changed as usize) == Some(names.len()));
+        for name in names.iter().step_by(10) {
+            assert_sites(&guest.key(name).await?, Some(op == KeyOp::Enable))?;
+        }
+    }
+    let own = guest.shell(&format!("time echo 0 >{events}")).await?;
+    println!("the guest itself: {}", own.replace('\n', " "));
     guest.assert_no_warnings().await
 }

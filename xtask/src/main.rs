@@ -32,7 +32,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Result;
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about, disable_help_subcommand = false)]
@@ -109,8 +109,16 @@ struct Test {
     /// Also repeat tests with the newest kernel; with a filter, with the oldest too
     #[arg(long)]
     other_kernels: bool,
+    /// Also discover the keys of every stock kernel that Debian's archive has
+    #[arg(long, value_enum, value_name = "WHICH")]
+    kernels: Option<Kernels>,
     /// Run only tests whose name, "package::target function", contains this
     filter: Option<String>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Kernels {
+    All,
 }
 
 #[derive(Args)]
@@ -155,6 +163,7 @@ fn run(task: Task) -> Result<ExitCode> {
                 tiers: arguments.tiers,
                 filter: arguments.filter,
                 other_kernels: arguments.other_kernels,
+                all_kernels: arguments.kernels.is_some(),
                 timeout: Duration::from_secs(arguments.timeout),
                 labs: arguments.labs.unwrap_or((cpus / 2).clamp(2, 4)),
             })?;

@@ -17,9 +17,25 @@ const KERNELS: [(&str, &str); 2] = [
     ("PATCHBAY_TEST_STOCK_6_12", "linux-image-6.12-cloud-amd64"),
 ];
 
+/// More packages, for the table of `docs/kernels.md`. An archive may lack some.
+const OTHERS: [&str; 6] = [
+    "linux-image-5.10-cloud-amd64",
+    "linux-image-amd64",
+    "linux-image-rt-amd64",
+    "linux-image-6.12-amd64",
+    "linux-image-6.12-rt-amd64",
+    "linux-image-6.18-cloud-amd64",
+];
+
 /// Modules in the initramfs, with all they depend on: with tracepoints, with keys, with lines of dynamic debug, and with none of these.
 /// None is loaded by itself.
-const MODULES: &[&str] = &["xfs", "virtio_net", "virtio_blk", "binfmt_misc"];
+const MODULES: &[&str] = &[
+    "xfs",
+    "virtio_net",
+    "virtio_blk",
+    "virtio_mmio",
+    "binfmt_misc",
+];
 
 /// Directories whose C files become programs in the guest.
 const PROGRAMS: &[&str] = &["tests/guest"];
@@ -44,16 +60,26 @@ fn get(package: &str) -> Result<PathBuf> {
     })
 }
 
-/// What the tests are told. A kernel that cannot be had leaves its variable out, and the test says that it is skipped.
+/// Environment variables with the kernels' directories. A kernel that is not available is left out,
+/// and its test reports that it is skipped.
 pub fn variables() -> Variables {
-    let folder = |(variable, package): &(&'static str, &str)| match get(package) {
-        Ok(folder) => Some((*variable, folder)),
-        Err(error) => {
-            eprintln!("There is no stock kernel of {package}: {error:#}");
-            None
-        }
-    };
-    KERNELS.iter().filter_map(folder).collect()
+    let kernels = KERNELS.iter();
+    kernels
+        .filter_map(|(variable, package)| Some((*variable, available(package)?)))
+        .collect()
+}
+
+/// The variable with the directories of all other kernels that are available.
+pub fn others() -> Result<Variables> {
+    let folders = OTHERS.iter().filter_map(|package| available(package));
+    let list = std::env::join_paths(folders)?;
+    Ok(vec![("PATCHBAY_TEST_STOCK_OTHERS", list.into())])
+}
+
+fn available(package: &str) -> Option<PathBuf> {
+    get(package)
+        .inspect_err(|error| eprintln!("There is no stock kernel of {package}: {error:#}"))
+        .ok()
 }
 
 /// The kernel of the demo.

@@ -50,6 +50,8 @@ pub struct Selection {
     /// Repeat tests also with the newest kernel, and with both if there is a filter. Without a filter
     /// they are always repeated with the oldest.
     pub other_kernels: bool,
+    /// Discover the keys of every stock kernel that the archive has.
+    pub all_kernels: bool,
     /// Timeout of a test, here and in the lab.
     pub timeout: Duration,
     /// Number of labs that run at the same time.
@@ -156,6 +158,9 @@ pub fn run(selection: &Selection) -> Result<bool> {
         .any(|test| STOCK.contains(&&*test.suite))
     {
         outcome.variables.extend(stock::variables());
+        if selection.all_kernels {
+            outcome.variables.extend(stock::others()?);
+        }
     }
     if tier_1
         .iter()
