@@ -108,15 +108,14 @@ fn a_failed_discovery_leaves_the_reason_and_rests() {
     registry.discover(empty.clone());
     let guest = InMemoryGuest::new(Arc::clone(&registry));
     registry.attach(guest.ram().clone());
-    let searched = [(); 2].map(|()| {
+    // On a busy machine the time to rest may have passed before the next call.
+    let rested = (0..100).any(|_| {
+        let before = empty.asked();
         let error = registry.snapshot().expect_err("nothing there").to_string();
         assert!(error.contains("were not discovered: "), "{error}");
-        empty.asked()
+        before > 0 && empty.asked() == before
     });
-    assert!(
-        searched[0] > 0 && searched[0] == searched[1],
-        "{searched:?}"
-    );
+    assert!(rested, "each call searches");
     assert_eq!(phase(&registry), (RegistrationPhase::Absent, false));
 }
 
