@@ -102,6 +102,20 @@ fn a_kernel_that_registers_itself_is_not_searched_for() {
 }
 
 #[test]
+fn a_kernel_whose_registration_was_refused_is_not_searched_for() {
+    let registry = Arc::new(Registry::default());
+    let empty = Arc::new(Empty::default());
+    registry.discover(empty.clone());
+    let guest = InMemoryGuest::new(Arc::clone(&registry));
+    registry.attach(guest.ram().clone());
+    assert_ne!(guest.request(abi::OP_REGISTER, &[0xff; 64]), 0);
+    let error = registry.snapshot().expect_err("refused").to_string();
+    assert!(error.contains("registration was refused"), "{error}");
+    assert_eq!(phase(&registry).0, RegistrationPhase::Refused);
+    assert_eq!(empty.asked(), 0);
+}
+
+#[test]
 fn a_failed_discovery_leaves_the_reason_and_rests() {
     let registry = Arc::new(Registry::default());
     let empty = Arc::new(Empty::default());
