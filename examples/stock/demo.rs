@@ -157,7 +157,8 @@ async fn main() -> Result<()> {
     }
 
     for (op, on) in [("disable", false), ("enable", true)] {
-        let flip = ["keys", op, EVENT];
+        // The reference is the guest's own.
+        let flip = ["keys", op, "--force", EVENT];
         step(&format!("patchbay {}", shown(&flip)));
         for place in &mut places {
             patchbay.run(place, &flip).await?;

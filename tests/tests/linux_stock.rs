@@ -191,7 +191,18 @@ async fn tracepoint(guest: &mut Guest) -> Result<()> {
         (Some(KeyOp::Enable), true),
     ] {
         if let Some(op) = op {
-            guest.update(&[(EVENT, op)]).await?;
+            let updates = vec![KeyUpdate {
+                name: EVENT.to_owned(),
+                op: op.into(),
+                ..Default::default()
+            }];
+            let request = UpdateStaticKeysRequest {
+                updates,
+                // The reference is the guest's own.
+                force: true,
+                ..Default::default()
+            };
+            guest.static_keys().update_static_keys(request).await?;
         }
         assert_sites(&guest.key(EVENT).await?, Some(on))?;
         let seen = guest
@@ -391,6 +402,8 @@ async fn all_tracepoints_of_an_unpatched_kernel_at_once() -> Result<()> {
         });
         let request = UpdateStaticKeysRequest {
             updates: updates.collect(),
+            // The references are the guest's own.
+            force: true,
             stop_timeout: Some(Duration::from_secs(20).try_into()?),
             ..Default::default()
         };
