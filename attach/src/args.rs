@@ -73,6 +73,10 @@ pub struct Options {
     /// Allow changes of guarded keys for clients that ask for it
     #[arg(long)]
     pub allow_guarded: bool,
+    /// Declare the keys of the files in this folder safe to count from outside [default:
+    /// /etc/patchbay/keys.d if it exists]
+    #[arg(long, value_name = "FOLDER")]
+    pub keys_dir: Option<PathBuf>,
     /// Append each change to this file
     #[arg(long, value_name = "FILE")]
     pub audit_log: Option<PathBuf>,
@@ -133,6 +137,7 @@ mod tests {
             "a qemu --pid 7",
             "a qemu --qmp s --pid 7 --pause qmp --memory process --name n",
             "a libvirt d",
+            "a libvirt d --keys-dir k",
         ] {
             parse(line).expect(line);
         }

@@ -15,6 +15,7 @@ use patchbay_attach::{Options, Target, attach, watchdog};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::guest::Machine;
 use patchbay_service::keys::audit::AuditLog;
+use patchbay_service::keys::declared::Declarations;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::{Keys, KeysConfig};
 use patchbay_service::trace::Tracing;
@@ -61,6 +62,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
         })?,
         None => AuditLog::default(),
     };
+    let declared = Declarations::read(args.keys_dir.as_deref())?;
     let guest = Arc::new(attach(&Options {
         target,
         name: args.name.clone(),
@@ -80,6 +82,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     let config = KeysConfig {
         audit,
         allow_guarded: args.allow_guarded,
+        declared,
         ..KeysConfig::default()
     };
     let (keys, thread) = Keys::start(guest.clone(), registry, config)

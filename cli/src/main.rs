@@ -4,6 +4,7 @@
 
 mod args;
 mod client;
+mod debug;
 mod failure;
 mod guest;
 mod holds;
@@ -63,6 +64,7 @@ async fn run(cli: Cli) -> Result<(), Failure> {
         Command::Attach { arguments } => guest::run::become_attacher(&arguments),
         Command::Keys(command) => keys::run(fleet().await?, command, timeout, output).await,
         Command::Holds(command) => holds::run(fleet().await?, command, output).await,
+        Command::Debug(command) => debug::run(fleet().await?, command, output).await,
         Command::Trace(command) => trace::run(fleet().await?, command, output).await,
         Command::Inspect(arguments) => inspect::run(arguments, output).await,
         Command::Completion { shell } => {

@@ -116,7 +116,7 @@ pub struct Event {
     pub incarnation: String,
     #[serde(skip_serializing_if = "String::is_empty")]
     pub time: String,
-    /// "changed", "added", "removed" and "quarantined"; "resync" and "listed" when the watch lists anew.
+    /// "changed", "added", "removed" and "quarantined"; "resync" and "listed" when the watch lists again.
     pub kind: &'static str,
     #[serde(skip_serializing_if = "String::is_empty")]
     pub name: String,
@@ -192,6 +192,18 @@ pub struct Details {
     pub kaslr: bool,
     pub page_table_isolation: bool,
     pub five_level_paging: bool,
+    #[serde(skip_serializing_if = "is_zero")]
+    pub declared_keys: u32,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub declaration_errors: Vec<String>,
+}
+
+#[allow(
+    clippy::trivially_copy_pass_by_ref,
+    reason = "serde passes a reference"
+)]
+fn is_zero(count: &u32) -> bool {
+    *count == 0
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -241,6 +253,8 @@ pub fn class(class: v1::KeyClass) -> &'static str {
         v1::KeyClass::Guarded => "guarded",
         v1::KeyClass::Ref => "ref",
         v1::KeyClass::Tracepoint => "tracepoint",
+        v1::KeyClass::DynamicDebug => "dyndbg",
+        v1::KeyClass::Never => "never",
     }
 }
 
@@ -497,6 +511,8 @@ impl Guest {
             kaslr: guest.kaslr,
             page_table_isolation: guest.page_table_isolation,
             five_level_paging: guest.five_level_paging,
+            declared_keys: guest.declared_keys,
+            declaration_errors: guest.declaration_errors.clone(),
         };
         Self {
             name,

@@ -4,6 +4,7 @@
 
 mod commands {
     mod apply;
+    mod debug;
     mod fake;
     mod guests;
     mod holds;

@@ -79,6 +79,11 @@ pub struct Args {
     #[arg(long)]
     pub allow_guarded: bool,
 
+    /// Declare the keys of the files in this folder safe to count from outside; without the option, of
+    /// /etc/patchbay/keys.d if it exists.
+    #[arg(long, value_name = "FOLDER")]
+    pub keys_dir: Option<PathBuf>,
+
     /// Hide the Patchbay CPUID leaf, to measure what Patchbay costs the guest.
     #[arg(long, hide = true)]
     pub no_patchbay: bool,

@@ -14,6 +14,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use self::guest::{ConsoleArgs, GuestCommand, RunArgs};
 use self::keys::{HoldsCommand, KeysCommand};
+use crate::debug::args::DebugCommand;
 use crate::trace::args::TraceCommand;
 
 const EXIT_CODES: &str = "\
@@ -115,6 +116,9 @@ pub enum Command {
     /// List, release and renew the references that clients hold.
     #[command(subcommand)]
     Holds(HoldsCommand),
+    /// Turn the guest's pr_debug() lines on and off.
+    #[command(subcommand)]
+    Debug(DebugCommand),
     /// Turn tracepoints on and off, and see their events.
     #[command(subcommand)]
     Trace(TraceCommand),

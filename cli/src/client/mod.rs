@@ -149,7 +149,7 @@ macro_rules! addressed {
 addressed! {
     DescribeGuestRequest WatchGuestRequest PauseGuestRequest ResumeGuestRequest ShutdownGuestRequest
     StreamConsoleRequest
-    ListStaticKeysRequest GetStaticKeyRequest UpdateStaticKeysRequest ListUpdateResultsRequest
+    ListStaticKeysRequest GetStaticKeyRequest ListDebugSitesRequest UpdateStaticKeysRequest ListUpdateResultsRequest
     PrepareUpdateRequest CommitUpdateRequest DiscardUpdateRequest WatchStaticKeysRequest
     ListHoldsRequest ReleaseHoldsRequest RenewHoldsRequest
     ListTracepointsRequest ArmTracepointsRequest FireTracepointsRequest ParkTracepointsRequest

@@ -55,9 +55,10 @@ impl Classes {
                     .into_iter()
                     .filter(|(start, _)| !own.contains(start)),
             );
+            let mut room = classes::MAX_DEBUG_TEXTS;
             for (start, count) in tables {
                 found.debug_lines.extend(
-                    classes::debug_lines(view, start, count, offsets)
+                    classes::debug_lines(view, start, count, offsets, &mut room)
                         .ok_or_else(|| unreadable("the descriptors of dynamic debug"))?,
                 );
                 found.check_size()?;
@@ -84,7 +85,7 @@ impl Classes {
         Ok(())
     }
 
-    /// Puts everything together; names that several keys of an image have are told apart by the function of their first site.
+    /// Combines the parts. Keys of an image with equal names are distinguished by the function of their first site.
     pub(super) fn keys<M: PhysicalMemory + ?Sized>(
         mut self,
         view: &mut View<'_, M>,

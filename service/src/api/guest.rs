@@ -130,6 +130,8 @@ impl GuestService for GuestApi {
             page_table_isolation: registration.page_table_isolation,
             five_level_paging: registration.five_level_paging,
             discovery: registration.discovery.map(convert::discovery),
+            declared_keys: registration.declared,
+            declaration_errors: registration.undeclared.clone(),
             status: Some(status::status(&guest, registration)),
         }))
     }

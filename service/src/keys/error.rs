@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use static_keys::PatternError;
 
+use super::debug::QueryError;
 use super::gate::ClosedGate;
+use super::plans::PlanUsage;
 use crate::pause::PauseError;
 
 /// A call on keys that was refused or failed. Each message says what failed and what to do next.
@@ -32,6 +34,14 @@ pub enum KeysError {
     NothingSelected {
         /// Patterns from the request, truncated if there are many.
         patterns: String,
+    },
+    /// No line of dynamic debug matches.
+    #[error(
+        "no line of dynamic debug matches {queries}; list them to see which there are. A kernel that registers its keys itself, and one without CONFIG_DYNAMIC_DEBUG, has none"
+    )]
+    NoDebugSite {
+        /// Queries from the request.
+        queries: String,
     },
     /// A field of the request is malformed.
     #[error("{field}: {message}")]
@@ -188,20 +198,18 @@ pub enum KeysError {
     },
     /// Too many plans are kept, or they take too much memory.
     #[error(
-        "{plans} plans with {} KiB are kept and this one takes {} KiB, of {} plans and {} MiB at most; commit or discard some, or prepare fewer keys",
-        .bytes >> 10, .needed >> 10, .max_plans, .max_bytes >> 20
+        "{} plans with {} KiB are kept{} and this one takes {} KiB, of {} plans and {} MiB at most; commit or discard some, or prepare fewer keys",
+        .used.plans, .used.bytes >> 10, whose(.principal.as_deref()), .needed >> 10, .max.plans, .max.bytes >> 20
     )]
     TooManyPlans {
-        /// Plans that are kept.
-        plans: usize,
-        /// Bytes that they take.
-        bytes: usize,
+        /// The principal whose share is used up; `None` if the plans of all are too many.
+        principal: Option<String>,
+        /// The plans that are kept.
+        used: PlanUsage,
         /// Bytes that this plan takes.
         needed: usize,
-        /// Maximum number of plans.
-        max_plans: usize,
-        /// Maximum number of bytes.
-        max_bytes: usize,
+        /// Upper bound.
+        max: PlanUsage,
     },
     /// The monitor itself failed. It is unknown whether the change was made.
     #[error("{message}")]
@@ -252,6 +260,8 @@ pub enum KeyRefusal {
     Sealed,
     /// The key is guarded: the monitor and the call must both permit it.
     Guarded,
+    /// The key gates a static call that may be NULL.
+    Never,
     /// The key is quarantined.
     Quarantined,
     /// The tracepoint cannot be fired or parked by its key.
@@ -274,6 +284,7 @@ impl KeyRefusal {
             Self::WouldWarn => "WOULD_WARN",
             Self::Sealed => "KEY_SEALED",
             Self::Guarded => "KEY_GUARDED",
+            Self::Never => "KEY_NEVER",
             Self::Quarantined => "KEY_QUARANTINED",
             Self::Tracepoint => "TRACEPOINT_REFUSED",
             Self::NotHolder => "NOT_HOLDER",
@@ -300,6 +311,7 @@ impl KeysError {
             Self::Busy { every_key, .. } => *every_key,
             Self::KeyNotFound { .. }
             | Self::NothingSelected { .. }
+            | Self::NoDebugSite { .. }
             | Self::HoldNotFound { .. }
             | Self::InvalidArgument { .. }
             | Self::RequestIdReused { .. }
@@ -331,7 +343,9 @@ impl KeysError {
     pub fn reason(&self) -> &'static str {
         match self {
             Self::NotRegistered { .. } => "GUEST_NOT_REGISTERED",
-            Self::KeyNotFound { .. } | Self::NothingSelected { .. } => "KEY_NOT_FOUND",
+            Self::KeyNotFound { .. } | Self::NothingSelected { .. } | Self::NoDebugSite { .. } => {
+                "KEY_NOT_FOUND"
+            }
             Self::HoldNotFound { .. } => "HOLD_NOT_FOUND",
             Self::InvalidArgument { .. } => "INVALID_ARGUMENT",
             Self::RequestIdReused { .. } => "REQUEST_ID_REUSED",
@@ -367,10 +381,23 @@ fn near_names(near: &[String]) -> String {
     }
 }
 
+fn whose(principal: Option<&str>) -> String {
+    principal.map_or_else(String::new, |principal| format!(" for {principal}"))
+}
+
 impl From<PatternError> for KeysError {
     fn from(error: PatternError) -> Self {
         Self::InvalidArgument {
             field: "patterns",
+            message: error.to_string(),
+        }
+    }
+}
+
+impl From<QueryError> for KeysError {
+    fn from(error: QueryError) -> Self {
+        Self::InvalidArgument {
+            field: "debug_queries",
             message: error.to_string(),
         }
     }

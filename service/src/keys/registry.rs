@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the guest has registered, published as snapshots.
+//! The guest's registration, published as snapshots.
 //!
 //! vCPU threads write, one at a time (`writer`); all threads read. A snapshot is immutable, and its
 //! version tells whether it is current. The executor plans on a snapshot and checks the version
@@ -13,7 +13,7 @@
 
 mod discovered;
 pub mod discovery;
-mod requests;
+pub(crate) mod requests;
 mod source;
 
 use std::collections::{HashMap, HashSet};
@@ -29,6 +29,8 @@ use self::discovery::{Discoverable, Discovery};
 pub use self::source::{Contents, DiscoveredKernel, KernelTables, Promises};
 use super::address_space::{KernelMemory, PageTable};
 use super::boot::Boot;
+use super::debug::DebugSites;
+use super::declared::{Declaration, Declarations};
 use super::error::KeysError;
 use super::holds::{KeyInstance, KeyState};
 use super::journal::{Event, Journal, Limits};
@@ -75,6 +77,12 @@ pub struct Registration {
     pub discovery: Option<DiscoveredKernel>,
     /// Keys and sites.
     pub catalog: Catalog,
+    /// Descriptors of dynamic debug.
+    pub debug: Arc<DebugSites>,
+    /// Keys that the host declares.
+    pub declared: HashMap<KeyId, Arc<Declaration>>,
+    /// Why declarations do not apply to this kernel.
+    pub undeclared: Vec<String>,
     /// Offset of `type` in `struct static_key`; `None` in kernels without jump labels.
     type_offset: Option<u32>,
     /// Epoch of the kernel image.
@@ -135,7 +143,7 @@ impl Registration {
         Some(self.state_at(memory, key.id, tracepoint, count))
     }
 
-    /// As [`Self::state`] with a count that was already read.
+    /// Like [`Self::state`], with a count that was already read.
     pub fn state_at(
         &self,
         memory: &KernelMemory,
@@ -235,11 +243,11 @@ pub struct Description {
     pub error: String,
     /// How the kernel was discovered and how long that took; `None` if it registered itself.
     pub discovery: Option<(Way, Duration)>,
-    /// As in [`Registration`].
+    /// See [`Registration`].
     pub release: String,
-    /// As in [`Registration`].
+    /// See [`Registration`].
     pub build_id: String,
-    /// As in [`Registration`].
+    /// See [`Registration`].
     pub generation: u64,
     /// Number of keys.
     pub keys: u32,
@@ -249,10 +257,14 @@ pub struct Description {
     pub modules: u32,
     /// Whether KASLR moved the kernel.
     pub kaslr: bool,
-    /// As in [`Registration`].
+    /// See [`Registration`].
     pub page_table_isolation: bool,
-    /// As in [`Registration`].
+    /// See [`Registration`].
     pub five_level_paging: bool,
+    /// Number of keys that the host declares.
+    pub declared: u32,
+    /// As in [`Registration`].
+    pub undeclared: Vec<String>,
 }
 
 #[derive(Debug, Default)]
@@ -298,6 +310,8 @@ pub struct Registry {
     changes: watch::Sender<()>,
     /// Discovers a kernel that does not register, on demand.
     discovery: OnceLock<Discovery>,
+    /// Keys that the host declares.
+    declarations: OnceLock<Declarations>,
 }
 
 #[derive(Debug, Default)]
@@ -324,6 +338,7 @@ impl Registry {
             journal: Arc::new(Journal::new(limits)),
             changes: watch::Sender::new(()),
             discovery: OnceLock::new(),
+            declarations: OnceLock::new(),
         }
     }
 
@@ -335,6 +350,19 @@ impl Registry {
     /// Sets the discovery that runs when keys are requested. Only the first call has an effect.
     pub fn discover(&self, guest: Arc<dyn Discoverable>) {
         let _ = self.discovery.set(Discovery::new(guest));
+    }
+
+    /// Sets the keys that the host declares, before the guest starts. Only the first call has an
+    /// effect.
+    pub fn declare(&self, declarations: Declarations) {
+        let _ = self.declarations.set(declarations);
+    }
+
+    /// Applies the host's declarations to a registration that is about to be published.
+    fn apply_declarations(&self, registration: &mut Registration) {
+        if let Some(declarations) = self.declarations.get() {
+            registration.declare(declarations);
+        }
     }
 
     /// Sets the guest's memory, before the guest starts. Only the first call has an effect.
@@ -428,6 +456,8 @@ impl Registry {
         description.kaslr = registration.kaslr_offset != 0;
         description.page_table_isolation = registration.page_table_isolation;
         description.five_level_paging = registration.page_table.levels == Levels::Five;
+        description.declared = count(registration.declared.len());
+        description.undeclared.clone_from(&registration.undeclared);
         description
     }
 
@@ -490,6 +520,7 @@ impl Registry {
             if with_modules {
                 source::add_epochs(&mut registration, &mut boot, || writer.next_epoch());
             }
+            self.apply_declarations(&mut registration);
             Ok((registration, boot))
         });
         if had {

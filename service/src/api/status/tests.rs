@@ -9,7 +9,7 @@ use prost_types::FileDescriptorSet;
 
 use super::*;
 use crate::auth::{Principal, Role};
-use crate::keys::{ClosedGate, KeyRefusal};
+use crate::keys::{ClosedGate, KeyRefusal, PlanUsage};
 
 /// One error for each pattern. Does not compile if a variant is missing.
 macro_rules! each {
@@ -30,6 +30,7 @@ fn refusals() -> Vec<KeyRefusal> {
         WouldWarn => WouldWarn,
         Sealed => Sealed,
         Guarded => Guarded,
+        Never => Never,
         Quarantined => Quarantined,
         Tracepoint => Tracepoint,
         NotHolder => NotHolder,
@@ -50,6 +51,7 @@ fn keys_errors() -> Vec<KeysError> {
         NotRegistered { .. } => NotRegistered { why: text() },
         KeyNotFound { .. } => KeyNotFound { name: text(), near: vec![] },
         NothingSelected { .. } => NothingSelected { patterns: text() },
+        NoDebugSite { .. } => NoDebugSite { queries: text() },
         InvalidArgument { .. } => InvalidArgument { field: "field", message: text() },
         RequestIdReused { .. } => RequestIdReused { request_id: text() },
         EtagMismatch { .. } => EtagMismatch { key: text(), given: text(), current: text(), count: 0 },
@@ -68,7 +70,12 @@ fn keys_errors() -> Vec<KeysError> {
         PlanNotFound { .. } => PlanNotFound { plan_id: text() },
         PlanNotOwned { .. } => PlanNotOwned { plan_id: text() },
         PlanStale { .. } => PlanStale { plan_id: text(), why: text() },
-        TooManyPlans { .. } => TooManyPlans { plans: 1, bytes: 1, needed: 1, max_plans: 1, max_bytes: 1 },
+        TooManyPlans { .. } => TooManyPlans {
+            principal: None,
+            used: PlanUsage { plans: 1, bytes: 1 },
+            needed: 1,
+            max: PlanUsage { plans: 1, bytes: 1 },
+        },
         IncarnationChanged { .. } => IncarnationChanged { given: text(), current: text() },
         Internal { .. } => Internal { message: text() },
         GuestStopped => GuestStopped,

@@ -12,6 +12,7 @@ use super::{
     read, read_request,
 };
 use crate::abi;
+use crate::keys::debug::DebugSites;
 use crate::log_limit::limited;
 use crate::memory::GuestRam;
 use crate::paging::Levels;
@@ -53,10 +54,10 @@ impl Registry {
     fn current(&self, generation: u64) -> Result<Arc<Registration>, Refused> {
         match &self.state().registration {
             None => Err(Refused(
-                "a module was told before the kernel had registered".to_owned(),
+                "a module request came before the kernel had registered".to_owned(),
             )),
             Some(registration) if registration.generation != generation => Err(Refused(
-                "a module was told under another generation than the kernel's".to_owned(),
+                "a module request has another generation than the kernel's registration".to_owned(),
             )),
             Some(registration) => Ok(Arc::clone(registration)),
         }
@@ -82,6 +83,7 @@ impl Registry {
             }
         };
         registration.refused.remove(request.module);
+        self.apply_declarations(&mut registration);
         if let Some(boot) = &mut self.state().boot {
             boot.loaded(request.module, request.load, epoch);
             boot.limit(|module| registration.module_name(module).is_some());
@@ -134,6 +136,7 @@ impl Registry {
         let mut registration = (*current).clone();
         registration.catalog.remove_module(request.module);
         registration.modules.remove(name);
+        self.apply_declarations(&mut registration);
         self.publish_modules(registration, String::new());
         self.announce_removed(name);
         Ok(())
@@ -158,7 +161,7 @@ impl Registry {
 }
 
 /// Checks the numbers of a descriptor.
-pub(super) fn tables(
+pub(crate) fn tables(
     ram: &GuestRam,
     descriptor: &abi::Descriptor,
 ) -> Result<KernelTables, Refused> {
@@ -183,6 +186,7 @@ pub(super) fn tables(
         release: read::field_text(&descriptor.release),
         build_id: read::build_id(&descriptor.build_id),
         contents: Contents::Described(kernel),
+        debug: DebugSites::default(),
         // A vCPU's request is such a fence, and the monitor reports its vCPUs' RIPs.
         promises: Promises {
             fence: true,
