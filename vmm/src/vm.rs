@@ -38,7 +38,6 @@ use crate::system_registers::{RegistersError, SystemRegisters};
 use crate::thread::{self, lock};
 use crate::vcpu::{Vcpu, VcpuEnd};
 use crate::x86::acpi;
-use crate::x86::aml::MmioDevice;
 use crate::x86::cpuid::{self, VCPUS_MAX};
 use crate::x86::registers::{self, Mode};
 
@@ -235,9 +234,7 @@ impl Vm {
         kick::install_handler();
         let ram = GuestRam::new(config.memory_bytes)?;
         let virtio = Arc::new(Virtio::new(&config.virtio, ram.mmap())?);
-        if let Payload::Linux(linux) = &mut config.payload
-            && linux.is_without_acpi()
-        {
+        if let Payload::Linux(linux) = &mut config.payload {
             linux.add_words(&virtio.command_line());
         }
         registers::write_tables(&ram).map_err(BootError::from)?;
@@ -247,7 +244,7 @@ impl Vm {
             let probing = config
                 .offer_patchbay
                 .then(|| scope.spawn(|| probe::probe(&kvm)));
-            let starts = load(&ram, &config, &virtio.mmio_devices());
+            let starts = load(&ram, &config);
             let transports = match probing {
                 Some(thread) => thread.join().unwrap_or(Ok(Transports::default())),
                 None => Ok(Transports::default()),
@@ -527,14 +524,10 @@ struct Start {
 
 /// Loads the payload into memory. Returns the start of each vCPU; `None` if another vCPU has to
 /// start it.
-fn load(
-    ram: &GuestRam,
-    config: &VmConfig,
-    devices: &[MmioDevice],
-) -> Result<Vec<Option<Start>>, VmError> {
+fn load(ram: &GuestRam, config: &VmConfig) -> Result<Vec<Option<Start>>, VmError> {
     let mut starts = match &config.payload {
         Payload::Linux(linux) => {
-            let entry = boot::load(ram, linux, config.vcpus, devices)?;
+            let entry = boot::load(ram, linux, config.vcpus)?;
             let mut regs = registers::general_registers(entry.rip);
             regs.rsp = layout::BOOT_STACK_TOP;
             regs.rbp = layout::BOOT_STACK_TOP;

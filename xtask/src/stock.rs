@@ -29,13 +29,7 @@ const OTHERS: [&str; 6] = [
 
 /// Modules in the initramfs, with all they depend on: with tracepoints, with keys, with lines of dynamic debug, and with none of these.
 /// None is loaded by itself.
-const MODULES: &[&str] = &[
-    "xfs",
-    "virtio_net",
-    "virtio_blk",
-    "virtio_mmio",
-    "binfmt_misc",
-];
+const MODULES: &[&str] = &["xfs", "virtio_net", "virtio_blk", "binfmt_misc"];
 
 /// Directories whose C files become programs in the guest.
 const PROGRAMS: &[&str] = &["tests/guest"];

@@ -21,7 +21,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::memory::{GuestRam, OutsideMemory, PAGE_SIZE};
-use crate::x86::aml::MmioDevice;
 use crate::x86::registers::Mode;
 
 /// Boot protocol.
@@ -50,12 +49,6 @@ pub struct LinuxBoot {
 }
 
 impl LinuxBoot {
-    /// Whether the kernel is told not to read the ACPI tables.
-    pub(crate) fn is_without_acpi(&self) -> bool {
-        let mut words = self.command_line.split_ascii_whitespace();
-        words.any(|word| word == "acpi=off")
-    }
-
     /// Adds words, each with a leading space, to the part of the command line that the kernel
     /// itself reads: before ` -- `, if there is one.
     pub(crate) fn add_words(&mut self, words: &str) {
@@ -138,12 +131,7 @@ struct Initrd {
 }
 
 /// Loads everything and returns the entry point.
-pub(crate) fn load(
-    ram: &GuestRam,
-    boot: &LinuxBoot,
-    vcpus: u8,
-    devices: &[MmioDevice],
-) -> Result<EntryPoint, BootError> {
+pub(crate) fn load(ram: &GuestRam, boot: &LinuxBoot, vcpus: u8) -> Result<EntryPoint, BootError> {
     let kernel = kernel::load(ram, &boot.kernel, boot.protocol)?;
     let limit = kernel.command_line_max().min(layout::COMMAND_LINE_MAX - 1);
     let command_line = boot.command_line.as_bytes();
@@ -163,10 +151,7 @@ pub(crate) fn load(
         None => None,
     };
     ram.write(layout::MP_TABLE, &crate::x86::mp_table::build(vcpus))?;
-    ram.write(
-        layout::ACPI_TABLES,
-        &crate::x86::acpi::build(vcpus, devices),
-    )?;
+    ram.write(layout::ACPI_TABLES, &crate::x86::acpi::build(vcpus))?;
     Ok(match kernel.entry {
         kernel::KernelEntry::Linux(rip) => {
             linux::write_zero_page(ram, &kernel, command_line.len(), initrd)?;

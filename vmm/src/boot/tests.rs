@@ -97,7 +97,7 @@ impl Case {
 
     fn load(&self) -> Result<(GuestRam, EntryPoint), BootError> {
         let ram = GuestRam::new(self.memory).unwrap();
-        let entry = load(&ram, &self.boot, 2, &[])?;
+        let entry = load(&ram, &self.boot, 2)?;
         Ok((ram, entry))
     }
 

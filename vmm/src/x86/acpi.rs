@@ -3,7 +3,6 @@
 //! The minimal ACPI tables for a stock kernel to find its processors and to power off (ACPI 6.5,
 //! chapter 5): RSDP, XSDT, FADT with FACS and DSDT, MADT.
 
-use super::aml::{self, MmioDevice};
 use super::{checksum_byte, io_apic_id};
 use crate::boot::layout::{ACPI_TABLES, IO_APIC, LOCAL_APIC};
 use crate::devices::{PM1_CONTROL, PM1_EVENT, SLEEP_TYPE_OFF};
@@ -112,9 +111,8 @@ fn madt(vcpus: u8) -> Vec<u8> {
     table(b"APIC", 4, &body)
 }
 
-/// Builds the tables for `vcpus` vCPUs and the devices, to be written to [`ACPI_TABLES`]. The RSDP
-/// comes first.
-pub(crate) fn build(vcpus: u8, devices: &[MmioDevice]) -> Vec<u8> {
+/// Builds the tables for `vcpus` vCPUs, to be written to [`ACPI_TABLES`]. The RSDP comes first.
+pub(crate) fn build(vcpus: u8) -> Vec<u8> {
     let mut bytes = vec![0; 64];
     let mut append = |table: &[u8]| {
         let at = bytes.len().next_multiple_of(64);
@@ -126,11 +124,7 @@ pub(crate) fn build(vcpus: u8, devices: &[MmioDevice]) -> Vec<u8> {
     facs[..8].copy_from_slice(b"FACS\x40\0\0\0");
     facs[32] = 2;
     let facs = append(&facs);
-    let dsdt = append(&table(
-        b"DSDT",
-        2,
-        &[&S5_OBJECT[..], &aml::scope(devices)].concat(),
-    ));
+    let dsdt = append(&table(b"DSDT", 2, &S5_OBJECT));
     let fadt = append(&fadt(facs, dsdt));
     let madt = append(&madt(vcpus));
     let entries: Vec<u8> = [fadt, madt]
@@ -172,12 +166,7 @@ mod tests {
     #[test]
     fn every_table_is_found_and_adds_up() {
         for vcpus in 1..=16 {
-            let device = MmioDevice {
-                address: 0xd000_0000,
-                length: 0x1000,
-                irq: 5,
-            };
-            let bytes = build(vcpus, &[device; 6]);
+            let bytes = build(vcpus);
             assert!(bytes.len() <= ACPI_TABLES_MAX);
             assert_eq!(checksum(&bytes[..20]), 0);
             assert_eq!(checksum(&bytes[..36]), 0);

@@ -3,7 +3,6 @@
 //! Initial state of an x86 machine: registers, CPUID, and the tables that firmware provides.
 
 pub(crate) mod acpi;
-pub(crate) mod aml;
 pub(crate) mod cpuid;
 pub(crate) mod mp_table;
 pub(crate) mod registers;

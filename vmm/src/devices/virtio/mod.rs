@@ -10,9 +10,8 @@
 //! ```
 //!
 //! Each device has one page of registers from [`MMIO_START`] on and its own interrupt line. Guests
-//! find the devices in the ACPI tables. With `acpi=off` on the kernel command line the monitor names
-//! them there (`virtio_mmio.device=`, Linux's `drivers/virtio/virtio_mmio.c`), which the kernels of
-//! most distributions ignore.
+//! find the devices through the kernel command line (`virtio_mmio.device=`, Linux's
+//! `drivers/virtio/virtio_mmio.c`).
 //!
 //! The guest's driver is hostile. A driver error stops that one device until the driver resets it
 //! (NEEDS_RESET). It never stops the monitor.
@@ -48,8 +47,6 @@ use thread::DeviceThread;
 use transport::Transport;
 
 use crate::dirty::DirtyBitmap;
-use crate::x86::aml::MmioDevice;
-use crate::x86::low_half;
 
 type Memory = GuestMemoryMmap<DirtyBitmap>;
 
@@ -137,17 +134,7 @@ impl Virtio {
         })
     }
 
-    /// The devices as the ACPI tables describe them.
-    pub fn mmio_devices(&self) -> Vec<MmioDevice> {
-        let devices = self.lines().map(|(index, irq)| MmioDevice {
-            address: address(index),
-            length: low_half(MMIO_SIZE),
-            irq,
-        });
-        devices.collect()
-    }
-
-    /// Words for the command line of a kernel without ACPI, each with a leading space.
+    /// Words for the guest's kernel command line, each with a leading space.
     pub fn command_line(&self) -> String {
         let mut words = String::new();
         for (index, irq) in self.lines() {
