@@ -29,7 +29,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Result;
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use patchbay_lab::{cache, cpio, image as lab_image, machine as lab, modules, step};
 
 #[derive(Parser)]
@@ -41,10 +41,11 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Boot a Linux guest and flip its static keys from outside; `demo trace` traces a guest, and
-    /// `demo sick-guest` one whose user space hangs
+    /// Boot a Linux guest and flip its static keys from outside; `demo trace` traces a guest, `demo
+    /// sick-guest` one whose user space hangs, and `demo stock` flips keys of Debian's own kernel,
+    /// in our monitor and in QEMU
     Demo {
-        /// getppid (default), trace or sick-guest, and its arguments; `--keep` keeps the guest
+        /// getppid (default), trace, sick-guest or stock, and its arguments; `--keep` keeps the guest
         /// running at the end
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
@@ -116,8 +117,16 @@ struct Test {
     /// Also repeat tests with the newest kernel; with a filter, with the oldest too
     #[arg(long)]
     other_kernels: bool,
+    /// Also discover the keys of every stock kernel that Debian's archive has
+    #[arg(long, value_enum, value_name = "WHICH")]
+    kernels: Option<Kernels>,
     /// Run only tests whose name, "package::target function", contains this
     filter: Option<String>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Kernels {
+    All,
 }
 
 #[derive(Args)]
@@ -162,6 +171,7 @@ fn run(task: Task) -> Result<ExitCode> {
                 tiers: arguments.tiers,
                 filter: arguments.filter,
                 other_kernels: arguments.other_kernels,
+                all_kernels: arguments.kernels.is_some(),
                 timeout: Duration::from_secs(arguments.timeout),
                 labs: arguments.labs.unwrap_or((cpus / 2).clamp(2, 4)),
             })?;
