@@ -42,6 +42,10 @@ for module in /patchbay/modules/*.ko; do
 done
 [ -c /dev/vsock ] || die "the kernel has no vsock; set CONFIG_VSOCKETS, CONFIG_VIRTIO_VSOCKETS" \
 	"and CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES, or give its modules with --modules"
+# /dev/vsock exists without a device too, and the agent would then try to connect for ever.
+set -- /sys/bus/virtio/drivers/vmw_vsock_virtio_transport/virtio*
+[ -e "$1" ] || [ ! -d /sys/bus ] || die "the kernel has vsock but its driver found no device;" \
+	"set CONFIG_VIRTIO_VSOCKETS and CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES"
 
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/patchbay/bin
 export HOME=/root TERM=dumb
