@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     End, Failure, GateKind, Header, Member, Millis, OnFailure, Phase, Rollout, Stage, State,
-    TimelineEntry, gates,
+    TimelineEntry, gates, legal, legal::NotLegal,
 };
 
 /// An answer that says nothing about a commit is followed by another attempt, this often.
@@ -43,22 +43,6 @@ pub enum CommitOutcome {
 pub enum RevertOutcome {
     Reverted { void: bool },
     Failed { again: bool, why: String },
-}
-
-/// Why a command is refused.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NotLegal {
-    #[error("rollout {rollout} is {phase}; {command} is legal while it is {legal}")]
-    Phase {
-        rollout: String,
-        phase: &'static str,
-        command: &'static str,
-        legal: &'static str,
-    },
-    #[error("the plan's digest is {found}, not {given}; review the plan, then start that digest")]
-    Digest { found: String, given: String },
-    #[error("{principal} has approved already; another person must")]
-    AlreadyApproved { principal: String },
 }
 
 /// What is not stored: it begins empty with each driver.
@@ -114,10 +98,7 @@ impl Rollout {
                 given: digest.to_owned(),
             });
         }
-        if self.header.approvals.iter().any(|by| by == principal) {
-            let principal = principal.to_owned();
-            return Err(NotLegal::AlreadyApproved { principal });
-        }
+        self.check_approver(principal)?;
         self.header.approvals.push(principal.to_owned());
         let (given, needed) = (
             self.header.approvals.len(),
@@ -172,10 +153,8 @@ impl Rollout {
     /// # Errors
     /// [`NotLegal`], unless it runs or is paused, or while guests of the wave are being changed.
     pub fn promote(&mut self, principal: &str, now: Millis) -> Result<(), NotLegal> {
-        let settled = self.is_settled();
-        match self.header.phase {
-            Phase::Running(_) | Phase::Paused if settled => {}
-            _ => return Err(self.not_legal("promote", "baking, at a gate, or paused there")),
+        if !self.may_promote() {
+            return Err(self.not_legal("promote", legal::PROMOTABLE));
         }
         self.enter(
             Phase::Running(Stage::Committing),
@@ -198,7 +177,7 @@ impl Rollout {
     }
 
     fn revert(&mut self, end: End, principal: &str, now: Millis, text: &str) {
-        if matches!(self.header.phase, Phase::Reverting(_)) {
+        if !self.may_revert() {
             return;
         }
         for index in 0..self.members.len() {
@@ -213,11 +192,8 @@ impl Rollout {
                 _ => {}
             }
         }
-        let is_over = matches!(self.header.phase, Phase::Ended(_));
-        if !is_over || self.members.iter().any(is_left) {
-            self.run.reverts.clear();
-            self.enter(Phase::Reverting(end), principal, now, text);
-        }
+        self.run.reverts.clear();
+        self.enter(Phase::Reverting(end), principal, now, text);
     }
 
     /// The outcome of [`Action::Commit`].
@@ -386,7 +362,7 @@ impl Rollout {
     }
 
     /// No member of the waves that have begun waits or is being changed.
-    fn is_settled(&self) -> bool {
+    pub(super) fn is_settled(&self) -> bool {
         let is_open = |member: &Member| {
             matches!(
                 member.state,
@@ -481,17 +457,11 @@ impl Rollout {
         if self.members.iter().any(is_left) {
             return;
         }
-        let is_failed = |member: &&Member| {
-            matches!(
-                member.state,
-                State::RevertFailed { .. }
-                    | State::Failed {
-                        failure: Failure::Unknown,
-                        ..
-                    }
-            )
-        };
-        let text = match self.members.iter().filter(is_failed).count() {
+        let failed = self.members.iter();
+        let text = match failed
+            .filter(|member| legal::is_to_be_tried_again(member))
+            .count()
+        {
             0 => "everything is taken back".to_owned(),
             failed => format!("{failed} guests are not taken back; abort or undo tries again"),
         };
@@ -537,19 +507,10 @@ impl Rollout {
             text,
         });
     }
-
-    fn not_legal(&self, command: &'static str, legal: &'static str) -> NotLegal {
-        NotLegal::Phase {
-            rollout: self.header.name.clone(),
-            phase: self.header.phase.name(),
-            command,
-            legal,
-        }
-    }
 }
 
 /// The member stands between the rollout and the end of its reverting.
-fn is_left(member: &Member) -> bool {
+pub(super) fn is_left(member: &Member) -> bool {
     matches!(
         member.state,
         State::Committed { .. } | State::Committing { .. } | State::Unresolved

@@ -39,6 +39,7 @@
 //!   before it is reverted, which says what the first commit did.
 
 mod gates;
+mod legal;
 mod machine;
 mod policy;
 #[cfg(test)]
@@ -46,7 +47,8 @@ mod tests;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::machine::{Action, CommitOutcome, NotLegal, RevertOutcome, Step};
+pub use self::legal::{NotLegal, Verb};
+pub use self::machine::{Action, CommitOutcome, RevertOutcome, Step};
 pub use self::policy::{Caps, Freeze, Gate, GateKind, OnFailure, Policy};
 
 /// Milliseconds since the epoch, UTC.

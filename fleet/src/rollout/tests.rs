@@ -448,7 +448,27 @@ impl Fleet {
         }
     }
 
+    /// A command that `would_change` accepts changes the rollout, and one that it refuses does not.
+    fn check_legality(&self, verb: Verb) {
+        let mut after = self.rollout.clone();
+        match verb {
+            Verb::Start => drop(after.start("bob", "digest", self.now)),
+            Verb::Pause => drop(after.pause("bob", self.now)),
+            Verb::Resume => drop(after.resume("bob", self.now)),
+            Verb::Promote => drop(after.promote("bob", self.now)),
+            Verb::Abort => after.abort("bob", self.now),
+            Verb::Undo => after.undo("bob", self.now),
+        }
+        let changes =
+            after.header() != self.rollout.header() || after.members() != self.rollout.members();
+        let legal = self.rollout.would_change(verb, "bob");
+        assert_eq!(legal.is_ok(), changes, "{} {legal:?}", verb.name());
+    }
+
     fn apply(&mut self, event: &Event) {
+        Verb::ALL
+            .into_iter()
+            .for_each(|verb| self.check_legality(verb));
         let now = self.now;
         match event {
             Event::Pause => drop(self.rollout.pause("alice", now)),
