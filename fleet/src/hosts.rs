@@ -169,6 +169,38 @@ impl Host {
         Ok(())
     }
 
+    /// The first page of a guest's keys whose names match.
+    pub async fn list_keys(
+        &self,
+        guest: &str,
+        patterns: Vec<String>,
+    ) -> Result<Vec<v1::StaticKey>, Status> {
+        let _permit = self.permit().await?;
+        let request = v1::ListStaticKeysRequest {
+            guest: guest.to_owned(),
+            patterns,
+            ..v1::ListStaticKeysRequest::default()
+        };
+        let answer = self.keys.clone().list_static_keys(timed(request)).await?;
+        Ok(answer.into_inner().keys)
+    }
+
+    /// The first page of the holds on a guest's keys whose names match.
+    pub async fn list_holds(
+        &self,
+        guest: &str,
+        patterns: Vec<String>,
+    ) -> Result<Vec<v1::Hold>, Status> {
+        let _permit = self.permit().await?;
+        let request = v1::ListHoldsRequest {
+            guest: guest.to_owned(),
+            patterns,
+            ..v1::ListHoldsRequest::default()
+        };
+        let answer = self.keys.clone().list_holds(timed(request)).await?;
+        Ok(answer.into_inner().holds)
+    }
+
     async fn permit(&self) -> Result<tokio::sync::SemaphorePermit<'_>, Status> {
         let permit = self.calls.acquire().await;
         permit.map_err(|_| Status::unavailable("the controller ends"))

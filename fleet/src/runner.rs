@@ -11,6 +11,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
 use crate::hosts::{CallError, Host, Hosts, Verdict};
+use crate::metrics::Metrics;
 use crate::rollout::{
     Action, CommitOutcome, Failure, GateKind, Member, Millis, NotLegal, Phase, RevertOutcome,
     Rollout, State,
@@ -52,6 +53,9 @@ pub struct Context {
     pub store: Arc<dyn Store>,
     pub fence: Fence,
     pub hosts: Hosts,
+    /// Advances with every saved change of any rollout.
+    pub changes: watch::Sender<u64>,
+    pub metrics: Metrics,
 }
 
 enum Outcome {
@@ -170,10 +174,12 @@ impl Running {
             match storage::save(context.store.as_ref(), &context.fence, &puts).await {
                 Err(StoreError::Unavailable(why)) => {
                     tracing::warn!("a rollout waits for the store: {why}");
+                    context.metrics.waits_for_store();
                     tokio::time::sleep(STORE_RETRY).await;
                 }
                 other => {
                     self.version.send_modify(|version| *version += 1);
+                    context.changes.send_modify(|changes| *changes += 1);
                     return other;
                 }
             }
@@ -239,23 +245,35 @@ impl Running {
 
     fn perform(&self, action: Action, context: &Context, actions: &mut JoinSet<Outcome>) {
         let rollout = self.rollout();
-        let hosts = context.hosts.clone();
+        let (hosts, metrics) = (context.hosts.clone(), context.metrics.clone());
         match action {
             Action::Commit(index) => {
                 let member = rollout.members()[index].clone();
-                actions.spawn(async move { Outcome::Commit(index, commit(&hosts, &member).await) });
+                actions.spawn(async move {
+                    let outcome = commit(&hosts, &member).await;
+                    metrics.committed(match outcome {
+                        CommitOutcome::Committed { pause_us } => Some(pause_us),
+                        CommitOutcome::Failed { .. } => None,
+                    });
+                    Outcome::Commit(index, outcome)
+                });
             }
             Action::Revert(index) => {
                 let member = rollout.members()[index].clone();
                 let name = rollout.header().name.clone();
                 actions.spawn(async move {
-                    Outcome::Revert(index, revert(&hosts, &name, &member).await)
+                    let outcome = revert(&hosts, &name, &member).await;
+                    metrics.reverted(matches!(outcome, RevertOutcome::Reverted { .. }));
+                    Outcome::Revert(index, outcome)
                 });
             }
             Action::RunGate { wave, gate } => {
                 let kind = rollout.header().policy.gates[gate].kind.clone();
                 actions.spawn(async move {
                     let result = run_gate(&kind).await;
+                    if result.is_err() {
+                        metrics.gate_closed();
+                    }
                     Outcome::Gate { wave, gate, result }
                 });
             }

@@ -13,4 +13,5 @@ pub mod metrics;
 pub mod monitors;
 pub mod policy;
 pub mod proxy;
+pub mod scrape;
 pub mod serve;
