@@ -16,6 +16,9 @@ pub const LAB: &[&str] = &["qemu-system-x86", "busybox-static", "xz-utils"];
 /// Packages that the tests of the controller need.
 pub const ETCD: &[&str] = &["etcd-server"];
 
+/// Packages that the tests of the controller's page need.
+pub const BROWSER: &[&str] = &["chromium"];
+
 /// Packages that a guest kernel build needs.
 pub const KERNEL: &[&str] = &[
     "gcc",

@@ -67,8 +67,11 @@ export function seconds(ms) {
   return `${Math.floor(total / 3600)} h ${Math.floor((total % 3600) / 60)} min`;
 }
 
-export const clock = (ms) =>
-  new Date(ms).toLocaleString([], { dateStyle: "short", timeStyle: "medium" });
+/// Local time as 2026-11-22 14:33:41, the same everywhere.
+export function clock(ms) {
+  const local = new Date(ms - new Date(ms).getTimezoneOffset() * 60000);
+  return local.toISOString().slice(0, 19).replace("T", " ");
+}
 
 export function count(number, one, many) {
   return `${number} ${number === 1 ? one : many}`;

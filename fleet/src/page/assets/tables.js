@@ -42,7 +42,7 @@ function showGuests(guests) {
   setText(byId("guests-summary"), page);
   pager(byId("guests-pager"), guests.from, guests.rows.length, guests.total, (next) => { from = next; refreshGuests(); });
   const create = () => element("tr", {},
-    element("th", { scope: "row" }), element("td"), element("td"), element("td", { class: "nowrap" }, element("span", { class: "state" })),
+    element("th", { scope: "row", class: "name" }), element("td", { class: "name" }), element("td", { class: "name" }), element("td", { class: "nowrap" }, element("span", { class: "state" })),
     element("td", { class: "number nowrap" }), element("td", {}, element("span", { class: "text" }), " ", whyButton(), element("div", { class: "reasons" })));
   keyed(byId("guests-rows"), guests.rows, (row) => `${row.host} ${row.guest}`, create, (item, row) => {
     const [guest, host, wave, state, pause, why] = item.cells;
@@ -94,8 +94,8 @@ function showTrail(trail) {
   const shown = trail.rows.length < trail.total ? `the newest ${trail.rows.length} of ${trail.total}` : count(trail.total, "entry", "entries");
   setText(byId("trail-summary"), shown);
   byId("trail-rows").replaceChildren(...trail.rows.map((row) => element("tr", {},
-    element("td", { class: "nowrap" }, clock(row.time)), element("td", {}, row.principal || "controller"),
-    element("td", {}, row.rollout), element("td", {}, row.text))));
+    element("td", { class: "nowrap" }, clock(row.time)), element("td", { class: "name", title: row.principal }, row.principal || "controller"),
+    element("td", { class: "name" }, row.rollout), element("td", {}, row.text))));
 }
 
 byId("guests-find").addEventListener("input", () => { from = 0; refreshGuests(); });
