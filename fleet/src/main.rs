@@ -160,7 +160,7 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     };
     let config = Config {
         replica: format!("pid-{}", std::process::id()),
-        hosts: arguments.hosts,
+        hosts: arguments.hosts.clone(),
         lease_ttl: LEASE_TTL,
     };
     let controller = Arc::new(Controller::new(config, store)?);
