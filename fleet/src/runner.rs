@@ -17,7 +17,7 @@ use crate::rollout::{
     Rollout, State,
 };
 use crate::store::{Fence, Store, StoreError};
-use crate::{plan, storage};
+use crate::{hosts, plan, storage};
 
 /// Commands that wait for the runner.
 const QUEUE: usize = 64;
@@ -189,6 +189,13 @@ impl Running {
     fn obey(&self, asked: &Asked) -> Result<(), NotLegal> {
         let mut rollout = self.rollout();
         let (principal, now) = (&asked.principal, now());
+        tracing::info!(
+            rollout = rollout.header().name,
+            principal,
+            command = ?asked.command,
+            trace_id = format!("{:032x}", rollout.header().trace_id()),
+            "command"
+        );
         match &asked.command {
             Command::Start { digest } => rollout.start(principal, digest, now)?,
             Command::Pause => rollout.pause(principal, now)?,
@@ -245,12 +252,13 @@ impl Running {
 
     fn perform(&self, action: Action, context: &Context, actions: &mut JoinSet<Outcome>) {
         let rollout = self.rollout();
+        let trace_id = rollout.header().trace_id();
         let (hosts, metrics) = (context.hosts.clone(), context.metrics.clone());
         match action {
             Action::Commit(index) => {
                 let member = rollout.members()[index].clone();
                 actions.spawn(async move {
-                    let outcome = commit(&hosts, &member).await;
+                    let outcome = hosts::traced(trace_id, commit(&hosts, &member)).await;
                     metrics.committed(match outcome {
                         CommitOutcome::Committed { pause_us } => Some(pause_us),
                         CommitOutcome::Failed { .. } => None,
@@ -262,7 +270,8 @@ impl Running {
                 let member = rollout.members()[index].clone();
                 let name = rollout.header().name.clone();
                 actions.spawn(async move {
-                    let outcome = revert(&hosts, &name, &member).await;
+                    let reverting = revert(&hosts, &name, &member);
+                    let outcome = hosts::traced(trace_id, reverting).await;
                     metrics.reverted(matches!(outcome, RevertOutcome::Reverted { .. }));
                     Outcome::Revert(index, outcome)
                 });

@@ -5,6 +5,8 @@
 mod browser;
 #[path = "page/refused.rs"]
 mod refused;
+#[path = "page/remote.rs"]
+mod remote;
 #[path = "page/seen.rs"]
 mod seen;
 #[path = "rollouts/support.rs"]

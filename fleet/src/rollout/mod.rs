@@ -204,6 +204,14 @@ pub struct Header {
     pub created: Millis,
 }
 
+impl Header {
+    /// The trace that all changes of the rollout are of: the first half of the plan's digest.
+    pub fn trace_id(&self) -> u128 {
+        let half = self.digest.get(..32).unwrap_or_default();
+        u128::from_str_radix(half, 16).unwrap_or(0)
+    }
+}
+
 /// The header, the members, and what only the driver that runs it knows.
 #[derive(Clone, Debug)]
 pub struct Rollout {

@@ -86,8 +86,8 @@ function showPauses(pauses) {
     setAttribute(item.lastElementChild, "data-over", isOver ? "yes" : "no");
   });
   const used = pauses.buckets.map(([, number]) => number > 0);
-  const first = Math.max(0, Math.min(used.indexOf(true), 9));
-  const last = Math.min(pauses.buckets.length - 1, Math.max(used.lastIndexOf(true), first + 8));
+  const first = Math.max(0, Math.min(used.indexOf(true) - 2, 9));
+  const last = Math.min(pauses.buckets.length - 1, Math.max(used.lastIndexOf(true) + 1, first + 8));
   const shown = pauses.buckets.slice(first, last + 1).map(([bound, number], index) => ({ bound, number, below: pauses.buckets[first + index - 1]?.[0] ?? 0 }));
   const most = Math.max(1, ...shown.map((bucket) => bucket.number));
   const column = () =>
