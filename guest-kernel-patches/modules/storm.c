@@ -125,6 +125,11 @@ static int nothing(struct kprobe *probe, struct pt_regs *regs)
 	return 0;
 }
 
+static void nothing_after(struct kprobe *probe, struct pt_regs *regs,
+			  unsigned long flags)
+{
+}
+
 /* The instruction behind a branch. */
 static void *behind(const struct jump_entry *entry)
 {
@@ -151,6 +156,12 @@ static int storm_probe(void *data)
 		probe = (struct kprobe) {
 			.addr = behind(entry),
 			.pre_handler = nothing,
+			/*
+			 * Keeps the probe an int3. can_optimize() does not
+			 * know the target of a branch that is a NOP now, and
+			 * may put a five-byte jump over it.
+			 */
+			.post_handler = nothing_after,
 		};
 		if (register_kprobe(&probe)) {
 			atomic_long_inc(&probes_refused);

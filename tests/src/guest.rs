@@ -267,6 +267,14 @@ impl Guest {
                 return Err(error.context(format!("monitor's log:\n{}", self.monitor_log())));
             }
         };
+        if output.contains("Oops: ") {
+            // Its last line may come after the command's end.
+            let _ = self.console().wait_for("---[ end trace").await;
+            bail!(
+                "the guest's kernel has failed; its console:\n{}",
+                self.console().transcript()
+            );
+        }
         ensure!(
             status == 0,
             "`{command}` in the guest ended with {status}: {output}"
