@@ -8,7 +8,6 @@
 #![forbid(unsafe_code)]
 
 mod address;
-mod frame;
 mod health;
 mod kmsg;
 mod pump;

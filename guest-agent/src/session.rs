@@ -16,9 +16,9 @@ use patchbay_proto::agent::v1::{
     AgentDone, AgentEnabled, AgentEvents, AgentHello, AgentPong, AgentTask, AgentTasks, FromAgent,
     ToAgent,
 };
+use patchbay_proto::agent_frame::{self as frame, FrameError};
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::frame::{self, FrameError};
 use crate::health;
 use crate::pump::{Credit, Pump};
 use crate::tracefs::{Tracefs, TracefsError};

@@ -39,9 +39,9 @@ pub enum BtfError {
     /// A kind that is not known, whose size is not known either.
     #[error("type {number} is of the unknown kind {kind}")]
     Kind {
-        /// Of the type.
+        /// Number of the type.
         number: usize,
-        /// As found.
+        /// The unknown kind.
         kind: u32,
     },
     /// More than any kernel has.
@@ -54,7 +54,7 @@ pub enum BtfError {
 pub struct Btf<'data> {
     types: &'data [u8],
     strings: &'data [u8],
-    /// Of each type, from number 1 on, the offset of its header.
+    /// Offset of each type's header, from number 1 on.
     offsets: Vec<u32>,
     /// Structures, unions and enumerations with a name that was asked for: {name, number}.
     named: Vec<(&'data [u8], u32)>,
@@ -179,7 +179,7 @@ impl<'data> Btf<'data> {
         self.member(structure, path).map(|member| member.offset)
     }
 
-    /// As [`Btf::offset`], with the member's type.
+    /// Like [`Btf::offset`], with the member's type.
     pub fn member(&self, structure: &str, path: &[&str]) -> Option<Member> {
         self.named(structure)
             .find_map(|number| self.member_of(number, path))

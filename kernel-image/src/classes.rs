@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What a key is for, and its name: read in the same way from a running kernel and from an image.
 //!
-//! | class | told by | name |
+//! | class | recognised by | name |
 //! |---|---|---|
 //! | tracepoint | `__tracepoints_ptrs` of the kernel or the module | the tracepoint's |
 //! | dyndbg | the `struct _ddebug` that holds the key | file and line: `net/core/dev.c/123` |
@@ -54,7 +54,7 @@ impl Class {
 /// A tracepoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tracepoint {
-    /// Of its `struct tracepoint`.
+    /// Address of its `struct tracepoint`.
     pub address: u64,
     /// Its name.
     pub name: String,

@@ -67,9 +67,9 @@ pub enum ContainerError {
         "truncated bzImage: its header places the kernel at {start:#x}..{end:#x}, the file has {size:#x} bytes; copy it again"
     )]
     Truncated {
-        /// Where the kernel begins.
+        /// Offset of the packed kernel.
         start: u64,
-        /// Where it ends.
+        /// End of the packed kernel.
         end: u64,
         /// Size of the file.
         size: u64,

@@ -72,7 +72,7 @@ impl Format {
             image.read_into(address, bytes)?;
             return format.decode(address, bytes, static_keys::Image::File);
         }
-        // As the others, modulo 2^32: jump_entry_code() in include/linux/jump_label.h.
+        // Modulo 2^32, like the others: jump_entry_code() in include/linux/jump_label.h.
         let word = |offset: u64| {
             let bytes = image.read(address.checked_add(offset)?)?;
             Some((
@@ -125,7 +125,7 @@ const HISTORIC_NOPS: [(&[u8], &str); 6] = [
 /// The instruction at a site, decoded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Site {
-    /// Which of the two it is.
+    /// The instruction: the NOP or the JMP.
     pub instruction: Instruction,
     /// 2 or 5 bytes.
     pub size: u8,

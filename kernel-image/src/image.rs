@@ -317,7 +317,7 @@ impl<'data> Image<'data> {
         Some(bytes)
     }
 
-    /// As [`Image::read`].
+    /// Like [`Image::read`].
     pub fn read_into(&self, address: u64, bytes: &mut [u8]) -> Option<()> {
         let region = self.region(address)?;
         let length = bytes.len() as u64;

@@ -135,22 +135,22 @@ impl<'data> Tokens<'data> {
     }
 }
 
-/// Where the arrays with the names are.
+/// The arrays with the names.
 struct Names {
     count: usize,
     /// Offset of kallsyms_num_syms.
     count_at: usize,
-    /// Of each name, the range of its token numbers.
+    /// The range of each name's token numbers.
     tokens: Vec<Range<usize>>,
 }
 
 struct Finder<'data> {
-    /// Of `data`.
+    /// Address of `data`.
     address: u64,
     data: &'data [u8],
     tokens: Tokens<'data>,
     pointer: usize,
-    /// Of the arrays.
+    /// Alignment of the arrays.
     alignment: usize,
     attempts: usize,
 }

@@ -48,7 +48,7 @@ pub(super) fn parse<'data, Elf: FileHeader<Endian = LittleEndian>>(
         }
         match name {
             b"__jump_table" => jump_table_section = Some(range.clone()),
-            // As the loader has it: module_init_layout_section() in kernel/module/main.c. `.exit.text` stays.
+            // The loader's rule: module_init_layout_section() in kernel/module/main.c. `.exit.text` stays.
             name if code && name.starts_with(b".init") => init_sections.push(range.clone()),
             _ => {}
         }
@@ -101,7 +101,7 @@ pub(super) fn parse<'data, Elf: FileHeader<Endian = LittleEndian>>(
     )
 }
 
-/// Where each section went.
+/// Addresses of the sections.
 struct Layout {
     sections: Vec<Option<Range<u64>>>,
 }

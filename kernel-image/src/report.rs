@@ -20,7 +20,7 @@ use crate::table::{FoundBy, Table};
 /// Most declared keys looked at.
 const MAX_DECLARATIONS: u64 = 1 << 16;
 
-/// Where the names come from.
+/// Origin of the names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SymbolSource {
@@ -43,7 +43,7 @@ pub struct Report {
     pub table: TableReport,
     /// Counts.
     pub summary: Summary,
-    /// By name.
+    /// Ordered by name.
     pub keys: Vec<Key>,
 }
 
@@ -58,13 +58,13 @@ pub struct ImageReport {
     pub release: Option<String>,
     /// Size of a pointer.
     pub bits: u64,
-    /// Where names come from.
+    /// Origin of the names.
     pub symbols: SymbolSource,
     /// Names known.
     pub symbol_count: usize,
 }
 
-/// Where and what the table is.
+/// The jump table.
 #[derive(Debug, Serialize)]
 pub struct TableReport {
     /// [`crate::Format::name`].
@@ -79,9 +79,9 @@ pub struct TableReport {
     pub stop: u64,
     /// Their number.
     pub entries: usize,
-    /// What told where it is.
+    /// How it was found.
     pub found_by: FoundBy,
-    /// Where the kernel's code loads the addresses of both ends, which proves that a search found the whole table.
+    /// Address of the code that loads the addresses of both ends. It proves that a search found the whole table.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "proof")]
     pub proof: Option<u64>,
     /// Whether bit 1 of the keys is objtool's (5.14 and later with CONFIG_HAVE_JUMP_LABEL_HACK).
@@ -134,14 +134,14 @@ pub struct Key {
     pub initial: Option<i32>,
     /// In .data..ro_after_init: sealed after boot since 6.10, never flipped.
     pub ro_after_init: bool,
-    /// By address.
+    /// Ordered by address.
     pub sites: Vec<SiteReport>,
 }
 
 /// A branch site.
 #[derive(Debug, Serialize)]
 pub struct SiteReport {
-    /// Where the instruction is.
+    /// Address of the instruction.
     #[serde(serialize_with = "address")]
     pub address: u64,
     /// Symbol and offset.
@@ -154,7 +154,7 @@ pub struct SiteReport {
     pub bytes: String,
     /// Intel syntax.
     pub disassembly: Option<String>,
-    /// Where the JMP leads.
+    /// Target of the JMP.
     #[serde(serialize_with = "address")]
     pub target: u64,
     /// Symbol and offset.
@@ -216,7 +216,7 @@ impl<'image, 'data> Reader<'image, 'data> {
             symbols,
             table,
             objtool_bit: table.entries.iter().any(|entry| entry.objtool_nop),
-            // As jump_label_init() has it. Without KALLSYMS_ALL there is no `__init_begin`.
+            // The rule of jump_label_init(). Without KALLSYMS_ALL there is no `__init_begin`.
             init: match between("__init_begin", "__init_end") {
                 Some(init) => vec![init],
                 None if !image.init_sections.is_empty() => image.init_sections.clone(),

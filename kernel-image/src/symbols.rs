@@ -76,7 +76,7 @@ impl Symbol {
     }
 }
 
-/// Where symbols with one name are.
+/// Addresses of the symbols with one name.
 #[derive(Debug, Default)]
 struct Candidates {
     count: usize,

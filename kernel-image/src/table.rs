@@ -42,9 +42,9 @@ pub enum TableError {
          jump table (no code refers to both ends): give the kernel's own System.map with --symbols"
     )]
     NotProven {
-        /// Where it would begin.
+        /// Start of the candidate.
         start: u64,
-        /// Where it would end.
+        /// End of the candidate.
         stop: u64,
         /// Entries in between.
         entries: u64,
@@ -54,9 +54,9 @@ pub enum TableError {
         "the symbols place the jump table at {start:#x}..{stop:#x}, which is not in this image: give the System.map of this very kernel"
     )]
     Outside {
-        /// Where it would begin.
+        /// Start of the candidate.
         start: u64,
-        /// Where it would end.
+        /// End of the candidate.
         stop: u64,
     },
     /// Not one entry can be explained.
@@ -64,9 +64,9 @@ pub enum TableError {
         "what is at {start:#x}..{stop:#x} is no jump table in a known format: the symbols may be another kernel's, or the image damaged"
     )]
     Format {
-        /// Where it would begin.
+        /// Start of the candidate.
         start: u64,
-        /// Where it would end.
+        /// End of the candidate.
         stop: u64,
     },
     /// More entries than any kernel has.
@@ -74,14 +74,14 @@ pub enum TableError {
         "the jump table at {start:#x}..{stop:#x} would have more than {MAX_ENTRIES} entries: refused"
     )]
     TooLarge {
-        /// Where it would begin.
+        /// Start of the candidate.
         start: u64,
-        /// Where it would end.
+        /// End of the candidate.
         stop: u64,
     },
 }
 
-/// What told where the table is.
+/// How the table was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FoundBy {
@@ -102,9 +102,9 @@ pub struct Table {
     pub start: u64,
     /// Address behind the last entry.
     pub stop: u64,
-    /// What told where it is.
+    /// How it was found.
     pub found_by: FoundBy,
-    /// Of a search: the code that loads the addresses of both ends.
+    /// Address of the code that loads the addresses of both ends, if a search found the table.
     pub proof: Option<u64>,
     /// In the order of the table.
     pub entries: Vec<JumpEntry>,
@@ -249,7 +249,7 @@ fn search(image: &Image<'_>) -> Option<(Format, u64, u64)> {
 /// The code that loads the addresses of both ends of the table, as jump_label_init() and others of kernel/jump_label.c do: an absolute
 /// address or one relative to the next instruction, each the last four bytes of its instruction.
 ///
-/// That the two stand this close by chance, for one pair of addresses, has odds of one in 10^10 in a kernel with 32 MiB of code.
+/// The odds that the two stand this close by chance are one in 10^10 for one pair of addresses in a kernel with 32 MiB of code.
 fn bounds_in_code(image: &Image<'_>, start: u64, stop: u64) -> Option<u64> {
     image.code().find_map(|(base, bytes)| {
         let mut last_start: Option<u64> = None;

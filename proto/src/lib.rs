@@ -37,12 +37,12 @@ pub mod agent {
     }
 }
 
+pub mod agent_frame;
+
 /// The longest page that an agent may send.
 pub const AGENT_PAGE_MAX_BYTES: u64 = 64 << 10;
 /// A page costs the agent this much credit beside its bytes, however short it is.
 pub const AGENT_PAGE_OVERHEAD: u64 = 128;
-/// A longer frame between agent and service ends the connection.
-pub const AGENT_FRAME_MAX_BYTES: usize = 512 << 10;
 
 /// The encoded `FileDescriptorSet` of `patchbay.v1`, for the reflection service.
 #[cfg(feature = "grpc")]

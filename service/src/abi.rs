@@ -158,7 +158,7 @@ pub struct Gate {
     pub wanted: u64,
     /// `GATE_*`, for messages; may be unknown.
     pub kind: u32,
-    /// Which changes it is looked at for: bits of [`static_keys::Concerns`].
+    /// The changes that it concerns: bits of [`static_keys::Concerns`].
     pub concerns: u32,
     /// Width of the word: 1, 2, 4 or 8 bytes.
     pub width: u8,
@@ -170,7 +170,7 @@ pub struct Gate {
     pub name: [u8; 28],
 }
 
-/// What a kernel registers.
+/// Request that registers a kernel.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Descriptor {
@@ -238,7 +238,7 @@ pub struct Descriptor {
     pub reserved: u32,
 }
 
-/// What a kernel tells about a module.
+/// Request that adds a module.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Module {

@@ -38,7 +38,7 @@ impl<'a> Numbers<'a> {
         !self.0.is_empty()
     }
 
-    /// As many of these as there are.
+    /// Takes at most `length` bytes.
     pub fn take(&mut self, length: usize) -> &'a [u8] {
         let (now, later) = self.0.split_at(length.min(self.0.len()));
         self.0 = later;

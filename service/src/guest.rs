@@ -35,7 +35,7 @@ pub trait Machine: Send + Sync {
     /// The constant properties.
     fn description(&self) -> GuestDescription;
 
-    /// Whether the guest has powered off, reset or crashed: no vCPU will run again. Once true, it
+    /// Returns whether the guest has powered off, reset or crashed: no vCPU will run again. Once true, it
     /// stays true.
     fn has_ended(&self) -> bool;
 
@@ -89,7 +89,7 @@ pub trait Guest: Machine + 'static {
     fn pause(&self, timeout: Duration) -> Result<Self::Paused<'_>, PauseError>;
 }
 
-/// Where the vCPUs stopped. Answers do not change while the guest is stopped, and are given without
+/// A stopped guest. Its answers do not change while the guest is stopped, and are given without
 /// allocating.
 ///
 /// A monitor that cannot look at a vCPU says that it does not know, and never guesses. The service then
@@ -99,14 +99,16 @@ pub trait PausedGuest {
     /// Guest-virtual addresses of the next instruction of each vCPU, in the order of the vCPUs; those
     /// that have not started or have ended have none. `None`: unknown.
     fn rips(&self) -> Option<&[u64]>;
-    /// Whether a breakpoint exception (#BP) waits to be delivered on any vCPU. `None`: unknown.
+    /// Returns whether a breakpoint exception (#BP) waits to be delivered on any vCPU. `None`: unknown.
     fn breakpoint_pending(&self) -> Option<bool>;
-    /// From the request to stop until the last vCPU had stopped.
+    /// Time from the request until the last vCPU stopped.
     fn stop_time(&self) -> Duration;
-    /// Asked after the writes, before the resume: whether they stay. If not, the service takes them back.
+    /// Checks after the writes and before the resume that the writes will not be lost. If they may be,
+    /// the service reverts them.
     ///
     /// # Errors
-    /// Why they may be lost, as when the guest's memory is being copied to another host; a sentence.
+    /// A sentence that says why they may be lost, for example because the guest's memory is being copied
+    /// to another host.
     fn check_writes(&self) -> Result<(), String> {
         Ok(())
     }

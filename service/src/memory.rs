@@ -138,7 +138,7 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
         new: u32,
     ) -> Option<Result<u32, u32>>;
 
-    /// Whether [`Ram::compare_exchange_u32`] works. If not, the service stops the guest for a change of
+    /// Returns whether [`Ram::compare_exchange_u32`] works. If not, the service stops the guest for a change of
     /// counts alone as well.
     fn can_exchange(&self) -> bool {
         true
@@ -147,7 +147,7 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     /// Copies bytes from a guest-physical address.
     ///
     /// # Errors
-    /// As [`Ram::piece`].
+    /// See [`Ram::piece`].
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory> {
         let piece = self.piece(address, bytes.len())?;
         let outside = OutsideMemory {
@@ -160,7 +160,7 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     /// Copies bytes to a guest-physical address.
     ///
     /// # Errors
-    /// As [`Ram::piece`].
+    /// See [`Ram::piece`].
     fn write(&self, address: u64, bytes: &[u8]) -> Result<(), OutsideMemory> {
         let piece = self.piece(address, bytes.len())?;
         let outside = OutsideMemory {
@@ -170,7 +170,7 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
         self.write_piece(piece, bytes).then_some(()).ok_or(outside)
     }
 
-    /// Whether the page at `address` is marked dirty; false outside memory.
+    /// Returns whether the page at `address` is marked dirty; false outside memory.
     fn is_dirty(&self, address: u64) -> bool;
 }
 

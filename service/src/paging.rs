@@ -30,7 +30,7 @@ impl Levels {
         }
     }
 
-    /// Whether the bits above the translated ones repeat the highest of them.
+    /// Returns whether the bits above the translated ones repeat the highest of them.
     fn is_canonical(self, address: u64) -> bool {
         let shift = 64 - (12 + 9 * self.count());
         (address.cast_signed() << shift >> shift).cast_unsigned() == address
@@ -91,7 +91,7 @@ const LARGE: u64 = 1 << 7;
 /// bits 62:52 are ignored by the walk, 63 is no-execute.
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
-/// Where a guest-virtual address lies.
+/// The mapping of a guest-virtual address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mapping {
     /// The guest-physical address.

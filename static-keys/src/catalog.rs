@@ -170,7 +170,7 @@ pub struct Catalog {
     pub(crate) layout: Layout,
     pub(crate) gates: Gates,
     pub(crate) records: Records,
-    /// By [`CodeImage::id`].
+    /// The images, with [`CodeImage::id`] as the key.
     images: BTreeMap<u64, Arc<CodeImage>>,
     keys: HashMap<KeyId, KeyLocation, RandomState>,
     names: BTreeMap<Arc<str>, KeyId>,

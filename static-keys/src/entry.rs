@@ -34,7 +34,7 @@ pub enum EntryFormat {
     None,
 }
 
-/// Where a table was read. It decides what bit 1 of `key` means.
+/// The origin of a table. It decides what bit 1 of `key` means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Image {
     /// Memory of a running kernel or module, with init bits set.

@@ -21,7 +21,7 @@ pub const CPUS_MAX: usize = 4096;
 /// is stopped.
 pub const GATE_WORDS_MAX: usize = 8192;
 
-/// What a gate stands for.
+/// The lock or state that a gate reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GateKind {
     /// `system_state`: the kernel is booting or going down.
@@ -42,7 +42,7 @@ pub enum GateKind {
     Other(u32),
 }
 
-/// Which changes a gate is looked at for: those that any bit stands for.
+/// The kinds of change that a gate concerns, one bit each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Concerns(pub u32);
 
@@ -78,9 +78,9 @@ impl Concerns {
 /// A gate as a guest lists it, in plain numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ListedGate {
-    /// What it stands for.
+    /// The lock or state that it reports.
     pub kind: GateKind,
-    /// What the guest calls the word, printable; may be empty.
+    /// The guest's name for the word, printable; may be empty.
     pub name: Arc<str>,
     /// Guest-virtual address of the word; for a gate of each CPU what is added to the CPU's offset.
     pub address: u64,
@@ -92,7 +92,7 @@ pub struct ListedGate {
     pub mask: u64,
     /// Their value while the gate is open.
     pub wanted: u64,
-    /// Which changes it is looked at for.
+    /// The changes that it concerns.
     pub concerns: Concerns,
 }
 
@@ -116,7 +116,7 @@ pub enum GateError {
     Width {
         /// The gate.
         gate: String,
-        /// As given.
+        /// Width in the guest's list.
         width: u8,
     },
     /// A word that could straddle two pages.
@@ -124,7 +124,7 @@ pub enum GateError {
     Unaligned {
         /// The gate.
         gate: String,
-        /// Of the word.
+        /// Address of the word.
         address: u64,
         /// In bytes.
         width: usize,
@@ -134,7 +134,7 @@ pub enum GateError {
     Mask {
         /// The gate.
         gate: String,
-        /// As given.
+        /// Mask in the guest's list.
         mask: u64,
         /// In bytes.
         width: usize,
@@ -144,9 +144,9 @@ pub enum GateError {
     Wanted {
         /// The gate.
         gate: String,
-        /// As given.
+        /// Wanted value in the guest's list.
         wanted: u64,
-        /// As given.
+        /// Mask in the guest's list.
         mask: u64,
     },
     /// Concerns nothing, or what this version does not know.
@@ -154,7 +154,7 @@ pub enum GateError {
     Concerns {
         /// The gate.
         gate: String,
-        /// As given.
+        /// Bits in the guest's list.
         concerns: u32,
     },
 }
@@ -162,9 +162,9 @@ pub enum GateError {
 /// A gate of the kernel, as it is named when it is found closed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelGate {
-    /// What it stands for.
+    /// The lock or state that it reports.
     pub kind: GateKind,
-    /// What the guest calls it; may be empty.
+    /// The guest's name for it; may be empty.
     pub name: Arc<str>,
     /// The CPU that the word belongs to, by its place in the list of offsets.
     pub cpu: Option<u32>,
@@ -274,14 +274,14 @@ impl Gates {
         self.0.iter().map(|word| (word.gate.label(), word.address))
     }
 
-    /// Whether a gate of this kind is looked at for such changes.
+    /// Returns whether a gate of this kind concerns such changes.
     pub(crate) fn has(&self, kind: GateKind, concerns: Concerns) -> bool {
         self.0
             .iter()
             .any(|word| word.gate.kind == kind && word.concerns.intersects(concerns))
     }
 
-    /// Whether a gate is looked at for such changes.
+    /// Returns whether a gate concerns such changes.
     pub(crate) fn concern(&self, concerns: Concerns) -> bool {
         self.0.iter().any(|word| word.concerns.intersects(concerns))
     }

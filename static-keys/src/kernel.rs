@@ -99,7 +99,7 @@ pub struct Kernel {
     pub gates: Gates,
     /// Keys defined in the image.
     pub directory: Directory,
-    /// Where changes are recorded for the guest.
+    /// The ring in which changes are recorded for the guest.
     pub records: RecordRing,
 }
 
@@ -127,7 +127,7 @@ pub struct FoundImage {
     pub text: Range,
     /// Keys in this range cannot change after init.
     pub ro_after_init: Range,
-    /// Where the entries are.
+    /// Address range of the entries.
     pub jump_table: Range,
     /// All entries of the table, in its order, which is that of the keys.
     pub entries: Vec<JumpEntry>,

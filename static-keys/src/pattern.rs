@@ -4,6 +4,9 @@
 //! A pattern without `:` is matched against the name of a key wherever it is defined, one with `:`
 //! against "module:name" (":name" is a key of the kernel image). A key is selected if it matches
 //! no taking-away pattern and, unless there are only such, at least one other.
+//!
+//! Names of guests and principals are matched whole ([`Patterns::select_whole`]): a colon in them, or
+//! in the pattern, has no meaning.
 
 use std::fmt;
 
@@ -26,7 +29,7 @@ pub enum PatternError {
     /// A pattern is empty, too long, or has an open `[`.
     #[error("pattern {pattern:?} {why}")]
     Malformed {
-        /// The pattern as given.
+        /// The pattern.
         pattern: String,
         /// What is wrong with it.
         why: &'static str,
@@ -48,8 +51,8 @@ struct Pattern {
     whole: Glob,
 }
 
-/// One glob, and how many of its bytes come before the first with a meaning: most names are told
-/// apart by these.
+/// One glob, and how many of its bytes come before the first with a meaning: most names differ
+/// in these.
 #[derive(Clone, Debug)]
 struct Glob {
     bytes: Vec<u8>,
@@ -82,7 +85,7 @@ impl Patterns {
         Ok(set)
     }
 
-    /// The patterns as they were given.
+    /// The texts that were parsed.
     #[must_use]
     pub fn texts(&self) -> &[String] {
         &self.texts
@@ -94,7 +97,7 @@ impl Patterns {
         self.texts.iter().filter(plain).map(String::as_str)
     }
 
-    /// Whether a [plain name](Self::plain_names) names the key `name` of `module`.
+    /// Returns whether a [plain name](Self::plain_names) names the key `name` of `module`.
     #[must_use]
     pub fn is_named(plain: &str, module: &str, name: &str) -> bool {
         match plain.split_once(':') {
@@ -103,21 +106,21 @@ impl Patterns {
         }
     }
 
-    /// Whether a pattern names this key literally.
+    /// Returns whether a pattern names this key literally.
     #[must_use]
     pub fn name(&self, module: &str, name: &str) -> bool {
         let mut texts = self.texts.iter();
         texts.any(|text| Self::is_named(text, module, name))
     }
 
-    /// Whether the key `name` of `module` (empty for the kernel image) is selected.
+    /// Returns whether the key `name` of `module` (empty for the kernel image) is selected.
     #[must_use]
     pub fn select(&self, module: &str, name: &str) -> bool {
         let hit = |pattern: &Pattern| pattern.matches(module, name);
         (self.wanted.is_empty() || self.wanted.iter().any(hit)) && !self.unwanted.iter().any(hit)
     }
 
-    /// Whether a name that is no key's is selected: one of a guest, in which a colon means nothing.
+    /// Returns whether the name of a guest or principal is selected. A colon has no meaning in it.
     #[must_use]
     pub fn select_whole(&self, name: &str) -> bool {
         let hit = |pattern: &Pattern| pattern.whole.matches(name);

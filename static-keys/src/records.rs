@@ -85,7 +85,7 @@ pub(crate) struct Records {
     written: Arc<AtomicU64>,
 }
 
-/// Where the records of a plan go, located before the guest is stopped.
+/// Addresses of a plan's records, located before the guest is stopped.
 #[derive(Clone, Debug)]
 pub(crate) struct RecordPlaces<P> {
     records: Records,
@@ -132,7 +132,7 @@ impl Records {
 }
 
 impl<P: Copy> RecordPlaces<P> {
-    /// Locates the same records anew, after those of other changes.
+    /// Locates the records again, after those of other changes.
     pub fn relocate<M: GuestMemory<Place = P>>(&mut self, memory: &M, total: usize) {
         if self.records.written.load(Ordering::SeqCst) != self.written {
             *self = self.records.locate(memory, total);

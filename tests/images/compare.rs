@@ -11,7 +11,7 @@ use iced_x86::{Decoder, DecoderOptions, Instruction, OpKind, Register};
 
 use super::image::{Function, Image, Section, Symbol};
 
-/// As much content as is compared where an address has no name.
+/// Bytes that are compared where an address has no name.
 const CONTENT: usize = 64;
 
 /// The section of code without names that functions jump to.
@@ -61,13 +61,13 @@ impl fmt::Display for Difference {
 pub struct Comparison {
     /// Branch sites of the first and of the second image.
     pub sites: [usize; 2],
-    /// Of those, the ones in no function of the image.
+    /// Number of sites in no function of the image.
     pub elsewhere: [usize; 2],
     /// Functions that hold sites in the first image.
     pub with_sites: usize,
     /// All functions of the first image.
     pub functions: usize,
-    /// Those of the functions with sites that differ.
+    /// Functions with sites that differ.
     pub changed_with_sites: Vec<Changed>,
     /// All others that differ.
     pub changed: Vec<Changed>,

@@ -12,7 +12,7 @@ use object::{
 };
 use static_keys::{EntryFormat, JumpEntry};
 
-/// Where Linux is linked to (`__START_KERNEL_map`).
+/// Address that Linux is linked to (`__START_KERNEL_map`).
 const TOPMOST: u64 = 0xffff_ffff_8000_0000;
 
 /// A section that a running kernel has in memory.
@@ -20,7 +20,6 @@ const TOPMOST: u64 = 0xffff_ffff_8000_0000;
 pub struct Section {
     /// Its name.
     pub name: String,
-    /// Where it lies.
     pub address: u64,
     /// Its size; all beyond `bytes` is zero.
     pub size: u64,
@@ -54,7 +53,6 @@ pub struct Symbol {
 pub struct Function<'image> {
     /// Name, source file if it is local, and its number among those that share both.
     pub identity: (&'image str, &'image str, usize),
-    /// Where it begins.
     pub address: u64,
     /// Its code.
     pub bytes: &'image [u8],
@@ -64,7 +62,7 @@ pub struct Function<'image> {
 #[derive(Debug, Default)]
 pub struct Image {
     sections: Vec<Section>,
-    /// By address.
+    /// Ordered by address.
     symbols: Vec<Symbol>,
 }
 

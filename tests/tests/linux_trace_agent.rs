@@ -269,7 +269,7 @@ async fn without_an_agent_it_is_said_why() -> Result<()> {
     absent_because(&mut guest, &["is the maximum", "before its hello"]).await?;
     // One that is taken, and then sends garbage, or half a frame.
     for (more, why) in [
-        ("\\020\\000\\000\\000half", "connection to the agent broke"),
+        ("\\020\\000\\000\\000half", "the connection broke"),
         ("\\377\\377\\377\\377", "is the maximum"),
     ] {
         guest

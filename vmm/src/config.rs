@@ -2,16 +2,13 @@
 
 //! Configuration of a guest.
 
-use std::ops::RangeInclusive;
-use std::sync::Arc;
-
 use crate::boot::LinuxBoot;
 use crate::devices::virtio::VirtioConfig;
-use crate::devices::{ConsoleOutput, PortDevice};
+use crate::devices::{ConsoleOutput, MemoryDevices, PortDevices};
 
-/// What a guest consists of, and what it runs.
+/// The parts of a guest and its payload.
 pub struct VmConfig {
-    /// What the guest runs.
+    /// Kernel or machine code.
     pub payload: Payload,
     /// Memory in bytes: a multiple of 4 KiB from 2 MiB to 1 TiB.
     pub memory_bytes: u64,
@@ -22,7 +19,9 @@ pub struct VmConfig {
     /// Virtio devices.
     pub virtio: VirtioConfig,
     /// Devices on I/O ports, in addition to the built-in ones.
-    pub ports: Vec<(RangeInclusive<u16>, Arc<dyn PortDevice>)>,
+    pub ports: PortDevices,
+    /// Devices in guest-physical memory outside RAM, in addition to the built-in ones.
+    pub memory_devices: MemoryDevices,
     /// Offer Patchbay to the guest if a transport works on this host.
     pub offer_patchbay: bool,
 }
@@ -38,12 +37,13 @@ impl VmConfig {
             console: ConsoleOutput::None,
             virtio: VirtioConfig::default(),
             ports: vec![],
+            memory_devices: vec![],
             offer_patchbay: true,
         }
     }
 }
 
-/// What a guest runs.
+/// Kernel or machine code.
 pub enum Payload {
     /// A Linux kernel, or another kernel with its boot protocols.
     Linux(LinuxBoot),

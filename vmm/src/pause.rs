@@ -117,7 +117,7 @@ impl Slot {
     }
 }
 
-/// Where a vCPU stopped.
+/// The place at which a vCPU stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stopped {
     /// Guest-virtual address of the next instruction.

@@ -269,6 +269,7 @@ impl Vm {
             virtio.clone(),
             power.clone(),
             config.ports,
+            config.memory_devices,
         ));
         let port = Arc::new(RequestPort::new(ram.clone(), requests));
         let wanted = KVM_SYNC_X86_REGS | KVM_SYNC_X86_EVENTS;

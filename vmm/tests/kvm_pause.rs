@@ -4,8 +4,6 @@
 
 mod bare_metal;
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -14,8 +12,7 @@ use bare_metal::{
     spinning, started, wait_until, watchdog,
 };
 use patchbay_vmm::config::RawEntry;
-use patchbay_vmm::devices::PortDevice;
-use patchbay_vmm::pause::{Activity, PauseError};
+use patchbay_vmm::pause::PauseError;
 use patchbay_vmm::request::{GuestRequests, MSR_INDEX, NoRequests};
 use patchbay_vmm::vm::{ExitReason, Vm};
 use vm_memory::GuestAddress;
@@ -178,132 +175,6 @@ fn vcpus_that_do_not_run_count_as_stopped() {
         drop(paused);
         wait_until("vCPU 0 runs again", || rounds(&vm, 0) > stopped);
     }
-}
-
-/// A device that blocks a vCPU until it is released.
-struct Trap {
-    entered: Mutex<Sender<()>>,
-    release: Mutex<Receiver<()>>,
-}
-
-impl PortDevice for Trap {
-    fn read(&self, _port: u16, data: &mut [u8]) {
-        data.fill(0);
-    }
-
-    fn write(&self, _port: u16, _data: &[u8]) {
-        self.entered.lock().unwrap().send(()).unwrap();
-        // Returns also if the test has failed and dropped its end.
-        let _ = self.release.lock().unwrap().recv();
-    }
-}
-
-#[test]
-fn a_late_vcpu_is_named_and_nothing_changes() {
-    let _watchdog = watchdog(120);
-    let mut image = branch_code();
-    // mov dx, 0x500; out dx, al; then into the loop.
-    image[..5].copy_from_slice(&[0x66, 0xba, 0x00, 0x05, 0xee]);
-    let at_port = RawEntry {
-        rip: CODE,
-        user_mode: false,
-        ..spinning(1)
-    };
-    let (entered, has_entered) = channel();
-    let (release, released) = channel();
-    let mut config = raw(image, vec![Some(spinning(0)), Some(at_port)]);
-    config.ports.push((
-        0x500..=0x500,
-        Arc::new(Trap {
-            entered: Mutex::new(entered),
-            release: Mutex::new(released),
-        }),
-    ));
-    let Some(vm) = started(config, Arc::new(NoRequests)) else {
-        return;
-    };
-    // Dropped before the guest, which waits for it.
-    let release = release;
-    has_entered.recv_timeout(DEADLINE).unwrap();
-    // Long enough for vCPU 0 to stop on a busy host.
-    let deadline = Duration::from_secs(2);
-    for _ in 0..3 {
-        let error = vm.pause(deadline).err().unwrap();
-        let PauseError::Late { late, .. } = &error else {
-            panic!("{error}");
-        };
-        assert_eq!(late.len(), 1, "{error}");
-        assert_eq!(
-            (late[0].vcpu, late[0].activity),
-            (1, Activity::PortIo(0x500))
-        );
-        assert!(
-            error
-                .to_string()
-                .contains("vCPU 1 (in an access to port 0x500"),
-            "{error}"
-        );
-        let before = rounds(&vm, 0);
-        wait_until("vCPU 0 runs on", || rounds(&vm, 0) > before);
-    }
-    release.send(()).unwrap();
-    wait_until("vCPU 1 runs", || rounds(&vm, 1) > 0);
-    let paused = vm.pause(DEADLINE).unwrap();
-    assert_eq!(paused.rips().len(), 2);
-}
-
-/// Counts its reads.
-#[derive(Default)]
-struct ReadCounter(AtomicU64);
-
-impl PortDevice for ReadCounter {
-    fn read(&self, _port: u16, data: &mut [u8]) {
-        self.0.fetch_add(1, Ordering::SeqCst);
-        data.fill(0);
-    }
-
-    fn write(&self, _port: u16, _data: &[u8]) {}
-}
-
-#[test]
-fn an_access_is_complete_when_its_vcpu_is_stopped() {
-    let _watchdog = watchdog(120);
-    // mov dx, 0x500; in al, dx; inc qword [rdi]; jmp back to the in.
-    let mut image = branch_code();
-    image[..10].copy_from_slice(&[0x66, 0xba, 0x00, 0x05, 0xec, 0x48, 0xff, 0x07, 0xeb, 0xfa]);
-    let behind_the_access = CODE + 5;
-    let reading = RawEntry {
-        rip: CODE,
-        user_mode: false,
-        ..spinning(0)
-    };
-    let device = Arc::new(ReadCounter::default());
-    let mut config = raw(image, vec![Some(reading)]);
-    config.ports.push((0x500..=0x500, device.clone()));
-    let Some(vm) = started(config, Arc::new(NoRequests)) else {
-        return;
-    };
-    let mut stopped_behind = 0;
-    for _ in 0..2_000 {
-        let before = counters(vm.ram(), 0).not_taken;
-        wait_until("the guest reads", || {
-            counters(vm.ram(), 0).not_taken > before
-        });
-        let paused = vm.pause(DEADLINE).unwrap();
-        let behind = paused.rips() == [behind_the_access];
-        let counted = counters(vm.ram(), 0).not_taken + u64::from(behind);
-        assert_eq!(
-            device.0.load(Ordering::SeqCst),
-            counted,
-            "{:x?}",
-            paused.rips()
-        );
-        stopped_behind += u64::from(behind);
-    }
-    assert!(
-        stopped_behind > 0,
-        "no pause met an access: the test saw nothing"
-    );
 }
 
 #[test]

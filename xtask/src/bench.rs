@@ -31,7 +31,7 @@ struct Bench {
 const BENCHES: &[Bench] = &[
     Bench {
         name: "pause",
-        about: "stop, patch and resume of spinning vCPUs",
+        about: "stop and resume of spinning vCPUs, beside a bare probe",
         package: "patchbay-vmm",
         target: "pause",
         needs: Needs::BareMetal,

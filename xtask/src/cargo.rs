@@ -35,15 +35,31 @@ pub fn program(name: &str) -> PathBuf {
     host::target().join("release").join(name)
 }
 
+/// The target of static programs. It is the host's own: with an explicit target, flags do not apply
+/// to build scripts.
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+const STATIC: &str = "-C target-feature=+crt-static";
+
+/// Builds programs in the release profile, statically, and returns their folder.
+pub fn build_static_programs(packages: &[&str]) -> Result<PathBuf> {
+    let mut command = cargo("build");
+    command
+        .args(["--release", "--bins", "--target", TARGET])
+        .env("RUSTFLAGS", STATIC);
+    for package in packages {
+        command.args(["--package", package]);
+    }
+    run(&mut command)?;
+    Ok(host::target().join(TARGET).join("release"))
+}
+
 /// Builds the guest's agent statically and returns its path.
 pub fn build_agent() -> Result<PathBuf> {
-    const TARGET: &str = "x86_64-unknown-linux-gnu";
     let mut command = cargo("build");
     command
         .args(["--package", "patchbay-guest-agent", "--profile", "agent"])
         .args(["--target", TARGET])
-        // With an explicit target these flags do not apply to build scripts.
-        .env("RUSTFLAGS", "-C target-feature=+crt-static");
+        .env("RUSTFLAGS", STATIC);
     run(&mut command)?;
     Ok(host::target().join(TARGET).join("agent/patchbay-agent"))
 }

@@ -344,7 +344,7 @@ mod tests {
             |manifest: Option<&Path>, current: &Path| repository_of(manifest, current).unwrap();
         assert_eq!(of(None, &one), one);
         assert_eq!(of(None, &folder("two/vmm/src")), two);
-        // As with `cargo run --manifest-path`, and from a test of another package.
+        // For `cargo run --manifest-path` and tests of another package.
         assert_eq!(of(Some(&one.join("xtask")), &two), one);
         assert_eq!(of(Some(&one.join("vmm")), root.path()), one);
         // Another tool's cargo left the variable in the environment.

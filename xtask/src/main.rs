@@ -3,8 +3,10 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod bill;
 mod cache;
 mod cargo;
+mod clients;
 mod cpio;
 mod demo;
 mod doctor;
@@ -18,10 +20,13 @@ mod kernel_tree;
 mod lab;
 mod lab_image;
 mod modules;
+mod package;
+mod package_trial;
 mod root_disk;
 mod shell;
 mod step;
 mod stock;
+mod stubs;
 mod terminal;
 mod test;
 mod test_runner;
@@ -84,6 +89,16 @@ enum Task {
     },
     /// Build the guest's kernel and initramfs, unless they are in the cache
     GuestKernel(GuestKernel),
+    /// Generate the clients' code from the interface
+    Stubs,
+    /// Run the clients' tests with a Linux guest
+    Clients,
+    /// Make Debian packages and a tarball of static programs
+    Package {
+        /// Also install, use, upgrade and purge them in a clean Debian root
+        #[arg(long = "try")]
+        try_them: bool,
+    },
     /// Report what this machine can and cannot do, and why
     Doctor,
     /// Run the tests given on standard input (used by `test` in a lab)
@@ -166,6 +181,20 @@ fn run(task: Task) -> Result<ExitCode> {
         }
         Task::Bench { name, arguments } => bench::run(name.as_deref(), &arguments),
         Task::Fuzz { target, seconds } => fuzz::run(target.as_deref(), seconds),
+        Task::Stubs => {
+            stubs::write()?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Task::Clients => Ok(ExitCode::from(clients::run_with_guest()?)),
+        Task::Package { try_them } => {
+            let folder = package::run()?;
+            if try_them {
+                package_trial::run(&folder)?;
+                println!("installed, used, upgraded and purged in a clean Debian root");
+            }
+            println!("{}", folder.display());
+            Ok(ExitCode::SUCCESS)
+        }
         Task::Doctor => doctor::run(),
         Task::RunTests { timeout } => {
             test_runner::serve(Duration::from_secs(timeout))?;

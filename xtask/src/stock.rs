@@ -32,7 +32,7 @@ fn get(package: &str) -> Result<PathBuf> {
     cache::entry(KIND, &inputs.key(), |folder| build(package, folder))
 }
 
-/// What the tests are told. A kernel that cannot be had leaves its variable out, and the test says that it is skipped.
+/// Variables for the tests. A kernel that cannot be had leaves its variable out, and the test says that it is skipped.
 pub fn variables() -> Variables {
     let folder = |(variable, package): &(&'static str, &str)| match get(package) {
         Ok(folder) => Some((*variable, folder)),

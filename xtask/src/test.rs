@@ -20,7 +20,7 @@ use anyhow::{Result, bail};
 use crate::cargo::TestBinary;
 use crate::kernel::Recipe;
 use crate::test_runner::{LabWorker, Report, Test, Verdict};
-use crate::{cargo, guest, host, lab_image, root_disk, stock, test_runner};
+use crate::{cargo, clients, guest, host, lab_image, root_disk, stock, test_runner};
 
 /// Package whose tests are built in the release profile, because the lab is slow.
 const RELEASE: &str = "patchbay-tests";
@@ -83,7 +83,11 @@ pub fn run(selection: &Selection) -> Result<bool> {
     let wants = |tier: u8| selection.tiers.is_empty() || selection.tiers.contains(&tier);
     let mut tests = [Vec::new(), Vec::new(), Vec::new()];
     let mut binaries = Vec::new();
-    if wants(1) {
+    let of_clients = |filter: &str| filter.starts_with(clients::HEADING);
+    let only_clients = wants(1) && selection.filter.as_deref().is_some_and(of_clients);
+    if only_clients {
+        // No test in Rust has such a name.
+    } else if wants(1) {
         binaries.extend(cargo::build_tests(&[
             "test",
             "--release",
@@ -124,7 +128,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
             tests[usize::from(tier) - 1].extend(tests_of(binary, selection.filter.as_deref())?);
         }
     }
-    if tests.iter().all(Vec::is_empty) {
+    if tests.iter().all(Vec::is_empty) && !only_clients {
         bail!("no test matches");
     }
     let mut outcome = TestRun::default();
@@ -167,6 +171,9 @@ pub fn run(selection: &Selection) -> Result<bool> {
     outcome.run_tier("tier 1, no KVM", tier_1, here(cpus), selection.timeout);
     if wants(1) && selection.filter.is_none() {
         outcome.run_doc_tests()?;
+    }
+    if wants(1) {
+        outcome.run_clients(selection.filter.as_deref())?;
     }
     // One at a time, because these tests measure and use several CPUs each.
     let place = if kvm.runs_bare_metal() { here(1) } else { lab };
@@ -323,6 +330,21 @@ impl TestRun {
         }
         self.tiers
             .push(("examples in the documentation".into(), counts));
+        Ok(())
+    }
+
+    fn run_clients(&mut self, filter: Option<&str>) -> Result<()> {
+        for outcome in clients::run(filter)? {
+            if outcome.failed > 0 || outcome.passed == 0 {
+                println!("\n{}\n{}", outcome.heading, outcome.output.trim_end());
+            }
+            let counts = Counts {
+                passed: outcome.passed,
+                failed: outcome.failed,
+                skipped: outcome.skipped,
+            };
+            self.tiers.push((outcome.heading, counts));
+        }
         Ok(())
     }
 

@@ -266,7 +266,7 @@ async fn many_of(target: &Target) -> Result<Vec<Member>, Failure> {
                     members.entry(status.guest).or_default().push(Ok(client));
                 }
             }
-            Some(Err(failure)) if matching.select("", &endpoint.socket.name) => {
+            Some(Err(failure)) if matching.select_whole(&endpoint.socket.name) => {
                 let name = endpoint.socket.name;
                 members.entry(name).or_default().push(Err(failure));
             }

@@ -9,7 +9,7 @@ use crate::failure::Failure;
 const SUFFIX: &str = "sock";
 /// Guests of systemd units: NAME/api.sock.
 const UNIT_SOCKET: &str = "api.sock";
-/// Where the host's guests are, unless `PATCHBAY_RUN_DIR` names another folder.
+/// Folder of the host's guests, unless `PATCHBAY_RUN_DIR` names another folder.
 const HOST_FOLDER: &str = "/run/patchbay";
 const HOST_FOLDER_VARIABLE: &str = "PATCHBAY_RUN_DIR";
 
@@ -33,7 +33,7 @@ fn user_folder() -> Option<PathBuf> {
     variable("XDG_RUNTIME_DIR").map(|folder| folder.join("patchbay"))
 }
 
-/// Where `guest run` puts sockets: `$XDG_RUNTIME_DIR/patchbay`, or `/run/patchbay` without one.
+/// Folder in which `guest run` puts sockets: `$XDG_RUNTIME_DIR/patchbay`, or `/run/patchbay` without one.
 pub fn folder() -> PathBuf {
     user_folder().unwrap_or_else(host_folder)
 }

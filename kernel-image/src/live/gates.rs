@@ -90,9 +90,9 @@ pub struct Gate {
 #[derive(Debug, Default)]
 pub(super) struct Gates {
     pub gates: Vec<Gate>,
-    /// Those that this kernel has no word for that could be found.
+    /// Gates for which no word was found in this kernel.
     pub missing: Vec<GateKind>,
-    /// Of each possible CPU, what is added to the address of a per-CPU variable.
+    /// Offset of each possible CPU's per-CPU variables.
     pub per_cpu_offsets: Vec<u64>,
 }
 

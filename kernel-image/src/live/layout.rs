@@ -155,7 +155,7 @@ pub(super) struct Module {
     pub memory: Memory,
 }
 
-/// Where `struct module` says which memory is the module's.
+/// Members of `struct module` that describe the module's memory.
 #[derive(Clone, Debug)]
 pub(super) enum Memory {
     /// `mem[]`, since 6.4: offset of the array, size of an element, offsets of `base` and `size`; the indices of text, sealed data and

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which kernel runs: its page table, its image and its symbols.
+//! Finds the running kernel: its page table, its image and its symbols.
 //!
 //! | way | starts from | proven by |
 //! |---|---|---|
@@ -21,7 +21,7 @@ use crate::image::Image;
 use crate::kallsyms;
 use crate::symbols::{Named, Symbols};
 
-/// Where the IDT is mapped read-only (arch/x86/include/asm/cpu_entry_area.h).
+/// Address of the read-only mapping of the IDT (arch/x86/include/asm/cpu_entry_area.h).
 const CPU_ENTRY_AREA: u64 = 0xffff_fe00_0000_0000;
 /// Most read-only data of an image; a distribution kernel has 14 MiB.
 const MAX_CONSTANT: u64 = 128 << 20;

@@ -102,7 +102,7 @@ impl ImageTables {
 /// A static key.
 #[derive(Clone, Debug)]
 pub struct Key {
-    /// Of its `struct static_key`.
+    /// Address of its `struct static_key`.
     pub address: u64,
     /// Index of the image that defines it.
     pub image: usize,
@@ -129,7 +129,7 @@ pub struct Key {
 pub struct Kernel {
     /// Differs from boot to boot, and stays for as long as the kernel runs. Never 0.
     pub boot: u64,
-    /// As `uname -r` has it.
+    /// The output of `uname -r`.
     pub release: String,
     /// `linux_banner`.
     pub banner: String,
@@ -147,11 +147,11 @@ pub struct Kernel {
     pub layout: Layout,
     /// The kernel first.
     pub images: Vec<ImageTables>,
-    /// By address.
+    /// Ordered by address.
     pub keys: Vec<Key>,
     /// The gates that can be looked at.
     pub gates: Vec<Gate>,
-    /// What is added to the address of a per-CPU variable, for each possible CPU.
+    /// Offset of each possible CPU's per-CPU variables.
     pub per_cpu_offsets: Vec<u64>,
     /// What proves it.
     pub evidence: Evidence,

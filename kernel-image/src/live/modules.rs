@@ -27,7 +27,7 @@ pub(super) struct Loaded {
     pub ro_after_init: Range<u64>,
     /// Gone once the module is live.
     pub init_text: Range<u64>,
-    /// Where its data and its code lie.
+    /// Address ranges of its data and code.
     pub areas: Vec<Range<u64>>,
     pub jump_table: Range<u64>,
     /// Pointers to its tracepoints.

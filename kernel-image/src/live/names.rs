@@ -84,7 +84,7 @@ impl Classes {
         Ok(())
     }
 
-    /// Puts everything together; names that several keys of an image have are told apart by the function of their first site.
+    /// Combines the parts. Keys of an image with equal names are distinguished by the function of their first site.
     pub(super) fn keys<M: PhysicalMemory + ?Sized>(
         mut self,
         view: &mut View<'_, M>,

@@ -88,7 +88,7 @@ impl Note {
         }))
     }
 
-    /// Where the image's mapping puts a virtual address.
+    /// Physical address behind a virtual address of the image's mapping.
     fn physical(&self, address: u64) -> Option<u64> {
         Some(address.checked_sub(IMAGE_MAP)?.wrapping_add(self.phys_base))
     }

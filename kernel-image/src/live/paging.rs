@@ -10,7 +10,7 @@ use super::memory::PhysicalMemory;
 
 /// Bytes of a page and of a table.
 pub const PAGE: u64 = 4096;
-/// Where x86-64 maps the kernel image (`__START_KERNEL_map`): the last but one GiB, which one level 3 entry maps.
+/// Address at which x86-64 maps the kernel image (`__START_KERNEL_map`): the last but one GiB, which one level 3 entry maps.
 pub const IMAGE_MAP: u64 = 0xffff_ffff_8000_0000;
 /// Size of that mapping.
 pub const IMAGE_MAP_SIZE: u64 = 1 << 30;
@@ -34,7 +34,7 @@ pub struct PageTable {
     pub five_levels: bool,
 }
 
-/// Where a virtual address lies and what may be done there.
+/// The mapping of a virtual address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapping {
     /// The guest-physical address.
@@ -52,9 +52,9 @@ pub struct Run {
     pub range: Range<u64>,
     /// Guest-physical address of its first byte.
     pub physical: u64,
-    /// As [`Mapping::writable`].
+    /// See [`Mapping::writable`].
     pub writable: bool,
-    /// As [`Mapping::executable`].
+    /// See [`Mapping::executable`].
     pub executable: bool,
 }
 

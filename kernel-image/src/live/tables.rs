@@ -30,7 +30,7 @@ pub(super) struct Tables {
     pub init: Range<u64>,
     pub ro_after_init: Range<u64>,
     pub jump_table: Range<u64>,
-    /// Where its data and its code lie.
+    /// Address ranges of its data and code.
     pub areas: Vec<Range<u64>>,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct Used {
     pub count: i32,
     /// It cannot change any more.
     pub sealed: bool,
-    /// Of each image with entries: its index, the address of the first entry, the range of the entries in the table.
+    /// For each image with entries: its index, the address of its first entry, and the range of its entries in the table.
     pub runs: Vec<(usize, u64, Range<usize>)>,
 }
 

@@ -87,7 +87,7 @@ impl Kernel {
         }
     }
 
-    /// As [`Kernel::refer_to_bounds`], with `lea start(%rip), %rdi; lea stop(%rip), %rsi`.
+    /// Like [`Kernel::refer_to_bounds`], with `lea start(%rip), %rdi; lea stop(%rip), %rsi`.
     pub fn refer_to_bounds_by_distance(&mut self) {
         let text = self.text_address();
         let start = self.table();
@@ -102,7 +102,7 @@ impl Kernel {
         }
     }
 
-    /// Where [`Kernel::refer_to_bounds`] has put the first address.
+    /// Address of the code that [`Kernel::refer_to_bounds`] wrote.
     pub fn bounds_code(&self) -> u64 {
         self.text_address() + BOUNDS_CODE as u64 + if self.wide() { 3 } else { 1 }
     }
@@ -158,7 +158,7 @@ impl Kernel {
         self.data_address() + KEYS + 16 * index as u64
     }
 
-    /// As nm(1) would print it.
+    /// The symbols in the format of nm(1).
     pub fn system_map(&self) -> String {
         let mut map = format!("{:x} T _text\n", self.text_address());
         for index in 0..16 {

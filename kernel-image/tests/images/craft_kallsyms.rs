@@ -11,7 +11,7 @@ pub enum Order {
     Absolute,
     Before,
     After,
-    /// As `After`, aligned to four bytes, with offsets relative to themselves.
+    /// Like `After`, aligned to four bytes, with offsets relative to themselves.
     AfterWithoutBase,
 }
 
@@ -57,7 +57,7 @@ pub fn kernel(format: Format, order: Order, percpu: bool, seqs_between: bool) ->
 /// How the arrays are laid out.
 pub struct Layout {
     pub pointer: usize,
-    /// Where they are put.
+    /// Address of the arrays.
     pub base: u64,
     pub relative_base: u64,
     pub order: Order,

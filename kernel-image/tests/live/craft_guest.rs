@@ -11,7 +11,7 @@ use crate::craft_btf;
 use crate::craft_kallsyms::{Layout, Order};
 
 const PAGE: u64 = 4096;
-/// Where the kernel's text is mapped.
+/// Address of the kernel's text.
 pub const TEXT: u64 = 0xffff_ffff_8100_0000;
 /// Its read-only data, 31 pages.
 pub const RODATA: u64 = TEXT + PAGE;
@@ -43,7 +43,7 @@ pub struct Guest {
     pub reads: RefCell<u64>,
     pub cpus: Vec<Cpu>,
     pub symbols: HashMap<String, u64>,
-    /// As kallsyms has them: address, letter and name.
+    /// The symbols in kallsyms' form: address, letter and name.
     listed: Vec<(u64, String)>,
 }
 
@@ -70,7 +70,7 @@ impl PhysicalMemory for Guest {
     }
 }
 
-/// Where a virtual address of the guest lies.
+/// Physical address behind a virtual address of the guest.
 pub fn physical(address: u64) -> u64 {
     match address {
         TEXT.. if address < TEXT + (1 << 20) => address - TEXT + IMAGE,

@@ -89,7 +89,7 @@ impl Access {
         Ok((guest, caller.principal, request))
     }
 
-    /// As [`Self::admit`] for a stream of requests: the caller is known at once, the guest and the
+    /// Like [`Self::admit`], for a stream of requests: the caller is known at once, the guest and the
     /// role with the first message.
     pub(super) fn admit_stream<T, M: Call>(
         &self,

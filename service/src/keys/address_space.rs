@@ -8,7 +8,7 @@ use static_keys::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
 use crate::memory::{GuestRam, PAGE_SIZE, Piece};
 use crate::paging::{self, Levels, WalkError};
 
-/// Where the kernel's own page table is.
+/// The kernel's own page table.
 ///
 /// With page table isolation, or while a nested guest runs, a vCPU's CR3 shows something else; the
 /// kernel's `init_top_pgt` always maps the whole kernel.

@@ -20,7 +20,7 @@ pub struct Boot {
     pub generation: u64,
     /// Epoch of the kernel image.
     pub epoch: u64,
-    /// By address of `struct module`. An entry stays until its module is unloaded.
+    /// The loads, by address of `struct module`. An entry stays until its module is unloaded.
     loads: HashMap<u64, Load>,
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use static_keys::PatternError;
 
 use super::gate::ClosedGate;
+use super::plans::PlanUsage;
 use crate::pause::PauseError;
 
 /// A call on keys that was refused or failed. Each message says what failed and what to do next.
@@ -188,20 +189,18 @@ pub enum KeysError {
     },
     /// Too many plans are kept, or they take too much memory.
     #[error(
-        "{plans} plans with {} KiB are kept and this one takes {} KiB, of {} plans and {} MiB at most; commit or discard some, or prepare fewer keys",
-        .bytes >> 10, .needed >> 10, .max_plans, .max_bytes >> 20
+        "{} plans with {} KiB are kept{} and this one takes {} KiB, of {} plans and {} MiB at most; commit or discard some, or prepare fewer keys",
+        .used.plans, .used.bytes >> 10, whose(.principal.as_deref()), .needed >> 10, .max.plans, .max.bytes >> 20
     )]
     TooManyPlans {
-        /// Plans that are kept.
-        plans: usize,
-        /// Bytes that they take.
-        bytes: usize,
+        /// The principal whose share is used up; `None` if the plans of all are too many.
+        principal: Option<String>,
+        /// The plans that are kept.
+        used: PlanUsage,
         /// Bytes that this plan takes.
         needed: usize,
-        /// Maximum number of plans.
-        max_plans: usize,
-        /// Maximum number of bytes.
-        max_bytes: usize,
+        /// Upper bound.
+        max: PlanUsage,
     },
     /// The monitor itself failed. It is unknown whether the change was made.
     #[error("{message}")]
@@ -365,6 +364,10 @@ fn near_names(near: &[String]) -> String {
         [] => "; list the keys to see which there are".to_owned(),
         names => format!("; near it are {}", names.join(", ")),
     }
+}
+
+fn whose(principal: Option<&str>) -> String {
+    principal.map_or_else(String::new, |principal| format!(" for {principal}"))
 }
 
 impl From<PatternError> for KeysError {

@@ -45,7 +45,7 @@ pub(super) enum Attempt<T> {
     Busy(InTheWay),
 }
 
-/// What stopped an attempt.
+/// The gate or race that stopped an attempt.
 pub(super) struct InTheWay {
     pub kind: ClosedGate,
     pub name: String,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What stopped a change, as an enum for programs.
+//! The gate that stopped a change, as an enum for programs.
 
 use static_keys::{Busy, Gate, GateKind};
 

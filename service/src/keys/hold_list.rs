@@ -12,7 +12,7 @@ use super::registry::Registration;
 use super::view::{ITEM_BYTES, MALFORMED, PAGE_BYTES, invalid_token};
 use super::{Incarnation, Keys, Patterns, hold_id};
 
-/// Which holds to list.
+/// A query for holds.
 #[derive(Clone, Debug, Default)]
 pub struct HoldQuery {
     /// Page size, at least 1.

@@ -53,7 +53,7 @@ pub struct Hold {
     pub references: u32,
     /// When the first reference was taken.
     pub since: SystemTime,
-    /// By the service's clock, and as wall-clock time.
+    /// Expiry by the service's clock, and as wall-clock time.
     pub expires: Option<(Instant, SystemTime)>,
     /// Taken by firing an armed event: it is for the agent's probe, whatever other probes exist.
     pub fired: bool,

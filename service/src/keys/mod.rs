@@ -64,7 +64,7 @@ pub use self::journal::{Author, Event, Journal, Limits, Revision, Watcher};
 pub use self::outcome::{FlipReport, KeyOutcome, PauseTimes, UpdateOutcome, UpdateSummary};
 use self::pages::ResultPages;
 pub use self::pages::ResultsPage;
-pub use self::plans::{CommitRequest, DiscardRequest, PrepareOutcome, PrepareRequest};
+pub use self::plans::{CommitRequest, DiscardRequest, PlanUsage, PrepareOutcome, PrepareRequest};
 pub use self::quarantine::{Quarantine, QuarantineCause};
 pub use self::registry::{Description, KernelTables, Refused, RegistrationPhase, Registry};
 pub use self::release::{ReleaseRequest, RenewRequest};
@@ -260,7 +260,7 @@ pub enum PauseState {
     UntilResumed,
 }
 
-/// Which keys to list.
+/// A query for keys.
 #[derive(Clone, Debug, Default)]
 pub struct ListQuery {
     /// Page size, at least 1.
@@ -436,7 +436,7 @@ impl Keys {
     /// Plans a change and keeps the plan for [`Keys::commit`]. The guest is not changed.
     ///
     /// # Errors
-    /// As [`Keys::update`]; [`KeysError::TooManyPlans`].
+    /// Those of [`Keys::update`]; [`KeysError::TooManyPlans`].
     pub async fn prepare(&self, request: PrepareRequest) -> Result<Arc<PrepareOutcome>, KeysError> {
         self.ask(|reply| Command::Prepare(Box::new(request), reply))
             .await
@@ -445,7 +445,7 @@ impl Keys {
     /// Makes a prepared change. Dropping the future before the pause cancels it.
     ///
     /// # Errors
-    /// As [`Keys::update`]; [`KeysError::PlanNotFound`], [`KeysError::PlanNotOwned`],
+    /// Those of [`Keys::update`]; [`KeysError::PlanNotFound`], [`KeysError::PlanNotOwned`],
     /// [`KeysError::PlanStale`].
     pub async fn commit(&self, request: CommitRequest) -> Result<Arc<UpdateOutcome>, KeysError> {
         self.ask(|reply| Command::Commit(Box::new(request), reply))

@@ -86,7 +86,7 @@ pub struct PrepareOutcome {
     pub plan_id: String,
     /// SHA-256 of what the plan does, in hexadecimal.
     pub digest: String,
-    /// What the commit will do.
+    /// The predicted outcome of the commit.
     pub outcome: Arc<UpdateOutcome>,
     /// Predicted pause: zero if none is needed; `None` before the first pause of this guest.
     pub predicted_pause: Option<Duration>,
@@ -94,18 +94,35 @@ pub struct PrepareOutcome {
     pub expires_at: SystemTime,
 }
 
+/// A number of plans and their memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlanUsage {
+    /// Number of plans.
+    pub plans: usize,
+    /// Bytes that they take.
+    pub bytes: usize,
+}
+
 /// Bounds of the kept plans.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PlanLimits {
-    pub plans: usize,
-    pub bytes: usize,
+    /// All principals together.
+    pub all: PlanUsage,
+    /// One principal, so that none can keep the others from preparing.
+    pub each: PlanUsage,
 }
 
 impl Default for PlanLimits {
     fn default() -> Self {
         Self {
-            plans: 256,
-            bytes: 64 << 20,
+            all: PlanUsage {
+                plans: 256,
+                bytes: 64 << 20,
+            },
+            each: PlanUsage {
+                plans: 64,
+                bytes: 32 << 20,
+            },
         }
     }
 }
@@ -192,40 +209,58 @@ impl Plans {
     }
 
     /// Keeps a plan. To make room, committed plans and those of another registration `version` are
-    /// dropped first.
+    /// dropped first: the principal's own if its share is used up, else anyone's.
     ///
     /// # Errors
     /// [`KeysError::TooManyPlans`].
     pub fn insert(&mut self, mut plan: Kept, version: u64) -> Result<(), KeysError> {
         plan.bytes = plan.count_bytes();
-        let needed = plan.bytes;
-        while !self.has_room(needed) {
-            let dead =
-                |kept: &Kept| matches!(kept.state, State::Committed(_)) || kept.version != version;
-            match self.kept.iter().position(dead) {
-                Some(index) => drop(self.kept.remove(index)),
-                None => {
-                    return Err(KeysError::TooManyPlans {
-                        plans: self.kept.len(),
-                        bytes: self.bytes(),
-                        needed,
-                        max_plans: self.limits.plans,
-                        max_bytes: self.limits.bytes,
-                    });
-                }
-            }
-        }
+        let principal = plan.principal.as_str();
+        self.make_room(Some(principal), plan.bytes, version)?;
+        self.make_room(None, plan.bytes, version)?;
         self.kept.push(plan);
         Ok(())
     }
 
-    fn has_room(&self, needed: usize) -> bool {
-        self.kept.len() < self.limits.plans
-            && self.bytes().saturating_add(needed) <= self.limits.bytes
+    /// Makes room within the share of a principal, or within the bounds for all.
+    fn make_room(
+        &mut self,
+        principal: Option<&str>,
+        needed: usize,
+        version: u64,
+    ) -> Result<(), KeysError> {
+        let max = match principal {
+            Some(_) => self.limits.each,
+            None => self.limits.all,
+        };
+        let counts = |kept: &Kept| principal.is_none_or(|principal| kept.principal == principal);
+        loop {
+            let used = self.usage(counts);
+            if used.plans < max.plans && used.bytes.saturating_add(needed) <= max.bytes {
+                return Ok(());
+            }
+            let dead =
+                |kept: &Kept| matches!(kept.state, State::Committed(_)) || kept.version != version;
+            let first = self.kept.iter().position(|kept| counts(kept) && dead(kept));
+            let Some(first) = first else {
+                return Err(KeysError::TooManyPlans {
+                    principal: principal.map(str::to_owned),
+                    used,
+                    needed,
+                    max,
+                });
+            };
+            self.kept.remove(first);
+        }
     }
 
-    fn bytes(&self) -> usize {
-        self.kept.iter().map(|kept| kept.bytes).sum()
+    fn usage(&self, counts: impl Fn(&Kept) -> bool) -> PlanUsage {
+        let counted = self.kept.iter().filter(|kept| counts(kept));
+        let none = PlanUsage { plans: 0, bytes: 0 };
+        counted.fold(none, |used, kept| PlanUsage {
+            plans: used.plans + 1,
+            bytes: used.bytes + kept.bytes,
+        })
     }
 
     /// Takes a plan out; [`Plans::put_back`] returns it.

@@ -4,6 +4,11 @@
 //! A prepare ends where an update writes the intent. A commit starts there with the kept plan and
 //! then proceeds as an update. It does not plan: if the guest has changed, it is refused as
 //! PLAN_STALE.
+//!
+//! The plan does not keep the holds after the change; a commit computes them. Between the two steps
+//! other clients take and release holds and holds expire, and none of that changes the
+//! registration's version. The time and the expiry of a hold that the commit takes are only known
+//! then.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};

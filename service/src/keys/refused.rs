@@ -16,7 +16,7 @@ struct RefusedModule {
     why: Arc<str>,
 }
 
-/// By address of `struct module`.
+/// The refused modules, by address of `struct module`.
 #[derive(Clone, Debug, Default)]
 pub struct RefusedModules(BTreeMap<u64, RefusedModule>);
 

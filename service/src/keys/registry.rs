@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the guest has registered, published as snapshots.
+//! The guest's registration, published as snapshots.
 //!
 //! vCPU threads write, one at a time (`writer`); all threads read. A snapshot is immutable, and its
 //! version tells whether it is current. The executor plans on a snapshot and checks the version
@@ -131,7 +131,7 @@ impl Registration {
         Some(self.state_at(memory, key.id, tracepoint, count))
     }
 
-    /// As [`Self::state`] with a count that was already read.
+    /// Like [`Self::state`], with a count that was already read.
     pub fn state_at(
         &self,
         memory: &KernelMemory,
@@ -229,11 +229,11 @@ pub struct Description {
     pub phase: RegistrationPhase,
     /// Why the last request was refused; empty if it was accepted.
     pub error: String,
-    /// As in [`Registration`].
+    /// See [`Registration`].
     pub release: String,
-    /// As in [`Registration`].
+    /// See [`Registration`].
     pub build_id: String,
-    /// As in [`Registration`].
+    /// See [`Registration`].
     pub generation: u64,
     /// Number of keys.
     pub keys: u32,
@@ -243,9 +243,9 @@ pub struct Description {
     pub modules: u32,
     /// Whether KASLR moved the kernel.
     pub kaslr: bool,
-    /// As in [`Registration`].
+    /// See [`Registration`].
     pub page_table_isolation: bool,
-    /// As in [`Registration`].
+    /// See [`Registration`].
     pub five_level_paging: bool,
 }
 

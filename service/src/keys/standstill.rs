@@ -33,7 +33,7 @@ impl<'g, G: Guest> Standstill<'g, G> {
     /// Stops the guest unless it is held. It is resumed when the returned value is dropped.
     ///
     /// # Errors
-    /// As [`Guest::pause`].
+    /// See [`Guest::pause`].
     pub fn pause(&self, timeout: Duration) -> Result<G::Paused<'g>, PauseError> {
         self.guest.pause(timeout)
     }

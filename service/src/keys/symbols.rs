@@ -100,7 +100,7 @@ impl Symbols {
             .map(|(address, name)| (address, name.into()))
             .collect();
         sorted.sort_unstable();
-        // Of several aliases, always the alphabetically first.
+        // Chooses the alphabetically first of several aliases.
         sorted.dedup_by_key(|(address, _)| *address);
         Self { sorted }
     }

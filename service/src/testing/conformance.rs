@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What every implementation of the seams must pass. Each function panics at the first promise that
 //! is broken, and leaves the guest as it says.
+//!
+//! [`exits`] and [`late`] need a guest whose vCPUs leave it for a request, a port or device memory,
+//! and a monitor whose handlers the test supplies. They do not apply to the in-memory guest, which
+//! has no vCPUs, or to a guest whose devices belong to another program.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -8,7 +12,7 @@ use std::time::Duration;
 
 use crate::guest::{Guest, PausedGuest};
 use crate::memory::{GuestRam, PAGE_SIZE};
-use crate::pause::PauseError;
+use crate::pause::{Activity, PauseError};
 
 /// For a pause that must succeed.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -197,6 +201,87 @@ pub fn pause<G: Guest>(guest: &G, progress: impl Fn() -> Vec<u64>) {
     moves_on(&progress());
 }
 
+/// What a guest with one vCPU does over and over: it leaves the guest, for a request or an access to
+/// a port or to device memory, and counts that in the next instruction.
+pub struct Exits<B, E, C> {
+    /// How many times the monitor's handler began.
+    pub begun: B,
+    /// How many times it ended.
+    pub ended: E,
+    /// How many times the guest counted.
+    pub counted: C,
+    /// Guest-virtual address of the instruction that counts.
+    pub counting: u64,
+}
+
+/// Exits while the guest is stopped: none is cut in half, and each that was handled has completed
+/// its instruction. The guest runs on afterwards.
+///
+/// # Panics
+/// If a promise of [`Guest::pause`] is broken, or if no pause met an exit.
+pub fn exits<G: Guest>(
+    guest: &G,
+    exits: &Exits<impl Fn() -> u64, impl Fn() -> u64, impl Fn() -> u64>,
+) {
+    let mut met = 0;
+    for _ in 0..1000 {
+        let before = (exits.counted)();
+        while (exits.counted)() == before {
+            std::thread::yield_now();
+        }
+        let paused = guest.pause(DEADLINE).expect("the vCPU stops");
+        let (begun, ended) = ((exits.begun)(), (exits.ended)());
+        assert_eq!(begun, ended, "cut in half");
+        let pending = ended - (exits.counted)();
+        match paused.rips() {
+            Some(rips) => assert_eq!(
+                pending,
+                u64::from(rips == [exits.counting]),
+                "the vCPU stopped at {rips:x?} and has not counted {pending} handled exits"
+            ),
+            None => assert!(pending <= 1, "{pending} exits are not completed"),
+        }
+        met += pending;
+    }
+    assert!(met > 0, "no pause met an exit: the test saw nothing");
+}
+
+/// A vCPU that its handler does not return to the guest, in a guest whose other vCPUs run:
+/// `progress` tells how far each has got. The handler returns when `release` is called.
+///
+/// # Panics
+/// If a promise of [`Guest::pause`] is broken.
+pub fn late<G: Guest>(
+    guest: &G,
+    (vcpu, activity): (usize, Activity),
+    progress: impl Fn() -> Vec<u64>,
+    release: impl FnOnce(),
+) {
+    let moves_on = |vcpu: usize| {
+        let from = progress()[vcpu];
+        while progress()[vcpu] == from {
+            std::thread::yield_now();
+        }
+    };
+    // Long enough for the other vCPUs to stop on a busy host.
+    let timeout = Duration::from_secs(2);
+    for _ in 0..3 {
+        let error = guest.pause(timeout).map(|_| ()).expect_err("it is late");
+        let PauseError::Late { deadline, late } = error else {
+            panic!("{error}");
+        };
+        assert_eq!(deadline, timeout);
+        let late: Vec<_> = late.iter().map(|late| (late.vcpu, late.activity)).collect();
+        assert_eq!(late, [(vcpu, activity)]);
+        for other in (0..progress().len()).filter(|other| *other != vcpu) {
+            moves_on(other);
+        }
+    }
+    release();
+    moves_on(vcpu);
+    drop(guest.pause(DEADLINE).expect("every vCPU stops"));
+}
+
 /// The lifecycle and the console, of a guest that runs and is ended by this.
 ///
 /// # Panics
@@ -219,7 +304,7 @@ pub fn lifecycle<G: Guest>(guest: &Arc<G>) {
     guest.shut_down();
     guest.shut_down();
     while !console.is_closed() {
-        seen.recv().expect("told of the end");
+        seen.recv().expect("the listener is called at the end");
     }
     assert!(
         guest.has_ended(),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the test kernel consists of, and where in its image everything lies.
+//! The test kernel: its parts and their addresses.
 
 use crate::abi;
 
@@ -104,7 +104,7 @@ impl TestKey {
     }
 }
 
-/// Where the parts of one table go.
+/// Addresses of the parts of one table.
 pub(super) struct Layout {
     pub text: u64,
     pub table: u64,

@@ -52,7 +52,7 @@ pub struct InMemoryGuest {
     console: TestConsole,
     places: Mutex<HashMap<String, KeyAddresses>>,
     modules: Mutex<Vec<(String, u64)>>,
-    /// What the kernel last registered.
+    /// The kernel's last registration.
     registered: Mutex<Option<abi::Descriptor>>,
     /// The last registration of each loaded module.
     loaded: Mutex<HashMap<String, abi::Module>>,
@@ -282,8 +282,8 @@ impl InMemoryGuest {
         self.write(tracepoint + TRACEPOINT_FUNCS, &funcs.to_le_bytes());
     }
 
-    /// What the guest itself would do: attaches these probes to a tracepoint instead of those that it
-    /// has, up to 4 and told apart by their data, and turns its key on or off.
+    /// Does what the guest itself would do: attaches these probes to a tracepoint instead of those that it
+    /// has, up to 4 that differ in their data, and turns its key on or off.
     pub fn set_probes(&self, name: &str, probes: &[u64]) {
         let key = self.place(name, |place| place.key);
         self.write_probes(key - TRACEPOINT_KEY, probes);
@@ -425,7 +425,7 @@ impl InMemoryGuest {
         i32::from_le_bytes(self.read(self.place(name, |place| place.key)))
     }
 
-    /// What the guest itself would do: sets the raw count and writes the sites to match, if they are
+    /// Does what the guest itself would do: sets the raw count and writes the sites to match, if they are
     /// not likely ones.
     pub fn set_count(&self, name: &str, count: i32) {
         self.write(self.place(name, |place| place.key), &count.to_le_bytes());
@@ -476,22 +476,22 @@ impl InMemoryGuest {
         self.pauses.load(Ordering::SeqCst)
     }
 
-    /// Whether vCPU 0 does not stop from now on.
+    /// Sets whether vCPU 0 refuses to stop.
     pub fn set_late(&self, late: bool) {
         self.late.store(late, Ordering::SeqCst);
     }
 
-    /// Whether its monitor cannot tell from now on where the vCPUs stopped.
+    /// Sets whether its monitor does not know where the vCPUs stopped.
     pub fn hide_vcpus(&self, hidden: bool) {
         self.hidden.store(hidden, Ordering::SeqCst);
     }
 
-    /// Whether what is written in a pause is reported as lost from now on.
+    /// Sets whether the writes of a pause are reported as lost.
     pub fn lose_writes(&self, lost: bool) {
         self.loses_writes.store(lost, Ordering::SeqCst);
     }
 
-    /// Where the vCPUs stop from now on.
+    /// Sets the RIPs of the vCPUs in the next pauses.
     pub fn set_rips(&self, rips: Vec<u64>) {
         *lock(&self.rips) = rips;
     }

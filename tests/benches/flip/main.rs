@@ -45,11 +45,11 @@ struct Case {
 /// How the request selects the keys.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Selector {
-    /// By name, with a result per key.
+    /// Selects by name and asks for a result per key.
     Names,
-    /// By a pattern, with a summary.
+    /// Selects by a pattern and asks for a summary.
     Pattern,
-    /// The same, prepared beforehand: only the commit is measured.
+    /// Like `Pattern`, prepared beforehand: only the commit is measured.
     Prepared,
 }
 

@@ -12,7 +12,8 @@ use tonic::{Code, Status};
 
 use super::support::{PATIENCE, Served, Setup, assert_refused, every_kind, request};
 
-const PLANS: usize = 256;
+/// One principal's share.
+const PLANS: usize = 64;
 
 pub fn preparation(updates: &[(&str, KeyOp)]) -> v1::PrepareUpdateRequest {
     v1::PrepareUpdateRequest {
@@ -361,7 +362,12 @@ async fn plans_are_bounded_and_make_room_when_they_end() {
     }
     let refused = prepare().await;
     let (message, _) = assert_refused(refused, Code::ResourceExhausted, "TOO_MANY_PLANS");
-    assert!(message.contains("256 plans"), "{message}");
+    assert!(
+        message.contains("kept for a ") && message.contains("64 plans"),
+        "{message}"
+    );
+    let other = served.keys.prepare(prepare_by("b", "beta")).await;
+    other.expect("another principal has its own share");
     let commit = served.keys.commit(commit_by("a", &plans[9])).await;
     commit.expect("as prepared");
     prepare().await.expect("committed ones make room");

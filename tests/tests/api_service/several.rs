@@ -446,6 +446,14 @@ async fn guests_are_listed_in_pages() {
     request.page_token = "zzz".to_owned();
     assert!(host.list(request.clone()).await.guests.is_empty());
 
+    // A colon has no meaning in the name of a guest.
+    host.add("db:1");
+    request = v1::ListGuestsRequest {
+        patterns: vec!["db:*".to_owned()],
+        ..Default::default()
+    };
+    assert_eq!(names(&host.list(request.clone()).await), ["db:1"]);
+
     for (size, pattern) in [(-1, "*"), (0, "["), (0, "")] {
         request.page_size = size;
         request.patterns = vec![pattern.to_owned()];

@@ -9,7 +9,7 @@
 //! | 0x60, 0x64 | keyboard controller: only its reset line |
 //! | 0x70, 0x71 | CMOS clock: absent, reads as 0 |
 //! | 0x600..=0x605 | ACPI power management: event (the power button) and control block |
-//! | others | as given in the configuration, else absent: reads as all ones |
+//! | others | from the configuration, else absent: reads as all ones |
 
 mod console;
 mod console_file;
@@ -38,12 +38,27 @@ pub trait PortDevice: Send + Sync {
     fn write(&self, port: u16, data: &[u8]);
 }
 
+/// A device in guest-physical memory, for guests that need more than the built-in ones. The rules
+/// of [`PortDevice`] apply.
+pub trait MemoryDevice: Send + Sync {
+    /// Handles a read by the guest and fills in `data`.
+    fn read(&self, address: u64, data: &mut [u8]);
+    /// Handles a write by the guest.
+    fn write(&self, address: u64, data: &[u8]);
+}
+
+/// Devices of a configuration by their ports.
+pub type PortDevices = Vec<(RangeInclusive<u16>, Arc<dyn PortDevice>)>;
+/// Devices of a configuration by their guest-physical addresses.
+pub type MemoryDevices = Vec<(RangeInclusive<u64>, Arc<dyn MemoryDevice>)>;
+
 /// Dispatches accesses to the devices by port and address.
 pub(crate) struct Bus {
     console: Arc<Console>,
     power: Arc<PowerManagement>,
     virtio: Arc<Virtio>,
-    extra: Vec<(RangeInclusive<u16>, Arc<dyn PortDevice>)>,
+    ports: PortDevices,
+    memory: MemoryDevices,
 }
 
 impl Bus {
@@ -51,13 +66,15 @@ impl Bus {
         console: Arc<Console>,
         virtio: Arc<Virtio>,
         power: Arc<PowerManagement>,
-        extra: Vec<(RangeInclusive<u16>, Arc<dyn PortDevice>)>,
+        ports: PortDevices,
+        memory: MemoryDevices,
     ) -> Self {
         Self {
             console,
             power,
             virtio,
-            extra,
+            ports,
+            memory,
         }
     }
 
@@ -68,7 +85,7 @@ impl Bus {
             // Both buffers of the keyboard controller are empty.
             0x60 | 0x64 | 0x70 | 0x71 => data.fill(0),
             power::PM1_EVENT..=power::PM1_LAST => self.power.read(port, data),
-            _ => match self.extra(port) {
+            _ => match at(&self.ports, port) {
                 Some(device) => device.read(port, data),
                 None => data.fill(0xff),
             },
@@ -82,7 +99,7 @@ impl Bus {
             0x64 => return power::keyboard_command(data),
             power::PM1_EVENT..=power::PM1_LAST => return self.power.write(port, data),
             _ => {
-                if let Some(device) = self.extra(port) {
+                if let Some(device) = at(&self.ports, port) {
                     device.write(port, data);
                 }
             }
@@ -92,7 +109,9 @@ impl Bus {
 
     /// Handles a read from device memory.
     pub fn memory_read(&self, address: u64, data: &mut [u8]) {
-        if !self.virtio.read(address, data) {
+        if let Some(device) = at(&self.memory, address) {
+            device.read(address, data);
+        } else if !self.virtio.read(address, data) {
             // The bus floats high where there is no device.
             data.fill(0xff);
         }
@@ -100,15 +119,17 @@ impl Bus {
 
     /// Handles a write to device memory.
     pub fn memory_write(&self, address: u64, data: &[u8]) {
-        self.virtio.write(address, data);
+        match at(&self.memory, address) {
+            Some(device) => device.write(address, data),
+            None => self.virtio.write(address, data),
+        }
     }
+}
 
-    fn extra(&self, port: u16) -> Option<&dyn PortDevice> {
-        self.extra
-            .iter()
-            .find(|(ports, _)| ports.contains(&port))
-            .map(|(_, device)| device.as_ref())
-    }
+/// The device of a configuration at a port or an address.
+fn at<A: PartialOrd, D: ?Sized>(devices: &[(RangeInclusive<A>, Arc<D>)], at: A) -> Option<&D> {
+    let found = devices.iter().find(|(range, _)| range.contains(&at));
+    found.map(|(_, device)| device.as_ref())
 }
 
 /// Register of the serial port, 0 to 7.

@@ -26,7 +26,7 @@ impl GuestService for Fake {
         let guests: Vec<v1::GuestStatus> = state
             .guests
             .iter()
-            .filter(|(name, _)| patterns.select("", name))
+            .filter(|(name, _)| patterns.select_whole(name))
             .map(|(_, guest)| guest.status.borrow().clone())
             .collect();
         let (guests, next_page_token) = super::page(&guests, &request.page_token);

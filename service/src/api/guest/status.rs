@@ -53,7 +53,7 @@ pub fn page(
     let size =
         page_size(request.page_size).ok_or_else(|| invalid("page_size", NEGATIVE_PAGE_SIZE))?;
     let wanted = |guest: &&Arc<ServedGuest>| {
-        guest.name() > request.page_token.as_str() && patterns.select("", guest.name())
+        guest.name() > request.page_token.as_str() && patterns.select_whole(guest.name())
     };
     let mut bytes = 0;
     let mut page = v1::ListGuestsResponse::default();

@@ -9,7 +9,7 @@ use prost_types::FileDescriptorSet;
 
 use super::*;
 use crate::auth::{Principal, Role};
-use crate::keys::{ClosedGate, KeyRefusal};
+use crate::keys::{ClosedGate, KeyRefusal, PlanUsage};
 
 /// One error for each pattern. Does not compile if a variant is missing.
 macro_rules! each {
@@ -68,7 +68,12 @@ fn keys_errors() -> Vec<KeysError> {
         PlanNotFound { .. } => PlanNotFound { plan_id: text() },
         PlanNotOwned { .. } => PlanNotOwned { plan_id: text() },
         PlanStale { .. } => PlanStale { plan_id: text(), why: text() },
-        TooManyPlans { .. } => TooManyPlans { plans: 1, bytes: 1, needed: 1, max_plans: 1, max_bytes: 1 },
+        TooManyPlans { .. } => TooManyPlans {
+            principal: None,
+            used: PlanUsage { plans: 1, bytes: 1 },
+            needed: 1,
+            max: PlanUsage { plans: 1, bytes: 1 },
+        },
         IncarnationChanged { .. } => IncarnationChanged { given: text(), current: text() },
         Internal { .. } => Internal { message: text() },
         GuestStopped => GuestStopped,

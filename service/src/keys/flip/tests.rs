@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the guest may do between planning a change and making it.
+//! Guests that act between the plan and the change.
 
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};

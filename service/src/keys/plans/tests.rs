@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is kept, for whom, and how much of it.
+//! Bounds of the kept plans, their owners and their digest.
 
 use super::*;
 use crate::keys::Registry;
@@ -60,9 +60,17 @@ fn kept(id: &str, version: u64, sites: u64) -> Kept {
 }
 
 fn plans(plans: usize, bytes: usize) -> Plans {
+    let all = PlanUsage { plans, bytes };
     Plans {
-        limits: PlanLimits { plans, bytes },
+        limits: PlanLimits { all, each: all },
         ..Plans::default()
+    }
+}
+
+fn of(principal: &str, id: &str, version: u64) -> Kept {
+    Kept {
+        principal: principal.to_owned(),
+        ..kept(id, version, 1)
     }
 }
 
@@ -96,7 +104,7 @@ fn memory_is_bounded_by_what_the_plans_take() {
 fn a_commit_frees_the_plan() {
     let mut plans = plans(10, usize::MAX);
     plans.insert(kept("1", 1, 1000), 1).expect("room");
-    let before = plans.bytes();
+    let before = plans.usage(|_| true).bytes;
     let mut taken = plans.take("1", "a").expect("kept");
     let outcome = UpdateOutcome {
         summary: UpdateSummary::default(),
@@ -104,7 +112,10 @@ fn a_commit_frees_the_plan() {
     };
     taken.state = State::Committed(Arc::new(outcome));
     plans.put_back(taken);
-    assert!(plans.bytes() < 4096 && before > 40_000, "{before}");
+    assert!(
+        plans.usage(|_| true).bytes < 4096 && before > 40_000,
+        "{before}"
+    );
 }
 
 #[test]
@@ -121,6 +132,48 @@ fn what_no_commit_can_make_is_forgotten_first() {
     plans.put_back(committed);
     plans.insert(kept("5", 2, 1), 2).expect("room");
     assert_eq!(ids(&plans), ["1", "4", "5"]);
+}
+
+/// The answers of other principals stay when a principal has used up its share.
+#[test]
+fn a_principal_has_a_share() {
+    let each = PlanUsage {
+        plans: 2,
+        bytes: usize::MAX,
+    };
+    let mut plans = plans(4, usize::MAX);
+    plans.limits.each = each;
+    let mut first = of("b", "b1", 1);
+    first.state = State::Committed(Arc::default());
+    plans.insert(first, 1).expect("room");
+    plans.insert(of("a", "a1", 1), 1).expect("room");
+    plans.insert(of("a", "a2", 1), 1).expect("room");
+    let error = plans.insert(of("a", "a3", 1), 1).expect_err("its share");
+    assert_eq!(error.reason(), "TOO_MANY_PLANS");
+    assert!(error.to_string().contains("kept for a "), "{error}");
+    assert_eq!(ids(&plans), ["b1", "a1", "a2"]);
+    plans.insert(of("b", "b2", 1), 1).expect("another's share");
+    // A full store drops an answer of anyone.
+    plans.insert(of("c", "c1", 1), 1).expect("room");
+    assert_eq!(ids(&plans), ["a1", "a2", "b2", "c1"]);
+    let error = plans.insert(of("c", "c2", 1), 1).expect_err("all");
+    assert!(error.to_string().contains("are kept and"), "{error}");
+    // The principal's own plan of another registration goes first.
+    plans.insert(of("a", "a3", 2), 2).expect("room");
+    assert_eq!(ids(&plans), ["a2", "b2", "c1", "a3"]);
+}
+
+/// One plan cannot take the memory of all.
+#[test]
+fn a_share_is_of_memory_too() {
+    let bytes = kept("large", 1, 10_000).count_bytes();
+    let mut plans = plans(10, 2 * bytes);
+    plans.limits.each.bytes = bytes - 1;
+    let error = plans
+        .insert(kept("1", 1, 10_000), 1)
+        .expect_err("too large");
+    assert_eq!(error.reason(), "TOO_MANY_PLANS");
+    plans.insert(kept("2", 1, 1), 1).expect("room");
 }
 
 #[test]

@@ -52,10 +52,10 @@ impl Registry {
     fn current(&self, generation: u64) -> Result<Arc<Registration>, Refused> {
         match &self.state().registration {
             None => Err(Refused(
-                "a module was told before the kernel had registered".to_owned(),
+                "a module request came before the kernel had registered".to_owned(),
             )),
             Some(registration) if registration.generation != generation => Err(Refused(
-                "a module was told under another generation than the kernel's".to_owned(),
+                "a module request has another generation than the kernel's registration".to_owned(),
             )),
             Some(registration) => Ok(Arc::clone(registration)),
         }

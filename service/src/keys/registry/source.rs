@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where a registration comes from.
-//!
 //! A source supplies the [`Registry`] with the tables of the guest's kernel. Either the guest
 //! itself sends requests that the monitor passes to [`Registry::request`], or a program finds the
 //! tables in guest memory and calls [`Registry::register_kernel`]. Both supply plain numbers that

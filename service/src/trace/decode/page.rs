@@ -164,7 +164,7 @@ fn bytes_of(length: u32) -> Result<usize, PageError> {
         .ok_or(PageError::EventTooLong)
 }
 
-/// As `rb_fix_abs_ts()` in `kernel/trace/ring_buffer.c`.
+/// Does what `rb_fix_abs_ts()` does in `kernel/trace/ring_buffer.c`.
 fn absolute(time: u64, before: u64) -> u64 {
     let high = before >> ABSOLUTE_BITS << ABSOLUTE_BITS;
     let time = time | high;

@@ -24,7 +24,7 @@ use crate::keys::{FlipReport, KeysError, PauseTimes, TracepointUpdate};
 pub const SWITCH: &str = include_str!("../fixtures/sched_switch.format");
 pub const FORK: &str = include_str!("../fixtures/sched_process_fork.format");
 pub const PAGES: &[u8] = include_bytes!("../fixtures/cpu0.pages");
-/// As in the fixtures: before their first event, and between them.
+/// Times of the fixtures: before the first event, and between two.
 pub const BEFORE: u64 = 1;
 
 /// Keys by name: on or off, probes.
@@ -55,7 +55,7 @@ impl Keys {
         self.state.lock().unwrap()[name].0
     }
 
-    /// As the guest's kernel when a probe comes or goes.
+    /// Does what the guest's kernel does when a probe comes or goes.
     pub fn probe(&self, event: &str, attach: bool) {
         let name = event.split_once(':').unwrap().1;
         let mut state = self.state.lock().unwrap();

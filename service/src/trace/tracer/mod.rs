@@ -123,7 +123,7 @@ pub struct TraceOutcome {
 
 /// State of the tracepoints in guest memory.
 pub struct Facts {
-    /// By name of the tracepoint.
+    /// The facts, by the tracepoint's name.
     pub by_name: HashMap<String, TracepointFacts>,
     /// Value of [`Book::armed`] at the read: the facts do not cover later armings.
     armed: u64,

@@ -45,7 +45,7 @@ impl Tracer {
         })
     }
 
-    /// As [`Tracer::claim`] without a time limit. Each claim ends after the agent's timeout at the
+    /// Like [`Tracer::claim`], without a time limit. Each claim ends after the agent's timeout at the
     /// latest.
     pub(in crate::trace) async fn claim_whenever(&self, names: &[String]) -> Moving<'_> {
         let mut moved = self.moved.subscribe();

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package patchbay is a thin client of Patchbay: static keys and tracepoints of a running Linux
+// guest, from its host.
+//
+// Answers are the messages of patchbay.v1, so that fields and enum values of a newer service are
+// kept. Every failed call is an *Error with the service's reason.
+package patchbay
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"iter"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+
+	pb "patchbay.example/go/v1"
+)
+
+// DefaultSocket is the socket of patchbayd.
+const DefaultSocket = "/run/patchbayd/patchbayd.sock"
+
+// maxAnswer is the service's limit of 4 MiB, with room for the frame.
+const maxAnswer = 5 << 20
+
+// Host is an endpoint: one guest's, or all of a host.
+type Host struct {
+	conn   *grpc.ClientConn
+	guests pb.GuestServiceClient
+}
+
+// TLS names the files of mutual TLS, all PEM.
+type TLS struct {
+	CA, Cert, Key string
+	// ServerName is the name in the host's certificate, if it is not the name that is connected to.
+	ServerName string
+}
+
+// Connect connects to a unix socket. If path is empty it is $PATCHBAY_SOCKET, else DefaultSocket.
+// The connection is made by the first call.
+func Connect(path string, options ...grpc.DialOption) (*Host, error) {
+	if path == "" {
+		path = os.Getenv("PATCHBAY_SOCKET")
+	}
+	if path == "" {
+		path = DefaultSocket
+	}
+	path, err := filepath.Abs(strings.TrimPrefix(path, "unix:"))
+	if err != nil {
+		return nil, err
+	}
+	return dial("unix://"+path, append(options,
+		grpc.WithTransportCredentials(insecure.NewCredentials())))
+}
+
+// ConnectTLS connects to "HOST:PORT" with mutual TLS.
+func ConnectTLS(address string, files TLS, options ...grpc.DialOption) (*Host, error) {
+	cert, err := tls.LoadX509KeyPair(files.Cert, files.Key)
+	if err != nil {
+		return nil, err
+	}
+	pem, err := os.ReadFile(files.CA)
+	if err != nil {
+		return nil, err
+	}
+	roots := x509.NewCertPool()
+	if !roots.AppendCertsFromPEM(pem) {
+		return nil, fmt.Errorf("%s holds no certificate in PEM", files.CA)
+	}
+	config := &tls.Config{
+		Certificates: []tls.Certificate{cert},
+		RootCAs:      roots,
+		ServerName:   files.ServerName,
+		MinVersion:   tls.VersionTLS12,
+	}
+	return dial(address, append(options,
+		grpc.WithTransportCredentials(credentials.NewTLS(config))))
+}
+
+func dial(target string, options []grpc.DialOption) (*Host, error) {
+	options = append(options,
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxAnswer)),
+		grpc.WithChainUnaryInterceptor(unaryErrors),
+		grpc.WithChainStreamInterceptor(streamErrors))
+	conn, err := grpc.NewClient(target, options...)
+	if err != nil {
+		return nil, err
+	}
+	return &Host{conn: conn, guests: pb.NewGuestServiceClient(conn)}, nil
+}
+
+// Close ends the connection and its streams.
+func (h *Host) Close() error { return h.conn.Close() }
+
+// Guests lists the endpoint's guests, ordered by name; patterns are globs.
+func (h *Host) Guests(ctx context.Context, patterns ...string) iter.Seq2[*pb.GuestStatus, error] {
+	return pages(func(token string) ([]*pb.GuestStatus, string, error) {
+		request := pb.ListGuestsRequest{Patterns: patterns, PageToken: token}
+		answer, err := h.guests.ListGuests(ctx, &request)
+		return answer.GetGuests(), answer.GetNextPageToken(), err
+	})
+}
+
+// Guest is the guest of that name; with "", the only guest of the endpoint.
+func (h *Host) Guest(name string) *Guest {
+	return &Guest{
+		Name:        name,
+		Guests:      h.guests,
+		Keys:        pb.NewStaticKeysServiceClient(h.conn),
+		Tracepoints: pb.NewTracepointsServiceClient(h.conn),
+	}
+}
+
+// pages yields the items of all pages, and ends with the first error.
+func pages[T any](page func(token string) ([]T, string, error)) iter.Seq2[T, error] {
+	return func(yield func(T, error) bool) {
+		for token := ""; ; {
+			items, next, err := page(token)
+			if err != nil {
+				var none T
+				yield(none, err)
+				return
+			}
+			for _, item := range items {
+				if !yield(item, nil) {
+					return
+				}
+			}
+			if next == "" {
+				return
+			}
+			token = next
+		}
+	}
+}
+
+// stream yields what the service sends. It ends with the first error, and without one when ctx is
+// cancelled or the loop is left.
+func stream[T any](
+	ctx context.Context,
+	open func(context.Context) (grpc.ServerStreamingClient[T], error),
+) iter.Seq2[*T, error] {
+	return func(yield func(*T, error) bool) {
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		call, err := open(ctx)
+		for err == nil {
+			var message *T
+			if message, err = call.Recv(); err == nil && !yield(message, nil) {
+				return
+			}
+		}
+		if !errors.Is(err, io.EOF) && ctx.Err() != context.Canceled {
+			yield(nil, err)
+		}
+	}
+}
+
+// Collect returns all items of a list, or the first error.
+func Collect[T any](items iter.Seq2[T, error]) ([]T, error) {
+	var all []T
+	for item, err := range items {
+		if err != nil {
+			return all, err
+		}
+		all = append(all, item)
+	}
+	return all, nil
+}

@@ -1,0 +1,72 @@
+#!/bin/sh
+# Run by systemd in a clean Debian root: installs the previous version, uses it, upgrades, and purges. Each line
+# must succeed.
+trap 'test -e /host/done || journalctl --no-pager --lines=40' EXIT
+# Waits without a word until a command succeeds.
+wait_for() {
+	set +x
+	until "$@" >/dev/null 2>&1; do :; done
+	set -x
+}
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin DEBIAN_FRONTEND=noninteractive
+
+# Installed.
+dpkg --install /host/old/patchbay_*.deb /host/old/patchbay-agent_*.deb
+dpkg --verify patchbay patchbay-agent
+for program in patchbay patchbay-vmm patchbayd patchbay-fleet patchbay-attach; do
+	$program --version
+	test -s "/usr/share/man/man1/$program.1.gz"
+done
+systemctl is-enabled patchbay-agent.service
+bash -n /usr/share/bash-completion/completions/patchbay
+systemd-analyze verify patchbayd.service patchbay-fleet.service patchbay-agent.service
+
+# Started and used, with a guest in memory as its monitor would serve it.
+patchbayd policy check /etc/patchbay/policy.yaml
+mkdir -p /run/patchbay
+mkfifo /run/commands
+/host/in_memory_guests /run/patchbay/test.sock test </run/commands &
+exec 9>/run/commands
+wait_for test -S /run/patchbay/test.sock
+systemctl start patchbayd
+socket=/run/patchbayd/patchbayd.sock
+wait_for patchbay --socket $socket --guest test guest describe
+patchbay --socket $socket --guest test keys enable alpha
+patchbay --socket $socket --guest test keys get alpha | grep -i alpha
+patchbayd audit verify
+
+# A policy of the operator's own, and a controller with its store.
+echo '# ours' >>/etc/patchbay/policy.yaml
+echo "OPTIONS=--standalone --host here=$socket" >/etc/patchbay/fleet.conf
+systemctl start patchbay-fleet
+wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay-fleet rollout list
+systemctl reload patchbayd
+cp /var/log/patchbayd/audit.jsonl /run/audit.before
+daemon=$(systemctl show --value --property MainPID patchbayd)
+
+# Upgraded: the policy, the audit log and the store stay, and the daemon is the new one.
+dpkg --install /host/new/patchbay_*.deb /host/new/patchbay-agent_*.deb
+grep '# ours' /etc/patchbay/policy.yaml
+head --bytes "$(stat --format %s /run/audit.before)" /var/log/patchbayd/audit.jsonl | cmp - /run/audit.before
+test "$(systemctl show --value --property MainPID patchbayd)" != "$daemon"
+wait_for patchbay --socket $socket --guest test guest describe
+patchbay --socket $socket --guest test keys disable alpha
+patchbayd audit verify
+test "$(wc -l </var/log/patchbayd/audit.jsonl)" -gt "$(wc -l </run/audit.before)"
+test -s /var/lib/patchbay-fleet/fleet.redb
+wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay-fleet rollout list
+
+# Removed: programs and services go, data stays.
+dpkg --remove patchbay patchbay-agent
+test "$(systemctl is-active patchbayd)" = inactive
+test ! -e /usr/bin/patchbayd
+test -s /var/log/patchbayd/audit.jsonl
+grep '# ours' /etc/patchbay/policy.yaml
+
+# Purged: nothing is left.
+dpkg --purge patchbay patchbay-agent
+test ! -e /etc/patchbay
+test ! -e /var/log/patchbayd
+test ! -e /var/lib/patchbay-fleet
+test -z "$(find /etc /usr /var/lib/systemd -name '*patchbay*')"
+echo all >/host/done

@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `cargo xtask package`: Debian packages, a tarball of the same programs, their checksums and their
+//! bill of materials.
+//!
+//! All programs are linked statically, so that one build runs on every distribution. The same sources
+//! at the same path give the same bytes: times come from `SOURCE_DATE_EPOCH`, or from the last commit.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use sha2::{Digest, Sha256};
+
+use crate::bill::{self, Crate};
+use crate::{cache, cargo, host};
+
+const TOOLS: &[&str] = &["dpkg", "binutils", "xz-utils", "help2man"];
+
+/// Packages of the workspace, and their programs with a line for the manual.
+const PROGRAMS: &[(&str, &str, &str)] = &[
+    (
+        "patchbay-cli",
+        "patchbay",
+        "change static keys of running guests",
+    ),
+    (
+        "patchbay-vmm",
+        "patchbay-vmm",
+        "run a Linux guest whose static keys can be changed",
+    ),
+    (
+        "patchbay-node",
+        "patchbayd",
+        "serve all Patchbay guests of a host",
+    ),
+    (
+        "patchbay-fleet",
+        "patchbay-fleet",
+        "roll changes out over the guests of many hosts",
+    ),
+    (
+        "patchbay-attach",
+        "patchbay-attach",
+        "serve a guest that QEMU runs",
+    ),
+];
+
+/// Where completions lie, by shell.
+const COMPLETIONS: &[(&str, &str)] = &[
+    ("bash", "usr/share/bash-completion/completions/patchbay"),
+    ("zsh", "usr/share/zsh/vendor-completions/_patchbay"),
+    ("fish", "usr/share/fish/vendor_completions.d/patchbay.fish"),
+];
+
+const UNITS: &[&str] = &[
+    "node/patchbayd.service",
+    "fleet/patchbay-fleet.service",
+    "vmm/patchbay@.service",
+];
+
+/// The stripped programs.
+pub struct Programs {
+    folder: tempfile::TempDir,
+    epoch: String,
+}
+
+/// Builds everything into `target/package` and returns the folder.
+pub fn run() -> Result<PathBuf> {
+    let programs = Programs::build()?;
+    let version = env!("CARGO_PKG_VERSION");
+    let folder = host::target().join("package");
+    let _ = fs::remove_dir_all(&folder);
+    fs::create_dir_all(&folder)?;
+    let packages: Vec<&str> = PROGRAMS.iter().map(|program| program.0).collect();
+    let host_crates = bill::crates(&packages)?;
+    let agent_crates = bill::crates(&["patchbay-guest-agent"])?;
+    programs.host_package(version, &folder, &host_crates)?;
+    programs.agent_package(version, &folder, &agent_crates)?;
+    programs.tarball(version, &folder, &host_crates)?;
+    let mut all = host_crates;
+    all.extend(agent_crates);
+    all.sort();
+    all.dedup();
+    let bill = bill::materials(version, &all)?;
+    fs::write(folder.join("patchbay.cdx.json"), bill)?;
+    write_sums(&folder)?;
+    Ok(folder)
+}
+
+/// Builds the programs, with symbols, and returns their folder.
+pub fn static_programs() -> Result<PathBuf> {
+    let packages: Vec<&str> = PROGRAMS.iter().map(|program| program.0).collect();
+    cargo::build_static_programs(&packages)
+}
+
+impl Programs {
+    /// Builds and strips the programs.
+    pub fn build() -> Result<Self> {
+        host::ensure_packages(TOOLS)?;
+        let built = static_programs()?;
+        let agent = cargo::build_agent()?;
+        let folder = tempfile::tempdir()?;
+        let names = PROGRAMS.iter().map(|program| built.join(program.1));
+        for path in names.chain([agent]) {
+            let name = path.file_name().context("a program has a name")?;
+            let stripped = folder.path().join(name);
+            succeed(Command::new("strip").arg("-o").arg(&stripped).arg(&path))?;
+        }
+        let epoch = match std::env::var("SOURCE_DATE_EPOCH") {
+            Ok(epoch) => epoch,
+            Err(_) => output(
+                Command::new("git")
+                    .args(["log", "-1", "--format=%ct"])
+                    .current_dir(host::repository()),
+            )?,
+        };
+        Ok(Self {
+            folder,
+            epoch: epoch.trim().to_owned(),
+        })
+    }
+
+    fn program(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Writes `patchbay_VERSION_amd64.deb`.
+    pub fn host_package(&self, version: &str, out: &Path, crates: &[Crate]) -> Result<PathBuf> {
+        let tree = Tree::new("patchbay")?;
+        self.put_host_files(&tree, "usr")?;
+        for unit in UNITS {
+            tree.copy(unit, "usr/lib/systemd/system", 0o644)?;
+        }
+        for (shell, place) in COMPLETIONS {
+            let mut command = Command::new(self.program("patchbay"));
+            tree.put(place, output(command.args(["completion", shell]))?, 0o644)?;
+        }
+        tree.copy("xtask/package/policy.yaml", "etc/patchbay", 0o644)?;
+        tree.put("DEBIAN/conffiles", "/etc/patchbay/policy.yaml\n", 0o644)?;
+        tree.documents(crates)?;
+        tree.control(
+            version,
+            "Section: admin\nRecommends: systemd\n",
+            "change static keys of running Linux guests from their host\n \
+             The command patchbay, the monitor patchbay-vmm, the daemon patchbayd of a host, the\n \
+             controller patchbay-fleet of many hosts, and patchbay-attach for guests that QEMU runs.\n",
+        )?;
+        tree.deb(version, &self.epoch, out)
+    }
+
+    /// Writes `patchbay-agent_VERSION_amd64.deb`.
+    pub fn agent_package(&self, version: &str, out: &Path, crates: &[Crate]) -> Result<PathBuf> {
+        let tree = Tree::new("patchbay-agent")?;
+        let agent = self.program("patchbay-agent");
+        tree.put("usr/sbin/patchbay-agent", fs::read(agent)?, 0o755)?;
+        let unit = "guest-agent/patchbay-agent.service";
+        tree.copy(unit, "usr/lib/systemd/system", 0o644)?;
+        tree.documents(crates)?;
+        tree.control(
+            version,
+            "Section: admin\nRecommends: systemd\n",
+            "trace events of this guest for the monitor that runs it\n \
+             Install it in a guest of Patchbay. It reaches nothing but the guest's own monitor.\n",
+        )?;
+        tree.deb(version, &self.epoch, out)
+    }
+
+    /// Programs and manual below a prefix.
+    fn put_host_files(&self, tree: &Tree, prefix: &str) -> Result<()> {
+        for (_, name, purpose) in PROGRAMS {
+            let path = self.program(name);
+            tree.put(&format!("{prefix}/bin/{name}"), fs::read(&path)?, 0o755)?;
+            let mut help2man = Command::new("help2man");
+            help2man
+                .args(["--no-info", "--locale=C", "--name", purpose])
+                .arg(&path)
+                .env("SOURCE_DATE_EPOCH", &self.epoch);
+            let page = compressed(output(&mut help2man)?.as_bytes())?;
+            let place = format!("{prefix}/share/man/man1/{name}.1.gz");
+            tree.put(&place, page, 0o644)?;
+        }
+        Ok(())
+    }
+
+    /// Writes `patchbay-VERSION-x86_64-linux.tar.xz`, for other distributions.
+    fn tarball(&self, version: &str, out: &Path, crates: &[Crate]) -> Result<()> {
+        let name = format!("patchbay-{version}-x86_64-linux");
+        let tree = Tree::new("patchbay")?;
+        self.put_host_files(&tree, &name)?;
+        let agent = fs::read(self.program("patchbay-agent"))?;
+        tree.put(&format!("{name}/bin/patchbay-agent"), agent, 0o755)?;
+        for unit in UNITS.iter().chain(&["guest-agent/patchbay-agent.service"]) {
+            tree.copy(unit, &format!("{name}/systemd"), 0o644)?;
+        }
+        tree.copy("LICENSE", &name, 0o644)?;
+        let licences = bill::licences(crates)?;
+        tree.put(&format!("{name}/LICENCES"), licences, 0o644)?;
+        let mut tar = Command::new("tar");
+        tar.args(["--sort=name", "--owner=0", "--group=0", "--numeric-owner"])
+            .arg(format!("--mtime=@{}", self.epoch))
+            .arg("--directory")
+            .arg(tree.root.path())
+            .args(["--xz", "--create", "--file"])
+            .arg(out.join(format!("{name}.tar.xz")))
+            .arg(&name);
+        succeed(&mut tar)
+    }
+}
+
+/// Files of a package.
+struct Tree {
+    name: &'static str,
+    root: tempfile::TempDir,
+}
+
+impl Tree {
+    fn new(name: &'static str) -> Result<Self> {
+        let root = tempfile::tempdir()?;
+        fs::set_permissions(root.path(), fs::Permissions::from_mode(0o755))?;
+        Ok(Self { name, root })
+    }
+
+    fn put(&self, place: &str, content: impl AsRef<[u8]>, mode: u32) -> Result<()> {
+        let path = self.root.path().join(place);
+        let folder = path.parent().context("a file is in a folder")?;
+        fs::create_dir_all(folder)?;
+        fs::write(&path, content).with_context(|| format!("cannot write {place}"))?;
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode))?;
+        Ok(())
+    }
+
+    /// Copies a file of the repository into a folder of the package.
+    fn copy(&self, source: &str, folder: &str, mode: u32) -> Result<()> {
+        let path = host::repository().join(source);
+        let content = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let name = source.rsplit('/').next().unwrap_or(source);
+        self.put(&format!("{folder}/{name}"), content, mode)
+    }
+
+    fn documents(&self, crates: &[Crate]) -> Result<()> {
+        let folder = format!("usr/share/doc/{}", self.name);
+        self.put(
+            &format!("{folder}/copyright"),
+            "Patchbay is licensed under the Apache License, version 2.0:\n\
+             /usr/share/common-licenses/Apache-2.0\n\n\
+             The crates that it links, and their licences, are in LICENCES.gz.\n",
+            0o644,
+        )?;
+        let licences = compressed(bill::licences(crates)?.as_bytes())?;
+        self.put(&format!("{folder}/LICENCES.gz"), licences, 0o644)?;
+        let changes = fs::read(host::repository().join("CHANGELOG.md"))?;
+        self.put(
+            &format!("{folder}/changelog.gz"),
+            compressed(&changes)?,
+            0o644,
+        )
+    }
+
+    /// Control file, maintainer scripts and checksums. Called last.
+    fn control(&self, version: &str, fields: &str, description: &str) -> Result<()> {
+        let (mut kib, mut sums) = (0, String::new());
+        for path in cache::files_below(self.root.path())? {
+            let place = path.strip_prefix(self.root.path())?.display().to_string();
+            if place.starts_with("DEBIAN/") {
+                continue;
+            }
+            kib += fs::metadata(&path)?.len().div_ceil(1024);
+            let sum = output(Command::new("md5sum").arg(&path))?;
+            let sum = sum.split(' ').next().unwrap_or_default();
+            sums += &format!("{sum}  {place}\n");
+        }
+        let control = format!(
+            "Package: {}\nVersion: {version}\nArchitecture: amd64\n\
+             Maintainer: The Patchbay authors <patchbay@localhost>\nPriority: optional\n\
+             {fields}Installed-Size: {kib}\nDescription: {description}",
+            self.name
+        );
+        self.put("DEBIAN/control", control, 0o644)?;
+        self.put("DEBIAN/md5sums", sums, 0o644)?;
+        for script in ["postinst", "prerm", "postrm"] {
+            let source = format!("xtask/package/{}.{script}", self.name);
+            if let Ok(content) = fs::read(host::repository().join(source)) {
+                self.put(&format!("DEBIAN/{script}"), content, 0o755)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn deb(&self, version: &str, epoch: &str, out: &Path) -> Result<PathBuf> {
+        // The umask must not be part of the package.
+        let mut folders = Command::new("find");
+        folders.arg(self.root.path());
+        succeed(folders.args(["-type", "d", "-exec", "chmod", "755", "{}", "+"]))?;
+        let path = out.join(format!("{}_{version}_amd64.deb", self.name));
+        let mut build = Command::new("dpkg-deb");
+        build
+            .args(["--root-owner-group", "-Zxz", "--build"])
+            .arg(self.root.path())
+            .arg(&path)
+            .env("SOURCE_DATE_EPOCH", epoch);
+        succeed(&mut build)?;
+        Ok(path)
+    }
+}
+
+fn write_sums(folder: &Path) -> Result<()> {
+    let mut sums = String::new();
+    for path in cache::files_below(folder)? {
+        let sum = Sha256::digest(fs::read(&path)?);
+        let sum: String = sum.iter().map(|byte| format!("{byte:02x}")).collect();
+        let name = path.strip_prefix(folder)?.display();
+        sums += &format!("{sum}  {name}\n");
+    }
+    fs::write(folder.join("SHA256SUMS"), sums).context("cannot write SHA256SUMS")
+}
+
+/// gzip without a name and a time.
+fn compressed(content: &[u8]) -> Result<Vec<u8>> {
+    let file = tempfile::NamedTempFile::new()?;
+    fs::write(file.path(), content)?;
+    let mut gzip = Command::new("gzip");
+    let gzip = gzip.args(["-9", "--no-name", "--stdout"]).arg(file.path());
+    run_to_end(gzip)
+}
+
+fn succeed(command: &mut Command) -> Result<()> {
+    run_to_end(command).map(drop)
+}
+
+fn output(command: &mut Command) -> Result<String> {
+    Ok(String::from_utf8(run_to_end(command)?)?)
+}
+
+fn run_to_end(command: &mut Command) -> Result<Vec<u8>> {
+    let program = command.get_program().display().to_string();
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("cannot run {program}"))?;
+    if !output.status.success() {
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        bail!("{program} failed ({}): {message}", output.status);
+    }
+    Ok(output.stdout)
+}
