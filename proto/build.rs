@@ -3,7 +3,10 @@
 
 type BuildResult = Result<(), Box<dyn std::error::Error>>;
 
-const AGENT: &str = "patchbay/agent/v1/agent.proto";
+const AGENT: [&str; 2] = [
+    "patchbay/agent/v1/agent.proto",
+    "patchbay/agent/v1/exec.proto",
+];
 #[cfg(feature = "grpc")]
 const FLEET: &str = "patchbay/fleet/v1/fleet.proto";
 
@@ -27,15 +30,14 @@ fn generate() -> BuildResult {
     let out = std::path::PathBuf::from(std::env::var("OUT_DIR")?);
     std::fs::write(out.join("patchbay.v1.bin"), descriptors.encode_to_vec())?;
     tonic_prost_build::compile_fds(descriptors)?;
-    for other in [FLEET, AGENT] {
-        tonic_prost_build::compile_fds(protox::compile([other], ["."])?)?;
-    }
+    tonic_prost_build::compile_fds(protox::compile([FLEET], ["."])?)?;
+    tonic_prost_build::compile_fds(protox::compile(AGENT, ["."])?)?;
     Ok(())
 }
 
 /// What the agent needs.
 #[cfg(not(feature = "grpc"))]
 fn generate() -> BuildResult {
-    prost_build::compile_fds(protox::compile([AGENT], ["."])?)?;
+    prost_build::compile_fds(protox::compile(AGENT, ["."])?)?;
     Ok(())
 }

@@ -2,8 +2,10 @@
 //! The command line.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use patchbay_attach::libvirt;
 use patchbay_attach::memory::Access;
 use patchbay_attach::{PauseWay, Target};
 
@@ -22,10 +24,13 @@ pub struct CommandLine {
 pub enum Guest {
     /// A guest of a QEMU
     Qemu(Qemu),
-    /// A running domain of the local libvirt
+    /// A running domain of a libvirt on this host
     Libvirt {
         /// Name of the domain
         domain: String,
+        /// URI of the libvirt
+        #[arg(long, value_name = "URI", default_value = libvirt::SYSTEM)]
+        connect: String,
         #[command(flatten)]
         options: Options,
     },
@@ -73,9 +78,61 @@ pub struct Options {
     /// Allow changes of guarded keys for clients that ask for it
     #[arg(long)]
     pub allow_guarded: bool,
+    /// Serve the agent of the guest that has this CID, on this port of the host's AF_VSOCK [default: the CID of QEMU's vhost-vsock
+    /// device, port 1024]
+    #[arg(long, value_name = "CID[:PORT]")]
+    pub agent_vsock: Option<AgentVsock>,
+    /// Declare the keys of the files in this folder safe to count from outside [default:
+    /// /etc/patchbay/keys.d if it exists]
+    #[arg(long, value_name = "FOLDER")]
+    pub keys_dir: Option<PathBuf>,
     /// Append each change to this file
     #[arg(long, value_name = "FILE")]
     pub audit_log: Option<PathBuf>,
+}
+
+/// Where the agent's connections come from, and the port that they go to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AgentVsock {
+    pub guest: u32,
+    pub port: u32,
+}
+
+impl AgentVsock {
+    /// The agent of the guest with this CID, on the port that it connects to unless it is told otherwise.
+    pub fn of(guest: u32) -> Self {
+        Self {
+            guest,
+            port: patchbay_service::trace::PORT,
+        }
+    }
+}
+
+impl FromStr for AgentVsock {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (guest, port) = match text.split_once(':') {
+            Some((guest, port)) => (guest, Some(port)),
+            None => (text, None),
+        };
+        // 0 to 2 are reserved, and the last is VMADDR_CID_ANY.
+        let guest = guest.parse().ok().filter(|cid| (3..u32::MAX).contains(cid));
+        let guest =
+            guest.ok_or("use CID or CID:PORT; a guest's CID is a number from 3 to 4294967294")?;
+        let port = port.map(|port| {
+            port.parse()
+                .ok()
+                .filter(|port| (1..u32::MAX).contains(port))
+        });
+        match port {
+            None => Ok(Self::of(guest)),
+            Some(Some(port)) => Ok(Self { guest, port }),
+            Some(None) => {
+                Err("use CID or CID:PORT; a port is a number from 1 to 4294967294".to_owned())
+            }
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -132,7 +189,9 @@ mod tests {
             "a qemu --qmp s",
             "a qemu --pid 7",
             "a qemu --qmp s --pid 7 --pause qmp --memory process --name n",
+            "a libvirt d --agent-vsock 3",
             "a libvirt d",
+            "a libvirt d --keys-dir k",
         ] {
             parse(line).expect(line);
         }
@@ -145,6 +204,31 @@ mod tests {
             "a qemu --qmp s --memory disk",
         ] {
             parse(line).expect_err(line);
+        }
+    }
+    #[test]
+    fn the_agents_address_is_parsed_or_refused() {
+        assert_eq!(
+            "7".parse(),
+            Ok(AgentVsock {
+                guest: 7,
+                port: 1024
+            })
+        );
+        assert_eq!("7:9".parse(), Ok(AgentVsock { guest: 7, port: 9 }));
+        for bad in [
+            "",
+            "2",
+            "x",
+            "7:",
+            "7:0",
+            "7:x",
+            "4294967295",
+            "7:4294967295",
+            "-3",
+            "7:1:1",
+        ] {
+            assert!(bad.parse::<AgentVsock>().is_err(), "{bad:?}");
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::libvirt::Domain;
 use crate::memory::{Access, AttachedRam};
 use crate::monitor::Monitor;
 use crate::process::Process;
-use crate::qmp::{Event, Qmp};
+use crate::qmp::{Event, EventListener, Qmp, QmpError};
 use crate::watchdog::Watchdog;
 
 /// For a QEMU's first words.
@@ -32,8 +32,13 @@ pub enum Target {
     Qmp(PathBuf, Option<u32>),
     /// The QEMU with this process id, by the socket on its command line.
     Process(u32),
-    /// A running domain of the local libvirt.
-    Libvirt(String),
+    /// A running domain of a libvirt on this host.
+    Libvirt {
+        /// URI of the libvirt.
+        uri: String,
+        /// Name of the domain.
+        domain: String,
+    },
 }
 
 /// How the guest is stopped.
@@ -79,19 +84,16 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
         })
     };
     let (monitor, pid) = match &options.target {
-        Target::Qmp(path, pid) => socket(Qmp::connect(path, PATIENCE, listener)?, *pid),
-        Target::Process(pid) => socket(
-            Qmp::connect(&qmp_socket_of(*pid)?, PATIENCE, listener)?,
-            Some(*pid),
-        ),
-        Target::Libvirt(name) => {
-            let domain = Domain::open(name)?;
-            let pid = domain.process()?;
-            (Monitor::Libvirt(domain), Some(pid))
-        }
+        Target::Qmp(path, pid) => socket(connect(path, listener)?, *pid),
+        Target::Process(pid) => socket(connect(&qmp_socket_of(*pid)?, listener)?, Some(*pid)),
+        Target::Libvirt { uri, domain } => (Monitor::Libvirt(Domain::open(uri, domain)?), None),
     };
     refuse_unfit(&monitor, options.accept_tcg)?;
     let vcpus = monitor.vcpu_threads()?;
+    let pid = match &monitor {
+        Monitor::Libvirt(domain) => Some(domain.process(&vcpus)?),
+        Monitor::Socket(_) => pid,
+    };
     let process = Arc::new(process(pid, &vcpus)?);
     let _ = known.set(Arc::clone(&process));
     let lock = process.lock()?;
@@ -122,6 +124,23 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
         life,
         held: AtomicBool::new(false),
         _lock: lock,
+    })
+}
+
+/// Connects. If the socket is in use, most likely by another attacher, says by which.
+fn connect(path: &Path, listener: EventListener) -> Result<Qmp, AttachError> {
+    Qmp::connect(path, PATIENCE, listener).map_err(|error| {
+        let owner = match error {
+            QmpError::NoGreeting { .. } => Qmp::owner(path),
+            _ => None,
+        };
+        let lock = owner
+            .and_then(|pid| Process::open(pid).ok())
+            .map(|qemu| qemu.lock());
+        match lock {
+            Some(Err(taken @ AttachError::Refused(_))) => taken,
+            _ => error.into(),
+        }
     })
 }
 

@@ -182,12 +182,15 @@ impl QemuGuest {
             "running" => {}
             "paused" | "suspended" => return Err(PauseError::AlreadyPaused),
             "shutdown" | "guest-panicked" | "internal-error" => return Err(PauseError::Ended),
+            "postmigrate" => {
+                return Err(unable(
+                    "the guest has migrated away; attach to it where it runs now",
+                ));
+            }
             _ => {
-                return Err(PauseError::Unable {
-                    why: format!(
-                        "QEMU says that the guest is {status:?}; wait until it is running"
-                    ),
-                });
+                return Err(unable(format!(
+                    "QEMU says that the guest is {status:?}; wait until it is running"
+                )));
             }
         }
         let migration = self.monitor.migration(PATIENCE).map_err(unable)?;

@@ -11,40 +11,46 @@ use serde_json::Value;
 use crate::error::AttachError;
 use crate::qmp::{QmpError, message, returned};
 
-/// A domain of the local libvirt.
+/// The libvirt of this host that runs as root.
+pub const SYSTEM: &str = "qemu:///system";
+
+/// A domain of a libvirt on this host.
 #[derive(Debug)]
 pub struct Domain {
+    uri: String,
     name: String,
 }
 
 impl Domain {
-    /// The domain with this name.
+    /// The domain with this name, of the libvirt with this URI.
     ///
     /// # Errors
     /// `virsh` is not installed, or no such domain runs.
-    pub fn open(name: &str) -> Result<Self, AttachError> {
+    pub fn open(uri: &str, name: &str) -> Result<Self, AttachError> {
         let domain = Self {
+            uri: uri.to_owned(),
             name: name.to_owned(),
         };
         domain.execute("query-status", Value::Null, Duration::from_secs(10))?;
         Ok(domain)
     }
 
-    /// Its QEMU's process, as libvirt's file for it says.
+    /// Its QEMU's process: the one whose threads its vCPUs are. Where libvirt keeps its own note of the process depends on the URI.
     ///
     /// # Errors
-    /// The file cannot be read.
-    pub fn process(&self) -> Result<u32, AttachError> {
-        let path = format!("/run/libvirt/qemu/{}.pid", self.name);
-        let cannot = |error: String| AttachError::Process {
-            what: format!("{path} cannot be read"),
-            error,
-            next: "give the QEMU's process id by --pid".to_owned(),
+    /// There is none on this host, or it is not this domain's.
+    pub fn process(&self, vcpus: &[u32]) -> Result<u32, AttachError> {
+        let process = vcpus.first().and_then(|thread| process_of(*thread));
+        let is_it = |pid: &u32| {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            names_guest(&line, &self.name)
         };
-        let text = fs::read_to_string(&path).map_err(|error| cannot(error.to_string()))?;
-        text.trim()
-            .parse()
-            .map_err(|_| cannot(format!("it says {text:?}")))
+        process.filter(is_it).ok_or_else(|| {
+            AttachError::Refused(format!(
+                "the QEMU of domain {} is not found by its vCPUs' threads {vcpus:?}; is it on this host, and in this PID namespace?",
+                self.name
+            ))
+        })
     }
 
     /// Carries out a command of QEMU's monitor.
@@ -63,8 +69,15 @@ impl Domain {
             description,
         };
         let mut child = Command::new("virsh")
-            .args(["--connect", "qemu:///system", "qemu-monitor-command", &self.name])
-            .arg(message(command, arguments, 0).trim_end())
+            .args([
+                "--connect",
+                &self.uri,
+                "qemu-monitor-command",
+                "--domain",
+                &self.name,
+                "--",
+            ])
+            .arg(message(command, arguments, None).trim_end())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -102,5 +115,54 @@ impl Domain {
         let answer = serde_json::from_str(&output)
             .map_err(|error| refused(format!("virsh's output is no answer ({error})")))?;
         returned(command, answer)
+    }
+}
+
+/// The process of a thread.
+fn process_of(thread: u32) -> Option<u32> {
+    let status = fs::read_to_string(format!("/proc/{thread}/status")).ok()?;
+    let id = status.lines().find_map(|line| line.strip_prefix("Tgid:"));
+    id?.trim().parse().ok()
+}
+
+/// Whether the command line is of the QEMU that libvirt started for this domain: `-name guest=NAME,…`, with commas in NAME doubled.
+fn names_guest(line: &[u8], name: &str) -> bool {
+    let wanted = format!("guest={}", name.replace(',', ",,"));
+    let mut words = line.split(|byte| *byte == 0);
+    let value = words
+        .by_ref()
+        .find(|word| *word == b"-name")
+        .and(words.next());
+    value
+        .and_then(|value| value.strip_prefix(wanted.as_bytes()))
+        .is_some_and(|rest| rest.is_empty() || (rest[0] == b',' && rest.get(1) != Some(&b',')))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_qemu_is_recognised_by_the_domains_name() {
+        let line = |value: &str| format!("/usr/bin/qemu\0-name\0{value}\0-S\0").into_bytes();
+        for value in ["guest=a", "guest=a,debug-threads=on"] {
+            assert!(names_guest(&line(value), "a"), "{value}");
+        }
+        assert!(names_guest(&line("guest=a,,b,debug-threads=on"), "a,b"));
+        for value in ["a", "guest=ab", "guest=b", "guest=a,,b", ""] {
+            assert!(!names_guest(&line(value), "a"), "{value}");
+        }
+        assert!(!names_guest(b"qemu\0guest=a\0-name", "a"));
+        assert!(!names_guest(b"", "a"));
+    }
+
+    #[test]
+    fn a_thread_leads_to_its_process() {
+        let id = rustix::thread::gettid()
+            .as_raw_nonzero()
+            .get()
+            .cast_unsigned();
+        assert_eq!(process_of(id), Some(std::process::id()));
+        assert_eq!(process_of(u32::MAX), None);
     }
 }

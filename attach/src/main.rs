@@ -15,13 +15,14 @@ use patchbay_attach::{Options, Target, attach, watchdog};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::guest::Machine;
 use patchbay_service::keys::audit::AuditLog;
+use patchbay_service::keys::declared::Declarations;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::{Keys, KeysConfig};
-use patchbay_service::trace::Tracing;
+use patchbay_service::trace::{AgentSocket, Tracing};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
-use crate::args::{CommandLine, Guest};
+use crate::args::{AgentVsock, CommandLine, Guest};
 
 fn main() -> ExitCode {
     let line = CommandLine::parse();
@@ -40,7 +41,17 @@ fn main() -> ExitCode {
             Some(target) => run(target, &qemu.options),
             None => Err(anyhow::anyhow!("give --qmp or --pid")),
         },
-        Guest::Libvirt { domain, options } => run(Target::Libvirt(domain.clone()), options),
+        Guest::Libvirt {
+            domain,
+            connect,
+            options,
+        } => {
+            let target = Target::Libvirt {
+                uri: connect.clone(),
+                domain: domain.clone(),
+            };
+            run(target, options)
+        }
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -61,6 +72,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
         })?,
         None => AuditLog::default(),
     };
+    let declared = Declarations::read(args.keys_dir.as_deref())?;
     let guest = Arc::new(attach(&Options {
         target,
         name: args.name.clone(),
@@ -75,11 +87,16 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
         None => default_socket(&name)?,
     };
     let socket = ApiSocket::bind(&path)?;
+    let tracing = Tracing {
+        agent: agent_socket(args.agent_vsock, &guest)?,
+        ..Tracing::default()
+    };
     let registry = Arc::new(Registry::default());
     registry.discover(guest.clone());
     let config = KeysConfig {
         audit,
         allow_guarded: args.allow_guarded,
+        declared,
         ..KeysConfig::default()
     };
     let (keys, thread) = Keys::start(guest.clone(), registry, config)
@@ -88,7 +105,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
         .enable_all()
         .build()?;
     eprintln!("attached to {name}; its API is at {}", path.display());
-    let end = runtime.block_on(serve(socket, keys, &guest))?;
+    let end = runtime.block_on(serve(socket, keys, tracing, &guest))?;
     drop(runtime);
     // A change in progress, or a pause that is held, ends with its thread: the guest runs before this process ends.
     let _ = thread.join();
@@ -101,7 +118,12 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
 }
 
 /// Serves until the guest ends, or a signal says to detach.
-async fn serve(socket: ApiSocket, keys: Keys, guest: &QemuGuest) -> anyhow::Result<Option<End>> {
+async fn serve(
+    socket: ApiSocket,
+    keys: Keys,
+    tracing: Tracing,
+    guest: &QemuGuest,
+) -> anyhow::Result<Option<End>> {
     let (ended, end) = oneshot::channel();
     let life = Arc::clone(guest.life());
     std::thread::Builder::new()
@@ -119,10 +141,36 @@ async fn serve(socket: ApiSocket, keys: Keys, guest: &QemuGuest) -> anyhow::Resu
         }
     };
     let guests = Guests::default();
-    let served = ServedGuest::start(keys, Tracing::default())?;
+    let served = ServedGuest::start(keys, tracing)?;
     guests.add(served)?;
     Endpoint::new(socket, guests).serve(shutdown).await?;
     Ok(outcome)
+}
+
+/// Where the guest's agent connects to, if the guest has a vhost-vsock device. An address that was given must work.
+fn agent_socket(
+    given: Option<AgentVsock>,
+    guest: &QemuGuest,
+) -> anyhow::Result<Option<AgentSocket>> {
+    let address = match given {
+        Some(address) => address,
+        None => match guest.monitor().vsock_cid()? {
+            Some(cid) => AgentVsock::of(cid),
+            None => return Ok(None),
+        },
+    };
+    let AgentVsock { guest, port } = address;
+    let bound = AgentSocket::bind_vsock(guest, port).with_context(|| {
+        format!("port {port} of the host's AF_VSOCK cannot be listened on; give --agent-vsock {guest}:PORT and start the agent with --connect vsock:2:PORT")
+    });
+    match bound {
+        Ok(socket) => Ok(Some(socket)),
+        Err(error) if given.is_some() => Err(error),
+        Err(error) => {
+            tracing::warn!("the guest's agent is not served: {error:#}");
+            Ok(None)
+        }
+    }
 }
 
 /// Where `patchbay` looks for it.

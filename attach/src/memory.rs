@@ -306,11 +306,15 @@ fn load(slice: &VolatileSlice<'_>, bytes: &mut [u8]) {
     }
 }
 
-fn store(slice: &VolatileSlice<'_>, bytes: &[u8]) {
+/// Stores whole or not at all, within a page, even if this process is killed meanwhile: a vCPU may execute these bytes. A copy to the
+/// mapping takes several instructions if it is not an aligned word. A system call is not left before it has copied to a page.
+fn store(slice: &VolatileSlice<'_>, file: &File, at: u64, bytes: &[u8]) {
     match <[u8; 4]>::try_from(bytes) {
         Ok(word) if let Ok(to) = slice.get_atomic_ref::<AtomicU32>(0) => {
             to.store(u32::from_ne_bytes(word), Ordering::SeqCst);
         }
+        _ if file.write_all_at(bytes, at).is_ok() => {}
+        // hugetlbfs has no write().
         _ => slice.copy_from(bytes),
     }
 }
@@ -364,9 +368,9 @@ impl Ram for AttachedRam {
             return false;
         };
         let written = match &region.backing {
-            Backing::File { map, offset, .. } => match Region::slice(map, *offset, piece) {
+            Backing::File { map, file, offset } => match Region::slice(map, *offset, piece) {
                 Some(slice) => {
-                    store(&slice, bytes);
+                    store(&slice, file, offset + piece.offset(), bytes);
                     true
                 }
                 None => return false,

@@ -147,6 +147,33 @@ impl Monitor {
             .collect()
     }
 
+    /// The CID of the guest's vhost-vsock device; `None` if it has none.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn vsock_cid(&self) -> Result<Option<u32>, QmpError> {
+        // Devices with an id, and without.
+        for folder in ["/machine/peripheral", "/machine/peripheral-anon"] {
+            let devices = self.execute("qom-list", json!({ "path": folder }), PATIENCE)?;
+            for device in devices.as_array().into_iter().flatten() {
+                let vsock = device["type"]
+                    .as_str()
+                    .is_some_and(|kind| kind.starts_with("child<vhost-vsock-"));
+                let (true, Some(name)) = (vsock, device["name"].as_str()) else {
+                    continue;
+                };
+                let arguments =
+                    json!({ "path": format!("{folder}/{name}"), "property": "guest-cid" });
+                let cid = self.execute("qom-get", arguments, PATIENCE)?;
+                let cid = cid.as_u64().and_then(|cid| u32::try_from(cid).ok());
+                return cid
+                    .map(Some)
+                    .ok_or_else(|| unexpected("qom-get", "guest-cid"));
+            }
+        }
+        Ok(None)
+    }
+
     /// The guest's RAM.
     ///
     /// # Errors

@@ -66,8 +66,9 @@ impl Process {
     pub fn lock(&self) -> Result<File, AttachError> {
         let maps = self.open_proc("maps")?;
         flock(&maps, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
+            let holder = lock_holder(&maps).map_or(String::new(), |pid| format!(" {pid}"));
             AttachError::Refused(format!(
-                "another process is attached to the guest of process {}; use its API socket, or end it first",
+                "another process{holder} is attached to the guest of process {}; use its API socket, or end it first",
                 self.pid
             ))
         })?;
@@ -142,6 +143,19 @@ impl Process {
             descriptors.filter_map(|entry| open(&entry.path())).next()
         })
     }
+}
+
+/// The process that holds the lock on a file; `None` if it is not found, for example in another PID namespace.
+fn lock_holder(file: &File) -> Option<u32> {
+    let metadata = file.metadata().ok()?;
+    let device = metadata.dev();
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let name = format!("{major:02x}:{minor:02x}:{}", metadata.ino());
+    let locks = fs::read_to_string("/proc/locks").ok()?;
+    let mut words = locks.lines().map(|line| line.split_ascii_whitespace());
+    // "1: FLOCK  ADVISORY  WRITE 5215 fe:00:15368203 0 EOF", filesystems/proc.rst
+    let mut holder = words.find(|words| words.clone().nth(5) == Some(name.as_str()))?;
+    holder.nth(4)?.parse().ok().filter(|pid| *pid != 0)
 }
 
 /// A line of /proc/PID/maps.
@@ -260,11 +274,9 @@ mod tests {
     #[test]
     fn a_process_has_one_attacher() {
         let lock = own().lock().expect("nobody has it");
-        let error = own().lock().expect_err("taken");
-        assert!(
-            error.to_string().contains("another process is attached"),
-            "{error}"
-        );
+        let error = own().lock().expect_err("taken").to_string();
+        let named = format!("another process {} is attached", std::process::id());
+        assert!(error.contains(&named), "{error}");
         drop(lock);
         own().lock().expect("free again");
     }

@@ -135,7 +135,7 @@ fn watch(mut pipe: impl Read, connection: &UnixStream) -> io::Result<()> {
     connection.set_read_timeout(Some(PATIENCE))?;
     connection.set_write_timeout(Some(PATIENCE))?;
     let mut to = connection;
-    to.write_all(message("cont", Value::Null, ID).as_bytes())?;
+    to.write_all(message("cont", Value::Null, Some(ID)).as_bytes())?;
     // QEMU may drop what it has not read when the connection ends. The first line may be the rest of one.
     let id = ID.to_string();
     for line in BufReader::new(connection).split(b'\n') {

@@ -37,22 +37,31 @@ fn migration_by_qmp() {
 }
 
 #[test]
+fn a_guest_that_moves_to_another_qemu() {
+    support::bad_input::moves(Kvm);
+}
+
+#[test]
+fn guests_without_a_kernel_of_64_bits() {
+    support::bad_input::no_kernel(Kvm);
+}
+
+#[test]
+fn forbidden() {
+    support::bad_input::forbidden(Kvm);
+}
+
+#[test]
 fn lifecycle() {
     support::lifecycle(Kvm);
 }
 
 #[test]
 fn kill() {
-    support::kill(Kvm);
+    support::kill::kill(Kvm);
 }
 
 #[test]
 fn refusals() {
     support::refusals(Kvm);
-}
-
-#[test]
-#[ignore = "run by the test kill"]
-fn holder() {
-    support::holder();
 }

@@ -38,13 +38,28 @@ fn migration_by_qmp() {
 }
 
 #[test]
+fn a_guest_that_moves_to_another_qemu() {
+    support::bad_input::moves(Tcg);
+}
+
+#[test]
+fn guests_without_a_kernel_of_64_bits() {
+    support::bad_input::no_kernel(Tcg);
+}
+
+#[test]
+fn forbidden() {
+    support::bad_input::forbidden(Tcg);
+}
+
+#[test]
 fn lifecycle() {
     support::lifecycle(Tcg);
 }
 
 #[test]
 fn kill() {
-    support::kill(Tcg);
+    support::kill::kill(Tcg);
 }
 
 #[test]
@@ -60,10 +75,4 @@ async fn stock_kernel_by_ptrace() {
 #[tokio::test(flavor = "multi_thread")]
 async fn stock_kernel_by_qmp() {
     support::stock::stock(Tcg, PauseWay::Qmp, SharedMemfd).await;
-}
-
-#[test]
-#[ignore = "run by the test kill"]
-fn holder() {
-    support::holder();
 }

@@ -12,6 +12,8 @@ pub const ERROR: u8 = 1;
 pub const USAGE: u8 = 2;
 /// Some of what was asked is done.
 pub const PARTLY: u8 = 3;
+/// Guests are not as a rollout wants them.
+pub const DRIFT: u8 = 4;
 /// A gate of the guest stayed closed.
 pub const GATE: u8 = 5;
 /// The code of timeout(1).
@@ -46,11 +48,7 @@ impl Failure {
     }
 
     /// Nobody answers on `socket`.
-    pub fn unreachable(socket: &Path, error: &dyn std::error::Error) -> Self {
-        let mut cause = error;
-        while let Some(source) = cause.source() {
-            cause = source;
-        }
+    pub fn unreachable(socket: &Path, cause: &str) -> Self {
         Self::error(format!(
             "no monitor answers on {} ({cause}); see `patchbay guest list`, or start a guest with \
              `patchbay guest run`",

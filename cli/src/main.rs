@@ -4,14 +4,17 @@
 
 mod args;
 mod client;
+mod debug;
 mod failure;
 mod guest;
 mod holds;
 mod inspect;
 mod keys;
+mod lab;
 mod names;
 mod print;
 mod progress;
+mod rollout;
 mod trace;
 mod view;
 
@@ -20,7 +23,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser};
 
 use crate::args::guest::GuestCommand;
-use crate::args::{Cli, Command};
+use crate::args::{CiCommand, Cli, Command};
 use crate::client::fleet::Fleet;
 use crate::failure::Failure;
 
@@ -39,7 +42,7 @@ fn main() -> ExitCode {
         Err(error) => Err(error.into()),
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(status) => ExitCode::from(status),
         Err(failure) => {
             eprintln!(
                 "{}",
@@ -50,12 +53,24 @@ fn main() -> ExitCode {
     }
 }
 
-async fn run(cli: Cli) -> Result<(), Failure> {
+/// Returns the exit code.
+async fn run(cli: Cli) -> Result<u8, Failure> {
+    match cli.command {
+        Command::Ci(CiCommand::Run(arguments)) => {
+            Ok(patchbay_ci::run(*arguments, cli.timeout).await)
+        }
+        Command::Lab(arguments) => lab::run(arguments, cli.timeout),
+        _ => run_on_guests(cli).await.map(|()| 0),
+    }
+}
+
+async fn run_on_guests(cli: Cli) -> Result<(), Failure> {
     let (target, timeout) = (cli.target, cli.timeout);
     let output = cli.output.format();
     let fleet = || Fleet::select(&target, timeout);
     let guest = |command| guest::run(&target, command, timeout, output);
     match cli.command {
+        Command::Ci(_) | Command::Lab(_) => unreachable!("they need no guest that runs"),
         Command::Guest(command) => guest(command).await,
         Command::Run(arguments) => guest(GuestCommand::Run(arguments)).await,
         Command::Guests { patterns } => guest(GuestCommand::List { patterns }).await,
@@ -63,8 +78,13 @@ async fn run(cli: Cli) -> Result<(), Failure> {
         Command::Attach { arguments } => guest::run::become_attacher(&arguments),
         Command::Keys(command) => keys::run(fleet().await?, command, timeout, output).await,
         Command::Holds(command) => holds::run(fleet().await?, command, output).await,
+        Command::Debug(command) => debug::run(fleet().await?, command, output).await,
         Command::Trace(command) => trace::run(fleet().await?, command, output).await,
         Command::Inspect(arguments) => inspect::run(arguments, output).await,
+        Command::Rollout(arguments) => rollout::run(arguments, timeout, output).await,
+        Command::Policy { arguments } => guest::run::become_host_program("policy", &arguments),
+        Command::Audit { arguments } => guest::run::become_host_program("audit", &arguments),
+        Command::Certs { arguments } => guest::run::become_host_program("certs", &arguments),
         Command::Completion { shell } => {
             clap_complete::generate(
                 shell,

@@ -188,6 +188,18 @@ pub struct Details {
     pub kaslr: bool,
     pub page_table_isolation: bool,
     pub five_level_paging: bool,
+    #[serde(skip_serializing_if = "is_zero")]
+    pub declared_keys: u32,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub declaration_errors: Vec<String>,
+}
+
+#[allow(
+    clippy::trivially_copy_pass_by_ref,
+    reason = "serde passes a reference"
+)]
+fn is_zero(count: &u32) -> bool {
+    *count == 0
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -237,6 +249,8 @@ pub fn class(class: v1::KeyClass) -> &'static str {
         v1::KeyClass::Guarded => "guarded",
         v1::KeyClass::Ref => "ref",
         v1::KeyClass::Tracepoint => "tracepoint",
+        v1::KeyClass::DynamicDebug => "dyndbg",
+        v1::KeyClass::Never => "never",
     }
 }
 
@@ -485,6 +499,8 @@ impl Guest {
             kaslr: guest.kaslr,
             page_table_isolation: guest.page_table_isolation,
             five_level_paging: guest.five_level_paging,
+            declared_keys: guest.declared_keys,
+            declaration_errors: guest.declaration_errors.clone(),
         };
         Self {
             name,

@@ -4,12 +4,15 @@
 
 mod commands {
     mod apply;
+    mod ci;
+    mod debug;
     mod fake;
     mod guests;
     mod holds;
     mod keys;
     mod lab;
     mod plans;
+    mod rollouts;
     mod run;
     mod several;
     mod spelling;

@@ -110,6 +110,8 @@ fn class(class: KeyClass) -> &'static str {
         KeyClass::Guarded => "guarded",
         KeyClass::Ref => "ref",
         KeyClass::Tracepoint => "tracepoint",
+        KeyClass::DynamicDebug => "dyndbg",
+        KeyClass::Never => "never",
     }
 }
 

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use patchbay_fleet::controller::{Config, Controller};
+use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::page::{self, Page};
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
@@ -89,6 +90,7 @@ async fn run(folder: &Path, keep: bool) -> anyhow::Result<()> {
     let config = Config {
         replica: "demo".to_owned(),
         hosts,
+        reach: Reach::default(),
         lease_ttl: Duration::from_secs(10),
     };
     let store = EmbeddedStore::open(&folder.join("fleet.redb"))?;
@@ -108,7 +110,9 @@ async fn run(folder: &Path, keep: bool) -> anyhow::Result<()> {
     answer.context("the controller ended")??;
     report(&running, start).await?;
     if keep {
-        println!("Try Undo on the page, or start the rollout \"scheduler\". Ctrl-C ends the demo.");
+        println!(
+            "Try Undo on the page, or approve the rollout \"scheduler\". Ctrl-C ends the demo."
+        );
         std::future::pending::<()>().await;
     }
     Ok(())

@@ -201,6 +201,7 @@ async fn run(folder: &std::path::Path, guests: usize, hosts: usize) -> anyhow::R
     let config = Config {
         replica: "load".to_owned(),
         hosts: configs,
+        reach: patchbay_fleet::inventory::Reach::default(),
         lease_ttl: Duration::from_secs(60),
     };
     let controller = Arc::new(Controller::new(config, Arc::<Counting>::clone(&store))?);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `patchbay.fleet.v1` on a unix socket.
 
+use std::collections::BTreeSet;
 use std::future::Future;
 use std::path::Path;
 use std::pin::Pin;
@@ -19,7 +20,7 @@ use tonic::{Request, Response, Status};
 
 use crate::controller::{Controller, Leadership, PlanError};
 use crate::runner::{Command, Running, now};
-use crate::view;
+use crate::{drift, view};
 
 /// Hosts that are asked at once.
 const FAN_OUT: usize = 128;
@@ -120,6 +121,45 @@ impl RolloutService for Api {
         let running = planned.map_err(|error| plan_status(&error))?;
         let rollout = Some(view::rollout(&running.rollout(), true));
         Ok(Response::new(v1::PlanResponse { rollout }))
+    }
+
+    async fn approve(
+        &self,
+        request: Request<v1::ApproveRequest>,
+    ) -> Result<Response<v1::ApproveResponse>, Status> {
+        let principal = principal(&request)?;
+        let v1::ApproveRequest { rollout, digest } = request.into_inner();
+        let rollout = self
+            .command(&rollout, Command::Approve { digest }, &principal)
+            .await?;
+        Ok(Response::new(v1::ApproveResponse { rollout }))
+    }
+
+    async fn drift(
+        &self,
+        request: Request<v1::DriftRequest>,
+    ) -> Result<Response<v1::DriftResponse>, Status> {
+        let principal = principal(&request)?;
+        let request = request.into_inner();
+        let action = match request.action() {
+            v1::DriftAction::Unspecified | v1::DriftAction::Report => drift::Action::Report,
+            v1::DriftAction::Fix => drift::Action::Fix,
+            v1::DriftAction::Adopt => drift::Action::Adopt,
+        };
+        let leads = self.leadership()?;
+        let running = self.running(&request.rollout)?;
+        let report = drift::drift(leads.hosts(), &running, action, &principal).await;
+        let report = report.map_err(|error| match error {
+            drift::DriftError::NotLegal(error) => Status::failed_precondition(error.to_string()),
+            drift::DriftError::Deposed => {
+                Status::unavailable("this replica does not lead any more; ask another")
+            }
+        })?;
+        Ok(Response::new(v1::DriftResponse {
+            drifts: report.drifts.iter().map(view::drift).collect(),
+            compared: u32::try_from(report.compared).unwrap_or(u32::MAX),
+            rollout: Some(view::rollout(&running.rollout(), false)),
+        }))
     }
 
     async fn start(
@@ -243,23 +283,22 @@ impl RolloutService for Api {
                 && (request.host.is_empty() || member.host == request.host)
         };
         let members = rollout.members();
-        match members.iter().filter(is_meant).count() {
-            0 => {
-                let (guest, name) = (&request.guest, &request.rollout);
-                let text = format!("the spec of rollout {name} does not select a guest {guest:?}");
-                return Err(Status::not_found(text));
-            }
-            1 => {}
-            several => {
-                let guest = &request.guest;
-                let text = format!("{several} hosts have a guest {guest:?}; name the host");
-                return Err(Status::invalid_argument(text));
-            }
-        }
-        let index = members
+        let hosts: BTreeSet<&str> = members
             .iter()
-            .position(|member| is_meant(&member))
-            .unwrap_or_default();
+            .filter(is_meant)
+            .map(|member| member.host.as_str())
+            .collect();
+        if hosts.len() > 1 {
+            let (guest, several) = (&request.guest, hosts.len());
+            let text = format!("{several} hosts have a guest {guest:?}; name the host with --host");
+            return Err(Status::invalid_argument(text));
+        }
+        // A guest that drifted and was changed once more is a member twice.
+        let Some(index) = members.iter().rposition(|member| is_meant(&member)) else {
+            let (guest, name) = (&request.guest, &request.rollout);
+            let text = format!("the spec of rollout {name} does not select a guest {guest:?}");
+            return Err(Status::not_found(text));
+        };
         let guest = Some(view::guest(rollout.header(), index, &members[index]));
         let reasons = view::explain(&rollout, index, now());
         Ok(Response::new(v1::ExplainResponse { guest, reasons }))
@@ -283,7 +322,8 @@ impl InventoryService for Api {
             };
             v1::Host {
                 name: host.config.name.clone(),
-                endpoint: host.config.socket.display().to_string(),
+                endpoint: host.config.endpoint.to_string(),
+                registered: host.registered,
                 labels: host.config.labels.clone().into_iter().collect(),
                 guests,
                 unreachable,

@@ -9,21 +9,26 @@ use tokio::sync::{Mutex, mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
 use crate::hosts::{HostConfig, Hosts, NameTaken};
+use crate::inventory::Reach;
 use crate::metrics::Metrics;
 use crate::rollout::Rollout;
 use crate::runner::{Context, Running, now};
 use crate::spec::{Spec, SpecError};
 use crate::store::{Store, StoreError};
-use crate::{leader, plan, storage};
+use crate::{drift, inventory, leader, plan, storage};
 
 /// Pause before another candidacy after an error of the store.
 const RETRY: Duration = Duration::from_secs(1);
+/// See [`change_late_guests`].
+const LATE_INTERVAL: Duration = Duration::from_secs(30);
 const MAX_NAME_BYTES: usize = 64;
 
 pub struct Config {
     /// Names the replica in the store.
     pub replica: String,
     pub hosts: Vec<HostConfig>,
+    /// How hosts of the registry are reached.
+    pub reach: Reach,
     /// After this time without a renewal another replica leads.
     pub lease_ttl: Duration,
 }
@@ -43,7 +48,14 @@ pub struct Leadership {
     rollouts: RwLock<BTreeMap<String, Arc<Running>>>,
     /// Held from the check for overlaps until the rollout is stored.
     planning: Mutex<()>,
-    starts: mpsc::Sender<(Rollout, oneshot::Sender<Arc<Running>>)>,
+    starts: mpsc::Sender<Start>,
+}
+
+/// A planned rollout whose runner is to start.
+struct Start {
+    rollout: Rollout,
+    spec: Spec,
+    reply: oneshot::Sender<Arc<Running>>,
 }
 
 /// Why a plan is refused.
@@ -128,6 +140,8 @@ impl Controller {
         let mut term = leader::campaign(&self.store, &config.replica, config.lease_ttl).await?;
         let hosts = Hosts::new(&config.hosts);
         let hosts = hosts.map_err(|error| StoreError::Invalid(error.to_string()))?;
+        let store = self.store.as_ref();
+        let registry = inventory::list(store, &hosts, &config.reach).await?;
         let context = Context {
             store: Arc::clone(&self.store),
             fence: term.fence.clone(),
@@ -137,29 +151,36 @@ impl Controller {
         };
         let mut tasks = JoinSet::new();
         let mut rollouts = BTreeMap::new();
-        for rollout in storage::load(self.store.as_ref()).await? {
+        for (rollout, spec) in storage::load(self.store.as_ref()).await? {
             let name = rollout.header().name.clone();
-            rollouts.insert(name, Running::start(rollout, context.clone(), &mut tasks));
+            let running = Running::start(rollout, spec, context.clone(), &mut tasks);
+            rollouts.insert(name, running);
         }
-        let (starts, mut started) = mpsc::channel::<(Rollout, oneshot::Sender<Arc<Running>>)>(1);
+        let (starts, mut started) = mpsc::channel::<Start>(1);
         let leadership = Arc::new(Leadership {
             context: context.clone(),
             rollouts: RwLock::new(rollouts),
             planning: Mutex::default(),
             starts,
         });
-        self.leadership.send_replace(Some(leadership));
+        self.leadership.send_replace(Some(Arc::clone(&leadership)));
         self.changed();
         self.metrics.term();
         tracing::info!("replica {} leads", config.replica);
+        let late = change_late_guests(&leadership);
+        let follow = inventory::follow(store, &context.hosts, &config.reach, registry);
         let error = {
+            let mut late = std::pin::pin!(late);
+            let mut follow = std::pin::pin!(follow);
             let mut keep = std::pin::pin!(term.keep());
             loop {
                 tokio::select! {
                     error = &mut keep => break error,
+                    () = &mut follow => {}
+                    () = &mut late => {}
                     Some(Ok(error)) = tasks.join_next() => break error,
-                    Some((rollout, reply)) = started.recv() => {
-                        let running = Running::start(rollout, context.clone(), &mut tasks);
+                    Some(Start { rollout, spec, reply }) = started.recv() => {
+                        let running = Running::start(rollout, spec, context.clone(), &mut tasks);
                         let _ = reply.send(running);
                     }
                 }
@@ -224,17 +245,28 @@ impl Leadership {
                 return Err(PlanError::Overlap { other, what });
             }
         }
-        self.keep(rollout).await
+        self.keep(rollout, spec, text).await
     }
 
-    async fn keep(&self, rollout: Rollout) -> Result<Arc<Running>, PlanError> {
+    async fn keep(
+        &self,
+        rollout: Rollout,
+        spec: Spec,
+        text: &str,
+    ) -> Result<Arc<Running>, PlanError> {
         let name = rollout.header().name.clone();
         let all: Vec<usize> = (0..rollout.members().len()).collect();
-        let puts = storage::encode_changes(&rollout, &all, true)?;
+        let mut puts = vec![storage::spec_put(&name, text)];
+        puts.extend(storage::encode_changes(&rollout, &all, true)?);
         let (store, fence) = (self.context.store.as_ref(), &self.context.fence);
         storage::save(store, fence, &puts).await?;
         let (reply, running) = oneshot::channel();
-        let sent = self.starts.send((rollout, reply)).await;
+        let start = Start {
+            rollout,
+            spec,
+            reply,
+        };
+        let sent = self.starts.send(start).await;
         sent.map_err(|_| PlanError::Deposed)?;
         let running = running.await.map_err(|_| PlanError::Deposed)?;
         let mut rollouts = self
@@ -244,6 +276,23 @@ impl Leadership {
         rollouts.insert(name, Arc::clone(&running));
         self.context.changes.send_modify(|changes| *changes += 1);
         Ok(running)
+    }
+}
+
+/// Looks for guests that joined since their rollout's plan, whenever the registry changes. Configured hosts
+/// do not tell of new guests, so they are also asked in an interval.
+async fn change_late_guests(leadership: &Leadership) {
+    let mut changes = leadership.hosts().changes();
+    loop {
+        for running in leadership.rollouts() {
+            if let Err(error) = drift::change_late(leadership.hosts(), &running).await {
+                tracing::warn!("guests that joined are not changed: {error}");
+            }
+        }
+        tokio::select! {
+            _ = changes.changed() => {}
+            () = tokio::time::sleep(LATE_INTERVAL) => {}
+        }
     }
 }
 

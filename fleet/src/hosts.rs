@@ -3,53 +3,76 @@
 //!
 //! A leader's connections live as long as its term: dropping [`Hosts`] ends every call under way.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::{TRACEPARENT_METADATA, traceparent, v1};
-use serde::Deserialize;
 use tokio::net::UnixStream;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 use tonic_types::StatusExt;
+
+pub use crate::tls::TlsFiles;
 
 /// An endpoint accepts 128 calls on a connection; other clients of the controller need some.
 const CALLS: usize = 64;
 /// The service lets a call take 30 s; the answer has to arrive as well.
 const CALL_TIMEOUT: Duration = Duration::from_secs(35);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// A host that does not answer a ping is gone.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const MAX_ANSWER_BYTES: usize = 8 << 20;
 
-/// A host as the configuration names it.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// Where a host is reached.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum HostEndpoint {
+    /// The unix socket of its `patchbayd`, or of a monitor.
+    Socket(PathBuf),
+    /// ADDRESS:PORT of its `patchbayd`, with mutual TLS.
+    Address(String, TlsFiles),
+}
+
+impl std::fmt::Display for HostEndpoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Socket(path) => path.display().fmt(f),
+            Self::Address(address, _) => address.fmt(f),
+        }
+    }
+}
+
+/// A host as the configuration or the registry names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostConfig {
     pub name: String,
-    /// The unix socket of its `patchbayd`, or of a monitor.
-    pub socket: PathBuf,
-    #[serde(default)]
+    pub endpoint: HostEndpoint,
     pub labels: BTreeMap<String, String>,
 }
 
 /// A connected host.
 pub struct Host {
     pub config: HostConfig,
-    guests: GuestServiceClient<Channel>,
-    keys: StaticKeysServiceClient<Channel>,
+    /// Whether the registry names it; otherwise the configuration does.
+    pub registered: bool,
+    channel: RwLock<Channel>,
     calls: Semaphore,
 }
 
-/// All hosts, by name.
+/// All hosts, by name. The registry adds and removes some.
 #[derive(Clone)]
 pub struct Hosts {
-    by_name: Arc<BTreeMap<String, Arc<Host>>>,
+    by_name: Arc<RwLock<BTreeMap<String, Arc<Host>>>>,
+    /// The hosts of each guest's name, of the registry.
+    guests: Arc<RwLock<BTreeMap<String, BTreeSet<String>>>>,
+    changes: watch::Sender<u64>,
 }
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -64,46 +87,149 @@ impl Hosts {
     pub fn new(configs: &[HostConfig]) -> Result<Self, NameTaken> {
         let mut by_name = BTreeMap::new();
         for config in configs {
-            let taken = by_name.insert(config.name.clone(), Arc::new(Host::new(config.clone())));
-            if taken.is_some() {
+            let host = Arc::new(Host::new(config.clone(), false));
+            if by_name.insert(config.name.clone(), host).is_some() {
                 return Err(NameTaken(config.name.clone()));
             }
         }
-        let by_name = Arc::new(by_name);
-        Ok(Self { by_name })
+        Ok(Self {
+            by_name: Arc::new(RwLock::new(by_name)),
+            guests: Arc::default(),
+            changes: watch::Sender::new(0),
+        })
     }
 
-    pub fn get(&self, name: &str) -> Option<&Arc<Host>> {
-        self.by_name.get(name)
+    pub fn get(&self, name: &str) -> Option<Arc<Host>> {
+        let by_name = self.by_name.read().unwrap_or_else(PoisonError::into_inner);
+        by_name.get(name).cloned()
     }
 
     /// In the order of their names.
     pub fn all(&self) -> Vec<Arc<Host>> {
-        self.by_name.values().cloned().collect()
+        let by_name = self.by_name.read().unwrap_or_else(PoisonError::into_inner);
+        by_name.values().cloned().collect()
+    }
+
+    /// Changes with every change of the registry.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
+    /// A host of the registry. One that the configuration names keeps its place.
+    ///
+    /// # Errors
+    /// [`NameTaken`].
+    pub fn register(&self, config: HostConfig) -> Result<(), NameTaken> {
+        let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
+        match by_name.get(&config.name) {
+            Some(known) if !known.registered => return Err(NameTaken(config.name)),
+            // Its connection is kept: the host may only have been started again.
+            Some(known) if known.config == config => {}
+            _ => {
+                let name = config.name.clone();
+                by_name.insert(name, Arc::new(Host::new(config, true)));
+            }
+        }
+        drop(by_name);
+        self.changes.send_modify(|count| *count += 1);
+        Ok(())
+    }
+
+    /// A host of the registry that is gone.
+    pub fn unregister(&self, name: &str) {
+        let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
+        if by_name.get(name).is_some_and(|host| host.registered) {
+            by_name.remove(name);
+        }
+    }
+
+    /// Hosts of the registry that are not among these are gone.
+    pub fn retain_registered(&self, present: &BTreeSet<String>) {
+        let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
+        by_name.retain(|name, host| !host.registered || present.contains(name));
+        self.guests
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clear();
+    }
+
+    /// A guest of the registry that is there, or is gone.
+    pub fn set_guest(&self, host: &str, guest: &str, present: bool) {
+        let mut guests = self.guests.write().unwrap_or_else(PoisonError::into_inner);
+        let hosts = guests.entry(guest.to_owned()).or_default();
+        match present {
+            true => hosts.insert(host.to_owned()),
+            false => hosts.remove(host),
+        };
+        if hosts.is_empty() {
+            guests.remove(guest);
+        }
+        drop(guests);
+        self.changes.send_modify(|count| *count += 1);
+    }
+
+    /// Another host than this that has a guest of the name, as far as the registry knows.
+    pub fn elsewhere(&self, host: &str, guest: &str) -> Option<String> {
+        let guests = self.guests.read().unwrap_or_else(PoisonError::into_inner);
+        let mut hosts = guests.get(guest)?.iter();
+        hosts.find(|other| *other != host).cloned()
     }
 }
 
-/// Connects to a unix socket at the first call.
-pub fn channel(socket: &Path) -> Channel {
-    let path = socket.to_owned();
-    Endpoint::from_static("http://patchbay")
-        .connect_timeout(CONNECT_TIMEOUT)
-        .connect_with_connector_lazy(tower::service_fn(move |_| {
-            let path = path.clone();
-            async move { UnixStream::connect(path).await.map(TokioIo::new) }
-        }))
+/// Connects at the first call.
+fn channel(endpoint: &HostEndpoint) -> Channel {
+    let channel = Endpoint::from_static("http://patchbay").connect_timeout(CONNECT_TIMEOUT);
+    match endpoint.clone() {
+        HostEndpoint::Socket(path) => {
+            channel.connect_with_connector_lazy(tower::service_fn(move |_| {
+                let path = path.clone();
+                async move { UnixStream::connect(path).await.map(TokioIo::new) }
+            }))
+        }
+        HostEndpoint::Address(address, tls) => {
+            let channel = channel
+                .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
+                .keep_alive_timeout(KEEPALIVE_TIMEOUT);
+            channel.connect_with_connector_lazy(tower::service_fn(move |_| {
+                let (address, tls) = (address.clone(), tls.clone());
+                async move { tls.connect(&address).await.map(TokioIo::new) }
+            }))
+        }
+    }
 }
 
 impl Host {
-    fn new(config: HostConfig) -> Self {
-        let channel = channel(&config.socket);
-        let keys = StaticKeysServiceClient::new(channel.clone());
+    fn new(config: HostConfig, registered: bool) -> Self {
         Self {
+            channel: RwLock::new(channel(&config.endpoint)),
             config,
-            guests: GuestServiceClient::new(channel),
-            keys: keys.max_decoding_message_size(MAX_ANSWER_BYTES),
+            registered,
             calls: Semaphore::new(CALLS),
         }
+    }
+
+    fn channel(&self) -> Channel {
+        let channel = self.channel.read().unwrap_or_else(PoisonError::into_inner);
+        channel.clone()
+    }
+
+    fn guests(&self) -> GuestServiceClient<Channel> {
+        GuestServiceClient::new(self.channel())
+    }
+
+    fn keys(&self) -> StaticKeysServiceClient<Channel> {
+        let keys = StaticKeysServiceClient::new(self.channel());
+        keys.max_decoding_message_size(MAX_ANSWER_BYTES)
+    }
+
+    /// The next call connects again if the host refuses the certificate of the connection, which may have been
+    /// renewed since.
+    fn look_at(&self, status: Status) -> Status {
+        if CallError::new(&status).is_certificate_refused {
+            let fresh = channel(&self.config.endpoint);
+            *self.channel.write().unwrap_or_else(PoisonError::into_inner) = fresh;
+        }
+        status
     }
 
     pub async fn list_guests(&self) -> Result<Vec<v1::GuestStatus>, Status> {
@@ -115,7 +241,8 @@ impl Host {
                 page_token,
                 patterns: vec![],
             };
-            let page = self.guests.clone().list_guests(timed(request)).await?;
+            let page = self.guests().list_guests(timed(request)).await;
+            let page = page.map_err(|status| self.look_at(status))?;
             let page = page.into_inner();
             found.extend(page.guests);
             page_token = page.next_page_token;
@@ -132,8 +259,9 @@ impl Host {
     ) -> Result<v1::PrepareUpdateResponse, Status> {
         let _permit = self.permit().await?;
         let guest = request.guest.clone();
-        let mut keys = self.keys.clone();
-        let mut plan = keys.prepare_update(timed(request)).await?.into_inner();
+        let mut keys = self.keys();
+        let plan = keys.prepare_update(timed(request)).await;
+        let mut plan = plan.map_err(|status| self.look_at(status))?.into_inner();
         while !plan.next_page_token.is_empty() {
             let request = v1::ListUpdateResultsRequest {
                 guest: guest.clone(),
@@ -151,8 +279,8 @@ impl Host {
         request: v1::CommitUpdateRequest,
     ) -> Result<v1::CommitUpdateResponse, Status> {
         let _permit = self.permit().await?;
-        let answer = self.keys.clone().commit_update(timed(request)).await?;
-        Ok(answer.into_inner())
+        let answer = self.keys().commit_update(timed(request)).await;
+        Ok(answer.map_err(|status| self.look_at(status))?.into_inner())
     }
 
     pub async fn update(
@@ -160,13 +288,13 @@ impl Host {
         request: v1::UpdateStaticKeysRequest,
     ) -> Result<v1::UpdateStaticKeysResponse, Status> {
         let _permit = self.permit().await?;
-        let answer = self.keys.clone().update_static_keys(timed(request)).await?;
-        Ok(answer.into_inner())
+        let answer = self.keys().update_static_keys(timed(request)).await;
+        Ok(answer.map_err(|status| self.look_at(status))?.into_inner())
     }
 
     pub async fn discard(&self, request: v1::DiscardUpdateRequest) -> Result<(), Status> {
         let _permit = self.permit().await?;
-        self.keys.clone().discard_update(timed(request)).await?;
+        self.keys().discard_update(timed(request)).await?;
         Ok(())
     }
 
@@ -182,24 +310,51 @@ impl Host {
             patterns,
             ..v1::ListStaticKeysRequest::default()
         };
-        let answer = self.keys.clone().list_static_keys(timed(request)).await?;
+        let answer = self.keys().list_static_keys(timed(request)).await?;
         Ok(answer.into_inner().keys)
     }
 
-    /// The first page of the holds on a guest's keys whose names match.
-    pub async fn list_holds(
-        &self,
-        guest: &str,
-        patterns: Vec<String>,
-    ) -> Result<Vec<v1::Hold>, Status> {
+    /// The key with all its sites.
+    pub async fn key(&self, guest: &str, name: &str) -> Result<v1::StaticKey, Status> {
         let _permit = self.permit().await?;
-        let request = v1::ListHoldsRequest {
+        let mut keys = self.keys();
+        let mut request = v1::GetStaticKeyRequest {
             guest: guest.to_owned(),
-            patterns,
+            name: name.to_owned(),
+            page_size: 10_000,
+            page_token: String::new(),
+        };
+        let mut sites = Vec::new();
+        loop {
+            let page = keys.get_static_key(timed(request.clone())).await?;
+            let page = page.into_inner();
+            let mut key = page.key.unwrap_or_default();
+            sites.append(&mut key.sites);
+            if page.next_page_token.is_empty() {
+                key.sites = sites;
+                return Ok(key);
+            }
+            request.page_token = page.next_page_token;
+        }
+    }
+
+    pub async fn holds(&self, guest: &str) -> Result<Vec<v1::Hold>, Status> {
+        let _permit = self.permit().await?;
+        let mut request = v1::ListHoldsRequest {
+            guest: guest.to_owned(),
+            page_size: 10_000,
             ..v1::ListHoldsRequest::default()
         };
-        let answer = self.keys.clone().list_holds(timed(request)).await?;
-        Ok(answer.into_inner().holds)
+        let mut holds = Vec::new();
+        loop {
+            let page = self.keys().list_holds(timed(request.clone())).await?;
+            let page = page.into_inner();
+            holds.extend(page.holds);
+            if page.next_page_token.is_empty() {
+                return Ok(holds);
+            }
+            request.page_token = page.next_page_token;
+        }
     }
 
     async fn permit(&self) -> Result<tokio::sync::SemaphorePermit<'_>, Status> {
@@ -232,6 +387,11 @@ fn timed<T>(message: T) -> Request<T> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallError {
     pub verdict: Verdict,
+    pub is_certificate_refused: bool,
+    /// The host does not have the guest.
+    pub is_guest_gone: bool,
+    /// The host, or the guest, does not know the plan.
+    pub is_plan_unknown: bool,
     pub why: String,
 }
 
@@ -256,6 +416,9 @@ impl CallError {
         let Some(info) = info else {
             return Self {
                 verdict: Verdict::Unknown,
+                is_certificate_refused: false,
+                is_guest_gone: false,
+                is_plan_unknown: false,
                 why: format!("{:?}: {}", status.code(), status.message()),
             };
         };
@@ -267,12 +430,17 @@ impl CallError {
             | "TOO_MANY_CONNECTIONS" => Verdict::Busy,
             "NOT_HOLDER" => Verdict::NotHolder,
             "WOULD_WARN" => Verdict::WouldWarn,
+            // Tried again, with the certificate that is there then.
+            "CERTIFICATE_REFUSED" => Verdict::Unknown,
             "INTERNAL" | "CANCELLED" | "ENDPOINT_ENDING" | "WRITE_FAULT" => Verdict::Unknown,
             _ if status.code() == Code::Unavailable => Verdict::Unknown,
             _ => Verdict::Refused,
         };
         Self {
             verdict,
+            is_certificate_refused: info.reason == "CERTIFICATE_REFUSED",
+            is_guest_gone: info.reason == "GUEST_NOT_FOUND",
+            is_plan_unknown: info.reason == "PLAN_NOT_FOUND",
             why: format!("{}: {}", info.reason, status.message()),
         }
     }

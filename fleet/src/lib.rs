@@ -12,7 +12,9 @@
 
 pub mod api;
 pub mod controller;
+pub mod drift;
 pub mod hosts;
+pub mod inventory;
 pub mod leader;
 pub mod metrics;
 pub mod page;
@@ -21,5 +23,7 @@ pub mod rollout;
 pub mod runner;
 pub mod spec;
 pub mod storage;
-pub mod store;
+mod tls;
 mod view;
+
+pub use patchbay_store as store;

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay-fleet`: the controller, and the commands that speak to it.
+//! `patchbay-fleet`: the controller.
 #![forbid(unsafe_code)]
-
-mod client;
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -13,19 +11,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, ValueEnum};
 use patchbay_fleet::api;
 use patchbay_fleet::controller::{Config, Controller};
-use patchbay_fleet::hosts::HostConfig;
+use patchbay_fleet::hosts::{HostConfig, HostEndpoint, TlsFiles as HostTlsFiles};
+use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::page::Page;
-use patchbay_fleet::store::{DEFAULT_ROOT, EmbeddedStore, EtcdStore, Store};
+use patchbay_fleet::store::{DEFAULT_ROOT, EmbeddedStore, EtcdStore, Store, registry};
 use patchbay_node::listen::tls::{Tls, TlsFiles};
 use patchbay_node::policy::LivePolicy;
 use patchbay_node::scrape::MetricsAddress;
 use tokio::signal::unix::{SignalKind, signal};
-
-/// So long after the death of a leader another begins.
-const LEASE_TTL: Duration = Duration::from_secs(10);
 
 /// Rolls changes of static keys out over the guests of many hosts.
 #[derive(Parser)]
@@ -34,9 +30,8 @@ struct Arguments {
     /// Socket of the controller
     #[arg(
         long,
-        global = true,
         env = "PATCHBAY_FLEET_SOCKET",
-        default_value = "/run/patchbay/fleet.sock"
+        default_value = "/run/patchbay-fleet/fleet.sock"
     )]
     socket: PathBuf,
     /// Run a controller with an embedded store, without etcd
@@ -48,6 +43,9 @@ struct Arguments {
     /// Prefix of the controller's keys in etcd
     #[arg(long, default_value = DEFAULT_ROOT, value_parser = parse_root)]
     etcd_root: String,
+    /// So long after the death of a leader another replica leads
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=300))]
+    lease_seconds: u64,
     /// File of the embedded store
     #[arg(long, default_value = "/var/lib/patchbay/fleet.redb")]
     store: PathBuf,
@@ -63,11 +61,18 @@ struct Arguments {
     /// How log lines are written to standard error; RUST_LOG filters them
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     log_format: LogFormat,
-    /// A host, as NAME=SOCKET[,LABEL=VALUE...]; may be repeated
+    /// The controller's certificate for hosts that are reached over TCP, PEM
+    #[arg(long, value_name = "FILE", requires_all = ["host_key", "host_ca"])]
+    host_cert: Option<PathBuf>,
+    /// Its private key, PEM
+    #[arg(long, value_name = "FILE", requires = "host_cert")]
+    host_key: Option<PathBuf>,
+    /// CAs that hosts' certificates must come from, PEM
+    #[arg(long, value_name = "FILE", requires = "host_cert")]
+    host_ca: Option<PathBuf>,
+    /// A host, as NAME=SOCKET[,LABEL=VALUE...]; may be repeated. With --etcd hosts register themselves
     #[arg(long = "host", value_parser = parse_host)]
     hosts: Vec<HostConfig>,
-    #[command(subcommand)]
-    command: Option<Command>,
 }
 
 /// Where operators see the fleet in a browser.
@@ -95,15 +100,6 @@ enum LogFormat {
     Text,
 }
 
-#[derive(Subcommand)]
-enum Command {
-    /// Plan, run and take back rollouts
-    Rollout {
-        #[command(subcommand)]
-        command: client::RolloutCommand,
-    },
-}
-
 fn parse_host(text: &str) -> Result<HostConfig, String> {
     let wrong = || format!("{text:?} is no host; write NAME=SOCKET[,LABEL=VALUE...]");
     let mut parts = text.split(',');
@@ -120,7 +116,7 @@ fn parse_host(text: &str) -> Result<HostConfig, String> {
     });
     Ok(HostConfig {
         name: name.to_owned(),
-        socket: socket.into(),
+        endpoint: HostEndpoint::Socket(socket.into()),
         labels: labels.collect::<Result<_, String>>()?,
     })
 }
@@ -134,22 +130,20 @@ fn parse_root(text: &str) -> Result<String, String> {
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    let arguments = Arguments::parse();
-    let result = match arguments.command {
-        Some(Command::Rollout { command }) => client::run(&arguments.socket, command).await,
-        None => serve(arguments).await.map(|()| ExitCode::SUCCESS),
-    };
-    result.unwrap_or_else(|error| {
-        eprintln!("patchbay-fleet: {error:#}");
-        ExitCode::FAILURE
-    })
+    match serve(Arguments::parse()).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("patchbay-fleet: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
 }
 
 async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     if !arguments.standalone && arguments.etcd.is_empty() {
-        bail!("give --standalone or --etcd to run a controller, or a command; --help lists them");
+        bail!("give --standalone, or --etcd with the address of an etcd");
     }
-    if arguments.hosts.is_empty() {
+    if arguments.standalone && arguments.hosts.is_empty() {
         bail!("no host is given; add --host NAME=SOCKET with the socket of a patchbayd");
     }
     start_log(arguments.log_format);
@@ -158,10 +152,29 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     } else {
         Arc::new(EtcdStore::new(&arguments.etcd, &arguments.etcd_root)?)
     };
+    let tls = match (
+        &arguments.host_cert,
+        &arguments.host_key,
+        &arguments.host_ca,
+    ) {
+        (Some(certificate), Some(key), Some(host_ca)) => Some(HostTlsFiles {
+            certificate: certificate.clone(),
+            key: key.clone(),
+            host_ca: host_ca.clone(),
+        }),
+        _ => None,
+    };
+    if let Some(tls) = &tls {
+        tls.connector().context("the certificates cannot be used")?;
+    }
     let config = Config {
+        reach: Reach {
+            machine: registry::machine(),
+            tls,
+        },
         replica: format!("pid-{}", std::process::id()),
         hosts: arguments.hosts.clone(),
-        lease_ttl: LEASE_TTL,
+        lease_ttl: Duration::from_secs(arguments.lease_seconds),
     };
     let controller = Arc::new(Controller::new(config, store)?);
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM cannot be handled")?;

@@ -190,8 +190,8 @@ fn labels(rollout: &str, state: &'static str) -> Guests {
     Guests { rollout, state }
 }
 
-const STATES: [&str; 6] = [
-    "skipped", "pending", "changing", "changed", "failed", "reverted",
+const STATES: [&str; 7] = [
+    "skipped", "pending", "changing", "changed", "failed", "reverted", "adopted",
 ];
 
 fn state(state: &State) -> &'static str {
@@ -202,5 +202,6 @@ fn state(state: &State) -> &'static str {
         State::Committed { .. } => "changed",
         State::Failed { .. } | State::RevertFailed { .. } => "failed",
         State::Reverted { .. } => "reverted",
+        State::Adopted => "adopted",
     }
 }

@@ -17,7 +17,7 @@ use crate::spec::{OpKind, Size, Spec};
 /// Plans are kept this long, so that a rollout may take a day.
 const PLAN_TTL_SECONDS: i64 = 24 * 3600;
 /// Guests that are asked to prepare at once; each host has a limit of its own beside this.
-const FAN_OUT: usize = 1024;
+pub const FAN_OUT: usize = 1024;
 
 /// Plans the spec on every guest that it selects.
 pub async fn plan(
@@ -29,8 +29,9 @@ pub async fn plan(
     now: Millis,
 ) -> Rollout {
     let (selected, unreachable) = select(hosts, spec).await;
+    let request_id = &format!("fleet/{name}/prepare");
     let prepared = futures_util::stream::iter(selected)
-        .map(|(host, status)| async move { prepare(name, spec, &host, status).await })
+        .map(|(host, status)| async move { prepare(name, request_id, spec, &host, status).await })
         .buffer_unordered(FAN_OUT);
     let mut members: Vec<(Member, String)> = prepared.collect().await;
     // In an order that does not depend on who answered first.
@@ -68,7 +69,10 @@ pub async fn plan(
 }
 
 /// The guests that the spec selects, and why hosts that it may mean did not answer.
-async fn select(hosts: &Hosts, spec: &Spec) -> (Vec<(Arc<Host>, v1::GuestStatus)>, Vec<String>) {
+pub async fn select(
+    hosts: &Hosts,
+    spec: &Spec,
+) -> (Vec<(Arc<Host>, v1::GuestStatus)>, Vec<String>) {
     let wanted = &spec.selector;
     let has_labels = |host: &Arc<Host>| {
         let labels = &host.config.labels;
@@ -109,8 +113,9 @@ async fn select(hosts: &Hosts, spec: &Spec) -> (Vec<(Arc<Host>, v1::GuestStatus)
 }
 
 /// The member, and its value of the label that waves are spread over.
-async fn prepare(
+pub async fn prepare(
     name: &str,
+    request_id: &str,
     spec: &Spec,
     host: &Host,
     status: v1::GuestStatus,
@@ -129,7 +134,10 @@ async fn prepare(
     let skip = |why: &str| State::Skipped {
         why: why.to_owned(),
     };
-    match host.prepare(request(name, spec, &status.guest)).await {
+    match host
+        .prepare(request(name, request_id, spec, &status.guest))
+        .await
+    {
         Ok(plan)
             if plan
                 .results
@@ -144,14 +152,15 @@ async fn prepare(
             // The plan expires anyway.
             let _ = host.discard(discard).await;
         }
-        Ok(plan) => member.plan = prepared_plan(spec, plan),
+        Ok(plan) => member.plan = prepared_plan(spec, request_id, plan),
         Err(status) => member.state = skip(&CallError::new(&status).why),
     }
     let spread = spec.spread_over.as_ref().map(label).unwrap_or_default();
     (member, spread)
 }
 
-fn request(name: &str, spec: &Spec, guest: &str) -> v1::PrepareUpdateRequest {
+/// The same for the same arguments, so that a repeat gets the plan that the guest has kept.
+pub fn request(name: &str, request_id: &str, spec: &Spec, guest: &str) -> v1::PrepareUpdateRequest {
     let update = |op: &crate::spec::Op| v1::KeyUpdate {
         op: op.op.to_proto().into(),
         patterns: op.keys.0.clone(),
@@ -170,27 +179,33 @@ fn request(name: &str, spec: &Spec, guest: &str) -> v1::PrepareUpdateRequest {
             seconds: PLAN_TTL_SECONDS,
             nanos: 0,
         }),
-        request_id: format!("fleet/{name}/prepare"),
+        request_id: request_id.to_owned(),
         ..v1::PrepareUpdateRequest::default()
     }
 }
 
+/// How the reason of every reference that the rollout takes begins.
+pub fn reason_prefix(name: &str) -> String {
+    format!("rollout {name}:")
+}
+
 /// At most 256 bytes.
 fn reason(name: &str, spec: &Spec) -> String {
-    let mut reason = format!("rollout {name}: {}", spec.reason);
+    let mut reason = format!("{} {}", reason_prefix(name), spec.reason);
     while reason.len() > 256 {
         reason.pop();
     }
     reason
 }
 
-fn prepared_plan(spec: &Spec, plan: v1::PrepareUpdateResponse) -> PreparedPlan {
+fn prepared_plan(spec: &Spec, request_id: &str, plan: v1::PrepareUpdateResponse) -> PreparedPlan {
     let counts = spec.ops.0.iter().any(|op| op.op.counts());
     let pause = plan.predicted_pause.unwrap_or_default();
     let pause_us = pause.seconds.saturating_mul(1_000_000) + i64::from(pause.nanos / 1000);
     let summary = plan.summary.unwrap_or_default();
     PreparedPlan {
         plan_id: plan.plan_id,
+        request_id: request_id.to_owned(),
         digest: plan.digest,
         incarnation: plan.incarnation,
         keys: summary.keys_changed,
@@ -306,13 +321,12 @@ pub fn overlap(one: &[Member], other: &[Member]) -> Option<String> {
     })
 }
 
-/// These ops of a member's inverse as one update. The request id, which ends with `part`, makes it one
-/// however often it is sent.
+/// These ops of a member's inverse as one update. The request id makes it one however often it is sent.
 pub fn revert_request(
     name: &str,
     guest: &str,
     ops: &[InverseOp],
-    part: &str,
+    request_id: String,
 ) -> v1::UpdateStaticKeysRequest {
     let update = |op: &InverseOp| {
         let update = v1::KeyUpdate {
@@ -325,7 +339,7 @@ pub fn revert_request(
     v1::UpdateStaticKeysRequest {
         guest: guest.to_owned(),
         updates: ops.iter().flat_map(update).collect(),
-        request_id: format!("fleet/{name}/revert/{part}"),
+        request_id,
         reason: format!("rollout {name} is taken back"),
         result_view: v1::ResultView::Summary.into(),
         ..v1::UpdateStaticKeysRequest::default()

@@ -16,6 +16,7 @@ use crate::rollout::{
     Action, CommitOutcome, Failure, GateKind, Member, Millis, NotLegal, Phase, RevertOutcome,
     Rollout, State,
 };
+use crate::spec::Spec;
 use crate::store::{Fence, Store, StoreError};
 use crate::{hosts, plan, storage};
 
@@ -26,12 +27,26 @@ const STORE_RETRY: Duration = Duration::from_millis(500);
 
 #[derive(Clone, Debug)]
 pub enum Command {
-    Start { digest: String },
+    Approve {
+        digest: String,
+    },
+    Start {
+        digest: String,
+    },
     Pause,
     Resume,
     Promote,
     Abort,
     Undo,
+    /// A wave of further guests.
+    Extend {
+        wave: String,
+        added: Vec<Member>,
+    },
+    Adopt {
+        drifted: Vec<usize>,
+        joined: Vec<Member>,
+    },
 }
 
 struct Asked {
@@ -42,6 +57,7 @@ struct Asked {
 
 /// A rollout with its runner.
 pub struct Running {
+    pub spec: Arc<Spec>,
     rollout: Mutex<Rollout>,
     commands: mpsc::Sender<Asked>,
     version: watch::Sender<u64>,
@@ -78,9 +94,15 @@ pub fn now() -> Millis {
 
 impl Running {
     /// Starts the runner among the tasks of the term. It ends with an error when another leads.
-    pub fn start(rollout: Rollout, context: Context, tasks: &mut JoinSet<StoreError>) -> Arc<Self> {
+    pub fn start(
+        rollout: Rollout,
+        spec: Spec,
+        context: Context,
+        tasks: &mut JoinSet<StoreError>,
+    ) -> Arc<Self> {
         let (commands, asked) = mpsc::channel(QUEUE);
         let running = Arc::new(Self {
+            spec: Arc::new(spec),
             rollout: Mutex::new(rollout),
             commands,
             version: watch::Sender::new(0),
@@ -196,13 +218,18 @@ impl Running {
             trace_id = format!("{:032x}", rollout.header().trace_id()),
             "command"
         );
-        match &asked.command {
-            Command::Start { digest } => rollout.start(principal, digest, now)?,
+        match asked.command.clone() {
+            Command::Approve { digest } => rollout.approve(principal, &digest, now)?,
+            Command::Start { digest } => rollout.start(principal, &digest, now)?,
             Command::Pause => rollout.pause(principal, now)?,
             Command::Resume => rollout.resume(principal, now)?,
             Command::Promote => rollout.promote(principal, now)?,
             Command::Abort => rollout.abort(principal, now),
             Command::Undo => rollout.undo(principal, now),
+            Command::Extend { wave, added } => rollout.extend(&wave, added, principal, now)?,
+            Command::Adopt { drifted, joined } => {
+                rollout.adopt(&drifted, joined, principal, now)?;
+            }
         }
         Ok(())
     }
@@ -257,8 +284,10 @@ impl Running {
         match action {
             Action::Commit(index) => {
                 let member = rollout.members()[index].clone();
+                let (name, spec) = (rollout.header().name.clone(), Arc::clone(&self.spec));
                 actions.spawn(async move {
-                    let outcome = hosts::traced(trace_id, commit(&hosts, &member)).await;
+                    let committing = commit(&hosts, &name, &spec, &member);
+                    let outcome = hosts::traced(trace_id, committing).await;
                     metrics.committed(match outcome {
                         CommitOutcome::Committed { pause_us } => Some(pause_us),
                         CommitOutcome::Failed { .. } => None,
@@ -270,7 +299,9 @@ impl Running {
                 let member = rollout.members()[index].clone();
                 let name = rollout.header().name.clone();
                 actions.spawn(async move {
-                    let reverting = revert(&hosts, &name, &member);
+                    // A guest can be a member twice, and each one is taken back.
+                    let id = format!("fleet/{name}/revert/{index}");
+                    let reverting = revert(&hosts, &name, &id, &member);
                     let outcome = hosts::traced(trace_id, reverting).await;
                     metrics.reverted(matches!(outcome, RevertOutcome::Reverted { .. }));
                     Outcome::Revert(index, outcome)
@@ -290,7 +321,7 @@ impl Running {
     }
 }
 
-async fn commit(hosts: &Hosts, member: &Member) -> CommitOutcome {
+async fn commit(hosts: &Hosts, name: &str, spec: &Spec, member: &Member) -> CommitOutcome {
     let Some(host) = hosts.get(&member.host) else {
         return CommitOutcome::Failed {
             failure: Failure::Unknown,
@@ -304,42 +335,84 @@ async fn commit(hosts: &Hosts, member: &Member) -> CommitOutcome {
         result_view: v1::ResultView::Summary.into(),
         ..v1::CommitUpdateRequest::default()
     };
-    match host.commit(request).await {
+    let mut answer = host.commit(request.clone()).await;
+    if let Err(status) = &answer
+        && CallError::new(status).is_plan_unknown
+    {
+        answer = match prepare_again(&host, name, spec, member).await {
+            Ok(true) => host.commit(request).await,
+            Ok(false) => answer,
+            Err(status) => Err(status),
+        };
+    }
+    match answer {
         Ok(answer) => CommitOutcome::Committed {
             pause_us: answer.report.as_ref().map_or(0, pause_us),
         },
         Err(status) => {
             let error = CallError::new(&status);
-            CommitOutcome::Failed {
-                failure: plan::commit_failure(&error),
-                why: error.why,
-            }
+            let elsewhere = match error.is_guest_gone {
+                true => hosts.elsewhere(&member.host, &member.guest),
+                false => None,
+            };
+            let why = match elsewhere {
+                Some(host) => format!(
+                    "{}; host {host} has a guest of that name now: plan another rollout for it",
+                    error.why
+                ),
+                None => error.why.clone(),
+            };
+            let failure = plan::commit_failure(&error);
+            CommitOutcome::Failed { failure, why }
         }
     }
 }
 
-async fn revert(hosts: &Hosts, name: &str, member: &Member) -> RevertOutcome {
+/// A host that was started again knows no plans, but the guest does: a repeat of the request that prepared
+/// the plan shows the host its keys, and changes nothing. Whether the guest still has the plan.
+async fn prepare_again(
+    host: &Host,
+    name: &str,
+    spec: &Spec,
+    member: &Member,
+) -> Result<bool, tonic::Status> {
+    let (plan, guest) = (&member.plan, &member.guest);
+    let request = plan::request(name, &plan.request_id, spec, guest);
+    let again = host.prepare(request).await?;
+    if again.plan_id == plan.plan_id {
+        return Ok(true);
+    }
+    let request = v1::DiscardUpdateRequest {
+        guest: guest.clone(),
+        plan_id: again.plan_id,
+    };
+    // It expires anyway.
+    let _ = host.discard(request).await;
+    Ok(false)
+}
+
+async fn revert(hosts: &Hosts, name: &str, id: &str, member: &Member) -> RevertOutcome {
     let Some(host) = hosts.get(&member.host) else {
         let (again, why) = (false, no_host(&member.host));
         return RevertOutcome::Failed { again, why };
     };
     let ops = &member.plan.inverse;
-    let all = plan::revert_request(name, &member.guest, ops, "all");
+    let all = plan::revert_request(name, &member.guest, ops, format!("{id}/all"));
     match host.update(all).await {
         Ok(_) => RevertOutcome::Reverted { void: false },
         Err(status) => match CallError::new(&status).verdict {
-            Verdict::NotHolder | Verdict::WouldWarn => revert_each(host, name, member).await,
+            Verdict::NotHolder | Verdict::WouldWarn => revert_each(&host, name, id, member).await,
             _ => revert_failed(CallError::new(&status)),
         },
     }
 }
 
 /// The guest has dropped some of the change by itself, so that the inverse as a whole is refused.
-async fn revert_each(host: &Host, name: &str, member: &Member) -> RevertOutcome {
+async fn revert_each(host: &Host, name: &str, id: &str, member: &Member) -> RevertOutcome {
     let mut void = true;
     for (index, op) in member.plan.inverse.iter().enumerate() {
         let one = std::slice::from_ref(op);
-        let request = plan::revert_request(name, &member.guest, one, &index.to_string());
+        let request = plan::revert_request(name, &member.guest, one, format!("{id}/{index}"));
         let Err(status) = host.update(request).await else {
             void = false;
             continue;
@@ -363,7 +436,9 @@ fn revert_failed(error: CallError) -> RevertOutcome {
 }
 
 fn no_host(name: &str) -> String {
-    format!("host {name} is not configured any more; add it, then resume or abort")
+    format!(
+        "host {name} is neither registered nor configured; start its patchbayd, then resume or abort"
+    )
 }
 
 /// All vCPUs were stopped for so long.

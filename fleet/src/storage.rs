@@ -3,10 +3,12 @@
 //!
 //! ```text
 //! rollouts/NAME/header            a rollout exists once this does
+//! rollouts/NAME/spec              as it was given
 //! rollouts/NAME/members/00000042
 //! ```
 
 use crate::rollout::{Header, Member, Rollout};
+use crate::spec::Spec;
 use crate::store::{Fence, MAX_TRANSACTION_OPS, Store, StoreError, Transaction};
 
 const PREFIX: &str = "rollouts/";
@@ -17,6 +19,15 @@ fn header_key(name: &str) -> String {
 
 fn member_key(name: &str, index: usize) -> String {
     format!("{PREFIX}{name}/members/{index:08}")
+}
+
+/// The put that keeps the text of a spec.
+pub fn spec_put(name: &str, text: &str) -> (String, Vec<u8>) {
+    (spec_key(name), text.as_bytes().to_vec())
+}
+
+fn spec_key(name: &str) -> String {
+    format!("{PREFIX}{name}/spec")
 }
 
 fn encode(value: &impl serde::Serialize) -> Result<Vec<u8>, StoreError> {
@@ -65,7 +76,7 @@ pub async fn save(
 /// # Errors
 /// [`StoreError::Invalid`] for a value that cannot be read; it is not skipped, because a rollout that
 /// nobody continues would look as if it did not exist.
-pub async fn load(store: &dyn Store) -> Result<Vec<Rollout>, StoreError> {
+pub async fn load(store: &dyn Store) -> Result<Vec<(Rollout, Spec)>, StoreError> {
     let snapshot = store.range(PREFIX).await?;
     let mut rollouts = Vec::new();
     let values: std::collections::BTreeMap<&str, &[u8]> = snapshot
@@ -75,21 +86,49 @@ pub async fn load(store: &dyn Store) -> Result<Vec<Rollout>, StoreError> {
         .collect();
     for (key, value) in values.iter().filter(|(key, _)| key.ends_with("/header")) {
         let header: Header = decode(key, value)?;
+        let spec = spec_key(&header.name);
+        let text = values.get(spec.as_str()).ok_or_else(|| missing(&spec))?;
+        let text = String::from_utf8_lossy(text);
+        let spec = Spec::parse(&text).map_err(|error| {
+            StoreError::Invalid(format!("the value of the key {spec} is malformed: {error}"))
+        })?;
         let mut members: Vec<Member> = Vec::with_capacity(header.members);
         for index in 0..header.members {
             let key = member_key(&header.name, index);
-            let value = values.get(key.as_str()).ok_or_else(|| {
-                StoreError::Invalid(format!("the key {key} is missing in the store"))
-            })?;
+            let value = values.get(key.as_str()).ok_or_else(|| missing(&key))?;
             members.push(decode(&key, value)?);
         }
-        rollouts.push(Rollout::new(header, members));
+        rollouts.push((Rollout::new(header, members), spec));
     }
     Ok(rollouts)
+}
+
+fn missing(key: &str) -> StoreError {
+    StoreError::Invalid(format!("the key {key} is missing in the store"))
 }
 
 fn decode<'v, T: serde::Deserialize<'v>>(key: &str, value: &'v [u8]) -> Result<T, StoreError> {
     serde_json::from_slice(value).map_err(|error| {
         StoreError::Invalid(format!("the value of the key {key} is malformed: {error}"))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::EmbeddedStore;
+
+    #[tokio::test]
+    async fn a_foreign_value_is_named() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let store = EmbeddedStore::open(&folder.path().join("x.redb")).expect("opens");
+        let foreign = Transaction::new().put("rollouts/x/header", "not JSON");
+        store.commit(foreign).await.expect("written");
+        let error = load(&store)
+            .await
+            .map(|_| ())
+            .expect_err("refused")
+            .to_string();
+        assert!(error.contains("rollouts/x/header"), "{error}");
+    }
 }

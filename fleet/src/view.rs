@@ -3,6 +3,7 @@
 
 use patchbay_proto::fleet::v1;
 
+use crate::drift::{Cause, Drift};
 use crate::rollout::{
     End, Failure, Header, Member, Millis, Phase, Rollout, Stage, State, TimelineEntry, Wave,
 };
@@ -125,6 +126,7 @@ pub fn guest(header: &Header, index: usize, member: &Member) -> v1::RolloutGuest
         ),
         State::Reverted { void: false } => (v1::GuestPhase::Reverted, "", None),
         State::RevertFailed { why, .. } => (v1::GuestPhase::RevertFailed, why.as_str(), None),
+        State::Adopted => (v1::GuestPhase::Adopted, "", None),
     };
     v1::RolloutGuest {
         host: member.host.clone(),
@@ -136,6 +138,24 @@ pub fn guest(header: &Header, index: usize, member: &Member) -> v1::RolloutGuest
         sites: member.plan.sites,
         predicted_pause: Some(duration(member.plan.predicted_pause_us)),
         pause: pause.map(duration),
+    }
+}
+
+pub fn drift(drift: &Drift) -> v1::Drift {
+    let cause = match drift.cause {
+        Cause::Late => v1::drift::Cause::Late,
+        Cause::Key => v1::drift::Cause::Key,
+        Cause::Bytes => v1::drift::Cause::Bytes,
+        Cause::Unreachable => v1::drift::Cause::Unreachable,
+    };
+    v1::Drift {
+        host: drift.host.clone(),
+        guest: drift.guest.clone(),
+        cause: cause.into(),
+        key: drift.key.clone(),
+        desired: drift.desired.clone(),
+        actual: drift.actual.clone(),
+        left: drift.left.clone(),
     }
 }
 
@@ -169,6 +189,10 @@ pub fn explain(rollout: &Rollout, index: usize, now: Millis) -> Vec<String> {
             reasons.push("the guest had dropped the change by itself".to_owned());
         }
         State::Reverted { void: false } => reasons.push("its change is taken back".to_owned()),
+        State::Adopted => reasons.push(
+            "it drifted and was taken as it is; the rollout wants nothing of it any more"
+                .to_owned(),
+        ),
         State::RevertFailed { why, .. } => {
             reasons.push(format!(
                 "its change is not taken back: {why}; abort tries again"

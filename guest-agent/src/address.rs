@@ -44,9 +44,28 @@ impl Default for Address {
 }
 
 impl Address {
+    /// The program that booted the guest to run commands in it.
+    pub fn exec() -> Self {
+        Self::Vsock {
+            cid: HOST_CID,
+            port: patchbay_proto::EXEC_PORT,
+        }
+    }
+
     /// Connects to the monitor.
     pub fn connect(&self) -> io::Result<File> {
-        let socket = match self {
+        let socket = self.open()?;
+        socket.set_write_timeout(Some(SEND_TIMEOUT))?;
+        Ok(File::from(OwnedFd::from(socket)))
+    }
+
+    /// Connects to a program that may read late, such as one whose own output is blocked.
+    pub fn connect_patiently(&self) -> io::Result<File> {
+        Ok(File::from(OwnedFd::from(self.open()?)))
+    }
+
+    fn open(&self) -> io::Result<Socket> {
+        Ok(match self {
             Self::Vsock { cid, port } => {
                 let socket = Socket::new(Domain::VSOCK, Type::STREAM, None)?;
                 bind_privileged(&socket)?;
@@ -58,9 +77,7 @@ impl Address {
                 socket.connect(&SockAddr::unix(path)?)?;
                 socket
             }
-        };
-        socket.set_write_timeout(Some(SEND_TIMEOUT))?;
-        Ok(File::from(OwnedFd::from(socket)))
+        })
     }
 }
 

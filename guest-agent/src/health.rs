@@ -23,7 +23,7 @@ pub fn report(warnings: &mut Warnings) -> AgentHealth {
         kernel_release: line("/proc/sys/kernel/osrelease"),
         build_id: build_id(&bytes("/sys/kernel/notes")).unwrap_or_default(),
         labels: labels(&text(LABELS_FILE), &text("/proc/cmdline")),
-        uptime_ms: uptime_ms(&text("/proc/uptime")),
+        uptime_ms: uptime(),
         load: text("/proc/loadavg")
             .split_whitespace()
             .take(3)
@@ -69,6 +69,11 @@ fn kib(text: &str, name: &str) -> u64 {
             .ok()
     });
     value.unwrap_or(0).saturating_mul(1024)
+}
+
+/// Milliseconds since boot.
+pub fn uptime() -> u64 {
+    uptime_ms(&text("/proc/uptime"))
 }
 
 fn uptime_ms(text: &str) -> u64 {

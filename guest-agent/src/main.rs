@@ -5,9 +5,13 @@
 //! in its own tracefs instance, forwards their ring-buffer pages, and reports the guest's health.
 //! It makes no decisions: the monitor records which events are armed, and the keys, which the
 //! monitor flips without the agent, determine whether they fire.
+//!
+//! In a guest that was booted with `patchbay.exec` on its command line it also runs commands for
+//! the program that booted the guest. There is no option for that: only who boots a guest decides.
 #![forbid(unsafe_code)]
 
 mod address;
+mod exec;
 mod health;
 mod kmsg;
 mod pump;
@@ -49,6 +53,10 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
+    let command_line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
+    if exec::allowed(&command_line) {
+        std::thread::spawn(|| exec::serve(&Address::exec()));
+    }
     let tracefs = Tracefs::open(options.tracefs);
     if let Err(error) = &tracefs {
         eprintln!("patchbay-agent: {error}");

@@ -18,6 +18,8 @@ use crate::btf::{Btf, Member};
 
 /// Most tracepoints, descriptors or scheduler features of one image.
 const MAX_RECORDS: u64 = 1 << 17;
+/// Most bytes of the texts of all descriptors of dynamic debug.
+pub(crate) const MAX_DEBUG_TEXTS: usize = 32 << 20;
 /// Longest text that is read.
 const MAX_TEXT: usize = 512;
 
@@ -71,8 +73,10 @@ pub struct DebugLine {
     pub function: String,
     /// Line in the file.
     pub line: u32,
-    /// What it prints, as printk() takes it.
+    /// What it prints, as printk() takes it: one character per byte.
     pub format: String,
+    /// It belongs to a class of lines (`DECLARE_DYNDBG_CLASSMAP`).
+    pub classed: bool,
 }
 
 impl DebugLine {
@@ -97,6 +101,11 @@ pub(crate) trait Memory {
 
     /// Text up to its NUL, with what is not printable replaced.
     fn text_at(&mut self, address: u64) -> Option<String> {
+        Some(printable(&self.bytes_at(address)?))
+    }
+
+    /// Bytes up to a NUL.
+    fn bytes_at(&mut self, address: u64) -> Option<Vec<u8>> {
         let mut text = Vec::new();
         let mut at = address;
         while text.len() < MAX_TEXT {
@@ -111,7 +120,7 @@ pub(crate) trait Memory {
             }
             at = at.checked_add(here as u64)?;
         }
-        Some(printable(&text))
+        Some(text)
     }
 }
 
@@ -142,6 +151,8 @@ pub(crate) struct DebugLayout {
     pub file: u32,
     pub format: u32,
     pub line: Member,
+    /// All bits are set in a line without a class; none in kernels before 6.1.
+    pub class: Option<Member>,
 }
 
 /// The tracepoints of an image by the addresses of their keys. `pointers` is an array of s32, each relative to itself.
@@ -170,12 +181,14 @@ pub(crate) fn tracepoints(
     Some(found)
 }
 
-/// The descriptors of dynamic debug from `start` on, by the addresses of their keys.
+/// The descriptors of dynamic debug from `start` on, by the addresses of their keys. `room` is the number
+/// of bytes that their texts may still take; none if they take more.
 pub(crate) fn debug_lines(
     memory: &mut impl Memory,
     start: u64,
     count: u64,
     layout: DebugLayout,
+    room: &mut usize,
 ) -> Option<BTreeMap<u64, DebugLine>> {
     if count > MAX_RECORDS {
         return None;
@@ -185,26 +198,42 @@ pub(crate) fn debug_lines(
         let at = start.checked_add(index.checked_mul(u64::from(layout.size))?)?;
         let mut text = |offset: u32| {
             let pointer = memory.word_at(at.checked_add(u64::from(offset))?)?;
-            memory.text_at(pointer)
+            let text = memory.bytes_at(pointer)?;
+            *room = room.checked_sub(text.len())?;
+            Some(text)
         };
         let (module, file) = (text(layout.module)?, text(layout.file)?);
         let (function, format) = (text(layout.function)?, text(layout.format)?);
-        let mut line = [0; 4];
-        memory.read_at(at.checked_add(u64::from(layout.line.offset))?, &mut line)?;
-        let width = layout.line.width.clamp(1, 24);
-        let line = u32::from_le_bytes(line) >> (layout.line.shift % 8) & ((1 << width) - 1);
+        let line = bits_at(memory, at, layout.line)?;
+        let class = match layout.class {
+            None => None,
+            Some(member) => Some((bits_at(memory, at, member)?, bits(member))),
+        };
         found.insert(
             at.checked_add(u64::from(layout.key))?,
             DebugLine {
-                module,
-                file,
-                function,
+                module: printable(&module),
+                file: printable(&file),
+                function: printable(&function),
                 line,
-                format: format.trim_end_matches(['?', ' ']).to_owned(),
+                format: format.into_iter().map(char::from).collect(),
+                classed: class.is_some_and(|(class, none)| class != none),
             },
         );
     }
     Some(found)
+}
+
+/// The mask of a bit field, moved to bit 0.
+fn bits(member: Member) -> u32 {
+    (1 << member.width.clamp(1, 24)) - 1
+}
+
+/// The value of a bit field in the structure at `at`.
+fn bits_at(memory: &mut impl Memory, at: u64, member: Member) -> Option<u32> {
+    let mut word = [0; 4];
+    memory.read_at(at.checked_add(u64::from(member.offset))?, &mut word)?;
+    Some(u32::from_le_bytes(word) >> (member.shift % 8) & bits(member))
 }
 
 /// The names of the scheduler's features by the addresses of their keys: `sched_feat_keys[]` beside `sched_feat_names[]`.
@@ -291,6 +320,7 @@ pub(crate) fn debug_layout(btf: &Btf<'_>) -> Option<DebugLayout> {
         file: offset(&["filename"])?,
         format: offset(&["format"])?,
         line: btf.member("_ddebug", &["lineno"])?,
+        class: btf.member("_ddebug", &["class_id"]),
     })
 }
 
@@ -299,5 +329,46 @@ pub(crate) fn location((symbol, offset): (&str, u64)) -> String {
     match offset {
         0 => symbol.to_owned(),
         _ => format!("{symbol}+{offset:#x}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Memory in which every word is a pointer to a text without end.
+    struct Endless;
+
+    impl Memory for Endless {
+        fn read_at(&mut self, _address: u64, bytes: &mut [u8]) -> Option<()> {
+            bytes.fill(b'x');
+            Some(())
+        }
+    }
+
+    #[test]
+    fn texts_of_descriptors_are_bounded() {
+        let member = |offset| Member {
+            offset,
+            shift: 0,
+            width: 18,
+            of_type: 0,
+        };
+        let layout = DebugLayout {
+            size: 56,
+            key: 40,
+            module: 0,
+            function: 8,
+            file: 16,
+            format: 24,
+            line: member(32),
+            class: None,
+        };
+        let mut room = 10 * 4 * 2 * MAX_TEXT;
+        let lines = debug_lines(&mut Endless, 0, 10, layout, &mut room).expect("they fit");
+        assert_eq!(lines.len(), 10);
+        assert!(lines.values().all(|line| line.format.len() < 2 * MAX_TEXT));
+        let mut room = 10 * MAX_TEXT;
+        assert!(debug_lines(&mut Endless, 0, 10, layout, &mut room).is_none());
     }
 }

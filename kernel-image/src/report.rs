@@ -437,8 +437,9 @@ fn classes(mut image: &Image<'_>, symbols: &Symbols) -> Option<Classes> {
         && let Some(layout) = debug_layout(&btf)
     {
         let count = lines.end.saturating_sub(lines.start) / u64::from(layout.size);
-        found.debug_lines =
-            classes::debug_lines(&mut image, lines.start, count, layout).unwrap_or_default();
+        let mut room = classes::MAX_DEBUG_TEXTS;
+        found.debug_lines = classes::debug_lines(&mut image, lines.start, count, layout, &mut room)
+            .unwrap_or_default();
     }
     if let (Some(keys), Some(names), Some(size)) = (
         symbols.address("sched_feat_keys"),

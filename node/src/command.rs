@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Commands beside serving: `policy`, `audit`, `certs`. Another program can embed [`Command`].
+//! Commands beside serving: `policy`, `audit`, `certs`. `patchbay` runs them under its own name, so the help
+//! of the daemon does not list them.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -19,12 +20,13 @@ pub const POLICY_FILE: &str = "/etc/patchbay/policy.yaml";
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Check and try a policy file.
-    #[command(subcommand)]
+    #[command(subcommand, hide = true)]
     Policy(PolicyCommand),
     /// Read the host's audit log.
+    #[command(hide = true)]
     Audit(AuditArgs),
     /// Make certificates for development.
-    #[command(subcommand)]
+    #[command(subcommand, hide = true)]
     Certs(CertsCommand),
 }
 

@@ -6,6 +6,7 @@
 pub mod audit;
 pub mod certs;
 pub mod command;
+pub mod guests;
 pub mod identity;
 pub mod listen;
 pub mod methods;
@@ -13,5 +14,6 @@ pub mod metrics;
 pub mod monitors;
 pub mod policy;
 pub mod proxy;
+pub mod registry;
 pub mod scrape;
 pub mod serve;

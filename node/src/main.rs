@@ -8,10 +8,12 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::{Args, Parser, ValueEnum};
 use patchbay_node::command::{Command, default_audit_log, run};
+use patchbay_node::guests::Guests;
 use patchbay_node::listen::tls::TlsFiles;
 use patchbay_node::monitors::{RunDirs, default_run_dirs};
 use patchbay_node::scrape::MetricsAddress;
-use patchbay_node::serve::{Config, serve};
+use patchbay_node::serve::{Config, RegistryConfig, serve};
+use patchbay_store::DEFAULT_ROOT;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tracing_subscriber::EnvFilter;
@@ -61,6 +63,24 @@ struct ServeArgs {
     /// Serve Prometheus metrics on a loopback address or a unix socket.
     #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH")]
     metrics: Option<MetricsAddress>,
+    /// Guests to run: a YAML file of names with a systemd unit or a monitor's command each.
+    #[arg(long, value_name = "FILE")]
+    guests: Option<PathBuf>,
+    /// Register the host and its guests in this etcd, http://ADDRESS:PORT; may be given several times.
+    #[arg(long, value_name = "URL")]
+    etcd: Vec<String>,
+    /// Prefix of the fleet's keys in etcd.
+    #[arg(long, value_name = "PREFIX", default_value = DEFAULT_ROOT, requires = "etcd")]
+    etcd_root: String,
+    /// The host's name in the registry. [default: the machine's host name]
+    #[arg(long, value_name = "NAME", requires = "etcd")]
+    host_name: Option<String>,
+    /// A label of the host in the registry; may be given several times.
+    #[arg(long = "label", value_name = "LABEL=VALUE", requires = "etcd", value_parser = label)]
+    labels: Vec<(String, String)>,
+    /// How controllers reach the listener. [default: the address of --listen]
+    #[arg(long, value_name = "ADDRESS:PORT", requires_all = ["etcd", "listen"])]
+    advertise: Option<String>,
     /// How log lines are written to standard error; PATCHBAY_LOG filters them.
     #[arg(long, value_enum, default_value_t = LogFormat::Json)]
     log_format: LogFormat,
@@ -78,6 +98,13 @@ fn mode(text: &str) -> Result<u32, String> {
     match u32::from_str_radix(text, 8) {
         Ok(mode) if mode <= 0o777 => Ok(mode),
         _ => Err("give an octal mode such as 660".to_owned()),
+    }
+}
+
+fn label(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((label, value)) if !label.is_empty() => Ok((label.to_owned(), value.to_owned())),
+        _ => Err("give LABEL=VALUE".to_owned()),
     }
 }
 
@@ -158,7 +185,35 @@ fn config(args: ServeArgs) -> anyhow::Result<Config> {
         )),
         _ => None,
     };
+    let registry = match args.etcd.is_empty() {
+        true => None,
+        false => Some(RegistryConfig {
+            etcd: args.etcd,
+            root: args.etcd_root,
+            name: args.host_name.unwrap_or_else(|| {
+                let name = rustix::system::uname();
+                name.nodename().to_string_lossy().into_owned()
+            }),
+            labels: args.labels.into_iter().collect(),
+            address: match (args.advertise, args.listen) {
+                (Some(address), _) => Some(address),
+                // A wildcard is no address to connect to.
+                (None, Some(address)) if address.ip().is_unspecified() || address.port() == 0 => {
+                    anyhow::bail!(
+                        "{address} is no address that a controller could connect to; give --advertise"
+                    )
+                }
+                (None, address) => address.map(|address| address.to_string()),
+            },
+        }),
+    };
+    let guests = match &args.guests {
+        Some(file) => Guests::read(file)?,
+        None => Guests::default(),
+    };
     Ok(Config {
+        guests,
+        registry,
         run_dirs: match args.run_dir.as_slice() {
             [] => default_run_dirs(),
             dirs => RunDirs(dirs.to_vec()),

@@ -77,6 +77,7 @@ pub const METHODS: &[Method] = &[
     method(GUEST, "StreamConsole", Admin, NONE, Effect::Guest),
     method(KEYS, "ListStaticKeys", Viewer, NONE, Effect::Read),
     method(KEYS, "GetStaticKey", Viewer, NONE, Effect::Read),
+    method(KEYS, "ListDebugSites", Viewer, NONE, Effect::Read),
     method(
         KEYS,
         "UpdateStaticKeys",

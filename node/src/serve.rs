@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The daemon: listeners, the server, and the tasks beside it.
 
+use std::collections::BTreeMap;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use patchbay_store::registry::{HostRecord, RegisterError, machine};
 use rustix::process::geteuid;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
@@ -16,12 +18,14 @@ use tonic::transport::Server;
 use tonic::transport::server::Router;
 
 use crate::audit::{Audit, AuditError, AuditLog};
+use crate::guests::{self, Guests};
 use crate::listen::tls::{Tls, TlsError, TlsFiles};
 use crate::listen::{Incoming, MAX_CALLS, NodeSocket, SocketError};
 use crate::metrics::Metrics;
 use crate::monitors::{self, Directory, RunDirs};
 use crate::policy::{LivePolicy, PolicyError};
 use crate::proxy::{Node, Proxy};
+use crate::registry;
 use crate::scrape::{self, ListenError, MetricsAddress, ScrapeError};
 
 /// A peer that has not answered a ping for this long is gone.
@@ -50,6 +54,25 @@ pub struct Config {
     pub audit_log: PathBuf,
     /// Where metrics are read.
     pub metrics: Option<MetricsAddress>,
+    /// Guests that the host runs by itself.
+    pub guests: Guests,
+    /// The registry, and the host in it.
+    pub registry: Option<RegistryConfig>,
+}
+
+/// The registry of a fleet, and what it is told of the host.
+#[derive(Clone, Debug)]
+pub struct RegistryConfig {
+    /// Members of etcd, as http://ADDRESS:PORT.
+    pub etcd: Vec<String>,
+    /// Prefix of the fleet's keys.
+    pub root: String,
+    /// The host's name.
+    pub name: String,
+    /// For selectors and failure domains.
+    pub labels: BTreeMap<String, String>,
+    /// How controllers reach the TCP listener, ADDRESS:PORT.
+    pub address: Option<String>,
 }
 
 /// Why the daemon ended.
@@ -73,6 +96,9 @@ pub enum ServeError {
     /// The metrics cannot be served.
     #[error(transparent)]
     Scrape(#[from] ScrapeError),
+    /// The registry cannot be used.
+    #[error(transparent)]
+    Registry(#[from] RegisterError),
     /// From the operating system.
     #[error("the service cannot be started: {0}")]
     Start(#[from] io::Error),
@@ -127,6 +153,18 @@ pub async fn serve(
         tasks.spawn(async move { incoming.serve_tcp(listener, tls).await });
     }
     let own = config.socket.canonicalize().ok();
+    let registered = match &config.registry {
+        Some(registry) => Some(registered(
+            registry,
+            own.as_deref().unwrap_or(&config.socket),
+        )?),
+        None => None,
+    };
+    if let Some(run_dir) = config.run_dirs.0.first() {
+        for guest in config.guests.guests {
+            tasks.spawn(guests::keep(guest, run_dir.clone()));
+        }
+    }
     tasks.spawn(monitors::run(directory, config.run_dirs, own));
     tasks.spawn(reload(reloads, policy, tls, metrics));
     tracing::info!(socket = %socket.path().display(), "listening");
@@ -136,6 +174,14 @@ pub async fn serve(
         }
     });
 
+    let (leave, left) = oneshot::channel::<()>();
+    let registered = registered.map(|host| {
+        let directory = node.directory.clone();
+        tokio::spawn(registry::run(host, directory, async {
+            // The sender is dropped, or sends: both mean the end.
+            let _ = left.await;
+        }))
+    });
     let (drain, drained) = oneshot::channel::<()>();
     let server = router(node)
         .await?
@@ -149,9 +195,28 @@ pub async fn serve(
         () = shutdown => {}
     }
     drop(drain);
+    // Controllers hear of it before the calls under way are cut off.
+    drop(leave);
+    if let Some(registered) = registered {
+        let _ = tokio::time::timeout(DRAIN_TIME, registered).await;
+    }
     let ended = tokio::time::timeout(DRAIN_TIME, server).await;
     audit.flush().await;
     Ok(ended.unwrap_or(Ok(()))?)
+}
+
+fn registered(config: &RegistryConfig, socket: &Path) -> Result<registry::Host, ServeError> {
+    Ok(registry::Host {
+        store: registry::open(&config.etcd, &config.root, &config.name)?,
+        name: config.name.clone(),
+        record: HostRecord {
+            machine: machine(),
+            socket: socket.display().to_string(),
+            address: config.address.clone(),
+            labels: config.labels.clone(),
+            lease: 0,
+        },
+    })
 }
 
 /// Every service of the host.

@@ -44,6 +44,13 @@ pub const AGENT_PAGE_MAX_BYTES: u64 = 64 << 10;
 /// A page costs the agent this much credit beside its bytes, however short it is.
 pub const AGENT_PAGE_OVERHEAD: u64 = 128;
 
+/// The host's vsock port to which an agent connects that may run commands.
+pub const EXEC_PORT: u32 = 1025;
+/// Word on the kernel's command line without which the agent runs no commands.
+pub const EXEC_WORD: &str = "patchbay.exec";
+/// The version of the messages with which commands are run.
+pub const EXEC_VERSION: u32 = 1;
+
 /// The encoded `FileDescriptorSet` of `patchbay.v1`, for the reflection service.
 #[cfg(feature = "grpc")]
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/patchbay.v1.bin"));

@@ -158,7 +158,7 @@ pub struct Gate {
     pub wanted: u64,
     /// `GATE_*`, for messages; may be unknown.
     pub kind: u32,
-    /// The changes that it concerns: bits of [`static_keys::Concerns`].
+    /// The changes that it concerns: bits of [`static_keys::Concerns`] without `DYNAMIC_DEBUG`.
     pub concerns: u32,
     /// Width of the word: 1, 2, 4 or 8 bytes.
     pub width: u8,

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use foldhash::fast::RandomState;
 
-use crate::directory::{self, Key, Listed};
+use crate::directory::{self, Class, Key, Listed};
 use crate::entry::{EntryFormat, Image, JumpEntry};
 use crate::gates::Gates;
 use crate::kernel::{Directory, FoundKernel, Kernel, Layout, Module, Range};
@@ -457,6 +457,16 @@ impl Catalog {
     pub fn key(&self, id: KeyId) -> Option<&Key> {
         let listed = self.keys.get(&id)?;
         self.images.get(&listed.image)?.keys.get(listed.index)
+    }
+
+    /// Changes the class of a key. Does nothing if there is no such key.
+    pub fn set_class(&mut self, id: KeyId, class: Class) {
+        if let Some(listed) = self.keys.get(&id)
+            && let Some(image) = self.images.get_mut(&listed.image)
+            && let Some(key) = Arc::make_mut(image).keys.get_mut(listed.index)
+        {
+            key.class = class;
+        }
     }
 
     /// Looks up a key by its full name.

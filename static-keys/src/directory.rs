@@ -34,6 +34,24 @@ pub enum Class {
     Ref,
     /// The key of a `struct tracepoint`: on or off, never counted above 1.
     Tracepoint,
+    /// The key of a pr_debug() (`struct _ddebug`): on or off, never counted above 1.
+    DynamicDebug,
+    /// The branch leads to a static call that may be NULL. Such a key is never changed.
+    Never,
+}
+
+impl Class {
+    /// The name, as in requests and messages.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Guarded => "guarded",
+            Self::Ref => "ref",
+            Self::Tracepoint => "tracepoint",
+            Self::DynamicDebug => "dyndbg",
+            Self::Never => "never",
+        }
+    }
 }
 
 /// A key of the guest.

@@ -59,8 +59,10 @@ impl Concerns {
     pub const TRACEPOINT: Self = Self(1 << 4);
     /// Switching a key that a module defines or branches on.
     pub const MODULES: Self = Self(1 << 5);
+    /// Switching a key of class dynamic debug on or off.
+    pub const DYNAMIC_DEBUG: Self = Self(1 << 6);
     /// All that are defined.
-    pub const ALL: Self = Self((1 << 6) - 1);
+    pub const ALL: Self = Self((1 << 7) - 1);
 
     /// Whether the two have a bit in common.
     #[must_use]

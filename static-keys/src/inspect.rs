@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::KeyId;
 use crate::busy::{Busy, Gate};
 use crate::catalog::{Catalog, CodeImage};
+use crate::directory::Class;
 use crate::entry::JumpEntry;
 use crate::instruction::{Branch, Instruction, OutOfReach, Size, recognise};
 use crate::memory::{GuestMemory, ReadError, Width, read_count, read_word_at};
@@ -24,6 +25,8 @@ pub enum NotPatchable {
     OutsideText,
     #[error("its key is sealed since the end of init")]
     Sealed,
+    #[error("its key gates a static call that may be NULL, and is never changed")]
+    Never,
     /// A change of the key has to wait.
     #[error("{0}")]
     Busy(Busy),
@@ -106,7 +109,11 @@ impl Catalog {
 
     /// What prevents a change of every site of the key.
     fn obstacle<M: GuestMemory>(&self, memory: &M, key: KeyId) -> Option<NotPatchable> {
-        match users(self, memory, self.key(key)?, &mut Users::default()).err()? {
+        let key = self.key(key)?;
+        if key.class == Class::Never {
+            return Some(NotPatchable::Never);
+        }
+        match users(self, memory, key, &mut Users::default()).err()? {
             UsersError::Sealed => Some(NotPatchable::Sealed),
             UsersError::Busy(busy) => Some(NotPatchable::Busy(busy)),
             UsersError::Read { error, .. } => Some(NotPatchable::Unreadable(error)),

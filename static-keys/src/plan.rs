@@ -9,6 +9,7 @@ use std::sync::Arc;
 use crate::KeyId;
 use crate::busy::{Busy, Guard};
 use crate::catalog::Catalog;
+use crate::directory::Class;
 use crate::instruction::{Instruction, OutOfReach};
 use crate::memory::{GuestMemory, ReadError};
 use crate::records::RecordPlaces;
@@ -42,11 +43,17 @@ pub enum PlanError {
         "key {key} is guarded: only the guest knows what else depends on it; permit guarded keys if you know that a change is safe"
     )]
     Guarded { key: Arc<str> },
-    /// The guest's own functions for guarded keys expect a count of 0 or 1.
+    /// No permission helps.
     #[error(
-        "key {key} is guarded and on already; a second reference from outside would make the guest's own static_key_disable() warn and leave it on; use enable, or wait until it is off"
+        "key {key} gates a static call that may be NULL: switching it would crash the guest, so it is never changed, whatever is permitted; leave it to the guest's kernel"
     )]
-    GuardedCount { key: Arc<str> },
+    Never { key: Arc<str> },
+    /// The guest's own functions for keys of this class expect a count of 0 or 1.
+    #[error(
+        "key {key} is of class {} and on already; a second reference from outside would make the guest's own static_key_disable() warn and leave it on; use enable, or wait until it is off",
+        class.name()
+    )]
+    Boolean { key: Arc<str>, class: Class },
     /// The refcount table forbids the change.
     #[error("key {key}: {refusal}")]
     WouldWarn {

@@ -91,6 +91,11 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
                         .catalog
                         .key(id)
                         .ok_or(PlanError::UnknownKey { key: id })?;
+                    if key.class == Class::Never {
+                        return Err(PlanError::Never {
+                            key: key.full_name.clone(),
+                        });
+                    }
                     if key.class == Class::Guarded && !options.allow_guarded {
                         return Err(PlanError::Guarded {
                             key: key.full_name.clone(),
@@ -186,6 +191,9 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
                 Class::Guarded => Concerns::GUARDED,
                 Class::Ref => Concerns::REF,
                 Class::Tracepoint => Concerns::TRACEPOINT,
+                Class::DynamicDebug => Concerns::DYNAMIC_DEBUG,
+                // Refused before.
+                Class::Never => Concerns::ALL,
             });
             if modules_matter
                 && !concerned.intersects(Concerns::MODULES)
@@ -434,8 +442,11 @@ fn step(key: &Key, count: i32, op: Op) -> Result<i32, PlanError> {
             why: "its key is a boolean, not a count: above 1 the guest could not turn it off; use enable and disable",
         }),
         // A reference taken at 0 may always be dropped, whatever the guest counted since.
-        Class::Guarded if after > count && after > 1 => {
-            Err(PlanError::GuardedCount { key: name() })
+        Class::Guarded | Class::DynamicDebug if after > count && after > 1 => {
+            Err(PlanError::Boolean {
+                key: name(),
+                class: key.class,
+            })
         }
         _ => Ok(after),
     }

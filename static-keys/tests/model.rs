@@ -106,7 +106,7 @@ fn model(class: Class, count: i32, op: Op) -> Option<i32> {
     after.filter(|&after| match class {
         Class::Ref => true,
         Class::Tracepoint => after <= 1,
-        Class::Guarded => after <= 1 || after < count,
+        Class::Guarded | Class::DynamicDebug | Class::Never => after <= 1 || after < count,
     })
 }
 

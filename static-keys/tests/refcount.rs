@@ -143,7 +143,7 @@ fn a_guarded_key_is_counted_by_the_guest_alone() {
                 assert_eq!(plan.changes().next().expect("one key").after, after);
             }
             None => assert!(
-                matches!(planned, Err(PlanError::GuardedCount { .. })),
+                matches!(planned, Err(PlanError::Boolean { .. })),
                 "{ops:?} at {count}"
             ),
         }

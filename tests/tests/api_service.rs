@@ -4,6 +4,7 @@
 mod api_service {
     mod boots;
     mod busy;
+    mod debug;
     mod faults;
     mod fired;
     mod guest;

@@ -79,6 +79,11 @@ pub struct Args {
     #[arg(long)]
     pub allow_guarded: bool,
 
+    /// Declare the keys of the files in this folder safe to count from outside; without the option, of
+    /// /etc/patchbay/keys.d if it exists.
+    #[arg(long, value_name = "FOLDER")]
+    pub keys_dir: Option<PathBuf>,
+
     /// Hide the Patchbay CPUID leaf, to measure what Patchbay costs the guest.
     #[arg(long, hide = true)]
     pub no_patchbay: bool,
@@ -226,7 +231,7 @@ fn parse_vsock(text: &str) -> Result<VsockConfig, String> {
             path: path.into(),
             cid,
             // Without this, any program in the guest could pose as the agent.
-            privileged: vec![patchbay_service::trace::PORT],
+            privileged: vec![patchbay_service::trace::PORT, patchbay_proto::EXEC_PORT],
         }),
     }
 }
@@ -310,7 +315,7 @@ mod tests {
         let vsock = |path: &str, cid| VsockConfig {
             path: path.into(),
             cid,
-            privileged: vec![1024],
+            privileged: vec![1024, 1025],
         };
         assert_eq!(parse_vsock("/run/v"), Ok(vsock("/run/v", 3)));
         assert_eq!(parse_vsock("a,b,cid=7"), Ok(vsock("a,b", 7)));

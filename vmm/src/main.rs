@@ -15,6 +15,7 @@ use anyhow::Context;
 use clap::Parser;
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::audit::AuditLog;
+use patchbay_service::keys::declared::Declarations;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::symbols::Symbols;
 use patchbay_service::keys::{Keys, KeysConfig};
@@ -134,6 +135,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         audit,
         symbols,
         allow_guarded: args.allow_guarded,
+        declared: Declarations::read(args.keys_dir.as_deref())?,
         threads: Arc::new(FilteredThreads),
         ..KeysConfig::default()
     };

@@ -66,15 +66,23 @@ fn systemd_starts_reloads_and_stops_guests() {
     }
     let [host, scratch] = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let put = |name: &str, content: &[u8]| std::fs::write(host.path().join(name), content).unwrap();
-    put("kernel", &kernel(QUIET));
+    for folder in ["bin", "units", "etc"] {
+        std::fs::create_dir(host.path().join(folder)).unwrap();
+    }
+    std::os::unix::fs::symlink(PROGRAM, host.path().join("bin/patchbay-vmm")).unwrap();
+    put(
+        "units/patchbay@.service",
+        &std::fs::read(in_tree("patchbay@.service")).unwrap(),
+    );
+    put("etc/kernel", &kernel(QUIET));
     let guest = |kernel: &str| format!("GUEST=--kernel {kernel} --memory 4M --no-patchbay\n");
     for name in ["demo", "other"] {
         put(
-            &format!("{name}.conf"),
+            &format!("etc/{name}.conf"),
             guest("/etc/patchbay/kernel").as_bytes(),
         );
     }
-    put("broken.conf", guest("/nonexistent").as_bytes());
+    put("etc/broken.conf", guest("/nonexistent").as_bytes());
     std::fs::copy(in_tree("tests/unit/steps.sh"), host.path().join("steps.sh")).unwrap();
 
     let output = Command::new("unshare")
@@ -88,10 +96,8 @@ fn systemd_starts_reloads_and_stops_guests() {
             "--uts",
             "sh",
         ])
-        .arg(in_tree("tests/unit/boot.sh"))
-        .args([scratch.path(), Path::new(PROGRAM)])
-        .arg(in_tree("patchbay@.service"))
-        .arg(host.path())
+        .arg(in_tree("../tests/unit/boot.sh"))
+        .args([scratch.path(), host.path()])
         .output()
         .unwrap();
     let read = |name: &str| std::fs::read_to_string(host.path().join(name)).unwrap_or_default();

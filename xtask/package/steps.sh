@@ -22,7 +22,7 @@ bash -n /usr/share/bash-completion/completions/patchbay
 systemd-analyze verify patchbayd.service patchbay-fleet.service patchbay-agent.service
 
 # Started and used, with a guest in memory as its monitor would serve it.
-patchbayd policy check /etc/patchbay/policy.yaml
+patchbay policy check /etc/patchbay/policy.yaml
 mkdir -p /run/patchbay
 mkfifo /run/commands
 /host/in_memory_guests /run/patchbay/test.sock test </run/commands &
@@ -33,13 +33,13 @@ socket=/run/patchbayd/patchbayd.sock
 wait_for patchbay --socket $socket --guest test guest describe
 patchbay --socket $socket --guest test keys enable alpha
 patchbay --socket $socket --guest test keys get alpha | grep -i alpha
-patchbayd audit verify
+patchbay audit verify
 
 # A policy of the operator's own, and a controller with its store.
 echo '# ours' >>/etc/patchbay/policy.yaml
 echo "OPTIONS=--standalone --host here=$socket" >/etc/patchbay/fleet.conf
 systemctl start patchbay-fleet
-wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay-fleet rollout list
+wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay rollout list
 systemctl reload patchbayd
 cp /var/log/patchbayd/audit.jsonl /run/audit.before
 daemon=$(systemctl show --value --property MainPID patchbayd)
@@ -51,10 +51,10 @@ head --bytes "$(stat --format %s /run/audit.before)" /var/log/patchbayd/audit.js
 test "$(systemctl show --value --property MainPID patchbayd)" != "$daemon"
 wait_for patchbay --socket $socket --guest test guest describe
 patchbay --socket $socket --guest test keys disable alpha
-patchbayd audit verify
+patchbay audit verify
 test "$(wc -l </var/log/patchbayd/audit.jsonl)" -gt "$(wc -l </run/audit.before)"
 test -s /var/lib/patchbay-fleet/fleet.redb
-wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay-fleet rollout list
+wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay rollout list
 
 # Removed: programs and services go, data stays.
 dpkg --remove patchbay patchbay-agent

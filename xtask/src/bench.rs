@@ -133,7 +133,7 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     );
     let mut command = vec![binary.path.clone().into_os_string(), "--bench".into()];
     command.extend(arguments.iter().map(Into::into));
-    let mut job = lab::Job::new(command)?;
+    let mut job = lab::Job::new(command, &host::lab_output())?;
     job.set(variables);
     job.folder.clone_from(&binary.folder);
     job.clocks_count_instructions = bench.needs == Needs::Kernels;

@@ -166,7 +166,7 @@ pub fn run_with_guest() -> Result<u8> {
         let success = here.status().context("python3 cannot be run")?.success();
         return Ok(u8::from(!success));
     }
-    let mut job = lab::Job::new(command)?;
+    let mut job = lab::Job::new(command, &host::lab_output())?;
     job.set(variables);
     job.environment.insert("PYTHONPATH".into(), path);
     job.folder = folder;

@@ -47,7 +47,7 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
     }
     let mut command = vec![program.into_os_string()];
     command.extend(arguments);
-    let mut job = lab::Job::new(command)?;
+    let mut job = lab::Job::new(command, &host::lab_output())?;
     job.set(variables);
     Ok(ExitCode::from(lab::run(&job)?))
 }

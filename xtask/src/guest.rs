@@ -31,6 +31,7 @@ pub fn prepare(with_unpatched: bool) -> Result<Variables> {
     variables.extend([
         ("PATCHBAY_VMM", cargo::program("patchbay-vmm")),
         ("PATCHBAY_CLI", cargo::program("patchbay")),
+        ("PATCHBAY_AGENT", cargo::build_agent()?),
     ]);
     if with_unpatched {
         let unpatched = kernel::get(&Recipe::unpatched())?;

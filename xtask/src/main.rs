@@ -4,10 +4,8 @@
 
 mod bench;
 mod bill;
-mod cache;
 mod cargo;
 mod clients;
-mod cpio;
 mod demo;
 mod doctor;
 mod fuzz;
@@ -17,17 +15,11 @@ mod initramfs;
 mod kernel;
 mod kernel_config;
 mod kernel_tree;
-mod lab;
-mod lab_image;
-mod modules;
 mod package;
 mod package_trial;
 mod root_disk;
-mod shell;
-mod step;
 mod stock;
 mod stubs;
-mod terminal;
 mod test;
 mod test_runner;
 
@@ -38,6 +30,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
+use patchbay_lab::{cache, cpio, image as lab_image, machine as lab, modules, step};
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about, disable_help_subcommand = false)]
@@ -81,7 +74,7 @@ enum Task {
         #[arg(long, value_name = "SECONDS")]
         timeout: Option<u64>,
         /// The lab's memory
-        #[arg(long, value_name = "MIB", default_value_t = 4096)]
+        #[arg(long, value_name = "MIB", default_value_t = lab::DEFAULT_MEMORY_MIB)]
         memory: u32,
         /// The command and its arguments
         #[arg(last = true, required = true, value_name = "COMMAND")]
@@ -205,7 +198,7 @@ fn run(task: Task) -> Result<ExitCode> {
             memory,
             command,
         } => {
-            let mut job = lab::Job::new(command)?;
+            let mut job = lab::Job::new(command, &host::lab_output())?;
             job.timeout = timeout.map(Duration::from_secs);
             job.memory_mib = memory;
             Ok(ExitCode::from(lab::run(&job)?))

@@ -168,6 +168,14 @@ pub fn run(selection: &Selection) -> Result<bool> {
             }
         }
     }
+    if tier_1
+        .iter()
+        .any(|test| test.suite == "patchbay-attach::libvirt")
+        && let Err(error) = host::ensure_packages(host::LIBVIRT)
+    {
+        // The tests then report that they are skipped.
+        eprintln!("There is no libvirt: {error:#}");
+    }
     outcome.run_tier("tier 1, no KVM", tier_1, here(cpus), selection.timeout);
     if wants(1) && selection.filter.is_none() {
         outcome.run_doc_tests()?;
@@ -191,8 +199,6 @@ pub fn run(selection: &Selection) -> Result<bool> {
             outcome.variables.extend(more);
         }
         if runs("patchbay-tests::linux_disk") {
-            let agent = cargo::build_agent()?;
-            outcome.variables.push(("PATCHBAY_AGENT", agent));
             match root_disk::get() {
                 Ok(disk) => outcome.variables.push(("PATCHBAY_TEST_ROOT_DISK", disk)),
                 // The test then reports that it is skipped.

@@ -232,19 +232,21 @@ impl Qmp {
             state.calls.insert(id, None);
             id
         };
-        let answer = self.send(&message(command, arguments, id)).and_then(|()| {
-            let answer = self.shared.wait_for(deadline, |state| {
-                let answer = state.calls.get_mut(&id).and_then(Option::take);
-                answer.map(Ok).or_else(|| state.closed.clone().map(Err))
+        let answer = self
+            .send(&message(command, arguments, Some(id)))
+            .and_then(|()| {
+                let answer = self.shared.wait_for(deadline, |state| {
+                    let answer = state.calls.get_mut(&id).and_then(Option::take);
+                    answer.map(Ok).or_else(|| state.closed.clone().map(Err))
+                });
+                match answer {
+                    None => Err(QmpError::TimedOut {
+                        command: command.to_owned(),
+                        patience,
+                    }),
+                    Some(answer) => answer.map_err(QmpError::Closed),
+                }
             });
-            match answer {
-                None => Err(QmpError::TimedOut {
-                    command: command.to_owned(),
-                    patience,
-                }),
-                Some(answer) => answer.map_err(QmpError::Closed),
-            }
-        });
         self.shared.state().calls.remove(&id);
         returned(command, answer?)
     }
@@ -261,11 +263,16 @@ impl Qmp {
         (&self.stream).write_all(line.as_bytes()).map_err(closed)
     }
 
-    /// Process that called listen() on the socket, and the user that it ran as.
+    /// Process that called listen() on the socket.
     #[must_use]
     pub fn peer(&self) -> Option<u32> {
-        let credentials = rustix::net::sockopt::socket_peercred(&self.stream).ok()?;
-        u32::try_from(credentials.pid.as_raw_nonzero().get()).ok()
+        peer(&self.stream)
+    }
+
+    /// Process that called listen() on a socket, whether or not it serves another client.
+    #[must_use]
+    pub fn owner(path: &Path) -> Option<u32> {
+        peer(&UnixStream::connect(path).ok()?)
     }
 
     /// The connection, for a process that is to speak after this one has died.
@@ -287,9 +294,17 @@ impl Drop for Qmp {
     }
 }
 
-/// A command as it is sent.
-pub(crate) fn message(command: &str, arguments: Value, id: u64) -> String {
-    let mut message = json!({ "execute": command, "id": id });
+fn peer(stream: &UnixStream) -> Option<u32> {
+    let credentials = rustix::net::sockopt::socket_peercred(stream).ok()?;
+    u32::try_from(credentials.pid.as_raw_nonzero().get()).ok()
+}
+
+/// A command as it is sent. libvirt gives it an id of its own and refuses one that has any.
+pub(crate) fn message(command: &str, arguments: Value, id: Option<u64>) -> String {
+    let mut message = json!({ "execute": command });
+    if let Some(id) = id {
+        message["id"] = id.into();
+    }
     if !arguments.is_null() {
         message["arguments"] = arguments;
     }

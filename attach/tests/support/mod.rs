@@ -2,12 +2,14 @@
 #![allow(dead_code, reason = "each accelerator has its own test target")]
 //! QEMUs with a guest that only counts, and what is tried on them, whatever runs their vCPUs.
 
+pub mod bad_input;
+pub mod kill;
 pub mod stock;
 
 use std::fs;
-use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
@@ -34,8 +36,6 @@ const CODE: std::ops::Range<u64> = 0x7c00..0x7c10;
 const BOOT_SECTOR: [u8; 12] = [
     0xfa, 0x31, 0xc0, 0x8e, 0xd8, 0x66, 0xff, 0x06, 0x00, 0x80, 0xeb, 0xf9,
 ];
-/// Of a holder, for [`Qemu::hold_and_kill`].
-const HOLD: &str = "PATCHBAY_ATTACH_HOLD";
 
 /// Who runs the vCPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,14 +63,25 @@ pub struct Qemu {
 impl Qemu {
     /// `None`, with a word about it: QEMU is not installed.
     pub fn start(accelerator: Accelerator, memory: Memory) -> Option<Self> {
-        let mut sector = BOOT_SECTOR.to_vec();
+        Self::start_program(accelerator, memory, &BOOT_SECTOR, &[])
+    }
+
+    /// With a program in the boot sector.
+    pub fn start_program(
+        accelerator: Accelerator,
+        memory: Memory,
+        program: &[u8],
+        arguments: &[&str],
+    ) -> Option<Self> {
+        let mut sector = program.to_vec();
         sector.resize(510, 0);
         sector.extend([0x55, 0xaa]);
         sector.resize(1 << 20, 0);
         let disk = tempfile::NamedTempFile::new().expect("temporary file");
         fs::write(disk.path(), sector).expect("room");
         let drive = format!("file={},format=raw,if=ide", disk.path().display());
-        let mut qemu = Self::start_with(accelerator, memory, "64M", &["-drive", &drive])?;
+        let arguments = [&["-drive", &drive], arguments].concat();
+        let mut qemu = Self::start_with(accelerator, memory, "64M", &arguments)?;
         qemu.disk = Some(disk);
         Some(qemu)
     }
@@ -154,14 +165,7 @@ impl Qemu {
     }
 
     pub fn options(&self, pause: PauseWay) -> Options {
-        Options {
-            target: Target::Qmp(self.socket("qmp"), None),
-            name: None,
-            access: Access::Auto,
-            pause,
-            watchdog: PathBuf::from(env!("CARGO_BIN_EXE_patchbay-attach")),
-            accept_tcg: self.accelerator == Accelerator::Tcg,
-        }
+        options(self.socket("qmp"), pause, self.accelerator)
     }
 
     /// Attached to, with the guest's counter running.
@@ -185,30 +189,6 @@ impl Qemu {
             .expect("a second monitor");
         qmp.execute(command, arguments, DEADLINE).expect(command)
     }
-
-    /// Has another process attach, stop the guest if it is to, and die by SIGKILL. It is this test's program again.
-    fn hold_and_kill(&self, pause: PauseWay, held: bool) {
-        let word = format!(
-            "{}:{held}:{:?}:{:?}",
-            self.socket("qmp").display(),
-            pause,
-            self.accelerator
-        );
-        let mut child = Command::new(std::env::current_exe().expect("a program"))
-            .args(["--exact", "holder", "--ignored", "--nocapture"])
-            .env(HOLD, word)
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("started");
-        let output = BufReader::new(child.stdout.take().expect("piped"));
-        let mut lines = output.lines().map_while(Result::ok);
-        assert!(lines.any(|line| line.contains("HOLDS")), "it has attached");
-        if held && pause == PauseWay::Qmp {
-            assert_eq!(self.other("query-status", Value::Null)["status"], "paused");
-        }
-        child.kill().expect("it lives");
-        child.wait().expect("it has ended");
-    }
 }
 
 impl Drop for Qemu {
@@ -218,33 +198,20 @@ impl Drop for Qemu {
     }
 }
 
-fn count(guest: &QemuGuest) -> u64 {
-    guest.ram().read_u64(COUNTER).expect("RAM") & 0xffff_ffff
-}
-
-/// The process that is killed.
-pub fn holder() {
-    let word = std::env::var(HOLD).expect("run by another test");
-    let parts: Vec<&str> = word.split(':').collect();
-    let pause = if parts[2] == "Qmp" {
-        PauseWay::Qmp
-    } else {
-        PauseWay::Freeze
-    };
-    let options = Options {
-        target: Target::Qmp(Path::new(parts[0]).to_owned(), None),
+/// To attach to a QEMU that may lack KVM.
+fn options(socket: PathBuf, pause: PauseWay, accelerator: Accelerator) -> Options {
+    Options {
+        target: Target::Qmp(socket, None),
         name: None,
         access: Access::Auto,
         pause,
         watchdog: PathBuf::from(env!("CARGO_BIN_EXE_patchbay-attach")),
-        accept_tcg: parts[3] == "Tcg",
-    };
-    let guest = attach(&options).expect("attached");
-    let _paused = (parts[1] == "true").then(|| guest.pause(DEADLINE).expect("stopped"));
-    println!("HOLDS");
-    loop {
-        std::thread::park();
+        accept_tcg: accelerator == Accelerator::Tcg,
     }
+}
+
+fn count(guest: &QemuGuest) -> u64 {
+    guest.ram().read_u64(COUNTER).expect("RAM") & 0xffff_ffff
 }
 
 /// Memory, in each place where QEMU may have it.
@@ -391,31 +358,6 @@ pub fn lifecycle(accelerator: Accelerator) {
     assert_eq!(guest.pause(DEADLINE).err(), Some(PauseError::Ended));
 }
 
-/// An attacher that is killed leaves a running guest, which another can attach to.
-pub fn kill(accelerator: Accelerator) {
-    let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
-        return;
-    };
-    for way in [PauseWay::Freeze, PauseWay::Qmp] {
-        for held in [false, true, true] {
-            qemu.hold_and_kill(way, held);
-            // The watchdog lets go of the monitor's socket when it has resumed the guest.
-            while qemu.other("query-status", Value::Null)["status"] != "running" {
-                std::thread::yield_now();
-            }
-            let guest = loop {
-                match attach(&qemu.options(way)) {
-                    Ok(guest) => break guest,
-                    Err(error) => assert!(error.to_string().contains("no greeting"), "{error}"),
-                }
-            };
-            qemu.runs(&guest);
-            drop(guest.pause(DEADLINE).expect("it can be stopped"));
-            qemu.runs(&guest);
-        }
-    }
-}
-
 /// What cannot be attached to.
 pub fn refusals(accelerator: Accelerator) {
     let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
@@ -433,17 +375,15 @@ pub fn refusals(accelerator: Accelerator) {
         Accelerator::Kvm => drop(attach(&strict).expect("KVM")),
     }
     let guest = qemu.attach(PauseWay::Freeze);
+    let attached = format!("another process {} is attached", std::process::id());
     let error = attach(&qemu.options(PauseWay::Freeze)).expect_err("the socket is in use");
-    assert!(error.to_string().contains("in use"), "{error}");
+    assert!(error.to_string().contains(&attached), "{error}");
     let other = Options {
         target: Target::Qmp(qemu.socket("other"), None),
         ..qemu.options(PauseWay::Freeze)
     };
     let error = attach(&other).expect_err("the guest is attached to");
-    assert!(
-        error.to_string().contains("another process is attached"),
-        "{error}"
-    );
+    assert!(error.to_string().contains(&attached), "{error}");
     let wrong = Options {
         target: Target::Qmp(qemu.socket("other"), Some(std::process::id())),
         ..qemu.options(PauseWay::Freeze)
@@ -456,4 +396,7 @@ pub fn refusals(accelerator: Accelerator) {
         ..qemu.options(PauseWay::Freeze)
     };
     qemu.runs(&attach(&by_pid).expect("the socket is on the command line"));
+    let _client = UnixStream::connect(qemu.socket("qmp")).expect("QEMU listens");
+    let error = attach(&qemu.options(PauseWay::Freeze)).expect_err("the socket is in use");
+    assert!(error.to_string().contains("in use"), "{error}");
 }

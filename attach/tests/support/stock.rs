@@ -7,9 +7,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use patchbay_attach::PauseWay;
+use patchbay_service::keys::debug::{DebugListQuery, DebugQueries, DebugView};
 use patchbay_service::keys::registry::Registry;
-use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, ListQuery, UpdateRequest};
-use static_keys::Op;
+use patchbay_service::keys::{
+    KeyUpdate, Keys, KeysConfig, ListQuery, Selection, Target, UpdateRequest,
+};
+use static_keys::{Class, Op};
 
 use super::{Accelerator, DEADLINE, Memory, Qemu};
 
@@ -25,8 +28,10 @@ while :; do
     /bin/busybox echo alive
 done
 ";
-/// The lines of pr_debug() that this passes, by the file that they are in.
-const DEBUG: &str = "lib/kobject_uevent.c/";
+/// For a boot, and for what the guest prints.
+const BOOT: Duration = Duration::from_secs(600);
+/// The lines of pr_debug() that this passes.
+const DEBUG: &str = "file lib/kobject_uevent.c func kobject_uevent*";
 /// What they print.
 const PRINTED: &str = "kobject: 'null'";
 
@@ -76,7 +81,7 @@ fn kernel() -> Option<(PathBuf, Vec<u8>)> {
 }
 
 fn wait_for(console: &Path, words: &str, times: usize) {
-    let end = Instant::now() + Duration::from_secs(600);
+    let end = Instant::now() + BOOT;
     loop {
         let text = String::from_utf8_lossy(&fs::read(console).unwrap_or_default()).into_owned();
         if text.matches(words).count() >= times {
@@ -93,16 +98,59 @@ fn occurrences(console: &Path, words: &str) -> usize {
     String::from_utf8_lossy(&text).matches(words).count()
 }
 
-fn update(names: &[String], op: Op) -> UpdateRequest {
-    let updates = names.iter().map(|name| KeyUpdate::new(name, op)).collect();
-    let mut request = UpdateRequest::new(
-        updates,
+/// Lists keys until the guest has booted: firmware and a kernel that boots are refused.
+fn boots(console: &Path, list: impl Fn() -> Result<(), String>) {
+    let end = Instant::now() + BOOT;
+    let mut last = String::new();
+    while occurrences(console, "READY") == 0 {
+        match list() {
+            Ok(()) => return wait_for(console, "READY", 1),
+            Err(error) if error == last => {}
+            Err(error) => {
+                println!("while it boots: {error}");
+                last = error;
+            }
+        }
+        assert!(Instant::now() < end, "the guest does not boot: {last}");
+    }
+    assert!(!last.is_empty(), "it was asked too late");
+}
+
+fn update(keys: Target, op: Op) -> UpdateRequest {
+    let update = KeyUpdate {
+        keys,
+        op,
+        etag: String::new(),
+    };
+    UpdateRequest::new(
+        vec![update],
         "uid:0".to_owned(),
         DEADLINE,
         Instant::now() + DEADLINE,
-    );
-    request.allow_guarded = true;
-    request
+    )
+}
+
+/// An LSM hook is never changed; that is decided before anything is written.
+async fn never(keys: &Keys) {
+    let query = ListQuery {
+        page_size: 1,
+        keys: Selection {
+            classes: vec![Class::Never],
+            ..Selection::default()
+        },
+        ..ListQuery::default()
+    };
+    let page = keys.list(&query).expect("found");
+    println!("{} keys are never changed", page.total);
+    // Kernels before 6.12 have none.
+    let Some(hook) = page.keys.first() else {
+        return;
+    };
+    assert!(hook.name.starts_with("security_hook_active_"), "{hook:?}");
+    let mut request = update(Target::Name(hook.name.to_string()), Op::Enable);
+    (request.allow_guarded, request.force) = (true, true);
+    let refused = keys.update(request).await.expect_err("never");
+    assert_eq!(refused.reason(), "KEY_NEVER", "{refused}");
 }
 
 /// Keys are found, one is changed and changed back; then the guest is reset, and found anew.
@@ -140,19 +188,20 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
     let Some(qemu) = Qemu::start_with(accelerator, memory, "512M", &arguments) else {
         return;
     };
-    wait_for(&console, "READY", 1);
     let guest = Arc::new(patchbay_attach::attach(&qemu.options(way)).expect("attached"));
     let registry = Arc::new(Registry::default());
     registry.discover(guest.clone());
-    let config = KeysConfig {
-        allow_guarded: true,
-        ..KeysConfig::default()
-    };
+    let config = KeysConfig::default();
     let (keys, _) = Keys::start(guest.clone(), registry, config).expect("a thread");
     let query = ListQuery {
         page_size: 10_000,
         ..ListQuery::default()
     };
+    boots(&console, || {
+        keys.list(&query)
+            .map(drop)
+            .map_err(|error| error.to_string())
+    });
     let began = Instant::now();
     let page = keys.list(&query).expect("the keys are found");
     let description = keys.describe();
@@ -168,17 +217,31 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
         description.keys > 1000 && description.sites > 2000,
         "{description:?}"
     );
-    let names = page.keys.iter().map(|key| key.name.to_string());
-    let names: Vec<String> = names.filter(|name| name.starts_with(DEBUG)).collect();
-    assert!(!names.is_empty(), "there are such lines");
+    never(&keys).await;
+    let queries = DebugQueries::parse(&[DEBUG.to_owned()]).expect("well-formed");
+    let lines = keys
+        .list_debug_sites(&DebugListQuery {
+            page_size: 100,
+            queries: queries.clone(),
+            ..DebugListQuery::default()
+        })
+        .expect("they are found");
+    for DebugView { key, site, .. } in &lines.sites {
+        println!("{key}: {}() {:?}", site.function, site.format);
+    }
+    assert!(lines.total > 0, "there are such lines");
+    let first = lines.sites[0].key.to_string();
     let printed = || occurrences(&console, PRINTED);
     wait_for(&console, "alive", occurrences(&console, "alive") + 3);
     assert_eq!(printed(), 0, "they are off");
     for (op, on) in [(Op::Enable, true), (Op::Disable, false), (Op::Enable, true)] {
-        let outcome = keys.update(update(&names, op)).await.expect("changed");
+        let outcome = keys
+            .update(update(Target::Debug(queries.clone()), op))
+            .await
+            .expect("changed");
         println!("{op:?}: {:?} {:?}", outcome.summary, outcome.report);
         assert!(outcome.summary.sites_patched > 0, "{:?}", outcome.summary);
-        let details = keys.get(&names[0], 10, "").expect("it is there");
+        let details = keys.get(&first, 10, "").expect("it is there");
         assert_eq!(details.key.count != 0, on);
         if accelerator == Accelerator::Kvm && on {
             wait_for(&console, PRINTED, printed() + 3);
@@ -194,7 +257,7 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
         again.generation,
         "another kernel runs"
     );
-    keys.update(update(&names, Op::Enable))
+    keys.update(update(Target::Debug(queries), Op::Enable))
         .await
         .expect("changed");
     wait_for(&console, "alive", occurrences(&console, "alive") + 3);

@@ -86,13 +86,17 @@ pub enum Class {
     Ref,
     /// The key of a tracepoint.
     Tracepoint,
+    /// The key of a pr_debug().
+    Dyndbg,
+    /// Gates a static call that may be NULL, and is never changed.
+    Never,
 }
 
 #[derive(Clone, Debug, Args)]
 pub struct ChangeArgs {
     /// "name", "module:name" or globs; a leading ! takes away; - reads them from standard input, one per
-    /// line. All are changed together or none. Globs leave out sealed keys and, without
-    /// --allow-guarded, guarded ones; a name is never left out.
+    /// line. All are changed together or none. Globs leave out sealed keys, those of
+    /// class never and, without --allow-guarded, guarded ones; a name is never left out.
     #[arg(required = true)]
     pub keys: Vec<String>,
     /// Only if the key's etag is still this one (one key only).

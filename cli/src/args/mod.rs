@@ -14,6 +14,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use self::guest::{ConsoleArgs, GuestCommand, RunArgs};
 use self::keys::{HoldsCommand, KeysCommand};
+use crate::debug::args::DebugCommand;
 use crate::trace::args::TraceCommand;
 
 const EXIT_CODES: &str = "\
@@ -22,6 +23,7 @@ Exit codes:
   1    error
   2    usage: the command line or a file given with it is wrong
   3    partly done: some guests failed, or other clients keep some events
+  4    drift: guests are not as a rollout wants them
   5    a gate of the guest stayed closed; try again
   124  timeout";
 
@@ -115,11 +117,39 @@ pub enum Command {
     /// List, release and renew the references that clients hold.
     #[command(subcommand)]
     Holds(HoldsCommand),
+    /// Turn the guest's pr_debug() lines on and off.
+    #[command(subcommand)]
+    Debug(DebugCommand),
     /// Turn tracepoints on and off, and see their events.
     #[command(subcommand)]
     Trace(TraceCommand),
+    /// Run commands in guests that are booted for them, as integration tests do.
+    #[command(subcommand)]
+    Ci(CiCommand),
+    /// Run a command in an emulated computer with working KVM that sees this machine's files.
+    Lab(LabArgs),
     /// List the static keys and branch sites of a kernel or module file.
     Inspect(crate::inspect::InspectArguments),
+    /// Plan, run and take back changes of many guests.
+    Rollout(crate::rollout::args::RolloutArgs),
+    /// Check and try a policy file: `policy check`, `policy can`; runs patchbayd.
+    #[command(disable_help_flag = true)]
+    Policy {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<std::ffi::OsString>,
+    },
+    /// Read the host's audit log: `audit show`, `audit verify`, `audit export`; runs patchbayd.
+    #[command(disable_help_flag = true)]
+    Audit {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<std::ffi::OsString>,
+    },
+    /// Make certificates for development: `certs init`, `certs issue`; runs patchbayd.
+    #[command(disable_help_flag = true)]
+    Certs {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<std::ffi::OsString>,
+    },
     /// Print a completion script for a shell.
     Completion { shell: clap_complete::Shell },
     /// The old spelling of `guest run`.
@@ -131,6 +161,30 @@ pub enum Command {
     /// The old spelling of `guest console`.
     #[command(hide = true)]
     Console(ConsoleArgs),
+}
+
+#[derive(Debug, Subcommand)]
+pub enum CiCommand {
+    /// Boot a kernel, run a command in the guest, and end with its status.
+    ///
+    /// A warning, oops, lockdep or KASAN report of the guest's kernel fails the run. The command is
+    /// killed after --timeout, 10m unless given. Exit codes: the command's own; 1 if the kernel
+    /// reported something or a run of a matrix failed; 124 if the time was over; 125 if the run could
+    /// not take place or the guest was lost; 127 if the command could not be started.
+    Run(Box<patchbay_ci::RunArgs>),
+}
+
+#[derive(Debug, Args)]
+pub struct LabArgs {
+    /// Memory of the lab.
+    #[arg(long, value_name = "MIB", default_value_t = patchbay_lab::machine::DEFAULT_MEMORY_MIB)]
+    pub memory: u32,
+    /// Folder where what the command writes is kept; all else that it writes is lost.
+    #[arg(long, value_name = "FOLDER")]
+    pub out: Option<PathBuf>,
+    /// The command and its arguments.
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    pub command: Vec<std::ffi::OsString>,
 }
 
 /// "500us", "10ms", "5s", "2m", "3h" or "1d".

@@ -29,6 +29,26 @@ pub const ANSWER_TIME: Duration = Duration::from_secs(10);
 const MAX_RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 const KEEPALIVE: Duration = Duration::from_secs(30);
 
+/// Connects to the socket; the error is its innermost cause.
+pub async fn channel(socket: &Path) -> Result<Channel, String> {
+    let path = socket.to_owned();
+    let connected = Endpoint::from_static("http://patchbay.invalid")
+        .connect_timeout(CONNECT_TIMEOUT)
+        .http2_keep_alive_interval(KEEPALIVE)
+        .connect_with_connector(service_fn(move |_| {
+            let path = path.clone();
+            async move { UnixStream::connect(path).await.map(TokioIo::new) }
+        }))
+        .await;
+    connected.map_err(|error| {
+        let mut cause: &dyn std::error::Error = &error;
+        while let Some(source) = cause.source() {
+            cause = source;
+        }
+        cause.to_string()
+    })
+}
+
 /// One guest of an endpoint.
 #[derive(Clone, Debug)]
 pub struct Client {
@@ -46,16 +66,9 @@ impl Client {
     /// # Errors
     /// If nobody answers there.
     pub async fn open(socket: &Path, timeout: Duration) -> Result<Self, Failure> {
-        let path = socket.to_owned();
-        let channel = Endpoint::from_static("http://patchbay.invalid")
-            .connect_timeout(CONNECT_TIMEOUT)
-            .http2_keep_alive_interval(KEEPALIVE)
-            .connect_with_connector(service_fn(move |_| {
-                let path = path.clone();
-                async move { UnixStream::connect(path).await.map(TokioIo::new) }
-            }))
+        let channel = channel(socket)
             .await
-            .map_err(|error| Failure::unreachable(socket, &error))?;
+            .map_err(|cause| Failure::unreachable(socket, &cause))?;
         Ok(Self {
             channel,
             socket: socket.to_owned(),
@@ -128,12 +141,17 @@ impl Client {
     /// A request without a deadline, because its stream has no end.
     pub fn stream<T: Addressed>(&self, mut message: T) -> tonic::Request<T> {
         message.set_guest(&self.guest);
-        let mut request = tonic::Request::new(message);
-        if let Ok(parent) = traceparent(trace_id(), fastrand::u64(1..)).parse() {
-            request.metadata_mut().insert(TRACEPARENT_METADATA, parent);
-        }
-        request
+        traced(message)
     }
+}
+
+/// A request of the process's trace.
+pub fn traced<T>(message: T) -> tonic::Request<T> {
+    let mut request = tonic::Request::new(message);
+    if let Ok(parent) = traceparent(trace_id(), fastrand::u64(1..)).parse() {
+        request.metadata_mut().insert(TRACEPARENT_METADATA, parent);
+    }
+    request
 }
 
 /// All calls of the process are of one trace.
@@ -160,7 +178,7 @@ macro_rules! addressed {
 addressed! {
     DescribeGuestRequest WatchGuestRequest PauseGuestRequest ResumeGuestRequest ShutdownGuestRequest
     StreamConsoleRequest
-    ListStaticKeysRequest GetStaticKeyRequest UpdateStaticKeysRequest ListUpdateResultsRequest
+    ListStaticKeysRequest GetStaticKeyRequest ListDebugSitesRequest UpdateStaticKeysRequest ListUpdateResultsRequest
     PrepareUpdateRequest CommitUpdateRequest DiscardUpdateRequest WatchStaticKeysRequest
     ListHoldsRequest ReleaseHoldsRequest RenewHoldsRequest
     ListTracepointsRequest ArmTracepointsRequest FireTracepointsRequest ParkTracepointsRequest

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay guest run` and `patchbay attach`.
+//! Commands that become another program: `guest run`, `attach`, `policy`, `audit` and `certs`.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
@@ -18,6 +18,7 @@ use crate::print::write;
 
 const MONITOR: &str = "patchbay-vmm";
 const ATTACHER: &str = "patchbay-attach";
+const HOST_DAEMON: &str = "patchbayd";
 
 /// Becomes `patchbay-vmm`, with the socket where the other commands look for it.
 ///
@@ -68,6 +69,18 @@ pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Fai
 /// If it cannot be started; otherwise this does not return.
 pub fn become_attacher(arguments: &[OsString]) -> Result<(), Failure> {
     become_program(Command::new(program(ATTACHER)).args(arguments))
+}
+
+/// Becomes `patchbayd` for one of its commands. The program that enforces a policy, writes the audit log and
+/// reads certificates also answers about them, so the two never disagree.
+///
+/// # Errors
+/// If it cannot be started; otherwise this does not return.
+pub fn become_host_program(noun: &str, arguments: &[OsString]) -> Result<(), Failure> {
+    let mut command = Command::new(program(HOST_DAEMON));
+    // Its help and its errors show the command as it was typed.
+    command.arg0("patchbay").arg(noun).args(arguments);
+    become_program(&mut command)
 }
 
 fn become_program(command: &mut Command) -> Result<(), Failure> {

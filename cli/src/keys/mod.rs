@@ -120,6 +120,8 @@ fn class(class: &Class) -> i32 {
         Class::Guarded => v1::KeyClass::Guarded.into(),
         Class::Ref => v1::KeyClass::Ref.into(),
         Class::Tracepoint => v1::KeyClass::Tracepoint.into(),
+        Class::Dyndbg => v1::KeyClass::DynamicDebug.into(),
+        Class::Never => v1::KeyClass::Never.into(),
     }
 }
 

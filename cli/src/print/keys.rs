@@ -146,7 +146,7 @@ fn changed(verb: &str, changed: u32, keys: u32, left_out: u32) -> String {
     let mut out = format!("{changed} of {} {verb}", counted(keys.into(), "key"));
     if left_out > 0 {
         out += &format!(
-            "; {left_out} more match and are left out: sealed, or guarded without --allow-guarded"
+            "; {left_out} more match and are left out: sealed, of class never, or guarded without --allow-guarded"
         );
     }
     out + "\n"

@@ -29,6 +29,7 @@ pub trait Commands {
         command
             .env("XDG_RUNTIME_DIR", self.folder())
             .env("PATCHBAY_RUN_DIR", self.folder().join("host"))
+            .env("PATCHBAY_FLEET_SOCKET", self.folder().join("fleet.sock"))
             .env_remove("PATCHBAY_SOCKET")
             .args(words)
             .stdin(Stdio::null());

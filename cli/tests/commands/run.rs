@@ -84,3 +84,36 @@ fn help_shows_the_monitors_options() {
         );
     }
 }
+
+#[test]
+fn commands_about_policy_log_and_certificates_are_the_daemons() {
+    let lab = Lab::new();
+    let bin = lab.folder().join("bin");
+    std::fs::create_dir(&bin).expect("writable");
+    std::os::unix::fs::symlink("/bin/echo", bin.join("patchbayd")).expect("writable");
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("temporary folder");
+    let alone = folder.path().join("patchbay");
+    std::fs::hard_link(env!("CARGO_BIN_EXE_patchbay"), &alone).expect("linked");
+    for words in [
+        "policy can alice enable net_* --guest web-1",
+        "policy --help",
+        "audit --log x verify",
+        "certs issue host --host h --days 3",
+    ] {
+        let mut command = Command::new(&alone);
+        let output = command.args(words.split(' ')).env("PATH", &bin).output();
+        let output = output.expect("starts");
+        assert_eq!(
+            String::from_utf8_lossy(&output.stdout),
+            format!("{words}\n")
+        );
+    }
+    let mut command = Command::new(&alone);
+    let output = command.arg("certs").env("PATH", lab.folder()).output();
+    let output = output.expect("starts");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        String::from_utf8_lossy(&output.stderr).contains("install patchbayd"),
+        "{output:?}"
+    );
+}

@@ -554,8 +554,12 @@ type DescribeGuestResponse struct {
 	Kaslr              bool   `protobuf:"varint,13,opt,name=kaslr,proto3" json:"kaslr,omitempty"`
 	PageTableIsolation bool   `protobuf:"varint,14,opt,name=page_table_isolation,json=pageTableIsolation,proto3" json:"page_table_isolation,omitempty"`
 	FiveLevelPaging    bool   `protobuf:"varint,15,opt,name=five_level_paging,json=fiveLevelPaging,proto3" json:"five_level_paging,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// Keys of class ref because the host's operator declares them (keys.d).
+	DeclaredKeys uint32 `protobuf:"varint,20,opt,name=declared_keys,json=declaredKeys,proto3" json:"declared_keys,omitempty"`
+	// Declarations for this kernel that do not apply to it, one sentence each.
+	DeclarationErrors []string `protobuf:"bytes,21,rep,name=declaration_errors,json=declarationErrors,proto3" json:"declaration_errors,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *DescribeGuestResponse) Reset() {
@@ -691,6 +695,20 @@ func (x *DescribeGuestResponse) GetFiveLevelPaging() bool {
 		return x.FiveLevelPaging
 	}
 	return false
+}
+
+func (x *DescribeGuestResponse) GetDeclaredKeys() uint32 {
+	if x != nil {
+		return x.DeclaredKeys
+	}
+	return 0
+}
+
+func (x *DescribeGuestResponse) GetDeclarationErrors() []string {
+	if x != nil {
+		return x.DeclarationErrors
+	}
+	return nil
 }
 
 type WatchGuestRequest struct {
@@ -1253,7 +1271,7 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	" \x01(\bR\x0eagentConnected\x12 \n" +
 	"\vincarnation\x18\v \x01(\tR\vincarnation\",\n" +
 	"\x14DescribeGuestRequest\x12\x14\n" +
-	"\x05guest\x18\x01 \x01(\tR\x05guest\"\xc9\x04\n" +
+	"\x05guest\x18\x01 \x01(\tR\x05guest\"\x9d\x05\n" +
 	"\x15DescribeGuestResponse\x120\n" +
 	"\x06status\x18\x01 \x01(\v2\x18.patchbay.v1.GuestStatusR\x06status\x12\x14\n" +
 	"\x05vcpus\x18\x02 \x01(\rR\x05vcpus\x12!\n" +
@@ -1274,7 +1292,9 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\brevision\x18\f \x01(\x04R\brevision\x12\x14\n" +
 	"\x05kaslr\x18\r \x01(\bR\x05kaslr\x120\n" +
 	"\x14page_table_isolation\x18\x0e \x01(\bR\x12pageTableIsolation\x12*\n" +
-	"\x11five_level_paging\x18\x0f \x01(\bR\x0ffiveLevelPaging\")\n" +
+	"\x11five_level_paging\x18\x0f \x01(\bR\x0ffiveLevelPaging\x12#\n" +
+	"\rdeclared_keys\x18\x14 \x01(\rR\fdeclaredKeys\x12-\n" +
+	"\x12declaration_errors\x18\x15 \x03(\tR\x11declarationErrors\")\n" +
 	"\x11WatchGuestRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\"F\n" +
 	"\x12WatchGuestResponse\x120\n" +

@@ -36,6 +36,12 @@ const (
 	KeyClass_KEY_CLASS_REF KeyClass = 2
 	// The key of a tracepoint: fired (0 to 1) and parked (1 to 0), never counted.
 	KeyClass_KEY_CLASS_TRACEPOINT KeyClass = 3
+	// The key of a pr_debug(): while it is on, the line is printed. On or off, never
+	// counted.
+	KeyClass_KEY_CLASS_DYNAMIC_DEBUG KeyClass = 4
+	// The branch leads to a static call that may be NULL, as those of LSM hooks do.
+	// Visible and readable; never changed, whatever is permitted.
+	KeyClass_KEY_CLASS_NEVER KeyClass = 5
 )
 
 // Enum value maps for KeyClass.
@@ -45,12 +51,16 @@ var (
 		1: "KEY_CLASS_GUARDED",
 		2: "KEY_CLASS_REF",
 		3: "KEY_CLASS_TRACEPOINT",
+		4: "KEY_CLASS_DYNAMIC_DEBUG",
+		5: "KEY_CLASS_NEVER",
 	}
 	KeyClass_value = map[string]int32{
-		"KEY_CLASS_UNSPECIFIED": 0,
-		"KEY_CLASS_GUARDED":     1,
-		"KEY_CLASS_REF":         2,
-		"KEY_CLASS_TRACEPOINT":  3,
+		"KEY_CLASS_UNSPECIFIED":   0,
+		"KEY_CLASS_GUARDED":       1,
+		"KEY_CLASS_REF":           2,
+		"KEY_CLASS_TRACEPOINT":    3,
+		"KEY_CLASS_DYNAMIC_DEBUG": 4,
+		"KEY_CLASS_NEVER":         5,
 	}
 )
 
@@ -160,6 +170,8 @@ const (
 	SiteObstacle_SITE_OBSTACLE_OUT_OF_REACH SiteObstacle = 6
 	// It cannot be read.
 	SiteObstacle_SITE_OBSTACLE_UNREADABLE SiteObstacle = 7
+	// Its key is of class never.
+	SiteObstacle_SITE_OBSTACLE_NEVER SiteObstacle = 8
 )
 
 // Enum value maps for SiteObstacle.
@@ -173,6 +185,7 @@ var (
 		5: "SITE_OBSTACLE_FOREIGN_BYTES",
 		6: "SITE_OBSTACLE_OUT_OF_REACH",
 		7: "SITE_OBSTACLE_UNREADABLE",
+		8: "SITE_OBSTACLE_NEVER",
 	}
 	SiteObstacle_value = map[string]int32{
 		"SITE_OBSTACLE_UNSPECIFIED":   0,
@@ -183,6 +196,7 @@ var (
 		"SITE_OBSTACLE_FOREIGN_BYTES": 5,
 		"SITE_OBSTACLE_OUT_OF_REACH":  6,
 		"SITE_OBSTACLE_UNREADABLE":    7,
+		"SITE_OBSTACLE_NEVER":         8,
 	}
 )
 
@@ -376,7 +390,7 @@ func (x KeyEvent_Kind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use KeyEvent_Kind.Descriptor instead.
 func (KeyEvent_Kind) EnumDescriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{23, 0}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{26, 0}
 }
 
 type StaticKey struct {
@@ -1045,6 +1059,276 @@ func (x *GetStaticKeyResponse) GetIncarnation() string {
 	return ""
 }
 
+// A line that dynamic debug can print. Its texts are the guest's: each byte that is
+// not printable ASCII is escaped as in C, with three octal digits if it has no letter.
+type DebugSite struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "name" or "module:name" of its key, a member of its struct _ddebug: no other line
+	// has the same key.
+	Key string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	// Name of the module, also of code that is built in.
+	Module string `protobuf:"bytes,2,opt,name=module,proto3" json:"module,omitempty"`
+	// Path in the kernel's source.
+	File     string `protobuf:"bytes,3,opt,name=file,proto3" json:"file,omitempty"`
+	Line     uint32 `protobuf:"varint,4,opt,name=line,proto3" json:"line,omitempty"`
+	Function string `protobuf:"bytes,5,opt,name=function,proto3" json:"function,omitempty"`
+	// The format of the printk(), without its end of line.
+	Format string `protobuf:"bytes,6,opt,name=format,proto3" json:"format,omitempty"`
+	// The key is on: the line is printed.
+	Enabled bool `protobuf:"varint,7,opt,name=enabled,proto3" json:"enabled,omitempty"`
+	// References on the key that clients hold.
+	HeldReferences uint32 `protobuf:"varint,8,opt,name=held_references,json=heldReferences,proto3" json:"held_references,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *DebugSite) Reset() {
+	*x = DebugSite{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DebugSite) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DebugSite) ProtoMessage() {}
+
+func (x *DebugSite) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DebugSite.ProtoReflect.Descriptor instead.
+func (*DebugSite) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *DebugSite) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *DebugSite) GetModule() string {
+	if x != nil {
+		return x.Module
+	}
+	return ""
+}
+
+func (x *DebugSite) GetFile() string {
+	if x != nil {
+		return x.File
+	}
+	return ""
+}
+
+func (x *DebugSite) GetLine() uint32 {
+	if x != nil {
+		return x.Line
+	}
+	return 0
+}
+
+func (x *DebugSite) GetFunction() string {
+	if x != nil {
+		return x.Function
+	}
+	return ""
+}
+
+func (x *DebugSite) GetFormat() string {
+	if x != nil {
+		return x.Format
+	}
+	return ""
+}
+
+func (x *DebugSite) GetEnabled() bool {
+	if x != nil {
+		return x.Enabled
+	}
+	return false
+}
+
+func (x *DebugSite) GetHeldReferences() uint32 {
+	if x != nil {
+		return x.HeldReferences
+	}
+	return 0
+}
+
+type ListDebugSitesRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
+	// At most this many; 0 means 1,000; more than 10,000 means 10,000. A page that
+	// would exceed 3 MiB ends earlier.
+	PageSize  int32  `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	PageToken string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	// Lines that any of these selects; all if empty. The language is that of the
+	// kernel's Documentation/admin-guide/dynamic-debug-howto.rst, without flags:
+	// pairs of a keyword (func, file, module, format, line) and a value, all of which
+	// must match. At most 1,024 queries of 1,024 bytes.
+	Queries []string `protobuf:"bytes,4,rep,name=queries,proto3" json:"queries,omitempty"`
+	// Only lines whose key is on, or off.
+	Enabled       *bool `protobuf:"varint,5,opt,name=enabled,proto3,oneof" json:"enabled,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListDebugSitesRequest) Reset() {
+	*x = ListDebugSitesRequest{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListDebugSitesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListDebugSitesRequest) ProtoMessage() {}
+
+func (x *ListDebugSitesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListDebugSitesRequest.ProtoReflect.Descriptor instead.
+func (*ListDebugSitesRequest) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *ListDebugSitesRequest) GetGuest() string {
+	if x != nil {
+		return x.Guest
+	}
+	return ""
+}
+
+func (x *ListDebugSitesRequest) GetPageSize() int32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *ListDebugSitesRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+func (x *ListDebugSitesRequest) GetQueries() []string {
+	if x != nil {
+		return x.Queries
+	}
+	return nil
+}
+
+func (x *ListDebugSitesRequest) GetEnabled() bool {
+	if x != nil && x.Enabled != nil {
+		return *x.Enabled
+	}
+	return false
+}
+
+type ListDebugSitesResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Sites []*DebugSite           `protobuf:"bytes,1,rep,name=sites,proto3" json:"sites,omitempty"`
+	// Empty on the last page.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
+	// When the page was read.
+	Revision      uint64 `protobuf:"varint,3,opt,name=revision,proto3" json:"revision,omitempty"`
+	Incarnation   string `protobuf:"bytes,4,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	TotalSize     int32  `protobuf:"varint,5,opt,name=total_size,json=totalSize,proto3" json:"total_size,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListDebugSitesResponse) Reset() {
+	*x = ListDebugSitesResponse{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListDebugSitesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListDebugSitesResponse) ProtoMessage() {}
+
+func (x *ListDebugSitesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListDebugSitesResponse.ProtoReflect.Descriptor instead.
+func (*ListDebugSitesResponse) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *ListDebugSitesResponse) GetSites() []*DebugSite {
+	if x != nil {
+		return x.Sites
+	}
+	return nil
+}
+
+func (x *ListDebugSitesResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
+}
+
+func (x *ListDebugSitesResponse) GetRevision() uint64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
+func (x *ListDebugSitesResponse) GetIncarnation() string {
+	if x != nil {
+		return x.Incarnation
+	}
+	return ""
+}
+
+func (x *ListDebugSitesResponse) GetTotalSize() int32 {
+	if x != nil {
+		return x.TotalSize
+	}
+	return 0
+}
+
 // One op on one key, or on each key that patterns select.
 type KeyUpdate struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1055,22 +1339,27 @@ type KeyUpdate struct {
 	Etag string `protobuf:"bytes,3,opt,name=etag,proto3" json:"etag,omitempty"`
 	// Globs as in ListStaticKeys, instead of a name. They select among the keys that
 	// exist when the change is made, and leave out what this request may not change
-	// in any case: sealed keys and, without `allow_guarded`, guarded ones. A key that
-	// a pattern names literally is not left out but refused: KEY_GUARDED, KEY_SEALED.
-	// KEY_NOT_FOUND if no key matches, or none that a pattern without `*`, `?` and
-	// `[` names; KEY_GUARDED or KEY_SEALED if all that match are left out.
+	// in any case: sealed keys, those of class never and, without `allow_guarded`,
+	// guarded ones. A key that a pattern names literally is not left out but refused:
+	// KEY_GUARDED, KEY_SEALED, KEY_NEVER. KEY_NOT_FOUND if no key matches, or none that
+	// a pattern without `*`, `?` and `[` names; KEY_GUARDED, KEY_SEALED or KEY_NEVER if
+	// all that match are left out.
 	// Each selected key follows the rules for its name: one that is refused refuses
 	// the request. At most 1,024 patterns in one request.
 	Patterns []string `protobuf:"bytes,4,rep,name=patterns,proto3" json:"patterns,omitempty"`
 	// With patterns: only these classes; all if empty.
-	Classes       []KeyClass `protobuf:"varint,5,rep,packed,name=classes,proto3,enum=patchbay.v1.KeyClass" json:"classes,omitempty"`
+	Classes []KeyClass `protobuf:"varint,5,rep,packed,name=classes,proto3,enum=patchbay.v1.KeyClass" json:"classes,omitempty"`
+	// Instead of a name: the keys of the lines of dynamic debug that any of these
+	// queries selects, as in ListDebugSites. KEY_NOT_FOUND if there is none. They
+	// count as patterns do.
+	DebugQueries  []string `protobuf:"bytes,6,rep,name=debug_queries,json=debugQueries,proto3" json:"debug_queries,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *KeyUpdate) Reset() {
 	*x = KeyUpdate{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[7]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1082,7 +1371,7 @@ func (x *KeyUpdate) String() string {
 func (*KeyUpdate) ProtoMessage() {}
 
 func (x *KeyUpdate) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[7]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1095,7 +1384,7 @@ func (x *KeyUpdate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyUpdate.ProtoReflect.Descriptor instead.
 func (*KeyUpdate) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{7}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *KeyUpdate) GetName() string {
@@ -1129,6 +1418,13 @@ func (x *KeyUpdate) GetPatterns() []string {
 func (x *KeyUpdate) GetClasses() []KeyClass {
 	if x != nil {
 		return x.Classes
+	}
+	return nil
+}
+
+func (x *KeyUpdate) GetDebugQueries() []string {
+	if x != nil {
+		return x.DebugQueries
 	}
 	return nil
 }
@@ -1169,7 +1465,7 @@ type UpdateStaticKeysRequest struct {
 
 func (x *UpdateStaticKeysRequest) Reset() {
 	*x = UpdateStaticKeysRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[8]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1181,7 +1477,7 @@ func (x *UpdateStaticKeysRequest) String() string {
 func (*UpdateStaticKeysRequest) ProtoMessage() {}
 
 func (x *UpdateStaticKeysRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[8]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1194,7 +1490,7 @@ func (x *UpdateStaticKeysRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateStaticKeysRequest.ProtoReflect.Descriptor instead.
 func (*UpdateStaticKeysRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{8}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *UpdateStaticKeysRequest) GetGuest() string {
@@ -1291,7 +1587,7 @@ type UpdateStaticKeysResponse struct {
 
 func (x *UpdateStaticKeysResponse) Reset() {
 	*x = UpdateStaticKeysResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[9]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1303,7 +1599,7 @@ func (x *UpdateStaticKeysResponse) String() string {
 func (*UpdateStaticKeysResponse) ProtoMessage() {}
 
 func (x *UpdateStaticKeysResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[9]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1316,7 +1612,7 @@ func (x *UpdateStaticKeysResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateStaticKeysResponse.ProtoReflect.Descriptor instead.
 func (*UpdateStaticKeysResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{9}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *UpdateStaticKeysResponse) GetResults() []*KeyResult {
@@ -1371,7 +1667,7 @@ type ListUpdateResultsRequest struct {
 
 func (x *ListUpdateResultsRequest) Reset() {
 	*x = ListUpdateResultsRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[10]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1383,7 +1679,7 @@ func (x *ListUpdateResultsRequest) String() string {
 func (*ListUpdateResultsRequest) ProtoMessage() {}
 
 func (x *ListUpdateResultsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[10]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1396,7 +1692,7 @@ func (x *ListUpdateResultsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListUpdateResultsRequest.ProtoReflect.Descriptor instead.
 func (*ListUpdateResultsRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{10}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ListUpdateResultsRequest) GetGuest() string {
@@ -1424,7 +1720,7 @@ type ListUpdateResultsResponse struct {
 
 func (x *ListUpdateResultsResponse) Reset() {
 	*x = ListUpdateResultsResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[11]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1436,7 +1732,7 @@ func (x *ListUpdateResultsResponse) String() string {
 func (*ListUpdateResultsResponse) ProtoMessage() {}
 
 func (x *ListUpdateResultsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[11]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1449,7 +1745,7 @@ func (x *ListUpdateResultsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListUpdateResultsResponse.ProtoReflect.Descriptor instead.
 func (*ListUpdateResultsResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{11}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ListUpdateResultsResponse) GetResults() []*KeyResult {
@@ -1487,7 +1783,7 @@ type PrepareUpdateRequest struct {
 
 func (x *PrepareUpdateRequest) Reset() {
 	*x = PrepareUpdateRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[12]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1499,7 +1795,7 @@ func (x *PrepareUpdateRequest) String() string {
 func (*PrepareUpdateRequest) ProtoMessage() {}
 
 func (x *PrepareUpdateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[12]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1512,7 +1808,7 @@ func (x *PrepareUpdateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrepareUpdateRequest.ProtoReflect.Descriptor instead.
 func (*PrepareUpdateRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{12}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *PrepareUpdateRequest) GetGuest() string {
@@ -1602,7 +1898,7 @@ type PrepareUpdateResponse struct {
 
 func (x *PrepareUpdateResponse) Reset() {
 	*x = PrepareUpdateResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[13]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1614,7 +1910,7 @@ func (x *PrepareUpdateResponse) String() string {
 func (*PrepareUpdateResponse) ProtoMessage() {}
 
 func (x *PrepareUpdateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[13]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1627,7 +1923,7 @@ func (x *PrepareUpdateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrepareUpdateResponse.ProtoReflect.Descriptor instead.
 func (*PrepareUpdateResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{13}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PrepareUpdateResponse) GetPlanId() string {
@@ -1709,7 +2005,7 @@ type CommitUpdateRequest struct {
 
 func (x *CommitUpdateRequest) Reset() {
 	*x = CommitUpdateRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[14]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1721,7 +2017,7 @@ func (x *CommitUpdateRequest) String() string {
 func (*CommitUpdateRequest) ProtoMessage() {}
 
 func (x *CommitUpdateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[14]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1734,7 +2030,7 @@ func (x *CommitUpdateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitUpdateRequest.ProtoReflect.Descriptor instead.
 func (*CommitUpdateRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{14}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *CommitUpdateRequest) GetGuest() string {
@@ -1794,7 +2090,7 @@ type CommitUpdateResponse struct {
 
 func (x *CommitUpdateResponse) Reset() {
 	*x = CommitUpdateResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[15]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1806,7 +2102,7 @@ func (x *CommitUpdateResponse) String() string {
 func (*CommitUpdateResponse) ProtoMessage() {}
 
 func (x *CommitUpdateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[15]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1819,7 +2115,7 @@ func (x *CommitUpdateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitUpdateResponse.ProtoReflect.Descriptor instead.
 func (*CommitUpdateResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{15}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *CommitUpdateResponse) GetResults() []*KeyResult {
@@ -1874,7 +2170,7 @@ type DiscardUpdateRequest struct {
 
 func (x *DiscardUpdateRequest) Reset() {
 	*x = DiscardUpdateRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[16]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1886,7 +2182,7 @@ func (x *DiscardUpdateRequest) String() string {
 func (*DiscardUpdateRequest) ProtoMessage() {}
 
 func (x *DiscardUpdateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[16]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1899,7 +2195,7 @@ func (x *DiscardUpdateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscardUpdateRequest.ProtoReflect.Descriptor instead.
 func (*DiscardUpdateRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{16}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *DiscardUpdateRequest) GetGuest() string {
@@ -1924,7 +2220,7 @@ type DiscardUpdateResponse struct {
 
 func (x *DiscardUpdateResponse) Reset() {
 	*x = DiscardUpdateResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[17]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1936,7 +2232,7 @@ func (x *DiscardUpdateResponse) String() string {
 func (*DiscardUpdateResponse) ProtoMessage() {}
 
 func (x *DiscardUpdateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[17]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1949,7 +2245,7 @@ func (x *DiscardUpdateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscardUpdateResponse.ProtoReflect.Descriptor instead.
 func (*DiscardUpdateResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{17}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{20}
 }
 
 // What a transaction did, or would do.
@@ -1959,7 +2255,7 @@ type UpdateSummary struct {
 	// Keys whose count changed.
 	KeysChanged  uint32 `protobuf:"varint,2,opt,name=keys_changed,json=keysChanged,proto3" json:"keys_changed,omitempty"`
 	SitesPatched uint32 `protobuf:"varint,3,opt,name=sites_patched,json=sitesPatched,proto3" json:"sites_patched,omitempty"`
-	// Keys that matched patterns and were left out, guarded or sealed.
+	// Keys that matched patterns and were left out: guarded, sealed or of class never.
 	KeysLeftOut   uint32 `protobuf:"varint,4,opt,name=keys_left_out,json=keysLeftOut,proto3" json:"keys_left_out,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1967,7 +2263,7 @@ type UpdateSummary struct {
 
 func (x *UpdateSummary) Reset() {
 	*x = UpdateSummary{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[18]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1979,7 +2275,7 @@ func (x *UpdateSummary) String() string {
 func (*UpdateSummary) ProtoMessage() {}
 
 func (x *UpdateSummary) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[18]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1992,7 +2288,7 @@ func (x *UpdateSummary) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateSummary.ProtoReflect.Descriptor instead.
 func (*UpdateSummary) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{18}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *UpdateSummary) GetKeys() uint32 {
@@ -2041,7 +2337,7 @@ type KeyResult struct {
 
 func (x *KeyResult) Reset() {
 	*x = KeyResult{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[19]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2053,7 +2349,7 @@ func (x *KeyResult) String() string {
 func (*KeyResult) ProtoMessage() {}
 
 func (x *KeyResult) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[19]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2066,7 +2362,7 @@ func (x *KeyResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyResult.ProtoReflect.Descriptor instead.
 func (*KeyResult) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{19}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *KeyResult) GetName() string {
@@ -2132,7 +2428,7 @@ type FlipReport struct {
 
 func (x *FlipReport) Reset() {
 	*x = FlipReport{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[20]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2144,7 +2440,7 @@ func (x *FlipReport) String() string {
 func (*FlipReport) ProtoMessage() {}
 
 func (x *FlipReport) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[20]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2157,7 +2453,7 @@ func (x *FlipReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlipReport.ProtoReflect.Descriptor instead.
 func (*FlipReport) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{20}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *FlipReport) GetPaused() bool {
@@ -2217,7 +2513,7 @@ type WatchStaticKeysRequest struct {
 
 func (x *WatchStaticKeysRequest) Reset() {
 	*x = WatchStaticKeysRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[21]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2229,7 +2525,7 @@ func (x *WatchStaticKeysRequest) String() string {
 func (*WatchStaticKeysRequest) ProtoMessage() {}
 
 func (x *WatchStaticKeysRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[21]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2242,7 +2538,7 @@ func (x *WatchStaticKeysRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStaticKeysRequest.ProtoReflect.Descriptor instead.
 func (*WatchStaticKeysRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{21}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *WatchStaticKeysRequest) GetGuest() string {
@@ -2289,7 +2585,7 @@ type WatchStaticKeysResponse struct {
 
 func (x *WatchStaticKeysResponse) Reset() {
 	*x = WatchStaticKeysResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[22]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2301,7 +2597,7 @@ func (x *WatchStaticKeysResponse) String() string {
 func (*WatchStaticKeysResponse) ProtoMessage() {}
 
 func (x *WatchStaticKeysResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[22]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2314,7 +2610,7 @@ func (x *WatchStaticKeysResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStaticKeysResponse.ProtoReflect.Descriptor instead.
 func (*WatchStaticKeysResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{22}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *WatchStaticKeysResponse) GetRevision() uint64 {
@@ -2373,7 +2669,7 @@ type KeyEvent struct {
 
 func (x *KeyEvent) Reset() {
 	*x = KeyEvent{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[23]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2385,7 +2681,7 @@ func (x *KeyEvent) String() string {
 func (*KeyEvent) ProtoMessage() {}
 
 func (x *KeyEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[23]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2398,7 +2694,7 @@ func (x *KeyEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyEvent.ProtoReflect.Descriptor instead.
 func (*KeyEvent) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{23}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *KeyEvent) GetKind() KeyEvent_Kind {
@@ -2472,7 +2768,7 @@ type ListHoldsRequest struct {
 
 func (x *ListHoldsRequest) Reset() {
 	*x = ListHoldsRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[24]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2484,7 +2780,7 @@ func (x *ListHoldsRequest) String() string {
 func (*ListHoldsRequest) ProtoMessage() {}
 
 func (x *ListHoldsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[24]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2497,7 +2793,7 @@ func (x *ListHoldsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHoldsRequest.ProtoReflect.Descriptor instead.
 func (*ListHoldsRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{24}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListHoldsRequest) GetGuest() string {
@@ -2546,7 +2842,7 @@ type ListHoldsResponse struct {
 
 func (x *ListHoldsResponse) Reset() {
 	*x = ListHoldsResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[25]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2558,7 +2854,7 @@ func (x *ListHoldsResponse) String() string {
 func (*ListHoldsResponse) ProtoMessage() {}
 
 func (x *ListHoldsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[25]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2571,7 +2867,7 @@ func (x *ListHoldsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHoldsResponse.ProtoReflect.Descriptor instead.
 func (*ListHoldsResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{25}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListHoldsResponse) GetHolds() []*Hold {
@@ -2608,7 +2904,7 @@ type Hold struct {
 
 func (x *Hold) Reset() {
 	*x = Hold{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[26]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2620,7 +2916,7 @@ func (x *Hold) String() string {
 func (*Hold) ProtoMessage() {}
 
 func (x *Hold) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[26]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2633,7 +2929,7 @@ func (x *Hold) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hold.ProtoReflect.Descriptor instead.
 func (*Hold) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{26}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Hold) GetId() string {
@@ -2703,7 +2999,7 @@ type ReleaseHoldsRequest struct {
 
 func (x *ReleaseHoldsRequest) Reset() {
 	*x = ReleaseHoldsRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[27]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2715,7 +3011,7 @@ func (x *ReleaseHoldsRequest) String() string {
 func (*ReleaseHoldsRequest) ProtoMessage() {}
 
 func (x *ReleaseHoldsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[27]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2728,7 +3024,7 @@ func (x *ReleaseHoldsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseHoldsRequest.ProtoReflect.Descriptor instead.
 func (*ReleaseHoldsRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{27}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ReleaseHoldsRequest) GetGuest() string {
@@ -2795,7 +3091,7 @@ type ReleaseHoldsResponse struct {
 
 func (x *ReleaseHoldsResponse) Reset() {
 	*x = ReleaseHoldsResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[28]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2807,7 +3103,7 @@ func (x *ReleaseHoldsResponse) String() string {
 func (*ReleaseHoldsResponse) ProtoMessage() {}
 
 func (x *ReleaseHoldsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[28]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2820,7 +3116,7 @@ func (x *ReleaseHoldsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseHoldsResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseHoldsResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{28}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ReleaseHoldsResponse) GetResults() []*KeyResult {
@@ -2878,7 +3174,7 @@ type RenewHoldsRequest struct {
 
 func (x *RenewHoldsRequest) Reset() {
 	*x = RenewHoldsRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[29]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2890,7 +3186,7 @@ func (x *RenewHoldsRequest) String() string {
 func (*RenewHoldsRequest) ProtoMessage() {}
 
 func (x *RenewHoldsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[29]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2903,7 +3199,7 @@ func (x *RenewHoldsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewHoldsRequest.ProtoReflect.Descriptor instead.
 func (*RenewHoldsRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{29}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *RenewHoldsRequest) GetGuest() string {
@@ -2938,7 +3234,7 @@ type RenewHoldsResponse struct {
 
 func (x *RenewHoldsResponse) Reset() {
 	*x = RenewHoldsResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[30]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2950,7 +3246,7 @@ func (x *RenewHoldsResponse) String() string {
 func (*RenewHoldsResponse) ProtoMessage() {}
 
 func (x *RenewHoldsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[30]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2963,7 +3259,7 @@ func (x *RenewHoldsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewHoldsResponse.ProtoReflect.Descriptor instead.
 func (*RenewHoldsResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{30}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *RenewHoldsResponse) GetHolds() []*Hold {
@@ -3047,13 +3343,39 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\x03key\x18\x01 \x01(\v2\x16.patchbay.v1.StaticKeyR\x03key\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1a\n" +
 	"\brevision\x18\x03 \x01(\x04R\brevision\x12 \n" +
-	"\vincarnation\x18\x04 \x01(\tR\vincarnation\"\xa4\x01\n" +
+	"\vincarnation\x18\x04 \x01(\tR\vincarnation\"\xd4\x01\n" +
+	"\tDebugSite\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x16\n" +
+	"\x06module\x18\x02 \x01(\tR\x06module\x12\x12\n" +
+	"\x04file\x18\x03 \x01(\tR\x04file\x12\x12\n" +
+	"\x04line\x18\x04 \x01(\rR\x04line\x12\x1a\n" +
+	"\bfunction\x18\x05 \x01(\tR\bfunction\x12\x16\n" +
+	"\x06format\x18\x06 \x01(\tR\x06format\x12\x18\n" +
+	"\aenabled\x18\a \x01(\bR\aenabled\x12'\n" +
+	"\x0fheld_references\x18\b \x01(\rR\x0eheldReferences\"\xae\x01\n" +
+	"\x15ListDebugSitesRequest\x12\x14\n" +
+	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1b\n" +
+	"\tpage_size\x18\x02 \x01(\x05R\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x03 \x01(\tR\tpageToken\x12\x18\n" +
+	"\aqueries\x18\x04 \x03(\tR\aqueries\x12\x1d\n" +
+	"\aenabled\x18\x05 \x01(\bH\x00R\aenabled\x88\x01\x01B\n" +
+	"\n" +
+	"\b_enabled\"\xcb\x01\n" +
+	"\x16ListDebugSitesResponse\x12,\n" +
+	"\x05sites\x18\x01 \x03(\v2\x16.patchbay.v1.DebugSiteR\x05sites\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1a\n" +
+	"\brevision\x18\x03 \x01(\x04R\brevision\x12 \n" +
+	"\vincarnation\x18\x04 \x01(\tR\vincarnation\x12\x1d\n" +
+	"\n" +
+	"total_size\x18\x05 \x01(\x05R\ttotalSize\"\xc9\x01\n" +
 	"\tKeyUpdate\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\"\n" +
 	"\x02op\x18\x02 \x01(\x0e2\x12.patchbay.v1.KeyOpR\x02op\x12\x12\n" +
 	"\x04etag\x18\x03 \x01(\tR\x04etag\x12\x1a\n" +
 	"\bpatterns\x18\x04 \x03(\tR\bpatterns\x12/\n" +
-	"\aclasses\x18\x05 \x03(\x0e2\x15.patchbay.v1.KeyClassR\aclasses\"\xdd\x03\n" +
+	"\aclasses\x18\x05 \x03(\x0e2\x15.patchbay.v1.KeyClassR\aclasses\x12#\n" +
+	"\rdebug_queries\x18\x06 \x03(\tR\fdebugQueries\"\xdd\x03\n" +
 	"\x17UpdateStaticKeysRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x120\n" +
 	"\aupdates\x18\x02 \x03(\v2\x16.patchbay.v1.KeyUpdateR\aupdates\x12\x1d\n" +
@@ -3221,12 +3543,14 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\x03ids\x18\x02 \x03(\tR\x03ids\x12+\n" +
 	"\x03ttl\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\"=\n" +
 	"\x12RenewHoldsResponse\x12'\n" +
-	"\x05holds\x18\x01 \x03(\v2\x11.patchbay.v1.HoldR\x05holds*i\n" +
+	"\x05holds\x18\x01 \x03(\v2\x11.patchbay.v1.HoldR\x05holds*\x9b\x01\n" +
 	"\bKeyClass\x12\x19\n" +
 	"\x15KEY_CLASS_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11KEY_CLASS_GUARDED\x10\x01\x12\x11\n" +
 	"\rKEY_CLASS_REF\x10\x02\x12\x18\n" +
-	"\x14KEY_CLASS_TRACEPOINT\x10\x03*f\n" +
+	"\x14KEY_CLASS_TRACEPOINT\x10\x03\x12\x1b\n" +
+	"\x17KEY_CLASS_DYNAMIC_DEBUG\x10\x04\x12\x13\n" +
+	"\x0fKEY_CLASS_NEVER\x10\x05*f\n" +
 	"\x05KeyOp\x12\x16\n" +
 	"\x12KEY_OP_UNSPECIFIED\x10\x00\x12\x0e\n" +
 	"\n" +
@@ -3234,7 +3558,7 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\n" +
 	"KEY_OP_DEC\x10\x02\x12\x11\n" +
 	"\rKEY_OP_ENABLE\x10\x03\x12\x12\n" +
-	"\x0eKEY_OP_DISABLE\x10\x04*\xf6\x01\n" +
+	"\x0eKEY_OP_DISABLE\x10\x04*\x8f\x02\n" +
 	"\fSiteObstacle\x12\x1d\n" +
 	"\x19SITE_OBSTACLE_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12SITE_OBSTACLE_INIT\x10\x01\x12\x1e\n" +
@@ -3243,15 +3567,17 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\x12SITE_OBSTACLE_BUSY\x10\x04\x12\x1f\n" +
 	"\x1bSITE_OBSTACLE_FOREIGN_BYTES\x10\x05\x12\x1e\n" +
 	"\x1aSITE_OBSTACLE_OUT_OF_REACH\x10\x06\x12\x1c\n" +
-	"\x18SITE_OBSTACLE_UNREADABLE\x10\a*X\n" +
+	"\x18SITE_OBSTACLE_UNREADABLE\x10\a\x12\x17\n" +
+	"\x13SITE_OBSTACLE_NEVER\x10\b*X\n" +
 	"\n" +
 	"ResultView\x12\x1b\n" +
 	"\x17RESULT_VIEW_UNSPECIFIED\x10\x00\x12\x14\n" +
 	"\x10RESULT_VIEW_FULL\x10\x01\x12\x17\n" +
-	"\x13RESULT_VIEW_SUMMARY\x10\x022\xdd\a\n" +
+	"\x13RESULT_VIEW_SUMMARY\x10\x022\xb8\b\n" +
 	"\x11StaticKeysService\x12Y\n" +
 	"\x0eListStaticKeys\x12\".patchbay.v1.ListStaticKeysRequest\x1a#.patchbay.v1.ListStaticKeysResponse\x12S\n" +
-	"\fGetStaticKey\x12 .patchbay.v1.GetStaticKeyRequest\x1a!.patchbay.v1.GetStaticKeyResponse\x12_\n" +
+	"\fGetStaticKey\x12 .patchbay.v1.GetStaticKeyRequest\x1a!.patchbay.v1.GetStaticKeyResponse\x12Y\n" +
+	"\x0eListDebugSites\x12\".patchbay.v1.ListDebugSitesRequest\x1a#.patchbay.v1.ListDebugSitesResponse\x12_\n" +
 	"\x10UpdateStaticKeys\x12$.patchbay.v1.UpdateStaticKeysRequest\x1a%.patchbay.v1.UpdateStaticKeysResponse\x12b\n" +
 	"\x11ListUpdateResults\x12%.patchbay.v1.ListUpdateResultsRequest\x1a&.patchbay.v1.ListUpdateResultsResponse\x12V\n" +
 	"\rPrepareUpdate\x12!.patchbay.v1.PrepareUpdateRequest\x1a\".patchbay.v1.PrepareUpdateResponse\x12S\n" +
@@ -3276,7 +3602,7 @@ func file_patchbay_v1_static_keys_proto_rawDescGZIP() []byte {
 }
 
 var file_patchbay_v1_static_keys_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
-var file_patchbay_v1_static_keys_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
+var file_patchbay_v1_static_keys_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
 var file_patchbay_v1_static_keys_proto_goTypes = []any{
 	(KeyClass)(0),                     // 0: patchbay.v1.KeyClass
 	(KeyOp)(0),                        // 1: patchbay.v1.KeyOp
@@ -3291,32 +3617,35 @@ var file_patchbay_v1_static_keys_proto_goTypes = []any{
 	(*ListStaticKeysResponse)(nil),    // 10: patchbay.v1.ListStaticKeysResponse
 	(*GetStaticKeyRequest)(nil),       // 11: patchbay.v1.GetStaticKeyRequest
 	(*GetStaticKeyResponse)(nil),      // 12: patchbay.v1.GetStaticKeyResponse
-	(*KeyUpdate)(nil),                 // 13: patchbay.v1.KeyUpdate
-	(*UpdateStaticKeysRequest)(nil),   // 14: patchbay.v1.UpdateStaticKeysRequest
-	(*UpdateStaticKeysResponse)(nil),  // 15: patchbay.v1.UpdateStaticKeysResponse
-	(*ListUpdateResultsRequest)(nil),  // 16: patchbay.v1.ListUpdateResultsRequest
-	(*ListUpdateResultsResponse)(nil), // 17: patchbay.v1.ListUpdateResultsResponse
-	(*PrepareUpdateRequest)(nil),      // 18: patchbay.v1.PrepareUpdateRequest
-	(*PrepareUpdateResponse)(nil),     // 19: patchbay.v1.PrepareUpdateResponse
-	(*CommitUpdateRequest)(nil),       // 20: patchbay.v1.CommitUpdateRequest
-	(*CommitUpdateResponse)(nil),      // 21: patchbay.v1.CommitUpdateResponse
-	(*DiscardUpdateRequest)(nil),      // 22: patchbay.v1.DiscardUpdateRequest
-	(*DiscardUpdateResponse)(nil),     // 23: patchbay.v1.DiscardUpdateResponse
-	(*UpdateSummary)(nil),             // 24: patchbay.v1.UpdateSummary
-	(*KeyResult)(nil),                 // 25: patchbay.v1.KeyResult
-	(*FlipReport)(nil),                // 26: patchbay.v1.FlipReport
-	(*WatchStaticKeysRequest)(nil),    // 27: patchbay.v1.WatchStaticKeysRequest
-	(*WatchStaticKeysResponse)(nil),   // 28: patchbay.v1.WatchStaticKeysResponse
-	(*KeyEvent)(nil),                  // 29: patchbay.v1.KeyEvent
-	(*ListHoldsRequest)(nil),          // 30: patchbay.v1.ListHoldsRequest
-	(*ListHoldsResponse)(nil),         // 31: patchbay.v1.ListHoldsResponse
-	(*Hold)(nil),                      // 32: patchbay.v1.Hold
-	(*ReleaseHoldsRequest)(nil),       // 33: patchbay.v1.ReleaseHoldsRequest
-	(*ReleaseHoldsResponse)(nil),      // 34: patchbay.v1.ReleaseHoldsResponse
-	(*RenewHoldsRequest)(nil),         // 35: patchbay.v1.RenewHoldsRequest
-	(*RenewHoldsResponse)(nil),        // 36: patchbay.v1.RenewHoldsResponse
-	(*durationpb.Duration)(nil),       // 37: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),     // 38: google.protobuf.Timestamp
+	(*DebugSite)(nil),                 // 13: patchbay.v1.DebugSite
+	(*ListDebugSitesRequest)(nil),     // 14: patchbay.v1.ListDebugSitesRequest
+	(*ListDebugSitesResponse)(nil),    // 15: patchbay.v1.ListDebugSitesResponse
+	(*KeyUpdate)(nil),                 // 16: patchbay.v1.KeyUpdate
+	(*UpdateStaticKeysRequest)(nil),   // 17: patchbay.v1.UpdateStaticKeysRequest
+	(*UpdateStaticKeysResponse)(nil),  // 18: patchbay.v1.UpdateStaticKeysResponse
+	(*ListUpdateResultsRequest)(nil),  // 19: patchbay.v1.ListUpdateResultsRequest
+	(*ListUpdateResultsResponse)(nil), // 20: patchbay.v1.ListUpdateResultsResponse
+	(*PrepareUpdateRequest)(nil),      // 21: patchbay.v1.PrepareUpdateRequest
+	(*PrepareUpdateResponse)(nil),     // 22: patchbay.v1.PrepareUpdateResponse
+	(*CommitUpdateRequest)(nil),       // 23: patchbay.v1.CommitUpdateRequest
+	(*CommitUpdateResponse)(nil),      // 24: patchbay.v1.CommitUpdateResponse
+	(*DiscardUpdateRequest)(nil),      // 25: patchbay.v1.DiscardUpdateRequest
+	(*DiscardUpdateResponse)(nil),     // 26: patchbay.v1.DiscardUpdateResponse
+	(*UpdateSummary)(nil),             // 27: patchbay.v1.UpdateSummary
+	(*KeyResult)(nil),                 // 28: patchbay.v1.KeyResult
+	(*FlipReport)(nil),                // 29: patchbay.v1.FlipReport
+	(*WatchStaticKeysRequest)(nil),    // 30: patchbay.v1.WatchStaticKeysRequest
+	(*WatchStaticKeysResponse)(nil),   // 31: patchbay.v1.WatchStaticKeysResponse
+	(*KeyEvent)(nil),                  // 32: patchbay.v1.KeyEvent
+	(*ListHoldsRequest)(nil),          // 33: patchbay.v1.ListHoldsRequest
+	(*ListHoldsResponse)(nil),         // 34: patchbay.v1.ListHoldsResponse
+	(*Hold)(nil),                      // 35: patchbay.v1.Hold
+	(*ReleaseHoldsRequest)(nil),       // 36: patchbay.v1.ReleaseHoldsRequest
+	(*ReleaseHoldsResponse)(nil),      // 37: patchbay.v1.ReleaseHoldsResponse
+	(*RenewHoldsRequest)(nil),         // 38: patchbay.v1.RenewHoldsRequest
+	(*RenewHoldsResponse)(nil),        // 39: patchbay.v1.RenewHoldsResponse
+	(*durationpb.Duration)(nil),       // 40: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),     // 41: google.protobuf.Timestamp
 }
 var file_patchbay_v1_static_keys_proto_depIdxs = []int32{
 	0,  // 0: patchbay.v1.StaticKey.key_class:type_name -> patchbay.v1.KeyClass
@@ -3327,76 +3656,79 @@ var file_patchbay_v1_static_keys_proto_depIdxs = []int32{
 	0,  // 5: patchbay.v1.ListStaticKeysRequest.classes:type_name -> patchbay.v1.KeyClass
 	6,  // 6: patchbay.v1.ListStaticKeysResponse.keys:type_name -> patchbay.v1.StaticKey
 	6,  // 7: patchbay.v1.GetStaticKeyResponse.key:type_name -> patchbay.v1.StaticKey
-	1,  // 8: patchbay.v1.KeyUpdate.op:type_name -> patchbay.v1.KeyOp
-	0,  // 9: patchbay.v1.KeyUpdate.classes:type_name -> patchbay.v1.KeyClass
-	13, // 10: patchbay.v1.UpdateStaticKeysRequest.updates:type_name -> patchbay.v1.KeyUpdate
-	37, // 11: patchbay.v1.UpdateStaticKeysRequest.ttl:type_name -> google.protobuf.Duration
-	37, // 12: patchbay.v1.UpdateStaticKeysRequest.stop_timeout:type_name -> google.protobuf.Duration
-	37, // 13: patchbay.v1.UpdateStaticKeysRequest.retry_timeout:type_name -> google.protobuf.Duration
-	3,  // 14: patchbay.v1.UpdateStaticKeysRequest.result_view:type_name -> patchbay.v1.ResultView
-	25, // 15: patchbay.v1.UpdateStaticKeysResponse.results:type_name -> patchbay.v1.KeyResult
-	24, // 16: patchbay.v1.UpdateStaticKeysResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	26, // 17: patchbay.v1.UpdateStaticKeysResponse.report:type_name -> patchbay.v1.FlipReport
-	25, // 18: patchbay.v1.ListUpdateResultsResponse.results:type_name -> patchbay.v1.KeyResult
-	13, // 19: patchbay.v1.PrepareUpdateRequest.updates:type_name -> patchbay.v1.KeyUpdate
-	37, // 20: patchbay.v1.PrepareUpdateRequest.hold_ttl:type_name -> google.protobuf.Duration
-	37, // 21: patchbay.v1.PrepareUpdateRequest.plan_ttl:type_name -> google.protobuf.Duration
-	3,  // 22: patchbay.v1.PrepareUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
-	25, // 23: patchbay.v1.PrepareUpdateResponse.results:type_name -> patchbay.v1.KeyResult
-	24, // 24: patchbay.v1.PrepareUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	37, // 25: patchbay.v1.PrepareUpdateResponse.predicted_pause:type_name -> google.protobuf.Duration
-	38, // 26: patchbay.v1.PrepareUpdateResponse.expires_at:type_name -> google.protobuf.Timestamp
-	37, // 27: patchbay.v1.CommitUpdateRequest.stop_timeout:type_name -> google.protobuf.Duration
-	37, // 28: patchbay.v1.CommitUpdateRequest.retry_timeout:type_name -> google.protobuf.Duration
-	3,  // 29: patchbay.v1.CommitUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
-	25, // 30: patchbay.v1.CommitUpdateResponse.results:type_name -> patchbay.v1.KeyResult
-	24, // 31: patchbay.v1.CommitUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	26, // 32: patchbay.v1.CommitUpdateResponse.report:type_name -> patchbay.v1.FlipReport
-	37, // 33: patchbay.v1.FlipReport.stop_time:type_name -> google.protobuf.Duration
-	37, // 34: patchbay.v1.FlipReport.patch_time:type_name -> google.protobuf.Duration
-	37, // 35: patchbay.v1.FlipReport.resume_time:type_name -> google.protobuf.Duration
-	38, // 36: patchbay.v1.WatchStaticKeysResponse.time:type_name -> google.protobuf.Timestamp
-	29, // 37: patchbay.v1.WatchStaticKeysResponse.events:type_name -> patchbay.v1.KeyEvent
-	5,  // 38: patchbay.v1.KeyEvent.kind:type_name -> patchbay.v1.KeyEvent.Kind
-	7,  // 39: patchbay.v1.KeyEvent.quarantine:type_name -> patchbay.v1.Quarantine
-	32, // 40: patchbay.v1.ListHoldsResponse.holds:type_name -> patchbay.v1.Hold
-	38, // 41: patchbay.v1.Hold.since:type_name -> google.protobuf.Timestamp
-	38, // 42: patchbay.v1.Hold.expires_at:type_name -> google.protobuf.Timestamp
-	37, // 43: patchbay.v1.ReleaseHoldsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	37, // 44: patchbay.v1.ReleaseHoldsRequest.retry_timeout:type_name -> google.protobuf.Duration
-	3,  // 45: patchbay.v1.ReleaseHoldsRequest.result_view:type_name -> patchbay.v1.ResultView
-	25, // 46: patchbay.v1.ReleaseHoldsResponse.results:type_name -> patchbay.v1.KeyResult
-	24, // 47: patchbay.v1.ReleaseHoldsResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	26, // 48: patchbay.v1.ReleaseHoldsResponse.report:type_name -> patchbay.v1.FlipReport
-	37, // 49: patchbay.v1.RenewHoldsRequest.ttl:type_name -> google.protobuf.Duration
-	32, // 50: patchbay.v1.RenewHoldsResponse.holds:type_name -> patchbay.v1.Hold
-	9,  // 51: patchbay.v1.StaticKeysService.ListStaticKeys:input_type -> patchbay.v1.ListStaticKeysRequest
-	11, // 52: patchbay.v1.StaticKeysService.GetStaticKey:input_type -> patchbay.v1.GetStaticKeyRequest
-	14, // 53: patchbay.v1.StaticKeysService.UpdateStaticKeys:input_type -> patchbay.v1.UpdateStaticKeysRequest
-	16, // 54: patchbay.v1.StaticKeysService.ListUpdateResults:input_type -> patchbay.v1.ListUpdateResultsRequest
-	18, // 55: patchbay.v1.StaticKeysService.PrepareUpdate:input_type -> patchbay.v1.PrepareUpdateRequest
-	20, // 56: patchbay.v1.StaticKeysService.CommitUpdate:input_type -> patchbay.v1.CommitUpdateRequest
-	22, // 57: patchbay.v1.StaticKeysService.DiscardUpdate:input_type -> patchbay.v1.DiscardUpdateRequest
-	27, // 58: patchbay.v1.StaticKeysService.WatchStaticKeys:input_type -> patchbay.v1.WatchStaticKeysRequest
-	30, // 59: patchbay.v1.StaticKeysService.ListHolds:input_type -> patchbay.v1.ListHoldsRequest
-	33, // 60: patchbay.v1.StaticKeysService.ReleaseHolds:input_type -> patchbay.v1.ReleaseHoldsRequest
-	35, // 61: patchbay.v1.StaticKeysService.RenewHolds:input_type -> patchbay.v1.RenewHoldsRequest
-	10, // 62: patchbay.v1.StaticKeysService.ListStaticKeys:output_type -> patchbay.v1.ListStaticKeysResponse
-	12, // 63: patchbay.v1.StaticKeysService.GetStaticKey:output_type -> patchbay.v1.GetStaticKeyResponse
-	15, // 64: patchbay.v1.StaticKeysService.UpdateStaticKeys:output_type -> patchbay.v1.UpdateStaticKeysResponse
-	17, // 65: patchbay.v1.StaticKeysService.ListUpdateResults:output_type -> patchbay.v1.ListUpdateResultsResponse
-	19, // 66: patchbay.v1.StaticKeysService.PrepareUpdate:output_type -> patchbay.v1.PrepareUpdateResponse
-	21, // 67: patchbay.v1.StaticKeysService.CommitUpdate:output_type -> patchbay.v1.CommitUpdateResponse
-	23, // 68: patchbay.v1.StaticKeysService.DiscardUpdate:output_type -> patchbay.v1.DiscardUpdateResponse
-	28, // 69: patchbay.v1.StaticKeysService.WatchStaticKeys:output_type -> patchbay.v1.WatchStaticKeysResponse
-	31, // 70: patchbay.v1.StaticKeysService.ListHolds:output_type -> patchbay.v1.ListHoldsResponse
-	34, // 71: patchbay.v1.StaticKeysService.ReleaseHolds:output_type -> patchbay.v1.ReleaseHoldsResponse
-	36, // 72: patchbay.v1.StaticKeysService.RenewHolds:output_type -> patchbay.v1.RenewHoldsResponse
-	62, // [62:73] is the sub-list for method output_type
-	51, // [51:62] is the sub-list for method input_type
-	51, // [51:51] is the sub-list for extension type_name
-	51, // [51:51] is the sub-list for extension extendee
-	0,  // [0:51] is the sub-list for field type_name
+	13, // 8: patchbay.v1.ListDebugSitesResponse.sites:type_name -> patchbay.v1.DebugSite
+	1,  // 9: patchbay.v1.KeyUpdate.op:type_name -> patchbay.v1.KeyOp
+	0,  // 10: patchbay.v1.KeyUpdate.classes:type_name -> patchbay.v1.KeyClass
+	16, // 11: patchbay.v1.UpdateStaticKeysRequest.updates:type_name -> patchbay.v1.KeyUpdate
+	40, // 12: patchbay.v1.UpdateStaticKeysRequest.ttl:type_name -> google.protobuf.Duration
+	40, // 13: patchbay.v1.UpdateStaticKeysRequest.stop_timeout:type_name -> google.protobuf.Duration
+	40, // 14: patchbay.v1.UpdateStaticKeysRequest.retry_timeout:type_name -> google.protobuf.Duration
+	3,  // 15: patchbay.v1.UpdateStaticKeysRequest.result_view:type_name -> patchbay.v1.ResultView
+	28, // 16: patchbay.v1.UpdateStaticKeysResponse.results:type_name -> patchbay.v1.KeyResult
+	27, // 17: patchbay.v1.UpdateStaticKeysResponse.summary:type_name -> patchbay.v1.UpdateSummary
+	29, // 18: patchbay.v1.UpdateStaticKeysResponse.report:type_name -> patchbay.v1.FlipReport
+	28, // 19: patchbay.v1.ListUpdateResultsResponse.results:type_name -> patchbay.v1.KeyResult
+	16, // 20: patchbay.v1.PrepareUpdateRequest.updates:type_name -> patchbay.v1.KeyUpdate
+	40, // 21: patchbay.v1.PrepareUpdateRequest.hold_ttl:type_name -> google.protobuf.Duration
+	40, // 22: patchbay.v1.PrepareUpdateRequest.plan_ttl:type_name -> google.protobuf.Duration
+	3,  // 23: patchbay.v1.PrepareUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
+	28, // 24: patchbay.v1.PrepareUpdateResponse.results:type_name -> patchbay.v1.KeyResult
+	27, // 25: patchbay.v1.PrepareUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
+	40, // 26: patchbay.v1.PrepareUpdateResponse.predicted_pause:type_name -> google.protobuf.Duration
+	41, // 27: patchbay.v1.PrepareUpdateResponse.expires_at:type_name -> google.protobuf.Timestamp
+	40, // 28: patchbay.v1.CommitUpdateRequest.stop_timeout:type_name -> google.protobuf.Duration
+	40, // 29: patchbay.v1.CommitUpdateRequest.retry_timeout:type_name -> google.protobuf.Duration
+	3,  // 30: patchbay.v1.CommitUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
+	28, // 31: patchbay.v1.CommitUpdateResponse.results:type_name -> patchbay.v1.KeyResult
+	27, // 32: patchbay.v1.CommitUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
+	29, // 33: patchbay.v1.CommitUpdateResponse.report:type_name -> patchbay.v1.FlipReport
+	40, // 34: patchbay.v1.FlipReport.stop_time:type_name -> google.protobuf.Duration
+	40, // 35: patchbay.v1.FlipReport.patch_time:type_name -> google.protobuf.Duration
+	40, // 36: patchbay.v1.FlipReport.resume_time:type_name -> google.protobuf.Duration
+	41, // 37: patchbay.v1.WatchStaticKeysResponse.time:type_name -> google.protobuf.Timestamp
+	32, // 38: patchbay.v1.WatchStaticKeysResponse.events:type_name -> patchbay.v1.KeyEvent
+	5,  // 39: patchbay.v1.KeyEvent.kind:type_name -> patchbay.v1.KeyEvent.Kind
+	7,  // 40: patchbay.v1.KeyEvent.quarantine:type_name -> patchbay.v1.Quarantine
+	35, // 41: patchbay.v1.ListHoldsResponse.holds:type_name -> patchbay.v1.Hold
+	41, // 42: patchbay.v1.Hold.since:type_name -> google.protobuf.Timestamp
+	41, // 43: patchbay.v1.Hold.expires_at:type_name -> google.protobuf.Timestamp
+	40, // 44: patchbay.v1.ReleaseHoldsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	40, // 45: patchbay.v1.ReleaseHoldsRequest.retry_timeout:type_name -> google.protobuf.Duration
+	3,  // 46: patchbay.v1.ReleaseHoldsRequest.result_view:type_name -> patchbay.v1.ResultView
+	28, // 47: patchbay.v1.ReleaseHoldsResponse.results:type_name -> patchbay.v1.KeyResult
+	27, // 48: patchbay.v1.ReleaseHoldsResponse.summary:type_name -> patchbay.v1.UpdateSummary
+	29, // 49: patchbay.v1.ReleaseHoldsResponse.report:type_name -> patchbay.v1.FlipReport
+	40, // 50: patchbay.v1.RenewHoldsRequest.ttl:type_name -> google.protobuf.Duration
+	35, // 51: patchbay.v1.RenewHoldsResponse.holds:type_name -> patchbay.v1.Hold
+	9,  // 52: patchbay.v1.StaticKeysService.ListStaticKeys:input_type -> patchbay.v1.ListStaticKeysRequest
+	11, // 53: patchbay.v1.StaticKeysService.GetStaticKey:input_type -> patchbay.v1.GetStaticKeyRequest
+	14, // 54: patchbay.v1.StaticKeysService.ListDebugSites:input_type -> patchbay.v1.ListDebugSitesRequest
+	17, // 55: patchbay.v1.StaticKeysService.UpdateStaticKeys:input_type -> patchbay.v1.UpdateStaticKeysRequest
+	19, // 56: patchbay.v1.StaticKeysService.ListUpdateResults:input_type -> patchbay.v1.ListUpdateResultsRequest
+	21, // 57: patchbay.v1.StaticKeysService.PrepareUpdate:input_type -> patchbay.v1.PrepareUpdateRequest
+	23, // 58: patchbay.v1.StaticKeysService.CommitUpdate:input_type -> patchbay.v1.CommitUpdateRequest
+	25, // 59: patchbay.v1.StaticKeysService.DiscardUpdate:input_type -> patchbay.v1.DiscardUpdateRequest
+	30, // 60: patchbay.v1.StaticKeysService.WatchStaticKeys:input_type -> patchbay.v1.WatchStaticKeysRequest
+	33, // 61: patchbay.v1.StaticKeysService.ListHolds:input_type -> patchbay.v1.ListHoldsRequest
+	36, // 62: patchbay.v1.StaticKeysService.ReleaseHolds:input_type -> patchbay.v1.ReleaseHoldsRequest
+	38, // 63: patchbay.v1.StaticKeysService.RenewHolds:input_type -> patchbay.v1.RenewHoldsRequest
+	10, // 64: patchbay.v1.StaticKeysService.ListStaticKeys:output_type -> patchbay.v1.ListStaticKeysResponse
+	12, // 65: patchbay.v1.StaticKeysService.GetStaticKey:output_type -> patchbay.v1.GetStaticKeyResponse
+	15, // 66: patchbay.v1.StaticKeysService.ListDebugSites:output_type -> patchbay.v1.ListDebugSitesResponse
+	18, // 67: patchbay.v1.StaticKeysService.UpdateStaticKeys:output_type -> patchbay.v1.UpdateStaticKeysResponse
+	20, // 68: patchbay.v1.StaticKeysService.ListUpdateResults:output_type -> patchbay.v1.ListUpdateResultsResponse
+	22, // 69: patchbay.v1.StaticKeysService.PrepareUpdate:output_type -> patchbay.v1.PrepareUpdateResponse
+	24, // 70: patchbay.v1.StaticKeysService.CommitUpdate:output_type -> patchbay.v1.CommitUpdateResponse
+	26, // 71: patchbay.v1.StaticKeysService.DiscardUpdate:output_type -> patchbay.v1.DiscardUpdateResponse
+	31, // 72: patchbay.v1.StaticKeysService.WatchStaticKeys:output_type -> patchbay.v1.WatchStaticKeysResponse
+	34, // 73: patchbay.v1.StaticKeysService.ListHolds:output_type -> patchbay.v1.ListHoldsResponse
+	37, // 74: patchbay.v1.StaticKeysService.ReleaseHolds:output_type -> patchbay.v1.ReleaseHoldsResponse
+	39, // 75: patchbay.v1.StaticKeysService.RenewHolds:output_type -> patchbay.v1.RenewHoldsResponse
+	64, // [64:76] is the sub-list for method output_type
+	52, // [52:64] is the sub-list for method input_type
+	52, // [52:52] is the sub-list for extension type_name
+	52, // [52:52] is the sub-list for extension extendee
+	0,  // [0:52] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_static_keys_proto_init() }
@@ -3405,13 +3737,14 @@ func file_patchbay_v1_static_keys_proto_init() {
 		return
 	}
 	file_patchbay_v1_static_keys_proto_msgTypes[3].OneofWrappers = []any{}
+	file_patchbay_v1_static_keys_proto_msgTypes[8].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_static_keys_proto_rawDesc), len(file_patchbay_v1_static_keys_proto_rawDesc)),
 			NumEnums:      6,
-			NumMessages:   31,
+			NumMessages:   34,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -23,6 +23,7 @@ const _ = grpc.SupportPackageIsVersion9
 const (
 	StaticKeysService_ListStaticKeys_FullMethodName    = "/patchbay.v1.StaticKeysService/ListStaticKeys"
 	StaticKeysService_GetStaticKey_FullMethodName      = "/patchbay.v1.StaticKeysService/GetStaticKey"
+	StaticKeysService_ListDebugSites_FullMethodName    = "/patchbay.v1.StaticKeysService/ListDebugSites"
 	StaticKeysService_UpdateStaticKeys_FullMethodName  = "/patchbay.v1.StaticKeysService/UpdateStaticKeys"
 	StaticKeysService_ListUpdateResults_FullMethodName = "/patchbay.v1.StaticKeysService/ListUpdateResults"
 	StaticKeysService_PrepareUpdate_FullMethodName     = "/patchbay.v1.StaticKeysService/PrepareUpdate"
@@ -72,6 +73,10 @@ type StaticKeysServiceClient interface {
 	ListStaticKeys(ctx context.Context, in *ListStaticKeysRequest, opts ...grpc.CallOption) (*ListStaticKeysResponse, error)
 	// One key with its sites. KEY_NOT_FOUND names similar keys. Role: viewer.
 	GetStaticKey(ctx context.Context, in *GetStaticKeyRequest, opts ...grpc.CallOption) (*GetStaticKeyResponse, error)
+	// Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by
+	// file and line. A kernel that registers its keys itself does not list them, and
+	// has none here. Role: viewer.
+	ListDebugSites(ctx context.Context, in *ListDebugSitesRequest, opts ...grpc.CallOption) (*ListDebugSitesResponse, error)
 	// Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and
 	// the call's deadline (at most 30 s, the default) bound the attempts. An error
 	// leaves the guest as it was, except FOREIGN_BYTES, WRITE_FAULT and INTERNAL,
@@ -127,6 +132,16 @@ func (c *staticKeysServiceClient) GetStaticKey(ctx context.Context, in *GetStati
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(GetStaticKeyResponse)
 	err := c.cc.Invoke(ctx, StaticKeysService_GetStaticKey_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *staticKeysServiceClient) ListDebugSites(ctx context.Context, in *ListDebugSitesRequest, opts ...grpc.CallOption) (*ListDebugSitesResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListDebugSitesResponse)
+	err := c.cc.Invoke(ctx, StaticKeysService_ListDebugSites_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -270,6 +285,10 @@ type StaticKeysServiceServer interface {
 	ListStaticKeys(context.Context, *ListStaticKeysRequest) (*ListStaticKeysResponse, error)
 	// One key with its sites. KEY_NOT_FOUND names similar keys. Role: viewer.
 	GetStaticKey(context.Context, *GetStaticKeyRequest) (*GetStaticKeyResponse, error)
+	// Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by
+	// file and line. A kernel that registers its keys itself does not list them, and
+	// has none here. Role: viewer.
+	ListDebugSites(context.Context, *ListDebugSitesRequest) (*ListDebugSitesResponse, error)
 	// Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and
 	// the call's deadline (at most 30 s, the default) bound the attempts. An error
 	// leaves the guest as it was, except FOREIGN_BYTES, WRITE_FAULT and INTERNAL,
@@ -316,6 +335,9 @@ func (UnimplementedStaticKeysServiceServer) ListStaticKeys(context.Context, *Lis
 }
 func (UnimplementedStaticKeysServiceServer) GetStaticKey(context.Context, *GetStaticKeyRequest) (*GetStaticKeyResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetStaticKey not implemented")
+}
+func (UnimplementedStaticKeysServiceServer) ListDebugSites(context.Context, *ListDebugSitesRequest) (*ListDebugSitesResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListDebugSites not implemented")
 }
 func (UnimplementedStaticKeysServiceServer) UpdateStaticKeys(context.Context, *UpdateStaticKeysRequest) (*UpdateStaticKeysResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method UpdateStaticKeys not implemented")
@@ -397,6 +419,24 @@ func _StaticKeysService_GetStaticKey_Handler(srv interface{}, ctx context.Contex
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(StaticKeysServiceServer).GetStaticKey(ctx, req.(*GetStaticKeyRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _StaticKeysService_ListDebugSites_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListDebugSitesRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(StaticKeysServiceServer).ListDebugSites(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: StaticKeysService_ListDebugSites_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(StaticKeysServiceServer).ListDebugSites(ctx, req.(*ListDebugSitesRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -570,6 +610,10 @@ var StaticKeysService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetStaticKey",
 			Handler:    _StaticKeysService_GetStaticKey_Handler,
+		},
+		{
+			MethodName: "ListDebugSites",
+			Handler:    _StaticKeysService_ListDebugSites_Handler,
 		},
 		{
 			MethodName: "UpdateStaticKeys",

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use patchbay_fleet::hosts::HostConfig;
+use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 
 /// Serves the guests on so many sockets, in turn. `boot` starts the guest of an index.
@@ -25,7 +25,7 @@ pub fn start(
         let rack = char::from(b'a' + u8::try_from(host % 5)?);
         configs.push(HostConfig {
             name: format!("host-{host:02}"),
-            socket,
+            endpoint: HostEndpoint::Socket(socket),
             labels: [("rack".to_owned(), rack.to_string())].into(),
         });
     }

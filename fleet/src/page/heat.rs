@@ -274,7 +274,7 @@ fn wishes<'o>(leads: &Leadership, observed: &'o Observed) -> Wishes<'o> {
 fn wants_change(rollout: &Rollout, index: usize) -> Option<bool> {
     let header = rollout.header();
     let member = &rollout.members()[index];
-    if matches!(member.state, State::Skipped { .. }) {
+    if matches!(member.state, State::Skipped { .. } | State::Adopted) {
         return None;
     }
     match header.phase {

@@ -82,15 +82,13 @@ pub async fn holders(
 
 async fn ask(host: Arc<Host>, guest: String, key: &str) -> GuestHolders {
     let patterns = vec![key.to_owned()];
-    let (keys, holds) = tokio::join!(
-        host.list_keys(&guest, patterns.clone()),
-        host.list_holds(&guest, patterns)
-    );
+    let (keys, holds) = tokio::join!(host.list_keys(&guest, patterns), host.holds(&guest));
     let failed = keys.as_ref().err().or(holds.as_ref().err());
     let error = failed.map(|status| CallError::new(status).why);
     let keys = keys.unwrap_or_default();
     let found = keys.first();
-    let holds = holds.unwrap_or_default().into_iter().take(MAX_HOLDS);
+    let holds = holds.unwrap_or_default().into_iter();
+    let holds = holds.filter(|hold| hold.key == key).take(MAX_HOLDS);
     let holds = holds.map(|hold| HoldRow {
         holder: hold.holder,
         reason: hold.reason,

@@ -206,7 +206,7 @@ fn find_rollout(shared: &Shared, name: &str) -> Result<Arc<Running>, Refused> {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct CommandBody {
-    /// Of the plan that was shown; `start` alone needs it.
+    /// Of the plan that was shown; `approve` and `start` need it.
     #[serde(default)]
     digest: String,
 }
@@ -240,6 +240,9 @@ async fn command(
     access::may_command(&policy, principal, &running.rollout())
         .map_err(|why| Refused::new(StatusCode::FORBIDDEN, why))?;
     let command = match verb {
+        Verb::Approve => Command::Approve {
+            digest: body.digest,
+        },
         Verb::Start => Command::Start {
             digest: body.digest,
         },

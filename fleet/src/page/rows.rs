@@ -22,6 +22,8 @@ pub struct Guests {
 
 #[derive(Serialize)]
 struct GuestRow {
+    /// Among the members: a guest that was changed once more is a member twice.
+    index: usize,
     host: String,
     guest: String,
     wave: Option<String>,
@@ -72,6 +74,7 @@ fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
         _ => String::new(),
     };
     GuestRow {
+        index,
         host: member.host.clone(),
         guest: member.guest.clone(),
         wave: wave.map(|wave| wave.name.clone()),
@@ -85,10 +88,10 @@ fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
     }
 }
 
-/// Why the guest is in its state; `None` if the rollout has no such guest.
+/// Why the guest is in its state, by its last member; `None` if the rollout has no such guest.
 pub fn explain(rollout: &Rollout, host: &str, guest: &str, now: Millis) -> Option<Vec<String>> {
     let mut members = rollout.members().iter();
-    let index = members.position(|member| member.host == host && member.guest == guest)?;
+    let index = members.rposition(|member| member.host == host && member.guest == guest)?;
     Some(view::explain(rollout, index, now))
 }
 

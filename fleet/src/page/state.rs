@@ -51,6 +51,7 @@ pub struct Counts {
     changed: usize,
     failed: usize,
     reverted: usize,
+    adopted: usize,
     skipped: usize,
 }
 
@@ -115,6 +116,7 @@ impl Counts {
             State::Committed { .. } => &mut self.changed,
             State::Failed { .. } | State::RevertFailed { .. } => &mut self.failed,
             State::Reverted { .. } => &mut self.reverted,
+            State::Adopted => &mut self.adopted,
         } += 1;
     }
 
@@ -290,5 +292,6 @@ pub fn guest_state(state: &State) -> &'static str {
         State::Failed { .. } => "failed",
         State::Reverted { .. } => "taken back",
         State::RevertFailed { .. } => "not taken back",
+        State::Adopted => "adopted",
     }
 }

@@ -9,6 +9,7 @@ pub(super) const PROMOTABLE: &str = "baking, at a gate, or paused there";
 /// A command without its arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verb {
+    Approve,
     Start,
     Pause,
     Resume,
@@ -18,7 +19,8 @@ pub enum Verb {
 }
 
 impl Verb {
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
+        Self::Approve,
         Self::Start,
         Self::Pause,
         Self::Resume,
@@ -29,6 +31,7 @@ impl Verb {
 
     pub fn name(self) -> &'static str {
         match self {
+            Self::Approve => "approve",
             Self::Start => "start",
             Self::Pause => "pause",
             Self::Resume => "resume",
@@ -51,8 +54,10 @@ pub enum NotLegal {
     },
     #[error("the plan's digest is {found}, not {given}; review the plan, then start that digest")]
     Digest { found: String, given: String },
-    #[error("{principal} has approved already; another person must")]
-    AlreadyApproved { principal: String },
+    #[error(
+        "{given} of {needed} people approve the plan; another one runs `rollout approve` first"
+    )]
+    Approvals { given: usize, needed: usize },
 }
 
 impl Rollout {
@@ -64,9 +69,13 @@ impl Rollout {
     pub fn would_change(&self, verb: Verb, principal: &str) -> Result<(), NotLegal> {
         let phase = self.header.phase;
         let (is_legal, legal) = match verb {
+            Verb::Approve => (
+                phase == Phase::Planned && !self.has_approved(principal),
+                "planned, once for each person",
+            ),
             Verb::Start => {
                 if phase == Phase::Planned {
-                    self.check_approver(principal)?;
+                    self.check_approvals(principal)?;
                 }
                 (phase == Phase::Planned, "planned")
             }
@@ -81,12 +90,18 @@ impl Rollout {
         }
     }
 
-    pub(super) fn check_approver(&self, principal: &str) -> Result<(), NotLegal> {
-        if self.header.approvals.iter().any(|by| by == principal) {
-            let principal = principal.to_owned();
-            return Err(NotLegal::AlreadyApproved { principal });
+    pub(super) fn has_approved(&self, principal: &str) -> bool {
+        self.header.approvals.iter().any(|by| by == principal)
+    }
+
+    /// Enough people approve the plan, if the principal is one of them.
+    pub(super) fn check_approvals(&self, principal: &str) -> Result<(), NotLegal> {
+        let given = self.header.approvals.len() + usize::from(!self.has_approved(principal));
+        let needed = self.header.policy.approvals.max(1);
+        match given >= needed {
+            true => Ok(()),
+            false => Err(NotLegal::Approvals { given, needed }),
         }
-        Ok(())
     }
 
     pub(super) fn may_promote(&self) -> bool {

@@ -8,10 +8,11 @@ use super::{
     TimelineEntry, gates, legal, legal::NotLegal,
 };
 
-/// An answer that says nothing about a commit is followed by another attempt, this often.
+/// Attempts of a commit whose answers say nothing about it.
 pub const MAX_ATTEMPTS: u32 = 5;
 /// The first of them waits this long, each further one twice as long.
 const BACKOFF: Millis = 500;
+const MAX_BACKOFF: Millis = BACKOFF << MAX_ATTEMPTS;
 /// Entries of a timeline that are kept.
 const MAX_TIMELINE: usize = 500;
 
@@ -55,18 +56,17 @@ pub(super) struct Run {
     passed: BTreeSet<usize>,
     /// Attempts to revert that said nothing, and when the next may be.
     reverts: BTreeMap<usize, (u32, Millis)>,
-    changed: BTreeSet<usize>,
-    header_changed: bool,
+    pub(super) changed: BTreeSet<usize>,
+    pub(super) header_changed: bool,
 }
 
 impl Rollout {
     /// Takes up a rollout, as it was planned or as another driver has left it.
     pub fn new(header: Header, members: Vec<Member>) -> Self {
-        let run = Run::default();
         Self {
             header,
             members,
-            run,
+            run: Run::default(),
         }
     }
 
@@ -84,32 +84,46 @@ impl Rollout {
         (members, std::mem::take(&mut self.run.header_changed))
     }
 
-    /// Approves the plan, and starts it once enough people have.
+    /// Adds the principal's approval of the plan.
     ///
     /// # Errors
-    /// [`NotLegal`], if it is not planned, the digest differs, or the principal has approved before.
-    pub fn start(&mut self, principal: &str, digest: &str, now: Millis) -> Result<(), NotLegal> {
-        if self.header.phase != Phase::Planned {
-            return Err(self.not_legal("start", "planned"));
-        }
-        if digest != self.header.digest {
-            return Err(NotLegal::Digest {
-                found: self.header.digest.clone(),
-                given: digest.to_owned(),
-            });
-        }
-        self.check_approver(principal)?;
-        self.header.approvals.push(principal.to_owned());
-        let (given, needed) = (
-            self.header.approvals.len(),
-            self.header.policy.approvals.max(1),
-        );
-        if given < needed {
+    /// [`NotLegal`], if it is not planned, or the digest differs.
+    pub fn approve(&mut self, principal: &str, digest: &str, now: Millis) -> Result<(), NotLegal> {
+        self.check_plan("approve", digest)?;
+        if !self.has_approved(principal) {
+            self.header.approvals.push(principal.to_owned());
+            let given = self.header.approvals.len();
+            let needed = self.header.policy.approvals.max(1);
             self.note(principal, now, format!("approved, {given} of {needed}"));
-        } else {
-            self.enter(Phase::Running(Stage::Committing), principal, now, "started");
         }
         Ok(())
+    }
+
+    /// Starts the plan; the principal's approval counts.
+    ///
+    /// # Errors
+    /// [`NotLegal`], if it is not planned, the digest differs, or too few people approve.
+    pub fn start(&mut self, principal: &str, digest: &str, now: Millis) -> Result<(), NotLegal> {
+        self.check_plan("start", digest)?;
+        self.check_approvals(principal)?;
+        if !self.has_approved(principal) {
+            self.header.approvals.push(principal.to_owned());
+        }
+        self.enter(Phase::Running(Stage::Committing), principal, now, "started");
+        Ok(())
+    }
+
+    fn check_plan(&self, command: &'static str, digest: &str) -> Result<(), NotLegal> {
+        if self.header.phase != Phase::Planned {
+            return Err(self.not_legal(command, "planned"));
+        }
+        match digest == self.header.digest {
+            true => Ok(()),
+            false => Err(NotLegal::Digest {
+                found: self.header.digest.clone(),
+                given: digest.to_owned(),
+            }),
+        }
     }
 
     /// # Errors
@@ -293,7 +307,8 @@ impl Rollout {
 
     /// Returns the action, unless it is under way, or its time has not come.
     fn send(&mut self, action: Action, index: usize, from: Millis, now: Millis, step: &mut Step) {
-        if now < from {
+        // A time further away than any that was set comes of a clock that was set back.
+        if now < from && from <= now.saturating_add(MAX_BACKOFF) {
             step.wake_at = Some(step.wake_at.map_or(from, |at| at.min(from)));
         } else if self.run.in_flight.insert(index) {
             step.actions.push(action);
@@ -375,10 +390,16 @@ impl Rollout {
 
     fn bake(&mut self, now: Millis, step: &mut Step) {
         let wave = &mut self.header.waves[self.header.wave];
-        let until = *wave.bakes_until.get_or_insert_with(|| {
-            self.run.header_changed = true;
-            now + wave.bake_ms
-        });
+        let end = now.saturating_add(wave.bake_ms);
+        // A later end comes of a clock that was set back.
+        let until = match wave.bakes_until {
+            Some(until) if until <= end => until,
+            _ => {
+                wave.bakes_until = Some(end);
+                self.run.header_changed = true;
+                end
+            }
+        };
         if now < until {
             step.wake_at = Some(step.wake_at.map_or(until, |at| at.min(until)));
             return;
@@ -481,12 +502,12 @@ impl Rollout {
             .map_or(0, |wave| wave.members().end)
     }
 
-    fn set(&mut self, index: usize, state: State) {
+    pub(super) fn set(&mut self, index: usize, state: State) {
         self.members[index].state = state;
         self.run.changed.insert(index);
     }
 
-    fn enter(&mut self, phase: Phase, principal: &str, now: Millis, text: &str) {
+    pub(super) fn enter(&mut self, phase: Phase, principal: &str, now: Millis, text: &str) {
         self.header.phase = phase;
         self.run.header_changed = true;
         if !text.is_empty() {
@@ -495,7 +516,7 @@ impl Rollout {
         }
     }
 
-    fn note(&mut self, principal: &str, time: Millis, text: String) {
+    pub(super) fn note(&mut self, principal: &str, time: Millis, text: String) {
         self.run.header_changed = true;
         if self.header.timeline.len() >= MAX_TIMELINE {
             // The beginning says how it was planned and started.

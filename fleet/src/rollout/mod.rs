@@ -38,6 +38,7 @@
 //! * A guest whose commit has an unknown outcome is never taken for unchanged: it is committed again
 //!   before it is reverted, which says what the first commit did.
 
+mod amend;
 mod gates;
 mod legal;
 mod machine;
@@ -83,6 +84,11 @@ impl Phase {
     pub fn is_active(self) -> bool {
         !matches!(self, Self::Completed | Self::Ended(_))
     }
+
+    /// Whether the rollout wants its changed guests to stay as they are.
+    pub fn has_desired_state(self) -> bool {
+        matches!(self, Self::Running(_) | Self::Paused | Self::Completed)
+    }
 }
 
 /// Why a commit changed nothing, or may have.
@@ -124,6 +130,8 @@ pub enum State {
         why: String,
         pause_us: u64,
     },
+    /// It drifted, and an operator took it as it is. Abort and undo leave it.
+    Adopted,
 }
 
 /// An op of the inverse, as `patchbay.v1.KeyUpdate` has it.
@@ -138,6 +146,8 @@ pub struct InverseOp {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PreparedPlan {
     pub plan_id: String,
+    /// What it was prepared with.
+    pub request_id: String,
     pub digest: String,
     pub incarnation: String,
     pub keys: u32,

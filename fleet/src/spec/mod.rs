@@ -36,6 +36,19 @@ pub struct Spec {
     pub approvals: Option<Count>,
     #[serde(default)]
     pub reason: String,
+    #[serde(default)]
+    pub late_guests: LateGuests,
+}
+
+/// What happens to guests that the spec selects and that join after the plan.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LateGuests {
+    /// They are drift.
+    #[default]
+    Report,
+    /// Once the rollout is completed, a wave of their own changes them.
+    Change,
 }
 
 checked_from!(Selector: SelectorFields);

@@ -79,6 +79,12 @@ async fn what_is_not_legal_or_malformed_is_refused_with_its_reason() {
     for (path, body, wanted, why) in [
         ("net/pause", "{}", "409", "legal while it is running"),
         ("net/start", "{\"digest\": \"0\"}", "409", "review the plan"),
+        (
+            "net/approve",
+            "{\"digest\": \"0\"}",
+            "409",
+            "review the plan",
+        ),
         ("net/start", "{\"digset\": \"0\"}", "400", "unknown field"),
         ("net/start", "nonsense", "400", "malformed"),
         ("net/start", &long, "400", "cannot be read"),

@@ -126,6 +126,37 @@ async fn waves_fill_without_a_reload_and_the_keyboard_aborts() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_plan_that_needs_two_people_is_approved_and_not_started() {
+    let Some(program) = program() else { return };
+    let fleet = Fleet::start(1, 1).await;
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let text = spec("approvals: 2\nwaves: [{name: rest, size: rest}]");
+    let running = leads.plan("net", &text, "alice").await.expect("planned");
+    let (url, _serving) = serve(&replica.controller, None).await;
+    let mut browser = Browser::start(&program, 1280, 900).await;
+    browser.open(&url).await;
+    browser.wait(&phase("planned")).await;
+    browser.wait(&is_enabled("start", false)).await;
+    browser.wait(&is_enabled("approve", true)).await;
+    browser.tab_to("[data-command=approve]").await;
+    browser.press("Enter").await;
+    browser.tab_to("#confirm-yes").await;
+    browser.press("Enter").await;
+    browser.wait(&is_enabled("approve", false)).await;
+    browser.wait(&is_enabled("start", false)).await;
+    let by = format!("uid:{}", rustix::process::geteuid().as_raw());
+    assert_eq!(running.rollout().header().approvals, [by]);
+
+    let digest = running.rollout().header().digest.clone();
+    let approve = Command::Approve { digest };
+    let answer = running.command(approve, "bob").await.expect("it runs");
+    answer.expect("planned");
+    browser.wait(&is_enabled("start", true)).await;
+    assert_eq!(browser.complaints(&url), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_guest_says_why_it_waits_and_a_key_who_holds_it() {
     let Some(program) = program() else { return };
     let fleet = Fleet::start(4, 3).await;

@@ -73,6 +73,7 @@ async fn two_hosts_with_one_name_are_refused() {
     let config = Config {
         replica: "one".to_owned(),
         hosts,
+        reach: patchbay_fleet::inventory::Reach::default(),
         lease_ttl: LEASE_TTL,
     };
     let error = Controller::new(config, fleet.store.clone())

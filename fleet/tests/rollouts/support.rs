@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use patchbay_fleet::controller::{Config, Controller, Leadership};
-use patchbay_fleet::hosts::HostConfig;
+use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
+use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::store::{EmbeddedStore, Store};
@@ -74,7 +75,7 @@ impl Fleet {
         self._ends.push(end);
         self.hosts.push(HostConfig {
             name: format!("host-{index}"),
-            socket,
+            endpoint: HostEndpoint::Socket(socket),
             labels: [("rack".to_owned(), ["a", "b"][index % 2].to_owned())].into(),
         });
     }
@@ -89,6 +90,7 @@ impl Fleet {
         let config = Config {
             replica: name.to_owned(),
             hosts: self.hosts.clone(),
+            reach: Reach::default(),
             lease_ttl: LEASE_TTL,
         };
         let controller = Controller::new(config, Arc::clone(&self.store)).expect("own names");

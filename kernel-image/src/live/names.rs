@@ -55,9 +55,10 @@ impl Classes {
                     .into_iter()
                     .filter(|(start, _)| !own.contains(start)),
             );
+            let mut room = classes::MAX_DEBUG_TEXTS;
             for (start, count) in tables {
                 found.debug_lines.extend(
-                    classes::debug_lines(view, start, count, offsets)
+                    classes::debug_lines(view, start, count, offsets, &mut room)
                         .ok_or_else(|| unreadable("the descriptors of dynamic debug"))?,
                 );
                 found.check_size()?;

@@ -183,13 +183,14 @@ pub fn kernel() -> Types {
             ("ddebugs", 384, POINTER),
         ],
     );
-    let debug = types.header("_ddebug", 1 << 31 | 4 << 24 | 6, 56);
+    let debug = types.header("_ddebug", 1 << 31 | 4 << 24 | 7, 56);
     for (name, offset, of_type) in [
         ("modname", 0, POINTER),
         ("function", 64, POINTER),
         ("filename", 128, POINTER),
         ("format", 192, POINTER),
         ("lineno", 18 << 24 | 256, U32),
+        ("class_id", 6 << 24 | 274, U32),
         ("key", 320, key),
     ] {
         let name = types.name(name);

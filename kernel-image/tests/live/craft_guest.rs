@@ -80,6 +80,9 @@ pub fn physical(address: u64) -> u64 {
     }
 }
 
+/// `_DPRINTK_CLASS_DFLT`.
+const NO_CLASS: u32 = 63;
+
 impl Guest {
     pub fn put(&self, address: u64, bytes: &[u8]) {
         self.put_physical(physical(address), bytes);
@@ -279,7 +282,7 @@ fn texts(guest: &mut Guest, constants: &mut Area) {
     for (index, word) in (0..).zip(words) {
         guest.put_u64(line + 8 * index, word);
     }
-    guest.put_u32(line + 32, 123);
+    guest.put_u32(line + 32, 123 | NO_CLASS << 18);
     let btf = craft_btf::kernel().finish();
     let btf_at = constants.take(btf.len() as u64);
     guest.put(btf_at, &btf);

@@ -61,13 +61,24 @@ fn every_key_is_found_with_its_class_and_name() {
         .unwrap();
     assert_eq!(
         (line.function.as_str(), line.format.as_str()),
-        ("function_b", "line %d")
+        ("function_b", "line %d\n")
     );
+    assert!(!line.classed);
     let dead = kernel.images[0]
         .sites
         .iter()
         .filter(|site| site.holds.is_none());
     assert_eq!(dead.count(), 2);
+}
+
+#[test]
+fn a_line_of_a_class_is_told_from_others() {
+    let guest = guest();
+    guest.put_u32(guest.symbol("__start___dyndbg") + 32, 123 | 3 << 18);
+    let kernel = image(&guest).unwrap();
+    let mut lines = kernel.keys.iter().filter_map(|key| key.debug.as_ref());
+    let line = lines.next().unwrap();
+    assert_eq!((line.line, line.classed), (123, true));
 }
 
 #[test]

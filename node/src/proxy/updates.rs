@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Changes of keys where the policy limits them.
 //!
-//! Names are decided about as they stand. Patterns select keys only in the guest, so the change is
+//! Names are decided about as they stand. Patterns and queries select keys only in the guest, so the change is
 //! prepared first; the keys of the plan are decided about, and the plan is committed. If the guest moves
 //! on in between, the plan is stale and another one is prepared and decided about.
 
@@ -34,9 +34,11 @@ fn client(guest: &Guest) -> Client {
     client.max_decoding_message_size(MAX_ANSWER_BYTES + 1024)
 }
 
-/// The names of `updates`; `None` if there are patterns among them.
+/// The names of `updates`; `None` if there are patterns or queries among them.
 fn names(updates: &[v1::KeyUpdate]) -> Option<Vec<String>> {
-    let patterns = updates.iter().any(|update| !update.patterns.is_empty());
+    let patterns = updates
+        .iter()
+        .any(|update| !update.patterns.is_empty() || !update.debug_queries.is_empty());
     (!patterns).then(|| updates.iter().map(|update| update.name.clone()).collect())
 }
 

@@ -105,6 +105,13 @@ async fn patterns_become_a_plan_whose_keys_are_decided_about() {
         1,
         "the plan is given up"
     );
+    // Queries of dynamic debug select keys in the guest, too.
+    let mut queries = update_matching("web-1", &[]);
+    queries.updates[0].debug_queries = vec!["module m".to_owned()];
+    let refused = keys.update_static_keys(queries).await;
+    let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
+    assert!(message.contains("net_secret"), "{message}");
+    assert!(fake.received("UpdateStaticKeys").is_empty());
     // A monitor that hides a key of its plan.
     fake.answer("ListUpdateResults", |_: v1::ListUpdateResultsRequest| {
         Ok(v1::ListUpdateResultsResponse::default())

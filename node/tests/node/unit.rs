@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The systemd unit.
 
+use std::path::Path;
 use std::process::Command;
 
 const UNIT: &str = include_str!("../../patchbayd.service");
-const PROGRAM: &str = "/usr/bin/patchbayd";
+const UNIT_NAME: &str = "patchbayd.service";
+const INSTALLED: &str = "/usr/bin/patchbayd";
+const PROGRAM: &str = env!("CARGO_BIN_EXE_patchbayd");
 
 #[test]
 fn systemd_accepts_the_unit() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("patchbayd.service");
     // The program is not installed here.
-    let unit = UNIT.replace(PROGRAM, env!("CARGO_BIN_EXE_patchbayd"));
+    let unit = UNIT.replace(INSTALLED, PROGRAM);
     std::fs::write(&path, unit).expect("written");
     let verify = Command::new("systemd-analyze")
         .arg("verify")
@@ -34,9 +37,7 @@ fn systemd_accepts_the_unit() {
 
 #[test]
 fn the_program_has_the_options_of_the_unit() {
-    let help = Command::new(env!("CARGO_BIN_EXE_patchbayd"))
-        .arg("--help")
-        .output();
+    let help = Command::new(PROGRAM).arg("--help").output();
     let help = help.expect("it runs").stdout;
     let help = String::from_utf8_lossy(&help);
     let options = UNIT
@@ -44,4 +45,76 @@ fn the_program_has_the_options_of_the_unit() {
         .filter(|word| word.starts_with("--"));
     let missing: Vec<_> = options.filter(|option| !help.contains(option)).collect();
     assert_eq!(missing, Vec::<&str>::new());
+}
+
+/// Boots a systemd in namespaces that runs `steps.sh`; the folder with what it found out. `None` if none boots
+/// here.
+fn boot(etc: &[(&str, &str)]) -> Option<tempfile::TempDir> {
+    if !rustix::process::geteuid().is_root() {
+        println!("SKIPPED: only root boots a systemd");
+        return None;
+    }
+    let [host, scratch] = [(); 2].map(|()| tempfile::tempdir().expect("a folder"));
+    for folder in ["bin", "units", "etc"] {
+        std::fs::create_dir(host.path().join(folder)).expect("created");
+    }
+    let bin = host
+        .path()
+        .join("bin")
+        .join(Path::new(INSTALLED).file_name().expect("a name"));
+    std::os::unix::fs::symlink(PROGRAM, bin).expect("linked");
+    let put =
+        |name: &str, text: &str| std::fs::write(host.path().join(name), text).expect("written");
+    put(&format!("units/{UNIT_NAME}"), UNIT);
+    put("steps.sh", include_str!("../unit/steps.sh"));
+    for (name, text) in etc {
+        put(&format!("etc/{name}"), text);
+    }
+    let namespaces = [
+        "--mount",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--cgroup",
+        "--ipc",
+        "--uts",
+    ];
+    let output = Command::new("unshare")
+        .args(namespaces)
+        .arg("sh")
+        .arg(concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../tests/unit/boot.sh"
+        ))
+        .args([scratch.path(), host.path()])
+        .output();
+    let output = output.expect("unshare starts");
+    if !host.path().join("log").exists() {
+        let why = String::from_utf8_lossy(&output.stderr);
+        println!("SKIPPED: no systemd boots in namespaces here: {why}");
+        return None;
+    }
+    Some(host)
+}
+
+#[test]
+fn systemd_starts_reloads_restarts_and_stops_the_daemon() {
+    let policy = "rules: [{name: root, principals: ['uid:0'], role: admin}]\n";
+    let Some(host) = boot(&[("policy.yaml", policy)]) else {
+        return;
+    };
+    let read = |name: &str| std::fs::read_to_string(host.path().join(name)).unwrap_or_default();
+    assert_eq!(read("done"), "all\n", "{}", read("log"));
+    assert_eq!(read("modes"), "660\n600\n");
+    // CAP_DAC_READ_SEARCH and CAP_SETUID.
+    let status = read("status");
+    for line in [
+        "CapEff:\t0000000000000084\n",
+        "NoNewPrivs:\t1\n",
+        "Seccomp:\t2\n",
+    ] {
+        assert!(status.contains(line), "{status}");
+    }
+    assert_eq!(read("restarted"), "restarted\n");
+    assert_eq!(read("stopped"), "success\n");
 }

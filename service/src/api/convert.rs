@@ -7,6 +7,7 @@ use patchbay_proto::v1;
 use static_keys::{Class, NotPatchable, Op};
 
 use crate::guest::Transport;
+use crate::keys::debug::DebugView;
 use crate::keys::{
     ClosedGate, Event, FlipReport, HoldView, KeyOutcome, KeyView, KeysError, Quarantine,
     QuarantineCause, RegistrationPhase, SiteView, UpdateSummary,
@@ -28,6 +29,8 @@ pub fn class(class: Class) -> v1::KeyClass {
         Class::Guarded => v1::KeyClass::Guarded,
         Class::Ref => v1::KeyClass::Ref,
         Class::Tracepoint => v1::KeyClass::Tracepoint,
+        Class::DynamicDebug => v1::KeyClass::DynamicDebug,
+        Class::Never => v1::KeyClass::Never,
     }
 }
 
@@ -38,9 +41,11 @@ pub fn class_from_proto(class: i32) -> Result<Class, KeysError> {
         Ok(v1::KeyClass::Guarded) => Ok(Class::Guarded),
         Ok(v1::KeyClass::Ref) => Ok(Class::Ref),
         Ok(v1::KeyClass::Tracepoint) => Ok(Class::Tracepoint),
+        Ok(v1::KeyClass::DynamicDebug) => Ok(Class::DynamicDebug),
+        Ok(v1::KeyClass::Never) => Ok(Class::Never),
         Ok(v1::KeyClass::Unspecified) | Err(_) => Err(super::invalid(
             "classes",
-            format!("unknown class {class}; give guarded, ref or tracepoint"),
+            format!("unknown class {class}; give guarded, ref, tracepoint, dyndbg or never"),
         )),
     }
 }
@@ -120,6 +125,19 @@ pub fn key(key: KeyView, sites: Vec<SiteView>) -> v1::StaticKey {
     }
 }
 
+pub fn debug_site(view: DebugView) -> v1::DebugSite {
+    v1::DebugSite {
+        key: view.key.to_string(),
+        module: view.site.module,
+        file: view.site.file,
+        line: view.site.line,
+        function: view.site.function,
+        format: view.site.format,
+        enabled: view.enabled,
+        held_references: view.held_references,
+    }
+}
+
 fn site(site: SiteView) -> v1::Site {
     let state = site.state;
     let obstacle = match &state.patchable {
@@ -127,6 +145,7 @@ fn site(site: SiteView) -> v1::Site {
         Err(NotPatchable::Init) => v1::SiteObstacle::Init,
         Err(NotPatchable::OutsideText) => v1::SiteObstacle::OutsideText,
         Err(NotPatchable::Sealed) => v1::SiteObstacle::Sealed,
+        Err(NotPatchable::Never) => v1::SiteObstacle::Never,
         Err(NotPatchable::Busy(_)) => v1::SiteObstacle::Busy,
         Err(NotPatchable::Foreign) => v1::SiteObstacle::ForeignBytes,
         Err(NotPatchable::OutOfReach(_)) => v1::SiteObstacle::OutOfReach,

@@ -128,6 +128,8 @@ impl GuestService for GuestApi {
             kaslr: registration.kaslr,
             page_table_isolation: registration.page_table_isolation,
             five_level_paging: registration.five_level_paging,
+            declared_keys: registration.declared,
+            declaration_errors: registration.undeclared.clone(),
             status: Some(status::status(&guest, registration)),
         }))
     }

@@ -70,6 +70,7 @@ methods! {
     StaticKeysService {
         ListStaticKeys(ListStaticKeysRequest.guest): Viewer;
         GetStaticKey(GetStaticKeyRequest.guest): Viewer;
+        ListDebugSites(ListDebugSitesRequest.guest): Viewer;
         UpdateStaticKeys(UpdateStaticKeysRequest.guest): Operator, Admin for force | allow_guarded;
         ListUpdateResults(ListUpdateResultsRequest.guest): Viewer;
         PrepareUpdate(PrepareUpdateRequest.guest): Operator, Admin for force | allow_guarded;

@@ -9,6 +9,7 @@
 
 mod access;
 mod convert;
+mod debug_sites;
 mod endpoint;
 mod guest;
 mod guests;

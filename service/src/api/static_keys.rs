@@ -16,7 +16,8 @@ use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 
 use super::access::Access;
-use super::{convert, holds, invalid, plans};
+use super::{convert, debug_sites, holds, invalid, plans};
+use crate::keys::debug::DebugQueries;
 use crate::keys::{
     Event, KeyUpdate, KeysError, ListQuery, MAX_UPDATES, PAGE_BYTES, Revision, Selection, Target,
     UpdateRequest, Watcher, replay,
@@ -92,6 +93,15 @@ impl StaticKeysService for StaticKeysApi {
             revision: details.revision,
             incarnation: guest.keys.incarnation().to_string(),
         }))
+    }
+
+    async fn list_debug_sites(
+        &self,
+        request: Request<v1::ListDebugSitesRequest>,
+    ) -> Result<Response<v1::ListDebugSitesResponse>, Status> {
+        let (guest, _, request) = self.access.admit(request)?;
+        let answer = debug_sites::list(&guest.keys, request.into_inner()).await?;
+        Ok(Response::new(answer))
     }
 
     async fn update_static_keys(
@@ -384,9 +394,12 @@ pub(super) fn key_updates(updates: Vec<v1::KeyUpdate>) -> Result<Vec<KeyUpdate>,
         return Err(invalid("updates", message));
     }
     // Each pattern is matched against each key, so their number is limited.
-    let patterns: usize = updates.iter().map(|one| one.patterns.len()).sum();
+    let patterns: usize = updates
+        .iter()
+        .map(|one| one.patterns.len() + one.debug_queries.len())
+        .sum();
     if patterns > MAX_PATTERNS {
-        let message = format!("have {patterns} patterns; give up to {MAX_PATTERNS}");
+        let message = format!("have {patterns} patterns and queries; give up to {MAX_PATTERNS}");
         return Err(invalid("updates", message));
     }
     updates.into_iter().map(key_update).collect()
@@ -400,33 +413,42 @@ fn key_update(update: v1::KeyUpdate) -> Result<KeyUpdate, KeysError> {
         );
         return Err(invalid("updates", message));
     };
-    let keys = match (update.name.is_empty(), update.patterns.is_empty()) {
-        (true, true) => {
-            return Err(invalid("updates", "one of them has no key name"));
-        }
-        (false, false) => {
-            let message = format!(
-                "key {:?} comes with patterns; give one or the other",
-                update.name
-            );
-            return Err(invalid("updates", message));
-        }
-        (false, true) if !update.classes.is_empty() => {
-            let message = format!(
-                "key {:?} comes with classes; give patterns with them",
-                update.name
-            );
-            return Err(invalid("updates", message));
-        }
-        (false, true) => Target::Name(update.name),
-        (true, false) if !update.etag.is_empty() => {
-            let message = "an etag comes with patterns; it belongs to one key, give its name";
-            return Err(invalid("updates", message));
-        }
-        (true, false) => Target::Selection(selection(&update.patterns, &update.classes)?),
-    };
+    let keys = target(
+        update.name,
+        &update.patterns,
+        &update.classes,
+        &update.debug_queries,
+    )?;
+    if !update.etag.is_empty() && !matches!(keys, Target::Name(_)) {
+        let message =
+            "an etag comes with patterns or debug_queries; it belongs to one key, give its name";
+        return Err(invalid("updates", message));
+    }
     let etag = update.etag;
     Ok(KeyUpdate { keys, op, etag })
+}
+
+fn target(
+    name: String,
+    patterns: &[String],
+    classes: &[i32],
+    queries: &[String],
+) -> Result<Target, KeysError> {
+    match (name.is_empty(), patterns.is_empty(), queries.is_empty()) {
+        (true, true, true) => Err(invalid("updates", "one of them has no key name")),
+        (_, true, _) if !classes.is_empty() => {
+            let message = format!("key {name:?} comes with classes; give patterns with them");
+            Err(invalid("updates", message))
+        }
+        (false, true, true) => Ok(Target::Name(name)),
+        (true, false, true) => Ok(Target::Selection(selection(patterns, classes)?)),
+        (true, true, false) => Ok(Target::Debug(DebugQueries::parse(queries)?)),
+        _ => {
+            let message =
+                format!("key {name:?}: give one of name, patterns and debug_queries, not several");
+            Err(invalid("updates", message))
+        }
+    }
 }
 
 fn selection(patterns: &[String], classes: &[i32]) -> Result<Selection, KeysError> {

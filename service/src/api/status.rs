@@ -41,6 +41,9 @@ impl From<KeysError> for Status {
             KeysError::NothingSelected { patterns } => {
                 details.set_resource_info("StaticKey", patterns, "", "no such key");
             }
+            KeysError::NoDebugSite { queries } => {
+                details.set_resource_info("DebugSite", queries, "", "no such line");
+            }
             KeysError::HoldNotFound { id } => {
                 details.set_resource_info("Hold", id, "", "no such hold");
             }
@@ -128,6 +131,7 @@ fn code(error: &KeysError) -> Code {
         | KeysError::AuditLogUnwritable { .. } => Code::FailedPrecondition,
         KeysError::KeyNotFound { .. }
         | KeysError::NothingSelected { .. }
+        | KeysError::NoDebugSite { .. }
         | KeysError::HoldNotFound { .. }
         | KeysError::PlanNotFound { .. } => Code::NotFound,
         KeysError::PlanNotOwned { .. } => Code::PermissionDenied,

@@ -22,6 +22,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use rustix::fs::OFlags;
 use serde::Serialize;
 
+use super::declared::Declaration;
 use super::error::KeysError;
 use crate::log_file::{LogPath, length};
 
@@ -59,6 +60,9 @@ pub struct Intent<'a> {
     pub plan: Option<IntendedPlan<'a>>,
     /// In the order of the request.
     pub updates: Vec<IntendedOp<'a>>,
+    /// Declarations of the host that permit the change of a key.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub declared: Vec<&'a Declaration>,
 }
 
 /// The plan of an [`Intent`].
@@ -96,6 +100,13 @@ pub enum IntendedKeys<'a> {
         /// Classes, as the client gives them; empty for all.
         #[serde(skip_serializing_if = "Vec::is_empty")]
         classes: Vec<&'static str>,
+        /// Number of keys that matched.
+        keys: usize,
+    },
+    /// The keys of the lines of dynamic debug that queries select. The outcome lists them.
+    Debug {
+        /// Queries, as the client gives them.
+        debug_queries: &'a [String],
         /// Number of keys that matched.
         keys: usize,
     },
@@ -330,6 +341,7 @@ mod tests {
                 keys: IntendedKeys::Name { key: "key" },
                 op: "inc",
             }],
+            declared: Vec::new(),
         }
     }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use static_keys::PatternError;
 
+use super::debug::QueryError;
 use super::gate::ClosedGate;
 use super::plans::PlanUsage;
 use crate::pause::PauseError;
@@ -33,6 +34,14 @@ pub enum KeysError {
     NothingSelected {
         /// Patterns from the request, truncated if there are many.
         patterns: String,
+    },
+    /// No line of dynamic debug matches.
+    #[error(
+        "no line of dynamic debug matches {queries}; list them to see which there are. A kernel that registers its keys itself, and one without CONFIG_DYNAMIC_DEBUG, has none"
+    )]
+    NoDebugSite {
+        /// Queries from the request.
+        queries: String,
     },
     /// A field of the request is malformed.
     #[error("{field}: {message}")]
@@ -251,6 +260,8 @@ pub enum KeyRefusal {
     Sealed,
     /// The key is guarded: the monitor and the call must both permit it.
     Guarded,
+    /// The key gates a static call that may be NULL.
+    Never,
     /// The key is quarantined.
     Quarantined,
     /// The tracepoint cannot be fired or parked by its key.
@@ -273,6 +284,7 @@ impl KeyRefusal {
             Self::WouldWarn => "WOULD_WARN",
             Self::Sealed => "KEY_SEALED",
             Self::Guarded => "KEY_GUARDED",
+            Self::Never => "KEY_NEVER",
             Self::Quarantined => "KEY_QUARANTINED",
             Self::Tracepoint => "TRACEPOINT_REFUSED",
             Self::NotHolder => "NOT_HOLDER",
@@ -299,6 +311,7 @@ impl KeysError {
             Self::Busy { every_key, .. } => *every_key,
             Self::KeyNotFound { .. }
             | Self::NothingSelected { .. }
+            | Self::NoDebugSite { .. }
             | Self::HoldNotFound { .. }
             | Self::InvalidArgument { .. }
             | Self::RequestIdReused { .. }
@@ -330,7 +343,9 @@ impl KeysError {
     pub fn reason(&self) -> &'static str {
         match self {
             Self::NotRegistered { .. } => "GUEST_NOT_REGISTERED",
-            Self::KeyNotFound { .. } | Self::NothingSelected { .. } => "KEY_NOT_FOUND",
+            Self::KeyNotFound { .. } | Self::NothingSelected { .. } | Self::NoDebugSite { .. } => {
+                "KEY_NOT_FOUND"
+            }
             Self::HoldNotFound { .. } => "HOLD_NOT_FOUND",
             Self::InvalidArgument { .. } => "INVALID_ARGUMENT",
             Self::RequestIdReused { .. } => "REQUEST_ID_REUSED",
@@ -374,6 +389,15 @@ impl From<PatternError> for KeysError {
     fn from(error: PatternError) -> Self {
         Self::InvalidArgument {
             field: "patterns",
+            message: error.to_string(),
+        }
+    }
+}
+
+impl From<QueryError> for KeysError {
+    fn from(error: QueryError) -> Self {
+        Self::InvalidArgument {
+            field: "debug_queries",
             message: error.to_string(),
         }
     }

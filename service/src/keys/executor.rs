@@ -44,6 +44,7 @@
 //! Cancellation: each attempt first checks that the client still waits. From the pause on the
 //! change is completed, and its answer is kept for the request id.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant, SystemTime};
@@ -54,6 +55,7 @@ use tokio::sync::oneshot;
 use super::audit::{
     AuditFile, AuditLog, AuditOutcome, AuditedChange, IntendedKeys, IntendedOp, Intent,
 };
+use super::declared::Declaration;
 use super::draft::{Drops, Terms};
 use super::error::KeysError;
 use super::estimate::PauseEstimate;
@@ -61,7 +63,9 @@ use super::expiry::Expiries;
 use super::flip::{Attempt, Flip, Transaction};
 use super::holds::KeyInstance;
 use super::journal::{Author, Event};
+use super::planning::Planned;
 use super::plans::{CommitRequest, DiscardRequest, Plans, PrepareOutcome, PrepareRequest};
+use super::registry::Registration;
 use super::replay::{Content, Replay};
 use super::standstill::Standstill;
 use super::{
@@ -359,11 +363,18 @@ impl<G: Guest> Executor<G> {
     pub(super) fn intend(
         &mut self,
         transaction: &Transaction<'_>,
-        selected: &[usize],
+        registration: &Registration,
+        planned: &Planned,
         intent: &mut Option<u64>,
     ) -> Result<(), KeysError> {
         if intent.is_none() {
-            let mut selected = selected.iter().copied();
+            let mut selected = planned.selected.iter().copied();
+            let declared: BTreeMap<&str, &Declaration> = planned
+                .ops
+                .iter()
+                .filter_map(|op| registration.declared.get(&op.key.id))
+                .map(|declaration| (declaration.key.as_str(), &**declaration))
+                .collect();
             *intent = Some(
                 self.audit.intent(&Intent {
                     owner: transaction.terms.holder(),
@@ -379,6 +390,7 @@ impl<G: Guest> Executor<G> {
                             op: update.op.name(),
                         })
                         .collect(),
+                    declared: declared.into_values().collect(),
                 })?,
             );
         }
@@ -521,6 +533,10 @@ fn intended<'a>(
         Target::Selection(selection) => IntendedKeys::Selection {
             patterns: selection.patterns.texts(),
             classes: selection.class_names(),
+            keys: selected.next().unwrap_or_default(),
+        },
+        Target::Debug(queries) => IntendedKeys::Debug {
+            debug_queries: queries.texts(),
             keys: selected.next().unwrap_or_default(),
         },
     }

@@ -176,7 +176,9 @@ impl<G: Guest> Executor<G> {
         // A tracepoint's key is on or off: one update ends all its references.
         let (op, references) = match key.class {
             Class::Tracepoint => (Op::Disable, references.min(1)),
-            Class::Ref | Class::Guarded => (Op::Dec, references),
+            Class::Ref | Class::Guarded | Class::DynamicDebug | Class::Never => {
+                (Op::Dec, references)
+            }
         };
         let name = Arc::clone(&key.full_name);
         let update = |_| KeyUpdate {

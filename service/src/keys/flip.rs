@@ -158,7 +158,7 @@ impl<G: Guest> Executor<G> {
         if transaction.validate_only {
             return Ok(Attempt::Done(planned.flip(draft, None)));
         }
-        self.intend(transaction, &planned.selected, intent)?;
+        self.intend(transaction, &snapshot.registration, &planned, intent)?;
         Ok(
             match self.change(transaction, &snapshot, &planned.plan, standstill)? {
                 Ok(report) => Attempt::Done(planned.flip(draft, Some(report))),
@@ -420,7 +420,8 @@ pub(super) fn way_out(module: &str) -> String {
 pub(super) fn refused(error: &PlanError) -> KeysError {
     let (key, reason) = match error {
         PlanError::Guarded { key } => (key.to_string(), KeyRefusal::Guarded),
-        PlanError::WouldWarn { key, .. } | PlanError::GuardedCount { key } => {
+        PlanError::Never { key } => (key.to_string(), KeyRefusal::Never),
+        PlanError::WouldWarn { key, .. } | PlanError::Boolean { key, .. } => {
             (key.to_string(), KeyRefusal::WouldWarn)
         }
         PlanError::Sealed { key } => (key.to_string(), KeyRefusal::Sealed),

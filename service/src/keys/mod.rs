@@ -13,6 +13,8 @@ pub(crate) mod address_space;
 pub mod audit;
 mod boot;
 mod clock;
+pub mod debug;
+pub mod declared;
 mod draft;
 mod error;
 mod estimate;
@@ -54,6 +56,8 @@ use tokio::sync::{oneshot, watch};
 pub use self::address_space::PageTable;
 use self::audit::AuditFile;
 pub use self::clock::{Clock, SystemClock};
+use self::debug::DebugQueries;
+use self::declared::Declarations;
 pub use self::error::{KeyRefusal, KeysError};
 use self::executor::{Command, Executor, Reply};
 pub use self::gate::ClosedGate;
@@ -90,6 +94,8 @@ pub struct KeysConfig {
     pub symbols: Symbols,
     /// Whether guarded keys may be changed at all.
     pub allow_guarded: bool,
+    /// Guarded keys that the host declares as class ref.
+    pub declared: Declarations,
     /// Clock of hold expiry.
     pub clock: Arc<dyn Clock>,
     /// Starts the executor thread.
@@ -102,6 +108,7 @@ impl Default for KeysConfig {
             audit: audit::AuditLog::default(),
             symbols: Symbols::default(),
             allow_guarded: false,
+            declared: Declarations::default(),
             clock: Arc::new(SystemClock),
             threads: Arc::new(PlainThreads),
         }
@@ -133,6 +140,9 @@ pub enum Target {
     },
     /// Every matching key that may be changed, determined when the change is made.
     Selection(Selection),
+    /// The keys of the lines of dynamic debug that queries select, determined when the change is
+    /// made.
+    Debug(DebugQueries),
 }
 
 /// Keys that match patterns and classes.
@@ -344,6 +354,7 @@ impl Keys {
         registry: Arc<Registry>,
         config: KeysConfig,
     ) -> std::io::Result<(Self, JoinHandle<()>)> {
+        registry.declare(config.declared);
         registry.attach(guest.ram().clone());
         let shared = Arc::new(Shared {
             registry,

@@ -178,6 +178,10 @@ impl Prepared {
                 let texts = selection.patterns.texts().iter();
                 texts.map(|text| 2 * text.len() + 128).sum()
             }
+            Target::Debug(queries) => {
+                let texts = queries.texts().iter();
+                texts.map(|text| 2 * text.len() + 256).sum()
+            }
         };
         let update =
             |update: &KeyUpdate| size_of::<KeyUpdate>() + update.etag.len() + target(update);

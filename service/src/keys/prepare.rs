@@ -186,7 +186,7 @@ impl<G: Guest> Executor<G> {
                     Ok(draft) => draft,
                     Err(raced) => return Err(stale(raced.name)),
                 };
-            executor.intend(&transaction, &planned.selected, &mut intent)?;
+            executor.intend(&transaction, &snapshot.registration, planned, &mut intent)?;
             match executor.change(&transaction, &snapshot, &planned.plan, standstill)? {
                 Ok(report) => Ok(Attempt::Done(planned.flip(draft, Some(report)))),
                 Err(gate) if gate.outdates_plan => Err(stale(gate.name)),

@@ -13,7 +13,7 @@
 
 mod discovered;
 pub mod discovery;
-mod requests;
+pub(crate) mod requests;
 mod source;
 
 use std::collections::{HashMap, HashSet};
@@ -27,6 +27,8 @@ use self::discovery::{Discoverable, Discovery};
 pub use self::source::{Contents, KernelTables, Promises};
 use super::address_space::{KernelMemory, PageTable};
 use super::boot::Boot;
+use super::debug::DebugSites;
+use super::declared::{Declaration, Declarations};
 use super::error::KeysError;
 use super::holds::{KeyInstance, KeyState};
 use super::journal::{Event, Journal, Limits};
@@ -71,6 +73,12 @@ pub struct Registration {
     pub promises: Promises,
     /// Keys and sites.
     pub catalog: Catalog,
+    /// Descriptors of dynamic debug.
+    pub debug: Arc<DebugSites>,
+    /// Keys that the host declares.
+    pub declared: HashMap<KeyId, Arc<Declaration>>,
+    /// Why declarations do not apply to this kernel.
+    pub undeclared: Vec<String>,
     /// Offset of `type` in `struct static_key`; `None` in kernels without jump labels.
     type_offset: Option<u32>,
     /// Epoch of the kernel image.
@@ -247,6 +255,10 @@ pub struct Description {
     pub page_table_isolation: bool,
     /// See [`Registration`].
     pub five_level_paging: bool,
+    /// Number of keys that the host declares.
+    pub declared: u32,
+    /// As in [`Registration`].
+    pub undeclared: Vec<String>,
 }
 
 #[derive(Debug, Default)]
@@ -275,6 +287,8 @@ pub struct Registry {
     changes: watch::Sender<()>,
     /// Discovers the kernel on demand; unset if the guest registers itself.
     discovery: OnceLock<Discovery>,
+    /// Keys that the host declares.
+    declarations: OnceLock<Declarations>,
 }
 
 #[derive(Debug, Default)]
@@ -301,6 +315,7 @@ impl Registry {
             journal: Arc::new(Journal::new(limits)),
             changes: watch::Sender::new(()),
             discovery: OnceLock::new(),
+            declarations: OnceLock::new(),
         }
     }
 
@@ -312,6 +327,19 @@ impl Registry {
     /// Sets the discovery that runs when keys are requested. Only the first call has an effect.
     pub fn discover(&self, guest: Arc<dyn Discoverable>) {
         let _ = self.discovery.set(Discovery::new(guest));
+    }
+
+    /// Sets the keys that the host declares, before the guest starts. Only the first call has an
+    /// effect.
+    pub fn declare(&self, declarations: Declarations) {
+        let _ = self.declarations.set(declarations);
+    }
+
+    /// Applies the host's declarations to a registration that is about to be published.
+    fn apply_declarations(&self, registration: &mut Registration) {
+        if let Some(declarations) = self.declarations.get() {
+            registration.declare(declarations);
+        }
     }
 
     /// Sets the guest's memory, before the guest starts. Only the first call has an effect.
@@ -403,6 +431,8 @@ impl Registry {
         description.kaslr = registration.kaslr_offset != 0;
         description.page_table_isolation = registration.page_table_isolation;
         description.five_level_paging = registration.page_table.levels == Levels::Five;
+        description.declared = count(registration.declared.len());
+        description.undeclared.clone_from(&registration.undeclared);
         description
     }
 
@@ -465,6 +495,7 @@ impl Registry {
             if with_modules {
                 source::add_epochs(&mut registration, &mut boot, || writer.next_epoch());
             }
+            self.apply_declarations(&mut registration);
             Ok((registration, boot))
         });
         if had {

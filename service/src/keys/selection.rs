@@ -3,6 +3,7 @@
 
 use static_keys::{Class, Key, Op, Patterns, PlanError};
 
+use super::debug::DebugQueries;
 use super::error::{KeyRefusal, KeysError};
 use super::flip::refused;
 use super::near::near;
@@ -37,12 +38,7 @@ impl Selection {
 
     /// The classes as text.
     pub(super) fn class_names(&self) -> Vec<&'static str> {
-        let name = |class: &Class| match class {
-            Class::Guarded => "guarded",
-            Class::Ref => "ref",
-            Class::Tracepoint => "tracepoint",
-        };
-        self.classes.iter().map(name).collect()
+        self.classes.iter().map(|class| class.name()).collect()
     }
 }
 
@@ -82,6 +78,7 @@ impl<'a> Resolved<'a> {
                 Target::Selection(selection) => {
                     resolved.select(registration, selection, *op, allow_guarded)?;
                 }
+                Target::Debug(queries) => resolved.query(registration, queries, *op)?,
             }
         }
         Ok(resolved)
@@ -95,7 +92,7 @@ impl<'a> Resolved<'a> {
         allow_guarded: bool,
     ) -> Result<(), KeysError> {
         let before = self.ops.len();
-        let (mut guarded, mut sealed) = (0, 0);
+        let mut out = LeftOut::default();
         for key in registration.catalog.keys_by_image() {
             if !selection.has(key) {
                 continue;
@@ -108,28 +105,25 @@ impl<'a> Resolved<'a> {
                         key: key.full_name.clone(),
                     }));
                 }
-                guarded += 1;
+                out.guarded += 1;
+            } else if key.class == Class::Never {
+                if named() {
+                    return Err(refused(&PlanError::Never {
+                        key: key.full_name.clone(),
+                    }));
+                }
+                out.never += 1;
             } else if registration.catalog.is_ro_after_init(key.id) {
                 if named() {
                     return Err(refused(&PlanError::Sealed {
                         key: key.full_name.clone(),
                     }));
                 }
-                sealed += 1;
+                out.sealed += 1;
             } else {
                 self.ops.push(KeyOp { key, op, etag: "" });
             }
         }
-        // The API limits the number of names; embedding programs may pass more.
-        if self.ops.len() > MAX_UPDATES {
-            return Err(KeysError::InvalidArgument {
-                field: "updates",
-                message: format!(
-                    "the patterns select more than {MAX_UPDATES} keys; change them in several requests"
-                ),
-            });
-        }
-        let ops = &mut self.ops[before..];
         for name in selection.patterns.plain_names() {
             let known = |key: &Key| Patterns::is_named(name, key.module(), key.name());
             if !registration.catalog.keys_by_image().any(known) {
@@ -140,37 +134,112 @@ impl<'a> Resolved<'a> {
                 });
             }
         }
-        if ops.is_empty() {
-            return Err(nothing(selection, guarded, sealed));
+        if self.ops.len() == before {
+            return Err(nothing(&selection.patterns.to_string(), out));
         }
+        self.finish(before, out)
+    }
+
+    fn query(
+        &mut self,
+        registration: &'a Registration,
+        queries: &DebugQueries,
+        op: Op,
+    ) -> Result<(), KeysError> {
+        let before = self.ops.len();
+        let mut out = LeftOut::default();
+        let selected = registration
+            .debug
+            .iter()
+            .filter(|(_, site)| queries.select(site));
+        for key in selected.filter_map(|(id, _)| registration.catalog.key(id)) {
+            if registration.catalog.is_ro_after_init(key.id) {
+                out.sealed += 1;
+            } else {
+                self.ops.push(KeyOp { key, op, etag: "" });
+            }
+        }
+        if self.ops.len() == before {
+            let queries = queries.to_string();
+            return Err(match out.sealed {
+                0 => KeysError::NoDebugSite { queries },
+                _ => nothing(&queries, out),
+            });
+        }
+        self.finish(before, out)
+    }
+
+    /// Sorts the ops of a selection that starts at `before`, and counts them.
+    fn finish(&mut self, before: usize, out: LeftOut) -> Result<(), KeysError> {
+        // The API limits the number of names; embedding programs may pass more.
+        if self.ops.len() > MAX_UPDATES {
+            return Err(KeysError::InvalidArgument {
+                field: "updates",
+                message: format!(
+                    "the patterns select more than {MAX_UPDATES} keys; change them in several requests"
+                ),
+            });
+        }
+        let ops = &mut self.ops[before..];
         // Keys that became known later are at the end of their image.
         ops.sort_unstable_by_key(|op| op.key.id);
         self.selected.push(ops.len());
-        self.left_out += guarded + sealed;
+        self.left_out += out.guarded + out.sealed + out.never;
         Ok(())
     }
 }
 
+/// Numbers of keys that match and may not be changed.
+#[derive(Clone, Copy, Default)]
+struct LeftOut {
+    guarded: usize,
+    sealed: usize,
+    never: usize,
+}
+
 /// Why a selection matches nothing.
-fn nothing(selection: &Selection, guarded: usize, sealed: usize) -> KeysError {
-    let patterns = selection.patterns.to_string();
+fn nothing(patterns: &str, out: LeftOut) -> KeysError {
     let all_refused = |reason, message| KeysError::KeyRefused {
-        key: patterns.clone(),
+        key: patterns.to_owned(),
         reason,
         message,
     };
-    match (guarded, sealed) {
-        (0, 0) => KeysError::NothingSelected { patterns },
-        (0, sealed) => all_refused(
+    match out {
+        LeftOut {
+            guarded: 0,
+            sealed: 0,
+            never: 0,
+        } => KeysError::NothingSelected {
+            patterns: patterns.to_owned(),
+        },
+        LeftOut {
+            guarded: 0,
+            sealed,
+            never: 0,
+        } => all_refused(
             KeyRefusal::Sealed,
             format!(
                 "all {sealed} keys that match {patterns} are sealed: they cannot change after the kernel's init; set them by the kernel command line"
             ),
         ),
-        (guarded, sealed) => all_refused(
+        LeftOut {
+            guarded: 0,
+            sealed,
+            never,
+        } => all_refused(
+            KeyRefusal::Never,
+            format!(
+                "of the keys that match {patterns}, {never} gate a static call that may be NULL and {sealed} are sealed, and none is left: switching them would crash the guest; leave them to the guest's kernel"
+            ),
+        ),
+        LeftOut {
+            guarded,
+            sealed,
+            never,
+        } => all_refused(
             KeyRefusal::Guarded,
             format!(
-                "of the keys that match {patterns}, {guarded} are guarded and {sealed} sealed, and none is left: what else depends on guarded keys is known to the guest alone; permit guarded keys if you know"
+                "of the keys that match {patterns}, {guarded} are guarded, {sealed} sealed and {never} never changed, and none is left: what else depends on guarded keys is known to the guest alone; permit guarded keys if you know"
             ),
         ),
     }

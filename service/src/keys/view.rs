@@ -262,11 +262,11 @@ pub(super) fn invalid_token(message: &str) -> KeysError {
 }
 
 /// "generation.position": the next page starts after this position, even if keys came or went.
-fn page_token(generation: u64, position: &str) -> String {
+pub(super) fn page_token(generation: u64, position: &str) -> String {
     format!("{generation:x}.{position}")
 }
 
-fn parse_page_token(token: &str, generation: u64) -> Result<Option<&str>, KeysError> {
+pub(super) fn parse_page_token(token: &str, generation: u64) -> Result<Option<&str>, KeysError> {
     if token.is_empty() {
         return Ok(None);
     }

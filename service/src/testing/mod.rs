@@ -5,6 +5,7 @@
 mod clock;
 pub mod conformance;
 mod console;
+mod discovery;
 mod image;
 mod machine;
 mod memory;

@@ -27,13 +27,14 @@ use patchbay_proto::agent::v1::{
     AgentCredit, AgentHello, AgentPages, AgentPing, AgentRefusal, AgentWelcome, FromAgent, ToAgent,
 };
 use patchbay_proto::{AGENT_PAGE_MAX_BYTES, AGENT_PAGE_OVERHEAD};
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixStream;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
 use super::clock::GuestClock;
 use super::error::AgentError;
 use super::frame::{self, FrameError};
+use super::socket::AgentListener;
 use crate::log_limit::limited;
 
 /// vsock port on the host that the agent connects to. The agent's own port is below 1024: Linux
@@ -255,12 +256,12 @@ impl AgentLink {
     }
 
     /// Accepts agents. Their connections end when the future is dropped.
-    pub async fn accept(self, listener: UnixListener) {
+    pub(super) async fn accept(self, listener: AgentListener) {
         let handshakes = Arc::new(Semaphore::new(HANDSHAKES));
         let mut number = 0;
         let mut connections = JoinSet::new();
         loop {
-            let (stream, _) = crate::api::accept(|| listener.accept()).await;
+            let stream = crate::api::accept(|| listener.accept()).await;
             while connections.try_join_next().is_some() {}
             let Ok(permit) = Arc::clone(&handshakes).try_acquire_owned() else {
                 continue;

@@ -1,10 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The socket on which the agent's connections arrive.
 
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream as StdStream;
 use std::path::{Path, PathBuf};
 
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use socket2::{Domain, SockAddr, Socket, Type};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::mpsc;
+
 use super::link::PORT;
+use crate::log_limit::limited;
 use crate::socket::{ListeningSocket, SocketError};
+
+/// `VMADDR_CID_ANY`, `include/uapi/linux/vm_sockets.h`.
+const ANY_CID: u32 = u32::MAX;
+/// Linux requires CAP_NET_BIND_SERVICE for lower ports (`LAST_RESERVED_PORT`, `net/vmw_vsock/af_vsock.c`).
+const FIRST_UNPRIVILEGED_PORT: u32 = 1024;
+const BACKLOG: i32 = 128;
 
 /// Path of the socket that the agent's connections arrive on: the vsock device's path with the port
 /// appended.
@@ -16,9 +32,17 @@ pub fn socket_path(vsock: &Path) -> PathBuf {
     path.into()
 }
 
-/// The bound socket for the agent's connections. Dropping it removes the file.
+/// The bound socket for the agent's connections.
 #[derive(Debug)]
-pub struct AgentSocket(ListeningSocket);
+pub struct AgentSocket(Bound);
+
+#[derive(Debug)]
+enum Bound {
+    /// The monitor's vsock device forwards connections to it. Dropping it removes the file.
+    Unix(ListeningSocket),
+    /// The host kernel's vhost-vsock device forwards every guest's connections to it.
+    Vsock { listener: Socket, guest: u32 },
+}
 
 impl AgentSocket {
     /// Binds the socket beside the vsock device's. Replaces a socket that a dead monitor left.
@@ -26,14 +50,146 @@ impl AgentSocket {
     /// # Errors
     /// [`SocketError`].
     pub fn bind(vsock: &Path) -> Result<Self, SocketError> {
-        ListeningSocket::bind(&socket_path(vsock)).map(Self)
+        Ok(Self(Bound::Unix(ListeningSocket::bind(&socket_path(
+            vsock,
+        ))?)))
+    }
+
+    /// Listens on a port of this host's AF_VSOCK for the guest with CID `guest`. All guests share
+    /// the host's ports, so connections of other guests are closed.
+    ///
+    /// # Errors
+    /// The host has no AF_VSOCK, or the port is in use.
+    pub fn bind_vsock(guest: u32, port: u32) -> io::Result<Self> {
+        let listener = Socket::new(Domain::VSOCK, Type::STREAM, None)?;
+        listener.bind(&SockAddr::vsock(ANY_CID, port))?;
+        listener.listen(BACKLOG)?;
+        listener.set_nonblocking(true)?;
+        Ok(Self(Bound::Vsock { listener, guest }))
     }
 
     /// The listener, registered with the current runtime.
     ///
     /// # Errors
     /// An I/O error.
-    pub(super) fn listener(&self) -> std::io::Result<tokio::net::UnixListener> {
-        self.0.tokio_listener()
+    pub(super) fn listener(&self) -> io::Result<AgentListener> {
+        Ok(match &self.0 {
+            Bound::Unix(socket) => AgentListener::Unix(socket.tokio_listener()?),
+            Bound::Vsock { listener, guest } => {
+                let (listener, guest) = (listener.try_clone()?, *guest);
+                let (own, threads) = StdStream::pair()?;
+                let (sender, accepted) = mpsc::channel(1);
+                std::thread::Builder::new()
+                    .name("agent-vsock".to_owned())
+                    .spawn(move || accept_vsock(&listener, guest, &threads, &sender))?;
+                AgentListener::Vsock {
+                    accepted: tokio::sync::Mutex::new(accepted),
+                    _thread: own,
+                }
+            }
+        })
+    }
+}
+
+/// Accepts the connections.
+#[derive(Debug)]
+pub enum AgentListener {
+    Unix(UnixListener),
+    /// tokio has no vsock, so a thread accepts. It ends when the other end of `_thread` is closed.
+    Vsock {
+        accepted: tokio::sync::Mutex<mpsc::Receiver<io::Result<StdStream>>>,
+        _thread: StdStream,
+    },
+}
+
+impl AgentListener {
+    pub(super) async fn accept(&self) -> io::Result<UnixStream> {
+        match self {
+            Self::Unix(listener) => Ok(listener.accept().await?.0),
+            Self::Vsock { accepted, .. } => {
+                let next = accepted.lock().await.recv().await;
+                UnixStream::from_std(next.ok_or(io::ErrorKind::BrokenPipe)??)
+            }
+        }
+    }
+}
+
+/// The thread. It ends when `stop` is closed at its other end.
+fn accept_vsock(
+    listener: &Socket,
+    guest: u32,
+    stop: &StdStream,
+    accepted: &mpsc::Sender<io::Result<StdStream>>,
+) {
+    loop {
+        let mut fds =
+            [listener.as_fd(), stop.as_fd()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        match poll(&mut fds, None) {
+            Ok(_) if fds[1].revents().is_empty() => {}
+            Err(Errno::INTR) => continue,
+            _ => return,
+        }
+        let next = match listener.accept() {
+            // A Unix stream calls read(), write() and shutdown(), which are the same for every stream socket.
+            Ok((stream, peer)) if is_agent(peer.as_vsock_address(), guest) => {
+                let prepared = stream.set_nonblocking(true);
+                prepared.map(|()| StdStream::from(OwnedFd::from(stream)))
+            }
+            Ok((_, peer)) => {
+                let peer = peer.as_vsock_address();
+                limited!(
+                    info,
+                    ?peer,
+                    "a vsock connection that is not the agent's was closed"
+                );
+                continue;
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+            Err(error) => Err(error),
+        };
+        if accepted.blocking_send(next).is_err() {
+            return;
+        }
+    }
+}
+
+/// The monitor's own vsock device makes the same check of the port.
+fn is_agent(peer: Option<(u32, u32)>, guest: u32) -> bool {
+    peer.is_some_and(|(cid, port)| cid == guest && port < FIRST_UNPRIVILEGED_PORT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_privileged_programs_of_the_guest_are_the_agent() {
+        assert!(is_agent(Some((7, 1023)), 7));
+        for other in [None, Some((8, 1023)), Some((7, 1024)), Some((2, 1))] {
+            assert!(!is_agent(other, 7), "{other:?}");
+        }
+    }
+    /// The thread ends with the listener, and the port is free with the socket.
+    #[tokio::test]
+    async fn a_port_of_the_host_is_bound_once() {
+        // Above all that others use.
+        let port = 0x5000_0000 | std::process::id();
+        let socket = match AgentSocket::bind_vsock(7, port) {
+            Ok(socket) => socket,
+            Err(error) => {
+                eprintln!("SKIPPED: this machine has no AF_VSOCK ({error})");
+                return;
+            }
+        };
+        let error = AgentSocket::bind_vsock(8, port).expect_err("in use");
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        let listener = socket.listener().expect("a thread");
+        drop(socket);
+        let error = AgentSocket::bind_vsock(8, port).expect_err("in use by the thread");
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        drop(listener);
+        while AgentSocket::bind_vsock(8, port).is_err() {
+            tokio::task::yield_now().await;
+        }
     }
 }

@@ -528,6 +528,7 @@ impl World {
                 Class::Guarded => (0, 0),
                 Class::Ref => (1, 0),
                 Class::Tracepoint => (2, self.tracepoint(index)),
+                Class::DynamicDebug | Class::Never => panic!("a guest does not list these"),
             };
             self.memory.poke_u32(record + 12, number);
             self.memory.poke_u64(record + 16, tracepoint);

@@ -152,6 +152,7 @@ pub async fn every_call(
         } keys {
             list_static_keys(ListStaticKeysRequest),
             get_static_key(GetStaticKeyRequest),
+            list_debug_sites(ListDebugSitesRequest),
             update_static_keys(UpdateStaticKeysRequest),
             list_update_results(ListUpdateResultsRequest),
             prepare_update(PrepareUpdateRequest),

@@ -164,7 +164,12 @@ fn gates_that_cannot_be_right() {
         ("mask 0x100", |it| (it.width, it.mask) = (1, 0x100)),
         ("wants the value 0x1", |it| it.wanted = 1),
         ("concerns 0x0", |it| it.concerns = 0),
-        ("concerns 0xffffffff", |it| it.concerns = u32::MAX),
+        ("gate text_mutex concerns is 0xffffffc0", |it| {
+            it.concerns = u32::MAX
+        }),
+        ("gate text_mutex concerns is 0x40", |it| {
+            it.concerns = 1 << 6
+        }),
         ("flags of gate text_mutex is 0xfe", |it| it.flags = 0xff),
         ("reserved field of gate text_mutex is 0x80", |it| {
             it.reserved[1] = 0x80;

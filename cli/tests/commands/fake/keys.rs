@@ -16,6 +16,8 @@ fn plan(guest: &FakeGuest, updates: &[v1::KeyUpdate]) -> Result<Vec<v1::KeyResul
     for update in updates {
         let names = [update.name.clone()];
         let patterns = match update.patterns.as_slice() {
+            // Each query selects every key.
+            [] if !update.debug_queries.is_empty() => Patterns::parse(&[]),
             [] => Patterns::parse(&names),
             patterns => Patterns::parse(patterns),
         };
@@ -126,6 +128,34 @@ impl StaticKeysService for Fake {
             let (keys, next_page_token) = page(&guest.keys, &request.page_token);
             Ok(Response::new(v1::ListStaticKeysResponse {
                 keys,
+                next_page_token,
+                revision: guest.revision,
+                incarnation: INCARNATION.to_owned(),
+                total_size: 3,
+            }))
+        })
+    }
+
+    async fn list_debug_sites(
+        &self,
+        request: Request<v1::ListDebugSitesRequest>,
+    ) -> Result<Response<v1::ListDebugSitesResponse>, Status> {
+        let request = request.into_inner();
+        self.on(&request.guest, &request, |guest| {
+            let line = |key: &v1::StaticKey| v1::DebugSite {
+                key: key.name.clone(),
+                module: "mod".to_owned(),
+                file: "dir/file.c".to_owned(),
+                line: 7,
+                function: "print".to_owned(),
+                format: "the \\\"line\\\"\\n".to_owned(),
+                enabled: key.enabled,
+                held_references: key.held_references,
+            };
+            let lines: Vec<v1::DebugSite> = guest.keys.iter().map(line).collect();
+            let (sites, next_page_token) = page(&lines, &request.page_token);
+            Ok(Response::new(v1::ListDebugSitesResponse {
+                sites,
                 next_page_token,
                 revision: guest.revision,
                 incarnation: INCARNATION.to_owned(),

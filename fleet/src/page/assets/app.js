@@ -65,7 +65,7 @@ function showList() {
       element("span", { class: "hint" })));
   keyed(byId("rollouts"), wanted, (one) => one.name, create, (item, one) => {
     const link = item.firstElementChild;
-    const guests = one.counts.pending + one.counts.changing + one.counts.changed + one.counts.failed + one.counts.reverted;
+    const guests = one.counts.pending + one.counts.changing + one.counts.changed + one.counts.failed + one.counts.reverted + one.counts.adopted;
     setAttribute(link, "href", `#rollout=${encodeURIComponent(one.name)}`);
     setAttribute(link, "aria-current", String(state.rollout?.name === one.name));
     setText(link.querySelector(".name"), one.name);

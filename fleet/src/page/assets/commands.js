@@ -7,7 +7,14 @@ import { byId, count, setAttribute, setText } from "./dom.js";
 const buttons = [...document.querySelectorAll("[data-command]")];
 let shown = null;
 
+// Commands that name the plan that was shown.
+const OF_A_PLAN = ["approve", "start"];
+
 const QUESTIONS = {
+  approve: (rollout) => ({
+    text: `It changes ${count(rollout.counts.pending, "guest", "guests")} in ${count(rollout.waves.length, "wave", "waves")}. ${rollout.approvals.length} of ${rollout.approvals_needed} people have approved it. Nothing begins until somebody starts it.`,
+    yes: "Approve",
+  }),
   start: (rollout) => ({
     text: `Wave ${rollout.waves[0].name} begins at once: ${count(rollout.waves[0].guests, "guest", "guests")}. Guests are changed as they were prepared, and not otherwise.`,
     yes: "Start",
@@ -57,7 +64,7 @@ function confirm(rollout, command, { text, yes }) {
   const dialog = byId("confirm");
   setText(byId("confirm-title"), `${command.charAt(0).toUpperCase()}${command.slice(1)} ${rollout.name}?`);
   setText(byId("confirm-text"), text);
-  setText(byId("confirm-digest"), command === "start" ? `Digest of the plan: ${rollout.digest}` : "");
+  setText(byId("confirm-digest"), OF_A_PLAN.includes(command) ? `Digest of the plan: ${rollout.digest}` : "");
   setText(byId("confirm-yes"), yes);
   byId("confirm-yes").className = command === "abort" || command === "undo" ? "danger primary" : "primary";
   dialog.returnValue = "";
@@ -79,7 +86,7 @@ for (const button of buttons) {
     if (!rollout || button.getAttribute("aria-disabled") === "true") return;
     const question = QUESTIONS[command]?.(rollout);
     if (question && !(await confirm(rollout, command, question))) return;
-    await send(rollout.name, command, command === "start" ? rollout.digest : "");
+    await send(rollout.name, command, OF_A_PLAN.includes(command) ? rollout.digest : "");
     button.focus();
   });
 }

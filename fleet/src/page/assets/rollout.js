@@ -3,7 +3,7 @@
 
 import { byId, clock, count, element, keyed, micros, seconds, setAttribute, setText } from "./dom.js";
 
-const PARTS = ["changed", "reverted", "failed", "changing"];
+const PARTS = ["changed", "reverted", "failed", "adopted", "changing"];
 
 export function showRollout(rollout, skew) {
   byId("rollout").hidden = !rollout;
@@ -45,7 +45,7 @@ function showWaves(rollout, skew) {
     setAttribute(track, "aria-valuenow", counts.changed);
     setAttribute(track, "aria-label", `Wave ${wave.name}`);
     setAttribute(track, "aria-valuetext",
-      `${counts.changed} of ${guests} changed, ${counts.failed} failed, ${counts.reverted} taken back`);
+      `${counts.changed} of ${guests} changed, ${counts.failed} failed, ${counts.reverted} taken back, ${counts.adopted} adopted`);
     item.dataset.state = wave.state;
     showWhat(item.querySelector(".what"), wave, skew);
   });
@@ -55,6 +55,7 @@ function showWhat(target, wave, skew) {
   const parts = [element("b", {}, String(wave.counts.changed)), ` of ${count(wave.guests, "guest", "guests")} on ${count(wave.hosts, "host", "hosts")}`];
   if (wave.counts.failed) parts.push(" · ", element("span", { class: "bad" }, `${wave.counts.failed} failed`));
   if (wave.counts.reverted) parts.push(` · ${wave.counts.reverted} taken back`);
+  if (wave.counts.adopted) parts.push(` · ${wave.counts.adopted} adopted`);
   if (wave.bakes_until) parts.push(` · bakes for ${seconds(wave.bakes_until - Date.now() - skew)}`);
   else if (wave.state) parts.push(` · ${wave.state}`);
   else if (wave.bake_ms) parts.push(` · then bakes ${seconds(wave.bake_ms)}`);

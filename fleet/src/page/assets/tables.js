@@ -44,7 +44,7 @@ function showGuests(guests) {
   const create = () => element("tr", {},
     element("th", { scope: "row", class: "name" }), element("td", { class: "name" }), element("td", { class: "name" }), element("td", { class: "nowrap" }, element("span", { class: "state" })),
     element("td", { class: "number nowrap" }), element("td", {}, element("span", { class: "text" }), " ", whyButton(), element("div", { class: "reasons" })));
-  keyed(byId("guests-rows"), guests.rows, (row) => `${row.host} ${row.guest}`, create, (item, row) => {
+  keyed(byId("guests-rows"), guests.rows, (row) => row.index, create, (item, row) => {
     const [guest, host, wave, state, pause, why] = item.cells;
     item.dataset.guest = row.guest;
     item.dataset.host = row.host;

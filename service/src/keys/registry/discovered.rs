@@ -13,13 +13,15 @@ use static_keys::{
 
 use super::{Contents, KernelTables, Promises, Refused};
 use crate::keys::address_space::PageTable;
+use crate::keys::debug::{DebugSite, DebugSites};
 use crate::paging::Levels;
 
 /// The tables of a discovered kernel. `generation` differs from discovery to discovery; never 0.
 ///
 /// # Errors
 /// [`Refused`]: a gate cannot be used.
-pub fn tables(kernel: live::Kernel, generation: u64) -> Result<KernelTables, Refused> {
+pub fn tables(mut kernel: live::Kernel, generation: u64) -> Result<KernelTables, Refused> {
+    let debug = DebugSites::new(debug_sites(&mut kernel))?;
     let gates: Vec<ListedGate> = kernel
         .gates
         .iter()
@@ -54,6 +56,7 @@ pub fn tables(kernel: live::Kernel, generation: u64) -> Result<KernelTables, Ref
             gates,
             images: images(kernel),
         }),
+        debug,
         // A module's removal is not reported. The gates detect it in the stopped guest.
         promises: Promises {
             fence: false,
@@ -75,7 +78,26 @@ fn layout(found: &live::Layout) -> Layout {
     }
 }
 
-/// Removes keys that must not be changed. Their entries stay, so that the key of a site is known.
+fn debug_sites(kernel: &mut live::Kernel) -> Vec<(u64, DebugSite)> {
+    let keys = kernel.keys.iter_mut();
+    let sites = keys.filter_map(|key| Some((key.address, key.debug.take()?)));
+    sites
+        .map(|(address, line)| {
+            let site = DebugSite {
+                module: line.module,
+                file: line.file,
+                function: line.function,
+                line: line.line,
+                format: line.format,
+                classed: line.classed,
+            };
+            (address, site)
+        })
+        .collect()
+}
+
+/// Removes keys whose entries the kernel has forgotten. Their entries stay, so that the key of a site
+/// is known.
 fn images(kernel: live::Kernel) -> Vec<FoundImage> {
     let mut keys: Vec<Vec<FoundKey>> = kernel.images.iter().map(|_| Vec::new()).collect();
     for key in kernel.keys {
@@ -87,8 +109,9 @@ fn images(kernel: live::Kernel) -> Vec<FoundImage> {
         let class = match key.class {
             FoundClass::Tracepoint => Class::Tracepoint,
             FoundClass::Ref => Class::Ref,
-            FoundClass::Dyndbg | FoundClass::Guarded => Class::Guarded,
-            FoundClass::Never => continue,
+            FoundClass::Dyndbg => Class::DynamicDebug,
+            FoundClass::Never => Class::Never,
+            FoundClass::Guarded => Class::Guarded,
         };
         if let Some(list) = keys.get_mut(key.image).filter(|_| !forgotten) {
             list.push(FoundKey {
@@ -154,7 +177,7 @@ fn listed(kernel: &live::Kernel, gate: &live::Gate) -> Option<ListedGate> {
     let concerns = match gate.concerns {
         live::Concerns::All => Concerns::ALL,
         live::Concerns::Tracepoints => Concerns::TRACEPOINT,
-        live::Concerns::DynamicDebug => Concerns::GUARDED,
+        live::Concerns::DynamicDebug => Concerns::DYNAMIC_DEBUG,
         live::Concerns::Modules | live::Concerns::Module(_) => Concerns::MODULES,
     };
     Some(ListedGate {

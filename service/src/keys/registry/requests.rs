@@ -12,6 +12,7 @@ use super::{
     read_request,
 };
 use crate::abi;
+use crate::keys::debug::DebugSites;
 use crate::log_limit::limited;
 use crate::memory::GuestRam;
 use crate::paging::Levels;
@@ -81,6 +82,7 @@ impl Registry {
             }
         };
         registration.refused.remove(request.module);
+        self.apply_declarations(&mut registration);
         if let Some(boot) = &mut self.state().boot {
             boot.loaded(request.module, request.load, epoch);
             boot.limit(|module| registration.module_name(module).is_some());
@@ -133,6 +135,7 @@ impl Registry {
         let mut registration = (*current).clone();
         registration.catalog.remove_module(request.module);
         registration.modules.remove(name);
+        self.apply_declarations(&mut registration);
         self.publish_modules(registration, String::new());
         self.announce_removed(name);
         Ok(())
@@ -157,7 +160,7 @@ impl Registry {
 }
 
 /// Checks the numbers of a descriptor.
-pub(super) fn tables(
+pub(crate) fn tables(
     ram: &GuestRam,
     descriptor: &abi::Descriptor,
 ) -> Result<KernelTables, Refused> {
@@ -182,6 +185,7 @@ pub(super) fn tables(
         release: read::field_text(&descriptor.release),
         build_id: read::build_id(&descriptor.build_id),
         contents: Contents::Described(kernel),
+        debug: DebugSites::default(),
         // A vCPU's request is such a fence, and the monitor reports its vCPUs' RIPs.
         promises: Promises {
             fence: true,

@@ -24,6 +24,7 @@ use super::{PoisonError, Refused, Registration, RegistrationPhase, Registry, rea
 use crate::abi;
 use crate::keys::address_space::{KernelMemory, PageTable};
 use crate::keys::boot::Boot;
+use crate::keys::debug::DebugSites;
 use crate::keys::refused::RefusedModules;
 use crate::memory::GuestRam;
 
@@ -75,6 +76,8 @@ pub struct KernelTables {
     pub build_id: String,
     /// The jump table, the gate words, the offsets and the keys.
     pub contents: Contents,
+    /// Descriptors of dynamic debug.
+    pub debug: DebugSites,
     /// Guarantees of the source.
     pub promises: Promises,
 }
@@ -146,6 +149,9 @@ pub(super) fn registration(
         build_id: tables.build_id,
         promises: tables.promises,
         catalog,
+        debug: Arc::new(tables.debug),
+        declared: HashMap::new(),
+        undeclared: Vec::new(),
         type_offset,
         epoch,
         modules: HashMap::new(),
@@ -225,9 +231,7 @@ impl Registry {
 mod tests {
     use std::time::{Duration, Instant};
 
-    use static_keys::{
-        Concerns, FoundImage, FoundKey, GateKind, Gates, GuestMemory, Image, ListedGate, Op,
-    };
+    use static_keys::{Concerns, GateKind, Gates, ListedGate, Op};
     use zerocopy::FromBytes;
 
     use super::*;
@@ -295,43 +299,6 @@ mod tests {
         assert_eq!(by_search.version(), 2);
     }
 
-    /// The same kernel from another source.
-    fn read_already(registry: &Registry, mut tables: KernelTables) -> KernelTables {
-        let registration = registry.snapshot().expect("registered").registration;
-        let kernel = described(&mut tables).clone();
-        let length = kernel.jump_table.end - kernel.jump_table.start;
-        let mut bytes = vec![0; usize::try_from(length).expect("a small table")];
-        let memory = registration.memory(registry.ram().expect("attached"));
-        memory
-            .read_gva(kernel.jump_table.start, &mut bytes)
-            .expect("mapped");
-        let entries = kernel
-            .format
-            .entries(kernel.jump_table.start, &bytes, Image::Live);
-        let keys = registration.catalog.keys().map(|key| FoundKey {
-            address: key.id.0,
-            name: key.name().to_owned(),
-            class: key.class,
-            tracepoint: key.tracepoint,
-            switched_by_function: key.switched_by_function,
-        });
-        tables.contents = Contents::Found(FoundKernel {
-            format: kernel.format,
-            layout: kernel.layout,
-            gates: kernel.gates,
-            images: vec![FoundImage {
-                id: 0,
-                name: String::new(),
-                text: kernel.text,
-                ro_after_init: kernel.ro_after_init,
-                jump_table: kernel.jump_table,
-                entries: entries.collect(),
-                keys: keys.collect(),
-            }],
-        });
-        tables
-    }
-
     fn keys(guest: &Arc<InMemoryGuest>, registry: Registry) -> Keys {
         let registry = Arc::new(registry);
         Keys::start(Arc::clone(guest), registry, KeysConfig::default())
@@ -353,7 +320,7 @@ mod tests {
         let (guest, by_request) = guest();
         let registry = Registry::default();
         registry.attach(guest.ram().clone());
-        let mut tables = read_already(&by_request, found(&guest));
+        let mut tables = guest.found();
         let Contents::Found(kernel) = &mut tables.contents else {
             panic!("just made")
         };

@@ -102,6 +102,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_HOLD_NOT_FOUND: _ErrorReason.ValueType  # 53
     """NOT_FOUND. No hold has that id: it is released, expired or void."""
+    ERROR_REASON_KEY_NEVER: _ErrorReason.ValueType  # 54
+    """FAILED_PRECONDITION. The key gates a static call that may be NULL. No permission
+    helps.
+    """
     ERROR_REASON_PLAN_NOT_FOUND: _ErrorReason.ValueType  # 60
     """NOT_FOUND. No plan has that id: it expired, was discarded, died with its
     registration, or another incarnation made it.
@@ -240,6 +244,10 @@ undo is complete. If not, the keys are quarantined and the guest stays paused.
 """
 ERROR_REASON_HOLD_NOT_FOUND: ErrorReason.ValueType  # 53
 """NOT_FOUND. No hold has that id: it is released, expired or void."""
+ERROR_REASON_KEY_NEVER: ErrorReason.ValueType  # 54
+"""FAILED_PRECONDITION. The key gates a static call that may be NULL. No permission
+helps.
+"""
 ERROR_REASON_PLAN_NOT_FOUND: ErrorReason.ValueType  # 60
 """NOT_FOUND. No plan has that id: it expired, was discarded, died with its
 registration, or another incarnation made it.

@@ -270,6 +270,8 @@ class DescribeGuestResponse(_message.Message):
     KASLR_FIELD_NUMBER: _builtins.int
     PAGE_TABLE_ISOLATION_FIELD_NUMBER: _builtins.int
     FIVE_LEVEL_PAGING_FIELD_NUMBER: _builtins.int
+    DECLARED_KEYS_FIELD_NUMBER: _builtins.int
+    DECLARATION_ERRORS_FIELD_NUMBER: _builtins.int
     vcpus: _builtins.int
     memory_bytes: _builtins.int
     monitor_pid: _builtins.int
@@ -284,6 +286,8 @@ class DescribeGuestResponse(_message.Message):
     kaslr: _builtins.bool
     page_table_isolation: _builtins.bool
     five_level_paging: _builtins.bool
+    declared_keys: _builtins.int
+    """Keys of class ref because the host's operator declares them (keys.d)."""
     @_builtins.property
     def status(self) -> Global___GuestStatus: ...
     @_builtins.property
@@ -291,6 +295,10 @@ class DescribeGuestResponse(_message.Message):
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[Global___Transport.ValueType]:
         """Transports that the start-up probe found working, most preferred first."""
+
+    @_builtins.property
+    def declaration_errors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Declarations for this kernel that do not apply to it, one sentence each."""
 
     def __init__(
         self,
@@ -310,10 +318,12 @@ class DescribeGuestResponse(_message.Message):
         kaslr: _builtins.bool = ...,
         page_table_isolation: _builtins.bool = ...,
         five_level_paging: _builtins.bool = ...,
+        declared_keys: _builtins.int = ...,
+        declaration_errors: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["started_at", b"started_at", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["five_level_paging", b"five_level_paging", "kaslr", b"kaslr", "keys", b"keys", "memory_bytes", b"memory_bytes", "modules", b"modules", "monitor_pid", b"monitor_pid", "monitor_version", b"monitor_version", "page_table_isolation", b"page_table_isolation", "revision", b"revision", "sites", b"sites", "started_at", b"started_at", "status", b"status", "transport", b"transport", "transports", b"transports", "vcpus", b"vcpus"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["declaration_errors", b"declaration_errors", "declared_keys", b"declared_keys", "five_level_paging", b"five_level_paging", "kaslr", b"kaslr", "keys", b"keys", "memory_bytes", b"memory_bytes", "modules", b"modules", "monitor_pid", b"monitor_pid", "monitor_version", b"monitor_version", "page_table_isolation", b"page_table_isolation", "revision", b"revision", "sites", b"sites", "started_at", b"started_at", "status", b"status", "transport", b"transport", "transports", b"transports", "vcpus", b"vcpus"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,6 +34,14 @@ class _KeyClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KeyClass.Val
     """Declared by the guest as safe to count from outside."""
     KEY_CLASS_TRACEPOINT: _KeyClass.ValueType  # 3
     """The key of a tracepoint: fired (0 to 1) and parked (1 to 0), never counted."""
+    KEY_CLASS_DYNAMIC_DEBUG: _KeyClass.ValueType  # 4
+    """The key of a pr_debug(): while it is on, the line is printed. On or off, never
+    counted.
+    """
+    KEY_CLASS_NEVER: _KeyClass.ValueType  # 5
+    """The branch leads to a static call that may be NULL, as those of LSM hooks do.
+    Visible and readable; never changed, whatever is permitted.
+    """
 
 class KeyClass(_KeyClass, metaclass=_KeyClassEnumTypeWrapper):
     """How careful one must be with a key."""
@@ -45,6 +53,14 @@ KEY_CLASS_REF: KeyClass.ValueType  # 2
 """Declared by the guest as safe to count from outside."""
 KEY_CLASS_TRACEPOINT: KeyClass.ValueType  # 3
 """The key of a tracepoint: fired (0 to 1) and parked (1 to 0), never counted."""
+KEY_CLASS_DYNAMIC_DEBUG: KeyClass.ValueType  # 4
+"""The key of a pr_debug(): while it is on, the line is printed. On or off, never
+counted.
+"""
+KEY_CLASS_NEVER: KeyClass.ValueType  # 5
+"""The branch leads to a static call that may be NULL, as those of LSM hooks do.
+Visible and readable; never changed, whatever is permitted.
+"""
 Global___KeyClass: _TypeAlias = KeyClass  # noqa: Y015
 
 class _KeyOp:
@@ -98,6 +114,8 @@ class _SiteObstacleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SiteObst
     """No JMP of its size reaches the target."""
     SITE_OBSTACLE_UNREADABLE: _SiteObstacle.ValueType  # 7
     """It cannot be read."""
+    SITE_OBSTACLE_NEVER: _SiteObstacle.ValueType  # 8
+    """Its key is of class never."""
 
 class SiteObstacle(_SiteObstacle, metaclass=_SiteObstacleEnumTypeWrapper):
     """Why a flip does not patch a site."""
@@ -117,6 +135,8 @@ SITE_OBSTACLE_OUT_OF_REACH: SiteObstacle.ValueType  # 6
 """No JMP of its size reaches the target."""
 SITE_OBSTACLE_UNREADABLE: SiteObstacle.ValueType  # 7
 """It cannot be read."""
+SITE_OBSTACLE_NEVER: SiteObstacle.ValueType  # 8
+"""Its key is of class never."""
 Global___SiteObstacle: _TypeAlias = SiteObstacle  # noqa: Y015
 
 class _ResultView:
@@ -471,6 +491,136 @@ class GetStaticKeyResponse(_message.Message):
 Global___GetStaticKeyResponse: _TypeAlias = GetStaticKeyResponse  # noqa: Y015
 
 @_typing.final
+class DebugSite(_message.Message):
+    """A line that dynamic debug can print. Its texts are the guest's: each byte that is
+    not printable ASCII is escaped as in C, with three octal digits if it has no letter.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    MODULE_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
+    ENABLED_FIELD_NUMBER: _builtins.int
+    HELD_REFERENCES_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """"name" or "module:name" of its key, a member of its struct _ddebug: no other line
+    has the same key.
+    """
+    module: _builtins.str
+    """Name of the module, also of code that is built in."""
+    file: _builtins.str
+    """Path in the kernel's source."""
+    line: _builtins.int
+    function: _builtins.str
+    format: _builtins.str
+    """The format of the printk(), without its end of line."""
+    enabled: _builtins.bool
+    """The key is on: the line is printed."""
+    held_references: _builtins.int
+    """References on the key that clients hold."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        module: _builtins.str = ...,
+        file: _builtins.str = ...,
+        line: _builtins.int = ...,
+        function: _builtins.str = ...,
+        format: _builtins.str = ...,
+        enabled: _builtins.bool = ...,
+        held_references: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enabled", b"enabled", "file", b"file", "format", b"format", "function", b"function", "held_references", b"held_references", "key", b"key", "line", b"line", "module", b"module"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DebugSite: _TypeAlias = DebugSite  # noqa: Y015
+
+@_typing.final
+class ListDebugSitesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GUEST_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    QUERIES_FIELD_NUMBER: _builtins.int
+    ENABLED_FIELD_NUMBER: _builtins.int
+    guest: _builtins.str
+    page_size: _builtins.int
+    """At most this many; 0 means 1,000; more than 10,000 means 10,000. A page that
+    would exceed 3 MiB ends earlier.
+    """
+    page_token: _builtins.str
+    enabled: _builtins.bool
+    """Only lines whose key is on, or off."""
+    @_builtins.property
+    def queries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Lines that any of these selects; all if empty. The language is that of the
+        kernel's Documentation/admin-guide/dynamic-debug-howto.rst, without flags:
+        pairs of a keyword (func, file, module, format, line) and a value, all of which
+        must match. At most 1,024 queries of 1,024 bytes.
+        """
+
+    def __init__(
+        self,
+        *,
+        guest: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        queries: _abc.Iterable[_builtins.str] | None = ...,
+        enabled: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "enabled", b"enabled"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "enabled", b"enabled", "guest", b"guest", "page_size", b"page_size", "page_token", b"page_token", "queries", b"queries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
+    _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+
+Global___ListDebugSitesRequest: _TypeAlias = ListDebugSitesRequest  # noqa: Y015
+
+@_typing.final
+class ListDebugSitesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SITES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    TOTAL_SIZE_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    revision: _builtins.int
+    """When the page was read."""
+    incarnation: _builtins.str
+    total_size: _builtins.int
+    @_builtins.property
+    def sites(self) -> _containers.RepeatedCompositeFieldContainer[Global___DebugSite]: ...
+    def __init__(
+        self,
+        *,
+        sites: _abc.Iterable[Global___DebugSite] | None = ...,
+        next_page_token: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        total_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "next_page_token", b"next_page_token", "revision", b"revision", "sites", b"sites", "total_size", b"total_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDebugSitesResponse: _TypeAlias = ListDebugSitesResponse  # noqa: Y015
+
+@_typing.final
 class KeyUpdate(_message.Message):
     """One op on one key, or on each key that patterns select."""
 
@@ -481,6 +631,7 @@ class KeyUpdate(_message.Message):
     ETAG_FIELD_NUMBER: _builtins.int
     PATTERNS_FIELD_NUMBER: _builtins.int
     CLASSES_FIELD_NUMBER: _builtins.int
+    DEBUG_QUERIES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"name" or "module:name"; empty if there are patterns."""
     op: Global___KeyOp.ValueType
@@ -490,10 +641,11 @@ class KeyUpdate(_message.Message):
     def patterns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Globs as in ListStaticKeys, instead of a name. They select among the keys that
         exist when the change is made, and leave out what this request may not change
-        in any case: sealed keys and, without `allow_guarded`, guarded ones. A key that
-        a pattern names literally is not left out but refused: KEY_GUARDED, KEY_SEALED.
-        KEY_NOT_FOUND if no key matches, or none that a pattern without `*`, `?` and
-        `[` names; KEY_GUARDED or KEY_SEALED if all that match are left out.
+        in any case: sealed keys, those of class never and, without `allow_guarded`,
+        guarded ones. A key that a pattern names literally is not left out but refused:
+        KEY_GUARDED, KEY_SEALED, KEY_NEVER. KEY_NOT_FOUND if no key matches, or none that
+        a pattern without `*`, `?` and `[` names; KEY_GUARDED, KEY_SEALED or KEY_NEVER if
+        all that match are left out.
         Each selected key follows the rules for its name: one that is refused refuses
         the request. At most 1,024 patterns in one request.
         """
@@ -501,6 +653,13 @@ class KeyUpdate(_message.Message):
     @_builtins.property
     def classes(self) -> _containers.RepeatedScalarFieldContainer[Global___KeyClass.ValueType]:
         """With patterns: only these classes; all if empty."""
+
+    @_builtins.property
+    def debug_queries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Instead of a name: the keys of the lines of dynamic debug that any of these
+        queries selects, as in ListDebugSites. KEY_NOT_FOUND if there is none. They
+        count as patterns do.
+        """
 
     def __init__(
         self,
@@ -510,10 +669,11 @@ class KeyUpdate(_message.Message):
         etag: _builtins.str = ...,
         patterns: _abc.Iterable[_builtins.str] | None = ...,
         classes: _abc.Iterable[Global___KeyClass.ValueType] | None = ...,
+        debug_queries: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "etag", b"etag", "name", b"name", "op", b"op", "patterns", b"patterns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "debug_queries", b"debug_queries", "etag", b"etag", "name", b"name", "op", b"op", "patterns", b"patterns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -927,7 +1087,7 @@ class UpdateSummary(_message.Message):
     """Keys whose count changed."""
     sites_patched: _builtins.int
     keys_left_out: _builtins.int
-    """Keys that matched patterns and were left out, guarded or sealed."""
+    """Keys that matched patterns and were left out: guarded, sealed or of class never."""
     def __init__(
         self,
         *,

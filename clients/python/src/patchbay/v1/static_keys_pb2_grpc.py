@@ -73,6 +73,11 @@ class StaticKeysServiceStub(object):
                 request_serializer=patchbay_dot_v1_dot_static__keys__pb2.GetStaticKeyRequest.SerializeToString,
                 response_deserializer=patchbay_dot_v1_dot_static__keys__pb2.GetStaticKeyResponse.FromString,
                 _registered_method=True)
+        self.ListDebugSites = channel.unary_unary(
+                '/patchbay.v1.StaticKeysService/ListDebugSites',
+                request_serializer=patchbay_dot_v1_dot_static__keys__pb2.ListDebugSitesRequest.SerializeToString,
+                response_deserializer=patchbay_dot_v1_dot_static__keys__pb2.ListDebugSitesResponse.FromString,
+                _registered_method=True)
         self.UpdateStaticKeys = channel.unary_unary(
                 '/patchbay.v1.StaticKeysService/UpdateStaticKeys',
                 request_serializer=patchbay_dot_v1_dot_static__keys__pb2.UpdateStaticKeysRequest.SerializeToString,
@@ -166,6 +171,15 @@ class StaticKeysServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListDebugSites(self, request, context):
+        """Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by
+        file and line. A kernel that registers its keys itself does not list them, and
+        has none here. Role: viewer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UpdateStaticKeys(self, request, context):
         """Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and
         the call's deadline (at most 30 s, the default) bound the attempts. An error
@@ -254,6 +268,11 @@ def add_StaticKeysServiceServicer_to_server(servicer, server):
                     servicer.GetStaticKey,
                     request_deserializer=patchbay_dot_v1_dot_static__keys__pb2.GetStaticKeyRequest.FromString,
                     response_serializer=patchbay_dot_v1_dot_static__keys__pb2.GetStaticKeyResponse.SerializeToString,
+            ),
+            'ListDebugSites': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDebugSites,
+                    request_deserializer=patchbay_dot_v1_dot_static__keys__pb2.ListDebugSitesRequest.FromString,
+                    response_serializer=patchbay_dot_v1_dot_static__keys__pb2.ListDebugSitesResponse.SerializeToString,
             ),
             'UpdateStaticKeys': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdateStaticKeys,
@@ -384,6 +403,33 @@ class StaticKeysService(object):
             '/patchbay.v1.StaticKeysService/GetStaticKey',
             patchbay_dot_v1_dot_static__keys__pb2.GetStaticKeyRequest.SerializeToString,
             patchbay_dot_v1_dot_static__keys__pb2.GetStaticKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDebugSites(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/patchbay.v1.StaticKeysService/ListDebugSites',
+            patchbay_dot_v1_dot_static__keys__pb2.ListDebugSitesRequest.SerializeToString,
+            patchbay_dot_v1_dot_static__keys__pb2.ListDebugSitesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -66,6 +66,11 @@ class StaticKeysServiceStub:
     """Lists keys, ordered by name. Role: viewer."""
     GetStaticKey: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.GetStaticKeyRequest, _static_keys_pb2.GetStaticKeyResponse]
     """One key with its sites. KEY_NOT_FOUND names similar keys. Role: viewer."""
+    ListDebugSites: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.ListDebugSitesRequest, _static_keys_pb2.ListDebugSitesResponse]
+    """Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by
+    file and line. A kernel that registers its keys itself does not list them, and
+    has none here. Role: viewer.
+    """
     UpdateStaticKeys: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.UpdateStaticKeysRequest, _static_keys_pb2.UpdateStaticKeysResponse]
     """Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and
     the call's deadline (at most 30 s, the default) bound the attempts. An error
@@ -143,6 +148,11 @@ class StaticKeysServiceAsyncStub(StaticKeysServiceStub):
     """Lists keys, ordered by name. Role: viewer."""
     GetStaticKey: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.GetStaticKeyRequest, _static_keys_pb2.GetStaticKeyResponse]  # type: ignore[assignment]
     """One key with its sites. KEY_NOT_FOUND names similar keys. Role: viewer."""
+    ListDebugSites: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.ListDebugSitesRequest, _static_keys_pb2.ListDebugSitesResponse]  # type: ignore[assignment]
+    """Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by
+    file and line. A kernel that registers its keys itself does not list them, and
+    has none here. Role: viewer.
+    """
     UpdateStaticKeys: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.UpdateStaticKeysRequest, _static_keys_pb2.UpdateStaticKeysResponse]  # type: ignore[assignment]
     """Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and
     the call's deadline (at most 30 s, the default) bound the attempts. An error
@@ -229,6 +239,17 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.GetStaticKeyResponse, _abc.Awaitable[_static_keys_pb2.GetStaticKeyResponse]]:
         """One key with its sites. KEY_NOT_FOUND names similar keys. Role: viewer."""
+
+    @_abc_1.abstractmethod
+    def ListDebugSites(
+        self,
+        request: _static_keys_pb2.ListDebugSitesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_static_keys_pb2.ListDebugSitesResponse, _abc.Awaitable[_static_keys_pb2.ListDebugSitesResponse]]:
+        """Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by
+        file and line. A kernel that registers its keys itself does not list them, and
+        has none here. Role: viewer.
+        """
 
     @_abc_1.abstractmethod
     def UpdateStaticKeys(

@@ -15,6 +15,7 @@ use crate::cache;
 pub struct Module {
     /// Name of the module, with underscores.
     pub name: String,
+    /// The uncompressed file.
     pub content: Vec<u8>,
 }
 

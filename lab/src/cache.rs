@@ -32,6 +32,13 @@ pub fn root() -> Result<PathBuf> {
     Ok(base.join("patchbay"))
 }
 
+/// Directory for logs, beside the entries; created if it does not exist.
+pub fn logs() -> Result<PathBuf> {
+    let folder = root()?.join("logs");
+    fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    Ok(folder)
+}
+
 /// Collects the inputs of an entry. Labels and lengths are hashed too, so that different lists of
 /// inputs have different keys.
 pub struct Inputs(Sha256);
@@ -44,6 +51,7 @@ impl Inputs {
         inputs
     }
 
+    /// Adds one input.
     pub fn add(&mut self, label: &str, content: impl AsRef<[u8]>) {
         for part in [label.as_bytes(), content.as_ref()] {
             self.0.update((part.len() as u64).to_le_bytes());
@@ -51,6 +59,7 @@ impl Inputs {
         }
     }
 
+    /// Adds the content of a file.
     pub fn add_file(&mut self, label: &str, path: &Path) -> Result<()> {
         let content = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
         self.add(label, content);

@@ -11,13 +11,13 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::step::Steps;
-use crate::{cache, cpio, host, modules};
+use crate::{cache, cpio, modules, packages};
 
 /// The meta package that depends on the newest kernel of the series. The "cloud" flavour has no 9p.
 const KERNEL_PACKAGE: &str = "linux-image-6.12-amd64";
 
 /// Modules to load in this order, with their dependencies.
-const MODULES: &[&str] = &["9pnet_virtio", "9p", "overlay", "kvm_amd", "vsock"];
+const MODULES: &[&str] = &["9pnet_virtio", "9p", "overlay", "kvm_amd", "vhost_vsock"];
 
 /// An oops or panic ends the lab: `-no-reboot` turns the reboot into an exit of QEMU.
 pub const COMMAND_LINE: &str = "console=ttyS0 loglevel=6 panic=-1 oops=panic nokaslr \
@@ -71,7 +71,7 @@ fn build(folder: &Path) -> Result<()> {
 /// Downloads the kernel that the package `meta` depends on. The package is unpacked and not
 /// installed, because the host's boot loader must not see it.
 pub fn download_kernel(steps: &Steps, meta: &str, unpacked: &Path) -> Result<()> {
-    host::ensure_package_lists()?;
+    packages::ensure_package_lists()?;
     let package = newest_kernel(meta)?;
     fs::create_dir(unpacked)?;
     let mut download = Command::new("apt-get");

@@ -18,18 +18,24 @@
 //!
 //! [`conformance`] tests any implementation.
 
+#![forbid(unsafe_code)]
+
 #[cfg(test)]
 pub mod conformance;
+#[cfg(feature = "embedded")]
 mod embedded;
+#[cfg(feature = "embedded")]
 mod embedded_watch;
 mod etcd;
 #[cfg(test)]
 mod etcd_tests;
+pub mod registry;
 
 use std::time::Duration;
 
 use async_trait::async_trait;
 
+#[cfg(feature = "embedded")]
 pub use self::embedded::EmbeddedStore;
 pub use self::etcd::{DEFAULT_ROOT, EtcdStore};
 

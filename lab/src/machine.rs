@@ -7,7 +7,7 @@
 //! directory, `PATCHBAY_LAB_OUT`.
 //!
 //! ```text
-//!   host  cargo xtask lab -- CMD            QEMU (TCG, 1 CPU)
+//!   host  patchbay lab -- CMD               QEMU (TCG, 1 CPU)
 //!         control  <── "ready", "exit N" ── vport0p1
 //!                  ── an empty line ──────> now and then, for its interrupt
 //!         stdout   <─────────────────────── vport0p2      stage2.sh runs CMD
@@ -34,14 +34,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::guest::Variables;
-use crate::lab_image::{self, Image};
+use crate::image::{self, Image};
 use crate::step::{dying_with_us, tail};
 use crate::terminal::RawTerminal;
-use crate::{cpio, host, shell};
+use crate::{cache, cpio, packages, shell};
 
-const INIT: &str = include_str!("../lab/init.sh");
-const STAGE2: &str = include_str!("../lab/stage2.sh");
+const INIT: &str = include_str!("../guest/init.sh");
+const STAGE2: &str = include_str!("../guest/stage2.sh");
 
 /// Timeout for the boot of the lab. It takes 4 s on an idle machine, and several times that beside
 /// a kernel build.
@@ -59,10 +58,16 @@ const NUDGE: Duration = Duration::from_millis(500);
 /// The variable with the job's writable directory.
 pub const OUT_VARIABLE: &str = "PATCHBAY_LAB_OUT";
 
+/// Memory of a lab unless a job asks for another amount.
+pub const DEFAULT_MEMORY_MIB: u32 = 4096;
+
+/// A command to run in the lab.
 pub struct Job {
+    /// The program and its arguments.
     pub command: Vec<OsString>,
     /// Directory in which the command runs.
     pub folder: PathBuf,
+    /// Environment variables; names that a shell does not accept are left out.
     pub environment: BTreeMap<OsString, OsString>,
     /// Directory of the host that is writable in the lab, under the same name.
     pub out: PathBuf,
@@ -76,12 +81,10 @@ pub struct Job {
 }
 
 impl Job {
-    /// A job in this process's directory and environment.
-    pub fn new(command: Vec<OsString>) -> Result<Self> {
-        let out = match std::env::var_os(OUT_VARIABLE) {
-            Some(out) => PathBuf::from(out),
-            None => host::target().join("lab"),
-        };
+    /// A job in this process's directory and environment. It may write to `out`, or to the
+    /// directory that [`OUT_VARIABLE`] names; the directory is created.
+    pub fn new(command: Vec<OsString>, out: &Path) -> Result<Self> {
+        let out = std::env::var_os(OUT_VARIABLE).map_or(out.to_owned(), PathBuf::from);
         fs::create_dir_all(&out).with_context(|| format!("cannot create {}", out.display()))?;
         // Without symbolic links: the lab's first program creates the same directory under another
         // root, where absolute links are wrong.
@@ -91,17 +94,20 @@ impl Job {
             folder: std::env::current_dir()?,
             environment: std::env::vars_os().collect(),
             out,
-            memory_mib: 4096,
+            memory_mib: DEFAULT_MEMORY_MIB,
             timeout: None,
             clocks_count_instructions: false,
         })
     }
 
     /// Adds variables to the job's environment.
-    pub fn set(&mut self, variables: Variables) {
+    pub fn set<N: Into<OsString>, V: Into<OsString>>(
+        &mut self,
+        variables: impl IntoIterator<Item = (N, V)>,
+    ) {
         let variables = variables.into_iter();
         self.environment
-            .extend(variables.map(|(name, path)| (name.into(), path.into_os_string())));
+            .extend(variables.map(|(name, value)| (name.into(), value.into())));
     }
 
     fn script(&self) -> Vec<u8> {
@@ -135,8 +141,8 @@ impl Job {
 
 /// Runs a job and returns its exit status like a shell: 128 + n for signal n.
 pub fn run(job: &Job) -> Result<u8> {
-    host::ensure_packages(host::LAB)?;
-    let image = lab_image::get()?;
+    packages::ensure_packages(packages::LAB)?;
+    let image = image::get()?;
     let mut lab = Lab::start(job, &image)?;
     let result = lab.wait(job);
     lab.stop();
@@ -177,7 +183,7 @@ struct Lab {
 impl Lab {
     fn start(job: &Job, image: &Image) -> Result<Self> {
         let files = tempfile::Builder::new().prefix("patchbay-lab-").tempdir()?;
-        let logs = host::target().join("lab-logs");
+        let logs = cache::logs()?;
         fs::create_dir_all(&logs)?;
         let name = files
             .path()
@@ -349,7 +355,7 @@ fn qemu_command(job: &Job, image: &Image, initramfs: &Path, console_log: &Path) 
         .arg(&image.kernel)
         .arg("-initrd")
         .arg(initramfs);
-    qemu.args(["-append", lab_image::COMMAND_LINE]);
+    qemu.args(["-append", image::COMMAND_LINE]);
     qemu.arg("-chardev")
         .arg(option("file,id=console,path=", console_log, ""));
     qemu.args(["-serial", "chardev:console"]);

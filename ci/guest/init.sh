@@ -1,0 +1,51 @@
+#!/patchbay/bin/busybox sh
+# SPDX-License-Identifier: Apache-2.0
+# First program of a guest that runs commands for `patchbay ci`: mounts, loads the modules, and
+# keeps the agent running. The host reads "error" lines on the console.
+bb=/patchbay/bin/busybox
+say() { echo "<1>patchbay-init: $*" >/dev/kmsg; }
+die() {
+	say "error: $*"
+	while :; do $bb sleep 1000; done
+}
+
+$bb mkdir -p /dev /proc /sys /tmp /run /root
+$bb mount -t devtmpfs dev /dev || $bb mknod /dev/kmsg c 1 11
+$bb mount -t proc proc /proc || die "the kernel has no procfs; set CONFIG_PROC_FS"
+$bb mount -t sysfs sys /sys
+# Absent from a kernel without the options.
+$bb mkdir -p /dev/pts /dev/shm
+$bb mount -t devpts devpts /dev/pts 2>/dev/null
+$bb mount -t tmpfs shm /dev/shm 2>/dev/null
+$bb mount -t debugfs debug /sys/kernel/debug 2>/dev/null
+$bb mount -t tracefs trace /sys/kernel/tracing 2>/dev/null
+$bb mount -t cgroup2 cgroup /sys/fs/cgroup 2>/dev/null
+for n in 0:stdin 1:stdout 2:stderr; do $bb ln -sfn "/proc/self/fd/${n%:*}" "/dev/${n#*:}"; done
+$bb ln -sfn /proc/self/fd /dev/fd
+$bb ip link set lo up 2>/dev/null
+
+# insmod does not read the kernel's command line.
+devices=
+for word in $($bb cat /proc/cmdline); do
+	case $word in
+	virtio_mmio.device=*) devices="$devices ${word#virtio_mmio.}" ;;
+	esac
+done
+for module in /patchbay/modules/*.ko; do
+	[ -f "$module" ] || continue
+	case $module in
+	*-virtio_mmio.ko) parameters=$devices ;;
+	*) parameters= ;;
+	esac
+	# shellcheck disable=SC2086 # one word per device
+	$bb insmod "$module" $parameters || say "cannot load $module"
+done
+[ -c /dev/vsock ] || die "the kernel has no vsock; set CONFIG_VSOCKETS, CONFIG_VIRTIO_VSOCKETS" \
+	"and CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES, or give its modules with --modules"
+
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/patchbay/bin
+export HOME=/root TERM=dumb
+while :; do
+	/patchbay/bin/patchbay-agent </dev/null >/dev/kmsg 2>&1
+	$bb usleep 100000
+done

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The command line of `patchbay ci run`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::keys::Setting;
+use crate::overlay::parse_copy;
+
+/// Options of `patchbay ci run`.
+#[derive(Clone, Debug, Args)]
+pub struct RunArgs {
+    /// Kernel image: a bzImage, or an ELF file (vmlinux).
+    #[arg(long, value_name = "FILE")]
+    pub kernel: PathBuf,
+    /// An initramfs whose files are in the guest too. Its first program does not run.
+    #[arg(long, value_name = "FILE")]
+    pub initrd: Option<PathBuf>,
+    /// Copies a file or folder into the guest, with the libraries that its programs need. It has the
+    /// same path there unless another is given.
+    #[arg(long, value_name = "PATH[:PATH]", value_parser = parse_copy)]
+    pub copy: Vec<(PathBuf, PathBuf)>,
+    /// The kernel's lib/modules/VERSION, if its virtio-mmio and vsock drivers are modules.
+    #[arg(long, value_name = "FOLDER")]
+    pub modules: Option<PathBuf>,
+    /// Number of vCPUs, 1 to 16.
+    #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub vcpus: u8,
+    /// Guest memory, with a suffix M or G.
+    #[arg(long, value_name = "SIZE", default_value = "512M")]
+    pub memory: String,
+    /// Words added to the kernel's command line.
+    #[arg(
+        long,
+        value_name = "WORDS",
+        default_value = "",
+        allow_hyphen_values = true
+    )]
+    pub append: String,
+    /// Puts a key on a side before the command runs.
+    #[arg(long, value_name = "KEY=on|off", value_parser = Setting::parse)]
+    pub set: Vec<Setting>,
+    /// Runs the command once more for each key that the globs select, with that key on its other
+    /// side. A leading ! takes away.
+    #[arg(long, value_name = "GLOB", num_args = 1..)]
+    pub matrix: Vec<String>,
+    /// Flips all keys of the matrix at once. If the command then fails, finds the smallest set of
+    /// keys with which it does.
+    #[arg(long, requires = "matrix")]
+    pub together: bool,
+    /// Flips guarded keys too.
+    #[arg(long)]
+    pub allow_guarded: bool,
+    /// Copies a file or folder of the guest to the folder of --collect-into after the command ends.
+    #[arg(long, value_name = "PATH")]
+    pub collect: Vec<String>,
+    /// Where collected files go.
+    #[arg(long, value_name = "FOLDER", default_value = "collected")]
+    pub collect_into: PathBuf,
+    /// Writes the results as JUnit XML.
+    #[arg(long, value_name = "FILE")]
+    pub junit: Option<PathBuf>,
+    /// Prints the results as KTAP, and the command's output as its comments.
+    #[arg(long)]
+    pub ktap: bool,
+    /// Copies the guest's console to standard error.
+    #[arg(long)]
+    pub show_console: bool,
+    /// The monitor [default: patchbay-vmm beside this program or in PATH].
+    #[arg(long, value_name = "FILE", env = "PATCHBAY_VMM")]
+    pub monitor: Option<PathBuf>,
+    /// The agent, a static program [default: patchbay-agent beside this program, in
+    /// /usr/lib/patchbay or in PATH].
+    #[arg(long, value_name = "FILE", env = "PATCHBAY_AGENT")]
+    pub agent: Option<PathBuf>,
+    /// The command, searched in the guest's PATH, and its arguments.
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    pub command: Vec<String>,
+}

@@ -1,0 +1,353 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A guest that was booted to run commands.
+
+use std::path::{Path, PathBuf};
+use std::process::{ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use patchbay_lab::step::dying_with_us;
+use patchbay_proto::agent::v1::ExecStart;
+use patchbay_proto::{EXEC_PORT, EXEC_WORD};
+use tempfile::TempDir;
+use tokio::net::UnixListener;
+use tokio::process::{Child, Command};
+
+use crate::console::Console;
+use crate::keys::Keys;
+use crate::overlay;
+use crate::session::{End, Session, Sink};
+
+/// Time for the console to show what the kernel printed before a command ended.
+const CONSOLE_TIME: Duration = Duration::from_secs(10);
+/// Lines of the console shown when a guest does not boot.
+const SHOWN_LINES: usize = 25;
+
+/// How to boot a guest.
+#[derive(Debug)]
+pub struct Config {
+    pub monitor: PathBuf,
+    pub kernel: PathBuf,
+    pub initramfs: PathBuf,
+    pub vcpus: u8,
+    pub memory: String,
+    /// Words added to the kernel's command line.
+    pub command_line: String,
+    pub allow_guarded: bool,
+    pub boot_limit: Duration,
+    /// Copy the console to standard error.
+    pub show_console: bool,
+    /// Variables of the commands, NAME=value.
+    pub environment: Vec<String>,
+    /// Where commands run.
+    pub directory: PathBuf,
+}
+
+/// What a command did.
+#[derive(Debug)]
+pub struct Outcome {
+    pub end: End,
+    /// Reports of the kernel.
+    pub reports: Vec<String>,
+    pub time: Duration,
+}
+
+/// A booted guest. Dropping it kills the monitor.
+#[derive(Debug)]
+pub struct Guest {
+    monitor: Child,
+    console: Console,
+    session: Session,
+    folder: TempDir,
+    environment: Vec<String>,
+    directory: String,
+    commands: u32,
+}
+
+impl Guest {
+    /// Boots and waits for the agent.
+    ///
+    /// # Errors
+    /// The monitor does not start, or the guest's agent does not connect; the message has the end
+    /// of the console.
+    pub async fn boot(config: &Config) -> Result<Self> {
+        let folder = tempfile::Builder::new()
+            .prefix("patchbay-ci-")
+            .tempdir()
+            .context("cannot create a temporary directory")?;
+        let socket = folder.path().join(format!("vsock_{EXEC_PORT}"));
+        let listener = UnixListener::bind(&socket)
+            .with_context(|| format!("cannot listen on {}", socket.display()))?;
+        let log = folder.path().join("monitor.log");
+        let mut monitor = start_monitor(config, folder.path(), &log)?;
+        let stdout = monitor
+            .stdout
+            .take()
+            .context("the monitor's output is a pipe")?;
+        let console = Console::read(stdout, config.show_console);
+        let connected = tokio::select! {
+            accepted = listener.accept() => accepted.map(|(stream, _)| stream).map_err(Into::into),
+            error = console.boot_error() => Err(match error {
+                Some(error) => anyhow::anyhow!("the guest did not boot: {error}"),
+                None => ended(&mut monitor, &console, &log).await,
+            }),
+            () = tokio::time::sleep(config.boot_limit) => Err(anyhow::anyhow!(
+                "the agent in the guest did not connect within {} s",
+                config.boot_limit.as_secs()
+            )),
+        };
+        let greeted = match connected {
+            Ok(stream) => Session::start(stream).await,
+            Err(error) => Err(error),
+        };
+        let (session, _) = match greeted {
+            Ok(greeted) => greeted,
+            Err(error) => {
+                let tail = console.tail(SHOWN_LINES);
+                return Err(match tail.is_empty() {
+                    true => error,
+                    false => error.context(format!("the guest's console ends with:\n{tail}\n")),
+                });
+            }
+        };
+        Ok(Self {
+            monitor,
+            console,
+            session,
+            folder,
+            environment: config.environment.clone(),
+            directory: config.directory.display().to_string(),
+            commands: 0,
+        })
+    }
+
+    /// Runs a command, with everything the kernel reports meanwhile.
+    ///
+    /// # Errors
+    /// The agent breaks the protocol.
+    pub async fn run(
+        &mut self,
+        argv: &[String],
+        limit: Duration,
+        sink: &mut (impl Sink + Send),
+    ) -> Result<Outcome> {
+        self.commands += 1;
+        let mark = self.commands.to_string();
+        let start = ExecStart {
+            argv: argv.to_vec(),
+            environment: self.environment.clone(),
+            directory: self.directory.clone(),
+            mark: mark.clone(),
+        };
+        let begin = Instant::now();
+        let end = self.session.run(start, limit, sink).await?;
+        let time = begin.elapsed();
+        let shown = async {
+            match end {
+                End::NotStarted(_) => {}
+                // A kernel that crashes says why before the monitor ends.
+                End::Lost => {
+                    let _ = self.monitor.wait().await;
+                    self.console.end().await;
+                }
+                _ => self.console.mark(&format!("{mark} ends")).await,
+            }
+        };
+        // If the time is over, what has been shown so far counts.
+        let limit = match end {
+            End::Lost => CONSOLE_TIME / 5,
+            _ => CONSOLE_TIME,
+        };
+        let _ = tokio::time::timeout(limit, shown).await;
+        Ok(Outcome {
+            end,
+            reports: self.console.take_reports(),
+            time,
+        })
+    }
+
+    /// Why the connection to the agent ended.
+    pub fn loss(&mut self) -> String {
+        match (self.console.panic(), self.monitor.try_wait()) {
+            (Some(panic), _) => panic,
+            (None, Ok(Some(status))) if status.success() => {
+                "the guest powered off or reset while the command ran".to_owned()
+            }
+            (None, Ok(Some(status))) => format!("the monitor ended with {status}"),
+            _ => "the agent in the guest ended, or was killed, while the command ran".to_owned(),
+        }
+    }
+
+    /// Copies a file or folder of the guest to `into`.
+    ///
+    /// # Errors
+    /// It cannot be read or written.
+    pub async fn collect(&mut self, path: &str, into: &Path) -> Result<usize> {
+        self.session.fetch(path, into).await
+    }
+
+    /// The guest's static keys.
+    ///
+    /// # Errors
+    /// The monitor does not answer, or the kernel's keys are not known.
+    pub async fn keys(&self) -> Result<Keys> {
+        Keys::connect(&self.folder.path().join("api.sock")).await
+    }
+
+    /// Ends the guest at once. It has no disks, so nothing is lost.
+    pub async fn end(mut self) {
+        let _ = self.monitor.kill().await;
+    }
+}
+
+fn start_monitor(config: &Config, folder: &Path, log: &Path) -> Result<Child> {
+    let command_line = format!(
+        "console=ttyS0 loglevel=5 panic=-1 reboot=k printk.devkmsg=on rdinit={} {EXEC_WORD} {}",
+        overlay::INIT_PATH,
+        config.command_line
+    );
+    let mut monitor = std::process::Command::new(&config.monitor);
+    monitor
+        .arg("--kernel")
+        .arg(&config.kernel)
+        .arg("--initrd")
+        .arg(&config.initramfs)
+        .args(["--cmdline", command_line.trim_end()])
+        .args(["--memory", &config.memory])
+        .args(["--vcpus", &config.vcpus.to_string()])
+        .args(["--console", "stdout"])
+        .arg("--vsock")
+        .arg(folder.join("vsock"))
+        .arg("--api-socket")
+        .arg(folder.join("api.sock"));
+    if config.allow_guarded {
+        monitor.arg("--allow-guarded");
+    }
+    let log =
+        std::fs::File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
+    // The kernel kills the monitor even if this process is killed.
+    Command::from(dying_with_us(&monitor))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(log)
+        .kill_on_drop(true)
+        .spawn()
+        .context("cannot start setpriv(1), which starts the monitor")
+}
+
+/// Why a monitor ended before its guest had booted.
+async fn ended(monitor: &mut Child, console: &Console, log: &Path) -> anyhow::Error {
+    let status = monitor.wait().await;
+    console.end().await;
+    let log = std::fs::read_to_string(log).unwrap_or_default();
+    let log = crate::console::printable(log.trim_end());
+    match status {
+        Ok(status) if status.success() => {
+            anyhow::anyhow!("the guest powered off or reset before its agent connected")
+        }
+        Ok(status) => anyhow::anyhow!("{}", monitor_failure(status, &log)),
+        Err(error) => anyhow::anyhow!("the monitor cannot be awaited: {error}"),
+    }
+}
+
+fn monitor_failure(status: ExitStatus, log: &str) -> String {
+    if status.code() == Some(127) {
+        return format!("the monitor cannot be started: {log}; name it with --monitor");
+    }
+    format!("the monitor failed ({status}):\n{log}")
+}
+
+/// Fails if a file is no kernel that this machine's monitor boots.
+///
+/// # Errors
+/// The message names the architecture, or says that it is no kernel.
+pub fn check_kernel(path: &Path) -> Result<()> {
+    let describe = || format!("cannot read the kernel {}", path.display());
+    let mut head = vec![];
+    let file = std::fs::File::open(path).with_context(describe)?;
+    std::io::Read::read_to_end(&mut std::io::Read::take(file, 4096), &mut head)
+        .with_context(describe)?;
+    match architecture(&head) {
+        Some("x86_64") => Ok(()),
+        Some(other) => bail!(
+            "{} is a kernel for {other}, and guests are x86_64",
+            path.display()
+        ),
+        None => bail!(
+            "{} is not a kernel: expected a bzImage or an ELF file (vmlinux)",
+            path.display()
+        ),
+    }
+}
+
+/// The architecture of a kernel image, by its first bytes.
+fn architecture(head: &[u8]) -> Option<&'static str> {
+    let at = |offset: usize, length: usize| head.get(offset..offset.checked_add(length)?);
+    let half = |offset| Some(u16::from_le_bytes(at(offset, 2)?.try_into().ok()?));
+    if at(0, 4) == Some(b"\x7fELF") {
+        let big_endian = at(5, 1) == Some(&[2]);
+        return match half(18)? {
+            62 => Some("x86_64"),
+            3 => Some("i386"),
+            183 => Some("arm64"),
+            243 => Some("riscv"),
+            _ if big_endian => Some("a big-endian machine"),
+            _ => Some("another machine"),
+        };
+    }
+    // Documentation/arch/x86/boot.rst: the 64-bit entry point is bit 0 of xloadflags.
+    if at(0x202, 4) == Some(b"HdrS") {
+        let is_64_bit = half(0x206)? >= 0x20c && half(0x236)? & 1 != 0;
+        return Some(if is_64_bit { "x86_64" } else { "i386" });
+    }
+    // Documentation/arch/arm64/booting.rst, Documentation/arch/riscv/boot-image-header.rst.
+    if at(56, 4) == Some(b"ARM\x64") {
+        return Some("arm64");
+    }
+    (at(56, 4) == Some(b"RSC\x05")).then_some("riscv")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_are_told_apart() {
+        let with = |patches: &[(usize, &[u8])]| {
+            let mut head = vec![0; 4096];
+            for (at, bytes) in patches {
+                head[*at..at + bytes.len()].copy_from_slice(bytes);
+            }
+            head
+        };
+        let boot = |version: &[u8], flags: &[u8]| {
+            with(&[(0x202, b"HdrS"), (0x206, version), (0x236, flags)])
+        };
+        for (head, expected) in [
+            (boot(&[0x0f, 2], &[0x7f, 0]), Some("x86_64")),
+            (boot(&[0x0f, 2], &[0, 0]), Some("i386")),
+            (boot(&[0x04, 2], &[1, 0]), Some("i386")),
+            (with(&[(56, b"ARM\x64")]), Some("arm64")),
+            (with(&[(56, b"RSC\x05")]), Some("riscv")),
+            (
+                with(&[(0, b"\x7fELF\x02\x01"), (18, &[62, 0])]),
+                Some("x86_64"),
+            ),
+            (
+                with(&[(0, b"\x7fELF\x02\x01"), (18, &[183, 0])]),
+                Some("arm64"),
+            ),
+            (with(&[(0, b"#!/bin/sh")]), None),
+            (vec![], None),
+            (b"\x7fELF".to_vec(), None),
+        ] {
+            assert_eq!(architecture(&head), expected);
+        }
+    }
+
+    #[test]
+    fn a_missing_kernel_is_named() {
+        let error = check_kernel(Path::new("/no/such/kernel")).unwrap_err();
+        assert!(error.to_string().contains("/no/such/kernel"), "{error}");
+    }
+}

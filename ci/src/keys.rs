@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest's static keys, over the monitor's API.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use hyper_util::rt::TokioIo;
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
+use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use patchbay_proto::v1::{
+    DescribeGuestRequest, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest, RegistrationState,
+    StaticKey, UpdateStaticKeysRequest,
+};
+use tokio::net::UnixStream;
+use tonic::Request;
+use tonic::transport::{Channel, Endpoint};
+
+/// Time for the monitor to know the kernel's keys: at once if the kernel registers them, and the
+/// length of a search otherwise.
+const REGISTRATION_TIME: Duration = Duration::from_secs(120);
+const POLL: Duration = Duration::from_millis(20);
+/// Deadline of a change.
+const CHANGE_TIME: Duration = Duration::from_secs(40);
+
+/// A side of a key's branches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    On,
+    Off,
+}
+
+impl Side {
+    pub fn of(key: &StaticKey) -> Self {
+        if key.enabled { Self::On } else { Self::Off }
+    }
+
+    pub fn other(self) -> Self {
+        match self {
+            Self::On => Self::Off,
+            Self::Off => Self::On,
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::On => "on",
+            Self::Off => "off",
+        }
+    }
+
+    fn op(self) -> KeyOp {
+        match self {
+            Self::On => KeyOp::Enable,
+            Self::Off => KeyOp::Disable,
+        }
+    }
+}
+
+/// A key, and the side to put it on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Setting {
+    pub key: String,
+    pub side: Side,
+}
+
+impl Setting {
+    /// Parses NAME=on or NAME=off.
+    ///
+    /// # Errors
+    /// A sentence with an example.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let side = match text.rsplit_once('=') {
+            Some((key, "on")) if !key.is_empty() => (key, Side::On),
+            Some((key, "off")) if !key.is_empty() => (key, Side::Off),
+            _ => {
+                return Err(format!(
+                    "{text:?} is not a setting; use NAME=on or NAME=off"
+                ));
+            }
+        };
+        Ok(Self {
+            key: side.0.to_owned(),
+            side: side.1,
+        })
+    }
+
+    /// The same key on the other side.
+    #[must_use]
+    pub fn reversed(&self) -> Self {
+        Self {
+            key: self.key.clone(),
+            side: self.side.other(),
+        }
+    }
+}
+
+/// A selected key, and why it is not flipped.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Selected {
+    /// The key's other side.
+    pub setting: Setting,
+    pub obstacle: Option<String>,
+}
+
+/// A client of the monitor.
+#[derive(Debug)]
+pub struct Keys {
+    client: StaticKeysServiceClient<Channel>,
+}
+
+impl Keys {
+    /// Connects, and waits until the kernel's keys are known.
+    pub(crate) async fn connect(socket: &Path) -> Result<Self> {
+        let path = socket.to_owned();
+        let channel = Endpoint::from_static("http://patchbay.invalid")
+            .connect_with_connector(tower::service_fn(move |_| {
+                let path = path.clone();
+                async move { UnixStream::connect(path).await.map(TokioIo::new) }
+            }))
+            .await
+            .with_context(|| format!("no monitor answers on {}", socket.display()))?;
+        let mut guest = GuestServiceClient::new(channel.clone());
+        let registered = async {
+            loop {
+                let request = DescribeGuestRequest::default();
+                let guest = guest.describe_guest(request).await.map_err(sentence)?;
+                let status = guest.into_inner().status.unwrap_or_default();
+                if status.registration() == RegistrationState::Registered {
+                    return Ok(());
+                }
+                ensure!(
+                    status.registration_error.is_empty(),
+                    "the guest's keys are not known: {}",
+                    status.registration_error
+                );
+                tokio::time::sleep(POLL).await;
+            }
+        };
+        match tokio::time::timeout(REGISTRATION_TIME, registered).await {
+            Ok(registered) => registered?,
+            Err(_) => bail!(
+                "the guest's kernel has not registered its keys within {} s; see docs/kernels.md for \
+                 the kernels whose keys are known",
+                REGISTRATION_TIME.as_secs()
+            ),
+        }
+        let client = StaticKeysServiceClient::new(channel);
+        Ok(Self { client })
+    }
+
+    /// The keys that globs select, without those of tracepoints.
+    ///
+    /// # Errors
+    /// A name that is no glob is unknown, or nothing matches.
+    pub async fn select(
+        &mut self,
+        patterns: &[String],
+        allow_guarded: bool,
+    ) -> Result<Vec<Selected>> {
+        let mut found = vec![];
+        let mut request = ListStaticKeysRequest {
+            patterns: patterns.to_vec(),
+            classes: vec![KeyClass::Ref.into(), KeyClass::Guarded.into()],
+            ..Default::default()
+        };
+        loop {
+            let page = self.client.list_static_keys(request.clone()).await;
+            let page = page.map_err(sentence)?.into_inner();
+            found.extend(page.keys);
+            if page.next_page_token.is_empty() {
+                break;
+            }
+            request.page_token = page.next_page_token;
+        }
+        for pattern in patterns.iter().filter(|pattern| is_name(pattern)) {
+            let key = found.iter().find(|key| key.name == **pattern);
+            let key = key.with_context(|| {
+                format!("the guest has no key {pattern}, or it is the key of a tracepoint")
+            })?;
+            if let Some(obstacle) = obstacle(key, allow_guarded) {
+                bail!("the key {pattern} cannot be flipped: {obstacle}");
+            }
+        }
+        ensure!(
+            !found.is_empty(),
+            "no key of the guest matches {}; see `patchbay inspect KERNEL`",
+            patterns.join(" ")
+        );
+        let select = |key: &StaticKey| Selected {
+            setting: Setting {
+                key: key.name.clone(),
+                side: Side::of(key).other(),
+            },
+            obstacle: obstacle(key, allow_guarded),
+        };
+        Ok(found.iter().map(select).collect())
+    }
+
+    /// Puts keys on sides, in one transaction.
+    ///
+    /// # Errors
+    /// The monitor's refusal.
+    pub async fn set(&mut self, settings: &[Setting], allow_guarded: bool) -> Result<()> {
+        let update = |setting: &Setting| KeyUpdate {
+            name: setting.key.clone(),
+            op: setting.side.op().into(),
+            ..Default::default()
+        };
+        let mut request = Request::new(UpdateStaticKeysRequest {
+            updates: settings.iter().map(update).collect(),
+            allow_guarded,
+            // The references are the guest's own.
+            force: true,
+            reason: "patchbay ci".to_owned(),
+            ..Default::default()
+        });
+        request.set_timeout(CHANGE_TIME);
+        self.client
+            .update_static_keys(request)
+            .await
+            .map_err(sentence)?;
+        Ok(())
+    }
+}
+
+/// Why a key is not flipped.
+fn obstacle(key: &StaticKey, allow_guarded: bool) -> Option<String> {
+    if let Some(quarantine) = &key.quarantine {
+        return Some(format!("quarantined: {}", quarantine.message));
+    }
+    if key.sealed {
+        return Some("sealed: its branches are fixed".to_owned());
+    }
+    if key.key_class() == KeyClass::Guarded && !allow_guarded {
+        return Some("guarded: give --allow-guarded".to_owned());
+    }
+    // The guest's own static_key_disable() would warn.
+    (key.count > 1).then(|| format!("it has {} users", key.count))
+}
+
+fn is_name(pattern: &str) -> bool {
+    !pattern.starts_with('!') && !pattern.contains(['*', '?', '['])
+}
+
+fn sentence(status: tonic::Status) -> anyhow::Error {
+    anyhow::anyhow!("the monitor refused: {}", status.message())
+}
+
+#[cfg(test)]
+mod tests {
+    use patchbay_proto::v1::Quarantine;
+
+    use super::*;
+
+    #[test]
+    fn settings_are_parsed_or_refused() {
+        let setting = |key: &str, side| Setting {
+            key: key.to_owned(),
+            side,
+        };
+        assert_eq!(Setting::parse("a=on"), Ok(setting("a", Side::On)));
+        assert_eq!(Setting::parse("m:a=off"), Ok(setting("m:a", Side::Off)));
+        for bad in ["", "a", "a=", "=on", "a=ON", "a=1", "a:on"] {
+            assert!(Setting::parse(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn obstacles_are_named() {
+        let key = |class: KeyClass| StaticKey {
+            key_class: class.into(),
+            count: 1,
+            ..Default::default()
+        };
+        assert_eq!(obstacle(&key(KeyClass::Ref), false), None);
+        assert_eq!(obstacle(&key(KeyClass::Guarded), true), None);
+        let guarded = obstacle(&key(KeyClass::Guarded), false).unwrap();
+        assert!(guarded.contains("--allow-guarded"), "{guarded}");
+        let sealed = StaticKey {
+            sealed: true,
+            ..key(KeyClass::Ref)
+        };
+        assert!(obstacle(&sealed, true).unwrap().contains("sealed"));
+        let shared = StaticKey {
+            count: 2,
+            ..key(KeyClass::Ref)
+        };
+        assert!(obstacle(&shared, true).unwrap().contains("2 users"));
+        let quarantine = Some(Quarantine::default());
+        let quarantined = StaticKey {
+            quarantine,
+            ..key(KeyClass::Ref)
+        };
+        assert!(obstacle(&quarantined, true).is_some());
+    }
+
+    #[test]
+    fn names_are_told_from_globs() {
+        assert!(is_name("net_x") && is_name("m:x"));
+        for glob in ["!net_x", "net_*", "ne?", "[ab]"] {
+            assert!(!is_name(glob), "{glob}");
+        }
+    }
+}

@@ -1,0 +1,363 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay ci run`: boots a guest, runs a command in it, and ends with its status.
+//!
+//! ```text
+//!   overlay   the initramfs: our init, busybox, the agent, the copied files and their libraries
+//!   guest     the monitor as a child; its standard output is the console; vsock port 1025 arrives
+//!             at a unix socket here, where the agent connects
+//!   session   commands over that connection
+//!   console   finds the kernel's reports, and the marks around a command that the agent logs
+//!   keys      the monitor's API, for --set and --matrix
+//!   runner    one run with keys flipped and put back; boots anew after a crash or a report
+//!   matrix    key by key, or together with ddmin
+//!   report    JUnit XML, KTAP
+//!   place     this machine's KVM, or the lab
+//! ```
+//!
+//! The guest is not trusted. It can fake the result of its own run and nothing else.
+#![forbid(unsafe_code)]
+
+mod args;
+mod console;
+mod ddmin;
+mod guest;
+mod keys;
+mod libraries;
+mod matrix;
+mod overlay;
+mod place;
+mod report;
+mod runner;
+mod session;
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use tokio::io::AsyncWriteExt;
+use tokio::signal::unix::{SignalKind, signal};
+
+pub use crate::args::RunArgs;
+use crate::console::printable;
+use crate::guest::{Config, Outcome};
+use crate::matrix::Progress;
+use crate::report::{Case, Verdict};
+use crate::runner::{Kept, Runner};
+use crate::session::{End, Sink};
+
+/// Exit status if a run could not take place, as of docker-run(1).
+const UNABLE: u8 = 125;
+/// Exit status if the command did not end in time, as of timeout(1).
+const TIMED_OUT: u8 = 124;
+/// Exit status of a command that was not found, as of a shell.
+const NOT_FOUND: u8 = 127;
+/// Exit status if the kernel reported something, or a run of a matrix failed.
+const FAILED: u8 = 1;
+
+/// Time for a command unless another is given.
+const DEFAULT_LIMIT: Duration = Duration::from_secs(600);
+const BOOT_LIMIT: Duration = Duration::from_secs(60);
+const LAB_BOOT_LIMIT: Duration = Duration::from_secs(400);
+
+/// Runs the command, for at most `limit` or 10 minutes each time, and returns the exit status for this process.
+/// Prints why if it could not be run.
+pub async fn run(mut arguments: RunArgs, limit: Option<Duration>) -> u8 {
+    if let Some(why) = place::needs_lab() {
+        eprintln!("patchbay: the guest runs in the lab, an emulated computer, and is slow: {why}");
+        return print_error(place::run_in_lab(&arguments));
+    }
+    place::redirect(&mut arguments);
+    let limit = limit.unwrap_or(DEFAULT_LIMIT);
+    // The guest is killed when the future is dropped.
+    tokio::select! {
+        status = run_here(&arguments, limit) => print_error(status),
+        status = interrupted() => status,
+    }
+}
+
+fn print_error(status: Result<u8>) -> u8 {
+    status.unwrap_or_else(|error| {
+        eprintln!("patchbay: {}", printable(&format!("{error:#}")));
+        UNABLE
+    })
+}
+
+/// Waits for a signal that ends this process; returns the status that a shell would show.
+async fn interrupted() -> u8 {
+    let (Ok(mut interrupt), Ok(mut terminate), Ok(mut hangup)) = (
+        signal(SignalKind::interrupt()),
+        signal(SignalKind::terminate()),
+        signal(SignalKind::hangup()),
+    ) else {
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = interrupt.recv() => 130,
+        _ = terminate.recv() => 143,
+        _ = hangup.recv() => 129,
+    }
+}
+
+async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
+    let start = Instant::now();
+    let files = tempfile::Builder::new()
+        .prefix("patchbay-ci-")
+        .tempdir()
+        .context("cannot create a temporary directory")?;
+    let config = prepare(arguments, files.path())?;
+    let preparation = start.elapsed();
+    let mut runner = Runner::new(
+        config,
+        arguments.command.clone(),
+        limit,
+        arguments.set.clone(),
+    );
+    let (cases, status) = if arguments.matrix.is_empty() {
+        run_once(&mut runner, arguments).await?
+    } else {
+        let mut progress = Terminal;
+        let cases = match arguments.together {
+            true => matrix::together(&mut runner, &arguments.matrix, &mut progress).await?,
+            false => matrix::each(&mut runner, &arguments.matrix, &mut progress).await?,
+        };
+        let failed = cases.iter().any(Case::failed);
+        summarize(&cases);
+        (cases, if failed { FAILED } else { 0 })
+    };
+    if !arguments.collect.is_empty() {
+        collect(&mut runner, arguments).await?;
+    }
+    runner.discard().await;
+    if arguments.ktap {
+        print!("{}", report::ktap(&cases));
+    }
+    if let Some(path) = &arguments.junit {
+        let xml = report::junit(&arguments.command.join(" "), &cases);
+        std::fs::write(path, xml).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    let (whole, times) = (start.elapsed(), runner.times);
+    eprintln!(
+        "patchbay: {:.2} s: preparation {:.2} s, {} boot{} {:.2} s, commands {:.2} s, the rest {:.2} s",
+        whole.as_secs_f64(),
+        preparation.as_secs_f64(),
+        times.boots,
+        if times.boots == 1 { "" } else { "s" },
+        times.boot.as_secs_f64(),
+        times.commands.as_secs_f64(),
+        whole
+            .saturating_sub(preparation + times.boot + times.commands)
+            .as_secs_f64()
+    );
+    Ok(status)
+}
+
+/// Makes the initramfs and the guest's configuration.
+fn prepare(arguments: &RunArgs, files: &Path) -> Result<Config> {
+    guest::check_kernel(&arguments.kernel)?;
+    let monitor = match &arguments.monitor {
+        Some(monitor) => monitor.clone(),
+        None => find_program("patchbay-vmm", &[])
+            .context("there is no patchbay-vmm beside this program or in PATH; see --monitor")?,
+    };
+    let agent = match &arguments.agent {
+        Some(agent) => agent.clone(),
+        None => find_program("patchbay-agent", &["/usr/lib/patchbay"]).context(
+            "there is no patchbay-agent beside this program, in /usr/lib/patchbay or in PATH; see --agent",
+        )?,
+    };
+    let busybox = find_program("busybox", &["/bin"])
+        .context("there is no busybox in PATH; install the package busybox-static")?;
+    let directory = std::env::current_dir().context("the current directory does not exist")?;
+    let overlay = overlay::make(&overlay::Contents {
+        initrd: arguments.initrd.as_deref(),
+        busybox: &busybox,
+        agent: &agent,
+        copies: arguments.copy.clone(),
+        modules: arguments.modules.as_deref(),
+        directory: &directory,
+    })?;
+    let initramfs = files.join("initramfs");
+    std::fs::write(&initramfs, &overlay.bytes)
+        .with_context(|| format!("cannot write the initramfs {}", initramfs.display()))?;
+    let mut environment = vec![];
+    if !overlay.library_folders.is_empty() {
+        let folders = std::env::join_paths(&overlay.library_folders)?;
+        environment.push(format!("LD_LIBRARY_PATH={}", folders.display()));
+    }
+    // The lab's QEMU does not intercept a nested guest's XSETBV, so its KVM reports the size of an
+    // XSAVE area without AVX, and the guest's kernel warns at boot.
+    let lab_words = if place::in_lab() { " noxsave" } else { "" };
+    Ok(Config {
+        monitor,
+        kernel: arguments.kernel.clone(),
+        initramfs,
+        vcpus: arguments.vcpus,
+        memory: arguments.memory.clone(),
+        command_line: format!("{}{lab_words}", arguments.append),
+        allow_guarded: arguments.allow_guarded,
+        boot_limit: match place::in_lab() {
+            true => LAB_BOOT_LIMIT,
+            false => BOOT_LIMIT,
+        },
+        show_console: arguments.show_console,
+        environment,
+        directory,
+    })
+}
+
+/// A program beside this one, in one of the folders, or in PATH.
+fn find_program(name: &str, folders: &[&str]) -> Option<PathBuf> {
+    let own = std::env::current_exe().ok()?.parent().map(Path::to_owned);
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    own.into_iter()
+        .chain(folders.iter().map(PathBuf::from))
+        .chain(std::env::split_paths(&path))
+        .map(|folder| folder.join(name))
+        .find(|program| program.is_file())
+}
+
+/// Runs the command once, with its output on this process's.
+async fn run_once(runner: &mut Runner, arguments: &RunArgs) -> Result<(Vec<Case>, u8)> {
+    let mut kept = Kept::default();
+    let mut streams = Streams {
+        // In KTAP the output is a comment.
+        pass_on: !arguments.ktap,
+        kept: &mut kept,
+    };
+    let (outcome, failure) = runner.run(&mut streams).await?;
+    let mut output = kept.text();
+    for report in &outcome.reports {
+        let report = printable(report);
+        eprintln!("patchbay: the guest's kernel reported:\n{report}");
+        output.push_str(&format!("{report}\n"));
+    }
+    let status = status(&outcome);
+    if let Some(failure) = &failure
+        && !matches!(outcome.end, End::Exited(_) | End::Signal(_))
+    {
+        eprintln!("patchbay: {}", printable(failure));
+    }
+    let case = Case {
+        name: arguments.command.join(" "),
+        verdict: failure.map_or(Verdict::Passed, Verdict::Failed),
+        time: outcome.time,
+        output,
+    };
+    Ok((vec![case], status))
+}
+
+/// The exit status that stands for a run.
+fn status(outcome: &Outcome) -> u8 {
+    let status = match outcome.end {
+        End::Exited(code) => u8::try_from(code).unwrap_or(FAILED),
+        End::Signal(signal) => u8::try_from(128 + signal).unwrap_or(FAILED),
+        End::TimedOut => TIMED_OUT,
+        End::NotStarted(_) => NOT_FOUND,
+        End::Lost => UNABLE,
+    };
+    match status {
+        0 if !outcome.reports.is_empty() => FAILED,
+        status => status,
+    }
+}
+
+async fn collect(runner: &mut Runner, arguments: &RunArgs) -> Result<()> {
+    let into = &arguments.collect_into;
+    std::fs::create_dir_all(into).with_context(|| format!("cannot create {}", into.display()))?;
+    for path in &arguments.collect {
+        let Some(guest) = runner.booted() else {
+            eprintln!("patchbay: nothing is collected: the guest has ended");
+            return Ok(());
+        };
+        // A missing file is part of a failed run, and does not hide why it failed.
+        if let Err(error) = guest.collect(path, into).await {
+            eprintln!("patchbay: {}", printable(&format!("{error:#}")));
+        }
+    }
+    Ok(())
+}
+
+/// Passes output on and keeps its end.
+struct Streams<'a> {
+    pass_on: bool,
+    kept: &'a mut Kept,
+}
+
+impl Sink for Streams<'_> {
+    async fn take(&mut self, descriptor: u32, data: &[u8]) {
+        self.kept.take(descriptor, data).await;
+        if !self.pass_on {
+            return;
+        }
+        // A reader that has gone, such as head(1), does not end the command.
+        let _ = match descriptor {
+            1 => {
+                let mut out = tokio::io::stdout();
+                async { out.write_all(data).await.and(out.flush().await) }.await
+            }
+            _ => {
+                let mut err = tokio::io::stderr();
+                async { err.write_all(data).await.and(err.flush().await) }.await
+            }
+        };
+    }
+}
+
+/// Prints each case of a matrix.
+struct Terminal;
+
+impl Progress for Terminal {
+    fn case(&mut self, case: &Case) {
+        let seconds = case.time.as_secs_f64();
+        match &case.verdict {
+            Verdict::Passed => eprintln!("  ok    {} ({seconds:.2} s)", case.name),
+            Verdict::Skipped(why) => eprintln!("  skip  {}: {}", case.name, printable(why)),
+            Verdict::Failed(why) => {
+                eprintln!("  FAIL  {} ({seconds:.2} s): {}", case.name, printable(why));
+                for line in case.output.lines() {
+                    eprintln!("        {line}");
+                }
+            }
+        }
+    }
+
+    fn note(&mut self, text: &str) {
+        eprintln!("patchbay: {}", printable(text));
+    }
+}
+
+fn summarize(cases: &[Case]) {
+    let count = |wanted: fn(&Verdict) -> bool| cases.iter().filter(|c| wanted(&c.verdict)).count();
+    eprintln!(
+        "{} passed, {} failed, {} skipped",
+        count(|verdict| *verdict == Verdict::Passed),
+        count(|verdict| matches!(verdict, Verdict::Failed(_))),
+        count(|verdict| matches!(verdict, Verdict::Skipped(_)))
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_fails_a_command_that_succeeds() {
+        let outcome = |end, reports: &[&str]| Outcome {
+            end,
+            reports: reports.iter().map(|&report| report.to_owned()).collect(),
+            time: Duration::ZERO,
+        };
+        for (end, reports, expected) in [
+            (End::Exited(0), &[][..], 0),
+            (End::Exited(0), &["WARNING: x"], 1),
+            (End::Exited(3), &["WARNING: x"], 3),
+            (End::Exited(256), &[], 1),
+            (End::Signal(9), &[], 137),
+            (End::TimedOut, &[], 124),
+            (End::NotStarted(String::new()), &[], 127),
+            (End::Lost, &["BUG: x"], 125),
+        ] {
+            assert_eq!(status(&outcome(end.clone(), reports)), expected, "{end:?}");
+        }
+    }
+}

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Where guests run: on this machine's KVM, or in the lab.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use patchbay_lab::kvm::Kvm;
+use patchbay_lab::machine::{self, Job, OUT_VARIABLE};
+
+use crate::args::RunArgs;
+
+/// Names, in the lab, the directory for the results, which this machine then moves to their places.
+const RESULTS_VARIABLE: &str = "PATCHBAY_CI_RESULTS";
+const JUNIT: &str = "junit.xml";
+const COLLECTED: &str = "collected";
+
+/// Returns whether this process runs in the lab.
+pub fn in_lab() -> bool {
+    std::env::var_os(OUT_VARIABLE).is_some()
+}
+
+/// Why the guest has to run in the lab; `None` if it runs on this machine's KVM.
+pub fn needs_lab() -> Option<&'static str> {
+    let kvm = Kvm::probe();
+    (!kvm.runs_linux() && !in_lab()).then(|| kvm.describe())
+}
+
+/// In the lab, lets the results go to the directory that outlives it.
+pub fn redirect(arguments: &mut RunArgs) {
+    let Some(results) = std::env::var_os(RESULTS_VARIABLE).map(PathBuf::from) else {
+        return;
+    };
+    if let Some(junit) = &mut arguments.junit {
+        *junit = results.join(JUNIT);
+    }
+    arguments.collect_into = results.join(COLLECTED);
+}
+
+/// Runs this command again in the lab and moves the results to their places.
+///
+/// # Errors
+/// There is no lab, or the results cannot be written.
+pub fn run_in_lab(arguments: &RunArgs) -> Result<u8> {
+    let program = std::env::current_exe().context("cannot find this program")?;
+    let mut command = vec![program.into_os_string()];
+    command.extend(std::env::args_os().skip(1));
+    let results = tempfile::Builder::new()
+        .prefix("patchbay-ci-")
+        .tempdir()
+        .context("cannot create a temporary directory")?;
+    let mut job = Job::new(command, results.path())?;
+    let variable: (&str, OsString) = (RESULTS_VARIABLE, job.out.clone().into());
+    job.set([variable]);
+    let status = machine::run(&job)?;
+    if let Some(junit) = &arguments.junit {
+        move_tree(&job.out.join(JUNIT), junit)?;
+    }
+    move_tree(&job.out.join(COLLECTED), &arguments.collect_into)?;
+    Ok(status)
+}
+
+/// Moves a file, or the files of a directory into another, which may be on another file system. A
+/// source that does not exist is no error: the run may have ended early.
+fn move_tree(from: &Path, to: &Path) -> Result<()> {
+    let Ok(metadata) = fs::symlink_metadata(from) else {
+        return Ok(());
+    };
+    let describe = || format!("cannot write {}", to.display());
+    if metadata.is_file() {
+        fs::copy(from, to).with_context(describe)?;
+        return Ok(());
+    }
+    if !metadata.is_dir() {
+        bail!("{} is neither a file nor a directory", from.display());
+    }
+    fs::create_dir_all(to).with_context(describe)?;
+    for entry in fs::read_dir(from).with_context(describe)? {
+        let entry = entry.with_context(describe)?;
+        move_tree(&entry.path(), &to.join(entry.file_name()))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_are_moved_and_may_be_absent() {
+        let folder = tempfile::tempdir().unwrap();
+        let (from, to) = (folder.path().join("from"), folder.path().join("to"));
+        move_tree(&from, &to).unwrap();
+        assert!(!to.exists());
+        fs::create_dir_all(from.join("a/b")).unwrap();
+        fs::write(from.join("a/b/c"), "text").unwrap();
+        fs::create_dir_all(to.join("a")).unwrap();
+        fs::write(to.join("a/old"), "old").unwrap();
+        move_tree(&from, &to).unwrap();
+        assert_eq!(fs::read_to_string(to.join("a/b/c")).unwrap(), "text");
+        assert!(to.join("a/old").exists());
+        let error = move_tree(&from, &to.join("a/old/x"))
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("cannot write"), "{error}");
+    }
+}

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Results of runs as JUnit XML and KTAP.
+
+use std::fmt::Write;
+use std::time::Duration;
+
+/// The verdict on one case.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    Passed,
+    /// Why.
+    Failed(String),
+    /// Why it was not run.
+    Skipped(String),
+}
+
+/// One run of the command.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub name: String,
+    pub verdict: Verdict,
+    pub time: Duration,
+    /// The command's output, and what the kernel reported.
+    pub output: String,
+}
+
+impl Case {
+    pub fn failed(&self) -> bool {
+        matches!(self.verdict, Verdict::Failed(_))
+    }
+}
+
+/// A JUnit report with one suite.
+pub fn junit(suite: &str, cases: &[Case]) -> String {
+    let count = |wanted: fn(&Verdict) -> bool| cases.iter().filter(|c| wanted(&c.verdict)).count();
+    let time: Duration = cases.iter().map(|case| case.time).sum();
+    let mut xml = String::from("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n");
+    let _ = writeln!(
+        xml,
+        "<testsuites>\n  <testsuite name=\"{}\" tests=\"{}\" failures=\"{}\" skipped=\"{}\" time=\"{:.3}\">",
+        escape(suite),
+        cases.len(),
+        count(|verdict| matches!(verdict, Verdict::Failed(_))),
+        count(|verdict| matches!(verdict, Verdict::Skipped(_))),
+        time.as_secs_f64(),
+    );
+    for case in cases {
+        let _ = writeln!(
+            xml,
+            "    <testcase classname=\"{}\" name=\"{}\" time=\"{:.3}\">",
+            escape(suite),
+            escape(&case.name),
+            case.time.as_secs_f64()
+        );
+        let _ = match &case.verdict {
+            Verdict::Passed => Ok(()),
+            Verdict::Failed(why) => writeln!(xml, "      <failure message=\"{}\"/>", escape(why)),
+            Verdict::Skipped(why) => writeln!(xml, "      <skipped message=\"{}\"/>", escape(why)),
+        };
+        if !case.output.is_empty() {
+            let _ = writeln!(
+                xml,
+                "      <system-out>{}</system-out>",
+                escape(&case.output)
+            );
+        }
+        xml.push_str("    </testcase>\n");
+    }
+    xml.push_str("  </testsuite>\n</testsuites>\n");
+    xml
+}
+
+/// Text for XML 1.0, which has no control characters, not even escaped ones.
+fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '&' => escaped.push_str("&amp;"),
+            '"' => escaped.push_str("&quot;"),
+            '\n' => escaped.push_str("&#10;"),
+            '\t' => escaped.push(c),
+            '\u{fffe}' | '\u{ffff}' => escaped.push('\u{fffd}'),
+            c if c.is_control() => escaped.push('\u{fffd}'),
+            c => escaped.push(c),
+        }
+    }
+    escaped
+}
+
+/// A KTAP document (Documentation/dev-tools/ktap.rst).
+pub fn ktap(cases: &[Case]) -> String {
+    let mut text = format!("KTAP version 1\n1..{}\n", cases.len());
+    for (number, case) in cases.iter().enumerate() {
+        for line in case.output.lines() {
+            let _ = writeln!(text, "# {}", one_line(line));
+        }
+        // "#" begins a directive.
+        let name = one_line(&case.name).replace('#', "_");
+        let number = number + 1;
+        let _ = match &case.verdict {
+            Verdict::Passed => writeln!(text, "ok {number} {name}"),
+            Verdict::Failed(why) => {
+                writeln!(text, "# {}\nnot ok {number} {name}", one_line(why))
+            }
+            Verdict::Skipped(why) => writeln!(text, "ok {number} {name} # SKIP {}", one_line(why)),
+        };
+    }
+    text
+}
+
+fn one_line(text: &str) -> String {
+    text.chars()
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cases() -> Vec<Case> {
+        let case = |name: &str, verdict, output: &str| Case {
+            name: name.to_owned(),
+            verdict,
+            time: Duration::from_millis(1500),
+            output: output.to_owned(),
+        };
+        vec![
+            case("no key flipped", Verdict::Passed, "fine\n"),
+            case(
+                "a<b>=on # \"x\"",
+                Verdict::Failed("exit status 1\nno".into()),
+                "a & b ]]> \x1b[31m\0\nok 9 faked",
+            ),
+            case("c=off", Verdict::Skipped("sealed".into()), ""),
+        ]
+    }
+
+    #[test]
+    fn junit_is_well_formed_whatever_the_output() {
+        let xml = junit("test -x", &cases());
+        assert!(
+            xml.contains("tests=\"3\" failures=\"1\" skipped=\"1\" time=\"4.500\""),
+            "{xml}"
+        );
+        assert!(
+            xml.contains("name=\"a&lt;b&gt;=on # &quot;x&quot;\""),
+            "{xml}"
+        );
+        assert!(xml.contains("<system-out>a &amp; b ]]&gt; "), "{xml}");
+        assert!(xml.contains("<skipped message=\"sealed\"/>"), "{xml}");
+        assert!(
+            !xml.contains(|c: char| c.is_control() && c != '\n'),
+            "{xml:?}"
+        );
+        assert_eq!(
+            xml.matches("<testcase ").count(),
+            xml.matches("</testcase>").count()
+        );
+    }
+
+    #[test]
+    fn ktap_has_a_plan_and_output_cannot_fake_results() {
+        let text = ktap(&cases());
+        let results: Vec<&str> = text
+            .lines()
+            .filter(|line| !line.starts_with("# "))
+            .collect();
+        assert_eq!(
+            results,
+            [
+                "KTAP version 1",
+                "1..3",
+                "ok 1 no key flipped",
+                "not ok 2 a<b>=on _ \"x\"",
+                "ok 3 c=off # SKIP sealed",
+            ]
+        );
+        assert!(
+            text.contains("\n# ok 9 faked\n# exit status 1 no\n"),
+            "{text}"
+        );
+    }
+}

@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Runs the command in a guest, with keys on given sides, and boots the guest anew when it is no
+//! longer what it was.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+
+use crate::console::printable;
+use crate::guest::{Config, Guest, Outcome};
+use crate::keys::{Keys, Setting};
+use crate::report::{Case, Verdict};
+use crate::session::{End, Sink};
+
+/// Limit on the output kept of one run. The beginning of a longer one is dropped.
+const KEPT: usize = 256 << 10;
+
+/// Keeps the end of the output.
+#[derive(Debug, Default)]
+pub struct Kept {
+    bytes: Vec<u8>,
+    dropped: bool,
+}
+
+impl Sink for Kept {
+    async fn take(&mut self, _: u32, data: &[u8]) {
+        self.bytes.extend(data);
+        if self.bytes.len() > 2 * KEPT {
+            self.bytes.drain(..self.bytes.len() - KEPT);
+            self.dropped = true;
+        }
+    }
+}
+
+impl Kept {
+    pub fn text(&self) -> String {
+        let text = printable(&String::from_utf8_lossy(&self.bytes));
+        match self.dropped {
+            true => format!("[the beginning is left out]\n{text}"),
+            false => text,
+        }
+    }
+}
+
+/// Where the time went.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Times {
+    pub boots: u32,
+    /// From the start of the monitor until the agent is connected.
+    pub boot: Duration,
+    /// In commands.
+    pub commands: Duration,
+}
+
+/// Runs commands in guests of one configuration.
+#[derive(Debug)]
+pub struct Runner {
+    pub config: Config,
+    pub command: Vec<String>,
+    pub limit: Duration,
+    /// Keys that are put on a side in each guest.
+    pub base: Vec<Setting>,
+    pub times: Times,
+    guest: Option<(Guest, Option<Keys>)>,
+}
+
+/// What came of one run.
+pub enum Attempt {
+    /// The monitor refused to flip the keys; a sentence.
+    Refused(String),
+    Ran(Case),
+}
+
+impl Runner {
+    pub fn new(config: Config, command: Vec<String>, limit: Duration, base: Vec<Setting>) -> Self {
+        Self {
+            config,
+            command,
+            limit,
+            base,
+            times: Times::default(),
+            guest: None,
+        }
+    }
+
+    /// The guest; booted if there is none.
+    pub async fn guest(&mut self) -> Result<&mut Guest> {
+        if self.guest.is_none() {
+            let start = Instant::now();
+            let guest = Guest::boot(&self.config).await?;
+            self.times.boots += 1;
+            self.times.boot += start.elapsed();
+            let mut keys = None;
+            if !self.base.is_empty() {
+                let mut known = guest.keys().await?;
+                known.set(&self.base, self.config.allow_guarded).await?;
+                keys = Some(known);
+            }
+            self.guest = Some((guest, keys));
+        }
+        match &mut self.guest {
+            Some((guest, _)) => Ok(guest),
+            None => unreachable!("it was booted above"),
+        }
+    }
+
+    /// The keys of the guest.
+    pub async fn keys(&mut self) -> Result<&mut Keys> {
+        self.guest().await?;
+        match &mut self.guest {
+            Some((guest, keys)) => {
+                if keys.is_none() {
+                    *keys = Some(guest.keys().await?);
+                }
+                Ok(keys.as_mut().expect("connected above"))
+            }
+            None => unreachable!("it was booted above"),
+        }
+    }
+
+    /// Runs the command as the guest is.
+    pub async fn run(
+        &mut self,
+        sink: &mut (impl Sink + Send),
+    ) -> Result<(Outcome, Option<String>)> {
+        let (command, limit) = (self.command.clone(), self.limit);
+        let guest = self.guest().await?;
+        let outcome = guest.run(&command, limit, sink).await?;
+        let failure = failure(&outcome, limit, || guest.loss());
+        self.times.commands += outcome.time;
+        Ok((outcome, failure))
+    }
+
+    /// Flips keys, runs the command, and puts them back.
+    ///
+    /// # Errors
+    /// No guest boots any longer, or the agent breaks the protocol.
+    pub async fn attempt(&mut self, name: &str, settings: &[Setting]) -> Result<Attempt> {
+        let allow_guarded = self.config.allow_guarded;
+        if !settings.is_empty()
+            && let Err(error) = self.keys().await?.set(settings, allow_guarded).await
+        {
+            return Ok(Attempt::Refused(format!("{error:#}")));
+        }
+        let mut kept = Kept::default();
+        let (outcome, failure) = self.run(&mut kept).await?;
+        let mut output = kept.text();
+        for report in &outcome.reports {
+            output.push_str(&printable(report));
+            output.push('\n');
+        }
+        // After a report the kernel is not what it was: it does not warn twice at one place.
+        let mut intact = outcome.end != End::Lost && outcome.reports.is_empty();
+        if intact && !settings.is_empty() {
+            let back: Vec<Setting> = settings.iter().map(Setting::reversed).collect();
+            intact = self.keys().await?.set(&back, allow_guarded).await.is_ok();
+        }
+        if !intact {
+            self.discard().await;
+        }
+        Ok(Attempt::Ran(Case {
+            name: name.to_owned(),
+            verdict: failure.map_or(Verdict::Passed, Verdict::Failed),
+            time: outcome.time,
+            output,
+        }))
+    }
+
+    /// The guest, if there is one.
+    pub fn booted(&mut self) -> Option<&mut Guest> {
+        self.guest.as_mut().map(|(guest, _)| guest)
+    }
+
+    /// Ends the guest.
+    pub async fn discard(&mut self) {
+        if let Some((guest, _)) = self.guest.take() {
+            guest.end().await;
+        }
+    }
+}
+
+/// Why a run failed; `None` if it passed.
+pub fn failure(
+    outcome: &Outcome,
+    limit: Duration,
+    loss: impl FnOnce() -> String,
+) -> Option<String> {
+    let end = match &outcome.end {
+        End::Exited(0) => None,
+        End::Exited(code) => Some(format!("exit status {code}")),
+        End::Signal(signal) => Some(format!("ended by signal {signal}")),
+        End::TimedOut => Some(format!("did not end within {} s", limit.as_secs_f32())),
+        End::NotStarted(error) => Some(error.clone()),
+        End::Lost => Some(loss()),
+    };
+    let report = outcome.reports.first().map(|report| {
+        let line = report.lines().next().unwrap_or_default();
+        format!("the kernel reported: {}", printable(line))
+    });
+    match (end, report) {
+        (Some(end), Some(report)) => Some(format!("{end}; {report}")),
+        (end, report) => end.or(report),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outcome(end: End, reports: &[&str]) -> Outcome {
+        Outcome {
+            end,
+            reports: reports.iter().map(|&report| report.to_owned()).collect(),
+            time: Duration::ZERO,
+        }
+    }
+
+    #[test]
+    fn only_status_zero_without_a_report_passes() {
+        let limit = Duration::from_secs(3);
+        let why = |end, reports: &[&str]| failure(&outcome(end, reports), limit, || "gone".into());
+        assert_eq!(why(End::Exited(0), &[]), None);
+        for (end, reports, expected) in [
+            (End::Exited(1), &[][..], "exit status 1"),
+            (End::Signal(11), &[], "signal 11"),
+            (End::TimedOut, &[], "within 3 s"),
+            (End::NotStarted("no program x".into()), &[], "no program x"),
+            (End::Lost, &[], "gone"),
+            (
+                End::Exited(0),
+                &["WARNING: x\nmore"],
+                "the kernel reported: WARNING: x",
+            ),
+            (
+                End::Exited(2),
+                &["BUG: y"],
+                "exit status 2; the kernel reported: BUG: y",
+            ),
+        ] {
+            let why = why(end, reports).unwrap();
+            assert!(why.contains(expected) && !why.contains('\n'), "{why}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_flood_keeps_its_end() {
+        let mut kept = Kept::default();
+        for _ in 0..64 {
+            kept.take(1, &[b'x'; 64 << 10]).await;
+        }
+        kept.take(2, b"the end\x1b[2J").await;
+        let text = kept.text();
+        assert!(text.len() <= 2 * KEPT + 64 && text.ends_with("the end[2J"));
+        assert!(text.starts_with("[the beginning is left out]"));
+    }
+}

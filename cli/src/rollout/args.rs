@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The command line of `patchbay rollout`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+
+#[derive(Debug, Args)]
+pub struct RolloutArgs {
+    /// Socket of the controller.
+    #[arg(
+        long,
+        global = true,
+        value_name = "PATH",
+        env = "PATCHBAY_FLEET_SOCKET",
+        default_value = "/run/patchbay-fleet/fleet.sock"
+    )]
+    pub fleet_socket: PathBuf,
+    #[command(subcommand)]
+    pub command: RolloutCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum RolloutCommand {
+    /// Prepare a change on every guest that a spec selects, and show the plan.
+    Plan {
+        /// The spec, in YAML.
+        spec: PathBuf,
+        /// Name of the rollout; the spec's file name unless it is given.
+        #[arg(long)]
+        name: Option<String>,
+    },
+    /// Approve a plan that another person will start.
+    Approve(Reviewed),
+    /// Start a plan that was reviewed.
+    Start(Reviewed),
+    /// Show a rollout.
+    Status {
+        rollout: String,
+        /// Show changes until it ends.
+        #[arg(long)]
+        watch: bool,
+    },
+    /// Begin no further change.
+    Pause { rollout: String },
+    /// Go on, and try again what failed and can be tried again.
+    Resume { rollout: String },
+    /// Go on without the rest of the bake time and the gates.
+    Promote { rollout: String },
+    /// End the rollout and take everything back.
+    Abort { rollout: String },
+    /// Take everything back.
+    Undo { rollout: String },
+    /// Say why a guest is in the state that it is in, and what changes that.
+    Explain {
+        rollout: String,
+        /// The guest.
+        name: String,
+        /// Needed if several hosts have such a guest.
+        #[arg(long, default_value = "")]
+        host: String,
+    },
+    /// List rollouts, the newest first.
+    List,
+    /// Compare the guests with what the rollout wants of them; exit code 4 if they differ.
+    Drift {
+        rollout: String,
+        /// Change the drifted guests, and those that joined, in a wave of their own.
+        #[arg(long, conflicts_with = "adopt")]
+        fix: bool,
+        /// Take the drifted guests as they are.
+        #[arg(long)]
+        adopt: bool,
+    },
+    /// List the hosts that the controller knows.
+    Hosts,
+}
+
+#[derive(Debug, Args)]
+pub struct Reviewed {
+    pub rollout: String,
+    /// The digest that `plan` showed.
+    #[arg(long)]
+    pub digest: String,
+}

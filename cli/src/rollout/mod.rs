@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay rollout`: the operator's side of `patchbay.fleet.v1`.
+
+pub mod args;
+mod print;
+mod view;
+
+use std::path::Path;
+use std::time::Duration;
+
+use patchbay_proto::fleet::v1;
+use patchbay_proto::fleet::v1::inventory_service_client::InventoryServiceClient;
+use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
+use tonic::transport::Channel;
+use tonic::{Code, Request, Status};
+
+use self::args::{Reviewed, RolloutArgs, RolloutCommand};
+use crate::args::Output;
+use crate::client::{DEFAULT_TIMEOUT, channel, traced};
+use crate::failure::{DRIFT, Failure, PARTLY};
+use crate::print::{print, print_streamed};
+
+/// A rollout of 100,000 guests.
+const MAX_ANSWER_BYTES: usize = 64 << 20;
+/// The controller asks every guest that the spec selects.
+const FAN_OUT_TIMEOUT: Duration = Duration::from_secs(120);
+/// As the controller limits it.
+const MAX_SPEC_BYTES: u64 = 1 << 20;
+
+/// Calls of the controller, with one deadline for all.
+struct Controller {
+    rollouts: RolloutServiceClient<Channel>,
+    inventory: InventoryServiceClient<Channel>,
+    timeout: Option<Duration>,
+}
+
+/// Runs one verb.
+///
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn run(
+    arguments: RolloutArgs,
+    timeout: Option<Duration>,
+    output: Output,
+) -> Result<(), Failure> {
+    // A file that cannot be read is found before the controller is asked for.
+    let plan = match &arguments.command {
+        RolloutCommand::Plan { spec, name } => Some(read(spec, name.clone())?),
+        _ => None,
+    };
+    let socket = &arguments.fleet_socket;
+    let channel = channel(socket).await.map_err(|cause| {
+        Failure::error(format!(
+            "no controller answers on {} ({cause}); start patchbay-fleet, or give --fleet-socket",
+            socket.display()
+        ))
+    })?;
+    let rollouts = RolloutServiceClient::new(channel.clone());
+    let inventory = InventoryServiceClient::new(channel);
+    let controller = Controller {
+        rollouts: rollouts.max_decoding_message_size(MAX_ANSWER_BYTES),
+        inventory: inventory.max_decoding_message_size(MAX_ANSWER_BYTES),
+        timeout,
+    };
+    match (arguments.command, plan) {
+        (_, Some(request)) => {
+            let planned = controller.plan(request).await?;
+            print(output, &view::Plan(view::Rollout::from(planned)))
+        }
+        (RolloutCommand::Status { rollout, watch }, _) => {
+            controller.status(rollout, watch, output).await
+        }
+        (
+            RolloutCommand::Explain {
+                rollout,
+                name,
+                host,
+            },
+            _,
+        ) => {
+            let explained = controller.explain(rollout, host, name).await?;
+            print(output, &explained)
+        }
+        (RolloutCommand::List, _) => {
+            let request = controller.timed(v1::ListRequest {}, DEFAULT_TIMEOUT);
+            let list = controller.rollouts.clone().list(request).await;
+            let list = list.map_err(failed)?.into_inner().rollouts;
+            let list: Vec<view::Rollout> = list.into_iter().map(Into::into).collect();
+            print(output, &list)
+        }
+        (RolloutCommand::Hosts, _) => {
+            let request = controller.timed(v1::ListHostsRequest {}, FAN_OUT_TIMEOUT);
+            let list = controller.inventory.clone().list_hosts(request).await;
+            let list = list.map_err(failed)?.into_inner().hosts;
+            let list: Vec<view::Host> = list.into_iter().map(Into::into).collect();
+            print(output, &list)
+        }
+        (
+            RolloutCommand::Drift {
+                rollout,
+                fix,
+                adopt,
+            },
+            _,
+        ) => {
+            let action = match (fix, adopt) {
+                (true, _) => v1::DriftAction::Fix,
+                (_, true) => v1::DriftAction::Adopt,
+                _ => v1::DriftAction::Report,
+            };
+            controller.drift(rollout, action, output).await
+        }
+        (command, _) => {
+            let rollout = controller.step(command).await?;
+            print(output, &view::Rollout::from(rollout))
+        }
+    }
+}
+
+impl Controller {
+    fn timed<T>(&self, message: T, default: Duration) -> Request<T> {
+        let mut request = traced(message);
+        request.set_timeout(self.timeout.unwrap_or(default));
+        request
+    }
+
+    async fn plan(&self, request: v1::PlanRequest) -> Result<v1::Rollout, Failure> {
+        let request = self.timed(request, FAN_OUT_TIMEOUT);
+        let answer = self.rollouts.clone().plan(request).await.map_err(failed)?;
+        Ok(answer.into_inner().rollout.unwrap_or_default())
+    }
+
+    /// The verbs that answer the rollout alone.
+    async fn step(&self, command: RolloutCommand) -> Result<v1::Rollout, Failure> {
+        let mut client = self.rollouts.clone();
+        macro_rules! step {
+            ($method:ident, $request:ident { $($field:ident),* }) => {
+                client
+                    .$method(self.timed(v1::$request { $($field),* }, DEFAULT_TIMEOUT))
+                    .await
+                    .map_err(failed)?
+                    .into_inner()
+                    .rollout
+                    .unwrap_or_default()
+            };
+        }
+        Ok(match command {
+            RolloutCommand::Approve(Reviewed { rollout, digest }) => {
+                step!(approve, ApproveRequest { rollout, digest })
+            }
+            RolloutCommand::Start(Reviewed { rollout, digest }) => {
+                step!(start, StartRequest { rollout, digest })
+            }
+            RolloutCommand::Pause { rollout } => step!(pause, PauseRequest { rollout }),
+            RolloutCommand::Resume { rollout } => step!(resume, ResumeRequest { rollout }),
+            RolloutCommand::Promote { rollout } => step!(promote, PromoteRequest { rollout }),
+            RolloutCommand::Abort { rollout } => step!(abort, AbortRequest { rollout }),
+            RolloutCommand::Undo { rollout } => step!(undo, UndoRequest { rollout }),
+            RolloutCommand::Plan { .. }
+            | RolloutCommand::Status { .. }
+            | RolloutCommand::Explain { .. }
+            | RolloutCommand::List
+            | RolloutCommand::Drift { .. }
+            | RolloutCommand::Hosts => unreachable!("{command:?} has an answer of its own"),
+        })
+    }
+
+    async fn status(&self, rollout: String, watch: bool, output: Output) -> Result<(), Failure> {
+        let mut client = self.rollouts.clone();
+        if !watch {
+            let request = self.timed(v1::GetRequest { rollout }, DEFAULT_TIMEOUT);
+            let answer = client.get(request).await.map_err(failed)?.into_inner();
+            let rollout = view::Rollout::from(answer.rollout.unwrap_or_default());
+            print(output, &rollout)?;
+            return partly(&rollout);
+        }
+        let mut request = traced(v1::WatchRequest { rollout });
+        if let Some(timeout) = self.timeout {
+            request.set_timeout(timeout);
+        }
+        let mut changes = client.watch(request).await.map_err(failed)?.into_inner();
+        let mut last = view::Rollout::default();
+        while let Some(change) = changes.message().await.map_err(failed)? {
+            last = change.rollout.unwrap_or_default().into();
+            print_streamed(output, &last)?;
+        }
+        partly(&last)
+    }
+
+    async fn explain(
+        &self,
+        rollout: String,
+        host: String,
+        guest: String,
+    ) -> Result<view::Explanation, Failure> {
+        let request = v1::ExplainRequest {
+            rollout,
+            host,
+            guest,
+        };
+        let request = self.timed(request, DEFAULT_TIMEOUT);
+        let answer = self.rollouts.clone().explain(request).await;
+        Ok(answer.map_err(failed)?.into_inner().into())
+    }
+
+    async fn drift(
+        &self,
+        rollout: String,
+        action: v1::DriftAction,
+        output: Output,
+    ) -> Result<(), Failure> {
+        let request = v1::DriftRequest {
+            rollout,
+            action: action.into(),
+        };
+        let request = self.timed(request, FAN_OUT_TIMEOUT);
+        let answer = self.rollouts.clone().drift(request).await;
+        let drift = view::DriftReport::from(answer.map_err(failed)?.into_inner());
+        print(output, &drift)?;
+        let is_report = action == v1::DriftAction::Report;
+        let left = drift
+            .drifts
+            .iter()
+            .filter(|one| is_report || !one.left.is_empty());
+        match left.count() {
+            0 => Ok(()),
+            count => {
+                let next = match is_report {
+                    true => "; change them with --fix, or take them as they are with --adopt",
+                    false => "",
+                };
+                let message = format!("{count} differences from the rollout{next}");
+                Err(Failure::new(DRIFT, message))
+            }
+        }
+    }
+}
+
+/// The request with the spec's text.
+fn read(path: &Path, name: Option<String>) -> Result<v1::PlanRequest, Failure> {
+    let unreadable = |error: std::io::Error| {
+        Failure::usage(format!(
+            "the spec {} cannot be read: {error}",
+            path.display()
+        ))
+    };
+    let bytes = std::fs::metadata(path).map_err(unreadable)?.len();
+    if bytes > MAX_SPEC_BYTES {
+        return Err(Failure::usage(format!(
+            "the spec {} has {bytes} bytes, at most {MAX_SPEC_BYTES} are read",
+            path.display()
+        )));
+    }
+    let spec = std::fs::read_to_string(path).map_err(unreadable)?;
+    let stem = || Some(path.file_stem()?.to_string_lossy().into_owned());
+    let rollout = name.or_else(stem);
+    let rollout =
+        rollout.ok_or_else(|| Failure::usage("the spec has no file name; give --name"))?;
+    Ok(v1::PlanRequest { spec, rollout })
+}
+
+/// Exit code 3 if guests failed, or were not taken back.
+fn partly(rollout: &view::Rollout) -> Result<(), Failure> {
+    let failed: u32 = rollout.waves.iter().map(|wave| wave.failed).sum();
+    match failed {
+        0 => Ok(()),
+        _ => Err(Failure::new(
+            PARTLY,
+            format!(
+                "{failed} guests failed; see `patchbay rollout explain {} GUEST`",
+                rollout.name
+            ),
+        )),
+    }
+}
+
+fn failed(status: Status) -> Failure {
+    match status.code() {
+        Code::InvalidArgument => Failure::usage(status.message()),
+        Code::DeadlineExceeded | Code::Cancelled => Failure::new(
+            crate::failure::TIMEOUT,
+            "the controller has not answered in time; see `patchbay rollout list` for what is \
+             done, and allow more time with --timeout",
+        ),
+        Code::Unimplemented => Failure::error(
+            "the controller does not know this call: it is of another version; update it",
+        ),
+        Code::Unknown => Failure::error(format!("the controller is gone: {}", status.message())),
+        _ => Failure::error(status.message()),
+    }
+}

@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Rollouts as people read them.
+
+use std::fmt::Write as _;
+
+use super::view::{DriftReport, Explanation, Host, Plan, Rollout, Wave};
+use crate::print::{Printable, Rows, counted, or_dash};
+
+fn head(rollout: &Rollout) -> String {
+    let message = match rollout.message.as_str() {
+        "" => String::new(),
+        message => format!(": {message}"),
+    };
+    format!("{} is {}{message}\n", rollout.name, rollout.phase)
+}
+
+fn guests_on_hosts(wave: &Wave) -> String {
+    format!(
+        "{} on {}",
+        counted(wave.guests.into(), "guest"),
+        counted(wave.hosts.into(), "host")
+    )
+}
+
+impl Printable for Rollout {
+    fn table(&self) -> String {
+        let mut text = head(self);
+        for wave in &self.waves {
+            let _ = writeln!(
+                text,
+                "  wave {}: {} of {} changed, {} failed, {} taken back",
+                wave.name,
+                wave.committed,
+                guests_on_hosts(wave),
+                wave.failed,
+                wave.reverted
+            );
+        }
+        text
+    }
+
+    fn names(&self) -> Vec<&str> {
+        vec![&self.name]
+    }
+}
+
+impl Printable for Plan {
+    fn table(&self) -> String {
+        let rollout = &self.0;
+        let mut text = head(rollout);
+        for wave in &rollout.waves {
+            let pause = match wave.predicted_pause_us {
+                0 => "pause not known yet".to_owned(),
+                micros => format!("pause up to {micros} us"),
+            };
+            let (guests, keys, sites) = (
+                guests_on_hosts(wave),
+                counted(wave.keys, "key"),
+                counted(wave.sites, "site"),
+            );
+            let _ = writeln!(
+                text,
+                "  wave {}: {guests}, {keys}, {sites}, {pause}",
+                wave.name
+            );
+        }
+        let skipped = rollout
+            .guests
+            .iter()
+            .filter(|guest| guest.phase == "skipped");
+        for guest in skipped {
+            let (name, host, why) = (&guest.guest, &guest.host, &guest.message);
+            let _ = writeln!(text, "  not touched: {name} on {host}: {why}");
+        }
+        let (name, digest) = (&rollout.name, &rollout.digest);
+        if rollout.approvals_needed > 1 {
+            let others = rollout.approvals_needed - 1;
+            let _ = writeln!(
+                text,
+                "{others} others approve it with: patchbay rollout approve {name} --digest {digest}"
+            );
+        }
+        let _ = writeln!(
+            text,
+            "start it with: patchbay rollout start {name} --digest {digest}"
+        );
+        text
+    }
+
+    fn names(&self) -> Vec<&str> {
+        vec![&self.0.name]
+    }
+}
+
+impl Printable for Vec<Rollout> {
+    fn rows(&self) -> Rows {
+        let mut rows = Rows::new(&["NAME", "PHASE", "CHANGED", "FAILED", "TITLE"]);
+        for rollout in self {
+            let sum = |count: fn(&Wave) -> u32| rollout.waves.iter().map(count).sum::<u32>();
+            rows.push([
+                rollout.name.clone(),
+                rollout.phase.clone(),
+                format!("{}/{}", sum(|wave| wave.committed), sum(|wave| wave.guests)),
+                sum(|wave| wave.failed).to_string(),
+                or_dash(&rollout.title).to_owned(),
+            ]);
+        }
+        rows
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.iter().map(|rollout| rollout.name.as_str()).collect()
+    }
+}
+
+impl Printable for Explanation {
+    fn table(&self) -> String {
+        let mut text = String::new();
+        for reason in &self.reasons {
+            let _ = writeln!(text, "{reason}");
+        }
+        text
+    }
+
+    fn names(&self) -> Vec<&str> {
+        vec![&self.guest.guest]
+    }
+}
+
+impl Printable for DriftReport {
+    fn rows(&self) -> Rows {
+        let mut rows = Rows::new(&["HOST", "GUEST", "CAUSE", "KEY", "DESIRED", "ACTUAL", "LEFT"]);
+        for drift in &self.drifts {
+            let cells = [&drift.key, &drift.desired, &drift.actual, &drift.left];
+            let cells = cells.map(|cell| or_dash(cell).to_owned());
+            let first = [&drift.host, &drift.guest, &drift.cause].map(Clone::clone);
+            rows.push(first.into_iter().chain(cells));
+        }
+        rows
+    }
+
+    fn footer(&self) -> String {
+        let compared = counted(self.compared.into(), "guest");
+        match self.drifts.is_empty() {
+            true => format!("{compared} compared: as the rollout wants them\n"),
+            false => format!("{compared} compared\n"),
+        }
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.drifts
+            .iter()
+            .map(|drift| drift.guest.as_str())
+            .collect()
+    }
+}
+
+impl Printable for Vec<Host> {
+    fn rows(&self) -> Rows {
+        let mut rows = Rows::new(&["NAME", "GUESTS", "SOURCE", "ENDPOINT", "LABELS", "STATE"]);
+        for host in self {
+            let labels: Vec<String> = host
+                .labels
+                .iter()
+                .map(|(label, value)| format!("{label}={value}"))
+                .collect();
+            let state = match host.unreachable.as_str() {
+                "" => "answers".to_owned(),
+                why => format!("unreachable: {why}"),
+            };
+            rows.push([
+                host.name.clone(),
+                host.guests.to_string(),
+                if host.registered {
+                    "registered"
+                } else {
+                    "configured"
+                }
+                .to_owned(),
+                host.endpoint.clone(),
+                or_dash(&labels.join(",")).to_owned(),
+                state,
+            ]);
+        }
+        rows
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.iter().map(|host| host.name.as_str()).collect()
+    }
+}

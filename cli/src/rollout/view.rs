@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Rollouts as JSON and YAML show them.
+
+use std::collections::BTreeMap;
+
+use patchbay_proto::fleet::v1;
+use serde::Serialize;
+
+#[derive(Debug, Default, Serialize)]
+pub struct Rollout {
+    pub name: String,
+    pub title: String,
+    pub phase: String,
+    pub digest: String,
+    pub message: String,
+    pub wave: u32,
+    pub waves: Vec<Wave>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub guests: Vec<Guest>,
+    pub approvals: Vec<String>,
+    pub approvals_needed: u32,
+    pub timeline: Vec<TimelineEntry>,
+}
+
+/// A rollout that is shown with what was reviewed, and not with its progress.
+#[derive(Debug, Serialize)]
+#[serde(transparent)]
+pub struct Plan(pub Rollout);
+
+#[derive(Debug, Serialize)]
+pub struct Wave {
+    pub name: String,
+    pub guests: u32,
+    pub hosts: u32,
+    pub committed: u32,
+    pub failed: u32,
+    pub reverted: u32,
+    pub keys: u64,
+    pub sites: u64,
+    pub predicted_pause_us: u64,
+    /// Seconds since the epoch.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bakes_until: Option<i64>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Guest {
+    pub host: String,
+    pub guest: String,
+    pub wave: u32,
+    pub phase: String,
+    pub message: String,
+    pub keys: u32,
+    pub sites: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pause_us: Option<u64>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct TimelineEntry {
+    /// Seconds since the epoch.
+    pub time: i64,
+    pub principal: String,
+    pub text: String,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Explanation {
+    #[serde(flatten)]
+    pub guest: Guest,
+    pub reasons: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct DriftReport {
+    pub compared: u32,
+    pub drifts: Vec<Drift>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Drift {
+    pub host: String,
+    pub guest: String,
+    pub cause: String,
+    pub key: String,
+    pub desired: String,
+    pub actual: String,
+    pub left: String,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Host {
+    pub name: String,
+    pub endpoint: String,
+    pub labels: BTreeMap<String, String>,
+    pub guests: u32,
+    pub registered: bool,
+    pub unreachable: String,
+}
+
+/// A value of an enum without the enum's name.
+fn word(name: &str, prefix: &str) -> String {
+    let word = name.strip_prefix(prefix).unwrap_or(name);
+    word.to_lowercase().replace('_', " ")
+}
+
+fn micros(duration: prost_types::Duration) -> u64 {
+    let micros = duration.seconds.saturating_mul(1_000_000);
+    u64::try_from(micros.saturating_add(i64::from(duration.nanos / 1000))).unwrap_or(0)
+}
+
+impl From<v1::Rollout> for Rollout {
+    fn from(rollout: v1::Rollout) -> Self {
+        Self {
+            phase: word(rollout.phase().as_str_name(), "PHASE_"),
+            name: rollout.name,
+            title: rollout.title,
+            digest: rollout.digest,
+            message: rollout.message,
+            wave: rollout.wave,
+            waves: rollout.waves.into_iter().map(Into::into).collect(),
+            guests: rollout.guests.into_iter().map(Into::into).collect(),
+            approvals: rollout.approvals,
+            approvals_needed: rollout.approvals_needed,
+            timeline: rollout.timeline.into_iter().map(Into::into).collect(),
+        }
+    }
+}
+
+impl From<v1::Wave> for Wave {
+    fn from(wave: v1::Wave) -> Self {
+        Self {
+            name: wave.name,
+            guests: wave.guests,
+            hosts: wave.hosts,
+            committed: wave.committed,
+            failed: wave.failed,
+            reverted: wave.reverted,
+            keys: wave.keys,
+            sites: wave.sites,
+            predicted_pause_us: micros(wave.predicted_pause.unwrap_or_default()),
+            bakes_until: wave.bakes_until.map(|time| time.seconds),
+        }
+    }
+}
+
+impl From<v1::RolloutGuest> for Guest {
+    fn from(guest: v1::RolloutGuest) -> Self {
+        Self {
+            phase: word(guest.phase().as_str_name(), "GUEST_PHASE_"),
+            host: guest.host,
+            guest: guest.guest,
+            wave: guest.wave,
+            message: guest.message,
+            keys: guest.keys,
+            sites: guest.sites,
+            pause_us: guest.pause.map(micros),
+        }
+    }
+}
+
+impl From<v1::TimelineEntry> for TimelineEntry {
+    fn from(entry: v1::TimelineEntry) -> Self {
+        Self {
+            time: entry.time.map_or(0, |time| time.seconds),
+            principal: entry.principal,
+            text: entry.text,
+        }
+    }
+}
+
+impl From<v1::ExplainResponse> for Explanation {
+    fn from(answer: v1::ExplainResponse) -> Self {
+        Self {
+            guest: answer.guest.unwrap_or_default().into(),
+            reasons: answer.reasons,
+        }
+    }
+}
+
+impl From<v1::DriftResponse> for DriftReport {
+    fn from(answer: v1::DriftResponse) -> Self {
+        let drift = |drift: v1::Drift| Drift {
+            cause: word(drift.cause().as_str_name(), "CAUSE_"),
+            host: drift.host,
+            guest: drift.guest,
+            key: drift.key,
+            desired: drift.desired,
+            actual: drift.actual,
+            left: drift.left,
+        };
+        Self {
+            compared: answer.compared,
+            drifts: answer.drifts.into_iter().map(drift).collect(),
+        }
+    }
+}
+
+impl From<v1::Host> for Host {
+    fn from(host: v1::Host) -> Self {
+        Self {
+            name: host.name,
+            endpoint: host.endpoint,
+            labels: host.labels.into_iter().collect(),
+            guests: host.guests,
+            registered: host.registered,
+            unreachable: host.unreachable,
+        }
+    }
+}

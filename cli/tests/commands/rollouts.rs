@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay rollout` against a controller on an embedded store, over one guest in memory.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use patchbay_fleet::api;
+use patchbay_fleet::controller::{Config, Controller};
+use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
+use patchbay_fleet::inventory::Reach;
+use patchbay_fleet::store::EmbeddedStore;
+use tokio::runtime::Runtime;
+
+use super::lab::{Commands, Lab, runtime};
+
+struct Fleet {
+    lab: Lab,
+    _runtime: Runtime,
+}
+
+impl Commands for Fleet {
+    fn folder(&self) -> &Path {
+        self.lab.folder()
+    }
+}
+
+impl Fleet {
+    fn new() -> Self {
+        let (lab, runtime) = (Lab::new(), runtime());
+        let entered = runtime.enter();
+        let store = EmbeddedStore::open(&lab.folder().join("fleet.redb")).expect("opens");
+        let config = Config {
+            replica: "one".to_owned(),
+            hosts: vec![HostConfig {
+                name: "here".to_owned(),
+                endpoint: HostEndpoint::Socket(lab.socket()),
+                labels: [("rack".to_owned(), "a".to_owned())].into(),
+            }],
+            reach: Reach::default(),
+            lease_ttl: std::time::Duration::from_secs(60),
+        };
+        let controller = Controller::new(config, Arc::new(store)).expect("own names");
+        let controller = Arc::new(controller);
+        drop(entered);
+        let (runs, leads) = (Arc::clone(&controller), Arc::clone(&controller));
+        runtime.spawn(async move { runs.run().await });
+        let socket = lab.folder().join("fleet.sock");
+        runtime.spawn(async move { api::serve(controller, &socket, std::future::pending()).await });
+        runtime.block_on(leads.lead());
+        let socket = lab.folder().join("fleet.sock");
+        while std::os::unix::net::UnixStream::connect(&socket).is_err() {
+            std::thread::yield_now();
+        }
+        Self {
+            lab,
+            _runtime: runtime,
+        }
+    }
+
+    fn spec(&self, name: &str, text: &str) -> String {
+        let path = self.folder().join(name);
+        std::fs::write(&path, text).expect("written");
+        path.display().to_string()
+    }
+
+    /// The words after `patchbay rollout`.
+    fn words<'a>(&self, words: &[&'a str]) -> Vec<&'a str> {
+        [&["rollout"][..], words].concat()
+    }
+}
+
+const SPEC: &str =
+    "selector: {guests: [\"*\"]}\nops: [{op: enable, keys: [alpha]}]\nwaves: [{size: rest}]\n";
+
+#[test]
+fn a_rollout_from_its_plan_to_its_end() {
+    let fleet = Fleet::new();
+    let run = |words: &[&str]| fleet.ok(&fleet.words(words));
+    let spec = fleet.spec("net.yaml", &(SPEC.to_owned() + "approvals: 2\n"));
+    let plan = run(&["plan", &spec]);
+    assert!(
+        plan.contains("wave 1: 1 guest on 1 host, 1 key, 1 site"),
+        "{plan}"
+    );
+    assert!(
+        plan.contains("patchbay rollout approve net --digest "),
+        "{plan}"
+    );
+    let planned = fleet.json(&fleet.words(&["status", "net"]));
+    let digest = planned["digest"].as_str().expect("a digest");
+    assert_eq!(planned["guests"][0]["phase"], "pending");
+    let approved = run(&["approve", "net", "--digest", digest]);
+    assert!(approved.contains("net is planned"), "{approved}");
+    let alone = fleet.fails(1, &fleet.words(&["start", "net", "--digest", digest]));
+    assert!(alone.contains("1 of 2 people"), "{alone}");
+    let why = run(&["explain", "net", "test"]);
+    assert!(why.contains("1 of 2 approvals"), "{why}");
+    run(&["abort", "net"]);
+    run(&["status", "net", "--watch"]);
+
+    let spec = fleet.spec("two.yaml", SPEC);
+    let planned = fleet.json(&fleet.words(&["plan", &spec]));
+    let digest = planned["digest"].as_str().expect("a digest");
+    run(&["start", "two", "--digest", digest]);
+    let watched = run(&["status", "two", "--watch"]);
+    assert!(watched.contains("two is completed"), "{watched}");
+    assert_eq!(fleet.lab.guest.count("alpha"), 1);
+    assert_eq!(run(&["list", "-o", "name"]), "two\nnet\n");
+    let hosts = run(&["hosts"]);
+    assert!(
+        hosts.contains("rack=a") && hosts.contains("answers"),
+        "{hosts}"
+    );
+    run(&["undo", "two"]);
+    run(&["status", "two", "--watch"]);
+    assert_eq!(fleet.lab.guest.count("alpha"), 0);
+}
+
+#[test]
+fn drift_has_an_exit_code_and_is_fixed_or_adopted() {
+    let fleet = Fleet::new();
+    let run = |words: &[&str]| fleet.ok(&fleet.words(words));
+    let spec = fleet.spec("net.yaml", SPEC);
+    let planned = fleet.json(&fleet.words(&["plan", &spec]));
+    let digest = planned["digest"].as_str().expect("a digest");
+    run(&["start", "net", "--digest", digest]);
+    run(&["status", "net", "--watch"]);
+    let same = run(&["drift", "net"]);
+    assert!(same.contains("as the rollout wants"), "{same}");
+
+    let drifted = || {
+        fleet.lab.guest.set_count("alpha", 0);
+        let (out, said, code) = fleet.all(&fleet.words(&["drift", "net"]));
+        assert_eq!(code, Some(4), "{said}");
+        assert!(
+            out.contains("alpha") && said.contains("--fix"),
+            "{out}{said}"
+        );
+    };
+    drifted();
+    run(&["drift", "net", "--fix"]);
+    run(&["status", "net", "--watch"]);
+    assert_eq!(fleet.lab.guest.count("alpha"), 1);
+    run(&["drift", "net"]);
+    drifted();
+    run(&["drift", "net", "--adopt"]);
+    run(&["drift", "net"]);
+    let why = run(&["explain", "net", "test"]);
+    assert!(why.contains("taken as it is"), "{why}");
+}
+
+#[test]
+fn what_is_wrong_is_said_in_one_sentence() {
+    let fleet = Fleet::new();
+    let fails = |code, words: &[&str]| fleet.fails(code, &fleet.words(words));
+    let spec = fleet.spec("net.yaml", SPEC);
+    let wrong = fleet.spec("wrong.yaml", &SPEC.replace("size", "siez"));
+    let empty = fleet.spec("empty.yaml", &SPEC.replace("guests: [\"*\"]", ""));
+    let large = fleet.spec("large.yaml", &format!("# {}\n{SPEC}", "x".repeat(10 << 20)));
+    let said = fails(2, &["plan", &wrong]);
+    assert!(
+        said.contains("line 3, column") && said.contains("siez"),
+        "{said}"
+    );
+    let said = fails(2, &["plan", &empty]);
+    assert!(
+        said.contains("line 1") && said.contains("empty selector"),
+        "{said}"
+    );
+    let said = fails(2, &["plan", &large]);
+    assert!(said.contains("at most 1048576 are read"), "{said}");
+    let said = fails(2, &["plan", "/nowhere.yaml"]);
+    assert!(said.contains("/nowhere.yaml"), "{said}");
+    let said = fails(2, &["plan", &spec, "--name", "a/b"]);
+    assert!(said.contains("is no name of a rollout"), "{said}");
+    fleet.ok(&fleet.words(&["plan", &spec]));
+    let said = fails(1, &["plan", &spec, "--name", "other"]);
+    assert!(said.contains("rollout net changes alpha"), "{said}");
+    for verb in ["start", "approve"] {
+        let said = fails(1, &[verb, "net", "--digest", "0"]);
+        assert!(said.contains("review the plan"), "{said}");
+    }
+    for verb in ["pause", "resume", "promote"] {
+        let said = fails(1, &[verb, "net"]);
+        assert!(said.contains("net is planned"), "{said}");
+    }
+    for verb in [
+        "status", "pause", "resume", "promote", "abort", "undo", "drift",
+    ] {
+        let said = fails(1, &[verb, "nte"]);
+        assert!(said.contains("no rollout \"nte\""), "{said}");
+    }
+    let said = fails(1, &["explain", "net", "tset"]);
+    assert!(said.contains("does not select a guest \"tset\""), "{said}");
+    let said = fails(1, &["list", "--fleet-socket", "/nowhere.sock"]);
+    assert!(
+        said.contains("no controller answers on /nowhere.sock"),
+        "{said}"
+    );
+}

@@ -1,0 +1,17 @@
+#!/bin/busybox sh
+# SPDX-License-Identifier: Apache-2.0
+# First program of the guest. Runs each line that the console sends, and says when it is done.
+export PATH=/bin
+/bin/busybox mkdir -p /proc /sys
+/bin/busybox --install -s /bin
+mount -t devtmpfs dev /dev
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+stty -echo </dev/console
+# They wait until now (maxcpus=1): booting itself would crawl, as everything that takes a contended lock.
+for cpu in /sys/devices/system/cpu/cpu[1-9]*/online; do echo 1 >"$cpu"; done
+echo "init: ready"
+while read -r line; do
+	eval "$line"
+	echo "init: done"
+done </dev/console

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Follows the registry: hosts that register become hosts of the controller, and vanish with their lease.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::hosts::{HostConfig, HostEndpoint, Hosts, TlsFiles};
+use crate::store::registry::{self, HostRecord, Registered};
+use crate::store::{Change, Store, StoreError};
+
+/// Pause before the registry is listed again after an error.
+const RETRY: Duration = Duration::from_millis(500);
+
+/// What decides how a registered host is reached.
+#[derive(Clone, Debug, Default)]
+pub struct Reach {
+    /// This machine: the socket of a host on it can be used.
+    pub machine: String,
+    /// Without it only sockets of this machine can be used.
+    pub tls: Option<TlsFiles>,
+}
+
+impl Reach {
+    fn endpoint(&self, record: &HostRecord) -> Option<HostEndpoint> {
+        match (&record.address, &self.tls) {
+            (Some(address), Some(tls)) => Some(HostEndpoint::Address(address.clone(), tls.clone())),
+            _ if record.machine == self.machine => {
+                Some(HostEndpoint::Socket(PathBuf::from(&record.socket)))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Lists the registry into `hosts`, and returns the revision that a watch continues from.
+///
+/// # Errors
+/// [`StoreError`].
+pub async fn list(store: &dyn Store, hosts: &Hosts, reach: &Reach) -> Result<u64, StoreError> {
+    let snapshot = store.range(registry::PREFIX).await?;
+    let changes: Vec<Change> = snapshot.entries.into_iter().map(Change::Put).collect();
+    let mut present = BTreeSet::new();
+    for change in &changes {
+        if let Ok(Some(Registered::Host(name, _))) = registry::read(change) {
+            present.insert(name);
+        }
+    }
+    hosts.retain_registered(&present);
+    for change in &changes {
+        apply(hosts, reach, change);
+    }
+    Ok(snapshot.revision)
+}
+
+/// Follows the registry from a revision on, until the future is dropped.
+pub async fn follow(store: &dyn Store, hosts: &Hosts, reach: &Reach, mut revision: u64) {
+    loop {
+        let error = watch(store, hosts, reach, revision).await;
+        tracing::warn!("the registry is listed again: {error}");
+        revision = loop {
+            tokio::time::sleep(RETRY).await;
+            match list(store, hosts, reach).await {
+                Ok(revision) => break revision,
+                Err(error) => tracing::warn!("the registry cannot be listed: {error}"),
+            }
+        };
+    }
+}
+
+async fn watch(store: &dyn Store, hosts: &Hosts, reach: &Reach, revision: u64) -> StoreError {
+    let mut changes = match store.watch(registry::PREFIX, revision + 1).await {
+        Ok(changes) => changes,
+        Err(error) => return error,
+    };
+    loop {
+        match changes.next().await {
+            Ok(some) => some.iter().for_each(|change| apply(hosts, reach, change)),
+            Err(error) => return error,
+        }
+    }
+}
+
+/// A value that cannot be read is left out, loudly: it is one host's, and the others are served.
+fn apply(hosts: &Hosts, reach: &Reach, change: &Change) {
+    match registry::read(change) {
+        Ok(Some(Registered::Host(name, record))) => {
+            let Some(endpoint) = reach.endpoint(&record) else {
+                tracing::error!(
+                    host = name,
+                    "a registered host cannot be reached: it needs --listen with a certificate, and \
+                     this controller --host-cert, --host-key and --host-ca"
+                );
+                return;
+            };
+            let labels = record.labels;
+            let config = HostConfig {
+                name,
+                endpoint,
+                labels,
+            };
+            if let Err(error) = hosts.register(config) {
+                tracing::error!("a registered host is left out: {error}");
+            }
+        }
+        Ok(Some(Registered::HostGone(name))) => hosts.unregister(&name),
+        Ok(Some(Registered::Guest { host, guest, .. })) => hosts.set_guest(&host, &guest, true),
+        Ok(Some(Registered::GuestGone { host, guest })) => hosts.set_guest(&host, &guest, false),
+        Ok(None) => tracing::warn!(key = change.key(), "a foreign key in the registry"),
+        Err(error) => tracing::error!("a host is left out: {error}"),
+    }
+}

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What is done about guests that drifted or joined after the plan.
+
+use super::{Failure, Member, Millis, NotLegal, Phase, Rollout, Stage, State, Wave};
+
+impl Rollout {
+    /// Adds a wave of these members after the last one. An earlier member of the same guest stays: abort and
+    /// undo take back both.
+    ///
+    /// # Errors
+    /// [`NotLegal`], unless it runs or is completed.
+    pub fn extend(
+        &mut self,
+        wave: &str,
+        added: Vec<Member>,
+        principal: &str,
+        now: Millis,
+    ) -> Result<(), NotLegal> {
+        if !matches!(self.header.phase, Phase::Running(_) | Phase::Completed) {
+            return Err(self.not_legal("drift --fix", "running or completed"));
+        }
+        let (first, count) = (self.members.len(), added.len());
+        if count == 0 {
+            return Ok(());
+        }
+        self.header.waves.push(Wave {
+            name: wave.to_owned(),
+            first,
+            count,
+            bake_ms: 0,
+            bakes_until: None,
+        });
+        self.append(added);
+        let text = format!("wave {wave} is added, with {count} guests");
+        if self.header.phase == Phase::Completed {
+            self.enter(Phase::Running(Stage::Committing), principal, now, &text);
+        } else {
+            self.note(principal, now, text);
+        }
+        Ok(())
+    }
+
+    /// Takes guests as they are: the rollout wants nothing of the members with these indices any more, and
+    /// `joined` are left out for good.
+    ///
+    /// # Errors
+    /// [`NotLegal`], if it is planned, reverts or has ended.
+    pub fn adopt(
+        &mut self,
+        drifted: &[usize],
+        joined: Vec<Member>,
+        principal: &str,
+        now: Millis,
+    ) -> Result<(), NotLegal> {
+        if !self.header.phase.has_desired_state() {
+            return Err(self.not_legal("drift --adopt", "running, paused or completed"));
+        }
+        for &index in drifted {
+            // A guest whose outcome is not known has to be asked first.
+            let is_known = matches!(
+                self.members[index].state,
+                State::Committed { .. }
+                    | State::Failed {
+                        failure: Failure::Final | Failure::Busy,
+                        ..
+                    }
+            );
+            if is_known {
+                self.set(index, State::Adopted);
+            }
+        }
+        let count = drifted.len() + joined.len();
+        self.append(joined);
+        self.note(
+            principal,
+            now,
+            format!("{count} guests are taken as they are"),
+        );
+        Ok(())
+    }
+
+    fn append(&mut self, added: Vec<Member>) {
+        let first = self.members.len();
+        self.members.extend(added);
+        self.run.changed.extend(first..self.members.len());
+        self.header.members = self.members.len();
+        self.run.header_changed = true;
+    }
+}

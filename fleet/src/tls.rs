@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Connections to hosts with mutual TLS. The files are read for each connection, so a certificate that was
+//! renewed is used without a restart.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio_rustls::rustls::version::TLS13;
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+
+/// The controller's own certificate, and who signs those of hosts. All PEM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsFiles {
+    pub certificate: PathBuf,
+    pub key: PathBuf,
+    pub host_ca: PathBuf,
+}
+
+impl TlsFiles {
+    /// # Errors
+    /// A file that cannot be used, by its name.
+    pub fn connector(&self) -> io::Result<TlsConnector> {
+        let wrong = |path: &PathBuf, error: &dyn std::fmt::Display| {
+            io::Error::other(format!("{}: {error}; give a PEM file", path.display()))
+        };
+        let certificates = |path: &PathBuf| {
+            let all = CertificateDer::pem_file_iter(path).map_err(|error| wrong(path, &error))?;
+            let all: Result<Vec<_>, _> = all.collect();
+            all.map_err(|error| wrong(path, &error))
+        };
+        let mut roots = RootCertStore::empty();
+        for certificate in certificates(&self.host_ca)? {
+            let added = roots.add(certificate);
+            added.map_err(|error| wrong(&self.host_ca, &error))?;
+        }
+        let key =
+            PrivateKeyDer::from_pem_file(&self.key).map_err(|error| wrong(&self.key, &error))?;
+        let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_protocol_versions(&[&TLS13])
+            .map_err(io::Error::other)?
+            .with_root_certificates(roots)
+            .with_client_auth_cert(certificates(&self.certificate)?, key);
+        let mut config = config.map_err(|error| wrong(&self.certificate, &error))?;
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(TlsConnector::from(Arc::new(config)))
+    }
+
+    /// Connects to ADDRESS:PORT; the host's certificate must be for ADDRESS.
+    ///
+    /// # Errors
+    /// From the files, the network or TLS.
+    pub async fn connect(&self, address: &str) -> io::Result<TlsStream<TcpStream>> {
+        let connector = self.connector()?;
+        let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+        let host = host.trim_matches(['[', ']']).to_owned();
+        let name = ServerName::try_from(host).map_err(io::Error::other)?;
+        let stream = TcpStream::connect(address).await?;
+        stream.set_nodelay(true)?;
+        connector.connect(name, stream).await
+    }
+}

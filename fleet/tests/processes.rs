@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Faults with real processes: etcd, replicas of the controller, `patchbayd`, and monitors with guests in
+//! memory. A monitor and a `patchbayd` are this program, started for a test that is ignored otherwise.
+
+mod processes {
+    mod children;
+    mod etcd;
+    mod faults;
+    mod fleet;
+    mod outages;
+    mod registry;
+}

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the child processes do. Each is a test that its parent starts with an environment.
+
+use std::path::PathBuf;
+
+use patchbay_node::monitors::RunDirs;
+use patchbay_node::serve::{Config, RegistryConfig};
+use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
+use patchbay_service::keys::audit::AuditLog;
+use patchbay_service::keys::{Keys, KeysConfig, Registry};
+use patchbay_service::testing::{InMemoryGuest, TestKey};
+use patchbay_service::trace::Tracing;
+
+fn variable(name: &str) -> String {
+    std::env::var(name).unwrap_or_default()
+}
+
+/// Serves a guest until it is killed. With HOLD, it says "paused" after each pause and waits for a line.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "a child process of other tests"]
+async fn monitor() {
+    if variable("GUEST").is_empty() {
+        return;
+    }
+    let registry = std::sync::Arc::new(Registry::default());
+    let guest = InMemoryGuest::named(std::sync::Arc::clone(&registry), &variable("GUEST"));
+    guest.run(&[TestKey::new("alpha", 1), TestKey::new("beta", 2)]);
+    if !variable("HOLD").is_empty() {
+        guest.on_resume(|| {
+            println!("paused");
+            // The end of the input is the end of the parent.
+            let _ = std::io::stdin().read_line(&mut String::new());
+        });
+    }
+    let config = KeysConfig {
+        audit: AuditLog::open(&PathBuf::from(variable("AUDIT"))).expect("the audit log opens"),
+        ..KeysConfig::default()
+    };
+    let (keys, _owner) = Keys::start(guest, registry, config).expect("a thread");
+    let guests = Guests::default();
+    let served = ServedGuest::start(keys, Tracing::default()).expect("no agent");
+    guests.add(served).expect("the first");
+    let socket = ApiSocket::bind(&PathBuf::from(variable("SOCKET"))).expect("free");
+    let served = Endpoint::new(socket, guests).serve(std::future::pending());
+    served.await.expect("never ends");
+}
+
+/// Serves the monitors of a run directory until SIGTERM.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "a child process of other tests"]
+async fn patchbayd() {
+    if variable("RUN_DIR").is_empty() {
+        return;
+    }
+    let _ = tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .try_init();
+    let etcd = variable("ETCD");
+    let registry = (!etcd.is_empty()).then(|| RegistryConfig {
+        etcd: etcd.split(',').map(str::to_owned).collect(),
+        root: patchbay_fleet::store::DEFAULT_ROOT.to_owned(),
+        name: variable("HOST_NAME"),
+        labels: [("rack".to_owned(), variable("RACK"))].into(),
+        address: Some(variable("LISTEN")).filter(|address| !address.is_empty()),
+    });
+    let certs = PathBuf::from(variable("CERTS"));
+    let listen = Some(variable("LISTEN")).filter(|address| !address.is_empty());
+    let listen = listen.map(|address| {
+        let files = patchbay_node::listen::tls::TlsFiles {
+            certificate: certs.join("host.pem"),
+            key: certs.join("host.key"),
+            client_ca: certs.join("ca.pem"),
+        };
+        (address.parse().expect("an address"), files)
+    });
+    let policy = certs.join("policy.yaml");
+    let config = Config {
+        run_dirs: RunDirs(vec![variable("RUN_DIR").into()]),
+        socket: variable("SOCKET").into(),
+        socket_mode: 0o600,
+        listen,
+        policy: policy.exists().then_some(policy),
+        audit_log: variable("AUDIT").into(),
+        metrics: None,
+        guests: patchbay_node::guests::Guests::default(),
+        registry,
+    };
+    let terminate = tokio::signal::unix::SignalKind::terminate();
+    let mut terminate = tokio::signal::unix::signal(terminate).expect("a handler");
+    let (_reload, reloads) = tokio::sync::mpsc::channel(1);
+    let ended = async move {
+        terminate.recv().await;
+    };
+    let served = patchbay_node::serve::serve(config, reloads, ended).await;
+    served.expect("ends cleanly");
+}

@@ -1,0 +1,364 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Monitors, hosts and replicas as processes.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use patchbay_fleet::store::Store;
+use patchbay_proto::fleet::v1;
+use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
+use patchbay_proto::v1 as guest;
+use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use tokio::net::UnixStream;
+use tokio::sync::mpsc;
+use tonic::Status;
+use tonic::transport::{Channel, Endpoint};
+
+use super::etcd::Etcd;
+
+/// Waits of the tests end after this time, which no correct run takes.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A process that dies with this value, as in a crash.
+pub struct Process(pub Child);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// This program, as the child `test`.
+fn child(test: &str, variables: &[(&str, String)]) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.arg(format!("processes::children::{test}"));
+    command.args(["--exact", "--ignored", "--nocapture"]);
+    command.envs(variables.iter().cloned());
+    command.stdout(Stdio::null()).stdin(Stdio::null());
+    command
+}
+
+pub struct Monitor {
+    process: Process,
+    paused: mpsc::UnboundedReceiver<()>,
+}
+
+impl Monitor {
+    /// Waits until the guest was changed and has not said so.
+    pub async fn paused(&mut self) {
+        let paused = tokio::time::timeout(PATIENCE, self.paused.recv()).await;
+        paused.expect("in time").expect("the monitor runs");
+    }
+
+    pub fn go_on(&mut self) {
+        let stdin = self.process.0.stdin.as_mut().expect("piped");
+        stdin.write_all(b"\n").expect("it reads");
+    }
+}
+
+/// Hosts "host-0", "host-1"…, each with guests "web-0", "web-1"… of its own.
+pub struct Fleet {
+    pub etcd: Etcd,
+    folder: tempfile::TempDir,
+    pub hosts: Vec<Option<Process>>,
+    pub monitors: Vec<Option<Monitor>>,
+    per_host: usize,
+}
+
+impl Fleet {
+    /// `None` if etcd is not installed. Guests of `held` stop after each change until they are told to go on.
+    pub async fn start(
+        members: usize,
+        hosts: usize,
+        per_host: usize,
+        held: &[usize],
+    ) -> Option<Self> {
+        let etcd = Etcd::start(members).await?;
+        let mut fleet = Self {
+            etcd,
+            folder: tempfile::tempdir().expect("temporary folder"),
+            hosts: Vec::new(),
+            monitors: Vec::new(),
+            per_host,
+        };
+        // Hosts look at each key that is changed.
+        let uid = rustix::process::geteuid().as_raw();
+        let policy = format!(
+            "rules: [{{name: own, principals: ['uid:{uid}'], role: operator, keys: [alpha, beta]}}]"
+        );
+        std::fs::create_dir(fleet.path("policy")).expect("created");
+        std::fs::write(fleet.path("policy/policy.yaml"), policy).expect("written");
+        for host in 0..hosts {
+            std::fs::create_dir(fleet.path(&format!("run-{host}"))).expect("created");
+            fleet.hosts.push(None);
+            fleet.start_host(host);
+            for guest in host * per_host..(host + 1) * per_host {
+                fleet.monitors.push(None);
+                fleet.start_monitor(guest, held.contains(&guest));
+            }
+        }
+        fleet.registered(hosts, hosts * per_host).await;
+        Some(fleet)
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub fn start_host(&mut self, host: usize) {
+        let name = format!("host-{host}");
+        self.hosts[host] = Some(self.host_process(host, &name));
+    }
+
+    /// A `patchbayd` in front of the host's guests that registers itself by this name.
+    pub fn host_process(&self, host: usize, name: &str) -> Process {
+        let child = child(
+            "patchbayd",
+            &[
+                ("RUN_DIR", self.text(&format!("run-{host}"))),
+                ("SOCKET", self.text(&format!("host-{host}.sock"))),
+                ("AUDIT", self.text(&format!("host-{host}.audit"))),
+                ("ETCD", self.etcd.addresses()),
+                ("HOST_NAME", name.to_owned()),
+                ("CERTS", self.text("policy")),
+                ("RACK", ["a", "b"][host % 2].to_owned()),
+            ],
+        )
+        .spawn();
+        Process(child.expect("starts"))
+    }
+
+    /// The host again, with the certificates and the policy of a folder; waits until it is registered anew.
+    pub async fn start_host_with_tls(&mut self, host: usize, certs: &Path) {
+        self.hosts[host] = None;
+        let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = free.local_addr().expect("bound").to_string();
+        drop(free);
+        let child = child(
+            "patchbayd",
+            &[
+                ("RUN_DIR", self.text(&format!("run-{host}"))),
+                ("SOCKET", self.text(&format!("host-{host}-tls.sock"))),
+                ("AUDIT", self.text(&format!("host-{host}.audit"))),
+                ("ETCD", self.etcd.addresses()),
+                ("HOST_NAME", format!("host-{host}-tls")),
+                ("LISTEN", address),
+                ("CERTS", certs.display().to_string()),
+            ],
+        )
+        .spawn();
+        self.hosts[host] = Some(Process(child.expect("starts")));
+        // The first one's lease expires.
+        self.stored("registry/hosts/", 1).await;
+        self.registered(1, self.per_host).await;
+        self.stored(&format!("registry/hosts/host-{host}-tls"), 1)
+            .await;
+    }
+
+    fn text(&self, name: &str) -> String {
+        self.path(name).display().to_string()
+    }
+
+    pub fn start_monitor(&mut self, guest: usize, hold: bool) {
+        let host = guest / self.per_host;
+        self.monitors[guest] = Some(self.monitor_process(guest, host, hold));
+    }
+
+    /// The guest on any host.
+    pub fn monitor_process(&self, guest: usize, host: usize, hold: bool) -> Monitor {
+        let mut command = child(
+            "monitor",
+            &[
+                ("GUEST", format!("web-{guest}")),
+                ("SOCKET", self.text(&format!("run-{host}/web-{guest}.sock"))),
+                ("AUDIT", self.text(&format!("web-{guest}.audit"))),
+                ("HOLD", if hold { "1" } else { "" }.to_owned()),
+            ],
+        );
+        let spawned = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let mut process = Process(spawned.expect("starts"));
+        let stdout = process.0.stdout.take().expect("piped");
+        let (sender, paused) = mpsc::unbounded_channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                // The first line shares its line with the harness.
+                if line.ends_with("paused") && sender.send(()).is_err() {
+                    return;
+                }
+            }
+        });
+        Monitor { process, paused }
+    }
+
+    /// Waits until so many hosts and guests are in the registry.
+    pub async fn registered(&self, hosts: usize, guests: usize) {
+        self.stored("registry/hosts/", hosts).await;
+        self.stored("registry/guests/", guests).await;
+    }
+
+    async fn stored(&self, prefix: &str, count: usize) {
+        let store = self.etcd.store();
+        let reached = async {
+            loop {
+                if let Ok(found) = store.range(prefix).await
+                    && found.entries.len() == count
+                {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        let reached = tokio::time::timeout(PATIENCE, reached).await;
+        reached.unwrap_or_else(|_| panic!("never {count} keys under {prefix}"));
+    }
+
+    pub fn replica(&self, name: &str, more: &[&str]) -> Replica {
+        let socket = self.path(&format!("{name}.sock"));
+        let mut command = Command::new(env!("CARGO_BIN_EXE_patchbay-fleet"));
+        command
+            .arg("--socket")
+            .arg(&socket)
+            .args(["--lease-seconds", "1"]);
+        for address in self.etcd.addresses().split(',') {
+            command.arg("--etcd").arg(address);
+        }
+        let process = Process(command.args(more).spawn().expect("starts"));
+        Replica {
+            _process: process,
+            socket,
+        }
+    }
+
+    /// Lines of a guest's audit log that say that a change was made: counts of "alpha" before and after.
+    pub fn changes(&self, guest: usize) -> Vec<(i64, i64)> {
+        let log = std::fs::read_to_string(self.path(&format!("web-{guest}.audit")));
+        let mut changes = Vec::new();
+        for line in log.expect("the audit log").lines() {
+            let line: serde_json::Value = serde_json::from_str(line).expect("JSON");
+            if line["result"] != "committed" {
+                continue;
+            }
+            for change in line["changes"].as_array().expect("changes") {
+                let count = |name: &str| change[name].as_i64().expect("a count");
+                changes.push((count("before"), count("after")));
+            }
+        }
+        changes
+    }
+
+    /// Flips "beta" of a guest through its host's `patchbayd`.
+    pub async fn flip_beta(&self, guest: usize) -> Result<(), Status> {
+        let host = guest / self.per_host;
+        let channel = channel(&self.path(&format!("host-{host}.sock")));
+        let update = guest::KeyUpdate {
+            name: "beta".to_owned(),
+            op: guest::KeyOp::Enable.into(),
+            ..Default::default()
+        };
+        let request = guest::UpdateStaticKeysRequest {
+            guest: format!("web-{guest}"),
+            updates: vec![update],
+            ..Default::default()
+        };
+        let mut keys = StaticKeysServiceClient::new(channel);
+        keys.update_static_keys(request).await.map(|_| ())
+    }
+}
+
+pub fn channel(socket: &Path) -> Channel {
+    let path = socket.to_owned();
+    Endpoint::from_static("http://patchbay").connect_with_connector_lazy(tower::service_fn(
+        move |_| {
+            let path = path.clone();
+            async move { UnixStream::connect(path).await.map(TokioIo::new) }
+        },
+    ))
+}
+
+/// A replica of the controller; it dies when this is dropped.
+pub struct Replica {
+    _process: Process,
+    socket: PathBuf,
+}
+
+impl Replica {
+    pub fn rollouts(&self) -> RolloutServiceClient<Channel> {
+        RolloutServiceClient::new(channel(&self.socket))
+    }
+
+    /// Plans it, again until the replica leads and knows so many guests; then starts it.
+    pub async fn start(&self, name: &str, spec: &str, guests: u32) {
+        let digest = self.plan(name, spec, guests).await;
+        let request = v1::StartRequest {
+            rollout: name.to_owned(),
+            digest,
+        };
+        self.rollouts().start(request).await.expect("started");
+    }
+
+    pub async fn plan(&self, name: &str, spec: &str, guests: u32) -> String {
+        let mut client = self.rollouts();
+        let planned = async {
+            loop {
+                let request = v1::PlanRequest {
+                    rollout: name.to_owned(),
+                    spec: spec.to_owned(),
+                };
+                match client.plan(request).await {
+                    Ok(answer) => return answer.into_inner().rollout.expect("a rollout"),
+                    Err(status) if status.code() == tonic::Code::Unavailable => {}
+                    Err(status) => panic!("{status:?}"),
+                }
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        let planned = tokio::time::timeout(PATIENCE, planned)
+            .await
+            .expect("it leads");
+        let planned_guests: u32 = planned.waves.iter().map(|wave| wave.guests).sum();
+        assert_eq!(planned_guests, guests, "{planned:?}");
+        planned.digest
+    }
+
+    /// Waits for a phase, for as long as it takes the replica to lead.
+    pub async fn wait(&self, name: &str, phase: v1::Phase) -> v1::Rollout {
+        let mut last = String::new();
+        let reached = async {
+            loop {
+                let request = v1::GetRequest {
+                    rollout: name.to_owned(),
+                };
+                match self.rollouts().get(request).await {
+                    Ok(answer) => {
+                        let rollout = answer.into_inner().rollout.expect("a rollout");
+                        if rollout.phase() == phase {
+                            return rollout;
+                        }
+                        last = format!("{rollout:?}");
+                    }
+                    Err(status) => last = status.to_string(),
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        let reached = tokio::time::timeout(PATIENCE, reached).await;
+        reached.unwrap_or_else(|_| panic!("{name} is never {phase:?}: {last}"))
+    }
+
+    pub async fn undo(&self, name: &str) {
+        let request = v1::UndoRequest {
+            rollout: name.to_owned(),
+        };
+        self.rollouts().undo(request).await.expect("legal");
+        self.wait(name, v1::Phase::Undone).await;
+    }
+}
+
+/// INC of "alpha" on every guest: unlike ENABLE, a second one would be seen.
+pub fn spec(more: &str) -> String {
+    format!("selector: {{guests: [\"web-*\"]}}\nops: [{{op: inc, keys: [alpha]}}]\n{more}\n")
+}

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Hosts and guests that come, go and move.
+
+use patchbay_fleet::store::Store;
+use patchbay_fleet::store::registry::HostRecord;
+use patchbay_proto::fleet::v1;
+
+use super::fleet::{Fleet, PATIENCE, spec};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_two_hosts_with_one_name_the_second_waits_for_the_first_to_go() {
+    let Some(mut fleet) = Fleet::start(1, 1, 1, &[]).await else {
+        return;
+    };
+    let store = fleet.etcd.store();
+    let key = "registry/hosts/host-0";
+    let first = store.get(key).await.expect("read").expect("registered");
+    let mut changes = store.watch(key, first.modified + 1).await.expect("watched");
+    std::fs::create_dir(fleet.path("run-1")).expect("created");
+    let _second = fleet.host_process(1, "host-0");
+    fleet.hosts[0] = None;
+    let next = async {
+        loop {
+            for change in changes.next().await.expect("watched") {
+                if let patchbay_fleet::store::Change::Put(entry) = change {
+                    return entry;
+                }
+            }
+        }
+    };
+    let next = tokio::time::timeout(PATIENCE, next).await.expect("in time");
+    let record: HostRecord = serde_json::from_slice(&next.value).expect("a host");
+    assert!(record.socket.ends_with("host-1.sock"), "{record:?}");
+    assert!(
+        next.created > first.created,
+        "not while the first one was there"
+    );
+    fleet.registered(1, 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_that_changes_its_host_is_named_and_left() {
+    let Some(mut fleet) = Fleet::start(1, 2, 1, &[]).await else {
+        return;
+    };
+    let replica = fleet.replica("replica", &[]);
+    let text = spec("waves: [{size: rest}]");
+    let digest = replica.plan("net", &text, 2).await;
+    fleet.monitors[1] = None;
+    fleet.registered(2, 1).await;
+    fleet.monitors[1] = Some(fleet.monitor_process(1, 0, false));
+    fleet.registered(2, 2).await;
+    let start = v1::StartRequest {
+        rollout: "net".to_owned(),
+        digest,
+    };
+    replica.rollouts().start(start).await.expect("started");
+    let rollout = replica.wait("net", v1::Phase::Completed).await;
+    let moved = rollout
+        .guests
+        .iter()
+        .find(|guest| guest.guest == "web-1")
+        .expect("a member");
+    let why = "host host-0 has a guest of that name now";
+    assert!(moved.message.contains(why), "{moved:?}");
+    assert_eq!(fleet.changes(1), []);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_that_joins_late_is_changed_if_the_spec_says_so() {
+    let Some(mut fleet) = Fleet::start(1, 1, 1, &[]).await else {
+        return;
+    };
+    let replica = fleet.replica("replica", &[]);
+    let wave = "waves: [{size: rest}]";
+    let text = spec(&format!("{wave}\nlate_guests: change"));
+    replica.start("net", &text, 1).await;
+    replica.wait("net", v1::Phase::Completed).await;
+    fleet.monitors.push(None);
+    fleet.monitors[1] = Some(fleet.monitor_process(1, 0, false));
+    let joined = async {
+        loop {
+            let rollout = replica.wait("net", v1::Phase::Completed).await;
+            if rollout.waves.len() == 2 {
+                return rollout;
+            }
+        }
+    };
+    let joined = tokio::time::timeout(PATIENCE, joined)
+        .await
+        .expect("in time");
+    assert_eq!(joined.waves[1].committed, 1, "{joined:?}");
+    assert_eq!(fleet.changes(1), [(0, 1)]);
+    // Undo takes back both waves.
+    replica.undo("net").await;
+    assert_eq!(fleet.changes(0), [(0, 1), (1, 0)]);
+    assert_eq!(fleet.changes(1), [(0, 1), (1, 0)]);
+}

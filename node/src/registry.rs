@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The host in the fleet's registry, with all its guests, for as long as it serves.
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use patchbay_proto::v1;
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
+use patchbay_store::registry::{GuestRecord, HostRecord, RegisterError, Registration};
+use patchbay_store::{Store, StoreError};
+use tokio::time::Instant;
+
+use crate::monitors::{Directory, Guest};
+
+/// The host vanishes from the registry so long after its daemon died.
+const TTL: Duration = Duration::from_secs(10);
+/// Guests are looked at in this interval, for what changes without their coming or going.
+const LOOK_INTERVAL: Duration = Duration::from_secs(10);
+const RETRY: Duration = Duration::from_secs(1);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Guests that are looked at at once.
+const FAN_OUT: usize = 64;
+
+/// What is registered.
+pub struct Host {
+    /// Where the registry is.
+    pub store: Arc<dyn Store>,
+    /// The host's name, unlike any other's.
+    pub name: String,
+    /// How it is reached.
+    pub record: HostRecord,
+}
+
+/// Keeps the host registered until `shutdown` is ready, and removes it then.
+pub async fn run(host: Host, directory: Directory, shutdown: impl Future<Output = ()>) {
+    let mut shutdown = std::pin::pin!(shutdown);
+    // A host that was registered by this process and is not any more does not take the name back from whoever
+    // has it now.
+    let mut takes_over = true;
+    let mut last_error = String::new();
+    loop {
+        let (store, record) = (Arc::clone(&host.store), host.record.clone());
+        let registered = tokio::select! {
+            registered = Registration::new(store, &host.name, record, TTL, takes_over) => registered,
+            () = &mut shutdown => return,
+        };
+        match registered {
+            Ok(mut registration) => {
+                takes_over = false;
+                last_error.clear();
+                tracing::info!(host = host.name, "registered");
+                let error = tokio::select! {
+                    error = keep(&mut registration, &host, &directory) => Some(error),
+                    () = &mut shutdown => None,
+                };
+                match error {
+                    Some(error) => {
+                        tracing::warn!(host = host.name, %error, "not registered any more")
+                    }
+                    None => return registration.end().await,
+                }
+            }
+            Err(error) => {
+                let error = error.to_string();
+                if error != last_error {
+                    tracing::error!(host = host.name, error, "the host is not registered");
+                    last_error = error;
+                }
+            }
+        }
+        tokio::select! {
+            () = tokio::time::sleep(RETRY) => {}
+            () = &mut shutdown => return,
+        }
+    }
+}
+
+/// Until the host is not registered any more; returns why.
+async fn keep(registration: &mut Registration, host: &Host, directory: &Directory) -> StoreError {
+    let (store, lease) = (Arc::clone(&host.store), registration.lease());
+    let renew = async {
+        let mut renewed = Instant::now();
+        loop {
+            tokio::time::sleep(TTL / 3).await;
+            match store.renew(lease).await {
+                Ok(()) => renewed = Instant::now(),
+                Err(error @ StoreError::LeaseExpired(_)) => return error,
+                Err(error) if renewed.elapsed() >= TTL => return error,
+                Err(error) => tracing::warn!(%error, "the registration is not renewed"),
+            }
+        }
+    };
+    let update = async {
+        let mut changes = directory.subscribe();
+        loop {
+            match registration.update(look(directory).await).await {
+                Ok(_) => {}
+                Err(error @ StoreError::Unavailable(_)) => {
+                    tracing::warn!(%error, "the guests are not registered");
+                }
+                Err(error) => return error,
+            }
+            tokio::select! {
+                _ = changes.changed() => {}
+                () = tokio::time::sleep(LOOK_INTERVAL) => {}
+            }
+        }
+    };
+    tokio::select! {
+        error = renew => error,
+        error = update => error,
+    }
+}
+
+/// All guests that answer.
+async fn look(directory: &Directory) -> BTreeMap<String, GuestRecord> {
+    let looks = futures_util::stream::iter(directory.all())
+        .map(|guest| async move { Some((guest.name.clone(), describe(guest).await?)) })
+        .buffer_unordered(FAN_OUT);
+    let found: Vec<_> = looks.collect().await;
+    found.into_iter().flatten().collect()
+}
+
+async fn describe(guest: Guest) -> Option<GuestRecord> {
+    let _permit = guest.monitor.admit(false)?;
+    let mut client = GuestServiceClient::new(guest.monitor.channel());
+    let request = v1::DescribeGuestRequest { guest: guest.name };
+    let answer = tokio::time::timeout(ANSWER_TIMEOUT, client.describe_guest(request)).await;
+    let answer = answer.ok()?.ok()?.into_inner();
+    let status = answer.guest_status();
+    let mut capabilities = Vec::new();
+    if status.agent_connected {
+        capabilities.push("agent".to_owned());
+    }
+    let source = status.table_source().as_str_name();
+    if let Some(source) = source
+        .strip_prefix("TABLE_SOURCE_")
+        .filter(|name| *name != "UNSPECIFIED")
+    {
+        capabilities.push(source.to_lowercase());
+    }
+    Some(GuestRecord {
+        registered: status.registration() == v1::RegistrationState::Registered,
+        incarnation: status.incarnation,
+        kernel_release: status.kernel_release,
+        kernel_build_id: status.kernel_build_id,
+        capabilities,
+        revision: answer.revision,
+    })
+}
+
+/// Checks the name, and says where the registry is.
+///
+/// # Errors
+/// [`RegisterError`] for a name or an address that is none.
+pub fn open(etcd: &[String], root: &str, name: &str) -> Result<Arc<dyn Store>, RegisterError> {
+    patchbay_store::registry::check_name(name)?;
+    Ok(Arc::new(patchbay_store::EtcdStore::new(etcd, root)?))
+}

@@ -1,0 +1,18 @@
+# Run by systemd, in the machine that boot.sh makes. What it finds out goes to /host.
+pid() { systemctl show --value --property MainPID patchbayd; }
+socket=/run/patchbayd/patchbayd.sock
+systemctl start patchbayd
+until test -S $socket; do :; done
+stat -c %a $socket /var/log/patchbayd/audit.jsonl >/host/modes
+cat "/proc/$(pid)/status" >/host/status
+
+systemctl reload patchbayd
+first=$(pid)
+# A crash: systemd starts it again.
+kill -KILL "$first"
+until test "$(pid)" != "$first" && test "$(pid)" != 0 && systemctl is-active patchbayd; do :; done
+echo restarted >/host/restarted
+systemctl stop patchbayd
+systemctl show --value --property Result patchbayd >/host/stopped
+test ! -e $socket
+echo all >/host/done

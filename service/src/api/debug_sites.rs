@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Lists the lines that dynamic debug can print.
+
+use std::sync::Arc;
+
+use patchbay_proto::v1;
+use static_keys::MAX_PATTERNS;
+
+use super::{NEGATIVE_PAGE_SIZE, convert, invalid, page_size};
+use crate::keys::debug::{DebugListQuery, DebugQueries};
+use crate::keys::{Keys, KeysError};
+
+pub async fn list(
+    keys: &Arc<Keys>,
+    request: v1::ListDebugSitesRequest,
+) -> Result<v1::ListDebugSitesResponse, KeysError> {
+    let given = request.queries.len();
+    if given > MAX_PATTERNS {
+        let message = format!("{given} given; give up to {MAX_PATTERNS}");
+        return Err(invalid("queries", message));
+    }
+    let queries = DebugQueries::parse(&request.queries)
+        .map_err(|error| invalid("queries", error.to_string()))?;
+    let query = DebugListQuery {
+        page_size: page_size(request.page_size)
+            .ok_or_else(|| invalid("page_size", NEGATIVE_PAGE_SIZE))?,
+        page_token: request.page_token,
+        queries,
+        enabled: request.enabled,
+    };
+    let reader = Arc::clone(keys);
+    // Reads every key's count from the guest, and may discover its kernel first.
+    let page = tokio::task::spawn_blocking(move || reader.list_debug_sites(&query))
+        .await
+        .map_err(|error| KeysError::Internal {
+            message: format!("the lines cannot be listed: {error}; report it, it is a bug"),
+        })??;
+    Ok(v1::ListDebugSitesResponse {
+        sites: page.sites.into_iter().map(convert::debug_site).collect(),
+        next_page_token: page.next_page_token,
+        revision: page.revision,
+        incarnation: keys.incarnation().to_string(),
+        total_size: i32::try_from(page.total).unwrap_or(i32::MAX),
+    })
+}

@@ -1,0 +1,468 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The lines that dynamic debug can print, and the kernel's language that selects them.
+//!
+//! A source of tables finds the descriptors (`struct _ddebug`) and passes them with the tables. The key
+//! is a member of the descriptor, so each key has one descriptor. The language is that of
+//! `Documentation/admin-guide/dynamic-debug-howto.rst` without the flags, as `ddebug_parse_query()` in
+//! `lib/dynamic_debug.c` reads it.
+
+mod parse;
+
+use std::collections::HashMap;
+use std::fmt::{self, Write};
+use std::sync::Arc;
+
+use static_keys::{KEYS_MAX, KeyId, count_users};
+
+use super::Keys;
+use super::error::KeysError;
+use super::registration::Refused;
+use super::registry::Snapshot;
+use super::view::{ITEM_BYTES, MALFORMED, PAGE_BYTES, invalid_token, page_token, parse_page_token};
+
+pub use self::parse::QueryError;
+
+/// Longest text of a descriptor, in bytes; the rest is cut off.
+const MAX_TEXT: usize = 1024;
+/// Limit on the texts of all descriptors, in bytes.
+const MAX_TEXTS: usize = 64 << 20;
+/// Characters of queries in a message.
+const MAX_SHOWN: usize = 200;
+/// Longest query in bytes.
+const MAX_QUERY: usize = 1024;
+
+/// A descriptor of dynamic debug. Its texts are the guest's and may have any characters.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DebugSite {
+    /// Name of the module, also of code that is built in.
+    pub module: String,
+    /// Path in the kernel's source.
+    pub file: String,
+    /// Function.
+    pub function: String,
+    /// Line in the file.
+    pub line: u32,
+    /// Format of the printk(), one character per byte.
+    pub format: String,
+    /// It belongs to a class (`DECLARE_DYNDBG_CLASSMAP`), which only a query that names the class
+    /// selects.
+    pub classed: bool,
+}
+
+impl DebugSite {
+    fn escaped(&self) -> Self {
+        Self {
+            module: escape(&self.module),
+            file: escape(&self.file),
+            function: escape(&self.function),
+            format: escape(&self.format),
+            ..*self
+        }
+    }
+
+    fn text_bytes(&self) -> usize {
+        self.module.len() + self.file.len() + self.function.len() + self.format.len()
+    }
+}
+
+/// The descriptors of a kernel, ordered by file, line and address of the key.
+#[derive(Clone, Debug, Default)]
+pub struct DebugSites {
+    sites: Vec<(KeyId, DebugSite)>,
+    by_key: HashMap<KeyId, usize>,
+}
+
+impl DebugSites {
+    /// The descriptors by the addresses of their keys.
+    ///
+    /// # Errors
+    /// [`Refused`]: there are too many, their texts are too long, or two have the same key.
+    pub fn new(found: Vec<(u64, DebugSite)>) -> Result<Self, Refused> {
+        if found.len() > KEYS_MAX {
+            return Err(Refused(format!(
+                "{} descriptors of dynamic debug exceed the limit of {KEYS_MAX}",
+                found.len()
+            )));
+        }
+        let mut texts = 0_usize;
+        let mut sites = Vec::with_capacity(found.len());
+        for (address, mut site) in found {
+            for text in [
+                &mut site.module,
+                &mut site.file,
+                &mut site.function,
+                &mut site.format,
+            ] {
+                cut(text);
+                texts += text.len();
+            }
+            if texts > MAX_TEXTS {
+                return Err(Refused(format!(
+                    "the texts of dynamic debug exceed the limit of {MAX_TEXTS} bytes"
+                )));
+            }
+            sites.push((KeyId(address), site));
+        }
+        sites.sort_by(|(a, one), (b, other)| {
+            (&one.file, one.line, a).cmp(&(&other.file, other.line, b))
+        });
+        let mut by_key = HashMap::with_capacity(sites.len());
+        for (index, (key, _)) in sites.iter().enumerate() {
+            if by_key.insert(*key, index).is_some() {
+                return Err(Refused(format!(
+                    "two descriptors of dynamic debug have the key {key}"
+                )));
+            }
+        }
+        Ok(Self { sites, by_key })
+    }
+
+    /// The descriptor that a key belongs to.
+    #[must_use]
+    pub fn of(&self, key: KeyId) -> Option<&DebugSite> {
+        Some(&self.sites.get(*self.by_key.get(&key)?)?.1)
+    }
+
+    /// All descriptors with their keys, in order.
+    pub fn iter(&self) -> impl Iterator<Item = (KeyId, &DebugSite)> {
+        self.sites.iter().map(|(key, site)| (*key, site))
+    }
+}
+
+fn cut(text: &mut String) {
+    if text.len() > MAX_TEXT {
+        text.truncate(text.floor_char_boundary(MAX_TEXT));
+    }
+}
+
+/// Queries, of which one must match; the empty set matches every descriptor.
+#[derive(Clone, Debug, Default)]
+pub struct DebugQueries {
+    texts: Vec<String>,
+    queries: Vec<Query>,
+}
+
+/// What all parts of one query ask for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Query {
+    function: Option<String>,
+    file: Option<String>,
+    module: Option<String>,
+    format: Option<String>,
+    /// First and last line; an open end is 0 or the maximum.
+    lines: Option<(u32, u32)>,
+}
+
+impl DebugQueries {
+    /// Parses queries.
+    ///
+    /// # Errors
+    /// [`QueryError`] names the word that is wrong, and its column.
+    pub fn parse(texts: &[String]) -> Result<Self, QueryError> {
+        let queries = texts.iter().map(|text| Query::parse(text));
+        Ok(Self {
+            queries: queries.collect::<Result<_, _>>()?,
+            texts: texts.to_vec(),
+        })
+    }
+
+    /// The queries as they were given.
+    #[must_use]
+    pub fn texts(&self) -> &[String] {
+        &self.texts
+    }
+
+    /// Whether any query selects this descriptor.
+    #[must_use]
+    pub fn select(&self, site: &DebugSite) -> bool {
+        self.queries.is_empty() || self.queries.iter().any(|query| query.selects(site))
+    }
+}
+
+/// The texts, cut if they are long.
+impl fmt::Display for DebugQueries {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shown: String = self.texts.join("; ").chars().take(MAX_SHOWN).collect();
+        f.write_str(&shown)
+    }
+}
+
+impl Query {
+    /// As `ddebug_change()` decides.
+    fn selects(&self, site: &DebugSite) -> bool {
+        let glob = |pattern: &Option<String>, text: &str| {
+            pattern
+                .as_deref()
+                .is_none_or(|pattern| wildcard(pattern.as_bytes(), text.as_bytes()))
+        };
+        let base = site.file.rsplit('/').next().unwrap_or_default();
+        !site.classed
+            && glob(&self.module, &site.module)
+            && (glob(&self.file, &site.file) || glob(&self.file, base))
+            && glob(&self.function, &site.function)
+            && self
+                .lines
+                .is_none_or(|(first, last)| (first..=last).contains(&site.line))
+            && self
+                .format
+                .as_deref()
+                .is_none_or(|wanted| match wanted.strip_prefix('^') {
+                    Some(start) => site.format.starts_with(start),
+                    None => site.format.contains(wanted),
+                })
+    }
+}
+
+/// `match_wildcard()`: `*` and `?`.
+fn wildcard(pattern: &[u8], text: &[u8]) -> bool {
+    let (mut at, mut next) = (0, 0);
+    // After the last `*`, and the text that it was tried with.
+    let mut retry: Option<(usize, usize)> = None;
+    while at < text.len() {
+        match pattern.get(next) {
+            Some(b'*') => {
+                retry = Some((next + 1, at));
+                next += 1;
+            }
+            Some(&byte) if byte == b'?' || byte == text[at] => {
+                at += 1;
+                next += 1;
+            }
+            _ => {
+                let Some((after, tried)) = retry else {
+                    return false;
+                };
+                retry = Some((after, tried + 1));
+                (next, at) = (after, tried + 1);
+            }
+        }
+    }
+    pattern[next..].iter().all(|byte| *byte == b'*')
+}
+
+/// Text of the guest as C writes it: one line of printable ASCII.
+#[must_use]
+pub fn escape(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '\n' => out.push_str("\\n"),
+            '\t' => out.push_str("\\t"),
+            '\r' => out.push_str("\\r"),
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            ' '..='~' => out.push(c),
+            c => {
+                // A format has a character for each byte; other texts are printable.
+                let mut utf8 = [0; 4];
+                let bytes = match u8::try_from(u32::from(c)) {
+                    Ok(byte) => {
+                        utf8[0] = byte;
+                        &utf8[..1]
+                    }
+                    Err(_) => c.encode_utf8(&mut utf8).as_bytes(),
+                };
+                for byte in bytes {
+                    let _ = write!(out, "\\{byte:03o}");
+                }
+            }
+        }
+    }
+    out
+}
+
+/// A page of descriptors.
+#[derive(Clone, Debug, Default)]
+pub struct DebugPage {
+    /// At most the page size.
+    pub sites: Vec<DebugView>,
+    /// Next page token; empty on the last page.
+    pub next_page_token: String,
+    /// The journal's newest revision at the read.
+    pub revision: u64,
+    /// Number of descriptors on all pages.
+    pub total: usize,
+}
+
+/// A descriptor with the state of its key. The texts are escaped.
+#[derive(Clone, Debug)]
+pub struct DebugView {
+    /// "name" or "module:name" of the key.
+    pub key: Arc<str>,
+    /// The descriptor.
+    pub site: DebugSite,
+    /// The key is on.
+    pub enabled: bool,
+    /// References that clients hold.
+    pub held_references: u32,
+}
+
+/// Which descriptors to list.
+#[derive(Clone, Debug, Default)]
+pub struct DebugListQuery {
+    /// Page size, at least 1.
+    pub page_size: usize,
+    /// Page token; empty for the first page.
+    pub page_token: String,
+    /// Which descriptors.
+    pub queries: DebugQueries,
+    /// Keys that are on or off; `None` for both.
+    pub enabled: Option<bool>,
+}
+
+impl Keys {
+    /// One page of the descriptors of dynamic debug.
+    ///
+    /// # Errors
+    /// [`KeysError::NotRegistered`]; [`KeysError::InvalidArgument`] for a page token of another
+    /// registration.
+    pub fn list_debug_sites(&self, query: &DebugListQuery) -> Result<DebugPage, KeysError> {
+        let revision = self.revision();
+        let Snapshot { registration, .. } = self.registry().snapshot()?;
+        let generation = registration.generation;
+        let first: usize = match parse_page_token(&query.page_token, generation)? {
+            None => 0,
+            Some(first) => first.parse().map_err(|_| invalid_token(MALFORMED))?,
+        };
+        let memory = registration.memory(self.ram()?);
+        let book = self.shared.book();
+        let mut page = DebugPage {
+            revision,
+            ..DebugPage::default()
+        };
+        let mut bytes = 0;
+        for (index, (id, site)) in registration.debug.iter().enumerate() {
+            let Some(key) = registration.catalog.key(id) else {
+                continue;
+            };
+            if !query.queries.select(site) {
+                continue;
+            }
+            // A key that cannot be read belongs to a module that is being unloaded.
+            let count = registration.catalog.enabled(&memory, id).unwrap_or(0);
+            let enabled = count_users(count) > 0;
+            if query.enabled.is_some_and(|wanted| wanted != enabled) {
+                continue;
+            }
+            page.total += 1;
+            if index < first || !page.next_page_token.is_empty() {
+                continue;
+            }
+            let site = site.escaped();
+            bytes += key.full_name.len() + site.text_bytes() + ITEM_BYTES;
+            if !page.sites.is_empty() && (page.sites.len() == query.page_size || bytes > PAGE_BYTES)
+            {
+                page.next_page_token = page_token(generation, &index.to_string());
+                continue;
+            }
+            page.sites.push(DebugView {
+                key: Arc::clone(&key.full_name),
+                site,
+                enabled,
+                held_references: book.holds.references(registration.instance(key)),
+            });
+        }
+        Ok(page)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn site(file: &str, line: u32, function: &str, module: &str, format: &str) -> DebugSite {
+        DebugSite {
+            module: module.to_owned(),
+            file: file.to_owned(),
+            function: function.to_owned(),
+            line,
+            format: format.to_owned(),
+            classed: false,
+        }
+    }
+
+    fn selects(query: &str) -> Vec<u32> {
+        let sites = [
+            site("drivers/net/veth.c", 10, "veth_open", "veth", "opened %s\n"),
+            site("drivers/net/tun.c", 20, "tun_open", "tun", "tun_chr_open\n"),
+            site("net/ipv4/tcp.c", 30, "tcp_init", "tcp", "say \"hi\"\t%d"),
+            DebugSite {
+                classed: true,
+                ..site("drivers/net/veth.c", 40, "veth_open", "veth", "classed")
+            },
+        ];
+        let queries = DebugQueries::parse(&[query.to_owned()]).expect(query);
+        let selected = sites.iter().filter(|site| queries.select(site));
+        selected.map(|site| site.line).collect()
+    }
+
+    #[test]
+    fn queries_select_as_the_kernels_do() {
+        for (query, lines) in [
+            ("", &[10, 20, 30][..]),
+            ("file drivers/net/*", &[10, 20]),
+            ("file veth.c", &[10]),
+            ("file net/veth.c", &[]),
+            ("file t?n.c", &[20]),
+            ("file veth.c:veth_*", &[10]),
+            ("file veth.c:10-", &[10]),
+            ("file tun.c:-19", &[]),
+            ("func *_open", &[10, 20]),
+            ("func open", &[]),
+            ("module tcp", &[30]),
+            ("module t*", &[20, 30]),
+            ("line 10-20", &[10, 20]),
+            ("line 20-", &[20, 30]),
+            ("line -20", &[10, 20]),
+            ("line 20", &[20]),
+            ("format open", &[10, 20]),
+            ("format ^open", &[10]),
+            ("format open line 15-", &[20]),
+            ("format 'opened %s'", &[10]),
+            (r"format opened\040%s", &[10]),
+            (r"format s\n", &[10]),
+            ("format n", &[10, 20]),
+            (r#"format 'say \"hi\"\t'"#, &[30]),
+            ("func *_open  module tun # of two", &[20]),
+        ] {
+            assert_eq!(selects(query), lines, "{query}");
+        }
+    }
+
+    #[test]
+    fn several_queries_select_what_one_of_them_does() {
+        let queries = ["module a".to_owned(), "module b line 2".to_owned()];
+        let queries = DebugQueries::parse(&queries).expect("well-formed");
+        for (module, line, selected) in [("a", 1, true), ("b", 2, true), ("b", 1, false)] {
+            let site = site("f", line, "g", module, "");
+            assert_eq!(queries.select(&site), selected, "{module} {line}");
+        }
+    }
+
+    #[test]
+    fn escaped_text_is_one_printable_line() {
+        let text: String = (0..=255_u8).map(char::from).collect();
+        let escaped = escape(&text);
+        assert!(escaped.bytes().all(|byte| (b' '..=b'~').contains(&byte)));
+        assert_eq!(
+            escape("a\n\t\u{1b}[2J\u{ff}\"\\"),
+            r#"a\n\t\033[2J\377\"\\"#
+        );
+        assert_eq!(escape("\u{20ac}"), r"\342\202\254");
+    }
+
+    #[test]
+    fn descriptors_are_bounded_and_have_their_own_keys() {
+        let long = site(&"\u{ff}".repeat(MAX_TEXT), 1, "f", "m", "");
+        let sites = DebugSites::new(vec![(0x10, long.clone())]).expect("cut");
+        let cut = sites.of(KeyId(0x10)).expect("there");
+        assert_eq!(cut.file.len(), MAX_TEXT);
+        let twice = vec![(0x10, long.clone()), (0x10, long.clone())];
+        assert!(DebugSites::new(twice).is_err());
+        let many = MAX_TEXTS / MAX_TEXT + 1;
+        let many = (0..many as u64).map(|at| (16 * at, long.clone()));
+        assert!(DebugSites::new(many.collect()).is_err());
+        let many = (0..=KEYS_MAX as u64).map(|at| (16 * at, DebugSite::default()));
+        assert!(DebugSites::new(many.collect()).is_err());
+    }
+}

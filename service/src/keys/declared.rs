@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Keys that the host's operator declares as class ref, for kernels that declare nothing.
+//!
+//! The files are read once, when the monitor starts. Their declarations are checked against each
+//! kernel that registers or is discovered; what it does not have is reported in its description.
+
+mod file;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use serde::Serialize;
+use static_keys::{Class, split_name};
+
+pub use self::file::DeclarationError;
+use self::file::KernelRange;
+use super::registry::Registration;
+use crate::log_limit::limited;
+
+/// The folder that is read unless another is given.
+pub const DEFAULT_FOLDER: &str = "/etc/patchbay/keys.d";
+
+/// A description has this many reasons at most; the log has all.
+const MAX_REPORTED: usize = 100;
+
+/// Why a key may be counted from outside, and who says so.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Declaration {
+    /// "name" or "module:name".
+    pub key: String,
+    /// The file.
+    pub file: String,
+    /// Why the change is safe.
+    pub reason: String,
+    /// Where that can be read: a commit, a line of the source.
+    pub source: String,
+    #[serde(skip)]
+    kernel: KernelRange,
+}
+
+/// The declarations of a host, in the order of files and entries.
+#[derive(Clone, Debug, Default)]
+pub struct Declarations(Vec<Arc<Declaration>>);
+
+impl Declarations {
+    /// Reads every file of a folder whose name ends in `.yaml`. Without `folder`,
+    /// [`DEFAULT_FOLDER`] is read if it exists.
+    ///
+    /// # Errors
+    /// [`DeclarationError`] names the file, and for malformed text line and column.
+    pub fn read(folder: Option<&Path>) -> Result<Self, DeclarationError> {
+        match folder {
+            Some(folder) => file::read(folder),
+            None if Path::new(DEFAULT_FOLDER).is_dir() => file::read(Path::new(DEFAULT_FOLDER)),
+            None => Ok(Vec::new()),
+        }
+        .map(Self)
+    }
+}
+
+impl Registration {
+    /// Gives declared keys their class. Declarations that this kernel does not satisfy go to
+    /// [`Registration::undeclared`].
+    pub(super) fn declare(&mut self, declarations: &Declarations) {
+        self.declared.clear();
+        self.undeclared.clear();
+        for declaration in &declarations.0 {
+            if !declaration.kernel.includes(&self.release, &self.build_id) {
+                continue;
+            }
+            if let Err(why) = self.declare_one(declaration) {
+                let Declaration { key, file, .. } = &**declaration;
+                let why = format!("{file}: key {key}: {why}");
+                limited!(
+                    warn,
+                    why,
+                    "a declaration does not apply to the guest's kernel"
+                );
+                if self.undeclared.len() < MAX_REPORTED {
+                    self.undeclared.push(why);
+                }
+            }
+        }
+    }
+
+    fn declare_one(&mut self, declaration: &Arc<Declaration>) -> Result<(), String> {
+        let name = declaration.key.as_str();
+        let (module, _) = split_name(name);
+        let Some(key) = self.catalog.find(name) else {
+            let loaded = self.catalog.modules().any(|(_, name)| name == module);
+            // A module that is not loaded has no keys.
+            return match module.is_empty() || loaded {
+                true => Err(format!(
+                    "kernel {} has no such key; correct the name or the kernels",
+                    self.release
+                )),
+                false => Ok(()),
+            };
+        };
+        let (id, class) = (key.id, key.class);
+        if self.catalog.is_ro_after_init(id) {
+            return Err("it is sealed and cannot change after the kernel's init; remove it".into());
+        }
+        if let Some(first) = self.declared.get(&id) {
+            return Err(format!("{} declares it too; remove one", first.file));
+        }
+        match class {
+            Class::Guarded => self.catalog.set_class(id, Class::Ref),
+            // An earlier module event, or the guest, declared it.
+            Class::Ref => {}
+            Class::Tracepoint | Class::DynamicDebug | Class::Never => {
+                return Err(format!(
+                    "it is of class {}, only guarded keys can be declared; remove it",
+                    class.name()
+                ));
+            }
+        }
+        self.declared.insert(id, Arc::clone(declaration));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use static_keys::Op;
+
+    use super::*;
+    use crate::keys::{KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
+    use crate::testing::{InMemoryGuest, TestKey};
+
+    fn declarations(text: &str) -> Declarations {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        std::fs::write(folder.path().join("a.yaml"), text).expect("writable");
+        Declarations::read(Some(folder.path())).expect(text)
+    }
+
+    fn declare(name: &str) -> String {
+        format!("- {{key: {name:?}, reason: tested, source: here}}\n")
+    }
+
+    fn keys(text: &str) -> (Arc<InMemoryGuest>, Keys) {
+        let registry = Arc::new(Registry::default());
+        let sealed = TestKey {
+            sealed: true,
+            ..TestKey::guarded("sealed")
+        };
+        let guest = InMemoryGuest::new(Arc::clone(&registry));
+        let config = KeysConfig {
+            declared: declarations(text),
+            ..KeysConfig::default()
+        };
+        let (keys, _) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");
+        guest.run(&[
+            TestKey::guarded("safe"),
+            TestKey::guarded("other"),
+            TestKey::tracepoint("event", true),
+            sealed,
+        ]);
+        (guest, keys)
+    }
+
+    async fn inc(keys: &Keys, name: &str) -> bool {
+        let second = std::time::Duration::from_secs(5);
+        let request = UpdateRequest::new(
+            vec![KeyUpdate::new(name, Op::Inc)],
+            "uid:0".to_owned(),
+            second,
+            std::time::Instant::now() + second,
+        );
+        keys.update(request).await.is_ok()
+    }
+
+    #[tokio::test]
+    async fn a_declared_key_needs_no_permission_and_others_do() {
+        let text = format!("kernel: {{from: '6.12'}}\nkeys:\n{}", declare("safe"));
+        let (guest, keys) = keys(&text);
+        assert!(inc(&keys, "safe").await && inc(&keys, "safe").await);
+        assert!(!inc(&keys, "other").await);
+        assert_eq!((guest.count("safe"), guest.count("other")), (2, 0));
+        let description = keys.describe();
+        assert_eq!(description.declared, 1);
+        assert!(description.undeclared.is_empty(), "{description:?}");
+    }
+
+    #[tokio::test]
+    async fn declarations_of_other_kernels_do_not_apply() {
+        let build_id = "ab".repeat(20);
+        for (kernel, applies) in [
+            ("{from: '6.12', to: '6.12'}".to_owned(), true),
+            ("{to: '6.11'}".to_owned(), false),
+            ("{from: '6.13'}".to_owned(), false),
+            (format!("{{build_id: {build_id}}}"), true),
+            ("{build_id: 00ff}".to_owned(), false),
+        ] {
+            let text = format!("kernel: {kernel}\nkeys:\n{}", declare("safe"));
+            let (_guest, keys) = keys(&text);
+            assert_eq!(inc(&keys, "safe").await, applies, "{kernel}");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_the_kernel_does_not_satisfy_is_described() {
+        let names = ["safe", "safe", "missing", "sealed", "event", "mod:key"];
+        let entries: String = names.map(declare).concat();
+        let (guest, keys) = keys(&format!("kernel: {{from: '6.12'}}\nkeys:\n{entries}"));
+        let told = keys.describe().undeclared;
+        for (told, (key, why)) in told.iter().zip([
+            ("safe", "declares it too"),
+            ("missing", "no such key"),
+            ("sealed", "sealed"),
+            ("event", "class tracepoint"),
+        ]) {
+            assert!(told.contains(key) && told.contains(why), "{told}");
+            assert!(told.contains("a.yaml"), "{told}");
+        }
+        assert_eq!(told.len(), 4, "{told:?}");
+        assert!(!inc(&keys, "sealed").await);
+        // The module comes: its key is declared, or missing.
+        guest.add_module("mod", &[TestKey::guarded("key")]);
+        assert!(inc(&keys, "mod:key").await);
+        assert!(inc(&keys, "safe").await, "declared still");
+        assert_eq!(keys.describe().undeclared.len(), 4);
+    }
+}

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Registers the test kernel as a discovery finds it: tables that were read already, with classes that
+//! a guest does not declare.
+
+use std::sync::atomic::Ordering;
+
+use static_keys::{Class, FoundImage, FoundKernel, FoundKey, GuestMemory, Image};
+use zerocopy::FromBytes;
+
+use super::InMemoryGuest;
+use crate::abi;
+use crate::keys::debug::{DebugSite, DebugSites};
+use crate::keys::registry::{Contents, KernelTables, requests};
+
+impl InMemoryGuest {
+    /// The kernel that registered last, as a discovery finds it.
+    ///
+    /// # Panics
+    /// If no kernel is registered.
+    pub fn found(&self) -> KernelTables {
+        let (descriptor, _) =
+            abi::Descriptor::read_from_prefix(&self.last_request()).expect("a whole page");
+        let mut tables = requests::tables(&self.ram, &descriptor).expect("it follows the rules");
+        let Contents::Described(kernel) = tables.contents else {
+            panic!("the guest described it")
+        };
+        let registration = self.registry.snapshot().expect("registered").registration;
+        let length = kernel.jump_table.end - kernel.jump_table.start;
+        let mut bytes = vec![0; usize::try_from(length).expect("a small table")];
+        let memory = registration.memory(&self.ram);
+        memory
+            .read_gva(kernel.jump_table.start, &mut bytes)
+            .expect("mapped");
+        let entries = kernel
+            .format
+            .entries(kernel.jump_table.start, &bytes, Image::Live);
+        let keys = registration.catalog.keys().map(|key| FoundKey {
+            address: key.id.0,
+            name: key.name().to_owned(),
+            class: key.class,
+            tracepoint: key.tracepoint,
+            switched_by_function: key.switched_by_function,
+        });
+        tables.contents = Contents::Found(FoundKernel {
+            format: kernel.format,
+            layout: kernel.layout,
+            gates: kernel.gates,
+            images: vec![FoundImage {
+                id: 0,
+                name: String::new(),
+                text: kernel.text,
+                ro_after_init: kernel.ro_after_init,
+                jump_table: kernel.jump_table,
+                entries: entries.collect(),
+                keys: keys.collect(),
+            }],
+        });
+        tables
+    }
+
+    /// Replaces the registration by a discovery, which finds that some keys belong to lines of dynamic
+    /// debug and others gate static calls.
+    ///
+    /// # Panics
+    /// If the tables are refused.
+    pub fn discover(&self, debug: &[(&str, DebugSite)], never: &[&str]) {
+        let mut tables = self.found();
+        tables.generation = self.generation.fetch_add(1, Ordering::SeqCst) + 1;
+        let Contents::Found(kernel) = &mut tables.contents else {
+            panic!("just made")
+        };
+        let mut sites = Vec::new();
+        for key in kernel.images.iter_mut().flat_map(|image| &mut image.keys) {
+            if let Some((_, site)) = debug.iter().find(|(name, _)| *name == key.name) {
+                key.class = Class::DynamicDebug;
+                sites.push((key.address, site.clone()));
+            }
+            if never.contains(&key.name.as_str()) {
+                key.class = Class::Never;
+            }
+        }
+        tables.debug = DebugSites::new(sites).expect("few");
+        self.registry.register_kernel(tables).expect("taken");
+    }
+}

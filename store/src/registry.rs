@@ -1,0 +1,381 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The registry: each host writes itself and its guests under one lease, and controllers watch them.
+//!
+//! ```text
+//! registry/hosts/HOST            HostRecord
+//! registry/guests/HOST/GUEST     GuestRecord
+//! ```
+//!
+//! * A host's key is created only while it is absent, so of two hosts with one name the second is refused.
+//!   A host that was started again finds its own record, and takes its place by ending that lease.
+//! * Every write carries the condition that the host's key is still the one that this process created.
+//! * A host whose lease expires vanishes with all its guests.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    Change, Expected, Fence, LeaseId, MAX_TRANSACTION_OPS, Store, StoreError, Transaction, Write,
+};
+
+/// Prefix of the registry's keys.
+pub const PREFIX: &str = "registry/";
+const HOSTS: &str = "registry/hosts/";
+const GUESTS: &str = "registry/guests/";
+const MAX_NAME_BYTES: usize = 64;
+
+/// A host, and how it is reached.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostRecord {
+    /// The machine that the host is, for a restart, and for who may use the socket.
+    pub machine: String,
+    /// Its unix socket, for controllers on the same machine.
+    pub socket: String,
+    /// ADDRESS:PORT with mutual TLS; `None` if it does not listen.
+    pub address: Option<String>,
+    pub labels: BTreeMap<String, String>,
+    /// Holds all keys of the host.
+    pub lease: i64,
+}
+
+impl HostRecord {
+    /// Whether the other record is of an earlier process of the same host.
+    fn is_same_host(&self, other: &Self) -> bool {
+        (&self.machine, &self.socket, &self.address)
+            == (&other.machine, &other.socket, &other.address)
+    }
+}
+
+/// A guest as its host last saw it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuestRecord {
+    pub incarnation: String,
+    pub kernel_release: String,
+    pub kernel_build_id: String,
+    /// Its tables of static keys are known.
+    pub registered: bool,
+    /// What the guest's service can do: "agent", "discovery", "hypercall".
+    pub capabilities: Vec<String>,
+    /// Of its keys, when it was last looked at.
+    pub revision: u64,
+}
+
+/// What a key of the registry says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Registered {
+    Host(String, HostRecord),
+    Guest {
+        host: String,
+        guest: String,
+        record: GuestRecord,
+    },
+    HostGone(String),
+    GuestGone {
+        host: String,
+        guest: String,
+    },
+}
+
+/// Why a host is not registered.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RegisterError {
+    #[error(
+        "another host is registered as {name:?}, at {place}; give one of them another --host-name"
+    )]
+    NameTaken { name: String, place: String },
+    #[error("{0:?} is no name of a host; give 1 to 64 letters, digits, '-', '_' and '.'")]
+    Name(String),
+    #[error("{0}")]
+    Store(#[from] StoreError),
+}
+
+/// A host in the registry.
+pub struct Registration {
+    store: Arc<dyn Store>,
+    name: String,
+    lease: LeaseId,
+    fence: Fence,
+    guests: BTreeMap<String, GuestRecord>,
+}
+
+fn host_key(host: &str) -> String {
+    format!("{HOSTS}{host}")
+}
+
+fn guest_key(host: &str, guest: &str) -> String {
+    format!("{GUESTS}{host}/{guest}")
+}
+
+/// Identifies the machine. One without an id gets another at each call, so that it is never taken for a
+/// second machine.
+pub fn machine() -> String {
+    let id = std::fs::read_to_string("/etc/machine-id").unwrap_or_default();
+    match id.trim() {
+        "" => format!("{:032x}", fastrand::u128(..)),
+        id => id.to_owned(),
+    }
+}
+
+/// # Errors
+/// [`RegisterError::Name`].
+pub fn check_name(name: &str) -> Result<(), RegisterError> {
+    let letters = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    match !name.is_empty() && name.len() <= MAX_NAME_BYTES && name.chars().all(letters) {
+        true => Ok(()),
+        false => Err(RegisterError::Name(name.to_owned())),
+    }
+}
+
+fn encode(value: &impl Serialize) -> Result<Vec<u8>, StoreError> {
+    serde_json::to_vec(value).map_err(|error| StoreError::Invalid(error.to_string()))
+}
+
+fn decode<'v, T: Deserialize<'v>>(key: &str, value: &'v [u8]) -> Result<T, StoreError> {
+    serde_json::from_slice(value).map_err(|error| {
+        StoreError::Invalid(format!("the value of the key {key} is malformed: {error}"))
+    })
+}
+
+impl Registration {
+    /// Registers the host, without guests. `record.lease` is set here. `takes_over` says that an earlier
+    /// process of the same host may still be registered.
+    ///
+    /// # Errors
+    /// [`RegisterError`]; nothing is registered then.
+    pub async fn new(
+        store: Arc<dyn Store>,
+        name: &str,
+        mut record: HostRecord,
+        ttl: Duration,
+        takes_over: bool,
+    ) -> Result<Self, RegisterError> {
+        check_name(name)?;
+        let key = host_key(name);
+        if let Some(entry) = store.get(&key).await? {
+            let other: HostRecord = decode(&key, &entry.value)?;
+            if !takes_over || !record.is_same_host(&other) {
+                let place = other.address.unwrap_or(other.socket);
+                let name = name.to_owned();
+                return Err(RegisterError::NameTaken { name, place });
+            }
+            store.revoke(LeaseId(other.lease)).await?;
+        }
+        let lease = store.grant(ttl).await?;
+        record.lease = lease.0;
+        let create = Transaction::new()
+            .expect(&key, Expected::Absent)
+            .put_leased(&key, encode(&record)?, lease);
+        match store.commit(create).await {
+            Ok(created) => Ok(Self {
+                store,
+                name: name.to_owned(),
+                lease,
+                fence: Fence { key, created },
+                guests: BTreeMap::new(),
+            }),
+            Err(error) => {
+                // It expires anyway.
+                let _ = store.revoke(lease).await;
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Writes the guests that differ from what is registered; returns how many.
+    ///
+    /// # Errors
+    /// [`StoreError::Conflict`] if the host is not registered any more.
+    pub async fn update(
+        &mut self,
+        guests: BTreeMap<String, GuestRecord>,
+    ) -> Result<usize, StoreError> {
+        let mut writes = Vec::new();
+        for (guest, record) in &guests {
+            if self.guests.get(guest) != Some(record) {
+                writes.push(Write::Put {
+                    key: guest_key(&self.name, guest),
+                    value: encode(record)?,
+                    lease: Some(self.lease),
+                });
+            }
+        }
+        let before: BTreeSet<&String> = self.guests.keys().collect();
+        let gone = before
+            .into_iter()
+            .filter(|guest| !guests.contains_key(*guest));
+        writes.extend(gone.map(|guest| Write::Delete {
+            key: guest_key(&self.name, guest),
+        }));
+        for some in writes.chunks(MAX_TRANSACTION_OPS) {
+            let transaction = Transaction::new().fenced(&self.fence);
+            let transaction = some.iter().cloned().fold(transaction, Transaction::write);
+            self.store.commit(transaction).await?;
+        }
+        self.guests = guests;
+        Ok(writes.len())
+    }
+
+    /// The host stays registered while this is renewed.
+    pub fn lease(&self) -> LeaseId {
+        self.lease
+    }
+
+    /// Removes the host and its guests at once.
+    pub async fn end(self) {
+        // The lease expires anyway.
+        let _ = self.store.revoke(self.lease).await;
+    }
+}
+
+/// What a changed key of the registry says; `None` for a key that is none of its.
+///
+/// # Errors
+/// [`StoreError::Invalid`] for a value that cannot be read.
+pub fn read(change: &Change) -> Result<Option<Registered>, StoreError> {
+    let key = change.key();
+    let guest = key
+        .strip_prefix(GUESTS)
+        .and_then(|rest| rest.split_once('/'));
+    Ok(match (key.strip_prefix(HOSTS), guest, change) {
+        (Some(host), _, Change::Put(entry)) => Some(Registered::Host(
+            host.to_owned(),
+            decode(key, &entry.value)?,
+        )),
+        (Some(host), _, Change::Deleted { .. }) => Some(Registered::HostGone(host.to_owned())),
+        (_, Some((host, guest)), Change::Put(entry)) => Some(Registered::Guest {
+            host: host.to_owned(),
+            guest: guest.to_owned(),
+            record: decode(key, &entry.value)?,
+        }),
+        (_, Some((host, guest)), Change::Deleted { .. }) => Some(Registered::GuestGone {
+            host: host.to_owned(),
+            guest: guest.to_owned(),
+        }),
+        _ => None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::EmbeddedStore;
+
+    const TTL: Duration = Duration::from_secs(60);
+
+    fn store() -> (tempfile::TempDir, Arc<dyn Store>) {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let store = EmbeddedStore::open(&folder.path().join("x.redb")).expect("opens");
+        (folder, Arc::new(store))
+    }
+
+    fn record(socket: &str) -> HostRecord {
+        HostRecord {
+            machine: "m".to_owned(),
+            socket: socket.to_owned(),
+            address: None,
+            labels: BTreeMap::new(),
+            lease: 0,
+        }
+    }
+
+    fn guests(names: &[(&str, u64)]) -> BTreeMap<String, GuestRecord> {
+        let record = |revision| GuestRecord {
+            revision,
+            ..GuestRecord::default()
+        };
+        let names = names.iter();
+        names
+            .map(|&(name, revision)| (name.to_owned(), record(revision)))
+            .collect()
+    }
+
+    async fn keys(store: &dyn Store) -> Vec<String> {
+        let snapshot = store.range(PREFIX).await.expect("listed");
+        snapshot
+            .entries
+            .into_iter()
+            .map(|entry| entry.key)
+            .collect()
+    }
+
+    #[tokio::test]
+    async fn only_what_changed_is_written_and_the_end_removes_all() {
+        let (_folder, store) = store();
+        let mut host = Registration::new(Arc::clone(&store), "h", record("a"), TTL, true)
+            .await
+            .expect("registered");
+        assert_eq!(host.update(guests(&[("x", 1), ("y", 1)])).await, Ok(2));
+        assert_eq!(host.update(guests(&[("x", 1), ("y", 2)])).await, Ok(1));
+        assert_eq!(host.update(guests(&[("y", 2), ("a/b", 1)])).await, Ok(2));
+        let expected = [
+            "registry/guests/h/a/b",
+            "registry/guests/h/y",
+            "registry/hosts/h",
+        ];
+        assert_eq!(keys(store.as_ref()).await, expected);
+        host.end().await;
+        assert_eq!(keys(store.as_ref()).await, [""; 0]);
+    }
+
+    #[tokio::test]
+    async fn of_two_hosts_with_one_name_the_second_is_refused() {
+        let (_folder, store) = store();
+        let new = |socket, takes_over| {
+            Registration::new(Arc::clone(&store), "h", record(socket), TTL, takes_over)
+        };
+        let mut first = new("a", true).await.expect("registered");
+        let refused = new("b", true).await.err().expect("refused");
+        assert!(
+            matches!(&refused, RegisterError::NameTaken { place, .. } if place == "a"),
+            "{refused}"
+        );
+        // The same host, started again.
+        let mut again = new("a", true).await.expect("registered");
+        assert_eq!(again.update(guests(&[("x", 1)])).await, Ok(1));
+        // The earlier process writes nothing any more, and does not take its place back.
+        let stale = first.update(guests(&[("y", 1)])).await;
+        assert!(
+            matches!(
+                stale,
+                Err(StoreError::Conflict | StoreError::LeaseExpired(_))
+            ),
+            "{stale:?}"
+        );
+        let renewed = store.renew(first.lease()).await;
+        assert!(matches!(renewed, Err(StoreError::LeaseExpired(_))));
+        let refused = new("a", false).await.err().expect("refused");
+        assert!(
+            matches!(refused, RegisterError::NameTaken { .. }),
+            "{refused}"
+        );
+        assert_eq!(
+            keys(store.as_ref()).await,
+            ["registry/guests/h/x", "registry/hosts/h"]
+        );
+    }
+
+    #[tokio::test]
+    async fn names_that_are_none_are_refused() {
+        let (_folder, store) = store();
+        for name in ["", "a/b", "a b", &"a".repeat(65)] {
+            let new = Registration::new(Arc::clone(&store), name, record("a"), TTL, true);
+            let refused = new.await.err().expect("refused");
+            assert!(matches!(refused, RegisterError::Name(_)), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_foreign_value_is_named() {
+        let change = Change::Put(crate::Entry {
+            key: "registry/hosts/h".to_owned(),
+            value: b"not JSON".to_vec(),
+            created: 1,
+            modified: 1,
+        });
+        let error = read(&change).expect_err("refused").to_string();
+        assert!(error.contains("registry/hosts/h"), "{error}");
+    }
+}

@@ -1,0 +1,48 @@
+# Boots systemd in namespaces of its own, on an overlay of this machine's root. Arguments: a scratch folder, and the
+# caller's folder, which is /host inside: host/bin goes to /usr/bin, host/units to /etc/systemd/system, host/etc to
+# /etc/patchbay, and host/steps.sh is run by systemd. Run by `unshare` with new mount, PID, cgroup, IPC and UTS
+# namespaces.
+set -e
+scratch=$1
+host=$2
+mount -t tmpfs tmpfs "$scratch"
+mkdir "$scratch/upper" "$scratch/work" "$scratch/root"
+mount -t overlay -o "lowerdir=/,upperdir=$scratch/upper,workdir=$scratch/work" overlay "$scratch/root"
+for program in "$host"/bin/*; do
+	install -m 755 "$program" "$scratch/root/usr/bin/"
+done
+cd "$scratch/root"
+mount -t proc proc proc
+mount -t sysfs sysfs sys
+mount -t cgroup2 cgroup2 sys/fs/cgroup
+# With a /dev/kvm of its own, which belongs to the group that a distribution gives it.
+mount -t tmpfs -o mode=755 tmpfs dev
+cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty dev/
+# PrivateDevices= makes its own /dev of these.
+mkdir dev/pts dev/shm
+mount -t devpts -o newinstance,ptmxmode=666 devpts dev/pts
+ln -s pts/ptmx dev/ptmx
+if test -e /dev/kvm; then
+	cp -a /dev/kvm dev/
+	grep -q ^kvm: etc/group || echo kvm:x:989: >>etc/group
+	chroot . chown root:kvm /dev/kvm
+	chmod 660 dev/kvm
+fi
+mount -t tmpfs tmpfs run
+mount -t tmpfs tmpfs tmp
+mkdir host
+mount --bind "$host" host
+cp host/units/* etc/systemd/system/
+mkdir -p etc/patchbay
+cp host/etc/* etc/patchbay/
+cat >etc/systemd/system/steps.service <<END
+[Unit]
+DefaultDependencies=no
+SuccessAction=exit
+FailureAction=exit
+[Service]
+Type=oneshot
+ExecStart=/bin/sh -c 'sh -ex /host/steps.sh >/host/log 2>&1'
+END
+export container=patchbay
+exec chroot . /lib/systemd/systemd --system --unit=steps.service --show-status=no
