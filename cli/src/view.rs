@@ -174,6 +174,10 @@ pub struct Details {
     #[serde(skip_serializing_if = "String::is_empty")]
     pub registration_error: String,
     pub tables: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub discovered_by: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub discovery_ms: Option<f64>,
     pub agent_connected: bool,
     pub transport: &'static str,
     pub transports: Vec<&'static str>,
@@ -485,6 +489,14 @@ impl Guest {
                 v1::TableSource::Registered => "registered",
                 v1::TableSource::Discovered => "discovered",
             },
+            discovered_by: guest.discovery.as_ref().map(|found| match found.way() {
+                v1::DiscoveryWay::Unspecified => "unknown",
+                v1::DiscoveryWay::Image => "image",
+                v1::DiscoveryWay::Note => "note",
+            }),
+            discovery_ms: guest
+                .discovery
+                .map(|found| (micros(found.time) / 100.0).round() / 10.0),
             agent_connected: status.agent_connected,
             transport: transport(guest.transport()),
             transports: guest.transports().map(transport).collect(),

@@ -56,13 +56,7 @@ impl Environment {
     }
 
     fn from_variables() -> Result<Self, String> {
-        if let Err(error) = std::fs::File::options()
-            .read(true)
-            .write(true)
-            .open("/dev/kvm")
-        {
-            return Err(format!("/dev/kvm cannot be opened ({error})"));
-        }
+        check_kvm()?;
         Ok(Self {
             kernel: file("PATCHBAY_TEST_KERNEL")?,
             vmlinux: file("PATCHBAY_TEST_VMLINUX")?,
@@ -89,6 +83,49 @@ impl KernelFiles {
             vmlinux: file(&format!("PATCHBAY_TEST_{name}_VMLINUX"))?,
         })
     }
+}
+
+/// A kernel of a distribution, which knows nothing of Patchbay, and the programs under test.
+#[derive(Debug, Clone)]
+pub struct StockKernel {
+    /// Its bzImage.
+    pub kernel: PathBuf,
+    /// initramfs with a shell and the kernel's modules.
+    pub initramfs: PathBuf,
+    pub monitor: PathBuf,
+    pub cli: PathBuf,
+}
+
+impl StockKernel {
+    /// The kernel in the directory that `PATCHBAY_TEST_STOCK_<version>` names; `None`, after
+    /// printing why, if the test is skipped.
+    pub fn named(version: &str) -> Option<Self> {
+        Self::from_variables(version)
+            .map_err(|reason| crate::skip(&reason))
+            .ok()
+    }
+
+    fn from_variables(version: &str) -> Result<Self, String> {
+        check_kvm()?;
+        let variable = format!("PATCHBAY_TEST_STOCK_{version}");
+        let folder = std::env::var_os(&variable)
+            .map(PathBuf::from)
+            .ok_or_else(|| format!("{variable} is not set; `cargo xtask test` sets it"))?;
+        Ok(Self {
+            kernel: folder.join("vmlinuz"),
+            initramfs: folder.join("initramfs"),
+            monitor: file("PATCHBAY_VMM")?,
+            cli: file("PATCHBAY_CLI")?,
+        })
+    }
+}
+
+fn check_kvm() -> Result<(), String> {
+    let mut options = std::fs::File::options();
+    let opened = options.read(true).write(true).open("/dev/kvm");
+    opened
+        .map(drop)
+        .map_err(|error| format!("/dev/kvm cannot be opened ({error})"))
 }
 
 fn file(variable: &str) -> Result<PathBuf, String> {

@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use hyper_util::rt::TokioIo;
@@ -17,14 +18,22 @@ use tokio::net::UnixStream;
 use tokio::process::{Child, Command};
 use tonic::transport::{Channel, Endpoint, Uri};
 
-use crate::Environment;
 use crate::console::{PATIENCE, SHELL_READS, Shell};
+use crate::environment::{Environment, StockKernel};
+
+/// noxsave: the lab's QEMU does not intercept a nested guest's XSETBV, so its KVM reports the size of
+/// an XSAVE area without AVX, and the guest's kernel warns at boot.
+const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 reboot=k noxsave";
 
 /// Configuration of a [`Guest`].
 #[derive(Debug, Clone)]
 pub struct GuestBuilder {
-    environment: Environment,
+    monitor: PathBuf,
     kernel: PathBuf,
+    initramfs: PathBuf,
+    /// A file with the kernel's symbols, for kernels that register.
+    symbols: Option<PathBuf>,
+    patience: Duration,
     root_disk: Option<PathBuf>,
     vcpus: u32,
     memory: String,
@@ -43,7 +52,21 @@ impl GuestBuilder {
     /// Boots from a disk instead of the initramfs. It must have a shell that reads the console.
     pub fn root_disk(mut self, image: &Path) -> Self {
         self.root_disk = Some(image.to_owned());
+        // A distribution starts more programs.
+        self.patience = 4 * PATIENCE;
         self.command_line("root=/dev/vda rw")
+    }
+
+    /// Boots with another initramfs than `Environment::initramfs`.
+    pub fn initramfs(mut self, initramfs: &Path) -> Self {
+        self.initramfs = initramfs.to_owned();
+        self
+    }
+
+    /// Guest memory, as the monitor takes it; the default is 256M.
+    pub fn memory(mut self, memory: &str) -> Self {
+        self.memory = memory.to_owned();
+        self
     }
 
     /// Number of vCPUs, 1 to 16; the default is 1.
@@ -83,14 +106,17 @@ impl GuestBuilder {
         let socket = folder.path().join("api.sock");
         let log = folder.path().join("monitor.log");
         let log_file = std::fs::File::create(&log)?;
-        let mut command = Command::new(&self.environment.monitor);
+        let mut command = Command::new(&self.monitor);
         if self.agent {
             command.arg("--vsock").arg(folder.path().join("vsock"));
         }
         match &self.root_disk {
             Some(image) => command.arg("--disk").arg(image),
-            None => command.arg("--initrd").arg(&self.environment.initramfs),
+            None => command.arg("--initrd").arg(&self.initramfs),
         };
+        if let Some(symbols) = &self.symbols {
+            command.arg("--symbols").arg(symbols);
+        }
         let process = command
             .arg("--kernel")
             .arg(&self.kernel)
@@ -100,21 +126,20 @@ impl GuestBuilder {
             .arg("--api-socket")
             .arg(&socket)
             .args(["--console", "api"])
-            .arg("--symbols")
-            .arg(&self.environment.vmlinux)
             .args(&self.arguments)
             .stdin(Stdio::null())
             .stdout(log_file.try_clone()?)
             .stderr(log_file)
             .kill_on_drop(true)
             .spawn()
-            .with_context(|| format!("cannot start {}", self.environment.monitor.display()))?;
+            .with_context(|| format!("cannot start {}", self.monitor.display()))?;
 
         let mut guest = Guest {
             process,
             folder,
             socket,
             log,
+            patience: self.patience,
             connection: None,
         };
         let channel = guest.connect().await?;
@@ -122,14 +147,7 @@ impl GuestBuilder {
         guest.connection = Some(Connection { channel, shell });
         // Opening the port clears its receiver (serial8250_do_startup()), so input typed before the
         // shell has opened it is lost.
-        let patience = match self.root_disk {
-            // A distribution starts more programs.
-            Some(_) => 4 * PATIENCE,
-            None => PATIENCE,
-        };
-        let console = guest.console();
-        console.wait_longer_for(SHELL_READS, patience).await?;
-        guest.shell("dmesg -n 1").await?;
+        guest.wait_for_shell().await?;
         Ok(guest)
     }
 }
@@ -141,6 +159,8 @@ pub struct Guest {
     folder: TempDir,
     socket: PathBuf,
     log: PathBuf,
+    /// Time allowed for a boot.
+    patience: Duration,
     connection: Option<Connection>,
 }
 
@@ -154,15 +174,34 @@ impl Guest {
     /// A guest with 1 vCPU, 256 MiB and the patched kernel.
     pub fn builder(environment: &Environment) -> GuestBuilder {
         GuestBuilder {
-            environment: environment.clone(),
+            monitor: environment.monitor.clone(),
             kernel: environment.kernel.clone(),
+            initramfs: environment.initramfs.clone(),
+            symbols: Some(environment.vmlinux.clone()),
+            patience: PATIENCE,
             root_disk: None,
             vcpus: 1,
             memory: "256M".to_owned(),
-            // noxsave: the lab's QEMU does not intercept a nested guest's XSETBV, so its KVM
-            // reports the size of an XSAVE area without AVX, and the guest's kernel warns at boot.
-            // acpi=off: most tests cover the MP table; tests of ACPI call `acpi`.
-            command_line: "console=ttyS0 quiet panic=-1 reboot=k noxsave acpi=off".to_owned(),
+            // Most tests cover the MP table; tests of ACPI call `acpi`.
+            command_line: format!("{COMMAND_LINE} acpi=off"),
+            arguments: Vec::new(),
+            agent: false,
+        }
+    }
+
+    /// A guest with 1 vCPU, 512 MiB, ACPI and a kernel of a distribution, which does not register.
+    pub fn stock(kernel: &StockKernel) -> GuestBuilder {
+        GuestBuilder {
+            monitor: kernel.monitor.clone(),
+            kernel: kernel.kernel.clone(),
+            initramfs: kernel.initramfs.clone(),
+            symbols: None,
+            // It has more drivers than the kernel under test.
+            patience: 4 * PATIENCE,
+            root_disk: None,
+            vcpus: 1,
+            memory: "512M".to_owned(),
+            command_line: COMMAND_LINE.to_owned(),
             arguments: Vec::new(),
             agent: false,
         }
@@ -247,6 +286,15 @@ impl Guest {
     /// The guest's console.
     pub fn console(&mut self) -> &mut Shell {
         &mut self.connection().shell
+    }
+
+    /// Waits until a kernel has booted and its shell reads the console.
+    pub async fn wait_for_shell(&mut self) -> Result<()> {
+        let patience = self.patience;
+        self.console()
+            .wait_longer_for(SHELL_READS, patience)
+            .await?;
+        self.shell("dmesg -n 1").await.map(drop)
     }
 
     /// A client of the static keys service.

@@ -27,7 +27,7 @@ mod seen;
 mod trace;
 
 pub use console::{SHELL_READS, Shell};
-pub use environment::{Environment, KernelFiles};
+pub use environment::{Environment, KernelFiles, StockKernel};
 pub use guest::{Guest, GuestBuilder, connect};
 pub use seen::{Seen, TEST_KEYS};
 pub use trace::{AGENT_INSTANCE, EventStream, reason, until};

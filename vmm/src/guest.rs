@@ -34,6 +34,18 @@ impl VmGuest {
         let ram = Arc::new(vm.ram().clone());
         Self { name, vm, ram }
     }
+
+    pub(crate) fn vm(&self) -> &Vm {
+        &self.vm
+    }
+}
+
+impl std::fmt::Debug for VmGuest {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VmGuest")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Machine for VmGuest {

@@ -13,6 +13,7 @@ pub mod boot;
 pub mod config;
 pub mod devices;
 pub mod dirty;
+mod discovery;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
 pub mod guest;
@@ -24,6 +25,7 @@ pub mod pause;
 pub mod probe;
 pub mod request;
 pub mod seccomp;
+pub mod system_registers;
 pub mod thread;
 mod vcpu;
 pub mod vm;

@@ -126,10 +126,11 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
     let vm = Arc::new(Vm::new(config, registry.clone())?);
     if !vm.transports().any() && !args.no_patchbay {
         tracing::warn!(
-            "neither transport works on this host, so the guest cannot register its keys; run on a host whose KVM supports KVM_CAP_EXIT_HYPERCALL or MSR filters"
+            "neither transport works on this host, so the guest cannot register its keys and they have to be discovered; run on a host whose KVM supports KVM_CAP_EXIT_HYPERCALL or MSR filters"
         );
     }
     let guest = Arc::new(VmGuest::new(args.name.clone(), vm.clone()));
+    registry.discover(guest.clone());
     let audit_place = audit.place();
     let keys_config = KeysConfig {
         audit,

@@ -40,6 +40,7 @@ pub use patchbay_service::pause::{Activity, LateVcpu, PauseError};
 use rustix::thread::futex;
 
 use crate::kick::{ImmediateExit, kick_thread};
+use crate::system_registers::{RegisterReader, RegistersError, SystemRegisters};
 
 /// Time that the controller spins before it sleeps, if it has a core of its own. A vCPU leaves the
 /// guest faster than this. Waking a sleeping core takes as long again, most of all on a virtual
@@ -137,6 +138,7 @@ pub struct Pauser {
     slots: Box<[Slot]>,
     /// Number of cores that this process may run on.
     cores: usize,
+    registers: RegisterReader,
     /// Buffer for the RIPs; reused so that a pause does not allocate.
     rips: Mutex<Vec<u64>>,
 }
@@ -161,6 +163,7 @@ impl Pauser {
             sleeping: AtomicBool::new(false),
             held: AtomicBool::new(false),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
+            registers: RegisterReader::new(slots.len()),
             rips: Mutex::new(Vec::with_capacity(slots.len())),
             slots,
         }
@@ -218,6 +221,28 @@ impl Pauser {
             rips,
             breakpoint,
             stop_time,
+        })
+    }
+
+    /// Whether the guest is paused, or a pause is being requested.
+    #[must_use]
+    pub fn is_held(&self) -> bool {
+        self.held.load(SeqCst)
+    }
+
+    /// System registers of the vCPUs that have started, without a pause.
+    pub(crate) fn system_registers(
+        &self,
+        timeout: Duration,
+    ) -> Result<Vec<SystemRegisters>, RegistersError> {
+        let not_running = [VcpuState::NotStarted as u8, VcpuState::Exited as u8];
+        self.registers.read(timeout, |vcpu| {
+            let slot = &self.slots[vcpu];
+            let runs = !not_running.contains(&slot.state.load(SeqCst));
+            if runs {
+                slot.kick();
+            }
+            runs
         })
     }
 
@@ -302,6 +327,7 @@ impl Pauser {
     pub(crate) fn vcpu(&self, index: usize) -> VcpuSide<'_> {
         VcpuSide {
             pauser: self,
+            index,
             slot: &self.slots[index],
         }
     }
@@ -360,6 +386,7 @@ pub(crate) enum NextStep {
 #[derive(Debug)]
 pub(crate) struct VcpuSide<'a> {
     pauser: &'a Pauser,
+    index: usize,
     slot: &'a Slot,
 }
 
@@ -387,6 +414,15 @@ impl VcpuSide<'_> {
             NextStep::Park(word)
         } else {
             NextStep::Run
+        }
+    }
+
+    /// Answers a request for the system registers, if there is one. Call it after
+    /// [`next`](Self::next).
+    pub fn report_registers(&self, read: impl FnOnce() -> Option<SystemRegisters>) {
+        let registers = &self.pauser.registers;
+        if registers.take_request(self.index) {
+            registers.answer(self.index, read());
         }
     }
 
@@ -441,5 +477,6 @@ impl VcpuSide<'_> {
 impl Drop for VcpuSide<'_> {
     fn drop(&mut self) {
         self.leave_to(VcpuState::Exited);
+        self.pauser.registers.answer(self.index, None);
     }
 }

@@ -72,7 +72,9 @@ impl Vcpu {
         // instructions.
         let mut settled = false;
         loop {
-            let turn = match side.next() {
+            let step = side.next();
+            side.report_registers(|| self.fd.get_sregs().ok().map(Into::into));
+            let turn = match step {
                 NextStep::Run => self.enter(side),
                 NextStep::Park(word) if settled => self.park(side, word),
                 NextStep::Park(_) => self.settle(side),

@@ -34,6 +34,7 @@ use crate::pause::{PauseError, Paused, Pauser};
 use crate::probe::{self, Transports};
 use crate::request::{GuestRequests, RequestPort};
 use crate::seccomp::ThreadKind;
+use crate::system_registers::{RegistersError, SystemRegisters};
 use crate::thread::{self, lock};
 use crate::vcpu::{Vcpu, VcpuEnd};
 use crate::x86::acpi;
@@ -356,6 +357,24 @@ impl Vm {
     /// [`PauseError`]. The guest runs on and nothing has changed.
     pub fn pause(&self, deadline: Duration) -> Result<Paused<'_>, PauseError> {
         self.shared.pauser.pause(deadline)
+    }
+
+    /// Whether the guest is paused.
+    #[must_use]
+    pub fn is_held(&self) -> bool {
+        self.shared.pauser.is_held()
+    }
+
+    /// System registers of the vCPUs that have started, each read between two instructions. The
+    /// guest is not paused.
+    ///
+    /// # Errors
+    /// [`RegistersError`], for a paused guest too: a parked vCPU does not answer.
+    pub fn system_registers(
+        &self,
+        timeout: Duration,
+    ) -> Result<Vec<SystemRegisters>, RegistersError> {
+        self.shared.pauser.system_registers(timeout)
     }
 
     /// Ends the guest at once, like a power cut. May be called at any time, also while the guest is

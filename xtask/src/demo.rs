@@ -6,14 +6,18 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result};
 
-use crate::{cargo, guest, host, lab};
+use crate::{cargo, guest, host, lab, stock};
 
 /// Demos and their programs. The first is the default.
-const DEMOS: [(&str, &str); 3] = [
+const DEMOS: [(&str, &str); 4] = [
     ("getppid", "getppid-demo"),
     ("trace", "trace-demo"),
     ("sick-guest", "sick-guest-demo"),
+    (STOCK, "stock-demo"),
 ];
+
+/// The demo that builds no kernel.
+const STOCK: &str = "stock";
 
 /// The demo without a virtual machine.
 const FLEET: &str = "fleet";
@@ -29,8 +33,16 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
     if named.is_some() {
         arguments.remove(0);
     }
-    let (_, program) = named.unwrap_or(&DEMOS[0]);
-    let variables = guest::prepare(false)?;
+    let (name, program) = named.unwrap_or(&DEMOS[0]);
+    let variables = match *name {
+        STOCK => {
+            host::ensure_packages(host::LAB)?;
+            let mut variables = guest::programs()?;
+            variables.push(stock::cloud_6_12()?);
+            variables
+        }
+        _ => guest::prepare(false)?,
+    };
     guest::announce_place();
     let program = cargo::program(program);
     if host::Kvm::probe().runs_linux() {

@@ -22,22 +22,34 @@ pub fn prepare(with_unpatched: bool) -> Result<Variables> {
     }
     host::ensure_packages(&packages.iter().map(String::as_str).collect::<Vec<_>>())?;
 
-    // Always the same packages, so that cargo selects the same features for their dependencies.
-    cargo::build_programs(&["patchbay-vmm", "patchbay-cli", "patchbay-examples"])?;
-    if !host::Kvm::probe().runs_linux() {
-        lab_image::get()?;
-    }
-    let mut variables = kernel_of_the_guest(&Recipe::standard())?;
-    variables.extend([
-        ("PATCHBAY_VMM", cargo::program("patchbay-vmm")),
-        ("PATCHBAY_CLI", cargo::program("patchbay")),
-        ("PATCHBAY_AGENT", cargo::build_agent()?),
-    ]);
+    let mut variables = programs()?;
+    variables.extend(kernel_of_the_guest(&Recipe::standard())?);
+    variables.push(("PATCHBAY_AGENT", cargo::build_agent()?));
     if with_unpatched {
         let unpatched = kernel::get(&Recipe::unpatched())?;
         variables.push(("PATCHBAY_TEST_UNPATCHED_KERNEL", unpatched.bzimage()));
     }
     Ok(variables)
+}
+
+/// Builds the programs, and the lab if guests run there.
+pub fn programs() -> Result<Variables> {
+    // Always the same packages, so that cargo selects the same features for their dependencies.
+    cargo::build_programs(&[
+        "patchbay-vmm",
+        "patchbay-cli",
+        "patchbay-attach",
+        "patchbay-examples",
+    ])?;
+    if !host::Kvm::probe().runs_linux() {
+        host::ensure_packages(host::LAB)?;
+        lab_image::get()?;
+    }
+    Ok(vec![
+        ("PATCHBAY_VMM", cargo::program("patchbay-vmm")),
+        ("PATCHBAY_CLI", cargo::program("patchbay")),
+        ("PATCHBAY_ATTACH", cargo::program("patchbay-attach")),
+    ])
 }
 
 /// Variables with the paths of the guest's kernel.

@@ -29,7 +29,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Result;
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use patchbay_lab::{cache, cpio, image as lab_image, machine as lab, modules, step};
 
 #[derive(Parser)]
@@ -41,11 +41,12 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Boot a Linux guest and flip its static keys from outside; `demo trace` traces a guest,
-    /// `demo sick-guest` one whose user space hangs, and `demo fleet` rolls a change out over 500
-    /// guests in memory, with a page to watch it
+    /// Boot a Linux guest and flip its static keys from outside; `demo trace` traces a guest, `demo
+    /// sick-guest` one whose user space hangs, `demo stock` flips keys of Debian's own kernel, in our
+    /// monitor and in QEMU, and `demo fleet` rolls a change out over 500 guests in memory, with a
+    /// page to watch it
     Demo {
-        /// getppid (default), trace, sick-guest or fleet, and its arguments; `--keep` keeps the guests
+        /// getppid (default), trace, sick-guest, stock or fleet, and its arguments; `--keep` keeps the guests
         /// running at the end
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
@@ -117,8 +118,16 @@ struct Test {
     /// Also repeat tests with the newest kernel; with a filter, with the oldest too
     #[arg(long)]
     other_kernels: bool,
+    /// Also discover the keys of every stock kernel that Debian's archive has
+    #[arg(long, value_enum, value_name = "WHICH")]
+    kernels: Option<Kernels>,
     /// Run only tests whose name, "package::target function", contains this
     filter: Option<String>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Kernels {
+    All,
 }
 
 #[derive(Args)]
@@ -163,6 +172,7 @@ fn run(task: Task) -> Result<ExitCode> {
                 tiers: arguments.tiers,
                 filter: arguments.filter,
                 other_kernels: arguments.other_kernels,
+                all_kernels: arguments.kernels.is_some(),
                 timeout: Duration::from_secs(arguments.timeout),
                 labs: arguments.labs.unwrap_or((cpus / 2).clamp(2, 4)),
             })?;

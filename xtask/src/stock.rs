@@ -4,72 +4,102 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use crate::guest::Variables;
+use crate::initramfs::{self, Contents, INIT};
 use crate::step::Steps;
-use crate::{cache, cpio, host, lab_image, modules};
+use crate::{cache, host, kernel, lab_image, modules};
 
 /// The variable that names the folder of a kernel, and the package that depends on the newest kernel of a series.
-const KERNELS: &[(&str, &str)] = &[
+const KERNELS: [(&str, &str); 2] = [
     ("PATCHBAY_TEST_STOCK_6_1", "linux-image-cloud-amd64"),
     ("PATCHBAY_TEST_STOCK_6_12", "linux-image-6.12-cloud-amd64"),
 ];
 
-/// Loaded with all they depend on: modules with tracepoints, with keys, and with neither.
-const MODULES: &[&str] = &["xfs", "virtio_net", "virtio_blk"];
+/// More packages, for the table of `docs/kernels.md`. An archive may lack some.
+const OTHERS: [&str; 6] = [
+    "linux-image-5.10-cloud-amd64",
+    "linux-image-amd64",
+    "linux-image-rt-amd64",
+    "linux-image-6.12-amd64",
+    "linux-image-6.12-rt-amd64",
+    "linux-image-6.18-cloud-amd64",
+];
 
-const INIT: &str = include_str!("../guest/stock-init.sh");
+/// Modules in the initramfs, with all they depend on: with tracepoints, with keys, with lines of dynamic debug, and with none of these.
+/// None is loaded by itself.
+const MODULES: &[&str] = &["xfs", "virtio_net", "virtio_blk", "binfmt_misc"];
+
+/// Directories whose C files become programs in the guest.
+const PROGRAMS: &[&str] = &["tests/guest"];
+
 const KIND: &str = "stock";
 
 /// A folder with `vmlinuz` and `initramfs`, made if it is not in the cache. The key lacks the package's version, as the lab's does.
 fn get(package: &str) -> Result<PathBuf> {
     host::ensure_packages(host::LAB)?;
-    let mut inputs = cache::Inputs::new("stock kernel 1");
+    host::ensure_packages(host::INITRAMFS)?;
+    let programs = initramfs::programs(PROGRAMS)?;
+    let mut inputs = cache::Inputs::new("stock kernel 2");
     inputs.add("package", package);
     inputs.add("modules", MODULES.join(" "));
     inputs.add("init", INIT);
-    cache::entry(KIND, &inputs.key(), |folder| build(package, folder))
+    inputs.add("compiler", kernel::compiler()?);
+    for program in &programs {
+        inputs.add_file(&program.display().to_string(), program)?;
+    }
+    cache::entry(KIND, &inputs.key(), |folder| {
+        build(package, &programs, folder)
+    })
 }
 
-/// Variables for the tests. A kernel that cannot be had leaves its variable out, and the test says that it is skipped.
+/// Environment variables with the kernels' directories. A kernel that is not available is left out,
+/// and its test reports that it is skipped.
 pub fn variables() -> Variables {
-    let folder = |(variable, package): &(&'static str, &str)| match get(package) {
-        Ok(folder) => Some((*variable, folder)),
-        Err(error) => {
-            eprintln!("There is no stock kernel of {package}: {error:#}");
-            None
-        }
-    };
-    KERNELS.iter().filter_map(folder).collect()
+    let kernels = KERNELS.iter();
+    kernels
+        .filter_map(|(variable, package)| Some((*variable, available(package)?)))
+        .collect()
 }
 
-fn build(package: &str, folder: &Path) -> Result<()> {
+/// The variable with the directories of all other kernels that are available.
+pub fn others() -> Result<Variables> {
+    let folders = OTHERS.iter().filter_map(|package| available(package));
+    let list = std::env::join_paths(folders)?;
+    Ok(vec![("PATCHBAY_TEST_STOCK_OTHERS", list.into())])
+}
+
+fn available(package: &str) -> Option<PathBuf> {
+    get(package)
+        .inspect_err(|error| eprintln!("There is no stock kernel of {package}: {error:#}"))
+        .ok()
+}
+
+/// The kernel of the demo.
+pub fn cloud_6_12() -> Result<(&'static str, PathBuf)> {
+    let [_, (variable, package)] = KERNELS;
+    Ok((variable, get(package)?))
+}
+
+fn build(package: &str, programs: &[PathBuf], folder: &Path) -> Result<()> {
     let steps = Steps::new("preparing a stock kernel", &folder.join("build.log"))?;
     let unpacked = folder.join("package");
     lab_image::download_kernel(&steps, package, &unpacked)?;
     let boot = lab_image::only_match(&unpacked.join("boot"), "vmlinuz-")?;
     fs::rename(boot, folder.join("vmlinuz"))?;
     let library = lab_image::only_match(&unpacked.join("lib/modules"), "")?;
-    fs::write(folder.join("initramfs"), initramfs(&library)?)?;
+    let modules = modules::read_with_dependencies(&library, MODULES)?;
+    // insmod can load them in the order of their names.
+    let named = |(number, module): (usize, modules::Module)| {
+        (format!("{number:02}-{}.ko", module.name), module.content)
+    };
+    let contents = Contents {
+        modules: modules.into_iter().enumerate().map(named).collect(),
+        programs,
+        agent: None,
+    };
+    contents.write(&steps, folder)?;
     fs::remove_dir_all(&unpacked)?;
     Ok(())
-}
-
-fn initramfs(library: &Path) -> Result<Vec<u8>> {
-    let mut archive = cpio::Archive::default();
-    for folder in ["bin", "dev", "proc", "sys", "modules"] {
-        archive.directory(folder);
-    }
-    archive.character_device("dev/console", 5, 1);
-    archive.file("init", 0o755, INIT.as_bytes());
-    let busybox = fs::read("/bin/busybox").context("no /bin/busybox")?;
-    archive.file("bin/busybox", 0o755, &busybox);
-    let modules = modules::read_with_dependencies(library, MODULES)?;
-    for (number, module) in modules.iter().enumerate() {
-        // insmod loads them in the order of their names.
-        let path = format!("modules/{number:02}-{}.ko", module.name);
-        archive.file(&path, 0o644, &module.content);
-    }
-    Ok(archive.finish())
 }

@@ -38,6 +38,9 @@ const WITH_OTHER_KERNELS: &[&str] = &[
     "patchbay-tests::linux_trace armed_is_silent_firing_streams_and_parked_is_silent",
 ];
 
+/// Test targets that need stock kernels.
+const STOCK: &[&str] = &["patchbay-tests::stock", "patchbay-tests::linux_stock"];
+
 /// Selects the tests to run.
 pub struct Selection {
     /// Tiers; all if empty.
@@ -47,6 +50,8 @@ pub struct Selection {
     /// Repeat tests also with the newest kernel, and with both if there is a filter. Without a filter
     /// they are always repeated with the oldest.
     pub other_kernels: bool,
+    /// Discover the keys of every stock kernel that the archive has.
+    pub all_kernels: bool,
     /// Timeout of a test, here and in the lab.
     pub timeout: Duration,
     /// Number of labs that run at the same time.
@@ -153,9 +158,13 @@ pub fn run(selection: &Selection) -> Result<bool> {
     }
     if tier_1
         .iter()
-        .any(|test| test.suite == "patchbay-tests::stock")
+        .chain(&tier_3)
+        .any(|test| STOCK.contains(&&*test.suite))
     {
         outcome.variables.extend(stock::variables());
+        if selection.all_kernels {
+            outcome.variables.extend(stock::others()?);
+        }
     }
     if tier_1
         .iter()
@@ -192,7 +201,14 @@ pub fn run(selection: &Selection) -> Result<bool> {
         selection.timeout,
     );
     if !tier_3.is_empty() {
-        outcome.variables.extend(guest::prepare(true)?);
+        // A stock kernel is downloaded; the others are built.
+        let builds = tier_3.iter().any(|test| test.suite != STOCK[1]);
+        let prepared = if builds {
+            guest::prepare(true)?
+        } else {
+            guest::programs()?
+        };
+        outcome.variables.extend(prepared);
         let runs = |suite| tier_3.iter().any(|test| test.suite == suite);
         if runs("patchbay-tests::linux_kernels") {
             let more = guest::kernel_without_jump_labels()?;

@@ -84,8 +84,10 @@ type RegistrationState int32
 
 const (
 	RegistrationState_REGISTRATION_STATE_UNSPECIFIED RegistrationState = 0
-	// The kernel is still booting, or does not have the series.
-	RegistrationState_REGISTRATION_STATE_ABSENT     RegistrationState = 1
+	// No kernel has registered, and none was discovered yet: a call that needs the
+	// keys starts the discovery. `registration_error` says why the last one failed.
+	RegistrationState_REGISTRATION_STATE_ABSENT RegistrationState = 1
+	// `table_source` says whether the kernel registered itself.
 	RegistrationState_REGISTRATION_STATE_REGISTERED RegistrationState = 2
 	// The guest took its registration back (reboot, crash, hibernation).
 	RegistrationState_REGISTRATION_STATE_WITHDRAWN RegistrationState = 3
@@ -240,6 +242,58 @@ func (x Transport) Number() protoreflect.EnumNumber {
 // Deprecated: Use Transport.Descriptor instead.
 func (Transport) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{3}
+}
+
+// What a discovery starts from.
+type DiscoveryWay int32
+
+const (
+	DiscoveryWay_DISCOVERY_WAY_UNSPECIFIED DiscoveryWay = 0
+	// A vCPU's page table and IDT, which lead to the kernel image.
+	DiscoveryWay_DISCOVERY_WAY_IMAGE DiscoveryWay = 1
+	// VMCOREINFO, searched for in all memory.
+	DiscoveryWay_DISCOVERY_WAY_NOTE DiscoveryWay = 2
+)
+
+// Enum value maps for DiscoveryWay.
+var (
+	DiscoveryWay_name = map[int32]string{
+		0: "DISCOVERY_WAY_UNSPECIFIED",
+		1: "DISCOVERY_WAY_IMAGE",
+		2: "DISCOVERY_WAY_NOTE",
+	}
+	DiscoveryWay_value = map[string]int32{
+		"DISCOVERY_WAY_UNSPECIFIED": 0,
+		"DISCOVERY_WAY_IMAGE":       1,
+		"DISCOVERY_WAY_NOTE":        2,
+	}
+)
+
+func (x DiscoveryWay) Enum() *DiscoveryWay {
+	p := new(DiscoveryWay)
+	*p = x
+	return p
+}
+
+func (x DiscoveryWay) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (DiscoveryWay) Descriptor() protoreflect.EnumDescriptor {
+	return file_patchbay_v1_guest_proto_enumTypes[4].Descriptor()
+}
+
+func (DiscoveryWay) Type() protoreflect.EnumType {
+	return &file_patchbay_v1_guest_proto_enumTypes[4]
+}
+
+func (x DiscoveryWay) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use DiscoveryWay.Descriptor instead.
+func (DiscoveryWay) EnumDescriptor() ([]byte, []int) {
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{4}
 }
 
 type ListGuestsRequest struct {
@@ -554,6 +608,8 @@ type DescribeGuestResponse struct {
 	Kaslr              bool   `protobuf:"varint,13,opt,name=kaslr,proto3" json:"kaslr,omitempty"`
 	PageTableIsolation bool   `protobuf:"varint,14,opt,name=page_table_isolation,json=pageTableIsolation,proto3" json:"page_table_isolation,omitempty"`
 	FiveLevelPaging    bool   `protobuf:"varint,15,opt,name=five_level_paging,json=fiveLevelPaging,proto3" json:"five_level_paging,omitempty"`
+	// Set if the tables were found in the guest's memory.
+	Discovery *Discovery `protobuf:"bytes,16,opt,name=discovery,proto3" json:"discovery,omitempty"`
 	// Keys of class ref because the host's operator declares them (keys.d).
 	DeclaredKeys uint32 `protobuf:"varint,20,opt,name=declared_keys,json=declaredKeys,proto3" json:"declared_keys,omitempty"`
 	// Declarations for this kernel that do not apply to it, one sentence each.
@@ -697,6 +753,13 @@ func (x *DescribeGuestResponse) GetFiveLevelPaging() bool {
 	return false
 }
 
+func (x *DescribeGuestResponse) GetDiscovery() *Discovery {
+	if x != nil {
+		return x.Discovery
+	}
+	return nil
+}
+
 func (x *DescribeGuestResponse) GetDeclaredKeys() uint32 {
 	if x != nil {
 		return x.DeclaredKeys
@@ -711,6 +774,60 @@ func (x *DescribeGuestResponse) GetDeclarationErrors() []string {
 	return nil
 }
 
+// How the tables of a kernel that does not register were found.
+type Discovery struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Way   DiscoveryWay           `protobuf:"varint,1,opt,name=way,proto3,enum=patchbay.v1.DiscoveryWay" json:"way,omitempty"`
+	// From the first look until the tables were known.
+	Time          *durationpb.Duration `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Discovery) Reset() {
+	*x = Discovery{}
+	mi := &file_patchbay_v1_guest_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Discovery) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Discovery) ProtoMessage() {}
+
+func (x *Discovery) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_guest_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
+func (*Discovery) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *Discovery) GetWay() DiscoveryWay {
+	if x != nil {
+		return x.Way
+	}
+	return DiscoveryWay_DISCOVERY_WAY_UNSPECIFIED
+}
+
+func (x *Discovery) GetTime() *durationpb.Duration {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
 type WatchGuestRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Guest         string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
@@ -720,7 +837,7 @@ type WatchGuestRequest struct {
 
 func (x *WatchGuestRequest) Reset() {
 	*x = WatchGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[5]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -732,7 +849,7 @@ func (x *WatchGuestRequest) String() string {
 func (*WatchGuestRequest) ProtoMessage() {}
 
 func (x *WatchGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[5]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -745,7 +862,7 @@ func (x *WatchGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGuestRequest.ProtoReflect.Descriptor instead.
 func (*WatchGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{5}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *WatchGuestRequest) GetGuest() string {
@@ -764,7 +881,7 @@ type WatchGuestResponse struct {
 
 func (x *WatchGuestResponse) Reset() {
 	*x = WatchGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -776,7 +893,7 @@ func (x *WatchGuestResponse) String() string {
 func (*WatchGuestResponse) ProtoMessage() {}
 
 func (x *WatchGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -789,7 +906,7 @@ func (x *WatchGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGuestResponse.ProtoReflect.Descriptor instead.
 func (*WatchGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{6}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *WatchGuestResponse) GetStatus() *GuestStatus {
@@ -814,7 +931,7 @@ type PauseGuestRequest struct {
 
 func (x *PauseGuestRequest) Reset() {
 	*x = PauseGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -826,7 +943,7 @@ func (x *PauseGuestRequest) String() string {
 func (*PauseGuestRequest) ProtoMessage() {}
 
 func (x *PauseGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -839,7 +956,7 @@ func (x *PauseGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseGuestRequest.ProtoReflect.Descriptor instead.
 func (*PauseGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{7}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *PauseGuestRequest) GetGuest() string {
@@ -877,7 +994,7 @@ type PauseGuestResponse struct {
 
 func (x *PauseGuestResponse) Reset() {
 	*x = PauseGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -889,7 +1006,7 @@ func (x *PauseGuestResponse) String() string {
 func (*PauseGuestResponse) ProtoMessage() {}
 
 func (x *PauseGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -902,7 +1019,7 @@ func (x *PauseGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseGuestResponse.ProtoReflect.Descriptor instead.
 func (*PauseGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{8}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *PauseGuestResponse) GetStopTime() *durationpb.Duration {
@@ -928,7 +1045,7 @@ type ResumeGuestRequest struct {
 
 func (x *ResumeGuestRequest) Reset() {
 	*x = ResumeGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -940,7 +1057,7 @@ func (x *ResumeGuestRequest) String() string {
 func (*ResumeGuestRequest) ProtoMessage() {}
 
 func (x *ResumeGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -953,7 +1070,7 @@ func (x *ResumeGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeGuestRequest.ProtoReflect.Descriptor instead.
 func (*ResumeGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{9}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ResumeGuestRequest) GetGuest() string {
@@ -971,7 +1088,7 @@ type ResumeGuestResponse struct {
 
 func (x *ResumeGuestResponse) Reset() {
 	*x = ResumeGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -983,7 +1100,7 @@ func (x *ResumeGuestResponse) String() string {
 func (*ResumeGuestResponse) ProtoMessage() {}
 
 func (x *ResumeGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -996,7 +1113,7 @@ func (x *ResumeGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeGuestResponse.ProtoReflect.Descriptor instead.
 func (*ResumeGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{10}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{11}
 }
 
 type ShutdownGuestRequest struct {
@@ -1015,7 +1132,7 @@ type ShutdownGuestRequest struct {
 
 func (x *ShutdownGuestRequest) Reset() {
 	*x = ShutdownGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1027,7 +1144,7 @@ func (x *ShutdownGuestRequest) String() string {
 func (*ShutdownGuestRequest) ProtoMessage() {}
 
 func (x *ShutdownGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1040,7 +1157,7 @@ func (x *ShutdownGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownGuestRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{11}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *ShutdownGuestRequest) GetGuest() string {
@@ -1081,7 +1198,7 @@ type ShutdownGuestResponse struct {
 
 func (x *ShutdownGuestResponse) Reset() {
 	*x = ShutdownGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1093,7 +1210,7 @@ func (x *ShutdownGuestResponse) String() string {
 func (*ShutdownGuestResponse) ProtoMessage() {}
 
 func (x *ShutdownGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1106,7 +1223,7 @@ func (x *ShutdownGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownGuestResponse.ProtoReflect.Descriptor instead.
 func (*ShutdownGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{12}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ShutdownGuestResponse) GetPowerCut() bool {
@@ -1133,7 +1250,7 @@ type StreamConsoleRequest struct {
 
 func (x *StreamConsoleRequest) Reset() {
 	*x = StreamConsoleRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1145,7 +1262,7 @@ func (x *StreamConsoleRequest) String() string {
 func (*StreamConsoleRequest) ProtoMessage() {}
 
 func (x *StreamConsoleRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1158,7 +1275,7 @@ func (x *StreamConsoleRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamConsoleRequest.ProtoReflect.Descriptor instead.
 func (*StreamConsoleRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{13}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *StreamConsoleRequest) GetGuest() string {
@@ -1200,7 +1317,7 @@ type StreamConsoleResponse struct {
 
 func (x *StreamConsoleResponse) Reset() {
 	*x = StreamConsoleResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1212,7 +1329,7 @@ func (x *StreamConsoleResponse) String() string {
 func (*StreamConsoleResponse) ProtoMessage() {}
 
 func (x *StreamConsoleResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1225,7 +1342,7 @@ func (x *StreamConsoleResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamConsoleResponse.ProtoReflect.Descriptor instead.
 func (*StreamConsoleResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{14}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *StreamConsoleResponse) GetOffset() uint64 {
@@ -1271,7 +1388,7 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	" \x01(\bR\x0eagentConnected\x12 \n" +
 	"\vincarnation\x18\v \x01(\tR\vincarnation\",\n" +
 	"\x14DescribeGuestRequest\x12\x14\n" +
-	"\x05guest\x18\x01 \x01(\tR\x05guest\"\x9d\x05\n" +
+	"\x05guest\x18\x01 \x01(\tR\x05guest\"\xd3\x05\n" +
 	"\x15DescribeGuestResponse\x120\n" +
 	"\x06status\x18\x01 \x01(\v2\x18.patchbay.v1.GuestStatusR\x06status\x12\x14\n" +
 	"\x05vcpus\x18\x02 \x01(\rR\x05vcpus\x12!\n" +
@@ -1292,9 +1409,13 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\brevision\x18\f \x01(\x04R\brevision\x12\x14\n" +
 	"\x05kaslr\x18\r \x01(\bR\x05kaslr\x120\n" +
 	"\x14page_table_isolation\x18\x0e \x01(\bR\x12pageTableIsolation\x12*\n" +
-	"\x11five_level_paging\x18\x0f \x01(\bR\x0ffiveLevelPaging\x12#\n" +
+	"\x11five_level_paging\x18\x0f \x01(\bR\x0ffiveLevelPaging\x124\n" +
+	"\tdiscovery\x18\x10 \x01(\v2\x16.patchbay.v1.DiscoveryR\tdiscovery\x12#\n" +
 	"\rdeclared_keys\x18\x14 \x01(\rR\fdeclaredKeys\x12-\n" +
-	"\x12declaration_errors\x18\x15 \x03(\tR\x11declarationErrors\")\n" +
+	"\x12declaration_errors\x18\x15 \x03(\tR\x11declarationErrors\"g\n" +
+	"\tDiscovery\x12+\n" +
+	"\x03way\x18\x01 \x01(\x0e2\x19.patchbay.v1.DiscoveryWayR\x03way\x12-\n" +
+	"\x04time\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x04time\")\n" +
 	"\x11WatchGuestRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\"F\n" +
 	"\x12WatchGuestResponse\x120\n" +
@@ -1344,7 +1465,11 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\tTransport\x12\x19\n" +
 	"\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x17\n" +
 	"\x13TRANSPORT_HYPERCALL\x10\x01\x12\x11\n" +
-	"\rTRANSPORT_MSR\x10\x022\xdb\x04\n" +
+	"\rTRANSPORT_MSR\x10\x02*^\n" +
+	"\fDiscoveryWay\x12\x1d\n" +
+	"\x19DISCOVERY_WAY_UNSPECIFIED\x10\x00\x12\x17\n" +
+	"\x13DISCOVERY_WAY_IMAGE\x10\x01\x12\x16\n" +
+	"\x12DISCOVERY_WAY_NOTE\x10\x022\xdb\x04\n" +
 	"\fGuestService\x12M\n" +
 	"\n" +
 	"ListGuests\x12\x1e.patchbay.v1.ListGuestsRequest\x1a\x1f.patchbay.v1.ListGuestsResponse\x12V\n" +
@@ -1369,66 +1494,71 @@ func file_patchbay_v1_guest_proto_rawDescGZIP() []byte {
 	return file_patchbay_v1_guest_proto_rawDescData
 }
 
-var file_patchbay_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
-var file_patchbay_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_patchbay_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
+var file_patchbay_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_patchbay_v1_guest_proto_goTypes = []any{
 	(GuestState)(0),               // 0: patchbay.v1.GuestState
 	(RegistrationState)(0),        // 1: patchbay.v1.RegistrationState
 	(TableSource)(0),              // 2: patchbay.v1.TableSource
 	(Transport)(0),                // 3: patchbay.v1.Transport
-	(*ListGuestsRequest)(nil),     // 4: patchbay.v1.ListGuestsRequest
-	(*ListGuestsResponse)(nil),    // 5: patchbay.v1.ListGuestsResponse
-	(*GuestStatus)(nil),           // 6: patchbay.v1.GuestStatus
-	(*DescribeGuestRequest)(nil),  // 7: patchbay.v1.DescribeGuestRequest
-	(*DescribeGuestResponse)(nil), // 8: patchbay.v1.DescribeGuestResponse
-	(*WatchGuestRequest)(nil),     // 9: patchbay.v1.WatchGuestRequest
-	(*WatchGuestResponse)(nil),    // 10: patchbay.v1.WatchGuestResponse
-	(*PauseGuestRequest)(nil),     // 11: patchbay.v1.PauseGuestRequest
-	(*PauseGuestResponse)(nil),    // 12: patchbay.v1.PauseGuestResponse
-	(*ResumeGuestRequest)(nil),    // 13: patchbay.v1.ResumeGuestRequest
-	(*ResumeGuestResponse)(nil),   // 14: patchbay.v1.ResumeGuestResponse
-	(*ShutdownGuestRequest)(nil),  // 15: patchbay.v1.ShutdownGuestRequest
-	(*ShutdownGuestResponse)(nil), // 16: patchbay.v1.ShutdownGuestResponse
-	(*StreamConsoleRequest)(nil),  // 17: patchbay.v1.StreamConsoleRequest
-	(*StreamConsoleResponse)(nil), // 18: patchbay.v1.StreamConsoleResponse
-	(*timestamppb.Timestamp)(nil), // 19: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),   // 20: google.protobuf.Duration
+	(DiscoveryWay)(0),             // 4: patchbay.v1.DiscoveryWay
+	(*ListGuestsRequest)(nil),     // 5: patchbay.v1.ListGuestsRequest
+	(*ListGuestsResponse)(nil),    // 6: patchbay.v1.ListGuestsResponse
+	(*GuestStatus)(nil),           // 7: patchbay.v1.GuestStatus
+	(*DescribeGuestRequest)(nil),  // 8: patchbay.v1.DescribeGuestRequest
+	(*DescribeGuestResponse)(nil), // 9: patchbay.v1.DescribeGuestResponse
+	(*Discovery)(nil),             // 10: patchbay.v1.Discovery
+	(*WatchGuestRequest)(nil),     // 11: patchbay.v1.WatchGuestRequest
+	(*WatchGuestResponse)(nil),    // 12: patchbay.v1.WatchGuestResponse
+	(*PauseGuestRequest)(nil),     // 13: patchbay.v1.PauseGuestRequest
+	(*PauseGuestResponse)(nil),    // 14: patchbay.v1.PauseGuestResponse
+	(*ResumeGuestRequest)(nil),    // 15: patchbay.v1.ResumeGuestRequest
+	(*ResumeGuestResponse)(nil),   // 16: patchbay.v1.ResumeGuestResponse
+	(*ShutdownGuestRequest)(nil),  // 17: patchbay.v1.ShutdownGuestRequest
+	(*ShutdownGuestResponse)(nil), // 18: patchbay.v1.ShutdownGuestResponse
+	(*StreamConsoleRequest)(nil),  // 19: patchbay.v1.StreamConsoleRequest
+	(*StreamConsoleResponse)(nil), // 20: patchbay.v1.StreamConsoleResponse
+	(*timestamppb.Timestamp)(nil), // 21: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 22: google.protobuf.Duration
 }
 var file_patchbay_v1_guest_proto_depIdxs = []int32{
-	6,  // 0: patchbay.v1.ListGuestsResponse.guests:type_name -> patchbay.v1.GuestStatus
+	7,  // 0: patchbay.v1.ListGuestsResponse.guests:type_name -> patchbay.v1.GuestStatus
 	0,  // 1: patchbay.v1.GuestStatus.state:type_name -> patchbay.v1.GuestState
-	19, // 2: patchbay.v1.GuestStatus.paused_until:type_name -> google.protobuf.Timestamp
+	21, // 2: patchbay.v1.GuestStatus.paused_until:type_name -> google.protobuf.Timestamp
 	1,  // 3: patchbay.v1.GuestStatus.registration:type_name -> patchbay.v1.RegistrationState
 	2,  // 4: patchbay.v1.GuestStatus.table_source:type_name -> patchbay.v1.TableSource
-	6,  // 5: patchbay.v1.DescribeGuestResponse.status:type_name -> patchbay.v1.GuestStatus
-	19, // 6: patchbay.v1.DescribeGuestResponse.started_at:type_name -> google.protobuf.Timestamp
+	7,  // 5: patchbay.v1.DescribeGuestResponse.status:type_name -> patchbay.v1.GuestStatus
+	21, // 6: patchbay.v1.DescribeGuestResponse.started_at:type_name -> google.protobuf.Timestamp
 	3,  // 7: patchbay.v1.DescribeGuestResponse.transport:type_name -> patchbay.v1.Transport
 	3,  // 8: patchbay.v1.DescribeGuestResponse.transports:type_name -> patchbay.v1.Transport
-	6,  // 9: patchbay.v1.WatchGuestResponse.status:type_name -> patchbay.v1.GuestStatus
-	20, // 10: patchbay.v1.PauseGuestRequest.timeout:type_name -> google.protobuf.Duration
-	20, // 11: patchbay.v1.PauseGuestRequest.ttl:type_name -> google.protobuf.Duration
-	20, // 12: patchbay.v1.PauseGuestResponse.stop_time:type_name -> google.protobuf.Duration
-	19, // 13: patchbay.v1.PauseGuestResponse.expires_at:type_name -> google.protobuf.Timestamp
-	20, // 14: patchbay.v1.ShutdownGuestRequest.timeout:type_name -> google.protobuf.Duration
-	4,  // 15: patchbay.v1.GuestService.ListGuests:input_type -> patchbay.v1.ListGuestsRequest
-	7,  // 16: patchbay.v1.GuestService.DescribeGuest:input_type -> patchbay.v1.DescribeGuestRequest
-	9,  // 17: patchbay.v1.GuestService.WatchGuest:input_type -> patchbay.v1.WatchGuestRequest
-	11, // 18: patchbay.v1.GuestService.PauseGuest:input_type -> patchbay.v1.PauseGuestRequest
-	13, // 19: patchbay.v1.GuestService.ResumeGuest:input_type -> patchbay.v1.ResumeGuestRequest
-	15, // 20: patchbay.v1.GuestService.ShutdownGuest:input_type -> patchbay.v1.ShutdownGuestRequest
-	17, // 21: patchbay.v1.GuestService.StreamConsole:input_type -> patchbay.v1.StreamConsoleRequest
-	5,  // 22: patchbay.v1.GuestService.ListGuests:output_type -> patchbay.v1.ListGuestsResponse
-	8,  // 23: patchbay.v1.GuestService.DescribeGuest:output_type -> patchbay.v1.DescribeGuestResponse
-	10, // 24: patchbay.v1.GuestService.WatchGuest:output_type -> patchbay.v1.WatchGuestResponse
-	12, // 25: patchbay.v1.GuestService.PauseGuest:output_type -> patchbay.v1.PauseGuestResponse
-	14, // 26: patchbay.v1.GuestService.ResumeGuest:output_type -> patchbay.v1.ResumeGuestResponse
-	16, // 27: patchbay.v1.GuestService.ShutdownGuest:output_type -> patchbay.v1.ShutdownGuestResponse
-	18, // 28: patchbay.v1.GuestService.StreamConsole:output_type -> patchbay.v1.StreamConsoleResponse
-	22, // [22:29] is the sub-list for method output_type
-	15, // [15:22] is the sub-list for method input_type
-	15, // [15:15] is the sub-list for extension type_name
-	15, // [15:15] is the sub-list for extension extendee
-	0,  // [0:15] is the sub-list for field type_name
+	10, // 9: patchbay.v1.DescribeGuestResponse.discovery:type_name -> patchbay.v1.Discovery
+	4,  // 10: patchbay.v1.Discovery.way:type_name -> patchbay.v1.DiscoveryWay
+	22, // 11: patchbay.v1.Discovery.time:type_name -> google.protobuf.Duration
+	7,  // 12: patchbay.v1.WatchGuestResponse.status:type_name -> patchbay.v1.GuestStatus
+	22, // 13: patchbay.v1.PauseGuestRequest.timeout:type_name -> google.protobuf.Duration
+	22, // 14: patchbay.v1.PauseGuestRequest.ttl:type_name -> google.protobuf.Duration
+	22, // 15: patchbay.v1.PauseGuestResponse.stop_time:type_name -> google.protobuf.Duration
+	21, // 16: patchbay.v1.PauseGuestResponse.expires_at:type_name -> google.protobuf.Timestamp
+	22, // 17: patchbay.v1.ShutdownGuestRequest.timeout:type_name -> google.protobuf.Duration
+	5,  // 18: patchbay.v1.GuestService.ListGuests:input_type -> patchbay.v1.ListGuestsRequest
+	8,  // 19: patchbay.v1.GuestService.DescribeGuest:input_type -> patchbay.v1.DescribeGuestRequest
+	11, // 20: patchbay.v1.GuestService.WatchGuest:input_type -> patchbay.v1.WatchGuestRequest
+	13, // 21: patchbay.v1.GuestService.PauseGuest:input_type -> patchbay.v1.PauseGuestRequest
+	15, // 22: patchbay.v1.GuestService.ResumeGuest:input_type -> patchbay.v1.ResumeGuestRequest
+	17, // 23: patchbay.v1.GuestService.ShutdownGuest:input_type -> patchbay.v1.ShutdownGuestRequest
+	19, // 24: patchbay.v1.GuestService.StreamConsole:input_type -> patchbay.v1.StreamConsoleRequest
+	6,  // 25: patchbay.v1.GuestService.ListGuests:output_type -> patchbay.v1.ListGuestsResponse
+	9,  // 26: patchbay.v1.GuestService.DescribeGuest:output_type -> patchbay.v1.DescribeGuestResponse
+	12, // 27: patchbay.v1.GuestService.WatchGuest:output_type -> patchbay.v1.WatchGuestResponse
+	14, // 28: patchbay.v1.GuestService.PauseGuest:output_type -> patchbay.v1.PauseGuestResponse
+	16, // 29: patchbay.v1.GuestService.ResumeGuest:output_type -> patchbay.v1.ResumeGuestResponse
+	18, // 30: patchbay.v1.GuestService.ShutdownGuest:output_type -> patchbay.v1.ShutdownGuestResponse
+	20, // 31: patchbay.v1.GuestService.StreamConsole:output_type -> patchbay.v1.StreamConsoleResponse
+	25, // [25:32] is the sub-list for method output_type
+	18, // [18:25] is the sub-list for method input_type
+	18, // [18:18] is the sub-list for extension type_name
+	18, // [18:18] is the sub-list for extension extendee
+	0,  // [0:18] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_guest_proto_init() }
@@ -1441,8 +1571,8 @@ func file_patchbay_v1_guest_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_guest_proto_rawDesc), len(file_patchbay_v1_guest_proto_rawDesc)),
-			NumEnums:      4,
-			NumMessages:   15,
+			NumEnums:      5,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

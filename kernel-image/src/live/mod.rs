@@ -13,6 +13,7 @@
 
 mod contents;
 mod error;
+mod functions;
 mod gates;
 mod layout;
 mod locate;
@@ -29,6 +30,7 @@ use std::ops::Range;
 use serde::Serialize;
 
 pub use error::DiscoveryError;
+pub use functions::Functions;
 pub use gates::{Concerns, Gate, GateKind};
 pub use layout::Layout;
 pub use memory::{Cpu, PhysicalMemory};

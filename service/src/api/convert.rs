@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use patchbay_kernel_image::live::Way;
 use patchbay_proto::v1;
 use static_keys::{Class, NotPatchable, Op};
 
@@ -74,6 +75,17 @@ pub fn registration(phase: RegistrationPhase) -> v1::RegistrationState {
         RegistrationPhase::Registered => v1::RegistrationState::Registered,
         RegistrationPhase::Withdrawn => v1::RegistrationState::Withdrawn,
         RegistrationPhase::Refused => v1::RegistrationState::Refused,
+    }
+}
+
+pub fn discovery((way, time): (Way, Duration)) -> v1::Discovery {
+    let way = match way {
+        Way::Image => v1::DiscoveryWay::Image,
+        Way::Note => v1::DiscoveryWay::Note,
+    };
+    v1::Discovery {
+        way: way.into(),
+        time: Some(duration(time)),
     }
 }
 

@@ -110,6 +110,7 @@ impl GuestService for GuestApi {
             .map(|&transport| convert::transport(transport).into())
             .collect();
         let transport = match (registration.phase, transports.first()) {
+            _ if registration.discovery.is_some() => v1::Transport::Unspecified.into(),
             (RegistrationPhase::Absent, _) | (_, None) => v1::Transport::Unspecified.into(),
             (_, Some(&first)) => first,
         };
@@ -128,6 +129,7 @@ impl GuestService for GuestApi {
             kaslr: registration.kaslr,
             page_table_isolation: registration.page_table_isolation,
             five_level_paging: registration.five_level_paging,
+            discovery: registration.discovery.map(convert::discovery),
             declared_keys: registration.declared,
             declaration_errors: registration.undeclared.clone(),
             status: Some(status::status(&guest, registration)),

@@ -86,7 +86,14 @@ impl StaticKeysService for StaticKeysApi {
         let request = request.into_inner();
         let size = super::page_size(request.page_size)
             .ok_or_else(|| invalid("page_size", super::NEGATIVE_PAGE_SIZE))?;
-        let details = guest.keys.get(&request.name, size, &request.page_token)?;
+        let keys = Arc::clone(&guest.keys);
+        // A discovery takes tens of milliseconds.
+        let details =
+            tokio::task::spawn_blocking(move || keys.get(&request.name, size, &request.page_token))
+                .await
+                .map_err(|error| KeysError::Internal {
+                    message: format!("the key cannot be read: {error}; report it, it is a bug"),
+                })??;
         Ok(Response::new(v1::GetStaticKeyResponse {
             key: Some(convert::key(details.key, details.sites)),
             next_page_token: details.next_page_token,

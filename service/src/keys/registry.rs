@@ -19,12 +19,14 @@ mod source;
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
+use patchbay_kernel_image::live::Way;
 use static_keys::{Busy, Catalog, Class, GuestMemory, Key, KeyId, Probes};
 use tokio::sync::watch;
 
 use self::discovery::{Discoverable, Discovery};
-pub use self::source::{Contents, KernelTables, Promises};
+pub use self::source::{Contents, DiscoveredKernel, KernelTables, Promises};
 use super::address_space::{KernelMemory, PageTable};
 use super::boot::Boot;
 use super::debug::DebugSites;
@@ -43,10 +45,10 @@ use crate::paging::Levels;
 /// State of the registration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RegistrationPhase {
-    /// No kernel has registered.
+    /// No kernel has registered, and none was discovered.
     #[default]
     Absent,
-    /// A kernel is registered.
+    /// A kernel is registered, by itself or by a discovery.
     Registered,
     /// The kernel has withdrawn its registration.
     Withdrawn,
@@ -71,6 +73,8 @@ pub struct Registration {
     pub build_id: String,
     /// Guarantees of the source.
     pub promises: Promises,
+    /// Set if the kernel did not register itself.
+    pub discovery: Option<DiscoveredKernel>,
     /// Keys and sites.
     pub catalog: Catalog,
     /// Descriptors of dynamic debug.
@@ -235,8 +239,10 @@ pub struct Snapshot {
 pub struct Description {
     /// State.
     pub phase: RegistrationPhase,
-    /// Why the last request was refused; empty if it was accepted.
+    /// Why the last request was refused or the last discovery failed; empty if it was accepted.
     pub error: String,
+    /// How the kernel was discovered and how long that took; `None` if it registered itself.
+    pub discovery: Option<(Way, Duration)>,
     /// See [`Registration`].
     pub release: String,
     /// See [`Registration`].
@@ -268,6 +274,23 @@ struct State {
     registration: Option<Arc<Registration>>,
     /// The current or last kernel.
     boot: Option<Boot>,
+    /// The kernel that has requested a registration.
+    own: Option<OwnRequest>,
+}
+
+/// A kernel that has requested a registration. It decides by itself whether its keys can be changed,
+/// so it is not discovered.
+#[derive(Clone, Debug)]
+struct OwnRequest {
+    /// Set once the kernel has withdrawn its registration: another kernel may run since.
+    withdrawn: Option<Identity>,
+}
+
+/// Tells a kernel from another one that is started without a reset (kexec).
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Identity {
+    page_table: PageTable,
+    release: String,
 }
 
 /// Serves the guest's requests and publishes registrations.
@@ -285,7 +308,7 @@ pub struct Registry {
     journal: Arc<Journal>,
     /// Signals changes of the description.
     changes: watch::Sender<()>,
-    /// Discovers the kernel on demand; unset if the guest registers itself.
+    /// Discovers a kernel that does not register, on demand.
     discovery: OnceLock<Discovery>,
     /// Keys that the host declares.
     declarations: OnceLock<Declarations>,
@@ -422,6 +445,8 @@ impl Registry {
             return description;
         };
         let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+        let discovery = registration.discovery.as_ref();
+        description.discovery = discovery.map(|found| (found.way, found.time));
         description.release.clone_from(&registration.release);
         description.build_id.clone_from(&registration.build_id);
         description.generation = registration.generation;
@@ -505,11 +530,13 @@ impl Registry {
         match result {
             Ok((registration, boot)) => {
                 self.state().boot = Some(boot);
+                let discovered = registration.discovery.is_some();
                 limited!(
                     info,
                     release = registration.release,
                     keys = registration.catalog.key_count(),
-                    "the guest registered"
+                    discovered,
+                    "the guest's keys are known"
                 );
                 self.publish(
                     RegistrationPhase::Registered,
@@ -535,6 +562,9 @@ impl Default for Registry {
 
 fn not_registered(state: &State) -> String {
     match state.phase {
+        RegistrationPhase::Absent if !state.error.is_empty() => {
+            format!("the guest has not registered its static keys, and they were not discovered: {}", state.error)
+        }
         RegistrationPhase::Absent => "the guest has not registered its static keys: it still boots, or its kernel was \
             built without CONFIG_PATCHBAY; build one with `cargo xtask guest-kernel`"
             .to_owned(),

@@ -171,13 +171,15 @@ impl Keys {
     }
 
     fn to_site(&self, registration: &Registration, state: SiteState) -> SiteView {
-        let name = |address: u64| match &*state.module {
-            "" => self
+        let name = |address: u64| match (&registration.discovery, &*state.module) {
+            // The guest's own symbols, not those of a file that may be another kernel's.
+            (Some(found), _) => found.functions.name(address).unwrap_or_default(),
+            (None, "") => self
                 .shared
                 .symbols
                 .name(address.wrapping_sub(registration.kaslr_offset)),
             // The symbol file describes the kernel image only.
-            _ => String::new(),
+            (None, _) => String::new(),
         };
         let other = match state.branch {
             Some(Branch::Nop) => state.jump,

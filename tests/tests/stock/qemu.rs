@@ -11,6 +11,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 use patchbay_kernel_image::live::{Cpu, PhysicalMemory};
+use patchbay_tests::SHELL_READS;
 use rustix::fs::SeekFrom;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -100,13 +101,15 @@ impl Guest {
         };
         guest.answer()?;
         guest.command("qmp_capabilities", json!({}))?;
-        guest.wait_for("init: ready")?;
+        guest.wait_for(SHELL_READS)?;
+        guest.shell("for module in /lib/modules/*.ko; do insmod $module; done")?;
         Ok(Some(guest))
     }
 
     /// Runs a line in the guest; what it prints.
     pub fn shell(&mut self, line: &str) -> Result<String> {
-        writeln!(self.input, "{line}")?;
+        // The quotes keep an echo of the line from looking like the end of its output.
+        writeln!(self.input, "{line}\necho 'init: do''ne'")?;
         self.wait_for("init: done")
     }
 

@@ -24,6 +24,9 @@ pub fn status(guest: &ServedGuest, registration: Description) -> v1::GuestStatus
         PauseState::UntilResumed => (v1::GuestState::Paused, None),
     };
     let table_source = match registration.phase {
+        RegistrationPhase::Registered if registration.discovery.is_some() => {
+            v1::TableSource::Discovered
+        }
         RegistrationPhase::Registered => v1::TableSource::Registered,
         RegistrationPhase::Absent | RegistrationPhase::Withdrawn | RegistrationPhase::Refused => {
             v1::TableSource::Unspecified

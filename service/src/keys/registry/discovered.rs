@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use patchbay_kernel_image::Class as FoundClass;
 use patchbay_kernel_image::live::{self, GateKind as Found};
@@ -11,16 +12,25 @@ use static_keys::{
     ListedGate,
 };
 
-use super::{Contents, KernelTables, Promises, Refused};
+use super::{Contents, DiscoveredKernel, KernelTables, Promises, Refused};
 use crate::keys::address_space::PageTable;
 use crate::keys::debug::{DebugSite, DebugSites};
 use crate::paging::Levels;
 
-/// The tables of a discovered kernel. `generation` differs from discovery to discovery; never 0.
+/// The tables of a kernel that was discovered within `time`. `generation` differs from discovery to discovery; never 0.
 ///
 /// # Errors
 /// [`Refused`]: a gate cannot be used.
-pub fn tables(mut kernel: live::Kernel, generation: u64) -> Result<KernelTables, Refused> {
+pub fn tables(
+    mut kernel: live::Kernel,
+    generation: u64,
+    time: Duration,
+) -> Result<KernelTables, Refused> {
+    let discovery = DiscoveredKernel {
+        way: kernel.evidence.way,
+        time,
+        functions: Arc::new(kernel.take_functions()),
+    };
     let debug = DebugSites::new(debug_sites(&mut kernel))?;
     let gates: Vec<ListedGate> = kernel
         .gates
@@ -62,6 +72,7 @@ pub fn tables(mut kernel: live::Kernel, generation: u64) -> Result<KernelTables,
             fence: false,
             text_gates,
         },
+        discovery: Some(discovery),
     })
 }
 

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Discovers the kernel of a guest that does not register, when its keys are requested.
 //!
+//! A kernel that registers itself is never discovered: it says by itself when its keys can be changed.
+//! Its registration replaces a discovery. After it has withdrawn its registration, only a kernel that
+//! differs from it is discovered (kexec).
+//!
 //! Checking a discovered kernel takes a few reads: a word that differs from boot to boot, and words
 //! that change with each module. They are gates too, so a change checks them again in the stopped
 //! guest.
@@ -9,11 +13,12 @@ use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use patchbay_kernel_image::live::{self, Cpu, DiscoveryError, GateKind, PhysicalMemory, Way};
+use patchbay_kernel_image::live::{self, DiscoveryError, GateKind, Way};
+pub use patchbay_kernel_image::live::{Cpu, PhysicalMemory};
 use static_keys::GuestMemory;
 
 use super::discovered::tables;
-use super::{Registration, Registry};
+use super::{Registration, RegistrationPhase, Registry};
 
 /// What a monitor provides for a discovery.
 pub trait Discoverable: Send + Sync + Debug {
@@ -76,28 +81,39 @@ impl Discovery {
         if self.guest.is_held() {
             return;
         }
-        let registered = registry.state().registration.clone();
-        let resets = self.guest.resets();
+        let (resets, last) = (self.guest.resets(), state.resets);
+        let (registered, own) = {
+            let mut state = registry.state();
+            if resets != last {
+                // What ran before the reset decides nothing.
+                state.own = None;
+            }
+            (state.registration.clone(), state.own.clone())
+        };
+        if own.is_some_and(|own| own.withdrawn.is_none()) {
+            return;
+        }
         if let Some(registration) = registered
-            && resets == state.resets
+            && resets == last
             && registry
                 .ram()
                 .is_some_and(|ram| state.holds(&registration, ram))
         {
             return;
         }
-        if resets == state.resets && state.failed.is_some_and(|failed| failed.elapsed() < REST) {
+        if resets == last && state.failed.is_some_and(|failed| failed.elapsed() < REST) {
             return;
         }
         state.resets = resets;
         state.failed = None;
         if let Err(why) = self.find(registry, &mut state) {
             state.failed = Some(Instant::now());
-            registry.refuse(why);
+            registry.not_discovered(why);
         }
     }
 
     fn find(&self, registry: &Registry, state: &mut State) -> Result<(), String> {
+        let began = Instant::now();
         let mut left = ATTEMPTS;
         let kernel = loop {
             let (cpus, way) = match self.guest.cpus() {
@@ -119,9 +135,9 @@ impl Discovery {
         }
         state.words = words(&kernel);
         state.generation += 1;
-        let tables = tables(kernel, state.generation).map_err(|refused| refused.to_string())?;
-        registry
-            .register_kernel(tables)
+        let tables = tables(kernel, state.generation, began.elapsed());
+        tables
+            .and_then(|tables| registry.register_kernel(tables))
             .map_err(|refused| refused.to_string())
     }
 }
@@ -135,6 +151,21 @@ impl State {
             let read = memory.read_gva(word.address, &mut bytes[..usize::from(word.width.min(8))]);
             read.is_ok() && u64::from_le_bytes(bytes) == word.value
         })
+    }
+}
+
+impl Registry {
+    /// Records why no kernel was discovered. A kernel that registers itself is not affected.
+    fn not_discovered(&self, why: String) {
+        let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.state().own.is_some() {
+            return;
+        }
+        let had = self.state().registration.is_some();
+        self.publish(RegistrationPhase::Absent, why, None);
+        if had {
+            self.announce_removed("");
+        }
     }
 }
 
@@ -156,3 +187,6 @@ fn words(kernel: &live::Kernel) -> Vec<Word> {
         })
         .collect()
 }
+
+#[cfg(test)]
+mod tests;

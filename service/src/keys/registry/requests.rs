@@ -8,8 +8,8 @@ use static_keys::Module;
 
 use super::{Contents, Promises};
 use super::{
-    KernelMemory, KernelTables, PageTable, Refused, Registration, Registry, Writer, read,
-    read_request,
+    KernelMemory, KernelTables, OwnRequest, PageTable, Refused, Registration, Registry, Writer,
+    read, read_request,
 };
 use crate::abi;
 use crate::keys::debug::DebugSites;
@@ -38,6 +38,7 @@ impl Registry {
     }
 
     fn register(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
+        self.state().own = Some(OwnRequest { withdrawn: None });
         let tables = read_request::<abi::Descriptor>(page, abi::OP_REGISTER)
             .and_then(|descriptor| tables(ram, &descriptor));
         self.install(ram, tables, writer)
@@ -191,6 +192,7 @@ pub(crate) fn tables(
             fence: true,
             text_gates: false,
         },
+        discovery: None,
     })
 }
 

@@ -17,10 +17,14 @@
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
+use std::time::Duration;
 
+use patchbay_kernel_image::live::{Functions, Way};
 use static_keys::{Catalog, EntryFormat, FoundKernel, Kernel, Layout, Range};
 
-use super::{PoisonError, Refused, Registration, RegistrationPhase, Registry, read};
+use super::{
+    Identity, OwnRequest, PoisonError, Refused, Registration, RegistrationPhase, Registry, read,
+};
 use crate::abi;
 use crate::keys::address_space::{KernelMemory, PageTable};
 use crate::keys::boot::Boot;
@@ -80,6 +84,19 @@ pub struct KernelTables {
     pub debug: DebugSites,
     /// Guarantees of the source.
     pub promises: Promises,
+    /// Set if the kernel did not register itself.
+    pub discovery: Option<DiscoveredKernel>,
+}
+
+/// How a kernel was discovered, and the names of its functions.
+#[derive(Clone, Debug)]
+pub struct DiscoveredKernel {
+    /// How it was found.
+    pub way: Way,
+    /// From the first look until its tables were known.
+    pub time: Duration,
+    /// From the kernel's own kallsyms, and those of its modules.
+    pub functions: Arc<Functions>,
 }
 
 impl KernelTables {
@@ -148,6 +165,7 @@ pub(super) fn registration(
         release: tables.release,
         build_id: tables.build_id,
         promises: tables.promises,
+        discovery: tables.discovery,
         catalog,
         debug: Arc::new(tables.debug),
         declared: HashMap::new(),
@@ -199,8 +217,29 @@ impl Registry {
             .get()
             .ok_or_else(|| Refused("the guest's memory is not attached".to_owned()))?;
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        if tables.discovery.is_some() {
+            self.check_own(&tables)?;
+        }
         let checked = tables.check().map(|()| tables);
         self.install(ram, checked, &mut writer)
+    }
+
+    /// Refuses the discovery of a kernel that registers itself.
+    fn check_own(&self, tables: &KernelTables) -> Result<(), Refused> {
+        let mut state = self.state();
+        let found = Identity {
+            page_table: tables.page_table,
+            release: tables.release.clone(),
+        };
+        match &state.own {
+            None => return Ok(()),
+            Some(OwnRequest {
+                withdrawn: Some(withdrawn),
+            }) if *withdrawn != found => {}
+            Some(_) => return Err(Refused("the kernel registers itself".to_owned())),
+        }
+        state.own = None;
+        Ok(())
     }
 
     /// Withdraws the registration. Does nothing if there is none.
@@ -209,18 +248,15 @@ impl Registry {
         self.take_back();
     }
 
-    /// Records that there is a kernel whose tables cannot be used.
-    pub(super) fn refuse(&self, why: String) {
-        let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        let had = self.state().registration.is_some();
-        self.publish(RegistrationPhase::Refused, why, None);
-        if had {
-            self.announce_removed("");
-        }
-    }
-
     pub(super) fn take_back(&self) {
-        if self.state().registration.is_some() {
+        let registration = self.state().registration.clone();
+        if let Some(registration) = registration {
+            if let Some(own) = &mut self.state().own {
+                own.withdrawn = Some(Identity {
+                    page_table: registration.page_table,
+                    release: registration.release.clone(),
+                });
+            }
             self.publish(RegistrationPhase::Withdrawn, String::new(), None);
             self.announce_removed("");
         }

@@ -51,8 +51,11 @@ class _RegistrationStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reg
     DESCRIPTOR: _descriptor.EnumDescriptor
     REGISTRATION_STATE_UNSPECIFIED: _RegistrationState.ValueType  # 0
     REGISTRATION_STATE_ABSENT: _RegistrationState.ValueType  # 1
-    """The kernel is still booting, or does not have the series."""
+    """No kernel has registered, and none was discovered yet: a call that needs the
+    keys starts the discovery. `registration_error` says why the last one failed.
+    """
     REGISTRATION_STATE_REGISTERED: _RegistrationState.ValueType  # 2
+    """`table_source` says whether the kernel registered itself."""
     REGISTRATION_STATE_WITHDRAWN: _RegistrationState.ValueType  # 3
     """The guest took its registration back (reboot, crash, hibernation)."""
     REGISTRATION_STATE_REFUSED: _RegistrationState.ValueType  # 4
@@ -63,8 +66,11 @@ class RegistrationState(_RegistrationState, metaclass=_RegistrationStateEnumType
 
 REGISTRATION_STATE_UNSPECIFIED: RegistrationState.ValueType  # 0
 REGISTRATION_STATE_ABSENT: RegistrationState.ValueType  # 1
-"""The kernel is still booting, or does not have the series."""
+"""No kernel has registered, and none was discovered yet: a call that needs the
+keys starts the discovery. `registration_error` says why the last one failed.
+"""
 REGISTRATION_STATE_REGISTERED: RegistrationState.ValueType  # 2
+"""`table_source` says whether the kernel registered itself."""
 REGISTRATION_STATE_WITHDRAWN: RegistrationState.ValueType  # 3
 """The guest took its registration back (reboot, crash, hibernation)."""
 REGISTRATION_STATE_REFUSED: RegistrationState.ValueType  # 4
@@ -114,6 +120,28 @@ TRANSPORT_HYPERCALL: Transport.ValueType  # 1
 TRANSPORT_MSR: Transport.ValueType  # 2
 """WRMSR behind KVM_CAP_X86_USER_SPACE_MSR."""
 Global___Transport: _TypeAlias = Transport  # noqa: Y015
+
+class _DiscoveryWay:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DiscoveryWayEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DiscoveryWay.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DISCOVERY_WAY_UNSPECIFIED: _DiscoveryWay.ValueType  # 0
+    DISCOVERY_WAY_IMAGE: _DiscoveryWay.ValueType  # 1
+    """A vCPU's page table and IDT, which lead to the kernel image."""
+    DISCOVERY_WAY_NOTE: _DiscoveryWay.ValueType  # 2
+    """VMCOREINFO, searched for in all memory."""
+
+class DiscoveryWay(_DiscoveryWay, metaclass=_DiscoveryWayEnumTypeWrapper):
+    """What a discovery starts from."""
+
+DISCOVERY_WAY_UNSPECIFIED: DiscoveryWay.ValueType  # 0
+DISCOVERY_WAY_IMAGE: DiscoveryWay.ValueType  # 1
+"""A vCPU's page table and IDT, which lead to the kernel image."""
+DISCOVERY_WAY_NOTE: DiscoveryWay.ValueType  # 2
+"""VMCOREINFO, searched for in all memory."""
+Global___DiscoveryWay: _TypeAlias = DiscoveryWay  # noqa: Y015
 
 @_typing.final
 class ListGuestsRequest(_message.Message):
@@ -270,6 +298,7 @@ class DescribeGuestResponse(_message.Message):
     KASLR_FIELD_NUMBER: _builtins.int
     PAGE_TABLE_ISOLATION_FIELD_NUMBER: _builtins.int
     FIVE_LEVEL_PAGING_FIELD_NUMBER: _builtins.int
+    DISCOVERY_FIELD_NUMBER: _builtins.int
     DECLARED_KEYS_FIELD_NUMBER: _builtins.int
     DECLARATION_ERRORS_FIELD_NUMBER: _builtins.int
     vcpus: _builtins.int
@@ -297,6 +326,10 @@ class DescribeGuestResponse(_message.Message):
         """Transports that the start-up probe found working, most preferred first."""
 
     @_builtins.property
+    def discovery(self) -> Global___Discovery:
+        """Set if the tables were found in the guest's memory."""
+
+    @_builtins.property
     def declaration_errors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Declarations for this kernel that do not apply to it, one sentence each."""
 
@@ -318,16 +351,44 @@ class DescribeGuestResponse(_message.Message):
         kaslr: _builtins.bool = ...,
         page_table_isolation: _builtins.bool = ...,
         five_level_paging: _builtins.bool = ...,
+        discovery: Global___Discovery | None = ...,
         declared_keys: _builtins.int = ...,
         declaration_errors: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["started_at", b"started_at", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["discovery", b"discovery", "started_at", b"started_at", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declaration_errors", b"declaration_errors", "declared_keys", b"declared_keys", "five_level_paging", b"five_level_paging", "kaslr", b"kaslr", "keys", b"keys", "memory_bytes", b"memory_bytes", "modules", b"modules", "monitor_pid", b"monitor_pid", "monitor_version", b"monitor_version", "page_table_isolation", b"page_table_isolation", "revision", b"revision", "sites", b"sites", "started_at", b"started_at", "status", b"status", "transport", b"transport", "transports", b"transports", "vcpus", b"vcpus"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["declaration_errors", b"declaration_errors", "declared_keys", b"declared_keys", "discovery", b"discovery", "five_level_paging", b"five_level_paging", "kaslr", b"kaslr", "keys", b"keys", "memory_bytes", b"memory_bytes", "modules", b"modules", "monitor_pid", b"monitor_pid", "monitor_version", b"monitor_version", "page_table_isolation", b"page_table_isolation", "revision", b"revision", "sites", b"sites", "started_at", b"started_at", "status", b"status", "transport", b"transport", "transports", b"transports", "vcpus", b"vcpus"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeGuestResponse: _TypeAlias = DescribeGuestResponse  # noqa: Y015
+
+@_typing.final
+class Discovery(_message.Message):
+    """How the tables of a kernel that does not register were found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAY_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    way: Global___DiscoveryWay.ValueType
+    @_builtins.property
+    def time(self) -> _duration_pb2.Duration:
+        """From the first look until the tables were known."""
+
+    def __init__(
+        self,
+        *,
+        way: Global___DiscoveryWay.ValueType = ...,
+        time: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["time", b"time", "way", b"way"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Discovery: _TypeAlias = Discovery  # noqa: Y015
 
 @_typing.final
 class WatchGuestRequest(_message.Message):

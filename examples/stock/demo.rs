@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Debian's own kernel in our monitor and in QEMU with KVM: no kernel is built, nothing is installed
+//! in the guests, and the same three commands do the same in both. The exit status is 0 if every
+//! guest followed every step.
+#![forbid(unsafe_code)]
+
+mod qemu;
+
+use std::path::PathBuf;
+use std::process::Output;
+
+use anyhow::{Context, Result, ensure};
+use clap::Parser;
+use patchbay_examples::step;
+use patchbay_tests::{Guest, StockKernel};
+use tokio::process::Command;
+
+use crate::qemu::Qemu;
+
+/// Passes lines of pr_debug() in a module: registers an interpreter and removes it again.
+const REGISTER: &str =
+    "cd /proc/sys/fs/binfmt_misc; echo ':demo:M::demo:/bin/true:' >register; echo -1 >demo; cd /";
+const LINES: &str = "binfmt_misc:fs/binfmt_misc.c/*";
+const PRINTED: &str = "binfmt_misc: ";
+const EVENT: &str = "sched_process_exec";
+const TRACING: &str = "/sys/kernel/tracing";
+const RUN: &str =
+    "echo >/sys/kernel/tracing/trace; busybox true; grep -v '^#' /sys/kernel/tracing/trace; true";
+/// Lines shown of a long output.
+const SHOWN: usize = 6;
+
+/// Boots Debian's kernel in our monitor and in QEMU, and flips its static keys from outside.
+#[derive(Parser)]
+struct Arguments {}
+
+/// A guest with its monitor.
+enum Place {
+    Ours(Guest),
+    Qemu(Qemu),
+}
+
+impl Place {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Ours(_) => "our monitor",
+            Self::Qemu(_) => "QEMU",
+        }
+    }
+
+    async fn shell(&mut self, command: &str) -> Result<String> {
+        match self {
+            // What the guest's kernel prints on the console comes with the command's own output.
+            Self::Ours(guest) => guest.shell(command).await,
+            Self::Qemu(guest) => guest.shell(command).await,
+        }
+    }
+
+    fn socket(&self) -> PathBuf {
+        match self {
+            Self::Ours(guest) => guest.socket().to_owned(),
+            Self::Qemu(guest) => guest.socket(),
+        }
+    }
+}
+
+/// Runs the CLI, on each guest in turn.
+struct Patchbay(PathBuf);
+
+impl Patchbay {
+    async fn run(&self, place: &Place, arguments: &[&str]) -> Result<String> {
+        let Output {
+            status,
+            stdout,
+            stderr,
+        } = Command::new(&self.0)
+            .arg("--socket")
+            .arg(place.socket())
+            .args(arguments)
+            .output()
+            .await?;
+        let errors = String::from_utf8_lossy(&stderr);
+        ensure!(status.success(), "patchbay {arguments:?}: {errors}");
+        Ok(String::from_utf8_lossy(&stdout).into_owned())
+    }
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<()> {
+    Arguments::parse();
+    let kernel = StockKernel::named("6_12")
+        .context("no Linux guest can run here; start this with `cargo xtask demo stock`, or run `cargo xtask doctor`")?;
+    let attacher = std::env::var_os("PATCHBAY_ATTACH").context("PATCHBAY_ATTACH is not set")?;
+    let patchbay = Patchbay(kernel.cli.clone());
+
+    step("Boot Debian's kernel, as it is, in our monitor and in QEMU with KVM");
+    let mut qemu = Qemu::start(&kernel)?;
+    let ours = Guest::stock(&kernel)
+        .argument("--allow-guarded")
+        .boot()
+        .await?;
+    qemu.attach(attacher.as_ref()).await?;
+    let mut places = [Place::Ours(ours), Place::Qemu(qemu)];
+    for place in &mut places {
+        println!(
+            "   {:<12} {}",
+            place.name(),
+            place.shell("uname -rv").await?.trim()
+        );
+    }
+
+    step("In both guests: load a module of Debian's, and trace programs that start");
+    for place in &mut places {
+        place
+            .shell("insmod /lib/modules/*-binfmt_misc.ko; mount -t binfmt_misc none /proc/sys/fs/binfmt_misc; dmesg -n 8")
+            .await?;
+        let enable = format!("echo 1 >{TRACING}/events/sched/{EVENT}/enable");
+        place.shell(&enable).await?;
+    }
+
+    let list = ["keys", "list", LINES, EVENT];
+    step(&format!("patchbay {}", shown(&list)));
+    for place in &places {
+        let keys = patchbay.run(place, &list).await?;
+        show(place, &keys);
+        let described = patchbay.run(place, &["guest", "describe"]).await?;
+        for fact in ["tables", "discovered by", "discovery ms", "keys", "sites"] {
+            let line = described.lines().find(|line| line.trim().starts_with(fact));
+            println!("   {}", line.unwrap_or_default());
+        }
+        ensure!(described.contains("discovered"), "{described}");
+    }
+
+    for (op, on) in [("enable", true), ("disable", false)] {
+        let flip = ["keys", op, "--allow-guarded", LINES];
+        step(&format!("patchbay {}", shown(&flip)));
+        for place in &mut places {
+            patchbay.run(place, &flip).await?;
+            let console = place.shell(REGISTER).await?;
+            let lines: Vec<&str> = console
+                .lines()
+                .filter(|line| line.contains(PRINTED))
+                .collect();
+            show(
+                place,
+                &if on {
+                    lines.join("\n")
+                } else {
+                    "the console is silent".to_owned()
+                },
+            );
+            ensure!(
+                lines.is_empty() != on,
+                "{}: the console has {console:?}",
+                place.name()
+            );
+        }
+    }
+
+    for (op, on) in [("disable", false), ("enable", true)] {
+        // The reference is the guest's own.
+        let flip = ["keys", op, "--force", EVENT];
+        step(&format!("patchbay {}", shown(&flip)));
+        for place in &mut places {
+            patchbay.run(place, &flip).await?;
+            let trace = place.shell(RUN).await?;
+            let events: Vec<&str> = trace.lines().filter(|line| line.contains(EVENT)).collect();
+            show(
+                place,
+                &if on {
+                    events.join("\n")
+                } else {
+                    "no event".to_owned()
+                },
+            );
+            ensure!(
+                events.is_empty() != on,
+                "{}: the trace has {trace:?}",
+                place.name()
+            );
+        }
+    }
+    println!("\nBoth guests followed every step.");
+    Ok(())
+}
+
+/// A command as a user types it.
+fn shown(arguments: &[&str]) -> String {
+    let quoted = |argument: &&str| match argument.contains('*') {
+        true => format!("'{argument}'"),
+        false => (*argument).to_owned(),
+    };
+    arguments.iter().map(quoted).collect::<Vec<_>>().join(" ")
+}
+
+fn show(place: &Place, text: &str) {
+    println!("   {}:", place.name());
+    let lines: Vec<&str> = text
+        .lines()
+        .filter(|line| !line.trim().is_empty())
+        .collect();
+    for line in lines.iter().take(SHOWN) {
+        println!("      {line}");
+    }
+    if let more @ 1.. = lines.len().saturating_sub(SHOWN) {
+        println!("      … and {more} more");
+    }
+}

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use zerocopy::FromBytes;
+
+use super::super::{DiscoveredKernel, KernelTables, requests};
+use super::*;
+use crate::abi;
+use crate::guest::Guest;
+use crate::testing::{InMemoryGuest, TestKey};
+
+/// A guest without a kernel that could be discovered.
+#[derive(Debug, Default)]
+struct Empty {
+    asked: AtomicUsize,
+    resets: AtomicU64,
+}
+
+impl Empty {
+    /// How often the registers were requested, several times per discovery.
+    fn asked(&self) -> usize {
+        self.asked.load(Ordering::SeqCst)
+    }
+}
+
+impl PhysicalMemory for Empty {
+    fn ram(&self) -> Vec<Range<u64>> {
+        Vec::new()
+    }
+
+    fn read(&self, _address: u64, _bytes: &mut [u8]) -> bool {
+        false
+    }
+}
+
+impl Discoverable for Empty {
+    fn memory(&self) -> &dyn PhysicalMemory {
+        self
+    }
+
+    fn cpus(&self) -> Result<Vec<Cpu>, String> {
+        self.asked.fetch_add(1, Ordering::SeqCst);
+        Ok(Vec::new())
+    }
+
+    fn resets(&self) -> u64 {
+        self.resets.load(Ordering::SeqCst)
+    }
+
+    fn is_held(&self) -> bool {
+        false
+    }
+}
+
+fn keys() -> [TestKey; 1] {
+    [TestKey::new("alpha", 2)]
+}
+
+/// The kernel that the guest has described last, as a discovery would find it.
+fn found(guest: &InMemoryGuest) -> KernelTables {
+    let (descriptor, _) =
+        abi::Descriptor::read_from_prefix(&guest.last_request()).expect("a whole page");
+    let mut tables = requests::tables(guest.ram(), &descriptor).expect("a kernel");
+    tables.boot ^= 1;
+    tables.generation ^= 1;
+    tables.discovery = Some(DiscoveredKernel {
+        way: Way::Image,
+        time: Duration::from_millis(30),
+        functions: Arc::default(),
+    });
+    tables
+}
+
+fn phase(registry: &Registry) -> (RegistrationPhase, bool) {
+    let description = registry.describe();
+    (description.phase, description.discovery.is_some())
+}
+
+#[test]
+fn a_kernel_that_registers_itself_is_not_searched_for() {
+    let registry = Arc::new(Registry::default());
+    let empty = Arc::new(Empty::default());
+    registry.discover(empty.clone());
+    let guest = InMemoryGuest::boot(Arc::clone(&registry), &keys());
+    registry.snapshot().expect("registered");
+    assert_eq!(empty.asked(), 0);
+    // Another kernel may run since. None is found, and that does not hide the reason.
+    assert_eq!(guest.unregister(), 0);
+    let error = registry.snapshot().expect_err("withdrawn").to_string();
+    assert!(error.contains("taken its registration back"), "{error}");
+    let searched = empty.asked();
+    assert!(searched > 0);
+    assert_eq!(phase(&registry).0, RegistrationPhase::Withdrawn);
+    // What ran before a reset decides nothing.
+    assert_eq!(guest.register_again(), 0);
+    registry.snapshot().expect("registered");
+    empty.resets.fetch_add(1, Ordering::SeqCst);
+    registry.snapshot().expect_err("reset");
+    assert!(empty.asked() > searched);
+    assert_eq!(phase(&registry).0, RegistrationPhase::Absent);
+}
+
+#[test]
+fn a_kernel_whose_registration_was_refused_is_not_searched_for() {
+    let registry = Arc::new(Registry::default());
+    let empty = Arc::new(Empty::default());
+    registry.discover(empty.clone());
+    let guest = InMemoryGuest::new(Arc::clone(&registry));
+    registry.attach(guest.ram().clone());
+    assert_ne!(guest.request(abi::OP_REGISTER, &[0xff; 64]), 0);
+    let error = registry.snapshot().expect_err("refused").to_string();
+    assert!(error.contains("registration was refused"), "{error}");
+    assert_eq!(phase(&registry).0, RegistrationPhase::Refused);
+    assert_eq!(empty.asked(), 0);
+}
+
+#[test]
+fn a_failed_discovery_leaves_the_reason_and_rests() {
+    let registry = Arc::new(Registry::default());
+    let empty = Arc::new(Empty::default());
+    registry.discover(empty.clone());
+    let guest = InMemoryGuest::new(Arc::clone(&registry));
+    registry.attach(guest.ram().clone());
+    // On a busy machine the time to rest may have passed before the next call.
+    let rested = (0..100).any(|_| {
+        let before = empty.asked();
+        let error = registry.snapshot().expect_err("nothing there").to_string();
+        assert!(error.contains("were not discovered: "), "{error}");
+        before > 0 && empty.asked() == before
+    });
+    assert!(rested, "each call searches");
+    assert_eq!(phase(&registry), (RegistrationPhase::Absent, false));
+}
+
+#[test]
+fn a_registration_replaces_a_discovery_and_no_discovery_replaces_it() {
+    let registry = Arc::new(Registry::default());
+    let guest = InMemoryGuest::boot(Arc::clone(&registry), &keys());
+    let tables = found(&guest);
+    let ours = registry.describe().generation;
+    let refused = registry.register_kernel(tables.clone()).expect_err("ours");
+    assert!(
+        refused.to_string().contains("registers itself"),
+        "{refused}"
+    );
+    assert_eq!(registry.describe().generation, ours);
+    // The same kernel, which has withdrawn its registration.
+    assert_eq!(guest.unregister(), 0);
+    registry
+        .register_kernel(tables.clone())
+        .expect_err("withdrawn");
+    assert_eq!(phase(&registry), (RegistrationPhase::Withdrawn, false));
+    // Another kernel, started by kexec.
+    let mut other = tables;
+    other.release = "6.12.0-stock".to_owned();
+    registry.register_kernel(other).expect("another kernel");
+    assert_eq!(phase(&registry), (RegistrationPhase::Registered, true));
+    assert_eq!(guest.register_again(), 0);
+    assert_eq!(phase(&registry), (RegistrationPhase::Registered, false));
+}

@@ -1,0 +1,431 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Kernels of a distribution, which know nothing of Patchbay: the monitor discovers their keys.
+//!
+//! `PATCHBAY_STOCK_FLIPS` sets the host's transactions in the storm, 200 unless set.
+
+use std::collections::BTreeSet;
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use patchbay_proto::v1::{
+    DescribeGuestResponse, DiscoveryWay, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest,
+    RegistrationState, StaticKey, TableSource, UpdateStaticKeysRequest,
+};
+use patchbay_tests::{Guest, StockKernel};
+use tonic::Code;
+
+/// Registers an interpreter and removes it again, which passes lines of pr_debug().
+const REGISTER: &str =
+    "cd /proc/sys/fs/binfmt_misc; echo ':x:M::xyz:/bin/true:' >register; echo -1 >x; cd /";
+/// A line of pr_debug() that this prints.
+const PRINTED: &str = "register: received";
+/// The lines of that module.
+const LINES: &str = "binfmt_misc:fs/binfmt_misc.c/*";
+const EVENT: &str = "sched_process_exec";
+const TRACING: &str = "/sys/kernel/tracing";
+
+#[tokio::test]
+async fn keys_of_debian_6_12_cloud() -> Result<()> {
+    keys_of("6_12").await
+}
+
+#[tokio::test]
+async fn keys_of_debian_6_1_cloud() -> Result<()> {
+    keys_of("6_1").await
+}
+
+/// Discovers the keys, flips lines of pr_debug() and a tracepoint, and does it again in the kernel
+/// that follows by kexec.
+async fn keys_of(version: &str) -> Result<()> {
+    let Some(kernel) = StockKernel::named(version) else {
+        return Ok(());
+    };
+    let folder = tempfile::tempdir()?;
+    let initramfs = with_kernel(&kernel, folder.path().join("initramfs"))?;
+    let mut guest = Guest::stock(&kernel)
+        .initramfs(&initramfs)
+        .argument("--allow-guarded")
+        .boot()
+        .await?;
+    let absent = guest.describe().await?;
+    ensure!(absent.guest_status().registration() == RegistrationState::Absent);
+    let before = in_one_boot(&mut guest).await?;
+
+    // The second kernel unpacks what the first one has unpacked.
+    guest
+        .shell(
+            "mkdir -p /tmp/root/dev /tmp/root/proc /tmp/root/sys /tmp/root/tmp; cp -a /bin /init /lib /tmp/root; \
+             mknod /tmp/root/dev/console c 5 1; cd /tmp/root; find . | cpio -o -H newc >/tmp/initrd; cd /",
+        )
+        .await?;
+    guest
+        .console()
+        .type_line("kexec_tool /kernel /tmp/initrd")
+        .await?;
+    guest.wait_for_shell().await?;
+    let after = in_one_boot(&mut guest).await?;
+    ensure!(
+        after.guest_status().generation != before.guest_status().generation,
+        "the second kernel is the first: {after:?}"
+    );
+    Ok(())
+}
+
+async fn in_one_boot(guest: &mut Guest) -> Result<DescribeGuestResponse> {
+    // What the kernel complains of before anything was changed is not counted.
+    guest.shell("dmesg -c >/dev/null").await?;
+    let without = list(guest, &[]).await?;
+    ensure!(
+        !without
+            .iter()
+            .any(|key| key.name.starts_with("binfmt_misc:"))
+    );
+    let modules = guest.describe().await?.modules;
+    load_module(guest).await?;
+    let began = Instant::now();
+    let keys = list(guest, &[]).await?;
+    let listed = began.elapsed();
+    let description = guest.describe().await?;
+    let status = description.guest_status();
+    let discovery = description.discovery.context("discovered")?;
+    println!(
+        "{}: {} keys, {} sites, {} modules; by {:?} in {:?}, listed in {listed:?}",
+        status.kernel_release,
+        description.keys,
+        description.sites,
+        description.modules,
+        discovery.way(),
+        Duration::try_from(discovery.time.unwrap_or_default())?,
+    );
+    ensure!(status.table_source() == TableSource::Discovered);
+    ensure!(discovery.way() == DiscoveryWay::Image, "{discovery:?}");
+    ensure!(description.modules == modules + 1, "{description:?}");
+    ensure!(keys.len() > 2000 && keys.len() > without.len());
+
+    lines_of_dynamic_debug(guest).await?;
+    tracepoint(guest).await?;
+    guest.shell("dmesg -n 1").await?;
+    guest.assert_no_warnings().await?;
+    Ok(description)
+}
+
+async fn load_module(guest: &mut Guest) -> Result<()> {
+    guest.shell("insmod /lib/modules/*-binfmt_misc.ko").await?;
+    let mount = "mount -t binfmt_misc none /proc/sys/fs/binfmt_misc";
+    guest.shell(mount).await.map(drop)
+}
+
+/// Lines of a module are printed while the host has turned their keys on.
+async fn lines_of_dynamic_debug(guest: &mut Guest) -> Result<()> {
+    let names: Vec<String> = list(guest, &[LINES])
+        .await?
+        .into_iter()
+        .map(|key| key.name)
+        .collect();
+    ensure!(names.len() > 3, "{names:?}");
+    guest.shell("dmesg -n 8").await?;
+    for (op, on) in [
+        (None, false),
+        (Some(KeyOp::Enable), true),
+        (Some(KeyOp::Disable), false),
+    ] {
+        if let Some(op) = op {
+            let updates: Vec<_> = names.iter().map(|name| (name.as_str(), op)).collect();
+            let answer = guest.update(&updates).await?;
+            println!("{op:?}: {:?} {:?}", answer.summary, answer.report);
+        }
+        for name in &names {
+            assert_sites(&guest.key(name).await?, Some(on))?;
+        }
+        let seen = guest.shell(REGISTER).await?;
+        ensure!(
+            seen.contains(PRINTED) == on,
+            "{op:?}: the console has {seen:?}"
+        );
+    }
+    Ok(())
+}
+
+/// Every site does what the key's count says, and has the name of its function.
+fn assert_sites(key: &StaticKey, on: Option<bool>) -> Result<()> {
+    if let Some(on) = on {
+        ensure!(
+            (key.count != 0) == on,
+            "{} has count {}",
+            key.name,
+            key.count
+        );
+    }
+    for site in &key.sites {
+        ensure!(
+            !site.symbol.is_empty(),
+            "site {:#x} of {} has no function",
+            site.address,
+            key.name
+        );
+        if !site.obstacle_message.is_empty() {
+            continue;
+        }
+        let jumps = site.disassembly.starts_with("jmp");
+        ensure!(
+            jumps == ((key.count > 0) != site.likely) && site.disassembly != "unknown",
+            "site {:#x} of {} with count {} says {}",
+            site.address,
+            key.name,
+            key.count,
+            site.disassembly
+        );
+    }
+    Ok(())
+}
+
+/// The guest traces; the host stops and continues it.
+async fn tracepoint(guest: &mut Guest) -> Result<()> {
+    let enable = format!("{TRACING}/events/sched/{EVENT}/enable");
+    guest.shell(&format!("echo 1 >{enable}")).await?;
+    for (op, on) in [
+        (None, true),
+        (Some(KeyOp::Disable), false),
+        (Some(KeyOp::Enable), true),
+    ] {
+        if let Some(op) = op {
+            let updates = vec![KeyUpdate {
+                name: EVENT.to_owned(),
+                op: op.into(),
+                ..Default::default()
+            }];
+            let request = UpdateStaticKeysRequest {
+                updates,
+                // The reference is the guest's own.
+                force: true,
+                ..Default::default()
+            };
+            guest.static_keys().update_static_keys(request).await?;
+        }
+        assert_sites(&guest.key(EVENT).await?, Some(on))?;
+        let seen = guest
+            .shell(&format!(
+                "echo >{TRACING}/trace; busybox true; cat {TRACING}/trace"
+            ))
+            .await?;
+        ensure!(seen.contains(&format!("{EVENT}:")) == on, "{op:?}: {seen}");
+    }
+    guest.shell(&format!("echo 0 >{enable}")).await?;
+    assert_sites(&guest.key(EVENT).await?, Some(false))
+}
+
+async fn list(guest: &mut Guest, patterns: &[&str]) -> Result<Vec<StaticKey>> {
+    let mut keys = Vec::new();
+    let mut page_token = String::new();
+    loop {
+        let request = ListStaticKeysRequest {
+            patterns: patterns.iter().map(|&pattern| pattern.to_owned()).collect(),
+            page_size: 10_000,
+            page_token,
+            ..Default::default()
+        };
+        let page = guest
+            .static_keys()
+            .list_static_keys(request)
+            .await?
+            .into_inner();
+        keys.extend(page.keys);
+        page_token = page.next_page_token;
+        if page_token.is_empty() {
+            return Ok(keys);
+        }
+    }
+}
+
+/// The initramfs with the kernel in its root, for kexec. The kernel unpacks both archives.
+fn with_kernel(kernel: &StockKernel, path: PathBuf) -> Result<PathBuf> {
+    let content = std::fs::read(&kernel.kernel)?;
+    let mut archive = std::fs::read(&kernel.initramfs)?;
+    archive.resize(archive.len().next_multiple_of(4), 0);
+    for (name, mode, content) in [("kernel", 0o100_644, &content[..]), ("TRAILER!!!", 0, &[])] {
+        let fields = [
+            1,
+            mode,
+            0,
+            0,
+            1,
+            0,
+            content.len(),
+            0,
+            0,
+            0,
+            0,
+            name.len() + 1,
+            0,
+        ];
+        archive.extend(b"070701");
+        for field in fields {
+            write!(archive, "{field:08x}")?;
+        }
+        archive.extend(name.bytes().chain([0]));
+        archive.resize(archive.len().next_multiple_of(4), 0);
+        archive.extend(content);
+        archive.resize(archive.len().next_multiple_of(4), 0);
+    }
+    std::fs::write(&path, archive)?;
+    Ok(path)
+}
+
+/// Activity in the guest, until the file `/tmp/calm` exists.
+const BESIDE: [&str; 3] = [
+    "echo 1 >/sys/kernel/tracing/events/sched/enable; usleep 100000; \
+     echo 0 >/sys/kernel/tracing/events/sched/enable; usleep 100000",
+    "echo 'file kobject* +p' >/sys/kernel/debug/dynamic_debug/control; usleep 50000; \
+     echo 'file kobject* -p' >/sys/kernel/debug/dynamic_debug/control; usleep 50000",
+    "insmod /lib/modules/*-binfmt_misc.ko; sleep 5; rmmod binfmt_misc; sleep 5",
+];
+
+/// The guest switches its own keys, also those that the host switches, and modules come and go. Each
+/// site follows its key in the end, and the kernel does not complain.
+#[tokio::test]
+async fn guest_and_host_flip_the_keys_of_an_unpatched_kernel() -> Result<()> {
+    let Some(kernel) = StockKernel::named("6_12") else {
+        return Ok(());
+    };
+    let flips: u32 = match std::env::var("PATCHBAY_STOCK_FLIPS") {
+        Ok(value) => value.parse().context("PATCHBAY_STOCK_FLIPS")?,
+        Err(_) => 200,
+    };
+    let mut guest = Guest::stock(&kernel)
+        .argument("--allow-guarded")
+        .boot()
+        .await?;
+    guest.shell("dmesg -c >/dev/null").await?;
+    let lines = list(&mut guest, &["lib/*", "drivers/base/*", "kernel/*.c/*"]).await?;
+    let names: Vec<String> = lines
+        .into_iter()
+        .filter(|key| key.count == 0 && key.name.contains('/'))
+        .map(|key| key.name)
+        .collect();
+    ensure!(names.len() > 50, "{names:?}");
+    for work in BESIDE {
+        let line = format!("(while [ ! -e /tmp/calm ]; do {work}; done) &");
+        guest.shell(&line).await?;
+    }
+    // The same in every run.
+    let mut random = fastrand::Rng::with_seed(0x9e37_79b9_7f4a_7c15);
+    let (mut made, mut ops, mut busy, mut attempts, mut sites) = (0, 0, 0, 0, 0);
+    let began = Instant::now();
+    while made < flips {
+        let op = if random.bool() {
+            KeyOp::Enable
+        } else {
+            KeyOp::Disable
+        };
+        let count = 1 + random.usize(..40);
+        let chosen: BTreeSet<&String> = (0..count).filter_map(|_| random.choice(&names)).collect();
+        let updates = chosen.iter().map(|name| KeyUpdate {
+            name: (*name).clone(),
+            op: op.into(),
+            ..Default::default()
+        });
+        let request = UpdateStaticKeysRequest {
+            updates: updates.collect(),
+            allow_guarded: true,
+            // Some are on for the guest.
+            force: true,
+            retry_timeout: Some(Duration::from_secs(10).try_into()?),
+            ..Default::default()
+        };
+        match guest.static_keys().update_static_keys(request).await {
+            Ok(answer) => {
+                let report = answer.into_inner().report.unwrap_or_default();
+                made += 1;
+                ops += chosen.len();
+                attempts += report.attempts;
+                sites += report.sites_patched;
+            }
+            // The guest was at work on its keys for all of the time, during the change or the discovery.
+            Err(refusal) => {
+                let tolerable = [Code::Unavailable, Code::FailedPrecondition];
+                ensure!(tolerable.contains(&refusal.code()), "{refusal:?}");
+                busy += 1;
+                ensure!(busy < 20 + flips / 10, "nothing succeeds: {refusal:?}");
+            }
+        }
+    }
+    println!(
+        "{made} transactions with {ops} ops and {sites} sites in {:?}, {attempts} attempts, {busy} given up",
+        began.elapsed()
+    );
+    guest.shell("touch /tmp/calm; wait").await?;
+    let on: Vec<StaticKey> = list(&mut guest, &[]).await?;
+    let (mut checked, mut wrong) = (0, 0);
+    for key in on {
+        if !names.contains(&key.name) && key.count == 0 {
+            continue;
+        }
+        let key = guest.key(&key.name).await?;
+        checked += key.sites.len();
+        if let Err(error) = assert_sites(&key, None) {
+            println!("{error:#}");
+            wrong += 1;
+        }
+    }
+    println!("{checked} sites checked, {wrong} keys wrong");
+    ensure!(wrong == 0);
+    guest.assert_no_warnings().await
+}
+
+/// The guest turns on all its events; the host parks and continues their tracepoints in one
+/// transaction each.
+#[tokio::test]
+async fn all_tracepoints_of_an_unpatched_kernel_at_once() -> Result<()> {
+    let Some(kernel) = StockKernel::named("6_12") else {
+        return Ok(());
+    };
+    let mut guest = Guest::stock(&kernel).boot().await?;
+    guest.shell("dmesg -c >/dev/null").await?;
+    let events = format!("{TRACING}/events/enable");
+    let own = guest.shell(&format!("time echo 1 >{events}")).await?;
+    println!("the guest itself: {}", own.replace('\n', " "));
+    let keys = list(&mut guest, &[]).await?;
+    let tracepoints = keys.iter().filter(|key| {
+        // Their switch is a function of the guest.
+        let by_function = ["sys_enter", "sys_exit"].contains(&&*key.name);
+        key.key_class() == KeyClass::Tracepoint && key.count > 0 && !by_function
+    });
+    let names: Vec<String> = tracepoints.map(|key| key.name.clone()).collect();
+    ensure!(names.len() > 500, "{} tracepoints are on", names.len());
+    for op in [KeyOp::Disable, KeyOp::Enable] {
+        let updates = names.iter().map(|name| KeyUpdate {
+            name: name.clone(),
+            op: op.into(),
+            ..Default::default()
+        });
+        let request = UpdateStaticKeysRequest {
+            updates: updates.collect(),
+            // The references are the guest's own.
+            force: true,
+            stop_timeout: Some(Duration::from_secs(20).try_into()?),
+            ..Default::default()
+        };
+        let began = Instant::now();
+        let answer = guest
+            .static_keys()
+            .update_static_keys(request)
+            .await?
+            .into_inner();
+        println!(
+            "{op:?}: {:?} {:?} in {:?}",
+            answer.summary,
+            answer.report,
+            began.elapsed()
+        );
+        let changed = answer.summary.map(|summary| summary.keys_changed);
+        ensure!(changed.map(|changed| changed as usize) == Some(names.len()));
+        for name in names.iter().step_by(10) {
+            assert_sites(&guest.key(name).await?, Some(op == KeyOp::Enable))?;
+        }
+    }
+    let own = guest.shell(&format!("time echo 0 >{events}")).await?;
+    println!("the guest itself: {}", own.replace('\n', " "));
+    guest.assert_no_warnings().await
+}

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Reads the system registers of vCPUs that run.
+//!
+//! KVM reports a vCPU's registers only to its own thread. Each thread is asked and kicked, answers
+//! before it enters the guest again, and does not wait. The guest is not paused, so a change of keys
+//! may be in progress at the same time. A request is not lost for the reason given in
+//! [`pause`](crate::pause): the asker sets it and then `immediate_exit`, the vCPU clears
+//! `immediate_exit` and then reads it.
+
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use kvm_bindings::kvm_sregs;
+
+use crate::thread::lock;
+
+/// Registers that say which kernel a vCPU runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the names of the architecture")]
+pub struct SystemRegisters {
+    pub cr0: u64,
+    pub cr3: u64,
+    pub cr4: u64,
+    /// IDTR.base.
+    pub idt_base: u64,
+}
+
+impl From<kvm_sregs> for SystemRegisters {
+    fn from(sregs: kvm_sregs) -> Self {
+        Self {
+            cr0: sregs.cr0,
+            cr3: sregs.cr3,
+            cr4: sregs.cr4,
+            idt_base: sregs.idt.base,
+        }
+    }
+}
+
+/// The registers of a vCPU are not known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names the fields")]
+pub enum RegistersError {
+    #[error("vCPU {vcpu} did not report its registers within {timeout:?}; the guest may be paused")]
+    Late { vcpu: usize, timeout: Duration },
+    #[error("no vCPU runs")]
+    NoVcpu,
+}
+
+/// What one vCPU's thread has answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Answer {
+    Awaited,
+    Known(SystemRegisters),
+    /// The vCPU has not started or has ended, or KVM does not report its registers.
+    None,
+}
+
+/// Requests and answers of one guest's vCPUs.
+#[derive(Debug)]
+pub(crate) struct RegisterReader {
+    wanted: Box<[AtomicBool]>,
+    answers: Mutex<Vec<Answer>>,
+    answered: Condvar,
+    /// Held by the asker.
+    asking: Mutex<()>,
+}
+
+impl RegisterReader {
+    pub fn new(vcpus: usize) -> Self {
+        Self {
+            wanted: (0..vcpus).map(|_| AtomicBool::new(false)).collect(),
+            answers: Mutex::new(vec![Answer::None; vcpus]),
+            answered: Condvar::new(),
+            asking: Mutex::new(()),
+        }
+    }
+
+    /// Asks every vCPU for which `kick` returns true. `kick` forces the vCPU's thread out of the
+    /// guest if it has started and not ended.
+    pub fn read(
+        &self,
+        timeout: Duration,
+        kick: impl Fn(usize) -> bool,
+    ) -> Result<Vec<SystemRegisters>, RegistersError> {
+        let _asking = lock(&self.asking);
+        lock(&self.answers).fill(Answer::Awaited);
+        for (vcpu, wanted) in self.wanted.iter().enumerate() {
+            wanted.store(true, SeqCst);
+            if !kick(vcpu) {
+                self.answer(vcpu, None);
+            }
+        }
+        let awaited = |answers: &mut Vec<Answer>| answers.contains(&Answer::Awaited);
+        let (answers, _) = self
+            .answered
+            .wait_timeout_while(lock(&self.answers), timeout, awaited)
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(vcpu) = answers.iter().position(|answer| *answer == Answer::Awaited) {
+            return Err(RegistersError::Late { vcpu, timeout });
+        }
+        let known = answers.iter().filter_map(|answer| match answer {
+            Answer::Known(registers) => Some(*registers),
+            Answer::Awaited | Answer::None => None,
+        });
+        let known: Vec<SystemRegisters> = known.collect();
+        match known.is_empty() {
+            true => Err(RegistersError::NoVcpu),
+            false => Ok(known),
+        }
+    }
+
+    /// Whether the vCPU's thread has to answer; true once per request.
+    pub fn take_request(&self, vcpu: usize) -> bool {
+        let wanted = &self.wanted[vcpu];
+        wanted.load(SeqCst) && wanted.swap(false, SeqCst)
+    }
+
+    /// Answers for a vCPU; `None` if there are no registers.
+    pub fn answer(&self, vcpu: usize, registers: Option<SystemRegisters>) {
+        lock(&self.answers)[vcpu] = registers.map_or(Answer::None, Answer::Known);
+        self.answered.notify_all();
+    }
+}
