@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What an operator sees and does, in Chromium.
 
+use patchbay_fleet::rollout::State;
 use patchbay_fleet::runner::Command;
 use serde_json::json;
 
@@ -153,6 +154,33 @@ async fn a_plan_that_needs_two_people_is_approved_and_not_started() {
     let answer = running.command(approve, "bob").await.expect("it runs");
     answer.expect("planned");
     browser.wait(&is_enabled("start", true)).await;
+    assert_eq!(browser.complaints(&url), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_that_is_a_member_twice_has_two_rows() {
+    let Some(program) = program() else { return };
+    let fleet = Fleet::start(1, 2).await;
+    let replica = fleet.replica("one");
+    let running = replica.start("net", &spec("waves: [{size: rest}]")).await;
+    let (url, _serving) = serve(&replica.controller, None).await;
+    let mut browser = Browser::start(&program, 1280, 900).await;
+    browser.open(&url).await;
+    browser.wait(&phase("completed")).await;
+    let mut again = running.rollout().members()[0].clone();
+    again.state = State::Pending;
+    let added = vec![again];
+    let wave = "drift-1".to_owned();
+    tell(&running, Command::Extend { wave, added }).await;
+    let states = |wanted: &str| {
+        format!(
+            "[...document.querySelectorAll('#guests-rows .state')].map((one) => one.textContent).join() === '{wanted}'"
+        )
+    };
+    browser.wait(&states("changed,changed,changed")).await;
+    let (drifted, joined) = (vec![0], vec![]);
+    tell(&running, Command::Adopt { drifted, joined }).await;
+    browser.wait(&states("adopted,changed,changed")).await;
     assert_eq!(browser.complaints(&url), Vec::<String>::new());
 }
 
