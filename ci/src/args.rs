@@ -49,7 +49,9 @@ pub struct RunArgs {
     /// keys with which it does.
     #[arg(long, requires = "matrix")]
     pub together: bool,
-    /// Flips guarded keys too.
+    /// Change guarded keys too; the monitor must allow it.
+    ///
+    /// The monitor of the run does.
     #[arg(long)]
     pub allow_guarded: bool,
     /// Copies a file or folder of the guest to the folder of --collect-into after the command ends.

@@ -292,7 +292,14 @@ func TestACertificateDecidesWhatItsHolderMayDo(t *testing.T) {
 	must(t, err)
 	defer host.Close()
 	ctx, guest := patience(t), host.Guest("web-1")
-	_, err = guest.Enable(ctx, "alpha")
+	var failed *patchbay.Error
+	for {
+		// The daemon serves before it has found its guests.
+		_, err = guest.Enable(ctx, "alpha")
+		if !errors.As(err, &failed) || failed.Reason != pb.ErrorReason_ERROR_REASON_GUEST_NOT_FOUND {
+			break
+		}
+	}
 	must(t, err)
 	_, err = guest.Enable(ctx, "beta")
 	wantReason(t, err, pb.ErrorReason_ERROR_REASON_ROLE_MISSING)

@@ -4,6 +4,8 @@
 //! It plans a rollout in 10 waves, runs it, and aborts it. Beside the abort it measures the same
 //! inverse changes as a bare loop of unary calls. `load [GUESTS [HOSTS]]`; 10,000 and 100 if not given.
 
+mod hosts;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -12,14 +14,14 @@ use anyhow::Context;
 use async_trait::async_trait;
 use futures_util::StreamExt;
 use patchbay_fleet::controller::{Config, Controller};
-use patchbay_fleet::hosts::{HostConfig, HostEndpoint, Hosts};
+use patchbay_fleet::hosts::Hosts;
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::store::{
     EmbeddedStore, Entry, LeaseId, Revision, Snapshot, Store, StoreError, Transaction, Watch,
 };
 use patchbay_proto::v1;
-use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
+use patchbay_service::api::ServedGuest;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::testing::{InMemoryGuest, TestKey};
 use patchbay_service::trace::Tracing;
@@ -171,37 +173,14 @@ async fn main() -> anyhow::Result<()> {
     result
 }
 
-/// Serves the guests on so many sockets, in turn.
-fn start_hosts(
-    folder: &std::path::Path,
-    guests: usize,
-    hosts: usize,
-    flips: &Arc<Flips>,
-) -> anyhow::Result<Vec<HostConfig>> {
-    let mut configs = Vec::new();
-    for host in 0..hosts {
-        let socket = folder.join(format!("{host}.sock"));
-        let served = Guests::default();
-        for index in (host..guests).step_by(hosts) {
-            served.add(boot(&format!("guest-{index}"), index, flips)?)?;
-        }
-        let endpoint = Endpoint::new(ApiSocket::bind(&socket)?, served);
-        tokio::spawn(endpoint.serve(std::future::pending()));
-        configs.push(HostConfig {
-            name: format!("host-{host}"),
-            endpoint: HostEndpoint::Socket(socket),
-            labels: std::collections::BTreeMap::new(),
-        });
-    }
-    Ok(configs)
-}
-
 async fn run(folder: &std::path::Path, guests: usize, hosts: usize) -> anyhow::Result<()> {
     let flips = Arc::new(Flips {
         base: Instant::now(),
         ended: (0..guests).map(|_| AtomicU64::new(0)).collect(),
     });
-    let configs = start_hosts(folder, guests, hosts, &flips)?;
+    let configs = hosts::start(folder, guests, hosts, |index| {
+        boot(&format!("guest-{index}"), index, &flips)
+    })?;
     println!(
         "{guests} guests on {hosts} hosts, {:.1?} to start",
         flips.base.elapsed()

@@ -10,6 +10,7 @@ use tokio::task::JoinSet;
 
 use crate::hosts::{HostConfig, Hosts, NameTaken};
 use crate::inventory::Reach;
+use crate::metrics::Metrics;
 use crate::rollout::Rollout;
 use crate::runner::{Context, Running, now};
 use crate::spec::{Spec, SpecError};
@@ -37,6 +38,8 @@ pub struct Controller {
     config: Config,
     store: Arc<dyn Store>,
     leadership: watch::Sender<Option<Arc<Leadership>>>,
+    changes: watch::Sender<u64>,
+    metrics: Metrics,
 }
 
 /// What only the leader has.
@@ -83,12 +86,27 @@ impl Controller {
             config,
             store,
             leadership: watch::Sender::new(None),
+            changes: watch::Sender::new(0),
+            metrics: Metrics::default(),
         })
     }
 
     /// What only the leader can do; `None` while this replica does not lead.
     pub fn leadership(&self) -> Option<Arc<Leadership>> {
         self.leadership.borrow().clone()
+    }
+
+    /// Advances with every saved change of any rollout, and when this replica begins or ceases to lead.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    fn changed(&self) {
+        self.changes.send_modify(|changes| *changes += 1);
     }
 
     /// Waits until this replica leads.
@@ -110,6 +128,7 @@ impl Controller {
                 Ok(error) | Err(error) => error,
             };
             self.leadership.send_replace(None);
+            self.changed();
             tracing::warn!("this replica does not lead: {error}");
             tokio::time::sleep(RETRY).await;
         }
@@ -127,6 +146,8 @@ impl Controller {
             store: Arc::clone(&self.store),
             fence: term.fence.clone(),
             hosts,
+            changes: self.changes.clone(),
+            metrics: self.metrics.clone(),
         };
         let mut tasks = JoinSet::new();
         let mut rollouts = BTreeMap::new();
@@ -143,6 +164,8 @@ impl Controller {
             starts,
         });
         self.leadership.send_replace(Some(Arc::clone(&leadership)));
+        self.changed();
+        self.metrics.term();
         tracing::info!("replica {} leads", config.replica);
         let late = change_late_guests(&leadership);
         let follow = inventory::follow(store, &context.hosts, &config.reach, registry);
@@ -251,6 +274,7 @@ impl Leadership {
             .write()
             .unwrap_or_else(PoisonError::into_inner);
         rollouts.insert(name, Arc::clone(&running));
+        self.context.changes.send_modify(|changes| *changes += 1);
         Ok(running)
     }
 }

@@ -4,14 +4,15 @@
 //! A leader's connections live as long as its term: dropping [`Hosts`] ends every call under way.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::future::Future;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
-use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use patchbay_proto::{TRACEPARENT_METADATA, traceparent, v1};
 use tokio::net::UnixStream;
 use tokio::sync::{Semaphore, watch};
 use tonic::transport::{Channel, Endpoint};
@@ -297,6 +298,22 @@ impl Host {
         Ok(())
     }
 
+    /// The first page of a guest's keys whose names match.
+    pub async fn list_keys(
+        &self,
+        guest: &str,
+        patterns: Vec<String>,
+    ) -> Result<Vec<v1::StaticKey>, Status> {
+        let _permit = self.permit().await?;
+        let request = v1::ListStaticKeysRequest {
+            guest: guest.to_owned(),
+            patterns,
+            ..v1::ListStaticKeysRequest::default()
+        };
+        let answer = self.keys().list_static_keys(timed(request)).await?;
+        Ok(answer.into_inner().keys)
+    }
+
     /// The key with all its sites.
     pub async fn key(&self, guest: &str, name: &str) -> Result<v1::StaticKey, Status> {
         let _permit = self.permit().await?;
@@ -346,8 +363,22 @@ impl Host {
     }
 }
 
+tokio::task_local! {
+    static TRACE_ID: u128;
+}
+
+/// Calls of the future carry this trace id.
+pub async fn traced<F: Future>(trace_id: u128, calls: F) -> F::Output {
+    TRACE_ID.scope(trace_id, calls).await
+}
+
 fn timed<T>(message: T) -> Request<T> {
     let mut request = Request::new(message);
+    if let Ok(trace_id) = TRACE_ID.try_with(|trace_id| *trace_id)
+        && let Ok(parent) = traceparent(trace_id, fastrand::u64(1..)).parse()
+    {
+        request.metadata_mut().insert(TRACEPARENT_METADATA, parent);
+    }
     request.set_timeout(CALL_TIMEOUT);
     request
 }
@@ -412,5 +443,26 @@ impl CallError {
             is_plan_unknown: info.reason == "PLAN_NOT_FOUND",
             why: format!("{}: {}", info.reason, status.message()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn calls_of_a_rollout_carry_its_trace() {
+        let parent = |request: &Request<()>| {
+            let parent = request.metadata().get(TRACEPARENT_METADATA)?;
+            Some(parent.to_str().expect("text").to_owned())
+        };
+        let inside = traced(0xabc, async { parent(&timed(())) }).await;
+        let inside = inside.expect("a trace");
+        assert!(
+            inside.starts_with("00-00000000000000000000000000000abc-"),
+            "{inside}"
+        );
+        assert_eq!(inside.len(), 55, "{inside}");
+        assert_eq!(parent(&timed(())), None);
     }
 }

@@ -2,6 +2,7 @@
 //! The controller of a fleet: changes of static keys on many guests, wave by wave, and back.
 //!
 //! ```text
+//!  page ─────┐
 //!  api ──▶ controller ──▶ runner ──▶ rollout (a pure state machine)
 //!             │   │          │ └───▶ hosts ══▶ patchbay.v1 of each host
 //!             │   └ leader   │
@@ -15,6 +16,8 @@ pub mod drift;
 pub mod hosts;
 pub mod inventory;
 pub mod leader;
+pub mod metrics;
+pub mod page;
 pub mod plan;
 pub mod rollout;
 pub mod runner;

@@ -2,18 +2,25 @@
 //! `patchbay-fleet`: the controller.
 #![forbid(unsafe_code)]
 
+use std::future::Future;
+use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::pin::Pin;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use clap::Parser;
+use clap::{Args, Parser, ValueEnum};
 use patchbay_fleet::api;
 use patchbay_fleet::controller::{Config, Controller};
-use patchbay_fleet::hosts::{HostConfig, HostEndpoint, TlsFiles};
+use patchbay_fleet::hosts::{HostConfig, HostEndpoint, TlsFiles as HostTlsFiles};
 use patchbay_fleet::inventory::Reach;
+use patchbay_fleet::page::Page;
 use patchbay_fleet::store::{DEFAULT_ROOT, EmbeddedStore, EtcdStore, Store, registry};
+use patchbay_node::listen::tls::{Tls, TlsFiles};
+use patchbay_node::policy::LivePolicy;
+use patchbay_node::scrape::MetricsAddress;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Rolls changes of static keys out over the guests of many hosts.
@@ -42,6 +49,18 @@ struct Arguments {
     /// File of the embedded store
     #[arg(long, default_value = "/var/lib/patchbay/fleet.redb")]
     store: PathBuf,
+    #[command(flatten)]
+    page: PageArguments,
+    /// Who may do what on the page; without it only the user that the controller runs as, and nobody
+    /// over TLS
+    #[arg(long, value_name = "FILE")]
+    policy: Option<PathBuf>,
+    /// Serve Prometheus metrics on a loopback address or a unix socket
+    #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH")]
+    metrics: Option<MetricsAddress>,
+    /// How log lines are written to standard error; RUST_LOG filters them
+    #[arg(long, value_enum, default_value_t = LogFormat::Text)]
+    log_format: LogFormat,
     /// The controller's certificate for hosts that are reached over TCP, PEM
     #[arg(long, value_name = "FILE", requires_all = ["host_key", "host_ca"])]
     host_cert: Option<PathBuf>,
@@ -54,6 +73,31 @@ struct Arguments {
     /// A host, as NAME=SOCKET[,LABEL=VALUE...]; may be repeated. With --etcd hosts register themselves
     #[arg(long = "host", value_parser = parse_host)]
     hosts: Vec<HostConfig>,
+}
+
+/// Where operators see the fleet in a browser.
+#[derive(Args)]
+struct PageArguments {
+    /// Serve the page on this address, of the loopback interface unless --cert is given
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    page: Option<SocketAddr>,
+    /// The page's certificate, PEM; browsers then need one too
+    #[arg(long, value_name = "FILE", requires_all = ["page", "key", "client_ca", "policy"])]
+    cert: Option<PathBuf>,
+    /// Its private key, PEM
+    #[arg(long, value_name = "FILE", requires = "cert")]
+    key: Option<PathBuf>,
+    /// CAs that browsers' certificates must come from, PEM
+    #[arg(long, value_name = "FILE", requires = "cert")]
+    client_ca: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum LogFormat {
+    /// One JSON object per line
+    Json,
+    /// For people
+    Text,
 }
 
 fn parse_host(text: &str) -> Result<HostConfig, String> {
@@ -102,22 +146,21 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     if arguments.standalone && arguments.hosts.is_empty() {
         bail!("no host is given; add --host NAME=SOCKET with the socket of a patchbayd");
     }
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env();
-    let filter = filter.unwrap_or_else(|_| "info".into());
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .init();
+    start_log(arguments.log_format);
     let store: Arc<dyn Store> = if arguments.standalone {
         Arc::new(EmbeddedStore::open(&arguments.store)?)
     } else {
         Arc::new(EtcdStore::new(&arguments.etcd, &arguments.etcd_root)?)
     };
-    let tls = match (arguments.host_cert, arguments.host_key, arguments.host_ca) {
-        (Some(certificate), Some(key), Some(host_ca)) => Some(TlsFiles {
-            certificate,
-            key,
-            host_ca,
+    let tls = match (
+        &arguments.host_cert,
+        &arguments.host_key,
+        &arguments.host_ca,
+    ) {
+        (Some(certificate), Some(key), Some(host_ca)) => Some(HostTlsFiles {
+            certificate: certificate.clone(),
+            key: key.clone(),
+            host_ca: host_ca.clone(),
         }),
         _ => None,
     };
@@ -130,7 +173,7 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
             tls,
         },
         replica: format!("pid-{}", std::process::id()),
-        hosts: arguments.hosts,
+        hosts: arguments.hosts.clone(),
         lease_ttl: Duration::from_secs(arguments.lease_seconds),
     };
     let controller = Arc::new(Controller::new(config, store)?);
@@ -142,12 +185,91 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
             _ = interrupt.recv() => {}
         }
     };
+    let (page, reload) = page(&arguments, Arc::clone(&controller)).await?;
+    let metrics = scrape(arguments.metrics.as_ref(), Arc::clone(&controller)).await?;
     remove_dead_socket(&arguments.socket)?;
     let serving = api::serve(Arc::clone(&controller), &arguments.socket, ended);
     tokio::select! {
         result = serving => result,
         () = controller.run() => Ok(()),
+        () = page => Ok(()),
+        () = metrics => Ok(()),
+        result = reload => result,
     }
+}
+
+fn start_log(format: LogFormat) {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env();
+    let filter = filter.unwrap_or_else(|_| "info".into());
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
+    match format {
+        LogFormat::Json => log.json().flatten_event(true).init(),
+        LogFormat::Text => log.init(),
+    }
+}
+
+type Task<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+/// Serves the page, and reads its policy and certificates again on SIGHUP.
+async fn page(
+    arguments: &Arguments,
+    controller: Arc<Controller>,
+) -> anyhow::Result<(Task<()>, Task<anyhow::Result<()>>)> {
+    let PageArguments {
+        page,
+        cert,
+        key,
+        client_ca,
+    } = &arguments.page;
+    let policy = match &arguments.policy {
+        Some(file) => LivePolicy::read(file.clone())?,
+        None => LivePolicy::own_user_only(rustix::process::geteuid().as_raw()),
+    };
+    let tls = match (cert, key, client_ca) {
+        (Some(certificate), Some(key), Some(client_ca)) => Some(Tls::read(TlsFiles {
+            certificate: certificate.clone(),
+            key: key.clone(),
+            client_ca: client_ca.clone(),
+        })?),
+        _ => None,
+    };
+    let mut hangup = signal(SignalKind::hangup()).context("SIGHUP cannot be handled")?;
+    let (again, certificates) = (policy.clone(), tls.clone());
+    let reload = async move {
+        while let Some(()) = hangup.recv().await {
+            if let Err(error) = again.reload() {
+                tracing::error!(%error, "the new policy is refused, and the old one stays in force; correct it and send SIGHUP");
+            }
+            if let Some(Err(error)) = certificates.as_ref().map(Tls::reload) {
+                tracing::error!(%error, "the new certificates are refused, and the old ones stay in use; correct them and send SIGHUP");
+            }
+        }
+        Ok(())
+    };
+    let Some(address) = *page else {
+        return Ok((Box::pin(std::future::pending()), Box::pin(reload)));
+    };
+    let config = patchbay_fleet::page::Config {
+        address,
+        tls,
+        policy,
+    };
+    let page = Page::bind(config, controller).await?;
+    tracing::info!("the page is at {}", page.link()?);
+    Ok((Box::pin(page.run()), Box::pin(reload)))
+}
+
+async fn scrape(
+    address: Option<&MetricsAddress>,
+    controller: Arc<Controller>,
+) -> anyhow::Result<Task<()>> {
+    let Some(address) = address else {
+        return Ok(Box::pin(std::future::pending()));
+    };
+    let text = move || patchbay_fleet::metrics::text(&controller);
+    Ok(Box::pin(patchbay_node::scrape::serve(address, text).await?))
 }
 
 /// A controller that was killed leaves its socket behind.

@@ -11,13 +11,14 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
 use crate::hosts::{CallError, Host, Hosts, Verdict};
+use crate::metrics::Metrics;
 use crate::rollout::{
     Action, CommitOutcome, Failure, GateKind, Member, Millis, NotLegal, Phase, RevertOutcome,
     Rollout, State,
 };
 use crate::spec::Spec;
 use crate::store::{Fence, Store, StoreError};
-use crate::{plan, storage};
+use crate::{hosts, plan, storage};
 
 /// Commands that wait for the runner.
 const QUEUE: usize = 64;
@@ -68,6 +69,9 @@ pub struct Context {
     pub store: Arc<dyn Store>,
     pub fence: Fence,
     pub hosts: Hosts,
+    /// Advances with every saved change of any rollout.
+    pub changes: watch::Sender<u64>,
+    pub metrics: Metrics,
 }
 
 enum Outcome {
@@ -192,10 +196,12 @@ impl Running {
             match storage::save(context.store.as_ref(), &context.fence, &puts).await {
                 Err(StoreError::Unavailable(why)) => {
                     tracing::warn!("a rollout waits for the store: {why}");
+                    context.metrics.waits_for_store();
                     tokio::time::sleep(STORE_RETRY).await;
                 }
                 other => {
                     self.version.send_modify(|version| *version += 1);
+                    context.changes.send_modify(|changes| *changes += 1);
                     return other;
                 }
             }
@@ -205,6 +211,13 @@ impl Running {
     fn obey(&self, asked: &Asked) -> Result<(), NotLegal> {
         let mut rollout = self.rollout();
         let (principal, now) = (&asked.principal, now());
+        tracing::info!(
+            rollout = rollout.header().name,
+            principal,
+            command = ?asked.command,
+            trace_id = format!("{:032x}", rollout.header().trace_id()),
+            "command"
+        );
         match asked.command.clone() {
             Command::Approve { digest } => rollout.approve(principal, &digest, now)?,
             Command::Start { digest } => rollout.start(principal, &digest, now)?,
@@ -266,13 +279,20 @@ impl Running {
 
     fn perform(&self, action: Action, context: &Context, actions: &mut JoinSet<Outcome>) {
         let rollout = self.rollout();
-        let hosts = context.hosts.clone();
+        let trace_id = rollout.header().trace_id();
+        let (hosts, metrics) = (context.hosts.clone(), context.metrics.clone());
         match action {
             Action::Commit(index) => {
                 let member = rollout.members()[index].clone();
                 let (name, spec) = (rollout.header().name.clone(), Arc::clone(&self.spec));
                 actions.spawn(async move {
-                    Outcome::Commit(index, commit(&hosts, &name, &spec, &member).await)
+                    let committing = commit(&hosts, &name, &spec, &member);
+                    let outcome = hosts::traced(trace_id, committing).await;
+                    metrics.committed(match outcome {
+                        CommitOutcome::Committed { pause_us } => Some(pause_us),
+                        CommitOutcome::Failed { .. } => None,
+                    });
+                    Outcome::Commit(index, outcome)
                 });
             }
             Action::Revert(index) => {
@@ -281,13 +301,19 @@ impl Running {
                 actions.spawn(async move {
                     // A guest can be a member twice, and each one is taken back.
                     let id = format!("fleet/{name}/revert/{index}");
-                    Outcome::Revert(index, revert(&hosts, &name, &id, &member).await)
+                    let reverting = revert(&hosts, &name, &id, &member);
+                    let outcome = hosts::traced(trace_id, reverting).await;
+                    metrics.reverted(matches!(outcome, RevertOutcome::Reverted { .. }));
+                    Outcome::Revert(index, outcome)
                 });
             }
             Action::RunGate { wave, gate } => {
                 let kind = rollout.header().policy.gates[gate].kind.clone();
                 actions.spawn(async move {
                     let result = run_gate(&kind).await;
+                    if result.is_err() {
+                        metrics.gate_closed();
+                    }
                     Outcome::Gate { wave, gate, result }
                 });
             }

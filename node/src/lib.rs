@@ -15,4 +15,5 @@ pub mod monitors;
 pub mod policy;
 pub mod proxy;
 pub mod registry;
+pub mod scrape;
 pub mod serve;

@@ -9,14 +9,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use http_body_util::Full;
-use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
 use patchbay_store::registry::{HostRecord, RegisterError, machine};
 use rustix::process::geteuid;
-use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tonic::transport::Server;
 use tonic::transport::server::Router;
@@ -30,6 +26,7 @@ use crate::monitors::{self, Directory, RunDirs};
 use crate::policy::{LivePolicy, PolicyError};
 use crate::proxy::{Node, Proxy};
 use crate::registry;
+use crate::scrape::{self, ListenError, MetricsAddress, ScrapeError};
 
 /// A peer that has not answered a ping for this long is gone.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
@@ -39,9 +36,6 @@ const DRAIN_TIME: Duration = Duration::from_secs(2);
 /// HTTP/2 streams of one connection: enough that a call too many arrives and can be refused.
 const HTTP2_STREAMS: u32 = 160;
 const _: () = assert!(HTTP2_STREAMS as usize > MAX_CALLS);
-/// Connections of whoever reads metrics.
-const METRICS_CONNECTIONS: usize = 16;
-const METRICS_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How the daemon runs.
 #[derive(Clone, Debug)]
@@ -81,34 +75,6 @@ pub struct RegistryConfig {
     pub address: Option<String>,
 }
 
-/// A listener for Prometheus.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum MetricsAddress {
-    /// A unix socket, mode 0600.
-    Unix(PathBuf),
-    /// A loopback address.
-    Loopback(SocketAddr),
-}
-
-impl std::str::FromStr for MetricsAddress {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        if let Some(path) = text.strip_prefix("unix:") {
-            return Ok(Self::Unix(path.into()));
-        }
-        match text.parse::<SocketAddr>() {
-            Ok(address) if address.ip().is_loopback() => Ok(Self::Loopback(address)),
-            Ok(address) => Err(format!(
-                "{address} can be reached from other hosts, and metrics have no access control; give a loopback address or unix:PATH"
-            )),
-            Err(_) => Err(format!(
-                "{text:?} is no address; give 127.0.0.1:PORT or unix:PATH"
-            )),
-        }
-    }
-}
-
 /// Why the daemon ended.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
@@ -125,13 +91,11 @@ pub enum ServeError {
     #[error(transparent)]
     Socket(#[from] SocketError),
     /// A TCP listener cannot be bound.
-    #[error("{address} cannot be listened on: {error}; give another address")]
-    Listen {
-        /// As given.
-        address: SocketAddr,
-        /// From the operating system.
-        error: io::Error,
-    },
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// The metrics cannot be served.
+    #[error(transparent)]
+    Scrape(#[from] ScrapeError),
     /// The registry cannot be used.
     #[error(transparent)]
     Registry(#[from] RegisterError),
@@ -176,7 +140,9 @@ pub async fn serve(
     let node = Arc::new(node.map_err(|error| ServeError::Description(error.to_string()))?);
     let mut tasks = JoinSet::new();
     if let Some(address) = &config.metrics {
-        spawn_metrics(&mut tasks, address, &node).await?;
+        let node = Arc::clone(&node);
+        let text = move || node.metrics.text(&node.directory, &node.audit);
+        tasks.spawn(scrape::serve(address, text).await?);
     }
     let (incoming, connections) = Incoming::new();
     let incoming = Arc::new(incoming);
@@ -279,30 +245,9 @@ async fn router(node: Arc<Node>) -> Result<Router, ServeError> {
         .add_service(Proxy::<2>::new(node)))
 }
 
-async fn spawn_metrics(
-    tasks: &mut JoinSet<()>,
-    address: &MetricsAddress,
-    node: &Arc<Node>,
-) -> Result<(), ServeError> {
-    let node = Arc::clone(node);
-    match address {
-        MetricsAddress::Unix(path) => {
-            let socket = NodeSocket::bind(path, 0o600)?;
-            let listener = socket.tokio_listener()?;
-            tasks.spawn(serve_metrics((socket, listener), node));
-        }
-        MetricsAddress::Loopback(address) => {
-            let listener = listen(*address).await?;
-            tracing::info!(address = %listener.local_addr()?, "metrics");
-            tasks.spawn(serve_metrics(listener, node));
-        }
-    }
-    Ok(())
-}
-
-async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {
+async fn listen(address: SocketAddr) -> Result<TcpListener, ListenError> {
     let listener = TcpListener::bind(address).await;
-    listener.map_err(|error| ServeError::Listen { address, error })
+    listener.map_err(|error| ListenError { address, error })
 }
 
 /// Reads policy and certificates again. What is broken is refused as a whole, and the old stays.
@@ -327,95 +272,6 @@ async fn reload(
                 metrics.reload_failed("certificates");
                 tracing::error!(%error, "the new certificates are refused, and the old ones stay in use; correct them and send SIGHUP");
             }
-        }
-    }
-}
-
-/// Either kind of listener for metrics.
-trait Listener: Send + 'static {
-    type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
-
-    fn accept(&self) -> impl Future<Output = io::Result<Self::Stream>> + Send;
-}
-
-impl Listener for TcpListener {
-    type Stream = tokio::net::TcpStream;
-
-    async fn accept(&self) -> io::Result<Self::Stream> {
-        Ok(Self::accept(self).await?.0)
-    }
-}
-
-impl Listener for (NodeSocket, tokio::net::UnixListener) {
-    type Stream = tokio::net::UnixStream;
-
-    async fn accept(&self) -> io::Result<Self::Stream> {
-        Ok(self.1.accept().await?.0)
-    }
-}
-
-async fn serve_metrics(listener: impl Listener, node: Arc<Node>) {
-    let permits = Arc::new(Semaphore::new(METRICS_CONNECTIONS));
-    loop {
-        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else {
-            return;
-        };
-        let stream = match listener.accept().await {
-            Ok(stream) => stream,
-            Err(error) => {
-                tracing::warn!(%error, "a connection for metrics cannot be accepted");
-                tokio::time::sleep(Duration::from_millis(100)).await;
-                continue;
-            }
-        };
-        let node = Arc::clone(&node);
-        tokio::spawn(async move {
-            let _permit = permit;
-            let service = service_fn(|request: http::Request<hyper::body::Incoming>| {
-                let answer = metrics_answer(&node, request.uri().path());
-                async move { Ok::<_, std::convert::Infallible>(answer) }
-            });
-            let connection = hyper::server::conn::http1::Builder::new()
-                .timer(TokioTimer::new())
-                .keep_alive(false)
-                .serve_connection(TokioIo::new(stream), service);
-            let _ = tokio::time::timeout(METRICS_TIMEOUT, connection).await;
-        });
-    }
-}
-
-fn metrics_answer(node: &Node, path: &str) -> http::Response<Full<bytes::Bytes>> {
-    let (status, text) = match path {
-        "/metrics" => match node.metrics.text(&node.directory, &node.audit) {
-            Ok(text) => (http::StatusCode::OK, text),
-            Err(error) => (http::StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
-        },
-        _ => (
-            http::StatusCode::NOT_FOUND,
-            "metrics are at /metrics\n".to_owned(),
-        ),
-    };
-    let mut answer = http::Response::new(Full::from(text));
-    *answer.status_mut() = status;
-    let openmetrics = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    answer
-        .headers_mut()
-        .insert("content-type", http::HeaderValue::from_static(openmetrics));
-    answer
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn metrics_stay_on_the_host() {
-        for good in ["127.0.0.1:9100", "[::1]:0", "unix:/run/x.sock"] {
-            assert!(good.parse::<MetricsAddress>().is_ok(), "{good}");
-        }
-        for bad in ["0.0.0.0:9100", "[::]:1", "192.0.2.1:9100", "localhost", ""] {
-            let error = bad.parse::<MetricsAddress>().expect_err(bad);
-            assert!(error.contains("unix:PATH"), "{error}");
         }
     }
 }

@@ -59,5 +59,13 @@ pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "
 pub const PRINCIPAL_METADATA: &str = "patchbay-principal";
 /// Metadata key by which a trusted proxy limits a call to a role: "viewer", "operator" or "admin".
 pub const ROLE_METADATA: &str = "patchbay-role";
+/// Metadata key of the W3C trace context.
+pub const TRACEPARENT_METADATA: &str = "traceparent";
 /// `google.rpc.ErrorInfo.domain` of every error.
 pub const ERROR_DOMAIN: &str = "patchbay";
+
+/// The value of [`TRACEPARENT_METADATA`] for a call that is logged. An id that is 0 is none.
+#[must_use]
+pub fn traceparent(trace_id: u128, span_id: u64) -> String {
+    format!("00-{trace_id:032x}-{span_id:016x}-01")
+}

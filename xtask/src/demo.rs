@@ -19,8 +19,14 @@ const DEMOS: [(&str, &str); 4] = [
 /// The demo that builds no kernel.
 const STOCK: &str = "stock";
 
+/// The demo without a virtual machine.
+const FLEET: &str = "fleet";
+
 /// Runs the demo with the arguments and returns its exit status.
 pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
+    if arguments.first().is_some_and(|name| name == FLEET) {
+        return fleet(&arguments[1..]);
+    }
     let named = arguments
         .first()
         .and_then(|argument| DEMOS.iter().find(|(name, _)| argument == name));
@@ -56,4 +62,24 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
     let mut job = lab::Job::new(command, &host::lab_output())?;
     job.set(variables);
     Ok(ExitCode::from(lab::run(&job)?))
+}
+
+/// Guests in memory and the controller's page, all in one process.
+fn fleet(arguments: &[OsString]) -> Result<ExitCode> {
+    let mut command = cargo::cargo("run");
+    command.args([
+        "--quiet",
+        "--package",
+        "patchbay-fleet",
+        "--example",
+        "demo",
+        "--",
+    ]);
+    let status = command.args(arguments).status();
+    let status = status.context("cargo cannot be run")?;
+    Ok(if status.success() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }

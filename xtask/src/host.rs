@@ -13,6 +13,9 @@ pub use patchbay_lab::packages::{
 /// Packages that the tests of the controller need.
 pub const ETCD: &[&str] = &["etcd-server"];
 
+/// Packages that the tests of the controller's page need.
+pub const BROWSER: &[&str] = &["chromium"];
+
 /// Packages that the tests with domains of libvirt need.
 pub const LIBVIRT: &[&str] = &[
     "libvirt-clients",

@@ -42,10 +42,11 @@ struct Arguments {
 #[derive(Subcommand)]
 enum Task {
     /// Boot a Linux guest and flip its static keys from outside; `demo trace` traces a guest, `demo
-    /// sick-guest` one whose user space hangs, and `demo stock` flips keys of Debian's own kernel,
-    /// in our monitor and in QEMU
+    /// sick-guest` one whose user space hangs, `demo stock` flips keys of Debian's own kernel, in our
+    /// monitor and in QEMU, and `demo fleet` rolls a change out over 500 guests in memory, with a
+    /// page to watch it
     Demo {
-        /// getppid (default), trace, sick-guest or stock, and its arguments; `--keep` keeps the guest
+        /// getppid (default), trace, sick-guest, stock or fleet, and its arguments; `--keep` keeps the guests
         /// running at the end
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,

@@ -181,10 +181,13 @@ pub fn run(selection: &Selection) -> Result<bool> {
     if tier_1
         .iter()
         .any(|test| test.suite.starts_with("patchbay-fleet"))
-        && let Err(error) = host::ensure_packages(host::ETCD)
     {
-        // The tests then report that they are skipped.
-        eprintln!("There is no etcd: {error:#}");
+        // Tests then report that they are skipped.
+        for (what, packages) in [("etcd", host::ETCD), ("Chromium", host::BROWSER)] {
+            if let Err(error) = host::ensure_packages(packages) {
+                eprintln!("There is no {what}: {error:#}");
+            }
+        }
     }
     if tier_1
         .iter()

@@ -102,9 +102,10 @@ fn occurrences(console: &Path, words: &str) -> usize {
 fn boots(console: &Path, list: impl Fn() -> Result<(), String>) {
     let end = Instant::now() + BOOT;
     let mut last = String::new();
-    while occurrences(console, "READY") == 0 {
+    loop {
         match list() {
             Ok(()) => return wait_for(console, "READY", 1),
+            // A failed discovery is not repeated at once.
             Err(error) if error == last => {}
             Err(error) => {
                 println!("while it boots: {error}");
@@ -113,7 +114,6 @@ fn boots(console: &Path, list: impl Fn() -> Result<(), String>) {
         }
         assert!(Instant::now() < end, "the guest does not boot: {last}");
     }
-    assert!(!last.is_empty(), "it was asked too late");
 }
 
 fn update(keys: Target, op: Op) -> UpdateRequest {

@@ -11,7 +11,7 @@ use patchbay_kernel_image::Patterns;
 use patchbay_proto::v1;
 
 use super::sockets::{self, Socket};
-use super::{Client, DEFAULT_TIMEOUT};
+use super::{Client, DEFAULT_TIMEOUT, traced};
 use crate::args::{Output, Target};
 use crate::failure::{self, Failure, PARTLY};
 use crate::names::is_glob;
@@ -196,7 +196,7 @@ pub async fn guests_of(
         ..Default::default()
     };
     loop {
-        let mut request = tonic::Request::new(message.clone());
+        let mut request = traced(message.clone());
         request.set_timeout(LIST_TIMEOUT);
         let page = endpoint.guest().list_guests(request).await?.into_inner();
         guests.extend(page.guests);

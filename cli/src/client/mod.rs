@@ -5,13 +5,14 @@ pub mod fleet;
 pub mod sockets;
 
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
-use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
+use patchbay_proto::{TRACEPARENT_METADATA, traceparent, v1};
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
 use tower::service_fn;
@@ -140,8 +141,23 @@ impl Client {
     /// A request without a deadline, because its stream has no end.
     pub fn stream<T: Addressed>(&self, mut message: T) -> tonic::Request<T> {
         message.set_guest(&self.guest);
-        tonic::Request::new(message)
+        traced(message)
     }
+}
+
+/// A request of the process's trace.
+pub fn traced<T>(message: T) -> tonic::Request<T> {
+    let mut request = tonic::Request::new(message);
+    if let Ok(parent) = traceparent(trace_id(), fastrand::u64(1..)).parse() {
+        request.metadata_mut().insert(TRACEPARENT_METADATA, parent);
+    }
+    request
+}
+
+/// All calls of the process are of one trace.
+fn trace_id() -> u128 {
+    static TRACE_ID: OnceLock<u128> = OnceLock::new();
+    *TRACE_ID.get_or_init(|| fastrand::u128(1..))
 }
 
 /// A request that names its guest.

@@ -16,7 +16,7 @@ use tonic::{Code, Request, Status};
 
 use self::args::{Reviewed, RolloutArgs, RolloutCommand};
 use crate::args::Output;
-use crate::client::{DEFAULT_TIMEOUT, channel};
+use crate::client::{DEFAULT_TIMEOUT, channel, traced};
 use crate::failure::{DRIFT, Failure, PARTLY};
 use crate::print::{print, print_streamed};
 
@@ -119,7 +119,7 @@ pub async fn run(
 
 impl Controller {
     fn timed<T>(&self, message: T, default: Duration) -> Request<T> {
-        let mut request = Request::new(message);
+        let mut request = traced(message);
         request.set_timeout(self.timeout.unwrap_or(default));
         request
     }
@@ -174,7 +174,7 @@ impl Controller {
             print(output, &rollout)?;
             return partly(&rollout);
         }
-        let mut request = Request::new(v1::WatchRequest { rollout });
+        let mut request = traced(v1::WatchRequest { rollout });
         if let Some(timeout) = self.timeout {
             request.set_timeout(timeout);
         }

@@ -72,6 +72,8 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 def test_a_certificate_decides_what_its_holder_may_do(daemon: Daemon) -> None:
     with daemon.connect("alice") as host:
+        while not list(host.guests()):
+            pass  # The daemon serves before it has found its guests.
         guest = host.guest("web-1")
         assert guest.enable("alpha").results[0].count_after == 1
         (hold,) = guest.holds()

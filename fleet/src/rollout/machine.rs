@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     End, Failure, GateKind, Header, Member, Millis, OnFailure, Phase, Rollout, Stage, State,
-    TimelineEntry, gates,
+    TimelineEntry, gates, legal, legal::NotLegal,
 };
 
 /// Attempts of a commit whose answers say nothing about it.
@@ -44,24 +44,6 @@ pub enum CommitOutcome {
 pub enum RevertOutcome {
     Reverted { void: bool },
     Failed { again: bool, why: String },
-}
-
-/// Why a command is refused.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NotLegal {
-    #[error("rollout {rollout} is {phase}; {command} is legal while it is {legal}")]
-    Phase {
-        rollout: String,
-        phase: &'static str,
-        command: &'static str,
-        legal: &'static str,
-    },
-    #[error("the plan's digest is {found}, not {given}; review the plan, then start that digest")]
-    Digest { found: String, given: String },
-    #[error(
-        "{given} of {needed} people approve the plan; another one runs `rollout approve` first"
-    )]
-    Approvals { given: usize, needed: usize },
 }
 
 /// What is not stored: it begins empty with each driver.
@@ -108,7 +90,7 @@ impl Rollout {
     /// [`NotLegal`], if it is not planned, or the digest differs.
     pub fn approve(&mut self, principal: &str, digest: &str, now: Millis) -> Result<(), NotLegal> {
         self.check_plan("approve", digest)?;
-        if !self.header.approvals.iter().any(|by| by == principal) {
+        if !self.has_approved(principal) {
             self.header.approvals.push(principal.to_owned());
             let given = self.header.approvals.len();
             let needed = self.header.policy.approvals.max(1);
@@ -123,15 +105,9 @@ impl Rollout {
     /// [`NotLegal`], if it is not planned, the digest differs, or too few people approve.
     pub fn start(&mut self, principal: &str, digest: &str, now: Millis) -> Result<(), NotLegal> {
         self.check_plan("start", digest)?;
-        let approvals = &mut self.header.approvals;
-        let has_approved = approvals.iter().any(|by| by == principal);
-        let given = approvals.len() + usize::from(!has_approved);
-        let needed = self.header.policy.approvals.max(1);
-        if given < needed {
-            return Err(NotLegal::Approvals { given, needed });
-        }
-        if !has_approved {
-            approvals.push(principal.to_owned());
+        self.check_approvals(principal)?;
+        if !self.has_approved(principal) {
+            self.header.approvals.push(principal.to_owned());
         }
         self.enter(Phase::Running(Stage::Committing), principal, now, "started");
         Ok(())
@@ -191,10 +167,8 @@ impl Rollout {
     /// # Errors
     /// [`NotLegal`], unless it runs or is paused, or while guests of the wave are being changed.
     pub fn promote(&mut self, principal: &str, now: Millis) -> Result<(), NotLegal> {
-        let settled = self.is_settled();
-        match self.header.phase {
-            Phase::Running(_) | Phase::Paused if settled => {}
-            _ => return Err(self.not_legal("promote", "baking, at a gate, or paused there")),
+        if !self.may_promote() {
+            return Err(self.not_legal("promote", legal::PROMOTABLE));
         }
         self.enter(
             Phase::Running(Stage::Committing),
@@ -217,7 +191,7 @@ impl Rollout {
     }
 
     fn revert(&mut self, end: End, principal: &str, now: Millis, text: &str) {
-        if matches!(self.header.phase, Phase::Reverting(_)) {
+        if !self.may_revert() {
             return;
         }
         for index in 0..self.members.len() {
@@ -232,11 +206,8 @@ impl Rollout {
                 _ => {}
             }
         }
-        let is_over = matches!(self.header.phase, Phase::Ended(_));
-        if !is_over || self.members.iter().any(is_left) {
-            self.run.reverts.clear();
-            self.enter(Phase::Reverting(end), principal, now, text);
-        }
+        self.run.reverts.clear();
+        self.enter(Phase::Reverting(end), principal, now, text);
     }
 
     /// The outcome of [`Action::Commit`].
@@ -406,7 +377,7 @@ impl Rollout {
     }
 
     /// No member of the waves that have begun waits or is being changed.
-    fn is_settled(&self) -> bool {
+    pub(super) fn is_settled(&self) -> bool {
         let is_open = |member: &Member| {
             matches!(
                 member.state,
@@ -507,17 +478,11 @@ impl Rollout {
         if self.members.iter().any(is_left) {
             return;
         }
-        let is_failed = |member: &&Member| {
-            matches!(
-                member.state,
-                State::RevertFailed { .. }
-                    | State::Failed {
-                        failure: Failure::Unknown,
-                        ..
-                    }
-            )
-        };
-        let text = match self.members.iter().filter(is_failed).count() {
+        let failed = self.members.iter();
+        let text = match failed
+            .filter(|member| legal::is_to_be_tried_again(member))
+            .count()
+        {
             0 => "everything is taken back".to_owned(),
             failed => format!("{failed} guests are not taken back; abort or undo tries again"),
         };
@@ -563,19 +528,10 @@ impl Rollout {
             text,
         });
     }
-
-    pub(super) fn not_legal(&self, command: &'static str, legal: &'static str) -> NotLegal {
-        NotLegal::Phase {
-            rollout: self.header.name.clone(),
-            phase: self.header.phase.name(),
-            command,
-            legal,
-        }
-    }
 }
 
 /// The member stands between the rollout and the end of its reverting.
-fn is_left(member: &Member) -> bool {
+pub(super) fn is_left(member: &Member) -> bool {
     matches!(
         member.state,
         State::Committed { .. } | State::Committing { .. } | State::Unresolved

@@ -40,6 +40,7 @@
 
 mod amend;
 mod gates;
+mod legal;
 mod machine;
 mod policy;
 #[cfg(test)]
@@ -47,7 +48,8 @@ mod tests;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::machine::{Action, CommitOutcome, NotLegal, RevertOutcome, Step};
+pub use self::legal::{NotLegal, Verb};
+pub use self::machine::{Action, CommitOutcome, RevertOutcome, Step};
 pub use self::policy::{Caps, Freeze, Gate, GateKind, OnFailure, Policy};
 
 /// Milliseconds since the epoch, UTC.
@@ -210,6 +212,14 @@ pub struct Header {
     pub timeline: Vec<TimelineEntry>,
     pub members: usize,
     pub created: Millis,
+}
+
+impl Header {
+    /// The trace that all changes of the rollout are of: the first half of the plan's digest.
+    pub fn trace_id(&self) -> u128 {
+        let half = self.digest.get(..32).unwrap_or_default();
+        u128::from_str_radix(half, 16).unwrap_or(0)
+    }
 }
 
 /// The header, the members, and what only the driver that runs it knows.

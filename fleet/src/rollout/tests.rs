@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The machine against guests that apply, refuse, answer late or not at all, and drivers that die.
+//! The machine, step by step.
 
-use std::collections::BTreeMap;
-
-use proptest::prelude::*;
+mod events;
 
 use super::machine::MAX_ATTEMPTS;
 use super::*;
@@ -89,6 +87,25 @@ fn gate(kind: GateKind, on_failure: OnFailure) -> Policy {
     }
 }
 
+/// A command that `would_change` accepts changes the rollout, and one that it refuses does not.
+fn check_legality(rollout: &Rollout, now: Millis) {
+    for verb in Verb::ALL {
+        let mut after = rollout.clone();
+        match verb {
+            Verb::Approve => drop(after.approve("bob", "digest", now)),
+            Verb::Start => drop(after.start("bob", "digest", now)),
+            Verb::Pause => drop(after.pause("bob", now)),
+            Verb::Resume => drop(after.resume("bob", now)),
+            Verb::Promote => drop(after.promote("bob", now)),
+            Verb::Abort => after.abort("bob", now),
+            Verb::Undo => after.undo("bob", now),
+        }
+        let changes = after.header() != rollout.header() || after.members() != rollout.members();
+        let legal = rollout.would_change(verb, "bob");
+        assert_eq!(legal.is_ok(), changes, "{} {legal:?}", verb.name());
+    }
+}
+
 #[test]
 fn waves_follow_each_other_after_their_bake_time() {
     let mut rollout = started(&[1, 3], Policy::default());
@@ -112,6 +129,7 @@ fn start_pins_the_digest_and_counts_people() {
         ..Policy::default()
     };
     let mut rollout = planned(&[1], policy);
+    check_legality(&rollout, 0);
     let other = rollout.start("alice", "other", 0);
     assert!(matches!(other, Err(NotLegal::Digest { .. })));
     let other = rollout.approve("alice", "other", 0);
@@ -127,6 +145,10 @@ fn start_pins_the_digest_and_counts_people() {
             })
         );
     }
+    check_legality(&rollout, 0);
+    let mut approved = rollout.clone();
+    approved.approve("bob", "digest", 0).expect("planned");
+    check_legality(&approved, 0);
     assert_eq!(rollout.header().phase, Phase::Planned);
     assert!(commits(&rollout.step(0)).is_empty());
     rollout.start("bob", "digest", 0).expect("the second");
@@ -264,272 +286,6 @@ fn the_timeline_is_bounded() {
     let timeline = &rollout.header().timeline;
     assert!(timeline.len() <= 500);
     assert_eq!(timeline[0].text, "started");
-}
-
-/// What happens next in a run.
-#[derive(Clone, Debug)]
-enum Event {
-    Pause,
-    Resume,
-    Promote,
-    Abort,
-    Undo,
-    Advance(Millis),
-    /// The driver steps, saves, and performs the actions up to here; the rest is not yet done.
-    Perform(usize),
-    /// An action under way ends so.
-    Answer(prop::sample::Index, Answer),
-    /// The driver dies, and another takes up what was saved.
-    Kill,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Answer {
-    Ok,
-    /// Done, and the answer is lost.
-    Lost,
-    Busy,
-    Refused,
-}
-
-fn event() -> impl Strategy<Value = Event> {
-    let answer = prop_oneof![
-        6 => Just(Answer::Ok),
-        2 => Just(Answer::Lost),
-        1 => Just(Answer::Busy),
-        1 => Just(Answer::Refused),
-    ];
-    prop_oneof![
-        1 => Just(Event::Pause),
-        2 => Just(Event::Resume),
-        1 => Just(Event::Promote),
-        1 => Just(Event::Abort),
-        1 => Just(Event::Undo),
-        3 => (0..3000_u64).prop_map(Event::Advance),
-        8 => (0..20_usize).prop_map(Event::Perform),
-        12 => (any::<prop::sample::Index>(), answer).prop_map(|(which, how)| Event::Answer(which, how)),
-        2 => Just(Event::Kill),
-    ]
-}
-
-/// A guest as `patchbay.v1` promises it: a plan is committed once, an inverse with one request id too.
-#[derive(Clone, Debug, Default)]
-struct Guest {
-    commits: u32,
-    reverts: u32,
-}
-
-struct Fleet {
-    rollout: Rollout,
-    saved: (Header, Vec<Member>),
-    /// Actions that a driver has performed and not heard of.
-    under_way: Vec<Action>,
-    guests: BTreeMap<usize, Guest>,
-    now: Millis,
-}
-
-impl Fleet {
-    fn save(&mut self) {
-        let (changed, header) = self.rollout.take_changes();
-        for index in changed {
-            self.saved.1[index] = self.rollout.members()[index].clone();
-        }
-        if header {
-            self.saved.0 = self.rollout.header().clone();
-        }
-        assert_eq!(
-            self.saved.0,
-            *self.rollout.header(),
-            "an unsaved change of the header"
-        );
-        assert_eq!(
-            self.saved.1,
-            self.rollout.members(),
-            "an unsaved change of a member"
-        );
-    }
-
-    /// Steps and saves; sends as many of the actions, and forgets the others.
-    fn perform(&mut self, most: usize) {
-        let before: Vec<State> = self
-            .rollout
-            .members()
-            .iter()
-            .map(|m| m.state.clone())
-            .collect();
-        let step = self.rollout.step(self.now);
-        self.save();
-        self.check_caps();
-        let phase = self.rollout.header().phase;
-        for action in &step.actions {
-            if let Action::Commit(index) = action
-                && before[*index] == State::Pending
-            {
-                let runs = matches!(phase, Phase::Running(_));
-                assert!(
-                    runs,
-                    "guest {index} is committed while it is {}",
-                    phase.name()
-                );
-            }
-        }
-        let sent = step.actions.len().min(most);
-        self.under_way.extend_from_slice(&step.actions[..sent]);
-        if sent < step.actions.len() {
-            // What was not sent is known to the next driver alone.
-            self.kill();
-        }
-    }
-
-    /// The driver's calls end with it: some have reached their guest, others never will.
-    fn kill(&mut self) {
-        self.save();
-        for (position, action) in std::mem::take(&mut self.under_way).into_iter().enumerate() {
-            let has_arrived = (position as u64 + self.now).is_multiple_of(2);
-            match action {
-                Action::Commit(index) if has_arrived => {
-                    self.guests.entry(index).or_default().commits = 1;
-                }
-                Action::Revert(index) if has_arrived => {
-                    self.guests.entry(index).or_default().reverts = 1;
-                }
-                _ => {}
-            }
-        }
-        let (header, members) = self.saved.clone();
-        self.rollout = Rollout::new(header, members);
-    }
-
-    fn check_caps(&self) {
-        let caps = self.rollout.header().policy.caps;
-        let mut domains: BTreeMap<&str, usize> = BTreeMap::new();
-        let committing = self.rollout.members().iter();
-        let committing =
-            committing.filter(|member| matches!(member.state, State::Committing { .. }));
-        let mut total = 0;
-        for member in committing {
-            total += 1;
-            *domains.entry(&member.domain).or_default() += 1;
-        }
-        assert!(total <= caps.total(self.rollout.members().len()));
-        assert!(domains.values().all(|&count| count <= caps.per_domain()));
-    }
-
-    fn answer(&mut self, position: usize, answer: Answer) {
-        let lost = |why: &str| why.to_owned();
-        match self.under_way.swap_remove(position) {
-            Action::Commit(index) => {
-                let guest = self.guests.entry(index).or_default();
-                let refused =
-                    guest.commits == 0 && matches!(answer, Answer::Busy | Answer::Refused);
-                if !refused {
-                    guest.commits = 1;
-                }
-                let outcome = match answer {
-                    Answer::Lost => failed(Failure::Unknown),
-                    Answer::Busy if refused => failed(Failure::Busy),
-                    Answer::Refused if refused => failed(Failure::Final),
-                    _ => CommitOutcome::Committed { pause_us: 1 },
-                };
-                self.rollout.committed(index, outcome, self.now);
-            }
-            Action::Revert(index) => {
-                let guest = self.guests.entry(index).or_default();
-                assert_eq!(
-                    guest.commits, 1,
-                    "guest {index} is reverted and was never changed"
-                );
-                if !matches!(answer, Answer::Busy | Answer::Refused) {
-                    guest.reverts = 1;
-                }
-                let outcome = match answer {
-                    Answer::Ok => RevertOutcome::Reverted { void: false },
-                    Answer::Lost | Answer::Busy => RevertOutcome::Failed {
-                        again: true,
-                        why: lost("lost"),
-                    },
-                    Answer::Refused => RevertOutcome::Failed {
-                        again: false,
-                        why: lost("refused"),
-                    },
-                };
-                self.rollout.reverted(index, outcome, self.now);
-            }
-            Action::RunGate { wave, gate } => {
-                self.rollout.gate_ended(wave, gate, Ok(()), self.now);
-            }
-        }
-    }
-
-    fn apply(&mut self, event: &Event) {
-        let now = self.now;
-        match event {
-            Event::Pause => drop(self.rollout.pause("alice", now)),
-            Event::Resume => drop(self.rollout.resume("alice", now)),
-            Event::Promote => drop(self.rollout.promote("alice", now)),
-            Event::Abort => self.rollout.abort("alice", now),
-            Event::Undo => self.rollout.undo("alice", now),
-            Event::Advance(time) => self.now += time,
-            Event::Perform(most) => self.perform(*most),
-            Event::Answer(which, answer) if !self.under_way.is_empty() => {
-                self.answer(which.index(self.under_way.len()), *answer);
-            }
-            Event::Answer(..) => {}
-            Event::Kill => self.kill(),
-        }
-        self.save();
-    }
-
-    /// Aborts, and lets everything end well.
-    fn abort_to_the_end(&mut self) {
-        self.rollout.abort("alice", self.now);
-        // Reverting may end with failures; a second abort takes them back.
-        for _ in 0..2 {
-            for _ in 0..10_000 {
-                self.perform(usize::MAX);
-                while !self.under_way.is_empty() {
-                    self.answer(0, Answer::Ok);
-                }
-                self.now += 60_000;
-                if matches!(self.rollout.header().phase, Phase::Ended(_)) {
-                    break;
-                }
-            }
-            self.rollout.abort("alice", self.now);
-        }
-    }
-}
-
-proptest! {
-    #[test]
-    fn any_order_of_events_keeps_the_promises(
-        sizes in prop::collection::vec(1..6_usize, 1..4),
-        count in prop::option::of(1..4_u32),
-        percent in prop::option::of(1..60_u32),
-        per_domain in prop::option::of(1..3_u32),
-        max_percent in prop::option::of(0..100_u32),
-        abort in any::<bool>(),
-        events in prop::collection::vec(event(), 0..120),
-    ) {
-        let on_failure = if abort { OnFailure::Abort } else { OnFailure::Pause };
-        let mut policy = max_percent.map_or_else(Policy::default, |max_percent| {
-            gate(GateKind::Errors { max_percent }, on_failure)
-        });
-        policy.caps = Caps { count, percent, per_domain };
-        let rollout = started(&sizes, policy);
-        let saved = (rollout.header().clone(), rollout.members().to_vec());
-        let mut fleet = Fleet { rollout, saved, under_way: vec![], guests: BTreeMap::new(), now: 0 };
-        for event in &events {
-            fleet.apply(event);
-            fleet.check_caps();
-        }
-        fleet.abort_to_the_end();
-        let phase = fleet.rollout.header().phase;
-        prop_assert!(matches!(phase, Phase::Ended(_)), "{phase:?}");
-        for (index, guest) in &fleet.guests {
-            prop_assert_eq!(guest.commits, guest.reverts, "guest {}", index);
-        }
-    }
 }
 
 #[test]

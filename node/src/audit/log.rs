@@ -50,6 +50,9 @@ pub enum Entry {
         rule: String,
         /// The request in a form for people: keys, ops, reason.
         request: String,
+        /// W3C trace id of the call, if it had one.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        trace_id: String,
     },
     /// The policy does not allow it.
     Denied {
@@ -296,6 +299,7 @@ mod tests {
             guest: "web-1".to_owned(),
             rule: "on-call".to_owned(),
             request: "enable net_a".to_owned(),
+            trace_id: String::new(),
         }
     }
 

@@ -45,6 +45,7 @@ pub fn changes(path: &Path) -> Result<(Vec<Change>, Chain), AuditError> {
             guest,
             rule,
             request,
+            ..
         } => {
             open.insert(record.id, changes.len());
             changes.push(Change {
@@ -141,6 +142,7 @@ mod tests {
             guest: guest.to_owned(),
             rule: "r".to_owned(),
             request: "{\"guest\":\"a\"}".to_owned(),
+            trace_id: String::new(),
         };
         let first = log.intent(intent("a")).expect("written");
         log.intent(intent("b")).expect("written");

@@ -269,6 +269,7 @@ mod tests {
             guest: guest.to_owned(),
             rule: "on-call".to_owned(),
             request: "{}".to_owned(),
+            trace_id: String::new(),
         }
     }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method as HttpMethod, Request, Version};
-use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA};
+use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA, TRACEPARENT_METADATA};
 use prost_reflect::{DescriptorPool, DynamicMessage};
 use sha2::{Digest, Sha256};
 use tonic::Status;
@@ -26,7 +26,6 @@ const MAX_TEXT_BYTES: usize = 4096;
 const MAX_SHOWN_MESSAGE: usize = 64 << 10;
 /// Metadata with this prefix is between programs of Patchbay.
 const OWN_METADATA: &str = "patchbay-";
-const TRACEPARENT: &str = "traceparent";
 /// Headers of the connection that a call came by, and those that are made anew.
 const NOT_FORWARDED: [&str; 10] = [
     "connection",
@@ -99,14 +98,20 @@ impl Call {
         }
     }
 
-    pub fn caller(&self) -> Caller {
-        let parent = self.headers.get(TRACEPARENT);
+    /// Empty if the caller gave none.
+    pub fn trace_id(&self) -> &str {
+        let parent = self.headers.get(TRACEPARENT_METADATA);
         let parent = parent.and_then(|parent| parent.to_str().ok());
-        let trace_id = parent.and_then(|parent| parent.split('-').nth(1));
+        parent
+            .and_then(|parent| parent.split('-').nth(1))
+            .unwrap_or_default()
+    }
+
+    pub fn caller(&self) -> Caller {
         Caller {
             principal: self.principal().to_owned(),
             guest: self.guest.clone(),
-            trace_id: trace_id.unwrap_or_default().to_owned(),
+            trace_id: self.trace_id().to_owned(),
             changes: self.changes(),
         }
     }
@@ -215,13 +220,13 @@ fn forwarded(headers: &HeaderMap) -> HeaderMap {
         }
     }
     // Two, or a malformed one, are the same as none (W3C Trace Context, 4.3).
-    let mut given = headers.get_all(TRACEPARENT).iter();
+    let mut given = headers.get_all(TRACEPARENT_METADATA).iter();
     let valid = match (given.next(), given.next()) {
         (Some(value), None) => value.to_str().is_ok_and(is_traceparent),
         _ => false,
     };
     if !valid {
-        kept.remove(TRACEPARENT);
+        kept.remove(TRACEPARENT_METADATA);
     }
     kept
 }
@@ -355,11 +360,17 @@ mod tests {
             ("patchbay-role", "admin"),
             ("patchbay-anything", "x"),
             ("x-request", "1"),
-            (TRACEPARENT, PARENT),
+            (TRACEPARENT_METADATA, PARENT),
         ]);
         assert_eq!(kept.len(), 2, "{kept:?}");
-        assert_eq!(kept[TRACEPARENT], PARENT);
-        assert!(headers(&[(TRACEPARENT, PARENT), (TRACEPARENT, PARENT)]).is_empty());
+        assert_eq!(kept[TRACEPARENT_METADATA], PARENT);
+        assert!(
+            headers(&[
+                (TRACEPARENT_METADATA, PARENT),
+                (TRACEPARENT_METADATA, PARENT)
+            ])
+            .is_empty()
+        );
         for bad in [
             "",
             "00-0-0-0",

@@ -217,6 +217,9 @@ async fn metadata_and_deadlines_pass_and_principals_do_not() {
         1
     );
     assert_eq!((header("traceparent"), header("x-other")), (PARENT, "kept"));
+    let log = std::fs::read_to_string(host.path("audit.jsonl")).expect("a log");
+    let trace_id = "\"trace_id\":\"0af7651916cd43dd8448eb211c80319c\"";
+    assert!(log.contains(trace_id), "{log}");
     let timeout = header("grpc-timeout");
     let micros: u64 = timeout.trim_end_matches('u').parse().expect(timeout);
     assert!((1..=50_000_000).contains(&micros), "{timeout}");

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Prometheus metrics of a replica. Labels are phases, states and outcomes, and the names of at most
+//! [`MAX_ROLLOUTS`] active rollouts.
+
+use std::fmt;
+use std::sync::Arc;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::controller::Controller;
+use crate::rollout::State;
+
+/// Active rollouts that are named in labels, the newest first.
+const MAX_ROLLOUTS: usize = 20;
+
+/// Pauses from 10 us to 1 s, as `patchbayd` counts them.
+const PAUSE_BUCKETS: [f64; 16] = [
+    10e-6, 20e-6, 40e-6, 60e-6, 80e-6, 100e-6, 150e-6, 200e-6, 400e-6, 1e-3, 2e-3, 5e-3, 10e-3,
+    50e-3, 200e-3, 1.0,
+];
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Change {
+    op: &'static str,
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct InPhase {
+    phase: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Guests {
+    rollout: String,
+    state: &'static str,
+}
+
+/// What is counted while the replica runs.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    changes: Family<Change, Counter>,
+    pauses: Histogram,
+    gates_closed: Counter,
+    store_waits: Counter,
+    terms: Counter,
+}
+
+impl Default for Inner {
+    fn default() -> Self {
+        Self {
+            changes: Family::default(),
+            pauses: Histogram::new(PAUSE_BUCKETS),
+            gates_closed: Counter::default(),
+            store_waits: Counter::default(),
+            terms: Counter::default(),
+        }
+    }
+}
+
+impl Metrics {
+    /// A guest has answered a commit, or has not; with the pause in microseconds if it was changed.
+    pub fn committed(&self, pause_us: Option<u64>) {
+        self.change("commit", pause_us.is_some());
+        if let Some(pause_us) = pause_us {
+            #[allow(clippy::cast_precision_loss)]
+            self.0.pauses.observe(pause_us as f64 / 1e6);
+        }
+    }
+
+    /// A guest has answered an inverse change, or has not.
+    pub fn reverted(&self, is_ok: bool) {
+        self.change("revert", is_ok);
+    }
+
+    fn change(&self, op: &'static str, is_ok: bool) {
+        let outcome = if is_ok { "ok" } else { "failed" };
+        self.0.changes.get_or_create(&Change { op, outcome }).inc();
+    }
+
+    /// An external gate has said no.
+    pub fn gate_closed(&self) {
+        self.0.gates_closed.inc();
+    }
+
+    /// A rollout stands because the store cannot be reached.
+    pub fn waits_for_store(&self) {
+        self.0.store_waits.inc();
+    }
+
+    /// This replica begins to lead.
+    pub fn term(&self) {
+        self.0.terms.inc();
+    }
+}
+
+/// The text that Prometheus reads.
+///
+/// # Errors
+/// The encoder's.
+pub fn text(controller: &Controller) -> Result<String, fmt::Error> {
+    let mut registry = Registry::with_prefix("patchbay_fleet");
+    let inner = &controller.metrics().0;
+    registry.register(
+        "guest_changes",
+        "Answers of guests to commits and inverse changes",
+        inner.changes.clone(),
+    );
+    registry.register_with_unit(
+        "commit_pause",
+        "Time that commits stopped their guests, as the guests report it",
+        Unit::Seconds,
+        inner.pauses.clone(),
+    );
+    registry.register(
+        "gate_failures",
+        "External gates that failed",
+        inner.gates_closed.clone(),
+    );
+    registry.register(
+        "store_retries",
+        "Writes that were tried again because the store did not answer",
+        inner.store_waits.clone(),
+    );
+    registry.register(
+        "terms",
+        "Times that this replica began to lead",
+        inner.terms.clone(),
+    );
+    now(controller, &mut registry);
+    let mut text = String::new();
+    encode(&mut text, &registry)?;
+    Ok(text)
+}
+
+/// What is looked up when Prometheus asks.
+fn now(controller: &Controller, registry: &mut Registry) {
+    let leads = controller.leadership();
+    let leader = Gauge::<i64>::default();
+    leader.set(i64::from(leads.is_some()));
+    registry.register("leader", "1 while this replica leads", leader);
+    let hosts = Gauge::<i64>::default();
+    let phases = Family::<InPhase, Gauge>::default();
+    let guests = Family::<Guests, Gauge>::default();
+    if let Some(leads) = leads {
+        hosts.set(i64::try_from(leads.hosts().all().len()).unwrap_or(i64::MAX));
+        let mut all = leads.rollouts();
+        all.sort_by_key(|running| std::cmp::Reverse(running.rollout().header().created));
+        let mut named = 0;
+        for running in all {
+            let rollout = running.rollout();
+            let phase = rollout.header().phase;
+            let phase_name = phase.name();
+            phases.get_or_create(&InPhase { phase: phase_name }).inc();
+            if !phase.is_active() || named == MAX_ROLLOUTS {
+                continue;
+            }
+            named += 1;
+            let name = &rollout.header().name;
+            for state in STATES {
+                guests.get_or_create(&labels(name, state)).set(0);
+            }
+            for member in rollout.members() {
+                guests
+                    .get_or_create(&labels(name, state(&member.state)))
+                    .inc();
+            }
+        }
+    }
+    registry.register("hosts", "Hosts that the leader is told of", hosts);
+    registry.register("rollouts", "Rollouts by phase", phases);
+    registry.register(
+        "rollout_guests",
+        "Guests of active rollouts by state",
+        guests,
+    );
+}
+
+fn labels(rollout: &str, state: &'static str) -> Guests {
+    let rollout = rollout.to_owned();
+    Guests { rollout, state }
+}
+
+const STATES: [&str; 7] = [
+    "skipped", "pending", "changing", "changed", "failed", "reverted", "adopted",
+];
+
+fn state(state: &State) -> &'static str {
+    match state {
+        State::Skipped { .. } => "skipped",
+        State::Pending => "pending",
+        State::Committing { .. } | State::Unresolved => "changing",
+        State::Committed { .. } => "changed",
+        State::Failed { .. } | State::RevertFailed { .. } => "failed",
+        State::Reverted { .. } => "reverted",
+        State::Adopted => "adopted",
+    }
+}

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Who asks, and what they may do.
+//!
+//! A TCP connection within the host has no peer credentials, but the kernel lists the user of each
+//! socket in `/proc/net/tcp`: the page knows its users by uid there, as on a unix socket.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::SystemTime;
+
+use http::{HeaderMap, Method, Request, header};
+use patchbay_node::identity::Identity;
+use patchbay_node::policy::{Decision, Policy, Question, Role, Want};
+
+use super::Shared;
+use crate::rollout::{Rollout, State};
+
+/// Each request that changes something has this header. A page of another origin cannot set it.
+pub const REQUEST_HEADER: &str = "x-patchbay-request";
+
+/// State of an established connection in `/proc/net/tcp`.
+const ESTABLISHED: &str = "01";
+
+/// The user whose socket is at `theirs`, connected to `ours`.
+pub fn loopback_uid(theirs: SocketAddr, ours: SocketAddr) -> Option<u32> {
+    let tables = ["/proc/net/tcp", "/proc/net/tcp6"];
+    let mut tables = tables
+        .iter()
+        .filter_map(|path| std::fs::read_to_string(path).ok());
+    tables.find_map(|table| find_uid(&table, theirs, ours))
+}
+
+fn find_uid(table: &str, local: SocketAddr, remote: SocketAddr) -> Option<u32> {
+    table.lines().skip(1).find_map(|line| {
+        let mut fields = line.split_ascii_whitespace().skip(1);
+        let is_it = parse_address(fields.next()?)? == plain(local)
+            && parse_address(fields.next()?)? == plain(remote)
+            && fields.next()? == ESTABLISHED;
+        let uid = fields.nth(3)?.parse().ok()?;
+        // A socket that no process has any more is listed as root's, with no inode.
+        let inode: u64 = fields.nth(1)?.parse().ok()?;
+        (is_it && inode != 0).then_some(uid)
+    })
+}
+
+/// An IPv4 address in IPv6's clothes is the same peer.
+fn plain(address: SocketAddr) -> (IpAddr, u16) {
+    (address.ip().to_canonical(), address.port())
+}
+
+/// "0100007F:1F90": each 32-bit word in the byte order of this computer.
+fn parse_address(text: &str) -> Option<(IpAddr, u16)> {
+    let (address, port) = text.split_once(':')?;
+    let port = u16::from_str_radix(port, 16).ok()?;
+    let word = |at: usize| {
+        let word = u32::from_str_radix(address.get(at..at + 8)?, 16).ok()?;
+        Some(word.to_ne_bytes())
+    };
+    let ip = match address.len() {
+        8 => IpAddr::from(word(0)?),
+        32 => {
+            let mut bytes = [0; 16];
+            for (index, chunk) in bytes.chunks_exact_mut(4).enumerate() {
+                chunk.copy_from_slice(&word(index * 8)?);
+            }
+            IpAddr::from(bytes).to_canonical()
+        }
+        _ => return None,
+    };
+    Some((ip, port))
+}
+
+/// Why a request is refused before anything is looked at.
+pub fn refusal<B>(shared: &Shared, identity: &Identity, request: &Request<B>) -> Option<String> {
+    let headers = request.headers();
+    let host = request.uri().authority().map(|host| host.as_str());
+    let host = host.or_else(|| text(headers, header::HOST.as_str()));
+    if !shared.is_own_host(host) {
+        return Some(format!(
+            "the page is not served as {:?}; open it by a loopback address",
+            host.unwrap_or_default()
+        ));
+    }
+    if identity.has_expired(SystemTime::now()) {
+        return Some("the client certificate has expired; issue a new one".to_owned());
+    }
+    let policy = shared.policy.current();
+    let fingerprint = identity
+        .certificate
+        .as_ref()
+        .map(|proof| &proof.fingerprint);
+    if fingerprint.is_some_and(|fingerprint| policy.has_revoked(fingerprint)) {
+        return Some("the policy has revoked the client certificate".to_owned());
+    }
+    if request.method() != Method::GET && request.method() != Method::HEAD {
+        return foreign(headers, host.unwrap_or_default());
+    }
+    None
+}
+
+/// Why a request that changes something is not of our own page.
+fn foreign(headers: &HeaderMap, host: &str) -> Option<String> {
+    let origin = text(headers, "origin").and_then(|origin| Some(origin.split_once("://")?.1));
+    let site = text(headers, "sec-fetch-site");
+    let has_header = headers.contains_key(REQUEST_HEADER);
+    let is_ours =
+        origin.is_none_or(|origin| origin == host) && site.is_none_or(|site| site == "same-origin");
+    (!has_header || !is_ours).then(|| "the request is not of this page".to_owned())
+}
+
+fn text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
+    headers.get(name)?.to_str().ok()
+}
+
+/// Why the principal may not see the guest, or the page if none is given.
+pub fn may_view(policy: &Policy, principal: &str, guest: Option<&str>) -> Result<(), String> {
+    decide(
+        policy,
+        principal,
+        Role::Viewer,
+        guest.as_slice(),
+        Want::Nothing,
+    )
+}
+
+/// Why the principal may not command the rollout: its guests and keys count as one change.
+pub fn may_command(policy: &Policy, principal: &str, rollout: &Rollout) -> Result<(), String> {
+    let members = rollout.members().iter();
+    let members = members.filter(|member| !matches!(member.state, State::Skipped { .. }));
+    let (mut guests, mut keys) = (Vec::new(), std::collections::BTreeSet::new());
+    for member in members {
+        guests.push(member.guest.as_str());
+        keys.extend(member.plan.inverse.iter().map(|op| op.key.as_str()));
+    }
+    let keys: Vec<&str> = keys.into_iter().collect();
+    decide(
+        policy,
+        principal,
+        Role::Operator,
+        &guests,
+        Want::Keys(&keys),
+    )
+}
+
+fn decide(
+    policy: &Policy,
+    principal: &str,
+    role: Role,
+    guests: &[&str],
+    want: Want<'_>,
+) -> Result<(), String> {
+    let question = Question {
+        principal,
+        role,
+        guests,
+        want,
+    };
+    match policy.decide(&question) {
+        Decision::Allowed { .. } => Ok(()),
+        Decision::Denied { why } => Err(why),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TABLE: &str = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:9C40 0100007F:1F90 01 00000000:00000000 00:00000000 00000000  1000        0 4242 1 0000000000000000 20 0 0 10 -1
+   1: 0100007F:9C41 0100007F:1F90 04 00000000:00000000 00:00000000 00000000     0        0 0 1 0000000000000000
+   2: 0100007F:9C42 0100007F:1F90 01 00000000:00000000 00:00000000 00000000     0        0 0 1 0000000000000000
+   3: 0000000000000000FFFF00000100007F:9C43 0000000000000000FFFF00000100007F:1F90 01 00000000:00000000 00:00000000 00000000  1001        0 4243 1 0
+   4: junk
+";
+
+    fn uid(port: u16) -> Option<u32> {
+        let local = |port: u16| SocketAddr::from(([127, 0, 0, 1], port));
+        find_uid(TABLE, local(port), local(8080))
+    }
+
+    #[test]
+    fn the_kernel_names_the_user_of_a_connected_socket() {
+        assert_eq!(uid(40_000), Some(1000));
+        assert_eq!(uid(40_003), Some(1001), "IPv4 on an IPv6 socket");
+        assert_eq!(uid(40_001), None, "closed by its process");
+        assert_eq!(uid(40_002), None, "without a process");
+        assert_eq!(uid(40_009), None, "not listed");
+    }
+
+    #[test]
+    fn a_real_connection_is_ours() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("free");
+        let address = listener.local_addr().expect("bound");
+        let client = std::net::TcpStream::connect(address).expect("connects");
+        let theirs = client.local_addr().expect("connected");
+        let own = rustix::process::geteuid().as_raw();
+        assert_eq!(loopback_uid(theirs, address), Some(own));
+    }
+}

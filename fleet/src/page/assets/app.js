@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// Follows the events of the controller and hands the state to the parts of the page.
+
+import { byId, count, element, keyed, setAttribute, setText } from "./dom.js";
+import { showRollout, tick } from "./rollout.js";
+import { showCommands } from "./commands.js";
+import { showHeat } from "./heat.js";
+import { showTables } from "./tables.js";
+
+let state = null;
+let events = null;
+/// Server's clock minus ours.
+let skew = 0;
+
+const chosen = () => decodeURIComponent(location.hash.replace(/^#rollout=/, "").replace(/^#.*/, ""));
+
+function follow() {
+  if (events) events.close();
+  const query = chosen() ? `?rollout=${encodeURIComponent(chosen())}` : "";
+  events = new EventSource(`/api/events${query}`);
+  events.onopen = () => live(true);
+  events.onerror = () => {
+    live(false);
+    // A browser gives up after an answer that is no stream; try again as it does otherwise.
+    if (events.readyState === EventSource.CLOSED) setTimeout(follow, 2000);
+  };
+  events.onmessage = (event) => {
+    state = JSON.parse(event.data);
+    skew = state.now - Date.now();
+    live(true);
+    show();
+  };
+}
+
+function live(is) {
+  const text = is ? (state && !state.leads ? "another replica leads" : "live") : "connection lost, trying again";
+  setText(byId("live"), text);
+  setAttribute(byId("live"), "data-live", is ? "yes" : "no");
+}
+
+function show() {
+  setText(byId("principal"), state.principal);
+  const notice = byId("notice");
+  notice.hidden = state.leads;
+  if (!state.leads) setText(notice, "This replica of the controller does not lead. Open the page of the replica that does.");
+  // Without a choice the newest is shown.
+  if (!state.rollout && !chosen() && state.rollouts.length > 0) {
+    history.replaceState(null, "", `#rollout=${encodeURIComponent(state.rollouts[0].name)}`);
+    follow();
+  }
+  showList();
+  showRollout(state.rollout, skew);
+  showCommands(state.rollout);
+  showHeat(state);
+  showTables(state);
+}
+
+function showList() {
+  const find = byId("rollout-find").value;
+  const wanted = state.rollouts.filter((one) => `${one.name} ${one.title} ${one.phase}`.includes(find));
+  byId("no-rollouts").hidden = state.rollouts.length > 0;
+  const create = () =>
+    element("li", {}, element("a", {},
+      element("span", { class: "line" }, element("span", { class: "name" }), element("span", { class: "phase" })),
+      element("span", { class: "hint" })));
+  keyed(byId("rollouts"), wanted, (one) => one.name, create, (item, one) => {
+    const link = item.firstElementChild;
+    const guests = one.counts.pending + one.counts.changing + one.counts.changed + one.counts.failed + one.counts.reverted + one.counts.adopted;
+    setAttribute(link, "href", `#rollout=${encodeURIComponent(one.name)}`);
+    setAttribute(link, "aria-current", String(state.rollout?.name === one.name));
+    setText(link.querySelector(".name"), one.name);
+    setText(link.querySelector(".phase"), one.phase);
+    setText(link.querySelector(".hint"), `${one.counts.changed} of ${count(guests, "guest", "guests")} changed`);
+  });
+}
+
+addEventListener("hashchange", () => {
+  // The links for skipping are not choices.
+  if (location.hash.startsWith("#rollout=")) follow();
+});
+byId("rollout-find").addEventListener("input", () => state && showList());
+setInterval(() => tick(state?.rollout, skew), 500);
+follow();

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// The buttons of a rollout. The server says which are legal and allowed, and decides again when one is
+// pressed. A button that is not stays in the focus order, so that its reason can be read.
+
+import { byId, count, setAttribute, setText } from "./dom.js";
+
+const buttons = [...document.querySelectorAll("[data-command]")];
+let shown = null;
+
+// Commands that name the plan that was shown.
+const OF_A_PLAN = ["approve", "start"];
+
+const QUESTIONS = {
+  approve: (rollout) => ({
+    text: `It changes ${count(rollout.counts.pending, "guest", "guests")} in ${count(rollout.waves.length, "wave", "waves")}. ${rollout.approvals.length} of ${rollout.approvals_needed} people have approved it. Nothing begins until somebody starts it.`,
+    yes: "Approve",
+  }),
+  start: (rollout) => ({
+    text: `Wave ${rollout.waves[0].name} begins at once: ${count(rollout.waves[0].guests, "guest", "guests")}. Guests are changed as they were prepared, and not otherwise.`,
+    yes: "Start",
+  }),
+  promote: () => ({
+    text: "The next wave begins at once, without the rest of the bake time and without the gates.",
+    yes: "Promote",
+  }),
+  abort: (rollout) => ({ text: backText(rollout), yes: "Abort and take back" }),
+  undo: (rollout) => ({ text: backText(rollout), yes: "Undo" }),
+};
+
+function backText(rollout) {
+  const { changed, changing } = rollout.counts;
+  return `Everything is taken back, on all guests at once: ${count(changed + changing, "guest is", "guests are")} changed or being changed.`;
+}
+
+export function showCommands(rollout) {
+  shown = rollout;
+  for (const button of buttons) {
+    const command = rollout?.commands.find((one) => one.name === button.dataset.command);
+    const enabled = command?.enabled ?? false;
+    setAttribute(button, "aria-disabled", String(!enabled));
+    if (command?.why) setAttribute(button, "title", command.why);
+    else button.removeAttribute("title");
+  }
+}
+
+async function send(name, command, digest) {
+  const notice = byId("notice");
+  try {
+    const answer = await fetch(`/api/rollouts/${encodeURIComponent(name)}/${command}`, {
+      method: "POST",
+      headers: { "content-type": "application/json", "x-patchbay-request": "1" },
+      body: JSON.stringify(digest ? { digest } : {}),
+    });
+    notice.hidden = answer.ok;
+    if (!answer.ok) setText(notice, `${command} of ${name} was refused: ${(await answer.json()).error}`);
+  } catch (error) {
+    notice.hidden = false;
+    setText(notice, `${command} of ${name} got no answer; look at its state before you try again`);
+  }
+}
+
+/// Resolves to whether the person agrees.
+function confirm(rollout, command, { text, yes }) {
+  const dialog = byId("confirm");
+  setText(byId("confirm-title"), `${command.charAt(0).toUpperCase()}${command.slice(1)} ${rollout.name}?`);
+  setText(byId("confirm-text"), text);
+  setText(byId("confirm-digest"), OF_A_PLAN.includes(command) ? `Digest of the plan: ${rollout.digest}` : "");
+  setText(byId("confirm-yes"), yes);
+  byId("confirm-yes").className = command === "abort" || command === "undo" ? "danger primary" : "primary";
+  dialog.returnValue = "";
+  dialog.showModal();
+  byId("confirm-no").focus();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+  });
+}
+
+byId("confirm-no").addEventListener("click", () => byId("confirm").close(""));
+byId("confirm-yes").addEventListener("click", () => byId("confirm").close("yes"));
+
+for (const button of buttons) {
+  button.addEventListener("click", async () => {
+    // What is confirmed is what was shown then.
+    const rollout = shown;
+    const command = button.dataset.command;
+    if (!rollout || button.getAttribute("aria-disabled") === "true") return;
+    const question = QUESTIONS[command]?.(rollout);
+    if (question && !(await confirm(rollout, command, question))) return;
+    await send(rollout.name, command, OF_A_PLAN.includes(command) ? rollout.digest : "");
+    button.focus();
+  });
+}

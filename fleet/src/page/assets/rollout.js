@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// A rollout: its head, its waves filling up, and how long its guests stood still.
+
+import { byId, clock, count, element, keyed, micros, seconds, setAttribute, setText } from "./dom.js";
+
+const PARTS = ["changed", "reverted", "failed", "adopted", "changing"];
+
+export function showRollout(rollout, skew) {
+  byId("rollout").hidden = !rollout;
+  document.title = rollout ? `${rollout.name}: ${rollout.phase} – Patchbay fleet` : "Patchbay fleet";
+  if (!rollout) return;
+  setText(byId("rollout-name"), rollout.name);
+  setText(byId("phase"), rollout.phase);
+  setAttribute(byId("phase"), "data-phase", rollout.phase);
+  setText(byId("title"), rollout.title);
+  const frozen = rollout.frozen ? ` Frozen: ${rollout.frozen}.` : "";
+  const approvals = rollout.phase === "planned" && rollout.approvals_needed > 1
+    ? ` ${rollout.approvals.length} of ${rollout.approvals_needed} people have approved it.` : "";
+  setText(byId("message"), `${sentence(rollout.message || rollout.phase)} Planned ${clock(rollout.created)}.${approvals}${frozen}`);
+  showWaves(rollout, skew);
+  showPauses(rollout.pauses);
+}
+
+function sentence(text) {
+  return `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
+}
+
+function showWaves(rollout, skew) {
+  const waves = rollout.waves.map((wave, index) => ({ ...wave, index }));
+  const create = () => {
+    const track = element("div", { class: "track", role: "progressbar", "aria-valuemin": 0 });
+    track.append(...PARTS.map((part) => element("span", { "data-part": part })));
+    track.append(element("span", { "data-part": "pending" }));
+    return element("li", {}, element("span", { class: "name" }), track, element("span", { class: "what" }));
+  };
+  keyed(byId("waves"), waves, (wave) => wave.index, create, (item, wave) => {
+    const { counts, guests } = wave;
+    setText(item.querySelector(".name"), wave.name);
+    const track = item.querySelector(".track");
+    for (const part of PARTS) {
+      track.querySelector(`[data-part=${part}]`).style.flexGrow = counts[part];
+    }
+    track.querySelector("[data-part=pending]").style.flexGrow = counts.pending;
+    setAttribute(track, "aria-valuemax", guests);
+    setAttribute(track, "aria-valuenow", counts.changed);
+    setAttribute(track, "aria-label", `Wave ${wave.name}`);
+    setAttribute(track, "aria-valuetext",
+      `${counts.changed} of ${guests} changed, ${counts.failed} failed, ${counts.reverted} taken back, ${counts.adopted} adopted`);
+    item.dataset.state = wave.state;
+    showWhat(item.querySelector(".what"), wave, skew);
+  });
+}
+
+function showWhat(target, wave, skew) {
+  const parts = [element("b", {}, String(wave.counts.changed)), ` of ${count(wave.guests, "guest", "guests")} on ${count(wave.hosts, "host", "hosts")}`];
+  if (wave.counts.failed) parts.push(" · ", element("span", { class: "bad" }, `${wave.counts.failed} failed`));
+  if (wave.counts.reverted) parts.push(` · ${wave.counts.reverted} taken back`);
+  if (wave.counts.adopted) parts.push(` · ${wave.counts.adopted} adopted`);
+  if (wave.bakes_until) parts.push(` · bakes for ${seconds(wave.bakes_until - Date.now() - skew)}`);
+  else if (wave.state) parts.push(` · ${wave.state}`);
+  else if (wave.bake_ms) parts.push(` · then bakes ${seconds(wave.bake_ms)}`);
+  const text = parts.map((part) => part.textContent ?? part).join("");
+  if (target.textContent !== text) target.replaceChildren(...parts);
+}
+
+/// Counts the bake time down between events.
+export function tick(rollout, skew) {
+  if (!rollout) return;
+  rollout.waves.forEach((wave, index) => {
+    const item = byId("waves").children[index];
+    if (wave.bakes_until && item) showWhat(item.querySelector(".what"), wave, skew);
+  });
+}
+
+function showPauses(pauses) {
+  const over = (us) => pauses.budget_us !== null && us > pauses.budget_us;
+  const figures = [
+    ["median", pauses.p50_us, false],
+    ["99th percentile", pauses.p99_us, over(pauses.p99_us)],
+    ["longest", pauses.max_us, false],
+  ];
+  if (pauses.budget_us !== null) figures.push(["budget", pauses.budget_us, false]);
+  const create = () => element("div", {}, element("dt"), element("dd"));
+  keyed(byId("pause-figures"), figures, ([name]) => name, create, (item, [name, us, isOver]) => {
+    setText(item.firstElementChild, name);
+    setText(item.lastElementChild, pauses.count ? micros(us) : "–");
+    setAttribute(item.lastElementChild, "data-over", isOver ? "yes" : "no");
+  });
+  const used = pauses.buckets.map(([, number]) => number > 0);
+  const first = Math.max(0, Math.min(used.indexOf(true) - 2, 9));
+  const last = Math.min(pauses.buckets.length - 1, Math.max(used.lastIndexOf(true) + 1, first + 8));
+  const shown = pauses.buckets.slice(first, last + 1).map(([bound, number], index) => ({ bound, number, below: pauses.buckets[first + index - 1]?.[0] ?? 0 }));
+  const most = Math.max(1, ...shown.map((bucket) => bucket.number));
+  const column = () =>
+    element("div", {}, element("span", { class: "count" }), element("div", { class: "column" }), element("span", { class: "bound" }));
+  keyed(byId("pauses"), shown, (bucket) => bucket.bound, column, (item, bucket) => {
+    setText(item.querySelector(".count"), bucket.number || "");
+    item.querySelector(".column").style.height = `${(bucket.number * 76) / most}px`;
+    setText(item.querySelector(".bound"), bucket.bound === null ? "more" : micros(bucket.bound));
+    item.classList.toggle("over", over(bucket.below + 1) || (bucket.bound === null && pauses.budget_us !== null));
+  });
+  const text = pauses.count
+    ? `${count(pauses.count, "guest was", "guests were")} stopped; each column counts pauses up to its bound.`
+    : "No guest has been stopped yet.";
+  setText(byId("pauses-text"), text);
+}

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// Guests of the rollout, why each is in its state, and the audit trail.
+
+import { byId, clock, count, element, getJson, keyed, micros, pager, setAttribute, setText, throttled } from "./dom.js";
+
+let rollout = "";
+let from = 0;
+let seen = "";
+/// Guests whose reasons are open.
+const open = new Set();
+
+const refreshGuests = throttled(700, async () => {
+  if (!rollout) return;
+  const find = byId("guests-find").value;
+  const guests = await getJson("/api/guests", { rollout, find, state: byId("guests-state").value, from });
+  if (from > 0 && guests.rows.length === 0) { from = 0; refreshGuests(); }
+  showGuests(guests);
+});
+
+const refreshTrail = throttled(700, async () => {
+  showTrail(await getJson("/api/trail", { find: byId("trail-find").value }));
+});
+
+export function showTables(state) {
+  byId("guests").hidden = !state.rollout;
+  if (!state.leads) return;
+  const name = state.rollout?.name ?? "";
+  if (name !== rollout) {
+    [rollout, from] = [name, 0];
+    open.clear();
+  }
+  const now = JSON.stringify([state.rollouts, state.rollout?.timeline.length, name]);
+  if (now === seen) return;
+  seen = now;
+  refreshGuests();
+  refreshTrail();
+}
+
+function showGuests(guests) {
+  const to = guests.from + guests.rows.length;
+  const page = guests.rows.length < guests.total ? `${guests.from + 1} to ${to} of ${guests.total}` : count(guests.total, "guest", "guests");
+  setText(byId("guests-summary"), page);
+  pager(byId("guests-pager"), guests.from, guests.rows.length, guests.total, (next) => { from = next; refreshGuests(); });
+  const create = () => element("tr", {},
+    element("th", { scope: "row", class: "name" }), element("td", { class: "name" }), element("td", { class: "name" }), element("td", { class: "nowrap" }, element("span", { class: "state" })),
+    element("td", { class: "number nowrap" }), element("td", {}, element("span", { class: "text" }), " ", whyButton(), element("div", { class: "reasons" })));
+  keyed(byId("guests-rows"), guests.rows, (row) => row.index, create, (item, row) => {
+    const [guest, host, wave, state, pause, why] = item.cells;
+    item.dataset.guest = row.guest;
+    item.dataset.host = row.host;
+    setText(guest, row.guest);
+    setText(host, row.host);
+    setText(wave, row.wave ?? "none");
+    setText(state.firstElementChild, row.state);
+    setAttribute(state.firstElementChild, "data-state", row.state);
+    setText(pause, row.pause_us === null ? "" : micros(row.pause_us));
+    setText(why.querySelector(".text"), row.message);
+    setAttribute(why.querySelector("button"), "aria-label", `Why is ${row.guest} on ${row.host} ${row.state}?`);
+    if (open.has(item.dataset.key)) explain(item);
+    else setReasons(item, null);
+  });
+}
+
+function whyButton() {
+  const button = element("button", { type: "button", class: "why", "aria-expanded": "false" }, "Why?");
+  button.addEventListener("click", () => {
+    const item = button.closest("tr");
+    if (open.delete(item.dataset.key)) {
+      setReasons(item, null);
+    } else {
+      open.add(item.dataset.key);
+      explain(item);
+    }
+  });
+  return button;
+}
+
+async function explain(item) {
+  const { host, guest } = item.dataset;
+  try {
+    const reasons = await getJson("/api/explain", { rollout, host, guest });
+    if (open.has(item.dataset.key)) setReasons(item, reasons.join("; "));
+  } catch (error) {
+    setReasons(item, error.message);
+  }
+}
+
+function setReasons(item, text) {
+  setAttribute(item.querySelector("button"), "aria-expanded", String(text !== null));
+  setText(item.querySelector(".reasons"), text ?? "");
+}
+
+function showTrail(trail) {
+  const shown = trail.rows.length < trail.total ? `the newest ${trail.rows.length} of ${trail.total}` : count(trail.total, "entry", "entries");
+  setText(byId("trail-summary"), shown);
+  byId("trail-rows").replaceChildren(...trail.rows.map((row) => element("tr", {},
+    element("td", { class: "nowrap" }, clock(row.time)), element("td", { class: "name", title: row.principal }, row.principal || "controller"),
+    element("td", { class: "name" }, row.rollout), element("td", {}, row.text))));
+}
+
+byId("guests-find").addEventListener("input", () => { from = 0; refreshGuests(); });
+byId("guests-state").addEventListener("change", () => { from = 0; refreshGuests(); });
+byId("trail-find").addEventListener("input", () => refreshTrail());

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Server-sent events: the state at once, and again after each change.
+//!
+//! Every event is the whole state, so a browser that reconnects misses nothing. One that says that it
+//! has the last event waits for the next.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::{Stream, stream};
+use hyper::body::Frame;
+use tokio::sync::watch;
+
+use super::{Shared, state};
+
+/// Changes within this time arrive as one event.
+const MIN_INTERVAL: Duration = Duration::from_millis(150);
+/// A comment tells both sides that the other is there.
+const KEEPALIVE: Duration = Duration::from_secs(15);
+
+/// Counts the streams, so that nothing is observed for nobody.
+struct Viewer(Arc<Shared>);
+
+impl Viewer {
+    fn new(shared: Arc<Shared>) -> Self {
+        shared.viewers.send_modify(|viewers| *viewers += 1);
+        Self(shared)
+    }
+}
+
+impl Drop for Viewer {
+    fn drop(&mut self) {
+        self.0.viewers.send_modify(|viewers| *viewers -= 1);
+    }
+}
+
+struct Events {
+    viewer: Viewer,
+    principal: String,
+    rollout: Option<String>,
+    changes: watch::Receiver<u64>,
+    heat: watch::Receiver<Arc<super::heat::Observed>>,
+    is_due: bool,
+}
+
+pub fn stream(
+    shared: Arc<Shared>,
+    principal: &str,
+    rollout: Option<String>,
+    last_id: Option<&str>,
+) -> impl Stream<Item = Result<Frame<Bytes>, Infallible>> + use<> {
+    let (changes, heat) = (shared.controller.changes(), shared.heat.subscribe());
+    let is_due = last_id != Some(&id(&shared, &changes, &heat));
+    let events = Events {
+        viewer: Viewer::new(shared),
+        principal: principal.to_owned(),
+        rollout,
+        changes,
+        heat,
+        is_due,
+    };
+    stream::unfold(events, |mut events| async move {
+        let text = events.next().await;
+        Some((Ok(Frame::data(Bytes::from(text))), events))
+    })
+}
+
+fn id(
+    shared: &Shared,
+    changes: &watch::Receiver<u64>,
+    heat: &watch::Receiver<Arc<super::heat::Observed>>,
+) -> String {
+    let (changes, observed) = (*changes.borrow(), heat.borrow().at);
+    format!("{:x}-{changes}-{observed}", shared.incarnation)
+}
+
+impl Events {
+    async fn next(&mut self) -> String {
+        if !std::mem::take(&mut self.is_due) {
+            let changed = async {
+                tokio::time::sleep(MIN_INTERVAL).await;
+                tokio::select! {
+                    // The senders live in `shared`.
+                    _ = self.changes.changed() => {}
+                    _ = self.heat.changed() => {}
+                }
+            };
+            if tokio::time::timeout(KEEPALIVE, changed).await.is_err() {
+                return ": still here\n\n".to_owned();
+            }
+        }
+        let shared = &self.viewer.0;
+        self.changes.mark_unchanged();
+        self.heat.mark_unchanged();
+        let id = id(shared, &self.changes, &self.heat);
+        let page = state::page(shared, &self.principal, self.rollout.as_deref());
+        let data = serde_json::to_string(&page).unwrap_or_default();
+        format!("id: {id}\nretry: 1000\ndata: {data}\n\n")
+    }
+}

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The page: what operators see of the fleet in a browser, and the buttons of its rollouts.
+//!
+//! ```text
+//!  browser ══ loopback, or mutual TLS ══▶ access: who is it, what may they do
+//!                                            │
+//!      GET /, /assets/*   files of the program, no other origin
+//!      GET /api/events    the state, and again after each change (events)
+//!      GET /api/…         parts of it that are too large for that (rows, heat)
+//!      POST /api/rollouts/NAME/COMMAND    as the gRPC method of that name
+//! ```
+//!
+//! Everything is read from the running rollouts and from guests; the page stores nothing.
+
+mod access;
+mod events;
+mod heat;
+mod holders;
+mod routes;
+mod rows;
+mod state;
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use futures_util::StreamExt;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
+use patchbay_node::identity::Identity;
+use patchbay_node::listen::Incoming;
+use patchbay_node::listen::tls::Tls;
+use patchbay_node::policy::LivePolicy;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinSet;
+use tonic::transport::server::Connected;
+
+use crate::controller::Controller;
+
+/// Connections of browsers; each has one stream of events and few other requests.
+const MAX_CONNECTIONS: usize = 256;
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+/// A client that has not sent its headers by then is closed.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How the page is served.
+pub struct Config {
+    pub address: SocketAddr,
+    /// Without it the address must be of the loopback interface.
+    pub tls: Option<Tls>,
+    pub policy: LivePolicy,
+}
+
+/// A page whose address is bound.
+pub struct Page {
+    listener: TcpListener,
+    tls: Option<Tls>,
+    shared: Arc<Shared>,
+}
+
+/// What all requests use.
+struct Shared {
+    controller: Arc<Controller>,
+    policy: LivePolicy,
+    /// Loopback without TLS.
+    is_plain: bool,
+    /// Differs from process to process, so that an event's id of another one is not taken for ours.
+    incarnation: u64,
+    heat: watch::Sender<Arc<heat::Observed>>,
+    viewers: watch::Sender<usize>,
+}
+
+impl Page {
+    /// # Errors
+    /// If the address is not of the loopback interface and there are no certificates, or it cannot be
+    /// bound.
+    pub async fn bind(config: Config, controller: Arc<Controller>) -> anyhow::Result<Self> {
+        let Config {
+            address,
+            tls,
+            policy,
+        } = config;
+        if tls.is_none() && !address.ip().is_loopback() {
+            bail!(
+                "the page cannot be served on {address} without certificates, because other hosts \
+                 reach it; give a loopback address, or --cert, --key and --client-ca"
+            );
+        }
+        let listener = TcpListener::bind(address).await;
+        let listener = listener
+            .with_context(|| format!("the page cannot be served on {address}; give another"))?;
+        let shared = Shared {
+            controller,
+            policy,
+            is_plain: tls.is_none(),
+            incarnation: fastrand::u64(..),
+            heat: watch::Sender::default(),
+            viewers: watch::Sender::new(0),
+        };
+        Ok(Self {
+            listener,
+            tls,
+            shared: Arc::new(shared),
+        })
+    }
+
+    /// The page's address, for people.
+    ///
+    /// # Errors
+    /// The operating system's.
+    pub fn link(&self) -> std::io::Result<String> {
+        let address = self.listener.local_addr()?;
+        let scheme = if self.tls.is_some() { "https" } else { "http" };
+        Ok(format!("{scheme}://{address}/"))
+    }
+
+    /// Serves until it is dropped.
+    pub async fn run(self) {
+        let Self {
+            listener,
+            tls,
+            shared,
+        } = self;
+        let observing = heat::observe(Arc::clone(&shared));
+        let serving = async {
+            match tls {
+                Some(tls) => serve_tls(listener, tls, shared).await,
+                None => serve_plain(listener, shared).await,
+            }
+        };
+        tokio::join!(observing, serving);
+    }
+}
+
+async fn serve_tls(listener: TcpListener, tls: Tls, shared: Arc<Shared>) {
+    let (incoming, mut connections) = Incoming::new();
+    let accepting = incoming.serve_tcp(listener, tls);
+    let serving = async {
+        let mut tasks = JoinSet::new();
+        loop {
+            tokio::select! {
+                Some(connection) = connections.next() => {
+                    let Ok(connection) = connection else { continue };
+                    let identity = Arc::clone(&connection.connect_info().identity);
+                    let shared = Arc::clone(&shared);
+                    tasks.spawn(serve_connection(connection, identity, shared));
+                }
+                Some(_) = tasks.join_next() => {}
+            }
+        }
+    };
+    tokio::join!(accepting, serving);
+}
+
+async fn serve_plain(listener: TcpListener, shared: Arc<Shared>) {
+    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let mut tasks = JoinSet::new();
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            Some(_) = tasks.join_next() => continue,
+        };
+        let stream = match accepted {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "a connection of a browser cannot be accepted");
+                tokio::time::sleep(ACCEPT_RETRY).await;
+                continue;
+            }
+        };
+        let Ok(permit) = Arc::clone(&permits).try_acquire_owned() else {
+            tracing::warn!("{MAX_CONNECTIONS} browsers are connected; another is closed");
+            continue;
+        };
+        let shared = Arc::clone(&shared);
+        tasks.spawn(async move {
+            let _permit = permit;
+            match peer(&stream).await {
+                Some(identity) => serve_connection(stream, Arc::new(identity), shared).await,
+                None => tracing::warn!("the user of a loopback connection is not known; closed"),
+            }
+        });
+    }
+}
+
+/// The user at the other end of a loopback connection.
+async fn peer(stream: &TcpStream) -> Option<Identity> {
+    let (theirs, ours) = (stream.peer_addr().ok()?, stream.local_addr().ok()?);
+    let uid = tokio::task::spawn_blocking(move || access::loopback_uid(theirs, ours));
+    Some(Identity::of_uid(uid.await.ok()??))
+}
+
+async fn serve_connection<S>(stream: S, identity: Arc<Identity>, shared: Arc<Shared>)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let service = service_fn(|request| {
+        let (shared, identity) = (Arc::clone(&shared), Arc::clone(&identity));
+        async move {
+            let answer = routes::answer(&shared, &identity, request).await;
+            Ok::<_, std::convert::Infallible>(answer)
+        }
+    });
+    let mut builder = auto::Builder::new(TokioExecutor::new());
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_TIMEOUT);
+    builder.http2().timer(TokioTimer::new());
+    if let Err(error) = builder
+        .serve_connection(TokioIo::new(stream), service)
+        .await
+    {
+        tracing::debug!(%error, "a browser's connection has ended");
+    }
+}
+
+impl Shared {
+    /// Names of the loopback interface, so that no other name can be made to resolve to it.
+    fn is_own_host(&self, host: Option<&str>) -> bool {
+        if !self.is_plain {
+            return true;
+        }
+        let Some(host) = host else { return false };
+        if let Ok(address) = host.parse::<SocketAddr>() {
+            return address.ip().is_loopback();
+        }
+        let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
+        let address = name.trim_start_matches('[').trim_end_matches(']');
+        name == "localhost" || address.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+    }
+}

@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Requests and answers.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures_util::TryStreamExt;
+use http::{HeaderValue, Method, Request, Response, StatusCode, header};
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Full, Limited, StreamBody};
+use hyper::body::Incoming;
+use patchbay_node::identity::Identity;
+use serde::{Deserialize, Serialize};
+
+use super::{Shared, access, events, heat, holders, rows};
+use crate::controller::Leadership;
+use crate::rollout::Verb;
+use crate::runner::{Command, Running, now};
+
+type Body = UnsyncBoxBody<Bytes, Infallible>;
+type Answer = Response<Body>;
+
+/// Nothing from elsewhere, no inline script or style, and no frame around the page.
+const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; \
+    img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+const MAX_BODY_BYTES: usize = 4096;
+
+/// Name, type and content of each file.
+const FILES: [(&str, &str, &str); 9] = [
+    ("/", "text/html", include_str!("assets/index.html")),
+    (
+        "/assets/style.css",
+        "text/css",
+        include_str!("assets/style.css"),
+    ),
+    (
+        "/assets/icon.svg",
+        "image/svg+xml",
+        include_str!("assets/icon.svg"),
+    ),
+    (
+        "/assets/app.js",
+        "text/javascript",
+        include_str!("assets/app.js"),
+    ),
+    (
+        "/assets/dom.js",
+        "text/javascript",
+        include_str!("assets/dom.js"),
+    ),
+    (
+        "/assets/rollout.js",
+        "text/javascript",
+        include_str!("assets/rollout.js"),
+    ),
+    (
+        "/assets/commands.js",
+        "text/javascript",
+        include_str!("assets/commands.js"),
+    ),
+    (
+        "/assets/heat.js",
+        "text/javascript",
+        include_str!("assets/heat.js"),
+    ),
+    (
+        "/assets/tables.js",
+        "text/javascript",
+        include_str!("assets/tables.js"),
+    ),
+];
+
+/// An error with its status.
+struct Refused(StatusCode, String);
+
+impl Refused {
+    fn new(status: StatusCode, why: impl Into<String>) -> Self {
+        Self(status, why.into())
+    }
+}
+
+pub async fn answer(shared: &Arc<Shared>, by: &Identity, request: Request<Incoming>) -> Answer {
+    let answer = match respond(shared, by, request).await {
+        Ok(answer) => answer,
+        Err(Refused(status, error)) => {
+            let mut answer = json(&serde_json::json!({ "error": error }));
+            *answer.status_mut() = status;
+            answer
+        }
+    };
+    secured(answer)
+}
+
+fn secured(mut answer: Answer) -> Answer {
+    let headers = answer.headers_mut();
+    for (name, value) in [
+        (header::CONTENT_SECURITY_POLICY, CONTENT_SECURITY_POLICY),
+        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+        (header::REFERRER_POLICY, "no-referrer"),
+        (header::CACHE_CONTROL, "no-store"),
+    ] {
+        headers.insert(name, HeaderValue::from_static(value));
+    }
+    let same_origin = HeaderValue::from_static("same-origin");
+    headers.insert("cross-origin-resource-policy", same_origin.clone());
+    headers.insert("cross-origin-opener-policy", same_origin);
+    answer
+}
+
+async fn respond(
+    shared: &Arc<Shared>,
+    by: &Identity,
+    request: Request<Incoming>,
+) -> Result<Answer, Refused> {
+    let forbidden = |why: String| Refused::new(StatusCode::FORBIDDEN, why);
+    if let Some(why) = access::refusal(shared, by, &request) {
+        return Err(forbidden(why));
+    }
+    let policy = shared.policy.current();
+    let principal = by.principal.as_str();
+    access::may_view(&policy, principal, None).map_err(forbidden)?;
+    let path = request.uri().path().to_owned();
+    if *request.method() == Method::POST {
+        return command(shared, principal, &path, request).await;
+    }
+    if *request.method() != Method::GET {
+        let status = StatusCode::METHOD_NOT_ALLOWED;
+        return Err(Refused::new(status, "the page answers GET and POST"));
+    }
+    if let Some((_, kind, text)) = FILES.iter().find(|(name, ..)| *name == path) {
+        return Ok(content(kind, Bytes::from_static(text.as_bytes())));
+    }
+    let query = request.uri().query().unwrap_or_default();
+    let query: HashMap<_, _> = form_urlencoded::parse(query.as_bytes())
+        .into_owned()
+        .collect();
+    let field = |name: &str| query.get(name).map_or("", String::as_str);
+    let from = field("from").parse().unwrap_or(0);
+    match path.as_str() {
+        "/api/events" => {
+            let last_id = request.headers().get("last-event-id");
+            let last_id = last_id.and_then(|id| id.to_str().ok());
+            let rollout = query.get("rollout").cloned();
+            let stream = events::stream(Arc::clone(shared), principal, rollout, last_id);
+            let body = StreamBody::new(stream.map_err(|error| match error {}));
+            Ok(typed("text/event-stream", BodyExt::boxed_unsync(body)))
+        }
+        "/api/guests" => {
+            let running = find_rollout(shared, field("rollout"))?;
+            let wanted = rows::Wanted {
+                find: field("find"),
+                state: field("state"),
+                from,
+            };
+            let rollout = running.rollout();
+            Ok(json(&rows::guests(&rollout, &wanted, &policy, principal)))
+        }
+        "/api/explain" => {
+            let running = find_rollout(shared, field("rollout"))?;
+            let (host, guest) = (field("host"), field("guest"));
+            access::may_view(&policy, principal, Some(guest)).map_err(forbidden)?;
+            let reasons = rows::explain(&running.rollout(), host, guest, now());
+            let none = || Refused::new(StatusCode::NOT_FOUND, "the rollout has no such guest");
+            Ok(json(&reasons.ok_or_else(none)?))
+        }
+        "/api/heat" => {
+            let observed = Arc::clone(&shared.heat.borrow());
+            Ok(json(&heat::heat(
+                &*leads(shared)?,
+                &observed,
+                field("find"),
+                from,
+            )))
+        }
+        "/api/holders" => {
+            let leads = leads(shared)?;
+            let (host, key) = (field("host"), field("key"));
+            Ok(json(
+                &holders::holders(leads.hosts(), host, key, &policy, principal).await,
+            ))
+        }
+        "/api/trail" => Ok(json(&rows::trail(&*leads(shared)?, field("find")))),
+        _ => Err(Refused::new(
+            StatusCode::NOT_FOUND,
+            format!("there is no {path}"),
+        )),
+    }
+}
+
+fn leads(shared: &Shared) -> Result<Arc<Leadership>, Refused> {
+    shared.controller.leadership().ok_or_else(|| {
+        let why = "this replica does not lead; open the page of another";
+        Refused::new(StatusCode::SERVICE_UNAVAILABLE, why)
+    })
+}
+
+fn find_rollout(shared: &Shared, name: &str) -> Result<Arc<Running>, Refused> {
+    leads(shared)?.rollout(name).ok_or_else(|| {
+        let why = format!("there is no rollout {name:?}");
+        Refused::new(StatusCode::NOT_FOUND, why)
+    })
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CommandBody {
+    /// Of the plan that was shown; `approve` and `start` need it.
+    #[serde(default)]
+    digest: String,
+}
+
+/// `POST /api/rollouts/NAME/VERB`
+async fn command(
+    shared: &Shared,
+    principal: &str,
+    path: &str,
+    request: Request<Incoming>,
+) -> Result<Answer, Refused> {
+    let bad = |why: String| Refused::new(StatusCode::BAD_REQUEST, why);
+    let named = path
+        .strip_prefix("/api/rollouts/")
+        .and_then(|rest| rest.split_once('/'));
+    let verb = |name: &str| Verb::ALL.into_iter().find(|verb| verb.name() == name);
+    let Some((name, verb)) = named.and_then(|(name, word)| Some((name, verb(word)?))) else {
+        return Err(Refused::new(
+            StatusCode::NOT_FOUND,
+            format!("there is no command {path}"),
+        ));
+    };
+    let running = find_rollout(shared, name)?;
+    let body = Limited::new(request.into_body(), MAX_BODY_BYTES)
+        .collect()
+        .await;
+    let body = body.map_err(|error| bad(format!("the request cannot be read: {error}")))?;
+    let body: CommandBody = serde_json::from_slice(&body.to_bytes())
+        .map_err(|error| bad(format!("the request is malformed: {error}")))?;
+    let policy = shared.policy.current();
+    access::may_command(&policy, principal, &running.rollout())
+        .map_err(|why| Refused::new(StatusCode::FORBIDDEN, why))?;
+    let command = match verb {
+        Verb::Approve => Command::Approve {
+            digest: body.digest,
+        },
+        Verb::Start => Command::Start {
+            digest: body.digest,
+        },
+        Verb::Pause => Command::Pause,
+        Verb::Resume => Command::Resume,
+        Verb::Promote => Command::Promote,
+        Verb::Abort => Command::Abort,
+        Verb::Undo => Command::Undo,
+    };
+    match running.command(command, principal).await {
+        Some(Ok(())) => Ok(json(&serde_json::json!({}))),
+        Some(Err(error)) => Err(Refused::new(StatusCode::CONFLICT, error.to_string())),
+        None => {
+            let why = "this replica does not lead any more; open the page of another";
+            Err(Refused::new(StatusCode::SERVICE_UNAVAILABLE, why))
+        }
+    }
+}
+
+fn json(value: &impl Serialize) -> Answer {
+    match serde_json::to_vec(value) {
+        Ok(text) => content("application/json", Bytes::from(text)),
+        Err(error) => {
+            let mut answer = content("text/plain", Bytes::from(error.to_string()));
+            *answer.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
+            answer
+        }
+    }
+}
+
+fn content(kind: &'static str, bytes: Bytes) -> Answer {
+    typed(kind, BodyExt::boxed_unsync(Full::new(bytes)))
+}
+
+fn typed(kind: &'static str, body: Body) -> Answer {
+    let mut answer = Response::new(body);
+    let kind = HeaderValue::from_static(kind);
+    answer.headers_mut().insert(header::CONTENT_TYPE, kind);
+    answer
+}

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Bounded tables: guests of a rollout, why a guest waits, and the audit trail.
+
+use patchbay_node::policy::Policy;
+use serde::Serialize;
+
+use super::access;
+use super::state::{guest_state, newest};
+use crate::controller::Leadership;
+use crate::rollout::{Member, Millis, Rollout, State};
+use crate::view;
+
+const MAX_ROWS: usize = 100;
+
+#[derive(Serialize)]
+pub struct Guests {
+    /// Guests that match, of which `rows` are some.
+    total: usize,
+    from: usize,
+    rows: Vec<GuestRow>,
+}
+
+#[derive(Serialize)]
+struct GuestRow {
+    /// Among the members: a guest that was changed once more is a member twice.
+    index: usize,
+    host: String,
+    guest: String,
+    wave: Option<String>,
+    state: &'static str,
+    message: String,
+    pause_us: Option<u64>,
+    predicted_pause_us: u64,
+}
+
+/// Which guests are wanted.
+#[derive(Default)]
+pub struct Wanted<'q> {
+    /// Part of the guest's or the host's name.
+    pub find: &'q str,
+    /// As the rows have it; all if empty.
+    pub state: &'q str,
+    pub from: usize,
+}
+
+/// Those that the principal may see.
+pub fn guests(rollout: &Rollout, wanted: &Wanted<'_>, policy: &Policy, principal: &str) -> Guests {
+    let is_wanted = |member: &Member| {
+        (member.guest.contains(wanted.find) || member.host.contains(wanted.find))
+            && (wanted.state.is_empty() || guest_state(&member.state) == wanted.state)
+            && access::may_view(policy, principal, Some(&member.guest)).is_ok()
+    };
+    let (mut total, mut rows) = (0, Vec::new());
+    for (index, member) in rollout.members().iter().enumerate() {
+        if !is_wanted(member) {
+            continue;
+        }
+        if total >= wanted.from && rows.len() < MAX_ROWS {
+            rows.push(row(rollout, index, member));
+        }
+        total += 1;
+    }
+    let from = wanted.from;
+    Guests { total, from, rows }
+}
+
+fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
+    let mut waves = rollout.header().waves.iter();
+    let wave = waves.find(|wave| wave.members().contains(&index));
+    let message = match &member.state {
+        State::Skipped { why } | State::Failed { why, .. } | State::RevertFailed { why, .. } => {
+            why.clone()
+        }
+        _ => String::new(),
+    };
+    GuestRow {
+        index,
+        host: member.host.clone(),
+        guest: member.guest.clone(),
+        wave: wave.map(|wave| wave.name.clone()),
+        state: guest_state(&member.state),
+        message,
+        pause_us: match member.state {
+            State::Committed { pause_us } | State::RevertFailed { pause_us, .. } => Some(pause_us),
+            _ => None,
+        },
+        predicted_pause_us: member.plan.predicted_pause_us,
+    }
+}
+
+/// Why the guest is in its state, by its last member; `None` if the rollout has no such guest.
+pub fn explain(rollout: &Rollout, host: &str, guest: &str, now: Millis) -> Option<Vec<String>> {
+    let mut members = rollout.members().iter();
+    let index = members.rposition(|member| member.host == host && member.guest == guest)?;
+    Some(view::explain(rollout, index, now))
+}
+
+#[derive(Serialize)]
+pub struct Trail {
+    total: usize,
+    rows: Vec<TrailRow>,
+}
+
+#[derive(Serialize)]
+struct TrailRow {
+    time: Millis,
+    rollout: String,
+    principal: String,
+    text: String,
+}
+
+/// What people and the controller did, of all rollouts, the newest first.
+pub fn trail(leads: &Leadership, find: &str) -> Trail {
+    let mut rows = Vec::new();
+    for running in newest(leads) {
+        let rollout = running.rollout();
+        let name = &rollout.header().name;
+        let entries = rollout.header().timeline.iter();
+        let entries = entries.filter(|entry| {
+            let mut fields = [name, &entry.principal, &entry.text].into_iter();
+            fields.any(|field| field.contains(find))
+        });
+        rows.extend(entries.map(|entry| TrailRow {
+            time: entry.time,
+            rollout: name.clone(),
+            principal: entry.principal.clone(),
+            text: entry.text.clone(),
+        }));
+    }
+    let total = rows.len();
+    // Entries of one rollout at one time keep their order, the last first.
+    rows.reverse();
+    rows.sort_by_key(|row| std::cmp::Reverse(row.time));
+    rows.truncate(MAX_ROWS);
+    Trail { total, rows }
+}

@@ -1,0 +1,297 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The state that every open page gets after each change. Its size does not grow with the guests.
+
+use std::sync::Arc;
+
+use serde::Serialize;
+
+use super::{Shared, access};
+use crate::controller::Leadership;
+use crate::rollout::{
+    Failure, GateKind, Header, Member, Millis, Phase, Rollout, Stage, State, TimelineEntry, Verb,
+};
+use crate::runner::{Running, now};
+
+/// Rollouts that are listed, the newest first.
+const MAX_ROLLOUTS: usize = 200;
+/// Entries of the timeline, the newest first.
+const MAX_ENTRIES: usize = 100;
+/// Upper bounds of the histogram of pauses, in microseconds; the last bucket has none.
+const BOUNDS_US: [u64; 18] = [
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000,
+    200_000, 500_000,
+];
+
+#[derive(Serialize)]
+pub struct Page {
+    pub principal: String,
+    pub now: Millis,
+    pub leads: bool,
+    /// Changes with each sweep over the guests' counts.
+    pub observed: Millis,
+    pub rollouts: Vec<Summary>,
+    pub rollout: Option<Detail>,
+}
+
+/// A rollout in the list.
+#[derive(Serialize)]
+pub struct Summary {
+    name: String,
+    title: String,
+    phase: &'static str,
+    created: Millis,
+    counts: Counts,
+}
+
+/// Guests by what has become of them.
+#[derive(Clone, Copy, Default, Serialize)]
+pub struct Counts {
+    pending: usize,
+    changing: usize,
+    changed: usize,
+    failed: usize,
+    reverted: usize,
+    adopted: usize,
+    skipped: usize,
+}
+
+#[derive(Serialize)]
+pub struct Detail {
+    name: String,
+    title: String,
+    phase: &'static str,
+    message: String,
+    digest: String,
+    created: Millis,
+    approvals: Vec<String>,
+    approvals_needed: usize,
+    counts: Counts,
+    waves: Vec<WaveView>,
+    pauses: Pauses,
+    frozen: Option<String>,
+    commands: Vec<CommandView>,
+    timeline: Vec<TimelineEntry>,
+}
+
+#[derive(Serialize)]
+struct WaveView {
+    name: String,
+    state: &'static str,
+    guests: usize,
+    hosts: usize,
+    counts: Counts,
+    predicted_pause_us: u64,
+    bake_ms: u64,
+    bakes_until: Option<Millis>,
+}
+
+/// How long commits have stopped guests.
+#[derive(Default, Serialize)]
+struct Pauses {
+    count: usize,
+    p50_us: u64,
+    p99_us: u64,
+    max_us: u64,
+    /// The tightest budget of the gates.
+    budget_us: Option<u64>,
+    /// Upper bound and count; no bound for the last.
+    buckets: Vec<(Option<u64>, usize)>,
+}
+
+/// A button.
+#[derive(Serialize)]
+struct CommandView {
+    name: &'static str,
+    enabled: bool,
+    /// Why it is not.
+    why: String,
+}
+
+impl Counts {
+    pub fn add(&mut self, state: &State) {
+        *match state {
+            State::Skipped { .. } => &mut self.skipped,
+            State::Pending => &mut self.pending,
+            State::Committing { .. } | State::Unresolved => &mut self.changing,
+            State::Committed { .. } => &mut self.changed,
+            State::Failed { .. } | State::RevertFailed { .. } => &mut self.failed,
+            State::Reverted { .. } => &mut self.reverted,
+            State::Adopted => &mut self.adopted,
+        } += 1;
+    }
+
+    fn of(members: &[Member]) -> Self {
+        let mut counts = Self::default();
+        members.iter().for_each(|member| counts.add(&member.state));
+        counts
+    }
+}
+
+/// The newest first.
+pub fn newest(leads: &Leadership) -> Vec<Arc<Running>> {
+    let mut all = leads.rollouts();
+    all.sort_by_key(|running| std::cmp::Reverse(running.rollout().header().created));
+    all
+}
+
+/// What `principal` sees, with the details of one rollout.
+pub fn page(shared: &Shared, principal: &str, rollout: Option<&str>) -> Page {
+    let leads = shared.controller.leadership();
+    let all = leads.as_deref().map(newest).unwrap_or_default();
+    let shown = rollout.and_then(|name| leads.as_deref()?.rollout(name));
+    Page {
+        principal: principal.to_owned(),
+        now: now(),
+        leads: leads.is_some(),
+        observed: shared.heat.borrow().at,
+        rollouts: all
+            .iter()
+            .take(MAX_ROLLOUTS)
+            .map(|one| summary(&one.rollout()))
+            .collect(),
+        rollout: shown.map(|running| detail(shared, principal, &running.rollout())),
+    }
+}
+
+fn summary(rollout: &Rollout) -> Summary {
+    let header = rollout.header();
+    Summary {
+        name: header.name.clone(),
+        title: header.title.clone(),
+        phase: header.phase.name(),
+        created: header.created,
+        counts: Counts::of(rollout.members()),
+    }
+}
+
+fn detail(shared: &Shared, principal: &str, rollout: &Rollout) -> Detail {
+    let header = rollout.header();
+    let waves = header.waves.iter().enumerate();
+    let frozen = header.policy.frozen(now());
+    Detail {
+        name: header.name.clone(),
+        title: header.title.clone(),
+        phase: header.phase.name(),
+        message: header.message.clone(),
+        digest: header.digest.clone(),
+        created: header.created,
+        approvals: header.approvals.clone(),
+        approvals_needed: header.policy.approvals.max(1),
+        counts: Counts::of(rollout.members()),
+        waves: waves
+            .map(|(index, _)| wave(header, index, rollout.members()))
+            .collect(),
+        pauses: pauses(header, rollout.members()),
+        frozen: frozen.map(|freeze| freeze.reason.clone()),
+        commands: commands(shared, principal, rollout),
+        timeline: header
+            .timeline
+            .iter()
+            .rev()
+            .take(MAX_ENTRIES)
+            .cloned()
+            .collect(),
+    }
+}
+
+fn wave(header: &Header, index: usize, members: &[Member]) -> WaveView {
+    let wave = &header.waves[index];
+    let members = &members[wave.members()];
+    let hosts: std::collections::HashSet<&str> =
+        members.iter().map(|member| member.host.as_str()).collect();
+    let predicted = members.iter().map(|member| member.plan.predicted_pause_us);
+    let is_current = index == header.wave;
+    let state = match header.phase {
+        _ if index < header.wave => "done",
+        Phase::Running(Stage::Committing) if is_current => "changing",
+        Phase::Running(Stage::Baking) if is_current => "baking",
+        Phase::Running(Stage::Gating) if is_current => "at its gates",
+        Phase::Paused if is_current => "paused",
+        _ => "",
+    };
+    WaveView {
+        name: wave.name.clone(),
+        state,
+        guests: wave.count,
+        hosts: hosts.len(),
+        counts: Counts::of(members),
+        predicted_pause_us: predicted.max().unwrap_or(0),
+        bake_ms: wave.bake_ms,
+        bakes_until: wave.bakes_until.filter(|_| state == "baking"),
+    }
+}
+
+fn pauses(header: &Header, members: &[Member]) -> Pauses {
+    let mut pauses: Vec<u64> = members
+        .iter()
+        .filter_map(|member| match member.state {
+            State::Committed { pause_us } | State::RevertFailed { pause_us, .. } => Some(pause_us),
+            _ => None,
+        })
+        .collect();
+    pauses.sort_unstable();
+    let rank = |percent: usize| {
+        let rank = (pauses.len() * percent).div_ceil(100);
+        rank.checked_sub(1).map_or(0, |index| pauses[index])
+    };
+    let budgets = header
+        .policy
+        .gates
+        .iter()
+        .filter_map(|gate| match gate.kind {
+            GateKind::PauseP99 { budget_us } => Some(budget_us),
+            _ => None,
+        });
+    let mut below = 0;
+    let bounds = BOUNDS_US.into_iter().map(Some).chain([None]);
+    let buckets = bounds.map(|bound| {
+        let up_to = bound.map_or(pauses.len(), |bound| {
+            pauses.partition_point(|&us| us <= bound)
+        });
+        let count = up_to - std::mem::replace(&mut below, up_to);
+        (bound, count)
+    });
+    let buckets = buckets.collect();
+    Pauses {
+        count: pauses.len(),
+        p50_us: rank(50),
+        p99_us: rank(99),
+        max_us: rank(100),
+        budget_us: budgets.min(),
+        buckets,
+    }
+}
+
+fn commands(shared: &Shared, principal: &str, rollout: &Rollout) -> Vec<CommandView> {
+    let policy = shared.policy.current();
+    let allowed = access::may_command(&policy, principal, rollout);
+    let command = |verb: Verb| {
+        let legal = rollout.would_change(verb, principal);
+        let legal = legal.map_err(|error| error.to_string());
+        let verdict = allowed.clone().and(legal);
+        CommandView {
+            name: verb.name(),
+            enabled: verdict.is_ok(),
+            why: verdict.err().unwrap_or_default(),
+        }
+    };
+    Verb::ALL.into_iter().map(command).collect()
+}
+
+/// For people, and for filters.
+pub fn guest_state(state: &State) -> &'static str {
+    match state {
+        State::Skipped { .. } => "skipped",
+        State::Pending => "pending",
+        State::Committing { .. } | State::Unresolved => "changing",
+        State::Committed { .. } => "changed",
+        State::Failed {
+            failure: Failure::Unknown,
+            ..
+        } => "unknown",
+        State::Failed { .. } => "failed",
+        State::Reverted { .. } => "taken back",
+        State::RevertFailed { .. } => "not taken back",
+        State::Adopted => "adopted",
+    }
+}

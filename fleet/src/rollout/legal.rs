@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Which commands are legal in which state.
+
+use super::machine::is_left;
+use super::{Failure, Member, Phase, Rollout, State};
+
+pub(super) const PROMOTABLE: &str = "baking, at a gate, or paused there";
+
+/// A command without its arguments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verb {
+    Approve,
+    Start,
+    Pause,
+    Resume,
+    Promote,
+    Abort,
+    Undo,
+}
+
+impl Verb {
+    pub const ALL: [Self; 7] = [
+        Self::Approve,
+        Self::Start,
+        Self::Pause,
+        Self::Resume,
+        Self::Promote,
+        Self::Abort,
+        Self::Undo,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Approve => "approve",
+            Self::Start => "start",
+            Self::Pause => "pause",
+            Self::Resume => "resume",
+            Self::Promote => "promote",
+            Self::Abort => "abort",
+            Self::Undo => "undo",
+        }
+    }
+}
+
+/// Why a command is refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotLegal {
+    #[error("rollout {rollout} is {phase}; {command} is legal while it is {legal}")]
+    Phase {
+        rollout: String,
+        phase: &'static str,
+        command: &'static str,
+        legal: &'static str,
+    },
+    #[error("the plan's digest is {found}, not {given}; review the plan, then start that digest")]
+    Digest { found: String, given: String },
+    #[error(
+        "{given} of {needed} people approve the plan; another one runs `rollout approve` first"
+    )]
+    Approvals { given: usize, needed: usize },
+}
+
+impl Rollout {
+    /// Whether the command would change the rollout now. A command that is repeated is accepted and
+    /// changes nothing, so this is stricter than the commands themselves.
+    ///
+    /// # Errors
+    /// [`NotLegal`].
+    pub fn would_change(&self, verb: Verb, principal: &str) -> Result<(), NotLegal> {
+        let phase = self.header.phase;
+        let (is_legal, legal) = match verb {
+            Verb::Approve => (
+                phase == Phase::Planned && !self.has_approved(principal),
+                "planned, once for each person",
+            ),
+            Verb::Start => {
+                if phase == Phase::Planned {
+                    self.check_approvals(principal)?;
+                }
+                (phase == Phase::Planned, "planned")
+            }
+            Verb::Pause => (matches!(phase, Phase::Running(_)), "running"),
+            Verb::Resume => (phase == Phase::Paused, "paused"),
+            Verb::Promote => (self.may_promote(), PROMOTABLE),
+            Verb::Abort | Verb::Undo => (self.may_revert(), "not taken back yet"),
+        };
+        match is_legal {
+            true => Ok(()),
+            false => Err(self.not_legal(verb.name(), legal)),
+        }
+    }
+
+    pub(super) fn has_approved(&self, principal: &str) -> bool {
+        self.header.approvals.iter().any(|by| by == principal)
+    }
+
+    /// Enough people approve the plan, if the principal is one of them.
+    pub(super) fn check_approvals(&self, principal: &str) -> Result<(), NotLegal> {
+        let given = self.header.approvals.len() + usize::from(!self.has_approved(principal));
+        let needed = self.header.policy.approvals.max(1);
+        match given >= needed {
+            true => Ok(()),
+            false => Err(NotLegal::Approvals { given, needed }),
+        }
+    }
+
+    pub(super) fn may_promote(&self) -> bool {
+        matches!(self.header.phase, Phase::Running(_) | Phase::Paused) && self.is_settled()
+    }
+
+    pub(super) fn may_revert(&self) -> bool {
+        let again = |member: &Member| is_left(member) || is_to_be_tried_again(member);
+        match self.header.phase {
+            Phase::Reverting(_) => false,
+            Phase::Ended(_) => self.members.iter().any(again),
+            _ => true,
+        }
+    }
+
+    pub(super) fn not_legal(&self, command: &'static str, legal: &'static str) -> NotLegal {
+        NotLegal::Phase {
+            rollout: self.header.name.clone(),
+            phase: self.header.phase.name(),
+            command,
+            legal,
+        }
+    }
+}
+
+/// Abort and undo try it again.
+pub(super) fn is_to_be_tried_again(member: &Member) -> bool {
+    matches!(
+        member.state,
+        State::RevertFailed { .. }
+            | State::Failed {
+                failure: Failure::Unknown,
+                ..
+            }
+    )
+}

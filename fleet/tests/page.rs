@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The controller's page, as a client of HTTP meets it and as a person sees it.
+
+#[path = "page/browser.rs"]
+mod browser;
+#[path = "page/refused.rs"]
+mod refused;
+#[path = "page/remote.rs"]
+mod remote;
+#[path = "page/seen.rs"]
+mod seen;
+#[path = "rollouts/support.rs"]
+#[allow(dead_code)]
+mod support;
+
+use std::sync::Arc;
+
+use patchbay_fleet::controller::Controller;
+use patchbay_fleet::hosts::{HostConfig, Hosts};
+use patchbay_fleet::page::{Config, Page};
+use patchbay_node::policy::LivePolicy;
+use patchbay_proto::v1;
+use tokio::task::JoinSet;
+
+/// Serves the page on a free port until the second is dropped. Without a policy the own user may do
+/// everything.
+async fn serve(controller: &Arc<Controller>, policy: Option<LivePolicy>) -> (String, JoinSet<()>) {
+    let own = rustix::process::geteuid().as_raw();
+    let config = Config {
+        address: "127.0.0.1:0".parse().expect("an address"),
+        tls: None,
+        policy: policy.unwrap_or_else(|| LivePolicy::own_user_only(own)),
+    };
+    let page = Page::bind(config, Arc::clone(controller))
+        .await
+        .expect("free");
+    let url = page.link().expect("bound");
+    let mut serving = JoinSet::new();
+    serving.spawn(page.run());
+    (url, serving)
+}
+
+/// Takes a reference away, whoever holds it.
+async fn disable(host: &HostConfig, guest: &str, key: &str) {
+    let hosts = Hosts::new(std::slice::from_ref(host)).expect("one");
+    let request = v1::UpdateStaticKeysRequest {
+        guest: guest.to_owned(),
+        updates: vec![v1::KeyUpdate {
+            name: key.to_owned(),
+            op: v1::KeyOp::Disable.into(),
+            ..v1::KeyUpdate::default()
+        }],
+        ..v1::UpdateStaticKeysRequest::default()
+    };
+    let host = hosts.get(&host.name).expect("it");
+    host.update(request).await.expect("changed");
+}

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Requests that the page must refuse, and what every answer says.
+
+use patchbay_fleet::runner::Command;
+use patchbay_node::policy::LivePolicy;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use super::serve;
+use crate::support::{Fleet, Replica, spec, tell};
+
+const OURS: &str = "x-patchbay-request: 1\r\ncontent-type: application/json\r\n";
+
+/// The whole answer to one request.
+async fn ask(url: &str, line: &str, headers: &str, body: &str) -> String {
+    let address = url.trim_start_matches("http://").trim_end_matches('/');
+    let mut stream = TcpStream::connect(address).await.expect("listens");
+    let host = match headers.contains("host:") {
+        true => String::new(),
+        false => format!("host: {address}\r\n"),
+    };
+    let length = body.len();
+    let request = format!(
+        "{line} HTTP/1.1\r\n{host}{headers}content-length: {length}\r\nconnection: close\r\n\r\n{body}"
+    );
+    stream.write_all(request.as_bytes()).await.expect("sent");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.expect("text");
+    answer
+}
+
+fn status(answer: &str) -> &str {
+    answer.split(' ').nth(1).unwrap_or_default()
+}
+
+async fn planned() -> (Fleet, Replica) {
+    let fleet = Fleet::start(1, 2).await;
+    let replica = fleet.replica("one");
+    let text = spec("waves: [{size: 1, bake: 1h}, {size: rest}]");
+    replica
+        .lead()
+        .await
+        .plan("net", &text, "alice")
+        .await
+        .expect("planned");
+    (fleet, replica)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_command_must_come_from_the_page() {
+    let (_fleet, replica) = planned().await;
+    let (url, _serving) = serve(&replica.controller, None).await;
+    let abort = "POST /api/rollouts/net/abort";
+    for headers in [
+        "content-type: application/json\r\n".to_owned(),
+        format!("{OURS}origin: http://evil.example\r\n"),
+        format!("{OURS}sec-fetch-site: cross-site\r\n"),
+        format!("{OURS}host: evil.example:80\r\n"),
+    ] {
+        let answer = ask(&url, abort, &headers, "{}").await;
+        assert_eq!(status(&answer), "403", "{headers}: {answer}");
+    }
+    // A name that somebody else made resolve to this computer may not even look.
+    let answer = ask(&url, "GET /", "host: evil.example\r\n", "").await;
+    assert_eq!(status(&answer), "403", "{answer}");
+    let running = replica.lead().await.rollout("net").expect("planned");
+    assert_eq!(running.rollout().header().phase.name(), "planned");
+    let own = url.trim_end_matches('/');
+    let headers = format!("{OURS}origin: {own}\r\nsec-fetch-site: same-origin\r\n");
+    let answer = ask(&url, abort, &headers, "{}").await;
+    assert_eq!(status(&answer), "200", "{answer}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_not_legal_or_malformed_is_refused_with_its_reason() {
+    let (_fleet, replica) = planned().await;
+    let (url, _serving) = serve(&replica.controller, None).await;
+    let long = format!("{{\"digest\": \"{}\"}}", "x".repeat(10_000));
+    for (path, body, wanted, why) in [
+        ("net/pause", "{}", "409", "legal while it is running"),
+        ("net/start", "{\"digest\": \"0\"}", "409", "review the plan"),
+        (
+            "net/approve",
+            "{\"digest\": \"0\"}",
+            "409",
+            "review the plan",
+        ),
+        ("net/start", "{\"digset\": \"0\"}", "400", "unknown field"),
+        ("net/start", "nonsense", "400", "malformed"),
+        ("net/start", &long, "400", "cannot be read"),
+        ("net/explode", "{}", "404", "no command"),
+        ("other/abort", "{}", "404", "no rollout"),
+    ] {
+        let line = format!("POST /api/rollouts/{path}");
+        let answer = ask(&url, &line, OURS, body).await;
+        assert_eq!(status(&answer), wanted, "{path}: {answer}");
+        assert!(answer.contains(why), "{path}: {answer}");
+    }
+    let answer = ask(&url, "GET /api/guests?rollout=net&from=x&find=%ff", "", "").await;
+    assert_eq!(status(&answer), "200", "{answer}");
+    let answer = ask(&url, "GET /assets/../Cargo.toml", "", "").await;
+    assert_eq!(status(&answer), "404", "{answer}");
+    let answer = ask(&url, "DELETE /", OURS, "").await;
+    assert_eq!(status(&answer), "405", "{answer}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_but_the_page_itself_is_allowed_by_the_content_security_policy() {
+    let (_fleet, replica) = planned().await;
+    let (url, _serving) = serve(&replica.controller, None).await;
+    for path in ["/", "/assets/app.js", "/api/trail", "/nothing"] {
+        let answer = ask(&url, &format!("GET {path}"), "", "").await;
+        assert!(
+            answer.contains("content-security-policy: default-src 'none'; script-src 'self'"),
+            "{answer}"
+        );
+        assert!(
+            answer.contains("x-content-type-options: nosniff"),
+            "{answer}"
+        );
+    }
+    let page = ask(&url, "GET /", "", "").await;
+    assert!(
+        !page.contains("http://") && !page.contains("https://"),
+        "external: {page}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_policy_decides_who_looks_and_who_commands() {
+    let (_fleet, replica) = planned().await;
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let file = folder.path().join("policy.yaml");
+    let own = rustix::process::geteuid().as_raw();
+    let write = |rule: &str| std::fs::write(&file, format!("rules: [{rule}]\n")).expect("written");
+    write(&format!(
+        "{{name: looks, principals: ['uid:{own}'], role: viewer}}"
+    ));
+    let policy = LivePolicy::read(file.clone()).expect("good");
+    let (url, _serving) = serve(&replica.controller, Some(policy.clone())).await;
+    let abort = "POST /api/rollouts/net/abort";
+    assert_eq!(status(&ask(&url, "GET /", "", "").await), "200");
+    let answer = ask(&url, abort, OURS, "{}").await;
+    assert_eq!(status(&answer), "403", "{answer}");
+    assert!(answer.contains("operator is needed"), "{answer}");
+
+    write(&format!(
+        "{{name: one, principals: ['uid:{own}'], role: operator, max_guests: 1}}"
+    ));
+    policy.reload().expect("good");
+    let answer = ask(&url, abort, OURS, "{}").await;
+    assert!(
+        answer.contains("allows 1 guests in one change, not 2"),
+        "{answer}"
+    );
+
+    write("{name: other, principals: ['uid:4000000000'], role: admin}");
+    policy.reload().expect("good");
+    assert_eq!(status(&ask(&url, "GET /", "", "").await), "403");
+    let running = replica.lead().await.rollout("net").expect("planned");
+    assert_eq!(running.rollout().header().phase.name(), "planned");
+}
+
+/// Reads events until one has the text.
+async fn event_with(stream: &mut TcpStream, text: &str) -> String {
+    let mut all = String::new();
+    let read = async {
+        while !all.contains(text) {
+            let mut some = [0; 4096];
+            let length = stream.read(&mut some).await.expect("readable");
+            assert!(length > 0, "the stream has ended: {all}");
+            all += &String::from_utf8_lossy(&some[..length]);
+        }
+    };
+    let read = tokio::time::timeout(crate::support::PATIENCE, read).await;
+    read.unwrap_or_else(|_| panic!("no event has {text}"));
+    all
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_of_events_goes_on_where_it_was() {
+    let (_fleet, replica) = planned().await;
+    let (url, _serving) = serve(&replica.controller, None).await;
+    let address = url
+        .trim_start_matches("http://")
+        .trim_end_matches('/')
+        .to_owned();
+    let open = async |headers: &str| {
+        let mut stream = TcpStream::connect(&address).await.expect("listens");
+        let request =
+            format!("GET /api/events?rollout=net HTTP/1.1\r\nhost: {address}\r\n{headers}\r\n");
+        stream.write_all(request.as_bytes()).await.expect("sent");
+        stream
+    };
+    let mut stream = open("").await;
+    let first = event_with(&mut stream, "\"phase\":\"planned\"").await;
+    assert!(first.contains("text/event-stream"), "{first}");
+    let running = replica.lead().await.rollout("net").expect("planned");
+    let digest = running.rollout().header().digest.clone();
+    tell(&running, Command::Start { digest }).await;
+    event_with(&mut stream, "\"phase\":\"baking\"").await;
+    drop(stream);
+    // What happened meanwhile is in the first event.
+    tell(&running, Command::Pause).await;
+    let mut stream = open("last-event-id: 0-0-0\r\n").await;
+    event_with(&mut stream, "\"phase\":\"paused\"").await;
+}

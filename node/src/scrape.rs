@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Metrics for Prometheus, on a loopback address or a unix socket. They have no access control, so they
+//! stay on the host.
+
+use std::fmt;
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http_body_util::Full;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+
+use crate::listen::{NodeSocket, SocketError};
+
+/// Connections of whoever reads metrics.
+const MAX_CONNECTIONS: usize = 16;
+const TIMEOUT: Duration = Duration::from_secs(10);
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+
+/// A listener for Prometheus.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MetricsAddress {
+    /// A unix socket, mode 0600.
+    Unix(PathBuf),
+    /// A loopback address.
+    Loopback(SocketAddr),
+}
+
+impl std::str::FromStr for MetricsAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(path) = text.strip_prefix("unix:") {
+            return Ok(Self::Unix(path.into()));
+        }
+        match text.parse::<SocketAddr>() {
+            Ok(address) if address.ip().is_loopback() => Ok(Self::Loopback(address)),
+            Ok(address) => Err(format!(
+                "{address} can be reached from other hosts, and metrics have no access control; give a loopback address or unix:PATH"
+            )),
+            Err(_) => Err(format!(
+                "{text:?} is no address; give 127.0.0.1:PORT or unix:PATH"
+            )),
+        }
+    }
+}
+
+/// A TCP listener cannot be bound.
+#[derive(Debug, thiserror::Error)]
+#[error("{address} cannot be listened on: {error}; give another address")]
+pub struct ListenError {
+    /// As given.
+    pub address: SocketAddr,
+    /// From the operating system.
+    pub error: io::Error,
+}
+
+/// Why metrics cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum ScrapeError {
+    /// The socket cannot be bound.
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    /// The address cannot be bound.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// The operating system refused the socket.
+    #[error("metrics cannot be served: {0}")]
+    Start(#[from] io::Error),
+}
+
+/// Binds the address. The returned future serves `text` at `/metrics` until it is dropped.
+///
+/// # Errors
+/// [`ScrapeError`].
+pub async fn serve<T>(
+    address: &MetricsAddress,
+    text: T,
+) -> Result<Pin<Box<dyn Future<Output = ()> + Send>>, ScrapeError>
+where
+    T: Fn() -> Result<String, fmt::Error> + Send + Sync + 'static,
+{
+    match *address {
+        MetricsAddress::Unix(ref path) => {
+            let socket = NodeSocket::bind(path, 0o600)?;
+            let listener = socket.tokio_listener()?;
+            Ok(Box::pin(accept((socket, listener), text)))
+        }
+        MetricsAddress::Loopback(address) => {
+            let listener = TcpListener::bind(address).await;
+            let listener = listener.map_err(|error| ListenError { address, error })?;
+            tracing::info!(address = %listener.local_addr()?, "metrics");
+            Ok(Box::pin(accept(listener, text)))
+        }
+    }
+}
+
+/// Either kind of listener.
+trait Listener: Send + Sync + 'static {
+    type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
+
+    fn accept(&self) -> impl Future<Output = io::Result<Self::Stream>> + Send;
+}
+
+impl Listener for TcpListener {
+    type Stream = tokio::net::TcpStream;
+
+    async fn accept(&self) -> io::Result<Self::Stream> {
+        Ok(Self::accept(self).await?.0)
+    }
+}
+
+impl Listener for (NodeSocket, tokio::net::UnixListener) {
+    type Stream = tokio::net::UnixStream;
+
+    async fn accept(&self) -> io::Result<Self::Stream> {
+        Ok(self.1.accept().await?.0)
+    }
+}
+
+async fn accept<L, T>(listener: L, text: T)
+where
+    L: Listener,
+    T: Fn() -> Result<String, fmt::Error> + Send + Sync + 'static,
+{
+    let (text, permits) = (Arc::new(text), Arc::new(Semaphore::new(MAX_CONNECTIONS)));
+    loop {
+        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else {
+            return;
+        };
+        let stream = match listener.accept().await {
+            Ok(stream) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "a connection for metrics cannot be accepted");
+                tokio::time::sleep(ACCEPT_RETRY).await;
+                continue;
+            }
+        };
+        let text = Arc::clone(&text);
+        tokio::spawn(async move {
+            let _permit = permit;
+            let service = service_fn(|request: http::Request<hyper::body::Incoming>| {
+                let answer = answer(request.uri().path(), &*text);
+                async move { Ok::<_, std::convert::Infallible>(answer) }
+            });
+            let connection = hyper::server::conn::http1::Builder::new()
+                .timer(TokioTimer::new())
+                .keep_alive(false)
+                .serve_connection(TokioIo::new(stream), service);
+            let _ = tokio::time::timeout(TIMEOUT, connection).await;
+        });
+    }
+}
+
+fn answer(
+    path: &str,
+    text: impl Fn() -> Result<String, fmt::Error>,
+) -> http::Response<Full<bytes::Bytes>> {
+    let (status, text) = match path {
+        "/metrics" => match text() {
+            Ok(text) => (http::StatusCode::OK, text),
+            Err(error) => (http::StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+        },
+        _ => (
+            http::StatusCode::NOT_FOUND,
+            "metrics are at /metrics\n".to_owned(),
+        ),
+    };
+    let mut answer = http::Response::new(Full::from(text));
+    *answer.status_mut() = status;
+    let openmetrics = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    answer
+        .headers_mut()
+        .insert("content-type", http::HeaderValue::from_static(openmetrics));
+    answer
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_stay_on_the_host() {
+        for good in ["127.0.0.1:9100", "[::1]:0", "unix:/run/x.sock"] {
+            assert!(good.parse::<MetricsAddress>().is_ok(), "{good}");
+        }
+        for bad in ["0.0.0.0:9100", "[::]:1", "192.0.2.1:9100", "localhost", ""] {
+            let error = bad.parse::<MetricsAddress>().expect_err(bad);
+            assert!(error.contains("unix:PATH"), "{error}");
+        }
+    }
+}
