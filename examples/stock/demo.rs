@@ -55,6 +55,14 @@ impl Place {
         }
     }
 
+    /// Output of the program that serves the API.
+    fn log(&self) -> String {
+        match self {
+            Self::Ours(guest) => guest.monitor_log(),
+            Self::Qemu(guest) => guest.attacher_log(),
+        }
+    }
+
     fn socket(&self) -> PathBuf {
         match self {
             Self::Ours(guest) => guest.socket().to_owned(),
@@ -79,7 +87,11 @@ impl Patchbay {
             .output()
             .await?;
         let errors = String::from_utf8_lossy(&stderr);
-        ensure!(status.success(), "patchbay {arguments:?}: {errors}");
+        ensure!(
+            status.success(),
+            "patchbay {arguments:?}: {errors}{}",
+            place.log()
+        );
         Ok(String::from_utf8_lossy(&stdout).into_owned())
     }
 }

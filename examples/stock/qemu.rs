@@ -67,7 +67,7 @@ impl Qemu {
             .arg(self.folder.path().join("qmp"))
             .args(["--name", "qemu", "--allow-guarded", "--api-socket"])
             .arg(self.socket())
-            .stderr(Stdio::null())
+            .stderr(std::fs::File::create(self.log())?)
             .kill_on_drop(true)
             .spawn()
             .with_context(|| format!("{} cannot be started", attacher.display()))?;
@@ -86,6 +86,15 @@ impl Qemu {
     /// The attacher's API socket.
     pub fn socket(&self) -> PathBuf {
         self.folder.path().join("api.sock")
+    }
+
+    fn log(&self) -> PathBuf {
+        self.folder.path().join("attacher.log")
+    }
+
+    /// Output of the attacher.
+    pub fn attacher_log(&self) -> String {
+        std::fs::read_to_string(self.log()).unwrap_or_default()
     }
 
     /// Runs a command in the guest's shell and returns its output.

@@ -5,6 +5,7 @@ mod api_service {
     mod boots;
     mod busy;
     mod debug;
+    mod discovery;
     mod faults;
     mod fired;
     mod guest;

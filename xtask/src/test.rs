@@ -41,6 +41,9 @@ const WITH_OTHER_KERNELS: &[&str] = &[
 /// Test targets that need stock kernels.
 const STOCK: &[&str] = &["patchbay-tests::stock", "patchbay-tests::linux_stock"];
 
+/// The target whose guest QEMU runs, with the lab's kernel.
+const ATTACHES: &str = "patchbay-attach::linux_qemu";
+
 /// Selects the tests to run.
 pub struct Selection {
     /// Tiers; all if empty.
@@ -125,6 +128,15 @@ pub fn run(selection: &Selection) -> Result<bool> {
                 "linux_*",
             ];
             binaries.extend(cargo::build_tests(&targets)?);
+            let others = [
+                "test",
+                "--workspace",
+                "--exclude",
+                RELEASE,
+                "--test",
+                "linux_*",
+            ];
+            binaries.extend(cargo::build_tests(&others)?);
         }
     }
     for binary in &binaries {
@@ -146,7 +158,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
 
     let [tier_1, tier_2, tier_3] = tests;
     // Some tests read a stock kernel: use the lab's if it is cached or needed anyway.
-    let attaches = |test: &Test| test.suite == "patchbay-attach::linux_qemu";
+    let attaches = |test: &Test| test.suite == ATTACHES;
     if (!tier_1.is_empty() || tier_3.iter().any(attaches))
         && (!kvm.runs_linux() || lab_image::is_cached()?)
     {
@@ -202,7 +214,8 @@ pub fn run(selection: &Selection) -> Result<bool> {
     );
     if !tier_3.is_empty() {
         // A stock kernel is downloaded; the others are built.
-        let builds = tier_3.iter().any(|test| test.suite != STOCK[1]);
+        let downloaded = |test: &Test| [STOCK[1], ATTACHES].contains(&&*test.suite);
+        let builds = !tier_3.iter().all(downloaded);
         let prepared = if builds {
             guest::prepare(true)?
         } else {

@@ -398,7 +398,8 @@ impl Registry {
     }
 
     /// The current registration. For a guest that does not register, checks first that its kernel
-    /// is still the discovered one, which may take as long as a discovery.
+    /// is still the discovered one, which may take as long as a discovery. So it is not called on a
+    /// thread that serves other tasks; see [`Self::known`].
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`] with the reason and the next step.
@@ -406,6 +407,15 @@ impl Registry {
         if let Some(discovery) = self.discovery.get() {
             discovery.look(self);
         }
+        self.known()
+    }
+
+    /// The last registration or discovery. Waits for no discovery, so the guest may run another
+    /// kernel since.
+    ///
+    /// # Errors
+    /// [`KeysError::NotRegistered`] with the reason and the next step.
+    pub fn known(&self) -> Result<Snapshot, KeysError> {
         let state = self.state();
         match &state.registration {
             // The version changes only under this lock.

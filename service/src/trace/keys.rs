@@ -52,13 +52,13 @@ impl TracepointKeys for Keys {
     }
 
     fn holders(&self, keys: &[String]) -> Result<Vec<Vec<Arc<str>>>, KeysError> {
-        let Snapshot { registration, .. } = self.registry().snapshot()?;
+        let Snapshot { registration, .. } = self.registry().known()?;
         let holders = |name: &String| self.holders(&registration, name);
         Ok(keys.iter().map(holders).collect())
     }
 
     fn held_by(&self, client: &str) -> Result<Vec<String>, KeysError> {
-        let Snapshot { registration, .. } = self.registry().snapshot()?;
+        let Snapshot { registration, .. } = self.registry().known()?;
         let held = self.held_keys(client).into_iter();
         let is_tracepoint = |name: &Arc<str>| {
             let key = registration.catalog.find(name);

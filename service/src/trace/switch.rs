@@ -48,26 +48,26 @@ pub type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// The keys of tracepoints.
 pub trait TracepointKeys: Send + Sync + 'static {
-    /// Reads the facts of all tracepoints. Takes milliseconds.
+    /// Reads the facts of all tracepoints. May take as long as a discovery.
     ///
     /// # Errors
     /// If the guest has not registered.
     fn tracepoints(&self) -> Result<Vec<TracepointFacts>, KeysError>;
 
     /// Reads the number of probes on the tracepoints of these keys; `None` for an unknown or
-    /// unreadable key.
+    /// unreadable key. May take as long as a discovery.
     ///
     /// # Errors
     /// If the guest has not registered.
     fn probes(&self, keys: &[String]) -> Result<Vec<Option<u32>>, KeysError>;
 
-    /// Reads who holds each of these keys; empty for an unknown key.
+    /// Who holds each of these keys; empty for an unknown key. Never waits for a discovery.
     ///
     /// # Errors
     /// If the guest has not registered.
     fn holders(&self, keys: &[String]) -> Result<Vec<Vec<Arc<str>>>, KeysError>;
 
-    /// The tracepoint keys that this client holds.
+    /// The tracepoint keys that this client holds. Never waits for a discovery.
     ///
     /// # Errors
     /// If the guest has not registered.

@@ -12,6 +12,7 @@ use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_service::api::{ApiSocket, Endpoint as ApiEndpoint, Guests, ServedGuest};
 use patchbay_service::keys::audit::AuditLog;
+use patchbay_service::keys::registry::discovery::Discoverable;
 use patchbay_service::keys::{Keys, KeysConfig, Limits, Registry};
 use patchbay_service::testing::{InMemoryGuest, ManualClock, TestKey};
 use patchbay_service::trace::Tracing;
@@ -50,6 +51,8 @@ pub struct Setup {
     pub allow_guarded: bool,
     /// Where socket and audit log are, if that is to outlive the service.
     pub folder: Option<PathBuf>,
+    /// What a discovery reads.
+    pub discovers: Option<Arc<dyn Discoverable>>,
 }
 
 /// Keys of every kind.
@@ -94,6 +97,9 @@ impl Served {
             }
         };
         let registry = Arc::new(Registry::new(setup.limits));
+        if let Some(guest) = setup.discovers {
+            registry.discover(guest);
+        }
         let guest = match &setup.keys {
             Some(keys) => InMemoryGuest::boot(Arc::clone(&registry), keys),
             None => InMemoryGuest::new(Arc::clone(&registry)),

@@ -236,6 +236,15 @@ impl Tracer {
         Ok(Facts { by_name, armed })
     }
 
+    /// Reads the probes on the tracepoints of these keys.
+    async fn probes(&self, names: Vec<String>) -> Result<Vec<Option<u32>>, KeysError> {
+        let keys = Arc::clone(&self.keys);
+        let probes = tokio::task::spawn_blocking(move || keys.probes(&names)).await;
+        probes.map_err(|error| KeysError::Internal {
+            message: format!("the probes cannot be read: {error}; report it, it is a bug"),
+        })?
+    }
+
     /// Switches keys. The caller holds `turn`.
     async fn switch(
         &self,
@@ -369,7 +378,8 @@ impl Tracer {
         let (mut names, mut to_park) = choose()?;
         // Normally each event has the agent's probe and no other. Reading all facts takes longer
         // than the switch.
-        let probes = self.keys.probes(&self.book().keys(&to_park))?;
+        let keys = self.book().keys(&to_park);
+        let probes = self.probes(keys).await?;
         if probes.iter().any(|probes| *probes != Some(1)) {
             let facts = self.facts().await?;
             self.forget_vanished(&facts);
