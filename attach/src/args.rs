@@ -91,7 +91,7 @@ pub struct Options {
     pub audit_log: Option<PathBuf>,
 }
 
-/// Where the agent's connections come from, and the port that they go to.
+/// The CID that the agent connects from, and the port that it connects to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AgentVsock {
     pub guest: u32,

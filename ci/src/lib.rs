@@ -8,7 +8,7 @@
 //!   session   commands over that connection
 //!   console   finds the kernel's reports, and the marks around a command that the agent logs
 //!   keys      the monitor's API, for --set and --matrix
-//!   runner    one run with keys flipped and put back; boots anew after a crash or a report
+//!   runner    runs the command with keys flipped, and puts them back; reboots after a crash or a report
 //!   matrix    key by key, or together with ddmin
 //!   report    JUnit XML, KTAP
 //!   place     this machine's KVM, or the lab

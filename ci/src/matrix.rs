@@ -53,7 +53,7 @@ pub async fn each(
 /// fails, finds a smallest set of keys with which it does.
 ///
 /// # Errors
-/// As of [`each`]; or the keys cannot be flipped together.
+/// The errors of [`each`], and one for keys that cannot be flipped together.
 pub async fn together(
     runner: &mut Runner,
     patterns: &[String],

@@ -60,7 +60,7 @@ pub struct Config {
     pub registry: Option<RegistryConfig>,
 }
 
-/// The registry of a fleet, and what it is told of the host.
+/// The fleet's registry, and how this host appears in it.
 #[derive(Clone, Debug)]
 pub struct RegistryConfig {
     /// Members of etcd, as http://ADDRESS:PORT.

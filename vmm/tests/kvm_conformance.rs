@@ -26,7 +26,7 @@ const VCPUS: u8 = 2;
 /// End of the branch guest's memory, and two unused pages in it.
 const END: u64 = 4 << 20;
 const SCRATCH: u64 = 3 << 20;
-/// Where the test devices are.
+/// I/O port and guest-physical address of the test devices.
 const PORT: u16 = 0x500;
 const DEVICE: u64 = 0xc000_0000;
 

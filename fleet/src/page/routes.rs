@@ -206,7 +206,7 @@ fn find_rollout(shared: &Shared, name: &str) -> Result<Arc<Running>, Refused> {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct CommandBody {
-    /// Of the plan that was shown; `approve` and `start` need it.
+    /// The digest of the plan that was shown. `approve` and `start` need it.
     #[serde(default)]
     digest: String,
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which commands are legal in which state.
+//! Decides whether a command is legal in a rollout's state.
 
 use super::machine::is_left;
 use super::{Failure, Member, Phase, Rollout, State};

@@ -304,7 +304,7 @@ pub struct DebugListQuery {
     pub page_size: usize,
     /// Page token; empty for the first page.
     pub page_token: String,
-    /// Which descriptors.
+    /// The queries that select descriptors.
     pub queries: DebugQueries,
     /// Keys that are on or off; `None` for both.
     pub enabled: Option<bool>,

@@ -32,7 +32,7 @@ pub struct Declaration {
     pub file: String,
     /// Why the change is safe.
     pub reason: String,
-    /// Where that can be read: a commit, a line of the source.
+    /// The evidence for the reason: a commit, or a line of the source.
     pub source: String,
     #[serde(skip)]
     kernel: KernelRange,
