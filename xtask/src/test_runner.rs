@@ -77,19 +77,10 @@ impl Report {
     }
 }
 
-/// Names of the tests in an executable, without the ignored ones: those are processes that other
-/// tests start.
+/// Names of the tests in an executable.
 pub fn list(binary: &Path, folder: &Path) -> Result<Vec<String>> {
-    let ignored = listed(binary, folder, &["--ignored"])?;
-    let mut names = listed(binary, folder, &[])?;
-    names.retain(|name| !ignored.contains(name));
-    Ok(names)
-}
-
-fn listed(binary: &Path, folder: &Path, which: &[&str]) -> Result<Vec<String>> {
     let output = Command::new(binary)
         .args(["--list", "--format", "terse"])
-        .args(which)
         .current_dir(folder)
         .stdin(Stdio::null())
         .output()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the child processes do. Each is a test that its parent starts with an environment.
+//! What the child processes do. Each is a test that does nothing without the environment of its parent.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,6 @@ fn variable(name: &str) -> String {
 
 /// Serves a guest until it is killed. With HOLD, it says "paused" after each pause and waits for a line.
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "a child process of other tests"]
 async fn monitor() {
     if variable("GUEST").is_empty() {
         return;
@@ -47,7 +46,6 @@ async fn monitor() {
 
 /// Serves the monitors of a run directory until SIGTERM.
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "a child process of other tests"]
 async fn patchbayd() {
     if variable("RUN_DIR").is_empty() {
         return;

@@ -36,7 +36,7 @@ impl Drop for Process {
 fn child(test: &str, variables: &[(&str, String)]) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.arg(format!("processes::children::{test}"));
-    command.args(["--exact", "--ignored", "--nocapture"]);
+    command.args(["--exact", "--nocapture"]);
     command.envs(variables.iter().cloned());
     command.stdout(Stdio::null()).stdin(Stdio::null());
     command
