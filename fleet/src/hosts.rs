@@ -19,7 +19,7 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 use tonic_types::StatusExt;
 
-pub use crate::tls::TlsFiles;
+pub use patchbay_store::tls::TlsFiles;
 
 /// An endpoint accepts 128 calls on a connection; other clients of the controller need some.
 const CALLS: usize = 64;

@@ -23,7 +23,6 @@ pub mod rollout;
 pub mod runner;
 pub mod spec;
 pub mod storage;
-mod tls;
 mod view;
 
 pub use patchbay_store as store;

@@ -18,6 +18,7 @@ use patchbay_fleet::hosts::{HostConfig, HostEndpoint, TlsFiles as HostTlsFiles};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::page::Page;
 use patchbay_fleet::store::{DEFAULT_ROOT, EmbeddedStore, EtcdStore, Store, registry};
+use patchbay_node::etcd::EtcdTlsArgs;
 use patchbay_node::listen::tls::{Tls, TlsFiles};
 use patchbay_node::policy::LivePolicy;
 use patchbay_node::scrape::MetricsAddress;
@@ -37,9 +38,12 @@ struct Arguments {
     /// Run a controller with an embedded store, without etcd
     #[arg(long)]
     standalone: bool,
-    /// Run a replica of the controller on this etcd, as http://ADDRESS:PORT; may be repeated
+    /// Run a replica of the controller on this etcd, as http://ADDRESS:PORT, or https:// with
+    /// certificates; may be repeated
     #[arg(long = "etcd", conflicts_with = "standalone")]
     etcd: Vec<String>,
+    #[command(flatten)]
+    etcd_tls: EtcdTlsArgs,
     /// Prefix of the controller's keys in etcd
     #[arg(long, default_value = DEFAULT_ROOT, value_parser = parse_root)]
     etcd_root: String,
@@ -150,7 +154,9 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     let store: Arc<dyn Store> = if arguments.standalone {
         Arc::new(EmbeddedStore::open(&arguments.store)?)
     } else {
-        Arc::new(EtcdStore::new(&arguments.etcd, &arguments.etcd_root)?)
+        let tls = arguments.etcd_tls.clone().files();
+        let (members, root) = (&arguments.etcd, &arguments.etcd_root);
+        Arc::new(EtcdStore::new(members, root, tls.as_ref())?)
     };
     let tls = match (
         &arguments.host_cert,
@@ -160,7 +166,7 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
         (Some(certificate), Some(key), Some(host_ca)) => Some(HostTlsFiles {
             certificate: certificate.clone(),
             key: key.clone(),
-            host_ca: host_ca.clone(),
+            ca: host_ca.clone(),
         }),
         _ => None,
     };

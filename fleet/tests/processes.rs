@@ -3,6 +3,7 @@
 //! memory. A monitor and a `patchbayd` are this program, started with an environment for one of its tests.
 
 mod processes {
+    mod access;
     mod children;
     mod etcd;
     mod faults;

@@ -6,6 +6,7 @@
 pub mod audit;
 pub mod certs;
 pub mod command;
+pub mod etcd;
 pub mod guests;
 pub mod identity;
 pub mod listen;

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::{Args, Parser, ValueEnum};
 use patchbay_node::command::{Command, default_audit_log, run};
+use patchbay_node::etcd::EtcdTlsArgs;
 use patchbay_node::guests::Guests;
 use patchbay_node::listen::tls::TlsFiles;
 use patchbay_node::monitors::{RunDirs, default_run_dirs};
@@ -66,9 +67,12 @@ struct ServeArgs {
     /// Guests to run: a YAML file of names with a systemd unit or a monitor's command each.
     #[arg(long, value_name = "FILE")]
     guests: Option<PathBuf>,
-    /// Register the host and its guests in this etcd, http://ADDRESS:PORT; may be given several times.
+    /// Register the host and its guests in this etcd, http://ADDRESS:PORT, or https:// with certificates;
+    /// may be given several times.
     #[arg(long, value_name = "URL")]
     etcd: Vec<String>,
+    #[command(flatten)]
+    etcd_tls: EtcdTlsArgs,
     /// Prefix of the fleet's keys in etcd.
     #[arg(long, value_name = "PREFIX", default_value = DEFAULT_ROOT, requires = "etcd")]
     etcd_root: String,
@@ -189,6 +193,7 @@ fn config(args: ServeArgs) -> anyhow::Result<Config> {
         true => None,
         false => Some(RegistryConfig {
             etcd: args.etcd,
+            etcd_tls: args.etcd_tls.files(),
             root: args.etcd_root,
             name: args.host_name.unwrap_or_else(|| {
                 let name = rustix::system::uname();

@@ -10,10 +10,11 @@ use futures_util::StreamExt;
 use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_store::registry::{GuestRecord, HostRecord, RegisterError, Registration};
-use patchbay_store::{Store, StoreError};
+use patchbay_store::{EtcdStore, Store, StoreError};
 use tokio::time::Instant;
 
 use crate::monitors::{Directory, Guest};
+use crate::serve::RegistryConfig;
 
 /// The host vanishes from the registry so long after its daemon died.
 const TTL: Duration = Duration::from_secs(10);
@@ -155,8 +156,10 @@ async fn describe(guest: Guest) -> Option<GuestRecord> {
 /// Checks the name, and says where the registry is.
 ///
 /// # Errors
-/// [`RegisterError`] for a name or an address that is none.
-pub fn open(etcd: &[String], root: &str, name: &str) -> Result<Arc<dyn Store>, RegisterError> {
-    patchbay_store::registry::check_name(name)?;
-    Ok(Arc::new(patchbay_store::EtcdStore::new(etcd, root)?))
+/// [`RegisterError`] for a name or an address that is none, or certificates that cannot be used.
+pub fn open(config: &RegistryConfig) -> Result<Arc<dyn Store>, RegisterError> {
+    patchbay_store::registry::check_name(&config.name)?;
+    let tls = config.etcd_tls.as_ref();
+    let store = EtcdStore::new(&config.etcd, &config.root, tls)?;
+    Ok(Arc::new(store))
 }

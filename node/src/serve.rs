@@ -63,8 +63,10 @@ pub struct Config {
 /// The fleet's registry, and how this host appears in it.
 #[derive(Clone, Debug)]
 pub struct RegistryConfig {
-    /// Members of etcd, as http://ADDRESS:PORT.
+    /// Members of etcd, as http://ADDRESS:PORT, or https with certificates.
     pub etcd: Vec<String>,
+    /// Certificates for etcd.
+    pub etcd_tls: Option<patchbay_store::tls::TlsFiles>,
     /// Prefix of the fleet's keys.
     pub root: String,
     /// The host's name.
@@ -207,7 +209,7 @@ pub async fn serve(
 
 fn registered(config: &RegistryConfig, socket: &Path) -> Result<registry::Host, ServeError> {
     Ok(registry::Host {
-        store: registry::open(&config.etcd, &config.root, &config.name)?,
+        store: registry::open(config)?,
         name: config.name.clone(),
         record: HostRecord {
             machine: machine(),

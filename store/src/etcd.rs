@@ -5,9 +5,10 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status, Streaming};
 
+use super::members::Members;
+use super::tls::TlsFiles;
 use super::{
     Change, Entry, Expected, LeaseId, Revision, Snapshot, Store, StoreError, Transaction, Watch,
     Write,
@@ -21,7 +22,6 @@ mod pb {
 /// The root of a controller's keys unless it is given another.
 pub const DEFAULT_ROOT: &str = "/patchbay/fleet/";
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Every rollout in one range.
 const MAX_ANSWER_BYTES: usize = 256 << 20;
 
@@ -29,33 +29,29 @@ const MAX_ANSWER_BYTES: usize = 256 << 20;
 #[derive(Clone)]
 pub struct EtcdStore {
     root: Root,
-    kv: pb::kv_client::KvClient<Channel>,
-    watch: pb::watch_client::WatchClient<Channel>,
-    lease: pb::lease_client::LeaseClient<Channel>,
+    kv: pb::kv_client::KvClient<Members>,
+    watch: pb::watch_client::WatchClient<Members>,
+    lease: pb::lease_client::LeaseClient<Members>,
 }
 
 impl EtcdStore {
-    /// Connects to any of the members ("http://127.0.0.1:2379") at the first call. `root` is the prefix
-    /// of all keys; it ends with a slash.
+    /// Connects to a member ("http://127.0.0.1:2379", or https with certificates) at the first call.
+    /// `root` is the prefix of all keys; it ends with a slash.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`] for an address that is none.
-    pub fn new(members: &[String], root: &str) -> Result<Self, StoreError> {
-        let mut endpoints = Vec::new();
-        for member in members {
-            let endpoint = Endpoint::from_shared(member.clone());
-            let endpoint = endpoint.map_err(|error| {
-                StoreError::Invalid(format!("{member:?} is no address of etcd: {error}"))
-            })?;
-            endpoints.push(endpoint.connect_timeout(CONNECT_TIMEOUT));
-        }
-        let channel = Channel::balance_list(endpoints.into_iter());
-        let kv = pb::kv_client::KvClient::new(channel.clone());
+    /// [`StoreError::Invalid`] for an address that is none, or certificates that cannot be used.
+    pub fn new(
+        addresses: &[String],
+        root: &str,
+        tls: Option<&TlsFiles>,
+    ) -> Result<Self, StoreError> {
+        let members = Members::new(addresses, tls)?;
+        let kv = pb::kv_client::KvClient::new(members.clone());
         Ok(Self {
             root: Root(root.to_owned()),
             kv: kv.max_decoding_message_size(MAX_ANSWER_BYTES),
-            watch: pb::watch_client::WatchClient::new(channel.clone()),
-            lease: pb::lease_client::LeaseClient::new(channel),
+            watch: pb::watch_client::WatchClient::new(members.clone()),
+            lease: pb::lease_client::LeaseClient::new(members),
         })
     }
 }
@@ -277,7 +273,9 @@ impl Store for EtcdStore {
     }
 
     async fn renew(&self, lease: LeaseId) -> Result<(), StoreError> {
-        let request = tokio_stream::once(pb::LeaseKeepAliveRequest { id: lease.0 });
+        let request = timed(tokio_stream::once(pb::LeaseKeepAliveRequest {
+            id: lease.0,
+        }));
         let renewal = async {
             let mut answers = self
                 .lease

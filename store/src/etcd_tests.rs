@@ -57,7 +57,7 @@ impl Etcd {
     /// A store under a root of its own, once etcd answers.
     async fn store(&self, root: &str) -> Arc<dyn Store> {
         let members = [self.address.clone()];
-        let store = EtcdStore::new(&members, root).expect("an address");
+        let store = EtcdStore::new(&members, root, None).expect("an address");
         let mut attempts = 0;
         while let Err(error) = store.get("x").await {
             attempts += 1;
@@ -84,7 +84,27 @@ async fn etcd_conforms() {
 
 #[tokio::test]
 async fn an_etcd_that_is_gone_is_unavailable() {
-    let store = EtcdStore::new(&[free_address()], "/a/").expect("an address");
+    let store = EtcdStore::new(&[free_address()], "/a/", None).expect("an address");
     let error = store.get("x").await.expect_err("nobody listens");
     assert!(matches!(error, StoreError::Unavailable(_)), "{error}");
+}
+
+#[tokio::test]
+async fn a_member_that_is_gone_is_left_for_the_next() {
+    let Some(etcd) = Etcd::start() else {
+        eprintln!("SKIPPED: no etcd on this machine; apt-get install etcd-server");
+        return;
+    };
+    etcd.store("/a/").await;
+    let members = [free_address(), etcd.address.clone(), free_address()];
+    // Each store begins with a member of its own choice.
+    for _ in 0..8 {
+        let store = EtcdStore::new(&members, "/a/", None).expect("addresses");
+        for _ in 0..2 {
+            let _ = store.get("x").await;
+        }
+        for _ in 0..4 {
+            store.get("x").await.expect("a member answers");
+        }
+    }
 }

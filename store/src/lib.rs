@@ -29,7 +29,9 @@ mod embedded_watch;
 mod etcd;
 #[cfg(test)]
 mod etcd_tests;
+mod members;
 pub mod registry;
+pub mod tls;
 
 use std::time::Duration;
 

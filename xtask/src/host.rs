@@ -11,7 +11,7 @@ pub use patchbay_lab::packages::{
 };
 
 /// Packages that the tests of the controller need.
-pub const ETCD: &[&str] = &["etcd-server"];
+pub const ETCD: &[&str] = &["etcd-server", "etcd-client"];
 
 /// Packages that the tests of the controller's page need.
 pub const BROWSER: &[&str] = &["chromium"];

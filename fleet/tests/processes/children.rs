@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 
+use patchbay_fleet::hosts::TlsFiles;
 use patchbay_node::monitors::RunDirs;
 use patchbay_node::serve::{Config, RegistryConfig};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
@@ -10,6 +11,15 @@ use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::testing::{InMemoryGuest, TestKey};
 use patchbay_service::trace::Tracing;
+
+fn etcd_tls() -> TlsFiles {
+    let folder = PathBuf::from(variable("ETCD_CERTS"));
+    TlsFiles {
+        certificate: folder.join("fleet.pem"),
+        key: folder.join("fleet.key"),
+        ca: folder.join("ca.pem"),
+    }
+}
 
 fn variable(name: &str) -> String {
     std::env::var(name).unwrap_or_default()
@@ -56,6 +66,7 @@ async fn patchbayd() {
     let etcd = variable("ETCD");
     let registry = (!etcd.is_empty()).then(|| RegistryConfig {
         etcd: etcd.split(',').map(str::to_owned).collect(),
+        etcd_tls: etcd.starts_with("https").then(etcd_tls),
         root: patchbay_fleet::store::DEFAULT_ROOT.to_owned(),
         name: variable("HOST_NAME"),
         labels: [("rack".to_owned(), variable("RACK"))].into(),

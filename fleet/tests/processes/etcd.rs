@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A cluster of etcd on loopback.
 
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use patchbay_fleet::hosts::TlsFiles;
 use patchbay_fleet::store::{DEFAULT_ROOT, EtcdStore, Store};
+use patchbay_node::certs;
 
 use super::fleet::PATIENCE;
 
@@ -13,31 +16,104 @@ pub struct Etcd {
     clients: Vec<String>,
     peers: Vec<String>,
     members: Vec<Option<Child>>,
+    /// Whether clients need certificates.
+    tls: bool,
 }
 
 fn free_address() -> String {
     let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-    format!("http://{}", socket.local_addr().expect("bound"))
+    socket.local_addr().expect("bound").to_string()
 }
 
 impl Etcd {
     /// `None` if etcd is not installed.
     pub async fn start(members: usize) -> Option<Self> {
+        let etcd = Self::prepare(members, false)?;
+        etcd.run().await
+    }
+
+    /// One member that knows its clients by their certificates. User "fleet" may write the controller's keys,
+    /// "stranger" may not; `None` without etcd and etcdctl.
+    pub async fn start_with_users() -> Option<Self> {
+        if Command::new("etcdctl").arg("version").output().is_err() {
+            eprintln!("SKIPPED: no etcdctl on this machine; apt-get install etcd-client");
+            return None;
+        }
+        let etcd = Self::prepare(1, true)?;
+        certs::init(&etcd.certs()).expect("a CA");
+        for name in ["member", "root", "fleet", "stranger"] {
+            let request = certs::Request {
+                name: name.to_owned(),
+                hosts: vec!["127.0.0.1".to_owned()],
+                days: 1,
+                ..certs::Request::default()
+            };
+            certs::issue(&etcd.certs(), &request).expect("issued");
+        }
+        let etcd = etcd.run().await?;
+        for words in [
+            "user add root --no-password",
+            "user grant-role root root",
+            "user add stranger --no-password",
+            "user add fleet --no-password",
+            "role add fleet",
+            "role grant-permission fleet --prefix=true readwrite /patchbay/fleet/",
+            "user grant-role fleet fleet",
+            "auth enable",
+        ] {
+            etcd.ctl(words);
+        }
+        Some(etcd)
+    }
+
+    fn ctl(&self, words: &str) {
+        let file = |name: &str| self.certs().join(name);
+        let mut command = Command::new("etcdctl");
+        command.env("ETCDCTL_API", "3");
+        command.arg("--endpoints").arg(&self.clients[0]);
+        command.arg("--cacert").arg(file("ca.pem"));
+        command.arg("--cert").arg(file("root.pem"));
+        command.arg("--key").arg(file("root.key"));
+        let output = command.args(words.split(' ')).output().expect("it starts");
+        assert!(output.status.success(), "{words}: {output:?}");
+    }
+
+    /// Folder of the CA and of each user's certificate.
+    pub fn certs(&self) -> PathBuf {
+        self.folder.path().join("certs")
+    }
+
+    pub fn tls(&self, user: &str) -> Option<TlsFiles> {
+        let file = |name: &str| self.certs().join(name);
+        self.tls.then(|| TlsFiles {
+            certificate: file(&format!("{user}.pem")),
+            key: file(&format!("{user}.key")),
+            ca: file("ca.pem"),
+        })
+    }
+
+    fn prepare(members: usize, tls: bool) -> Option<Self> {
         if Command::new("etcd").arg("--version").output().is_err() {
             eprintln!("SKIPPED: no etcd on this machine; apt-get install etcd-server");
             return None;
         }
-        let mut etcd = Self {
+        let scheme = if tls { "https" } else { "http" };
+        let address = |scheme: &str| format!("{scheme}://{}", free_address());
+        Some(Self {
             folder: tempfile::tempdir().expect("temporary folder"),
-            clients: (0..members).map(|_| free_address()).collect(),
-            peers: (0..members).map(|_| free_address()).collect(),
+            clients: (0..members).map(|_| address(scheme)).collect(),
+            peers: (0..members).map(|_| address("http")).collect(),
             members: (0..members).map(|_| None).collect(),
-        };
-        for member in 0..members {
-            etcd.start_member(member);
+            tls,
+        })
+    }
+
+    async fn run(mut self) -> Option<Self> {
+        for member in 0..self.members.len() {
+            self.start_member(member);
         }
-        etcd.answers().await;
-        Some(etcd)
+        self.answers().await;
+        Some(self)
     }
 
     /// Starts it, or starts it again with its data.
@@ -65,6 +141,12 @@ impl Etcd {
         ] {
             command.arg(option).arg(value);
         }
+        if let Some(files) = self.tls("member") {
+            command.arg("--client-cert-auth");
+            command.arg("--cert-file").arg(&files.certificate);
+            command.arg("--key-file").arg(&files.key);
+            command.arg("--trusted-ca-file").arg(&files.ca);
+        }
         command.stdout(Stdio::null()).stderr(Stdio::null());
         self.members[member] = Some(command.spawn().expect("starts"));
     }
@@ -81,7 +163,27 @@ impl Etcd {
     }
 
     pub fn store(&self) -> EtcdStore {
-        EtcdStore::new(&self.clients, DEFAULT_ROOT).expect("addresses")
+        self.store_of("fleet")
+    }
+
+    /// As a user; without certificates there is one.
+    pub fn store_of(&self, user: &str) -> EtcdStore {
+        let tls = self.tls(user);
+        EtcdStore::new(&self.clients, DEFAULT_ROOT, tls.as_ref()).expect("addresses")
+    }
+
+    /// Options of a controller.
+    pub fn options_of(&self, user: &str) -> Vec<String> {
+        let mut options: Vec<String> = Vec::new();
+        for client in &self.clients {
+            options.push(format!("--etcd={client}"));
+        }
+        if let Some(files) = self.tls(user) {
+            options.push(format!("--etcd-ca={}", files.ca.display()));
+            options.push(format!("--etcd-cert={}", files.certificate.display()));
+            options.push(format!("--etcd-key={}", files.key.display()));
+        }
+        options
     }
 
     pub async fn answers(&self) {

@@ -32,16 +32,6 @@ impl Drop for Process {
     }
 }
 
-/// This program, as the child `test`.
-fn child(test: &str, variables: &[(&str, String)]) -> Command {
-    let mut command = Command::new(std::env::current_exe().expect("this program"));
-    command.arg(format!("processes::children::{test}"));
-    command.args(["--exact", "--nocapture"]);
-    command.envs(variables.iter().cloned());
-    command.stdout(Stdio::null()).stdin(Stdio::null());
-    command
-}
-
 pub struct Monitor {
     process: Process,
     paused: mpsc::UnboundedReceiver<()>,
@@ -63,6 +53,7 @@ impl Monitor {
 /// Hosts "host-0", "host-1"…, each with guests "web-0", "web-1"… of its own.
 pub struct Fleet {
     pub etcd: Etcd,
+    variables: Vec<(&'static str, String)>,
     folder: tempfile::TempDir,
     pub hosts: Vec<Option<Process>>,
     pub monitors: Vec<Option<Monitor>>,
@@ -78,8 +69,20 @@ impl Fleet {
         held: &[usize],
     ) -> Option<Self> {
         let etcd = Etcd::start(members).await?;
+        Some(Self::on(etcd, &[], hosts, per_host, held).await)
+    }
+
+    /// On this etcd, with variables for every process.
+    pub async fn on(
+        etcd: Etcd,
+        variables: &[(&'static str, String)],
+        hosts: usize,
+        per_host: usize,
+        held: &[usize],
+    ) -> Self {
         let mut fleet = Self {
             etcd,
+            variables: variables.to_vec(),
             folder: tempfile::tempdir().expect("temporary folder"),
             hosts: Vec::new(),
             monitors: Vec::new(),
@@ -102,7 +105,7 @@ impl Fleet {
             }
         }
         fleet.registered(hosts, hosts * per_host).await;
-        Some(fleet)
+        fleet
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -116,19 +119,21 @@ impl Fleet {
 
     /// A `patchbayd` in front of the host's guests that registers itself by this name.
     pub fn host_process(&self, host: usize, name: &str) -> Process {
-        let child = child(
-            "patchbayd",
-            &[
-                ("RUN_DIR", self.text(&format!("run-{host}"))),
-                ("SOCKET", self.text(&format!("host-{host}.sock"))),
-                ("AUDIT", self.text(&format!("host-{host}.audit"))),
-                ("ETCD", self.etcd.addresses()),
-                ("HOST_NAME", name.to_owned()),
-                ("CERTS", self.text("policy")),
-                ("RACK", ["a", "b"][host % 2].to_owned()),
-            ],
-        )
-        .spawn();
+        let child = self
+            .child(
+                "patchbayd",
+                &[
+                    ("RUN_DIR", self.text(&format!("run-{host}"))),
+                    ("SOCKET", self.text(&format!("host-{host}.sock"))),
+                    ("AUDIT", self.text(&format!("host-{host}.audit"))),
+                    ("ETCD", self.etcd.addresses()),
+                    ("ETCD_CERTS", self.etcd.certs().display().to_string()),
+                    ("HOST_NAME", name.to_owned()),
+                    ("CERTS", self.text("policy")),
+                    ("RACK", ["a", "b"][host % 2].to_owned()),
+                ],
+            )
+            .spawn();
         Process(child.expect("starts"))
     }
 
@@ -138,25 +143,38 @@ impl Fleet {
         let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = free.local_addr().expect("bound").to_string();
         drop(free);
-        let child = child(
-            "patchbayd",
-            &[
-                ("RUN_DIR", self.text(&format!("run-{host}"))),
-                ("SOCKET", self.text(&format!("host-{host}-tls.sock"))),
-                ("AUDIT", self.text(&format!("host-{host}.audit"))),
-                ("ETCD", self.etcd.addresses()),
-                ("HOST_NAME", format!("host-{host}-tls")),
-                ("LISTEN", address),
-                ("CERTS", certs.display().to_string()),
-            ],
-        )
-        .spawn();
+        let child = self
+            .child(
+                "patchbayd",
+                &[
+                    ("RUN_DIR", self.text(&format!("run-{host}"))),
+                    ("SOCKET", self.text(&format!("host-{host}-tls.sock"))),
+                    ("AUDIT", self.text(&format!("host-{host}.audit"))),
+                    ("ETCD", self.etcd.addresses()),
+                    ("ETCD_CERTS", self.etcd.certs().display().to_string()),
+                    ("HOST_NAME", format!("host-{host}-tls")),
+                    ("LISTEN", address),
+                    ("CERTS", certs.display().to_string()),
+                ],
+            )
+            .spawn();
         self.hosts[host] = Some(Process(child.expect("starts")));
         // The first one's lease expires.
         self.stored("registry/hosts/", 1).await;
         self.registered(1, self.per_host).await;
         self.stored(&format!("registry/hosts/host-{host}-tls"), 1)
             .await;
+    }
+
+    /// This program, as the child `test`.
+    fn child(&self, test: &str, variables: &[(&str, String)]) -> Command {
+        let mut command = Command::new(std::env::current_exe().expect("this program"));
+        command.arg(format!("processes::children::{test}"));
+        command.args(["--exact", "--nocapture"]);
+        command.envs(variables.iter().cloned());
+        command.envs(self.variables.iter().cloned());
+        command.stdout(Stdio::null()).stdin(Stdio::null());
+        command
     }
 
     fn text(&self, name: &str) -> String {
@@ -170,7 +188,7 @@ impl Fleet {
 
     /// The guest on any host.
     pub fn monitor_process(&self, guest: usize, host: usize, hold: bool) -> Monitor {
-        let mut command = child(
+        let mut command = self.child(
             "monitor",
             &[
                 ("GUEST", format!("web-{guest}")),
@@ -217,20 +235,23 @@ impl Fleet {
     }
 
     pub fn replica(&self, name: &str, more: &[&str]) -> Replica {
-        let socket = self.path(&format!("{name}.sock"));
+        let mut command = self.replica_command(name, "fleet");
+        Replica {
+            _process: Process(command.args(more).spawn().expect("starts")),
+            socket: self.path(&format!("{name}.sock")),
+        }
+    }
+
+    /// A replica that is this user of etcd.
+    pub fn replica_command(&self, name: &str, user: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_patchbay-fleet"));
         command
             .arg("--socket")
-            .arg(&socket)
-            .args(["--lease-seconds", "1"]);
-        for address in self.etcd.addresses().split(',') {
-            command.arg("--etcd").arg(address);
-        }
-        let process = Process(command.args(more).spawn().expect("starts"));
-        Replica {
-            _process: process,
-            socket,
-        }
+            .arg(self.path(&format!("{name}.sock")));
+        command.args(["--lease-seconds", "1"]);
+        command.args(self.etcd.options_of(user));
+        command.envs(self.variables.iter().cloned());
+        command
     }
 
     /// Lines of a guest's audit log that say that a change was made: counts of "alpha" before and after.
@@ -347,6 +368,33 @@ impl Replica {
         };
         let reached = tokio::time::timeout(PATIENCE, reached).await;
         reached.unwrap_or_else(|_| panic!("{name} is never {phase:?}: {last}"))
+    }
+
+    /// Waits until every guest of a wave is changed.
+    pub async fn committed(&self, name: &str, wave: usize) {
+        let reached = async {
+            loop {
+                let rollout = name.to_owned();
+                let answer = self.rollouts().get(v1::GetRequest { rollout }).await;
+                let rollout = answer.expect("answers").into_inner().rollout;
+                let wave = &rollout.expect("a rollout").waves[wave];
+                if wave.committed == wave.guests {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        let reached = tokio::time::timeout(PATIENCE, reached).await;
+        reached.unwrap_or_else(|_| panic!("wave {wave} of {name} is never changed"));
+    }
+
+    pub async fn pause_and_resume(&self, name: &str) {
+        let rollout = name.to_owned();
+        let paused = self.rollouts().pause(v1::PauseRequest { rollout }).await;
+        paused.expect("legal");
+        let rollout = name.to_owned();
+        let resumed = self.rollouts().resume(v1::ResumeRequest { rollout }).await;
+        resumed.expect("legal");
     }
 
     pub async fn undo(&self, name: &str) {

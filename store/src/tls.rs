@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Connections to hosts with mutual TLS. The files are read for each connection, so a certificate that was
-//! renewed is used without a restart.
+//! Connections with mutual TLS, to etcd and to hosts. The files are read for each connection, so a
+//! certificate that was renewed is used without a restart.
 
 use std::io;
 use std::path::PathBuf;
@@ -15,15 +15,20 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName}
 use tokio_rustls::rustls::version::TLS13;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
-/// The controller's own certificate, and who signs those of hosts. All PEM.
+/// The client's own certificate, and who signs those of servers. All PEM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsFiles {
+    /// The client's certificate and those up to the CA.
     pub certificate: PathBuf,
+    /// Its private key.
     pub key: PathBuf,
-    pub host_ca: PathBuf,
+    /// CAs that servers' certificates must come from.
+    pub ca: PathBuf,
 }
 
 impl TlsFiles {
+    /// Reads the files.
+    ///
     /// # Errors
     /// A file that cannot be used, by its name.
     pub fn connector(&self) -> io::Result<TlsConnector> {
@@ -36,9 +41,9 @@ impl TlsFiles {
             all.map_err(|error| wrong(path, &error))
         };
         let mut roots = RootCertStore::empty();
-        for certificate in certificates(&self.host_ca)? {
+        for certificate in certificates(&self.ca)? {
             let added = roots.add(certificate);
-            added.map_err(|error| wrong(&self.host_ca, &error))?;
+            added.map_err(|error| wrong(&self.ca, &error))?;
         }
         let key =
             PrivateKeyDer::from_pem_file(&self.key).map_err(|error| wrong(&self.key, &error))?;
@@ -52,7 +57,7 @@ impl TlsFiles {
         Ok(TlsConnector::from(Arc::new(config)))
     }
 
-    /// Connects to ADDRESS:PORT; the host's certificate must be for ADDRESS.
+    /// Connects to ADDRESS:PORT; the server's certificate must be for ADDRESS.
     ///
     /// # Errors
     /// From the files, the network or TLS.
