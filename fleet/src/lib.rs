@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 pub mod api;
+mod clock;
 pub mod controller;
 pub mod drift;
 pub mod hosts;

@@ -10,11 +10,13 @@ use patchbay_proto::v1;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
+use crate::clock::Clocks;
+pub use crate::clock::now;
 use crate::hosts::{CallError, Host, Hosts, Verdict};
 use crate::metrics::Metrics;
 use crate::rollout::{
-    Action, CommitOutcome, Failure, GateKind, Member, Millis, NotLegal, Phase, RevertOutcome,
-    Rollout, State,
+    Action, CommitOutcome, Failure, GateKind, Member, NotLegal, Phase, RevertOutcome, Rollout,
+    State,
 };
 use crate::spec::Spec;
 use crate::store::{Fence, Store, StoreError};
@@ -85,13 +87,6 @@ enum Outcome {
     Discarded,
 }
 
-pub fn now() -> Millis {
-    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    since.map_or(0, |since| {
-        u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
-    })
-}
-
 impl Running {
     /// Starts the runner among the tasks of the term. It ends with an error when another leads.
     pub fn start(
@@ -141,7 +136,9 @@ impl Running {
         let mut actions = JoinSet::new();
         let mut replies: Vec<(oneshot::Sender<_>, Result<(), NotLegal>)> = Vec::new();
         let mut phase = self.rollout().header().phase;
+        let mut clocks = Clocks::read();
         loop {
+            self.follow(&mut clocks);
             let step = self.rollout().step(now());
             if let Err(error) = self.save(&context).await {
                 return error;
@@ -167,6 +164,7 @@ impl Running {
             };
             tokio::select! {
                 Some(outcome) = actions.join_next() => {
+                    self.follow(&mut clocks);
                     self.report(outcome);
                     // What else has ended goes into the same step and the same save.
                     while let Some(outcome) = actions.try_join_next() {
@@ -174,12 +172,23 @@ impl Running {
                     }
                 }
                 Some(asked) = asked.recv() => {
+                    self.follow(&mut clocks);
                     let result = self.obey(&asked);
                     replies.push((asked.reply, result));
                 }
                 () = wake => {}
             }
         }
+    }
+
+    /// Tells the rollout of a wall clock that jumped, before the rollout is given a time of it.
+    fn follow(&self, clocks: &mut Clocks) {
+        let read = Clocks::read();
+        if let Some(by) = clocks.jump_until(&read) {
+            tracing::warn!(milliseconds = by, "the wall clock jumped");
+            self.rollout().clock_jumped(by);
+        }
+        *clocks = read;
     }
 
     /// Saves what changed. Waits for a store that cannot be reached: the rollout stands until then.

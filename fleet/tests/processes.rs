@@ -10,4 +10,5 @@ mod processes {
     mod fleet;
     mod outages;
     mod registry;
+    mod stalls;
 }

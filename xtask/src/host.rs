@@ -13,6 +13,9 @@ pub use patchbay_lab::packages::{
 /// Packages that the tests of the controller need.
 pub const ETCD: &[&str] = &["etcd-server", "etcd-client"];
 
+/// Packages that the tests of the controller with a wall clock that jumps need.
+pub const CLOCK: &[&str] = &["faketime"];
+
 /// Packages that the tests of the controller's page need.
 pub const BROWSER: &[&str] = &["chromium"];
 

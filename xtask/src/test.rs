@@ -183,7 +183,11 @@ pub fn run(selection: &Selection) -> Result<bool> {
         .any(|test| test.suite.starts_with("patchbay-fleet"))
     {
         // Tests then report that they are skipped.
-        for (what, packages) in [("etcd", host::ETCD), ("Chromium", host::BROWSER)] {
+        for (what, packages) in [
+            ("etcd", host::ETCD),
+            ("Chromium", host::BROWSER),
+            ("libfaketime", host::CLOCK),
+        ] {
             if let Err(error) = host::ensure_packages(packages) {
                 eprintln!("There is no {what}: {error:#}");
             }

@@ -277,6 +277,35 @@ impl Rollout {
         }
     }
 
+    /// The wall clock jumped by so many milliseconds: what waits, waits as long as before. Freezes are times
+    /// of the wall clock, and stay.
+    pub fn clock_jumped(&mut self, by: i64) {
+        if let Some(wave) = self.header.waves.get_mut(self.header.wave)
+            && let Some(until) = &mut wave.bakes_until
+        {
+            *until = until.saturating_add_signed(by);
+            self.run.header_changed = true;
+        }
+        for (_, not_before) in self.run.reverts.values_mut() {
+            *not_before = not_before.saturating_add_signed(by);
+        }
+        for index in 0..self.members.len() {
+            if let State::Committing {
+                attempt,
+                not_before,
+            } = self.members[index].state
+                && attempt > 0
+            {
+                let not_before = not_before.saturating_add_signed(by);
+                let state = State::Committing {
+                    attempt,
+                    not_before,
+                };
+                self.set(index, state);
+            }
+        }
+    }
+
     /// Advances as far as possible, and returns what is to be done.
     pub fn step(&mut self, now: Millis) -> Step {
         let mut step = Step::default();

@@ -338,7 +338,7 @@ fn abort_leaves_an_adopted_guest() {
 }
 
 #[test]
-fn a_clock_that_jumps_costs_at_most_one_bake_time_or_backoff() {
+fn a_clock_that_jumps_between_drivers_costs_at_most_one_bake_time_or_backoff() {
     let mut rollout = started(&[1, 1], Policy::default());
     assert_eq!(commits(&rollout.step(10_000_000)), [0]);
     rollout.committed(0, failed(Failure::Unknown), 10_000_000);
@@ -350,4 +350,57 @@ fn a_clock_that_jumps_costs_at_most_one_bake_time_or_backoff() {
     assert_eq!(rollout.step(0).wake_at, Some(1000));
     // Forward: the bake time ends early, and only the next wave is begun.
     assert_eq!(commits(&rollout.step(20_000_000)), [1]);
+}
+
+#[test]
+fn what_waits_when_the_clock_jumps_waits_as_long_as_before() {
+    const DAY: i64 = 86_400_000;
+    let freeze = Freeze {
+        from: 0,
+        until: 100_000_000,
+        reason: String::new(),
+    };
+    for by in [DAY, -DAY] {
+        let mut rollout = started(&[2, 1], Policy::default());
+        let mut now = 1_000_000_000;
+        rollout.step(now);
+        rollout.committed(0, failed(Failure::Unknown), now);
+        rollout.committed(1, CommitOutcome::Committed { pause_us: 1 }, now);
+        rollout.take_changes();
+        now = now.saturating_add_signed(by);
+        rollout.clock_jumped(by);
+        let (saved, _) = rollout.take_changes();
+        assert_eq!(saved, [0], "another driver knows it");
+        assert_eq!(rollout.step(now).wake_at, Some(now + 500));
+        assert!(commits(&rollout.step(now + 499)).is_empty());
+        assert_eq!(commits(&rollout.step(now + 500)), [0]);
+        rollout.committed(0, CommitOutcome::Committed { pause_us: 1 }, now);
+        rollout.step(now);
+        rollout.take_changes();
+        now = now.saturating_add_signed(by);
+        rollout.clock_jumped(by);
+        assert!(rollout.take_changes().1, "another driver knows it");
+        assert!(commits(&rollout.step(now + 999)).is_empty());
+        let mut aborted = rollout.clone();
+        assert_eq!(commits(&rollout.step(now + 1000)), [2]);
+        aborted.abort("alice", now);
+        aborted.step(now);
+        let lost = RevertOutcome::Failed {
+            again: true,
+            why: "lost".to_owned(),
+        };
+        aborted.reverted(0, lost, now);
+        now = now.saturating_add_signed(by);
+        aborted.clock_jumped(by);
+        assert_eq!(aborted.step(now + 499).actions, []);
+        assert_eq!(aborted.step(now + 500).actions, [Action::Revert(0)]);
+    }
+    let policy = Policy {
+        freezes: vec![freeze],
+        ..Policy::default()
+    };
+    let mut frozen = started(&[1], policy);
+    assert!(commits(&frozen.step(1)).is_empty());
+    frozen.clock_jumped(100_000_000);
+    assert_eq!(commits(&frozen.step(100_000_001)), [0]);
 }

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The wall clock, and its jumps: an administrator or NTP sets it, and a suspended machine finds it further.
+//!
+//! Times that are stored are of the wall clock, because another replica may go on with them. A driver
+//! compares the wall clock with the monotonic one, and tells its rollout of the difference.
+
+use std::time::Instant;
+
+use crate::rollout::Millis;
+
+/// A smaller difference is the time between two reads.
+const TOLERANCE: i64 = 1000;
+
+pub fn now() -> Millis {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    since.map_or(0, |since| {
+        u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+    })
+}
+
+/// Both clocks at one moment.
+pub struct Clocks {
+    wall: Millis,
+    monotonic: Instant,
+}
+
+impl Clocks {
+    pub fn read() -> Self {
+        Self {
+            wall: now(),
+            monotonic: Instant::now(),
+        }
+    }
+
+    /// Milliseconds by which the wall clock jumped from here to `later`, if it did.
+    pub fn jump_until(&self, later: &Self) -> Option<i64> {
+        let elapsed = later.monotonic.saturating_duration_since(self.monotonic);
+        let expected = i128::from(self.wall) + i128::try_from(elapsed.as_millis()).ok()?;
+        let jump = i64::try_from(i128::from(later.wall) - expected).ok()?;
+        (jump.abs() > TOLERANCE).then_some(jump)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn only_a_difference_between_the_clocks_is_a_jump() {
+        let start = Clocks::read();
+        let after = |wall: i64, monotonic: u64| Clocks {
+            wall: start.wall.saturating_add_signed(wall),
+            monotonic: start.monotonic + Duration::from_millis(monotonic),
+        };
+        for (wall, monotonic, jump) in [
+            (0, 0, None),
+            (86_400_000, 86_400_000, None),
+            (1500, 2000, None),
+            (86_400_000, 1000, Some(86_399_000)),
+            (-3_600_000, 1000, Some(-3_601_000)),
+        ] {
+            let found = start.jump_until(&after(wall, monotonic));
+            assert_eq!(found, jump, "{wall} {monotonic}");
+        }
+    }
+}
