@@ -4,6 +4,7 @@
 
 mod processes {
     mod access;
+    mod bad_input;
     mod children;
     mod etcd;
     mod faults;

@@ -9,6 +9,7 @@ use std::time::Duration;
 use hyper_util::rt::TokioIo;
 use patchbay_fleet::store::Store;
 use patchbay_proto::fleet::v1;
+use patchbay_proto::fleet::v1::inventory_service_client::InventoryServiceClient;
 use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
 use patchbay_proto::v1 as guest;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
@@ -21,6 +22,9 @@ use super::etcd::Etcd;
 
 /// Waits of the tests end after this time, which no correct run takes.
 pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Debian's package faketime has it; a process that loads it reads another wall clock.
+pub const LIBFAKETIME: &str = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1";
 
 /// A process that dies with this value, as in a crash.
 pub struct Process(pub Child);
@@ -236,10 +240,8 @@ impl Fleet {
 
     pub fn replica(&self, name: &str, more: &[&str]) -> Replica {
         let mut command = self.replica_command(name, "fleet");
-        Replica {
-            _process: Process(command.args(more).spawn().expect("starts")),
-            socket: self.path(&format!("{name}.sock")),
-        }
+        command.args(more);
+        Replica::spawn(command, self.path(&format!("{name}.sock")))
     }
 
     /// A replica that is this user of etcd.
@@ -307,6 +309,19 @@ pub struct Replica {
 }
 
 impl Replica {
+    pub fn spawn(mut command: Command, socket: PathBuf) -> Self {
+        Self {
+            _process: Process(command.spawn().expect("starts")),
+            socket,
+        }
+    }
+
+    pub async fn hosts(&self) -> Result<Vec<v1::Host>, Status> {
+        let mut client = InventoryServiceClient::new(channel(&self.socket));
+        let hosts = client.list_hosts(v1::ListHostsRequest {}).await?;
+        Ok(hosts.into_inner().hosts)
+    }
+
     pub fn rollouts(&self) -> RolloutServiceClient<Channel> {
         RolloutServiceClient::new(channel(&self.socket))
     }

@@ -71,21 +71,35 @@ async fn a_rollout_does_not_need_every_member_of_etcd() {
     }
 }
 
-/// Writes FOLDER/fleet.pem and its key; valid for so long.
-fn issue_controller(folder: &std::path::Path, valid: time::Duration) {
+/// Writes FOLDER/NAME.pem and its key; valid for so long.
+pub fn issue(
+    folder: &std::path::Path,
+    name: &str,
+    host: Option<&str>,
+    usage: rcgen::ExtendedKeyUsagePurpose,
+    valid: time::Duration,
+) {
     let read = |name: &str| std::fs::read_to_string(folder.join(name)).expect("read");
     let ca_key = rcgen::KeyPair::from_pem(&read("ca.key")).expect("a key");
     let issuer = rcgen::Issuer::from_ca_cert_pem(&read("ca.pem"), ca_key).expect("a CA");
-    let mut params = rcgen::CertificateParams::default();
-    let name = &mut params.distinguished_name;
-    name.push(rcgen::DnType::CommonName, "fleet");
-    params.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ClientAuth];
+    let mut params = rcgen::CertificateParams::new(host.map(str::to_owned).as_slice());
+    let params = params.as_mut().expect("a name");
+    params
+        .distinguished_name
+        .push(rcgen::DnType::CommonName, name);
+    params.extended_key_usages = vec![usage];
     params.not_before = time::OffsetDateTime::now_utc() - time::Duration::minutes(5);
     params.not_after = time::OffsetDateTime::now_utc() + valid;
     let key = rcgen::KeyPair::generate().expect("a key");
     let certificate = params.signed_by(&key, &issuer).expect("signed");
-    std::fs::write(folder.join("fleet.key"), key.serialize_pem()).expect("written");
-    std::fs::write(folder.join("fleet.pem"), certificate.pem()).expect("written");
+    let file = |extension: &str| folder.join(format!("{name}.{extension}"));
+    std::fs::write(file("key"), key.serialize_pem()).expect("written");
+    std::fs::write(file("pem"), certificate.pem()).expect("written");
+}
+
+fn issue_controller(folder: &std::path::Path, valid: time::Duration) {
+    let usage = rcgen::ExtendedKeyUsagePurpose::ClientAuth;
+    issue(folder, "fleet", None, usage, valid);
 }
 
 #[tokio::test(flavor = "multi_thread")]

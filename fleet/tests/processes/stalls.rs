@@ -1,29 +1,51 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What does not answer, and clocks that jump.
 
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
 
 use patchbay_proto::fleet::v1;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
 use super::etcd::Etcd;
-use super::fleet::{Fleet, PATIENCE, Replica, spec};
+use super::fleet::{Fleet, LIBFAKETIME, PATIENCE, Replica, spec};
 
-/// Waits until the gate's command has written its process id, and opens it.
-async fn command(file: &Path) -> std::os::fd::OwnedFd {
-    let started = async {
-        loop {
-            let pid = std::fs::read_to_string(file).unwrap_or_default();
-            if let Some(pid) = pid.strip_suffix('\n') {
-                return pid.parse().ok().and_then(Pid::from_raw).expect("a pid");
+/// The command of a gate; killed when this is dropped, because a controller that is killed leaves it.
+struct GateCommand(OwnedFd);
+
+impl GateCommand {
+    /// Waits until it has written its process id.
+    async fn started(file: &Path) -> Self {
+        let started = async {
+            loop {
+                let pid = std::fs::read_to_string(file).unwrap_or_default();
+                if let Some(pid) = pid.strip_suffix('\n') {
+                    return pid.parse().ok().and_then(Pid::from_raw).expect("a pid");
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
             }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    };
-    let pid = tokio::time::timeout(PATIENCE, started).await;
-    pidfd_open(pid.expect("in time"), PidfdFlags::empty()).expect("it hangs")
+        };
+        let pid = tokio::time::timeout(PATIENCE, started).await;
+        Self(pidfd_open(pid.expect("in time"), PidfdFlags::empty()).expect("it hangs"))
+    }
+
+    fn has_ended(&self) -> bool {
+        let limit = Timespec {
+            tv_sec: 60,
+            tv_nsec: 0,
+        };
+        // Readable once the process has ended.
+        let ends = poll(&mut [PollFd::new(&self.0, PollFlags::IN)], Some(&limit));
+        ends == Ok(1)
+    }
+}
+
+impl Drop for GateCommand {
+    fn drop(&mut self) {
+        let _ = pidfd_send_signal(&self.0, Signal::KILL);
+    }
 }
 
 /// A gate that writes its process id and hangs.
@@ -43,18 +65,12 @@ async fn a_gate_that_hangs_is_killed_and_closed() {
     let replica = fleet.replica("replica", &[]);
     let file = fleet.path("gate.pid");
     replica.start("net", &hanging(&file, "2s"), 2).await;
-    let gate = command(&file).await;
+    let gate = GateCommand::started(&file).await;
     let rollout = replica.wait("net", v1::Phase::Aborted).await;
     let mut said = rollout.timeline.iter().map(|entry| &entry.text);
     let closed = said.any(|text| text.contains("did not end within"));
     assert!(closed, "{rollout:?}");
-    let limit = Timespec {
-        tv_sec: 60,
-        tv_nsec: 0,
-    };
-    // Readable once the process has ended.
-    let ends = poll(&mut [PollFd::new(&gate, PollFlags::IN)], Some(&limit));
-    assert_eq!(ends, Ok(1), "the command is killed");
+    assert!(gate.has_ended(), "the command is killed");
     assert_eq!(fleet.changes(0), [(0, 1), (1, 0)]);
     assert_eq!(fleet.changes(1), []);
 }
@@ -67,7 +83,7 @@ async fn a_gate_that_hangs_holds_up_no_abort() {
     let replica = fleet.replica("replica", &[]);
     let file = fleet.path("gate.pid");
     replica.start("net", &hanging(&file, "1h"), 2).await;
-    command(&file).await;
+    let _gate = GateCommand::started(&file).await;
     let rollout = "net".to_owned();
     let abort = v1::AbortRequest { rollout };
     replica.rollouts().abort(abort).await.expect("legal");
@@ -128,8 +144,6 @@ async fn fix(replica: &Replica, guest: &str) {
     let fixed = tokio::time::timeout(PATIENCE, fixed).await;
     fixed.unwrap_or_else(|_| panic!("{guest} is never fixed"));
 }
-
-const LIBFAKETIME: &str = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1";
 
 /// Two days forward, and then two days back: nothing ends early, and nothing late.
 #[tokio::test(flavor = "multi_thread")]
