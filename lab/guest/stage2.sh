@@ -11,6 +11,11 @@ $bb ln -sfn /proc/self/fd /dev/fd
 for n in 0:stdin 1:stdout 2:stderr; do $bb ln -sfn "/proc/self/fd/${n%:*}" "/dev/${n#*:}"; done
 [ -c /dev/kvm ] && $bb chmod 666 /dev/kvm
 $bb ip link set lo up
+# Only a job with a port has a network; the address is that of machine.rs.
+if [ -d /sys/class/net/eth0 ]; then
+	$bb ip addr add 10.0.2.15/24 dev eth0
+	$bb ip link set eth0 up
+fi
 $bb ulimit -n 65536 2>/dev/null
 
 # Ports appear asynchronously; the last is 4. The first number is that of the virtio device.

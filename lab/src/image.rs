@@ -17,7 +17,14 @@ use crate::{cache, cpio, modules, packages};
 const KERNEL_PACKAGE: &str = "linux-image-6.12-amd64";
 
 /// Modules to load in this order, with their dependencies.
-const MODULES: &[&str] = &["9pnet_virtio", "9p", "overlay", "kvm_amd", "vhost_vsock"];
+const MODULES: &[&str] = &[
+    "9pnet_virtio",
+    "9p",
+    "overlay",
+    "kvm_amd",
+    "vhost_vsock",
+    "virtio_net",
+];
 
 /// An oops or panic ends the lab: `-no-reboot` turns the reboot into an exit of QEMU.
 pub const COMMAND_LINE: &str = "console=ttyS0 loglevel=6 panic=-1 oops=panic nokaslr \

@@ -15,6 +15,7 @@
 //!         stdin    ───────────────────────> vport0p4
 //!         terminal <──────────────────────> hvc0          instead of 2 to 4, when interactive
 //!         console.log <──────────────────── ttyS0         kernel messages
+//!         127.0.0.1:PORT ─────────────────> 10.0.2.15:PORT  if the job has a port; nothing else
 //! ```
 //!
 //! The lab always has one CPU: with two, its kernel or its guests hang.
@@ -23,7 +24,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::net::Shutdown;
+use std::net::{Ipv4Addr, Shutdown};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -61,6 +62,9 @@ pub const OUT_VARIABLE: &str = "PATCHBAY_LAB_OUT";
 /// Memory of a lab unless a job asks for another amount.
 pub const DEFAULT_MEMORY_MIB: u32 = 4096;
 
+/// The lab's address, if a job has a port. QEMU's user network expects the lab there.
+pub const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 0, 2, 15);
+
 /// A command to run in the lab.
 pub struct Job {
     /// The program and its arguments.
@@ -78,6 +82,9 @@ pub struct Job {
     /// Make the lab's clocks count instructions, one per nanosecond. The time-stamp counter,
     /// including that of guests, is then the number of executed instructions.
     pub clocks_count_instructions: bool,
+    /// A TCP port of this machine's loopback interface whose connections go to the same port of
+    /// [`ADDRESS`] in the lab. Without it the lab has no network.
+    pub tcp_port: Option<u16>,
 }
 
 impl Job {
@@ -97,6 +104,7 @@ impl Job {
             memory_mib: DEFAULT_MEMORY_MIB,
             timeout: None,
             clocks_count_instructions: false,
+            tcp_port: None,
         })
     }
 
@@ -366,6 +374,12 @@ fn qemu_command(job: &Job, image: &Image, initramfs: &Path, console_log: &Path) 
     let out = ",id=out,security_model=none,multidevs=remap";
     qemu.arg("-fsdev").arg(option("local,path=", &job.out, out));
     qemu.args(["-device", "virtio-9p-pci,fsdev=out,mount_tag=out"]);
+    if let Some(port) = job.tcp_port {
+        // The lab reaches nothing of this machine.
+        let forward = format!("hostfwd=tcp:127.0.0.1:{port}-{ADDRESS}:{port}");
+        qemu.arg("-nic")
+            .arg(format!("user,model=virtio-net-pci,restrict=on,{forward}"));
+    }
     qemu
 }
 
@@ -475,6 +489,7 @@ mod tests {
             memory_mib: 0,
             timeout: None,
             clocks_count_instructions: false,
+            tcp_port: None,
         };
         let script = std::ffi::OsStr::from_bytes(&job.script()).to_owned();
         let output = Command::new("sh").arg("-c").arg(script).output().unwrap();

@@ -9,15 +9,19 @@ use anyhow::{Context, Result};
 use crate::{cargo, guest, host, lab, stock};
 
 /// Demos and their programs. The first is the default.
-const DEMOS: [(&str, &str); 4] = [
+const DEMOS: [(&str, &str); 5] = [
     ("getppid", "getppid-demo"),
     ("trace", "trace-demo"),
     ("sick-guest", "sick-guest-demo"),
     (STOCK, "stock-demo"),
+    (ROLLOUT, "rollout-demo"),
 ];
 
 /// The demo that builds no kernel.
 const STOCK: &str = "stock";
+
+/// The demo with a controller.
+const ROLLOUT: &str = "rollout";
 
 /// The demo without a virtual machine.
 const FLEET: &str = "fleet";
@@ -41,10 +45,21 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
             variables.push(stock::cloud_6_12()?);
             variables
         }
+        ROLLOUT => {
+            cargo::build_programs(&["patchbay-fleet"])?;
+            guest::prepare(false)?
+        }
         _ => guest::prepare(false)?,
     };
     guest::announce_place();
     let program = cargo::program(program);
+    let page = match *name {
+        ROLLOUT => Some(free_port()?),
+        _ => None,
+    };
+    if let Some(port) = page {
+        arguments.push(format!("--page=127.0.0.1:{port}").into());
+    }
     if host::Kvm::probe().runs_linux() {
         let mut command = Command::new(&program);
         command.args(arguments).envs(variables);
@@ -57,11 +72,21 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
             ExitCode::FAILURE
         });
     }
+    if let Some(port) = page {
+        arguments.push(format!("--forwarded={}:{port}", lab::ADDRESS).into());
+    }
     let mut command = vec![program.into_os_string()];
     command.extend(arguments);
     let mut job = lab::Job::new(command, &host::lab_output())?;
     job.set(variables);
+    job.tcp_port = page;
     Ok(ExitCode::from(lab::run(&job)?))
+}
+
+/// A port of the loopback interface for a controller's page.
+fn free_port() -> Result<u16> {
+    let socket = std::net::TcpListener::bind("127.0.0.1:0").context("no port is free")?;
+    Ok(socket.local_addr()?.port())
 }
 
 /// Guests in memory and the controller's page, all in one process.

@@ -43,11 +43,11 @@ struct Arguments {
 enum Task {
     /// Boot a Linux guest and flip its static keys from outside; `demo trace` traces a guest, `demo
     /// sick-guest` one whose user space hangs, `demo stock` flips keys of Debian's own kernel, in our
-    /// monitor and in QEMU, and `demo fleet` rolls a change out over 500 guests in memory, with a
-    /// page to watch it
+    /// monitor and in QEMU, `demo rollout` changes three guests wave by wave, with a page to watch
+    /// it, and `demo fleet` 500 guests in memory
     Demo {
-        /// getppid (default), trace, sick-guest, stock or fleet, and its arguments; `--keep` keeps the guests
-        /// running at the end
+        /// getppid (default), trace, sick-guest, stock, rollout or fleet, and its arguments; `--keep`
+        /// keeps the guests running at the end
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
     },
