@@ -2,6 +2,7 @@
 //! Rollouts over the real service code, with guests in memory behind real sockets.
 
 mod rollouts {
+    mod drift;
     mod faults;
     mod refused;
     mod support;

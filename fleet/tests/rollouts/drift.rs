@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Guests that are not as a rollout left them.
+
+use patchbay_fleet::drift::{Action, Cause, Report, drift};
+use patchbay_fleet::rollout::Phase;
+use patchbay_fleet::runner::Running;
+use patchbay_proto::v1;
+
+use super::support::{Fleet, PATIENCE, Replica, is_over, spec, wait_for};
+
+async fn compare(replica: &Replica, running: &Running, action: Action) -> Report {
+    let leads = replica.lead().await;
+    let report = drift(leads.hosts(), running, action, "alice").await;
+    report.expect("it runs")
+}
+
+fn found(report: &Report) -> Vec<(&str, Cause, &str)> {
+    let drifts = report.drifts.iter();
+    let found = drifts.map(|drift| (drift.guest.as_str(), drift.cause, drift.left.as_str()));
+    found.collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_kind_of_drift_is_told_apart_and_only_a_key_is_fixed() {
+    let fleet = Fleet::start(1, 4).await;
+    let replica = fleet.replica("one");
+    let running = replica.start("net", &spec("waves: [{size: rest}]")).await;
+    assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+    let report = compare(&replica, &running, Action::Report).await;
+    assert_eq!((found(&report), report.compared), (vec![], 4));
+
+    // Somebody drops the reference of the rollout.
+    let leads = replica.lead().await;
+    let host = leads.hosts().get("host-0").expect("configured");
+    let drop = v1::UpdateStaticKeysRequest {
+        guest: "web-0".to_owned(),
+        updates: vec![v1::KeyUpdate {
+            name: "alpha".to_owned(),
+            op: v1::KeyOp::Dec.into(),
+            ..Default::default()
+        }],
+        ..Default::default()
+    };
+    host.update(drop).await.expect("the same principal's");
+    let site = fleet.guests[1].sites("alpha")[0];
+    fleet.guests[1].write(site, &[0xcc]);
+    fleet.take_away(2);
+    let causes = [Cause::Key, Cause::Bytes, Cause::Unreachable];
+    let report = compare(&replica, &running, Action::Report).await;
+    assert_eq!(report.compared, 4);
+    let guests = ["web-0", "web-1", "web-2"];
+    for ((drift, cause), guest) in report.drifts.iter().zip(causes).zip(guests) {
+        assert_eq!((drift.guest.as_str(), drift.cause), (guest, cause));
+    }
+    assert_eq!(report.drifts.len(), 3, "{report:?}");
+    assert!(report.drifts[1].actual.starts_with("cc"), "{report:?}");
+
+    let report = compare(&replica, &running, Action::Fix).await;
+    let bytes = "a flip does not write over foreign bytes; boot the guest again";
+    let left = ["", bytes, "nothing is known of it"];
+    for (drift, left) in report.drifts.iter().zip(left) {
+        assert_eq!(drift.left, left);
+    }
+    assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+    assert_eq!(fleet.counts("alpha"), [1, 1, 1, 1]);
+    let report = compare(&replica, &running, Action::Report).await;
+    let causes: Vec<Cause> = report.drifts.iter().map(|drift| drift.cause).collect();
+    assert_eq!(causes, [Cause::Bytes, Cause::Unreachable]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn references_that_end_with_their_time_are_no_drift() {
+    let fleet = Fleet::start(1, 2).await;
+    let replica = fleet.replica("one");
+    let text = spec("waves: [{size: rest}]\nttl: 1s");
+    let running = replica.start("net", &text).await;
+    assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+    let expired = async {
+        while fleet.counts("alpha") != [0, 0] {
+            tokio::task::yield_now().await;
+        }
+    };
+    let expired = tokio::time::timeout(PATIENCE, expired).await;
+    expired.expect("the references are released");
+    let report = compare(&replica, &running, Action::Report).await;
+    assert_eq!((found(&report), report.compared), (vec![], 2));
+}
