@@ -204,4 +204,27 @@ async fn a_stream_of_events_goes_on_where_it_was() {
     tell(&running, Command::Pause).await;
     let mut stream = open("last-event-id: 0-0-0\r\n").await;
     event_with(&mut stream, "\"phase\":\"paused\"").await;
+    // The state is sent at once to a client that has another one: no change has led to this event.
+    let mut last = String::new();
+    let at_once = async {
+        loop {
+            let mut stream = open("last-event-id: 0-0-0\r\n").await;
+            let id = id_of(&event_with(&mut stream, "\n\n").await);
+            if std::mem::replace(&mut last, id.clone()) == id {
+                return;
+            }
+        }
+    };
+    let at_once = tokio::time::timeout(crate::support::PATIENCE, at_once).await;
+    at_once.expect("the state is sent before it changes");
+    // It is not sent again to a client that has it.
+    let mut stream = open(&format!("last-event-id: {last}\r\n")).await;
+    tell(&running, Command::Resume).await;
+    let next = event_with(&mut stream, "\n\n").await;
+    assert_ne!(id_of(&next), last);
+}
+
+fn id_of(events: &str) -> String {
+    let id = events.lines().find_map(|line| line.strip_prefix("id: "));
+    id.unwrap_or_else(|| panic!("no id: {events}")).to_owned()
 }
