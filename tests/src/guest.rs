@@ -312,7 +312,13 @@ impl Guest {
         let (status, output) = match self.console().run(command).await {
             Ok(answer) => answer,
             Err(error) => {
-                return Err(error.context(format!("monitor's log:\n{}", self.monitor_log())));
+                let ended = match self.process.try_wait() {
+                    Ok(None) => "runs".to_owned(),
+                    Ok(Some(status)) => format!("has ended with {status}"),
+                    Err(error) => error.to_string(),
+                };
+                let log = self.monitor_log();
+                return Err(error.context(format!("the monitor {ended}; its log:\n{log}")));
             }
         };
         if output.contains("Oops: ") {
