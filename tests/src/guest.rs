@@ -439,6 +439,8 @@ pub async fn connect(socket: &Path) -> Result<Channel> {
     let socket = socket.to_owned();
     // The URI is required but unused: the connector opens the socket.
     let channel = Endpoint::from_static("http://monitor")
+        .initial_stream_window_size(patchbay_proto::STREAM_WINDOW)
+        .initial_connection_window_size(patchbay_proto::CONNECTION_WINDOW)
         .connect_with_connector(tower::service_fn(move |_: Uri| {
             let socket = socket.clone();
             async move { UnixStream::connect(socket).await.map(TokioIo::new) }
