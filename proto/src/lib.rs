@@ -38,6 +38,8 @@ pub mod agent {
 }
 
 pub mod agent_frame;
+#[cfg(feature = "grpc")]
+pub mod methods;
 
 /// The longest page that an agent may send.
 pub const AGENT_PAGE_MAX_BYTES: u64 = 64 << 10;
