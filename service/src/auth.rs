@@ -5,56 +5,12 @@
 //! An [`Authoriser`] holds the policy; the API asks it before a call has any effect.
 
 use std::fmt;
-use std::str::FromStr;
+
+pub use patchbay_proto::methods::{Role, UnknownRole};
 
 const MAX_PRINCIPAL_BYTES: usize = 256;
 /// Principal of changes that the service makes by itself, when a hold expires.
 const RESERVED: &str = "monitor";
-
-/// A set of permissions. Each role includes the one before it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Role {
-    /// May read.
-    Viewer,
-    /// May make changes that can be undone, to what the principal owns.
-    Operator,
-    /// May do everything.
-    Admin,
-}
-
-impl Role {
-    /// Spelling in policies, metadata and messages.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Viewer => "viewer",
-            Self::Operator => "operator",
-            Self::Admin => "admin",
-        }
-    }
-}
-
-impl fmt::Display for Role {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-/// Unknown role.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown role {0:?}; give viewer, operator or admin")]
-pub struct UnknownRole(String);
-
-impl FromStr for Role {
-    type Err = UnknownRole;
-
-    fn from_str(text: &str) -> Result<Self, UnknownRole> {
-        [Self::Viewer, Self::Operator, Self::Admin]
-            .into_iter()
-            .find(|role| role.as_str() == text)
-            .ok_or_else(|| UnknownRole(text.chars().take(MAX_PRINCIPAL_BYTES).collect()))
-    }
-}
 
 /// The name of a caller: "uid:1000" for a peer on a unix socket, or a name that a trusted proxy
 /// asserts. Printable ASCII, 1 to 256 bytes.

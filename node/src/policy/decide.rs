@@ -3,7 +3,8 @@
 
 use std::cmp::Reverse;
 
-use super::file::{Policy, Role, Rule};
+use super::Role;
+use super::file::{Policy, Rule};
 
 /// What somebody wants to do.
 #[derive(Clone, Debug)]

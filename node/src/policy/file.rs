@@ -5,41 +5,13 @@ use std::fmt;
 use std::io::Read;
 use std::path::Path;
 
-use serde::Deserialize;
+use patchbay_proto::methods::Role;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
 use static_keys::{PatternError, Patterns};
 
 /// A larger policy file is refused.
 pub const MAX_POLICY_BYTES: u64 = 1 << 20;
-
-/// What a rule lets its principals do. Each role includes the ones before it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Role {
-    /// Looks.
-    Viewer,
-    /// Changes keys and tracepoints, pauses guests.
-    Operator,
-    /// Takes others' references, flips guarded keys, ends guests.
-    Admin,
-}
-
-impl Role {
-    /// As policies and metadata spell it.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Viewer => "viewer",
-            Self::Operator => "operator",
-            Self::Admin => "admin",
-        }
-    }
-}
-
-impl fmt::Display for Role {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
 
 /// A policy that was checked.
 #[derive(Clone, Debug)]
@@ -134,11 +106,17 @@ struct PolicyFile {
     revoked_certificates: Vec<String>,
 }
 
+fn role<'de, D: Deserializer<'de>>(from: D) -> Result<Role, D::Error> {
+    let text = String::deserialize(from)?;
+    text.parse().map_err(D::Error::custom)
+}
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RuleInFile {
     name: String,
     principals: Vec<String>,
+    #[serde(deserialize_with = "role")]
     role: Role,
     #[serde(default)]
     guests: Vec<String>,

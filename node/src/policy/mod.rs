@@ -28,5 +28,7 @@ mod file;
 mod live;
 
 pub use self::decide::{Decision, Question, Want};
-pub use self::file::{MAX_POLICY_BYTES, Policy, PolicyError, Role, Rule};
+pub use patchbay_proto::methods::Role;
+
+pub use self::file::{MAX_POLICY_BYTES, Policy, PolicyError, Rule};
 pub use self::live::LivePolicy;

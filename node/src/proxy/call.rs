@@ -17,7 +17,7 @@ use super::answer::Caller;
 use super::checks::Allowed;
 use super::{fields, status};
 use crate::identity::Identity;
-use crate::methods::{Effect, Method};
+use crate::methods::{Effect, Method, effect};
 use crate::policy::Role;
 
 /// A request in the audit log is cut to this many bytes.
@@ -86,7 +86,7 @@ impl Call {
 
     /// Whether it changes a guest.
     pub fn changes(&self) -> bool {
-        match self.method.effect {
+        match effect(self.method) {
             Effect::Read | Effect::Prepare | Effect::Discard => false,
             Effect::Stream => self.role > self.method.role,
             Effect::Guest
@@ -139,7 +139,7 @@ impl Call {
         let mut request = Request::new(body);
         *request.method_mut() = HttpMethod::POST;
         *request.version_mut() = Version::HTTP_2;
-        *request.uri_mut() = (self.method.path().parse())
+        *request.uri_mut() = (self.method.path.parse())
             .map_err(|_| Status::internal("the method's path is no URI"))?;
         *request.headers_mut() = headers;
         Ok(request)

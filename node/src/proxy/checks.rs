@@ -11,7 +11,7 @@ use tonic::{Code, Status};
 
 use super::call::Call;
 use super::{Node, fields, frame, holds, status, tracepoints, updates};
-use crate::methods::Effect;
+use crate::methods::{Effect, effect};
 use crate::monitors::Guest;
 use crate::policy::{Decision, Question, Role, Want};
 
@@ -56,7 +56,7 @@ impl Node {
         want: Want<'_>,
     ) -> Result<Allowed, Status> {
         self.question(call, guest, want).map_err(|why| {
-            let method = call.method.path();
+            let method = call.method.path;
             self.metrics.denied(call.method.name);
             self.audit.denied(call.principal(), &method, guest, &why);
             status::denied(call.principal(), &method, guest, &why)
@@ -101,7 +101,7 @@ impl Node {
         guest: &Guest,
         allowed: Allowed,
     ) -> Result<Forward, Status> {
-        let effect = call.method.effect;
+        let effect = effect(call.method);
         let touches_keys = match effect {
             Effect::Read | Effect::Guest | Effect::Discard => false,
             Effect::Stream => call.changes(),

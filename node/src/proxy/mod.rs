@@ -43,7 +43,7 @@ use self::plans::Plans;
 use crate::audit::{Audit, Entry};
 use crate::identity::Identity;
 use crate::listen::{MAX_CALLS, Peer};
-use crate::methods::{Effect, Method};
+use crate::methods::{self, Effect, Method, effect};
 use crate::metrics::Metrics;
 use crate::monitors::{Directory, Guest};
 use crate::policy::LivePolicy;
@@ -89,7 +89,7 @@ impl Node {
     }
 
     async fn handle(&self, request: Request<Body>) -> Response<Body> {
-        let Some(method) = Method::of_path(request.uri().path()) else {
+        let Some(method) = methods::of_path(request.uri().path()) else {
             return Status::unimplemented("no such method in patchbay.v1").into_http();
         };
         let answered = self.admitted(method, request).await;
@@ -230,11 +230,11 @@ impl Node {
                 status::unreachable(&guest.name, &error)
             }
         })?;
-        if !call.changes() || streams || call.method.effect == Effect::Stream {
+        if !call.changes() || streams || effect(call.method) == Effect::Stream {
             return Ok(answer);
         }
         let whole = Whole::read(answer, &guest.name).await?;
-        checks::count_flip(self, call.method.effect, &whole.body);
+        checks::count_flip(self, effect(call.method), &whole.body);
         // Before the client sees the answer.
         let outcome = whole.status();
         finish.end(outcome.code(), outcome.message());
@@ -251,7 +251,7 @@ impl Node {
     ) -> Result<crate::audit::Pending, Status> {
         let entry = Entry::Intent {
             principal: call.identity.principal.clone(),
-            method: call.method.path(),
+            method: call.method.path.to_owned(),
             guest: guest.name.clone(),
             rule: allowed.rule.clone(),
             request: call.text(&self.descriptors, keys),

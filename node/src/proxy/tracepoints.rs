@@ -14,7 +14,7 @@ use super::call::Call;
 use super::checks::{Allowed, decode};
 use super::frame::MAX_ANSWER_BYTES;
 use super::status;
-use crate::methods::Effect;
+use crate::methods::{Effect, effect};
 use crate::monitors::Guest;
 
 /// Pages of tracepoints that are read.
@@ -28,7 +28,7 @@ pub async fn name(
     guest: &Guest,
     allowed: &Allowed,
 ) -> Result<Vec<String>, Status> {
-    let armed_only = call.method.effect == Effect::Armed;
+    let armed_only = effect(call.method) == Effect::Armed;
     let texts = patterns(call)?;
     let patterns =
         Patterns::parse(&texts).map_err(|error| status::invalid("patterns", &error.to_string()))?;

@@ -5,13 +5,13 @@
 
 use std::sync::Arc;
 
+use patchbay_proto::methods::Call;
 use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA};
 use tonic::Request;
 use tonic::metadata::MetadataMap;
 
 use super::guests::{Guests, ServedGuest};
 use super::limits::Peer;
-use super::methods::Call;
 use crate::auth::{Authoriser, Denied, Principal, Role};
 
 /// Maximum number of names that an error lists.

@@ -15,7 +15,6 @@ mod guest;
 mod guests;
 mod holds;
 mod limits;
-mod methods;
 mod plans;
 mod static_keys;
 mod status;

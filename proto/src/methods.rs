@@ -1,15 +1,69 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The methods of `patchbay.v1` and the role that each needs.
 
-use patchbay_proto::v1;
+use std::fmt;
+use std::str::FromStr;
 
-use crate::auth::Role;
+use crate::v1;
+
+/// Characters of an unknown role that its error shows.
+const MAX_SHOWN: usize = 64;
+
+/// A set of permissions. Each role includes the one before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Role {
+    /// May read.
+    Viewer,
+    /// May make changes that can be undone, to what the principal owns.
+    Operator,
+    /// May do everything.
+    Admin,
+}
+
+impl Role {
+    /// Spelling in policies, metadata and messages.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Viewer => "viewer",
+            Self::Operator => "operator",
+            Self::Admin => "admin",
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// Unknown role.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown role {0:?}; give viewer, operator or admin")]
+pub struct UnknownRole(String);
+
+impl FromStr for Role {
+    type Err = UnknownRole;
+
+    fn from_str(text: &str) -> Result<Self, UnknownRole> {
+        [Self::Viewer, Self::Operator, Self::Admin]
+            .into_iter()
+            .find(|role| role.as_str() == text)
+            .ok_or_else(|| UnknownRole(text.chars().take(MAX_SHOWN).collect()))
+    }
+}
 
 /// A method as the table has it.
 #[derive(Clone, Copy, Debug)]
 pub struct Method {
+    /// Name of the service, without the package.
+    pub service: &'static str,
+    /// Name within the service.
+    pub name: &'static str,
     /// The HTTP/2 ":path".
     pub path: &'static str,
+    /// The role that every call needs.
     pub role: Role,
     /// Boolean request fields that need a role of their own when set.
     pub raised: &'static [(&'static str, Role)],
@@ -18,6 +72,7 @@ pub struct Method {
 /// The first message of a call. Each method has its own request type, so the type identifies the
 /// method.
 pub trait Call {
+    /// Its method.
     const METHOD: Method;
 
     /// Name of the guest; empty if the request has none.
@@ -34,6 +89,8 @@ macro_rules! methods {
     })*) => {
         $($(impl Call for v1::$request {
             const METHOD: Method = Method {
+                service: stringify!($service),
+                name: stringify!($method),
                 path: concat!("/patchbay.v1.", stringify!($service), "/", stringify!($method)),
                 role: Role::$role,
                 raised: &[$($((stringify!($field), Role::$raised),)+)?],
@@ -52,8 +109,7 @@ macro_rules! methods {
         })*)*
 
         /// All methods.
-        #[cfg(test)]
-        const METHODS: &[Method] = &[$($(<v1::$request as Call>::METHOD,)*)*];
+        pub const METHODS: &[Method] = &[$($(<v1::$request as Call>::METHOD,)*)*];
     };
 }
 
@@ -128,7 +184,7 @@ mod tests {
     fn every_method_has_the_role_of_its_comment() {
         const SERVICE: i32 = 6;
         const METHOD: i32 = 2;
-        let set = FileDescriptorSet::decode(patchbay_proto::FILE_DESCRIPTOR_SET).expect("encoded");
+        let set = FileDescriptorSet::decode(crate::FILE_DESCRIPTOR_SET).expect("encoded");
         let mut documented = BTreeMap::new();
         for file in set
             .file
