@@ -204,8 +204,8 @@ impl Controller {
     async fn watch(&self, name: &str, phase: &str) -> Result<()> {
         let seen = self.run(&["status", name, "--watch"]).await?;
         print!("{seen}");
-        let heads = seen.lines().filter(|line| !line.starts_with(' '));
-        let last = heads.last().unwrap_or_default();
+        let mut heads = seen.lines().filter(|line| !line.starts_with(' '));
+        let last = heads.next_back().unwrap_or_default();
         let expected = format!("{name} is {phase}");
         ensure!(
             last.starts_with(&expected),

@@ -58,8 +58,8 @@ impl Node {
         self.question(call, guest, want).map_err(|why| {
             let method = call.method.path;
             self.metrics.denied(call.method.name);
-            self.audit.denied(call.principal(), &method, guest, &why);
-            status::denied(call.principal(), &method, guest, &why)
+            self.audit.denied(call.principal(), method, guest, &why);
+            status::denied(call.principal(), method, guest, &why)
         })
     }
 
