@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Modules, jump tables and keys of a kernel that was located.
 
-use static_keys::{ENTRIES_MAX, KEYS_MAX};
+use static_keys::{ENTRIES_MAX, KEYS_MAX, Nops};
 
 use super::error::{DiscoveryError, refuse};
 use super::gates::{self, Gates};
@@ -19,6 +19,7 @@ const MAX_MODULE_SYMBOLS: usize = 1 << 20;
 
 /// What the kernel has.
 pub(super) struct Contents {
+    pub nops: Nops,
     pub images: Vec<ImageTables>,
     pub keys: Vec<Key>,
 }
@@ -45,10 +46,11 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
     let mut tables = vec![kernel_tables(located)?];
     tables.extend(modules.iter().map(Loaded::tables));
     let view = &mut located.view;
+    let nops = tables::nops(view, &located.named)?;
     let mut sites = Vec::with_capacity(tables.len());
     let mut left = ENTRIES_MAX;
     for image in &tables {
-        let found = tables::sites(view, image, left)?;
+        let found = tables::sites(view, image, nops, left)?;
         left -= found.len();
         sites.push(found);
     }
@@ -88,7 +90,7 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
         .collect();
     let keys = classes.keys(&mut located.view, used, &images, layout);
     clock.part("names", located.view.copied());
-    Ok(Contents { images, keys })
+    Ok(Contents { nops, images, keys })
 }
 
 /// The kernel image's own.

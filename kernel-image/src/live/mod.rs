@@ -28,6 +28,7 @@ mod tables;
 use std::ops::Range;
 
 use serde::Serialize;
+use static_keys::Nops;
 
 pub use error::DiscoveryError;
 pub use functions::Functions;
@@ -145,6 +146,8 @@ pub struct Kernel {
     pub kaslr_offset: Option<u64>,
     /// Page table isolation is on; none if the kernel does not tell.
     pub page_table_isolation: Option<bool>,
+    /// The NOPs that it writes to its sites.
+    pub nops: Nops,
     /// Offsets of structures.
     pub layout: Layout,
     /// The kernel first.
@@ -227,6 +230,7 @@ pub fn discover<M: PhysicalMemory + ?Sized>(
         phys_base: located.phys_base,
         kaslr_offset: located.kaslr_offset,
         page_table_isolation,
+        nops: contents.nops,
         layout,
         images: contents.images,
         keys: contents.keys,

@@ -7,14 +7,15 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use static_keys::{Branch, EntryFormat, Image, JumpEntry, Size, recognise};
+use static_keys::{Branch, EntryFormat, Image, JumpEntry, Nops, Size};
 
 use super::error::{DiscoveryError, busy, refuse};
 use super::layout::Layout;
 use super::memory::{PhysicalMemory, View};
+use crate::symbols::Named;
 
-/// `K8_NOP5_ATOMIC` of arch/x86/include/asm/nops.h, which `ideal_nops` may point at before 5.13.
-const K8_NOP5: [u8; 5] = [0x66, 0x66, 0x66, 0x66, 0x90];
+/// `NOP_ATOMIC5` of arch/x86/include/asm/nops.h before 5.13: the index in the array that `ideal_nops` points at.
+const NOP_ATOMIC5: u32 = 9;
 /// Bits of a key's `type` word.
 const TYPE_LINKED: u64 = 2;
 const TYPE_MASK: u64 = 3;
@@ -55,10 +56,35 @@ pub(super) struct Used {
     pub runs: Vec<(usize, u64, Range<usize>)>,
 }
 
+/// The NOPs that the kernel writes to its sites.
+pub(super) fn nops<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    named: &Named,
+) -> Result<Nops, DiscoveryError> {
+    let Some(pointer) = named.address("ideal_nops") else {
+        return Ok(Nops::Fixed);
+    };
+    let nop = view
+        .u64(pointer)
+        .and_then(|array| view.pointer(array, 8 * NOP_ATOMIC5));
+    let mut bytes = [0; 5];
+    if nop.and_then(|nop| view.read(nop, &mut bytes)).is_none() {
+        return refuse("the NOP of five bytes that ideal_nops leads to is not mapped");
+    }
+    match Nops::ideal(bytes) {
+        Some(nops) => Ok(nops),
+        None => refuse(format!(
+            "ideal_nops leads to {}, which is no NOP of five bytes that a 64-bit kernel chooses",
+            static_keys::Hex(&bytes)
+        )),
+    }
+}
+
 /// Reads the table of an image and its sites.
 pub(super) fn sites<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     image: &Tables,
+    nops: Nops,
     most: usize,
 ) -> Result<Vec<Site>, DiscoveryError> {
     let size = EntryFormat::Relative.entry_size() as u64;
@@ -81,7 +107,7 @@ pub(super) fn sites<M: PhysicalMemory + ?Sized>(
     }
     entries
         .into_iter()
-        .map(|entry| site(view, image, entry))
+        .map(|entry| site(view, image, nops, entry))
         .collect()
 }
 
@@ -95,6 +121,7 @@ fn whose(image: &Tables) -> String {
 fn site<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     image: &Tables,
+    nops: Nops,
     mut entry: JumpEntry,
 ) -> Result<Site, DiscoveryError> {
     entry.init |= image.init.contains(&entry.code);
@@ -120,16 +147,11 @@ fn site<M: PhysicalMemory + ?Sized>(
             entry.code
         ));
     };
-    match recognise(&bytes[..length], entry.code, entry.target) {
+    match nops.recognise(&bytes[..length], entry.code, entry.target) {
         Some(holds) => Ok(Site {
             entry,
             holds: Some(holds),
         }),
-        None if bytes == K8_NOP5 => refuse(format!(
-            "the site at {:#x} of {whose} holds {}, the NOP that kernels before 5.13 choose for some processors: it is not supported",
-            entry.code,
-            static_keys::Hex(&bytes)
-        )),
         None => refuse(format!(
             "the site at {:#x} of {whose} holds {}, neither its NOP nor the JMP to {:#x}",
             entry.code,
