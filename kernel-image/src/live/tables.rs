@@ -21,7 +21,7 @@ const TYPE_LINKED: u64 = 2;
 const TYPE_MASK: u64 = 3;
 
 /// The kernel image or a module, as far as its table goes.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Tables {
     /// Address of the `struct module`; 0 for the kernel.
     pub id: u64,
@@ -80,13 +80,12 @@ pub(super) fn nops<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// Reads the table of an image and its sites.
-pub(super) fn sites<M: PhysicalMemory + ?Sized>(
+/// Reads the table of an image.
+pub(super) fn entries<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     image: &Tables,
-    nops: Nops,
     most: usize,
-) -> Result<Vec<Site>, DiscoveryError> {
+) -> Result<Vec<JumpEntry>, DiscoveryError> {
     let size = EntryFormat::Relative.entry_size() as u64;
     let length = image.jump_table.end.saturating_sub(image.jump_table.start);
     let whose = whose(image);
@@ -105,9 +104,19 @@ pub(super) fn sites<M: PhysicalMemory + ?Sized>(
     if !entries.is_sorted_by_key(|entry| entry.key) {
         return busy(format!("the jump table of {whose} is not sorted: it boots"));
     }
+    Ok(entries)
+}
+
+/// Reads the sites of a table.
+pub(super) fn sites<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    image: &Tables,
+    nops: Nops,
+    entries: &[JumpEntry],
+) -> Result<Vec<Site>, DiscoveryError> {
+    let entries = entries.iter();
     entries
-        .into_iter()
-        .map(|entry| site(view, image, nops, entry))
+        .map(|entry| site(view, image, nops, *entry))
         .collect()
 }
 
