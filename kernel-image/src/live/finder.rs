@@ -69,7 +69,6 @@ impl Finder {
                 Ok(None) | Err(DiscoveryError::Refused(_)) => {}
             }
         }
-        self.known = None;
         let (kernel, known) = whole(memory, cpus, way)?;
         self.known = known;
         Ok(kernel)
@@ -95,7 +94,7 @@ impl Known {
         cpus: &[Cpu],
     ) -> Result<Option<Kernel>, DiscoveryError> {
         let mut clock = Clock::start();
-        let Some(mut located) = locate::again(memory, cpus, &self.anchors)? else {
+        let Some(mut located) = locate::again(memory, cpus, &self.anchors) else {
             return Ok(None);
         };
         clock.part("same kernel", located.view.copied());

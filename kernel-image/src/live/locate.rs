@@ -130,28 +130,24 @@ pub(super) fn locate<'m, M: PhysicalMemory + ?Sized>(
     })
 }
 
-/// Looks whether the vCPUs run a kernel that was found before; none if they run another.
+/// Looks whether the vCPUs run a kernel that was found before; none if any runs something else.
 pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
     memory: &'m M,
     cpus: &[Cpu],
     anchors: &Arc<Anchors>,
-) -> Result<Option<Located<'m, M>>, DiscoveryError> {
-    let candidate = from_cpus(memory, cpus)?;
+) -> Option<Located<'m, M>> {
     let mut view = View::new(memory, anchors.table);
-    let same = candidate.runs == anchors.runs
-        && check_gate(&anchors.named, candidate.handler, "the first vCPU").is_ok()
+    // After kexec the old kernel may lie in memory unchanged. Only the vCPUs tell.
+    let text = anchors.named.address("_stext")?;
+    let cpus = check_cpus(memory, cpus, &view, &anchors.named, text).ok()?;
+    let same = cpus > 0
         && view.table.image_runs(memory).as_ref() == Some(&anchors.runs)
         && banner(&mut view, &anchors.named).is_ok_and(|banner| banner == anchors.banner);
-    if !same {
-        return Ok(None);
-    }
-    let text = required(&anchors.named, "_stext")?;
-    let cpus = check_cpus(memory, cpus, &view, &anchors.named, text)?;
-    Ok(Some(Located {
+    same.then(|| Located {
         view,
         anchors: Arc::clone(anchors),
         cpus,
-    }))
+    })
 }
 
 /// The address of a symbol that every kernel has.
