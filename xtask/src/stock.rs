@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use crate::guest::Variables;
 use crate::initramfs::{self, Contents, INIT};
@@ -113,7 +113,11 @@ fn build(package: Package, programs: &[PathBuf], folder: &Path) -> Result<()> {
     lab_image::download_kernel(&steps, package.suite, package.name, &unpacked)?;
     let boot = lab_image::only_match(&unpacked.join("boot"), "vmlinuz-")?;
     fs::rename(boot, folder.join("vmlinuz"))?;
-    let library = lab_image::only_match(&unpacked.join("lib/modules"), "")?;
+    let folders = ["lib/modules", "usr/lib/modules"].map(|folder| unpacked.join(folder));
+    // Since Debian 13 packages have no files in /lib.
+    let folder = folders.iter().find(|folder| folder.is_dir());
+    let folder = folder.context("the package has no modules")?;
+    let library = lab_image::only_match(folder, "")?;
     let modules = modules::read_with_dependencies(&library, MODULES)?;
     // insmod can load them in the order of their names.
     let named = |(number, module): (usize, modules::Module)| {
