@@ -65,8 +65,14 @@ impl Finder {
         {
             match known.again(memory, cpus) {
                 Ok(Some(kernel)) => return Ok(kernel),
-                Err(busy @ DiscoveryError::Busy(_)) => return Err(busy),
-                Ok(None) | Err(DiscoveryError::Refused(_)) => {}
+                Ok(None) => {}
+                Err(error) => {
+                    // A kernel that is refused is looked at as a whole the next time.
+                    if matches!(error, DiscoveryError::Refused(_)) {
+                        self.known = None;
+                    }
+                    return Err(error);
+                }
             }
         }
         let (kernel, known) = whole(memory, cpus, way)?;

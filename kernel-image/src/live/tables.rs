@@ -16,6 +16,8 @@ use crate::symbols::Named;
 
 /// `NOP_ATOMIC5` of arch/x86/include/asm/nops.h before 5.13: the index in the array that `ideal_nops` points at.
 const NOP_ATOMIC5: u32 = 9;
+/// What `text_poke_bp_batch()` (arch/x86/kernel/alternative.c) puts in the first byte while it changes the others.
+const INT3: u8 = 0xcc;
 /// Bits of a key's `type` word.
 const TYPE_LINKED: u64 = 2;
 const TYPE_MASK: u64 = 3;
@@ -161,6 +163,10 @@ fn site<M: PhysicalMemory + ?Sized>(
             entry,
             holds: Some(holds),
         }),
+        None if bytes[0] == INT3 => busy(format!(
+            "the site at {:#x} of {whose} holds a breakpoint: the guest changes its text",
+            entry.code
+        )),
         None => refuse(format!(
             "the site at {:#x} of {whose} holds {}, neither its NOP nor the JMP to {:#x}",
             entry.code,

@@ -3,7 +3,7 @@
 
 use patchbay_kernel_image::live::{DiscoveryError, Finder, Kernel, Way};
 
-use crate::craft_guest::{DATA, Guest, JMP5, MODULE_DATA, TEXT, guest, physical};
+use crate::craft_guest::{DATA, Guest, JMP5, MODULE_DATA, NOP5, TEXT, guest, physical};
 use crate::found::image;
 
 fn find(finder: &mut Finder, guest: &Guest) -> Kernel {
@@ -95,6 +95,18 @@ fn counts_and_sites_are_read_each_time() {
     let line = kernel.keys.iter().find(|key| key.debug.is_some()).unwrap();
     assert_eq!(line.count, 1);
     assert_eq!(said(&kernel), said(&image(&guest).unwrap()));
+}
+
+#[test]
+fn a_refused_kernel_is_looked_at_as_a_whole() {
+    let guest = guest();
+    let mut finder = Finder::default();
+    find(&mut finder, &guest);
+    guest.put(TEXT + 0x280, &[0x90; 5]);
+    let error = finder.find(&guest, &guest.cpus, Way::Image).unwrap_err();
+    assert!(matches!(error, DiscoveryError::Refused(_)), "{error}");
+    guest.put(TEXT + 0x280, &NOP5);
+    assert!(!find(&mut finder, &guest).evidence.again);
 }
 
 #[test]
