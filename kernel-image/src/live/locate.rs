@@ -101,6 +101,7 @@ pub(super) fn locate<'m, M: PhysicalMemory + ?Sized>(
     if view.table.image_runs(memory).as_ref() != Some(&candidate.runs) {
         return busy("the page table of a vCPU and init_top_pgt map the kernel differently");
     }
+    view.image.clone_from(&candidate.runs);
     let cpus = check_cpus(memory, cpus, &view, &named, text)?;
     let banner = banner(&mut view, &named)?;
     let release = banner
@@ -143,6 +144,7 @@ pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
     let same = cpus > 0
         && view.table.image_runs(memory).as_ref() == Some(&anchors.runs)
         && banner(&mut view, &anchors.named).is_ok_and(|banner| banner == anchors.banner);
+    view.image.clone_from(&anchors.runs);
     same.then(|| Located {
         view,
         anchors: Arc::clone(anchors),

@@ -124,7 +124,8 @@ fn a_closed_gate_is_busy_and_what_is_known_stays() {
 /// What the finder has must not be used for a kernel that was started since.
 #[test]
 fn another_kernel_is_discovered_as_a_whole() {
-    let changes: [(&str, &dyn Fn(&Guest)); 3] = [
+    type Change = (&'static str, &'static dyn Fn(&Guest));
+    let changes: [Change; 3] = [
         ("canary", &|guest| {
             guest.put_u64(guest.symbol("init_task") + 40, 0x4321);
         }),

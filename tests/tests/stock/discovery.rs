@@ -85,8 +85,9 @@ fn summary(kernel: &Kernel) -> String {
     let entries: usize = kernel.images.iter().map(|image| image.sites.len()).sum();
     let time: std::time::Duration = kernel.evidence.parts.iter().map(|part| part.time).sum();
     format!(
-        "{}: {entries} entries, {} keys, {} / {} / {}, {} modules, {} gates, {time:?}: {:?}",
+        "{}: {:?} NOPs, {entries} entries, {} keys, {} / {} / {}, {} modules, {} gates, {time:?}: {:?}",
         kernel.release,
+        kernel.nops,
         kernel.keys.len(),
         class(Class::Tracepoint),
         class(Class::Dyndbg),
