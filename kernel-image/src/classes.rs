@@ -260,11 +260,24 @@ pub(crate) fn scheduler_features(
 }
 
 /// What an image's own tables say of keys, by the keys' addresses.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct Classes {
     pub tracepoints: BTreeMap<u64, Tracepoint>,
     pub debug_lines: BTreeMap<u64, DebugLine>,
     pub features: BTreeMap<u64, String>,
+    /// Bytes that the texts of further descriptors may take.
+    pub debug_text_room: usize,
+}
+
+impl Default for Classes {
+    fn default() -> Self {
+        Self {
+            tracepoints: BTreeMap::new(),
+            debug_lines: BTreeMap::new(),
+            features: BTreeMap::new(),
+            debug_text_room: MAX_DEBUG_TEXTS,
+        }
+    }
 }
 
 impl Classes {

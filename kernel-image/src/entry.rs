@@ -3,7 +3,7 @@
 
 use serde::Serialize;
 
-use static_keys::{Branch, EntryFormat, Hex, JumpEntry, disassemble, recognise};
+use static_keys::{Branch, EntryFormat, Hex, JumpEntry, Nops, disassemble};
 
 use crate::image::Image;
 
@@ -138,7 +138,7 @@ pub struct Site {
 /// # Errors
 /// What is there instead, in words.
 pub fn decode_site(bytes: &[u8], entry: &JumpEntry) -> Result<Site, String> {
-    if let Some((size, branch)) = recognise(bytes, entry.code, entry.target) {
+    if let Some((size, branch)) = Nops::Fixed.recognise(bytes, entry.code, entry.target) {
         return Ok(Site {
             instruction: match branch {
                 Branch::Nop => Instruction::Nop,

@@ -66,7 +66,7 @@ pub fn get() -> Result<Image> {
 fn build(folder: &Path) -> Result<()> {
     let steps = Steps::new("preparing the lab's kernel", &folder.join("build.log"))?;
     let unpacked = folder.join("package");
-    download_kernel(&steps, KERNEL_PACKAGE, &unpacked)?;
+    download_kernel(&steps, None, KERNEL_PACKAGE, &unpacked)?;
     let boot = only_match(&unpacked.join("boot"), "vmlinuz-")?;
     fs::rename(boot, folder.join("vmlinuz"))?;
     let library = only_match(&unpacked.join("lib/modules"), "6.12")?;
@@ -75,15 +75,21 @@ fn build(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Downloads the kernel that the package `meta` depends on. The package is unpacked and not
-/// installed, because the host's boot loader must not see it.
-pub fn download_kernel(steps: &Steps, meta: &str, unpacked: &Path) -> Result<()> {
-    packages::ensure_package_lists()?;
-    let package = newest_kernel(meta)?;
+/// Downloads the kernel that the package `meta` of a suite, or of the machine's own sources, depends on.
+/// The package is unpacked and not installed, because the host's boot loader must not see it.
+pub fn download_kernel(
+    steps: &Steps,
+    suite: Option<&str>,
+    meta: &str,
+    unpacked: &Path,
+) -> Result<()> {
+    let archive = match suite {
+        None => packages::Archive::own()?,
+        Some(suite) => packages::Archive::suite(steps, suite)?,
+    };
+    let package = newest_kernel(&archive, meta)?;
     fs::create_dir(unpacked)?;
-    let mut download = Command::new("apt-get");
-    download.args(["download", &package]).current_dir(unpacked);
-    steps.run(&format!("downloading {package}"), &mut download)?;
+    archive.download(steps, &package, unpacked)?;
     let archive = only_match(unpacked, "linux-image-")?;
     let mut extract = Command::new("dpkg-deb");
     steps.run(
@@ -94,9 +100,9 @@ pub fn download_kernel(steps: &Steps, meta: &str, unpacked: &Path) -> Result<()>
     Ok(())
 }
 
-fn newest_kernel(meta: &str) -> Result<String> {
-    let output = Command::new("apt-cache")
-        .args(["depends", "--important", meta])
+fn newest_kernel(archive: &packages::Archive, meta: &str) -> Result<String> {
+    let output = archive
+        .depends(meta)
         .output()
         .context("cannot run apt-cache")?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -2,6 +2,7 @@
 //! Debian packages that this machine lacks.
 
 use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
@@ -96,42 +97,88 @@ pub fn ensure_packages(wanted: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Installs a package of another suite of Debian's archive, unless it is installed. apt's own lists and
-/// sources stay as they are. For packages without dependencies of their own, such as kernel sources.
+/// The packages that apt knows: those of the machine's own sources, or of one suite of Debian's archive.
+pub struct Archive {
+    options: Vec<String>,
+}
+
+impl Archive {
+    /// The machine's own sources. Updates apt's lists if there are none.
+    pub fn own() -> Result<Self> {
+        ensure_package_lists()?;
+        Ok(Self {
+            options: Vec::new(),
+        })
+    }
+
+    /// A suite, with its newest lists. apt's own lists and sources stay as they are.
+    pub fn suite(steps: &Steps, suite: &str) -> Result<Self> {
+        let folder = suite_folder(suite)?;
+        fs::create_dir_all(folder.join("lists/partial"))?;
+        let sources = folder.join("suite.sources");
+        let archive = if suite.ends_with("-security") {
+            "debian-security"
+        } else {
+            "debian"
+        };
+        let text = format!(
+            "Types: deb\nURIs: http://deb.debian.org/{archive}\nSuites: {suite}\nComponents: main\n\
+             Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
+        );
+        fs::write(&sources, text).with_context(|| format!("cannot write {}", sources.display()))?;
+        let options = vec![
+            "Dir::Etc::sourcelist=/dev/null".to_owned(),
+            format!("Dir::Etc::sourceparts={}", folder.display()),
+            format!("Dir::State::lists={}", folder.join("lists").display()),
+            format!("Dir::Cache={}", folder.display()),
+            // The folder may be one that apt's own user cannot enter.
+            "APT::Sandbox::User=root".to_owned(),
+        ];
+        let archive = Self { options };
+        let mut update = archive.with_options(apt_get(&[], &["update"]));
+        steps.run(&format!("apt-get update of {suite}"), &mut update)?;
+        Ok(archive)
+    }
+
+    fn with_options(&self, mut command: Command) -> Command {
+        for option in &self.options {
+            command.args(["-o", option]);
+        }
+        command
+    }
+
+    /// Prints what a package depends on.
+    pub fn depends(&self, package: &str) -> Command {
+        let mut command = Command::new("apt-cache");
+        command.args(["depends", "--important", package]);
+        self.with_options(command)
+    }
+
+    /// Downloads a package to a folder.
+    pub fn download(&self, steps: &Steps, package: &str, folder: &Path) -> Result<()> {
+        let mut command = self.with_options(apt_get(&[], &["download", package]));
+        command.current_dir(folder);
+        steps.run(&format!("downloading {package}"), &mut command)
+    }
+}
+
+fn suite_folder(suite: &str) -> Result<PathBuf> {
+    Ok(cache::root()?.join("apt").join(suite))
+}
+
+/// Installs a package of another suite of Debian's archive, unless it is installed. For packages
+/// without dependencies of their own, such as kernel sources.
 pub fn ensure_package_of(suite: &str, package: &str) -> Result<()> {
     if missing_packages(&[package])?.is_empty() {
         return Ok(());
     }
-    let folder = cache::root()?.join("apt").join(suite);
-    fs::create_dir_all(folder.join("lists/partial"))?;
-    let sources = folder.join("suite.sources");
-    let text = format!(
-        "Types: deb\nURIs: http://deb.debian.org/debian\nSuites: {suite}\nComponents: main\n\
-         Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
-    );
-    fs::write(&sources, text).with_context(|| format!("cannot write {}", sources.display()))?;
-    let options = [
-        "Dir::Etc::sourcelist=/dev/null".to_owned(),
-        format!("Dir::Etc::sourceparts={}", folder.display()),
-        format!("Dir::State::lists={}", folder.join("lists").display()),
-        format!("Dir::Cache={}", folder.display()),
-        // The folder may be one that apt's own user cannot enter.
-        "APT::Sandbox::User=root".to_owned(),
-    ];
-    let apt = |arguments: &[&str]| {
-        let mut command = apt_get(&[], &[]);
-        for option in &options {
-            command.args(["-o", option]);
-        }
-        command.args(arguments).current_dir(&folder);
-        command
-    };
+    let folder = suite_folder(suite)?;
+    fs::create_dir_all(&folder)?;
     let steps = Steps::new(
         &format!("installing {package} of Debian's {suite}"),
         &folder.join("apt.log"),
     )?;
-    steps.run("apt-get update", &mut apt(&["update"]))?;
-    steps.run("apt-get download", &mut apt(&["download", package]))?;
+    Archive::suite(&steps, suite)?.download(&steps, package, &folder)?;
     let prefix = format!("{package}_");
     let file = fs::read_dir(&folder)?
         .flatten()
@@ -165,7 +212,7 @@ fn package_lists_present() -> bool {
 }
 
 /// Updates apt's package lists if there are none.
-pub fn ensure_package_lists() -> Result<()> {
+fn ensure_package_lists() -> Result<()> {
     if package_lists_present() {
         return Ok(());
     }

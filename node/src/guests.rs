@@ -28,12 +28,12 @@ use crate::monitors::MAX_GUESTS;
 const MAX_FILE_BYTES: u64 = 1 << 20;
 const MAX_NAME_BYTES: usize = 64;
 /// Bounds of the time before a guest is started again.
-const BACKOFF_FIRST: Duration = Duration::from_secs(1);
+pub(crate) const BACKOFF_FIRST: Duration = Duration::from_secs(1);
 const BACKOFF_LAST: Duration = Duration::from_secs(60);
 /// A guest that ran for so long is started again without delay.
 const STEADY: Duration = Duration::from_secs(60);
 /// A guest of an earlier process is no child of this one, so its socket is looked at in this interval.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+pub(crate) const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Why the file cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -169,7 +169,7 @@ pub async fn keep(guest: GuestEntry, run_dir: PathBuf) {
         return tracing::error!(guest = name, "the folder {folder} cannot be made: {error}");
     }
     let socket = run_dir.join(format!("{name}.sock"));
-    let mut backoff = BACKOFF_FIRST;
+    let mut backoff = Backoff::default();
     loop {
         let started = Instant::now();
         let status = if runs(&socket) {
@@ -199,18 +199,33 @@ pub async fn keep(guest: GuestEntry, run_dir: PathBuf) {
             tracing::info!(guest = name, how, "ended");
             return;
         }
-        if started.elapsed() >= STEADY {
-            backoff = BACKOFF_FIRST;
-        } else {
-            tracing::warn!(guest = name, how, "ended; started again in {backoff:?}");
-            tokio::time::sleep(backoff).await;
-            backoff = (backoff * 2).min(BACKOFF_LAST);
+        let delay = backoff.after(started.elapsed());
+        tracing::warn!(guest = name, how, "ended; started again in {delay:?}");
+        tokio::time::sleep(delay).await;
+    }
+}
+
+/// The time before a process is started again, doubled with each end.
+#[derive(Debug, Default)]
+pub(crate) struct Backoff {
+    next: Option<Duration>,
+}
+
+impl Backoff {
+    /// The time to wait after a process that ran for so long.
+    pub fn after(&mut self, ran: Duration) -> Duration {
+        if ran >= STEADY {
+            self.next = None;
+            return Duration::ZERO;
         }
+        let delay = self.next.unwrap_or(BACKOFF_FIRST);
+        self.next = Some((delay * 2).min(BACKOFF_LAST));
+        delay
     }
 }
 
 /// Whether a monitor listens.
-fn runs(socket: &Path) -> bool {
+pub(crate) fn runs(socket: &Path) -> bool {
     UnixStream::connect(socket).is_ok()
 }
 

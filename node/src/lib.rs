@@ -3,6 +3,7 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+pub mod attach;
 pub mod audit;
 pub mod certs;
 pub mod command;

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::{Args, Parser, ValueEnum};
+use patchbay_node::attach::Attach;
 use patchbay_node::command::{Command, default_audit_log, run};
 use patchbay_node::etcd::EtcdTlsArgs;
 use patchbay_node::guests::Guests;
@@ -67,6 +68,16 @@ struct ServeArgs {
     /// Guests to run: a YAML file of names with a systemd unit or a monitor's command each.
     #[arg(long, value_name = "FILE")]
     guests: Option<PathBuf>,
+    /// Attach to every QEMU that has a QMP socket in this folder; may be given several times. Nobody else
+    /// may use these sockets.
+    #[arg(long, value_name = "FOLDER")]
+    attach_qmp: Vec<PathBuf>,
+    /// Attach to every running domain of a libvirt on this host.
+    #[arg(long, value_name = "URI", num_args = 0..=1, default_missing_value = "qemu:///system")]
+    attach_libvirt: Option<String>,
+    /// The program that attaches. [default: patchbay-attach beside this program, else in PATH]
+    #[arg(long, value_name = "PROGRAM")]
+    attach_program: Option<PathBuf>,
     /// Register the host and its guests in this etcd, http://ADDRESS:PORT, or https:// with certificates;
     /// may be given several times.
     #[arg(long, value_name = "URL")]
@@ -218,6 +229,11 @@ fn config(args: ServeArgs) -> anyhow::Result<Config> {
     };
     Ok(Config {
         guests,
+        attach: Attach {
+            qmp: args.attach_qmp,
+            libvirt: args.attach_libvirt,
+            program: args.attach_program,
+        },
         registry,
         run_dirs: match args.run_dir.as_slice() {
             [] => default_run_dirs(),

@@ -17,6 +17,7 @@ use tokio::task::JoinSet;
 use tonic::transport::Server;
 use tonic::transport::server::Router;
 
+use crate::attach::{self, Attach};
 use crate::audit::{Audit, AuditError, AuditLog};
 use crate::guests::{self, Guests};
 use crate::listen::tls::{Tls, TlsError, TlsFiles};
@@ -56,6 +57,8 @@ pub struct Config {
     pub metrics: Option<MetricsAddress>,
     /// Guests that the host runs by itself.
     pub guests: Guests,
+    /// Where guests of other monitors are looked for.
+    pub attach: Attach,
     /// The registry, and the host in it.
     pub registry: Option<RegistryConfig>,
 }
@@ -165,6 +168,9 @@ pub async fn serve(
     if let Some(run_dir) = config.run_dirs.0.first() {
         for guest in config.guests.guests {
             tasks.spawn(guests::keep(guest, run_dir.clone()));
+        }
+        if !config.attach.qmp.is_empty() || config.attach.libvirt.is_some() {
+            tasks.spawn(attach::run(config.attach, run_dir.clone()));
         }
     }
     tasks.spawn(monitors::run(directory, config.run_dirs, own));

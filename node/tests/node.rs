@@ -4,6 +4,8 @@
 
 #[path = "node/access.rs"]
 mod access;
+#[path = "node/attach.rs"]
+mod attach;
 #[path = "node/fake.rs"]
 mod fake;
 #[path = "node/guests.rs"]

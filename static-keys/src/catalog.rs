@@ -15,6 +15,7 @@ use foldhash::fast::RandomState;
 use crate::directory::{self, Class, Key, Listed};
 use crate::entry::{EntryFormat, Image, JumpEntry};
 use crate::gates::Gates;
+use crate::instruction::Nops;
 use crate::kernel::{Directory, FoundKernel, Kernel, Layout, Module, Range};
 use crate::memory::{GuestMemory, ReadError};
 use crate::records::{RecordRing, RecordRingError, Records};
@@ -167,6 +168,7 @@ struct KeyLocation {
 #[derive(Clone, Debug)]
 pub struct Catalog {
     pub(crate) format: EntryFormat,
+    pub(crate) nops: Nops,
     pub(crate) layout: Layout,
     pub(crate) gates: Gates,
     pub(crate) records: Records,
@@ -208,6 +210,7 @@ impl Catalog {
         gates.check_complete(format)?;
         Ok(Self {
             format,
+            nops: Nops::Fixed,
             layout,
             gates,
             records,
@@ -226,6 +229,7 @@ impl Catalog {
     pub fn found(kernel: FoundKernel) -> Result<Self, CatalogError> {
         let records = Records::new(RecordRing::default());
         let mut catalog = Self::empty(kernel.format, kernel.layout, kernel.gates, records)?;
+        catalog.nops = kernel.nops;
         for (index, image) in kernel.images.into_iter().enumerate() {
             let name = match index {
                 0 => String::new(),

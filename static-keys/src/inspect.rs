@@ -9,7 +9,7 @@ use crate::busy::{Busy, Gate};
 use crate::catalog::{Catalog, CodeImage};
 use crate::directory::Class;
 use crate::entry::JumpEntry;
-use crate::instruction::{Branch, Instruction, OutOfReach, Size, recognise};
+use crate::instruction::{Branch, Instruction, Nops, OutOfReach, Size};
 use crate::memory::{GuestMemory, ReadError, Width, read_count, read_word_at};
 use crate::planner::read_site;
 use crate::users::{Users, UsersError, users};
@@ -104,7 +104,9 @@ impl Catalog {
                     .iter()
                     .map(move |entry| (image, entry, obstacle.clone()))
             })
-            .map(move |(image, entry, obstacle)| site_state(memory, image, entry, obstacle))
+            .map(move |(image, entry, obstacle)| {
+                site_state(memory, self.nops, image, entry, obstacle)
+            })
     }
 
     /// What prevents a change of every site of the key.
@@ -140,6 +142,7 @@ impl Catalog {
 
 fn site_state<M: GuestMemory>(
     memory: &M,
+    nops: Nops,
     image: &CodeImage,
     entry: &JumpEntry,
     obstacle: Option<NotPatchable>,
@@ -182,12 +185,12 @@ fn site_state<M: GuestMemory>(
             };
         }
     }
-    match recognise(&state.bytes, address, target) {
+    match nops.recognise(&state.bytes, address, target) {
         None => state.patchable = Err(NotPatchable::Foreign),
         Some((size, branch)) => {
             state.bytes.truncate(size.bytes());
             state.branch = Some(branch);
-            state.nop = Some(Instruction::nop(size));
+            state.nop = Some(nops.nop(size));
             match Instruction::jump(size, address, target) {
                 Ok(jump) => state.jump = Some(jump),
                 Err(source) => state.patchable = Err(NotPatchable::OutOfReach(source)),

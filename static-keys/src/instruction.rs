@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The instructions that a site may hold.
 //!
-//! | size | NOP              | JMP                            |
-//! |------|------------------|--------------------------------|
-//! | 2    | `66 90`          | `eb` disp8 = target − code − 2 |
-//! | 5    | `0f 1f 44 00 00` | `e9` disp32 = target − code − 5 |
+//! | size | NOP, see [`Nops`] | JMP                             |
+//! |------|-------------------|---------------------------------|
+//! | 2    | `66 90`           | `eb` disp8 = target − code − 2  |
+//! | 5    | `0f 1f 44 00 00`  | `e9` disp32 = target − code − 5 |
 //!
 //! (arch/x86/kernel/jump_label.c `__jump_label_patch()`; `x86_nops` in arch/x86/kernel/alternative.c;
 //! Intel SDM volume 2, JMP and NOP.) A running kernel's sites hold exactly these. The file of an older
@@ -77,23 +77,97 @@ pub struct Instruction {
 }
 
 const NOP2: [u8; 5] = [0x66, 0x90, 0, 0, 0];
-const NOP5: [u8; 5] = [0x0f, 0x1f, 0x44, 0x00, 0x00];
+const P6_NOP5: [u8; 5] = [0x0f, 0x1f, 0x44, 0x00, 0x00];
+const K8_NOP5: [u8; 5] = [0x66, 0x66, 0x66, 0x66, 0x90];
 const HISTORIC_NOPS: [[u8; 5]; 3] = [
     [0xe9, 0x00, 0x00, 0x00, 0x00],
-    [0x66, 0x66, 0x66, 0x66, 0x90],
+    K8_NOP5,
     [0x3e, 0x8d, 0x74, 0x26, 0x00],
 ];
 
-impl Instruction {
-    /// The NOP of `size`.
+/// The NOPs that a running kernel writes to its sites.
+///
+/// Before 5.13 a 64-bit kernel chooses the 5-byte NOP for the processor when it boots (`ideal_nops` of
+/// arch/x86/kernel/alternative.c), and has no 2-byte sites.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Nops {
+    /// Since 5.13: `66 90` and `0f 1f 44 00 00`.
+    #[default]
+    Fixed,
+    /// `ideal_nops` is `p6_nops`: `0f 1f 44 00 00`.
+    P6,
+    /// `ideal_nops` is `k8_nops`: `66 66 66 66 90`.
+    K8,
+}
+
+impl Nops {
+    /// The choice of a kernel that has `ideal_nops`, by its atomic 5-byte NOP; `None` if no kernel has such a NOP.
     #[must_use]
-    pub const fn nop(size: Size) -> Self {
-        match size {
-            Size::Two => Self { size, bytes: NOP2 },
-            Size::Five => Self { size, bytes: NOP5 },
+    pub const fn ideal(nop: [u8; 5]) -> Option<Self> {
+        match nop {
+            P6_NOP5 => Some(Self::P6),
+            K8_NOP5 => Some(Self::K8),
+            _ => None,
         }
     }
 
+    /// Returns whether the kernel has sites of `size`.
+    #[must_use]
+    pub const fn has(self, size: Size) -> bool {
+        matches!(size, Size::Five) || matches!(self, Self::Fixed)
+    }
+
+    /// The NOP of `size`.
+    #[must_use]
+    pub const fn nop(self, size: Size) -> Instruction {
+        let bytes = match (size, self) {
+            (Size::Two, _) => NOP2,
+            (Size::Five, Self::Fixed | Self::P6) => P6_NOP5,
+            (Size::Five, Self::K8) => K8_NOP5,
+        };
+        Instruction { size, bytes }
+    }
+
+    /// The instruction that implements `branch`.
+    ///
+    /// # Errors
+    /// [`OutOfReach`].
+    pub fn encode(
+        self,
+        branch: Branch,
+        size: Size,
+        code: u64,
+        target: u64,
+    ) -> Result<Instruction, OutOfReach> {
+        match branch {
+            Branch::Nop => Ok(self.nop(size)),
+            Branch::Jump => Instruction::jump(size, code, target),
+        }
+    }
+
+    /// What the site at `code` does. `bytes` must start with exactly the NOP or the JMP to `target`; they
+    /// may be longer.
+    #[must_use]
+    pub fn recognise(self, bytes: &[u8], code: u64, target: u64) -> Option<(Size, Branch)> {
+        // K8's NOP of five bytes and the NOP of two start with the same byte. No kernel has both.
+        let size = match bytes.first()? {
+            0x66 if !self.has(Size::Two) => Size::Five,
+            0x66 | 0xeb => Size::Two,
+            0x0f | 0xe9 => Size::Five,
+            _ => return None,
+        };
+        let found = bytes.get(..size.bytes()).filter(|_| self.has(size))?;
+        if found == self.nop(size).as_bytes() {
+            Some((size, Branch::Nop))
+        } else if found == Instruction::jump(size, code, target).ok()?.as_bytes() {
+            Some((size, Branch::Jump))
+        } else {
+            None
+        }
+    }
+}
+
+impl Instruction {
     /// The JMP of `size` from `code` to `target`.
     ///
     /// # Errors
@@ -117,17 +191,6 @@ impl Instruction {
             }
         }
         Ok(Self { size, bytes })
-    }
-
-    /// The instruction that implements `branch`.
-    ///
-    /// # Errors
-    /// [`OutOfReach`].
-    pub fn encode(branch: Branch, size: Size, code: u64, target: u64) -> Result<Self, OutOfReach> {
-        match branch {
-            Branch::Nop => Ok(Self::nop(size)),
-            Branch::Jump => Self::jump(size, code, target),
-        }
     }
 
     /// The encoded bytes, 2 or 5 of them.
@@ -168,30 +231,12 @@ impl fmt::Display for Hex<'_> {
     }
 }
 
-/// What the site at `code` of a running kernel does. `bytes` must start with exactly the NOP or the
-/// JMP to `target`; they may be longer.
-#[must_use]
-pub fn recognise(bytes: &[u8], code: u64, target: u64) -> Option<(Size, Branch)> {
-    let size = match bytes.first()? {
-        0x66 | 0xeb => Size::Two,
-        0x0f | 0xe9 => Size::Five,
-        _ => return None,
-    };
-    let found = bytes.get(..size.bytes())?;
-    if found == Instruction::nop(size).as_bytes() {
-        Some((size, Branch::Nop))
-    } else if found == Instruction::jump(size, code, target).ok()?.as_bytes() {
-        Some((size, Branch::Jump))
-    } else {
-        None
-    }
-}
-
-/// Like [`recognise`], for the file of a kernel that has not booted: also accepts the historic
+/// Like [`Nops::recognise`], for the file of a kernel that has not booted: also accepts the historic
 /// NOPs. A jump to the next instruction is a NOP unless the entry's target is that instruction.
 #[must_use]
 pub fn recognise_in_file(bytes: &[u8], code: u64, target: u64) -> Option<(Size, Branch)> {
-    recognise(bytes, code, target).or_else(|| {
+    let fixed = Nops::Fixed.recognise(bytes, code, target);
+    fixed.or_else(|| {
         HISTORIC_NOPS
             .iter()
             .any(|nop| bytes.starts_with(nop))
@@ -213,6 +258,7 @@ pub fn disassemble(bytes: &[u8], address: u64) -> String {
     };
     match *bytes {
         [0x66, 0x90, ..] => "xchg ax, ax".to_owned(),
+        [0x66, 0x66, 0x66, 0x66, 0x90, ..] => "data16 data16 data16 xchg ax, ax".to_owned(),
         [0x0f, 0x1f, 0x44, 0x00, 0x00, ..] => "nop dword ptr [rax+rax]".to_owned(),
         [0xeb, disp8, ..] => jump(2, i64::from(disp8.cast_signed())),
         [0xe9, a, b, c, d, ..] => jump(5, i64::from(i32::from_le_bytes([a, b, c, d]))),

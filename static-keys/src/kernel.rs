@@ -4,6 +4,7 @@
 use crate::directory::Class;
 use crate::entry::{EntryFormat, JumpEntry};
 use crate::gates::Gates;
+use crate::instruction::Nops;
 use crate::records::RecordRing;
 
 /// Guest-virtual addresses `start..end`.
@@ -108,6 +109,8 @@ pub struct Kernel {
 pub struct FoundKernel {
     /// Format of all jump tables.
     pub format: EntryFormat,
+    /// The NOPs of its sites.
+    pub nops: Nops,
     /// Offsets in the kernel's structures.
     pub layout: Layout,
     /// Words that tell whether the kernel is at work on its own text.

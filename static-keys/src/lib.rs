@@ -61,7 +61,7 @@ pub use gates::{
 };
 pub use inspect::{NotPatchable, SiteState};
 pub use instruction::{
-    Branch, Hex, Instruction, OutOfReach, Size, disassemble, recognise, recognise_in_file,
+    Branch, Hex, Instruction, Nops, OutOfReach, Size, disassemble, recognise_in_file,
 };
 pub use kernel::{Directory, FoundImage, FoundKernel, FoundKey, Kernel, Layout, Module, Range};
 pub use memory::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};

@@ -10,7 +10,7 @@ use crate::KeyId;
 use crate::busy::{Busy, Guard};
 use crate::catalog::Catalog;
 use crate::directory::Class;
-use crate::instruction::{Instruction, OutOfReach};
+use crate::instruction::{Instruction, Nops, OutOfReach};
 use crate::memory::{GuestMemory, ReadError};
 use crate::records::RecordPlaces;
 use crate::refcount::{Op, Refusal};
@@ -139,6 +139,7 @@ pub(crate) struct Suspect<P> {
     pub target: u64,
     pub place: P,
     pub length: usize,
+    pub nops: Nops,
     pub key: usize,
 }
 

@@ -11,7 +11,7 @@ use crate::catalog::{Catalog, CodeImage};
 use crate::directory::{Class, Key};
 use crate::entry::{EntryFormat, JumpEntry};
 use crate::gates::{Concerns, GateKind};
-use crate::instruction::{Branch, Instruction, Size, recognise};
+use crate::instruction::{Branch, Size};
 use crate::memory::{GuestMemory, ReadError, Width, read_count, read_word};
 use crate::plan::{KeyChange, Options, Plan, PlanError, PlannedKey, PlannedSite, Suspect, Update};
 use crate::refcount::{Op, Refusal, apply, crosses_zero};
@@ -314,18 +314,19 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             .map_err(|error| unreadable("a site", code, error))?;
         let found = found.ok_or_else(outside)?;
         let SiteBytes { place, length, .. } = found;
-        let Some((size, _)) = recognise(found.as_slice(), code, target) else {
+        let nops = self.catalog.nops;
+        let Some((size, _)) = nops.recognise(found.as_slice(), code, target) else {
             self.plan.suspects.push(Suspect {
                 address: code,
                 target,
                 place,
                 length,
+                nops,
                 key: index,
             });
             return Ok(());
         };
-        let encode =
-            |enabled| Instruction::encode(Branch::of(enabled, entry.likely), size, code, target);
+        let encode = |enabled| nops.encode(Branch::of(enabled, entry.likely), size, code, target);
         let before = encode(enabled).map_err(out_of_reach)?;
         let after = encode(!enabled).map_err(out_of_reach)?;
         self.plan.sites.push(PlannedSite {

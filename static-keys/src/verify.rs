@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use crate::busy::Busy;
-use crate::instruction::{Hex, Instruction, Size, recognise};
+use crate::instruction::{Hex, Size};
 use crate::memory::{AccessFault, GuestMemory, read_count};
 use crate::plan::{Plan, PlannedSite};
 
@@ -125,10 +125,13 @@ impl<P: Copy> Plan<P> {
         let (key, site, length) = (self.key_name(suspect.key), suspect.address, suspect.length);
         let mut found = [0; 5];
         memory.read(suspect.place, &mut found[..length])?;
-        if recognise(&found[..length], site, suspect.target).is_some() {
+        let recognised = suspect
+            .nops
+            .recognise(&found[..length], site, suspect.target);
+        if recognised.is_some() {
             return Err(Busy::SiteChanging { key, site }.into());
         }
-        let nop = Instruction::nop(if length == Size::Two.bytes() {
+        let nop = suspect.nops.nop(if length == Size::Two.bytes() {
             Size::Two
         } else {
             Size::Five

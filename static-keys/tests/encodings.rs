@@ -3,7 +3,7 @@
 
 use iced_x86::{Code, Decoder, DecoderOptions, Mnemonic};
 use proptest::prelude::*;
-use static_keys::{Branch, Instruction, Size, disassemble, recognise, recognise_in_file};
+use static_keys::{Branch, Instruction, Nops, Size, disassemble, recognise_in_file};
 
 fn decode(bytes: &[u8], address: u64) -> iced_x86::Instruction {
     let mut decoder = Decoder::with_ip(64, bytes, address, DecoderOptions::NONE);
@@ -26,7 +26,7 @@ fn check_jump(size: Size, code: u64, target: u64) {
     assert_eq!(decoded.code(), expected);
     assert_eq!(decoded.near_branch_target(), target);
     assert_eq!(
-        recognise(jump.as_bytes(), code, target),
+        Nops::Fixed.recognise(jump.as_bytes(), code, target),
         Some((size, Branch::Jump))
     );
     assert_eq!(
@@ -39,16 +39,24 @@ const CODE: u64 = 0xffff_ffff_8123_4567;
 
 #[test]
 fn nops_do_nothing() {
-    for (size, code, text) in [
-        (Size::Two, Code::Nopw, "xchg ax, ax"),
-        (Size::Five, Code::Nop_rm32, "nop dword ptr [rax+rax]"),
+    let long = "nop dword ptr [rax+rax]";
+    for (nops, size, code, text) in [
+        (Nops::Fixed, Size::Two, Code::Nopw, "xchg ax, ax"),
+        (Nops::Fixed, Size::Five, Code::Nop_rm32, long),
+        (Nops::P6, Size::Five, Code::Nop_rm32, long),
+        (
+            Nops::K8,
+            Size::Five,
+            Code::Nopw,
+            "data16 data16 data16 xchg ax, ax",
+        ),
     ] {
-        let nop = Instruction::nop(size);
+        let nop = nops.nop(size);
         let decoded = decode(nop.as_bytes(), CODE);
         assert_eq!((decoded.mnemonic(), decoded.code()), (Mnemonic::Nop, code));
         assert_eq!(nop.as_bytes().len(), size.bytes());
         assert_eq!(
-            recognise(nop.as_bytes(), CODE, 0),
+            nops.recognise(nop.as_bytes(), CODE, 0),
             Some((size, Branch::Nop))
         );
         assert_eq!(disassemble(nop.as_bytes(), CODE), text);
@@ -114,7 +122,11 @@ fn the_historic_nops_are_known_in_files_alone() {
             Some((Size::Five, Branch::Nop)),
             "{bytes:x?}"
         );
-        assert_eq!(recognise(&bytes, CODE, elsewhere), None, "{bytes:x?}");
+        assert_eq!(
+            Nops::Fixed.recognise(&bytes, CODE, elsewhere),
+            None,
+            "{bytes:x?}"
+        );
     }
     assert_eq!(
         recognise_in_file(&[0xe9, 0, 0, 0, 0], CODE, CODE + 5),
@@ -138,7 +150,11 @@ fn nothing_else_is_recognised() {
         &[0xe8, 0x3b, 0x00, 0x00, 0x00], // a call
         &[0x90, 0x90, 0x90, 0x90, 0x90],
     ] {
-        assert_eq!(recognise(bytes, CODE, target), None, "{bytes:x?}");
+        assert_eq!(
+            Nops::Fixed.recognise(bytes, CODE, target),
+            None,
+            "{bytes:x?}"
+        );
     }
     assert_eq!(disassemble(&[0xcc], CODE), "int3");
     for bytes in [&[0xe8, 0, 0, 0, 0][..], &[], &[0x66]] {
@@ -167,8 +183,8 @@ proptest! {
 
     /// The decoder agrees with whatever `recognise` accepts.
     #[test]
-    fn what_is_recognised_is_right(bytes in prop::collection::vec(any::<u8>(), 0..8), code in any::<u64>(), target in any::<u64>()) {
-        if let Some((size, branch)) = recognise(&bytes, code, target) {
+    fn what_is_recognised_is_right(bytes in prop::collection::vec(any::<u8>(), 0..8), code in any::<u64>(), target in any::<u64>(), nops in prop::sample::select(vec![Nops::Fixed, Nops::P6, Nops::K8])) {
+        if let Some((size, branch)) = nops.recognise(&bytes, code, target) {
             let decoded = decode(&bytes[..size.bytes()], code);
             match branch {
                 Branch::Nop => prop_assert_eq!(decoded.mnemonic(), Mnemonic::Nop),

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use crate::guest::Variables;
 use crate::initramfs::{self, Contents, INIT};
@@ -18,14 +18,36 @@ const KERNELS: [(&str, &str); 2] = [
 ];
 
 /// More packages, for the table of `docs/kernels.md`. An archive may lack some.
-const OTHERS: [&str; 6] = [
-    "linux-image-5.10-cloud-amd64",
-    "linux-image-amd64",
-    "linux-image-rt-amd64",
-    "linux-image-6.12-amd64",
-    "linux-image-6.12-rt-amd64",
-    "linux-image-6.18-cloud-amd64",
+const OTHERS: [Package; 7] = [
+    Package::of("bullseye-security", "linux-image-cloud-amd64"),
+    Package::own("linux-image-amd64"),
+    Package::own("linux-image-rt-amd64"),
+    Package::own("linux-image-6.12-amd64"),
+    Package::own("linux-image-6.12-rt-amd64"),
+    Package::of("trixie", "linux-image-cloud-amd64"),
+    Package::of("forky", "linux-image-cloud-amd64"),
 ];
+
+/// A package that depends on a kernel.
+#[derive(Clone, Copy)]
+struct Package {
+    /// None for the machine's own sources.
+    suite: Option<&'static str>,
+    name: &'static str,
+}
+
+impl Package {
+    const fn own(name: &'static str) -> Self {
+        Self { suite: None, name }
+    }
+
+    const fn of(suite: &'static str, name: &'static str) -> Self {
+        Self {
+            suite: Some(suite),
+            name,
+        }
+    }
+}
 
 /// Modules in the initramfs, with all they depend on: with tracepoints, with keys, with lines of dynamic debug, and with none of these.
 /// None is loaded by itself.
@@ -37,12 +59,15 @@ const PROGRAMS: &[&str] = &["tests/guest"];
 const KIND: &str = "stock";
 
 /// A folder with `vmlinuz` and `initramfs`, made if it is not in the cache. The key lacks the package's version, as the lab's does.
-fn get(package: &str) -> Result<PathBuf> {
+fn get(package: Package) -> Result<PathBuf> {
     host::ensure_packages(host::LAB)?;
     host::ensure_packages(host::INITRAMFS)?;
     let programs = initramfs::programs(PROGRAMS)?;
     let mut inputs = cache::Inputs::new("stock kernel 2");
-    inputs.add("package", package);
+    if let Some(suite) = package.suite {
+        inputs.add("suite", suite);
+    }
+    inputs.add("package", package.name);
     inputs.add("modules", MODULES.join(" "));
     inputs.add("init", INIT);
     inputs.add("compiler", kernel::compiler()?);
@@ -59,36 +84,40 @@ fn get(package: &str) -> Result<PathBuf> {
 pub fn variables() -> Variables {
     let kernels = KERNELS.iter();
     kernels
-        .filter_map(|(variable, package)| Some((*variable, available(package)?)))
+        .filter_map(|(variable, package)| Some((*variable, available(Package::own(package))?)))
         .collect()
 }
 
 /// The variable with the directories of all other kernels that are available.
 pub fn others() -> Result<Variables> {
-    let folders = OTHERS.iter().filter_map(|package| available(package));
+    let folders = OTHERS.into_iter().filter_map(available);
     let list = std::env::join_paths(folders)?;
     Ok(vec![("PATCHBAY_TEST_STOCK_OTHERS", list.into())])
 }
 
-fn available(package: &str) -> Option<PathBuf> {
+fn available(package: Package) -> Option<PathBuf> {
     get(package)
-        .inspect_err(|error| eprintln!("There is no stock kernel of {package}: {error:#}"))
+        .inspect_err(|error| eprintln!("There is no stock kernel of {}: {error:#}", package.name))
         .ok()
 }
 
 /// The kernel of the demo.
 pub fn cloud_6_12() -> Result<(&'static str, PathBuf)> {
     let [_, (variable, package)] = KERNELS;
-    Ok((variable, get(package)?))
+    Ok((variable, get(Package::own(package))?))
 }
 
-fn build(package: &str, programs: &[PathBuf], folder: &Path) -> Result<()> {
+fn build(package: Package, programs: &[PathBuf], folder: &Path) -> Result<()> {
     let steps = Steps::new("preparing a stock kernel", &folder.join("build.log"))?;
     let unpacked = folder.join("package");
-    lab_image::download_kernel(&steps, package, &unpacked)?;
+    lab_image::download_kernel(&steps, package.suite, package.name, &unpacked)?;
     let boot = lab_image::only_match(&unpacked.join("boot"), "vmlinuz-")?;
     fs::rename(boot, folder.join("vmlinuz"))?;
-    let library = lab_image::only_match(&unpacked.join("lib/modules"), "")?;
+    let folders = ["lib/modules", "usr/lib/modules"].map(|folder| unpacked.join(folder));
+    // Since Debian 13 packages have no files in /lib.
+    let folder = folders.iter().find(|folder| folder.is_dir());
+    let folder = folder.context("the package has no modules")?;
+    let library = lab_image::only_match(folder, "")?;
     let modules = modules::read_with_dependencies(&library, MODULES)?;
     // insmod can load them in the order of their names.
     let named = |(number, module): (usize, modules::Module)| {

@@ -2,7 +2,7 @@
 //! What is tried: guests that differ in a few bytes from a good one, and type information.
 
 use patchbay_kernel_image::Btf;
-use patchbay_kernel_image::live::{Kernel, Way, discover};
+use patchbay_kernel_image::live::{Finder, Kernel, Way, discover};
 
 use crate::craft_guest::{
     DATA, MODULE_DATA, MODULE_TEXT, NOTE, RAM, RODATA, TEXT, guest, physical,
@@ -17,12 +17,17 @@ pub const TARGETS: &[Named] = &[
     ("type_information", type_information),
 ];
 
-/// The first byte chooses the way, each four more change a byte: where the change lies, how far into that, and the new value.
+/// The first byte chooses the way, and whether the guest was discovered before. Each four more change a byte: where the change lies, how far into that, and the new value.
 pub fn live_guests(data: &[u8]) {
     let Some((choice, changes)) = data.split_first() else {
         return;
     };
     let guest = guest();
+    let mut finder = Finder::default();
+    if choice & 4 != 0 {
+        let found = finder.find(&guest, &guest.cpus, Way::Image);
+        assert!(found.is_ok(), "the guest is good");
+    }
     for change in changes.chunks_exact(4) {
         let places = [
             (physical(TEXT), 0x400),
@@ -37,6 +42,12 @@ pub fn live_guests(data: &[u8]) {
         let (start, length) = places[usize::from(change[0]) % places.len()];
         let at = start + u64::from(u16::from_le_bytes([change[1], change[2]])) % length;
         guest.put_physical(at, &[change[3]]);
+    }
+    if choice & 4 != 0 {
+        if let Ok(kernel) = finder.find(&guest, &guest.cpus, Way::Image) {
+            check(&kernel);
+        }
+        return;
     }
     let (way, cpus) = match choice % 3 {
         0 => (Way::Image, guest.cpus.as_slice()),

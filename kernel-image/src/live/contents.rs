@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Modules, jump tables and keys of a kernel that was located.
 
-use static_keys::{ENTRIES_MAX, KEYS_MAX};
+use std::sync::Arc;
+
+use static_keys::{ENTRIES_MAX, JumpEntry, KEYS_MAX, Nops};
 
 use super::error::{DiscoveryError, refuse};
 use super::gates::{self, Gates};
 use super::layout::{Inner, Layout};
-use super::locate::{Located, required};
+use super::locate::{Anchors, Located, required};
 use super::memory::PhysicalMemory;
 use super::modules::{self, Loaded};
 use super::parts::Clock;
@@ -17,7 +19,38 @@ use crate::classes::Classes;
 /// Most symbols of all modules together.
 const MAX_MODULE_SYMBOLS: usize = 1 << 20;
 
-/// What the kernel has.
+/// What the kernel image has, and keeps while it runs.
+pub(super) struct Own {
+    pub nops: Nops,
+    tables: Tables,
+    entries: Vec<JumpEntry>,
+    classes: Classes,
+}
+
+impl Own {
+    pub fn read<M: PhysicalMemory + ?Sized>(
+        located: &mut Located<'_, M>,
+        layout: &Layout,
+        inner: &Inner,
+        clock: &mut Clock,
+    ) -> Result<Self, DiscoveryError> {
+        let tables = kernel_tables(&located.anchors)?;
+        let view = &mut located.view;
+        let nops = tables::nops(view, &located.anchors.named)?;
+        let entries = tables::entries(view, &tables, ENTRIES_MAX)?;
+        clock.part("jump table of the kernel", view.copied());
+        let classes = Classes::of_kernel(located, layout, inner)?;
+        clock.part("classes of the kernel", located.view.copied());
+        Ok(Self {
+            nops,
+            tables,
+            entries,
+            classes,
+        })
+    }
+}
+
+/// What the kernel and its modules have.
 pub(super) struct Contents {
     pub images: Vec<ImageTables>,
     pub keys: Vec<Key>,
@@ -26,31 +59,32 @@ pub(super) struct Contents {
 /// Reads modules, tables and names.
 pub(super) fn read<M: PhysicalMemory + ?Sized>(
     located: &mut Located<'_, M>,
+    own: &Own,
     gates: &mut Gates,
     layout: &Layout,
     inner: &Inner,
     clock: &mut Clock,
 ) -> Result<Contents, DiscoveryError> {
+    let anchors = Arc::clone(&located.anchors);
     let view = &mut located.view;
-    let modules = match located.named.address("modules") {
+    let modules = match anchors.named.address("modules") {
         Some(head) => {
             let modules = modules::read(view, head, layout, inner)?;
-            gates::add_modules(gates, view, &located.named, layout, inner, &modules);
+            gates::add_modules(gates, view, &anchors.named, layout, inner, &modules);
             modules
         }
         None => Vec::new(),
     };
     clock.part("modules", view.copied());
 
-    let mut tables = vec![kernel_tables(located)?];
-    tables.extend(modules.iter().map(Loaded::tables));
-    let view = &mut located.view;
-    let mut sites = Vec::with_capacity(tables.len());
-    let mut left = ENTRIES_MAX;
-    for image in &tables {
-        let found = tables::sites(view, image, left)?;
-        left -= found.len();
-        sites.push(found);
+    let mut sites = vec![tables::sites(view, &own.tables, own.nops, &own.entries)?];
+    let mut tables = vec![own.tables.clone()];
+    let mut left = ENTRIES_MAX - own.entries.len();
+    for image in modules.iter().map(Loaded::tables) {
+        let entries = tables::entries(view, &image, left)?;
+        left -= entries.len();
+        sites.push(tables::sites(view, &image, own.nops, &entries)?);
+        tables.push(image);
     }
     let used = tables::keys(view, &tables, &sites, layout)?;
     if used.len() > KEYS_MAX {
@@ -61,16 +95,17 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
     }
     clock.part("jump tables", view.copied());
 
-    let classes = Classes::read(located, layout, inner, &modules)?;
-    clock.part("classes", located.view.copied());
-    let mut symbols = vec![std::mem::take(&mut located.symbols)];
+    let mut classes = own.classes.clone();
+    classes.add_modules(view, &anchors.named, layout, inner, &modules)?;
+    clock.part("classes", view.copied());
+    let mut symbols = vec![Arc::clone(&anchors.symbols)];
     let mut room = MAX_MODULE_SYMBOLS;
     for module in &modules {
-        let own = modules::symbols(&mut located.view, module, inner, room).unwrap_or_default();
+        let own = modules::symbols(view, module, inner, room).unwrap_or_default();
         room = room.saturating_sub(own.len());
-        symbols.push(own);
+        symbols.push(Arc::new(own));
     }
-    clock.part("symbols of modules", located.view.copied());
+    clock.part("symbols of modules", view.copied());
     let images: Vec<ImageTables> = tables
         .into_iter()
         .zip(sites)
@@ -86,19 +121,17 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
             symbols,
         })
         .collect();
-    let keys = classes.keys(&mut located.view, used, &images, layout);
-    clock.part("names", located.view.copied());
+    let keys = classes.keys(view, used, &images, layout);
+    clock.part("names", view.copied());
     Ok(Contents { images, keys })
 }
 
 /// The kernel image's own.
-fn kernel_tables<M: PhysicalMemory + ?Sized>(
-    located: &Located<'_, M>,
-) -> Result<Tables, DiscoveryError> {
-    let named = &located.named;
+fn kernel_tables(anchors: &Anchors) -> Result<Tables, DiscoveryError> {
+    let named = &anchors.named;
     let range = |start: &'static str, end: &'static str| {
         let (first, last) = (required(named, start)?, required(named, end)?);
-        let inside = |address| located.image.start <= address && address <= located.image.end;
+        let inside = |address| anchors.image.start <= address && address <= anchors.image.end;
         if first > last || !inside(first) || !inside(last) {
             return refuse(format!(
                 "{start} and {end} are at {first:#x} and {last:#x}, outside the kernel's image or in the wrong order"
@@ -119,7 +152,7 @@ fn kernel_tables<M: PhysicalMemory + ?Sized>(
         init: range("__init_begin", "__init_end")?,
         ro_after_init: range("__start_ro_after_init", "__end_ro_after_init")?,
         jump_table,
-        areas: vec![located.image.clone()],
+        areas: vec![anchors.image.clone()],
     })
 }
 

@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::Kernel;
 use crate::classes::location;
@@ -17,7 +18,7 @@ pub struct Functions {
 struct Image {
     text: Range<u64>,
     init_text: Range<u64>,
-    symbols: Symbols,
+    symbols: Arc<Symbols>,
 }
 
 impl Functions {

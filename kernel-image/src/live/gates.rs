@@ -87,7 +87,7 @@ pub struct Gate {
 }
 
 /// The gates of a kernel.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Gates {
     pub gates: Vec<Gate>,
     /// Gates for which no word was found in this kernel.

@@ -30,6 +30,7 @@ pub(super) const SYMBOLS: &[&str] = &[
     "ddebug_lock",
     "ddebug_tables",
     "divide_error",
+    "ideal_nops",
     "init_task",
     "init_top_pgt",
     "jump_label_mutex",

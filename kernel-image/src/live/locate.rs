@@ -9,6 +9,7 @@
 //! From here on the kernel's own page table is used, `init_top_pgt`, never that of a process.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::error::{DiscoveryError, busy, refuse};
 use super::memory::{Cpu, PhysicalMemory, View};
@@ -30,7 +31,18 @@ const MAX_CONSTANT: u64 = 128 << 20;
 pub(super) struct Located<'m, M: ?Sized> {
     /// Through the kernel's own page table.
     pub view: View<'m, M>,
-    pub symbols: Symbols,
+    pub anchors: Arc<Anchors>,
+    /// vCPUs that run it.
+    pub cpus: usize,
+}
+
+/// What does not change while the kernel runs.
+pub(super) struct Anchors {
+    /// The kernel's own.
+    table: PageTable,
+    /// What it maps of the image.
+    runs: Vec<Run>,
+    pub symbols: Arc<Symbols>,
     pub named: Named,
     /// `_text` to `_end`.
     pub image: Range<u64>,
@@ -41,7 +53,6 @@ pub(super) struct Located<'m, M: ?Sized> {
     pub build_id: String,
     pub kaslr_offset: Option<u64>,
     pub note: NoteFound,
-    pub cpus: usize,
 }
 
 /// A page table that maps a kernel image, and the handler of its gate 0.
@@ -90,6 +101,7 @@ pub(super) fn locate<'m, M: PhysicalMemory + ?Sized>(
     if view.table.image_runs(memory).as_ref() != Some(&candidate.runs) {
         return busy("the page table of a vCPU and init_top_pgt map the kernel differently");
     }
+    view.image.clone_from(&candidate.runs);
     let cpus = check_cpus(memory, cpus, &view, &named, text)?;
     let banner = banner(&mut view, &named)?;
     let release = banner
@@ -97,9 +109,10 @@ pub(super) fn locate<'m, M: PhysicalMemory + ?Sized>(
         .and_then(|rest| rest.split(' ').next())
         .unwrap_or_default()
         .to_owned();
-    let mut located = Located {
-        view,
-        symbols,
+    let mut anchors = Anchors {
+        table: view.table,
+        runs: candidate.runs,
+        symbols: Arc::new(symbols),
         named,
         image,
         phys_base,
@@ -108,11 +121,35 @@ pub(super) fn locate<'m, M: PhysicalMemory + ?Sized>(
         build_id: String::new(),
         kaslr_offset: None,
         note: NoteFound::Absent,
-        cpus,
     };
-    compare_note(&mut located, note, text)?;
-    clock.part("anchors", located.view.copied());
-    Ok(located)
+    compare_note(&mut view, &mut anchors, note, text)?;
+    clock.part("anchors", view.copied());
+    Ok(Located {
+        view,
+        anchors: Arc::new(anchors),
+        cpus,
+    })
+}
+
+/// Looks whether the vCPUs run a kernel that was found before; none if any runs something else.
+pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
+    memory: &'m M,
+    cpus: &[Cpu],
+    anchors: &Arc<Anchors>,
+) -> Option<Located<'m, M>> {
+    let mut view = View::new(memory, anchors.table);
+    // After kexec the old kernel may lie in memory unchanged. Only the vCPUs tell.
+    let text = anchors.named.address("_stext")?;
+    let cpus = check_cpus(memory, cpus, &view, &anchors.named, text).ok()?;
+    let same = cpus > 0
+        && view.table.image_runs(memory).as_ref() == Some(&anchors.runs)
+        && banner(&mut view, &anchors.named).is_ok_and(|banner| banner == anchors.banner);
+    view.image.clone_from(&anchors.runs);
+    same.then(|| Located {
+        view,
+        anchors: Arc::clone(anchors),
+        cpus,
+    })
 }
 
 /// The address of a symbol that every kernel has.
@@ -310,39 +347,40 @@ fn banner<M: PhysicalMemory + ?Sized>(
 
 /// Compares what was found with VMCOREINFO, which `vmcoreinfo_data` points at.
 fn compare_note<M: PhysicalMemory + ?Sized>(
-    located: &mut Located<'_, M>,
+    view: &mut View<'_, M>,
+    anchors: &mut Anchors,
     found: Option<Note>,
     text: u64,
 ) -> Result<(), DiscoveryError> {
     let searched = found.is_some();
     let note = match found {
         Some(note) => note,
-        None => match own_note(located) {
+        None => match own_note(view, &anchors.named) {
             Some(Ok(note)) => note,
             Some(Err(encrypted)) => return refuse(encrypted),
             None => return Ok(()),
         },
     };
-    let root = required(&located.named, "init_top_pgt")?;
+    let root = required(&anchors.named, "init_top_pgt")?;
     let agreements = [
-        ("the release", note.release == located.release),
+        ("the release", note.release == anchors.release),
         ("init_top_pgt", note.root == root),
         ("_stext", note.stext == text),
-        ("phys_base", note.phys_base == located.phys_base),
+        ("phys_base", note.phys_base == anchors.phys_base),
         (
             "the levels of the page table",
-            note.five_levels == located.view.table.five_levels,
+            note.five_levels == view.table.five_levels,
         ),
     ];
     if let Some((what, _)) = agreements.iter().find(|(_, agrees)| !agrees) {
         return refuse(format!(
             "VMCOREINFO of the kernel {} and its image disagree about {what}",
-            located.release
+            anchors.release
         ));
     }
-    located.build_id = note.build_id;
-    located.kaslr_offset = note.kaslr_offset;
-    located.note = if searched {
+    anchors.build_id = note.build_id;
+    anchors.kaslr_offset = note.kaslr_offset;
+    anchors.note = if searched {
         NoteFound::Searched
     } else {
         NoteFound::Agrees
@@ -352,11 +390,12 @@ fn compare_note<M: PhysicalMemory + ?Sized>(
 
 /// None on a kernel without VMCOREINFO.
 fn own_note<M: PhysicalMemory + ?Sized>(
-    located: &mut Located<'_, M>,
+    view: &mut View<'_, M>,
+    named: &Named,
 ) -> Option<Result<Note, String>> {
-    let pointer = located.named.address("vmcoreinfo_data")?;
-    let address = located.view.u64(pointer)?;
+    let pointer = named.address("vmcoreinfo_data")?;
+    let address = view.u64(pointer)?;
     let mut text = vec![0; PAGE as usize];
-    located.view.read(address, &mut text)?;
+    view.read(address, &mut text)?;
     Note::parse(&text)
 }

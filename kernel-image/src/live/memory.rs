@@ -65,6 +65,8 @@ impl Cpu {
 pub(super) struct View<'m, M: ?Sized> {
     memory: &'m M,
     pub table: PageTable,
+    /// What the table maps of the kernel image, so that its pages need no walk. May be empty.
+    pub image: Vec<Run>,
     /// Read-only data of the kernel image: {virtual address, bytes}, sorted.
     data: Vec<(u64, Vec<u8>)>,
     pages: HashMap<u64, Option<Box<[u8; PAGE as usize]>>, RandomState>,
@@ -77,6 +79,7 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         Self {
             memory,
             table,
+            image: Vec::new(),
             data: Vec::new(),
             pages: HashMap::default(),
             copied: 0,
@@ -154,13 +157,25 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         self.pages.get(&address)?.as_deref()
     }
 
+    fn translate(&self, address: u64) -> Option<u64> {
+        let run = self.image.partition_point(|run| run.range.end <= address);
+        match self
+            .image
+            .get(run)
+            .filter(|run| run.range.contains(&address))
+        {
+            Some(run) => Some(run.physical + (address - run.range.start)),
+            None => Some(self.table.translate(self.memory, address)?.physical),
+        }
+    }
+
     fn copy_page(&mut self, address: u64) -> Option<Box<[u8; PAGE as usize]>> {
         if self.copied.saturating_add(PAGE) > MAX_COPIED {
             return None;
         }
-        let mapping = self.table.translate(self.memory, address)?;
+        let physical = self.translate(address)?;
         let mut bytes = Box::new([0; PAGE as usize]);
-        if !self.memory.read(mapping.physical, bytes.as_mut_slice()) {
+        if !self.memory.read(physical, bytes.as_mut_slice()) {
             return None;
         }
         self.copied += PAGE;

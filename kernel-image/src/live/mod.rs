@@ -13,6 +13,7 @@
 
 mod contents;
 mod error;
+mod finder;
 mod functions;
 mod gates;
 mod layout;
@@ -26,10 +27,13 @@ mod parts;
 mod tables;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use serde::Serialize;
+use static_keys::Nops;
 
 pub use error::DiscoveryError;
+pub use finder::{Finder, discover};
 pub use functions::Functions;
 pub use gates::{Concerns, Gate, GateKind};
 pub use layout::Layout;
@@ -40,14 +44,6 @@ pub use tables::Site;
 
 use crate::classes::{Class, DebugLine, Tracepoint, location};
 use crate::symbols::{SymbolKind, Symbols};
-use error::refuse;
-use layout::Inner;
-use locate::Located;
-use parts::Clock;
-
-/// X86_FEATURE_PTI is bit 11 of word 7.
-const PTI: (u32, u32) = (4 * 7, 1 << 11);
-
 /// How the kernel is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -88,7 +84,7 @@ pub struct ImageTables {
     /// The entries of the table, in its order.
     pub sites: Vec<Site>,
     /// Names for addresses in it.
-    pub symbols: Symbols,
+    pub symbols: Arc<Symbols>,
 }
 
 impl ImageTables {
@@ -145,6 +141,8 @@ pub struct Kernel {
     pub kaslr_offset: Option<u64>,
     /// Page table isolation is on; none if the kernel does not tell.
     pub page_table_isolation: Option<bool>,
+    /// The NOPs that it writes to its sites.
+    pub nops: Nops,
     /// Offsets of structures.
     pub layout: Layout,
     /// The kernel first.
@@ -168,101 +166,10 @@ pub struct Evidence {
     pub note: NoteFound,
     /// vCPUs whose page table and IDT are this kernel's.
     pub cpus: usize,
+    /// What an earlier discovery found of the same kernel was kept.
+    pub again: bool,
     /// Gates that this kernel has no word for that could be found.
     pub missing_gates: Vec<GateKind>,
     /// In order.
     pub parts: Vec<Part>,
-}
-
-/// Finds the keys of a running kernel.
-///
-/// # Errors
-/// [`DiscoveryError`].
-pub fn discover<M: PhysicalMemory + ?Sized>(
-    memory: &M,
-    cpus: &[Cpu],
-    way: Way,
-) -> Result<Kernel, DiscoveryError> {
-    let mut clock = Clock::start();
-    let mut located = locate::locate(memory, cpus, way, &mut clock)?;
-    let Some(btf) = located.named.range("__start_BTF", "__stop_BTF") else {
-        return refuse(
-            "the kernel has no BTF: it is built without CONFIG_DEBUG_INFO_BTF; give a debug file of the same build",
-        );
-    };
-    let has_modules = located.named.address("modules").is_some();
-    let Some(btf) = located.view.data_at(btf) else {
-        return refuse("the kernel's BTF does not lie in its read-only data");
-    };
-    let (layout, inner) = layout::read(btf, has_modules)?;
-    clock.part("BTF", located.view.copied());
-
-    let mut gates = gates::find(
-        &mut located.view,
-        &located.symbols,
-        &located.named,
-        &layout,
-        &inner,
-    )?;
-    gates.check(&mut located.view)?;
-    let found = contents::read(&mut located, &mut gates, &layout, &inner, &mut clock);
-    // What was found counts only if the kernel was not at work meanwhile.
-    located.view.forget();
-    gates.check(&mut located.view)?;
-    let contents = found?;
-    clock.part("gates", located.view.copied());
-
-    let canary = gates
-        .gates
-        .iter()
-        .find(|gate| gate.kind == GateKind::SameKernel)
-        .map_or(0, |gate| gate.wanted);
-    let page_table_isolation = isolation(&mut located, &inner);
-    Ok(Kernel {
-        boot: boot_number(canary, located.phys_base, &located.banner),
-        release: located.release,
-        banner: located.banner,
-        build_id: located.build_id,
-        page_table: located.view.table,
-        phys_base: located.phys_base,
-        kaslr_offset: located.kaslr_offset,
-        page_table_isolation,
-        layout,
-        images: contents.images,
-        keys: contents.keys,
-        gates: gates.gates,
-        per_cpu_offsets: gates.per_cpu_offsets,
-        evidence: Evidence {
-            way,
-            note: located.note,
-            cpus: located.cpus,
-            missing_gates: gates.missing,
-            parts: clock.parts(),
-        },
-    })
-}
-
-/// FNV-1a over what differs from boot to boot. The canary itself is the guest's secret.
-fn boot_number(canary: u64, phys_base: u64, banner: &str) -> u64 {
-    let bytes = canary
-        .to_le_bytes()
-        .into_iter()
-        .chain(phys_base.to_le_bytes())
-        .chain(banner.bytes());
-    let hash = bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    });
-    hash.max(1)
-}
-
-fn isolation<M: PhysicalMemory + ?Sized>(
-    located: &mut Located<'_, M>,
-    inner: &Inner,
-) -> Option<bool> {
-    let capability = inner.cpu_capability?.checked_add(PTI.0)?;
-    let address = located.named.address("boot_cpu_data")?;
-    let word = located
-        .view
-        .u32(address.checked_add(u64::from(capability))?)?;
-    Some(word & PTI.1 != 0)
 }

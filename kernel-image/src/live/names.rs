@@ -2,6 +2,7 @@
 //! Classes and names of the keys of a running kernel.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use static_keys::KEYS_MAX;
 
@@ -12,68 +13,101 @@ use super::memory::{PhysicalMemory, View};
 use super::modules::Loaded;
 use super::tables::Used;
 use super::{ImageTables, Key};
-use crate::classes::{self, Classes, Tracepoint, TracepointLayout, tell_apart};
-use crate::symbols::SymbolKind;
+use crate::classes::{self, Classes, DebugLayout, Tracepoint, TracepointLayout, tell_apart};
+use crate::symbols::{Named, SymbolKind};
 
 /// Most tables of dynamic debug.
 const MAX_DEBUG_TABLES: usize = 1 << 14;
 
 impl Classes {
-    pub(super) fn read<M: PhysicalMemory + ?Sized>(
+    /// What the kernel image itself says.
+    pub(super) fn of_kernel<M: PhysicalMemory + ?Sized>(
         located: &mut Located<'_, M>,
         layout: &Layout,
         inner: &Inner,
-        modules: &[Loaded],
     ) -> Result<Self, DiscoveryError> {
         let mut found = Self::default();
-        let (view, named) = (&mut located.view, &located.named);
-        let unreadable = |what: &str| DiscoveryError::Busy(format!("{what} cannot be read"));
-        if layout.tracepoint_size != 0 {
-            let offsets = TracepointLayout {
-                name: layout.tracepoint_name,
-                key: layout.tracepoint_key,
-            };
-            let own = named.range("__start___tracepoints_ptrs", "__stop___tracepoints_ptrs");
-            let of_modules = modules.iter().map(|module| module.tracepoints.clone());
-            for pointers in own.into_iter().chain(of_modules) {
-                found.tracepoints.extend(
-                    classes::tracepoints(view, pointers, offsets)
-                        .ok_or_else(|| unreadable("the tracepoints"))?,
-                );
-                found.check_size()?;
-            }
+        let (view, anchors) = (&mut located.view, &located.anchors);
+        let named = &anchors.named;
+        let pointers = named.range("__start___tracepoints_ptrs", "__stop___tracepoints_ptrs");
+        if let Some(pointers) = pointers {
+            found.add_tracepoints(view, pointers, layout)?;
         }
-        if let Some(offsets) = inner.ddebug {
-            let own = named.range("__start___dyndbg", "__stop___dyndbg");
-            let mut tables: Vec<(u64, u64)> = Vec::new();
-            if let Some(own) = &own {
-                tables.push((own.start, (own.end - own.start) / u64::from(offsets.size)));
-            }
-            let own = own.unwrap_or(0..0);
-            tables.extend(
-                debug_tables(view, named.address("ddebug_tables"), inner)?
-                    .into_iter()
-                    .filter(|(start, _)| !own.contains(start)),
-            );
-            let mut room = classes::MAX_DEBUG_TEXTS;
-            for (start, count) in tables {
-                found.debug_lines.extend(
-                    classes::debug_lines(view, start, count, offsets, &mut room)
-                        .ok_or_else(|| unreadable("the descriptors of dynamic debug"))?,
-                );
-                found.check_size()?;
-            }
+        if let Some(offsets) = inner.ddebug
+            && let Some(own) = named.range("__start___dyndbg", "__stop___dyndbg")
+        {
+            let count = (own.end - own.start) / u64::from(offsets.size);
+            found.add_debug_lines(view, own.start, count, offsets)?;
         }
         if let (Some(keys), Some(names)) = (
             named.address("sched_feat_keys"),
             named.address("sched_feat_names"),
         ) {
-            let end = names.saturating_add(located.symbols.extent(names, SymbolKind::Data));
+            let end = names.saturating_add(anchors.symbols.extent(names, SymbolKind::Data));
             let size = layout.static_key_size;
             found.features =
                 classes::scheduler_features(view, keys, size, names, end).unwrap_or_default();
         }
         Ok(found)
+    }
+
+    /// Adds what the modules say.
+    pub(super) fn add_modules<M: PhysicalMemory + ?Sized>(
+        &mut self,
+        view: &mut View<'_, M>,
+        named: &Named,
+        layout: &Layout,
+        inner: &Inner,
+        modules: &[Loaded],
+    ) -> Result<(), DiscoveryError> {
+        for module in modules {
+            self.add_tracepoints(view, module.tracepoints.clone(), layout)?;
+        }
+        let Some(offsets) = inner.ddebug else {
+            return Ok(());
+        };
+        let own = named.range("__start___dyndbg", "__stop___dyndbg");
+        let own = own.unwrap_or(0..0);
+        for (start, count) in debug_tables(view, named.address("ddebug_tables"), inner)? {
+            if !own.contains(&start) {
+                self.add_debug_lines(view, start, count, offsets)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn add_tracepoints<M: PhysicalMemory + ?Sized>(
+        &mut self,
+        view: &mut View<'_, M>,
+        pointers: Range<u64>,
+        layout: &Layout,
+    ) -> Result<(), DiscoveryError> {
+        if layout.tracepoint_size == 0 {
+            return Ok(());
+        }
+        let offsets = TracepointLayout {
+            name: layout.tracepoint_name,
+            key: layout.tracepoint_key,
+        };
+        match classes::tracepoints(view, pointers, offsets) {
+            Some(found) => self.tracepoints.extend(found),
+            None => return busy("the tracepoints cannot be read"),
+        }
+        self.check_size()
+    }
+
+    fn add_debug_lines<M: PhysicalMemory + ?Sized>(
+        &mut self,
+        view: &mut View<'_, M>,
+        start: u64,
+        count: u64,
+        offsets: DebugLayout,
+    ) -> Result<(), DiscoveryError> {
+        match classes::debug_lines(view, start, count, offsets, &mut self.debug_text_room) {
+            Some(found) => self.debug_lines.extend(found),
+            None => return busy("the descriptors of dynamic debug cannot be read"),
+        }
+        self.check_size()
     }
 
     fn check_size(&self) -> Result<(), DiscoveryError> {

@@ -7,14 +7,15 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use static_keys::{Branch, EntryFormat, Image, JumpEntry, Size, recognise};
+use static_keys::{Branch, EntryFormat, Image, JumpEntry, Nops, Size};
 
 use super::error::{DiscoveryError, busy, refuse};
 use super::layout::Layout;
 use super::memory::{PhysicalMemory, View};
+use crate::symbols::Named;
 
-/// `K8_NOP5_ATOMIC` of arch/x86/include/asm/nops.h, which `ideal_nops` may point at before 5.13.
-const K8_NOP5: [u8; 5] = [0x66, 0x66, 0x66, 0x66, 0x90];
+/// `NOP_ATOMIC5` of arch/x86/include/asm/nops.h before 5.13: the index in the array that `ideal_nops` points at.
+const NOP_ATOMIC5: u32 = 9;
 /// What `text_poke_bp_batch()` (arch/x86/kernel/alternative.c) puts in the first byte while it changes the others.
 const INT3: u8 = 0xcc;
 /// Bits of a key's `type` word.
@@ -22,7 +23,7 @@ const TYPE_LINKED: u64 = 2;
 const TYPE_MASK: u64 = 3;
 
 /// The kernel image or a module, as far as its table goes.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Tables {
     /// Address of the `struct module`; 0 for the kernel.
     pub id: u64,
@@ -57,12 +58,36 @@ pub(super) struct Used {
     pub runs: Vec<(usize, u64, Range<usize>)>,
 }
 
-/// Reads the table of an image and its sites.
-pub(super) fn sites<M: PhysicalMemory + ?Sized>(
+/// The NOPs that the kernel writes to its sites.
+pub(super) fn nops<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    named: &Named,
+) -> Result<Nops, DiscoveryError> {
+    let Some(pointer) = named.address("ideal_nops") else {
+        return Ok(Nops::Fixed);
+    };
+    let nop = view
+        .u64(pointer)
+        .and_then(|array| view.pointer(array, 8 * NOP_ATOMIC5));
+    let mut bytes = [0; 5];
+    if nop.and_then(|nop| view.read(nop, &mut bytes)).is_none() {
+        return refuse("the NOP of five bytes that ideal_nops leads to is not mapped");
+    }
+    match Nops::ideal(bytes) {
+        Some(nops) => Ok(nops),
+        None => refuse(format!(
+            "ideal_nops leads to {}, which is no NOP of five bytes that a 64-bit kernel chooses",
+            static_keys::Hex(&bytes)
+        )),
+    }
+}
+
+/// Reads the table of an image.
+pub(super) fn entries<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     image: &Tables,
     most: usize,
-) -> Result<Vec<Site>, DiscoveryError> {
+) -> Result<Vec<JumpEntry>, DiscoveryError> {
     let size = EntryFormat::Relative.entry_size() as u64;
     let length = image.jump_table.end.saturating_sub(image.jump_table.start);
     let whose = whose(image);
@@ -81,9 +106,19 @@ pub(super) fn sites<M: PhysicalMemory + ?Sized>(
     if !entries.is_sorted_by_key(|entry| entry.key) {
         return busy(format!("the jump table of {whose} is not sorted: it boots"));
     }
+    Ok(entries)
+}
+
+/// Reads the sites of a table.
+pub(super) fn sites<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    image: &Tables,
+    nops: Nops,
+    entries: &[JumpEntry],
+) -> Result<Vec<Site>, DiscoveryError> {
+    let entries = entries.iter();
     entries
-        .into_iter()
-        .map(|entry| site(view, image, entry))
+        .map(|entry| site(view, image, nops, *entry))
         .collect()
 }
 
@@ -97,6 +132,7 @@ fn whose(image: &Tables) -> String {
 fn site<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     image: &Tables,
+    nops: Nops,
     mut entry: JumpEntry,
 ) -> Result<Site, DiscoveryError> {
     entry.init |= image.init.contains(&entry.code);
@@ -122,7 +158,7 @@ fn site<M: PhysicalMemory + ?Sized>(
             entry.code
         ));
     };
-    match recognise(&bytes[..length], entry.code, entry.target) {
+    match nops.recognise(&bytes[..length], entry.code, entry.target) {
         Some(holds) => Ok(Site {
             entry,
             holds: Some(holds),
@@ -130,11 +166,6 @@ fn site<M: PhysicalMemory + ?Sized>(
         None if bytes[0] == INT3 => busy(format!(
             "the site at {:#x} of {whose} holds a breakpoint: the guest changes its text",
             entry.code
-        )),
-        None if bytes == K8_NOP5 => refuse(format!(
-            "the site at {:#x} of {whose} holds {}, the NOP that kernels before 5.13 choose for some processors: it is not supported",
-            entry.code,
-            static_keys::Hex(&bytes)
         )),
         None => refuse(format!(
             "the site at {:#x} of {whose} holds {}, neither its NOP nor the JMP to {:#x}",

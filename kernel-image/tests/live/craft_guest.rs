@@ -43,6 +43,8 @@ pub struct Guest {
     pub reads: RefCell<u64>,
     pub cpus: Vec<Cpu>,
     pub symbols: HashMap<String, u64>,
+    /// What its sites hold.
+    nop: [u8; 5],
     /// The symbols in kallsyms' form: address, letter and name.
     listed: Vec<(u64, String)>,
 }
@@ -175,18 +177,31 @@ fn jump_table(guest: &Guest, table: u64, branches: &[Branch]) {
 /// A kernel with a guarded key that a module uses too, a tracepoint, a line of dynamic debug, a hook of a security module, a sealed key,
 /// a branch in init text, and a module with a key of its own.
 pub fn guest() -> Guest {
+    craft(NOP5, false)
+}
+
+/// A kernel before 5.13, which chose this NOP when it booted.
+pub fn guest_with_ideal_nop(nop: [u8; 5]) -> Guest {
+    craft(nop, true)
+}
+
+fn craft(nop: [u8; 5], ideal: bool) -> Guest {
     let mut guest = Guest {
         ram: RefCell::new(vec![0; RAM as usize]),
         before_read: RefCell::new(None),
         reads: RefCell::new(0),
         cpus: Vec::new(),
         symbols: HashMap::new(),
+        nop,
         listed: Vec::new(),
     };
     let mut constants = Area { at: RODATA };
     text_symbols(&mut guest);
     data_symbols(&mut guest);
     texts(&mut guest, &mut constants);
+    if ideal {
+        ideal_nops(&mut guest, &mut constants);
+    }
     let table = branches(&mut guest, &mut constants);
     fill_words(&guest);
     module(&guest, table);
@@ -295,6 +310,16 @@ fn texts(guest: &mut Guest, constants: &mut Area) {
     guest.name(pointers + 4, 'D', "__stop___tracepoints_ptrs");
 }
 
+/// `ideal_nops` leads to an array of pointers to NOPs.
+fn ideal_nops(guest: &mut Guest, constants: &mut Area) {
+    let (nop, array) = (constants.take(5), constants.take(10 * 8));
+    guest.put(nop, &guest.nop);
+    guest.put_u64(array + 9 * 8, nop);
+    let pointer = constants.take(8);
+    guest.put_u64(pointer, array);
+    guest.name(pointer, 'r', "ideal_nops");
+}
+
 /// The kernel's sites and its jump table; where the table is.
 fn branches(guest: &mut Guest, constants: &mut Area) -> u64 {
     let (alpha, init) = (guest.symbol("alpha"), guest.symbol("__init_begin"));
@@ -328,7 +353,7 @@ fn branches(guest: &mut Guest, constants: &mut Area) -> u64 {
         "__stop___jump_table",
     );
     for branch in branches.iter().filter(|branch| branch.site < init) {
-        guest.put(branch.site, &NOP5);
+        guest.put(branch.site, &guest.nop);
         let mut others = branches.iter();
         let first = others.position(|other| other.key == branch.key).unwrap();
         guest.put_u64(branch.key + 8, table + 16 * first as u64);
@@ -404,7 +429,7 @@ fn module(guest: &Guest, kernel_table: u64) {
     guest.put_u64(own + 8, (table + 16) | 1);
     guest.put_u32(own, 1);
     for branch in &branches {
-        guest.put(branch.site, &NOP5);
+        guest.put(branch.site, &guest.nop);
     }
     guest.put(strtab, b"\0own\0module_function\0");
     for (index, (name, info, address)) in

@@ -3,7 +3,11 @@
 use patchbay_kernel_image::Class;
 use patchbay_kernel_image::live::{Concerns, GateKind, Kernel, NoteFound, Way, discover};
 
-use crate::craft_guest::{Guest, MODULE_DATA, RELEASE, guest};
+use static_keys::Nops;
+
+use crate::craft_guest::{
+    Guest, MODULE_DATA, MODULE_TEXT, NOP5, RELEASE, TEXT, guest, guest_with_ideal_nop, physical,
+};
 
 pub fn image(guest: &Guest) -> Result<Kernel, String> {
     discover(guest, &guest.cpus, Way::Image).map_err(|error| error.to_string())
@@ -143,4 +147,50 @@ fn a_key_without_entries_is_sealed() {
     let mut names: Vec<_> = sealed.map(|key| key.name.as_str()).collect();
     names.sort_unstable();
     assert_eq!(names, ["sealed", "shared@function_a"]);
+}
+
+const K8_NOP5: [u8; 5] = [0x66, 0x66, 0x66, 0x66, 0x90];
+
+#[test]
+fn a_kernel_before_5_13_has_the_nop_that_it_chose() {
+    for (nop, nops) in [(K8_NOP5, Nops::K8), (NOP5, Nops::P6)] {
+        let kernel = image(&guest_with_ideal_nop(nop)).unwrap();
+        assert_eq!((kernel.nops, kernel.keys.len()), (nops, 8));
+    }
+    assert_eq!(image(&guest()).unwrap().nops, Nops::Fixed);
+}
+
+#[test]
+fn a_kernel_has_one_nop() {
+    for (own, other) in [
+        (K8_NOP5, &NOP5[..]),
+        (NOP5, &K8_NOP5),
+        // No kernel before 5.13 has sites of two bytes.
+        (NOP5, &[0x66, 0x90]),
+        (K8_NOP5, &[0xeb, 0x1e]),
+    ] {
+        for site in [TEXT + 0x280, MODULE_TEXT + 0x80] {
+            let guest = guest_with_ideal_nop(own);
+            guest.put(site, other);
+            let error = image(&guest).unwrap_err();
+            assert!(error.contains("neither its NOP"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_nop_that_no_kernel_chooses_is_refused() {
+    let error = image(&guest_with_ideal_nop([0x90; 5])).unwrap_err();
+    assert!(
+        error.contains("ideal_nops leads to 90 90 90 90 90"),
+        "{error}"
+    );
+    let guest = guest_with_ideal_nop(K8_NOP5);
+    let array = guest.u64_at(physical(guest.symbol("ideal_nops")));
+    for pointer in [guest.symbol("ideal_nops"), array + 9 * 8] {
+        let guest = guest_with_ideal_nop(K8_NOP5);
+        guest.put_u64(pointer, 0xdead_0000);
+        let error = image(&guest).unwrap_err();
+        assert!(error.contains("is not mapped"), "{error}");
+    }
 }

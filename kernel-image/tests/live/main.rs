@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Discovery in a made-up guest: what is found, and what hostile guests get.
 
-// Of these two, only a part is used here.
+mod again;
+// Only a part of these two is used here.
 #[path = "../images/craft.rs"]
 #[allow(dead_code)]
 mod craft;

@@ -88,6 +88,16 @@ impl Watch {
         found
     }
 
+    /// All sockets in the folders themselves, in order.
+    pub fn sockets(&mut self) -> BTreeSet<PathBuf> {
+        let dirs = self.dirs.0.iter();
+        // Before it is read, so that what comes in between is an event.
+        let paths = dirs
+            .inspect(|dir| self.watch(dir))
+            .flat_map(|dir| entries(dir));
+        paths.filter(|path| is_socket(path)).collect()
+    }
+
     /// Ends when something has changed in a folder, or after [`RESCAN`].
     pub async fn changed(&self) {
         let Some(inotify) = &self.inotify else {

@@ -22,13 +22,14 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
+pub(crate) use self::find::Watch;
 pub use self::find::{RunDirs, default_run_dirs};
 pub use self::monitor::Monitor;
 
 /// Guests that one host serves. More are left out, loudly.
 pub const MAX_GUESTS: usize = 4096;
 /// Events in a run directory are taken together for so long.
-const SETTLE: Duration = Duration::from_millis(20);
+pub(crate) const SETTLE: Duration = Duration::from_millis(20);
 /// Sockets that are looked at.
 pub const MAX_MONITORS: usize = 4096;
 

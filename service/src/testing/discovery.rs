@@ -4,7 +4,7 @@
 
 use std::sync::atomic::Ordering;
 
-use static_keys::{Class, FoundImage, FoundKernel, FoundKey, GuestMemory, Image};
+use static_keys::{Class, FoundImage, FoundKernel, FoundKey, GuestMemory, Image, Nops};
 use zerocopy::FromBytes;
 
 use super::InMemoryGuest;
@@ -43,6 +43,7 @@ impl InMemoryGuest {
         });
         tables.contents = Contents::Found(FoundKernel {
             format: kernel.format,
+            nops: Nops::Fixed,
             layout: kernel.layout,
             gates: kernel.gates,
             images: vec![FoundImage {

@@ -3,7 +3,8 @@
 
 use static_keys::{
     Branch, Catalog, Class, Concerns, Directory, EntryFormat, GateKind, Gates, Instruction, Kernel,
-    KeyId, Layout, ListedGate, Module, Options, Plan, PlanError, Range, RecordRing, Size, Update,
+    KeyId, Layout, ListedGate, Module, Nops, Options, Plan, PlanError, Range, RecordRing, Size,
+    Update,
 };
 
 use super::memory::{Pages, Place};
@@ -377,7 +378,8 @@ impl World {
         } else {
             Branch::Jump
         };
-        Instruction::encode(branch, spec.size, self.site(site), self.target(site))
+        Nops::Fixed
+            .encode(branch, spec.size, self.site(site), self.target(site))
             .expect("within reach")
     }
 

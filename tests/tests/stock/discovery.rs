@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use patchbay_kernel_image::live::{Concerns, GateKind, Kernel, NoteFound, Way, discover};
+use patchbay_kernel_image::live::{Concerns, Finder, GateKind, Kernel, NoteFound, Way, discover};
 use patchbay_kernel_image::{Class, inspect};
 use static_keys::Branch;
 
@@ -85,8 +85,9 @@ fn summary(kernel: &Kernel) -> String {
     let entries: usize = kernel.images.iter().map(|image| image.sites.len()).sum();
     let time: std::time::Duration = kernel.evidence.parts.iter().map(|part| part.time).sum();
     format!(
-        "{}: {entries} entries, {} keys, {} / {} / {}, {} modules, {} gates, {time:?}: {:?}",
+        "{}: {:?} NOPs, {entries} entries, {} keys, {} / {} / {}, {} modules, {} gates, {time:?}: {:?}",
         kernel.release,
+        kernel.nops,
         kernel.keys.len(),
         class(Class::Tracepoint),
         class(Class::Dyndbg),
@@ -258,8 +259,25 @@ fn modules_go(guest: &mut Guest, before: &Kernel) -> Result<()> {
     let newest = listed.lines().find(|line| line.contains(" Live "));
     let newest = newest.and_then(|line| line.split(' ').next());
     let newest = newest.with_context(|| format!("no module in {listed:?}"))?;
+    let mut finder = Finder::default();
+    guest.stop()?;
+    let cpus = guest.cpus()?;
+    finder.find(&guest.ram, &cpus, Way::Image)?;
+    guest.resume()?;
     guest.shell(&format!("rmmod {newest}"))?;
-    let after = stopped(guest)?;
+    guest.stop()?;
+    let cpus = guest.cpus()?;
+    let after = discover(&guest.ram, &cpus, Way::Image)?;
+    let again = finder.find(&guest.ram, &cpus, Way::Image)?;
+    guest.resume()?;
+    ensure!(again.evidence.again);
+    println!("as a whole {}", summary(&after));
+    println!("again {}", summary(&again));
+    ensure!(
+        format!("{:?} {:?}", again.keys, again.gates)
+            == format!("{:?} {:?}", after.keys, after.gates),
+        "a repeated discovery differs from a whole one"
+    );
     ensure!(after.images.len() + 1 == before.images.len());
     let names = |kernel: &Kernel| kernel.images.iter().any(|image| image.name == newest);
     ensure!(names(before) && !names(&after));

@@ -62,6 +62,7 @@ pub fn tables(
         build_id: kernel.build_id.clone(),
         contents: Contents::Found(FoundKernel {
             format: EntryFormat::Relative,
+            nops: kernel.nops,
             layout,
             gates,
             images: images(kernel),

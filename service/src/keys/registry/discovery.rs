@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use patchbay_kernel_image::live::{self, DiscoveryError, GateKind, Way};
+use patchbay_kernel_image::live::{self, DiscoveryError, Finder, GateKind, Way};
 pub use patchbay_kernel_image::live::{Cpu, PhysicalMemory};
 use static_keys::GuestMemory;
 
@@ -64,6 +64,7 @@ pub(super) struct Discovery {
 
 #[derive(Debug, Default)]
 struct State {
+    finder: Finder,
     /// Words of the discovered kernel that differ if it no longer runs.
     kernel: Vec<Word>,
     /// Words that differ if its modules have changed.
@@ -170,7 +171,7 @@ impl Discovery {
                 }
             };
             left -= 1;
-            match live::discover(self.guest.memory(), &cpus, way) {
+            match state.finder.find(self.guest.memory(), &cpus, way) {
                 Ok(kernel) => break kernel,
                 Err(DiscoveryError::Busy(_)) if left > 0 => thread::sleep(INTERVAL),
                 Err(error @ DiscoveryError::Busy(_)) => {

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The order of a discovery, and what a [`Finder`] keeps for the next one.
+//!
+//! | found once for a kernel | found each time |
+//! |---|---|
+//! | page table, symbols, BTF, VMCOREINFO | vCPUs, mapping of the image, banner, stack canary: the kernel is the same |
+//! | jump table and classes of the image | modules with their tables, classes and symbols |
+//! | the words of the gates | their values |
+//! | | what sites hold, counts and lists of keys |
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::contents::{self, Own};
+use super::error::{DiscoveryError, refuse};
+use super::gates::{self, Gates};
+use super::layout::{self, Inner};
+use super::locate::{self, Anchors, Located};
+use super::memory::{Cpu, PhysicalMemory};
+use super::parts::Clock;
+use super::{Evidence, GateKind, Kernel, Layout, Way};
+
+/// X86_FEATURE_PTI is bit 11 of word 7.
+const PTI: (u32, u32) = (4 * 7, 1 << 11);
+
+/// Finds the keys of a running kernel.
+///
+/// # Errors
+/// [`DiscoveryError`].
+pub fn discover<M: PhysicalMemory + ?Sized>(
+    memory: &M,
+    cpus: &[Cpu],
+    way: Way,
+) -> Result<Kernel, DiscoveryError> {
+    whole(memory, cpus, way).map(|(kernel, _)| kernel)
+}
+
+/// Discovers one guest repeatedly, and keeps what cannot change while the same kernel runs.
+#[derive(Default)]
+pub struct Finder {
+    known: Option<Known>,
+}
+
+impl fmt::Debug for Finder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let release = self.known.as_ref().map(|known| &known.anchors.release);
+        f.debug_struct("Finder").field("known", &release).finish()
+    }
+}
+
+impl Finder {
+    /// Finds the keys of a running kernel, as [`discover`] does. [`Evidence::again`] says whether an earlier discovery was used.
+    ///
+    /// # Errors
+    /// [`DiscoveryError`].
+    pub fn find<M: PhysicalMemory + ?Sized>(
+        &mut self,
+        memory: &M,
+        cpus: &[Cpu],
+        way: Way,
+    ) -> Result<Kernel, DiscoveryError> {
+        // Without registers nothing tells the running kernel from one that lies in memory and runs no more.
+        if way == Way::Image
+            && let Some(known) = &self.known
+        {
+            match known.again(memory, cpus) {
+                Ok(Some(kernel)) => return Ok(kernel),
+                Ok(None) => {}
+                Err(error) => {
+                    // A kernel that is refused is looked at as a whole the next time.
+                    if matches!(error, DiscoveryError::Refused(_)) {
+                        self.known = None;
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        let (kernel, known) = whole(memory, cpus, way)?;
+        self.known = known;
+        Ok(kernel)
+    }
+}
+
+/// What stays while a kernel runs.
+struct Known {
+    anchors: Arc<Anchors>,
+    layout: Layout,
+    inner: Inner,
+    /// Without those of modules.
+    gates: Gates,
+    own: Own,
+    page_table_isolation: Option<bool>,
+}
+
+impl Known {
+    /// None if another kernel runs.
+    fn again<M: PhysicalMemory + ?Sized>(
+        &self,
+        memory: &M,
+        cpus: &[Cpu],
+    ) -> Result<Option<Kernel>, DiscoveryError> {
+        let mut clock = Clock::start();
+        let Some(mut located) = locate::again(memory, cpus, &self.anchors) else {
+            return Ok(None);
+        };
+        clock.part("same kernel", located.view.copied());
+        match self.gates.closed(&mut located.view) {
+            Some((GateKind::SameKernel, _)) => Ok(None),
+            _ => self.read(located, Way::Image, true, clock).map(Some),
+        }
+    }
+
+    fn read<M: PhysicalMemory + ?Sized>(
+        &self,
+        mut located: Located<'_, M>,
+        way: Way,
+        again: bool,
+        mut clock: Clock,
+    ) -> Result<Kernel, DiscoveryError> {
+        let mut gates = self.gates.clone();
+        gates.check(&mut located.view)?;
+        let found = contents::read(
+            &mut located,
+            &self.own,
+            &mut gates,
+            &self.layout,
+            &self.inner,
+            &mut clock,
+        );
+        // What was found counts only if the kernel was not at work meanwhile.
+        located.view.forget();
+        gates.check(&mut located.view)?;
+        let contents = found?;
+        clock.part("gates", located.view.copied());
+
+        let anchors = &self.anchors;
+        Ok(Kernel {
+            boot: boot_number(&gates, anchors),
+            release: anchors.release.clone(),
+            banner: anchors.banner.clone(),
+            build_id: anchors.build_id.clone(),
+            page_table: located.view.table,
+            phys_base: anchors.phys_base,
+            kaslr_offset: anchors.kaslr_offset,
+            page_table_isolation: self.page_table_isolation,
+            nops: self.own.nops,
+            layout: self.layout.clone(),
+            images: contents.images,
+            keys: contents.keys,
+            gates: gates.gates,
+            per_cpu_offsets: gates.per_cpu_offsets,
+            evidence: Evidence {
+                way,
+                note: anchors.note,
+                cpus: located.cpus,
+                again,
+                missing_gates: gates.missing,
+                parts: clock.parts(),
+            },
+        })
+    }
+}
+
+/// Discovers without any knowledge. What is known then is none if nothing would tell this kernel from the next.
+fn whole<M: PhysicalMemory + ?Sized>(
+    memory: &M,
+    cpus: &[Cpu],
+    way: Way,
+) -> Result<(Kernel, Option<Known>), DiscoveryError> {
+    let mut clock = Clock::start();
+    let mut located = locate::locate(memory, cpus, way, &mut clock)?;
+    let anchors = Arc::clone(&located.anchors);
+    let Some(btf) = anchors.named.range("__start_BTF", "__stop_BTF") else {
+        return refuse(
+            "the kernel has no BTF: it is built without CONFIG_DEBUG_INFO_BTF; give a debug file of the same build",
+        );
+    };
+    let has_modules = anchors.named.address("modules").is_some();
+    let Some(btf) = located.view.data_at(btf) else {
+        return refuse("the kernel's BTF does not lie in its read-only data");
+    };
+    let (layout, inner) = layout::read(btf, has_modules)?;
+    clock.part("BTF", located.view.copied());
+    let view = &mut located.view;
+    let gates = gates::find(view, &anchors.symbols, &anchors.named, &layout, &inner)?;
+    gates.check(view)?;
+    let own = Own::read(&mut located, &layout, &inner, &mut clock)?;
+    let page_table_isolation = isolation(&mut located, &inner);
+    let known = Known {
+        anchors,
+        layout,
+        inner,
+        gates,
+        own,
+        page_table_isolation,
+    };
+    let kernel = known.read(located, way, false, clock)?;
+    let tells = !known.gates.missing.contains(&GateKind::SameKernel);
+    Ok((kernel, tells.then_some(known)))
+}
+
+/// FNV-1a over what differs from boot to boot. The canary itself is the guest's secret.
+fn boot_number(gates: &Gates, anchors: &Anchors) -> u64 {
+    let mut gates = gates.gates.iter();
+    let canary = gates.find(|gate| gate.kind == GateKind::SameKernel);
+    let canary = canary.map_or(0, |gate| gate.wanted);
+    let bytes = canary
+        .to_le_bytes()
+        .into_iter()
+        .chain(anchors.phys_base.to_le_bytes())
+        .chain(anchors.banner.bytes());
+    let hash = bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    hash.max(1)
+}
+
+fn isolation<M: PhysicalMemory + ?Sized>(
+    located: &mut Located<'_, M>,
+    inner: &Inner,
+) -> Option<bool> {
+    let capability = inner.cpu_capability?.checked_add(PTI.0)?;
+    let address = located.anchors.named.address("boot_cpu_data")?;
+    let word = located
+        .view
+        .u32(address.checked_add(u64::from(capability))?)?;
+    Some(word & PTI.1 != 0)
+}

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Discoveries after the first.
+
+use patchbay_kernel_image::live::{DiscoveryError, Finder, Kernel, Way};
+
+use crate::craft_guest::{DATA, Guest, JMP5, MODULE_DATA, NOP5, TEXT, guest, physical};
+use crate::found::image;
+
+fn find(finder: &mut Finder, guest: &Guest) -> Kernel {
+    finder.find(guest, &guest.cpus, Way::Image).unwrap()
+}
+
+/// All that was found, without the time that it took.
+fn said(kernel: &Kernel) -> String {
+    let images = kernel.images.iter().map(|image| {
+        (
+            image.module,
+            &image.name,
+            &image.text,
+            &image.jump_table,
+            &image.sites,
+            image.symbols.len(),
+        )
+    });
+    format!(
+        "{:x?} {:?} {:?} {:?} {:?} {:?} {:?} {:?} {} {}",
+        kernel.boot,
+        images.collect::<Vec<_>>(),
+        kernel.keys,
+        kernel.gates,
+        kernel.layout,
+        kernel.page_table,
+        kernel.build_id,
+        kernel.evidence.note,
+        kernel.release,
+        kernel.evidence.cpus,
+    )
+}
+
+/// The module leaves the list, the list of the key that it used, and its memory.
+fn unload(guest: &Guest, kernel: &Kernel) {
+    let head = guest.symbol("modules");
+    guest.put_u64(head, head);
+    guest.put_u64(head + 8, head);
+    let alpha = guest.symbol("alpha");
+    let site = kernel.keys.iter().find(|key| key.address == alpha).unwrap();
+    let (_, range) = &site.sites[0];
+    let first = kernel.images[0].jump_table.start + 16 * range.start as u64;
+    guest.put_u64(alpha + 8, first);
+    guest.put(MODULE_DATA, &[0xff; 0x800]);
+}
+
+#[test]
+fn a_module_that_goes_is_seen_with_what_is_kept() {
+    let guest = guest();
+    let mut finder = Finder::default();
+    let first = find(&mut finder, &guest);
+    assert!(!first.evidence.again);
+    assert_eq!(said(&first), said(&image(&guest).unwrap()));
+    let whole = *guest.reads.borrow();
+
+    unload(&guest, &first);
+    *guest.reads.borrow_mut() = 0;
+    let second = find(&mut finder, &guest);
+    assert!(*guest.reads.borrow() < whole / 2);
+    assert!(second.evidence.again);
+    assert_eq!((first.images.len(), second.images.len()), (2, 1));
+    assert_eq!(said(&second), said(&image(&guest).unwrap()));
+}
+
+#[test]
+fn a_module_that_comes_is_seen_with_what_is_kept() {
+    let (with, without) = (guest(), guest());
+    unload(&without, &image(&with).unwrap());
+    let mut finder = Finder::default();
+    let first = find(&mut finder, &without);
+    without.ram.borrow_mut().clone_from(&with.ram.borrow());
+    let second = find(&mut finder, &without);
+    assert!(second.evidence.again);
+    assert_eq!((first.images.len(), second.images.len()), (1, 2));
+    assert_eq!(said(&second), said(&image(&with).unwrap()));
+}
+
+#[test]
+fn counts_and_sites_are_read_each_time() {
+    let guest = guest();
+    let mut finder = Finder::default();
+    find(&mut finder, &guest);
+    guest.put(TEXT + 0x280, &JMP5);
+    let error = finder.find(&guest, &guest.cpus, Way::Image).unwrap_err();
+    assert!(error.to_string().contains("does not do what the count 0"));
+    guest.put_u32(guest.symbol("__start___dyndbg") + 40, 1);
+    let kernel = find(&mut finder, &guest);
+    assert!(kernel.evidence.again);
+    let line = kernel.keys.iter().find(|key| key.debug.is_some()).unwrap();
+    assert_eq!(line.count, 1);
+    assert_eq!(said(&kernel), said(&image(&guest).unwrap()));
+}
+
+#[test]
+fn a_refused_kernel_is_looked_at_as_a_whole() {
+    let guest = guest();
+    let mut finder = Finder::default();
+    find(&mut finder, &guest);
+    guest.put(TEXT + 0x280, &[0x90; 5]);
+    let error = finder.find(&guest, &guest.cpus, Way::Image).unwrap_err();
+    assert!(matches!(error, DiscoveryError::Refused(_)), "{error}");
+    guest.put(TEXT + 0x280, &NOP5);
+    assert!(!find(&mut finder, &guest).evidence.again);
+}
+
+#[test]
+fn a_closed_gate_is_busy_and_what_is_known_stays() {
+    let guest = guest();
+    let mut finder = Finder::default();
+    find(&mut finder, &guest);
+    guest.put_u32(guest.symbol("text_mutex"), 0x1008);
+    let error = finder.find(&guest, &guest.cpus, Way::Image).unwrap_err();
+    assert!(matches!(error, DiscoveryError::Busy(_)), "{error}");
+    guest.put_u32(guest.symbol("text_mutex"), 0);
+    assert!(find(&mut finder, &guest).evidence.again);
+}
+
+/// What the finder has must not be used for a kernel that was started since.
+#[test]
+fn another_kernel_is_discovered_as_a_whole() {
+    type Change = (&'static str, &'static dyn Fn(&Guest));
+    let changes: [Change; 3] = [
+        ("canary", &|guest| {
+            guest.put_u64(guest.symbol("init_task") + 40, 0x4321);
+        }),
+        ("banner", &|guest| {
+            guest.put(guest.symbol("linux_banner") + 30, b"somebody");
+        }),
+        ("mapping", &|guest| {
+            // The last page of data, which holds nothing.
+            let last = DATA + 7 * 4096;
+            let mut table = physical(guest.symbol("init_top_pgt"));
+            for level in [4, 3, 2] {
+                table = guest.u64_at(table + 8 * (last >> (12 + 9 * (level - 1)) & 0x1ff)) & !0xfff;
+            }
+            guest.put_physical(table + 8 * (last >> 12 & 0x1ff), &[0; 8]);
+        }),
+    ];
+    for (what, change) in changes {
+        let guest = guest();
+        let mut finder = Finder::default();
+        find(&mut finder, &guest);
+        change(&guest);
+        let kernel = find(&mut finder, &guest);
+        assert!(!kernel.evidence.again, "{what}");
+        assert_eq!(said(&kernel), said(&image(&guest).unwrap()), "{what}");
+        assert!(find(&mut finder, &guest).evidence.again, "{what}");
+    }
+}
+
+/// After kexec the known kernel lies in memory as it was, and no vCPU runs it.
+#[test]
+fn every_vcpu_must_run_the_known_kernel() {
+    for stray in [0..1, 1..2, 0..2] {
+        let mut guest = guest();
+        let mut finder = Finder::default();
+        find(&mut finder, &guest);
+        let root = guest.cpus[0].cr3;
+        for cpu in &mut guest.cpus[stray] {
+            cpu.cr3 = 0x1000;
+        }
+        let error = finder.find(&guest, &guest.cpus, Way::Image).unwrap_err();
+        assert_eq!(error.to_string(), image(&guest).unwrap_err());
+        for cpu in &mut guest.cpus {
+            cpu.cr3 = root;
+        }
+        assert!(find(&mut finder, &guest).evidence.again);
+        for cpu in &mut guest.cpus {
+            cpu.cr0 = 0x10;
+        }
+        let error = finder.find(&guest, &guest.cpus, Way::Image).unwrap_err();
+        assert!(error.to_string().contains("no vCPU's page table"));
+    }
+}
+
+#[test]
+fn without_registers_nothing_is_kept_in_use() {
+    let guest = guest();
+    let mut finder = Finder::default();
+    find(&mut finder, &guest);
+    let kernel = finder.find(&guest, &[], Way::Note).unwrap();
+    assert!(!kernel.evidence.again);
+}

@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Guests of other monitors that the host finds by itself. `patchbay-attach` serves each of them, with its socket in the run directory.
+//!
+//! ```text
+//!  folders of QMP sockets ──inotify──▶ targets ──▶ one task per target ──▶ patchbay-attach
+//!  virsh list, in intervals ─────────▶    │                │
+//!                                         └── gone: the task ends with its attacher
+//! ```
+//!
+//! An attacher ends by itself when its guest ends. It runs on when this process ends, because it keeps the
+//! holds of its clients, and is found again by its socket.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+
+use sha2::{Digest, Sha256};
+use tokio::process::{Child, Command};
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use crate::guests::{BACKOFF_FIRST, Backoff, LOOK_INTERVAL, runs};
+use crate::monitors::{MAX_MONITORS, RunDirs, SETTLE, Watch};
+
+/// How often libvirt is asked for its domains.
+const LIST_INTERVAL: Duration = Duration::from_secs(5);
+/// Time allowed for an answer of libvirt.
+const LIST_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Where guests are looked for.
+#[derive(Clone, Debug, Default)]
+pub struct Attach {
+    /// Folders whose sockets are QMP sockets.
+    pub qmp: Vec<PathBuf>,
+    /// URI of a libvirt on this host.
+    pub libvirt: Option<String>,
+    /// The attacher; by default the one beside this program.
+    pub program: Option<PathBuf>,
+}
+
+/// A guest to attach to.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Target {
+    /// The inode tells a socket from one that replaced it.
+    Qmp { path: PathBuf, inode: u64 },
+    /// A domain of libvirt.
+    Domain { uri: String, name: String },
+}
+
+impl Target {
+    /// For the log.
+    fn name(&self) -> String {
+        match self {
+            Self::Qmp { path, .. } => path.display().to_string(),
+            Self::Domain { name, .. } => name.clone(),
+        }
+    }
+
+    /// The attacher's socket. It is the same after a restart of the daemon.
+    fn socket(&self, run_dir: &Path) -> PathBuf {
+        let mut hash = Sha256::new();
+        match self {
+            Self::Qmp { path, .. } => hash.update(path.as_os_str().as_encoded_bytes()),
+            Self::Domain { uri, name } => hash.update(format!("{uri}\0{name}")),
+        }
+        let hash = hash.finalize();
+        let digits: String = hash
+            .iter()
+            .take(8)
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        run_dir.join(format!("attached-{digits}.sock"))
+    }
+
+    fn arguments(&self, socket: &Path) -> Vec<OsString> {
+        let words: Vec<OsString> = match self {
+            Self::Qmp { path, .. } => vec!["qemu".into(), "--qmp".into(), path.into()],
+            Self::Domain { uri, .. } => vec!["libvirt".into(), "--connect".into(), uri.into()],
+        };
+        let api = ["--api-socket".into(), socket.into()];
+        let domain = match self {
+            Self::Qmp { .. } => vec![],
+            // Its name may begin with a dash.
+            Self::Domain { name, .. } => vec!["--".into(), name.into()],
+        };
+        words.into_iter().chain(api).chain(domain).collect()
+    }
+}
+
+/// Attaches to every guest that is found, until it is dropped.
+pub async fn run(attach: Attach, run_dir: PathBuf) {
+    if let Err(error) = std::fs::create_dir_all(&run_dir) {
+        let folder = run_dir.display();
+        return tracing::error!("the folder {folder} cannot be made: {error}; nothing is attached");
+    }
+    let program = attach.program.unwrap_or_else(default_program);
+    let (targets, watched) = watch::channel(BTreeSet::new());
+    let mut sockets = (!attach.qmp.is_empty()).then(|| Watch::new(RunDirs(attach.qmp)));
+    let mut domains = BTreeSet::new();
+    let mut listed: Option<Instant> = None;
+    let mut tasks: BTreeMap<Target, tokio::task::JoinHandle<()>> = BTreeMap::new();
+    loop {
+        let mut found = match &mut sockets {
+            Some(sockets) => sockets.sockets().into_iter().filter_map(qmp).collect(),
+            None => BTreeSet::new(),
+        };
+        if let Some(uri) = &attach.libvirt
+            && listed.is_none_or(|at| at.elapsed() >= LIST_INTERVAL)
+        {
+            match list(uri).await {
+                Ok(now) => domains = now,
+                Err(why) => tracing::warn!(uri, why, "libvirt's domains are not known"),
+            }
+            listed = Some(Instant::now());
+        }
+        found.extend(domains.iter().cloned());
+        if found.len() > MAX_MONITORS {
+            tracing::error!(
+                "{} guests are found; only {MAX_MONITORS} are attached",
+                found.len()
+            );
+        }
+        let found: BTreeSet<Target> = found.into_iter().take(MAX_MONITORS).collect();
+        targets.send_replace(found.clone());
+        tasks.retain(|_, task| !task.is_finished());
+        for target in found {
+            tasks.entry(target.clone()).or_insert_with(|| {
+                let kept = keep(target, program.clone(), run_dir.clone(), watched.clone());
+                tokio::spawn(kept)
+            });
+        }
+        match &sockets {
+            Some(sockets) if attach.libvirt.is_none() => sockets.changed().await,
+            Some(sockets) => {
+                // Late is right: then libvirt is asked.
+                let _ = tokio::time::timeout(LIST_INTERVAL, sockets.changed()).await;
+            }
+            None => tokio::time::sleep(LIST_INTERVAL).await,
+        }
+        // Whoever writes to a folder without end must not keep us busy.
+        tokio::time::sleep(SETTLE).await;
+    }
+}
+
+fn qmp(path: PathBuf) -> Option<Target> {
+    let inode = std::fs::symlink_metadata(&path).ok()?.ino();
+    Some(Target::Qmp { path, inode })
+}
+
+/// The attacher beside this program, else the one in PATH.
+fn default_program() -> PathBuf {
+    const NAME: &str = "patchbay-attach";
+    let own = std::env::current_exe().ok();
+    let beside = own.and_then(|own| Some(own.parent()?.join(NAME)));
+    beside
+        .filter(|path| path.is_file())
+        .unwrap_or_else(|| PathBuf::from(NAME))
+}
+
+/// The running domains.
+async fn list(uri: &str) -> Result<BTreeSet<Target>, String> {
+    let output = Command::new("virsh")
+        .args(["--connect", uri, "list", "--name"])
+        .stdin(Stdio::null())
+        .kill_on_drop(true)
+        .output();
+    let output = match tokio::time::timeout(LIST_PATIENCE, output).await {
+        Err(_) => return Err(format!("virsh does not answer within {LIST_PATIENCE:?}")),
+        Ok(Err(error)) => {
+            return Err(format!(
+                "virsh cannot be started ({error}); install libvirt-clients"
+            ));
+        }
+        Ok(Ok(output)) => output,
+    };
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("virsh says {:?}", said.trim()));
+    }
+    Ok(domains(uri, &String::from_utf8_lossy(&output.stdout)))
+}
+
+fn domains(uri: &str, text: &str) -> BTreeSet<Target> {
+    let names = text.lines().map(str::trim).filter(|name| !name.is_empty());
+    names
+        .map(|name| Target::Domain {
+            uri: uri.to_owned(),
+            name: name.to_owned(),
+        })
+        .collect()
+}
+
+/// Keeps an attacher running for as long as its target is there.
+async fn keep(
+    target: Target,
+    program: PathBuf,
+    run_dir: PathBuf,
+    mut targets: watch::Receiver<BTreeSet<Target>>,
+) {
+    let (name, socket) = (target.name(), target.socket(&run_dir));
+    let mut backoff = Backoff::default();
+    loop {
+        let started = Instant::now();
+        let how = if runs(&socket) {
+            tracing::info!(target = name, "it is attached already");
+            while runs(&socket) {
+                tokio::time::sleep(LOOK_INTERVAL).await;
+            }
+            "it was no child".to_owned()
+        } else {
+            match spawn(&program, &target, &socket) {
+                Ok(mut child) => {
+                    tracing::info!(target = name, pid = child.id(), "attaching");
+                    said(child.wait().await)
+                }
+                Err(error) => format!("{} cannot be started: {error}", program.display()),
+            }
+        };
+        // The guest may be gone, which the next scan sees.
+        let delay = backoff.after(started.elapsed()).max(BACKOFF_FIRST);
+        tracing::warn!(
+            target = name,
+            how,
+            "attacher ended; started again in {delay:?} if its guest is there"
+        );
+        let left = targets.wait_for(|targets| !targets.contains(&target));
+        if tokio::time::timeout(delay, left).await.is_ok() {
+            return tracing::info!(target = name, "the guest is gone");
+        }
+    }
+}
+
+fn said(status: std::io::Result<ExitStatus>) -> String {
+    match status {
+        Ok(status) => status.to_string(),
+        Err(error) => error.to_string(),
+    }
+}
+
+fn spawn(program: &Path, target: &Target, socket: &Path) -> std::io::Result<Child> {
+    Command::new(program)
+        .args(target.arguments(socket))
+        .stdin(Stdio::null())
+        // What a terminal sends to this process is not for the attacher.
+        .process_group(0)
+        .spawn()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn domains_are_named_by_lines() {
+        let names = |text| {
+            let found = domains("u", text).into_iter();
+            found.map(|target| target.name()).collect::<Vec<_>>()
+        };
+        assert_eq!(names("web-1\n  db 2 \n\n"), ["db 2", "web-1"]);
+        assert!(names("\n\n").is_empty());
+    }
+
+    #[test]
+    fn a_domain_is_no_option() {
+        let target = Target::Domain {
+            uri: "qemu:///system".to_owned(),
+            name: "--pause".to_owned(),
+        };
+        let socket = target.socket(Path::new("/run/p"));
+        let words = target.arguments(&socket);
+        assert_eq!(words[words.len() - 2..], ["--", "--pause"]);
+        assert_eq!(words[..3], ["libvirt", "--connect", "qemu:///system"]);
+        // Not the socket of another target.
+        let other = Target::Qmp {
+            path: "--pause".into(),
+            inode: 1,
+        };
+        assert_ne!(socket, other.socket(Path::new("/run/p")));
+    }
+}
