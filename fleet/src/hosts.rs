@@ -12,6 +12,7 @@ use std::time::Duration;
 use hyper_util::rt::TokioIo;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::{TRACEPARENT_METADATA, traceparent, v1};
 use tokio::net::UnixStream;
 use tokio::sync::{Semaphore, watch};
@@ -354,6 +355,23 @@ impl Host {
                 return Ok(holds);
             }
             request.page_token = page.next_page_token;
+        }
+    }
+
+    /// What the guest's agent reports. An answer that says why there is none is an error.
+    pub async fn health(&self, guest: &str) -> Result<v1::DescribeAgentResponse, String> {
+        let why = |status: &Status| CallError::new(status).why;
+        let _permit = self.permit().await.map_err(|status| why(&status))?;
+        let request = v1::DescribeAgentRequest {
+            guest: guest.to_owned(),
+        };
+        let mut tracepoints = TracepointsServiceClient::new(self.channel());
+        let answer = tracepoints.describe_agent(timed(request)).await;
+        let answer = answer.map_err(|status| why(&self.look_at(status)))?;
+        let health = answer.into_inner();
+        match health.absent.is_empty() {
+            true => Ok(health),
+            false => Err(health.absent),
         }
     }
 

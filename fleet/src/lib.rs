@@ -6,13 +6,15 @@
 //!  api ──▶ controller ──▶ runner ──▶ rollout (a pure state machine)
 //!             │   │          │ └───▶ hosts ══▶ patchbay.v1 of each host
 //!             │   └ leader   │
-//!             └──▶ plan      └─────▶ storage ──▶ store (embedded, etcd)
+//!             └──▶ plan      ├─────▶ gates ══▶ commands, gRPC, Prometheus, agents
+//!                            └─────▶ storage ──▶ store (embedded, etcd)
 //! ```
 #![forbid(unsafe_code)]
 
 pub mod api;
 pub mod controller;
 pub mod drift;
+mod gates;
 pub mod hosts;
 pub mod inventory;
 pub mod leader;

@@ -129,6 +129,7 @@ pub async fn prepare(
             .map(|domain| label(&domain.label))
             .unwrap_or_default(),
         plan: PreparedPlan::default(),
+        health: None,
         state: State::Pending,
     };
     let skip = |why: &str| State::Skipped {
@@ -387,6 +388,7 @@ mod tests {
             guest: guest.to_string(),
             domain: String::new(),
             plan: PreparedPlan::default(),
+            health: None,
             state: State::Pending,
         };
         let racks = ["a", "a", "a", "b", "b", "c"];

@@ -13,12 +13,12 @@ use tokio::task::JoinSet;
 use crate::hosts::{CallError, Host, Hosts, Verdict};
 use crate::metrics::Metrics;
 use crate::rollout::{
-    Action, CommitOutcome, Failure, GateKind, Member, Millis, NotLegal, Phase, RevertOutcome,
+    Action, CommitOutcome, Failure, Health, Member, Millis, NotLegal, Phase, RevertOutcome,
     Rollout, State,
 };
 use crate::spec::Spec;
 use crate::store::{Fence, Store, StoreError};
-use crate::{hosts, plan, storage};
+use crate::{gates, hosts, plan, storage};
 
 /// Commands that wait for the runner.
 const QUEUE: usize = 64;
@@ -77,6 +77,7 @@ pub struct Context {
 enum Outcome {
     Commit(usize, CommitOutcome),
     Revert(usize, RevertOutcome),
+    Observed(usize, Result<Health, String>),
     Gate {
         wave: usize,
         gate: usize,
@@ -241,6 +242,7 @@ impl Running {
         match outcome {
             Outcome::Commit(index, outcome) => rollout.committed(index, outcome, now()),
             Outcome::Revert(index, outcome) => rollout.reverted(index, outcome, now()),
+            Outcome::Observed(index, outcome) => rollout.observed(index, outcome, now()),
             Outcome::Gate { wave, gate, result } => rollout.gate_ended(wave, gate, result, now()),
             Outcome::Discarded => {}
         }
@@ -307,10 +309,20 @@ impl Running {
                     Outcome::Revert(index, outcome)
                 });
             }
+            Action::Observe(index) => {
+                let member = rollout.members()[index].clone();
+                actions.spawn(async move {
+                    let observing = gates::observe(&hosts, &member.host, &member.guest);
+                    Outcome::Observed(index, hosts::traced(trace_id, observing).await)
+                });
+            }
             Action::RunGate { wave, gate } => {
                 let kind = rollout.header().policy.gates[gate].kind.clone();
+                let members = rollout.header().waves[wave].members();
+                let members = gates::observed(&rollout.members()[members]);
                 actions.spawn(async move {
-                    let result = run_gate(&kind).await;
+                    let asked = gates::ask(&kind, &hosts, members);
+                    let result = hosts::traced(trace_id, asked).await;
                     if result.is_err() {
                         metrics.gate_closed();
                     }
@@ -435,7 +447,7 @@ fn revert_failed(error: CallError) -> RevertOutcome {
     RevertOutcome::Failed { again, why }
 }
 
-fn no_host(name: &str) -> String {
+pub fn no_host(name: &str) -> String {
     format!(
         "host {name} is neither registered nor configured; start its patchbayd, then resume or abort"
     )
@@ -449,22 +461,4 @@ fn pause_us(report: &v1::FlipReport) -> u64 {
         u64::try_from(micros).unwrap_or(0)
     });
     micros.sum()
-}
-
-/// Runs an external gate. Its process is killed with the task.
-async fn run_gate(kind: &GateKind) -> Result<(), String> {
-    let GateKind::Command { argv, timeout_ms } = kind else {
-        return Ok(());
-    };
-    let (program, arguments) = argv.split_first().ok_or("the command is empty")?;
-    let mut command = tokio::process::Command::new(program);
-    command.args(arguments).kill_on_drop(true);
-    command.stdin(std::process::Stdio::null());
-    let output = command.stdout(std::process::Stdio::null()).status();
-    match tokio::time::timeout(Duration::from_millis(*timeout_ms), output).await {
-        Ok(Ok(status)) if status.success() => Ok(()),
-        Ok(Ok(status)) => Err(format!("{program} ended with {status}")),
-        Ok(Err(error)) => Err(format!("{program} cannot be started: {error}")),
-        Err(_) => Err(format!("{program} did not end within {timeout_ms} ms")),
-    }
 }

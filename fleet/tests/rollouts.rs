@@ -2,7 +2,9 @@
 //! Rollouts over the real service code, with guests in memory behind real sockets.
 
 mod rollouts {
+    mod agent;
     mod faults;
+    mod gates;
     mod refused;
     mod support;
     mod waves;

@@ -35,6 +35,7 @@
 //! * Nothing is committed while the rollout is planned, paused or frozen, or for the first time while it
 //!   reverts. Reverting is subject to no cap and no freeze.
 //! * Abort and undo are legal in every phase. When they end, no guest is `Committed`.
+//! * With a gate on the agents' health, a guest is not committed before what its agent reports is saved.
 //! * A guest whose commit has an unknown outcome is never taken for unchanged: it is committed again
 //!   before it is reverted, which says what the first commit did.
 
@@ -50,7 +51,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::legal::{NotLegal, Verb};
 pub use self::machine::{Action, CommitOutcome, RevertOutcome, Step};
-pub use self::policy::{Caps, Freeze, Gate, GateKind, OnFailure, Policy};
+pub use self::policy::{AgentLimits, Caps, Freeze, Gate, GateKind, OnFailure, Policy};
 
 /// Milliseconds since the epoch, UTC.
 pub type Millis = u64;
@@ -59,7 +60,7 @@ pub type Millis = u64;
 pub enum Stage {
     Committing,
     Baking,
-    /// Waits for the gates that are commands; another driver asks them again.
+    /// Waits for the gates that ask somebody else; another driver asks them again.
     Gating,
 }
 
@@ -156,6 +157,13 @@ pub struct PreparedPlan {
     pub inverse: Vec<InverseOp>,
 }
 
+/// What a guest's agent reported when its wave began.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Health {
+    pub boot_id: String,
+    pub kernel_warnings: u64,
+}
+
 /// A guest of a rollout. Members of a wave lie side by side, skipped ones after the last wave.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
@@ -164,6 +172,8 @@ pub struct Member {
     /// Its value of the label that caps count by; empty if they count by none.
     pub domain: String,
     pub plan: PreparedPlan,
+    /// Set before the commit if a gate compares with it.
+    pub health: Option<Health>,
     pub state: State,
 }
 
@@ -193,7 +203,7 @@ pub struct TimelineEntry {
 }
 
 /// What is stored of a rollout beside its members.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
     pub name: String,
     pub title: String,

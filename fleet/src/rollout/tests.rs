@@ -12,6 +12,7 @@ fn member(index: usize) -> Member {
         guest: format!("guest-{index}"),
         domain: format!("rack-{}", index % 3),
         plan: PreparedPlan::default(),
+        health: None,
         state: State::Pending,
     }
 }

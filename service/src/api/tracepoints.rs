@@ -348,6 +348,8 @@ fn description(
         memory_available_bytes: health.memory_available_bytes,
         warnings: health.warnings.into_iter().take(16).map(bounded).collect(),
         agent_memory_bytes: health.agent_memory_bytes,
+        kernel_warnings: health.kernel_warnings,
+        boot_id: peer.hello.boot_id,
     }
 }
 
