@@ -358,6 +358,33 @@ impl Host {
         }
     }
 
+    /// The guest's tracepoints that the patterns select, and why their names may be missing.
+    pub async fn tracepoints(
+        &self,
+        guest: &str,
+        patterns: &[String],
+    ) -> Result<(Vec<v1::Tracepoint>, String), Status> {
+        let _permit = self.permit().await?;
+        let mut request = v1::ListTracepointsRequest {
+            guest: guest.to_owned(),
+            patterns: patterns.to_vec(),
+            page_size: 10_000,
+            ..v1::ListTracepointsRequest::default()
+        };
+        let client = TracepointsServiceClient::new(self.channel());
+        let mut client = client.max_decoding_message_size(MAX_ANSWER_BYTES);
+        let mut found = Vec::new();
+        loop {
+            let page = client.list_tracepoints(timed(request.clone())).await;
+            let page = page.map_err(|status| self.look_at(status))?.into_inner();
+            found.extend(page.tracepoints);
+            request.page_token = page.next_page_token;
+            if request.page_token.is_empty() {
+                return Ok((found, page.stale));
+            }
+        }
+    }
+
     /// What the guest's agent reports. An answer that says why there is none is an error.
     pub async fn health(&self, guest: &str) -> Result<v1::DescribeAgentResponse, String> {
         let why = |status: &Status| CallError::new(status).why;

@@ -389,7 +389,7 @@ async fn prepare_again(
     member: &Member,
 ) -> Result<bool, tonic::Status> {
     let (plan, guest) = (&member.plan, &member.guest);
-    let request = plan::request(name, &plan.request_id, spec, guest);
+    let request = plan::request(name, &plan.request_id, spec, guest, &plan.tracepoints);
     let again = host.prepare(request).await?;
     if again.plan_id == plan.plan_id {
         return Ok(true);

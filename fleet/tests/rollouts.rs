@@ -7,5 +7,6 @@ mod rollouts {
     mod gates;
     mod refused;
     mod support;
+    mod tracepoints;
     mod waves;
 }

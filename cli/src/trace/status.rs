@@ -254,7 +254,10 @@ impl Printable for Agent {
         }
         if self.kernel_warnings > 0 {
             let count = self.kernel_warnings;
-            row("Errors", format!("{count} reported by the kernel since boot"));
+            row(
+                "Errors",
+                format!("{count} reported by the kernel since boot"),
+            );
         }
         for warning in &self.warnings {
             row("Warning", warning.clone());

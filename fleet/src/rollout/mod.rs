@@ -47,6 +47,8 @@ mod policy;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeSet;
+
 use serde::{Deserialize, Serialize};
 
 pub use self::legal::{NotLegal, Verb};
@@ -143,6 +145,16 @@ pub struct InverseOp {
     pub times: u32,
 }
 
+/// A tracepoint that an op of the spec selected on the guest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tracepoint {
+    /// Index of the op.
+    pub op: usize,
+    /// "system:name"
+    pub event: String,
+    pub key: String,
+}
+
 /// What the guest has prepared.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PreparedPlan {
@@ -154,7 +166,19 @@ pub struct PreparedPlan {
     pub keys: u32,
     pub sites: u32,
     pub predicted_pause_us: u64,
+    /// The request that prepared it named the keys of these.
+    pub tracepoints: Vec<Tracepoint>,
     pub inverse: Vec<InverseOp>,
+}
+
+impl PreparedPlan {
+    /// Names of the tracepoints that the plan changes.
+    pub fn changed_tracepoints(&self) -> Vec<String> {
+        let keys: BTreeSet<&str> = self.inverse.iter().map(|op| op.key.as_str()).collect();
+        let changed = self.tracepoints.iter();
+        let changed = changed.filter(|tracepoint| keys.contains(tracepoint.key.as_str()));
+        changed.map(|tracepoint| tracepoint.event.clone()).collect()
+    }
 }
 
 /// What a guest's agent reported when its wave began.

@@ -54,6 +54,7 @@ pub enum LateGuests {
 }
 
 checked_from!(Selector: SelectorFields);
+checked_from!(Op: OpFields);
 checked_from!(Window: WindowFields);
 
 /// Guests must match all that is given; at least one thing is.
@@ -106,12 +107,36 @@ impl TryFrom<SelectorFields> for Selector {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Op {
     pub op: OpKind,
-    /// Globs of "name" or "module:name"; a leading `!` takes away.
-    pub keys: values::NonEmpty<String>,
+    /// Globs of "name" or "module:name" of keys, or "name" or "system:name" of tracepoints; a leading `!` takes
+    /// away. At least one.
+    pub patterns: Vec<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OpFields {
+    op: OpKind,
+    keys: Option<values::NonEmpty<String>>,
+    tracepoints: Option<values::NonEmpty<String>>,
+}
+
+impl TryFrom<OpFields> for Op {
+    type Error = &'static str;
+
+    fn try_from(fields: OpFields) -> Result<Self, Self::Error> {
+        let op = fields.op;
+        match (op.is_of_tracepoints(), fields.keys, fields.tracepoints) {
+            (false, Some(patterns), None) | (true, None, Some(patterns)) => Ok(Self {
+                op,
+                patterns: patterns.0,
+            }),
+            (false, ..) => Err("inc, dec, enable and disable change `keys`"),
+            (true, ..) => Err("fire and park change `tracepoints`"),
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -121,6 +146,8 @@ pub enum OpKind {
     Dec,
     Enable,
     Disable,
+    Fire,
+    Park,
 }
 
 impl OpKind {
@@ -128,14 +155,19 @@ impl OpKind {
         match self {
             Self::Inc => KeyOp::Inc,
             Self::Dec => KeyOp::Dec,
-            Self::Enable => KeyOp::Enable,
-            Self::Disable => KeyOp::Disable,
+            Self::Enable | Self::Fire => KeyOp::Enable,
+            Self::Disable | Self::Park => KeyOp::Disable,
         }
     }
 
     /// Whether the op counts references; the others know on and off alone.
     pub fn counts(self) -> bool {
         matches!(self, Self::Inc | Self::Dec)
+    }
+
+    /// Whether the op switches tracepoints, whose keys each guest names.
+    pub fn is_of_tracepoints(self) -> bool {
+        matches!(self, Self::Fire | Self::Park)
     }
 }
 
@@ -246,7 +278,7 @@ impl Spec {
         };
         let counts = self.ops.0.iter().filter(|op| op.op.counts()).count();
         if counts != 0 && counts != self.ops.0.len() {
-            let message = "ops: inc and dec do not go together with enable and disable, because \
+            let message = "ops: inc and dec do not go together with the other ops, because \
                            the inverse would not be known; write two rollouts";
             return Err(at("ops", message));
         }

@@ -105,6 +105,14 @@ fn errors_have_line_and_column() {
             "unknown variant `toggle`",
         ),
         ("\"net_*\", \"!net_debug\"", "", 8, "the list is empty"),
+        ("- op: enable", "- op: fire", 7, "fire and park change `tr"),
+        (
+            "    keys: [",
+            "    tracepoints: [a]\n    keys: [",
+            7,
+            "enable and disable change `keys`",
+        ),
+        ("    keys: [", "    tracepoints: [", 7, "change `keys`"),
         ("size: 10%", "size: rest", 9, "only the last wave"),
         ("2026-12-27T", "2026-12-23T", 26, "before it ends"),
         ("2026-12-27T", "2026-13-27T", 26, "is no moment"),
@@ -141,6 +149,17 @@ fn errors_have_line_and_column() {
             "{with}: {found:?}"
         );
     }
+}
+
+#[test]
+fn tracepoints_are_fired_and_parked() {
+    let ops = "  - op: enable\n    keys: [\"net_*\", \"!net_debug\"]";
+    assert!(FULL.contains(ops));
+    let set = "  - {op: fire, tracepoints: [\"sched:*\", \"!sched_switch\"]}\n  - {op: park, tracepoints: [b]}";
+    let spec = Spec::parse(&FULL.replace(ops, set)).expect("right");
+    assert_eq!(spec.ops.0[0].op, OpKind::Fire);
+    assert_eq!(spec.ops.0[0].patterns, ["sched:*", "!sched_switch"]);
+    assert_eq!(spec.ops.0[1].op, OpKind::Park);
 }
 
 #[test]

@@ -7,8 +7,17 @@ use std::sync::{Arc, Mutex};
 
 use patchbay_proto::agent::v1::from_agent::Message as Answer;
 use patchbay_proto::agent::v1::to_agent::Message as Question;
-use patchbay_proto::agent::v1::{AgentHealth, AgentHello, AgentPong, FromAgent, ToAgent};
+use patchbay_proto::agent::v1::{
+    AgentEvents, AgentHealth, AgentHello, AgentPong, FromAgent, ToAgent,
+};
 use patchbay_proto::agent_frame::{read, write};
+
+const EVENTS: [&str; 4] = [
+    "kmem:kmem_alloc",
+    "sched:sched_switch",
+    "sched:sched_waking",
+    "sched:sched_wakeup",
+];
 
 /// The connection ends when this is dropped.
 pub struct Agent {
@@ -51,6 +60,10 @@ impl Agent {
                         }
                         Answer::Health(answer)
                     }
+                    Some(Question::ListEvents(_)) => Answer::Events(AgentEvents {
+                        names: EVENTS.map(str::to_owned).to_vec(),
+                        ..AgentEvents::default()
+                    }),
                     Some(_) => Answer::Error("it only reports".to_owned()),
                 };
                 let message = Some(answer);

@@ -12,7 +12,7 @@ use super::support::{Fleet, PATIENCE, Replica, is_over, spec, tell, wait_for};
 const GATE: &str = "gates: [{agent_health: {max_new_warnings: 0, max_pressure: {memory: 10}}, \
                     on_failure: abort}]";
 
-fn agents(fleet: &Fleet) -> Vec<Agent> {
+pub fn agents(fleet: &Fleet) -> Vec<Agent> {
     let guests = 0..fleet.guests.len();
     let connect = |index| {
         let agent = Agent::connect(&fleet.agent_socket(&format!("web-{index}")), "first");
@@ -28,7 +28,7 @@ fn agents(fleet: &Fleet) -> Vec<Agent> {
 }
 
 /// Waits until each guest's host knows its agent.
-async fn wait_for_agents(replica: &Replica, agents: usize) {
+pub async fn wait_for_agents(replica: &Replica, agents: usize) {
     let leads = replica.lead().await;
     let hosts = leads.hosts().all();
     let known = async {

@@ -59,7 +59,14 @@ impl Fleet {
             let name = format!("web-{}", index * guests + guest);
             let registry = Arc::new(Registry::default());
             let guest = InMemoryGuest::named(Arc::clone(&registry), &name);
-            guest.run(&[TestKey::new("alpha", 1), TestKey::new("beta", 2)]);
+            guest.run(&[
+                TestKey::new("alpha", 1),
+                TestKey::new("beta", 2),
+                TestKey::tracepoint("sched_switch", true),
+                TestKey::tracepoint("sched_waking", true),
+                TestKey::tracepoint("sched_wakeup", false),
+                TestKey::tracepoint("kmem_alloc", true),
+            ]);
             let keys = Keys::start(Arc::clone(&guest), registry, KeysConfig::default());
             let (keys, _owner) = keys.expect("a thread");
             let tracing = Tracing {
