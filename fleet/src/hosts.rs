@@ -417,9 +417,14 @@ pub async fn traced<F: Future>(trace_id: u128, calls: F) -> F::Output {
     TRACE_ID.scope(trace_id, calls).await
 }
 
+/// The trace of the calls that this task makes.
+pub fn current_trace() -> Option<u128> {
+    TRACE_ID.try_with(|trace_id| *trace_id).ok()
+}
+
 fn timed<T>(message: T) -> Request<T> {
     let mut request = Request::new(message);
-    if let Ok(trace_id) = TRACE_ID.try_with(|trace_id| *trace_id)
+    if let Some(trace_id) = current_trace()
         && let Ok(parent) = traceparent(trace_id, fastrand::u64(1..)).parse()
     {
         request.metadata_mut().insert(TRACEPARENT_METADATA, parent);

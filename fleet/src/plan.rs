@@ -10,7 +10,7 @@ use futures_util::StreamExt;
 use patchbay_proto::v1;
 use sha2::{Digest, Sha256};
 
-use crate::hosts::{CallError, Host, Hosts, Verdict};
+use crate::hosts::{self, CallError, Host, Hosts, Verdict};
 use crate::rollout::{
     Header, InverseOp, Member, Millis, Phase, PreparedPlan, Rollout, State, TimelineEntry,
     Tracepoint, Wave,
@@ -67,6 +67,7 @@ pub async fn plan(
         }],
         members: members.len(),
         created: now,
+        trace_id: hosts::current_trace().map_or_else(String::new, |id| format!("{id:032x}")),
     };
     Rollout::new(header, members)
 }

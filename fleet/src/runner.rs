@@ -216,7 +216,7 @@ impl Running {
             rollout = rollout.header().name,
             principal,
             command = ?asked.command,
-            trace_id = format!("{:032x}", rollout.header().trace_id()),
+            trace_id = format!("{:032x}", rollout.header().trace()),
             "command"
         );
         match asked.command.clone() {
@@ -281,7 +281,7 @@ impl Running {
 
     fn perform(&self, action: Action, context: &Context, actions: &mut JoinSet<Outcome>) {
         let rollout = self.rollout();
-        let trace_id = rollout.header().trace_id();
+        let trace_id = rollout.header().trace();
         let (hosts, metrics) = (context.hosts.clone(), context.metrics.clone());
         match action {
             Action::Commit(index) => {

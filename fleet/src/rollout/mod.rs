@@ -246,13 +246,19 @@ pub struct Header {
     pub timeline: Vec<TimelineEntry>,
     pub members: usize,
     pub created: Millis,
+    /// Of the call that planned it, 32 hexadecimal digits; empty if it named none.
+    pub trace_id: String,
 }
 
 impl Header {
-    /// The trace that all changes of the rollout are of: the first half of the plan's digest.
-    pub fn trace_id(&self) -> u128 {
-        let half = self.digest.get(..32).unwrap_or_default();
-        u128::from_str_radix(half, 16).unwrap_or(0)
+    /// The trace that all changes of the rollout belong to: that of the call that planned it, or else the first
+    /// half of the plan's digest.
+    pub fn trace(&self) -> u128 {
+        let id = match self.trace_id.as_str() {
+            "" => self.digest.get(..32).unwrap_or_default(),
+            id => id,
+        };
+        u128::from_str_radix(id, 16).unwrap_or(0)
     }
 }
 

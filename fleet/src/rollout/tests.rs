@@ -44,6 +44,7 @@ fn planned(sizes: &[usize], policy: Policy) -> Rollout {
         timeline: vec![],
         members: members.len(),
         created: 0,
+        trace_id: String::new(),
     };
     Rollout::new(header, members)
 }

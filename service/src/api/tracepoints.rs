@@ -29,6 +29,7 @@ use crate::trace::select::{self, Wanted};
 use crate::trace::stream::Subscription;
 use crate::trace::tracer::{ArmTerms, SwitchTerms, TraceOutcome, Tracer};
 use crate::trace::{AgentError, TraceError, link};
+use crate::trace_id;
 
 const MAX_TEXT_BYTES: usize = 1024;
 const MAX_REQUEST_ID_BYTES: usize = 128;
@@ -442,7 +443,7 @@ fn once(
 async fn whole<T: Send + 'static>(
     change: impl Future<Output = Result<T, TraceError>> + Send + 'static,
 ) -> Result<T, Status> {
-    match tokio::spawn(change).await {
+    match tokio::spawn(trace_id::carry(change)).await {
         Ok(result) => Ok(result?),
         Err(_) => Err(KeysError::Internal {
             message: "the change panicked; see the monitor's log".to_owned(),
