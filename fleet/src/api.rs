@@ -120,7 +120,7 @@ impl RolloutService for Api {
         let leads = self.leadership()?;
         let planning = leads.plan(&request.rollout, &request.spec, &principal);
         let planned = match trace {
-            Some(trace_id) => hosts::traced(trace_id, planning).await,
+            Some(parent) => hosts::traced(parent.trace_id, planning).await,
             None => planning.await,
         };
         let running = planned.map_err(|error| plan_status(&error))?;

@@ -21,6 +21,7 @@ use patchbay_fleet::store::{DEFAULT_ROOT, EmbeddedStore, EtcdStore, Store, regis
 use patchbay_node::listen::tls::{Tls, TlsFiles};
 use patchbay_node::policy::LivePolicy;
 use patchbay_node::scrape::MetricsAddress;
+use patchbay_node::spans::Exporter;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Rolls changes of static keys out over the guests of many hosts.
@@ -147,6 +148,7 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
         bail!("no host is given; add --host NAME=SOCKET with the socket of a patchbayd");
     }
     start_log(arguments.log_format);
+    let exporter = Exporter::from_environment("patchbay-fleet")?;
     let store: Arc<dyn Store> = if arguments.standalone {
         Arc::new(EmbeddedStore::open(&arguments.store)?)
     } else {
@@ -189,13 +191,15 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     let metrics = scrape(arguments.metrics.as_ref(), Arc::clone(&controller)).await?;
     remove_dead_socket(&arguments.socket)?;
     let serving = api::serve(Arc::clone(&controller), &arguments.socket, ended);
-    tokio::select! {
+    let result = tokio::select! {
         result = serving => result,
         () = controller.run() => Ok(()),
         () = page => Ok(()),
         () = metrics => Ok(()),
         result = reload => result,
-    }
+    };
+    exporter.shutdown().await;
+    result
 }
 
 fn start_log(format: LogFormat) {

@@ -4,9 +4,11 @@
 //! Nothing is sent before it is saved, and no command is answered before it is saved.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use patchbay_proto::v1;
+use opentelemetry::KeyValue;
+use patchbay_node::spans;
+use patchbay_proto::{TraceParent, v1};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
@@ -289,7 +291,13 @@ impl Running {
                 let (name, spec) = (rollout.header().name.clone(), Arc::clone(&self.spec));
                 actions.spawn(async move {
                     let committing = commit(&hosts, &name, &spec, &member);
+                    let began = SystemTime::now();
                     let outcome = hosts::traced(trace_id, committing).await;
+                    let error = match &outcome {
+                        CommitOutcome::Committed { .. } => None,
+                        CommitOutcome::Failed { why, .. } => Some(why.as_str()),
+                    };
+                    record("commit", trace_id, began, &name, &member, error);
                     metrics.committed(match outcome {
                         CommitOutcome::Committed { pause_us } => Some(pause_us),
                         CommitOutcome::Failed { .. } => None,
@@ -304,7 +312,13 @@ impl Running {
                     // A guest can be a member twice, and each one is taken back.
                     let id = format!("fleet/{name}/revert/{index}");
                     let reverting = revert(&hosts, &name, &id, &member);
+                    let began = SystemTime::now();
                     let outcome = hosts::traced(trace_id, reverting).await;
+                    let error = match &outcome {
+                        RevertOutcome::Reverted { .. } => None,
+                        RevertOutcome::Failed { why, .. } => Some(why.as_str()),
+                    };
+                    record("revert", trace_id, began, &name, &member, error);
                     metrics.reverted(matches!(outcome, RevertOutcome::Reverted { .. }));
                     Outcome::Revert(index, outcome)
                 });
@@ -331,6 +345,26 @@ impl Running {
             }
         }
     }
+}
+
+/// Records a span of the rollout's trace.
+fn record(
+    name: &'static str,
+    trace_id: u128,
+    began: SystemTime,
+    rollout: &str,
+    member: &Member,
+    error: Option<&str>,
+) {
+    // The rollout has no span of its own, so the parent is one that is never exported.
+    let span_id = u64::try_from(trace_id >> 64).unwrap_or(0) | 1;
+    let parent = TraceParent { trace_id, span_id };
+    let attributes = vec![
+        KeyValue::new("patchbay.rollout", rollout.to_owned()),
+        KeyValue::new("patchbay.host", member.host.clone()),
+        KeyValue::new("patchbay.guest", member.guest.clone()),
+    ];
+    spans::record(name, parent, began, attributes, error);
 }
 
 async fn commit(hosts: &Hosts, name: &str, spec: &Spec, member: &Member) -> CommitOutcome {

@@ -17,3 +17,4 @@ pub mod proxy;
 pub mod registry;
 pub mod scrape;
 pub mod serve;
+pub mod spans;

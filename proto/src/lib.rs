@@ -70,10 +70,19 @@ pub fn traceparent(trace_id: u128, span_id: u64) -> String {
     format!("00-{trace_id:032x}-{span_id:016x}-01")
 }
 
-/// The trace id in a value of [`TRACEPARENT_METADATA`]; `None` if the value is malformed. A version after
+/// What a value of [`TRACEPARENT_METADATA`] names. No id is 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TraceParent {
+    /// The trace that the call belongs to.
+    pub trace_id: u128,
+    /// The span that made the call.
+    pub span_id: u64,
+}
+
+/// Reads a value of [`TRACEPARENT_METADATA`]; `None` if the value is malformed. A version after
 /// 00 may have more parts, and is malformed here.
 #[must_use]
-pub fn parse_traceparent(text: &str) -> Option<u128> {
+pub fn parse_traceparent(text: &str) -> Option<TraceParent> {
     let parts: Vec<&str> = text.splitn(5, '-').collect();
     let is_hex = |part: &&str| {
         part.bytes()
@@ -88,7 +97,7 @@ pub fn parse_traceparent(text: &str) -> Option<u128> {
     }
     let span_id = u64::from_str_radix(span, 16).ok()?;
     let trace_id = u128::from_str_radix(trace, 16).ok()?;
-    (span_id != 0 && trace_id != 0).then_some(trace_id)
+    (span_id != 0 && trace_id != 0).then_some(TraceParent { trace_id, span_id })
 }
 
 #[cfg(test)]
@@ -98,7 +107,11 @@ mod tests {
     #[test]
     fn a_traceparent_is_read_as_it_is_written_and_nothing_else_is() {
         let text = traceparent(0xabc, 7);
-        assert_eq!(parse_traceparent(&text), Some(0xabc));
+        let parent = TraceParent {
+            trace_id: 0xabc,
+            span_id: 7,
+        };
+        assert_eq!(parse_traceparent(&text), Some(parent));
         for bad in [
             "",
             "00-0-0-0",

@@ -160,7 +160,7 @@ fn trace_id() -> u128 {
     *TRACE_ID.get_or_init(|| {
         let parent = std::env::var("TRACEPARENT").ok();
         let parent = parent.as_deref().and_then(parse_traceparent);
-        parent.unwrap_or_else(|| fastrand::u128(1..))
+        parent.map_or_else(|| fastrand::u128(1..), |parent| parent.trace_id)
     })
 }
 

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method as HttpMethod, Request, Version};
-use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA, TRACEPARENT_METADATA, parse_traceparent};
+use patchbay_proto::{
+    PRINCIPAL_METADATA, ROLE_METADATA, TRACEPARENT_METADATA, TraceParent, parse_traceparent,
+};
 use prost_reflect::{DescriptorPool, DynamicMessage};
 use sha2::{Digest, Sha256};
 use tonic::Status;
@@ -98,20 +100,24 @@ impl Call {
         }
     }
 
-    /// Empty if the caller gave none.
-    pub fn trace_id(&self) -> &str {
+    /// The caller's trace, and the span that made the call.
+    pub fn trace_parent(&self) -> Option<TraceParent> {
         let parent = self.headers.get(TRACEPARENT_METADATA);
-        let parent = parent.and_then(|parent| parent.to_str().ok());
-        parent
-            .and_then(|parent| parent.split('-').nth(1))
-            .unwrap_or_default()
+        parse_traceparent(parent?.to_str().ok()?)
+    }
+
+    /// Empty if the caller gave none.
+    pub fn trace_id(&self) -> String {
+        let parent = self.trace_parent();
+        parent.map_or_else(String::new, |parent| format!("{:032x}", parent.trace_id))
     }
 
     pub fn caller(&self) -> Caller {
         Caller {
             principal: self.principal().to_owned(),
             guest: self.guest.clone(),
-            trace_id: self.trace_id().to_owned(),
+            trace_id: self.trace_id(),
+            trace_parent: self.trace_parent(),
             changes: self.changes(),
         }
     }
