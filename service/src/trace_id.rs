@@ -79,7 +79,10 @@ where
             (Some(value), None) => value.to_str().ok().and_then(parse_traceparent),
             _ => None,
         };
-        CURRENT.scope(trace.map(|parent| TraceId(parent.trace_id)), self.0.call(request))
+        CURRENT.scope(
+            trace.map(|parent| TraceId(parent.trace_id)),
+            self.0.call(request),
+        )
     }
 }
 

@@ -82,10 +82,10 @@ const LAST_BACKOFF: Duration = Duration::from_millis(16);
 /// Sender of a command's answer.
 pub(super) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
 
-/// A command to the executor, and the trace of the call that gave it.
+/// A command, and the trace of the call that gave it.
 pub(super) struct Traced {
-    pub trace_id: Option<TraceId>,
-    pub command: Command,
+    trace_id: Option<TraceId>,
+    command: Command,
 }
 
 /// Commands to the executor.
@@ -107,10 +107,8 @@ pub(super) enum Command {
 impl Command {
     /// The command as one of the call that this task serves.
     pub fn traced(self) -> Traced {
-        Traced {
-            trace_id: trace_id::current(),
-            command: self,
-        }
+        let (trace_id, command) = (trace_id::current(), self);
+        Traced { trace_id, command }
     }
 }
 
@@ -165,9 +163,9 @@ impl<G: Guest> Executor<G> {
                 self.resume(&mut standstill);
             }
             self.plans.expire(self.shared.clock.now());
-            let command = command.map(|Traced { trace_id, command }| {
-                self.audit.set_trace(trace_id);
-                command
+            let command = command.map(|traced| {
+                self.audit.set_trace(traced.trace_id);
+                traced.command
             });
             match command {
                 Ok(Command::Update(request, reply)) => {
