@@ -17,5 +17,6 @@ mod commands {
     mod several;
     mod spelling;
     mod trace;
+    mod traceparent;
     mod watches;
 }

@@ -13,6 +13,7 @@ use patchbay_proto::fleet::v1::inventory_service_server::{
     InventoryService, InventoryServiceServer,
 };
 use patchbay_proto::fleet::v1::rollout_service_server::{RolloutService, RolloutServiceServer};
+use patchbay_proto::{TRACEPARENT_METADATA, parse_traceparent};
 use tokio::net::UnixListener;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::server::UdsConnectInfo;
@@ -20,7 +21,7 @@ use tonic::{Request, Response, Status};
 
 use crate::controller::{Controller, Leadership, PlanError};
 use crate::runner::{Command, Running, now};
-use crate::{drift, view};
+use crate::{drift, hosts, view};
 
 /// Hosts that are asked at once.
 const FAN_OUT: usize = 128;
@@ -113,11 +114,15 @@ impl RolloutService for Api {
         request: Request<v1::PlanRequest>,
     ) -> Result<Response<v1::PlanResponse>, Status> {
         let principal = principal(&request)?;
+        let trace = request.metadata().get(TRACEPARENT_METADATA);
+        let trace = trace.and_then(|parent| parse_traceparent(parent.to_str().ok()?));
         let request = request.into_inner();
         let leads = self.leadership()?;
-        let planned = leads
-            .plan(&request.rollout, &request.spec, &principal)
-            .await;
+        let planning = leads.plan(&request.rollout, &request.spec, &principal);
+        let planned = match trace {
+            Some(parent) => hosts::traced(parent.trace_id, planning).await,
+            None => planning.await,
+        };
         let running = planned.map_err(|error| plan_status(&error))?;
         let rollout = Some(view::rollout(&running.rollout(), true));
         Ok(Response::new(v1::PlanResponse { rollout }))

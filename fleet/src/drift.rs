@@ -336,6 +336,7 @@ async fn adopt(
                 guest: guest.1,
                 domain: String::new(),
                 plan: PreparedPlan::default(),
+                health: None,
                 state: State::Skipped {
                     why: "it joined after the plan and was taken as it is".to_owned(),
                 },

@@ -12,6 +12,7 @@ use std::time::Duration;
 use hyper_util::rt::TokioIo;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::{TRACEPARENT_METADATA, traceparent, v1};
 use tokio::net::UnixStream;
 use tokio::sync::{Semaphore, watch};
@@ -360,6 +361,50 @@ impl Host {
         }
     }
 
+    /// The guest's tracepoints that the patterns select, and why their names may be missing.
+    pub async fn tracepoints(
+        &self,
+        guest: &str,
+        patterns: &[String],
+    ) -> Result<(Vec<v1::Tracepoint>, String), Status> {
+        let _permit = self.permit().await?;
+        let mut request = v1::ListTracepointsRequest {
+            guest: guest.to_owned(),
+            patterns: patterns.to_vec(),
+            page_size: 10_000,
+            ..v1::ListTracepointsRequest::default()
+        };
+        let client = TracepointsServiceClient::new(self.channel());
+        let mut client = client.max_decoding_message_size(MAX_ANSWER_BYTES);
+        let mut found = Vec::new();
+        loop {
+            let page = client.list_tracepoints(timed(request.clone())).await;
+            let page = page.map_err(|status| self.look_at(status))?.into_inner();
+            found.extend(page.tracepoints);
+            request.page_token = page.next_page_token;
+            if request.page_token.is_empty() {
+                return Ok((found, page.stale));
+            }
+        }
+    }
+
+    /// What the guest's agent reports. An answer that says why there is none is an error.
+    pub async fn health(&self, guest: &str) -> Result<v1::DescribeAgentResponse, String> {
+        let why = |status: &Status| CallError::new(status).why;
+        let _permit = self.permit().await.map_err(|status| why(&status))?;
+        let request = v1::DescribeAgentRequest {
+            guest: guest.to_owned(),
+        };
+        let mut tracepoints = TracepointsServiceClient::new(self.channel());
+        let answer = tracepoints.describe_agent(timed(request)).await;
+        let answer = answer.map_err(|status| why(&self.look_at(status)))?;
+        let health = answer.into_inner();
+        match health.absent.is_empty() {
+            true => Ok(health),
+            false => Err(health.absent),
+        }
+    }
+
     async fn permit(&self) -> Result<tokio::sync::SemaphorePermit<'_>, Status> {
         let permit = self.calls.acquire().await;
         permit.map_err(|_| Status::unavailable("the controller ends"))
@@ -375,9 +420,14 @@ pub async fn traced<F: Future>(trace_id: u128, calls: F) -> F::Output {
     TRACE_ID.scope(trace_id, calls).await
 }
 
+/// The trace of the calls that this task makes.
+pub fn current_trace() -> Option<u128> {
+    TRACE_ID.try_with(|trace_id| *trace_id).ok()
+}
+
 fn timed<T>(message: T) -> Request<T> {
     let mut request = Request::new(message);
-    if let Ok(trace_id) = TRACE_ID.try_with(|trace_id| *trace_id)
+    if let Some(trace_id) = current_trace()
         && let Ok(parent) = traceparent(trace_id, fastrand::u64(1..)).parse()
     {
         request.metadata_mut().insert(TRACEPARENT_METADATA, parent);

@@ -6,7 +6,8 @@
 //!  api ──▶ controller ──▶ runner ──▶ rollout (a pure state machine)
 //!             │   │          │ └───▶ hosts ══▶ patchbay.v1 of each host
 //!             │   └ leader   │
-//!             └──▶ plan      └─────▶ storage ──▶ store (embedded, etcd)
+//!             └──▶ plan      ├─────▶ gates ══▶ commands, gRPC, Prometheus, agents
+//!                            └─────▶ storage ──▶ store (embedded, etcd)
 //! ```
 #![forbid(unsafe_code)]
 
@@ -14,6 +15,7 @@ pub mod api;
 mod clock;
 pub mod controller;
 pub mod drift;
+mod gates;
 pub mod hosts;
 pub mod inventory;
 pub mod leader;

@@ -22,6 +22,7 @@ use patchbay_node::etcd::EtcdTlsArgs;
 use patchbay_node::listen::tls::{Tls, TlsFiles};
 use patchbay_node::policy::LivePolicy;
 use patchbay_node::scrape::MetricsAddress;
+use patchbay_node::spans::Exporter;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Rolls changes of static keys out over the guests of many hosts.
@@ -151,6 +152,7 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
         bail!("no host is given; add --host NAME=SOCKET with the socket of a patchbayd");
     }
     start_log(arguments.log_format);
+    let exporter = Exporter::from_environment("patchbay-fleet")?;
     let store: Arc<dyn Store> = if arguments.standalone {
         Arc::new(EmbeddedStore::open(&arguments.store)?)
     } else {
@@ -195,13 +197,15 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     let metrics = scrape(arguments.metrics.as_ref(), Arc::clone(&controller)).await?;
     remove_dead_socket(&arguments.socket)?;
     let serving = api::serve(Arc::clone(&controller), &arguments.socket, ended);
-    tokio::select! {
+    let result = tokio::select! {
         result = serving => result,
         () = controller.run() => Ok(()),
         () = page => Ok(()),
         () = metrics => Ok(()),
         result = reload => result,
-    }
+    };
+    exporter.shutdown().await;
+    result
 }
 
 fn start_log(format: LogFormat) {
@@ -274,7 +278,7 @@ async fn scrape(
     let Some(address) = address else {
         return Ok(Box::pin(std::future::pending()));
     };
-    let text = move || patchbay_fleet::metrics::text(&controller);
+    let text = move || std::future::ready(patchbay_fleet::metrics::text(&controller));
     Ok(Box::pin(patchbay_node::scrape::serve(address, text).await?))
 }
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! From a spec to a planned rollout: which guests, in which waves, with which prepared plans.
 
+mod tracepoints;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -8,9 +10,10 @@ use futures_util::StreamExt;
 use patchbay_proto::v1;
 use sha2::{Digest, Sha256};
 
-use crate::hosts::{CallError, Host, Hosts, Verdict};
+use crate::hosts::{self, CallError, Host, Hosts, Verdict};
 use crate::rollout::{
-    Header, InverseOp, Member, Millis, Phase, PreparedPlan, Rollout, State, TimelineEntry, Wave,
+    Header, InverseOp, Member, Millis, Phase, PreparedPlan, Rollout, State, TimelineEntry,
+    Tracepoint, Wave,
 };
 use crate::spec::{OpKind, Size, Spec};
 
@@ -64,6 +67,7 @@ pub async fn plan(
         }],
         members: members.len(),
         created: now,
+        trace_id: hosts::current_trace().map_or_else(String::new, |id| format!("{id:032x}")),
     };
     Rollout::new(header, members)
 }
@@ -129,13 +133,22 @@ pub async fn prepare(
             .map(|domain| label(&domain.label))
             .unwrap_or_default(),
         plan: PreparedPlan::default(),
+        health: None,
         state: State::Pending,
     };
     let skip = |why: &str| State::Skipped {
         why: why.to_owned(),
     };
+    let spread = || spec.spread_over.as_ref().map(label).unwrap_or_default();
+    let tracepoints = match tracepoints::select(host, spec, &status.guest).await {
+        Ok(tracepoints) => tracepoints,
+        Err(why) => {
+            member.state = skip(&why);
+            return (member, spread());
+        }
+    };
     match host
-        .prepare(request(name, request_id, spec, &status.guest))
+        .prepare(request(name, request_id, spec, &status.guest, &tracepoints))
         .await
     {
         Ok(plan)
@@ -152,27 +165,45 @@ pub async fn prepare(
             // The plan expires anyway.
             let _ = host.discard(discard).await;
         }
-        Ok(plan) => member.plan = prepared_plan(spec, request_id, plan),
+        Ok(plan) => {
+            member.plan = prepared_plan(spec, request_id, plan);
+            member.plan.tracepoints = tracepoints;
+        }
         Err(status) => member.state = skip(&CallError::new(&status).why),
     }
-    let spread = spec.spread_over.as_ref().map(label).unwrap_or_default();
-    (member, spread)
+    (member, spread())
 }
 
 /// The same for the same arguments, so that a repeat gets the plan that the guest has kept.
-pub fn request(name: &str, request_id: &str, spec: &Spec, guest: &str) -> v1::PrepareUpdateRequest {
-    let update = |op: &crate::spec::Op| v1::KeyUpdate {
-        op: op.op.to_proto().into(),
-        patterns: op.keys.0.clone(),
-        ..v1::KeyUpdate::default()
-    };
+pub fn request(
+    name: &str,
+    request_id: &str,
+    spec: &Spec,
+    guest: &str,
+    tracepoints: &[Tracepoint],
+) -> v1::PrepareUpdateRequest {
+    let updates = spec.ops.0.iter().enumerate().flat_map(|(index, op)| {
+        let update = |name: &str, patterns: &[String]| v1::KeyUpdate {
+            name: name.to_owned(),
+            op: op.op.to_proto().into(),
+            patterns: patterns.to_vec(),
+            ..v1::KeyUpdate::default()
+        };
+        if !op.op.is_of_tracepoints() {
+            return vec![update("", &op.patterns)];
+        }
+        let selected = tracepoints.iter().filter(|selected| selected.op == index);
+        selected
+            .map(|selected| update(&selected.key, &[]))
+            .collect()
+    });
     let ttl = spec.ttl.map(|ttl| prost_types::Duration {
         seconds: i64::try_from(ttl.0.as_secs()).unwrap_or(i64::MAX),
         nanos: i32::try_from(ttl.0.subsec_nanos()).unwrap_or(0),
     });
     v1::PrepareUpdateRequest {
         guest: guest.to_owned(),
-        updates: spec.ops.0.iter().map(update).collect(),
+        updates: updates.collect(),
         reason: reason(name, spec),
         hold_ttl: ttl,
         plan_ttl: Some(prost_types::Duration {
@@ -211,6 +242,7 @@ fn prepared_plan(spec: &Spec, request_id: &str, plan: v1::PrepareUpdateResponse)
         keys: summary.keys_changed,
         sites: summary.sites_patched,
         predicted_pause_us: u64::try_from(pause_us).unwrap_or(0),
+        tracepoints: vec![],
         inverse: inverse(counts, &plan.results),
     }
 }
@@ -387,6 +419,7 @@ mod tests {
             guest: guest.to_string(),
             domain: String::new(),
             plan: PreparedPlan::default(),
+            health: None,
             state: State::Pending,
         };
         let racks = ["a", "a", "a", "b", "b", "c"];

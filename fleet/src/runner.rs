@@ -4,9 +4,11 @@
 //! Nothing is sent before it is saved, and no command is answered before it is saved.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use patchbay_proto::v1;
+use opentelemetry::KeyValue;
+use patchbay_node::spans;
+use patchbay_proto::{TraceParent, v1};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
@@ -15,12 +17,12 @@ pub use crate::clock::now;
 use crate::hosts::{CallError, Host, Hosts, Verdict};
 use crate::metrics::Metrics;
 use crate::rollout::{
-    Action, CommitOutcome, Failure, GateKind, Member, NotLegal, Phase, RevertOutcome, Rollout,
-    State,
+    Action, CommitOutcome, Failure, GateKind, Health, Member, NotLegal, Phase, RevertOutcome,
+    Rollout, State,
 };
 use crate::spec::Spec;
 use crate::store::{Fence, Store, StoreError};
-use crate::{hosts, plan, storage};
+use crate::{gates, hosts, plan, storage};
 
 /// Commands that wait for the runner.
 const QUEUE: usize = 64;
@@ -79,6 +81,7 @@ pub struct Context {
 enum Outcome {
     Commit(usize, CommitOutcome),
     Revert(usize, RevertOutcome),
+    Observed(usize, Result<Health, String>),
     Gate {
         wave: usize,
         gate: usize,
@@ -224,7 +227,7 @@ impl Running {
             rollout = rollout.header().name,
             principal,
             command = ?asked.command,
-            trace_id = format!("{:032x}", rollout.header().trace_id()),
+            trace_id = format!("{:032x}", rollout.header().trace()),
             "command"
         );
         match asked.command.clone() {
@@ -250,6 +253,7 @@ impl Running {
         match outcome {
             Outcome::Commit(index, outcome) => rollout.committed(index, outcome, now()),
             Outcome::Revert(index, outcome) => rollout.reverted(index, outcome, now()),
+            Outcome::Observed(index, outcome) => rollout.observed(index, outcome, now()),
             Outcome::Gate { wave, gate, result } => rollout.gate_ended(wave, gate, result, now()),
             Outcome::Discarded => {}
         }
@@ -288,7 +292,7 @@ impl Running {
 
     fn perform(&self, action: Action, context: &Context, actions: &mut JoinSet<Outcome>) {
         let rollout = self.rollout();
-        let trace_id = rollout.header().trace_id();
+        let trace_id = rollout.header().trace();
         let (hosts, metrics) = (context.hosts.clone(), context.metrics.clone());
         match action {
             Action::Commit(index) => {
@@ -296,7 +300,13 @@ impl Running {
                 let (name, spec) = (rollout.header().name.clone(), Arc::clone(&self.spec));
                 actions.spawn(async move {
                     let committing = commit(&hosts, &name, &spec, &member);
+                    let began = SystemTime::now();
                     let outcome = hosts::traced(trace_id, committing).await;
+                    let error = match &outcome {
+                        CommitOutcome::Committed { .. } => None,
+                        CommitOutcome::Failed { why, .. } => Some(why.as_str()),
+                    };
+                    record("commit", trace_id, began, &name, &member, error);
                     metrics.committed(match outcome {
                         CommitOutcome::Committed { pause_us } => Some(pause_us),
                         CommitOutcome::Failed { .. } => None,
@@ -311,15 +321,31 @@ impl Running {
                     // A guest can be a member twice, and each one is taken back.
                     let id = format!("fleet/{name}/revert/{index}");
                     let reverting = revert(&hosts, &name, &id, &member);
+                    let began = SystemTime::now();
                     let outcome = hosts::traced(trace_id, reverting).await;
+                    let error = match &outcome {
+                        RevertOutcome::Reverted { .. } => None,
+                        RevertOutcome::Failed { why, .. } => Some(why.as_str()),
+                    };
+                    record("revert", trace_id, began, &name, &member, error);
                     metrics.reverted(matches!(outcome, RevertOutcome::Reverted { .. }));
                     Outcome::Revert(index, outcome)
                 });
             }
+            Action::Observe(index) => {
+                let member = rollout.members()[index].clone();
+                actions.spawn(async move {
+                    let observing = gates::observe(&hosts, &member.host, &member.guest);
+                    Outcome::Observed(index, hosts::traced(trace_id, observing).await)
+                });
+            }
             Action::RunGate { wave, gate } => {
                 let kind = rollout.header().policy.gates[gate].kind.clone();
+                let members = rollout.header().waves[wave].members();
+                let members = gates::observed(&rollout.members()[members]);
                 actions.spawn(async move {
-                    let result = run_gate(&kind).await;
+                    let asked = gates::ask(&kind, &hosts, members);
+                    let result = hosts::traced(trace_id, asked).await;
                     if result.is_err() {
                         metrics.gate_closed();
                     }
@@ -328,6 +354,26 @@ impl Running {
             }
         }
     }
+}
+
+/// Records a span of the rollout's trace.
+fn record(
+    name: &'static str,
+    trace_id: u128,
+    began: SystemTime,
+    rollout: &str,
+    member: &Member,
+    error: Option<&str>,
+) {
+    // The rollout has no span of its own, so the parent is one that is never exported.
+    let span_id = u64::try_from(trace_id >> 64).unwrap_or(0) | 1;
+    let parent = TraceParent { trace_id, span_id };
+    let attributes = vec![
+        KeyValue::new("patchbay.rollout", rollout.to_owned()),
+        KeyValue::new("patchbay.host", member.host.clone()),
+        KeyValue::new("patchbay.guest", member.guest.clone()),
+    ];
+    spans::record(name, parent, began, attributes, error);
 }
 
 async fn commit(hosts: &Hosts, name: &str, spec: &Spec, member: &Member) -> CommitOutcome {
@@ -386,7 +432,7 @@ async fn prepare_again(
     member: &Member,
 ) -> Result<bool, tonic::Status> {
     let (plan, guest) = (&member.plan, &member.guest);
-    let request = plan::request(name, &plan.request_id, spec, guest);
+    let request = plan::request(name, &plan.request_id, spec, guest, &plan.tracepoints);
     let again = host.prepare(request).await?;
     if again.plan_id == plan.plan_id {
         return Ok(true);
@@ -444,7 +490,7 @@ fn revert_failed(error: CallError) -> RevertOutcome {
     RevertOutcome::Failed { again, why }
 }
 
-fn no_host(name: &str) -> String {
+pub fn no_host(name: &str) -> String {
     format!(
         "host {name} is neither registered nor configured; start its patchbayd, then resume or abort"
     )
@@ -458,22 +504,4 @@ fn pause_us(report: &v1::FlipReport) -> u64 {
         u64::try_from(micros).unwrap_or(0)
     });
     micros.sum()
-}
-
-/// Runs an external gate. Its process is killed with the task.
-async fn run_gate(kind: &GateKind) -> Result<(), String> {
-    let GateKind::Command { argv, timeout_ms } = kind else {
-        return Ok(());
-    };
-    let (program, arguments) = argv.split_first().ok_or("the command is empty")?;
-    let mut command = tokio::process::Command::new(program);
-    command.args(arguments).kill_on_drop(true);
-    command.stdin(std::process::Stdio::null());
-    let output = command.stdout(std::process::Stdio::null()).status();
-    match tokio::time::timeout(Duration::from_millis(*timeout_ms), output).await {
-        Ok(Ok(status)) if status.success() => Ok(()),
-        Ok(Ok(status)) => Err(format!("{program} ended with {status}")),
-        Ok(Err(error)) => Err(format!("{program} cannot be started: {error}")),
-        Err(_) => Err(format!("{program} did not end within {timeout_ms} ms")),
-    }
 }

@@ -11,7 +11,7 @@ use patchbay_fleet::metrics;
 use patchbay_fleet::runner::Command;
 use patchbay_node::audit::{Audit, AuditLog};
 use patchbay_node::metrics::Metrics;
-use patchbay_node::monitors::Directory;
+use patchbay_node::samples::Sample;
 use support::{Fleet, is_over, spec, tell, wait_for};
 
 const DASHBOARD: &str = include_str!("../dashboards/grafana.json");
@@ -65,7 +65,8 @@ async fn dashboard_and_alerts_name_metrics_that_are_exported() {
     host.call("Method", "OK");
     host.denied("Method");
     host.reload_failed("policy");
-    let host = host.text(&Directory::default(), &audit).expect("encoded");
+    let guests = [("web-1".to_owned(), Some(Sample::default()))];
+    let host = host.text(guests.into(), &audit).expect("encoded");
 
     let mut exported = exported(&controller);
     exported.extend(self::exported(&host));

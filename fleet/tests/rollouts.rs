@@ -2,9 +2,12 @@
 //! Rollouts over the real service code, with guests in memory behind real sockets.
 
 mod rollouts {
+    mod agent;
     mod drift;
     mod faults;
+    mod gates;
     mod refused;
     mod support;
+    mod tracepoints;
     mod waves;
 }

@@ -36,6 +36,7 @@ pub fn report(warnings: &mut Warnings) -> AgentHealth {
         memory_total_bytes: kib(&meminfo, "MemTotal:"),
         memory_available_bytes: kib(&meminfo, "MemAvailable:"),
         warnings: warnings.read(),
+        kernel_warnings: warnings.reports(),
         agent_memory_bytes: kib(&text("/proc/self/status"), "VmRSS:"),
         agent_version: env!("CARGO_PKG_VERSION").to_owned(),
     }

@@ -15,11 +15,28 @@ const RECORD_BYTES: usize = 8192;
 /// Limit on the records read per report, so that a flood of messages does not block the agent.
 const MAX_RECORDS: usize = 4096;
 
-/// Keeps the most recent warnings.
+/// How the first message of a report begins that the kernel makes of an error in itself: `WARN()`,
+/// `BUG()`, the handlers of exceptions, and the detectors of hung tasks and stalls.
+const REPORTS: &[&str] = &[
+    "WARNING: ",
+    "BUG: ",
+    "watchdog: BUG: ",
+    "kernel BUG at ",
+    "Oops: ",
+    "Internal error: ",
+    "general protection fault",
+    "INFO: task ",
+    "rcu: INFO: ",
+    "UBSAN: ",
+    "refcount_t: ",
+];
+
+/// Keeps the most recent warnings, and counts the reports among them.
 #[derive(Debug)]
 pub struct Warnings {
     file: Option<File>,
     kept: VecDeque<String>,
+    reports: u64,
 }
 
 impl Warnings {
@@ -36,7 +53,13 @@ impl Warnings {
         Self {
             file,
             kept: VecDeque::new(),
+            reports: 0,
         }
+    }
+
+    /// Reports among the messages that [`Self::read`] has read.
+    pub fn reports(&self) -> u64 {
+        self.reports
     }
 
     /// Returns the most recent warnings, oldest first.
@@ -48,6 +71,7 @@ impl Warnings {
                 Ok(0) => break,
                 Ok(read) => {
                     if let Some(warning) = parse(&String::from_utf8_lossy(&record[..read])) {
+                        self.reports += u64::from(is_report(&warning));
                         self.kept.push_back(warning);
                         if self.kept.len() > KEPT {
                             self.kept.pop_front();
@@ -82,6 +106,12 @@ fn parse(record: &str) -> Option<String> {
     })
 }
 
+/// Whether the warning is the first message of a report of an error in the kernel.
+fn is_report(warning: &str) -> bool {
+    let text = warning.split_once("] ").map_or(warning, |(_, text)| text);
+    REPORTS.iter().any(|report| text.starts_with(report))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -97,5 +127,18 @@ mod tests {
         assert_eq!(parse("12,2,3,-;a user's warning"), None);
         assert_eq!(parse("garbage"), None);
         assert_eq!(parse("4,x;y"), None);
+    }
+
+    #[test]
+    fn reports_are_told_from_other_warnings() {
+        for (text, expected) in [
+            ("WARNING: CPU: 0 PID: 1 at lib/x.c:9 f+0x1/0x2", true),
+            ("BUG: kernel NULL pointer dereference, address: 0", true),
+            ("NET: something odd", false),
+            ("a driver said WARNING: no", false),
+        ] {
+            let warning = parse(&format!("4,1,7105000,-;{text}\n")).expect("a warning");
+            assert_eq!(is_report(&warning), expected, "{warning}");
+        }
     }
 }

@@ -17,5 +17,7 @@ pub mod monitors;
 pub mod policy;
 pub mod proxy;
 pub mod registry;
+pub mod samples;
 pub mod scrape;
 pub mod serve;
+pub mod spans;

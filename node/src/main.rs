@@ -15,6 +15,7 @@ use patchbay_node::listen::tls::TlsFiles;
 use patchbay_node::monitors::{RunDirs, default_run_dirs};
 use patchbay_node::scrape::MetricsAddress;
 use patchbay_node::serve::{Config, RegistryConfig, serve};
+use patchbay_node::spans::Exporter;
 use patchbay_store::DEFAULT_ROOT;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
@@ -154,6 +155,7 @@ fn start(args: ServeArgs) -> anyhow::Result<()> {
         .build()
         .context("the runtime cannot be started")?;
     runtime.block_on(async {
+        let exporter = Exporter::from_environment("patchbayd")?;
         let mut hangup = signal(SignalKind::hangup())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut terminate = signal(SignalKind::terminate())?;
@@ -171,6 +173,7 @@ fn start(args: ServeArgs) -> anyhow::Result<()> {
             }
         })
         .await?;
+        exporter.shutdown().await;
         Ok(())
     })
 }

@@ -2,12 +2,15 @@
 //! Prometheus metrics. Labels are methods, status codes, rules of the interface, and guests, which
 //! [`MAX_GUESTS`](crate::monitors::MAX_GUESTS) bounds; nothing that a client may choose is a label.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+use patchbay_proto::v1;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
+use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::{ConstCounter, Counter};
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::ConstGauge;
@@ -15,7 +18,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::audit::Audit;
-use crate::monitors::Directory;
+use crate::samples::Sample;
 
 /// Pauses from 10 us to 1 s: a flip takes some tens of microseconds.
 const PAUSE_BUCKETS: [f64; 16] = [
@@ -94,7 +97,11 @@ impl Metrics {
     ///
     /// # Errors
     /// The encoder's.
-    pub fn text(&self, directory: &Directory, audit: &Audit) -> Result<String, fmt::Error> {
+    pub fn text(
+        &self,
+        guests: BTreeMap<String, Option<Sample>>,
+        audit: &Audit,
+    ) -> Result<String, fmt::Error> {
         let mut registry = Registry::with_prefix("patchbayd");
         let inner = &self.0;
         registry.register(
@@ -124,7 +131,7 @@ impl Metrics {
             inner.pauses.clone(),
         );
         registry.register_collector(Box::new(Now {
-            directory: directory.clone(),
+            guests,
             audit: audit.clone(),
         }));
         let mut text = String::new();
@@ -135,7 +142,7 @@ impl Metrics {
 
 /// What is looked up when Prometheus asks.
 struct Now {
-    directory: Directory,
+    guests: BTreeMap<String, Option<Sample>>,
     audit: Audit,
 }
 
@@ -147,18 +154,25 @@ impl fmt::Debug for Now {
 
 impl Collector for Now {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let guests = self.directory.all();
-        let count = ConstGauge::new(i64::try_from(guests.len()).unwrap_or(i64::MAX));
+        let count = ConstGauge::new(i64::try_from(self.guests.len()).unwrap_or(i64::MAX));
         let help = "Guests that the host serves";
         let descriptor = encoder.encode_descriptor("guests", help, None, count.metric_type())?;
         count.encode(descriptor)?;
-        let up = ConstGauge::new(1_i64);
-        let help = "Guests whose monitor answers";
+        let up = ConstGauge::new(0_i64);
+        let help = "1 if the guest's monitor answers";
         let mut family = encoder.encode_descriptor("guest_up", help, None, up.metric_type())?;
-        for guest in &guests {
-            let labels = [("guest", guest.name.as_str())];
-            up.encode(family.encode_family(&labels)?)?;
+        for (guest, sample) in &self.guests {
+            let up = ConstGauge::new(i64::from(sample.is_some()));
+            up.encode(family.encode_family(&[("guest", guest.as_str())])?)?;
         }
+        for (name, help, value) in GAUGES {
+            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+            for (guest, sample) in self.answered() {
+                let gauge = ConstGauge::new(value(sample));
+                gauge.encode(family.encode_family(&[("guest", guest)])?)?;
+            }
+        }
+        self.encode_events(&mut encoder)?;
         for (name, help, value) in [
             (
                 "audit_records",
@@ -178,3 +192,73 @@ impl Collector for Now {
         Ok(())
     }
 }
+
+impl Now {
+    fn answered(&self) -> impl Iterator<Item = (&str, &Sample)> {
+        let guests = self.guests.iter();
+        guests.filter_map(|(guest, sample)| Some((guest.as_str(), sample.as_ref()?)))
+    }
+
+    fn encode_events(&self, encoder: &mut DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let counter = MetricType::Counter;
+        let help = "Events of tracepoints that were sent to clients";
+        let mut family = encoder.encode_descriptor("guest_trace_events", help, None, counter)?;
+        for (guest, sample) in self.answered() {
+            let events = ConstCounter::new(sample.events.events);
+            events.encode(family.encode_family(&[("guest", guest)])?)?;
+        }
+        let help = "Events of tracepoints that were lost, by cause";
+        let mut family =
+            encoder.encode_descriptor("guest_trace_lost_events", help, None, counter)?;
+        for (guest, sample) in self.answered() {
+            let lost = sample.events.losses.unwrap_or_default();
+            for (cause, count) in [
+                ("overwritten", lost.overwritten),
+                ("slow_client", lost.slow_client),
+                ("flood", lost.flood),
+                ("malformed", lost.malformed),
+            ] {
+                let labels = [("guest", guest), ("cause", cause)];
+                ConstCounter::new(count).encode(family.encode_family(&labels)?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A gauge of each guest that answers: name, help and value.
+type GuestGauge = (&'static str, &'static str, fn(&Sample) -> i64);
+
+const GAUGES: [GuestGauge; 6] = [
+    (
+        "guest_registered",
+        "1 if the guest's tables of static keys are known",
+        |sample| {
+            let state = sample.guest.guest_status().registration();
+            i64::from(state == v1::RegistrationState::Registered)
+        },
+    ),
+    (
+        "guest_paused",
+        "1 while an operator, or an undo that is incomplete, holds the guest paused",
+        |sample| i64::from(sample.guest.guest_status().state() == v1::GuestState::Paused),
+    ),
+    (
+        "guest_agent_connected",
+        "1 if the guest's agent is connected",
+        |sample| i64::from(sample.guest.guest_status().agent_connected),
+    ),
+    ("guest_keys", "Static keys of the guest", |sample| {
+        sample.guest.keys.into()
+    }),
+    (
+        "guest_revision",
+        "Changes of keys that the guest's service has made or seen since it started",
+        |sample| i64::try_from(sample.guest.revision).unwrap_or(i64::MAX),
+    ),
+    (
+        "guest_trace_streams",
+        "Clients that read events of the guest's tracepoints",
+        |sample| sample.events.streams.into(),
+    ),
+];

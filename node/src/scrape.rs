@@ -81,12 +81,13 @@ pub enum ScrapeError {
 ///
 /// # Errors
 /// [`ScrapeError`].
-pub async fn serve<T>(
+pub async fn serve<T, F>(
     address: &MetricsAddress,
     text: T,
 ) -> Result<Pin<Box<dyn Future<Output = ()> + Send>>, ScrapeError>
 where
-    T: Fn() -> Result<String, fmt::Error> + Send + Sync + 'static,
+    T: Fn() -> F + Send + Sync + 'static,
+    F: Future<Output = Result<String, fmt::Error>> + Send + 'static,
 {
     match *address {
         MetricsAddress::Unix(ref path) => {
@@ -126,10 +127,11 @@ impl Listener for (NodeSocket, tokio::net::UnixListener) {
     }
 }
 
-async fn accept<L, T>(listener: L, text: T)
+async fn accept<L, T, F>(listener: L, text: T)
 where
     L: Listener,
-    T: Fn() -> Result<String, fmt::Error> + Send + Sync + 'static,
+    T: Fn() -> F + Send + Sync + 'static,
+    F: Future<Output = Result<String, fmt::Error>> + Send + 'static,
 {
     let (text, permits) = (Arc::new(text), Arc::new(Semaphore::new(MAX_CONNECTIONS)));
     loop {
@@ -148,8 +150,14 @@ where
         tokio::spawn(async move {
             let _permit = permit;
             let service = service_fn(|request: http::Request<hyper::body::Incoming>| {
-                let answer = answer(request.uri().path(), &*text);
-                async move { Ok::<_, std::convert::Infallible>(answer) }
+                let text = (request.uri().path() == "/metrics").then(|| text());
+                async move {
+                    let text = match text {
+                        Some(text) => Some(text.await),
+                        None => None,
+                    };
+                    Ok::<_, std::convert::Infallible>(answer(text))
+                }
             });
             let connection = hyper::server::conn::http1::Builder::new()
                 .timer(TokioTimer::new())
@@ -160,16 +168,12 @@ where
     }
 }
 
-fn answer(
-    path: &str,
-    text: impl Fn() -> Result<String, fmt::Error>,
-) -> http::Response<Full<bytes::Bytes>> {
-    let (status, text) = match path {
-        "/metrics" => match text() {
-            Ok(text) => (http::StatusCode::OK, text),
-            Err(error) => (http::StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
-        },
-        _ => (
+/// `None` for a path that has no metrics.
+fn answer(text: Option<Result<String, fmt::Error>>) -> http::Response<Full<bytes::Bytes>> {
+    let (status, text) = match text {
+        Some(Ok(text)) => (http::StatusCode::OK, text),
+        Some(Err(error)) => (http::StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+        None => (
             http::StatusCode::NOT_FOUND,
             "metrics are at /metrics\n".to_owned(),
         ),

@@ -27,6 +27,7 @@ use crate::monitors::{self, Directory, RunDirs};
 use crate::policy::{LivePolicy, PolicyError};
 use crate::proxy::{Node, Proxy};
 use crate::registry;
+use crate::samples;
 use crate::scrape::{self, ListenError, MetricsAddress, ScrapeError};
 
 /// A peer that has not answered a ping for this long is gone.
@@ -146,7 +147,13 @@ pub async fn serve(
     let mut tasks = JoinSet::new();
     if let Some(address) = &config.metrics {
         let node = Arc::clone(&node);
-        let text = move || node.metrics.text(&node.directory, &node.audit);
+        let text = move || {
+            let node = Arc::clone(&node);
+            async move {
+                let guests = samples::look(&node.directory).await;
+                node.metrics.text(guests, &node.audit)
+            }
+        };
         tasks.spawn(scrape::serve(address, text).await?);
     }
     let (incoming, connections) = Incoming::new();

@@ -14,6 +14,8 @@ mod guests;
 mod patterns;
 #[path = "node/remote.rs"]
 mod remote;
+#[path = "node/spans.rs"]
+mod spans;
 #[path = "node/support.rs"]
 mod support;
 #[path = "node/unit.rs"]

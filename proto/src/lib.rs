@@ -79,3 +79,61 @@ pub const ERROR_DOMAIN: &str = "patchbay";
 pub fn traceparent(trace_id: u128, span_id: u64) -> String {
     format!("00-{trace_id:032x}-{span_id:016x}-01")
 }
+
+/// What a value of [`TRACEPARENT_METADATA`] names. No id is 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TraceParent {
+    /// The trace that the call belongs to.
+    pub trace_id: u128,
+    /// The span that made the call.
+    pub span_id: u64,
+}
+
+/// Reads a value of [`TRACEPARENT_METADATA`]; `None` if the value is malformed. A version after
+/// 00 may have more parts, and is malformed here.
+#[must_use]
+pub fn parse_traceparent(text: &str) -> Option<TraceParent> {
+    let parts: Vec<&str> = text.splitn(5, '-').collect();
+    let is_hex = |part: &&str| {
+        part.bytes()
+            .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+    };
+    let [version, trace, span, flags] = parts[..] else {
+        return None;
+    };
+    let lengths = [version, trace, span, flags].map(str::len);
+    if lengths != [2, 32, 16, 2] || !parts.iter().all(is_hex) || version == "ff" {
+        return None;
+    }
+    let span_id = u64::from_str_radix(span, 16).ok()?;
+    let trace_id = u128::from_str_radix(trace, 16).ok()?;
+    (span_id != 0 && trace_id != 0).then_some(TraceParent { trace_id, span_id })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_traceparent_is_read_as_it_is_written_and_nothing_else_is() {
+        let text = traceparent(0xabc, 7);
+        let parent = TraceParent {
+            trace_id: 0xabc,
+            span_id: 7,
+        };
+        assert_eq!(parse_traceparent(&text), Some(parent));
+        for bad in [
+            "",
+            "00-0-0-0",
+            "00-00000000000000000000000000000000-b7ad6b7169203331-01",
+            "00-0af7651916cd43dd8448eb211c80319c-0000000000000000-01",
+            "ff-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+            "00-0AF7651916CD43DD8448EB211C80319C-b7ad6b7169203331-01",
+            "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01-1",
+            "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331",
+            "00-+af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        ] {
+            assert_eq!(parse_traceparent(bad), None, "{bad}");
+        }
+    }
+}

@@ -45,3 +45,4 @@ pub mod socket;
 pub mod testing;
 pub mod threads;
 pub mod trace;
+pub mod trace_id;

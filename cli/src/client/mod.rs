@@ -12,7 +12,7 @@ use hyper_util::rt::TokioIo;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
-use patchbay_proto::{TRACEPARENT_METADATA, traceparent, v1};
+use patchbay_proto::{TRACEPARENT_METADATA, parse_traceparent, traceparent, v1};
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
 use tower::service_fn;
@@ -156,10 +156,14 @@ pub fn traced<T>(message: T) -> tonic::Request<T> {
     request
 }
 
-/// All calls of the process are of one trace.
+/// All calls of the process are of one trace: that of its parent, if it names one in `TRACEPARENT`.
 fn trace_id() -> u128 {
     static TRACE_ID: OnceLock<u128> = OnceLock::new();
-    *TRACE_ID.get_or_init(|| fastrand::u128(1..))
+    *TRACE_ID.get_or_init(|| {
+        let parent = std::env::var("TRACEPARENT").ok();
+        let parent = parent.as_deref().and_then(parse_traceparent);
+        parent.map_or_else(|| fastrand::u128(1..), |parent| parent.trace_id)
+    })
 }
 
 /// A request that names its guest.

@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Rollouts as people read them.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use super::view::{DriftReport, Explanation, Host, Plan, Rollout, Wave};
 use crate::print::{Printable, Rows, counted, or_dash};
+
+/// JSON has all of them.
+const SHOWN_TRACEPOINTS: usize = 20;
 
 fn head(rollout: &Rollout) -> String {
     let message = match rollout.message.as_str() {
@@ -63,6 +67,23 @@ impl Printable for Plan {
                 "  wave {}: {guests}, {keys}, {sites}, {pause}",
                 wave.name
             );
+        }
+        let tracepoints: BTreeSet<&str> = rollout
+            .guests
+            .iter()
+            .flat_map(|guest| guest.tracepoints.iter().map(String::as_str))
+            .collect();
+        if !tracepoints.is_empty() {
+            let shown: Vec<&str> = tracepoints
+                .iter()
+                .take(SHOWN_TRACEPOINTS)
+                .copied()
+                .collect();
+            let more = match tracepoints.len() - shown.len() {
+                0 => String::new(),
+                more => format!(" and {more} more"),
+            };
+            let _ = writeln!(text, "  tracepoints: {}{more}", shown.join(", "));
         }
         let skipped = rollout
             .guests

@@ -54,6 +54,8 @@ pub struct Guest {
     pub sites: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pause_us: Option<u64>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tracepoints: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -155,6 +157,7 @@ impl From<v1::RolloutGuest> for Guest {
             keys: guest.keys,
             sites: guest.sites,
             pause_us: guest.pause.map(micros),
+            tracepoints: guest.tracepoints,
         }
     }
 }

@@ -153,6 +153,8 @@ pub struct Agent {
     pub memory_total_bytes: u64,
     pub memory_available_bytes: u64,
     pub agent_memory_bytes: u64,
+    pub boot_id: String,
+    pub kernel_warnings: u64,
     pub warnings: Vec<String>,
 }
 
@@ -178,6 +180,8 @@ impl From<v1::DescribeAgentResponse> for Agent {
             memory_total_bytes: agent.memory_total_bytes,
             memory_available_bytes: agent.memory_available_bytes,
             agent_memory_bytes: agent.agent_memory_bytes,
+            boot_id: agent.boot_id,
+            kernel_warnings: agent.kernel_warnings,
             warnings: agent.warnings,
         }
     }
@@ -246,6 +250,13 @@ impl Printable for Agent {
             row(
                 "Pressure",
                 format!("{resource:<12} {short:.2} % over 10 s, {long:.2} % over 60 s"),
+            );
+        }
+        if self.kernel_warnings > 0 {
+            let count = self.kernel_warnings;
+            row(
+                "Errors",
+                format!("{count} reported by the kernel since boot"),
             );
         }
         for warning in &self.warnings {

@@ -6,6 +6,7 @@ use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::Arc;
 
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
+use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::testing::{InMemoryGuest, TestKey};
 use patchbay_service::trace::Tracing;
@@ -170,8 +171,11 @@ impl Lab {
         std::fs::create_dir(folder.path().join("patchbay")).expect("writable");
         let registry = Arc::new(Registry::default());
         let guest = InMemoryGuest::boot(Arc::clone(&registry), keys);
-        let (keys, _) =
-            Keys::start(Arc::clone(&guest), registry, KeysConfig::default()).expect("a thread");
+        let config = KeysConfig {
+            audit: AuditLog::open(&folder.path().join("audit.log")).expect("writable"),
+            ..KeysConfig::default()
+        };
+        let (keys, _) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");
         let runtime = runtime();
         let socket = ApiSocket::bind(&folder.path().join("patchbay/test.sock")).expect("free");
         runtime.spawn(async move {
@@ -190,6 +194,15 @@ impl Lab {
 
     pub fn socket(&self) -> PathBuf {
         self.folder.path().join("patchbay/test.sock")
+    }
+}
+
+impl Lab {
+    /// The lines of the service's audit log.
+    pub fn audit(&self) -> Vec<Value> {
+        let text = std::fs::read_to_string(self.folder.path().join("audit.log")).expect("text");
+        let lines = text.lines().map(serde_json::from_str);
+        lines.collect::<Result<_, _>>().expect("JSON")
     }
 }
 

@@ -116,6 +116,26 @@ fn a_rollout_from_its_plan_to_its_end() {
     assert_eq!(fleet.lab.guest.count("alpha"), 0);
 }
 
+/// Whoever starts it, the changes belong to the trace of the call that planned it.
+#[test]
+fn a_rollout_is_of_the_trace_that_planned_it() {
+    const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
+    let fleet = Fleet::new();
+    let spec = fleet.spec("net.yaml", SPEC);
+    let mut plan = fleet.command(&fleet.words(&["plan", &spec]));
+    plan.env("TRACEPARENT", format!("00-{TRACE}-b7ad6b7169203331-01"));
+    assert!(plan.output().expect("it starts").status.success());
+    let planned = fleet.json(&fleet.words(&["status", "net"]));
+    let digest = planned["digest"].as_str().expect("a digest");
+    fleet.ok(&fleet.words(&["start", "net", "--digest", digest]));
+    fleet.ok(&fleet.words(&["status", "net", "--watch"]));
+    let audit = fleet.lab.audit();
+    assert_eq!(audit.len(), 2, "{audit:?}");
+    for line in audit {
+        assert_eq!(line["trace_id"], TRACE, "{line}");
+    }
+}
+
 #[test]
 fn drift_has_an_exit_code_and_is_fixed_or_adopted() {
     let fleet = Fleet::new();

@@ -1851,8 +1851,14 @@ type DescribeAgentResponse struct {
 	// Of level warning and worse, the newest last.
 	Warnings         []string `protobuf:"bytes,14,rep,name=warnings,proto3" json:"warnings,omitempty"`
 	AgentMemoryBytes uint64   `protobuf:"varint,15,opt,name=agent_memory_bytes,json=agentMemoryBytes,proto3" json:"agent_memory_bytes,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Reports of errors in the kernel (WARN(), BUG(), oopses, hung tasks, stalls) since
+	// it booted. Fewer than before if the agent was started again and the kernel's
+	// buffer has lost the first.
+	KernelWarnings uint64 `protobuf:"varint,16,opt,name=kernel_warnings,json=kernelWarnings,proto3" json:"kernel_warnings,omitempty"`
+	// Differs from that of the guest's last boot.
+	BootId        string `protobuf:"bytes,17,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *DescribeAgentResponse) Reset() {
@@ -1988,6 +1994,20 @@ func (x *DescribeAgentResponse) GetAgentMemoryBytes() uint64 {
 		return x.AgentMemoryBytes
 	}
 	return 0
+}
+
+func (x *DescribeAgentResponse) GetKernelWarnings() uint64 {
+	if x != nil {
+		return x.KernelWarnings
+	}
+	return 0
+}
+
+func (x *DescribeAgentResponse) GetBootId() string {
+	if x != nil {
+		return x.BootId
+	}
+	return ""
 }
 
 type Pressure struct {
@@ -2201,7 +2221,7 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\vclock_error\x18\t \x01(\v2\x19.google.protobuf.DurationR\n" +
 	"clockError\",\n" +
 	"\x14DescribeAgentRequest\x12\x14\n" +
-	"\x05guest\x18\x01 \x01(\tR\x05guest\"\xca\x05\n" +
+	"\x05guest\x18\x01 \x01(\tR\x05guest\"\x8c\x06\n" +
 	"\x15DescribeAgentResponse\x12\x16\n" +
 	"\x06absent\x18\x01 \x01(\tR\x06absent\x12#\n" +
 	"\ragent_version\x18\x02 \x01(\tR\fagentVersion\x12)\n" +
@@ -2219,7 +2239,9 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x12memory_total_bytes\x18\f \x01(\x04R\x10memoryTotalBytes\x124\n" +
 	"\x16memory_available_bytes\x18\r \x01(\x04R\x14memoryAvailableBytes\x12\x1a\n" +
 	"\bwarnings\x18\x0e \x03(\tR\bwarnings\x12,\n" +
-	"\x12agent_memory_bytes\x18\x0f \x01(\x04R\x10agentMemoryBytes\x1a9\n" +
+	"\x12agent_memory_bytes\x18\x0f \x01(\x04R\x10agentMemoryBytes\x12'\n" +
+	"\x0fkernel_warnings\x18\x10 \x01(\x04R\x0ekernelWarnings\x12\x17\n" +
+	"\aboot_id\x18\x11 \x01(\tR\x06bootId\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"h\n" +

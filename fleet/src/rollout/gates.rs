@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Gates that follow from the members alone.
+//! Gates that follow from the members alone, and what the others compare with.
 
-use super::{Gate, GateKind, Member, State};
+use super::{Failure, Gate, GateKind, Health, Member, Millis, Phase, Rollout, State};
 
 /// Why the gate is closed, judged by the wave's members so far.
 pub(super) fn closed(gate: &Gate, members: &[Member]) -> Option<String> {
@@ -15,7 +15,34 @@ pub(super) fn closed(gate: &Gate, members: &[Member]) -> Option<String> {
                 )
             })
         }
-        GateKind::Command { .. } => None,
+        GateKind::Command { .. }
+        | GateKind::AgentHealth { .. }
+        | GateKind::Grpc { .. }
+        | GateKind::Prometheus { .. } => None,
+    }
+}
+
+impl Rollout {
+    /// The outcome of [`super::Action::Observe`]. A guest that cannot be observed is not changed; resume tries
+    /// again.
+    pub fn observed(&mut self, index: usize, outcome: Result<Health, String>, now: Millis) {
+        self.run.in_flight.remove(&index);
+        if self.members[index].state != State::Pending {
+            return;
+        }
+        match outcome {
+            Ok(health) => {
+                self.members[index].health = Some(health);
+                self.run.changed.insert(index);
+            }
+            Err(why) if matches!(self.header.phase, Phase::Running(_) | Phase::Paused) => {
+                let failure = Failure::Busy;
+                let why = format!("agent_health: {why}");
+                self.set(index, State::Failed { failure, why });
+                self.check_errors(now);
+            }
+            Err(_) => {}
+        }
     }
 }
 

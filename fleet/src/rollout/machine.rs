@@ -23,7 +23,9 @@ pub enum Action {
     Commit(usize),
     /// Apply the member's inverse.
     Revert(usize),
-    /// Run the command of this gate for the wave.
+    /// Learn what the member's agent reports, before its commit.
+    Observe(usize),
+    /// Ask this gate about the wave.
     RunGate { wave: usize, gate: usize },
 }
 
@@ -50,7 +52,7 @@ pub enum RevertOutcome {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Run {
     /// Members whose action has been returned and not answered.
-    in_flight: BTreeSet<usize>,
+    pub(super) in_flight: BTreeSet<usize>,
     /// Gates of the wave that have been returned and not answered, and those that passed.
     asked: BTreeSet<usize>,
     passed: BTreeSet<usize>,
@@ -371,6 +373,7 @@ impl Rollout {
         let guests = self.members.len() - self.members.iter().filter(is_skipped).count();
         let caps = self.header.policy.caps;
         let (most, most_per_domain) = (caps.total(guests), caps.per_domain());
+        let observes = self.header.policy.observes_agents();
         let mut total = 0;
         let mut domains: BTreeMap<String, usize> = BTreeMap::new();
         for member in &self.members {
@@ -391,6 +394,10 @@ impl Rollout {
             }
             let domain = domains.entry(member.domain.clone()).or_default();
             if !is_wanted || *domain >= most_per_domain {
+                continue;
+            }
+            if observes && member.health.is_none() && member.state == State::Pending {
+                self.send(Action::Observe(index), index, now, now, step);
                 continue;
             }
             (total, *domain) = (total + 1, *domain + 1);
@@ -449,10 +456,8 @@ impl Rollout {
                 self.close(gate, &why, now);
                 return;
             }
-            let is_external = matches!(
-                self.header.policy.gates[gate].kind,
-                GateKind::Command { .. }
-            );
+            let kind = &self.header.policy.gates[gate].kind;
+            let is_external = kind.timeout_ms().is_some();
             if is_external && !self.run.passed.contains(&gate) && self.run.asked.insert(gate) {
                 step.actions.push(Action::RunGate { wave, gate });
             }
@@ -470,7 +475,7 @@ impl Rollout {
     }
 
     /// Too many errors close the gate before the wave has settled.
-    fn check_errors(&mut self, now: Millis) {
+    pub(super) fn check_errors(&mut self, now: Millis) {
         if self.header.phase != Phase::Running(Stage::Committing) {
             return;
         }

@@ -35,6 +35,7 @@
 //! * Nothing is committed while the rollout is planned, paused or frozen, or for the first time while it
 //!   reverts. Reverting is subject to no cap and no freeze.
 //! * Abort and undo are legal in every phase. When they end, no guest is `Committed`.
+//! * With a gate on the agents' health, a guest is not committed before what its agent reports is saved.
 //! * A guest whose commit has an unknown outcome is never taken for unchanged: it is committed again
 //!   before it is reverted, which says what the first commit did.
 
@@ -46,11 +47,13 @@ mod policy;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeSet;
+
 use serde::{Deserialize, Serialize};
 
 pub use self::legal::{NotLegal, Verb};
 pub use self::machine::{Action, CommitOutcome, RevertOutcome, Step};
-pub use self::policy::{Caps, Freeze, Gate, GateKind, OnFailure, Policy};
+pub use self::policy::{AgentLimits, Caps, Freeze, Gate, GateKind, OnFailure, Policy};
 
 /// Milliseconds since the epoch, UTC.
 pub type Millis = u64;
@@ -59,7 +62,7 @@ pub type Millis = u64;
 pub enum Stage {
     Committing,
     Baking,
-    /// Waits for the gates that are commands; another driver asks them again.
+    /// Waits for the gates that ask somebody else; another driver asks them again.
     Gating,
 }
 
@@ -142,6 +145,16 @@ pub struct InverseOp {
     pub times: u32,
 }
 
+/// A tracepoint that an op of the spec selected on the guest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tracepoint {
+    /// Index of the op.
+    pub op: usize,
+    /// "system:name"
+    pub event: String,
+    pub key: String,
+}
+
 /// What the guest has prepared.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PreparedPlan {
@@ -153,7 +166,26 @@ pub struct PreparedPlan {
     pub keys: u32,
     pub sites: u32,
     pub predicted_pause_us: u64,
+    /// The request that prepared it named the keys of these.
+    pub tracepoints: Vec<Tracepoint>,
     pub inverse: Vec<InverseOp>,
+}
+
+impl PreparedPlan {
+    /// Names of the tracepoints that the plan changes.
+    pub fn changed_tracepoints(&self) -> Vec<String> {
+        let keys: BTreeSet<&str> = self.inverse.iter().map(|op| op.key.as_str()).collect();
+        let changed = self.tracepoints.iter();
+        let changed = changed.filter(|tracepoint| keys.contains(tracepoint.key.as_str()));
+        changed.map(|tracepoint| tracepoint.event.clone()).collect()
+    }
+}
+
+/// What a guest's agent reported when its wave began.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Health {
+    pub boot_id: String,
+    pub kernel_warnings: u64,
 }
 
 /// A guest of a rollout. Members of a wave lie side by side, skipped ones after the last wave.
@@ -164,6 +196,8 @@ pub struct Member {
     /// Its value of the label that caps count by; empty if they count by none.
     pub domain: String,
     pub plan: PreparedPlan,
+    /// Set before the commit if a gate compares with it.
+    pub health: Option<Health>,
     pub state: State,
 }
 
@@ -193,7 +227,7 @@ pub struct TimelineEntry {
 }
 
 /// What is stored of a rollout beside its members.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
     pub name: String,
     pub title: String,
@@ -212,13 +246,19 @@ pub struct Header {
     pub timeline: Vec<TimelineEntry>,
     pub members: usize,
     pub created: Millis,
+    /// Of the call that planned it, 32 hexadecimal digits; empty if it named none.
+    pub trace_id: String,
 }
 
 impl Header {
-    /// The trace that all changes of the rollout are of: the first half of the plan's digest.
-    pub fn trace_id(&self) -> u128 {
-        let half = self.digest.get(..32).unwrap_or_default();
-        u128::from_str_radix(half, 16).unwrap_or(0)
+    /// The trace that all changes of the rollout belong to: that of the call that planned it, or else the first
+    /// half of the plan's digest.
+    pub fn trace(&self) -> u128 {
+        let id = match self.trace_id.as_str() {
+            "" => self.digest.get(..32).unwrap_or_default(),
+            id => id,
+        };
+        u128::from_str_radix(id, 16).unwrap_or(0)
     }
 }
 

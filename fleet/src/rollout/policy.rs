@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The terms of a rollout, as its spec gives them.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use super::Millis;
@@ -44,7 +46,17 @@ pub enum OnFailure {
     Abort,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// What the agents of a wave's guests may report. A guest that has booted since its wave began is refused in
+/// any case.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AgentLimits {
+    /// Kernel warnings since the wave began.
+    pub new_warnings: Option<u64>,
+    /// Percent of the last 60 s in which some task waited for the resource, "cpu", "memory" or "io".
+    pub pressure: BTreeMap<String, u32>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum GateKind {
     /// At most this share of a wave's guests has failed.
     Errors { max_percent: u32 },
@@ -52,15 +64,47 @@ pub enum GateKind {
     PauseP99 { budget_us: u64 },
     /// An external command that must end with 0 in time.
     Command { argv: Vec<String>, timeout_ms: u64 },
+    /// The agents of the wave's guests.
+    AgentHealth {
+        limits: AgentLimits,
+        timeout_ms: u64,
+    },
+    /// `grpc.health.v1.Health/Check` of a service must answer SERVING; an empty name is the whole server.
+    Grpc {
+        url: String,
+        service: String,
+        timeout_ms: u64,
+    },
+    /// Every sample of an instant query must lie between the bounds, and there must be one.
+    Prometheus {
+        url: String,
+        query: String,
+        above: Option<f64>,
+        below: Option<f64>,
+        timeout_ms: u64,
+    },
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+impl GateKind {
+    /// Whether a driver asks somebody else, and for how long at most.
+    pub fn timeout_ms(&self) -> Option<u64> {
+        match self {
+            Self::Errors { .. } | Self::PauseP99 { .. } => None,
+            Self::Command { timeout_ms, .. }
+            | Self::AgentHealth { timeout_ms, .. }
+            | Self::Grpc { timeout_ms, .. }
+            | Self::Prometheus { timeout_ms, .. } => Some(*timeout_ms),
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Gate {
     pub kind: GateKind,
     pub on_failure: OnFailure,
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Policy {
     pub caps: Caps,
     pub gates: Vec<Gate>,
@@ -70,6 +114,12 @@ pub struct Policy {
 }
 
 impl Policy {
+    /// Whether a gate compares each guest with what its agent reported before the change.
+    pub fn observes_agents(&self) -> bool {
+        let is_observing = |gate: &Gate| matches!(gate.kind, GateKind::AgentHealth { .. });
+        self.gates.iter().any(is_observing)
+    }
+
     /// The freeze that `now` lies in; of several the one that ends last.
     pub fn frozen(&self, now: Millis) -> Option<&Freeze> {
         let inside = |freeze: &&Freeze| freeze.from <= now && now < freeze.until;

@@ -12,6 +12,7 @@ fn member(index: usize) -> Member {
         guest: format!("guest-{index}"),
         domain: format!("rack-{}", index % 3),
         plan: PreparedPlan::default(),
+        health: None,
         state: State::Pending,
     }
 }
@@ -43,6 +44,7 @@ fn planned(sizes: &[usize], policy: Policy) -> Rollout {
         timeline: vec![],
         members: members.len(),
         created: 0,
+        trace_id: String::new(),
     };
     Rollout::new(header, members)
 }

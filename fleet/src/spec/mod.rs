@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A rollout's spec in YAML. Every error has line and column; unknown fields are refused.
 
+mod gates;
 mod values;
 
 use std::collections::BTreeMap;
@@ -8,9 +9,10 @@ use std::collections::BTreeMap;
 use patchbay_proto::v1::KeyOp;
 use serde::Deserialize;
 
+pub use self::gates::GateSpec;
 use self::values::checked_from;
 pub use self::values::{Count, Duration, Glob, Percent, Size, Time};
-use crate::rollout::{Caps, Freeze, Gate, GateKind, OnFailure, Policy};
+use crate::rollout::{Caps, Freeze, Policy};
 
 /// A longer spec is refused unread.
 pub const MAX_BYTES: usize = 1 << 20;
@@ -52,7 +54,7 @@ pub enum LateGuests {
 }
 
 checked_from!(Selector: SelectorFields);
-checked_from!(GateSpec: GateFields);
+checked_from!(Op: OpFields);
 checked_from!(Window: WindowFields);
 
 /// Guests must match all that is given; at least one thing is.
@@ -105,12 +107,36 @@ impl TryFrom<SelectorFields> for Selector {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Op {
     pub op: OpKind,
-    /// Globs of "name" or "module:name"; a leading `!` takes away.
-    pub keys: values::NonEmpty<String>,
+    /// Globs of "name" or "module:name" of keys, or "name" or "system:name" of tracepoints; a leading `!` takes
+    /// away. At least one.
+    pub patterns: Vec<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OpFields {
+    op: OpKind,
+    keys: Option<values::NonEmpty<String>>,
+    tracepoints: Option<values::NonEmpty<String>>,
+}
+
+impl TryFrom<OpFields> for Op {
+    type Error = &'static str;
+
+    fn try_from(fields: OpFields) -> Result<Self, Self::Error> {
+        let op = fields.op;
+        match (op.is_of_tracepoints(), fields.keys, fields.tracepoints) {
+            (false, Some(patterns), None) | (true, None, Some(patterns)) => Ok(Self {
+                op,
+                patterns: patterns.0,
+            }),
+            (false, ..) => Err("inc, dec, enable and disable change `keys`"),
+            (true, ..) => Err("fire and park change `tracepoints`"),
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -120,6 +146,8 @@ pub enum OpKind {
     Dec,
     Enable,
     Disable,
+    Fire,
+    Park,
 }
 
 impl OpKind {
@@ -127,14 +155,19 @@ impl OpKind {
         match self {
             Self::Inc => KeyOp::Inc,
             Self::Dec => KeyOp::Dec,
-            Self::Enable => KeyOp::Enable,
-            Self::Disable => KeyOp::Disable,
+            Self::Enable | Self::Fire => KeyOp::Enable,
+            Self::Disable | Self::Park => KeyOp::Disable,
         }
     }
 
     /// Whether the op counts references; the others know on and off alone.
     pub fn counts(self) -> bool {
         matches!(self, Self::Inc | Self::Dec)
+    }
+
+    /// Whether the op switches tracepoints, whose keys each guest names.
+    pub fn is_of_tracepoints(self) -> bool {
+        matches!(self, Self::Fire | Self::Park)
     }
 }
 
@@ -161,55 +194,6 @@ pub struct PerDomain {
     /// The hosts' label that names the failure domain.
     pub label: String,
     pub count: Count,
-}
-
-#[derive(Clone, Debug, PartialEq)]
-pub struct GateSpec(pub Gate);
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct GateFields {
-    max_errors: Option<Percent>,
-    pause_p99: Option<Duration>,
-    command: Option<values::NonEmpty<String>>,
-    timeout: Option<Duration>,
-    on_failure: Failure,
-}
-
-#[derive(Clone, Copy, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum Failure {
-    Pause,
-    Abort,
-}
-
-impl TryFrom<GateFields> for GateSpec {
-    type Error = &'static str;
-
-    fn try_from(fields: GateFields) -> Result<Self, Self::Error> {
-        const DEFAULT_TIMEOUT_MS: u64 = 60_000;
-        let kind = match (fields.max_errors, fields.pause_p99, fields.command) {
-            (Some(Percent(max_percent)), None, None) => GateKind::Errors { max_percent },
-            (None, Some(budget), None) => GateKind::PauseP99 {
-                budget_us: budget.micros(),
-            },
-            (None, None, Some(argv)) => GateKind::Command {
-                argv: argv.0,
-                timeout_ms: fields
-                    .timeout
-                    .map_or(DEFAULT_TIMEOUT_MS, |time| time.millis()),
-            },
-            _ => return Err("a gate is one of max_errors, pause_p99 and command"),
-        };
-        if fields.timeout.is_some() && !matches!(kind, GateKind::Command { .. }) {
-            return Err("timeout belongs to a command");
-        }
-        let on_failure = match fields.on_failure {
-            Failure::Pause => OnFailure::Pause,
-            Failure::Abort => OnFailure::Abort,
-        };
-        Ok(Self(Gate { kind, on_failure }))
-    }
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -294,7 +278,7 @@ impl Spec {
         };
         let counts = self.ops.0.iter().filter(|op| op.op.counts()).count();
         if counts != 0 && counts != self.ops.0.len() {
-            let message = "ops: inc and dec do not go together with enable and disable, because \
+            let message = "ops: inc and dec do not go together with the other ops, because \
                            the inverse would not be known; write two rollouts";
             return Err(at("ops", message));
         }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 use super::*;
+use crate::rollout::{AgentLimits, GateKind};
 
 const FULL: &str = r#"title: New receive path
 selector:
@@ -23,6 +24,9 @@ gates:
   - {max_errors: 2, on_failure: abort}
   - {pause_p99: 500us, on_failure: pause}
   - {command: ["/bin/probe", "web"], timeout: 5s, on_failure: pause}
+  - {agent_health: {max_new_warnings: 0, max_pressure: {memory: 20}}, on_failure: abort}
+  - {grpc: {url: "http://[::1]:50051", service: web}, timeout: 3s, on_failure: abort}
+  - {prometheus: {url: "http://prom:9090/base", query: 'rate(errors[1m])', below: 1}, on_failure: pause}
 freeze:
   - {from: "2026-12-24T00:00:00Z", until: "2026-12-27T00:00:00Z", reason: holidays}
 ttl: 7d
@@ -40,6 +44,27 @@ fn a_full_spec_is_read() {
     let policy = spec.policy();
     assert_eq!(policy.caps.per_domain, Some(5));
     assert_eq!(policy.gates[1].kind, GateKind::PauseP99 { budget_us: 500 });
+    let gates: Vec<&GateKind> = policy.gates[3..].iter().map(|gate| &gate.kind).collect();
+    let agents = GateKind::AgentHealth {
+        limits: AgentLimits {
+            new_warnings: Some(0),
+            pressure: [("memory".to_owned(), 20)].into(),
+        },
+        timeout_ms: 60_000,
+    };
+    let grpc = GateKind::Grpc {
+        url: "http://[::1]:50051".to_owned(),
+        service: "web".to_owned(),
+        timeout_ms: 3000,
+    };
+    let prometheus = GateKind::Prometheus {
+        url: "http://prom:9090/base".to_owned(),
+        query: "rate(errors[1m])".to_owned(),
+        above: None,
+        below: Some(1.0),
+        timeout_ms: 60_000,
+    };
+    assert_eq!(gates, [&agents, &grpc, &prometheus]);
     assert_eq!(policy.freezes[0].from, 1_798_070_400_000);
     assert_eq!(policy.approvals, 2);
 }
@@ -60,14 +85,14 @@ fn refused(line: &str, with: &str) -> (usize, usize, String) {
 #[test]
 fn errors_have_line_and_column() {
     let cases = [
-        ("ttl: 7d", "ttl: soon", 24, "is no duration"),
+        ("ttl: 7d", "ttl: soon", 27, "is no duration"),
         (
             "ttl: 7d",
             "ttl: 999999999999999999999d",
-            24,
+            27,
             "is no duration",
         ),
-        ("ttl: 7d", "tll: 7d", 24, "unknown field `tll`"),
+        ("ttl: 7d", "tll: 7d", 27, "unknown field `tll`"),
         ("  count: 50", "  cuont: 50", 15, "unknown field `cuont`"),
         ("  percent: 10", "  percent: 101", 16, "is no percentage"),
         ("  count: 50", "  count: 0", 15, "at least 1"),
@@ -80,11 +105,41 @@ fn errors_have_line_and_column() {
             "unknown variant `toggle`",
         ),
         ("\"net_*\", \"!net_debug\"", "", 8, "the list is empty"),
+        ("- op: enable", "- op: fire", 7, "fire and park change `tr"),
+        (
+            "    keys: [",
+            "    tracepoints: [a]\n    keys: [",
+            7,
+            "enable and disable change `keys`",
+        ),
+        ("    keys: [", "    tracepoints: [", 7, "change `keys`"),
         ("size: 10%", "size: rest", 9, "only the last wave"),
-        ("2026-12-27T", "2026-12-23T", 23, "before it ends"),
-        ("2026-12-27T", "2026-13-27T", 23, "is no moment"),
+        ("2026-12-27T", "2026-12-23T", 26, "before it ends"),
+        ("2026-12-27T", "2026-13-27T", 26, "is no moment"),
         ("timeout: 5s, ", "max_errors: 1, ", 21, "a gate is one of"),
         ("\"web-*\"", "\"web-[\"", 4, "unclosed"),
+        (
+            "max_new_warnings: 0, max_pressure: {memory: 20}",
+            "",
+            22,
+            "agent_health limits nothing",
+        ),
+        ("{memory: 20}", "{disk: 20}", 22, "unknown field `disk`"),
+        ("{memory: 20}", "{memory: 101}", 22, "is no percentage"),
+        ("{max_new_warnings: 0", "{max_new_warnings: -1", 22, ""),
+        ("http://[::1]:50051", "https://probe", 23, "is no URL"),
+        ("http://[::1]:50051", "probe:50051", 23, "is no URL"),
+        ("http://prom:9090/base", "http://prom/?a=b", 24, "is no URL"),
+        (", below: 1", "", 24, "give above, below or both"),
+        (", below: 1", ", above: 2, below: 1", 24, "no number is"),
+        (", below: 1", ", below: .nan", 24, "cannot be compared"),
+        ("'rate(errors[1m])'", "''", 24, "the query is empty"),
+        (
+            "max_errors: 2,",
+            "max_errors: 2, timeout: 1s,",
+            19,
+            "timeout belongs",
+        ),
     ];
     for (line, with, expected, message) in cases {
         let found = refused(line, with);
@@ -94,6 +149,17 @@ fn errors_have_line_and_column() {
             "{with}: {found:?}"
         );
     }
+}
+
+#[test]
+fn tracepoints_are_fired_and_parked() {
+    let ops = "  - op: enable\n    keys: [\"net_*\", \"!net_debug\"]";
+    assert!(FULL.contains(ops));
+    let set = "  - {op: fire, tracepoints: [\"sched:*\", \"!sched_switch\"]}\n  - {op: park, tracepoints: [b]}";
+    let spec = Spec::parse(&FULL.replace(ops, set)).expect("right");
+    assert_eq!(spec.ops.0[0].op, OpKind::Fire);
+    assert_eq!(spec.ops.0[0].patterns, ["sched:*", "!sched_switch"]);
+    assert_eq!(spec.ops.0[1].op, OpKind::Park);
 }
 
 #[test]

@@ -77,6 +77,8 @@ checked_from!(Duration: String);
 checked_from!(Time: String);
 checked_from!(Glob: String);
 checked_from!(Size: SizeText);
+checked_from!(HttpUrl: String);
+checked_from!(Number: f64);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for NonEmpty<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -217,6 +219,41 @@ impl TryFrom<String> for Glob {
                 matcher: glob.compile_matcher(),
             }),
             Err(error) => Err(error.to_string()),
+        }
+    }
+}
+
+/// "http://HOST[:PORT][/PATH]".
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HttpUrl(pub String);
+
+impl TryFrom<String> for HttpUrl {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let is_http = text.parse::<http::Uri>().is_ok_and(|uri| {
+            uri.scheme_str() == Some("http") && uri.host().is_some() && uri.query().is_none()
+        });
+        match is_http {
+            true => Ok(Self(text)),
+            false => Err(format!(
+                "{text:?} is no URL of this form: http://HOST:PORT, with a path if need be"
+            )),
+        }
+    }
+}
+
+/// A finite number.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Number(pub f64);
+
+impl TryFrom<f64> for Number {
+    type Error = String;
+
+    fn try_from(value: f64) -> Result<Self, String> {
+        match value.is_finite() {
+            true => Ok(Self(value)),
+            false => Err(format!("{value} cannot be compared with; give a number")),
         }
     }
 }

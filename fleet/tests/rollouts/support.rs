@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Hosts with guests in memory, and controllers over them.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use patchbay_fleet::store::{EmbeddedStore, Store};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::testing::{InMemoryGuest, TestKey};
-use patchbay_service::trace::Tracing;
+use patchbay_service::trace::{AgentSocket, Tracing, socket_path};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
@@ -58,10 +59,21 @@ impl Fleet {
             let name = format!("web-{}", index * guests + guest);
             let registry = Arc::new(Registry::default());
             let guest = InMemoryGuest::named(Arc::clone(&registry), &name);
-            guest.run(&[TestKey::new("alpha", 1), TestKey::new("beta", 2)]);
+            guest.run(&[
+                TestKey::new("alpha", 1),
+                TestKey::new("beta", 2),
+                TestKey::tracepoint("sched_switch", true),
+                TestKey::tracepoint("sched_waking", true),
+                TestKey::tracepoint("sched_wakeup", false),
+                TestKey::tracepoint("kmem_alloc", true),
+            ]);
             let keys = Keys::start(Arc::clone(&guest), registry, KeysConfig::default());
             let (keys, _owner) = keys.expect("a thread");
-            let one = ServedGuest::start(keys, Tracing::default()).expect("no agent");
+            let tracing = Tracing {
+                agent: Some(AgentSocket::bind(&self.vsock(&name)).expect("free")),
+                ..Tracing::default()
+            };
+            let one = ServedGuest::start(keys, tracing).expect("a socket");
             served.add(one).expect("its own name");
             self.guests.push(guest);
         }
@@ -78,6 +90,15 @@ impl Fleet {
             endpoint: HostEndpoint::Socket(socket),
             labels: [("rack".to_owned(), ["a", "b"][index % 2].to_owned())].into(),
         });
+    }
+
+    fn vsock(&self, guest: &str) -> PathBuf {
+        self.folder.path().join(format!("{guest}.vsock"))
+    }
+
+    /// Where the guest's agent connects to.
+    pub fn agent_socket(&self, guest: &str) -> PathBuf {
+        socket_path(&self.vsock(guest))
     }
 
     /// The guest's host does not serve it any more.

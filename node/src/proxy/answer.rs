@@ -3,11 +3,14 @@
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::SystemTime;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response};
 use http_body::Frame;
 use http_body_util::{BodyExt, Full, Limited};
+use opentelemetry::KeyValue;
+use patchbay_proto::TraceParent;
 use prost::Message;
 use tokio::sync::OwnedSemaphorePermit;
 use tonic::body::Body;
@@ -17,6 +20,7 @@ use super::frame::{MAX_ANSWER_BYTES, framed};
 use super::status::{code_name, lost};
 use crate::audit::Pending;
 use crate::metrics::Metrics;
+use crate::spans;
 
 /// What ends with a call: its permits, its count, its line in the audit log.
 pub struct Finish {
@@ -26,6 +30,7 @@ pub struct Finish {
     pub permits: Vec<OwnedSemaphorePermit>,
     /// For the log: who, which guest, and the caller's trace.
     pub caller: Caller,
+    began: SystemTime,
     ended: bool,
 }
 
@@ -35,6 +40,7 @@ pub struct Caller {
     pub principal: String,
     pub guest: String,
     pub trace_id: String,
+    pub trace_parent: Option<TraceParent>,
     /// Whether the call changes something: others are logged at a lower level.
     pub changes: bool,
 }
@@ -47,6 +53,7 @@ impl Finish {
             pending: None,
             permits: vec![permit],
             caller: Caller::default(),
+            began: SystemTime::now(),
             ended: false,
         }
     }
@@ -56,11 +63,22 @@ impl Finish {
         if !std::mem::replace(&mut self.ended, true) {
             let (method, code_text) = (self.method, code_name(code));
             self.metrics.call(method, code_text);
+            if let Some(parent) = self.caller.trace_parent {
+                let attributes = vec![
+                    KeyValue::new("rpc.system.name", "grpc"),
+                    KeyValue::new("rpc.response.status_code", code_text),
+                    KeyValue::new("patchbay.guest", self.caller.guest.clone()),
+                    KeyValue::new("enduser.id", self.caller.principal.clone()),
+                ];
+                let error = (code != Code::Ok).then_some(message);
+                spans::record(method, parent, self.began, attributes, error);
+            }
             let Caller {
                 principal,
                 guest,
                 trace_id,
                 changes,
+                ..
             } = &self.caller;
             if *changes || code == Code::PermissionDenied {
                 tracing::info!(

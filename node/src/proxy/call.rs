@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method as HttpMethod, Request, Version};
-use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA, TRACEPARENT_METADATA};
+use patchbay_proto::{
+    PRINCIPAL_METADATA, ROLE_METADATA, TRACEPARENT_METADATA, TraceParent, parse_traceparent,
+};
 use prost_reflect::{DescriptorPool, DynamicMessage};
 use sha2::{Digest, Sha256};
 use tonic::Status;
@@ -98,20 +100,24 @@ impl Call {
         }
     }
 
-    /// Empty if the caller gave none.
-    pub fn trace_id(&self) -> &str {
+    /// The caller's trace, and the span that made the call.
+    pub fn trace_parent(&self) -> Option<TraceParent> {
         let parent = self.headers.get(TRACEPARENT_METADATA);
-        let parent = parent.and_then(|parent| parent.to_str().ok());
-        parent
-            .and_then(|parent| parent.split('-').nth(1))
-            .unwrap_or_default()
+        parse_traceparent(parent?.to_str().ok()?)
+    }
+
+    /// Empty if the caller gave none.
+    pub fn trace_id(&self) -> String {
+        let parent = self.trace_parent();
+        parent.map_or_else(String::new, |parent| format!("{:032x}", parent.trace_id))
     }
 
     pub fn caller(&self) -> Caller {
         Caller {
             principal: self.principal().to_owned(),
             guest: self.guest.clone(),
-            trace_id: self.trace_id().to_owned(),
+            trace_id: self.trace_id(),
+            trace_parent: self.trace_parent(),
             changes: self.changes(),
         }
     }
@@ -222,29 +228,15 @@ fn forwarded(headers: &HeaderMap) -> HeaderMap {
     // Two, or a malformed one, are the same as none (W3C Trace Context, 4.3).
     let mut given = headers.get_all(TRACEPARENT_METADATA).iter();
     let valid = match (given.next(), given.next()) {
-        (Some(value), None) => value.to_str().is_ok_and(is_traceparent),
+        (Some(value), None) => value
+            .to_str()
+            .is_ok_and(|text| parse_traceparent(text).is_some()),
         _ => false,
     };
     if !valid {
         kept.remove(TRACEPARENT_METADATA);
     }
     kept
-}
-
-/// "00-TRACE-SPAN-FLAGS" with the lengths of version 00.
-fn is_traceparent(text: &str) -> bool {
-    let parts: Vec<&str> = text.split('-').collect();
-    let lengths: Vec<usize> = parts.iter().map(|part| part.len()).collect();
-    let digits = |part: &&str| {
-        part.bytes()
-            .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
-    };
-    lengths == [2, 32, 16, 2]
-        && parts.iter().all(digits)
-        && parts[0] != "ff"
-        && [parts[1], parts[2]]
-            .iter()
-            .all(|id| id.bytes().any(|byte| byte != b'0'))
 }
 
 fn deadline(headers: &HeaderMap) -> Result<Option<Instant>, Status> {
@@ -371,12 +363,6 @@ mod tests {
             ])
             .is_empty()
         );
-        for bad in [
-            "",
-            "00-0-0-0",
-            "00-00000000000000000000000000000000-b7ad6b7169203331-01",
-        ] {
-            assert!(!is_traceparent(bad), "{bad}");
-        }
+        assert!(headers(&[(TRACEPARENT_METADATA, "00-0-0-0")]).is_empty());
     }
 }

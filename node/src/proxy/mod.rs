@@ -255,7 +255,7 @@ impl Node {
             guest: guest.name.clone(),
             rule: allowed.rule.clone(),
             request: call.text(&self.descriptors, keys),
-            trace_id: call.trace_id().to_owned(),
+            trace_id: call.trace_id(),
         };
         let written = self.audit.intend(entry).await;
         written.map_err(|error| status::audit_log_unwritable(&error))

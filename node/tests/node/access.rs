@@ -5,6 +5,7 @@ use patchbay_proto::v1;
 use rustix::process::Signal;
 use tonic::Code;
 
+use super::fake::Fake;
 use super::support::{Host, assert_refused, own_uid, update};
 
 fn policy(rule: &str) -> String {
@@ -189,7 +190,9 @@ async fn metrics_count_calls_and_pauses() {
     let address = format!("unix:{}", socket.display());
     host.start_daemon(&["--metrics", &address]).await;
     let _web = host.monitor("web-1");
-    host.list_until(1).await;
+    // It serves the guest, and says nothing about it.
+    let _db = Fake::start(&host.path("run/db.sock"), &["db"]).await;
+    host.list_until(2).await;
     let mut keys = host.keys().await;
     let request = |key| update("web-1", &[key], v1::KeyOp::Inc);
     keys.update_static_keys(request("net_a"))
@@ -204,14 +207,22 @@ async fn metrics_count_calls_and_pauses() {
         "patchbayd_denied_calls_total{method=\"UpdateStaticKeys\"} 1",
         "patchbayd_flip_pause_seconds_count 1",
         "patchbayd_patched_sites_total 1",
-        "patchbayd_guests 1",
+        "patchbayd_guests 2",
         "patchbayd_guest_up{guest=\"web-1\"} 1",
+        "patchbayd_guest_up{guest=\"db\"} 0",
+        "patchbayd_guest_registered{guest=\"web-1\"} 1",
+        "patchbayd_guest_paused{guest=\"web-1\"} 0",
+        "patchbayd_guest_agent_connected{guest=\"web-1\"} 0",
+        "patchbayd_guest_revision{guest=\"web-1\"} 2",
+        "patchbayd_guest_trace_events_total{guest=\"web-1\"} 0",
+        "patchbayd_guest_trace_lost_events_total{guest=\"web-1\",cause=\"flood\"} 0",
     ] {
         assert!(
             text.lines().any(|found| found == line),
             "{line} is missing in\n{text}"
         );
     }
+    assert!(!text.contains("registered{guest=\"db\"}"), "{text}");
     assert!(
         read_metrics(&socket, "/other")
             .await

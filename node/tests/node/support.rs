@@ -34,6 +34,7 @@ pub struct Host {
     pub folder: tempfile::TempDir,
     daemon: Option<Daemon>,
     args: Vec<String>,
+    variables: Vec<(String, String)>,
 }
 
 struct Daemon {
@@ -55,6 +56,7 @@ impl Host {
             folder,
             daemon: None,
             args: vec![],
+            variables: vec![],
         };
         host.write_policy(policy);
         host
@@ -62,11 +64,18 @@ impl Host {
 
     /// A host with the daemon, in which the tests' user is an admin.
     pub async fn start() -> Self {
+        Self::start_with(&[]).await
+    }
+
+    /// As [`Self::start`], with these variables in the daemon's environment.
+    pub async fn start_with(variables: &[(&str, &str)]) -> Self {
         let policy = format!(
             "rules: [{{name: own, principals: ['{}'], role: admin}}]",
             own_uid()
         );
         let mut host = Self::new(&policy);
+        let owned = |&(name, value): &(&str, &str)| (name.to_owned(), value.to_owned());
+        host.variables = variables.iter().map(owned).collect();
         host.start_daemon(&[]).await;
         host
     }
@@ -97,6 +106,7 @@ impl Host {
             .arg("--audit-log")
             .arg(self.path("audit.jsonl"))
             .args(&self.args)
+            .envs(self.variables.iter().cloned())
             .stderr(Stdio::piped())
             .spawn()
             .expect("the daemon starts");

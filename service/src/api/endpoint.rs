@@ -19,6 +19,7 @@ use super::static_keys::StaticKeysApi;
 use super::tracepoints::TracepointsApi;
 use crate::auth::{Authoriser, SocketAuthoriser};
 use crate::socket::ListeningSocket;
+use crate::trace_id::TraceLayer;
 
 /// Largest request in bytes: 65,536 updates with long names fit.
 const MAX_REQUEST_BYTES: usize = 32 << 20;
@@ -97,6 +98,7 @@ impl Endpoint {
             .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
             .max_concurrent_streams(limits::HTTP2_STREAMS)
             .layer(limits::CallLimit)
+            .layer(TraceLayer)
             .add_service(health_service)
             .add_service(reflection().build_v1()?)
             .add_service(reflection().build_v1alpha()?)

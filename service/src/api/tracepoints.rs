@@ -29,6 +29,7 @@ use crate::trace::select::{self, Wanted};
 use crate::trace::stream::Subscription;
 use crate::trace::tracer::{ArmTerms, SwitchTerms, TraceOutcome, Tracer};
 use crate::trace::{AgentError, TraceError, link};
+use crate::trace_id;
 
 const MAX_TEXT_BYTES: usize = 1024;
 const MAX_REQUEST_ID_BYTES: usize = 128;
@@ -348,6 +349,8 @@ fn description(
         memory_available_bytes: health.memory_available_bytes,
         warnings: health.warnings.into_iter().take(16).map(bounded).collect(),
         agent_memory_bytes: health.agent_memory_bytes,
+        kernel_warnings: health.kernel_warnings,
+        boot_id: peer.hello.boot_id,
     }
 }
 
@@ -440,7 +443,7 @@ fn once(
 async fn whole<T: Send + 'static>(
     change: impl Future<Output = Result<T, TraceError>> + Send + 'static,
 ) -> Result<T, Status> {
-    match tokio::spawn(change).await {
+    match tokio::spawn(trace_id::carry(change)).await {
         Ok(result) => Ok(result?),
         Err(_) => Err(KeysError::Internal {
             message: "the change panicked; see the monitor's log".to_owned(),

@@ -25,12 +25,14 @@ use serde::Serialize;
 use super::declared::Declaration;
 use super::error::KeysError;
 use crate::log_file::{LogPath, length};
+use crate::trace_id::TraceId;
 
 /// The open log. Without a file, lines go to tracing only.
 #[derive(Debug, Default)]
 pub struct AuditLog {
     file: Option<AuditFile>,
     next_id: u64,
+    trace_id: Option<TraceId>,
 }
 
 /// An open audit log file.
@@ -162,6 +164,9 @@ struct Line<'a, T: Serialize> {
     id: u64,
     pid: u32,
     event: &'static str,
+    /// Of the call that asked for the change.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    trace_id: Option<TraceId>,
     #[serde(flatten)]
     body: &'a T,
 }
@@ -175,12 +180,18 @@ impl AuditLog {
         Ok(Self {
             file: Some(AuditFile::open(Arc::new(LogPath::new(path)?))?),
             next_id: 0,
+            trace_id: None,
         })
     }
 
     /// Path of the file. [`AuditFile::open`] opens it again after a rename.
     pub fn place(&self) -> Option<Arc<LogPath>> {
         Some(self.file.as_ref()?.place.clone())
+    }
+
+    /// The lines from now on belong to this trace.
+    pub(super) fn set_trace(&mut self, trace_id: Option<TraceId>) {
+        self.trace_id = trace_id;
     }
 
     /// Continues in another file.
@@ -245,7 +256,8 @@ impl AuditLog {
         body: &T,
     ) -> Result<(), KeysError> {
         let Some(log) = &mut self.file else {
-            tracing::info!(event, id, ?body, "audit");
+            let trace_id = self.trace_id.map(tracing::field::display);
+            tracing::info!(event, id, trace_id, ?body, "audit");
             return Ok(());
         };
         let since = SystemTime::now()
@@ -257,6 +269,7 @@ impl AuditLog {
             id,
             pid: std::process::id(),
             event,
+            trace_id: self.trace_id,
             body,
         };
         let text = serde_json::to_vec(&line).map_err(|error| log.unwritable(error.into()))?;

@@ -74,12 +74,19 @@ use super::{
     etag, hold_id,
 };
 use crate::guest::{Guest, PausedGuest};
+use crate::trace_id::{self, TraceId};
 
 const FIRST_BACKOFF: Duration = Duration::from_millis(1);
 const LAST_BACKOFF: Duration = Duration::from_millis(16);
 
 /// Sender of a command's answer.
 pub(super) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
+
+/// A command, and the trace of the call that gave it.
+pub(super) struct Traced {
+    trace_id: Option<TraceId>,
+    command: Command,
+}
 
 /// Commands to the executor.
 pub(super) enum Command {
@@ -95,6 +102,14 @@ pub(super) enum Command {
     AuditFile(AuditFile),
     /// Read the clock; answered when nothing is due.
     Tick(Reply<()>),
+}
+
+impl Command {
+    /// The command as one of the call that this task serves.
+    pub fn traced(self) -> Traced {
+        let (trace_id, command) = (trace_id::current(), self);
+        Traced { trace_id, command }
+    }
 }
 
 /// State of the executor thread.
@@ -116,11 +131,12 @@ pub(super) struct Executor<G: Guest> {
 
 impl<G: Guest> Executor<G> {
     /// Serves commands until the last sender is dropped.
-    pub fn run(mut self, commands: &Receiver<Command>) {
+    pub fn run(mut self, commands: &Receiver<Traced>) {
         let guest = Arc::clone(&self.guest);
         let mut standstill = Standstill::none(&*guest);
         let mut ticks = Vec::new();
         loop {
+            self.audit.set_trace(None);
             let mut next = self.next_expiry();
             if next == Some(Duration::ZERO) {
                 // One batch and one command in turn, so that neither starves the other.
@@ -147,6 +163,10 @@ impl<G: Guest> Executor<G> {
                 self.resume(&mut standstill);
             }
             self.plans.expire(self.shared.clock.now());
+            let command = command.map(|traced| {
+                self.audit.set_trace(traced.trace_id);
+                traced.command
+            });
             match command {
                 Ok(Command::Update(request, reply)) => {
                     let result = self.update(&request, &reply, &mut standstill);

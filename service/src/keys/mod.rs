@@ -59,7 +59,7 @@ pub use self::clock::{Clock, SystemClock};
 use self::debug::DebugQueries;
 use self::declared::Declarations;
 pub use self::error::{KeyRefusal, KeysError};
-use self::executor::{Command, Executor, Reply};
+use self::executor::{Command, Executor, Reply, Traced};
 pub use self::gate::ClosedGate;
 pub use self::hold_list::{HoldPage, HoldQuery, HoldView};
 pub use self::holds::{Hold, Holds, KeyInstance};
@@ -341,7 +341,7 @@ impl Shared {
 pub struct Keys {
     shared: Arc<Shared>,
     machine: Arc<dyn Machine>,
-    commands: SyncSender<Command>,
+    commands: SyncSender<Traced>,
 }
 
 impl Keys {
@@ -545,7 +545,7 @@ impl Keys {
 
     async fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> Command) -> Result<T, KeysError> {
         let (reply, answer) = oneshot::channel();
-        match self.commands.try_send(command(reply)) {
+        match self.commands.try_send(command(reply).traced()) {
             Ok(()) => {}
             Err(TrySendError::Full(_)) => return Err(KeysError::QueueFull { waiting: QUEUE }),
             Err(TrySendError::Disconnected(_)) => return Err(self.ended().await),
@@ -570,7 +570,7 @@ impl Keys {
     /// Continues the audit log in this file. Waits for room in the command queue.
     pub fn replace_audit_file(&self, file: AuditFile) {
         // An executor thread that has ended writes no more.
-        let _ = self.commands.send(Command::AuditFile(file));
+        let _ = self.commands.send(Command::AuditFile(file).traced());
     }
 }
 

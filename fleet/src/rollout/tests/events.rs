@@ -112,6 +112,9 @@ impl Fleet {
                     "guest {index} is committed while it is {}",
                     phase.name()
                 );
+                let observes = self.rollout.header().policy.observes_agents();
+                let is_observed = self.saved.1[*index].health.is_some();
+                assert!(is_observed || !observes, "guest {index} was not observed");
             }
         }
         let sent = step.actions.len().min(most);
@@ -196,6 +199,13 @@ impl Fleet {
                 };
                 self.rollout.reverted(index, outcome, self.now);
             }
+            Action::Observe(index) => {
+                let outcome = match answer {
+                    Answer::Ok | Answer::Lost => Ok(Health::default()),
+                    Answer::Busy | Answer::Refused => Err("no agent".to_owned()),
+                };
+                self.rollout.observed(index, outcome, self.now);
+            }
             Action::RunGate { wave, gate } => {
                 self.rollout.gate_ended(wave, gate, Ok(()), self.now);
             }
@@ -251,12 +261,18 @@ proptest! {
         per_domain in prop::option::of(1..3_u32),
         max_percent in prop::option::of(0..100_u32),
         abort in any::<bool>(),
+        observe in any::<bool>(),
         events in prop::collection::vec(event(), 0..120),
     ) {
         let on_failure = if abort { OnFailure::Abort } else { OnFailure::Pause };
         let mut policy = max_percent.map_or_else(Policy::default, |max_percent| {
             gate(GateKind::Errors { max_percent }, on_failure)
         });
+        if observe {
+            let limits = AgentLimits::default();
+            let kind = GateKind::AgentHealth { limits, timeout_ms: 1 };
+            policy.gates.push(Gate { kind, on_failure });
+        }
         policy.caps = Caps { count, percent, per_domain };
         let rollout = started(&sizes, policy);
         let saved = (rollout.header().clone(), rollout.members().to_vec());

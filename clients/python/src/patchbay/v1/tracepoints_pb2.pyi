@@ -880,6 +880,8 @@ class DescribeAgentResponse(_message.Message):
     MEMORY_AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     AGENT_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    KERNEL_WARNINGS_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
     absent: _builtins.str
     """Empty if one is connected and answers."""
     agent_version: _builtins.str
@@ -891,6 +893,13 @@ class DescribeAgentResponse(_message.Message):
     memory_total_bytes: _builtins.int
     memory_available_bytes: _builtins.int
     agent_memory_bytes: _builtins.int
+    kernel_warnings: _builtins.int
+    """Reports of errors in the kernel (WARN(), BUG(), oopses, hung tasks, stalls) since
+    it booted. Fewer than before if the agent was started again and the kernel's
+    buffer has lost the first.
+    """
+    boot_id: _builtins.str
+    """Differs from that of the guest's last boot."""
     @_builtins.property
     def connected_at(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -923,10 +932,12 @@ class DescribeAgentResponse(_message.Message):
         memory_available_bytes: _builtins.int = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         agent_memory_bytes: _builtins.int = ...,
+        kernel_warnings: _builtins.int = ...,
+        boot_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["connected_at", b"connected_at", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "agent_memory_bytes", b"agent_memory_bytes", "agent_version", b"agent_version", "build_id", b"build_id", "connected_at", b"connected_at", "kernel_release", b"kernel_release", "labels", b"labels", "load", b"load", "memory_available_bytes", b"memory_available_bytes", "memory_total_bytes", b"memory_total_bytes", "no_tracing", b"no_tracing", "pressure", b"pressure", "protocol_version", b"protocol_version", "uptime", b"uptime", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "agent_memory_bytes", b"agent_memory_bytes", "agent_version", b"agent_version", "boot_id", b"boot_id", "build_id", b"build_id", "connected_at", b"connected_at", "kernel_release", b"kernel_release", "kernel_warnings", b"kernel_warnings", "labels", b"labels", "load", b"load", "memory_available_bytes", b"memory_available_bytes", "memory_total_bytes", b"memory_total_bytes", "no_tracing", b"no_tracing", "pressure", b"pressure", "protocol_version", b"protocol_version", "uptime", b"uptime", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

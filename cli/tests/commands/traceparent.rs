@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+//! One trace id from the command over `patchbayd` to the guest's service.
+
+use patchbay_node::monitors::RunDirs;
+use patchbay_node::serve::{Config, serve};
+
+use super::lab::{Commands, Lab, runtime};
+
+const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
+
+/// The trace ids of the lines of an audit log that are about changes.
+fn traces(log: &[serde_json::Value]) -> Vec<&str> {
+    let ids = log.iter().filter_map(|line| line["trace_id"].as_str());
+    ids.collect()
+}
+
+#[test]
+fn a_change_is_of_one_trace_in_both_audit_logs() {
+    let (lab, runtime) = (Lab::new(), runtime());
+    let config = Config {
+        run_dirs: RunDirs(vec![lab.folder().join("patchbay")]),
+        socket: lab.folder().join("node.sock"),
+        socket_mode: 0o600,
+        listen: None,
+        policy: None,
+        audit_log: lab.folder().join("host-audit.log"),
+        metrics: None,
+        guests: patchbay_node::guests::Guests::default(),
+        registry: None,
+    };
+    let (_reloads, reload) = tokio::sync::mpsc::channel(1);
+    runtime.spawn(serve(config, reload, std::future::pending()));
+    let socket = lab.folder().join("node.sock");
+    let run = |words: &[&str]| {
+        let mut command = lab.command(words);
+        command.env("PATCHBAY_SOCKET", &socket);
+        command.env("TRACEPARENT", format!("00-{TRACE}-b7ad6b7169203331-01"));
+        command.output().expect("the command starts")
+    };
+    // patchbayd listens before it has found the guest.
+    while !run(&["keys", "get", "alpha"]).status.success() {
+        std::thread::yield_now();
+    }
+    for words in [
+        ["keys", "inc", "alpha"],
+        ["keys", "enable", "beta"],
+        ["keys", "dec", "alpha"],
+    ] {
+        let output = run(&words);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{words:?}: {said}");
+    }
+    // An intent and an outcome each.
+    assert_eq!(traces(&lab.audit()), [TRACE; 6]);
+    let host = std::fs::read_to_string(lab.folder().join("host-audit.log")).expect("text");
+    let host: Vec<serde_json::Value> = host
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"))
+        .collect();
+    assert_eq!(traces(&host), [TRACE; 3]);
+
+    // Another run of the command is of another trace.
+    lab.ok(&["keys", "inc", "alpha"]);
+    let audit = lab.audit();
+    let traces = traces(&audit);
+    assert_eq!(traces.len(), 8, "{audit:?}");
+    assert!(traces[6] != TRACE && traces[6] == traces[7], "{traces:?}");
+}

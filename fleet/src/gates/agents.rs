@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The health that agents of guests report, before a change and after it.
+
+use futures_util::StreamExt;
+use patchbay_proto::v1;
+
+use crate::hosts::Hosts;
+use crate::plan::FAN_OUT;
+use crate::rollout::{AgentLimits, Health, Member, State};
+use crate::runner::no_host;
+
+/// A changed guest, and its health before the change.
+pub struct Observed {
+    host: String,
+    guest: String,
+    before: Health,
+}
+
+/// The members that were changed, as they were observed before.
+pub fn observed(members: &[Member]) -> Vec<Observed> {
+    let observed = |member: &Member| {
+        let before = member.health.clone()?;
+        matches!(member.state, State::Committed { .. }).then(|| Observed {
+            host: member.host.clone(),
+            guest: member.guest.clone(),
+            before,
+        })
+    };
+    members.iter().filter_map(observed).collect()
+}
+
+/// What the guest's agent reports now.
+pub async fn observe(hosts: &Hosts, host: &str, guest: &str) -> Result<Health, String> {
+    let report = report(hosts, host, guest).await?;
+    Ok(Health {
+        boot_id: report.boot_id,
+        kernel_warnings: report.kernel_warnings,
+    })
+}
+
+async fn report(
+    hosts: &Hosts,
+    host: &str,
+    guest: &str,
+) -> Result<v1::DescribeAgentResponse, String> {
+    let host = hosts.get(host).ok_or_else(|| no_host(host))?;
+    host.health(guest).await
+}
+
+/// All of these guests must keep the limits.
+pub async fn ask(
+    limits: &AgentLimits,
+    hosts: &Hosts,
+    members: Vec<Observed>,
+) -> Result<(), String> {
+    let all = members.len();
+    let found = futures_util::stream::iter(members)
+        .map(|member| async move {
+            let why = match report(hosts, &member.host, &member.guest).await {
+                Ok(report) => unhealthy(limits, &member.before, &report),
+                Err(why) => Some(why),
+            };
+            Some((member.guest, why?))
+        })
+        .buffer_unordered(FAN_OUT)
+        .filter_map(|found| async { found });
+    let mut found: Vec<(String, String)> = found.collect().await;
+    // In an order that does not depend on who answered first.
+    found.sort();
+    match found.first() {
+        None => Ok(()),
+        Some((guest, why)) => {
+            let count = found.len();
+            Err(format!(
+                "{count} of the wave's {all} changed guests are not healthy; the first is {guest}: {why}"
+            ))
+        }
+    }
+}
+
+/// Why the report breaks the limits.
+fn unhealthy(
+    limits: &AgentLimits,
+    before: &Health,
+    now: &v1::DescribeAgentResponse,
+) -> Option<String> {
+    if now.boot_id != before.boot_id {
+        return Some("it has booted since the wave began".to_owned());
+    }
+    // Fewer than before: the agent was started again, and any that it has read may be new.
+    let new = now.kernel_warnings.checked_sub(before.kernel_warnings);
+    let new = new.unwrap_or(now.kernel_warnings);
+    if let Some(most) = limits.new_warnings.filter(|&most| new > most) {
+        let last = now.warnings.last().map_or("", String::as_str);
+        return Some(format!(
+            "{new} kernel warnings since the wave began, more than {most}; its last message is {last:?}"
+        ));
+    }
+    limits.pressure.iter().find_map(|(resource, &most)| {
+        let name = format!("{resource} some");
+        let mut reported = now.pressure.iter();
+        match reported.find(|pressure| pressure.resource == name) {
+            None => Some(format!(
+                "it reports no pressure on {resource}; its kernel needs CONFIG_PSI"
+            )),
+            // A value that is no number is not below the limit.
+            Some(pressure) if pressure.average_60s <= f64::from(most) => None,
+            Some(pressure) => Some(format!(
+                "some task waited for {resource} in {:.1} percent of the last 60 s, more than {most}",
+                pressure.average_60s
+            )),
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(boot_id: &str, kernel_warnings: u64) -> v1::DescribeAgentResponse {
+        v1::DescribeAgentResponse {
+            boot_id: boot_id.to_owned(),
+            kernel_warnings,
+            ..v1::DescribeAgentResponse::default()
+        }
+    }
+
+    #[test]
+    fn warnings_are_counted_from_the_beginning_of_the_wave() {
+        let before = Health {
+            boot_id: "a".to_owned(),
+            kernel_warnings: 3,
+        };
+        let limits = AgentLimits {
+            new_warnings: Some(1),
+            ..AgentLimits::default()
+        };
+        let why = |report| unhealthy(&limits, &before, &report);
+        assert_eq!(why(report("a", 3)), None);
+        assert_eq!(why(report("a", 4)), None);
+        assert!(why(report("a", 5)).is_some_and(|why| why.starts_with("2 kernel warnings")));
+        assert_eq!(why(report("a", 1)), None, "the kernel's buffer has wrapped");
+        assert!(why(report("a", 2)).is_some_and(|why| why.starts_with("2 kernel warnings")));
+        assert!(why(report("b", 0)).is_some_and(|why| why.contains("has booted")));
+    }
+
+    #[test]
+    fn pressure_is_that_of_some_task_over_a_minute() {
+        let limits = AgentLimits {
+            pressure: [("memory".to_owned(), 10)].into(),
+            ..AgentLimits::default()
+        };
+        let why = |resource: &str, average_60s| {
+            let pressure = v1::Pressure {
+                resource: resource.to_owned(),
+                average_10s: 100.0,
+                average_60s,
+            };
+            let mut report = report("", 0);
+            report.pressure = vec![pressure];
+            unhealthy(&limits, &Health::default(), &report)
+        };
+        assert_eq!(why("memory some", 10.0), None);
+        assert!(why("memory some", 10.1).is_some_and(|why| why.contains("10.1 percent")));
+        assert!(why("memory some", f64::NAN).is_some());
+        assert!(why("memory full", 0.0).is_some_and(|why| why.contains("CONFIG_PSI")));
+    }
+}

@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The gates of a spec.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::values::{Duration, HttpUrl, NonEmpty, Number, Percent, checked_from};
+use crate::rollout::{AgentLimits, Gate, GateKind, OnFailure};
+
+/// Time that a gate is given if the spec does not say.
+const DEFAULT_TIMEOUT_MS: u64 = 60_000;
+
+checked_from!(GateSpec: GateFields);
+checked_from!(AgentHealth: AgentHealthFields);
+checked_from!(Prometheus: PrometheusFields);
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct GateSpec(pub Gate);
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct GateFields {
+    max_errors: Option<Percent>,
+    pause_p99: Option<Duration>,
+    command: Option<NonEmpty<String>>,
+    agent_health: Option<AgentHealth>,
+    grpc: Option<Grpc>,
+    prometheus: Option<Prometheus>,
+    timeout: Option<Duration>,
+    on_failure: Failure,
+}
+
+struct AgentHealth(AgentLimits);
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AgentHealthFields {
+    max_new_warnings: Option<u64>,
+    #[serde(default)]
+    max_pressure: Pressure,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Pressure {
+    cpu: Option<Percent>,
+    memory: Option<Percent>,
+    io: Option<Percent>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Grpc {
+    url: HttpUrl,
+    #[serde(default)]
+    service: String,
+}
+
+struct Prometheus(PrometheusFields);
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PrometheusFields {
+    url: HttpUrl,
+    query: String,
+    above: Option<Number>,
+    below: Option<Number>,
+}
+
+#[derive(Clone, Copy, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Failure {
+    Pause,
+    Abort,
+}
+
+impl TryFrom<AgentHealthFields> for AgentHealth {
+    type Error = &'static str;
+
+    fn try_from(fields: AgentHealthFields) -> Result<Self, Self::Error> {
+        let Pressure { cpu, memory, io } = fields.max_pressure;
+        let limits = [("cpu", cpu), ("memory", memory), ("io", io)];
+        let pressure: BTreeMap<String, u32> = limits
+            .into_iter()
+            .filter_map(|(resource, limit)| Some((resource.to_owned(), limit?.0)))
+            .collect();
+        let new_warnings = fields.max_new_warnings;
+        if new_warnings.is_none() && pressure.is_empty() {
+            return Err(
+                "agent_health limits nothing; give max_new_warnings, or max_pressure of cpu, \
+                        memory or io",
+            );
+        }
+        Ok(Self(AgentLimits {
+            new_warnings,
+            pressure,
+        }))
+    }
+}
+
+impl TryFrom<PrometheusFields> for Prometheus {
+    type Error = &'static str;
+
+    fn try_from(fields: PrometheusFields) -> Result<Self, Self::Error> {
+        if fields.query.is_empty() {
+            return Err("the query is empty");
+        }
+        match (&fields.above, &fields.below) {
+            (None, None) => Err("a query is compared; give above, below or both"),
+            (Some(above), Some(below)) if above.0 >= below.0 => {
+                Err("no number is above and below these; above must be less than below")
+            }
+            _ => Ok(Self(fields)),
+        }
+    }
+}
+
+impl TryFrom<GateFields> for GateSpec {
+    type Error = &'static str;
+
+    fn try_from(fields: GateFields) -> Result<Self, Self::Error> {
+        let given = fields.timeout.map(Duration::millis);
+        let timeout_ms = given.unwrap_or(DEFAULT_TIMEOUT_MS);
+        let errors = fields
+            .max_errors
+            .map(|Percent(max_percent)| GateKind::Errors { max_percent });
+        let pause = fields.pause_p99.map(|budget| GateKind::PauseP99 {
+            budget_us: budget.micros(),
+        });
+        let command = fields.command.map(|argv| GateKind::Command {
+            argv: argv.0,
+            timeout_ms,
+        });
+        let agent = fields
+            .agent_health
+            .map(|AgentHealth(limits)| GateKind::AgentHealth { limits, timeout_ms });
+        let grpc = fields.grpc.map(|grpc| GateKind::Grpc {
+            url: grpc.url.0,
+            service: grpc.service,
+            timeout_ms,
+        });
+        let query = fields
+            .prometheus
+            .map(|Prometheus(query)| GateKind::Prometheus {
+                url: query.url.0,
+                query: query.query,
+                above: query.above.map(|number| number.0),
+                below: query.below.map(|number| number.0),
+                timeout_ms,
+            });
+        let mut kinds = [errors, pause, command, agent, grpc, query]
+            .into_iter()
+            .flatten();
+        let (Some(kind), None) = (kinds.next(), kinds.next()) else {
+            return Err(
+                "a gate is one of max_errors, pause_p99, command, agent_health, grpc and \
+                        prometheus",
+            );
+        };
+        if given.is_some() && kind.timeout_ms().is_none() {
+            return Err("timeout belongs to command, agent_health, grpc and prometheus");
+        }
+        let on_failure = match fields.on_failure {
+            Failure::Pause => OnFailure::Pause,
+            Failure::Abort => OnFailure::Abort,
+        };
+        Ok(Self(Gate { kind, on_failure }))
+    }
+}

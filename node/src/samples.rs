@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the monitors say of their guests when Prometheus asks. A monitor exports nothing by itself: `patchbayd`
+//! asks it what any viewer may ask.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use patchbay_proto::v1;
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
+use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
+
+use crate::monitors::{Directory, Guest};
+
+/// Guests that have not answered by then are left out. Prometheus waits for 10 s.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Guests that are asked at once.
+const FAN_OUT: usize = 64;
+
+/// What a monitor said of its guest.
+#[derive(Clone, Debug, Default)]
+pub struct Sample {
+    /// The guest, its keys and its revision.
+    pub guest: v1::DescribeGuestResponse,
+    /// Events of its tracepoints.
+    pub events: v1::GetTracepointStatsResponse,
+}
+
+/// All guests by name; `None` for those that did not answer.
+pub async fn look(directory: &Directory) -> BTreeMap<String, Option<Sample>> {
+    let guests = directory.all();
+    let names = guests.iter().map(|guest| (guest.name.clone(), None));
+    let mut found: BTreeMap<_, _> = names.collect();
+    let answers = futures_util::stream::iter(guests)
+        .map(|guest| async move { (guest.name.clone(), ask(guest).await) })
+        .buffer_unordered(FAN_OUT)
+        .take_until(tokio::time::sleep(PATIENCE));
+    let mut answers = std::pin::pin!(answers);
+    while let Some((name, sample)) = answers.next().await {
+        found.insert(name, sample);
+    }
+    found
+}
+
+async fn ask(guest: Guest) -> Option<Sample> {
+    let _permit = guest.monitor.admit(false)?;
+    let mut guests = GuestServiceClient::new(guest.monitor.channel());
+    let mut tracepoints = TracepointsServiceClient::new(guest.monitor.channel());
+    let name = guest.name;
+    let request = v1::DescribeGuestRequest {
+        guest: name.clone(),
+    };
+    let guest = guests.describe_guest(request).await.ok()?.into_inner();
+    let request = v1::GetTracepointStatsRequest { guest: name };
+    let events = tracepoints.get_tracepoint_stats(request).await;
+    let events = events.ok()?.into_inner();
+    Some(Sample { guest, events })
+}
