@@ -22,6 +22,9 @@ const INIT: &str = include_str!("../guest/init.sh");
 /// Path of the first program in the guest.
 pub const INIT_PATH: &str = "/patchbay/init";
 
+/// On the kernel's command line, lets the first program start a shell on the console.
+pub const SHELL_WORD: &str = "patchbay.shell";
+
 /// The format's limit on a file is 4 GiB, and the guest's memory is the practical one.
 const MAX_BYTES: u64 = 2 << 30;
 
@@ -57,6 +60,20 @@ pub struct Overlay {
     pub bytes: Vec<u8>,
     /// Directories of libraries that a loader without a cache does not search.
     pub library_folders: Vec<PathBuf>,
+}
+
+impl Overlay {
+    /// Variables of the commands, NAME=value.
+    ///
+    /// # Errors
+    /// A directory has a colon in its name.
+    pub fn environment(&self) -> Result<Vec<String>> {
+        if self.library_folders.is_empty() {
+            return Ok(vec![]);
+        }
+        let folders = std::env::join_paths(&self.library_folders)?;
+        Ok(vec![format!("LD_LIBRARY_PATH={}", folders.display())])
+    }
 }
 
 /// Makes the initramfs.

@@ -11,7 +11,7 @@ use patchbay_proto::v1::{
     DiscoveryWay, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest, RegistrationState, StaticKey,
     TableSource, UpdateStaticKeysRequest,
 };
-use patchbay_tests::{Guest, StockKernel};
+use patchbay_tests::{Guest, StockKernel, TestGuest};
 use tonic::Code;
 
 /// Registers an interpreter and removes it again, which passes lines of pr_debug().
