@@ -187,7 +187,7 @@ fn monitor() {
 }
 
 /// A folder with a kernel and a monitor.
-struct Ci {
+pub(super) struct Ci {
     folder: tempfile::TempDir,
 }
 
@@ -199,7 +199,7 @@ struct Done {
 
 impl Ci {
     /// None, after saying why, if this machine has no static busybox.
-    fn new() -> Option<Self> {
+    pub(super) fn new() -> Option<Self> {
         if !Path::new("/bin/busybox").exists() {
             println!("SKIPPED: /bin/busybox is missing; install busybox-static");
             return None;
@@ -220,7 +220,7 @@ impl Ci {
         Some(Self { folder })
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(super) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
