@@ -74,8 +74,10 @@ pub async fn run(mut arguments: RunArgs, limit: Option<Duration>) -> u8 {
     let limit = limit.unwrap_or(DEFAULT_LIMIT);
     // The guest is killed when the future is dropped.
     tokio::select! {
-        status = run_here(&arguments, limit) => print_error(status),
+        // First, so that no signal comes before its handler: a default action leaves files behind.
+        biased;
         status = interrupted() => status,
+        status = run_here(&arguments, limit) => print_error(status),
     }
 }
 
@@ -108,7 +110,9 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
         .prefix("patchbay-ci-")
         .tempdir()
         .context("cannot create a temporary directory")?;
-    let config = prepare(arguments, files.path())?;
+    // On another thread: reading what is copied may take long, and a signal ends the run meanwhile.
+    let (of_thread, folder) = (arguments.clone(), files.path().to_owned());
+    let config = tokio::task::spawn_blocking(move || prepare(&of_thread, &folder)).await??;
     let preparation = start.elapsed();
     let mut runner = Runner::new(
         config,
@@ -178,6 +182,7 @@ fn prepare(arguments: &RunArgs, files: &Path) -> Result<Config> {
         memory: arguments.memory.clone(),
         command_line: format!("{}{}", arguments.append, place::kernel_words()),
         allow_guarded: arguments.allow_guarded,
+        acpi_devices: overlay.acpi_devices,
         boot_limit: match place::in_lab() {
             true => LAB_BOOT_LIMIT,
             false => BOOT_LIMIT,

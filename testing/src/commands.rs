@@ -77,6 +77,8 @@ pub(crate) struct Commands {
     listener: UnixListener,
     session: Option<Session>,
     environment: Vec<String>,
+    /// The kernel finds its devices by ACPI alone.
+    pub(crate) acpi_devices: bool,
     count: u32,
 }
 
@@ -101,6 +103,7 @@ impl Commands {
             listener,
             session: None,
             environment: overlay.environment()?,
+            acpi_devices: overlay.acpi_devices,
             count: 0,
         })
     }

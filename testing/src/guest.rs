@@ -207,7 +207,11 @@ impl GuestBuilder {
         let folder = tempfile::tempdir()?;
         let mut commands = None;
         if let Root::Made(made) = &self.root {
-            commands = Some(Commands::prepare(made, folder.path())?);
+            let prepared = Commands::prepare(made, folder.path())?;
+            if prepared.acpi_devices {
+                self.arguments.push("--acpi-devices".to_owned());
+            }
+            commands = Some(prepared);
             let words = format!(" rdinit={} {EXEC_WORD} {SHELL_WORD}", overlay::INIT_PATH);
             self.command_line.push_str(&words);
         }
