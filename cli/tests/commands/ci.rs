@@ -88,6 +88,10 @@ impl FakeGuest {
                 std::process::exit(0);
             }
             ["power-off"] => std::process::exit(0),
+            ["kill-agent"] => {
+                let both = std::net::Shutdown::Both;
+                self.stream.shutdown(both).expect("it was open");
+            }
             ["count", ..] => {
                 let counts = KEYS.map(|key| self.keys.guest.count(key).to_string());
                 self.print(1, &counts.join(" "));
@@ -148,6 +152,10 @@ fn monitor() {
         console("[    1.0] patchbay-init: error: the kernel has no vsock");
         std::thread::park();
     }
+    if words.contains(&"silent") {
+        console("[    1.0] no more is said");
+        std::thread::park();
+    }
     if words.contains(&"no-root") {
         console("[    1.0] Kernel panic - not syncing: No working init found.");
         std::process::exit(0);
@@ -191,7 +199,7 @@ pub(super) struct Ci {
     folder: tempfile::TempDir,
 }
 
-struct Done {
+pub(super) struct Done {
     status: Option<i32>,
     out: String,
     err: String,
@@ -224,7 +232,7 @@ impl Ci {
         self.folder.path().join(name)
     }
 
-    fn command(&self, words: &[&str]) -> Command {
+    pub(super) fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_patchbay"));
         command
             .args(["ci", "run", "--kernel", "kernel", "--agent", "/bin/busybox"])
@@ -248,7 +256,7 @@ impl Ci {
 
     /// Runs what must end with this status and say this.
     #[track_caller]
-    fn expect(&self, status: i32, texts: &[&str], words: &[&str]) -> Done {
+    pub(super) fn expect(&self, status: i32, texts: &[&str], words: &[&str]) -> Done {
         let done = self.run(words);
         assert_eq!(done.status, Some(status), "{words:?}: {}", done.err);
         for text in texts {
