@@ -114,6 +114,8 @@ impl Keys {
     pub(crate) async fn connect(socket: &Path) -> Result<Self> {
         let path = socket.to_owned();
         let channel = Endpoint::from_static("http://patchbay.invalid")
+            .initial_stream_window_size(patchbay_proto::STREAM_WINDOW)
+            .initial_connection_window_size(patchbay_proto::CONNECTION_WINDOW)
             .connect_with_connector(tower::service_fn(move |_| {
                 let path = path.clone();
                 async move { UnixStream::connect(path).await.map(TokioIo::new) }

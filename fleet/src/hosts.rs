@@ -178,7 +178,10 @@ impl Hosts {
 
 /// Connects at the first call.
 fn channel(endpoint: &HostEndpoint) -> Channel {
-    let channel = Endpoint::from_static("http://patchbay").connect_timeout(CONNECT_TIMEOUT);
+    let channel = Endpoint::from_static("http://patchbay")
+        .connect_timeout(CONNECT_TIMEOUT)
+        .initial_stream_window_size(patchbay_proto::STREAM_WINDOW)
+        .initial_connection_window_size(patchbay_proto::CONNECTION_WINDOW);
     match endpoint.clone() {
         HostEndpoint::Socket(path) => {
             channel.connect_with_connector_lazy(tower::service_fn(move |_| {

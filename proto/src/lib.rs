@@ -55,6 +55,14 @@ pub const EXEC_VERSION: u32 = 1;
 #[cfg(feature = "grpc")]
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/patchbay.v1.bin"));
 
+/// Flow-control window of a client's stream in bytes. It is small beside [`CONNECTION_WINDOW`], so that
+/// a stream that is not read waits for its reader. With other windows the h2 library ends the whole
+/// connection with ENHANCE_YOUR_CALM ("too_many_data_frames"): it counts the unread messages below 256
+/// bytes against half of the connection's window.
+pub const STREAM_WINDOW: u32 = 128 << 10;
+/// Flow-control window of a client's connection in bytes.
+pub const CONNECTION_WINDOW: u32 = 64 << 20;
+
 /// Metadata key by which a trusted proxy names the principal that it acts for.
 pub const PRINCIPAL_METADATA: &str = "patchbay-principal";
 /// Metadata key by which a trusted proxy limits a call to a role: "viewer", "operator" or "admin".

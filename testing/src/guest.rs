@@ -417,7 +417,13 @@ impl Guest {
         let (status, output) = match self.console().run(command).await {
             Ok(answer) => answer,
             Err(error) => {
-                return Err(error.context(format!("monitor's log:\n{}", self.monitor_log())));
+                let ended = match self.process.try_wait() {
+                    Ok(None) => "runs".to_owned(),
+                    Ok(Some(status)) => format!("has ended with {status}"),
+                    Err(error) => error.to_string(),
+                };
+                let log = self.monitor_log();
+                return Err(error.context(format!("the monitor {ended}; its log:\n{log}")));
             }
         };
         if output.contains("Oops: ") {
@@ -529,6 +535,8 @@ pub async fn connect(socket: &Path) -> Result<Channel> {
     let socket = socket.to_owned();
     // The URI is required but unused: the connector opens the socket.
     let channel = Endpoint::from_static("http://monitor")
+        .initial_stream_window_size(patchbay_proto::STREAM_WINDOW)
+        .initial_connection_window_size(patchbay_proto::CONNECTION_WINDOW)
         .connect_with_connector(tower::service_fn(move |_: Uri| {
             let socket = socket.clone();
             async move { UnixStream::connect(socket).await.map(TokioIo::new) }

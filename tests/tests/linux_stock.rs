@@ -4,12 +4,14 @@
 //! `PATCHBAY_STOCK_FLIPS` sets the host's transactions in the storm, 200 unless set.
 
 use std::collections::BTreeSet;
+use std::io::Write;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{
-    DiscoveryWay, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest, RegistrationState, StaticKey,
-    TableSource, UpdateStaticKeysRequest,
+    DescribeGuestResponse, DiscoveryWay, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest,
+    RegistrationState, StaticKey, TableSource, UpdateStaticKeysRequest,
 };
 use patchbay_tests::{Guest, StockKernel, TestGuest};
 use tonic::Code;
@@ -62,21 +64,46 @@ fn commands_run_in_a_kernel_of_debian_with_its_keys_on_both_sides() -> Result<()
     Ok(())
 }
 
-/// Discovers the keys, and flips lines of pr_debug() and a tracepoint.
+/// Discovers the keys, flips lines of pr_debug() and a tracepoint, and discovers those of the kernel
+/// that follows by kexec, though the memory of the first one stays as it was.
 async fn keys_of(version: &str) -> Result<()> {
     let Some(kernel) = StockKernel::named(version) else {
         return Ok(());
     };
+    let folder = tempfile::tempdir()?;
+    let initramfs = with_kernel(&kernel, folder.path().join("initramfs"))?;
     let mut guest = Guest::stock(&kernel)
+        .initramfs(&initramfs)
         .argument("--allow-guarded")
         .boot()
         .await?;
     let absent = guest.describe().await?;
     ensure!(absent.guest_status().registration() == RegistrationState::Absent);
-    in_one_boot(&mut guest).await
+    let before = in_one_boot(&mut guest).await?;
+
+    // The second kernel unpacks what the first one has unpacked.
+    guest
+        .shell(
+            "mkdir -p /tmp/root/dev /tmp/root/proc /tmp/root/sys /tmp/root/tmp; cp -a /bin /init /lib /tmp/root; \
+             mknod /tmp/root/dev/console c 5 1; cd /tmp/root; find . | cpio -o -H newc >/tmp/initrd; cd /",
+        )
+        .await?;
+    guest
+        .console()
+        .type_line("kexec_tool /kernel /tmp/initrd")
+        .await?;
+    guest.wait_for_shell().await?;
+    load_module(&mut guest).await?;
+    ensure!(list(&mut guest, &[]).await?.len() > 2000);
+    let after = guest.describe().await?;
+    ensure!(
+        after.guest_status().generation != before.guest_status().generation,
+        "the second kernel is the first: {after:?}"
+    );
+    lines_of_dynamic_debug(&mut guest).await
 }
 
-async fn in_one_boot(guest: &mut Guest) -> Result<()> {
+async fn in_one_boot(guest: &mut Guest) -> Result<DescribeGuestResponse> {
     // What the kernel complains of before anything was changed is not counted.
     guest.shell("dmesg -c >/dev/null").await?;
     let without = list(guest, &[]).await?;
@@ -110,7 +137,8 @@ async fn in_one_boot(guest: &mut Guest) -> Result<()> {
     lines_of_dynamic_debug(guest).await?;
     tracepoint(guest).await?;
     guest.shell("dmesg -n 1").await?;
-    guest.assert_no_warnings().await
+    guest.assert_no_warnings().await?;
+    Ok(description)
 }
 
 async fn load_module(guest: &mut Guest) -> Result<()> {
@@ -241,6 +269,40 @@ async fn list(guest: &mut Guest, patterns: &[&str]) -> Result<Vec<StaticKey>> {
     }
 }
 
+/// The initramfs with the kernel in its root, for kexec. The kernel unpacks both archives.
+fn with_kernel(kernel: &StockKernel, path: PathBuf) -> Result<PathBuf> {
+    let content = std::fs::read(&kernel.kernel)?;
+    let mut archive = std::fs::read(&kernel.initramfs)?;
+    archive.resize(archive.len().next_multiple_of(4), 0);
+    for (name, mode, content) in [("kernel", 0o100_644, &content[..]), ("TRAILER!!!", 0, &[])] {
+        let fields = [
+            1,
+            mode,
+            0,
+            0,
+            1,
+            0,
+            content.len(),
+            0,
+            0,
+            0,
+            0,
+            name.len() + 1,
+            0,
+        ];
+        archive.extend(b"070701");
+        for field in fields {
+            write!(archive, "{field:08x}")?;
+        }
+        archive.extend(name.bytes().chain([0]));
+        archive.resize(archive.len().next_multiple_of(4), 0);
+        archive.extend(content);
+        archive.resize(archive.len().next_multiple_of(4), 0);
+    }
+    std::fs::write(&path, archive)?;
+    Ok(path)
+}
+
 /// Activity in the guest, until the file `/tmp/calm` exists.
 const BESIDE: [&str; 3] = [
     "echo 1 >/sys/kernel/tracing/events/sched/enable; usleep 100000; \
@@ -314,6 +376,7 @@ async fn guest_and_host_flip_the_keys_of_an_unpatched_kernel() -> Result<()> {
             Err(refusal) => {
                 let tolerable = [Code::Unavailable, Code::FailedPrecondition];
                 ensure!(tolerable.contains(&refusal.code()), "{refusal:?}");
+                println!("given up: {}", refusal.message());
                 busy += 1;
                 ensure!(busy < 20 + flips / 10, "nothing succeeds: {refusal:?}");
             }

@@ -35,6 +35,8 @@ pub async fn channel(socket: &Path) -> Result<Channel, String> {
     let connected = Endpoint::from_static("http://patchbay.invalid")
         .connect_timeout(CONNECT_TIMEOUT)
         .http2_keep_alive_interval(KEEPALIVE)
+        .initial_stream_window_size(patchbay_proto::STREAM_WINDOW)
+        .initial_connection_window_size(patchbay_proto::CONNECTION_WINDOW)
         .connect_with_connector(service_fn(move |_| {
             let path = path.clone();
             async move { UnixStream::connect(path).await.map(TokioIo::new) }

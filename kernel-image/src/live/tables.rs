@@ -15,6 +15,8 @@ use super::memory::{PhysicalMemory, View};
 
 /// `K8_NOP5_ATOMIC` of arch/x86/include/asm/nops.h, which `ideal_nops` may point at before 5.13.
 const K8_NOP5: [u8; 5] = [0x66, 0x66, 0x66, 0x66, 0x90];
+/// What `text_poke_bp_batch()` (arch/x86/kernel/alternative.c) puts in the first byte while it changes the others.
+const INT3: u8 = 0xcc;
 /// Bits of a key's `type` word.
 const TYPE_LINKED: u64 = 2;
 const TYPE_MASK: u64 = 3;
@@ -125,6 +127,10 @@ fn site<M: PhysicalMemory + ?Sized>(
             entry,
             holds: Some(holds),
         }),
+        None if bytes[0] == INT3 => busy(format!(
+            "the site at {:#x} of {whose} holds a breakpoint: the guest changes its text",
+            entry.code
+        )),
         None if bytes == K8_NOP5 => refuse(format!(
             "the site at {:#x} of {whose} holds {}, the NOP that kernels before 5.13 choose for some processors: it is not supported",
             entry.code,

@@ -95,6 +95,8 @@ impl Monitor {
         let channel = Endpoint::from_static("http://patchbay.invalid")
             .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
             .keep_alive_timeout(KEEPALIVE_TIMEOUT)
+            .initial_stream_window_size(patchbay_proto::STREAM_WINDOW)
+            .initial_connection_window_size(patchbay_proto::CONNECTION_WINDOW)
             .connect_with_connector(tower::service_fn(move |_: Uri| {
                 let stream = stream.take().map(TokioIo::new);
                 let gone = || std::io::Error::other("the connection has ended");

@@ -147,6 +147,15 @@ impl<G: Guest> Executor<G> {
         intent: &mut Option<u64>,
     ) -> Result<Attempt<Flip>, KeysError> {
         let snapshot = self.snapshot()?;
+        if Instant::now() >= transaction.deadline {
+            // A pause would have no time left.
+            return Ok(Attempt::Busy(InTheWay {
+                kind: ClosedGate::RegistrationChanged,
+                name: "the guest's tables were read until the deadline".to_owned(),
+                every_key: true,
+                outdates_plan: false,
+            }));
+        }
         let planned = match self.plan(&snapshot, transaction)? {
             Attempt::Done(planned) => planned,
             Attempt::Busy(gate) => return Ok(Attempt::Busy(gate)),

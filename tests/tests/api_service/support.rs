@@ -230,7 +230,10 @@ pub fn audit_lines(folder: &Path) -> Vec<serde_json::Value> {
 }
 
 pub async fn connect(path: &Path) -> Channel {
-    open(Endpoint::from_static(URI), path).await
+    let endpoint = Endpoint::from_static(URI)
+        .initial_stream_window_size(patchbay_proto::STREAM_WINDOW)
+        .initial_connection_window_size(patchbay_proto::CONNECTION_WINDOW);
+    open(endpoint, path).await
 }
 
 /// A small buffer fills quickly when a client does not read.

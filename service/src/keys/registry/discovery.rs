@@ -5,12 +5,17 @@
 //! Its registration replaces a discovery. After it has withdrawn its registration, only a kernel that
 //! differs from it is discovered (kexec).
 //!
-//! Checking a discovered kernel takes a few reads: a word that differs from boot to boot, and words
-//! that change with each module. They are gates too, so a change checks them again in the stopped
-//! guest.
+//! Checking a discovered kernel takes a few reads: a word that differs from boot to boot, the words
+//! that a kernel changes when it reboots, panics or starts another kernel (kexec), and words that
+//! change with each module. They are gates too, so a change checks them again in the stopped guest.
+//!
+//! The memory of a kernel that has started another one often stays as it was, so the first word alone
+//! does not suffice. `kernel_restart_prepare()` (kernel/reboot.c) has set `system_state` by then, or
+//! `panic()` and `crash_kexec()` have set `panic_cpu`.
 
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use patchbay_kernel_image::live::{self, DiscoveryError, GateKind, Way};
@@ -18,7 +23,8 @@ pub use patchbay_kernel_image::live::{Cpu, PhysicalMemory};
 use static_keys::GuestMemory;
 
 use super::discovered::tables;
-use super::{Registration, RegistrationPhase, Registry};
+use super::{RegistrationPhase, Registry};
+use crate::keys::address_space::KernelMemory;
 
 /// What a monitor provides for a discovery.
 pub trait Discoverable: Send + Sync + Debug {
@@ -40,8 +46,14 @@ pub trait Discoverable: Send + Sync + Debug {
 
 /// Attempts while the guest changes the tables.
 const ATTEMPTS: usize = 5;
+/// Time between two of them: a key of the guest's own is changed within milliseconds.
+const INTERVAL: Duration = Duration::from_millis(5);
 /// Minimum time between a failure and the next attempt.
 const REST: Duration = Duration::from_millis(500);
+/// The same if the kernel is known and only its modules have changed.
+const SHORT_REST: Duration = Duration::from_millis(50);
+/// Consecutive refusals that a kernel that was known may cause before it counts as unknown.
+const REFUSALS: u32 = 2;
 
 #[derive(Debug)]
 pub(super) struct Discovery {
@@ -52,18 +64,26 @@ pub(super) struct Discovery {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Words of the discovered kernel.
-    words: Vec<Word>,
+    /// Words of the discovered kernel that differ if it no longer runs.
+    kernel: Vec<Word>,
+    /// Words that differ if its modules have changed.
+    modules: Vec<Word>,
+    /// Words that differ while it changes its keys or modules, so that no discovery succeeds.
+    idle: Vec<Word>,
     resets: u64,
     generation: u64,
-    failed: Option<Instant>,
+    /// The next attempt after a failure.
+    next: Option<Instant>,
+    /// Refusals since the last discovery, of a kernel that was known.
+    refused: u32,
 }
 
-/// A word whose change indicates another kernel or other modules.
+/// A word that keeps its value while the kernel or its modules stay.
 #[derive(Clone, Copy, Debug)]
 struct Word {
     address: u64,
     width: u8,
+    mask: u64,
     value: u64,
 }
 
@@ -93,28 +113,54 @@ impl Discovery {
         if own.is_some_and(|own| own.withdrawn.is_none()) {
             return;
         }
-        if let Some(registration) = registered
-            && resets == last
-            && registry
-                .ram()
-                .is_some_and(|ram| state.holds(&registration, ram))
-        {
-            return;
-        }
-        if resets == last && state.failed.is_some_and(|failed| failed.elapsed() < REST) {
+        let same_kernel = match (&registered, registry.ram()) {
+            (Some(registration), Some(ram)) if resets == last => {
+                let memory = registration.memory(ram);
+                let same_kernel = hold(&state.kernel, &memory);
+                if same_kernel && hold(&state.modules, &memory) {
+                    return;
+                }
+                same_kernel
+            }
+            _ => false,
+        };
+        if resets == last && state.next.is_some_and(|next| Instant::now() < next) {
             return;
         }
         state.resets = resets;
-        state.failed = None;
-        if let Err(why) = self.find(registry, &mut state) {
-            state.failed = Some(Instant::now());
-            registry.not_discovered(why);
+        state.next = None;
+        if same_kernel
+            && let (Some(registration), Some(ram)) = (&registered, registry.ram())
+            && !state.wait_for_idle(&registration.memory(ram))
+        {
+            return;
+        }
+        let attempts = if same_kernel { 2 } else { ATTEMPTS };
+        match self.find(registry, &mut state, attempts) {
+            Ok(()) => state.refused = 0,
+            // The last discovery stays until the guest lets its modules be read. The gates stop
+            // changes of what it no longer describes.
+            Err(Failure::Busy(why)) if same_kernel => {
+                tracing::debug!(why, "modules not read");
+                state.next = Some(Instant::now() + SHORT_REST);
+            }
+            // A page that was copied during a change of text can look foreign.
+            Err(Failure::Refused(why)) if same_kernel && state.refused < REFUSALS => {
+                tracing::debug!(why, "modules refused");
+                state.refused += 1;
+                state.next = Some(Instant::now() + SHORT_REST);
+            }
+            Err(Failure::Busy(why) | Failure::Refused(why)) => {
+                state.refused = 0;
+                state.next = Some(Instant::now() + REST);
+                registry.not_discovered(why);
+            }
         }
     }
 
-    fn find(&self, registry: &Registry, state: &mut State) -> Result<(), String> {
+    fn find(&self, registry: &Registry, state: &mut State, attempts: usize) -> Result<(), Failure> {
         let began = Instant::now();
-        let mut left = ATTEMPTS;
+        let mut left = attempts;
         let kernel = loop {
             let (cpus, way) = match self.guest.cpus() {
                 Ok(cpus) => (cpus, Way::Image),
@@ -126,32 +172,66 @@ impl Discovery {
             left -= 1;
             match live::discover(self.guest.memory(), &cpus, way) {
                 Ok(kernel) => break kernel,
-                Err(DiscoveryError::Busy(_)) if left > 0 => {}
-                Err(error) => return Err(error.to_string()),
+                Err(DiscoveryError::Busy(_)) if left > 0 => thread::sleep(INTERVAL),
+                Err(error @ DiscoveryError::Busy(_)) => {
+                    return Err(Failure::Busy(error.to_string()));
+                }
+                Err(error) => return Err(Failure::Refused(error.to_string())),
             }
         };
         for part in &kernel.evidence.parts {
             tracing::debug!(part = part.name, time = ?part.time, bytes = part.bytes, "discovery");
         }
-        state.words = words(&kernel);
+        state.kernel = words(
+            &kernel,
+            &[GateKind::SameKernel, GateKind::SystemState, GateKind::Panic],
+        );
+        state.modules = words(&kernel, &[GateKind::ModuleCount, GateKind::ModuleList]);
+        state.idle = words(
+            &kernel,
+            &[
+                GateKind::JumpLabelMutex,
+                GateKind::TextMutex,
+                GateKind::TracepointsMutex,
+                GateKind::DynamicDebugMutex,
+                GateKind::ModuleMutex,
+            ],
+        );
         state.generation += 1;
         let tables = tables(kernel, state.generation, began.elapsed());
         tables
             .and_then(|tables| registry.register_kernel(tables))
-            .map_err(|refused| refused.to_string())
+            .map_err(|refused| Failure::Refused(refused.to_string()))
     }
 }
 
 impl State {
-    /// Whether the discovered kernel and its modules are unchanged.
-    fn holds(&self, registration: &Registration, ram: &crate::memory::GuestRam) -> bool {
-        let memory = registration.memory(ram);
-        self.words.iter().all(|word| {
-            let mut bytes = [0; 8];
-            let read = memory.read_gva(word.address, &mut bytes[..usize::from(word.width.min(8))]);
-            read.is_ok() && u64::from_le_bytes(bytes) == word.value
-        })
+    /// Whether the guest leaves its keys and modules alone soon. A discovery costs far more than these
+    /// reads.
+    fn wait_for_idle(&self, memory: &KernelMemory) -> bool {
+        for _ in 1..ATTEMPTS {
+            if hold(&self.idle, memory) {
+                return true;
+            }
+            thread::sleep(INTERVAL);
+        }
+        hold(&self.idle, memory)
     }
+}
+
+/// Why there is no discovery.
+enum Failure {
+    /// The guest changes its tables, or boots.
+    Busy(String),
+    Refused(String),
+}
+
+fn hold(words: &[Word], memory: &KernelMemory) -> bool {
+    words.iter().all(|word| {
+        let mut bytes = [0; 8];
+        let read = memory.read_gva(word.address, &mut bytes[..usize::from(word.width.min(8))]);
+        read.is_ok() && u64::from_le_bytes(bytes) & word.mask == word.value
+    })
 }
 
 impl Registry {
@@ -169,20 +249,16 @@ impl Registry {
     }
 }
 
-fn words(kernel: &live::Kernel) -> Vec<Word> {
-    let lasting = [
-        GateKind::SameKernel,
-        GateKind::ModuleCount,
-        GateKind::ModuleList,
-    ];
+fn words(kernel: &live::Kernel, kinds: &[GateKind]) -> Vec<Word> {
     let gates = kernel
         .gates
         .iter()
-        .filter(|gate| lasting.contains(&gate.kind) && !gate.per_cpu);
+        .filter(|gate| kinds.contains(&gate.kind) && !gate.per_cpu);
     gates
         .map(|gate| Word {
             address: gate.address,
             width: gate.width,
+            mask: gate.mask,
             value: gate.wanted,
         })
         .collect()

@@ -159,3 +159,49 @@ fn a_registration_replaces_a_discovery_and_no_discovery_replaces_it() {
     assert_eq!(guest.register_again(), 0);
     assert_eq!(phase(&registry), (RegistrationPhase::Registered, false));
 }
+
+/// A known kernel whose words are the counts of three keys.
+#[test]
+fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
+    let names = ["kernel", "modules", "idle"];
+    let guest = InMemoryGuest::boot(Arc::default(), &names.map(|name| TestKey::new(name, 1)));
+    let registry = Registry::default();
+    let empty = Arc::new(Empty::default());
+    registry.discover(empty.clone());
+    registry.attach(guest.ram().clone());
+    registry.register_kernel(guest.found()).expect("taken");
+    let snapshot = registry.snapshot().expect("taken");
+    let word = |name: &str, mask| {
+        vec![Word {
+            address: snapshot.registration.find(name).expect("a key").id.0,
+            width: 4,
+            mask,
+            value: 0,
+        }]
+    };
+    let discovery = registry.discovery.get().expect("just set");
+    *discovery.state.lock().expect("not poisoned") = State {
+        kernel: word("kernel", u64::MAX),
+        modules: word("modules", u64::MAX),
+        idle: word("idle", !7),
+        ..State::default()
+    };
+    let searched = empty.asked();
+    registry.snapshot().expect("nothing has changed");
+    guest.set_count("modules", 1);
+    guest.set_count("idle", 8);
+    registry.snapshot().expect("the guest is busy");
+    assert_eq!(empty.asked(), searched);
+    // The flags of a mutex do not name an owner.
+    guest.set_count("idle", 7);
+    registry.snapshot().expect("other modules, not found yet");
+    assert!(empty.asked() > searched);
+
+    guest.set_count("kernel", 1);
+    let next = discovery.state.lock().expect("not poisoned").next;
+    while next.is_some_and(|next| Instant::now() < next) {
+        thread::yield_now();
+    }
+    let error = registry.snapshot().expect_err("another kernel").to_string();
+    assert!(error.contains("were not discovered: "), "{error}");
+}
