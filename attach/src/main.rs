@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Context;
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 use patchbay_attach::guest::{End, QemuGuest};
 use patchbay_attach::{Options, Target, attach, watchdog};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
@@ -25,6 +25,7 @@ use tokio::sync::oneshot;
 use crate::args::{AgentVsock, CommandLine, Guest};
 
 fn main() -> ExitCode {
+    patchbay_manual::generate_if_asked("patchbay-attach", CommandLine::command);
     let line = CommandLine::parse();
     tracing_subscriber::fmt()
         .with_env_filter(

@@ -40,6 +40,22 @@ for module in /patchbay/modules/*.ko; do
 	# shellcheck disable=SC2086 # one word per device
 	$bb insmod "$module" $parameters || say "cannot load $module"
 done
+
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/patchbay/bin
+export HOME=/root TERM=dumb
+
+# The shell reads the console as a script, because an interactive one takes a signal for the end of
+# its input. Ctrl-C ends a command, and not the shell.
+case " $($bb cat /proc/cmdline) " in
+*" patchbay.shell "*)
+	console=$($bb cat /sys/class/tty/console/active)
+	console=/dev/${console##* }
+	$bb stty -echo <"$console"
+	$bb setsid -c $bb sh -c 'trap : INT; echo "init: the shell reads the console"; . /dev/tty' \
+		<"$console" >"$console" 2>&1 &
+	;;
+esac
+
 [ -c /dev/vsock ] || die "the kernel has no vsock; set CONFIG_VSOCKETS, CONFIG_VIRTIO_VSOCKETS" \
 	"and CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES, or give its modules with --modules"
 # /dev/vsock exists without a device too, and the agent would then try to connect for ever.
@@ -47,8 +63,6 @@ set -- /sys/bus/virtio/drivers/vmw_vsock_virtio_transport/virtio*
 [ -e "$1" ] || [ ! -d /sys/bus ] || die "the kernel has vsock but its driver found no device;" \
 	"set CONFIG_VIRTIO_VSOCKETS and CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES"
 
-export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/patchbay/bin
-export HOME=/root TERM=dumb
 while :; do
 	/patchbay/bin/patchbay-agent </dev/null >/dev/kmsg 2>&1
 	$bb usleep 100000

@@ -69,12 +69,12 @@ pub struct RunArgs {
     /// Copies the guest's console to standard error.
     #[arg(long)]
     pub show_console: bool,
-    /// The monitor [default: patchbay-vmm beside this program or in PATH].
-    #[arg(long, value_name = "FILE", env = "PATCHBAY_VMM")]
+    /// The monitor [default: what PATCHBAY_VMM names, or patchbay-vmm beside this program or in PATH].
+    #[arg(long, value_name = "FILE")]
     pub monitor: Option<PathBuf>,
-    /// The agent, a static program [default: patchbay-agent beside this program, in
-    /// /usr/lib/patchbay or in PATH].
-    #[arg(long, value_name = "FILE", env = "PATCHBAY_AGENT")]
+    /// The agent, a static program [default: what PATCHBAY_AGENT names, or patchbay-agent beside this
+    /// program, in /usr/lib/patchbay or in PATH].
+    #[arg(long, value_name = "FILE")]
     pub agent: Option<PathBuf>,
     /// The command, searched in the guest's PATH, and its arguments.
     #[arg(last = true, required = true, value_name = "COMMAND")]

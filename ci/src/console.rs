@@ -116,6 +116,16 @@ impl Scanner {
     }
 }
 
+/// The reports in a kernel's log.
+pub fn reports(log: &str) -> Vec<String> {
+    let mut scanner = Scanner::default();
+    for line in log.lines() {
+        scanner.line(line);
+    }
+    scanner.finish();
+    scanner.reports
+}
+
 #[derive(Debug, Default)]
 struct State {
     kept: Vec<u8>,

@@ -34,6 +34,8 @@ pub struct Config {
     /// Words added to the kernel's command line.
     pub command_line: String,
     pub allow_guarded: bool,
+    /// The kernel finds its devices by ACPI alone.
+    pub acpi_devices: bool,
     pub boot_limit: Duration,
     /// Copy the console to standard error.
     pub show_console: bool,
@@ -220,6 +222,9 @@ fn start_monitor(config: &Config, folder: &Path, log: &Path) -> Result<Child> {
         .arg(folder.join("vsock"))
         .arg("--api-socket")
         .arg(folder.join("api.sock"));
+    if config.acpi_devices {
+        monitor.arg("--acpi-devices");
+    }
     if config.allow_guarded {
         monitor.arg("--allow-guarded");
     }

@@ -123,12 +123,21 @@ impl Keys {
             .await
             .with_context(|| format!("no monitor answers on {}", socket.display()))?;
         let mut guest = GuestServiceClient::new(channel.clone());
+        let mut client = StaticKeysServiceClient::new(channel);
         let registered = async {
             loop {
                 let request = DescribeGuestRequest::default();
                 let guest = guest.describe_guest(request).await.map_err(sentence)?;
                 let status = guest.into_inner().status.unwrap_or_default();
                 if status.registration() == RegistrationState::Registered {
+                    return Ok(());
+                }
+                // The keys of a kernel that does not register are searched when they are asked for.
+                let request = ListStaticKeysRequest {
+                    page_size: 1,
+                    ..Default::default()
+                };
+                if client.list_static_keys(request).await.is_ok() {
                     return Ok(());
                 }
                 ensure!(
@@ -147,7 +156,6 @@ impl Keys {
                 REGISTRATION_TIME.as_secs()
             ),
         }
-        let client = StaticKeysServiceClient::new(channel);
         Ok(Self { client })
     }
 

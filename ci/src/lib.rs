@@ -12,25 +12,29 @@
 //!   matrix    key by key, or together with ddmin
 //!   report    JUnit XML, KTAP
 //!   place     this machine's KVM, or the lab
+//!   programs  monitor, agent and busybox
 //! ```
+//!
+//! `patchbay-testing` boots its guests with the same `overlay` and `session`.
 //!
 //! The guest is not trusted. It can fake the result of its own run and nothing else.
 #![forbid(unsafe_code)]
 
 mod args;
-mod console;
+pub mod console;
 mod ddmin;
 mod guest;
 mod keys;
 mod libraries;
 mod matrix;
-mod overlay;
-mod place;
+pub mod overlay;
+pub mod place;
+pub mod programs;
 mod report;
 mod runner;
-mod session;
+pub mod session;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -70,8 +74,10 @@ pub async fn run(mut arguments: RunArgs, limit: Option<Duration>) -> u8 {
     let limit = limit.unwrap_or(DEFAULT_LIMIT);
     // The guest is killed when the future is dropped.
     tokio::select! {
-        status = run_here(&arguments, limit) => print_error(status),
+        // First, so that no signal comes before its handler: a default action leaves files behind.
+        biased;
         status = interrupted() => status,
+        status = run_here(&arguments, limit) => print_error(status),
     }
 }
 
@@ -104,7 +110,9 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
         .prefix("patchbay-ci-")
         .tempdir()
         .context("cannot create a temporary directory")?;
-    let config = prepare(arguments, files.path())?;
+    // On another thread: reading what is copied may take long, and a signal ends the run meanwhile.
+    let (of_thread, folder) = (arguments.clone(), files.path().to_owned());
+    let config = tokio::task::spawn_blocking(move || prepare(&of_thread, &folder)).await??;
     let preparation = start.elapsed();
     let mut runner = Runner::new(
         config,
@@ -154,24 +162,11 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
 /// Makes the initramfs and the guest's configuration.
 fn prepare(arguments: &RunArgs, files: &Path) -> Result<Config> {
     guest::check_kernel(&arguments.kernel)?;
-    let monitor = match &arguments.monitor {
-        Some(monitor) => monitor.clone(),
-        None => find_program("patchbay-vmm", &[])
-            .context("there is no patchbay-vmm beside this program or in PATH; see --monitor")?,
-    };
-    let agent = match &arguments.agent {
-        Some(agent) => agent.clone(),
-        None => find_program("patchbay-agent", &["/usr/lib/patchbay"]).context(
-            "there is no patchbay-agent beside this program, in /usr/lib/patchbay or in PATH; see --agent",
-        )?,
-    };
-    let busybox = find_program("busybox", &["/bin"])
-        .context("there is no busybox in PATH; install the package busybox-static")?;
     let directory = std::env::current_dir().context("the current directory does not exist")?;
     let overlay = overlay::make(&overlay::Contents {
         initrd: arguments.initrd.as_deref(),
-        busybox: &busybox,
-        agent: &agent,
+        busybox: &programs::busybox()?,
+        agent: &programs::agent(arguments.agent.as_deref())?,
         copies: arguments.copy.clone(),
         modules: arguments.modules.as_deref(),
         directory: &directory,
@@ -179,41 +174,23 @@ fn prepare(arguments: &RunArgs, files: &Path) -> Result<Config> {
     let initramfs = files.join("initramfs");
     std::fs::write(&initramfs, &overlay.bytes)
         .with_context(|| format!("cannot write the initramfs {}", initramfs.display()))?;
-    let mut environment = vec![];
-    if !overlay.library_folders.is_empty() {
-        let folders = std::env::join_paths(&overlay.library_folders)?;
-        environment.push(format!("LD_LIBRARY_PATH={}", folders.display()));
-    }
-    // The lab's QEMU does not intercept a nested guest's XSETBV, so its KVM reports the size of an
-    // XSAVE area without AVX, and the guest's kernel warns at boot.
-    let lab_words = if place::in_lab() { " noxsave" } else { "" };
     Ok(Config {
-        monitor,
+        monitor: programs::monitor(arguments.monitor.as_deref())?,
         kernel: arguments.kernel.clone(),
         initramfs,
         vcpus: arguments.vcpus,
         memory: arguments.memory.clone(),
-        command_line: format!("{}{lab_words}", arguments.append),
+        command_line: format!("{}{}", arguments.append, place::kernel_words()),
         allow_guarded: arguments.allow_guarded,
+        acpi_devices: overlay.acpi_devices,
         boot_limit: match place::in_lab() {
             true => LAB_BOOT_LIMIT,
             false => BOOT_LIMIT,
         },
         show_console: arguments.show_console,
-        environment,
+        environment: overlay.environment()?,
         directory,
     })
-}
-
-/// A program beside this one, in one of the folders, or in PATH.
-fn find_program(name: &str, folders: &[&str]) -> Option<PathBuf> {
-    let own = std::env::current_exe().ok()?.parent().map(Path::to_owned);
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    own.into_iter()
-        .chain(folders.iter().map(PathBuf::from))
-        .chain(std::env::split_paths(&path))
-        .map(|folder| folder.join(name))
-        .find(|program| program.is_file())
 }
 
 /// Runs the command once, with its output on this process's.

@@ -13,7 +13,8 @@ use std::path::{Component, Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
-use patchbay_lab::{cpio, modules};
+use patchbay_lab::cpio;
+use patchbay_lab::modules::{self, Module};
 
 use crate::libraries::{self, Search};
 
@@ -22,11 +23,15 @@ const INIT: &str = include_str!("../guest/init.sh");
 /// Path of the first program in the guest.
 pub const INIT_PATH: &str = "/patchbay/init";
 
+/// On the kernel's command line, lets the first program start a shell on the console.
+pub const SHELL_WORD: &str = "patchbay.shell";
+
 /// The format's limit on a file is 4 GiB, and the guest's memory is the practical one.
 const MAX_BYTES: u64 = 2 << 30;
 
 /// Modules without which a kernel that has them as modules has no vsock.
-const MODULES: &[&str] = &["virtio_mmio", "vmw_vsock_virtio_transport"];
+const MODULES: &[&str] = &[TRANSPORT, "vmw_vsock_virtio_transport"];
+const TRANSPORT: &str = "virtio_mmio";
 
 /// What a guest is made of.
 #[derive(Debug)]
@@ -57,6 +62,22 @@ pub struct Overlay {
     pub bytes: Vec<u8>,
     /// Directories of libraries that a loader without a cache does not search.
     pub library_folders: Vec<PathBuf>,
+    /// The kernel finds its devices by ACPI alone.
+    pub acpi_devices: bool,
+}
+
+impl Overlay {
+    /// Variables of the commands, NAME=value.
+    ///
+    /// # Errors
+    /// A directory has a colon in its name.
+    pub fn environment(&self) -> Result<Vec<String>> {
+        if self.library_folders.is_empty() {
+            return Ok(vec![]);
+        }
+        let folders = std::env::join_paths(&self.library_folders)?;
+        Ok(vec![format!("LD_LIBRARY_PATH={}", folders.display())])
+    }
 }
 
 /// Makes the initramfs.
@@ -92,14 +113,30 @@ pub fn make(contents: &Contents) -> Result<Overlay> {
     };
     // Linux finds the next archive only at a multiple of four.
     bytes.resize(bytes.len().next_multiple_of(512), 0);
-    bytes.extend(archive(&entries, contents)?);
+    let modules = match contents.modules {
+        Some(folder) => modules::read_with_dependencies(folder, MODULES)
+            .with_context(|| format!("{} is no lib/modules/VERSION", folder.display()))?,
+        None => vec![],
+    };
+    bytes.extend(archive(&entries, &modules, contents)?);
     Ok(Overlay {
         bytes,
         library_folders,
+        acpi_devices: modules.iter().any(finds_by_acpi_alone),
     })
 }
 
-fn archive(entries: &BTreeMap<PathBuf, Entry>, contents: &Contents) -> Result<Vec<u8>> {
+/// A driver of virtio-mmio without `CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES`, which adds a parameter.
+fn finds_by_acpi_alone(module: &Module) -> bool {
+    let has = |text: &[u8]| module.content.windows(text.len()).any(|part| part == text);
+    module.name == TRANSPORT && !has(b"vm_cmdline_")
+}
+
+fn archive(
+    entries: &BTreeMap<PathBuf, Entry>,
+    modules: &[Module],
+    contents: &Contents,
+) -> Result<Vec<u8>> {
     let mut archive = cpio::Archive::default();
     let mut total = 0;
     // A parent comes before its children in the order of paths.
@@ -146,13 +183,10 @@ fn archive(entries: &BTreeMap<PathBuf, Entry>, contents: &Contents) -> Result<Ve
         }
         archive.symlink("bin/sh", "/patchbay/bin/busybox");
     }
-    if let Some(folder) = contents.modules {
-        let modules = modules::read_with_dependencies(folder, MODULES)?;
-        for (number, module) in modules.iter().enumerate() {
-            // insmod loads them in the order of their names.
-            let path = format!("patchbay/modules/{number:02}-{}.ko", module.name);
-            archive.file(&path, 0o644, &module.content);
-        }
+    for (number, module) in modules.iter().enumerate() {
+        // insmod loads them in the order of their names.
+        let path = format!("patchbay/modules/{number:02}-{}.ko", module.name);
+        archive.file(&path, 0o644, &module.content);
     }
     Ok(archive.finish())
 }
@@ -191,7 +225,14 @@ fn copy(
     libraries: &mut BTreeSet<PathBuf>,
 ) -> Result<()> {
     let describe = || format!("cannot copy {}", from.display());
-    if fs::metadata(from).with_context(describe)?.is_dir() {
+    let metadata = fs::metadata(from).with_context(describe)?;
+    // A pipe would be waited for, and /dev/zero has no end.
+    ensure!(
+        metadata.is_dir() || metadata.is_file(),
+        "cannot copy {}: it is neither a file nor a folder",
+        from.display()
+    );
+    if metadata.is_dir() {
         folders_to(&to.join("."), entries);
         for entry in fs::read_dir(from).with_context(describe)? {
             let entry = entry.with_context(describe)?;
@@ -345,6 +386,23 @@ mod tests {
         assert_eq!(copy("/x/y"), Ok(("/x/y".into(), "/x/y".into())));
         assert!(copy("a:b").is_err());
         assert!(copy("").is_err());
+    }
+
+    #[test]
+    fn only_a_driver_without_its_parameter_needs_acpi() {
+        let module = |name: &str, content: &[u8]| Module {
+            name: name.to_owned(),
+            content: content.to_vec(),
+        };
+        assert!(finds_by_acpi_alone(&module(
+            "virtio_mmio",
+            b"\0vm_find_vqs\0"
+        )));
+        assert!(!finds_by_acpi_alone(&module(
+            "virtio_mmio",
+            b"\0vm_cmdline_set\0"
+        )));
+        assert!(!finds_by_acpi_alone(&module("vsock", b"\0")));
     }
 
     #[test]

@@ -28,6 +28,7 @@ use crate::client::fleet::Fleet;
 use crate::failure::Failure;
 
 fn main() -> ExitCode {
+    patchbay_manual::generate_if_asked("patchbay", Cli::command);
     let cli = Cli::parse();
     let result = match tokio::runtime::Builder::new_current_thread()
         .enable_all()

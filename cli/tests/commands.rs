@@ -5,6 +5,8 @@
 mod commands {
     mod apply;
     mod ci;
+    mod ci_bad_input;
+    mod ci_files;
     mod debug;
     mod fake;
     mod guests;

@@ -7,7 +7,7 @@
 use anyhow::{Result, ensure};
 use clap::Parser;
 use patchbay_examples::{environment, step};
-use patchbay_tests::Guest;
+use patchbay_tests::{Guest, TestGuest};
 
 /// Timer interrupts continue whatever user space does.
 const EVENT: &str = "irq:softirq_entry";

@@ -12,7 +12,7 @@ use std::process::Output;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use patchbay_examples::step;
-use patchbay_tests::{Guest, StockKernel};
+use patchbay_tests::{Guest, StockKernel, TestGuest};
 use tokio::process::Command;
 
 use crate::qemu::Qemu;

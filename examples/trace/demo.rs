@@ -12,7 +12,7 @@ use clap::Parser;
 use patchbay_examples::{environment, step};
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{FlipReport, StreamTracepointEventsResponse, TraceEvent};
-use patchbay_tests::{Environment, Guest};
+use patchbay_tests::{Environment, Guest, TestGuest};
 use tokio::process::Command;
 
 const EVENTS: [&str; 3] = [

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use clap::{Args, Parser, ValueEnum};
+use clap::{Args, CommandFactory, Parser, ValueEnum};
 use patchbay_fleet::api;
 use patchbay_fleet::controller::{Config, Controller};
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint, TlsFiles as HostTlsFiles};
@@ -135,6 +135,7 @@ fn parse_root(text: &str) -> Result<String, String> {
 
 #[tokio::main]
 async fn main() -> ExitCode {
+    patchbay_manual::generate_if_asked("patchbay-fleet", Arguments::command);
     match serve(Arguments::parse()).await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

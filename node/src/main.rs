@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
-use clap::{Args, Parser, ValueEnum};
+use clap::{Args, CommandFactory, Parser, ValueEnum};
 use patchbay_node::attach::Attach;
 use patchbay_node::command::{Command, default_audit_log, run};
 use patchbay_node::etcd::EtcdTlsArgs;
@@ -125,6 +125,7 @@ fn label(text: &str) -> Result<(String, String), String> {
 }
 
 fn main() -> ExitCode {
+    patchbay_manual::generate_if_asked("patchbayd", Cli::command);
     let cli = Cli::parse();
     let done = match &cli.command {
         Some(command) => run(command, &mut std::io::stdout().lock()),

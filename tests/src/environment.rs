@@ -92,6 +92,8 @@ pub struct StockKernel {
     pub kernel: PathBuf,
     /// initramfs with a shell and the kernel's modules.
     pub initramfs: PathBuf,
+    /// A `lib/modules/VERSION` with the drivers for virtio-mmio and vsock.
+    pub modules: PathBuf,
     pub monitor: PathBuf,
     pub cli: PathBuf,
 }
@@ -114,6 +116,7 @@ impl StockKernel {
         Ok(Self {
             kernel: folder.join("vmlinuz"),
             initramfs: folder.join("initramfs"),
+            modules: folder.join("modules"),
             monitor: file("PATCHBAY_VMM")?,
             cli: file("PATCHBAY_CLI")?,
         })

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Support for Patchbay's integration tests: a real guest, booted by the real monitor, with a gRPC
-//! client and a shell on its console.
+//! Support for Patchbay's own integration tests: guests of `patchbay-testing` with the kernels, modules
+//! and programs that `cargo xtask` builds.
 //!
 //! ```no_run
 //! # async fn example() -> anyhow::Result<()> {
@@ -20,17 +20,14 @@ use std::process::{Command, Output};
 
 use anyhow::{Context, Result};
 
-mod console;
 mod environment;
 mod guest;
-mod seen;
-mod trace;
 
-pub use console::{SHELL_READS, Shell};
 pub use environment::{Environment, KernelFiles, StockKernel};
-pub use guest::{Guest, GuestBuilder, connect};
-pub use seen::{Seen, TEST_KEYS};
-pub use trace::{AGENT_INSTANCE, EventStream, reason, until};
+pub use guest::{AGENT_INSTANCE, Seen, TEST_KEYS, TestGuest};
+pub use patchbay_testing::{
+    EventStream, Guest, GuestBuilder, SHELL_READS, Shell, connect, reason, until,
+};
 
 /// Prints why a test cannot run here. `cargo xtask test` counts a test that prints this line as
 /// skipped.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::{EXEC_PORT, EXEC_WORD};
-use patchbay_tests::{Environment, Guest, until};
+use patchbay_tests::{Environment, Guest, TestGuest, until};
 
 /// Keys that may be flipped in a running guest. With the demo's getppid_key on, getppid() prints a
 /// line, and each shell calls getppid().

@@ -4,7 +4,7 @@
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{KeyOp, ListStaticKeysRequest, StaticKey, UpdateStaticKeysRequest};
-use patchbay_tests::{Guest, Seen, TEST_KEYS};
+use patchbay_tests::{Guest, Seen, TEST_KEYS, TestGuest};
 use tonic::Code;
 
 async fn set_raw(guest: &mut Guest, key: &str, count: i32) -> Result<()> {

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 use patchbay_proto::v1::{
     KeyOp, KeyUpdate, UpdateStaticKeysRequest, UpdateStaticKeysResponse, WatchStaticKeysRequest,
 };
-use patchbay_tests::{Environment, Guest};
+use patchbay_tests::{Environment, Guest, TestGuest};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tonic::{Code, Status};

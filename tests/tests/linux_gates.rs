@@ -8,7 +8,7 @@ use patchbay_proto::v1::{
     KeyOp, KeyUpdate, ListStaticKeysRequest, StaticKey, UpdateStaticKeysRequest,
     UpdateStaticKeysResponse,
 };
-use patchbay_tests::Guest;
+use patchbay_tests::{Guest, TestGuest};
 use tonic::{Code, Status};
 
 const TEST: &str = "/sys/kernel/debug/patchbay_test";

@@ -5,7 +5,7 @@ use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{
     KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest, UpdateStaticKeysRequest,
 };
-use patchbay_tests::{Environment, Guest, Seen};
+use patchbay_tests::{Environment, Guest, Seen, TestGuest};
 use tonic::Code;
 
 const TRACEPOINT: &str = "patchbay_test:patchbay_test_plain";

@@ -5,7 +5,7 @@
 
 use anyhow::{Result, ensure};
 use patchbay_proto::v1::{KeyOp, KeyUpdate, UpdateStaticKeysRequest};
-use patchbay_tests::{Guest, Seen, TEST_KEYS};
+use patchbay_tests::{Guest, Seen, TEST_KEYS, TestGuest};
 use tonic::{Code, Status};
 
 const REF_KEY: &str = "patchbay_test:ref_key";

@@ -9,7 +9,7 @@ use patchbay_proto::v1::{
     DescribeGuestResponse, KeyOp, KeyUpdate, ListHoldsRequest, RegistrationState,
     ShutdownGuestRequest, UpdateStaticKeysRequest, WatchStaticKeysRequest,
 };
-use patchbay_tests::{Environment, Guest, GuestBuilder, SHELL_READS};
+use patchbay_tests::{Environment, Guest, GuestBuilder, SHELL_READS, TestGuest};
 use tonic::Code;
 
 const KEY: &str = "patchbay_test:ref_key";

@@ -13,7 +13,7 @@ use patchbay_proto::v1::{
     DescribeGuestResponse, DiscoveryWay, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest,
     RegistrationState, StaticKey, TableSource, UpdateStaticKeysRequest,
 };
-use patchbay_tests::{Guest, StockKernel};
+use patchbay_tests::{Guest, StockKernel, TestGuest};
 use tonic::Code;
 
 /// Registers an interpreter and removes it again, which passes lines of pr_debug().
@@ -34,6 +34,34 @@ async fn keys_of_debian_6_12_cloud() -> Result<()> {
 #[tokio::test]
 async fn keys_of_debian_6_1_cloud() -> Result<()> {
     keys_of("6_1").await
+}
+
+/// The kernel has the drivers for commands as modules, and finds its devices by ACPI.
+#[test]
+fn commands_run_in_a_kernel_of_debian_with_its_keys_on_both_sides() -> Result<()> {
+    let Some(kernel) = StockKernel::named("6_12") else {
+        return Ok(());
+    };
+    let run = |arguments: &[&str]| {
+        let mut command = std::process::Command::new(&kernel.cli);
+        command.args(["ci", "run", "--kernel"]).arg(&kernel.kernel);
+        command.arg("--modules").arg(&kernel.modules);
+        command.args(arguments).output()
+    };
+    let output = run(&["--", "sh", "-c", "uname -r; exit 7"])?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    ensure!(
+        output.status.code() == Some(7) && text.contains("-cloud-amd64"),
+        "{output:?}"
+    );
+    let matrix = ["--allow-guarded", "--matrix", "sched_asym_cpucapacity"];
+    let output = run(&[&matrix[..], &["--ktap", "--", "true"]].concat())?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    ensure!(
+        output.status.success() && text.contains("ok 2 sched_asym_cpucapacity=on"),
+        "{output:?}"
+    );
+    Ok(())
 }
 
 /// Discovers the keys, flips lines of pr_debug() and a tracepoint, and discovers those of the kernel

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{
     KeyOp, KeyUpdate, ListStaticKeysRequest, StaticKey, UpdateStaticKeysRequest,
 };
-use patchbay_tests::Guest;
+use patchbay_tests::{Guest, TestGuest};
 use tonic::Code;
 
 const TEST: &str = "/sys/kernel/debug/patchbay_test";

@@ -10,7 +10,7 @@ use patchbay_proto::v1::{
     ArmTracepointsRequest, FlipReport, ListTracepointsRequest, ParkTracepointsRequest, ResultView,
     TraceEvent, TracepointState, TracepointSummary,
 };
-use patchbay_tests::{AGENT_INSTANCE, Environment, Guest, reason, until};
+use patchbay_tests::{AGENT_INSTANCE, Environment, Guest, TestGuest, reason, until};
 use tokio::process::Command;
 
 /// Events that every command in the guest makes.

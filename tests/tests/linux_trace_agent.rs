@@ -9,7 +9,7 @@ use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{
     ArmTracepointsRequest, StreamTracepointEventsRequest, TraceEvent, Tracepoint, TracepointState,
 };
-use patchbay_tests::{AGENT_INSTANCE, EventStream, Guest, reason, until};
+use patchbay_tests::{AGENT_INSTANCE, EventStream, Guest, TestGuest, reason, until};
 use prost::Message;
 
 const EXEC: &str = "sched:sched_process_exec";

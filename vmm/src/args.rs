@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Parser, ValueEnum};
-use patchbay_vmm::boot::{BootProtocol, LinuxBoot};
+use patchbay_vmm::boot::{BootProtocol, Discovery, LinuxBoot};
 use patchbay_vmm::devices::ConsoleOutput;
 use patchbay_vmm::devices::virtio::{
     CID_MIN, DiskConfig, DiskLimits, Rate, VirtioConfig, VsockConfig,
@@ -109,6 +109,11 @@ pub struct Args {
     #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
     pub rng: bool,
 
+    /// Describe the virtio devices in ACPI tables and not on the command line, for kernels without
+    /// CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES, such as Debian's.
+    #[arg(long)]
+    pub acpi_devices: bool,
+
     /// Confinement of the monitor: on (system call filters, Landlock and limits), log (filters only
     /// write to the kernel's log), or off.
     #[arg(long, value_enum, default_value_t = SeccompLevel::On)]
@@ -158,6 +163,10 @@ impl Args {
                 Protocol::Auto => BootProtocol::Auto,
                 Protocol::Linux => BootProtocol::Linux,
                 Protocol::Pvh => BootProtocol::Pvh,
+            },
+            discovery: match self.acpi_devices {
+                true => Discovery::Acpi,
+                false => Discovery::CommandLine,
             },
         }
     }

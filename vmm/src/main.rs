@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::declared::Declarations;
@@ -36,6 +36,7 @@ use crate::messages::Stderr;
 use crate::terminal::Terminal;
 
 fn main() -> ExitCode {
+    patchbay_manual::generate_if_asked("patchbay-vmm", Args::command);
     let args = Args::parse();
     tracing_subscriber::fmt()
         .with_env_filter(

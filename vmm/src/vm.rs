@@ -24,7 +24,7 @@ use kvm_bindings::{
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
-use crate::boot::{self, BootError, layout};
+use crate::boot::{self, BootError, Discovery, layout};
 use crate::config::{Payload, RawCode, VmConfig};
 use crate::devices::virtio::VirtioError;
 use crate::devices::{Bus, Console, ConsoleError, GuestPower, PowerManagement, Virtio};
@@ -37,7 +37,7 @@ use crate::seccomp::ThreadKind;
 use crate::system_registers::{RegistersError, SystemRegisters};
 use crate::thread::{self, lock};
 use crate::vcpu::{Vcpu, VcpuEnd};
-use crate::x86::acpi;
+use crate::x86::acpi::{self, MmioDevice};
 use crate::x86::cpuid::{self, VCPUS_MAX};
 use crate::x86::registers::{self, Mode};
 
@@ -234,7 +234,9 @@ impl Vm {
         kick::install_handler();
         let ram = GuestRam::new(config.memory_bytes)?;
         let virtio = Arc::new(Virtio::new(&config.virtio, ram.mmap())?);
-        if let Payload::Linux(linux) = &mut config.payload {
+        if let Payload::Linux(linux) = &mut config.payload
+            && linux.discovery == Discovery::CommandLine
+        {
             linux.add_words(&virtio.command_line());
         }
         registers::write_tables(&ram).map_err(BootError::from)?;
@@ -244,7 +246,7 @@ impl Vm {
             let probing = config
                 .offer_patchbay
                 .then(|| scope.spawn(|| probe::probe(&kvm)));
-            let starts = load(&ram, &config);
+            let starts = load(&ram, &config, &virtio.mmio_devices());
             let transports = match probing {
                 Some(thread) => thread.join().unwrap_or(Ok(Transports::default())),
                 None => Ok(Transports::default()),
@@ -524,10 +526,14 @@ struct Start {
 
 /// Loads the payload into memory. Returns the start of each vCPU; `None` if another vCPU has to
 /// start it.
-fn load(ram: &GuestRam, config: &VmConfig) -> Result<Vec<Option<Start>>, VmError> {
+fn load(
+    ram: &GuestRam,
+    config: &VmConfig,
+    devices: &[MmioDevice],
+) -> Result<Vec<Option<Start>>, VmError> {
     let mut starts = match &config.payload {
         Payload::Linux(linux) => {
-            let entry = boot::load(ram, linux, config.vcpus)?;
+            let entry = boot::load(ram, linux, config.vcpus, devices)?;
             let mut regs = registers::general_registers(entry.rip);
             regs.rsp = layout::BOOT_STACK_TOP;
             regs.rbp = layout::BOOT_STACK_TOP;

@@ -18,7 +18,9 @@ for program in patchbay patchbay-vmm patchbayd patchbay-fleet patchbay-attach; d
 	test -s "/usr/share/man/man1/$program.1.gz"
 done
 systemctl is-enabled patchbay-agent.service
-bash -n /usr/share/bash-completion/completions/patchbay
+test -s /usr/share/man/man8/patchbay-agent.8.gz
+test -s /usr/share/man/man1/patchbay-keys-enable.1.gz
+for completion in /usr/share/bash-completion/completions/patchbay*; do bash -n "$completion"; done
 systemd-analyze verify patchbayd.service patchbay-fleet.service patchbay-agent.service
 
 # Started and used, with a guest in memory as its monitor would serve it.

@@ -85,6 +85,27 @@ pub fn build_tests(arguments: &[&str]) -> Result<Vec<TestBinary>> {
         .collect()
 }
 
+/// Builds the tests of `examples/ci`, which is no member of the workspace, with the dependencies of the
+/// workspace.
+pub fn build_tests_outside() -> Result<Vec<TestBinary>> {
+    let folder = host::repository().join("examples/ci");
+    std::fs::copy(
+        host::repository().join("Cargo.lock"),
+        folder.join("Cargo.lock"),
+    )
+    .context("cannot copy Cargo.lock to examples/ci")?;
+    let manifest = folder.join("Cargo.toml").display().to_string();
+    let target = host::target().display().to_string();
+    build_tests(&[
+        "test",
+        "--offline",
+        "--manifest-path",
+        &manifest,
+        "--target-dir",
+        &target,
+    ])
+}
+
 /// Runs the documentation tests; passes cargo's output on and returns it.
 pub fn run_doc_tests() -> Result<(bool, String)> {
     let mut command = cargo("test");

@@ -10,49 +10,25 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use sha2::{Digest, Sha256};
 
 use crate::bill::{self, Crate};
 use crate::{cache, cargo, host};
 
-const TOOLS: &[&str] = &["dpkg", "binutils", "xz-utils", "help2man"];
+const TOOLS: &[&str] = &["dpkg", "binutils", "xz-utils"];
 
-/// Packages of the workspace, and their programs with a line for the manual.
-const PROGRAMS: &[(&str, &str, &str)] = &[
-    (
-        "patchbay-cli",
-        "patchbay",
-        "change static keys of running guests",
-    ),
-    (
-        "patchbay-vmm",
-        "patchbay-vmm",
-        "run a Linux guest whose static keys can be changed",
-    ),
-    (
-        "patchbay-node",
-        "patchbayd",
-        "serve all Patchbay guests of a host",
-    ),
-    (
-        "patchbay-fleet",
-        "patchbay-fleet",
-        "roll changes out over the guests of many hosts",
-    ),
-    (
-        "patchbay-attach",
-        "patchbay-attach",
-        "serve a guest that QEMU runs",
-    ),
+/// Packages of the workspace, and their programs.
+const PROGRAMS: &[(&str, &str)] = &[
+    ("patchbay-cli", "patchbay"),
+    ("patchbay-vmm", "patchbay-vmm"),
+    ("patchbay-node", "patchbayd"),
+    ("patchbay-fleet", "patchbay-fleet"),
+    ("patchbay-attach", "patchbay-attach"),
 ];
 
-/// Where completions lie, by shell.
-const COMPLETIONS: &[(&str, &str)] = &[
-    ("bash", "usr/share/bash-completion/completions/patchbay"),
-    ("zsh", "usr/share/zsh/vendor-completions/_patchbay"),
-    ("fish", "usr/share/fish/vendor_completions.d/patchbay.fish"),
-];
+/// The agent's manual page. Its command line is too small for a parser that could make one.
+const AGENT_PAGE: &str = "guest-agent/patchbay-agent.8";
 
 const UNITS: &[&str] = &[
     "node/patchbayd.service",
@@ -63,6 +39,8 @@ const UNITS: &[&str] = &[
 /// The stripped programs.
 pub struct Programs {
     folder: tempfile::TempDir,
+    /// Manual pages and completions.
+    manual: tempfile::TempDir,
     epoch: String,
 }
 
@@ -108,6 +86,11 @@ impl Programs {
             let stripped = folder.path().join(name);
             succeed(Command::new("strip").arg("-o").arg(&stripped).arg(&path))?;
         }
+        let manual = tempfile::tempdir()?;
+        for (_, name) in PROGRAMS {
+            let mut program = Command::new(folder.path().join(name));
+            succeed(program.arg("--generate-manual").arg(manual.path()))?;
+        }
         let epoch = match std::env::var("SOURCE_DATE_EPOCH") {
             Ok(epoch) => epoch,
             Err(_) => output(
@@ -118,6 +101,7 @@ impl Programs {
         };
         Ok(Self {
             folder,
+            manual,
             epoch: epoch.trim().to_owned(),
         })
     }
@@ -132,10 +116,6 @@ impl Programs {
         self.put_host_files(&tree, "usr")?;
         for unit in UNITS {
             tree.copy(unit, "usr/lib/systemd/system", 0o644)?;
-        }
-        for (shell, place) in COMPLETIONS {
-            let mut command = Command::new(self.program("patchbay"));
-            tree.put(place, output(command.args(["completion", shell]))?, 0o644)?;
         }
         tree.copy("xtask/package/policy.yaml", "etc/patchbay", 0o644)?;
         tree.put("DEBIAN/conffiles", "/etc/patchbay/policy.yaml\n", 0o644)?;
@@ -157,6 +137,7 @@ impl Programs {
         tree.put("usr/sbin/patchbay-agent", fs::read(agent)?, 0o755)?;
         let unit = "guest-agent/patchbay-agent.service";
         tree.copy(unit, "usr/lib/systemd/system", 0o644)?;
+        tree.page(&host::repository().join(AGENT_PAGE), "usr")?;
         tree.documents(crates)?;
         tree.control(
             version,
@@ -167,19 +148,25 @@ impl Programs {
         tree.deb(version, &self.epoch, out)
     }
 
-    /// Programs and manual below a prefix.
+    /// Programs, manual pages and completions below a prefix.
     fn put_host_files(&self, tree: &Tree, prefix: &str) -> Result<()> {
-        for (_, name, purpose) in PROGRAMS {
+        for (_, name) in PROGRAMS {
             let path = self.program(name);
             tree.put(&format!("{prefix}/bin/{name}"), fs::read(&path)?, 0o755)?;
-            let mut help2man = Command::new("help2man");
-            help2man
-                .args(["--no-info", "--locale=C", "--name", purpose])
-                .arg(&path)
-                .env("SOURCE_DATE_EPOCH", &self.epoch);
-            let page = compressed(output(&mut help2man)?.as_bytes())?;
-            let place = format!("{prefix}/share/man/man1/{name}.1.gz");
-            tree.put(&place, page, 0o644)?;
+        }
+        for file in cache::files_below(self.manual.path())? {
+            let name = file.file_stem().unwrap_or_default().to_string_lossy();
+            let ending = file.extension().unwrap_or_default().to_string_lossy();
+            let place = match &*ending {
+                "bash" => format!("bash-completion/completions/{name}"),
+                "zsh" => format!("zsh/vendor-completions/_{name}"),
+                "fish" => format!("fish/vendor_completions.d/{name}.fish"),
+                _ => {
+                    tree.page(&file, prefix)?;
+                    continue;
+                }
+            };
+            tree.put(&format!("{prefix}/share/{place}"), fs::read(&file)?, 0o644)?;
         }
         Ok(())
     }
@@ -191,9 +178,11 @@ impl Programs {
         self.put_host_files(&tree, &name)?;
         let agent = fs::read(self.program("patchbay-agent"))?;
         tree.put(&format!("{name}/bin/patchbay-agent"), agent, 0o755)?;
+        tree.page(&host::repository().join(AGENT_PAGE), &name)?;
         for unit in UNITS.iter().chain(&["guest-agent/patchbay-agent.service"]) {
             tree.copy(unit, &format!("{name}/systemd"), 0o644)?;
         }
+        tree.check_manual(&name)?;
         tree.copy("LICENSE", &name, 0o644)?;
         let licences = bill::licences(crates)?;
         tree.put(&format!("{name}/LICENCES"), licences, 0o644)?;
@@ -237,6 +226,40 @@ impl Tree {
         let content = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let name = source.rsplit('/').next().unwrap_or(source);
         self.put(&format!("{folder}/{name}"), content, mode)
+    }
+
+    /// Puts a manual page, whose ending is its section, below a prefix.
+    fn page(&self, file: &Path, prefix: &str) -> Result<()> {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        let section = file.extension().unwrap_or_default().to_string_lossy();
+        let text =
+            fs::read(file).with_context(|| format!("cannot read the page {}", file.display()))?;
+        let place = format!("{prefix}/share/man/man{section}/{name}.gz");
+        self.put(&place, compressed(&text)?, 0o644)
+    }
+
+    /// Fails if a program has no manual page.
+    fn check_manual(&self, prefix: &str) -> Result<()> {
+        let root = self.root.path().join(prefix);
+        for (folder, section) in [("bin", 1), ("sbin", 8)] {
+            let Ok(programs) = fs::read_dir(root.join(folder)) else {
+                continue;
+            };
+            for program in programs {
+                let name = program?.file_name();
+                let name = name.to_string_lossy();
+                // The tarball has the agent in bin.
+                let has_page = |section: u8| {
+                    let page = format!("share/man/man{section}/{name}.{section}.gz");
+                    root.join(page).is_file()
+                };
+                ensure!(
+                    has_page(section) || has_page(8),
+                    "{folder}/{name} has no manual page"
+                );
+            }
+        }
+        Ok(())
     }
 
     fn documents(&self, crates: &[Crate]) -> Result<()> {
@@ -289,6 +312,7 @@ impl Tree {
     }
 
     fn deb(&self, version: &str, epoch: &str, out: &Path) -> Result<PathBuf> {
+        self.check_manual("usr")?;
         // The umask must not be part of the package.
         let mut folders = Command::new("find");
         folders.arg(self.root.path());
@@ -344,4 +368,24 @@ fn run_to_end(command: &mut Command) -> Result<Vec<u8>> {
         bail!("{program} failed ({}): {message}", output.status);
     }
     Ok(output.stdout)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_without_a_page_is_refused() {
+        let tree = Tree::new("package").unwrap();
+        let page = tree.root.path().join("page.8");
+        fs::write(&page, ".TH PAGE 8\n").unwrap();
+        tree.check_manual("usr").unwrap();
+        tree.put("usr/sbin/page", "", 0o755).unwrap();
+        let error = tree.check_manual("usr").unwrap_err().to_string();
+        assert_eq!(error, "sbin/page has no manual page");
+        tree.page(&page, "usr").unwrap();
+        tree.check_manual("usr").unwrap();
+        tree.put("usr/bin/other", "", 0o755).unwrap();
+        assert!(tree.check_manual("usr").is_err());
+    }
 }

@@ -53,17 +53,20 @@ impl Package {
 /// None is loaded by itself.
 const MODULES: &[&str] = &["xfs", "virtio_net", "virtio_blk", "binfmt_misc"];
 
+/// Modules in a tree of their own, with all they depend on: what `patchbay ci run --modules` loads.
+const TREE: &[&str] = &["virtio_mmio", "vmw_vsock_virtio_transport"];
+
 /// Directories whose C files become programs in the guest.
 const PROGRAMS: &[&str] = &["tests/guest"];
 
 const KIND: &str = "stock";
 
-/// A folder with `vmlinuz` and `initramfs`, made if it is not in the cache. The key lacks the package's version, as the lab's does.
+/// A folder with `vmlinuz`, `initramfs` and the tree `modules`, made if it is not in the cache. The key lacks the package's version, as the lab's does.
 fn get(package: Package) -> Result<PathBuf> {
     host::ensure_packages(host::LAB)?;
     host::ensure_packages(host::INITRAMFS)?;
     let programs = initramfs::programs(PROGRAMS)?;
-    let mut inputs = cache::Inputs::new("stock kernel 2");
+    let mut inputs = cache::Inputs::new("stock kernel 3");
     if let Some(suite) = package.suite {
         inputs.add("suite", suite);
     }
@@ -129,6 +132,16 @@ fn build(package: Package, programs: &[PathBuf], folder: &Path) -> Result<()> {
         agent: None,
     };
     contents.write(&steps, folder)?;
+    let tree = folder.join("modules");
+    fs::create_dir_all(tree.join("kernel"))?;
+    for module in modules::read_with_dependencies(&library, TREE)? {
+        let file = tree.join("kernel").join(format!("{}.ko", module.name));
+        fs::write(file, module.content)?;
+    }
+    fs::copy(
+        library.join("modules.builtin"),
+        tree.join("modules.builtin"),
+    )?;
     fs::remove_dir_all(&unpacked)?;
     Ok(())
 }

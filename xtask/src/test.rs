@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 use crate::cargo::TestBinary;
-use crate::kernel::Recipe;
+use crate::kernel::{self, Recipe};
 use crate::test_runner::{LabWorker, Report, Test, Verdict};
 use crate::{cargo, clients, guest, host, lab_image, root_disk, stock, test_runner};
 
@@ -43,6 +43,9 @@ const STOCK: &[&str] = &["patchbay-tests::stock", "patchbay-tests::linux_stock"]
 
 /// The target whose guest QEMU runs, with the lab's kernel.
 const ATTACHES: &str = "patchbay-attach::linux_qemu";
+
+/// The tests of a project outside of the workspace.
+const OUTSIDE: &str = "patchbay-example-ci::linux_guest";
 
 /// Selects the tests to run.
 pub struct Selection {
@@ -139,6 +142,9 @@ pub fn run(selection: &Selection) -> Result<bool> {
             binaries.extend(cargo::build_tests(&others)?);
         }
     }
+    if (wants(1) || wants(3)) && !only_clients {
+        binaries.extend(cargo::build_tests_outside()?);
+    }
     for binary in &binaries {
         let tier = tier(&binary.target);
         if wants(tier) {
@@ -227,6 +233,10 @@ pub fn run(selection: &Selection) -> Result<bool> {
         };
         outcome.variables.extend(prepared);
         let runs = |suite| tier_3.iter().any(|test| test.suite == suite);
+        if runs(OUTSIDE) {
+            let kernel = kernel::get(&Recipe::standard())?.bzimage();
+            outcome.variables.push(("KERNEL", kernel));
+        }
         if runs("patchbay-tests::linux_kernels") {
             let more = guest::kernel_without_jump_labels()?;
             outcome.variables.extend(more);

@@ -98,6 +98,10 @@ impl FakeGuest {
                 std::process::exit(0);
             }
             ["power-off"] => std::process::exit(0),
+            ["kill-agent"] => {
+                let both = std::net::Shutdown::Both;
+                self.stream.shutdown(both).expect("it was open");
+            }
             ["count", ..] => {
                 let counts = KEYS.map(|key| self.keys.guest.count(key).to_string());
                 self.print(1, &counts.join(" "));
@@ -169,6 +173,10 @@ fn monitor() {
         console("[    1.0] patchbay-init: error: the kernel has no vsock");
         run_on();
     }
+    if words.contains(&"silent") {
+        console("[    1.0] no more is said");
+        std::thread::park();
+    }
     if words.contains(&"no-root") {
         console("[    1.0] Kernel panic - not syncing: No working init found.");
         std::process::exit(0);
@@ -205,11 +213,11 @@ fn monitor() {
 }
 
 /// A folder with a kernel and a monitor.
-struct Ci {
+pub(super) struct Ci {
     folder: tempfile::TempDir,
 }
 
-struct Done {
+pub(super) struct Done {
     status: Option<i32>,
     out: String,
     err: String,
@@ -217,7 +225,7 @@ struct Done {
 
 impl Ci {
     /// None, after saying why, if this machine has no static busybox.
-    fn new() -> Option<Self> {
+    pub(super) fn new() -> Option<Self> {
         if !Path::new("/bin/busybox").exists() {
             println!("SKIPPED: /bin/busybox is missing; install busybox-static");
             return None;
@@ -238,11 +246,11 @@ impl Ci {
         Some(Self { folder })
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(super) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    fn command(&self, words: &[&str]) -> Command {
+    pub(super) fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_patchbay"));
         command
             .args(["ci", "run", "--kernel", "kernel", "--agent", "/bin/busybox"])
@@ -266,7 +274,7 @@ impl Ci {
 
     /// Runs what must end with this status and say this.
     #[track_caller]
-    fn expect(&self, status: i32, texts: &[&str], words: &[&str]) -> Done {
+    pub(super) fn expect(&self, status: i32, texts: &[&str], words: &[&str]) -> Done {
         let done = self.run(words);
         assert_eq!(done.status, Some(status), "{words:?}: {}", done.err);
         for text in texts {

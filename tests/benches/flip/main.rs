@@ -22,7 +22,7 @@ use patchbay_proto::v1::{
     PauseGuestRequest, PrepareUpdateRequest, ResultView, ResumeGuestRequest, StaticKey,
     UpdateStaticKeysRequest,
 };
-use patchbay_tests::{Environment, Guest};
+use patchbay_tests::{Environment, Guest, TestGuest};
 
 /// Time between two changes, so that the guest resumes its work.
 const BETWEEN: Duration = Duration::from_millis(2);

@@ -21,7 +21,7 @@ use patchbay_proto::v1::{
     FireTracepointsRequest, FlipReport, ParkTracepointsRequest, ResultView,
     StreamTracepointEventsRequest, TraceLosses,
 };
-use patchbay_tests::{EventStream, Guest};
+use patchbay_tests::{EventStream, Guest, TestGuest};
 
 const SWITCH: &str = "sched:sched_switch";
 const ALL: &str = "*";

@@ -21,6 +21,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::memory::{GuestRam, OutsideMemory, PAGE_SIZE};
+use crate::x86::acpi::{self, MmioDevice};
 use crate::x86::registers::Mode;
 
 /// Boot protocol.
@@ -46,6 +47,18 @@ pub struct LinuxBoot {
     pub command_line: String,
     /// Boot protocol.
     pub protocol: BootProtocol,
+    /// How the kernel finds its virtio devices.
+    pub discovery: Discovery,
+}
+
+/// How a kernel finds its virtio devices. A kernel that found them both ways would complain that their
+/// registers are in use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Discovery {
+    /// By `virtio_mmio.device=` on its command line, with `CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES`.
+    CommandLine,
+    /// By ACPI, as kernels of distributions do.
+    Acpi,
 }
 
 impl LinuxBoot {
@@ -131,7 +144,12 @@ struct Initrd {
 }
 
 /// Loads everything and returns the entry point.
-pub(crate) fn load(ram: &GuestRam, boot: &LinuxBoot, vcpus: u8) -> Result<EntryPoint, BootError> {
+pub(crate) fn load(
+    ram: &GuestRam,
+    boot: &LinuxBoot,
+    vcpus: u8,
+    devices: &[MmioDevice],
+) -> Result<EntryPoint, BootError> {
     let kernel = kernel::load(ram, &boot.kernel, boot.protocol)?;
     let limit = kernel.command_line_max().min(layout::COMMAND_LINE_MAX - 1);
     let command_line = boot.command_line.as_bytes();
@@ -151,7 +169,11 @@ pub(crate) fn load(ram: &GuestRam, boot: &LinuxBoot, vcpus: u8) -> Result<EntryP
         None => None,
     };
     ram.write(layout::MP_TABLE, &crate::x86::mp_table::build(vcpus))?;
-    ram.write(layout::ACPI_TABLES, &crate::x86::acpi::build(vcpus))?;
+    let found_by_acpi = match boot.discovery {
+        Discovery::CommandLine => &[],
+        Discovery::Acpi => devices,
+    };
+    ram.write(layout::ACPI_TABLES, &acpi::build(vcpus, found_by_acpi))?;
     Ok(match kernel.entry {
         kernel::KernelEntry::Linux(rip) => {
             linux::write_zero_page(ram, &kernel, command_line.len(), initrd)?;

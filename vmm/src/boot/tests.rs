@@ -83,6 +83,7 @@ impl Case {
                 initrd: None,
                 command_line: "console=ttyS0".into(),
                 protocol: BootProtocol::Auto,
+                discovery: Discovery::CommandLine,
             },
             memory: 64 * MIB,
         }
@@ -97,7 +98,7 @@ impl Case {
 
     fn load(&self) -> Result<(GuestRam, EntryPoint), BootError> {
         let ram = GuestRam::new(self.memory).unwrap();
-        let entry = load(&ram, &self.boot, 2)?;
+        let entry = load(&ram, &self.boot, 2, &[])?;
         Ok((ram, entry))
     }
 

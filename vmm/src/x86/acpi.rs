@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The minimal ACPI tables for a stock kernel to find its processors and to power off (ACPI 6.5,
-//! chapter 5): RSDP, XSDT, FADT with FACS and DSDT, MADT.
+//! The minimal ACPI tables for a stock kernel to find its processors and virtio devices and to power off
+//! (ACPI 6.5, chapter 5): RSDP, XSDT, FADT with FACS and DSDT, MADT.
 
 use super::{checksum_byte, io_apic_id};
 use crate::boot::layout::{ACPI_TABLES, IO_APIC, LOCAL_APIC};
@@ -35,6 +35,69 @@ const S5_OBJECT: [u8; 14] = [
     0x00,
     0x00,
 ];
+
+/// A virtio device with its registers in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct MmioDevice {
+    pub(crate) address: u32,
+    pub(crate) size: u32,
+    pub(crate) interrupt: u32,
+}
+
+/// `opcode`, then the length of what follows including itself, then `body` (ACPI 6.5, 20.2.4).
+fn package(opcode: &[u8], body: &[u8]) -> Vec<u8> {
+    // Bodies are a few hundred bytes, so the length has one or two bytes.
+    let short = body.len() + 1;
+    let long = body.len() + 2;
+    let length = match short {
+        ..0x40 => vec![short as u8],
+        _ => vec![0x40 | (long & 0xf) as u8, (long >> 4) as u8],
+    };
+    [opcode, &length, body].concat()
+}
+
+/// `Name (NAME, value)`.
+fn name(name: &[u8; 4], value: &[u8]) -> Vec<u8> {
+    [&[0x08], &name[..], value].concat()
+}
+
+/// The device as Linux's virtio_mmio driver looks for it: `_HID` LNRO0005, its registers and an
+/// edge-triggered interrupt (ACPI 6.5, 6.4.3.4 and 6.4.3.6).
+fn virtio_device(index: u8, device: MmioDevice) -> Vec<u8> {
+    let [address, size, interrupt] =
+        [device.address, device.size, device.interrupt].map(u32::to_le_bytes);
+    let resources = [
+        &[0x86, 9, 0, 1],
+        &address[..],
+        &size,
+        &[0x89, 6, 0, 0b11, 1],
+        &interrupt,
+        &[0x79, 0],
+    ]
+    .concat();
+    let buffer = [&[0x0a, resources.len() as u8], &resources[..]].concat();
+    let body = [
+        &[b'V', b'I', b'O', b'A' + index][..],
+        &name(b"_HID", b"\x0dLNRO0005\0"),
+        &name(b"_UID", &[0x0a, index]),
+        &name(b"_CRS", &package(&[0x11], &buffer)),
+    ]
+    .concat();
+    package(&[0x5b, 0x82], &body)
+}
+
+/// What the DSDT has: how to power off, and the devices below `\_SB`.
+fn definitions(devices: &[MmioDevice]) -> Vec<u8> {
+    let mut body = S5_OBJECT.to_vec();
+    if !devices.is_empty() {
+        let mut scope = b"\\_SB_".to_vec();
+        for (index, device) in (0..).zip(devices) {
+            scope.extend(virtio_device(index, *device));
+        }
+        body.extend(package(&[0x10], &scope));
+    }
+    body
+}
 
 /// A table with its header (ACPI 6.5, 5.2.6).
 fn table(signature: &[u8; 4], revision: u8, body: &[u8]) -> Vec<u8> {
@@ -111,8 +174,9 @@ fn madt(vcpus: u8) -> Vec<u8> {
     table(b"APIC", 4, &body)
 }
 
-/// Builds the tables for `vcpus` vCPUs, to be written to [`ACPI_TABLES`]. The RSDP comes first.
-pub(crate) fn build(vcpus: u8) -> Vec<u8> {
+/// Builds the tables for `vcpus` vCPUs and some devices, to be written to [`ACPI_TABLES`]. The RSDP
+/// comes first.
+pub(crate) fn build(vcpus: u8, devices: &[MmioDevice]) -> Vec<u8> {
     let mut bytes = vec![0; 64];
     let mut append = |table: &[u8]| {
         let at = bytes.len().next_multiple_of(64);
@@ -124,7 +188,7 @@ pub(crate) fn build(vcpus: u8) -> Vec<u8> {
     facs[..8].copy_from_slice(b"FACS\x40\0\0\0");
     facs[32] = 2;
     let facs = append(&facs);
-    let dsdt = append(&table(b"DSDT", 2, &S5_OBJECT));
+    let dsdt = append(&table(b"DSDT", 2, &definitions(devices)));
     let fadt = append(&fadt(facs, dsdt));
     let madt = append(&madt(vcpus));
     let entries: Vec<u8> = [fadt, madt]
@@ -166,7 +230,7 @@ mod tests {
     #[test]
     fn every_table_is_found_and_adds_up() {
         for vcpus in 1..=16 {
-            let bytes = build(vcpus);
+            let bytes = build(vcpus, &[]);
             assert!(bytes.len() <= ACPI_TABLES_MAX);
             assert_eq!(checksum(&bytes[..20]), 0);
             assert_eq!(checksum(&bytes[..36]), 0);
@@ -186,5 +250,32 @@ mod tests {
             assert_eq!((&madt[..4], checksum(madt)), (&b"APIC"[..], 0));
             assert_eq!(madt.len(), 44 + 8 * usize::from(vcpus) + 12 + 10 + 6);
         }
+    }
+
+    #[test]
+    fn a_device_is_what_the_specification_says() {
+        let device = MmioDevice {
+            address: 0xd000_1000,
+            size: 0x1000,
+            interrupt: 6,
+        };
+        let expected = [
+            &b"\x5b\x82\x3bVIOB"[..],
+            b"\x08_HID\x0dLNRO0005\0",
+            b"\x08_UID\x0a\x01",
+            b"\x08_CRS\x11\x1a\x0a\x17",
+            b"\x86\x09\0\x01\0\x10\0\xd0\0\x10\0\0",
+            b"\x89\x06\0\x03\x01\x06\0\0\0\x79\0",
+        ]
+        .concat();
+        assert_eq!(virtio_device(1, device), expected);
+        // Six devices need a length of two bytes.
+        let all = definitions(&[device; 6]);
+        let scope = &all[S5_OBJECT.len()..];
+        assert_eq!((scope[0], scope[1] >> 6), (0x10, 1));
+        let length = usize::from(scope[1] & 0xf) | usize::from(scope[2]) << 4;
+        assert_eq!(length, scope.len() - 1);
+        assert_eq!(&scope[3..8], b"\\_SB_");
+        assert_eq!(definitions(&[]), S5_OBJECT);
     }
 }

@@ -10,8 +10,8 @@
 //! ```
 //!
 //! Each device has one page of registers from [`MMIO_START`] on and its own interrupt line. Guests
-//! find the devices through the kernel command line (`virtio_mmio.device=`, Linux's
-//! `drivers/virtio/virtio_mmio.c`).
+//! find the devices through the kernel command line (`virtio_mmio.device=`) or ACPI, both in Linux's
+//! `drivers/virtio/virtio_mmio.c`.
 //!
 //! The guest's driver is hostile. A driver error stops that one device until the driver resets it
 //! (NEEDS_RESET). It never stops the monitor.
@@ -47,6 +47,7 @@ use thread::DeviceThread;
 use transport::Transport;
 
 use crate::dirty::DirtyBitmap;
+use crate::x86::acpi::MmioDevice;
 
 type Memory = GuestMemoryMmap<DirtyBitmap>;
 
@@ -142,6 +143,18 @@ impl Virtio {
             let _ = write!(words, " virtio_mmio.device=4K@{:#x}:{irq}", address(index));
         }
         words
+    }
+
+    /// The devices' registers and interrupts, for ACPI.
+    pub(crate) fn mmio_devices(&self) -> Vec<MmioDevice> {
+        let device = |(index, interrupt)| {
+            Some(MmioDevice {
+                address: u32::try_from(address(index)).ok()?,
+                size: MMIO_SIZE as u32,
+                interrupt,
+            })
+        };
+        self.lines().filter_map(device).collect()
     }
 
     fn lines(&self) -> impl Iterator<Item = (usize, u32)> {

@@ -392,6 +392,12 @@ fn each_device_has_its_page_and_its_word() {
         virtio.command_line(),
         " virtio_mmio.device=4K@0xd0000000:5 virtio_mmio.device=4K@0xd0001000:6"
     );
+    let found: Vec<_> = virtio
+        .mmio_devices()
+        .iter()
+        .map(|device| (device.address, device.size, device.interrupt))
+        .collect();
+    assert_eq!(found, [(0xd000_0000, 4096, 5), (0xd000_1000, 4096, 6)]);
     let mut id = [0; 4];
     assert!(virtio.read(MMIO_START + 8, &mut id));
     assert_eq!(id, [4, 0, 0, 0]);

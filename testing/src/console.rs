@@ -15,7 +15,7 @@ use tonic::transport::Channel;
 /// slow.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Printed by the guest's init when its shell reads the console.
+/// Printed by a guest's first program when its shell reads the console.
 pub const SHELL_READS: &str = "init: the shell reads the console";
 
 /// The guest's console: everything it printed, and a way to type.
@@ -73,7 +73,7 @@ impl Shell {
         }
     }
 
-    async fn read_until(&mut self, text: &str) -> Result<String> {
+    pub(crate) async fn read_until(&mut self, text: &str) -> Result<String> {
         loop {
             let unseen = &self.transcript[self.seen..];
             let found = unseen

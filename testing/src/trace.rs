@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A guest with an agent, and its tracepoints.
 
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -14,34 +13,9 @@ use patchbay_proto::v1::{
 };
 use tonic::transport::Channel;
 use tonic::{Status, Streaming};
-use tonic_types::StatusExt;
 
 use crate::Guest;
 use crate::console::PATIENCE;
-
-/// The reason in an error's details; empty if there is none.
-pub fn reason(status: &Status) -> String {
-    status
-        .get_details_error_info()
-        .map(|info| info.reason)
-        .unwrap_or_default()
-}
-
-/// The agent's instance of the guest's tracefs.
-pub const AGENT_INSTANCE: &str = "/sys/kernel/tracing/instances/patchbay";
-
-/// Polls until the condition holds; fails after a minute.
-pub async fn until(mut so: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
-    let asked = async {
-        while !so().await? {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-        Ok(())
-    };
-    tokio::time::timeout(Duration::from_secs(60), asked)
-        .await
-        .context("the condition does not hold after a minute")?
-}
 
 /// A stream of events.
 #[derive(Debug)]
@@ -105,11 +79,6 @@ impl Guest {
         Ok(listed.into_inner().tracepoints)
     }
 
-    /// Lists the events to which the agent has attached probes, one per line.
-    pub async fn attached(&mut self) -> Result<String> {
-        self.shell(&format!("cat {AGENT_INSTANCE}/set_event")).await
-    }
-
     /// Waits for the agent; the guest must have been built with `agent()`.
     pub async fn wait_for_agent(&mut self) -> Result<DescribeAgentResponse> {
         let deadline = tokio::time::Instant::now() + PATIENCE;
@@ -154,20 +123,6 @@ impl Guest {
             );
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-    }
-
-    /// Kills the agent in the guest, so that it cannot clean up, and waits until it is gone.
-    pub async fn kill_agent(&mut self) -> Result<()> {
-        self.shell("kill -KILL $(pidof patchbay-agent)").await?;
-        self.wait_for_no_agent().await?;
-        Ok(())
-    }
-
-    /// Starts an agent in the guest like its init does, and waits for it.
-    pub async fn start_agent(&mut self) -> Result<DescribeAgentResponse> {
-        self.shell("patchbay-agent </dev/null >/dev/kmsg 2>&1 &")
-            .await?;
-        self.wait_for_agent().await
     }
 
     /// Arms events.
@@ -223,29 +178,6 @@ impl Guest {
     pub async fn events(&mut self) -> Result<EventStream> {
         let request = StreamTracepointEventsRequest::default();
         EventStream::open(&mut self.tracepoints(), request).await
-    }
-
-    /// Number of events that the guest's kernel has recorded for the agent, read or not, by the
-    /// kernel's own counters.
-    pub async fn recorded(&mut self) -> Result<u64> {
-        let stats = format!("cat {AGENT_INSTANCE}/per_cpu/cpu*/stats");
-        let output = self.shell(&stats).await?;
-        let mut sum = 0;
-        let mut seen = BTreeSet::new();
-        for line in output.lines() {
-            let Some((name, value)) = line.trim().split_once(": ") else {
-                continue;
-            };
-            if matches!(name, "entries" | "overrun" | "read events") {
-                seen.insert(name);
-                sum += value.parse::<u64>()?;
-            }
-        }
-        ensure!(
-            seen.len() == 3,
-            "the kernel's counts are missing:\n{output}"
-        );
-        Ok(sum)
     }
 }
 

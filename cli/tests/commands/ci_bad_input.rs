@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay ci run` with files that cannot be copied, without space, and with a signal at any time.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use super::ci::Ci;
+
+/// A command whose temporary files are in a folder of the test.
+fn with_own_tmp(ci: &Ci, words: &[&str]) -> Command {
+    std::fs::create_dir_all(ci.path("tmp")).expect("a folder");
+    let mut command = ci.command(words);
+    command.env("TMPDIR", ci.path("tmp"));
+    command
+}
+
+#[track_caller]
+fn assert_nothing_is_left(ci: &Ci) {
+    let left: Vec<_> = std::fs::read_dir(ci.path("tmp"))
+        .expect("it is there")
+        .collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+fn make_pipe(ci: &Ci, name: &str) {
+    let made = Command::new("mkfifo").arg(ci.path(name)).status();
+    assert!(made.expect("mkfifo runs").success());
+}
+
+#[test]
+fn what_cannot_be_copied_is_named() {
+    let Some(ci) = Ci::new() else { return };
+    // A program that is linked against a library which nobody has.
+    let program = std::fs::read("/bin/ls").expect("this machine has it");
+    let (name, other) = (b"libc.so.6", b"libQ.so.6");
+    let mut program = program;
+    let places: Vec<usize> = (0..program.len() - name.len())
+        .filter(|&at| program[at..].starts_with(name))
+        .collect();
+    assert!(!places.is_empty(), "/bin/ls is static");
+    for at in places {
+        program[at..at + name.len()].copy_from_slice(other);
+    }
+    std::fs::write(ci.path("program"), program).expect("written");
+    let texts = ["program needs the library libQ.so.6", "LD_LIBRARY_PATH"];
+    ci.expect(125, &texts, &["--copy", "program", "--", "./program"]);
+
+    make_pipe(&ci, "pipe");
+    let texts = ["pipe: it is neither a file nor a folder"];
+    ci.expect(125, &texts, &["--copy", "pipe", "--", "true"]);
+    ci.expect(
+        125,
+        &["cannot copy /dev/zero"],
+        &["--copy", "/dev/zero", "--", "true"],
+    );
+    ci.expect(
+        125,
+        &["absent is no lib/modules/VERSION"],
+        &["--modules", "absent", "--", "true"],
+    );
+}
+
+#[test]
+fn a_killed_agent_is_told_from_a_guest_that_ended() {
+    let Some(ci) = Ci::new() else { return };
+    ci.expect(
+        125,
+        &["the agent in the guest ended, or was killed"],
+        &["--", "kill-agent"],
+    );
+}
+
+#[test]
+fn no_space_is_an_error_that_names_the_file() {
+    let Some(ci) = Ci::new() else { return };
+    // Writes beyond the limit fail, as they do on a full disk.
+    let limited = "trap '' XFSZ; ulimit -f 200; exec \"$0\" \"$@\"";
+    let run = with_own_tmp(&ci, &["--", "true"]);
+    let mut shell = Command::new("sh");
+    shell.args(["-c", limited]).arg(run.get_program());
+    shell.args(run.get_args()).stdin(Stdio::null());
+    shell.current_dir(run.get_current_dir().expect("set"));
+    let variables = run.get_envs();
+    shell.envs(variables.filter_map(|(name, value)| Some((name, value?))));
+    let output = shell.output().expect("sh runs");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(125), "{error}");
+    assert!(error.contains("cannot write the initramfs"), "{error}");
+    assert_nothing_is_left(&ci);
+
+    let texts = ["cannot write /dev/full", "No space left"];
+    ci.expect(125, &texts, &["--junit", "/dev/full", "--", "true"]);
+}
+
+/// Sends a signal, and returns the exit status of a run that must end with it.
+fn end(mut run: Child, signal: &str) -> Option<i32> {
+    let pid = run.id().to_string();
+    let kill = Command::new("kill").args(["-s", signal, &pid]).status();
+    assert!(kill.expect("kill runs").success());
+    run.wait().expect("it ends").code()
+}
+
+#[test]
+fn a_signal_during_the_preparation_leaves_nothing() {
+    let Some(ci) = Ci::new() else { return };
+    make_pipe(&ci, "initrd");
+    for (signal, status) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
+        let run = with_own_tmp(&ci, &["--initrd", "initrd", "--", "true"]).spawn();
+        let run = run.expect("it starts");
+        // Opens when the run reads the pipe, whose end it then awaits.
+        let pipe = std::fs::OpenOptions::new()
+            .write(true)
+            .open(ci.path("initrd"));
+        let pipe = pipe.expect("a pipe");
+        assert_eq!(end(run, signal), Some(status), "{signal}");
+        assert_nothing_is_left(&ci);
+        drop(pipe);
+    }
+}
+
+#[test]
+fn a_signal_during_the_boot_leaves_nothing() {
+    let Some(ci) = Ci::new() else { return };
+    for (signal, status) in [("INT", 130), ("TERM", 143)] {
+        let words = ["--show-console", "--append", "silent", "--", "true"];
+        let mut run = with_own_tmp(&ci, &words);
+        let mut run = run.stderr(Stdio::piped()).spawn().expect("it starts");
+        let lines = BufReader::new(run.stderr.take().expect("piped")).lines();
+        let booting = |line: &std::io::Result<String>| {
+            line.as_ref()
+                .is_ok_and(|line| line.contains("no more is said"))
+        };
+        assert!(lines.into_iter().any(|line| booting(&line)));
+        let pid = run.id();
+        let children = format!("/proc/{pid}/task/{pid}/children");
+        let children = std::fs::read_to_string(children).expect("it has a monitor");
+        let monitors: Vec<&str> = children.split_whitespace().collect();
+        assert!(!monitors.is_empty());
+        assert_eq!(end(run, signal), Some(status), "{signal}");
+        for monitor in monitors {
+            // The end of a process that is not a child has no event.
+            while Path::new(&format!("/proc/{monitor}")).exists() {
+                std::thread::yield_now();
+            }
+        }
+        assert_nothing_is_left(&ci);
+    }
+}
