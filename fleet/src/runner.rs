@@ -17,8 +17,7 @@ pub use crate::clock::now;
 use crate::hosts::{CallError, Host, Hosts, Verdict};
 use crate::metrics::Metrics;
 use crate::rollout::{
-    Action, CommitOutcome, Failure, GateKind, Health, Member, NotLegal, Phase, RevertOutcome,
-    Rollout, State,
+    Action, CommitOutcome, Failure, Health, Member, NotLegal, Phase, RevertOutcome, Rollout, State,
 };
 use crate::spec::Spec;
 use crate::store::{Fence, Store, StoreError};

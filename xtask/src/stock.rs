@@ -118,9 +118,9 @@ fn build(package: Package, programs: &[PathBuf], folder: &Path) -> Result<()> {
     fs::rename(boot, folder.join("vmlinuz"))?;
     let folders = ["lib/modules", "usr/lib/modules"].map(|folder| unpacked.join(folder));
     // Since Debian 13 packages have no files in /lib.
-    let folder = folders.iter().find(|folder| folder.is_dir());
-    let folder = folder.context("the package has no modules")?;
-    let library = lab_image::only_match(folder, "")?;
+    let versions = folders.iter().find(|folder| folder.is_dir());
+    let versions = versions.context("the package has no modules")?;
+    let library = lab_image::only_match(versions, "")?;
     let modules = modules::read_with_dependencies(&library, MODULES)?;
     // insmod can load them in the order of their names.
     let named = |(number, module): (usize, modules::Module)| {

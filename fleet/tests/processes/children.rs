@@ -92,6 +92,7 @@ async fn patchbayd() {
         audit_log: variable("AUDIT").into(),
         metrics: None,
         guests: patchbay_node::guests::Guests::default(),
+        attach: patchbay_node::attach::Attach::default(),
         registry,
     };
     let terminate = tokio::signal::unix::SignalKind::terminate();
