@@ -7,6 +7,8 @@ mod browser;
 mod refused;
 #[path = "page/remote.rs"]
 mod remote;
+#[path = "page/scale.rs"]
+mod scale;
 #[path = "page/seen.rs"]
 mod seen;
 #[path = "rollouts/support.rs"]

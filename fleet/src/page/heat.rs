@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Keys × hosts: what rollouts want, and what guests have.
 //!
-//! While somebody looks, a sweep asks every guest for the keys that rollouts change. A sweep takes a
-//! tenth of the time at most, so that a large fleet is asked less often.
+//! While somebody looks, a sweep asks every guest for the keys that rollouts change. Sweeps take a
+//! tenth of the time, so that a large fleet is asked less often, but a pause between two is no longer than
+//! [`MAX_INTERVAL`]. What a sweep has seen is shown while it goes on: hosts that do not answer, for which it
+//! waits longest, delay nobody else.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -10,6 +12,7 @@ use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
 use serde::Serialize;
+use tokio::sync::watch;
 
 use super::Shared;
 use super::state::newest;
@@ -26,16 +29,19 @@ const MAX_HOSTS: usize = 64;
 /// Guests that are asked at once, and hosts.
 const FAN_OUT: usize = 32;
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
+const MAX_INTERVAL: Duration = Duration::from_secs(30);
+/// A sweep under way is shown as often as this.
+const SHOW_INTERVAL: Duration = Duration::from_millis(500);
 /// Guests that are named in a cell.
 const MAX_NAMES: usize = 8;
 
-/// What the last sweep has seen.
-#[derive(Default)]
+/// What the sweeps have seen last.
+#[derive(Clone, Default)]
 pub struct Observed {
     /// 0 before the first sweep.
     pub at: Millis,
     keys: Vec<String>,
-    hosts: BTreeMap<String, Result<Vec<Guest>, String>>,
+    hosts: BTreeMap<String, Arc<Result<Vec<Guest>, String>>>,
 }
 
 struct Guest {
@@ -54,31 +60,50 @@ pub async fn observe(shared: Arc<Shared>) {
         }
         let start = tokio::time::Instant::now();
         if let Some(leads) = shared.controller.leadership() {
-            let observed = sweep(&leads).await;
-            shared.heat.send_replace(Arc::new(observed));
+            sweep(&leads, &shared.heat).await;
         }
-        tokio::time::sleep(MIN_INTERVAL.max(start.elapsed() * 9)).await;
+        tokio::time::sleep((start.elapsed() * 9).clamp(MIN_INTERVAL, MAX_INTERVAL)).await;
     }
 }
 
-async fn sweep(leads: &Leadership) -> Observed {
+/// Asks all hosts, and shows what they answer in the place of what they answered before.
+async fn sweep(leads: &Leadership, shown: &watch::Sender<Arc<Observed>>) {
     let keys = keys(leads);
-    let at = now();
-    if keys.is_empty() {
-        let hosts = BTreeMap::new();
-        return Observed { at, keys, hosts };
+    let all = leads.hosts().all();
+    let mut observed = Observed::clone(&shown.borrow());
+    if observed.keys != keys {
+        // The bits would mean other keys.
+        observed.hosts.clear();
     }
-    let hosts = stream::iter(leads.hosts().all()).map(|host| {
-        let keys = &keys;
-        async move { (host.config.name.clone(), ask_host(&host, keys).await) }
-    });
-    // Hosts in turn, so that the sweep takes no more than a part of what rollouts may.
-    let hosts: Vec<_> = hosts.buffer_unordered(FAN_OUT / 8).collect().await;
-    Observed {
-        at,
-        keys,
-        hosts: hosts.into_iter().collect(),
+    let is_there = |name: &String| leads.hosts().get(name).is_some();
+    observed.hosts.retain(|name, _| is_there(name));
+    observed.keys.clone_from(&keys);
+    if !keys.is_empty() {
+        let answers = stream::iter(all).map(|host| {
+            let keys = &keys;
+            async move { (host.config.name.clone(), ask_host(&host, keys).await) }
+        });
+        // A few hosts at a time, so that the sweep takes no more than a part of what rollouts may.
+        let mut answers = std::pin::pin!(answers.buffer_unordered(FAN_OUT / 2));
+        let mut ticks = tokio::time::interval(SHOW_INTERVAL);
+        let mut is_new = false;
+        loop {
+            tokio::select! {
+                answer = answers.next() => {
+                    let Some((name, answer)) = answer else { break };
+                    observed.hosts.insert(name, Arc::new(answer));
+                    is_new = true;
+                }
+                _ = ticks.tick(), if is_new => {
+                    observed.at = now();
+                    shown.send_replace(Arc::new(observed.clone()));
+                    is_new = false;
+                }
+            }
+        }
     }
+    observed.at = now();
+    shown.send_replace(Arc::new(observed));
 }
 
 /// The keys that rollouts change, the newest first.
@@ -205,7 +230,8 @@ type Wishes<'o> = HashMap<&'o str, HashMap<&'o str, Wish>>;
 
 fn column(name: &str, observed: &Observed, wishes: &Wishes<'_>) -> HostColumn {
     let mut cells = vec![Cell::default(); observed.keys.len()];
-    let (guests, unreachable): (&[Guest], &str) = match observed.hosts.get(name) {
+    let (guests, unreachable): (&[Guest], &str) = match observed.hosts.get(name).map(|host| &**host)
+    {
         None => (&[], ""),
         Some(Ok(guests)) => (guests, ""),
         Some(Err(why)) => (&[], why),

@@ -108,11 +108,16 @@ impl Fleet {
     }
 
     pub fn replica(&self, name: &str) -> Replica {
+        self.replica_with(name, LEASE_TTL)
+    }
+
+    /// A replica that leads on for so long after its last renewal.
+    pub fn replica_with(&self, name: &str, lease_ttl: Duration) -> Replica {
         let config = Config {
             replica: name.to_owned(),
             hosts: self.hosts.clone(),
             reach: Reach::default(),
-            lease_ttl: LEASE_TTL,
+            lease_ttl,
         };
         let controller = Controller::new(config, Arc::clone(&self.store)).expect("own names");
         let controller = Arc::new(controller);
