@@ -18,14 +18,13 @@ const KERNELS: [(&str, &str); 2] = [
 ];
 
 /// More packages, for the table of `docs/kernels.md`. An archive may lack some.
-const OTHERS: [Package; 7] = [
+const OTHERS: [Package; 6] = [
     Package::of("bullseye-security", "linux-image-cloud-amd64"),
     Package::own("linux-image-amd64"),
     Package::own("linux-image-rt-amd64"),
     Package::own("linux-image-6.12-amd64"),
     Package::own("linux-image-6.12-rt-amd64"),
     Package::of("trixie", "linux-image-cloud-amd64"),
-    Package::of("forky", "linux-image-cloud-amd64"),
 ];
 
 /// A package that depends on a kernel.
