@@ -60,7 +60,7 @@ use super::draft::{Drops, Terms};
 use super::error::KeysError;
 use super::estimate::PauseEstimate;
 use super::expiry::Expiries;
-use super::flip::{Attempt, Flip, Transaction};
+use super::flip::{Flip, Transaction};
 use super::holds::KeyInstance;
 use super::journal::{Author, Event};
 use super::planning::Planned;
@@ -75,9 +75,6 @@ use super::{
 };
 use crate::guest::{Guest, PausedGuest};
 use crate::trace_id::{self, TraceId};
-
-const FIRST_BACKOFF: Duration = Duration::from_millis(1);
-const LAST_BACKOFF: Duration = Duration::from_millis(16);
 
 /// Sender of a command's answer.
 pub(super) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
@@ -319,41 +316,6 @@ impl<G: Guest> Executor<G> {
         self.conclude(transaction, result, intent)
     }
 
-    /// Attempts a change until it is made or refused, or its deadline passes. Returns the number of
-    /// attempts as well.
-    pub(super) fn persist<'g, T>(
-        &mut self,
-        deadline: Instant,
-        standstill: &mut Standstill<'g, G>,
-        cancelled: impl Fn() -> bool,
-        mut attempt: impl FnMut(&mut Self, &mut Standstill<'g, G>) -> Result<Attempt<T>, KeysError>,
-    ) -> Result<(T, u32), KeysError> {
-        let mut attempts = 0;
-        let mut backoff = FIRST_BACKOFF;
-        loop {
-            if cancelled() || attempts == 0 && Instant::now() >= deadline {
-                return Err(KeysError::Cancelled);
-            }
-            attempts += 1;
-            match attempt(self, standstill)? {
-                Attempt::Done(done) => return Ok((done, attempts)),
-                // While the guest is held, a retry finds the same state.
-                Attempt::Busy(mut gate) if standstill.held().is_some() => {
-                    gate.name += " (the guest is held paused: resume it)";
-                    return Err(gate.busy_in(attempts));
-                }
-                Attempt::Busy(gate) => {
-                    let wait = with_jitter(backoff);
-                    if Instant::now() + wait >= deadline {
-                        return Err(gate.busy_in(attempts));
-                    }
-                    std::thread::sleep(wait);
-                    backoff = (backoff * 2).min(LAST_BACKOFF);
-                }
-            }
-        }
-    }
-
     /// Records a transaction that was made, or logs its failure.
     pub(super) fn conclude(
         &mut self,
@@ -571,28 +533,5 @@ pub(super) fn summary(flip: &Flip) -> UpdateSummary {
         keys_changed: to_u32(flip.changes.iter().filter(changed).count()),
         sites_patched: flip.changes.iter().map(|change| change.sites).sum(),
         keys_left_out: to_u32(flip.left_out),
-    }
-}
-
-/// Adds up to half of the delay at random, so that attempts do not synchronise with the guest.
-fn with_jitter(wait: Duration) -> Duration {
-    use std::hash::{BuildHasher, RandomState};
-    let random = RandomState::new().hash_one(wait) % 512;
-    wait + wait * u32::try_from(random).unwrap_or(0) / 1024
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn jitter_only_lengthens_by_up_to_half() {
-        for _ in 0..1000 {
-            let wait = with_jitter(FIRST_BACKOFF);
-            assert!(
-                (FIRST_BACKOFF..=FIRST_BACKOFF * 3 / 2).contains(&wait),
-                "{wait:?}"
-            );
-        }
     }
 }

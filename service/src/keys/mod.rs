@@ -38,6 +38,7 @@ mod registration;
 pub mod registry;
 mod release;
 pub mod replay;
+mod retry;
 mod selection;
 mod standstill;
 pub mod symbols;

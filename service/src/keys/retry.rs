@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Repeats a change while the guest is busy.
+
+use std::time::{Duration, Instant};
+
+use super::error::KeysError;
+use super::executor::Executor;
+use super::flip::{Attempt, InTheWay};
+use super::standstill::Standstill;
+use crate::guest::Guest;
+
+const FIRST_BACKOFF: Duration = Duration::from_millis(1);
+const LAST_BACKOFF: Duration = Duration::from_millis(16);
+
+impl<G: Guest> Executor<G> {
+    /// Attempts a change until it is made or refused, or its deadline passes. Returns the number of
+    /// attempts as well.
+    pub(super) fn persist<'g, T>(
+        &mut self,
+        deadline: Instant,
+        standstill: &mut Standstill<'g, G>,
+        cancelled: impl Fn() -> bool,
+        mut attempt: impl FnMut(&mut Self, &mut Standstill<'g, G>) -> Result<Attempt<T>, KeysError>,
+    ) -> Result<(T, u32), KeysError> {
+        let mut attempts = 0;
+        let mut backoff = FIRST_BACKOFF;
+        let mut last: Option<InTheWay> = None;
+        loop {
+            if cancelled() {
+                return Err(KeysError::Cancelled);
+            }
+            if Instant::now() >= deadline {
+                // After an attempt: the wait took longer than planned.
+                return Err(last.map_or(KeysError::Cancelled, |gate| gate.busy_in(attempts)));
+            }
+            attempts += 1;
+            match attempt(self, standstill)? {
+                Attempt::Done(done) => return Ok((done, attempts)),
+                // While the guest is held, a retry finds the same state.
+                Attempt::Busy(mut gate) if standstill.held().is_some() => {
+                    gate.name += " (the guest is held paused: resume it)";
+                    return Err(gate.busy_in(attempts));
+                }
+                Attempt::Busy(gate) => {
+                    let wait = with_jitter(backoff);
+                    if Instant::now() + wait >= deadline {
+                        return Err(gate.busy_in(attempts));
+                    }
+                    std::thread::sleep(wait);
+                    backoff = (backoff * 2).min(LAST_BACKOFF);
+                    last = Some(gate);
+                }
+            }
+        }
+    }
+}
+
+/// Adds up to half of the delay at random, so that attempts do not synchronise with the guest.
+fn with_jitter(wait: Duration) -> Duration {
+    use std::hash::{BuildHasher, RandomState};
+    let random = RandomState::new().hash_one(wait) % 512;
+    wait + wait * u32::try_from(random).unwrap_or(0) / 1024
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn jitter_only_lengthens_by_up_to_half() {
+        for _ in 0..1000 {
+            let wait = with_jitter(FIRST_BACKOFF);
+            assert!(
+                (FIRST_BACKOFF..=FIRST_BACKOFF * 3 / 2).contains(&wait),
+                "{wait:?}"
+            );
+        }
+    }
+}
