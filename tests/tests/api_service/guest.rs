@@ -541,31 +541,6 @@ async fn the_console_streams_from_an_offset() {
     );
 }
 
-/// Small messages that a client leaves unread do not end its connection.
-#[tokio::test]
-async fn an_unread_console_of_many_small_messages_waits_for_its_reader() {
-    const MESSAGES: usize = 20_000;
-    let served = Served::start().await;
-    let other = super::support::connect(&served.socket()).await;
-    let follow = || tokio_stream::once(v1::StreamConsoleRequest::default());
-    let unread = served.guest_client().stream_console(follow()).await;
-    let mut unread = unread.expect("starts").into_inner();
-    let read = v1::guest_service_client::GuestServiceClient::new(other)
-        .stream_console(follow())
-        .await;
-    let mut read = read.expect("starts").into_inner();
-    for _ in 0..MESSAGES {
-        served.guest.print(b"x");
-        read.next().await.expect("output").expect("no error");
-    }
-    describe(&served).await;
-    let mut bytes = 0;
-    while bytes < MESSAGES {
-        let message = unread.next().await.expect("output");
-        bytes += message.expect("no error").output.len();
-    }
-}
-
 /// Streams without end must not keep the monitor from ending.
 #[tokio::test]
 async fn streams_end_with_the_service() {

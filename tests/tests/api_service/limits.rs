@@ -80,3 +80,30 @@ async fn a_call_too_many_is_told_so() {
     watches.pop();
     until_served(async || describe(&channel).await).await;
 }
+
+/// Small messages that a client leaves unread do not end its connection.
+#[tokio::test]
+async fn an_unread_console_of_many_small_messages_waits_for_its_reader() {
+    const MESSAGES: usize = 20_000;
+    let served = Served::start().await;
+    let channel = connect(&served.socket()).await;
+    let other = connect(&served.socket()).await;
+    let follow = async |channel: &Channel| {
+        let request = tokio_stream::once(v1::StreamConsoleRequest::default());
+        let mut client = GuestServiceClient::new(channel.clone());
+        let stream = client.stream_console(request).await;
+        stream.expect("starts").into_inner()
+    };
+    let mut unread = follow(&channel).await;
+    let mut read = follow(&other).await;
+    for _ in 0..MESSAGES {
+        served.guest.print(b"x");
+        read.message().await.expect("no error").expect("output");
+    }
+    describe(&channel).await.expect("the connection lives");
+    let mut bytes = 0;
+    while bytes < MESSAGES {
+        let message = unread.message().await.expect("no error");
+        bytes += message.expect("output").output.len();
+    }
+}
