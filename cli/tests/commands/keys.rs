@@ -175,7 +175,7 @@ fn exit_codes_tell_the_kinds_of_failure() {
     assert!(lab.fails(124, &["keys", "inc", "alpha"]).contains("vCPU 0"));
     lab.guest.set_late(false);
     lab.guest.set_gate(Gate::JumpLabelMutex, 0x1000);
-    let message = lab.fails(5, &["keys", "inc", "alpha", "--timeout", "300ms"]);
+    let message = lab.fails(5, &["keys", "inc", "alpha", "--timeout", "2s"]);
     assert!(
         message.contains("jump_label_mutex") && message.contains("--timeout"),
         "{message}"
