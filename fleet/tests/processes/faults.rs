@@ -46,8 +46,9 @@ async fn another_replica_finishes_what_a_killed_leader_began() {
     let mut rounds = 0;
     for death in 1.. {
         let name = format!("net-{death}");
-        let next = fleet.replica(&format!("replica-{death}"), &[]);
+        // It leads now, so that the next one does not.
         let digest = leader.plan(&name, &text, 4).await;
+        let next = fleet.replica(&format!("replica-{death}"), &[]);
         let revision = store.range("rollouts/").await.expect("listed").revision;
         let prefix = format!("rollouts/{name}/");
         let mut changes = store.watch(&prefix, revision + 1).await.expect("watched");
