@@ -226,12 +226,13 @@ pub fn run(selection: &Selection) -> Result<bool> {
         // A stock kernel is downloaded; the others are built.
         let downloaded = |test: &Test| [STOCK[1], ATTACHES].contains(&&*test.suite);
         let builds = !tier_3.iter().all(downloaded);
-        let prepared = if builds {
-            guest::prepare(true)?
+        if builds {
+            outcome.variables.extend(guest::prepare(true)?);
         } else {
-            guest::programs()?
-        };
-        outcome.variables.extend(prepared);
+            outcome.variables.extend(guest::programs()?);
+            let agent = cargo::build_agent()?;
+            outcome.variables.push(("PATCHBAY_AGENT", agent));
+        }
         let runs = |suite| tier_3.iter().any(|test| test.suite == suite);
         if runs(OUTSIDE) {
             let kernel = kernel::get(&Recipe::standard())?.bzimage();
