@@ -96,6 +96,10 @@ pub async fn run(attach: Attach, run_dir: PathBuf) {
         let folder = run_dir.display();
         return tracing::error!("the folder {folder} cannot be made: {error}; nothing is attached");
     }
+    for folder in attach.qmp.iter().filter(|folder| !folder.is_dir()) {
+        let folder = folder.display();
+        tracing::warn!("there is no folder {folder} of QMP sockets; it is used once it is there");
+    }
     let program = attach.program.unwrap_or_else(default_program);
     let (targets, watched) = watch::channel(BTreeSet::new());
     let mut sockets = (!attach.qmp.is_empty()).then(|| Watch::new(RunDirs(attach.qmp)));
