@@ -189,6 +189,7 @@ addressed! {
     ListHoldsRequest ReleaseHoldsRequest RenewHoldsRequest
     ListTracepointsRequest ArmTracepointsRequest FireTracepointsRequest ParkTracepointsRequest
     DisarmTracepointsRequest StreamTracepointEventsRequest GetTracepointStatsRequest DescribeAgentRequest
+    StreamKernelLogRequest
 }
 
 /// How much of a change the answer says.
