@@ -168,7 +168,7 @@ async fn console_end(client: &Client) -> Result<u64, Failure> {
 
 /// Where the lines of the guest's kernel are read.
 enum Lines {
-    KernelLog(Streaming<v1::StreamKernelLogResponse>),
+    KernelLog(Box<Streaming<v1::StreamKernelLogResponse>>),
     /// From this offset on. Only for a guest without an agent: a console shows no debug lines unless its log level is raised.
     Console(u64),
 }
@@ -189,7 +189,7 @@ impl Lines {
             .next()
             .await
             .ok_or_else(|| Failure::ended("stream"))??;
-        Ok(Self::KernelLog(stream))
+        Ok(Self::KernelLog(Box::new(stream)))
     }
 
     /// Prints until the stream ends.
