@@ -8,12 +8,12 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use futures_util::{Stream, StreamExt, stream};
+use patchbay_proto::TraceParent;
 use patchbay_proto::fleet::v1;
 use patchbay_proto::fleet::v1::inventory_service_server::{
     InventoryService, InventoryServiceServer,
 };
 use patchbay_proto::fleet::v1::rollout_service_server::{RolloutService, RolloutServiceServer};
-use patchbay_proto::{TRACEPARENT_METADATA, parse_traceparent};
 use tokio::net::UnixListener;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::server::UdsConnectInfo;
@@ -114,8 +114,7 @@ impl RolloutService for Api {
         request: Request<v1::PlanRequest>,
     ) -> Result<Response<v1::PlanResponse>, Status> {
         let principal = principal(&request)?;
-        let trace = request.metadata().get(TRACEPARENT_METADATA);
-        let trace = trace.and_then(|parent| parse_traceparent(parent.to_str().ok()?));
+        let trace = TraceParent::of(request.metadata().as_ref());
         let request = request.into_inner();
         let leads = self.leadership()?;
         let planning = leads.plan(&request.rollout, &request.spec, &principal);
