@@ -31,7 +31,7 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const MAX_ANSWER_BYTES: usize = 8 << 20;
 
-/// Where a host is reached.
+/// The address of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostEndpoint {
     /// The unix socket of its `patchbayd`, or of a monitor.

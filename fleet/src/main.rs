@@ -80,7 +80,7 @@ struct Arguments {
     hosts: Vec<HostConfig>,
 }
 
-/// Where operators see the fleet in a browser.
+/// The page for operators.
 #[derive(Args)]
 struct PageArguments {
     /// Serve the page on this address, of the loopback interface unless --cert is given

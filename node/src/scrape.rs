@@ -57,7 +57,7 @@ impl std::str::FromStr for MetricsAddress {
 #[derive(Debug, thiserror::Error)]
 #[error("{address} cannot be listened on: {error}; give another address")]
 pub struct ListenError {
-    /// As given.
+    /// The address that was given.
     pub address: SocketAddr,
     /// From the operating system.
     pub error: io::Error,

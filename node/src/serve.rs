@@ -42,7 +42,7 @@ const _: () = assert!(HTTP2_STREAMS as usize > MAX_CALLS);
 /// How the daemon runs.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Where monitors have their sockets.
+    /// The folders of the sockets of monitors.
     pub run_dirs: RunDirs,
     /// The host's own socket.
     pub socket: PathBuf,
@@ -54,11 +54,11 @@ pub struct Config {
     pub policy: Option<PathBuf>,
     /// The audit log.
     pub audit_log: PathBuf,
-    /// Where metrics are read.
+    /// The address that serves metrics.
     pub metrics: Option<MetricsAddress>,
     /// Guests that the host runs by itself.
     pub guests: Guests,
-    /// Where guests of other monitors are looked for.
+    /// The places that are searched for guests of other monitors.
     pub attach: Attach,
     /// The registry, and the host in it.
     pub registry: Option<RegistryConfig>,

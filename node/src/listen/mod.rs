@@ -32,10 +32,10 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// When a listener that cannot accept is tried again.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// Who is at the other end, as the extensions of each request have it.
+/// The other end of a connection. Each request carries it in its extensions.
 #[derive(Clone, Debug)]
 pub struct Peer {
-    /// Who.
+    /// The peer's name.
     pub identity: Arc<Identity>,
     /// One permit for each call of the connection.
     pub calls: Arc<Semaphore>,

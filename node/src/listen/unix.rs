@@ -25,7 +25,7 @@ pub enum SocketError {
     /// From the operating system.
     #[error("socket {} cannot be created: {error}; give a path of at most 107 bytes in a folder that you may write to", path.display())]
     Unusable {
-        /// As given.
+        /// The path that was given.
         path: PathBuf,
         /// From the operating system.
         error: std::io::Error,
@@ -95,7 +95,7 @@ impl NodeSocket {
         })
     }
 
-    /// Where it is bound.
+    /// The socket's path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path

@@ -34,7 +34,7 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Calls of all clients on one monitor.
 const MAX_READS: usize = 64;
 const MAX_CHANGES: usize = 48;
-/// As the interface bounds the name of a guest's socket.
+/// The interface's limit on the name of a guest's socket.
 const MAX_NAME_BYTES: usize = 256;
 
 /// A connection to a monitor. It is never made again: the task of the socket makes a new one.

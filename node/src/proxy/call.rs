@@ -44,7 +44,7 @@ const NOT_FORWARDED: [&str; 10] = [
 pub struct Call {
     pub method: &'static Method,
     pub identity: Arc<Identity>,
-    /// As it was named; may be empty.
+    /// The name in the request; may be empty.
     pub guest: String,
     pub message: Bytes,
     /// With the flags that are set.
@@ -261,7 +261,7 @@ fn deadline(headers: &HeaderMap) -> Result<Option<Instant>, Status> {
     Ok(Instant::now().checked_add(timeout))
 }
 
-/// As gRPC writes it, in at most 8 digits.
+/// Formats a time for gRPC, with at most 8 digits.
 fn timeout(left: Duration) -> HeaderValue {
     let text = match (left.as_micros(), left.as_millis(), left.as_secs()) {
         (micros, _, _) if micros < 100_000_000 => format!("{micros}u"),

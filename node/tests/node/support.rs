@@ -65,7 +65,7 @@ impl Host {
         Self::start_with(&[]).await
     }
 
-    /// As [`Self::start`], with these variables in the daemon's environment.
+    /// Starts the daemon with these variables in its environment.
     pub async fn start_with(variables: &[(&str, &str)]) -> Self {
         let policy = format!(
             "rules: [{{name: own, principals: ['{}'], role: admin}}]",
@@ -141,7 +141,7 @@ impl Host {
         waited.unwrap_or_else(|_| panic!("the daemon never logs {message:?}"))
     }
 
-    /// Where the daemon listens on TCP; asked for once, right after the start.
+    /// The address of the daemon on TCP. It is read once, right after the start.
     pub async fn tcp(&mut self) -> SocketAddr {
         let line = self.logged("listening with mutual TLS").await;
         line["address"]
@@ -295,7 +295,7 @@ impl Host {
     }
 }
 
-/// As `update_of`, on a guest.
+/// An update of keys of a guest.
 pub fn update(guest: &str, names: &[&str], op: v1::KeyOp) -> v1::UpdateStaticKeysRequest {
     let update = |name: &&str| v1::KeyUpdate {
         name: (*name).to_owned(),

@@ -47,7 +47,7 @@ pub struct Setup {
     pub audit: Option<PathBuf>,
     /// Whether guarded keys may be changed.
     pub allow_guarded: bool,
-    /// Where socket and audit log are, if that is to outlive the service.
+    /// The folder of socket and audit log, if that is to outlive the service.
     pub folder: Option<PathBuf>,
     /// What a discovery reads.
     pub discovers: Option<Arc<dyn Discoverable>>,
