@@ -43,6 +43,8 @@ pub mod client;
 #[cfg(feature = "grpc")]
 pub mod methods;
 #[cfg(feature = "grpc")]
+pub mod socket;
+#[cfg(feature = "grpc")]
 mod trace_context;
 
 #[cfg(feature = "grpc")]
