@@ -14,6 +14,9 @@ use crate::qmp::{QmpError, message, returned};
 /// The libvirt of this host that runs as root.
 pub const SYSTEM: &str = "qemu:///system";
 
+/// Time allowed for `virsh` itself, which starts and connects for each command, beside that for QEMU's answer.
+const START: Duration = Duration::from_secs(10);
+
 /// A domain of a libvirt on this host.
 #[derive(Debug)]
 pub struct Domain {
@@ -31,7 +34,7 @@ impl Domain {
             uri: uri.to_owned(),
             name: name.to_owned(),
         };
-        domain.execute("query-status", Value::Null, Duration::from_secs(10))?;
+        domain.execute("query-status", Value::Null, Duration::from_secs(5))?;
         Ok(domain)
     }
 
@@ -95,6 +98,7 @@ impl Domain {
             let _ = err.as_mut().map(|err| err.read_to_string(errors));
             text
         });
+        let patience = START + patience;
         let deadline = Instant::now() + patience;
         while !reader.is_finished() {
             if Instant::now() >= deadline {

@@ -76,7 +76,7 @@ fn build(folder: &Path) -> Result<()> {
 }
 
 /// Downloads the kernel that the package `meta` of a suite, or of the machine's own sources, depends on.
-/// The package is unpacked and not installed, because the host's boot loader must not see it.
+/// The packages are unpacked and not installed, because the host's boot loader must not see them.
 pub fn download_kernel(
     steps: &Steps,
     suite: Option<&str>,
@@ -85,37 +85,57 @@ pub fn download_kernel(
 ) -> Result<()> {
     let archive = match suite {
         None => packages::Archive::own()?,
-        Some(suite) => packages::Archive::suite(steps, suite)?,
+        Some(suite) => packages::Archive::suite(steps, suite)
+            .with_context(|| format!("the archive does not serve Debian's {suite}"))?,
     };
-    let package = newest_kernel(&archive, meta)?;
     fs::create_dir(unpacked)?;
-    archive.download(steps, &package, unpacked)?;
-    let archive = only_match(unpacked, "linux-image-")?;
-    let mut extract = Command::new("dpkg-deb");
-    steps.run(
-        "unpacking it",
-        extract.arg("-x").arg(&archive).arg(unpacked),
-    )?;
-    fs::remove_file(archive)?;
+    for package in packages_of(meta, |name| depends(&archive, name))? {
+        archive.download(steps, &package, unpacked)?;
+        let file = only_match(unpacked, &format!("{package}_"))?;
+        let mut extract = Command::new("dpkg-deb");
+        steps.run("unpacking it", extract.arg("-x").arg(&file).arg(unpacked))?;
+        fs::remove_file(file)?;
+    }
     Ok(())
 }
 
-fn newest_kernel(archive: &packages::Archive, meta: &str) -> Result<String> {
+/// The packages that a package depends on.
+fn depends(archive: &packages::Archive, package: &str) -> Result<Vec<String>> {
     let output = archive
-        .depends(meta)
+        .depends(package)
         .output()
         .context("cannot run apt-cache")?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let package = text
+    let names = text
         .lines()
-        .find_map(|line| line.trim().strip_prefix("Depends: linux-image-"));
-    match package {
-        Some(rest) => Ok(format!("linux-image-{rest}")),
-        None => bail!(
-            "apt knows no package {meta}; add Debian's security archive \
-             (bookworm-security) or backports to its sources and run `apt-get update`"
-        ),
+        .filter_map(|line| line.trim().strip_prefix("Depends: "));
+    let names: Vec<String> = names.map(str::to_owned).collect();
+    if names.is_empty() {
+        bail!(
+            "apt knows no package {package}; if it is one of this machine's own sources, add Debian's \
+             security archive (bookworm-security) or backports to them and run `apt-get update`"
+        );
     }
+    Ok(names)
+}
+
+/// The packages with the files of a kernel: the one that the meta package depends on, or the named one itself, and its
+/// parts. Since 6.19 all files are in the parts.
+fn packages_of(name: &str, depends: impl Fn(&str) -> Result<Vec<String>>) -> Result<Vec<String>> {
+    let mut image = name.to_owned();
+    let mut parts = depends(name)?;
+    if let Some(kernel) = parts.iter().find(|name| name.starts_with("linux-image-")) {
+        image.clone_from(kernel);
+        parts = depends(&image)?;
+    }
+    let is_part = |name: &String| {
+        ["linux-base-", "linux-binary-", "linux-modules-"]
+            .iter()
+            .any(|prefix| name.starts_with(prefix))
+    };
+    parts.retain(is_part);
+    parts.push(image);
+    Ok(parts)
 }
 
 /// The first file in a folder whose name begins so.
@@ -156,4 +176,41 @@ fn modules_archive(library: &Path) -> Result<Vec<u8>> {
         );
     }
     Ok(archive.finish())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn packages(name: &str) -> Result<Vec<String>> {
+        packages_of(name, |name| {
+            let names: &[&str] = match name {
+                "linux-image-amd64" => &["linux-base-amd64", "linux-image-7-amd64"],
+                "linux-image-7-amd64" => &[
+                    "kmod",
+                    "linux-base-7-amd64",
+                    "linux-binary-7-amd64",
+                    "linux-modules-7-amd64",
+                ],
+                "linux-image-6-amd64" => &["kmod", "linux-base", "linux-initramfs-tool"],
+                "linux-image-6.12-amd64" => &["linux-image-6-amd64"],
+                _ => bail!("no {name}"),
+            };
+            Ok(names.iter().map(|name| (*name).to_owned()).collect())
+        })
+    }
+
+    #[test]
+    fn a_kernel_is_in_one_package_or_in_several() {
+        for name in ["linux-image-6.12-amd64", "linux-image-6-amd64"] {
+            assert_eq!(packages(name).unwrap(), ["linux-image-6-amd64"]);
+        }
+        let parts = ["linux-base", "linux-binary", "linux-modules", "linux-image"];
+        let parts = parts.map(|part| format!("{part}-7-amd64"));
+        for name in ["linux-image-amd64", "linux-image-7-amd64"] {
+            assert_eq!(packages(name).unwrap(), parts);
+        }
+        let error = packages("linux-image-5-amd64").unwrap_err();
+        assert_eq!(error.to_string(), "no linux-image-5-amd64");
+    }
 }

@@ -5,7 +5,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, bail};
 
-use crate::{cargo, guest, host, lab};
+use crate::{cargo, guest, host, lab, stock};
 
 /// What a benchmark needs to run on this machine; otherwise it runs in the lab.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -14,6 +14,8 @@ enum Needs {
     BareMetal,
     /// KVM for Linux guests, the guest's kernel, and QEMU to compare with.
     Linux,
+    /// The same, and a stock kernel.
+    StockToo,
     /// KVM for Linux guests and other kernels to compare with. The first run, with the argument
     /// "images", needs no KVM.
     Kernels,
@@ -62,7 +64,7 @@ const BENCHES: &[Bench] = &[
         about: "tracepoints of a Linux guest: first event, all at once, rate, and their cost for the guest",
         package: "patchbay-tests",
         target: "trace",
-        needs: Needs::Linux,
+        needs: Needs::StockToo,
     },
 ];
 
@@ -86,6 +88,12 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
         Needs::Linux => {
             host::ensure_packages(host::LAB)?;
             guest::prepare(false)?
+        }
+        Needs::StockToo => {
+            host::ensure_packages(host::LAB)?;
+            let mut variables = guest::prepare(false)?;
+            variables.extend([stock::cloud_6_12()?]);
+            variables
         }
         Needs::Kernels => {
             let mut variables = guest::prepare(false)?;
@@ -122,7 +130,7 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     let kvm = host::Kvm::probe();
     let here = match bench.needs {
         Needs::BareMetal => kvm.runs_bare_metal(),
-        Needs::Linux | Needs::Kernels => kvm.runs_linux(),
+        Needs::Linux | Needs::StockToo | Needs::Kernels => kvm.runs_linux(),
     };
     if here {
         return run_here(arguments);

@@ -39,6 +39,7 @@ pub fn programs() -> Result<Variables> {
         "patchbay-vmm",
         "patchbay-cli",
         "patchbay-attach",
+        "patchbay-node",
         "patchbay-examples",
     ])?;
     if !host::Kvm::probe().runs_linux() {
@@ -49,6 +50,7 @@ pub fn programs() -> Result<Variables> {
         ("PATCHBAY_VMM", cargo::program("patchbay-vmm")),
         ("PATCHBAY_CLI", cargo::program("patchbay")),
         ("PATCHBAY_ATTACH", cargo::program("patchbay-attach")),
+        ("PATCHBAYD", cargo::program("patchbayd")),
     ])
 }
 

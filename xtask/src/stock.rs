@@ -11,21 +11,68 @@ use crate::initramfs::{self, Contents, INIT};
 use crate::step::Steps;
 use crate::{cache, host, kernel, lab_image, modules};
 
-/// The variable that names the folder of a kernel, and the package that depends on the newest kernel of a series.
-const KERNELS: [(&str, &str); 2] = [
-    ("PATCHBAY_TEST_STOCK_6_1", "linux-image-cloud-amd64"),
-    ("PATCHBAY_TEST_STOCK_6_12", "linux-image-6.12-cloud-amd64"),
+/// The variable that names the folder of a kernel, and its package.
+type Kernel = (&'static str, Package);
+
+/// The kernels of every run.
+const KERNELS: [Kernel; 2] = [
+    (
+        "PATCHBAY_TEST_STOCK_6_1",
+        Package::own("linux-image-cloud-amd64"),
+    ),
+    (
+        "PATCHBAY_TEST_STOCK_6_12",
+        Package::own("linux-image-6.12-cloud-amd64"),
+    ),
 ];
 
-/// More packages, for the table of `docs/kernels.md`. An archive may lack some.
-const OTHERS: [Package; 6] = [
-    Package::of("bullseye-security", "linux-image-cloud-amd64"),
-    Package::own("linux-image-amd64"),
-    Package::own("linux-image-rt-amd64"),
-    Package::own("linux-image-6.12-amd64"),
-    Package::own("linux-image-6.12-rt-amd64"),
-    Package::of("trixie", "linux-image-cloud-amd64"),
+/// The other kernels of `docs/kernels.md`. An archive may lack some.
+const OTHERS: [Kernel; 10] = [
+    (
+        "PATCHBAY_TEST_STOCK_5_10",
+        Package::of("bullseye-security", "linux-image-cloud-amd64"),
+    ),
+    (
+        "PATCHBAY_TEST_STOCK_6_1_GENERIC",
+        Package::own("linux-image-amd64"),
+    ),
+    (
+        "PATCHBAY_TEST_STOCK_6_1_RT",
+        Package::own("linux-image-rt-amd64"),
+    ),
+    (
+        "PATCHBAY_TEST_STOCK_6_12_GENERIC",
+        Package::own("linux-image-6.12-amd64"),
+    ),
+    (
+        "PATCHBAY_TEST_STOCK_6_12_RT",
+        Package::own("linux-image-6.12-rt-amd64"),
+    ),
+    (
+        "PATCHBAY_TEST_STOCK_TRIXIE",
+        Package::of("trixie", "linux-image-cloud-amd64"),
+    ),
+    // No package depends on the newest kernel of these series.
+    (
+        "PATCHBAY_TEST_STOCK_6_16",
+        Package::of(BACKPORTS, "linux-image-6.16.12+deb13-cloud-amd64"),
+    ),
+    (
+        "PATCHBAY_TEST_STOCK_6_18",
+        Package::of(BACKPORTS, "linux-image-6.18.15+deb13-cloud-amd64"),
+    ),
+    (
+        "PATCHBAY_TEST_STOCK_BACKPORTS",
+        Package::of(BACKPORTS, "linux-image-cloud-amd64"),
+    ),
+    (
+        "PATCHBAY_TEST_STOCK_FORKY",
+        Package::of("forky", "linux-image-cloud-amd64"),
+    ),
 ];
+
+/// Debian's kernels of other releases, built for trixie.
+const BACKPORTS: &str = "trixie-backports";
 
 /// A package that depends on a kernel.
 #[derive(Clone, Copy)]
@@ -83,43 +130,45 @@ fn get(package: Package) -> Result<PathBuf> {
 
 /// Environment variables with the kernels' directories. A kernel that is not available is left out,
 /// and its test reports that it is skipped.
-pub fn variables() -> Variables {
-    let kernels = KERNELS.iter();
+pub fn variables(all: bool) -> Variables {
+    let others: &[Kernel] = if all { &OTHERS } else { &[] };
+    let kernels = KERNELS.iter().chain(others);
     kernels
-        .filter_map(|(variable, package)| Some((*variable, available(Package::own(package))?)))
+        .filter_map(|(variable, package)| Some((*variable, available(*package)?)))
         .collect()
 }
 
-/// The variable with the directories of all other kernels that are available.
-pub fn others() -> Result<Variables> {
-    let folders = OTHERS.into_iter().filter_map(available);
-    let list = std::env::join_paths(folders)?;
-    Ok(vec![("PATCHBAY_TEST_STOCK_OTHERS", list.into())])
-}
-
 fn available(package: Package) -> Option<PathBuf> {
+    let suite = package.suite.unwrap_or("this machine's sources");
     get(package)
-        .inspect_err(|error| eprintln!("There is no stock kernel of {}: {error:#}", package.name))
+        .inspect_err(|error| {
+            eprintln!(
+                "There is no stock kernel of {} of {suite}: {error:#}",
+                package.name
+            );
+        })
         .ok()
 }
 
 /// The kernel of the demo.
 pub fn cloud_6_12() -> Result<(&'static str, PathBuf)> {
     let [_, (variable, package)] = KERNELS;
-    Ok((variable, get(Package::own(package))?))
+    Ok((variable, get(package)?))
 }
 
 fn build(package: Package, programs: &[PathBuf], folder: &Path) -> Result<()> {
     let steps = Steps::new("preparing a stock kernel", &folder.join("build.log"))?;
     let unpacked = folder.join("package");
     lab_image::download_kernel(&steps, package.suite, package.name, &unpacked)?;
-    let boot = lab_image::only_match(&unpacked.join("boot"), "vmlinuz-")?;
-    fs::rename(boot, folder.join("vmlinuz"))?;
     let folders = ["lib/modules", "usr/lib/modules"].map(|folder| unpacked.join(folder));
     // Since Debian 13 packages have no files in /lib.
     let versions = folders.iter().find(|folder| folder.is_dir());
     let versions = versions.context("the package has no modules")?;
     let library = lab_image::only_match(versions, "")?;
+    // Since 7.2 the kernel is beside its modules.
+    let kernel = lab_image::only_match(&unpacked.join("boot"), "vmlinuz-")
+        .or_else(|_| lab_image::only_match(&library, "vmlinuz"))?;
+    fs::rename(kernel, folder.join("vmlinuz"))?;
     let modules = modules::read_with_dependencies(&library, MODULES)?;
     // insmod can load them in the order of their names.
     let named = |(number, module): (usize, modules::Module)| {

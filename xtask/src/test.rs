@@ -41,8 +41,8 @@ const WITH_OTHER_KERNELS: &[&str] = &[
 /// Test targets that need stock kernels.
 const STOCK: &[&str] = &["patchbay-tests::stock", "patchbay-tests::linux_stock"];
 
-/// The target whose guest QEMU runs, with the lab's kernel.
-const ATTACHES: &str = "patchbay-attach::linux_qemu";
+/// The targets whose guests QEMU runs, with the lab's kernel.
+const ATTACHES: &[&str] = &["patchbay-attach::linux_qemu", "patchbay-attach::linux_host"];
 
 /// The tests of a project outside of the workspace.
 const OUTSIDE: &str = "patchbay-example-ci::linux_guest";
@@ -164,7 +164,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
 
     let [tier_1, tier_2, tier_3] = tests;
     // Some tests read a stock kernel: use the lab's if it is cached or needed anyway.
-    let attaches = |test: &Test| test.suite == ATTACHES;
+    let attaches = |test: &Test| ATTACHES.contains(&&*test.suite);
     if (!tier_1.is_empty() || tier_3.iter().any(attaches))
         && (!kvm.runs_linux() || lab_image::is_cached()?)
     {
@@ -179,10 +179,8 @@ pub fn run(selection: &Selection) -> Result<bool> {
         .chain(&tier_3)
         .any(|test| STOCK.contains(&&*test.suite))
     {
-        outcome.variables.extend(stock::variables());
-        if selection.all_kernels {
-            outcome.variables.extend(stock::others()?);
-        }
+        let kernels = stock::variables(selection.all_kernels);
+        outcome.variables.extend(kernels);
     }
     if tier_1
         .iter()
@@ -224,7 +222,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
     );
     if !tier_3.is_empty() {
         // A stock kernel is downloaded; the others are built.
-        let downloaded = |test: &Test| [STOCK[1], ATTACHES].contains(&&*test.suite);
+        let downloaded = |test: &Test| test.suite == STOCK[1] || attaches(test);
         let builds = !tier_3.iter().all(downloaded);
         if builds {
             outcome.variables.extend(guest::prepare(true)?);
@@ -313,6 +311,8 @@ enum Location {
 struct TestRun {
     tiers: Vec<(String, Counts)>,
     failures: Vec<(Test, Report)>,
+    /// Rows of tables that tests printed.
+    rows: Vec<String>,
     variables: guest::Variables,
 }
 
@@ -355,6 +355,8 @@ impl TestRun {
         });
         let mut counts = Counts::default();
         for (test, report) in done.into_inner().unwrap_or_default() {
+            let rows = report.output.lines().filter(|line| line.starts_with("| "));
+            self.rows.extend(rows.map(str::to_owned));
             match report.verdict {
                 Verdict::Passed => counts.passed += 1,
                 Verdict::Skipped(_) => counts.skipped += 1,
@@ -398,8 +400,11 @@ impl TestRun {
         Ok(())
     }
 
-    /// Prints the failures and the counts; the last line is the sum.
+    /// Prints the tables, the failures and the counts; the last line is the sum.
     fn summarize(&self) -> bool {
+        if !self.rows.is_empty() {
+            println!("\n{}", self.rows.join("\n"));
+        }
         for (test, report) in &self.failures {
             println!(
                 "\n--- {} ---\n{}",

@@ -3,6 +3,7 @@
 //! QEMUs with a guest that only counts, and what is tried on them, whatever runs their vCPUs.
 
 pub mod bad_input;
+pub mod daemon;
 pub mod kill;
 pub mod stock;
 

@@ -2,6 +2,7 @@
 //! A stock kernel in QEMU, whose keys are found and changed from outside.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -31,7 +32,7 @@ done
 /// For a boot, and for what the guest prints.
 const BOOT: Duration = Duration::from_secs(600);
 /// The lines of pr_debug() that this passes.
-const DEBUG: &str = "file lib/kobject_uevent.c func kobject_uevent*";
+pub const DEBUG: &str = "file lib/kobject_uevent.c func kobject_uevent*";
 /// What they print.
 const PRINTED: &str = "kobject: 'null'";
 
@@ -153,41 +154,101 @@ async fn never(keys: &Keys) {
     assert_eq!(refused.reason(), "KEY_NEVER", "{refused}");
 }
 
+/// What a guest boots, and where QEMU writes its console.
+pub struct Boot {
+    /// Of a folder that every user can enter.
+    pub kernel: PathBuf,
+    pub initrd: PathBuf,
+    pub console: PathBuf,
+    pub folder: tempfile::TempDir,
+}
+
+impl Boot {
+    pub const COMMAND_LINE: &str = "console=ttyS0 panic=-1 ignore_loglevel";
+
+    /// `None`, with a word about it: there is no kernel.
+    pub fn prepare() -> Option<Self> {
+        let (kernel, busybox) = kernel()?;
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let everybody = fs::Permissions::from_mode(0o755);
+        fs::set_permissions(folder.path(), everybody).expect("its own");
+        let path = |name: &str| folder.path().join(name);
+        let files = [
+            ("dev", 0o40755, Vec::new()),
+            ("dev/console", 0o20600, Vec::new()),
+            ("bin", 0o40755, Vec::new()),
+            ("sys", 0o40755, Vec::new()),
+            ("bin/busybox", 0o100_755, busybox),
+            ("init", 0o100_755, INIT.to_vec()),
+        ];
+        fs::write(path("initrd"), cpio(&files)).expect("room");
+        fs::copy(kernel, path("kernel")).expect("room");
+        Some(Self {
+            kernel: path("kernel"),
+            initrd: path("initrd"),
+            console: path("console"),
+            folder,
+        })
+    }
+
+    /// `None`, with a word about it: QEMU is not installed.
+    pub fn start(&self, accelerator: Accelerator, memory: Memory, more: &[&str]) -> Option<Qemu> {
+        let serial = format!("file:{}", self.console.display());
+        let (kernel, initrd) = (
+            self.kernel.display().to_string(),
+            self.initrd.display().to_string(),
+        );
+        let arguments = [
+            "-kernel",
+            &kernel,
+            "-initrd",
+            &initrd,
+            "-append",
+            Self::COMMAND_LINE,
+            "-serial",
+            &serial,
+        ];
+        Qemu::start_with(accelerator, memory, "512M", &[&arguments, more].concat())
+    }
+
+    /// Waits until the guest's first program runs.
+    pub fn boots(&self) {
+        wait_for(&self.console, "READY", 1);
+    }
+
+    /// Waits until the guest has printed a few lines of [`DEBUG`].
+    pub fn prints(&self) {
+        wait_for(&self.console, PRINTED, self.printed() + 3);
+    }
+
+    /// Waits until the guest has passed [`DEBUG`] a few times, and sees that it printed nothing.
+    pub fn is_silent(&self) {
+        self.lives();
+        let before = self.printed();
+        self.lives();
+        assert_eq!(self.printed(), before, "the lines are off");
+    }
+
+    /// Waits until the guest has gone on for a while.
+    pub fn lives(&self) {
+        let alive = occurrences(&self.console, "alive");
+        wait_for(&self.console, "alive", alive + 3);
+    }
+
+    fn printed(&self) -> usize {
+        occurrences(&self.console, PRINTED)
+    }
+}
+
 /// Keys are found, one is changed and changed back; then the guest is reset, and found anew.
 pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
-    let Some((kernel, busybox)) = kernel() else {
+    let Some(boot) = Boot::prepare() else {
         return;
     };
-    let folder = tempfile::tempdir().expect("temporary folder");
-    let path = |name: &str| folder.path().join(name);
-    let files = [
-        ("dev", 0o40755, Vec::new()),
-        ("dev/console", 0o20600, Vec::new()),
-        ("bin", 0o40755, Vec::new()),
-        ("sys", 0o40755, Vec::new()),
-        ("bin/busybox", 0o100_755, busybox),
-        ("init", 0o100_755, INIT.to_vec()),
-    ];
-    fs::write(path("initrd"), cpio(&files)).expect("room");
-    let console = path("console");
-    let serial = format!("file:{}", console.display());
-    let (kernel, initrd) = (
-        kernel.display().to_string(),
-        path("initrd").display().to_string(),
-    );
-    let arguments = [
-        "-kernel",
-        &kernel,
-        "-initrd",
-        &initrd,
-        "-append",
-        "console=ttyS0 panic=-1 ignore_loglevel",
-        "-serial",
-        &serial,
-    ];
-    let Some(qemu) = Qemu::start_with(accelerator, memory, "512M", &arguments) else {
+    let Some(qemu) = boot.start(accelerator, memory, &[]) else {
         return;
     };
+    let console = &boot.console;
     let guest = Arc::new(patchbay_attach::attach(&qemu.options(way)).expect("attached"));
     let registry = Arc::new(Registry::default());
     registry.discover(guest.clone());
@@ -197,7 +258,7 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
         page_size: 10_000,
         ..ListQuery::default()
     };
-    boots(&console, || {
+    boots(console, || {
         keys.list(&query)
             .map(drop)
             .map_err(|error| error.to_string())
@@ -231,9 +292,7 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
     }
     assert!(lines.total > 0, "there are such lines");
     let first = lines.sites[0].key.to_string();
-    let printed = || occurrences(&console, PRINTED);
-    wait_for(&console, "alive", occurrences(&console, "alive") + 3);
-    assert_eq!(printed(), 0, "they are off");
+    boot.is_silent();
     for (op, on) in [(Op::Enable, true), (Op::Disable, false), (Op::Enable, true)] {
         let outcome = keys
             .update(update(Target::Debug(queries.clone()), op))
@@ -244,12 +303,12 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
         let details = keys.get(&first, 10, "").expect("it is there");
         assert_eq!(details.key.count != 0, on);
         if accelerator == Accelerator::Kvm && on {
-            wait_for(&console, PRINTED, printed() + 3);
+            boot.prints();
         }
-        wait_for(&console, "alive", occurrences(&console, "alive") + 3);
+        boot.lives();
     }
     qemu.other("system_reset", serde_json::Value::Null);
-    wait_for(&console, "READY", 2);
+    wait_for(console, "READY", 2);
     let again = keys.describe();
     keys.list(&query).expect("found anew");
     assert_ne!(
@@ -260,5 +319,5 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
     keys.update(update(Target::Debug(queries), Op::Enable))
         .await
         .expect("changed");
-    wait_for(&console, "alive", occurrences(&console, "alive") + 3);
+    boot.lives();
 }

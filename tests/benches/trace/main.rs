@@ -4,6 +4,7 @@
 //! - the time from the call to the first event at the client;
 //! - firing and parking all tracepoints in one transaction, and the guest's own `echo 1` and
 //!   `echo 0` to `events/enable`;
+//! - the same for the keys of an unpatched kernel;
 //! - events per second, losses, and the agent's memory;
 //! - a pipe between two processes of the guest with nothing armed, everything parked, everything
 //!   firing.
@@ -12,6 +13,7 @@
 
 #[path = "../flip/figures.rs"]
 mod figures;
+mod stock;
 
 use std::time::{Duration, Instant};
 
@@ -50,7 +52,9 @@ async fn main() -> Result<()> {
     slowdown(&mut guest).await?;
     rate(&mut guest).await?;
     println!("\nAgent afterwards: {}.", memory(&mut guest).await?);
-    guest.assert_no_warnings().await
+    guest.assert_no_warnings().await?;
+    drop(guest);
+    stock::all_at_once().await
 }
 
 /// Memory of the agent, as reported by the guest's kernel.

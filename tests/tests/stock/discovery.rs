@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use patchbay_kernel_image::live::{Concerns, Finder, GateKind, Kernel, NoteFound, Way, discover};
@@ -26,15 +26,54 @@ fn debian_6_12_cloud_with_page_table_isolation() -> Result<()> {
     check("PATCHBAY_TEST_STOCK_6_12", "pti=on")
 }
 
-/// Folders of any other kernels, separated by colons.
 #[test]
-fn others() -> Result<()> {
-    let variable = "PATCHBAY_TEST_STOCK_OTHERS";
-    let Some(folders) = std::env::var_os(variable) else {
-        patchbay_tests::skip(&format!("{variable} names no folders"));
-        return Ok(());
-    };
-    std::env::split_paths(&folders).try_for_each(|folder| check_folder(folder, ""))
+fn debian_5_10_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_5_10", "")
+}
+
+#[test]
+fn debian_6_1() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_1_GENERIC", "")
+}
+
+#[test]
+fn debian_6_1_rt() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_1_RT", "")
+}
+
+#[test]
+fn debian_6_12() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_12_GENERIC", "")
+}
+
+#[test]
+fn debian_6_12_rt() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_12_RT", "")
+}
+
+#[test]
+fn debian_13_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_TRIXIE", "")
+}
+
+#[test]
+fn debian_6_16_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_16", "")
+}
+
+#[test]
+fn debian_6_18_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_18", "")
+}
+
+#[test]
+fn debian_backports_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_BACKPORTS", "")
+}
+
+#[test]
+fn debian_forky_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_FORKY", "")
 }
 
 fn check(variable: &str, append: &str) -> Result<()> {
@@ -42,7 +81,7 @@ fn check(variable: &str, append: &str) -> Result<()> {
         Some(folder) => check_folder(folder.into(), append),
         None => {
             patchbay_tests::skip(&format!(
-                "{variable} names no kernel; `cargo xtask test` fetches and names it"
+                "{variable} names no kernel; `cargo xtask test --kernels all` fetches those that the archive has"
             ));
             Ok(())
         }
@@ -68,7 +107,9 @@ fn check_folder(folder: PathBuf, append: &str) -> Result<()> {
     ways_agree(&mut guest, &kernel)?;
     debug_lines_agree(&mut guest, &kernel)?;
     guest_flips_its_own(&mut guest, &kernel)?;
-    modules_go(&mut guest, &kernel)
+    let again = modules_go(&mut guest, &kernel)?;
+    println!("{}", row(&kernel, append, again));
+    Ok(())
 }
 
 /// Discovers the guest while it stands still.
@@ -81,20 +122,35 @@ fn stopped(guest: &mut Guest) -> Result<Kernel> {
 }
 
 fn summary(kernel: &Kernel) -> String {
-    let class = |class| kernel.keys.iter().filter(|key| key.class == class).count();
-    let entries: usize = kernel.images.iter().map(|image| image.sites.len()).sum();
-    let time: std::time::Duration = kernel.evidence.parts.iter().map(|part| part.time).sum();
     format!(
-        "{}: {:?} NOPs, {entries} entries, {} keys, {} / {} / {}, {} modules, {} gates, {time:?}: {:?}",
+        "{}: {:?} NOPs, {} gates, {:?}: {:?}",
         kernel.release,
         kernel.nops,
+        kernel.gates.len(),
+        time(kernel),
+        kernel.evidence.parts,
+    )
+}
+
+fn time(kernel: &Kernel) -> Duration {
+    kernel.evidence.parts.iter().map(|part| part.time).sum()
+}
+
+/// A row of the table in `docs/kernels.md`, which `cargo xtask test` prints.
+fn row(kernel: &Kernel, append: &str, again: Duration) -> String {
+    let class = |class| kernel.keys.iter().filter(|key| key.class == class).count();
+    let entries: usize = kernel.images.iter().map(|image| image.sites.len()).sum();
+    let release = [&kernel.release, append].join(" ");
+    format!(
+        "| {} | {entries} | {} | {} / {} / {} | {} | {} ms | {} ms |",
+        release.trim_end(),
         kernel.keys.len(),
         class(Class::Tracepoint),
         class(Class::Dyndbg),
         class(Class::Never),
         kernel.images.len() - 1,
-        kernel.gates.len(),
-        kernel.evidence.parts,
+        time(kernel).as_millis(),
+        again.as_millis(),
     )
 }
 
@@ -252,8 +308,8 @@ fn guest_flips_its_own(guest: &mut Guest, before: &Kernel) -> Result<()> {
     Ok(())
 }
 
-/// A module that goes takes its keys along, and the gates tell.
-fn modules_go(guest: &mut Guest, before: &Kernel) -> Result<()> {
+/// A module that goes takes its keys along, and the gates tell. Returns how long the repeated discovery took.
+fn modules_go(guest: &mut Guest, before: &Kernel) -> Result<Duration> {
     // The newest module comes first. With it goes the head of the kernel's list.
     let listed = guest.shell("head -n 1 /proc/modules")?;
     let newest = listed.lines().find(|line| line.contains(" Live "));
@@ -292,5 +348,5 @@ fn modules_go(guest: &mut Guest, before: &Kernel) -> Result<()> {
         };
         ensure!(wanted(before) != wanted(&after), "{kind:?}");
     }
-    Ok(())
+    Ok(time(&again))
 }

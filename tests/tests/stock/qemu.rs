@@ -67,7 +67,8 @@ impl Guest {
         command
             .args(["-accel", "tcg", "-machine", "q35,memory-backend=ram"])
             // With two CPUs, emulated by two threads, kernels trip over their own text changes now and then.
-            .args(["-cpu", "max", "-smp", "1", "-m", "1G"])
+            // With cmpxchg16b, QEMU 7.2 leaves garbage in the flags, and a kernel dies of a double fault now and then.
+            .args(["-cpu", "max,-cx16", "-smp", "1", "-m", "1G"])
             .arg("-object")
             .arg(format!(
                 "memory-backend-file,id=ram,size={RAM},share=on,mem-path={}",

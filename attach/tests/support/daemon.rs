@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The programs as they are installed: `patchbay`, and a `patchbayd` that finds guests of QEMU by itself.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use super::stock::{Boot, DEBUG};
+use super::{Accelerator, Memory};
+
+/// For a daemon that notices, and for a command.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Release programs.
+pub struct Programs {
+    pub cli: PathBuf,
+    pub daemon: PathBuf,
+    pub attacher: PathBuf,
+}
+
+impl Programs {
+    /// `None`, with a word about it: a variable is not set.
+    pub fn find() -> Option<Self> {
+        let find = |name: &str| {
+            let program = std::env::var_os(name).map(PathBuf::from);
+            if program.is_none() {
+                eprintln!(
+                    "SKIPPED: {name} names no program; `cargo xtask test` builds and names it"
+                );
+            }
+            program
+        };
+        Some(Self {
+            cli: find("PATCHBAY_CLI")?,
+            daemon: find("PATCHBAYD")?,
+            attacher: find("PATCHBAY_ATTACH")?,
+        })
+    }
+
+    /// `patchbay` with this API socket.
+    pub fn patchbay(&self, socket: &Path, words: &[&str]) -> Output {
+        // A lab is slow: the first list of keys discovers the kernel.
+        Command::new(&self.cli)
+            .args(["--timeout", "5m", "--socket"])
+            .arg(socket)
+            .args(words)
+            .output()
+            .expect("the program is there")
+    }
+
+    /// What `patchbay` prints when it succeeds.
+    pub fn succeeds(&self, socket: &Path, words: &[&str]) -> String {
+        let output = self.patchbay(socket, words);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{words:?}: {output:?}");
+        text
+    }
+
+    /// Turns lines of pr_debug() of a booted guest on and off.
+    pub fn flips(&self, socket: &Path, boot: &Boot) {
+        let keys = self.succeeds(socket, &["keys", "list", "-o", "name"]);
+        assert!(keys.lines().count() > 1000, "{keys}");
+        let lines = self.succeeds(socket, &["debug", "list", "-o", "name", DEBUG]);
+        assert!(lines.contains("lib/kobject_uevent.c/"), "{lines}");
+        boot.is_silent();
+        println!("{}", self.succeeds(socket, &["debug", "on", DEBUG]));
+        boot.prints();
+        let on = self.succeeds(socket, &["debug", "list", "--on", "-o", "name", DEBUG]);
+        assert_eq!(on, lines);
+        self.succeeds(socket, &["debug", "off", DEBUG]);
+        boot.is_silent();
+    }
+}
+
+/// Retries until the condition holds.
+pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(Instant::now() < end, "{what} does not happen");
+    }
+}
+
+/// A running patchbayd, killed on drop.
+struct Daemon {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Daemon {
+    fn start(programs: &Programs, folder: &Path, qmp: &Path) -> Self {
+        let log = folder.join("log");
+        let child = Command::new(&programs.daemon)
+            .arg("--run-dir")
+            .arg(folder.join("run"))
+            .arg("--socket")
+            .arg(folder.join("host.sock"))
+            .arg("--audit-log")
+            .arg(folder.join("audit"))
+            .arg("--attach-qmp")
+            .arg(qmp)
+            .arg("--attach-program")
+            .arg(&programs.attacher)
+            .stdin(Stdio::null())
+            .stderr(fs::File::create(&log).expect("room"))
+            .spawn()
+            .expect("the program is there");
+        Self { child, log }
+    }
+
+    fn logged(&mut self, words: &str) {
+        until(words, || {
+            let ended = self.child.try_wait().expect("its own");
+            let log = fs::read_to_string(&self.log).unwrap_or_default();
+            assert!(ended.is_none(), "{ended:?}: {log}");
+            log.contains(words)
+        });
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let log = fs::read_to_string(&self.log).unwrap_or_default();
+        println!("patchbayd: {log}");
+    }
+}
+
+/// A QEMU that comes is attached to, its keys are flipped through the daemon, and it goes.
+pub fn finds(accelerator: Accelerator) {
+    let (Some(programs), Some(boot)) = (Programs::find(), Boot::prepare()) else {
+        return;
+    };
+    let folder = boot.folder.path();
+    let (qmp, run, host) = (
+        folder.join("qmp"),
+        folder.join("run"),
+        folder.join("host.sock"),
+    );
+    for folder in [&qmp, &run] {
+        fs::create_dir(folder).expect("room");
+    }
+    let mut daemon = Daemon::start(&programs, folder, &qmp);
+    daemon.logged("listening");
+    assert_eq!(
+        programs.succeeds(&host, &["--all", "guest", "list", "-o", "name"]),
+        ""
+    );
+    let socket = format!("unix:{},server=on,wait=off", qmp.join("web-1").display());
+    let Some(qemu) = boot.start(accelerator, Memory::SharedMemfd, &["-qmp", &socket]) else {
+        return;
+    };
+    let listed = || programs.succeeds(&host, &["--all", "guest", "list", "-o", "name"]);
+    until("the guest is served", || listed() == "counter\n");
+    boot.boots();
+    programs.flips(&host, &boot);
+    let sockets = || {
+        let files = fs::read_dir(&run).expect("there").flatten();
+        files
+            .filter(|file| file.path().extension().is_some_and(|end| end == "sock"))
+            .count()
+    };
+    assert_eq!(sockets(), 1);
+
+    qemu.other("quit", serde_json::Value::Null);
+    daemon.logged("the guest is gone");
+    until("the guest is taken away", || listed().is_empty());
+    assert_eq!(sockets(), 0, "the attacher has removed its socket");
+}
