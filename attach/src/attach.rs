@@ -304,6 +304,7 @@ fn property<'a>(value: &'a str, name: &str) -> Option<&'a str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::qmp::fake::Fake;
 
     fn path_in(line: &str) -> Option<PathBuf> {
         let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
@@ -331,6 +332,63 @@ mod tests {
             "qemu -chardev socket,id=b,fd=25,server=on -mon chardev=b,id=m,mode=control",
         ] {
             assert_eq!(path_in(line), None, "{line}");
+        }
+    }
+
+    /// What a QEMU with KVM is refused for, whose machine has these properties.
+    fn refusal(properties: &'static [(&str, &str)]) -> String {
+        let fake = Fake::new(|mut session| {
+            session.greet();
+            while let Some(command) = session.next() {
+                let property = command["arguments"]["property"].as_str();
+                let value = properties.iter().find(|(name, _)| property == Some(name));
+                let answer = match (command["execute"].as_str(), value) {
+                    (Some("query-kvm"), _) => r#""return": {"enabled": true}"#.to_owned(),
+                    (Some("qom-get"), Some((_, value))) => format!("\"return\": {value}"),
+                    _ => r#""error": {"class": "GenericError", "desc": "not in the script"}"#
+                        .to_owned(),
+                };
+                session.say(&format!("{{{answer}, \"id\": {}}}", command["id"]));
+            }
+        });
+        let options = Options {
+            target: Target::Qmp(fake.path(), None),
+            name: None,
+            access: Access::Auto,
+            pause: PauseWay::Freeze,
+            watchdog: PathBuf::new(),
+            accept_tcg: false,
+        };
+        attach(&options).expect_err("refused").to_string()
+    }
+
+    #[test]
+    fn encrypted_memory_is_refused() {
+        for properties in [
+            &[("confidential-guest-support", r#""/objects/sev0""#)][..],
+            // QEMU 7.2 and later has both.
+            &[
+                ("confidential-guest-support", r#""/objects/tdx0""#),
+                ("memory-encryption", r#""tdx0""#),
+            ],
+            // Before 6.0.
+            &[("memory-encryption", r#""sev0""#)],
+        ] {
+            let error = refusal(properties);
+            assert!(error.contains("encrypted"), "{properties:?}: {error}");
+        }
+        for properties in [
+            &[][..],
+            &[
+                ("confidential-guest-support", r#""""#),
+                ("memory-encryption", r#""""#),
+            ],
+        ] {
+            let error = refusal(properties);
+            assert!(
+                error.contains("not in the script"),
+                "{properties:?}: {error}"
+            );
         }
     }
 

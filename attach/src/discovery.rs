@@ -2,6 +2,7 @@
 //! What a discovery of the guest's kernel reads.
 
 use std::ops::Range;
+use std::path::Path;
 use std::time::Duration;
 
 use patchbay_kernel_image::live::{Cpu, PhysicalMemory};
@@ -9,6 +10,7 @@ use patchbay_service::keys::registry::discovery::Discoverable;
 
 use crate::guest::QemuGuest;
 use crate::memory::AttachedRam;
+use crate::nested::{self, Nesting};
 
 /// For the registers.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -29,15 +31,19 @@ impl Discoverable for QemuGuest {
     }
 
     fn cpus(&self) -> Result<Vec<Cpu>, String> {
+        let nesting = || Nesting::of(Path::new(nested::FOLDER), self.process().pid());
+        let before = nesting();
         let registers = self
             .monitor()
             .registers(PATIENCE)
             .map_err(|error| error.to_string())?;
+        let never = Nesting::never_between(before.as_ref(), nesting().as_ref());
         let cpu = |vcpu: &crate::registers::Registers| Cpu {
             cr0: vcpu.cr0,
             cr3: vcpu.cr3,
             cr4: vcpu.cr4,
             idt_base: vcpu.idt_base,
+            may_be_nested: !never && Cpu::can_run_guests(vcpu.cr4, vcpu.efer),
         };
         Ok(registers.iter().map(cpu).collect())
     }

@@ -22,6 +22,7 @@ pub mod guest;
 pub mod libvirt;
 pub mod memory;
 pub mod monitor;
+pub mod nested;
 pub mod process;
 pub mod qmp;
 pub mod registers;

@@ -99,13 +99,19 @@ impl Monitor {
     /// # Errors
     /// [`QmpError`].
     pub fn is_confidential(&self) -> Result<bool, QmpError> {
-        let arguments = json!({ "path": "/machine", "property": "confidential-guest-support" });
-        match self.execute("qom-get", arguments, PATIENCE) {
-            Ok(link) => Ok(link.as_str().is_some_and(|path| !path.is_empty())),
-            // Machines before QEMU 6.0 have no such property.
-            Err(QmpError::Refused { .. }) => Ok(false),
-            Err(error) => Err(error),
+        // The second is that of QEMU before 6.0.
+        for property in ["confidential-guest-support", "memory-encryption"] {
+            let arguments = json!({ "path": "/machine", "property": property });
+            match self.execute("qom-get", arguments, PATIENCE) {
+                Ok(Value::String(path)) if path.is_empty() => {}
+                Ok(Value::Null) => {}
+                Ok(_) => return Ok(true),
+                // The machine has no such property.
+                Err(QmpError::Refused { .. }) => {}
+                Err(error) => return Err(error),
+            }
         }
+        Ok(false)
     }
 
     /// Whether a migration is under way.

@@ -15,6 +15,8 @@ pub struct Registers {
     pub cr3: u64,
     /// Bit 12: five levels.
     pub cr4: u64,
+    /// Bit 12: SVM is on.
+    pub efer: u64,
     /// IDTR.base.
     pub idt_base: u64,
 }
@@ -43,6 +45,7 @@ pub fn parse(text: &str) -> Result<Vec<Registers>, String> {
             cr0: word(&["CR0="])?,
             cr3: word(&["CR3="])?,
             cr4: word(&["CR4="])?,
+            efer: word(&["EFER="])?,
             idt_base: word(&["IDT="])?,
         });
     }
@@ -68,7 +71,8 @@ mod tests {
     const LINUX: &str = include_str!("../tests/data/registers-6.12.txt");
     /// A vCPU at its reset vector, and what it prints between.
     const RESET: &str = "\r\nCPU#0\r\nEAX=00000000 EBX=00000000\r\nEIP=0000fff0 EFL=00000002 [-------] CPL=0\r\nGDT=     00000000 0000ffff\r\n\
-        IDT=     00000000 0000ffff\r\nCR0=60000010 CR2=00000000 CR3=00000000 CR4=00000000\r\n";
+        IDT=     00000000 0000ffff\r\nCR0=60000010 CR2=00000000 CR3=00000000 CR4=00000000\r\n\
+        EFER=0000000000000000\r\n";
 
     #[test]
     fn registers_of_a_running_linux() {
@@ -97,7 +101,7 @@ mod tests {
     #[test]
     fn what_is_missing_is_named() {
         assert!(parse("").unwrap_err().contains("no vCPU"));
-        for name in ["EIP=", "CR0=", "CR3=", "CR4=", "IDT="] {
+        for name in ["EIP=", "CR0=", "CR3=", "CR4=", "EFER=", "IDT="] {
             let without = RESET.replace(name, "XXX=");
             let error = parse(&without).expect_err(name);
             assert!(error.ends_with("of vCPU 0"), "{error}");

@@ -4,18 +4,14 @@
 //! guest followed every step.
 #![forbid(unsafe_code)]
 
-mod qemu;
-
 use std::path::PathBuf;
 use std::process::Output;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use patchbay_examples::step;
-use patchbay_tests::{Guest, StockKernel, TestGuest};
+use patchbay_tests::{Guest, Qemu, StockKernel, TestGuest};
 use tokio::process::Command;
-
-use crate::qemu::Qemu;
 
 /// Passes lines of pr_debug() in a module: registers an interpreter and removes it again.
 const REGISTER: &str =
@@ -101,16 +97,15 @@ async fn main() -> Result<()> {
     Arguments::parse();
     let kernel = StockKernel::named("6_12")
         .context("no Linux guest can run here; start this with `cargo xtask demo stock`, or run `cargo xtask doctor`")?;
-    let attacher = std::env::var_os("PATCHBAY_ATTACH").context("PATCHBAY_ATTACH is not set")?;
     let patchbay = Patchbay(kernel.cli.clone());
 
     step("Boot Debian's kernel, as it is, in our monitor and in QEMU with KVM");
-    let mut qemu = Qemu::start(&kernel)?;
+    let mut qemu = Qemu::start(&kernel, &kernel.initramfs, &[])?;
     let ours = Guest::stock(&kernel)
         .argument("--allow-guarded")
         .boot()
         .await?;
-    qemu.attach(attacher.as_ref()).await?;
+    qemu.attach(&kernel.cli).await?;
     let mut places = [Place::Ours(ours), Place::Qemu(qemu)];
     for place in &mut places {
         println!(

@@ -196,10 +196,15 @@ fn work(
     credit: &Credit,
 ) {
     let mut warnings = crate::kmsg::Warnings::open();
+    let mut log = crate::kmsg::Log::default();
     // Ends when the listener drops its sender.
     while let Ok((id, question)) = questions.recv() {
         let answer = match (question, tracefs) {
             (Question::GetHealth(_), _) => Answer::Health(health::report(&mut warnings)),
+            (Question::ReadLog(question), _) => match log.read(question.first) {
+                Ok(log) => Answer::Log(log),
+                Err(error) => Answer::Error(format!("/dev/kmsg cannot be read: {error}")),
+            },
             (Question::GetTasks(tasks), _) => Answer::Tasks(names(&tasks.pids)),
             (_, Err(error)) => Answer::Error(error.to_string()),
             (question, Ok(tracefs)) => trace(tracefs, question, credit),

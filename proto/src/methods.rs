@@ -146,6 +146,7 @@ methods! {
         StreamTracepointEvents(StreamTracepointEventsRequest.guest): Viewer, Operator for arm_and_fire;
         GetTracepointStats(GetTracepointStatsRequest.guest): Viewer;
         DescribeAgent(DescribeAgentRequest.guest): Viewer;
+        StreamKernelLog(StreamKernelLogRequest.guest): Viewer;
     }
 }
 

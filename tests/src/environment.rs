@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Locations of the guest kernel and of the programs under test.
 
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use patchbay_lab::cpio::Archive;
 
 /// The files that a test with a Linux guest needs. `cargo xtask test` builds them and passes their
 /// paths in environment variables.
@@ -55,6 +58,13 @@ impl Environment {
         files().map_err(|reason: String| crate::skip(&reason)).ok()
     }
 
+    /// The agent (`PATCHBAY_AGENT`); `None`, after printing why, if the test is skipped.
+    pub fn agent() -> Option<PathBuf> {
+        file("PATCHBAY_AGENT")
+            .map_err(|reason| crate::skip(&reason))
+            .ok()
+    }
+
     fn from_variables() -> Result<Self, String> {
         check_kvm()?;
         Ok(Self {
@@ -105,6 +115,21 @@ impl StockKernel {
         Self::from_variables(version)
             .map_err(|reason| crate::skip(&reason))
             .ok()
+    }
+
+    /// Writes the initramfs with more files in it to `path`. The kernel unpacks both archives.
+    ///
+    /// # Errors
+    /// A file cannot be read or written.
+    pub fn initramfs_with(&self, files: &[(&str, u32, &Path)], path: &Path) -> io::Result<()> {
+        let mut more = Archive::default();
+        for (name, permissions, source) in files {
+            more.file(name, *permissions, &std::fs::read(source)?);
+        }
+        let mut archive = std::fs::read(&self.initramfs)?;
+        archive.resize(archive.len().next_multiple_of(4), 0);
+        archive.extend(more.finish());
+        std::fs::write(path, archive)
     }
 
     fn from_variables(version: &str) -> Result<Self, String> {

@@ -22,12 +22,14 @@ use anyhow::{Context, Result};
 
 mod environment;
 mod guest;
+mod qemu;
 
 pub use environment::{Environment, KernelFiles, StockKernel};
 pub use guest::{AGENT_INSTANCE, Seen, TEST_KEYS, TestGuest};
 pub use patchbay_testing::{
     EventStream, Guest, GuestBuilder, SHELL_READS, Shell, connect, reason, until,
 };
+pub use qemu::Qemu;
 
 /// Prints why a test cannot run here. `cargo xtask test` counts a test that prints this line as
 /// skipped.

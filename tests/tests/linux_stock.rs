@@ -3,9 +3,11 @@
 //!
 //! `PATCHBAY_STOCK_FLIPS` sets the host's transactions in the storm, 200 unless set.
 
+mod linux_stock {
+    mod agent;
+}
+
 use std::collections::BTreeSet;
-use std::io::Write;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -77,7 +79,8 @@ async fn keys_of(version: &str) -> Result<()> {
         return Ok(());
     };
     let folder = tempfile::tempdir()?;
-    let initramfs = with_kernel(&kernel, folder.path().join("initramfs"))?;
+    let initramfs = folder.path().join("initramfs");
+    kernel.initramfs_with(&[("kernel", 0o644, &kernel.kernel)], &initramfs)?;
     let mut guest = Guest::stock(&kernel)
         .initramfs(&initramfs)
         .argument("--allow-guarded")
@@ -282,40 +285,6 @@ async fn list(guest: &mut Guest, patterns: &[&str]) -> Result<Vec<StaticKey>> {
             return Ok(keys);
         }
     }
-}
-
-/// The initramfs with the kernel in its root, for kexec. The kernel unpacks both archives.
-fn with_kernel(kernel: &StockKernel, path: PathBuf) -> Result<PathBuf> {
-    let content = std::fs::read(&kernel.kernel)?;
-    let mut archive = std::fs::read(&kernel.initramfs)?;
-    archive.resize(archive.len().next_multiple_of(4), 0);
-    for (name, mode, content) in [("kernel", 0o100_644, &content[..]), ("TRAILER!!!", 0, &[])] {
-        let fields = [
-            1,
-            mode,
-            0,
-            0,
-            1,
-            0,
-            content.len(),
-            0,
-            0,
-            0,
-            0,
-            name.len() + 1,
-            0,
-        ];
-        archive.extend(b"070701");
-        for field in fields {
-            write!(archive, "{field:08x}")?;
-        }
-        archive.extend(name.bytes().chain([0]));
-        archive.resize(archive.len().next_multiple_of(4), 0);
-        archive.extend(content);
-        archive.resize(archive.len().next_multiple_of(4), 0);
-    }
-    std::fs::write(&path, archive)?;
-    Ok(path)
 }
 
 /// Activity in the guest, until the file `/tmp/calm` exists.

@@ -23,6 +23,7 @@ pub struct SystemRegisters {
     pub cr0: u64,
     pub cr3: u64,
     pub cr4: u64,
+    pub efer: u64,
     /// IDTR.base.
     pub idt_base: u64,
 }
@@ -33,6 +34,7 @@ impl From<kvm_sregs> for SystemRegisters {
             cr0: sregs.cr0,
             cr3: sregs.cr3,
             cr4: sregs.cr4,
+            efer: sregs.efer,
             idt_base: sregs.idt.base,
         }
     }

@@ -182,6 +182,7 @@ addressed! {
     ListHoldsRequest ReleaseHoldsRequest RenewHoldsRequest
     ListTracepointsRequest ArmTracepointsRequest FireTracepointsRequest ParkTracepointsRequest
     DisarmTracepointsRequest StreamTracepointEventsRequest GetTracepointStatsRequest DescribeAgentRequest
+    StreamKernelLogRequest
 }
 
 /// How much of a change the answer says.

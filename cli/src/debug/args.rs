@@ -29,7 +29,7 @@ pub enum DebugCommand {
     On {
         #[command(flatten)]
         change: DebugArgs,
-        /// Print the guest's console from the change on, until Ctrl-C; the lines stay on.
+        /// Print the guest's kernel log from the change on, or its console if it has no agent, until Ctrl-C; the lines stay on.
         #[arg(long, conflicts_with = "dry_run")]
         follow: bool,
     },

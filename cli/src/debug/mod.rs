@@ -3,9 +3,12 @@
 
 pub mod args;
 
+use std::time::Duration;
+
 use patchbay_proto::v1;
 use serde::Serialize;
 use tokio_stream::StreamExt;
+use tonic::Streaming;
 
 use self::args::{DebugArgs, DebugCommand};
 use crate::args::Output;
@@ -89,11 +92,11 @@ pub async fn run(fleet: Fleet, command: DebugCommand, output: Output) -> Result<
             let Fleet::One(client) = fleet else {
                 return Err(only_one("debug on --follow"));
             };
-            // Found before the change, so that no line is missed.
-            let end = console_end(&client).await?;
+            // Begun before the change, so that no line is missed.
+            let lines = Lines::begin(&client).await?;
             let fleet = Fleet::One(client.clone());
             switch(fleet, &change, v1::KeyOp::Enable, output).await?;
-            follow(&client, end).await
+            lines.print(&client).await
         }
         DebugCommand::Off { change } => switch(fleet, &change, v1::KeyOp::Disable, output).await,
     }
@@ -139,7 +142,7 @@ async fn console(
     client: &Client,
     offset: u64,
     no_follow: bool,
-) -> Result<tonic::Streaming<v1::StreamConsoleResponse>, Failure> {
+) -> Result<Streaming<v1::StreamConsoleResponse>, Failure> {
     let first = v1::StreamConsoleRequest {
         guest: client.guest_name().to_owned(),
         offset,
@@ -163,8 +166,62 @@ async fn console_end(client: &Client) -> Result<u64, Failure> {
     Ok(end)
 }
 
+/// Where the lines of the guest's kernel are read.
+enum Lines {
+    KernelLog(Box<Streaming<v1::StreamKernelLogResponse>>),
+    /// From this offset on. Only for a guest without an agent: a console shows no debug lines unless its log level is raised.
+    Console(u64),
+}
+
+impl Lines {
+    /// Those from now on.
+    async fn begin(client: &Client) -> Result<Self, Failure> {
+        let request = client.request(v1::DescribeGuestRequest::default());
+        let described = client.guest().describe_guest(request).await?.into_inner();
+        if !described.status.unwrap_or_default().agent_connected {
+            return Ok(Self::Console(console_end(client).await?));
+        }
+        let request = client.stream(v1::StreamKernelLogRequest::default());
+        let stream = client.tracepoints().stream_kernel_log(request).await?;
+        let mut stream = stream.into_inner();
+        // The first message says that the place in the log is known.
+        stream
+            .next()
+            .await
+            .ok_or_else(|| Failure::ended("stream"))??;
+        Ok(Self::KernelLog(Box::new(stream)))
+    }
+
+    /// Prints until the stream ends.
+    async fn print(self, client: &Client) -> Result<(), Failure> {
+        let mut stream = match self {
+            Self::Console(offset) => return follow_console(client, offset).await,
+            Self::KernelLog(stream) => stream,
+        };
+        while let Some(message) = stream.next().await {
+            let message = message?;
+            if message.lost > 0 {
+                eprintln!(
+                    "patchbay: {} messages were overwritten in the guest before they were read",
+                    message.lost
+                );
+            }
+            for record in message.records {
+                let time = Duration::try_from(record.time.unwrap_or_default()).unwrap_or_default();
+                let text = harmless(&record.text);
+                write(&format!(
+                    "[{:5}.{:06}] {text}\n",
+                    time.as_secs(),
+                    time.subsec_micros()
+                ))?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Prints the console from `offset` on.
-async fn follow(client: &Client, offset: u64) -> Result<(), Failure> {
+async fn follow_console(client: &Client, offset: u64) -> Result<(), Failure> {
     let mut output = console(client, offset, false).await?;
     while let Some(chunk) = output.next().await {
         let text = String::from_utf8_lossy(&chunk?.output)

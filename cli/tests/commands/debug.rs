@@ -1,5 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex};
+
+use patchbay_proto::agent::v1::from_agent::Message as Answer;
+use patchbay_proto::agent::v1::to_agent::Message as Question;
+use patchbay_proto::agent::v1::{
+    AgentHello, AgentLog, AgentLogRecord, AgentPong, FromAgent, ToAgent,
+};
+use patchbay_proto::agent_frame;
 use patchbay_service::keys::debug::DebugSite;
 use patchbay_service::testing::TestKey;
 
@@ -111,6 +120,91 @@ fn the_console_is_followed_from_the_change_on() {
     };
     assert_eq!(line, "a line \u{fffd}[2J");
     following.end();
+    assert!(lab.guest.jumps("net/b.c/20"), "the lines stay on");
+}
+
+/// An agent that reads a log of these texts. It ends with the connection.
+fn agent(lab: &Lab, log: &Arc<Mutex<Vec<String>>>) -> UnixStream {
+    let mut stream = UnixStream::connect(lab.agent_socket()).expect("listening");
+    let hello = AgentHello {
+        oldest_version: 1,
+        newest_version: 1,
+        ..Default::default()
+    };
+    let send = |stream: &mut UnixStream, id, message| {
+        let message = Some(message);
+        let _ = agent_frame::write(stream, &FromAgent { id, message });
+    };
+    send(&mut stream, 0, Answer::Hello(hello));
+    let welcome: ToAgent = agent_frame::read(&mut stream).expect("a welcome");
+    assert!(matches!(welcome.message, Some(Question::Welcome(_))));
+    let (mut own, log) = (stream.try_clone().expect("a socket"), Arc::clone(log));
+    std::thread::spawn(move || {
+        while let Ok(question) = agent_frame::read::<ToAgent>(&mut own) {
+            let answer = match question.message {
+                Some(Question::Ping(_)) => Answer::Pong(AgentPong::default()),
+                Some(Question::ReadLog(read)) => {
+                    Answer::Log(records(&log.lock().expect("whole"), read.first))
+                }
+                Some(Question::Credit(_)) | None => continue,
+                _ => Answer::Error("it reads the log alone".to_owned()),
+            };
+            send(&mut own, question.id, answer);
+        }
+    });
+    stream
+}
+
+fn records(log: &[String], from: Option<u64>) -> AgentLog {
+    let record = |(sequence, text): (u64, &String)| AgentLogRecord {
+        sequence,
+        level: 7,
+        time_us: 12_345_678,
+        text: text.clone(),
+    };
+    let numbered = (0..)
+        .zip(log)
+        .filter(|(sequence, _)| from.is_some_and(|from| from <= *sequence));
+    AgentLog {
+        records: numbered.map(record).collect(),
+        next: log.len() as u64,
+        lost: 0,
+    }
+}
+
+#[test]
+fn the_kernels_log_is_followed_where_there_is_an_agent() {
+    let lab = lab();
+    let log = Arc::new(Mutex::new(vec!["before".to_owned()]));
+    let connection = agent(&lab, &log);
+    let mut following = lab.follow(&["debug", "on", "module net", "--follow"]);
+    let mut line = following.line();
+    while !line.starts_with("2 of 2") {
+        assert!(!line.is_empty(), "it ended");
+        line = following.line();
+    }
+    lab.guest.print(b"on the console\r\n");
+    for text in ["first", "\x1b[2Jsecond"] {
+        log.lock().expect("whole").push(text.to_owned());
+        let line = loop {
+            let line = following.line();
+            assert!(
+                !line.contains("before") && !line.contains("console"),
+                "{line}"
+            );
+            if line.starts_with('[') {
+                break line;
+            }
+        };
+        let shown = text.replace('\x1b', "\u{fffd}");
+        assert_eq!(line, format!("[   12.345678] {shown}"));
+    }
+    connection
+        .shutdown(std::net::Shutdown::Both)
+        .expect("connected");
+    let (_, said, code) = following.output();
+    assert!(said.contains("no agent is connected"), "{said}");
+    assert_eq!(code, Some(1), "{said}");
     assert!(lab.guest.jumps("net/b.c/20"), "the lines stay on");
 }
 

@@ -9,11 +9,13 @@ use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::testing::{InMemoryGuest, TestKey};
-use patchbay_service::trace::Tracing;
+use patchbay_service::trace::{AgentSocket, Tracing, socket_path};
 use serde_json::Value;
 use tokio::runtime::Runtime;
 
 use super::fake::Fake;
+
+const VSOCK: &str = "vsock";
 
 pub fn runtime() -> Runtime {
     let mut builder = tokio::runtime::Builder::new_multi_thread();
@@ -178,9 +180,14 @@ impl Lab {
         let (keys, _) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");
         let runtime = runtime();
         let socket = ApiSocket::bind(&folder.path().join("patchbay/test.sock")).expect("free");
+        let agent = AgentSocket::bind(&folder.path().join(VSOCK)).expect("free");
+        let tracing = Tracing {
+            agent: Some(agent),
+            ..Tracing::default()
+        };
         runtime.spawn(async move {
             let guests = Guests::default();
-            let guest = ServedGuest::start(keys, Tracing::default()).expect("no agent's socket");
+            let guest = ServedGuest::start(keys, tracing).expect("a socket");
             guests.add(guest).expect("the only one");
             let endpoint = Endpoint::new(socket, guests);
             endpoint.serve(std::future::pending()).await
@@ -194,6 +201,11 @@ impl Lab {
 
     pub fn socket(&self) -> PathBuf {
         self.folder.path().join("patchbay/test.sock")
+    }
+
+    /// The socket that the guest's agent connects to.
+    pub fn agent_socket(&self) -> PathBuf {
+        socket_path(&self.folder.path().join(VSOCK))
     }
 }
 

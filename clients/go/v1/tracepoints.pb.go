@@ -2010,6 +2010,166 @@ func (x *DescribeAgentResponse) GetBootId() string {
 	return ""
 }
 
+type StreamKernelLogRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Guest         string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StreamKernelLogRequest) Reset() {
+	*x = StreamKernelLogRequest{}
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StreamKernelLogRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StreamKernelLogRequest) ProtoMessage() {}
+
+func (x *StreamKernelLogRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StreamKernelLogRequest.ProtoReflect.Descriptor instead.
+func (*StreamKernelLogRequest) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *StreamKernelLogRequest) GetGuest() string {
+	if x != nil {
+		return x.Guest
+	}
+	return ""
+}
+
+type StreamKernelLogResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Oldest first.
+	Records []*KernelLogRecord `protobuf:"bytes,1,rep,name=records,proto3" json:"records,omitempty"`
+	// Records before these that the guest's kernel had overwritten.
+	Lost          uint64 `protobuf:"varint,2,opt,name=lost,proto3" json:"lost,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StreamKernelLogResponse) Reset() {
+	*x = StreamKernelLogResponse{}
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StreamKernelLogResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StreamKernelLogResponse) ProtoMessage() {}
+
+func (x *StreamKernelLogResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StreamKernelLogResponse.ProtoReflect.Descriptor instead.
+func (*StreamKernelLogResponse) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *StreamKernelLogResponse) GetRecords() []*KernelLogRecord {
+	if x != nil {
+		return x.Records
+	}
+	return nil
+}
+
+func (x *StreamKernelLogResponse) GetLost() uint64 {
+	if x != nil {
+		return x.Lost
+	}
+	return 0
+}
+
+type KernelLogRecord struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 0 (emergency) to 7 (debug).
+	Level uint32 `protobuf:"varint,1,opt,name=level,proto3" json:"level,omitempty"`
+	// Since the guest's kernel booted.
+	Time          *durationpb.Duration `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
+	Text          string               `protobuf:"bytes,3,opt,name=text,proto3" json:"text,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KernelLogRecord) Reset() {
+	*x = KernelLogRecord{}
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KernelLogRecord) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KernelLogRecord) ProtoMessage() {}
+
+func (x *KernelLogRecord) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KernelLogRecord.ProtoReflect.Descriptor instead.
+func (*KernelLogRecord) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *KernelLogRecord) GetLevel() uint32 {
+	if x != nil {
+		return x.Level
+	}
+	return 0
+}
+
+func (x *KernelLogRecord) GetTime() *durationpb.Duration {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
+func (x *KernelLogRecord) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
 type Pressure struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "cpu some", "memory full", ...
@@ -2022,7 +2182,7 @@ type Pressure struct {
 
 func (x *Pressure) Reset() {
 	*x = Pressure{}
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[23]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2034,7 +2194,7 @@ func (x *Pressure) String() string {
 func (*Pressure) ProtoMessage() {}
 
 func (x *Pressure) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[23]
+	mi := &file_patchbay_v1_tracepoints_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2047,7 +2207,7 @@ func (x *Pressure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pressure.ProtoReflect.Descriptor instead.
 func (*Pressure) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{23}
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Pressure) GetResource() string {
@@ -2244,7 +2404,16 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\aboot_id\x18\x11 \x01(\tR\x06bootId\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"h\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\".\n" +
+	"\x16StreamKernelLogRequest\x12\x14\n" +
+	"\x05guest\x18\x01 \x01(\tR\x05guest\"e\n" +
+	"\x17StreamKernelLogResponse\x126\n" +
+	"\arecords\x18\x01 \x03(\v2\x1c.patchbay.v1.KernelLogRecordR\arecords\x12\x12\n" +
+	"\x04lost\x18\x02 \x01(\x04R\x04lost\"j\n" +
+	"\x0fKernelLogRecord\x12\x14\n" +
+	"\x05level\x18\x01 \x01(\rR\x05level\x12-\n" +
+	"\x04time\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x04time\x12\x12\n" +
+	"\x04text\x18\x03 \x01(\tR\x04text\"h\n" +
 	"\bPressure\x12\x1a\n" +
 	"\bresource\x18\x01 \x01(\tR\bresource\x12\x1f\n" +
 	"\vaverage_10s\x18\x02 \x01(\x01R\n" +
@@ -2255,7 +2424,7 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x1cTRACEPOINT_STATE_UNSPECIFIED\x10\x00\x12\x1d\n" +
 	"\x19TRACEPOINT_STATE_DISARMED\x10\x01\x12\x1b\n" +
 	"\x17TRACEPOINT_STATE_PARKED\x10\x02\x12\x1b\n" +
-	"\x17TRACEPOINT_STATE_FIRING\x10\x032\xa1\x06\n" +
+	"\x17TRACEPOINT_STATE_FIRING\x10\x032\x81\a\n" +
 	"\x12TracepointsService\x12\\\n" +
 	"\x0fListTracepoints\x12#.patchbay.v1.ListTracepointsRequest\x1a$.patchbay.v1.ListTracepointsResponse\x12Y\n" +
 	"\x0eArmTracepoints\x12\".patchbay.v1.ArmTracepointsRequest\x1a#.patchbay.v1.ArmTracepointsResponse\x12\\\n" +
@@ -2264,7 +2433,8 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x11DisarmTracepoints\x12%.patchbay.v1.DisarmTracepointsRequest\x1a&.patchbay.v1.DisarmTracepointsResponse\x12s\n" +
 	"\x16StreamTracepointEvents\x12*.patchbay.v1.StreamTracepointEventsRequest\x1a+.patchbay.v1.StreamTracepointEventsResponse0\x01\x12e\n" +
 	"\x12GetTracepointStats\x12&.patchbay.v1.GetTracepointStatsRequest\x1a'.patchbay.v1.GetTracepointStatsResponse\x12V\n" +
-	"\rDescribeAgent\x12!.patchbay.v1.DescribeAgentRequest\x1a\".patchbay.v1.DescribeAgentResponseb\x06proto3"
+	"\rDescribeAgent\x12!.patchbay.v1.DescribeAgentRequest\x1a\".patchbay.v1.DescribeAgentResponse\x12^\n" +
+	"\x0fStreamKernelLog\x12#.patchbay.v1.StreamKernelLogRequest\x1a$.patchbay.v1.StreamKernelLogResponse0\x01b\x06proto3"
 
 var (
 	file_patchbay_v1_tracepoints_proto_rawDescOnce sync.Once
@@ -2279,7 +2449,7 @@ func file_patchbay_v1_tracepoints_proto_rawDescGZIP() []byte {
 }
 
 var file_patchbay_v1_tracepoints_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_patchbay_v1_tracepoints_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
+var file_patchbay_v1_tracepoints_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_patchbay_v1_tracepoints_proto_goTypes = []any{
 	(TracepointState)(0),                   // 0: patchbay.v1.TracepointState
 	(*Tracepoint)(nil),                     // 1: patchbay.v1.Tracepoint
@@ -2305,65 +2475,72 @@ var file_patchbay_v1_tracepoints_proto_goTypes = []any{
 	(*GetTracepointStatsResponse)(nil),     // 21: patchbay.v1.GetTracepointStatsResponse
 	(*DescribeAgentRequest)(nil),           // 22: patchbay.v1.DescribeAgentRequest
 	(*DescribeAgentResponse)(nil),          // 23: patchbay.v1.DescribeAgentResponse
-	(*Pressure)(nil),                       // 24: patchbay.v1.Pressure
-	nil,                                    // 25: patchbay.v1.DescribeAgentResponse.LabelsEntry
-	(*durationpb.Duration)(nil),            // 26: google.protobuf.Duration
-	(*FlipReport)(nil),                     // 27: patchbay.v1.FlipReport
-	(ResultView)(0),                        // 28: patchbay.v1.ResultView
-	(*timestamppb.Timestamp)(nil),          // 29: google.protobuf.Timestamp
+	(*StreamKernelLogRequest)(nil),         // 24: patchbay.v1.StreamKernelLogRequest
+	(*StreamKernelLogResponse)(nil),        // 25: patchbay.v1.StreamKernelLogResponse
+	(*KernelLogRecord)(nil),                // 26: patchbay.v1.KernelLogRecord
+	(*Pressure)(nil),                       // 27: patchbay.v1.Pressure
+	nil,                                    // 28: patchbay.v1.DescribeAgentResponse.LabelsEntry
+	(*durationpb.Duration)(nil),            // 29: google.protobuf.Duration
+	(*FlipReport)(nil),                     // 30: patchbay.v1.FlipReport
+	(ResultView)(0),                        // 31: patchbay.v1.ResultView
+	(*timestamppb.Timestamp)(nil),          // 32: google.protobuf.Timestamp
 }
 var file_patchbay_v1_tracepoints_proto_depIdxs = []int32{
 	0,  // 0: patchbay.v1.Tracepoint.state:type_name -> patchbay.v1.TracepointState
 	1,  // 1: patchbay.v1.ListTracepointsResponse.tracepoints:type_name -> patchbay.v1.Tracepoint
-	26, // 2: patchbay.v1.ArmTracepointsRequest.ttl:type_name -> google.protobuf.Duration
+	29, // 2: patchbay.v1.ArmTracepointsRequest.ttl:type_name -> google.protobuf.Duration
 	13, // 3: patchbay.v1.ArmTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	27, // 4: patchbay.v1.ArmTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
-	26, // 5: patchbay.v1.FireTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	28, // 6: patchbay.v1.FireTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
-	26, // 7: patchbay.v1.FireTracepointsRequest.ttl:type_name -> google.protobuf.Duration
+	30, // 4: patchbay.v1.ArmTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	29, // 5: patchbay.v1.FireTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	31, // 6: patchbay.v1.FireTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
+	29, // 7: patchbay.v1.FireTracepointsRequest.ttl:type_name -> google.protobuf.Duration
 	13, // 8: patchbay.v1.FireTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	27, // 9: patchbay.v1.FireTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	30, // 9: patchbay.v1.FireTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
 	12, // 10: patchbay.v1.FireTracepointsResponse.summary:type_name -> patchbay.v1.TracepointSummary
-	26, // 11: patchbay.v1.ParkTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	28, // 12: patchbay.v1.ParkTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
+	29, // 11: patchbay.v1.ParkTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	31, // 12: patchbay.v1.ParkTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
 	13, // 13: patchbay.v1.ParkTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	27, // 14: patchbay.v1.ParkTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	30, // 14: patchbay.v1.ParkTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
 	12, // 15: patchbay.v1.ParkTracepointsResponse.summary:type_name -> patchbay.v1.TracepointSummary
 	13, // 16: patchbay.v1.DisarmTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
 	0,  // 17: patchbay.v1.TracepointResult.state:type_name -> patchbay.v1.TracepointState
 	16, // 18: patchbay.v1.StreamTracepointEventsResponse.events:type_name -> patchbay.v1.TraceEvent
 	18, // 19: patchbay.v1.StreamTracepointEventsResponse.losses:type_name -> patchbay.v1.TraceLosses
 	19, // 20: patchbay.v1.StreamTracepointEventsResponse.marks:type_name -> patchbay.v1.TraceMark
-	29, // 21: patchbay.v1.TraceEvent.time:type_name -> google.protobuf.Timestamp
+	32, // 21: patchbay.v1.TraceEvent.time:type_name -> google.protobuf.Timestamp
 	17, // 22: patchbay.v1.TraceEvent.fields:type_name -> patchbay.v1.TraceField
-	29, // 23: patchbay.v1.TraceMark.time:type_name -> google.protobuf.Timestamp
+	32, // 23: patchbay.v1.TraceMark.time:type_name -> google.protobuf.Timestamp
 	18, // 24: patchbay.v1.GetTracepointStatsResponse.losses:type_name -> patchbay.v1.TraceLosses
-	26, // 25: patchbay.v1.GetTracepointStatsResponse.clock_error:type_name -> google.protobuf.Duration
-	29, // 26: patchbay.v1.DescribeAgentResponse.connected_at:type_name -> google.protobuf.Timestamp
-	25, // 27: patchbay.v1.DescribeAgentResponse.labels:type_name -> patchbay.v1.DescribeAgentResponse.LabelsEntry
-	26, // 28: patchbay.v1.DescribeAgentResponse.uptime:type_name -> google.protobuf.Duration
-	24, // 29: patchbay.v1.DescribeAgentResponse.pressure:type_name -> patchbay.v1.Pressure
-	2,  // 30: patchbay.v1.TracepointsService.ListTracepoints:input_type -> patchbay.v1.ListTracepointsRequest
-	4,  // 31: patchbay.v1.TracepointsService.ArmTracepoints:input_type -> patchbay.v1.ArmTracepointsRequest
-	6,  // 32: patchbay.v1.TracepointsService.FireTracepoints:input_type -> patchbay.v1.FireTracepointsRequest
-	8,  // 33: patchbay.v1.TracepointsService.ParkTracepoints:input_type -> patchbay.v1.ParkTracepointsRequest
-	10, // 34: patchbay.v1.TracepointsService.DisarmTracepoints:input_type -> patchbay.v1.DisarmTracepointsRequest
-	14, // 35: patchbay.v1.TracepointsService.StreamTracepointEvents:input_type -> patchbay.v1.StreamTracepointEventsRequest
-	20, // 36: patchbay.v1.TracepointsService.GetTracepointStats:input_type -> patchbay.v1.GetTracepointStatsRequest
-	22, // 37: patchbay.v1.TracepointsService.DescribeAgent:input_type -> patchbay.v1.DescribeAgentRequest
-	3,  // 38: patchbay.v1.TracepointsService.ListTracepoints:output_type -> patchbay.v1.ListTracepointsResponse
-	5,  // 39: patchbay.v1.TracepointsService.ArmTracepoints:output_type -> patchbay.v1.ArmTracepointsResponse
-	7,  // 40: patchbay.v1.TracepointsService.FireTracepoints:output_type -> patchbay.v1.FireTracepointsResponse
-	9,  // 41: patchbay.v1.TracepointsService.ParkTracepoints:output_type -> patchbay.v1.ParkTracepointsResponse
-	11, // 42: patchbay.v1.TracepointsService.DisarmTracepoints:output_type -> patchbay.v1.DisarmTracepointsResponse
-	15, // 43: patchbay.v1.TracepointsService.StreamTracepointEvents:output_type -> patchbay.v1.StreamTracepointEventsResponse
-	21, // 44: patchbay.v1.TracepointsService.GetTracepointStats:output_type -> patchbay.v1.GetTracepointStatsResponse
-	23, // 45: patchbay.v1.TracepointsService.DescribeAgent:output_type -> patchbay.v1.DescribeAgentResponse
-	38, // [38:46] is the sub-list for method output_type
-	30, // [30:38] is the sub-list for method input_type
-	30, // [30:30] is the sub-list for extension type_name
-	30, // [30:30] is the sub-list for extension extendee
-	0,  // [0:30] is the sub-list for field type_name
+	29, // 25: patchbay.v1.GetTracepointStatsResponse.clock_error:type_name -> google.protobuf.Duration
+	32, // 26: patchbay.v1.DescribeAgentResponse.connected_at:type_name -> google.protobuf.Timestamp
+	28, // 27: patchbay.v1.DescribeAgentResponse.labels:type_name -> patchbay.v1.DescribeAgentResponse.LabelsEntry
+	29, // 28: patchbay.v1.DescribeAgentResponse.uptime:type_name -> google.protobuf.Duration
+	27, // 29: patchbay.v1.DescribeAgentResponse.pressure:type_name -> patchbay.v1.Pressure
+	26, // 30: patchbay.v1.StreamKernelLogResponse.records:type_name -> patchbay.v1.KernelLogRecord
+	29, // 31: patchbay.v1.KernelLogRecord.time:type_name -> google.protobuf.Duration
+	2,  // 32: patchbay.v1.TracepointsService.ListTracepoints:input_type -> patchbay.v1.ListTracepointsRequest
+	4,  // 33: patchbay.v1.TracepointsService.ArmTracepoints:input_type -> patchbay.v1.ArmTracepointsRequest
+	6,  // 34: patchbay.v1.TracepointsService.FireTracepoints:input_type -> patchbay.v1.FireTracepointsRequest
+	8,  // 35: patchbay.v1.TracepointsService.ParkTracepoints:input_type -> patchbay.v1.ParkTracepointsRequest
+	10, // 36: patchbay.v1.TracepointsService.DisarmTracepoints:input_type -> patchbay.v1.DisarmTracepointsRequest
+	14, // 37: patchbay.v1.TracepointsService.StreamTracepointEvents:input_type -> patchbay.v1.StreamTracepointEventsRequest
+	20, // 38: patchbay.v1.TracepointsService.GetTracepointStats:input_type -> patchbay.v1.GetTracepointStatsRequest
+	22, // 39: patchbay.v1.TracepointsService.DescribeAgent:input_type -> patchbay.v1.DescribeAgentRequest
+	24, // 40: patchbay.v1.TracepointsService.StreamKernelLog:input_type -> patchbay.v1.StreamKernelLogRequest
+	3,  // 41: patchbay.v1.TracepointsService.ListTracepoints:output_type -> patchbay.v1.ListTracepointsResponse
+	5,  // 42: patchbay.v1.TracepointsService.ArmTracepoints:output_type -> patchbay.v1.ArmTracepointsResponse
+	7,  // 43: patchbay.v1.TracepointsService.FireTracepoints:output_type -> patchbay.v1.FireTracepointsResponse
+	9,  // 44: patchbay.v1.TracepointsService.ParkTracepoints:output_type -> patchbay.v1.ParkTracepointsResponse
+	11, // 45: patchbay.v1.TracepointsService.DisarmTracepoints:output_type -> patchbay.v1.DisarmTracepointsResponse
+	15, // 46: patchbay.v1.TracepointsService.StreamTracepointEvents:output_type -> patchbay.v1.StreamTracepointEventsResponse
+	21, // 47: patchbay.v1.TracepointsService.GetTracepointStats:output_type -> patchbay.v1.GetTracepointStatsResponse
+	23, // 48: patchbay.v1.TracepointsService.DescribeAgent:output_type -> patchbay.v1.DescribeAgentResponse
+	25, // 49: patchbay.v1.TracepointsService.StreamKernelLog:output_type -> patchbay.v1.StreamKernelLogResponse
+	41, // [41:50] is the sub-list for method output_type
+	32, // [32:41] is the sub-list for method input_type
+	32, // [32:32] is the sub-list for extension type_name
+	32, // [32:32] is the sub-list for extension extendee
+	0,  // [0:32] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_tracepoints_proto_init() }
@@ -2386,7 +2563,7 @@ func file_patchbay_v1_tracepoints_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_tracepoints_proto_rawDesc), len(file_patchbay_v1_tracepoints_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   25,
+			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -29,6 +29,7 @@ const (
 	TracepointsService_StreamTracepointEvents_FullMethodName = "/patchbay.v1.TracepointsService/StreamTracepointEvents"
 	TracepointsService_GetTracepointStats_FullMethodName     = "/patchbay.v1.TracepointsService/GetTracepointStats"
 	TracepointsService_DescribeAgent_FullMethodName          = "/patchbay.v1.TracepointsService/DescribeAgent"
+	TracepointsService_StreamKernelLog_FullMethodName        = "/patchbay.v1.TracepointsService/StreamKernelLog"
 )
 
 // TracepointsServiceClient is the client API for TracepointsService service.
@@ -82,6 +83,10 @@ type TracepointsServiceClient interface {
 	GetTracepointStats(ctx context.Context, in *GetTracepointStatsRequest, opts ...grpc.CallOption) (*GetTracepointStatsResponse, error)
 	// The agent's own report on itself and the guest. Role: viewer.
 	DescribeAgent(ctx context.Context, in *DescribeAgentRequest, opts ...grpc.CallOption) (*DescribeAgentResponse, error)
+	// Streams the log of the guest's kernel, as its agent reads it, from the call on.
+	// The first message comes at once and is empty. NO_AGENT, also when the agent goes.
+	// Role: viewer.
+	StreamKernelLog(ctx context.Context, in *StreamKernelLogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[StreamKernelLogResponse], error)
 }
 
 type tracepointsServiceClient struct {
@@ -181,6 +186,25 @@ func (c *tracepointsServiceClient) DescribeAgent(ctx context.Context, in *Descri
 	return out, nil
 }
 
+func (c *tracepointsServiceClient) StreamKernelLog(ctx context.Context, in *StreamKernelLogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[StreamKernelLogResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &TracepointsService_ServiceDesc.Streams[1], TracepointsService_StreamKernelLog_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[StreamKernelLogRequest, StreamKernelLogResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type TracepointsService_StreamKernelLogClient = grpc.ServerStreamingClient[StreamKernelLogResponse]
+
 // TracepointsServiceServer is the server API for TracepointsService service.
 // All implementations must embed UnimplementedTracepointsServiceServer
 // for forward compatibility.
@@ -232,6 +256,10 @@ type TracepointsServiceServer interface {
 	GetTracepointStats(context.Context, *GetTracepointStatsRequest) (*GetTracepointStatsResponse, error)
 	// The agent's own report on itself and the guest. Role: viewer.
 	DescribeAgent(context.Context, *DescribeAgentRequest) (*DescribeAgentResponse, error)
+	// Streams the log of the guest's kernel, as its agent reads it, from the call on.
+	// The first message comes at once and is empty. NO_AGENT, also when the agent goes.
+	// Role: viewer.
+	StreamKernelLog(*StreamKernelLogRequest, grpc.ServerStreamingServer[StreamKernelLogResponse]) error
 	mustEmbedUnimplementedTracepointsServiceServer()
 }
 
@@ -265,6 +293,9 @@ func (UnimplementedTracepointsServiceServer) GetTracepointStats(context.Context,
 }
 func (UnimplementedTracepointsServiceServer) DescribeAgent(context.Context, *DescribeAgentRequest) (*DescribeAgentResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method DescribeAgent not implemented")
+}
+func (UnimplementedTracepointsServiceServer) StreamKernelLog(*StreamKernelLogRequest, grpc.ServerStreamingServer[StreamKernelLogResponse]) error {
+	return status.Error(codes.Unimplemented, "method StreamKernelLog not implemented")
 }
 func (UnimplementedTracepointsServiceServer) mustEmbedUnimplementedTracepointsServiceServer() {}
 func (UnimplementedTracepointsServiceServer) testEmbeddedByValue()                            {}
@@ -424,6 +455,17 @@ func _TracepointsService_DescribeAgent_Handler(srv interface{}, ctx context.Cont
 	return interceptor(ctx, in, info, handler)
 }
 
+func _TracepointsService_StreamKernelLog_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(StreamKernelLogRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(TracepointsServiceServer).StreamKernelLog(m, &grpc.GenericServerStream[StreamKernelLogRequest, StreamKernelLogResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type TracepointsService_StreamKernelLogServer = grpc.ServerStreamingServer[StreamKernelLogResponse]
+
 // TracepointsService_ServiceDesc is the grpc.ServiceDesc for TracepointsService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -464,6 +506,11 @@ var TracepointsService_ServiceDesc = grpc.ServiceDesc{
 		{
 			StreamName:    "StreamTracepointEvents",
 			Handler:       _TracepointsService_StreamTracepointEvents_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "StreamKernelLog",
+			Handler:       _TracepointsService_StreamKernelLog_Handler,
 			ServerStreams: true,
 		},
 	},

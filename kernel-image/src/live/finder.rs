@@ -172,7 +172,7 @@ fn whole<M: PhysicalMemory + ?Sized>(
     let anchors = Arc::clone(&located.anchors);
     let Some(btf) = anchors.named.range("__start_BTF", "__stop_BTF") else {
         return refuse(
-            "the kernel has no BTF: it is built without CONFIG_DEBUG_INFO_BTF; give a debug file of the same build",
+            "the kernel has no BTF: it is built without CONFIG_DEBUG_INFO_BTF, which a discovery needs",
         );
     };
     let has_modules = anchors.named.address("modules").is_some();

@@ -231,8 +231,8 @@ pub(super) fn find<M: PhysicalMemory + ?Sized>(
     ] {
         if gates.missing.contains(&needed) {
             return refuse(format!(
-                "the kernel has no word for the gate {needed:?} that could be found: its keys cannot be changed safely; \
-                 give the System.map of this very kernel"
+                "the kernel's kallsyms name no word for the gate {needed:?}, so its keys cannot be changed safely: it is built without \
+                 CONFIG_KALLSYMS_ALL, which a discovery needs"
             ));
         }
     }

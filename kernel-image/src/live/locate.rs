@@ -157,7 +157,7 @@ pub(super) fn required(symbols: &Named, name: &'static str) -> Result<u64, Disco
     match symbols.address(name) {
         Some(address) => Ok(address),
         None => refuse(format!(
-            "the kernel's kallsyms have no single symbol {name}: it is built without CONFIG_KALLSYMS_ALL; give the System.map of this very kernel"
+            "the kernel's kallsyms have no single symbol {name}: it is built without CONFIG_KALLSYMS_ALL, which a discovery needs"
         )),
     }
 }
@@ -166,15 +166,20 @@ fn from_cpus<M: PhysicalMemory + ?Sized>(
     memory: &M,
     cpus: &[Cpu],
 ) -> Result<Candidate, DiscoveryError> {
-    let found = cpus
-        .iter()
-        .filter(|cpu| cpu.has_paging())
+    let running = || cpus.iter().filter(|cpu| cpu.has_paging());
+    if running().next().is_some() && running().all(|cpu| cpu.may_be_nested) {
+        return busy(
+            "VMX or SVM is on in every vCPU, so the registers may be those of a guest that the guest runs",
+        );
+    }
+    let found = running()
+        .filter(|cpu| !cpu.may_be_nested)
         .flat_map(|cpu| cpu.page_tables().map(|table| (table, cpu.idt_base)))
         .find_map(|(table, idt)| candidate(memory, table, idt));
     match found {
         Some(found) => Ok(found),
         None => busy(
-            "no vCPU's page table and IDT lead to a Linux kernel of 64 bits: it boots, is in its firmware, runs another system, or a guest of its own",
+            "no vCPU's page table and IDT lead to a Linux kernel of 64 bits: it boots, is in its firmware, or runs another system",
         ),
     }
 }
@@ -310,7 +315,7 @@ fn symbols<M: PhysicalMemory + ?Sized>(
         .and_then(|image| kallsyms::read(&image));
     let Some(mut symbols) = found else {
         return refuse(
-            "the kernel's read-only data holds no kallsyms: it is built without CONFIG_KALLSYMS; give the System.map of this very kernel",
+            "the kernel's read-only data holds no kallsyms: it is built without CONFIG_KALLSYMS, which a discovery needs",
         );
     };
     symbols.classify(|address| code.contains(&address));

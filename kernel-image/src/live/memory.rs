@@ -34,6 +34,9 @@ pub struct Cpu {
     pub cr4: u64,
     /// IDTR.base.
     pub idt_base: u64,
+    /// The registers may be those of a guest that this vCPU runs ([`Cpu::can_run_guests`]). Whoever controls that guest chooses what
+    /// they lead to, so no kernel is found by them; they may only agree with another vCPU's.
+    pub may_be_nested: bool,
 }
 
 impl Cpu {
@@ -41,6 +44,13 @@ impl Cpu {
     #[must_use]
     pub fn has_paging(&self) -> bool {
         self.cr0 & 1 << 31 != 0
+    }
+
+    /// Whether VMX or SVM is on. Both are also on in the registers of a nested guest: VM entry requires CR4.VMXE (Intel SDM volume 3,
+    /// 23.8), VMRUN requires EFER.SVME (AMD APM volume 2, 15.5.1).
+    #[must_use]
+    pub fn can_run_guests(cr4: u64, efer: u64) -> bool {
+        cr4 & 1 << 13 != 0 || efer & 1 << 12 != 0
     }
 
     /// CR4.LA57.

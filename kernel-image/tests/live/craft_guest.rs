@@ -177,15 +177,20 @@ fn jump_table(guest: &Guest, table: u64, branches: &[Branch]) {
 /// A kernel with a guarded key that a module uses too, a tracepoint, a line of dynamic debug, a hook of a security module, a sealed key,
 /// a branch in init text, and a module with a key of its own.
 pub fn guest() -> Guest {
-    craft(NOP5, false)
+    craft(NOP5, false, None)
+}
+
+/// A kernel whose kallsyms lack a symbol.
+pub fn guest_without(symbol: &str) -> Guest {
+    craft(NOP5, false, Some(symbol))
 }
 
 /// A kernel before 5.13, which chose this NOP when it booted.
 pub fn guest_with_ideal_nop(nop: [u8; 5]) -> Guest {
-    craft(nop, true)
+    craft(nop, true, None)
 }
 
-fn craft(nop: [u8; 5], ideal: bool) -> Guest {
+fn craft(nop: [u8; 5], ideal: bool, without: Option<&str>) -> Guest {
     let mut guest = Guest {
         ram: RefCell::new(vec![0; RAM as usize]),
         before_read: RefCell::new(None),
@@ -208,6 +213,8 @@ fn craft(nop: [u8; 5], ideal: bool) -> Guest {
     note(&guest);
     let kallsyms = constants.take(0);
     guest.listed.sort();
+    // The first letter is the symbol's type.
+    guest.listed.retain(|(_, name)| without != name.get(1..));
     let layout = Layout {
         pointer: 8,
         base: kallsyms,
@@ -486,6 +493,7 @@ fn page_tables(guest: &mut Guest) {
             cr3: root,
             cr4: 0x20,
             idt_base: IDT,
+            may_be_nested: false,
         };
         2
     ];

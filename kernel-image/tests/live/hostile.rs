@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-use patchbay_kernel_image::live::{DiscoveryError, GateKind, Way, discover};
+use patchbay_kernel_image::live::{Cpu, DiscoveryError, GateKind, Way, discover};
 
 use crate::craft_guest::{
-    DIRECT, Guest, JMP5, MODULE_DATA, MODULE_TEXT, NOTE, RAM, RODATA, TEXT, guest, note_text,
-    physical,
+    DIRECT, Guest, JMP5, MODULE_DATA, MODULE_TEXT, NOTE, RAM, RODATA, TEXT, guest, guest_without,
+    note_text, physical,
 };
 use crate::found::{image, note};
 
@@ -201,6 +201,25 @@ fn a_kernel_that_is_not_there_is_not_found() {
     assert!(error.contains("vCPU 1 does not map this kernel"), "{error}");
 }
 
+/// The page table and the IDT of a nested guest are its own choice, so they lead to no kernel.
+#[test]
+fn registers_of_a_nested_guest_are_not_the_guests() {
+    let mut guest = guest();
+    guest.cpus[0].may_be_nested = true;
+    image(&guest).expect("the other vCPU leads to the kernel");
+    guest.cpus[1].may_be_nested = true;
+    let error = image(&guest).map(drop).unwrap_err();
+    assert!(error.contains("VMX or SVM is on"), "{error}");
+    // A vCPU that has not started proves nothing.
+    guest.cpus[1].may_be_nested = false;
+    guest.cpus[1].cr0 = 0x10;
+    let error = image(&guest).map(drop).unwrap_err();
+    assert!(error.contains("VMX or SVM is on"), "{error}");
+    for (cr4, efer, can) in [(0, 0xd01, false), (1 << 13, 0, true), (0, 0x1d01, true)] {
+        assert_eq!(Cpu::can_run_guests(cr4, efer), can, "{cr4:x} {efer:x}");
+    }
+}
+
 /// Tables that map themselves, at each level.
 #[test]
 fn page_tables_that_loop_end() {
@@ -260,6 +279,23 @@ fn kallsyms_that_lie_are_refused() {
         }
     });
     assert!(error.contains("no vCPU's page table"), "{error}");
+}
+
+/// Where structures are laid out at random nothing else says where their members are.
+#[test]
+fn a_kernel_without_type_information_or_data_symbols_is_refused() {
+    for (symbol, why) in [
+        ("__start_BTF", "CONFIG_DEBUG_INFO_BTF"),
+        ("__stop_BTF", "CONFIG_DEBUG_INFO_BTF"),
+        ("init_top_pgt", "CONFIG_KALLSYMS_ALL"),
+        ("system_state", "CONFIG_KALLSYMS_ALL"),
+    ] {
+        let guest = guest_without(symbol);
+        for found in [image(&guest), note(&guest)] {
+            let error = found.map(drop).unwrap_err();
+            assert!(error.contains(why), "{symbol}: {error}");
+        }
+    }
 }
 
 #[test]

@@ -14,6 +14,7 @@ mod endpoint;
 mod guest;
 mod guests;
 mod holds;
+mod kernel_log;
 mod limits;
 mod plans;
 mod static_keys;

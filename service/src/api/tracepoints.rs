@@ -22,6 +22,7 @@ use tonic::{Request, Response, Status};
 
 use super::access::Access;
 use super::convert;
+use super::kernel_log::Follower;
 use crate::keys::{KeysError, replay};
 use crate::trace::link::bounded;
 use crate::trace::once::Once;
@@ -280,6 +281,24 @@ impl TracepointsService for TracepointsApi {
             stale: stale.map(|error| error.to_string()).unwrap_or_default(),
             clock_error: clock_error.and_then(|error| error.try_into().ok()),
         }))
+    }
+
+    type StreamKernelLogStream =
+        Pin<Box<dyn Stream<Item = Result<v1::StreamKernelLogResponse, Status>> + Send>>;
+
+    async fn stream_kernel_log(
+        &self,
+        request: Request<v1::StreamKernelLogRequest>,
+    ) -> Result<Response<Self::StreamKernelLogStream>, Status> {
+        let (guest, _, _) = self.access.admit(request)?;
+        let follower = Follower::start(guest.tracer.link.clone()).await?;
+        let ending = guest.ending();
+        // The agent is asked only when the client has taken what came before.
+        let (sender, receiver) = mpsc::channel(1);
+        tokio::spawn(async move {
+            super::until_end(&sender, ending, follower.tell(&sender)).await;
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 
     async fn describe_agent(

@@ -73,7 +73,7 @@ async fn each_role_may_call_its_methods_and_no_others() {
             expected.extend(ADMINS);
         }
         if role == "nobody" {
-            assert_eq!(refused.len(), 26, "{refused:?}");
+            assert_eq!(refused.len(), 27, "{refused:?}");
         } else {
             assert_eq!(refused, expected, "{role}");
         }

@@ -171,6 +171,7 @@ pub async fn every_call(
             stream_tracepoint_events(StreamTracepointEventsRequest),
             get_tracepoint_stats(GetTracepointStatsRequest),
             describe_agent(DescribeAgentRequest),
+            stream_kernel_log(StreamKernelLogRequest),
         }
     }
     let request = v1::ShutdownGuestRequest {

@@ -187,5 +187,6 @@ fn cpu(text: &str) -> Result<Cpu> {
         cr3: register("CR3=")?,
         cr4: register("CR4=")?,
         idt_base: register("IDT=")?,
+        may_be_nested: false,
     })
 }

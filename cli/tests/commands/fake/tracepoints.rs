@@ -130,6 +130,16 @@ impl TracepointsService for Fake {
         })
     }
 
+    type StreamKernelLogStream =
+        Pin<Box<dyn Stream<Item = Result<v1::StreamKernelLogResponse, Status>> + Send>>;
+
+    async fn stream_kernel_log(
+        &self,
+        _: Request<v1::StreamKernelLogRequest>,
+    ) -> Result<Response<Self::StreamKernelLogStream>, Status> {
+        Err(Status::unavailable("no agent is connected"))
+    }
+
     type StreamTracepointEventsStream =
         Pin<Box<dyn Stream<Item = Result<v1::StreamTracepointEventsResponse, Status>> + Send>>;
 

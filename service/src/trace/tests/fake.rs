@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A made-up agent on the agent's socket, and made-up keys.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 use patchbay_proto::agent::v1::from_agent::Message as Answer;
 use patchbay_proto::agent::v1::to_agent::Message as Question;
 use patchbay_proto::agent::v1::{
-    AgentDone, AgentEnabled, AgentEnabledEvent, AgentEvents, AgentHello, AgentInstance, AgentPage,
-    AgentPages, AgentPong, AgentTask, AgentTasks, FromAgent, ToAgent,
+    AgentDone, AgentEnabled, AgentEnabledEvent, AgentEvents, AgentHello, AgentInstance, AgentLog,
+    AgentPage, AgentPages, AgentPong, AgentTask, AgentTasks, FromAgent, ToAgent,
 };
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
@@ -159,6 +159,9 @@ pub struct Script {
     pub quiet: Mutex<Vec<bool>>,
     pub settle_time: Mutex<u64>,
     pub credit: Mutex<u64>,
+    /// Answers to questions for the kernel's log, and where they began.
+    pub log: Mutex<VecDeque<AgentLog>>,
+    pub log_asked: Mutex<Vec<Option<u64>>>,
     /// Answers nothing while true.
     pub hung: watch::Sender<bool>,
     /// Answers pings and nothing else while true.
@@ -365,6 +368,10 @@ fn answer(script: &Script, keys: &Keys, question: Question) -> Option<Answer> {
             Answer::Tasks(AgentTasks {
                 tasks: tasks.pids.iter().map(task).collect(),
             })
+        }
+        Question::ReadLog(read) => {
+            script.log_asked.lock().unwrap().push(read.first);
+            Answer::Log(script.log.lock().unwrap().pop_front()?)
         }
         Question::Credit(credit) => {
             *script.credit.lock().unwrap() += credit.bytes;

@@ -4,6 +4,7 @@
 mod agent;
 mod fake;
 mod hostile;
+mod kernel_log;
 mod mute;
 mod streams;
 mod tracing;

@@ -944,6 +944,80 @@ class DescribeAgentResponse(_message.Message):
 Global___DescribeAgentResponse: _TypeAlias = DescribeAgentResponse  # noqa: Y015
 
 @_typing.final
+class StreamKernelLogRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GUEST_FIELD_NUMBER: _builtins.int
+    guest: _builtins.str
+    def __init__(
+        self,
+        *,
+        guest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guest", b"guest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamKernelLogRequest: _TypeAlias = StreamKernelLogRequest  # noqa: Y015
+
+@_typing.final
+class StreamKernelLogResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDS_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    lost: _builtins.int
+    """Records before these that the guest's kernel had overwritten."""
+    @_builtins.property
+    def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___KernelLogRecord]:
+        """Oldest first."""
+
+    def __init__(
+        self,
+        *,
+        records: _abc.Iterable[Global___KernelLogRecord] | None = ...,
+        lost: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost", "records", b"records"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamKernelLogResponse: _TypeAlias = StreamKernelLogResponse  # noqa: Y015
+
+@_typing.final
+class KernelLogRecord(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    level: _builtins.int
+    """0 (emergency) to 7 (debug)."""
+    text: _builtins.str
+    @_builtins.property
+    def time(self) -> _duration_pb2.Duration:
+        """Since the guest's kernel booted."""
+
+    def __init__(
+        self,
+        *,
+        level: _builtins.int = ...,
+        time: _duration_pb2.Duration | None = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "text", b"text", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KernelLogRecord: _TypeAlias = KernelLogRecord  # noqa: Y015
+
+@_typing.final
 class Pressure(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -100,6 +100,11 @@ class TracepointsServiceStub(object):
                 request_serializer=patchbay_dot_v1_dot_tracepoints__pb2.DescribeAgentRequest.SerializeToString,
                 response_deserializer=patchbay_dot_v1_dot_tracepoints__pb2.DescribeAgentResponse.FromString,
                 _registered_method=True)
+        self.StreamKernelLog = channel.unary_stream(
+                '/patchbay.v1.TracepointsService/StreamKernelLog',
+                request_serializer=patchbay_dot_v1_dot_tracepoints__pb2.StreamKernelLogRequest.SerializeToString,
+                response_deserializer=patchbay_dot_v1_dot_tracepoints__pb2.StreamKernelLogResponse.FromString,
+                _registered_method=True)
 
 
 class TracepointsServiceServicer(object):
@@ -191,6 +196,15 @@ class TracepointsServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamKernelLog(self, request, context):
+        """Streams the log of the guest's kernel, as its agent reads it, from the call on.
+        The first message comes at once and is empty. NO_AGENT, also when the agent goes.
+        Role: viewer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TracepointsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -233,6 +247,11 @@ def add_TracepointsServiceServicer_to_server(servicer, server):
                     servicer.DescribeAgent,
                     request_deserializer=patchbay_dot_v1_dot_tracepoints__pb2.DescribeAgentRequest.FromString,
                     response_serializer=patchbay_dot_v1_dot_tracepoints__pb2.DescribeAgentResponse.SerializeToString,
+            ),
+            'StreamKernelLog': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamKernelLog,
+                    request_deserializer=patchbay_dot_v1_dot_tracepoints__pb2.StreamKernelLogRequest.FromString,
+                    response_serializer=patchbay_dot_v1_dot_tracepoints__pb2.StreamKernelLogResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -477,6 +496,33 @@ class TracepointsService(object):
             '/patchbay.v1.TracepointsService/DescribeAgent',
             patchbay_dot_v1_dot_tracepoints__pb2.DescribeAgentRequest.SerializeToString,
             patchbay_dot_v1_dot_tracepoints__pb2.DescribeAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamKernelLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/patchbay.v1.TracepointsService/StreamKernelLog',
+            patchbay_dot_v1_dot_tracepoints__pb2.StreamKernelLogRequest.SerializeToString,
+            patchbay_dot_v1_dot_tracepoints__pb2.StreamKernelLogResponse.FromString,
             options,
             channel_credentials,
             insecure,

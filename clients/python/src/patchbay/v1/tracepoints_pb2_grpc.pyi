@@ -82,6 +82,11 @@ class TracepointsServiceStub:
     """Rates and losses. Role: viewer."""
     DescribeAgent: _grpc.UnaryUnaryMultiCallable[_tracepoints_pb2.DescribeAgentRequest, _tracepoints_pb2.DescribeAgentResponse]
     """The agent's own report on itself and the guest. Role: viewer."""
+    StreamKernelLog: _grpc.UnaryStreamMultiCallable[_tracepoints_pb2.StreamKernelLogRequest, _tracepoints_pb2.StreamKernelLogResponse]
+    """Streams the log of the guest's kernel, as its agent reads it, from the call on.
+    The first message comes at once and is empty. NO_AGENT, also when the agent goes.
+    Role: viewer.
+    """
 
 @_typing.type_check_only
 class TracepointsServiceAsyncStub(TracepointsServiceStub):
@@ -137,6 +142,11 @@ class TracepointsServiceAsyncStub(TracepointsServiceStub):
     """Rates and losses. Role: viewer."""
     DescribeAgent: _aio.UnaryUnaryMultiCallable[_tracepoints_pb2.DescribeAgentRequest, _tracepoints_pb2.DescribeAgentResponse]  # type: ignore[assignment]
     """The agent's own report on itself and the guest. Role: viewer."""
+    StreamKernelLog: _aio.UnaryStreamMultiCallable[_tracepoints_pb2.StreamKernelLogRequest, _tracepoints_pb2.StreamKernelLogResponse]  # type: ignore[assignment]
+    """Streams the log of the guest's kernel, as its agent reads it, from the call on.
+    The first message comes at once and is empty. NO_AGENT, also when the agent goes.
+    Role: viewer.
+    """
 
 class TracepointsServiceServicer(metaclass=_abc_1.ABCMeta):
     """The guest's tracepoints.
@@ -237,5 +247,16 @@ class TracepointsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_tracepoints_pb2.DescribeAgentResponse, _abc.Awaitable[_tracepoints_pb2.DescribeAgentResponse]]:
         """The agent's own report on itself and the guest. Role: viewer."""
+
+    @_abc_1.abstractmethod
+    def StreamKernelLog(
+        self,
+        request: _tracepoints_pb2.StreamKernelLogRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_tracepoints_pb2.StreamKernelLogResponse], _abc.AsyncIterator[_tracepoints_pb2.StreamKernelLogResponse]]:
+        """Streams the log of the guest's kernel, as its agent reads it, from the call on.
+        The first message comes at once and is empty. NO_AGENT, also when the agent goes.
+        Role: viewer.
+        """
 
 def add_TracepointsServiceServicer_to_server(servicer: TracepointsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

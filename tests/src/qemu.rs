@@ -6,9 +6,11 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use patchbay_tests::{SHELL_READS, StockKernel, connect};
+use patchbay_testing::{SHELL_READS, connect};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+
+use crate::StockKernel;
 
 /// For the boot and for each command. An emulated computer is slow.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -16,6 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(600);
 const END: &str = "end of output";
 
 /// A running QEMU and its attacher; both end when this is dropped.
+#[derive(Debug)]
 pub struct Qemu {
     _process: Child,
     input: ChildStdin,
@@ -25,8 +28,8 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// Starts QEMU without waiting for the guest.
-    pub fn start(kernel: &StockKernel) -> Result<Self> {
+    /// Starts QEMU without waiting for the guest. Its init is that of the kernel's own initramfs.
+    pub fn start(kernel: &StockKernel, initramfs: &Path, devices: &[&str]) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let qmp = folder.path().join("qmp");
         let mut process = Command::new("qemu-system-x86_64")
@@ -39,8 +42,9 @@ impl Qemu {
             .arg("-kernel")
             .arg(&kernel.kernel)
             .arg("-initrd")
-            .arg(&kernel.initramfs)
+            .arg(initramfs)
             .args(["-append", "console=ttyS0 quiet panic=-1 noxsave"])
+            .args(devices)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .kill_on_drop(true)
@@ -59,18 +63,17 @@ impl Qemu {
     }
 
     /// Waits until the guest's shell reads the console, and attaches to the guest.
-    pub async fn attach(&mut self, attacher: &Path) -> Result<()> {
+    pub async fn attach(&mut self, cli: &Path) -> Result<()> {
         self.wait_for(SHELL_READS).await?;
-        let process = Command::new(attacher)
-            .arg("qemu")
-            .arg("--qmp")
+        let process = Command::new(cli)
+            .args(["attach", "qemu", "--qmp"])
             .arg(self.folder.path().join("qmp"))
             .args(["--name", "qemu", "--allow-guarded", "--api-socket"])
             .arg(self.socket())
             .stderr(std::fs::File::create(self.log())?)
             .kill_on_drop(true)
             .spawn()
-            .with_context(|| format!("{} cannot be started", attacher.display()))?;
+            .with_context(|| format!("{} cannot be started", cli.display()))?;
         self.attacher = Some(process);
         let served = async {
             // There is no event for a socket that becomes connectable.

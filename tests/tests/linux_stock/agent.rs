@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The agent in a guest of QEMU, over vhost-vsock.
+
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+use patchbay_proto::v1::trace_field::Value;
+use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
+use patchbay_proto::v1::{StreamTracepointEventsRequest, TraceEvent};
+use patchbay_tests::{
+    AGENT_INSTANCE, Environment, EventStream, Qemu, StockKernel, connect, skip, until,
+};
+use tokio::process::Command;
+
+/// The guest's drivers for vsock, in the order in which they can be loaded.
+const MODULES: [&str; 3] = [
+    "vsock",
+    "vmw_vsock_virtio_transport_common",
+    "vmw_vsock_virtio_transport",
+];
+const EXEC: &str = "sched:sched_process_exec";
+
+/// A guest, and the CLI that asks its attacher.
+struct Lab {
+    guest: Qemu,
+    kernel: StockKernel,
+}
+
+impl Lab {
+    /// What the CLI prints, whether it succeeds or not, and whether it did.
+    async fn patchbay(&self, words: &[&str]) -> Result<(bool, String)> {
+        let mut command = Command::new(&self.kernel.cli);
+        command.arg("--socket").arg(self.guest.socket()).args(words);
+        let output = command.output().await?;
+        let mut text = String::from_utf8_lossy(&output.stdout).into_owned();
+        text.push_str(&String::from_utf8_lossy(&output.stderr));
+        Ok((output.status.success(), text))
+    }
+
+    async fn ok(&self, words: &[&str]) -> Result<String> {
+        let (success, text) = self.patchbay(words).await?;
+        ensure!(
+            success,
+            "patchbay {words:?}: {text}{}",
+            self.guest.attacher_log()
+        );
+        Ok(text)
+    }
+
+    /// Runs a program of this name, which its exec event shows.
+    async fn run(&mut self, name: &str) -> Result<()> {
+        let line = format!("ln -s /bin/busybox /tmp/{name}; /tmp/{name} 2>/dev/null");
+        self.guest.shell(&line).await.map(drop)
+    }
+}
+
+fn program(event: &TraceEvent) -> Option<&str> {
+    let field = event.fields.iter().find(|field| field.name == "filename")?;
+    match &field.value {
+        Some(Value::Text(text)) => text.strip_prefix("/tmp/"),
+        _ => None,
+    }
+}
+
+/// Events are armed, fired, parked and streamed by the same agent as in a guest of our monitor.
+#[tokio::test]
+async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
+    let Some(kernel) = StockKernel::named("6_12") else {
+        return Ok(());
+    };
+    let Some(agent) = Environment::agent() else {
+        return Ok(());
+    };
+    if !Path::new("/dev/vhost-vsock").exists() {
+        skip("there is no /dev/vhost-vsock; run `modprobe vhost_vsock`");
+        return Ok(());
+    }
+    let folder = tempfile::tempdir()?;
+    let initramfs = folder.path().join("initramfs");
+    let modules = MODULES.map(|name| {
+        let file = kernel.modules.join("kernel").join(format!("{name}.ko"));
+        (format!("{name}.ko"), file)
+    });
+    let mut files = vec![("bin/patchbay-agent", 0o755, agent.as_path())];
+    files.extend(
+        modules
+            .iter()
+            .map(|(name, file)| (name.as_str(), 0o644, file.as_path())),
+    );
+    kernel.initramfs_with(&files, &initramfs)?;
+    // 0 to 2 are reserved.
+    let cid = 3 + std::process::id();
+    let device = format!("vhost-vsock-pci,guest-cid={cid}");
+    let mut guest = Qemu::start(&kernel, &initramfs, &["-device", &device])?;
+    guest.attach(&kernel.cli).await?;
+    let mut lab = Lab { guest, kernel };
+
+    let (armed, text) = lab.patchbay(&["trace", "arm", EXEC]).await?;
+    ensure!(!armed && text.contains("agent"), "{text}");
+    let load = MODULES
+        .map(|name| format!("insmod /{name}.ko"))
+        .join(" && ");
+    lab.guest
+        .shell(&format!(
+            "{load} && patchbay-agent </dev/null >/dev/kmsg 2>&1 &"
+        ))
+        .await?;
+    until(async || Ok(lab.patchbay(&["trace", "agent"]).await?.0)).await?;
+    println!("{}", lab.ok(&["trace", "agent"]).await?);
+
+    lab.ok(&["trace", "arm", EXEC]).await?;
+    let channel = connect(&lab.guest.socket()).await?;
+    let request = StreamTracepointEventsRequest::default();
+    let mut events =
+        EventStream::open(&mut TracepointsServiceClient::new(channel), request).await?;
+    // Each program is run twice: while its event is parked, and while it fires.
+    for round in 0..3 {
+        lab.run(&format!("parked-{round}")).await?;
+        lab.ok(&["trace", "fire", EXEC]).await?;
+        let fired = format!("fired-{round}");
+        lab.run(&fired).await?;
+        let seen = events.until(|event| program(event) == Some(&fired)).await?;
+        let names: Vec<_> = seen.iter().filter_map(program).collect();
+        ensure!(
+            !names.iter().any(|name| name.starts_with("parked")),
+            "a parked event fired: {names:?}"
+        );
+        lab.ok(&["trace", "park", EXEC]).await?;
+    }
+    drop(events);
+    lab.ok(&["trace", "disarm", EXEC]).await?;
+    let left = lab
+        .guest
+        .shell(&format!("cat {AGENT_INSTANCE}/set_event"))
+        .await?;
+    ensure!(!left.contains("sched"), "the probe is left: {left}");
+    Ok(())
+}
