@@ -87,22 +87,21 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
         Needs::BareMetal => Vec::new(),
         Needs::Linux => {
             host::ensure_packages(host::LAB)?;
-            guest::prepare(false)?
+            guest::prepare()?
         }
         Needs::StockToo => {
             host::ensure_packages(host::LAB)?;
-            let mut variables = guest::prepare(false)?;
+            let mut variables = guest::prepare()?;
             variables.extend([stock::cloud_6_12()?]);
             variables
         }
         Needs::Kernels => {
-            let mut variables = guest::prepare(false)?;
+            let mut variables = guest::prepare()?;
             variables.extend(guest::kernels_to_compare()?);
             variables
         }
     };
-    let found =
-        cargo::build_tests(&["bench", "--package", bench.package, "--bench", bench.target])?;
+    let found = cargo::build_benchmark(bench.package, bench.target)?;
     let binary = found
         .first()
         .with_context(|| format!("{name} built no program"))?;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Runs cargo for the programs and tests of this workspace.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -30,7 +31,7 @@ pub fn build_programs(packages: &[&str]) -> Result<()> {
     run(&mut command)
 }
 
-/// Path of a program built by `build_programs`.
+/// Path of a program built by `build_programs` or with `build_release_tests`.
 pub fn program(name: &str) -> PathBuf {
     host::target().join("release").join(name)
 }
@@ -64,16 +65,63 @@ pub fn build_agent() -> Result<PathBuf> {
     Ok(host::target().join(TARGET).join("agent/patchbay-agent"))
 }
 
-/// Builds tests or benchmarks and returns their executables. `arguments` are those of cargo, for
-/// example "test --workspace".
-pub fn build_tests(arguments: &[&str]) -> Result<Vec<TestBinary>> {
-    let (subcommand, rest) = arguments
-        .split_first()
-        .context("no cargo subcommand given")?;
-    let mut command = cargo(subcommand);
-    command
-        .args(["--no-run", "--message-format=json-render-diagnostics"])
-        .args(rest);
+/// Package whose tests are built in the release profile, because the lab is slow, and the packages of
+/// the programs that they use.
+const RELEASE: &str = "patchbay-tests";
+const ITS_PROGRAMS: &[&str] = &[
+    "patchbay-vmm",
+    "patchbay-cli",
+    "patchbay-attach",
+    "patchbay-node",
+];
+
+/// Builds test targets in the release profile, and the programs that they use. Both at once, so that
+/// cargo selects the same features for all and compiles each dependency once.
+pub fn build_release_tests(targets: &[&str]) -> Result<Vec<TestBinary>> {
+    let mut command = cargo("build");
+    command.args(["--release", "--bins"]);
+    for package in [&[RELEASE], ITS_PROGRAMS].concat() {
+        command.args(["--package", package]);
+    }
+    for target in targets {
+        command.args(["--test", target]);
+    }
+    executables(&mut command)
+}
+
+/// Builds the tests of all other packages, or only those in certain targets.
+pub fn build_tests(targets: &[&str]) -> Result<Vec<TestBinary>> {
+    let mut command = cargo("test");
+    command.args(["--no-run", "--workspace", "--exclude", RELEASE]);
+    for target in targets {
+        command.args(["--test", target]);
+    }
+    executables(&mut command)
+}
+
+/// Builds a benchmark.
+pub fn build_benchmark(package: &str, target: &str) -> Result<Vec<TestBinary>> {
+    let arguments = ["--no-run", "--package", package, "--bench", target];
+    executables(cargo("bench").args(arguments))
+}
+
+/// All executables but those of `others` whose target is among the first ones, in another profile.
+/// Several of one suite stay: a library and a program may share its name.
+pub fn without_repeated_targets(
+    first: Vec<TestBinary>,
+    others: Vec<TestBinary>,
+) -> Vec<TestBinary> {
+    let suites: BTreeSet<String> = first.iter().map(|one| one.suite.clone()).collect();
+    let others = others
+        .into_iter()
+        .filter(|one| !suites.contains(&one.suite));
+    let others: Vec<_> = others.collect();
+    first.into_iter().chain(others).collect()
+}
+
+/// Runs cargo and returns the executables that it has built with a test harness.
+fn executables(command: &mut Command) -> Result<Vec<TestBinary>> {
+    command.arg("--message-format=json-render-diagnostics");
     command.stdout(Stdio::piped()).stderr(Stdio::inherit());
     let output = command.output().context("cannot run cargo")?;
     if !output.status.success() {
@@ -96,14 +144,14 @@ pub fn build_tests_outside() -> Result<Vec<TestBinary>> {
     .context("cannot copy Cargo.lock to examples/ci")?;
     let manifest = folder.join("Cargo.toml").display().to_string();
     let target = host::target().display().to_string();
-    build_tests(&[
-        "test",
+    executables(cargo("build").args([
+        "--tests",
         "--offline",
         "--manifest-path",
         &manifest,
         "--target-dir",
         &target,
-    ])
+    ]))
 }
 
 /// Runs the documentation tests; passes cargo's output on and returns it.
@@ -199,6 +247,28 @@ mod tests {
             "patchbay-vmm"
         );
         assert_eq!(package_name("path+file:///repo/xtask#0.1.0"), "xtask");
+    }
+
+    #[test]
+    fn a_target_in_two_profiles_runs_once_and_a_suite_of_two_targets_runs_whole() {
+        let binary = |suite: &str, path: &str| TestBinary {
+            suite: suite.into(),
+            target: String::new(),
+            path: path.into(),
+            folder: "/".into(),
+        };
+        let first = vec![binary("attach::linux_qemu", "release/linux_qemu")];
+        let others = vec![
+            binary("attach", "debug/library"),
+            binary("attach::linux_qemu", "debug/linux_qemu"),
+            binary("attach", "debug/program"),
+        ];
+        let left = without_repeated_targets(first, others);
+        let paths: Vec<_> = left.iter().filter_map(|one| one.path.to_str()).collect();
+        assert_eq!(
+            paths,
+            ["release/linux_qemu", "debug/library", "debug/program"]
+        );
     }
 
     #[test]

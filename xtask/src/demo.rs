@@ -47,9 +47,9 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
         }
         ROLLOUT => {
             cargo::build_programs(&["patchbay-fleet"])?;
-            guest::prepare(false)?
+            guest::prepare()?
         }
-        _ => guest::prepare(false)?,
+        _ => guest::prepare()?,
     };
     guest::announce_place();
     let program = cargo::program(program);

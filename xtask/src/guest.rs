@@ -11,28 +11,43 @@ use crate::{cargo, host, initramfs, lab_image};
 /// Environment variables with paths, for tests, demo and benchmarks.
 pub type Variables = Vec<(&'static str, PathBuf)>;
 
-/// Builds what is missing and returns the paths. The kernel without the series is only built on
-/// request.
-pub fn prepare(with_unpatched: bool) -> Result<Variables> {
-    // Packages first, because the user may have to install them.
-    let mut packages: Vec<String> = Recipe::standard().packages();
-    packages.extend(host::INITRAMFS.iter().map(|package| (*package).to_owned()));
-    if !host::Kvm::probe().runs_linux() {
-        packages.extend(host::LAB.iter().map(|package| (*package).to_owned()));
-    }
-    host::ensure_packages(&packages.iter().map(String::as_str).collect::<Vec<_>>())?;
-
-    let mut variables = programs()?;
-    variables.extend(kernel_of_the_guest(&Recipe::standard())?);
-    variables.push(("PATCHBAY_AGENT", cargo::build_agent()?));
-    if with_unpatched {
-        let unpatched = kernel::get(&Recipe::unpatched())?;
-        variables.push(("PATCHBAY_TEST_UNPATCHED_KERNEL", unpatched.bzimage()));
-    }
+/// Builds what is missing, with programs in the release profile, and returns the paths.
+pub fn prepare() -> Result<Variables> {
+    let mut variables = kernel_and_agent()?;
+    variables.extend(programs()?);
     Ok(variables)
 }
 
-/// Builds the programs, and the lab if guests run there.
+/// The same for tests, with which the programs are built. There is also a kernel without the series.
+pub fn prepare_tests() -> Result<Variables> {
+    let mut variables = kernel_and_agent()?;
+    variables.extend(paths_of_programs());
+    let unpatched = kernel::get(&Recipe::unpatched())?;
+    variables.push(("PATCHBAY_TEST_UNPATCHED_KERNEL", unpatched.bzimage()));
+    Ok(variables)
+}
+
+fn kernel_and_agent() -> Result<Variables> {
+    // Packages first, because the user may have to install them.
+    let mut packages: Vec<String> = Recipe::standard().packages();
+    packages.extend(host::INITRAMFS.iter().map(|package| (*package).to_owned()));
+    host::ensure_packages(&packages.iter().map(String::as_str).collect::<Vec<_>>())?;
+    prepare_lab()?;
+    let mut variables = kernel_of_the_guest(&Recipe::standard())?;
+    variables.push(("PATCHBAY_AGENT", cargo::build_agent()?));
+    Ok(variables)
+}
+
+/// Prepares the lab if guests run there.
+pub fn prepare_lab() -> Result<()> {
+    if !host::Kvm::probe().runs_linux() {
+        host::ensure_packages(host::LAB)?;
+        lab_image::get()?;
+    }
+    Ok(())
+}
+
+/// Builds the programs in the release profile, and the lab if guests run there.
 pub fn programs() -> Result<Variables> {
     // Always the same packages, so that cargo selects the same features for their dependencies.
     cargo::build_programs(&[
@@ -42,16 +57,18 @@ pub fn programs() -> Result<Variables> {
         "patchbay-node",
         "patchbay-examples",
     ])?;
-    if !host::Kvm::probe().runs_linux() {
-        host::ensure_packages(host::LAB)?;
-        lab_image::get()?;
-    }
-    Ok(vec![
+    prepare_lab()?;
+    Ok(paths_of_programs())
+}
+
+/// Variables with the paths of the programs.
+pub fn paths_of_programs() -> Variables {
+    vec![
         ("PATCHBAY_VMM", cargo::program("patchbay-vmm")),
         ("PATCHBAY_CLI", cargo::program("patchbay")),
         ("PATCHBAY_ATTACH", cargo::program("patchbay-attach")),
         ("PATCHBAYD", cargo::program("patchbayd")),
-    ])
+    ]
 }
 
 /// Variables with the paths of the guest's kernel.

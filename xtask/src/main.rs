@@ -21,6 +21,7 @@ mod root_disk;
 mod stock;
 mod stubs;
 mod test;
+mod test_durations;
 mod test_runner;
 
 use std::ffi::OsString;

@@ -19,16 +19,14 @@ use anyhow::{Result, bail};
 
 use crate::cargo::TestBinary;
 use crate::kernel::{self, Recipe};
+use crate::test_durations::Durations;
 use crate::test_runner::{LabWorker, Report, Test, Verdict};
 use crate::{cargo, clients, guest, host, lab_image, root_disk, stock, test_runner};
-
-/// Package whose tests are built in the release profile, because the lab is slow.
-const RELEASE: &str = "patchbay-tests";
 
 /// Prefixes of the tests that are repeated with the oldest and the newest kernel. What the monitor
 /// reads of a guest differs most between these.
 const WITH_OTHER_KERNELS: &[&str] = &[
-    "patchbay-tests::linux_boot bzimage_with_",
+    "patchbay-tests::linux_boot bzimage_with_4_vcpus",
     "patchbay-tests::linux_counts ",
     "patchbay-tests::linux_gates ",
     "patchbay-tests::linux_kinds ",
@@ -36,6 +34,16 @@ const WITH_OTHER_KERNELS: &[&str] = &[
     "patchbay-tests::linux_life a_panicked_kernel_has_taken_its_registration_back",
     "patchbay-tests::linux_series the_guest_sees_what_was_changed",
     "patchbay-tests::linux_trace armed_is_silent_firing_streams_and_parked_is_silent",
+];
+
+/// Test targets of tier 2 that run beside others: what they measure, if anything, is not time.
+const WITH_OTHERS: &[&str] = &[
+    "patchbay-attach::kvm_qemu",
+    "patchbay-vmm::kvm_attacks",
+    "patchbay-vmm::kvm_monitor",
+    "patchbay-vmm::kvm_panic",
+    "patchbay-vmm::kvm_registers",
+    "patchbay-vmm::kvm_unit",
 ];
 
 /// Test targets that need stock kernels.
@@ -64,6 +72,12 @@ pub struct Selection {
     pub labs: usize,
 }
 
+impl Selection {
+    fn wants(&self, tier: u8) -> bool {
+        self.tiers.is_empty() || self.tiers.contains(&tier)
+    }
+}
+
 #[derive(Default)]
 struct Counts {
     passed: usize,
@@ -72,6 +86,14 @@ struct Counts {
 }
 
 impl Counts {
+    fn add_report(&mut self, report: &Report) {
+        match report.verdict {
+            Verdict::Passed => self.passed += 1,
+            Verdict::Failed(_) => self.failed += 1,
+            Verdict::Skipped(_) => self.skipped += 1,
+        }
+    }
+
     fn add(&mut self, other: &Self) {
         self.passed += other.passed;
         self.failed += other.failed;
@@ -91,189 +113,211 @@ impl std::fmt::Display for Counts {
 
 /// Runs the tests and prints a summary; returns whether none failed.
 pub fn run(selection: &Selection) -> Result<bool> {
-    let wants = |tier: u8| selection.tiers.is_empty() || selection.tiers.contains(&tier);
-    let mut tests = [Vec::new(), Vec::new(), Vec::new()];
-    let mut binaries = Vec::new();
     let of_clients = |filter: &str| filter.starts_with(clients::HEADING);
-    let only_clients = wants(1) && selection.filter.as_deref().is_some_and(of_clients);
-    if only_clients {
+    let only_clients = selection.wants(1) && selection.filter.as_deref().is_some_and(of_clients);
+    let mut outcome = TestRun::new(selection.timeout);
+    let [tier_1, tier_2, tier_3] = match only_clients {
         // No test in Rust has such a name.
-    } else if wants(1) {
-        binaries.extend(cargo::build_tests(&[
-            "test",
-            "--release",
-            "--package",
-            RELEASE,
-        ])?);
-        binaries.extend(cargo::build_tests(&[
-            "test",
-            "--workspace",
-            "--exclude",
-            RELEASE,
-        ])?);
-    } else {
-        // The tier is in the target's name, so only the selected targets are built.
-        if wants(2) {
-            binaries.extend(cargo::build_tests(&[
-                "test",
-                "--workspace",
-                "--test",
-                "kvm_*",
-            ])?);
-        }
-        if wants(3) {
-            let targets = [
-                "test",
-                "--release",
-                "--package",
-                RELEASE,
-                "--test",
-                "linux_*",
-            ];
-            binaries.extend(cargo::build_tests(&targets)?);
-            let others = [
-                "test",
-                "--workspace",
-                "--exclude",
-                RELEASE,
-                "--test",
-                "linux_*",
-            ];
-            binaries.extend(cargo::build_tests(&others)?);
-        }
-    }
-    if (wants(1) || wants(3)) && !only_clients {
-        binaries.extend(cargo::build_tests_outside()?);
-    }
-    for binary in &binaries {
-        let tier = tier(&binary.target);
-        if wants(tier) {
-            tests[usize::from(tier) - 1].extend(tests_of(binary, selection.filter.as_deref())?);
-        }
-    }
-    if tests.iter().all(Vec::is_empty) && !only_clients {
+        true => [const { Vec::new() }; 3],
+        false => build(selection)?,
+    };
+    if tier_1.is_empty() && tier_2.is_empty() && tier_3.is_empty() && !only_clients {
         bail!("no test matches");
     }
-    let mut outcome = TestRun::default();
     let kvm = host::Kvm::probe();
     let cpus = thread::available_parallelism().map_or(1, usize::from);
-    let here = |jobs| Location::Here { jobs };
-    let lab = Location::Lab {
-        labs: selection.labs,
-    };
+    outcome.variables = variables(selection, kvm, &tier_1, &tier_3)?;
+    outcome.end_phase("building");
 
-    let [tier_1, tier_2, tier_3] = tests;
+    // These tests measure.
+    let (alone, tier_2): (Vec<_>, Vec<_>) = tier_2
+        .into_iter()
+        .partition(|test| !WITH_OTHERS.contains(&&*test.suite));
+    let mut here = outcome.plan("tier 1, no KVM", tier_1);
+    let bare_metal = outcome.plan("tier 2, bare-metal guests", tier_2);
+    let alone = outcome.plan("tier 2, bare-metal guests that are measured", alone);
+    let mut guests = Vec::new();
+    let runs_bare_metal = kvm.runs_bare_metal();
+    let place = if runs_bare_metal {
+        &mut here
+    } else {
+        &mut guests
+    };
+    place.extend(bare_metal);
+    // Many tests wait for another process.
+    outcome.run_tests(here, Location::Here { jobs: 2 * cpus });
+    if selection.wants(1) && selection.filter.is_none() {
+        outcome.run_doc_tests()?;
+    }
+    if selection.wants(1) {
+        outcome.run_clients(selection.filter.as_deref())?;
+    }
+    outcome.end_phase("tests beside each other");
+    match runs_bare_metal {
+        true => outcome.run_tests(alone, Location::Here { jobs: 1 }),
+        false => guests.extend(alone),
+    }
+    outcome.end_phase("tests one at a time");
+    let place = match kvm.runs_linux() {
+        true => Location::Here {
+            jobs: cpus.div_ceil(2),
+        },
+        false => Location::Lab {
+            labs: selection.labs,
+        },
+    };
+    if !tier_3.is_empty() {
+        guests.extend(linux_guests(selection, &mut outcome, tier_3)?);
+    }
+    outcome.end_phase("kernels and the lab");
+    outcome.run_tests(guests, place);
+    outcome.end_phase("Linux guests");
+    outcome.durations.save();
+    Ok(outcome.summarize())
+}
+
+/// Builds the selected tests, by tier.
+fn build(selection: &Selection) -> Result<[Vec<Test>; 3]> {
+    let mut binaries = Vec::new();
+    // The tier is in the target's name, so only the selected targets are built.
+    if selection.wants(1) || selection.wants(3) {
+        let mut targets = Vec::new();
+        if selection.wants(1) {
+            targets.extend(["api_service", "images", "stock"]);
+        }
+        if selection.wants(3) {
+            targets.push("linux_*");
+        }
+        binaries.extend(cargo::build_release_tests(&targets)?);
+    }
+    let mut others = Vec::new();
+    if selection.wants(1) {
+        others.extend(cargo::build_tests(&[])?);
+    } else if selection.wants(2) {
+        others.extend(cargo::build_tests(&["kvm_*"])?);
+    }
+    if selection.wants(1) || selection.wants(3) {
+        others.extend(cargo::build_tests_outside()?);
+    }
+    let binaries = cargo::without_repeated_targets(binaries, others);
+    let mut tests = [const { Vec::new() }; 3];
+    for binary in &binaries {
+        let tier = tier(&binary.target);
+        if selection.wants(tier) {
+            let found = tests_of(binary, selection.filter.as_deref())?;
+            tests[usize::from(tier) - 1].extend(found);
+        }
+    }
+    Ok(tests)
+}
+
+/// What the tests of tier 1, and those of stock kernels, find in their environment. Packages that they
+/// need are installed.
+fn variables(
+    selection: &Selection,
+    kvm: host::Kvm,
+    tier_1: &[Test],
+    tier_3: &[Test],
+) -> Result<guest::Variables> {
+    let mut variables = guest::Variables::new();
     // Some tests read a stock kernel: use the lab's if it is cached or needed anyway.
-    let attaches = |test: &Test| ATTACHES.contains(&&*test.suite);
     if (!tier_1.is_empty() || tier_3.iter().any(attaches))
         && (!kvm.runs_linux() || lab_image::is_cached()?)
     {
         host::ensure_packages(host::LAB)?;
         let stock = lab_image::get()?.kernel;
-        outcome
-            .variables
-            .push(("PATCHBAY_TEST_DISTRO_KERNELS", stock));
+        variables.push(("PATCHBAY_TEST_DISTRO_KERNELS", stock));
     }
     if tier_1
         .iter()
-        .chain(&tier_3)
+        .chain(tier_3)
         .any(|test| STOCK.contains(&&*test.suite))
     {
-        let kernels = stock::variables(selection.all_kernels);
-        outcome.variables.extend(kernels);
+        variables.extend(stock::variables(selection.all_kernels));
     }
-    if tier_1
-        .iter()
-        .any(|test| test.suite.starts_with("patchbay-fleet"))
-    {
-        // Tests then report that they are skipped.
-        for (what, packages) in [
-            ("etcd", host::ETCD),
-            ("Chromium", host::BROWSER),
-            ("libfaketime", host::CLOCK),
-        ] {
-            if let Err(error) = host::ensure_packages(packages) {
-                eprintln!("There is no {what}: {error:#}");
-            }
+    for (suite, what, packages) in [
+        ("patchbay-fleet", "etcd", host::ETCD),
+        ("patchbay-fleet", "Chromium", host::BROWSER),
+        ("patchbay-fleet", "libfaketime", host::CLOCK),
+        ("patchbay-attach::libvirt", "libvirt", host::LIBVIRT),
+    ] {
+        let needed = tier_1.iter().any(|test| test.suite.starts_with(suite));
+        if needed && let Err(error) = host::ensure_packages(packages) {
+            // The tests then report that they are skipped.
+            eprintln!("There is no {what}: {error:#}");
         }
     }
-    if tier_1
-        .iter()
-        .any(|test| test.suite == "patchbay-attach::libvirt")
-        && let Err(error) = host::ensure_packages(host::LIBVIRT)
-    {
-        // The tests then report that they are skipped.
-        eprintln!("There is no libvirt: {error:#}");
-    }
-    outcome.run_tier("tier 1, no KVM", tier_1, here(cpus), selection.timeout);
-    if wants(1) && selection.filter.is_none() {
-        outcome.run_doc_tests()?;
-    }
-    if wants(1) {
-        outcome.run_clients(selection.filter.as_deref())?;
-    }
-    // One at a time, because these tests measure and use several CPUs each.
-    let place = if kvm.runs_bare_metal() { here(1) } else { lab };
-    outcome.run_tier(
-        "tier 2, bare-metal guests",
-        tier_2,
-        place,
-        selection.timeout,
-    );
-    if !tier_3.is_empty() {
-        // A stock kernel is downloaded; the others are built.
-        let downloaded = |test: &Test| test.suite == STOCK[1] || attaches(test);
-        let builds = !tier_3.iter().all(downloaded);
-        if builds {
-            outcome.variables.extend(guest::prepare(true)?);
-        } else {
-            outcome.variables.extend(guest::programs()?);
-            let agent = cargo::build_agent()?;
-            outcome.variables.push(("PATCHBAY_AGENT", agent));
-        }
-        let runs = |suite| tier_3.iter().any(|test| test.suite == suite);
-        if runs(OUTSIDE) {
-            let kernel = kernel::get(&Recipe::standard())?.bzimage();
-            outcome.variables.push(("KERNEL", kernel));
-        }
-        if runs("patchbay-tests::linux_kernels") {
-            let more = guest::kernel_without_jump_labels()?;
-            outcome.variables.extend(more);
-        }
-        if runs("patchbay-tests::linux_disk") {
-            match root_disk::get() {
-                Ok(disk) => outcome.variables.push(("PATCHBAY_TEST_ROOT_DISK", disk)),
-                // The test then reports that it is skipped.
-                Err(error) => eprintln!("There is no root disk for a Debian guest: {error:#}"),
-            }
-        }
-        guest::announce_place();
-    }
-    let mut again = Vec::new();
-    if selection.other_kernels || selection.filter.is_none() {
-        again.extend(tier_3.iter().filter(|test| runs_with_others(test)).cloned());
-    }
-    let place = if kvm.runs_linux() {
-        here(cpus.div_ceil(2))
+    Ok(variables)
+}
+
+/// Prepares everything for the tests with Linux guests, and plans some of them with other kernels too.
+fn linux_guests(
+    selection: &Selection,
+    outcome: &mut TestRun,
+    tests: Vec<Test>,
+) -> Result<Vec<Planned>> {
+    let variables = &mut outcome.variables;
+    // A stock kernel is downloaded; the others are built.
+    let downloaded = |test: &Test| test.suite == STOCK[1] || attaches(test);
+    if tests.iter().all(downloaded) {
+        guest::prepare_lab()?;
+        variables.extend(guest::paths_of_programs());
+        variables.push(("PATCHBAY_AGENT", cargo::build_agent()?));
     } else {
-        lab
-    };
-    outcome.run_tier("tier 3, Linux guests", tier_3, place, selection.timeout);
-    if !again.is_empty() {
-        let newest = selection.other_kernels.then(Recipe::newest);
-        for recipe in [Some(Recipe::oldest()), newest].into_iter().flatten() {
-            // The last variable of the same name counts.
-            let variables = guest::kernel_of_the_guest(&recipe)?;
-            outcome.variables.extend(variables);
-            let heading = format!("tier 3, Linux {} guests", recipe.version);
-            outcome.run_tier(&heading, again.clone(), place, selection.timeout);
+        variables.extend(guest::prepare_tests()?);
+    }
+    let runs = |suite| tests.iter().any(|test| test.suite == suite);
+    if runs(OUTSIDE) {
+        let kernel = kernel::get(&Recipe::standard())?.bzimage();
+        variables.push(("KERNEL", kernel));
+    }
+    if runs("patchbay-tests::linux_kernels") {
+        variables.extend(guest::kernel_without_jump_labels()?);
+    }
+    if runs("patchbay-tests::linux_disk") {
+        match root_disk::get() {
+            Ok(disk) => variables.push(("PATCHBAY_TEST_ROOT_DISK", disk)),
+            // The test then reports that it is skipped.
+            Err(error) => eprintln!("There is no root disk for a Debian guest: {error:#}"),
         }
     }
-    Ok(outcome.summarize())
+    guest::announce_place();
+    let again: Vec<Test> = match selection.other_kernels || selection.filter.is_none() {
+        true => tests
+            .iter()
+            .filter(|test| runs_with_others(test))
+            .cloned()
+            .collect(),
+        false => Vec::new(),
+    };
+    let mut planned = outcome.plan("tier 3, Linux guests", tests);
+    let newest = selection.other_kernels.then(Recipe::newest);
+    let recipes = [Some(Recipe::oldest()), newest];
+    for recipe in recipes
+        .into_iter()
+        .flatten()
+        .take_while(|_| !again.is_empty())
+    {
+        // The last variable of the same name counts.
+        outcome
+            .variables
+            .extend(guest::kernel_of_the_guest(&recipe)?);
+        let heading = format!("tier 3, Linux {} guests", recipe.version);
+        let mut others = outcome.plan(&heading, again.clone());
+        for planned in &mut others {
+            planned.test.with = Some(format!("Linux {}", recipe.version));
+        }
+        planned.extend(others);
+    }
+    Ok(planned)
+}
+
+fn attaches(test: &Test) -> bool {
+    ATTACHES.contains(&&*test.suite)
 }
 
 fn runs_with_others(test: &Test) -> bool {
-    let name = full_name(test);
+    let name = test.full_name();
     WITH_OTHER_KERNELS.iter().any(|part| name.starts_with(part))
 }
 
@@ -292,13 +336,10 @@ fn tests_of(binary: &TestBinary, filter: Option<&str>) -> Result<Vec<Test>> {
         name,
         binary: binary.path.clone(),
         folder: binary.folder.clone(),
+        ..Test::default()
     });
-    let matches = |test: &Test| filter.is_none_or(|f| full_name(test).contains(f));
+    let matches = |test: &Test| filter.is_none_or(|f| test.full_name().contains(f));
     Ok(tests.filter(matches).collect())
-}
-
-fn full_name(test: &Test) -> String {
-    format!("{} {}", test.suite, test.name)
 }
 
 #[derive(Clone, Copy)]
@@ -307,19 +348,64 @@ enum Location {
     Lab { labs: usize },
 }
 
-#[derive(Default)]
+/// A test, and the heading under which it is counted.
+struct Planned {
+    heading: String,
+    test: Test,
+}
+
 struct TestRun {
-    tiers: Vec<(String, Counts)>,
+    timeout: Duration,
+    variables: guest::Variables,
+    durations: Durations,
+    /// By heading.
+    counts: Vec<(String, Counts)>,
     failures: Vec<(Test, Report)>,
     /// Rows of tables that tests printed.
     rows: Vec<String>,
-    variables: guest::Variables,
+    /// Where the time goes.
+    phases: Vec<(&'static str, Duration)>,
+    phase_began: Instant,
 }
 
 impl TestRun {
-    /// Runs tests with as many workers as the place allows. Each worker takes the next test when it
-    /// has finished one.
-    fn run_tier(&mut self, heading: &str, tests: Vec<Test>, place: Location, timeout: Duration) {
+    fn new(timeout: Duration) -> Self {
+        Self {
+            timeout,
+            variables: guest::Variables::new(),
+            durations: Durations::of_the_last_run(),
+            counts: Vec::new(),
+            failures: Vec::new(),
+            rows: Vec::new(),
+            phases: Vec::new(),
+            phase_began: Instant::now(),
+        }
+    }
+
+    fn end_phase(&mut self, name: &'static str) {
+        self.phases.push((name, self.phase_began.elapsed()));
+        self.phase_began = Instant::now();
+    }
+
+    /// Tests with the variables known so far.
+    fn plan(&self, heading: &str, tests: Vec<Test>) -> Vec<Planned> {
+        let variables = self.variables.iter();
+        let variables: Vec<_> = variables
+            .map(|(name, path)| ((*name).to_owned(), path.clone()))
+            .collect();
+        let planned = |mut test: Test| {
+            test.variables.clone_from(&variables);
+            Planned {
+                heading: heading.to_owned(),
+                test,
+            }
+        };
+        tests.into_iter().map(planned).collect()
+    }
+
+    /// Runs tests with as many workers as the place allows, the longest first. Each worker takes the
+    /// next test when it has finished one.
+    fn run_tests(&mut self, mut tests: Vec<Planned>, place: Location) {
         if tests.is_empty() {
             return;
         }
@@ -327,24 +413,26 @@ impl TestRun {
             Location::Here { jobs } => (jobs, "here"),
             Location::Lab { labs } => (labs, "in the lab"),
         };
-        println!("\n{heading}: {} tests, {where_}", tests.len());
+        let mut headings: Vec<String> = tests.iter().map(|test| test.heading.clone()).collect();
+        headings.dedup();
+        println!("\n{}: {} tests, {where_}", headings.join("; "), tests.len());
         let workers = workers.clamp(1, tests.len());
-        let start = Instant::now();
+        tests.sort_by(|one, other| self.durations.compare(&one.test, &other.test));
         let queue = Mutex::new(VecDeque::from(tests));
         let done = Mutex::new(Vec::new());
-        let variables = &self.variables;
+        let timeout = self.timeout;
         let work = || {
-            let mut lab = LabWorker::new(timeout, variables);
+            let mut lab = LabWorker::new(timeout);
             // The lock is held only while a test is taken.
             let next = || queue.lock().ok()?.pop_front();
-            while let Some(test) = next() {
+            while let Some(planned) = next() {
                 let report = match place {
-                    Location::Here { .. } => test_runner::run_here(&test, timeout, variables),
-                    Location::Lab { .. } => lab.run(&test),
+                    Location::Here { .. } => test_runner::run_here(&planned.test, timeout),
+                    Location::Lab { .. } => lab.run(&planned.test),
                 };
-                print_report(&test, &report);
+                print_report(&planned.test, &report);
                 if let Ok(mut done) = done.lock() {
-                    done.push((test, report));
+                    done.push((planned, report));
                 }
             }
         };
@@ -353,22 +441,20 @@ impl TestRun {
                 scope.spawn(work);
             }
         });
-        let mut counts = Counts::default();
-        for (test, report) in done.into_inner().unwrap_or_default() {
+        let mut counts: Vec<Counts> = headings.iter().map(|_| Counts::default()).collect();
+        for (Planned { heading, test }, report) in done.into_inner().unwrap_or_default() {
             let rows = report.output.lines().filter(|line| line.starts_with("| "));
             self.rows.extend(rows.map(str::to_owned));
-            match report.verdict {
-                Verdict::Passed => counts.passed += 1,
-                Verdict::Skipped(_) => counts.skipped += 1,
-                Verdict::Failed(_) => {
-                    counts.failed += 1;
-                    self.failures.push((test, report));
-                }
+            self.durations.add(&test, report.time);
+            let at = headings.iter().position(|known| *known == heading);
+            counts[at.unwrap_or_default()].add_report(&report);
+            if matches!(report.verdict, Verdict::Failed(_)) {
+                self.failures.push((test, report));
             }
         }
-        let seconds = start.elapsed().as_secs_f64();
-        self.tiers
-            .push((format!("{heading}, {where_}, {seconds:.0} s"), counts));
+        for (heading, counts) in headings.into_iter().zip(counts) {
+            self.counts.push((format!("{heading}, {where_}"), counts));
+        }
     }
 
     fn run_doc_tests(&mut self) -> Result<()> {
@@ -380,7 +466,7 @@ impl TestRun {
             // For example an example that does not compile, for which there is no line.
             counts.failed = counts.failed.max(1);
         }
-        self.tiers
+        self.counts
             .push(("examples in the documentation".into(), counts));
         Ok(())
     }
@@ -395,12 +481,12 @@ impl TestRun {
                 failed: outcome.failed,
                 skipped: outcome.skipped,
             };
-            self.tiers.push((outcome.heading, counts));
+            self.counts.push((outcome.heading, counts));
         }
         Ok(())
     }
 
-    /// Prints the tables, the failures and the counts; the last line is the sum.
+    /// Prints the tables, the failures, where the time went, and the counts; the last line is the sum.
     fn summarize(&self) -> bool {
         if !self.rows.is_empty() {
             println!("\n{}", self.rows.join("\n"));
@@ -408,16 +494,20 @@ impl TestRun {
         for (test, report) in &self.failures {
             println!(
                 "\n--- {} ---\n{}",
-                full_name(test),
+                test.full_name(),
                 report.output.trim_end()
             );
             if let Verdict::Failed(reason) = &report.verdict {
-                println!("--- {}: {reason}", full_name(test));
+                println!("--- {}: {reason}", test.full_name());
             }
         }
         println!();
+        for (phase, time) in &self.phases {
+            println!("{:5.0} s  {phase}", time.as_secs_f64());
+        }
+        println!();
         let mut sum = Counts::default();
-        for (heading, counts) in &self.tiers {
+        for (heading, counts) in &self.counts {
             println!("{heading}: {counts}");
             sum.add(counts);
         }
@@ -436,7 +526,7 @@ fn print_report(test: &Test, report: &Report) {
     let seconds = report.time.as_secs_f64();
     println!(
         "{verdict} [{seconds:8.3} s] {}{separator}{reason}",
-        full_name(test)
+        test.full_name()
     );
 }
 

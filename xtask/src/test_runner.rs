@@ -17,9 +17,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use crate::guest::Variables;
 use crate::step::dying_with_us;
 
 /// Prefix of the line that a skipped test prints, followed by the reason.
@@ -38,7 +37,7 @@ const SILENCE: Duration = Duration::from_secs(60);
 const SILENCE_AT_START: Duration = Duration::from_secs(360);
 
 /// One test function.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Test {
     /// Package and target.
     pub suite: String,
@@ -47,6 +46,21 @@ pub struct Test {
     pub binary: PathBuf,
     /// Directory in which the test runs.
     pub folder: PathBuf,
+    /// Its environment variables, beside those of this process.
+    pub variables: Vec<(String, PathBuf)>,
+    /// What distinguishes it from the same function elsewhere in this run.
+    pub with: Option<String>,
+}
+
+impl Test {
+    /// "suite function", and with what it runs.
+    pub fn full_name(&self) -> String {
+        let Self { suite, name, .. } = self;
+        match &self.with {
+            Some(with) => format!("{suite} {name} ({with})"),
+            None => format!("{suite} {name}"),
+        }
+    }
 }
 
 /// Result of a test.
@@ -97,9 +111,9 @@ pub fn list(binary: &Path, folder: &Path) -> Result<Vec<String>> {
 }
 
 /// Runs one test in a separate process.
-pub fn run_here(test: &Test, timeout: Duration, variables: &Variables) -> Report {
+pub fn run_here(test: &Test, timeout: Duration) -> Report {
     let start = Instant::now();
-    let report = start_and_watch(test, timeout, variables).unwrap_or_else(|error| {
+    let report = start_and_watch(test, timeout).unwrap_or_else(|error| {
         Report::failed(format!("cannot run {}: {error}", test.binary.display()))
     });
     Report {
@@ -108,7 +122,7 @@ pub fn run_here(test: &Test, timeout: Duration, variables: &Variables) -> Report
     }
 }
 
-fn start_and_watch(test: &Test, timeout: Duration, variables: &Variables) -> io::Result<Report> {
+fn start_and_watch(test: &Test, timeout: Duration) -> io::Result<Report> {
     let (reader, writer) = io::pipe()?;
     let mut command = Command::new(&test.binary);
     command
@@ -117,7 +131,7 @@ fn start_and_watch(test: &Test, timeout: Duration, variables: &Variables) -> io:
     command
         .env("CARGO_MANIFEST_DIR", &test.folder)
         .stdin(Stdio::null());
-    command.envs(variables.iter().map(|(name, path)| (name, path)));
+    command.envs(test.variables.iter().map(|(name, path)| (name, path)));
     command.stdout(writer.try_clone()?).stderr(writer);
     let mut child = command.spawn()?;
     // The command holds this process's copies of the pipe's writing end.
@@ -231,7 +245,7 @@ pub fn serve(timeout: Duration) -> Result<()> {
     });
     for line in io::stdin().lock().lines() {
         let test = decode_test(&line?).context("a test as JSON on standard input")?;
-        say(&encode_report(&run_here(&test, timeout, &Vec::new())))?;
+        say(&encode_report(&run_here(&test, timeout)))?;
     }
     Ok(())
 }
@@ -246,7 +260,6 @@ fn say(line: &str) -> io::Result<()> {
 /// A lab that runs tests; started by the first one.
 pub struct LabWorker {
     timeout: Duration,
-    variables: Variables,
     running: Option<Running>,
 }
 
@@ -260,10 +273,9 @@ struct Running {
 
 impl LabWorker {
     /// `timeout` is that of a single test.
-    pub fn new(timeout: Duration, variables: &Variables) -> Self {
+    pub fn new(timeout: Duration) -> Self {
         Self {
             timeout,
-            variables: variables.clone(),
             running: None,
         }
     }
@@ -280,7 +292,7 @@ impl LabWorker {
         };
         attempt()
             .or_else(|error| {
-                println!("{} {}: {error:#}; once more", test.suite, test.name);
+                println!("{}: {error:#}; once more", test.full_name());
                 attempt()
             })
             .unwrap_or_else(|error| Report::failed(format!("{error:#}")))
@@ -289,7 +301,7 @@ impl LabWorker {
     fn try_run(&mut self, test: &Test) -> Result<Report> {
         let running = match &mut self.running {
             Some(running) => running,
-            none => none.insert(start_lab(self.timeout, &self.variables)?),
+            none => none.insert(start_lab(self.timeout)?),
         };
         let mut line = encode_test(test);
         line.push('\n');
@@ -321,12 +333,11 @@ impl Drop for LabWorker {
     }
 }
 
-fn start_lab(timeout: Duration, variables: &Variables) -> Result<Running> {
+fn start_lab(timeout: Duration) -> Result<Running> {
     let this = std::env::current_exe()?;
     let mut command = Command::new(&this);
     command.args(["lab", "--"]).arg(&this).arg("run-tests");
     command.args(["--timeout", &timeout.as_secs().to_string()]);
-    command.envs(variables.iter().map(|(name, path)| (name, path)));
     // Resolving symbols takes the emulated CPU longer than many a test.
     command.env("RUST_BACKTRACE", "0");
     let mut lab = dying_with_us(&command)
@@ -355,11 +366,16 @@ fn start_lab(timeout: Duration, variables: &Variables) -> Result<Running> {
 }
 
 fn encode_test(test: &Test) -> String {
+    let variables = test.variables.iter();
+    let variables: Map<String, Value> = variables
+        .map(|(name, path)| (name.clone(), path.to_string_lossy().into()))
+        .collect();
     json!({
         "suite": test.suite,
         "name": test.name,
         "binary": test.binary.to_string_lossy(),
         "folder": test.folder.to_string_lossy(),
+        "variables": variables,
     })
     .to_string()
 }
@@ -372,11 +388,18 @@ fn decode_test(line: &str) -> Result<Test> {
             .with_context(|| format!("no {field}"))?
             .to_owned())
     };
+    let variables = value["variables"].as_object().context("no variables")?;
+    let variable = |(name, path): (&String, &Value)| {
+        let path = path.as_str().context("a variable is no text")?;
+        Ok((name.clone(), path.into()))
+    };
     Ok(Test {
+        variables: variables.iter().map(variable).collect::<Result<_>>()?,
         suite: text("suite")?,
         name: text("name")?,
         binary: text("binary")?.into(),
         folder: text("folder")?.into(),
+        with: None,
     })
 }
 
@@ -428,8 +451,10 @@ mod tests {
             name: "a::b".into(),
             binary,
             folder,
+            variables: vec![("WORD".into(), "x y".into())],
+            with: None,
         };
-        run_here(&test, timeout, &Vec::new())
+        run_here(&test, timeout)
     }
 
     const LONG: Duration = Duration::from_secs(60);
@@ -437,7 +462,7 @@ mod tests {
     #[test]
     fn verdicts() {
         let passed = run_script(
-            "[ \"$1 $2\" = 'a::b --exact' ] && echo 'test result: ok. 1 passed'",
+            "[ \"$1 $2 $WORD\" = 'a::b --exact x y' ] && echo 'test result: ok. 1 passed'",
             LONG,
         );
         assert_eq!(passed.verdict, Verdict::Passed);
@@ -474,6 +499,8 @@ mod tests {
             name: "a::b".into(),
             binary: "/x y".into(),
             folder: "/".into(),
+            variables: vec![("A".into(), "/a".into()), ("B".into(), "/b c".into())],
+            with: None,
         };
         assert_eq!(decode_test(&encode_test(&test)).unwrap(), test);
         for verdict in [

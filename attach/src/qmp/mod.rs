@@ -98,8 +98,8 @@ pub struct Event {
     pub data: Value,
 }
 
-/// Called by the reading thread with each event, and at last with `None` when the connection has ended.
-/// It must not wait for an answer of QEMU.
+/// Called by the reading thread with each event, and at last with `None` when QEMU has ended the
+/// connection, but not when this side drops it. It must not wait for an answer of QEMU.
 pub type EventListener = Box<dyn Fn(Option<Event>) + Send>;
 
 /// A connection to a QEMU's monitor.
@@ -286,7 +286,10 @@ impl Qmp {
 
 impl Drop for Qmp {
     fn drop(&mut self) {
-        // Ends the reading thread's read.
+        // First, so that the reading thread knows why its read ends.
+        let mut state = self.shared.state();
+        state.closed.get_or_insert("it was dropped".to_owned());
+        drop(state);
         let _ = self.stream.shutdown(Shutdown::Both);
         if let Some(reader) = self.reader.take() {
             let _ = reader.join();
@@ -402,7 +405,12 @@ fn read(shared: &Shared, stream: UnixStream, listener: &EventListener) {
         drop(state);
         shared.changed.notify_all();
     }
-    shared.state().closed = Some(why);
+    let mut state = shared.state();
+    let dropped = state.closed.is_some();
+    state.closed.get_or_insert(why);
+    drop(state);
     shared.changed.notify_all();
-    listener(None);
+    if !dropped {
+        listener(None);
+    }
 }
