@@ -133,9 +133,15 @@ fn parse_root(text: &str) -> Result<String, String> {
     }
 }
 
+const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
+    name: "patchbay-fleet",
+    command: Arguments::command,
+    front: None,
+};
+
 #[tokio::main]
 async fn main() -> ExitCode {
-    patchbay_manual::generate_if_asked("patchbay-fleet", Arguments::command);
+    MANUAL.generate_if_asked();
     match serve(Arguments::parse()).await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -296,5 +302,17 @@ fn remove_dead_socket(socket: &std::path::Path) -> anyhow::Result<()> {
                 .with_context(|| format!("the dead socket {path} cannot be removed"))
         }
         Err(error) => Err(error).with_context(|| format!("{path} is no socket of a controller")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_manual_names_every_option() {
+        let folder = tempfile::tempdir().unwrap();
+        let missing = MANUAL.missing_options(folder.path()).unwrap();
+        assert!(missing.is_empty(), "{missing:?}");
     }
 }

@@ -20,6 +20,8 @@ done
 systemctl is-enabled patchbay-agent.service
 test -s /usr/share/man/man8/patchbay-agent.8.gz
 test -s /usr/share/man/man1/patchbay-keys-enable.1.gz
+# patchbayd writes the pages of what it does for patchbay.
+zcat /usr/share/man/man1/patchbay-policy-can.1.gz | grep policy
 for completion in /usr/share/bash-completion/completions/patchbay*; do bash -n "$completion"; done
 systemd-analyze verify patchbayd.service patchbay-fleet.service patchbay-agent.service
 

@@ -91,6 +91,7 @@ impl Programs {
             let mut program = Command::new(folder.path().join(name));
             succeed(program.arg("--generate-manual").arg(manual.path()))?;
         }
+        check_references(manual.path())?;
         let epoch = match std::env::var("SOURCE_DATE_EPOCH") {
             Ok(epoch) => epoch,
             Err(_) => output(
@@ -329,6 +330,26 @@ impl Tree {
     }
 }
 
+/// Fails if a page lists a subcommand whose page no program has written.
+fn check_references(manual: &Path) -> Result<()> {
+    for file in cache::files_below(manual)? {
+        if file.extension().is_none_or(|ending| ending != "1") {
+            continue;
+        }
+        let text = fs::read_to_string(&file)?.replace("\\-", "-");
+        let words = text.lines().filter_map(|line| line.strip_suffix("(1)"));
+        for page in words.map(|name| manual.join(format!("{name}.1"))) {
+            ensure!(
+                page.is_file(),
+                "{} lists the page {}, which does not exist",
+                file.display(),
+                page.display()
+            );
+        }
+    }
+    Ok(())
+}
+
 fn write_sums(folder: &Path) -> Result<()> {
     let mut sums = String::new();
     for path in cache::files_below(folder)? {
@@ -373,6 +394,17 @@ fn run_to_end(command: &mut Command) -> Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_subcommand_without_a_page_is_refused() {
+        let manual = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(manual.path().join(name), text).unwrap();
+        write("one.1", ".SH SUBCOMMANDS\n.TP\none\\-two(1)\nDoes two things\n");
+        let error = check_references(manual.path()).unwrap_err().to_string();
+        assert!(error.contains("one-two.1, which does not exist"), "{error}");
+        write("one-two.1", ".TH ONE-TWO 1\n");
+        check_references(manual.path()).unwrap();
+    }
 
     #[test]
     fn a_program_without_a_page_is_refused() {
