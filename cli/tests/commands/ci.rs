@@ -190,10 +190,11 @@ fn monitor() {
         .map(|key| TestKey::new(key, 1))
         .chain([
             TestKey::guarded("guarded"),
+            TestKey::guarded("sched_feature"),
             TestKey::tracepoint("traced", true),
         ])
         .collect();
-    let keys = Lab::with(&keys);
+    let keys = Lab::with_guarded(&keys, words.contains(&"--allow-guarded"));
     std::os::unix::fs::symlink(keys.socket(), value("--api-socket")).expect("a link");
     let exec = format!("{}_1025", value("--vsock"));
     let stream = UnixStream::connect(exec).expect("the run listens");
