@@ -415,6 +415,11 @@ fn the_matrix_flips_each_key_alone_and_names_the_failing_ones() {
         &["skip  guarded=on", "--allow-guarded"],
         &["--matrix", "g*", "--", "true"],
     );
+    ci.expect(
+        0,
+        &["patchbay: no key was flipped"],
+        &["--matrix", "sched_*", "--", "true"],
+    );
     ci.expect(125, &["guarded"], &["--matrix", "guarded", "--", "true"]);
     ci.expect(
         125,
