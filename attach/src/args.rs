@@ -72,7 +72,7 @@ pub struct Options {
     /// How the guest is stopped for a change
     #[arg(long, value_enum, default_value_t = Pause::Freeze)]
     pub pause: Pause,
-    /// Where the guest's memory is reached
+    /// Way to reach the guest's memory
     #[arg(long, value_enum, default_value_t = Memory::Auto)]
     pub memory: Memory,
     /// Allow changes of guarded keys for clients that ask for it
@@ -137,9 +137,9 @@ impl FromStr for AgentVsock {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum Pause {
-    /// By ptrace of its vCPUs' threads
+    /// Use ptrace to stop the vCPUs' threads
     Freeze,
-    /// By the monitor's own stop and cont
+    /// Use the monitor's own stop and cont
     Qmp,
 }
 

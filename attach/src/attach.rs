@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// For the first stop, which shows whether this user may stop the guest.
 const FIRST_STOP: Duration = Duration::from_secs(5);
 
-/// Which guest.
+/// The guest to attach to.
 #[derive(Clone, Debug)]
 pub enum Target {
     /// The QEMU that listens on this socket; its process id, if the socket's owner is not QEMU.
@@ -47,18 +47,18 @@ pub enum PauseWay {
     /// The threads of its vCPUs are, by ptrace.
     #[default]
     Freeze,
-    /// By QEMU's own stop.
+    /// QEMU's own stop.
     Qmp,
 }
 
 /// How to attach.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Which guest.
+    /// The guest.
     pub target: Target,
     /// The guest's name here; `None`: as QEMU calls it, else by the process id.
     pub name: Option<String>,
-    /// Where its memory is looked for.
+    /// The way to its memory.
     pub access: Access,
     /// How it is stopped.
     pub pause: PauseWay,
@@ -327,7 +327,7 @@ mod tests {
             "qemu -qmp unix:",
             "qemu -chardev socket,id=b,path=/run/q -mon chardev=b,mode=readline",
             "qemu -chardev socket,id=b,path=/run/q -mon chardev=c,mode=control",
-            // As libvirt starts it.
+            // libvirt starts it so.
             "qemu -chardev socket,id=b,fd=25,server=on -mon chardev=b,id=m,mode=control",
         ] {
             assert_eq!(path_in(line), None, "{line}");

@@ -25,7 +25,7 @@ const BETWEEN_LOOKS: Duration = Duration::from_micros(50);
 /// Why the threads run on.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FreezeError {
-    /// Those with these indices had not stopped in time.
+    /// The threads with these indices had not stopped in time.
     #[error("{} threads did not stop in time", .0.len())]
     Late(Vec<usize>),
     /// A thread has ended.
@@ -120,7 +120,7 @@ fn trace(
     let stopped = stop(threads, &mut traced, deadline);
     let stopped = stopped.map(|()| began.elapsed());
     let wait = stopped.is_ok();
-    // Who asked is gone only if this process ends.
+    // The caller is gone only if this process ends.
     let _ = answer.send(stopped);
     if wait {
         let _ = released.recv();

@@ -30,10 +30,10 @@ const LAST_MOMENTS: Duration = Duration::from_secs(2);
 /// How the vCPUs are stopped.
 #[derive(Debug)]
 pub enum Pauser {
-    /// By QEMU's `stop` and `cont`. It drains and flushes the guest's disks, stops the guest's clock, and tells everybody by an
+    /// QEMU's `stop` and `cont` are used. `stop` drains and flushes the guest's disks, stops the guest's clock, and tells everybody by an
     /// event; another client's `cont` ends it early.
     Qmp(Mutex<Watchdog>),
-    /// By ptrace of the vCPUs' threads.
+    /// The vCPUs' threads are stopped by ptrace.
     Freeze(Mutex<Threads>),
 }
 

@@ -180,7 +180,7 @@ fn agent_socket(
     }
 }
 
-/// Where `patchbay` looks for it.
+/// The path at which `patchbay` looks for the socket.
 fn default_socket(name: &str) -> anyhow::Result<PathBuf> {
     let plain = !name.is_empty() && !name.starts_with('.') && !name.contains('/');
     anyhow::ensure!(

@@ -28,7 +28,7 @@ use crate::process::Process;
 
 const PAGE: NonZeroUsize = NonZeroUsize::new(PAGE_SIZE as usize).expect("not 0");
 
-/// Where to look for the guest's memory.
+/// The way to reach the guest's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Access {
     /// In its file if the monitor maps one shared, else in the monitor's process.

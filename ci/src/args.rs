@@ -57,7 +57,7 @@ pub struct RunArgs {
     /// Copies a file or folder of the guest to the folder of --collect-into after the command ends.
     #[arg(long, value_name = "PATH")]
     pub collect: Vec<String>,
-    /// Where collected files go.
+    /// Folder for collected files.
     #[arg(long, value_name = "FOLDER", default_value = "collected")]
     pub collect_into: PathBuf,
     /// Writes the results as JUnit XML.

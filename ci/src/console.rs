@@ -3,6 +3,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use patchbay_proto::KERNEL_REPORTS;
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::sync::watch;
 
@@ -14,30 +15,6 @@ const REPORT_LINES: usize = 80;
 const LINE: usize = 1024;
 /// Limit on the reports kept between two calls of [`Console::take_reports`].
 const REPORTS: usize = 16;
-
-/// How messages begin that fail a run.
-const ALARMS: &[&str] = &[
-    "WARNING: ",
-    "BUG: ",
-    "watchdog: BUG: ",
-    "kernel BUG at ",
-    "Oops: ",
-    "Internal error: ",
-    "general protection fault",
-    "invalid opcode: ",
-    "divide error: ",
-    "stack segment: ",
-    "double fault: ",
-    "PANIC: ",
-    "Kernel panic - not syncing",
-    "INFO: task ",
-    "rcu: INFO: ",
-    "UBSAN: ",
-    "unchecked MSR access error: ",
-    "refcount_t: ",
-    "list_add corruption",
-    "list_del corruption",
-];
 
 /// How the message of a kernel that cannot continue begins.
 const PANIC: &str = "Kernel panic - not syncing";
@@ -92,7 +69,7 @@ impl Scanner {
         if text.starts_with(PANIC) {
             self.panicked.get_or_insert_with(|| text.to_owned());
         }
-        let alarm = ALARMS.iter().any(|alarm| text.starts_with(alarm));
+        let alarm = KERNEL_REPORTS.iter().any(|report| text.starts_with(report));
         if self.report.is_empty() && !alarm {
             return;
         }

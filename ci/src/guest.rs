@@ -41,7 +41,7 @@ pub struct Config {
     pub show_console: bool,
     /// Variables of the commands, NAME=value.
     pub environment: Vec<String>,
-    /// Where commands run.
+    /// The working folder of commands.
     pub directory: PathBuf,
 }
 

@@ -5,16 +5,15 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use hyper_util::rt::TokioIo;
+use patchbay_proto::client;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::{
     DescribeGuestRequest, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest, RegistrationState,
     StaticKey, UpdateStaticKeysRequest,
 };
-use tokio::net::UnixStream;
 use tonic::Request;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 
 /// Time for the monitor to know the kernel's keys: at once if the kernel registers them, and the
 /// length of a search otherwise.
@@ -112,14 +111,8 @@ pub struct Keys {
 impl Keys {
     /// Connects, and waits until the kernel's keys are known.
     pub(crate) async fn connect(socket: &Path) -> Result<Self> {
-        let path = socket.to_owned();
-        let channel = Endpoint::from_static("http://patchbay.invalid")
-            .initial_stream_window_size(patchbay_proto::STREAM_WINDOW)
-            .initial_connection_window_size(patchbay_proto::CONNECTION_WINDOW)
-            .connect_with_connector(tower::service_fn(move |_| {
-                let path = path.clone();
-                async move { UnixStream::connect(path).await.map(TokioIo::new) }
-            }))
+        let channel = client::endpoint()
+            .connect_with_connector(client::unix_socket(socket))
             .await
             .with_context(|| format!("no monitor answers on {}", socket.display()))?;
         let mut guest = GuestServiceClient::new(channel.clone());

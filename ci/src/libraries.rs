@@ -92,7 +92,7 @@ pub fn dynamic(data: &[u8]) -> Result<Option<Dynamic>> {
     Ok(Some(found))
 }
 
-/// Where libraries are searched besides a file's own paths.
+/// The folders that are searched for libraries besides a file's own paths.
 #[derive(Debug)]
 pub struct Search {
     folders: Vec<PathBuf>,

@@ -42,7 +42,7 @@ impl Kept {
     }
 }
 
-/// Where the time went.
+/// The times of the parts of a run.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Times {
     pub boots: u32,

@@ -212,7 +212,7 @@ async fn expect_messages(guest: &mut Guest) -> Result<()> {
 
 /// The guest must call getppid() without printing.
 async fn expect_silence(guest: &mut Guest) -> Result<()> {
-    // As in expect_messages(), and then more calls, so that silence is meaningful.
+    // Silence means something only if more calls are made, like in expect_messages().
     guest.shell("true").await?;
     let said = guest.shell("timeout 1 getppid_loop 10; true").await?;
     ensure!(

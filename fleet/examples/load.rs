@@ -96,7 +96,7 @@ fn resident_kib() -> u64 {
     number.unwrap_or(0)
 }
 
-/// Of all threads, guests among them.
+/// Processor time of all threads, those of guests included.
 fn cpu() -> Duration {
     const TICK_MS: u64 = 10;
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();

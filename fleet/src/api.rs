@@ -3,18 +3,17 @@
 
 use std::collections::BTreeSet;
 use std::future::Future;
-use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 
 use futures_util::{Stream, StreamExt, stream};
+use patchbay_proto::TraceParent;
 use patchbay_proto::fleet::v1;
 use patchbay_proto::fleet::v1::inventory_service_server::{
     InventoryService, InventoryServiceServer,
 };
 use patchbay_proto::fleet::v1::rollout_service_server::{RolloutService, RolloutServiceServer};
-use patchbay_proto::{TRACEPARENT_METADATA, parse_traceparent};
-use tokio::net::UnixListener;
+use patchbay_proto::socket::ListeningSocket;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::server::UdsConnectInfo;
 use tonic::{Request, Response, Status};
@@ -31,27 +30,22 @@ struct Api {
     controller: Arc<Controller>,
 }
 
-/// Serves on the socket until `shutdown` is ready. Only the owner may connect.
+/// Serves on the socket until `shutdown` is ready.
 ///
 /// # Errors
-/// If the socket cannot be bound, or HTTP/2 fails.
+/// If HTTP/2 fails.
 pub async fn serve(
     controller: Arc<Controller>,
-    socket: &Path,
+    socket: &ListeningSocket,
     shutdown: impl Future<Output = ()>,
 ) -> anyhow::Result<()> {
-    use anyhow::Context;
-    use std::os::unix::fs::PermissionsExt;
-    let listener = UnixListener::bind(socket)
-        .with_context(|| format!("the socket {} cannot be bound", socket.display()))?;
-    std::fs::set_permissions(socket, std::fs::Permissions::from_mode(0o600))?;
+    let incoming = UnixListenerStream::new(socket.tokio_listener()?);
     let api = Api { controller };
     tonic::transport::Server::builder()
         .add_service(RolloutServiceServer::new(api.clone()))
         .add_service(InventoryServiceServer::new(api))
-        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), shutdown)
+        .serve_with_incoming_shutdown(incoming, shutdown)
         .await?;
-    std::fs::remove_file(socket)?;
     Ok(())
 }
 
@@ -114,8 +108,7 @@ impl RolloutService for Api {
         request: Request<v1::PlanRequest>,
     ) -> Result<Response<v1::PlanResponse>, Status> {
         let principal = principal(&request)?;
-        let trace = request.metadata().get(TRACEPARENT_METADATA);
-        let trace = trace.and_then(|parent| parse_traceparent(parent.to_str().ok()?));
+        let trace = TraceParent::of(request.metadata().as_ref());
         let request = request.into_inner();
         let leads = self.leadership()?;
         let planning = leads.plan(&request.rollout, &request.spec, &principal);

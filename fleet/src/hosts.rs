@@ -13,10 +13,9 @@ use hyper_util::rt::TokioIo;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
-use patchbay_proto::{TRACEPARENT_METADATA, traceparent, v1};
-use tokio::net::UnixStream;
+use patchbay_proto::{TraceParent, client, v1};
 use tokio::sync::{Semaphore, watch};
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 use tonic_types::StatusExt;
 
@@ -32,7 +31,7 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const MAX_ANSWER_BYTES: usize = 8 << 20;
 
-/// Where a host is reached.
+/// The address of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostEndpoint {
     /// The unix socket of its `patchbayd`, or of a monitor.
@@ -179,16 +178,10 @@ impl Hosts {
 
 /// Connects at the first call.
 fn channel(endpoint: &HostEndpoint) -> Channel {
-    let channel = Endpoint::from_static("http://patchbay")
-        .connect_timeout(CONNECT_TIMEOUT)
-        .initial_stream_window_size(patchbay_proto::STREAM_WINDOW)
-        .initial_connection_window_size(patchbay_proto::CONNECTION_WINDOW);
+    let channel = client::endpoint().connect_timeout(CONNECT_TIMEOUT);
     match endpoint.clone() {
         HostEndpoint::Socket(path) => {
-            channel.connect_with_connector_lazy(tower::service_fn(move |_| {
-                let path = path.clone();
-                async move { UnixStream::connect(path).await.map(TokioIo::new) }
-            }))
+            channel.connect_with_connector_lazy(client::unix_socket(path))
         }
         HostEndpoint::Address(address, tls) => {
             let channel = channel
@@ -427,10 +420,9 @@ pub fn current_trace() -> Option<u128> {
 
 fn timed<T>(message: T) -> Request<T> {
     let mut request = Request::new(message);
-    if let Some(trace_id) = current_trace()
-        && let Ok(parent) = traceparent(trace_id, fastrand::u64(1..)).parse()
-    {
-        request.metadata_mut().insert(TRACEPARENT_METADATA, parent);
+    if let Some(trace_id) = current_trace() {
+        let span_id = fastrand::u64(1..);
+        TraceParent { trace_id, span_id }.insert(request.metadata_mut());
     }
     request.set_timeout(CALL_TIMEOUT);
     request
@@ -505,17 +497,9 @@ mod tests {
 
     #[tokio::test]
     async fn calls_of_a_rollout_carry_its_trace() {
-        let parent = |request: &Request<()>| {
-            let parent = request.metadata().get(TRACEPARENT_METADATA)?;
-            Some(parent.to_str().expect("text").to_owned())
-        };
+        let parent = |request: &Request<()>| TraceParent::of(request.metadata().as_ref());
         let inside = traced(0xabc, async { parent(&timed(())) }).await;
-        let inside = inside.expect("a trace");
-        assert!(
-            inside.starts_with("00-00000000000000000000000000000abc-"),
-            "{inside}"
-        );
-        assert_eq!(inside.len(), 55, "{inside}");
+        assert_eq!(inside.expect("a trace").trace_id, 0xabc);
         assert_eq!(parent(&timed(())), None);
     }
 }

@@ -23,6 +23,7 @@ use patchbay_node::listen::tls::{Tls, TlsFiles};
 use patchbay_node::policy::LivePolicy;
 use patchbay_node::scrape::MetricsAddress;
 use patchbay_node::spans::Exporter;
+use patchbay_proto::socket::ListeningSocket;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Rolls changes of static keys out over the guests of many hosts.
@@ -80,7 +81,7 @@ struct Arguments {
     hosts: Vec<HostConfig>,
 }
 
-/// Where operators see the fleet in a browser.
+/// The page for operators.
 #[derive(Args)]
 struct PageArguments {
     /// Serve the page on this address, of the loopback interface unless --cert is given
@@ -202,8 +203,8 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     };
     let (page, reload) = page(&arguments, Arc::clone(&controller)).await?;
     let metrics = scrape(arguments.metrics.as_ref(), Arc::clone(&controller)).await?;
-    remove_dead_socket(&arguments.socket)?;
-    let serving = api::serve(Arc::clone(&controller), &arguments.socket, ended);
+    let socket = ListeningSocket::bind(&arguments.socket)?;
+    let serving = api::serve(Arc::clone(&controller), &socket, ended);
     let result = tokio::select! {
         result = serving => result,
         () = controller.run() => Ok(()),
@@ -287,22 +288,6 @@ async fn scrape(
     };
     let text = move || std::future::ready(patchbay_fleet::metrics::text(&controller));
     Ok(Box::pin(patchbay_node::scrape::serve(address, text).await?))
-}
-
-/// A controller that was killed leaves its socket behind.
-fn remove_dead_socket(socket: &std::path::Path) -> anyhow::Result<()> {
-    if !socket.exists() {
-        return Ok(());
-    }
-    let path = socket.display();
-    match std::os::unix::net::UnixStream::connect(socket) {
-        Ok(_) => bail!("another controller serves {path}"),
-        Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
-            std::fs::remove_file(socket)
-                .with_context(|| format!("the dead socket {path} cannot be removed"))
-        }
-        Err(error) => Err(error).with_context(|| format!("{path} is no socket of a controller")),
-    }
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::Read;
 
+use patchbay_proto::KERNEL_REPORTS;
 use rustix::fs::{Mode, OFlags, SeekFrom};
 
 /// `LOGLEVEL_WARNING`, `include/linux/kern_levels.h`. A lower level is more severe.
@@ -14,22 +15,6 @@ const KEPT: usize = 16;
 const RECORD_BYTES: usize = 8192;
 /// Limit on the records read per report, so that a flood of messages does not block the agent.
 const MAX_RECORDS: usize = 4096;
-
-/// How the first message of a report begins that the kernel makes of an error in itself: `WARN()`,
-/// `BUG()`, the handlers of exceptions, and the detectors of hung tasks and stalls.
-const REPORTS: &[&str] = &[
-    "WARNING: ",
-    "BUG: ",
-    "watchdog: BUG: ",
-    "kernel BUG at ",
-    "Oops: ",
-    "Internal error: ",
-    "general protection fault",
-    "INFO: task ",
-    "rcu: INFO: ",
-    "UBSAN: ",
-    "refcount_t: ",
-];
 
 /// Keeps the most recent warnings, and counts the reports among them.
 #[derive(Debug)]
@@ -109,7 +94,7 @@ fn parse(record: &str) -> Option<String> {
 /// Whether the warning is the first message of a report of an error in the kernel.
 fn is_report(warning: &str) -> bool {
     let text = warning.split_once("] ").map_or(warning, |(_, text)| text);
-    REPORTS.iter().any(|report| text.starts_with(report))
+    KERNEL_REPORTS.iter().any(|report| text.starts_with(report))
 }
 
 #[cfg(test)]

@@ -30,7 +30,7 @@ const LIST_INTERVAL: Duration = Duration::from_secs(5);
 /// Time allowed for an answer of libvirt.
 const LIST_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Where guests are looked for.
+/// The places that are searched for guests.
 #[derive(Clone, Debug, Default)]
 pub struct Attach {
     /// Folders whose sockets are QMP sockets.

@@ -73,7 +73,7 @@ pub struct Issued {
     pub certificate: PathBuf,
     /// Its private key, mode 0600.
     pub key: PathBuf,
-    /// As a policy names whoever presents it.
+    /// The name by which a policy knows whoever presents it.
     pub principal: String,
 }
 
@@ -148,7 +148,7 @@ pub fn issue(folder: &Path, request: &Request) -> Result<Issued, CertsError> {
     valid(&mut params, i64::from(request.days));
     let key = KeyPair::generate()?;
     let certificate = params.signed_by(&key, &issuer)?;
-    // As the host will read it.
+    // The name that the host will read.
     let principal = Identity::of_certificate(certificate.der())?.principal;
     write(folder, name, &certificate.pem(), &key, &principal)
 }

@@ -40,7 +40,7 @@ pub enum PolicyCommand {
     },
     /// Say whether a principal may do something, and which rule decides.
     Can {
-        /// As the connection proves it: a SPIFFE id, a common name, or "uid:N".
+        /// The name that the connection proves: a SPIFFE id, a common name, or "uid:N".
         principal: String,
         /// What it wants to do.
         op: Op,
@@ -146,7 +146,7 @@ pub enum CertsCommand {
     },
 }
 
-/// Where the daemon keeps its log: under /var/log for root, else in the user's state folder.
+/// The folder of the daemon's log: under /var/log for root, else in the user's state folder.
 #[must_use]
 pub fn default_audit_log() -> PathBuf {
     if !geteuid().is_root() {

@@ -11,15 +11,15 @@ use sha2::{Digest, Sha256};
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-/// As the monitors limit it.
+/// Monitors have the same limit.
 const MAX_PRINCIPAL_BYTES: usize = 256;
 /// What monitors call themselves in watches and audit logs.
 const RESERVED: &str = "monitor";
 
-/// Who calls.
+/// The caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// As the policy's rules name it.
+    /// The name in the policy's rules.
     pub principal: String,
     /// The certificate that proves it; `None` on a unix socket.
     pub certificate: Option<Proof>,

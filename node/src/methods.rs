@@ -24,7 +24,7 @@ pub enum Effect {
     Arm,
     /// Armed tracepoints of `patterns`.
     Armed,
-    /// As `Arm` with `arm_and_fire`, else as `Read`.
+    /// `Arm` with `arm_and_fire`, else `Read`.
     Stream,
 }
 

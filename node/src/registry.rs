@@ -27,7 +27,7 @@ const FAN_OUT: usize = 64;
 
 /// What is registered.
 pub struct Host {
-    /// Where the registry is.
+    /// The store that holds the registry.
     pub store: Arc<dyn Store>,
     /// The host's name, unlike any other's.
     pub name: String,

@@ -14,11 +14,10 @@ use std::time::Duration;
 use http_body_util::Full;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use patchbay_proto::socket::{ListeningSocket, SocketError};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
-
-use crate::listen::{NodeSocket, SocketError};
 
 /// Connections of whoever reads metrics.
 const MAX_CONNECTIONS: usize = 16;
@@ -57,7 +56,7 @@ impl std::str::FromStr for MetricsAddress {
 #[derive(Debug, thiserror::Error)]
 #[error("{address} cannot be listened on: {error}; give another address")]
 pub struct ListenError {
-    /// As given.
+    /// The address that was given.
     pub address: SocketAddr,
     /// From the operating system.
     pub error: io::Error,
@@ -91,7 +90,7 @@ where
 {
     match *address {
         MetricsAddress::Unix(ref path) => {
-            let socket = NodeSocket::bind(path, 0o600)?;
+            let socket = ListeningSocket::bind(path)?;
             let listener = socket.tokio_listener()?;
             Ok(Box::pin(accept((socket, listener), text)))
         }
@@ -119,7 +118,7 @@ impl Listener for TcpListener {
     }
 }
 
-impl Listener for (NodeSocket, tokio::net::UnixListener) {
+impl Listener for (ListeningSocket, tokio::net::UnixListener) {
     type Stream = tokio::net::UnixStream;
 
     async fn accept(&self) -> io::Result<Self::Stream> {

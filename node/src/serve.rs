@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use patchbay_proto::socket::{ListeningSocket, SocketError};
 use patchbay_store::registry::{HostRecord, RegisterError, machine};
 use rustix::process::geteuid;
 use tokio::net::TcpListener;
@@ -21,7 +22,7 @@ use crate::attach::{self, Attach};
 use crate::audit::{Audit, AuditError, AuditLog};
 use crate::guests::{self, Guests};
 use crate::listen::tls::{Tls, TlsError, TlsFiles};
-use crate::listen::{Incoming, MAX_CALLS, NodeSocket, SocketError};
+use crate::listen::{Incoming, MAX_CALLS};
 use crate::metrics::Metrics;
 use crate::monitors::{self, Directory, RunDirs};
 use crate::policy::{LivePolicy, PolicyError};
@@ -42,7 +43,7 @@ const _: () = assert!(HTTP2_STREAMS as usize > MAX_CALLS);
 /// How the daemon runs.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Where monitors have their sockets.
+    /// The folders of the sockets of monitors.
     pub run_dirs: RunDirs,
     /// The host's own socket.
     pub socket: PathBuf,
@@ -54,11 +55,11 @@ pub struct Config {
     pub policy: Option<PathBuf>,
     /// The audit log.
     pub audit_log: PathBuf,
-    /// Where metrics are read.
+    /// The address that serves metrics.
     pub metrics: Option<MetricsAddress>,
     /// Guests that the host runs by itself.
     pub guests: Guests,
-    /// Where guests of other monitors are looked for.
+    /// The places that are searched for guests of other monitors.
     pub attach: Attach,
     /// The registry, and the host in it.
     pub registry: Option<RegistryConfig>,
@@ -135,7 +136,7 @@ pub async fn serve(
         None => None,
     };
     let audit = Audit::start(AuditLog::open(&config.audit_log)?)?;
-    let socket = NodeSocket::bind(&config.socket, config.socket_mode)?;
+    let socket = ListeningSocket::bind_with_mode(&config.socket, config.socket_mode)?;
     let (directory, metrics) = (Directory::default(), Metrics::default());
     let node = Node::new(
         directory.clone(),

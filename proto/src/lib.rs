@@ -39,7 +39,16 @@ pub mod agent {
 
 pub mod agent_frame;
 #[cfg(feature = "grpc")]
+pub mod client;
+#[cfg(feature = "grpc")]
 pub mod methods;
+#[cfg(feature = "grpc")]
+pub mod socket;
+#[cfg(feature = "grpc")]
+mod trace_context;
+
+#[cfg(feature = "grpc")]
+pub use trace_context::{TRACEPARENT_METADATA, TraceParent};
 
 /// The longest page that an agent may send.
 pub const AGENT_PAGE_MAX_BYTES: u64 = 64 << 10;
@@ -53,87 +62,38 @@ pub const EXEC_WORD: &str = "patchbay.exec";
 /// The version of the messages with which commands are run.
 pub const EXEC_VERSION: u32 = 1;
 
+/// How messages of the kernel begin that report an error in itself: `WARN()`, `BUG()`, the handlers of
+/// exceptions, the detectors of hung tasks and stalls, the checks of lists and reference counts.
+pub const KERNEL_REPORTS: &[&str] = &[
+    "WARNING: ",
+    "BUG: ",
+    "watchdog: BUG: ",
+    "kernel BUG at ",
+    "Oops: ",
+    "Internal error: ",
+    "general protection fault",
+    "invalid opcode: ",
+    "divide error: ",
+    "stack segment: ",
+    "double fault: ",
+    "PANIC: ",
+    "Kernel panic - not syncing",
+    "INFO: task ",
+    "rcu: INFO: ",
+    "UBSAN: ",
+    "unchecked MSR access error: ",
+    "refcount_t: ",
+    "list_add corruption",
+    "list_del corruption",
+];
+
 /// The encoded `FileDescriptorSet` of `patchbay.v1`, for the reflection service.
 #[cfg(feature = "grpc")]
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/patchbay.v1.bin"));
-
-/// Flow-control window of a client's stream in bytes. It is small beside [`CONNECTION_WINDOW`], so that
-/// a stream that is not read waits for its reader. With other windows the h2 library ends the whole
-/// connection with ENHANCE_YOUR_CALM ("too_many_data_frames"): it counts the unread messages below 256
-/// bytes against half of the connection's window.
-pub const STREAM_WINDOW: u32 = 128 << 10;
-/// Flow-control window of a client's connection in bytes.
-pub const CONNECTION_WINDOW: u32 = 64 << 20;
 
 /// Metadata key by which a trusted proxy names the principal that it acts for.
 pub const PRINCIPAL_METADATA: &str = "patchbay-principal";
 /// Metadata key by which a trusted proxy limits a call to a role: "viewer", "operator" or "admin".
 pub const ROLE_METADATA: &str = "patchbay-role";
-/// Metadata key of the W3C trace context.
-pub const TRACEPARENT_METADATA: &str = "traceparent";
 /// `google.rpc.ErrorInfo.domain` of every error.
 pub const ERROR_DOMAIN: &str = "patchbay";
-
-/// The value of [`TRACEPARENT_METADATA`] for a call that is logged. An id that is 0 is none.
-#[must_use]
-pub fn traceparent(trace_id: u128, span_id: u64) -> String {
-    format!("00-{trace_id:032x}-{span_id:016x}-01")
-}
-
-/// What a value of [`TRACEPARENT_METADATA`] names. No id is 0.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TraceParent {
-    /// The trace that the call belongs to.
-    pub trace_id: u128,
-    /// The span that made the call.
-    pub span_id: u64,
-}
-
-/// Reads a value of [`TRACEPARENT_METADATA`]; `None` if the value is malformed. A version after
-/// 00 may have more parts, and is malformed here.
-#[must_use]
-pub fn parse_traceparent(text: &str) -> Option<TraceParent> {
-    let parts: Vec<&str> = text.splitn(5, '-').collect();
-    let is_hex = |part: &&str| {
-        part.bytes()
-            .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
-    };
-    let [version, trace, span, flags] = parts[..] else {
-        return None;
-    };
-    let lengths = [version, trace, span, flags].map(str::len);
-    if lengths != [2, 32, 16, 2] || !parts.iter().all(is_hex) || version == "ff" {
-        return None;
-    }
-    let span_id = u64::from_str_radix(span, 16).ok()?;
-    let trace_id = u128::from_str_radix(trace, 16).ok()?;
-    (span_id != 0 && trace_id != 0).then_some(TraceParent { trace_id, span_id })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_traceparent_is_read_as_it_is_written_and_nothing_else_is() {
-        let text = traceparent(0xabc, 7);
-        let parent = TraceParent {
-            trace_id: 0xabc,
-            span_id: 7,
-        };
-        assert_eq!(parse_traceparent(&text), Some(parent));
-        for bad in [
-            "",
-            "00-0-0-0",
-            "00-00000000000000000000000000000000-b7ad6b7169203331-01",
-            "00-0af7651916cd43dd8448eb211c80319c-0000000000000000-01",
-            "ff-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-            "00-0AF7651916CD43DD8448EB211C80319C-b7ad6b7169203331-01",
-            "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01-1",
-            "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331",
-            "00-+af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-        ] {
-            assert_eq!(parse_traceparent(bad), None, "{bad}");
-        }
-    }
-}

@@ -150,7 +150,7 @@ pub fn gates(data: &[u8]) {
     descriptor.gate_count = u32::from(numbers.u8());
     descriptor.gate_size = 64 + u32::from(numbers.u8()) % 72;
     descriptor.cpu_count = u32::from(numbers.u8());
-    // Where the list is not, zeroes or what else lies in the image.
+    // Outside of the list there are zeroes, or other parts of the image.
     descriptor.cpu_offsets = descriptor.gates + u64::from(numbers.u16());
     let list = numbers.take(0x1000);
     guest.write(descriptor.gates, list);

@@ -40,7 +40,6 @@ pub mod log_limit;
 pub mod memory;
 pub mod paging;
 pub mod pause;
-pub mod socket;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod threads;

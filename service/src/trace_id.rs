@@ -7,7 +7,7 @@
 use std::fmt;
 use std::task::{Context, Poll};
 
-use patchbay_proto::{TRACEPARENT_METADATA, parse_traceparent};
+use patchbay_proto::TraceParent;
 use serde::{Serialize, Serializer};
 use tokio::task::futures::TaskLocalFuture;
 use tonic::codegen::http;
@@ -73,14 +73,9 @@ where
     }
 
     fn call(&mut self, request: http::Request<B>) -> Self::Future {
-        let mut given = request.headers().get_all(TRACEPARENT_METADATA).iter();
-        // Two, or a malformed one, are the same as none (W3C Trace Context, 4.3).
-        let trace = match (given.next(), given.next()) {
-            (Some(value), None) => value.to_str().ok().and_then(parse_traceparent),
-            _ => None,
-        };
+        let parent = TraceParent::of(request.headers());
         CURRENT.scope(
-            trace.map(|parent| TraceId(parent.trace_id)),
+            parent.map(|parent| TraceId(parent.trace_id)),
             self.0.call(request),
         )
     }
@@ -89,6 +84,8 @@ where
 #[cfg(test)]
 mod tests {
     use std::convert::Infallible;
+
+    use patchbay_proto::TRACEPARENT_METADATA;
 
     use super::*;
 

@@ -25,7 +25,7 @@ pub(crate) const RECORD_SIZE_MAX: usize = 2 * RECORD_SIZE;
 /// which may overlap in the block, so that the memory for them is bounded.
 pub(crate) const NAMES_SIZE_MAX: u32 = 16 << 20;
 
-/// Who may change a key from outside, and how.
+/// The rule for changes of a key from outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Class {
     /// Neither of the others. Changes need the operator's explicit permission.

@@ -181,7 +181,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             return concerned;
         }
         concerned = concerned.union(Concerns::SITES);
-        // Who uses a key takes a search; the usual kernel has no such gate.
+        // The users of a key have to be searched for. The usual kernel has no such gate.
         let modules_matter = self.catalog.gates.concern(Concerns::MODULES);
         for (key, planned) in keys.iter().zip(&self.plan.keys) {
             if !crosses_zero(planned.change.before, planned.change.after) {

@@ -132,7 +132,7 @@ fn each_cpu_has_its_word() {
     const CPUS: usize = 3;
     let world = world();
     let mut gate = world.gate(GateKind::TextPoke, Concerns::SITES);
-    // As per-CPU symbols lie: what is listed is no address, the sum with the CPU's offset is.
+    // Per-CPU symbols are like this: the listed value is no address, its sum with the CPU's offset is.
     let first = world.base() + 0x2e00_0000;
     world.memory.map(first, 64);
     gate.address = 0x1_8000;

@@ -101,7 +101,7 @@ impl Service<Request<Body>> for Members {
         Box::pin(async move {
             let answer = channel.oneshot(request).await;
             if answer.is_err() {
-                // Of several calls that fail together one chooses the next member.
+                // If several calls fail together, one of them chooses the next member.
                 let _ = current.compare_exchange(at, next, Ordering::Relaxed, Ordering::Relaxed);
             }
             answer

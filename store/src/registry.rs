@@ -59,7 +59,7 @@ pub struct GuestRecord {
     pub registered: bool,
     /// What the guest's service can do: "agent", "discovery", "hypercall".
     pub capabilities: Vec<String>,
-    /// Of its keys, when it was last looked at.
+    /// Revision of its keys when they were last read.
     pub revision: u64,
 }
 

@@ -6,18 +6,16 @@ use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use hyper_util::rt::TokioIo;
-use patchbay_proto::EXEC_WORD;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::{
     DescribeGuestRequest, DescribeGuestResponse, GetStaticKeyRequest, KeyOp, KeyUpdate,
     RegistrationState, StaticKey, UpdateStaticKeysRequest, UpdateStaticKeysResponse,
 };
+use patchbay_proto::{EXEC_WORD, client};
 use tempfile::TempDir;
-use tokio::net::UnixStream;
 use tokio::process::{Child, Command};
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::Channel;
 
 use patchbay_ci::overlay::{self, SHELL_WORD};
 use patchbay_ci::{place, programs};
@@ -532,15 +530,8 @@ impl Guest {
 
 /// Connects to the API on a unix socket.
 pub async fn connect(socket: &Path) -> Result<Channel> {
-    let socket = socket.to_owned();
-    // The URI is required but unused: the connector opens the socket.
-    let channel = Endpoint::from_static("http://monitor")
-        .initial_stream_window_size(patchbay_proto::STREAM_WINDOW)
-        .initial_connection_window_size(patchbay_proto::CONNECTION_WINDOW)
-        .connect_with_connector(tower::service_fn(move |_: Uri| {
-            let socket = socket.clone();
-            async move { UnixStream::connect(socket).await.map(TokioIo::new) }
-        }))
+    let channel = client::endpoint()
+        .connect_with_connector(client::unix_socket(socket))
         .await?;
     Ok(channel)
 }

@@ -79,7 +79,7 @@ async fn an_agent_that_is_killed_and_started_again_goes_on() -> Result<()> {
     for round in 0..4 {
         guest.kill_agent().await?;
         run(&mut guest, &format!("without-{round}")).await?;
-        // Neither waits for an agent.
+        // No step waits for an agent.
         guest.park(&[EXEC]).await.context("parking")?;
         ensure!(
             guest.key("sched_process_exec").await?.count == 1,

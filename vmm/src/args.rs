@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Parser, ValueEnum};
-use patchbay_vmm::boot::{BootProtocol, Discovery, LinuxBoot};
+use patchbay_vmm::boot::{BootProtocol, DeviceDiscovery, LinuxBoot};
 use patchbay_vmm::devices::ConsoleOutput;
 use patchbay_vmm::devices::virtio::{
     CID_MIN, DiskConfig, DiskLimits, Rate, VirtioConfig, VsockConfig,
@@ -164,9 +164,9 @@ impl Args {
                 Protocol::Linux => BootProtocol::Linux,
                 Protocol::Pvh => BootProtocol::Pvh,
             },
-            discovery: match self.acpi_devices {
-                true => Discovery::Acpi,
-                false => Discovery::CommandLine,
+            virtio_devices: match self.acpi_devices {
+                true => DeviceDiscovery::Acpi,
+                false => DeviceDiscovery::CommandLine,
             },
         }
     }

@@ -22,6 +22,7 @@ mod kick;
 pub mod latency;
 pub mod memory;
 pub mod pause;
+mod payload;
 pub mod probe;
 pub mod request;
 pub mod seccomp;

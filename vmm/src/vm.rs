@@ -18,28 +18,29 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kvm_bindings::{
-    KVM_MP_STATE_RUNNABLE, KVM_PIT_SPEAKER_DUMMY, KVM_SYNC_X86_EVENTS, KVM_SYNC_X86_REGS, Msrs,
-    kvm_mp_state, kvm_pit_config, kvm_userspace_memory_region,
+    KVM_PIT_SPEAKER_DUMMY, KVM_SYNC_X86_EVENTS, KVM_SYNC_X86_REGS, kvm_pit_config,
+    kvm_userspace_memory_region,
 };
-use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
+use kvm_ioctls::{Cap, Kvm, VmFd};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
-use crate::boot::{self, BootError, Discovery, layout};
-use crate::config::{Payload, RawCode, VmConfig};
+use crate::boot::{BootError, layout};
+use crate::config::VmConfig;
 use crate::devices::virtio::VirtioError;
 use crate::devices::{Bus, Console, ConsoleError, GuestPower, PowerManagement, Virtio};
 use crate::kick::{self, ImmediateExit};
 use crate::memory::{GuestRam, MemoryError};
 use crate::pause::{PauseError, Paused, Pauser};
+use crate::payload;
 use crate::probe::{self, Transports};
 use crate::request::{GuestRequests, RequestPort};
 use crate::seccomp::ThreadKind;
 use crate::system_registers::{RegistersError, SystemRegisters};
 use crate::thread::{self, lock};
 use crate::vcpu::{Vcpu, VcpuEnd};
-use crate::x86::acpi::{self, MmioDevice};
+use crate::x86::acpi;
 use crate::x86::cpuid::{self, VCPUS_MAX};
-use crate::x86::registers::{self, Mode};
+use crate::x86::registers;
 
 /// IRQ of the serial console (COM1).
 const SERIAL_IRQ: u32 = 4;
@@ -225,7 +226,7 @@ impl Vm {
     ///
     /// # Errors
     /// [`VmError`] names the problem with the configuration, its files or the host.
-    pub fn new(mut config: VmConfig, requests: Arc<dyn GuestRequests>) -> Result<Self, VmError> {
+    pub fn new(config: VmConfig, requests: Arc<dyn GuestRequests>) -> Result<Self, VmError> {
         if !(1..=VCPUS_MAX).contains(&config.vcpus) {
             return Err(VmError::VcpuCount(config.vcpus));
         }
@@ -234,11 +235,6 @@ impl Vm {
         kick::install_handler();
         let ram = GuestRam::new(config.memory_bytes)?;
         let virtio = Arc::new(Virtio::new(&config.virtio, ram.mmap())?);
-        if let Payload::Linux(linux) = &mut config.payload
-            && linux.discovery == Discovery::CommandLine
-        {
-            linux.add_words(&virtio.command_line());
-        }
         registers::write_tables(&ram).map_err(BootError::from)?;
         // The probe runs in a guest of its own; loading a kernel takes as long, so both run in
         // parallel.
@@ -246,7 +242,7 @@ impl Vm {
             let probing = config
                 .offer_patchbay
                 .then(|| scope.spawn(|| probe::probe(&kvm)));
-            let starts = load(&ram, &config, &virtio.mmio_devices());
+            let starts = payload::load(&ram, &config, &virtio);
             let transports = match probing {
                 Some(thread) => thread.join().unwrap_or(Ok(Transports::default())),
                 None => Ok(Transports::default()),
@@ -289,7 +285,7 @@ impl Vm {
                 .map_err(|_| VmError::Cpuid)?;
             fd.set_cpuid2(&cpuid)
                 .map_err(VmError::kvm("set a vCPU's CPUID"))?;
-            set_up_vcpu(&fd, start)?;
+            payload::set_up_vcpu(&fd, start)?;
             immediate_exits.push(ImmediateExit::map(&fd).map_err(VmError::Map)?);
             vcpus.push(Vcpu {
                 index: id.into(),
@@ -516,86 +512,4 @@ fn set_up_chips(vm: &VmFd, console: &Console, power: &PowerManagement) -> Result
         .map_err(VmError::kvm("connect the console's interrupt"))?;
     vm.register_irqfd(power.interrupt(), acpi::SCI.into())
         .map_err(VmError::kvm("connect the power button's interrupt"))
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Start {
-    mode: Mode,
-    regs: kvm_bindings::kvm_regs,
-}
-
-/// Loads the payload into memory. Returns the start of each vCPU; `None` if another vCPU has to
-/// start it.
-fn load(
-    ram: &GuestRam,
-    config: &VmConfig,
-    devices: &[MmioDevice],
-) -> Result<Vec<Option<Start>>, VmError> {
-    let mut starts = match &config.payload {
-        Payload::Linux(linux) => {
-            let entry = boot::load(ram, linux, config.vcpus, devices)?;
-            let mut regs = registers::general_registers(entry.rip);
-            regs.rsp = layout::BOOT_STACK_TOP;
-            regs.rbp = layout::BOOT_STACK_TOP;
-            regs.rsi = entry.rsi;
-            regs.rbx = entry.rbx;
-            vec![Some(Start {
-                mode: entry.mode,
-                regs,
-            })]
-        }
-        Payload::Raw(raw) => load_raw(ram, raw)?,
-    };
-    starts.resize(config.vcpus.into(), None);
-    Ok(starts)
-}
-
-fn load_raw(ram: &GuestRam, raw: &RawCode) -> Result<Vec<Option<Start>>, VmError> {
-    ram.write(raw.address, &raw.image)
-        .map_err(BootError::from)?;
-    let starts = raw.entries.iter().map(|entry| {
-        entry.map(|entry| {
-            let mut regs = registers::general_registers(entry.rip);
-            regs.rsp = entry.rsp;
-            regs.rdi = entry.argument;
-            if entry.user_mode {
-                regs.rflags |= registers::RFLAGS_IOPL3;
-            }
-            Start {
-                mode: if entry.user_mode {
-                    Mode::LongUser
-                } else {
-                    Mode::Long
-                },
-                regs,
-            }
-        })
-    });
-    Ok(starts.collect())
-}
-
-fn set_up_vcpu(fd: &VcpuFd, start: Option<Start>) -> Result<(), VmError> {
-    let mut lapic = fd.get_lapic().map_err(VmError::kvm("read a local APIC"))?;
-    registers::local_interrupts(&mut lapic);
-    fd.set_lapic(&lapic)
-        .map_err(VmError::kvm("set a local APIC"))?;
-    let msrs = Msrs::from_entries(&registers::boot_msrs()).map_err(|_| VmError::Cpuid)?;
-    // An index that this host's KVM does not know ends the list. Kernels can live with the defaults
-    // of both.
-    fd.set_msrs(&msrs).map_err(VmError::kvm("set MSRs"))?;
-    let Some(start) = start else {
-        return Ok(());
-    };
-    let mut sregs = fd
-        .get_sregs()
-        .map_err(VmError::kvm("read a vCPU's registers"))?;
-    registers::system_registers(&mut sregs, start.mode);
-    fd.set_sregs(&sregs)
-        .map_err(VmError::kvm("set a vCPU's registers"))?;
-    fd.set_regs(&start.regs)
-        .map_err(VmError::kvm("set a vCPU's registers"))?;
-    fd.set_mp_state(kvm_mp_state {
-        mp_state: KVM_MP_STATE_RUNNABLE,
-    })
-    .map_err(VmError::kvm("let a vCPU run"))
 }

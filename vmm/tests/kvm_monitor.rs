@@ -63,7 +63,7 @@ fn a_second_monitor_leaves_the_first_ones_sockets_alone() {
     let mut other = case.program(&quiet);
     let second = other.args(["--name", "other"]).output().unwrap();
     let text = String::from_utf8_lossy(&second.stderr);
-    assert!(text.contains("a running monitor already serves"), "{text}");
+    assert!(text.contains("a running program already serves"), "{text}");
     assert_eq!(second.status.code(), Some(1));
     assert!(reached("v") && reached("v_1024"));
     first.signal(Signal::TERM);

@@ -135,7 +135,7 @@ async fn nothing_is_allocated_while_the_guest_stands_still() {
     }
     assert_eq!(inner.pauses(), 2);
     assert_eq!(CALLS_WHILE_STOPPED.load(Ordering::SeqCst), 0);
-    // Of 200 changes the last ones are recorded, by the place in the ring that their numbers give.
+    // The last of 200 changes are recorded, each at the place in the ring that its number gives.
     let records = inner.records();
     let mut numbers: Vec<u64> = records.iter().map(|record| record[0]).collect();
     numbers.sort_unstable();

@@ -89,7 +89,7 @@ struct Servers {
 
 impl Servers {
     fn build() -> Result<Self> {
-        // As in the tests of the workspace, so that nothing is compiled twice.
+        // The workspace's tests do the same, so that nothing is compiled twice.
         let mut command = cargo::cargo("build");
         command.args(["--workspace", "--exclude", "patchbay-tests"]);
         command.args(["--example", "in_memory_guests", "--bin", "patchbayd"]);

@@ -23,7 +23,7 @@ const GO_PLUGINS: &[&str] = &[
     "google.golang.org/protobuf/cmd/protoc-gen-go@v1.36.11",
     "google.golang.org/grpc/cmd/protoc-gen-go-grpc@v1.6.2",
 ];
-/// As in clients/go/go.mod.
+/// The name in clients/go/go.mod.
 const GO_MODULE: &str = "patchbay.example/go";
 
 /// Generated files of a language, by place in the repository and ending.

@@ -34,7 +34,7 @@ pub enum QmpError {
     /// Nobody listens, or the caller may not connect.
     #[error("QMP socket {}: {error}; give the path of a running QEMU's -qmp socket that you may open", path.display())]
     Connect {
-        /// As given.
+        /// The path that was given.
         path: PathBuf,
         /// The operating system's words.
         error: String,
@@ -45,7 +45,7 @@ pub enum QmpError {
          QEMU hangs; give QEMU another -qmp socket", path.display()
     )]
     NoGreeting {
-        /// As given.
+        /// The path that was given.
         path: PathBuf,
         /// The time it was given.
         patience: Duration,
@@ -53,7 +53,7 @@ pub enum QmpError {
     /// The peer is no QEMU monitor.
     #[error("{} does not speak QMP ({found}); give the path of a QEMU's -qmp socket", path.display())]
     NotQmp {
-        /// As given.
+        /// The path that was given.
         path: PathBuf,
         /// What came instead of a greeting.
         found: String,

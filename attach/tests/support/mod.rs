@@ -30,21 +30,21 @@ const END: u64 = 64 << 20;
 const SCRATCH: u64 = 32 << 20;
 /// What the guest counts in.
 const COUNTER: u64 = 0x8000;
-/// Where firmware puts a boot sector.
+/// The address at which firmware puts a boot sector.
 const CODE: std::ops::Range<u64> = 0x7c00..0x7c10;
 /// cli; xor ax, ax; mov ds, ax; again: inc dword [COUNTER]; jmp again
 const BOOT_SECTOR: [u8; 12] = [
     0xfa, 0x31, 0xc0, 0x8e, 0xd8, 0x66, 0xff, 0x06, 0x00, 0x80, 0xeb, 0xf9,
 ];
 
-/// Who runs the vCPUs.
+/// The accelerator that runs the vCPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accelerator {
     Tcg,
     Kvm,
 }
 
-/// Where the guest's memory is.
+/// The backend of the guest's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Memory {
     Private,

@@ -8,14 +8,11 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use hyper_util::rt::TokioIo;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
-use patchbay_proto::{TRACEPARENT_METADATA, parse_traceparent, traceparent, v1};
-use tokio::net::UnixStream;
-use tonic::transport::{Channel, Endpoint};
-use tower::service_fn;
+use patchbay_proto::{TraceParent, client, v1};
+use tonic::transport::Channel;
 
 use crate::failure::Failure;
 use crate::progress::Progress;
@@ -31,16 +28,10 @@ const KEEPALIVE: Duration = Duration::from_secs(30);
 
 /// Connects to the socket; the error is its innermost cause.
 pub async fn channel(socket: &Path) -> Result<Channel, String> {
-    let path = socket.to_owned();
-    let connected = Endpoint::from_static("http://patchbay.invalid")
+    let connected = client::endpoint()
         .connect_timeout(CONNECT_TIMEOUT)
         .http2_keep_alive_interval(KEEPALIVE)
-        .initial_stream_window_size(patchbay_proto::STREAM_WINDOW)
-        .initial_connection_window_size(patchbay_proto::CONNECTION_WINDOW)
-        .connect_with_connector(service_fn(move |_| {
-            let path = path.clone();
-            async move { UnixStream::connect(path).await.map(TokioIo::new) }
-        }))
+        .connect_with_connector(client::unix_socket(socket))
         .await;
     connected.map_err(|error| {
         let mut cause: &dyn std::error::Error = &error;
@@ -150,9 +141,11 @@ impl Client {
 /// A request of the process's trace.
 pub fn traced<T>(message: T) -> tonic::Request<T> {
     let mut request = tonic::Request::new(message);
-    if let Ok(parent) = traceparent(trace_id(), fastrand::u64(1..)).parse() {
-        request.metadata_mut().insert(TRACEPARENT_METADATA, parent);
-    }
+    let parent = TraceParent {
+        trace_id: trace_id(),
+        span_id: fastrand::u64(1..),
+    };
+    parent.insert(request.metadata_mut());
     request
 }
 
@@ -161,7 +154,7 @@ fn trace_id() -> u128 {
     static TRACE_ID: OnceLock<u128> = OnceLock::new();
     *TRACE_ID.get_or_init(|| {
         let parent = std::env::var("TRACEPARENT").ok();
-        let parent = parent.as_deref().and_then(parse_traceparent);
+        let parent = parent.as_deref().and_then(TraceParent::parse);
         parent.map_or_else(|| fastrand::u128(1..), |parent| parent.trace_id)
     })
 }

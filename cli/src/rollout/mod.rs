@@ -24,7 +24,7 @@ use crate::print::{print, print_streamed};
 const MAX_ANSWER_BYTES: usize = 64 << 20;
 /// The controller asks every guest that the spec selects.
 const FAN_OUT_TIMEOUT: Duration = Duration::from_secs(120);
-/// As the controller limits it.
+/// The controller's limit.
 const MAX_SPEC_BYTES: u64 = 1 << 20;
 
 /// Calls of the controller, with one deadline for all.

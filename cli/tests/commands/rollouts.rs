@@ -9,6 +9,7 @@ use patchbay_fleet::controller::{Config, Controller};
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::store::EmbeddedStore;
+use patchbay_proto::socket::ListeningSocket;
 use tokio::runtime::Runtime;
 
 use super::lab::{Commands, Lab, runtime};
@@ -45,12 +46,9 @@ impl Fleet {
         let (runs, leads) = (Arc::clone(&controller), Arc::clone(&controller));
         runtime.spawn(async move { runs.run().await });
         let socket = lab.folder().join("fleet.sock");
-        runtime.spawn(async move { api::serve(controller, &socket, std::future::pending()).await });
+        let bound = ListeningSocket::bind(&socket).expect("free");
+        runtime.spawn(async move { api::serve(controller, &bound, std::future::pending()).await });
         runtime.block_on(leads.lead());
-        let socket = lab.folder().join("fleet.sock");
-        while std::os::unix::net::UnixStream::connect(&socket).is_err() {
-            std::thread::yield_now();
-        }
         Self {
             lab,
             _runtime: runtime,

@@ -125,7 +125,7 @@ fn two_sockets_with_one_name_are_ambiguous() {
     let (one, unit) = (user.join("test.sock"), host.folder().join("host/test"));
     std::os::unix::fs::symlink(lab.socket(), &one).expect("writable");
     host.ok(&["--guest", "test", "keys", "list"]);
-    // As a systemd unit makes it.
+    // A systemd unit makes such a folder.
     std::fs::create_dir(&unit).expect("writable");
     std::os::unix::fs::symlink(lab.socket(), unit.join("api.sock")).expect("writable");
     let message = host.fails(2, &["--guest", "test", "keys", "list"]);

@@ -225,7 +225,7 @@ pub fn heat(leads: &Leadership, observed: &Observed, find: &str, from: usize) ->
     }
 }
 
-/// By host and guest.
+/// The wishes of each guest of each host.
 type Wishes<'o> = HashMap<&'o str, HashMap<&'o str, Wish>>;
 
 fn column(name: &str, observed: &Observed, wishes: &Wishes<'_>) -> HostColumn {

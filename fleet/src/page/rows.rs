@@ -33,17 +33,17 @@ struct GuestRow {
     predicted_pause_us: u64,
 }
 
-/// Which guests are wanted.
+/// The guests that are wanted.
 #[derive(Default)]
 pub struct Wanted<'q> {
     /// Part of the guest's or the host's name.
     pub find: &'q str,
-    /// As the rows have it; all if empty.
+    /// A state in the words of the rows; all if empty.
     pub state: &'q str,
     pub from: usize,
 }
 
-/// Those that the principal may see.
+/// The guests that the principal may see.
 pub fn guests(rollout: &Rollout, wanted: &Wanted<'_>, policy: &Policy, principal: &str) -> Guests {
     let is_wanted = |member: &Member| {
         (member.guest.contains(wanted.find) || member.host.contains(wanted.find))

@@ -64,7 +64,7 @@ fn too_many_errors(max_percent: u32, members: &[Member]) -> Option<String> {
     })
 }
 
-/// By the nearest-rank method; none if no member was stopped.
+/// Uses the nearest-rank method; none if no member was stopped.
 pub(super) fn pause_p99(members: &[Member]) -> Option<u64> {
     let mut pauses: Vec<u64> = members
         .iter()

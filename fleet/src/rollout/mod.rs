@@ -246,7 +246,7 @@ pub struct Header {
     pub timeline: Vec<TimelineEntry>,
     pub members: usize,
     pub created: Millis,
-    /// Of the call that planned it, 32 hexadecimal digits; empty if it named none.
+    /// The trace of the call that planned it, 32 hexadecimal digits; empty if it named none.
     pub trace_id: String,
 }
 

@@ -258,7 +258,7 @@ impl TryFrom<f64> for Number {
     }
 }
 
-/// Of a wave: a count of guests, a share of all guests, or what is left.
+/// Size of a wave: a count of guests, a share of all guests, or what is left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Size {
     Count(u32),

@@ -166,7 +166,7 @@ impl Etcd {
         self.store_of("fleet")
     }
 
-    /// As a user; without certificates there is one.
+    /// A store of a user; without certificates there is one user.
     pub fn store_of(&self, user: &str) -> EtcdStore {
         let tls = self.tls(user);
         EtcdStore::new(&self.clients, DEFAULT_ROOT, tls.as_ref()).expect("addresses")

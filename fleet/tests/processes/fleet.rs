@@ -6,17 +6,16 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use hyper_util::rt::TokioIo;
 use patchbay_fleet::store::Store;
+use patchbay_proto::client;
 use patchbay_proto::fleet::v1;
 use patchbay_proto::fleet::v1::inventory_service_client::InventoryServiceClient;
 use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
 use patchbay_proto::v1 as guest;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
-use tokio::net::UnixStream;
 use tokio::sync::mpsc;
 use tonic::Status;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 
 use super::etcd::Etcd;
 
@@ -293,13 +292,7 @@ impl Fleet {
 }
 
 pub fn channel(socket: &Path) -> Channel {
-    let path = socket.to_owned();
-    Endpoint::from_static("http://patchbay").connect_with_connector_lazy(tower::service_fn(
-        move |_| {
-            let path = path.clone();
-            async move { UnixStream::connect(path).await.map(TokioIo::new) }
-        },
-    ))
+    client::endpoint().connect_with_connector_lazy(client::unix_socket(socket))
 }
 
 /// A replica of the controller; it dies when this is dropped.

@@ -96,7 +96,7 @@ impl Fleet {
         self.folder.path().join(format!("{guest}.vsock"))
     }
 
-    /// Where the guest's agent connects to.
+    /// The socket to which the guest's agent connects.
     pub fn agent_socket(&self, guest: &str) -> PathBuf {
         socket_path(&self.vsock(guest))
     }

@@ -51,7 +51,7 @@ pub enum GateKind {
     ModuleTable,
 }
 
-/// For which changes a gate must be open.
+/// The changes for which a gate must be open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Concerns {

@@ -130,7 +130,7 @@ fn sections_say_what_is_code_and_what_is_freed() {
         (".text", 6, text, 0x400),
         (".init.text", 6, text + 0x400, 0x80),
         (".exit.text", 6, text + 0x480, 0x80),
-        // As in 6.16 and later.
+        // Kernels of 6.16 and later look like this.
         (".data", 7, kernel.data_address(), kernel.data.len() as u64),
     ];
     let symbols = Symbols::from_text(kernel.system_map().as_bytes()).unwrap();

@@ -40,7 +40,7 @@ pub struct Record {
 pub enum Entry {
     /// Somebody is about to change something.
     Intent {
-        /// Who.
+        /// The principal of the call.
         principal: String,
         /// Full name of the gRPC method.
         method: String,
@@ -56,7 +56,7 @@ pub enum Entry {
     },
     /// The policy does not allow it.
     Denied {
-        /// Who.
+        /// The principal of the call.
         principal: String,
         /// Full name of the gRPC method.
         method: String,

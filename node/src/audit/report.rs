@@ -15,7 +15,7 @@ pub struct Change {
     pub id: u64,
     /// RFC 3339, UTC.
     pub time: String,
-    /// Who.
+    /// The principal of the calls.
     pub principal: String,
     /// Full name of the gRPC method.
     pub method: String,

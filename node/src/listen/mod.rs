@@ -4,7 +4,6 @@
 //! A connection reaches the HTTP/2 server only when it is known who is at its other end.
 
 pub mod tls;
-mod unix;
 
 use std::io;
 use std::pin::Pin;
@@ -12,6 +11,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use patchbay_proto::socket::ListeningSocket;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -19,7 +19,6 @@ use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::Connected;
 
-pub use self::unix::{NodeSocket, SocketError};
 use crate::identity::Identity;
 use tls::Tls;
 
@@ -32,10 +31,10 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// When a listener that cannot accept is tried again.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// Who is at the other end, as the extensions of each request have it.
+/// The other end of a connection. Each request carries it in its extensions.
 #[derive(Clone, Debug)]
 pub struct Peer {
-    /// Who.
+    /// The peer's name.
     pub identity: Arc<Identity>,
     /// One permit for each call of the connection.
     pub calls: Arc<Semaphore>,
@@ -69,7 +68,7 @@ impl Incoming {
     }
 
     /// Accepts on a unix socket until the server ends.
-    pub async fn serve_unix(&self, socket: &NodeSocket) -> io::Result<()> {
+    pub async fn serve_unix(&self, socket: &ListeningSocket) -> io::Result<()> {
         let listener = socket.tokio_listener()?;
         loop {
             let accepted = tokio::select! {

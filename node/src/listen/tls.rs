@@ -21,7 +21,7 @@ use crate::identity::Identity;
 /// A file of certificates may have this many.
 const MAX_CERTIFICATES: usize = 1024;
 
-/// Where the certificates are.
+/// The files of the certificates.
 #[derive(Clone, Debug)]
 pub struct TlsFiles {
     /// The host's certificate and those up to the CA, PEM.
@@ -139,7 +139,7 @@ fn certificates(path: &PathBuf) -> Result<Vec<CertificateDer<'static>>, TlsError
     Ok(found)
 }
 
-/// Who the client is by the certificate that the handshake has verified.
+/// The name of the client in the certificate that the handshake has verified.
 pub(super) fn identity(stream: &TlsStream<TcpStream>) -> Result<Identity, String> {
     let (_, session) = stream.get_ref();
     let certificate = session

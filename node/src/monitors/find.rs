@@ -24,7 +24,7 @@ const API_SOCKET: &str = "api.sock";
 #[derive(Clone, Debug)]
 pub struct RunDirs(pub Vec<PathBuf>);
 
-/// Where monitors put their sockets if nobody says otherwise.
+/// The folders in which monitors put their sockets by default.
 #[must_use]
 pub fn default_run_dirs() -> RunDirs {
     let mut dirs = vec![PathBuf::from("/run/patchbay")];

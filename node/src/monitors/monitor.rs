@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use http::{Request, Response, Uri};
 use hyper_util::rt::TokioIo;
-use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
+use patchbay_proto::{client, v1};
 use rustix::process::geteuid;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tonic::body::Body;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 use tower::{Service, ServiceExt};
@@ -34,7 +34,7 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Calls of all clients on one monitor.
 const MAX_READS: usize = 64;
 const MAX_CHANGES: usize = 48;
-/// As the interface bounds the name of a guest's socket.
+/// The interface's limit on the name of a guest's socket.
 const MAX_NAME_BYTES: usize = 256;
 
 /// A connection to a monitor. It is never made again: the task of the socket makes a new one.
@@ -92,11 +92,9 @@ impl Monitor {
         };
         // One connection and no other: a second one might be another monitor's.
         let mut stream = Some(stream);
-        let channel = Endpoint::from_static("http://patchbay.invalid")
+        let channel = client::endpoint()
             .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
             .keep_alive_timeout(KEEPALIVE_TIMEOUT)
-            .initial_stream_window_size(patchbay_proto::STREAM_WINDOW)
-            .initial_connection_window_size(patchbay_proto::CONNECTION_WINDOW)
             .connect_with_connector(tower::service_fn(move |_: Uri| {
                 let stream = stream.take().map(TokioIo::new);
                 let gone = || std::io::Error::other("the connection has ended");

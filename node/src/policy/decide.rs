@@ -9,7 +9,7 @@ use super::file::{Policy, Rule};
 /// What somebody wants to do.
 #[derive(Clone, Debug)]
 pub struct Question<'a> {
-    /// As the connection proves it: a SPIFFE id, a common name, or "uid:N".
+    /// The name that the connection proves: a SPIFFE id, a common name, or "uid:N".
     pub principal: &'a str,
     /// The role that the method needs.
     pub role: Role,

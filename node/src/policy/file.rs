@@ -83,7 +83,7 @@ pub enum PolicyError {
         "revoked_certificates: {text:?} is no SHA-256 in hexadecimal; take it from `openssl x509 -fingerprint -sha256`"
     )]
     Fingerprint {
-        /// As written.
+        /// The text in place of a fingerprint.
         text: String,
     },
     /// A cap that allows nothing.

@@ -138,7 +138,7 @@ impl Whole {
             .unwrap_or_else(|| Status::unknown("the answer has no status"))
     }
 
-    /// As the client gets it.
+    /// The response to the client.
     pub fn into_response(self) -> Response<Body> {
         let trailers = (!self.trailers.is_empty()).then_some(Ok(self.trailers));
         let body = Full::new(self.body).with_trailers(async { trailers });

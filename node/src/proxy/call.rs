@@ -7,9 +7,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method as HttpMethod, Request, Version};
-use patchbay_proto::{
-    PRINCIPAL_METADATA, ROLE_METADATA, TRACEPARENT_METADATA, TraceParent, parse_traceparent,
-};
+use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA, TRACEPARENT_METADATA, TraceParent};
 use prost_reflect::{DescriptorPool, DynamicMessage};
 use sha2::{Digest, Sha256};
 use tonic::Status;
@@ -46,7 +44,7 @@ const NOT_FORWARDED: [&str; 10] = [
 pub struct Call {
     pub method: &'static Method,
     pub identity: Arc<Identity>,
-    /// As it was named; may be empty.
+    /// The name in the request; may be empty.
     pub guest: String,
     pub message: Bytes,
     /// With the flags that are set.
@@ -102,8 +100,7 @@ impl Call {
 
     /// The caller's trace, and the span that made the call.
     pub fn trace_parent(&self) -> Option<TraceParent> {
-        let parent = self.headers.get(TRACEPARENT_METADATA);
-        parse_traceparent(parent?.to_str().ok()?)
+        TraceParent::of(&self.headers)
     }
 
     /// Empty if the caller gave none.
@@ -225,15 +222,7 @@ fn forwarded(headers: &HeaderMap) -> HeaderMap {
             kept.append(name.clone(), value.clone());
         }
     }
-    // Two, or a malformed one, are the same as none (W3C Trace Context, 4.3).
-    let mut given = headers.get_all(TRACEPARENT_METADATA).iter();
-    let valid = match (given.next(), given.next()) {
-        (Some(value), None) => value
-            .to_str()
-            .is_ok_and(|text| parse_traceparent(text).is_some()),
-        _ => false,
-    };
-    if !valid {
+    if TraceParent::of(headers).is_none() {
         kept.remove(TRACEPARENT_METADATA);
     }
     kept
@@ -272,7 +261,7 @@ fn deadline(headers: &HeaderMap) -> Result<Option<Instant>, Status> {
     Ok(Instant::now().checked_add(timeout))
 }
 
-/// As gRPC writes it, in at most 8 digits.
+/// Formats a time for gRPC, with at most 8 digits.
 fn timeout(left: Duration) -> HeaderValue {
     let text = match (left.as_micros(), left.as_millis(), left.as_secs()) {
         (micros, _, _) if micros < 100_000_000 => format!("{micros}u"),

@@ -15,7 +15,7 @@ use crate::methods::{Effect, effect};
 use crate::monitors::Guest;
 use crate::policy::{Decision, Question, Role, Want};
 
-/// Where `updates` stand in the requests that have them.
+/// The number of the field `updates` in the requests that have it.
 const UPDATES: u32 = 2;
 
 /// The rule that allows a call.
@@ -34,9 +34,9 @@ pub struct Plan {
 
 /// How a call goes on.
 pub enum Forward {
-    /// As it is now.
+    /// Unchanged.
     Call(Allowed),
-    /// As the commit of this plan.
+    /// The commit of this plan takes its place.
     Plan(Allowed, Plan),
     /// Prepared, so that the keys of the plan are looked at before the client learns of it.
     Prepare(Allowed),
@@ -63,7 +63,7 @@ impl Node {
         })
     }
 
-    /// As [`Self::decide`], and says nothing of a denial.
+    /// Decides like [`Self::decide`], without a record of a denial.
     pub(super) fn question(
         &self,
         call: &Call,
@@ -187,7 +187,7 @@ pub fn count_flip(node: &Node, effect: Effect, answer: &Bytes) {
     }
 }
 
-/// As [`count_flip`], of a report.
+/// Counts what a report says of a flip, like [`count_flip`].
 pub fn count_report(node: &Node, report: &v1::FlipReport) {
     let times = [report.stop_time, report.patch_time, report.resume_time];
     let seconds = times.iter().flatten().map(|time| {

@@ -42,7 +42,7 @@ pub async fn name(
     let mut keys = vec![];
     for tracepoint in list(call, guest, allowed, texts, armed_only).await? {
         let (system, event) = static_keys::split_name(&tracepoint.name);
-        // As the monitor does: globs pass over what cannot be parked, a name does not.
+        // The monitor does the same: globs pass over what cannot be parked, a name does not.
         if !armed_only && !tracepoint.refused.is_empty() && !patterns.name(system, event) {
             continue;
         }

@@ -130,7 +130,7 @@ async fn an_attacher_that_is_killed_is_started_again() {
     this.host.logged("the guest is gone").await;
 }
 
-/// As one whose guest is emulated, or whose QMP socket is in use.
+/// An attacher fails so if its guest is emulated, or if the QMP socket is in use.
 #[tokio::test]
 async fn an_attacher_that_is_refused_is_tried_again_until_the_guest_is_gone() {
     let mut this = Attaching::with_script("exit 1").await;

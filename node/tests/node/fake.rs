@@ -51,7 +51,7 @@ impl Fake {
         Self::serve(UnixListener::bind(path).expect("free"), names).await
     }
 
-    /// As [`Self::start`], on a socket that is bound.
+    /// Starts on a socket that is bound.
     pub async fn serve(listener: UnixListener, names: &[&str]) -> Self {
         let fake = Self::default();
         let status = |name: &&str| v1::GuestStatus {

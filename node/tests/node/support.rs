@@ -10,19 +10,17 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use hyper_util::rt::TokioIo;
-use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
-use patchbay_service::api::{ApiSocket, Endpoint as ApiEndpoint, Guests, ServedGuest};
+use patchbay_proto::{client, v1};
+use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::{Keys, KeysConfig, Limits, Registry};
 use patchbay_service::testing::{InMemoryGuest, TestKey};
 use patchbay_service::trace::Tracing;
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
-use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot};
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
@@ -67,7 +65,7 @@ impl Host {
         Self::start_with(&[]).await
     }
 
-    /// As [`Self::start`], with these variables in the daemon's environment.
+    /// Starts the daemon with these variables in its environment.
     pub async fn start_with(variables: &[(&str, &str)]) -> Self {
         let policy = format!(
             "rules: [{{name: own, principals: ['{}'], role: admin}}]",
@@ -143,7 +141,7 @@ impl Host {
         waited.unwrap_or_else(|_| panic!("the daemon never logs {message:?}"))
     }
 
-    /// Where the daemon listens on TCP; asked for once, right after the start.
+    /// The address of the daemon on TCP. It is read once, right after the start.
     pub async fn tcp(&mut self) -> SocketAddr {
         let line = self.logged("listening with mutual TLS").await;
         line["address"]
@@ -255,7 +253,7 @@ impl Monitor {
             let shutdown = async {
                 let _ = ended.await;
             };
-            let endpoint = ApiEndpoint::new(socket, guests);
+            let endpoint = Endpoint::new(socket, guests);
             endpoint.serve(shutdown).await.expect("ends cleanly");
         });
         Self {
@@ -297,7 +295,7 @@ impl Host {
     }
 }
 
-/// As `update_of`, on a guest.
+/// An update of keys of a guest.
 pub fn update(guest: &str, names: &[&str], op: v1::KeyOp) -> v1::UpdateStaticKeysRequest {
     let update = |name: &&str| v1::KeyUpdate {
         name: (*name).to_owned(),
@@ -326,13 +324,10 @@ pub fn update_matching(guest: &str, patterns: &[&str]) -> v1::UpdateStaticKeysRe
 
 /// A client of the socket; it waits until there is one.
 pub async fn connect(path: &Path) -> Channel {
-    let path = path.to_owned();
-    let endpoint = Endpoint::from_static("http://patchbay.invalid");
-    let connect = endpoint.connect_with_connector(tower::service_fn(move |_| {
-        let path = path.clone();
-        async move { UnixStream::connect(path).await.map(TokioIo::new) }
-    }));
-    connect.await.expect("the daemon listens")
+    client::endpoint()
+        .connect_with_connector(client::unix_socket(path))
+        .await
+        .expect("the daemon listens")
 }
 
 /// Asserts code and reason of an error, and returns its message and metadata.

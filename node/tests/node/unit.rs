@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The systemd unit.
 
-use std::path::Path;
 use std::process::Command;
 
+#[path = "../../../tests/unit/boot.rs"]
+mod boot;
+
 const UNIT: &str = include_str!("../../patchbayd.service");
-const UNIT_NAME: &str = "patchbayd.service";
 const INSTALLED: &str = "/usr/bin/patchbayd";
 const PROGRAM: &str = env!("CARGO_BIN_EXE_patchbayd");
 
@@ -47,62 +48,16 @@ fn the_program_has_the_options_of_the_unit() {
     assert_eq!(missing, Vec::<&str>::new());
 }
 
-/// Boots a systemd in namespaces that runs `steps.sh`; the folder with what it found out. `None` if none boots
-/// here.
-fn boot(etc: &[(&str, &str)]) -> Option<tempfile::TempDir> {
-    if !rustix::process::geteuid().is_root() {
-        println!("SKIPPED: only root boots a systemd");
-        return None;
-    }
-    let [host, scratch] = [(); 2].map(|()| tempfile::tempdir().expect("a folder"));
-    for folder in ["bin", "units", "etc"] {
-        std::fs::create_dir(host.path().join(folder)).expect("created");
-    }
-    let bin = host
-        .path()
-        .join("bin")
-        .join(Path::new(INSTALLED).file_name().expect("a name"));
-    std::os::unix::fs::symlink(PROGRAM, bin).expect("linked");
-    let put =
-        |name: &str, text: &str| std::fs::write(host.path().join(name), text).expect("written");
-    put(&format!("units/{UNIT_NAME}"), UNIT);
-    put("steps.sh", include_str!("../unit/steps.sh"));
-    for (name, text) in etc {
-        put(&format!("etc/{name}"), text);
-    }
-    let namespaces = [
-        "--mount",
-        "--pid",
-        "--fork",
-        "--kill-child",
-        "--cgroup",
-        "--ipc",
-        "--uts",
-    ];
-    let output = Command::new("unshare")
-        .args(namespaces)
-        .arg("sh")
-        .arg(concat!(
-            env!("CARGO_MANIFEST_DIR"),
-            "/../tests/unit/boot.sh"
-        ))
-        .args([scratch.path(), host.path()])
-        .output();
-    let output = output.expect("unshare starts");
-    if !host.path().join("log").exists() {
-        let why = String::from_utf8_lossy(&output.stderr);
-        println!("SKIPPED: no systemd boots in namespaces here: {why}");
-        return None;
-    }
-    Some(host)
-}
-
 #[test]
 fn systemd_starts_reloads_restarts_and_stops_the_daemon() {
-    let policy = "rules: [{name: root, principals: ['uid:0'], role: admin}]\n";
-    let Some(host) = boot(&[("policy.yaml", policy)]) else {
-        return;
+    let policy = b"rules: [{name: root, principals: ['uid:0'], role: admin}]\n";
+    let machine = boot::Machine {
+        program: PROGRAM,
+        unit: ("patchbayd.service", UNIT),
+        steps: include_str!("../unit/steps.sh"),
+        etc: &[("policy.yaml", policy)],
     };
+    let Some(host) = machine.run() else { return };
     let read = |name: &str| std::fs::read_to_string(host.path().join(name)).unwrap_or_default();
     assert_eq!(read("done"), "all\n", "{}", read("log"));
     assert_eq!(read("modes"), "660\n600\n");

@@ -5,6 +5,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
+use patchbay_proto::socket::ListeningSocket;
 use patchbay_proto::v1::guest_service_server::GuestServiceServer;
 use patchbay_proto::v1::static_keys_service_server::StaticKeysServiceServer;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsServiceServer;
@@ -18,7 +19,6 @@ use super::limits;
 use super::static_keys::StaticKeysApi;
 use super::tracepoints::TracepointsApi;
 use crate::auth::{Authoriser, SocketAuthoriser};
-use crate::socket::ListeningSocket;
 use crate::trace_id::TraceLayer;
 
 /// Largest request in bytes: 65,536 updates with long names fit.

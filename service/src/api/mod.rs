@@ -35,7 +35,7 @@ pub use self::guests::{AddError, Guests, ServedGuest};
 pub(crate) use self::limits::accept;
 pub(crate) use self::static_keys::time_allowed;
 pub use self::tracepoints::TracepointsApi;
-pub use crate::socket::{ListeningSocket as ApiSocket, SocketError};
+pub use patchbay_proto::socket::{ListeningSocket as ApiSocket, SocketError};
 
 /// Waits until the guest is removed.
 async fn wait_for_end(ending: &mut watch::Receiver<bool>) {

@@ -164,7 +164,7 @@ struct Line<'a, T: Serialize> {
     id: u64,
     pid: u32,
     event: &'static str,
-    /// Of the call that asked for the change.
+    /// The trace of the call that asked for the change.
     #[serde(skip_serializing_if = "Option::is_none")]
     trace_id: Option<TraceId>,
     #[serde(flatten)]

@@ -188,7 +188,7 @@ impl fmt::Display for DebugQueries {
 }
 
 impl Query {
-    /// As `ddebug_change()` decides.
+    /// Decides like `ddebug_change()`.
     fn selects(&self, site: &DebugSite) -> bool {
         let glob = |pattern: &Option<String>, text: &str| {
             pattern
@@ -297,7 +297,7 @@ pub struct DebugView {
     pub held_references: u32,
 }
 
-/// Which descriptors to list.
+/// The descriptors to list.
 #[derive(Clone, Debug, Default)]
 pub struct DebugListQuery {
     /// Page size, at least 1.

@@ -263,7 +263,7 @@ pub struct Description {
     pub five_level_paging: bool,
     /// Number of keys that the host declares.
     pub declared: u32,
-    /// As in [`Registration`].
+    /// See [`Registration`].
     pub undeclared: Vec<String>,
 }
 

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream as StdStream;
 use std::path::{Path, PathBuf};
 
+use patchbay_proto::socket::{ListeningSocket, SocketError};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use socket2::{Domain, SockAddr, Socket, Type};
@@ -14,7 +15,6 @@ use tokio::sync::mpsc;
 
 use super::link::PORT;
 use crate::log_limit::limited;
-use crate::socket::{ListeningSocket, SocketError};
 
 /// `VMADDR_CID_ANY`, `include/uapi/linux/vm_sockets.h`.
 const ANY_CID: u32 = u32::MAX;

@@ -61,7 +61,7 @@ pub trait TracepointKeys: Send + Sync + 'static {
     /// If the guest has not registered.
     fn probes(&self, keys: &[String]) -> Result<Vec<Option<u32>>, KeysError>;
 
-    /// Who holds each of these keys; empty for an unknown key. Never waits for a discovery.
+    /// The holders of each of these keys; empty for an unknown key. Never waits for a discovery.
     ///
     /// # Errors
     /// If the guest has not registered.

@@ -236,7 +236,7 @@ async fn a_query_that_is_wrong_or_selects_nothing_is_refused() {
     assert_eq!(served.guest.pauses(), 0);
 }
 
-/// Of class never: not by name, not by pattern, not with permission and force.
+/// A key of class never is refused by name, by pattern, and with permission and force.
 #[tokio::test]
 async fn a_key_that_gates_a_null_static_call_is_never_changed() {
     let served = discovered().await;

@@ -285,7 +285,7 @@ async fn a_plan_is_its_principals() {
     assert_refused(refused, Code::PermissionDenied, "PLAN_NOT_OWNED");
     assert!(served.audit().is_empty());
     served.commit(&plan).await.expect("still its own");
-    // Nor is the answer anybody's.
+    // The answer is not for others either.
     let refused = served.keys.commit(commit_by("uid:4711", &plan)).await;
     let refused = refused.map_err(Status::from);
     assert_refused(refused, Code::PermissionDenied, "PLAN_NOT_OWNED");

@@ -6,10 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use hyper_util::rt::TokioIo;
-use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use patchbay_proto::{client, v1};
 use patchbay_service::api::{ApiSocket, Endpoint as ApiEndpoint, Guests, ServedGuest};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::registry::discovery::Discoverable;
@@ -18,7 +17,6 @@ use patchbay_service::testing::{InMemoryGuest, ManualClock, TestKey};
 use patchbay_service::trace::Tracing;
 use patchbay_vmm::guest::FilteredThreads;
 use patchbay_vmm::seccomp::{self, SeccompLevel};
-use tokio::net::UnixStream;
 use tokio::sync::oneshot;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
@@ -49,7 +47,7 @@ pub struct Setup {
     pub audit: Option<PathBuf>,
     /// Whether guarded keys may be changed.
     pub allow_guarded: bool,
-    /// Where socket and audit log are, if that is to outlive the service.
+    /// The folder of socket and audit log, if that is to outlive the service.
     pub folder: Option<PathBuf>,
     /// What a discovery reads.
     pub discovers: Option<Arc<dyn Discoverable>>,
@@ -230,31 +228,21 @@ pub fn audit_lines(folder: &Path) -> Vec<serde_json::Value> {
 }
 
 pub async fn connect(path: &Path) -> Channel {
-    let endpoint = Endpoint::from_static(URI)
-        .initial_stream_window_size(patchbay_proto::STREAM_WINDOW)
-        .initial_connection_window_size(patchbay_proto::CONNECTION_WINDOW);
-    open(endpoint, path).await
+    open(client::endpoint(), path).await
 }
 
 /// A small buffer fills quickly when a client does not read.
 pub async fn connect_with_small_windows(path: &Path) -> Channel {
     const WINDOW: u32 = 65_535;
-    let endpoint = Endpoint::from_static(URI)
+    let endpoint = client::endpoint()
         .initial_stream_window_size(WINDOW)
         .initial_connection_window_size(WINDOW);
     open(endpoint, path).await
 }
 
-/// Required by the API; a unix socket ignores it.
-const URI: &str = "http://patchbay.invalid";
-
 async fn open(endpoint: Endpoint, path: &Path) -> Channel {
-    let path = path.to_owned();
     endpoint
-        .connect_with_connector(tower::service_fn(move |_| {
-            let path = path.clone();
-            async move { UnixStream::connect(path).await.map(TokioIo::new) }
-        }))
+        .connect_with_connector(client::unix_socket(path))
         .await
         .expect("the service listens")
 }

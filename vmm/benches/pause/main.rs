@@ -4,7 +4,7 @@
 //! user mode, beside a bare probe ([`probe`]) that stops the same guest code. Both take turns in one
 //! run, and the one that does not run is kept stopped.
 //!
-//! Where there are cores enough, the controller has a core of its own. Otherwise the figures would
+//! With cores enough, the controller has a core of its own. Otherwise the figures would
 //! depend on whether the scheduler happens to put a vCPU on the controller's core, where it is
 //! stopped before the request.
 //!

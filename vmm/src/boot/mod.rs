@@ -48,16 +48,17 @@ pub struct LinuxBoot {
     /// Boot protocol.
     pub protocol: BootProtocol,
     /// How the kernel finds its virtio devices.
-    pub discovery: Discovery,
+    pub virtio_devices: DeviceDiscovery,
 }
 
 /// How a kernel finds its virtio devices. A kernel that found them both ways would complain that their
 /// registers are in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Discovery {
-    /// By `virtio_mmio.device=` on its command line, with `CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES`.
+pub enum DeviceDiscovery {
+    /// The command line names them with `virtio_mmio.device=`. The kernel needs
+    /// `CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES`.
     CommandLine,
-    /// By ACPI, as kernels of distributions do.
+    /// ACPI tables name them. Kernels of distributions support this.
     Acpi,
 }
 
@@ -143,7 +144,7 @@ struct Initrd {
     size: u64,
 }
 
-/// Loads everything and returns the entry point.
+/// Loads everything and returns the entry point. ACPI tables name `devices`.
 pub(crate) fn load(
     ram: &GuestRam,
     boot: &LinuxBoot,
@@ -169,11 +170,7 @@ pub(crate) fn load(
         None => None,
     };
     ram.write(layout::MP_TABLE, &crate::x86::mp_table::build(vcpus))?;
-    let found_by_acpi = match boot.discovery {
-        Discovery::CommandLine => &[],
-        Discovery::Acpi => devices,
-    };
-    ram.write(layout::ACPI_TABLES, &acpi::build(vcpus, found_by_acpi))?;
+    ram.write(layout::ACPI_TABLES, &acpi::build(vcpus, devices))?;
     Ok(match kernel.entry {
         kernel::KernelEntry::Linux(rip) => {
             linux::write_zero_page(ram, &kernel, command_line.len(), initrd)?;

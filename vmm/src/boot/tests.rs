@@ -83,7 +83,7 @@ impl Case {
                 initrd: None,
                 command_line: "console=ttyS0".into(),
                 protocol: BootProtocol::Auto,
-                discovery: Discovery::CommandLine,
+                virtio_devices: DeviceDiscovery::CommandLine,
             },
             memory: 64 * MIB,
         }

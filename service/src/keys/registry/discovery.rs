@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use patchbay_kernel_image::live::{self, DiscoveryError, Finder, GateKind, Way};
+use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Gate, GateKind, Way};
 pub use patchbay_kernel_image::live::{Cpu, PhysicalMemory};
 use static_keys::GuestMemory;
 
@@ -65,27 +65,18 @@ pub(super) struct Discovery {
 #[derive(Debug, Default)]
 struct State {
     finder: Finder,
-    /// Words of the discovered kernel that differ if it no longer runs.
-    kernel: Vec<Word>,
-    /// Words that differ if its modules have changed.
-    modules: Vec<Word>,
-    /// Words that differ while it changes its keys or modules, so that no discovery succeeds.
-    idle: Vec<Word>,
+    /// Gates of the discovered kernel that close when it no longer runs.
+    kernel: Vec<Gate>,
+    /// Gates that close when its modules have changed.
+    modules: Vec<Gate>,
+    /// Gates that are closed while it changes its keys or modules, so that no discovery succeeds.
+    idle: Vec<Gate>,
     resets: u64,
     generation: u64,
     /// The next attempt after a failure.
     next: Option<Instant>,
     /// Refusals since the last discovery, of a kernel that was known.
     refused: u32,
-}
-
-/// A word that keeps its value while the kernel or its modules stay.
-#[derive(Clone, Copy, Debug)]
-struct Word {
-    address: u64,
-    width: u8,
-    mask: u64,
-    value: u64,
 }
 
 impl Discovery {
@@ -114,52 +105,59 @@ impl Discovery {
         if own.is_some_and(|own| own.withdrawn.is_none()) {
             return;
         }
-        let same_kernel = match (&registered, registry.ram()) {
-            (Some(registration), Some(ram)) if resets == last => {
-                let memory = registration.memory(ram);
-                let same_kernel = hold(&state.kernel, &memory);
-                if same_kernel && hold(&state.modules, &memory) {
-                    return;
-                }
-                same_kernel
-            }
-            _ => false,
-        };
+        // The memory of the kernel that was discovered, if it still runs.
+        let known = registered
+            .as_ref()
+            .zip(registry.ram())
+            .filter(|_| resets == last)
+            .map(|(registration, ram)| registration.memory(ram))
+            .filter(|memory| open(&state.kernel, memory));
+        if known
+            .as_ref()
+            .is_some_and(|memory| open(&state.modules, memory))
+        {
+            return;
+        }
         if resets == last && state.next.is_some_and(|next| Instant::now() < next) {
             return;
         }
         state.resets = resets;
         state.next = None;
-        if same_kernel
-            && let (Some(registration), Some(ram)) = (&registered, registry.ram())
-            && !state.wait_for_idle(&registration.memory(ram))
+        if let Some(memory) = &known
+            && !state.wait_for_idle(memory)
         {
             return;
         }
+        let same_kernel = known.is_some();
         let attempts = if same_kernel { 2 } else { ATTEMPTS };
         match self.find(registry, &mut state, attempts) {
             Ok(()) => state.refused = 0,
             // The last discovery stays until the guest lets its modules be read. The gates stop
             // changes of what it no longer describes.
-            Err(Failure::Busy(why)) if same_kernel => {
+            Err(DiscoveryError::Busy(why)) if same_kernel => {
                 tracing::debug!(why, "modules not read");
                 state.next = Some(Instant::now() + SHORT_REST);
             }
             // A page that was copied during a change of text can look foreign.
-            Err(Failure::Refused(why)) if same_kernel && state.refused < REFUSALS => {
+            Err(DiscoveryError::Refused(why)) if same_kernel && state.refused < REFUSALS => {
                 tracing::debug!(why, "modules refused");
                 state.refused += 1;
                 state.next = Some(Instant::now() + SHORT_REST);
             }
-            Err(Failure::Busy(why) | Failure::Refused(why)) => {
+            Err(error) => {
                 state.refused = 0;
                 state.next = Some(Instant::now() + REST);
-                registry.not_discovered(why);
+                registry.not_discovered(error.to_string());
             }
         }
     }
 
-    fn find(&self, registry: &Registry, state: &mut State, attempts: usize) -> Result<(), Failure> {
+    fn find(
+        &self,
+        registry: &Registry,
+        state: &mut State,
+        attempts: usize,
+    ) -> Result<(), DiscoveryError> {
         let began = Instant::now();
         let mut left = attempts;
         let kernel = loop {
@@ -172,23 +170,19 @@ impl Discovery {
             };
             left -= 1;
             match state.finder.find(self.guest.memory(), &cpus, way) {
-                Ok(kernel) => break kernel,
                 Err(DiscoveryError::Busy(_)) if left > 0 => thread::sleep(INTERVAL),
-                Err(error @ DiscoveryError::Busy(_)) => {
-                    return Err(Failure::Busy(error.to_string()));
-                }
-                Err(error) => return Err(Failure::Refused(error.to_string())),
+                found => break found?,
             }
         };
         for part in &kernel.evidence.parts {
             tracing::debug!(part = part.name, time = ?part.time, bytes = part.bytes, "discovery");
         }
-        state.kernel = words(
+        state.kernel = gates_of(
             &kernel,
             &[GateKind::SameKernel, GateKind::SystemState, GateKind::Panic],
         );
-        state.modules = words(&kernel, &[GateKind::ModuleCount, GateKind::ModuleList]);
-        state.idle = words(
+        state.modules = gates_of(&kernel, &[GateKind::ModuleCount, GateKind::ModuleList]);
+        state.idle = gates_of(
             &kernel,
             &[
                 GateKind::JumpLabelMutex,
@@ -202,7 +196,7 @@ impl Discovery {
         let tables = tables(kernel, state.generation, began.elapsed());
         tables
             .and_then(|tables| registry.register_kernel(tables))
-            .map_err(|refused| Failure::Refused(refused.to_string()))
+            .map_err(|refused| DiscoveryError::Refused(refused.to_string()))
     }
 }
 
@@ -211,27 +205,20 @@ impl State {
     /// reads.
     fn wait_for_idle(&self, memory: &KernelMemory) -> bool {
         for _ in 1..ATTEMPTS {
-            if hold(&self.idle, memory) {
+            if open(&self.idle, memory) {
                 return true;
             }
             thread::sleep(INTERVAL);
         }
-        hold(&self.idle, memory)
+        open(&self.idle, memory)
     }
 }
 
-/// Why there is no discovery.
-enum Failure {
-    /// The guest changes its tables, or boots.
-    Busy(String),
-    Refused(String),
-}
-
-fn hold(words: &[Word], memory: &KernelMemory) -> bool {
-    words.iter().all(|word| {
+fn open(gates: &[Gate], memory: &KernelMemory) -> bool {
+    gates.iter().all(|gate| {
         let mut bytes = [0; 8];
-        let read = memory.read_gva(word.address, &mut bytes[..usize::from(word.width.min(8))]);
-        read.is_ok() && u64::from_le_bytes(bytes) & word.mask == word.value
+        let read = memory.read_gva(gate.address, &mut bytes[..usize::from(gate.width.min(8))]);
+        read.is_ok() && u64::from_le_bytes(bytes) & gate.mask == gate.wanted
     })
 }
 
@@ -250,18 +237,11 @@ impl Registry {
     }
 }
 
-fn words(kernel: &live::Kernel, kinds: &[GateKind]) -> Vec<Word> {
-    let gates = kernel
-        .gates
-        .iter()
-        .filter(|gate| kinds.contains(&gate.kind) && !gate.per_cpu);
+fn gates_of(kernel: &live::Kernel, kinds: &[GateKind]) -> Vec<Gate> {
+    let gates = kernel.gates.iter();
     gates
-        .map(|gate| Word {
-            address: gate.address,
-            width: gate.width,
-            mask: gate.mask,
-            value: gate.wanted,
-        })
+        .filter(|gate| kinds.contains(&gate.kind) && !gate.per_cpu)
+        .copied()
         .collect()
 }
 

@@ -2,6 +2,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+use patchbay_kernel_image::live::Concerns;
 use zerocopy::FromBytes;
 
 use super::super::{DiscoveredKernel, KernelTables, requests};
@@ -160,7 +161,7 @@ fn a_registration_replaces_a_discovery_and_no_discovery_replaces_it() {
     assert_eq!(phase(&registry), (RegistrationPhase::Registered, false));
 }
 
-/// A known kernel whose words are the counts of three keys.
+/// A known kernel whose gates are the counts of three keys.
 #[test]
 fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
     let names = ["kernel", "modules", "idle"];
@@ -171,19 +172,22 @@ fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
     registry.attach(guest.ram().clone());
     registry.register_kernel(guest.found()).expect("taken");
     let snapshot = registry.snapshot().expect("taken");
-    let word = |name: &str, mask| {
-        vec![Word {
+    let gate = |name: &str, mask| {
+        vec![Gate {
+            kind: GateKind::SameKernel,
             address: snapshot.registration.find(name).expect("a key").id.0,
             width: 4,
             mask,
-            value: 0,
+            wanted: 0,
+            concerns: Concerns::All,
+            per_cpu: false,
         }]
     };
     let discovery = registry.discovery.get().expect("just set");
     *discovery.state.lock().expect("not poisoned") = State {
-        kernel: word("kernel", u64::MAX),
-        modules: word("modules", u64::MAX),
-        idle: word("idle", !7),
+        kernel: gate("kernel", u64::MAX),
+        modules: gate("modules", u64::MAX),
+        idle: gate("idle", !7),
         ..State::default()
     };
     let searched = empty.asked();

@@ -15,7 +15,7 @@ use rustix::net::{
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::VsockError;
-use patchbay_service::socket::ListeningSocket;
+use patchbay_proto::socket::ListeningSocket;
 
 /// Limit on clients that have not named a port. A new client replaces the one that has waited
 /// longest.

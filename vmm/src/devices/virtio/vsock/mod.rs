@@ -41,7 +41,7 @@ use packet::{DATA_MAX, HEADER_BYTES, HOST_CID, Header, Op, STREAM};
 use super::Memory;
 use super::device::{Device, NextTurn};
 use super::queue::{Broken, Chain, Ring};
-use patchbay_service::socket::SocketError;
+use patchbay_proto::socket::SocketError;
 
 const DEVICE_ID: u32 = 19;
 

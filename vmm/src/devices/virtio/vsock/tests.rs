@@ -13,7 +13,7 @@ use super::connection::BUFFER;
 use super::packet::{HEADER_BYTES, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_SEND, STREAM};
 use super::{CONNECTIONS_MAX, FIRST_HOST_PORT, RECEIVE, RESETS_MAX, TRANSMIT};
 use super::{Vsock, VsockConfig, VsockError};
-use patchbay_service::socket::SocketError;
+use patchbay_proto::socket::SocketError;
 
 const CID: u32 = 42;
 /// A port of the host for privileged programs of the guest.

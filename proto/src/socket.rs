@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Unix sockets on which the monitor listens: one live monitor per path, mode 0600.
+//! Unix sockets of servers: one live server per path.
 //!
-//! A monitor takes a lock on `PATH.lock` before it looks at `PATH` and keeps it until it ends. So
-//! no monitor removes the socket of another live one.
+//! A server takes a lock on `PATH.lock` before it looks at `PATH` and keeps it until it ends. So no
+//! server removes the socket of another live one.
 
 use std::fs::File;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, Mode, fchmod, flock};
+use rustix::fs::{FlockOperation, Mode, chmod, fchmod, flock};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with,
@@ -21,8 +21,8 @@ const BACKLOG: i32 = 128;
 /// Why the socket could not be bound.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// Another monitor holds the lock.
-    #[error("a running monitor already serves {}; give this guest another name or path, or shut that one down", .0.display())]
+    /// Another program serves it.
+    #[error("a running program already serves {}; give another name or path, or stop that program", .0.display())]
     InUse(PathBuf),
     /// The path exists and is no socket.
     #[error("{} exists and is not a socket; give another path", .0.display())]
@@ -42,17 +42,26 @@ pub enum SocketError {
 pub struct ListeningSocket {
     path: PathBuf,
     listener: UnixListener,
-    /// The lock shows that the monitor lives; the kernel releases it when the monitor dies.
+    /// The lock shows that the server lives; the kernel releases it when the server dies.
     lock: File,
     owner: u32,
 }
 
 impl ListeningSocket {
-    /// Binds `path`. Replaces a socket that a dead monitor left.
+    /// Binds `path` with mode 0600. Replaces a socket that a dead server left.
     ///
     /// # Errors
     /// [`SocketError`].
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
+        Self::bind_with_mode(path, 0o600)
+    }
+
+    /// Binds `path` with another mode, for a server that checks its peers' user ids.
+    ///
+    /// # Errors
+    /// [`SocketError`].
+    pub fn bind_with_mode(path: &Path, mode: u32) -> Result<Self, SocketError> {
+        let mode = Mode::from_raw_mode(mode);
         let unusable = |error: std::io::Error| SocketError::Unusable {
             path: path.to_owned(),
             error,
@@ -79,9 +88,11 @@ impl ListeningSocket {
         .map_err(|error| unusable(error.into()))?;
         // Before bind(): on Linux the file inherits the socket's mode, so it is never more
         // permissive.
-        fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(|error| unusable(error.into()))?;
+        fchmod(&socket, mode).map_err(|error| unusable(error.into()))?;
         let address = SocketAddrUnix::new(path).map_err(|error| unusable(error.into()))?;
         bind(&socket, &address).map_err(|error| unusable(error.into()))?;
+        // bind() has applied the umask.
+        chmod(path, mode).map_err(|error| unusable(error.into()))?;
         listen(&socket, BACKLOG).map_err(|error| unusable(error.into()))?;
         let listener = UnixListener::from(socket);
         listener.set_nonblocking(true).map_err(unusable)?;
@@ -109,14 +120,17 @@ impl ListeningSocket {
     }
 
     /// The listener, registered with the current tokio runtime.
-    pub(crate) fn tokio_listener(&self) -> std::io::Result<tokio::net::UnixListener> {
+    ///
+    /// # Errors
+    /// An error of the operating system.
+    pub fn tokio_listener(&self) -> std::io::Result<tokio::net::UnixListener> {
         tokio::net::UnixListener::from_std(self.listener.try_clone()?)
     }
 }
 
 impl Drop for ListeningSocket {
     fn drop(&mut self) {
-        // The lock file stays: after a removal two monitors could lock two files of the same name.
+        // The lock file stays: after a removal two servers could lock two files of the same name.
         let _ = std::fs::remove_file(&self.path);
         // A concurrently forked child has a copy of the descriptor, and the lock, until execve().
         // Unlocking releases the lock for all copies (flock(2)).
@@ -162,24 +176,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mode_is_0600_and_the_file_goes_with_the_monitor() {
+    fn the_mode_is_as_given_and_the_file_goes_with_the_server() {
         let folder = tempfile::tempdir().expect("temporary folder");
         let path = folder.path().join("guest.sock");
-        let socket = ListeningSocket::bind(&path).expect("free");
-        let mode = std::fs::metadata(&path)
-            .expect("bound")
-            .permissions()
-            .mode();
-        assert_eq!(mode & 0o777, 0o600);
-        drop(socket);
-        assert!(!path.exists());
+        let mode = || {
+            let file = std::fs::metadata(&path).expect("bound");
+            file.permissions().mode() & 0o777
+        };
+        for given in [0o600, 0o660, 0o666] {
+            let socket = ListeningSocket::bind_with_mode(&path, given).expect("free");
+            assert_eq!(mode(), given);
+            drop(socket);
+            assert!(!path.exists());
+        }
+        let _socket = ListeningSocket::bind(&path).expect("free");
+        assert_eq!(mode(), 0o600);
     }
 
     #[test]
-    fn a_live_monitor_is_left_alone_and_a_dead_ones_socket_replaced() {
+    fn a_live_server_is_left_alone_and_a_dead_ones_socket_replaced() {
         let folder = tempfile::tempdir().expect("temporary folder");
         let path = folder.path().join("guest.sock");
-        // Dropping a std listener leaves its file, as a killed monitor does.
+        // Dropping a std listener leaves its file, as a killed server does.
         drop(UnixListener::bind(&path).expect("free"));
         let live = ListeningSocket::bind(&path).expect("stale socket replaced");
         let error = ListeningSocket::bind(&path).expect_err("in use");

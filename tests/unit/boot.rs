@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Boots a systemd in namespaces, to test a unit.
+
+use std::path::Path;
+use std::process::Command;
+
+use tempfile::TempDir;
+
+/// What the booted machine has.
+pub struct Machine<'a> {
+    /// Path of the program that the unit starts.
+    pub program: &'a str,
+    /// Name and text of the unit.
+    pub unit: (&'a str, &'a str),
+    /// The script that systemd runs.
+    pub steps: &'a str,
+    /// Names and contents of files in /etc/patchbay.
+    pub etc: &'a [(&'a str, &'a [u8])],
+}
+
+impl Machine<'_> {
+    /// Boots it and waits for its end. Returns the folder with the files that the script wrote, and
+    /// `None` if none boots here.
+    pub fn run(&self) -> Option<TempDir> {
+        if !rustix::process::geteuid().is_root() {
+            println!("SKIPPED: only root boots a systemd");
+            return None;
+        }
+        if !Path::new("/lib/systemd/systemd").exists() {
+            println!("SKIPPED: systemd is not installed");
+            return None;
+        }
+        let [host, scratch] = [(); 2].map(|()| tempfile::tempdir().expect("a folder"));
+        for folder in ["bin", "units", "etc"] {
+            std::fs::create_dir(host.path().join(folder)).expect("created");
+        }
+        let name = Path::new(self.program).file_name().expect("a name");
+        let bin = host.path().join("bin").join(name);
+        std::os::unix::fs::symlink(self.program, bin).expect("linked");
+        let put = |name: &str, content: &[u8]| {
+            std::fs::write(host.path().join(name), content).expect("written");
+        };
+        let (name, text) = self.unit;
+        put(&format!("units/{name}"), text.as_bytes());
+        put("steps.sh", self.steps.as_bytes());
+        put("boot.sh", include_bytes!("boot.sh"));
+        for (name, content) in self.etc {
+            put(&format!("etc/{name}"), content);
+        }
+        let output = Command::new("unshare")
+            .args(["--mount", "--pid", "--fork", "--kill-child"])
+            .args(["--cgroup", "--ipc", "--uts", "sh"])
+            .arg(host.path().join("boot.sh"))
+            .args([scratch.path(), host.path()])
+            .output();
+        let output = output.expect("unshare starts");
+        if !host.path().join("log").exists() {
+            let why = String::from_utf8_lossy(&output.stderr);
+            println!("SKIPPED: no systemd boots in namespaces here: {why}");
+            return None;
+        }
+        Some(host)
+    }
+}

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Loads what a guest runs, and sets the registers with which its vCPUs begin.
+
+use kvm_bindings::{KVM_MP_STATE_RUNNABLE, Msrs, kvm_mp_state};
+use kvm_ioctls::VcpuFd;
+
+use crate::boot::{self, BootError, DeviceDiscovery, layout};
+use crate::config::{Payload, RawCode, VmConfig};
+use crate::devices::Virtio;
+use crate::memory::GuestRam;
+use crate::vm::VmError;
+use crate::x86::registers::{self, Mode};
+
+/// Mode and registers of a vCPU at its first instruction.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Start {
+    mode: Mode,
+    regs: kvm_bindings::kvm_regs,
+}
+
+/// Loads the payload into memory. Returns the start of each vCPU; `None` if another vCPU has to
+/// start it.
+pub(crate) fn load(
+    ram: &GuestRam,
+    config: &VmConfig,
+    virtio: &Virtio,
+) -> Result<Vec<Option<Start>>, VmError> {
+    let mut starts = match &config.payload {
+        Payload::Linux(linux) => {
+            let mut linux = linux.clone();
+            let devices = match linux.virtio_devices {
+                DeviceDiscovery::CommandLine => {
+                    linux.add_words(&virtio.command_line());
+                    Vec::new()
+                }
+                DeviceDiscovery::Acpi => virtio.mmio_devices(),
+            };
+            let entry = boot::load(ram, &linux, config.vcpus, &devices)?;
+            let mut regs = registers::general_registers(entry.rip);
+            regs.rsp = layout::BOOT_STACK_TOP;
+            regs.rbp = layout::BOOT_STACK_TOP;
+            regs.rsi = entry.rsi;
+            regs.rbx = entry.rbx;
+            vec![Some(Start {
+                mode: entry.mode,
+                regs,
+            })]
+        }
+        Payload::Raw(raw) => load_raw(ram, raw)?,
+    };
+    starts.resize(config.vcpus.into(), None);
+    Ok(starts)
+}
+
+fn load_raw(ram: &GuestRam, raw: &RawCode) -> Result<Vec<Option<Start>>, VmError> {
+    ram.write(raw.address, &raw.image)
+        .map_err(BootError::from)?;
+    let starts = raw.entries.iter().map(|entry| {
+        entry.map(|entry| {
+            let mut regs = registers::general_registers(entry.rip);
+            regs.rsp = entry.rsp;
+            regs.rdi = entry.argument;
+            if entry.user_mode {
+                regs.rflags |= registers::RFLAGS_IOPL3;
+            }
+            Start {
+                mode: if entry.user_mode {
+                    Mode::LongUser
+                } else {
+                    Mode::Long
+                },
+                regs,
+            }
+        })
+    });
+    Ok(starts.collect())
+}
+
+/// Sets the registers with which a vCPU begins. Without a `start` it waits for another vCPU.
+pub(crate) fn set_up_vcpu(fd: &VcpuFd, start: Option<Start>) -> Result<(), VmError> {
+    let mut lapic = fd.get_lapic().map_err(VmError::kvm("read a local APIC"))?;
+    registers::local_interrupts(&mut lapic);
+    fd.set_lapic(&lapic)
+        .map_err(VmError::kvm("set a local APIC"))?;
+    let msrs = Msrs::from_entries(&registers::boot_msrs()).map_err(|_| VmError::Cpuid)?;
+    // An index that this host's KVM does not know ends the list. Kernels can live with the defaults
+    // of both.
+    fd.set_msrs(&msrs).map_err(VmError::kvm("set MSRs"))?;
+    let Some(start) = start else {
+        return Ok(());
+    };
+    let mut sregs = fd
+        .get_sregs()
+        .map_err(VmError::kvm("read a vCPU's registers"))?;
+    registers::system_registers(&mut sregs, start.mode);
+    fd.set_sregs(&sregs)
+        .map_err(VmError::kvm("set a vCPU's registers"))?;
+    fd.set_regs(&start.regs)
+        .map_err(VmError::kvm("set a vCPU's registers"))?;
+    fd.set_mp_state(kvm_mp_state {
+        mp_state: KVM_MP_STATE_RUNNABLE,
+    })
+    .map_err(VmError::kvm("let a vCPU run"))
+}
