@@ -52,16 +52,16 @@ pub fn run() -> Result<PathBuf> {
     let _ = fs::remove_dir_all(&folder);
     fs::create_dir_all(&folder)?;
     let packages: Vec<&str> = PROGRAMS.iter().map(|program| program.0).collect();
-    let host_crates = bill::crates(&packages)?;
     let agent_crates = bill::crates(&["patchbay-guest-agent"])?;
+    let mut host_crates = bill::crates(&packages)?;
+    host_crates.extend(agent_crates.iter().cloned());
+    host_crates.sort();
+    host_crates.dedup();
     programs.host_package(version, &folder, &host_crates)?;
     programs.agent_package(version, &folder, &agent_crates)?;
     programs.tarball(version, &folder, &host_crates)?;
-    let mut all = host_crates;
-    all.extend(agent_crates);
-    all.sort();
-    all.dedup();
-    let bill = bill::materials(version, &all)?;
+    // The host's package contains the agent too.
+    let bill = bill::materials(version, &host_crates)?;
     fs::write(folder.join("patchbay.cdx.json"), bill)?;
     write_sums(&folder)?;
     Ok(folder)
@@ -115,6 +115,9 @@ impl Programs {
     pub fn host_package(&self, version: &str, out: &Path, crates: &[Crate]) -> Result<PathBuf> {
         let tree = Tree::new("patchbay")?;
         self.put_host_files(&tree, "usr")?;
+        // For guests that `patchbay ci run` boots. The other package is for guests that run for longer.
+        let agent = fs::read(self.program("patchbay-agent"))?;
+        tree.put("usr/lib/patchbay/patchbay-agent", agent, 0o755)?;
         for unit in UNITS {
             tree.copy(unit, "usr/lib/systemd/system", 0o644)?;
         }
@@ -399,7 +402,10 @@ mod tests {
     fn a_subcommand_without_a_page_is_refused() {
         let manual = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| fs::write(manual.path().join(name), text).unwrap();
-        write("one.1", ".SH SUBCOMMANDS\n.TP\none\\-two(1)\nDoes two things\n");
+        write(
+            "one.1",
+            ".SH SUBCOMMANDS\n.TP\none\\-two(1)\nDoes two things\n",
+        );
         let error = check_references(manual.path()).unwrap_err().to_string();
         assert!(error.contains("one-two.1, which does not exist"), "{error}");
         write("one-two.1", ".TH ONE-TWO 1\n");
