@@ -24,8 +24,14 @@ use tokio::sync::oneshot;
 
 use crate::args::{AgentVsock, CommandLine, Guest};
 
+const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
+    name: "patchbay-attach",
+    command: CommandLine::command,
+    front: None,
+};
+
 fn main() -> ExitCode {
-    patchbay_manual::generate_if_asked("patchbay-attach", CommandLine::command);
+    MANUAL.generate_if_asked();
     let line = CommandLine::parse();
     tracing_subscriber::fmt()
         .with_env_filter(
@@ -188,4 +194,16 @@ fn default_socket(name: &str) -> anyhow::Result<PathBuf> {
     std::fs::create_dir_all(&folder)
         .with_context(|| format!("{} cannot be made; give --api-socket", folder.display()))?;
     Ok(folder.join(format!("{name}.sock")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_manual_names_every_option() {
+        let folder = tempfile::tempdir().unwrap();
+        let missing = MANUAL.missing_options(folder.path()).unwrap();
+        assert!(missing.is_empty(), "{missing:?}");
+    }
 }

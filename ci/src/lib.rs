@@ -311,6 +311,13 @@ fn summarize(cases: &[Case]) {
         count(|verdict| matches!(verdict, Verdict::Failed(_))),
         count(|verdict| matches!(verdict, Verdict::Skipped(_)))
     );
+    let skipped = |case: &Case| matches!(case.verdict, Verdict::Skipped(_));
+    // The first case is that with no key flipped.
+    if let Some(keys @ [_, ..]) = cases.get(1..)
+        && keys.iter().all(skipped)
+    {
+        eprintln!("patchbay: no key was flipped: the globs select none that can be");
+    }
 }
 
 #[cfg(test)]

@@ -27,8 +27,14 @@ use crate::args::{CiCommand, Cli, Command};
 use crate::client::fleet::Fleet;
 use crate::failure::Failure;
 
+const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
+    name: "patchbay",
+    command: Cli::command,
+    front: None,
+};
+
 fn main() -> ExitCode {
-    patchbay_manual::generate_if_asked("patchbay", Cli::command);
+    MANUAL.generate_if_asked();
     let cli = Cli::parse();
     let result = match tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -95,5 +101,17 @@ async fn run_on_guests(cli: Cli) -> Result<(), Failure> {
             );
             Ok(())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_manual_names_every_option() {
+        let folder = tempfile::tempdir().unwrap();
+        let missing = MANUAL.missing_options(folder.path()).unwrap();
+        assert!(missing.is_empty(), "{missing:?}");
     }
 }

@@ -108,3 +108,101 @@ impl Term {
         let _ = self.store.revoke(self.lease).await;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+    use std::sync::Mutex;
+
+    use async_trait::async_trait;
+    use tokio::sync::Notify;
+
+    use super::*;
+    use crate::store::{EmbeddedStore, Entry, Revision, Snapshot, Watch};
+
+    /// Long enough that a loaded machine does not end a term between two renewals.
+    const TTL: Duration = Duration::from_secs(6);
+
+    /// A store whose renewals have these outcomes; then they succeed.
+    struct Renewals {
+        store: EmbeddedStore,
+        outcomes: Mutex<VecDeque<StoreError>>,
+        renewed: Notify,
+    }
+
+    #[async_trait]
+    impl Store for Renewals {
+        async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
+            self.store.get(key).await
+        }
+
+        async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError> {
+            self.store.range(prefix).await
+        }
+
+        async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError> {
+            self.store.commit(transaction).await
+        }
+
+        async fn watch(&self, prefix: &str, from: Revision) -> Result<Box<dyn Watch>, StoreError> {
+            self.store.watch(prefix, from).await
+        }
+
+        async fn compact(&self, revision: Revision) -> Result<(), StoreError> {
+            self.store.compact(revision).await
+        }
+
+        async fn grant(&self, ttl: Duration) -> Result<LeaseId, StoreError> {
+            self.store.grant(ttl).await
+        }
+
+        async fn renew(&self, lease: LeaseId) -> Result<(), StoreError> {
+            if let Some(error) = self.outcomes.lock().unwrap().pop_front() {
+                return Err(error);
+            }
+            self.store.renew(lease).await?;
+            self.renewed.notify_one();
+            Ok(())
+        }
+
+        async fn revoke(&self, lease: LeaseId) -> Result<(), StoreError> {
+            self.store.revoke(lease).await
+        }
+    }
+
+    /// A term in which renewals fail so, and how it ends; None if it goes on after a renewal.
+    async fn end_after(outcomes: impl Into<VecDeque<StoreError>>) -> Option<StoreError> {
+        let folder = tempfile::tempdir().unwrap();
+        let renewals = Arc::new(Renewals {
+            store: EmbeddedStore::open(&folder.path().join("store")).unwrap(),
+            outcomes: Mutex::new(outcomes.into()),
+            renewed: Notify::new(),
+        });
+        let store: Arc<dyn Store> = renewals.clone();
+        let mut term = campaign(&store, "replica", TTL).await.unwrap();
+        tokio::select! {
+            error = term.keep() => Some(error),
+            () = renewals.renewed.notified() => None,
+        }
+    }
+
+    /// As when the member of etcd that was asked dies, and another answers the next time.
+    #[tokio::test]
+    async fn one_renewal_that_fails_does_not_end_the_term() {
+        let lost = StoreError::Unavailable("the connection is reset".to_owned());
+        assert_eq!(end_after([lost]).await, None);
+    }
+
+    #[tokio::test]
+    async fn a_lease_that_has_expired_ends_the_term_at_once() {
+        let error = end_after([StoreError::LeaseExpired(1)]).await;
+        assert_eq!(error, Some(StoreError::LeaseExpired(1)));
+    }
+
+    #[tokio::test]
+    async fn a_lease_that_is_never_renewed_ends_the_term() {
+        let lost = || StoreError::Unavailable("no route".to_owned());
+        let error = end_after((0..100).map(|_| lost()).collect::<VecDeque<_>>()).await;
+        assert_eq!(error, Some(lost()));
+    }
+}

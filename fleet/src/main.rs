@@ -134,9 +134,15 @@ fn parse_root(text: &str) -> Result<String, String> {
     }
 }
 
+const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
+    name: "patchbay-fleet",
+    command: Arguments::command,
+    front: None,
+};
+
 #[tokio::main]
 async fn main() -> ExitCode {
-    patchbay_manual::generate_if_asked("patchbay-fleet", Arguments::command);
+    MANUAL.generate_if_asked();
     match serve(Arguments::parse()).await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -282,4 +288,16 @@ async fn scrape(
     };
     let text = move || std::future::ready(patchbay_fleet::metrics::text(&controller));
     Ok(Box::pin(patchbay_node::scrape::serve(address, text).await?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_manual_names_every_option() {
+        let folder = tempfile::tempdir().unwrap();
+        let missing = MANUAL.missing_options(folder.path()).unwrap();
+        assert!(missing.is_empty(), "{missing:?}");
+    }
 }

@@ -16,41 +16,121 @@ const ASK: &str = "--generate-manual";
 
 const SHELLS: [Shell; 3] = [Shell::Bash, Shell::Zsh, Shell::Fish];
 
-/// If this process was started with `--generate-manual FOLDER`, writes the manual pages and completions of
-/// `program` there and ends the process. Call it first in `main`.
-pub fn generate_if_asked(program: &'static str, command: fn() -> Command) {
-    let arguments: Vec<OsString> = std::env::args_os().collect();
-    let [_, ask, folder] = &arguments[..] else {
-        return;
-    };
-    if ask != ASK {
-        return;
-    }
-    if let Err(error) = generate(program, command(), Path::new(folder)) {
-        eprintln!(
-            "{program}: cannot write the manual to {}: {error}",
-            Path::new(folder).display()
-        );
-        std::process::exit(1);
-    }
-    std::process::exit(0);
+/// A program with its manual.
+pub struct Program {
+    /// The name under which it is installed.
+    pub name: &'static str,
+    /// Its command line.
+    pub command: fn() -> Command,
+    /// A program that starts this one for its hidden commands and has their pages.
+    pub front: Option<&'static str>,
 }
 
-/// Writes `PROGRAM.1` and `PROGRAM-SUBCOMMAND.1`, and `PROGRAM.bash`, `PROGRAM.zsh` and `PROGRAM.fish`.
-/// Hidden commands have no page.
-///
-/// # Errors
-/// A file cannot be written.
-pub fn generate(program: &'static str, command: Command, folder: &Path) -> io::Result<()> {
-    // The derived name is that of the package.
-    let mut command = command.name(program).bin_name(program);
-    clap_mangen::generate_to(command.clone(), folder)?;
-    for shell in SHELLS {
-        let mut script = vec![];
-        clap_complete::generate(shell, &mut command, program, &mut script);
-        std::fs::write(folder.join(format!("{program}.{shell}")), script)?;
+impl Program {
+    /// If this process was started with `--generate-manual FOLDER`, writes the manual pages and completions
+    /// there and ends the process. Call it first in `main`.
+    pub fn generate_if_asked(&self) {
+        let arguments: Vec<OsString> = std::env::args_os().collect();
+        let [_, ask, folder] = &arguments[..] else {
+            return;
+        };
+        if ask != ASK {
+            return;
+        }
+        if let Err(error) = self.generate(Path::new(folder)) {
+            eprintln!(
+                "{}: cannot write the manual to {}: {error}",
+                self.name,
+                Path::new(folder).display()
+            );
+            std::process::exit(1);
+        }
+        std::process::exit(0);
     }
-    Ok(())
+
+    /// Writes `PROGRAM.1` and `PROGRAM-SUBCOMMAND.1`, and `PROGRAM.bash`, `PROGRAM.zsh` and `PROGRAM.fish`.
+    /// Hidden commands have no page here, but one as `FRONT-SUBCOMMAND.1`. A command without a help of its
+    /// own is another program's, which writes the page.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub fn generate(&self, folder: &Path) -> io::Result<()> {
+        for command in self.pages() {
+            clap_mangen::Man::new(command).generate_to(folder)?;
+        }
+        let mut command = self.named(self.name);
+        for shell in SHELLS {
+            let mut script = vec![];
+            clap_complete::generate(shell, &mut command, self.name, &mut script);
+            std::fs::write(folder.join(format!("{}.{shell}", self.name)), script)?;
+        }
+        Ok(())
+    }
+
+    /// The commands that have a page, with all their options.
+    fn pages(&self) -> Vec<Command> {
+        let mut pages = vec![];
+        let mut whole = self.named(self.name).disable_help_subcommand(true);
+        whole.build();
+        add_visible(&whole, &mut pages);
+        if let Some(front) = self.front {
+            let mut whole = self.named(front).disable_help_subcommand(true);
+            for command in whole.get_subcommands_mut() {
+                *command = command.clone().hide(!command.is_hide_set());
+            }
+            whole.build();
+            for command in whole.get_subcommands() {
+                add_visible(command, &mut pages);
+            }
+        }
+        pages
+    }
+
+    /// The command line under a name; the derived one is that of the package.
+    fn named(&self, name: &'static str) -> Command {
+        (self.command)().name(name).bin_name(name)
+    }
+
+    /// Writes the manual to a folder and returns the options that their page does not name, as
+    /// "PAGE OPTION". For a test of each program.
+    ///
+    /// # Errors
+    /// A page cannot be written or read.
+    pub fn missing_options(&self, folder: &Path) -> io::Result<Vec<String>> {
+        self.generate(folder)?;
+        self.missing_from(folder)
+    }
+
+    fn missing_from(&self, folder: &Path) -> io::Result<Vec<String>> {
+        let mut missing = vec![];
+        for command in self.pages() {
+            let page = clap_mangen::Man::new(command.clone()).get_filename();
+            let text = std::fs::read_to_string(folder.join(&page))?.replace("\\-", "-");
+            let options = command.get_arguments().filter(|one| !one.is_hide_set());
+            for option in options.filter_map(|option| option.get_long()) {
+                if !text.contains(&format!("\\fB--{option}\\fR")) {
+                    missing.push(format!("{page} --{option}"));
+                }
+            }
+        }
+        Ok(missing)
+    }
+}
+
+fn add_visible(command: &Command, pages: &mut Vec<Command>) {
+    if command.is_hide_set() || command.is_disable_help_flag_set() && !has_help(command) {
+        return;
+    }
+    pages.push(command.clone());
+    for command in command.get_subcommands() {
+        add_visible(command, pages);
+    }
+}
+
+fn has_help(command: &Command) -> bool {
+    command
+        .get_arguments()
+        .any(|argument| argument.get_long() == Some("help"))
 }
 
 #[cfg(test)]
@@ -60,23 +140,42 @@ mod tests {
     use super::*;
 
     fn command() -> Command {
-        let get = Command::new("get").about("Gets").arg(Arg::new("KEY"));
+        let get = Command::new("get")
+            .about("Gets")
+            .arg(Arg::new("KEY"))
+            .arg(Arg::new("at").long("at").help("When"));
+        let check = Command::new("check").arg(Arg::new("strict").long("strict"));
+        let other = Arg::new("WORD").trailing_var_arg(true).num_args(0..);
         Command::new("the-package")
             .about("Does things")
             .version("1.2.3")
             .subcommand(Command::new("keys").about("Keys").subcommand(get))
-            .subcommand(Command::new("secret").hide(true))
+            .subcommand(Command::new("secret").hide(true).subcommand(check))
+            .subcommand(Command::new("other").arg(other).disable_help_flag(true))
     }
 
-    #[test]
-    fn each_visible_command_has_a_page_and_each_shell_a_completion() {
+    fn program(front: Option<&'static str>) -> Program {
+        Program {
+            name: "program",
+            command,
+            front,
+        }
+    }
+
+    fn generated(program: &Program) -> (tempfile::TempDir, Vec<String>) {
         let folder = tempfile::tempdir().unwrap();
-        generate("program", command(), folder.path()).unwrap();
+        program.generate(folder.path()).unwrap();
         let mut names: Vec<String> = std::fs::read_dir(folder.path())
             .unwrap()
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
         names.sort();
+        (folder, names)
+    }
+
+    #[test]
+    fn each_visible_command_has_a_page_and_each_shell_a_completion() {
+        let (folder, names) = generated(&program(None));
         assert_eq!(
             names,
             [
@@ -94,12 +193,51 @@ mod tests {
             page.contains(".SH SYNOPSIS") && page.contains("KEY"),
             "{page}"
         );
-        assert!(read("program.1").contains("program\\-keys(1)"));
+        let page = read("program.1");
+        assert!(page.contains("program\\-keys(1)"), "{page}");
+        assert!(page.contains("program\\-other(1)"), "{page}");
         assert!(read("program.bash").contains("program__subcmd__keys__subcmd__get"));
     }
 
     #[test]
+    fn hidden_commands_have_pages_under_the_name_of_the_program_in_front() {
+        let (folder, names) = generated(&program(Some("front")));
+        let pages: Vec<&String> = names.iter().filter(|name| name.ends_with(".1")).collect();
+        assert_eq!(
+            pages,
+            [
+                "front-secret-check.1",
+                "front-secret.1",
+                "program-keys-get.1",
+                "program-keys.1",
+                "program.1"
+            ]
+        );
+        let page = std::fs::read_to_string(folder.path().join("front-secret-check.1")).unwrap();
+        assert!(page.contains("\\fBfront secret check\\fR"), "{page}");
+        assert!(page.contains("\\-\\-strict"), "{page}");
+    }
+
+    #[test]
+    fn a_page_that_lacks_an_option_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let program = program(Some("front"));
+        let none: [&str; 0] = [];
+        assert_eq!(program.missing_options(folder.path()).unwrap(), none);
+        // A page of the program without its option, as clap_mangen would leave it.
+        let page = folder.path().join("front-secret-check.1");
+        let text = std::fs::read_to_string(&page).unwrap();
+        std::fs::write(&page, text.replace("strict", "")).unwrap();
+        let missing = program.missing_from(folder.path()).unwrap();
+        assert_eq!(missing, ["front-secret-check.1 --strict"]);
+    }
+
+    #[test]
     fn a_missing_folder_is_an_error() {
-        assert!(generate("program", command(), Path::new("/no/such/folder")).is_err());
+        assert!(
+            program(None)
+                .generate(Path::new("/no/such/folder"))
+                .is_err()
+        );
     }
 }

@@ -124,8 +124,15 @@ fn label(text: &str) -> Result<(String, String), String> {
     }
 }
 
+/// `patchbay` starts this program for its hidden commands.
+const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
+    name: "patchbayd",
+    command: Cli::command,
+    front: Some("patchbay"),
+};
+
 fn main() -> ExitCode {
-    patchbay_manual::generate_if_asked("patchbayd", Cli::command);
+    MANUAL.generate_if_asked();
     let cli = Cli::parse();
     let done = match &cli.command {
         Some(command) => run(command, &mut std::io::stdout().lock()),
@@ -259,4 +266,20 @@ fn default_socket() -> anyhow::Result<PathBuf> {
     let folder = std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| !folder.is_empty());
     let folder = folder.context("XDG_RUNTIME_DIR is not set; give --socket PATH")?;
     Ok(PathBuf::from(folder).join("patchbayd.sock"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_manual_names_every_option() {
+        let folder = tempfile::tempdir().unwrap();
+        let missing = MANUAL.missing_options(folder.path()).unwrap();
+        assert!(missing.is_empty(), "{missing:?}");
+        for page in ["policy-check", "policy-can", "audit-export", "certs-issue"] {
+            let page = format!("patchbay-{page}.1");
+            assert!(folder.path().join(&page).is_file(), "{page}");
+        }
+    }
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Where a test runs: on this machine, or in the lab.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
@@ -35,7 +36,11 @@ pub fn in_place<T: AsyncFnOnce() -> Result<()>>(test: T) -> Result<()> {
         return runtime.block_on(test());
     };
     let name = test_name(std::any::type_name::<T>());
-    eprintln!("{name} runs in the lab, an emulated computer, and is slow: {why}");
+    // Not eprintln!(), whose output libtest shows only after a failure.
+    let _ = writeln!(
+        std::io::stderr(),
+        "{name} runs in the lab, an emulated computer, and is slow: {why}"
+    );
     let _one = ONE_LAB.lock().unwrap_or_else(PoisonError::into_inner);
     let program = std::env::current_exe().context("cannot find this program")?;
     let results = tempfile::tempdir()?;

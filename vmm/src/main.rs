@@ -35,8 +35,14 @@ use crate::logs::Logs;
 use crate::messages::Stderr;
 use crate::terminal::Terminal;
 
+const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
+    name: "patchbay-vmm",
+    command: Args::command,
+    front: None,
+};
+
 fn main() -> ExitCode {
-    patchbay_manual::generate_if_asked("patchbay-vmm", Args::command);
+    MANUAL.generate_if_asked();
     let args = Args::parse();
     tracing_subscriber::fmt()
         .with_env_filter(
@@ -259,4 +265,16 @@ async fn serve(
     }
     served?;
     reason
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_manual_names_every_option() {
+        let folder = tempfile::tempdir().unwrap();
+        let missing = MANUAL.missing_options(folder.path()).unwrap();
+        assert!(missing.is_empty(), "{missing:?}");
+    }
 }

@@ -17,9 +17,13 @@ for program in patchbay patchbay-vmm patchbayd patchbay-fleet patchbay-attach; d
 	$program --version
 	test -s "/usr/share/man/man1/$program.1.gz"
 done
+# `patchbay ci run` puts this one into its guests.
+test -x /usr/lib/patchbay/patchbay-agent
 systemctl is-enabled patchbay-agent.service
 test -s /usr/share/man/man8/patchbay-agent.8.gz
 test -s /usr/share/man/man1/patchbay-keys-enable.1.gz
+# patchbayd writes the pages of what it does for patchbay.
+zcat /usr/share/man/man1/patchbay-policy-can.1.gz | grep policy
 for completion in /usr/share/bash-completion/completions/patchbay*; do bash -n "$completion"; done
 systemd-analyze verify patchbayd.service patchbay-fleet.service patchbay-agent.service
 

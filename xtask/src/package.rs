@@ -52,16 +52,16 @@ pub fn run() -> Result<PathBuf> {
     let _ = fs::remove_dir_all(&folder);
     fs::create_dir_all(&folder)?;
     let packages: Vec<&str> = PROGRAMS.iter().map(|program| program.0).collect();
-    let host_crates = bill::crates(&packages)?;
     let agent_crates = bill::crates(&["patchbay-guest-agent"])?;
+    let mut host_crates = bill::crates(&packages)?;
+    host_crates.extend(agent_crates.iter().cloned());
+    host_crates.sort();
+    host_crates.dedup();
     programs.host_package(version, &folder, &host_crates)?;
     programs.agent_package(version, &folder, &agent_crates)?;
     programs.tarball(version, &folder, &host_crates)?;
-    let mut all = host_crates;
-    all.extend(agent_crates);
-    all.sort();
-    all.dedup();
-    let bill = bill::materials(version, &all)?;
+    // The host's package contains the agent too.
+    let bill = bill::materials(version, &host_crates)?;
     fs::write(folder.join("patchbay.cdx.json"), bill)?;
     write_sums(&folder)?;
     Ok(folder)
@@ -91,6 +91,7 @@ impl Programs {
             let mut program = Command::new(folder.path().join(name));
             succeed(program.arg("--generate-manual").arg(manual.path()))?;
         }
+        check_references(manual.path())?;
         let epoch = match std::env::var("SOURCE_DATE_EPOCH") {
             Ok(epoch) => epoch,
             Err(_) => output(
@@ -114,6 +115,9 @@ impl Programs {
     pub fn host_package(&self, version: &str, out: &Path, crates: &[Crate]) -> Result<PathBuf> {
         let tree = Tree::new("patchbay")?;
         self.put_host_files(&tree, "usr")?;
+        // For guests that `patchbay ci run` boots. The other package is for guests that run for longer.
+        let agent = fs::read(self.program("patchbay-agent"))?;
+        tree.put("usr/lib/patchbay/patchbay-agent", agent, 0o755)?;
         for unit in UNITS {
             tree.copy(unit, "usr/lib/systemd/system", 0o644)?;
         }
@@ -329,6 +333,26 @@ impl Tree {
     }
 }
 
+/// Fails if a page lists a subcommand whose page no program has written.
+fn check_references(manual: &Path) -> Result<()> {
+    for file in cache::files_below(manual)? {
+        if file.extension().is_none_or(|ending| ending != "1") {
+            continue;
+        }
+        let text = fs::read_to_string(&file)?.replace("\\-", "-");
+        let words = text.lines().filter_map(|line| line.strip_suffix("(1)"));
+        for page in words.map(|name| manual.join(format!("{name}.1"))) {
+            ensure!(
+                page.is_file(),
+                "{} lists the page {}, which does not exist",
+                file.display(),
+                page.display()
+            );
+        }
+    }
+    Ok(())
+}
+
 fn write_sums(folder: &Path) -> Result<()> {
     let mut sums = String::new();
     for path in cache::files_below(folder)? {
@@ -373,6 +397,20 @@ fn run_to_end(command: &mut Command) -> Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_subcommand_without_a_page_is_refused() {
+        let manual = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(manual.path().join(name), text).unwrap();
+        write(
+            "one.1",
+            ".SH SUBCOMMANDS\n.TP\none\\-two(1)\nDoes two things\n",
+        );
+        let error = check_references(manual.path()).unwrap_err().to_string();
+        assert!(error.contains("one-two.1, which does not exist"), "{error}");
+        write("one-two.1", ".TH ONE-TWO 1\n");
+        check_references(manual.path()).unwrap();
+    }
 
     #[test]
     fn a_program_without_a_page_is_refused() {

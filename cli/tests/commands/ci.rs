@@ -190,10 +190,11 @@ fn monitor() {
         .map(|key| TestKey::new(key, 1))
         .chain([
             TestKey::guarded("guarded"),
+            TestKey::guarded("sched_feature"),
             TestKey::tracepoint("traced", true),
         ])
         .collect();
-    let keys = Lab::with(&keys);
+    let keys = Lab::with_guarded(&keys, words.contains(&"--allow-guarded"));
     std::os::unix::fs::symlink(keys.socket(), value("--api-socket")).expect("a link");
     let exec = format!("{}_1025", value("--vsock"));
     let stream = UnixStream::connect(exec).expect("the run listens");
@@ -413,6 +414,11 @@ fn the_matrix_flips_each_key_alone_and_names_the_failing_ones() {
         0,
         &["skip  guarded=on", "--allow-guarded"],
         &["--matrix", "g*", "--", "true"],
+    );
+    ci.expect(
+        0,
+        &["patchbay: no key was flipped"],
+        &["--matrix", "sched_*", "--", "true"],
     );
     ci.expect(125, &["guarded"], &["--matrix", "guarded", "--", "true"]);
     ci.expect(

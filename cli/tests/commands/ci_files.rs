@@ -83,9 +83,10 @@ fn tree() -> Option<Ci> {
 }
 
 fn assert_results(ci: &Ci) {
-    for (file, tests) in [("boot.xml", 1), ("matrix.xml", 10)] {
+    // Kernels declare no key of their own as safe to flip: a matrix must allow guarded ones or skips all.
+    for (file, tests) in [("boot.xml", 1), ("matrix.xml", 2)] {
         let xml = std::fs::read_to_string(ci.path(file)).expect(file);
-        let head = format!("tests=\"{tests}\" failures=\"0\"");
+        let head = format!("tests=\"{tests}\" failures=\"0\" skipped=\"0\"");
         assert!(xml.contains(&head), "{head} of {xml}");
     }
 }

@@ -169,12 +169,18 @@ impl Lab {
     }
 
     pub fn with(keys: &[TestKey]) -> Self {
+        Self::with_guarded(keys, false)
+    }
+
+    /// With a monitor that may be asked to flip guarded keys.
+    pub fn with_guarded(keys: &[TestKey], allow_guarded: bool) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         std::fs::create_dir(folder.path().join("patchbay")).expect("writable");
         let registry = Arc::new(Registry::default());
         let guest = InMemoryGuest::boot(Arc::clone(&registry), keys);
         let config = KeysConfig {
             audit: AuditLog::open(&folder.path().join("audit.log")).expect("writable"),
+            allow_guarded,
             ..KeysConfig::default()
         };
         let (keys, _) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");

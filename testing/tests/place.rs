@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `in_place` as `cargo test` runs it: on a machine without KVM for Linux, in a lab that it starts.
+
+use std::process::{Command, Stdio};
+
+use anyhow::{Result, ensure};
+use patchbay_ci::place;
+use patchbay_lab::kvm::Kvm;
+use patchbay_testing::in_place;
+
+/// Set for the process in which `the_inner_test` runs.
+const INNER: &str = "PATCHBAY_TESTING_INNER";
+
+#[test]
+fn the_inner_test() -> Result<()> {
+    if std::env::var_os(INNER).is_none() {
+        return Ok(());
+    }
+    in_place(async || {
+        let kvm = Kvm::probe();
+        ensure!(kvm.runs_linux(), "{}", kvm.describe());
+        Ok(())
+    })
+}
+
+#[test]
+fn a_test_runs_where_guests_can_and_says_where() {
+    let why = place::needs_lab();
+    // `cargo xtask test` names the lab's kernel if it has fetched the lab.
+    if why.is_some() && std::env::var_os("PATCHBAY_TEST_DISTRO_KERNELS").is_none() {
+        println!("SKIPPED: the lab is not fetched; run `cargo xtask test`");
+        return;
+    }
+    let program = std::env::current_exe().expect("this program");
+    let output = Command::new(program)
+        // Without --nocapture, because nobody who waits for a lab gives it.
+        .args(["the_inner_test", "--exact"])
+        .env(INNER, "")
+        .stdin(Stdio::null())
+        .output()
+        .expect("it starts");
+    let out = String::from_utf8_lossy(&output.stdout);
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.success() && out.contains("test result: ok. 1 passed"),
+        "{out}\n{err}"
+    );
+    let says = err.contains("the_inner_test runs in the lab");
+    assert_eq!(says, why.is_some(), "{err}");
+}
