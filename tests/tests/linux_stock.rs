@@ -202,8 +202,9 @@ async fn lines_of_dynamic_debug(guest: &mut Guest) -> Result<()> {
 
 /// How often the kernel has printed the line.
 async fn printed(guest: &mut Guest) -> Result<usize> {
-    let log = guest.shell("dmesg").await?;
-    Ok(log.matches(PRINTED).count())
+    // The whole log takes long on an emulated console.
+    let count = format!("dmesg | grep -c '{PRINTED}' || true");
+    Ok(guest.shell(&count).await?.trim().parse()?)
 }
 
 /// Every site does what the key's count says, and has the name of its function.
