@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::Path;
 
-use object::read::elf::{FileHeader, ProgramHeader, SectionHeader};
+use object::read::elf::{FileHeader, ProgramHeader, SectionHeader, SectionTable};
 use object::{LittleEndian, elf};
 
 use super::error::{DiscoveryError, GIVE_FILE, refuse};
@@ -18,6 +18,7 @@ use super::layout;
 use super::paging::IMAGE_MAP;
 use crate::btf::{Btf, BtfError};
 use crate::container::{self, ContainerError};
+use crate::dwarf;
 use crate::image::symbol_table;
 use crate::symbols::{Named, SymbolFileError, Symbols};
 
@@ -58,6 +59,12 @@ pub enum DebugFileError {
     /// The section .BTF is damaged.
     #[error("its BTF is damaged: {0}; copy it again")]
     Btf(#[from] BtfError),
+    /// The sections .debug_* are damaged.
+    #[error("its DWARF is damaged: {0}; copy it again")]
+    Dwarf(#[from] gimli::Error),
+    /// The sections .debug_* are packed.
+    #[error("its DWARF is compressed; unpack it with `objcopy --decompress-debug-sections FILE`")]
+    Compressed,
 }
 
 /// What a discovery took from a debug file, and what proves it.
@@ -174,12 +181,12 @@ impl DebugFile {
                 build = build.or_else(|| build_id(notes));
             }
         }
-        let btf = match sections.section_by_name(endian, b".BTF") {
-            Some((_, section)) => section.data(endian, data)?,
-            None => &[],
+        let content = |name: &str| match sections.section_by_name(endian, name.as_bytes()) {
+            Some((_, section)) => section.data(endian, data),
+            None => Ok(&[][..]),
         };
-        let types = match btf {
-            [] => None,
+        let types = match content(".BTF")? {
+            [] => types_of_dwarf(&sections, endian, content)?,
             btf => {
                 Btf::parse(btf, &[])?;
                 Some(btf.to_vec())
@@ -218,7 +225,9 @@ impl DebugFile {
             ));
         };
         let Some(text) = named.address("_stext") else {
-            return refuse("the kernel's kallsyms have no single symbol _stext: no debug file can be compared with them");
+            return refuse(
+                "the kernel's kallsyms have no single symbol _stext: no debug file can be compared with them",
+            );
         };
         let slide = Slide(text.wrapping_sub(own));
         for (symbol, name) in guest.iter() {
@@ -253,6 +262,25 @@ impl DebugFile {
         }
         Ok(true)
     }
+}
+
+/// As BTF. `content` gives the bytes of a section.
+fn types_of_dwarf<'data>(
+    sections: &SectionTable<'data, Elf>,
+    endian: LittleEndian,
+    content: impl Fn(&str) -> Result<&'data [u8], object::Error>,
+) -> Result<Option<Vec<u8>>, DebugFileError> {
+    for section in sections.iter() {
+        let name = sections.section_name(endian, section)?;
+        let packed = section.sh_flags(endian) & u64::from(elf::SHF_COMPRESSED) != 0;
+        if name.starts_with(b".zdebug_") || packed && name.starts_with(b".debug_") {
+            return Err(DebugFileError::Compressed);
+        }
+    }
+    Ok(dwarf::types(
+        |name| content(name).unwrap_or_default(),
+        layout::TYPES,
+    )?)
 }
 
 /// The build id in a row of ELF notes, each {u32 size of the name, of what follows it, type; both padded to four bytes}.
