@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The files that a build of the crafted guest's kernel leaves behind.
 
-use crate::craft_guest::{Guest, note_section};
+use crate::craft_guest::{Guest, TEXT, note_section};
 
 /// How far KASLR has moved the guest from where its files have it.
 pub const SLIDE: u64 = 0x20_0000;
@@ -9,11 +9,10 @@ pub const SLIDE: u64 = 0x20_0000;
 /// The symbols where the files have them: address, letter and name.
 pub fn symbols(guest: &Guest) -> Vec<(u64, String)> {
     let mut symbols = guest.listed.clone();
-    for (address, _) in &mut symbols {
+    // What is no part of the image is not moved by KASLR.
+    for (address, _) in symbols.iter_mut().filter(|(address, _)| *address >= TEXT) {
         *address -= SLIDE;
     }
-    // No part of the image, so that KASLR does not move it.
-    symbols.insert(0, (0x1f000, "Acpu_variable".to_owned()));
     symbols
 }
 

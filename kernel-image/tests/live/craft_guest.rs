@@ -281,6 +281,8 @@ fn data_symbols(guest: &mut Guest) {
     ] {
         guest.name(data.take(64), 'D', symbol);
     }
+    // Offsets of per-CPU variables before 6.15.
+    guest.name(0x1f000, 'A', "cpu_variable");
     // Another key with the same name.
     guest.listed.push((data.take(64), "dshared".to_owned()));
     guest
