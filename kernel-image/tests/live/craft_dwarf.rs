@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The types of a small BTF as DWARF 5, which is what a compiler writes.
 
-/// {tag, children, {attribute, form}}, numbered from 1.
-const ABBREVIATIONS: &[(u8, u8, &[(u8, u8)])] = &[
+/// Tag, whether it has children, {attribute, form}.
+type Abbreviation = (u8, u8, &'static [(u8, u8)]);
+
+/// Numbered from 1.
+const ABBREVIATIONS: &[Abbreviation] = &[
     (0x11, 1, &[]),
     (0x24, 0, &[(0x0b, 6)]),
     (0x0f, 0, &[]),
