@@ -26,6 +26,7 @@ pub mod nested;
 pub mod process;
 pub mod qmp;
 pub mod registers;
+mod virsh;
 pub mod watchdog;
 
 pub use attach::{Options, PauseWay, Target, attach};

@@ -2,26 +2,31 @@
 //! A guest that libvirt manages, through `virsh`: libvirt has the only connection to its monitor.
 
 use std::fs;
-use std::io::{self, Read};
-use std::process::{Command, Stdio};
+use std::io;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
 use crate::error::AttachError;
-use crate::qmp::{QmpError, message, returned};
+use crate::qmp::{MAX_MESSAGE, QmpError, message, returned};
+use crate::virsh::{Failure, Virsh};
 
 /// The libvirt of this host that runs as root.
 pub const SYSTEM: &str = "qemu:///system";
 
-/// Time allowed for `virsh` itself, which starts and connects for each command, beside that for QEMU's answer.
-const START: Duration = Duration::from_secs(10);
+/// For the first answer: `virsh` starts and connects before.
+const START: Duration = Duration::from_secs(30);
+
+/// How each of virsh's errors begins.
+const ERROR: &str = "error: ";
 
 /// A domain of a libvirt on this host.
 #[derive(Debug)]
 pub struct Domain {
-    uri: String,
+    command_line: Vec<String>,
     name: String,
+    virsh: Mutex<Option<Virsh>>,
 }
 
 impl Domain {
@@ -30,12 +35,17 @@ impl Domain {
     /// # Errors
     /// `virsh` is not installed, or no such domain runs.
     pub fn open(uri: &str, name: &str) -> Result<Self, AttachError> {
-        let domain = Self {
-            uri: uri.to_owned(),
-            name: name.to_owned(),
-        };
-        domain.execute("query-status", Value::Null, Duration::from_secs(5))?;
+        let domain = Self::new(&["virsh", "--quiet", "--connect", uri], name);
+        domain.execute("query-status", Value::Null, START)?;
         Ok(domain)
+    }
+
+    fn new(command_line: &[&str], name: &str) -> Self {
+        Self {
+            command_line: command_line.iter().map(|&word| word.to_owned()).collect(),
+            name: name.to_owned(),
+            virsh: Mutex::new(None),
+        }
     }
 
     /// Its QEMU's process: the one whose threads its vCPUs are. Where libvirt keeps its own note of the process depends on the URI.
@@ -56,7 +66,7 @@ impl Domain {
         })
     }
 
-    /// Carries out a command of QEMU's monitor.
+    /// Carries out a command of QEMU's monitor. A `virsh` that has ended is started again.
     ///
     /// # Errors
     /// [`QmpError`].
@@ -71,54 +81,60 @@ impl Domain {
             class: String::new(),
             description,
         };
-        let mut child = Command::new("virsh")
-            .args([
-                "--connect",
-                &self.uri,
-                "qemu-monitor-command",
-                "--domain",
-                &self.name,
-                "--",
-            ])
-            .arg(message(command, arguments, None).trim_end())
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .map_err(|error| match error.kind() {
-                io::ErrorKind::NotFound => refused("virsh is not installed; install libvirt-clients, or attach by --pid to a QEMU with a QMP socket".to_owned()),
-                _ => refused(format!("virsh cannot be started ({error})")),
-            })?;
-        let (mut out, mut err) = (child.stdout.take(), child.stderr.take());
-        let reader = std::thread::spawn(move || {
-            let mut text = [String::new(), String::new()];
-            let [output, errors] = &mut text;
-            // What is no text is no answer either.
-            let _ = out.as_mut().map(|out| out.read_to_string(output));
-            let _ = err.as_mut().map(|err| err.read_to_string(errors));
-            text
-        });
-        let patience = START + patience;
         let deadline = Instant::now() + patience;
-        while !reader.is_finished() {
-            if Instant::now() >= deadline {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(QmpError::TimedOut {
-                    command: command.to_owned(),
-                    patience,
-                });
-            }
-            std::thread::sleep(Duration::from_millis(1));
+        let mut slot = self.virsh.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = slot
+            .take()
+            .and_then(|mut virsh| virsh.runs().then_some(virsh));
+        let mut virsh = match kept {
+            Some(virsh) => virsh,
+            None => Virsh::start(&self.command_line).map_err(|error| refused(unstarted(&error)))?,
+        };
+        let message = message(command, arguments, None);
+        let words = [
+            "qemu-monitor-command",
+            "--domain",
+            &self.name,
+            "--",
+            message.trim_end(),
+        ];
+        let printed = virsh.run(&words, deadline);
+        if matches!(printed, Ok(_) | Err(Failure::NotACommand(_))) {
+            *slot = Some(virsh);
         }
-        let status = child.wait().map_err(|error| refused(error.to_string()))?;
-        let [output, errors] = reader.join().unwrap_or_default();
-        if !status.success() {
-            return Err(refused(format!("virsh says {:?}", errors.trim())));
+        let text = printed.map_err(|failure| match failure {
+            Failure::NotACommand(why) => refused(why),
+            Failure::TimedOut => QmpError::VirshTimedOut {
+                command: command.to_owned(),
+                patience,
+            },
+            Failure::Ended(text) => refused(complaint(&text, "has ended without an answer")),
+            Failure::TooLong => refused(format!("virsh printed more than {MAX_MESSAGE} bytes")),
+        })?;
+        let mut answers = text.lines().filter(|line| line.starts_with('{'));
+        match answers.find_map(|line| serde_json::from_str(line).ok()) {
+            Some(answer) => returned(command, answer),
+            None => Err(refused(complaint(&text, "printed no answer"))),
         }
-        let answer = serde_json::from_str(&output)
-            .map_err(|error| refused(format!("virsh's output is no answer ({error})")))?;
-        returned(command, answer)
+    }
+}
+
+fn unstarted(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::NotFound => {
+            "virsh is not installed; install libvirt-clients, or attach by --pid to a QEMU with a QMP socket".to_owned()
+        }
+        _ => format!("virsh cannot be started ({error})"),
+    }
+}
+
+/// The errors that virsh printed; if there are none, what it did otherwise.
+fn complaint(text: &str, otherwise: &str) -> String {
+    let line = text.find(&format!("\n{ERROR}")).map(|found| found + 1);
+    let start = text.starts_with(ERROR).then_some(0).or(line);
+    match start {
+        Some(start) => format!("virsh says {:?}", text[start..].trim()),
+        None => format!("virsh {otherwise}"),
     }
 }
 
@@ -158,6 +174,87 @@ mod tests {
         }
         assert!(!names_guest(b"qemu\0guest=a\0-name", "a"));
         assert!(!names_guest(b"", "a"));
+    }
+
+    /// A domain whose virsh is this shell script.
+    fn scripted(script: &str) -> Domain {
+        Domain::new(&["sh", "-c", script], "web")
+    }
+
+    fn refusal(domain: &Domain, patience: Duration) -> String {
+        let refusal = domain.execute("query-status", Value::Null, patience);
+        refusal.expect_err("no answer").to_string()
+    }
+
+    /// Commands of shell that answer each command with the number of the process.
+    const ANSWERS: &str = r#"while read -r command; do read -r mark; echo "virsh # $command"
+        echo "{\"return\": $$}"; echo "virsh # $mark"; eval "$mark"; printf 'virsh # '; done"#;
+
+    #[test]
+    fn commands_use_one_virsh_until_it_ends() {
+        let domain = scripted(ANSWERS);
+        let process = || {
+            domain
+                .execute("query-status", Value::Null, START)
+                .expect("an answer")
+        };
+        let first = process();
+        assert!((0..20).all(|_| process() == first));
+        *domain.virsh.lock().expect("unpoisoned") = None;
+        assert_ne!(process(), first);
+
+        // One that ends after its first command is not asked for a second.
+        let domain = scripted(&ANSWERS.replace("done", "exit; done"));
+        let process = || {
+            let answer = domain.execute("query-status", Value::Null, START);
+            let mut slot = domain.virsh.lock().expect("unpoisoned");
+            slot.as_mut().expect("kept").wait();
+            answer.expect("an answer")
+        };
+        assert_ne!(process(), process());
+    }
+
+    #[test]
+    fn a_virsh_that_does_not_answer_is_killed() {
+        let domain = scripted("echo '{\"return\": 1}'; cat >/dev/null");
+        let error = refusal(&domain, Duration::from_millis(50));
+        assert!(
+            error.starts_with("virsh did not answer query-status within 50ms and was killed"),
+            "{error}"
+        );
+        assert!(domain.virsh.lock().expect("unpoisoned").is_none());
+    }
+
+    #[test]
+    fn what_virsh_says_is_passed_on_in_one_line() {
+        let says = |script: &str| refusal(&scripted(script), START);
+        let ends = says("echo one; echo 'error: two' >&2; echo 'error: three \"'; exit 1");
+        assert_eq!(
+            ends,
+            r#"QEMU refused query-status: virsh says "error: two\nerror: three \"""#
+        );
+        let mute = says("exit 1");
+        assert_eq!(
+            mute,
+            "QEMU refused query-status: virsh has ended without an answer"
+        );
+        let refuses = says(&ANSWERS.replace(r#"echo "{\"return\": $$}""#, "echo 'error: no'"));
+        assert_eq!(
+            refuses,
+            r#"QEMU refused query-status: virsh says "error: no""#
+        );
+        let unclear = says(&ANSWERS.replace(r#"echo "{\"return\": $$}""#, "echo '{'"));
+        assert_eq!(
+            unclear,
+            "QEMU refused query-status: virsh printed no answer"
+        );
+        let flood = says("yes");
+        assert_eq!(
+            flood,
+            "QEMU refused query-status: virsh printed more than 16777216 bytes"
+        );
+        let missing = refusal(&Domain::new(&["/nonexistent"], "web"), START);
+        assert!(missing.contains("install libvirt-clients"), "{missing}");
     }
 
     #[test]

@@ -13,6 +13,7 @@ use patchbay_attach::memory::Access;
 use patchbay_attach::{Options, PauseWay, Target, attach};
 use patchbay_service::guest::{Guest, Machine, PausedGuest};
 use patchbay_service::pause::PauseError;
+use rustix::process::{Pid, Signal, kill_process};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 /// libvirtd runs as this user if the test runs as root: as root it would take the machine's own folders.
@@ -98,14 +99,8 @@ impl Libvirt {
         (output.status.success(), text)
     }
 
-    /// Starts a domain without KVM.
-    fn create(&self, name: &str, memory: &str) {
-        let definition = format!(
-            "<domain type='qemu'><name>{name}</name><memory unit='MiB'>64</memory><vcpu>2</vcpu>
-             <os><type arch='x86_64' machine='pc'>hvm</type></os>{memory}
-             <devices><emulator>/usr/bin/qemu-system-x86_64</emulator><controller type='usb' model='none'/>
-             <memballoon model='none'/></devices></domain>"
-        );
+    /// Starts a domain.
+    fn create(&self, definition: &str) {
         let path = self.path("domain.xml");
         fs::write(&path, definition).expect("room");
         let (created, text) = self.virsh(&["create", &path.display().to_string()]);
@@ -158,14 +153,60 @@ fn stops_and_resumes(guest: &QemuGuest) {
     assert_eq!(paused.check_writes(), Ok(()));
 }
 
+/// The processes of `virsh` that this one has started.
+fn virshs() -> Vec<Pid> {
+    let tasks = fs::read_dir("/proc/self/task").expect("its own");
+    tasks
+        .flatten()
+        .flat_map(|task| {
+            let children = fs::read_to_string(task.path().join("children")).unwrap_or_default();
+            let children = children.split_whitespace().map(str::to_owned);
+            children.collect::<Vec<_>>()
+        })
+        .filter(|id| {
+            fs::read_to_string(format!("/proc/{id}/comm")).is_ok_and(|name| name == "virsh\n")
+        })
+        .filter_map(|id| Pid::from_raw(id.parse().ok()?))
+        .collect()
+}
+
+/// Commands go through one `virsh`; one that is killed is started again.
+fn uses_one_virsh(guest: &QemuGuest) {
+    let first = virshs();
+    assert_eq!(first.len(), 1);
+    for _ in 0..5 {
+        stops_and_resumes(guest);
+        assert_eq!(virshs(), first);
+    }
+    let status = format!("/proc/{}/stat", first[0].as_raw_nonzero());
+    kill_process(first[0], Signal::KILL).expect("its own");
+    let end = Instant::now() + DEADLINE;
+    while !fs::read_to_string(&status).is_ok_and(|status| status.contains(") Z ")) {
+        assert!(Instant::now() < end, "virsh does not end");
+    }
+    stops_and_resumes(guest);
+    assert_eq!(virshs().len(), 1);
+    assert_ne!(virshs(), first);
+}
+
+/// A domain without KVM, with this memory and nothing to boot.
+fn emulated(name: &str, memory: &str) -> String {
+    format!(
+        "<domain type='qemu'><name>{name}</name><memory unit='MiB'>64</memory><vcpu>2</vcpu>
+         <os><type arch='x86_64' machine='pc'>hvm</type></os>{memory}
+         <devices><emulator>/usr/bin/qemu-system-x86_64</emulator><controller type='usb' model='none'/>
+         <memballoon model='none'/></devices></domain>"
+    )
+}
+
 #[test]
 fn domains_are_attached_to_through_virsh() {
     let Some(libvirt) = Libvirt::start() else {
         return;
     };
     refused(&libvirt.options("shared"), "failed to get domain 'shared'");
-    libvirt.create("shared", SHARED);
-    libvirt.create("private", "");
+    libvirt.create(&emulated("shared", SHARED));
+    libvirt.create(&emulated("private", ""));
     let strict = Options {
         accept_tcg: false,
         ..libvirt.options("shared")
@@ -190,6 +231,7 @@ fn domains_are_attached_to_through_virsh() {
     assert_eq!(guest.description().name, "shared");
     assert_eq!(guest.description().vcpus, 2);
     stops_and_resumes(&guest);
+    uses_one_virsh(&guest);
     refused(&libvirt.options("shared"), "is attached to the guest");
     let (suspended, text) = libvirt.virsh(&["suspend", "shared"]);
     assert!(suspended, "{text}");

@@ -24,9 +24,9 @@ use std::time::{Duration, Instant};
 use serde_json::{Deserializer, Value, json};
 
 /// Longest message that is read, in bytes. The flat view of a large machine takes tens of KiB.
-const MAX_MESSAGE: usize = 16 << 20;
+pub(crate) const MAX_MESSAGE: usize = 16 << 20;
 /// Longest command, in bytes: one that a single write to a unix socket takes whole.
-const MAX_COMMAND: usize = 32 << 10;
+pub(crate) const MAX_COMMAND: usize = 32 << 10;
 
 /// Why a monitor did not do what it was asked to.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -64,6 +64,16 @@ pub enum QmpError {
     /// No answer came in time. The command may be carried out later.
     #[error("QEMU did not answer {command} within {patience:?}; see whether it hangs")]
     TimedOut {
+        /// The command.
+        command: String,
+        /// The time it was given.
+        patience: Duration,
+    },
+    /// virsh did not answer in time. The command may be carried out later.
+    #[error(
+        "virsh did not answer {command} within {patience:?} and was killed; see whether libvirt or QEMU hangs"
+    )]
+    VirshTimedOut {
         /// The command.
         command: String,
         /// The time it was given.

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A `virsh` that reads commands from a pipe. It stays connected to its libvirt from one command to the next.
+
+use std::io::{self, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::Instant;
+
+use crate::qmp::{MAX_COMMAND, MAX_MESSAGE};
+
+/// What virsh prints when it is ready for a command; the second if it may only read.
+const PROMPTS: [&[u8]; 2] = [b"virsh # ", b"virsh > "];
+
+/// More than any command.
+const COLUMNS: &str = "60000";
+
+/// Why a command has no output. After each but [`NotACommand`](Self::NotACommand) this virsh is of no more use.
+#[derive(Debug)]
+pub enum Failure {
+    /// It was not sent.
+    NotACommand(String),
+    /// The time is over.
+    TimedOut,
+    /// virsh has ended, and this is what it printed before.
+    Ended(String),
+    /// It printed more than this attacher reads.
+    TooLong,
+}
+
+/// A running `virsh`, killed on drop.
+#[derive(Debug)]
+pub struct Virsh {
+    child: Child,
+    input: ChildStdin,
+    output: Receiver<Vec<u8>>,
+    commands: u64,
+}
+
+impl Virsh {
+    /// Starts it with this command line.
+    ///
+    /// # Errors
+    /// It is not installed, or no process can be started.
+    pub fn start(command_line: &[String]) -> io::Result<Self> {
+        let (program, arguments) = command_line
+            .split_first()
+            .ok_or(io::ErrorKind::InvalidInput)?;
+        // Output and errors come through one pipe, so that their order is that of virsh.
+        let (reader, writer) = io::pipe()?;
+        let mut child = Command::new(program)
+            .args(arguments)
+            // virsh reads lines with readline. Nothing may change what readline does with a line, and messages are not translated.
+            .env("LC_ALL", "C.UTF-8")
+            .env_remove("LANGUAGE")
+            .env("INPUTRC", "/dev/null")
+            .env("TERM", "dumb")
+            // readline repeats a longer line in part.
+            .env("COLUMNS", COLUMNS)
+            .env("LINES", "24")
+            // The terminal's Ctrl-C is for the attacher, which may need virsh to end well.
+            .process_group(0)
+            .stdin(Stdio::piped())
+            .stdout(writer.try_clone()?)
+            .stderr(writer)
+            .spawn()?;
+        let input = child.stdin.take().ok_or(io::ErrorKind::BrokenPipe)?;
+        let (sender, output) = sync_channel(4);
+        std::thread::spawn(move || forward(reader, &sender));
+        Ok(Self {
+            child,
+            input,
+            output,
+            commands: 0,
+        })
+    }
+
+    /// Whether it still runs.
+    pub fn runs(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Waits for its end.
+    #[cfg(test)]
+    pub fn wait(&mut self) {
+        self.child.wait().expect("its own");
+    }
+
+    /// Carries out a command, and returns what virsh printed meanwhile.
+    ///
+    /// # Errors
+    /// [`Failure`].
+    pub fn run(&mut self, words: &[&str], deadline: Instant) -> Result<String, Failure> {
+        self.commands += 1;
+        let (input, mark) = lines(words, self.commands)?;
+        // If virsh has ended, its last words say why.
+        let _ = self.input.write_all(input.as_bytes());
+        let mut output = Output::new(mark, input);
+        while !output.is_complete() {
+            if output.text.len() > MAX_MESSAGE {
+                return Err(Failure::TooLong);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.output.recv_timeout(left) {
+                Ok(chunk) => output.add(&chunk),
+                Err(RecvTimeoutError::Timeout) => return Err(Failure::TimedOut),
+                Err(RecvTimeoutError::Disconnected) => return Err(Failure::Ended(output.text())),
+            }
+        }
+        Ok(output.text())
+    }
+}
+
+impl Drop for Virsh {
+    fn drop(&mut self) {
+        // A virsh that ends by itself would add these commands to the user's history.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn forward(mut reader: impl Read, sender: &SyncSender<Vec<u8>>) {
+    let mut chunk = vec![0; 64 << 10];
+    loop {
+        match reader.read(&mut chunk) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Ok(0) | Err(_) => return,
+            Ok(length) => {
+                if sender.send(chunk[..length].to_vec()).is_err() {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// What virsh prints up to the line that begins with the mark.
+struct Output {
+    mark: String,
+    input: String,
+    text: Vec<u8>,
+    last_line: usize,
+    complete: bool,
+}
+
+impl Output {
+    fn new(mark: String, input: String) -> Self {
+        Self {
+            mark,
+            input,
+            text: Vec::new(),
+            last_line: 0,
+            complete: false,
+        }
+    }
+
+    fn add(&mut self, chunk: &[u8]) {
+        for part in chunk.split_inclusive(|byte| *byte == b'\n') {
+            self.text.extend(part);
+            let line = &self.text[self.last_line..];
+            if without_prompt(line).starts_with(self.mark.as_bytes()) {
+                self.complete = true;
+                self.text.truncate(self.last_line);
+                return;
+            }
+            if part.ends_with(b"\n") {
+                self.last_line = self.text.len();
+            }
+        }
+    }
+
+    fn is_complete(&self) -> bool {
+        self.complete
+    }
+
+    /// Without the lines in which virsh repeats what it reads.
+    fn text(&self) -> String {
+        let mut text = String::new();
+        for line in self.text.split_inclusive(|byte| *byte == b'\n') {
+            let line = String::from_utf8_lossy(without_prompt(line));
+            if !self
+                .input
+                .lines()
+                .any(|input| input == line.trim_end_matches('\n'))
+            {
+                text.push_str(&line);
+            }
+        }
+        text
+    }
+}
+
+fn without_prompt(line: &[u8]) -> &[u8] {
+    let prompt = PROMPTS.iter().find_map(|prompt| line.strip_prefix(*prompt));
+    prompt.unwrap_or(line)
+}
+
+/// The command's line and one more that prints the mark, with the mark. virsh repeats the lines that it reads: there the mark is in two parts.
+fn lines(words: &[&str], number: u64) -> Result<(String, String), Failure> {
+    let mut line = String::new();
+    for word in words {
+        // virsh's readline would take a control character for a key that edits the line.
+        if let Some(found) = word.chars().find(|found| found.is_control()) {
+            return Err(Failure::NotACommand(format!(
+                "{word:?} contains {found:?}, which virsh cannot be given"
+            )));
+        }
+        if !line.is_empty() {
+            line.push(' ');
+        }
+        line.push_str(&quoted(word));
+    }
+    if line.len() > MAX_COMMAND {
+        return Err(Failure::NotACommand(format!(
+            "a command of {} bytes was not sent",
+            line.len()
+        )));
+    }
+    line.push_str(&format!("\necho 'end of '\"command {number}.\"\n"));
+    Ok((line, format!("end of command {number}.")))
+}
+
+/// A word as virsh's parser reads it back: nothing is special between single quotes.
+fn quoted(word: &str) -> String {
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_real_virsh_reads_words_back_as_they_are() {
+        let command_line = ["virsh", "--quiet", "--connect", "test:///default"];
+        let virsh = Virsh::start(&command_line.map(str::to_owned));
+        let Ok(mut virsh) = virsh else {
+            eprintln!("SKIPPED: virsh is not installed");
+            return;
+        };
+        let deadline = Instant::now() + std::time::Duration::from_secs(60);
+        let long = "long ".repeat(2000);
+        for word in [
+            "a",
+            r#"{"a": "b'c\\d\"e"}"#,
+            r"\",
+            "''",
+            "'",
+            r#"\'"\""#,
+            "a; b # c $d `e` !f",
+            "größer",
+            "end of command 1.",
+            &long,
+        ] {
+            let text = virsh.run(&["echo", word], deadline).expect("carried out");
+            // In quiet mode `echo` ends no line, so that the prompt follows.
+            assert!(text.starts_with(word), "{word}: {text}");
+        }
+        let text = virsh
+            .run(&["no-such-command"], deadline)
+            .expect("carried out");
+        assert_eq!(text, "error: unknown command: 'no-such-command'\n");
+        for word in ["a\nb", "\t", "\u{7f}", "\u{9b}"] {
+            let refused = virsh.run(&["echo", word], deadline);
+            assert!(matches!(refused, Err(Failure::NotACommand(_))), "{word:?}");
+        }
+        let refused = virsh.run(&["echo", &"x".repeat(MAX_COMMAND)], deadline);
+        assert!(matches!(refused, Err(Failure::NotACommand(_))));
+        assert!(virsh.runs());
+    }
+}
