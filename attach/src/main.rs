@@ -72,10 +72,9 @@ fn main() -> ExitCode {
 
 fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     let debug_file = match &args.debug_file {
-        Some(path) => Some(
-            DebugFile::open(path)
-                .with_context(|| format!("the debug file {} cannot be used", path.display()))?,
-        ),
+        Some(path) => Some(DebugFile::open(path).map_err(|error| {
+            anyhow::anyhow!("the debug file {} cannot be used: {error}", path.display())
+        })?),
         None => None,
     };
     let audit = match &args.audit_log {
