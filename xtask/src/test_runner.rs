@@ -161,12 +161,21 @@ fn start_and_watch(test: &Test, timeout: Duration) -> io::Result<Report> {
     })
 }
 
+/// The reason in a line of a skipped test. With one CPU libtest has begun the line: "test NAME ... ".
+fn skip_reason(line: &str) -> Option<&str> {
+    let begun = line
+        .strip_prefix("test ")
+        .and_then(|rest| rest.split_once(" ... "));
+    let printed = begun.map_or(line, |(_, printed)| printed);
+    printed.strip_prefix(SKIP_MARK).map(str::trim)
+}
+
 fn verdict(status: ExitStatus, output: &str) -> Verdict {
     if !status.success() {
         return Verdict::Failed(status.to_string());
     }
-    if let Some(reason) = output.lines().find_map(|line| line.strip_prefix(SKIP_MARK)) {
-        return Verdict::Skipped(reason.trim().to_owned());
+    if let Some(reason) = output.lines().find_map(skip_reason) {
+        return Verdict::Skipped(reason.to_owned());
     }
     // libtest succeeds with a name that matches no test.
     if output.contains("test result: ok. 1 passed") {
@@ -476,6 +485,11 @@ mod tests {
             LONG,
         );
         assert_eq!(skipped.verdict, Verdict::Skipped("no KVM".into()));
+        let on_one_cpu = run_script(
+            "echo 'test a::b ... SKIPPED: no KVM'; echo 'test result: ok. 1 passed'",
+            LONG,
+        );
+        assert_eq!(on_one_cpu.verdict, Verdict::Skipped("no KVM".into()));
         let failed = run_script("echo SKIPPED: too late; echo why; exit 101", LONG);
         assert_eq!(failed.verdict, Verdict::Failed("exit status: 101".into()));
         assert!(failed.output.contains("why\n"));
