@@ -86,6 +86,10 @@ pub struct Options {
     /// /etc/patchbay/keys.d if it exists]
     #[arg(long, value_name = "FOLDER")]
     pub keys_dir: Option<PathBuf>,
+    /// Discover with this file what the kernel does not reveal: its vmlinux or System.map if it is built without
+    /// CONFIG_KALLSYMS_ALL, its vmlinux with debug information if without CONFIG_DEBUG_INFO_BTF
+    #[arg(long, value_name = "FILE")]
+    pub debug_file: Option<PathBuf>,
     /// Append each change to this file
     #[arg(long, value_name = "FILE")]
     pub audit_log: Option<PathBuf>,
@@ -192,6 +196,7 @@ mod tests {
             "a libvirt d --agent-vsock 3",
             "a libvirt d",
             "a libvirt d --keys-dir k",
+            "a qemu --pid 7 --debug-file vmlinux",
         ] {
             parse(line).expect(line);
         }

@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use object::read::elf::{FileHeader, ProgramHeader, SectionHeader};
+use object::read::elf::{FileHeader, ProgramHeader, SectionHeader, SectionTable};
 use object::{LittleEndian, elf};
 
 use crate::symbols::{Symbol, SymbolKind, Symbols};
@@ -142,27 +142,9 @@ impl<'data> Image<'data> {
             executable = executable_segments;
         }
         let text = executable.clone();
-        let mut symbols = Symbols::default();
-        let table = sections.symbols(endian, data, elf::SHT_SYMTAB)?;
-        for symbol in table.iter() {
-            use object::read::elf::Sym as _;
-            let kind = symbol.st_type();
-            if symbol.is_undefined(endian) || kind == elf::STT_FILE || kind == elf::STT_SECTION {
-                continue;
-            }
-            let address: u64 = symbol.st_value(endian).into();
-            symbols.push(
-                Symbol {
-                    address,
-                    kind: SymbolKind::from_section(
-                        text.iter().any(|range| range.contains(&address)),
-                    ),
-                    global: symbol.st_bind() != elf::STB_LOCAL,
-                },
-                &String::from_utf8_lossy(symbol.name(endian, table.strings())?),
-            );
-        }
-        symbols.sort();
+        let symbols = symbol_table(&sections, endian, data, |address| {
+            text.iter().any(|range| range.contains(&address))
+        })?;
         Self::new(
             header.is_class_64(),
             false,
@@ -337,6 +319,35 @@ impl<'data> Image<'data> {
             .iter()
             .map(|region| (region.start, &*region.data))
     }
+}
+
+/// The symbols of .symtab, sorted.
+pub(crate) fn symbol_table<'data, Elf: FileHeader<Endian = LittleEndian>>(
+    sections: &SectionTable<'data, Elf>,
+    endian: LittleEndian,
+    data: &'data [u8],
+    is_code: impl Fn(u64) -> bool,
+) -> Result<Symbols, object::Error> {
+    let mut symbols = Symbols::default();
+    let table = sections.symbols(endian, data, elf::SHT_SYMTAB)?;
+    for symbol in table.iter() {
+        use object::read::elf::Sym as _;
+        let kind = symbol.st_type();
+        if symbol.is_undefined(endian) || kind == elf::STT_FILE || kind == elf::STT_SECTION {
+            continue;
+        }
+        let address: u64 = symbol.st_value(endian).into();
+        symbols.push(
+            Symbol {
+                address,
+                kind: SymbolKind::from_section(is_code(address)),
+                global: symbol.st_bind() != elf::STB_LOCAL,
+            },
+            &String::from_utf8_lossy(symbol.name(endian, table.strings())?),
+        );
+    }
+    symbols.sort();
+    Ok(symbols)
 }
 
 /// A segment may claim more bytes in the file than in memory.

@@ -15,6 +15,7 @@
 mod btf;
 mod classes;
 pub mod container;
+mod dwarf;
 mod entry;
 mod image;
 mod kallsyms;

@@ -77,7 +77,7 @@ impl Symbol {
 }
 
 /// Addresses of the symbols with one name.
-#[derive(Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Candidates {
     count: usize,
     first: u64,
@@ -102,12 +102,36 @@ impl Candidates {
 
 /// Names that were looked up.
 #[derive(Debug, Default)]
-pub struct Named(HashMap<&'static str, Candidates, RandomState>);
+pub struct Named {
+    found: HashMap<&'static str, Candidates, RandomState>,
+    completed: bool,
+}
 
 impl Named {
+    /// Takes the names that no symbol has from `others`, at the addresses that `moved` gives.
+    pub fn complete(&mut self, others: &Self, moved: impl Fn(u64) -> u64) {
+        self.completed = true;
+        for (name, candidates) in &mut self.found {
+            if candidates.count == 0
+                && let Some(other) = others.found.get(name)
+            {
+                *candidates = Candidates {
+                    first: moved(other.first),
+                    first_global: moved(other.first_global),
+                    ..*other
+                };
+            }
+        }
+    }
+
+    /// Whether [`Named::complete`] was called.
+    pub fn is_completed(&self) -> bool {
+        self.completed
+    }
+
     /// The address of the only symbol with this name, or of the only global one.
     pub fn address(&self, name: &str) -> Option<u64> {
-        let found = self.0.get(name);
+        let found = self.found.get(name);
         debug_assert!(found.is_some(), "{name} was not looked up");
         let found = found?;
         match (found.count, found.globals) {
@@ -173,6 +197,38 @@ impl Symbols {
         &self.names[entry.1 as usize..entry.2 as usize]
     }
 
+    /// All of them, by address.
+    pub fn iter(&self) -> impl Iterator<Item = (Symbol, &str)> {
+        self.entries.iter().map(|entry| (entry.0, self.name(entry)))
+    }
+
+    /// Whether a symbol with this name is at the address.
+    pub fn contains(&self, address: u64, name: &str) -> bool {
+        let first = self
+            .entries
+            .partition_point(|(symbol, ..)| symbol.address < address);
+        self.entries[first..]
+            .iter()
+            .take_while(|(symbol, ..)| symbol.address == address)
+            .any(|entry| self.name(entry) == name)
+    }
+
+    /// Adds those of `others` that are not here, at the addresses that `moved` gives.
+    pub fn merge(&mut self, others: &Self, moved: impl Fn(u64) -> u64) {
+        let missing: Vec<(Symbol, &str)> = others
+            .iter()
+            .map(|(symbol, name)| {
+                let address = moved(symbol.address);
+                (Symbol { address, ..symbol }, name)
+            })
+            .filter(|(symbol, name)| !self.contains(symbol.address, name))
+            .collect();
+        for (symbol, name) in missing {
+            self.push(symbol, name);
+        }
+        self.sort();
+    }
+
     /// The address of the first symbol with this name.
     pub fn address(&self, name: &str) -> Option<u64> {
         self.entries
@@ -192,7 +248,10 @@ impl Symbols {
                 candidates.add(entry.0);
             }
         }
-        Named(found)
+        Named {
+            found,
+            completed: false,
+        }
     }
 
     /// The symbol an address lies in or behind, and the offset into it. Of several at one address, one of the wanted kind,

@@ -71,6 +71,11 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub symbols: Option<PathBuf>,
 
+    /// Discover with this file what the kernel does not reveal: its vmlinux or System.map if it is built without
+    /// CONFIG_KALLSYMS_ALL, its vmlinux with debug information if without CONFIG_DEBUG_INFO_BTF.
+    #[arg(long, value_name = "FILE")]
+    pub debug_file: Option<PathBuf>,
+
     /// Append every change of a key to this file; SIGHUP reopens it.
     #[arg(long, value_name = "FILE")]
     pub audit_log: Option<PathBuf>,
@@ -125,7 +130,8 @@ impl Args {
     pub fn files(&self) -> Files {
         let mut files = Files::default();
         files.read(&self.kernel);
-        for path in self.initrd.iter().chain(&self.symbols) {
+        let given = self.initrd.iter().chain(&self.symbols);
+        for path in given.chain(&self.debug_file) {
             files.read(path);
         }
         for disk in &self.disk {

@@ -17,6 +17,7 @@ use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::declared::Declarations;
 use patchbay_service::keys::registry::Registry;
+use patchbay_service::keys::registry::discovery::DebugFile;
 use patchbay_service::keys::symbols::Symbols;
 use patchbay_service::keys::{Keys, KeysConfig};
 use patchbay_service::trace::{AgentSocket, TraceThread, Tracing};
@@ -112,6 +113,12 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         Some(path) => Symbols::read(path)?,
         None => Symbols::default(),
     };
+    let debug_file = match &args.debug_file {
+        Some(path) => Some(DebugFile::open(path).map_err(|error| {
+            anyhow::anyhow!("the debug file {} cannot be used: {error}", path.display())
+        })?),
+        None => None,
+    };
     let audit = match &args.audit_log {
         Some(path) => AuditLog::open(path).with_context(|| {
             format!(
@@ -137,7 +144,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         );
     }
     let guest = Arc::new(VmGuest::new(args.name.clone(), vm.clone()));
-    registry.discover(guest.clone());
+    registry.discover(guest.clone(), debug_file);
     let audit_place = audit.place();
     let keys_config = KeysConfig {
         audit,

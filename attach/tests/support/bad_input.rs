@@ -31,7 +31,7 @@ const WITHOUT_RIGHTS: &str = "PATCHBAY_TEST_WITHOUT_RIGHTS";
 
 fn listing_fails(guest: &Arc<QemuGuest>) -> String {
     let registry = Arc::new(Registry::default());
-    registry.discover(guest.clone());
+    registry.discover(guest.clone(), None);
     let (keys, _) = Keys::start(guest.clone(), registry, KeysConfig::default()).expect("a thread");
     let error = keys.list(&ListQuery::default()).expect_err("no kernel");
     error.to_string()

@@ -251,7 +251,7 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
     let console = &boot.console;
     let guest = Arc::new(patchbay_attach::attach(&qemu.options(way)).expect("attached"));
     let registry = Arc::new(Registry::default());
-    registry.discover(guest.clone());
+    registry.discover(guest.clone(), None);
     let config = KeysConfig::default();
     let (keys, _) = Keys::start(guest.clone(), registry, config).expect("a thread");
     let query = ListQuery {

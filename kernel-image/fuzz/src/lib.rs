@@ -6,6 +6,10 @@
 mod craft;
 #[path = "../../tests/live/craft_btf.rs"]
 mod craft_btf;
+#[path = "../../tests/live/craft_dwarf.rs"]
+mod craft_dwarf;
+#[path = "../../tests/live/craft_file.rs"]
+mod craft_file;
 #[path = "../../tests/live/craft_guest.rs"]
 mod craft_guest;
 #[path = "../../tests/images/craft_kallsyms.rs"]

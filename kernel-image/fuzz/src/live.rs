@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is tried: guests that differ in a few bytes from a good one, and type information.
+//! What is tried: guests and files of the host that differ in a few bytes from good ones, and type information.
+
+use std::sync::Arc;
 
 use patchbay_kernel_image::Btf;
-use patchbay_kernel_image::live::{Finder, Kernel, Way, discover};
+use patchbay_kernel_image::live::{DebugFile, Finder, Kernel, Way, discover};
 
+use crate::craft_btf;
+use crate::craft_dwarf::dwarf;
+use crate::craft_file::{symbols, system_map, vmlinux};
 use crate::craft_guest::{
-    DATA, MODULE_DATA, MODULE_TEXT, NOTE, RAM, RODATA, TEXT, guest, physical,
+    DATA, MODULE_DATA, MODULE_TEXT, NOTE, RAM, RODATA, TEXT, guest, guest_without_data_symbols,
+    physical,
 };
 
 /// A target and its name.
@@ -14,6 +20,7 @@ pub type Named = (&'static str, fn(&[u8]));
 /// The targets by name.
 pub const TARGETS: &[Named] = &[
     ("live_guests", live_guests),
+    ("debug_files", debug_files),
     ("type_information", type_information),
 ];
 
@@ -56,6 +63,44 @@ pub fn live_guests(data: &[u8]) {
     };
     if let Ok(kernel) = discover(&guest, cpus, way) {
         check(&kernel);
+    }
+}
+
+/// The first byte chooses a file of a kernel that names no data. Each four more change a byte of it.
+pub fn debug_files(data: &[u8]) {
+    let Some((choice, changes)) = data.split_first() else {
+        return;
+    };
+    let guest = guest_without_data_symbols();
+    let mut symbols = symbols(&guest);
+    let build_id = Some(&[0, 0xff][..]);
+    let types = craft_btf::kernel().finish();
+    let mut file = match choice % 3 {
+        0 => system_map(&symbols),
+        kind => {
+            // Its types are the file's.
+            symbols.retain(|(_, name)| !name.ends_with("_BTF"));
+            let (info, abbreviations) = dwarf(&types);
+            match kind {
+                1 => vmlinux(&symbols, build_id, &[(".BTF", &types)]),
+                _ => {
+                    let sections = [(".debug_info", &*info), (".debug_abbrev", &abbreviations)];
+                    vmlinux(&symbols, build_id, &sections)
+                }
+            }
+        }
+    };
+    for change in changes.chunks_exact(4) {
+        let at = u32::from_le_bytes([change[0], change[1], change[2], 0]) as usize % file.len();
+        file[at] = change[3];
+    }
+    if let Ok(file) = DebugFile::parse(&file)
+        && let Ok(kernel) = Finder::new(Some(Arc::new(file))).find(&guest, &guest.cpus, Way::Image)
+    {
+        assert!(kernel.evidence.file.is_some_and(|used| used.data_symbols));
+        check(&kernel);
+    } else {
+        assert!(!changes.is_empty(), "the file is good");
     }
 }
 

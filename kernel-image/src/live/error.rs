@@ -12,6 +12,13 @@ pub enum DiscoveryError {
     Refused(String),
 }
 
+/// The next step where the kernel says too little of itself.
+pub(super) const GIVE_FILE: &str =
+    "give --debug-file FILE with the vmlinux or System.map of this very kernel";
+/// The same for its types, which a System.map does not have.
+pub(super) const GIVE_TYPES: &str =
+    "give --debug-file FILE with the vmlinux of this very kernel, with its debug information";
+
 pub(super) fn busy<T>(sentence: impl Into<String>) -> Result<T, DiscoveryError> {
     Err(DiscoveryError::Busy(sentence.into()))
 }

@@ -12,7 +12,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::contents::{self, Own};
-use super::error::{DiscoveryError, refuse};
+use super::debug_file::DebugFile;
+use super::error::{DiscoveryError, GIVE_TYPES, refuse};
 use super::gates::{self, Gates};
 use super::layout::{self, Inner};
 use super::locate::{self, Anchors, Located};
@@ -23,7 +24,7 @@ use super::{Evidence, GateKind, Kernel, Layout, Way};
 /// X86_FEATURE_PTI is bit 11 of word 7.
 const PTI: (u32, u32) = (4 * 7, 1 << 11);
 
-/// Finds the keys of a running kernel.
+/// Finds the keys of a running kernel from the guest alone.
 ///
 /// # Errors
 /// [`DiscoveryError`].
@@ -32,13 +33,14 @@ pub fn discover<M: PhysicalMemory + ?Sized>(
     cpus: &[Cpu],
     way: Way,
 ) -> Result<Kernel, DiscoveryError> {
-    whole(memory, cpus, way).map(|(kernel, _)| kernel)
+    whole(memory, cpus, way, None).map(|(kernel, _)| kernel)
 }
 
 /// Discovers one guest repeatedly, and keeps what cannot change while the same kernel runs.
 #[derive(Default)]
 pub struct Finder {
     known: Option<Known>,
+    file: Option<Arc<DebugFile>>,
 }
 
 impl fmt::Debug for Finder {
@@ -49,6 +51,12 @@ impl fmt::Debug for Finder {
 }
 
 impl Finder {
+    /// A finder that takes from this file what a kernel does not reveal itself.
+    #[must_use]
+    pub fn new(file: Option<Arc<DebugFile>>) -> Self {
+        Self { known: None, file }
+    }
+
     /// Finds the keys of a running kernel, as [`discover`] does. [`Evidence::again`] says whether an earlier discovery was used.
     ///
     /// # Errors
@@ -75,7 +83,7 @@ impl Finder {
                 }
             }
         }
-        let (kernel, known) = whole(memory, cpus, way)?;
+        let (kernel, known) = whole(memory, cpus, way, self.file.as_deref())?;
         self.known = known;
         Ok(kernel)
     }
@@ -152,6 +160,7 @@ impl Known {
             evidence: Evidence {
                 way,
                 note: anchors.note,
+                file: anchors.file,
                 cpus: located.cpus,
                 again,
                 missing_gates: gates.missing,
@@ -166,20 +175,20 @@ fn whole<M: PhysicalMemory + ?Sized>(
     memory: &M,
     cpus: &[Cpu],
     way: Way,
+    file: Option<&DebugFile>,
 ) -> Result<(Kernel, Option<Known>), DiscoveryError> {
     let mut clock = Clock::start();
-    let mut located = locate::locate(memory, cpus, way, &mut clock)?;
+    let mut located = locate::locate(memory, cpus, way, file, &mut clock)?;
     let anchors = Arc::clone(&located.anchors);
-    let Some(btf) = anchors.named.range("__start_BTF", "__stop_BTF") else {
-        return refuse(
-            "the kernel has no BTF: it is built without CONFIG_DEBUG_INFO_BTF, which a discovery needs",
-        );
-    };
     let has_modules = anchors.named.address("modules").is_some();
-    let Some(btf) = located.view.data_at(btf) else {
-        return refuse("the kernel's BTF does not lie in its read-only data");
+    let (btf, whose) = match anchors.named.range("__start_BTF", "__stop_BTF") {
+        Some(range) => match located.view.data_at(range) {
+            Some(btf) => (btf, "the kernel's BTF"),
+            None => return refuse("the kernel's BTF does not lie in its read-only data"),
+        },
+        None => (types_of(file, &anchors)?, "the debug file"),
     };
-    let (layout, inner) = layout::read(btf, has_modules)?;
+    let (layout, inner) = layout::read(btf, whose, has_modules)?;
     clock.part("BTF", located.view.copied());
     let view = &mut located.view;
     let gates = gates::find(view, &anchors.symbols, &anchors.named, &layout, &inner)?;
@@ -197,6 +206,29 @@ fn whole<M: PhysicalMemory + ?Sized>(
     let kernel = known.read(located, way, false, clock)?;
     let tells = !known.gates.missing.contains(&GateKind::SameKernel);
     Ok((kernel, tells.then_some(known)))
+}
+
+/// The file's types. Two builds of one source may differ in them alone (RANDSTRUCT), so that the symbols do not prove them.
+fn types_of<'file>(
+    file: Option<&'file DebugFile>,
+    anchors: &Anchors,
+) -> Result<&'file [u8], DiscoveryError> {
+    let Some((file, used)) = file.zip(anchors.file) else {
+        return refuse(format!(
+            "the kernel has no BTF: it is built without CONFIG_DEBUG_INFO_BTF; {GIVE_TYPES}"
+        ));
+    };
+    let Some(types) = file.types() else {
+        return refuse(format!(
+            "the kernel has no BTF, and the debug file has no types; {GIVE_TYPES}"
+        ));
+    };
+    if !used.build_id {
+        return refuse(format!(
+            "the kernel has no BTF, and nothing proves the types of the debug file: it or the kernel has no build id; {GIVE_TYPES}"
+        ));
+    }
+    Ok(types)
 }
 
 /// FNV-1a over what differs from boot to boot. The canary itself is the guest's secret.

@@ -8,7 +8,7 @@
 
 use serde::Serialize;
 
-use super::error::{DiscoveryError, busy, refuse};
+use super::error::{DiscoveryError, GIVE_FILE, busy, refuse};
 use super::layout::{Inner, Layout};
 use super::memory::{PhysicalMemory, View};
 use super::modules::Loaded;
@@ -231,8 +231,8 @@ pub(super) fn find<M: PhysicalMemory + ?Sized>(
     ] {
         if gates.missing.contains(&needed) {
             return refuse(format!(
-                "the kernel's kallsyms name no word for the gate {needed:?}, so its keys cannot be changed safely: it is built without \
-                 CONFIG_KALLSYMS_ALL, which a discovery needs"
+                "no symbol of the kernel names a word for the gate {needed:?}, so its keys cannot be changed safely; if it is built \
+                 without CONFIG_KALLSYMS_ALL, {GIVE_FILE}"
             ));
         }
     }

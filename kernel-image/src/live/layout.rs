@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Offsets in the kernel's structures, from its BTF, and the symbols that are looked up.
+//! Offsets in the kernel's structures, from BTF, and the symbols that are looked up.
 
 use super::error::{DiscoveryError, refuse};
 use crate::btf::Btf;
@@ -15,11 +15,13 @@ pub(super) const SYMBOLS: &[&str] = &[
     "__start___dyndbg",
     "__start___jump_table",
     "__start___tracepoints_ptrs",
+    "__start_notes",
     "__start_ro_after_init",
     "__stop_BTF",
     "__stop___dyndbg",
     "__stop___jump_table",
     "__stop___tracepoints_ptrs",
+    "__stop_notes",
     "_end",
     "_etext",
     "_stext",
@@ -51,8 +53,25 @@ pub(super) const SYMBOLS: &[&str] = &[
     "vmcoreinfo_data",
 ];
 
+/// Symbols that every kernel has, and that kallsyms have with CONFIG_KALLSYMS_ALL only.
+pub(super) const DATA_SYMBOLS: &[&str] = &[
+    "__end_ro_after_init",
+    "__init_begin",
+    "__init_end",
+    "__start___jump_table",
+    "__start_ro_after_init",
+    "__stop___jump_table",
+    "_end",
+    "_etext",
+    "init_top_pgt",
+    "jump_label_mutex",
+    "linux_banner",
+    "system_state",
+    "text_mutex",
+];
+
 /// Every type that is asked for by name.
-const TYPES: &[&str] = &[
+pub(super) const TYPES: &[&str] = &[
     "_ddebug",
     "bp_patching_desc",
     "cpuinfo_x86",
@@ -198,35 +217,44 @@ impl Default for Memory {
 }
 
 /// Types that every kernel has.
-struct Required<'data>(Btf<'data>);
+struct Required<'data> {
+    btf: Btf<'data>,
+    /// What errors call it.
+    whose: &'static str,
+}
 
 impl Required<'_> {
     fn offset(&self, structure: &str, path: &[&str]) -> Result<u32, DiscoveryError> {
-        match self.0.offset(structure, path) {
+        match self.btf.offset(structure, path) {
             Some(offset) => Ok(offset),
             None => refuse(format!(
-                "the kernel's BTF has no member {} in struct {structure}",
+                "{} has no member {} in struct {structure}",
+                self.whose,
                 path.join(".")
             )),
         }
     }
 
     fn enumerator(&self, enumeration: &str, name: &str) -> Result<u32, DiscoveryError> {
-        match self.0.enumerator(enumeration, name) {
+        match self.btf.enumerator(enumeration, name) {
             Some(value) => Ok(value),
-            None => refuse(format!("the kernel's BTF has no enumerator {name}")),
+            None => refuse(format!("{} has no enumerator {name}", self.whose)),
         }
     }
 }
 
-/// Reads the offsets. `has_modules` says whether `struct module` must be whole.
-pub(super) fn read(data: &[u8], has_modules: bool) -> Result<(Layout, Inner), DiscoveryError> {
+/// Reads the offsets from BTF, which errors call `whose`. `has_modules` says whether `struct module` must be whole.
+pub(super) fn read(
+    data: &[u8],
+    whose: &'static str,
+    has_modules: bool,
+) -> Result<(Layout, Inner), DiscoveryError> {
     let types = match Btf::parse(data, TYPES) {
-        Ok(btf) => Required(btf),
-        Err(error) => return refuse(format!("the kernel's BTF cannot be read: {error}")),
+        Ok(btf) => Required { btf, whose },
+        Err(error) => return refuse(format!("{whose} cannot be read: {error}")),
     };
     let offset = |structure: &str, path: &[&str]| types.offset(structure, path);
-    let btf = &types.0;
+    let btf = &types.btf;
     // PREEMPT_RT's mutex is an rt_mutex, whose owner has one flag instead of three (kernel/locking/mutex.h, rtmutex_common.h).
     let (mutex_owner, mutex_owner_mask) = match btf.offset("mutex", &["owner"]) {
         Some(owner) => (owner, !7),
@@ -292,7 +320,7 @@ fn ddebug_table(btf: &Btf<'_>) -> Option<DdebugTable> {
 }
 
 fn module(types: &Required<'_>) -> Result<Module, DiscoveryError> {
-    let btf = &types.0;
+    let btf = &types.btf;
     let offset = |structure: &str, path: &[&str]| types.offset(structure, path);
     let name_size = btf
         .member("module", &["name"])
@@ -314,7 +342,7 @@ fn module(types: &Required<'_>) -> Result<Module, DiscoveryError> {
 }
 
 fn memory(types: &Required<'_>) -> Result<Memory, DiscoveryError> {
-    let btf = &types.0;
+    let btf = &types.btf;
     let offset = |structure: &str, path: &[&str]| types.offset(structure, path);
     let enumerator = |name: &str| types.enumerator("mod_mem_type", name);
     let Some(array) = btf.member("module", &["mem"]) else {
@@ -330,7 +358,10 @@ fn memory(types: &Required<'_>) -> Result<Memory, DiscoveryError> {
     };
     let sizes = btf.size_of_member(array).zip(btf.size("module_memory"));
     let Some((total, stride)) = sizes.filter(|(_, stride)| *stride > 0) else {
-        return refuse("the kernel's BTF does not tell the size of struct module_memory");
+        return refuse(format!(
+            "{} does not tell the size of struct module_memory",
+            types.whose
+        ));
     };
     Ok(Memory::Array {
         at: array.offset,

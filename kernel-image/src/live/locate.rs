@@ -11,12 +11,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::error::{DiscoveryError, busy, refuse};
+use super::debug_file::{self, DebugFile};
+use super::error::{DiscoveryError, GIVE_FILE, busy, refuse};
+use super::layout;
 use super::memory::{Cpu, PhysicalMemory, View};
 use super::note::{self, Note};
 use super::paging::{IMAGE_MAP, PAGE, PageTable, Run};
 use super::parts::Clock;
-use super::{NoteFound, Way};
+use super::{FileUse, NoteFound, Way};
 use crate::classes::Memory;
 use crate::image::Image;
 use crate::kallsyms;
@@ -53,6 +55,7 @@ pub(super) struct Anchors {
     pub build_id: String,
     pub kaslr_offset: Option<u64>,
     pub note: NoteFound,
+    pub file: Option<FileUse>,
 }
 
 /// A page table that maps a kernel image, and the handler of its gate 0.
@@ -66,6 +69,7 @@ pub(super) fn locate<'m, M: PhysicalMemory + ?Sized>(
     memory: &'m M,
     cpus: &[Cpu],
     way: Way,
+    file: Option<&DebugFile>,
     clock: &mut Clock,
 ) -> Result<Located<'m, M>, DiscoveryError> {
     let (candidate, note) = match way {
@@ -80,9 +84,14 @@ pub(super) fn locate<'m, M: PhysicalMemory + ?Sized>(
     let mut view = View::new(memory, candidate.table);
     copy_constant(&mut view, &candidate.runs)?;
     clock.part("image", view.copied());
-    let symbols = symbols(&view, &candidate)?;
-    let named = symbols.look_up(super::layout::SYMBOLS);
+    let mut symbols = symbols(&view, &candidate)?;
+    let mut named = symbols.look_up(layout::SYMBOLS);
     clock.part("kallsyms", view.copied());
+    check_gate(&named, candidate.handler, "the first vCPU")?;
+    let used = complete(&mut symbols, &mut named, file, &candidate)?;
+    if used.is_some() {
+        clock.part("debug file", view.copied());
+    }
 
     let text = required(&named, "_stext")?;
     let image = required(&named, "_text")?..required(&named, "_end")?;
@@ -92,7 +101,6 @@ pub(super) fn locate<'m, M: PhysicalMemory + ?Sized>(
     let phys_base = mapping
         .physical
         .wrapping_sub(image.start.wrapping_sub(IMAGE_MAP));
-    check_gate(&named, candidate.handler, "the first vCPU")?;
     let root = required(&named, "init_top_pgt")?;
     let Some(own) = view.table.translate(memory, root) else {
         return refuse("init_top_pgt is not mapped: kallsyms and the page table disagree");
@@ -121,8 +129,10 @@ pub(super) fn locate<'m, M: PhysicalMemory + ?Sized>(
         build_id: String::new(),
         kaslr_offset: None,
         note: NoteFound::Absent,
+        file: used,
     };
     compare_note(&mut view, &mut anchors, note, text)?;
+    compare_build_id(&mut view, &mut anchors, file)?;
     clock.part("anchors", view.copied());
     Ok(Located {
         view,
@@ -156,10 +166,42 @@ pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
 pub(super) fn required(symbols: &Named, name: &'static str) -> Result<u64, DiscoveryError> {
     match symbols.address(name) {
         Some(address) => Ok(address),
+        None if symbols.is_completed() => refuse(format!(
+            "neither the kernel's kallsyms nor the debug file have a single symbol {name}; {GIVE_FILE}, whole and not stripped"
+        )),
         None => refuse(format!(
-            "the kernel's kallsyms have no single symbol {name}: it is built without CONFIG_KALLSYMS_ALL, which a discovery needs"
+            "the kernel's kallsyms have no single symbol {name}: it is built without CONFIG_KALLSYMS_ALL; {GIVE_FILE}"
         )),
     }
+}
+
+/// Adds what the file has and the kernel does not reveal. None if the file is not needed.
+fn complete(
+    symbols: &mut Symbols,
+    named: &mut Named,
+    file: Option<&DebugFile>,
+    candidate: &Candidate,
+) -> Result<Option<FileUse>, DiscoveryError> {
+    let lacks = |name: &&str| named.address(name).is_none();
+    let data_symbols = layout::DATA_SYMBOLS.iter().any(lacks);
+    let btf = |named: &Named| named.range("__start_BTF", "__stop_BTF").is_some();
+    let Some(file) = file.filter(|_| data_symbols || !btf(named)) else {
+        return Ok(None);
+    };
+    let slide = file.compare(symbols, named)?;
+    let compared = symbols.len();
+    if data_symbols {
+        named.complete(file.named(), |address| slide.to_guest(address));
+        symbols.merge(file.symbols(), |address| slide.to_guest(address));
+        let code = code_around(&candidate.runs, candidate.handler);
+        symbols.classify(|address| code.contains(&address));
+    }
+    Ok(Some(FileUse {
+        data_symbols,
+        types: !btf(named),
+        compared,
+        build_id: false,
+    }))
 }
 
 fn from_cpus<M: PhysicalMemory + ?Sized>(
@@ -315,7 +357,8 @@ fn symbols<M: PhysicalMemory + ?Sized>(
         .and_then(|image| kallsyms::read(&image));
     let Some(mut symbols) = found else {
         return refuse(
-            "the kernel's read-only data holds no kallsyms: it is built without CONFIG_KALLSYMS, which a discovery needs",
+            "the kernel's read-only data holds no kallsyms: it is built without CONFIG_KALLSYMS, which a discovery needs; no debug file \
+             replaces it",
         );
     };
     symbols.classify(|address| code.contains(&address));
@@ -390,6 +433,29 @@ fn compare_note<M: PhysicalMemory + ?Sized>(
     } else {
         NoteFound::Agrees
     };
+    Ok(())
+}
+
+/// Compares the build ids of the kernel with the file's, if the file is used.
+fn compare_build_id<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    anchors: &mut Anchors,
+    file: Option<&DebugFile>,
+) -> Result<(), DiscoveryError> {
+    let notes = anchors
+        .named
+        .range("__start_notes", "__stop_notes")
+        .and_then(|range| view.array(range.start, range.end - range.start, 1, PAGE))
+        .and_then(|notes| debug_file::build_id(&notes))
+        .unwrap_or_default();
+    if let (Some(used), Some(file)) = (&mut anchors.file, file) {
+        for own in [&anchors.build_id, &notes] {
+            used.build_id |= file.compare_build_id(own)?;
+        }
+    }
+    if anchors.build_id.is_empty() {
+        anchors.build_id = notes;
+    }
     Ok(())
 }
 

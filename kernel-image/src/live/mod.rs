@@ -8,10 +8,14 @@
 //! The guest runs meanwhile or is stopped. Its memory is copied once, page by page, and may say anything: every address is checked, every
 //! list is bounded. A kernel that lies harms only itself: what is found names words and sites of the guest, in the guest.
 //!
+//! A [`DebugFile`] of the host says what a kernel does not reveal: data symbols without CONFIG_KALLSYMS_ALL, structures without
+//! CONFIG_DEBUG_INFO_BTF.
+//!
 //! Either every entry of every jump table is explained or the whole is refused. A guest that is at work on its keys, or boots, is
 //! [`DiscoveryError::Busy`]: look again a little later.
 
 mod contents;
+mod debug_file;
 mod error;
 mod finder;
 mod functions;
@@ -32,6 +36,7 @@ use std::sync::Arc;
 use serde::Serialize;
 use static_keys::Nops;
 
+pub use debug_file::{DebugFile, DebugFileError, FileUse};
 pub use error::DiscoveryError;
 pub use finder::{Finder, discover};
 pub use functions::Functions;
@@ -44,6 +49,7 @@ pub use tables::Site;
 
 use crate::classes::{Class, DebugLine, Tracepoint, location};
 use crate::symbols::{SymbolKind, Symbols};
+
 /// How the kernel is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -164,6 +170,8 @@ pub struct Evidence {
     pub way: Way,
     /// What VMCOREINFO says.
     pub note: NoteFound,
+    /// What was taken from a debug file; none if the kernel said everything itself.
+    pub file: Option<FileUse>,
     /// vCPUs whose page table and IDT are this kernel's.
     pub cpus: usize,
     /// What an earlier discovery found of the same kernel was kept.

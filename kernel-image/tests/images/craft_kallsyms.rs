@@ -92,7 +92,8 @@ impl Layout {
             for (address, _) in symbols {
                 let offset = match order {
                     Order::AfterWithoutBase => address.wrapping_sub(base + out.len() as u64) as u32,
-                    // CONFIG_KALLSYMS_ABSOLUTE_PERCPU.
+                    // CONFIG_KALLSYMS_ABSOLUTE_PERCPU: what lies below the image is no distance.
+                    _ if percpu && *address < 1 << 31 => *address as u32,
                     _ if percpu => relative_base.wrapping_sub(*address).wrapping_sub(1) as u32,
                     _ => address.wrapping_sub(relative_base) as u32,
                 };

@@ -13,6 +13,8 @@ use crate::craft_kallsyms::{Layout, Order};
 const PAGE: u64 = 4096;
 /// Address of the kernel's text.
 pub const TEXT: u64 = 0xffff_ffff_8100_0000;
+/// The end of its code.
+const ETEXT: u64 = TEXT + 0xf00;
 /// Its read-only data, 31 pages.
 pub const RODATA: u64 = TEXT + PAGE;
 /// Its data, 8 pages, whose first, the top page table, is aligned to two pages.
@@ -45,8 +47,8 @@ pub struct Guest {
     pub symbols: HashMap<String, u64>,
     /// What its sites hold.
     nop: [u8; 5],
-    /// The symbols in kallsyms' form: address, letter and name.
-    listed: Vec<(u64, String)>,
+    /// The symbols in kallsyms' form: address, letter and name. Those that the guest's kallsyms lack are among them.
+    pub listed: Vec<(u64, String)>,
 }
 
 impl PhysicalMemory for Guest {
@@ -177,20 +179,26 @@ fn jump_table(guest: &Guest, table: u64, branches: &[Branch]) {
 /// A kernel with a guarded key that a module uses too, a tracepoint, a line of dynamic debug, a hook of a security module, a sealed key,
 /// a branch in init text, and a module with a key of its own.
 pub fn guest() -> Guest {
-    craft(NOP5, false, None)
+    craft(NOP5, false, &|_, _| true)
 }
 
 /// A kernel whose kallsyms lack a symbol.
 pub fn guest_without(symbol: &str) -> Guest {
-    craft(NOP5, false, Some(symbol))
+    craft(NOP5, false, &|_, name| name != symbol)
+}
+
+/// A kernel without CONFIG_KALLSYMS_ALL: its kallsyms have the symbols of text, but for that at its end.
+pub fn guest_without_data_symbols() -> Guest {
+    craft(NOP5, false, &|address, _| (TEXT..ETEXT).contains(&address))
 }
 
 /// A kernel before 5.13, which chose this NOP when it booted.
 pub fn guest_with_ideal_nop(nop: [u8; 5]) -> Guest {
-    craft(nop, true, None)
+    craft(nop, true, &|_, _| true)
 }
 
-fn craft(nop: [u8; 5], ideal: bool, without: Option<&str>) -> Guest {
+/// `keep` says which symbols are in kallsyms.
+fn craft(nop: [u8; 5], ideal: bool, keep: &dyn Fn(u64, &str) -> bool) -> Guest {
     let mut guest = Guest {
         ram: RefCell::new(vec![0; RAM as usize]),
         before_read: RefCell::new(None),
@@ -213,8 +221,9 @@ fn craft(nop: [u8; 5], ideal: bool, without: Option<&str>) -> Guest {
     note(&guest);
     let kallsyms = constants.take(0);
     guest.listed.sort();
+    let mut kept = guest.listed.clone();
     // The first letter is the symbol's type.
-    guest.listed.retain(|(_, name)| without != name.get(1..));
+    kept.retain(|(address, name)| keep(*address, &name[1..]));
     let layout = Layout {
         pointer: 8,
         base: kallsyms,
@@ -223,7 +232,7 @@ fn craft(nop: [u8; 5], ideal: bool, without: Option<&str>) -> Guest {
         percpu: true,
         seqs_between: false,
     };
-    let arrays = layout.arrays(&guest.listed);
+    let arrays = layout.arrays(&kept);
     assert!(kallsyms + arrays.len() as u64 <= DATA);
     guest.put(kallsyms, &arrays);
     page_tables(&mut guest);
@@ -237,7 +246,7 @@ fn text_symbols(guest: &mut Guest) {
         ("asm_exc_divide_error", TEXT + 0x10),
         ("function_a", TEXT + 0x100),
         ("function_b", TEXT + 0x200),
-        ("_etext", TEXT + 0xf00),
+        ("_etext", ETEXT),
     ] {
         guest.name(address, 'T', symbol);
     }
@@ -272,6 +281,8 @@ fn data_symbols(guest: &mut Guest) {
     ] {
         guest.name(data.take(64), 'D', symbol);
     }
+    // Offsets of per-CPU variables before 6.15.
+    guest.name(0x1f000, 'A', "cpu_variable");
     // Another key with the same name.
     guest.listed.push((data.take(64), "dshared".to_owned()));
     guest
@@ -309,12 +320,34 @@ fn texts(guest: &mut Guest, constants: &mut Area) {
     let btf_at = constants.take(btf.len() as u64);
     guest.put(btf_at, &btf);
     let pointers = constants.take(4);
+    let notes = note_section(&[0, 0xff]);
+    let notes_at = constants.take(notes.len() as u64);
+    guest.put(notes_at, &notes);
     guest.put_u32(pointers, tracepoint.wrapping_sub(pointers) as u32);
     guest.name(banner, 'D', "linux_banner");
     guest.name(btf_at, 'D', "__start_BTF");
     guest.name(btf_at + btf.len() as u64, 'D', "__stop_BTF");
     guest.name(pointers, 'D', "__start___tracepoints_ptrs");
     guest.name(pointers + 4, 'D', "__stop___tracepoints_ptrs");
+    guest.name(notes_at, 'R', "__start_notes");
+    guest.name(notes_at + notes.len() as u64, 'R', "__stop_notes");
+}
+
+/// The section `.notes`: one of another kind, and the build id.
+pub fn note_section(build_id: &[u8]) -> Vec<u8> {
+    let mut out = Vec::new();
+    for (name, kind, content) in [
+        (&b"Linux\0"[..], 0x100_u32, &[1, 0, 0][..]),
+        (b"GNU\0", 3, build_id),
+    ] {
+        let lengths = [name.len() as u32, content.len() as u32, kind];
+        out.extend(lengths.into_iter().flat_map(u32::to_le_bytes));
+        for bytes in [name, content] {
+            out.extend_from_slice(bytes);
+            out.resize(out.len().next_multiple_of(4), 0);
+        }
+    }
+    out
 }
 
 /// `ideal_nops` leads to an array of pointers to NOPs.

@@ -10,6 +10,11 @@ fn live_guests() {
 }
 
 #[test]
+fn debug_files() {
+    short_run(TARGETS, "debug_files", 500);
+}
+
+#[test]
 fn type_information() {
     short_run(TARGETS, "type_information", 5000);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-use patchbay_kernel_image::live::{Cpu, DiscoveryError, GateKind, Way, discover};
+use patchbay_kernel_image::live::{Cpu, DiscoveryError, GateKind, NoteFound, Way, discover};
 
 use crate::craft_guest::{
     DIRECT, Guest, JMP5, MODULE_DATA, MODULE_TEXT, NOTE, RAM, RODATA, TEXT, guest, guest_without,
@@ -407,9 +407,15 @@ fn the_kernels_own_note_must_agree() {
         });
         assert!(error.contains(expected), "{error}");
     }
-    // Memory that the pointer does not lead to is a kernel without a note.
+    // Memory that the pointer does not lead to is a kernel without a note, whose section `.notes` has the build id.
     let guest = guest();
     guest.put_u64(guest.symbol("vmcoreinfo_data"), DIRECT + (1 << 40));
+    let kernel = image(&guest).unwrap();
+    assert_eq!(
+        (kernel.evidence.note, &*kernel.build_id),
+        (NoteFound::Absent, "00ff")
+    );
+    guest.put_u32(guest.symbol("__start_notes"), u32::MAX);
     assert_eq!(image(&guest).unwrap().build_id, "");
 }
 

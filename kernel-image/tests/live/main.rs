@@ -7,10 +7,13 @@ mod again;
 #[allow(dead_code)]
 mod craft;
 mod craft_btf;
+mod craft_dwarf;
+mod craft_file;
 mod craft_guest;
 #[path = "../images/craft_kallsyms.rs"]
 #[allow(dead_code)]
 mod craft_kallsyms;
+mod file;
 mod found;
 mod fuzz;
 mod hostile;

@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use patchbay_kernel_image::live::Way;
+use patchbay_kernel_image::live::{DebugFile, Way};
 use static_keys::{Busy, Catalog, Class, GuestMemory, Key, KeyId, Probes};
 use tokio::sync::watch;
 
@@ -347,9 +347,10 @@ impl Registry {
         self.changes.subscribe()
     }
 
-    /// Sets the discovery that runs when keys are requested. Only the first call has an effect.
-    pub fn discover(&self, guest: Arc<dyn Discoverable>) {
-        let _ = self.discovery.set(Discovery::new(guest));
+    /// Sets the discovery that runs when keys are requested. The file provides what the kernel does
+    /// not reveal. Only the first call has an effect.
+    pub fn discover(&self, guest: Arc<dyn Discoverable>, file: Option<DebugFile>) {
+        let _ = self.discovery.set(Discovery::new(guest, file));
     }
 
     /// Sets the keys that the host declares, before the guest starts. Only the first call has an

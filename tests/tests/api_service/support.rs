@@ -96,7 +96,7 @@ impl Served {
         };
         let registry = Arc::new(Registry::new(setup.limits));
         if let Some(guest) = setup.discovers {
-            registry.discover(guest);
+            registry.discover(guest, None);
         }
         let guest = match &setup.keys {
             Some(keys) => InMemoryGuest::boot(Arc::clone(&registry), keys),

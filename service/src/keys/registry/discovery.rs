@@ -19,7 +19,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Gate, GateKind, Way};
-pub use patchbay_kernel_image::live::{Cpu, PhysicalMemory};
+pub use patchbay_kernel_image::live::{Cpu, DebugFile, PhysicalMemory};
 use static_keys::GuestMemory;
 
 use super::discovered::tables;
@@ -80,10 +80,14 @@ struct State {
 }
 
 impl Discovery {
-    pub fn new(guest: Arc<dyn Discoverable>) -> Self {
+    pub fn new(guest: Arc<dyn Discoverable>, file: Option<DebugFile>) -> Self {
+        let state = State {
+            finder: Finder::new(file.map(Arc::new)),
+            ..State::default()
+        };
         Self {
             guest,
-            state: Mutex::default(),
+            state: Mutex::new(state),
         }
     }
 
@@ -176,6 +180,9 @@ impl Discovery {
         };
         for part in &kernel.evidence.parts {
             tracing::debug!(part = part.name, time = ?part.time, bytes = part.bytes, "discovery");
+        }
+        if let Some(used) = &kernel.evidence.file {
+            tracing::debug!(?used, "debug file");
         }
         state.kernel = gates_of(
             &kernel,

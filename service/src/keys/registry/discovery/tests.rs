@@ -82,7 +82,7 @@ fn phase(registry: &Registry) -> (RegistrationPhase, bool) {
 fn a_kernel_that_registers_itself_is_not_searched_for() {
     let registry = Arc::new(Registry::default());
     let empty = Arc::new(Empty::default());
-    registry.discover(empty.clone());
+    registry.discover(empty.clone(), None);
     let guest = InMemoryGuest::boot(Arc::clone(&registry), &keys());
     registry.snapshot().expect("registered");
     assert_eq!(empty.asked(), 0);
@@ -106,7 +106,7 @@ fn a_kernel_that_registers_itself_is_not_searched_for() {
 fn a_kernel_whose_registration_was_refused_is_not_searched_for() {
     let registry = Arc::new(Registry::default());
     let empty = Arc::new(Empty::default());
-    registry.discover(empty.clone());
+    registry.discover(empty.clone(), None);
     let guest = InMemoryGuest::new(Arc::clone(&registry));
     registry.attach(guest.ram().clone());
     assert_ne!(guest.request(abi::OP_REGISTER, &[0xff; 64]), 0);
@@ -120,7 +120,7 @@ fn a_kernel_whose_registration_was_refused_is_not_searched_for() {
 fn a_failed_discovery_leaves_the_reason_and_rests() {
     let registry = Arc::new(Registry::default());
     let empty = Arc::new(Empty::default());
-    registry.discover(empty.clone());
+    registry.discover(empty.clone(), None);
     let guest = InMemoryGuest::new(Arc::clone(&registry));
     registry.attach(guest.ram().clone());
     // On a busy machine the time to rest may have passed before the next call.
@@ -168,7 +168,7 @@ fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
     let guest = InMemoryGuest::boot(Arc::default(), &names.map(|name| TestKey::new(name, 1)));
     let registry = Registry::default();
     let empty = Arc::new(Empty::default());
-    registry.discover(empty.clone());
+    registry.discover(empty.clone(), None);
     registry.attach(guest.ram().clone());
     registry.register_kernel(guest.found()).expect("taken");
     let snapshot = registry.snapshot().expect("taken");

@@ -1,0 +1,304 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A file of the host that says what a kernel does not reveal itself: its vmlinux or its System.map.
+//!
+//! The file is the operator's, and it may be the wrong one. It counts only if it is of the same build as the kernel that runs:
+//!
+//! - every symbol of the kernel's kallsyms is in the file, all at the file's address plus one slide, that of KASLR,
+//! - the kernel's build id is the file's, where both have one (a System.map has none). Types count only with it.
+
+use std::fs::File;
+use std::io::Read as _;
+use std::path::Path;
+
+use object::read::elf::{FileHeader, ProgramHeader, SectionHeader, SectionTable};
+use object::{LittleEndian, elf};
+
+use super::error::{DiscoveryError, GIVE_FILE, refuse};
+use super::layout;
+use super::paging::IMAGE_MAP;
+use crate::btf::{Btf, BtfError};
+use crate::container::{self, ContainerError};
+use crate::dwarf;
+use crate::image::symbol_table;
+use crate::symbols::{Named, SymbolFileError, Symbols};
+
+/// Most bytes of a file; a distribution's vmlinux with its DWARF has up to 1 GiB.
+const MAX_FILE: u64 = 2 << 30;
+/// What errors show of a name of the guest.
+const MAX_SHOWN: usize = 64;
+
+type Elf = elf::FileHeader64<LittleEndian>;
+
+/// Why a debug file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum DebugFileError {
+    /// From the operating system.
+    #[error("it cannot be read: {0}")]
+    Read(#[from] std::io::Error),
+    /// A folder, a device or a pipe.
+    #[error("it is no regular file; give a vmlinux or a System.map")]
+    Kind,
+    /// Too large.
+    #[error("it has more than {} MiB; give a vmlinux or a System.map", MAX_FILE >> 20)]
+    TooLarge,
+    /// A packed file that cannot be unpacked.
+    #[error(transparent)]
+    Container(#[from] ContainerError),
+    /// Text that is no System.map.
+    #[error(transparent)]
+    Symbols(#[from] SymbolFileError),
+    /// The ELF structures are damaged.
+    #[error("damaged or truncated ELF file: {0}; copy it again")]
+    Damaged(#[from] object::Error),
+    /// Not a kernel of 64 bits.
+    #[error("an ELF file that is no x86 kernel of 64 bits; give a vmlinux or a System.map")]
+    NoKernel,
+    /// No .symtab.
+    #[error("it has no symbols: it is stripped; give the vmlinux of the kernel's debug package")]
+    Stripped,
+    /// The section .BTF is damaged.
+    #[error("its BTF is damaged: {0}; copy it again")]
+    Btf(#[from] BtfError),
+    /// The sections .debug_* are damaged.
+    #[error("its DWARF is damaged: {0}; copy it again")]
+    Dwarf(#[from] gimli::Error),
+    /// The sections .debug_* are packed.
+    #[error("its DWARF is compressed; unpack it with `objcopy --decompress-debug-sections FILE`")]
+    Compressed,
+}
+
+/// What a discovery took from a debug file, and what proves it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileUse {
+    /// Symbols that the kernel's kallsyms lack.
+    pub data_symbols: bool,
+    /// Members and sizes of structures.
+    pub types: bool,
+    /// Symbols of the kernel that the file has at the same address, which are all of them.
+    pub compared: usize,
+    /// The build ids were compared too.
+    pub build_id: bool,
+}
+
+/// A vmlinux or a System.map.
+#[derive(Debug)]
+pub struct DebugFile {
+    symbols: Symbols,
+    named: Named,
+    /// Hexadecimal; empty if it has none.
+    build_id: String,
+    /// As BTF.
+    types: Option<Vec<u8>>,
+}
+
+/// How far KASLR has moved the kernel from where the file has it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Slide(u64);
+
+impl Slide {
+    /// Below the image lie offsets of per-CPU variables and constants, which KASLR does not move.
+    pub fn to_guest(self, address: u64) -> u64 {
+        match address {
+            IMAGE_MAP.. => address.wrapping_add(self.0),
+            _ => address,
+        }
+    }
+
+    fn to_file(self, address: u64) -> u64 {
+        match address {
+            IMAGE_MAP.. => address.wrapping_sub(self.0),
+            _ => address,
+        }
+    }
+}
+
+impl DebugFile {
+    /// Reads a file of the host.
+    ///
+    /// # Errors
+    /// [`DebugFileError`].
+    pub fn open(path: &Path) -> Result<Self, DebugFileError> {
+        let file = File::open(path)?;
+        let metadata = file.metadata()?;
+        if !metadata.is_file() {
+            return Err(DebugFileError::Kind);
+        }
+        if metadata.len() > MAX_FILE {
+            return Err(DebugFileError::TooLarge);
+        }
+        let mut bytes = Vec::new();
+        // It may grow meanwhile.
+        file.take(MAX_FILE + 1).read_to_end(&mut bytes)?;
+        if bytes.len() as u64 > MAX_FILE {
+            return Err(DebugFileError::TooLarge);
+        }
+        Self::parse(&bytes)
+    }
+
+    /// Reads the bytes of a vmlinux, packed or not, or of a System.map.
+    ///
+    /// # Errors
+    /// [`DebugFileError`].
+    pub fn parse(bytes: &[u8]) -> Result<Self, DebugFileError> {
+        match container::unpack(bytes) {
+            Ok(unpacked) => Self::from_elf(&unpacked.elf),
+            Err(ContainerError::Unknown(_)) => {
+                let symbols = Symbols::from_text(bytes)?;
+                Ok(Self::new(symbols, String::new(), None))
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn from_elf(data: &[u8]) -> Result<Self, DebugFileError> {
+        if data.get(4) != Some(&elf::ELFCLASS64) {
+            return Err(DebugFileError::NoKernel);
+        }
+        let header = Elf::parse(data)?;
+        let endian = header.endian()?;
+        let is_kernel = matches!(header.e_type(endian), elf::ET_EXEC | elf::ET_DYN);
+        if header.e_machine(endian) != elf::EM_X86_64 || !is_kernel {
+            return Err(DebugFileError::NoKernel);
+        }
+        let sections = header.sections(endian, data)?;
+        // Which symbols are code is decided in the guest.
+        let symbols = symbol_table(&sections, endian, data, |_| false)?;
+        if symbols.is_empty() {
+            return Err(DebugFileError::Stripped);
+        }
+        let mut build = None;
+        for segment in header.program_headers(endian, data)? {
+            // A file that has the debug information only has no bytes in its segments.
+            if segment.p_type(endian) == elf::PT_NOTE
+                && let Ok(notes) = segment.data(endian, data)
+            {
+                build = build.or_else(|| build_id(notes));
+            }
+        }
+        for section in sections.iter() {
+            if section.sh_type(endian) == elf::SHT_NOTE {
+                let notes = section.data(endian, data)?;
+                build = build.or_else(|| build_id(notes));
+            }
+        }
+        let content = |name: &str| match sections.section_by_name(endian, name.as_bytes()) {
+            Some((_, section)) => section.data(endian, data),
+            None => Ok(&[][..]),
+        };
+        let types = match content(".BTF")? {
+            [] => types_of_dwarf(&sections, endian, content)?,
+            btf => {
+                Btf::parse(btf, &[])?;
+                Some(btf.to_vec())
+            }
+        };
+        Ok(Self::new(symbols, build.unwrap_or_default(), types))
+    }
+
+    fn new(symbols: Symbols, build_id: String, types: Option<Vec<u8>>) -> Self {
+        Self {
+            named: symbols.look_up(layout::SYMBOLS),
+            symbols,
+            build_id,
+            types,
+        }
+    }
+
+    pub(super) fn symbols(&self) -> &Symbols {
+        &self.symbols
+    }
+
+    pub(super) fn named(&self) -> &Named {
+        &self.named
+    }
+
+    /// BTF.
+    pub(super) fn types(&self) -> Option<&[u8]> {
+        self.types.as_deref()
+    }
+
+    /// Compares every symbol of the guest with the file's.
+    pub(super) fn compare(&self, guest: &Symbols, named: &Named) -> Result<Slide, DiscoveryError> {
+        let Some(own) = self.named.address("_stext") else {
+            return refuse(format!(
+                "the debug file has no single symbol _stext; {GIVE_FILE}"
+            ));
+        };
+        let Some(text) = named.address("_stext") else {
+            return refuse(
+                "the kernel's kallsyms have no single symbol _stext: no debug file can be compared with them",
+            );
+        };
+        let slide = Slide(text.wrapping_sub(own));
+        for (symbol, name) in guest.iter() {
+            if self.symbols.contains(slide.to_file(symbol.address), name) {
+                continue;
+            }
+            let shown: String = name.escape_debug().take(MAX_SHOWN).collect();
+            let others = match self.symbols.address(name) {
+                Some(address) => format!("has it at {:#x}", slide.to_guest(address)),
+                None => "does not have it".to_owned(),
+            };
+            return refuse(format!(
+                "the debug file is of another build: the kernel has {shown} at {:#x}, and the file, moved to the kernel's _stext, \
+                 {others}; {GIVE_FILE}",
+                symbol.address
+            ));
+        }
+        Ok(slide)
+    }
+
+    /// Whether the kernel's build id is the file's; false if one of them has none.
+    pub(super) fn compare_build_id(&self, guests: &str) -> Result<bool, DiscoveryError> {
+        if guests.is_empty() || self.build_id.is_empty() {
+            return Ok(false);
+        }
+        if !self.build_id.eq_ignore_ascii_case(guests) {
+            let shown: String = guests.escape_debug().take(MAX_SHOWN).collect();
+            return refuse(format!(
+                "the debug file is of another build: its build id is {}, the kernel's is {shown}; {GIVE_FILE}",
+                self.build_id
+            ));
+        }
+        Ok(true)
+    }
+}
+
+/// As BTF. `content` gives the bytes of a section.
+fn types_of_dwarf<'data>(
+    sections: &SectionTable<'data, Elf>,
+    endian: LittleEndian,
+    content: impl Fn(&str) -> Result<&'data [u8], object::Error>,
+) -> Result<Option<Vec<u8>>, DebugFileError> {
+    for section in sections.iter() {
+        let name = sections.section_name(endian, section)?;
+        let packed = section.sh_flags(endian) & u64::from(elf::SHF_COMPRESSED) != 0;
+        if name.starts_with(b".zdebug_") || packed && name.starts_with(b".debug_") {
+            return Err(DebugFileError::Compressed);
+        }
+    }
+    Ok(dwarf::types(
+        |name| content(name).unwrap_or_default(),
+        layout::TYPES,
+    )?)
+}
+
+/// The build id in a row of ELF notes, each {u32 size of the name, of what follows it, type; both padded to four bytes}.
+pub(super) fn build_id(notes: &[u8]) -> Option<String> {
+    let mut rest = notes;
+    loop {
+        let (header, after) = rest.split_first_chunk::<12>()?;
+        let word = |at: usize| {
+            let bytes = [header[at], header[at + 1], header[at + 2], header[at + 3]];
+            u32::from_le_bytes(bytes)
+        };
+        let (name_size, size) = (word(0) as usize, word(4) as usize);
+        let name = after.get(..name_size)?;
+        let after = after.get(name_size.checked_next_multiple_of(4)?..)?;
+        let content = after.get(..size)?;
+        if word(8) == elf::NT_GNU_BUILD_ID && name == b"GNU\0" {
+            return Some(content.iter().map(|byte| format!("{byte:02x}")).collect());
+        }
+        rest = after.get(size.checked_next_multiple_of(4)?..)?;
+    }
+}
