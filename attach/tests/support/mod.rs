@@ -5,6 +5,7 @@
 pub mod bad_input;
 pub mod daemon;
 pub mod kill;
+pub mod libvirt;
 pub mod stock;
 
 use std::fs;
