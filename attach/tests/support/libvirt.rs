@@ -2,8 +2,8 @@
 //! Domains of a real libvirt: a libvirtd of the test's own, without systemd, in a temporary folder.
 
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::chown;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -203,9 +203,9 @@ fn emulated(name: &str, memory: &str) -> String {
 }
 
 /// A domain with KVM that boots a stock kernel.
-fn stock(name: &str, boot: &Boot) -> String {
+fn stock(name: &str, kernel: &Path, boot: &Boot) -> String {
     let [kernel, initrd, console] =
-        [&boot.kernel, &boot.initrd, &boot.console].map(|path| path.display());
+        [kernel, &boot.initrd, &boot.console].map(|path| path.display());
     format!(
         "<domain type='kvm'><name>{name}</name><memory unit='MiB'>512</memory><vcpu>2</vcpu>
          <os><type arch='x86_64' machine='pc'>hvm</type><kernel>{kernel}</kernel><initrd>{initrd}</initrd>
@@ -276,28 +276,41 @@ pub fn flips() {
     let Some(libvirt) = Libvirt::start() else {
         return;
     };
+    // QEMU runs as the user of libvirtd.
     let folder = boot.folder.path();
+    let kernel = folder.join("kernel");
+    fs::copy(&boot.kernel, &kernel).expect("room");
     if rustix::process::geteuid().is_root() {
         chown(folder, Some(NOBODY), Some(NOBODY)).expect("root may");
     }
-    libvirt.create(&stock("stock", &boot));
+    libvirt.create(&stock("stock", &kernel, &boot));
     boot.boots();
     let socket = folder.join("api.sock");
     let mut attacher = Command::new(&programs.cli)
         .args(["attach", "libvirt", "stock", "--connect", &libvirt.uri()])
         .arg("--api-socket")
         .arg(&socket)
+        .stdout(Stdio::piped())
         .spawn()
         .expect("the program is there");
-    until("the attacher serves", || {
-        UnixStream::connect(&socket).is_ok()
-    });
+    let mut line = String::new();
+    let output = attacher.stdout.take().expect("piped");
+    let read = BufReader::new(output).read_line(&mut line);
+    assert!(
+        read.is_ok() && line.starts_with("attached to stock"),
+        "{line:?}"
+    );
     programs.flips(&socket, &boot);
 
     let pid = i32::try_from(attacher.id()).ok().and_then(Pid::from_raw);
     kill_process(pid.expect("a process"), Signal::TERM).expect("its own");
     let status = attacher.wait().expect("its own");
     assert!(status.success(), "{status}");
+    boot.lives();
+    let guest = attach(&libvirt.options("stock")).expect("attached");
+    for _ in 0..20 {
+        stops_and_resumes(&guest);
+    }
     boot.lives();
     let (known, state) = libvirt.virsh(&["domstate", "stock"]);
     assert!(known && state.trim() == "running", "{state}");
