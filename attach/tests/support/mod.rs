@@ -6,6 +6,7 @@ pub mod bad_input;
 pub mod daemon;
 pub mod kill;
 pub mod libvirt;
+pub mod nested;
 pub mod stock;
 
 use std::fs;
