@@ -2,7 +2,7 @@
 //! Domains of a real libvirt: a libvirtd of the test's own, without systemd, in a temporary folder.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::chown;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -290,22 +290,21 @@ pub fn flips() {
         .args(["attach", "libvirt", "stock", "--connect", &libvirt.uri()])
         .arg("--api-socket")
         .arg(&socket)
-        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
         .spawn()
         .expect("the program is there");
     let mut line = String::new();
-    let output = attacher.stdout.take().expect("piped");
-    let read = BufReader::new(output).read_line(&mut line);
-    assert!(
-        read.is_ok() && line.starts_with("attached to stock"),
-        "{line:?}"
-    );
+    let mut errors = BufReader::new(attacher.stderr.take().expect("piped"));
+    errors.read_line(&mut line).expect("text");
+    assert!(line.starts_with("attached to stock"), "{line:?}");
     programs.flips(&socket, &boot);
 
     let pid = i32::try_from(attacher.id()).ok().and_then(Pid::from_raw);
     kill_process(pid.expect("a process"), Signal::TERM).expect("its own");
     let status = attacher.wait().expect("its own");
-    assert!(status.success(), "{status}");
+    line.clear();
+    errors.read_to_string(&mut line).expect("text");
+    assert!(status.success(), "{status}: {line}");
     boot.lives();
     let guest = attach(&libvirt.options("stock")).expect("attached");
     for _ in 0..20 {
