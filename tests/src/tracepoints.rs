@@ -42,7 +42,9 @@ pub async fn enabled_tracepoints(guest: &mut Guest) -> Result<Vec<String>> {
     let listed = listed.into_inner();
     ensure!(listed.next_page_token.is_empty(), "there are more pages");
     let mut names: Vec<String> = listed.keys.into_iter().map(|key| key.name).collect();
-    while let Some(refused) = switched_by_functions(guest, &names).await? {
+    while !names.is_empty()
+        && let Some(refused) = switched_by_functions(guest, &names).await?
+    {
         names.retain(|name| *name != refused);
     }
     Ok(names)
