@@ -16,7 +16,6 @@ pub async fn all_at_once() -> Result<()> {
         return Ok(());
     };
     let mut guest = Guest::stock(&kernel).boot().await?;
-    let release = guest.describe().await?.guest_status().kernel_release;
     let (mut on, mut off) = (HostTimes::default(), HostTimes::default());
     let (mut guest_on, mut guest_off) = (Samples::default(), Samples::default());
     let (mut names, mut sites) = (Vec::new(), 0);
@@ -39,6 +38,7 @@ pub async fn all_at_once() -> Result<()> {
         ensure!(left.is_empty(), "keys stay on: {left:?}");
     }
     guest.assert_no_warnings().await?;
+    let release = guest.describe().await?.guest_status().kernel_release;
     let what = format!("{release}: {} tracepoints, {sites} sites", names.len());
     print_beside(&what, [("on", &on, &guest_on), ("off", &off, &guest_off)]);
     Ok(())
