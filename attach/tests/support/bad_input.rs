@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::{PauseWay, attach};
-use patchbay_service::guest::{Guest, PausedGuest};
+use patchbay_service::guest::Guest;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::{Keys, KeysConfig, ListQuery};
 use serde_json::{Value, json};
 
-use super::{Accelerator, BOOT_SECTOR, DEADLINE, Memory, Qemu, SCRATCH};
+use super::{Accelerator, BOOT_SECTOR, DEADLINE, Memory, Qemu, SCRATCH, checked};
 
 /// Counts as [`BOOT_SECTOR`] does, in protected mode without paging:
 ///
@@ -72,7 +72,7 @@ pub fn moves(accelerator: Accelerator) {
     let guest = from.attach(PauseWay::Freeze);
     let paused = guest.pause(DEADLINE).expect("stopped");
     guest.ram().write(SCRATCH, b"written before").expect("RAM");
-    paused.check_writes().expect("no migration");
+    checked(&paused).expect("no migration");
     drop(paused);
     let waits = attach(&to.options(PauseWay::Freeze)).expect("attached");
     let error = waits.pause(DEADLINE).expect_err("it waits for the guest");

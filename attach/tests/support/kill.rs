@@ -10,11 +10,11 @@ use patchbay_attach::PauseWay::{self, Freeze, Qmp};
 use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
 use patchbay_kernel_image::live::{Way, discover};
-use patchbay_service::guest::{Guest, PausedGuest};
+use patchbay_service::guest::Guest;
 use patchbay_service::keys::registry::discovery::Discoverable;
 use serde_json::Value;
 
-use super::{Accelerator, DEADLINE, END, Memory, Qemu, SCRATCH, options};
+use super::{Accelerator, DEADLINE, END, Memory, Qemu, SCRATCH, checked, options};
 
 /// Makes the test's program the attacher that is killed: `SOCKET:PAUSE:ACCELERATOR:STATE`.
 const ATTACHER: &str = "PATCHBAY_TEST_ATTACHER";
@@ -150,6 +150,6 @@ fn commit(guest: &QemuGuest) -> ! {
         for address in (SCRATCH..END / 4 * 3).step_by(page.len()) {
             guest.ram().write(address, &page).expect("RAM");
         }
-        paused.check_writes().expect("no migration");
+        checked(&paused).expect("no migration");
     }
 }

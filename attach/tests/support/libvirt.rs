@@ -12,10 +12,11 @@ use patchbay_attach::error::AttachError;
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::memory::Access;
 use patchbay_attach::{Options, PauseWay, Target, attach};
-use patchbay_service::guest::{Guest, Machine, PausedGuest};
+use patchbay_service::guest::{Guest, Machine};
 use patchbay_service::pause::PauseError;
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::checked;
 use super::daemon::{Programs, until};
 use super::stock::Boot;
 
@@ -154,7 +155,7 @@ fn refused(options: &Options, words: &str) {
 
 fn stops_and_resumes(guest: &QemuGuest) {
     let paused = guest.pause(DEADLINE).expect("stopped");
-    assert_eq!(paused.check_writes(), Ok(()));
+    assert_eq!(checked(&paused), Ok(()));
 }
 
 /// The processes of `virsh` that this one has started.
