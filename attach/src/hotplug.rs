@@ -40,29 +40,23 @@ impl QemuGuest {
         };
         let events = self.life.memory_events();
         let rests = watch.next.is_some_and(|next| Instant::now() < next);
-        let suggested = watch.events != events || (!rests && self.memory.take_doubt());
-        if !anyway && !suggested {
+        let doubted = (anyway || !rests) && self.memory.take_doubt();
+        if !anyway && !doubted && watch.events == events {
             return self.memory.changes();
         }
         watch.events = events;
         match self.update_memory() {
             Ok(true) => {
-                watch.next = None;
-                limited!(
-                    info,
-                    bytes = self.memory.bytes(),
-                    "the guest's memory has changed"
-                );
+                let bytes = self.memory.bytes();
+                limited!(info, bytes, "the guest's memory has changed");
             }
-            Ok(false) => watch.next = Some(Instant::now() + REST),
+            Ok(false) if doubted && !anyway => watch.next = Some(Instant::now() + REST),
+            Ok(false) => {}
             Err(error) => {
                 // Another look is due.
                 self.memory.doubt();
                 watch.next = Some(Instant::now() + REST);
-                limited!(
-                    warn,
-                    "memory that was plugged in is not known to the service: {error}"
-                );
+                limited!(warn, %error, "it is not known whether the guest's memory has changed");
             }
         }
         self.memory.changes()
