@@ -263,3 +263,177 @@ impl Ram for AttachedRam {
         regions.any(|region| region.addresses.contains(&address) && region.is_dirty(address))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::fs::File;
+    use std::time::Duration;
+
+    use vm_memory::{FileOffset, MmapRegion};
+
+    use super::*;
+    use crate::flat_view::Removal;
+    use crate::qmp::QmpError;
+
+    const BASE: u64 = 0x10_0000;
+    const DIMM: u64 = 0x1_0000_0000;
+    const SIZE: u64 = 1 << 20;
+
+    /// A monitor that is this process: memory of the machine, and a DIMM behind it in the same file.
+    struct Monitor {
+        process: Process,
+        file: File,
+        map: MmapRegion,
+    }
+
+    impl Monitor {
+        fn new() -> Self {
+            let file = tempfile::tempfile().expect("room");
+            file.set_len(2 * SIZE).expect("room");
+            let map = map(&file);
+            let process = Process::open(std::process::id()).expect("it runs");
+            Self { process, file, map }
+        }
+
+        fn host_address(&self, address: u64) -> Result<u64, AttachError> {
+            let offset = match address {
+                BASE..DIMM => address - BASE,
+                _ => address - DIMM + SIZE,
+            };
+            Ok(self.map.as_ptr() as u64 + offset)
+        }
+
+        fn open(&self, access: Access) -> AttachedRam {
+            let ranges = vec![range(BASE, SIZE, Removal::Never), dimm()];
+            let host_address = |address| self.host_address(address);
+            AttachedRam::open(&self.process, ranges, access, host_address).expect("opened")
+        }
+    }
+
+    fn map(file: &File) -> MmapRegion {
+        let file = file.try_clone().expect("a descriptor");
+        let size = usize::try_from(2 * SIZE).expect("small");
+        MmapRegion::from_file(FileOffset::new(file, 0), size).expect("address space")
+    }
+
+    fn range(start: u64, size: u64, removal: Removal) -> RamRange {
+        RamRange {
+            addresses: start..start + size,
+            backend: "ram".to_owned(),
+            offset: 0,
+            removal,
+        }
+    }
+
+    fn dimm() -> RamRange {
+        range(DIMM, SIZE, Removal::ByVcpu)
+    }
+
+    fn silent(_: u64) -> Result<u64, AttachError> {
+        Err(AttachError::Monitor(QmpError::TimedOut {
+            command: "gpa2hva".to_owned(),
+            patience: Duration::ZERO,
+        }))
+    }
+
+    fn reads(memory: &AttachedRam, piece: Piece) -> bool {
+        memory.read_piece(piece, &mut [0; 8])
+    }
+
+    #[test]
+    fn a_monitor_that_does_not_answer_is_asked_once_in_a_stop() {
+        for access in [Access::File, Access::Process] {
+            let monitor = Monitor::new();
+            let memory = monitor.open(access);
+            let host_address = |address| monitor.host_address(address);
+            let ranges = || {
+                let second = range(DIMM + SIZE / 2, SIZE / 2, Removal::ByVcpu);
+                let first = range(DIMM, SIZE / 2, Removal::ByVcpu);
+                vec![range(BASE, SIZE, Removal::Never), first, second]
+            };
+            let changed = memory.update(&monitor.process, ranges(), host_address);
+            assert!(changed.expect("taken over"));
+            let base = memory.piece(BASE, 8).expect("RAM");
+            let pieces = [DIMM, DIMM + SIZE / 2].map(|at| memory.piece(at, 8).expect("RAM"));
+            let _ = memory.take_doubt();
+            memory.confirm(&monitor.process, host_address);
+            assert!(pieces.iter().all(|piece| reads(&memory, *piece)));
+            assert!(!memory.take_doubt());
+            let asked = Cell::new(0);
+            memory.confirm(&monitor.process, |address| {
+                asked.set(asked.get() + 1);
+                silent(address)
+            });
+            assert_eq!(asked.get(), 1);
+            assert!(!pieces.iter().any(|piece| reads(&memory, *piece)));
+            assert!(reads(&memory, base), "nothing removes it");
+            assert!(memory.take_doubt());
+            // It is there all the same.
+            let changed = memory.update(&monitor.process, ranges(), host_address);
+            assert!(changed.expect("taken over"));
+            assert!(memory.read_u64(DIMM).is_some());
+            assert!(!pieces.iter().any(|piece| reads(&memory, *piece)));
+            assert!(reads(&memory, base), "it has not changed");
+        }
+    }
+
+    #[test]
+    fn another_file_at_the_address_is_not_the_region() {
+        let mut monitor = Monitor::new();
+        let memory = monitor.open(Access::File);
+        let piece = memory.piece(DIMM, 8).expect("RAM");
+        let address = monitor.map.as_ptr();
+        monitor.file = tempfile::tempfile().expect("room");
+        monitor.file.set_len(2 * SIZE).expect("room");
+        monitor.map = map(&monitor.file);
+        // The kernel fills higher gaps first.
+        let mut higher = Vec::new();
+        while monitor.map.as_ptr() != address {
+            assert!(higher.len() < 1000, "no mapping took the place");
+            higher.push(std::mem::replace(&mut monitor.map, map(&monitor.file)));
+        }
+        memory.confirm(&monitor.process, |address| monitor.host_address(address));
+        assert!(!reads(&memory, piece));
+    }
+
+    #[test]
+    fn what_cannot_be_taken_over_changes_nothing() {
+        let monitor = Monitor::new();
+        let memory = monitor.open(Access::File);
+        let piece = memory.piece(DIMM, 8).expect("RAM");
+        let host_address = |address| monitor.host_address(address);
+        let changes = memory.changes();
+        let update = |ranges, file: bool| {
+            memory.update(&monitor.process, ranges, |address| match file {
+                true => host_address(address),
+                false => silent(address),
+            })
+        };
+        update(vec![dimm()], false).expect_err("no answer");
+        update(vec![range(DIMM, 2 * SIZE, Removal::ByVcpu)], true).expect_err("beyond the file");
+        assert_eq!(memory.changes(), changes);
+        assert!(reads(&memory, piece));
+        let same = vec![range(BASE, SIZE, Removal::Never), dimm()];
+        assert!(!update(same, true).expect("nothing new"));
+        assert!(update(vec![dimm()], true).expect("less"));
+        assert_eq!(memory.changes(), changes + 1);
+        assert!(reads(&memory, piece), "it has not changed");
+        assert_eq!(memory.read_u64(BASE), None);
+    }
+
+    #[test]
+    fn marks_outlive_another_shape_of_a_region() {
+        let monitor = Monitor::new();
+        let memory = monitor.open(Access::Process);
+        memory.write(BASE + SIZE - 4096, &[1; 4]).expect("RAM");
+        let half = range(BASE + SIZE / 2, SIZE / 2, Removal::Never);
+        let update = memory.update(&monitor.process, vec![half], |address| {
+            monitor.host_address(address)
+        });
+        assert!(update.expect("taken over"));
+        assert!(memory.is_dirty(BASE + SIZE - 4096));
+        assert!(!memory.is_dirty(BASE + SIZE - 8192));
+        assert!(!memory.is_dirty(BASE));
+    }
+}

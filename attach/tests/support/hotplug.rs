@@ -206,7 +206,26 @@ pub fn removed(accelerator: Accelerator) {
         eject(&qemu, &guest, "dimm");
         assert_eq!(guest.memory_changes(false), changes + 3);
         assert!(!guest.ram().write_piece(again, &[2; 4]));
+        assert_eq!(
+            replaced(&qemu, &guest),
+            0,
+            "a replacement that nobody noticed is not written to"
+        );
     }
+}
+
+/// Replaces a DIMM in a file by another one at its address, which QEMU may have at the same address too, and returns what a write
+/// to the first has left in the second.
+fn replaced(qemu: &Qemu, guest: &QemuGuest) -> u64 {
+    let address = dimm(qemu, true, "first");
+    let _ = guest.memory_changes(true);
+    let piece = guest.ram().piece(address, 8).expect("RAM");
+    eject(qemu, guest, "first");
+    assert_eq!(dimm(qemu, true, "first"), address);
+    let paused = guest.pause(DEADLINE).expect("stopped");
+    assert!(!guest.ram().write_piece(piece, &[2; 8]), "it is gone");
+    drop(paused);
+    word(qemu, address)
 }
 
 /// QEMU alone can remove virtio-mem's memory, so it is written in its file or not at all.
