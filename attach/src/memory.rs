@@ -278,7 +278,8 @@ mod tests {
 
     const BASE: u64 = 0x10_0000;
     const DIMM: u64 = 0x1_0000_0000;
-    const SIZE: u64 = 1 << 20;
+    /// Mappings of 2 MiB and more are aligned to it, and do not fill a gap.
+    const SIZE: u64 = 1 << 18;
 
     /// A monitor that is this process: memory of the machine, and a DIMM behind it in the same file.
     struct Monitor {
