@@ -101,3 +101,13 @@ async fn stock_kernel_by_ptrace() {
 async fn stock_kernel_by_qmp() {
     support::stock::stock(Tcg, PauseWay::Qmp, SharedMemfd).await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn module_in_memory_that_is_plugged_in() {
+    support::stock::plugged_in(Tcg, PauseWay::Freeze, SharedMemfd).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn module_in_memory_of_the_process() {
+    support::stock::plugged_in(Tcg, PauseWay::Qmp, Private).await;
+}

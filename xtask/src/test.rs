@@ -225,8 +225,9 @@ fn variables(
         && (!kvm.runs_linux() || lab_image::is_cached()?)
     {
         host::ensure_packages(host::LAB)?;
-        let stock = lab_image::get()?.kernel;
-        variables.push(("PATCHBAY_TEST_DISTRO_KERNELS", stock));
+        let stock = lab_image::get()?;
+        variables.push(("PATCHBAY_TEST_DISTRO_KERNELS", stock.kernel));
+        variables.push(("PATCHBAY_TEST_DISTRO_MODULES", stock.modules));
     }
     if tier_1
         .iter()

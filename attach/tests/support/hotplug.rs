@@ -33,7 +33,7 @@ const EJECTOR: [u8; 41] = [
 ];
 const EJECT: u64 = 0x8004;
 const SLOTS: [&str; 2] = ["-m", "64M,slots=4,maxmem=2G"];
-const SIZE: u64 = 128 << 20;
+pub const SIZE: u64 = 128 << 20;
 /// Of a DIMM that is given an address.
 const ELSEWHERE: u64 = 0x1_4000_0000;
 
@@ -64,7 +64,7 @@ fn plug(qemu: &Qemu, shared: bool, driver: &str, id: &str, more: &Value) -> u64 
     address.expect("an address")
 }
 
-fn dimm(qemu: &Qemu, shared: bool, id: &str) -> u64 {
+pub fn dimm(qemu: &Qemu, shared: bool, id: &str) -> u64 {
     plug(qemu, shared, "pc-dimm", id, &json!({}))
 }
 
