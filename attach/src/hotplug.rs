@@ -22,7 +22,7 @@ use crate::monitor::PATIENCE;
 /// Minimum time between two looks that only missing memory causes: a guest can name any address.
 const REST: Duration = Duration::from_secs(1);
 
-/// When the flat view was read. Held during a stop, because QEMU may not answer then.
+/// When the flat view was read. Held during a stop, so that the regions stay as they are.
 #[derive(Debug, Default)]
 pub struct Watch {
     events: u64,

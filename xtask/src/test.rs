@@ -241,8 +241,10 @@ fn variables(
         ("patchbay-fleet", "Chromium", host::BROWSER),
         ("patchbay-fleet", "libfaketime", host::CLOCK),
         ("patchbay-attach::libvirt", "libvirt", host::LIBVIRT),
+        ("patchbay-attach::linux_host", "libvirt", host::LIBVIRT),
     ] {
-        let needed = tier_1.iter().any(|test| test.suite.starts_with(suite));
+        let mut tests = tier_1.iter().chain(tier_3);
+        let needed = tests.any(|test| test.suite.starts_with(suite));
         if needed && let Err(error) = host::ensure_packages(packages) {
             // The tests then report that they are skipped.
             eprintln!("There is no {what}: {error:#}");
