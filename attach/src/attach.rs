@@ -101,7 +101,7 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     let _ = known.set(Arc::clone(&process));
     let lock = process.lock()?;
     let memory = AttachedRam::open(&process, monitor.ram()?, options.access, |address| {
-        monitor.host_address(address)
+        monitor.host_address(address, PATIENCE)
     })?;
     let memory = Arc::new(memory);
     let pauser = pauser(options, &monitor, &process, &vcpus, point)?;
@@ -126,6 +126,7 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
         pauser,
         life,
         held: AtomicBool::new(false),
+        watch: Mutex::default(),
         _lock: lock,
     })
 }

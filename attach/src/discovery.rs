@@ -55,4 +55,8 @@ impl Discoverable for QemuGuest {
     fn is_held(&self) -> bool {
         self.is_held()
     }
+
+    fn memory_changes(&self, anyway: bool) -> u64 {
+        self.memory_changes(anyway)
+    }
 }

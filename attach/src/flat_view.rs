@@ -10,12 +10,23 @@
 //!   0000000100000000-000000017fffffff (prio 0, ram): ram0 @0000000080000000 KVM
 //! ```
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Most ranges that are taken.
-const MAX_RANGES: usize = 1024;
+pub(crate) const MAX_RANGES: usize = 1024;
 const PAGE: u64 = patchbay_service::memory::PAGE_SIZE;
+
+/// What removes memory from the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Removal {
+    /// Nothing: it is the machine's own.
+    Never,
+    /// A vCPU, by a write to the ejection register of a DIMM.
+    ByVcpu,
+    /// The monitor, also while no vCPU runs.
+    ByMonitor,
+}
 
 /// RAM that lies in one run in its backend.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,6 +37,8 @@ pub struct RamRange {
     pub backend: String,
     /// Offset of the first byte in the backend.
     pub offset: u64,
+    /// Of the backend.
+    pub removal: Removal,
 }
 
 /// The RAM in the flat view of the root `system`: the ranges of kind `ram` that lie in one of `backends`, without a device's own
@@ -33,7 +46,7 @@ pub struct RamRange {
 ///
 /// # Errors
 /// What is wrong with the text, in a sentence.
-pub fn ram(text: &str, backends: &BTreeSet<String>) -> Result<Vec<RamRange>, String> {
+pub fn ram(text: &str, backends: &BTreeMap<String, Removal>) -> Result<Vec<RamRange>, String> {
     let system = text
         .split("FlatView #")
         .find(|view| {
@@ -43,7 +56,7 @@ pub fn ram(text: &str, backends: &BTreeSet<String>) -> Result<Vec<RamRange>, Str
         .ok_or("QEMU's `info mtree -f` has no flat view of the root \"system\"")?;
     let mut found: Vec<RamRange> = Vec::new();
     for line in system.lines() {
-        let Some(range) = range(line).filter(|range| backends.contains(&range.backend)) else {
+        let Some(range) = range(line, backends) else {
             continue;
         };
         if found.len() == MAX_RANGES {
@@ -66,7 +79,7 @@ pub fn ram(text: &str, backends: &BTreeSet<String>) -> Result<Vec<RamRange>, Str
         found.push(range);
     }
     if found.is_empty() {
-        let names: Vec<&str> = backends.iter().map(String::as_str).collect();
+        let names: Vec<&str> = backends.keys().map(String::as_str).collect();
         return Err(format!(
             "QEMU's flat view has no RAM of its memory backends ({})",
             names.join(", ")
@@ -75,8 +88,8 @@ pub fn ram(text: &str, backends: &BTreeSet<String>) -> Result<Vec<RamRange>, Str
     Ok(found)
 }
 
-/// A line of a flat view, if it is RAM.
-fn range(line: &str) -> Option<RamRange> {
+/// A line of a flat view, if it is RAM of a backend.
+fn range(line: &str, backends: &BTreeMap<String, Removal>) -> Option<RamRange> {
     let (addresses, rest) = line.trim().split_once(" (prio ")?;
     let (first, last) = addresses.split_once('-')?;
     let (_, region) = rest.split_once(", ram): ")?;
@@ -90,6 +103,7 @@ fn range(line: &str) -> Option<RamRange> {
         addresses: hexadecimal(first)?..hexadecimal(last)?.checked_add(1)?,
         backend: backend.to_owned(),
         offset,
+        removal: *backends.get(backend)?,
     };
     let size = range.addresses.end.checked_sub(range.addresses.start)?;
     offset.checked_add(size)?;
@@ -107,8 +121,15 @@ mod tests {
     /// QEMU 7.2, q35 with 4 GiB in a file and a VGA card.
     const PRINTED: &str = include_str!("../tests/data/mtree-q35-4g.txt");
 
-    fn backends(names: &[&str]) -> BTreeSet<String> {
-        names.iter().map(|name| (*name).to_owned()).collect()
+    fn backends(names: &[&str]) -> BTreeMap<String, Removal> {
+        let removal = |name: &&str| match *name {
+            "dimm" => Removal::ByVcpu,
+            _ => Removal::Never,
+        };
+        names
+            .iter()
+            .map(|name| ((*name).to_owned(), removal(name)))
+            .collect()
     }
 
     fn view(lines: &str) -> String {
@@ -121,6 +142,7 @@ mod tests {
             addresses,
             backend: "ram0".to_owned(),
             offset,
+            removal: Removal::Never,
         };
         let expected = vec![
             range(0..0xa_0000, 0),

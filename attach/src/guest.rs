@@ -14,6 +14,7 @@ use serde_json::Value;
 
 use crate::console::NoConsole;
 use crate::freeze::{FreezeError, Frozen, Point, freeze};
+use crate::hotplug::Watch;
 use crate::memory::AttachedRam;
 use crate::monitor::{Migration, Monitor};
 use crate::process::Process;
@@ -22,7 +23,7 @@ use crate::watchdog::Watchdog;
 
 /// For commands beside a stop.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// For a look at the migration while the guest is stopped.
+/// For a look at the migration or the memory while the guest is stopped.
 const LOOK: Duration = Duration::from_millis(250);
 /// How long a process may live on after it has closed its monitor.
 const LAST_MOMENTS: Duration = Duration::from_secs(2);
@@ -59,6 +60,7 @@ pub struct Life {
     end: Mutex<Option<End>>,
     ended: Condvar,
     resets: AtomicU64,
+    memory_events: AtomicU64,
     console: NoConsole,
 }
 
@@ -104,6 +106,12 @@ impl Life {
         self.resets.load(Ordering::SeqCst)
     }
 
+    /// Counts what may mean that memory was plugged in or removed.
+    #[must_use]
+    pub fn memory_events(&self) -> u64 {
+        self.memory_events.load(Ordering::SeqCst)
+    }
+
     /// What an event of QEMU says about it.
     pub fn event(&self, event: &Event) {
         match event.name.as_str() {
@@ -111,6 +119,10 @@ impl Life {
                 self.resets.fetch_add(1, Ordering::SeqCst);
             }
             "SHUTDOWN" => self.set_end(End::Guest),
+            // The second is the guest's answer to a device that it was offered, the third virtio-mem's.
+            "DEVICE_DELETED" | "ACPI_DEVICE_OST" | "MEMORY_DEVICE_SIZE_CHANGE" => {
+                self.memory_events.fetch_add(1, Ordering::SeqCst);
+            }
             _ => {}
         }
     }
@@ -140,6 +152,7 @@ pub struct QemuGuest {
     pub(crate) life: Arc<Life>,
     /// An answer of [`Guest::pause`] lives.
     pub(crate) held: AtomicBool,
+    pub(crate) watch: Mutex<Watch>,
     /// Makes this the only attacher.
     pub(crate) _lock: File,
 }
@@ -277,7 +290,10 @@ fn unable(why: impl std::fmt::Display) -> PauseError {
 
 impl Machine for QemuGuest {
     fn description(&self) -> GuestDescription {
-        self.description.clone()
+        GuestDescription {
+            memory_bytes: self.memory.bytes(),
+            ..self.description.clone()
+        }
     }
 
     fn has_ended(&self) -> bool {
@@ -318,6 +334,8 @@ pub struct Paused<'g> {
     way: Option<Way<'g>>,
     stop_time: Duration,
     migration: Migration,
+    /// The memory stays as it is.
+    _watch: MutexGuard<'g, Watch>,
 }
 
 #[derive(Debug)]
@@ -415,6 +433,7 @@ impl Guest for QemuGuest {
             return Err(PauseError::AlreadyPaused);
         }
         let stop = || {
+            let watch = self.watch.lock().unwrap_or_else(PoisonError::into_inner);
             let migration = self.check()?;
             let began = Instant::now();
             let way = match &self.pauser {
@@ -423,15 +442,21 @@ impl Guest for QemuGuest {
                     self.stop_by_ptrace(threads, *point, began + timeout, timeout)?
                 }
             };
-            let stop_time = match &way {
+            let mut stop_time = match &way {
                 Way::Frozen { _frozen } => _frozen.stop_time(),
                 Way::Qmp(_) => began.elapsed(),
             };
+            let confirming = Instant::now();
+            self.memory.confirm(&self.process, |address| {
+                self.monitor.host_address(address, LOOK)
+            });
+            stop_time += confirming.elapsed();
             Ok(Paused {
                 guest: self,
                 way: Some(way),
                 stop_time,
                 migration,
+                _watch: watch,
             })
         };
         stop().inspect_err(|_| {

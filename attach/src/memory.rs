@@ -7,26 +7,22 @@
 //! | anything else, through /proc/PID/mem | a system call of about a microsecond | no | the kernel's zero page |
 //!
 //! The monitor's own dirty log does not see what is written here. So no write is made while a migration is under way
-//! ([`crate::guest`]). The bitmap here says which pages this process has written.
+//! ([`crate::guest`]). The bitmap of each region says which of its pages this process has written.
+//!
+//! Memory comes and goes while the guest runs ([`crate::hotplug`]). A region that has not changed keeps its id, so that the pieces of it
+//! stay good. No other region ever gets that id, so a piece of a region that is gone leads nowhere.
 
-use std::fs::File;
-use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
-use patchbay_service::memory::{OutsideMemory, PAGE_SIZE, Piece, Ram};
+use patchbay_service::memory::{OutsideMemory, Piece, Ram};
 use patchbay_service::paging::PhysicalMemory;
-use rustix::fs::{SeekFrom, seek};
-use vm_memory::bitmap::AtomicBitmap;
-use vm_memory::{FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
 
 use crate::error::AttachError;
-use crate::flat_view::RamRange;
+use crate::flat_view::{MAX_RANGES, RamRange};
 use crate::process::Process;
-
-const PAGE: NonZeroUsize = NonZeroUsize::new(PAGE_SIZE as usize).expect("not 0");
+use crate::region::{Places, Region};
 
 /// The way to reach the guest's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -43,27 +39,13 @@ pub enum Access {
 /// The memory of a guest in another process.
 #[derive(Debug)]
 pub struct AttachedRam {
-    regions: Vec<Region>,
-}
-
-#[derive(Debug)]
-struct Region {
-    addresses: Range<u64>,
-    backing: Backing,
-    /// Pages that this process has written.
-    dirty: AtomicBitmap,
-}
-
-#[derive(Debug)]
-enum Backing {
-    /// `offset`: of the region in the file, which is mapped from its beginning.
-    File {
-        map: Arc<MmapRegion>,
-        file: Arc<File>,
-        offset: u64,
-    },
-    /// `address`: of the region in the monitor.
-    Process { memory: Arc<File>, address: u64 },
+    access: Access,
+    /// Sorted, and not overlapping. Not written while this process holds the guest stopped, so that a reader does not wait then.
+    regions: RwLock<Vec<Arc<Region>>>,
+    /// Times that `regions` was written.
+    changes: AtomicU64,
+    /// Memory was missed, or is gone.
+    doubted: AtomicBool,
 }
 
 impl AttachedRam {
@@ -77,245 +59,136 @@ impl AttachedRam {
         access: Access,
         host_address: impl Fn(u64) -> Result<u64, AttachError>,
     ) -> Result<Self, AttachError> {
-        let mut files = Vec::new();
-        let mut memory = None;
+        let memory = Self {
+            access,
+            regions: RwLock::default(),
+            changes: AtomicU64::new(0),
+            doubted: AtomicBool::new(false),
+        };
+        memory.update(process, ranges, host_address)?;
+        Ok(memory)
+    }
+
+    /// Takes over what has changed. Called by one thread at a time, and not while the guest is stopped. Returns whether anything has.
+    ///
+    /// # Errors
+    /// [`AttachError`]; nothing is taken over.
+    pub fn update(
+        &self,
+        process: &Process,
+        ranges: Vec<RamRange>,
+        host_address: impl Fn(u64) -> Result<u64, AttachError>,
+    ) -> Result<bool, AttachError> {
+        let known = self.regions().clone();
+        let mut places = Places::new(process, self.access, &known);
+        let mut next = self.changes().saturating_mul(MAX_RANGES as u64);
         let mut regions = Vec::with_capacity(ranges.len());
         for range in ranges {
-            let address = host_address(range.addresses.start)?;
-            let shared = match access {
-                Access::Process => None,
-                Access::Auto | Access::File => shared(process, &mut files, &range, address)?,
-            };
-            let backing = match shared {
-                Some(backing) => backing,
-                None if access == Access::File => {
-                    return Err(AttachError::Refused(format!(
-                        "memory backend {} is not a file that QEMU shares; start QEMU with memory-backend-memfd,share=on or give --memory process",
-                        range.backend
-                    )));
-                }
-                None => Backing::Process {
-                    memory: Arc::clone(match &mut memory {
-                        Some(memory) => memory,
-                        None => memory.insert(open_memory(process, address)?),
-                    }),
-                    address,
-                },
-            };
-            regions.push(Region::new(range.addresses, backing));
+            let place = places.find(&range, host_address(range.addresses.start)?)?;
+            if let Some(same) = known.iter().find(|region| region.is(&range, &place)) {
+                regions.push(Arc::clone(same));
+                continue;
+            }
+            let id = u32::try_from(next).map_err(|_| {
+                AttachError::Refused(
+                    "the guest's memory has changed too often; attach again".to_owned(),
+                )
+            })?;
+            next += 1;
+            let region = Region::new(id, range, place);
+            known
+                .iter()
+                .for_each(|earlier| region.inherit_marks(earlier));
+            regions.push(Arc::new(region));
         }
-        Ok(Self { regions })
+        let same = known.len() == regions.len()
+            && known.iter().zip(&regions).all(|(a, b)| Arc::ptr_eq(a, b));
+        if !same {
+            *self.regions.write().unwrap_or_else(PoisonError::into_inner) = regions;
+            self.changes.fetch_add(1, Ordering::SeqCst);
+        }
+        Ok(!same)
+    }
+
+    /// Counts the changes of the regions.
+    #[must_use]
+    pub fn changes(&self) -> u64 {
+        self.changes.load(Ordering::SeqCst)
+    }
+
+    /// Gives up the regions that the monitor no longer has where they were, or does not say so. `host_address` is that of
+    /// [`AttachedRam::open`].
+    pub fn confirm(
+        &self,
+        process: &Process,
+        host_address: impl Fn(u64) -> Result<u64, AttachError>,
+    ) {
+        let mut answers = true;
+        for region in self.regions().iter() {
+            if !region.is_removable() || region.is_gone() {
+                continue;
+            }
+            let found = answers.then(|| host_address(region.addresses.start));
+            // A monitor that does not answer once is not waited for again: the guest is stopped.
+            answers = !matches!(found, None | Some(Err(AttachError::Monitor(_))));
+            let there = matches!(found, Some(Ok(address)) if region.is_still_at(address, process));
+            if !there {
+                region.set_gone();
+                self.doubt();
+            }
+        }
+    }
+
+    /// Whether memory was missed, or is gone, since this was last asked.
+    #[must_use]
+    pub fn take_doubt(&self) -> bool {
+        self.doubted.swap(false, Ordering::SeqCst)
+    }
+
+    /// Asks for another look at the guest's memory.
+    pub fn doubt(&self) {
+        self.doubted.store(true, Ordering::SeqCst);
     }
 
     /// Bytes of RAM.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        let bytes = self
-            .regions
-            .iter()
-            .map(|region| region.addresses.end - region.addresses.start);
-        bytes.sum()
+        let size = |region: &Arc<Region>| region.addresses.end - region.addresses.start;
+        self.regions().iter().map(size).sum()
     }
 
     /// Whether all of it is mapped.
     #[must_use]
     pub fn is_mapped(&self) -> bool {
-        self.regions
-            .iter()
-            .all(|region| matches!(region.backing, Backing::File { .. }))
+        self.regions().iter().all(|region| region.is_mapped())
     }
 
     /// The RAM that has pages, as far as the host tells.
     #[must_use]
     pub fn filled(&self) -> Vec<Range<u64>> {
-        self.regions.iter().flat_map(Region::filled).collect()
+        let regions = self.regions();
+        let there = regions.iter().filter(|region| !region.is_gone());
+        there.flat_map(|region| region.filled()).collect()
     }
 
     /// Copies bytes out and fills no hole of a file. False: not all of them are RAM.
     #[must_use]
     pub fn copy(&self, address: u64, bytes: &mut [u8]) -> bool {
-        let Ok(piece) = self.piece(address, bytes.len()) else {
-            return false;
-        };
-        let Some(region) = self.regions.get(piece.region() as usize) else {
-            return false;
-        };
-        let (file, start) = match &region.backing {
-            Backing::File { file, offset, .. } => (file, *offset),
-            Backing::Process { memory, address } => (memory, *address),
-        };
-        let at = start.checked_add(piece.offset());
-        at.is_some_and(|at| file.read_exact_at(bytes, at).is_ok())
+        let piece = self.piece(address, bytes.len());
+        let copied = piece.map(|piece| self.access(piece, |region| region.copy(piece, bytes)));
+        copied.ok().flatten().unwrap_or_default()
     }
 
-    /// The region of a piece, if the piece lies in it.
-    fn region(&self, piece: Piece) -> Option<&Region> {
-        let region = self.regions.get(piece.region() as usize)?;
-        let end = piece.offset().checked_add(piece.length() as u64)?;
-        (end <= region.addresses.end - region.addresses.start).then_some(region)
-    }
-}
-
-/// A file of the guest's memory, mapped whole. Ranges of one backend share it.
-struct MappedFile {
-    /// Device and inode, as the monitor's mapping has them.
-    id: (u64, u64),
-    file: Arc<File>,
-    map: Arc<MmapRegion>,
-}
-
-/// The backing in a file that the monitor maps shared, if there is one.
-fn shared(
-    process: &Process,
-    files: &mut Vec<MappedFile>,
-    range: &RamRange,
-    address: u64,
-) -> Result<Option<Backing>, AttachError> {
-    let mapping = process.mapping(address)?;
-    if !mapping.shared || mapping.inode == 0 {
-        return Ok(None);
-    }
-    let id = (mapping.device, mapping.inode);
-    let known = files.iter().position(|known| known.id == id);
-    let index = match known {
-        Some(index) => index,
-        None => {
-            let Some(file) = process.file_of(&mapping) else {
-                return Ok(None);
-            };
-            let (file, map) = map_whole(file, &mapping.path)?;
-            files.push(MappedFile { id, file, map });
-            files.len() - 1
-        }
-    };
-    let MappedFile { file, map, .. } = &files[index];
-    let offset = mapping.offset.checked_add(address - mapping.start);
-    let size = range.addresses.end - range.addresses.start;
-    let end = offset.and_then(|offset| offset.checked_add(size));
-    match (offset, end) {
-        (Some(offset), Some(end)) if end <= map.size() as u64 => Ok(Some(Backing::File {
-            map: Arc::clone(map),
-            file: Arc::clone(file),
-            offset,
-        })),
-        _ => Err(AttachError::Refused(format!(
-            "memory backend {} lies outside its file {}: it needs {size} bytes",
-            range.backend, mapping.path
-        ))),
-    }
-}
-
-fn map_whole(file: File, path: &str) -> Result<(Arc<File>, Arc<MmapRegion>), AttachError> {
-    let cannot = |error: String| AttachError::Process {
-        what: format!("the guest's memory {path} cannot be mapped"),
-        error,
-        next: "raise the limit on address space, or give --memory process".to_owned(),
-    };
-    let bytes = file
-        .metadata()
-        .map_err(|error| cannot(error.to_string()))?
-        .len();
-    let bytes = usize::try_from(bytes).map_err(|error| cannot(error.to_string()))?;
-    let file = Arc::new(file);
-    let map = MmapRegion::from_file(FileOffset::from_arc(Arc::clone(&file), 0), bytes);
-    let map = map.map_err(|error| cannot(error.to_string()))?;
-    Ok((file, Arc::new(map)))
-}
-
-/// The monitor's own address space, tried at one address.
-fn open_memory(process: &Process, address: u64) -> Result<Arc<File>, AttachError> {
-    let path = process.proc("mem");
-    let cannot = |error| {
-        let what = format!(
-            "the guest's memory is not shared, and {} cannot be used",
-            path.display()
-        );
-        AttachError::process(what, error)
-    };
-    let file = File::options()
-        .read(true)
-        .write(true)
-        .open(&path)
-        .map_err(cannot)?;
-    file.read_exact_at(&mut [0; 8], address).map_err(cannot)?;
-    Ok(Arc::new(file))
-}
-
-impl Region {
-    fn new(addresses: Range<u64>, backing: Backing) -> Self {
-        // More than usize holds is no mapping of any process.
-        let bytes = usize::try_from(addresses.end - addresses.start).unwrap_or(usize::MAX);
-        Self {
-            addresses,
-            backing,
-            dirty: AtomicBitmap::new(bytes, PAGE),
-        }
+    fn regions(&self) -> RwLockReadGuard<'_, Vec<Arc<Region>>> {
+        // Each change assigns whole values, so a panic leaves no half state.
+        self.regions.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn filled(&self) -> Vec<Range<u64>> {
-        let Backing::File { file, offset, .. } = &self.backing else {
-            return vec![self.addresses.clone()];
-        };
-        let size = self.addresses.end - self.addresses.start;
-        let mut runs = Vec::new();
-        let mut at = 0;
-        while at < size {
-            // ENXIO: no data behind it. Of a file that cannot tell, all is data.
-            let Ok(data) = seek(file, SeekFrom::Data(offset + at)) else {
-                break;
-            };
-            let Ok(hole) = seek(file, SeekFrom::Hole(data)) else {
-                break;
-            };
-            let start = data.saturating_sub(*offset).min(size);
-            let end = hole.saturating_sub(*offset).min(size);
-            if end <= start {
-                break;
-            }
-            runs.push(self.addresses.start + start..self.addresses.start + end);
-            at = end;
-        }
-        runs
-    }
-
-    /// The bytes of a piece, if they are mapped.
-    fn slice<'m>(map: &'m MmapRegion, offset: u64, piece: Piece) -> Option<VolatileSlice<'m>> {
-        let start = usize::try_from(offset.checked_add(piece.offset())?).ok()?;
-        map.get_slice(start, piece.length()).ok()
-    }
-
-    fn mark(&self, piece: Piece) {
-        if let Ok(offset) = usize::try_from(piece.offset()) {
-            self.dirty.set_addr_range(offset, piece.length());
-        }
-    }
-}
-
-fn load(slice: &VolatileSlice<'_>, bytes: &mut [u8]) {
-    match bytes.len() {
-        // In one access. An address that is not aligned has no atomic reference.
-        4 if let Ok(word) = slice.get_atomic_ref::<AtomicU32>(0) => {
-            bytes.copy_from_slice(&word.load(Ordering::SeqCst).to_ne_bytes());
-        }
-        8 if let Ok(word) = slice.get_atomic_ref::<AtomicU64>(0) => {
-            bytes.copy_from_slice(&word.load(Ordering::SeqCst).to_ne_bytes());
-        }
-        _ => {
-            slice.copy_to(bytes);
-        }
-    }
-}
-
-/// Stores whole or not at all, within a page, even if this process is killed meanwhile: a vCPU may execute these bytes. A copy to the
-/// mapping takes several instructions if it is not an aligned word. A system call is not left before it has copied to a page.
-fn store(slice: &VolatileSlice<'_>, file: &File, at: u64, bytes: &[u8]) {
-    match <[u8; 4]>::try_from(bytes) {
-        Ok(word) if let Ok(to) = slice.get_atomic_ref::<AtomicU32>(0) => {
-            to.store(u32::from_ne_bytes(word), Ordering::SeqCst);
-        }
-        _ if file.write_all_at(bytes, at).is_ok() => {}
-        // hugetlbfs has no write().
-        _ => slice.copy_from(bytes),
+    /// Accesses the region of a piece; `None` if the piece does not lie in it, or it is gone.
+    fn access<T>(&self, piece: Piece, access: impl FnOnce(&Region) -> T) -> Option<T> {
+        let regions = self.regions();
+        let region = regions.iter().find(|region| region.has(piece))?;
+        Some(access(region))
     }
 }
 
@@ -334,53 +207,36 @@ impl PhysicalMemory for AttachedRam {
 impl Ram for AttachedRam {
     fn piece(&self, address: u64, length: usize) -> Result<Piece, OutsideMemory> {
         let outside = OutsideMemory { address, length };
+        let regions = self.regions();
+        let Some(region) = regions
+            .iter()
+            .find(|region| region.addresses.contains(&address) && !region.is_gone())
+        else {
+            self.doubt();
+            return Err(outside);
+        };
         let end = address.checked_add(length as u64).ok_or(outside)?;
-        let found =
-            self.regions.iter().enumerate().find(|(_, region)| {
-                region.addresses.start <= address && end <= region.addresses.end
-            });
-        let (index, region) = found.ok_or(outside)?;
-        let index = u32::try_from(index).map_err(|_| outside)?;
+        if end > region.addresses.end {
+            return Err(outside);
+        }
         let length = u32::try_from(length).map_err(|_| outside)?;
-        Ok(Piece::new(index, address - region.addresses.start, length))
+        Ok(Piece::new(
+            region.id,
+            address - region.addresses.start,
+            length,
+        ))
     }
 
     fn read_piece(&self, piece: Piece, bytes: &mut [u8]) -> bool {
-        let Some(region) = self.region(piece).filter(|_| bytes.len() == piece.length()) else {
-            return false;
-        };
-        match &region.backing {
-            Backing::File { map, offset, .. } => match Region::slice(map, *offset, piece) {
-                Some(slice) => {
-                    load(&slice, bytes);
-                    true
-                }
-                None => false,
-            },
-            Backing::Process { memory, address } => memory
-                .read_exact_at(bytes, address + piece.offset())
-                .is_ok(),
-        }
+        let fits = bytes.len() == piece.length();
+        let read = || self.access(piece, |region| region.read(piece, bytes));
+        fits.then(read).flatten().unwrap_or_default()
     }
 
     fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool {
-        let Some(region) = self.region(piece).filter(|_| bytes.len() == piece.length()) else {
-            return false;
-        };
-        let written = match &region.backing {
-            Backing::File { map, file, offset } => match Region::slice(map, *offset, piece) {
-                Some(slice) => {
-                    store(&slice, file, offset + piece.offset(), bytes);
-                    true
-                }
-                None => return false,
-            },
-            Backing::Process { memory, address } => {
-                memory.write_all_at(bytes, address + piece.offset()).is_ok()
-            }
-        };
-        region.mark(piece);
-        written
+        let fits = bytes.len() == piece.length();
+        let write = || self.access(piece, |region| region.write(piece, bytes));
+        fits.then(write).flatten().unwrap_or_default()
     }
 
     fn compare_exchange_u32(
@@ -389,17 +245,12 @@ impl Ram for AttachedRam {
         current: u32,
         new: u32,
     ) -> Option<Result<u32, u32>> {
-        let region = self.region(piece).filter(|_| piece.length() == 4)?;
-        let Backing::File { map, offset, .. } = &region.backing else {
-            return None;
-        };
-        let slice = Region::slice(map, *offset, piece)?;
-        let word = slice.get_atomic_ref::<AtomicU32>(0).ok()?;
-        let exchanged = word.compare_exchange(current, new, Ordering::SeqCst, Ordering::SeqCst);
-        if exchanged.is_ok() {
-            region.mark(piece);
-        }
-        Some(exchanged)
+        let exchange = |region: &Region| region.compare_exchange(piece, current, new);
+        let is_word = piece.length() == 4;
+        is_word
+            .then(|| self.access(piece, exchange))
+            .flatten()
+            .flatten()
     }
 
     fn can_exchange(&self) -> bool {
@@ -407,13 +258,183 @@ impl Ram for AttachedRam {
     }
 
     fn is_dirty(&self, address: u64) -> bool {
-        let found = self
-            .regions
-            .iter()
-            .find(|region| region.addresses.contains(&address));
-        found.is_some_and(|region| {
-            let offset = usize::try_from(address - region.addresses.start);
-            offset.is_ok_and(|offset| region.dirty.is_addr_set(offset))
-        })
+        let regions = self.regions();
+        let mut regions = regions.iter();
+        regions.any(|region| region.addresses.contains(&address) && region.is_dirty(address))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::fs::File;
+    use std::time::Duration;
+
+    use vm_memory::{FileOffset, MmapRegion};
+
+    use super::*;
+    use crate::flat_view::Removal;
+    use crate::qmp::QmpError;
+
+    const BASE: u64 = 0x10_0000;
+    const DIMM: u64 = 0x1_0000_0000;
+    /// Mappings of 2 MiB and more are aligned to it, and do not fill a gap.
+    const SIZE: u64 = 1 << 18;
+
+    /// A monitor that is this process: memory of the machine, and a DIMM behind it in the same file.
+    struct Monitor {
+        process: Process,
+        file: File,
+        map: MmapRegion,
+    }
+
+    impl Monitor {
+        fn new() -> Self {
+            let file = tempfile::tempfile().expect("room");
+            file.set_len(2 * SIZE).expect("room");
+            let map = map(&file);
+            let process = Process::open(std::process::id()).expect("it runs");
+            Self { process, file, map }
+        }
+
+        fn host_address(&self, address: u64) -> Result<u64, AttachError> {
+            let offset = match address {
+                BASE..DIMM => address - BASE,
+                _ => address - DIMM + SIZE,
+            };
+            Ok(self.map.as_ptr() as u64 + offset)
+        }
+
+        fn open(&self, access: Access) -> AttachedRam {
+            let ranges = vec![range(BASE, SIZE, Removal::Never), dimm()];
+            let host_address = |address| self.host_address(address);
+            AttachedRam::open(&self.process, ranges, access, host_address).expect("opened")
+        }
+    }
+
+    fn map(file: &File) -> MmapRegion {
+        let file = file.try_clone().expect("a descriptor");
+        let size = usize::try_from(2 * SIZE).expect("small");
+        MmapRegion::from_file(FileOffset::new(file, 0), size).expect("address space")
+    }
+
+    fn range(start: u64, size: u64, removal: Removal) -> RamRange {
+        RamRange {
+            addresses: start..start + size,
+            backend: "ram".to_owned(),
+            offset: 0,
+            removal,
+        }
+    }
+
+    fn dimm() -> RamRange {
+        range(DIMM, SIZE, Removal::ByVcpu)
+    }
+
+    fn silent(_: u64) -> Result<u64, AttachError> {
+        Err(AttachError::Monitor(QmpError::TimedOut {
+            command: "gpa2hva".to_owned(),
+            patience: Duration::ZERO,
+        }))
+    }
+
+    fn reads(memory: &AttachedRam, piece: Piece) -> bool {
+        memory.read_piece(piece, &mut [0; 8])
+    }
+
+    #[test]
+    fn a_monitor_that_does_not_answer_is_asked_once_in_a_stop() {
+        for access in [Access::File, Access::Process] {
+            let monitor = Monitor::new();
+            let memory = monitor.open(access);
+            let host_address = |address| monitor.host_address(address);
+            let ranges = || {
+                let second = range(DIMM + SIZE / 2, SIZE / 2, Removal::ByVcpu);
+                let first = range(DIMM, SIZE / 2, Removal::ByVcpu);
+                vec![range(BASE, SIZE, Removal::Never), first, second]
+            };
+            let changed = memory.update(&monitor.process, ranges(), host_address);
+            assert!(changed.expect("taken over"));
+            let base = memory.piece(BASE, 8).expect("RAM");
+            let pieces = [DIMM, DIMM + SIZE / 2].map(|at| memory.piece(at, 8).expect("RAM"));
+            let _ = memory.take_doubt();
+            memory.confirm(&monitor.process, host_address);
+            assert!(pieces.iter().all(|piece| reads(&memory, *piece)));
+            assert!(!memory.take_doubt());
+            let asked = Cell::new(0);
+            memory.confirm(&monitor.process, |address| {
+                asked.set(asked.get() + 1);
+                silent(address)
+            });
+            assert_eq!(asked.get(), 1);
+            assert!(!pieces.iter().any(|piece| reads(&memory, *piece)));
+            assert!(reads(&memory, base), "nothing removes it");
+            assert!(memory.take_doubt());
+            // It is there all the same.
+            let changed = memory.update(&monitor.process, ranges(), host_address);
+            assert!(changed.expect("taken over"));
+            assert!(memory.read_u64(DIMM).is_some());
+            assert!(!pieces.iter().any(|piece| reads(&memory, *piece)));
+            assert!(reads(&memory, base), "it has not changed");
+        }
+    }
+
+    #[test]
+    fn another_file_at_the_address_is_not_the_region() {
+        let mut monitor = Monitor::new();
+        let memory = monitor.open(Access::File);
+        let piece = memory.piece(DIMM, 8).expect("RAM");
+        let address = monitor.map.as_ptr();
+        monitor.file = tempfile::tempfile().expect("room");
+        monitor.file.set_len(2 * SIZE).expect("room");
+        monitor.map = map(&monitor.file);
+        // The kernel fills higher gaps first.
+        let mut higher = Vec::new();
+        while monitor.map.as_ptr() != address {
+            assert!(higher.len() < 1000, "no mapping took the place");
+            higher.push(std::mem::replace(&mut monitor.map, map(&monitor.file)));
+        }
+        memory.confirm(&monitor.process, |address| monitor.host_address(address));
+        assert!(!reads(&memory, piece));
+    }
+
+    #[test]
+    fn what_cannot_be_taken_over_changes_nothing() {
+        let monitor = Monitor::new();
+        let memory = monitor.open(Access::File);
+        let piece = memory.piece(DIMM, 8).expect("RAM");
+        let host_address = |address| monitor.host_address(address);
+        let changes = memory.changes();
+        let update = |ranges, file: bool| {
+            memory.update(&monitor.process, ranges, |address| match file {
+                true => host_address(address),
+                false => silent(address),
+            })
+        };
+        update(vec![dimm()], false).expect_err("no answer");
+        update(vec![range(DIMM, 2 * SIZE, Removal::ByVcpu)], true).expect_err("beyond the file");
+        assert_eq!(memory.changes(), changes);
+        assert!(reads(&memory, piece));
+        let same = vec![range(BASE, SIZE, Removal::Never), dimm()];
+        assert!(!update(same, true).expect("nothing new"));
+        assert!(update(vec![dimm()], true).expect("less"));
+        assert_eq!(memory.changes(), changes + 1);
+        assert!(reads(&memory, piece), "it has not changed");
+        assert_eq!(memory.read_u64(BASE), None);
+    }
+
+    #[test]
+    fn marks_outlive_another_shape_of_a_region() {
+        let monitor = Monitor::new();
+        let memory = monitor.open(Access::Process);
+        memory.write(BASE + SIZE - 4096, &[1; 4]).expect("RAM");
+        let half = range(BASE + SIZE / 2, SIZE / 2, Removal::Never);
+        let update = memory.update(&monitor.process, vec![half], |address| {
+            monitor.host_address(address)
+        });
+        assert!(update.expect("taken over"));
+        assert!(memory.is_dirty(BASE + SIZE - 4096));
+        assert!(!memory.is_dirty(BASE + SIZE - 8192));
+        assert!(!memory.is_dirty(BASE));
     }
 }

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What is asked of a QEMU, in the terms of this crate.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use crate::error::AttachError;
-use crate::flat_view::{self, RamRange};
+use crate::flat_view::{self, RamRange, Removal};
 use crate::libvirt::Domain;
 use crate::qmp::{Qmp, QmpError};
 use crate::registers::{self, Registers};
 
 /// For an answer that needs nothing but QEMU's main loop.
-const PATIENCE: Duration = Duration::from_secs(5);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The way to a QEMU's monitor.
 #[derive(Debug)]
@@ -66,9 +66,9 @@ impl Monitor {
         self.execute(command, Value::Null, PATIENCE)
     }
 
-    fn text(&self, command_line: &str) -> Result<String, QmpError> {
+    fn text(&self, command_line: &str, patience: Duration) -> Result<String, QmpError> {
         let arguments = json!({ "command-line": command_line });
-        let answer = self.execute("human-monitor-command", arguments, PATIENCE)?;
+        let answer = self.execute("human-monitor-command", arguments, patience)?;
         answer
             .as_str()
             .map(str::to_owned)
@@ -189,20 +189,35 @@ impl Monitor {
         let backends = answer
             .as_array()
             .ok_or_else(|| unexpected("query-memdev", "a list"))?;
-        let names: BTreeSet<String> = backends
-            .iter()
-            .filter_map(|backend| backend["id"].as_str())
-            .map(str::to_owned)
+        let names = backends.iter().filter_map(|backend| backend["id"].as_str());
+        let mut removals: BTreeMap<String, Removal> = names
+            .map(|name| (name.to_owned(), Removal::Never))
             .collect();
-        flat_view::ram(&self.text("info mtree -f")?, &names).map_err(AttachError::Refused)
+        let answer = self.query("query-memory-devices")?;
+        let devices = answer
+            .as_array()
+            .ok_or_else(|| unexpected("query-memory-devices", "a list"))?;
+        for device in devices {
+            // The path of the backend's object.
+            let backend = device["data"]["memdev"].as_str().unwrap_or_default();
+            let backend = backend.rsplit('/').next().unwrap_or_default();
+            if let Some(removal) = removals.get_mut(backend) {
+                *removal = match device["type"].as_str() {
+                    Some("dimm" | "nvdimm") => Removal::ByVcpu,
+                    _ => Removal::ByMonitor,
+                };
+            }
+        }
+        let view = self.text("info mtree -f", PATIENCE)?;
+        flat_view::ram(&view, &removals).map_err(AttachError::Refused)
     }
 
     /// Address in QEMU's process of a guest-physical address.
     ///
     /// # Errors
     /// [`AttachError`].
-    pub fn host_address(&self, address: u64) -> Result<u64, AttachError> {
-        let text = self.text(&format!("gpa2hva {address:#x}"))?;
+    pub fn host_address(&self, address: u64, patience: Duration) -> Result<u64, AttachError> {
+        let text = self.text(&format!("gpa2hva {address:#x}"), patience)?;
         let found = text
             .trim_end()
             .rsplit_once(" is 0x")

@@ -178,6 +178,12 @@ pub struct Mapping {
 }
 
 impl Mapping {
+    /// Offset in the file of an address of the mapping.
+    #[must_use]
+    pub fn offset_of(&self, address: u64) -> Option<u64> {
+        self.offset.checked_add(address.checked_sub(self.start)?)
+    }
+
     fn parse(line: &str) -> Option<Self> {
         let mut words = line.splitn(6, ' ');
         let (start, end) = words.next()?.split_once('-')?;

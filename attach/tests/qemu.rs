@@ -53,6 +53,31 @@ fn forbidden() {
 }
 
 #[test]
+fn memory_that_is_plugged_in() {
+    support::hotplug::plugged_in(Tcg);
+}
+
+#[test]
+fn memory_that_is_removed() {
+    support::hotplug::removed(Tcg);
+}
+
+#[test]
+fn memory_of_virtio_mem() {
+    support::hotplug::virtio_mem(Tcg);
+}
+
+#[test]
+fn memory_that_is_not_shared() {
+    support::hotplug::not_shared(Tcg);
+}
+
+#[test]
+fn a_second_flat_view_that_makes_no_sense() {
+    support::hotplug::second_view(Tcg);
+}
+
+#[test]
 fn lifecycle() {
     support::lifecycle(Tcg);
 }
@@ -75,4 +100,14 @@ async fn stock_kernel_by_ptrace() {
 #[tokio::test(flavor = "multi_thread")]
 async fn stock_kernel_by_qmp() {
     support::stock::stock(Tcg, PauseWay::Qmp, SharedMemfd).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn module_in_memory_that_is_plugged_in() {
+    support::stock::plugged_in(Tcg, PauseWay::Freeze, SharedMemfd).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn module_in_memory_of_the_process() {
+    support::stock::plugged_in(Tcg, PauseWay::Qmp, Private).await;
 }

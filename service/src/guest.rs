@@ -16,7 +16,7 @@ pub enum Transport {
     Msr,
 }
 
-/// Constant properties of the guest.
+/// Properties of the guest. Only the size of its memory may change.
 #[derive(Clone, Debug)]
 pub struct GuestDescription {
     /// Name that the operator gave it.
@@ -32,7 +32,7 @@ pub struct GuestDescription {
 /// The guest's lifecycle. Methods may be called at any time from any thread but a vCPU's, also
 /// while the guest is paused, and return at once.
 pub trait Machine: Send + Sync {
-    /// The constant properties.
+    /// The properties.
     fn description(&self) -> GuestDescription;
 
     /// Returns whether the guest has powered off, reset or crashed: no vCPU will run again. Once true, it
@@ -61,7 +61,7 @@ pub trait Guest: Machine + 'static {
     where
         Self: 'a;
 
-    /// The guest's memory, the same for as long as the guest lives.
+    /// The guest's memory, the same object for as long as the guest lives.
     fn ram(&self) -> &GuestRam;
 
     /// Stops every vCPU within `timeout`, or changes nothing.

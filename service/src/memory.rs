@@ -106,8 +106,10 @@ impl Piece {
 /// marked that was not written; a written page is never left unmarked. Reads and failed exchanges mark
 /// nothing.
 ///
-/// **Stable.** Memory neither moves nor goes away while the object lives, so a [`Piece`] stays good.
-/// Regions begin and end at multiples of [`PAGE_SIZE`].
+/// **Stable.** A [`Piece`] leads to the same memory while the object lives, or nowhere: its accesses fail
+/// once that memory was removed from the guest, and may fail after another change of the guest's memory.
+/// Memory does not change while the service holds the guest stopped, but an implementation may find only
+/// then that some was removed. Regions begin and end at multiples of [`PAGE_SIZE`].
 pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     /// Finds `length` bytes at a guest-physical address. Any two numbers may be asked for.
     ///

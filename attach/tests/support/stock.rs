@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use patchbay_attach::PauseWay;
+use patchbay_service::guest::Guest;
 use patchbay_service::keys::debug::{DebugListQuery, DebugQueries, DebugView};
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::{
@@ -14,7 +15,7 @@ use patchbay_service::keys::{
 };
 use static_keys::{Class, Op};
 
-use super::{Accelerator, DEADLINE, Memory, Qemu};
+use super::{Accelerator, DEADLINE, Memory, Qemu, hotplug};
 
 /// A kernel of a distribution; several are separated by colons, and the first is booted.
 const KERNEL: &str = "PATCHBAY_TEST_DISTRO_KERNELS";
@@ -25,6 +26,24 @@ const INIT: &[u8] = b"#!/bin/busybox sh
 while :; do
     /bin/busybox usleep 100000
     /bin/busybox echo change > /sys/class/mem/null/uevent
+    /bin/busybox echo alive
+done
+";
+/// The archive of that kernel's modules, with /bin/busybox.
+const MODULES: &str = "PATCHBAY_TEST_DISTRO_MODULES";
+/// Loads a module once the DIMM behind 4 GiB is in use. Kernel memory below 4 GiB is then only taken when there is no other. Some
+/// kernels put new memory into use by themselves.
+const LOADER: &[u8] = b"#!/bin/busybox sh
+/bin/busybox mount -t sysfs s /sys
+/bin/busybox echo READY
+cd /sys/devices/system/memory
+until /bin/busybox grep -qs online memory32/state; do
+    /bin/busybox usleep 100000
+    /bin/busybox grep -qs offline memory32/state && /bin/busybox echo online_kernel > memory32/state
+done
+/bin/busybox insmod /modules/*-overlay.ko && /bin/busybox echo LOADED
+while :; do
+    /bin/busybox usleep 100000
     /bin/busybox echo alive
 done
 ";
@@ -326,4 +345,53 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
         .await
         .expect("changed");
     boot.lives();
+}
+
+/// A module that lies in memory that was plugged in is found, and its lines are turned on and off.
+pub async fn plugged_in(accelerator: Accelerator, way: PauseWay, memory: Memory) {
+    let modules = std::env::var(MODULES).ok();
+    let modules = modules.and_then(|path| fs::read(path).ok());
+    let (Some(boot), Some(modules)) = (Boot::prepare(), modules) else {
+        eprintln!("SKIPPED: it needs an archive of modules named by {MODULES}");
+        return;
+    };
+    // The kernel unpacks one after the other.
+    let init = cpio(&[("init", 0o100_755, LOADER.to_vec())]);
+    fs::write(&boot.initrd, [modules, init].concat()).expect("room");
+    let Some(qemu) = boot.start(accelerator, memory, &["-m", "512M,slots=2,maxmem=2G"]) else {
+        return;
+    };
+    let guest = Arc::new(patchbay_attach::attach(&qemu.options(way)).expect("attached"));
+    let registry = Arc::new(Registry::default());
+    registry.discover(guest.clone(), None);
+    let config = KeysConfig::default();
+    let (keys, _) = Keys::start(guest.clone(), registry, config).expect("a thread");
+    let list = || keys.list(&ListQuery::default()).map(drop);
+    boots(&boot.console, || list().map_err(|error| error.to_string()));
+    list().expect("the keys are found");
+    let before = guest.memory().changes();
+    let address = hotplug::dimm(&qemu, memory != Memory::Private, "dimm");
+    assert_eq!(address, 4 << 30);
+    wait_for(&boot.console, "LOADED", 1);
+    let written = || (address..address + hotplug::SIZE).step_by(4096);
+    let written = || written().any(|page| guest.ram().is_dirty(page));
+    assert!(!written());
+    let queries = DebugQueries::parse(&["module overlay".to_owned()]).expect("well-formed");
+    for op in [Op::Enable, Op::Disable] {
+        let began = Instant::now();
+        let outcome = keys
+            .update(update(Target::Debug(queries.clone()), op))
+            .await
+            .expect("changed");
+        println!(
+            "{op:?} in {:?}: {:?} {:?}",
+            began.elapsed(),
+            outcome.summary,
+            outcome.report
+        );
+        assert!(outcome.summary.sites_patched > 0, "{:?}", outcome.summary);
+        boot.lives();
+    }
+    assert!(guest.memory().changes() > before);
+    assert!(written(), "the module lies there");
 }

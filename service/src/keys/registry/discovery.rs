@@ -42,6 +42,12 @@ pub trait Discoverable: Send + Sync + Debug {
 
     /// Whether the guest is held stopped. It is not searched then, and keeps its registration.
     fn is_held(&self) -> bool;
+
+    /// Counts the changes of the guest's memory: what was plugged in or removed. The monitor looks for
+    /// one if something suggests it, or `anyway`.
+    fn memory_changes(&self, _anyway: bool) -> u64 {
+        0
+    }
 }
 
 /// Attempts while the guest changes the tables.
@@ -72,6 +78,8 @@ struct State {
     /// Gates that are closed while it changes its keys or modules, so that no discovery succeeds.
     idle: Vec<Gate>,
     resets: u64,
+    /// Changes of its memory before the last discovery.
+    memory: u64,
     generation: u64,
     /// The next attempt after a failure.
     next: Option<Instant>,
@@ -119,6 +127,7 @@ impl Discovery {
         if known
             .as_ref()
             .is_some_and(|memory| open(&state.modules, memory))
+            && self.guest.memory_changes(false) == state.memory
         {
             return;
         }
@@ -163,6 +172,7 @@ impl Discovery {
         attempts: usize,
     ) -> Result<(), DiscoveryError> {
         let began = Instant::now();
+        let memory = self.guest.memory_changes(true);
         let mut left = attempts;
         let kernel = loop {
             let (cpus, way) = match self.guest.cpus() {
@@ -184,6 +194,7 @@ impl Discovery {
         if let Some(used) = &kernel.evidence.file {
             tracing::debug!(?used, "debug file");
         }
+        state.memory = memory;
         state.kernel = gates_of(
             &kernel,
             &[GateKind::SameKernel, GateKind::SystemState, GateKind::Panic],

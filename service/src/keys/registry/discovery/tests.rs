@@ -16,6 +16,7 @@ use crate::testing::{InMemoryGuest, TestKey};
 struct Empty {
     asked: AtomicUsize,
     resets: AtomicU64,
+    memory: AtomicU64,
 }
 
 impl Empty {
@@ -51,6 +52,10 @@ impl Discoverable for Empty {
 
     fn is_held(&self) -> bool {
         false
+    }
+
+    fn memory_changes(&self, _anyway: bool) -> u64 {
+        self.memory.load(Ordering::SeqCst)
     }
 }
 
@@ -192,6 +197,22 @@ fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
     };
     let searched = empty.asked();
     registry.snapshot().expect("nothing has changed");
+    // A search that fails is repeated, and the kernel that is known stays.
+    empty.memory.fetch_add(1, Ordering::SeqCst);
+    registry.snapshot().expect("the memory has changed");
+    assert!(empty.asked() > searched);
+    discovery.state.lock().expect("not poisoned").next = None;
+    let searched = empty.asked();
+    registry.snapshot().expect("it is still another memory");
+    assert!(empty.asked() > searched);
+    empty.memory.store(0, Ordering::SeqCst);
+    let mut state = discovery.state.lock().expect("not poisoned");
+    (state.next, state.refused) = (None, 0);
+    drop(state);
+    let searched = empty.asked();
+    registry.snapshot().expect("nothing has changed");
+    assert_eq!(empty.asked(), searched);
+
     guest.set_count("modules", 1);
     guest.set_count("idle", 8);
     registry.snapshot().expect("the guest is busy");

@@ -1,0 +1,423 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A region of the guest's memory: where it is, and how it is reached.
+
+use std::fs::File;
+use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use patchbay_service::memory::{PAGE_SIZE, Piece};
+use rustix::fs::{SeekFrom, seek};
+use vm_memory::bitmap::AtomicBitmap;
+use vm_memory::{FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
+
+use crate::error::AttachError;
+use crate::flat_view::{RamRange, Removal};
+use crate::memory::Access;
+use crate::process::Process;
+
+const PAGE: NonZeroUsize = NonZeroUsize::new(PAGE_SIZE as usize).expect("not 0");
+
+/// RAM that lies in one run in the guest and in the monitor.
+#[derive(Debug)]
+pub struct Region {
+    /// No other region of the guest has or gets it.
+    pub id: u32,
+    /// Guest-physical addresses.
+    pub addresses: Range<u64>,
+    removal: Removal,
+    place: Place,
+    /// The monitor may use the place for something else.
+    gone: AtomicBool,
+    /// Pages that this process has written.
+    dirty: AtomicBitmap,
+}
+
+/// Where the monitor has a region.
+#[derive(Debug)]
+pub struct Place {
+    /// Address in the monitor's process.
+    address: u64,
+    backing: Backing,
+}
+
+#[derive(Debug)]
+enum Backing {
+    /// `offset`: of the region in the file.
+    File { file: Arc<MappedFile>, offset: u64 },
+    /// /proc/PID/mem of the monitor.
+    Process(Arc<File>),
+}
+
+/// A file of the guest's memory, mapped whole. Regions of one backend share it.
+#[derive(Debug)]
+struct MappedFile {
+    /// Device and inode, as the monitor's mapping has them.
+    id: (u64, u64),
+    file: File,
+    map: MmapRegion,
+}
+
+/// Finds the places of regions. It reuses what is mapped or open.
+#[derive(Debug)]
+pub struct Places<'p> {
+    process: &'p Process,
+    access: Access,
+    files: Vec<Arc<MappedFile>>,
+    memory: Option<Arc<File>>,
+}
+
+impl<'p> Places<'p> {
+    /// `regions` are those that are known.
+    pub fn new(process: &'p Process, access: Access, regions: &[Arc<Region>]) -> Self {
+        let mut places = Self {
+            process,
+            access,
+            files: Vec::new(),
+            memory: None,
+        };
+        for region in regions {
+            match &region.place.backing {
+                Backing::File { file, .. } => places.files.push(Arc::clone(file)),
+                Backing::Process(memory) => places.memory = Some(Arc::clone(memory)),
+            }
+        }
+        places
+    }
+
+    /// The place of a range that the monitor has at `address` of its process.
+    ///
+    /// # Errors
+    /// [`AttachError`].
+    pub fn find(&mut self, range: &RamRange, address: u64) -> Result<Place, AttachError> {
+        let shared = match self.access {
+            Access::Process => None,
+            Access::Auto | Access::File => self.shared(range, address)?,
+        };
+        let backing = match shared {
+            Some(backing) => backing,
+            None if self.access == Access::File => {
+                return Err(AttachError::Refused(format!(
+                    "memory backend {} is not a file that QEMU shares; start QEMU with memory-backend-memfd,share=on or give --memory process",
+                    range.backend
+                )));
+            }
+            None => Backing::Process(Arc::clone(match &mut self.memory {
+                Some(memory) => memory,
+                None => self.memory.insert(open_memory(self.process, address)?),
+            })),
+        };
+        Ok(Place { address, backing })
+    }
+
+    /// The backing in a file that the monitor maps shared, if there is one.
+    fn shared(&mut self, range: &RamRange, address: u64) -> Result<Option<Backing>, AttachError> {
+        let mapping = self.process.mapping(address)?;
+        if !mapping.shared || mapping.inode == 0 {
+            return Ok(None);
+        }
+        let id = (mapping.device, mapping.inode);
+        let known = self.files.iter().find(|known| known.id == id);
+        let file = match known {
+            Some(known) => Arc::clone(known),
+            None => {
+                let Some(file) = self.process.file_of(&mapping) else {
+                    return Ok(None);
+                };
+                let file = Arc::new(MappedFile::new(id, file, &mapping.path)?);
+                self.files.push(Arc::clone(&file));
+                file
+            }
+        };
+        let offset = mapping.offset_of(address);
+        let size = range.addresses.end - range.addresses.start;
+        let end = offset.and_then(|offset| offset.checked_add(size));
+        match (offset, end) {
+            (Some(offset), Some(end)) if end <= file.map.size() as u64 => {
+                Ok(Some(Backing::File { file, offset }))
+            }
+            _ => Err(AttachError::Refused(format!(
+                "memory backend {} lies outside its file {}: it needs {size} bytes",
+                range.backend, mapping.path
+            ))),
+        }
+    }
+}
+
+impl MappedFile {
+    fn new(id: (u64, u64), file: File, path: &str) -> Result<Self, AttachError> {
+        let cannot = |error: String| AttachError::Process {
+            what: format!("the guest's memory {path} cannot be mapped"),
+            error,
+            next: "raise the limit on address space, or give --memory process".to_owned(),
+        };
+        let bytes = file
+            .metadata()
+            .map_err(|error| cannot(error.to_string()))?
+            .len();
+        let bytes = usize::try_from(bytes).map_err(|error| cannot(error.to_string()))?;
+        let mapped = file
+            .try_clone()
+            .map_err(|error| cannot(error.to_string()))?;
+        let map = MmapRegion::from_file(FileOffset::new(mapped, 0), bytes);
+        let map = map.map_err(|error| cannot(error.to_string()))?;
+        Ok(Self { id, file, map })
+    }
+
+    /// The bytes of a piece of a region that begins at `offset`.
+    fn slice(&self, offset: u64, piece: Piece) -> Option<VolatileSlice<'_>> {
+        let start = usize::try_from(offset.checked_add(piece.offset())?).ok()?;
+        self.map.get_slice(start, piece.length()).ok()
+    }
+}
+
+/// The monitor's own address space, tried at one address.
+fn open_memory(process: &Process, address: u64) -> Result<Arc<File>, AttachError> {
+    let path = process.proc("mem");
+    let cannot = |error| {
+        let what = format!(
+            "the guest's memory is not shared, and {} cannot be used",
+            path.display()
+        );
+        AttachError::process(what, error)
+    };
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .open(&path)
+        .map_err(cannot)?;
+    file.read_exact_at(&mut [0; 8], address).map_err(cannot)?;
+    Ok(Arc::new(file))
+}
+
+impl Place {
+    fn is(&self, other: &Self) -> bool {
+        let same_backing = match (&self.backing, &other.backing) {
+            (
+                Backing::File { file, offset },
+                Backing::File {
+                    file: other,
+                    offset: others,
+                },
+            ) => file.id == other.id && offset == others,
+            (Backing::Process(_), Backing::Process(_)) => true,
+            _ => false,
+        };
+        self.address == other.address && same_backing
+    }
+}
+
+impl Region {
+    pub fn new(id: u32, range: RamRange, place: Place) -> Self {
+        // More than usize holds is no mapping of any process.
+        let bytes = usize::try_from(range.addresses.end - range.addresses.start);
+        Self {
+            id,
+            addresses: range.addresses,
+            removal: range.removal,
+            place,
+            gone: AtomicBool::new(false),
+            dirty: AtomicBitmap::new(bytes.unwrap_or(usize::MAX), PAGE),
+        }
+    }
+
+    /// Whether it is this range at this place.
+    pub fn is(&self, range: &RamRange, place: &Place) -> bool {
+        !self.is_gone()
+            && self.addresses == range.addresses
+            && self.removal == range.removal
+            && self.place.is(place)
+    }
+
+    pub fn is_mapped(&self) -> bool {
+        matches!(self.place.backing, Backing::File { .. })
+    }
+
+    pub fn is_removable(&self) -> bool {
+        self.removal != Removal::Never
+    }
+
+    pub fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::SeqCst)
+    }
+
+    /// From now on nothing is read or written here.
+    pub fn set_gone(&self) {
+        self.gone.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether the monitor, which has the region at `address`, still has it where this process reaches it.
+    pub fn is_still_at(&self, address: u64, process: &Process) -> bool {
+        if address != self.place.address {
+            return false;
+        }
+        let Backing::File { file, offset } = &self.place.backing else {
+            return true;
+        };
+        process.mapping(address).is_ok_and(|mapping| {
+            mapping.shared
+                && (mapping.device, mapping.inode) == file.id
+                && mapping.offset_of(address) == Some(*offset)
+        })
+    }
+
+    /// Whether all of a piece lies in this region and may be accessed.
+    pub fn has(&self, piece: Piece) -> bool {
+        let end = piece.offset().checked_add(piece.length() as u64);
+        self.id == piece.region()
+            && end.is_some_and(|end| end <= self.addresses.end - self.addresses.start)
+            && !self.is_gone()
+    }
+
+    /// The address of a byte in the monitor's process. Nothing that a process has mapped lies at `u64::MAX`.
+    fn address(&self, offset: u64) -> u64 {
+        self.place.address.saturating_add(offset)
+    }
+
+    /// Copies out of the file or the process, past the mapping.
+    pub fn copy(&self, piece: Piece, bytes: &mut [u8]) -> bool {
+        let copied = match &self.place.backing {
+            Backing::File { file, offset } => {
+                let at = offset.saturating_add(piece.offset());
+                file.file.read_exact_at(bytes, at)
+            }
+            Backing::Process(memory) => memory.read_exact_at(bytes, self.address(piece.offset())),
+        };
+        copied.is_ok()
+    }
+
+    pub fn read(&self, piece: Piece, bytes: &mut [u8]) -> bool {
+        match &self.place.backing {
+            Backing::File { file, offset } => match file.slice(*offset, piece) {
+                Some(slice) => {
+                    load(&slice, bytes);
+                    true
+                }
+                None => false,
+            },
+            Backing::Process(memory) => memory
+                .read_exact_at(bytes, self.address(piece.offset()))
+                .is_ok(),
+        }
+    }
+
+    pub fn write(&self, piece: Piece, bytes: &[u8]) -> bool {
+        let written = match &self.place.backing {
+            Backing::File { file, offset } => match file.slice(*offset, piece) {
+                Some(slice) => {
+                    store(&slice, &file.file, offset + piece.offset(), bytes);
+                    true
+                }
+                None => return false,
+            },
+            // The monitor may have put something of its own there since the guest was stopped.
+            Backing::Process(_) if self.removal == Removal::ByMonitor => return false,
+            Backing::Process(memory) => memory
+                .write_all_at(bytes, self.address(piece.offset()))
+                .is_ok(),
+        };
+        self.mark(piece.offset(), piece.length());
+        written
+    }
+
+    pub fn compare_exchange(
+        &self,
+        piece: Piece,
+        current: u32,
+        new: u32,
+    ) -> Option<Result<u32, u32>> {
+        let Backing::File { file, offset } = &self.place.backing else {
+            return None;
+        };
+        let slice = file.slice(*offset, piece)?;
+        let word = slice.get_atomic_ref::<AtomicU32>(0).ok()?;
+        let exchanged = word.compare_exchange(current, new, Ordering::SeqCst, Ordering::SeqCst);
+        if exchanged.is_ok() {
+            self.mark(piece.offset(), piece.length());
+        }
+        Some(exchanged)
+    }
+
+    fn mark(&self, offset: u64, length: usize) {
+        if let Ok(offset) = usize::try_from(offset) {
+            self.dirty.set_addr_range(offset, length);
+        }
+    }
+
+    pub fn is_dirty(&self, address: u64) -> bool {
+        let offset = address
+            .checked_sub(self.addresses.start)
+            .map(usize::try_from);
+        matches!(offset, Some(Ok(offset)) if self.dirty.is_addr_set(offset))
+    }
+
+    /// Marks what is marked in a region that this one replaces.
+    pub fn inherit_marks(&self, earlier: &Self) {
+        let start = self.addresses.start.max(earlier.addresses.start);
+        let end = self.addresses.end.min(earlier.addresses.end);
+        let mut page = start;
+        while page < end {
+            if earlier.is_dirty(page) {
+                self.mark(page - self.addresses.start, PAGE.get());
+            }
+            page += PAGE_SIZE;
+        }
+    }
+
+    /// The RAM that has pages, as far as the host tells.
+    pub fn filled(&self) -> Vec<Range<u64>> {
+        let Backing::File { file, offset } = &self.place.backing else {
+            return vec![self.addresses.clone()];
+        };
+        let size = self.addresses.end - self.addresses.start;
+        let mut runs = Vec::new();
+        let mut at = 0;
+        while at < size {
+            // ENXIO: no data behind it. Of a file that cannot tell, all is data.
+            let Ok(data) = seek(&file.file, SeekFrom::Data(offset + at)) else {
+                break;
+            };
+            let Ok(hole) = seek(&file.file, SeekFrom::Hole(data)) else {
+                break;
+            };
+            let start = data.saturating_sub(*offset).min(size);
+            let end = hole.saturating_sub(*offset).min(size);
+            if end <= start {
+                break;
+            }
+            runs.push(self.addresses.start + start..self.addresses.start + end);
+            at = end;
+        }
+        runs
+    }
+}
+
+fn load(slice: &VolatileSlice<'_>, bytes: &mut [u8]) {
+    match bytes.len() {
+        // In one access. An address that is not aligned has no atomic reference.
+        4 if let Ok(word) = slice.get_atomic_ref::<AtomicU32>(0) => {
+            bytes.copy_from_slice(&word.load(Ordering::SeqCst).to_ne_bytes());
+        }
+        8 if let Ok(word) = slice.get_atomic_ref::<AtomicU64>(0) => {
+            bytes.copy_from_slice(&word.load(Ordering::SeqCst).to_ne_bytes());
+        }
+        _ => {
+            slice.copy_to(bytes);
+        }
+    }
+}
+
+/// Stores whole or not at all, within a page, even if this process is killed meanwhile: a vCPU may execute these bytes. A copy to the
+/// mapping takes several instructions if it is not an aligned word. A system call is not left before it has copied to a page.
+fn store(slice: &VolatileSlice<'_>, file: &File, at: u64, bytes: &[u8]) {
+    match <[u8; 4]>::try_from(bytes) {
+        Ok(word) if let Ok(to) = slice.get_atomic_ref::<AtomicU32>(0) => {
+            to.store(u32::from_ne_bytes(word), Ordering::SeqCst);
+        }
+        _ if file.write_all_at(bytes, at).is_ok() => {}
+        // hugetlbfs has no write().
+        _ => slice.copy_from(bytes),
+    }
+}

@@ -1,0 +1,365 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Memory that comes and goes while the service is attached.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use patchbay_attach::guest::QemuGuest;
+use patchbay_attach::memory::Access;
+use patchbay_attach::{Options, PauseWay, Target, attach};
+use patchbay_service::guest::{Guest, Machine};
+use patchbay_service::testing::conformance;
+use serde_json::{Value, json};
+
+use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH};
+
+/// Counts as `BOOT_SECTOR` does, and ejects the DIMM of slot N - 1 when it finds N in [`EJECT`], asked or not:
+///
+/// ```text
+/// cli; xor ax, ax; mov ds, ax
+/// again: inc dword [COUNTER]; mov eax, [EJECT]; test eax, eax; jz again
+/// dec eax; mov dx, 0a00h; out dx, eax; mov dx, 0a14h; mov al, 8; out dx, al
+/// xor eax, eax; mov [EJECT], eax; jmp again
+/// ```
+///
+/// The ports are those of docs/specs/acpi_mem_hotplug.rst of QEMU.
+const EJECTOR: [u8; 41] = [
+    0xfa, 0x31, 0xc0, 0x8e, 0xd8, 0x66, 0xff, 0x06, 0x00, 0x80, 0x66, 0xa1, 0x04, 0x80, 0x66, 0x85,
+    0xc0, 0x74, 0xf2, 0x66, 0x48, 0xba, 0x00, 0x0a, 0x66, 0xef, 0xba, 0x14, 0x0a, 0xb0, 0x08, 0xee,
+    0x66, 0x31, 0xc0, 0x66, 0xa3, 0x04, 0x80, 0xeb, 0xdc,
+];
+const EJECT: u64 = 0x8004;
+const SLOTS: [&str; 2] = ["-m", "64M,slots=4,maxmem=2G"];
+pub const SIZE: u64 = 128 << 20;
+/// Of a DIMM that is given an address.
+const ELSEWHERE: u64 = 0x1_4000_0000;
+
+fn start(accelerator: Accelerator, memory: Memory) -> Option<Qemu> {
+    Qemu::start_program(accelerator, memory, &EJECTOR, &SLOTS)
+}
+
+/// Adds memory and returns its guest-physical address.
+fn plug(qemu: &Qemu, shared: bool, driver: &str, id: &str, more: &Value) -> u64 {
+    let kind = match shared {
+        true => "memory-backend-memfd",
+        false => "memory-backend-ram",
+    };
+    let backend = format!("mem-{id}");
+    let object = json!({ "qom-type": kind, "id": backend, "size": SIZE, "share": shared });
+    qemu.other("object-add", object);
+    let mut device = json!({ "driver": driver, "id": id, "memdev": backend });
+    for (name, value) in more.as_object().expect("properties") {
+        device[name] = value.clone();
+    }
+    qemu.other("device_add", device);
+    let devices = qemu.other("query-memory-devices", Value::Null);
+    let data = |device: &Value| device["data"].clone();
+    let device = devices.as_array().expect("a list").iter().map(data);
+    let mut device = device.filter(|data| data["id"] == id);
+    let data = device.next().expect("it is plugged in");
+    let address = data["addr"].as_u64().or(data["memaddr"].as_u64());
+    address.expect("an address")
+}
+
+pub fn dimm(qemu: &Qemu, shared: bool, id: &str) -> u64 {
+    plug(qemu, shared, "pc-dimm", id, &json!({}))
+}
+
+/// Has the guest eject a DIMM, and frees its memory.
+fn eject(qemu: &Qemu, guest: &QemuGuest, id: &str) {
+    let slot = || {
+        let devices = qemu.other("query-memory-devices", Value::Null);
+        let data = |device: &Value| device["data"].clone();
+        let devices = devices.as_array().expect("a list").iter().map(data);
+        let mut device = devices.filter(|data| data["id"] == id);
+        device.next().and_then(|data| data["slot"].as_u64())
+    };
+    let number = slot().expect("it is plugged in") + 1;
+    let number = u32::try_from(number).expect("few").to_le_bytes();
+    guest.ram().write(EJECT, &number).expect("RAM");
+    while slot().is_some() {
+        std::thread::yield_now();
+    }
+    qemu.other("object-del", json!({ "id": format!("mem-{id}") }));
+}
+
+/// A word as QEMU has it.
+fn word(qemu: &Qemu, address: u64) -> u64 {
+    let line = json!({ "command-line": format!("xp /1gx {address:#x}") });
+    let text = qemu.other("human-monitor-command", line);
+    let text = text.as_str().expect("text").trim_end();
+    let (_, digits) = text.rsplit_once("0x").expect("a number");
+    u64::from_str_radix(digits, 16).expect("hexadecimal")
+}
+
+fn attach_with(qemu: &Qemu, access: Access, pause: PauseWay) -> QemuGuest {
+    let options = Options {
+        access,
+        ..qemu.options(pause)
+    };
+    let guest = attach(&options).expect("attached");
+    qemu.runs(&guest);
+    guest
+}
+
+/// A DIMM is noticed when it is missed, in each place where QEMU may have it.
+pub fn plugged_in(accelerator: Accelerator) {
+    for (memory, access, mapped) in [
+        (Memory::SharedMemfd, Access::Auto, true),
+        (Memory::SharedMemfd, Access::File, true),
+        (Memory::SharedMemfd, Access::Process, false),
+        (Memory::Private, Access::Auto, false),
+    ] {
+        let Some(qemu) = start(accelerator, memory) else {
+            return;
+        };
+        let guest = attach_with(&qemu, access, PauseWay::Freeze);
+        // Firmware has made RAM of areas that were ROM.
+        let changes = guest.memory_changes(true);
+        let bytes = guest.description().memory_bytes;
+        let base = guest.ram().piece(SCRATCH, 8).expect("RAM");
+        let address = dimm(&qemu, memory != Memory::Private, "dimm");
+        assert_eq!(guest.memory_changes(false), changes, "nothing suggests it");
+        assert_eq!(guest.ram().read_u64(address), None);
+        assert_eq!(guest.memory_changes(false), changes + 1, "{memory:?}");
+        conformance::memory(guest.ram(), address + SIZE / 2, address + SIZE);
+        assert_eq!(guest.memory().is_mapped(), mapped, "{memory:?} {access:?}");
+        let ours = u64::to_le_bytes(0x1122_3344_5566_7788);
+        guest.ram().write(address + 8, &ours).expect("RAM");
+        assert_eq!(word(&qemu, address + 8), u64::from_le_bytes(ours));
+        assert!(
+            guest
+                .memory()
+                .filled()
+                .iter()
+                .any(|range| range.contains(&(address + 8)))
+        );
+        assert_eq!(guest.description().memory_bytes, bytes + SIZE);
+        assert!(
+            guest.ram().read_piece(base, &mut [0; 8]),
+            "it has not changed"
+        );
+        assert_eq!(guest.memory_changes(true), changes + 1);
+        // The next discovery finds one that was not missed.
+        dimm(&qemu, memory != Memory::Private, "second");
+        assert_eq!(guest.memory_changes(false), changes + 1);
+        assert_eq!(guest.memory_changes(true), changes + 2);
+        assert_eq!(guest.memory_changes(true), changes + 2);
+    }
+}
+
+/// A DIMM that was ejected is neither read nor written, although nobody has looked since, and QEMU has other memory in its place.
+pub fn removed(accelerator: Accelerator) {
+    for (shared, pause) in [
+        (true, PauseWay::Freeze),
+        (false, PauseWay::Freeze),
+        (false, PauseWay::Qmp),
+    ] {
+        let Some(qemu) = start(accelerator, Memory::SharedMemfd) else {
+            return;
+        };
+        let guest = attach_with(&qemu, Access::Auto, pause);
+        let address = dimm(&qemu, shared, "dimm");
+        let changes = guest.memory_changes(true);
+        let piece = guest.ram().piece(address, 4).expect("RAM");
+        let base = guest.ram().piece(SCRATCH, 4).expect("RAM");
+        let paused = guest.pause(DEADLINE).expect("stopped");
+        assert!(guest.ram().write_piece(piece, &[1; 4]), "it is there");
+        drop(paused);
+        eject(&qemu, &guest, "dimm");
+        let elsewhere = plug(
+            &qemu,
+            shared,
+            "pc-dimm",
+            "other",
+            &json!({ "addr": ELSEWHERE }),
+        );
+        let paused = guest.pause(DEADLINE).expect("stopped");
+        assert!(!guest.ram().write_piece(piece, &[2; 4]), "it is gone");
+        assert!(!guest.ram().read_piece(piece, &mut [0; 4]));
+        assert_eq!(guest.ram().compare_exchange_u32(piece, 0, 1), None);
+        assert!(guest.ram().piece(address, 4).is_err());
+        assert!(!guest.memory().copy(address, &mut [0; 4]));
+        assert!(
+            !guest
+                .memory()
+                .filled()
+                .iter()
+                .any(|range| range.contains(&address))
+        );
+        assert!(guest.ram().write_piece(base, &[2; 4]), "it stays");
+        assert_eq!(guest.memory_changes(true), changes, "QEMU is not asked now");
+        drop(paused);
+        assert_eq!(guest.memory_changes(false), changes + 1);
+        assert_eq!(guest.ram().read_u64(elsewhere), Some(0), "nothing strayed");
+        // Another one in the same place is not what the piece was made for.
+        dimm(&qemu, shared, "dimm");
+        assert_eq!(guest.memory_changes(true), changes + 2);
+        let again = guest.ram().piece(address, 4).expect("RAM");
+        drop(guest.pause(DEADLINE).expect("stopped"));
+        assert!(!guest.ram().write_piece(piece, &[2; 4]));
+        assert!(guest.ram().write_piece(again, &[2; 4]));
+        // The event of a removal is enough.
+        eject(&qemu, &guest, "dimm");
+        assert_eq!(guest.memory_changes(false), changes + 3);
+        assert!(!guest.ram().write_piece(again, &[2; 4]));
+        assert_eq!(
+            replaced(&qemu, &guest),
+            0,
+            "a replacement that nobody noticed is not written to"
+        );
+    }
+}
+
+/// Replaces a DIMM in a file by another one at its address, which QEMU may have at the same address too, and returns what a write
+/// to the first has left in the second.
+fn replaced(qemu: &Qemu, guest: &QemuGuest) -> u64 {
+    let address = dimm(qemu, true, "first");
+    let _ = guest.memory_changes(true);
+    let piece = guest.ram().piece(address, 8).expect("RAM");
+    eject(qemu, guest, "first");
+    assert_eq!(dimm(qemu, true, "first"), address);
+    let paused = guest.pause(DEADLINE).expect("stopped");
+    assert!(!guest.ram().write_piece(piece, &[2; 8]), "it is gone");
+    drop(paused);
+    word(qemu, address)
+}
+
+/// QEMU alone can remove virtio-mem's memory, so it is written in its file or not at all.
+pub fn virtio_mem(accelerator: Accelerator) {
+    let Some(qemu) = start(accelerator, Memory::SharedMemfd) else {
+        return;
+    };
+    let guest = attach_with(&qemu, Access::Auto, PauseWay::Freeze);
+    for (shared, id) in [(true, "shared"), (false, "private")] {
+        let all = json!({ "requested-size": SIZE });
+        let address = plug(&qemu, shared, "virtio-mem-pci", id, &all);
+        assert_eq!(guest.ram().read_u64(address), None);
+        let _ = guest.memory_changes(true);
+        let paused = guest.pause(DEADLINE).expect("stopped");
+        let written = guest.ram().write(address, &[7; 8]).is_ok();
+        drop(paused);
+        assert_eq!(written, shared);
+        let expected = if shared { [7; 8] } else { [0; 8] };
+        assert_eq!(
+            guest.ram().read_u64(address),
+            Some(u64::from_le_bytes(expected))
+        );
+    }
+}
+
+/// A QEMU whose flat view can be replaced.
+struct Relay {
+    path: PathBuf,
+    view: Arc<Mutex<Option<String>>>,
+}
+
+impl Relay {
+    fn start(folder: &Path, qemu: PathBuf) -> Self {
+        let path = folder.join("relay");
+        let listener = UnixListener::bind(&path).expect("free");
+        let view = Arc::new(Mutex::new(None));
+        let replaced = Arc::clone(&view);
+        std::thread::spawn(move || {
+            let (client, _) = listener.accept().expect("a client");
+            let qemu = UnixStream::connect(qemu).expect("QEMU listens");
+            let asked = Arc::new(Mutex::new(Value::Null));
+            let up = (
+                client.try_clone().expect("free"),
+                qemu.try_clone().expect("free"),
+            );
+            let id = Arc::clone(&asked);
+            std::thread::spawn(move || {
+                relay(up.0, up.1, |message| {
+                    if message["arguments"]["command-line"] == "info mtree -f" {
+                        *id.lock().expect("no panic") = message["id"].clone();
+                    }
+                });
+            });
+            relay(qemu, client, |message| {
+                let asked = asked.lock().expect("no panic").clone();
+                let view = replaced.lock().expect("no panic").clone();
+                if let Some(view) = view.filter(|_| !asked.is_null() && message["id"] == asked) {
+                    message["return"] = Value::String(view);
+                }
+            });
+        });
+        Self { path, view }
+    }
+
+    fn replace(&self, view: Option<&str>) {
+        *self.view.lock().expect("no panic") = view.map(str::to_owned);
+    }
+}
+
+/// Passes on messages until a side is gone.
+fn relay(from: UnixStream, mut to: UnixStream, mut alter: impl FnMut(&mut Value)) {
+    for line in BufReader::new(from).lines().map_while(Result::ok) {
+        let Ok(mut message) = serde_json::from_str(&line) else {
+            continue;
+        };
+        alter(&mut message);
+        if writeln!(to, "{message}").is_err() {
+            return;
+        }
+    }
+}
+
+/// A flat view that makes no sense changes nothing, and the next one that does is taken over.
+pub fn second_view(accelerator: Accelerator) {
+    let Some(qemu) = start(accelerator, Memory::SharedMemfd) else {
+        return;
+    };
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let relay = Relay::start(folder.path(), qemu.socket("qmp"));
+    let options = Options {
+        target: Target::Qmp(relay.path.clone(), Some(qemu.child.id())),
+        ..qemu.options(PauseWay::Freeze)
+    };
+    let guest = attach(&options).expect("attached");
+    qemu.runs(&guest);
+    let changes = guest.memory_changes(true);
+    let piece = guest.ram().piece(SCRATCH, 4).expect("RAM");
+    let address = dimm(&qemu, true, "dimm");
+    let system = "FlatView #0\n AS \"memory\", root: system\n Root memory region: system\n";
+    for lines in [
+        "",
+        "  0000000000000000-0000000003ffffff (prio 0, ram): ram0\n  0000000000001000-0000000000001fff (prio 0, ram): ram0\n",
+        // Beyond its file, and not RAM any more for QEMU.
+        "  0000000000000000-000000007fffffff (prio 0, ram): ram0\n",
+        "  0000000000000000-0000000000000fff (prio 0, ram): ram0\n  0000000300000000-0000000300000fff (prio 0, ram): ram0\n",
+    ] {
+        relay.replace(Some(&format!("{system}{lines}")));
+        assert_eq!(guest.memory_changes(true), changes, "{lines}");
+        assert!(guest.ram().piece(address, 8).is_err());
+        drop(guest.pause(DEADLINE).expect("stopped"));
+        assert!(guest.ram().write_piece(piece, &[1; 4]), "{lines}");
+    }
+    relay.replace(Some("nothing of the kind"));
+    assert_eq!(guest.memory_changes(true), changes);
+    relay.replace(None);
+    assert_eq!(guest.memory_changes(true), changes + 1);
+    assert_eq!(guest.ram().read_u64(address), Some(0));
+    assert!(guest.ram().write_piece(piece, &[1; 4]));
+}
+
+/// What is not shared cannot be accessed as a file, and leaves the rest as it is.
+pub fn not_shared(accelerator: Accelerator) {
+    let Some(qemu) = start(accelerator, Memory::SharedFile) else {
+        return;
+    };
+    let guest = attach_with(&qemu, Access::File, PauseWay::Freeze);
+    let changes = guest.memory_changes(true);
+    let address = dimm(&qemu, false, "dimm");
+    assert_eq!(guest.memory_changes(true), changes);
+    assert!(guest.ram().piece(address, 4).is_err());
+    assert!(guest.ram().read_u64(SCRATCH).is_some());
+    assert!(fs::metadata(qemu.socket("ram")).is_ok());
+    eject(&qemu, &guest, "dimm");
+    let address = dimm(&qemu, true, "dimm");
+    assert_eq!(guest.memory_changes(true), changes + 1);
+    assert_eq!(guest.ram().read_u64(address), Some(0));
+}
