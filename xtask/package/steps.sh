@@ -48,6 +48,22 @@ systemctl start patchbay-fleet
 wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay rollout list
 systemctl reload patchbayd
 cp /var/log/patchbayd/audit.jsonl /run/audit.before
+
+# The daemon attaches to other monitors' guests only where the operator lets it.
+systemctl show patchbayd >/run/properties
+test -z "$(grep ptrace /run/properties)"
+mkdir -p /etc/systemd/system/patchbayd.service.d
+ln -s /usr/lib/patchbay/patchbayd-attach.conf /etc/systemd/system/patchbayd.service.d/attach.conf
+systemctl daemon-reload
+systemd-analyze verify patchbayd.service
+systemctl show patchbayd >/run/properties
+grep 'CapabilityBoundingSet=.*cap_sys_ptrace' /run/properties
+echo 'OPTIONS=--attach-qmp /run/vm' >/etc/patchbay/patchbayd.conf
+mkdir /run/vm
+systemd-socket-activate --listen /run/vm/no-qemu --accept true &
+systemctl restart patchbayd
+wait_for sh -c 'journalctl --unit patchbayd | grep "/run/vm/no-qemu does not speak QMP"'
+wait_for patchbay --socket $socket --guest test guest describe
 daemon=$(systemctl show --value --property MainPID patchbayd)
 
 # Upgraded: the policy, the audit log and the store stay, and the daemon is the new one.
