@@ -63,7 +63,10 @@ mkdir /run/vm
 systemd-socket-activate --listen /run/vm/no-qemu --accept true &
 systemctl restart patchbayd
 wait_for sh -c 'journalctl --unit patchbayd | grep "/run/vm/no-qemu does not speak QMP"'
-wait_for patchbay --socket $socket --guest test guest describe
+# An attacher that has a guest, which no restart may end.
+sleep infinity &
+attacher=$!
+echo $attacher >/sys/fs/cgroup/system.slice/patchbayd.service/cgroup.procs
 daemon=$(systemctl show --value --property MainPID patchbayd)
 
 # Upgraded: the policy, the audit log and the store stay, and the daemon is the new one.
@@ -72,6 +75,7 @@ grep '# ours' /etc/patchbay/policy.yaml
 head --bytes "$(stat --format %s /run/audit.before)" /var/log/patchbayd/audit.jsonl | cmp - /run/audit.before
 test "$(systemctl show --value --property MainPID patchbayd)" != "$daemon"
 wait_for patchbay --socket $socket --guest test guest describe
+grep sleep /proc/$attacher/cmdline
 patchbay --socket $socket --guest test keys disable alpha
 patchbay audit verify
 test "$(wc -l </var/log/patchbayd/audit.jsonl)" -gt "$(wc -l </run/audit.before)"
@@ -80,6 +84,7 @@ wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay rollo
 
 # Removed: programs and services go, data stays.
 dpkg --remove patchbay patchbay-agent
+wait $attacher || test $? = 143
 test "$(systemctl is-active patchbayd)" = inactive
 test ! -e /usr/bin/patchbayd
 test -s /var/log/patchbayd/audit.jsonl
