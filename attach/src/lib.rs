@@ -10,7 +10,8 @@
 //! | console | [`console::NoConsole`]: the monitor keeps it |
 //!
 //! Another monitor needs: the guest-physical map and where it has each range, the ids of its vCPUs' threads or a stop of its own,
-//! whether it migrates, and when its guest ends. [`monitor::Monitor`] is that list for QEMU.
+//! whether it migrates, and when its guest ends. [`monitor::Monitor`] is that list for QEMU; Cloud Hypervisor and Firecracker would be
+//! variants of it.
 
 pub mod attach;
 pub mod console;

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-/// Where KVM has a folder PID-FD for each guest (`kvm_create_vm_debugfs()`, `virt/kvm/kvm_main.c`).
+/// KVM keeps a folder PID-FD for each guest here (`kvm_create_vm_debugfs()`, `virt/kvm/kvm_main.c`).
 pub const FOLDER: &str = "/sys/kernel/debug/kvm";
 
 /// What KVM shows of a guest at one time.

@@ -493,13 +493,23 @@ impl CallError {
 
 #[cfg(test)]
 mod tests {
+    use patchbay_proto::TRACEPARENT_METADATA;
+
     use super::*;
 
     #[tokio::test]
     async fn calls_of_a_rollout_carry_its_trace() {
-        let parent = |request: &Request<()>| TraceParent::of(request.metadata().as_ref());
+        let parent = |request: &Request<()>| {
+            let value = request.metadata().get(TRACEPARENT_METADATA);
+            value.map(|value| value.to_str().expect("ASCII").to_owned())
+        };
         let inside = traced(0xabc, async { parent(&timed(())) }).await;
-        assert_eq!(inside.expect("a trace").trace_id, 0xabc);
+        let inside = inside.expect("a trace");
+        assert!(
+            inside.starts_with("00-00000000000000000000000000000abc-"),
+            "{inside}"
+        );
+        assert_eq!(inside.len(), 55);
         assert_eq!(parent(&timed(())), None);
     }
 }

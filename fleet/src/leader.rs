@@ -186,7 +186,7 @@ mod tests {
         }
     }
 
-    /// As when the member of etcd that was asked dies, and another answers the next time.
+    /// A member of etcd may die; another one answers the next renewal.
     #[tokio::test]
     async fn one_renewal_that_fails_does_not_end_the_term() {
         let lost = StoreError::Unavailable("the connection is reset".to_owned());

@@ -85,7 +85,7 @@ fn open() -> io::Result<File> {
 /// Reads the log from a record on.
 #[derive(Debug, Default)]
 pub struct Log {
-    /// Where the last answer ended.
+    /// The open log, and the record at which the last answer ended.
     reader: Option<(File, u64)>,
 }
 

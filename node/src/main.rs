@@ -274,12 +274,11 @@ mod tests {
 
     #[test]
     fn the_manual_names_every_option() {
-        let folder = tempfile::tempdir().unwrap();
-        let missing = MANUAL.missing_options(folder.path()).unwrap();
-        assert!(missing.is_empty(), "{missing:?}");
+        assert_eq!(MANUAL.missing_options(), Vec::<String>::new());
+        let pages = MANUAL.page_names();
         for page in ["policy-check", "policy-can", "audit-export", "certs-issue"] {
             let page = format!("patchbay-{page}.1");
-            assert!(folder.path().join(&page).is_file(), "{page}");
+            assert!(pages.contains(&page), "{page}");
         }
     }
 }

@@ -23,6 +23,7 @@ use anyhow::{Context, Result};
 mod environment;
 mod guest;
 mod qemu;
+mod tracepoints;
 
 pub use environment::{Environment, KernelFiles, StockKernel};
 pub use guest::{AGENT_INSTANCE, Seen, TEST_KEYS, TestGuest};
@@ -30,6 +31,7 @@ pub use patchbay_testing::{
     EventStream, Guest, GuestBuilder, SHELL_READS, Shell, connect, reason, until,
 };
 pub use qemu::Qemu;
+pub use tracepoints::{enabled_tracepoints, switch_tracepoints};
 
 /// Prints why a test cannot run here. `cargo xtask test` counts a test that prints this line as
 /// skipped.

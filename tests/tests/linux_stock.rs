@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{
-    DescribeGuestResponse, DiscoveryWay, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest,
+    DescribeGuestResponse, DiscoveryWay, KeyOp, KeyUpdate, ListStaticKeysRequest,
     RegistrationState, StaticKey, TableSource, UpdateStaticKeysRequest,
 };
-use patchbay_tests::{Guest, StockKernel, TestGuest};
+use patchbay_tests::{Guest, StockKernel, TestGuest, enabled_tracepoints, switch_tracepoints};
 use tonic::Code;
 
 /// Registers an interpreter and removes it again, which passes lines of pr_debug().
@@ -412,28 +412,10 @@ async fn all_tracepoints_of_an_unpatched_kernel_at_once() -> Result<()> {
     let events = format!("{TRACING}/events/enable");
     let own = guest.shell(&format!("time echo 1 >{events}")).await?;
     println!("the guest itself: {}", own.replace('\n', " "));
-    let keys = list(&mut guest, &[]).await?;
-    let tracepoints = keys
-        .iter()
-        .filter(|key| key.key_class() == KeyClass::Tracepoint && key.count > 0);
-    let mut names: Vec<String> = tracepoints.map(|key| key.name.clone()).collect();
-    while let Some(name) = switched_by_functions(&mut guest, &names).await? {
-        names.retain(|other| *other != name);
-    }
+    let names = enabled_tracepoints(&mut guest).await?;
     ensure!(names.len() > 500, "{} tracepoints are on", names.len());
     for op in [KeyOp::Disable, KeyOp::Enable] {
-        let updates = names.iter().map(|name| KeyUpdate {
-            name: name.clone(),
-            op: op.into(),
-            ..Default::default()
-        });
-        let request = UpdateStaticKeysRequest {
-            updates: updates.collect(),
-            // The references are the guest's own.
-            force: true,
-            stop_timeout: Some(Duration::from_secs(20).try_into()?),
-            ..Default::default()
-        };
+        let request = switch_tracepoints(&names, op);
         let began = Instant::now();
         let answer = guest
             .static_keys()
@@ -455,28 +437,4 @@ async fn all_tracepoints_of_an_unpatched_kernel_at_once() -> Result<()> {
     let own = guest.shell(&format!("time echo 0 >{events}")).await?;
     println!("the guest itself: {}", own.replace('\n', " "));
     guest.assert_no_warnings().await
-}
-
-/// The first of these tracepoints that functions of the guest switch together with the key.
-async fn switched_by_functions(guest: &mut Guest, names: &[String]) -> Result<Option<String>> {
-    let updates = names.iter().map(|name| KeyUpdate {
-        name: name.clone(),
-        op: KeyOp::Disable.into(),
-        ..Default::default()
-    });
-    let request = UpdateStaticKeysRequest {
-        updates: updates.collect(),
-        force: true,
-        validate_only: true,
-        ..Default::default()
-    };
-    let Err(refusal) = guest.static_keys().update_static_keys(request).await else {
-        return Ok(None);
-    };
-    let name = refusal
-        .message()
-        .strip_prefix("tracepoint ")
-        .and_then(|rest| rest.split_once(": the kernel calls functions"))
-        .map(|(name, _)| name.to_owned());
-    Ok(Some(name.with_context(|| format!("{refusal:?}"))?))
 }

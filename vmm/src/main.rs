@@ -280,8 +280,6 @@ mod tests {
 
     #[test]
     fn the_manual_names_every_option() {
-        let folder = tempfile::tempdir().unwrap();
-        let missing = MANUAL.missing_options(folder.path()).unwrap();
-        assert!(missing.is_empty(), "{missing:?}");
+        assert_eq!(MANUAL.missing_options(), Vec::<String>::new());
     }
 }

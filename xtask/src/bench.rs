@@ -85,14 +85,12 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     };
     let variables = match bench.needs {
         Needs::BareMetal => Vec::new(),
-        Needs::Linux => {
-            host::ensure_packages(host::LAB)?;
-            guest::prepare()?
-        }
-        Needs::StockToo => {
+        Needs::Linux | Needs::StockToo => {
             host::ensure_packages(host::LAB)?;
             let mut variables = guest::prepare()?;
-            variables.extend([stock::cloud_6_12()?]);
+            if bench.needs == Needs::StockToo {
+                variables.push(stock::cloud_6_12()?);
+            }
             variables
         }
         Needs::Kernels => {

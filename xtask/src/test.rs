@@ -359,12 +359,12 @@ struct TestRun {
     timeout: Duration,
     variables: guest::Variables,
     durations: Durations,
-    /// By heading.
+    /// Each kind of test, by its heading.
     counts: Vec<(String, Counts)>,
     failures: Vec<(Test, Report)>,
     /// Rows of tables that tests printed.
     rows: Vec<String>,
-    /// Where the time goes.
+    /// The parts of the run with the time that each took.
     phases: Vec<(&'static str, Duration)>,
     phase_began: Instant,
 }

@@ -166,7 +166,7 @@ async fn console_end(client: &Client) -> Result<u64, Failure> {
     Ok(end)
 }
 
-/// Where the lines of the guest's kernel are read.
+/// A source of the lines that the guest's kernel prints.
 enum Lines {
     KernelLog(Box<Streaming<v1::StreamKernelLogResponse>>),
     /// From this offset on. Only for a guest without an agent: a console shows no debug lines unless its log level is raised.
@@ -174,7 +174,7 @@ enum Lines {
 }
 
 impl Lines {
-    /// Those from now on.
+    /// Follows the lines that are printed after this call.
     async fn begin(client: &Client) -> Result<Self, Failure> {
         let request = client.request(v1::DescribeGuestRequest::default());
         let described = client.guest().describe_guest(request).await?.into_inner();

@@ -281,7 +281,7 @@ fn kallsyms_that_lie_are_refused() {
     assert!(error.contains("no vCPU's page table"), "{error}");
 }
 
-/// Where structures are laid out at random nothing else says where their members are.
+/// With CONFIG_RANDSTRUCT only type information says where a structure's members are.
 #[test]
 fn a_kernel_without_type_information_or_data_symbols_is_refused() {
     for (symbol, why) in [

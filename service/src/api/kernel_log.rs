@@ -50,7 +50,7 @@ impl Follower {
     async fn ask(&self, first: Option<u64>) -> Result<AgentLog, AgentError> {
         let question = Question::ReadLog(AgentReadLog { first });
         let answer = self.link.ask(question, PATIENCE).await?;
-        // Another agent may be that of another boot, whose records are numbered anew.
+        // The guest may have booted again. Then its records have the same numbers.
         if self.link.peer()?.connection != self.connection {
             return Err(AgentError::Absent {
                 why: ": another one has connected, follow its log anew".to_owned(),

@@ -4,10 +4,10 @@
 //! - the time from the call to the first event at the client;
 //! - firing and parking all tracepoints in one transaction, and the guest's own `echo 1` and
 //!   `echo 0` to `events/enable`;
-//! - the same for the keys of an unpatched kernel;
-//! - events per second, losses, and the agent's memory;
 //! - a pipe between two processes of the guest with nothing armed, everything parked, everything
-//!   firing.
+//!   firing;
+//! - events per second, losses, and the agent's memory;
+//! - all tracepoints of an unpatched kernel in one transaction, and its own `echo 1` and `echo 0`.
 //!
 //! `cargo xtask bench trace`. In the lab only ratios are meaningful.
 
@@ -145,6 +145,31 @@ fn nanoseconds(output: &str, samples: &mut Samples) -> Result<()> {
     Ok(())
 }
 
+/// The guest switches all its events itself.
+async fn switch(guest: &mut Guest, text: &str, samples: &mut Samples) -> Result<()> {
+    let command = format!("trace_tool write /sys/kernel/tracing/events/enable {text}");
+    nanoseconds(&guest.shell(&command).await?, samples)
+}
+
+/// A table of the host's times beside the guest's own.
+fn print_beside(what: &str, rows: [(&str, &HostTimes, &Samples); 2]) {
+    println!(
+        "\n| {what} | n | host: whole call | guest stopped | guest itself | times faster | guest itself / stopped |"
+    );
+    println!("|---|---|---|---|---|---|---|");
+    for (what, host, itself) in rows {
+        println!(
+            "| {what} | {} and {} | {} | {} | {itself} | {:.1} | {:.0} |",
+            host.call.len(),
+            itself.len(),
+            host.call,
+            host.window,
+            itself.times(&host.call),
+            itself.times(&host.window),
+        );
+    }
+}
+
 async fn all_at_once(guest: &mut Guest) -> Result<()> {
     let (mut fire, mut park) = (HostTimes::default(), HostTimes::default());
     let (mut on, mut off) = (Samples::default(), Samples::default());
@@ -152,8 +177,7 @@ async fn all_at_once(guest: &mut Guest) -> Result<()> {
     let (mut arm, mut disarm) = (Samples::default(), Samples::default());
     for _ in 0..TURNS {
         for (text, samples) in [("1", &mut on), ("0", &mut off)] {
-            let command = format!("trace_tool write /sys/kernel/tracing/events/enable {text}");
-            nanoseconds(&guest.shell(&command).await?, samples)?;
+            switch(guest, text, samples).await?;
         }
         let began = Instant::now();
         armed = guest.arm(&[ALL]).await?.results.len();
@@ -184,22 +208,11 @@ async fn all_at_once(guest: &mut Guest) -> Result<()> {
     }
     let count = "wc -l </sys/kernel/tracing/available_events";
     let events = guest.shell(count).await?;
-    println!(
-        "\n| {armed} events, {sites} sites | n | host: whole call | guest stopped | guest itself, {} events | times faster | guest itself / stopped |",
+    let what = format!(
+        "{armed} events, {sites} sites; in the guest {} events",
         events.trim()
     );
-    println!("|---|---|---|---|---|---|---|");
-    for (what, host, itself) in [("fire", &fire, &on), ("park", &park, &off)] {
-        println!(
-            "| {what} | {} and {} | {} | {} | {itself} | {:.1} | {:.0} |",
-            host.call.len(),
-            itself.len(),
-            host.call,
-            host.window,
-            itself.times(&host.call),
-            itself.times(&host.window),
-        );
-    }
+    print_beside(&what, [("fire", &fire, &on), ("park", &park, &off)]);
     println!(
         "| arm (once, through the agent) | {} | {arm} | | | | |",
         arm.len()

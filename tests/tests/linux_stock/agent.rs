@@ -117,7 +117,7 @@ async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
     let request = StreamTracepointEventsRequest::default();
     let mut events =
         EventStream::open(&mut TracepointsServiceClient::new(channel), request).await?;
-    // Each program is run twice: while its event is parked, and while it fires.
+    // Each round runs one program while the event is parked, and one while it fires.
     for round in 0..3 {
         lab.run(&format!("parked-{round}")).await?;
         lab.ok(&["trace", "fire", EXEC]).await?;

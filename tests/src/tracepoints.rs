@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+//! All tracepoints of a guest whose own kernel has attached the probes.
+
+use anyhow::{Context, Result, ensure};
+use patchbay_proto::v1::{
+    KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest, UpdateStaticKeysRequest,
+};
+use patchbay_testing::Guest;
+
+/// A request that changes all these tracepoints. The references are the guest's own, so it forces.
+#[must_use]
+pub fn switch_tracepoints(names: &[String], op: KeyOp) -> UpdateStaticKeysRequest {
+    let updates = names.iter().map(|name| KeyUpdate {
+        name: name.clone(),
+        op: op.into(),
+        ..Default::default()
+    });
+    UpdateStaticKeysRequest {
+        updates: updates.collect(),
+        force: true,
+        // Emulated vCPUs take their time.
+        stop_timeout: Some(prost_types::Duration {
+            seconds: 20,
+            nanos: 0,
+        }),
+        ..Default::default()
+    }
+}
+
+/// The tracepoints that are on, without those that need functions of the kernel beside their key.
+///
+/// # Errors
+/// A call fails, or more keys are on than a page lists.
+pub async fn enabled_tracepoints(guest: &mut Guest) -> Result<Vec<String>> {
+    let request = ListStaticKeysRequest {
+        page_size: 10_000,
+        classes: vec![KeyClass::Tracepoint.into()],
+        enabled: Some(true),
+        ..Default::default()
+    };
+    let listed = guest.static_keys().list_static_keys(request).await?;
+    let listed = listed.into_inner();
+    ensure!(listed.next_page_token.is_empty(), "there are more pages");
+    let mut names: Vec<String> = listed.keys.into_iter().map(|key| key.name).collect();
+    while !names.is_empty()
+        && let Some(refused) = switched_by_functions(guest, &names).await?
+    {
+        names.retain(|name| *name != refused);
+    }
+    Ok(names)
+}
+
+/// The first of these tracepoints that functions of the guest switch together with the key.
+async fn switched_by_functions(guest: &mut Guest, names: &[String]) -> Result<Option<String>> {
+    let request = UpdateStaticKeysRequest {
+        validate_only: true,
+        ..switch_tracepoints(names, KeyOp::Disable)
+    };
+    let Err(refusal) = guest.static_keys().update_static_keys(request).await else {
+        return Ok(None);
+    };
+    let name = refusal
+        .message()
+        .strip_prefix("tracepoint ")
+        .and_then(|rest| rest.split_once(": the kernel calls functions"))
+        .map(|(name, _)| name.to_owned());
+    Ok(Some(name.with_context(|| format!("{refusal:?}"))?))
+}
