@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use patchbay_service::guest::GuestDescription;
 
 use crate::error::AttachError;
-use crate::freeze::freeze;
+use crate::freeze::{Point, freeze};
 use crate::guest::{End, Life, Pauser, QemuGuest, Threads};
 use crate::libvirt::Domain;
 use crate::memory::{Access, AttachedRam};
@@ -88,7 +88,10 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
         Target::Process(pid) => socket(connect(&qmp_socket_of(*pid)?, listener)?, Some(*pid)),
         Target::Libvirt { uri, domain } => (Monitor::Libvirt(Domain::open(uri, domain)?), None),
     };
-    refuse_unfit(&monitor, options.accept_tcg)?;
+    let point = match refuse_unfit(&monitor, options.accept_tcg)? {
+        true => Point::Unlocked,
+        false => Point::Any,
+    };
     let vcpus = monitor.vcpu_threads()?;
     let pid = match &monitor {
         Monitor::Libvirt(domain) => Some(domain.process(&vcpus)?),
@@ -101,7 +104,7 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
         monitor.host_address(address)
     })?;
     let memory = Arc::new(memory);
-    let pauser = pauser(options, &monitor, &process, &vcpus)?;
+    let pauser = pauser(options, &monitor, &process, &vcpus, point)?;
     let qemus = monitor.name()?;
     let name = options
         .name
@@ -149,9 +152,10 @@ fn socket(qmp: Qmp, pid: Option<u32>) -> (Monitor, Option<u32>) {
     (Monitor::Socket(qmp), pid)
 }
 
-/// Refuses a guest that cannot be patched from outside.
-fn refuse_unfit(monitor: &Monitor, accept_tcg: bool) -> Result<(), AttachError> {
-    if !accept_tcg && !monitor.uses_kvm()? {
+/// Refuses a guest that cannot be patched from outside. Returns whether it has KVM.
+fn refuse_unfit(monitor: &Monitor, accept_tcg: bool) -> Result<bool, AttachError> {
+    let kvm = monitor.uses_kvm()?;
+    if !accept_tcg && !kvm {
         return Err(AttachError::Refused(
             "QEMU runs this guest without KVM: what is written to its memory does not reach the code that QEMU has translated; start it \
              with -accel kvm"
@@ -163,7 +167,7 @@ fn refuse_unfit(monitor: &Monitor, accept_tcg: bool) -> Result<(), AttachError> 
             "the guest's memory is encrypted or closed to its host (SEV, TDX): its keys can only be changed from inside".to_owned(),
         ));
     }
-    Ok(())
+    Ok(kvm)
 }
 
 /// The process whose threads the vCPUs are.
@@ -187,15 +191,16 @@ fn pauser(
     monitor: &Monitor,
     process: &Process,
     vcpus: &[u32],
+    point: Point,
 ) -> Result<Pauser, AttachError> {
     match (options.pause, monitor) {
         (PauseWay::Freeze, _) => {
             // Once, so that a missing right shows now and not at the first change.
             if let Some(threads) = process.threads(vcpus) {
-                freeze(&threads, Instant::now() + FIRST_STOP)
+                freeze(&threads, point, Instant::now() + FIRST_STOP)
                     .map_err(|error| AttachError::process("the vCPUs cannot be stopped, or give --pause qmp", error))?;
             }
-            Ok(Pauser::Freeze(Mutex::new(Threads::default())))
+            Ok(Pauser::Freeze(Mutex::new(Threads::default()), point))
         }
         (PauseWay::Qmp, Monitor::Socket(qmp)) => {
             let watchdog = qmp.share().and_then(|connection| Watchdog::start(&options.watchdog, connection));

@@ -5,6 +5,9 @@
 //! monitor's other threads run on. The kernel lets the threads go when the one that stopped them ends, so a stop does not outlive
 //! this process (PTRACE_SEIZE without PTRACE_O_EXITKILL, ptrace(2)).
 //!
+//! A thread that emulates a device holds QEMU's big lock, without which QEMU answers nobody. Such a thread goes on to its next
+//! system call, and so on, until it enters `KVM_RUN` or waits for another thread ([`Point::Unlocked`]).
+//!
 //! ptrace belongs to a thread: each stop has one of its own, which ends with the stop.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -21,6 +24,25 @@ use nix::unistd::Pid;
 const SPIN: Duration = Duration::from_micros(300);
 /// Between two looks afterwards.
 const BETWEEN_LOOKS: Duration = Duration::from_micros(50);
+
+/// Numbers of system calls on x86-64.
+const SYS_IOCTL: u64 = 16;
+const SYS_FUTEX: u64 = 202;
+/// `ioctl` that runs a vCPU (`include/uapi/linux/kvm.h`).
+const KVM_RUN: u64 = 0xae80;
+/// The operation in a futex's argument, without flags (`include/uapi/linux/futex.h`).
+const FUTEX_CMD_MASK: u64 = 0x7f;
+const FUTEX_WAIT: u64 = 0;
+const FUTEX_WAIT_BITSET: u64 = 9;
+
+/// Where a thread may be stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Point {
+    /// At its entry to `KVM_RUN` or its return, or where it waits for another thread: there it holds none of QEMU's locks.
+    Unlocked,
+    /// Anywhere. A QEMU without KVM has no `KVM_RUN`.
+    Any,
+}
 
 /// Why the threads run on.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -73,13 +95,13 @@ impl Drop for Frozen {
 ///
 /// # Errors
 /// [`FreezeError`]; all threads run on.
-pub fn freeze(threads: &[u32], deadline: Instant) -> Result<Frozen, FreezeError> {
+pub fn freeze(threads: &[u32], point: Point, deadline: Instant) -> Result<Frozen, FreezeError> {
     let threads = threads.to_vec();
     let (answer, answered) = channel();
     let (release, released) = channel();
     let tracer = std::thread::Builder::new()
         .name("freeze".to_owned())
-        .spawn(move || trace(&threads, deadline, &answer, &released))
+        .spawn(move || trace(&threads, point, deadline, &answer, &released))
         .map_err(|error| FreezeError::Denied {
             thread: 0,
             error: error.to_string(),
@@ -111,13 +133,14 @@ struct Traced {
 /// The tracer's thread.
 fn trace(
     threads: &[u32],
+    point: Point,
     deadline: Instant,
     answer: &Sender<Result<Duration, FreezeError>>,
     released: &Receiver<()>,
 ) {
     let began = Instant::now();
     let mut traced = Vec::with_capacity(threads.len());
-    let stopped = stop(threads, &mut traced, deadline);
+    let stopped = stop(threads, point, &mut traced, deadline);
     let stopped = stopped.map(|()| began.elapsed());
     let wait = stopped.is_ok();
     // The caller is gone only if this process ends.
@@ -131,10 +154,16 @@ fn trace(
     }
 }
 
-fn stop(threads: &[u32], traced: &mut Vec<Traced>, deadline: Instant) -> Result<(), FreezeError> {
+fn stop(
+    threads: &[u32],
+    point: Point,
+    traced: &mut Vec<Traced>,
+    deadline: Instant,
+) -> Result<(), FreezeError> {
     for &id in threads {
         let pid = Pid::from_raw(i32::try_from(id).map_err(|_| FreezeError::Gone)?);
-        ptrace::seize(pid, ptrace::Options::empty()).map_err(|error| failed(id, error))?;
+        ptrace::seize(pid, ptrace::Options::PTRACE_O_TRACESYSGOOD)
+            .map_err(|error| failed(id, error))?;
         traced.push(Traced {
             id,
             pid,
@@ -148,7 +177,7 @@ fn stop(threads: &[u32], traced: &mut Vec<Traced>, deadline: Instant) -> Result<
     let began = Instant::now();
     loop {
         for thread in traced.iter_mut().filter(|thread| !thread.stopped) {
-            look(thread)?;
+            look(thread, point)?;
         }
         if traced.iter().all(|thread| thread.stopped) {
             return Ok(());
@@ -168,20 +197,34 @@ fn stop(threads: &[u32], traced: &mut Vec<Traced>, deadline: Instant) -> Result<
     }
 }
 
-fn look(thread: &mut Traced) -> Result<(), FreezeError> {
-    match waitpid(thread.pid, Some(WaitPidFlag::WNOHANG | WaitPidFlag::__WALL)) {
-        Ok(WaitStatus::StillAlive) => {}
-        // Stopped by the interrupt.
-        Ok(WaitStatus::PtraceEvent(..)) => thread.stopped = true,
+fn look(thread: &mut Traced, point: Point) -> Result<(), FreezeError> {
+    let signal = match waitpid(thread.pid, Some(WaitPidFlag::WNOHANG | WaitPidFlag::__WALL)) {
+        Ok(WaitStatus::StillAlive) => return Ok(()),
+        // Stopped by the interrupt, or at a system call.
+        Ok(WaitStatus::PtraceEvent(..) | WaitStatus::PtraceSyscall(_)) => None,
         // Stopped before a signal, which it is to get afterwards.
-        Ok(WaitStatus::Stopped(_, signal)) => {
-            thread.stopped = true;
-            thread.signal = Some(signal);
-        }
+        Ok(WaitStatus::Stopped(_, signal)) => Some(signal),
         Ok(_) => return Err(FreezeError::Gone),
         Err(error) => return Err(failed(thread.id, error)),
+    };
+    let error = |error| failed(thread.id, error);
+    if point == Point::Any || is_unlocked(thread.pid).map_err(error)? {
+        thread.stopped = true;
+        thread.signal = signal;
+        return Ok(());
     }
-    Ok(())
+    ptrace::syscall(thread.pid, signal).map_err(error)
+}
+
+/// Whether a stopped thread is at a system call that it makes with none of QEMU's locks held.
+fn is_unlocked(pid: Pid) -> nix::Result<bool> {
+    let registers = ptrace::getregs(pid)?;
+    let argument = registers.rsi;
+    Ok(match registers.orig_rax {
+        SYS_IOCTL => argument == KVM_RUN,
+        SYS_FUTEX => matches!(argument & FUTEX_CMD_MASK, FUTEX_WAIT | FUTEX_WAIT_BITSET),
+        _ => false,
+    })
 }
 
 fn failed(thread: u32, error: Errno) -> FreezeError {
@@ -201,8 +244,24 @@ mod tests {
 
     use super::*;
 
+    /// A process, killed on drop.
+    struct Running(Child);
+
+    impl Running {
+        fn id(&self) -> u32 {
+            self.0.id()
+        }
+    }
+
+    impl Drop for Running {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
     /// A process that prints for ever.
-    struct Busy(Child, BufReader<std::process::ChildStdout>);
+    struct Busy(Running, BufReader<std::process::ChildStdout>);
 
     impl Busy {
         fn new() -> Self {
@@ -211,7 +270,7 @@ mod tests {
                 .spawn()
                 .expect("coreutils");
             let output = BufReader::new(child.stdout.take().expect("piped"));
-            let mut busy = Self(child, output);
+            let mut busy = Self(Running(child), output);
             busy.prints();
             busy
         }
@@ -234,13 +293,6 @@ mod tests {
         }
     }
 
-    impl Drop for Busy {
-        fn drop(&mut self) {
-            let _ = self.0.kill();
-            let _ = self.0.wait();
-        }
-    }
-
     fn in_time() -> Instant {
         Instant::now() + Duration::from_secs(30)
     }
@@ -249,7 +301,7 @@ mod tests {
     fn threads_stand_still_until_the_drop() {
         let mut busy = Busy::new();
         for _ in 0..10 {
-            let frozen = freeze(&[busy.0.id()], in_time()).expect("stopped");
+            let frozen = freeze(&[busy.0.id()], Point::Any, in_time()).expect("stopped");
             assert!(busy.state().starts_with('t'), "{}", busy.state());
             drop(frozen);
             busy.prints();
@@ -260,40 +312,68 @@ mod tests {
     fn a_deadline_that_has_passed_leaves_them_running() {
         let mut busy = Busy::new();
         for _ in 0..10 {
-            match freeze(&[busy.0.id()], Instant::now()) {
+            match freeze(&[busy.0.id()], Point::Any, Instant::now()) {
                 Err(FreezeError::Late(late)) => assert_eq!(late, [0]),
                 Ok(_) => {}
                 Err(error) => panic!("{error}"),
             }
             busy.prints();
         }
-        drop(freeze(&[busy.0.id()], in_time()).expect("stopped"));
+        drop(freeze(&[busy.0.id()], Point::Any, in_time()).expect("stopped"));
     }
 
     #[test]
     fn no_thread_stays_stopped_if_one_cannot_be() {
         let mut busy = Busy::new();
         let id = busy.0.id();
-        let missing =
-            freeze(&[id, i32::MAX.cast_unsigned()], in_time()).expect_err("no such thread");
+        let missing = freeze(&[id, i32::MAX.cast_unsigned()], Point::Any, in_time())
+            .expect_err("no such thread");
         assert_eq!(missing, FreezeError::Gone);
         busy.prints();
-        let frozen = freeze(&[id], in_time()).expect("stopped");
-        let twice = freeze(&[id], in_time()).expect_err("it has a tracer");
+        let frozen = freeze(&[id], Point::Any, in_time()).expect("stopped");
+        let twice = freeze(&[id], Point::Any, in_time()).expect_err("it has a tracer");
         assert!(matches!(twice, FreezeError::Denied { .. }), "{twice}");
         drop(frozen);
         busy.prints();
+    }
+
+    /// Makes the test's program one that waits.
+    const WAITS: &str = "PATCHBAY_TEST_WAITS";
+
+    #[test]
+    fn a_thread_that_may_hold_a_lock_goes_on() {
+        if std::env::var_os(WAITS).is_some() {
+            loop {
+                std::thread::park();
+            }
+        }
+        let mut busy = Busy::new();
+        let soon = Instant::now() + Duration::from_millis(50);
+        let late = freeze(&[busy.0.id()], Point::Unlocked, soon).expect_err("it writes");
+        assert_eq!(late, FreezeError::Late(vec![0]));
+        busy.prints();
+
+        let waits = Command::new(std::env::current_exe().expect("a program"))
+            .args(["a_thread_that_may_hold_a_lock_goes_on", "--test-threads=1"])
+            .env(WAITS, "")
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("this program");
+        let waits = Running(waits);
+        for _ in 0..10 {
+            drop(freeze(&[waits.id()], Point::Unlocked, in_time()).expect("it waits"));
+        }
     }
 
     /// A signal that arrives while the thread is stopped is delivered after it.
     #[test]
     fn a_signal_is_not_lost() {
         let mut busy = Busy::new();
-        let frozen = freeze(&[busy.0.id()], in_time()).expect("stopped");
+        let frozen = freeze(&[busy.0.id()], Point::Any, in_time()).expect("stopped");
         nix::sys::signal::kill(Pid::from_raw(busy.0.id().cast_signed()), Signal::SIGTERM)
             .expect("it lives");
         assert!(busy.state().starts_with('t'));
         drop(frozen);
-        assert!(!busy.0.wait().expect("ended").success());
+        assert!(!busy.0.0.wait().expect("ended").success());
     }
 }

@@ -13,7 +13,7 @@ use patchbay_service::pause::{Activity, LateVcpu, PauseError};
 use serde_json::Value;
 
 use crate::console::NoConsole;
-use crate::freeze::{FreezeError, Frozen, freeze};
+use crate::freeze::{FreezeError, Frozen, Point, freeze};
 use crate::memory::AttachedRam;
 use crate::monitor::{Migration, Monitor};
 use crate::process::Process;
@@ -33,8 +33,8 @@ pub enum Pauser {
     /// QEMU's `stop` and `cont` are used. `stop` drains and flushes the guest's disks, stops the guest's clock, and tells everybody by an
     /// event; another client's `cont` ends it early.
     Qmp(Mutex<Watchdog>),
-    /// The vCPUs' threads are stopped by ptrace.
-    Freeze(Mutex<Threads>),
+    /// The vCPUs' threads are stopped by ptrace, at such a point.
+    Freeze(Mutex<Threads>, Point),
 }
 
 /// The threads of the vCPUs, in QEMU's PID namespace and in this one.
@@ -233,6 +233,7 @@ impl QemuGuest {
     fn stop_by_ptrace(
         &self,
         threads: &Mutex<Threads>,
+        point: Point,
         deadline: Instant,
         timeout: Duration,
     ) -> Result<Way<'_>, PauseError> {
@@ -245,7 +246,7 @@ impl QemuGuest {
                 theirs,
             };
         }
-        match freeze(&threads.ours, deadline) {
+        match freeze(&threads.ours, point, deadline) {
             Ok(frozen) => Ok(Way::Frozen { _frozen: frozen }),
             Err(FreezeError::Late(late)) => Err(self.late(timeout, late.into_iter())),
             Err(error) => {
@@ -418,8 +419,8 @@ impl Guest for QemuGuest {
             let began = Instant::now();
             let way = match &self.pauser {
                 Pauser::Qmp(watchdog) => self.stop_by_qmp(watchdog, timeout)?,
-                Pauser::Freeze(threads) => {
-                    self.stop_by_ptrace(threads, began + timeout, timeout)?
+                Pauser::Freeze(threads, point) => {
+                    self.stop_by_ptrace(threads, *point, began + timeout, timeout)?
                 }
             };
             let stop_time = match &way {

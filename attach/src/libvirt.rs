@@ -99,12 +99,15 @@ impl Domain {
             message.trim_end(),
         ];
         let printed = virsh.run(&words, deadline);
-        if matches!(printed, Ok(_) | Err(Failure::NotACommand(_))) {
+        if matches!(
+            printed,
+            Ok(_) | Err(Failure::NotACommand(_) | Failure::Late)
+        ) {
             *slot = Some(virsh);
         }
         let text = printed.map_err(|failure| match failure {
             Failure::NotACommand(why) => refused(why),
-            Failure::TimedOut => QmpError::VirshTimedOut {
+            Failure::Late | Failure::Hangs => QmpError::VirshTimedOut {
                 command: command.to_owned(),
                 patience,
             },
@@ -214,15 +217,35 @@ mod tests {
         assert_ne!(process(), process());
     }
 
+    const SHORT: Duration = Duration::from_millis(50);
+
     #[test]
-    fn a_virsh_that_does_not_answer_is_killed() {
+    fn a_virsh_that_does_not_answer_twice_is_killed() {
         let domain = scripted("echo '{\"return\": 1}'; cat >/dev/null");
-        let error = refusal(&domain, Duration::from_millis(50));
-        assert!(
-            error.starts_with("virsh did not answer query-status within 50ms and was killed"),
-            "{error}"
+        let is_kept = || domain.virsh.lock().expect("unpoisoned").is_some();
+        for kept in [true, false] {
+            let error = refusal(&domain, SHORT);
+            assert!(
+                error.starts_with("virsh did not answer query-status within 50ms"),
+                "{error}"
+            );
+            assert_eq!(is_kept(), kept);
+        }
+    }
+
+    #[test]
+    fn an_answer_that_comes_late_is_not_the_next_commands() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let file = folder.path().join("go");
+        let waits = format!(
+            "n=$((n + 1)); until [ -e '{}' ]; do :; done; echo \"{{\\\"return\\\": $n}}\"",
+            file.display()
         );
-        assert!(domain.virsh.lock().expect("unpoisoned").is_none());
+        let domain = scripted(&ANSWERS.replace(r#"echo "{\"return\": $$}""#, &waits));
+        refusal(&domain, SHORT);
+        fs::write(file, "").expect("room");
+        let answer = domain.execute("query-status", Value::Null, START);
+        assert_eq!(answer.expect("an answer"), 2);
     }
 
     #[test]

@@ -15,13 +15,16 @@ const PROMPTS: [&[u8]; 2] = [b"virsh # ", b"virsh > "];
 /// More than any command.
 const COLUMNS: &str = "60000";
 
-/// Why a command has no output. After each but [`NotACommand`](Self::NotACommand) this virsh is of no more use.
+/// Why a command has no output.
 #[derive(Debug)]
 pub enum Failure {
     /// It was not sent.
     NotACommand(String),
-    /// The time is over.
-    TimedOut,
+    /// The time is over. The next command first waits for the output of this one.
+    Late,
+    /// It was not sent, because the time is over and the command before it still has no output. This virsh is of no more use, as
+    /// after the failures below.
+    Hangs,
     /// virsh has ended, and this is what it printed before.
     Ended(String),
     /// It printed more than this attacher reads.
@@ -35,6 +38,8 @@ pub struct Virsh {
     input: ChildStdin,
     output: Receiver<Vec<u8>>,
     commands: u64,
+    /// What the last command has printed, if it is not complete.
+    late: Option<Output>,
 }
 
 impl Virsh {
@@ -72,6 +77,7 @@ impl Virsh {
             input,
             output,
             commands: 0,
+            late: None,
         })
     }
 
@@ -93,9 +99,25 @@ impl Virsh {
     pub fn run(&mut self, words: &[&str], deadline: Instant) -> Result<String, Failure> {
         self.commands += 1;
         let (input, mark) = lines(words, self.commands)?;
+        if let Some(mut late) = self.late.take() {
+            self.read(&mut late, deadline)?;
+            if !late.is_complete() {
+                return Err(Failure::Hangs);
+            }
+        }
         // If virsh has ended, its last words say why.
         let _ = self.input.write_all(input.as_bytes());
         let mut output = Output::new(mark, input);
+        self.read(&mut output, deadline)?;
+        if output.is_complete() {
+            return Ok(output.text());
+        }
+        self.late = Some(output);
+        Err(Failure::Late)
+    }
+
+    /// Reads until the output is complete or the time is over.
+    fn read(&self, output: &mut Output, deadline: Instant) -> Result<(), Failure> {
         while !output.is_complete() {
             if output.text.len() > MAX_MESSAGE {
                 return Err(Failure::TooLong);
@@ -103,11 +125,11 @@ impl Virsh {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.output.recv_timeout(left) {
                 Ok(chunk) => output.add(&chunk),
-                Err(RecvTimeoutError::Timeout) => return Err(Failure::TimedOut),
+                Err(RecvTimeoutError::Timeout) => return Ok(()),
                 Err(RecvTimeoutError::Disconnected) => return Err(Failure::Ended(output.text())),
             }
         }
-        Ok(output.text())
+        Ok(())
     }
 }
 
@@ -135,6 +157,7 @@ fn forward(mut reader: impl Read, sender: &SyncSender<Vec<u8>>) {
 }
 
 /// What virsh prints up to the line that begins with the mark.
+#[derive(Debug)]
 struct Output {
     mark: String,
     input: String,

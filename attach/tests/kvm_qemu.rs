@@ -18,6 +18,11 @@ fn pause_by_qmp() {
 }
 
 #[test]
+fn a_monitor_answers_while_a_guest_that_uses_its_devices_is_frozen() {
+    support::answers_while_frozen(Kvm);
+}
+
+#[test]
 fn migration_by_ptrace() {
     support::migration(Kvm, PauseWay::Freeze);
 }

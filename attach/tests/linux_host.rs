@@ -9,3 +9,8 @@ use support::Accelerator::Kvm;
 fn the_daemon_finds_a_qemu() {
     support::daemon::finds(Kvm);
 }
+
+#[test]
+fn a_domain_of_libvirt_is_attached_to_by_its_name() {
+    support::libvirt::flips();
+}

@@ -11,3 +11,8 @@ use support::Memory::SharedMemfd;
 async fn stock_kernel_by_qmp() {
     support::stock::stock(Kvm, PauseWay::Qmp, SharedMemfd).await;
 }
+
+#[test]
+fn a_guest_that_runs_a_guest() {
+    support::nested::runs_a_guest();
+}

@@ -7,6 +7,7 @@ bb=$lab/busybox
 $bb mkdir -p /dev/pts /dev/shm
 $bb mount -t devpts -o mode=620,ptmxmode=666 devpts /dev/pts
 $bb mount -t tmpfs shm /dev/shm
+$bb mount -t debugfs debugfs /sys/kernel/debug
 $bb ln -sfn /proc/self/fd /dev/fd
 for n in 0:stdin 1:stdout 2:stderr; do $bb ln -sfn "/proc/self/fd/${n%:*}" "/dev/${n#*:}"; done
 [ -c /dev/kvm ] && $bb chmod 666 /dev/kvm

@@ -226,8 +226,9 @@ fn variables(
         && (!kvm.runs_linux() || lab_image::is_cached()?)
     {
         host::ensure_packages(host::LAB)?;
-        let stock = lab_image::get()?.kernel;
-        variables.push(("PATCHBAY_TEST_DISTRO_KERNELS", stock));
+        let stock = lab_image::get()?;
+        variables.push(("PATCHBAY_TEST_DISTRO_KERNELS", stock.kernel));
+        variables.push(("PATCHBAY_TEST_DISTRO_MODULES", stock.modules));
     }
     if tier_1
         .iter()
@@ -241,8 +242,10 @@ fn variables(
         ("patchbay-fleet", "Chromium", host::BROWSER),
         ("patchbay-fleet", "libfaketime", host::CLOCK),
         ("patchbay-attach::libvirt", "libvirt", host::LIBVIRT),
+        ("patchbay-attach::linux_host", "libvirt", host::LIBVIRT),
     ] {
-        let needed = tier_1.iter().any(|test| test.suite.starts_with(suite));
+        let mut tests = tier_1.iter().chain(tier_3);
+        let needed = tests.any(|test| test.suite.starts_with(suite));
         if needed && let Err(error) = host::ensure_packages(packages) {
             // The tests then report that they are skipped.
             eprintln!("There is no {what}: {error:#}");

@@ -71,7 +71,7 @@ pub enum QmpError {
     },
     /// virsh did not answer in time. The command may be carried out later.
     #[error(
-        "virsh did not answer {command} within {patience:?} and was killed; see whether libvirt or QEMU hangs"
+        "virsh did not answer {command} within {patience:?}; see whether libvirt or QEMU hangs"
     )]
     VirshTimedOut {
         /// The command.

@@ -5,6 +5,8 @@
 pub mod bad_input;
 pub mod daemon;
 pub mod kill;
+pub mod libvirt;
+pub mod nested;
 pub mod stock;
 
 use std::fs;
@@ -36,6 +38,12 @@ const CODE: std::ops::Range<u64> = 0x7c00..0x7c10;
 /// cli; xor ax, ax; mov ds, ax; again: inc dword [COUNTER]; jmp again
 const BOOT_SECTOR: [u8; 12] = [
     0xfa, 0x31, 0xc0, 0x8e, 0xd8, 0x66, 0xff, 0x06, 0x00, 0x80, 0xeb, 0xf9,
+];
+
+/// cli; xor ax, ax; mov ds, ax; again: inc dword [COUNTER]; mov dx, 0x402; mov cx, 0x400; xor si, si; rep outsb; jmp again
+const PRINTS: [u8; 22] = [
+    0xfa, 0x31, 0xc0, 0x8e, 0xd8, 0x66, 0xff, 0x06, 0x00, 0x80, 0xba, 0x02, 0x04, 0xb9, 0x00, 0x04,
+    0x31, 0xf6, 0xf3, 0x6e, 0xeb, 0xef,
 ];
 
 /// The accelerator that runs the vCPUs.
@@ -306,6 +314,22 @@ pub fn pause(accelerator: Accelerator, way: PauseWay) {
     assert_eq!(qemu.other("query-status", Value::Null)["status"], "paused");
     qemu.other("cont", Value::Null);
     qemu.runs(&guest);
+}
+
+/// QEMU, whose device the guest accesses all the time, answers while the vCPUs' threads are stopped.
+pub fn answers_while_frozen(accelerator: Accelerator) {
+    let device = ["-debugcon", "file:/dev/null"];
+    let memory = Memory::SharedMemfd;
+    let Some(qemu) = Qemu::start_program(accelerator, memory, &PRINTS, &device) else {
+        return;
+    };
+    let guest = qemu.attach(PauseWay::Freeze);
+    for _ in 0..200 {
+        let paused = guest.pause(DEADLINE).expect("stopped");
+        guest.monitor().migration(DEADLINE).expect("answered");
+        drop(paused);
+        qemu.runs(&guest);
+    }
 }
 
 /// A migration closes the way, also one that begins while the guest is stopped.

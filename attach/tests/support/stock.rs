@@ -2,7 +2,6 @@
 //! A stock kernel in QEMU, whose keys are found and changed from outside.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -30,7 +29,7 @@ while :; do
 done
 ";
 /// For a boot, and for what the guest prints.
-const BOOT: Duration = Duration::from_secs(600);
+pub const BOOT: Duration = Duration::from_secs(600);
 /// The lines of pr_debug() that this passes.
 pub const DEBUG: &str = "file lib/kobject_uevent.c func kobject_uevent*";
 /// What they print.
@@ -81,7 +80,7 @@ fn kernel() -> Option<(PathBuf, Vec<u8>)> {
     kernel.zip(busybox)
 }
 
-fn wait_for(console: &Path, words: &str, times: usize) {
+pub fn wait_for(console: &Path, words: &str, times: usize) {
     let end = Instant::now() + BOOT;
     loop {
         let text = String::from_utf8_lossy(&fs::read(console).unwrap_or_default()).into_owned();
@@ -100,7 +99,7 @@ fn occurrences(console: &Path, words: &str) -> usize {
 }
 
 /// Lists keys until the guest has booted: firmware and a kernel that boots are refused.
-fn boots(console: &Path, list: impl Fn() -> Result<(), String>) {
+pub fn boots(console: &Path, list: impl Fn() -> Result<(), String>) {
     let end = Instant::now() + BOOT;
     let mut last = String::new();
     loop {
@@ -156,7 +155,6 @@ async fn never(keys: &Keys) {
 
 /// What a guest boots, and where QEMU writes its console.
 pub struct Boot {
-    /// Of a folder that every user can enter.
     pub kernel: PathBuf,
     pub initrd: PathBuf,
     pub console: PathBuf,
@@ -168,23 +166,31 @@ impl Boot {
 
     /// `None`, with a word about it: there is no kernel.
     pub fn prepare() -> Option<Self> {
+        Self::with(INIT, &[], Vec::new())
+    }
+
+    /// With this first program, and with these files and this archive beside it.
+    pub fn with(
+        init: &[u8],
+        more: &[(&'static str, u32, Vec<u8>)],
+        mut archive: Vec<u8>,
+    ) -> Option<Self> {
         let (kernel, busybox) = kernel()?;
         let folder = tempfile::tempdir().expect("temporary folder");
-        let everybody = fs::Permissions::from_mode(0o755);
-        fs::set_permissions(folder.path(), everybody).expect("its own");
         let path = |name: &str| folder.path().join(name);
-        let files = [
+        let mut files = vec![
             ("dev", 0o40755, Vec::new()),
             ("dev/console", 0o20600, Vec::new()),
             ("bin", 0o40755, Vec::new()),
             ("sys", 0o40755, Vec::new()),
             ("bin/busybox", 0o100_755, busybox),
-            ("init", 0o100_755, INIT.to_vec()),
+            ("init", 0o100_755, init.to_vec()),
         ];
-        fs::write(path("initrd"), cpio(&files)).expect("room");
-        fs::copy(kernel, path("kernel")).expect("room");
+        files.extend_from_slice(more);
+        archive.extend(cpio(&files));
+        fs::write(path("initrd"), archive).expect("room");
         Some(Self {
-            kernel: path("kernel"),
+            kernel,
             initrd: path("initrd"),
             console: path("console"),
             folder,

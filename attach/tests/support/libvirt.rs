@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Domains of a real libvirt: a libvirtd of the test's own, without systemd, in a temporary folder.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::chown;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use patchbay_attach::error::AttachError;
+use patchbay_attach::guest::QemuGuest;
+use patchbay_attach::memory::Access;
+use patchbay_attach::{Options, PauseWay, Target, attach};
+use patchbay_service::guest::{Guest, Machine, PausedGuest};
+use patchbay_service::pause::PauseError;
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::daemon::{Programs, until};
+use super::stock::Boot;
+
+const DEADLINE: Duration = Duration::from_secs(60);
+/// libvirtd runs as this user if the test runs as root: as root it would take the machine's own folders.
+const NOBODY: u32 = 65534;
+const SHARED: &str = "<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>";
+
+/// A running libvirtd and its domain; both end on drop.
+struct Libvirt {
+    folder: tempfile::TempDir,
+    daemon: Option<Child>,
+}
+
+impl Libvirt {
+    /// `None`, with a word about it: libvirt is not installed.
+    fn start() -> Option<Self> {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let mut libvirt = Self {
+            folder,
+            daemon: None,
+        };
+        let root = rustix::process::geteuid().is_root();
+        for folder in [".", "run", "home"] {
+            let path = libvirt.path(folder);
+            fs::create_dir_all(&path).expect("room");
+            if root {
+                chown(&path, Some(NOBODY), Some(NOBODY)).expect("root may");
+            }
+        }
+        let mut command = if root {
+            let mut command = Command::new("setpriv");
+            let id = NOBODY.to_string();
+            command.args(["--reuid", &id, "--regid", &id, "--clear-groups", "libvirtd"]);
+            command
+        } else {
+            Command::new("libvirtd")
+        };
+        let installed = ["libvirtd", "virsh", "qemu-system-x86_64"]
+            .iter()
+            .all(|program| is_installed(program));
+        if !installed {
+            eprintln!("SKIPPED: libvirtd, virsh and qemu-system-x86_64 are not all installed");
+            return None;
+        }
+        let daemon = command
+            .env("HOME", libvirt.path("home"))
+            .env("XDG_RUNTIME_DIR", libvirt.path("run"))
+            .env_remove("XDG_CONFIG_HOME")
+            .env_remove("XDG_CACHE_HOME")
+            .stdout(Stdio::null())
+            .stderr(fs::File::create(libvirt.path("log")).expect("room"))
+            .spawn()
+            .expect("installed");
+        libvirt.daemon = Some(daemon);
+        let end = Instant::now() + DEADLINE;
+        while !libvirt.virsh(&["list"]).0 {
+            assert!(
+                Instant::now() < end,
+                "libvirtd does not answer: {}",
+                fs::read_to_string(libvirt.path("log")).unwrap_or_default()
+            );
+        }
+        Some(libvirt)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn uri(&self) -> String {
+        let socket = self.path("run/libvirt/libvirt-sock");
+        format!("qemu:///session?socket={}", socket.display())
+    }
+
+    /// Whether virsh succeeded, and what it said.
+    fn virsh(&self, arguments: &[&str]) -> (bool, String) {
+        let output = Command::new("virsh")
+            .args(["--connect", &self.uri()])
+            .args(arguments)
+            .output()
+            .expect("installed");
+        let mut text = String::from_utf8_lossy(&output.stdout).into_owned();
+        text.push_str(&String::from_utf8_lossy(&output.stderr));
+        (output.status.success(), text)
+    }
+
+    /// Starts a domain.
+    fn create(&self, definition: &str) {
+        let path = self.path("domain.xml");
+        fs::write(&path, definition).expect("room");
+        let (created, text) = self.virsh(&["create", &path.display().to_string()]);
+        assert!(created, "{text}");
+    }
+
+    fn options(&self, domain: &str) -> Options {
+        Options {
+            target: Target::Libvirt {
+                uri: self.uri(),
+                domain: domain.to_owned(),
+            },
+            name: None,
+            access: Access::Auto,
+            pause: PauseWay::Freeze,
+            watchdog: PathBuf::from(env!("CARGO_BIN_EXE_patchbay-attach")),
+            accept_tcg: true,
+        }
+    }
+}
+
+impl Drop for Libvirt {
+    fn drop(&mut self) {
+        for name in ["shared", "private", "stock"] {
+            self.virsh(&["destroy", name]);
+        }
+        if let Some(daemon) = &mut self.daemon {
+            let _ = daemon.kill();
+            let _ = daemon.wait();
+        }
+    }
+}
+
+fn is_installed(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    // Debian keeps daemons where a plain user's PATH does not lead.
+    let folders = std::env::split_paths(&path).chain([PathBuf::from("/usr/sbin")]);
+    folders
+        .map(|folder| folder.join(program))
+        .any(|path| Path::exists(&path))
+}
+
+fn refused(options: &Options, words: &str) {
+    let error: AttachError = attach(options).expect_err(words);
+    assert!(error.to_string().contains(words), "{error}");
+}
+
+fn stops_and_resumes(guest: &QemuGuest) {
+    let paused = guest.pause(DEADLINE).expect("stopped");
+    assert_eq!(paused.check_writes(), Ok(()));
+}
+
+/// The processes of `virsh` that this one has started.
+fn virshs() -> Vec<Pid> {
+    let tasks = fs::read_dir("/proc/self/task").expect("its own");
+    tasks
+        .flatten()
+        .flat_map(|task| {
+            let children = fs::read_to_string(task.path().join("children")).unwrap_or_default();
+            let children = children.split_whitespace().map(str::to_owned);
+            children.collect::<Vec<_>>()
+        })
+        .filter(|id| {
+            fs::read_to_string(format!("/proc/{id}/comm")).is_ok_and(|name| name == "virsh\n")
+        })
+        .filter_map(|id| Pid::from_raw(id.parse().ok()?))
+        .collect()
+}
+
+/// Commands go through one `virsh`; one that is killed is started again.
+fn uses_one_virsh(guest: &QemuGuest) {
+    let first = virshs();
+    assert_eq!(first.len(), 1);
+    for _ in 0..5 {
+        stops_and_resumes(guest);
+        assert_eq!(virshs(), first);
+    }
+    let status = format!("/proc/{}/stat", first[0].as_raw_nonzero());
+    kill_process(first[0], Signal::KILL).expect("its own");
+    until("virsh ends", || {
+        fs::read_to_string(&status).is_ok_and(|status| status.contains(") Z "))
+    });
+    stops_and_resumes(guest);
+    assert_eq!(virshs().len(), 1);
+    assert_ne!(virshs(), first);
+}
+
+/// A domain without KVM, with this memory and nothing to boot.
+fn emulated(name: &str, memory: &str) -> String {
+    format!(
+        "<domain type='qemu'><name>{name}</name><memory unit='MiB'>64</memory><vcpu>2</vcpu>
+         <os><type arch='x86_64' machine='pc'>hvm</type></os>{memory}
+         <devices><emulator>/usr/bin/qemu-system-x86_64</emulator><controller type='usb' model='none'/>
+         <memballoon model='none'/></devices></domain>"
+    )
+}
+
+/// A domain with KVM that boots a stock kernel.
+fn stock(name: &str, kernel: &Path, boot: &Boot) -> String {
+    let [kernel, initrd, console] =
+        [kernel, &boot.initrd, &boot.console].map(|path| path.display());
+    format!(
+        "<domain type='kvm'><name>{name}</name><memory unit='MiB'>512</memory><vcpu>2</vcpu>
+         <os><type arch='x86_64' machine='pc'>hvm</type><kernel>{kernel}</kernel><initrd>{initrd}</initrd>
+         <cmdline>{}</cmdline></os>{SHARED}<features><acpi/></features>
+         <devices><emulator>/usr/bin/qemu-system-x86_64</emulator><controller type='usb' model='none'/>
+         <memballoon model='none'/><serial type='file'><source path='{console}'/></serial></devices></domain>",
+        Boot::COMMAND_LINE
+    )
+}
+
+/// What attaching through virsh refuses, and what it does with a domain without KVM.
+pub fn refusals_and_pauses() {
+    let Some(libvirt) = Libvirt::start() else {
+        return;
+    };
+    refused(&libvirt.options("shared"), "failed to get domain 'shared'");
+    libvirt.create(&emulated("shared", SHARED));
+    libvirt.create(&emulated("private", ""));
+    let strict = Options {
+        accept_tcg: false,
+        ..libvirt.options("shared")
+    };
+    refused(&strict, "without KVM");
+    let by_qmp = Options {
+        pause: PauseWay::Qmp,
+        ..libvirt.options("shared")
+    };
+    refused(&by_qmp, "give --pause freeze");
+    let elsewhere = Options {
+        target: Target::Libvirt {
+            uri: "qemu:///session?socket=/nonexistent/libvirt".to_owned(),
+            domain: "shared".to_owned(),
+        },
+        ..libvirt.options("shared")
+    };
+    refused(&elsewhere, "/nonexistent/libvirt");
+
+    let guest = attach(&libvirt.options("shared")).expect("attached");
+    assert!(guest.memory().is_mapped(), "the backing is shared");
+    assert_eq!(guest.description().name, "shared");
+    assert_eq!(guest.description().vcpus, 2);
+    stops_and_resumes(&guest);
+    uses_one_virsh(&guest);
+    refused(&libvirt.options("shared"), "is attached to the guest");
+    let (suspended, text) = libvirt.virsh(&["suspend", "shared"]);
+    assert!(suspended, "{text}");
+    assert_eq!(guest.pause(DEADLINE).err(), Some(PauseError::AlreadyPaused));
+    let (resumed, text) = libvirt.virsh(&["resume", "shared"]);
+    assert!(resumed, "{text}");
+    stops_and_resumes(&guest);
+
+    let guest = attach(&libvirt.options("private")).expect("attached");
+    assert!(!guest.memory().is_mapped(), "the backing is private");
+    stops_and_resumes(&guest);
+    drop(guest);
+    let by_file = Options {
+        access: Access::File,
+        ..libvirt.options("private")
+    };
+    refused(&by_file, "is not a file that QEMU shares");
+}
+
+/// A domain with KVM: `patchbay attach libvirt` serves it, its keys are flipped, and it runs on when the attacher detaches.
+pub fn flips() {
+    let (Some(programs), Some(boot)) = (Programs::find(), Boot::prepare()) else {
+        return;
+    };
+    let Some(libvirt) = Libvirt::start() else {
+        return;
+    };
+    // QEMU runs as the user of libvirtd.
+    let folder = boot.folder.path();
+    let kernel = folder.join("kernel");
+    fs::copy(&boot.kernel, &kernel).expect("room");
+    if rustix::process::geteuid().is_root() {
+        chown(folder, Some(NOBODY), Some(NOBODY)).expect("root may");
+    }
+    libvirt.create(&stock("stock", &kernel, &boot));
+    boot.boots();
+    let socket = folder.join("api.sock");
+    let mut attacher = Command::new(&programs.cli)
+        .args(["attach", "libvirt", "stock", "--connect", &libvirt.uri()])
+        .arg("--api-socket")
+        .arg(&socket)
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program is there");
+    let mut line = String::new();
+    let mut errors = BufReader::new(attacher.stderr.take().expect("piped"));
+    errors.read_line(&mut line).expect("text");
+    assert!(line.starts_with("attached to stock"), "{line:?}");
+    programs.flips(&socket, &boot);
+
+    let pid = i32::try_from(attacher.id()).ok().and_then(Pid::from_raw);
+    kill_process(pid.expect("a process"), Signal::TERM).expect("its own");
+    let status = attacher.wait().expect("its own");
+    line.clear();
+    errors.read_to_string(&mut line).expect("text");
+    assert!(status.success(), "{status}: {line}");
+    boot.lives();
+    let guest = attach(&libvirt.options("stock")).expect("attached");
+    for _ in 0..20 {
+        stops_and_resumes(&guest);
+    }
+    boot.lives();
+    let (known, state) = libvirt.virsh(&["domstate", "stock"]);
+    assert!(known && state.trim() == "running", "{state}");
+}

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A stock kernel that runs a guest of its own.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Instant;
+
+use patchbay_attach::{PauseWay, attach};
+use patchbay_service::keys::registry::Registry;
+use patchbay_service::keys::registry::discovery::Discoverable;
+use patchbay_service::keys::{Keys, KeysConfig, ListQuery};
+
+use super::stock::{BOOT, Boot, boots, wait_for};
+use super::{Accelerator, Memory};
+
+/// The lab's modules, as an archive: KVM's are among them.
+const MODULES: &str = "PATCHBAY_TEST_DISTRO_MODULES";
+/// Where the host's KVM shows whether a guest runs guests.
+const DEBUG_FOLDER: &str = "/sys/kernel/debug/kvm";
+
+/// Loads KVM. After one line from the second serial port it starts the guest, after the next it ends it.
+const INIT: &[u8] = b"#!/bin/busybox sh
+/bin/busybox mount -t devtmpfs d /dev
+for name in irqbypass ccp kvm kvm_amd; do
+    for file in /modules/*-$name.ko; do [ -e $file ] && /bin/busybox insmod $file; done
+done
+exec 3</dev/ttyS1
+/bin/busybox echo READY
+read line <&3
+/nested &
+read line <&3
+/bin/busybox kill -9 $!
+wait
+/bin/busybox echo ENDED
+while :; do /bin/busybox sleep 1000; done
+";
+
+/// Runs a guest that spins with paging on, in two pages that end at 4 GiB: a page directory, whose last entry maps 4 MiB to
+/// themselves, and one with `jmp $` where a vCPU starts. The program's own pages are at 0x400000, the guest's at 0x401000.
+#[rustfmt::skip]
+const NESTED: [u8; 233] = [
+    // open("/dev/kvm", O_RDWR)
+    0x48, 0x8d, 0x3d, 0xd9, 0, 0, 0, 0xbe, 2, 0, 0, 0, 0xb8, 2, 0, 0, 0, 0x0f, 0x05,
+    // vm = ioctl(it, KVM_CREATE_VM, 0)
+    0x89, 0xc7, 0xbe, 0x01, 0xae, 0, 0, 0x31, 0xd2, 0xe8, 0x97, 0, 0, 0, 0x89, 0xc3,
+    // mov dword [0x401ffc], 0xffc00083; mov word [0x402ff0], 0xfeeb
+    0xc7, 0x04, 0x25, 0xfc, 0x1f, 0x40, 0, 0x83, 0, 0xc0, 0xff, 0x66, 0xc7, 0x04, 0x25, 0xf0, 0x2f, 0x40, 0, 0xeb, 0xfe,
+    // ioctl(vm, KVM_SET_USER_MEMORY_REGION, region)
+    0x89, 0xdf, 0xbe, 0x46, 0xae, 0x20, 0x40, 0x48, 0x8d, 0x15, 0x7a, 0, 0, 0, 0xe8, 0x6d, 0, 0, 0,
+    // vcpu = ioctl(vm, KVM_CREATE_VCPU, 0)
+    0x89, 0xdf, 0xbe, 0x41, 0xae, 0, 0, 0x31, 0xd2, 0xe8, 0x5f, 0, 0, 0, 0x89, 0xc3,
+    // ioctl(vcpu, KVM_GET_SREGS, 0x403000)
+    0x89, 0xdf, 0xbe, 0x83, 0xae, 0x38, 0x81, 0xba, 0, 0x30, 0x40, 0, 0xe8, 0x4c, 0, 0, 0,
+    // CR0 = 0x80000011, CR3 = 0xffffe000, CR4 = 0x10
+    0xc7, 0x04, 0x25, 0xe0, 0x30, 0x40, 0, 0x11, 0, 0, 0x80, 0xc7, 0x04, 0x25, 0xf0, 0x30, 0x40, 0, 0, 0xe0, 0xff, 0xff,
+    0xc7, 0x04, 0x25, 0xf8, 0x30, 0x40, 0, 0x10, 0, 0, 0,
+    // ioctl(vcpu, KVM_SET_SREGS, 0x403000)
+    0x89, 0xdf, 0xbe, 0x84, 0xae, 0x38, 0x41, 0xba, 0, 0x30, 0x40, 0, 0xe8, 0x1a, 0, 0, 0,
+    // ioctl(vcpu, KVM_RUN, 0); exit(1)
+    0x89, 0xdf, 0xbe, 0x80, 0xae, 0, 0, 0x31, 0xd2, 0xe8, 0x0c, 0, 0, 0, 0xbf, 1, 0, 0, 0, 0xb8, 0x3c, 0, 0, 0, 0x0f, 0x05,
+    // ioctl: mov eax, 16; syscall; ret
+    0xb8, 0x10, 0, 0, 0, 0x0f, 0x05, 0xc3,
+    // region: slot 0, no flags, guest-physical address, size, address
+    0, 0, 0, 0, 0, 0, 0, 0, 0, 0xe0, 0xff, 0xff, 0, 0, 0, 0, 0, 0x20, 0, 0, 0, 0, 0, 0, 0, 0x10, 0x40, 0, 0, 0, 0, 0,
+    // "/dev/kvm"
+    0x2f, 0x64, 0x65, 0x76, 0x2f, 0x6b, 0x76, 0x6d, 0,
+];
+
+/// The program as a file: one segment at 0x400000, and zeros behind it up to 0x404000.
+fn executable() -> Vec<u8> {
+    const HEADERS: usize = 64 + 56;
+    let mut file = b"\x7fELF\x02\x01\x01".to_vec();
+    file.resize(16, 0);
+    file.extend([2, 0, 62, 0, 1, 0, 0, 0]);
+    for word in [0x40_0000 + HEADERS as u64, 64, 0] {
+        file.extend(word.to_le_bytes());
+    }
+    file.extend([0, 0, 0, 0, 64, 0, 56, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
+    file.extend([1, 0, 0, 0, 7, 0, 0, 0]);
+    let size = (HEADERS + NESTED.len()) as u64;
+    for word in [0, 0x40_0000, 0x40_0000, size, 0x4000, 0x1000] {
+        file.extend(u64::to_le_bytes(word));
+    }
+    file.extend(NESTED);
+    file
+}
+
+/// Entries into guests of this QEMU's guest so far.
+fn entries(pid: u32) -> u64 {
+    let guests = fs::read_dir(DEBUG_FOLDER).expect("a folder");
+    let prefix = format!("{pid}-");
+    let mut guests = guests
+        .flatten()
+        .filter(|guest| guest.file_name().to_string_lossy().starts_with(&prefix));
+    let guest = guests.next().expect("KVM shows the guest");
+    let text = fs::read_to_string(guest.path().join("nested_run")).expect("a counter");
+    text.trim().parse().expect("a number")
+}
+
+/// The guest's kernel is not looked for while its own guest runs, and found afterwards, with SVM still on.
+pub fn runs_a_guest() {
+    let Some(modules) = std::env::var_os(MODULES) else {
+        eprintln!("SKIPPED: {MODULES} names no archive of modules; `cargo xtask test` names it");
+        return;
+    };
+    let flags = fs::read_to_string("/proc/cpuinfo").expect("mounted");
+    if !fs::exists(DEBUG_FOLDER).unwrap_or_default() || !flags.contains(" svm ") {
+        eprintln!("SKIPPED: it needs SVM, and {DEBUG_FOLDER} to see what KVM counts");
+        return;
+    }
+    let modules = fs::read(modules).expect("an archive");
+    let Some(boot) = Boot::with(INIT, &[("nested", 0o100_755, executable())], modules) else {
+        return;
+    };
+    let port = boot.folder.path().join("port");
+    let serial = format!("unix:{},server=on,wait=off", port.display());
+    let more = ["-cpu", "host", "-serial", &serial];
+    let Some(qemu) = boot.start(Accelerator::Kvm, Memory::SharedMemfd, &more) else {
+        return;
+    };
+    wait_for(&boot.console, "READY", 1);
+    let mut port = UnixStream::connect(port).expect("QEMU listens");
+    port.write_all(b"\n").expect("QEMU reads");
+    let end = Instant::now() + BOOT;
+    while entries(qemu.child.id()) == 0 {
+        assert!(Instant::now() < end, "the guest runs no guest");
+        std::thread::yield_now();
+    }
+    let guest = Arc::new(attach(&qemu.options(PauseWay::Freeze)).expect("attached"));
+    let registry = Arc::new(Registry::default());
+    registry.discover(guest.clone(), None);
+    let (keys, _) = Keys::start(guest.clone(), registry, KeysConfig::default()).expect("a thread");
+    let list = || {
+        keys.list(&ListQuery::default())
+            .map(|page| assert!(page.total > 1000, "{} keys", page.total))
+            .map_err(|error| error.to_string())
+    };
+    let are_nested = || {
+        guest
+            .cpus()
+            .expect("registers")
+            .into_iter()
+            .map(|cpu| cpu.may_be_nested)
+    };
+    for _ in 0..20 {
+        let before = entries(qemu.child.id());
+        assert!(are_nested().all(|may| may));
+        while entries(qemu.child.id()) == before {
+            std::thread::yield_now();
+        }
+    }
+    let error = list().expect_err("a guest of the guest runs");
+    assert!(error.contains("VMX or SVM is on in every vCPU"), "{error}");
+    port.write_all(b"\n").expect("QEMU reads");
+    wait_for(&boot.console, "ENDED", 1);
+    assert!(are_nested().all(|may| !may));
+    boots(&boot.console, list);
+}
