@@ -237,6 +237,8 @@ func TestTracingWithoutAnAgentIsUnavailable(t *testing.T) {
 	wantReason(t, err, pb.ErrorReason_ERROR_REASON_NO_AGENT)
 	_, err = patchbay.Collect(web.Trace(ctx, "sched_switch"))
 	wantReason(t, err, pb.ErrorReason_ERROR_REASON_NO_AGENT)
+	_, err = patchbay.Collect(web.KernelLog(ctx))
+	wantReason(t, err, pb.ErrorReason_ERROR_REASON_NO_AGENT)
 	_, err = web.Fire(ctx, "sched_switch")
 	wantReason(t, err, pb.ErrorReason_ERROR_REASON_NOT_ARMED)
 }
@@ -355,5 +357,50 @@ func TestWhatANewerServiceSendsIsKept(t *testing.T) {
 	_, err = guest.Describe(ctx)
 	if failed = wantReason(t, err, pb.ErrorReason_ERROR_REASON_UNSPECIFIED); failed.Code != codes.Unimplemented {
 		t.Fatalf("%#v", failed)
+	}
+}
+
+// logs is a service that sends one line of a kernel's log, until the agent goes.
+type logs struct {
+	pb.UnimplementedTracepointsServiceServer
+}
+
+func (logs) StreamKernelLog(request *pb.StreamKernelLogRequest, out grpc.ServerStreamingServer[pb.StreamKernelLogResponse]) error {
+	record := &pb.KernelLogRecord{Level: 7, Text: "a line of " + request.GetGuest()}
+	for _, response := range []*pb.StreamKernelLogResponse{
+		{}, {Records: []*pb.KernelLogRecord{record}, Lost: 3},
+	} {
+		if err := out.Send(response); err != nil {
+			return err
+		}
+	}
+	answer, err := status.New(codes.Unavailable, "no").WithDetails(&errdetails.ErrorInfo{
+		Reason: "NO_AGENT", Domain: "patchbay",
+	})
+	if err != nil {
+		return err
+	}
+	return answer.Err()
+}
+
+func TestTheKernelsLogIsStreamedUntilTheAgentGoes(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "logs.sock")
+	listener, err := net.Listen("unix", socket)
+	must(t, err)
+	server := grpc.NewServer()
+	pb.RegisterTracepointsServiceServer(server, logs{})
+	go server.Serve(listener)
+	t.Cleanup(server.Stop)
+	host, err := patchbay.Connect(socket)
+	must(t, err)
+	defer host.Close()
+	responses, err := patchbay.Collect(host.Guest("web-1").KernelLog(patience(t)))
+	wantReason(t, err, pb.ErrorReason_ERROR_REASON_NO_AGENT)
+	if len(responses) != 2 || len(responses[0].GetRecords()) != 0 || responses[1].GetLost() != 3 {
+		t.Fatalf("responses %v", responses)
+	}
+	records := responses[1].GetRecords()
+	if len(records) != 1 || records[0].GetLevel() != 7 || records[0].GetText() != "a line of web-1" {
+		t.Fatalf("records %v", records)
 	}
 }

@@ -10,8 +10,8 @@ const UNIT: &str = include_str!("../patchbay-fleet.service");
 fn systemd_starts_restarts_and_stops_the_controller() {
     let options = b"OPTIONS=--standalone --host local=/run/patchbayd/patchbayd.sock\n";
     let machine = boot::Machine {
-        program: env!("CARGO_BIN_EXE_patchbay-fleet"),
-        unit: ("patchbay-fleet.service", UNIT),
+        programs: &[env!("CARGO_BIN_EXE_patchbay-fleet")],
+        units: &[("patchbay-fleet.service", UNIT)],
         steps: include_str!("unit/steps.sh"),
         etc: &[("fleet.conf", options)],
     };

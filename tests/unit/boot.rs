@@ -8,10 +8,10 @@ use tempfile::TempDir;
 
 /// What the booted machine has.
 pub struct Machine<'a> {
-    /// Path of the program that the unit starts.
-    pub program: &'a str,
-    /// Name and text of the unit.
-    pub unit: (&'a str, &'a str),
+    /// Paths of the programs that are installed.
+    pub programs: &'a [&'a str],
+    /// Units and drop-ins: names in /etc/systemd/system, and texts.
+    pub units: &'a [(&'a str, &'a str)],
     /// The script that systemd runs.
     pub steps: &'a str,
     /// Names and contents of files in /etc/patchbay.
@@ -34,14 +34,19 @@ impl Machine<'_> {
         for folder in ["bin", "units", "etc"] {
             std::fs::create_dir(host.path().join(folder)).expect("created");
         }
-        let name = Path::new(self.program).file_name().expect("a name");
-        let bin = host.path().join("bin").join(name);
-        std::os::unix::fs::symlink(self.program, bin).expect("linked");
+        for program in self.programs {
+            let name = Path::new(program).file_name().expect("a name");
+            let bin = host.path().join("bin").join(name);
+            std::os::unix::fs::symlink(program, bin).expect("linked");
+        }
         let put = |name: &str, content: &[u8]| {
-            std::fs::write(host.path().join(name), content).expect("written");
+            let path = host.path().join(name);
+            std::fs::create_dir_all(path.parent().expect("a folder")).expect("created");
+            std::fs::write(path, content).expect("written");
         };
-        let (name, text) = self.unit;
-        put(&format!("units/{name}"), text.as_bytes());
+        for (name, text) in self.units {
+            put(&format!("units/{name}"), text.as_bytes());
+        }
         put("steps.sh", self.steps.as_bytes());
         put("boot.sh", include_bytes!("boot.sh"));
         for (name, content) in self.etc {

@@ -32,7 +32,7 @@ mount -t tmpfs tmpfs run
 mount -t tmpfs tmpfs tmp
 mkdir host
 mount --bind "$host" host
-cp host/units/* etc/systemd/system/
+cp -r host/units/. etc/systemd/system/
 mkdir -p etc/patchbay
 cp host/etc/* etc/patchbay/
 cat >etc/systemd/system/steps.service <<END
@@ -45,4 +45,9 @@ Type=oneshot
 ExecStart=/bin/sh -c 'sh -ex /host/steps.sh >/host/log 2>&1'
 END
 export container=patchbay
-exec chroot . /lib/systemd/systemd --system --unit=steps.service --show-status=no
+# Not chroot: systemd could not make the private roots of its services.
+mkdir old
+pivot_root . old
+cd /
+umount --lazy /old
+exec /lib/systemd/systemd --system --unit=steps.service --show-status=no

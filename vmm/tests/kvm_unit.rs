@@ -54,8 +54,8 @@ fn systemd_starts_reloads_and_stops_guests() {
     let guest = |kernel: &str| format!("GUEST=--kernel {kernel} --memory 4M --no-patchbay\n");
     let [good, broken] = ["/etc/patchbay/kernel", "/nonexistent"].map(guest);
     let machine = boot::Machine {
-        program: PROGRAM,
-        unit: ("patchbay@.service", UNIT),
+        programs: &[PROGRAM],
+        units: &[("patchbay@.service", UNIT)],
         steps: include_str!("unit/steps.sh"),
         etc: &[
             ("kernel", &kernel),

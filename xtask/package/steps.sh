@@ -48,6 +48,25 @@ systemctl start patchbay-fleet
 wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay rollout list
 systemctl reload patchbayd
 cp /var/log/patchbayd/audit.jsonl /run/audit.before
+
+# The daemon attaches to other monitors' guests only where the operator lets it.
+systemctl show patchbayd >/run/properties
+test -z "$(grep ptrace /run/properties)"
+mkdir -p /etc/systemd/system/patchbayd.service.d
+ln -s /usr/lib/patchbay/patchbayd-attach.conf /etc/systemd/system/patchbayd.service.d/attach.conf
+systemctl daemon-reload
+systemd-analyze verify patchbayd.service
+systemctl show patchbayd >/run/properties
+grep 'CapabilityBoundingSet=.*cap_sys_ptrace' /run/properties
+echo 'OPTIONS=--attach-qmp /run/vm' >/etc/patchbay/patchbayd.conf
+mkdir /run/vm
+systemd-socket-activate --listen /run/vm/no-qemu --accept true &
+systemctl restart patchbayd
+wait_for sh -c 'journalctl --unit patchbayd | grep "/run/vm/no-qemu does not speak QMP"'
+# An attacher that has a guest, which no restart may end.
+sleep infinity &
+attacher=$!
+echo $attacher >/sys/fs/cgroup/system.slice/patchbayd.service/cgroup.procs
 daemon=$(systemctl show --value --property MainPID patchbayd)
 
 # Upgraded: the policy, the audit log and the store stay, and the daemon is the new one.
@@ -56,6 +75,7 @@ grep '# ours' /etc/patchbay/policy.yaml
 head --bytes "$(stat --format %s /run/audit.before)" /var/log/patchbayd/audit.jsonl | cmp - /run/audit.before
 test "$(systemctl show --value --property MainPID patchbayd)" != "$daemon"
 wait_for patchbay --socket $socket --guest test guest describe
+grep sleep /proc/$attacher/cmdline
 patchbay --socket $socket --guest test keys disable alpha
 patchbay audit verify
 test "$(wc -l </var/log/patchbayd/audit.jsonl)" -gt "$(wc -l </run/audit.before)"
@@ -64,6 +84,7 @@ wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay rollo
 
 # Removed: programs and services go, data stays.
 dpkg --remove patchbay patchbay-agent
+wait $attacher || test $? = 143
 test "$(systemctl is-active patchbayd)" = inactive
 test ! -e /usr/bin/patchbayd
 test -s /var/log/patchbayd/audit.jsonl

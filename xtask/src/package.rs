@@ -30,6 +30,9 @@ const PROGRAMS: &[(&str, &str)] = &[
 /// The agent's manual page. Its command line is too small for a parser that could make one.
 const AGENT_PAGE: &str = "guest-agent/patchbay-agent.8";
 
+/// The drop-in of patchbayd.service that lets it attach. It is installed where systemd does not read it.
+const ATTACH: &str = "node/patchbayd-attach.conf";
+
 const UNITS: &[&str] = &[
     "node/patchbayd.service",
     "fleet/patchbay-fleet.service",
@@ -121,6 +124,7 @@ impl Programs {
         for unit in UNITS {
             tree.copy(unit, "usr/lib/systemd/system", 0o644)?;
         }
+        tree.copy(ATTACH, "usr/lib/patchbay", 0o644)?;
         tree.copy("xtask/package/policy.yaml", "etc/patchbay", 0o644)?;
         tree.put("DEBIAN/conffiles", "/etc/patchbay/policy.yaml\n", 0o644)?;
         tree.documents(crates)?;
@@ -183,7 +187,8 @@ impl Programs {
         let agent = fs::read(self.program("patchbay-agent"))?;
         tree.put(&format!("{name}/bin/patchbay-agent"), agent, 0o755)?;
         tree.page(&host::repository().join(AGENT_PAGE), &name)?;
-        for unit in UNITS.iter().chain(&["guest-agent/patchbay-agent.service"]) {
+        let agents = "guest-agent/patchbay-agent.service";
+        for unit in UNITS.iter().chain(&[agents, ATTACH]) {
             tree.copy(unit, &format!("{name}/systemd"), 0o644)?;
         }
         tree.check_manual(&name)?;

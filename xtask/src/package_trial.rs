@@ -48,6 +48,8 @@ pub fn run(new: &Path) -> Result<()> {
     fs::copy(guests()?, at("in_memory_guests"))?;
     let output = Command::new("timeout")
         .args([
+            // unshare passes no other signal on while it waits.
+            "--signal=KILL",
             LIMIT,
             "unshare",
             "--mount",

@@ -39,6 +39,7 @@ const WITH_OTHER_KERNELS: &[&str] = &[
 /// Test targets of tier 2 that run beside others: what they measure, if anything, is not time.
 const WITH_OTHERS: &[&str] = &[
     "patchbay-attach::kvm_qemu",
+    "patchbay-node::kvm_unit",
     "patchbay-vmm::kvm_attacks",
     "patchbay-vmm::kvm_monitor",
     "patchbay-vmm::kvm_panic",

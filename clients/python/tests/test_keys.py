@@ -173,6 +173,9 @@ def test_tracing_without_an_agent_is_unavailable(web: patchbay.Guest) -> None:
         web.arm("sched_switch")
     assert error.value.reason == ErrorReason.ERROR_REASON_NO_AGENT
     assert web.agent().absent
+    with web.kernel_log() as log, pytest.raises(patchbay.Unavailable) as unread:
+        next(log)
+    assert unread.value.reason == ErrorReason.ERROR_REASON_NO_AGENT
 
 
 def test_nobody_listening_is_unavailable_without_a_reason(tmp_path: object) -> None:

@@ -68,6 +68,15 @@ class Traces(tracepoints_pb2_grpc.TracepointsServiceServicer):
         yield tracepoints_pb2.StreamTracepointEventsResponse(events=[event])
         fail(context, "ENDPOINT_ENDING")
 
+    def StreamKernelLog(
+        self, request: tracepoints_pb2.StreamKernelLogRequest, context: grpc.ServicerContext
+    ) -> Iterator[tracepoints_pb2.StreamKernelLogResponse]:
+        assert request.guest == "old"
+        yield tracepoints_pb2.StreamKernelLogResponse()
+        record = tracepoints_pb2.KernelLogRecord(level=7, text="a line")
+        yield tracepoints_pb2.StreamKernelLogResponse(records=[record], lost=3)
+        fail(context, "NO_AGENT")
+
 
 @pytest.fixture
 def guest(tmp_path: Path) -> Iterator[patchbay.Guest]:
@@ -115,3 +124,14 @@ def test_requests_of_tracing_carry_what_was_asked(guest: patchbay.Guest) -> None
         with pytest.raises(patchbay.Unavailable) as error:
             next(events)
     assert error.value.reason == patchbay.ErrorReason.ERROR_REASON_ENDPOINT_ENDING
+
+
+def test_the_kernels_log_is_streamed_until_the_agent_goes(guest: patchbay.Guest) -> None:
+    with guest.kernel_log() as log:
+        assert not next(log).records
+        response = next(log)
+        assert [(record.level, record.text) for record in response.records] == [(7, "a line")]
+        assert response.lost == 3
+        with pytest.raises(patchbay.Unavailable) as error:
+            next(log)
+    assert error.value.reason == patchbay.ErrorReason.ERROR_REASON_NO_AGENT

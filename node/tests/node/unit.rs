@@ -7,13 +7,17 @@ use std::process::Command;
 mod boot;
 
 const UNIT: &str = include_str!("../../patchbayd.service");
+const DROP_IN: &str = include_str!("../../patchbayd-attach.conf");
 const INSTALLED: &str = "/usr/bin/patchbayd";
 const PROGRAM: &str = env!("CARGO_BIN_EXE_patchbayd");
 
 #[test]
-fn systemd_accepts_the_unit() {
+fn systemd_accepts_the_unit_and_its_drop_in() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("patchbayd.service");
+    let drop_ins = folder.path().join("patchbayd.service.d");
+    std::fs::create_dir(&drop_ins).expect("created");
+    std::fs::write(drop_ins.join("attach.conf"), DROP_IN).expect("written");
     // The program is not installed here.
     let unit = UNIT.replace(INSTALLED, PROGRAM);
     std::fs::write(&path, unit).expect("written");
@@ -52,8 +56,8 @@ fn the_program_has_the_options_of_the_unit() {
 fn systemd_starts_reloads_restarts_and_stops_the_daemon() {
     let policy = b"rules: [{name: root, principals: ['uid:0'], role: admin}]\n";
     let machine = boot::Machine {
-        program: PROGRAM,
-        unit: ("patchbayd.service", UNIT),
+        programs: &[PROGRAM],
+        units: &[("patchbayd.service", UNIT)],
         steps: include_str!("../unit/steps.sh"),
         etc: &[("policy.yaml", policy)],
     };

@@ -2,14 +2,16 @@
 //! The agent in a guest of QEMU, over vhost-vsock.
 
 use std::path::Path;
+use std::process::Stdio;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::v1::{StreamTracepointEventsRequest, TraceEvent};
 use patchbay_tests::{
     AGENT_INSTANCE, Environment, EventStream, Qemu, StockKernel, connect, skip, until,
 };
+use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 
 /// The guest's drivers for vsock, in the order in which they can be loaded.
@@ -30,7 +32,9 @@ impl Lab {
     /// What the CLI prints, whether it succeeds or not, and whether it did.
     async fn patchbay(&self, words: &[&str]) -> Result<(bool, String)> {
         let mut command = Command::new(&self.kernel.cli);
-        command.arg("--socket").arg(self.guest.socket()).args(words);
+        command.arg("--socket").arg(self.guest.socket());
+        // An emulated computer is slow.
+        command.args(["--timeout", "2m"]).args(words);
         let output = command.output().await?;
         let mut text = String::from_utf8_lossy(&output.stdout).into_owned();
         text.push_str(&String::from_utf8_lossy(&output.stderr));
@@ -128,11 +132,46 @@ async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
         lab.ok(&["trace", "park", EXEC]).await?;
     }
     drop(events);
+    follows_debug_lines(&mut lab).await?;
     lab.ok(&["trace", "disarm", EXEC]).await?;
     let left = lab
         .guest
         .shell(&format!("cat {AGENT_INSTANCE}/set_event"))
         .await?;
     ensure!(!left.contains("sched"), "the probe is left: {left}");
+    Ok(())
+}
+
+/// Lines of pr_debug() come from the kernel's log: the console of a guest of QEMU is QEMU's.
+async fn follows_debug_lines(lab: &mut Lab) -> Result<()> {
+    lab.guest
+        .shell("insmod /lib/modules/*-binfmt_misc.ko; mount -t binfmt_misc none /proc/sys/fs/binfmt_misc")
+        .await?;
+    let mut follow = Command::new(&lab.kernel.cli)
+        .arg("--socket")
+        .arg(lab.guest.socket())
+        .args(["--timeout", "2m"])
+        .args(["debug", "on", "module binfmt_misc", "--follow"])
+        .stdout(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()?;
+    let mut lines = BufReader::new(follow.stdout.take().context("piped")?).lines();
+    while !lines
+        .next_line()
+        .await?
+        .context("it ended before the change")?
+        .contains("keys changed")
+    {}
+    lab.guest
+        .shell(
+            "cd /proc/sys/fs/binfmt_misc; echo ':x:M::xyz:/bin/true:' >register; echo -1 >x; cd /",
+        )
+        .await?;
+    while !lines
+        .next_line()
+        .await?
+        .context("it ended before the line")?
+        .contains("binfmt_misc: register: received")
+    {}
     Ok(())
 }

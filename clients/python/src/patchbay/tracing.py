@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One guest's tracepoints."""
+"""One guest's tracepoints, and its agent."""
 
 from __future__ import annotations
 
@@ -115,6 +115,14 @@ class Tracing(Calls):
             max_events_per_second=max_events_per_second,
         )
         return Stream(self._tracepoints.StreamTracepointEvents(request))
+
+    def kernel_log(self) -> Stream[tracepoints_pb2.StreamKernelLogResponse]:
+        """The log of the guest's kernel from now on, as the agent reads it.
+
+        The first response comes at once and has no records.
+        """
+        request = tracepoints_pb2.StreamKernelLogRequest(guest=self.name)
+        return Stream(self._tracepoints.StreamKernelLog(request))
 
     def trace_stats(self) -> tracepoints_pb2.GetTracepointStatsResponse:
         """Rates and losses."""

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The systemd unit with the drop-in for guests of QEMU.
+
+use std::path::Path;
+use std::process::Command;
+
+use patchbay_proto::client;
+use patchbay_proto::v1::guest_service_client::GuestServiceClient;
+use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use patchbay_proto::v1::{
+    ListGuestsRequest, ListStaticKeysRequest, PauseGuestRequest, ResumeGuestRequest,
+};
+
+#[path = "../../tests/unit/boot.rs"]
+mod boot;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_patchbayd");
+const UNIT: &str = include_str!("../patchbayd.service");
+const DROP_IN: &str = include_str!("../patchbayd-attach.conf");
+/// Makes the test's program a client of the daemon with this socket.
+const SOCKET: &str = "PATCHBAY_TEST_SOCKET";
+/// Names of the QEMUs, by the backends of their memory.
+const GUESTS: [&str; 3] = ["file", "memfd", "private"];
+
+#[test]
+fn the_daemon_attaches_to_qemus_of_another_user() {
+    if let Ok(socket) = std::env::var(SOCKET) {
+        return uses_guests(&socket);
+    }
+    let attacher = Path::new(PROGRAM).with_file_name("patchbay-attach");
+    if !attacher.exists() {
+        return println!("SKIPPED: patchbay-attach is not built; `cargo xtask test` builds it");
+    }
+    let qemu = Command::new("qemu-system-x86_64").arg("--version").output();
+    if qemu.is_err() || !has_kvm() {
+        return println!("SKIPPED: there is no qemu-system-x86_64, or no usable /dev/kvm");
+    }
+    let client = std::env::current_exe().expect("a program");
+    let [attacher, client] = [&attacher, &client].map(|path| path.display().to_string());
+    let name = client.rsplit('/').next().unwrap_or_default();
+    let steps = include_str!("unit/attach.sh").replace("CLIENT", name);
+    let machine = boot::Machine {
+        programs: &[PROGRAM, &attacher, &client],
+        units: &[
+            ("patchbayd.service", UNIT),
+            ("patchbayd.service.d/attach.conf", DROP_IN),
+        ],
+        steps: &steps,
+        etc: &[
+            (
+                "policy.yaml",
+                b"rules: [{name: root, principals: ['uid:0'], role: admin}]\n",
+            ),
+            ("patchbayd.conf", b"OPTIONS=--attach-qmp /run/vm\n"),
+        ],
+    };
+    let Some(host) = machine.run() else { return };
+    let read = |name: &str| std::fs::read_to_string(host.path().join(name)).unwrap_or_default();
+    assert_eq!(read("done"), "all\n", "{}", read("log"));
+    for name in ["status.daemon", "status.attacher"] {
+        let status = read(name);
+        // CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETUID and CAP_SYS_PTRACE.
+        for line in [
+            "CapEff:\t0000000000080086\n",
+            "NoNewPrivs:\t1\n",
+            "Seccomp:\t2\n",
+        ] {
+            assert!(status.contains(line), "{status}");
+        }
+    }
+}
+
+fn has_kvm() -> bool {
+    let mut options = std::fs::File::options();
+    options.read(true).write(true).open("/dev/kvm").is_ok()
+}
+
+/// Waits until the daemon serves the guests. Stops each of them, and reads its memory.
+#[tokio::main]
+async fn uses_guests(socket: &str) {
+    let channel = loop {
+        let connector = client::unix_socket(socket);
+        if let Ok(channel) = client::endpoint().connect_with_connector(connector).await {
+            break channel;
+        }
+    };
+    let mut guests = GuestServiceClient::new(channel.clone());
+    loop {
+        let list = guests.list_guests(ListGuestsRequest::default()).await;
+        let list = list.expect("a list").into_inner().guests;
+        if list.iter().map(|guest| guest.guest.as_str()).eq(GUESTS) {
+            break;
+        }
+    }
+    for name in GUESTS {
+        let pause = PauseGuestRequest {
+            guest: name.to_owned(),
+            ..Default::default()
+        };
+        guests.pause_guest(pause).await.expect("it stops");
+        let resume = ResumeGuestRequest {
+            guest: name.to_owned(),
+        };
+        guests.resume_guest(resume).await.expect("it runs");
+        let keys = ListStaticKeysRequest {
+            guest: name.to_owned(),
+            ..Default::default()
+        };
+        let mut client = StaticKeysServiceClient::new(channel.clone());
+        let error = client.list_static_keys(keys).await.expect_err("firmware");
+        assert!(error.message().contains("kernel"), "{error}");
+    }
+}

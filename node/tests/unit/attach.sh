@@ -1,0 +1,48 @@
+# Run by systemd, in the machine that boot.sh makes. What it finds out goes to /host.
+trap "test -e /host/done || systemctl --no-pager --lines=20 status patchbayd" EXIT
+pid() { systemctl show --value --property MainPID patchbayd; }
+attachers() { pgrep -x patchbay-attach | sort; }
+client() {
+	PATCHBAY_TEST_SOCKET=/run/patchbayd/patchbayd.sock timeout 120 /usr/bin/CLIENT --exact the_daemon_attaches_to_qemus_of_another_user --nocapture
+}
+# QEMUs of another user. The sockets and the file are that user's alone.
+mkdir -m 755 /run/vm
+chown nobody /run/vm
+for guest in file memfd private; do
+	case $guest in
+	file) memory="-machine memory-backend=ram -object memory-backend-file,id=ram,size=32M,share=on,mem-path=/run/vm/ram" ;;
+	memfd) memory="-machine memory-backend=ram -object memory-backend-memfd,id=ram,size=32M,share=on" ;;
+	private) memory= ;;
+	esac
+	setpriv --reuid nobody --regid kvm --clear-groups sh -c "umask 077; exec qemu-system-x86_64 -accel kvm -m 32M -nodefaults \
+		-display none -name $guest $memory -qmp unix:/run/vm/$guest,server=on,wait=off" &
+done
+
+systemctl start patchbayd
+client
+cat "/proc/$(pid)/status" >/host/status.daemon
+attachers >/run/before
+test "$(wc -l </run/before)" = 3
+cat "/proc/$(head -n 1 /run/before)/status" >/host/status.attacher
+# No attacher shows these: systemd 252 leaves /run writable in this machine, and no guest has an agent.
+grep " /run/patchbay rw" "/proc/$(pid)/mountinfo"
+systemctl show --property RestrictAddressFamilies patchbayd | grep AF_VSOCK
+
+# Memory that QEMU shares is mapped, not read through its process.
+for backing in /run/vm/ram /memfd:; do
+	grep -l "$backing" $(sed 's,.*,/proc/&/maps,' /run/before)
+done
+
+# Attachers outlive the daemon, because they keep holds.
+first=$(pid)
+kill -KILL "$first"
+until test "$(pid)" != "$first" && test "$(pid)" != 0 && systemctl is-active patchbayd; do :; done
+client
+systemctl stop patchbayd
+attachers | cmp - /run/before
+
+# All guests are detached from, and run on.
+systemctl kill patchbayd
+until test -z "$(attachers)"; do :; done
+test "$(pgrep -c -u nobody qemu)" = 3
+echo all >/host/done
