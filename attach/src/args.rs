@@ -87,8 +87,9 @@ pub struct Options {
     #[arg(long, value_name = "FOLDER")]
     pub keys_dir: Option<PathBuf>,
     /// Discover with this file what the kernel does not reveal: its vmlinux or System.map if it is built without
-    /// CONFIG_KALLSYMS_ALL, its vmlinux with debug information if without CONFIG_DEBUG_INFO_BTF
-    #[arg(long, value_name = "FILE")]
+    /// CONFIG_KALLSYMS_ALL, its vmlinux with debug information if without CONFIG_DEBUG_INFO_BTF. In a folder the file is found by
+    /// the kernel's build id (.build-id/ab/cdef.debug) or release (vmlinux-RELEASE, System.map-RELEASE)
+    #[arg(long, value_name = "PATH")]
     pub debug_file: Option<PathBuf>,
     /// Append each change to this file
     #[arg(long, value_name = "FILE")]

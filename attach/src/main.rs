@@ -17,7 +17,7 @@ use patchbay_service::guest::Machine;
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::declared::Declarations;
 use patchbay_service::keys::registry::Registry;
-use patchbay_service::keys::registry::discovery::DebugFile;
+use patchbay_service::keys::registry::discovery::DebugFiles;
 use patchbay_service::keys::{Keys, KeysConfig};
 use patchbay_service::trace::{AgentSocket, Tracing};
 use tokio::signal::unix::{SignalKind, signal};
@@ -71,8 +71,8 @@ fn main() -> ExitCode {
 }
 
 fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
-    let debug_file = match &args.debug_file {
-        Some(path) => Some(DebugFile::open(path).map_err(|error| {
+    let debug_files = match &args.debug_file {
+        Some(path) => Some(DebugFiles::open(path).map_err(|error| {
             anyhow::anyhow!("the debug file {} cannot be used: {error}", path.display())
         })?),
         None => None,
@@ -106,7 +106,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
         ..Tracing::default()
     };
     let registry = Arc::new(Registry::default());
-    registry.discover(guest.clone(), debug_file);
+    registry.discover(guest.clone(), debug_files);
     let config = KeysConfig {
         audit,
         allow_guarded: args.allow_guarded,

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Messages of the API as they are printed: stable names, hexadecimal addresses and bytes.
 
+mod discovery;
+
 use patchbay_proto::v1;
 use serde::Serialize;
+
+use self::discovery::{DebugFile, discovered_by, discovery_ms};
 
 #[derive(Debug, Serialize)]
 pub struct Key {
@@ -178,6 +182,8 @@ pub struct Details {
     pub discovered_by: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub discovery_ms: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub debug_file: Option<DebugFile>,
     pub agent_connected: bool,
     pub transport: &'static str,
     pub transports: Vec<&'static str>,
@@ -489,14 +495,9 @@ impl Guest {
                 v1::TableSource::Registered => "registered",
                 v1::TableSource::Discovered => "discovered",
             },
-            discovered_by: guest.discovery.as_ref().map(|found| match found.way() {
-                v1::DiscoveryWay::Unspecified => "unknown",
-                v1::DiscoveryWay::Image => "image",
-                v1::DiscoveryWay::Note => "note",
-            }),
-            discovery_ms: guest
-                .discovery
-                .map(|found| (micros(found.time) / 100.0).round() / 10.0),
+            discovered_by: guest.discovery.as_ref().map(discovered_by),
+            discovery_ms: guest.discovery.as_ref().map(discovery_ms),
+            debug_file: DebugFile::used(&guest),
             agent_connected: status.agent_connected,
             transport: transport(guest.transport()),
             transports: guest.transports().map(transport).collect(),

@@ -37,6 +37,8 @@ pub use static_keys::{PatternError, Patterns};
 pub use symbols::{MAX_SYMBOLS, Symbol, SymbolFileError, SymbolKind, Symbols};
 pub use table::{FoundBy, Table, TableError};
 
+use live::DebugFile;
+
 /// Why a kernel or module cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum InspectError {
@@ -46,16 +48,19 @@ pub enum InspectError {
     /// The ELF file is no kernel.
     #[error(transparent)]
     Image(#[from] ImageError),
+    /// The debug file is not this kernel's.
+    #[error(transparent)]
+    DebugFile(#[from] live::DiscoveryError),
     /// The kernel has no jump table that could be found.
     #[error(transparent)]
     Table(#[from] TableError),
 }
 
-/// Reads a kernel or module file. Names come from `given`, else from the file itself.
+/// Reads a kernel or module file. Names come from `given`, else from the file itself. So do types, where the file has none.
 ///
 /// # Errors
 /// [`InspectError`]. Entries that do not agree with the bytes at their sites are no error here: see [`SiteReport::problem`].
-pub fn inspect(file: &[u8], given: Option<Symbols>) -> Result<Report, InspectError> {
+pub fn inspect(file: &[u8], given: Option<DebugFile>) -> Result<Report, InspectError> {
     let Unpacked {
         bzimage,
         compression,
@@ -63,8 +68,11 @@ pub fn inspect(file: &[u8], given: Option<Symbols>) -> Result<Report, InspectErr
     } = unpack(file)?;
     let mut image = Image::parse(&elf)?;
     let own = std::mem::take(&mut image.symbols);
+    let mut types = None;
     let (source, mut symbols) = if let Some(given) = given {
-        (SymbolSource::File, given)
+        let (symbols, its_types) = given.of_image(&image)?;
+        types = its_types;
+        (SymbolSource::File, symbols)
     } else if !own.is_empty() {
         (SymbolSource::Elf, own)
     } else if let Some(kallsyms) = read_kallsyms(&image) {
@@ -86,5 +94,11 @@ pub fn inspect(file: &[u8], given: Option<Symbols>) -> Result<Report, InspectErr
         symbols: source,
         symbol_count: symbols.len(),
     };
-    Ok(Report::new(image_report, &image, &symbols, &table))
+    Ok(Report::new(
+        image_report,
+        &image,
+        &symbols,
+        types.as_deref(),
+        &table,
+    ))
 }

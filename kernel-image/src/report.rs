@@ -24,7 +24,7 @@ const MAX_DECLARATIONS: u64 = 1 << 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SymbolSource {
-    /// The file given with --symbols.
+    /// The file given with --debug-file.
     File,
     /// .symtab of the ELF file.
     Elf,
@@ -181,10 +181,16 @@ fn proof<S: serde::Serializer>(value: &Option<u64>, serializer: S) -> Result<S::
 }
 
 impl Report {
-    /// Groups the entries of a table by key and looks at their sites.
+    /// Groups the entries of a table by key and looks at their sites. `types` is BTF for a kernel without its own.
     #[must_use]
-    pub fn new(about: ImageReport, image: &Image<'_>, symbols: &Symbols, table: &Table) -> Self {
-        let reader = Reader::new(image, symbols, table);
+    pub fn new(
+        about: ImageReport,
+        image: &Image<'_>,
+        symbols: &Symbols,
+        types: Option<&[u8]>,
+        table: &Table,
+    ) -> Self {
+        let reader = Reader::new(image, symbols, types, table);
         let (keys, summary) = reader.keys();
         Self {
             image: about,
@@ -209,7 +215,12 @@ struct Reader<'image, 'data> {
 }
 
 impl<'image, 'data> Reader<'image, 'data> {
-    fn new(image: &'image Image<'data>, symbols: &'image Symbols, table: &'image Table) -> Self {
+    fn new(
+        image: &'image Image<'data>,
+        symbols: &'image Symbols,
+        types: Option<&[u8]>,
+        table: &'image Table,
+    ) -> Self {
         let between = |start: &str, end: &str| Some(symbols.address(start)?..symbols.address(end)?);
         let mut reader = Self {
             image,
@@ -224,7 +235,7 @@ impl<'image, 'data> Reader<'image, 'data> {
             },
             ro_after_init: between("__start_ro_after_init", "__end_ro_after_init"),
             declared: BTreeMap::new(),
-            classes: classes(image, symbols).unwrap_or_default(),
+            classes: classes(image, symbols, types).unwrap_or_default(),
         };
         if let Some(range) = between(
             "__start___patchbay_declarations",
@@ -418,11 +429,13 @@ impl Memory for &Image<'_> {
     }
 }
 
-/// What a kernel's own tables say, with the offsets from its BTF. None for a module and a kernel without BTF.
-fn classes(mut image: &Image<'_>, symbols: &Symbols) -> Option<Classes> {
+/// What a kernel's own tables say, with the offsets from its BTF, else from `types`. None for a module and without types.
+fn classes(mut image: &Image<'_>, symbols: &Symbols, types: Option<&[u8]>) -> Option<Classes> {
     let between = |start, end| Some(symbols.address(start)?..symbols.address(end)?);
-    let range = between("__start_BTF", "__stop_BTF").filter(|_| image.pointer_size == 8)?;
-    let types = image.bytes_at(range.start, range.end.checked_sub(range.start)?);
+    let types = match between("__start_BTF", "__stop_BTF").filter(|_| image.pointer_size == 8) {
+        Some(range) => image.bytes_at(range.start, range.end.checked_sub(range.start)?),
+        None => types?,
+    };
     let btf = Btf::parse(types, &["_ddebug", "static_key", "tracepoint"]).ok()?;
     let mut found = Classes::default();
     if let (Some(pointers), Some(name), Some(key)) = (

@@ -33,13 +33,13 @@ pub enum TableError {
     /// Neither symbols nor a search found it.
     #[error(
         "no jump table found: look for CONFIG_JUMP_LABEL=y in the kernel's config; if it is there, give the kernel's own System.map \
-         with --symbols"
+         with --debug-file"
     )]
     NotFound,
     /// What a search found may be a part of the table.
     #[error(
         "this kernel has no readable symbols, and a search found {entries} entries at {start:#x}..{stop:#x} that may be only a part of its \
-         jump table (no code refers to both ends): give the kernel's own System.map with --symbols"
+         jump table (no code refers to both ends): give the kernel's own System.map with --debug-file"
     )]
     NotProven {
         /// Start of the candidate.

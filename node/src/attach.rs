@@ -39,6 +39,8 @@ pub struct Attach {
     pub libvirt: Option<String>,
     /// The attacher; by default the one beside this program.
     pub program: Option<PathBuf>,
+    /// File of the guests' kernel, or a folder with the files of many kernels.
+    pub debug_file: Option<PathBuf>,
 }
 
 /// A guest to attach to.
@@ -75,18 +77,24 @@ impl Target {
         run_dir.join(format!("attached-{digits}.sock"))
     }
 
-    fn arguments(&self, socket: &Path) -> Vec<OsString> {
+    fn arguments(&self, socket: &Path, debug_file: Option<&Path>) -> Vec<OsString> {
         let words: Vec<OsString> = match self {
             Self::Qmp { path, .. } => vec!["qemu".into(), "--qmp".into(), path.into()],
             Self::Domain { uri, .. } => vec!["libvirt".into(), "--connect".into(), uri.into()],
         };
         let api = ["--api-socket".into(), socket.into()];
+        let debug = debug_file.map(|path| ["--debug-file".into(), path.into()]);
         let domain = match self {
             Self::Qmp { .. } => vec![],
             // Its name may begin with a dash.
             Self::Domain { name, .. } => vec!["--".into(), name.into()],
         };
-        words.into_iter().chain(api).chain(domain).collect()
+        words
+            .into_iter()
+            .chain(api)
+            .chain(debug.into_iter().flatten())
+            .chain(domain)
+            .collect()
     }
 }
 
@@ -100,7 +108,10 @@ pub async fn run(attach: Attach, run_dir: PathBuf) {
         let folder = folder.display();
         tracing::warn!("there is no folder {folder} of QMP sockets; it is used once it is there");
     }
-    let program = attach.program.unwrap_or_else(default_program);
+    let attacher = Attacher {
+        program: attach.program.unwrap_or_else(default_program),
+        debug_file: attach.debug_file,
+    };
     let (targets, watched) = watch::channel(BTreeSet::new());
     let mut sockets = (!attach.qmp.is_empty()).then(|| Watch::new(RunDirs(attach.qmp)));
     let mut domains = BTreeSet::new();
@@ -132,7 +143,7 @@ pub async fn run(attach: Attach, run_dir: PathBuf) {
         tasks.retain(|_, task| !task.is_finished());
         for target in found {
             tasks.entry(target.clone()).or_insert_with(|| {
-                let kept = keep(target, program.clone(), run_dir.clone(), watched.clone());
+                let kept = keep(target, attacher.clone(), run_dir.clone(), watched.clone());
                 tokio::spawn(kept)
             });
         }
@@ -200,7 +211,7 @@ fn domains(uri: &str, text: &str) -> BTreeSet<Target> {
 /// Keeps an attacher running for as long as its target is there.
 async fn keep(
     target: Target,
-    program: PathBuf,
+    attacher: Attacher,
     run_dir: PathBuf,
     mut targets: watch::Receiver<BTreeSet<Target>>,
 ) {
@@ -215,12 +226,12 @@ async fn keep(
             }
             "it was no child".to_owned()
         } else {
-            match spawn(&program, &target, &socket) {
+            match attacher.spawn(&target, &socket) {
                 Ok(mut child) => {
                     tracing::info!(target = name, pid = child.id(), "attaching");
                     said(child.wait().await)
                 }
-                Err(error) => format!("{} cannot be started: {error}", program.display()),
+                Err(error) => format!("{} cannot be started: {error}", attacher.program.display()),
             }
         };
         // The guest may be gone, which the next scan sees.
@@ -244,13 +255,22 @@ fn said(status: std::io::Result<ExitStatus>) -> String {
     }
 }
 
-fn spawn(program: &Path, target: &Target, socket: &Path) -> std::io::Result<Child> {
-    Command::new(program)
-        .args(target.arguments(socket))
-        .stdin(Stdio::null())
-        // What a terminal sends to this process is not for the attacher.
-        .process_group(0)
-        .spawn()
+/// What is the same for all targets.
+#[derive(Clone)]
+struct Attacher {
+    program: PathBuf,
+    debug_file: Option<PathBuf>,
+}
+
+impl Attacher {
+    fn spawn(&self, target: &Target, socket: &Path) -> std::io::Result<Child> {
+        Command::new(&self.program)
+            .args(target.arguments(socket, self.debug_file.as_deref()))
+            .stdin(Stdio::null())
+            // What a terminal sends to this process is not for the attacher.
+            .process_group(0)
+            .spawn()
+    }
 }
 
 #[cfg(test)]
@@ -274,8 +294,9 @@ mod tests {
             name: "--pause".to_owned(),
         };
         let socket = target.socket(Path::new("/run/p"));
-        let words = target.arguments(&socket);
-        assert_eq!(words[words.len() - 2..], ["--", "--pause"]);
+        let words = target.arguments(&socket, Some(Path::new("/d")));
+        let last = ["--debug-file", "/d", "--", "--pause"];
+        assert_eq!(words[words.len() - 4..], last);
         assert_eq!(words[..3], ["libvirt", "--connect", "qemu:///system"]);
         // Not the socket of another target.
         let other = Target::Qmp {

@@ -79,6 +79,10 @@ struct ServeArgs {
     /// The program that attaches. [default: patchbay-attach beside this program, else in PATH]
     #[arg(long, value_name = "PROGRAM")]
     attach_program: Option<PathBuf>,
+    /// Debug file, or folder of debug files, for guests that this daemon attaches to, for kernels that do not
+    /// reveal what a discovery needs; see --debug-file of patchbay-attach.
+    #[arg(long, value_name = "PATH")]
+    debug_file: Option<PathBuf>,
     /// Register the host and its guests in this etcd, http://ADDRESS:PORT, or https:// with certificates;
     /// may be given several times.
     #[arg(long, value_name = "URL")]
@@ -238,12 +242,17 @@ fn config(args: ServeArgs) -> anyhow::Result<Config> {
         Some(file) => Guests::read(file)?,
         None => Guests::default(),
     };
+    if let Some(path) = &args.debug_file {
+        std::fs::metadata(path)
+            .with_context(|| format!("--debug-file {} cannot be used", path.display()))?;
+    }
     Ok(Config {
         guests,
         attach: Attach {
             qmp: args.attach_qmp,
             libvirt: args.attach_libvirt,
             program: args.attach_program,
+            debug_file: args.debug_file,
         },
         registry,
         run_dirs: match args.run_dir.as_slice() {

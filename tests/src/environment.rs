@@ -65,6 +65,14 @@ impl Environment {
             .ok()
     }
 
+    /// The vmlinux of the kernel under test with debug information (`PATCHBAY_TEST_DEBUG_FILE`);
+    /// `None`, after printing why, if the test is skipped.
+    pub fn debug_file() -> Option<PathBuf> {
+        file("PATCHBAY_TEST_DEBUG_FILE")
+            .map_err(|reason| crate::skip(&reason))
+            .ok()
+    }
+
     fn from_variables() -> Result<Self, String> {
         check_kvm()?;
         Ok(Self {

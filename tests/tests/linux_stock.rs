@@ -128,7 +128,7 @@ async fn in_one_boot(guest: &mut Guest) -> Result<DescribeGuestResponse> {
     let listed = began.elapsed();
     let description = guest.describe().await?;
     let status = description.guest_status();
-    let discovery = description.discovery.context("discovered")?;
+    let discovery = description.discovery.as_ref().context("discovered")?;
     println!(
         "{}: {} keys, {} sites, {} modules; by {:?} in {:?}, listed in {listed:?}",
         status.kernel_release,
@@ -136,7 +136,11 @@ async fn in_one_boot(guest: &mut Guest) -> Result<DescribeGuestResponse> {
         description.sites,
         description.modules,
         discovery.way(),
-        Duration::try_from(discovery.time.unwrap_or_default())?,
+        discovery
+            .time
+            .map(Duration::try_from)
+            .transpose()?
+            .unwrap_or_default(),
     );
     ensure!(status.table_source() == TableSource::Discovered);
     ensure!(discovery.way() == DiscoveryWay::Image, "{discovery:?}");

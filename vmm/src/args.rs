@@ -72,7 +72,8 @@ pub struct Args {
     pub symbols: Option<PathBuf>,
 
     /// Discover with this file what the kernel does not reveal: its vmlinux or System.map if it is built without
-    /// CONFIG_KALLSYMS_ALL, its vmlinux with debug information if without CONFIG_DEBUG_INFO_BTF.
+    /// CONFIG_KALLSYMS_ALL, its vmlinux with debug information if without CONFIG_DEBUG_INFO_BTF. It is read at the
+    /// start, because the monitor's threads cannot open files.
     #[arg(long, value_name = "FILE")]
     pub debug_file: Option<PathBuf>,
 

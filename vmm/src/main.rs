@@ -144,7 +144,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         );
     }
     let guest = Arc::new(VmGuest::new(args.name.clone(), vm.clone()));
-    registry.discover(guest.clone(), debug_file);
+    registry.discover(guest.clone(), debug_file.map(Into::into));
     let audit_place = audit.place();
     let keys_config = KeysConfig {
         audit,

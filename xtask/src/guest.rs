@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 
 use crate::kernel::{self, Recipe};
-use crate::{cargo, host, initramfs, lab_image};
+use crate::{cargo, debug_file, host, initramfs, lab_image};
 
 /// Environment variables with paths, for tests, demo and benchmarks.
 pub type Variables = Vec<(&'static str, PathBuf)>;
@@ -23,7 +23,12 @@ pub fn prepare_tests() -> Result<Variables> {
     let mut variables = kernel_and_agent()?;
     variables.extend(paths_of_programs());
     let unpatched = kernel::get(&Recipe::unpatched())?;
-    variables.push(("PATCHBAY_TEST_UNPATCHED_KERNEL", unpatched.bzimage()));
+    let debug_file = debug_file::get(&kernel::get(&Recipe::standard())?)?;
+    variables.extend([
+        ("PATCHBAY_TEST_UNPATCHED_KERNEL", unpatched.bzimage()),
+        ("PATCHBAY_TEST_UNPATCHED_VMLINUX", unpatched.vmlinux()),
+        ("PATCHBAY_TEST_DEBUG_FILE", debug_file),
+    ]);
     Ok(variables)
 }
 

@@ -224,6 +224,11 @@ pub struct Kernel {
 }
 
 impl Kernel {
+    /// Identity of the sources, the configuration and the compiler.
+    pub fn key(&self) -> &str {
+        &self.key
+    }
+
     /// The compressed image.
     pub fn bzimage(&self) -> PathBuf {
         self.folder.join("bzImage")
@@ -266,14 +271,19 @@ fn build_test_modules(kernel: &Kernel, folder: &Path) -> Result<()> {
             .arg("-r")
             .args([modules_path(), sources.clone()]),
     )?;
-    let mut command = make(&kernel.folder.join(DEVELOPMENT));
-    command.arg(variable("M=", &sources)).arg("modules");
-    steps.run("compiling", &mut command)?;
+    steps.run("compiling", make_module(kernel, &sources).arg("modules"))?;
     let modules = folder.join("modules");
     fs::create_dir(&modules)?;
     collect_modules(&sources, &modules)?;
     fs::remove_dir_all(&sources)?;
     Ok(())
+}
+
+/// A `make` for a folder outside of the kernel, which has the series.
+pub fn make_module(kernel: &Kernel, sources: &Path) -> Command {
+    let mut command = make(&kernel.folder.join(DEVELOPMENT));
+    command.arg(variable("M=", sources));
+    command
 }
 
 /// Returns the kernel and builds it if it is not in the cache. Installs what the build needs.

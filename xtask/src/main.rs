@@ -6,6 +6,7 @@ mod bench;
 mod bill;
 mod cargo;
 mod clients;
+mod debug_file;
 mod demo;
 mod doctor;
 mod fuzz;

@@ -7,7 +7,8 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use patchbay_kernel_image::{PatternError, Patterns, Summary, SymbolFileError, Symbols, inspect};
+use patchbay_kernel_image::live::{DebugFile, DebugFileError};
+use patchbay_kernel_image::{PatternError, Patterns, Summary, inspect};
 
 use crate::args::Output;
 use crate::failure::Failure;
@@ -25,9 +26,9 @@ pub struct InspectArguments {
     /// Globs of names; a leading ! takes away: 'sched_*' '!sched_energy*'.
     #[arg(value_name = "KEY")]
     keys: Vec<String>,
-    /// Take names from this System.map instead of the file's own symbols.
+    /// Take names from this file instead of the kernel's own symbols, and types if the kernel has no BTF: its System.map or vmlinux.
     #[arg(long, value_name = "FILE")]
-    symbols: Option<PathBuf>,
+    debug_file: Option<PathBuf>,
     /// List every branch site (always in json and yaml).
     #[arg(long)]
     sites: bool,
@@ -41,7 +42,7 @@ enum InspectError {
     #[error("it has more than {} MiB: refused", MAX_FILE >> 20)]
     TooLarge,
     #[error(transparent)]
-    SymbolFile(#[from] SymbolFileError),
+    DebugFile(#[from] DebugFileError),
     #[error(transparent)]
     Image(#[from] patchbay_kernel_image::InspectError),
     #[error("no key matches; list all names with `-o name`")]
@@ -84,8 +85,8 @@ fn listing(arguments: &InspectArguments) -> Result<output::Listing, Failure> {
     let at_file = |error| about(&arguments.file, error);
     let keys = Patterns::parse(&arguments.keys)
         .map_err(|error: PatternError| Failure::usage(error.to_string()))?;
-    let given = match &arguments.symbols {
-        Some(path) => Some(read_symbols(path).map_err(|error| about(path, error))?),
+    let given = match &arguments.debug_file {
+        Some(path) => Some(DebugFile::open(path).map_err(|error| about(path, error.into()))?),
         None => None,
     };
     let file = read_file(&arguments.file).map_err(at_file)?;
@@ -109,8 +110,4 @@ fn read_file(path: &Path) -> Result<Vec<u8>, InspectError> {
         return Err(InspectError::TooLarge);
     }
     Ok(bytes)
-}
-
-fn read_symbols(path: &Path) -> Result<Symbols, InspectError> {
-    Ok(Symbols::from_text(&read_file(path)?)?)
 }

@@ -117,7 +117,7 @@ fn summary(report: &Report) -> String {
         SymbolSource::File => "the symbol file",
         SymbolSource::Elf => "the ELF symbols",
         SymbolSource::Kallsyms => "kallsyms",
-        SymbolSource::None => "nowhere (give a System.map with --symbols)",
+        SymbolSource::None => "nowhere (give a System.map or vmlinux with --debug-file)",
     };
     format!(
         "{kind}{release}, {bits} bits, compression {compression:?}; {symbols} names from {names}\n\

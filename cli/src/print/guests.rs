@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Guests as a whole.
 
+use serde_json::Value;
+
 use super::{Printable, Rows, or_dash};
 use crate::view;
 
@@ -64,27 +66,42 @@ impl Printable for view::Guest {
         let Some(details) = &self.details else {
             return out;
         };
-        let Ok(serde_json::Value::Object(fields)) = serde_json::to_value(details) else {
+        let Ok(Value::Object(fields)) = serde_json::to_value(details) else {
             return out;
         };
         for (label, value) in fields {
-            let value = match value {
-                serde_json::Value::String(text) => text,
-                serde_json::Value::Bool(value) => if value { "yes" } else { "no" }.to_owned(),
-                serde_json::Value::Array(items) => items
-                    .iter()
-                    .filter_map(|item| item.as_str())
-                    .collect::<Vec<_>>()
-                    .join(", "),
-                other => other.to_string(),
-            };
-            out += &format!("  {:<22}{}\n", label.replace('_', " "), or_dash(&value));
+            out += &format!(
+                "  {:<22}{}\n",
+                label.replace('_', " "),
+                or_dash(&text(&value))
+            );
         }
         out
     }
 
     fn names(&self) -> Vec<&str> {
         vec![&self.name]
+    }
+}
+
+/// A value in a line. An object is its texts and the names of its facts that hold.
+fn text(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Bool(value) => if *value { "yes" } else { "no" }.to_owned(),
+        Value::Array(items) => {
+            let items: Vec<_> = items.iter().filter_map(Value::as_str).collect();
+            items.join(", ")
+        }
+        Value::Object(fields) => {
+            let facts = fields.iter().filter_map(|(name, value)| match value {
+                Value::String(text) => Some(text.clone()),
+                Value::Bool(true) => Some(name.replace('_', " ")),
+                _ => None,
+            });
+            facts.collect::<Vec<_>>().join(", ")
+        }
+        other => other.to_string(),
     }
 }
 

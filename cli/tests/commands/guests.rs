@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use patchbay_proto::v1;
 use patchbay_service::guest::Machine;
+use patchbay_service::keys::registry::discovery::FileUse;
 
 use super::lab::{Commands, Host, Lab};
 
@@ -273,4 +274,30 @@ fn a_monitor_that_is_gone_has_stopped() {
     assert_eq!(code, Some(0));
     let (_, said, code) = agent.output();
     assert_eq!(code, Some(1), "{said}");
+}
+
+#[test]
+fn the_debug_file_of_a_discovery_is_shown() {
+    let lab = Lab::new();
+    let details = &lab.json(&["guest", "describe"])["details"];
+    assert!(details.get("debug_file").is_none(), "{details}");
+    lab.guest.discover_with(FileUse {
+        path: "/usr/lib/debug/boot/vmlinux".into(),
+        data_symbols: true,
+        types: false,
+        compared: 1000,
+        build_id: true,
+    });
+    let details = &lab.json(&["guest", "describe"])["details"];
+    assert_eq!(details["discovered_by"], "image", "{details}");
+    let file = serde_json::json!({
+        "path": "/usr/lib/debug/boot/vmlinux",
+        "symbols": true,
+        "types": false,
+        "same_build_id": true,
+    });
+    assert_eq!(details["debug_file"], file);
+    let table = lab.ok(&["guest", "describe"]);
+    let line = "  debug file            /usr/lib/debug/boot/vmlinux, same build id, symbols\n";
+    assert!(table.contains(line), "{table}");
 }

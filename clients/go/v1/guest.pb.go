@@ -779,7 +779,9 @@ type Discovery struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Way   DiscoveryWay           `protobuf:"varint,1,opt,name=way,proto3,enum=patchbay.v1.DiscoveryWay" json:"way,omitempty"`
 	// From the first look until the tables were known.
-	Time          *durationpb.Duration `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
+	Time *durationpb.Duration `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
+	// Set if a file of the host provides what the kernel does not reveal.
+	DebugFile     *DebugFile `protobuf:"bytes,3,opt,name=debug_file,json=debugFile,proto3" json:"debug_file,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -828,6 +830,89 @@ func (x *Discovery) GetTime() *durationpb.Duration {
 	return nil
 }
 
+func (x *Discovery) GetDebugFile() *DebugFile {
+	if x != nil {
+		return x.DebugFile
+	}
+	return nil
+}
+
+// A vmlinux or System.map that a discovery used.
+type DebugFile struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Path on the guest's host.
+	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
+	// It provides the symbols of data: the kernel is built without
+	// CONFIG_KALLSYMS_ALL.
+	Symbols bool `protobuf:"varint,2,opt,name=symbols,proto3" json:"symbols,omitempty"`
+	// It provides the layout of structures: the kernel is built without
+	// CONFIG_DEBUG_INFO_BTF.
+	Types bool `protobuf:"varint,3,opt,name=types,proto3" json:"types,omitempty"`
+	// Its build id is the kernel's. If false, one of the two has none, and only the
+	// addresses of the kernel's own symbols prove that the file is of this build.
+	SameBuildId   bool `protobuf:"varint,4,opt,name=same_build_id,json=sameBuildId,proto3" json:"same_build_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DebugFile) Reset() {
+	*x = DebugFile{}
+	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DebugFile) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DebugFile) ProtoMessage() {}
+
+func (x *DebugFile) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DebugFile.ProtoReflect.Descriptor instead.
+func (*DebugFile) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *DebugFile) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+func (x *DebugFile) GetSymbols() bool {
+	if x != nil {
+		return x.Symbols
+	}
+	return false
+}
+
+func (x *DebugFile) GetTypes() bool {
+	if x != nil {
+		return x.Types
+	}
+	return false
+}
+
+func (x *DebugFile) GetSameBuildId() bool {
+	if x != nil {
+		return x.SameBuildId
+	}
+	return false
+}
+
 type WatchGuestRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Guest         string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
@@ -837,7 +922,7 @@ type WatchGuestRequest struct {
 
 func (x *WatchGuestRequest) Reset() {
 	*x = WatchGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -849,7 +934,7 @@ func (x *WatchGuestRequest) String() string {
 func (*WatchGuestRequest) ProtoMessage() {}
 
 func (x *WatchGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -862,7 +947,7 @@ func (x *WatchGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGuestRequest.ProtoReflect.Descriptor instead.
 func (*WatchGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{6}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *WatchGuestRequest) GetGuest() string {
@@ -881,7 +966,7 @@ type WatchGuestResponse struct {
 
 func (x *WatchGuestResponse) Reset() {
 	*x = WatchGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -893,7 +978,7 @@ func (x *WatchGuestResponse) String() string {
 func (*WatchGuestResponse) ProtoMessage() {}
 
 func (x *WatchGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -906,7 +991,7 @@ func (x *WatchGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGuestResponse.ProtoReflect.Descriptor instead.
 func (*WatchGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{7}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *WatchGuestResponse) GetStatus() *GuestStatus {
@@ -931,7 +1016,7 @@ type PauseGuestRequest struct {
 
 func (x *PauseGuestRequest) Reset() {
 	*x = PauseGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -943,7 +1028,7 @@ func (x *PauseGuestRequest) String() string {
 func (*PauseGuestRequest) ProtoMessage() {}
 
 func (x *PauseGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -956,7 +1041,7 @@ func (x *PauseGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseGuestRequest.ProtoReflect.Descriptor instead.
 func (*PauseGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{8}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *PauseGuestRequest) GetGuest() string {
@@ -994,7 +1079,7 @@ type PauseGuestResponse struct {
 
 func (x *PauseGuestResponse) Reset() {
 	*x = PauseGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1006,7 +1091,7 @@ func (x *PauseGuestResponse) String() string {
 func (*PauseGuestResponse) ProtoMessage() {}
 
 func (x *PauseGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1019,7 +1104,7 @@ func (x *PauseGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseGuestResponse.ProtoReflect.Descriptor instead.
 func (*PauseGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{9}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *PauseGuestResponse) GetStopTime() *durationpb.Duration {
@@ -1045,7 +1130,7 @@ type ResumeGuestRequest struct {
 
 func (x *ResumeGuestRequest) Reset() {
 	*x = ResumeGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1057,7 +1142,7 @@ func (x *ResumeGuestRequest) String() string {
 func (*ResumeGuestRequest) ProtoMessage() {}
 
 func (x *ResumeGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1070,7 +1155,7 @@ func (x *ResumeGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeGuestRequest.ProtoReflect.Descriptor instead.
 func (*ResumeGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{10}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ResumeGuestRequest) GetGuest() string {
@@ -1088,7 +1173,7 @@ type ResumeGuestResponse struct {
 
 func (x *ResumeGuestResponse) Reset() {
 	*x = ResumeGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1100,7 +1185,7 @@ func (x *ResumeGuestResponse) String() string {
 func (*ResumeGuestResponse) ProtoMessage() {}
 
 func (x *ResumeGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1113,7 +1198,7 @@ func (x *ResumeGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeGuestResponse.ProtoReflect.Descriptor instead.
 func (*ResumeGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{11}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{12}
 }
 
 type ShutdownGuestRequest struct {
@@ -1132,7 +1217,7 @@ type ShutdownGuestRequest struct {
 
 func (x *ShutdownGuestRequest) Reset() {
 	*x = ShutdownGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1144,7 +1229,7 @@ func (x *ShutdownGuestRequest) String() string {
 func (*ShutdownGuestRequest) ProtoMessage() {}
 
 func (x *ShutdownGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1157,7 +1242,7 @@ func (x *ShutdownGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownGuestRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{12}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ShutdownGuestRequest) GetGuest() string {
@@ -1198,7 +1283,7 @@ type ShutdownGuestResponse struct {
 
 func (x *ShutdownGuestResponse) Reset() {
 	*x = ShutdownGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1210,7 +1295,7 @@ func (x *ShutdownGuestResponse) String() string {
 func (*ShutdownGuestResponse) ProtoMessage() {}
 
 func (x *ShutdownGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1223,7 +1308,7 @@ func (x *ShutdownGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownGuestResponse.ProtoReflect.Descriptor instead.
 func (*ShutdownGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{13}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ShutdownGuestResponse) GetPowerCut() bool {
@@ -1250,7 +1335,7 @@ type StreamConsoleRequest struct {
 
 func (x *StreamConsoleRequest) Reset() {
 	*x = StreamConsoleRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1262,7 +1347,7 @@ func (x *StreamConsoleRequest) String() string {
 func (*StreamConsoleRequest) ProtoMessage() {}
 
 func (x *StreamConsoleRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1275,7 +1360,7 @@ func (x *StreamConsoleRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamConsoleRequest.ProtoReflect.Descriptor instead.
 func (*StreamConsoleRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{14}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *StreamConsoleRequest) GetGuest() string {
@@ -1317,7 +1402,7 @@ type StreamConsoleResponse struct {
 
 func (x *StreamConsoleResponse) Reset() {
 	*x = StreamConsoleResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1329,7 +1414,7 @@ func (x *StreamConsoleResponse) String() string {
 func (*StreamConsoleResponse) ProtoMessage() {}
 
 func (x *StreamConsoleResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1342,7 +1427,7 @@ func (x *StreamConsoleResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamConsoleResponse.ProtoReflect.Descriptor instead.
 func (*StreamConsoleResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{15}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *StreamConsoleResponse) GetOffset() uint64 {
@@ -1412,10 +1497,17 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\x11five_level_paging\x18\x0f \x01(\bR\x0ffiveLevelPaging\x124\n" +
 	"\tdiscovery\x18\x10 \x01(\v2\x16.patchbay.v1.DiscoveryR\tdiscovery\x12#\n" +
 	"\rdeclared_keys\x18\x14 \x01(\rR\fdeclaredKeys\x12-\n" +
-	"\x12declaration_errors\x18\x15 \x03(\tR\x11declarationErrors\"g\n" +
+	"\x12declaration_errors\x18\x15 \x03(\tR\x11declarationErrors\"\x9e\x01\n" +
 	"\tDiscovery\x12+\n" +
 	"\x03way\x18\x01 \x01(\x0e2\x19.patchbay.v1.DiscoveryWayR\x03way\x12-\n" +
-	"\x04time\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x04time\")\n" +
+	"\x04time\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x04time\x125\n" +
+	"\n" +
+	"debug_file\x18\x03 \x01(\v2\x16.patchbay.v1.DebugFileR\tdebugFile\"s\n" +
+	"\tDebugFile\x12\x12\n" +
+	"\x04path\x18\x01 \x01(\tR\x04path\x12\x18\n" +
+	"\asymbols\x18\x02 \x01(\bR\asymbols\x12\x14\n" +
+	"\x05types\x18\x03 \x01(\bR\x05types\x12\"\n" +
+	"\rsame_build_id\x18\x04 \x01(\bR\vsameBuildId\")\n" +
 	"\x11WatchGuestRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\"F\n" +
 	"\x12WatchGuestResponse\x120\n" +
@@ -1495,7 +1587,7 @@ func file_patchbay_v1_guest_proto_rawDescGZIP() []byte {
 }
 
 var file_patchbay_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
-var file_patchbay_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
+var file_patchbay_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
 var file_patchbay_v1_guest_proto_goTypes = []any{
 	(GuestState)(0),               // 0: patchbay.v1.GuestState
 	(RegistrationState)(0),        // 1: patchbay.v1.RegistrationState
@@ -1508,57 +1600,59 @@ var file_patchbay_v1_guest_proto_goTypes = []any{
 	(*DescribeGuestRequest)(nil),  // 8: patchbay.v1.DescribeGuestRequest
 	(*DescribeGuestResponse)(nil), // 9: patchbay.v1.DescribeGuestResponse
 	(*Discovery)(nil),             // 10: patchbay.v1.Discovery
-	(*WatchGuestRequest)(nil),     // 11: patchbay.v1.WatchGuestRequest
-	(*WatchGuestResponse)(nil),    // 12: patchbay.v1.WatchGuestResponse
-	(*PauseGuestRequest)(nil),     // 13: patchbay.v1.PauseGuestRequest
-	(*PauseGuestResponse)(nil),    // 14: patchbay.v1.PauseGuestResponse
-	(*ResumeGuestRequest)(nil),    // 15: patchbay.v1.ResumeGuestRequest
-	(*ResumeGuestResponse)(nil),   // 16: patchbay.v1.ResumeGuestResponse
-	(*ShutdownGuestRequest)(nil),  // 17: patchbay.v1.ShutdownGuestRequest
-	(*ShutdownGuestResponse)(nil), // 18: patchbay.v1.ShutdownGuestResponse
-	(*StreamConsoleRequest)(nil),  // 19: patchbay.v1.StreamConsoleRequest
-	(*StreamConsoleResponse)(nil), // 20: patchbay.v1.StreamConsoleResponse
-	(*timestamppb.Timestamp)(nil), // 21: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),   // 22: google.protobuf.Duration
+	(*DebugFile)(nil),             // 11: patchbay.v1.DebugFile
+	(*WatchGuestRequest)(nil),     // 12: patchbay.v1.WatchGuestRequest
+	(*WatchGuestResponse)(nil),    // 13: patchbay.v1.WatchGuestResponse
+	(*PauseGuestRequest)(nil),     // 14: patchbay.v1.PauseGuestRequest
+	(*PauseGuestResponse)(nil),    // 15: patchbay.v1.PauseGuestResponse
+	(*ResumeGuestRequest)(nil),    // 16: patchbay.v1.ResumeGuestRequest
+	(*ResumeGuestResponse)(nil),   // 17: patchbay.v1.ResumeGuestResponse
+	(*ShutdownGuestRequest)(nil),  // 18: patchbay.v1.ShutdownGuestRequest
+	(*ShutdownGuestResponse)(nil), // 19: patchbay.v1.ShutdownGuestResponse
+	(*StreamConsoleRequest)(nil),  // 20: patchbay.v1.StreamConsoleRequest
+	(*StreamConsoleResponse)(nil), // 21: patchbay.v1.StreamConsoleResponse
+	(*timestamppb.Timestamp)(nil), // 22: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 23: google.protobuf.Duration
 }
 var file_patchbay_v1_guest_proto_depIdxs = []int32{
 	7,  // 0: patchbay.v1.ListGuestsResponse.guests:type_name -> patchbay.v1.GuestStatus
 	0,  // 1: patchbay.v1.GuestStatus.state:type_name -> patchbay.v1.GuestState
-	21, // 2: patchbay.v1.GuestStatus.paused_until:type_name -> google.protobuf.Timestamp
+	22, // 2: patchbay.v1.GuestStatus.paused_until:type_name -> google.protobuf.Timestamp
 	1,  // 3: patchbay.v1.GuestStatus.registration:type_name -> patchbay.v1.RegistrationState
 	2,  // 4: patchbay.v1.GuestStatus.table_source:type_name -> patchbay.v1.TableSource
 	7,  // 5: patchbay.v1.DescribeGuestResponse.status:type_name -> patchbay.v1.GuestStatus
-	21, // 6: patchbay.v1.DescribeGuestResponse.started_at:type_name -> google.protobuf.Timestamp
+	22, // 6: patchbay.v1.DescribeGuestResponse.started_at:type_name -> google.protobuf.Timestamp
 	3,  // 7: patchbay.v1.DescribeGuestResponse.transport:type_name -> patchbay.v1.Transport
 	3,  // 8: patchbay.v1.DescribeGuestResponse.transports:type_name -> patchbay.v1.Transport
 	10, // 9: patchbay.v1.DescribeGuestResponse.discovery:type_name -> patchbay.v1.Discovery
 	4,  // 10: patchbay.v1.Discovery.way:type_name -> patchbay.v1.DiscoveryWay
-	22, // 11: patchbay.v1.Discovery.time:type_name -> google.protobuf.Duration
-	7,  // 12: patchbay.v1.WatchGuestResponse.status:type_name -> patchbay.v1.GuestStatus
-	22, // 13: patchbay.v1.PauseGuestRequest.timeout:type_name -> google.protobuf.Duration
-	22, // 14: patchbay.v1.PauseGuestRequest.ttl:type_name -> google.protobuf.Duration
-	22, // 15: patchbay.v1.PauseGuestResponse.stop_time:type_name -> google.protobuf.Duration
-	21, // 16: patchbay.v1.PauseGuestResponse.expires_at:type_name -> google.protobuf.Timestamp
-	22, // 17: patchbay.v1.ShutdownGuestRequest.timeout:type_name -> google.protobuf.Duration
-	5,  // 18: patchbay.v1.GuestService.ListGuests:input_type -> patchbay.v1.ListGuestsRequest
-	8,  // 19: patchbay.v1.GuestService.DescribeGuest:input_type -> patchbay.v1.DescribeGuestRequest
-	11, // 20: patchbay.v1.GuestService.WatchGuest:input_type -> patchbay.v1.WatchGuestRequest
-	13, // 21: patchbay.v1.GuestService.PauseGuest:input_type -> patchbay.v1.PauseGuestRequest
-	15, // 22: patchbay.v1.GuestService.ResumeGuest:input_type -> patchbay.v1.ResumeGuestRequest
-	17, // 23: patchbay.v1.GuestService.ShutdownGuest:input_type -> patchbay.v1.ShutdownGuestRequest
-	19, // 24: patchbay.v1.GuestService.StreamConsole:input_type -> patchbay.v1.StreamConsoleRequest
-	6,  // 25: patchbay.v1.GuestService.ListGuests:output_type -> patchbay.v1.ListGuestsResponse
-	9,  // 26: patchbay.v1.GuestService.DescribeGuest:output_type -> patchbay.v1.DescribeGuestResponse
-	12, // 27: patchbay.v1.GuestService.WatchGuest:output_type -> patchbay.v1.WatchGuestResponse
-	14, // 28: patchbay.v1.GuestService.PauseGuest:output_type -> patchbay.v1.PauseGuestResponse
-	16, // 29: patchbay.v1.GuestService.ResumeGuest:output_type -> patchbay.v1.ResumeGuestResponse
-	18, // 30: patchbay.v1.GuestService.ShutdownGuest:output_type -> patchbay.v1.ShutdownGuestResponse
-	20, // 31: patchbay.v1.GuestService.StreamConsole:output_type -> patchbay.v1.StreamConsoleResponse
-	25, // [25:32] is the sub-list for method output_type
-	18, // [18:25] is the sub-list for method input_type
-	18, // [18:18] is the sub-list for extension type_name
-	18, // [18:18] is the sub-list for extension extendee
-	0,  // [0:18] is the sub-list for field type_name
+	23, // 11: patchbay.v1.Discovery.time:type_name -> google.protobuf.Duration
+	11, // 12: patchbay.v1.Discovery.debug_file:type_name -> patchbay.v1.DebugFile
+	7,  // 13: patchbay.v1.WatchGuestResponse.status:type_name -> patchbay.v1.GuestStatus
+	23, // 14: patchbay.v1.PauseGuestRequest.timeout:type_name -> google.protobuf.Duration
+	23, // 15: patchbay.v1.PauseGuestRequest.ttl:type_name -> google.protobuf.Duration
+	23, // 16: patchbay.v1.PauseGuestResponse.stop_time:type_name -> google.protobuf.Duration
+	22, // 17: patchbay.v1.PauseGuestResponse.expires_at:type_name -> google.protobuf.Timestamp
+	23, // 18: patchbay.v1.ShutdownGuestRequest.timeout:type_name -> google.protobuf.Duration
+	5,  // 19: patchbay.v1.GuestService.ListGuests:input_type -> patchbay.v1.ListGuestsRequest
+	8,  // 20: patchbay.v1.GuestService.DescribeGuest:input_type -> patchbay.v1.DescribeGuestRequest
+	12, // 21: patchbay.v1.GuestService.WatchGuest:input_type -> patchbay.v1.WatchGuestRequest
+	14, // 22: patchbay.v1.GuestService.PauseGuest:input_type -> patchbay.v1.PauseGuestRequest
+	16, // 23: patchbay.v1.GuestService.ResumeGuest:input_type -> patchbay.v1.ResumeGuestRequest
+	18, // 24: patchbay.v1.GuestService.ShutdownGuest:input_type -> patchbay.v1.ShutdownGuestRequest
+	20, // 25: patchbay.v1.GuestService.StreamConsole:input_type -> patchbay.v1.StreamConsoleRequest
+	6,  // 26: patchbay.v1.GuestService.ListGuests:output_type -> patchbay.v1.ListGuestsResponse
+	9,  // 27: patchbay.v1.GuestService.DescribeGuest:output_type -> patchbay.v1.DescribeGuestResponse
+	13, // 28: patchbay.v1.GuestService.WatchGuest:output_type -> patchbay.v1.WatchGuestResponse
+	15, // 29: patchbay.v1.GuestService.PauseGuest:output_type -> patchbay.v1.PauseGuestResponse
+	17, // 30: patchbay.v1.GuestService.ResumeGuest:output_type -> patchbay.v1.ResumeGuestResponse
+	19, // 31: patchbay.v1.GuestService.ShutdownGuest:output_type -> patchbay.v1.ShutdownGuestResponse
+	21, // 32: patchbay.v1.GuestService.StreamConsole:output_type -> patchbay.v1.StreamConsoleResponse
+	26, // [26:33] is the sub-list for method output_type
+	19, // [19:26] is the sub-list for method input_type
+	19, // [19:19] is the sub-list for extension type_name
+	19, // [19:19] is the sub-list for extension extendee
+	0,  // [0:19] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_guest_proto_init() }
@@ -1572,7 +1666,7 @@ func file_patchbay_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_guest_proto_rawDesc), len(file_patchbay_v1_guest_proto_rawDesc)),
 			NumEnums:      5,
-			NumMessages:   16,
+			NumMessages:   17,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

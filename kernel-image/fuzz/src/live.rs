@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What is tried: guests and files of the host that differ in a few bytes from good ones, and type information.
 
-use std::sync::Arc;
+use std::path::Path;
 
 use patchbay_kernel_image::Btf;
 use patchbay_kernel_image::live::{DebugFile, Finder, Kernel, Way, discover};
@@ -94,10 +94,11 @@ pub fn debug_files(data: &[u8]) {
         let at = u32::from_le_bytes([change[0], change[1], change[2], 0]) as usize % file.len();
         file[at] = change[3];
     }
-    if let Ok(file) = DebugFile::parse(&file)
-        && let Ok(kernel) = Finder::new(Some(Arc::new(file))).find(&guest, &guest.cpus, Way::Image)
+    if let Ok(file) = DebugFile::parse(Path::new("vmlinux"), &file)
+        && let Ok(kernel) = Finder::new(Some(file.into())).find(&guest, &guest.cpus, Way::Image)
     {
-        assert!(kernel.evidence.file.is_some_and(|used| used.data_symbols));
+        let used = kernel.evidence.file.as_ref();
+        assert!(used.is_some_and(|used| used.data_symbols));
         check(&kernel);
     } else {
         assert!(!changes.is_empty(), "the file is good");

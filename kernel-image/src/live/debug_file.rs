@@ -8,7 +8,7 @@
 
 use std::fs::File;
 use std::io::Read as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use object::read::elf::{FileHeader, ProgramHeader, SectionHeader, SectionTable};
 use object::{LittleEndian, elf};
@@ -19,7 +19,8 @@ use super::paging::IMAGE_MAP;
 use crate::btf::{Btf, BtfError};
 use crate::container::{self, ContainerError};
 use crate::dwarf;
-use crate::image::symbol_table;
+use crate::image::{Image, symbol_table};
+use crate::kallsyms;
 use crate::symbols::{Named, SymbolFileError, Symbols};
 
 /// Most bytes of a file; a distribution's vmlinux with its DWARF has up to 1 GiB.
@@ -68,8 +69,10 @@ pub enum DebugFileError {
 }
 
 /// What a discovery took from a debug file, and what proves it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileUse {
+    /// The file.
+    pub path: PathBuf,
     /// Symbols that the kernel's kallsyms lack.
     pub data_symbols: bool,
     /// Members and sizes of structures.
@@ -83,6 +86,7 @@ pub struct FileUse {
 /// A vmlinux or a System.map.
 #[derive(Debug)]
 pub struct DebugFile {
+    path: PathBuf,
     symbols: Symbols,
     named: Named,
     /// Hexadecimal; empty if it has none.
@@ -132,25 +136,25 @@ impl DebugFile {
         if bytes.len() as u64 > MAX_FILE {
             return Err(DebugFileError::TooLarge);
         }
-        Self::parse(&bytes)
+        Self::parse(path, &bytes)
     }
 
-    /// Reads the bytes of a vmlinux, packed or not, or of a System.map.
+    /// Reads the bytes of a vmlinux, packed or not, or of a System.map. The path is what errors call it.
     ///
     /// # Errors
     /// [`DebugFileError`].
-    pub fn parse(bytes: &[u8]) -> Result<Self, DebugFileError> {
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, DebugFileError> {
         match container::unpack(bytes) {
-            Ok(unpacked) => Self::from_elf(&unpacked.elf),
+            Ok(unpacked) => Self::from_elf(path, &unpacked.elf),
             Err(ContainerError::Unknown(_)) => {
                 let symbols = Symbols::from_text(bytes)?;
-                Ok(Self::new(symbols, String::new(), None))
+                Ok(Self::new(path, symbols, String::new(), None))
             }
             Err(error) => Err(error.into()),
         }
     }
 
-    fn from_elf(data: &[u8]) -> Result<Self, DebugFileError> {
+    fn from_elf(path: &Path, data: &[u8]) -> Result<Self, DebugFileError> {
         if data.get(4) != Some(&elf::ELFCLASS64) {
             return Err(DebugFileError::NoKernel);
         }
@@ -192,16 +196,21 @@ impl DebugFile {
                 Some(btf.to_vec())
             }
         };
-        Ok(Self::new(symbols, build.unwrap_or_default(), types))
+        Ok(Self::new(path, symbols, build.unwrap_or_default(), types))
     }
 
-    fn new(symbols: Symbols, build_id: String, types: Option<Vec<u8>>) -> Self {
+    fn new(path: &Path, symbols: Symbols, build_id: String, types: Option<Vec<u8>>) -> Self {
         Self {
+            path: path.to_owned(),
             named: symbols.look_up(layout::SYMBOLS),
             symbols,
             build_id,
             types,
         }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
     }
 
     pub(super) fn symbols(&self) -> &Symbols {
@@ -217,11 +226,33 @@ impl DebugFile {
         self.types.as_deref()
     }
 
+    /// Compares the file with a kernel that does not run. Returns its symbols, and its types if the build ids prove them.
+    pub(crate) fn of_image(
+        self,
+        image: &Image<'_>,
+    ) -> Result<(Symbols, Option<Vec<u8>>), DiscoveryError> {
+        if let Some(own) = kallsyms::read(image) {
+            let named = own.look_up(layout::SYMBOLS);
+            let Slide(by) = self.compare(&own, &named)?;
+            if by != 0 {
+                return refuse(format!(
+                    "the debug file {} is of another build: its _stext is not where the image has it; {GIVE_FILE}",
+                    self.path.display()
+                ));
+            }
+        }
+        let notes = self.named.range("__start_notes", "__stop_notes");
+        let notes = notes.map(|range| image.bytes_at(range.start, range.end - range.start));
+        let proven = self.compare_build_id(&notes.and_then(build_id).unwrap_or_default())?;
+        Ok((self.symbols, self.types.filter(|_| proven)))
+    }
+
     /// Compares every symbol of the guest with the file's.
     pub(super) fn compare(&self, guest: &Symbols, named: &Named) -> Result<Slide, DiscoveryError> {
         let Some(own) = self.named.address("_stext") else {
             return refuse(format!(
-                "the debug file has no single symbol _stext; {GIVE_FILE}"
+                "the debug file {} has no single symbol _stext; {GIVE_FILE}",
+                self.path.display()
             ));
         };
         let Some(text) = named.address("_stext") else {
@@ -240,8 +271,9 @@ impl DebugFile {
                 None => "does not have it".to_owned(),
             };
             return refuse(format!(
-                "the debug file is of another build: the kernel has {shown} at {:#x}, and the file, moved to the kernel's _stext, \
+                "the debug file {} is of another build: the kernel has {shown} at {:#x}, and the file, moved to the kernel's _stext, \
                  {others}; {GIVE_FILE}",
+                self.path.display(),
                 symbol.address
             ));
         }
@@ -256,7 +288,8 @@ impl DebugFile {
         if !self.build_id.eq_ignore_ascii_case(guests) {
             let shown: String = guests.escape_debug().take(MAX_SHOWN).collect();
             return refuse(format!(
-                "the debug file is of another build: its build id is {}, the kernel's is {shown}; {GIVE_FILE}",
+                "the debug file {} is of another build: its build id is {}, the kernel's is {shown}; {GIVE_FILE}",
+                self.path.display(),
                 self.build_id
             ));
         }

@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use super::contents::{self, Own};
 use super::debug_file::DebugFile;
+use super::debug_folder::DebugFiles;
 use super::error::{DiscoveryError, GIVE_TYPES, refuse};
 use super::gates::{self, Gates};
 use super::layout::{self, Inner};
@@ -40,7 +41,7 @@ pub fn discover<M: PhysicalMemory + ?Sized>(
 #[derive(Default)]
 pub struct Finder {
     known: Option<Known>,
-    file: Option<Arc<DebugFile>>,
+    files: Option<DebugFiles>,
 }
 
 impl fmt::Debug for Finder {
@@ -51,10 +52,10 @@ impl fmt::Debug for Finder {
 }
 
 impl Finder {
-    /// A finder that takes from this file what a kernel does not reveal itself.
+    /// A finder that takes from these files what a kernel does not reveal itself.
     #[must_use]
-    pub fn new(file: Option<Arc<DebugFile>>) -> Self {
-        Self { known: None, file }
+    pub fn new(files: Option<DebugFiles>) -> Self {
+        Self { known: None, files }
     }
 
     /// Finds the keys of a running kernel, as [`discover`] does. [`Evidence::again`] says whether an earlier discovery was used.
@@ -83,7 +84,7 @@ impl Finder {
                 }
             }
         }
-        let (kernel, known) = whole(memory, cpus, way, self.file.as_deref())?;
+        let (kernel, known) = whole(memory, cpus, way, self.files.as_mut())?;
         self.known = known;
         Ok(kernel)
     }
@@ -160,7 +161,7 @@ impl Known {
             evidence: Evidence {
                 way,
                 note: anchors.note,
-                file: anchors.file,
+                file: anchors.file.clone(),
                 cpus: located.cpus,
                 again,
                 missing_gates: gates.missing,
@@ -175,10 +176,10 @@ fn whole<M: PhysicalMemory + ?Sized>(
     memory: &M,
     cpus: &[Cpu],
     way: Way,
-    file: Option<&DebugFile>,
+    files: Option<&mut DebugFiles>,
 ) -> Result<(Kernel, Option<Known>), DiscoveryError> {
     let mut clock = Clock::start();
-    let mut located = locate::locate(memory, cpus, way, file, &mut clock)?;
+    let (mut located, file) = locate::locate(memory, cpus, way, files, &mut clock)?;
     let anchors = Arc::clone(&located.anchors);
     let has_modules = anchors.named.address("modules").is_some();
     let (btf, whose) = match anchors.named.range("__start_BTF", "__stop_BTF") {
@@ -213,19 +214,21 @@ fn types_of<'file>(
     file: Option<&'file DebugFile>,
     anchors: &Anchors,
 ) -> Result<&'file [u8], DiscoveryError> {
-    let Some((file, used)) = file.zip(anchors.file) else {
+    let Some((file, used)) = file.zip(anchors.file.as_ref()) else {
         return refuse(format!(
             "the kernel has no BTF: it is built without CONFIG_DEBUG_INFO_BTF; {GIVE_TYPES}"
         ));
     };
     let Some(types) = file.types() else {
         return refuse(format!(
-            "the kernel has no BTF, and the debug file has no types; {GIVE_TYPES}"
+            "the kernel has no BTF, and the debug file {} has no types; {GIVE_TYPES}",
+            used.path.display()
         ));
     };
     if !used.build_id {
         return refuse(format!(
-            "the kernel has no BTF, and nothing proves the types of the debug file: it or the kernel has no build id; {GIVE_TYPES}"
+            "the kernel has no BTF, and nothing proves the types of the debug file {}: it or the kernel has no build id; {GIVE_TYPES}",
+            used.path.display()
         ));
     }
     Ok(types)

@@ -12,6 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::debug_file::{self, DebugFile};
+use super::debug_folder::DebugFiles;
 use super::error::{DiscoveryError, GIVE_FILE, busy, refuse};
 use super::layout;
 use super::memory::{Cpu, PhysicalMemory, View};
@@ -65,13 +66,14 @@ struct Candidate {
     handler: u64,
 }
 
-pub(super) fn locate<'m, M: PhysicalMemory + ?Sized>(
+/// Also returns the file that it needed.
+pub(super) fn locate<'m, 'f, M: PhysicalMemory + ?Sized>(
     memory: &'m M,
     cpus: &[Cpu],
     way: Way,
-    file: Option<&DebugFile>,
+    files: Option<&'f mut DebugFiles>,
     clock: &mut Clock,
-) -> Result<Located<'m, M>, DiscoveryError> {
+) -> Result<(Located<'m, M>, Option<&'f DebugFile>), DiscoveryError> {
     let (candidate, note) = match way {
         Way::Image => (from_cpus(memory, cpus)?, None),
         Way::Note => {
@@ -88,8 +90,8 @@ pub(super) fn locate<'m, M: PhysicalMemory + ?Sized>(
     let mut named = symbols.look_up(layout::SYMBOLS);
     clock.part("kallsyms", view.copied());
     check_gate(&named, candidate.handler, "the first vCPU")?;
-    let used = complete(&mut symbols, &mut named, file, &candidate)?;
-    if used.is_some() {
+    let file = complete(&mut symbols, &mut named, files, &view, &candidate)?;
+    if file.is_some() {
         clock.part("debug file", view.copied());
     }
 
@@ -129,16 +131,18 @@ pub(super) fn locate<'m, M: PhysicalMemory + ?Sized>(
         build_id: String::new(),
         kaslr_offset: None,
         note: NoteFound::Absent,
-        file: used,
+        file: file.as_ref().map(|(_, used)| used.clone()),
     };
+    let file = file.map(|(file, _)| file);
     compare_note(&mut view, &mut anchors, note, text)?;
     compare_build_id(&mut view, &mut anchors, file)?;
     clock.part("anchors", view.copied());
-    Ok(Located {
+    let located = Located {
         view,
         anchors: Arc::new(anchors),
         cpus,
-    })
+    };
+    Ok((located, file))
 }
 
 /// Looks whether the vCPUs run a kernel that was found before; none if any runs something else.
@@ -176,18 +180,26 @@ pub(super) fn required(symbols: &Named, name: &'static str) -> Result<u64, Disco
 }
 
 /// Adds what the file has and the kernel does not reveal. None if the file is not needed.
-fn complete(
+fn complete<'f, M: PhysicalMemory + ?Sized>(
     symbols: &mut Symbols,
     named: &mut Named,
-    file: Option<&DebugFile>,
+    files: Option<&'f mut DebugFiles>,
+    view: &View<'_, M>,
     candidate: &Candidate,
-) -> Result<Option<FileUse>, DiscoveryError> {
+) -> Result<Option<(&'f DebugFile, FileUse)>, DiscoveryError> {
     let lacks = |name: &&str| named.address(name).is_none();
     let data_symbols = layout::DATA_SYMBOLS.iter().any(lacks);
     let btf = |named: &Named| named.range("__start_BTF", "__stop_BTF").is_some();
-    let Some(file) = file.filter(|_| data_symbols || !btf(named)) else {
+    let Some(files) = files.filter(|_| data_symbols || !btf(named)) else {
         return Ok(None);
     };
+    let option = if data_symbols {
+        "CONFIG_KALLSYMS_ALL"
+    } else {
+        "CONFIG_DEBUG_INFO_BTF"
+    };
+    let lacks = format!("the kernel is built without {option}");
+    let file = files.of(view.data(), &lacks)?;
     let slide = file.compare(symbols, named)?;
     let compared = symbols.len();
     if data_symbols {
@@ -196,12 +208,14 @@ fn complete(
         let code = code_around(&candidate.runs, candidate.handler);
         symbols.classify(|address| code.contains(&address));
     }
-    Ok(Some(FileUse {
+    let used = FileUse {
+        path: file.path().to_owned(),
         data_symbols,
         types: !btf(named),
         compared,
         build_id: false,
-    }))
+    };
+    Ok(Some((file, used)))
 }
 
 fn from_cpus<M: PhysicalMemory + ?Sized>(

@@ -16,6 +16,7 @@
 
 mod contents;
 mod debug_file;
+mod debug_folder;
 mod error;
 mod finder;
 mod functions;
@@ -37,6 +38,7 @@ use serde::Serialize;
 use static_keys::Nops;
 
 pub use debug_file::{DebugFile, DebugFileError, FileUse};
+pub use debug_folder::{DebugFiles, DebugFolder};
 pub use error::DiscoveryError;
 pub use finder::{Finder, discover};
 pub use functions::Functions;

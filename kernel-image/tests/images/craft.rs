@@ -160,7 +160,8 @@ impl Kernel {
 
     /// The symbols in the format of nm(1).
     pub fn system_map(&self) -> String {
-        let mut map = format!("{:x} T _text\n", self.text_address());
+        let text = self.text_address();
+        let mut map = format!("{text:x} T _text\n{text:x} T _stext\n");
         for index in 0..16 {
             map += &format!(
                 "{:x} t function_{index}\n{:x} d key_{index}\n",

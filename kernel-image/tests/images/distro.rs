@@ -7,6 +7,7 @@ use std::path::Path;
 
 use iced_x86::{Code, Decoder, DecoderOptions};
 
+use patchbay_kernel_image::live::DebugFile;
 use patchbay_kernel_image::{
     FoundBy, Image, Instruction, Report, SiteReport, SymbolSource, Symbols, Table, inspect, unpack,
 };
@@ -115,9 +116,8 @@ fn system_map_agrees(path: &Path, file: &[u8], report: &Report) {
     else {
         return;
     };
-    let symbols = match std::fs::read(&map).map(|text| Symbols::from_text(&text)) {
-        Ok(Ok(symbols)) => symbols,
-        Ok(Err(error)) => return println!("{}: not compared, {error}", map.display()),
+    let symbols = match DebugFile::open(&map) {
+        Ok(symbols) => symbols,
         Err(error) => return println!("{}: not compared, {error}", map.display()),
     };
     let other = inspect(file, Some(symbols)).unwrap();

@@ -3,7 +3,8 @@
 use std::io::Write;
 
 use crate::craft::{Branch, Kernel, branches, bzimage};
-use patchbay_kernel_image::{Format, FoundBy, Instruction, Report, SymbolSource, Symbols, inspect};
+use crate::given;
+use patchbay_kernel_image::{Format, FoundBy, Instruction, Report, SymbolSource, inspect};
 
 const FORMATS: [Format; 4] = [
     Format::Relative64,
@@ -13,7 +14,7 @@ const FORMATS: [Format; 4] = [
 ];
 
 fn with_map(kernel: &Kernel) -> Report {
-    let symbols = Symbols::from_text(kernel.system_map().as_bytes()).unwrap();
+    let symbols = given(&kernel.system_map()).unwrap();
     inspect(&kernel.elf(), Some(symbols)).unwrap()
 }
 
@@ -89,7 +90,7 @@ fn a_part_of_a_table_is_not_taken_for_the_whole() {
         let kernel = Kernel::new(format, &written);
         let error = inspect(&kernel.elf(), None).unwrap_err().to_string();
         assert!(
-            error.contains("8 entries at") && error.contains("--symbols"),
+            error.contains("8 entries at") && error.contains("--debug-file"),
             "{error}"
         );
         // With symbols the whole table is there, and what is wrong with it.
@@ -133,7 +134,7 @@ fn sections_say_what_is_code_and_what_is_freed() {
         // Kernels of 6.16 and later look like this.
         (".data", 7, kernel.data_address(), kernel.data.len() as u64),
     ];
-    let symbols = Symbols::from_text(kernel.system_map().as_bytes()).unwrap();
+    let symbols = given(&kernel.system_map()).unwrap();
     let report = inspect(&kernel.elf_with_sections(&sections), Some(symbols)).unwrap();
     assert_eq!((report.summary.sites, report.summary.unexplained), (16, 0));
     // 0x400..0x500: sites 12 and 13, and 14 and 15.
@@ -155,7 +156,7 @@ fn sections_say_what_is_code_and_what_is_freed() {
         text + 0x480,
         text + 0x500
     );
-    let symbols = Symbols::from_text(map.as_bytes()).unwrap();
+    let symbols = given(&map).unwrap();
     assert_eq!(
         inspect(&kernel.elf(), Some(symbols)).unwrap().summary.init,
         4

@@ -5,6 +5,7 @@ use std::io::Write;
 use proptest::prelude::*;
 
 use crate::craft::{Kernel, branches, bzimage};
+use crate::given;
 use patchbay_kernel_image::{Format, Symbols, inspect};
 
 fn error(file: &[u8]) -> String {
@@ -44,7 +45,7 @@ fn errors_say_what_to_do_next() {
 fn symbol_files_of_other_kernels_are_refused() {
     let kernel = Kernel::new(Format::Relative64, &branches(true));
     let with = |map: &str| {
-        let symbols = Symbols::from_text(map.as_bytes()).map_err(|error| error.to_string())?;
+        let symbols = given(map).map_err(|error| error.to_string())?;
         inspect(&kernel.elf(), Some(symbols))
             .map(drop)
             .map_err(|error| error.to_string())
@@ -119,7 +120,7 @@ fn segments_that_wrap_or_overlap_are_refused() {
 /// Whatever the answer, there is one.
 fn survive(file: &[u8], map: &str) {
     let _ = inspect(file, None);
-    if let Ok(symbols) = Symbols::from_text(map.as_bytes()) {
+    if let Ok(symbols) = given(map) {
         let _ = inspect(file, Some(symbols));
     }
 }

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use crate::craft_kallsyms::{ORDERS, kernel};
+use crate::given;
 use patchbay_kernel_image::{Format, Image, SymbolSource, Table, inspect, read_kallsyms};
 
 #[test]
@@ -19,7 +20,7 @@ fn every_order_and_form_is_read() {
                     SymbolSource::Kallsyms,
                     "{format:?} {order:?} {percpu} {seqs_between}"
                 );
-                assert_eq!(report.image.symbol_count, 1100 + 35);
+                assert_eq!(report.image.symbol_count, 1100 + 36);
                 assert_eq!(report.table.start, kernel.table());
                 for index in 0..16 {
                     let key = report
@@ -83,4 +84,45 @@ proptest! {
         // The table itself is whole, so that it is found in any case.
         prop_assert_eq!(inspect(&kernel.elf(), None).unwrap().table.start, kernel.table());
     }
+}
+
+#[test]
+fn a_map_must_have_every_symbol_of_the_image() {
+    let kernel = kernel(Format::Relative64, ORDERS[0], true, false);
+    let elf = kernel.elf();
+    let own = read_kallsyms(&Image::parse(&elf).unwrap()).unwrap();
+    // `change` gives the address for a symbol; none leaves it out.
+    let with = |change: &dyn Fn(u64, &str) -> Option<u64>| {
+        let lines = own.iter().filter_map(|(symbol, name)| {
+            let address = change(symbol.address, name)?;
+            Some(format!("{address:x} T {name}\n"))
+        });
+        let map = given(&lines.collect::<String>()).unwrap();
+        inspect(&elf, Some(map)).map_err(|error| error.to_string())
+    };
+    let report = with(&|address, _| Some(address)).unwrap();
+    assert_eq!(report.image.symbols, SymbolSource::File);
+    assert_eq!(report.summary.unexplained, 0);
+    let other = |change: &dyn Fn(u64, &str) -> Option<u64>, expected: &str| {
+        let error = with(change).unwrap_err();
+        let all = format!("the debug file System.map is of another build: {expected}");
+        assert!(error.contains(&all), "{error}");
+    };
+    other(
+        &|address, name| Some(address + u64::from(name == "key_3")),
+        "the kernel has key_3 at",
+    );
+    other(
+        &|address, name| (name != "function_3").then_some(address),
+        "the kernel has function_3 at",
+    );
+    let text = kernel.text_address();
+    let moved = |address| {
+        if address < text {
+            address
+        } else {
+            address + 0x1000
+        }
+    };
+    other(&|address, _| Some(moved(address)), "its _stext is not");
 }

@@ -12,3 +12,12 @@ mod kallsyms;
 mod short_run;
 #[path = "../../fuzz/src/targets.rs"]
 mod targets;
+
+use std::path::Path;
+
+use patchbay_kernel_image::live::{DebugFile, DebugFileError};
+
+/// A System.map for an image.
+fn given(map: &str) -> Result<DebugFile, DebugFileError> {
+    DebugFile::parse(Path::new("System.map"), map.as_bytes())
+}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Kernels that do not reveal everything, with a file of the host.
 
-use std::sync::Arc;
+use std::path::Path;
 
 use patchbay_kernel_image::live::{DebugFile, DebugFileError, FileUse, Finder, Kernel, Way};
 
@@ -14,9 +14,13 @@ use crate::found::image;
 /// The kernel's own build id.
 const BUILD: Option<&[u8]> = Some(&[0, 0xff]);
 
+fn parse(file: &[u8]) -> Result<DebugFile, DebugFileError> {
+    DebugFile::parse(Path::new("vmlinux"), file)
+}
+
 fn find(guest: &Guest, file: &[u8]) -> Result<Kernel, String> {
-    let file = DebugFile::parse(file).map_err(|error| error.to_string())?;
-    let mut finder = Finder::new(Some(Arc::new(file)));
+    let file = parse(file).map_err(|error| error.to_string())?;
+    let mut finder = Finder::new(Some(file.into()));
     finder
         .find(guest, &guest.cpus, Way::Image)
         .map_err(|error| error.to_string())
@@ -58,6 +62,7 @@ fn data_symbols_come_from_a_file() {
         // Text alone: its symbols but for _etext.
         let compared = 5 + 1100;
         let only = FileUse {
+            path: "vmlinux".into(),
             data_symbols: true,
             types: false,
             compared,
@@ -71,8 +76,8 @@ fn data_symbols_come_from_a_file() {
 #[test]
 fn the_search_for_the_note_uses_the_file_too() {
     let guest = guest_without_data_symbols();
-    let file = DebugFile::parse(&system_map(&symbols(&guest))).unwrap();
-    let mut finder = Finder::new(Some(Arc::new(file)));
+    let file = parse(&system_map(&symbols(&guest))).unwrap();
+    let mut finder = Finder::new(Some(file.into()));
     let kernel = finder.find(&guest, &[], Way::Note).unwrap();
     assert!(kernel.evidence.file.unwrap().data_symbols);
     // What the file said is kept for the next discovery.
@@ -104,7 +109,10 @@ fn types_come_from_a_file_with_the_same_build_id() {
     assert!(error.contains("nothing proves the types"), "{error}");
     for file in [system_map(&symbols), vmlinux(&symbols, BUILD, &[])] {
         let error = find(&guest, &file).unwrap_err();
-        assert!(error.contains("the debug file has no types"), "{error}");
+        assert!(
+            error.contains("the debug file vmlinux has no types"),
+            "{error}"
+        );
         assert!(error.contains("--debug-file"), "{error}");
     }
 }
@@ -136,7 +144,7 @@ fn types_come_from_dwarf_where_the_file_has_no_btf() {
         for value in [0, info[at] ^ 1, 0xff] {
             let mut other = info.clone();
             other[at] = value;
-            let _ = DebugFile::parse(&file(&other));
+            let _ = parse(&file(&other));
         }
     }
 }
@@ -151,7 +159,10 @@ fn a_kernel_that_reveals_nothing_needs_symbols_and_types() {
     let used = kernel.evidence.file.unwrap();
     assert!(used.data_symbols && used.types);
     let error = find(&guest, &system_map(&symbols)).unwrap_err();
-    assert!(error.contains("the debug file has no types"), "{error}");
+    assert!(
+        error.contains("the debug file vmlinux has no types"),
+        "{error}"
+    );
     let error = image(&guest).unwrap_err();
     assert!(error.contains("--debug-file FILE"), "{error}");
 }
@@ -232,7 +243,7 @@ fn a_file_that_lacks_data_symbols_too_is_refused() {
 fn files_that_are_none_are_refused() {
     let guest = guest();
     let whole = vmlinux(&symbols(&guest), BUILD, &[]);
-    let text = |bytes: &[u8]| DebugFile::parse(bytes).unwrap_err().to_string();
+    let text = |bytes: &[u8]| parse(bytes).unwrap_err().to_string();
     assert!(text(b"no kernel").contains("line 1 of the symbol file"));
     assert!(text(b"").contains("no addresses"));
     assert!(text(b"0 T _stext\n").contains("no addresses"));
@@ -257,9 +268,9 @@ fn files_that_are_none_are_refused() {
             let mut other = whole.clone();
             let end = whole.len().min(at + 8);
             other[at..end].fill(value);
-            if let Ok(file) = DebugFile::parse(&other) {
+            if let Ok(file) = parse(&other) {
                 let guest = guest_without_data_symbols();
-                let _ = Finder::new(Some(Arc::new(file))).find(&guest, &guest.cpus, Way::Image);
+                let _ = Finder::new(Some(file.into())).find(&guest, &guest.cpus, Way::Image);
             }
         }
     }
@@ -267,9 +278,8 @@ fn files_that_are_none_are_refused() {
 
 #[test]
 fn only_a_regular_file_that_is_not_huge_is_read() {
-    let folder = std::env::temp_dir().join(format!("debug-file-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).unwrap();
-    let path = folder.join("vmlinux");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("vmlinux");
     let open = || DebugFile::open(&path);
     assert!(matches!(open().unwrap_err(), DebugFileError::Read(_)));
     std::fs::write(&path, system_map(&symbols(&guest()))).unwrap();
@@ -277,7 +287,6 @@ fn only_a_regular_file_that_is_not_huge_is_read() {
     let file = std::fs::File::create(&path).unwrap();
     file.set_len((2 << 30) + 1).unwrap();
     assert!(matches!(open().unwrap_err(), DebugFileError::TooLarge));
-    std::fs::remove_dir_all(&folder).unwrap();
-    let error = DebugFile::open(&std::env::temp_dir()).unwrap_err();
+    let error = DebugFile::open(folder.path()).unwrap_err();
     assert!(matches!(error, DebugFileError::Kind), "{error}");
 }

@@ -14,6 +14,7 @@ mod craft_guest;
 #[allow(dead_code)]
 mod craft_kallsyms;
 mod file;
+mod folder;
 mod found;
 mod fuzz;
 mod hostile;

@@ -47,8 +47,17 @@ impl Attaching {
         let executable = std::fs::Permissions::from_mode(0o755);
         std::fs::set_permissions(&program, executable).expect("changed");
         let [folder_name, program] = [&folder, &program].map(|path| path.display().to_string());
-        host.start_daemon(&["--attach-qmp", &folder_name, "--attach-program", &program])
-            .await;
+        let debug_files = host.path("debug");
+        std::fs::create_dir(&debug_files).expect("created");
+        host.start_daemon(&[
+            "--attach-qmp",
+            &folder_name,
+            "--attach-program",
+            &program,
+            "--debug-file",
+            &debug_files.display().to_string(),
+        ])
+        .await;
         Self { host, folder }
     }
 
@@ -98,6 +107,8 @@ async fn a_qemu_that_comes_is_attached_and_served() {
     let qmp = this.folder.join("web-1.qmp").display().to_string();
     assert_eq!(first.arguments[..3], ["qemu", "--qmp", &qmp]);
     assert_eq!(first.arguments[3], "--api-socket");
+    let debug_files = this.host.path("debug").display().to_string();
+    assert_eq!(first.arguments[5..], ["--debug-file", &debug_files]);
     let socket = PathBuf::from(&first.arguments[4]);
     assert_eq!(socket.parent(), Some(this.host.path("run").as_path()));
     let served = Monitor::start(&socket, "web-1", &this.host.path("web-1.audit"));

@@ -9,6 +9,7 @@ use static_keys::{Class, NotPatchable, Op};
 
 use crate::guest::Transport;
 use crate::keys::debug::DebugView;
+use crate::keys::registry::DiscoveredKernel;
 use crate::keys::{
     ClosedGate, Event, FlipReport, HoldView, KeyOutcome, KeyView, KeysError, Quarantine,
     QuarantineCause, RegistrationPhase, SiteView, UpdateSummary,
@@ -78,14 +79,20 @@ pub fn registration(phase: RegistrationPhase) -> v1::RegistrationState {
     }
 }
 
-pub fn discovery((way, time): (Way, Duration)) -> v1::Discovery {
-    let way = match way {
+pub fn discovery(found: &DiscoveredKernel) -> v1::Discovery {
+    let way = match found.way {
         Way::Image => v1::DiscoveryWay::Image,
         Way::Note => v1::DiscoveryWay::Note,
     };
     v1::Discovery {
         way: way.into(),
-        time: Some(duration(time)),
+        time: Some(duration(found.time)),
+        debug_file: found.file.as_ref().map(|file| v1::DebugFile {
+            path: file.path.display().to_string(),
+            symbols: file.data_symbols,
+            types: file.types,
+            same_build_id: file.build_id,
+        }),
     }
 }
 

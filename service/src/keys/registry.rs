@@ -19,9 +19,8 @@ mod source;
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
 
-use patchbay_kernel_image::live::{DebugFile, Way};
+use patchbay_kernel_image::live::DebugFiles;
 use static_keys::{Busy, Catalog, Class, GuestMemory, Key, KeyId, Probes};
 use tokio::sync::watch;
 
@@ -241,8 +240,8 @@ pub struct Description {
     pub phase: RegistrationPhase,
     /// Why the last request was refused or the last discovery failed; empty if it was accepted.
     pub error: String,
-    /// How the kernel was discovered and how long that took; `None` if it registered itself.
-    pub discovery: Option<(Way, Duration)>,
+    /// `None` if the kernel registered itself.
+    pub discovery: Option<DiscoveredKernel>,
     /// See [`Registration`].
     pub release: String,
     /// See [`Registration`].
@@ -347,10 +346,10 @@ impl Registry {
         self.changes.subscribe()
     }
 
-    /// Sets the discovery that runs when keys are requested. The file provides what the kernel does
+    /// Sets the discovery that runs when keys are requested. The files provide what the kernel does
     /// not reveal. Only the first call has an effect.
-    pub fn discover(&self, guest: Arc<dyn Discoverable>, file: Option<DebugFile>) {
-        let _ = self.discovery.set(Discovery::new(guest, file));
+    pub fn discover(&self, guest: Arc<dyn Discoverable>, files: Option<DebugFiles>) {
+        let _ = self.discovery.set(Discovery::new(guest, files));
     }
 
     /// Sets the keys that the host declares, before the guest starts. Only the first call has an
@@ -456,8 +455,7 @@ impl Registry {
             return description;
         };
         let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-        let discovery = registration.discovery.as_ref();
-        description.discovery = discovery.map(|found| (found.way, found.time));
+        description.discovery.clone_from(&registration.discovery);
         description.release.clone_from(&registration.release);
         description.build_id.clone_from(&registration.build_id);
         description.generation = registration.generation;

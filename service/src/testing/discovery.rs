@@ -2,15 +2,18 @@
 //! Registers the test kernel as a discovery finds it: tables that were read already, with classes that
 //! a guest does not declare.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
+use patchbay_kernel_image::live::{FileUse, Way};
 use static_keys::{Class, FoundImage, FoundKernel, FoundKey, GuestMemory, Image, Nops};
 use zerocopy::FromBytes;
 
 use super::InMemoryGuest;
 use crate::abi;
 use crate::keys::debug::{DebugSite, DebugSites};
-use crate::keys::registry::{Contents, KernelTables, requests};
+use crate::keys::registry::{Contents, DiscoveredKernel, KernelTables, requests};
 
 impl InMemoryGuest {
     /// The kernel that registered last, as a discovery finds it.
@@ -81,6 +84,26 @@ impl InMemoryGuest {
             }
         }
         tables.debug = DebugSites::new(sites).expect("few");
+        self.registry.register_kernel(tables).expect("taken");
+    }
+
+    /// Replaces the registration by the discovery of a kernel that does not register, with this file of
+    /// the host.
+    ///
+    /// # Panics
+    /// If the tables are refused.
+    pub fn discover_with(&self, file: FileUse) {
+        let mut tables = self.found();
+        assert_eq!(self.unregister(), 0);
+        tables.boot ^= 1;
+        tables.generation = self.generation.fetch_add(1, Ordering::SeqCst) + 1;
+        tables.release += "-other";
+        tables.discovery = Some(DiscoveredKernel {
+            way: Way::Image,
+            time: Duration::from_millis(30),
+            file: Some(file),
+            functions: Arc::default(),
+        });
         self.registry.register_kernel(tables).expect("taken");
     }
 }

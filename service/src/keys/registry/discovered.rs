@@ -29,6 +29,7 @@ pub fn tables(
     let discovery = DiscoveredKernel {
         way: kernel.evidence.way,
         time,
+        file: kernel.evidence.file.take(),
         functions: Arc::new(kernel.take_functions()),
     };
     let debug = DebugSites::new(debug_sites(&mut kernel))?;

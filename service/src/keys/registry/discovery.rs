@@ -19,7 +19,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Gate, GateKind, Way};
-pub use patchbay_kernel_image::live::{Cpu, DebugFile, PhysicalMemory};
+pub use patchbay_kernel_image::live::{Cpu, DebugFile, DebugFiles, FileUse, PhysicalMemory};
 use static_keys::GuestMemory;
 
 use super::discovered::tables;
@@ -88,9 +88,9 @@ struct State {
 }
 
 impl Discovery {
-    pub fn new(guest: Arc<dyn Discoverable>, file: Option<DebugFile>) -> Self {
+    pub fn new(guest: Arc<dyn Discoverable>, files: Option<DebugFiles>) -> Self {
         let state = State {
-            finder: Finder::new(file.map(Arc::new)),
+            finder: Finder::new(files),
             ..State::default()
         };
         Self {

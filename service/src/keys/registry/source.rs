@@ -19,7 +19,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
-use patchbay_kernel_image::live::{Functions, Way};
+use patchbay_kernel_image::live::{FileUse, Functions, Way};
 use static_keys::{Catalog, EntryFormat, FoundKernel, Kernel, Layout, Range};
 
 use super::{
@@ -95,6 +95,8 @@ pub struct DiscoveredKernel {
     pub way: Way,
     /// From the first look until its tables were known.
     pub time: Duration,
+    /// What a file of the host said that the kernel does not reveal.
+    pub file: Option<FileUse>,
     /// From the kernel's own kallsyms, and those of its modules.
     pub functions: Arc<Functions>,
 }

@@ -371,24 +371,70 @@ class Discovery(_message.Message):
 
     WAY_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
+    DEBUG_FILE_FIELD_NUMBER: _builtins.int
     way: Global___DiscoveryWay.ValueType
     @_builtins.property
     def time(self) -> _duration_pb2.Duration:
         """From the first look until the tables were known."""
+
+    @_builtins.property
+    def debug_file(self) -> Global___DebugFile:
+        """Set if a file of the host provides what the kernel does not reveal."""
 
     def __init__(
         self,
         *,
         way: Global___DiscoveryWay.ValueType = ...,
         time: _duration_pb2.Duration | None = ...,
+        debug_file: Global___DebugFile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["debug_file", b"debug_file", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["time", b"time", "way", b"way"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["debug_file", b"debug_file", "time", b"time", "way", b"way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Discovery: _TypeAlias = Discovery  # noqa: Y015
+
+@_typing.final
+class DebugFile(_message.Message):
+    """A vmlinux or System.map that a discovery used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    SYMBOLS_FIELD_NUMBER: _builtins.int
+    TYPES_FIELD_NUMBER: _builtins.int
+    SAME_BUILD_ID_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Path on the guest's host."""
+    symbols: _builtins.bool
+    """It provides the symbols of data: the kernel is built without
+    CONFIG_KALLSYMS_ALL.
+    """
+    types: _builtins.bool
+    """It provides the layout of structures: the kernel is built without
+    CONFIG_DEBUG_INFO_BTF.
+    """
+    same_build_id: _builtins.bool
+    """Its build id is the kernel's. If false, one of the two has none, and only the
+    addresses of the kernel's own symbols prove that the file is of this build.
+    """
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        symbols: _builtins.bool = ...,
+        types: _builtins.bool = ...,
+        same_build_id: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "same_build_id", b"same_build_id", "symbols", b"symbols", "types", b"types"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DebugFile: _TypeAlias = DebugFile  # noqa: Y015
 
 @_typing.final
 class WatchGuestRequest(_message.Message):

@@ -73,6 +73,7 @@ fn found(guest: &InMemoryGuest) -> KernelTables {
     tables.discovery = Some(DiscoveredKernel {
         way: Way::Image,
         time: Duration::from_millis(30),
+        file: None,
         functions: Arc::default(),
     });
     tables
