@@ -44,6 +44,18 @@ async fn keys_of_debian_5_10_cloud() -> Result<()> {
     keys_of("5_10").await
 }
 
+/// The kernel for real hardware.
+#[tokio::test]
+async fn keys_of_debian_6_1() -> Result<()> {
+    keys_of("6_1_GENERIC").await
+}
+
+/// The kernel for real hardware.
+#[tokio::test]
+async fn keys_of_debian_6_12() -> Result<()> {
+    keys_of("6_12_GENERIC").await
+}
+
 /// The kernel has the drivers for commands as modules, and finds its devices by ACPI.
 #[test]
 fn commands_run_in_a_kernel_of_debian_with_its_keys_on_both_sides() -> Result<()> {
@@ -440,5 +452,45 @@ async fn all_tracepoints_of_an_unpatched_kernel_at_once() -> Result<()> {
     }
     let own = guest.shell(&format!("time echo 0 >{events}")).await?;
     println!("the guest itself: {}", own.replace('\n', " "));
-    guest.assert_no_warnings().await
+    guest.assert_no_warnings().await?;
+    nothing_changes_in_a_panic(&mut guest, &names).await
+}
+
+/// A kernel that has panicked keeps one CPU in a loop, so only its memory says that it no longer works.
+async fn nothing_changes_in_a_panic(guest: &mut Guest, names: &[String]) -> Result<()> {
+    // It does not reboot.
+    guest.shell("echo 0 >/proc/sys/kernel/panic").await?;
+    guest
+        .console()
+        .type_line("echo c >/proc/sysrq-trigger")
+        .await?;
+    guest
+        .console()
+        .wait_for("end Kernel panic - not syncing")
+        .await?;
+    let request = UpdateStaticKeysRequest {
+        retry_timeout: Some(Duration::from_millis(100).try_into()?),
+        ..switch_tracepoints(names, KeyOp::Disable)
+    };
+    let answer = guest.static_keys().update_static_keys(request).await;
+    let refusal = answer.err().context("a kernel in panic was changed")?;
+    println!("in panic: {refusal:?}");
+    ensure!(
+        refusal.code() == Code::FailedPrecondition
+            && refusal.message().contains("its kernel panics on CPU 0"),
+        "{refusal:?}"
+    );
+    // Nobody takes the keys of before for those of a kernel that runs.
+    let listed = list(guest, &[]).await;
+    ensure!(
+        listed.is_err(),
+        "{} keys listed",
+        listed.unwrap_or_default().len()
+    );
+    let status = guest.describe().await?;
+    ensure!(
+        status.guest_status().registration() == RegistrationState::Absent,
+        "{status:?}"
+    );
+    Ok(())
 }

@@ -142,6 +142,9 @@ impl Gates {
     ) -> Result<(), DiscoveryError> {
         match self.closed(view) {
             None => Ok(()),
+            Some((GateKind::Panic, cpu)) => busy(format!(
+                "its kernel panics on CPU {cpu}, and its keys cannot be changed until it is reset"
+            )),
             Some((kind, found)) => busy(format!("the gate {kind:?} is closed (found {found:#x})")),
         }
     }

@@ -56,7 +56,12 @@ fn one_site_that_is_not_explained_refuses_the_whole() {
 fn a_closed_gate_is_busy_and_said() {
     for (symbol, offset, value, expected) in [
         ("system_state", 0, 1, "SystemState"),
-        ("panic_cpu", 0, 2, "Panic"),
+        (
+            "panic_cpu",
+            0,
+            2,
+            "its kernel panics on CPU 2, and its keys",
+        ),
         ("jump_label_mutex", 0, 0x1000, "JumpLabelMutex"),
         ("text_mutex", 0, 0x1008, "TextMutex"),
         ("tracepoints_mutex", 0, 0x1000, "TracepointsMutex"),
