@@ -3,7 +3,7 @@
 //!
 //! | backing | access | exchange | a hole that is read |
 //! |---|---|---|---|
-//! | a file or memfd that the monitor maps shared | mapped, a few nanoseconds | yes | filled, but by [`AttachedRam::copy`] not |
+//! | a file or memfd that the monitor maps shared | mapped, a few nanoseconds | yes | filled, except by [`AttachedRam::copy`] |
 //! | anything else, through /proc/PID/mem | a system call of about a microsecond | no | the kernel's zero page |
 //!
 //! The monitor's own dirty log does not see what is written here. So no write is made while a migration is under way
