@@ -10,8 +10,10 @@ use patchbay_attach::PauseWay;
 use patchbay_service::guest::Guest;
 use patchbay_service::keys::debug::{DebugListQuery, DebugQueries, DebugView};
 use patchbay_service::keys::registry::Registry;
+use patchbay_service::keys::replay::Content;
 use patchbay_service::keys::{
-    KeyUpdate, Keys, KeysConfig, ListQuery, Selection, Target, UpdateRequest,
+    HoldQuery, KeyUpdate, Keys, KeysConfig, ListQuery, ReleaseRequest, Selection, Target,
+    UpdateRequest,
 };
 use static_keys::{Class, Op};
 
@@ -332,19 +334,73 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
         }
         boot.lives();
     }
-    qemu.other("system_reset", serde_json::Value::Null);
-    wait_for(console, "READY", 2);
-    let again = keys.describe();
-    keys.list(&query).expect("found anew");
-    assert_ne!(
-        keys.describe().generation,
-        again.generation,
-        "another kernel runs"
-    );
+    reset(&qemu, console, &keys, &query, &first).await;
     keys.update(update(Target::Debug(queries), Op::Enable))
         .await
         .expect("changed");
     boot.lives();
+}
+
+/// Resets the guest, whose key `on` is held, and lists keys until it has booted again. An answer is a
+/// refusal, or the keys of the kernel that runs. Holds end with the first kernel.
+async fn reset(qemu: &Qemu, console: &Path, keys: &Keys, query: &ListQuery, on: &str) {
+    let held = || {
+        let all = HoldQuery {
+            page_size: 10,
+            ..HoldQuery::default()
+        };
+        let holds = keys.holds(&all).expect("listed").holds;
+        holds.into_iter().map(|hold| hold.id).collect::<Vec<_>>()
+    };
+    let ids = held();
+    assert!(!ids.is_empty());
+    let before = keys.describe().generation;
+    qemu.other("system_reset", serde_json::Value::Null);
+    let end = Instant::now() + BOOT;
+    let (mut last, mut gone) = (String::new(), false);
+    loop {
+        let booted = occurrences(console, "READY") > 1;
+        match keys.list(query) {
+            Ok(page) => {
+                if keys.describe().generation == before {
+                    assert!(!gone && !booted, "keys of the kernel before the reset");
+                    continue;
+                }
+                gone = true;
+                let key = page.keys.iter().find(|key| *key.name == *on);
+                let key = key.expect("the kernel has the same keys");
+                assert_eq!((key.count, key.held_references), (0, 0), "{key:?}");
+                if booted {
+                    break;
+                }
+            }
+            Err(error) => {
+                gone = true;
+                assert_eq!(error.reason(), "GUEST_NOT_REGISTERED", "{error}");
+                let error = error.to_string();
+                if error != last {
+                    println!("after the reset: {error}");
+                    last = error;
+                }
+            }
+        }
+        assert!(Instant::now() < end, "the guest does not boot: {last}");
+        // Neither the guest nor its console announces what is read next.
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(held(), Vec::<String>::new());
+    let release = ReleaseRequest {
+        ids,
+        principal: "uid:0".to_owned(),
+        force: false,
+        request_id: String::new(),
+        content: Content::default(),
+        summary_only: false,
+        stop_timeout: DEADLINE,
+        deadline: Instant::now() + DEADLINE,
+    };
+    let refused = keys.release(release).await.expect_err("they are void");
+    assert_eq!(refused.reason(), "HOLD_NOT_FOUND", "{refused}");
 }
 
 /// A module that lies in memory that was plugged in is found, and its lines are turned on and off.
