@@ -10,6 +10,7 @@ use patchbay_attach::PauseWay;
 use patchbay_service::guest::Guest;
 use patchbay_service::keys::debug::{DebugListQuery, DebugQueries, DebugView};
 use patchbay_service::keys::registry::Registry;
+use patchbay_service::keys::registry::discovery::Discoverable;
 use patchbay_service::keys::replay::Content;
 use patchbay_service::keys::{
     HoldQuery, KeyUpdate, Keys, KeysConfig, ListQuery, ReleaseRequest, Selection, Target,
@@ -334,7 +335,7 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
         }
         boot.lives();
     }
-    reset(&qemu, console, &keys, &query, &first).await;
+    reset(&qemu, &*guest, console, &keys, &query, &first).await;
     keys.update(update(Target::Debug(queries), Op::Enable))
         .await
         .expect("changed");
@@ -343,7 +344,14 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
 
 /// Resets the guest, whose key `on` is held, and lists keys until it has booted again. An answer is a
 /// refusal, or the keys of the kernel that runs. Holds end with the first kernel.
-async fn reset(qemu: &Qemu, console: &Path, keys: &Keys, query: &ListQuery, on: &str) {
+async fn reset(
+    qemu: &Qemu,
+    guest: &impl Discoverable,
+    console: &Path,
+    keys: &Keys,
+    query: &ListQuery,
+    on: &str,
+) {
     let held = || {
         let all = HoldQuery {
             page_size: 10,
@@ -354,12 +362,13 @@ async fn reset(qemu: &Qemu, console: &Path, keys: &Keys, query: &ListQuery, on: 
     };
     let ids = held();
     assert!(!ids.is_empty());
-    let before = keys.describe().generation;
+    let (before, resets) = (keys.describe().generation, guest.resets());
     qemu.other("system_reset", serde_json::Value::Null);
     let end = Instant::now() + BOOT;
     let (mut last, mut gone) = (String::new(), false);
     loop {
         let booted = occurrences(console, "READY") > 1;
+        gone |= guest.resets() != resets;
         match keys.list(query) {
             Ok(page) => {
                 if keys.describe().generation == before {
