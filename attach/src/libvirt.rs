@@ -83,13 +83,12 @@ impl Domain {
         };
         let deadline = Instant::now() + patience;
         let mut slot = self.virsh.lock().unwrap_or_else(PoisonError::into_inner);
+        let start = || Virsh::start(&self.command_line).map_err(|error| refused(unstarted(&error)));
         let kept = slot
             .take()
             .and_then(|mut virsh| virsh.runs().then_some(virsh));
-        let mut virsh = match kept {
-            Some(virsh) => virsh,
-            None => Virsh::start(&self.command_line).map_err(|error| refused(unstarted(&error)))?,
-        };
+        let is_kept = kept.is_some();
+        let mut virsh = kept.map_or_else(start, Ok)?;
         let message = message(command, arguments, None);
         let words = [
             "qemu-monitor-command",
@@ -98,7 +97,13 @@ impl Domain {
             "--",
             message.trim_end(),
         ];
-        let printed = virsh.run(&words, deadline);
+        let mut printed = virsh.run(&words, deadline);
+        if is_kept && matches!(&printed, Err(Failure::Ended(text)) if text.is_empty()) {
+            // A virsh that is being killed counts as one that runs until the last of its threads has ended. A command of this crate
+            // may be carried out twice.
+            virsh = start()?;
+            printed = virsh.run(&words, deadline);
+        }
         if matches!(
             printed,
             Ok(_) | Err(Failure::NotACommand(_) | Failure::Late)
@@ -213,6 +218,19 @@ mod tests {
             let mut slot = domain.virsh.lock().expect("unpoisoned");
             slot.as_mut().expect("kept").wait();
             answer.expect("an answer")
+        };
+        assert_ne!(process(), process());
+    }
+
+    #[test]
+    fn a_virsh_that_ends_between_two_commands_is_started_again() {
+        let one = r#"read -r command; read -r mark; echo "{\"return\": $$}"; eval "$mark"
+            exec >&- 2>&-; cat >/dev/null"#;
+        let domain = scripted(one);
+        let process = || {
+            domain
+                .execute("query-status", Value::Null, START)
+                .expect("an answer")
         };
         assert_ne!(process(), process());
     }
