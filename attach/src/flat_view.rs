@@ -13,7 +13,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Most ranges that are taken.
+/// Most ranges that a flat view may have.
 pub(crate) const MAX_RANGES: usize = 1024;
 const PAGE: u64 = patchbay_service::memory::PAGE_SIZE;
 
@@ -37,7 +37,7 @@ pub struct RamRange {
     pub backend: String,
     /// Offset of the first byte in the backend.
     pub offset: u64,
-    /// Of the backend.
+    /// What removes the backend's memory.
     pub removal: Removal,
 }
 

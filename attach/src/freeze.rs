@@ -5,8 +5,8 @@
 //! monitor's other threads run on. The kernel lets the threads go when the one that stopped them ends, so a stop does not outlive
 //! this process (PTRACE_SEIZE without PTRACE_O_EXITKILL, ptrace(2)).
 //!
-//! A thread that emulates a device holds QEMU's big lock, without which QEMU answers nobody. Such a thread goes on to its next
-//! system call, and so on, until it enters `KVM_RUN` or waits for another thread ([`Point::Unlocked`]).
+//! A thread that emulates a device holds QEMU's big lock, without which QEMU answers nobody. Such a thread is resumed from system
+//! call to system call until it enters `KVM_RUN` or waits for another thread ([`Point::Unlocked`]).
 //!
 //! ptrace belongs to a thread: each stop has one of its own, which ends with the stop.
 
@@ -38,7 +38,8 @@ const FUTEX_WAIT_BITSET: u64 = 9;
 /// Where a thread may be stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Point {
-    /// At its entry to `KVM_RUN` or its return, or where it waits for another thread: there it holds none of QEMU's locks.
+    /// At its entry to `KVM_RUN` or its return, or where it waits for another thread. QEMU's big lock is rarely held there: while the
+    /// thread waits for a second lock, or while QEMU 8.0 and later waits for the vCPU to leave `KVM_RUN`.
     Unlocked,
     /// Anywhere. A QEMU without KVM has no `KVM_RUN`.
     Any,
@@ -216,7 +217,7 @@ fn look(thread: &mut Traced, point: Point) -> Result<(), FreezeError> {
     ptrace::syscall(thread.pid, signal).map_err(error)
 }
 
-/// Whether a stopped thread is at a system call that it makes with none of QEMU's locks held.
+/// Whether a stopped thread enters or leaves `KVM_RUN`, or waits for another thread.
 fn is_unlocked(pid: Pid) -> nix::Result<bool> {
     let registers = ptrace::getregs(pid)?;
     let argument = registers.rsi;

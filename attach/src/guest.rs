@@ -27,6 +27,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const RESUMES: u32 = 3;
 /// For a look at the migration or the memory while the guest is stopped.
 const LOOK: Duration = Duration::from_millis(250);
+/// For all questions of one stop about memory that can be removed.
+const CONFIRM: Duration = Duration::from_secs(1);
 /// How long a process may live on after it has closed its monitor.
 const LAST_MOMENTS: Duration = Duration::from_secs(2);
 
@@ -460,7 +462,8 @@ impl Guest for QemuGuest {
             };
             let confirming = Instant::now();
             self.memory.confirm(&self.process, |address| {
-                self.monitor.host_address(address, LOOK)
+                let left = CONFIRM.saturating_sub(confirming.elapsed());
+                self.monitor.host_address(address, LOOK.min(left))
             });
             stop_time += confirming.elapsed();
             Ok(Paused {

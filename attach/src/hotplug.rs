@@ -56,7 +56,7 @@ impl QemuGuest {
                 // Another look is due.
                 self.memory.doubt();
                 watch.next = Some(Instant::now() + REST);
-                limited!(warn, %error, "it is not known whether the guest's memory has changed");
+                limited!(warn, %error, "the guest's memory cannot be read from QEMU again; the known memory is used, and QEMU is asked again in 1 s");
             }
         }
         self.memory.changes()

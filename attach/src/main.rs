@@ -72,9 +72,10 @@ fn main() -> ExitCode {
 
 fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     let debug_files = match &args.debug_file {
-        Some(path) => Some(DebugFiles::open(path).map_err(|error| {
-            anyhow::anyhow!("the debug file {} cannot be used: {error}", path.display())
-        })?),
+        Some(path) => Some(
+            DebugFiles::open(path)
+                .with_context(|| format!("the debug file {} cannot be used", path.display()))?,
+        ),
         None => None,
     };
     let audit = match &args.audit_log {

@@ -3,7 +3,7 @@
 //!
 //! | backing | access | exchange | a hole that is read |
 //! |---|---|---|---|
-//! | a file or memfd that the monitor maps shared | mapped, a few nanoseconds | yes | filled, but by [`AttachedRam::copy`] not |
+//! | a file or memfd that the monitor maps shared | mapped, a few nanoseconds | yes | filled, except by [`AttachedRam::copy`] |
 //! | anything else, through /proc/PID/mem | a system call of about a microsecond | no | the kernel's zero page |
 //!
 //! The monitor's own dirty log does not see what is written here. So no write is made while a migration is under way
@@ -381,6 +381,12 @@ mod tests {
 
     #[test]
     fn another_file_at_the_address_is_not_the_region() {
+        // Another thread may take the place first.
+        assert!((0..20).any(|_| another_file_takes_the_place()));
+    }
+
+    /// False: the kernel has put the other file elsewhere.
+    fn another_file_takes_the_place() -> bool {
         let mut monitor = Monitor::new();
         let memory = monitor.open(Access::File);
         let piece = memory.piece(DIMM, 8).expect("RAM");
@@ -391,11 +397,14 @@ mod tests {
         // The kernel fills higher gaps first.
         let mut higher = Vec::new();
         while monitor.map.as_ptr() != address {
-            assert!(higher.len() < 1000, "no mapping took the place");
+            if higher.len() == 1000 {
+                return false;
+            }
             higher.push(std::mem::replace(&mut monitor.map, map(&monitor.file)));
         }
         memory.confirm(&monitor.process, |address| monitor.host_address(address));
         assert!(!reads(&memory, piece));
+        true
     }
 
     #[test]

@@ -185,6 +185,8 @@ impl Monitor {
     /// # Errors
     /// [`AttachError`].
     pub fn ram(&self) -> Result<Vec<RamRange>, AttachError> {
+        // Read first: a device that is plugged in meanwhile is then missed, not taken for the machine's own.
+        let view = self.text("info mtree -f", PATIENCE)?;
         let answer = self.query("query-memdev")?;
         let backends = answer
             .as_array()
@@ -208,7 +210,6 @@ impl Monitor {
                 };
             }
         }
-        let view = self.text("info mtree -f", PATIENCE)?;
         flat_view::ram(&view, &removals).map_err(AttachError::Refused)
     }
 

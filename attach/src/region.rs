@@ -45,7 +45,7 @@ pub struct Place {
 
 #[derive(Debug)]
 enum Backing {
-    /// `offset`: of the region in the file.
+    /// `offset` is where the region begins in the file.
     File { file: Arc<MappedFile>, offset: u64 },
     /// /proc/PID/mem of the monitor.
     Process(Arc<File>),
@@ -375,7 +375,7 @@ impl Region {
         let mut runs = Vec::new();
         let mut at = 0;
         while at < size {
-            // ENXIO: no data behind it. Of a file that cannot tell, all is data.
+            // ENXIO: no data behind it. A file system that cannot tell reports everything as data.
             let Ok(data) = seek(&file.file, SeekFrom::Data(offset + at)) else {
                 break;
             };

@@ -6,7 +6,7 @@ mod discovery;
 use patchbay_proto::v1;
 use serde::Serialize;
 
-use self::discovery::{DebugFile, discovered_by, discovery_ms};
+use self::discovery::{DebugFile, discovered_by, discovery_ms, gates};
 
 #[derive(Debug, Serialize)]
 pub struct Key {
@@ -184,6 +184,10 @@ pub struct Details {
     pub discovery_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub debug_file: Option<DebugFile>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub gates: Vec<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub missing_gates: Vec<String>,
     pub agent_connected: bool,
     pub transport: &'static str,
     pub transports: Vec<&'static str>,
@@ -498,6 +502,8 @@ impl Guest {
             discovered_by: guest.discovery.as_ref().map(discovered_by),
             discovery_ms: guest.discovery.as_ref().map(discovery_ms),
             debug_file: DebugFile::used(&guest),
+            gates: gates(&guest, |found| &found.gates),
+            missing_gates: gates(&guest, |found| &found.missing_gates),
             agent_connected: status.agent_connected,
             transport: transport(guest.transport()),
             transports: guest.transports().map(transport).collect(),

@@ -11,6 +11,8 @@ use gimli::{
     constants as dw,
 };
 
+/// Most bytes of BTF that are written, of types and of strings.
+const MAX_BYTES: usize = 64 << 20;
 /// Most types that are written.
 const MAX_TYPES: u32 = 1 << 16;
 /// How deep typedefs, arrays and structures by value are followed.
@@ -22,6 +24,8 @@ const MAX_DEFINITIONS: usize = 256;
 /// Most members of a structure or enumerators; their number has 16 bits.
 const MAX_MEMBERS: usize = 0xffff;
 
+/// The number of no type.
+const VOID: u32 = 0;
 const INT: u32 = 1 << 24;
 const POINTER: u32 = 2 << 24;
 const ARRAY: u32 = 3 << 24;
@@ -33,7 +37,7 @@ type Slice<'data> = EndianSlice<'data, LittleEndian>;
 type Unit<'data> = gimli::Unit<Slice<'data>>;
 type Entry<'data> = DebuggingInformationEntry<Slice<'data>>;
 
-/// The types named in `wanted`, as BTF. None if there are none of them. `section` gives the bytes of a section by its name.
+/// Returns the types named in `wanted` as BTF, or `None` if the file defines none of them. `section` gives the bytes of a section by its name.
 ///
 /// # Errors
 /// What is damaged.
@@ -166,8 +170,9 @@ impl<'data> Writer<'_, 'data> {
         if let Some(number) = self.written.get(&offset) {
             return Ok(*number);
         }
-        let Some(inner) = depth.checked_sub(1).filter(|_| self.count < MAX_TYPES) else {
-            return Ok(self.opaque(0));
+        let room = self.count < MAX_TYPES && self.types.len() < MAX_BYTES;
+        let Some(inner) = depth.checked_sub(1).filter(|_| room) else {
+            return Ok(VOID);
         };
         let entry = unit.entry(offset)?;
         let size = number(&entry, dw::DW_AT_byte_size);
@@ -267,7 +272,7 @@ impl<'data> Writer<'_, 'data> {
     }
 
     fn string(&mut self, name: &[u8]) -> u32 {
-        if name.is_empty() {
+        if name.is_empty() || self.strings.len() + name.len() >= MAX_BYTES {
             return 0;
         }
         let at = self.strings.len() as u32;

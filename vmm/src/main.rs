@@ -114,9 +114,10 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         None => Symbols::default(),
     };
     let debug_file = match &args.debug_file {
-        Some(path) => Some(DebugFile::open(path).map_err(|error| {
-            anyhow::anyhow!("the debug file {} cannot be used: {error}", path.display())
-        })?),
+        Some(path) => Some(
+            DebugFile::open(path)
+                .with_context(|| format!("the debug file {} cannot be used", path.display()))?,
+        ),
         None => None,
     };
     let audit = match &args.audit_log {

@@ -84,7 +84,9 @@ wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay rollo
 
 # Removed: programs and services go, data stays.
 dpkg --remove patchbay patchbay-agent
-wait $attacher || test $? = 143
+status=0
+wait $attacher || status=$?
+test $status = 143
 test "$(systemctl is-active patchbayd)" = inactive
 test ! -e /usr/bin/patchbayd
 test -s /var/log/patchbayd/audit.jsonl

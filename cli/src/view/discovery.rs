@@ -16,6 +16,17 @@ pub fn discovery_ms(found: &v1::Discovery) -> f64 {
     (super::micros(found.time) / 100.0).round() / 10.0
 }
 
+/// Names of gates that `which` selects; none of a kernel that registers itself.
+pub fn gates(
+    guest: &v1::DescribeGuestResponse,
+    which: impl Fn(&v1::Discovery) -> &[String],
+) -> Vec<String> {
+    guest
+        .discovery
+        .as_ref()
+        .map_or_else(Vec::new, |found| which(found).to_vec())
+}
+
 /// The file of the guest's host that provides what the kernel does not reveal.
 #[derive(Debug, Serialize)]
 pub struct DebugFile {

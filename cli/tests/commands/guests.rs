@@ -277,10 +277,12 @@ fn a_monitor_that_is_gone_has_stopped() {
 }
 
 #[test]
-fn the_debug_file_of_a_discovery_is_shown() {
+fn what_a_discovery_used_is_shown() {
     let lab = Lab::new();
     let details = &lab.json(&["guest", "describe"])["details"];
-    assert!(details.get("debug_file").is_none(), "{details}");
+    for field in ["debug_file", "gates", "missing_gates"] {
+        assert!(details.get(field).is_none(), "{details}");
+    }
     lab.guest.discover_with(FileUse {
         path: "/usr/lib/debug/boot/vmlinux".into(),
         data_symbols: true,
@@ -297,7 +299,14 @@ fn the_debug_file_of_a_discovery_is_shown() {
         "same_build_id": true,
     });
     assert_eq!(details["debug_file"], file);
+    let gates = serde_json::json!(["system_state", "text_mutex"]);
+    assert_eq!(details["gates"], gates);
     let table = lab.ok(&["guest", "describe"]);
-    let line = "  debug file            /usr/lib/debug/boot/vmlinux, same build id, symbols\n";
-    assert!(table.contains(line), "{table}");
+    for line in [
+        "  debug file            /usr/lib/debug/boot/vmlinux, same build id, symbols\n",
+        "  gates                 system_state, text_mutex\n",
+        "  missing gates         number of module changes\n",
+    ] {
+        assert!(table.contains(line), "{table}");
+    }
 }

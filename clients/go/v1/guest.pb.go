@@ -781,7 +781,12 @@ type Discovery struct {
 	// From the first look until the tables were known.
 	Time *durationpb.Duration `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
 	// Set if a file of the host provides what the kernel does not reveal.
-	DebugFile     *DebugFile `protobuf:"bytes,3,opt,name=debug_file,json=debugFile,proto3" json:"debug_file,omitempty"`
+	DebugFile *DebugFile `protobuf:"bytes,3,opt,name=debug_file,json=debugFile,proto3" json:"debug_file,omitempty"`
+	// Names of the gates that are looked at in the stopped guest before a change.
+	Gates []string `protobuf:"bytes,4,rep,name=gates,proto3" json:"gates,omitempty"`
+	// Names of the gates that this kernel has not, or does not reveal. A change that
+	// needs one of them is refused.
+	MissingGates  []string `protobuf:"bytes,5,rep,name=missing_gates,json=missingGates,proto3" json:"missing_gates,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -833,6 +838,20 @@ func (x *Discovery) GetTime() *durationpb.Duration {
 func (x *Discovery) GetDebugFile() *DebugFile {
 	if x != nil {
 		return x.DebugFile
+	}
+	return nil
+}
+
+func (x *Discovery) GetGates() []string {
+	if x != nil {
+		return x.Gates
+	}
+	return nil
+}
+
+func (x *Discovery) GetMissingGates() []string {
+	if x != nil {
+		return x.MissingGates
 	}
 	return nil
 }
@@ -1497,12 +1516,14 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\x11five_level_paging\x18\x0f \x01(\bR\x0ffiveLevelPaging\x124\n" +
 	"\tdiscovery\x18\x10 \x01(\v2\x16.patchbay.v1.DiscoveryR\tdiscovery\x12#\n" +
 	"\rdeclared_keys\x18\x14 \x01(\rR\fdeclaredKeys\x12-\n" +
-	"\x12declaration_errors\x18\x15 \x03(\tR\x11declarationErrors\"\x9e\x01\n" +
+	"\x12declaration_errors\x18\x15 \x03(\tR\x11declarationErrors\"\xd9\x01\n" +
 	"\tDiscovery\x12+\n" +
 	"\x03way\x18\x01 \x01(\x0e2\x19.patchbay.v1.DiscoveryWayR\x03way\x12-\n" +
 	"\x04time\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x04time\x125\n" +
 	"\n" +
-	"debug_file\x18\x03 \x01(\v2\x16.patchbay.v1.DebugFileR\tdebugFile\"s\n" +
+	"debug_file\x18\x03 \x01(\v2\x16.patchbay.v1.DebugFileR\tdebugFile\x12\x14\n" +
+	"\x05gates\x18\x04 \x03(\tR\x05gates\x12#\n" +
+	"\rmissing_gates\x18\x05 \x03(\tR\fmissingGates\"s\n" +
 	"\tDebugFile\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x18\n" +
 	"\asymbols\x18\x02 \x01(\bR\asymbols\x12\x14\n" +

@@ -6,7 +6,7 @@
 //! - every symbol of the kernel's kallsyms is in the file, all at the file's address plus one slide, that of KASLR,
 //! - the kernel's build id is the file's, where both have one (a System.map has none). Types count only with it.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
@@ -33,7 +33,7 @@ type Elf = elf::FileHeader64<LittleEndian>;
 /// Why a debug file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DebugFileError {
-    /// From the operating system.
+    /// The operating system refuses to read it.
     #[error("it cannot be read: {0}")]
     Read(#[from] std::io::Error),
     /// A folder, a device or a pipe.
@@ -91,7 +91,7 @@ pub struct DebugFile {
     named: Named,
     /// Hexadecimal; empty if it has none.
     build_id: String,
-    /// As BTF.
+    /// BTF, converted if the file has DWARF only.
     types: Option<Vec<u8>>,
 }
 
@@ -122,11 +122,12 @@ impl DebugFile {
     /// # Errors
     /// [`DebugFileError`].
     pub fn open(path: &Path) -> Result<Self, DebugFileError> {
-        let file = File::open(path)?;
-        let metadata = file.metadata()?;
-        if !metadata.is_file() {
+        // Before it is opened: a pipe without a writer would block.
+        if !fs::metadata(path)?.is_file() {
             return Err(DebugFileError::Kind);
         }
+        let file = File::open(path)?;
+        let metadata = file.metadata()?;
         if metadata.len() > MAX_FILE {
             return Err(DebugFileError::TooLarge);
         }
@@ -297,7 +298,7 @@ impl DebugFile {
     }
 }
 
-/// As BTF. `content` gives the bytes of a section.
+/// Converts DWARF to BTF. `content` returns the bytes of a section.
 fn types_of_dwarf<'data>(
     sections: &SectionTable<'data, Elf>,
     endian: LittleEndian,

@@ -10,6 +10,7 @@
 //! compared with the kernel as any debug file.
 
 use std::fs::{self, Metadata};
+use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -29,9 +30,9 @@ const EMBEDDED_PAGES: usize = 4;
 /// Files of the host for kernels that do not reveal everything.
 #[derive(Debug)]
 pub enum DebugFiles {
-    /// Of one kernel.
+    /// One file, used for every kernel.
     One(DebugFile),
-    /// Of many kernels.
+    /// A folder in which each kernel's file is found by name.
     Folder(DebugFolder),
 }
 
@@ -106,11 +107,23 @@ impl DebugFolder {
                 "{lacks}, and its read-only data has neither a build id nor a release to find a file by; {GIVE_FILE}"
             ));
         }
-        let found = names.iter().find_map(|name| {
+        let mut found = None;
+        for name in &names {
             let path = self.path.join(name);
-            let stamp = Stamp::of(&fs::metadata(&path).ok()?);
-            Some((path, stamp))
-        });
+            match fs::metadata(&path) {
+                Ok(metadata) => {
+                    found = Some((path, Stamp::of(&metadata)));
+                    break;
+                }
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => {
+                    return refuse(format!(
+                        "the debug file {} cannot be looked at: {error}; let this process read it",
+                        path.display()
+                    ));
+                }
+            }
+        }
         let Some((path, stamp)) = found else {
             return refuse(format!(
                 "{lacks}, and the folder {} has none of {}; put the file of this very kernel there",

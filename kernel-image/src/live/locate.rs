@@ -171,7 +171,7 @@ pub(super) fn required(symbols: &Named, name: &'static str) -> Result<u64, Disco
     match symbols.address(name) {
         Some(address) => Ok(address),
         None if symbols.is_completed() => refuse(format!(
-            "neither the kernel's kallsyms nor the debug file have a single symbol {name}; {GIVE_FILE}, whole and not stripped"
+            "neither the kernel's kallsyms nor the debug file has a single symbol {name}; {GIVE_FILE}, whole and not stripped"
         )),
         None => refuse(format!(
             "the kernel's kallsyms have no single symbol {name}: it is built without CONFIG_KALLSYMS_ALL; {GIVE_FILE}"

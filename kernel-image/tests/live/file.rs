@@ -287,6 +287,12 @@ fn only_a_regular_file_that_is_not_huge_is_read() {
     let file = std::fs::File::create(&path).unwrap();
     file.set_len((2 << 30) + 1).unwrap();
     assert!(matches!(open().unwrap_err(), DebugFileError::TooLarge));
-    let error = DebugFile::open(folder.path()).unwrap_err();
-    assert!(matches!(error, DebugFileError::Kind), "{error}");
+    // A pipe without a writer would block whoever opens it.
+    let pipe = folder.path().join("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.unwrap().success());
+    for other in [folder.path(), &pipe] {
+        let error = DebugFile::open(other).unwrap_err();
+        assert!(matches!(error, DebugFileError::Kind), "{error}");
+    }
 }

@@ -158,3 +158,13 @@ fn a_kernel_that_says_everything_needs_no_file() {
     let kernel = folder.find(&guest).unwrap();
     assert!(kernel.evidence.file.is_none());
 }
+
+#[test]
+fn a_file_that_cannot_be_looked_at_is_not_a_missing_one() {
+    let guest = guest_without_data_symbols();
+    let mut folder = Folder::new();
+    let path = folder.folder.path().join(by_release("vmlinux"));
+    std::os::unix::fs::symlink(&path, &path).unwrap();
+    let error = folder.find(&guest).unwrap_err();
+    assert!(error.contains("cannot be looked at"), "{error}");
+}

@@ -84,6 +84,7 @@ pub fn discovery(found: &DiscoveredKernel) -> v1::Discovery {
         Way::Image => v1::DiscoveryWay::Image,
         Way::Note => v1::DiscoveryWay::Note,
     };
+    let named = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
     v1::Discovery {
         way: way.into(),
         time: Some(duration(found.time)),
@@ -93,6 +94,8 @@ pub fn discovery(found: &DiscoveredKernel) -> v1::Discovery {
             types: file.types,
             same_build_id: file.build_id,
         }),
+        gates: named(&found.gates),
+        missing_gates: named(&found.missing_gates),
     }
 }
 

@@ -102,6 +102,8 @@ impl InMemoryGuest {
             way: Way::Image,
             time: Duration::from_millis(30),
             file: Some(file),
+            gates: vec!["system_state", "text_mutex"],
+            missing_gates: vec!["number of module changes"],
             functions: Arc::default(),
         });
         self.registry.register_kernel(tables).expect("taken");

@@ -30,6 +30,8 @@ pub fn tables(
         way: kernel.evidence.way,
         time,
         file: kernel.evidence.file.take(),
+        gates: names(kernel.gates.iter().map(|gate| gate.kind)),
+        missing_gates: names(kernel.evidence.missing_gates.iter().copied()),
         functions: Arc::new(kernel.take_functions()),
     };
     let debug = DebugSites::new(debug_sites(&mut kernel))?;
@@ -165,25 +167,55 @@ fn range(found: &Range<u64>) -> static_keys::Range {
     }
 }
 
+/// The names of these gates, once each, in their order.
+fn names(kinds: impl Iterator<Item = Found>) -> Vec<&'static str> {
+    let mut names = Vec::new();
+    for name in kinds.map(name) {
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    names
+}
+
+fn name(kind: Found) -> &'static str {
+    match kind {
+        Found::SystemState => "system_state",
+        Found::JumpLabelMutex => "jump_label_mutex",
+        Found::TextMutex => "text_mutex",
+        Found::TextPoke => "text_poke",
+        Found::TextPokeQueue => "text_poke queue",
+        Found::TracepointsMutex => "tracepoints_mutex",
+        Found::ModuleMutex => "module_mutex",
+        Found::SameKernel => "same kernel",
+        Found::Panic => "panic_cpu",
+        Found::DynamicDebugMutex => "ddebug_lock",
+        Found::ModuleCount => "number of module changes",
+        Found::ModuleList => "list of modules",
+        Found::ModuleState => "state of a module",
+        Found::ModuleTable => "jump table of a module",
+    }
+}
+
 /// Converts a gate; `None` if the engine checks it by itself.
 fn listed(kernel: &live::Kernel, gate: &live::Gate) -> Option<ListedGate> {
     let counted = !kernel.evidence.missing_gates.contains(&Found::ModuleCount);
-    let (kind, name) = match gate.kind {
-        Found::SystemState => (GateKind::SystemState, "system_state"),
-        Found::JumpLabelMutex => (GateKind::JumpLabelMutex, "jump_label_mutex"),
-        Found::TextMutex => (GateKind::TextMutex, "text_mutex"),
-        Found::TextPoke => (GateKind::TextPoke, "text_poke"),
-        Found::TextPokeQueue => (GateKind::TextPokeQueue, "text_poke queue"),
-        Found::TracepointsMutex => (GateKind::TracepointsMutex, "tracepoints_mutex"),
-        Found::ModuleMutex => (GateKind::ModuleMutex, "module_mutex"),
-        Found::SameKernel => (GateKind::Other(1), "same kernel"),
-        Found::Panic => (GateKind::Other(2), "panic_cpu"),
-        Found::DynamicDebugMutex => (GateKind::Other(3), "ddebug_lock"),
-        Found::ModuleCount => (GateKind::Other(4), "number of module changes"),
-        Found::ModuleList => (GateKind::Other(5), "list of modules"),
+    let kind = match gate.kind {
+        Found::SystemState => GateKind::SystemState,
+        Found::JumpLabelMutex => GateKind::JumpLabelMutex,
+        Found::TextMutex => GateKind::TextMutex,
+        Found::TextPoke => GateKind::TextPoke,
+        Found::TextPokeQueue => GateKind::TextPokeQueue,
+        Found::TracepointsMutex => GateKind::TracepointsMutex,
+        Found::ModuleMutex => GateKind::ModuleMutex,
+        Found::SameKernel => GateKind::Other(1),
+        Found::Panic => GateKind::Other(2),
+        Found::DynamicDebugMutex => GateKind::Other(3),
+        Found::ModuleCount => GateKind::Other(4),
+        Found::ModuleList => GateKind::Other(5),
         // An unchanged counter proves that no module was loaded or unloaded.
         Found::ModuleTable if counted => return None,
-        Found::ModuleTable => (GateKind::Other(6), "jump table of a module"),
+        Found::ModuleTable => GateKind::Other(6),
         // The engine checks the modules that a change involves.
         Found::ModuleState => return None,
     };
@@ -195,7 +227,7 @@ fn listed(kernel: &live::Kernel, gate: &live::Gate) -> Option<ListedGate> {
     };
     Some(ListedGate {
         kind,
-        name: Arc::from(name),
+        name: Arc::from(name(gate.kind)),
         address: gate.address,
         per_cpu: gate.per_cpu,
         width: gate.width,

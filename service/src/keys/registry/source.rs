@@ -97,6 +97,10 @@ pub struct DiscoveredKernel {
     pub time: Duration,
     /// What a file of the host said that the kernel does not reveal.
     pub file: Option<FileUse>,
+    /// Names of the gates that can be looked at.
+    pub gates: Vec<&'static str>,
+    /// Names of the gates that cannot.
+    pub missing_gates: Vec<&'static str>,
     /// From the kernel's own kallsyms, and those of its modules.
     pub functions: Arc<Functions>,
 }

@@ -372,6 +372,8 @@ class Discovery(_message.Message):
     WAY_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     DEBUG_FILE_FIELD_NUMBER: _builtins.int
+    GATES_FIELD_NUMBER: _builtins.int
+    MISSING_GATES_FIELD_NUMBER: _builtins.int
     way: Global___DiscoveryWay.ValueType
     @_builtins.property
     def time(self) -> _duration_pb2.Duration:
@@ -381,16 +383,28 @@ class Discovery(_message.Message):
     def debug_file(self) -> Global___DebugFile:
         """Set if a file of the host provides what the kernel does not reveal."""
 
+    @_builtins.property
+    def gates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the gates that are looked at in the stopped guest before a change."""
+
+    @_builtins.property
+    def missing_gates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the gates that this kernel has not, or does not reveal. A change that
+        needs one of them is refused.
+        """
+
     def __init__(
         self,
         *,
         way: Global___DiscoveryWay.ValueType = ...,
         time: _duration_pb2.Duration | None = ...,
         debug_file: Global___DebugFile | None = ...,
+        gates: _abc.Iterable[_builtins.str] | None = ...,
+        missing_gates: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["debug_file", b"debug_file", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["debug_file", b"debug_file", "time", b"time", "way", b"way"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["debug_file", b"debug_file", "gates", b"gates", "missing_gates", b"missing_gates", "time", b"time", "way", b"way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -74,6 +74,8 @@ fn found(guest: &InMemoryGuest) -> KernelTables {
         way: Way::Image,
         time: Duration::from_millis(30),
         file: None,
+        gates: Vec::new(),
+        missing_gates: Vec::new(),
         functions: Arc::default(),
     });
     tables
