@@ -23,6 +23,8 @@ use crate::watchdog::Watchdog;
 
 /// For commands beside a stop.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How often QEMU is asked to resume the guest until it answers.
+const RESUMES: u32 = 3;
 /// For a look at the migration or the memory while the guest is stopped.
 const LOOK: Duration = Duration::from_millis(250);
 /// For all questions of one stop about memory that can be removed.
@@ -372,11 +374,21 @@ impl<'g> Lease<'g> {
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        match self.monitor.execute("cont", Value::Null, PATIENCE) {
-            Ok(_) => self.watchdog.disarm(),
-            // The watchdog says it again when this process ends.
-            Err(error) => tracing::error!(%error, "the guest was not resumed"),
+        for _ in 0..RESUMES {
+            match self.monitor.execute("cont", Value::Null, PATIENCE) {
+                Ok(_) => return self.watchdog.disarm(),
+                // Nobody else would resume the guest while this process lives.
+                Err(error @ QmpError::TimedOut { .. }) => {
+                    tracing::warn!(%error, "the guest may still be stopped");
+                }
+                Err(error) => {
+                    tracing::error!(%error, "the guest was not resumed");
+                    return;
+                }
+            }
         }
+        // The watchdog says it again when this process ends.
+        tracing::error!("the guest was not resumed; send cont to QEMU, or end this process");
     }
 }
 

@@ -88,6 +88,11 @@ fn kill() {
 }
 
 #[test]
+fn commands_of_a_stop_that_qemu_does_not_answer() {
+    support::relay::unanswered(Tcg);
+}
+
+#[test]
 fn refusals() {
     support::refusals(Tcg);
 }

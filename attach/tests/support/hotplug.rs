@@ -2,18 +2,15 @@
 //! Memory that comes and goes while the service is attached.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
 
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::memory::Access;
-use patchbay_attach::{Options, PauseWay, Target, attach};
+use patchbay_attach::{Options, PauseWay, attach};
 use patchbay_service::guest::{Guest, Machine};
 use patchbay_service::testing::conformance;
 use serde_json::{Value, json};
 
+use super::relay::Relay;
 use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH};
 
 /// Counts as `BOOT_SECTOR` does, and ejects the DIMM of slot N - 1 when it finds N in [`EJECT`], asked or not:
@@ -251,63 +248,6 @@ pub fn virtio_mem(accelerator: Accelerator) {
     }
 }
 
-/// A QEMU whose flat view can be replaced.
-struct Relay {
-    path: PathBuf,
-    view: Arc<Mutex<Option<String>>>,
-}
-
-impl Relay {
-    fn start(folder: &Path, qemu: PathBuf) -> Self {
-        let path = folder.join("relay");
-        let listener = UnixListener::bind(&path).expect("free");
-        let view = Arc::new(Mutex::new(None));
-        let replaced = Arc::clone(&view);
-        std::thread::spawn(move || {
-            let (client, _) = listener.accept().expect("a client");
-            let qemu = UnixStream::connect(qemu).expect("QEMU listens");
-            let asked = Arc::new(Mutex::new(Value::Null));
-            let up = (
-                client.try_clone().expect("free"),
-                qemu.try_clone().expect("free"),
-            );
-            let id = Arc::clone(&asked);
-            std::thread::spawn(move || {
-                relay(up.0, up.1, |message| {
-                    if message["arguments"]["command-line"] == "info mtree -f" {
-                        *id.lock().expect("no panic") = message["id"].clone();
-                    }
-                });
-            });
-            relay(qemu, client, |message| {
-                let asked = asked.lock().expect("no panic").clone();
-                let view = replaced.lock().expect("no panic").clone();
-                if let Some(view) = view.filter(|_| !asked.is_null() && message["id"] == asked) {
-                    message["return"] = Value::String(view);
-                }
-            });
-        });
-        Self { path, view }
-    }
-
-    fn replace(&self, view: Option<&str>) {
-        *self.view.lock().expect("no panic") = view.map(str::to_owned);
-    }
-}
-
-/// Passes on messages until a side is gone.
-fn relay(from: UnixStream, mut to: UnixStream, mut alter: impl FnMut(&mut Value)) {
-    for line in BufReader::new(from).lines().map_while(Result::ok) {
-        let Ok(mut message) = serde_json::from_str(&line) else {
-            continue;
-        };
-        alter(&mut message);
-        if writeln!(to, "{message}").is_err() {
-            return;
-        }
-    }
-}
-
 /// A flat view that makes no sense changes nothing, and the next one that does is taken over.
 pub fn second_view(accelerator: Accelerator) {
     let Some(qemu) = start(accelerator, Memory::SharedMemfd) else {
@@ -315,12 +255,7 @@ pub fn second_view(accelerator: Accelerator) {
     };
     let folder = tempfile::tempdir().expect("temporary folder");
     let relay = Relay::start(folder.path(), qemu.socket("qmp"));
-    let options = Options {
-        target: Target::Qmp(relay.path.clone(), Some(qemu.child.id())),
-        ..qemu.options(PauseWay::Freeze)
-    };
-    let guest = attach(&options).expect("attached");
-    qemu.runs(&guest);
+    let guest = relay.attach(&qemu, PauseWay::Freeze);
     let changes = guest.memory_changes(true);
     let piece = guest.ram().piece(SCRATCH, 4).expect("RAM");
     let address = dimm(&qemu, true, "dimm");

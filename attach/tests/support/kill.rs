@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! An attacher that dies by SIGKILL, in each state, leaves a guest that runs and can be attached to.
 
-use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::{Signal, raise};
 use patchbay_attach::PauseWay::{self, Freeze, Qmp};
 use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
@@ -16,29 +19,33 @@ use serde_json::Value;
 
 use super::{Accelerator, DEADLINE, END, Memory, Qemu, SCRATCH, checked, options};
 
-/// Makes the test's program the attacher that is killed: `SOCKET:PAUSE:ACCELERATOR:STATE`.
+/// Makes the test's program the attacher that is killed: `SOCKET:PAUSE:ACCELERATOR:STATE:TURNS`.
 const ATTACHER: &str = "PATCHBAY_TEST_ATTACHER";
-/// Printed when the state is reached.
-const REACHED: &str = "REACHED";
 
 /// What the attacher does when it is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     /// Nothing.
     Idle,
-    /// Reads memory and registers, again and again.
+    /// Reads memory and registers.
     Discovering,
-    /// Holds the guest stopped.
-    Paused,
-    /// Stops the guest, writes and looks at the migration, resumes it, again and again.
-    Committing,
+    /// Stops the guest.
+    Stopping,
+    /// Writes to the stopped guest.
+    Writing,
+    /// Looks at the migration before the resume.
+    Checking,
+    /// Resumes the guest.
+    Resuming,
 }
 
-const STATES: [State; 4] = [
+const STATES: [State; 6] = [
     State::Idle,
     State::Discovering,
-    State::Paused,
-    State::Committing,
+    State::Stopping,
+    State::Writing,
+    State::Checking,
+    State::Resuming,
 ];
 
 /// The test, and in a second process of the same program the attacher.
@@ -52,42 +59,41 @@ pub fn kill(accelerator: Accelerator) {
     for pause in [Freeze, Qmp] {
         for state in STATES {
             let times = match state {
-                State::Idle | State::Paused => 1,
-                State::Discovering | State::Committing => 4,
+                State::Idle => 1,
+                State::Discovering | State::Stopping => 2,
+                State::Writing | State::Checking | State::Resuming => 4,
             };
-            for time in 1..=times {
-                kill_attacher(&qemu, pause, state, time);
+            for time in 0..times {
+                kill_attacher(&qemu, pause, state, turns(state, time));
                 assert_runs(&qemu, pause);
             }
         }
     }
 }
 
-/// Starts an attacher, waits until it has reached the state so many times, and kills it.
-fn kill_attacher(qemu: &Qemu, pause: PauseWay, state: State, times: u64) {
+/// Turns of a loop between the begin of a state and the kill: none at first, then a few microseconds up to some tens.
+fn turns(state: State, time: u64) -> u64 {
+    const MULTIPLIER: u64 = 6_364_136_223_846_793_005;
+    let seed = time * 16 + state as u64;
+    (seed.wrapping_mul(MULTIPLIER) >> 33) % 1024 * time
+}
+
+/// Starts an attacher that kills itself in a state, and waits for its end.
+fn kill_attacher(qemu: &Qemu, pause: PauseWay, state: State, turns: u64) {
     let socket = qemu.socket("qmp");
     let socket = socket.display();
     let accelerator = qemu.accelerator;
-    let mut child = Command::new(std::env::current_exe().expect("a program"))
+    let status = Command::new(std::env::current_exe().expect("a program"))
         .args(["--exact", "kill", "--nocapture"])
         .env(
             ATTACHER,
-            format!("{socket}:{pause:?}:{accelerator:?}:{state:?}"),
+            format!("{socket}:{pause:?}:{accelerator:?}:{state:?}:{turns}"),
         )
-        .stdout(Stdio::piped())
-        .spawn()
+        .stdout(Stdio::null())
+        .status()
         .expect("started");
-    let output = BufReader::new(child.stdout.take().expect("piped"));
-    let mut lines = output.lines().map_while(Result::ok);
-    let mut reach = || assert!(lines.any(|line| line.contains(REACHED)), "{state:?}");
-    for _ in 0..times {
-        reach();
-    }
-    if (pause, state) == (Qmp, State::Paused) {
-        assert_eq!(qemu.other("query-status", Value::Null)["status"], "paused");
-    }
-    child.kill().expect("it lives");
-    child.wait().expect("it has ended");
+    let killed = Some(Signal::SIGKILL as i32);
+    assert_eq!(status.signal(), killed, "{pause:?} {state:?}: {status}");
 }
 
 /// The guest runs without another word, and the next attacher can stop it.
@@ -111,7 +117,7 @@ fn assert_runs(qemu: &Qemu, pause: PauseWay) {
 /// The process that is killed.
 fn attacher(word: &str) -> ! {
     let mut words = word.split(':');
-    let mut next = || words.next().expect("four words");
+    let mut next = || words.next().expect("five words");
     let socket = PathBuf::from(next());
     let pause = if next() == "Qmp" { Qmp } else { Freeze };
     let accelerator = if next() == "Tcg" {
@@ -121,35 +127,59 @@ fn attacher(word: &str) -> ! {
     };
     let name = next();
     let state = STATES.iter().find(|state| format!("{state:?}") == name);
+    let turns = next().parse().expect("a number");
     let guest = attach(&options(socket, pause, accelerator)).expect("attached");
-    match state.expect("a state") {
-        State::Idle => println!("{REACHED}"),
-        State::Discovering => loop {
-            println!("{REACHED}");
+    let now = Arc::new(AtomicUsize::new(State::Idle as usize));
+    kill_in(*state.expect("a state"), turns, Arc::clone(&now));
+    match state {
+        Some(State::Idle) => loop {
+            std::thread::sleep(Duration::from_secs(3600));
+        },
+        Some(State::Discovering) => loop {
+            now.store(State::Discovering as usize, Ordering::SeqCst);
             let cpus = guest.cpus().expect("registers");
             let found = discover(Discoverable::memory(&guest), &cpus, Way::Note);
             assert!(found.is_err(), "the guest only counts");
         },
-        State::Paused => {
-            let paused = guest.pause(DEADLINE).expect("stopped");
-            println!("{REACHED}");
-            std::mem::forget(paused);
-        }
-        State::Committing => commit(&guest),
-    }
-    loop {
-        std::thread::sleep(Duration::from_secs(3600));
+        _ => commit(&guest, pause, &now),
     }
 }
 
-fn commit(guest: &QemuGuest) -> ! {
+/// Kills this process from a second thread. A state that ends during the turns is waited for again, and has half the turns then.
+fn kill_in(state: State, mut turns: u64, now: Arc<AtomicUsize>) {
+    let reached = move || now.load(Ordering::SeqCst) == state as usize;
+    std::thread::spawn(move || {
+        loop {
+            while !reached() {
+                std::thread::yield_now();
+            }
+            for _ in 0..turns {
+                std::hint::spin_loop();
+            }
+            if reached() {
+                raise(Signal::SIGKILL).expect("nothing forbids it");
+            }
+            turns /= 2;
+        }
+    });
+}
+
+fn commit(guest: &QemuGuest, pause: PauseWay, now: &AtomicUsize) -> ! {
+    let reach = |state: State| now.store(state as usize, Ordering::SeqCst);
     let page: Vec<u8> = (0..4096).map(|byte| (byte % 251) as u8).collect();
     loop {
-        println!("{REACHED}");
+        reach(State::Stopping);
         let paused = guest.pause(DEADLINE).expect("stopped");
+        reach(State::Writing);
         for address in (SCRATCH..END / 4 * 3).step_by(page.len()) {
             guest.ram().write(address, &page).expect("RAM");
         }
+        if pause == Qmp {
+            assert_eq!(guest.monitor().status().as_deref(), Ok("paused"));
+        }
+        reach(State::Checking);
         checked(&paused).expect("no migration");
+        reach(State::Resuming);
+        drop(paused);
     }
 }

@@ -8,6 +8,7 @@ pub mod hotplug;
 pub mod kill;
 pub mod libvirt;
 pub mod nested;
+pub mod relay;
 pub mod stock;
 
 use std::fs;

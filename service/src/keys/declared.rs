@@ -125,6 +125,7 @@ mod tests {
     use static_keys::Op;
 
     use super::*;
+    use crate::keys::audit::AuditLog;
     use crate::keys::{KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
     use crate::testing::{InMemoryGuest, TestKey};
 
@@ -139,6 +140,10 @@ mod tests {
     }
 
     fn keys(text: &str) -> (Arc<InMemoryGuest>, Keys) {
+        keys_with(text, AuditLog::default())
+    }
+
+    fn keys_with(text: &str, audit: AuditLog) -> (Arc<InMemoryGuest>, Keys) {
         let registry = Arc::new(Registry::default());
         let sealed = TestKey {
             sealed: true,
@@ -146,6 +151,7 @@ mod tests {
         };
         let guest = InMemoryGuest::new(Arc::clone(&registry));
         let config = KeysConfig {
+            audit,
             declared: declarations(text),
             ..KeysConfig::default()
         };
@@ -180,6 +186,46 @@ mod tests {
         let description = keys.describe();
         assert_eq!(description.declared, 1);
         assert!(description.undeclared.is_empty(), "{description:?}");
+    }
+
+    #[tokio::test]
+    async fn the_audit_log_names_the_declarations_of_what_a_change_changes() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let log = folder.path().join("audit.jsonl");
+        let audit = AuditLog::open(&log).expect("opens");
+        let text = "kernel: {from: '6.12'}\nkeys:\n\
+                    - {key: other, reason: not this one, source: elsewhere}\n\
+                    - {key: safe, reason: only read by readers, source: 'mm/safe.c:7'}\n";
+        let (_guest, keys) = keys_with(text, audit);
+        assert!(inc(&keys, "safe").await);
+        assert!(!inc(&keys, "sealed").await);
+        assert!(inc(&keys, "event").await, "it needs no declaration");
+        let text = std::fs::read_to_string(&log).expect("readable");
+        let lines = text.lines().map(|line| serde_json::from_str(line));
+        let lines: Vec<serde_json::Value> = lines.collect::<Result<_, _>>().expect("JSON");
+        let intents: Vec<_> = lines
+            .iter()
+            .filter(|line| line["event"] == "intent")
+            .collect();
+        let of = |key| {
+            let mut found = intents
+                .iter()
+                .filter(move |line| line["updates"][0]["key"] == key);
+            found.next()
+        };
+        let [declared] = &of("safe").expect("an intent")["declared"]
+            .as_array()
+            .expect("a list")[..]
+        else {
+            panic!("not one declaration: {text}");
+        };
+        let file = declared["file"].as_str().expect("a path");
+        assert!(file.ends_with("a.yaml"), "{file}");
+        assert_eq!(declared["key"], "safe");
+        assert_eq!(declared["reason"], "only read by readers");
+        assert_eq!(declared["source"], "mm/safe.c:7");
+        let event = of("event").expect("an intent");
+        assert!(event.get("declared").is_none(), "{event}");
     }
 
     #[tokio::test]

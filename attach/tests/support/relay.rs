@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A relay between an attacher and QEMU's monitor, which changes or loses messages.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use patchbay_attach::guest::QemuGuest;
+use patchbay_attach::{Options, PauseWay, Target, attach};
+use patchbay_service::guest::{Guest, PausedGuest};
+use patchbay_service::pause::PauseError;
+use serde_json::Value;
+
+use super::{Accelerator, DEADLINE, Memory, Qemu};
+
+/// A stop that nobody answers.
+const SHORT: Duration = Duration::from_millis(200);
+
+/// The message that the relay loses next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Lost {
+    Command(&'static str),
+    Answer(&'static str),
+}
+
+#[derive(Default)]
+struct Faults {
+    /// Replaces the answer to `info mtree -f`.
+    view: Option<String>,
+    lost: Option<Lost>,
+    /// Ids of the last `info mtree -f`, and of a command whose answer is lost.
+    view_id: Value,
+    lost_id: Value,
+}
+
+impl Faults {
+    /// Whether a command reaches QEMU.
+    fn command(&mut self, message: &Value) -> bool {
+        if message["arguments"]["command-line"] == "info mtree -f" {
+            self.view_id = message["id"].clone();
+        }
+        match self.lost {
+            Some(Lost::Command(name)) if message["execute"] == name => {
+                self.lost = None;
+                false
+            }
+            Some(Lost::Answer(name)) if message["execute"] == name => {
+                self.lost = None;
+                self.lost_id = message["id"].clone();
+                true
+            }
+            _ => true,
+        }
+    }
+
+    /// Whether an answer or an event reaches the attacher.
+    fn answer(&mut self, message: &mut Value) -> bool {
+        let id = message["id"].clone();
+        if let Some(view) = self.view.clone().filter(|_| id == self.view_id) {
+            message["return"] = Value::String(view);
+        }
+        id.is_null() || id != self.lost_id
+    }
+}
+
+/// A QEMU's monitor with faults.
+pub struct Relay {
+    path: PathBuf,
+    faults: Arc<Mutex<Faults>>,
+}
+
+impl Relay {
+    /// Serves one client.
+    pub fn start(folder: &Path, qemu: PathBuf) -> Self {
+        let path = folder.join("relay");
+        let listener = UnixListener::bind(&path).expect("free");
+        let faults = Arc::new(Mutex::new(Faults::default()));
+        let both = [Arc::clone(&faults), Arc::clone(&faults)];
+        std::thread::spawn(move || {
+            let (client, _) = listener.accept().expect("a client");
+            let qemu = UnixStream::connect(qemu).expect("QEMU listens");
+            let clone = |stream: &UnixStream| stream.try_clone().expect("free");
+            let up = (clone(&client), clone(&qemu));
+            let [commands, answers] = both;
+            std::thread::spawn(move || {
+                relay(up.0, up.1, |message| lock(&commands).command(message));
+            });
+            relay(qemu, client, |message| lock(&answers).answer(message));
+        });
+        Self { path, faults }
+    }
+
+    /// Attaches through it, with the guest's counter running.
+    pub fn attach(&self, qemu: &Qemu, pause: PauseWay) -> QemuGuest {
+        let options = Options {
+            target: Target::Qmp(self.path.clone(), Some(qemu.child.id())),
+            ..qemu.options(pause)
+        };
+        let guest = attach(&options).expect("attached");
+        qemu.runs(&guest);
+        guest
+    }
+
+    pub fn replace(&self, view: Option<&str>) {
+        lock(&self.faults).view = view.map(str::to_owned);
+    }
+
+    fn lose(&self, message: Lost) {
+        lock(&self.faults).lost = Some(message);
+    }
+
+    fn has_lost(&self) -> bool {
+        lock(&self.faults).lost.is_none()
+    }
+}
+
+fn lock(faults: &Mutex<Faults>) -> MutexGuard<'_, Faults> {
+    faults.lock().expect("no panic")
+}
+
+/// Passes on messages until a side is gone.
+fn relay(from: UnixStream, mut to: UnixStream, mut passes: impl FnMut(&mut Value) -> bool) {
+    for line in BufReader::new(from).lines().map_while(Result::ok) {
+        let Ok(mut message) = serde_json::from_str(&line) else {
+            continue;
+        };
+        if passes(&mut message) && writeln!(to, "{message}").is_err() {
+            break;
+        }
+    }
+    // The other side learns that this one is gone.
+    let _ = to.shutdown(std::net::Shutdown::Write);
+}
+
+/// A command of a stop that QEMU does not answer ends in an error, and the guest runs on while the attacher lives.
+pub fn unanswered(accelerator: Accelerator) {
+    let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
+        return;
+    };
+    for lose in [Lost::Command, Lost::Answer] {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let relay = Relay::start(folder.path(), qemu.socket("qmp"));
+        let guest = relay.attach(&qemu, PauseWay::Qmp);
+        let runs = |lost: &str| {
+            assert!(relay.has_lost(), "{lost}");
+            let status = &qemu.other("query-status", Value::Null)["status"];
+            assert_eq!(status, "running", "{lost}");
+            qemu.runs(&guest);
+        };
+        relay.lose(lose("stop"));
+        let error = guest.pause(SHORT).expect_err("not answered");
+        assert!(
+            matches!(&error, PauseError::Late { deadline, late } if *deadline == SHORT && late.len() == 2),
+            "{error}"
+        );
+        runs("stop");
+        let paused = guest.pause(DEADLINE).expect("stopped");
+        relay.lose(lose("query-migrate"));
+        let error = paused.check_writes().expect_err("not answered");
+        assert!(
+            error.contains("did not answer query-migrate within"),
+            "{error}"
+        );
+        drop(paused);
+        runs("query-migrate");
+        let paused = guest.pause(DEADLINE).expect("stopped");
+        relay.lose(lose("cont"));
+        drop(paused);
+        runs("cont");
+        // A stop by somebody else outlives the attacher: the watchdog knows that none of ours lasts.
+        qemu.other("stop", Value::Null);
+        drop(guest);
+        let status = &qemu.other("query-status", Value::Null)["status"];
+        assert_eq!(status, "paused");
+        qemu.other("cont", Value::Null);
+    }
+}
