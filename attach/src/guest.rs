@@ -25,7 +25,7 @@ use crate::watchdog::Watchdog;
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How often QEMU is asked to resume the guest until it answers.
 const RESUMES: u32 = 3;
-/// For a look at the migration or the memory while the guest is stopped.
+/// For a look at the migration while the guest is stopped.
 const LOOK: Duration = Duration::from_millis(250);
 /// For all questions of one stop about memory that can be removed.
 const CONFIRM: Duration = Duration::from_secs(1);
@@ -463,7 +463,7 @@ impl Guest for QemuGuest {
             let confirming = Instant::now();
             self.memory.confirm(&self.process, |address| {
                 let left = CONFIRM.saturating_sub(confirming.elapsed());
-                self.monitor.host_address(address, LOOK.min(left))
+                self.monitor.host_address(address, left)
             });
             stop_time += confirming.elapsed();
             Ok(Paused {

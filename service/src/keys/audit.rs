@@ -51,9 +51,9 @@ pub struct AuditFile {
 pub struct Intent<'a> {
     /// "uid:N", or "monitor" for a hold that expired.
     pub owner: &'a str,
-    /// Request id of the client.
-    pub reason: &'a str,
     /// Reason of the client.
+    pub reason: &'a str,
+    /// Request id of the client.
     pub request_id: &'a str,
     /// References of other holders may be dropped.
     pub force: bool,

@@ -201,7 +201,7 @@ mod tests {
         assert!(!inc(&keys, "sealed").await);
         assert!(inc(&keys, "event").await, "it needs no declaration");
         let text = std::fs::read_to_string(&log).expect("readable");
-        let lines = text.lines().map(|line| serde_json::from_str(line));
+        let lines = text.lines().map(serde_json::from_str);
         let lines: Vec<serde_json::Value> = lines.collect::<Result<_, _>>().expect("JSON");
         let intents: Vec<_> = lines
             .iter()
