@@ -31,7 +31,7 @@ const EJECTOR: [u8; 41] = [
 const EJECT: u64 = 0x8004;
 const SLOTS: [&str; 2] = ["-m", "64M,slots=4,maxmem=2G"];
 pub const SIZE: u64 = 128 << 20;
-/// Of a DIMM that is given an address.
+/// The address that a test gives to a DIMM.
 const ELSEWHERE: u64 = 0x1_4000_0000;
 
 fn start(accelerator: Accelerator, memory: Memory) -> Option<Qemu> {

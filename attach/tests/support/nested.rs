@@ -12,11 +12,9 @@ use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::registry::discovery::Discoverable;
 use patchbay_service::keys::{Keys, KeysConfig, ListQuery};
 
-use super::stock::{BOOT, Boot, boots, wait_for};
+use super::stock::{BOOT, Boot, MODULES, boots, wait_for};
 use super::{Accelerator, Memory};
 
-/// The lab's modules, as an archive: KVM's are among them.
-const MODULES: &str = "PATCHBAY_TEST_DISTRO_MODULES";
 /// Where the host's KVM shows whether a guest runs guests.
 const DEBUG_FOLDER: &str = "/sys/kernel/debug/kvm";
 

@@ -32,8 +32,8 @@ while :; do
     /bin/busybox echo alive
 done
 ";
-/// The archive of that kernel's modules, with /bin/busybox.
-const MODULES: &str = "PATCHBAY_TEST_DISTRO_MODULES";
+/// The archive of that kernel's modules, with /bin/busybox. KVM's are among them.
+pub const MODULES: &str = "PATCHBAY_TEST_DISTRO_MODULES";
 /// Loads a module once the DIMM behind 4 GiB is in use. Kernel memory below 4 GiB is then only taken when there is no other. Some
 /// kernels put new memory into use by themselves.
 const LOADER: &[u8] = b"#!/bin/busybox sh
