@@ -3,6 +3,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use patchbay_proto::client;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
@@ -10,6 +11,7 @@ use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::{
     ListGuestsRequest, ListStaticKeysRequest, PauseGuestRequest, ResumeGuestRequest,
 };
+use tonic::transport::Channel;
 
 #[path = "../../tests/unit/boot.rs"]
 mod boot;
@@ -19,6 +21,8 @@ const UNIT: &str = include_str!("../patchbayd.service");
 const DROP_IN: &str = include_str!("../patchbayd-attach.conf");
 /// Makes the test's program a client of the daemon with this socket.
 const SOCKET: &str = "PATCHBAY_TEST_SOCKET";
+/// For a daemon that finds its guests. An emulated computer is slow.
+const PATIENCE: Duration = Duration::from_secs(120);
 /// Names of the QEMUs, by the backends of their memory.
 const GUESTS: [&str; 3] = ["file", "memfd", "private"];
 
@@ -75,9 +79,8 @@ fn has_kvm() -> bool {
     options.read(true).write(true).open("/dev/kvm").is_ok()
 }
 
-/// Waits until the daemon serves the guests. Stops each of them, and reads its memory.
-#[tokio::main]
-async fn uses_guests(socket: &str) {
+/// Waits until the daemon serves the guests.
+async fn served(socket: &str) -> Channel {
     let channel = loop {
         let connector = client::unix_socket(socket);
         if let Ok(channel) = client::endpoint().connect_with_connector(connector).await {
@@ -89,9 +92,17 @@ async fn uses_guests(socket: &str) {
         let list = guests.list_guests(ListGuestsRequest::default()).await;
         let list = list.expect("a list").into_inner().guests;
         if list.iter().map(|guest| guest.guest.as_str()).eq(GUESTS) {
-            break;
+            return channel;
         }
     }
+}
+
+/// Stops each guest of the daemon, and reads its memory.
+#[tokio::main]
+async fn uses_guests(socket: &str) {
+    let channel = tokio::time::timeout(PATIENCE, served(socket)).await;
+    let channel = channel.expect("the daemon serves all guests in time");
+    let mut guests = GuestServiceClient::new(channel.clone());
     for name in GUESTS {
         let pause = PauseGuestRequest {
             guest: name.to_owned(),

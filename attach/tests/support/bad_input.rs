@@ -7,11 +7,10 @@ use std::sync::Arc;
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::{PauseWay, attach};
 use patchbay_service::guest::Guest;
-use patchbay_service::keys::registry::Registry;
-use patchbay_service::keys::{Keys, KeysConfig, ListQuery};
+use patchbay_service::keys::ListQuery;
 use serde_json::{Value, json};
 
-use super::{Accelerator, BOOT_SECTOR, DEADLINE, Memory, Qemu, SCRATCH, checked};
+use super::{Accelerator, BOOT_SECTOR, DEADLINE, Memory, Qemu, SCRATCH, checked, keys_of, until};
 
 /// Counts as [`BOOT_SECTOR`] does, in protected mode without paging:
 ///
@@ -30,11 +29,8 @@ const PROTECTED_MODE: [u8; 70] = [
 const WITHOUT_RIGHTS: &str = "PATCHBAY_TEST_WITHOUT_RIGHTS";
 
 fn listing_fails(guest: &Arc<QemuGuest>) -> String {
-    let registry = Arc::new(Registry::default());
-    registry.discover(guest.clone(), None);
-    let (keys, _) = Keys::start(guest.clone(), registry, KeysConfig::default()).expect("a thread");
-    let error = keys.list(&ListQuery::default()).expect_err("no kernel");
-    error.to_string()
+    let listed = keys_of(guest).list(&ListQuery::default());
+    listed.expect_err("no kernel").to_string()
 }
 
 /// Firmware, real mode and protected mode: no Linux of 64 bits is found, and the guest runs on.
@@ -80,14 +76,11 @@ pub fn moves(accelerator: Accelerator) {
     drop(waits);
 
     from.other("migrate", json!({ "uri": uri }));
-    while from.other("query-status", Value::Null)["status"] != "postmigrate" {
-        std::thread::yield_now();
-    }
+    let status = |qemu: &Qemu| qemu.other("query-status", Value::Null)["status"].clone();
+    until("the guest has left", || status(&from) == "postmigrate");
     let error = guest.pause(DEADLINE).expect_err("it is gone");
     assert!(error.to_string().contains("has migrated away"), "{error}");
-    while to.other("query-status", Value::Null)["status"] != "running" {
-        std::thread::yield_now();
-    }
+    until("the guest has arrived", || status(&to) == "running");
     let guest = to.attach(PauseWay::Freeze);
     let mut bytes = [0; 14];
     assert!(guest.memory().copy(SCRATCH, &mut bytes));

@@ -3,14 +3,10 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Output, Stdio};
 
 use super::stock::{Boot, DEBUG};
-use super::{Accelerator, Memory};
-
-/// For a daemon that notices, and for a command.
-const PATIENCE: Duration = Duration::from_secs(120);
+use super::{Accelerator, Memory, Process, until};
 
 /// Release programs.
 pub struct Programs {
@@ -73,17 +69,9 @@ impl Programs {
     }
 }
 
-/// Retries until the condition holds.
-pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !holds() {
-        assert!(Instant::now() < end, "{what} does not happen");
-    }
-}
-
-/// A running patchbayd, killed on drop.
+/// A running patchbayd.
 struct Daemon {
-    child: Child,
+    child: Process,
     log: PathBuf,
 }
 
@@ -105,7 +93,10 @@ impl Daemon {
             .stderr(fs::File::create(&log).expect("room"))
             .spawn()
             .expect("the program is there");
-        Self { child, log }
+        Self {
+            child: Process(child),
+            log,
+        }
     }
 
     fn logged(&mut self, words: &str) {
@@ -120,8 +111,6 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
         let log = fs::read_to_string(&self.log).unwrap_or_default();
         println!("patchbayd: {log}");
     }

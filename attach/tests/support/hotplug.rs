@@ -11,7 +11,7 @@ use patchbay_service::testing::conformance;
 use serde_json::{Value, json};
 
 use super::relay::Relay;
-use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH};
+use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH, until};
 
 /// Counts as `BOOT_SECTOR` does, and ejects the DIMM of slot N - 1 when it finds N in [`EJECT`], asked or not:
 ///
@@ -52,13 +52,18 @@ fn plug(qemu: &Qemu, shared: bool, driver: &str, id: &str, more: &Value) -> u64 
         device[name] = value.clone();
     }
     qemu.other("device_add", device);
-    let devices = qemu.other("query-memory-devices", Value::Null);
-    let data = |device: &Value| device["data"].clone();
-    let device = devices.as_array().expect("a list").iter().map(data);
-    let mut device = device.filter(|data| data["id"] == id);
-    let data = device.next().expect("it is plugged in");
-    let address = data["addr"].as_u64().or(data["memaddr"].as_u64());
+    let device = self::device(qemu, id).expect("it is plugged in");
+    let address = device["addr"].as_u64().or(device["memaddr"].as_u64());
     address.expect("an address")
+}
+
+/// What QEMU says of a memory device.
+fn device(qemu: &Qemu, id: &str) -> Option<Value> {
+    let devices = qemu.other("query-memory-devices", Value::Null);
+    let devices = devices.as_array().expect("a list").iter();
+    devices
+        .map(|device| device["data"].clone())
+        .find(|data| data["id"] == id)
 }
 
 pub fn dimm(qemu: &Qemu, shared: bool, id: &str) -> u64 {
@@ -67,19 +72,13 @@ pub fn dimm(qemu: &Qemu, shared: bool, id: &str) -> u64 {
 
 /// Has the guest eject a DIMM, and frees its memory.
 fn eject(qemu: &Qemu, guest: &QemuGuest, id: &str) {
-    let slot = || {
-        let devices = qemu.other("query-memory-devices", Value::Null);
-        let data = |device: &Value| device["data"].clone();
-        let devices = devices.as_array().expect("a list").iter().map(data);
-        let mut device = devices.filter(|data| data["id"] == id);
-        device.next().and_then(|data| data["slot"].as_u64())
-    };
-    let number = slot().expect("it is plugged in") + 1;
-    let number = u32::try_from(number).expect("few").to_le_bytes();
-    guest.ram().write(EJECT, &number).expect("RAM");
-    while slot().is_some() {
-        std::thread::yield_now();
-    }
+    let slot = device(qemu, id).expect("it is plugged in")["slot"].as_u64();
+    let number = u32::try_from(slot.expect("a DIMM") + 1).expect("few");
+    guest
+        .ram()
+        .write(EJECT, &number.to_le_bytes())
+        .expect("RAM");
+    until("the guest ejects the DIMM", || device(qemu, id).is_none());
     qemu.other("object-del", json!({ "id": format!("mem-{id}") }));
 }
 

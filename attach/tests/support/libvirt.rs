@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::chown;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use patchbay_attach::error::AttachError;
@@ -16,9 +16,9 @@ use patchbay_service::guest::{Guest, Machine};
 use patchbay_service::pause::PauseError;
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::checked;
-use super::daemon::{Programs, until};
+use super::daemon::Programs;
 use super::stock::Boot;
+use super::{Process, checked, until};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 /// libvirtd runs as this user if the test runs as root: as root it would take the machine's own folders.
@@ -27,8 +27,8 @@ const SHARED: &str = "<memoryBacking><source type='memfd'/><access mode='shared'
 
 /// A running libvirtd and its domain; both end on drop.
 struct Libvirt {
+    daemon: Option<Process>,
     folder: tempfile::TempDir,
-    daemon: Option<Child>,
 }
 
 impl Libvirt {
@@ -36,8 +36,8 @@ impl Libvirt {
     fn start() -> Option<Self> {
         let folder = tempfile::tempdir().expect("temporary folder");
         let mut libvirt = Self {
-            folder,
             daemon: None,
+            folder,
         };
         let root = rustix::process::geteuid().is_root();
         for folder in [".", "run", "home"] {
@@ -71,7 +71,7 @@ impl Libvirt {
             .stderr(fs::File::create(libvirt.path("log")).expect("room"))
             .spawn()
             .expect("installed");
-        libvirt.daemon = Some(daemon);
+        libvirt.daemon = Some(Process(daemon));
         let end = Instant::now() + DEADLINE;
         while !libvirt.virsh(&["list"]).0 {
             assert!(
@@ -131,10 +131,6 @@ impl Drop for Libvirt {
     fn drop(&mut self) {
         for name in ["shared", "private", "stock"] {
             self.virsh(&["destroy", name]);
-        }
-        if let Some(daemon) = &mut self.daemon {
-            let _ = daemon.kill();
-            let _ = daemon.wait();
         }
     }
 }
@@ -287,13 +283,13 @@ pub fn flips() {
     libvirt.create(&stock("stock", &kernel, &boot));
     boot.boots();
     let socket = folder.join("api.sock");
-    let mut attacher = Command::new(&programs.cli)
+    let attacher = Command::new(&programs.cli)
         .args(["attach", "libvirt", "stock", "--connect", &libvirt.uri()])
         .arg("--api-socket")
         .arg(&socket)
         .stderr(Stdio::piped())
-        .spawn()
-        .expect("the program is there");
+        .spawn();
+    let mut attacher = Process(attacher.expect("the program is there"));
     let mut line = String::new();
     let mut errors = BufReader::new(attacher.stderr.take().expect("piped"));
     errors.read_line(&mut line).expect("text");

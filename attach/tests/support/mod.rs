@@ -12,6 +12,7 @@ pub mod relay;
 pub mod stock;
 
 use std::fs;
+use std::ops::{Deref, DerefMut};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command};
@@ -24,12 +25,16 @@ use patchbay_attach::memory::Access;
 use patchbay_attach::qmp::Qmp;
 use patchbay_attach::{Options, PauseWay, Target, attach};
 use patchbay_service::guest::{Guest, Machine, PausedGuest};
+use patchbay_service::keys::registry::Registry;
+use patchbay_service::keys::{Keys, KeysConfig};
 use patchbay_service::pause::PauseError;
 use patchbay_service::testing::conformance;
 use serde_json::{Value, json};
 
 /// For a stop that must succeed, and for QEMU's answers.
 const DEADLINE: Duration = Duration::from_secs(30);
+/// For an event. A lab is slow.
+const PATIENCE: Duration = Duration::from_secs(300);
 /// Memory of the guest, and two pages of it that nobody uses.
 const END: u64 = 64 << 20;
 const SCRATCH: u64 = 32 << 20;
@@ -63,9 +68,50 @@ pub enum Memory {
     SharedFile,
 }
 
-/// A running QEMU, killed on drop.
+/// Retries until the condition holds.
+pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(Instant::now() < end, "not seen within {PATIENCE:?}: {what}");
+        std::thread::yield_now();
+    }
+}
+
+/// The service for the keys of a guest, without its API.
+pub fn keys_of(guest: &Arc<QemuGuest>) -> Keys {
+    let registry = Arc::new(Registry::default());
+    registry.discover(guest.clone(), None);
+    let (keys, _) = Keys::start(guest.clone(), registry, KeysConfig::default()).expect("a thread");
+    keys
+}
+
+/// A process, killed on drop.
+pub struct Process(pub Child);
+
+impl Deref for Process {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        &self.0
+    }
+}
+
+impl DerefMut for Process {
+    fn deref_mut(&mut self) -> &mut Child {
+        &mut self.0
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A running QEMU.
 pub struct Qemu {
-    child: Child,
+    child: Process,
     folder: tempfile::TempDir,
     disk: Option<tempfile::NamedTempFile>,
     accelerator: Accelerator,
@@ -153,7 +199,7 @@ impl Qemu {
             command.args(["-qmp", &format!("unix:{},server=on,wait=off", path(socket))]);
         }
         let child = match command.spawn() {
-            Ok(child) => child,
+            Ok(child) => Process(child),
             Err(error) => {
                 eprintln!("SKIPPED: qemu-system-x86_64 cannot be started ({error})");
                 return None;
@@ -165,9 +211,9 @@ impl Qemu {
             disk: None,
             accelerator,
         };
-        while Qmp::connect(&qemu.socket("other"), DEADLINE, Box::new(|_| ())).is_err() {
-            std::thread::yield_now();
-        }
+        until("QEMU listens", || {
+            Qmp::connect(&qemu.socket("other"), DEADLINE, Box::new(|_| ())).is_ok()
+        });
         Some(qemu)
     }
 
@@ -189,9 +235,14 @@ impl Qemu {
     /// Waits until the guest has counted on.
     pub fn runs(&self, guest: &QemuGuest) {
         let before = count(guest);
-        while count(guest) == before {
-            std::thread::yield_now();
-        }
+        until("the guest counts on", || count(guest) != before);
+    }
+
+    /// Attached to, with the service for its keys.
+    pub fn keys(&self, pause: PauseWay) -> (Arc<QemuGuest>, Keys) {
+        let guest = Arc::new(attach(&self.options(pause)).expect("attached"));
+        let keys = keys_of(&guest);
+        (guest, keys)
     }
 
     /// A command by another client.
@@ -199,13 +250,6 @@ impl Qemu {
         let qmp = Qmp::connect(&self.socket("other"), DEADLINE, Box::new(|_| ()))
             .expect("a second monitor");
         qmp.execute(command, arguments, DEADLINE).expect(command)
-    }
-}
-
-impl Drop for Qemu {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -363,9 +407,9 @@ pub fn migration(accelerator: Accelerator, way: PauseWay) {
     assert!(error.to_string().contains("migration"), "{error}");
     qemu.runs(&guest);
     qemu.other("migrate_cancel", Value::Null);
-    while qemu.other("query-migrate", Value::Null)["status"] != "cancelled" {
-        std::thread::yield_now();
-    }
+    until("the migration is cancelled", || {
+        qemu.other("query-migrate", Value::Null)["status"] == "cancelled"
+    });
     let paused = guest.pause(DEADLINE).expect("it is over");
     assert_eq!(checked(&paused), Ok(()));
 }
@@ -377,9 +421,7 @@ pub fn lifecycle(accelerator: Accelerator) {
     };
     let guest = qemu.attach(PauseWay::Freeze);
     qemu.other("system_reset", Value::Null);
-    while guest.life().resets() == 0 {
-        std::thread::yield_now();
-    }
+    until("the reset is noticed", || guest.life().resets() != 0);
     conformance::lifecycle(&guest);
     drop(guest);
     let Some(mut qemu) = Qemu::start(accelerator, Memory::Private) else {

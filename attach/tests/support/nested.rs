@@ -4,19 +4,14 @@
 use std::fs;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
-use std::time::Instant;
 
-use patchbay_attach::{PauseWay, attach};
-use patchbay_service::keys::registry::Registry;
+use patchbay_attach::PauseWay;
+use patchbay_attach::nested::FOLDER;
+use patchbay_service::keys::ListQuery;
 use patchbay_service::keys::registry::discovery::Discoverable;
-use patchbay_service::keys::{Keys, KeysConfig, ListQuery};
 
-use super::stock::{BOOT, Boot, MODULES, boots, wait_for};
-use super::{Accelerator, Memory};
-
-/// Where the host's KVM shows whether a guest runs guests.
-const DEBUG_FOLDER: &str = "/sys/kernel/debug/kvm";
+use super::stock::{Boot, boots, modules, wait_for};
+use super::{Accelerator, Memory, until};
 
 /// Loads KVM. After one line from the second serial port it starts the guest, after the next it ends it.
 const INIT: &[u8] = b"#!/bin/busybox sh
@@ -87,7 +82,7 @@ fn executable() -> Vec<u8> {
 
 /// Entries into guests of this QEMU's guest so far.
 fn entries(pid: u32) -> u64 {
-    let guests = fs::read_dir(DEBUG_FOLDER).expect("a folder");
+    let guests = fs::read_dir(FOLDER).expect("a folder");
     let prefix = format!("{pid}-");
     let mut guests = guests
         .flatten()
@@ -99,17 +94,15 @@ fn entries(pid: u32) -> u64 {
 
 /// The guest's kernel is not looked for while its own guest runs, and found afterwards, with SVM still on.
 pub fn runs_a_guest() {
-    let Some(modules) = std::env::var_os(MODULES) else {
-        eprintln!("SKIPPED: {MODULES} names no archive of modules; `cargo xtask test` names it");
+    let Some(modules) = modules() else {
         return;
     };
     let flags = fs::read_to_string("/proc/cpuinfo").expect("mounted");
-    if !fs::exists(DEBUG_FOLDER).unwrap_or_default() || !flags.contains(" svm ") {
-        eprintln!("SKIPPED: it needs SVM, and {DEBUG_FOLDER} to see what KVM counts");
+    if !fs::exists(FOLDER).unwrap_or_default() || !flags.contains(" svm ") {
+        eprintln!("SKIPPED: it needs SVM, and {FOLDER} to see what KVM counts");
         return;
     }
-    let modules = fs::read(modules).expect("an archive");
-    let Some(boot) = Boot::with(INIT, &[("nested", 0o100_755, executable())], modules) else {
+    let Some(boot) = Boot::with(INIT, &[("nested", &executable())], modules) else {
         return;
     };
     let port = boot.folder.path().join("port");
@@ -121,15 +114,8 @@ pub fn runs_a_guest() {
     wait_for(&boot.console, "READY", 1);
     let mut port = UnixStream::connect(port).expect("QEMU listens");
     port.write_all(b"\n").expect("QEMU reads");
-    let end = Instant::now() + BOOT;
-    while entries(qemu.child.id()) == 0 {
-        assert!(Instant::now() < end, "the guest runs no guest");
-        std::thread::yield_now();
-    }
-    let guest = Arc::new(attach(&qemu.options(PauseWay::Freeze)).expect("attached"));
-    let registry = Arc::new(Registry::default());
-    registry.discover(guest.clone(), None);
-    let (keys, _) = Keys::start(guest.clone(), registry, KeysConfig::default()).expect("a thread");
+    until("the guest runs a guest", || entries(qemu.child.id()) != 0);
+    let (guest, keys) = qemu.keys(PauseWay::Freeze);
     let list = || {
         keys.list(&ListQuery::default())
             .map(|page| assert!(page.total > 1000, "{} keys", page.total))
@@ -145,9 +131,9 @@ pub fn runs_a_guest() {
     for _ in 0..20 {
         let before = entries(qemu.child.id());
         assert!(are_nested().all(|may| may));
-        while entries(qemu.child.id()) == before {
-            std::thread::yield_now();
-        }
+        until("the guest enters its guest again", || {
+            entries(qemu.child.id()) != before
+        });
     }
     let error = list().expect_err("a guest of the guest runs");
     assert!(error.contains("VMX or SVM is on in every vCPU"), "{error}");

@@ -3,18 +3,16 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use patchbay_attach::PauseWay;
+use patchbay_lab::cpio::Archive;
 use patchbay_service::guest::Guest;
 use patchbay_service::keys::debug::{DebugListQuery, DebugQueries, DebugView};
-use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::registry::discovery::Discoverable;
 use patchbay_service::keys::replay::Content;
 use patchbay_service::keys::{
-    HoldQuery, KeyUpdate, Keys, KeysConfig, ListQuery, ReleaseRequest, Selection, Target,
-    UpdateRequest,
+    HoldQuery, KeyUpdate, Keys, ListQuery, ReleaseRequest, Selection, Target, UpdateRequest,
 };
 use static_keys::{Class, Op};
 
@@ -33,7 +31,7 @@ while :; do
 done
 ";
 /// The archive of that kernel's modules, with /bin/busybox. KVM's are among them.
-pub const MODULES: &str = "PATCHBAY_TEST_DISTRO_MODULES";
+const MODULES: &str = "PATCHBAY_TEST_DISTRO_MODULES";
 /// Loads a module once the DIMM behind 4 GiB is in use. Kernel memory below 4 GiB is then only taken when there is no other. Some
 /// kernels put new memory into use by themselves.
 const LOADER: &[u8] = b"#!/bin/busybox sh
@@ -51,45 +49,11 @@ while :; do
 done
 ";
 /// For a boot, and for what the guest prints.
-pub const BOOT: Duration = Duration::from_secs(600);
+const BOOT: Duration = Duration::from_secs(600);
 /// The lines of pr_debug() that this passes.
 pub const DEBUG: &str = "file lib/kobject_uevent.c func kobject_uevent*";
 /// What they print.
 const PRINTED: &str = "kobject: 'null'";
-
-/// An archive as the kernel unpacks it (Documentation/driver-api/early-userspace/buffer-format.rst).
-fn cpio(files: &[(&str, u32, Vec<u8>)]) -> Vec<u8> {
-    let mut archive = Vec::new();
-    let trailer = ("TRAILER!!!", 0, Vec::new());
-    for (inode, (name, mode, content)) in (1..).zip(files.iter().chain([&trailer])) {
-        let device = if mode & 0o170_000 == 0o020_000 {
-            (5, 1)
-        } else {
-            (0, 0)
-        };
-        let fields = [
-            inode,
-            *mode,
-            0,
-            0,
-            1,
-            0,
-            u32::try_from(content.len()).expect("small"),
-            0,
-            0,
-            device.0,
-            device.1,
-            u32::try_from(name.len() + 1).expect("short"),
-            0,
-        ]
-        .map(|field| format!("{field:08x}"));
-        archive.extend(format!("070701{}{name}\0", fields.concat()).bytes());
-        archive.resize(archive.len().next_multiple_of(4), 0);
-        archive.extend(content);
-        archive.resize(archive.len().next_multiple_of(4), 0);
-    }
-    archive
-}
 
 fn kernel() -> Option<(PathBuf, Vec<u8>)> {
     let kernel = std::env::var(KERNEL)
@@ -100,6 +64,15 @@ fn kernel() -> Option<(PathBuf, Vec<u8>)> {
         eprintln!("SKIPPED: it needs /bin/busybox, and a kernel named by {KERNEL}");
     }
     kernel.zip(busybox)
+}
+
+/// The archive of that kernel's modules; `None`, with a word about it: there is none.
+pub fn modules() -> Option<Vec<u8>> {
+    let archive = std::env::var_os(MODULES).and_then(|path| fs::read(path).ok());
+    if archive.is_none() {
+        eprintln!("SKIPPED: {MODULES} names no archive of modules; `cargo xtask test` names it");
+    }
+    archive
 }
 
 pub fn wait_for(console: &Path, words: &str, times: usize) {
@@ -191,26 +164,23 @@ impl Boot {
         Self::with(INIT, &[], Vec::new())
     }
 
-    /// With this first program, and with these files and this archive beside it.
-    pub fn with(
-        init: &[u8],
-        more: &[(&'static str, u32, Vec<u8>)],
-        mut archive: Vec<u8>,
-    ) -> Option<Self> {
+    /// With this first program, and with these programs and this archive beside it.
+    pub fn with(init: &[u8], more: &[(&str, &[u8])], archive: Vec<u8>) -> Option<Self> {
         let (kernel, busybox) = kernel()?;
         let folder = tempfile::tempdir().expect("temporary folder");
         let path = |name: &str| folder.path().join(name);
-        let mut files = vec![
-            ("dev", 0o40755, Vec::new()),
-            ("dev/console", 0o20600, Vec::new()),
-            ("bin", 0o40755, Vec::new()),
-            ("sys", 0o40755, Vec::new()),
-            ("bin/busybox", 0o100_755, busybox),
-            ("init", 0o100_755, init.to_vec()),
-        ];
-        files.extend_from_slice(more);
-        archive.extend(cpio(&files));
-        fs::write(path("initrd"), archive).expect("room");
+        let mut files = Archive::default();
+        for folder in ["dev", "bin", "sys"] {
+            files.directory(folder);
+        }
+        files.character_device("dev/console", 5, 1);
+        let own = [("bin/busybox", &busybox[..]), ("init", init)];
+        for (name, content) in own.iter().chain(more) {
+            files.file(name, 0o755, content);
+        }
+        // The kernel unpacks one after the other.
+        let initrd = [archive, files.finish()].concat();
+        fs::write(path("initrd"), initrd).expect("room");
         Some(Self {
             kernel,
             initrd: path("initrd"),
@@ -277,11 +247,7 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
         return;
     };
     let console = &boot.console;
-    let guest = Arc::new(patchbay_attach::attach(&qemu.options(way)).expect("attached"));
-    let registry = Arc::new(Registry::default());
-    registry.discover(guest.clone(), None);
-    let config = KeysConfig::default();
-    let (keys, _) = Keys::start(guest.clone(), registry, config).expect("a thread");
+    let (guest, keys) = qemu.keys(way);
     let query = ListQuery {
         page_size: 10_000,
         ..ListQuery::default()
@@ -414,23 +380,13 @@ async fn reset(
 
 /// A module that lies in memory that was plugged in is found, and its lines are turned on and off.
 pub async fn plugged_in(accelerator: Accelerator, way: PauseWay, memory: Memory) {
-    let modules = std::env::var(MODULES).ok();
-    let modules = modules.and_then(|path| fs::read(path).ok());
-    let (Some(boot), Some(modules)) = (Boot::prepare(), modules) else {
-        eprintln!("SKIPPED: it needs an archive of modules named by {MODULES}");
+    let Some(boot) = modules().and_then(|modules| Boot::with(LOADER, &[], modules)) else {
         return;
     };
-    // The kernel unpacks one after the other.
-    let init = cpio(&[("init", 0o100_755, LOADER.to_vec())]);
-    fs::write(&boot.initrd, [modules, init].concat()).expect("room");
     let Some(qemu) = boot.start(accelerator, memory, &["-m", "512M,slots=2,maxmem=2G"]) else {
         return;
     };
-    let guest = Arc::new(patchbay_attach::attach(&qemu.options(way)).expect("attached"));
-    let registry = Arc::new(Registry::default());
-    registry.discover(guest.clone(), None);
-    let config = KeysConfig::default();
-    let (keys, _) = Keys::start(guest.clone(), registry, config).expect("a thread");
+    let (guest, keys) = qemu.keys(way);
     let list = || keys.list(&ListQuery::default()).map(drop);
     boots(&boot.console, || list().map_err(|error| error.to_string()));
     list().expect("the keys are found");
