@@ -11,6 +11,11 @@ fn the_daemon_finds_a_qemu() {
 }
 
 #[test]
-fn a_domain_of_libvirt_is_attached_to_by_its_name() {
+fn a_rollout_changes_an_attached_guest_and_takes_it_back() {
+    support::rollout::changes(Kvm);
+}
+
+#[test]
+fn a_domain_of_libvirt_is_attached_to_by_its_name_and_found_by_the_daemon() {
     support::libvirt::flips();
 }

@@ -311,6 +311,22 @@ impl Host {
         Ok(answer.into_inner().keys)
     }
 
+    /// The guest's status after a call for its keys.
+    pub async fn discover(&self, guest: &str) -> Result<v1::GuestStatus, Status> {
+        let _permit = self.permit().await?;
+        let request = v1::ListStaticKeysRequest {
+            guest: guest.to_owned(),
+            page_size: 1,
+            ..v1::ListStaticKeysRequest::default()
+        };
+        self.keys().list_static_keys(timed(request)).await?;
+        let request = v1::DescribeGuestRequest {
+            guest: guest.to_owned(),
+        };
+        let answer = self.guests().describe_guest(timed(request)).await?;
+        Ok(answer.into_inner().guest_status())
+    }
+
     /// The key with all its sites.
     pub async fn key(&self, guest: &str, name: &str) -> Result<v1::StaticKey, Status> {
         let _permit = self.permit().await?;

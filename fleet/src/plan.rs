@@ -15,7 +15,7 @@ use crate::rollout::{
     Header, InverseOp, Member, Millis, Phase, PreparedPlan, Rollout, State, TimelineEntry,
     Tracepoint, Wave,
 };
-use crate::spec::{OpKind, Size, Spec};
+use crate::spec::{OpKind, Selector, Size, Spec};
 
 /// Plans are kept this long, so that a rollout may take a day.
 const PLAN_TTL_SECONDS: i64 = 24 * 3600;
@@ -31,7 +31,7 @@ pub async fn plan(
     principal: &str,
     now: Millis,
 ) -> Rollout {
-    let (selected, unreachable) = select(hosts, spec).await;
+    let (selected, left_out) = select(hosts, spec).await;
     let request_id = &format!("fleet/{name}/prepare");
     let prepared = futures_util::stream::iter(selected)
         .map(|(host, status)| async move { prepare(name, request_id, spec, &host, status).await })
@@ -45,9 +45,10 @@ pub async fn plan(
     let waves = waves(spec, members.len());
     members.extend(skipped.into_iter().map(|(member, _)| member));
     let spec_digest = spec_digest(text);
-    let message = match &unreachable[..] {
+    let message = match &left_out[..] {
         [] => String::new(),
-        [first, ..] => format!("{} hosts are unreachable, {first}", unreachable.len()),
+        [first] => format!("left out: {first}"),
+        [first, more @ ..] => format!("left out: {first}; and {} more", more.len()),
     };
     let header = Header {
         name: name.to_owned(),
@@ -72,7 +73,7 @@ pub async fn plan(
     Rollout::new(header, members)
 }
 
-/// The guests that the spec selects, and why hosts that it may mean did not answer.
+/// The guests that the spec selects, and why it is not known of others whether it does.
 pub async fn select(
     hosts: &Hosts,
     spec: &Spec,
@@ -92,28 +93,65 @@ pub async fn select(
         })
         .buffer_unordered(FAN_OUT);
     let lists: Vec<_> = lists.collect().await;
-    let (mut selected, mut unreachable) = (Vec::new(), Vec::new());
+    let (mut selected, mut left_out) = (Vec::new(), Vec::new());
+    let mut found = Vec::new();
     for (host, list) in lists {
         let list = match list {
             Ok(list) => list,
             Err(status) => {
-                unreachable.push(format!("{}: {}", host.config.name, status.message()));
+                left_out.push(format!("{}: {}", host.config.name, status.message()));
                 continue;
             }
         };
-        let is_wanted = |status: &v1::GuestStatus| {
-            let globs = &wanted.guests;
-            let release = wanted.kernel_release.as_ref();
-            let build_id = wanted.kernel_build_id.as_ref();
-            (globs.is_empty() || globs.iter().any(|glob| glob.matches(&status.guest)))
-                && release.is_none_or(|glob| glob.matches(&status.kernel_release))
-                && build_id.is_none_or(|build_id| *build_id == status.kernel_build_id)
+        let globs = &wanted.guests;
+        let is_named = |status: &v1::GuestStatus| {
+            globs.is_empty() || globs.iter().any(|glob| glob.matches(&status.guest))
         };
-        let list = list.into_iter().filter(is_wanted);
-        selected.extend(list.map(|status| (Arc::clone(&host), status)));
+        let list = list.into_iter().filter(is_named);
+        found.extend(list.map(|status| (Arc::clone(&host), status)));
     }
-    unreachable.sort();
-    (selected, unreachable)
+    let kernels = futures_util::stream::iter(found)
+        .map(|(host, status)| async move { (with_kernel(wanted, &host, status).await, host) })
+        .buffer_unordered(FAN_OUT);
+    let kernels: Vec<_> = kernels.collect().await;
+    let release = wanted.kernel_release.as_ref();
+    let build_id = wanted.kernel_build_id.as_ref();
+    for (kernel, host) in kernels {
+        match kernel {
+            Ok(status)
+                if release.is_none_or(|glob| glob.matches(&status.kernel_release))
+                    && build_id.is_none_or(|build_id| *build_id == status.kernel_build_id) =>
+            {
+                selected.push((host, status));
+            }
+            Ok(_) => {}
+            Err(why) => left_out.push(why),
+        }
+    }
+    left_out.sort();
+    (selected, left_out)
+}
+
+/// The status with the guest's kernel, if the selector asks for one. A kernel that does not register is
+/// discovered by the first call for its keys.
+async fn with_kernel(
+    wanted: &Selector,
+    host: &Host,
+    status: v1::GuestStatus,
+) -> Result<v1::GuestStatus, String> {
+    let asks = wanted.kernel_release.is_some() || wanted.kernel_build_id.is_some();
+    // A guest whose monitor does not answer has no state of registration at all.
+    if !asks || status.registration() != v1::RegistrationState::Absent {
+        return Ok(status);
+    }
+    let discovered = host.discover(&status.guest).await;
+    discovered.map_err(|error| {
+        let (host, why) = (&host.config.name, CallError::new(&error).why);
+        format!(
+            "the kernel of {} on {host} is not known: {why}",
+            status.guest
+        )
+    })
 }
 
 /// The member, and its value of the label that waves are spread over.

@@ -46,7 +46,7 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
             variables
         }
         ROLLOUT => {
-            cargo::build_programs(&["patchbay-fleet"])?;
+            guest::controller()?;
             guest::prepare()?
         }
         _ => guest::prepare()?,

@@ -76,6 +76,13 @@ pub fn paths_of_programs() -> Variables {
     ]
 }
 
+/// Builds the controller in the release profile. It is no program of [`programs`], because most of its dependencies are its own.
+pub fn controller() -> Result<(&'static str, PathBuf)> {
+    const PACKAGE: &str = "patchbay-fleet";
+    cargo::build_programs(&[PACKAGE])?;
+    Ok(("PATCHBAY_FLEET", cargo::program(PACKAGE)))
+}
+
 /// Variables with the paths of the guest's kernel.
 pub fn kernel_of_the_guest(recipe: &Recipe) -> Result<Variables> {
     let kernel = kernel::get(recipe)?;

@@ -243,6 +243,7 @@ fn variables(
         ("patchbay-fleet", "libfaketime", host::CLOCK),
         ("patchbay-attach::libvirt", "libvirt", host::LIBVIRT),
         ("patchbay-attach::linux_host", "libvirt", host::LIBVIRT),
+        ("patchbay-attach::linux_host", "etcd", host::ETCD),
     ] {
         let mut tests = tier_1.iter().chain(tier_3);
         let needed = tests.any(|test| test.suite.starts_with(suite));
@@ -274,6 +275,9 @@ fn linux_guests(
     if runs(OUTSIDE) {
         let kernel = kernel::get(&Recipe::standard())?.bzimage();
         variables.push(("KERNEL", kernel));
+    }
+    if runs("patchbay-attach::linux_host") {
+        variables.push(guest::controller()?);
     }
     if runs("patchbay-tests::linux_kernels") {
         variables.extend(guest::kernel_without_jump_labels()?);

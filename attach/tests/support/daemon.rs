@@ -53,6 +53,11 @@ impl Programs {
         text
     }
 
+    /// The names of the guests of this host, one per line.
+    pub fn guests(&self, socket: &Path) -> String {
+        self.succeeds(socket, &["--all", "guest", "list", "-o", "name"])
+    }
+
     /// Turns lines of pr_debug() of a booted guest on and off.
     pub fn flips(&self, socket: &Path, boot: &Boot) {
         let keys = self.succeeds(socket, &["keys", "list", "-o", "name"]);
@@ -70,42 +75,67 @@ impl Programs {
 }
 
 /// A running patchbayd.
-struct Daemon {
+pub struct Daemon {
     child: Process,
     log: PathBuf,
+    folder: PathBuf,
 }
 
 impl Daemon {
-    fn start(programs: &Programs, folder: &Path, qmp: &Path) -> Self {
-        let log = folder.join("log");
+    /// Starts it with these options. Its own socket is `host.sock` in the folder, and those of attachers are in `run`.
+    pub fn start(programs: &Programs, folder: &Path, options: &[&str]) -> Self {
+        let (log, run) = (folder.join("log"), folder.join("run"));
+        fs::create_dir(&run).expect("room");
         let child = Command::new(&programs.daemon)
             .arg("--run-dir")
-            .arg(folder.join("run"))
+            .arg(run)
             .arg("--socket")
             .arg(folder.join("host.sock"))
             .arg("--audit-log")
             .arg(folder.join("audit"))
-            .arg("--attach-qmp")
-            .arg(qmp)
             .arg("--attach-program")
             .arg(&programs.attacher)
+            .args(options)
             .stdin(Stdio::null())
             .stderr(fs::File::create(&log).expect("room"))
             .spawn()
             .expect("the program is there");
-        Self {
+        let mut daemon = Self {
             child: Process(child),
             log,
-        }
+            folder: folder.to_owned(),
+        };
+        daemon.logged("listening");
+        daemon
     }
 
-    fn logged(&mut self, words: &str) {
+    /// Waits for a line of its log.
+    pub fn logged(&mut self, words: &str) {
         until(words, || {
             let ended = self.child.try_wait().expect("its own");
             let log = fs::read_to_string(&self.log).unwrap_or_default();
             assert!(ended.is_none(), "{ended:?}: {log}");
             log.contains(words)
         });
+    }
+
+    /// How many attachers have a socket.
+    pub fn attachers(&self) -> usize {
+        let files = fs::read_dir(self.folder.join("run")).expect("there");
+        files
+            .flatten()
+            .filter(|file| file.path().extension().is_some_and(|end| end == "sock"))
+            .count()
+    }
+
+    /// Waits until the only guest, which has ended, is neither served nor attached to.
+    pub fn forgets_the_guest(&mut self, programs: &Programs) {
+        self.logged("the guest is gone");
+        let socket = self.folder.join("host.sock");
+        until("the guest is taken away", || {
+            programs.guests(&socket).is_empty()
+        });
+        assert_eq!(self.attachers(), 0, "the attacher has removed its socket");
     }
 }
 
@@ -122,38 +152,22 @@ pub fn finds(accelerator: Accelerator) {
         return;
     };
     let folder = boot.folder.path();
-    let (qmp, run, host) = (
-        folder.join("qmp"),
-        folder.join("run"),
-        folder.join("host.sock"),
-    );
-    for folder in [&qmp, &run] {
-        fs::create_dir(folder).expect("room");
-    }
-    let mut daemon = Daemon::start(&programs, folder, &qmp);
-    daemon.logged("listening");
-    assert_eq!(
-        programs.succeeds(&host, &["--all", "guest", "list", "-o", "name"]),
-        ""
-    );
+    let (qmp, host) = (folder.join("qmp"), folder.join("host.sock"));
+    fs::create_dir(&qmp).expect("room");
+    let options = ["--attach-qmp", &qmp.display().to_string()];
+    let mut daemon = Daemon::start(&programs, folder, &options);
+    assert_eq!(programs.guests(&host), "");
     let socket = format!("unix:{},server=on,wait=off", qmp.join("web-1").display());
     let Some(qemu) = boot.start(accelerator, Memory::SharedMemfd, &["-qmp", &socket]) else {
         return;
     };
-    let listed = || programs.succeeds(&host, &["--all", "guest", "list", "-o", "name"]);
-    until("the guest is served", || listed() == "counter\n");
+    until("the guest is served", || {
+        programs.guests(&host) == "counter\n"
+    });
     boot.boots();
     programs.flips(&host, &boot);
-    let sockets = || {
-        let files = fs::read_dir(&run).expect("there").flatten();
-        files
-            .filter(|file| file.path().extension().is_some_and(|end| end == "sock"))
-            .count()
-    };
-    assert_eq!(sockets(), 1);
+    assert_eq!(daemon.attachers(), 1);
 
     qemu.other("quit", serde_json::Value::Null);
-    daemon.logged("the guest is gone");
-    until("the guest is taken away", || listed().is_empty());
-    assert_eq!(sockets(), 0, "the attacher has removed its socket");
+    daemon.forgets_the_guest(&programs);
 }

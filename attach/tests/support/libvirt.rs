@@ -16,7 +16,7 @@ use patchbay_service::guest::{Guest, Machine};
 use patchbay_service::pause::PauseError;
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::daemon::Programs;
+use super::daemon::{Daemon, Programs};
 use super::stock::Boot;
 use super::{Process, checked, until};
 
@@ -265,7 +265,8 @@ pub fn refusals_and_pauses() {
     refused(&by_file, "is not a file that QEMU shares");
 }
 
-/// A domain with KVM: `patchbay attach libvirt` serves it, its keys are flipped, and it runs on when the attacher detaches.
+/// A domain with KVM: `patchbay attach libvirt` serves it, its keys are flipped, and it runs on when the attacher detaches. Then
+/// `patchbayd` finds it by itself, flips its keys, and notices its end.
 pub fn flips() {
     let (Some(programs), Some(boot)) = (Programs::find(), Boot::prepare()) else {
         return;
@@ -282,7 +283,12 @@ pub fn flips() {
     }
     libvirt.create(&stock("stock", &kernel, &boot));
     boot.boots();
-    let socket = folder.join("api.sock");
+    by_name(&programs, &boot, &libvirt);
+    by_daemon(&programs, &boot, &libvirt);
+}
+
+fn by_name(programs: &Programs, boot: &Boot, libvirt: &Libvirt) {
+    let socket = boot.folder.path().join("api.sock");
     let attacher = Command::new(&programs.cli)
         .args(["attach", "libvirt", "stock", "--connect", &libvirt.uri()])
         .arg("--api-socket")
@@ -294,7 +300,7 @@ pub fn flips() {
     let mut errors = BufReader::new(attacher.stderr.take().expect("piped"));
     errors.read_line(&mut line).expect("text");
     assert!(line.starts_with("attached to stock"), "{line:?}");
-    programs.flips(&socket, &boot);
+    programs.flips(&socket, boot);
 
     let pid = i32::try_from(attacher.id()).ok().and_then(Pid::from_raw);
     kill_process(pid.expect("a process"), Signal::TERM).expect("its own");
@@ -310,4 +316,18 @@ pub fn flips() {
     boot.lives();
     let (known, state) = libvirt.virsh(&["domstate", "stock"]);
     assert!(known && state.trim() == "running", "{state}");
+}
+
+fn by_daemon(programs: &Programs, boot: &Boot, libvirt: &Libvirt) {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let options = ["--attach-libvirt", &libvirt.uri()];
+    let mut daemon = Daemon::start(programs, folder.path(), &options);
+    let host = folder.path().join("host.sock");
+    until("the domain is served", || {
+        programs.guests(&host) == "stock\n"
+    });
+    programs.flips(&host, boot);
+    let (destroyed, text) = libvirt.virsh(&["destroy", "stock"]);
+    assert!(destroyed, "{text}");
+    daemon.forgets_the_guest(programs);
 }

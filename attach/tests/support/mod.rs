@@ -9,6 +9,7 @@ pub mod kill;
 pub mod libvirt;
 pub mod nested;
 pub mod relay;
+pub mod rollout;
 pub mod stock;
 
 use std::fs;

@@ -52,8 +52,6 @@ done
 const BOOT: Duration = Duration::from_secs(600);
 /// The lines of pr_debug() that this passes.
 pub const DEBUG: &str = "file lib/kobject_uevent.c func kobject_uevent*";
-/// What they print.
-const PRINTED: &str = "kobject: 'null'";
 
 fn kernel() -> Option<(PathBuf, Vec<u8>)> {
     let kernel = std::env::var(KERNEL)
@@ -158,6 +156,8 @@ pub struct Boot {
 
 impl Boot {
     pub const COMMAND_LINE: &str = "console=ttyS0 panic=-1 ignore_loglevel";
+    /// What the lines of [`DEBUG`] print.
+    pub const PRINTED: &str = "kobject: 'null'";
 
     /// `None`, with a word about it: there is no kernel.
     pub fn prepare() -> Option<Self> {
@@ -216,7 +216,7 @@ impl Boot {
 
     /// Waits until the guest has printed a few lines of [`DEBUG`].
     pub fn prints(&self) {
-        wait_for(&self.console, PRINTED, self.printed() + 3);
+        wait_for(&self.console, Self::PRINTED, self.printed() + 3);
     }
 
     /// Waits until the guest has passed [`DEBUG`] a few times, and sees that it printed nothing.
@@ -234,7 +234,7 @@ impl Boot {
     }
 
     fn printed(&self) -> usize {
-        occurrences(&self.console, PRINTED)
+        occurrences(&self.console, Self::PRINTED)
     }
 }
 

@@ -81,3 +81,24 @@ async fn two_hosts_with_one_name_are_refused() {
         .expect("refused");
     assert!(error.to_string().contains("\"host-0\""), "{error}");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_whose_kernel_is_not_known_is_left_out_and_named() {
+    let fleet = Fleet::start(1, 2).await;
+    assert_eq!(fleet.guests[1].unregister(), 0);
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let text =
+        spec("waves: [{size: rest}]").replace("guests: [\"web-*\"]", "kernel_release: \"*\"");
+    let planned = leads.plan("net", &text, "alice").await.expect("planned");
+    let planned = planned.rollout();
+    let names: Vec<_> = planned
+        .members()
+        .iter()
+        .map(|member| &*member.guest)
+        .collect();
+    assert_eq!(names, ["web-0"]);
+    let message = &planned.header().message;
+    let why = "left out: the kernel of web-1 on host-0 is not known: GUEST_NOT_REGISTERED";
+    assert!(message.starts_with(why), "{message}");
+}

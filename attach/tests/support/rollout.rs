@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Rollouts over a guest that patchbayd attaches to: etcd, the controller, `patchbay rollout`.
+
+use std::fs;
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use super::daemon::{Daemon, Programs};
+use super::stock::Boot;
+use super::{Accelerator, Memory, Process, until};
+
+/// The keys of the lines of pr_debug() that the guest passes.
+const KEYS: &str = "lib/kobject_uevent.c/*";
+
+fn free_address() -> String {
+    let socket = TcpListener::bind("127.0.0.1:0").expect("a port");
+    socket.local_addr().expect("bound").to_string()
+}
+
+/// A running etcd.
+struct Etcd {
+    _process: Process,
+    url: String,
+}
+
+impl Etcd {
+    /// `None`, with a word about it: etcd is not installed.
+    fn start(folder: &Path) -> Option<Self> {
+        let [url, peer] =
+            [free_address(), free_address()].map(|address| format!("http://{address}"));
+        let process = Command::new("etcd")
+            .arg("--data-dir")
+            .arg(folder.join("etcd"))
+            // The test needs no disk that keeps its promises.
+            .arg("--unsafe-no-fsync")
+            .args(["--listen-client-urls", &url])
+            .args(["--advertise-client-urls", &url])
+            .args(["--listen-peer-urls", &peer])
+            .args(["--initial-advertise-peer-urls", &peer])
+            .args(["--initial-cluster", &format!("default={peer}")])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn();
+        match process {
+            Ok(process) => Some(Self {
+                _process: Process(process),
+                url,
+            }),
+            Err(error) => {
+                eprintln!("SKIPPED: etcd cannot be started ({error}); install etcd-server");
+                None
+            }
+        }
+    }
+}
+
+/// A running controller, and the CLI that asks it.
+struct Controller<'a> {
+    programs: &'a Programs,
+    folder: &'a Path,
+    _process: Process,
+}
+
+impl<'a> Controller<'a> {
+    /// Starts it and waits until it leads. Its log is the test's output.
+    fn start(programs: &'a Programs, folder: &'a Path, etcd: &Etcd) -> Option<Self> {
+        let program = std::env::var_os("PATCHBAY_FLEET").map(PathBuf::from);
+        let Some(program) = program else {
+            eprintln!(
+                "SKIPPED: PATCHBAY_FLEET names no program; `cargo xtask test` builds and names it"
+            );
+            return None;
+        };
+        let process = Command::new(program)
+            .args(["--etcd", &etcd.url, "--socket"])
+            .arg(folder.join("fleet.sock"))
+            .stdin(Stdio::null())
+            .spawn()
+            .expect("the program is there");
+        let controller = Self {
+            programs,
+            folder,
+            _process: Process(process),
+        };
+        until("the controller leads", || {
+            controller.rollout(&["list"]).status.success()
+        });
+        Some(controller)
+    }
+
+    fn rollout(&self, words: &[&str]) -> Output {
+        // A lab is slow.
+        Command::new(&self.programs.cli)
+            .args(["--timeout", "5m", "rollout", "--fleet-socket"])
+            .arg(self.folder.join("fleet.sock"))
+            .args(words)
+            .output()
+            .expect("the program is there")
+    }
+
+    /// What the command prints when it succeeds.
+    fn succeeds(&self, words: &[&str]) -> String {
+        let output = self.rollout(words);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        println!("$ patchbay rollout {}\n{text}", words.join(" "));
+        assert!(output.status.success(), "{words:?}: {output:?}");
+        text
+    }
+
+    /// Plans and starts a rollout to all guests of this kernel. After their change this program is the gate.
+    fn start_rollout(&self, name: &str, gate: &Path) {
+        let spec = format!(
+            "selector: {{kernel_release: \"6.*-amd64\"}}\n\
+             ops: [{{op: enable, keys: [\"{KEYS}\"]}}]\n\
+             waves: [{{size: rest}}]\n\
+             gates: [{{command: [{:?}], timeout: 5m, on_failure: abort}}]\n",
+            gate.display().to_string()
+        );
+        let path = self.folder.join(format!("{name}.yaml"));
+        fs::write(&path, spec).expect("room");
+        let plan = self.succeeds(&["plan", &path.display().to_string()]);
+        assert!(plan.contains("1 guest on 1 host"), "{plan}");
+        let digest = plan.trim().rsplit(' ').next().unwrap_or_default();
+        self.succeeds(&["start", name, "--digest", digest]);
+    }
+
+    /// Waits for the end of a rollout's work.
+    fn ends(&self, name: &str, phase: &str) {
+        let seen = self.succeeds(&["status", name, "--watch"]);
+        let mut heads = seen.lines().filter(|line| !line.starts_with(' '));
+        let last = heads.next_back().unwrap_or_default();
+        assert!(last.starts_with(&format!("{name} is {phase}")), "{last}");
+    }
+}
+
+/// A gate that waits until the guest prints its lines, and is then open or closed.
+fn gate(boot: &Boot, name: &str, status: u8) -> PathBuf {
+    let path = boot.folder.path().join(name);
+    let script = format!(
+        "#!/bin/sh\nuntil tail -n 5 {} | grep -q \"{}\"; do sleep 0.1; done\nexit {status}\n",
+        boot.console.display(),
+        Boot::PRINTED
+    );
+    fs::write(&path, script).expect("room");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("its own");
+    path
+}
+
+/// A rollout whose gate closes takes itself back; one whose gate opens stays until it is undone.
+pub fn changes(accelerator: Accelerator) {
+    let (Some(programs), Some(boot)) = (Programs::find(), Boot::prepare()) else {
+        return;
+    };
+    let folder = boot.folder.path();
+    let Some(etcd) = Etcd::start(folder) else {
+        return;
+    };
+    let qmp = folder.join("qmp");
+    fs::create_dir(&qmp).expect("room");
+    let options = [
+        "--attach-qmp",
+        &qmp.display().to_string(),
+        "--etcd",
+        &etcd.url,
+    ];
+    let mut daemon = Daemon::start(&programs, folder, &options);
+    daemon.logged("registered");
+    let Some(controller) = Controller::start(&programs, folder, &etcd) else {
+        return;
+    };
+    let socket = format!("unix:{},server=on,wait=off", qmp.join("web-1").display());
+    let Some(_qemu) = boot.start(accelerator, Memory::SharedMemfd, &["-qmp", &socket]) else {
+        return;
+    };
+    boot.boots();
+    let host = folder.join("host.sock");
+    until("the guest is served", || {
+        programs.guests(&host) == "counter\n"
+    });
+    boot.is_silent();
+
+    controller.start_rollout("wrong", &gate(&boot, "closed", 1));
+    controller.ends("wrong", "aborted");
+    boot.is_silent();
+    controller.start_rollout("right", &gate(&boot, "open", 0));
+    controller.ends("right", "completed");
+    boot.prints();
+    controller.succeeds(&["drift", "right"]);
+    controller.succeeds(&["undo", "right"]);
+    controller.ends("right", "undone");
+    boot.is_silent();
+}
