@@ -140,8 +140,9 @@ async fn with_kernel(
     status: v1::GuestStatus,
 ) -> Result<v1::GuestStatus, String> {
     let asks = wanted.kernel_release.is_some() || wanted.kernel_build_id.is_some();
-    // A guest whose monitor does not answer has no state of registration at all.
-    if !asks || status.registration() != v1::RegistrationState::Absent {
+    // A monitor that does not answer has said nothing of its guest.
+    let answers = status.registration() != v1::RegistrationState::Unspecified;
+    if !asks || !answers || !status.kernel_release.is_empty() {
         return Ok(status);
     }
     let discovered = host.discover(&status.guest).await;
