@@ -41,15 +41,15 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
     let variables = match *name {
         STOCK => {
             host::ensure_packages(host::LAB)?;
-            let mut variables = guest::programs()?;
+            let mut variables = guest::programs(Some(program))?;
             variables.push(stock::cloud_6_12()?);
             variables
         }
         ROLLOUT => {
             cargo::build_programs(&["patchbay-fleet"])?;
-            guest::prepare()?
+            guest::prepare(Some(program))?
         }
-        _ => guest::prepare()?,
+        _ => guest::prepare(Some(program))?,
     };
     guest::announce_place();
     let program = cargo::program(program);
