@@ -159,11 +159,15 @@ pub fn changes(accelerator: Accelerator) {
     };
     let qmp = folder.join("qmp");
     fs::create_dir(&qmp).expect("room");
+    let folder_of_sockets = qmp.display().to_string();
     let options = [
         "--attach-qmp",
-        &qmp.display().to_string(),
+        &folder_of_sockets,
         "--etcd",
         &etcd.url,
+        // A lab's own name is none.
+        "--host-name",
+        "lab",
     ];
     let mut daemon = Daemon::start(&programs, folder, &options);
     daemon.logged("registered");
