@@ -12,11 +12,6 @@ async fn stock_kernel_by_qmp() {
     support::stock::stock(Kvm, PauseWay::Qmp, SharedMemfd).await;
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn module_in_memory_that_is_plugged_in() {
-    support::stock::plugged_in(Kvm, PauseWay::Freeze, SharedMemfd).await;
-}
-
 #[test]
 fn a_guest_that_runs_a_guest() {
     support::nested::runs_a_guest();
