@@ -200,7 +200,9 @@ pub fn removed(accelerator: Accelerator) {
         assert!(guest.ram().write_piece(again, &[2; 4]));
         // The event of a removal is enough.
         eject(&qemu, &guest, "dimm");
-        assert_eq!(guest.memory_changes(false), changes + 3);
+        until("the event arrives", || {
+            guest.memory_changes(false) == changes + 3
+        });
         assert!(!guest.ram().write_piece(again, &[2; 4]));
         assert_eq!(
             replaced(&qemu, &guest),
