@@ -105,7 +105,8 @@ async fn main() -> Result<()> {
         .argument("--allow-guarded")
         .boot()
         .await?;
-    qemu.attach(&kernel.cli).await?;
+    qemu.wait_for_shell().await?;
+    qemu.attach(&kernel.cli, &[]).await?;
     let mut places = [Place::Ours(ours), Place::Qemu(qemu)];
     for place in &mut places {
         println!(
