@@ -90,9 +90,11 @@ impl AttachedRam {
                 continue;
             }
             let id = u32::try_from(next).map_err(|_| {
-                AttachError::Refused(
-                    "the guest's memory has changed too often; attach again".to_owned(),
-                )
+                AttachError::Refused(format!(
+                    "the guest's memory has changed {} times, and no more than {} changes are followed; end this process and attach again",
+                    self.changes(),
+                    u32::MAX / MAX_RANGES as u32
+                ))
             })?;
             next += 1;
             let region = Region::new(id, range, place);
