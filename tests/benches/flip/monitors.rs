@@ -142,7 +142,11 @@ fn print(release: &str, columns: &[Column]) {
     );
     for (index, count) in COUNTS.into_iter().enumerate() {
         println!();
-        println!("| {count} keys, {count} sites | n | stop | patch | resume | guest stopped |");
+        let what = match count {
+            1 => "1 key with 1 site".to_owned(),
+            _ => format!("{count} keys with 1 site each"),
+        };
+        println!("| {what} | n | stop | patch | resume | guest stopped |");
         println!("|---|---|---|---|---|---|");
         for column in columns {
             let (times, ours) = (&column.times[index], &columns[0].times[index]);
