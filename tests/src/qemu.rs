@@ -75,7 +75,7 @@ impl Qemu {
         let process = Command::new(cli)
             .args(["attach", "qemu", "--qmp"])
             .arg(self.folder.path().join("qmp"))
-            .args(["--name", "qemu", "--allow-guarded", "--api-socket"])
+            .args(["--name", "qemu", "--api-socket"])
             .arg(self.socket())
             .args(options)
             .stderr(std::fs::File::create(self.log())?)

@@ -134,7 +134,8 @@ impl DebugFile {
     /// [`DebugFileError`].
     pub fn open(path: &Path) -> Result<Self, DebugFileError> {
         // Before it is opened: a pipe without a writer would block.
-        let kind = fs::metadata(path)?.file_type();
+        let metadata = fs::metadata(path)?;
+        let kind = metadata.file_type();
         if !kind.is_file() {
             return Err(DebugFileError::Kind(match kind {
                 kind if kind.is_dir() => "folder",
@@ -143,14 +144,14 @@ impl DebugFile {
                 _ => "device",
             }));
         }
-        let file = File::open(path)?;
-        let metadata = file.metadata()?;
         if metadata.len() > MAX_FILE {
             return Err(DebugFileError::TooLarge(metadata.len()));
         }
         let mut bytes = Vec::new();
         // It may grow meanwhile.
-        file.take(MAX_FILE + 1).read_to_end(&mut bytes)?;
+        File::open(path)?
+            .take(MAX_FILE + 1)
+            .read_to_end(&mut bytes)?;
         if bytes.len() as u64 > MAX_FILE {
             return Err(DebugFileError::TooLarge(bytes.len() as u64));
         }

@@ -56,10 +56,7 @@ pub async fn compare() -> Result<()> {
     let Some(kernel) = StockKernel::named("6_12") else {
         return Ok(());
     };
-    let mut ours = Guest::stock(&kernel)
-        .argument("--allow-guarded")
-        .boot()
-        .await?;
+    let mut ours = Guest::stock(&kernel).boot().await?;
     let mut qemu = Qemu::start(&kernel, &kernel.initramfs, &[])?;
     qemu.wait_for_shell().await?;
     let names = lines(&mut ours.static_keys()).await?;
