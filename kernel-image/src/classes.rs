@@ -8,6 +8,7 @@
 //! | never | the symbol `security_hook_active_*` (6.12 and later): the branch is around a static call that may be NULL | the symbol |
 //! | guarded | all others | the symbol, `sched_feat_` and the feature, else symbol and offset |
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 use std::ops::Range;
@@ -101,7 +102,7 @@ pub(crate) trait Memory {
 
     /// Text up to its NUL, with what is not printable replaced.
     fn text_at(&mut self, address: u64) -> Option<String> {
-        Some(printable(&self.bytes_at(address)?))
+        Some(printable(&self.bytes_at(address)?).into_owned())
     }
 
     /// Bytes up to a NUL.
@@ -125,13 +126,21 @@ pub(crate) trait Memory {
 }
 
 /// Text of the guest for people.
-pub(crate) fn printable(text: &[u8]) -> String {
-    text.iter()
-        .map(|&byte| match byte {
-            b' '..=b'~' => char::from(byte),
-            _ => '?',
-        })
-        .collect()
+pub(crate) fn printable(text: &[u8]) -> Cow<'_, str> {
+    let is_printable = |byte: &u8| matches!(byte, b' '..=b'~');
+    match std::str::from_utf8(text) {
+        Ok(text) if text.as_bytes().iter().all(is_printable) => Cow::Borrowed(text),
+        _ => {
+            let replaced = |byte| {
+                if is_printable(byte) {
+                    char::from(*byte)
+                } else {
+                    '?'
+                }
+            };
+            Cow::Owned(text.iter().map(replaced).collect())
+        }
+    }
 }
 
 /// Offsets in `struct tracepoint`.
@@ -212,9 +221,9 @@ pub(crate) fn debug_lines(
         found.insert(
             at.checked_add(u64::from(layout.key))?,
             DebugLine {
-                module: printable(&module),
-                file: printable(&file),
-                function: printable(&function),
+                module: printable(&module).into_owned(),
+                file: printable(&file).into_owned(),
+                function: printable(&function).into_owned(),
                 line,
                 format: format.into_iter().map(char::from).collect(),
                 classed: class.is_some_and(|(class, none)| class != none),

@@ -111,7 +111,7 @@ fn module<M: PhysicalMemory + ?Sized>(
     let areas = areas(view, address, &module.memory)?;
     Some(Loaded {
         address,
-        name: crate::classes::printable(name),
+        name: crate::classes::printable(name).into_owned(),
         text: areas.text,
         ro_after_init: areas.ro_after_init,
         init_text: areas.init_text,

@@ -412,8 +412,11 @@ fn the_kernels_own_note_must_agree() {
         });
         assert!(error.contains(expected), "{error}");
     }
-    // Memory that the pointer does not lead to is a kernel without a note, whose section `.notes` has the build id.
     let guest = guest();
+    let text = note_text(&guest).replace("BUILD-ID=00ff", "BUILD-ID=\x1bff\u{e9}");
+    guest.put_physical(NOTE, text.as_bytes());
+    assert_eq!(image(&guest).unwrap().build_id, "?ff??");
+    // Memory that the pointer does not lead to is a kernel without a note, whose section `.notes` has the build id.
     guest.put_u64(guest.symbol("vmcoreinfo_data"), DIRECT + (1 << 40));
     let kernel = image(&guest).unwrap();
     assert_eq!(
