@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use static_keys::{Branch, EntryFormat, Image, JumpEntry, Nops, Size};
+use static_keys::{Branch, EntryFormat, Image, JumpEntry, KEYS_MAX, Nops, Size};
 
 use super::error::{DiscoveryError, busy, refuse};
 use super::layout::Layout;
@@ -194,6 +194,12 @@ pub(super) fn keys<M: PhysicalMemory + ?Sized>(
             start += run.len();
         }
     }
+    if keys.len() > KEYS_MAX {
+        return refuse(format!(
+            "{} keys are more than the {KEYS_MAX} that are supported",
+            keys.len()
+        ));
+    }
     for (address, used) in &mut keys {
         key(view, images, *address, used, layout)?;
         if !used.sealed {
@@ -239,7 +245,7 @@ fn key<M: PhysicalMemory + ?Sized>(
     let mut named = if kind & TYPE_LINKED == 0 {
         vec![(home, pointer)]
     } else {
-        chain(view, images, address, pointer, layout)?
+        chain(view, images, address, pointer, used.runs.len(), layout)?
     };
     named.sort_unstable();
     let found: Vec<(usize, u64)> = used
@@ -255,17 +261,18 @@ fn key<M: PhysicalMemory + ?Sized>(
     ))
 }
 
-/// Follows the list of `struct static_key_mod`.
+/// Follows the list of `struct static_key_mod`. `users` is the number of images with entries for the key.
 fn chain<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     images: &[Tables],
     key: u64,
     mut node: u64,
+    users: usize,
     layout: &Layout,
 ) -> Result<Vec<(usize, u64)>, DiscoveryError> {
     let mut named = Vec::new();
-    // Each image occurs once at most.
-    for _ in 0..=images.len() {
+    // Each user occurs once, and the key's own image may occur without entries.
+    for _ in 0..users + 2 {
         if node == 0 {
             return Ok(named);
         }
@@ -279,7 +286,6 @@ fn chain<M: PhysicalMemory + ?Sized>(
                 "the module list of the key at {key:#x} leads to memory that is not mapped"
             ));
         };
-        // The key's own image may stand there without entries.
         if entries != 0 {
             match images.iter().position(|image| image.id == module) {
                 Some(image) => named.push((image, entries)),
@@ -293,7 +299,7 @@ fn chain<M: PhysicalMemory + ?Sized>(
         node = next;
     }
     busy(format!(
-        "the module list of the key at {key:#x} is longer than the number of modules"
+        "the module list of the key at {key:#x} is longer than the {users} images that use it"
     ))
 }
 
@@ -317,4 +323,63 @@ fn check_sites(address: u64, used: &Used, sites: &[Vec<Site>]) -> Result<(), Dis
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::paging::PageTable;
+    use super::*;
+
+    /// A guest of which nothing can be read.
+    struct Nothing;
+
+    impl PhysicalMemory for Nothing {
+        fn ram(&self) -> Vec<Range<u64>> {
+            Vec::new()
+        }
+
+        fn read(&self, _address: u64, _bytes: &mut [u8]) -> bool {
+            false
+        }
+    }
+
+    /// What is said of a table with this many keys.
+    fn refused(count: usize) -> String {
+        let table = PageTable {
+            root: 0,
+            five_levels: false,
+        };
+        let image = Tables {
+            id: 0,
+            name: String::new(),
+            text: 0..0,
+            init: 0..0,
+            ro_after_init: 0..0,
+            jump_table: 0..0,
+            areas: std::iter::once(0..1 << 32).collect(),
+        };
+        let site = |key| Site {
+            entry: JumpEntry {
+                code: 0,
+                target: 0,
+                key,
+                likely: false,
+                init: true,
+                objtool_nop: false,
+            },
+            holds: None,
+        };
+        let sites: Vec<Site> = (0..count as u64).map(|index| site(16 * index)).collect();
+        let mut view = View::new(&Nothing, table);
+        match keys(&mut view, &[image], &[sites], &Layout::default()) {
+            Err(DiscoveryError::Refused(why)) => why,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn keys_are_counted_before_they_are_read() {
+        assert!(refused(KEYS_MAX).contains("is not mapped"));
+        assert!(refused(KEYS_MAX + 1).contains("131073 keys are more than the 131072"));
+    }
 }

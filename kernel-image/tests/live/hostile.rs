@@ -128,7 +128,7 @@ fn keys_must_name_their_entries() {
         // The list of alpha leads to its first element.
         (
             |guest| guest.put_u64(MODULE_DATA + 0x518, MODULE_DATA + 0x500),
-            "longer than the number of modules",
+            "longer than the 2 images that use it",
         ),
         (
             |guest| guest.put_u64(MODULE_DATA + 0x510, MODULE_DATA + 0x40),
