@@ -4,7 +4,7 @@
 //! An entry is explained if its site lies in the text of its image and holds the NOP or the JMP that the key's count asks for, or lies in
 //! init text that is gone, and if the key's `type` word names exactly the entries that were found by key.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
 use static_keys::{Branch, EntryFormat, Image, JumpEntry, KEYS_MAX, Nops, Size};
@@ -176,6 +176,52 @@ fn site<M: PhysicalMemory + ?Sized>(
     }
 }
 
+/// Address ranges of images, sorted.
+struct Ranges(Vec<(Range<u64>, usize)>);
+
+impl Ranges {
+    fn new<'a>(ranges: impl Iterator<Item = (&'a Range<u64>, usize)>) -> Self {
+        let ranges = ranges.filter(|(range, _)| !range.is_empty());
+        let mut ranges: Vec<_> = ranges
+            .map(|(range, image)| (range.clone(), image))
+            .collect();
+        ranges.sort_by_key(|(range, _)| range.start);
+        Self(ranges)
+    }
+
+    /// The image whose range holds the address. Ranges of a kernel do not overlap; of those that do, any may be found.
+    fn image(&self, address: u64) -> Option<usize> {
+        let next = self.0.partition_point(|(range, _)| range.start <= address);
+        let (range, image) = self.0.get(next.checked_sub(1)?)?;
+        range.contains(&address).then_some(*image)
+    }
+}
+
+/// The images with indices: each key is looked up, and a kernel may have 131,072 keys and 4,096 modules.
+struct Images<'a> {
+    tables: &'a [Tables],
+    areas: Ranges,
+    texts: Ranges,
+    by_id: HashMap<u64, usize>,
+}
+
+impl<'a> Images<'a> {
+    fn new(tables: &'a [Tables]) -> Self {
+        let areas = (0..).zip(tables).flat_map(|(index, image)| {
+            let areas = image.areas.iter();
+            areas.map(move |area| (area, index))
+        });
+        let texts = (0..).zip(tables).map(|(index, image)| (&image.text, index));
+        let ids = (0..).zip(tables).map(|(index, image)| (image.id, index));
+        Self {
+            tables,
+            areas: Ranges::new(areas),
+            texts: Ranges::new(texts),
+            by_id: ids.collect(),
+        }
+    }
+}
+
 /// Groups the sites of all images by key and compares them with what the keys say.
 pub(super) fn keys<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
@@ -200,8 +246,9 @@ pub(super) fn keys<M: PhysicalMemory + ?Sized>(
             keys.len()
         ));
     }
+    let images = Images::new(images);
     for (address, used) in &mut keys {
-        key(view, images, *address, used, layout)?;
+        key(view, &images, *address, used, layout)?;
         if !used.sealed {
             check_sites(*address, used, sites)?;
         }
@@ -212,18 +259,17 @@ pub(super) fn keys<M: PhysicalMemory + ?Sized>(
 /// Reads the words of a key.
 fn key<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
-    images: &[Tables],
+    images: &Images<'_>,
     address: u64,
     used: &mut Used,
     layout: &Layout,
 ) -> Result<(), DiscoveryError> {
-    let holds = |image: &Tables| image.areas.iter().any(|area| area.contains(&address));
-    let Some(home) = images.iter().position(holds) else {
+    let Some(home) = images.areas.image(address) else {
         return refuse(format!(
             "the key at {address:#x} lies in no image: a module that is not in the list has sites"
         ));
     };
-    if images.iter().any(|image| image.text.contains(&address)) {
+    if images.texts.image(address).is_some() {
         return refuse(format!("the key at {address:#x} lies in text"));
     }
     let words = view
@@ -236,6 +282,7 @@ fn key<M: PhysicalMemory + ?Sized>(
     used.count = count.cast_signed();
     let pointer = kind & !TYPE_MASK;
     used.sealed = images
+        .tables
         .get(home)
         .is_some_and(|image| image.ro_after_init.contains(&address))
         || kind & TYPE_LINKED != 0 && pointer == 0;
@@ -264,7 +311,7 @@ fn key<M: PhysicalMemory + ?Sized>(
 /// Follows the list of `struct static_key_mod`. `users` is the number of images with entries for the key.
 fn chain<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
-    images: &[Tables],
+    images: &Images<'_>,
     key: u64,
     mut node: u64,
     users: usize,
@@ -287,8 +334,8 @@ fn chain<M: PhysicalMemory + ?Sized>(
             ));
         };
         if entries != 0 {
-            match images.iter().position(|image| image.id == module) {
-                Some(image) => named.push((image, entries)),
+            match images.by_id.get(&module) {
+                Some(image) => named.push((*image, entries)),
                 None => {
                     return busy(format!(
                         "the key at {key:#x} is used by a module at {module:#x} that is not in the list of modules"

@@ -146,6 +146,27 @@ fn keys_must_name_their_entries() {
 }
 
 #[test]
+fn keys_lie_in_data_of_an_image() {
+    for (key, expected) in [
+        (TEXT + 0x700, "lies in text"),
+        (TEXT - 0x1000, "lies in no image"),
+    ] {
+        let error = after(|guest| {
+            // The first entry, so that the table stays sorted.
+            let word = guest.symbol("__start___jump_table") + 8;
+            guest.put_u64(word, key.wrapping_sub(word));
+        });
+        assert!(error.contains(expected), "{error}");
+    }
+    // Behind the last area of the last image.
+    let error = after(|guest| {
+        let word = MODULE_DATA + 0x400 + 16 + 8;
+        guest.put_u64(word, (MODULE_DATA + 0x900).wrapping_sub(word));
+    });
+    assert!(error.contains("lies in no image"), "{error}");
+}
+
+#[test]
 fn modules_are_bounded_and_live() {
     let head = |guest: &Guest| guest.symbol("modules");
     let error = after(|guest| guest.put_u64(MODULE_DATA + 8, MODULE_DATA + 8));
