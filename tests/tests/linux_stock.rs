@@ -5,6 +5,7 @@
 
 mod linux_stock {
     mod agent;
+    mod installed;
 }
 
 use std::collections::BTreeSet;
@@ -18,13 +19,22 @@ use patchbay_proto::v1::{
 use patchbay_tests::{Guest, StockKernel, TestGuest, enabled_tracepoints, switch_tracepoints};
 use tonic::Code;
 
-/// Registers an interpreter and removes it again, which passes lines of pr_debug().
-const REGISTER: &str =
-    "cd /proc/sys/fs/binfmt_misc; echo ':x:M::xyz:/bin/true:' >register; echo -1 >x; cd /";
-/// A line of pr_debug() that this prints.
-const PRINTED: &str = "register: received";
-/// The lines of that module.
-const LINES: &str = "binfmt_misc:fs/binfmt_misc.c/*";
+/// Lines of pr_debug().
+struct DebugLines {
+    /// Pattern of their keys.
+    keys: &'static str,
+    /// The command that passes them.
+    command: &'static str,
+    /// What one of them prints then.
+    printed: &'static str,
+}
+
+/// Registers an interpreter and removes it again.
+const BINFMT: DebugLines = DebugLines {
+    keys: "binfmt_misc:fs/binfmt_misc.c/*",
+    command: "cd /proc/sys/fs/binfmt_misc; echo ':x:M::xyz:/bin/true:' >register; echo -1 >x; cd /",
+    printed: "register: received",
+};
 const EVENT: &str = "sched_process_exec";
 const TRACING: &str = "/sys/kernel/tracing";
 
@@ -121,7 +131,7 @@ async fn keys_of(version: &str) -> Result<()> {
         after.guest_status().generation != before.guest_status().generation,
         "the second kernel is the first: {after:?}"
     );
-    lines_of_dynamic_debug(&mut guest).await
+    lines_of_dynamic_debug(&mut guest, &BINFMT).await
 }
 
 async fn in_one_boot(guest: &mut Guest) -> Result<DescribeGuestResponse> {
@@ -159,7 +169,7 @@ async fn in_one_boot(guest: &mut Guest) -> Result<DescribeGuestResponse> {
     ensure!(description.modules == modules + 1, "{description:?}");
     ensure!(keys.len() > 1500 && keys.len() > without.len());
 
-    lines_of_dynamic_debug(guest).await?;
+    lines_of_dynamic_debug(guest, &BINFMT).await?;
     tracepoint(guest).await?;
     guest.shell("dmesg -n 1").await?;
     guest.assert_no_warnings().await?;
@@ -172,9 +182,9 @@ async fn load_module(guest: &mut Guest) -> Result<()> {
     guest.shell(mount).await.map(drop)
 }
 
-/// Lines of a module are printed while the host has turned their keys on.
-async fn lines_of_dynamic_debug(guest: &mut Guest) -> Result<()> {
-    let names: Vec<String> = list(guest, &[LINES])
+/// The lines are on the console while the host has turned their keys on.
+async fn lines_of_dynamic_debug(guest: &mut Guest, lines: &DebugLines) -> Result<()> {
+    let names: Vec<String> = list(guest, &[lines.keys])
         .await?
         .into_iter()
         .map(|key| key.name)
@@ -204,11 +214,13 @@ async fn lines_of_dynamic_debug(guest: &mut Guest) -> Result<()> {
             ensure!((bytes != by_kernel) == on, "{bytes:x?}, not {by_kernel:x?}");
         }
         // The kernel writes to the console before what the shell has written.
-        let before = printed(guest).await?;
-        guest.shell(REGISTER).await?;
-        let more = printed(guest).await? > before;
+        let before = printed(guest, lines).await?;
+        let console = shown(guest, lines);
+        guest.shell(lines.command).await?;
+        let more = printed(guest, lines).await? > before;
+        let shown = shown(guest, lines) > console;
         ensure!(
-            more == on,
+            more == on && shown == on,
             "{op:?}: the console ends with {}",
             guest.console().transcript()
         );
@@ -216,10 +228,15 @@ async fn lines_of_dynamic_debug(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
+/// How often the line is on the console.
+fn shown(guest: &mut Guest, lines: &DebugLines) -> usize {
+    guest.console().transcript().matches(lines.printed).count()
+}
+
 /// How often the kernel has printed the line.
-async fn printed(guest: &mut Guest) -> Result<usize> {
+async fn printed(guest: &mut Guest, lines: &DebugLines) -> Result<usize> {
     // The whole log takes long on an emulated console.
-    let count = format!("dmesg | grep -c '{PRINTED}' || true");
+    let count = format!("dmesg | grep -c '{}' || true", lines.printed);
     Ok(guest.shell(&count).await?.trim().parse()?)
 }
 
