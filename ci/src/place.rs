@@ -58,6 +58,7 @@ pub(crate) fn run_in_lab(arguments: &RunArgs) -> Result<u8> {
         .tempdir()
         .context("cannot create a temporary directory")?;
     let mut job = Job::new(command, results.path())?;
+    job.ends_by_signal = true;
     let variable: (&str, OsString) = (RESULTS_VARIABLE, job.out.clone().into());
     job.set([variable]);
     let status = machine::run(&job)?;

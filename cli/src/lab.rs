@@ -19,5 +19,6 @@ pub fn run(arguments: LabArgs, timeout: Option<Duration>) -> Result<u8, Failure>
     let mut job = Job::new(arguments.command, out).map_err(failure)?;
     job.memory_mib = arguments.memory;
     job.timeout = timeout;
+    job.ends_by_signal = true;
     machine::run(&job).map_err(failure)
 }

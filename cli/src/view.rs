@@ -6,7 +6,7 @@ mod discovery;
 use patchbay_proto::v1;
 use serde::Serialize;
 
-use self::discovery::{DebugFile, discovered_by, discovery_ms, gates};
+use self::discovery::Discovery;
 
 #[derive(Debug, Serialize)]
 pub struct Key {
@@ -178,16 +178,8 @@ pub struct Details {
     #[serde(skip_serializing_if = "String::is_empty")]
     pub registration_error: String,
     pub tables: &'static str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub discovered_by: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub discovery_ms: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub debug_file: Option<DebugFile>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub gates: Vec<String>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub missing_gates: Vec<String>,
+    #[serde(flatten)]
+    pub discovery: Option<Discovery>,
     pub agent_connected: bool,
     pub transport: &'static str,
     pub transports: Vec<&'static str>,
@@ -499,11 +491,7 @@ impl Guest {
                 v1::TableSource::Registered => "registered",
                 v1::TableSource::Discovered => "discovered",
             },
-            discovered_by: guest.discovery.as_ref().map(discovered_by),
-            discovery_ms: guest.discovery.as_ref().map(discovery_ms),
-            debug_file: DebugFile::used(&guest),
-            gates: gates(&guest, |found| &found.gates),
-            missing_gates: gates(&guest, |found| &found.missing_gates),
+            discovery: guest.discovery.clone().map(Discovery::from),
             agent_connected: status.agent_connected,
             transport: transport(guest.transport()),
             transports: guest.transports().map(transport).collect(),

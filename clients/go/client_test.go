@@ -331,17 +331,26 @@ func (newer) UpdateStaticKeys(context.Context, *pb.UpdateStaticKeysRequest) (*pb
 	return nil, answer.Err()
 }
 
-func TestWhatANewerServiceSendsIsKept(t *testing.T) {
-	socket := filepath.Join(t.TempDir(), "newer.sock")
+// hostThat serves what the function registers.
+func hostThat(t *testing.T, register func(*grpc.Server)) *patchbay.Host {
+	t.Helper()
+	socket := filepath.Join(t.TempDir(), "host.sock")
 	listener, err := net.Listen("unix", socket)
 	must(t, err)
 	server := grpc.NewServer()
-	pb.RegisterStaticKeysServiceServer(server, newer{})
+	register(server)
 	go server.Serve(listener)
 	t.Cleanup(server.Stop)
 	host, err := patchbay.Connect(socket)
 	must(t, err)
-	defer host.Close()
+	t.Cleanup(func() { host.Close() })
+	return host
+}
+
+func TestWhatANewerServiceSendsIsKept(t *testing.T) {
+	host := hostThat(t, func(server *grpc.Server) {
+		pb.RegisterStaticKeysServiceServer(server, newer{})
+	})
 	ctx, guest := patience(t), host.Guest("any")
 	keys, err := patchbay.Collect(guest.List(ctx))
 	must(t, err)
@@ -384,16 +393,9 @@ func (logs) StreamKernelLog(request *pb.StreamKernelLogRequest, out grpc.ServerS
 }
 
 func TestTheKernelsLogIsStreamedUntilTheAgentGoes(t *testing.T) {
-	socket := filepath.Join(t.TempDir(), "logs.sock")
-	listener, err := net.Listen("unix", socket)
-	must(t, err)
-	server := grpc.NewServer()
-	pb.RegisterTracepointsServiceServer(server, logs{})
-	go server.Serve(listener)
-	t.Cleanup(server.Stop)
-	host, err := patchbay.Connect(socket)
-	must(t, err)
-	defer host.Close()
+	host := hostThat(t, func(server *grpc.Server) {
+		pb.RegisterTracepointsServiceServer(server, logs{})
+	})
 	responses, err := patchbay.Collect(host.Guest("web-1").KernelLog(patience(t)))
 	wantReason(t, err, pb.ErrorReason_ERROR_REASON_NO_AGENT)
 	if len(responses) != 2 || len(responses[0].GetRecords()) != 0 || responses[1].GetLost() != 3 {

@@ -29,11 +29,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 
 use crate::image::{self, Image};
 use crate::step::{dying_with_us, tail};
@@ -85,6 +87,8 @@ pub struct Job {
     /// A TCP port of this machine's loopback interface whose connections go to the same port of
     /// [`ADDRESS`] in the lab. Without it the lab has no network.
     pub tcp_port: Option<u16>,
+    /// SIGINT, SIGTERM and SIGHUP end the job, not this process, so that nothing is left behind.
+    pub ends_by_signal: bool,
 }
 
 impl Job {
@@ -105,6 +109,7 @@ impl Job {
             timeout: None,
             clocks_count_instructions: false,
             tcp_port: None,
+            ends_by_signal: false,
         })
     }
 
@@ -172,12 +177,14 @@ enum Event {
     Exit(u8),
     /// QEMU closed the control port.
     Gone,
+    Signal(i32),
 }
 
 struct Lab {
     qemu: Child,
     console_log: PathBuf,
-    control: Receiver<Event>,
+    events: Receiver<Event>,
+    signals: Option<signal_hook::iterator::Handle>,
     nudge: UnixStream,
     copies: Vec<JoinHandle<()>>,
     // Restores the terminal when dropped.
@@ -190,6 +197,12 @@ struct Lab {
 
 impl Lab {
     fn start(job: &Job, image: &Image) -> Result<Self> {
+        let (events, received) = mpsc::channel();
+        // First, so that no signal comes before its handler.
+        let signals = match job.ends_by_signal {
+            true => Some(signal_events(events.clone())?),
+            false => None,
+        };
         let files = tempfile::Builder::new().prefix("patchbay-lab-").tempdir()?;
         let logs = cache::logs()?;
         fs::create_dir_all(&logs)?;
@@ -239,7 +252,7 @@ impl Lab {
         let mut connect = |listener: UnixListener| accept(&listener, &mut qemu);
         let control = connect(control)?;
         let nudge = control.try_clone()?;
-        let control = control_events(control);
+        control_events(control, events);
         let (stdout, stderr, stdin) = (connect(stdout)?, connect(stderr)?, connect(stdin)?);
         let terminal = terminal.map(connect).transpose()?;
         let mut copies = Vec::new();
@@ -268,7 +281,8 @@ impl Lab {
         Ok(Self {
             qemu,
             console_log,
-            control,
+            events: received,
+            signals,
             nudge,
             copies,
             terminal: raw,
@@ -280,9 +294,10 @@ impl Lab {
     /// Waits for the job's exit status.
     fn wait(&mut self, job: &Job) -> Result<u8> {
         let start = Instant::now();
-        match self.control.recv_timeout(BOOT_DEADLINE) {
+        match self.events.recv_timeout(BOOT_DEADLINE) {
             Ok(Event::Ready) => {}
             Ok(Event::Exit(status)) => return Ok(status),
+            Ok(Event::Signal(signal)) => return Ok(status_of(signal)),
             Ok(Event::Gone) | Err(RecvTimeoutError::Disconnected) => {
                 bail!("the lab ended before it was up")
             }
@@ -302,11 +317,12 @@ impl Lab {
             eprintln!("lab up after {:.1} s", start.elapsed().as_secs_f32());
         }
         let event = match job.timeout {
-            Some(timeout) => self.control.recv_timeout(timeout),
-            None => self.control.recv().map_err(RecvTimeoutError::from),
+            Some(timeout) => self.events.recv_timeout(timeout),
+            None => self.events.recv().map_err(RecvTimeoutError::from),
         };
         match event {
             Ok(Event::Exit(status)) => Ok(status),
+            Ok(Event::Signal(signal)) => Ok(status_of(signal)),
             Err(RecvTimeoutError::Timeout) => bail!(
                 "the command in the lab did not end within {} s",
                 job.timeout.unwrap_or_default().as_secs()
@@ -325,6 +341,9 @@ impl Lab {
             let _ = copy.join();
         }
         self.terminal = None;
+        if let Some(signals) = self.signals.take() {
+            signals.close();
+        }
     }
 }
 
@@ -430,8 +449,7 @@ fn accept(listener: &UnixListener, qemu: &mut Child) -> Result<UnixStream> {
     }
 }
 
-fn control_events(stream: UnixStream) -> Receiver<Event> {
-    let (sender, receiver) = mpsc::channel();
+fn control_events(stream: UnixStream, sender: Sender<Event>) {
     thread::spawn(move || {
         for line in BufReader::new(stream).lines().map_while(Result::ok) {
             let event = match line.split_once(' ') {
@@ -444,7 +462,25 @@ fn control_events(stream: UnixStream) -> Receiver<Event> {
         }
         let _ = sender.send(Event::Gone);
     });
-    receiver
+}
+
+/// From now on, signals that end a process are events.
+fn signal_events(sender: Sender<Event>) -> Result<signal_hook::iterator::Handle> {
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+    let handle = signals.handle();
+    thread::spawn(move || {
+        for signal in signals.forever() {
+            if sender.send(Event::Signal(signal)).is_err() {
+                return;
+            }
+        }
+    });
+    Ok(handle)
+}
+
+/// The exit status that a shell shows.
+fn status_of(signal: i32) -> u8 {
+    u8::try_from(128 + signal).unwrap_or(u8::MAX)
 }
 
 /// Copies until either side ends. Flushes after every read to avoid delays.
@@ -490,6 +526,7 @@ mod tests {
             timeout: None,
             clocks_count_instructions: false,
             tcp_port: None,
+            ends_by_signal: false,
         };
         let script = std::ffi::OsStr::from_bytes(&job.script()).to_owned();
         let output = Command::new("sh").arg("-c").arg(script).output().unwrap();

@@ -33,7 +33,7 @@ pub use patchbay_testing::{
     EventStream, Guest, GuestBuilder, SHELL_READS, Shell, connect, reason, until,
 };
 pub use qemu::Qemu;
-pub use tracepoints::{enabled_tracepoints, switch_tracepoints};
+pub use tracepoints::{enabled_tracepoints, switch_tracepoints, without_functions};
 
 /// Prints why a test cannot run here. `cargo xtask test` counts a test that prints this line as
 /// skipped.

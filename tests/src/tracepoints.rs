@@ -27,7 +27,7 @@ pub fn switch_tracepoints(names: &[String], op: KeyOp) -> UpdateStaticKeysReques
     }
 }
 
-/// The tracepoints that are on, without those that need functions of the kernel beside their key.
+/// The tracepoints that are on.
 ///
 /// # Errors
 /// A call fails, or more keys are on than a page lists.
@@ -41,10 +41,15 @@ pub async fn enabled_tracepoints(guest: &mut Guest) -> Result<Vec<String>> {
     let listed = guest.static_keys().list_static_keys(request).await?;
     let listed = listed.into_inner();
     ensure!(listed.next_page_token.is_empty(), "there are more pages");
-    let mut names: Vec<String> = listed.keys.into_iter().map(|key| key.name).collect();
-    while !names.is_empty()
-        && let Some(refused) = switched_by_functions(guest, &names).await?
-    {
+    Ok(listed.keys.into_iter().map(|key| key.name).collect())
+}
+
+/// These tracepoints without those that need functions of the kernel beside their key.
+///
+/// # Errors
+/// A call fails.
+pub async fn without_functions(guest: &mut Guest, mut names: Vec<String>) -> Result<Vec<String>> {
+    while let Some(refused) = switched_by_functions(guest, &names).await? {
         names.retain(|name| *name != refused);
     }
     Ok(names)

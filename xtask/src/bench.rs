@@ -87,14 +87,14 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
         Needs::BareMetal => Vec::new(),
         Needs::Linux | Needs::StockToo => {
             host::ensure_packages(host::LAB)?;
-            let mut variables = guest::prepare()?;
+            let mut variables = guest::prepare(None)?;
             if bench.needs == Needs::StockToo {
                 variables.push(stock::cloud_6_12()?);
             }
             variables
         }
         Needs::Kernels => {
-            let mut variables = guest::prepare()?;
+            let mut variables = guest::prepare(None)?;
             variables.extend(guest::kernels_to_compare()?);
             variables
         }

@@ -31,7 +31,22 @@ pub fn build_programs(packages: &[&str]) -> Result<()> {
     run(&mut command)
 }
 
-/// Path of a program built by `build_programs` or with `build_release_tests`.
+/// Builds what runs, describes or attaches to a guest, and one of the demos.
+pub fn build_programs_of_guests(demo: Option<&str>) -> Result<()> {
+    let mut command = cargo("build");
+    command.arg("--release");
+    // The packages decide which features their dependencies have: each demo uses what another one has built.
+    for package in ["vmm", "cli", "attach", "node", "examples"] {
+        command.args(["--package", &format!("patchbay-{package}")]);
+    }
+    let programs = ["patchbay-vmm", "patchbay", "patchbay-attach"];
+    for program in programs.into_iter().chain(demo) {
+        command.args(["--bin", program]);
+    }
+    run(&mut command)
+}
+
+/// Path of a program built in the release profile.
 pub fn program(name: &str) -> PathBuf {
     host::target().join("release").join(name)
 }

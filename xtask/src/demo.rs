@@ -10,10 +10,10 @@ use crate::{cargo, guest, host, lab, stock};
 
 /// Demos and their programs. The first is the default.
 const DEMOS: [(&str, &str); 5] = [
+    (STOCK, "stock-demo"),
     ("getppid", "getppid-demo"),
     ("trace", "trace-demo"),
     ("sick-guest", "sick-guest-demo"),
-    (STOCK, "stock-demo"),
     (ROLLOUT, "rollout-demo"),
 ];
 
@@ -41,15 +41,15 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
     let variables = match *name {
         STOCK => {
             host::ensure_packages(host::LAB)?;
-            let mut variables = guest::programs()?;
+            let mut variables = guest::programs(Some(program))?;
             variables.push(stock::cloud_6_12()?);
             variables
         }
         ROLLOUT => {
             cargo::build_programs(&["patchbay-fleet"])?;
-            guest::prepare()?
+            guest::prepare(Some(program))?
         }
-        _ => guest::prepare()?,
+        _ => guest::prepare(Some(program))?,
     };
     guest::announce_place();
     let program = cargo::program(program);

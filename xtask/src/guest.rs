@@ -11,10 +11,10 @@ use crate::{cargo, debug_file, host, initramfs, lab_image};
 /// Environment variables with paths, for tests, demo and benchmarks.
 pub type Variables = Vec<(&'static str, PathBuf)>;
 
-/// Builds what is missing, with programs in the release profile, and returns the paths.
-pub fn prepare() -> Result<Variables> {
+/// Builds what is missing, with this demo and the programs that a guest needs, and returns the paths.
+pub fn prepare(demo: Option<&str>) -> Result<Variables> {
     let mut variables = kernel_and_agent()?;
-    variables.extend(programs()?);
+    variables.extend(programs(demo)?);
     Ok(variables)
 }
 
@@ -52,28 +52,26 @@ pub fn prepare_lab() -> Result<()> {
     Ok(())
 }
 
-/// Builds the programs in the release profile, and the lab if guests run there.
-pub fn programs() -> Result<Variables> {
-    // Always the same packages, so that cargo selects the same features for their dependencies.
-    cargo::build_programs(&[
-        "patchbay-vmm",
-        "patchbay-cli",
-        "patchbay-attach",
-        "patchbay-node",
-        "patchbay-examples",
-    ])?;
+/// Builds the programs of a guest and of this demo in the release profile, and the lab if guests run there.
+pub fn programs(demo: Option<&str>) -> Result<Variables> {
+    cargo::build_programs_of_guests(demo)?;
     prepare_lab()?;
-    Ok(paths_of_programs())
+    Ok(paths_of_guests())
 }
 
-/// Variables with the paths of the programs.
-pub fn paths_of_programs() -> Variables {
+fn paths_of_guests() -> Variables {
     vec![
         ("PATCHBAY_VMM", cargo::program("patchbay-vmm")),
         ("PATCHBAY_CLI", cargo::program("patchbay")),
         ("PATCHBAY_ATTACH", cargo::program("patchbay-attach")),
-        ("PATCHBAYD", cargo::program("patchbayd")),
     ]
+}
+
+/// Variables with the paths of the programs.
+pub fn paths_of_programs() -> Variables {
+    let mut variables = paths_of_guests();
+    variables.push(("PATCHBAYD", cargo::program("patchbayd")));
+    variables
 }
 
 /// Variables with the paths of the guest's kernel.

@@ -4,27 +4,17 @@
 use patchbay_proto::v1;
 use serde::Serialize;
 
-pub fn discovered_by(found: &v1::Discovery) -> &'static str {
-    match found.way() {
-        v1::DiscoveryWay::Unspecified => "unknown",
-        v1::DiscoveryWay::Image => "image",
-        v1::DiscoveryWay::Note => "note",
-    }
-}
-
-pub fn discovery_ms(found: &v1::Discovery) -> f64 {
-    (super::micros(found.time) / 100.0).round() / 10.0
-}
-
-/// Names of gates that `which` selects; none of a kernel that registers itself.
-pub fn gates(
-    guest: &v1::DescribeGuestResponse,
-    which: impl Fn(&v1::Discovery) -> &[String],
-) -> Vec<String> {
-    guest
-        .discovery
-        .as_ref()
-        .map_or_else(Vec::new, |found| which(found).to_vec())
+/// A kernel that does not register itself.
+#[derive(Debug, Serialize)]
+pub struct Discovery {
+    pub discovered_by: &'static str,
+    pub discovery_ms: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub debug_file: Option<DebugFile>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub gates: Vec<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub missing_gates: Vec<String>,
 }
 
 /// The file of the guest's host that provides what the kernel does not reveal.
@@ -36,14 +26,23 @@ pub struct DebugFile {
     pub same_build_id: bool,
 }
 
-impl DebugFile {
-    pub fn used(guest: &v1::DescribeGuestResponse) -> Option<Self> {
-        let file = guest.discovery.as_ref()?.debug_file.as_ref()?;
-        Some(Self {
-            path: file.path.clone(),
-            symbols: file.symbols,
-            types: file.types,
-            same_build_id: file.same_build_id,
-        })
+impl From<v1::Discovery> for Discovery {
+    fn from(found: v1::Discovery) -> Self {
+        Self {
+            discovered_by: match found.way() {
+                v1::DiscoveryWay::Unspecified => "unknown",
+                v1::DiscoveryWay::Image => "image",
+                v1::DiscoveryWay::Note => "note",
+            },
+            discovery_ms: (super::micros(found.time) / 100.0).round() / 10.0,
+            debug_file: found.debug_file.map(|file| DebugFile {
+                path: file.path,
+                symbols: file.symbols,
+                types: file.types,
+                same_build_id: file.same_build_id,
+            }),
+            gates: found.gates,
+            missing_gates: found.missing_gates,
+        }
     }
 }

@@ -147,3 +147,38 @@ fn a_signal_during_the_boot_leaves_nothing() {
         assert_nothing_is_left(&ci);
     }
 }
+
+/// On a machine whose KVM runs no Linux the guest is booted in the lab, which is to end with the run.
+#[test]
+fn a_signal_ends_a_run_in_the_lab_and_leaves_nothing() {
+    if patchbay_lab::kvm::Kvm::probe().runs_linux() {
+        println!("SKIPPED: guests run on this machine's KVM");
+        return;
+    }
+    // `cargo xtask test` names the lab's kernel if it has fetched the lab.
+    if std::env::var_os("PATCHBAY_TEST_DISTRO_KERNELS").is_none() {
+        println!("SKIPPED: the lab is not fetched; run `cargo xtask test`");
+        return;
+    }
+    let Some(ci) = Ci::new() else { return };
+    for (signal, status) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
+        let mut run = with_own_tmp(&ci, &["--", "true"]);
+        let mut run = run
+            .env_remove("PATCHBAY_LAB_OUT")
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("it starts");
+        // The lab's files are there while it boots. That a folder is created has no event without inotify.
+        let booting = || {
+            let files = std::fs::read_dir(ci.path("tmp")).expect("a folder");
+            let mut names = files.map(|file| file.expect("a name").file_name());
+            names.any(|name| name.to_string_lossy().starts_with("patchbay-lab-"))
+        };
+        while !booting() {
+            assert!(run.try_wait().expect("its status").is_none());
+            std::thread::yield_now();
+        }
+        assert_eq!(end(run, signal), Some(status), "{signal}");
+        assert_nothing_is_left(&ci);
+    }
+}

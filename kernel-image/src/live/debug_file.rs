@@ -123,17 +123,18 @@ impl DebugFile {
     /// [`DebugFileError`].
     pub fn open(path: &Path) -> Result<Self, DebugFileError> {
         // Before it is opened: a pipe without a writer would block.
-        if !fs::metadata(path)?.is_file() {
+        let metadata = fs::metadata(path)?;
+        if !metadata.is_file() {
             return Err(DebugFileError::Kind);
         }
-        let file = File::open(path)?;
-        let metadata = file.metadata()?;
         if metadata.len() > MAX_FILE {
             return Err(DebugFileError::TooLarge);
         }
         let mut bytes = Vec::new();
         // It may grow meanwhile.
-        file.take(MAX_FILE + 1).read_to_end(&mut bytes)?;
+        File::open(path)?
+            .take(MAX_FILE + 1)
+            .read_to_end(&mut bytes)?;
         if bytes.len() as u64 > MAX_FILE {
             return Err(DebugFileError::TooLarge);
         }

@@ -129,7 +129,7 @@ impl GuestService for GuestApi {
             kaslr: registration.kaslr,
             page_table_isolation: registration.page_table_isolation,
             five_level_paging: registration.five_level_paging,
-            discovery: registration.discovery.as_ref().map(convert::discovery),
+            discovery: registration.discovery.as_deref().map(convert::discovery),
             declared_keys: registration.declared,
             declaration_errors: registration.undeclared.clone(),
             status: Some(status::status(&guest, registration)),

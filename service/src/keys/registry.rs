@@ -73,7 +73,7 @@ pub struct Registration {
     /// Guarantees of the source.
     pub promises: Promises,
     /// Set if the kernel did not register itself.
-    pub discovery: Option<DiscoveredKernel>,
+    pub discovery: Option<Arc<DiscoveredKernel>>,
     /// Keys and sites.
     pub catalog: Catalog,
     /// Descriptors of dynamic debug.
@@ -241,7 +241,7 @@ pub struct Description {
     /// Why the last request was refused or the last discovery failed; empty if it was accepted.
     pub error: String,
     /// `None` if the kernel registered itself.
-    pub discovery: Option<DiscoveredKernel>,
+    pub discovery: Option<Arc<DiscoveredKernel>>,
     /// See [`Registration`].
     pub release: String,
     /// See [`Registration`].

@@ -6,7 +6,9 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use patchbay_proto::v1::{KeyOp, ResultView, UpdateStaticKeysRequest};
-use patchbay_tests::{Guest, StockKernel, TestGuest, enabled_tracepoints, switch_tracepoints};
+use patchbay_tests::{
+    Guest, StockKernel, TestGuest, enabled_tracepoints, switch_tracepoints, without_functions,
+};
 
 use crate::figures::Samples;
 use crate::{HostTimes, TURNS, print_beside, switch};
@@ -21,7 +23,8 @@ pub async fn all_at_once() -> Result<()> {
     let (mut names, mut sites) = (Vec::new(), 0);
     for _ in 0..TURNS {
         switch(&mut guest, "1", &mut guest_on).await?;
-        names = enabled_tracepoints(&mut guest).await?;
+        let enabled = enabled_tracepoints(&mut guest).await?;
+        names = without_functions(&mut guest, enabled).await?;
         for _ in 0..5 {
             for (op, times) in [(KeyOp::Disable, &mut off), (KeyOp::Enable, &mut on)] {
                 let request = UpdateStaticKeysRequest {

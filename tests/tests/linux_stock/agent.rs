@@ -14,6 +14,8 @@ use patchbay_tests::{
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 
+use crate::{PRINTED, REGISTER};
+
 /// The guest's drivers for vsock, in the order in which they can be loaded.
 const MODULES: [&str; 3] = [
     "vsock",
@@ -162,16 +164,12 @@ async fn follows_debug_lines(lab: &mut Lab) -> Result<()> {
         .context("it ended before the change")?
         .contains("keys changed")
     {}
-    lab.guest
-        .shell(
-            "cd /proc/sys/fs/binfmt_misc; echo ':x:M::xyz:/bin/true:' >register; echo -1 >x; cd /",
-        )
-        .await?;
+    lab.guest.shell(REGISTER).await?;
     while !lines
         .next_line()
         .await?
         .context("it ended before the line")?
-        .contains("binfmt_misc: register: received")
+        .contains(PRINTED)
     {}
     Ok(())
 }

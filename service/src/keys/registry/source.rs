@@ -171,7 +171,7 @@ pub(super) fn registration(
         release: tables.release,
         build_id: tables.build_id,
         promises: tables.promises,
-        discovery: tables.discovery,
+        discovery: tables.discovery.map(Arc::new),
         catalog,
         debug: Arc::new(tables.debug),
         declared: HashMap::new(),
