@@ -12,7 +12,7 @@ use crate::{DebugLines, lines_of_dynamic_debug, list};
 
 /// Each request to the disk passes them. The driver is a module before 6.12.
 const VIRTIO_RING: DebugLines = DebugLines {
-    keys: "*drivers/virtio/virtio_ring.c/*",
+    keys: "drivers/virtio/virtio_ring.c/*",
     command: "dd if=/dev/vda of=/dev/null bs=4096 count=1 iflag=direct 2>/dev/null",
     printed: "Added buffer head",
 };
