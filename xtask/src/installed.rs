@@ -139,7 +139,14 @@ mod tests {
         let folder = folder.path();
         let boot = folder.join("boot");
         fs::create_dir(&boot).unwrap();
-        fs::write(boot.join("vmlinuz-6.1.0-56-cloud-amd64"), "").unwrap();
+        // 6.12 is not 6.1.
+        for file in [
+            "vmlinuz-6.1.0-56",
+            "vmlinuz-6.12.117",
+            "initrd.img-6.12.117",
+        ] {
+            fs::write(boot.join(format!("{file}-cloud-amd64")), "").unwrap();
+        }
         let error = CLOUD.take_from(&boot, folder).unwrap_err().to_string();
         assert!(error.contains("no initrd.img-6.1.* in"), "{error}");
     }
