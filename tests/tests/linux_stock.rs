@@ -173,7 +173,6 @@ async fn in_one_boot(guest: &mut Guest) -> Result<DescribeGuestResponse> {
 
     lines_of_dynamic_debug(guest, &BINFMT).await?;
     tracepoint(guest).await?;
-    guest.shell("dmesg -n 1").await?;
     guest.assert_no_warnings().await?;
     Ok(description)
 }
@@ -192,7 +191,6 @@ async fn lines_of_dynamic_debug(guest: &mut Guest, lines: &DebugLines) -> Result
         .map(|key| key.name)
         .collect();
     ensure!(names.len() > 3, "{names:?}");
-    guest.shell("dmesg -n 8").await?;
     let mut by_kernel = Vec::new();
     for (op, on) in [
         (None, false),
@@ -215,10 +213,11 @@ async fn lines_of_dynamic_debug(guest: &mut Guest, lines: &DebugLines) -> Result
         } else {
             ensure!((bytes != by_kernel) == on, "{bytes:x?}, not {by_kernel:x?}");
         }
-        // The kernel writes to the console before what the shell has written.
         let before = printed(guest, lines).await?;
         let console = shown(guest, lines);
-        guest.shell(lines.command).await?;
+        // Other lines of the kernel must not come between the shell's own.
+        let command = format!("dmesg -n 8; {} && dmesg -n 1", lines.command);
+        guest.shell(&command).await?;
         let more = printed(guest, lines).await? > before;
         let shown = shown(guest, lines) > console;
         ensure!(
