@@ -6,6 +6,7 @@
 mod linux_stock {
     mod agent;
     mod installed;
+    pub mod queries;
 }
 
 use std::collections::BTreeSet;
@@ -172,6 +173,7 @@ async fn in_one_boot(guest: &mut Guest) -> Result<DescribeGuestResponse> {
     ensure!(keys.len() > 1500 && keys.len() > without.len());
 
     lines_of_dynamic_debug(guest, &BINFMT).await?;
+    linux_stock::queries::select_as_the_kernels_do(guest).await?;
     tracepoint(guest).await?;
     guest.assert_no_warnings().await?;
     Ok(description)
