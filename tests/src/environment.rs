@@ -151,16 +151,46 @@ impl StockKernel {
 
     fn from_variables(version: &str) -> Result<Self, String> {
         check_kvm()?;
-        let variable = format!("PATCHBAY_TEST_STOCK_{version}");
-        let folder = std::env::var_os(&variable)
-            .map(PathBuf::from)
-            .ok_or_else(|| format!("{variable} is not set; `cargo xtask test` sets it"))?;
+        let folder = folder(&format!("PATCHBAY_TEST_STOCK_{version}"))?;
         Ok(Self {
             kernel: folder.join("vmlinuz"),
             initramfs: folder.join("initramfs"),
             modules: folder.join("modules"),
             monitor: file("PATCHBAY_VMM")?,
             cli: file("PATCHBAY_CLI")?,
+        })
+    }
+}
+
+/// A kernel of a distribution as its installation leaves it, a disk with its userland, and the monitor.
+#[derive(Debug, Clone)]
+pub struct InstalledKernel {
+    /// Its bzImage.
+    pub kernel: PathBuf,
+    /// The initrd that the distribution's own tool made for it.
+    pub initrd: PathBuf,
+    /// A raw image with Debian's essential packages, systemd and udev. It has no modules.
+    pub disk: PathBuf,
+    pub monitor: PathBuf,
+}
+
+impl InstalledKernel {
+    /// The kernel in the directory that `PATCHBAY_TEST_INSTALLED_<version>` names; `None`, after
+    /// printing why, if the test is skipped.
+    pub fn named(version: &str) -> Option<Self> {
+        Self::from_variables(version)
+            .map_err(|reason| crate::skip(&reason))
+            .ok()
+    }
+
+    fn from_variables(version: &str) -> Result<Self, String> {
+        check_kvm()?;
+        let folder = folder(&format!("PATCHBAY_TEST_INSTALLED_{version}"))?;
+        Ok(Self {
+            kernel: folder.join("vmlinuz"),
+            initrd: folder.join("initrd.img"),
+            disk: file("PATCHBAY_TEST_ROOT_DISK")?,
+            monitor: file("PATCHBAY_VMM")?,
         })
     }
 }
@@ -173,10 +203,14 @@ fn check_kvm() -> Result<(), String> {
         .map_err(|error| format!("/dev/kvm cannot be opened ({error})"))
 }
 
-fn file(variable: &str) -> Result<PathBuf, String> {
-    let path = std::env::var_os(variable)
+fn folder(variable: &str) -> Result<PathBuf, String> {
+    std::env::var_os(variable)
         .map(PathBuf::from)
-        .ok_or_else(|| format!("{variable} is not set; `cargo xtask test` sets it"))?;
+        .ok_or_else(|| format!("{variable} is not set; `cargo xtask test` sets it"))
+}
+
+fn file(variable: &str) -> Result<PathBuf, String> {
+    let path = folder(variable)?;
     if !path.is_file() {
         return Err(format!(
             "{variable} names {}, which is not a file",

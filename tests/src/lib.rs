@@ -20,12 +20,14 @@ use std::process::{Command, Output};
 
 use anyhow::{Context, Result};
 
+mod disk;
 mod environment;
 mod guest;
 mod qemu;
 mod tracepoints;
 
-pub use environment::{Environment, KernelFiles, StockKernel};
+pub use disk::{copy_disk, debugfs};
+pub use environment::{Environment, InstalledKernel, KernelFiles, StockKernel};
 pub use guest::{AGENT_INSTANCE, Seen, TEST_KEYS, TestGuest};
 pub use patchbay_testing::{
     EventStream, Guest, GuestBuilder, SHELL_READS, Shell, connect, reason, until,

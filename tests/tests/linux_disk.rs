@@ -3,30 +3,16 @@
 //! service.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use anyhow::{Result, ensure};
 use patchbay_proto::v1::ShutdownGuestRequest;
-use patchbay_tests::{Environment, Guest, SHELL_READS, e2fsprogs};
+use patchbay_tests::{Environment, Guest, SHELL_READS, copy_disk, debugfs};
 
 const FORK: &str = "sched:sched_process_fork";
 
-/// debugfs(8) on an image that nobody has mounted.
-fn debugfs(image: &Path, commands: &str) -> Result<String> {
-    let script = image.with_extension("commands");
-    std::fs::write(&script, commands)?;
-    let output = e2fsprogs("debugfs", &["-w".as_ref(), "-f".as_ref(), &script, image])?;
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-}
-
 /// A copy of the distribution's disk with the agent, its unit, and a shell on the console.
 fn install(disk: &Path, agent: &Path, folder: &Path) -> Result<PathBuf> {
-    let image = folder.join("disk.img");
-    let copied = Command::new("cp")
-        .arg("--sparse=always")
-        .args([disk, &image])
-        .status()?;
-    ensure!(copied.success(), "the image cannot be copied");
+    let image = copy_disk(disk, folder)?;
     let shell = folder.join("shell.service");
     let run = format!("stty -echo; trap : INT; echo {SHELL_READS}; . /dev/tty");
     std::fs::write(

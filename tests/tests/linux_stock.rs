@@ -5,6 +5,7 @@
 
 mod linux_stock {
     mod agent;
+    mod installed;
     pub mod queries;
 }
 
@@ -21,13 +22,22 @@ use patchbay_tests::{
 };
 use tonic::Code;
 
-/// Registers an interpreter and removes it again, which passes lines of pr_debug().
-const REGISTER: &str =
-    "cd /proc/sys/fs/binfmt_misc; echo ':x:M::xyz:/bin/true:' >register; echo -1 >x; cd /";
-/// A line of pr_debug() that this prints.
-const PRINTED: &str = "register: received";
-/// The lines of that module.
-const LINES: &str = "binfmt_misc:fs/binfmt_misc.c/*";
+/// Lines of pr_debug().
+struct DebugLines {
+    /// Pattern of their keys.
+    keys: &'static str,
+    /// The command that passes them.
+    command: &'static str,
+    /// What one of them prints then.
+    printed: &'static str,
+}
+
+/// Registers an interpreter and removes it again.
+const BINFMT: DebugLines = DebugLines {
+    keys: "binfmt_misc:fs/binfmt_misc.c/*",
+    command: "cd /proc/sys/fs/binfmt_misc; echo ':x:M::xyz:/bin/true:' >register; echo -1 >x; cd /",
+    printed: "register: received",
+};
 const EVENT: &str = "sched_process_exec";
 const TRACING: &str = "/sys/kernel/tracing";
 
@@ -124,7 +134,7 @@ async fn keys_of(version: &str) -> Result<()> {
         after.guest_status().generation != before.guest_status().generation,
         "the second kernel is the first: {after:?}"
     );
-    lines_of_dynamic_debug(&mut guest).await
+    lines_of_dynamic_debug(&mut guest, &BINFMT).await
 }
 
 async fn in_one_boot(guest: &mut Guest) -> Result<DescribeGuestResponse> {
@@ -162,10 +172,9 @@ async fn in_one_boot(guest: &mut Guest) -> Result<DescribeGuestResponse> {
     ensure!(description.modules == modules + 1, "{description:?}");
     ensure!(keys.len() > 1500 && keys.len() > without.len());
 
-    lines_of_dynamic_debug(guest).await?;
+    lines_of_dynamic_debug(guest, &BINFMT).await?;
     linux_stock::queries::select_as_the_kernels_do(guest).await?;
     tracepoint(guest).await?;
-    guest.shell("dmesg -n 1").await?;
     guest.assert_no_warnings().await?;
     Ok(description)
 }
@@ -176,15 +185,14 @@ async fn load_module(guest: &mut Guest) -> Result<()> {
     guest.shell(mount).await.map(drop)
 }
 
-/// Lines of a module are printed while the host has turned their keys on.
-async fn lines_of_dynamic_debug(guest: &mut Guest) -> Result<()> {
-    let names: Vec<String> = list(guest, &[LINES])
+/// The lines are on the console while the host has turned their keys on.
+async fn lines_of_dynamic_debug(guest: &mut Guest, lines: &DebugLines) -> Result<()> {
+    let names: Vec<String> = list(guest, &[lines.keys])
         .await?
         .into_iter()
         .map(|key| key.name)
         .collect();
     ensure!(names.len() > 3, "{names:?}");
-    guest.shell("dmesg -n 8").await?;
     let mut by_kernel = Vec::new();
     for (op, on) in [
         (None, false),
@@ -207,12 +215,15 @@ async fn lines_of_dynamic_debug(guest: &mut Guest) -> Result<()> {
         } else {
             ensure!((bytes != by_kernel) == on, "{bytes:x?}, not {by_kernel:x?}");
         }
-        // The kernel writes to the console before what the shell has written.
-        let before = printed(guest).await?;
-        guest.shell(REGISTER).await?;
-        let more = printed(guest).await? > before;
+        let before = printed(guest, lines).await?;
+        let console = shown(guest, lines);
+        // Other lines of the kernel must not come between the shell's own.
+        let command = format!("dmesg -n 8; {} && dmesg -n 1", lines.command);
+        guest.shell(&command).await?;
+        let more = printed(guest, lines).await? > before;
+        let shown = shown(guest, lines) > console;
         ensure!(
-            more == on,
+            more == on && shown == on,
             "{op:?}: the console ends with {}",
             guest.console().transcript()
         );
@@ -220,10 +231,15 @@ async fn lines_of_dynamic_debug(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
+/// How often the line is on the console.
+fn shown(guest: &mut Guest, lines: &DebugLines) -> usize {
+    guest.console().transcript().matches(lines.printed).count()
+}
+
 /// How often the kernel has printed the line.
-async fn printed(guest: &mut Guest) -> Result<usize> {
+async fn printed(guest: &mut Guest, lines: &DebugLines) -> Result<usize> {
     // The whole log takes long on an emulated console.
-    let count = format!("dmesg | grep -c '{PRINTED}' || true");
+    let count = format!("dmesg | grep -c '{}' || true", lines.printed);
     Ok(guest.shell(&count).await?.trim().parse()?)
 }
 

@@ -13,6 +13,7 @@ mod fuzz;
 mod guest;
 mod host;
 mod initramfs;
+mod installed;
 mod kernel;
 mod kernel_config;
 mod kernel_tree;

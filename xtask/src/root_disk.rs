@@ -10,8 +10,8 @@ use crate::step::Steps;
 use crate::{cache, host};
 
 /// Tools that make a file system from packages. They need root, or user namespaces and uidmap.
-const TOOLS: &[&str] = &["mmdebstrap", "genext2fs", "gpg", "debian-archive-keyring"];
-const SUITE: &str = "bookworm";
+pub const TOOLS: &[&str] = &["mmdebstrap", "genext2fs", "gpg", "debian-archive-keyring"];
+pub const SUITE: &str = "bookworm";
 /// Packages besides the essential ones.
 const PACKAGES: &str = "systemd-sysv,udev,dbus";
 

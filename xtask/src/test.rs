@@ -21,7 +21,7 @@ use crate::cargo::TestBinary;
 use crate::kernel::{self, Recipe};
 use crate::test_durations::Durations;
 use crate::test_runner::{LabWorker, Report, Test, Verdict};
-use crate::{cargo, clients, guest, host, lab_image, root_disk, stock, test_runner};
+use crate::{cargo, clients, guest, host, installed, lab_image, root_disk, stock, test_runner};
 
 /// Prefixes of the tests that are repeated with the oldest and the newest kernel. What the monitor
 /// reads of a guest differs most between these.
@@ -49,6 +49,9 @@ const WITH_OTHERS: &[&str] = &[
 
 /// Test targets that need stock kernels.
 const STOCK: &[&str] = &["patchbay-tests::stock", "patchbay-tests::linux_stock"];
+
+/// The tests that need kernels as Debian installs them.
+const INSTALLED: &str = "linux_stock::installed::";
 
 /// The targets whose guests QEMU runs, with the lab's kernel.
 const ATTACHES: &[&str] = &["patchbay-attach::linux_qemu", "patchbay-attach::linux_host"];
@@ -282,7 +285,11 @@ fn linux_guests(
     if runs("patchbay-tests::linux_kernels") {
         variables.extend(guest::kernel_without_jump_labels()?);
     }
-    if runs("patchbay-tests::linux_disk") {
+    let boots_installed = tests.iter().any(is_installed);
+    if boots_installed {
+        variables.extend(installed::variables(selection.all_kernels));
+    }
+    if boots_installed || runs("patchbay-tests::linux_disk") {
         match root_disk::get() {
             Ok(disk) => variables.push(("PATCHBAY_TEST_ROOT_DISK", disk)),
             // The test then reports that it is skipped.
@@ -318,6 +325,10 @@ fn linux_guests(
         planned.extend(others);
     }
     Ok(planned)
+}
+
+fn is_installed(test: &Test) -> bool {
+    test.suite == STOCK[1] && test.name.starts_with(INSTALLED)
 }
 
 fn attaches(test: &Test) -> bool {

@@ -14,7 +14,7 @@ use patchbay_tests::{
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 
-use crate::{PRINTED, REGISTER};
+use crate::BINFMT;
 
 /// The guest's drivers for vsock, in the order in which they can be loaded.
 const MODULES: [&str; 3] = [
@@ -165,12 +165,12 @@ async fn follows_debug_lines(lab: &mut Lab) -> Result<()> {
         .context("it ended before the change")?
         .contains("keys changed")
     {}
-    lab.guest.shell(REGISTER).await?;
+    lab.guest.shell(BINFMT.command).await?;
     while !lines
         .next_line()
         .await?
         .context("it ended before the line")?
-        .contains(PRINTED)
+        .contains(BINFMT.printed)
     {}
     Ok(())
 }
