@@ -1,17 +1,19 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Throughput of one contended spinlock of an unpatched guest with 4 vCPUs: with the fair lock, with the unfair one, and with
-# `overcommit` choosing. The host should have fewer CPUs than the guest.
+# `overcommit` choosing, which must turn the key on under load and off at rest. The host should have fewer CPUs than the guest.
 #
 #   cargo build -p patchbay-attach -p patchbay-cli -p patchbay-examples
-#   cargo xtask lab -- examples/overcommit/measure.sh VMLINUZ
+#   cargo xtask lab -- examples/overcommit/measure.sh VMLINUZ [SECONDS [PERIOD]]
 #
-# VMLINUZ: a distribution's kernel. Needs qemu-system-x86, busybox-static and gcc with a static C library.
+# VMLINUZ: a distribution's kernel; SECONDS of each measurement; PERIOD of `overcommit` in milliseconds. Needs qemu-system-x86,
+# busybox-static and gcc with a static C library.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 programs=${PROGRAMS:-$here/../../target/debug}
 kernel=$1
 seconds=${2:-5}
+period=${3:-4000}
 folder=$(mktemp -d)
 monitor= pids=
 finish() { kill $monitor $pids 2>/dev/null || true; rm -rf "$folder"; }
@@ -51,11 +53,12 @@ guest() { # COMMAND: its output
 	tail -n +$((before + 1)) output | tr -d '\r' | grep -av "init: done" | sed 's/^/   /'
 }
 delay() { cat /proc/$monitor/task/*/schedstat | awk '{ r += $1; d += $2 } END { printf "   ran %.1f s, waited %.1f s\n", r / 1e9, d / 1e9 }'; }
+committed() { grep -c '"result":"committed"' audit.log; }
 patchbay() { "$programs/patchbay" --socket api --timeout 5m "$@"; }
 
 wait_for "init: ready" 1 output
 guest "uname -r; dmesg | grep -i 'pv spinlocks'; nproc"
-"$programs/patchbay-attach" qemu --qmp qmp --allow-guarded --api-socket api >attach.log 2>&1 & pids="$pids $!"
+"$programs/patchbay-attach" qemu --qmp qmp --allow-guarded --api-socket api --audit-log audit.log >attach.log 2>&1 & pids="$pids $!"
 wait_for "its API" 1 attach.log
 patchbay keys get virt_spin_lock_key
 
@@ -70,8 +73,19 @@ patchbay keys disable virt_spin_lock_key --allow-guarded --reason measurement
 echo "fair lock, 1 thread"
 guest "lock_storm 1 $seconds"
 
-echo "overcommit chooses: at rest, then 4 threads, then at rest"
-"$programs/overcommit" --socket api --pid $monitor --period 4000 >overcommit.log 2>&1 & pids="$pids $!"
-guest "sleep 20"; delay; cat overcommit.log
-guest "lock_storm 4 $((4 * seconds))"; delay; cat overcommit.log
-guest "sleep 80"; delay; cat overcommit.log
+echo "overcommit chooses: at rest, and twice 4 threads and at rest"
+by_hand=$(committed)
+"$programs/overcommit" --socket api --pid $monitor --period "$period" >overcommit.log 2>&1 & pids="$pids $!"
+guest "sleep 20"; delay
+for round in 1 2; do
+	guest "lock_storm 4 100000 >/storm & storm=\$!"
+	wait_for ": unfair lock" $round overcommit.log
+	guest "sleep $seconds; kill \$storm; cat /storm"; delay
+	wait_for ": fair lock" $round overcommit.log
+	guest "sleep 5"; delay
+done
+sed 's/^/   /' overcommit.log
+patchbay keys get virt_spin_lock_key
+changes=$(($(committed) - by_hand))
+echo "$changes changes in the audit log"
+[ $changes -eq 4 ] && [ "$(grep -c . overcommit.log)" -eq 4 ]

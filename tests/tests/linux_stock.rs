@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Kernels of a distribution, which know nothing of Patchbay: the monitor discovers their keys.
 //!
-//! `PATCHBAY_STOCK_FLIPS` sets the host's transactions in the storm, 200 unless set.
+//! `PATCHBAY_STOCK_FLIPS` sets the host's transactions in the storm, 200 unless set, and
+//! `PATCHBAY_STOCK_REBOOTS` the guest's reboots meanwhile, 1 unless set.
 
 mod linux_stock {
     mod agent;
     mod installed;
     pub mod queries;
+    mod storm;
 }
 
-use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -332,108 +333,6 @@ async fn list(guest: &mut Guest, patterns: &[&str]) -> Result<Vec<StaticKey>> {
             return Ok(keys);
         }
     }
-}
-
-/// Activity in the guest, until the file `/tmp/calm` exists.
-const BESIDE: [&str; 3] = [
-    "echo 1 >/sys/kernel/tracing/events/sched/enable; usleep 100000; \
-     echo 0 >/sys/kernel/tracing/events/sched/enable; usleep 100000",
-    "echo 'file kobject* +p' >/sys/kernel/debug/dynamic_debug/control; usleep 50000; \
-     echo 'file kobject* -p' >/sys/kernel/debug/dynamic_debug/control; usleep 50000",
-    "insmod /lib/modules/*-binfmt_misc.ko; sleep 5; rmmod binfmt_misc; sleep 5",
-];
-
-/// The guest switches its own keys, also those that the host switches, and modules come and go. Each
-/// site follows its key in the end, and the kernel does not complain.
-#[tokio::test]
-async fn guest_and_host_flip_the_keys_of_an_unpatched_kernel() -> Result<()> {
-    let Some(kernel) = StockKernel::named("6_12") else {
-        return Ok(());
-    };
-    let flips: u32 = match std::env::var("PATCHBAY_STOCK_FLIPS") {
-        Ok(value) => value.parse().context("PATCHBAY_STOCK_FLIPS")?,
-        Err(_) => 200,
-    };
-    let mut guest = Guest::stock(&kernel)
-        .argument("--allow-guarded")
-        .boot()
-        .await?;
-    guest.shell("dmesg -c >/dev/null").await?;
-    let lines = list(&mut guest, &["lib/*", "drivers/base/*", "kernel/*.c/*"]).await?;
-    let names: Vec<String> = lines
-        .into_iter()
-        .filter(|key| key.count == 0 && key.name.contains('/'))
-        .map(|key| key.name)
-        .collect();
-    ensure!(names.len() > 50, "{names:?}");
-    for work in BESIDE {
-        let line = format!("(while [ ! -e /tmp/calm ]; do {work}; done) &");
-        guest.shell(&line).await?;
-    }
-    // The same in every run.
-    let mut random = fastrand::Rng::with_seed(0x9e37_79b9_7f4a_7c15);
-    let (mut made, mut ops, mut busy, mut attempts, mut sites) = (0, 0, 0, 0, 0);
-    let began = Instant::now();
-    while made < flips {
-        let op = if random.bool() {
-            KeyOp::Enable
-        } else {
-            KeyOp::Disable
-        };
-        let count = 1 + random.usize(..40);
-        let chosen: BTreeSet<&String> = (0..count).filter_map(|_| random.choice(&names)).collect();
-        let updates = chosen.iter().map(|name| KeyUpdate {
-            name: (*name).clone(),
-            op: op.into(),
-            ..Default::default()
-        });
-        let request = UpdateStaticKeysRequest {
-            updates: updates.collect(),
-            allow_guarded: true,
-            // Some are on for the guest.
-            force: true,
-            retry_timeout: Some(Duration::from_secs(10).try_into()?),
-            ..Default::default()
-        };
-        match guest.static_keys().update_static_keys(request).await {
-            Ok(answer) => {
-                let report = answer.into_inner().report.unwrap_or_default();
-                made += 1;
-                ops += chosen.len();
-                attempts += report.attempts;
-                sites += report.sites_patched;
-            }
-            // The guest was at work on its keys for all of the time, during the change or the discovery.
-            Err(refusal) => {
-                let tolerable = [Code::Unavailable, Code::FailedPrecondition];
-                ensure!(tolerable.contains(&refusal.code()), "{refusal:?}");
-                println!("given up: {}", refusal.message());
-                busy += 1;
-                ensure!(busy < 20 + flips / 10, "nothing succeeds: {refusal:?}");
-            }
-        }
-    }
-    println!(
-        "{made} transactions with {ops} ops and {sites} sites in {:?}, {attempts} attempts, {busy} given up",
-        began.elapsed()
-    );
-    guest.shell("touch /tmp/calm; wait").await?;
-    let on: Vec<StaticKey> = list(&mut guest, &[]).await?;
-    let (mut checked, mut wrong) = (0, 0);
-    for key in on {
-        if !names.contains(&key.name) && key.count == 0 {
-            continue;
-        }
-        let key = guest.key(&key.name).await?;
-        checked += key.sites.len();
-        if let Err(error) = assert_sites(&key, None) {
-            println!("{error:#}");
-            wrong += 1;
-        }
-    }
-    println!("{checked} sites checked, {wrong} keys wrong");
-    ensure!(wrong == 0);
-    guest.assert_no_warnings().await
 }
 
 /// The guest turns on all its events; the host parks and continues their tracepoints in one

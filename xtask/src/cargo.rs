@@ -88,6 +88,7 @@ const ITS_PROGRAMS: &[&str] = &[
     "patchbay-cli",
     "patchbay-attach",
     "patchbay-node",
+    "patchbay-examples",
 ];
 
 /// Builds test targets in the release profile, and the programs that they use. Both at once, so that

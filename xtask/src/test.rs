@@ -48,7 +48,11 @@ const WITH_OTHERS: &[&str] = &[
 ];
 
 /// Test targets that need stock kernels.
-const STOCK: &[&str] = &["patchbay-tests::stock", "patchbay-tests::linux_stock"];
+const STOCK: &[&str] = &[
+    "patchbay-tests::stock",
+    "patchbay-tests::linux_stock",
+    "patchbay-examples::linux_overcommit",
+];
 
 /// The tests that need kernels as Debian installs them.
 const INSTALLED: &str = "linux_stock::installed::";
@@ -266,7 +270,7 @@ fn linux_guests(
 ) -> Result<Vec<Planned>> {
     let variables = &mut outcome.variables;
     // A stock kernel is downloaded; the others are built.
-    let downloaded = |test: &Test| test.suite == STOCK[1] || attaches(test);
+    let downloaded = |test: &Test| STOCK.contains(&&*test.suite) || attaches(test);
     if tests.iter().all(downloaded) {
         guest::prepare_lab()?;
         variables.extend(guest::paths_of_programs());
