@@ -30,7 +30,7 @@ impl Discoverable for QemuGuest {
         self.memory()
     }
 
-    fn cpus(&self) -> Result<Vec<Cpu>, String> {
+    fn cpus(&self) -> Result<Option<Vec<Cpu>>, String> {
         let nesting = || Nesting::of(Path::new(nested::FOLDER), self.process().pid());
         let before = nesting();
         let registers = self
@@ -45,7 +45,7 @@ impl Discoverable for QemuGuest {
             idt_base: vcpu.idt_base,
             may_be_nested: !never && Cpu::can_run_guests(vcpu.cr4, vcpu.efer),
         };
-        Ok(registers.iter().map(cpu).collect())
+        Ok(Some(registers.iter().map(cpu).collect()))
     }
 
     fn resets(&self) -> u64 {

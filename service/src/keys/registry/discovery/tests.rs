@@ -17,6 +17,18 @@ struct Empty {
     asked: AtomicUsize,
     resets: AtomicU64,
     memory: AtomicU64,
+    registers: Mutex<Registers>,
+    /// How often the memory was searched.
+    searched: AtomicUsize,
+}
+
+/// What the monitor says of the registers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Registers {
+    #[default]
+    Known,
+    Late,
+    Never,
 }
 
 impl Empty {
@@ -28,6 +40,7 @@ impl Empty {
 
 impl PhysicalMemory for Empty {
     fn ram(&self) -> Vec<Range<u64>> {
+        self.searched.fetch_add(1, Ordering::SeqCst);
         Vec::new()
     }
 
@@ -41,9 +54,13 @@ impl Discoverable for Empty {
         self
     }
 
-    fn cpus(&self) -> Result<Vec<Cpu>, String> {
+    fn cpus(&self) -> Result<Option<Vec<Cpu>>, String> {
         self.asked.fetch_add(1, Ordering::SeqCst);
-        Ok(Vec::new())
+        match *self.registers.lock().expect("no panic") {
+            Registers::Known => Ok(Some(Vec::new())),
+            Registers::Late => Err("no answer within 2 s".to_owned()),
+            Registers::Never => Ok(None),
+        }
     }
 
     fn resets(&self) -> u64 {
@@ -140,6 +157,28 @@ fn a_failed_discovery_leaves_the_reason_and_rests() {
     });
     assert!(rested, "each call searches");
     assert_eq!(phase(&registry), (RegistrationPhase::Absent, false));
+}
+
+/// A kernel that ran before a reset is still in RAM, with open gates. Only registers tell that it does not run.
+#[test]
+fn memory_is_searched_without_registers_only_if_the_monitor_never_has_them() {
+    let registry = Arc::new(Registry::default());
+    let empty = Arc::new(Empty::default());
+    registry.discover(empty.clone(), None);
+    *empty.registers.lock().expect("no panic") = Registers::Late;
+    let error = registry.snapshot().expect_err("not known").to_string();
+    assert!(
+        error.contains("the registers of its vCPUs are not known: no answer within 2 s"),
+        "{error}"
+    );
+    assert_eq!(empty.asked(), 1, "the monitor has had its time");
+    assert_eq!(empty.searched.load(Ordering::SeqCst), 0);
+
+    *empty.registers.lock().expect("no panic") = Registers::Never;
+    empty.resets.fetch_add(1, Ordering::SeqCst);
+    let error = registry.snapshot().expect_err("no kernel").to_string();
+    assert!(!error.contains("registers"), "{error}");
+    assert!(empty.searched.load(Ordering::SeqCst) > 0);
 }
 
 #[test]
