@@ -24,6 +24,7 @@ use patchbay_attach::memory::Access;
 use patchbay_attach::qmp::Qmp;
 use patchbay_attach::{Options, PauseWay, Target, attach};
 use patchbay_service::guest::{Guest, Machine, PausedGuest};
+use patchbay_service::keys::registry::discovery::Discoverable;
 use patchbay_service::pause::PauseError;
 use patchbay_service::testing::conformance;
 use serde_json::{Value, json};
@@ -299,6 +300,8 @@ pub fn pause(accelerator: Accelerator, way: PauseWay) {
     assert_eq!(guest.description().name, "counter");
     conformance::pause(&*guest, || vec![count(&guest)]);
     let paused = guest.pause(DEADLINE).expect("stopped");
+    let registers = guest.cpus().expect_err("QEMU would not answer");
+    assert!(registers.contains("held stopped"), "{registers}");
     match way {
         PauseWay::Qmp => {
             let rips = paused.rips().expect("QEMU shows them");
