@@ -33,7 +33,13 @@ impl Discoverable for QemuGuest {
     }
 
     fn cpus(&self) -> Result<Option<Vec<Cpu>>, String> {
-        let nesting = || Nesting::of(Path::new(nested::FOLDER), self.process().pid());
+        let nesting = || {
+            Nesting::of(
+                Path::new(nested::FOLDER),
+                nested::pid_namespace(),
+                self.process().pid(),
+            )
+        };
         let before = nesting();
         let registers = unless_held(
             &self.watch,
