@@ -34,9 +34,12 @@ pub enum Guest {
         #[command(flatten)]
         options: Options,
     },
-    /// Resumes a guest when its attacher has died; started by it
+    /// Resumes a guest, and rolls a change back, when its attacher has died; started by it
     #[command(hide = true)]
-    Watchdog,
+    Watchdog {
+        /// Process id of the QEMU
+        qemu: u32,
+    },
 }
 
 #[derive(Debug, Args)]

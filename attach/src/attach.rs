@@ -62,7 +62,7 @@ pub struct Options {
     pub access: Access,
     /// How it is stopped.
     pub pause: PauseWay,
-    /// The program that serves as the watchdog of a stop by QMP.
+    /// The program that serves as the watchdog.
     pub watchdog: PathBuf,
     /// Accept a QEMU without KVM. What is written does not reach code that TCG has translated, so this is for tests that only read
     /// and stop.
@@ -105,6 +105,7 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     })?;
     let memory = Arc::new(memory);
     let pauser = pauser(options, &monitor, &process, &vcpus, point)?;
+    let watchdog = Mutex::new(watchdog(options, &monitor, &process)?);
     let qemus = monitor.name()?;
     let name = options
         .name
@@ -118,6 +119,7 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     };
     watch_process(&process, &life)?;
     Ok(QemuGuest {
+        watchdog,
         description,
         monitor: Arc::new(monitor),
         process,
@@ -203,19 +205,34 @@ fn pauser(
             }
             Ok(Pauser::Freeze(Mutex::new(Threads::default()), point))
         }
-        (PauseWay::Qmp, Monitor::Socket(qmp)) => {
-            let watchdog = qmp.share().and_then(|connection| Watchdog::start(&options.watchdog, connection));
-            let watchdog = watchdog.map_err(|error| AttachError::Process {
-                what: format!("the watchdog {} cannot be started", options.watchdog.display()),
-                error: error.to_string(),
-                next: "see that the program is there, or give --pause freeze".to_owned(),
-            })?;
-            Ok(Pauser::Qmp(Mutex::new(watchdog)))
-        }
+        (PauseWay::Qmp, Monitor::Socket(_)) => Ok(Pauser::Qmp),
         (PauseWay::Qmp, Monitor::Libvirt(_)) => Err(AttachError::Refused(
             "libvirt owns the QMP connection, so a stop over it cannot be ended if this process dies; give --pause freeze".to_owned(),
         )),
     }
+}
+
+/// Starts the process that puts right what this one leaves if it dies in a stop.
+fn watchdog(
+    options: &Options,
+    monitor: &Monitor,
+    process: &Process,
+) -> Result<Watchdog, AttachError> {
+    let connection = match monitor {
+        Monitor::Socket(qmp) => qmp.share().map(Some),
+        Monitor::Libvirt(_) => Ok(None),
+    };
+    let start = |connection| Watchdog::start(&options.watchdog, process.pid(), connection);
+    connection
+        .and_then(start)
+        .map_err(|error| AttachError::Process {
+            what: format!(
+                "the watchdog {} cannot be started",
+                options.watchdog.display()
+            ),
+            error: error.to_string(),
+            next: "see that the program is there".to_owned(),
+        })
 }
 
 /// Waits beside everything else for the end of the process.

@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use patchbay_service::console::Console;
-use patchbay_service::guest::{Guest, GuestDescription, Machine, PausedGuest};
+use patchbay_service::guest::{Guest, GuestDescription, Machine, PausedGuest, Write};
 use patchbay_service::memory::GuestRam;
 use patchbay_service::pause::{Activity, LateVcpu, PauseError};
 use serde_json::Value;
@@ -19,6 +19,7 @@ use crate::memory::AttachedRam;
 use crate::monitor::{Migration, Monitor};
 use crate::process::Process;
 use crate::qmp::{Event, QmpError};
+use crate::rollback::Record;
 use crate::watchdog::Watchdog;
 
 /// For commands beside a stop.
@@ -37,7 +38,7 @@ const LAST_MOMENTS: Duration = Duration::from_secs(2);
 pub enum Pauser {
     /// QEMU's `stop` and `cont` are used. `stop` drains and flushes the guest's disks, stops the guest's clock, and tells everybody by an
     /// event; another client's `cont` ends it early.
-    Qmp(Mutex<Watchdog>),
+    Qmp,
     /// The vCPUs' threads are stopped by ptrace, at such a point.
     Freeze(Mutex<Threads>, Point),
 }
@@ -147,6 +148,8 @@ impl Life {
 /// A guest that a QEMU runs.
 #[derive(Debug)]
 pub struct QemuGuest {
+    /// Dropped first: it may have to speak over the monitor's connection.
+    pub(crate) watchdog: Mutex<Watchdog>,
     pub(crate) description: GuestDescription,
     pub(crate) monitor: Arc<Monitor>,
     pub(crate) process: Arc<Process>,
@@ -215,6 +218,16 @@ impl QemuGuest {
         Ok(migration)
     }
 
+    fn watchdog(&self) -> MutexGuard<'_, Watchdog> {
+        self.watchdog.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn arm(&self, threads: &[u32], point: Point) -> Result<(), PauseError> {
+        self.watchdog()
+            .arm(threads, point)
+            .map_err(|error| unable(format!("the guest is not stopped: {error}; attach again")))
+    }
+
     fn late(&self, deadline: Duration, vcpus: impl Iterator<Item = usize>) -> PauseError {
         let late = |vcpu| LateVcpu {
             vcpu,
@@ -227,13 +240,13 @@ impl QemuGuest {
         }
     }
 
-    fn stop_by_qmp<'g>(
-        &'g self,
-        watchdog: &'g Mutex<Watchdog>,
-        timeout: Duration,
-    ) -> Result<Way<'g>, PauseError> {
+    fn stop_by_qmp(&self, timeout: Duration) -> Result<Way<'_>, PauseError> {
         let vcpus = self.description.vcpus as usize;
-        let mut lease = Lease::take(&self.monitor, watchdog)?;
+        self.arm(&[], Point::Any)?;
+        let mut lease = Lease {
+            guest: self,
+            rips: Vec::new(),
+        };
         match self.monitor.execute("stop", Value::Null, timeout) {
             Ok(_) => {}
             Err(QmpError::TimedOut { .. }) => {
@@ -242,7 +255,7 @@ impl QemuGuest {
             }
             Err(error) => return Err(unable(error)),
         }
-        let registers = self.monitor.registers(PATIENCE).map_err(unable)?;
+        let registers = self.monitor.registers(CONFIRM).map_err(unable)?;
         lease.rips = registers.iter().map(|vcpu| vcpu.rip).collect();
         Ok(Way::Qmp(lease))
     }
@@ -263,14 +276,17 @@ impl QemuGuest {
                 theirs,
             };
         }
-        match freeze(&threads.ours, point, deadline) {
-            Ok(frozen) => Ok(Way::Frozen { _frozen: frozen }),
-            Err(FreezeError::Late(late)) => Err(self.late(timeout, late.into_iter())),
+        self.arm(&threads.ours, point)?;
+        let error = match freeze(&threads.ours, point, deadline) {
+            Ok(frozen) => return Ok(Way::Frozen(frozen)),
+            Err(FreezeError::Late(late)) => self.late(timeout, late.into_iter()),
             Err(error) => {
                 *threads = Threads::default();
-                Err(unable(error))
+                unable(error)
             }
-        }
+        };
+        self.watchdog().disarm();
+        Err(error)
     }
 }
 
@@ -345,38 +361,21 @@ pub struct Paused<'g> {
 #[derive(Debug)]
 enum Way<'g> {
     Qmp(Lease<'g>),
-    Frozen { _frozen: Frozen },
+    Frozen(Frozen),
 }
 
 /// A stop by QMP, or one that was asked for. Its drop says `cont`.
 #[derive(Debug)]
 struct Lease<'g> {
-    monitor: &'g Monitor,
-    watchdog: MutexGuard<'g, Watchdog>,
+    guest: &'g QemuGuest,
     rips: Vec<u64>,
-}
-
-impl<'g> Lease<'g> {
-    fn take(monitor: &'g Monitor, watchdog: &'g Mutex<Watchdog>) -> Result<Self, PauseError> {
-        let mut watchdog = watchdog.lock().unwrap_or_else(PoisonError::into_inner);
-        watchdog.arm().map_err(|error| {
-            unable(format!(
-                "the guest is not stopped, since nobody would resume it: {error}; attach again"
-            ))
-        })?;
-        Ok(Self {
-            monitor,
-            watchdog,
-            rips: Vec::new(),
-        })
-    }
 }
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
         for _ in 0..RESUMES {
-            match self.monitor.execute("cont", Value::Null, PATIENCE) {
-                Ok(_) => return self.watchdog.disarm(),
+            match self.guest.monitor.execute("cont", Value::Null, PATIENCE) {
+                Ok(_) => return self.guest.watchdog().disarm(),
                 // Nobody else would resume the guest while this process lives.
                 Err(error @ QmpError::TimedOut { .. }) => {
                     tracing::warn!(%error, "the guest may still be stopped");
@@ -394,7 +393,11 @@ impl Drop for Lease<'_> {
 
 impl Drop for Paused<'_> {
     fn drop(&mut self) {
+        let frozen = matches!(self.way, Some(Way::Frozen(_)));
         self.way = None;
+        if frozen {
+            self.guest.watchdog().disarm();
+        }
         self.guest.held.store(false, Ordering::SeqCst);
     }
 }
@@ -414,6 +417,12 @@ impl PausedGuest for Paused<'_> {
 
     fn stop_time(&self) -> Duration {
         self.stop_time
+    }
+
+    fn begin_writes(&self) -> Result<(), String> {
+        self.guest.watchdog().begin_writes().map_err(|error| {
+            format!("nobody would roll back what is written in part: {error}; attach again")
+        })
     }
 
     fn check_writes(&self) -> Result<(), String> {
@@ -439,6 +448,25 @@ impl Guest for QemuGuest {
         &self.ram
     }
 
+    fn will_write(&self, writes: &mut dyn Iterator<Item = Write>) -> Result<(), PauseError> {
+        let record = |write: Write| {
+            Some(Record {
+                key: u32::try_from(write.key).ok()?,
+                address: self.memory.monitors_address(write.piece)?,
+                length: u8::try_from(write.piece.length()).ok()?,
+                before: write.before,
+                after: write.after,
+            })
+        };
+        let records: Option<Vec<Record>> = writes.map(record).collect();
+        let records = records.ok_or_else(|| unable("memory that would be written is gone"))?;
+        self.watchdog().will_write(&records).map_err(|error| {
+            unable(format!(
+                "nobody would roll back what is written in part: {error}; attach again"
+            ))
+        })
+    }
+
     fn pause(&self, timeout: Duration) -> Result<Paused<'_>, PauseError> {
         if self.has_ended() {
             return Err(PauseError::Ended);
@@ -451,13 +479,13 @@ impl Guest for QemuGuest {
             let migration = self.check()?;
             let began = Instant::now();
             let way = match &self.pauser {
-                Pauser::Qmp(watchdog) => self.stop_by_qmp(watchdog, timeout)?,
+                Pauser::Qmp => self.stop_by_qmp(timeout)?,
                 Pauser::Freeze(threads, point) => {
                     self.stop_by_ptrace(threads, *point, began + timeout, timeout)?
                 }
             };
             let mut stop_time = match &way {
-                Way::Frozen { _frozen } => _frozen.stop_time(),
+                Way::Frozen(frozen) => frozen.stop_time(),
                 Way::Qmp(_) => began.elapsed(),
             };
             let confirming = Instant::now();

@@ -29,6 +29,7 @@ pub mod process;
 pub mod qmp;
 mod region;
 pub mod registers;
+pub mod rollback;
 mod virsh;
 pub mod watchdog;
 

@@ -42,8 +42,8 @@ fn main() -> ExitCode {
         .with_writer(std::io::stderr)
         .init();
     let result = match &line.guest {
-        Guest::Watchdog => {
-            watchdog::run().context("the guest may be left stopped; resume it by its monitor")
+        Guest::Watchdog { qemu } => {
+            watchdog::run(*qemu).context("the watchdog of a guest failed; see that the guest runs")
         }
         Guest::Qemu(qemu) => match qemu.target() {
             Some(target) => run(target, &qemu.options),

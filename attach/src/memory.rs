@@ -179,6 +179,12 @@ impl AttachedRam {
         copied.ok().flatten().unwrap_or_default()
     }
 
+    /// Address of a piece in the monitor's process; `None` if its region is gone.
+    #[must_use]
+    pub fn monitors_address(&self, piece: Piece) -> Option<u64> {
+        self.access(piece, |region| region.address(piece.offset()))
+    }
+
     fn regions(&self) -> RwLockReadGuard<'_, Vec<Arc<Region>>> {
         // Each change assigns whole values, so a panic leaves no half state.
         self.regions.read().unwrap_or_else(PoisonError::into_inner)

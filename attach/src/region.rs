@@ -272,7 +272,7 @@ impl Region {
     }
 
     /// The address of a byte in the monitor's process. Nothing that a process has mapped lies at `u64::MAX`.
-    fn address(&self, offset: u64) -> u64 {
+    pub fn address(&self, offset: u64) -> u64 {
         self.place.address.saturating_add(offset)
     }
 

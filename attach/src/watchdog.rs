@@ -1,38 +1,46 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A stop over QMP must not outlive the process that asked for it. QEMU keeps no account of who stopped a guest, so a small process
-//! shares the connection and says `cont` when the attacher has died in a stop.
+//! What a stop leaves when the attacher dies in it, and who puts it right. QEMU keeps no account of who stopped a guest, so a small process
+//! shares the connection and says `cont`. And a change that was made in part would be the guest's death, so the same process rolls it back.
 //!
 //! ```text
-//!   attacher ── "s" before `stop`, "r" after `cont` ──▶ pipe ──▶ watchdog
-//!      └───────────────── QMP connection, shared ─────────────────┘
+//!   attacher ── what will be written, "stops", "writes", "runs" ──▶ pipe ──▶ watchdog ──▶ /proc/PID/mem of QEMU
+//!      └─────────────────────── QMP connection, shared ───────────────────────┘
 //! ```
 //!
 //! The kernel closes the pipe with its writer. What was written before stays in it, so the watchdog knows of each stop that QEMU can
 //! know of. It is in a process group of its own and ignores what ends a terminal's or a service's processes: only SIGKILL of both
-//! leaves a guest stopped.
+//! leaves a guest stopped or a change in part.
+//!
+//! Threads that ptrace has stopped run on when the attacher dies. The watchdog stops them again for the rollback, some milliseconds later.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, Signal};
 use serde_json::Value;
 
+use crate::freeze::{FreezeError, Frozen, Point, freeze};
 use crate::qmp::message;
+use crate::rollback::{Outcome, Record, roll_back};
 
-/// The argument that makes the program a watchdog.
+/// The argument that makes the program a watchdog; QEMU's process id follows.
 pub const ARGUMENT: &str = "watchdog";
 /// The id of its command; those of the attacher are smaller.
 const ID: u64 = u64::MAX;
-/// How long QEMU may take to answer.
+/// Time allowed for QEMU's answer.
 const PATIENCE: Duration = Duration::from_secs(60);
-const STOPPED: u8 = b's';
+/// Time allowed for the stop of the vCPUs. Until the kernel has let them go they still belong to the dead attacher.
+const FREEZE: Duration = Duration::from_secs(10);
 const RUNS: u8 = b'r';
+const STOPS: u8 = b's';
+const WILL_WRITE: u8 = b'w';
+const WRITES: u8 = b'c';
 
 /// The attacher's side.
 #[derive(Debug)]
@@ -42,15 +50,15 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts the watchdog of a connection: `program` with [`ARGUMENT`].
+    /// Starts the watchdog of a QEMU: `program` with [`ARGUMENT`]. While it lives it keeps the connection from others, if there is one.
     ///
     /// # Errors
     /// The program cannot be started.
-    pub fn start(program: &Path, connection: OwnedFd) -> io::Result<Self> {
+    pub fn start(program: &Path, qemu: u32, connection: Option<OwnedFd>) -> io::Result<Self> {
         let mut child = Command::new(program)
-            .arg(ARGUMENT)
+            .args([ARGUMENT, &qemu.to_string()])
             .stdin(Stdio::piped())
-            .stdout(Stdio::from(connection))
+            .stdout(connection.map_or_else(Stdio::null, Stdio::from))
             .process_group(0)
             .spawn()?;
         let mut started = Self {
@@ -58,35 +66,62 @@ impl Watchdog {
             child,
         };
         // It has the pipe, even if it does not read it yet.
-        started.say(RUNS)?;
+        started.say(&[RUNS])?;
         Ok(started)
     }
 
-    /// Before a stop.
+    /// Before a stop by QMP, if there are no threads, or by ptrace of these threads.
     ///
     /// # Errors
     /// The watchdog is dead: the guest must not be stopped.
-    pub fn arm(&mut self) -> io::Result<()> {
+    pub fn arm(&mut self, threads: &[u32], point: Point) -> io::Result<()> {
         if let Some(status) = self.child.try_wait()? {
             return Err(io::Error::other(format!(
                 "the watchdog has ended ({status})"
             )));
         }
-        self.say(STOPPED)
+        let mut words = vec![STOPS, u8::from(point == Point::Any)];
+        words.extend(count(threads.len())?);
+        words.extend(threads.iter().flat_map(|thread| thread.to_le_bytes()));
+        self.say(&words)
     }
 
-    /// The guest runs.
+    /// What will be written once the guest is stopped. It replaces what was said before.
+    ///
+    /// # Errors
+    /// The watchdog is dead: nothing must be written.
+    pub fn will_write(&mut self, records: &[Record]) -> io::Result<()> {
+        let mut words = vec![WILL_WRITE];
+        words.extend(count(records.len())?);
+        words.extend(records.iter().flat_map(Record::bytes));
+        self.say(&words)
+    }
+
+    /// Before the first write.
+    ///
+    /// # Errors
+    /// The watchdog is dead: nothing must be written.
+    pub fn begin_writes(&mut self) -> io::Result<()> {
+        self.say(&[WRITES])
+    }
+
+    /// The guest runs, and what was written is whole.
     pub fn disarm(&mut self) {
         // A dead watchdog is found at the next stop.
-        let _ = self.say(RUNS);
+        let _ = self.say(&[RUNS]);
     }
 
-    fn say(&mut self, word: u8) -> io::Result<()> {
+    fn say(&mut self, words: &[u8]) -> io::Result<()> {
         match &mut self.pipe {
-            Some(pipe) => pipe.write_all(&[word]),
+            Some(pipe) => pipe.write_all(words),
             None => Err(io::ErrorKind::BrokenPipe.into()),
         }
     }
+}
+
+fn count(length: usize) -> io::Result<[u8; 4]> {
+    let length = u32::try_from(length).map_err(io::Error::other)?;
+    Ok(length.to_le_bytes())
 }
 
 impl Drop for Watchdog {
@@ -100,9 +135,9 @@ impl Drop for Watchdog {
 /// The watchdog's side: its standard input is the pipe, its standard output the connection.
 ///
 /// # Errors
-/// The guest may be left stopped.
-pub fn run() -> io::Result<()> {
-    // What is blocked stays so until the end, and the end comes with that of the attacher.
+/// The guest may be left stopped, or a change in part.
+pub fn run(qemu: u32) -> io::Result<()> {
+    // Blocked signals stay pending; the watchdog ends with the attacher.
     let mut ignored = SigSet::empty();
     for signal in [
         Signal::SIGTERM,
@@ -113,25 +148,121 @@ pub fn run() -> io::Result<()> {
         ignored.add(signal);
     }
     ignored.thread_block()?;
+    // Now, because another process may have its id later. A shared guest can be attached to without this right.
+    let path = format!("/proc/{qemu}/mem");
+    let memory = OpenOptions::new().read(true).write(true).open(path);
     let connection = io::stdout().as_fd().try_clone_to_owned()?;
-    let pipe = File::from(io::stdin().as_fd().try_clone_to_owned()?);
-    watch(pipe, &UnixStream::from(connection))
+    let left = last_words(File::from(io::stdin().as_fd().try_clone_to_owned()?));
+    let rolled_back = match &left.writes {
+        Some(records) if left.writing => put_right(records, &left, memory),
+        _ => Ok(()),
+    };
+    if left.stopped && left.threads.is_empty() {
+        resume(&UnixStream::from(connection))?;
+    }
+    rolled_back
 }
 
-fn watch(mut pipe: impl Read, connection: &UnixStream) -> io::Result<()> {
-    let mut stopped = false;
-    let mut word = [0];
+/// What the attacher has said at last.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Words {
+    stopped: bool,
+    threads: Vec<u32>,
+    anywhere: bool,
+    writes: Option<Vec<Record>>,
+    writing: bool,
+}
+
+impl Words {
+    /// Reads one word with what follows it.
+    fn read(&mut self, pipe: &mut impl Read) -> io::Result<()> {
+        match array::<1>(pipe)?[0] {
+            RUNS => *self = Self::default(),
+            STOPS => {
+                let [anywhere] = array(pipe)?;
+                let threads = list(pipe, u32::from_le_bytes)?;
+                self.anywhere = anywhere != 0;
+                self.threads = threads;
+                self.stopped = true;
+            }
+            WILL_WRITE => {
+                let records = list(pipe, |bytes| Record::parse(&bytes))?;
+                self.writes = Some(records);
+                self.writing = false;
+            }
+            WRITES => self.writing = true,
+            other => return Err(io::Error::other(format!("no word: {other}"))),
+        }
+        Ok(())
+    }
+}
+
+fn array<const N: usize>(pipe: &mut impl Read) -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    pipe.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn list<T, const N: usize>(
+    pipe: &mut impl Read,
+    parse: impl Fn([u8; N]) -> T,
+) -> io::Result<Vec<T>> {
+    let length = u32::from_le_bytes(array(pipe)?);
+    (0..length).map(|_| Ok(parse(array(pipe)?))).collect()
+}
+
+/// Reads until the attacher's end. A word that it did not finish does not count.
+fn last_words(pipe: impl Read) -> Words {
+    let mut pipe = BufReader::with_capacity(64 << 10, pipe);
+    let mut words = Words::default();
+    while words.read(&mut pipe).is_ok() {}
+    words
+}
+
+/// Stops the guest if it runs, and rolls back.
+fn put_right(records: &[Record], left: &Words, memory: io::Result<File>) -> io::Result<()> {
+    let frozen = match left.threads[..] {
+        [] => None,
+        _ => Some(freeze_again(left)?),
+    };
+    let outcome = roll_back(records, &memory?)?;
+    drop(frozen);
+    match outcome {
+        Outcome::Whole => Ok(()),
+        Outcome::RolledBack => {
+            eprintln!("the attacher has died in a change, which was rolled back");
+            Ok(())
+        }
+        Outcome::Left(keys) => Err(io::Error::other(format!(
+            "the attacher has died in a change; the guest has changed {keys} of its keys since, which are inconsistent: restart the guest"
+        ))),
+    }
+}
+
+fn freeze_again(left: &Words) -> io::Result<Frozen> {
+    let point = match left.anywhere {
+        true => Point::Any,
+        false => Point::Unlocked,
+    };
+    let deadline = Instant::now() + FREEZE;
     loop {
-        match pipe.read(&mut word) {
-            Ok(0) => break,
-            Ok(_) => stopped = word[0] == STOPPED,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(_) => break,
+        match freeze(&left.threads, point, deadline) {
+            Ok(frozen) => return Ok(frozen),
+            // The kernel closes the dead attacher's pipe before it lets its threads go.
+            Err(FreezeError::Denied { .. }) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            Err(error) => {
+                return Err(io::Error::other(format!(
+                    "the guest's keys may be inconsistent, since its vCPUs could not be stopped for a rollback: {error}"
+                )));
+            }
         }
     }
-    if !stopped {
-        return Ok(());
-    }
+}
+
+/// Says `cont`.
+fn resume(connection: &UnixStream) -> io::Result<()> {
     connection.set_read_timeout(Some(PATIENCE))?;
     connection.set_write_timeout(Some(PATIENCE))?;
     let mut to = connection;
@@ -150,8 +281,53 @@ fn watch(mut pipe: impl Read, connection: &UnixStream) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// What QEMU is sent after the attacher's words.
-    fn sent(words: &[u8]) -> String {
+    fn after(words: &[&[u8]]) -> Words {
+        last_words(&words.concat()[..])
+    }
+
+    const QMP: &[u8] = b"s\0\0\0\0\0";
+    const STOPS_THREADS: &[u8] = b"s\x01\x02\0\0\0\x07\0\0\0\x08\0\0\0";
+
+    #[test]
+    fn a_stop_counts_until_the_guest_runs() {
+        for words in [&[][..], &[b"r" as &[u8]], &[b"r", QMP, b"r"]] {
+            assert_eq!(after(words), Words::default(), "{words:?}");
+        }
+        for words in [&[b"r", QMP][..], &[b"r", QMP, b"r", QMP]] {
+            let left = after(words);
+            assert!(left.stopped && left.threads.is_empty(), "{words:?}");
+        }
+        let left = after(&[b"r", STOPS_THREADS]);
+        assert!(left.stopped && left.anywhere && !left.writing);
+        assert_eq!(left.threads, [7, 8]);
+    }
+
+    #[test]
+    fn writes_count_from_their_begin_until_the_guest_runs() {
+        let record = Record {
+            key: 1,
+            address: 2,
+            length: 4,
+            before: [3; 5],
+            after: [4; 5],
+        };
+        let mut announced = b"w\x01\0\0\0".to_vec();
+        announced.extend(record.bytes());
+        let announced = &announced[..];
+        let left = after(&[b"r", announced, QMP]);
+        assert_eq!(left.writes, Some(vec![record]));
+        assert!(!left.writing);
+        assert!(after(&[b"r", announced, QMP, b"c"]).writing);
+        assert!(!after(&[announced, QMP, b"c", announced]).writing);
+        assert_eq!(after(&[announced, QMP, b"c", b"r"]), Words::default());
+        // A word that was cut off.
+        let cut = &announced[..announced.len() - 1];
+        let left = after(&[b"r", QMP, cut]);
+        assert!(left.stopped && left.writes.is_none());
+    }
+
+    #[test]
+    fn the_guest_is_resumed() {
         let (ours, qemus) = UnixStream::pair().expect("a pair");
         let mut qemu = qemus.try_clone().expect("a descriptor");
         // The rest of an answer to the attacher, an event, and its own.
@@ -160,29 +336,18 @@ mod tests {
             "123}}\r\n{{\"event\": \"RESUME\"}}\r\n{{\"return\": {{}}, \"id\": {ID}}}\r\n"
         )
         .expect("room");
-        watch(words, &ours).expect("answered");
+        resume(&ours).expect("answered");
         ours.shutdown(std::net::Shutdown::Write).expect("open");
         let mut text = String::new();
         let mut qemus = qemus;
         qemus.read_to_string(&mut text).expect("text");
-        text
-    }
-
-    #[test]
-    fn the_guest_is_resumed_only_after_a_stop_that_has_not_ended() {
-        for words in ["", "r", "rsr", "rsrsr"] {
-            assert_eq!(sent(words.as_bytes()), "", "{words}");
-        }
-        for words in ["rs", "rsrs"] {
-            let text = sent(words.as_bytes());
-            assert!(text.contains("\"cont\""), "{words}: {text}");
-        }
+        assert!(text.contains("\"cont\""), "{text}");
     }
 
     #[test]
     fn a_qemu_that_closes_the_connection_is_reported() {
         let (ours, qemus) = UnixStream::pair().expect("a pair");
         drop(qemus);
-        watch(&b"rs"[..], &ours).expect_err("not answered");
+        resume(&ours).expect_err("not answered");
     }
 }

@@ -6,12 +6,12 @@
 
 use anyhow::{Result, bail, ensure};
 use clap::Parser;
-use patchbay_examples::{environment, step};
+use patchbay_examples::{environment, open_shell, step};
 use patchbay_proto::v1::{
     FlipReport, KeyClass, KeyOp, KeyResult, ListStaticKeysRequest, StaticKey,
     UpdateStaticKeysResponse,
 };
-use patchbay_tests::{Environment, Guest};
+use patchbay_tests::Guest;
 
 const KEY: &str = "getppid_key";
 const MESSAGE: &str = "I am the true branch";
@@ -76,7 +76,11 @@ async fn main() -> Result<()> {
     guest.assert_no_warnings().await?;
 
     if arguments.keep {
-        play(&environment, &guest).await?;
+        step("The guest is yours until you leave this shell");
+        println!("   patchbay keys list 'sched_*'");
+        println!("   patchbay keys inc {KEY}");
+        println!("   patchbay guest console");
+        open_shell(&environment.cli, guest.socket()).await?;
     }
     step("Reset the guest, which ends the monitor");
     let status = guest.power_off().await?;
@@ -220,28 +224,5 @@ async fn expect_silence(guest: &mut Guest) -> Result<()> {
         "the guest still takes the true branch:\n{said}"
     );
     println!("   guest's console: silent, while getppid() is called again and again");
-    Ok(())
-}
-
-/// Opens a shell for the user and keeps the guest running until it ends.
-async fn play(environment: &Environment, guest: &Guest) -> Result<()> {
-    let programs = environment
-        .cli
-        .parent()
-        .map(|folder| folder.display().to_string());
-    let path = format!(
-        "{}:{}",
-        programs.unwrap_or_default(),
-        std::env::var("PATH").unwrap_or_default()
-    );
-    step("The guest is yours until you leave this shell");
-    println!("   patchbay keys list 'sched_*'");
-    println!("   patchbay keys inc {KEY}");
-    println!("   patchbay guest console");
-    tokio::process::Command::new(std::env::var("SHELL").unwrap_or_else(|_| "/bin/sh".to_owned()))
-        .env("PATH", path)
-        .env("PATCHBAY_SOCKET", guest.socket())
-        .status()
-        .await?;
     Ok(())
 }

@@ -9,14 +9,14 @@ use std::process::Output;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
-use patchbay_examples::step;
+use patchbay_examples::{open_shell, step};
 use patchbay_tests::{Guest, Qemu, StockKernel, TestGuest};
 use tokio::process::Command;
 
 /// Passes lines of pr_debug() in a module: registers an interpreter and removes it again.
 const REGISTER: &str =
     "cd /proc/sys/fs/binfmt_misc; echo ':demo:M::demo:/bin/true:' >register; echo -1 >demo; cd /";
-const LINES: &str = "binfmt_misc:fs/binfmt_misc.c/*";
+const LINES: &str = "module binfmt_misc";
 const PRINTED: &str = "binfmt_misc: ";
 const EVENT: &str = "sched_process_exec";
 const TRACING: &str = "/sys/kernel/tracing";
@@ -27,7 +27,11 @@ const SHOWN: usize = 6;
 
 /// Boots Debian's kernel in our monitor and in QEMU, and flips its static keys from outside.
 #[derive(Parser)]
-struct Arguments {}
+struct Arguments {
+    /// Keep the guests running afterwards and open a shell to play with them
+    #[arg(long)]
+    keep: bool,
+}
 
 /// A guest with its monitor.
 enum Place {
@@ -45,8 +49,21 @@ impl Place {
 
     async fn shell(&mut self, command: &str) -> Result<String> {
         match self {
-            // What the guest's kernel prints on the console comes with the command's own output.
             Self::Ours(guest) => guest.shell(command).await,
+            Self::Qemu(guest) => guest.shell(command).await,
+        }
+    }
+
+    /// What the kernel prints on the console while a command runs.
+    async fn console(&mut self, command: &str) -> Result<String> {
+        match self {
+            Self::Ours(guest) => {
+                // The kernel's lines may overtake what the shell has written before the command's output.
+                let before = guest.console().transcript().len();
+                guest.shell(command).await?;
+                let transcript = guest.console().transcript();
+                Ok(transcript.get(before..).unwrap_or_default().to_owned())
+            }
             Self::Qemu(guest) => guest.shell(command).await,
         }
     }
@@ -94,17 +111,14 @@ impl Patchbay {
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<()> {
-    Arguments::parse();
+    let arguments = Arguments::parse();
     let kernel = StockKernel::named("6_12")
-        .context("no Linux guest can run here; start this with `cargo xtask demo stock`, or run `cargo xtask doctor`")?;
+        .context("no Linux guest can run here; start this with `cargo xtask demo`, or run `cargo xtask doctor`")?;
     let patchbay = Patchbay(kernel.cli.clone());
 
     step("Boot Debian's kernel, as it is, in our monitor and in QEMU with KVM");
     let mut qemu = Qemu::start(&kernel, &kernel.initramfs, &[])?;
-    let ours = Guest::stock(&kernel)
-        .argument("--allow-guarded")
-        .boot()
-        .await?;
+    let ours = Guest::stock(&kernel).boot().await?;
     qemu.attach(&kernel.cli).await?;
     let mut places = [Place::Ours(ours), Place::Qemu(qemu)];
     for place in &mut places {
@@ -124,7 +138,7 @@ async fn main() -> Result<()> {
         place.shell(&enable).await?;
     }
 
-    let list = ["keys", "list", LINES, EVENT];
+    let list = ["keys", "list", "binfmt_misc:*", EVENT];
     step(&format!("patchbay {}", shown(&list)));
     for place in &places {
         let keys = patchbay.run(place, &list).await?;
@@ -137,12 +151,12 @@ async fn main() -> Result<()> {
         ensure!(described.contains("discovered"), "{described}");
     }
 
-    for (op, on) in [("enable", true), ("disable", false)] {
-        let flip = ["keys", op, "--allow-guarded", LINES];
+    for (op, on) in [("on", true), ("off", false)] {
+        let flip = ["debug", op, LINES];
         step(&format!("patchbay {}", shown(&flip)));
         for place in &mut places {
             patchbay.run(place, &flip).await?;
-            let console = place.shell(REGISTER).await?;
+            let console = place.console(REGISTER).await?;
             let lines: Vec<&str> = console
                 .lines()
                 .filter(|line| line.contains(PRINTED))
@@ -187,12 +201,23 @@ async fn main() -> Result<()> {
         }
     }
     println!("\nBoth guests followed every step.");
+    if arguments.keep {
+        step("The guests are yours until you leave this shell");
+        println!("   patchbay debug list 'file drivers/*'");
+        println!("   patchbay guest console");
+        let [ours, qemu] = &places;
+        println!(
+            "   patchbay --socket {} guest describe   # QEMU's guest",
+            qemu.socket().display()
+        );
+        open_shell(&kernel.cli, &ours.socket()).await?;
+    }
     Ok(())
 }
 
 /// A command as a user types it.
 fn shown(arguments: &[&str]) -> String {
-    let quoted = |argument: &&str| match argument.contains('*') {
+    let quoted = |argument: &&str| match argument.contains(['*', ' ']) {
         true => format!("'{argument}'"),
         false => (*argument).to_owned(),
     };

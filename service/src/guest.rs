@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use crate::console::Console;
-use crate::memory::GuestRam;
+use crate::memory::{GuestRam, Piece};
 use crate::pause::PauseError;
 
 /// Way of the guest's requests to the monitor.
@@ -54,6 +54,19 @@ pub trait Machine: Send + Sync {
     fn console(&self) -> &dyn Console;
 }
 
+/// One write of a change that is about to be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Write {
+    /// Writes with the same number belong to one key.
+    pub key: usize,
+    /// Where it is made.
+    pub piece: Piece,
+    /// The bytes before; only as many count as the piece has.
+    pub before: [u8; 5],
+    /// The bytes afterwards.
+    pub after: [u8; 5],
+}
+
 /// A guest that can be stopped and patched.
 pub trait Guest: Machine + 'static {
     /// The stopped guest. Dropping it resumes every vCPU at once.
@@ -87,6 +100,16 @@ pub trait Guest: Machine + 'static {
     /// [`PauseError`]; the guest then runs on, or has ended, and no vCPU stays stopped.
     /// [`PauseError::AlreadyPaused`] while an earlier answer lives.
     fn pause(&self, timeout: Duration) -> Result<Self::Paused<'_>, PauseError>;
+
+    /// Called before the pause in which these writes are made, or in a pause that lasts. A monitor whose guest outlives this process
+    /// keeps them where the end of this process does not lose them, and rolls back what was made in part. Others need nothing.
+    ///
+    /// # Errors
+    /// [`PauseError::Unable`]: they cannot be kept, so they must not be made.
+    fn will_write(&self, writes: &mut dyn Iterator<Item = Write>) -> Result<(), PauseError> {
+        let _ = writes;
+        Ok(())
+    }
 }
 
 /// A stopped guest. Its answers do not change while the guest is stopped, and are given without
@@ -103,6 +126,13 @@ pub trait PausedGuest {
     fn breakpoint_pending(&self) -> Option<bool>;
     /// Time from the request until the last vCPU stopped.
     fn stop_time(&self) -> Duration;
+    /// Called after all checks and before the first write, for [`Guest::will_write`].
+    ///
+    /// # Errors
+    /// A sentence that says why nothing may be written.
+    fn begin_writes(&self) -> Result<(), String> {
+        Ok(())
+    }
     /// Checks after the writes and before the resume that the writes will not be lost. If they may be,
     /// the service reverts them.
     ///

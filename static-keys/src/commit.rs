@@ -55,6 +55,21 @@ impl Undo {
     }
 }
 
+/// One write of a plan that is to be committed, for a record that outlives this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Write<P> {
+    /// Which of the plan's keys it belongs to, from 0 on.
+    pub key: usize,
+    /// Place of the bytes.
+    pub place: P,
+    /// Number of bytes, at most 5.
+    pub length: usize,
+    /// The bytes before the commit. Only the first `length` count.
+    pub before: [u8; 5],
+    /// The bytes after it.
+    pub after: [u8; 5],
+}
+
 /// Why a write failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the message names the fields")]
@@ -206,6 +221,25 @@ impl<P: Copy> Plan<P> {
                 }
             }
         }
+    }
+
+    /// What [`Plan::commit`] writes, in its order.
+    pub fn writes(&self) -> impl Iterator<Item = Write<P>> + '_ {
+        let padded = |bytes: &[u8]| {
+            let mut padded = [0; 5];
+            padded[..bytes.len()].copy_from_slice(bytes);
+            padded
+        };
+        (0..self.step_count()).map(move |index| {
+            let step = self.step(index);
+            Write {
+                key: step.key,
+                place: step.place,
+                length: step.before.as_slice().len(),
+                before: padded(step.before.as_slice()),
+                after: padded(step.after.as_slice()),
+            }
+        })
     }
 
     pub(crate) fn keys_changed(&self) -> impl Iterator<Item = &KeyChange> + Clone {

@@ -68,7 +68,7 @@ impl Qemu {
         let process = Command::new(cli)
             .args(["attach", "qemu", "--qmp"])
             .arg(self.folder.path().join("qmp"))
-            .args(["--name", "qemu", "--allow-guarded", "--api-socket"])
+            .args(["--name", "qemu", "--api-socket"])
             .arg(self.socket())
             .stderr(std::fs::File::create(self.log())?)
             .kill_on_drop(true)

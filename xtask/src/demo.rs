@@ -10,10 +10,10 @@ use crate::{cargo, guest, host, lab, stock};
 
 /// Demos and their programs. The first is the default.
 const DEMOS: [(&str, &str); 5] = [
+    (STOCK, "stock-demo"),
     ("getppid", "getppid-demo"),
     ("trace", "trace-demo"),
     ("sick-guest", "sick-guest-demo"),
-    (STOCK, "stock-demo"),
     (ROLLOUT, "rollout-demo"),
 ];
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! An attacher that dies by SIGKILL, in each state, leaves a guest that runs and can be attached to.
+//! An attacher that dies by SIGKILL, in each state, leaves a guest that runs and can be attached to, and no change in part.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
@@ -13,11 +13,11 @@ use patchbay_attach::PauseWay::{self, Freeze, Qmp};
 use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
 use patchbay_kernel_image::live::{Way, discover};
-use patchbay_service::guest::Guest;
+use patchbay_service::guest::{Guest, PausedGuest, Write};
 use patchbay_service::keys::registry::discovery::Discoverable;
 use serde_json::Value;
 
-use super::{Accelerator, DEADLINE, END, Memory, Qemu, SCRATCH, checked, options};
+use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH, checked, options};
 
 /// Makes the test's program the attacher that is killed: `SOCKET:PAUSE:ACCELERATOR:STATE:TURNS`.
 const ATTACHER: &str = "PATCHBAY_TEST_ATTACHER";
@@ -112,6 +112,28 @@ fn assert_runs(qemu: &Qemu, pause: PauseWay) {
     qemu.runs(&guest);
     drop(guest.pause(DEADLINE).expect("it can be stopped"));
     qemu.runs(&guest);
+    let found = |write: &Write| {
+        let mut bytes = write.before;
+        assert!(guest.ram().read_piece(write.piece, &mut bytes));
+        bytes == write.after
+    };
+    let mut made = writes(&guest).map(|write| found(&write));
+    let first = made.next();
+    assert!(made.all(|made| Some(made) == first), "a change in part");
+}
+
+/// The writes of a change. The keys' first sites come first, so that a part of it leaves no key whole.
+fn writes(guest: &QemuGuest) -> impl Iterator<Item = Write> {
+    const KEYS: u64 = 4096;
+    let write = |key, address| Write {
+        key: usize::try_from(key).expect("few"),
+        piece: guest.ram().piece(address, 5).expect("RAM"),
+        before: [0; 5],
+        after: [0xe9, 1, 2, 3, 4],
+    };
+    (0..2).flat_map(move |site| {
+        (0..KEYS).map(move |key| write(key, SCRATCH + (site * KEYS + key) * 16))
+    })
 }
 
 /// The process that is killed.
@@ -166,13 +188,30 @@ fn kill_in(state: State, mut turns: u64, now: Arc<AtomicUsize>) {
 
 fn commit(guest: &QemuGuest, pause: PauseWay, now: &AtomicUsize) -> ! {
     let reach = |state: State| now.store(state as usize, Ordering::SeqCst);
-    let page: Vec<u8> = (0..4096).map(|byte| (byte % 251) as u8).collect();
-    loop {
+    // An earlier attacher may have died after its last write.
+    for write in writes(guest) {
+        assert!(guest.ram().write_piece(write.piece, &write.before));
+    }
+    for on in [true, false].into_iter().cycle() {
+        let writes: Vec<Write> = writes(guest)
+            .map(|write| match on {
+                true => write,
+                false => Write {
+                    before: write.after,
+                    after: write.before,
+                    ..write
+                },
+            })
+            .collect();
+        guest
+            .will_write(&mut writes.iter().copied())
+            .expect("kept by the watchdog");
         reach(State::Stopping);
         let paused = guest.pause(DEADLINE).expect("stopped");
+        paused.begin_writes().expect("noted by the watchdog");
         reach(State::Writing);
-        for address in (SCRATCH..END / 4 * 3).step_by(page.len()) {
-            guest.ram().write(address, &page).expect("RAM");
+        for write in &writes {
+            assert!(guest.ram().write_piece(write.piece, &write.after));
         }
         if pause == Qmp {
             assert_eq!(guest.monitor().status().as_deref(), Ok("paused"));
@@ -182,4 +221,5 @@ fn commit(guest: &QemuGuest, pause: PauseWay, now: &AtomicUsize) -> ! {
         reach(State::Resuming);
         drop(paused);
     }
+    unreachable!("it does not end")
 }

@@ -175,6 +175,15 @@ pub struct Place {
     second: Piece,
 }
 
+impl Place {
+    /// The first `length` bytes, in at most two pieces.
+    pub fn pieces(self, length: usize) -> impl Iterator<Item = Piece> {
+        let pieces =
+            split(self, length).map_or([Piece::NONE; 2], |(first, second)| [first, second]);
+        pieces.into_iter().filter(|piece| piece.length() != 0)
+    }
+}
+
 enum Fault {
     Walk(WalkError),
     NotRam,

@@ -21,8 +21,9 @@ use super::standstill::Standstill;
 use super::{
     ClosedGate, Event, FlipReport, KeyUpdate, PauseState, PauseTimes, Quarantine, QuarantineCause,
 };
-use crate::guest::{Guest, PausedGuest};
+use crate::guest::{Guest, PausedGuest, Write};
 use crate::log_limit::limited;
+use crate::pause::PauseError;
 
 /// A change of keys.
 pub(super) struct Transaction<'a> {
@@ -281,6 +282,7 @@ impl<G: Guest> Executor<G> {
             });
         }
         if let Some(held) = standstill.held() {
+            self.will_write(plan)?;
             let began = Instant::now();
             let made = self.verify_and_commit(snapshot, memory, plan, held);
             let patch = began.elapsed();
@@ -293,6 +295,7 @@ impl<G: Guest> Executor<G> {
         if let Err(error @ VerifyError::Busy(_)) = plan.verify_running(memory) {
             return Ok(Err(Obstacle::Verify(error)));
         }
+        self.will_write(plan)?;
         let paused = standstill.pause(patience)?;
         // From here to the drop the guest is stopped: no allocation, no logging, no lock.
         let stopped = Instant::now();
@@ -308,6 +311,28 @@ impl<G: Guest> Executor<G> {
         }
         let resume = patched.elapsed();
         Ok(made.map(|outcome| flip_report(outcome, stop, patched - stopped, resume)))
+    }
+
+    fn will_write(&self, plan: &Plan<Place>) -> Result<(), PauseError> {
+        let mut writes = plan.writes().flat_map(|write| {
+            let mut done = 0;
+            write.place.pieces(write.length).map(move |piece| {
+                let part = |bytes: [u8; 5]| {
+                    let mut part = [0; 5];
+                    part[..piece.length()].copy_from_slice(&bytes[done..done + piece.length()]);
+                    part
+                };
+                let (before, after) = (part(write.before), part(write.after));
+                done += piece.length();
+                Write {
+                    key: write.key,
+                    piece,
+                    before,
+                    after,
+                }
+            })
+        });
+        self.guest.will_write(&mut writes)
     }
 
     fn verify_and_commit(
@@ -327,6 +352,10 @@ impl<G: Guest> Executor<G> {
             _ => return Err(Obstacle::Unseen),
         };
         plan.verify(memory, rips).map_err(Obstacle::Verify)?;
+        paused.begin_writes().map_err(|why| Obstacle::Lost {
+            why,
+            undo: Undo::Complete,
+        })?;
         let outcome = plan.commit(memory).map_err(Obstacle::Commit)?;
         match paused.check_writes() {
             Ok(()) => Ok(outcome),
