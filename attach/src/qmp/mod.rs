@@ -85,6 +85,14 @@ pub enum QmpError {
         /// The time it was given.
         patience: Duration,
     },
+    /// virsh did not pass on the command, or its answer.
+    #[error("virsh did not carry out {command}: {why}")]
+    Virsh {
+        /// The command.
+        command: String,
+        /// What virsh says or did.
+        why: String,
+    },
     /// QEMU refused the command.
     #[error("QEMU refused {command}: {description}")]
     Refused {

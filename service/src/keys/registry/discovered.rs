@@ -170,31 +170,12 @@ fn range(found: &Range<u64>) -> static_keys::Range {
 /// The names of these gates, once each, in their order.
 fn names(kinds: impl Iterator<Item = Found>) -> Vec<&'static str> {
     let mut names = Vec::new();
-    for name in kinds.map(name) {
+    for name in kinds.map(Found::name) {
         if !names.contains(&name) {
             names.push(name);
         }
     }
     names
-}
-
-fn name(kind: Found) -> &'static str {
-    match kind {
-        Found::SystemState => "system_state",
-        Found::JumpLabelMutex => "jump_label_mutex",
-        Found::TextMutex => "text_mutex",
-        Found::TextPoke => "text_poke",
-        Found::TextPokeQueue => "text_poke queue",
-        Found::TracepointsMutex => "tracepoints_mutex",
-        Found::ModuleMutex => "module_mutex",
-        Found::SameKernel => "same kernel",
-        Found::Panic => "panic_cpu",
-        Found::DynamicDebugMutex => "ddebug_lock",
-        Found::ModuleCount => "number of module changes",
-        Found::ModuleList => "list of modules",
-        Found::ModuleState => "state of a module",
-        Found::ModuleTable => "jump table of a module",
-    }
 }
 
 /// Converts a gate; `None` if the engine checks it by itself.
@@ -227,7 +208,7 @@ fn listed(kernel: &live::Kernel, gate: &live::Gate) -> Option<ListedGate> {
     };
     Some(ListedGate {
         kind,
-        name: Arc::from(name(gate.kind)),
+        name: Arc::from(gate.kind.name()),
         address: gate.address,
         per_cpu: gate.per_cpu,
         width: gate.width,
