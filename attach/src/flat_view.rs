@@ -9,8 +9,21 @@
 //!   00000000000a0000-00000000000bffff (prio 1, i/o): vga-lowmem
 //!   0000000100000000-000000017fffffff (prio 0, ram): ram0 @0000000080000000 KVM
 //! ```
+//!
+//! The machine's own RAM, which nothing removes, is what `info mtree` prints below the target of the alias `ram-below-4g`: one backend,
+//! or one for each NUMA node.
+//!
+//! ```text
+//! address-space: memory
+//!     0000000000000000-000000007fffffff (prio 0, i/o): alias ram-below-4g @pc.ram 0000000000000000-000000007fffffff
+//!
+//! memory-region: pc.ram
+//!   0000000000000000-00000000ffffffff (prio 0, i/o): pc.ram
+//!     0000000000000000-00000000bfffffff (prio 0, ram): node0
+//!     00000000c0000000-00000000ffffffff (prio 0, ram): node1
+//! ```
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 /// Most ranges that a flat view may have.
@@ -18,13 +31,14 @@ pub(crate) const MAX_RANGES: usize = 1024;
 const PAGE: u64 = patchbay_service::memory::PAGE_SIZE;
 
 /// What removes memory from the guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Removal {
     /// Nothing: it is the machine's own.
     Never,
     /// A vCPU, by a write to the ejection register of a DIMM.
     ByVcpu,
     /// The monitor, also while no vCPU runs.
+    #[default]
     ByMonitor,
 }
 
@@ -88,6 +102,28 @@ pub fn ram(text: &str, backends: &BTreeMap<String, Removal>) -> Result<Vec<RamRa
     Ok(found)
 }
 
+/// The backends of the machine's own RAM in the output of `info mtree`; empty if it does not tell.
+#[must_use]
+pub fn machines_own(tree: &str) -> BTreeSet<&str> {
+    let Some(machine) = tree.lines().find_map(target_of_low_memory) else {
+        return BTreeSet::new();
+    };
+    let heading = |line: &&str| line.strip_prefix("memory-region: ") == Some(machine);
+    let lines = tree.lines().skip_while(|line| !heading(line)).skip(1);
+    let lines = lines.take_while(|line| line.starts_with(' '));
+    lines
+        .filter_map(|line| line.split_once(", ram): "))
+        .map(|(_, region)| region)
+        .filter(|region| !region.starts_with("alias "))
+        .collect()
+}
+
+fn target_of_low_memory(line: &str) -> Option<&str> {
+    let (_, alias) = line.split_once("): alias ram-below-4g @")?;
+    let (region, _) = alias.split_once(" 0000000000000000-")?;
+    Some(region)
+}
+
 /// A line of a flat view, if it is RAM of a backend.
 fn range(line: &str, backends: &BTreeMap<String, Removal>) -> Option<RamRange> {
     let (addresses, rest) = line.trim().split_once(" (prio ")?;
@@ -121,6 +157,24 @@ mod tests {
     /// QEMU 7.2, q35 with 4 GiB in a file and a VGA card.
     const PRINTED: &str = include_str!("../tests/data/mtree-q35-4g.txt");
 
+    /// Parts of what QEMU 7.2 says of a q35 with 4 GiB in two NUMA nodes, and 16 MiB of ivshmem.
+    const TREE: &str = "\
+address-space: memory
+  0000000000000000-ffffffffffffffff (prio 0, i/o): system
+    0000000000000000-000000007fffffff (prio 0, i/o): alias ram-below-4g @pc.ram 0000000000000000-000000007fffffff
+    0000000000000000-ffffffffffffffff (prio -1, i/o): pci
+      00000000fd000000-00000000fdffffff (prio 1, ram): shm
+    0000000100000000-000000017fffffff (prio 0, i/o): alias ram-above-4g @pc.ram 0000000080000000-00000000ffffffff
+
+memory-region: pc.ram
+  0000000000000000-00000000ffffffff (prio 0, i/o): pc.ram
+    0000000000000000-00000000bfffffff (prio 0, ram): n0
+    00000000c0000000-00000000ffffffff (prio 0, ram): n1
+
+memory-region: pc.bios
+  00000000fffc0000-00000000ffffffff (prio 0, rom): pc.bios
+";
+
     fn backends(names: &[&str]) -> BTreeMap<String, Removal> {
         let removal = |name: &&str| match *name {
             "dimm" => Removal::ByVcpu,
@@ -150,6 +204,33 @@ mod tests {
             range(0x1_0000_0000..0x1_8000_0000, 0x8000_0000),
         ];
         assert_eq!(ram(PRINTED, &backends(&["ram0"])), Ok(expected));
+    }
+
+    #[test]
+    fn the_machine_s_own_ram_is_below_the_alias_of_low_memory() {
+        let own = |text| machines_own(text).into_iter().collect::<Vec<_>>();
+        assert_eq!(own(TREE), ["n0", "n1"]);
+        let one = TREE
+            .replace(
+                "  0000000000000000-00000000ffffffff (prio 0, i/o): pc.ram\n",
+                "",
+            )
+            .replace("@pc.ram", "@n0 x")
+            .replace("region: pc.ram", "region: n0 x");
+        assert_eq!(own(&one), ["n0", "n1"]);
+        // What does not tell has none.
+        for text in [
+            "",
+            "memory-region: pc.ram\n  0000000000000000-0000000000000fff (prio 0, ram): pc.ram\n",
+            &TREE.replace("ram-below-4g", "low"),
+            &TREE.replace("memory-region: pc.ram", "memory-region: other"),
+            &TREE.replace(
+                "ram-below-4g @pc.ram 0000000000000000-",
+                "ram-below-4g @pc.ram",
+            ),
+        ] {
+            assert_eq!(own(text), [""; 0], "{text}");
+        }
     }
 
     #[test]

@@ -15,6 +15,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
+use nix::libc;
 use nix::sys::ptrace;
 use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
@@ -25,17 +26,10 @@ const SPIN: Duration = Duration::from_micros(300);
 /// Between two looks afterwards.
 const BETWEEN_LOOKS: Duration = Duration::from_micros(50);
 
-/// Numbers of system calls on x86-64.
-const SYS_IOCTL: u64 = 16;
-const SYS_FUTEX: u64 = 202;
 /// `ioctl` that runs a vCPU (`include/uapi/linux/kvm.h`).
 const KVM_RUN: u64 = 0xae80;
-/// The operation in a futex's argument, without flags (`include/uapi/linux/futex.h`).
-const FUTEX_CMD_MASK: u64 = 0x7f;
-const FUTEX_WAIT: u64 = 0;
-const FUTEX_WAIT_BITSET: u64 = 9;
 
-/// Where a thread may be stopped.
+/// The points at which a thread may be stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Point {
     /// At its entry to `KVM_RUN` or its return, or where it waits for another thread. QEMU's big lock is rarely held there: while the
@@ -227,9 +221,13 @@ fn look(thread: &mut Traced, point: Point) -> Result<(), FreezeError> {
 fn is_unlocked(pid: Pid) -> nix::Result<bool> {
     let registers = ptrace::getregs(pid)?;
     let argument = registers.rsi;
-    Ok(match registers.orig_rax {
-        SYS_IOCTL => argument == KVM_RUN,
-        SYS_FUTEX => matches!(argument & FUTEX_CMD_MASK, FUTEX_WAIT | FUTEX_WAIT_BITSET),
+    Ok(match registers.orig_rax.cast_signed() {
+        libc::SYS_ioctl => argument == KVM_RUN,
+        // The kernel takes the low 32 bits.
+        libc::SYS_futex => matches!(
+            argument as i32 & libc::FUTEX_CMD_MASK,
+            libc::FUTEX_WAIT | libc::FUTEX_WAIT_BITSET
+        ),
         _ => false,
     })
 }

@@ -16,14 +16,12 @@ use crate::console::NoConsole;
 use crate::freeze::{FreezeError, Frozen, Point, freeze};
 use crate::hotplug::Watch;
 use crate::memory::AttachedRam;
-use crate::monitor::{Migration, Monitor};
+use crate::monitor::{Migration, Monitor, PATIENCE};
 use crate::process::Process;
 use crate::qmp::{Event, QmpError};
 use crate::rollback::Record;
 use crate::watchdog::Watchdog;
 
-/// For commands beside a stop.
-const PATIENCE: Duration = Duration::from_secs(5);
 /// How often QEMU is asked to resume the guest until it answers.
 const RESUMES: u32 = 3;
 /// For a look at the migration while the guest is stopped.

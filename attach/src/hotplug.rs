@@ -8,7 +8,7 @@
 //! and a guest ejects a DIMM when it likes. So each stop asks, once no vCPU runs, whether QEMU still has every removable region where
 //! it was, and what is not confirmed is not accessed any more. A DIMM that was there then stays until the resume: only a vCPU's write
 //! to the ejection register removes it from the guest, and QEMU does not delete the backend of a device. The monitor alone can remove
-//! another memory device, so what is not shared of it is read and not written.
+//! the memory of any other device, such as virtio-mem or ivshmem, so what is not shared of it is read and not written.
 
 use std::sync::TryLockError;
 use std::time::{Duration, Instant};

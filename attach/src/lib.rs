@@ -20,7 +20,7 @@ pub mod error;
 pub mod flat_view;
 pub mod freeze;
 pub mod guest;
-pub mod hotplug;
+mod hotplug;
 pub mod libvirt;
 pub mod memory;
 pub mod monitor;

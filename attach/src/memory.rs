@@ -90,9 +90,11 @@ impl AttachedRam {
                 continue;
             }
             let id = u32::try_from(next).map_err(|_| {
-                AttachError::Refused(
-                    "the guest's memory has changed too often; attach again".to_owned(),
-                )
+                AttachError::Refused(format!(
+                    "the guest's memory has changed {} times, and no more than {} changes are followed; end this process and attach again",
+                    self.changes(),
+                    u32::MAX / MAX_RANGES as u32
+                ))
             })?;
             next += 1;
             let region = Region::new(id, range, place);
@@ -427,7 +429,10 @@ mod tests {
             })
         };
         update(vec![dimm()], false).expect_err("no answer");
-        update(vec![range(DIMM, 2 * SIZE, Removal::ByVcpu)], true).expect_err("beyond the file");
+        let beyond = update(vec![range(DIMM, 2 * SIZE, Removal::ByVcpu)], true);
+        let error = beyond.expect_err("beyond the file").to_string();
+        let expected = "it needs 524288 bytes from 0x40000, and the file has 524288; attach again";
+        assert!(error.contains(expected), "{error}");
         assert_eq!(memory.changes(), changes);
         assert!(reads(&memory, piece));
         let same = vec![range(BASE, SIZE, Removal::Never), dimm()];
@@ -436,6 +441,25 @@ mod tests {
         assert_eq!(memory.changes(), changes + 1);
         assert!(reads(&memory, piece), "it has not changed");
         assert_eq!(memory.read_u64(BASE), None);
+    }
+
+    #[test]
+    fn ids_of_regions_are_not_used_twice() {
+        let monitor = Monitor::new();
+        let memory = monitor.open(Access::File);
+        let update = |ranges| {
+            memory.update(&monitor.process, ranges, |address| {
+                monitor.host_address(address)
+            })
+        };
+        let last = u64::from(u32::MAX) / MAX_RANGES as u64;
+        memory.changes.store(last, Ordering::SeqCst);
+        let half = || vec![range(BASE, SIZE / 2, Removal::Never)];
+        assert!(update(half()).expect("the last one"));
+        let error = update(vec![dimm()]).expect_err("no id is left").to_string();
+        let expected = "changed 4194304 times, and no more than 4194303 changes are followed; end this process and attach again";
+        assert!(error.contains(expected), "{error}");
+        assert!(!update(half()).expect("nothing new"));
     }
 
     #[test]

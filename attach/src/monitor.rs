@@ -192,9 +192,15 @@ impl Monitor {
             .as_array()
             .ok_or_else(|| unexpected("query-memdev", "a list"))?;
         let names = backends.iter().filter_map(|backend| backend["id"].as_str());
+        // A device that takes a backend, such as ivshmem, is not in the list of memory devices.
         let mut removals: BTreeMap<String, Removal> = names
-            .map(|name| (name.to_owned(), Removal::Never))
+            .map(|name| (name.to_owned(), Removal::default()))
             .collect();
+        for own in flat_view::machines_own(&self.text("info mtree", PATIENCE)?) {
+            if let Some(removal) = removals.get_mut(own) {
+                *removal = Removal::Never;
+            }
+        }
         let answer = self.query("query-memory-devices")?;
         let devices = answer
             .as_array()
@@ -203,11 +209,9 @@ impl Monitor {
             // The path of the backend's object.
             let backend = device["data"]["memdev"].as_str().unwrap_or_default();
             let backend = backend.rsplit('/').next().unwrap_or_default();
-            if let Some(removal) = removals.get_mut(backend) {
-                *removal = match device["type"].as_str() {
-                    Some("dimm" | "nvdimm") => Removal::ByVcpu,
-                    _ => Removal::ByMonitor,
-                };
+            let dimm = matches!(device["type"].as_str(), Some("dimm" | "nvdimm"));
+            if let Some(removal) = removals.get_mut(backend).filter(|_| dimm) {
+                *removal = Removal::ByVcpu;
             }
         }
         flat_view::ram(&view, &removals).map_err(AttachError::Refused)

@@ -35,7 +35,7 @@ pub struct Region {
     dirty: AtomicBitmap,
 }
 
-/// Where the monitor has a region.
+/// The part of the monitor's process that holds a region.
 #[derive(Debug)]
 pub struct Place {
     /// Address in the monitor's process.
@@ -139,8 +139,11 @@ impl<'p> Places<'p> {
                 Ok(Some(Backing::File { file, offset }))
             }
             _ => Err(AttachError::Refused(format!(
-                "memory backend {} lies outside its file {}: it needs {size} bytes",
-                range.backend, mapping.path
+                "memory backend {} lies outside its file {}: it needs {size} bytes{}, and the file has {}; attach again, or give --memory process",
+                range.backend,
+                mapping.path,
+                offset.map_or(String::new(), |offset| format!(" from {offset:#x}")),
+                file.map.size()
             ))),
         }
     }

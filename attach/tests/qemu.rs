@@ -68,6 +68,11 @@ fn memory_of_virtio_mem() {
 }
 
 #[test]
+fn memory_of_ivshmem() {
+    support::hotplug::ivshmem(Tcg);
+}
+
+#[test]
 fn memory_that_is_not_shared() {
     support::hotplug::not_shared(Tcg);
 }

@@ -57,7 +57,7 @@ fn shown(holds: Vec<v1::Hold>) -> Answer<Vec<view::Hold>> {
 pub async fn list(fleet: Fleet, arguments: HoldsListArgs, output: Output) -> Result<(), Failure> {
     let request = &v1::ListHoldsRequest {
         patterns: names::expand(arguments.patterns)?,
-        holder: arguments.holder,
+        holder: arguments.holder.unwrap_or_default(),
         ..Default::default()
     };
     let verb = async |client: Client| {
@@ -86,7 +86,7 @@ async fn release(
     let mut request = v1::ReleaseHoldsRequest {
         ids: arguments.holds.clone(),
         force: arguments.force.force,
-        request_id: arguments.request_id.clone(),
+        request_id: arguments.request_id.clone().unwrap_or_default(),
         stop_timeout: to_proto(arguments.stop_timeout),
         result_view: result_view(arguments.summary),
         ..Default::default()

@@ -27,6 +27,9 @@ use crate::args::{CiCommand, Cli, Command};
 use crate::client::fleet::Fleet;
 use crate::failure::Failure;
 
+/// The socket of commands that name none.
+const SOCKET_VARIABLE: &str = "PATCHBAY_SOCKET";
+
 const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
     name: "patchbay",
     command: Cli::command,
@@ -35,7 +38,11 @@ const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
 
 fn main() -> ExitCode {
     MANUAL.generate_if_asked();
-    let cli = Cli::parse();
+    let mut cli = Cli::parse();
+    if cli.target.socket.is_none() {
+        let socket = std::env::var_os(SOCKET_VARIABLE).filter(|socket| !socket.is_empty());
+        cli.target.socket = socket.map(Into::into);
+    }
     let result = match tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -51,10 +58,7 @@ fn main() -> ExitCode {
     match result {
         Ok(status) => ExitCode::from(status),
         Err(failure) => {
-            eprintln!(
-                "{}",
-                print::harmless(&format!("patchbay: {}", failure.message))
-            );
+            print::complain(&failure.message);
             ExitCode::from(failure.exit_code)
         }
     }
@@ -93,13 +97,10 @@ async fn run_on_guests(cli: Cli) -> Result<(), Failure> {
         Command::Audit { arguments } => guest::run::become_host_program("audit", &arguments),
         Command::Certs { arguments } => guest::run::become_host_program("certs", &arguments),
         Command::Completion { shell } => {
-            clap_complete::generate(
-                shell,
-                &mut Cli::command(),
-                "patchbay",
-                &mut std::io::stdout(),
-            );
-            Ok(())
+            // The generator panics if it cannot write.
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "patchbay", &mut script);
+            print::write(&String::from_utf8_lossy(&script))
         }
     }
 }

@@ -119,7 +119,8 @@ async fn main() -> Result<()> {
     step("Boot Debian's kernel, as it is, in our monitor and in QEMU with KVM");
     let mut qemu = Qemu::start(&kernel, &kernel.initramfs, &[])?;
     let ours = Guest::stock(&kernel).boot().await?;
-    qemu.attach(&kernel.cli).await?;
+    qemu.wait_for_shell().await?;
+    qemu.attach(&kernel.cli, &[]).await?;
     let mut places = [Place::Ours(ours), Place::Qemu(qemu)];
     for place in &mut places {
         println!(

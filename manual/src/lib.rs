@@ -235,7 +235,7 @@ mod tests {
         let program = program(Some("front"));
         assert_eq!(program.missing_options(), Vec::<String>::new());
         let page = program.pages().pop().expect("the last one");
-        // As clap_mangen would leave a page without its option.
+        // clap_mangen leaves out what it does not know.
         let text = text_of(&page).replace("strict", "");
         assert_eq!(
             missing_from(&page, &text),

@@ -14,7 +14,8 @@ pub struct Environment {
     pub kernel: PathBuf,
     /// The same kernel as an ELF file (`PATCHBAY_TEST_VMLINUX`).
     pub vmlinux: PathBuf,
-    /// bzImage of the same configuration without the series (`PATCHBAY_TEST_UNPATCHED_KERNEL`).
+    /// bzImage without the series, whose kallsyms have no symbols of data
+    /// (`PATCHBAY_TEST_UNPATCHED_KERNEL`).
     pub unpatched_kernel: Option<PathBuf>,
     /// initramfs with a shell, the modules and the guest programs (`PATCHBAY_TEST_INITRAMFS`).
     pub initramfs: PathBuf,
@@ -69,6 +70,14 @@ impl Environment {
     /// `None`, after printing why, if the test is skipped.
     pub fn debug_file() -> Option<PathBuf> {
         file("PATCHBAY_TEST_DEBUG_FILE")
+            .map_err(|reason| crate::skip(&reason))
+            .ok()
+    }
+
+    /// The System.map of the kernel without the series (`PATCHBAY_TEST_UNPATCHED_SYSTEM_MAP`);
+    /// `None`, after printing why, if the test is skipped.
+    pub fn system_map() -> Option<PathBuf> {
+        file("PATCHBAY_TEST_UNPATCHED_SYSTEM_MAP")
             .map_err(|reason| crate::skip(&reason))
             .ok()
     }

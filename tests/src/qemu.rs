@@ -62,14 +62,22 @@ impl Qemu {
         })
     }
 
-    /// Waits until the guest's shell reads the console, and attaches to the guest.
-    pub async fn attach(&mut self, cli: &Path) -> Result<()> {
-        self.wait_for(SHELL_READS).await?;
+    /// Waits until the guest's shell reads the console.
+    pub async fn wait_for_shell(&mut self) -> Result<()> {
+        self.wait_for(SHELL_READS).await.map(drop)
+    }
+
+    /// Attaches to the guest, with more options. An earlier attacher ends first.
+    pub async fn attach(&mut self, cli: &Path, options: &[&str]) -> Result<()> {
+        if let Some(mut earlier) = self.attacher.take() {
+            earlier.kill().await?;
+        }
         let process = Command::new(cli)
             .args(["attach", "qemu", "--qmp"])
             .arg(self.folder.path().join("qmp"))
             .args(["--name", "qemu", "--api-socket"])
             .arg(self.socket())
+            .args(options)
             .stderr(std::fs::File::create(self.log())?)
             .kill_on_drop(true)
             .spawn()

@@ -1,25 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A kernel without CONFIG_DEBUG_INFO_BTF that does not register: the monitor discovers it with a file
-//! of the host.
+//! Kernels without CONFIG_DEBUG_INFO_BTF, and without CONFIG_KALLSYMS_ALL, that do not register: the
+//! monitor discovers them with a file of the host.
 
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{KeyOp, RegistrationState, TableSource};
-use patchbay_tests::{Environment, Guest, KernelFiles};
+use patchbay_tests::{Environment, Guest, GuestBuilder, KernelFiles, switch_tracepoints};
 use tonic::Code;
 
 /// A branch of getppid(), which every new shell calls.
 const KEY: &str = "getppid_key";
+const EVENT: &str = "sched_process_exec";
+const TRACING: &str = "/sys/kernel/tracing";
 
 /// A guest whose kernel is not offered Patchbay, so that it does not register.
-async fn boot(environment: &Environment, debug_file: &Path) -> Result<Guest> {
+fn silent(environment: &Environment) -> GuestBuilder {
     Guest::builder(environment)
         .argument("--no-patchbay")
         .argument("--allow-guarded")
-        .argument(&format!("--debug-file={}", debug_file.display()))
-        .boot()
-        .await
+}
+
+fn with_file(guest: GuestBuilder, file: &Path) -> GuestBuilder {
+    guest.argument(&format!("--debug-file={}", file.display()))
 }
 
 /// How often the kernel has said that the branch was taken, by a new shell.
@@ -34,7 +37,7 @@ async fn a_kernel_is_discovered_with_the_types_of_its_own_vmlinux() -> Result<()
     else {
         return Ok(());
     };
-    let mut guest = boot(&environment, &file).await?;
+    let mut guest = with_file(silent(&environment), &file).boot().await?;
     ensure!(guest.describe().await?.guest_status().registration() == RegistrationState::Absent);
     ensure!(!branch_taken(&mut guest).await?, "taken before the flip");
     guest.update(&[(KEY, KeyOp::Inc)]).await?;
@@ -65,7 +68,7 @@ async fn a_kernel_is_discovered_with_the_types_of_its_own_vmlinux() -> Result<()
 }
 
 #[tokio::test]
-async fn a_file_without_types_or_of_another_build_is_refused() -> Result<()> {
+async fn no_file_and_one_without_types_or_of_another_build_are_refused() -> Result<()> {
     let Some(environment) = Environment::linux_guest() else {
         return Ok(());
     };
@@ -76,18 +79,74 @@ async fn a_file_without_types_or_of_another_build_is_refused() -> Result<()> {
             return Ok(());
         }
     };
+    let the = |file: &Path| format!("the debug file {} ", file.display());
     for (file, expected) in [
-        (&environment.vmlinux, "has no types"),
-        (&other, "is of another build"),
+        (None, "without CONFIG_DEBUG_INFO_BTF".to_owned()),
+        (
+            Some(&environment.vmlinux),
+            the(&environment.vmlinux) + "has no types",
+        ),
+        (Some(&other), the(&other) + "is of another build"),
     ] {
-        let mut guest = boot(&environment, file).await?;
+        let mut guest = silent(&environment);
+        if let Some(file) = file {
+            guest = with_file(guest, file);
+        }
+        let mut guest = guest.boot().await?;
         let refusal = guest.update(&[(KEY, KeyOp::Inc)]).await;
         let refusal = refusal.expect_err("nothing tells the types");
         ensure!(refusal.code() == Code::FailedPrecondition, "{refusal:?}");
-        let expected = format!("the debug file {} {expected}", file.display());
         ensure!(refusal.message().contains(&expected), "{refusal:?}");
         ensure!(!branch_taken(&mut guest).await?, "it was refused");
         guest.power_off().await?;
     }
     Ok(())
+}
+
+/// Its refusal without a file is tested in `linux_boot`.
+#[tokio::test]
+async fn a_kernel_is_discovered_with_the_symbols_of_its_own_system_map() -> Result<()> {
+    let (Some(environment), Some(file)) = (Environment::linux_guest(), Environment::system_map())
+    else {
+        return Ok(());
+    };
+    let Some(kernel) = environment.unpatched_kernel.clone() else {
+        patchbay_tests::skip("PATCHBAY_TEST_UNPATCHED_KERNEL is not set");
+        return Ok(());
+    };
+    let guest = silent(&environment).kernel(&kernel);
+    let mut guest = with_file(guest, &file).boot().await?;
+    let enable = format!("{TRACING}/events/sched/{EVENT}/enable");
+    guest.shell(&format!("echo 1 >{enable}")).await?;
+    ensure!(traced(&mut guest).await?, "not traced before the flip");
+    for op in [KeyOp::Disable, KeyOp::Enable] {
+        let request = switch_tracepoints(&[EVENT.to_owned()], op);
+        guest.static_keys().update_static_keys(request).await?;
+        let on = op == KeyOp::Enable;
+        ensure!(traced(&mut guest).await? == on, "after {op:?}");
+    }
+
+    let description = guest.describe().await?;
+    ensure!(description.guest_status().table_source() == TableSource::Discovered);
+    ensure!(
+        description.keys > 100 && description.sites > 500,
+        "{description:?}"
+    );
+    let discovery = description.discovery.context("discovered")?;
+    println!("{} keys, {discovery:?}", description.keys);
+    let used = discovery.debug_file.context("the kernel lacks symbols")?;
+    ensure!(Path::new(&used.path) == file, "{used:?}");
+    ensure!(
+        used.symbols && !used.types && !used.same_build_id,
+        "{used:?}"
+    );
+    guest.assert_no_warnings().await?;
+    guest.power_off().await?;
+    Ok(())
+}
+
+/// Whether the guest records the start of a program.
+async fn traced(guest: &mut Guest) -> Result<bool> {
+    let line = format!("echo >{TRACING}/trace; busybox true; cat {TRACING}/trace");
+    Ok(guest.shell(&line).await?.contains(&format!("{EVENT}:")))
 }

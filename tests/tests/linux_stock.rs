@@ -5,6 +5,7 @@
 
 mod linux_stock {
     mod agent;
+    pub mod queries;
 }
 
 use std::collections::BTreeSet;
@@ -162,6 +163,7 @@ async fn in_one_boot(guest: &mut Guest) -> Result<DescribeGuestResponse> {
     ensure!(keys.len() > 1500 && keys.len() > without.len());
 
     lines_of_dynamic_debug(guest).await?;
+    linux_stock::queries::select_as_the_kernels_do(guest).await?;
     tracepoint(guest).await?;
     guest.shell("dmesg -n 1").await?;
     guest.assert_no_warnings().await?;

@@ -12,10 +12,8 @@ use crate::{cargo, guest, host, lab, stock};
 enum Needs {
     /// KVM for bare-metal guests.
     BareMetal,
-    /// KVM for Linux guests, the guest's kernel, and QEMU to compare with.
+    /// KVM for Linux guests, the guest's kernel, a stock kernel, and QEMU to compare with.
     Linux,
-    /// The same, and a stock kernel.
-    StockToo,
     /// KVM for Linux guests and other kernels to compare with. The first run, with the argument
     /// "images", needs no KVM.
     Kernels,
@@ -47,7 +45,7 @@ const BENCHES: &[Bench] = &[
     },
     Bench {
         name: "flip",
-        about: "flips of a Linux guest by the host, by the guest itself, and QEMU's stop and cont",
+        about: "flips of a Linux guest by the host, by the guest itself, and in QEMU by each way of pausing",
         package: "patchbay-tests",
         target: "flip",
         needs: Needs::Linux,
@@ -64,7 +62,7 @@ const BENCHES: &[Bench] = &[
         about: "tracepoints of a Linux guest: first event, all at once, rate, and their cost for the guest",
         package: "patchbay-tests",
         target: "trace",
-        needs: Needs::StockToo,
+        needs: Needs::Linux,
     },
 ];
 
@@ -85,12 +83,10 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     };
     let variables = match bench.needs {
         Needs::BareMetal => Vec::new(),
-        Needs::Linux | Needs::StockToo => {
+        Needs::Linux => {
             host::ensure_packages(host::LAB)?;
             let mut variables = guest::prepare(None)?;
-            if bench.needs == Needs::StockToo {
-                variables.push(stock::cloud_6_12()?);
-            }
+            variables.push(stock::cloud_6_12()?);
             variables
         }
         Needs::Kernels => {
@@ -127,7 +123,7 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     let kvm = host::Kvm::probe();
     let here = match bench.needs {
         Needs::BareMetal => kvm.runs_bare_metal(),
-        Needs::Linux | Needs::StockToo | Needs::Kernels => kvm.runs_linux(),
+        Needs::Linux | Needs::Kernels => kvm.runs_linux(),
     };
     if here {
         return run_here(arguments);

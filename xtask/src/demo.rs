@@ -4,7 +4,7 @@
 use std::ffi::OsString;
 use std::process::{Command, ExitCode};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 use crate::{cargo, guest, host, lab, stock};
 
@@ -36,6 +36,14 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
         .and_then(|argument| DEMOS.iter().find(|(name, _)| argument == name));
     if named.is_some() {
         arguments.remove(0);
+    } else if let Some(other) = arguments.first()
+        && !other.as_encoded_bytes().starts_with(b"-")
+    {
+        let names = DEMOS.map(|(name, _)| name).join(", ");
+        bail!(
+            "there is no demo {}; use one of {names} and {FLEET}",
+            other.display()
+        );
     }
     let (name, program) = named.unwrap_or(&DEMOS[0]);
     let variables = match *name {

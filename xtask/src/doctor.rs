@@ -137,6 +137,7 @@ fn cached(report: &Report) -> Result<()> {
     );
     for (name, recipe) in [
         ("  unpatched", Recipe::unpatched()),
+        ("  no data symbols", Recipe::without_data_symbols()),
         ("  oldest", Recipe::oldest()),
         ("  newest", Recipe::newest()),
         ("  no jump labels", Recipe::without_jump_labels()),

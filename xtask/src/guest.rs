@@ -18,15 +18,17 @@ pub fn prepare(demo: Option<&str>) -> Result<Variables> {
     Ok(variables)
 }
 
-/// The same for tests, with which the programs are built. There is also a kernel without the series.
+/// The same for tests, with which the programs are built. There is also a kernel without the series,
+/// which reveals less of itself.
 pub fn prepare_tests() -> Result<Variables> {
     let mut variables = kernel_and_agent()?;
     variables.extend(paths_of_programs());
-    let unpatched = kernel::get(&Recipe::unpatched())?;
+    let unpatched = kernel::get(&Recipe::without_data_symbols())?;
     let debug_file = debug_file::get(&kernel::get(&Recipe::standard())?)?;
     variables.extend([
         ("PATCHBAY_TEST_UNPATCHED_KERNEL", unpatched.bzimage()),
         ("PATCHBAY_TEST_UNPATCHED_VMLINUX", unpatched.vmlinux()),
+        ("PATCHBAY_TEST_UNPATCHED_SYSTEM_MAP", unpatched.system_map()),
         ("PATCHBAY_TEST_DEBUG_FILE", debug_file),
     ]);
     Ok(variables)

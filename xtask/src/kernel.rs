@@ -21,6 +21,9 @@ const DEVELOPMENT: &str = "development";
 /// The fragment in `guest-kernel-patches/config` that deselects the series' symbol.
 const NOT_SELECTED: &str = "not-selected";
 
+/// The fragment that takes the symbols of data away and adds BTF.
+const NO_KALLSYMS_ALL: &str = "no-kallsyms-all";
+
 /// The newest version with a series, and the suite of Debian's archive that has its source.
 const NEWEST: &str = "7.3";
 const NEWEST_SUITE: &str = "trixie-backports";
@@ -96,6 +99,14 @@ impl Recipe {
         }
     }
 
+    /// The standard kernel without the series, whose kallsyms have no symbols of data. It has BTF.
+    pub fn without_data_symbols() -> Self {
+        Self {
+            config: vec![NO_KALLSYMS_ALL.into()],
+            ..Self::unpatched()
+        }
+    }
+
     /// The standard kernel with the series applied and its symbol deselected.
     pub fn not_selected() -> Self {
         Self {
@@ -118,6 +129,10 @@ impl Recipe {
         let mut packages: Vec<String> = host::KERNEL.iter().map(|p| (*p).to_owned()).collect();
         if self.tree.is_none() && self.version != NEWEST {
             packages.push(self.package());
+        }
+        if self.config.iter().any(|name| name == NO_KALLSYMS_ALL) {
+            // pahole converts the compiler's DWARF to BTF.
+            packages.push("dwarves".to_owned());
         }
         packages
     }
@@ -237,6 +252,11 @@ impl Kernel {
     /// The ELF file.
     pub fn vmlinux(&self) -> PathBuf {
         self.folder.join("vmlinux")
+    }
+
+    /// The addresses of all symbols, as text.
+    pub fn system_map(&self) -> PathBuf {
+        self.folder.join("System.map")
     }
 
     /// The kernel's own modules, in one flat directory.
@@ -362,6 +382,10 @@ fn compile(recipe: &Recipe, steps: &Steps, tree: &Path, folder: &Path) -> Result
     ] {
         fs::copy(tree.join(from), folder.join(to)).with_context(|| format!("no {from}"))?;
     }
+    // Most of a vmlinux that was compiled for BTF, and nothing reads it again.
+    let mut command = Command::new("objcopy");
+    command.arg("--remove-section=.debug_*");
+    steps.run("removing DWARF", command.arg(folder.join("vmlinux")))?;
     if recipe.patched {
         keep_for_modules(steps, tree, &folder.join(DEVELOPMENT))?;
     }

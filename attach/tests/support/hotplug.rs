@@ -248,6 +248,54 @@ pub fn virtio_mem(accelerator: Accelerator) {
     }
 }
 
+/// QEMU can remove the memory of ivshmem, so it is written in its file or not at all. A NUMA node's memory stays.
+pub fn ivshmem(accelerator: Accelerator) {
+    for shared in [true, false] {
+        let kind = match shared {
+            true => "memory-backend-memfd,share=on",
+            false => "memory-backend-ram",
+        };
+        let arguments = [
+            "-object",
+            "memory-backend-ram,id=node0,size=64M",
+            "-numa",
+            "node,cpus=0-1,memdev=node0",
+            "-object",
+            &format!("{kind},id=shm,size=16M"),
+            "-device",
+            "ivshmem-plain,memdev=shm",
+        ];
+        let memory = Memory::Private;
+        let Some(qemu) = Qemu::start_program(accelerator, memory, &EJECTOR, &arguments) else {
+            return;
+        };
+        let guest = attach_with(&qemu, Access::Auto, PauseWay::Freeze);
+        // Firmware has given it an address.
+        let _ = guest.memory_changes(true);
+        let address = bar(&qemu, 16 << 20);
+        assert_eq!(guest.ram().read_u64(address), Some(0));
+        let paused = guest.pause(DEADLINE).expect("stopped");
+        let written = guest.ram().write(address, &[7; 8]).is_ok();
+        assert!(guest.ram().write(SCRATCH, &[7; 8]).is_ok(), "it stays");
+        drop(paused);
+        assert_eq!(written, shared);
+        let expected = if shared { [7; 8] } else { [0; 8] };
+        assert_eq!(word(&qemu, address), u64::from_le_bytes(expected));
+    }
+}
+
+/// Address of the one PCI BAR of this size.
+fn bar(qemu: &Qemu, size: u64) -> u64 {
+    let buses = qemu.other("query-pci", Value::Null);
+    let devices = buses[0]["devices"].as_array().expect("a list");
+    let regions = devices
+        .iter()
+        .filter_map(|device| device["regions"].as_array());
+    let mut regions = regions.flatten().filter(|region| region["size"] == size);
+    let address = regions.next().expect("a BAR")["address"].as_u64();
+    address.expect("an address")
+}
+
 /// A flat view that makes no sense changes nothing, and the next one that does is taken over.
 pub fn second_view(accelerator: Accelerator) {
     let Some(qemu) = start(accelerator, Memory::SharedMemfd) else {

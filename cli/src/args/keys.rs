@@ -4,7 +4,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::builder::NonEmptyStringValueParser;
+use clap::{ArgGroup, Args, Subcommand, ValueEnum};
 
 use super::parse_duration;
 
@@ -100,7 +101,7 @@ pub struct ChangeArgs {
     #[arg(required = true)]
     pub keys: Vec<String>,
     /// Only if the key's etag is still this one (one key only).
-    #[arg(long)]
+    #[arg(long, value_parser = NonEmptyStringValueParser::new())]
     pub etag: Option<String>,
     #[command(flatten)]
     pub options: ChangeOptions,
@@ -131,8 +132,8 @@ pub struct ChangeOptions {
     #[command(flatten)]
     pub force: Force,
     /// Repeating a change with the same id changes nothing twice.
-    #[arg(long, default_value = "", value_name = "ID", hide_default_value = true)]
-    pub request_id: String,
+    #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "ID")]
+    pub request_id: Option<String>,
     /// Print numbers alone, not each key: faster for thousands of them.
     #[arg(long)]
     pub summary: bool,
@@ -154,8 +155,8 @@ pub struct CommitArgs {
     /// The plan's id.
     pub plan: String,
     /// Only if this is the plan's digest.
-    #[arg(long, default_value = "", hide_default_value = true)]
-    pub digest: String,
+    #[arg(long, value_parser = NonEmptyStringValueParser::new())]
+    pub digest: Option<String>,
     /// Print numbers alone, not each key: faster for thousands of them.
     #[arg(long)]
     pub summary: bool,
@@ -183,6 +184,7 @@ pub enum HoldsCommand {
     /// Give references back: one transaction, all or none.
     Release(ReleaseArgs),
     /// Give holds a new expiry, all or none.
+    #[command(group(ArgGroup::new("expiry").required(true).args(["ttl", "no_expiry"])))]
     Renew {
         /// Ids of holds; - reads them from standard input.
         #[arg(required = true, value_name = "ID")]
@@ -191,7 +193,7 @@ pub enum HoldsCommand {
         #[arg(long, value_parser = parse_duration, value_name = "TIME")]
         ttl: Option<Duration>,
         /// The holds do not expire any more.
-        #[arg(long, conflicts_with = "ttl", required_unless_present = "ttl")]
+        #[arg(long)]
         no_expiry: bool,
     },
 }
@@ -201,13 +203,8 @@ pub struct HoldsListArgs {
     /// Globs of keys, as in `keys list`.
     pub patterns: Vec<String>,
     /// Only this client's, for example uid:1000.
-    #[arg(
-        long,
-        default_value = "",
-        value_name = "PRINCIPAL",
-        hide_default_value = true
-    )]
-    pub holder: String,
+    #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "PRINCIPAL")]
+    pub holder: Option<String>,
 }
 
 #[derive(Debug, Args)]
@@ -218,8 +215,8 @@ pub struct ReleaseArgs {
     #[command(flatten)]
     pub force: Force,
     /// Repeating a change with the same id changes nothing twice.
-    #[arg(long, default_value = "", value_name = "ID", hide_default_value = true)]
-    pub request_id: String,
+    #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "ID")]
+    pub request_id: Option<String>,
     /// Print numbers alone, not each key: faster for thousands of them.
     #[arg(long)]
     pub summary: bool,

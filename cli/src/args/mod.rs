@@ -48,7 +48,7 @@ pub struct Cli {
 
 #[derive(Debug, Args)]
 pub struct Target {
-    /// API socket; without it, --guest and --all, $PATCHBAY_SOCKET.
+    /// API socket, also of `patchbayd`; without it $PATCHBAY_SOCKET, else all sockets of this machine.
     #[arg(long, global = true, value_name = "PATH", help_heading = GLOBAL)]
     pub socket: Option<PathBuf>,
     /// Name of the guest; not needed if only one runs. Several guests: a glob ('web-*'), or the option
@@ -187,6 +187,9 @@ pub struct LabArgs {
     pub command: Vec<std::ffi::OsString>,
 }
 
+/// Limit on all times.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+
 /// "500us", "10ms", "5s", "2m", "3h" or "1d".
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let help = || format!("{text:?} is not a time; write for example 500ms, 10s, 5m or 2h");
@@ -202,8 +205,9 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         "d" => 86_400_000_000,
         _ => return Err(help()),
     };
-    match value.checked_mul(micros) {
-        Some(0) | None => Err(help()),
-        Some(micros) => Ok(Duration::from_micros(micros)),
+    match value.checked_mul(micros).map(Duration::from_micros) {
+        Some(Duration::ZERO) => Err("it must be more than 0".to_owned()),
+        Some(time) if time <= LONGEST => Ok(time),
+        _ => Err("it must be at most 365d".to_owned()),
     }
 }

@@ -18,8 +18,6 @@ use crate::names::is_glob;
 use crate::print::{Printable, Remarks, by_guest, print, remark};
 use crate::progress::Progress;
 
-/// The socket of the guest that is meant when none is named.
-const SOCKET_VARIABLE: &str = "PATCHBAY_SOCKET";
 /// An endpoint that does not answer within this time does not hold up the others.
 pub const LIST_TIMEOUT: Duration = Duration::from_secs(3);
 /// Guests that are worked on at the same time.
@@ -287,6 +285,17 @@ async fn many_of(target: &Target) -> Result<Vec<Member>, Failure> {
             "{which}; see `patchbay guest list`"
         )));
     }
+    let globs = patterns
+        .iter()
+        .filter(|name| is_glob(name) && !name.starts_with('!'));
+    for glob in globs {
+        let own = Patterns::parse(std::slice::from_ref(glob));
+        let own = own.map_err(|error| Failure::usage(error.to_string()))?;
+        if !members.keys().any(|name| own.select_whole(name)) {
+            let failure = Failure::error("no guest matches; see `patchbay guest list`");
+            members.insert(glob.clone(), vec![Err(failure)]);
+        }
+    }
     let members = members.into_iter().map(|(name, mut clients)| Member {
         client: match clients.pop() {
             Some(client) if clients.is_empty() => client,
@@ -355,9 +364,6 @@ fn listens(path: &Path) -> bool {
 
 /// The endpoint of a command that names no guest.
 async fn the_only_one() -> Result<Client, Failure> {
-    if let Some(socket) = std::env::var_os(SOCKET_VARIABLE).filter(|socket| !socket.is_empty()) {
-        return Client::open(Path::new(&socket), DEFAULT_TIMEOUT).await;
-    }
     // Sockets that dead monitors left do not make the choice ambiguous.
     let mut live = sockets::all()?;
     live.retain(|socket| listens(&socket.path));

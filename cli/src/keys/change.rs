@@ -72,7 +72,7 @@ async fn update(
 ) -> Result<view::Update, Failure> {
     let mut request = v1::UpdateStaticKeysRequest {
         updates,
-        request_id: options.request_id.clone(),
+        request_id: options.request_id.clone().unwrap_or_default(),
         allow_guarded: options.allow_guarded,
         force: options.force.force,
         reason: options.reason.clone(),
@@ -97,7 +97,7 @@ async fn prepare(
 ) -> Result<view::Plan, Failure> {
     let request = v1::PrepareUpdateRequest {
         updates,
-        request_id: options.request_id.clone(),
+        request_id: options.request_id.clone().unwrap_or_default(),
         allow_guarded: options.allow_guarded,
         force: options.force.force,
         reason: options.reason.clone(),
@@ -124,7 +124,7 @@ pub async fn commit(
 ) -> Result<Answer<view::Update>, Failure> {
     let mut request = v1::CommitUpdateRequest {
         plan_id: arguments.plan.clone(),
-        digest: arguments.digest.clone(),
+        digest: arguments.digest.clone().unwrap_or_default(),
         stop_timeout: to_proto(arguments.stop_timeout),
         result_view: result_view(arguments.summary),
         ..Default::default()

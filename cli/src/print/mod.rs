@@ -92,8 +92,14 @@ pub fn remark(guest: &str, remarks: &Remarks) {
         } else {
             format!("{guest}: ")
         };
-        eprintln!("{}", harmless(&format!("patchbay: {guest}{text}")));
+        complain(&format!("{guest}{text}"));
     }
+}
+
+/// Prints a sentence on stderr, which may be closed.
+pub fn complain(text: &str) {
+    let text = harmless(&format!("patchbay: {text}\n"));
+    let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
 /// Text of guests and clients must not steer the terminal.

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Subcommand};
 
 use crate::args::keys::Force;
@@ -56,8 +57,8 @@ pub enum TraceCommand {
         #[command(flatten)]
         force: Force,
         /// Repeating a change with the same id changes nothing twice.
-        #[arg(long, default_value = "", value_name = "ID", hide_default_value = true)]
-        request_id: String,
+        #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "ID")]
+        request_id: Option<String>,
     },
     /// Print events as they happen. Events that are named are armed and fired meanwhile.
     Tail {
@@ -104,8 +105,8 @@ pub struct ArmArgs {
     #[arg(long)]
     pub dry_run: bool,
     /// Repeating a change with the same id changes nothing twice.
-    #[arg(long, default_value = "", value_name = "ID", hide_default_value = true)]
-    pub request_id: String,
+    #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "ID")]
+    pub request_id: Option<String>,
 }
 
 #[derive(Clone, Debug, Args)]
@@ -140,8 +141,8 @@ pub struct SwitchArgs {
     #[arg(long, value_parser = parse_duration, value_name = "TIME")]
     pub stop_timeout: Option<Duration>,
     /// Repeating a change with the same id changes nothing twice.
-    #[arg(long, default_value = "", value_name = "ID", hide_default_value = true)]
-    pub request_id: String,
+    #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "ID")]
+    pub request_id: Option<String>,
 }
 
 #[derive(Clone, Debug, Args)]

@@ -25,7 +25,7 @@ pub async fn arm(client: &Client, arguments: &ArmArgs) -> Result<Answer<Change>,
         trigger,
         even_if_others: others.even_if_others,
         validate_only: arguments.dry_run,
-        request_id: arguments.request_id.clone(),
+        request_id: arguments.request_id.clone().unwrap_or_default(),
         ttl: to_proto(arguments.ttl),
         ..Default::default()
     };
@@ -49,7 +49,7 @@ pub async fn fire(
         patterns,
         validate_only: switch.dry_run,
         stop_timeout: to_proto(switch.stop_timeout),
-        request_id: switch.request_id.clone(),
+        request_id: switch.request_id.clone().unwrap_or_default(),
         result_view: result_view(switch.summary),
         ttl: to_proto(ttl),
         ..Default::default()
@@ -78,7 +78,7 @@ pub async fn park(
         stop_timeout: to_proto(switch.stop_timeout),
         even_if_others,
         force,
-        request_id: switch.request_id.clone(),
+        request_id: switch.request_id.clone().unwrap_or_default(),
         result_view: result_view(switch.summary),
         ..Default::default()
     };

@@ -74,7 +74,7 @@ pub async fn run(fleet: Fleet, command: TraceCommand, output: Output) -> Result<
             force,
             request_id,
         } => {
-            let (patterns, id) = (&expand(patterns)?, &request_id);
+            let (patterns, id) = (&expand(patterns)?, &request_id.unwrap_or_default());
             let verb = async |client: Client| {
                 change::disarm(&client, patterns.clone(), force.force, id.clone()).await
             };

@@ -185,7 +185,9 @@ fn the_environment_names_a_socket() {
         command.output().expect("starts").status.code()
     };
     assert_eq!(list(&["keys", "list"]), Some(0));
-    // Whoever names a guest means that one.
+    // A guest that is named is one behind the socket.
+    assert_eq!(list(&["--guest", "test", "keys", "list"]), Some(0));
+    assert_eq!(list(&["--all", "keys", "list"]), Some(0));
     assert_eq!(list(&["--guest", "other", "keys", "list"]), Some(1));
 }
 

@@ -47,3 +47,44 @@ fn completion_is_written_for_each_shell() {
         );
     }
 }
+
+/// A variable of a script that is not set must not turn a condition off.
+#[test]
+fn an_empty_value_is_no_value() {
+    let lab = Lab::new();
+    for words in [
+        &["keys", "commit", "p", "--digest", ""][..],
+        &["keys", "enable", "alpha", "--etag", ""],
+        &["keys", "enable", "alpha", "--request-id", ""],
+        &["holds", "list", "--holder", ""],
+        &["holds", "renew", "h"],
+        &["keys", "list", "--timeout", "100000000000h"],
+        &["keys", "list", "--timeout", "0s"],
+    ] {
+        let (out, said, code) = lab.all(words);
+        assert_eq!((code, out.as_str()), (Some(2), ""), "{words:?}: {said}");
+    }
+    let said = lab.fails(1, &["debug", "on", ""]);
+    assert!(said.contains("it is empty"), "{said}");
+    assert_eq!(lab.guest.count("alpha"), 0);
+}
+
+#[test]
+fn output_that_nobody_reads_is_no_panic() {
+    let lab = Lab::new();
+    for line in [
+        "\"$0\" completion bash 2>&1 >/dev/full",
+        "\"$0\" keys get nope 2>&1 >&2 | true",
+    ] {
+        let command = lab.command(&[]);
+        let mut shell = std::process::Command::new("bash");
+        shell.args(["-o", "pipefail", "-c", line]);
+        shell.arg(command.get_program());
+        let variables = command.get_envs();
+        shell.envs(variables.filter_map(|(name, value)| Some((name, value?))));
+        let output = shell.output().expect("bash runs");
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert_ne!(output.status.code(), Some(101), "{line}: {said}");
+        assert!(!said.contains("panicked"), "{line}: {said}");
+    }
+}

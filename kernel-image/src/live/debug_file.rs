@@ -8,6 +8,7 @@
 
 use std::fs::{self, File};
 use std::io::Read as _;
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
 use object::read::elf::{FileHeader, ProgramHeader, SectionHeader, SectionTable};
@@ -36,12 +37,12 @@ pub enum DebugFileError {
     /// The operating system refuses to read it.
     #[error("it cannot be read: {0}")]
     Read(#[from] std::io::Error),
-    /// A folder, a device or a pipe.
-    #[error("it is no regular file; give a vmlinux or a System.map")]
-    Kind,
-    /// Too large.
-    #[error("it has more than {} MiB; give a vmlinux or a System.map", MAX_FILE >> 20)]
-    TooLarge,
+    /// A folder, a device or a pipe; which it is.
+    #[error("it is a {0}, not a regular file; give a vmlinux or a System.map")]
+    Kind(&'static str),
+    /// Too large; its size in bytes.
+    #[error("it has {0} bytes, more than {MAX_FILE}; give a vmlinux or a System.map")]
+    TooLarge(u64),
     /// A packed file that cannot be unpacked.
     #[error(transparent)]
     Container(#[from] ContainerError),
@@ -52,8 +53,18 @@ pub enum DebugFileError {
     #[error("damaged or truncated ELF file: {0}; copy it again")]
     Damaged(#[from] object::Error),
     /// Not a kernel of 64 bits.
-    #[error("an ELF file that is no x86 kernel of 64 bits; give a vmlinux or a System.map")]
-    NoKernel,
+    #[error(
+        "an ELF file of class {class}, type {kind} and machine {machine}, and a kernel of x86-64 has class 2, type 2 or 3 and machine 62; \
+         give a vmlinux or a System.map"
+    )]
+    NoKernel {
+        /// `EI_CLASS` of the header: 1 for 32 bits, 2 for 64.
+        class: u8,
+        /// `e_type`.
+        kind: u16,
+        /// `e_machine`.
+        machine: u16,
+    },
     /// No .symtab.
     #[error("it has no symbols: it is stripped; give the vmlinux of the kernel's debug package")]
     Stripped,
@@ -124,11 +135,17 @@ impl DebugFile {
     pub fn open(path: &Path) -> Result<Self, DebugFileError> {
         // Before it is opened: a pipe without a writer would block.
         let metadata = fs::metadata(path)?;
-        if !metadata.is_file() {
-            return Err(DebugFileError::Kind);
+        let kind = metadata.file_type();
+        if !kind.is_file() {
+            return Err(DebugFileError::Kind(match kind {
+                kind if kind.is_dir() => "folder",
+                kind if kind.is_fifo() => "pipe",
+                kind if kind.is_socket() => "socket",
+                _ => "device",
+            }));
         }
         if metadata.len() > MAX_FILE {
-            return Err(DebugFileError::TooLarge);
+            return Err(DebugFileError::TooLarge(metadata.len()));
         }
         let mut bytes = Vec::new();
         // It may grow meanwhile.
@@ -136,7 +153,7 @@ impl DebugFile {
             .take(MAX_FILE + 1)
             .read_to_end(&mut bytes)?;
         if bytes.len() as u64 > MAX_FILE {
-            return Err(DebugFileError::TooLarge);
+            return Err(DebugFileError::TooLarge(bytes.len() as u64));
         }
         Self::parse(path, &bytes)
     }
@@ -157,15 +174,9 @@ impl DebugFile {
     }
 
     fn from_elf(path: &Path, data: &[u8]) -> Result<Self, DebugFileError> {
-        if data.get(4) != Some(&elf::ELFCLASS64) {
-            return Err(DebugFileError::NoKernel);
-        }
+        check_header(data)?;
         let header = Elf::parse(data)?;
         let endian = header.endian()?;
-        let is_kernel = matches!(header.e_type(endian), elf::ET_EXEC | elf::ET_DYN);
-        if header.e_machine(endian) != elf::EM_X86_64 || !is_kernel {
-            return Err(DebugFileError::NoKernel);
-        }
         let sections = header.sections(endian, data)?;
         // Which symbols are code is decided in the guest.
         let symbols = symbol_table(&sections, endian, data, |_| false)?;
@@ -297,6 +308,27 @@ impl DebugFile {
         }
         Ok(true)
     }
+}
+
+/// Refuses an ELF file that is no kernel of x86-64. Both classes have these members at the same offsets.
+fn check_header(data: &[u8]) -> Result<(), DebugFileError> {
+    let member = |at: usize| match data.get(at..at + 2) {
+        Some(&[low, high]) => u16::from_le_bytes([low, high]),
+        _ => 0,
+    };
+    let class = data.get(4).copied().unwrap_or_default();
+    let (kind, machine) = (member(16), member(18));
+    let is_kernel = class == elf::ELFCLASS64
+        && machine == elf::EM_X86_64
+        && matches!(kind, elf::ET_EXEC | elf::ET_DYN);
+    if is_kernel {
+        return Ok(());
+    }
+    Err(DebugFileError::NoKernel {
+        class,
+        kind,
+        machine,
+    })
 }
 
 /// Converts DWARF to BTF. `content` returns the bytes of a section.

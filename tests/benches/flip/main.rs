@@ -5,24 +5,28 @@
 //!   resume;
 //! - the guest itself: `static_key_enable()` and `static_key_disable()` on the same keys, called
 //!   from a module;
-//! - QEMU: QMP `stop` and `cont` with the same kernel and initramfs, as seen by the client.
+//! - QEMU: QMP `stop` and `cont` with the same kernel and initramfs, as seen by the client;
+//! - a stock kernel in our monitor and in QEMU, attached to with each way of pausing.
 //!
-//! `cargo xtask bench flip [-- VCPUS…]`; 1, 2 and 4 by default. The lab has one CPU, so only ratios
-//! with 1 vCPU are meaningful there.
+//! `cargo xtask bench flip [-- VCPUS… monitors]`; 1, 2 and 4 vCPUs and all monitors by default. The
+//! lab has one CPU, so only ratios with 1 vCPU are meaningful there.
 
 mod figures;
+mod monitors;
 mod qemu;
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use figures::Samples;
+use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::{
     CommitUpdateRequest, FlipReport, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest,
     PauseGuestRequest, PrepareUpdateRequest, ResultView, ResumeGuestRequest, StaticKey,
     UpdateStaticKeysRequest,
 };
 use patchbay_tests::{Environment, Guest, TestGuest};
+use tonic::transport::Channel;
 
 /// Time between two changes, so that the guest resumes its work.
 const BETWEEN: Duration = Duration::from_millis(2);
@@ -130,19 +134,20 @@ async fn main() -> Result<()> {
     let Some(environment) = Environment::linux_guest() else {
         return Ok(());
     };
-    let given: Vec<u32> = std::env::args()
-        .filter_map(|word| word.parse().ok())
-        .collect();
-    let counts = if given.is_empty() {
-        vec![1, 2, 4]
-    } else {
-        given
-    };
+    let words: Vec<String> = std::env::args().collect();
+    let mut counts: Vec<u32> = words.iter().filter_map(|word| word.parse().ok()).collect();
+    let mut monitors = words.iter().any(|word| word == "monitors");
+    if counts.is_empty() && !monitors {
+        (counts, monitors) = (vec![1, 2, 4], true);
+    }
     println!("Host: {}", figures::host());
     println!("Microseconds, p50 / p99 / max; ratios of the p50. The guest is idle unless noted.");
     for vcpus in counts {
         println!();
         measure(&environment, vcpus).await?;
+    }
+    if monitors {
+        monitors::compare().await?;
     }
     Ok(())
 }
@@ -298,7 +303,7 @@ async fn flip(
             if prepared {
                 commit(guest, request, host).await?;
             } else {
-                change(guest, request, host).await?;
+                change(guest.static_keys(), request, host).await?;
             }
             tokio::time::sleep(BETWEEN).await;
         }
@@ -307,11 +312,10 @@ async fn flip(
 }
 
 async fn change(
-    guest: &mut Guest,
+    mut client: StaticKeysServiceClient<Channel>,
     request: UpdateStaticKeysRequest,
     host: &mut HostTimes,
 ) -> Result<FlipReport> {
-    let mut client = guest.static_keys();
     let began = Instant::now();
     let answer = client.update_static_keys(request).await?.into_inner();
     host.call.add(began.elapsed());
@@ -429,7 +433,10 @@ async fn held(guest: &mut Guest, keys: &[StaticKey]) -> Result<()> {
             host = HostTimes::default();
         }
         for back in [false, true] {
-            sites = change(guest, request(back), &mut host).await?.sites_patched;
+            let client = guest.static_keys();
+            sites = change(client, request(back), &mut host)
+                .await?
+                .sites_patched;
         }
     }
     service.resume_guest(ResumeGuestRequest::default()).await?;

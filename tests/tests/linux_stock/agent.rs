@@ -98,7 +98,8 @@ async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
     let cid = 3 + std::process::id();
     let device = format!("vhost-vsock-pci,guest-cid={cid}");
     let mut guest = Qemu::start(&kernel, &initramfs, &["-device", &device])?;
-    guest.attach(&kernel.cli).await?;
+    guest.wait_for_shell().await?;
+    guest.attach(&kernel.cli, &[]).await?;
     let mut lab = Lab { guest, kernel };
 
     let (armed, text) = lab.patchbay(&["trace", "arm", EXEC]).await?;

@@ -48,7 +48,12 @@ impl Query {
                 return Err((MAX_QUERY, format!("it is longer than {MAX_QUERY} bytes")));
             }
             let mut query = Self::default();
-            let mut words = words(text)?.into_iter();
+            let words = words(text)?;
+            if words.is_empty() {
+                let why = "it is empty, expected for example \"module NAME\", or \"file *\" for every line";
+                return Err((0, why.to_owned()));
+            }
+            let mut words = words.into_iter();
             while let Some(keyword) = words.next() {
                 let value = words.next();
                 query.set(keyword, value)?;

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The same change of one stock kernel in our monitor, in QEMU by its own stop, and in QEMU by
+//! freezing its vCPU threads. All take turns in one run.
+
+use anyhow::{Context, Result, ensure};
+use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+use patchbay_proto::v1::{
+    KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest, ResultView, StaticKey,
+    UpdateStaticKeysRequest,
+};
+use patchbay_tests::{Guest, Qemu, StockKernel, TestGuest, connect};
+use tonic::transport::Channel;
+
+use super::figures::Samples;
+use super::{BETWEEN, HostTimes, TURNS, WARM_UP, change};
+
+/// Times that the keys are turned on and off in a turn.
+const ROUNDS: usize = 10;
+/// Keys changed together.
+const COUNTS: [usize; 2] = [1, 100];
+/// Lines of pr_debug() that a guest at rest seldom passes.
+const LINES: [&str; 3] = ["drivers/base/*", "drivers/acpi/*", "drivers/pci/*"];
+/// The ways of pausing a guest of QEMU, as `patchbay attach --pause` names them.
+const WAYS: [&str; 2] = ["qmp", "freeze"];
+
+/// One monitor, one way of pausing.
+struct Column {
+    what: String,
+    times: [HostTimes; COUNTS.len()],
+}
+
+impl Column {
+    fn new(what: impl Into<String>) -> Self {
+        Self {
+            what: what.into(),
+            times: Default::default(),
+        }
+    }
+
+    /// Turns the keys on and off for one turn.
+    async fn turn(
+        &mut self,
+        client: &StaticKeysServiceClient<Channel>,
+        names: &[String],
+    ) -> Result<()> {
+        for (count, times) in COUNTS.into_iter().zip(&mut self.times) {
+            let names = names.get(..count).context("too few keys")?;
+            flip(client, names, WARM_UP, &mut HostTimes::default()).await?;
+            flip(client, names, ROUNDS, times).await?;
+        }
+        Ok(())
+    }
+}
+
+pub async fn compare() -> Result<()> {
+    let Some(kernel) = StockKernel::named("6_12") else {
+        return Ok(());
+    };
+    let mut ours = Guest::stock(&kernel).boot().await?;
+    let mut qemu = Qemu::start(&kernel, &kernel.initramfs, &[])?;
+    qemu.wait_for_shell().await?;
+    let names = lines(&mut ours.static_keys()).await?;
+    // The console would slow the guest down.
+    ours.shell("dmesg -n 1").await?;
+    qemu.shell("dmesg -n 1").await?;
+
+    let mut columns: Vec<Column> = vec![Column::new("our monitor")];
+    columns.extend(WAYS.map(|way| Column::new(format!("QEMU, {way}"))));
+    for _ in 0..TURNS {
+        columns[0].turn(&ours.static_keys(), &names).await?;
+        for (column, way) in columns[1..].iter_mut().zip(WAYS) {
+            qemu.attach(&kernel.cli, &["--pause", way]).await?;
+            let mut client = StaticKeysServiceClient::new(connect(&qemu.socket()).await?);
+            ensure!(
+                lines(&mut client).await? == names,
+                "the guests do not have the same keys"
+            );
+            let turn = column.turn(&client, &names).await;
+            turn.with_context(|| qemu.attacher_log())?;
+        }
+    }
+    ours.assert_no_warnings().await?;
+    let release = ours.describe().await?.guest_status().kernel_release;
+    print(&release, &columns);
+    Ok(())
+}
+
+/// The names of the keys, in order.
+async fn lines(client: &mut StaticKeysServiceClient<Channel>) -> Result<Vec<String>> {
+    let request = ListStaticKeysRequest {
+        patterns: LINES.map(str::to_owned).to_vec(),
+        page_size: 10_000,
+        ..Default::default()
+    };
+    let listed = client.list_static_keys(request).await?.into_inner();
+    let single = |key: &StaticKey| {
+        key.key_class() == KeyClass::DynamicDebug
+            && key.count == 0
+            && key.site_count == 1
+            && key.patchable_sites == 1
+    };
+    let keys = listed.keys.into_iter().filter(single);
+    Ok(keys.map(|key| key.name).collect())
+}
+
+async fn flip(
+    client: &StaticKeysServiceClient<Channel>,
+    names: &[String],
+    rounds: usize,
+    times: &mut HostTimes,
+) -> Result<()> {
+    for _ in 0..rounds {
+        for op in [KeyOp::Enable, KeyOp::Disable] {
+            let updates = names.iter().map(|name| KeyUpdate {
+                name: name.clone(),
+                op: op.into(),
+                ..Default::default()
+            });
+            let request = UpdateStaticKeysRequest {
+                updates: updates.collect(),
+                result_view: ResultView::Summary.into(),
+                ..Default::default()
+            };
+            let report = change(client.clone(), request, times).await?;
+            ensure!(
+                report.paused && report.sites_patched as usize == names.len(),
+                "another change than asked for: {report:?}"
+            );
+            tokio::time::sleep(BETWEEN).await;
+        }
+    }
+    Ok(())
+}
+
+fn print(release: &str, columns: &[Column]) {
+    println!();
+    println!(
+        "{release}, 1 vCPU. In parentheses the ratio of the p50 to our monitor's; \"patch\" is verifying and writing."
+    );
+    for (index, count) in COUNTS.into_iter().enumerate() {
+        println!();
+        let what = match count {
+            1 => "1 key with 1 site".to_owned(),
+            _ => format!("{count} keys with 1 site each"),
+        };
+        println!("| {what} | n | stop | patch | resume | guest stopped |");
+        println!("|---|---|---|---|---|---|");
+        for column in columns {
+            let (times, ours) = (&column.times[index], &columns[0].times[index]);
+            let cell =
+                |theirs: &Samples, ours: &Samples| format!("{theirs} ({:.2})", theirs.times(ours));
+            println!(
+                "| {} | {} | {} | {} | {} | {} |",
+                column.what,
+                times.stop.len(),
+                cell(&times.stop, &ours.stop),
+                cell(&times.patch, &ours.patch),
+                cell(&times.resume, &ours.resume),
+                cell(&times.window, &ours.window),
+            );
+        }
+    }
+}
