@@ -100,7 +100,7 @@ fn gates_are_looked_at_again_at_the_end() {
         }
     }));
     let error = image(&guest).map(drop).unwrap_err();
-    assert!(error.contains("TextMutex"), "{error}");
+    assert!(error.contains("text_mutex"), "{error}");
 }
 
 /// A gate that was closed when the first tables were read.
@@ -117,7 +117,7 @@ fn gates_are_looked_at_before_the_tables() {
         }
     }));
     let error = image(&guest).map(drop).unwrap_err();
-    assert!(error.contains("TextMutex"), "{error}");
+    assert!(error.contains("text_mutex"), "{error}");
 }
 
 #[test]

@@ -17,12 +17,14 @@ use crate::keys::address_space::PageTable;
 use crate::keys::debug::{DebugSite, DebugSites};
 use crate::paging::Levels;
 
-/// The tables of a kernel that was discovered within `time`. `generation` differs from discovery to discovery; never 0.
+/// The tables of a kernel that was discovered within `time`, after so many resets. `generation` differs from discovery to discovery;
+/// never 0.
 ///
 /// # Errors
 /// [`Refused`]: a gate cannot be used.
 pub fn tables(
     mut kernel: live::Kernel,
+    resets: u64,
     generation: u64,
     time: Duration,
 ) -> Result<KernelTables, Refused> {
@@ -53,7 +55,7 @@ pub fn tables(
         Levels::Four
     };
     Ok(KernelTables {
-        boot: kernel.boot,
+        boot: boot_number(kernel.boot, resets),
         generation,
         page_table: PageTable {
             root: kernel.page_table.root,
@@ -78,6 +80,12 @@ pub fn tables(
         },
         discovery: Some(discovery),
     })
+}
+
+/// Differs from boot to boot. The number that was found does not in a kernel without a stack canary and KASLR; never 0.
+fn boot_number(found: u64, resets: u64) -> u64 {
+    // 2^64 divided by the golden ratio. It is odd, so each number of resets gives another product.
+    (found ^ resets.wrapping_mul(0x9e37_79b9_7f4a_7c15)).max(1)
 }
 
 fn layout(found: &live::Layout) -> Layout {
@@ -216,4 +224,20 @@ fn listed(kernel: &live::Kernel, gate: &live::Gate) -> Option<ListedGate> {
         wanted: gate.wanted,
         concerns,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reset_makes_another_boot_of_the_same_kernel() {
+        let boots: Vec<u64> = (0..4).map(|resets| boot_number(7, resets)).collect();
+        for (resets, boot) in boots.iter().enumerate() {
+            assert_ne!(*boot, 0);
+            assert!(!boots[..resets].contains(boot), "{boots:x?}");
+        }
+        assert_eq!(boot_number(7, 2), boots[2], "the same boot");
+        assert_ne!(boot_number(0, 0), 0);
+    }
 }

@@ -196,13 +196,12 @@ impl Discovery {
         if let Some(used) = &kernel.evidence.file {
             tracing::debug!(?used, "debug file");
         }
-        state.memory = memory;
-        state.kernel = gates_of(
+        let same_kernel = gates_of(
             &kernel,
             &[GateKind::SameKernel, GateKind::SystemState, GateKind::Panic],
         );
-        state.modules = gates_of(&kernel, &[GateKind::ModuleCount, GateKind::ModuleList]);
-        state.idle = gates_of(
+        let modules = gates_of(&kernel, &[GateKind::ModuleCount, GateKind::ModuleList]);
+        let idle = gates_of(
             &kernel,
             &[
                 GateKind::JumpLabelMutex,
@@ -213,10 +212,13 @@ impl Discovery {
             ],
         );
         state.generation += 1;
-        let tables = tables(kernel, state.generation, began.elapsed());
+        let tables = tables(kernel, state.resets, state.generation, began.elapsed());
         tables
             .and_then(|tables| registry.register_kernel(tables))
-            .map_err(|refused| DiscoveryError::Refused(refused.to_string()))
+            .map_err(|refused| DiscoveryError::Refused(refused.to_string()))?;
+        state.memory = memory;
+        (state.kernel, state.modules, state.idle) = (same_kernel, modules, idle);
+        Ok(())
     }
 }
 

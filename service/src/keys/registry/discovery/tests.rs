@@ -98,6 +98,30 @@ fn found(guest: &InMemoryGuest) -> KernelTables {
     tables
 }
 
+#[test]
+fn a_refused_discovery_leaves_the_last_one() {
+    let guest = InMemoryGuest::boot(Arc::default(), &keys());
+    let registry = Registry::default();
+    registry.attach(guest.ram().clone());
+    registry.register_kernel(found(&guest)).expect("taken");
+    let damages: [fn(&mut KernelTables); 2] = [
+        |tables| tables.generation = 0,
+        |tables| tables.page_table.root = u64::MAX & !0xfff,
+    ];
+    for damage in damages {
+        let mut damaged = found(&guest);
+        damage(&mut damaged);
+        registry.register_kernel(damaged).expect_err("damaged");
+        assert_eq!(phase(&registry), (RegistrationPhase::Registered, true));
+        registry.snapshot().expect("the last one");
+    }
+    // What a kernel says of itself replaces what was discovered.
+    let mut damaged = found(&guest);
+    (damaged.generation, damaged.discovery) = (0, None);
+    registry.register_kernel(damaged).expect_err("damaged");
+    assert_eq!(phase(&registry).0, RegistrationPhase::Refused);
+}
+
 fn phase(registry: &Registry) -> (RegistrationPhase, bool) {
     let description = registry.describe();
     (description.phase, description.discovery.is_some())
