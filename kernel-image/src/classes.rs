@@ -8,6 +8,7 @@
 //! | never | the symbol `security_hook_active_*` (6.12 and later): the branch is around a static call that may be NULL | the symbol |
 //! | guarded | all others | the symbol, `sched_feat_` and the feature, else symbol and offset |
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 use std::ops::Range;
@@ -16,10 +17,10 @@ use serde::Serialize;
 
 use crate::btf::{Btf, Member};
 
-/// Most tracepoints, descriptors or scheduler features of one image.
-const MAX_RECORDS: u64 = 1 << 17;
-/// Most bytes of the texts of all descriptors of dynamic debug.
-pub(crate) const MAX_DEBUG_TEXTS: usize = 32 << 20;
+/// Most tracepoints and descriptors of dynamic debug, each time that one is read.
+const MAX_RECORDS: u64 = static_keys::KEYS_MAX as u64;
+/// Most bytes of all their texts.
+const MAX_TEXTS: usize = 32 << 20;
 /// Longest text that is read.
 const MAX_TEXT: usize = 512;
 
@@ -101,7 +102,7 @@ pub(crate) trait Memory {
 
     /// Text up to its NUL, with what is not printable replaced.
     fn text_at(&mut self, address: u64) -> Option<String> {
-        Some(printable(&self.bytes_at(address)?))
+        Some(printable(&self.bytes_at(address)?).into_owned())
     }
 
     /// Bytes up to a NUL.
@@ -125,13 +126,21 @@ pub(crate) trait Memory {
 }
 
 /// Text of the guest for people.
-pub(crate) fn printable(text: &[u8]) -> String {
-    text.iter()
-        .map(|&byte| match byte {
-            b' '..=b'~' => char::from(byte),
-            _ => '?',
-        })
-        .collect()
+pub(crate) fn printable(text: &[u8]) -> Cow<'_, str> {
+    let is_printable = |byte: &u8| matches!(byte, b' '..=b'~');
+    match std::str::from_utf8(text) {
+        Ok(text) if text.as_bytes().iter().all(is_printable) => Cow::Borrowed(text),
+        _ => {
+            let replaced = |byte| {
+                if is_printable(byte) {
+                    char::from(*byte)
+                } else {
+                    '?'
+                }
+            };
+            Cow::Owned(text.iter().map(replaced).collect())
+        }
+    }
 }
 
 /// Offsets in `struct tracepoint`.
@@ -155,24 +164,73 @@ pub(crate) struct DebugLayout {
     pub class: Option<Member>,
 }
 
+/// What further tracepoints and descriptors may take. Tables may name the same memory, so what was found does not bound it.
+#[derive(Clone, Debug)]
+pub(crate) struct Room {
+    records: u64,
+    /// Bytes of texts.
+    texts: usize,
+}
+
+impl Default for Room {
+    fn default() -> Self {
+        Self {
+            records: MAX_RECORDS,
+            texts: MAX_TEXTS,
+        }
+    }
+}
+
+/// Why records were not read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unread {
+    /// They are not mapped, or their texts are too long.
+    Memory,
+    /// There are too many.
+    Records,
+}
+
+impl Room {
+    fn take_records(&mut self, count: u64) -> Result<(), Unread> {
+        self.records = self.records.checked_sub(count).ok_or(Unread::Records)?;
+        Ok(())
+    }
+
+    fn take_text(&mut self, bytes: usize) -> Option<()> {
+        self.texts = self.texts.checked_sub(bytes)?;
+        Some(())
+    }
+}
+
 /// The tracepoints of an image by the addresses of their keys. `pointers` is an array of s32, each relative to itself.
 pub(crate) fn tracepoints(
     memory: &mut impl Memory,
     pointers: Range<u64>,
     layout: TracepointLayout,
+    room: &mut Room,
+) -> Result<BTreeMap<u64, Tracepoint>, Unread> {
+    let length = pointers.end.checked_sub(pointers.start);
+    let count = length.ok_or(Unread::Memory)? / 4;
+    room.take_records(count)?;
+    read_tracepoints(memory, pointers.start, count, layout, room).ok_or(Unread::Memory)
+}
+
+fn read_tracepoints(
+    memory: &mut impl Memory,
+    pointers: u64,
+    count: u64,
+    layout: TracepointLayout,
+    room: &mut Room,
 ) -> Option<BTreeMap<u64, Tracepoint>> {
-    let count = pointers.end.checked_sub(pointers.start)? / 4;
-    if count > MAX_RECORDS {
-        return None;
-    }
     let mut found = BTreeMap::new();
     for index in 0..count {
-        let at = pointers.start.checked_add(4 * index)?;
+        let at = pointers.checked_add(4 * index)?;
         let mut offset = [0; 4];
         memory.read_at(at, &mut offset)?;
         let address = at.wrapping_add_signed(i64::from(i32::from_le_bytes(offset)));
         let name = memory.word_at(address.checked_add(u64::from(layout.name))?)?;
         let name = memory.text_at(name)?;
+        room.take_text(name.len())?;
         found.insert(
             address.checked_add(u64::from(layout.key))?,
             Tracepoint { address, name },
@@ -181,25 +239,32 @@ pub(crate) fn tracepoints(
     Some(found)
 }
 
-/// The descriptors of dynamic debug from `start` on, by the addresses of their keys. `room` is the number
-/// of bytes that their texts may still take; none if they take more.
+/// The descriptors of dynamic debug from `start` on, by the addresses of their keys.
 pub(crate) fn debug_lines(
     memory: &mut impl Memory,
     start: u64,
     count: u64,
     layout: DebugLayout,
-    room: &mut usize,
+    room: &mut Room,
+) -> Result<BTreeMap<u64, DebugLine>, Unread> {
+    room.take_records(count)?;
+    read_debug_lines(memory, start, count, layout, room).ok_or(Unread::Memory)
+}
+
+fn read_debug_lines(
+    memory: &mut impl Memory,
+    start: u64,
+    count: u64,
+    layout: DebugLayout,
+    room: &mut Room,
 ) -> Option<BTreeMap<u64, DebugLine>> {
-    if count > MAX_RECORDS {
-        return None;
-    }
     let mut found = BTreeMap::new();
     for index in 0..count {
         let at = start.checked_add(index.checked_mul(u64::from(layout.size))?)?;
         let mut text = |offset: u32| {
             let pointer = memory.word_at(at.checked_add(u64::from(offset))?)?;
             let text = memory.bytes_at(pointer)?;
-            *room = room.checked_sub(text.len())?;
+            room.take_text(text.len())?;
             Some(text)
         };
         let (module, file) = (text(layout.module)?, text(layout.file)?);
@@ -212,9 +277,9 @@ pub(crate) fn debug_lines(
         found.insert(
             at.checked_add(u64::from(layout.key))?,
             DebugLine {
-                module: printable(&module),
-                file: printable(&file),
-                function: printable(&function),
+                module: printable(&module).into_owned(),
+                file: printable(&file).into_owned(),
+                function: printable(&function).into_owned(),
                 line,
                 format: format.into_iter().map(char::from).collect(),
                 classed: class.is_some_and(|(class, none)| class != none),
@@ -260,24 +325,13 @@ pub(crate) fn scheduler_features(
 }
 
 /// What an image's own tables say of keys, by the keys' addresses.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Classes {
     pub tracepoints: BTreeMap<u64, Tracepoint>,
     pub debug_lines: BTreeMap<u64, DebugLine>,
     pub features: BTreeMap<u64, String>,
-    /// Bytes that the texts of further descriptors may take.
-    pub debug_text_room: usize,
-}
-
-impl Default for Classes {
-    fn default() -> Self {
-        Self {
-            tracepoints: BTreeMap::new(),
-            debug_lines: BTreeMap::new(),
-            features: BTreeMap::new(),
-            debug_text_room: MAX_DEBUG_TEXTS,
-        }
-    }
+    /// For what other images say.
+    pub room: Room,
 }
 
 impl Classes {
@@ -377,11 +431,27 @@ mod tests {
             line: member(32),
             class: None,
         };
-        let mut room = 10 * 4 * 2 * MAX_TEXT;
+        let room_for = |texts| Room {
+            texts,
+            ..Room::default()
+        };
+        let mut room = room_for(10 * 4 * 2 * MAX_TEXT);
         let lines = debug_lines(&mut Endless, 0, 10, layout, &mut room).expect("they fit");
         assert_eq!(lines.len(), 10);
         assert!(lines.values().all(|line| line.format.len() < 2 * MAX_TEXT));
-        let mut room = 10 * MAX_TEXT;
-        assert!(debug_lines(&mut Endless, 0, 10, layout, &mut room).is_none());
+        let mut room = room_for(10 * MAX_TEXT);
+        let lines = debug_lines(&mut Endless, 0, 10, layout, &mut room);
+        assert_eq!(lines, Err(Unread::Memory));
+    }
+
+    #[test]
+    fn names_of_tracepoints_are_bounded() {
+        let layout = TracepointLayout { name: 0, key: 8 };
+        let mut room = Room::default();
+        let many = MAX_TEXTS as u64 / MAX_TEXT as u64 + 1;
+        let found = tracepoints(&mut Endless, 0..4 * (many / 2), layout, &mut room);
+        assert!(found.is_ok());
+        let found = tracepoints(&mut Endless, 0..4 * (many - many / 2), layout, &mut room);
+        assert_eq!(found, Err(Unread::Memory));
     }
 }

@@ -32,6 +32,19 @@ use memchr::memmem;
 use crate::image::Image;
 use crate::symbols::{MAX_SYMBOLS, Symbol, Symbols};
 
+/// Why a kernel's symbols cannot be read from its image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum KallsymsError {
+    /// There are none, or their layout is unknown.
+    #[error("the kernel's read-only data holds no kallsyms: it is built without CONFIG_KALLSYMS")]
+    Absent,
+    /// The search was given up.
+    #[error(
+        "the search for kallsyms was given up after {MAX_STEPS} steps: too much of the kernel's read-only data resembles them"
+    )]
+    TooManySteps,
+}
+
 /// The tokens `0` to `9`.
 const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";
 /// Longest token and longest name, in bytes (`KSYM_NAME_LEN` is 512).
@@ -40,32 +53,66 @@ const MAX_NAME: usize = 512;
 const MAX_NAMES: usize = 64 << 20;
 /// How far before the token table the markers may begin: behind them lie at most 3 bytes per symbol.
 const MAX_MARKER_DISTANCE: usize = 16 << 20;
-/// Places tried before giving up; a real image needs one or two. Bounds the time a crafted file can take.
-const MAX_ATTEMPTS: usize = 64;
+/// Most steps of a search: 16 times those of the largest stock kernel. Bounds the time that a crafted image takes.
+const MAX_STEPS: usize = 1 << 28;
+/// Reads the symbols of a kernel built with CONFIG_KALLSYMS.
+///
+/// # Errors
+/// [`KallsymsError`].
+pub fn read(image: &Image<'_>) -> Result<Symbols, KallsymsError> {
+    search(image, &mut Steps::new(MAX_STEPS))
+}
 
-/// Reads the symbols of a kernel built with CONFIG_KALLSYMS. None if there are none, or in an unknown layout.
-pub fn read(image: &Image<'_>) -> Option<Symbols> {
-    let mut attempts = MAX_ATTEMPTS;
+fn search(image: &Image<'_>, steps: &mut Steps) -> Result<Symbols, KallsymsError> {
     let digits = memmem::Finder::new(DIGITS);
-    image.pieces().find_map(|(address, data)| {
+    let pointer = image.pointer_size as usize;
+    for (address, data) in image.pieces() {
         let mut from = 0;
-        while attempts > 0
-            && let Some(found) = digits.find(&data[from..])
-        {
-            attempts -= 1;
-            let pointer = image.pointer_size as usize;
+        while let Some(found) = digits.find(&data[from..]) {
             for alignment in [pointer, 4] {
-                if let Some(tokens) = Tokens::around(data, from + found, alignment)
-                    && let Some(symbols) =
-                        Finder::new(address, data, tokens, pointer, alignment).symbols(image)
-                {
-                    return Some(symbols);
+                if let Some(tokens) = Tokens::around(data, from + found, alignment, steps) {
+                    let finder = Finder {
+                        address,
+                        data,
+                        tokens,
+                        pointer,
+                        alignment,
+                        steps,
+                    };
+                    if let Some(symbols) = finder.symbols(image) {
+                        return Ok(symbols);
+                    }
+                }
+                if steps.are_used_up() {
+                    return Err(KallsymsError::TooManySteps);
                 }
             }
             from += found + 1;
         }
-        None
-    })
+    }
+    Err(KallsymsError::Absent)
+}
+
+/// Counts the steps of a search. Each looks at a byte, a word, a name or a token.
+struct Steps {
+    taken: usize,
+    most: usize,
+}
+
+impl Steps {
+    fn new(most: usize) -> Self {
+        Self { taken: 0, most }
+    }
+
+    /// None once there were too many: the caller gives up.
+    fn take(&mut self, steps: usize) -> Option<()> {
+        self.taken = self.taken.saturating_add(steps);
+        (!self.are_used_up()).then_some(())
+    }
+
+    fn are_used_up(&self) -> bool {
+        self.taken > self.most
+    }
 }
 
 fn align_up(offset: usize, alignment: usize) -> usize {
@@ -89,6 +136,14 @@ fn pointer_at(data: &[u8], at: usize, size: usize) -> Option<u64> {
     }
 }
 
+/// The string up to its NUL.
+fn string_at<'data>(data: &'data [u8], at: usize, steps: &mut Steps) -> Option<&'data [u8]> {
+    let rest = data.get(at..)?;
+    let length = rest.iter().take(MAX_NAME).position(|byte| *byte == 0);
+    steps.take(length.unwrap_or(MAX_NAME) + 1)?;
+    rest.get(..length?)
+}
+
 /// kallsyms_token_table and kallsyms_token_index.
 struct Tokens<'data> {
     strings: Vec<Cow<'data, str>>,
@@ -100,15 +155,15 @@ struct Tokens<'data> {
 
 impl<'data> Tokens<'data> {
     /// `digits` is the offset of token 0x30.
-    fn around(data: &'data [u8], digits: usize, alignment: usize) -> Option<Self> {
+    fn around(
+        data: &'data [u8],
+        digits: usize,
+        alignment: usize,
+        steps: &mut Steps,
+    ) -> Option<Self> {
         let mut end = digits;
         for _ in usize::from(b'0')..256 {
-            end += data
-                .get(end..)?
-                .iter()
-                .take(MAX_NAME)
-                .position(|byte| *byte == 0)?
-                + 1;
+            end += string_at(data, end, steps)?.len() + 1;
         }
         let index_start = align_up(end, alignment);
         let index = data.get(index_start..)?.get(..512)?;
@@ -122,10 +177,9 @@ impl<'data> Tokens<'data> {
             if offset(token) != expected {
                 return None;
             }
-            let string = data.get(start + expected..)?;
-            let length = string.iter().take(MAX_NAME).position(|byte| *byte == 0)?;
-            strings.push(String::from_utf8_lossy(&string[..length]));
-            expected += length + 1;
+            let string = string_at(data, start + expected, steps)?;
+            strings.push(String::from_utf8_lossy(string));
+            expected += string.len() + 1;
         }
         Some(Self {
             strings,
@@ -144,7 +198,7 @@ struct Names {
     tokens: Vec<Range<usize>>,
 }
 
-struct Finder<'data> {
+struct Finder<'data, 'steps> {
     /// Address of `data`.
     address: u64,
     data: &'data [u8],
@@ -152,27 +206,10 @@ struct Finder<'data> {
     pointer: usize,
     /// Alignment of the arrays.
     alignment: usize,
-    attempts: usize,
+    steps: &'steps mut Steps,
 }
 
-impl<'data> Finder<'data> {
-    fn new(
-        address: u64,
-        data: &'data [u8],
-        tokens: Tokens<'data>,
-        pointer: usize,
-        alignment: usize,
-    ) -> Self {
-        Self {
-            address,
-            data,
-            tokens,
-            pointer,
-            alignment,
-            attempts: MAX_ATTEMPTS,
-        }
-    }
-
+impl Finder<'_, '_> {
     fn symbols(mut self, image: &Image<'_>) -> Option<Symbols> {
         let names = self.find_names()?;
         let text = self.find_text(&names)?;
@@ -180,7 +217,7 @@ impl<'data> Finder<'data> {
         let mut symbols = Symbols::default();
         let mut name = String::with_capacity(MAX_NAME);
         let mut length = 0;
-        for (range, address) in names.tokens.iter().zip(addresses) {
+        for (range, address) in names.tokens.into_iter().zip(addresses) {
             let letter = self.expand(range, &mut name)?;
             length += name.len();
             if length > MAX_NAMES {
@@ -193,18 +230,21 @@ impl<'data> Finder<'data> {
     }
 
     /// The number of the symbol for the start of the kernel's text.
-    fn find_text(&self, names: &Names) -> Option<usize> {
+    fn find_text(&mut self, names: &Names) -> Option<usize> {
         let mut name = String::with_capacity(MAX_NAME);
         names.tokens.iter().position(|range| {
-            self.expand(range, &mut name).is_some() && matches!(&name[1..], "_stext" | "_text")
+            self.expand(range.clone(), &mut name).is_some()
+                && matches!(&name[1..], "_stext" | "_text")
         })
     }
 
     /// Puts a symbol's letter of nm(1), which is the first character, and its name into `name`. Returns the letter.
-    fn expand(&self, tokens: &Range<usize>, name: &mut String) -> Option<u8> {
+    fn expand(&mut self, tokens: Range<usize>, name: &mut String) -> Option<u8> {
         name.clear();
-        for token in &self.data[tokens.clone()] {
-            name.push_str(&self.tokens.strings[usize::from(*token)]);
+        for token in &self.data[tokens] {
+            let string = &self.tokens.strings[usize::from(*token)];
+            self.steps.take(1 + string.len())?;
+            name.push_str(string);
             if name.len() > MAX_NAME {
                 return None;
             }
@@ -218,9 +258,11 @@ impl<'data> Finder<'data> {
         let mut at = self.tokens.start & !3;
         while at >= lowest + 4 {
             at -= 4;
+            self.steps.take(1)?;
             // Markers were as wide as a pointer before 4.20.
             for width in [4, self.pointer] {
                 let markers = self.markers(at, width);
+                self.steps.take(markers.len())?;
                 if markers.len() < 4 {
                     continue;
                 }
@@ -228,9 +270,6 @@ impl<'data> Finder<'data> {
                 for count in [markers.len(), markers.len() - 1] {
                     if let Some(names) = self.names_before(at, &markers[..count]) {
                         return Some(names);
-                    }
-                    if self.attempts == 0 {
-                        return None;
                     }
                 }
             }
@@ -271,11 +310,11 @@ impl<'data> Finder<'data> {
             .saturating_sub(256 * (MAX_NAME + 2))
             .max(self.alignment);
         let mut start = highest & !(self.alignment - 1);
-        while start >= lowest && self.attempts > 0 {
+        while start >= lowest {
+            self.steps.take(1)?;
             let count_at = start - self.alignment;
             let count = u32_at(self.data, count_at)? as usize;
             if count.div_ceil(256) == markers.len() && count <= MAX_SYMBOLS {
-                self.attempts -= 1;
                 // The length had one byte before 6.1, when no name was longer than 255 tokens.
                 for wide_lengths in [true, false] {
                     if let Some(tokens) = self.walk(start, count, markers, wide_lengths)
@@ -296,7 +335,7 @@ impl<'data> Finder<'data> {
     }
 
     fn walk(
-        &self,
+        &mut self,
         start: usize,
         count: usize,
         markers: &[usize],
@@ -305,6 +344,7 @@ impl<'data> Finder<'data> {
         let mut at = start;
         let mut names = Vec::new();
         for index in 0..count {
+            self.steps.take(1)?;
             if index % 256 == 0 && markers.get(index / 256) != Some(&(at - start)) {
                 return None;
             }
@@ -325,7 +365,14 @@ impl<'data> Finder<'data> {
     }
 
     /// `text` is the number of the symbol for the start of the kernel's text.
-    fn find_addresses(&self, names: &Names, text: usize, image: &Image<'_>) -> Option<Vec<u64>> {
+    fn find_addresses(
+        &mut self,
+        names: &Names,
+        text: usize,
+        image: &Image<'_>,
+    ) -> Option<Vec<u64>> {
+        // Six passes over the addresses at most.
+        self.steps.take(6 * names.count)?;
         // 6.4 and later: right behind the token index.
         let after = align_up(self.tokens.end, self.alignment);
         let base_after = align_up(after.checked_add(names.count * 4)?, self.pointer);
@@ -402,4 +449,59 @@ fn plausible(
         .filter(|address| image.contains(**address))
         .count();
     (anchored && rising && inside * 4 > addresses.len() * 3).then_some(addresses)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A token table with its index: the digits, and empty strings.
+    fn token_table() -> Vec<u8> {
+        let (mut table, mut index) = (Vec::new(), Vec::new());
+        for token in 0..=255_u8 {
+            let start = u16::try_from(table.len()).expect("a short table");
+            index.extend_from_slice(&start.to_le_bytes());
+            table.extend(token.is_ascii_digit().then_some(token));
+            table.push(0);
+        }
+        table.resize(table.len().next_multiple_of(8), 0);
+        table.extend_from_slice(&index);
+        table
+    }
+
+    /// Searches `data` with a limit of steps. Returns also how many were taken.
+    fn search_in(data: &[u8], most: usize) -> (Result<Symbols, KallsymsError>, usize) {
+        let range = 0x1000..0x1000 + data.len() as u64;
+        let image = Image::from_pieces([(range, data)], Vec::new()).expect("one piece");
+        let mut steps = Steps::new(most);
+        (search(&image, &mut steps), steps.taken)
+    }
+
+    #[test]
+    fn steps_of_a_search_are_bounded() {
+        // Markers seem to begin every 16 bytes, and before each the count of names is searched for.
+        let markers = [0, 2000, 4000, 6000_u32].map(u32::to_le_bytes);
+        let mut data = markers.as_flattened().repeat(1 << 11);
+        data.extend(token_table());
+        let (found, taken) = search_in(&data, usize::MAX);
+        assert_eq!(found.err(), Some(KallsymsError::Absent));
+        let most = 1 << 18;
+        assert!(taken > 8 * most, "{taken}");
+        let (found, taken) = search_in(&data, most);
+        assert_eq!(found.err(), Some(KallsymsError::TooManySteps));
+        assert!((most..most + 2 * MAX_NAME).contains(&taken), "{taken}");
+    }
+
+    /// The places where a token table begins have no limit of their own.
+    #[test]
+    fn token_tables_are_searched_for_within_the_steps() {
+        let data = token_table().repeat(100);
+        let (found, taken) = search_in(&data, usize::MAX);
+        assert_eq!(found.err(), Some(KallsymsError::Absent));
+        let most = 1 << 16;
+        assert!(taken > 16 * most, "{taken}");
+        let (found, taken) = search_in(&data, most);
+        assert_eq!(found.err(), Some(KallsymsError::TooManySteps));
+        assert!((most..most + 2 * MAX_NAME).contains(&taken), "{taken}");
+    }
 }

@@ -30,7 +30,7 @@ pub use classes::{Class, DebugLine, Tracepoint};
 pub use container::{Compression, ContainerError, Unpacked, unpack};
 pub use entry::{Format, Instruction, Site, decode_site};
 pub use image::{Image, ImageError};
-pub use kallsyms::read as read_kallsyms;
+pub use kallsyms::{KallsymsError, read as read_kallsyms};
 pub use report::{ImageReport, Key, Report, SiteReport, Summary, SymbolSource, TableReport};
 /// Globs over key names.
 pub use static_keys::{PatternError, Patterns};
@@ -48,6 +48,9 @@ pub enum InspectError {
     /// The ELF file is no kernel.
     #[error(transparent)]
     Image(#[from] ImageError),
+    /// Reading the kernel's own symbols takes too long.
+    #[error(transparent)]
+    Kallsyms(#[from] KallsymsError),
     /// The debug file is not this kernel's.
     #[error(transparent)]
     DebugFile(#[from] live::DiscoveryError),
@@ -75,10 +78,12 @@ pub fn inspect(file: &[u8], given: Option<DebugFile>) -> Result<Report, InspectE
         (SymbolSource::File, symbols)
     } else if !own.is_empty() {
         (SymbolSource::Elf, own)
-    } else if let Some(kallsyms) = read_kallsyms(&image) {
-        (SymbolSource::Kallsyms, kallsyms)
     } else {
-        (SymbolSource::None, own)
+        match read_kallsyms(&image) {
+            Ok(kallsyms) => (SymbolSource::Kallsyms, kallsyms),
+            Err(KallsymsError::Absent) => (SymbolSource::None, own),
+            Err(error) => return Err(error.into()),
+        }
     };
     symbols.classify(|address| image.is_executable(address));
     let table = Table::find(&image, &symbols)?;

@@ -444,15 +444,16 @@ fn classes(mut image: &Image<'_>, symbols: &Symbols, types: Option<&[u8]>) -> Op
         btf.offset("tracepoint", &["key"]),
     ) {
         let layout = TracepointLayout { name, key };
-        found.tracepoints = classes::tracepoints(&mut image, pointers, layout).unwrap_or_default();
+        found.tracepoints =
+            classes::tracepoints(&mut image, pointers, layout, &mut found.room).unwrap_or_default();
     }
     if let Some(lines) = between("__start___dyndbg", "__stop___dyndbg")
         && let Some(layout) = debug_layout(&btf)
     {
         let count = lines.end.saturating_sub(lines.start) / u64::from(layout.size);
-        let mut room = classes::MAX_DEBUG_TEXTS;
-        found.debug_lines = classes::debug_lines(&mut image, lines.start, count, layout, &mut room)
-            .unwrap_or_default();
+        found.debug_lines =
+            classes::debug_lines(&mut image, lines.start, count, layout, &mut found.room)
+                .unwrap_or_default();
     }
     if let (Some(keys), Some(names), Some(size)) = (
         symbols.address("sched_feat_keys"),

@@ -6,6 +6,8 @@ use std::ops::Range;
 
 use foldhash::fast::RandomState;
 
+use crate::classes::printable;
+
 /// Most symbols kept; a distribution kernel has about 200,000.
 pub const MAX_SYMBOLS: usize = 1 << 22;
 
@@ -157,15 +159,17 @@ pub struct Symbols {
 }
 
 impl Symbols {
-    /// Adds a symbol. Silently full after [`MAX_SYMBOLS`] symbols or 4 GiB of names: what is missing then is a name in the listing.
+    /// Adds a symbol. What is not printable in its name is replaced, because names reach clients and terminals. Silently full after
+    /// [`MAX_SYMBOLS`] symbols or 4 GiB of names: what is missing then is a name in the listing.
     pub fn push(&mut self, symbol: Symbol, name: &str) {
+        let name = printable(name.as_bytes());
         let start = u32::try_from(self.names.len());
         let end = u32::try_from(self.names.len().saturating_add(name.len()));
         if let (Ok(start), Ok(end)) = (start, end)
             && self.entries.len() < MAX_SYMBOLS
             && !name.is_empty()
         {
-            self.names.push_str(name);
+            self.names.push_str(&name);
             self.entries.push((symbol, start, end));
         }
     }
@@ -330,5 +334,23 @@ impl Symbols {
         }
         symbols.sort();
         Ok(symbols)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_printable() {
+        let mut symbols = Symbols::default();
+        let names = ["plain", "a b~", "clear\x1b[2J\r\n\x7f", "turn\u{202e}"];
+        for (address, name) in (0..).zip(names) {
+            symbols.push(Symbol::from_letter(address, b't'), name);
+        }
+        symbols.sort();
+        let kept: Vec<&str> = symbols.iter().map(|(_, name)| name).collect();
+        assert_eq!(kept, ["plain", "a b~", "clear?[2J???", "turn???"]);
+        assert_eq!(symbols.resolve(1, SymbolKind::Text), Some(("a b~", 0)));
     }
 }

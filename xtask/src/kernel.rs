@@ -99,10 +99,10 @@ impl Recipe {
         }
     }
 
-    /// The standard kernel without the series, whose kallsyms have no symbols of data. It has BTF.
+    /// A kernel without the series that has only what tests of keys need, and no symbols of data in its kallsyms. It has BTF.
     pub fn without_data_symbols() -> Self {
         Self {
-            config: vec![NO_KALLSYMS_ALL.into()],
+            config: vec!["small".into(), NO_KALLSYMS_ALL.into()],
             ..Self::unpatched()
         }
     }

@@ -3,21 +3,18 @@
 
 use std::sync::Arc;
 
-use static_keys::{ENTRIES_MAX, JumpEntry, KEYS_MAX, Nops};
+use static_keys::{ENTRIES_MAX, JumpEntry, Nops};
 
 use super::error::{DiscoveryError, refuse};
 use super::gates::{self, Gates};
 use super::layout::{Inner, Layout};
 use super::locate::{Anchors, Located, required};
 use super::memory::PhysicalMemory;
-use super::modules::{self, Loaded};
+use super::modules::{self, Loaded, SymbolRoom};
 use super::parts::Clock;
 use super::tables::{self, Tables};
 use super::{ImageTables, Key};
 use crate::classes::Classes;
-
-/// Most symbols of all modules together.
-const MAX_MODULE_SYMBOLS: usize = 1 << 20;
 
 /// What the kernel image has, and keeps while it runs.
 pub(super) struct Own {
@@ -87,22 +84,15 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
         tables.push(image);
     }
     let used = tables::keys(view, &tables, &sites, layout)?;
-    if used.len() > KEYS_MAX {
-        return refuse(format!(
-            "{} keys are more than the {KEYS_MAX} that are supported",
-            used.len()
-        ));
-    }
     clock.part("jump tables", view.copied());
 
     let mut classes = own.classes.clone();
     classes.add_modules(view, &anchors.named, layout, inner, &modules)?;
     clock.part("classes", view.copied());
     let mut symbols = vec![Arc::clone(&anchors.symbols)];
-    let mut room = MAX_MODULE_SYMBOLS;
+    let mut room = SymbolRoom::default();
     for module in &modules {
-        let own = modules::symbols(view, module, inner, room).unwrap_or_default();
-        room = room.saturating_sub(own.len());
+        let own = modules::symbols(view, module, inner, &mut room).unwrap_or_default();
         symbols.push(Arc::new(own));
     }
     clock.part("symbols of modules", view.copied());

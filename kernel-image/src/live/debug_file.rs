@@ -21,7 +21,7 @@ use crate::btf::{Btf, BtfError};
 use crate::container::{self, ContainerError};
 use crate::dwarf;
 use crate::image::{Image, symbol_table};
-use crate::kallsyms;
+use crate::kallsyms::{self, KallsymsError};
 use crate::symbols::{Named, SymbolFileError, Symbols};
 
 /// Most bytes of a file; a distribution's vmlinux with its DWARF has up to 1 GiB.
@@ -244,15 +244,19 @@ impl DebugFile {
         self,
         image: &Image<'_>,
     ) -> Result<(Symbols, Option<Vec<u8>>), DiscoveryError> {
-        if let Some(own) = kallsyms::read(image) {
-            let named = own.look_up(layout::SYMBOLS);
-            let Slide(by) = self.compare(&own, &named)?;
-            if by != 0 {
-                return refuse(format!(
-                    "the debug file {} is of another build: its _stext is not where the image has it; {GIVE_FILE}",
-                    self.path.display()
-                ));
+        match kallsyms::read(image) {
+            Ok(own) => {
+                let named = own.look_up(layout::SYMBOLS);
+                let Slide(by) = self.compare(&own, &named)?;
+                if by != 0 {
+                    return refuse(format!(
+                        "the debug file {} is of another build: its _stext is not where the image has it; {GIVE_FILE}",
+                        self.path.display()
+                    ));
+                }
             }
+            Err(KallsymsError::Absent) => {}
+            Err(error) => return refuse(error.to_string()),
         }
         let notes = self.named.range("__start_notes", "__stop_notes");
         let notes = notes.map(|range| image.bytes_at(range.start, range.end - range.start));

@@ -22,7 +22,7 @@ use super::parts::Clock;
 use super::{FileUse, NoteFound, Way};
 use crate::classes::Memory;
 use crate::image::Image;
-use crate::kallsyms;
+use crate::kallsyms::{self, KallsymsError};
 use crate::symbols::{Named, Symbols};
 
 /// Address of the read-only mapping of the IDT (arch/x86/include/asm/cpu_entry_area.h).
@@ -367,13 +367,14 @@ fn symbols<M: PhysicalMemory + ?Sized>(
         .filter(|run| !run.is_constant())
         .map(|run| (run.range.clone(), [].as_slice()));
     let found = Image::from_pieces(constant.chain(others), vec![code.clone()])
-        .ok()
-        .and_then(|image| kallsyms::read(&image));
-    let Some(mut symbols) = found else {
-        return refuse(
-            "the kernel's read-only data holds no kallsyms: it is built without CONFIG_KALLSYMS, which a discovery needs; no debug file \
-             replaces it",
-        );
+        .map_or(Err(KallsymsError::Absent), |image| kallsyms::read(&image));
+    let mut symbols = match found {
+        Ok(symbols) => symbols,
+        Err(error) => {
+            return refuse(format!(
+                "{error}; a discovery needs kallsyms, and no debug file replaces them"
+            ));
+        }
     };
     symbols.classify(|address| code.contains(&address));
     Ok(symbols)

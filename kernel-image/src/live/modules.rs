@@ -13,7 +13,11 @@ const MAX_MODULES: usize = static_keys::MODULES_MAX;
 /// Most memory of one area of a module.
 const MAX_AREA: u64 = 256 << 20;
 /// Most symbols of a module.
-const MAX_SYMBOLS: u64 = 1 << 18;
+const MAX_SYMBOLS: usize = 1 << 18;
+/// Most symbols of all modules together.
+const MAX_ALL_SYMBOLS: usize = 1 << 20;
+/// Most bytes of the names of all modules' symbols. Symbols may share a text, so the copied memory does not bound it.
+const MAX_NAMES: usize = 32 << 20;
 /// `Elf64_Sym`.
 const SYMBOL_SIZE: u64 = 24;
 
@@ -111,7 +115,7 @@ fn module<M: PhysicalMemory + ?Sized>(
     let areas = areas(view, address, &module.memory)?;
     Some(Loaded {
         address,
-        name: crate::classes::printable(name),
+        name: crate::classes::printable(name).into_owned(),
         text: areas.text,
         ro_after_init: areas.ro_after_init,
         init_text: areas.init_text,
@@ -192,19 +196,38 @@ fn areas<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// The symbols of a module: `struct mod_kallsyms`.
+/// What the symbols of further modules may take. Symbols that are read and not kept count too.
+pub(super) struct SymbolRoom {
+    symbols: usize,
+    names: usize,
+}
+
+impl Default for SymbolRoom {
+    fn default() -> Self {
+        Self {
+            symbols: MAX_ALL_SYMBOLS,
+            names: MAX_NAMES,
+        }
+    }
+}
+
+/// The symbols of a module: `struct mod_kallsyms`. None if they cannot be read, or take more than `room`.
 pub(super) fn symbols<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     module: &Loaded,
     inner: &Inner,
-    most: usize,
+    room: &mut SymbolRoom,
 ) -> Option<Symbols> {
     let layout = &inner.module;
     let table = view.pointer(module.kallsyms, layout.symtab)?;
     let count = view.pointer(module.kallsyms, layout.num_symtab)? & 0xffff_ffff;
     let strings = view.pointer(module.kallsyms, layout.strtab)?;
-    let most = (most as u64).min(MAX_SYMBOLS);
-    let table = view.array(table, count, SYMBOL_SIZE, most * SYMBOL_SIZE)?;
+    let taken = usize::try_from(count).ok()?;
+    if taken > MAX_SYMBOLS {
+        return None;
+    }
+    room.symbols = room.symbols.checked_sub(taken)?;
+    let table = view.array(table, count, SYMBOL_SIZE, u64::MAX)?;
     let mut symbols = Symbols::default();
     let (records, _) = table.as_chunks::<24>();
     // The first is the null symbol.
@@ -223,6 +246,7 @@ pub(super) fn symbols<M: PhysicalMemory + ?Sized>(
             continue;
         }
         let name = crate::classes::Memory::text_at(view, strings.checked_add(u64::from(name))?)?;
+        room.names = room.names.checked_sub(name.len())?;
         let kind = SymbolKind::from_section(module.text.contains(&address));
         // The upper half of st_info is the binding; 0 is local.
         let global = record[4] >> 4 != 0;

@@ -13,7 +13,9 @@ use super::memory::{PhysicalMemory, View};
 use super::modules::Loaded;
 use super::tables::Used;
 use super::{ImageTables, Key};
-use crate::classes::{self, Classes, DebugLayout, Tracepoint, TracepointLayout, tell_apart};
+use crate::classes::{
+    self, Classes, DebugLayout, Tracepoint, TracepointLayout, Unread, tell_apart,
+};
 use crate::symbols::{Named, SymbolKind};
 
 /// Most tables of dynamic debug.
@@ -89,11 +91,10 @@ impl Classes {
             name: layout.tracepoint_name,
             key: layout.tracepoint_key,
         };
-        match classes::tracepoints(view, pointers, offsets) {
-            Some(found) => self.tracepoints.extend(found),
-            None => return busy("the tracepoints cannot be read"),
-        }
-        self.check_size()
+        let found = classes::tracepoints(view, pointers, offsets, &mut self.room);
+        self.tracepoints
+            .extend(read(found, "the tracepoints cannot be read")?);
+        Ok(())
     }
 
     fn add_debug_lines<M: PhysicalMemory + ?Sized>(
@@ -103,19 +104,9 @@ impl Classes {
         count: u64,
         offsets: DebugLayout,
     ) -> Result<(), DiscoveryError> {
-        match classes::debug_lines(view, start, count, offsets, &mut self.debug_text_room) {
-            Some(found) => self.debug_lines.extend(found),
-            None => return busy("the descriptors of dynamic debug cannot be read"),
-        }
-        self.check_size()
-    }
-
-    fn check_size(&self) -> Result<(), DiscoveryError> {
-        if self.tracepoints.len() + self.debug_lines.len() > KEYS_MAX {
-            return refuse(format!(
-                "tracepoints and lines of dynamic debug are more than the {KEYS_MAX} keys that are supported"
-            ));
-        }
+        let found = classes::debug_lines(view, start, count, offsets, &mut self.room);
+        let why = "the descriptors of dynamic debug cannot be read";
+        self.debug_lines.extend(read(found, why)?);
         Ok(())
     }
 
@@ -173,6 +164,16 @@ impl Classes {
                 .map(|(image, _, range)| (image, range))
                 .collect(),
         }
+    }
+}
+
+fn read<T>(found: Result<T, Unread>, why: &str) -> Result<T, DiscoveryError> {
+    match found {
+        Ok(found) => Ok(found),
+        Err(Unread::Memory) => busy(why),
+        Err(Unread::Records) => refuse(format!(
+            "tracepoints and lines of dynamic debug are more than the {KEYS_MAX} keys that are supported"
+        )),
     }
 }
 

@@ -16,6 +16,7 @@ use std::collections::HashMap;
 use super::error::{DiscoveryError, busy, refuse};
 use super::memory::{Cpu, PhysicalMemory};
 use super::paging::{IMAGE_MAP, PAGE, PageTable};
+use crate::classes::printable;
 
 /// How the text begins.
 const START: &[u8] = b"OSRELEASE=";
@@ -49,12 +50,13 @@ impl Note {
     /// # Errors
     /// A sentence if the guest's memory is encrypted.
     pub fn parse(text: &[u8]) -> Option<Result<Self, String>> {
-        let text = text.split(|byte| *byte == 0).next()?;
-        let text = std::str::from_utf8(text).ok()?;
-        let lines: HashMap<&str, &str> = text
+        let whole = text.split(|byte| *byte == 0).next()?;
+        let lines: HashMap<&str, &str> = std::str::from_utf8(whole)
+            .ok()?
             .lines()
             .filter_map(|line| line.split_once('='))
             .collect();
+        let text = |name: &str| Some(printable(lines.get(name)?.as_bytes()).into_owned());
         let symbol = |name: &str| u64::from_str_radix(lines.get(name)?, 16).ok();
         if lines
             .get("NUMBER(sme_mask)")
@@ -73,8 +75,8 @@ impl Note {
             .collect::<Option<_>>()?;
         kallsyms.sort_unstable();
         Some(Ok(Self {
-            release: (*lines.get("OSRELEASE")?).to_owned(),
-            build_id: lines.get("BUILD-ID").map_or("", |id| id).to_owned(),
+            release: text("OSRELEASE")?,
+            build_id: text("BUILD-ID").unwrap_or_default(),
             root: symbol("SYMBOL(init_top_pgt)").or_else(|| symbol("SYMBOL(swapper_pg_dir)"))?,
             stext: symbol("SYMBOL(_stext)")?,
             phys_base: phys_base

@@ -4,10 +4,10 @@
 //! An entry is explained if its site lies in the text of its image and holds the NOP or the JMP that the key's count asks for, or lies in
 //! init text that is gone, and if the key's `type` word names exactly the entries that were found by key.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
-use static_keys::{Branch, EntryFormat, Image, JumpEntry, Nops, Size};
+use static_keys::{Branch, EntryFormat, Image, JumpEntry, KEYS_MAX, Nops, Size};
 
 use super::error::{DiscoveryError, busy, refuse};
 use super::layout::Layout;
@@ -176,6 +176,52 @@ fn site<M: PhysicalMemory + ?Sized>(
     }
 }
 
+/// Address ranges of images, sorted.
+struct Ranges(Vec<(Range<u64>, usize)>);
+
+impl Ranges {
+    fn new<'a>(ranges: impl Iterator<Item = (&'a Range<u64>, usize)>) -> Self {
+        let ranges = ranges.filter(|(range, _)| !range.is_empty());
+        let mut ranges: Vec<_> = ranges
+            .map(|(range, image)| (range.clone(), image))
+            .collect();
+        ranges.sort_by_key(|(range, _)| range.start);
+        Self(ranges)
+    }
+
+    /// The image whose range holds the address. Ranges of a kernel do not overlap; of those that do, any may be found.
+    fn image(&self, address: u64) -> Option<usize> {
+        let next = self.0.partition_point(|(range, _)| range.start <= address);
+        let (range, image) = self.0.get(next.checked_sub(1)?)?;
+        range.contains(&address).then_some(*image)
+    }
+}
+
+/// The images with indices: each key is looked up, and a kernel may have 131,072 keys and 4,096 modules.
+struct Images<'a> {
+    tables: &'a [Tables],
+    areas: Ranges,
+    texts: Ranges,
+    by_id: HashMap<u64, usize>,
+}
+
+impl<'a> Images<'a> {
+    fn new(tables: &'a [Tables]) -> Self {
+        let areas = (0..).zip(tables).flat_map(|(index, image)| {
+            let areas = image.areas.iter();
+            areas.map(move |area| (area, index))
+        });
+        let texts = (0..).zip(tables).map(|(index, image)| (&image.text, index));
+        let ids = (0..).zip(tables).map(|(index, image)| (image.id, index));
+        Self {
+            tables,
+            areas: Ranges::new(areas),
+            texts: Ranges::new(texts),
+            by_id: ids.collect(),
+        }
+    }
+}
+
 /// Groups the sites of all images by key and compares them with what the keys say.
 pub(super) fn keys<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
@@ -194,8 +240,15 @@ pub(super) fn keys<M: PhysicalMemory + ?Sized>(
             start += run.len();
         }
     }
+    if keys.len() > KEYS_MAX {
+        return refuse(format!(
+            "{} keys are more than the {KEYS_MAX} that are supported",
+            keys.len()
+        ));
+    }
+    let images = Images::new(images);
     for (address, used) in &mut keys {
-        key(view, images, *address, used, layout)?;
+        key(view, &images, *address, used, layout)?;
         if !used.sealed {
             check_sites(*address, used, sites)?;
         }
@@ -206,18 +259,17 @@ pub(super) fn keys<M: PhysicalMemory + ?Sized>(
 /// Reads the words of a key.
 fn key<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
-    images: &[Tables],
+    images: &Images<'_>,
     address: u64,
     used: &mut Used,
     layout: &Layout,
 ) -> Result<(), DiscoveryError> {
-    let holds = |image: &Tables| image.areas.iter().any(|area| area.contains(&address));
-    let Some(home) = images.iter().position(holds) else {
+    let Some(home) = images.areas.image(address) else {
         return refuse(format!(
             "the key at {address:#x} lies in no image: a module that is not in the list has sites"
         ));
     };
-    if images.iter().any(|image| image.text.contains(&address)) {
+    if images.texts.image(address).is_some() {
         return refuse(format!("the key at {address:#x} lies in text"));
     }
     let words = view
@@ -230,6 +282,7 @@ fn key<M: PhysicalMemory + ?Sized>(
     used.count = count.cast_signed();
     let pointer = kind & !TYPE_MASK;
     used.sealed = images
+        .tables
         .get(home)
         .is_some_and(|image| image.ro_after_init.contains(&address))
         || kind & TYPE_LINKED != 0 && pointer == 0;
@@ -239,7 +292,7 @@ fn key<M: PhysicalMemory + ?Sized>(
     let mut named = if kind & TYPE_LINKED == 0 {
         vec![(home, pointer)]
     } else {
-        chain(view, images, address, pointer, layout)?
+        chain(view, images, address, pointer, used.runs.len(), layout)?
     };
     named.sort_unstable();
     let found: Vec<(usize, u64)> = used
@@ -255,17 +308,18 @@ fn key<M: PhysicalMemory + ?Sized>(
     ))
 }
 
-/// Follows the list of `struct static_key_mod`.
+/// Follows the list of `struct static_key_mod`. `users` is the number of images with entries for the key.
 fn chain<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
-    images: &[Tables],
+    images: &Images<'_>,
     key: u64,
     mut node: u64,
+    users: usize,
     layout: &Layout,
 ) -> Result<Vec<(usize, u64)>, DiscoveryError> {
     let mut named = Vec::new();
-    // Each image occurs once at most.
-    for _ in 0..=images.len() {
+    // Each user occurs once, and the key's own image may occur without entries.
+    for _ in 0..users + 2 {
         if node == 0 {
             return Ok(named);
         }
@@ -279,10 +333,9 @@ fn chain<M: PhysicalMemory + ?Sized>(
                 "the module list of the key at {key:#x} leads to memory that is not mapped"
             ));
         };
-        // The key's own image may stand there without entries.
         if entries != 0 {
-            match images.iter().position(|image| image.id == module) {
-                Some(image) => named.push((image, entries)),
+            match images.by_id.get(&module) {
+                Some(image) => named.push((*image, entries)),
                 None => {
                     return busy(format!(
                         "the key at {key:#x} is used by a module at {module:#x} that is not in the list of modules"
@@ -293,7 +346,7 @@ fn chain<M: PhysicalMemory + ?Sized>(
         node = next;
     }
     busy(format!(
-        "the module list of the key at {key:#x} is longer than the number of modules"
+        "the module list of the key at {key:#x} is longer than the {users} images that use it"
     ))
 }
 
@@ -317,4 +370,63 @@ fn check_sites(address: u64, used: &Used, sites: &[Vec<Site>]) -> Result<(), Dis
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::paging::PageTable;
+    use super::*;
+
+    /// A guest of which nothing can be read.
+    struct Nothing;
+
+    impl PhysicalMemory for Nothing {
+        fn ram(&self) -> Vec<Range<u64>> {
+            Vec::new()
+        }
+
+        fn read(&self, _address: u64, _bytes: &mut [u8]) -> bool {
+            false
+        }
+    }
+
+    /// What is said of a table with this many keys.
+    fn refused(count: usize) -> String {
+        let table = PageTable {
+            root: 0,
+            five_levels: false,
+        };
+        let image = Tables {
+            id: 0,
+            name: String::new(),
+            text: 0..0,
+            init: 0..0,
+            ro_after_init: 0..0,
+            jump_table: 0..0,
+            areas: std::iter::once(0..1 << 32).collect(),
+        };
+        let site = |key| Site {
+            entry: JumpEntry {
+                code: 0,
+                target: 0,
+                key,
+                likely: false,
+                init: true,
+                objtool_nop: false,
+            },
+            holds: None,
+        };
+        let sites: Vec<Site> = (0..count as u64).map(|index| site(16 * index)).collect();
+        let mut view = View::new(&Nothing, table);
+        match keys(&mut view, &[image], &[sites], &Layout::default()) {
+            Err(DiscoveryError::Refused(why)) => why,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn keys_are_counted_before_they_are_read() {
+        assert!(refused(KEYS_MAX).contains("is not mapped"));
+        assert!(refused(KEYS_MAX + 1).contains("131073 keys are more than the 131072"));
+    }
 }

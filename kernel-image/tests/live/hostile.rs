@@ -134,7 +134,7 @@ fn keys_must_name_their_entries() {
         // The list of alpha leads to its first element.
         (
             |guest| guest.put_u64(MODULE_DATA + 0x518, MODULE_DATA + 0x500),
-            "longer than the number of modules",
+            "longer than the 2 images that use it",
         ),
         (
             |guest| guest.put_u64(MODULE_DATA + 0x510, MODULE_DATA + 0x40),
@@ -149,6 +149,27 @@ fn keys_must_name_their_entries() {
         assert!(error.contains(expected), "{error}");
         assert!(is_busy(change), "{error}");
     }
+}
+
+#[test]
+fn keys_lie_in_data_of_an_image() {
+    for (key, expected) in [
+        (TEXT + 0x700, "lies in text"),
+        (TEXT - 0x1000, "lies in no image"),
+    ] {
+        let error = after(|guest| {
+            // The first entry, so that the table stays sorted.
+            let word = guest.symbol("__start___jump_table") + 8;
+            guest.put_u64(word, key.wrapping_sub(word));
+        });
+        assert!(error.contains(expected), "{error}");
+    }
+    // Behind the last area of the last image.
+    let error = after(|guest| {
+        let word = MODULE_DATA + 0x400 + 16 + 8;
+        guest.put_u64(word, (MODULE_DATA + 0x900).wrapping_sub(word));
+    });
+    assert!(error.contains("lies in no image"), "{error}");
 }
 
 #[test]
@@ -418,8 +439,11 @@ fn the_kernels_own_note_must_agree() {
         });
         assert!(error.contains(expected), "{error}");
     }
-    // Memory that the pointer does not lead to is a kernel without a note, whose section `.notes` has the build id.
     let guest = guest();
+    let text = note_text(&guest).replace("BUILD-ID=00ff", "BUILD-ID=\x1bff\u{e9}");
+    guest.put_physical(NOTE, text.as_bytes());
+    assert_eq!(image(&guest).unwrap().build_id, "?ff??");
+    // Memory that the pointer does not lead to is a kernel without a note, whose section `.notes` has the build id.
     guest.put_u64(guest.symbol("vmcoreinfo_data"), DIRECT + (1 << 40));
     let kernel = image(&guest).unwrap();
     assert_eq!(

@@ -2,6 +2,7 @@
 //! Discovery in a made-up guest: what is found, and what hostile guests get.
 
 mod again;
+mod bounds;
 // Only a part of these two is used here.
 #[path = "../images/craft.rs"]
 #[allow(dead_code)]

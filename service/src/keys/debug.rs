@@ -399,7 +399,7 @@ mod tests {
     #[test]
     fn queries_select_as_the_kernels_do() {
         for (query, lines) in [
-            ("", &[10, 20, 30][..]),
+            ("file *", &[10, 20, 30][..]),
             ("file drivers/net/*", &[10, 20]),
             ("file veth.c", &[10]),
             ("file net/veth.c", &[]),

@@ -102,7 +102,12 @@ impl Discovery {
 
     /// Updates the registry.
     pub fn look(&self, registry: &Registry) {
+        // The executor, which holds the guest, must resume it in time and cannot wait for a discovery.
+        if self.guest.is_held() {
+            return;
+        }
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        // It may have been stopped meanwhile.
         if self.guest.is_held() {
             return;
         }

@@ -193,23 +193,27 @@ pub(super) fn add_epochs(
     let modules = registration.catalog.modules();
     let modules: Vec<(u64, Arc<str>)> = modules.map(|(id, name)| (id, name.into())).collect();
     boot.retain(|id| modules.iter().any(|(module, _)| *module == id));
-    for (id, name) in modules {
-        let number = fingerprint(&registration.catalog, id, &name);
+    let numbers = fingerprints(&registration.catalog);
+    for ((id, name), number) in modules.into_iter().zip(numbers) {
         let epoch = boot.epoch_of(id, number).unwrap_or_else(&mut next_epoch);
         boot.loaded(id, number, epoch);
         registration.modules.insert(name, epoch);
     }
 }
 
-/// Never 0.
-fn fingerprint(catalog: &Catalog, module: u64, name: &str) -> u64 {
-    let mut hash = DefaultHasher::new();
-    name.hash(&mut hash);
-    for key in catalog.keys_by_image().filter(|key| key.module() == name) {
-        key.id.0.hash(&mut hash);
+/// A number for each module, which its keys' addresses, its id and its name make up; never 0. The keys
+/// are read once, because a kernel may have 131,072 keys and 4,096 modules.
+fn fingerprints(catalog: &Catalog) -> Vec<u64> {
+    let mut hashes: HashMap<&str, DefaultHasher> = HashMap::new();
+    for key in catalog.keys_by_image() {
+        key.id.0.hash(hashes.entry(key.module()).or_default());
     }
-    module.hash(&mut hash);
-    hash.finish().max(1)
+    let numbers = catalog.modules().map(|module| {
+        let mut hash = hashes.remove(module.1).unwrap_or_default();
+        module.hash(&mut hash);
+        hash.finish().max(1)
+    });
+    numbers.collect()
 }
 
 impl Registry {
@@ -275,7 +279,7 @@ impl Registry {
 mod tests {
     use std::time::{Duration, Instant};
 
-    use static_keys::{Concerns, GateKind, Gates, ListedGate, Op};
+    use static_keys::{Class, Concerns, FoundImage, FoundKey, GateKind, Gates, ListedGate, Op};
     use zerocopy::FromBytes;
 
     use super::*;
@@ -341,6 +345,48 @@ mod tests {
         assert!(by_search.snapshot().is_err());
         by_search.withdraw();
         assert_eq!(by_search.version(), 2);
+    }
+
+    /// Keys and holds of a module that was loaded again are others.
+    #[test]
+    fn a_module_with_other_keys_is_another_load() {
+        let (guest, _) = guest();
+        let registry = Registry::default();
+        registry.attach(guest.ram().clone());
+        let epochs = |moved: u64, generation: u64| {
+            let mut tables = guest.found();
+            tables.generation = generation;
+            let Contents::Found(kernel) = &mut tables.contents else {
+                panic!("just made")
+            };
+            for (index, name) in [(1, "stays"), (2, "moves")] {
+                let at = 0xffff_ffff_c000_0000 + index * 0x1_0000;
+                let nothing = Range { start: 0, end: 0 };
+                kernel.images.push(FoundImage {
+                    id: at,
+                    name: name.to_owned(),
+                    text: nothing,
+                    ro_after_init: nothing,
+                    jump_table: nothing,
+                    entries: Vec::new(),
+                    keys: vec![FoundKey {
+                        address: at + 0x100 + if index == 2 { moved } else { 0 },
+                        name: "own".to_owned(),
+                        class: Class::Guarded,
+                        tracepoint: 0,
+                        switched_by_function: false,
+                    }],
+                });
+            }
+            registry.register_kernel(tables).expect("taken");
+            let registration = registry.snapshot().expect("taken").registration;
+            ["stays", "moves"].map(|name| registration.modules[name])
+        };
+        let first = epochs(0, 1);
+        assert_eq!(epochs(0, 2), first);
+        let second = epochs(16, 3);
+        assert_eq!(second[0], first[0]);
+        assert_ne!(second[1], first[1]);
     }
 
     fn keys(guest: &Arc<InMemoryGuest>, registry: Registry) -> Keys {

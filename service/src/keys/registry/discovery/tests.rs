@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc;
 
 use patchbay_kernel_image::live::Concerns;
 use zerocopy::FromBytes;
@@ -295,4 +296,60 @@ fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
     }
     let error = registry.snapshot().expect_err("another kernel").to_string();
     assert!(error.contains("were not discovered: "), "{error}");
+}
+
+/// A guest whose discovery begins and does not end until the test lets it.
+#[derive(Debug)]
+struct Slow {
+    begun: mpsc::Sender<()>,
+    end: Mutex<mpsc::Receiver<()>>,
+    held: AtomicBool,
+    empty: Empty,
+}
+
+impl Discoverable for Slow {
+    fn memory(&self) -> &dyn PhysicalMemory {
+        &self.empty
+    }
+
+    fn cpus(&self) -> Result<Vec<Cpu>, String> {
+        let _ = self.begun.send(());
+        let _ = self.end.lock().expect("not poisoned").recv();
+        Ok(Vec::new())
+    }
+
+    fn resets(&self) -> u64 {
+        0
+    }
+
+    fn is_held(&self) -> bool {
+        self.held.load(Ordering::SeqCst)
+    }
+}
+
+/// Otherwise a discovery on another thread delays the end of an operator's pause.
+#[test]
+fn who_holds_the_guest_waits_for_no_discovery() {
+    let registry = Registry::default();
+    let (begun, has_begun) = mpsc::channel();
+    let (end, ends) = mpsc::channel();
+    let guest = Arc::new(Slow {
+        begun,
+        end: Mutex::new(ends),
+        held: AtomicBool::new(false),
+        empty: Empty::default(),
+    });
+    registry.discover(guest.clone(), None);
+    thread::scope(|scope| {
+        scope.spawn(|| registry.snapshot().map(drop));
+        has_begun.recv().expect("the discovery has begun");
+        guest.held.store(true, Ordering::SeqCst);
+        let (answered, answer) = mpsc::channel();
+        let registry = &registry;
+        scope.spawn(move || answered.send(registry.snapshot().is_err()));
+        // Only a failure takes this long.
+        let answer = answer.recv_timeout(Duration::from_secs(10));
+        drop(end);
+        assert_eq!(answer, Ok(true), "no answer while the discovery runs");
+    });
 }
