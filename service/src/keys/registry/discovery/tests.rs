@@ -107,7 +107,7 @@ fn a_refused_discovery_leaves_the_last_one() {
     registry.register_kernel(found(&guest)).expect("taken");
     let damages: [fn(&mut KernelTables); 2] = [
         |tables| tables.generation = 0,
-        |tables| tables.page_table.root = u64::MAX & !0xfff,
+        |tables| tables.page_table.root = !0xfff,
     ];
     for damage in damages {
         let mut damaged = found(&guest);
