@@ -137,7 +137,7 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
 fn connect(path: &Path, listener: EventListener) -> Result<Qmp, AttachError> {
     Qmp::connect(path, PATIENCE, listener).map_err(|error| {
         let owner = match error {
-            QmpError::NoGreeting { .. } => Qmp::owner(path),
+            QmpError::NoGreeting { owner, .. } => owner,
             _ => None,
         };
         let lock = owner

@@ -3,16 +3,18 @@
 
 use std::ops::Range;
 use std::path::Path;
+use std::sync::{Mutex, TryLockError};
 use std::time::Duration;
 
 use patchbay_kernel_image::live::{Cpu, PhysicalMemory};
 use patchbay_service::keys::registry::discovery::Discoverable;
 
 use crate::guest::QemuGuest;
+use crate::hotplug::Watch;
 use crate::memory::AttachedRam;
 use crate::nested::{self, Nesting};
 
-/// For the registers.
+/// Time allowed for the registers.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 impl PhysicalMemory for AttachedRam {
@@ -30,13 +32,21 @@ impl Discoverable for QemuGuest {
         self.memory()
     }
 
-    fn cpus(&self) -> Result<Vec<Cpu>, String> {
-        let nesting = || Nesting::of(Path::new(nested::FOLDER), self.process().pid());
+    fn cpus(&self) -> Result<Option<Vec<Cpu>>, String> {
+        let nesting = || {
+            Nesting::of(
+                Path::new(nested::FOLDER),
+                nested::pid_namespace(),
+                self.process().pid(),
+            )
+        };
         let before = nesting();
-        let registers = self
-            .monitor()
-            .registers(PATIENCE)
-            .map_err(|error| error.to_string())?;
+        let registers = unless_held(
+            &self.watch,
+            || self.is_held(),
+            || self.monitor().registers(PATIENCE),
+        )?
+        .map_err(|error| error.to_string())?;
         let never = Nesting::never_between(before.as_ref(), nesting().as_ref());
         let cpu = |vcpu: &crate::registers::Registers| Cpu {
             cr0: vcpu.cr0,
@@ -45,7 +55,7 @@ impl Discoverable for QemuGuest {
             idt_base: vcpu.idt_base,
             may_be_nested: !never && Cpu::can_run_guests(vcpu.cr4, vcpu.efer),
         };
-        Ok(registers.iter().map(cpu).collect())
+        Ok(Some(registers.iter().map(cpu).collect()))
     }
 
     fn resets(&self) -> u64 {
@@ -58,5 +68,46 @@ impl Discoverable for QemuGuest {
 
     fn memory_changes(&self, anyway: bool) -> u64 {
         self.memory_changes(anyway)
+    }
+}
+
+/// Asks QEMU for registers, unless the guest is held. No pause begins before it has answered.
+///
+/// QEMU's main loop waits for the thread of each vCPU. A frozen thread keeps it from answering anything, and
+/// the change that the guest was frozen for would be undone. A pause sets `held` and then takes the lock.
+///
+/// # Errors
+/// The guest is held, or about to be.
+fn unless_held<T>(
+    watch: &Mutex<Watch>,
+    is_held: impl FnOnce() -> bool,
+    ask: impl FnOnce() -> T,
+) -> Result<T, String> {
+    let watch = match watch.try_lock() {
+        Ok(watch) => Some(watch),
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    };
+    match watch {
+        Some(_watch) if !is_held() => Ok(ask()),
+        _ => Err("the guest is held stopped".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn registers_are_asked_for_only_while_no_pause_can_begin() {
+        let watch = Mutex::new(Watch::default());
+        let ask = || assert!(watch.try_lock().is_err(), "a pause would begin");
+        assert_eq!(unless_held(&watch, || false, ask), Ok(()));
+        assert!(watch.try_lock().is_ok());
+        let never = || panic!("QEMU is asked");
+        // A pause that is about to take the lock, and one that has it.
+        unless_held(&watch, || true, never).expect_err("held");
+        let _held = watch.lock().expect("no panic");
+        unless_held(&watch, || false, never).expect_err("held");
     }
 }

@@ -48,6 +48,9 @@ pub enum FreezeError {
     /// A thread has ended.
     #[error("a vCPU's thread has ended")]
     Gone,
+    /// The thread that would stop them does not start.
+    #[error("a thread cannot be started: {0}; raise the limit on processes")]
+    NoThread(String),
     /// The kernel forbids it.
     #[error(
         "ptrace of thread {thread}: {error}; run as the monitor's user or with CAP_SYS_PTRACE, and see that no debugger has it"
@@ -97,10 +100,7 @@ pub fn freeze(threads: &[u32], point: Point, deadline: Instant) -> Result<Frozen
     let tracer = std::thread::Builder::new()
         .name("freeze".to_owned())
         .spawn(move || trace(&threads, point, deadline, &answer, &released))
-        .map_err(|error| FreezeError::Denied {
-            thread: 0,
-            error: error.to_string(),
-        })?;
+        .map_err(|error| FreezeError::NoThread(error.to_string()))?;
     match answered.recv() {
         Ok(Ok(stop_time)) => Ok(Frozen {
             release: Some(release),
@@ -193,8 +193,14 @@ fn stop(
 }
 
 fn look(thread: &mut Traced, point: Point) -> Result<(), FreezeError> {
+    let mut resumable = point == Point::Unlocked;
     let signal = match waitpid(thread.pid, Some(WaitPidFlag::WNOHANG | WaitPidFlag::__WALL)) {
         Ok(WaitStatus::StillAlive) => return Ok(()),
+        // Stopped with the whole process (group-stop in ptrace(2)), which PTRACE_SYSCALL would end for this thread.
+        Ok(WaitStatus::PtraceEvent(_, signal, _)) if signal != Signal::SIGTRAP => {
+            resumable = false;
+            None
+        }
         // Stopped by the interrupt, or at a system call.
         Ok(WaitStatus::PtraceEvent(..) | WaitStatus::PtraceSyscall(_)) => None,
         // Stopped before a signal, which it is to get afterwards.
@@ -203,7 +209,7 @@ fn look(thread: &mut Traced, point: Point) -> Result<(), FreezeError> {
         Err(error) => return Err(failed(thread.id, error)),
     };
     let error = |error| failed(thread.id, error);
-    if point == Point::Any || is_unlocked(thread.pid).map_err(error)? {
+    if !resumable || is_unlocked(thread.pid).map_err(error)? {
         thread.stopped = true;
         thread.signal = signal;
         return Ok(());
@@ -362,6 +368,28 @@ mod tests {
         for _ in 0..10 {
             drop(freeze(&[waits.id()], Point::Unlocked, in_time()).expect("it waits"));
         }
+    }
+
+    /// Its thread writes, so that a resumed one would go on.
+    #[test]
+    fn a_stopped_process_does_not_run() {
+        let mut busy = Busy::new();
+        let pid = Pid::from_raw(busy.0.id().cast_signed());
+        let stops = |busy: &Busy| {
+            while !busy.state().starts_with('T') {
+                std::thread::yield_now();
+            }
+        };
+        nix::sys::signal::kill(pid, Signal::SIGSTOP).expect("it lives");
+        stops(&busy);
+        for point in [Point::Unlocked, Point::Any] {
+            let frozen = freeze(&[busy.0.id()], point, in_time()).expect("stopped");
+            assert!(busy.state().starts_with('t'), "{}", busy.state());
+            drop(frozen);
+            stops(&busy);
+        }
+        nix::sys::signal::kill(pid, Signal::SIGCONT).expect("it lives");
+        busy.prints();
     }
 
     /// A signal that arrives while the thread is stopped is delivered after it.

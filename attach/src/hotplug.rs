@@ -22,7 +22,8 @@ use crate::monitor::PATIENCE;
 /// Minimum time between two looks that only missing memory causes: a guest can name any address.
 const REST: Duration = Duration::from_secs(1);
 
-/// When the flat view was read. Held during a stop, so that the regions stay as they are.
+/// When the flat view was read. Held during a stop, so that the regions stay as they are, and while QEMU is asked for registers, so
+/// that no stop begins then.
 #[derive(Debug, Default)]
 pub struct Watch {
     events: u64,
@@ -30,7 +31,7 @@ pub struct Watch {
 }
 
 impl QemuGuest {
-    /// Counts the changes of the guest's memory, and looks for one if something suggests it or `anyway`. During a stop it does not look.
+    /// As `Discoverable` asks for it. During a stop it does not look.
     #[must_use]
     pub fn memory_changes(&self, anyway: bool) -> u64 {
         let mut watch = match self.watch.try_lock() {

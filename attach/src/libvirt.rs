@@ -15,7 +15,7 @@ use crate::virsh::{Failure, Virsh};
 /// The libvirt of this host that runs as root.
 pub const SYSTEM: &str = "qemu:///system";
 
-/// For the first answer: `virsh` starts and connects before.
+/// Time allowed for the first answer: `virsh` starts and connects before.
 const START: Duration = Duration::from_secs(30);
 
 /// How each of virsh's errors begins.
@@ -51,7 +51,7 @@ impl Domain {
     /// Its QEMU's process: the one whose threads its vCPUs are. Where libvirt keeps its own note of the process depends on the URI.
     ///
     /// # Errors
-    /// There is none on this host, or it is not this domain's.
+    /// No such QEMU runs on this host, or not in this PID namespace.
     pub fn process(&self, vcpus: &[u32]) -> Result<u32, AttachError> {
         let process = vcpus.first().and_then(|thread| process_of(*thread));
         let is_it = |pid: &u32| {
@@ -76,14 +76,13 @@ impl Domain {
         arguments: Value,
         patience: Duration,
     ) -> Result<Value, QmpError> {
-        let refused = |description: String| QmpError::Refused {
+        let failed = |why: String| QmpError::Virsh {
             command: command.to_owned(),
-            class: String::new(),
-            description,
+            why,
         };
         let deadline = Instant::now() + patience;
         let mut slot = self.virsh.lock().unwrap_or_else(PoisonError::into_inner);
-        let start = || Virsh::start(&self.command_line).map_err(|error| refused(unstarted(&error)));
+        let start = || Virsh::start(&self.command_line).map_err(|error| failed(unstarted(&error)));
         let kept = slot
             .take()
             .and_then(|mut virsh| virsh.runs().then_some(virsh));
@@ -111,18 +110,18 @@ impl Domain {
             *slot = Some(virsh);
         }
         let text = printed.map_err(|failure| match failure {
-            Failure::NotACommand(why) => refused(why),
+            Failure::NotACommand(why) => failed(why),
             Failure::Late | Failure::Hangs => QmpError::VirshTimedOut {
                 command: command.to_owned(),
                 patience,
             },
-            Failure::Ended(text) => refused(complaint(&text, "has ended without an answer")),
-            Failure::TooLong => refused(format!("virsh printed more than {MAX_MESSAGE} bytes")),
+            Failure::Ended(text) => failed(complaint(&text, "has ended without an answer")),
+            Failure::TooLong => failed(format!("it printed more than {MAX_MESSAGE} bytes")),
         })?;
         let mut answers = text.lines().filter(|line| line.starts_with('{'));
         match answers.find_map(|line| serde_json::from_str(line).ok()) {
             Some(answer) => returned(command, answer),
-            None => Err(refused(complaint(&text, "printed no answer"))),
+            None => Err(failed(complaint(&text, "printed no answer"))),
         }
     }
 }
@@ -130,9 +129,9 @@ impl Domain {
 fn unstarted(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::NotFound => {
-            "virsh is not installed; install libvirt-clients, or attach by --pid to a QEMU with a QMP socket".to_owned()
+            "it is not installed; install libvirt-clients, or attach by --pid to a QEMU with a QMP socket".to_owned()
         }
-        _ => format!("virsh cannot be started ({error})"),
+        _ => format!("it cannot be started ({error})"),
     }
 }
 
@@ -141,8 +140,8 @@ fn complaint(text: &str, otherwise: &str) -> String {
     let line = text.find(&format!("\n{ERROR}")).map(|found| found + 1);
     let start = text.starts_with(ERROR).then_some(0).or(line);
     match start {
-        Some(start) => format!("virsh says {:?}", text[start..].trim()),
-        None => format!("virsh {otherwise}"),
+        Some(start) => format!("it says {:?}", text[start..].trim()),
+        None => format!("it {otherwise}"),
     }
 }
 
@@ -272,27 +271,27 @@ mod tests {
         let ends = says("echo one; echo 'error: two' >&2; echo 'error: three \"'; exit 1");
         assert_eq!(
             ends,
-            r#"QEMU refused query-status: virsh says "error: two\nerror: three \"""#
+            r#"virsh did not carry out query-status: it says "error: two\nerror: three \"""#
         );
         let mute = says("exit 1");
         assert_eq!(
             mute,
-            "QEMU refused query-status: virsh has ended without an answer"
+            "virsh did not carry out query-status: it has ended without an answer"
         );
         let refuses = says(&ANSWERS.replace(r#"echo "{\"return\": $$}""#, "echo 'error: no'"));
         assert_eq!(
             refuses,
-            r#"QEMU refused query-status: virsh says "error: no""#
+            r#"virsh did not carry out query-status: it says "error: no""#
         );
         let unclear = says(&ANSWERS.replace(r#"echo "{\"return\": $$}""#, "echo '{'"));
         assert_eq!(
             unclear,
-            "QEMU refused query-status: virsh printed no answer"
+            "virsh did not carry out query-status: it printed no answer"
         );
         let flood = says("yes");
         assert_eq!(
             flood,
-            "QEMU refused query-status: virsh printed more than 16777216 bytes"
+            "virsh did not carry out query-status: it printed more than 16777216 bytes"
         );
         let missing = refusal(&Domain::new(&["/nonexistent"], "web"), START);
         assert!(missing.contains("install libvirt-clients"), "{missing}");

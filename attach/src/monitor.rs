@@ -12,7 +12,7 @@ use crate::libvirt::Domain;
 use crate::qmp::{Qmp, QmpError};
 use crate::registers::{self, Registers};
 
-/// For an answer that needs nothing but QEMU's main loop.
+/// Time allowed for an answer that needs nothing but QEMU's main loop.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The way to a QEMU's monitor.

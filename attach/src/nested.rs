@@ -2,10 +2,21 @@
 //! Whether a vCPU runs a guest of its own, as the host's KVM shows it in debugfs (since Linux 5.14).
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 /// KVM keeps a folder PID-FD for each guest here (`kvm_create_vm_debugfs()`, `virt/kvm/kvm_main.c`).
 pub const FOLDER: &str = "/sys/kernel/debug/kvm";
+
+/// The initial PID namespace: PROC_PID_INIT_INO (`include/linux/proc_ns.h`).
+const INITIAL_NAMESPACE: u64 = 0xefff_fffc;
+
+/// The PID namespace of this process; `None` if it is not known.
+#[must_use]
+pub fn pid_namespace() -> Option<u64> {
+    let namespace = fs::metadata("/proc/self/ns/pid").ok()?;
+    Some(namespace.ino())
+}
 
 /// What KVM shows of a guest at one time.
 #[derive(Debug, PartialEq, Eq)]
@@ -17,9 +28,13 @@ pub struct Nesting {
 }
 
 impl Nesting {
-    /// What KVM shows of the guest of a process; `None` if it is not known.
+    /// What KVM shows of the guest of a process; `None` if it is not known. KVM names guests by pids of the
+    /// initial namespace. In another one, `pid` may be another guest's there.
     #[must_use]
-    pub fn of(folder: &Path, pid: u32) -> Option<Self> {
+    pub fn of(folder: &Path, namespace: Option<u64>, pid: u32) -> Option<Self> {
+        if namespace != Some(INITIAL_NAMESPACE) {
+            return None;
+        }
         let prefix = format!("{pid}-");
         let mut found = None;
         for guest in fs::read_dir(folder).ok()? {
@@ -66,12 +81,15 @@ mod tests {
             fs::create_dir_all(path.parent().expect("a folder")).expect("room");
             fs::write(path, text).expect("room");
         };
-        let look = || Nesting::of(folder.path(), 7);
+        let look = || Nesting::of(folder.path(), Some(0xefff_fffc), 7);
         write("77-1/nested_run", "0\n");
         assert_eq!(look(), None, "another process");
         write("7-11/nested_run", "5\n");
         write("7-11/vcpu0/guest_mode", "0\n");
         write("7-11/vcpu1/guest_mode", "0\n");
+        for namespace in [Some(0xefff_fffd), None] {
+            assert_eq!(Nesting::of(folder.path(), namespace, 7), None);
+        }
         let before = look();
         let never =
             |after: Option<Nesting>| Nesting::never_between(before.as_ref(), after.as_ref());
@@ -89,5 +107,12 @@ mod tests {
         write("7-12/nested_run", "5\n");
         assert_eq!(look(), None, "two guests");
         assert!(!Nesting::never_between(None, None));
+    }
+
+    #[test]
+    fn the_pid_namespace_is_that_of_this_process() {
+        let link = fs::read_link("/proc/self/ns/pid").expect("procfs");
+        let namespace = pid_namespace().expect("known");
+        assert_eq!(link.to_str(), Some(format!("pid:[{namespace}]").as_str()));
     }
 }

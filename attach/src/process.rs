@@ -26,7 +26,7 @@ impl Process {
     /// The process with this number.
     ///
     /// # Errors
-    /// There is none.
+    /// No such process runs.
     pub fn open(pid: u32) -> Result<Self, AttachError> {
         let gone = |error: io::Error| AttachError::Process {
             what: format!("process {pid}"),
@@ -104,7 +104,7 @@ impl Process {
     /// The mapping that an address lies in.
     ///
     /// # Errors
-    /// There is none, or the process may not be looked into.
+    /// Nothing is mapped there, or the process may not be looked into.
     pub fn mapping(&self, address: u64) -> Result<Mapping, AttachError> {
         let path = self.proc("maps");
         let text = fs::read_to_string(&path).map_err(|error| {

@@ -23,13 +23,13 @@ const PAGE: NonZeroUsize = NonZeroUsize::new(PAGE_SIZE as usize).expect("not 0")
 /// RAM that lies in one run in the guest and in the monitor.
 #[derive(Debug)]
 pub struct Region {
-    /// No other region of the guest has or gets it.
+    /// Unique, and never reused.
     pub id: u32,
     /// Guest-physical addresses.
     pub addresses: Range<u64>,
     removal: Removal,
     place: Place,
-    /// The monitor may use the place for something else.
+    /// The monitor no longer has the region there; accesses fail.
     gone: AtomicBool,
     /// Pages that this process has written.
     dirty: AtomicBitmap,

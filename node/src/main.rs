@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbayd`: all guests of one host behind one door.
+//! `patchbayd`: all guests of one host behind one endpoint.
+
+#![forbid(unsafe_code)]
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

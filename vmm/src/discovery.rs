@@ -31,7 +31,7 @@ impl Discoverable for VmGuest {
         self.vm().ram()
     }
 
-    fn cpus(&self) -> Result<Vec<Cpu>, String> {
+    fn cpus(&self) -> Result<Option<Vec<Cpu>>, String> {
         let registers = self.vm().system_registers(PATIENCE);
         let registers = registers.map_err(|error| error.to_string())?;
         let cpus = registers.iter().map(|vcpu| Cpu {
@@ -41,7 +41,7 @@ impl Discoverable for VmGuest {
             idt_base: vcpu.idt_base,
             may_be_nested: Cpu::can_run_guests(vcpu.cr4, vcpu.efer),
         });
-        Ok(cpus.collect())
+        Ok(Some(cpus.collect()))
     }
 
     /// A reset ends the guest.

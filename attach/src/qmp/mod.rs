@@ -6,6 +6,7 @@
 
 #[cfg(test)]
 pub(crate) mod fake;
+mod owner;
 #[cfg(test)]
 mod tests;
 
@@ -21,6 +22,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rustix::io::retry_on_intr;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::{Deserializer, Value, json};
 
 /// Longest message that is read, in bytes. The flat view of a large machine takes tens of KiB.
@@ -39,7 +43,7 @@ pub enum QmpError {
         /// The operating system's words.
         error: String,
     },
-    /// The peer accepts connections and says nothing.
+    /// The peer says nothing, or its queue of connections is full.
     #[error(
         "QMP socket {}: no greeting within {patience:?}; QEMU serves one client of a socket at a time, and this one is in use or \
          QEMU hangs; give QEMU another -qmp socket", path.display()
@@ -49,6 +53,8 @@ pub enum QmpError {
         path: PathBuf,
         /// The time it was given.
         patience: Duration,
+        /// The process that listens.
+        owner: Option<u32>,
     },
     /// The peer is no QEMU monitor.
     #[error("{} does not speak QMP ({found}); give the path of a QEMU's -qmp socket", path.display())]
@@ -78,6 +84,14 @@ pub enum QmpError {
         command: String,
         /// The time it was given.
         patience: Duration,
+    },
+    /// virsh did not pass on the command, or its answer.
+    #[error("virsh did not carry out {command}: {why}")]
+    Virsh {
+        /// The command.
+        command: String,
+        /// What virsh says or did.
+        why: String,
     },
     /// QEMU refused the command.
     #[error("QEMU refused {command}: {description}")]
@@ -177,9 +191,15 @@ impl Qmp {
             error: error.to_string(),
         };
         let deadline = Instant::now() + patience;
-        let stream = UnixStream::connect(path).map_err(cannot)?;
-        // A peer that reads nothing must not hold up a write for ever.
-        stream.set_write_timeout(Some(patience)).map_err(cannot)?;
+        let no_greeting = |owner| QmpError::NoGreeting {
+            path: path.to_owned(),
+            patience,
+            owner,
+        };
+        let stream = open(path, patience).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => no_greeting(owner::owner(path)),
+            _ => cannot(error),
+        })?;
         let shared = Arc::new(Shared::default());
         let reader = {
             let (shared, stream) = (Arc::clone(&shared), stream.try_clone().map_err(cannot)?);
@@ -202,12 +222,7 @@ impl Qmp {
             greeting.or_else(|| state.closed.clone().map(Err))
         });
         match greeted {
-            None => {
-                return Err(QmpError::NoGreeting {
-                    path: path.to_owned(),
-                    patience,
-                });
-            }
+            None => return Err(no_greeting(qmp.peer())),
             Some(Err(closed)) => return Err(not_qmp(closed)),
             Some(Ok(greeting)) if greeting.get("QMP").is_none() => {
                 return Err(not_qmp(format!(
@@ -276,13 +291,8 @@ impl Qmp {
     /// Process that called listen() on the socket.
     #[must_use]
     pub fn peer(&self) -> Option<u32> {
-        peer(&self.stream)
-    }
-
-    /// Process that called listen() on a socket, whether or not it serves another client.
-    #[must_use]
-    pub fn owner(path: &Path) -> Option<u32> {
-        peer(&UnixStream::connect(path).ok()?)
+        let credentials = rustix::net::sockopt::socket_peercred(&self.stream).ok()?;
+        u32::try_from(credentials.pid.as_raw_nonzero().get()).ok()
     }
 
     /// The connection, for a process that is to speak after this one has died.
@@ -307,9 +317,16 @@ impl Drop for Qmp {
     }
 }
 
-fn peer(stream: &UnixStream) -> Option<u32> {
-    let credentials = rustix::net::sockopt::socket_peercred(stream).ok()?;
-    u32::try_from(credentials.pid.as_raw_nonzero().get()).ok()
+/// Connects within `patience`. A QEMU that serves a client queues two more connections, and keeps them after
+/// their ends until the client has gone. Later ones would wait for that.
+fn open(path: &Path, patience: Duration) -> io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    // For writes too, to a peer that reads nothing.
+    set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
+    let address = SocketAddrUnix::new(path)?;
+    retry_on_intr(|| net::connect(&socket, &address))?;
+    Ok(UnixStream::from(socket))
 }
 
 /// A command as it is sent. libvirt gives it an id of its own and refuses one that has any.

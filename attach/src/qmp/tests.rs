@@ -92,7 +92,11 @@ fn a_socket_in_use_or_a_hanging_qemu_is_reported_as_such() {
         let _ = wait.recv();
     });
     let error = Qmp::connect(&fake.path(), SHORT, silent()).expect_err("no greeting");
-    assert!(matches!(error, QmpError::NoGreeting { .. }), "{error}");
+    let us = Some(std::process::id());
+    assert!(
+        matches!(error, QmpError::NoGreeting { owner, .. } if owner == us),
+        "{error}"
+    );
     drop(release);
     let error = Qmp::connect(Path::new("/nonexistent/qmp"), SHORT, silent()).expect_err("nobody");
     assert!(error.to_string().contains("/nonexistent/qmp"), "{error}");
@@ -162,4 +166,23 @@ fn a_message_without_end_is_not_read_to_its_end() {
         error.to_string().contains("a message has more than"),
         "{error}"
     );
+}
+
+/// QEMU listens with a backlog of 1, and accepts nobody while it has a client.
+#[test]
+fn a_full_queue_of_connections_is_reported_as_a_socket_in_use() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("qmp");
+    let socket = net::socket(AddressFamily::UNIX, SocketType::STREAM, None).expect("a socket");
+    let address = SocketAddrUnix::new(&path).expect("short");
+    net::bind(&socket, &address).expect("free");
+    net::listen(&socket, 1).expect("bound");
+    for _ in 0..5 {
+        let error = Qmp::connect(&path, SHORT, silent()).expect_err("no greeting");
+        let us = Some(std::process::id());
+        assert!(
+            matches!(error, QmpError::NoGreeting { owner, .. } if owner == us),
+            "{error}"
+        );
+    }
 }

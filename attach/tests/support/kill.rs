@@ -159,7 +159,7 @@ fn attacher(word: &str) -> ! {
         },
         Some(State::Discovering) => loop {
             now.store(State::Discovering as usize, Ordering::SeqCst);
-            let cpus = guest.cpus().expect("registers");
+            let cpus = guest.cpus().expect("answered").expect("registers");
             let found = discover(Discoverable::memory(&guest), &cpus, Way::Note);
             assert!(found.is_err(), "the guest only counts");
         },

@@ -27,6 +27,7 @@ use patchbay_attach::qmp::Qmp;
 use patchbay_attach::{Options, PauseWay, Target, attach};
 use patchbay_service::guest::{Guest, Machine, PausedGuest};
 use patchbay_service::keys::registry::Registry;
+use patchbay_service::keys::registry::discovery::Discoverable;
 use patchbay_service::keys::{Keys, KeysConfig};
 use patchbay_service::pause::PauseError;
 use patchbay_service::testing::conformance;
@@ -344,6 +345,8 @@ pub fn pause(accelerator: Accelerator, way: PauseWay) {
     assert_eq!(guest.description().name, "counter");
     conformance::pause(&*guest, || vec![count(&guest)]);
     let paused = guest.pause(DEADLINE).expect("stopped");
+    let registers = guest.cpus().expect_err("QEMU would not answer");
+    assert!(registers.contains("held stopped"), "{registers}");
     match way {
         PauseWay::Qmp => {
             let rips = paused.rips().expect("QEMU shows them");
@@ -457,8 +460,11 @@ pub fn refusals(accelerator: Accelerator) {
     }
     let guest = qemu.attach(PauseWay::Freeze);
     let attached = format!("another process {} is attached", std::process::id());
-    let error = attach(&qemu.options(PauseWay::Freeze)).expect_err("the socket is in use");
-    assert!(error.to_string().contains(&attached), "{error}");
+    // QEMU queues two connections.
+    for _ in 0..5 {
+        let error = attach(&qemu.options(PauseWay::Freeze)).expect_err("the socket is in use");
+        assert!(error.to_string().contains(&attached), "{error}");
+    }
     let other = Options {
         target: Target::Qmp(qemu.socket("other"), None),
         ..qemu.options(PauseWay::Freeze)

@@ -124,6 +124,7 @@ pub fn runs_a_guest() {
     let are_nested = || {
         guest
             .cpus()
+            .expect("answered")
             .expect("registers")
             .into_iter()
             .map(|cpu| cpu.may_be_nested)

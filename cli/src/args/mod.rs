@@ -130,7 +130,7 @@ pub enum Command {
     Lab(LabArgs),
     /// List the static keys and branch sites of a kernel or module file.
     Inspect(crate::inspect::InspectArguments),
-    /// Plan, run and take back changes of many guests.
+    /// Plan, run and roll back changes of many guests.
     Rollout(crate::rollout::args::RolloutArgs),
     /// Check and try a policy file: `policy check`, `policy can`; runs patchbayd.
     #[command(disable_help_flag = true)]

@@ -20,7 +20,7 @@ use crate::progress::Progress;
 /// Deadline of calls without --timeout.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// For the answer to a change that was tried for as long as was asked.
+/// Time allowed for the answer to a change that was tried for as long as was asked.
 pub const ANSWER_TIME: Duration = Duration::from_secs(10);
 /// The service tries no longer than this.
 const MAX_RETRY_TIMEOUT: Duration = Duration::from_secs(30);

@@ -68,7 +68,7 @@ struct Fields {
     etag: Option<String>,
     name: Option<String>,
     enabled: Option<bool>,
-    // What a listing says besides.
+    // What a listing also says.
     class: Option<IgnoredAny>,
     count: Option<IgnoredAny>,
     address: Option<IgnoredAny>,

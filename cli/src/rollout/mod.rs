@@ -259,7 +259,7 @@ fn read(path: &Path, name: Option<String>) -> Result<v1::PlanRequest, Failure> {
     Ok(v1::PlanRequest { spec, rollout })
 }
 
-/// Exit code 3 if guests failed, or were not taken back.
+/// Exit code 3 if guests failed, or were not rolled back.
 fn partly(rollout: &view::Rollout) -> Result<(), Failure> {
     let failed: u32 = rollout.waves.iter().map(|wave| wave.failed).sum();
     match failed {

@@ -32,7 +32,7 @@ impl Printable for Rollout {
         for wave in &self.waves {
             let _ = writeln!(
                 text,
-                "  wave {}: {} of {} changed, {} failed, {} taken back",
+                "  wave {}: {} of {} changed, {} failed, {} rolled back",
                 wave.name,
                 wave.committed,
                 guests_on_hosts(wave),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Timelines in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 //!
-//! Each task is a track with its events; sched_switch makes, besides, a track per CPU with what ran
+//! Each task is a track with its events; sched_switch also makes a track per CPU with what ran
 //! on it. The file is whole JSON after each batch: the end is written with it and overwritten by the
 //! next. When the disk is full, the last whole state is restored.
 

@@ -7,6 +7,9 @@ pub enum DiscoveryError {
     /// The guest is booting, or at work on its own keys or modules.
     #[error("the guest is busy: {0}; look again")]
     Busy(String),
+    /// Its kernel panics, on this CPU.
+    #[error("its kernel panics on CPU {0}, and its keys cannot be changed until it is reset")]
+    Panics(u64),
     /// Looking again finds the same.
     #[error("{0}")]
     Refused(String),

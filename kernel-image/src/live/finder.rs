@@ -171,7 +171,7 @@ impl Known {
     }
 }
 
-/// Discovers without any knowledge. What is known then is none if nothing would tell this kernel from the next.
+/// Discovers without any knowledge. Without a stack canary nothing is kept: nothing would tell this kernel from the next.
 fn whole<M: PhysicalMemory + ?Sized>(
     memory: &M,
     cpus: &[Cpu],

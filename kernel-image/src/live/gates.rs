@@ -51,6 +51,29 @@ pub enum GateKind {
     ModuleTable,
 }
 
+impl GateKind {
+    /// The kernel's word for it, if it has one.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::SameKernel => "same kernel",
+            Self::SystemState => "system_state",
+            Self::Panic => "panic_cpu",
+            Self::JumpLabelMutex => "jump_label_mutex",
+            Self::TextMutex => "text_mutex",
+            Self::TextPokeQueue => "text_poke queue",
+            Self::TextPoke => "text_poke",
+            Self::TracepointsMutex => "tracepoints_mutex",
+            Self::DynamicDebugMutex => "ddebug_lock",
+            Self::ModuleMutex => "module_mutex",
+            Self::ModuleCount => "number of module changes",
+            Self::ModuleList => "list of modules",
+            Self::ModuleState => "state of a module",
+            Self::ModuleTable => "jump table of a module",
+        }
+    }
+}
+
 /// The changes for which a gate must be open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -142,10 +165,11 @@ impl Gates {
     ) -> Result<(), DiscoveryError> {
         match self.closed(view) {
             None => Ok(()),
-            Some((GateKind::Panic, cpu)) => busy(format!(
-                "its kernel panics on CPU {cpu}, and its keys cannot be changed until it is reset"
+            Some((GateKind::Panic, cpu)) => Err(DiscoveryError::Panics(cpu)),
+            Some((kind, found)) => busy(format!(
+                "the gate {} is closed (found {found:#x})",
+                kind.name()
             )),
-            Some((kind, found)) => busy(format!("the gate {kind:?} is closed (found {found:#x})")),
         }
     }
 }
@@ -161,7 +185,7 @@ fn read<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// Finds the gates. Their values are not looked at, but for those that are to stay as they are.
+/// Finds the gates. Reads a value only where it must stay the same.
 pub(super) fn find<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     symbols: &Symbols,
@@ -234,8 +258,9 @@ pub(super) fn find<M: PhysicalMemory + ?Sized>(
     ] {
         if gates.missing.contains(&needed) {
             return refuse(format!(
-                "no symbol of the kernel names a word for the gate {needed:?}, so its keys cannot be changed safely; if it is built \
-                 without CONFIG_KALLSYMS_ALL, {GIVE_FILE}"
+                "no symbol of the kernel names a word for the gate {}, so its keys cannot be changed safely; if it is built \
+                 without CONFIG_KALLSYMS_ALL, {GIVE_FILE}",
+                needed.name()
             ));
         }
     }

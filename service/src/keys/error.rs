@@ -377,7 +377,8 @@ impl KeysError {
 fn near_names(near: &[String]) -> String {
     match near {
         [] => "; list the keys to see which there are".to_owned(),
-        names => format!("; near it are {}", names.join(", ")),
+        [name] => format!("; did you mean {name}?"),
+        [names @ .., last] => format!("; did you mean {} or {last}?", names.join(", ")),
     }
 }
 

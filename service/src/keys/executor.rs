@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!            ┌────────────────────────── wait ◀──────────────────────────────┐
-//!            │ command, or a lot of expired holds                            │
+//!            │ command, or a batch of expired holds                          │
 //!            ▼                                                               │
 //!        ┌─ check ── replayed, or refused: answer ──────────────────────────▶│
 //!        │   │ names, etags, holds                                           │

@@ -31,13 +31,13 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Keys with expired holds, in batches that are tried one by one.
 #[derive(Debug, Default)]
 pub(super) struct Expiries {
-    lots: Vec<Vec<KeyInstance>>,
+    batches: Vec<Vec<KeyInstance>>,
 }
 
 impl<G: Guest> Executor<G> {
     /// Time until the next batch is tried.
     pub(super) fn next_expiry(&self) -> Option<Duration> {
-        if !self.expiries.lots.is_empty() {
+        if !self.expiries.batches.is_empty() {
             return Some(Duration::ZERO);
         }
         let at = self.shared.book().holds.next_due()?;
@@ -47,21 +47,21 @@ impl<G: Guest> Executor<G> {
     /// Tries one batch, if one is due.
     pub(super) fn expire(&mut self, standstill: &mut Standstill<'_, G>) {
         let now = self.shared.clock.now();
-        if self.expiries.lots.is_empty() {
+        if self.expiries.batches.is_empty() {
             self.collect(now);
         }
-        let Some(mut lot) = self.expiries.lots.pop() else {
+        let Some(mut batch) = self.expiries.batches.pop() else {
             return;
         };
-        let Err(error) = self.release_expired(&lot, now, standstill) else {
+        let Err(error) = self.release_expired(&batch, now, standstill) else {
             return;
         };
-        if lot.len() > 1 && !error.is_of_every_key() {
-            let half = lot.split_off(lot.len() / 2);
-            self.expiries.lots.extend([half, lot]);
+        if batch.len() > 1 && !error.is_of_every_key() {
+            let half = batch.split_off(batch.len() / 2);
+            self.expiries.batches.extend([half, batch]);
             return;
         }
-        self.put_off(&lot, now, &error.to_string());
+        self.put_off(&batch, now, &error.to_string());
     }
 
     /// Splits the keys that are due into batches.
@@ -84,10 +84,10 @@ impl<G: Guest> Executor<G> {
         let (tracepoints, others): (Vec<_>, Vec<_>) = due
             .into_iter()
             .partition(|key| is_tracepoint(key) == Some(true));
-        let lots = [tracepoints, others].into_iter();
+        let batches = [tracepoints, others].into_iter();
         self.expiries
-            .lots
-            .extend(lots.filter(|lot| !lot.is_empty()));
+            .batches
+            .extend(batches.filter(|batch| !batch.is_empty()));
     }
 
     fn put_off(&self, keys: &[KeyInstance], now: Instant, why: &str) {
@@ -109,15 +109,15 @@ impl<G: Guest> Executor<G> {
     /// Releases the expired holds on these keys, without those that the guest has voided.
     fn release_expired(
         &mut self,
-        lot: &[KeyInstance],
+        batch: &[KeyInstance],
         now: Instant,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<(), KeysError> {
         let snapshot = self.shared.registry.snapshot()?;
         let live = self.shared.registry.live_epochs();
-        let mut updates = Vec::with_capacity(lot.len());
+        let mut updates = Vec::with_capacity(batch.len());
         let mut waiting = Vec::new();
-        for &key in lot {
+        for &key in batch {
             if !snapshot.registration.has(key) && live.contains(&key.epoch) {
                 waiting.push(key);
                 continue;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One attempt at a transaction: plan, stop, verify, commit, resume.
 
-mod take_back;
+mod roll_back;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -256,7 +256,7 @@ impl<G: Guest> Executor<G> {
                 return Err(self.write_fault(registration, plan, why, undo));
             }
             Obstacle::Entangled { key, left } => {
-                self.take_back(registration, transaction, standstill, left)?;
+                self.roll_back(registration, transaction, standstill, left)?;
                 let name = format!("the guest counts on key {key}");
                 outdated(ClosedGate::KeyChanged, name, false)
             }

@@ -507,11 +507,12 @@ impl Registry {
         self.journal.append(vec![Event::Removed { module }]);
     }
 
-    /// Publishes a kernel's registration, or the reason for its refusal.
+    /// Publishes a kernel's registration, or the reason for its refusal. A discovery that is refused changes nothing.
     fn install(
         &self,
         ram: &GuestRam,
         tables: Result<KernelTables, Refused>,
+        discovered: bool,
         writer: &mut Writer,
     ) -> Result<(), Refused> {
         let (had, last) = {
@@ -532,6 +533,11 @@ impl Registry {
             self.apply_declarations(&mut registration);
             Ok((registration, boot))
         });
+        let result = match result {
+            // The last discovery stays, until its gates close or another one succeeds.
+            Err(refused) if discovered => return Err(refused),
+            result => result,
+        };
         if had {
             // Whatever follows, the earlier registration is void.
             self.announce_removed("");
@@ -539,7 +545,6 @@ impl Registry {
         match result {
             Ok((registration, boot)) => {
                 self.state().boot = Some(boot);
-                let discovered = registration.discovery.is_some();
                 limited!(
                     info,
                     release = registration.release,
@@ -574,8 +579,8 @@ fn not_registered(state: &State) -> String {
         RegistrationPhase::Absent if !state.error.is_empty() => {
             format!("the guest has not registered its static keys, and they were not discovered: {}", state.error)
         }
-        RegistrationPhase::Absent => "the guest has not registered its static keys: it still boots, or its kernel was \
-            built without CONFIG_PATCHBAY; build one with `cargo xtask guest-kernel`"
+        RegistrationPhase::Absent => "the guest has not registered its static keys: it still boots, or \
+            nobody has asked for its keys yet"
             .to_owned(),
         RegistrationPhase::Withdrawn => {
             "the guest has taken its registration back (reboot, crash or hibernation); wait until it registers again".to_owned()

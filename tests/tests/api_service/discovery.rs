@@ -51,7 +51,7 @@ impl Discoverable for Held {
         self
     }
 
-    fn cpus(&self) -> Result<Vec<Cpu>, String> {
+    fn cpus(&self) -> Result<Option<Vec<Cpu>>, String> {
         // One discovery asks several times.
         self.in_time.get_or_init(|| {
             self.began.notify_one();

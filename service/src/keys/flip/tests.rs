@@ -168,7 +168,7 @@ fn references_are_taken_back_once_the_guest_has_registered_again() {
         };
         let left = vec![Update { key, op: Op::Dec }];
         let mut running = Standstill::none(&*executor.guest);
-        executor.take_back(&registration, &transaction, &mut running, left)
+        executor.roll_back(&registration, &transaction, &mut running, left)
     });
     let thread = told.recv().expect("it has begun");
     while !sleeps(thread) {
@@ -176,6 +176,6 @@ fn references_are_taken_back_once_the_guest_has_registered_again() {
         std::thread::yield_now();
     }
     assert_eq!(guest.request(abi::OP_REGISTER, again.as_bytes()), 0);
-    taking.join().expect("no panic").expect("taken back");
+    taking.join().expect("no panic").expect("rolled back");
     assert_eq!(guest.count("alpha"), 1);
 }

@@ -17,12 +17,14 @@ use crate::keys::address_space::PageTable;
 use crate::keys::debug::{DebugSite, DebugSites};
 use crate::paging::Levels;
 
-/// The tables of a kernel that was discovered within `time`. `generation` differs from discovery to discovery; never 0.
+/// The tables of a kernel that was discovered within `time`, after so many resets. `generation` differs from discovery to discovery;
+/// never 0.
 ///
 /// # Errors
 /// [`Refused`]: a gate cannot be used.
 pub fn tables(
     mut kernel: live::Kernel,
+    resets: u64,
     generation: u64,
     time: Duration,
 ) -> Result<KernelTables, Refused> {
@@ -53,7 +55,7 @@ pub fn tables(
         Levels::Four
     };
     Ok(KernelTables {
-        boot: kernel.boot,
+        boot: boot_number(kernel.boot, resets),
         generation,
         page_table: PageTable {
             root: kernel.page_table.root,
@@ -78,6 +80,12 @@ pub fn tables(
         },
         discovery: Some(discovery),
     })
+}
+
+/// Differs from boot to boot. The number that was found does not in a kernel without a stack canary and KASLR; never 0.
+fn boot_number(found: u64, resets: u64) -> u64 {
+    // 2^64 divided by the golden ratio. It is odd, so each number of resets gives another product.
+    (found ^ resets.wrapping_mul(0x9e37_79b9_7f4a_7c15)).max(1)
 }
 
 fn layout(found: &live::Layout) -> Layout {
@@ -170,31 +178,12 @@ fn range(found: &Range<u64>) -> static_keys::Range {
 /// The names of these gates, once each, in their order.
 fn names(kinds: impl Iterator<Item = Found>) -> Vec<&'static str> {
     let mut names = Vec::new();
-    for name in kinds.map(name) {
+    for name in kinds.map(Found::name) {
         if !names.contains(&name) {
             names.push(name);
         }
     }
     names
-}
-
-fn name(kind: Found) -> &'static str {
-    match kind {
-        Found::SystemState => "system_state",
-        Found::JumpLabelMutex => "jump_label_mutex",
-        Found::TextMutex => "text_mutex",
-        Found::TextPoke => "text_poke",
-        Found::TextPokeQueue => "text_poke queue",
-        Found::TracepointsMutex => "tracepoints_mutex",
-        Found::ModuleMutex => "module_mutex",
-        Found::SameKernel => "same kernel",
-        Found::Panic => "panic_cpu",
-        Found::DynamicDebugMutex => "ddebug_lock",
-        Found::ModuleCount => "number of module changes",
-        Found::ModuleList => "list of modules",
-        Found::ModuleState => "state of a module",
-        Found::ModuleTable => "jump table of a module",
-    }
 }
 
 /// Converts a gate; `None` if the engine checks it by itself.
@@ -227,7 +216,7 @@ fn listed(kernel: &live::Kernel, gate: &live::Gate) -> Option<ListedGate> {
     };
     Some(ListedGate {
         kind,
-        name: Arc::from(name(gate.kind)),
+        name: Arc::from(gate.kind.name()),
         address: gate.address,
         per_cpu: gate.per_cpu,
         width: gate.width,
@@ -235,4 +224,20 @@ fn listed(kernel: &live::Kernel, gate: &live::Gate) -> Option<ListedGate> {
         wanted: gate.wanted,
         concerns,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reset_makes_another_boot_of_the_same_kernel() {
+        let boots: Vec<u64> = (0..4).map(|resets| boot_number(7, resets)).collect();
+        for (resets, boot) in boots.iter().enumerate() {
+            assert_ne!(*boot, 0);
+            assert!(!boots[..resets].contains(boot), "{boots:x?}");
+        }
+        assert_eq!(boot_number(7, 2), boots[2], "the same boot");
+        assert_ne!(boot_number(0, 0), 0);
+    }
 }

@@ -31,11 +31,12 @@ pub trait Discoverable: Send + Sync + Debug {
     /// The guest's memory. It is read while the guest runs.
     fn memory(&self) -> &dyn PhysicalMemory;
 
-    /// Registers of the vCPUs.
+    /// Registers of the vCPUs; `None` from a monitor that never has any, and always from the same one. All
+    /// memory is searched for the kernel then, and nothing tells it from a kernel that no longer runs.
     ///
     /// # Errors
-    /// Why there are none. All memory is searched for the kernel then.
-    fn cpus(&self) -> Result<Vec<Cpu>, String>;
+    /// Why they are not known now. The guest is not searched.
+    fn cpus(&self) -> Result<Option<Vec<Cpu>>, String>;
 
     /// Changes with each reset of the guest that the monitor knows of.
     fn resets(&self) -> u64;
@@ -180,12 +181,13 @@ impl Discovery {
         let memory = self.guest.memory_changes(true);
         let mut left = attempts;
         let kernel = loop {
-            let (cpus, way) = match self.guest.cpus() {
-                Ok(cpus) => (cpus, Way::Image),
-                Err(why) => {
-                    tracing::debug!(why, "no registers");
-                    (Vec::new(), Way::Note)
-                }
+            // Asked once: a monitor that is late has had its time.
+            let cpus = self.guest.cpus().map_err(|why| {
+                DiscoveryError::Busy(format!("the registers of its vCPUs are not known: {why}"))
+            })?;
+            let (cpus, way) = match cpus {
+                Some(cpus) => (cpus, Way::Image),
+                None => (Vec::new(), Way::Note),
             };
             left -= 1;
             match state.finder.find(self.guest.memory(), &cpus, way) {
@@ -199,13 +201,12 @@ impl Discovery {
         if let Some(used) = &kernel.evidence.file {
             tracing::debug!(?used, "debug file");
         }
-        state.memory = memory;
-        state.kernel = gates_of(
+        let same_kernel = gates_of(
             &kernel,
             &[GateKind::SameKernel, GateKind::SystemState, GateKind::Panic],
         );
-        state.modules = gates_of(&kernel, &[GateKind::ModuleCount, GateKind::ModuleList]);
-        state.idle = gates_of(
+        let modules = gates_of(&kernel, &[GateKind::ModuleCount, GateKind::ModuleList]);
+        let idle = gates_of(
             &kernel,
             &[
                 GateKind::JumpLabelMutex,
@@ -216,10 +217,13 @@ impl Discovery {
             ],
         );
         state.generation += 1;
-        let tables = tables(kernel, state.generation, began.elapsed());
+        let tables = tables(kernel, state.resets, state.generation, began.elapsed());
         tables
             .and_then(|tables| registry.register_kernel(tables))
-            .map_err(|refused| DiscoveryError::Refused(refused.to_string()))
+            .map_err(|refused| DiscoveryError::Refused(refused.to_string()))?;
+        state.memory = memory;
+        (state.kernel, state.modules, state.idle) = (same_kernel, modules, idle);
+        Ok(())
     }
 }
 

@@ -41,7 +41,7 @@ impl Registry {
         self.state().own = Some(OwnRequest { withdrawn: None });
         let tables = read_request::<abi::Descriptor>(page, abi::OP_REGISTER)
             .and_then(|descriptor| tables(ram, &descriptor));
-        self.install(ram, tables, writer)
+        self.install(ram, tables, false, writer)
     }
 
     fn unregister(&self, page: &[u8]) -> Result<(), Refused> {

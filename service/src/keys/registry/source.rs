@@ -220,18 +220,20 @@ impl Registry {
     /// Registers a kernel whose tables were found. It replaces an earlier one.
     ///
     /// # Errors
-    /// [`Refused`], also if the registry has no memory yet; then nothing is registered.
+    /// [`Refused`], also if the registry has no memory yet. Then nothing is registered, except that an earlier kernel stays if a discovery
+    /// is refused.
     pub fn register_kernel(&self, tables: KernelTables) -> Result<(), Refused> {
         let ram = self
             .ram
             .get()
             .ok_or_else(|| Refused("the guest's memory is not attached".to_owned()))?;
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        if tables.discovery.is_some() {
+        let discovered = tables.discovery.is_some();
+        if discovered {
             self.check_own(&tables)?;
         }
         let checked = tables.check().map(|()| tables);
-        self.install(ram, checked, &mut writer)
+        self.install(ram, checked, discovered, &mut writer)
     }
 
     /// Refuses the discovery of a kernel that registers itself.

@@ -18,6 +18,18 @@ struct Empty {
     asked: AtomicUsize,
     resets: AtomicU64,
     memory: AtomicU64,
+    registers: Mutex<Registers>,
+    /// How often the memory was searched.
+    searched: AtomicUsize,
+}
+
+/// What the monitor says of the registers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Registers {
+    #[default]
+    Known,
+    Late,
+    Never,
 }
 
 impl Empty {
@@ -29,6 +41,7 @@ impl Empty {
 
 impl PhysicalMemory for Empty {
     fn ram(&self) -> Vec<Range<u64>> {
+        self.searched.fetch_add(1, Ordering::SeqCst);
         Vec::new()
     }
 
@@ -42,9 +55,13 @@ impl Discoverable for Empty {
         self
     }
 
-    fn cpus(&self) -> Result<Vec<Cpu>, String> {
+    fn cpus(&self) -> Result<Option<Vec<Cpu>>, String> {
         self.asked.fetch_add(1, Ordering::SeqCst);
-        Ok(Vec::new())
+        match *self.registers.lock().expect("no panic") {
+            Registers::Known => Ok(Some(Vec::new())),
+            Registers::Late => Err("no answer within 2 s".to_owned()),
+            Registers::Never => Ok(None),
+        }
     }
 
     fn resets(&self) -> u64 {
@@ -80,6 +97,30 @@ fn found(guest: &InMemoryGuest) -> KernelTables {
         functions: Arc::default(),
     });
     tables
+}
+
+#[test]
+fn a_refused_discovery_leaves_the_last_one() {
+    let guest = InMemoryGuest::boot(Arc::default(), &keys());
+    let registry = Registry::default();
+    registry.attach(guest.ram().clone());
+    registry.register_kernel(found(&guest)).expect("taken");
+    let damages: [fn(&mut KernelTables); 2] = [
+        |tables| tables.generation = 0,
+        |tables| tables.page_table.root = !0xfff,
+    ];
+    for damage in damages {
+        let mut damaged = found(&guest);
+        damage(&mut damaged);
+        registry.register_kernel(damaged).expect_err("damaged");
+        assert_eq!(phase(&registry), (RegistrationPhase::Registered, true));
+        registry.snapshot().expect("the last one");
+    }
+    // What a kernel says of itself replaces what was discovered.
+    let mut damaged = found(&guest);
+    (damaged.generation, damaged.discovery) = (0, None);
+    registry.register_kernel(damaged).expect_err("damaged");
+    assert_eq!(phase(&registry).0, RegistrationPhase::Refused);
 }
 
 fn phase(registry: &Registry) -> (RegistrationPhase, bool) {
@@ -141,6 +182,28 @@ fn a_failed_discovery_leaves_the_reason_and_rests() {
     });
     assert!(rested, "each call searches");
     assert_eq!(phase(&registry), (RegistrationPhase::Absent, false));
+}
+
+/// A kernel that ran before a reset is still in RAM, with open gates. Only registers tell that it does not run.
+#[test]
+fn memory_is_searched_without_registers_only_if_the_monitor_never_has_them() {
+    let registry = Arc::new(Registry::default());
+    let empty = Arc::new(Empty::default());
+    registry.discover(empty.clone(), None);
+    *empty.registers.lock().expect("no panic") = Registers::Late;
+    let error = registry.snapshot().expect_err("not known").to_string();
+    assert!(
+        error.contains("the registers of its vCPUs are not known: no answer within 2 s"),
+        "{error}"
+    );
+    assert_eq!(empty.asked(), 1, "the monitor has had its time");
+    assert_eq!(empty.searched.load(Ordering::SeqCst), 0);
+
+    *empty.registers.lock().expect("no panic") = Registers::Never;
+    empty.resets.fetch_add(1, Ordering::SeqCst);
+    let error = registry.snapshot().expect_err("no kernel").to_string();
+    assert!(!error.contains("registers"), "{error}");
+    assert!(empty.searched.load(Ordering::SeqCst) > 0);
 }
 
 #[test]
@@ -249,10 +312,10 @@ impl Discoverable for Slow {
         &self.empty
     }
 
-    fn cpus(&self) -> Result<Vec<Cpu>, String> {
+    fn cpus(&self) -> Result<Option<Vec<Cpu>>, String> {
         let _ = self.begun.send(());
         let _ = self.end.lock().expect("not poisoned").recv();
-        Ok(Vec::new())
+        Ok(Some(Vec::new()))
     }
 
     fn resets(&self) -> u64 {

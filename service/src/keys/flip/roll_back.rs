@@ -13,11 +13,11 @@ use crate::keys::registry::Registration;
 use crate::keys::standstill::Standstill;
 
 /// Time allowed for rolling back a reference that needs a pause.
-const GIVE_BACK_TIME: Duration = Duration::from_secs(1);
-const BETWEEN_GIVING_BACK: Duration = Duration::from_millis(1);
+const ROLLBACK_TIME: Duration = Duration::from_secs(1);
+const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
 
 /// Why one attempt did not roll back all references.
-enum TakeBack {
+enum RollBack {
     /// Another attempt may succeed.
     Later(String),
     Failed(KeysError),
@@ -26,7 +26,7 @@ enum TakeBack {
 impl<G: Guest> Executor<G> {
     /// Rolls back references that have become the last of their keys, because the guest dropped its
     /// own. Such a key is turned off, which needs a pause.
-    pub(super) fn take_back(
+    pub(super) fn roll_back(
         &self,
         taken_from: &Registration,
         transaction: &Transaction<'_>,
@@ -34,7 +34,7 @@ impl<G: Guest> Executor<G> {
         mut left: Vec<Update>,
     ) -> Result<(), KeysError> {
         // The rollback ignores the caller's deadline: it must complete.
-        let give_up = Instant::now() + GIVE_BACK_TIME;
+        let give_up = Instant::now() + ROLLBACK_TIME;
         loop {
             // The references went with the key.
             let live = self.shared.registry.live_epochs();
@@ -46,32 +46,32 @@ impl<G: Guest> Executor<G> {
                 return Ok(());
             }
             let patience = transaction.stop_timeout;
-            let why = match self.try_take_back(patience, standstill, &mut left) {
+            let why = match self.try_roll_back(patience, standstill, &mut left) {
                 Ok(()) => return Ok(()),
-                Err(TakeBack::Failed(error)) => return Err(error),
-                Err(TakeBack::Later(why)) => why,
+                Err(RollBack::Failed(error)) => return Err(error),
+                Err(RollBack::Later(why)) => why,
             };
             if Instant::now() >= give_up {
                 let left = left.len();
                 return Err(KeysError::WriteFault {
                     message: format!(
-                        "{left} references are left over that the guest made the last of their keys \
-                         meanwhile, and cannot be given back: {why}"
+                        "{left} references could not be rolled back: the guest dropped its own, so \
+                         they are the last of their keys ({why})"
                     ),
                 });
             }
-            std::thread::sleep(BETWEEN_GIVING_BACK);
+            std::thread::sleep(BETWEEN_ATTEMPTS);
         }
     }
 
     /// One attempt. A guest that has withdrawn its registration may register again.
-    fn try_take_back(
+    fn try_roll_back(
         &self,
         patience: Duration,
         standstill: &mut Standstill<'_, G>,
         left: &mut Vec<Update>,
-    ) -> Result<(), TakeBack> {
-        let later = |error: &dyn std::fmt::Display| TakeBack::Later(error.to_string());
+    ) -> Result<(), RollBack> {
+        let later = |error: &dyn std::fmt::Display| RollBack::Later(error.to_string());
         let snapshot = self
             .shared
             .registry
@@ -92,7 +92,7 @@ impl<G: Guest> Executor<G> {
             Err(Obstacle::Commit(error)) if error.undo != Undo::Complete => {
                 let (message, undo) = (error.to_string(), error.undo);
                 let fault = self.write_fault(registration, &plan, message, undo);
-                Err(TakeBack::Failed(fault))
+                Err(RollBack::Failed(fault))
             }
             Err(obstacle) => {
                 // References that could not be taken again are dropped.
