@@ -20,9 +20,9 @@ use crate::process::Process;
 use crate::qmp::{Event, EventListener, Qmp, QmpError};
 use crate::watchdog::Watchdog;
 
-/// For a QEMU's first words.
+/// Time allowed for a QEMU's greeting.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// For the first stop, which shows whether this user may stop the guest.
+/// Time allowed for the first stop, which shows whether this user may stop the guest.
 const FIRST_STOP: Duration = Duration::from_secs(5);
 
 /// The guest to attach to.
@@ -44,7 +44,7 @@ pub enum Target {
 /// How the guest is stopped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PauseWay {
-    /// The threads of its vCPUs are, by ptrace.
+    /// ptrace stops the threads of the vCPUs.
     #[default]
     Freeze,
     /// QEMU's own stop.
@@ -198,7 +198,7 @@ fn pauser(
 ) -> Result<Pauser, AttachError> {
     match (options.pause, monitor) {
         (PauseWay::Freeze, _) => {
-            // Once, so that a missing right shows now and not at the first change.
+            // Stopped once now, so that a missing right is reported at the start.
             if let Some(threads) = process.threads(vcpus) {
                 freeze(&threads, point, Instant::now() + FIRST_STOP)
                     .map_err(|error| AttachError::process("the vCPUs cannot be stopped, or give --pause qmp", error))?;
@@ -256,7 +256,7 @@ fn watch_process(process: &Process, life: &Arc<Life>) -> Result<(), AttachError>
 /// The QMP socket on the command line of a QEMU.
 ///
 /// # Errors
-/// There is none.
+/// No such process runs, this user may not look into it, or its command line names no socket.
 pub fn qmp_socket_of(pid: u32) -> Result<PathBuf, AttachError> {
     let process = Process::open(pid)?;
     let cannot = |what: &str, error| {

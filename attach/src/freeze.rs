@@ -21,9 +21,9 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 
-/// For so long the threads are looked at without sleeping in between: most stop sooner.
+/// Time spent polling without sleep; most threads stop sooner.
 const SPIN: Duration = Duration::from_micros(300);
-/// Between two looks afterwards.
+/// Interval of later polls.
 const BETWEEN_LOOKS: Duration = Duration::from_micros(50);
 
 /// `ioctl` that runs a vCPU (`include/uapi/linux/kvm.h`).

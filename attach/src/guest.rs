@@ -24,9 +24,9 @@ use crate::watchdog::Watchdog;
 
 /// How often QEMU is asked to resume the guest until it answers.
 const RESUMES: u32 = 3;
-/// For a look at the migration while the guest is stopped.
+/// Time allowed for a look at the migration while the guest is stopped.
 const LOOK: Duration = Duration::from_millis(250);
-/// For all questions of one stop about memory that can be removed.
+/// Time allowed for all questions of one stop about registers, and about memory that can be removed.
 const CONFIRM: Duration = Duration::from_secs(1);
 /// How long a process may live on after it has closed its monitor.
 const LAST_MOMENTS: Duration = Duration::from_secs(2);
@@ -115,14 +115,14 @@ impl Life {
         self.memory_events.load(Ordering::SeqCst)
     }
 
-    /// What an event of QEMU says about it.
+    /// Applies an event of QEMU.
     pub fn event(&self, event: &Event) {
         match event.name.as_str() {
             "RESET" => {
                 self.resets.fetch_add(1, Ordering::SeqCst);
             }
             "SHUTDOWN" => self.set_end(End::Guest),
-            // The second is the guest's answer to a device that it was offered, the third virtio-mem's.
+            // ACPI_DEVICE_OST: the guest answers an offered device. MEMORY_DEVICE_SIZE_CHANGE: virtio-mem.
             "DEVICE_DELETED" | "ACPI_DEVICE_OST" | "MEMORY_DEVICE_SIZE_CHANGE" => {
                 self.memory_events.fetch_add(1, Ordering::SeqCst);
             }
@@ -433,7 +433,7 @@ impl PausedGuest for Paused<'_> {
             return Ok(());
         }
         Err(format!(
-            "a migration of the guest began while it was stopped (QEMU says {:?}), so the change was taken back; wait for its end",
+            "a migration of the guest began while it was stopped (QEMU says {:?}), so the change is undone; wait for its end",
             migration.status()
         ))
     }

@@ -87,8 +87,8 @@ pub trait Guest: Machine + 'static {
     ///   fetch included.
     /// - No request of the guest is cut in half: a vCPU for which [`crate::keys::Registry::request`]
     ///   runs, or whose answer is not yet in its registers, has not stopped. It is late.
-    /// - Accesses to ports and device memory are settled: an instruction that left the guest for one has
-    ///   completed, so that the published RIP is the next one's.
+    /// - Where RIPs are known, accesses to ports and device memory are settled: an instruction that left the
+    ///   guest for one has completed, so that the published RIP is the next one's.
     ///
     /// Called by one thread at a time. Where vCPUs are threads of this process, it neither allocates nor
     /// takes a lock that another thread may hold once the first vCPU was asked to stop, and the same
@@ -112,8 +112,8 @@ pub trait Guest: Machine + 'static {
     }
 }
 
-/// A stopped guest. Its answers do not change while the guest is stopped, and are given without
-/// allocating.
+/// A stopped guest. Its answers do not change while the guest is stopped. Where vCPUs are threads of this process
+/// they are given without allocating.
 ///
 /// A monitor that cannot look at a vCPU says that it does not know, and never guesses. The service then
 /// patches text only if the kernel's own words rule out that a vCPU is inside a site
