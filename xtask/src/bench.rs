@@ -85,12 +85,12 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
         Needs::BareMetal => Vec::new(),
         Needs::Linux => {
             host::ensure_packages(host::LAB)?;
-            let mut variables = guest::prepare(None)?;
+            let mut variables = guest::prepare(&[])?;
             variables.push(stock::cloud_6_12()?);
             variables
         }
         Needs::Kernels => {
-            let mut variables = guest::prepare(None)?;
+            let mut variables = guest::prepare(&[])?;
             variables.extend(guest::kernels_to_compare()?);
             variables
         }

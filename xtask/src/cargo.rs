@@ -21,26 +21,26 @@ pub struct TestBinary {
     pub folder: PathBuf,
 }
 
-/// Builds programs in the release profile. [`program`] returns their paths.
-pub fn build_programs(packages: &[&str]) -> Result<()> {
-    let mut command = cargo("build");
-    command.args(["--release", "--bins"]);
-    for package in packages {
-        command.args(["--package", package]);
-    }
-    run(&mut command)
-}
+/// The packages of the programs that tests, demos and benchmarks run. They decide which features their
+/// dependencies have, so a build names all of them and uses what another one has compiled.
+const PROGRAMS: &[&str] = &[
+    "patchbay-vmm",
+    "patchbay-cli",
+    "patchbay-attach",
+    "patchbay-node",
+    "patchbay-fleet",
+    "patchbay-examples",
+];
 
-/// Builds what runs, describes or attaches to a guest, and one of the demos.
-pub fn build_programs_of_guests(demo: Option<&str>) -> Result<()> {
+/// Builds what runs, describes or attaches to a guest, and these programs.
+pub fn build_programs_of_guests(others: &[&str]) -> Result<()> {
     let mut command = cargo("build");
     command.arg("--release");
-    // The packages decide which features their dependencies have: each demo uses what another one has built.
-    for package in ["vmm", "cli", "attach", "node", "examples"] {
-        command.args(["--package", &format!("patchbay-{package}")]);
+    for package in PROGRAMS {
+        command.args(["--package", package]);
     }
     let programs = ["patchbay-vmm", "patchbay", "patchbay-attach"];
-    for program in programs.into_iter().chain(demo) {
+    for program in [&programs, others].concat() {
         command.args(["--bin", program]);
     }
     run(&mut command)
@@ -80,23 +80,15 @@ pub fn build_agent() -> Result<PathBuf> {
     Ok(host::target().join(TARGET).join("agent/patchbay-agent"))
 }
 
-/// Package whose tests are built in the release profile, because the lab is slow, and the packages of
-/// the programs that they use.
+/// Package whose tests are built in the release profile, because the lab is slow.
 const RELEASE: &str = "patchbay-tests";
-const ITS_PROGRAMS: &[&str] = &[
-    "patchbay-vmm",
-    "patchbay-cli",
-    "patchbay-attach",
-    "patchbay-node",
-    "patchbay-examples",
-];
 
 /// Builds test targets in the release profile, and the programs that they use. Both at once, so that
 /// cargo selects the same features for all and compiles each dependency once.
 pub fn build_release_tests(targets: &[&str]) -> Result<Vec<TestBinary>> {
     let mut command = cargo("build");
     command.args(["--release", "--bins"]);
-    for package in [&[RELEASE], ITS_PROGRAMS].concat() {
+    for package in [&[RELEASE], PROGRAMS].concat() {
         command.args(["--package", package]);
     }
     for target in targets {

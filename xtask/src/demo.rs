@@ -49,15 +49,12 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
     let variables = match *name {
         STOCK => {
             host::ensure_packages(host::LAB)?;
-            let mut variables = guest::programs(Some(program))?;
+            let mut variables = guest::programs(&[program])?;
             variables.push(stock::cloud_6_12()?);
             variables
         }
-        ROLLOUT => {
-            guest::controller()?;
-            guest::prepare(Some(program))?
-        }
-        _ => guest::prepare(Some(program))?,
+        ROLLOUT => guest::prepare(&[program, guest::CONTROLLER])?,
+        _ => guest::prepare(&[program])?,
     };
     guest::announce_place();
     let program = cargo::program(program);

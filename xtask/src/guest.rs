@@ -11,10 +11,13 @@ use crate::{cargo, debug_file, host, initramfs, lab_image};
 /// Environment variables with paths, for tests, demo and benchmarks.
 pub type Variables = Vec<(&'static str, PathBuf)>;
 
-/// Builds what is missing, with this demo and the programs that a guest needs, and returns the paths.
-pub fn prepare(demo: Option<&str>) -> Result<Variables> {
+/// The controller's program.
+pub const CONTROLLER: &str = "patchbay-fleet";
+
+/// Builds what is missing, with the programs that a guest needs and these, and returns the paths.
+pub fn prepare(others: &[&str]) -> Result<Variables> {
     let mut variables = kernel_and_agent()?;
-    variables.extend(programs(demo)?);
+    variables.extend(programs(others)?);
     Ok(variables)
 }
 
@@ -54,9 +57,9 @@ pub fn prepare_lab() -> Result<()> {
     Ok(())
 }
 
-/// Builds the programs of a guest and of this demo in the release profile, and the lab if guests run there.
-pub fn programs(demo: Option<&str>) -> Result<Variables> {
-    cargo::build_programs_of_guests(demo)?;
+/// Builds the programs of a guest and these in the release profile, and the lab if guests run there.
+pub fn programs(others: &[&str]) -> Result<Variables> {
+    cargo::build_programs_of_guests(others)?;
     prepare_lab()?;
     Ok(paths_of_guests())
 }
@@ -76,11 +79,9 @@ pub fn paths_of_programs() -> Variables {
     variables
 }
 
-/// Builds the controller in the release profile. No other program needs most of its dependencies.
-pub fn controller() -> Result<(&'static str, PathBuf)> {
-    const PACKAGE: &str = "patchbay-fleet";
-    cargo::build_programs(&[PACKAGE])?;
-    Ok(("PATCHBAY_FLEET", cargo::program(PACKAGE)))
+/// The path of the controller.
+pub fn controller() -> (&'static str, PathBuf) {
+    ("PATCHBAY_FLEET", cargo::program(CONTROLLER))
 }
 
 /// Variables with the paths of the guest's kernel.

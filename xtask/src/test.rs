@@ -284,7 +284,7 @@ fn linux_guests(
         variables.push(("KERNEL", kernel));
     }
     if runs("patchbay-attach::linux_host") {
-        variables.push(guest::controller()?);
+        variables.push(guest::controller());
     }
     if runs("patchbay-tests::linux_kernels") {
         variables.extend(guest::kernel_without_jump_labels()?);
