@@ -1,7 +1,8 @@
 # Run by systemd, in the machine that boot.sh makes. What it finds out goes to /host.
 trap "test -e /host/done || systemctl --no-pager --lines=20 status patchbayd" EXIT
 pid() { systemctl show --value --property MainPID patchbayd; }
-attachers() { pgrep -x patchbay-attach | sort; }
+# Without their watchdogs.
+attachers() { pgrep -f "^/usr/bin/patchbay-attach qemu" | sort; }
 client() {
 	PATCHBAY_TEST_SOCKET=/run/patchbayd/patchbayd.sock /usr/bin/CLIENT --exact the_daemon_attaches_to_qemus_of_another_user --nocapture
 }
@@ -43,6 +44,6 @@ attachers | cmp - /run/before
 
 # All guests are detached from, and run on.
 systemctl kill patchbayd
-until test -z "$(attachers)"; do :; done
+until ! pgrep -x patchbay-attach; do :; done
 test "$(pgrep -c -u nobody qemu)" = 3
 echo all >/host/done

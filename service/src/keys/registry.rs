@@ -579,8 +579,9 @@ fn not_registered(state: &State) -> String {
         RegistrationPhase::Absent if !state.error.is_empty() => {
             format!("the guest has not registered its static keys, and they were not discovered: {}", state.error)
         }
-        RegistrationPhase::Absent => "the guest has not registered its static keys: it still boots, or \
-            nobody has asked for its keys yet"
+        // Nothing discovers keys in this guest.
+        RegistrationPhase::Absent => "the guest has not registered its static keys: it still boots, or its kernel was \
+            built without CONFIG_PATCHBAY; build one with `cargo xtask guest-kernel`"
             .to_owned(),
         RegistrationPhase::Withdrawn => {
             "the guest has taken its registration back (reboot, crash or hibernation); wait until it registers again".to_owned()

@@ -273,6 +273,6 @@ async fn a_kernel_that_registers_itself_lists_no_lines() {
         .await
         .expect("registered");
     assert!(page.sites.is_empty());
-    let nothing = served.update(queries(&[""], v1::KeyOp::Enable)).await;
+    let nothing = served.update(queries(&["file *"], v1::KeyOp::Enable)).await;
     assert_refused(nothing, Code::NotFound, "KEY_NOT_FOUND");
 }
