@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use patchbay_proto::v1::{KeyOp, RegistrationState, TableSource};
+use patchbay_proto::v1::{DebugFile, KeyOp, RegistrationState, TableSource};
 use patchbay_tests::{Environment, Guest, GuestBuilder, KernelFiles, switch_tracepoints};
 use tonic::Code;
 
@@ -48,16 +48,7 @@ async fn a_kernel_is_discovered_with_the_types_of_its_own_vmlinux() -> Result<()
         "taken after the flip back"
     );
 
-    let description = guest.describe().await?;
-    ensure!(description.guest_status().table_source() == TableSource::Discovered);
-    ensure!(
-        description.keys > 100 && description.sites > 500,
-        "{description:?}"
-    );
-    let discovery = description.discovery.context("discovered")?;
-    println!("{} keys, {discovery:?}", description.keys);
-    let used = discovery.debug_file.context("the kernel has no types")?;
-    ensure!(Path::new(&used.path) == file, "{used:?}");
+    let used = used_file(&mut guest, &file).await?;
     ensure!(
         used.types && used.same_build_id && !used.symbols,
         "{used:?}"
@@ -126,6 +117,18 @@ async fn a_kernel_is_discovered_with_the_symbols_of_its_own_system_map() -> Resu
         ensure!(traced(&mut guest).await? == on, "after {op:?}");
     }
 
+    let used = used_file(&mut guest, &file).await?;
+    ensure!(
+        used.symbols && !used.types && !used.same_build_id,
+        "{used:?}"
+    );
+    guest.assert_no_warnings().await?;
+    guest.power_off().await?;
+    Ok(())
+}
+
+/// What the discovery of the guest's kernel has taken from the file.
+async fn used_file(guest: &mut Guest, file: &Path) -> Result<DebugFile> {
     let description = guest.describe().await?;
     ensure!(description.guest_status().table_source() == TableSource::Discovered);
     ensure!(
@@ -134,15 +137,9 @@ async fn a_kernel_is_discovered_with_the_symbols_of_its_own_system_map() -> Resu
     );
     let discovery = description.discovery.context("discovered")?;
     println!("{} keys, {discovery:?}", description.keys);
-    let used = discovery.debug_file.context("the kernel lacks symbols")?;
+    let used = discovery.debug_file.context("the kernel reveals enough")?;
     ensure!(Path::new(&used.path) == file, "{used:?}");
-    ensure!(
-        used.symbols && !used.types && !used.same_build_id,
-        "{used:?}"
-    );
-    guest.assert_no_warnings().await?;
-    guest.power_off().await?;
-    Ok(())
+    Ok(used)
 }
 
 /// Whether the guest records the start of a program.
