@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"os"
@@ -41,6 +42,12 @@ func serve(t *testing.T, socket string, names ...string) *server {
 	if program == "" {
 		t.Skip("PATCHBAY_TEST_GUESTS names no program; `cargo xtask test` sets it")
 	}
+	return startServer(t, program, socket, names...)
+}
+
+// startServer starts a program that says "listening".
+func startServer(t *testing.T, program, socket string, names ...string) *server {
+	t.Helper()
 	command := exec.Command(program, append([]string{socket}, names...)...)
 	stdin, err := command.StdinPipe()
 	must(t, err)
@@ -404,5 +411,54 @@ func TestTheKernelsLogIsStreamedUntilTheAgentGoes(t *testing.T) {
 	records := responses[1].GetRecords()
 	if len(records) != 1 || records[0].GetLevel() != 7 || records[0].GetText() != "a line of web-1" {
 		t.Fatalf("records %v", records)
+	}
+}
+
+// TestEveryReasonComesThroughTheDaemon: most errors are headers alone, without a message.
+func TestEveryReasonComesThroughTheDaemon(t *testing.T) {
+	program, refusing := os.Getenv("PATCHBAY_TEST_DAEMON"), os.Getenv("PATCHBAY_TEST_REFUSING")
+	if program == "" || refusing == "" {
+		t.Skip("PATCHBAY_TEST_REFUSING names no program; `cargo xtask test` sets it")
+	}
+	folder := t.TempDir()
+	in := func(name string) string { return filepath.Join(folder, name) }
+	must(t, os.Mkdir(in("run"), 0o755))
+	startServer(t, refusing, in("run/refusing.sock"), "refusing")
+	policy := fmt.Sprintf("rules: [{name: own, principals: ['uid:%d'], role: admin}]", os.Geteuid())
+	must(t, os.WriteFile(in("policy.yaml"), []byte(policy), 0o644))
+	daemon := exec.Command(program, "--run-dir", in("run"), "--socket", in("node.sock"),
+		"--policy", in("policy.yaml"), "--audit-log", in("audit.jsonl"))
+	stderr, err := daemon.StderrPipe()
+	must(t, err)
+	must(t, daemon.Start())
+	t.Cleanup(func() {
+		daemon.Process.Kill()
+		daemon.Wait()
+	})
+	for lines := bufio.NewScanner(stderr); lines.Scan(); {
+		if strings.Contains(lines.Text(), "guest found") {
+			break
+		}
+	}
+	go io.Copy(io.Discard, stderr)
+	host, err := patchbay.Connect(in("node.sock"))
+	must(t, err)
+	defer host.Close()
+	ctx, guest := patience(t), host.Guest("refusing")
+	for number, name := range pb.ErrorReason_name {
+		if number == 0 {
+			continue
+		}
+		reason := strings.TrimPrefix(name, "ERROR_REASON_")
+		_, ofUpdate := guest.Inc(ctx, reason)
+		_, ofGet := guest.Get(ctx, reason)
+		_, ofWatch := patchbay.Collect(guest.WatchKeys(ctx, "", 0, reason))
+		for _, err := range []error{ofUpdate, ofGet, ofWatch} {
+			failed := wantReason(t, err, pb.ErrorReason(number))
+			if failed.Message != "refused with "+reason+": “100 %”\nas asked" ||
+				failed.Metadata["near"] != "näher\nund näher" {
+				t.Errorf("%#v", failed)
+			}
+		}
 	}
 }

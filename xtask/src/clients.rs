@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The tests of the clients in Python and Go, against guests in memory or, in the lab, a real one.
+//! The tests of the clients in Python and Go, against guests in memory or, in the lab, a real one, and of
+//! stock gRPC clients.
+
+mod stock;
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -40,13 +43,15 @@ impl Outcome {
 /// Runs the tests of one kind.
 type Kind = fn(&Servers) -> Result<Outcome>;
 
-/// Runs the clients' tests of which the heading, "clients Python" or "clients Go", contains the
+/// Runs the clients' tests of which the heading, "clients Python" for example, contains the
 /// filter.
 pub fn run(filter: Option<&str>) -> Result<Vec<Outcome>> {
     let wanted = |heading: &str| filter.is_none_or(|filter| heading.contains(filter));
-    let kinds: [(&str, Kind); 3] = [
+    let kinds: [(&str, Kind); 5] = [
         ("clients Python", python),
         ("clients Go", go),
+        ("clients grpcurl", stock::grpcurl),
+        ("clients Node.js", stock::node),
         ("clients stubs", |_| drift()),
     ];
     let kinds: Vec<_> = kinds.iter().filter(|(name, _)| wanted(name)).collect();
@@ -71,7 +76,9 @@ pub fn run(filter: Option<&str>) -> Result<Vec<Outcome>> {
 fn missing_program(heading: &str) -> Option<&'static str> {
     let needed: &[(&str, &str)] = match heading {
         "clients Python" => &[("python3", "--version")],
-        "clients Go" => &[("go", "version")],
+        "clients Go" | "clients grpcurl" => &[("go", "version")],
+        // Installed if they are missing.
+        "clients Node.js" => &[],
         _ => &[("python3", "--version"), ("go", "version")],
     };
     let runs = |(program, argument): &(&'static str, &str)| {
@@ -84,6 +91,7 @@ fn missing_program(heading: &str) -> Option<&'static str> {
 /// Programs that the clients talk to.
 struct Servers {
     guests: PathBuf,
+    refusing: PathBuf,
     daemon: PathBuf,
 }
 
@@ -92,12 +100,19 @@ impl Servers {
         // The workspace's tests do the same, so that nothing is compiled twice.
         let mut command = cargo::cargo("build");
         command.args(["--workspace", "--exclude", "patchbay-tests"]);
-        command.args(["--example", "in_memory_guests", "--bin", "patchbayd"]);
+        command.args([
+            "--example",
+            "in_memory_guests",
+            "--example",
+            "refusing_monitor",
+        ]);
+        command.args(["--bin", "patchbayd"]);
         command.args(["--features", "patchbay-service/testing"]);
         cargo::run(&mut command)?;
         let folder = host::target().join("debug");
         Ok(Self {
             guests: folder.join("examples/in_memory_guests"),
+            refusing: folder.join("examples/refusing_monitor"),
             daemon: folder.join("patchbayd"),
         })
     }
@@ -105,6 +120,7 @@ impl Servers {
     fn name_in(&self, command: &mut Command) {
         command
             .env("PATCHBAY_TEST_GUESTS", &self.guests)
+            .env("PATCHBAY_TEST_REFUSING", &self.refusing)
             .env("PATCHBAY_TEST_DAEMON", &self.daemon)
             .env_remove("PATCHBAY_SOCKET");
     }

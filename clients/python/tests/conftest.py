@@ -14,12 +14,15 @@ import patchbay
 
 
 class Server:
-    """The program `in_memory_guests`: it ends with its standard input."""
+    """A program that serves guests, `in_memory_guests` or the one that a variable names: it ends with
+    its standard input."""
 
-    def __init__(self, socket: Path, names: list[str]) -> None:
-        program = os.environ.get("PATCHBAY_TEST_GUESTS")
+    def __init__(
+        self, socket: Path, names: list[str], variable: str = "PATCHBAY_TEST_GUESTS"
+    ) -> None:
+        program = os.environ.get(variable)
         if program is None:
-            pytest.skip("PATCHBAY_TEST_GUESTS names no program; `cargo xtask test` sets it")
+            pytest.skip(f"{variable} names no program; `cargo xtask test` sets it")
         self.socket = socket
         self.process = subprocess.Popen(
             [program, str(socket), *names],

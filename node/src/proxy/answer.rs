@@ -140,6 +140,11 @@ impl Whole {
 
     /// The response to the client.
     pub fn into_response(self) -> Response<Body> {
+        // A status without a message is one block of headers that ends the stream (gRPC's Trailers-Only).
+        // After headers that do not, grpc-go waits for trailers and reports INTERNAL without them.
+        if self.body.is_empty() && self.trailers.is_empty() {
+            return Response::from_parts(self.parts, Body::empty());
+        }
         let trailers = (!self.trailers.is_empty()).then_some(Ok(self.trailers));
         let body = Full::new(self.body).with_trailers(async { trailers });
         Response::from_parts(self.parts, Body::new(body))
@@ -187,9 +192,15 @@ impl http_body::Body for Observed {
                     self.finish.end(status.code(), status.message());
                 }
             }
-            Poll::Ready(Some(Err(status))) => {
-                let (code, message) = (status.code(), status.message().to_owned());
-                self.finish.end(code, &message);
+            Poll::Ready(Some(Err(error))) => {
+                // Passed on as an error of the body, it would reset the stream, and no client sees a
+                // status then.
+                let status = lost(&self.finish.caller.guest, error.message());
+                self.finish.end(status.code(), status.message());
+                self.body = Body::empty();
+                let mut trailers = HeaderMap::new();
+                let added = status.add_header(&mut trailers);
+                return Poll::Ready(Some(added.map(|()| Frame::trailers(trailers))));
             }
             Poll::Ready(None) | Poll::Pending => {}
         }
@@ -198,5 +209,58 @@ impl http_body::Body for Observed {
 
     fn is_end_stream(&self) -> bool {
         self.body.is_end_stream()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use http_body_util::StreamBody;
+    use tokio::sync::Semaphore;
+    use tonic_types::StatusExt;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_status_without_a_message_ends_the_stream_with_its_headers() {
+        let refused = Status::not_found("no such key").into_http();
+        let whole = Whole::read(refused, "web-1").await.expect("whole");
+        let response = whole.into_response();
+        assert!(http_body::Body::is_end_stream(response.body()));
+        let status = Status::from_header_map(response.headers()).expect("in the headers");
+        assert_eq!(status.code(), Code::NotFound);
+        let answer = Whole::read(unary(&String::new()), "web-1").await;
+        let response = answer.expect("whole").into_response();
+        assert!(!http_body::Body::is_end_stream(response.body()));
+        let body = response.into_body().collect().await.expect("whole");
+        assert!(body.trailers().is_some());
+    }
+
+    #[tokio::test]
+    async fn a_stream_that_breaks_ends_with_a_status() {
+        let calls = Arc::new(Semaphore::new(1));
+        let permit = calls.try_acquire_owned().expect("free");
+        let mut finish = Finish::new(Metrics::default(), "WatchGuests", permit);
+        finish.caller.guest = "web-1".to_owned();
+        let frames = [
+            Ok(Frame::data(framed(b"first"))),
+            Err(Status::internal("the connection is reset")),
+        ];
+        let body = Body::new(StreamBody::new(tokio_stream::iter(frames)));
+        let answer = observed(Response::new(body), finish).into_body();
+        let answer = answer.collect().await.expect("no error of the body");
+        let status = Status::from_header_map(answer.trailers().expect("a status"));
+        let status = status.expect("a status");
+        let reason = status.get_details_error_info().expect("a reason").reason;
+        assert_eq!(
+            (status.code(), reason.as_str()),
+            (Code::Unknown, "MONITOR_LOST")
+        );
+        assert!(
+            status.message().contains("the connection is reset"),
+            "{status}"
+        );
+        assert_eq!(answer.to_bytes(), framed(b"first"));
     }
 }
