@@ -102,6 +102,14 @@ impl Candidates {
     }
 }
 
+/// The name in the source. ThinLTO adds `.llvm.HASH` to a static symbol that other files come to use.
+fn source_name(name: &str) -> &str {
+    match name.split_once(".llvm.") {
+        Some((name, _)) if !name.is_empty() => name,
+        _ => name,
+    }
+}
+
 /// Names that were looked up.
 #[derive(Debug, Default)]
 pub struct Named {
@@ -233,23 +241,40 @@ impl Symbols {
         self.sort();
     }
 
-    /// The address of the first symbol with this name.
+    /// The address of the first symbol with this name, or else of the first that has it in the source.
     pub fn address(&self, name: &str) -> Option<u64> {
-        self.entries
-            .iter()
-            .find(|entry| self.name(entry) == name)
-            .map(|(symbol, ..)| symbol.address)
+        let mut renamed = None;
+        for entry in &self.entries {
+            let own = self.name(entry);
+            if own == name {
+                return Some(entry.0.address);
+            }
+            if renamed.is_none() && source_name(own) == name {
+                renamed = Some(entry.0.address);
+            }
+        }
+        renamed
     }
 
-    /// Looks all these names up at once.
+    /// Looks all these names up at once. A symbol that only the source calls so counts if no other has the name.
     pub fn look_up(&self, names: &[&'static str]) -> Named {
-        let mut found: HashMap<&'static str, Candidates, RandomState> = names
+        type Found = HashMap<&'static str, Candidates, RandomState>;
+        let mut found: Found = names
             .iter()
             .map(|name| (*name, Candidates::default()))
             .collect();
+        let mut renamed = found.clone();
         for entry in &self.entries {
-            if let Some(candidates) = found.get_mut(self.name(entry)) {
+            let own = self.name(entry);
+            if let Some(candidates) = found.get_mut(own) {
                 candidates.add(entry.0);
+            } else if let Some(candidates) = renamed.get_mut(source_name(own)) {
+                candidates.add(entry.0);
+            }
+        }
+        for (name, candidates) in &mut found {
+            if candidates.count == 0 {
+                *candidates = renamed[name];
             }
         }
         Named {
@@ -258,7 +283,7 @@ impl Symbols {
         }
     }
 
-    /// The symbol an address lies in or behind, and the offset into it. Of several at one address, one of the wanted kind,
+    /// The name in the source of the symbol an address lies in or behind, and the offset into it. Of several at one address, one of the wanted kind,
     /// rather a real name than a boundary made by the linker script or lockdep's key of no size, rather global.
     pub fn resolve(&self, address: u64, wanted: SymbolKind) -> Option<(&str, u64)> {
         let next = self
@@ -284,7 +309,7 @@ impl Symbols {
                 best = Some((rank, name));
             }
         }
-        best.map(|(_, name)| (name, address - at))
+        best.map(|(_, name)| (source_name(name), address - at))
     }
 
     /// Bytes from an address to the next symbol behind it, of the wanted kind.
