@@ -53,6 +53,8 @@ impl Discoverable for QemuGuest {
             cr3: vcpu.cr3,
             cr4: vcpu.cr4,
             idt_base: vcpu.idt_base,
+            // `info registers` shows neither MSRs of FRED nor the upper half of CR4.
+            fred_config: None,
             may_be_nested: !never && Cpu::can_run_guests(vcpu.cr4, vcpu.efer),
         };
         Ok(Some(registers.iter().map(cpu).collect()))

@@ -39,6 +39,7 @@ impl Discoverable for VmGuest {
             cr3: vcpu.cr3,
             cr4: vcpu.cr4,
             idt_base: vcpu.idt_base,
+            fred_config: vcpu.fred_config,
             may_be_nested: Cpu::can_run_guests(vcpu.cr4, vcpu.efer),
         });
         Ok(Some(cpus.collect()))

@@ -259,8 +259,15 @@ const DEVICE_IOCTLS: &[u64] = &[libc::FIONBIO];
 const API_IOCTLS: &[u64] = &[libc::FIONBIO, 0x5401, 0x5402, 0x802c_542a, 0x402c_542b];
 
 /// Requests of a running vCPU (`include/uapi/linux/kvm.h`): `KVM_RUN`, `KVM_GET_REGS`,
-/// `KVM_GET_SREGS`, `KVM_GET_VCPU_EVENTS`, `KVM_KVMCLOCK_CTRL`.
-const VCPU_IOCTLS: &[u64] = &[0xae80, 0x8090_ae81, 0x8138_ae83, 0x8040_ae9f, 0xaead];
+/// `KVM_GET_SREGS`, `KVM_GET_MSRS`, `KVM_GET_VCPU_EVENTS`, `KVM_KVMCLOCK_CTRL`.
+const VCPU_IOCTLS: &[u64] = &[
+    0xae80,
+    0x8090_ae81,
+    0x8138_ae83,
+    0xc008_ae88,
+    0x8040_ae9f,
+    0xaead,
+];
 
 fn program(kind: ThreadKind, action: SeccompAction) -> Result<BpfProgram, SeccompError> {
     let (more, ioctls): (&[i64], &[u64]) = match kind {

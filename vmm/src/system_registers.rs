@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use kvm_bindings::kvm_sregs;
+use kvm_bindings::{Msrs, kvm_msr_entry, kvm_sregs};
+use kvm_ioctls::VcpuFd;
 
 use crate::thread::lock;
 
@@ -26,6 +27,34 @@ pub struct SystemRegisters {
     pub efer: u64,
     /// IDTR.base.
     pub idt_base: u64,
+    /// `IA32_FRED_CONFIG`; none without CR4.FRED.
+    pub fred_config: Option<u64>,
+}
+
+/// CR4.FRED.
+const CR4_FRED: u64 = 1 << 32;
+/// `MSR_IA32_FRED_CONFIG` (arch/x86/include/asm/msr-index.h).
+const IA32_FRED_CONFIG: u32 = 0x1d4;
+
+impl SystemRegisters {
+    /// Reads them on the vCPU's own thread; `None` if KVM does not report them.
+    pub(crate) fn read(vcpu: &VcpuFd) -> Option<Self> {
+        let mut registers = Self::from(vcpu.get_sregs().ok()?);
+        if registers.cr4 & CR4_FRED != 0 {
+            registers.fred_config = msr(vcpu, IA32_FRED_CONFIG);
+        }
+        Some(registers)
+    }
+}
+
+/// Reads an MSR; `None` if KVM has none with this number.
+fn msr(vcpu: &VcpuFd, index: u32) -> Option<u64> {
+    let entry = kvm_msr_entry {
+        index,
+        ..kvm_msr_entry::default()
+    };
+    let mut msrs = Msrs::from_entries(&[entry]).ok()?;
+    (vcpu.get_msrs(&mut msrs) == Ok(1)).then(|| msrs.as_slice()[0].data)
 }
 
 impl From<kvm_sregs> for SystemRegisters {
@@ -36,6 +65,7 @@ impl From<kvm_sregs> for SystemRegisters {
             cr4: sregs.cr4,
             efer: sregs.efer,
             idt_base: sregs.idt.base,
+            fred_config: None,
         }
     }
 }

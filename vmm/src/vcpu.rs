@@ -10,6 +10,7 @@ use kvm_ioctls::{SyncReg, VcpuExit, VcpuFd};
 use crate::devices::{Bus, GuestPower};
 use crate::pause::{Activity, NextStep, Pauser, Stopped, VcpuSide};
 use crate::request::RequestPort;
+use crate::system_registers::SystemRegisters;
 
 /// A vCPU stopped longer than this informs the guest's watchdog (KVM API 4.57,
 /// `KVM_KVMCLOCK_CTRL`).
@@ -73,7 +74,7 @@ impl Vcpu {
         let mut settled = false;
         loop {
             let step = side.next();
-            side.report_registers(|| self.fd.get_sregs().ok().map(Into::into));
+            side.report_registers(|| SystemRegisters::read(&self.fd));
             let turn = match step {
                 NextStep::Run => self.enter(side),
                 NextStep::Park(word) if settled => self.park(side, word),

@@ -8,6 +8,7 @@ use crate::classes::{DebugLayout, debug_layout};
 /// Every symbol that is asked for by name.
 pub(super) const SYMBOLS: &[&str] = &[
     "__end_ro_after_init",
+    "__end_rodata",
     "__init_begin",
     "__init_end",
     "__per_cpu_offset",
@@ -17,6 +18,7 @@ pub(super) const SYMBOLS: &[&str] = &[
     "__start___tracepoints_ptrs",
     "__start_notes",
     "__start_ro_after_init",
+    "__start_rodata",
     "__stop_BTF",
     "__stop___dyndbg",
     "__stop___jump_table",
@@ -27,6 +29,8 @@ pub(super) const SYMBOLS: &[&str] = &[
     "_stext",
     "_text",
     "asm_exc_divide_error",
+    "asm_fred_entrypoint_kernel",
+    "asm_fred_entrypoint_user",
     "boot_cpu_data",
     "bp_desc",
     "ddebug_lock",

@@ -3,10 +3,11 @@
 //!
 //! | way | starts from | proven by |
 //! |---|---|---|
-//! | image | CR3 and the IDT of a vCPU | gate 0 of every vCPU's IDT is `asm_exc_divide_error` of the symbols found, every vCPU's CR3 maps the image, VMCOREINFO says the same |
-//! | note | a VMCOREINFO text found in memory | the tests in `note.rs`, and the same gate of the IDT that the kernel maps |
+//! | image | CR3 and the IDT of a vCPU | the tests in `vcpus.rs` for every vCPU, every vCPU's CR3 maps the image, VMCOREINFO says the same |
+//! | note | a VMCOREINFO text found in memory | the tests in `note.rs`, and those in `vcpus.rs` for the IDT that the kernel maps |
 //!
-//! From here on the kernel's own page table is used, `init_top_pgt`, never that of a process.
+//! A vCPU's page table is read once, at the start. The image is read where that mapped it, and as soon as its symbols are known the
+//! kernel's own page table is used, `init_top_pgt`.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,17 +18,16 @@ use super::error::{DiscoveryError, GIVE_FILE, busy, refuse};
 use super::layout;
 use super::memory::{Cpu, PhysicalMemory, View};
 use super::note::{self, Note};
-use super::paging::{IMAGE_MAP, PAGE, PageTable, Run};
+use super::paging::{self, IMAGE_MAP, PAGE, PageTable, Run};
 use super::parts::Clock;
+use super::vcpus::{Candidate, Unfit};
 use super::{FileUse, NoteFound, Way};
 use crate::classes::Memory;
 use crate::image::Image;
 use crate::kallsyms::{self, KallsymsError};
 use crate::symbols::{Named, Symbols};
 
-/// Address of the read-only mapping of the IDT (arch/x86/include/asm/cpu_entry_area.h).
-const CPU_ENTRY_AREA: u64 = 0xffff_fe00_0000_0000;
-/// Most read-only data of an image; a distribution kernel has 14 MiB.
+/// Most read-only data of an image; a distribution kernel has 14 MiB. With `rodata=off`, the whole image.
 const MAX_CONSTANT: u64 = 128 << 20;
 
 /// A kernel that was found.
@@ -59,11 +59,12 @@ pub(super) struct Anchors {
     pub file: Option<FileUse>,
 }
 
-/// A page table that maps a kernel image, and the handler of its gate 0.
-struct Candidate {
-    table: PageTable,
-    runs: Vec<Run>,
-    handler: u64,
+/// What a vCPU with paging leads to.
+struct Seen {
+    index: usize,
+    /// See [`Cpu::may_be_nested`].
+    may_be_nested: bool,
+    found: Result<Candidate, Unfit>,
 }
 
 /// Also returns the file that it needed.
@@ -74,45 +75,45 @@ pub(super) fn locate<'m, 'f, M: PhysicalMemory + ?Sized>(
     files: Option<&'f mut DebugFiles>,
     clock: &mut Clock,
 ) -> Result<(Located<'m, M>, Option<&'f DebugFile>), DiscoveryError> {
+    let seen = see(memory, cpus);
+    let proven;
     let (candidate, note) = match way {
-        Way::Image => (from_cpus(memory, cpus)?, None),
+        Way::Image => (from_cpus(&seen)?, None),
         Way::Note => {
             let (note, read) = note::find(memory, cpus)?;
             clock.part("search for VMCOREINFO", read);
             clock.restart();
-            (from_note(memory, &note)?, Some(note))
+            proven = from_note(memory, &note)?;
+            (&proven, Some(note))
         }
     };
     let mut view = View::new(memory, candidate.table);
-    copy_constant(&mut view, &candidate.runs)?;
-    clock.part("image", view.copied());
-    let mut symbols = symbols(&view, &candidate)?;
-    let mut named = symbols.look_up(layout::SYMBOLS);
-    clock.part("kallsyms", view.copied());
-    check_gate(&named, candidate.handler, "the first vCPU")?;
-    let file = complete(&mut symbols, &mut named, files, &view, &candidate)?;
-    if file.is_some() {
-        clock.part("debug file", view.copied());
-    }
-
+    view.image.clone_from(&candidate.runs);
+    // The page table may have been freed while it was read, and what it then maps is no kernel.
+    let read = match read_image(&mut view, candidate, files, clock) {
+        Err(DiscoveryError::Refused(why)) if !candidate.is_unchanged(memory) => busy(format!(
+            "the page table of a vCPU was changed while the kernel was looked for ({why})"
+        )),
+        read => read,
+    };
+    let (symbols, named, file) = read?;
     let text = required(&named, "_stext")?;
     let image = required(&named, "_text")?..required(&named, "_end")?;
-    let Some(mapping) = view.table.translate(memory, image.start) else {
-        return refuse("_text is not mapped: kallsyms and the page table disagree");
+    let mapped = |name: &'static str| {
+        let address = required(&named, name)?;
+        match candidate.physical(address) {
+            Some(physical) => Ok(physical),
+            None => refuse(format!(
+                "{name} at {address:#x} is not mapped: kallsyms and the page table disagree"
+            )),
+        }
     };
-    let phys_base = mapping
-        .physical
-        .wrapping_sub(image.start.wrapping_sub(IMAGE_MAP));
-    let root = required(&named, "init_top_pgt")?;
-    let Some(own) = view.table.translate(memory, root) else {
-        return refuse("init_top_pgt is not mapped: kallsyms and the page table disagree");
-    };
-    view.table.root = own.physical;
+    let phys_base = mapped("_text")?.wrapping_sub(image.start.wrapping_sub(IMAGE_MAP));
+    view.table.root = mapped("init_top_pgt")?;
     if view.table.image_runs(memory).as_ref() != Some(&candidate.runs) {
         return busy("the page table of a vCPU and init_top_pgt map the kernel differently");
     }
-    view.image.clone_from(&candidate.runs);
-    let cpus = check_cpus(memory, cpus, &view, &named, text)?;
+    let cpus = check_cpus(&seen, &candidate.runs, &named, text)?;
     let banner = banner(&mut view, &named)?;
     let release = banner
         .strip_prefix("Linux version ")
@@ -121,7 +122,7 @@ pub(super) fn locate<'m, 'f, M: PhysicalMemory + ?Sized>(
         .to_owned();
     let mut anchors = Anchors {
         table: view.table,
-        runs: candidate.runs,
+        runs: candidate.runs.clone(),
         symbols: Arc::new(symbols),
         named,
         image,
@@ -154,7 +155,8 @@ pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
     let mut view = View::new(memory, anchors.table);
     // After kexec the old kernel may lie in memory unchanged. Only the vCPUs tell.
     let text = anchors.named.address("_stext")?;
-    let cpus = check_cpus(memory, cpus, &view, &anchors.named, text).ok()?;
+    let seen = see(memory, cpus);
+    let cpus = check_cpus(&seen, &anchors.runs, &anchors.named, text).ok()?;
     let same = cpus > 0
         && view.table.image_runs(memory).as_ref() == Some(&anchors.runs)
         && banner(&mut view, &anchors.named).is_ok_and(|banner| banner == anchors.banner);
@@ -185,7 +187,6 @@ fn complete<'f, M: PhysicalMemory + ?Sized>(
     named: &mut Named,
     files: Option<&'f mut DebugFiles>,
     view: &View<'_, M>,
-    candidate: &Candidate,
 ) -> Result<Option<(&'f DebugFile, FileUse)>, DiscoveryError> {
     let lacks = |name: &&str| named.address(name).is_none();
     let data_symbols = layout::DATA_SYMBOLS.iter().any(lacks);
@@ -205,8 +206,6 @@ fn complete<'f, M: PhysicalMemory + ?Sized>(
     if data_symbols {
         named.complete(file.named(), |address| slide.to_guest(address));
         symbols.merge(file.symbols(), |address| slide.to_guest(address));
-        let code = code_around(&candidate.runs, candidate.handler);
-        symbols.classify(|address| code.contains(&address));
     }
     let used = FileUse {
         path: file.path().to_owned(),
@@ -218,125 +217,146 @@ fn complete<'f, M: PhysicalMemory + ?Sized>(
     Ok(Some((file, used)))
 }
 
-fn from_cpus<M: PhysicalMemory + ?Sized>(
-    memory: &M,
-    cpus: &[Cpu],
-) -> Result<Candidate, DiscoveryError> {
-    let running = || cpus.iter().filter(|cpu| cpu.has_paging());
-    if running().next().is_some() && running().all(|cpu| cpu.may_be_nested) {
-        return busy(
-            "VMX or SVM is on in every vCPU, so the registers may be those of a guest that the guest runs",
-        );
+/// Reads what each vCPU with paging leads to.
+fn see<M: PhysicalMemory + ?Sized>(memory: &M, cpus: &[Cpu]) -> Vec<Seen> {
+    let running = cpus.iter().enumerate().filter(|(_, cpu)| cpu.has_paging());
+    running
+        .map(|(index, cpu)| Seen {
+            index,
+            may_be_nested: cpu.may_be_nested,
+            found: Candidate::of_cpu(memory, cpu),
+        })
+        .collect()
+}
+
+/// The kernel of the first vCPU that leads to one.
+fn from_cpus(seen: &[Seen]) -> Result<&Candidate, DiscoveryError> {
+    let mut unfit = None;
+    for vcpu in seen.iter().filter(|vcpu| !vcpu.may_be_nested) {
+        match &vcpu.found {
+            Ok(candidate) => return Ok(candidate),
+            Err(why) => unfit = unfit.or(Some((vcpu.index, why))),
+        }
     }
-    let found = running()
-        .filter(|cpu| !cpu.may_be_nested)
-        .flat_map(|cpu| cpu.page_tables().map(|table| (table, cpu.idt_base)))
-        .find_map(|(table, idt)| candidate(memory, table, idt));
-    match found {
-        Some(found) => Ok(found),
-        None => busy(
-            "no vCPU's page table and IDT lead to a Linux kernel of 64 bits: it boots, is in its firmware, or runs another system",
-        ),
-    }
+    let why = match unfit {
+        Some((index, why)) => format!("vCPU {index}: {why}"),
+        None if seen.is_empty() => "none has turned on paging".to_owned(),
+        None => {
+            return busy(
+                "VMX or SVM is on in every vCPU, so the registers may be those of a guest that the guest runs",
+            );
+        }
+    };
+    busy(format!(
+        "no vCPU's page table and IDT lead to a Linux kernel of 64 bits ({why}): it boots, is in its firmware, or runs another system"
+    ))
 }
 
 fn from_note<M: PhysicalMemory + ?Sized>(
     memory: &M,
     note: &Note,
 ) -> Result<Candidate, DiscoveryError> {
-    let found = note
-        .table()
-        .and_then(|table| candidate(memory, table, CPU_ENTRY_AREA));
-    match found {
-        Some(found) => Ok(found),
-        None => busy("the page table that VMCOREINFO names maps no kernel image or no IDT"),
+    let Some(table) = note.table() else {
+        return busy("the page table that VMCOREINFO names is not in the kernel's image");
+    };
+    match Candidate::of_table(memory, table) {
+        Ok(found) => Ok(found),
+        Err(why) => busy(format!(
+            "the page table that VMCOREINFO names leads to no kernel: {why}"
+        )),
     }
-}
-
-fn candidate<M: PhysicalMemory + ?Sized>(
-    memory: &M,
-    table: PageTable,
-    idt: u64,
-) -> Option<Candidate> {
-    let handler = gate_zero(memory, table, idt)?;
-    let runs = table.image_runs(memory)?;
-    let in_code = |run: &Run| run.executable && run.range.contains(&handler);
-    (runs.iter().any(in_code) && runs.iter().any(Run::is_constant)).then_some(Candidate {
-        table,
-        runs,
-        handler,
-    })
-}
-
-/// The handler of gate 0, the divide error (Intel SDM volume 3, 6.14.1).
-fn gate_zero<M: PhysicalMemory + ?Sized>(memory: &M, table: PageTable, idt: u64) -> Option<u64> {
-    // A gate never straddles a page: the IDT is page-aligned.
-    let mapping = table.translate(memory, idt)?;
-    let mut gate = [0; 16];
-    memory.read(mapping.physical, &mut gate).then_some(())?;
-    let gate = u128::from_le_bytes(gate);
-    let present = gate >> 47 & 1 != 0;
-    let handler = gate & 0xffff | (gate >> 32 & 0xffff_ffff_ffff_0000);
-    present.then_some(handler as u64)
-}
-
-/// Before 5.8 the handler was `divide_error`.
-fn check_gate(symbols: &Named, handler: u64, whose: &str) -> Result<(), DiscoveryError> {
-    let names = ["asm_exc_divide_error", "divide_error"];
-    if names
-        .iter()
-        .any(|name| symbols.address(name) == Some(handler))
-    {
-        return Ok(());
-    }
-    busy(format!(
-        "gate 0 of {whose} leads to {handler:#x}, which is not asm_exc_divide_error of this kernel"
-    ))
 }
 
 /// Every vCPU that has paging runs this kernel; returns how many do.
-fn check_cpus<M: PhysicalMemory + ?Sized>(
-    memory: &M,
-    cpus: &[Cpu],
-    view: &View<'_, M>,
+fn check_cpus(
+    seen: &[Seen],
+    runs: &[Run],
     symbols: &Named,
     text: u64,
 ) -> Result<usize, DiscoveryError> {
-    let physical = view.table.translate(memory, text).map(|at| at.physical);
-    let mut running = 0;
-    for (index, cpu) in cpus.iter().enumerate() {
-        if !cpu.has_paging() {
-            continue;
-        }
-        let own = cpu.page_tables().into_iter().find(|table| {
-            let mapped = table.translate(memory, text).map(|at| at.physical);
-            mapped.is_some() && mapped == physical
-        });
-        let Some(table) = own else {
-            return busy(format!(
-                "the page table of vCPU {index} does not map this kernel: it runs a guest of its own, or another kernel"
-            ));
+    let physical = paging::physical(runs, text);
+    for vcpu in seen {
+        let index = vcpu.index;
+        let own = match &vcpu.found {
+            Ok(own) if physical.is_some() && own.physical(text) == physical => own,
+            Ok(_) => {
+                return busy(format!(
+                    "the page table of vCPU {index} does not map this kernel: it runs a guest of its own, or another kernel"
+                ));
+            }
+            Err(why) => {
+                return busy(format!(
+                    "vCPU {index} does not run this kernel, but a guest of its own or another kernel: {why}"
+                ));
+            }
         };
-        let Some(handler) = gate_zero(memory, table, cpu.idt_base) else {
-            return busy(format!("vCPU {index} has no IDT"));
-        };
-        check_gate(symbols, handler, &format!("vCPU {index}"))?;
-        running += 1;
+        own.check_entry(symbols, &format!("vCPU {index}"))?;
     }
-    Ok(running)
+    Ok(seen.len())
+}
+
+/// Reads symbols from the image, and from a file what they lack. Also returns the file that was needed.
+#[allow(clippy::type_complexity, reason = "taken apart at once")]
+fn read_image<'f, M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    candidate: &Candidate,
+    files: Option<&'f mut DebugFiles>,
+    clock: &mut Clock,
+) -> Result<(Symbols, Named, Option<(&'f DebugFile, FileUse)>), DiscoveryError> {
+    copy_constant(view, candidate)?;
+    clock.part("image", view.copied());
+    let mut symbols = symbols(view, candidate)?;
+    let mut named = symbols.look_up(layout::SYMBOLS);
+    clock.part("kallsyms", view.copied());
+    candidate.check_entry(&named, "the first vCPU")?;
+    let file = complete(&mut symbols, &mut named, files, view)?;
+    if file.is_some() {
+        clock.part("debug file", view.copied());
+    }
+    let code = code(candidate, &named);
+    symbols.classify(|address| code.contains(&address));
+    if candidate.is_writable() {
+        keep_constant(view, &named)?;
+    }
+    Ok((symbols, named, file))
+}
+
+/// The code of the image. With `rodata=off` its pages do not tell it from data.
+fn code(candidate: &Candidate, named: &Named) -> Range<u64> {
+    match named.range("_stext", "_etext") {
+        Some(text) if candidate.is_writable() => text,
+        _ => candidate.code(),
+    }
+}
+
+/// Drops what was copied beside the read-only data: later reads must see it as it is then.
+fn keep_constant<M: ?Sized>(view: &mut View<'_, M>, named: &Named) -> Result<(), DiscoveryError> {
+    let Some(constant) = named.range("__start_rodata", "__end_rodata") else {
+        return refuse(format!(
+            "the kernel maps nothing read-only (rodata=off on its command line, or it still boots), and its kallsyms have no \
+             __start_rodata and __end_rodata; start it without rodata=off, or {GIVE_FILE}"
+        ));
+    };
+    view.keep_data(&constant);
+    Ok(())
 }
 
 /// Copies what is mapped read-only and not executable: no vCPU changes it, and it holds the tables.
 fn copy_constant<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
-    runs: &[Run],
+    candidate: &Candidate,
 ) -> Result<(), DiscoveryError> {
     let mut left = MAX_CONSTANT;
-    for run in runs.iter().filter(|run| run.is_constant()) {
+    let runs = candidate.runs.iter();
+    for run in runs.filter(|run| candidate.may_hold_tables(run)) {
         let length = run.range.end - run.range.start;
         let Some(rest) = left.checked_sub(length) else {
+            let what = match candidate.is_writable() {
+                true => "image, of which nothing is read-only (rodata=off)",
+                false => "read-only data",
+            };
             return refuse(format!(
-                "the kernel maps more than {} MiB of read-only data: refused",
+                "the kernel maps more than {} MiB of {what}: refused",
                 MAX_CONSTANT >> 20
             ));
         };
@@ -355,8 +375,7 @@ fn symbols<M: PhysicalMemory + ?Sized>(
     view: &View<'_, M>,
     candidate: &Candidate,
 ) -> Result<Symbols, DiscoveryError> {
-    let code = code_around(&candidate.runs, candidate.handler);
-    let constant = view
+    let copied = view
         .data()
         .iter()
         .map(|(start, bytes)| (*start..*start + bytes.len() as u64, bytes.as_slice()));
@@ -364,33 +383,16 @@ fn symbols<M: PhysicalMemory + ?Sized>(
     let others = candidate
         .runs
         .iter()
-        .filter(|run| !run.is_constant())
+        .filter(|run| !candidate.may_hold_tables(run))
         .map(|run| (run.range.clone(), [].as_slice()));
-    let found = Image::from_pieces(constant.chain(others), vec![code.clone()])
+    let found = Image::from_pieces(copied.chain(others), vec![candidate.code()])
         .map_or(Err(KallsymsError::Absent), |image| kallsyms::read(&image));
-    let mut symbols = match found {
-        Ok(symbols) => symbols,
-        Err(error) => {
-            return refuse(format!(
-                "{error}; a discovery needs kallsyms, and no debug file replaces them"
-            ));
-        }
-    };
-    symbols.classify(|address| code.contains(&address));
-    Ok(symbols)
-}
-
-/// The contiguous executable pages around an address.
-fn code_around(runs: &[Run], address: u64) -> Range<u64> {
-    let mut code = address..address;
-    for run in runs.iter().filter(|run| run.executable) {
-        if code.end == run.range.start && code.start != code.end {
-            code.end = run.range.end;
-        } else if code.start == code.end || !code.contains(&address) {
-            code = run.range.clone();
-        }
+    match found {
+        Ok(symbols) => Ok(symbols),
+        Err(error) => refuse(format!(
+            "{error}; a discovery needs kallsyms, and no debug file replaces them"
+        )),
     }
-    code
 }
 
 /// `linux_banner`, in read-only data.

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use foldhash::fast::RandomState;
 
-use super::paging::{PAGE, PageTable, Run};
+use super::paging::{PAGE, PageTable, Run, physical};
 use crate::classes::Memory;
 
 /// Most bytes copied of one guest. A distribution kernel needs 20 MiB.
@@ -34,6 +34,8 @@ pub struct Cpu {
     pub cr4: u64,
     /// IDTR.base.
     pub idt_base: u64,
+    /// IA32_FRED_CONFIG, whose bits 63:12 are the entry point of exceptions; none if FRED is off or the monitor does not read it.
+    pub fred_config: Option<u64>,
     /// The registers may be those of a guest that this vCPU runs ([`Cpu::can_run_guests`]). Whoever controls that guest chooses what
     /// they lead to, so no kernel is found by them; they may only agree with another vCPU's.
     pub may_be_nested: bool,
@@ -59,8 +61,14 @@ impl Cpu {
         self.cr4 & 1 << 12 != 0
     }
 
-    /// The page tables that map the kernel, the likeliest first. With page table isolation bit 12 of CR3 chooses the user's half of a
-    /// pair of tables, without it is a bit of the address.
+    /// CR4.FRED. A monitor that shows 32 bits of CR4 does not show it.
+    #[must_use]
+    pub fn has_fred(&self) -> bool {
+        self.cr4 & 1 << 32 != 0
+    }
+
+    /// The kernel's half of a pair of page tables, if page table isolation is on, and the table that CR3 names. With isolation bit 12 of
+    /// CR3 chooses the user's half, without it is a bit of the address.
     pub(super) fn page_tables(&self) -> [PageTable; 2] {
         let table = |root| PageTable {
             root,
@@ -82,6 +90,24 @@ pub(super) struct View<'m, M: ?Sized> {
     pages: HashMap<u64, Option<Box<[u8; PAGE as usize]>>, RandomState>,
     /// Copied so far.
     copied: u64,
+}
+
+impl<M: ?Sized> View<'_, M> {
+    /// Drops the pieces that [`View::copy_run`] has copied, but for this range.
+    pub fn keep_data(&mut self, range: &Range<u64>) {
+        self.data.retain_mut(|(start, bytes)| {
+            let length = bytes.len() as u64;
+            let from = range.start.saturating_sub(*start).min(length);
+            let to = range.end.saturating_sub(*start).min(length);
+            if from >= to {
+                return false;
+            }
+            bytes.truncate(to as usize);
+            bytes.drain(..from as usize);
+            *start += from;
+            true
+        });
+    }
 }
 
 impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
@@ -168,15 +194,10 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
     }
 
     fn translate(&self, address: u64) -> Option<u64> {
-        let run = self.image.partition_point(|run| run.range.end <= address);
-        match self
-            .image
-            .get(run)
-            .filter(|run| run.range.contains(&address))
-        {
-            Some(run) => Some(run.physical + (address - run.range.start)),
-            None => Some(self.table.translate(self.memory, address)?.physical),
-        }
+        physical(&self.image, address).or_else(|| {
+            let mapping = self.table.translate(self.memory, address)?;
+            Some(mapping.physical)
+        })
     }
 
     fn copy_page(&mut self, address: u64) -> Option<Box<[u8; PAGE as usize]>> {

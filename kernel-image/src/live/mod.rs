@@ -30,6 +30,7 @@ mod note;
 mod paging;
 mod parts;
 mod tables;
+mod vcpus;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -174,7 +175,7 @@ pub struct Evidence {
     pub note: NoteFound,
     /// What was taken from a debug file; none if the kernel said everything itself.
     pub file: Option<FileUse>,
-    /// vCPUs whose page table and IDT are this kernel's.
+    /// vCPUs whose page table and entry point are this kernel's.
     pub cpus: usize,
     /// What an earlier discovery found of the same kernel was kept.
     pub again: bool,

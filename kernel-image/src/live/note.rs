@@ -6,7 +6,8 @@
 //! - the page table that it names maps `_stext` to where `phys_base` puts it,
 //! - so does the page table of every vCPU whose registers are known,
 //! - CR4.LA57 of those vCPUs agrees with `pgtable_l5_enabled`,
-//! - every `kallsyms_*` symbol lies in pages that this page table maps read-only and not executable,
+//! - every `kallsyms_*` symbol lies in pages that this page table maps read-only and not executable, unless it maps even `_stext` writable
+//!   (`rodata=off`),
 //! - and all texts that pass say the same.
 //!
 //! A forger can keep the kernel from being found this way, and cannot pass off another kernel for it.
@@ -113,10 +114,13 @@ impl Note {
                 .translate(memory, self.stext)
                 .is_some_and(|mapping| mapping.physical == stext)
         };
+        let unprotected = table
+            .translate(memory, self.stext)
+            .is_some_and(|mapping| mapping.writable);
         let constant = |address: &u64| {
             table
                 .translate(memory, *address)
-                .is_some_and(|mapping| !mapping.writable && !mapping.executable)
+                .is_some_and(|mapping| unprotected || !mapping.writable && !mapping.executable)
         };
         maps_text(table)
             && self.kallsyms.iter().all(constant)

@@ -160,6 +160,13 @@ impl PageTable {
     }
 }
 
+/// The guest-physical address behind a virtual one. The runs are sorted.
+pub fn physical(runs: &[Run], address: u64) -> Option<u64> {
+    let next = runs.partition_point(|run| run.range.end <= address);
+    let run = runs.get(next).filter(|run| run.range.contains(&address))?;
+    Some(run.physical + (address - run.range.start))
+}
+
 /// The present entries of a table whose first maps `address`.
 fn entries(
     memory: &(impl PhysicalMemory + ?Sized),

@@ -97,6 +97,20 @@ fn counts_and_sites_are_read_each_time() {
     assert_eq!(said(&kernel), said(&image(&guest).unwrap()));
 }
 
+/// The count of a line of dynamic debug, before and after the guest enables it.
+pub fn counted(guest: &Guest) -> (i32, i32) {
+    let mut finder = Finder::default();
+    let mut count = || {
+        let kernel = find(&mut finder, guest);
+        let line = kernel.keys.iter().find(|key| key.debug.is_some()).unwrap();
+        line.count
+    };
+    let before = count();
+    guest.put(TEXT + 0x280, &JMP5);
+    guest.put_u32(guest.symbol("__start___dyndbg") + 40, 1);
+    (before, count())
+}
+
 #[test]
 fn a_refused_kernel_is_looked_at_as_a_whole() {
     let guest = guest();

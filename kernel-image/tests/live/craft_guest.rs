@@ -10,7 +10,7 @@ use patchbay_kernel_image::live::{Cpu, PhysicalMemory};
 use crate::craft_btf;
 use crate::craft_kallsyms::{Layout, Order};
 
-const PAGE: u64 = 4096;
+pub const PAGE: u64 = 4096;
 /// Address of the kernel's text.
 pub const TEXT: u64 = 0xffff_ffff_8100_0000;
 /// The end of its code.
@@ -28,7 +28,7 @@ const IDT: u64 = 0xffff_fe00_0000_0000;
 /// Guest-physical address of [`TEXT`].
 const IMAGE: u64 = 0x10_0000;
 const MODULE: u64 = 0x18_0000;
-const IDT_PAGE: u64 = 0x1a_0000;
+pub const IDT_PAGE: u64 = 0x1a_0000;
 pub const NOTE: u64 = 0x1a_1000;
 /// Page tables, one after another.
 const TABLES: u64 = 0x1b_0000;
@@ -119,6 +119,16 @@ impl Guest {
         self.symbols.insert(name.to_owned(), address);
     }
 
+    /// Where the last level's entry of an address is, and the entry.
+    pub fn entry(&self, address: u64) -> (u64, u64) {
+        let mut table = physical(self.symbol("init_top_pgt"));
+        for shift in [39, 30, 21] {
+            table = self.u64_at(table + 8 * (address >> shift & 0x1ff)) & !0xfff;
+        }
+        let at = table + 8 * (address >> 12 & 0x1ff);
+        (at, self.u64_at(at))
+    }
+
     /// Maps pages; `flags` are those of the last level.
     pub fn map(&self, tables: &mut u64, address: u64, physical: u64, pages: u64, flags: u64) {
         for page in 0..pages {
@@ -179,26 +189,66 @@ fn jump_table(guest: &Guest, table: u64, branches: &[Branch]) {
 /// A kernel with a guarded key that a module uses too, a tracepoint, a line of dynamic debug, a hook of a security module, a sealed key,
 /// a branch in init text, and a module with a key of its own.
 pub fn guest() -> Guest {
-    craft(NOP5, false, &|_, _| true)
+    craft(NOP5, false, &|_, _| true, &|name| name)
 }
 
 /// A kernel whose kallsyms lack a symbol.
 pub fn guest_without(symbol: &str) -> Guest {
-    craft(NOP5, false, &|_, name| name != symbol)
+    craft(NOP5, false, &|_, name| name != symbol, &|name| name)
+}
+
+/// A kernel whose kallsyms have other names, letter included.
+pub fn guest_renamed(rename: &dyn Fn(String) -> String) -> Guest {
+    craft(NOP5, false, &|_, _| true, rename)
+}
+
+/// A kernel that handles exceptions by FRED, so that it has no IDT. The monitor reads MSRs if `msrs`.
+pub fn guest_with_fred(msrs: bool) -> Guest {
+    let mut guest = guest();
+    guest.put_physical(IDT_PAGE, &[0; 16]);
+    for cpu in &mut guest.cpus {
+        cpu.idt_base = 0;
+        // HMP of QEMU shows the lower half of CR4.
+        cpu.cr4 |= if msrs { 1 << 32 } else { 0 };
+        cpu.fred_config = msrs.then_some(TEXT | 0x41);
+    }
+    guest
+}
+
+/// A kernel that was started with `rodata=off`: all of the image can be written and executed, but for a page that was freed.
+pub fn guest_without_protection() -> Guest {
+    let guest = guest();
+    let freed = guest.symbol("__init_begin");
+    for page in 0..40 {
+        let address = TEXT + page * PAGE;
+        let (at, entry) = guest.entry(address);
+        let entry = match address == freed {
+            true => entry | 2 | 1 << 63,
+            false => (entry | 2) & !(1 << 63),
+        };
+        guest.put_physical(at, &entry.to_le_bytes());
+    }
+    guest
 }
 
 /// A kernel without CONFIG_KALLSYMS_ALL: its kallsyms have the symbols of text, but for that at its end.
 pub fn guest_without_data_symbols() -> Guest {
-    craft(NOP5, false, &|address, _| (TEXT..ETEXT).contains(&address))
+    let is_text = |address, _: &str| (TEXT..ETEXT).contains(&address);
+    craft(NOP5, false, &is_text, &|name| name)
 }
 
 /// A kernel before 5.13, which chose this NOP when it booted.
 pub fn guest_with_ideal_nop(nop: [u8; 5]) -> Guest {
-    craft(nop, true, &|_, _| true)
+    craft(nop, true, &|_, _| true, &|name| name)
 }
 
-/// `keep` says which symbols are in kallsyms.
-fn craft(nop: [u8; 5], ideal: bool, keep: &dyn Fn(u64, &str) -> bool) -> Guest {
+/// `keep` says which symbols are in kallsyms, and `rename` what they are called there.
+fn craft(
+    nop: [u8; 5],
+    ideal: bool,
+    keep: &dyn Fn(u64, &str) -> bool,
+    rename: &dyn Fn(String) -> String,
+) -> Guest {
     let mut guest = Guest {
         ram: RefCell::new(vec![0; RAM as usize]),
         before_read: RefCell::new(None),
@@ -224,6 +274,9 @@ fn craft(nop: [u8; 5], ideal: bool, keep: &dyn Fn(u64, &str) -> bool) -> Guest {
     let mut kept = guest.listed.clone();
     // The first letter is the symbol's type.
     kept.retain(|(address, name)| keep(*address, &name[1..]));
+    for (_, name) in &mut kept {
+        *name = rename(std::mem::take(name));
+    }
     let layout = Layout {
         pointer: 8,
         base: kallsyms,
@@ -247,9 +300,12 @@ fn text_symbols(guest: &mut Guest) {
         ("function_a", TEXT + 0x100),
         ("function_b", TEXT + 0x200),
         ("_etext", ETEXT),
+        ("asm_fred_entrypoint_user", TEXT),
     ] {
         guest.name(address, 'T', symbol);
     }
+    // Local, so that the function beside it has the sites.
+    guest.name(TEXT + 0x100, 't', "asm_fred_entrypoint_kernel");
     for index in 0..1100 {
         guest.name(TEXT + 0x800 + index, 't', &format!("filler_{index}"));
     }
@@ -283,6 +339,8 @@ fn data_symbols(guest: &mut Guest) {
     }
     // Offsets of per-CPU variables before 6.15.
     guest.name(0x1f000, 'A', "cpu_variable");
+    guest.name(RODATA, 'D', "__start_rodata");
+    guest.name(DATA, 'D', "__end_rodata");
     // Another key with the same name.
     guest.listed.push((data.take(64), "dshared".to_owned()));
     guest
@@ -526,6 +584,7 @@ fn page_tables(guest: &mut Guest) {
             cr3: root,
             cr4: 0x20,
             idt_base: IDT,
+            fred_config: None,
             may_be_nested: false,
         };
         2

@@ -60,7 +60,7 @@ fn data_symbols_come_from_a_file() {
         assert_eq!(said(&kernel), expected);
         let used = kernel.evidence.file.unwrap();
         // Text alone: its symbols but for _etext.
-        let compared = 5 + 1100;
+        let compared = 7 + 1100;
         let only = FileUse {
             path: "vmlinux".into(),
             data_symbols: true,

@@ -117,17 +117,6 @@ fn the_note_leads_to_the_same_kernel() {
     );
 }
 
-/// With page table isolation a vCPU in user mode has the other table of the pair, which maps only the entry code.
-#[test]
-fn the_users_half_of_isolated_tables_leads_to_the_kernels() {
-    let mut guest = guest();
-    for cpu in &mut guest.cpus {
-        cpu.cr3 |= 1 << 12 | 3;
-    }
-    let kernel = image(&guest).unwrap();
-    assert_eq!(kernel.page_table.root, guest.cpus[0].cr3 & !0x1fff);
-}
-
 #[test]
 fn a_cpu_that_has_not_started_says_nothing() {
     let mut guest = guest();

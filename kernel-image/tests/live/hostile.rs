@@ -223,14 +223,17 @@ fn a_kernel_that_is_not_there_is_not_found() {
     assert!(error.contains("gate 0 of vCPU 1"), "{error}");
     guest.cpus[1].idt_base = DIRECT + 0x1a_9000;
     let error = image(&guest).map(drop).unwrap_err();
-    assert!(error.contains("vCPU 1 has no IDT"), "{error}");
+    assert!(
+        error.contains("vCPU 1 does not run this kernel") && error.contains("it has no IDT"),
+        "{error}"
+    );
     let error = after(|guest| guest.put(guest.symbol("linux_banner"), b"Windows"));
     assert!(error.contains("linux_banner"), "{error}");
     // One vCPU runs a guest of its own.
     let mut guest = crate::craft_guest::guest();
     guest.cpus[1].cr3 = 0x5000;
     let error = image(&guest).map(drop).unwrap_err();
-    assert!(error.contains("vCPU 1 does not map this kernel"), "{error}");
+    assert!(error.contains("vCPU 1 does not run this kernel"), "{error}");
 }
 
 /// The page table and the IDT of a nested guest are its own choice, so they lead to no kernel.

@@ -21,6 +21,8 @@ mod fuzz;
 mod hostile;
 #[path = "../../fuzz/src/live.rs"]
 mod live;
+mod races;
 #[path = "../../../static-keys/fuzz/src/short_run.rs"]
 mod short_run;
 mod types;
+mod unusual;

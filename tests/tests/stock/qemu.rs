@@ -187,6 +187,7 @@ fn cpu(text: &str) -> Result<Cpu> {
         cr3: register("CR3=")?,
         cr4: register("CR4=")?,
         idt_base: register("IDT=")?,
+        fred_config: None,
         may_be_nested: false,
     })
 }

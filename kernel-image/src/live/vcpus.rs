@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Where the registers of a vCPU lead: to a page table that maps a kernel image, and to the code that handles its exceptions.
+//!
+//! The page table is that of a process, which may end at any time. Then the table is freed, and its page is used for something else. So
+//! everything that is needed of it is read at once, and no address is translated through it later.
+//!
+//! | the vCPU | proven by |
+//! |---|---|
+//! | has an IDT | the handler of gate 0 is `asm_exc_divide_error`, before 5.8 `divide_error` |
+//! | uses FRED, and the monitor reads IA32_FRED_CONFIG | the entry point is `asm_fred_entrypoint_user` |
+//! | uses FRED | the kernel has FRED's two entry points, and no IDT |
+//!
+//! With FRED, `cpu_init_fred_exceptions()` (arch/x86/kernel/fred.c) loads an IDT without gates at address 0.
+
+use std::ops::Range;
+
+use super::error::{DiscoveryError, busy, refuse};
+use super::memory::{Cpu, PhysicalMemory};
+use super::paging::{IMAGE_MAP, PAGE, PageTable, Run, physical};
+use crate::symbols::Named;
+
+/// Address of the read-only mapping of the IDT (arch/x86/include/asm/cpu_entry_area.h).
+const CPU_ENTRY_AREA: u64 = 0xffff_fe00_0000_0000;
+/// Distance of FRED's entry point for exceptions of the kernel from that for user mode (Intel FRED specification, 5.1).
+const FRED_KERNEL_ENTRY: u64 = 256;
+
+/// Where exceptions lead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Entry {
+    /// To the handler of gate 0 of the IDT.
+    Idt(u64),
+    /// To FRED's entry point for user mode; none if the monitor does not read it.
+    Fred(Option<u64>),
+}
+
+/// A page table that maps a kernel image, as it was read at once.
+#[derive(Debug)]
+pub(super) struct Candidate {
+    pub table: PageTable,
+    /// What it maps of the image.
+    pub runs: Vec<Run>,
+    entry: Entry,
+}
+
+/// Why a page table leads to no kernel.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Unfit {
+    #[error("its page table maps nothing at {IMAGE_MAP:#x}, where Linux maps its image")]
+    NoImage,
+    #[error("its page table is not in RAM, or maps the kernel image in too many pieces")]
+    Scattered,
+    #[error("it has no IDT")]
+    NoIdt,
+    #[error("its exceptions lead to {0:#x}, which is not in the code that it maps as kernel image")]
+    NotInImage(u64),
+    #[error("its page table maps no code at {IMAGE_MAP:#x} and above")]
+    NoCode,
+    #[error(
+        "its page table maps no read-only data beside the code at {IMAGE_MAP:#x} and above, and the code is not writable, as it is \
+         with rodata=off"
+    )]
+    NoConstants,
+}
+
+impl Candidate {
+    /// Reads what the registers of a vCPU lead to.
+    pub fn of_cpu<M: PhysicalMemory + ?Sized>(memory: &M, cpu: &Cpu) -> Result<Self, Unfit> {
+        let (table, runs) = kernel_table(memory, cpu)?;
+        let fred = Entry::Fred(cpu.fred_config.map(|config| config & !(PAGE - 1)));
+        let entry = match gate_zero(memory, table, cpu.idt_base) {
+            _ if cpu.has_fred() => fred,
+            Some(handler) => Entry::Idt(handler),
+            // Not every monitor shows the upper half of CR4.
+            None if cpu.idt_base == 0 => fred,
+            None => return Err(Unfit::NoIdt),
+        };
+        Self::new(table, runs, entry)
+    }
+
+    /// Reads the page table of a kernel that is known by VMCOREINFO.
+    pub fn of_table<M: PhysicalMemory + ?Sized>(
+        memory: &M,
+        table: PageTable,
+    ) -> Result<Self, Unfit> {
+        let runs = table.image_runs(memory).ok_or(Unfit::Scattered)?;
+        let entry = gate_zero(memory, table, CPU_ENTRY_AREA);
+        Self::new(table, runs, entry.map_or(Entry::Fred(None), Entry::Idt))
+    }
+
+    fn new(table: PageTable, runs: Vec<Run>, entry: Entry) -> Result<Self, Unfit> {
+        let mut code = runs.iter().filter(|run| run.executable);
+        match entry {
+            _ if runs.is_empty() => return Err(Unfit::NoImage),
+            Entry::Idt(at) | Entry::Fred(Some(at)) if !code.any(|run| run.range.contains(&at)) => {
+                return Err(Unfit::NotInImage(at));
+            }
+            Entry::Fred(None) if code.next().is_none() => return Err(Unfit::NoCode),
+            _ => {}
+        }
+        let found = Self { table, runs, entry };
+        if !found.runs.iter().any(Run::is_constant) && !found.is_writable() {
+            return Err(Unfit::NoConstants);
+        }
+        Ok(found)
+    }
+
+    /// Reads the mapping of the image again. False if the table has been changed or freed, so that what was found through it says nothing.
+    pub fn is_unchanged<M: PhysicalMemory + ?Sized>(&self, memory: &M) -> bool {
+        self.table.image_runs(memory).as_ref() == Some(&self.runs)
+    }
+
+    /// The guest-physical address that the page table maps here.
+    pub fn physical(&self, address: u64) -> Option<u64> {
+        physical(&self.runs, address)
+    }
+
+    /// Contiguous executable pages around the entry point.
+    pub fn code(&self) -> Range<u64> {
+        let mut executable = self.runs.iter().filter(|run| run.executable);
+        let at = match self.entry {
+            Entry::Idt(at) | Entry::Fred(Some(at)) => at,
+            // No module lies in front of the image.
+            Entry::Fred(None) => executable.next().map_or(IMAGE_MAP, |run| run.range.start),
+        };
+        let executable = self.runs.iter().filter(|run| run.executable);
+        joined(executable).find_or_empty(at)
+    }
+
+    /// The kernel maps nothing read-only, not even its code: it was started with `rodata=off`, or still boots (`mark_readonly()` in
+    /// init/main.c).
+    pub fn is_writable(&self) -> bool {
+        let code = self.code().start;
+        let holds_code = |run: &&Run| run.range.contains(&code);
+        !self.runs.iter().any(Run::is_constant)
+            && self
+                .runs
+                .iter()
+                .find(holds_code)
+                .is_some_and(|run| run.writable)
+    }
+
+    /// Whether the run may hold the kernel's tables: it is mapped read-only and not executable. If nothing is, any part of the image
+    /// may hold them. Its read-only data lies in front of what it writes, so the first tables found are still the kernel's own.
+    pub fn may_hold_tables(&self, run: &Run) -> bool {
+        if !self.is_writable() {
+            return run.is_constant();
+        }
+        let image = joined(self.runs.iter()).find_or_empty(self.code().start);
+        image.contains(&run.range.start)
+    }
+
+    /// Checks the entry point against the symbols of the kernel that was found. Errors name the vCPU `whose`.
+    pub fn check_entry(&self, symbols: &Named, whose: &str) -> Result<(), DiscoveryError> {
+        match self.entry {
+            Entry::Idt(handler) => {
+                let names = ["asm_exc_divide_error", "divide_error"];
+                if names
+                    .iter()
+                    .any(|name| symbols.address(name) == Some(handler))
+                {
+                    return Ok(());
+                }
+                busy(format!(
+                    "gate 0 of {whose} leads to {handler:#x}, which is not asm_exc_divide_error of this kernel"
+                ))
+            }
+            Entry::Fred(found) => self.check_fred(found, symbols, whose),
+        }
+    }
+
+    fn check_fred(
+        &self,
+        found: Option<u64>,
+        symbols: &Named,
+        whose: &str,
+    ) -> Result<(), DiscoveryError> {
+        let entries = symbols
+            .address("asm_fred_entrypoint_user")
+            .zip(symbols.address("asm_fred_entrypoint_kernel"));
+        let Some((user, kernel)) = entries else {
+            return busy(format!(
+                "{whose} has no IDT, and the kernel that it maps has no asm_fred_entrypoint_user: it boots or ends, or another kernel runs"
+            ));
+        };
+        if let Some(found) = found.filter(|found| *found != user) {
+            return busy(format!(
+                "IA32_FRED_CONFIG of {whose} leads to {found:#x}, which is not asm_fred_entrypoint_user of this kernel"
+            ));
+        }
+        if user % PAGE != 0
+            || kernel.checked_sub(user) != Some(FRED_KERNEL_ENTRY)
+            || !self.code().contains(&kernel)
+        {
+            return refuse(format!(
+                "{whose} uses FRED, and asm_fred_entrypoint_user and asm_fred_entrypoint_kernel at {user:#x} and {kernel:#x} are no entry \
+                 points: kallsyms and the memory disagree"
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// The table that maps the kernel, and what it maps of the image.
+///
+/// With page table isolation bit 12 of CR3 chooses the user's half of a pair of tables, which maps a part of what the kernel's half maps.
+/// Without isolation it is a bit of the address, and the page in front may be the table of another process, or one that was freed.
+fn kernel_table<M: PhysicalMemory + ?Sized>(
+    memory: &M,
+    cpu: &Cpu,
+) -> Result<(PageTable, Vec<Run>), Unfit> {
+    let [pair, own] = cpu.page_tables();
+    let runs = own.image_runs(memory).ok_or(Unfit::Scattered)?;
+    if runs.is_empty() {
+        return Err(Unfit::NoImage);
+    }
+    if pair == own {
+        return Ok((own, runs));
+    }
+    let size =
+        |runs: &[Run]| -> u64 { runs.iter().map(|run| run.range.end - run.range.start).sum() };
+    let maps = |whole: &[Run]| {
+        runs.iter().all(|run| {
+            let last = run.range.end - 1;
+            physical(whole, run.range.start) == Some(run.physical)
+                && physical(whole, last) == Some(run.physical + (last - run.range.start))
+        })
+    };
+    match pair.image_runs(memory) {
+        Some(whole) if size(&whole) > size(&runs) && maps(&whole) => Ok((pair, whole)),
+        _ => Ok((own, runs)),
+    }
+}
+
+/// The handler of gate 0, the divide error (Intel SDM volume 3, 6.14.1).
+fn gate_zero<M: PhysicalMemory + ?Sized>(memory: &M, table: PageTable, idt: u64) -> Option<u64> {
+    // A gate never straddles a page: the IDT is page-aligned.
+    let mapping = table.translate(memory, idt)?;
+    let mut gate = [0; 16];
+    memory.read(mapping.physical, &mut gate).then_some(())?;
+    let gate = u128::from_le_bytes(gate);
+    let present = gate >> 47 & 1 != 0;
+    let handler = gate & 0xffff | (gate >> 32 & 0xffff_ffff_ffff_0000);
+    present.then_some(handler as u64)
+}
+
+/// Address ranges of runs, with neighbours joined.
+struct Joined(Vec<Range<u64>>);
+
+fn joined<'a>(runs: impl Iterator<Item = &'a Run>) -> Joined {
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    for run in runs {
+        match ranges.last_mut() {
+            Some(last) if last.end == run.range.start => last.end = run.range.end,
+            _ => ranges.push(run.range.clone()),
+        }
+    }
+    Joined(ranges)
+}
+
+impl Joined {
+    fn find_or_empty(self, address: u64) -> Range<u64> {
+        let mut ranges = self.0.into_iter();
+        ranges
+            .find(|range| range.contains(&address))
+            .unwrap_or(address..address)
+    }
+}
