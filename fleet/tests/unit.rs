@@ -20,7 +20,9 @@ fn systemd_starts_restarts_and_stops_the_controller() {
     assert_eq!(read("done"), "all\n", "{}", read("log"));
     assert_eq!(read("modes"), "600\n");
     let status = read("status");
+    assert_ne!(read("uid"), "0\n");
     for line in [
+        &format!("Uid:\t{}", read("uid").trim_end()),
         "CapEff:\t0000000000000000\n",
         "NoNewPrivs:\t1\n",
         "Seccomp:\t2\n",

@@ -1,6 +1,6 @@
 # Boots systemd in namespaces of its own, on an overlay of this machine's root. Arguments: a scratch folder, and the
 # caller's folder, which is /host inside: host/bin goes to /usr/bin, host/units to /etc/systemd/system, host/etc to
-# /etc/patchbay, and host/steps.sh is run by systemd. Run by `unshare` with new mount, PID, cgroup, IPC and UTS
+# /etc/patchbay, and host/steps.sh is run by systemd. The machine has the users of host/sysusers. Run by `unshare` with new mount, PID, cgroup, IPC and UTS
 # namespaces.
 set -e
 scratch=$1
@@ -35,6 +35,7 @@ mount --bind "$host" host
 cp -r host/units/. etc/systemd/system/
 mkdir -p etc/patchbay
 cp host/etc/* etc/patchbay/
+chroot . systemd-sysusers - <host/sysusers
 cat >etc/systemd/system/steps.service <<END
 [Unit]
 DefaultDependencies=no

@@ -44,7 +44,11 @@ patchbay audit verify
 # A policy of the operator's own, and a controller with its store.
 echo '# ours' >>/etc/patchbay/policy.yaml
 echo "OPTIONS=--standalone --host here=$socket" >/etc/patchbay/fleet.conf
+echo "  - {name: controller, principals: ['uid:$(id -u patchbay-fleet)'], role: admin}" >>/etc/patchbay/policy.yaml
+systemctl reload patchbayd
 systemctl start patchbay-fleet
+test "$(systemctl show --value --property User patchbay-fleet)" = patchbay-fleet
+setpriv --reuid patchbay-fleet --regid patchbay-fleet --init-groups patchbay --socket $socket --guest test guest describe
 wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay rollout list
 systemctl reload patchbayd
 cp /var/log/patchbayd/audit.jsonl /run/audit.before

@@ -39,6 +39,9 @@ const UNITS: &[&str] = &[
     "vmm/patchbay@.service",
 ];
 
+/// The users and groups that the units name.
+const USERS: &str = "xtask/package/patchbay.sysusers";
+
 /// The stripped programs.
 pub struct Programs {
     folder: tempfile::TempDir,
@@ -125,6 +128,8 @@ impl Programs {
             tree.copy(unit, "usr/lib/systemd/system", 0o644)?;
         }
         tree.copy(ATTACH, "usr/lib/patchbay", 0o644)?;
+        let users = fs::read(host::repository().join(USERS))?;
+        tree.put("usr/lib/sysusers.d/patchbay.conf", users, 0o644)?;
         tree.copy("xtask/package/policy.yaml", "etc/patchbay", 0o644)?;
         tree.put("DEBIAN/conffiles", "/etc/patchbay/policy.yaml\n", 0o644)?;
         tree.documents(crates)?;
@@ -188,7 +193,7 @@ impl Programs {
         tree.put(&format!("{name}/bin/patchbay-agent"), agent, 0o755)?;
         tree.page(&host::repository().join(AGENT_PAGE), &name)?;
         let agents = "guest-agent/patchbay-agent.service";
-        for unit in UNITS.iter().chain(&[agents, ATTACH]) {
+        for unit in UNITS.iter().chain(&[agents, ATTACH, USERS]) {
             tree.copy(unit, &format!("{name}/systemd"), 0o644)?;
         }
         tree.check_manual(&name)?;

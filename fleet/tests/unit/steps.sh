@@ -5,6 +5,14 @@ systemctl start patchbay-fleet
 until test -S $socket; do :; done
 stat -c %a $socket >/host/modes
 cat "/proc/$(pid)/status" >/host/status
+id -u patchbay-fleet >/host/uid
+# patchbayd's socket is open to this group.
+id -nG patchbay-fleet | grep -w patchbay
+# What an earlier version left, which ran as root, is the controller's now.
+systemctl stop patchbay-fleet
+chown -R 0:0 /var/lib/patchbay-fleet
+systemctl start patchbay-fleet
+until test -S $socket; do :; done
 
 # A crash: systemd starts it again, on the store that it left.
 first=$(pid)

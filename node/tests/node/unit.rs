@@ -64,7 +64,7 @@ fn systemd_starts_reloads_restarts_and_stops_the_daemon() {
     let Some(host) = machine.run() else { return };
     let read = |name: &str| std::fs::read_to_string(host.path().join(name)).unwrap_or_default();
     assert_eq!(read("done"), "all\n", "{}", read("log"));
-    assert_eq!(read("modes"), "660\n600\n");
+    assert_eq!(read("modes"), "660 root patchbay\n600 root\n");
     // CAP_DAC_READ_SEARCH and CAP_SETUID.
     let status = read("status");
     for line in [

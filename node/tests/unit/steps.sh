@@ -3,7 +3,8 @@ pid() { systemctl show --value --property MainPID patchbayd; }
 socket=/run/patchbayd/patchbayd.sock
 systemctl start patchbayd
 until test -S $socket; do :; done
-stat -c %a $socket /var/log/patchbayd/audit.jsonl >/host/modes
+stat -c '%a %U %G' $socket >/host/modes
+stat -c '%a %U' /var/log/patchbayd/audit.jsonl >>/host/modes
 cat "/proc/$(pid)/status" >/host/status
 
 systemctl reload patchbayd
