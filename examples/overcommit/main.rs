@@ -15,8 +15,8 @@ use clap::Parser;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::{
-    DescribeGuestRequest, KeyOp, KeyUpdate, ReleaseHoldsRequest, RenewHoldsRequest,
-    UpdateStaticKeysRequest,
+    DescribeGuestRequest, GetStaticKeyRequest, KeyOp, KeyUpdate, ReleaseHoldsRequest,
+    RenewHoldsRequest, UpdateStaticKeysRequest,
 };
 use tokio::signal::unix::{SignalKind, signal};
 use tonic::transport::Channel;
@@ -31,7 +31,7 @@ const TTL_PERIODS: u32 = 20;
 
 /// Switches a guest's spinlocks by its vCPUs' run delay.
 ///
-/// The guest's kernel must use native spinlocks: booted with nopvspin, or on a monitor that does not offer KVM_FEATURE_PV_UNHALT.
+/// The guest's kernel must use native spinlocks with the key off: boot it with nopvspin.
 #[derive(Parser)]
 #[command(name = "overcommit")]
 struct Arguments {
@@ -77,10 +77,17 @@ async fn main() -> Result<()> {
         .describe_guest(DescribeGuestRequest::default())
         .await
         .context("the guest cannot be described")?;
+    let mut keys = StaticKeysServiceClient::new(channel);
+    let key = keys.get_static_key(GetStaticKeyRequest {
+        name: KEY.to_owned(),
+        ..Default::default()
+    });
+    let key = key.await.with_context(|| format!("{KEY} cannot be read"))?;
+    must_be_off(key.into_inner().key.context("the answer has no key")?.count)?;
     let mut delay = RunDelay::of(arguments.pid, guest.into_inner().vcpus.max(1))?;
     let period = Duration::from_millis(arguments.period.into());
     let mut switch = Switch {
-        keys: StaticKeysServiceClient::new(channel),
+        keys,
         ttl: period * TTL_PERIODS,
         hold: None,
         renewed: Instant::now(),
@@ -89,6 +96,18 @@ async fn main() -> Result<()> {
     let released = switch.set(Lock::Fair).await;
     followed?;
     released.map(drop)
+}
+
+/// Fails if the guest's kernel has turned the key on. Its reference would keep the unfair lock whatever
+/// this program does.
+fn must_be_off(count: i32) -> Result<()> {
+    ensure!(
+        count == 0,
+        "{KEY} has count {count}, expected 0: the guest's kernel, or a client that has died, holds it on; \
+         boot the guest with nopvspin, or turn the key off with `patchbay keys disable --force \
+         --allow-guarded {KEY}`"
+    );
+    Ok(())
 }
 
 /// Until a signal, or the monitor's end.
@@ -192,6 +211,20 @@ impl Switch {
                 released.with_context(|| format!("{KEY} cannot be disabled"))?;
                 Ok(true)
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_that_is_on_already_is_left_alone() {
+        must_be_off(0).unwrap();
+        for count in [1, 2, -1] {
+            let error = must_be_off(count).unwrap_err().to_string();
+            assert!(error.contains("nopvspin"), "{error}");
         }
     }
 }

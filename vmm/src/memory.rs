@@ -3,9 +3,9 @@
 //! Guest memory: its layout, and how the monitor accesses it.
 //!
 //! ```text
-//!  0 ─────────────── 3 GiB ─────────── 4 GiB ────────────────▶
-//!  │ low RAM          │ devices (APIC…)  │ what did not fit below
-//!  │ low RAM          │ devices (APIC…)  │ high RAM
+//!  0 ──────────────── 3 GiB ───────────── 4 GiB ──────────────▶
+//!  │ low RAM          │ devices (APIC…)   │ RAM beyond 3 GiB
+//! ```
 //!
 //! Every access goes through volatile slices or pointers, because the guest may write the same
 //! bytes at the same time. No Rust reference to guest memory ever exists. Each write of the monitor
