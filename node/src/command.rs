@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::{Args, Subcommand, ValueEnum};
+use patchbay_proto::text::printable_json;
 use rustix::process::geteuid;
 
 use crate::audit;
@@ -245,19 +246,41 @@ fn audit_command(command: &AuditCommand, log: &Path, out: &mut dyn Write) -> any
             for change in &changes[changes.len().saturating_sub(*limit)..] {
                 writeln!(out, "{}", audit::show(change))?;
             }
+            // The daemon may be writing just now.
+            if let Some(torn) = chain.torn {
+                writeln!(out, "{}", cut_short(&torn))?;
+            }
         }
         AuditCommand::Verify => {
-            writeln!(out, "{}: {} lines, unbroken", log.display(), chain.records)?;
+            let kept = chain.records - chain.missing;
+            writeln!(out, "{}: {kept} lines, unbroken", log.display())?;
+            if chain.missing > 0 {
+                let missing = chain.missing;
+                writeln!(
+                    out,
+                    "{missing} earlier lines are in files that are not here"
+                )?;
+            }
+            if let Some(torn) = &chain.torn {
+                writeln!(out, "{}", cut_short(torn))?;
+            }
             writeln!(out, "head {}", chain.head)?;
         }
         AuditCommand::Export => {
             for change in &changes {
-                serde_json::to_writer(&mut *out, change)?;
-                writeln!(out)?;
+                let json = serde_json::to_string(change)?;
+                writeln!(out, "{}", printable_json(&json))?;
             }
         }
     }
     Ok(true)
+}
+
+fn cut_short(torn: &audit::Torn) -> String {
+    format!(
+        "a last line of {} bytes has no end; patchbayd takes it out when it starts, and says so in the log",
+        torn.bytes.len()
+    )
 }
 
 fn certs_command(command: &CertsCommand, out: &mut dyn Write) -> anyhow::Result<bool> {

@@ -181,6 +181,7 @@ pub async fn serve(
             tasks.spawn(attach::run(config.attach, run_dir.clone()));
         }
     }
+    tasks.spawn(audit.clone().watch_room());
     tasks.spawn(monitors::run(directory, config.run_dirs, own));
     tasks.spawn(reload(reloads, policy, tls, metrics));
     tracing::info!(socket = %socket.path().display(), "listening");

@@ -44,6 +44,7 @@ pub mod client;
 pub mod methods;
 #[cfg(feature = "grpc")]
 pub mod socket;
+pub mod text;
 #[cfg(feature = "grpc")]
 mod trace_context;
 

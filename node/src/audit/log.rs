@@ -4,117 +4,27 @@
 //! An intent is on the disk before a change is asked for; without it the change is not made. The outcome
 //! follows. Each line carries the SHA-256 of the line before it, so a line that was changed, removed or
 //! put in shows; only the end of the log can be cut off unseen, and whoever keeps the last hash elsewhere
-//! ([`Chain::head`]) sees that too.
+//! ([`Chain::head`](super::Chain::head)) sees that too.
+//!
+//! A file that is full is set aside under a number, and a new one continues the chain. The daemon removes
+//! none: whoever could cause enough lines could then have old ones removed.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
-use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock, fstatvfs, open};
 
-/// The first line's previous hash.
-const START: &str = "0000000000000000000000000000000000000000000000000000000000000000";
-/// A longer line is damage.
-const MAX_LINE_BYTES: u64 = 1 << 20;
+use super::chain::{
+    AuditError, Chain, archive, archives, file_error, folder_of, is_same, verify_file, with_suffix,
+};
+use super::record::{Entry, Record, hash};
 
-/// A line of the log.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
-    /// Milliseconds since 1970.
-    pub time_ms: u64,
-    /// Joins an outcome to its intent.
-    pub id: u64,
-    /// What happened.
-    #[serde(flatten)]
-    pub entry: Entry,
-    /// SHA-256 of the line before this one, in hexadecimal.
-    pub previous: String,
-}
-
-/// What happened.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "event", rename_all = "snake_case")]
-pub enum Entry {
-    /// Somebody is about to change something.
-    Intent {
-        /// The principal of the call.
-        principal: String,
-        /// Full name of the gRPC method.
-        method: String,
-        /// On which guest.
-        guest: String,
-        /// The rule of the policy that allows it.
-        rule: String,
-        /// The request in a form for people: keys, ops, reason.
-        request: String,
-        /// W3C trace id of the call, if it had one.
-        #[serde(default, skip_serializing_if = "String::is_empty")]
-        trace_id: String,
-    },
-    /// The policy does not allow it.
-    Denied {
-        /// The principal of the call.
-        principal: String,
-        /// Full name of the gRPC method.
-        method: String,
-        /// On which guest.
-        guest: String,
-        /// The policy's sentence.
-        why: String,
-        /// Earlier denied calls that came too fast to be written.
-        #[serde(default, skip_serializing_if = "is_zero")]
-        unwritten: u64,
-    },
-    /// What became of an intent.
-    Outcome {
-        /// "OK", or the name of the gRPC status.
-        code: String,
-        /// The answer in short, or the error.
-        message: String,
-    },
-}
-
-/// Why the log cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum AuditError {
-    /// The file cannot be opened, read or written.
-    #[error("the audit log {path}: {error}")]
-    File {
-        /// The log.
-        path: String,
-        /// From the operating system.
-        error: io::Error,
-    },
-    /// Another process writes it.
-    #[error("the audit log {path} is in use by another process")]
-    InUse {
-        /// The log.
-        path: String,
-    },
-    /// A line is not what was written.
-    #[error("the audit log {path} is damaged at line {line}: {why}")]
-    Damaged {
-        /// The log.
-        path: String,
-        /// Counts from 1.
-        line: usize,
-        /// What is wrong with it.
-        why: String,
-    },
-}
-
-/// What a whole log comes to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Chain {
-    /// Lines.
-    pub records: usize,
-    /// Hash of the last line: the previous hash of the next one.
-    pub head: String,
-    next_id: u64,
-}
+/// A file of this size is set aside.
+const FILE_BYTES: u64 = 64 << 20;
+/// After a file could not be set aside, it grows by this much before the next try.
+const RETRY_BYTES: u64 = 1 << 20;
 
 /// The log, open for appending.
 #[derive(Debug)]
@@ -124,35 +34,129 @@ pub struct AuditLog {
     head: String,
     next_id: u64,
     records: usize,
+    /// Of the file, up to the end of its last whole line.
+    length: u64,
+    /// Part of a line may follow, because it could not be taken back.
+    dirty: bool,
+    /// A repair that has no line yet.
+    repaired: Option<Entry>,
+    file_bytes: u64,
+    /// The file is set aside before a line that would make it longer.
+    rotate_at: u64,
+    next_archive: u64,
 }
 
 impl AuditLog {
-    /// Opens the log with mode 0600, verifies it, and goes on at its end. A log that is damaged is left as it is.
+    /// Opens the log with mode 0600, verifies it, and goes on at its end. A last line without an end is
+    /// taken out, with a line that says so. A log that is damaged otherwise is left as it is.
     ///
     /// # Errors
     /// [`AuditError`].
     pub fn open(path: &Path) -> Result<Self, AuditError> {
-        let flags =
-            OFlags::RDWR | OFlags::CREATE | OFlags::APPEND | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let file: File = open(path, flags, Mode::RUSR | Mode::WUSR)
-            .map_err(|error| file_error(path, error.into()))?
-            .into();
-        if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
-            let path = path.display().to_string();
-            return Err(AuditError::InUse { path });
+        Self::open_with(path, FILE_BYTES)
+    }
+
+    /// Opens the log like [`Self::open`]; a file longer than `file_bytes` is set aside.
+    ///
+    /// # Errors
+    /// [`AuditError`].
+    pub fn open_with(path: &Path, file_bytes: u64) -> Result<Self, AuditError> {
+        let file = open_locked(path, OFlags::empty())?;
+        let mut older = archives(path)?;
+        if let Some((_, newest)) = older.last() {
+            let unreadable = |error| file_error(newest, error);
+            let archived = File::open(newest).map_err(unreadable)?;
+            // The last daemon died while it set the file aside.
+            if is_same(&archived, &file).map_err(unreadable)? {
+                std::fs::remove_file(newest).map_err(unreadable)?;
+                older.pop();
+            }
         }
+        let chain = verify_file(path, &file, None, &mut |_| {})?;
+        let newest = older.last().map_or(0, |(number, _)| *number);
+        let length = file
+            .metadata()
+            .map_err(|error| file_error(path, error))?
+            .len();
+        let mut log = Self {
+            path: path.to_owned(),
+            file,
+            head: chain.head,
+            next_id: chain.next_id,
+            records: chain.records,
+            length,
+            dirty: false,
+            repaired: None,
+            file_bytes,
+            rotate_at: file_bytes,
+            next_archive: newest.max(chain.continues).saturating_add(1),
+        };
+        if let Some(torn) = chain.torn {
+            log.length = torn.offset;
+            log.repair(&torn.bytes);
+        }
+        if let (0, Some((number, newest))) = (log.length, older.last()) {
+            log.continue_from(*number, newest)?;
+        }
+        Ok(log)
+    }
+
+    /// Takes out the last line, which has no end. Its change was not asked for, unless the line is an
+    /// outcome: intents are synced first.
+    fn repair(&mut self, torn: &[u8]) {
+        let bytes = torn.len() as u64;
+        tracing::warn!(
+            log = %self.path.display(),
+            bytes,
+            "the last line of the audit log has no end and is taken out; the next line says so"
+        );
+        self.dirty = true;
+        self.repaired = Some(Entry::Repaired {
+            bytes,
+            sha256: hash(torn),
+            text: String::from_utf8_lossy(torn).into_owned(),
+        });
+        // On a full disk it comes before the next intent.
+        if let Err(error) = self.report_repair().and_then(|()| self.sync()) {
+            tracing::error!(%error, "the repair of the audit log cannot be written yet");
+        }
+    }
+
+    fn report_repair(&mut self) -> Result<(), AuditError> {
+        if let Some(entry) = &self.repaired {
+            self.append(self.next_id, entry.clone())?;
+            self.repaired = None;
+            self.next_id += 1;
+        }
+        Ok(())
+    }
+
+    /// Begins a file whose predecessor was set aside by somebody else.
+    fn continue_from(&mut self, number: u64, newest: &Path) -> Result<(), AuditError> {
+        let file = File::open(newest).map_err(|error| file_error(newest, error))?;
         let Chain {
             head,
             next_id,
             records,
-        } = verify_lines(path, &file, |_| {})?;
-        Ok(Self {
-            path: path.to_owned(),
-            file,
-            head,
-            next_id,
-            records,
-        })
+            ..
+        } = verify_file(newest, &file, None, &mut |_| {})?;
+        (self.head, self.next_id, self.records) = (head, next_id, records);
+        self.append(self.last_id(), self.continued(number))?;
+        self.sync()
+    }
+
+    /// The number of the line that continues another file, from which the next intent's follows.
+    fn last_id(&self) -> u64 {
+        self.next_id.saturating_sub(1)
+    }
+
+    fn continued(&self, number: u64) -> Entry {
+        let file = archive(&self.path, number);
+        let name = file.file_name().unwrap_or_default();
+        Entry::Continued {
+            file: name.to_string_lossy().into_owned(),
+            records: self.records,
+        }
     }
 
     /// Writes what somebody is about to do. The number joins the outcome to it. The change must wait for
@@ -161,6 +165,7 @@ impl AuditLog {
     /// # Errors
     /// [`AuditError`]: the change must not be made.
     pub fn intent(&mut self, entry: Entry) -> Result<u64, AuditError> {
+        self.report_repair()?;
         let id = self.next_id;
         self.append(id, entry)?;
         self.next_id += 1;
@@ -191,105 +196,121 @@ impl AuditLog {
         self.records
     }
 
-    fn append(&mut self, id: u64, entry: Entry) -> Result<(), AuditError> {
+    /// Bytes that the log's file system has left for this user; `None` if it does not say.
+    #[must_use]
+    pub fn room(&self) -> Option<u64> {
+        let status = fstatvfs(&self.file).ok()?;
+        Some(status.f_bavail.saturating_mul(status.f_frsize))
+    }
+
+    fn append(&mut self, id: u64, mut entry: Entry) -> Result<(), AuditError> {
+        entry.cut();
+        let mut line = self.line(id, &entry)?;
+        if self.length > 0 && self.length + line.len() as u64 > self.rotate_at {
+            self.rotate_or_log();
+            // Its previous hash may be another one now.
+            line = self.line(id, &entry)?;
+        }
+        self.write(&line)
+    }
+
+    /// A line with its end.
+    fn line(&self, id: u64, entry: &Entry) -> Result<Vec<u8>, AuditError> {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let record = Record {
             time_ms: since.map_or(0, |since| {
                 u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
             }),
             id,
-            entry,
+            entry: entry.clone(),
             previous: self.head.clone(),
         };
-        let unwritable = |error| file_error(&self.path, error);
-        let mut line = serde_json::to_vec(&record).map_err(|error| unwritable(error.into()))?;
-        let head = hash(&line);
+        let line = record.line();
+        let mut line = line.map_err(|error| file_error(&self.path, error.into()))?;
         line.push(b'\n');
-        let length = self.file.metadata().map_err(unwritable)?.len();
-        if let Err(error) = self.file.write_all(&line) {
-            // Half a line would make the whole log look damaged.
-            let _ = self.file.set_len(length);
-            return Err(unwritable(error));
+        Ok(line)
+    }
+
+    /// Takes out what there is of a line that could not be written.
+    fn take_back(&mut self) -> Result<(), AuditError> {
+        if self.dirty {
+            let cut = self.file.set_len(self.length);
+            cut.map_err(|error| file_error(&self.path, error))?;
+            self.dirty = false;
         }
-        self.head = head;
+        Ok(())
+    }
+
+    fn write(&mut self, line: &[u8]) -> Result<(), AuditError> {
+        self.take_back()?;
+        if let Err(error) = self.file.write_all(line) {
+            // Half a line would make the whole log look damaged.
+            self.dirty = self.file.set_len(self.length).is_err();
+            return Err(file_error(&self.path, error));
+        }
+        self.length += line.len() as u64;
+        self.head = hash(&line[..line.len() - 1]);
         self.records += 1;
+        Ok(())
+    }
+
+    /// Sets the file aside. If that fails, the lines go on in it.
+    fn rotate_or_log(&mut self) {
+        match self.rotate() {
+            Ok(()) => self.rotate_at = self.file_bytes,
+            Err(error) => {
+                tracing::error!(%error, "the audit log cannot be set aside; it grows on");
+                self.rotate_at = self.length + RETRY_BYTES;
+            }
+        }
+    }
+
+    fn rotate(&mut self) -> Result<(), AuditError> {
+        self.take_back()?;
+        self.sync()?;
+        let fresh = with_suffix(&self.path, "new");
+        let aside = archive(&self.path, self.next_archive);
+        let _ = std::fs::remove_file(&fresh);
+        let mut file = open_locked(&fresh, OFlags::EXCL)?;
+        let line = self.line(self.last_id(), &self.continued(self.next_archive))?;
+        let written = file.write_all(&line).and_then(|()| file.sync_data());
+        written.map_err(|error| file_error(&fresh, error))?;
+        // At no time is there no file of the log's name: another daemon would begin one.
+        std::fs::hard_link(&self.path, &aside).map_err(|error| file_error(&aside, error))?;
+        if let Err(error) = std::fs::rename(&fresh, &self.path) {
+            let _ = std::fs::remove_file(&aside);
+            return Err(file_error(&fresh, error));
+        }
+        let folder = File::open(folder_of(&self.path)).and_then(|folder| folder.sync_all());
+        if let Err(error) = folder {
+            tracing::warn!(%error, "the folder of the audit log cannot be synced");
+        }
+        tracing::info!(file = %aside.display(), "the audit log is set aside");
+        self.file = file;
+        self.head = hash(&line[..line.len() - 1]);
+        self.length = line.len() as u64;
+        self.records += 1;
+        self.next_archive += 1;
         Ok(())
     }
 }
 
-/// Reads a log to its end and checks its chain; `each` gets every record.
-///
-/// # Errors
-/// [`AuditError`].
-pub fn verify(path: &Path, each: impl FnMut(&Record)) -> Result<Chain, AuditError> {
-    let file = File::open(path).map_err(|error| file_error(path, error))?;
-    verify_lines(path, &file, each)
-}
-
-fn verify_lines(
-    path: &Path,
-    file: &File,
-    mut each: impl FnMut(&Record),
-) -> Result<Chain, AuditError> {
-    let mut reader = BufReader::new(file);
-    let mut chain = Chain {
-        records: 0,
-        head: START.to_owned(),
-        next_id: 0,
-    };
-    loop {
-        let damaged = |why: String| AuditError::Damaged {
-            path: path.display().to_string(),
-            line: chain.records + 1,
-            why,
-        };
-        let mut line = Vec::new();
-        let read = (&mut reader)
-            .take(MAX_LINE_BYTES)
-            .read_until(b'\n', &mut line);
-        read.map_err(|error| file_error(path, error))?;
-        if line.is_empty() {
-            return Ok(chain);
-        }
-        if line.pop() != Some(b'\n') {
-            return Err(damaged(
-                "it has no end; the writer died, or the line was cut".to_owned(),
-            ));
-        }
-        let record: Record =
-            serde_json::from_slice(&line).map_err(|error| damaged(error.to_string()))?;
-        if record.previous != chain.head {
-            let why = format!(
-                "it follows {}, and the line before it is {}",
-                record.previous, chain.head
-            );
-            return Err(damaged(why));
-        }
-        chain.head = hash(&line);
-        chain.next_id = chain.next_id.max(record.id.saturating_add(1));
-        chain.records += 1;
-        each(&record);
+/// Opens a file of the log for appending, and keeps other processes from it.
+fn open_locked(path: &Path, more: OFlags) -> Result<File, AuditError> {
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::APPEND | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file: File = open(path, flags | more, Mode::RUSR | Mode::WUSR)
+        .map_err(|error| file_error(path, error.into()))?
+        .into();
+    if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+        let path = path.display().to_string();
+        return Err(AuditError::InUse { path });
     }
-}
-
-fn is_zero(number: &u64) -> bool {
-    *number == 0
-}
-
-fn hash(line: &[u8]) -> String {
-    Sha256::digest(line)
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
-}
-
-fn file_error(path: &Path, error: io::Error) -> AuditError {
-    let path = path.display().to_string();
-    AuditError::File { path, error }
+    Ok(file)
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::chain::{START, verify};
     use super::*;
 
     fn intent() -> Entry {
@@ -346,7 +367,6 @@ mod tests {
             (without(0), 1),
             (without(3), 4),
             (swapped, 2),
-            (whole.trim_end().to_owned(), 6),
             (format!("{whole}{{}}\n"), 7),
             (format!("{}{whole}", lines[0].to_owned() + "\n"), 2),
         ] {
@@ -384,9 +404,178 @@ mod tests {
             head: START.to_owned(),
             next_id: 0,
             records: 0,
+            length: 0,
+            dirty: false,
+            repaired: None,
+            file_bytes: FILE_BYTES,
+            rotate_at: FILE_BYTES,
+            next_archive: 1,
         };
         let error = full.intent(intent()).expect_err("full");
         assert!(error.to_string().contains("/dev/full"), "{error}");
         assert_eq!((full.head.as_str(), full.next_id), (START, 0));
+    }
+
+    #[test]
+    fn a_last_line_without_an_end_is_taken_out_and_reported() {
+        let (_folder, path) = log();
+        let whole = std::fs::read(&path).expect("a log");
+        let last = whole[..whole.len() - 1]
+            .iter()
+            .rposition(|byte| *byte == b'\n');
+        let last = last.expect("six lines") + 1;
+        for end in [last + 1, last + 40, whole.len() - 1] {
+            std::fs::write(&path, &whole[..end]).expect("cut");
+            let torn = verify(&path, |_| {}).expect("readable").torn.expect("torn");
+            assert_eq!(
+                (torn.offset, torn.bytes.as_slice()),
+                (last as u64, &whole[last..end])
+            );
+            let mut log = AuditLog::open(&path).expect("repaired");
+            log.intent(intent()).expect("written");
+            drop(log);
+            let mut entries = vec![];
+            let chain = verify(&path, |record| entries.push(record.entry.clone()));
+            let chain = chain.expect("whole");
+            assert_eq!((chain.records, chain.torn), (7, None));
+            let Entry::Repaired {
+                bytes,
+                sha256,
+                text,
+            } = &entries[5]
+            else {
+                panic!("{entries:?}");
+            };
+            assert_eq!(
+                (*bytes, sha256),
+                ((end - last) as u64, &hash(&whole[last..end]))
+            );
+            assert!(text.starts_with('{'), "{text}");
+        }
+        // A file of which only the length reached the disk.
+        std::fs::write(&path, [whole.as_slice(), &[0; 700]].concat()).expect("zeros");
+        AuditLog::open(&path).expect("repaired");
+        assert_eq!(verify(&path, |_| {}).expect("whole").records, 7);
+    }
+
+    /// Names of the files in the folder, sorted.
+    fn files(path: &Path) -> Vec<String> {
+        let files = std::fs::read_dir(folder_of(path)).expect("a folder");
+        let name = |file: std::io::Result<std::fs::DirEntry>| {
+            let name = file.expect("listed").file_name();
+            name.into_string().expect("a name")
+        };
+        let mut names: Vec<_> = files.map(name).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_full_file_is_set_aside_and_the_chain_goes_on() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("audit.jsonl");
+        let mut log = AuditLog::open_with(&path, 2000).expect("new");
+        for number in 0..12 {
+            assert_eq!(log.intent(intent()).expect("written"), number);
+            log.outcome(number, "OK", "").expect("written");
+        }
+        let names = files(&path);
+        assert!(names.len() > 2 && names[1] == "audit.jsonl.1", "{names:?}");
+        for name in &names {
+            let length = std::fs::metadata(folder.path().join(name))
+                .expect("there")
+                .len();
+            assert!(length <= 2000, "{name}: {length}");
+        }
+        let (head, records) = (log.head.clone(), log.records());
+        drop(log);
+        let mut ids = vec![];
+        let chain = verify(&path, |record| match record.entry {
+            Entry::Intent { .. } => ids.push(record.id),
+            _ => {}
+        });
+        let chain = chain.expect("whole");
+        assert_eq!(ids, Vec::from_iter(0..12));
+        assert_eq!(
+            (chain.head, chain.records, chain.missing),
+            (head, records, 0)
+        );
+        // Without its oldest files the log is whole, and says what it lacks.
+        std::fs::remove_file(folder.path().join("audit.jsonl.1")).expect("removed");
+        let chain = verify(&path, |_| {}).expect("whole");
+        assert!(chain.missing > 0 && chain.records == records, "{chain:?}");
+        let mut log = AuditLog::open_with(&path, 2000).expect("whole");
+        assert_eq!(
+            (log.intent(intent()).expect("written"), log.records()),
+            (12, records + 1)
+        );
+        // Without one between it is not.
+        for _ in 0..12 {
+            log.intent(intent()).expect("written");
+        }
+        std::fs::remove_file(folder.path().join("audit.jsonl.3")).expect("removed");
+        let error = verify(&path, |_| {}).expect_err("a gap").to_string();
+        assert!(
+            error.contains("audit.jsonl.4 is damaged at line 1"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_daemon_that_dies_while_it_sets_a_file_aside_leaves_a_whole_log() {
+        let (folder, path) = log();
+        // After the second name, before the first is another file's.
+        std::fs::hard_link(&path, folder.path().join("audit.jsonl.1")).expect("linked");
+        std::fs::write(folder.path().join("audit.jsonl.new"), "{").expect("written");
+        assert_eq!(verify(&path, |_| {}).expect("whole").records, 6);
+        let mut log = AuditLog::open_with(&path, 1).expect("whole");
+        assert_eq!(files(&path), ["audit.jsonl", "audit.jsonl.new"]);
+        log.intent(intent()).expect("written");
+        assert_eq!(files(&path), ["audit.jsonl", "audit.jsonl.1"]);
+        assert_eq!(verify(&path, |_| {}).expect("whole").records, 8);
+        drop(log);
+        // Somebody moved the file away.
+        std::fs::rename(&path, folder.path().join("audit.jsonl.2")).expect("moved");
+        let mut log = AuditLog::open(&path).expect("continued");
+        assert_eq!(log.intent(intent()).expect("written"), 4);
+        assert_eq!(verify(&path, |_| {}).expect("whole").records, 10);
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_set_aside_grows_on() {
+        let (folder, path) = log();
+        let mut log = AuditLog::open_with(&path, 1).expect("whole");
+        std::fs::create_dir(folder.path().join("audit.jsonl.new")).expect("in the way");
+        std::fs::write(folder.path().join("audit.jsonl.new/file"), "").expect("in the way");
+        for _ in 0..3 {
+            log.intent(intent()).expect("written");
+        }
+        assert_eq!(verify(&path, |_| {}).expect("whole").records, 9);
+    }
+
+    #[test]
+    fn lines_hold_nothing_that_a_terminal_acts_on_and_no_endless_text() {
+        let (_folder, path) = log();
+        let mut log = AuditLog::open(&path).expect("whole");
+        let hostile = format!("\u{9b}2J\u{1b}[1m\u{7f}\n{}", "\u{1}".repeat(1 << 20));
+        let entry = Entry::Denied {
+            principal: hostile.clone(),
+            method: String::new(),
+            guest: hostile.clone(),
+            why: hostile.clone(),
+            unwritten: 0,
+        };
+        log.intent(entry).expect("written");
+        let text = std::fs::read_to_string(&path).expect("a log");
+        let last = text.lines().last().expect("a line");
+        assert!(!last.chars().any(char::is_control) && last.len() < 1 << 18);
+        let mut whole = String::new();
+        verify(&path, |record| {
+            if let Entry::Denied { why, .. } = &record.entry {
+                whole.clone_from(why);
+            }
+        })
+        .expect("readable");
+        assert!(whole.starts_with("\u{9b}2J\u{1b}[1m"), "the value is kept");
     }
 }

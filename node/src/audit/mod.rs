@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Who changed what, and who tried: the log file, the thread that writes it, and reports from it.
 
+mod chain;
 mod log;
+mod record;
 mod report;
 mod writer;
 
-pub use self::log::{AuditError, AuditLog, Chain, Entry, Record, verify};
+pub use self::chain::{AuditError, Chain, Torn, verify};
+pub use self::log::AuditLog;
+pub use self::record::{Entry, Record};
 pub use self::report::{Change, changes, show};
 pub use self::writer::{Audit, Pending};

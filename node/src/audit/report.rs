@@ -4,9 +4,11 @@
 use std::collections::HashMap;
 use std::path::Path;
 
+use patchbay_proto::text::printable;
 use serde::Serialize;
 
-use super::log::{AuditError, Chain, Entry, verify};
+use super::chain::{AuditError, Chain, verify};
+use super::record::Entry;
 
 /// A change and what became of it, or a call that was denied.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -25,7 +27,8 @@ pub struct Change {
     pub rule: String,
     /// The request; empty for a denied call.
     pub request: String,
-    /// "OK", the name of the gRPC status, "DENIED", or "OPEN" without an outcome.
+    /// "OK", the name of the gRPC status, "DENIED", "OPEN" without an outcome, or "REPAIRED" for a line
+    /// of the log that had no end.
     pub code: String,
     /// What came of it.
     pub message: String,
@@ -86,14 +89,36 @@ pub fn changes(path: &Path) -> Result<(Vec<Change>, Chain), AuditError> {
                 changes[index].message = message;
             }
         }
+        Entry::Continued { .. } => {}
+        Entry::Repaired {
+            bytes,
+            sha256,
+            text,
+        } => changes.push(Change {
+            id: record.id,
+            time: rfc3339(record.time_ms),
+            principal: "patchbayd".to_owned(),
+            method: String::new(),
+            guest: String::new(),
+            rule: String::new(),
+            request: String::new(),
+            code: "REPAIRED".to_owned(),
+            message: format!(
+                "a line without an end was taken out: {bytes} bytes, sha256 {sha256}: {text}"
+            ),
+        }),
     })?;
     Ok((changes, chain))
 }
 
-/// One line for people.
+/// One line for people. Whatever clients sent, a terminal only prints it.
 #[must_use]
 pub fn show(change: &Change) -> String {
     let method = change.method.rsplit('/').next().unwrap_or(&change.method);
+    let or_dash = |text: &str| match text {
+        "" => "-".into(),
+        text => printable(text).into_owned(),
+    };
     let detail = match change.message.as_str() {
         "" => &change.request,
         message => message,
@@ -102,16 +127,11 @@ pub fn show(change: &Change) -> String {
         "{} {:>6} {} {} {} {} {}",
         change.time,
         change.id,
-        change.principal,
-        method,
-        if change.guest.is_empty() {
-            "-"
-        } else {
-            &change.guest
-        },
-        change.code,
-        // A message may quote what a client sent.
-        detail.escape_debug()
+        or_dash(&change.principal),
+        or_dash(method),
+        or_dash(&change.guest),
+        printable(&change.code),
+        printable(detail)
     )
 }
 
@@ -167,6 +187,31 @@ mod tests {
             line.contains("PauseGuest a UNAVAILABLE busy\\nguest"),
             "{line}"
         );
+    }
+
+    #[test]
+    fn nothing_of_a_client_reaches_the_terminal_unescaped() {
+        let hostile = "a\u{1b}[2J\n\u{9b}1m\u{202e}";
+        let change = Change {
+            id: 1,
+            time: rfc3339(0),
+            principal: hostile.to_owned(),
+            method: hostile.to_owned(),
+            guest: hostile.to_owned(),
+            rule: hostile.to_owned(),
+            request: "{\"guest\":\"web-1\"}".to_owned(),
+            code: hostile.to_owned(),
+            message: String::new(),
+        };
+        let line = show(&change);
+        assert!(!line.chars().any(char::is_control), "{line:?}");
+        assert!(!line.contains('\u{202e}'), "{line:?}");
+        assert!(line.ends_with("{\"guest\":\"web-1\"}"), "{line}");
+        let line = show(&Change {
+            message: hostile.to_owned(),
+            ..change
+        });
+        assert!(!line.chars().any(char::is_control), "{line:?}");
     }
 
     #[test]

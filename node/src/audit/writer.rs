@@ -5,16 +5,27 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use patchbay_proto::text::cut;
 use tokio::sync::{mpsc, oneshot};
 
-use super::log::{AuditLog, Entry};
+use super::log::AuditLog;
+use super::record::Entry;
 
-/// Denied calls that are written in one go, and afterwards one each interval: whoever may connect must
-/// not be able to fill the disk.
-const DENIED_BURST: u32 = 100;
-const DENIED_INTERVAL: Duration = Duration::from_millis(200);
+/// Bytes of denied calls that are written in one go, and afterwards in each second: whoever may connect
+/// must not be able to fill the disk. That is 88 MB a day.
+const DENIED_BURST_BYTES: u64 = 256 << 10;
+const DENIED_BYTES_PER_SECOND: u64 = 1 << 10;
+/// What a line has beside the strings of a denied call.
+const DENIED_LINE_BYTES: u64 = 256;
 /// A message of an outcome is cut to this many bytes.
 const MAX_MESSAGE_BYTES: usize = 4096;
+/// The policy's sentence about a denied call, and the name of its guest.
+const MAX_WHY_BYTES: usize = 1024;
+const MAX_NAME_BYTES: usize = 256;
+/// With less room for the log, the daemon warns: a full disk blocks every change.
+const LOW_ROOM: u64 = 256 << 20;
+/// How often the room is looked at beside the writes.
+const ROOM_INTERVAL: Duration = Duration::from_secs(60);
 
 enum Line {
     Intent {
@@ -27,6 +38,7 @@ enum Line {
         message: String,
     },
     Denied(Entry),
+    LookAtRoom,
     Flush(oneshot::Sender<()>),
 }
 
@@ -37,10 +49,12 @@ pub struct Audit {
     denied: Arc<Mutex<Denied>>,
     records: Arc<AtomicU64>,
     failures: Arc<AtomicU64>,
+    room: Arc<AtomicU64>,
 }
 
 struct Denied {
-    left: u32,
+    /// Bytes that may be written now.
+    left: u64,
     since: Instant,
     unwritten: u64,
 }
@@ -55,15 +69,17 @@ impl Audit {
         let (lines, receiver) = mpsc::unbounded_channel();
         let records = Arc::new(AtomicU64::new(log.records() as u64));
         let failures = Arc::new(AtomicU64::new(0));
+        let room = Arc::new(AtomicU64::new(u64::MAX));
         let audit = Self {
             lines,
             denied: Arc::new(Mutex::new(Denied {
-                left: DENIED_BURST,
+                left: DENIED_BURST_BYTES,
                 since: Instant::now(),
                 unwritten: 0,
             })),
             records: Arc::clone(&records),
             failures: Arc::clone(&failures),
+            room: Arc::clone(&room),
         };
         std::thread::Builder::new()
             .name("audit".to_owned())
@@ -72,6 +88,8 @@ impl Audit {
                     log,
                     records,
                     failures,
+                    room,
+                    is_low: false,
                 }
                 .run(receiver);
             })?;
@@ -98,17 +116,40 @@ impl Audit {
 
     /// Writes that a call was denied, unless there are too many of them.
     pub fn denied(&self, principal: &str, method: &str, guest: &str, why: &str) {
+        let short = |text: &str, bytes| cut(text, bytes).into_owned();
+        let (principal, guest) = (
+            short(principal, MAX_NAME_BYTES),
+            short(guest, MAX_NAME_BYTES),
+        );
+        let why = short(why, MAX_WHY_BYTES);
+        let strings = [principal.as_str(), method, &guest, &why];
+        let bytes = strings.iter().map(|text| text.len() as u64).sum::<u64>() + DENIED_LINE_BYTES;
         let mut denied = self.denied.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(unwritten) = denied.admit(Instant::now()) else {
+        let Some(unwritten) = denied.admit(Instant::now(), bytes) else {
             return;
         };
         let _ = self.lines.send(Line::Denied(Entry::Denied {
-            principal: principal.to_owned(),
+            principal,
             method: method.to_owned(),
-            guest: cut(guest, 256),
-            why: cut(why, MAX_MESSAGE_BYTES),
+            guest,
+            why,
             unwritten,
         }));
+    }
+
+    /// Looks at the room that the log has, for ever. Others may fill the disk while nothing is written.
+    pub async fn watch_room(self) {
+        let mut ticks = tokio::time::interval(ROOM_INTERVAL);
+        loop {
+            ticks.tick().await;
+            let _ = self.lines.send(Line::LookAtRoom);
+        }
+    }
+
+    /// Bytes that the log's file system has left; `None` if it is not known.
+    #[must_use]
+    pub fn room(&self) -> Option<u64> {
+        Some(self.room.load(Ordering::Relaxed)).filter(|room| *room != u64::MAX)
     }
 
     /// Waits until what was said before is written.
@@ -133,19 +174,19 @@ impl Audit {
 }
 
 impl Denied {
-    /// How many went unwritten before this one; `None` if this one does as well.
-    fn admit(&mut self, now: Instant) -> Option<u64> {
-        let passed = now.saturating_duration_since(self.since).as_millis();
-        let earned = u32::try_from(passed / DENIED_INTERVAL.as_millis()).unwrap_or(u32::MAX);
-        if earned > 0 {
-            self.left = self.left.saturating_add(earned).min(DENIED_BURST);
+    /// How many went unwritten before this one of so many bytes; `None` if this one does as well.
+    fn admit(&mut self, now: Instant, bytes: u64) -> Option<u64> {
+        let seconds = now.saturating_duration_since(self.since).as_secs();
+        if seconds > 0 {
+            let earned = seconds.saturating_mul(DENIED_BYTES_PER_SECOND);
+            self.left = self.left.saturating_add(earned).min(DENIED_BURST_BYTES);
             self.since = now;
         }
-        if self.left == 0 {
+        let Some(left) = self.left.checked_sub(bytes) else {
             self.unwritten += 1;
             return None;
-        }
-        self.left -= 1;
+        };
+        self.left = left;
         Some(std::mem::take(&mut self.unwritten))
     }
 }
@@ -168,7 +209,7 @@ impl Pending {
             let _ = self.lines.send(Line::Outcome {
                 id,
                 code: code.to_owned(),
-                message: cut(message, MAX_MESSAGE_BYTES),
+                message: cut(message, MAX_MESSAGE_BYTES).into_owned(),
             });
         }
     }
@@ -187,6 +228,9 @@ struct Writer {
     log: AuditLog,
     records: Arc<AtomicU64>,
     failures: Arc<AtomicU64>,
+    room: Arc<AtomicU64>,
+    /// It was warned about.
+    is_low: bool,
 }
 
 impl Writer {
@@ -205,6 +249,7 @@ impl Writer {
             };
             self.records
                 .store(self.log.records() as u64, Ordering::Relaxed);
+            self.look_at_room();
             for (done, id) in written {
                 let _ = done.send(synced.clone().map(|()| id));
             }
@@ -228,6 +273,8 @@ impl Writer {
                     self.failed(&error);
                 }
             }
+            // It is looked at after every write.
+            Line::LookAtRoom => {}
             Line::Flush(done) => {
                 let _ = done.send(());
             }
@@ -239,22 +286,25 @@ impl Writer {
         }
     }
 
+    fn look_at_room(&mut self) {
+        let Some(room) = self.log.room() else {
+            return;
+        };
+        self.room.store(room, Ordering::Relaxed);
+        let was_low = std::mem::replace(&mut self.is_low, room < LOW_ROOM);
+        if self.is_low && !was_low {
+            tracing::warn!(
+                bytes = room,
+                "the disk of the audit log is nearly full; no change can be made once it is: make room, or move older files of the log"
+            );
+        }
+    }
+
     fn failed(&self, error: &super::AuditError) -> String {
         self.failures.fetch_add(1, Ordering::Relaxed);
         tracing::error!(%error, "the audit log cannot be written; no change is made until it can");
         error.to_string()
     }
-}
-
-fn cut(text: &str, bytes: usize) -> String {
-    if text.len() <= bytes {
-        return text.to_owned();
-    }
-    let mut end = bytes;
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    format!("{}…", &text[..end])
 }
 
 #[cfg(test)]
@@ -307,21 +357,36 @@ mod tests {
     fn denied_calls_cannot_fill_the_disk() {
         let start = Instant::now();
         let mut denied = Denied {
-            left: DENIED_BURST,
+            left: DENIED_BURST_BYTES,
             since: start,
             unwritten: 0,
         };
-        let burst = (0..1000).filter(|_| denied.admit(start).is_some()).count();
-        assert_eq!(burst, 100);
-        assert_eq!(denied.admit(start + DENIED_INTERVAL), Some(900));
-        assert_eq!(denied.admit(start + DENIED_INTERVAL), None);
-        assert_eq!(denied.admit(start + 3 * DENIED_INTERVAL), Some(1));
+        let line = 2 << 10;
+        let burst = (0..1000).filter(|_| denied.admit(start, line).is_some());
+        assert_eq!(burst.count() as u64, DENIED_BURST_BYTES / line);
+        let second = Duration::from_secs(1);
+        let unwritten = 1000 - DENIED_BURST_BYTES / line;
+        assert_eq!(denied.admit(start + second, line), None);
+        assert_eq!(denied.admit(start + 2 * second, line), Some(unwritten + 1));
+        assert_eq!(denied.admit(start + 2 * second, line), None);
+        // Short ones are not counted as long ones.
+        assert_eq!(denied.admit(start + 3 * second, 300), Some(1));
+        assert_eq!(denied.admit(start + 3 * second, 300), Some(0));
     }
 
-    #[test]
-    fn long_texts_are_cut_between_characters() {
-        assert_eq!(cut("ääää", 4), "ää…");
-        assert_eq!(cut("ääää", 5), "ää…");
-        assert_eq!(cut("ää", 4), "ää");
+    /// However long the strings of the calls are.
+    #[tokio::test]
+    async fn denied_calls_are_bound_in_bytes() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("audit.jsonl");
+        let audit = Audit::start(AuditLog::open(&path).expect("new")).expect("a thread");
+        let long = "x".repeat(1 << 20);
+        for _ in 0..2000 {
+            audit.denied(&long, "/patchbay.v1.GuestService/PauseGuest", &long, &long);
+        }
+        audit.flush().await;
+        let length = std::fs::metadata(&path).expect("a log").len();
+        // A slow machine earns some more while the calls are made.
+        assert!(length < 2 * DENIED_BURST_BYTES, "{length}");
     }
 }

@@ -20,6 +20,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use patchbay_proto::text::printable_json;
 use rustix::fs::OFlags;
 use serde::Serialize;
 
@@ -273,7 +274,9 @@ impl AuditLog {
             trace_id: self.trace_id,
             body,
         };
-        let text = serde_json::to_vec(&line).map_err(|error| log.unwritable(error.into()))?;
+        let text = serde_json::to_string(&line).map_err(|error| log.unwritable(error.into()))?;
+        // Whoever shows the file in a terminal sees no control character of a client or a guest.
+        let text = printable_json(&text).into_owned().into_bytes();
         log.append(text).map_err(|error| log.unwritable(error))
     }
 }
@@ -385,6 +388,24 @@ mod tests {
         assert_eq!(lines[2]["id"], lines[1]["id"]);
         assert_eq!(lines[2]["result"], "committed");
         assert_eq!(lines[2]["changes"][0]["after"], 1);
+    }
+
+    #[test]
+    fn control_characters_of_clients_are_escaped() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("audit.jsonl");
+        let mut log = AuditLog::open(&path).expect("opens");
+        let reason = "\u{9b}2J\u{1b}]0;t\u{7}\n\u{7f}\u{202e}";
+        let hostile = Intent { reason, ..intent() };
+        log.intent(&hostile).expect("written");
+        let text = std::fs::read_to_string(&path).expect("readable");
+        let line = text.strip_suffix('\n').expect("a whole line");
+        assert!(
+            !line.contains(|c: char| c.is_control() || c == '\u{202e}'),
+            "{line:?}"
+        );
+        let read: serde_json::Value = serde_json::from_str(line).expect("JSON");
+        assert_eq!(read["reason"], reason);
     }
 
     /// A line that a crash or a full disk cut short does not corrupt the next one.

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Lines of the audit log.
+
+use patchbay_proto::text::{cut, printable_json};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+/// A string of a line is cut to this many bytes, whoever sent it. JSON makes six of one at most, so that
+/// no line exceeds the longest that is read.
+pub const MAX_TEXT_BYTES: usize = 8 << 10;
+
+/// A line of the log.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Milliseconds since 1970.
+    pub time_ms: u64,
+    /// Joins an outcome to its intent.
+    pub id: u64,
+    /// What happened.
+    #[serde(flatten)]
+    pub entry: Entry,
+    /// SHA-256 of the line before this one, in hexadecimal.
+    pub previous: String,
+}
+
+/// What happened.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Entry {
+    /// Somebody is about to change something.
+    Intent {
+        /// The principal of the call.
+        principal: String,
+        /// Full name of the gRPC method.
+        method: String,
+        /// On which guest.
+        guest: String,
+        /// The rule of the policy that allows it.
+        rule: String,
+        /// The request in a form for people: keys, ops, reason.
+        request: String,
+        /// W3C trace id of the call, if it had one.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        trace_id: String,
+    },
+    /// The policy does not allow it.
+    Denied {
+        /// The principal of the call.
+        principal: String,
+        /// Full name of the gRPC method.
+        method: String,
+        /// On which guest.
+        guest: String,
+        /// The policy's sentence.
+        why: String,
+        /// Earlier denied calls that came too fast to be written.
+        #[serde(default, skip_serializing_if = "is_zero")]
+        unwritten: u64,
+    },
+    /// What became of an intent.
+    Outcome {
+        /// "OK", or the name of the gRPC status.
+        code: String,
+        /// The answer in short, or the error.
+        message: String,
+    },
+    /// The first line of a file that continues another one. Its previous hash is that of the other's last
+    /// line.
+    Continued {
+        /// Name of the other file.
+        file: String,
+        /// Lines before this one, in all files.
+        records: usize,
+    },
+    /// The line before this one ended in the middle, because the writer died or the disk was full, and was
+    /// taken out.
+    Repaired {
+        /// Length of what was taken out.
+        bytes: u64,
+        /// Its SHA-256, in hexadecimal.
+        sha256: String,
+        /// Its beginning.
+        text: String,
+    },
+}
+
+impl Entry {
+    /// Cuts every string that is not of the log itself.
+    pub fn cut(&mut self) {
+        let texts: &mut [&mut String] = match self {
+            Self::Intent {
+                principal,
+                method,
+                guest,
+                rule,
+                request,
+                trace_id,
+            } => &mut [principal, method, guest, rule, request, trace_id],
+            Self::Denied {
+                principal,
+                method,
+                guest,
+                why,
+                ..
+            } => &mut [principal, method, guest, why],
+            Self::Outcome { code, message } => &mut [code, message],
+            Self::Continued { .. } => &mut [],
+            Self::Repaired { text, .. } => &mut [text],
+        };
+        for text in texts {
+            if text.len() > MAX_TEXT_BYTES {
+                **text = cut(text, MAX_TEXT_BYTES).into_owned();
+            }
+        }
+    }
+}
+
+impl Record {
+    /// The line, without its end. A terminal that shows it acts on nothing in it.
+    ///
+    /// # Errors
+    /// The serialiser's.
+    pub fn line(&self) -> serde_json::Result<Vec<u8>> {
+        let json = serde_json::to_string(self)?;
+        Ok(printable_json(&json).into_owned().into_bytes())
+    }
+}
+
+/// SHA-256 of bytes, in hexadecimal.
+pub fn hash(bytes: &[u8]) -> String {
+    let digest = Sha256::digest(bytes);
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
