@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Other users in the guest who trace an armed event: ftrace, perf, BPF, modules.
 //!
-//! The kernel turns a parked tracepoint on when a probe is attached to it (`tracepoint_add_func()`
-//! in the kernel series). The event must not be parked while that probe exists, and is parked when
-//! it is gone. When the agent's probe is removed first, the event must stay on for the other probe.
+//! With the kernel series, the kernel turns a parked tracepoint on when a probe is attached to it. A stock
+//! kernel turns the key on for the first probe only (`tracepoint_add_func()`, kernel/tracepoint.c), and the
+//! agent's is the first: the event stays silent for the other user until it is fired here. It is
+//! parked again when the other probe is gone. When the agent's probe is removed first, the event must
+//! stay on for the other probe.
 //!
-//! Each such switch stops the guest and writes to the audit log, at times that the guest chooses.
-//! So an event whose other users come and go repeatedly is switched less and less often, and all
-//! events together are limited to [`TOKENS`].
+//! Each such switch stops the guest and writes to the audit log, at times that the guest chooses. A user
+//! who comes must not miss events, so firing is not delayed. Parking is: an event whose other users come
+//! and go repeatedly is parked less and less often, and all events together are limited to [`TOKENS`].
+//! An event is fired at most once more often than it is parked.
 
 use std::sync::{Arc, PoisonError};
 
@@ -19,26 +22,43 @@ use crate::trace::select;
 /// Holder of events that fire for other users in the guest.
 pub const OTHERS: &str = "others in the guest";
 
-/// An event is switched at least every 2^9 ticks (9 minutes).
+/// An event without other users is parked at least every 2^9 ticks (9 minutes).
 const SELDOM: u32 = 9;
+/// Firing that failed is tried again at least every 2^6 ticks.
+const SELDOM_AGAIN: u32 = 6;
 /// Ticks without a change after which the interval of an event is halved.
 const QUIET: u32 = 128;
-/// Largest burst of switches.
+/// Largest burst of parkings.
 const TOKENS: u32 = 32;
 /// Ticks until a token is added.
 const TOKEN_TICKS: u64 = 64;
 
-/// Backoff of one event: it is switched in ticks that are multiples of a power of two, which
-/// doubles with each switch and halves in quiet times.
+/// Backoff of one event: it is parked in ticks that are multiples of a power of two, which doubles
+/// each time and halves in quiet times.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Backoff {
     shift: u32,
     quiet: u32,
+    /// Number of times that firing failed in succession, at most [`SELDOM_AGAIN`].
+    failures: u32,
 }
 
 impl Backoff {
-    /// Whether the event may be switched in this tick.
-    fn allows(&mut self, tick: u64, wanted: bool) -> bool {
+    /// Whether the event may be fired in this tick.
+    fn allows_firing(&mut self, tick: u64) -> bool {
+        self.quiet = 0;
+        tick.is_multiple_of(1 << self.failures)
+    }
+
+    fn fired(&mut self, done: bool) {
+        self.failures = match done {
+            true => 0,
+            false => (self.failures + 1).min(SELDOM_AGAIN),
+        };
+    }
+
+    /// Whether the event may be parked in this tick.
+    fn allows_parking(&mut self, tick: u64, wanted: bool) -> bool {
         if wanted {
             self.quiet = 0;
             return tick.is_multiple_of(1 << self.shift);
@@ -51,7 +71,7 @@ impl Backoff {
         false
     }
 
-    fn switched(&mut self) {
+    fn parked(&mut self) {
         self.shift = (self.shift + 1).min(SELDOM);
     }
 }
@@ -126,31 +146,31 @@ impl Tracer {
                 };
                 let now = probes.map(|probes| probes > 1);
                 let fires = holders.iter().any(|holder| **holder == *OTHERS);
-                let changed = now.is_some_and(|now| now != fires);
-                if armed.backoff.allows(tick, changed && !armed.even_if_others) {
-                    match now {
-                        Some(true) => come.push(name),
-                        _ => gone.push(name),
+                let changed = now.is_some_and(|now| now != fires) && !armed.even_if_others;
+                if changed && !fires {
+                    if armed.backoff.allows_firing(tick) {
+                        come.push(name);
                     }
+                } else if armed.backoff.allows_parking(tick, changed) {
+                    gone.push(name);
                 }
             }
         }
-        for (names, on) in [(come, true), (gone, false)] {
-            if names.is_empty() || !self.switch_budget().take_token() {
-                continue;
-            }
-            {
-                let mut book = self.book();
-                for name in &names {
-                    if let Some(armed) = book.events.get_mut(name) {
-                        armed.backoff.switched();
-                    }
-                }
-            }
-            if on {
-                self.fire_for_others(&names).await;
-            } else {
-                self.park_after_others(&names).await;
+        if !come.is_empty() {
+            let done = self.fire_for_others(&come).await;
+            self.each_backoff(&come, |backoff| backoff.fired(done));
+        }
+        if !gone.is_empty() && self.switch_budget().take_token() {
+            self.each_backoff(&gone, Backoff::parked);
+            self.park_after_others(&gone).await;
+        }
+    }
+
+    fn each_backoff(&self, names: &[String], change: impl Fn(&mut Backoff)) {
+        let mut book = self.book();
+        for name in names {
+            if let Some(armed) = book.events.get_mut(name) {
+                change(&mut armed.backoff);
             }
         }
     }
@@ -163,7 +183,8 @@ impl Tracer {
         tokio::task::spawn_blocking(look).await.ok()?.ok()
     }
 
-    async fn fire_for_others(&self, names: &[String]) {
+    /// Returns whether the events fire.
+    async fn fire_for_others(&self, names: &[String]) -> bool {
         let keys = self.book().keys(names);
         let terms = SwitchTerms::default();
         match self
@@ -176,13 +197,19 @@ impl Tracer {
             )
             .await
         {
-            Ok(report) => self.mark("fired", names, OTHERS, report.as_ref()),
-            Err(error) => limited!(
-                warn,
-                ?names,
-                %error,
-                "others in the guest trace events that are parked and could not be fired"
-            ),
+            Ok(report) => {
+                self.mark("fired", names, OTHERS, report.as_ref());
+                true
+            }
+            Err(error) => {
+                limited!(
+                    warn,
+                    ?names,
+                    %error,
+                    "others in the guest trace events that are parked and could not be fired"
+                );
+                false
+            }
         }
     }
 
@@ -229,21 +256,37 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frequent_changes_are_switched_for_less_often_until_it_is_quiet() {
+    fn after_frequent_changes_events_are_parked_less_often_until_it_is_quiet() {
         let mut backoff = Backoff::default();
         let mut at = vec![];
         for tick in 1..4096 {
-            if backoff.allows(tick, true) {
-                backoff.switched();
+            if backoff.allows_parking(tick, true) {
+                backoff.parked();
                 at.push(tick);
             }
         }
         assert_eq!(at[..9], [1, 2, 4, 8, 16, 32, 64, 128, 256]);
         assert_eq!(at[9..], [512, 1024, 1536, 2048, 2560, 3072, 3584]);
         for tick in 0..u64::from(QUIET * SELDOM) {
-            assert!(!backoff.allows(tick, false));
+            assert!(!backoff.allows_parking(tick, false));
         }
-        assert!(backoff.allows(1, true));
+        assert!(backoff.allows_parking(1, true));
+    }
+
+    #[test]
+    fn only_failures_delay_firing() {
+        let mut backoff = Backoff::default();
+        for _ in 0..20 {
+            backoff.parked();
+        }
+        assert!((1..100).all(|tick| backoff.allows_firing(tick)));
+        for _ in 0..20 {
+            backoff.fired(false);
+        }
+        let allowed = (1..=128).filter(|tick| backoff.allows_firing(*tick));
+        assert_eq!(allowed.collect::<Vec<_>>(), [64, 128]);
+        backoff.fired(true);
+        assert!(backoff.allows_firing(1));
     }
 
     #[test]
