@@ -30,12 +30,23 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    fn skipped(heading: &str, reason: &str) -> Self {
+    pub fn skipped(heading: &str, reason: &str) -> Self {
         Self {
             heading: heading.to_owned(),
             skipped: 1,
             output: format!("SKIPPED: {reason}"),
             ..Self::default()
+        }
+    }
+}
+
+impl Outcome {
+    /// For people: the result, and the output unless all passed.
+    pub fn verdict(&self) -> String {
+        match (self.passed, self.failed) {
+            (1.., 0) => "passed".to_owned(),
+            (_, 1..) => format!("failed\n{}", self.output.trim_end()),
+            _ => self.output.trim_end().to_owned(),
         }
     }
 }

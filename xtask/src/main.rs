@@ -8,6 +8,7 @@ mod cargo;
 mod clients;
 mod debug_file;
 mod demo;
+mod deny;
 mod doctor;
 mod fuzz;
 mod guest;
@@ -95,7 +96,12 @@ enum Task {
         /// Also install, use, upgrade and purge them in a clean Debian root
         #[arg(long = "try")]
         try_them: bool,
+        /// Sign SHA256SUMS with this key of gpg's, named as by --local-user
+        #[arg(long, value_name = "KEY")]
+        sign: Option<String>,
     },
+    /// Check the licences, sources and known vulnerabilities of all dependencies
+    Deny,
     /// Report what this machine can and cannot do, and why
     Doctor,
     /// Run the tests given on standard input (used by `test` in a lab)
@@ -192,8 +198,19 @@ fn run(task: Task) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Task::Clients => Ok(ExitCode::from(clients::run_with_guest()?)),
-        Task::Package { try_them } => {
+        Task::Deny => {
+            let outcomes = deny::run(None)?;
+            for outcome in &outcomes {
+                println!("{}: {}", outcome.heading, outcome.verdict());
+            }
+            let failed = outcomes.iter().any(|outcome| outcome.failed > 0);
+            Ok(ExitCode::from(u8::from(failed)))
+        }
+        Task::Package { try_them, sign } => {
             let folder = package::run()?;
+            if let Some(key) = sign {
+                package::sign(&folder, &key)?;
+            }
             if try_them {
                 package_trial::run(&folder)?;
                 println!("installed, used, upgraded and purged in a clean Debian root");

@@ -374,6 +374,19 @@ fn write_sums(folder: &Path) -> Result<()> {
     fs::write(folder.join("SHA256SUMS"), sums).context("cannot write SHA256SUMS")
 }
 
+/// Writes the signature `SHA256SUMS.asc`.
+pub fn sign(folder: &Path, key: &str) -> Result<()> {
+    host::ensure_packages(&["gpg"])?;
+    sign_with(&mut Command::new("gpg"), folder, key)
+}
+
+fn sign_with(gpg: &mut Command, folder: &Path, key: &str) -> Result<()> {
+    gpg.args(["--batch", "--yes", "--armor", "--local-user", key])
+        .args(["--detach-sign", "SHA256SUMS"])
+        .current_dir(folder);
+    succeed(gpg).with_context(|| format!("SHA256SUMS cannot be signed with the key {key}"))
+}
+
 /// gzip without a name and a time.
 fn compressed(content: &[u8]) -> Result<Vec<u8>> {
     let file = tempfile::NamedTempFile::new()?;
@@ -420,6 +433,39 @@ mod tests {
         assert!(error.contains("one-two.1, which does not exist"), "{error}");
         write("one-two.1", ".TH ONE-TWO 1\n");
         check_references(manual.path()).unwrap();
+    }
+
+    #[test]
+    fn a_signature_holds_until_the_sums_change() {
+        fn gpg_of(home: &Path) -> Command {
+            let mut gpg = Command::new("gpg");
+            gpg.arg("--homedir").arg(home);
+            gpg
+        }
+        if Command::new("gpg").arg("--version").output().is_err() {
+            return println!("SKIPPED: gpg is not installed");
+        }
+        let [home, folder] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        fs::set_permissions(home.path(), fs::Permissions::from_mode(0o700)).unwrap();
+        let gpg = |arguments: &[&str]| {
+            let mut gpg = gpg_of(home.path());
+            gpg.arg("--batch").args(arguments);
+            run_to_end(gpg.current_dir(folder.path()))
+        };
+        let key = ["--passphrase", "", "--quick-gen-key", "release@example.org"];
+        gpg(&key).unwrap();
+        fs::write(folder.path().join("patchbay.deb"), "content").unwrap();
+        write_sums(folder.path()).unwrap();
+        let sign = |key| sign_with(&mut gpg_of(home.path()), folder.path(), key);
+        sign("nobody@example.org").unwrap_err();
+        sign("release@example.org").unwrap();
+        let verify = ["--verify", "SHA256SUMS.asc", "SHA256SUMS"];
+        gpg(&verify).unwrap();
+        fs::write(folder.path().join("SHA256SUMS"), "other").unwrap();
+        gpg(&verify).unwrap_err();
+        let mut agent = Command::new("gpgconf");
+        agent.arg("--homedir").arg(home.path());
+        agent.args(["--kill", "all"]).status().unwrap();
     }
 
     #[test]

@@ -21,7 +21,9 @@ use crate::cargo::TestBinary;
 use crate::kernel::{self, Recipe};
 use crate::test_durations::Durations;
 use crate::test_runner::{LabWorker, Report, Test, Verdict};
-use crate::{cargo, clients, guest, host, installed, lab_image, root_disk, stock, test_runner};
+use crate::{
+    cargo, clients, deny, guest, host, installed, lab_image, root_disk, stock, test_runner,
+};
 
 /// Prefixes of the tests that are repeated with the oldest and the newest kernel. What the monitor
 /// reads of a guest differs most between these.
@@ -121,7 +123,10 @@ impl std::fmt::Display for Counts {
 
 /// Runs the tests and prints a summary; returns whether none failed.
 pub fn run(selection: &Selection) -> Result<bool> {
-    let of_clients = |filter: &str| filter.starts_with(clients::HEADING);
+    let of_clients = |filter: &str| {
+        let headings = [clients::HEADING, deny::HEADING];
+        headings.iter().any(|heading| filter.starts_with(heading))
+    };
     let only_clients = selection.wants(1) && selection.filter.as_deref().is_some_and(of_clients);
     let mut outcome = TestRun::new(selection.timeout);
     let [tier_1, tier_2, tier_3] = match only_clients {
@@ -495,7 +500,8 @@ impl TestRun {
     }
 
     fn run_clients(&mut self, filter: Option<&str>) -> Result<()> {
-        for outcome in clients::run(filter)? {
+        let outcomes = clients::run(filter)?.into_iter();
+        for outcome in outcomes.chain(deny::run(filter)?) {
             if outcome.failed > 0 || outcome.passed == 0 {
                 println!("\n{}\n{}", outcome.heading, outcome.output.trim_end());
             }

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `cargo xtask deny`: licences, sources and known vulnerabilities of the dependencies, by cargo-deny and
+//! `deny.toml`.
+//!
+//! The advisories come from RustSec's database, or from the git clone of it that the variable
+//! `PATCHBAY_ADVISORIES` names. Without either they are not checked, which counts as skipped.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use crate::clients::Outcome;
+use crate::step::Steps;
+use crate::{cache, cargo, host};
+
+const VERSION: &str = "0.20.2";
+/// What the names of these checks begin with.
+pub const HEADING: &str = "dependencies ";
+const DATABASE: &str = "https://github.com/RustSec/advisory-db";
+const CLONE: &str = "PATCHBAY_ADVISORIES";
+
+/// Runs the checks whose heading, "dependencies licences" for example, contains the filter.
+pub fn run(filter: Option<&str>) -> Result<Vec<Outcome>> {
+    let wanted = |heading: &&(&str, &str)| filter.is_none_or(|filter| heading.0.contains(filter));
+    let checks = [
+        ("dependencies licences", "licenses"),
+        ("dependencies sources", "sources"),
+        ("dependencies versions", "bans"),
+        ("dependencies advisories", "advisories"),
+    ];
+    let checks: Vec<_> = checks.iter().filter(wanted).collect();
+    if checks.is_empty() {
+        return Ok(Vec::new());
+    }
+    let program = match program() {
+        Ok(program) => program,
+        Err(error) => {
+            let skipped = |check: &&(&str, &str)| {
+                Outcome::skipped(check.0, &format!("no cargo-deny: {error:#}"))
+            };
+            return Ok(checks.iter().map(skipped).collect());
+        }
+    };
+    let config = Config::write()?;
+    let check = |&&(heading, what): &&(&str, &str)| {
+        if what == "advisories"
+            && let Err(error) = config.fetch(&program)
+        {
+            let reason = format!("no database of advisories, set {CLONE} to a clone: {error:#}");
+            return Ok(Outcome::skipped(heading, &reason));
+        }
+        Ok(outcome(heading, &config.check(&program, what)?))
+    };
+    checks.iter().map(check).collect()
+}
+
+/// The installed cargo-deny. It is built without optimisation: it runs for a second.
+fn program() -> Result<PathBuf> {
+    let mut inputs = cache::Inputs::new("cargo-deny 1");
+    inputs.add("version", VERSION);
+    let folder = cache::entry("cargo-deny", &inputs.key(), |folder| {
+        let steps = Steps::new("building cargo-deny", &folder.join("build.log"))?;
+        let mut install = cargo::cargo("install");
+        install
+            .args(["cargo-deny", "--version", VERSION, "--locked", "--debug"])
+            .args(["--no-default-features", "--root"])
+            .arg(folder)
+            .env("CARGO_TARGET_DIR", folder.join("target"))
+            .env("CARGO_PROFILE_DEV_DEBUG", "0");
+        let built = steps.run("cargo install cargo-deny", &mut install);
+        let _ = std::fs::remove_dir_all(folder.join("target"));
+        built
+    })?;
+    Ok(folder.join("bin/cargo-deny"))
+}
+
+/// `deny.toml`, with the database in the cache.
+struct Config(tempfile::NamedTempFile);
+
+impl Config {
+    fn write() -> Result<Self> {
+        let own = std::fs::read_to_string(host::repository().join("deny.toml"))?;
+        let database = match std::env::var(CLONE) {
+            Ok(clone) => format!("file://{}", std::path::absolute(clone)?.display()),
+            Err(_) => DATABASE.to_owned(),
+        };
+        let file = tempfile::Builder::new().suffix(".toml").tempfile()?;
+        let cache = cache::root()?.join("advisories");
+        std::fs::write(file.path(), with_database(&own, &database, &cache))?;
+        Ok(Self(file))
+    }
+
+    fn fetch(&self, program: &Path) -> Result<()> {
+        let mut fetch = Command::new(program);
+        fetch.args(["fetch", "--config"]).arg(self.0.path());
+        let output = run_quietly(fetch.arg("db"))?;
+        if output.status.success() {
+            return Ok(());
+        }
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let first = said.lines().find(|line| !line.trim().is_empty());
+        bail!("{}", first.unwrap_or("cargo-deny said nothing").trim())
+    }
+
+    fn check(&self, program: &Path, what: &str) -> Result<Output> {
+        let mut check = Command::new(program);
+        check.args(["--locked", "check", "--hide-inclusion-graph"]);
+        check.arg("--config").arg(self.0.path());
+        run_quietly(check.args(["--disable-fetch", what]))
+    }
+}
+
+fn with_database(config: &str, url: &str, cache: &Path) -> String {
+    let place = format!(
+        "[advisories]\ndb-urls = [{url:?}]\ndb-path = {:?}\n",
+        cache.display().to_string()
+    );
+    config.replacen("[advisories]\n", &place, 1)
+}
+
+fn run_quietly(command: &mut Command) -> Result<Output> {
+    let command = command.stdin(Stdio::null()).current_dir(host::repository());
+    // The variables of `cargo run` would let it work on another manifest.
+    command.env_remove("CARGO_MANIFEST_DIR");
+    command.output().context("cannot run cargo-deny")
+}
+
+fn outcome(heading: &str, output: &Output) -> Outcome {
+    let passed = output.status.success();
+    Outcome {
+        heading: heading.to_owned(),
+        passed: usize::from(passed),
+        failed: usize::from(!passed),
+        skipped: 0,
+        output: String::from_utf8_lossy(&output.stderr).into_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_database_is_where_the_variable_says() {
+        let own = std::fs::read_to_string(host::repository().join("deny.toml")).unwrap();
+        let text = with_database(&own, "file:///srv/advisory-db", Path::new("/cache"));
+        let place = "[advisories]\ndb-urls = [\"file:///srv/advisory-db\"]\ndb-path = \"/cache\"\n";
+        assert!(text.contains(place), "{text}");
+    }
+
+    #[test]
+    fn a_check_that_fails_counts_as_failed() {
+        let output = Command::new("false").output().unwrap();
+        let outcome = outcome("dependencies sources", &output);
+        assert_eq!((outcome.passed, outcome.failed), (0, 1));
+    }
+}
