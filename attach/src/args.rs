@@ -39,6 +39,11 @@ pub enum Guest {
     Watchdog {
         /// Process id of the QEMU
         qemu: u32,
+        /// URI of its libvirt
+        #[arg(requires = "domain")]
+        libvirt: Option<String>,
+        /// Name of the domain
+        domain: Option<String>,
     },
 }
 

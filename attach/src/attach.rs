@@ -2,6 +2,7 @@
 //! From a QEMU's socket or process id to a guest.
 
 use std::fs;
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -12,13 +13,14 @@ use patchbay_service::guest::GuestDescription;
 
 use crate::error::AttachError;
 use crate::freeze::{Point, freeze};
-use crate::guest::{End, Life, Pauser, QemuGuest, Threads};
+use crate::guest::{Pauser, QemuGuest, Threads};
 use crate::libvirt::Domain;
+use crate::life::{End, Life};
 use crate::memory::{Access, AttachedRam};
 use crate::monitor::Monitor;
 use crate::process::Process;
 use crate::qmp::{Event, EventListener, Qmp, QmpError};
-use crate::watchdog::Watchdog;
+use crate::watchdog::{Watchdog, Way};
 
 /// Time allowed for a QEMU's greeting.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -105,7 +107,8 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     })?;
     let memory = Arc::new(memory);
     let pauser = pauser(options, &monitor, &process, &vcpus, point)?;
-    let watchdog = Mutex::new(watchdog(options, &monitor, &process)?);
+    let watchdog = Arc::new(Mutex::new(watchdog(options, &monitor, &process)?));
+    life.tell(Arc::downgrade(&watchdog));
     let qemus = monitor.name()?;
     let name = options
         .name
@@ -218,13 +221,12 @@ fn watchdog(
     monitor: &Monitor,
     process: &Process,
 ) -> Result<Watchdog, AttachError> {
-    let connection = match monitor {
-        Monitor::Socket(qmp) => qmp.share().map(Some),
-        Monitor::Libvirt(_) => Ok(None),
+    let way = match (monitor, &options.target) {
+        (Monitor::Libvirt(_), Target::Libvirt { uri, domain }) => Ok(Way::Libvirt { uri, domain }),
+        (Monitor::Libvirt(_), _) => Err(io::ErrorKind::InvalidInput.into()),
+        (Monitor::Socket(qmp), _) => qmp.share().map(Way::Connection),
     };
-    let start = |connection| Watchdog::start(&options.watchdog, process.pid(), connection);
-    connection
-        .and_then(start)
+    way.and_then(|way| Watchdog::start(&options.watchdog, process.pid(), way))
         .map_err(|error| AttachError::Process {
             what: format!(
                 "the watchdog {} cannot be started",

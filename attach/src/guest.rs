@@ -1,35 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A guest that a QEMU runs: the seams of the service.
 
+use std::cell::RefCell;
 use std::fs::File;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use patchbay_service::console::Console;
 use patchbay_service::guest::{Guest, GuestDescription, Machine, PausedGuest, Write};
+use patchbay_service::limited;
 use patchbay_service::memory::GuestRam;
 use patchbay_service::pause::{Activity, LateVcpu, PauseError};
 use serde_json::Value;
 
-use crate::console::NoConsole;
 use crate::freeze::{FreezeError, Frozen, Point, freeze};
 use crate::hotplug::Watch;
+use crate::life::Life;
 use crate::memory::AttachedRam;
 use crate::monitor::{Migration, Monitor, PATIENCE};
 use crate::process::Process;
-use crate::qmp::{Event, QmpError};
+use crate::qmp::QmpError;
+use crate::registers::Registers;
+use crate::resume::resume;
 use crate::rollback::Record;
 use crate::watchdog::Watchdog;
 
-/// How often QEMU is asked to resume the guest until it answers.
-const RESUMES: u32 = 3;
-/// Time allowed for a look at the migration while the guest is stopped.
+/// How often QEMU is asked to resume the guest until it answers. Without an answer `cont` is not sent, so a QEMU that hangs is waited for.
+const RESUMES: u32 = 12;
+/// Time allowed for a migration to end that was cancelled.
+const CANCEL: Duration = Duration::from_secs(10);
+/// Time allowed for a look at the migration while the guest is stopped, and for its cancellation.
 const LOOK: Duration = Duration::from_millis(250);
 /// Time allowed for all questions of one stop about registers, and about memory that can be removed.
 const CONFIRM: Duration = Duration::from_secs(1);
-/// How long a process may live on after it has closed its monitor.
-const LAST_MOMENTS: Duration = Duration::from_secs(2);
 
 /// How the vCPUs are stopped.
 #[derive(Debug)]
@@ -48,106 +52,11 @@ pub struct Threads {
     ours: Vec<u32>,
 }
 
-/// Why there is nothing to patch any more.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum End {
-    /// The guest has powered off, or its monitor has ended.
-    Guest,
-    /// The monitor cannot be asked any more. The guest may run on.
-    Connection(String),
-}
-
-/// What is known of the guest's life.
-#[derive(Default)]
-pub struct Life {
-    end: Mutex<Option<End>>,
-    ended: Condvar,
-    resets: AtomicU64,
-    memory_events: AtomicU64,
-    console: NoConsole,
-}
-
-impl std::fmt::Debug for Life {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Life")
-            .field("end", &self.end)
-            .field("resets", &self.resets)
-            .finish_non_exhaustive()
-    }
-}
-
-impl Life {
-    fn end(&self) -> MutexGuard<'_, Option<End>> {
-        self.end.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The first end counts.
-    pub fn set_end(&self, end: End) {
-        let guest = end == End::Guest;
-        let first = self.end().get_or_insert(end).clone();
-        self.ended.notify_all();
-        if guest && first == End::Guest {
-            self.console.close();
-        }
-    }
-
-    /// Waits for the end.
-    #[must_use]
-    pub fn wait(&self) -> End {
-        let mut end = self.end();
-        loop {
-            if let Some(end) = &*end {
-                return end.clone();
-            }
-            end = self.ended.wait(end).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    /// How often the guest was reset. Another number: another kernel may run.
-    #[must_use]
-    pub fn resets(&self) -> u64 {
-        self.resets.load(Ordering::SeqCst)
-    }
-
-    /// Counts what may mean that memory was plugged in or removed.
-    #[must_use]
-    pub fn memory_events(&self) -> u64 {
-        self.memory_events.load(Ordering::SeqCst)
-    }
-
-    /// Applies an event of QEMU.
-    pub fn event(&self, event: &Event) {
-        match event.name.as_str() {
-            "RESET" => {
-                self.resets.fetch_add(1, Ordering::SeqCst);
-            }
-            "SHUTDOWN" => self.set_end(End::Guest),
-            // ACPI_DEVICE_OST: the guest answers an offered device. MEMORY_DEVICE_SIZE_CHANGE: virtio-mem.
-            "DEVICE_DELETED" | "ACPI_DEVICE_OST" | "MEMORY_DEVICE_SIZE_CHANGE" => {
-                self.memory_events.fetch_add(1, Ordering::SeqCst);
-            }
-            _ => {}
-        }
-    }
-
-    /// The monitor's connection has ended.
-    pub fn disconnected(&self, process: Option<&Process>) {
-        match process {
-            Some(process) if !process.has_ended_within(LAST_MOMENTS) => {
-                self.set_end(End::Connection(
-                    "QEMU has closed its QMP connection".to_owned(),
-                ));
-            }
-            _ => self.set_end(End::Guest),
-        }
-    }
-}
-
 /// A guest that a QEMU runs.
 #[derive(Debug)]
 pub struct QemuGuest {
     /// Dropped first: it may have to speak over the monitor's connection.
-    pub(crate) watchdog: Mutex<Watchdog>,
+    pub(crate) watchdog: Arc<Mutex<Watchdog>>,
     pub(crate) description: GuestDescription,
     pub(crate) monitor: Arc<Monitor>,
     pub(crate) process: Arc<Process>,
@@ -195,23 +104,8 @@ impl QemuGuest {
 
     /// Refuses a guest that does not run, or that is on its way to another host.
     fn check(&self) -> Result<Migration, PauseError> {
-        let status = self.monitor.status().map_err(unable)?;
-        match status.as_str() {
-            "running" => {}
-            "paused" | "suspended" => return Err(PauseError::AlreadyPaused),
-            "shutdown" | "guest-panicked" | "internal-error" => return Err(PauseError::Ended),
-            "postmigrate" => {
-                return Err(unable(
-                    "the guest has migrated away; attach to it where it runs now",
-                ));
-            }
-            _ => {
-                return Err(unable(format!(
-                    "QEMU says that the guest is {status:?}; wait until it is running"
-                )));
-            }
-        }
-        let migration = self.monitor.migration(PATIENCE).map_err(unable)?;
+        let (status, migration) = self.monitor.state(PATIENCE).map_err(unable)?;
+        check_status(&status)?;
         check_migration(&migration)?;
         Ok(migration)
     }
@@ -241,20 +135,33 @@ impl QemuGuest {
     fn stop_by_qmp(&self, timeout: Duration) -> Result<Way<'_>, PauseError> {
         let vcpus = self.description.vcpus as usize;
         self.arm(&[], Point::Any)?;
+        self.life.stop_begins();
         let mut lease = Lease {
             guest: self,
+            registers: Vec::new(),
             rips: Vec::new(),
         };
-        match self.monitor.execute("stop", Value::Null, timeout) {
+        // Nothing else tells a stop from one that another client has made since the first look.
+        let [before, stopped] = self
+            .monitor
+            .execute_in_turn(["query-status", "stop"], timeout)
+            .map_err(unable)?;
+        if let Ok(before) = before
+            && let Err(refused) = check_status(before["status"].as_str().unwrap_or_default())
+        {
+            self.life.stop_was_anothers();
+            return Err(refused);
+        }
+        match stopped {
             Ok(_) => {}
             Err(QmpError::TimedOut { .. }) => {
-                // QEMU carries out commands in order: the `cont` of the lease ends the stop that comes late.
+                // QEMU carries out commands in order: the lease finds the stop that comes late.
                 return Err(self.late(timeout, 0..vcpus));
             }
             Err(error) => return Err(unable(error)),
         }
-        let registers = self.monitor.registers(CONFIRM).map_err(unable)?;
-        lease.rips = registers.iter().map(|vcpu| vcpu.rip).collect();
+        lease.registers = self.monitor.registers(CONFIRM).map_err(unable)?;
+        lease.rips = lease.registers.iter().map(|vcpu| vcpu.rip).collect();
         Ok(Way::Qmp(lease))
     }
 
@@ -288,6 +195,18 @@ impl QemuGuest {
     }
 }
 
+fn check_status(status: &str) -> Result<(), PauseError> {
+    Err(match status {
+        "running" => return Ok(()),
+        "paused" | "suspended" => PauseError::AlreadyPaused,
+        "shutdown" | "guest-panicked" | "internal-error" => PauseError::Ended,
+        "postmigrate" => unable("the guest has migrated away; attach to it where it runs now"),
+        _ => unable(format!(
+            "QEMU says that the guest is {status:?}; wait until it is running"
+        )),
+    })
+}
+
 fn check_migration(migration: &Migration) -> Result<(), PauseError> {
     if migration.is_under_way() {
         return Err(PauseError::Unable {
@@ -315,7 +234,7 @@ impl Machine for QemuGuest {
     }
 
     fn has_ended(&self) -> bool {
-        *self.life.end() == Some(End::Guest)
+        self.life.has_ended()
     }
 
     fn shut_down(&self) {
@@ -340,7 +259,7 @@ impl Machine for QemuGuest {
     }
 
     fn console(&self) -> &dyn Console {
-        &self.life.console
+        self.life.console()
     }
 }
 
@@ -351,7 +270,8 @@ pub struct Paused<'g> {
     /// `None` only while it is dropped.
     way: Option<Way<'g>>,
     stop_time: Duration,
-    migration: Migration,
+    /// QEMU's account before the first write.
+    migration: RefCell<Migration>,
     /// The memory stays as it is.
     _watch: MutexGuard<'g, Watch>,
 }
@@ -362,18 +282,41 @@ enum Way<'g> {
     Frozen(Frozen),
 }
 
-/// A stop by QMP, or one that was asked for. Its drop says `cont`.
+/// A stop by QMP, or one that was asked for. Its drop resumes the guest.
 #[derive(Debug)]
 struct Lease<'g> {
     guest: &'g QemuGuest,
+    /// Empty if they are not known.
+    registers: Vec<Registers>,
     rips: Vec<u64>,
+}
+
+impl Lease<'_> {
+    /// Finds a snapshot that was loaded meanwhile. The registers of a stopped guest do not change otherwise.
+    fn compare_registers(&self) {
+        let now = self.guest.monitor.registers(LOOK);
+        if !self.registers.is_empty() && now.is_ok_and(|now| now != self.registers) {
+            self.guest.life.set_back();
+        }
+    }
 }
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
+        let (life, monitor) = (&self.guest.life, &self.guest.monitor);
+        if life.is_stopped_by_us() {
+            self.compare_registers();
+        }
         for _ in 0..RESUMES {
-            match self.guest.monitor.execute("cont", Value::Null, PATIENCE) {
-                Ok(_) => return self.guest.watchdog().disarm(),
+            let execute = |command: &str| monitor.execute(command, Value::Null, PATIENCE);
+            match resume(execute, || life.stop_ends(), Instant::now() + CANCEL) {
+                Ok(resumed) => {
+                    if let Some(complaint) = resumed.complaint() {
+                        tracing::error!("{complaint}");
+                    }
+                    life.stop_is_over();
+                    return self.guest.watchdog().disarm();
+                }
                 // Nobody else would resume the guest while this process lives.
                 Err(error @ QmpError::TimedOut { .. }) => {
                     tracing::warn!(%error, "the guest may still be stopped");
@@ -384,7 +327,7 @@ impl Drop for Lease<'_> {
                 }
             }
         }
-        // The watchdog says it again when this process ends.
+        // The watchdog tries it again when this process ends.
         tracing::error!("the guest was not resumed; send cont to QEMU, or end this process");
     }
 }
@@ -418,25 +361,79 @@ impl PausedGuest for Paused<'_> {
     }
 
     fn begin_writes(&self) -> Result<(), String> {
+        let (status, migration) = self.look()?;
+        if migration.is_under_way() || !self.is_here(&status) {
+            return Err(moved(&status, &migration));
+        }
+        *self.migration.borrow_mut() = migration;
         self.guest.watchdog().begin_writes().map_err(|error| {
             format!("nobody would roll back what is written in part: {error}; attach again")
         })
     }
 
     fn check_writes(&self) -> Result<(), String> {
-        let migration = self
-            .guest
-            .monitor
-            .migration(LOOK)
-            .map_err(|error| error.to_string())?;
-        if migration == self.migration {
+        let (status, migration) = self.look()?;
+        if migration == *self.migration.borrow() && self.is_here(&status) {
             return Ok(());
         }
-        Err(format!(
-            "a migration of the guest began while it was stopped (QEMU says {:?}), so the change is undone; wait for its end",
-            migration.status()
-        ))
+        Err(moved(&status, &migration))
     }
+
+    /// QEMU's dirty log does not see what this process writes. So a migration that has copied a page between the change and its undo
+    /// would not copy the page again, and the guest would have a part of the change at the destination.
+    fn undone(&self) {
+        let commands = ["migrate_cancel", "query-migrate"];
+        let answers = self.guest.monitor.execute_in_turn(commands, LOOK);
+        let status = answers.and_then(|[cancelled, migration]| {
+            cancelled?;
+            Ok(Migration::new(migration?))
+        });
+        match status {
+            Ok(migration) if migration == *self.migration.borrow() => {}
+            Ok(migration) if migration.is_cancelled() => {
+                limited!(
+                    warn,
+                    "a migration that began during a change was cancelled, because it may have copied a part of the change; start it again"
+                );
+            }
+            Ok(migration) => {
+                let status = migration.status();
+                limited!(
+                    error,
+                    status,
+                    "a migration that began during a change was not cancelled; do not run the guest at the destination"
+                );
+            }
+            // QEMU carries out commands in order: it cancels a migration before it takes the next command.
+            Err(error) => {
+                limited!(warn, %error, "a migration that began during a change is cancelled once QEMU answers");
+            }
+        }
+    }
+}
+
+impl Paused<'_> {
+    fn look(&self) -> Result<(String, Migration), String> {
+        let state = self.guest.monitor.state(LOOK);
+        state.map_err(|error| error.to_string())
+    }
+
+    /// Whether the guest is as this process has stopped it. QEMU does not know of frozen threads.
+    fn is_here(&self, status: &str) -> bool {
+        match self.way {
+            Some(Way::Frozen(_)) => status == "running",
+            _ => status == "paused" && self.guest.life.is_stopped_by_us(),
+        }
+    }
+}
+
+fn moved(status: &str, migration: &Migration) -> String {
+    format!(
+        "a migration of the guest began while it was stopped, or another client has stopped or resumed it (QEMU says {:?}, migration {:?}), \
+         so nothing is changed; wait for its end",
+        status,
+        migration.status()
+    )
 }
 
 impl Guest for QemuGuest {
@@ -496,7 +493,7 @@ impl Guest for QemuGuest {
                 guest: self,
                 way: Some(way),
                 stop_time,
-                migration,
+                migration: RefCell::new(migration),
                 _watch: watch,
             })
         };

@@ -6,7 +6,7 @@
 //! |---|---|
 //! | memory | [`memory::AttachedRam`]: the guest's memory file mapped, or /proc/PID/mem |
 //! | pause | [`freeze`]: the vCPUs' threads by ptrace; or QEMU's `stop`, whose end [`watchdog`] guarantees |
-//! | lifecycle | [`guest::QemuGuest`]: QEMU's events, and the end of its process |
+//! | lifecycle | [`life::Life`]: QEMU's events, and the end of its process |
 //! | console | [`console::NoConsole`]: the monitor keeps it |
 //!
 //! Another monitor needs: the guest-physical map and where it has each range, the ids of its vCPUs' threads or a stop of its own,
@@ -22,6 +22,7 @@ pub mod freeze;
 pub mod guest;
 mod hotplug;
 pub mod libvirt;
+pub mod life;
 pub mod memory;
 pub mod monitor;
 pub mod nested;
@@ -29,8 +30,10 @@ pub mod process;
 pub mod qmp;
 mod region;
 pub mod registers;
+mod resume;
 pub mod rollback;
 mod virsh;
 pub mod watchdog;
+mod wire;
 
 pub use attach::{Options, PauseWay, Target, attach};

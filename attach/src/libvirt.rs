@@ -35,9 +35,14 @@ impl Domain {
     /// # Errors
     /// `virsh` is not installed, or no such domain runs.
     pub fn open(uri: &str, name: &str) -> Result<Self, AttachError> {
-        let domain = Self::new(&["virsh", "--quiet", "--connect", uri], name);
+        let domain = Self::of(uri, name);
         domain.execute("query-status", Value::Null, START)?;
         Ok(domain)
+    }
+
+    /// The same without a look. The first command starts `virsh`.
+    pub(crate) fn of(uri: &str, name: &str) -> Self {
+        Self::new(&["virsh", "--quiet", "--connect", uri], name)
     }
 
     fn new(command_line: &[&str], name: &str) -> Self {

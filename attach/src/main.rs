@@ -10,7 +10,8 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use clap::{CommandFactory, Parser};
-use patchbay_attach::guest::{End, QemuGuest};
+use patchbay_attach::guest::QemuGuest;
+use patchbay_attach::life::End;
 use patchbay_attach::{Options, Target, attach, watchdog};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::guest::Machine;
@@ -42,9 +43,12 @@ fn main() -> ExitCode {
         .with_writer(std::io::stderr)
         .init();
     let result = match &line.guest {
-        Guest::Watchdog { qemu } => {
-            watchdog::run(*qemu).context("the watchdog of a guest failed; see that the guest runs")
-        }
+        Guest::Watchdog {
+            qemu,
+            libvirt,
+            domain,
+        } => watchdog::run(*qemu, libvirt.as_deref().zip(domain.as_deref()))
+            .context("the watchdog of a guest failed; see that the guest runs"),
         Guest::Qemu(qemu) => match qemu.target() {
             Some(target) => run(target, &qemu.options),
             None => Err(anyhow::anyhow!("give --qmp or --pid")),

@@ -2,7 +2,7 @@
 //! What is asked of a QEMU, in the terms of this crate.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
@@ -29,6 +29,30 @@ pub enum Monitor {
 pub struct Migration(Value);
 
 impl Migration {
+    /// From the answer to `query-migrate`, which is empty before the first migration.
+    #[must_use]
+    pub fn new(answer: Value) -> Self {
+        Self(answer)
+    }
+
+    /// Whether the guest runs at the destination, or may.
+    #[must_use]
+    pub fn is_at_destination(&self) -> bool {
+        self.status().starts_with("postcopy") || self.status() == "colo"
+    }
+
+    /// Whether it was cancelled, or is being cancelled.
+    #[must_use]
+    pub fn is_cancelled(&self) -> bool {
+        matches!(self.status(), "cancelling" | "cancelled")
+    }
+
+    /// Whether `migrate_cancel` gives the guest back. After the switch to postcopy it would be lost.
+    #[must_use]
+    pub fn can_be_cancelled(&self) -> bool {
+        self.is_under_way() && !self.is_at_destination() && self.status() != "cancelling"
+    }
+
     /// Whether pages are being copied, or will be without another word.
     #[must_use]
     pub fn is_under_way(&self) -> bool {
@@ -60,6 +84,40 @@ impl Monitor {
             Self::Socket(qmp) => qmp.execute(command, arguments, patience),
             Self::Libvirt(domain) => domain.execute(command, arguments, patience),
         }
+    }
+
+    /// Carries out commands in turn, as [`Qmp::execute_in_turn`] does. libvirt gets them one by one.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn execute_in_turn<const N: usize>(
+        &self,
+        commands: [&str; N],
+        patience: Duration,
+    ) -> Result<[Result<Value, QmpError>; N], QmpError> {
+        match self {
+            Self::Socket(qmp) => {
+                qmp.execute_in_turn(commands.map(|command| (command, Value::Null)), patience)
+            }
+            Self::Libvirt(domain) => {
+                let deadline = Instant::now() + patience;
+                Ok(commands.map(|command| {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    domain.execute(command, Value::Null, left)
+                }))
+            }
+        }
+    }
+
+    /// QEMU's run state and its account of the last migration.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn state(&self, patience: Duration) -> Result<(String, Migration), QmpError> {
+        let [status, migration] =
+            self.execute_in_turn(["query-status", "query-migrate"], patience)?;
+        let status = string(&status?, "query-status", "status")?;
+        Ok((status, Migration(migration?)))
     }
 
     fn query(&self, command: &str) -> Result<Value, QmpError> {
@@ -119,7 +177,6 @@ impl Monitor {
     /// # Errors
     /// [`QmpError`].
     pub fn migration(&self, patience: Duration) -> Result<Migration, QmpError> {
-        // Without a migration ever the answer is empty.
         self.execute("query-migrate", Value::Null, patience)
             .map(Migration)
     }

@@ -9,12 +9,12 @@
 //!
 //! The kernel closes the pipe with its writer. What was written before stays in it, so the watchdog knows of each stop that QEMU can
 //! know of. It is in a process group of its own and ignores what ends a terminal's or a service's processes: only SIGKILL of both
-//! leaves a guest stopped or a change in part.
+//! leaves a guest stopped or a change in part. It continues only a guest that is stopped here and by the attacher ([`crate::resume`]).
 //!
 //! Threads that ptrace has stopped run on when the attacher dies. The watchdog stops them again for the rollback, some milliseconds later.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufReader, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -26,21 +26,40 @@ use nix::sys::signal::{SigSet, Signal};
 use serde_json::Value;
 
 use crate::freeze::{FreezeError, Frozen, Point, freeze};
-use crate::qmp::message;
+use crate::libvirt::Domain;
+use crate::monitor::Migration;
+use crate::qmp::QmpError;
+use crate::resume::resume;
 use crate::rollback::{Outcome, Record, roll_back};
+use crate::wire::Wire;
 
-/// The argument that makes the program a watchdog; QEMU's process id follows.
+/// The argument that makes the program a watchdog; QEMU's process id follows, and for a domain the libvirt's URI and the domain's name.
 pub const ARGUMENT: &str = "watchdog";
-/// The id of its command; those of the attacher are smaller.
-const ID: u64 = u64::MAX;
-/// Time allowed for QEMU's answer.
+/// Time allowed for QEMU's answer, and for the end of a migration that was cancelled.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Time allowed for QEMU's answer while the vCPUs are frozen.
+const LOOK: Duration = Duration::from_secs(2);
 /// Time allowed for the stop of the vCPUs. Until the kernel has let them go they still belong to the dead attacher.
 const FREEZE: Duration = Duration::from_secs(10);
 const RUNS: u8 = b'r';
 const STOPS: u8 = b's';
+const RESUMED: u8 = b'u';
 const WILL_WRITE: u8 = b'w';
 const WRITES: u8 = b'c';
+
+/// The watchdog's way to QEMU's monitor.
+#[derive(Debug)]
+pub enum Way<'a> {
+    /// The attacher's connection.
+    Connection(OwnedFd),
+    /// A `virsh` of its own.
+    Libvirt {
+        /// URI of the libvirt.
+        uri: &'a str,
+        /// Name of the domain.
+        domain: &'a str,
+    },
+}
 
 /// The attacher's side.
 #[derive(Debug)]
@@ -50,15 +69,19 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts the watchdog of a QEMU: `program` with [`ARGUMENT`]. While it lives it keeps the connection from others, if there is one.
+    /// Starts the watchdog of a QEMU: `program` with [`ARGUMENT`]. While it lives it keeps a connection from others.
     ///
     /// # Errors
     /// The program cannot be started.
-    pub fn start(program: &Path, qemu: u32, connection: Option<OwnedFd>) -> io::Result<Self> {
-        let mut child = Command::new(program)
-            .args([ARGUMENT, &qemu.to_string()])
+    pub fn start(program: &Path, qemu: u32, way: Way<'_>) -> io::Result<Self> {
+        let mut command = Command::new(program);
+        command.args([ARGUMENT, &qemu.to_string()]);
+        match way {
+            Way::Connection(connection) => command.stdout(connection),
+            Way::Libvirt { uri, domain } => command.args([uri, domain]).stdout(Stdio::null()),
+        };
+        let mut child = command
             .stdin(Stdio::piped())
-            .stdout(connection.map_or_else(Stdio::null, Stdio::from))
             .process_group(0)
             .spawn()?;
         let mut started = Self {
@@ -105,7 +128,12 @@ impl Watchdog {
         self.say(&[WRITES])
     }
 
-    /// The guest runs, and what was written is whole.
+    /// Another client has ended the stop by QMP.
+    pub fn was_resumed(&mut self) {
+        let _ = self.say(&[RESUMED]);
+    }
+
+    /// The guest runs or is another's to resume, and what was written is whole.
     pub fn disarm(&mut self) {
         // A dead watchdog is found at the next stop.
         let _ = self.say(&[RUNS]);
@@ -132,11 +160,11 @@ impl Drop for Watchdog {
     }
 }
 
-/// The watchdog's side: its standard input is the pipe, its standard output the connection.
+/// The watchdog's side: its standard input is the pipe, its standard output the connection, unless a libvirt and a domain are given.
 ///
 /// # Errors
 /// The guest may be left stopped, or a change in part.
-pub fn run(qemu: u32) -> io::Result<()> {
+pub fn run(qemu: u32, libvirt: Option<(&str, &str)>) -> io::Result<()> {
     // Blocked signals stay pending; the watchdog ends with the attacher.
     let mut ignored = SigSet::empty();
     for signal in [
@@ -151,22 +179,71 @@ pub fn run(qemu: u32) -> io::Result<()> {
     // Now, because another process may have its id later. A shared guest can be attached to without this right.
     let path = format!("/proc/{qemu}/mem");
     let memory = OpenOptions::new().read(true).write(true).open(path);
-    let connection = io::stdout().as_fd().try_clone_to_owned()?;
-    let left = last_words(File::from(io::stdin().as_fd().try_clone_to_owned()?));
-    let rolled_back = match &left.writes {
-        Some(records) if left.writing => put_right(records, &left, memory),
+    let monitor = match libvirt {
+        Some((uri, domain)) => Asked::Libvirt(Domain::of(uri, domain)),
+        None => Asked::Connection(Wire::new(UnixStream::from(
+            io::stdout().as_fd().try_clone_to_owned()?,
+        ))),
+    };
+    let mut left = last_words(File::from(io::stdin().as_fd().try_clone_to_owned()?));
+    let rolled_back = match left.writes.take() {
+        Some(records) if left.writing => put_right(&records, &mut left, memory, &monitor),
         _ => Ok(()),
     };
     if left.stopped && left.threads.is_empty() {
-        resume(&UnixStream::from(connection))?;
+        monitor.resume(left.resumed)?;
     }
     rolled_back
+}
+
+/// QEMU's monitor.
+enum Asked {
+    Connection(Wire),
+    Libvirt(Domain),
+}
+
+impl Asked {
+    fn execute(&self, command: &str, patience: Duration) -> Result<Value, QmpError> {
+        match self {
+            Self::Connection(wire) => wire.execute(command, patience),
+            Self::Libvirt(domain) => domain.execute(command, Value::Null, patience),
+        }
+    }
+
+    /// Cancels a migration that is under way. It began after the attacher's last look, so it may have copied a part of a change.
+    /// Returns the last migration's status.
+    fn cancel_migration(&self) -> Result<Migration, QmpError> {
+        let migration = Migration::new(self.execute("query-migrate", LOOK)?);
+        if migration.can_be_cancelled() {
+            self.execute("migrate_cancel", LOOK)?;
+            return Ok(Migration::new(self.execute("query-migrate", LOOK)?));
+        }
+        Ok(migration)
+    }
+
+    /// Ends the attacher's stop by QMP.
+    fn resume(&self, resumed: bool) -> io::Result<()> {
+        let was_resumed = || match self {
+            Self::Connection(wire) => wire.was_resumed(),
+            Self::Libvirt(_) => false,
+        };
+        let execute = |command: &str| self.execute(command, PATIENCE);
+        let is_ours = || !resumed && !was_resumed();
+        let resumed =
+            resume(execute, is_ours, Instant::now() + PATIENCE).map_err(io::Error::other)?;
+        match resumed.complaint() {
+            Some(complaint) => Err(io::Error::other(complaint)),
+            None => Ok(()),
+        }
+    }
 }
 
 /// What the attacher has said at last.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Words {
     stopped: bool,
+    /// Another client has ended the stop by QMP.
+    resumed: bool,
     threads: Vec<u32>,
     anywhere: bool,
     writes: Option<Vec<Record>>,
@@ -184,7 +261,9 @@ impl Words {
                 self.anywhere = anywhere != 0;
                 self.threads = threads;
                 self.stopped = true;
+                self.resumed = false;
             }
+            RESUMED => self.resumed = true,
             WILL_WRITE => {
                 let records = list(pipe, |bytes| Record::parse(&bytes))?;
                 self.writes = Some(records);
@@ -219,15 +298,31 @@ fn last_words(pipe: impl Read) -> Words {
     words
 }
 
-/// Stops the guest if it runs, and rolls back.
-fn put_right(records: &[Record], left: &Words, memory: io::Result<File>) -> io::Result<()> {
-    let frozen = match left.threads[..] {
-        [] => None,
-        _ => Some(freeze_again(left)?),
-    };
-    let outcome = roll_back(records, &memory?)?;
+/// Stops the guest if it runs, and rolls back. A migration that began during the change is cancelled: QEMU's dirty log sees neither the
+/// change nor its undo.
+fn put_right(
+    records: &[Record],
+    left: &mut Words,
+    memory: io::Result<File>,
+    monitor: &Asked,
+) -> io::Result<()> {
+    let frozen = std::thread::scope(|scope| {
+        // A migration that has only waited for the vCPUs completes when they run. QEMU may hear of its cancellation first.
+        scope.spawn(|| monitor.cancel_migration());
+        (!left.threads.is_empty()).then(|| freeze_again(left))
+    })
+    .transpose()?;
+    if frozen.is_none() && left.resumed {
+        monitor.execute("stop", LOOK).map_err(io::Error::other)?;
+        // The stop is its own.
+        left.resumed = false;
+    }
+    let outcome = roll_back(records, &memory?);
+    // Before the vCPUs run: a migration cannot complete without them.
+    let migration = monitor.cancel_migration();
     drop(frozen);
-    match outcome {
+    complain(&migration);
+    match outcome? {
         Outcome::Whole => Ok(()),
         Outcome::RolledBack => {
             eprintln!("the attacher has died in a change, which was rolled back");
@@ -236,6 +331,24 @@ fn put_right(records: &[Record], left: &Words, memory: io::Result<File>) -> io::
         Outcome::Left(keys) => Err(io::Error::other(format!(
             "the attacher has died in a change; the guest has changed {keys} of its keys since, which are inconsistent: restart the guest"
         ))),
+    }
+}
+
+fn complain(migration: &Result<Migration, QmpError>) {
+    match migration {
+        Ok(migration) if migration.is_cancelled() => eprintln!(
+            "the attacher has died in a change; a migration that may have copied a part of it was cancelled: start it again"
+        ),
+        Ok(migration) if migration.is_under_way() => eprintln!(
+            "the attacher has died in a change; a migration that may have copied a part of it is {:?} and was not cancelled: do not run the \
+             guest at the destination",
+            migration.status()
+        ),
+        Ok(_) => {}
+        Err(error) => eprintln!(
+            "the attacher has died in a change, and QEMU does not say whether a migration has copied a part of it ({error}): restart a guest \
+             that was migrated meanwhile"
+        ),
     }
 }
 
@@ -259,22 +372,6 @@ fn freeze_again(left: &Words) -> io::Result<Frozen> {
             }
         }
     }
-}
-
-/// Says `cont`.
-fn resume(connection: &UnixStream) -> io::Result<()> {
-    connection.set_read_timeout(Some(PATIENCE))?;
-    connection.set_write_timeout(Some(PATIENCE))?;
-    let mut to = connection;
-    to.write_all(message("cont", Value::Null, Some(ID)).as_bytes())?;
-    // QEMU may drop what it has not read when the connection ends. The first line may be the rest of one.
-    let id = ID.to_string();
-    for line in BufReader::new(connection).split(b'\n') {
-        if String::from_utf8_lossy(&line?).contains(&id) {
-            return Ok(());
-        }
-    }
-    Err(io::ErrorKind::UnexpectedEof.into())
 }
 
 #[cfg(test)]
@@ -327,27 +424,17 @@ mod tests {
     }
 
     #[test]
-    fn the_guest_is_resumed() {
-        let (ours, qemus) = UnixStream::pair().expect("a pair");
-        let mut qemu = qemus.try_clone().expect("a descriptor");
-        // The rest of an answer to the attacher, an event, and its own.
-        write!(
-            qemu,
-            "123}}\r\n{{\"event\": \"RESUME\"}}\r\n{{\"return\": {{}}, \"id\": {ID}}}\r\n"
-        )
-        .expect("room");
-        resume(&ours).expect("answered");
-        ours.shutdown(std::net::Shutdown::Write).expect("open");
-        let mut text = String::new();
-        let mut qemus = qemus;
-        qemus.read_to_string(&mut text).expect("text");
-        assert!(text.contains("\"cont\""), "{text}");
+    fn a_stop_that_another_client_has_ended_is_not_the_attachers() {
+        assert!(after(&[b"r", QMP, b"u"]).resumed);
+        assert!(!after(&[b"r", QMP, b"u", b"r", QMP]).resumed);
+        assert!(!after(&[b"r", QMP, b"u", QMP]).resumed);
     }
 
     #[test]
     fn a_qemu_that_closes_the_connection_is_reported() {
         let (ours, qemus) = UnixStream::pair().expect("a pair");
         drop(qemus);
-        resume(&ours).expect_err("not answered");
+        let monitor = Asked::Connection(Wire::new(ours));
+        monitor.resume(false).expect_err("not answered");
     }
 }

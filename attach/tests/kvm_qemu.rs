@@ -38,6 +38,39 @@ fn a_guest_that_moves_to_another_qemu() {
 }
 
 #[test]
+fn an_undo_during_a_migration() {
+    support::migration::undo(Kvm);
+}
+
+#[test]
+fn a_migration_that_begins_before_the_first_write() {
+    support::migration::nothing_written(Kvm);
+}
+
+#[test]
+fn a_rollback_during_a_migration() {
+    support::migration::rolled_back(Kvm, "a_rollback_during_a_migration");
+}
+
+#[test]
+fn a_guest_that_is_migrated_while_it_is_stopped() {
+    support::migration::source_stays_stopped(
+        Kvm,
+        "a_guest_that_is_migrated_while_it_is_stopped",
+    );
+}
+
+#[test]
+fn a_stop_that_another_client_makes() {
+    support::migration::stop_of_another(Kvm, "a_stop_that_another_client_makes");
+}
+
+#[test]
+fn migrations_that_race_changes() {
+    support::migration::races(Kvm);
+}
+
+#[test]
 fn guests_without_a_kernel_of_64_bits() {
     support::bad_input::no_kernel(Kvm);
 }

@@ -134,7 +134,7 @@ pub trait PausedGuest {
         Ok(())
     }
     /// Checks after the writes and before the resume that the writes will not be lost. If they may be,
-    /// the service reverts them.
+    /// the service reverts them and calls [`PausedGuest::undone`].
     ///
     /// # Errors
     /// A sentence that says why they may be lost, for example because the guest's memory is being copied
@@ -142,4 +142,7 @@ pub trait PausedGuest {
     fn check_writes(&self) -> Result<(), String> {
         Ok(())
     }
+    /// Called after writes were reverted and before the resume. Another process may have copied the memory
+    /// between a write and its revert; the monitor makes that copy worthless.
+    fn undone(&self) {}
 }

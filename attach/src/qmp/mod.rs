@@ -246,34 +246,59 @@ impl Qmp {
         arguments: Value,
         patience: Duration,
     ) -> Result<Value, QmpError> {
+        let [answer] = self.execute_in_turn([(command, arguments)], patience)?;
+        answer
+    }
+
+    /// Sends several commands in one write, so that QEMU has the next one when it has carried out one, and waits at most `patience` for
+    /// all answers. Another client's command may still come between two of them.
+    ///
+    /// # Errors
+    /// The connection has ended, and nothing is known of any command. Otherwise each command has an answer or error of its own.
+    pub fn execute_in_turn<const N: usize>(
+        &self,
+        commands: [(&str, Value); N],
+        patience: Duration,
+    ) -> Result<[Result<Value, QmpError>; N], QmpError> {
         let deadline = Instant::now() + patience;
-        let id = {
+        let names = commands.each_ref().map(|(name, _)| (*name).to_owned());
+        let ids: [u64; N] = {
             let mut state = self.shared.state();
             if let Some(why) = &state.closed {
                 return Err(QmpError::Closed(why.clone()));
             }
-            state.last_id += 1;
-            let id = state.last_id;
-            state.calls.insert(id, None);
-            id
+            std::array::from_fn(|_| {
+                state.last_id += 1;
+                let id = state.last_id;
+                state.calls.insert(id, None);
+                id
+            })
         };
-        let answer = self
-            .send(&message(command, arguments, Some(id)))
-            .and_then(|()| {
-                let answer = self.shared.wait_for(deadline, |state| {
-                    let answer = state.calls.get_mut(&id).and_then(Option::take);
-                    answer.map(Ok).or_else(|| state.closed.clone().map(Err))
-                });
-                match answer {
-                    None => Err(QmpError::TimedOut {
-                        command: command.to_owned(),
-                        patience,
-                    }),
-                    Some(answer) => answer.map_err(QmpError::Closed),
-                }
+        let mut lines = String::new();
+        for ((name, arguments), id) in commands.into_iter().zip(ids) {
+            lines.push_str(&message(name, arguments, Some(id)));
+        }
+        let forget = || {
+            let mut state = self.shared.state();
+            ids.iter().for_each(|id| drop(state.calls.remove(id)));
+        };
+        self.send(&lines).inspect_err(|_| forget())?;
+        let answers = std::array::from_fn(|index| {
+            let command = &names[index];
+            let answer = self.shared.wait_for(deadline, |state| {
+                let answer = state.calls.get_mut(&ids[index]).and_then(Option::take);
+                answer.map(Ok).or_else(|| state.closed.clone().map(Err))
             });
-        self.shared.state().calls.remove(&id);
-        returned(command, answer?)
+            match answer {
+                None => Err(QmpError::TimedOut {
+                    command: command.clone(),
+                    patience,
+                }),
+                Some(answer) => returned(command, answer.map_err(QmpError::Closed)?),
+            }
+        });
+        forget();
+        Ok(answers)
     }
 
     /// In one write, so that a process that dies leaves no half of a command behind.

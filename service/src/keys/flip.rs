@@ -356,13 +356,17 @@ impl<G: Guest> Executor<G> {
             why,
             undo: Undo::Complete,
         })?;
-        let outcome = plan.commit(memory).map_err(Obstacle::Commit)?;
+        let outcome = plan.commit(memory).map_err(|error| {
+            paused.undone();
+            Obstacle::Commit(error)
+        })?;
         match paused.check_writes() {
             Ok(()) => Ok(outcome),
-            Err(why) => Err(Obstacle::Lost {
-                why,
-                undo: plan.revert(memory),
-            }),
+            Err(why) => {
+                let undo = plan.revert(memory);
+                paused.undone();
+                Err(Obstacle::Lost { why, undo })
+            }
         }
     }
 

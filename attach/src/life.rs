@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest's life, as QEMU's events and the end of its process show it.
+//!
+//! `loadvm` and `snapshot-load` set the guest's memory back and emit no RESET. They stop a guest that runs and let it run again, so a STOP
+//! or RESUME that this process has not caused counts as a new boot. While this process holds the guest stopped by QMP no such event comes:
+//! a job that begins then counts, and registers that have changed ([`Life::set_back`]).
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
+
+use crate::console::NoConsole;
+use crate::process::Process;
+use crate::qmp::Event;
+use crate::watchdog::Watchdog;
+
+/// How long a process may live on after it has closed its monitor.
+const LAST_MOMENTS: Duration = Duration::from_secs(2);
+
+/// Why there is nothing to patch any more.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum End {
+    /// The guest has powered off, or its monitor has ended.
+    Guest,
+    /// The monitor cannot be asked any more. The guest may run on.
+    Connection(String),
+}
+
+/// What is known of the guest's life.
+#[derive(Default)]
+pub struct Life {
+    end: Mutex<Option<End>>,
+    ended: Condvar,
+    resets: AtomicU64,
+    memory_events: AtomicU64,
+    stop: Mutex<Stop>,
+    watchdog: OnceLock<Weak<Mutex<Watchdog>>>,
+    console: NoConsole,
+}
+
+/// A stop by QMP.
+///
+/// ```text
+///   None ── stop_begins ──▶ Ours ── stop_ends ──▶ Ends ── RESUME ──▶ None
+///                            └──── RESUME by another client ────────▶ None
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Stop {
+    /// This process has not stopped the guest.
+    #[default]
+    None,
+    /// This process has sent `stop`, and nobody has resumed the guest since.
+    Ours,
+    /// This process has sent `cont`.
+    Ends,
+}
+
+impl std::fmt::Debug for Life {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Life")
+            .field("end", &self.end)
+            .field("resets", &self.resets)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Life {
+    fn end(&self) -> MutexGuard<'_, Option<End>> {
+        self.end.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The first end counts.
+    pub fn set_end(&self, end: End) {
+        let guest = end == End::Guest;
+        let first = self.end().get_or_insert(end).clone();
+        self.ended.notify_all();
+        if guest && first == End::Guest {
+            self.console.close();
+        }
+    }
+
+    /// Waits for the end.
+    #[must_use]
+    pub fn wait(&self) -> End {
+        let mut end = self.end();
+        loop {
+            if let Some(end) = &*end {
+                return end.clone();
+            }
+            end = self.ended.wait(end).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// How often the guest was reset or may have been set back to an earlier state. Another number: another kernel may run, or the same
+    /// one with other counts.
+    #[must_use]
+    pub fn resets(&self) -> u64 {
+        self.resets.load(Ordering::SeqCst)
+    }
+
+    /// Counts as a reset: the guest may have been set back to an earlier state.
+    pub fn set_back(&self) {
+        self.resets.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Whether the guest has ended.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        *self.end() == Some(End::Guest)
+    }
+
+    /// The console.
+    #[must_use]
+    pub fn console(&self) -> &NoConsole {
+        &self.console
+    }
+
+    fn stop(&self) -> MutexGuard<'_, Stop> {
+        self.stop.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Called before this process sends `stop`.
+    pub fn stop_begins(&self) {
+        *self.stop() = Stop::Ours;
+    }
+
+    /// Another client has stopped the guest first. Its STOP looked like that of this process.
+    pub fn stop_was_anothers(&self) {
+        *self.stop() = Stop::None;
+        self.set_back();
+    }
+
+    /// Called before this process sends `cont`. False: the stop is no longer its own, and it must not.
+    #[must_use]
+    pub fn stop_ends(&self) -> bool {
+        let mut stop = self.stop();
+        let ours = *stop != Stop::None;
+        if ours {
+            *stop = Stop::Ends;
+        }
+        ours
+    }
+
+    /// Called when nothing more is sent about a stop.
+    pub fn stop_is_over(&self) {
+        *self.stop() = Stop::None;
+    }
+
+    /// Whether the guest is stopped by this process, as far as events tell.
+    #[must_use]
+    pub fn is_stopped_by_us(&self) -> bool {
+        *self.stop() != Stop::None
+    }
+
+    /// Tells this watchdog when another client ends a stop of this process.
+    pub fn tell(&self, watchdog: Weak<Mutex<Watchdog>>) {
+        let _ = self.watchdog.set(watchdog);
+    }
+
+    /// A RESUME that this process did not cause.
+    fn resumed_by_another(&self) {
+        self.set_back();
+        if let Some(watchdog) = self.watchdog.get().and_then(Weak::upgrade) {
+            let mut watchdog = watchdog.lock().unwrap_or_else(PoisonError::into_inner);
+            watchdog.was_resumed();
+        }
+    }
+
+    /// Counts what may mean that memory was plugged in or removed.
+    #[must_use]
+    pub fn memory_events(&self) -> u64 {
+        self.memory_events.load(Ordering::SeqCst)
+    }
+
+    /// Applies an event of QEMU.
+    pub fn event(&self, event: &Event) {
+        match event.name.as_str() {
+            "RESET" => self.set_back(),
+            // Its own comes before the answer to `stop`.
+            "STOP" => {
+                if *self.stop() != Stop::Ours {
+                    self.set_back();
+                }
+            }
+            "RESUME" => {
+                let before = std::mem::take(&mut *self.stop());
+                if before != Stop::Ends {
+                    self.resumed_by_another();
+                }
+            }
+            // The event does not tell the job's type. A job in a guest that runs loads nothing before it has stopped it.
+            "JOB_STATUS_CHANGE" => {
+                if event.data["status"] == "created" && *self.stop() == Stop::Ours {
+                    self.set_back();
+                }
+            }
+            "SHUTDOWN" => self.set_end(End::Guest),
+            // ACPI_DEVICE_OST: the guest answers an offered device. MEMORY_DEVICE_SIZE_CHANGE: virtio-mem.
+            "DEVICE_DELETED" | "ACPI_DEVICE_OST" | "MEMORY_DEVICE_SIZE_CHANGE" => {
+                self.memory_events.fetch_add(1, Ordering::SeqCst);
+            }
+            _ => {}
+        }
+    }
+
+    /// The monitor's connection has ended.
+    pub fn disconnected(&self, process: Option<&Process>) {
+        match process {
+            Some(process) if !process.has_ended_within(LAST_MOMENTS) => {
+                self.set_end(End::Connection(
+                    "QEMU has closed its QMP connection".to_owned(),
+                ));
+            }
+            _ => self.set_end(End::Guest),
+        }
+    }
+}

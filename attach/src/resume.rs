@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Ends a stop by QMP without continuing a guest that has migrated.
+//!
+//! At the source of a completed migration `cont` takes the disk images back (`qmp_cont()`, `monitor/qmp-cmds.c` of QEMU) while the guest
+//! uses them at the destination. So `cont` is sent only while QEMU says "paused" and no migration is under way. A migration that began while
+//! the guest was stopped is cancelled first: it would leave the guest stopped at the destination, and could complete before the `cont`.
+//!
+//! QMP has no command that checks and continues at once. A migration would have to begin and to complete between the answer to the check
+//! and the `cont` that follows, on another client's command.
+
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::monitor::Migration;
+
+/// Time between two questions about a migration that ends. QEMU emits events about it only with a capability that its user sets.
+const INTERVAL: Duration = Duration::from_millis(2);
+
+/// The state in which a resume leaves the guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Resumed {
+    /// `cont` was carried out.
+    Continued,
+    /// Another client has resumed the guest.
+    Runs,
+    /// The stop is another client's.
+    Anothers,
+    /// The guest is not this QEMU's to continue.
+    Left {
+        /// QEMU's run state.
+        status: String,
+        /// The status of the migration.
+        migration: String,
+    },
+}
+
+/// Continues the guest if it is stopped here. `execute` carries out a command without arguments; `is_ours` is asked just before `cont`.
+///
+/// # Errors
+/// Those of `execute`.
+pub fn resume<E>(
+    mut execute: impl FnMut(&str) -> Result<Value, E>,
+    is_ours: impl Fn() -> bool,
+    deadline: Instant,
+) -> Result<Resumed, E> {
+    let mut cancelled = false;
+    loop {
+        let status = execute("query-status")?;
+        let status = status["status"].as_str().unwrap_or_default();
+        let migration = Migration::new(execute("query-migrate")?);
+        let left = || Resumed::Left {
+            status: status.to_owned(),
+            migration: migration.status().to_owned(),
+        };
+        match status {
+            "running" => return Ok(Resumed::Runs),
+            "paused" if !migration.is_under_way() => {
+                if !is_ours() {
+                    return Ok(Resumed::Anothers);
+                }
+                execute("cont")?;
+                return Ok(Resumed::Continued);
+            }
+            "paused" if !cancelled && migration.can_be_cancelled() => {
+                execute("migrate_cancel")?;
+                cancelled = true;
+            }
+            // A migration that fails now gives the guest back.
+            "paused" | "finish-migrate" if !migration.is_at_destination() => {
+                if Instant::now() >= deadline {
+                    return Ok(left());
+                }
+                std::thread::sleep(INTERVAL);
+            }
+            _ => return Ok(left()),
+        }
+    }
+}
+
+impl Resumed {
+    /// The sentence for a log; `None` if the guest runs.
+    #[must_use]
+    pub fn complaint(&self) -> Option<String> {
+        match self {
+            Self::Continued | Self::Runs => None,
+            Self::Anothers => Some(
+                "the guest is left stopped: another client has resumed it and stopped it again; that client has to send cont".to_owned(),
+            ),
+            Self::Left { status, migration } if status == "postmigrate" => Some(format!(
+                "the guest is left stopped: it was migrated while it was stopped (migration {migration:?}); send cont where it is to run, and \
+                 only there: at the destination if it arrived, else here"
+            )),
+            Self::Left { status, migration } => Some(format!(
+                "the guest is left stopped: QEMU says that it is {status:?} (migration {migration:?}); send cont once it may run here"
+            )),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use serde_json::json;
+
+    use super::*;
+
+    /// Plays a QEMU through these states. A command that changes something, or the end of a look, leads to the next.
+    fn play(states: &[(&str, &str)], ours: bool) -> (Resumed, Vec<String>) {
+        let at = Cell::new(0);
+        let mut sent = Vec::new();
+        let execute = |command: &str| -> Result<Value, ()> {
+            let (status, migration) = states[at.get().min(states.len() - 1)];
+            match command {
+                "query-status" => Ok(json!({ "status": status })),
+                "query-migrate" => {
+                    at.set(at.get() + 1);
+                    Ok(json!({ "status": migration }))
+                }
+                _ => {
+                    sent.push(command.to_owned());
+                    Ok(Value::Null)
+                }
+            }
+        };
+        let deadline = Instant::now() + Duration::from_millis(20);
+        let resumed = resume(execute, || ours, deadline).expect("answered");
+        (resumed, sent)
+    }
+
+    fn left(status: &str, migration: &str) -> Resumed {
+        Resumed::Left {
+            status: status.to_owned(),
+            migration: migration.to_owned(),
+        }
+    }
+
+    #[test]
+    fn a_guest_that_is_only_stopped_is_continued() {
+        for migration in ["none", "completed", "failed", "cancelled"] {
+            let (resumed, sent) = play(&[("paused", migration)], true);
+            assert_eq!((resumed, sent), (Resumed::Continued, vec!["cont".into()]));
+        }
+    }
+
+    #[test]
+    fn a_guest_that_is_not_here_is_not_continued() {
+        for status in [
+            "postmigrate",
+            "inmigrate",
+            "prelaunch",
+            "shutdown",
+            "guest-panicked",
+            "internal-error",
+            "restore-vm",
+            "save-vm",
+            "colo",
+            "",
+        ] {
+            for migration in ["none", "active", "completed", "cancelled"] {
+                let (resumed, sent) = play(&[(status, migration)], true);
+                assert_eq!((resumed, sent), (left(status, migration), Vec::new()));
+            }
+        }
+        for migration in ["postcopy-active", "postcopy-paused", "colo"] {
+            for status in ["paused", "finish-migrate"] {
+                let (resumed, sent) = play(&[(status, migration)], true);
+                assert_eq!((resumed, sent), (left(status, migration), Vec::new()));
+            }
+        }
+    }
+
+    #[test]
+    fn a_migration_that_began_meanwhile_is_cancelled_first() {
+        let states = [
+            ("paused", "active"),
+            ("paused", "cancelling"),
+            ("paused", "cancelled"),
+        ];
+        let (resumed, sent) = play(&states, true);
+        assert_eq!(resumed, Resumed::Continued);
+        assert_eq!(sent, ["migrate_cancel", "cont"]);
+        // It completes in spite of it.
+        let states = [
+            ("paused", "active"),
+            ("finish-migrate", "device"),
+            ("postmigrate", "completed"),
+        ];
+        let (resumed, sent) = play(&states, true);
+        assert_eq!(resumed, left("postmigrate", "completed"));
+        assert_eq!(sent, ["migrate_cancel"]);
+        let (resumed, sent) = play(&[("paused", "active"), ("paused", "cancelling")], true);
+        assert_eq!(resumed, left("paused", "cancelling"), "it does not end");
+        assert_eq!(sent, ["migrate_cancel"]);
+    }
+
+    #[test]
+    fn a_stop_of_another_client_is_left_to_it() {
+        let (resumed, sent) = play(&[("paused", "none")], false);
+        assert_eq!((resumed, sent), (Resumed::Anothers, Vec::new()));
+        let (resumed, sent) = play(&[("running", "active")], true);
+        assert_eq!((resumed, sent), (Resumed::Runs, Vec::new()));
+    }
+
+    #[test]
+    fn a_guest_that_is_left_stopped_is_complained_of() {
+        assert_eq!(Resumed::Continued.complaint(), None);
+        assert_eq!(Resumed::Runs.complaint(), None);
+        for (left, words) in [
+            (Resumed::Anothers, "another client"),
+            (left("postmigrate", "completed"), "at the destination"),
+            (left("paused", "cancelling"), "\"cancelling\""),
+        ] {
+            let complaint = left.complaint().expect("it is stopped");
+            assert!(complaint.contains(words), "{complaint}");
+        }
+    }
+}

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A QMP connection that another process has used. It begins in the middle of whatever that process left unread.
+
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::qmp::{MAX_MESSAGE, QmpError, message, returned};
+
+/// The connection.
+#[derive(Debug)]
+pub struct Wire {
+    reader: Mutex<BufReader<UnixStream>>,
+    /// Ids count down from the largest: those of the process before count up from 1.
+    next_id: AtomicU64,
+    resumed: AtomicBool,
+}
+
+impl Wire {
+    /// Takes over a connection.
+    pub fn new(stream: UnixStream) -> Self {
+        Self {
+            reader: Mutex::new(BufReader::new(stream)),
+            next_id: AtomicU64::new(u64::MAX),
+            resumed: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether a RESUME was among the messages so far.
+    pub fn was_resumed(&self) -> bool {
+        self.resumed.load(Ordering::SeqCst)
+    }
+
+    /// Carries out a command without arguments.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn execute(&self, command: &str, patience: Duration) -> Result<Value, QmpError> {
+        let deadline = Instant::now() + patience;
+        let id = self.next_id.fetch_sub(1, Ordering::SeqCst);
+        let late = || QmpError::TimedOut {
+            command: command.to_owned(),
+            patience,
+        };
+        let failed = |error: io::Error| match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => late(),
+            _ => QmpError::Closed(error.to_string()),
+        };
+        let mut reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stream = reader.get_ref();
+        let sent = stream
+            .set_write_timeout(Some(patience))
+            .and_then(|()| stream.write_all(message(command, Value::Null, Some(id)).as_bytes()));
+        sent.map_err(failed)?;
+        let mut text = Vec::new();
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(late());
+            }
+            let stream = reader.get_ref();
+            stream.set_read_timeout(Some(left)).map_err(failed)?;
+            let mut line = Vec::new();
+            if reader.read_until(b'\n', &mut line).map_err(failed)? == 0 {
+                return Err(QmpError::Closed("QEMU closed it".to_owned()));
+            }
+            // With pretty=on a message spans lines, and only its first and last are not indented.
+            if line.starts_with(b"{") {
+                text.clear();
+            }
+            text.extend(line);
+            if text.len() > MAX_MESSAGE {
+                return Err(QmpError::Closed(format!(
+                    "a message has more than {MAX_MESSAGE} bytes"
+                )));
+            }
+            let Ok(found) = serde_json::from_slice::<Value>(&text) else {
+                continue;
+            };
+            if found["event"] == "RESUME" {
+                self.resumed.store(true, Ordering::SeqCst);
+            }
+            if found["id"] == id {
+                return returned(command, found);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A connection on which QEMU's side says this.
+    fn wire(text: &str) -> (Wire, UnixStream) {
+        let (ours, mut qemus) = UnixStream::pair().expect("a pair");
+        qemus.write_all(text.as_bytes()).expect("room");
+        (Wire::new(ours), qemus)
+    }
+
+    const PATIENCE: Duration = Duration::from_secs(30);
+    const FIRST: u64 = u64::MAX;
+    const SECOND: u64 = u64::MAX - 1;
+
+    #[test]
+    fn answers_are_found_behind_what_was_left_unread() {
+        let (wire, _qemu) = wire(&format!(
+            "123}}\r\n{{\"event\": \"STOP\"}}\r\n{{\"return\": 1, \"id\": 7}}\r\n{{\"return\": {{}}, \"id\": {FIRST}}}\r\n\
+             {{\n    \"return\": {{\n        \"status\": \"paused\"\n    }},\n    \"id\": {SECOND}\n}}\r\n"
+        ));
+        let first = wire.execute("cont", PATIENCE);
+        assert_eq!(first, Ok(serde_json::json!({})));
+        let second = wire.execute("query-status", PATIENCE).expect("answered");
+        assert_eq!(second["status"], "paused");
+        assert!(!wire.was_resumed());
+    }
+
+    #[test]
+    fn a_resume_is_noticed_and_a_refusal_carries_qemus_words() {
+        let (wire, _qemu) = wire(&format!(
+            "{{\"event\": \"RESUME\"}}\r\n{{\"error\": {{\"class\": \"GenericError\", \"desc\": \"no\"}}, \"id\": {FIRST}}}\r\n"
+        ));
+        let refused = wire.execute("cont", PATIENCE).expect_err("refused");
+        assert_eq!(refused.to_string(), "QEMU refused cont: no");
+        assert!(wire.was_resumed());
+    }
+
+    #[test]
+    fn silence_an_end_and_nonsense_are_errors() {
+        let (mute, _qemu) = wire("");
+        let late = mute.execute("cont", Duration::from_millis(20));
+        assert!(matches!(late, Err(QmpError::TimedOut { .. })), "{late:?}");
+        let (ended, qemu) = wire("nonsense\n{\"id\":\n");
+        drop(qemu);
+        let closed = ended.execute("cont", PATIENCE);
+        assert!(matches!(closed, Err(QmpError::Closed(_))), "{closed:?}");
+    }
+}
