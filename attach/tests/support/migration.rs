@@ -333,6 +333,7 @@ fn changes(guest: &QemuGuest, counts: &Counts, ends: &AtomicBool) {
     let count = |count: &AtomicU64| {
         count.fetch_add(1, Ordering::SeqCst);
     };
+    let mut turn = 0;
     while !ends.load(Ordering::SeqCst) {
         let before = read(guest, SCRATCH);
         let after = if before == BEFORE { AFTER } else { BEFORE };
@@ -346,6 +347,9 @@ fn changes(guest: &QemuGuest, counts: &Counts, ends: &AtomicBool) {
             continue;
         }
         put(guest, addresses(), after);
+        // Some changes are long.
+        turn += 1;
+        std::thread::sleep(Duration::from_millis(turn % 4 * 10));
         if paused.check_writes().is_ok() {
             count(&counts.made);
             continue;
