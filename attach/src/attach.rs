@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! From a QEMU's socket or process id to a guest.
 
-use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -14,12 +13,13 @@ use patchbay_service::guest::GuestDescription;
 use crate::error::AttachError;
 use crate::freeze::{Point, freeze};
 use crate::guest::{Pauser, QemuGuest, Threads};
-use crate::libvirt::Domain;
+use crate::identity;
+use crate::libvirt::{self, Domain};
 use crate::life::{End, Life};
 use crate::memory::{Access, AttachedRam};
 use crate::monitor::Monitor;
 use crate::process::Process;
-use crate::qmp::{Event, EventListener, Qmp, QmpError};
+use crate::qmp::{Event, EventListener, Peer, Qmp, QmpError};
 use crate::watchdog::{Watchdog, Way};
 
 /// Time allowed for a QEMU's greeting.
@@ -85,28 +85,21 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
             None => life.disconnected(known.get().map(|process| &**process)),
         })
     };
-    let (monitor, pid) = match &options.target {
-        Target::Qmp(path, pid) => socket(connect(path, listener)?, *pid),
-        Target::Process(pid) => socket(connect(&qmp_socket_of(*pid)?, listener)?, Some(*pid)),
-        Target::Libvirt { uri, domain } => (Monitor::Libvirt(Domain::open(uri, domain)?), None),
-    };
-    let point = match refuse_unfit(&monitor, options.accept_tcg)? {
+    let (monitor, process) = open(&options.target, listener)?;
+    let kvm = refuse_unfit(&monitor, options.accept_tcg)?;
+    let point = match kvm {
         true => Point::Unlocked,
         false => Point::Any,
     };
-    let vcpus = monitor.vcpu_threads()?;
-    let pid = match &monitor {
-        Monitor::Libvirt(domain) => Some(domain.process(&vcpus)?),
-        Monitor::Socket(_) => pid,
-    };
-    let process = Arc::new(process(pid, &vcpus)?);
+    let vcpus = identity::vcpus(&process, &monitor.vcpu_threads()?, kvm)?;
+    let process = Arc::new(process);
     let _ = known.set(Arc::clone(&process));
     let lock = process.lock()?;
     let memory = AttachedRam::open(&process, monitor.ram()?, options.access, |address| {
         monitor.host_address(address, PATIENCE)
     })?;
     let memory = Arc::new(memory);
-    let pauser = pauser(options, &monitor, &process, &vcpus, point)?;
+    let pauser = pauser(options, &monitor, &vcpus, point)?;
     let watchdog = Arc::new(Mutex::new(watchdog(options, &monitor, &process)?));
     life.tell(Arc::downgrade(&watchdog));
     let qemus = monitor.name()?;
@@ -153,9 +146,52 @@ fn connect(path: &Path, listener: EventListener) -> Result<Qmp, AttachError> {
     })
 }
 
-fn socket(qmp: Qmp, pid: Option<u32>) -> (Monitor, Option<u32>) {
-    let pid = pid.or_else(|| qmp.peer());
-    (Monitor::Socket(qmp), pid)
+/// The monitor of a guest, and its process.
+fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Process), AttachError> {
+    match target {
+        Target::Qmp(path, pid) => {
+            let qmp = connect(path, listener)?;
+            let peer = peer(&qmp, path)?;
+            let user = peer.user;
+            let process = match pid {
+                Some(pid) => Process::open(*pid)?,
+                None => identity::listener(peer, path)?,
+            };
+            identity::same_user(&process, user)?;
+            Ok((Monitor::Socket(qmp), process))
+        }
+        Target::Process(pid) => {
+            let process = Process::open(*pid)?;
+            let path = qmp_socket_of(&process)?;
+            let qmp = connect(&path, listener)?;
+            // A process may have any words on its command line.
+            let owner = identity::listener(peer(&qmp, &path)?, &path)?.pid();
+            if owner != *pid {
+                return Err(AttachError::Refused(format!(
+                    "process {pid} names the QMP socket {}, and process {owner} listens there; give the socket by --qmp",
+                    path.display()
+                )));
+            }
+            Ok((Monitor::Socket(qmp), process))
+        }
+        Target::Libvirt { uri, domain } => {
+            let name = domain;
+            let monitor = Monitor::Libvirt(Domain::open(uri, name)?);
+            let process = libvirt::process(name, &monitor.vcpu_threads()?)?;
+            Ok((monitor, process))
+        }
+    }
+}
+
+fn peer(qmp: &Qmp, path: &Path) -> Result<Peer, AttachError> {
+    qmp.peer().map_err(|error| AttachError::Process {
+        what: format!(
+            "the process that listens on {} is not known",
+            path.display()
+        ),
+        error: error.to_string(),
+        next: "attach again".to_owned(),
+    })
 }
 
 /// Refuses a guest that cannot be patched from outside. Returns whether it has KVM.
@@ -176,36 +212,17 @@ fn refuse_unfit(monitor: &Monitor, accept_tcg: bool) -> Result<bool, AttachError
     Ok(kvm)
 }
 
-/// The process whose threads the vCPUs are.
-fn process(pid: Option<u32>, vcpus: &[u32]) -> Result<Process, AttachError> {
-    if let Some(pid) = pid {
-        let process = Process::open(pid)?;
-        if process.threads(vcpus).is_some() {
-            return Ok(process);
-        }
-    }
-    Err(AttachError::Refused(format!(
-        "QEMU says that its vCPUs are the threads {vcpus:?}, and {} has no such threads; give QEMU's process id by --pid",
-        pid.map_or("its socket's owner".to_owned(), |pid| format!(
-            "process {pid}"
-        ))
-    )))
-}
-
 fn pauser(
     options: &Options,
     monitor: &Monitor,
-    process: &Process,
     vcpus: &[u32],
     point: Point,
 ) -> Result<Pauser, AttachError> {
     match (options.pause, monitor) {
         (PauseWay::Freeze, _) => {
             // Stopped once now, so that a missing right is reported at the start.
-            if let Some(threads) = process.threads(vcpus) {
-                freeze(&threads, point, Instant::now() + FIRST_STOP)
-                    .map_err(|error| AttachError::process("the vCPUs cannot be stopped, or give --pause qmp", error))?;
-            }
+            freeze(vcpus, point, Instant::now() + FIRST_STOP)
+                .map_err(|error| AttachError::process("the vCPUs cannot be stopped, or give --pause qmp", error))?;
             Ok(Pauser::Freeze(Mutex::new(Threads::default()), point))
         }
         (PauseWay::Qmp, Monitor::Socket(_)) => Ok(Pauser::Qmp),
@@ -238,8 +255,8 @@ fn watchdog(
 }
 
 /// Waits beside everything else for the end of the process.
-fn watch_process(process: &Process, life: &Arc<Life>) -> Result<(), AttachError> {
-    let watched = Process::open(process.pid())?;
+fn watch_process(process: &Arc<Process>, life: &Arc<Life>) -> Result<(), AttachError> {
+    let watched = Arc::clone(process);
     let life = Arc::clone(life);
     let watch = move || {
         while !watched.has_ended_within(Duration::from_secs(3600)) {}
@@ -258,29 +275,24 @@ fn watch_process(process: &Process, life: &Arc<Life>) -> Result<(), AttachError>
 /// The QMP socket on the command line of a QEMU.
 ///
 /// # Errors
-/// No such process runs, this user may not look into it, or its command line names no socket.
-pub fn qmp_socket_of(pid: u32) -> Result<PathBuf, AttachError> {
-    let process = Process::open(pid)?;
-    let cannot = |what: &str, error| {
-        AttachError::process(format!("the {what} of process {pid} cannot be read"), error)
-    };
-    let line = fs::read(process.proc("cmdline")).map_err(|error| cannot("command line", error))?;
+/// This user may not look into the process, or its command line names no socket.
+pub fn qmp_socket_of(process: &Process) -> Result<PathBuf, AttachError> {
+    let line = process.command_line()?;
     let words: Vec<String> = line
         .split(|byte| *byte == 0)
         .map(|word| String::from_utf8_lossy(word).into_owned())
         .collect();
     let path = qmp_path(&words).ok_or_else(|| {
         AttachError::Refused(format!(
-            "the command line of process {pid} names no QMP socket; start QEMU with -qmp unix:PATH,server=on,wait=off, or name its domain \
-             if libvirt manages it"
+            "the command line of process {} names no QMP socket; start QEMU with -qmp unix:PATH,server=on,wait=off, or name its domain \
+             if libvirt manages it",
+            process.pid()
         ))
     })?;
     if path.is_absolute() {
         return Ok(path);
     }
-    let folder =
-        fs::read_link(process.proc("cwd")).map_err(|error| cannot("working folder", error))?;
-    Ok(folder.join(path))
+    Ok(process.working_folder()?.join(path))
 }
 
 /// The path in `-qmp unix:PATH,…`, or in the `-chardev socket,path=PATH,…` that a `-mon …,mode=control` names.
@@ -419,7 +431,8 @@ mod tests {
 
     #[test]
     fn a_process_without_a_socket_is_refused() {
-        let error = qmp_socket_of(std::process::id()).expect_err("no QEMU");
+        let process = Process::open(std::process::id()).expect("it runs");
+        let error = qmp_socket_of(&process).expect_err("no QEMU");
         assert!(error.to_string().contains("names no QMP socket"), "{error}");
     }
 }

@@ -11,8 +11,9 @@ use patchbay_service::keys::registry::discovery::Discoverable;
 
 use crate::guest::QemuGuest;
 use crate::hotplug::Watch;
+use crate::kvm;
 use crate::memory::AttachedRam;
-use crate::nested::{self, Nesting};
+use crate::nested::Nesting;
 
 /// Time allowed for the registers.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -34,20 +35,13 @@ impl Discoverable for QemuGuest {
 
     fn cpus(&self) -> Result<Option<Vec<Cpu>>, String> {
         let nesting = || {
-            Nesting::of(
-                Path::new(nested::FOLDER),
-                nested::pid_namespace(),
-                self.process().pid(),
-            )
+            let folder = Path::new(kvm::FOLDER);
+            Nesting::in_debugfs(folder, kvm::pid_namespace(), self.process().pid())
         };
-        let before = nesting();
-        let registers = unless_held(
-            &self.watch,
-            || self.is_held(),
-            || self.monitor().registers(PATIENCE),
-        )?
-        .map_err(|error| error.to_string())?;
-        let never = Nesting::never_between(before.as_ref(), nesting().as_ref());
+        let looks = || (nesting(), self.monitor().registers(PATIENCE), nesting());
+        let (before, registers, after) = unless_held(&self.watch, || self.is_held(), looks)?;
+        let registers = registers.map_err(|error| error.to_string())?;
+        let never = Nesting::never_between(before.as_ref(), after.as_ref(), registers.len());
         let cpu = |vcpu: &crate::registers::Registers| Cpu {
             cr0: vcpu.cr0,
             cr3: vcpu.cr3,

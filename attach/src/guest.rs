@@ -16,6 +16,7 @@ use serde_json::Value;
 
 use crate::freeze::{FreezeError, Frozen, Point, freeze};
 use crate::hotplug::Watch;
+use crate::identity;
 use crate::life::Life;
 use crate::memory::AttachedRam;
 use crate::monitor::{Migration, Monitor, PATIENCE};
@@ -80,7 +81,7 @@ impl QemuGuest {
 
     /// The monitor's process.
     #[must_use]
-    pub fn process(&self) -> &Process {
+    pub fn process(&self) -> &Arc<Process> {
         &self.process
     }
 
@@ -175,15 +176,20 @@ impl QemuGuest {
         let theirs = self.monitor.vcpu_threads().map_err(unable)?;
         let mut threads = threads.lock().unwrap_or_else(PoisonError::into_inner);
         if threads.theirs != theirs {
-            let ours = self.process.threads(&theirs);
-            *threads = Threads {
-                ours: ours.ok_or_else(|| unable("the threads of the guest's vCPUs are not found in QEMU's process; attach again"))?,
-                theirs,
-            };
+            let kvm = point == Point::Unlocked;
+            let ours = identity::vcpus(&self.process, &theirs, kvm).map_err(unable)?;
+            *threads = Threads { ours, theirs };
         }
         self.arm(&threads.ours, point)?;
         let error = match freeze(&threads.ours, point, deadline) {
-            Ok(frozen) => return Ok(Way::Frozen(frozen)),
+            // A stopped thread keeps its id: those that are QEMU's now were QEMU's when they were stopped.
+            Ok(frozen) if threads.ours.iter().all(|id| self.process.has_thread(*id)) => {
+                return Ok(Way::Frozen(frozen));
+            }
+            Ok(_) => {
+                *threads = Threads::default();
+                unable(FreezeError::Gone)
+            }
             Err(FreezeError::Late(late)) => self.late(timeout, late.into_iter()),
             Err(error) => {
                 *threads = Threads::default();

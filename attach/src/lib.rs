@@ -21,6 +21,8 @@ pub mod flat_view;
 pub mod freeze;
 pub mod guest;
 mod hotplug;
+pub mod identity;
+pub mod kvm;
 pub mod libvirt;
 pub mod life;
 pub mod memory;

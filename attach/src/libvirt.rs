@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::error::AttachError;
+use crate::process::Process;
 use crate::qmp::{MAX_MESSAGE, QmpError, message, returned};
 use crate::virsh::{Failure, Virsh};
 
@@ -51,24 +52,6 @@ impl Domain {
             name: name.to_owned(),
             virsh: Mutex::new(None),
         }
-    }
-
-    /// Its QEMU's process: the one whose threads its vCPUs are. Where libvirt keeps its own note of the process depends on the URI.
-    ///
-    /// # Errors
-    /// No such QEMU runs on this host, or not in this PID namespace.
-    pub fn process(&self, vcpus: &[u32]) -> Result<u32, AttachError> {
-        let process = vcpus.first().and_then(|thread| process_of(*thread));
-        let is_it = |pid: &u32| {
-            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            names_guest(&line, &self.name)
-        };
-        process.filter(is_it).ok_or_else(|| {
-            AttachError::Refused(format!(
-                "the QEMU of domain {} is not found by its vCPUs' threads {vcpus:?}; is it on this host, and in this PID namespace?",
-                self.name
-            ))
-        })
     }
 
     /// Carries out a command of QEMU's monitor. A `virsh` that has ended is started again.
@@ -148,6 +131,25 @@ fn complaint(text: &str, otherwise: &str) -> String {
         Some(start) => format!("it says {:?}", text[start..].trim()),
         None => format!("it {otherwise}"),
     }
+}
+
+/// The process of a domain's QEMU: the one whose threads its vCPUs are. Where libvirt keeps its own note of the process depends on the
+/// URI.
+///
+/// # Errors
+/// No such QEMU runs on this host, or not in this PID namespace.
+pub fn process(domain: &str, vcpus: &[u32]) -> Result<Process, AttachError> {
+    let process = vcpus.first().and_then(|thread| process_of(*thread));
+    let process = process.and_then(|pid| Process::open(pid).ok());
+    let is_it = |process: &Process| {
+        let line = process.command_line().unwrap_or_default();
+        names_guest(&line, domain)
+    };
+    process.filter(is_it).ok_or_else(|| {
+        AttachError::Refused(format!(
+            "the QEMU of domain {domain} is not found by its vCPUs' threads {vcpus:?}; is it on this host, and in this PID namespace?"
+        ))
+    })
 }
 
 /// The process of a thread.

@@ -321,8 +321,12 @@ mod tests {
     }
 
     fn map(file: &File) -> MmapRegion {
+        map_of(file, 2 * SIZE)
+    }
+
+    fn map_of(file: &File, bytes: u64) -> MmapRegion {
         let file = file.try_clone().expect("a descriptor");
-        let size = usize::try_from(2 * SIZE).expect("small");
+        let size = usize::try_from(bytes).expect("small");
         MmapRegion::from_file(FileOffset::new(file, 0), size).expect("address space")
     }
 
@@ -430,8 +434,19 @@ mod tests {
         };
         update(vec![dimm()], false).expect_err("no answer");
         let beyond = update(vec![range(DIMM, 2 * SIZE, Removal::ByVcpu)], true);
-        let error = beyond.expect_err("beyond the file").to_string();
-        let expected = "it needs 524288 bytes from 0x40000, and the file has 524288; attach again";
+        let error = beyond.expect_err("beyond the mapping").to_string();
+        assert!(error.contains("has no 524288 bytes at"), "{error}");
+        assert!(error.contains("mapped in one run, only 262144"), "{error}");
+        let mut grown = Monitor::new();
+        grown.file = monitor.file.try_clone().expect("a descriptor");
+        grown.file.set_len(4 * SIZE).expect("room");
+        grown.map = map_of(&grown.file, 4 * SIZE);
+        let more = vec![range(DIMM, 3 * SIZE, Removal::ByVcpu)];
+        let beyond = memory.update(&monitor.process, more, |address| {
+            grown.host_address(address)
+        });
+        let error = beyond.expect_err("beyond the known file").to_string();
+        let expected = "it needs 786432 bytes from 0x40000, and the file has 524288; attach again";
         assert!(error.contains(expected), "{error}");
         assert_eq!(memory.changes(), changes);
         assert!(reads(&memory, piece));

@@ -1,76 +1,59 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Whether a vCPU runs a guest of its own, as the host's KVM shows it in debugfs (since Linux 5.14).
 
-use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::collections::BTreeMap;
 use std::path::Path;
 
-/// KVM keeps a folder PID-FD for each guest here (`kvm_create_vm_debugfs()`, `virt/kvm/kvm_main.c`).
-pub const FOLDER: &str = "/sys/kernel/debug/kvm";
+use crate::kvm;
 
-/// The initial PID namespace: PROC_PID_INIT_INO (`include/linux/proc_ns.h`).
-const INITIAL_NAMESPACE: u64 = 0xefff_fffc;
-
-/// The PID namespace of this process; `None` if it is not known.
-#[must_use]
-pub fn pid_namespace() -> Option<u64> {
-    let namespace = fs::metadata("/proc/self/ns/pid").ok()?;
-    Some(namespace.ino())
-}
+/// Names of KVM's statistics of a vCPU: it is in a nested guest; entries into nested guests so far.
+pub(crate) const STATISTICS: [&str; 2] = ["guest_mode", "nested_run"];
 
 /// What KVM shows of a guest at one time.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Nesting {
-    /// Entries into nested guests so far, of all vCPUs (`nested_run`).
-    entries: u64,
-    /// A vCPU is in a nested guest (`guest_mode`).
+    /// Entries into nested guests so far, of each vCPU by its path in QEMU, or of all vCPUs by the guest's folder.
+    entries: BTreeMap<String, u64>,
+    /// Number of vCPUs that were looked at.
+    vcpus: usize,
+    /// A vCPU is in a nested guest.
     inside: bool,
 }
 
 impl Nesting {
-    /// What KVM shows of the guest of a process; `None` if it is not known. KVM names guests by pids of the
-    /// initial namespace. In another one, `pid` may be another guest's there.
+    /// What debugfs shows of the guest of a process; `None` if it is not known.
     #[must_use]
-    pub fn of(folder: &Path, namespace: Option<u64>, pid: u32) -> Option<Self> {
-        if namespace != Some(INITIAL_NAMESPACE) {
-            return None;
-        }
-        let prefix = format!("{pid}-");
-        let mut found = None;
-        for guest in fs::read_dir(folder).ok()? {
-            let guest = guest.ok()?;
-            if !guest.file_name().to_string_lossy().starts_with(&prefix) {
-                continue;
-            }
-            let mut inside = false;
-            for entry in fs::read_dir(guest.path()).ok()? {
-                let entry = entry.ok()?;
-                if entry.file_name().to_string_lossy().starts_with("vcpu") {
-                    inside |= number(&entry.path().join("guest_mode"))? != 0;
-                }
-            }
-            let entries = number(&guest.path().join("nested_run"))?;
+    pub fn in_debugfs(folder: &Path, namespace: Option<u64>, pid: u32) -> Option<Self> {
+        let [guest] = &kvm::guests_of(folder, namespace, pid)?[..] else {
             // A process with two guests: which of them is meant is not known.
-            if found.replace(Self { entries, inside }).is_some() {
-                return None;
-            }
+            return None;
+        };
+        let vcpus = kvm::vcpus_of(guest)?;
+        let [guest_mode, nested_run] = STATISTICS;
+        let mut inside = false;
+        for vcpu in &vcpus {
+            inside |= kvm::number(&vcpu.join(guest_mode))? != 0;
         }
-        found
+        let entries = kvm::number(&guest.join(nested_run))?;
+        Some(Self {
+            entries: BTreeMap::from([(guest.display().to_string(), entries)]),
+            vcpus: vcpus.len(),
+            inside,
+        })
     }
 
-    /// Whether no vCPU was in a nested guest between two looks.
+    /// Whether none of so many vCPUs was in a nested guest between two looks.
     #[must_use]
-    pub fn never_between(before: Option<&Self>, after: Option<&Self>) -> bool {
-        before.is_some_and(|before| !before.inside) && before == after
+    pub fn never_between(before: Option<&Self>, after: Option<&Self>, vcpus: usize) -> bool {
+        // A vCPU that was unplugged may be left.
+        before.is_some_and(|before| !before.inside && before.vcpus >= vcpus) && before == after
     }
-}
-
-fn number(path: &Path) -> Option<u64> {
-    fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]
@@ -81,23 +64,23 @@ mod tests {
             fs::create_dir_all(path.parent().expect("a folder")).expect("room");
             fs::write(path, text).expect("room");
         };
-        let look = || Nesting::of(folder.path(), Some(0xefff_fffc), 7);
+        let look = || Nesting::in_debugfs(folder.path(), Some(0xefff_fffc), 7);
         write("77-1/nested_run", "0\n");
         assert_eq!(look(), None, "another process");
         write("7-11/nested_run", "5\n");
         write("7-11/vcpu0/guest_mode", "0\n");
         write("7-11/vcpu1/guest_mode", "0\n");
         for namespace in [Some(0xefff_fffd), None] {
-            assert_eq!(Nesting::of(folder.path(), namespace, 7), None);
+            assert_eq!(Nesting::in_debugfs(folder.path(), namespace, 7), None);
         }
         let before = look();
         let never =
-            |after: Option<Nesting>| Nesting::never_between(before.as_ref(), after.as_ref());
+            |after: Option<Nesting>| Nesting::never_between(before.as_ref(), after.as_ref(), 2);
         assert!(never(look()));
         write("7-11/vcpu1/guest_mode", "1\n");
         assert!(!never(look()), "it is inside");
         let inside = look();
-        assert!(!Nesting::never_between(inside.as_ref(), look().as_ref()));
+        assert!(!Nesting::never_between(inside.as_ref(), look().as_ref(), 2));
         write("7-11/vcpu1/guest_mode", "0\n");
         write("7-11/nested_run", "6\n");
         assert!(!never(look()), "it was inside");
@@ -106,13 +89,6 @@ mod tests {
         write("7-11/nested_run", "5\n");
         write("7-12/nested_run", "5\n");
         assert_eq!(look(), None, "two guests");
-        assert!(!Nesting::never_between(None, None));
-    }
-
-    #[test]
-    fn the_pid_namespace_is_that_of_this_process() {
-        let link = fs::read_link("/proc/self/ns/pid").expect("procfs");
-        let namespace = pid_namespace().expect("known");
-        assert_eq!(link.to_str(), Some(format!("pid:[{namespace}]").as_str()));
+        assert!(!Nesting::never_between(None, None, 0));
     }
 }

@@ -1,25 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The process of a monitor: its threads, its mappings, its end.
+//! The process of a monitor: its threads, its mappings, its descriptors, its end.
 
 use std::collections::HashMap;
-use std::fs::{self, File};
-use std::io;
-use std::os::fd::OwnedFd;
+use std::fs::{self, DirEntry, File, Metadata};
+use std::io::{self, BufRead, BufReader};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{FlockOperation, flock};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::fs::{FlockOperation, Mode, OFlags, fcntl_getfl, flock};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 use crate::error::AttachError;
 
-/// A running process. Its number is not used again as long as this object finds it alive.
+/// A running process. Everything that is asked of it is asked of this process and of no later one with its number.
 #[derive(Debug)]
 pub struct Process {
     pid: u32,
     pidfd: OwnedFd,
+    /// Its folder of /proc, opened once: it never becomes that of another process.
+    folder: OwnedFd,
 }
 
 impl Process {
@@ -28,15 +31,35 @@ impl Process {
     /// # Errors
     /// No such process runs.
     pub fn open(pid: u32) -> Result<Self, AttachError> {
-        let gone = |error: io::Error| AttachError::Process {
-            what: format!("process {pid}"),
-            error: error.to_string(),
-            next: "give the process id of a running QEMU".to_owned(),
-        };
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
-        let number = number.ok_or_else(|| gone(io::ErrorKind::NotFound.into()))?;
-        let pidfd = pidfd_open(number, PidfdFlags::empty()).map_err(|error| gone(error.into()))?;
-        Ok(Self { pid, pidfd })
+        let pidfd = number
+            .ok_or(io::ErrorKind::NotFound.into())
+            .and_then(|number| Ok(pidfd_open(number, PidfdFlags::empty())?));
+        pidfd
+            .and_then(|pidfd| Self::with(pid, pidfd))
+            .map_err(|error| AttachError::Process {
+                what: format!("process {pid}"),
+                error: error.to_string(),
+                next: "give the process id of a running QEMU".to_owned(),
+            })
+    }
+
+    /// The process of a pidfd.
+    ///
+    /// # Errors
+    /// It has ended, or it is in another PID namespace.
+    pub fn of(pidfd: OwnedFd) -> io::Result<Self> {
+        Self::with(number(&pidfd)?, pidfd)
+    }
+
+    fn with(pid: u32, pidfd: OwnedFd) -> io::Result<Self> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let folder = rustix::fs::open(format!("/proc/{pid}"), flags, Mode::empty())?;
+        // A process keeps its number until it is reaped, so the folder that was opened before this is its own.
+        if number(&pidfd)? != pid {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        Ok(Self { pid, pidfd, folder })
     }
 
     /// Its number.
@@ -45,10 +68,9 @@ impl Process {
         self.pid
     }
 
-    /// A file in its folder of /proc.
-    #[must_use]
-    pub fn proc(&self, name: &str) -> PathBuf {
-        Path::new("/proc").join(self.pid.to_string()).join(name)
+    /// A path by which this process opens a file in its folder of /proc.
+    fn path(&self, name: &str) -> PathBuf {
+        PathBuf::from(format!("/proc/self/fd/{}/{name}", self.folder.as_raw_fd()))
     }
 
     /// Waits for its end; false if it lives on after `patience`.
@@ -76,21 +98,61 @@ impl Process {
     }
 
     /// Opens a file in its folder of /proc for reading.
+    fn open_proc(&self, name: &str) -> Result<File, AttachError> {
+        File::open(self.path(name)).map_err(|error| self.cannot("opened", name, error))
+    }
+
+    fn cannot(&self, be: &str, name: &str, error: io::Error) -> AttachError {
+        AttachError::process(format!("/proc/{}/{name} cannot be {be}", self.pid), error)
+    }
+
+    /// Its memory, readable and writable by address.
     ///
     /// # Errors
-    /// The process may not be looked into.
-    pub fn open_proc(&self, name: &str) -> Result<File, AttachError> {
-        let path = self.proc(name);
-        File::open(&path).map_err(|error| {
-            AttachError::process(format!("{} cannot be opened", path.display()), error)
-        })
+    /// This user may not trace the process.
+    pub fn memory(&self) -> Result<File, AttachError> {
+        let memory = File::options()
+            .read(true)
+            .write(true)
+            .open(self.path("mem"));
+        memory.map_err(|error| self.cannot("opened", "mem", error))
+    }
+
+    /// The words of its command line.
+    ///
+    /// # Errors
+    /// The process has ended.
+    pub fn command_line(&self) -> Result<Vec<u8>, AttachError> {
+        fs::read(self.path("cmdline")).map_err(|error| self.cannot("read", "cmdline", error))
+    }
+
+    /// Its working folder.
+    ///
+    /// # Errors
+    /// This user may not look into the process.
+    pub fn working_folder(&self) -> Result<PathBuf, AttachError> {
+        fs::read_link(self.path("cwd")).map_err(|error| self.cannot("read", "cwd", error))
+    }
+
+    /// Its real, effective and saved user id.
+    ///
+    /// # Errors
+    /// The process has ended.
+    pub fn users(&self) -> Result<[u32; 3], AttachError> {
+        let status = fs::read_to_string(self.path("status"))
+            .map_err(|error| self.cannot("read", "status", error))?;
+        let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"));
+        let mut ids = ids.unwrap_or_default().split_ascii_whitespace();
+        let mut next = || ids.next()?.parse().ok();
+        let users = (|| Some([next()?, next()?, next()?]))();
+        users.ok_or_else(|| self.cannot("read", "status", io::ErrorKind::InvalidData.into()))
     }
 
     /// Its threads whose ids in its own PID namespace are `ids`, by their ids here; `None` if one of them is missing.
     #[must_use]
     pub fn threads(&self, ids: &[u32]) -> Option<Vec<u32>> {
         let mut by_own_id = HashMap::new();
-        for entry in fs::read_dir(self.proc("task")).ok()?.flatten() {
+        for entry in fs::read_dir(self.path("task")).ok()?.flatten() {
             let id: u32 = entry.file_name().to_str()?.parse().ok()?;
             let status = fs::read_to_string(entry.path().join("status")).unwrap_or_default();
             let own = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
@@ -101,48 +163,129 @@ impl Process {
         ids.iter().map(|id| by_own_id.get(id).copied()).collect()
     }
 
-    /// The mapping that an address lies in.
-    ///
-    /// # Errors
-    /// Nothing is mapped there, or the process may not be looked into.
-    pub fn mapping(&self, address: u64) -> Result<Mapping, AttachError> {
-        let path = self.proc("maps");
-        let text = fs::read_to_string(&path).map_err(|error| {
-            AttachError::process(format!("{} cannot be read", path.display()), error)
-        })?;
-        text.lines()
-            .filter_map(Mapping::parse)
-            .find(|mapping| mapping.start <= address && address < mapping.end)
-            .ok_or_else(|| {
-                AttachError::Refused(format!(
-                    "process {} has nothing mapped at {address:#x}: it is not the guest's monitor",
-                    self.pid
-                ))
-            })
+    /// Whether the thread with this id here is one of its own.
+    #[must_use]
+    pub fn has_thread(&self, id: u32) -> bool {
+        self.path(&format!("task/{id}")).is_dir()
     }
 
-    /// The file that a shared mapping is of, writable: as the kernel maps it, which needs CAP_CHECKPOINT_RESTORE, else by its path,
-    /// else among the process's descriptors. `None`: none is found. On overlayfs a mapping names another file than its path does.
+    /// Its open descriptors, and how the kernel names what they refer to.
+    ///
+    /// # Errors
+    /// This user may not look into the process.
+    pub fn descriptors(&self) -> Result<Vec<(i32, PathBuf)>, AttachError> {
+        let entries =
+            fs::read_dir(self.path("fd")).map_err(|error| self.cannot("read", "fd", error))?;
+        let descriptor = |entry: DirEntry| {
+            let number = entry.file_name().to_str()?.parse().ok()?;
+            Some((number, fs::read_link(entry.path()).ok()?))
+        };
+        Ok(entries.flatten().filter_map(descriptor).collect())
+    }
+
+    /// The mapping of these addresses. Neighbours that continue a mapping belong to it.
+    ///
+    /// # Errors
+    /// Some of it is not mapped, or the process may not write it, or may not be looked into.
+    pub fn mapping(&self, address: u64, bytes: u64) -> Result<Mapping, AttachError> {
+        let refused = |what: String| {
+            AttachError::Refused(format!(
+                "process {} {what}: it is not the guest's monitor, or that is not the guest's RAM",
+                self.pid
+            ))
+        };
+        let end = address.saturating_add(bytes);
+        let mut found: Option<Mapping> = None;
+        // Another process's mappings may have names of any bytes.
+        for line in BufReader::new(self.open_proc("maps")?).split(b'\n') {
+            let line = line.map_err(|error| self.cannot("read", "maps", error))?;
+            let Some(next) = Mapping::parse(&String::from_utf8_lossy(&line)) else {
+                continue;
+            };
+            match &mut found {
+                None if next.start <= address && address < next.end => found = Some(next),
+                None => continue,
+                Some(found) if found.continues_in(&next) => found.end = next.end,
+                Some(_) => break,
+            }
+            if found.as_ref().is_some_and(|found| end <= found.end) {
+                break;
+            }
+        }
+        let Some(found) = found else {
+            return Err(refused(format!("has nothing mapped at {address:#x}")));
+        };
+        if !found.writable {
+            return Err(refused(format!(
+                "may not write what it has mapped at {address:#x} ({})",
+                found.path
+            )));
+        }
+        if found.end < end {
+            return Err(refused(format!(
+                "has no {bytes} bytes at {address:#x} mapped in one run, only {} ({})",
+                found.end - address,
+                found.path
+            )));
+        }
+        Ok(found)
+    }
+
+    /// The file that a shared mapping is of, by a descriptor of the process that may write it; `None` if it has none. On btrfs and
+    /// overlayfs a mapping names another device than a descriptor does.
     #[must_use]
     pub fn file_of(&self, mapping: &Mapping) -> Option<File> {
-        let writable = |path: &Path| File::options().read(true).write(true).open(path).ok();
-        let mapped = self.proc(&format!("map_files/{:x}-{:x}", mapping.start, mapping.end));
-        if let Some(file) = writable(&mapped) {
-            return Some(file);
-        }
-        let is_it = |path: &Path| {
-            let metadata = fs::metadata(path).ok()?;
-            ((metadata.dev(), metadata.ino()) == (mapping.device, mapping.inode)).then_some(())
-        };
-        let open = |path: &Path| {
-            is_it(path)?;
-            writable(path)
-        };
-        open(Path::new(&mapping.path)).or_else(|| {
-            let descriptors = fs::read_dir(self.proc("fd")).ok()?.flatten();
-            descriptors.filter_map(|entry| open(&entry.path())).next()
+        let entries = fs::read_dir(self.path("fd")).ok()?.flatten();
+        let mut descriptors = entries
+            .filter(|entry| fs::metadata(entry.path()).is_ok_and(|found| mapping.is_of(&found)));
+        descriptors.find_map(|entry| {
+            let number = entry.file_name().to_str()?.parse().ok()?;
+            let file = match pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty()) {
+                Ok(file) => File::from(file),
+                // It may be allowed to open what it may not take: yama restricts only the latter.
+                Err(Errno::PERM | Errno::NOSYS) => self.reopen(number, mapping)?,
+                Err(_) => return None,
+            };
+            let flags = fcntl_getfl(&file).ok()?;
+            // pwrite() to a descriptor with O_APPEND writes at the end.
+            let writes_anywhere =
+                flags & OFlags::ACCMODE == OFlags::RDWR && !flags.contains(OFlags::APPEND);
+            let is_it = file.metadata().is_ok_and(|found| mapping.is_of(&found));
+            (writes_anywhere && is_it).then_some(file)
         })
     }
+
+    /// Opens the file of a descriptor that may read and write.
+    fn reopen(&self, number: i32, mapping: &Mapping) -> Option<File> {
+        let information = fs::read_to_string(self.path(&format!("fdinfo/{number}"))).ok()?;
+        let flags = field(&information, "flags:")?;
+        let flags = OFlags::from_bits_retain(u32::from_str_radix(flags, 8).ok()?);
+        if flags & OFlags::ACCMODE != OFlags::RDWR {
+            return None;
+        }
+        // The file is known before it is opened for writing, which may have effects of its own.
+        let place = self.path(&format!("fd/{number}"));
+        let place = rustix::fs::open(place, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+        let place = File::from(place.ok()?);
+        place.metadata().ok().filter(|found| mapping.is_of(found))?;
+        let path = format!("/proc/self/fd/{}", place.as_raw_fd());
+        File::options().read(true).write(true).open(path).ok()
+    }
+}
+
+/// The number of a pidfd's process (`pidfd_show_fdinfo()`, `kernel/fork.c`).
+fn number(pidfd: &OwnedFd) -> io::Result<u32> {
+    let information = fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()))?;
+    // -1: it has been reaped. 0: it is in another PID namespace.
+    let number = field(&information, "Pid:").and_then(|number| number.parse().ok());
+    let number = number.filter(|number| *number != 0);
+    number.ok_or_else(|| io::ErrorKind::NotFound.into())
+}
+
+/// The word behind a name that begins a line.
+fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    let found = text.lines().find_map(|line| line.strip_prefix(name));
+    found.map(str::trim)
 }
 
 /// The process that holds the lock on a file; `None` if it is not found, for example in another PID namespace.
@@ -165,6 +308,8 @@ pub struct Mapping {
     pub start: u64,
     /// Address behind the last.
     pub end: u64,
+    /// The process may write it.
+    pub writable: bool,
     /// What is written reaches the file.
     pub shared: bool,
     /// Offset of `start` in the file.
@@ -184,12 +329,35 @@ impl Mapping {
         self.offset.checked_add(address.checked_sub(self.start)?)
     }
 
+    /// Whether two mappings have the same bytes of the same file at an address, with the same rights.
+    #[must_use]
+    pub fn agrees_at(&self, address: u64, other: &Self) -> bool {
+        let rights = |mapping: &Self| (mapping.shared, mapping.writable);
+        rights(self) == rights(other)
+            && (self.device, self.inode) == (other.device, other.inode)
+            && self.offset_of(address) == other.offset_of(address)
+    }
+
+    /// Whether `next` follows without a gap, with the same rights, and in the same file if there is one.
+    fn continues_in(&self, next: &Self) -> bool {
+        let continues = self.inode == 0 || self.offset_of(self.end) == Some(next.offset);
+        self.end == next.start
+            && (self.shared, self.writable) == (next.shared, next.writable)
+            && (self.device, self.inode) == (next.device, next.inode)
+            && continues
+    }
+
+    /// Whether this is the mapped file, and an ordinary one.
+    fn is_of(&self, found: &Metadata) -> bool {
+        found.is_file() && (found.dev(), found.ino()) == (self.device, self.inode)
+    }
+
     fn parse(line: &str) -> Option<Self> {
         let mut words = line.splitn(6, ' ');
         let (start, end) = words.next()?.split_once('-')?;
         let hexadecimal = |digits| u64::from_str_radix(digits, 16).ok();
         let (start, end) = (hexadecimal(start)?, hexadecimal(end)?);
-        let shared = words.next()?.ends_with('s');
+        let rights = words.next()?;
         let offset = hexadecimal(words.next()?)?;
         let (major, minor) = words.next()?.split_once(':')?;
         let number = |digits| u32::from_str_radix(digits, 16).ok();
@@ -197,7 +365,8 @@ impl Mapping {
         Some(Self {
             start,
             end,
-            shared,
+            writable: rights.as_bytes().get(1) == Some(&b'w'),
+            shared: rights.ends_with('s'),
             offset,
             device,
             inode: words.next()?.parse().ok()?,
@@ -208,7 +377,8 @@ impl Mapping {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
+    use std::fs::OpenOptions;
+    use std::path::Path;
 
     use super::*;
 
@@ -229,7 +399,9 @@ mod tests {
         );
         assert_eq!(mapping.device, rustix::fs::makedev(0xfe, 1));
         let private = Mapping::parse("1000-2000 rw-p 00000000 00:00 0").expect("a mapping");
-        assert!(!private.shared && private.path.is_empty());
+        assert!(!private.shared && private.path.is_empty() && private.writable);
+        let read_only = Mapping::parse("1000-2000 r--s 00000000 00:00 0").expect("a mapping");
+        assert!(read_only.shared && !read_only.writable);
         for line in [
             "",
             "1000",
@@ -242,39 +414,70 @@ mod tests {
     }
 
     #[test]
-    fn a_mapped_file_is_found_by_path_and_by_descriptor() {
-        let folder = tempfile::tempdir().expect("temporary folder");
-        let path = folder.path().join("ram");
-        let mut file = File::options()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .open(&path)
-            .expect("new");
-        file.write_all(b"here").expect("room");
-        let metadata = file.metadata().expect("open");
-        let mapping = |path: &Path| Mapping {
+    fn neighbours_continue_a_mapping() {
+        let parse = |line: &str| Mapping::parse(line).expect(line);
+        let first = parse("1000-2000 rw-s 00003000 fe:01 7");
+        let anonymous = parse("1000-2000 rw-p 00000000 00:00 0");
+        assert!(first.continues_in(&parse("2000-5000 rw-s 00004000 fe:01 7")));
+        assert!(anonymous.continues_in(&parse("2000-3000 rwxp 00000000 00:00 0 [heap]")));
+        for other in [
+            "2000-5000 r--s 00004000 fe:01 7",
+            "2000-5000 rw-p 00004000 fe:01 7",
+            "2000-5000 rw-s 00005000 fe:01 7",
+            "2000-5000 rw-s 00004000 fe:02 7",
+            "2000-5000 rw-s 00004000 fe:01 8",
+            "3000-5000 rw-s 00004000 fe:01 7",
+        ] {
+            assert!(!first.continues_in(&parse(other)), "{other}");
+        }
+    }
+
+    /// A file, and the mapping that a process would have of it.
+    fn ram(folder: &Path) -> (PathBuf, Mapping) {
+        let path = folder.join("ram");
+        fs::write(&path, b"here").expect("room");
+        let metadata = fs::metadata(&path).expect("there");
+        let mapping = Mapping {
             start: 0,
             end: 4096,
+            writable: true,
             shared: true,
             offset: 0,
             device: metadata.dev(),
             inode: metadata.ino(),
             path: path.display().to_string(),
         };
+        (path, mapping)
+    }
+
+    #[test]
+    fn a_mapped_file_is_found_by_a_descriptor_that_may_write() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let (path, mapping) = ram(folder.path());
         let process = own();
-        for path in [path.as_path(), Path::new("/gone")] {
-            let found = process.file_of(&mapping(path)).expect("found");
-            assert_eq!(found.metadata().expect("open").ino(), metadata.ino());
-        }
+        assert!(process.file_of(&mapping).is_none(), "not by its path");
+        let open = |options: &mut OpenOptions| options.open(&path).expect("there");
+        let useless = [
+            open(File::options().read(true)),
+            open(File::options().write(true)),
+            open(File::options().read(true).append(true)),
+        ];
+        assert!(process.file_of(&mapping).is_none(), "no right to write");
+        let file = open(File::options().read(true).write(true));
+        let found = process.file_of(&mapping).expect("found");
+        assert_eq!(found.metadata().expect("open").ino(), mapping.inode);
         let other = Mapping {
             inode: u64::MAX,
-            ..mapping(&path)
+            ..mapping.clone()
         };
-        assert!(
-            process.file_of(&other).is_none(),
-            "another file of that name"
-        );
+        assert!(process.file_of(&other).is_none(), "another file");
+        // As under yama, where it may not be taken.
+        assert!(process.reopen(file.as_raw_fd(), &other).is_none());
+        let found = process.reopen(file.as_raw_fd(), &mapping).expect("found");
+        assert_eq!(found.metadata().expect("open").ino(), mapping.inode);
+        for useless in &useless[..2] {
+            assert!(process.reopen(useless.as_raw_fd(), &mapping).is_none());
+        }
     }
 
     #[test]
@@ -296,6 +499,11 @@ mod tests {
             .cast_unsigned();
         assert_eq!(process.threads(&[id]), Some(vec![id]));
         assert_eq!(process.threads(&[id, 1]), None);
+        assert!(process.has_thread(id) && !process.has_thread(1));
+        let again = Process::of(rustix::io::dup(&process.pidfd).expect("free"));
+        assert_eq!(again.expect("it runs").pid(), std::process::id());
+        let user = rustix::process::getuid().as_raw();
+        assert_eq!(process.users().expect("readable")[0], user);
         assert!(!process.has_ended_within(Duration::ZERO));
         let mut child = std::process::Command::new("true")
             .spawn()
@@ -304,7 +512,11 @@ mod tests {
         assert!(process.has_ended_within(Duration::from_secs(30)));
         child.wait().expect("it has ended");
         assert!(Process::open(u32::MAX).is_err());
-        let mapping = own().mapping(0).expect_err("nothing is mapped there");
+        let pidfd = rustix::io::dup(&own().pidfd).expect("free");
+        Process::with(1, pidfd).expect_err("another one");
+        let reaped = process.pidfd;
+        Process::of(reaped).expect_err("it has been reaped");
+        let mapping = own().mapping(0, 1).expect_err("nothing is mapped there");
         assert!(
             mapping.to_string().contains("not the guest's monitor"),
             "{mapping}"

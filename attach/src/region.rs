@@ -16,7 +16,7 @@ use vm_memory::{FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
 use crate::error::AttachError;
 use crate::flat_view::{RamRange, Removal};
 use crate::memory::Access;
-use crate::process::Process;
+use crate::process::{Mapping, Process};
 
 const PAGE: NonZeroUsize = NonZeroUsize::new(PAGE_SIZE as usize).expect("not 0");
 
@@ -56,6 +56,7 @@ enum Backing {
 struct MappedFile {
     /// Device and inode, as the monitor's mapping has them.
     id: (u64, u64),
+    /// The monitor's own descriptor, so offsets are given with each access. A search for holes moves the offset, which QEMU does not use.
     file: File,
     map: MmapRegion,
 }
@@ -92,9 +93,12 @@ impl<'p> Places<'p> {
     /// # Errors
     /// [`AttachError`].
     pub fn find(&mut self, range: &RamRange, address: u64) -> Result<Place, AttachError> {
+        let size = range.addresses.end - range.addresses.start;
+        // Whatever the way, what the monitor itself may not write is not written for it.
+        let mapping = self.process.mapping(address, size)?;
         let shared = match self.access {
             Access::Process => None,
-            Access::Auto | Access::File => self.shared(range, address)?,
+            Access::Auto | Access::File => self.shared(range, address, &mapping)?,
         };
         let backing = match shared {
             Some(backing) => backing,
@@ -113,8 +117,12 @@ impl<'p> Places<'p> {
     }
 
     /// The backing in a file that the monitor maps shared, if there is one.
-    fn shared(&mut self, range: &RamRange, address: u64) -> Result<Option<Backing>, AttachError> {
-        let mapping = self.process.mapping(address)?;
+    fn shared(
+        &mut self,
+        range: &RamRange,
+        address: u64,
+        mapping: &Mapping,
+    ) -> Result<Option<Backing>, AttachError> {
         if !mapping.shared || mapping.inode == 0 {
             return Ok(None);
         }
@@ -123,9 +131,17 @@ impl<'p> Places<'p> {
         let file = match known {
             Some(known) => Arc::clone(known),
             None => {
-                let Some(file) = self.process.file_of(&mapping) else {
+                let Some(file) = self.process.file_of(mapping) else {
                     return Ok(None);
                 };
+                // The inode's number is not used again while the file is open here, so a mapping that is still there is of it.
+                let now = self.process.mapping(address, 1)?;
+                if !now.agrees_at(address, mapping) {
+                    return Err(AttachError::Refused(format!(
+                        "memory backend {} is not where it was a moment ago ({} at {address:#x}, then {}); attach again",
+                        range.backend, mapping.path, now.path
+                    )));
+                }
                 let file = Arc::new(MappedFile::new(id, file, &mapping.path)?);
                 self.files.push(Arc::clone(&file));
                 file
@@ -178,20 +194,14 @@ impl MappedFile {
 
 /// The monitor's own address space, tried at one address.
 fn open_memory(process: &Process, address: u64) -> Result<Arc<File>, AttachError> {
-    let path = process.proc("mem");
-    let cannot = |error| {
+    let file = process.memory()?;
+    file.read_exact_at(&mut [0; 8], address).map_err(|error| {
         let what = format!(
-            "the guest's memory is not shared, and {} cannot be used",
-            path.display()
+            "the guest's memory at {address:#x} of process {} cannot be read",
+            process.pid()
         );
         AttachError::process(what, error)
-    };
-    let file = File::options()
-        .read(true)
-        .write(true)
-        .open(&path)
-        .map_err(cannot)?;
-    file.read_exact_at(&mut [0; 8], address).map_err(cannot)?;
+    })?;
     Ok(Arc::new(file))
 }
 
@@ -259,7 +269,8 @@ impl Region {
         let Backing::File { file, offset } = &self.place.backing else {
             return true;
         };
-        process.mapping(address).is_ok_and(|mapping| {
+        let size = self.addresses.end - self.addresses.start;
+        process.mapping(address, size).is_ok_and(|mapping| {
             mapping.shared
                 && (mapping.device, mapping.inode) == file.id
                 && mapping.offset_of(address) == Some(*offset)

@@ -76,6 +76,11 @@ fn guests_without_a_kernel_of_64_bits() {
 }
 
 #[test]
+fn processes_that_a_hostile_monitor_points_at() {
+    support::hostile::other_processes("processes_that_a_hostile_monitor_points_at");
+}
+
+#[test]
 fn lifecycle() {
     support::lifecycle(Kvm);
 }

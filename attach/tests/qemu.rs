@@ -86,6 +86,11 @@ fn forbidden() {
 }
 
 #[test]
+fn files_that_a_hostile_monitor_may_not_write() {
+    support::hostile::files_of_others("files_that_a_hostile_monitor_may_not_write");
+}
+
+#[test]
 fn memory_that_is_plugged_in() {
     support::hotplug::plugged_in(Tcg);
 }

@@ -6,7 +6,7 @@
 
 #[cfg(test)]
 pub(crate) mod fake;
-mod owner;
+mod peer;
 #[cfg(test)]
 mod tests;
 
@@ -22,6 +22,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+pub use peer::Peer;
+pub(crate) use peer::listens;
 use rustix::io::retry_on_intr;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -197,7 +199,7 @@ impl Qmp {
             owner,
         };
         let stream = open(path, patience).map_err(|error| match error.kind() {
-            io::ErrorKind::WouldBlock => no_greeting(owner::owner(path)),
+            io::ErrorKind::WouldBlock => no_greeting(peer::owner(path)),
             _ => cannot(error),
         })?;
         let shared = Arc::new(Shared::default());
@@ -222,7 +224,7 @@ impl Qmp {
             greeting.or_else(|| state.closed.clone().map(Err))
         });
         match greeted {
-            None => return Err(no_greeting(qmp.peer())),
+            None => return Err(no_greeting(qmp.peer().ok().and_then(|peer| peer.pid))),
             Some(Err(closed)) => return Err(not_qmp(closed)),
             Some(Ok(greeting)) if greeting.get("QMP").is_none() => {
                 return Err(not_qmp(format!(
@@ -313,11 +315,12 @@ impl Qmp {
         (&self.stream).write_all(line.as_bytes()).map_err(closed)
     }
 
-    /// Process that called listen() on the socket.
-    #[must_use]
-    pub fn peer(&self) -> Option<u32> {
-        let credentials = rustix::net::sockopt::socket_peercred(&self.stream).ok()?;
-        u32::try_from(credentials.pid.as_raw_nonzero().get()).ok()
+    /// The process that the socket belongs to.
+    ///
+    /// # Errors
+    /// The kernel does not tell.
+    pub fn peer(&self) -> io::Result<Peer> {
+        Peer::of(&self.stream)
     }
 
     /// The connection, for a process that is to speak after this one has died.

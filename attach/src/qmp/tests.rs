@@ -60,7 +60,8 @@ fn commands_are_answered_by_id_and_events_reach_the_listener() {
         (event.name.as_str(), &event.data["guest"]),
         ("RESET", &json!(true))
     );
-    assert_eq!(qmp.peer(), Some(std::process::id()));
+    let peer = qmp.peer().expect("known");
+    assert_eq!(peer.pid, Some(std::process::id()));
     drop(qmp);
     assert!(events.recv().is_err(), "this side's own end is no event");
 }

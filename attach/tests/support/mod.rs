@@ -4,6 +4,7 @@
 
 pub mod bad_input;
 pub mod daemon;
+pub mod hostile;
 pub mod hotplug;
 pub mod kill;
 pub mod libvirt;

@@ -6,7 +6,7 @@ use std::io::Write;
 use std::os::unix::net::UnixStream;
 
 use patchbay_attach::PauseWay;
-use patchbay_attach::nested::FOLDER;
+use patchbay_attach::kvm::FOLDER;
 use patchbay_service::keys::ListQuery;
 use patchbay_service::keys::registry::discovery::Discoverable;
 

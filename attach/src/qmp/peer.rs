@@ -1,15 +1,66 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The process that listens on a unix socket, found without a connection to it.
+//! The process that a unix socket belongs to.
 
 use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::sys::socket::{getsockopt, sockopt};
+
+use crate::process::Process;
 
 /// Flag of a socket that listens (`__SO_ACCEPTCON` in `include/linux/net.h`).
 const LISTENS: &str = "00010000";
 
-/// `None`: it is in another namespace, its socket has a relative name, or this user may not look into it.
+/// The process that called listen() on the socket of a connection, as the kernel noted it then. It need not be the one that answers.
+#[derive(Debug)]
+pub struct Peer {
+    /// Its number then; `None`: it is in another PID namespace.
+    pub pid: Option<u32>,
+    /// Its effective user then.
+    pub user: u32,
+    /// The process itself; `ENOPROTOOPT` before Linux 6.5.
+    pub pidfd: Result<OwnedFd, Errno>,
+}
+
+impl Peer {
+    pub(super) fn of(stream: &UnixStream) -> io::Result<Self> {
+        let credentials = getsockopt(stream, sockopt::PeerCredentials)?;
+        Ok(Self {
+            pid: u32::try_from(credentials.pid())
+                .ok()
+                .filter(|pid| *pid != 0),
+            user: credentials.uid(),
+            pidfd: getsockopt(stream, sockopt::PeerPidfd),
+        })
+    }
+}
+
+/// The process that listens on a socket, found without a connection to it. `None`: it is in another namespace, its socket has a relative
+/// name, or this user may not look into it.
 pub fn owner(path: &Path) -> Option<u32> {
+    let socket = listening_socket(path)?;
+    let processes = fs::read_dir("/proc").ok()?.flatten();
+    let mut processes = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    processes.find(|pid| Process::open(*pid).is_ok_and(|process| has(&process, &socket)))
+}
+
+/// Whether a process has the socket that listens at `path`. False also if it is in another network namespace.
+pub fn listens(process: &Process, path: &Path) -> bool {
+    listening_socket(path).is_some_and(|socket| has(process, &socket))
+}
+
+fn has(process: &Process, socket: &Path) -> bool {
+    let descriptors = process.descriptors().unwrap_or_default();
+    descriptors.iter().any(|(_, to)| to == socket)
+}
+
+/// The socket that listens at `path`, as the kernel names it among descriptors.
+fn listening_socket(path: &Path) -> Option<PathBuf> {
     let file = |path: &Path| {
         let metadata = fs::metadata(path).ok()?;
         Some((metadata.dev(), metadata.ino()))
@@ -21,16 +72,7 @@ pub fn owner(path: &Path) -> Option<u32> {
         .filter_map(listening)
         .find(|(_, name)| name.is_absolute() && file(name) == Some(wanted))
         .map(|(inode, _)| inode.to_owned())?;
-    let link = format!("socket:[{inode}]");
-    let has_it = |pid: &u32| {
-        let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).ok();
-        let mut descriptors = descriptors.into_iter().flatten().flatten();
-        descriptors.any(|entry| fs::read_link(entry.path()).is_ok_and(|to| to == Path::new(&link)))
-    };
-    let processes = fs::read_dir("/proc").ok()?.flatten();
-    processes
-        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .find(has_it)
+    Some(PathBuf::from(format!("socket:[{inode}]")))
 }
 
 /// Inode and name of a line of /proc/net/unix, if its socket listens.
@@ -59,8 +101,11 @@ mod tests {
         let _client = UnixStream::connect(&path).expect("it listens");
         let (_accepted, _) = listener.accept().expect("a client");
         assert_eq!(owner(&path), Some(std::process::id()));
+        let own = Process::open(std::process::id()).expect("it runs");
+        assert!(listens(&own, &path));
         drop(listener);
         assert_eq!(owner(&path), None, "the accepted socket has its name");
+        assert!(!listens(&own, &path));
     }
 
     #[test]

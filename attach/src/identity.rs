@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Which process an attacher stops and writes to. QEMU's word is not enough: whoever answers on a socket could name the threads and the
+//! addresses of any process, and an attacher may have rights that the answering process does not have.
+//!
+//! | claim | proof |
+//! |---|---|
+//! | the process | the kernel's pidfd of the one that called listen(), or the number that the operator gave |
+//! | the process speaks for the socket | its real, effective and saved user are the one that called listen(), or root called it |
+//! | the vCPUs' threads | threads of the process; with KVM also [`kvm::prove`] |
+//! | the guest's RAM | writable mappings of the process ([`Process::mapping`]) |
+
+use std::path::Path;
+
+use nix::errno::Errno;
+
+use crate::error::AttachError;
+use crate::kvm;
+use crate::process::Process;
+use crate::qmp::{Peer, listens};
+
+/// The process that called listen() on the socket at `path`.
+///
+/// # Errors
+/// It has ended, or it is in another PID namespace.
+pub fn listener(peer: Peer, path: &Path) -> Result<Process, AttachError> {
+    let refused = |what: &str| {
+        AttachError::Refused(format!(
+            "the process that listens on {} {what}; give QEMU's process id by --pid",
+            path.display()
+        ))
+    };
+    match peer.pidfd {
+        Ok(pidfd) => {
+            Process::of(pidfd).map_err(|_| refused("has ended, or is in another PID namespace"))
+        }
+        // Linux before 6.5 notes the number, which may be another process's by now. The start time of that one does not tell: it may be
+        // older than this connection. But it does not have the socket.
+        Err(Errno::ENOPROTOOPT) => {
+            let number = peer
+                .pid
+                .ok_or_else(|| refused("is in another PID namespace"))?;
+            let process = Process::open(number)?;
+            match listens(&process, path) {
+                true => Ok(process),
+                false => Err(refused(&format!(
+                    "was process {number}, which does not have the socket"
+                ))),
+            }
+        }
+        Err(_) => Err(refused("has ended")),
+    }
+}
+
+/// Refuses a process whose memory the listener could not have changed itself.
+///
+/// # Errors
+/// [`AttachError`].
+pub fn same_user(process: &Process, listener: u32) -> Result<(), AttachError> {
+    let users = process.users()?;
+    if listener == 0 || users == [listener; 3] {
+        return Ok(());
+    }
+    Err(AttachError::Refused(format!(
+        "user {listener} listens on the QMP socket, and process {} has the real, effective and saved users {users:?}: it is not the \
+         process that answers; give the process id of the guest's QEMU by --pid",
+        process.pid()
+    )))
+}
+
+/// The vCPUs' threads here, by their ids in the process's PID namespace.
+///
+/// # Errors
+/// The process has no such threads, or the host does not show that they run vCPUs.
+pub fn vcpus(process: &Process, theirs: &[u32], kvm: bool) -> Result<Vec<u32>, AttachError> {
+    let ours = process.threads(theirs).ok_or_else(|| {
+        AttachError::Refused(format!(
+            "QEMU says that its vCPUs are the threads {theirs:?}, and process {} has no such threads; give QEMU's process id by --pid",
+            process.pid()
+        ))
+    })?;
+    if kvm {
+        kvm::prove(process, &ours)?;
+    }
+    Ok(ours)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::process::Command;
+
+    use super::*;
+
+    fn peer(pidfd: Result<std::os::fd::OwnedFd, Errno>, pid: u32) -> Peer {
+        Peer {
+            pid: Some(pid),
+            user: 0,
+            pidfd,
+        }
+    }
+
+    /// As before Linux 6.5.
+    fn old(pid: u32) -> Peer {
+        peer(Err(Errno::ENOPROTOOPT), pid)
+    }
+
+    #[test]
+    fn a_number_that_another_process_has_by_now_is_not_the_listeners() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("qmp");
+        let _listener = UnixListener::bind(&path).expect("free");
+        let own = std::process::id();
+        assert_eq!(listener(old(own), &path).expect("it listens").pid(), own);
+        let other = Command::new("sleep").arg("1000").spawn();
+        let mut other = other.expect("coreutils");
+        let error = listener(old(other.id()), &path).expect_err("it does not listen");
+        assert!(
+            error.to_string().contains("does not have the socket"),
+            "{error}"
+        );
+        other.kill().expect("it runs");
+        other.wait().expect("it has ended");
+        for ended in [peer(Err(Errno::EINVAL), own), peer(Err(Errno::ESRCH), own)] {
+            let error = listener(ended, &path).expect_err("it has ended");
+            assert!(error.to_string().contains("has ended"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_process_of_another_user_is_not_the_listener() {
+        let process = Process::open(std::process::id()).expect("it runs");
+        let user = rustix::process::getuid().as_raw();
+        same_user(&process, user).expect("the same");
+        same_user(&process, 0).expect("root may anything");
+        let error = same_user(&process, 12345).expect_err("another one");
+        assert!(error.to_string().contains("user 12345"), "{error}");
+    }
+}

@@ -1,0 +1,429 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A process that speaks QMP and lies: about where its guest's memory is, about its threads, or about who it is.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::mpsc::channel;
+
+use kvm_ioctls::Kvm;
+use nix::libc;
+use patchbay_attach::error::AttachError;
+use patchbay_attach::memory::Access;
+use patchbay_attach::{Options, PauseWay, Target, attach};
+use patchbay_service::guest::Guest;
+use serde_json::{Value, json};
+use vm_memory::{FileOffset, MmapRegion};
+
+use super::{Accelerator, DEADLINE, Process, options};
+
+/// Makes the test's program the hostile monitor; the value is a [`Lies`] in JSON.
+const HOSTILE: &str = "PATCHBAY_TEST_HOSTILE";
+const GREETING: &str =
+    r#"{"QMP": {"version": {"qemu": {"micro": 0, "minor": 2, "major": 9}}, "capabilities": []}}"#;
+/// Bytes of the memory that it maps.
+const SIZE: usize = 1 << 20;
+/// Address of the guest that an attacher changes.
+const TARGET: u64 = 0x2000;
+const NOBODY: u32 = 65534;
+
+/// The lies. What is not set is true.
+#[derive(Clone, Debug, Default)]
+struct Lies {
+    /// File of the guest's memory; private memory without one.
+    file: Option<PathBuf>,
+    /// The mapping may not be written.
+    maps_read_only: bool,
+    /// Its descriptor may not be written.
+    opens_read_only: bool,
+    /// Bytes of RAM that it claims.
+    claims_bytes: Option<usize>,
+    /// Address of the RAM in the process that it claims to be.
+    claims_address: Option<u64>,
+    /// Ids of its vCPUs' threads.
+    claims_threads: Option<Vec<u32>>,
+    /// vCPUs of its KVM VM; `None`: it has no VM.
+    has_vcpus: Option<usize>,
+    /// It claims KVM.
+    claims_kvm: bool,
+    /// Runs as this user.
+    user: Option<u32>,
+    /// CR4 of its vCPU.
+    cr4: u64,
+    /// The statistics of its vCPU, one answer after the other; the last one is repeated.
+    stats: Vec<Value>,
+}
+
+impl Lies {
+    fn json(&self) -> Value {
+        json!({
+            "file": self.file,
+            "maps_read_only": self.maps_read_only,
+            "opens_read_only": self.opens_read_only,
+            "claims_bytes": self.claims_bytes.unwrap_or(SIZE),
+            "claims_address": self.claims_address,
+            "claims_threads": self.claims_threads,
+            "has_vcpus": self.has_vcpus,
+            "claims_kvm": self.claims_kvm,
+            "cr4": self.cr4,
+            "stats": self.stats,
+        })
+    }
+}
+
+/// A running hostile monitor.
+struct Hostile {
+    child: Process,
+    folder: tempfile::TempDir,
+}
+
+impl Hostile {
+    /// In a process of its own, which runs `test` of this program.
+    fn start(test: &str, lies: &Lies) -> Self {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let everybody = fs::Permissions::from_mode(0o777);
+        fs::set_permissions(folder.path(), everybody).expect("its owner");
+        let mut command = command(test, lies);
+        command.env("SOCKET", folder.path().join("qmp"));
+        let child = started(&mut command);
+        Self { child, folder }
+    }
+
+    /// With a socket that this process listens on.
+    fn start_inherited(test: &str, lies: &Lies) -> Self {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let listener = UnixListener::bind(folder.path().join("qmp")).expect("free");
+        let mut command = command(test, lies);
+        command.stdin(Stdio::from(OwnedFd::from(listener)));
+        let child = started(&mut command);
+        Self { child, folder }
+    }
+
+    fn options(&self, accelerator: Accelerator) -> Options {
+        options(self.socket(), PauseWay::Freeze, accelerator)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.path().join("qmp")
+    }
+}
+
+fn command(test: &str, lies: &Lies) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("a program"));
+    command
+        .args(["--exact", test, "--nocapture"])
+        .env(HOSTILE, lies.json().to_string())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped());
+    if let Some(user) = lies.user {
+        command.uid(user);
+    }
+    command
+}
+
+/// Waits until it listens.
+fn started(command: &mut Command) -> Process {
+    let mut child = Process(command.spawn().expect("this program"));
+    let output = BufReader::new(child.stdout.take().expect("piped"));
+    let mut lines = output.lines().map_while(Result::ok);
+    assert!(lines.any(|line| line.ends_with("LISTENS")), "it has ended");
+    child
+}
+
+/// The hostile monitor, if this process is to be one. It does not return then.
+fn play() {
+    let Ok(lies) = std::env::var(HOSTILE) else {
+        return;
+    };
+    let lies: Value = serde_json::from_str(&lies).expect("JSON");
+    let map = map(&lies);
+    let address = lies["claims_address"].as_u64();
+    let address = address.unwrap_or(map.as_ptr() as u64);
+    let vcpus = lies["has_vcpus"].as_u64();
+    let _vm = vcpus.map(|vcpus| {
+        let vm = Kvm::new().expect("/dev/kvm").create_vm().expect("a VM");
+        let vcpus: Vec<_> = (0..vcpus)
+            .map(|id| vm.create_vcpu(id).expect("a vCPU"))
+            .collect();
+        (vm, vcpus)
+    });
+    let threads = match lies["claims_threads"].as_array() {
+        Some(threads) => threads.clone(),
+        None => vec![idle_thread().into()],
+    };
+    let listener = match std::env::var_os("SOCKET") {
+        Some(path) => UnixListener::bind(path).expect("free"),
+        None => {
+            let inherited = std::io::stdin().as_fd().try_clone_to_owned();
+            UnixListener::from(inherited.expect("a descriptor"))
+        }
+    };
+    println!("LISTENS");
+    let mut stats = lies["stats"].as_array().expect("a list").clone();
+    for stream in listener.incoming().map_while(Result::ok) {
+        serve(&stream, &lies, address, &threads, &mut stats);
+    }
+    std::process::exit(0);
+}
+
+/// The memory of the guest that it does not have.
+fn map(lies: &Value) -> MmapRegion {
+    let is = |name: &str| lies[name] == true;
+    let protection = match is("maps_read_only") {
+        true => libc::PROT_READ,
+        false => libc::PROT_READ | libc::PROT_WRITE,
+    };
+    let file = lies["file"].as_str().map(|path| {
+        let mut file = File::options();
+        file.read(true).write(!is("opens_read_only"));
+        FileOffset::new(file.open(path).expect("it may be opened"), 0)
+    });
+    let flags = match file {
+        Some(_) => libc::MAP_SHARED,
+        None => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+    };
+    MmapRegion::build(file, SIZE, protection, flags).expect("room")
+}
+
+/// Id of a thread that waits for ever.
+fn idle_thread() -> u32 {
+    let (sender, id) = channel();
+    std::thread::spawn(move || {
+        let id = rustix::thread::gettid().as_raw_nonzero().get();
+        let _ = sender.send(id.cast_unsigned());
+        loop {
+            std::thread::park();
+        }
+    });
+    id.recv().expect("it runs")
+}
+
+/// Answers a client until it is gone.
+fn serve(
+    stream: &UnixStream,
+    lies: &Value,
+    address: u64,
+    threads: &[Value],
+    stats: &mut Vec<Value>,
+) {
+    let mut to = stream;
+    let mut say = |message: &str| writeln!(to, "{message}").is_ok();
+    if !say(GREETING) {
+        return;
+    }
+    for line in BufReader::new(stream).lines().map_while(Result::ok) {
+        let Ok(command) = serde_json::from_str::<Value>(&line) else {
+            return;
+        };
+        let mut answer = match answer(&command, lies, address, threads, stats) {
+            Some(value) => json!({ "return": value }),
+            None => json!({ "error": { "class": "GenericError", "desc": "not in the script" } }),
+        };
+        answer["id"] = command["id"].clone();
+        if !say(&answer.to_string()) {
+            return;
+        }
+    }
+}
+
+fn answer(
+    command: &Value,
+    lies: &Value,
+    address: u64,
+    threads: &[Value],
+    stats: &mut Vec<Value>,
+) -> Option<Value> {
+    let thread = |id: &Value| json!({ "thread-id": id });
+    Some(match command["execute"].as_str()? {
+        "qmp_capabilities" | "stop" | "cont" | "query-migrate" => json!({}),
+        "query-kvm" => json!({ "enabled": lies["claims_kvm"], "present": true }),
+        "query-status" => json!({ "status": "running", "running": true }),
+        "query-name" => json!({ "name": "hostile" }),
+        "query-cpus-fast" => threads.iter().map(thread).collect(),
+        "query-memdev" => json!([{ "id": "ram0" }]),
+        "query-memory-devices" => json!([]),
+        "query-stats" => match stats.len() {
+            0 => return None,
+            1 => stats[0].clone(),
+            _ => stats.remove(0),
+        },
+        "human-monitor-command" => text(
+            command["arguments"]["command-line"].as_str()?,
+            lies,
+            address,
+        )?
+        .into(),
+        _ => return None,
+    })
+}
+
+fn text(line: &str, lies: &Value, address: u64) -> Option<String> {
+    let last = lies["claims_bytes"].as_u64()? - 1;
+    if let Some(guests) = line.strip_prefix("gpa2hva 0x") {
+        let guests = u64::from_str_radix(guests, 16).ok()?;
+        return Some(format!(
+            "Host virtual address for {guests:#x} (ram0) is {:#x}\r\n",
+            address + guests
+        ));
+    }
+    Some(match line {
+        "info mtree -f" => format!(
+            "FlatView #0\n AS \"memory\", root: system\n Root memory region: system\n  {:016x}-{last:016x} (prio 0, ram): ram0 KVM\n",
+            0
+        ),
+        "info mtree" => format!(
+            "    {:016x}-{last:016x} (prio 0, i/o): alias ram-below-4g @ram0 {:016x}-{last:016x}\n\nmemory-region: ram0\n  {:016x}-{last:016x} (prio 0, ram): ram0\n",
+            0, 0, 0
+        ),
+        "info registers -a" => registers(lies["cr4"].as_u64()?),
+        _ => return None,
+    })
+}
+
+fn registers(cr4: u64) -> String {
+    format!(
+        "\r\nCPU#0\r\nRIP=ffffffff81000000\r\nIDT=     fffffe0000000000 00000fff\r\n\
+         CR0=80050033 CR2=0 CR3=1000 CR4={cr4:08x}\r\nEFER=0000000000000d01\r\n"
+    )
+}
+
+fn refusal(options: &Options) -> String {
+    let refused = attach(options).map(|guest| format!("attached to {guest:?}"));
+    refused.expect_err("refused").to_string()
+}
+
+/// Whether an attacher that is not refused changes the guest's memory.
+fn writes(options: &Options) -> Result<bool, AttachError> {
+    let guest = attach(options)?;
+    let paused = guest.pause(DEADLINE).expect("stopped");
+    let written = guest.ram().write(TARGET, b"flipped").is_ok();
+    drop(paused);
+    Ok(written)
+}
+
+/// A file that the monitor may read, and that its memory is said to be in, is not written.
+pub fn files_of_others(test: &str) {
+    play();
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let file = folder.path().join("victim");
+    for (opens_read_only, bytes) in [(true, SIZE), (false, SIZE), (false, 2 * SIZE)] {
+        let content = vec![0x90; 2 * SIZE];
+        fs::write(&file, &content).expect("room");
+        let lies = Lies {
+            file: Some(file.clone()),
+            opens_read_only,
+            maps_read_only: bytes == SIZE,
+            claims_bytes: Some(bytes),
+            ..Lies::default()
+        };
+        let hostile = Hostile::start(test, &lies);
+        for access in [Access::Auto, Access::File, Access::Process] {
+            let options = Options {
+                access,
+                ..hostile.options(Accelerator::Tcg)
+            };
+            let wrote = writes(&options);
+            assert!(fs::read(&file).expect("there") == content, "{wrote:?}");
+            let error = wrote.expect_err("refused").to_string();
+            let expected = match bytes {
+                SIZE => "may not write",
+                _ => "in one run",
+            };
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+    // Its own file is written.
+    let lies = Lies {
+        file: Some(file.clone()),
+        ..Lies::default()
+    };
+    let honest = Hostile::start(test, &lies);
+    for access in [Access::File, Access::Process] {
+        fs::write(&file, vec![0x90; SIZE]).expect("room");
+        let options = Options {
+            access,
+            ..honest.options(Accelerator::Tcg)
+        };
+        assert!(writes(&options).expect("attached"));
+        let mut found = [0; 7];
+        let file = File::open(&file).expect("there");
+        file.read_exact_at(&mut found, TARGET).expect("long enough");
+        assert_eq!(&found, b"flipped");
+    }
+}
+
+/// A process that the monitor points at is not touched, whatever it says.
+pub fn other_processes(test: &str) {
+    play();
+    if let Err(error) = Kvm::new() {
+        eprintln!("SKIPPED: /dev/kvm cannot be opened ({error})");
+        return;
+    }
+    let kvm = |lies: &Lies| Lies {
+        claims_kvm: true,
+        ..lies.clone()
+    };
+    let truth = kvm(&Lies {
+        has_vcpus: Some(1),
+        ..Lies::default()
+    });
+    let strict = |hostile: &Hostile| hostile.options(Accelerator::Kvm);
+    let honest = Hostile::start(test, &truth);
+    assert!(writes(&strict(&honest)).expect("it has a VM and a vCPU"));
+    let by_pid = Options {
+        target: Target::Qmp(honest.socket(), Some(honest.child.id())),
+        ..strict(&honest)
+    };
+    assert!(writes(&by_pid).expect("it is that process"));
+
+    // Without a VM, and with fewer vCPUs than threads.
+    let hostile = Hostile::start(test, &kvm(&Lies::default()));
+    let error = refusal(&strict(&hostile));
+    assert!(error.contains("has no KVM VM"), "{error}");
+    let none = Lies {
+        has_vcpus: Some(0),
+        ..truth.clone()
+    };
+    let error = refusal(&strict(&Hostile::start(test, &none)));
+    assert!(error.contains("1 vCPUs") && error.contains("0"), "{error}");
+
+    // This process listens, and another one answers: it says that this one's thread is its vCPU.
+    let victim = vec![0x90_u8; SIZE];
+    let lies = Lies {
+        claims_threads: Some(vec![idle_thread()]),
+        claims_address: Some(victim.as_ptr() as u64),
+        ..kvm(&Lies::default())
+    };
+    let hostile = Hostile::start_inherited(test, &lies);
+    let wrote = writes(&strict(&hostile));
+    assert!(victim.iter().all(|byte| *byte == 0x90), "{wrote:?}");
+    let error = wrote.expect_err("refused").to_string();
+    assert!(error.contains("has no KVM VM"), "{error}");
+    drop(hostile);
+
+    // This process has a VM as well, and belongs to another user.
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED: only root can start a process of another user");
+        return;
+    }
+    let vm = Kvm::new().expect("/dev/kvm").create_vm().expect("a VM");
+    let _vcpu = vm.create_vcpu(0).expect("a vCPU");
+    let lies = Lies {
+        user: Some(NOBODY),
+        ..lies
+    };
+    let hostile = Hostile::start(test, &lies);
+    let named = Options {
+        target: Target::Qmp(hostile.socket(), Some(std::process::id())),
+        ..strict(&hostile)
+    };
+    let wrote = writes(&named);
+    assert!(victim.iter().all(|byte| *byte == 0x90), "{wrote:?}");
+    let error = wrote.expect_err("refused").to_string();
+    assert!(error.contains("user 65534"), "{error}");
+}
