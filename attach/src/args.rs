@@ -87,7 +87,7 @@ pub struct Options {
     #[arg(long)]
     pub allow_guarded: bool,
     /// Serve the agent of the guest that has this CID, on this port of the host's AF_VSOCK [default: the CID of QEMU's vhost-vsock
-    /// device, port 1024]
+    /// device if no other process of the host has one, port 1024]
     #[arg(long, value_name = "CID[:PORT]")]
     pub agent_vsock: Option<AgentVsock>,
     /// Declare the keys of the files in this folder safe to count from outside [default:

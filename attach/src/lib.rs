@@ -35,6 +35,7 @@ pub mod registers;
 mod resume;
 pub mod rollback;
 mod virsh;
+pub mod vsock;
 pub mod watchdog;
 mod wire;
 

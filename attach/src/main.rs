@@ -12,7 +12,7 @@ use anyhow::Context;
 use clap::{CommandFactory, Parser};
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::life::End;
-use patchbay_attach::{Options, Target, attach, watchdog};
+use patchbay_attach::{Options, Target, attach, vsock, watchdog};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::guest::Machine;
 use patchbay_service::keys::audit::AuditLog;
@@ -166,25 +166,33 @@ async fn serve(
     Ok(outcome)
 }
 
-/// Where the guest's agent connects to, if the guest has a vhost-vsock device. An address that was given must work.
+/// Where the guest's agent connects to, if the guest has a vhost-vsock device. An address that was given must work, and is the
+/// operator's word that the guest has it.
 fn agent_socket(
     given: Option<AgentVsock>,
     guest: &QemuGuest,
 ) -> anyhow::Result<Option<AgentSocket>> {
-    let address = match given {
-        Some(address) => address,
-        None => match guest.monitor().vsock_cid()? {
-            Some(cid) => AgentVsock::of(cid),
-            None => return Ok(None),
-        },
+    let bind = |AgentVsock { guest, port }: AgentVsock| {
+        AgentSocket::bind_vsock(guest, port).with_context(|| {
+            format!("port {port} of the host's AF_VSOCK cannot be listened on; give --agent-vsock {guest}:PORT and start the agent with --connect vsock:2:PORT")
+        })
     };
-    let AgentVsock { guest, port } = address;
-    let bound = AgentSocket::bind_vsock(guest, port).with_context(|| {
-        format!("port {port} of the host's AF_VSOCK cannot be listened on; give --agent-vsock {guest}:PORT and start the agent with --connect vsock:2:PORT")
-    });
-    match bound {
-        Ok(socket) => Ok(Some(socket)),
-        Err(error) if given.is_some() => Err(error),
+    if let Some(address) = given {
+        return bind(address).map(Some);
+    }
+    let Some(cid) = guest.monitor().vsock_cid()? else {
+        return Ok(None);
+    };
+    let process = Arc::clone(guest.process());
+    let confirm = move || {
+        vsock::is_only_device_of(&process).map_err(|why| {
+            format!("that CID {cid} is this guest's is QEMU's word alone, because {why}; give --agent-vsock {cid} if it is")
+        })
+    };
+    let bound = confirm().map_err(anyhow::Error::msg);
+    match bound.and_then(|()| bind(AgentVsock::of(cid))) {
+        // A guest that starts later may have the CID as well.
+        Ok(socket) => Ok(Some(socket.admitting(confirm))),
         Err(error) => {
             tracing::warn!("the guest's agent is not served: {error:#}");
             Ok(None)

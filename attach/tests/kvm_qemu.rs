@@ -81,6 +81,11 @@ fn processes_that_a_hostile_monitor_points_at() {
 }
 
 #[test]
+fn the_cid_that_a_hostile_monitor_names() {
+    support::hostile::cids_of_others("the_cid_that_a_hostile_monitor_names");
+}
+
+#[test]
 fn lifecycle() {
     support::lifecycle(Kvm);
 }

@@ -53,6 +53,8 @@ struct Lies {
     claims_kvm: bool,
     /// Runs as this user.
     user: Option<u32>,
+    /// CID of a vhost-vsock device.
+    claims_cid: Option<u32>,
     /// CR4 of its vCPU.
     cr4: u64,
     /// The statistics of its vCPU, one answer after the other; the last one is repeated.
@@ -70,6 +72,7 @@ impl Lies {
             "claims_threads": self.claims_threads,
             "has_vcpus": self.has_vcpus,
             "claims_kvm": self.claims_kvm,
+            "claims_cid": self.claims_cid,
             "cr4": self.cr4,
             "stats": self.stats,
         })
@@ -247,6 +250,8 @@ fn answer(
         "query-cpus-fast" => threads.iter().map(thread).collect(),
         "query-memdev" => json!([{ "id": "ram0" }]),
         "query-memory-devices" => json!([]),
+        "qom-list" => json!([{ "name": "vsock0", "type": "child<vhost-vsock-pci>" }]),
+        "qom-get" if command["arguments"]["property"] == "guest-cid" => lies["claims_cid"].clone(),
         "query-stats" => match stats.len() {
             0 => return None,
             1 => stats[0].clone(),
@@ -426,4 +431,39 @@ pub fn other_processes(test: &str) {
     assert!(victim.iter().all(|byte| *byte == 0x90), "{wrote:?}");
     let error = wrote.expect_err("refused").to_string();
     assert!(error.contains("user 65534"), "{error}");
+}
+
+/// The CID of another guest is not taken from a monitor that has no vhost-vsock device.
+pub fn cids_of_others(test: &str) {
+    play();
+    if let Err(error) = Kvm::new() {
+        eprintln!("SKIPPED: /dev/kvm cannot be opened ({error})");
+        return;
+    }
+    let lies = Lies {
+        claims_kvm: true,
+        has_vcpus: Some(1),
+        claims_cid: Some(7),
+        ..Lies::default()
+    };
+    let hostile = Hostile::start(test, &lies);
+    let mut attacher = Command::new(env!("CARGO_BIN_EXE_patchbay-attach"));
+    attacher
+        .args(["qemu", "--qmp"])
+        .arg(hostile.socket())
+        .arg("--api-socket")
+        .arg(hostile.folder.path().join("api"))
+        .stderr(Stdio::piped());
+    let mut attacher = Process(attacher.spawn().expect("it is built"));
+    let lines = BufReader::new(attacher.stderr.take().expect("piped")).lines();
+    let lines = lines.map_while(Result::ok);
+    let said: Vec<_> = lines
+        .take_while(|line| !line.starts_with("attached to "))
+        .collect();
+    let said = said.join("\n");
+    assert!(
+        said.contains("that CID 7 is this guest's is QEMU's word alone"),
+        "{said}"
+    );
+    assert!(said.contains("has no vhost-vsock device"), "{said}");
 }

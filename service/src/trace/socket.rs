@@ -5,9 +5,11 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream as StdStream;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use patchbay_proto::socket::{ListeningSocket, SocketError};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::net::{UnixListener, UnixStream};
@@ -21,6 +23,17 @@ const ANY_CID: u32 = u32::MAX;
 /// Linux requires CAP_NET_BIND_SERVICE for lower ports (`LAST_RESERVED_PORT`, `net/vmw_vsock/af_vsock.c`).
 const FIRST_UNPRIVILEGED_PORT: u32 = 1024;
 const BACKLOG: i32 = 128;
+/// Minimum time between two decisions of an [`Admission`]: a guest may connect as often as it likes.
+const BETWEEN_DECISIONS: Duration = Duration::from_secs(1);
+
+/// Decides about a connection from the guest's CID. An error says why it is closed.
+struct Admission(Box<dyn Fn() -> Result<(), String> + Send + Sync>);
+
+impl std::fmt::Debug for Admission {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Admission")
+    }
+}
 
 /// Path of the socket that the agent's connections arrive on: the vsock device's path with the port
 /// appended.
@@ -41,7 +54,11 @@ enum Bound {
     /// The monitor's vsock device forwards connections to it. Dropping it removes the file.
     Unix(ListeningSocket),
     /// The host kernel's vhost-vsock device forwards every guest's connections to it.
-    Vsock { listener: Socket, guest: u32 },
+    Vsock {
+        listener: Socket,
+        guest: u32,
+        admission: Option<Arc<Admission>>,
+    },
 }
 
 impl AgentSocket {
@@ -65,7 +82,26 @@ impl AgentSocket {
         listener.bind(&SockAddr::vsock(ANY_CID, port))?;
         listener.listen(BACKLOG)?;
         listener.set_nonblocking(true)?;
-        Ok(Self(Bound::Vsock { listener, guest }))
+        Ok(Self(Bound::Vsock {
+            listener,
+            guest,
+            admission: None,
+        }))
+    }
+
+    /// Asks `admission` about each connection to an AF_VSOCK port, at most once a second. An error says why it is closed.
+    #[must_use]
+    pub fn admitting(
+        mut self,
+        admission: impl Fn() -> Result<(), String> + Send + Sync + 'static,
+    ) -> Self {
+        if let Bound::Vsock {
+            admission: asked, ..
+        } = &mut self.0
+        {
+            *asked = Some(Arc::new(Admission(Box::new(admission))));
+        }
+        self
     }
 
     /// The listener, registered with the current runtime.
@@ -75,13 +111,20 @@ impl AgentSocket {
     pub(super) fn listener(&self) -> io::Result<AgentListener> {
         Ok(match &self.0 {
             Bound::Unix(socket) => AgentListener::Unix(socket.tokio_listener()?),
-            Bound::Vsock { listener, guest } => {
+            Bound::Vsock {
+                listener,
+                guest,
+                admission,
+            } => {
                 let (listener, guest) = (listener.try_clone()?, *guest);
+                let admission = admission.clone();
                 let (own, threads) = StdStream::pair()?;
                 let (sender, accepted) = mpsc::channel(1);
                 std::thread::Builder::new()
                     .name("agent-vsock".to_owned())
-                    .spawn(move || accept_vsock(&listener, guest, &threads, &sender))?;
+                    .spawn(move || {
+                        accept_vsock(&listener, guest, admission.as_deref(), &threads, &sender);
+                    })?;
                 AgentListener::Vsock {
                     accepted: tokio::sync::Mutex::new(accepted),
                     _thread: own,
@@ -118,9 +161,11 @@ impl AgentListener {
 fn accept_vsock(
     listener: &Socket,
     guest: u32,
+    admission: Option<&Admission>,
     stop: &StdStream,
     accepted: &mpsc::Sender<io::Result<StdStream>>,
 ) {
+    let mut next_decision = Instant::now();
     loop {
         let mut fds =
             [listener.as_fd(), stop.as_fd()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
@@ -132,6 +177,18 @@ fn accept_vsock(
         let next = match listener.accept() {
             // A Unix stream calls read(), write() and shutdown(), which are the same for every stream socket.
             Ok((stream, peer)) if is_agent(peer.as_vsock_address(), guest) => {
+                if let Some(Admission(decide)) = admission {
+                    if ends_before(stop, next_decision) {
+                        return;
+                    }
+                    // While the connection is open, so that its guest has not ended.
+                    let decision = decide();
+                    next_decision = Instant::now() + BETWEEN_DECISIONS;
+                    if let Err(why) = decision {
+                        limited!(warn, why, "a connection of the agent was closed");
+                        continue;
+                    }
+                }
                 let prepared = stream.set_nonblocking(true);
                 prepared.map(|()| StdStream::from(OwnedFd::from(stream)))
             }
@@ -153,6 +210,19 @@ fn accept_vsock(
     }
 }
 
+/// Waits for a time, or for the end of the listener, and returns whether it ended.
+fn ends_before(stop: &StdStream, time: Instant) -> bool {
+    loop {
+        let left = time.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).ok();
+        let mut fds = [PollFd::from_borrowed_fd(stop.as_fd(), PollFlags::IN)];
+        match poll(&mut fds, left.as_ref()) {
+            Err(Errno::INTR) => {}
+            ended => return ended != Ok(0),
+        }
+    }
+}
+
 /// The monitor's own vsock device makes the same check of the port.
 fn is_agent(peer: Option<(u32, u32)>, guest: u32) -> bool {
     peer.is_some_and(|(cid, port)| cid == guest && port < FIRST_UNPRIVILEGED_PORT)
@@ -169,6 +239,20 @@ mod tests {
             assert!(!is_agent(other, 7), "{other:?}");
         }
     }
+
+    #[test]
+    fn the_time_until_a_decision_ends_with_the_listener() {
+        let (ours, theirs) = StdStream::pair().expect("a pair");
+        assert!(!ends_before(&theirs, Instant::now()));
+        let soon = Instant::now() + Duration::from_millis(10);
+        assert!(!ends_before(&theirs, soon) && Instant::now() >= soon);
+        drop(ours);
+        assert!(ends_before(
+            &theirs,
+            Instant::now() + Duration::from_secs(1000)
+        ));
+    }
+
     /// The thread ends with the listener, and the port is free with the socket.
     #[tokio::test]
     async fn a_port_of_the_host_is_bound_once() {
