@@ -35,8 +35,9 @@ impl Discoverable for QemuGuest {
 
     fn cpus(&self) -> Result<Option<Vec<Cpu>>, String> {
         let nesting = || {
+            let told = self.monitor().nesting(PATIENCE);
             let folder = Path::new(kvm::FOLDER);
-            Nesting::in_debugfs(folder, kvm::pid_namespace(), self.process().pid())
+            told.or_else(|| Nesting::in_debugfs(folder, kvm::pid_namespace(), self.process().pid()))
         };
         let looks = || (nesting(), self.monitor().registers(PATIENCE), nesting());
         let (before, registers, after) = unless_held(&self.watch, || self.is_held(), looks)?;

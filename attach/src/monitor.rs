@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use crate::error::AttachError;
 use crate::flat_view::{self, RamRange, Removal};
 use crate::libvirt::Domain;
+use crate::nested::{self, Nesting};
 use crate::qmp::{Qmp, QmpError};
 use crate::registers::{self, Registers};
 
@@ -291,6 +292,16 @@ impl Monitor {
                 text.trim()
             ))),
         }
+    }
+
+    /// What KVM counts of nested guests; `None` if QEMU, which knows the command since 7.1, does not tell. Like [`Self::registers`], this
+    /// may wait for the vCPUs' threads.
+    #[must_use]
+    pub fn nesting(&self, patience: Duration) -> Option<Nesting> {
+        let provider = json!({ "provider": "kvm", "names": nested::STATISTICS });
+        let arguments = json!({ "target": "vcpu", "providers": [provider] });
+        let answer = self.execute("query-stats", arguments, patience).ok()?;
+        Nesting::of_statistics(&answer)
     }
 
     /// The registers of each vCPU.

@@ -1,8 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Whether a vCPU runs a guest of its own, as the host's KVM shows it in debugfs (since Linux 5.14).
+//! Whether a vCPU runs a guest of its own. KVM counts it (since Linux 5.14), and shows it twice:
+//!
+//! | source | needs |
+//! |---|---|
+//! | QEMU's `query-stats` | QEMU 7.1 |
+//! | debugfs of the host | root, the initial PID namespace |
+//!
+//! QEMU is asked first. It also tells the registers that are doubted, so its word is as good for the one as for the other.
 
 use std::collections::BTreeMap;
 use std::path::Path;
+
+use serde_json::Value;
 
 use crate::kvm;
 
@@ -21,6 +30,32 @@ pub struct Nesting {
 }
 
 impl Nesting {
+    /// What QEMU answers to `query-stats`; `None` if it does not tell.
+    #[must_use]
+    pub fn of_statistics(answer: &Value) -> Option<Self> {
+        let vcpus = answer.as_array()?;
+        let mut found = Self {
+            entries: BTreeMap::new(),
+            vcpus: vcpus.len(),
+            inside: false,
+        };
+        for vcpu in vcpus {
+            let statistics = vcpu["stats"].as_array()?;
+            let value = |name| {
+                let named = statistics.iter().find(|one| one["name"] == name)?;
+                let value = &named["value"];
+                value.as_u64().or(value.as_bool().map(u64::from))
+            };
+            let [inside, entries] = STATISTICS.map(value);
+            found.inside |= inside? != 0;
+            let path = vcpu["qom-path"].as_str()?.to_owned();
+            if found.entries.insert(path, entries?).is_some() {
+                return None;
+            }
+        }
+        Some(found)
+    }
+
     /// What debugfs shows of the guest of a process; `None` if it is not known.
     #[must_use]
     pub fn in_debugfs(folder: &Path, namespace: Option<u64>, pid: u32) -> Option<Self> {
@@ -53,6 +88,8 @@ impl Nesting {
 #[cfg(test)]
 mod tests {
     use std::fs;
+
+    use serde_json::json;
 
     use super::*;
 
@@ -90,5 +127,70 @@ mod tests {
         write("7-12/nested_run", "5\n");
         assert_eq!(look(), None, "two guests");
         assert!(!Nesting::never_between(None, None, 0));
+    }
+
+    /// What QEMU 7.2 answers for a guest with two vCPUs.
+    fn statistics(inside: Value, entries: u64) -> Value {
+        let vcpu = |path: &str, inside: &Value, entries| {
+            json!({ "provider": "kvm", "qom-path": path, "stats": [
+                { "name": "guest_mode", "value": inside },
+                { "name": "nested_run", "value": entries },
+            ]})
+        };
+        json!([
+            vcpu("/machine/unattached/device[2]", &json!(false), 7),
+            vcpu("/machine/unattached/device[0]", &inside, entries),
+        ])
+    }
+
+    #[test]
+    fn statistics_of_qemu_tell_the_same() {
+        let look = |answer: &Value| Nesting::of_statistics(answer).expect("known");
+        let never = |before: &Value, after: &Value, vcpus| {
+            Nesting::never_between(Some(&look(before)), Some(&look(after)), vcpus)
+        };
+        for outside in [json!(false), json!(0)] {
+            let before = statistics(outside.clone(), 5);
+            assert!(never(&before, &before, 2));
+            assert!(!never(&before, &before, 3), "a vCPU is missing");
+            assert!(!never(&before, &statistics(outside, 6), 2), "it was inside");
+        }
+        for inside in [json!(true), json!(1)] {
+            let inside = statistics(inside, 5);
+            assert!(!never(&inside, &inside, 2), "it is inside");
+        }
+        let none = look(&json!([]));
+        assert!(!Nesting::never_between(Some(&none), Some(&none), 1));
+        let debugfs = Nesting {
+            entries: BTreeMap::from([("7-11".to_owned(), 5)]),
+            vcpus: 2,
+            inside: false,
+        };
+        let other = look(&statistics(json!(false), 5));
+        assert!(!Nesting::never_between(Some(&debugfs), Some(&other), 2));
+    }
+
+    #[test]
+    fn statistics_that_lack_something_tell_nothing() {
+        let complete = statistics(json!(false), 5);
+        for path in [
+            "/0/stats",
+            "/1/stats/0/value",
+            "/1/stats/1/name",
+            "/0/qom-path",
+        ] {
+            for nonsense in [Value::Null, json!({}), json!(-1), json!("guest_mode")] {
+                let mut answer = complete.clone();
+                *answer.pointer_mut(path).expect("there") = nonsense.clone();
+                let accepted = Nesting::of_statistics(&answer);
+                let name = path.ends_with("qom-path") && nonsense.is_string();
+                assert_eq!(accepted.is_some(), name, "{path}: {nonsense}");
+            }
+        }
+        let mut twice = complete.clone();
+        twice[0]["qom-path"] = complete[1]["qom-path"].clone();
+        for answer in [Value::Null, json!({}), json!([7]), twice] {
+            assert_eq!(Nesting::of_statistics(&answer), None, "{answer}");
+        }
     }
 }

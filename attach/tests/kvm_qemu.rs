@@ -86,6 +86,11 @@ fn the_cid_that_a_hostile_monitor_names() {
 }
 
 #[test]
+fn statistics_of_nested_guests() {
+    support::hostile::statistics_of_qemu();
+}
+
+#[test]
 fn lifecycle() {
     support::lifecycle(Kvm);
 }

@@ -91,6 +91,11 @@ fn files_that_a_hostile_monitor_may_not_write() {
 }
 
 #[test]
+fn a_guest_with_vmx_on_that_runs_no_guest() {
+    support::hostile::nested_guests("a_guest_with_vmx_on_that_runs_no_guest");
+}
+
+#[test]
 fn memory_that_is_plugged_in() {
     support::hotplug::plugged_in(Tcg);
 }

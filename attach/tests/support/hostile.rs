@@ -15,8 +15,10 @@ use kvm_ioctls::Kvm;
 use nix::libc;
 use patchbay_attach::error::AttachError;
 use patchbay_attach::memory::Access;
+use patchbay_attach::nested::Nesting;
 use patchbay_attach::{Options, PauseWay, Target, attach};
 use patchbay_service::guest::Guest;
+use patchbay_service::keys::registry::discovery::Discoverable;
 use serde_json::{Value, json};
 use vm_memory::{FileOffset, MmapRegion};
 
@@ -431,6 +433,54 @@ pub fn other_processes(test: &str) {
     assert!(victim.iter().all(|byte| *byte == 0x90), "{wrote:?}");
     let error = wrote.expect_err("refused").to_string();
     assert!(error.contains("user 65534"), "{error}");
+}
+
+/// VMX is on in a guest that runs no guest (KVM sets CR4.VMXE when it is loaded since Linux 6.12): KVM's statistics tell, and nothing
+/// is believed without them.
+pub fn nested_guests(test: &str) {
+    play();
+    let vcpu = |path: &str, inside: bool, entries: u64| {
+        json!({ "provider": "kvm", "qom-path": path, "stats": [
+            { "name": "guest_mode", "value": inside },
+            { "name": "nested_run", "value": entries },
+        ]})
+    };
+    let outside = json!([vcpu("/a", false, 5)]);
+    for (stats, may_be_nested) in [
+        (vec![outside.clone()], false),
+        (vec![], true),
+        (vec![json!([])], true),
+        (vec![json!([vcpu("/a", true, 5)])], true),
+        (vec![outside.clone(), json!([vcpu("/a", false, 6)])], true),
+        (vec![outside.clone(), json!([vcpu("/a", true, 5)])], true),
+        (vec![outside.clone(), json!("nonsense")], true),
+    ] {
+        let lies = Lies {
+            cr4: 1 << 13,
+            stats: stats.clone(),
+            ..Lies::default()
+        };
+        let monitor = Hostile::start(test, &lies);
+        let guest = attach(&monitor.options(Accelerator::Tcg)).expect("attached");
+        let cpus = guest.cpus().expect("answered").expect("registers");
+        assert_eq!(cpus[0].may_be_nested, may_be_nested, "{stats:?}");
+    }
+}
+
+/// What the real one says.
+pub fn statistics_of_qemu() {
+    let Some(qemu) = super::Qemu::start(Accelerator::Kvm, super::Memory::SharedMemfd) else {
+        return;
+    };
+    let guest = qemu.attach(PauseWay::Freeze);
+    let Some(nesting) = guest.monitor().nesting(DEADLINE) else {
+        eprintln!("SKIPPED: this QEMU has no statistics of KVM");
+        return;
+    };
+    assert!(
+        Nesting::never_between(Some(&nesting), Some(&nesting), 2),
+        "{nesting:?}"
+    );
 }
 
 /// The CID of another guest is not taken from a monitor that has no vhost-vsock device.
