@@ -21,6 +21,7 @@ use tonic::transport::server::Router;
 use crate::attach::{self, Attach};
 use crate::audit::{Audit, AuditError, AuditLog};
 use crate::guests::{self, Guests};
+use crate::listen::admission::Admission;
 use crate::listen::tls::{Tls, TlsError, TlsFiles};
 use crate::listen::{Incoming, MAX_CALLS};
 use crate::metrics::Metrics;
@@ -138,9 +139,10 @@ pub async fn serve(
     let audit = Audit::start(AuditLog::open(&config.audit_log)?)?;
     let socket = ListeningSocket::bind_with_mode(&config.socket, config.socket_mode)?;
     let (directory, metrics) = (Directory::default(), Metrics::default());
+    let admission = Admission::new(policy.clone(), tls.clone());
     let node = Node::new(
         directory.clone(),
-        policy.clone(),
+        admission.clone(),
         audit.clone(),
         metrics.clone(),
     );
@@ -157,7 +159,7 @@ pub async fn serve(
         };
         tasks.spawn(scrape::serve(address, text).await?);
     }
-    let (incoming, connections) = Incoming::new();
+    let (incoming, connections) = Incoming::new(admission);
     let incoming = Arc::new(incoming);
     if let (Some((address, _)), Some(tls)) = (&config.listen, &tls) {
         let listener = listen(*address).await?;

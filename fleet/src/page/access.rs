@@ -5,7 +5,6 @@
 //! socket in `/proc/net/tcp`: the page knows its users by uid there, as on a unix socket.
 
 use std::net::{IpAddr, SocketAddr};
-use std::time::SystemTime;
 
 use http::{HeaderMap, Method, Request, header};
 use patchbay_node::identity::Identity;
@@ -80,16 +79,8 @@ pub fn refusal<B>(shared: &Shared, identity: &Identity, request: &Request<B>) ->
             host.unwrap_or_default()
         ));
     }
-    if identity.has_expired(SystemTime::now()) {
-        return Some("the client certificate has expired; issue a new one".to_owned());
-    }
-    let policy = shared.policy.current();
-    let fingerprint = identity
-        .certificate
-        .as_ref()
-        .map(|proof| &proof.fingerprint);
-    if fingerprint.is_some_and(|fingerprint| policy.has_revoked(fingerprint)) {
-        return Some("the policy has revoked the client certificate".to_owned());
+    if let Err(refusal) = shared.admission.check(identity) {
+        return Some(refusal.to_string());
     }
     if request.method() != Method::GET && request.method() != Method::HEAD {
         return foreign(headers, host.unwrap_or_default());

@@ -31,18 +31,27 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use patchbay_node::identity::Identity;
 use patchbay_node::listen::Incoming;
+use patchbay_node::listen::admission::Admission;
+use patchbay_node::listen::places::Places;
 use patchbay_node::listen::tls::Tls;
 use patchbay_node::policy::LivePolicy;
+use rustix::process::geteuid;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 use tonic::transport::server::Connected;
 
 use crate::controller::Controller;
 
-/// Connections of browsers; each has one stream of events and few other requests.
+/// Connections of browsers on the loopback interface; each has one stream of events and few other requests.
 const MAX_CONNECTIONS: usize = 256;
+/// Those of one user. Root and the controller's own user have no such limit.
+const MAX_USER_CONNECTIONS: usize = 64;
+/// Those that only root and the controller's own user can open.
+const RESERVED_CONNECTIONS: usize = 32;
+/// Connections whose user is looked up. Others wait to be accepted.
+const MAX_LOOKUPS: usize = 32;
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 /// A client that has not sent its headers by then is closed.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -65,7 +74,7 @@ pub struct Page {
 /// What all requests use.
 struct Shared {
     controller: Arc<Controller>,
-    policy: LivePolicy,
+    admission: Admission,
     /// Loopback without TLS.
     is_plain: bool,
     /// Differs from process to process, so that an event's id of another one is not taken for ours.
@@ -95,7 +104,7 @@ impl Page {
             .with_context(|| format!("the page cannot be served on {address}; give another"))?;
         let shared = Shared {
             controller,
-            policy,
+            admission: Admission::new(policy, tls.clone()),
             is_plain: tls.is_none(),
             incarnation: fastrand::u64(..),
             heat: watch::Sender::default(),
@@ -137,7 +146,7 @@ impl Page {
 }
 
 async fn serve_tls(listener: TcpListener, tls: Tls, shared: Arc<Shared>) {
-    let (incoming, mut connections) = Incoming::new();
+    let (incoming, mut connections) = Incoming::new(shared.admission.clone());
     let accepting = incoming.serve_tcp(listener, tls);
     let serving = async {
         let mut tasks = JoinSet::new();
@@ -157,41 +166,55 @@ async fn serve_tls(listener: TcpListener, tls: Tls, shared: Arc<Shared>) {
 }
 
 async fn serve_plain(listener: TcpListener, shared: Arc<Shared>) {
-    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let places = Places::new(MAX_CONNECTIONS, MAX_USER_CONNECTIONS, RESERVED_CONNECTIONS);
+    let lookups = Arc::new(Semaphore::new(MAX_LOOKUPS));
     let mut tasks = JoinSet::new();
     loop {
         let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
+            accepted = accept(&listener, &lookups) => accepted,
             Some(_) = tasks.join_next() => continue,
         };
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
+        let (stream, lookup) = match accepted {
+            Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!(%error, "a connection of a browser cannot be accepted");
                 tokio::time::sleep(ACCEPT_RETRY).await;
                 continue;
             }
         };
-        let Ok(permit) = Arc::clone(&permits).try_acquire_owned() else {
-            tracing::warn!("{MAX_CONNECTIONS} browsers are connected; another is closed");
-            continue;
-        };
-        let shared = Arc::clone(&shared);
+        let (shared, places) = (Arc::clone(&shared), places.clone());
         tasks.spawn(async move {
-            let _permit = permit;
-            match peer(&stream).await {
-                Some(identity) => serve_connection(stream, Arc::new(identity), shared).await,
-                None => tracing::warn!("the user of a loopback connection is not known; closed"),
+            let Some(uid) = peer(&stream).await else {
+                tracing::warn!("the user of a loopback connection is not known; closed");
+                return;
+            };
+            drop(lookup);
+            let is_privileged = uid == 0 || uid == geteuid().as_raw();
+            match places.take(uid, is_privileged) {
+                Ok(_place) => {
+                    let identity = Arc::new(Identity::of_uid(uid));
+                    serve_connection(stream, identity, shared).await;
+                }
+                Err(full) => tracing::warn!(uid, "a browser's connection is closed: {full}"),
             }
         });
     }
 }
 
+async fn accept(
+    listener: &TcpListener,
+    lookups: &Arc<Semaphore>,
+) -> std::io::Result<(TcpStream, OwnedSemaphorePermit)> {
+    let permit = Arc::clone(lookups).acquire_owned().await;
+    let permit = permit.map_err(std::io::Error::other)?;
+    Ok((listener.accept().await?.0, permit))
+}
+
 /// The user at the other end of a loopback connection.
-async fn peer(stream: &TcpStream) -> Option<Identity> {
+async fn peer(stream: &TcpStream) -> Option<u32> {
     let (theirs, ours) = (stream.peer_addr().ok()?, stream.local_addr().ok()?);
     let uid = tokio::task::spawn_blocking(move || access::loopback_uid(theirs, ours));
-    Some(Identity::of_uid(uid.await.ok()??))
+    uid.await.ok()?
 }
 
 async fn serve_connection<S>(stream: S, identity: Arc<Identity>, shared: Arc<Shared>)

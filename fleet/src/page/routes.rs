@@ -118,7 +118,7 @@ async fn respond(
     if let Some(why) = access::refusal(shared, by, &request) {
         return Err(forbidden(why));
     }
-    let policy = shared.policy.current();
+    let policy = shared.admission.policy().current();
     let principal = by.principal.as_str();
     access::may_view(&policy, principal, None).map_err(forbidden)?;
     let path = request.uri().path().to_owned();
@@ -236,7 +236,7 @@ async fn command(
     let body = body.map_err(|error| bad(format!("the request cannot be read: {error}")))?;
     let body: CommandBody = serde_json::from_slice(&body.to_bytes())
         .map_err(|error| bad(format!("the request is malformed: {error}")))?;
-    let policy = shared.policy.current();
+    let policy = shared.admission.policy().current();
     access::may_command(&policy, principal, &running.rollout())
         .map_err(|why| Refused::new(StatusCode::FORBIDDEN, why))?;
     let command = match verb {

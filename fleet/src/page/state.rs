@@ -263,7 +263,7 @@ fn pauses(header: &Header, members: &[Member]) -> Pauses {
 }
 
 fn commands(shared: &Shared, principal: &str, rollout: &Rollout) -> Vec<CommandView> {
-    let policy = shared.policy.current();
+    let policy = shared.admission.policy().current();
     let allowed = access::may_command(&policy, principal, rollout);
     let command = |verb: Verb| {
         let legal = rollout.would_change(verb, principal);

@@ -1,29 +1,55 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Connections of clients: a unix socket, and TCP with mutual TLS.
 //!
-//! A connection reaches the HTTP/2 server only when it is known who is at its other end.
+//! A connection reaches the HTTP/2 server only when it is known who is at its other end. Until then it
+//! holds a place of its address among the handshakes, and from then on one of its principal:
+//!
+//! ```text
+//!  TCP ──▶ handshakes, by address ──▶ TLS ──▶ connections over TCP, by principal ──▶ HTTP/2
+//!  unix socket ─────────────────────────────▶ connections over the socket, by uid ──▶
+//! ```
+//!
+//! No pool takes places from another, so a client without a certificate keeps out nobody who has one, and none
+//! over TCP keeps out a user of this host.
 
+pub mod admission;
+pub mod places;
 pub mod tls;
 
 use std::io;
+use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use patchbay_proto::socket::ListeningSocket;
+use rustix::process::geteuid;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream, UnixStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc};
+use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::Connected;
 
+use self::admission::Admission;
+use self::places::{Full, Place, Places, network};
+use self::tls::Tls;
 use crate::identity::Identity;
-use tls::Tls;
 
-/// Connections that are served at once, handshakes included.
-pub const MAX_CONNECTIONS: usize = 512;
+/// TLS handshakes under way, and those of one address.
+pub const MAX_HANDSHAKES: usize = 512;
+/// See [`MAX_HANDSHAKES`]. An IPv6 network of 64 bits counts as one address.
+pub const MAX_ADDRESS_HANDSHAKES: usize = 32;
+/// Connections over TCP with a verified certificate.
+pub const MAX_TCP_CONNECTIONS: usize = 512;
+/// Connections over the unix socket.
+pub const MAX_UNIX_CONNECTIONS: usize = 256;
+/// Those of them that only root and the daemon's own user can open.
+pub const RESERVED_UNIX_CONNECTIONS: usize = 32;
+/// Connections of one principal. Root and the daemon's own user have no such limit on the unix socket.
+pub const MAX_PRINCIPAL_CONNECTIONS: usize = 64;
 /// Calls of one connection, streams among them.
 pub const MAX_CALLS: usize = 128;
 /// A client that has not finished the TLS handshake by then is closed.
@@ -49,22 +75,34 @@ enum Stream {
 pub struct Connection {
     stream: Stream,
     peer: Peer,
-    _permit: OwnedSemaphorePermit,
+    _place: Place<String>,
 }
 
 /// Connections as the server takes them.
 pub struct Incoming {
     sender: mpsc::Sender<io::Result<Connection>>,
-    permits: Arc<Semaphore>,
+    admission: Admission,
+    handshakes: Places<IpAddr>,
+    /// By principal.
+    tcp: Places<String>,
+    /// By principal.
+    unix: Places<String>,
 }
 
 impl Incoming {
-    /// The sending and the receiving end.
+    /// The sending and the receiving end. `admission` decides about certificates.
     #[must_use]
-    pub fn new() -> (Self, ReceiverStream<io::Result<Connection>>) {
+    pub fn new(admission: Admission) -> (Self, ReceiverStream<io::Result<Connection>>) {
         let (sender, receiver) = mpsc::channel(16);
-        let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-        (Self { sender, permits }, ReceiverStream::new(receiver))
+        let each = MAX_PRINCIPAL_CONNECTIONS;
+        let incoming = Self {
+            sender,
+            admission,
+            handshakes: Places::new(MAX_HANDSHAKES, MAX_ADDRESS_HANDSHAKES, 0),
+            tcp: Places::new(MAX_TCP_CONNECTIONS, each, 0),
+            unix: Places::new(MAX_UNIX_CONNECTIONS, each, RESERVED_UNIX_CONNECTIONS),
+        };
+        (incoming, ReceiverStream::new(receiver))
     }
 
     /// Accepts on a unix socket until the server ends.
@@ -82,16 +120,21 @@ impl Incoming {
                     continue;
                 }
             };
-            let Some(permit) = self.permit() else {
-                continue;
+            let uid = match stream.peer_cred() {
+                Ok(peer) => peer.uid(),
+                Err(error) => {
+                    tracing::warn!(%error, "a peer's uid is not known; closed");
+                    continue;
+                }
             };
-            match stream.peer_cred() {
-                Ok(peer) => {
-                    let identity = Identity::of_uid(peer.uid());
-                    let connection = Connection::new(Stream::Unix(stream), identity, permit);
+            let identity = Identity::of_uid(uid);
+            let is_privileged = uid == 0 || uid == geteuid().as_raw();
+            match self.unix.take(identity.principal.clone(), is_privileged) {
+                Ok(place) => {
+                    let connection = Connection::new(Stream::Unix(stream), identity, place);
                     let _ = self.sender.send(Ok(connection)).await;
                 }
-                Err(error) => tracing::warn!(%error, "a peer's uid is not known; closed"),
+                Err(full) => not_served(&identity.principal, full),
             }
         }
     }
@@ -110,43 +153,61 @@ impl Incoming {
                     continue;
                 }
             };
-            let Some(permit) = self.permit() else {
-                continue;
+            // It may have no certificate, so it is owed no answer.
+            let handshake = match self.handshakes.take(network(address.ip()), false) {
+                Ok(handshake) => handshake,
+                Err(full) => {
+                    tracing::info!(%address, "closed before its TLS handshake: {full}");
+                    continue;
+                }
             };
             let (sender, acceptor) = (self.sender.clone(), tls.acceptor());
+            let (admission, tcp) = (self.admission.clone(), self.tcp.clone());
             tokio::spawn(async move {
-                let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, async {
-                    stream
-                        .set_nodelay(true)
-                        .map_err(|error| error.to_string())?;
-                    let stream = acceptor
-                        .accept(stream)
-                        .await
-                        .map_err(|error| error.to_string())?;
-                    let identity = tls::identity(&stream)?;
-                    Ok::<_, String>((stream, identity))
-                });
-                match handshake.await {
-                    Ok(Ok((stream, identity))) => {
+                let shaken = tokio::time::timeout(HANDSHAKE_TIMEOUT, shake(stream, acceptor));
+                let (stream, identity) = match shaken.await {
+                    Ok(Ok(known)) => known,
+                    Ok(Err(error)) => {
+                        tracing::info!(%address, error, "TLS handshake refused");
+                        return;
+                    }
+                    Err(_) => {
+                        tracing::info!(%address, "TLS handshake not finished in time");
+                        return;
+                    }
+                };
+                drop(handshake);
+                if let Err(refusal) = admission.check(&identity) {
+                    let (principal, error) = (&identity.principal, refusal.to_string());
+                    tracing::info!(%address, principal, error, "TLS handshake refused");
+                    return;
+                }
+                match tcp.take(identity.principal.clone(), false) {
+                    Ok(place) => {
                         let stream = Stream::Tls(Box::new(stream));
-                        let connection = Connection::new(stream, identity, permit);
+                        let connection = Connection::new(stream, identity, place);
                         let _ = sender.send(Ok(connection)).await;
                     }
-                    Ok(Err(error)) => tracing::info!(%address, error, "TLS handshake refused"),
-                    Err(_) => tracing::info!(%address, "TLS handshake not finished in time"),
+                    Err(full) => not_served(&identity.principal, full),
                 }
             });
         }
     }
+}
 
-    /// A client beyond the limit is closed: it may have no certificate, so it is owed no answer.
-    fn permit(&self) -> Option<OwnedSemaphorePermit> {
-        let permit = Arc::clone(&self.permits).try_acquire_owned();
-        if permit.is_err() {
-            tracing::warn!("{MAX_CONNECTIONS} connections are open; another is closed");
-        }
-        permit.ok()
-    }
+async fn shake(
+    stream: TcpStream,
+    acceptor: TlsAcceptor,
+) -> Result<(TlsStream<TcpStream>, Identity), String> {
+    let text = |error: io::Error| error.to_string();
+    stream.set_nodelay(true).map_err(text)?;
+    let stream = acceptor.accept(stream).await.map_err(text)?;
+    let identity = tls::identity(&stream)?;
+    Ok((stream, identity))
+}
+
+fn not_served(principal: &str, full: Full) {
+    tracing::warn!(principal, "a connection is closed: {full}");
 }
 
 async fn not_accepted(error: &io::Error) {
@@ -155,7 +216,7 @@ async fn not_accepted(error: &io::Error) {
 }
 
 impl Connection {
-    fn new(stream: Stream, identity: Identity, permit: OwnedSemaphorePermit) -> Self {
+    fn new(stream: Stream, identity: Identity, place: Place<String>) -> Self {
         let peer = Peer {
             identity: Arc::new(identity),
             calls: Arc::new(Semaphore::new(MAX_CALLS)),
@@ -163,7 +224,7 @@ impl Connection {
         Self {
             stream,
             peer,
-            _permit: permit,
+            _place: place,
         }
     }
 }

@@ -4,9 +4,10 @@
 //! TLS 1.3 alone, and no client without a certificate. New certificates count for new connections.
 
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use tokio::net::TcpStream;
+use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
@@ -60,7 +61,7 @@ pub enum TlsError {
 #[derive(Clone)]
 pub struct Tls {
     files: TlsFiles,
-    current: Arc<RwLock<TlsAcceptor>>,
+    current: watch::Sender<TlsAcceptor>,
 }
 
 impl Tls {
@@ -69,7 +70,7 @@ impl Tls {
     /// # Errors
     /// [`TlsError`].
     pub fn read(files: TlsFiles) -> Result<Self, TlsError> {
-        let current = Arc::new(RwLock::new(acceptor(&files)?));
+        let current = watch::Sender::new(acceptor(&files)?);
         Ok(Self { files, current })
     }
 
@@ -78,15 +79,18 @@ impl Tls {
     /// # Errors
     /// [`TlsError`].
     pub fn reload(&self) -> Result<(), TlsError> {
-        let new = acceptor(&self.files)?;
-        *self.current.write().unwrap_or_else(PoisonError::into_inner) = new;
+        self.current.send_replace(acceptor(&self.files)?);
         Ok(())
     }
 
     /// For one more connection.
     pub(super) fn acceptor(&self) -> TlsAcceptor {
-        let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
-        current.clone()
+        self.current.borrow().clone()
+    }
+
+    /// Follows what [`Tls::reload`] reads.
+    pub(super) fn subscribe(&self) -> watch::Receiver<TlsAcceptor> {
+        self.current.subscribe()
     }
 }
 

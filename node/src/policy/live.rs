@@ -2,7 +2,9 @@
 //! The policy in force, read again on SIGHUP.
 
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
+
+use tokio::sync::watch;
 
 use super::file::{Policy, PolicyError};
 
@@ -10,7 +12,7 @@ use super::file::{Policy, PolicyError};
 #[derive(Clone, Debug)]
 pub struct LivePolicy {
     file: Option<PathBuf>,
-    current: Arc<RwLock<Arc<Policy>>>,
+    current: watch::Sender<Arc<Policy>>,
 }
 
 impl LivePolicy {
@@ -20,24 +22,31 @@ impl LivePolicy {
     /// [`PolicyError`].
     pub fn read(file: PathBuf) -> Result<Self, PolicyError> {
         let policy = Policy::read(&file)?;
-        let current = Arc::new(RwLock::new(Arc::new(policy)));
-        let file = Some(file);
-        Ok(Self { file, current })
+        Ok(Self {
+            file: Some(file),
+            current: watch::Sender::new(Arc::new(policy)),
+        })
     }
 
     /// Without a file: this user is an admin, and nobody else may do anything.
     #[must_use]
     pub fn own_user_only(uid: u32) -> Self {
-        let current = Arc::new(RwLock::new(Arc::new(Policy::own_user_only(uid))));
-        let file = None;
-        Self { file, current }
+        Self {
+            file: None,
+            current: watch::Sender::new(Arc::new(Policy::own_user_only(uid))),
+        }
     }
 
-    /// The policy in force. A call keeps it to its end.
+    /// The policy in force. A unary call keeps it to its end; a stream is decided about again.
     #[must_use]
     pub fn current(&self) -> Arc<Policy> {
-        let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
-        Arc::clone(&current)
+        Arc::clone(&self.current.borrow())
+    }
+
+    /// Follows what [`LivePolicy::reload`] reads.
+    #[must_use]
+    pub fn subscribe(&self) -> watch::Receiver<Arc<Policy>> {
+        self.current.subscribe()
     }
 
     /// Reads the file again. On an error the old policy stays in force.
@@ -46,8 +55,7 @@ impl LivePolicy {
     /// [`PolicyError`].
     pub fn reload(&self) -> Result<(), PolicyError> {
         if let Some(file) = &self.file {
-            let policy = Arc::new(Policy::read(file)?);
-            *self.current.write().unwrap_or_else(PoisonError::into_inner) = policy;
+            self.current.send_replace(Arc::new(Policy::read(file)?));
         }
         Ok(())
     }

@@ -70,7 +70,7 @@ impl Node {
         guest: &str,
         want: Want<'_>,
     ) -> Result<Allowed, String> {
-        let decision = self.policy.current().decide(&Question {
+        let decision = self.admission.policy().current().decide(&Question {
             principal: call.principal(),
             role: call.role,
             guests: &[guest],

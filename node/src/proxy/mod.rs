@@ -26,13 +26,13 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use http::{Request, Response};
 use prost_reflect::DescriptorPool;
+use tonic::Status;
 use tonic::body::Body;
 use tonic::server::NamedService;
-use tonic::{Code, Status};
 use tower::Service;
 
 use self::answer::{Finish, Whole, observed};
@@ -42,11 +42,11 @@ use self::frame::{First, Held, first_message};
 use self::plans::Plans;
 use crate::audit::{Audit, Entry};
 use crate::identity::Identity;
+use crate::listen::admission::Admission;
 use crate::listen::{MAX_CALLS, Peer};
 use crate::methods::{self, Effect, Method, effect};
 use crate::metrics::Metrics;
 use crate::monitors::{Directory, Guest};
-use crate::policy::LivePolicy;
 
 /// A client has this long for the first message of a call.
 const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -55,8 +55,8 @@ const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
 pub struct Node {
     /// The guests.
     pub directory: Directory,
-    /// Who may do what.
-    pub policy: LivePolicy,
+    /// Who is let in, and the policy of who may do what.
+    pub admission: Admission,
     /// What was done.
     pub audit: Audit,
     /// How much of it.
@@ -73,13 +73,13 @@ impl Node {
     /// The interface's own description is broken.
     pub fn new(
         directory: Directory,
-        policy: LivePolicy,
+        admission: Admission,
         audit: Audit,
         metrics: Metrics,
     ) -> Result<Self, prost_reflect::DescriptorError> {
         Ok(Self {
             directory,
-            policy,
+            admission,
             audit,
             metrics,
             descriptors: DescriptorPool::decode(patchbay_proto::FILE_DESCRIPTOR_SET)?,
@@ -149,22 +149,8 @@ impl Node {
 
     /// A connection may outlive its certificate.
     fn check_certificate(&self, identity: &Identity) -> Result<(), Status> {
-        let refused = |message: &str| {
-            let message = format!("{}: {message}", identity.principal);
-            status::status(Code::Unauthenticated, "CERTIFICATE_REFUSED", message)
-        };
-        if identity.has_expired(SystemTime::now()) {
-            return Err(refused(
-                "the certificate has expired; connect with a new one",
-            ));
-        }
-        let proof = identity.certificate.as_ref();
-        if proof.is_some_and(|proof| self.policy.current().has_revoked(&proof.fingerprint)) {
-            return Err(refused(
-                "this host's policy has revoked the certificate; use another one",
-            ));
-        }
-        Ok(())
+        let checked = self.admission.check(identity);
+        checked.map_err(|refusal| status::certificate_refused(&identity.principal, refusal))
     }
 
     /// The guest that the call names. The policy decides about the name first, so that it says nothing

@@ -7,6 +7,8 @@ use patchbay_proto::ERROR_DOMAIN;
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
+use crate::listen::admission::Refusal;
+
 const MAX_LISTED: usize = 10;
 
 /// `reason` is a name of `patchbay.v1.ErrorReason`, without the prefix.
@@ -54,6 +56,12 @@ pub fn denied(principal: &str, method: &str, guest: &str, why: &str) -> Status {
     ]);
     let code = Code::PermissionDenied;
     with(code, "ROLE_MISSING", message, metadata, ErrorDetails::new())
+}
+
+/// The caller's certificate does not count any more.
+pub fn certificate_refused(principal: &str, refusal: Refusal) -> Status {
+    let message = format!("{principal}: {refusal}");
+    status(Code::Unauthenticated, "CERTIFICATE_REFUSED", message)
 }
 
 /// No guest of that name; `known` are those that the caller may see.

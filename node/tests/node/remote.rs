@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //! TCP with mutual TLS.
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use hyper_util::rt::TokioIo;
 use patchbay_node::certs::{self, Request};
+use patchbay_node::listen::{MAX_HANDSHAKES, MAX_PRINCIPAL_CONNECTIONS, MAX_TCP_CONNECTIONS};
 use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
-use rcgen::{CertificateParams, DnType, Issuer, KeyPair};
+use rcgen::string::Ia5String;
+use rcgen::{CertificateParams, DnType, Issuer, KeyPair, SanType};
 use rustix::process::Signal;
+use tokio::net::{TcpSocket, TcpStream};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
@@ -21,16 +24,16 @@ use tonic::{Code, Status};
 
 use super::support::{Host, Monitor, assert_refused, update};
 
-const ALICE: &str = "spiffe://example.org/net/alice";
+pub const ALICE: &str = "spiffe://example.org/net/alice";
 
 /// A host with a CA, a guest, and a TCP listener.
-struct Remote {
-    host: Host,
+pub struct Remote {
+    pub host: Host,
     _guest: Monitor,
     address: SocketAddr,
 }
 
-fn issue(ca: &Path, name: &str, spiffe: Option<&str>, hosts: &[&str]) -> PathBuf {
+pub fn issue(ca: &Path, name: &str, spiffe: Option<&str>, hosts: &[&str]) -> PathBuf {
     let request = Request {
         name: name.to_owned(),
         spiffe: spiffe.map(str::to_owned),
@@ -40,8 +43,40 @@ fn issue(ca: &Path, name: &str, spiffe: Option<&str>, hosts: &[&str]) -> PathBuf
     certs::issue(ca, &request).expect("issued").certificate
 }
 
+/// A certificate with this SPIFFE id that is valid for so long.
+pub fn issue_for(ca: &Path, spiffe: &str, valid: time::Duration) -> PathBuf {
+    forge(ca, "short", "short", Some(spiffe), valid)
+}
+
+/// A certificate that the command would not issue.
+fn forge(ca: &Path, file: &str, name: &str, uri: Option<&str>, valid: time::Duration) -> PathBuf {
+    let pem = |name: &str| std::fs::read_to_string(ca.join(name)).expect("PEM");
+    let ca_key = KeyPair::from_pem(&pem("ca.key")).expect("a key");
+    let issuer = Issuer::from_ca_cert_pem(&pem("ca.pem"), ca_key).expect("a CA");
+    let mut params = CertificateParams::default();
+    params.distinguished_name.push(DnType::CommonName, name);
+    if let Some(uri) = uri {
+        let uri = Ia5String::try_from(uri).expect("ASCII");
+        params.subject_alt_names.push(SanType::URI(uri));
+    }
+    let now = time::OffsetDateTime::now_utc();
+    params.not_before = now - time::Duration::days(1);
+    params.not_after = now + valid;
+    let key = KeyPair::generate().expect("a key");
+    let certificate = params.signed_by(&key, &issuer).expect("signed");
+    let path = ca.join(format!("{file}-{}.pem", name.replace(':', "-")));
+    std::fs::write(&path, certificate.pem()).expect("written");
+    std::fs::write(path.with_extension("key"), key.serialize_pem()).expect("written");
+    path
+}
+
+pub fn fingerprint(certificate: &Path) -> String {
+    let der = CertificateDer::from_pem_file(certificate).expect("PEM");
+    patchbay_node::identity::fingerprint(&der)
+}
+
 impl Remote {
-    async fn start(policy: &str) -> Self {
+    pub async fn start(policy: &str) -> Self {
         let mut host = Host::new(policy);
         let ca = host.path("ca");
         certs::init(&ca).expect("made");
@@ -77,7 +112,21 @@ impl Remote {
         Ok(answer.into_inner())
     }
 
+    pub async fn keys(&self, certificate: &Path) -> StaticKeysServiceClient<Channel> {
+        let channel = self.connect(Some(certificate)).await.expect("connected");
+        StaticKeysServiceClient::new(channel)
+    }
+
     async fn connect(&self, certificate: Option<&Path>) -> Result<Channel, Status> {
+        self.connect_from(Ipv4Addr::LOCALHOST, certificate).await
+    }
+
+    /// A connection from this address of the loopback interface.
+    async fn connect_from(
+        &self,
+        from: Ipv4Addr,
+        certificate: Option<&Path>,
+    ) -> Result<Channel, Status> {
         let mut roots = RootCertStore::empty();
         let ca = CertificateDer::from_pem_file(self.host.path("ca/ca.pem")).expect("a CA");
         roots.add(ca).expect("a CA");
@@ -100,7 +149,7 @@ impl Remote {
         let connect = endpoint.connect_with_connector(tower::service_fn(move |_| {
             let connector = connector.clone();
             async move {
-                let stream = tokio::net::TcpStream::connect(address).await?;
+                let stream = tcp_from(from, address).await?;
                 let name = ServerName::try_from("localhost").expect("a name");
                 connector.connect(name, stream).await.map(TokioIo::new)
             }
@@ -111,7 +160,13 @@ impl Remote {
     }
 }
 
-fn policy(revoked: &str) -> String {
+async fn tcp_from(from: Ipv4Addr, to: SocketAddr) -> std::io::Result<TcpStream> {
+    let socket = TcpSocket::new_v4()?;
+    socket.bind((from, 0).into())?;
+    socket.connect(to).await
+}
+
+pub fn policy(revoked: &str) -> String {
     format!(
         "{{rules: [{{name: net, principals: ['{ALICE}', 'bob'], role: operator}}], revoked_certificates: [{revoked}]}}"
     )
@@ -180,25 +235,13 @@ async fn certificates_that_prove_nothing_are_refused() {
     certs::init(&other).expect("made");
     let stranger = issue(&other, "alice", Some(ALICE), &[]);
     refused(&mut remote, Some(&stranger), "BadSignature").await;
-    // What the command would not issue.
-    let key = |name: &str| std::fs::read_to_string(ca.join(name)).expect("PEM");
-    let ca_key = KeyPair::from_pem(&key("ca.key")).expect("a key");
-    let issuer = Issuer::from_ca_cert_pem(&key("ca.pem"), ca_key).expect("a CA");
-    let now = time::OffsetDateTime::now_utc();
-    for (name, age, why) in [
-        ("bob", time::Duration::hours(1), "certificate expired"),
-        ("uid:0", time::Duration::ZERO, "reserved"),
+    let hour = time::Duration::hours(1);
+    let forged = |name, uri, valid| forge(&ca, "forged", name, uri, valid);
+    for (certificate, why) in [
+        (forged("bob", None, -hour), "certificate expired"),
+        (forged("uid:0", None, hour), "reserved"),
     ] {
-        let mut params = CertificateParams::default();
-        params.distinguished_name.push(DnType::CommonName, name);
-        params.not_before = now - time::Duration::days(1);
-        params.not_after = now + time::Duration::minutes(30) - age;
-        let key = KeyPair::generate().expect("a key");
-        let certificate = params.signed_by(&key, &issuer).expect("signed");
-        let path = remote.host.path("forged.pem");
-        std::fs::write(&path, certificate.pem()).expect("written");
-        std::fs::write(path.with_extension("key"), key.serialize_pem()).expect("written");
-        refused(&mut remote, Some(&path), why).await;
+        refused(&mut remote, Some(&certificate), why).await;
     }
     // The good one is served all the same.
     let alice = issue(&ca, "alice", Some(ALICE), &[]);
@@ -213,8 +256,7 @@ async fn a_revoked_certificate_is_refused_on_open_connections() {
     let mut client = GuestServiceClient::new(channel);
     let request = v1::ListGuestsRequest::default;
     client.list_guests(request()).await.expect("served");
-    let der = CertificateDer::from_pem_file(&alice).expect("PEM");
-    let fingerprint = patchbay_node::identity::fingerprint(&der);
+    let fingerprint = fingerprint(&alice);
     remote
         .host
         .write_policy(&policy(&format!("'{fingerprint}'")));
@@ -222,6 +264,67 @@ async fn a_revoked_certificate_is_refused_on_open_connections() {
     remote.host.logged("policy read again").await;
     let refused = client.list_guests(request()).await;
     assert_refused(refused, Code::Unauthenticated, "CERTIFICATE_REFUSED");
+}
+
+#[tokio::test]
+async fn clients_that_do_not_finish_their_handshake_keep_nobody_out() {
+    let mut remote = Remote::start(&policy("")).await;
+    let alice = issue(&remote.host.path("ca"), "alice", Some(ALICE), &[]);
+    let mut idle = vec![];
+    for _ in 0..MAX_HANDSHAKES + MAX_TCP_CONNECTIONS {
+        idle.push(TcpStream::connect(remote.address).await.expect("accepted"));
+    }
+    // It is accepted after those.
+    let other = remote.connect_from(Ipv4Addr::new(127, 0, 0, 2), Some(&alice));
+    let mut client = GuestServiceClient::new(other.await.expect("another address"));
+    let list = v1::ListGuestsRequest::default;
+    client.list_guests(list()).await.expect("served");
+    let mut own = remote.host.guests().await;
+    own.list_guests(list()).await.expect("a user of this host");
+    remote.host.logged("closed before its TLS handshake").await;
+    drop(idle);
+}
+
+#[tokio::test]
+async fn a_principal_keeps_no_other_out() {
+    let remote = Remote::start(&policy("")).await;
+    let ca = remote.host.path("ca");
+    let [alice, bob] = [
+        issue(&ca, "alice", Some(ALICE), &[]),
+        issue(&ca, "bob", None, &[]),
+    ];
+    let list = v1::ListGuestsRequest::default;
+    let mut open = vec![];
+    for number in 0..MAX_PRINCIPAL_CONNECTIONS {
+        let channel = remote.connect(Some(&alice)).await.expect("connected");
+        let mut client = GuestServiceClient::new(channel);
+        let answer = client.list_guests(list()).await;
+        answer.unwrap_or_else(|error| panic!("connection {number}: {error}"));
+        open.push(client);
+    }
+    remote.call(Some(&alice)).await.expect_err("one too many");
+    remote.call(Some(&bob)).await.expect("another principal");
+    open.pop();
+    // The daemon learns of it in its own time.
+    while remote.call(Some(&alice)).await.is_err() {}
+}
+
+#[tokio::test]
+async fn a_revoked_certificate_opens_no_connection() {
+    let mut remote = Remote::start(&policy("")).await;
+    let alice = issue(&remote.host.path("ca"), "alice", Some(ALICE), &[]);
+    let fingerprint = fingerprint(&alice);
+    remote
+        .host
+        .write_policy(&policy(&format!("'{fingerprint}'")));
+    remote.host.signal(Signal::HUP);
+    remote.host.logged("policy read again").await;
+    let refused = remote.call(Some(&alice)).await.expect_err("revoked");
+    assert_ne!(refused.code(), Code::Unauthenticated, "{refused}");
+    let line = remote.host.logged("TLS handshake refused").await;
+    let error = line["error"].as_str().expect("why");
+    assert!(error.contains("revoked"), "{line}");
+    assert_eq!(line["principal"], ALICE);
 }
 
 #[tokio::test]
@@ -263,9 +366,7 @@ async fn certificates_are_read_again_and_broken_ones_refused() {
 async fn a_plain_tcp_client_is_not_answered() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let mut remote = Remote::start(&policy("")).await;
-    let mut stream = tokio::net::TcpStream::connect(remote.address)
-        .await
-        .expect("accepted");
+    let mut stream = TcpStream::connect(remote.address).await.expect("accepted");
     stream
         .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         .await

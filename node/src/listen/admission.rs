@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Decides whether a caller's credentials count: when its connection opens, at each call, and again while a
+//! stream lasts.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use super::tls::Tls;
+use crate::identity::Identity;
+use crate::policy::LivePolicy;
+
+/// The wall clock may be set while a stream lasts, so the end of a certificate is looked at this often at least.
+const LOOK_INTERVAL: Duration = Duration::from_secs(60);
+
+/// The policy and the CAs in force.
+#[derive(Clone)]
+pub struct Admission {
+    policy: LivePolicy,
+    tls: Option<Tls>,
+}
+
+/// Why a certificate does not count any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// Its time is over.
+    #[error("the client certificate has expired; connect with a new one")]
+    Expired,
+    /// The policy lists it.
+    #[error("the policy has revoked the client certificate; connect with another one")]
+    Revoked,
+}
+
+impl Admission {
+    /// With the policy that revokes certificates.
+    #[must_use]
+    pub fn new(policy: LivePolicy, tls: Option<Tls>) -> Self {
+        Self { policy, tls }
+    }
+
+    /// The policy.
+    #[must_use]
+    pub fn policy(&self) -> &LivePolicy {
+        &self.policy
+    }
+
+    /// The reason for which the caller is refused now, whatever it asks for.
+    ///
+    /// # Errors
+    /// [`Refusal`].
+    pub fn check(&self, identity: &Identity) -> Result<(), Refusal> {
+        let Some(proof) = &identity.certificate else {
+            return Ok(());
+        };
+        if identity.has_expired(SystemTime::now()) {
+            return Err(Refusal::Expired);
+        }
+        if self.policy.current().has_revoked(&proof.fingerprint) {
+            return Err(Refusal::Revoked);
+        }
+        Ok(())
+    }
+
+    /// Asks `refused` again whenever its answer may have changed: the policy or the CAs were read again, or the
+    /// caller's certificate has expired. Returns its first answer that is a refusal.
+    pub async fn until<T>(&self, identity: &Identity, refused: impl Fn() -> Option<T>) -> T {
+        let mut policy = self.policy.subscribe();
+        let mut cas = self.tls.as_ref().map(Tls::subscribe);
+        loop {
+            // What is read again from here on is noticed below.
+            policy.mark_unchanged();
+            if let Some(cas) = &mut cas {
+                cas.mark_unchanged();
+            }
+            if let Some(refusal) = refused() {
+                return refusal;
+            }
+            let other_cas = async {
+                match &mut cas {
+                    // The sender lives in `self`.
+                    Some(cas) => drop(cas.changed().await),
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                _ = policy.changed() => {}
+                () = other_cas => {}
+                () = tokio::time::sleep(expiry(identity).min(LOOK_INTERVAL)) => {}
+            }
+        }
+    }
+}
+
+/// The time until the caller's certificate has expired.
+fn expiry(identity: &Identity) -> Duration {
+    let Some(proof) = &identity.certificate else {
+        return Duration::MAX;
+    };
+    // The last second of a certificate belongs to its time.
+    let end = u64::try_from(proof.not_after.saturating_add(1)).unwrap_or(0);
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    Duration::from_secs(end).saturating_sub(now.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+    use crate::identity::Proof;
+
+    fn expires_in(seconds: i64) -> Identity {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after");
+        let proof = Proof {
+            fingerprint: "ab".repeat(32),
+            not_after: i64::try_from(now.as_secs()).expect("small") + seconds,
+        };
+        Identity {
+            principal: "alice".to_owned(),
+            certificate: Some(proof),
+        }
+    }
+
+    #[tokio::test]
+    async fn the_end_of_a_certificate_is_awaited() {
+        let admission = Admission::new(LivePolicy::own_user_only(0), None);
+        let identity = expires_in(0);
+        assert_eq!(admission.check(&identity), Ok(()));
+        let refused = || admission.check(&identity).err();
+        assert_eq!(admission.until(&identity, refused).await, Refusal::Expired);
+        assert_eq!(admission.check(&Identity::of_uid(7)), Ok(()));
+    }
+
+    #[tokio::test]
+    async fn a_policy_that_is_read_again_is_asked_at_once() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("policy.yaml");
+        let rules = "rules: [{name: a, principals: [alice], role: viewer}]";
+        std::fs::write(&file, rules).expect("written");
+        let policy = LivePolicy::read(file.clone()).expect("good");
+        let admission = Admission::new(policy.clone(), None);
+        let identity = expires_in(3600);
+        let asked = Arc::new(AtomicBool::new(false));
+        let waiting = tokio::spawn({
+            let (admission, identity, asked) = (admission.clone(), identity.clone(), asked.clone());
+            async move {
+                let refused = || {
+                    asked.store(true, Ordering::Release);
+                    admission.check(&identity).err()
+                };
+                admission.until(&identity, refused).await
+            }
+        });
+        while !asked.load(Ordering::Acquire) {
+            tokio::task::yield_now().await;
+        }
+        let revoked = format!("{rules}\nrevoked_certificates: ['{}']", "ab".repeat(32));
+        std::fs::write(&file, revoked).expect("written");
+        policy.reload().expect("good");
+        assert_eq!(waiting.await.expect("ended"), Refusal::Revoked);
+    }
+}

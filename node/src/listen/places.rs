@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Places for connections: so many in all, so many for each holder, and some that are kept free for a
+//! privileged holder.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::hash::Hash;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A pool of places. Clones share their places.
+#[derive(Clone, Debug)]
+pub struct Places<K> {
+    /// Places in all.
+    most: usize,
+    /// Places of one holder.
+    each: usize,
+    /// Places that only privileged holders take.
+    reserve: usize,
+    taken: Arc<Mutex<Taken<K>>>,
+}
+
+#[derive(Debug)]
+struct Taken<K> {
+    all: usize,
+    by_holder: HashMap<K, usize>,
+}
+
+/// Why there is no place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Full {
+    /// The holder has as many as one may have.
+    Holder(usize),
+    /// All holders together have as many as there are.
+    Pool(usize),
+}
+
+impl fmt::Display for Full {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Holder(most) => write!(f, "it has {most} connections, the most that it may have"),
+            Self::Pool(most) => {
+                write!(f, "{most} connections are open, the most that there may be")
+            }
+        }
+    }
+}
+
+/// A place, free again when it is dropped.
+#[derive(Debug)]
+pub struct Place<K: Eq + Hash> {
+    holder: K,
+    taken: Arc<Mutex<Taken<K>>>,
+}
+
+impl<K: Clone + Eq + Hash> Places<K> {
+    /// A pool of `most` places with at most `each` for one holder. Privileged holders have no such limit, and the
+    /// last `reserve` places to themselves.
+    #[must_use]
+    pub fn new(most: usize, each: usize, reserve: usize) -> Self {
+        let by_holder = HashMap::new();
+        let taken = Arc::new(Mutex::new(Taken { all: 0, by_holder }));
+        Self {
+            most,
+            each,
+            reserve,
+            taken,
+        }
+    }
+
+    /// Takes a place.
+    ///
+    /// # Errors
+    /// [`Full`].
+    pub fn take(&self, holder: K, is_privileged: bool) -> Result<Place<K>, Full> {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let held = taken.by_holder.get(&holder).copied().unwrap_or(0);
+        let most = if is_privileged {
+            self.most
+        } else {
+            self.most - self.reserve
+        };
+        if !is_privileged && held >= self.each {
+            return Err(Full::Holder(self.each));
+        }
+        if taken.all >= most {
+            return Err(Full::Pool(most));
+        }
+        taken.all += 1;
+        taken.by_holder.insert(holder.clone(), held + 1);
+        drop(taken);
+        let taken = Arc::clone(&self.taken);
+        Ok(Place { holder, taken })
+    }
+}
+
+impl<K: Eq + Hash> Drop for Place<K> {
+    fn drop(&mut self) {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        taken.all -= 1;
+        if let Some(held) = taken.by_holder.get_mut(&self.holder) {
+            *held -= 1;
+            if *held == 0 {
+                taken.by_holder.remove(&self.holder);
+            }
+        }
+    }
+}
+
+/// An address as the holder of places. One site has a whole /64 network of IPv6, so its addresses count as one.
+#[must_use]
+pub fn network(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V4(address) => address.into(),
+        IpAddr::V6(address) => {
+            let [a, b, c, d, ..] = address.segments();
+            IpAddr::from([a, b, c, d, 0, 0, 0, 0])
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_holder_leaves_places_for_others() {
+        let places = Places::new(4, 2, 1);
+        let a: Vec<_> = (0..2).map(|_| places.take("a", false)).collect();
+        assert!(a.iter().all(Result::is_ok));
+        assert_eq!(places.take("a", false).err(), Some(Full::Holder(2)));
+        let b = places.take("b", false).expect("a place");
+        // The last one is for the privileged.
+        assert_eq!(places.take("c", false).err(), Some(Full::Pool(3)));
+        let root = places.take("root", true).expect("the reserve");
+        assert_eq!(places.take("root", true).err(), Some(Full::Pool(4)));
+        drop((a, b));
+        let _more: Vec<_> = (0..3)
+            .map(|_| places.take("root", true).expect("no limit of its own"))
+            .collect();
+        drop(root);
+        assert_eq!(places.take("a", false).err(), Some(Full::Pool(3)));
+    }
+
+    #[test]
+    fn a_holder_that_is_gone_is_forgotten() {
+        let places = Places::new(8, 2, 0);
+        for holder in 0..100 {
+            drop(places.take(holder, false));
+        }
+        let taken = places.taken.lock().expect("free");
+        assert_eq!((taken.all, taken.by_holder.len()), (0, 0));
+    }
+
+    #[test]
+    fn addresses_of_one_network_are_one_holder() {
+        let of = |text: &str| network(text.parse().expect("an address"));
+        assert_eq!(of("2001:db8::1"), of("2001:db8::ffff:0:0:1"));
+        assert_ne!(of("2001:db8::1"), of("2001:db8:0:1::1"));
+        assert_eq!(of("::ffff:192.0.2.1"), of("192.0.2.1"));
+        assert_ne!(of("192.0.2.1"), of("192.0.2.2"));
+    }
+}
