@@ -6,6 +6,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Context;
 use clap::{Args, CommandFactory, Parser, ValueEnum};
@@ -16,7 +17,7 @@ use patchbay_node::guests::Guests;
 use patchbay_node::listen::tls::TlsFiles;
 use patchbay_node::monitors::{RunDirs, default_run_dirs};
 use patchbay_node::scrape::MetricsAddress;
-use patchbay_node::serve::{Config, RegistryConfig, serve};
+use patchbay_node::serve::{Config, DEFAULT_STREAM_AGE, RegistryConfig, serve};
 use patchbay_node::spans::Exporter;
 use patchbay_store::DEFAULT_ROOT;
 use tokio::signal::unix::{SignalKind, signal};
@@ -62,6 +63,9 @@ struct ServeArgs {
     /// Who may do what. Without it only the user that the daemon runs as may do anything.
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
+    /// End streams after this time: consoles, watches, events and logs. Clients open them again.
+    #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_STREAM_AGE.as_secs(), value_parser = clap::value_parser!(u64).range(1..=604_800))]
+    max_stream_age: u64,
     /// The audit log. Without a line in it nothing is changed.
     #[arg(long, value_name = "FILE", default_value_os_t = default_audit_log())]
     audit_log: PathBuf,
@@ -265,6 +269,7 @@ fn config(args: ServeArgs) -> anyhow::Result<Config> {
         socket_mode: args.socket_mode,
         listen,
         policy: args.policy,
+        max_stream_age: Duration::from_secs(args.max_stream_age),
         audit_log: args.audit_log,
         metrics: args.metrics,
     })

@@ -34,6 +34,19 @@ pub fn of_path(path: &str) -> Option<&'static Method> {
     METHODS.iter().find(|method| method.path == path)
 }
 
+/// Whether a method answers with a stream, which may last for ever.
+#[must_use]
+pub fn streams(method: &Method) -> bool {
+    matches!(
+        method.name,
+        "WatchGuest"
+            | "StreamConsole"
+            | "WatchStaticKeys"
+            | "StreamTracepointEvents"
+            | "StreamKernelLog"
+    )
+}
+
 /// What a method changes.
 #[must_use]
 pub fn effect(method: &Method) -> Effect {

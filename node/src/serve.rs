@@ -41,6 +41,9 @@ const DRAIN_TIME: Duration = Duration::from_secs(2);
 const HTTP2_STREAMS: u32 = 160;
 const _: () = assert!(HTTP2_STREAMS as usize > MAX_CALLS);
 
+/// How long a stream lasts, if the configuration does not say it.
+pub const DEFAULT_STREAM_AGE: Duration = Duration::from_hours(12);
+
 /// How the daemon runs.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -54,6 +57,8 @@ pub struct Config {
     pub listen: Option<(SocketAddr, TlsFiles)>,
     /// The policy file; without one only the daemon's own user may do anything.
     pub policy: Option<PathBuf>,
+    /// A stream lasts this long at most.
+    pub max_stream_age: Duration,
     /// The audit log.
     pub audit_log: PathBuf,
     /// The address that serves metrics.
@@ -145,6 +150,7 @@ pub async fn serve(
         admission.clone(),
         audit.clone(),
         metrics.clone(),
+        config.max_stream_age,
     );
     let node = Arc::new(node.map_err(|error| ServeError::Description(error.to_string()))?);
     let mut tasks = JoinSet::new();

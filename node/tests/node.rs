@@ -16,6 +16,8 @@ mod patterns;
 mod remote;
 #[path = "node/spans.rs"]
 mod spans;
+#[path = "node/streams.rs"]
+mod streams;
 #[path = "node/support.rs"]
 mod support;
 #[path = "node/unit.rs"]

@@ -6,7 +6,8 @@ use std::time::Duration;
 use patchbay_proto::v1;
 use tokio::net::UnixStream;
 use tokio_stream::StreamExt;
-use tonic::Streaming;
+use tonic::{Status, Streaming};
+use tonic_types::StatusExt;
 use v1::{GuestState, RegistrationState};
 
 use crate::args::Output;
@@ -24,10 +25,22 @@ use crate::view;
 pub async fn watch(client: &Client, output: Output) -> Result<(), Failure> {
     let mut stream = open(client).await?;
     while let Some(message) = stream.next().await {
-        let status = message?.status.unwrap_or_default();
-        print_streamed(output, &view::Status::from(status))?;
+        match message {
+            Ok(message) => {
+                let status = message.status.unwrap_or_default();
+                print_streamed(output, &view::Status::from(status))?;
+            }
+            Err(status) if is_expired(&status) => stream = open(client).await?,
+            Err(status) => return Err(status.into()),
+        }
     }
     Err(Failure::ended("watch"))
+}
+
+/// Whether the host wants to decide about the stream again. Its first message is the guest's status then.
+fn is_expired(status: &Status) -> bool {
+    let info = status.get_details_error_info();
+    info.is_some_and(|info| info.reason == "STREAM_EXPIRED")
 }
 
 async fn open(client: &Client) -> Result<Streaming<v1::WatchGuestResponse>, Failure> {
@@ -87,6 +100,10 @@ async fn reach(client: &Client, awaited: AwaitedState) -> Result<view::Status, F
     while let Some(message) = stream.next().await {
         let status = match message {
             Ok(message) => message.status.unwrap_or_default(),
+            Err(status) if is_expired(&status) => {
+                stream = open(client).await?;
+                continue;
+            }
             Err(status) => {
                 end = status.into();
                 break;

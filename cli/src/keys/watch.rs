@@ -17,12 +17,14 @@ use crate::view;
 /// A service that refuses the revisions which it has just listed is broken.
 const MAX_RESYNCS: u32 = 8;
 
-/// Whether the changes since the revision are lost, so that the keys must be listed again.
+/// Whether the keys must be listed again: the changes since the revision are lost, or the host wants to decide
+/// about the watch again.
 pub fn must_list_anew(status: &Status) -> bool {
-    const REASONS: [&str; 4] = [
+    const REASONS: [&str; 5] = [
         "REVISION_COMPACTED",
         "REVISION_IN_FUTURE",
         "INCARNATION_CHANGED",
+        "STREAM_EXPIRED",
         "WATCH_TOO_SLOW",
     ];
     let info = status.get_details_error_info();

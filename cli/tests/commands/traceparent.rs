@@ -2,7 +2,7 @@
 //! One trace id from the command over `patchbayd` to the guest's service.
 
 use patchbay_node::monitors::RunDirs;
-use patchbay_node::serve::{Config, serve};
+use patchbay_node::serve::{Config, DEFAULT_STREAM_AGE, serve};
 
 use super::lab::{Commands, Lab, runtime};
 
@@ -23,6 +23,7 @@ fn a_change_is_of_one_trace_in_both_audit_logs() {
         socket_mode: 0o600,
         listen: None,
         policy: None,
+        max_stream_age: DEFAULT_STREAM_AGE,
         audit_log: lab.folder().join("host-audit.log"),
         metrics: None,
         guests: patchbay_node::guests::Guests::default(),

@@ -47,12 +47,16 @@ const (
 	ErrorReason_ERROR_REASON_TOO_MANY_CALLS ErrorReason = 7
 	// UNAVAILABLE. The endpoint ends, or serves the guest no longer. Ends streams.
 	ErrorReason_ERROR_REASON_ENDPOINT_ENDING ErrorReason = 8
-	// PERMISSION_DENIED. The role of the principal does not allow the method.
+	// PERMISSION_DENIED. The role of the principal does not allow the method. A host
+	// ends streams with it, too, after a change of its policy.
 	ErrorReason_ERROR_REASON_ROLE_MISSING ErrorReason = 10
 	// PERMISSION_DENIED. The peer may not assert a principal.
 	ErrorReason_ERROR_REASON_PRINCIPAL_NOT_TRUSTED ErrorReason = 11
-	// UNAUTHENTICATED. The client's certificate has expired or is revoked.
+	// UNAUTHENTICATED. The client's certificate has expired or is revoked. Ends streams.
 	ErrorReason_ERROR_REASON_CERTIFICATE_REFUSED ErrorReason = 12
+	// UNAVAILABLE. The host ends a stream at its maximum age, and when its policy gives
+	// the principal another role. Open it again.
+	ErrorReason_ERROR_REASON_STREAM_EXPIRED ErrorReason = 13
 	// NOT_FOUND. The endpoint serves no guest of that name.
 	ErrorReason_ERROR_REASON_GUEST_NOT_FOUND ErrorReason = 20
 	// INVALID_ARGUMENT. The endpoint serves several guests; name one.
@@ -173,6 +177,7 @@ var (
 		10: "ERROR_REASON_ROLE_MISSING",
 		11: "ERROR_REASON_PRINCIPAL_NOT_TRUSTED",
 		12: "ERROR_REASON_CERTIFICATE_REFUSED",
+		13: "ERROR_REASON_STREAM_EXPIRED",
 		20: "ERROR_REASON_GUEST_NOT_FOUND",
 		21: "ERROR_REASON_GUEST_NOT_NAMED",
 		22: "ERROR_REASON_GUEST_NOT_REGISTERED",
@@ -234,6 +239,7 @@ var (
 		"ERROR_REASON_ROLE_MISSING":          10,
 		"ERROR_REASON_PRINCIPAL_NOT_TRUSTED": 11,
 		"ERROR_REASON_CERTIFICATE_REFUSED":   12,
+		"ERROR_REASON_STREAM_EXPIRED":        13,
 		"ERROR_REASON_GUEST_NOT_FOUND":       20,
 		"ERROR_REASON_GUEST_NOT_NAMED":       21,
 		"ERROR_REASON_GUEST_NOT_REGISTERED":  22,
@@ -417,7 +423,7 @@ var File_patchbay_v1_errors_proto protoreflect.FileDescriptor
 
 const file_patchbay_v1_errors_proto_rawDesc = "" +
 	"\n" +
-	"\x18patchbay/v1/errors.proto\x12\vpatchbay.v1*\x99\x0f\n" +
+	"\x18patchbay/v1/errors.proto\x12\vpatchbay.v1*\xba\x0f\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12!\n" +
 	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x12\"\n" +
@@ -431,7 +437,8 @@ const file_patchbay_v1_errors_proto_rawDesc = "" +
 	"\x19ERROR_REASON_ROLE_MISSING\x10\n" +
 	"\x12&\n" +
 	"\"ERROR_REASON_PRINCIPAL_NOT_TRUSTED\x10\v\x12$\n" +
-	" ERROR_REASON_CERTIFICATE_REFUSED\x10\f\x12 \n" +
+	" ERROR_REASON_CERTIFICATE_REFUSED\x10\f\x12\x1f\n" +
+	"\x1bERROR_REASON_STREAM_EXPIRED\x10\r\x12 \n" +
 	"\x1cERROR_REASON_GUEST_NOT_FOUND\x10\x14\x12 \n" +
 	"\x1cERROR_REASON_GUEST_NOT_NAMED\x10\x15\x12%\n" +
 	"!ERROR_REASON_GUEST_NOT_REGISTERED\x10\x16\x12\x1b\n" +

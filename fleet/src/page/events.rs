@@ -9,11 +9,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::{Stream, stream};
+use futures_util::future::BoxFuture;
+use futures_util::{FutureExt, Stream, StreamExt, stream};
 use hyper::body::Frame;
+use patchbay_node::identity::Identity;
+use patchbay_node::serve::DEFAULT_STREAM_AGE;
 use tokio::sync::watch;
 
-use super::{Shared, state};
+use super::{Shared, access, state};
 
 /// Changes within this time arrive as one event.
 const MIN_INTERVAL: Duration = Duration::from_millis(150);
@@ -43,28 +46,49 @@ struct Events {
     changes: watch::Receiver<u64>,
     heat: watch::Receiver<Arc<super::heat::Observed>>,
     is_due: bool,
+    /// Says why the principal may look no longer.
+    refused: BoxFuture<'static, String>,
+    is_over: bool,
 }
 
+/// Events until the principal may look no longer, which the last event says, or until the stream is too old. A
+/// browser then opens it again.
 pub fn stream(
     shared: Arc<Shared>,
-    principal: &str,
+    by: &Identity,
     rollout: Option<String>,
     last_id: Option<&str>,
 ) -> impl Stream<Item = Result<Frame<Bytes>, Infallible>> + use<> {
     let (changes, heat) = (shared.controller.changes(), shared.heat.subscribe());
     let is_due = last_id != Some(&id(&shared, &changes, &heat));
     let events = Events {
+        refused: refused(Arc::clone(&shared), by.clone()).boxed(),
+        is_over: false,
         viewer: Viewer::new(shared),
-        principal: principal.to_owned(),
+        principal: by.principal.clone(),
         rollout,
         changes,
         heat,
         is_due,
     };
-    stream::unfold(events, |mut events| async move {
-        let text = events.next().await;
+    let old = Box::pin(tokio::time::sleep(DEFAULT_STREAM_AGE));
+    let events = stream::unfold(events, |mut events| async move {
+        let text = events.next_unless_refused().await?;
         Some((Ok(Frame::data(Bytes::from(text))), events))
-    })
+    });
+    events.take_until(old)
+}
+
+/// Waits until the principal may not look at the page any more.
+async fn refused(shared: Arc<Shared>, by: Identity) -> String {
+    let refusal = || {
+        if let Err(refusal) = shared.admission.check(&by) {
+            return Some(refusal.to_string());
+        }
+        let policy = shared.admission.policy().current();
+        access::may_view(&policy, &by.principal, None).err()
+    };
+    shared.admission.until(&by, refusal).await
 }
 
 fn id(
@@ -77,6 +101,24 @@ fn id(
 }
 
 impl Events {
+    async fn next_unless_refused(&mut self) -> Option<String> {
+        if self.is_over {
+            return None;
+        }
+        let mut refused = std::mem::replace(&mut self.refused, std::future::pending().boxed());
+        let next = tokio::select! {
+            biased;
+            why = &mut refused => Err(why),
+            text = self.next() => Ok(text),
+        };
+        self.refused = refused;
+        Some(next.unwrap_or_else(|why| {
+            self.is_over = true;
+            let data = serde_json::to_string(&why).unwrap_or_default();
+            format!("event: refused\ndata: {data}\n\n")
+        }))
+    }
+
     async fn next(&mut self) -> String {
         if !std::mem::take(&mut self.is_due) {
             let changed = async {

@@ -143,7 +143,7 @@ async fn respond(
             let last_id = request.headers().get("last-event-id");
             let last_id = last_id.and_then(|id| id.to_str().ok());
             let rollout = query.get("rollout").cloned();
-            let stream = events::stream(Arc::clone(shared), principal, rollout, last_id);
+            let stream = events::stream(Arc::clone(shared), by, rollout, last_id);
             let body = StreamBody::new(stream.map_err(|error| match error {}));
             Ok(typed("text/event-stream", BodyExt::boxed_unsync(body)))
         }

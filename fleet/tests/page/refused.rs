@@ -228,3 +228,43 @@ fn id_of(events: &str) -> String {
     let id = events.lines().find_map(|line| line.strip_prefix("id: "));
     id.unwrap_or_else(|| panic!("no id: {events}")).to_owned()
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn events_end_when_the_policy_allows_them_no_more() {
+    let (_fleet, replica) = planned().await;
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let file = folder.path().join("policy.yaml");
+    let own = rustix::process::geteuid().as_raw();
+    let write = |uid: u32| {
+        let rule = format!("rules: [{{name: one, principals: ['uid:{uid}'], role: viewer}}]");
+        std::fs::write(&file, rule).expect("written");
+    };
+    write(own);
+    let policy = LivePolicy::read(file.clone()).expect("good");
+    let (url, _serving) = serve(&replica.controller, Some(policy.clone())).await;
+    let address = url.trim_start_matches("http://").trim_end_matches('/');
+    let mut stream = TcpStream::connect(address).await.expect("listens");
+    let request = format!("GET /api/events HTTP/1.1\r\nhost: {address}\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.expect("sent");
+    let mut text = String::new();
+    let mut buffer = [0; 4096];
+    while !text.contains("data: {") {
+        let count = stream.read(&mut buffer).await.expect("events");
+        assert_ne!(count, 0, "{text}");
+        text += &String::from_utf8_lossy(&buffer[..count]);
+    }
+    // The same rights: the stream goes on.
+    policy.reload().expect("good");
+    write(own + 1);
+    policy.reload().expect("good");
+    let mut rest = String::new();
+    while !rest.contains("\r\n0\r\n") {
+        let count = stream.read(&mut buffer).await.expect("events");
+        assert_ne!(count, 0, "{rest}");
+        rest += &String::from_utf8_lossy(&buffer[..count]);
+    }
+    assert!(rest.contains("event: refused"), "{rest}");
+    assert!(rest.contains("no rule of the policy names"), "{rest}");
+    let answer = ask(&url, "GET /api/events", "", "").await;
+    assert_eq!(status(&answer), "403", "{answer}");
+}

@@ -89,6 +89,7 @@ async fn patchbayd() {
         socket_mode: 0o600,
         listen,
         policy: policy.exists().then_some(policy),
+        max_stream_age: patchbay_node::serve::DEFAULT_STREAM_AGE,
         audit_log: variable("AUDIT").into(),
         metrics: None,
         guests: patchbay_node::guests::Guests::default(),

@@ -18,6 +18,7 @@ use tonic::{Code, Status};
 
 use super::frame::{MAX_ANSWER_BYTES, framed};
 use super::status::{code_name, lost};
+use super::stream::Ended;
 use crate::audit::Pending;
 use crate::metrics::Metrics;
 use crate::spans;
@@ -28,10 +29,12 @@ pub struct Finish {
     pub method: &'static str,
     pub pending: Option<Pending>,
     pub permits: Vec<OwnedSemaphorePermit>,
+    /// Set for a stream: when it must end.
+    pub ended: Option<Ended>,
     /// For the log: who, which guest, and the caller's trace.
     pub caller: Caller,
     began: SystemTime,
-    ended: bool,
+    is_over: bool,
 }
 
 /// What a log line says of a call.
@@ -53,14 +56,15 @@ impl Finish {
             pending: None,
             permits: vec![permit],
             caller: Caller::default(),
+            ended: None,
             began: SystemTime::now(),
-            ended: false,
+            is_over: false,
         }
     }
 
     /// Counts the call and writes its outcome.
     pub fn end(&mut self, code: Code, message: &str) {
-        if !std::mem::replace(&mut self.ended, true) {
+        if !std::mem::replace(&mut self.is_over, true) {
             let (method, code_text) = (self.method, code_name(code));
             self.metrics.call(method, code_text);
             if let Some(parent) = self.caller.trace_parent {
@@ -102,7 +106,7 @@ impl Finish {
 
 impl Drop for Finish {
     fn drop(&mut self) {
-        if !self.ended {
+        if !self.is_over {
             self.metrics.call(self.method, code_name(Code::Cancelled));
         }
     }

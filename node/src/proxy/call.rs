@@ -275,7 +275,7 @@ fn timeout(left: Duration) -> HeaderValue {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::methods::METHODS;
+    use crate::methods::{METHODS, streams};
 
     #[test]
     fn flags_have_the_numbers_of_the_interface() {
@@ -285,7 +285,14 @@ mod tests {
             let service = service.expect("described");
             let mut methods = service.methods();
             let described = methods.find(|found| found.name() == method.name);
-            let input = described.expect("described").input();
+            let described = described.expect("described");
+            assert_eq!(
+                streams(method),
+                described.is_server_streaming(),
+                "{}",
+                method.name
+            );
+            let input = described.input();
             for (field, _) in method.raised {
                 let found = input.get_field_by_name(field).expect(field);
                 assert_eq!(

@@ -23,6 +23,29 @@ const UPDATES: u32 = 2;
 pub struct Allowed {
     pub rule: String,
     pub role: Role,
+    keys: Keys,
+}
+
+/// The keys that were decided about.
+#[derive(Clone, Debug)]
+enum Keys {
+    Nothing,
+    These(Arc<[String]>),
+    Any,
+}
+
+impl Allowed {
+    /// What was asked for, to ask again.
+    pub fn ask<T>(&self, ask: impl FnOnce(Want<'_>) -> T) -> T {
+        match &self.keys {
+            Keys::Nothing => ask(Want::Nothing),
+            Keys::Any => ask(Want::AnyKeys),
+            Keys::These(keys) => {
+                let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+                ask(Want::Keys(&keys))
+            }
+        }
+    }
 }
 
 /// A plan whose keys were looked at.
@@ -55,12 +78,16 @@ impl Node {
         guest: &str,
         want: Want<'_>,
     ) -> Result<Allowed, Status> {
-        self.question(call, guest, want).map_err(|why| {
-            let method = call.method.path;
-            self.metrics.denied(call.method.name);
-            self.audit.denied(call.principal(), method, guest, &why);
-            status::denied(call.principal(), method, guest, &why)
-        })
+        let decided = self.question(call, guest, want);
+        decided.map_err(|why| self.deny(call, guest, &why))
+    }
+
+    /// Writes a denial to the audit log.
+    pub(super) fn deny(&self, call: &Call, guest: &str, why: &str) -> Status {
+        let method = call.method.path;
+        self.metrics.denied(call.method.name);
+        self.audit.denied(call.principal(), method, guest, why);
+        status::denied(call.principal(), method, guest, why)
     }
 
     /// Decides like [`Self::decide`], without a record of a denial.
@@ -70,16 +97,25 @@ impl Node {
         guest: &str,
         want: Want<'_>,
     ) -> Result<Allowed, String> {
-        let decision = self.admission.policy().current().decide(&Question {
+        let keys = match want {
+            Want::Nothing => Keys::Nothing,
+            Want::AnyKeys => Keys::Any,
+            Want::Keys(keys) => Keys::These(keys.iter().map(|key| (*key).to_owned()).collect()),
+        };
+        match self.decision(call, guest, want) {
+            Decision::Allowed { rule, role } => Ok(Allowed { rule, role, keys }),
+            Decision::Denied { why } => Err(why),
+        }
+    }
+
+    /// The policy's answer.
+    pub(super) fn decision(&self, call: &Call, guest: &str, want: Want<'_>) -> Decision {
+        self.admission.policy().current().decide(&Question {
             principal: call.principal(),
             role: call.role,
             guests: &[guest],
             want,
-        });
-        match decision {
-            Decision::Allowed { rule, role } => Ok(Allowed { rule, role }),
-            Decision::Denied { why } => Err(why),
-        }
+        })
     }
 
     /// Decides about keys.

@@ -18,6 +18,7 @@ mod guests;
 mod holds;
 mod plans;
 mod status;
+mod stream;
 mod tracepoints;
 mod updates;
 
@@ -40,11 +41,12 @@ use self::call::Call;
 use self::checks::{Allowed, Forward};
 use self::frame::{First, Held, first_message};
 use self::plans::Plans;
+use self::stream::{Until, guarded};
 use crate::audit::{Audit, Entry};
 use crate::identity::Identity;
 use crate::listen::admission::Admission;
 use crate::listen::{MAX_CALLS, Peer};
-use crate::methods::{self, Effect, Method, effect};
+use crate::methods::{self, Method, effect};
 use crate::metrics::Metrics;
 use crate::monitors::{Directory, Guest};
 
@@ -64,10 +66,11 @@ pub struct Node {
     descriptors: DescriptorPool,
     held: Held,
     plans: Plans,
+    max_stream_age: Duration,
 }
 
 impl Node {
-    /// For these guests.
+    /// For these guests. A stream lasts `max_stream_age` at most.
     ///
     /// # Errors
     /// The interface's own description is broken.
@@ -76,6 +79,7 @@ impl Node {
         admission: Admission,
         audit: Audit,
         metrics: Metrics,
+        max_stream_age: Duration,
     ) -> Result<Self, prost_reflect::DescriptorError> {
         Ok(Self {
             directory,
@@ -85,10 +89,11 @@ impl Node {
             descriptors: DescriptorPool::decode(patchbay_proto::FILE_DESCRIPTOR_SET)?,
             held: Held::default(),
             plans: Plans::default(),
+            max_stream_age,
         })
     }
 
-    async fn handle(&self, request: Request<Body>) -> Response<Body> {
+    async fn handle(self: &Arc<Self>, request: Request<Body>) -> Response<Body> {
         let Some(method) = methods::of_path(request.uri().path()) else {
             return Status::unimplemented("no such method in patchbay.v1").into_http();
         };
@@ -105,7 +110,7 @@ impl Node {
     }
 
     async fn admitted(
-        &self,
+        self: &Arc<Self>,
         method: &'static Method,
         request: Request<Body>,
     ) -> Result<Response<Body>, (Status, Option<Finish>)> {
@@ -142,7 +147,10 @@ impl Node {
             self.forward(call, guest, allowed, rest, &mut finish).await
         };
         match answered.await {
-            Ok(answer) => Ok(observed(answer, finish)),
+            Ok(answer) => Ok(match finish.ended.take() {
+                Some(ended) => guarded(answer, finish, ended),
+                None => observed(answer, finish),
+            }),
             Err(status) => Err((status, Some(finish))),
         }
     }
@@ -177,7 +185,7 @@ impl Node {
     }
 
     async fn forward(
-        &self,
+        self: &Arc<Self>,
         mut call: Call,
         guest: Guest,
         allowed: Allowed,
@@ -201,12 +209,11 @@ impl Node {
         if call.changes() {
             finish.pending = Some(self.intend(&call, &guest, &allowed, None).await?);
         }
-        let streams = call.method.name == "StreamConsole";
-        let body = if streams {
-            rest.after(&call.message)
-        } else {
-            Body::new(http_body_util::Full::new(frame::framed(&call.message)))
-        };
+        if methods::streams(call.method) {
+            let call = Arc::new(call);
+            return self.stream(&call, &guest, &allowed, rest, finish).await;
+        }
+        let body = Body::new(http_body_util::Full::new(frame::framed(&call.message)));
         let request = call.request(body, &allowed)?;
         let sent = guest.monitor.send(request).await;
         let answer = sent.map_err(|(reached, error)| {
@@ -216,7 +223,7 @@ impl Node {
                 status::unreachable(&guest.name, &error)
             }
         })?;
-        if !call.changes() || streams || effect(call.method) == Effect::Stream {
+        if !call.changes() {
             return Ok(answer);
         }
         let whole = Whole::read(answer, &guest.name).await?;
@@ -225,6 +232,33 @@ impl Node {
         let outcome = whole.status();
         finish.end(outcome.code(), outcome.message());
         Ok(whole.into_response())
+    }
+
+    /// Opens a stream, which lasts as long as its authorization.
+    async fn stream(
+        self: &Arc<Self>,
+        call: &Arc<Call>,
+        guest: &Guest,
+        allowed: &Allowed,
+        rest: frame::Rest,
+        finish: &mut Finish,
+    ) -> Result<Response<Body>, Status> {
+        let ended = stream::ended(self, call, &guest.name, allowed);
+        let body = match call.method.name {
+            "StreamConsole" => Until::new(rest.after(&call.message), ended.clone()),
+            _ => Body::new(http_body_util::Full::new(frame::framed(&call.message))),
+        };
+        let request = call.request(body, allowed)?;
+        let sent = tokio::select! {
+            biased;
+            status = ended.clone() => return Err(status),
+            sent = guest.monitor.send(request) => sent,
+        };
+        finish.ended = Some(ended);
+        sent.map_err(|(reached, error)| match reached && call.changes() {
+            true => status::lost(&guest.name, &error),
+            false => status::unreachable(&guest.name, &error),
+        })
     }
 
     /// Writes the intent of a change.

@@ -64,6 +64,12 @@ pub fn certificate_refused(principal: &str, refusal: Refusal) -> Status {
     status(Code::Unauthenticated, "CERTIFICATE_REFUSED", message)
 }
 
+/// A stream cannot go on as it is, and its client may open it again.
+pub fn stream_expired(why: &str) -> Status {
+    let message = format!("{why}; open the stream again");
+    status(Code::Unavailable, "STREAM_EXPIRED", message)
+}
+
 /// No guest of that name; `known` are those that the caller may see.
 pub fn guest_not_found(name: &str, known: &[String]) -> Status {
     let message = format!("no guest {name:?} is on this host; {}", listed(known));

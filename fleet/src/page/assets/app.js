@@ -9,6 +9,8 @@ import { showTables } from "./tables.js";
 
 let state = null;
 let events = null;
+/// Why the server ended the events.
+let refusal = "";
 /// Server's clock minus ours.
 let skew = 0;
 
@@ -24,7 +26,12 @@ function follow() {
     // A browser gives up after an answer that is no stream; try again as it does otherwise.
     if (events.readyState === EventSource.CLOSED) setTimeout(follow, 2000);
   };
+  events.addEventListener("refused", (event) => {
+    refusal = JSON.parse(event.data);
+    live(false);
+  });
   events.onmessage = (event) => {
+    refusal = "";
     state = JSON.parse(event.data);
     skew = state.now - Date.now();
     live(true);
@@ -33,7 +40,8 @@ function follow() {
 }
 
 function live(is) {
-  const text = is ? (state && !state.leads ? "another replica leads" : "live") : "connection lost, trying again";
+  const lost = refusal ? `not allowed any more: ${refusal}` : "connection lost, trying again";
+  const text = is ? (state && !state.leads ? "another replica leads" : "live") : lost;
   setText(byId("live"), text);
   setAttribute(byId("live"), "data-live", is ? "yes" : "no");
 }

@@ -215,7 +215,12 @@ fn code_named(name: &str) -> Option<Code> {
 }
 
 /// Reasons of the host, between clients and monitors.
-const OF_THE_HOST: [&str; 3] = ["CERTIFICATE_REFUSED", "MONITOR_LOST", "MONITOR_UNREACHABLE"];
+const OF_THE_HOST: [&str; 4] = [
+    "CERTIFICATE_REFUSED",
+    "MONITOR_LOST",
+    "MONITOR_UNREACHABLE",
+    "STREAM_EXPIRED",
+];
 
 #[test]
 fn reasons_and_codes_are_those_of_the_proto() {

@@ -40,11 +40,17 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_ENDPOINT_ENDING: _ErrorReason.ValueType  # 8
     """UNAVAILABLE. The endpoint ends, or serves the guest no longer. Ends streams."""
     ERROR_REASON_ROLE_MISSING: _ErrorReason.ValueType  # 10
-    """PERMISSION_DENIED. The role of the principal does not allow the method."""
+    """PERMISSION_DENIED. The role of the principal does not allow the method. A host
+    ends streams with it, too, after a change of its policy.
+    """
     ERROR_REASON_PRINCIPAL_NOT_TRUSTED: _ErrorReason.ValueType  # 11
     """PERMISSION_DENIED. The peer may not assert a principal."""
     ERROR_REASON_CERTIFICATE_REFUSED: _ErrorReason.ValueType  # 12
-    """UNAUTHENTICATED. The client's certificate has expired or is revoked."""
+    """UNAUTHENTICATED. The client's certificate has expired or is revoked. Ends streams."""
+    ERROR_REASON_STREAM_EXPIRED: _ErrorReason.ValueType  # 13
+    """UNAVAILABLE. The host ends a stream at its maximum age, and when its policy gives
+    the principal another role. Open it again.
+    """
     ERROR_REASON_GUEST_NOT_FOUND: _ErrorReason.ValueType  # 20
     """NOT_FOUND. The endpoint serves no guest of that name."""
     ERROR_REASON_GUEST_NOT_NAMED: _ErrorReason.ValueType  # 21
@@ -182,11 +188,17 @@ ERROR_REASON_TOO_MANY_CALLS: ErrorReason.ValueType  # 7
 ERROR_REASON_ENDPOINT_ENDING: ErrorReason.ValueType  # 8
 """UNAVAILABLE. The endpoint ends, or serves the guest no longer. Ends streams."""
 ERROR_REASON_ROLE_MISSING: ErrorReason.ValueType  # 10
-"""PERMISSION_DENIED. The role of the principal does not allow the method."""
+"""PERMISSION_DENIED. The role of the principal does not allow the method. A host
+ends streams with it, too, after a change of its policy.
+"""
 ERROR_REASON_PRINCIPAL_NOT_TRUSTED: ErrorReason.ValueType  # 11
 """PERMISSION_DENIED. The peer may not assert a principal."""
 ERROR_REASON_CERTIFICATE_REFUSED: ErrorReason.ValueType  # 12
-"""UNAUTHENTICATED. The client's certificate has expired or is revoked."""
+"""UNAUTHENTICATED. The client's certificate has expired or is revoked. Ends streams."""
+ERROR_REASON_STREAM_EXPIRED: ErrorReason.ValueType  # 13
+"""UNAVAILABLE. The host ends a stream at its maximum age, and when its policy gives
+the principal another role. Open it again.
+"""
 ERROR_REASON_GUEST_NOT_FOUND: ErrorReason.ValueType  # 20
 """NOT_FOUND. The endpoint serves no guest of that name."""
 ERROR_REASON_GUEST_NOT_NAMED: ErrorReason.ValueType  # 21

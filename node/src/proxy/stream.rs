@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Streams end with the authorization that opened them.
+//!
+//! ```text
+//!                      ┌── ended: policy read again, certificate refused, too old
+//!                      ▼
+//!  client ◀── Pumped ◀── task ◀── answer of the monitor
+//!  client ──▶ Until ─────────────▶ monitor                (input of the console)
+//! ```
+//!
+//! A task of its own reads the monitor's answer, so that a client that does not read keeps neither the stream nor
+//! its places. What the monitor sent before is still delivered, and then the status that says why it ends.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use futures_util::FutureExt;
+use futures_util::future::{BoxFuture, Shared};
+use http::{HeaderMap, Response};
+use http_body::Frame;
+use http_body_util::BodyExt;
+use tokio::sync::mpsc;
+use tonic::Status;
+use tonic::body::Body;
+
+use super::answer::{Finish, observed};
+use super::call::Call;
+use super::checks::Allowed;
+use super::{Node, status};
+use crate::policy::Decision;
+
+/// Is ready when a stream must end, with the status for the client.
+pub type Ended = Shared<BoxFuture<'static, Status>>;
+
+/// Watches over the authorization of a stream that `allowed` allows on `guest`.
+pub fn ended(node: &Arc<Node>, call: &Arc<Call>, guest: &str, allowed: &Allowed) -> Ended {
+    let (node, call, allowed) = (Arc::clone(node), Arc::clone(call), allowed.clone());
+    let guest = guest.to_owned();
+    let max_age = node.max_stream_age;
+    let ended = async move {
+        let refused = || refused(&node, &call, &guest, &allowed);
+        tokio::select! {
+            status = node.admission.until(&call.identity, refused) => status,
+            () = tokio::time::sleep(max_age) => {
+                status::stream_expired(&format!("a stream lasts {} s at most", max_age.as_secs()))
+            }
+        }
+    };
+    ended.boxed().shared()
+}
+
+/// The reason for which the stream could not be opened now as it is.
+fn refused(node: &Node, call: &Call, guest: &str, allowed: &Allowed) -> Option<Status> {
+    if let Err(refused) = node.check_certificate(&call.identity) {
+        return Some(refused);
+    }
+    match allowed.ask(|want| node.decision(call, guest, want)) {
+        // The monitor was told the role, and may show or allow more with another.
+        Decision::Allowed { role, .. } if role != allowed.role => {
+            let role = format!("the policy now gives {} the role {role}", call.principal());
+            Some(status::stream_expired(&role))
+        }
+        Decision::Allowed { .. } => None,
+        Decision::Denied { why } => Some(node.deny(call, guest, &why)),
+    }
+}
+
+/// Passes the answer of a stream on until it or its authorization ends.
+pub fn guarded(answer: Response<Body>, mut finish: Finish, mut ended: Ended) -> Response<Body> {
+    if Status::from_header_map(answer.headers()).is_some() {
+        return observed(answer, finish);
+    }
+    let (parts, mut body) = answer.into_parts();
+    let (sender, receiver) = mpsc::channel(1);
+    tokio::spawn(async move {
+        loop {
+            let frame = tokio::select! {
+                biased;
+                status = &mut ended => break end(finish, body, &sender, &status).await,
+                // The client has left.
+                () = sender.closed() => break,
+                frame = body.frame() => frame,
+            };
+            let Some(frame) = frame else { break };
+            match &frame {
+                Ok(frame) => {
+                    if let Some(status) = frame.trailers_ref().and_then(Status::from_header_map) {
+                        finish.end(status.code(), status.message());
+                    }
+                }
+                Err(status) => finish.end(status.code(), status.message()),
+            }
+            tokio::select! {
+                biased;
+                status = &mut ended => break end(finish, body, &sender, &status).await,
+                sent = sender.send(frame) => if sent.is_err() { break },
+            }
+        }
+    });
+    Response::from_parts(parts, Body::new(Pumped(receiver)))
+}
+
+/// Ends the stream at the monitor and frees its places before the client takes note.
+async fn end(
+    mut finish: Finish,
+    body: Body,
+    sender: &mpsc::Sender<Result<Frame<Bytes>, Status>>,
+    status: &Status,
+) {
+    drop(body);
+    finish.end(status.code(), status.message());
+    drop(finish);
+    let mut trailers = HeaderMap::new();
+    let last = match status.add_header(&mut trailers) {
+        Ok(()) => Ok(Frame::trailers(trailers)),
+        Err(error) => Err(error),
+    };
+    // The client may have left.
+    let _ = sender.send(last).await;
+}
+
+struct Pumped(mpsc::Receiver<Result<Frame<Bytes>, Status>>);
+
+impl http_body::Body for Pumped {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        self.0.poll_recv(context)
+    }
+}
+
+/// A request that is cut off when its stream must end.
+pub struct Until {
+    body: Body,
+    ended: Ended,
+}
+
+impl Until {
+    /// The client's messages, up to the end of its authorization.
+    pub fn new(body: Body, ended: Ended) -> Body {
+        Body::new(Self { body, ended })
+    }
+}
+
+impl http_body::Body for Until {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        if let Poll::Ready(status) = self.ended.poll_unpin(context) {
+            return Poll::Ready(Some(Err(status)));
+        }
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+}
