@@ -8,7 +8,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use http::{HeaderMap, Method, Request, header};
 use patchbay_node::identity::Identity;
-use patchbay_node::policy::{Decision, Policy, Question, Role, Want};
+use patchbay_node::policy::{Decision, LivePolicy, Policy, Question, Role, Want};
 
 use super::Shared;
 use crate::rollout::{Rollout, State};
@@ -115,21 +115,38 @@ pub fn may_view(policy: &Policy, principal: &str, guest: Option<&str>) -> Result
 
 /// Why the principal may not command the rollout: its guests and keys count as one change.
 pub fn may_command(policy: &Policy, principal: &str, rollout: &Rollout) -> Result<(), String> {
+    of_rollout(rollout, |guests, _, want| {
+        decide(policy, principal, Role::Operator, guests, want)
+    })
+}
+
+/// Counts the rollout's guests and keys for the caps of the principal's rule.
+pub fn charge(policy: &LivePolicy, principal: &str, rollout: &Rollout) -> Result<(), String> {
+    of_rollout(rollout, |guests, counted, want| {
+        let question = Question {
+            principal,
+            role: Role::Operator,
+            guests,
+            want,
+        };
+        allowed(policy.charge(&question, counted))
+    })
+}
+
+/// The rollout's guests by their names, the same with their hosts, and its keys.
+fn of_rollout<T>(rollout: &Rollout, ask: impl FnOnce(&[&str], &[&str], Want<'_>) -> T) -> T {
     let members = rollout.members().iter();
     let members = members.filter(|member| !matches!(member.state, State::Skipped { .. }));
     let (mut guests, mut keys) = (Vec::new(), std::collections::BTreeSet::new());
+    let mut counted = Vec::new();
     for member in members {
         guests.push(member.guest.as_str());
+        counted.push(format!("{}/{}", member.host, member.guest));
         keys.extend(member.plan.inverse.iter().map(|op| op.key.as_str()));
     }
+    let counted: Vec<&str> = counted.iter().map(String::as_str).collect();
     let keys: Vec<&str> = keys.into_iter().collect();
-    decide(
-        policy,
-        principal,
-        Role::Operator,
-        &guests,
-        Want::Keys(&keys),
-    )
+    ask(&guests, &counted, Want::Keys(&keys))
 }
 
 fn decide(
@@ -145,7 +162,11 @@ fn decide(
         guests,
         want,
     };
-    match policy.decide(&question) {
+    allowed(policy.decide(&question))
+}
+
+fn allowed(decision: Decision) -> Result<(), String> {
+    match decision {
         Decision::Allowed { .. } => Ok(()),
         Decision::Denied { why } => Err(why),
     }

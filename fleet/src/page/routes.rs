@@ -236,9 +236,17 @@ async fn command(
     let body = body.map_err(|error| bad(format!("the request cannot be read: {error}")))?;
     let body: CommandBody = serde_json::from_slice(&body.to_bytes())
         .map_err(|error| bad(format!("the request is malformed: {error}")))?;
-    let policy = shared.admission.policy().current();
-    access::may_command(&policy, principal, &running.rollout())
-        .map_err(|why| Refused::new(StatusCode::FORBIDDEN, why))?;
+    let policy = shared.admission.policy();
+    let allowed = match verb {
+        Verb::Approve | Verb::Start | Verb::Resume | Verb::Promote => {
+            access::charge(policy, principal, &running.rollout())
+        }
+        // A cap must not keep anybody from stopping a rollout or taking it back.
+        Verb::Pause | Verb::Abort | Verb::Undo => {
+            access::may_command(&policy.current(), principal, &running.rollout())
+        }
+    };
+    allowed.map_err(|why| Refused::new(StatusCode::FORBIDDEN, why))?;
     let command = match verb {
         Verb::Approve => Command::Approve {
             digest: body.digest,

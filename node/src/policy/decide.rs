@@ -2,9 +2,11 @@
 //! Asking the policy.
 
 use std::cmp::Reverse;
+use std::time::Instant;
 
 use super::Role;
 use super::file::{Policy, Rule};
+use super::spent::Spent;
 
 /// What somebody wants to do.
 #[derive(Clone, Debug)]
@@ -57,7 +59,7 @@ impl Decision {
 
 /// What a rule lacks, the least first: the rule that lacks the least explains a refusal best.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Lack {
+pub(super) enum Lack {
     AnyKeys,
     TooManyKeys { given: usize, most: usize },
     TooManyGuests { given: usize, most: usize },
@@ -68,12 +70,38 @@ enum Lack {
 }
 
 impl Policy {
-    /// Decides a question.
+    /// Decides a question. A cap is compared with this change alone.
     #[must_use]
     pub fn decide(&self, question: &Question<'_>) -> Decision {
+        self.first(question.principal, |rule| rule.lacks(question))
+    }
+
+    /// Decides about a change that is about to be made, and counts it in `spent` for the caps of the rule that allows
+    /// it. `guests` are the question's guests by names that are unique where they are counted.
+    pub(super) fn charge(
+        &self,
+        question: &Question<'_>,
+        guests: &[&str],
+        spent: &Spent,
+        now: Instant,
+    ) -> Decision {
+        self.first(question.principal, |rule| {
+            let keys = match question.want {
+                Want::Keys(keys) => keys,
+                Want::Nothing | Want::AnyKeys => &[],
+            };
+            rule.lacks(question).or_else(|| {
+                let charged = spent.charge(rule, question.principal, guests, keys, now);
+                charged.err()
+            })
+        })
+    }
+
+    /// The first rule that lacks nothing.
+    fn first(&self, principal: &str, lacks: impl Fn(&Rule) -> Option<Lack>) -> Decision {
         let mut nearest: Option<(Lack, &Rule)> = None;
         for rule in &self.rules {
-            match rule.lacks(question) {
+            match lacks(rule) {
                 None => {
                     return Decision::Allowed {
                         rule: rule.name.clone(),
@@ -88,7 +116,7 @@ impl Policy {
         }
         let why = match nearest {
             None | Some((Lack::Principal, _)) => {
-                format!("no rule of the policy names {:?}", question.principal)
+                format!("no rule of the policy names {principal:?}")
             }
             Some((lack, rule)) => format!("rule {:?} {}", rule.name, lack.sentence()),
         };
@@ -149,10 +177,10 @@ impl Lack {
         match self {
             Self::AnyKeys => "does not cover every key".to_owned(),
             Self::TooManyKeys { given, most } => {
-                format!("allows {most} keys in one change, not {given}")
+                format!("allows {most} keys in an hour, and this change makes it {given}")
             }
             Self::TooManyGuests { given, most } => {
-                format!("allows {most} guests in one change, not {given}")
+                format!("allows {most} guests in an hour, and this change makes it {given}")
             }
             Self::Key(key) => format!("does not cover key {key:?}"),
             Self::Guest(guest) => format!("does not cover guest {guest:?}"),
@@ -272,6 +300,35 @@ rules:
             want: Want::AnyKeys,
         });
         denied(decision, "every key");
+    }
+
+    #[test]
+    fn a_rule_whose_cap_is_reached_leaves_the_change_to_the_next() {
+        let text = "
+rules:
+  - {name: few, principals: [alice], role: operator, keys: ['net_*'], max_keys: 1}
+  - {name: night, principals: [alice], role: operator, guests: ['web-*'], max_guests: 1}
+";
+        let (policy, spent) = (Policy::parse(text).expect("a policy"), Spent::default());
+        let charge = |guest: &str, key: &str| {
+            let question = Question {
+                principal: "alice",
+                role: Role::Operator,
+                guests: &[guest],
+                want: Want::Keys(&[key]),
+            };
+            policy.charge(&question, &[guest], &spent, Instant::now())
+        };
+        let by = |rule: &str| Decision::Allowed {
+            rule: rule.to_owned(),
+            role: Role::Operator,
+        };
+        assert_eq!(charge("web-1", "net_a"), by("few"));
+        assert_eq!(charge("db-1", "net_a"), by("few"));
+        assert_eq!(charge("web-1", "net_b"), by("night"));
+        denied(charge("web-2", "ext4_b"), "allows 1 guests in an hour");
+        denied(charge("db-1", "net_b"), "allows 1 keys in an hour");
+        assert_eq!(charge("web-1", "ext4_a"), by("night"));
     }
 
     #[test]

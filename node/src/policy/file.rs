@@ -86,6 +86,14 @@ pub enum PolicyError {
         /// The text in place of a fingerprint.
         text: String,
     },
+    /// A cap of a rule that changes nothing.
+    #[error("rule {rule:?}: {field} has no effect, because a viewer changes nothing; leave it out")]
+    CapOfViewers {
+        /// Its name.
+        rule: String,
+        /// Name of the field.
+        field: &'static str,
+    },
     /// A cap that allows nothing.
     #[error(
         "rule {rule:?}: {field} is 0, so the rule allows no change; leave it out or give a number"
@@ -217,7 +225,7 @@ impl fmt::Display for Rule {
         }
         for (what, cap) in [("max_keys", self.max_keys), ("max_guests", self.max_guests)] {
             if let Some(cap) = cap {
-                write!(f, "; {what} {cap}")?;
+                write!(f, "; {what} {cap} an hour")?;
             }
         }
         Ok(())
@@ -243,6 +251,9 @@ impl Rule {
         for (field, cap) in [("max_keys", rule.max_keys), ("max_guests", rule.max_guests)] {
             if cap == Some(0) {
                 return Err(PolicyError::ZeroCap { rule: name, field });
+            }
+            if cap.is_some() && rule.role == Role::Viewer {
+                return Err(PolicyError::CapOfViewers { rule: name, field });
             }
         }
         Ok(Self {
@@ -279,6 +290,10 @@ mod tests {
         assert!(refused("").contains("malformed"));
         assert!(refused(&rule("role: admin\n    keys: ['net_[']")).contains("net_["));
         assert!(refused(&rule("role: admin\n    max_keys: 0")).contains("max_keys"));
+        for cap in ["max_keys", "max_guests"] {
+            let text = refused(&rule(&format!("role: viewer\n    {cap}: 1")));
+            assert!(text.contains(cap) && text.contains("no effect"), "{text}");
+        }
         assert!(refused(&rule("role: admin\n    max_keys: -1")).contains("malformed"));
         let twice = format!(
             "{}{}",

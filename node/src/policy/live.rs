@@ -3,16 +3,20 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use tokio::sync::watch;
 
+use super::decide::{Decision, Question};
 use super::file::{Policy, PolicyError};
+use super::spent::Spent;
 
 /// The policy that decides now.
 #[derive(Clone, Debug)]
 pub struct LivePolicy {
     file: Option<PathBuf>,
     current: watch::Sender<Arc<Policy>>,
+    spent: Spent,
 }
 
 impl LivePolicy {
@@ -25,6 +29,7 @@ impl LivePolicy {
         Ok(Self {
             file: Some(file),
             current: watch::Sender::new(Arc::new(policy)),
+            spent: Spent::default(),
         })
     }
 
@@ -34,6 +39,7 @@ impl LivePolicy {
         Self {
             file: None,
             current: watch::Sender::new(Arc::new(Policy::own_user_only(uid))),
+            spent: Spent::default(),
         }
     }
 
@@ -41,6 +47,14 @@ impl LivePolicy {
     #[must_use]
     pub fn current(&self) -> Arc<Policy> {
         Arc::clone(&self.current.borrow())
+    }
+
+    /// Decides about a change that is about to be made, and counts it for the caps of the rule that allows it.
+    /// `guests` are the question's guests by names that are unique where they are counted.
+    #[must_use]
+    pub fn charge(&self, question: &Question<'_>, guests: &[&str]) -> Decision {
+        self.current()
+            .charge(question, guests, &self.spent, Instant::now())
     }
 
     /// Follows what [`LivePolicy::reload`] reads.

@@ -118,6 +118,35 @@ impl Node {
         })
     }
 
+    /// Decides about a change once more, right before it is made, and counts it for the caps of the policy.
+    pub(super) fn charge(
+        &self,
+        call: &Call,
+        guest: &str,
+        allowed: Allowed,
+    ) -> Result<Allowed, Status> {
+        if is_dry_run(call) {
+            return Ok(allowed);
+        }
+        let decision = allowed.ask(|want| {
+            let question = Question {
+                principal: call.principal(),
+                role: call.role,
+                guests: &[guest],
+                want,
+            };
+            self.admission.policy().charge(&question, &[guest])
+        });
+        match decision {
+            Decision::Allowed { rule, role } => Ok(Allowed {
+                rule,
+                role,
+                ..allowed
+            }),
+            Decision::Denied { why } => Err(self.deny(call, guest, &why)),
+        }
+    }
+
     /// Decides about keys.
     pub(super) fn decide_keys(
         &self,
@@ -174,6 +203,19 @@ impl Node {
             Effect::Read | Effect::Guest | Effect::Discard => Ok(Forward::Call(allowed)),
         }
     }
+}
+
+/// Whether the call only tries a change. The monitor reads the field as it is read here.
+fn is_dry_run(call: &Call) -> bool {
+    effect(call.method) == Effect::Update
+        && decode::<DryRun>(&call.message).is_ok_and(|request| request.validate_only)
+}
+
+/// The part of an UpdateStaticKeysRequest that says whether anything changes.
+#[derive(Clone, PartialEq, Message)]
+struct DryRun {
+    #[prost(bool, tag = "4")]
+    validate_only: bool,
 }
 
 fn plan_not_found(id: &str) -> Status {

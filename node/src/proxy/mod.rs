@@ -197,7 +197,7 @@ impl Node {
             status::exhausted("TOO_MANY_CALLS", &message)
         })?;
         finish.permits.push(permit);
-        let allowed = match self.check(&mut call, &guest, allowed).await? {
+        let mut allowed = match self.check(&mut call, &guest, allowed).await? {
             Forward::Call(allowed) => allowed,
             Forward::Plan(allowed, plan) => {
                 return updates::commit(self, &call, &guest, allowed, plan, finish).await;
@@ -207,6 +207,7 @@ impl Node {
             }
         };
         if call.changes() {
+            allowed = self.charge(&call, &guest.name, allowed)?;
             finish.pending = Some(self.intend(&call, &guest, &allowed, None).await?);
         }
         if methods::streams(call.method) {

@@ -141,6 +141,7 @@ pub async fn commit(
 ) -> Result<Response<Body>, Status> {
     let request: v1::UpdateStaticKeysRequest = decode(&call.message)?;
     for attempt in 1.. {
+        allowed = node.charge(call, &guest.name, allowed)?;
         let pending = node.intend(call, guest, &allowed, Some(&plan.keys)).await?;
         finish.pending = Some(pending);
         let commit = v1::CommitUpdateRequest {

@@ -6,7 +6,7 @@ use rustix::process::Signal;
 use tonic::Code;
 
 use super::fake::Fake;
-use super::support::{Host, assert_refused, own_uid, update};
+use super::support::{Host, assert_refused, own_uid, update, update_matching};
 
 fn policy(rule: &str) -> String {
     format!(
@@ -88,6 +88,50 @@ async fn each_call_is_decided_and_written_down() {
         "{intent}"
     );
     assert_eq!(log[1]["code"], "OK");
+}
+
+#[tokio::test]
+async fn caps_count_the_changes_of_an_hour() {
+    let capped = policy("role: operator, max_keys: 1, max_guests: 1");
+    let mut host = Host::new(&capped);
+    host.start_daemon(&[]).await;
+    let [web, db] = ["web-1", "db-1"].map(|name| host.monitor(name));
+    host.list_until(2).await;
+    let (mut keys, mut guests) = (host.keys().await, host.guests().await);
+    let inc = v1::KeyOp::Inc;
+    let dry_run = v1::UpdateStaticKeysRequest {
+        validate_only: true,
+        ..update("db-1", &["net_b"], inc)
+    };
+    keys.update_static_keys(dry_run).await.expect("tried");
+    for _ in 0..2 {
+        let request = update("web-1", &["net_a"], inc);
+        keys.update_static_keys(request).await.expect("allowed");
+    }
+    for round in 0..2 {
+        for (request, cap) in [
+            (update("web-1", &["net_b"], inc), "1 keys in an hour"),
+            (update_matching("web-1", &["*_b"]), "1 keys in an hour"),
+            (update("db-1", &["net_a"], inc), "1 guests in an hour"),
+        ] {
+            let refused = keys.update_static_keys(request).await;
+            let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
+            assert!(message.contains(cap), "{round}: {message}");
+        }
+        let pause = v1::PauseGuestRequest {
+            guest: "db-1".to_owned(),
+            ..Default::default()
+        };
+        let refused = guests.pause_guest(pause).await;
+        let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
+        assert!(message.contains("1 guests in an hour"), "{message}");
+        // A policy that is read again forgets nothing.
+        host.write_policy(&capped);
+        host.signal(Signal::HUP);
+        host.logged("policy read again").await;
+    }
+    assert_eq!((web.guest.count("net_a"), web.guest.count("net_b")), (2, 0));
+    assert_eq!(db.guest.count("net_a"), 0);
 }
 
 #[tokio::test]
