@@ -274,12 +274,12 @@ func TestACertificateDecidesWhatItsHolderMayDo(t *testing.T) {
 		arguments := append([]string{"certs"}, strings.Fields(words)...)
 		must(t, exec.Command(program, append(arguments, "--folder", in("ca"))...).Run())
 	}
-	policy := "rules: [{name: op, principals: [alice], role: operator, keys: ['alpha']}]"
+	policy := "rules: [{name: op, principals: ['spiffe://patchbay.internal/alice'], role: operator, keys: ['alpha']}]"
 	must(t, os.WriteFile(in("policy.yaml"), []byte(policy), 0o644))
 	daemon := exec.Command(program, "--listen", "127.0.0.1:0", "--run-dir", in("run"),
 		"--socket", in("node.sock"), "--policy", in("policy.yaml"),
 		"--audit-log", in("audit.jsonl"), "--cert", in("ca/host.pem"),
-		"--key", in("ca/host.key"), "--client-ca", in("ca/ca.pem"))
+		"--key", in("ca/host.key"), "--client-ca", "patchbay.internal="+in("ca/ca.pem"))
 	stderr, err := daemon.StderrPipe()
 	must(t, err)
 	must(t, daemon.Start())

@@ -36,7 +36,8 @@ const MAX_ANSWER_BYTES: usize = 8 << 20;
 pub enum HostEndpoint {
     /// The unix socket of its `patchbayd`, or of a monitor.
     Socket(PathBuf),
-    /// ADDRESS:PORT of its `patchbayd`, with mutual TLS.
+    /// ADDRESS:PORT of its `patchbayd`, with mutual TLS. Its certificate must be for the host's name: whoever writes the
+    /// registry chooses the address.
     Address(String, TlsFiles),
 }
 
@@ -177,9 +178,9 @@ impl Hosts {
 }
 
 /// Connects at the first call.
-fn channel(endpoint: &HostEndpoint) -> Channel {
+fn channel(config: &HostConfig) -> Channel {
     let channel = client::endpoint().connect_timeout(CONNECT_TIMEOUT);
-    match endpoint.clone() {
+    match config.endpoint.clone() {
         HostEndpoint::Socket(path) => {
             channel.connect_with_connector_lazy(client::unix_socket(path))
         }
@@ -187,9 +188,18 @@ fn channel(endpoint: &HostEndpoint) -> Channel {
             let channel = channel
                 .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
                 .keep_alive_timeout(KEEPALIVE_TIMEOUT);
+            let name = config.name.clone();
             channel.connect_with_connector_lazy(tower::service_fn(move |_| {
-                let (address, tls) = (address.clone(), tls.clone());
-                async move { tls.connect(&address).await.map(TokioIo::new) }
+                let (name, address, tls) = (name.clone(), address.clone(), tls.clone());
+                async move {
+                    let connected = tls.connect_to(&name, &address).await;
+                    connected.map(TokioIo::new).map_err(|error| {
+                        std::io::Error::other(format!(
+                            "host {name} at {address}: {error}; its certificate must be for the name {name:?}, from a CA \
+                             of --host-ca"
+                        ))
+                    })
+                }
             }))
         }
     }
@@ -198,7 +208,7 @@ fn channel(endpoint: &HostEndpoint) -> Channel {
 impl Host {
     fn new(config: HostConfig, registered: bool) -> Self {
         Self {
-            channel: RwLock::new(channel(&config.endpoint)),
+            channel: RwLock::new(channel(&config)),
             config,
             registered,
             calls: Semaphore::new(CALLS),
@@ -223,7 +233,7 @@ impl Host {
     /// renewed since.
     fn look_at(&self, status: Status) -> Status {
         if CallError::new(&status).is_certificate_refused {
-            let fresh = channel(&self.config.endpoint);
+            let fresh = channel(&self.config);
             *self.channel.write().unwrap_or_else(PoisonError::into_inner) = fresh;
         }
         status

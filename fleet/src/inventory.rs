@@ -17,7 +17,7 @@ const RETRY: Duration = Duration::from_millis(500);
 pub struct Reach {
     /// This machine: the socket of a host on it can be used.
     pub machine: String,
-    /// Without it only sockets of this machine can be used.
+    /// Without it only sockets of this machine can be used, and with it none: a socket proves no host's name.
     pub tls: Option<TlsFiles>,
 }
 
@@ -25,7 +25,7 @@ impl Reach {
     fn endpoint(&self, record: &HostRecord) -> Option<HostEndpoint> {
         match (&record.address, &self.tls) {
             (Some(address), Some(tls)) => Some(HostEndpoint::Address(address.clone(), tls.clone())),
-            _ if record.machine == self.machine => {
+            (_, None) if record.machine == self.machine => {
                 Some(HostEndpoint::Socket(PathBuf::from(&record.socket)))
             }
             _ => None,
@@ -88,8 +88,9 @@ fn apply(hosts: &Hosts, reach: &Reach, change: &Change) {
             let Some(endpoint) = reach.endpoint(&record) else {
                 tracing::error!(
                     host = name,
-                    "a registered host cannot be reached: it needs --listen with a certificate, and \
-                     this controller --host-cert, --host-key and --host-ca"
+                    "a registered host cannot be reached: it needs --listen with a certificate for its name, and \
+                     this controller --host-cert, --host-key and --host-ca; a host on this machine can be named \
+                     with --host NAME=SOCKET instead"
                 );
                 return;
             };

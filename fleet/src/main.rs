@@ -19,6 +19,7 @@ use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::page::Page;
 use patchbay_fleet::store::{DEFAULT_ROOT, EmbeddedStore, EtcdStore, Store, registry};
 use patchbay_node::etcd::EtcdTlsArgs;
+use patchbay_node::listen::client_cas::ClientCas;
 use patchbay_node::listen::tls::{Tls, TlsFiles};
 use patchbay_node::policy::LivePolicy;
 use patchbay_node::scrape::MetricsAddress;
@@ -88,14 +89,13 @@ struct PageArguments {
     #[arg(long, value_name = "ADDRESS:PORT")]
     page: Option<SocketAddr>,
     /// The page's certificate, PEM; browsers then need one too
-    #[arg(long, value_name = "FILE", requires_all = ["page", "key", "client_ca", "policy"])]
+    #[arg(long, value_name = "FILE", requires_all = ["page", "key", "policy"])]
     cert: Option<PathBuf>,
     /// Its private key, PEM
     #[arg(long, value_name = "FILE", requires = "cert")]
     key: Option<PathBuf>,
-    /// CAs that browsers' certificates must come from, PEM
-    #[arg(long, value_name = "FILE", requires = "cert")]
-    client_ca: Option<PathBuf>,
+    #[command(flatten)]
+    clients: ClientCas,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -239,17 +239,23 @@ async fn page(
         page,
         cert,
         key,
-        client_ca,
+        clients,
     } = &arguments.page;
+    if cert.is_some() == clients.is_empty() {
+        bail!(
+            "--cert, and CAs of browsers, need each other; give --cert with --client-ca DOMAIN=FILE or \
+             --common-name-ca FILE"
+        );
+    }
     let policy = match &arguments.policy {
         Some(file) => LivePolicy::read(file.clone())?,
         None => LivePolicy::own_user_only(rustix::process::geteuid().as_raw()),
     };
-    let tls = match (cert, key, client_ca) {
-        (Some(certificate), Some(key), Some(client_ca)) => Some(Tls::read(TlsFiles {
+    let tls = match (cert, key) {
+        (Some(certificate), Some(key)) => Some(Tls::read(TlsFiles {
             certificate: certificate.clone(),
             key: key.clone(),
-            client_ca: client_ca.clone(),
+            clients: clients.clone(),
         })?),
         _ => None,
     };

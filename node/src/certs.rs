@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A development CA in one folder: `ca.pem`, `ca.key`, and a pair of files for each name.
 //!
-//! It makes the first remote call quick. A site with a CA of its own, or SPIRE, uses that.
+//! It makes the first remote call quick. A site with a CA of its own, or SPIRE, uses that. The CA's certificate names
+//! its trust domain as SPIFFE has it, and each certificate gets a SPIFFE id of that domain.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -15,8 +16,13 @@ use rcgen::{
     KeyUsagePurpose, SanType,
 };
 use time::{Duration, OffsetDateTime};
+use tokio_rustls::rustls::pki_types::CertificateDer;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
 
-use crate::identity::{Identity, IdentityError};
+use crate::identity::{Identity, IdentityError, is_trust_domain, trust_domain, uris};
+
+/// The trust domain of a CA that is made without one.
+pub const DEFAULT_TRUST_DOMAIN: &str = "patchbay.internal";
 
 const CA_DAYS: i64 = 3650;
 /// A certificate that was issued a moment ago is valid on a machine whose clock is a little slow.
@@ -45,6 +51,26 @@ pub enum CertsError {
     /// The certificate would name nobody.
     #[error("the certificate would be of no use: {0}")]
     Identity(#[from] IdentityError),
+    /// The trust domain cannot be one.
+    #[error(
+        "{0:?} is no trust domain; give small letters, digits, '.', '-' and '_', as in example.org"
+    )]
+    TrustDomain(String),
+    /// The CA is for another trust domain, so no host would accept the certificate.
+    #[error(
+        "{id} is not of the CA's trust domain; give spiffe://{domain}/PATH, or make another CA with --trust-domain"
+    )]
+    OtherDomain {
+        /// The SPIFFE id.
+        id: String,
+        /// The CA's trust domain.
+        domain: String,
+    },
+    /// The CA names no trust domain.
+    #[error(
+        "{0} names no trust domain; give --common-name or --spiffe ID, or make another CA with `patchbay certs init`"
+    )]
+    NoDomain(String),
     /// Days out of range.
     #[error("{0} days are out of range; give 1 to 3650")]
     Days(u32),
@@ -56,10 +82,12 @@ pub enum CertsError {
 /// A certificate to issue.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
-    /// Name of the files, and the common name.
+    /// Name of the files, the common name, and the path of the SPIFFE id.
     pub name: String,
-    /// The SPIFFE id, if it is to have one.
+    /// Another SPIFFE id.
     pub spiffe: Option<String>,
+    /// No SPIFFE id: hosts accept the certificate with --common-name-ca only.
+    pub common_name: bool,
     /// Names and addresses that a host is reached by; none for a client.
     pub hosts: Vec<String>,
     /// How long it is valid.
@@ -77,11 +105,14 @@ pub struct Issued {
     pub principal: String,
 }
 
-/// Makes a CA in `folder`, which is created with mode 0700.
+/// Makes a CA for SPIFFE ids of `domain` in `folder`, which is created with mode 0700.
 ///
 /// # Errors
 /// [`CertsError`].
-pub fn init(folder: &Path) -> Result<Issued, CertsError> {
+pub fn init(folder: &Path, domain: &str) -> Result<Issued, CertsError> {
+    if !is_trust_domain(domain) {
+        return Err(CertsError::TrustDomain(domain.to_owned()));
+    }
     std::fs::DirBuilder::new()
         .recursive(true)
         .mode(0o700)
@@ -91,6 +122,8 @@ pub fn init(folder: &Path) -> Result<Issued, CertsError> {
     params
         .distinguished_name
         .push(DnType::CommonName, "Patchbay development CA");
+    let id = format!("spiffe://{domain}");
+    params.subject_alt_names = vec![SanType::URI(Ia5String::try_from(id)?)];
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     valid(&mut params, CA_DAYS);
@@ -124,7 +157,10 @@ pub fn issue(folder: &Path, request: &Request) -> Result<Issued, CertsError> {
         return Err(CertsError::TooOpen(key_path.display().to_string()));
     }
     let ca_key = KeyPair::from_pem(&read(&key_path)?)?;
-    let issuer = Issuer::from_ca_cert_pem(&read(&folder.join("ca.pem"))?, ca_key)?;
+    let ca_path = folder.join("ca.pem");
+    let ca = read(&ca_path)?;
+    let issuer = Issuer::from_ca_cert_pem(&ca, ca_key)?;
+    let id = spiffe_id(request, &ca, &ca_path)?;
     let mut params = CertificateParams::default();
     params.distinguished_name.push(DnType::CommonName, name);
     params.use_authority_key_identifier_extension = true;
@@ -141,8 +177,8 @@ pub fn issue(folder: &Path, request: &Request) -> Result<Issued, CertsError> {
             Err(_) => SanType::DnsName(Ia5String::try_from(host.as_str())?),
         });
     }
-    if let Some(spiffe) = &request.spiffe {
-        let uri = SanType::URI(Ia5String::try_from(spiffe.as_str())?);
+    if let Some(id) = id {
+        let uri = SanType::URI(Ia5String::try_from(id)?);
         params.subject_alt_names.push(uri);
     }
     valid(&mut params, i64::from(request.days));
@@ -151,6 +187,25 @@ pub fn issue(folder: &Path, request: &Request) -> Result<Issued, CertsError> {
     // The name that the host will read.
     let principal = Identity::of_certificate(certificate.der())?.principal;
     write(folder, name, &certificate.pem(), &key, &principal)
+}
+
+/// The SPIFFE id for the request; `None` if it is to have a common name only.
+fn spiffe_id(request: &Request, ca: &str, path: &Path) -> Result<Option<String>, CertsError> {
+    if request.common_name {
+        return Ok(None);
+    }
+    let ca = CertificateDer::from_pem_slice(ca.as_bytes());
+    let names = ca.ok().and_then(|ca| uris(&ca).ok()).unwrap_or_default();
+    let own = names.iter().find_map(|name| trust_domain(name));
+    match (&request.spiffe, own) {
+        (None, None) => Err(CertsError::NoDomain(path.display().to_string())),
+        (None, Some(domain)) => Ok(Some(format!("spiffe://{domain}/{}", request.name))),
+        (Some(id), Some(domain)) if trust_domain(id).is_some_and(|of| of != domain) => {
+            let (id, domain) = (id.clone(), domain.to_owned());
+            Err(CertsError::OtherDomain { id, domain })
+        }
+        (Some(id), _) => Ok(Some(id.clone())),
+    }
 }
 
 fn valid(params: &mut CertificateParams, days: i64) {
@@ -221,9 +276,9 @@ mod tests {
     fn keys_are_private_and_never_overwritten() {
         let folder = tempfile::tempdir().expect("a folder");
         let ca = folder.path().join("ca");
-        let made = init(&ca).expect("made");
+        let made = init(&ca, "example.org").expect("made");
         let alice = issue(&ca, &request("alice")).expect("issued");
-        assert_eq!(alice.principal, "alice");
+        assert_eq!(alice.principal, "spiffe://example.org/alice");
         for key in [&made.key, &alice.key] {
             let mode = std::fs::metadata(key)
                 .expect("written")
@@ -234,7 +289,10 @@ mod tests {
         let mode = std::fs::metadata(&ca).expect("made").permissions().mode();
         assert_eq!(mode & 0o777, 0o700);
         let before = std::fs::read(&made.key).expect("kept");
-        assert!(matches!(init(&ca), Err(CertsError::Exists(_))));
+        assert!(matches!(
+            init(&ca, "example.org"),
+            Err(CertsError::Exists(_))
+        ));
         assert!(matches!(
             issue(&ca, &request("ca")),
             Err(CertsError::Exists(_))
@@ -254,11 +312,35 @@ mod tests {
     }
 
     #[test]
+    fn a_name_is_a_spiffe_id_of_the_cas_domain_unless_it_is_to_be_a_common_name() {
+        let folder = tempfile::tempdir().expect("a folder");
+        init(folder.path(), "example.org").expect("made");
+        let issue = |request: &Request| issue(folder.path(), request).expect("issued");
+        let deeper = Request {
+            spiffe: Some("spiffe://example.org/net/bob".to_owned()),
+            ..request("bob")
+        };
+        assert_eq!(issue(&deeper).principal, "spiffe://example.org/net/bob");
+        let common_name = Request {
+            common_name: true,
+            ..request("carol")
+        };
+        assert_eq!(issue(&common_name).principal, "carol");
+        // A CA of an earlier version, or of another program.
+        let params = CertificateParams::default();
+        let key = KeyPair::from_pem(&read(&folder.path().join("ca.key")).expect("a key"));
+        let ca = params.self_signed(&key.expect("a key")).expect("signed");
+        std::fs::write(folder.path().join("ca.pem"), ca.pem()).expect("written");
+        let error = super::issue(folder.path(), &request("dave")).expect_err("no domain");
+        assert!(error.to_string().contains("--common-name"), "{error}");
+    }
+
+    #[test]
     fn a_request_that_is_of_no_use_is_refused() {
         let folder = tempfile::tempdir().expect("a folder");
         let error = issue(folder.path(), &request("alice")).expect_err("no CA");
         assert!(error.to_string().contains("ca.key"), "{error}");
-        init(folder.path()).expect("made");
+        init(folder.path(), "example.org").expect("made");
         for name in ["", "../x", ".x", "a b", "a/b", &"x".repeat(65)] {
             let error = issue(folder.path(), &request(name)).expect_err(name);
             assert!(matches!(error, CertsError::Name(_)), "{error}");
@@ -279,12 +361,24 @@ mod tests {
         ] {
             let request = Request {
                 spiffe: spiffe.map(str::to_owned),
+                common_name: spiffe.is_none(),
                 ..request(name)
             };
             let error = issue(folder.path(), &request).expect_err(name);
             assert!(matches!(error, CertsError::Identity(_)), "{error}");
             assert!(!folder.path().join(format!("{name}.key")).exists());
         }
+        let other = Request {
+            spiffe: Some("spiffe://example.com/alice".to_owned()),
+            ..request("alice")
+        };
+        let error = issue(folder.path(), &other).expect_err("another domain");
+        assert!(
+            error.to_string().contains("spiffe://example.org/PATH"),
+            "{error}"
+        );
+        let error = init(&folder.path().join("x"), "Example Org").expect_err("no domain");
+        assert!(matches!(error, CertsError::TrustDomain(_)), "{error}");
         let open = std::fs::Permissions::from_mode(0o644);
         std::fs::set_permissions(folder.path().join("ca.key"), open).expect("set");
         let error = issue(folder.path(), &request("alice")).expect_err("open");

@@ -127,18 +127,26 @@ pub enum CertsCommand {
         /// The folder; it is created with mode 0700.
         #[arg(long, default_value = "patchbay-ca")]
         folder: PathBuf,
+        /// The trust domain of the SPIFFE ids that it issues.
+        #[arg(long, value_name = "DOMAIN", default_value = certs::DEFAULT_TRUST_DOMAIN)]
+        trust_domain: String,
     },
     /// Issue a certificate.
     Issue {
-        /// Name of the files, and the principal unless there is a SPIFFE id.
+        /// Name of the files, and of the principal: its SPIFFE id is spiffe://DOMAIN/NAME, with the CA's trust domain.
         name: String,
         /// The folder of the CA.
         #[arg(long, default_value = "patchbay-ca")]
         folder: PathBuf,
-        /// The principal's SPIFFE id, spiffe://DOMAIN/PATH.
-        #[arg(long)]
+        /// Another SPIFFE id, spiffe://DOMAIN/PATH.
+        #[arg(long, value_name = "ID")]
         spiffe: Option<String>,
-        /// A DNS name or address that the host is reached by; makes the certificate a host's.
+        /// Issue a certificate without a SPIFFE id. Daemons know its owner by the common name, and only with
+        /// --common-name-ca.
+        #[arg(long, conflicts_with = "spiffe")]
+        common_name: bool,
+        /// The name by which the host registers, or a DNS name or address that clients reach it by; may be given
+        /// several times. Makes the certificate a host's.
         #[arg(long = "host", value_name = "NAME")]
         hosts: Vec<String>,
         /// How long it is valid.
@@ -285,11 +293,15 @@ fn cut_short(torn: &audit::Torn) -> String {
 
 fn certs_command(command: &CertsCommand, out: &mut dyn Write) -> anyhow::Result<bool> {
     let issued = match command {
-        CertsCommand::Init { folder } => certs::init(folder)?,
+        CertsCommand::Init {
+            folder,
+            trust_domain,
+        } => certs::init(folder, trust_domain)?,
         CertsCommand::Issue {
             name,
             folder,
             spiffe,
+            common_name,
             hosts,
             days,
         } => certs::issue(
@@ -297,6 +309,7 @@ fn certs_command(command: &CertsCommand, out: &mut dyn Write) -> anyhow::Result<
             &certs::Request {
                 name: name.clone(),
                 spiffe: spiffe.clone(),
+                common_name: *common_name,
                 hosts: hosts.clone(),
                 days: *days,
             },
@@ -304,8 +317,12 @@ fn certs_command(command: &CertsCommand, out: &mut dyn Write) -> anyhow::Result<
     };
     writeln!(out, "certificate {}", issued.certificate.display())?;
     writeln!(out, "key         {}", issued.key.display())?;
-    if matches!(command, CertsCommand::Issue { .. }) {
-        writeln!(out, "principal   {}", issued.principal)?;
+    match command {
+        CertsCommand::Init { trust_domain, .. } => {
+            let ca = issued.certificate.display();
+            writeln!(out, "accept with --client-ca {trust_domain}={ca}")?;
+        }
+        CertsCommand::Issue { .. } => writeln!(out, "principal   {}", issued.principal)?,
     }
     Ok(true)
 }

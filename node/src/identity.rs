@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Who is at the other end of a connection.
 //!
-//! A peer on a unix socket is "uid:N". A peer with a verified certificate is its SPIFFE id or, without
-//! one, its common name. A certificate cannot name what another kind of identity could: a common name
-//! that looks like a uid or a SPIFFE id is refused, so that the policy's globs mean one thing.
+//! A peer on a unix socket is "uid:N". A peer with a verified certificate is its SPIFFE id or, if the host
+//! accepts common names, its common name. A certificate cannot name what another kind of identity could: a
+//! common name that looks like a uid or a SPIFFE id, or has a slash, is refused, so that the policy's globs
+//! mean one thing. Which CA may vouch for which name is decided in [`crate::listen::client_cas`].
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
+use tokio_rustls::rustls::pki_types::CertificateDer;
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
@@ -33,6 +35,10 @@ pub struct Proof {
     pub fingerprint: String,
     /// Seconds since 1970.
     pub not_after: i64,
+    /// It and those up to the CA, as the client sent them.
+    pub chain: Vec<CertificateDer<'static>>,
+    /// The reading of the CAs that it was verified against.
+    pub generation: u64,
 }
 
 /// Why a certificate names nobody.
@@ -48,7 +54,7 @@ pub enum IdentityError {
     SeveralUris(usize),
     /// The URI is not a SPIFFE id.
     #[error(
-        "the client certificate has the URI {0:?}, which is no SPIFFE id; issue one with spiffe://DOMAIN/PATH"
+        "the client certificate has the URI {0:?}, which is no SPIFFE id; issue one with spiffe://DOMAIN/PATH, DOMAIN of small letters, digits, '.', '-' and '_', PATH of the same and capitals, without empty segments, '.' and '..'"
     )]
     NotSpiffe(String),
     /// No URI and no common name.
@@ -86,20 +92,10 @@ impl Identity {
         let malformed = |error: String| IdentityError::Malformed(error);
         let (_, certificate) =
             X509Certificate::from_der(der).map_err(|error| malformed(error.to_string()))?;
-        let names = certificate
-            .subject_alternative_name()
-            .map_err(|error| malformed(error.to_string()))?;
-        let uris: Vec<&str> = names
-            .iter()
-            .flat_map(|extension| &extension.value.general_names)
-            .filter_map(|name| match name {
-                GeneralName::URI(uri) => Some(*uri),
-                _ => None,
-            })
-            .collect();
+        let uris = uris_of(&certificate)?;
         let principal = match uris.as_slice() {
             [] => common_name(&certificate)?,
-            [uri] if is_spiffe_id(uri) => (*uri).to_owned(),
+            [uri] if is_spiffe_id(uri) => uri.clone(),
             [uri] => return Err(IdentityError::NotSpiffe(shown(uri))),
             several => return Err(IdentityError::SeveralUris(several.len())),
         };
@@ -108,6 +104,8 @@ impl Identity {
             certificate: Some(Proof {
                 fingerprint: fingerprint(der),
                 not_after: certificate.validity().not_after.timestamp(),
+                chain: vec![CertificateDer::from(der.to_vec())],
+                generation: 0,
             }),
         })
     }
@@ -121,6 +119,29 @@ impl Identity {
             .as_ref()
             .is_some_and(|proof| proof.not_after < now)
     }
+}
+
+/// The URIs among the alternative names of a certificate in DER form.
+///
+/// # Errors
+/// [`IdentityError::Malformed`].
+pub fn uris(der: &[u8]) -> Result<Vec<String>, IdentityError> {
+    let parsed = X509Certificate::from_der(der);
+    let (_, certificate) = parsed.map_err(|error| IdentityError::Malformed(error.to_string()))?;
+    uris_of(&certificate)
+}
+
+fn uris_of(certificate: &X509Certificate<'_>) -> Result<Vec<String>, IdentityError> {
+    let names = certificate.subject_alternative_name();
+    let names = names.map_err(|error| IdentityError::Malformed(error.to_string()))?;
+    let names = names
+        .iter()
+        .flat_map(|extension| &extension.value.general_names);
+    let uris = names.filter_map(|name| match name {
+        GeneralName::URI(uri) => Some((*uri).to_owned()),
+        _ => None,
+    });
+    Ok(uris.collect())
 }
 
 /// SHA-256 of a certificate in DER form, in hexadecimal.
@@ -141,16 +162,38 @@ fn common_name(certificate: &X509Certificate<'_>) -> Result<String, IdentityErro
         let start = name.get(..prefix.len());
         start.is_some_and(|start| start.eq_ignore_ascii_case(prefix))
     });
-    if foreign || name == RESERVED || name == "unknown" {
+    // A principal with a slash is a SPIFFE id, or a stream of another principal.
+    if foreign || name == RESERVED || name == "unknown" || name.contains('/') {
         return Err(IdentityError::Reserved(shown(name)));
     }
     Ok(name.to_owned())
 }
 
+/// Whether the text is a SPIFFE id of a workload: exact, without anything that could be read in two ways.
 fn is_spiffe_id(uri: &str) -> bool {
-    uri.strip_prefix("spiffe://")
-        .and_then(|rest| rest.split_once('/'))
-        .is_some_and(|(domain, path)| !domain.is_empty() && !path.is_empty())
+    let letters = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    let segment =
+        |text: &str| !text.is_empty() && text != "." && text != ".." && text.chars().all(letters);
+    let path = trust_domain(uri).and_then(|domain| {
+        let rest = uri.strip_prefix("spiffe://")?.strip_prefix(domain)?;
+        rest.strip_prefix('/')
+    });
+    path.is_some_and(|path| path.split('/').all(segment))
+}
+
+/// The trust domain of a SPIFFE id; `None` for another kind of name.
+#[must_use]
+pub fn trust_domain(id: &str) -> Option<&str> {
+    let rest = id.strip_prefix("spiffe://")?;
+    let domain = rest.split('/').next()?;
+    is_trust_domain(domain).then_some(domain)
+}
+
+/// Whether the text is a trust domain as SPIFFE has it.
+#[must_use]
+pub fn is_trust_domain(text: &str) -> bool {
+    let letters = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-_.".contains(c);
+    !text.is_empty() && text.chars().all(letters)
 }
 
 fn checked(principal: String) -> Result<String, IdentityError> {
@@ -213,6 +256,7 @@ mod tests {
             "monitor",
             "unknown",
             "alice/stream-7",
+            "example.org/net/alice",
         ] {
             let error = principal(Some(name), &[]).expect_err(name);
             assert!(matches!(error, IdentityError::Reserved(_)), "{error}");
@@ -223,6 +267,17 @@ mod tests {
             "spiffe://",
             "spiffe:///a",
             "spiffe://a/",
+            "spiffe://A/b",
+            "spiffe://a:1/b",
+            "spiffe://u@a/b",
+            "spiffe://a//b",
+            "spiffe://a/b/",
+            "spiffe://a/../b",
+            "spiffe://a/b%2fc",
+            "spiffe://a/b?c",
+            "spiffe://a/b#c",
+            "spiffe://a/*",
+            "SPIFFE://a/b",
         ] {
             let error = principal(Some("bob"), &[uri]).expect_err(uri);
             assert!(matches!(error, IdentityError::NotSpiffe(_)), "{error}");

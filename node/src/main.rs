@@ -14,6 +14,7 @@ use patchbay_node::attach::Attach;
 use patchbay_node::command::{Command, default_audit_log, run};
 use patchbay_node::etcd::EtcdTlsArgs;
 use patchbay_node::guests::Guests;
+use patchbay_node::listen::client_cas::ClientCas;
 use patchbay_node::listen::tls::TlsFiles;
 use patchbay_node::monitors::{RunDirs, default_run_dirs};
 use patchbay_node::scrape::MetricsAddress;
@@ -49,7 +50,7 @@ struct ServeArgs {
     #[arg(long, value_name = "OCTAL", default_value = "660", value_parser = mode)]
     socket_mode: u32,
     /// Listen on TCP with mutual TLS.
-    #[arg(long, value_name = "ADDRESS:PORT", requires_all = ["cert", "key", "client_ca"])]
+    #[arg(long, value_name = "ADDRESS:PORT", requires_all = ["cert", "key"])]
     listen: Option<SocketAddr>,
     /// The host's certificate, PEM.
     #[arg(long, value_name = "FILE", requires = "listen")]
@@ -57,9 +58,8 @@ struct ServeArgs {
     /// Its private key, PEM.
     #[arg(long, value_name = "FILE", requires = "listen")]
     key: Option<PathBuf>,
-    /// CAs that clients' certificates must come from, PEM.
-    #[arg(long, value_name = "FILE", requires = "listen")]
-    client_ca: Option<PathBuf>,
+    #[command(flatten)]
+    clients: ClientCas,
     /// Who may do what. Without it only the user that the daemon runs as may do anything.
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
@@ -210,13 +210,19 @@ fn config(args: ServeArgs) -> anyhow::Result<Config> {
                 .with_context(|| format!("folder {} cannot be created", folder.display()))?;
         }
     }
-    let listen = match (args.listen, args.cert, args.key, args.client_ca) {
-        (Some(address), Some(certificate), Some(key), Some(client_ca)) => Some((
+    if args.listen.is_some() == args.clients.is_empty() {
+        anyhow::bail!(
+            "--listen, and CAs of clients, need each other; give --listen with --client-ca DOMAIN=FILE or \
+             --common-name-ca FILE"
+        );
+    }
+    let listen = match (args.listen, args.cert, args.key) {
+        (Some(address), Some(certificate), Some(key)) => Some((
             address,
             TlsFiles {
                 certificate,
                 key,
-                client_ca,
+                clients: args.clients,
             },
         )),
         _ => None,

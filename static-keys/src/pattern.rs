@@ -5,8 +5,8 @@
 //! against "module:name" (":name" is a key of the kernel image). A key is selected if it matches
 //! no taking-away pattern and, unless there are only such, at least one other.
 //!
-//! Names of guests and principals are matched whole ([`Patterns::select_whole`]): a colon in them, or
-//! in the pattern, has no meaning.
+//! Names of guests are matched whole ([`Patterns::select_whole`]): a colon in them, or in the pattern, has no
+//! meaning. Names of principals are, too, and their slashes have one ([`Patterns::select_path`]).
 
 use std::fmt;
 
@@ -120,11 +120,23 @@ impl Patterns {
         (self.wanted.is_empty() || self.wanted.iter().any(hit)) && !self.unwanted.iter().any(hit)
     }
 
-    /// Returns whether the name of a guest or principal is selected. A colon has no meaning in it.
+    /// Returns whether the name of a guest is selected. A colon has no meaning in it.
     #[must_use]
     pub fn select_whole(&self, name: &str) -> bool {
         let hit = |pattern: &Pattern| pattern.whole.matches(name);
         (self.wanted.is_empty() || self.wanted.iter().any(hit)) && !self.unwanted.iter().any(hit)
+    }
+}
+
+impl Patterns {
+    /// Returns whether the name of a principal is selected. `*`, `?` and classes do not match a slash in it, and `**`
+    /// matches any text; a `*` alone is everybody. A pattern that takes away reaches across slashes, so that it never
+    /// takes away less than it says.
+    #[must_use]
+    pub fn select_path(&self, name: &str) -> bool {
+        let hit = |pattern: &Pattern| pattern.whole.matches_path(name);
+        let taken = |pattern: &Pattern| pattern.whole.matches(name);
+        (self.wanted.is_empty() || self.wanted.iter().any(hit)) && !self.unwanted.iter().any(taken)
     }
 }
 
@@ -168,6 +180,14 @@ impl Glob {
             // Array elements are named `key[3]`, so the literal reading counts as well.
             glob => glob == rest || glob_matches(glob, rest),
         }
+    }
+}
+
+impl Glob {
+    fn matches_path(&self, text: &str) -> bool {
+        self.bytes == b"*"
+            || self.bytes == text.as_bytes()
+            || path_matches(&self.bytes, text.as_bytes())
     }
 }
 
@@ -253,6 +273,59 @@ fn glob_matches(glob: &[u8], text: &[u8]) -> bool {
     glob[g..].iter().all(|&byte| byte == b'*')
 }
 
+/// Like [`glob_matches`], but only `**` matches a slash. The last `*` and the last `**` are retried, so the cost is at
+/// most `glob.len() * text.len()` for each `**`.
+fn path_matches(glob: &[u8], text: &[u8]) -> bool {
+    let (mut g, mut t) = (0, 0);
+    let mut within: Option<(usize, usize)> = None;
+    let mut across: Option<(usize, usize)> = None;
+    while t < text.len() {
+        let is_slash = text[t] == b'/';
+        let step = match glob.get(g) {
+            Some(b'*') if glob.get(g + 1) == Some(&b'*') => {
+                across = Some((g + 2, t));
+                within = None;
+                g += 2;
+                continue;
+            }
+            Some(b'*') => {
+                within = Some((g + 1, t));
+                g += 1;
+                continue;
+            }
+            Some(b'?') => (!is_slash).then_some(1),
+            Some(b'[') => match class_length(&glob[g..]) {
+                Some(length) => (!is_slash && class_matches(&glob[g + 1..g + length - 1], text[t]))
+                    .then_some(length),
+                None => (text[t] == b'[').then_some(1),
+            },
+            Some(&byte) => (byte == text[t]).then_some(1),
+            None => None,
+        };
+        if let Some(length) = step {
+            g += length;
+            t += 1;
+            continue;
+        }
+        // The shorter `*` first; it ends at a slash.
+        match within.filter(|(_, from)| text[*from] != b'/') {
+            Some((star, from)) => {
+                within = Some((star, from + 1));
+                (g, t) = (star, from + 1);
+            }
+            None => {
+                let Some((stars, from)) = across else {
+                    return false;
+                };
+                across = Some((stars, from + 1));
+                within = None;
+                (g, t) = (stars, from + 1);
+            }
+        }
+    }
+    glob[g..].iter().all(|&byte| byte == b'*')
+}
+
 fn class_matches(class: &[u8], byte: u8) -> bool {
     let (negated, members) = match class.split_first() {
         Some((b'!', rest)) => (true, rest),
@@ -320,6 +393,60 @@ mod tests {
         assert!(!select(&["ext4:*"], "", "key"));
         assert!(select(&[":key"], "", "key"));
         assert!(!select(&[":key"], "ext4", "key"));
+    }
+
+    #[test]
+    fn a_star_stays_between_slashes() {
+        let select = |patterns: &[&str], name: &str| {
+            let patterns: Vec<String> = patterns.iter().map(|&text| text.to_owned()).collect();
+            Patterns::parse(&patterns)
+                .expect("well-formed")
+                .select_path(name)
+        };
+        for (pattern, yes, no) in [
+            (
+                "spiffe://a.org/net/*",
+                "spiffe://a.org/net/x",
+                "spiffe://a.org/net/x/y",
+            ),
+            (
+                "spiffe://*/net",
+                "spiffe://a.org/net",
+                "spiffe://a.org/b/net",
+            ),
+            (
+                "spiffe://a.org/*/x",
+                "spiffe://a.org/net/x",
+                "spiffe://a.org/net/y/x",
+            ),
+            (
+                "spiffe://a.org/**",
+                "spiffe://a.org/net/y/x",
+                "spiffe://b.org/a.org/x",
+            ),
+            (
+                "**/net/*/x",
+                "spiffe://a.org/net/y/x",
+                "spiffe://a.org/net/y/z/x",
+            ),
+            ("spiffe://a.org/?", "spiffe://a.org/x", "spiffe://a.org//"),
+            ("a[!b]c", "axc", "a/c"),
+            ("a[.-0]c", "a.c", "a/c"),
+            ("al*", "alice", "al/ice"),
+            ("uid:*", "uid:10", "guid:10"),
+            ("a**b", "a/x/b", "a/x/c"),
+            ("*/*", "a/b", "a/b/c"),
+            ("a*/b", "axx/b", "ax/x/b"),
+        ] {
+            assert!(select(&[pattern], yes), "{pattern} {yes}");
+            assert!(!select(&[pattern], no), "{pattern} {no}");
+        }
+        for everybody in [&["*"][..], &["**"], &[]] {
+            assert!(select(everybody, "spiffe://a.org/net/x") && select(everybody, "uid:0"));
+        }
+        // Whoever is taken away stays so, however deep.
+        let but = ["**", "!spiffe://a.org/*"];
+        assert!(!select(&but, "spiffe://a.org/net/x") && select(&but, "spiffe://b.org/net/x"));
     }
 
     #[test]

@@ -62,10 +62,18 @@ impl TlsFiles {
     /// # Errors
     /// From the files, the network or TLS.
     pub async fn connect(&self, address: &str) -> io::Result<TlsStream<TcpStream>> {
-        let connector = self.connector()?;
         let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
-        let host = host.trim_matches(['[', ']']).to_owned();
-        let name = ServerName::try_from(host).map_err(io::Error::other)?;
+        self.connect_to(host.trim_matches(['[', ']']), address)
+            .await
+    }
+
+    /// Connects to ADDRESS:PORT; the server's certificate must be for `name`, whatever the address.
+    ///
+    /// # Errors
+    /// From the files, the network or TLS.
+    pub async fn connect_to(&self, name: &str, address: &str) -> io::Result<TlsStream<TcpStream>> {
+        let connector = self.connector()?;
+        let name = ServerName::try_from(name.to_owned()).map_err(io::Error::other)?;
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
         connector.connect(name, stream).await

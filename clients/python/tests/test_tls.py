@@ -16,6 +16,9 @@ import patchbay
 from conftest import Server
 
 
+ALICE = "spiffe://patchbay.internal/alice"
+
+
 class Daemon:
     """patchbayd in front of one guest, for which operators are named in a policy."""
 
@@ -31,7 +34,8 @@ class Daemon:
         for name, more in (("host", ["--host", "localhost"]), ("alice", []), ("bob", [])):
             issue = [*certs, "issue", name, "--folder", self.ca, *more]
             subprocess.run(issue, check=True, capture_output=True)
-        policy = "rules: [{name: op, principals: [alice], role: operator, keys: ['alpha']}]"
+        rule = f"name: op, principals: ['{ALICE}'], role: operator, keys: ['alpha']"
+        policy = f"rules: [{{{rule}}}]"
         (folder / "policy.yaml").write_text(policy)
         options = {
             "--run-dir": "run",
@@ -40,9 +44,9 @@ class Daemon:
             "--audit-log": "audit.jsonl",
             "--cert": "ca/host.pem",
             "--key": "ca/host.key",
-            "--client-ca": "ca/ca.pem",
         }
         command = [program, "--listen", "127.0.0.1:0"]
+        command += ["--client-ca", f"patchbay.internal={self.ca / 'ca.pem'}"]
         for name, file in options.items():
             command += [name, str(folder / file)]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -77,7 +81,7 @@ def test_a_certificate_decides_what_its_holder_may_do(daemon: Daemon) -> None:
         guest = host.guest("web-1")
         assert guest.enable("alpha").results[0].count_after == 1
         (hold,) = guest.holds()
-        assert hold.holder == "alice"
+        assert hold.holder == ALICE
         with pytest.raises(patchbay.PermissionDenied) as error:
             guest.enable("beta")
         assert error.value.reason == patchbay.ErrorReason.ERROR_REASON_ROLE_MISSING

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use patchbay_fleet::page::{Config, Page};
 use patchbay_node::certs::{self, Request};
+use patchbay_node::listen::client_cas::ClientCas;
 use patchbay_node::listen::tls::{Tls, TlsFiles};
 use patchbay_node::policy::LivePolicy;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -19,6 +20,8 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
 use crate::support::{Fleet, spec};
 
+const DOMAIN: &str = "example.org";
+
 /// Issues a certificate and returns the files.
 fn issue(folder: &Path, name: &str, hosts: &[&str]) -> TlsFiles {
     let request = Request {
@@ -31,7 +34,10 @@ fn issue(folder: &Path, name: &str, hosts: &[&str]) -> TlsFiles {
     TlsFiles {
         certificate: issued.certificate,
         key: issued.key,
-        client_ca: folder.join("ca.pem"),
+        clients: ClientCas {
+            domains: vec![(DOMAIN.to_owned(), folder.join("ca.pem"))],
+            common_names: None,
+        },
     }
 }
 
@@ -82,15 +88,14 @@ async fn a_browser_over_tcp_needs_a_certificate_and_a_role() {
     leads.plan("net", &text, "alice").await.expect("planned");
     let folder = tempfile::tempdir().expect("temporary folder");
     let (ours, theirs) = (folder.path().join("ours"), folder.path().join("theirs"));
-    let ca = certs::init(&ours).expect("made").certificate;
-    let other_ca = certs::init(&theirs).expect("made").certificate;
-    let mut host = issue(&ours, "fleet", &["127.0.0.1"]);
-    host.client_ca.clone_from(&ca);
+    let ca = certs::init(&ours, DOMAIN).expect("made").certificate;
+    let other_ca = certs::init(&theirs, DOMAIN).expect("made").certificate;
+    let host = issue(&ours, "fleet", &["127.0.0.1"]);
     let (alice, bob) = (issue(&ours, "alice", &[]), issue(&ours, "bob", &[]));
     let mallory = issue(&theirs, "alice", &[]);
     drop(other_ca);
     let policy = folder.path().join("policy.yaml");
-    let rules = "rules:\n- {name: a, principals: [alice], role: operator}\n- {name: b, principals: [bob], role: viewer}\n";
+    let rules = "rules:\n- {name: a, principals: ['spiffe://example.org/alice'], role: operator}\n- {name: b, principals: ['spiffe://example.org/bob'], role: viewer}\n";
     std::fs::write(&policy, rules).expect("written");
     let config = Config {
         address: "127.0.0.1:0".parse().expect("an address"),
@@ -127,7 +132,7 @@ async fn a_browser_over_tcp_needs_a_certificate_and_a_role() {
     assert!(
         timeline
             .iter()
-            .any(|entry| entry.principal == "alice" && entry.text == "aborted")
+            .any(|entry| entry.principal == "spiffe://example.org/alice" && entry.text == "aborted")
     );
 }
 

@@ -49,7 +49,7 @@ async fn etcd_is_not_taken_for_another_and_takes_no_other() {
     let members: Vec<String> = etcd.addresses().split(',').map(str::to_owned).collect();
     let foreign = tempfile::tempdir().expect("a folder");
     let folder = foreign.path().join("ca");
-    certs::init(&folder).expect("a CA");
+    certs::init(&folder, certs::DEFAULT_TRUST_DOMAIN).expect("a CA");
     let request = certs::Request {
         name: "fleet".to_owned(),
         days: 1,

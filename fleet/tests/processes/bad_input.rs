@@ -42,8 +42,8 @@ async fn a_host_whose_certificate_is_expired_or_anothers_is_not_reached() {
         return;
     };
     let ca = fleet.path("ca");
-    certs::init(&ca).expect("a CA");
-    let policy = "rules: [{name: fleet, principals: [fleet], role: admin}]";
+    certs::init(&ca, "example.org").expect("a CA");
+    let policy = "rules: [{name: fleet, principals: ['spiffe://example.org/fleet'], role: admin}]";
     std::fs::write(ca.join("policy.yaml"), policy).expect("written");
     let request = certs::Request {
         name: "fleet".to_owned(),
@@ -61,8 +61,10 @@ async fn a_host_whose_certificate_is_expired_or_anothers_is_not_reached() {
     let hour = time::Duration::hours(1);
     for (round, (host, valid, why)) in [
         ("elsewhere.example", hour, "not valid for name"),
-        ("127.0.0.1", -time::Duration::minutes(1), "expired"),
-        ("127.0.0.1", hour, ""),
+        // It may answer at the address, and is not the host.
+        ("127.0.0.1", hour, "must be for the name \"host-0-tls\""),
+        ("host-0-tls", -time::Duration::minutes(1), "expired"),
+        ("host-0-tls", hour, ""),
     ]
     .into_iter()
     .enumerate()

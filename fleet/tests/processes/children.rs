@@ -78,7 +78,10 @@ async fn patchbayd() {
         let files = patchbay_node::listen::tls::TlsFiles {
             certificate: certs.join("host.pem"),
             key: certs.join("host.key"),
-            client_ca: certs.join("ca.pem"),
+            clients: patchbay_node::listen::client_cas::ClientCas {
+                domains: vec![("example.org".to_owned(), certs.join("ca.pem"))],
+                common_names: None,
+            },
         };
         (address.parse().expect("an address"), files)
     });

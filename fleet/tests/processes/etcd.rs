@@ -40,7 +40,7 @@ impl Etcd {
             return None;
         }
         let etcd = Self::prepare(1, true)?;
-        certs::init(&etcd.certs()).expect("a CA");
+        certs::init(&etcd.certs(), certs::DEFAULT_TRUST_DOMAIN).expect("a CA");
         for name in ["member", "root", "fleet", "stranger"] {
             let request = certs::Request {
                 name: name.to_owned(),

@@ -87,6 +87,9 @@ pub fn issue(
     params
         .distinguished_name
         .push(rcgen::DnType::CommonName, name);
+    let id = format!("spiffe://example.org/{name}");
+    let id = rcgen::string::Ia5String::try_from(id).expect("ASCII");
+    params.subject_alt_names.push(rcgen::SanType::URI(id));
     params.extended_key_usages = vec![usage];
     params.not_before = time::OffsetDateTime::now_utc() - time::Duration::minutes(5);
     params.not_after = time::OffsetDateTime::now_utc() + valid;
@@ -109,15 +112,15 @@ async fn a_certificate_that_expires_pauses_the_rollout_until_it_is_renewed() {
         return;
     };
     let ca = fleet.path("ca");
-    certs::init(&ca).expect("a CA");
+    certs::init(&ca, "example.org").expect("a CA");
     let host = certs::Request {
         name: "host".to_owned(),
-        hosts: vec!["127.0.0.1".to_owned()],
+        hosts: vec!["host-0-tls".to_owned()],
         days: 1,
         ..certs::Request::default()
     };
     certs::issue(&ca, &host).expect("issued");
-    let policy = "rules: [{name: fleet, principals: [fleet], role: admin}]";
+    let policy = "rules: [{name: fleet, principals: ['spiffe://example.org/fleet'], role: admin}]";
     std::fs::write(ca.join("policy.yaml"), policy).expect("written");
     fleet.start_host_with_tls(0, &ca).await;
     issue_controller(&ca, VALID.try_into().expect("short"));

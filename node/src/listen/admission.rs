@@ -27,6 +27,11 @@ pub enum Refusal {
     /// The policy lists it.
     #[error("the policy has revoked the client certificate; connect with another one")]
     Revoked,
+    /// The CAs were read again, and its own is not among them.
+    #[error(
+        "no CA that is trusted for its name has issued the client certificate; connect with another one"
+    )]
+    Untrusted,
 }
 
 impl Admission {
@@ -55,6 +60,9 @@ impl Admission {
         }
         if self.policy.current().has_revoked(&proof.fingerprint) {
             return Err(Refusal::Revoked);
+        }
+        if self.tls.as_ref().is_some_and(|tls| !tls.trusts(proof)) {
+            return Err(Refusal::Untrusted);
         }
         Ok(())
     }
@@ -113,6 +121,8 @@ mod tests {
         let proof = Proof {
             fingerprint: "ab".repeat(32),
             not_after: i64::try_from(now.as_secs()).expect("small") + seconds,
+            chain: vec![],
+            generation: 0,
         };
         Identity {
             principal: "alice".to_owned(),

@@ -13,6 +13,7 @@
 //! over TCP keeps out a user of this host.
 
 pub mod admission;
+pub mod client_cas;
 pub mod places;
 pub mod tls;
 
@@ -28,14 +29,13 @@ use rustix::process::geteuid;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio::sync::{Semaphore, mpsc};
-use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::Connected;
 
 use self::admission::Admission;
 use self::places::{Full, Place, Places, network};
-use self::tls::Tls;
+use self::tls::{Tls, shake};
 use crate::identity::Identity;
 
 /// TLS handshakes under way, and those of one address.
@@ -161,10 +161,10 @@ impl Incoming {
                     continue;
                 }
             };
-            let (sender, acceptor) = (self.sender.clone(), tls.acceptor());
+            let (sender, current) = (self.sender.clone(), tls.current());
             let (admission, tcp) = (self.admission.clone(), self.tcp.clone());
             tokio::spawn(async move {
-                let shaken = tokio::time::timeout(HANDSHAKE_TIMEOUT, shake(stream, acceptor));
+                let shaken = tokio::time::timeout(HANDSHAKE_TIMEOUT, shake(stream, &current));
                 let (stream, identity) = match shaken.await {
                     Ok(Ok(known)) => known,
                     Ok(Err(error)) => {
@@ -193,17 +193,6 @@ impl Incoming {
             });
         }
     }
-}
-
-async fn shake(
-    stream: TcpStream,
-    acceptor: TlsAcceptor,
-) -> Result<(TlsStream<TcpStream>, Identity), String> {
-    let text = |error: io::Error| error.to_string();
-    stream.set_nodelay(true).map_err(text)?;
-    let stream = acceptor.accept(stream).await.map_err(text)?;
-    let identity = tls::identity(&stream)?;
-    Ok((stream, identity))
 }
 
 fn not_served(principal: &str, full: Full) {

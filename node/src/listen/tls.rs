@@ -3,6 +3,7 @@
 //!
 //! TLS 1.3 alone, and no client without a certificate. New certificates count for new connections.
 
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -12,12 +13,13 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use tokio_rustls::rustls::server::WebPkiClientVerifier;
+use tokio_rustls::rustls::server::danger::ClientCertVerifier;
 use tokio_rustls::rustls::version::TLS13;
-use tokio_rustls::rustls::{RootCertStore, ServerConfig};
+use tokio_rustls::rustls::{CertificateError, Error, ServerConfig};
 use tokio_rustls::server::TlsStream;
 
-use crate::identity::Identity;
+use super::client_cas::{ByName, ClientCas};
+use crate::identity::{Identity, Proof};
 
 /// A file of certificates may have this many.
 const MAX_CERTIFICATES: usize = 1024;
@@ -29,8 +31,8 @@ pub struct TlsFiles {
     pub certificate: PathBuf,
     /// Its private key, PEM.
     pub key: PathBuf,
-    /// CAs that clients' certificates must come from, PEM.
-    pub client_ca: PathBuf,
+    /// CAs that clients' certificates must come from.
+    pub clients: ClientCas,
 }
 
 /// Why the certificates cannot be used.
@@ -61,7 +63,15 @@ pub enum TlsError {
 #[derive(Clone)]
 pub struct Tls {
     files: TlsFiles,
-    current: watch::Sender<TlsAcceptor>,
+    current: watch::Sender<Arc<Current>>,
+}
+
+/// What was read last.
+pub(super) struct Current {
+    pub(super) acceptor: TlsAcceptor,
+    clients: Arc<ByName>,
+    /// How often the files were read before.
+    generation: u64,
 }
 
 impl Tls {
@@ -70,7 +80,7 @@ impl Tls {
     /// # Errors
     /// [`TlsError`].
     pub fn read(files: TlsFiles) -> Result<Self, TlsError> {
-        let current = watch::Sender::new(acceptor(&files)?);
+        let current = watch::Sender::new(Arc::new(read(&files, 0)?));
         Ok(Self { files, current })
     }
 
@@ -79,35 +89,36 @@ impl Tls {
     /// # Errors
     /// [`TlsError`].
     pub fn reload(&self) -> Result<(), TlsError> {
-        self.current.send_replace(acceptor(&self.files)?);
+        let generation = self.current().generation + 1;
+        self.current
+            .send_replace(Arc::new(read(&self.files, generation)?));
         Ok(())
     }
 
     /// For one more connection.
-    pub(super) fn acceptor(&self) -> TlsAcceptor {
-        self.current.borrow().clone()
+    pub(super) fn current(&self) -> Arc<Current> {
+        Arc::clone(&self.current.borrow())
     }
 
     /// Follows what [`Tls::reload`] reads.
-    pub(super) fn subscribe(&self) -> watch::Receiver<TlsAcceptor> {
+    pub(super) fn subscribe(&self) -> watch::Receiver<Arc<Current>> {
         self.current.subscribe()
+    }
+
+    /// Whether a CA that is trusted now vouches for the client of an open connection.
+    #[must_use]
+    pub fn trusts(&self, proof: &Proof) -> bool {
+        let current = self.current();
+        // The handshake has verified it against these CAs.
+        proof.generation == current.generation || current.clients.vouches_for(&proof.chain)
     }
 }
 
-fn acceptor(files: &TlsFiles) -> Result<TlsAcceptor, TlsError> {
+fn read(files: &TlsFiles, generation: u64) -> Result<Current, TlsError> {
     let unusable = |error: String| TlsError::Unusable(error);
     let provider = Arc::new(ring::default_provider());
-    let mut roots = RootCertStore::empty();
-    for certificate in certificates(&files.client_ca)? {
-        roots.add(certificate).map_err(|error| TlsError::File {
-            path: files.client_ca.display().to_string(),
-            error: error.to_string(),
-        })?;
-    }
-    let verifier =
-        WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider))
-            .build()
-            .map_err(|error| unusable(error.to_string()))?;
+    let clients = Arc::new(ByName::read(&files.clients)?);
+    let verifier: Arc<dyn ClientCertVerifier> = clients.clone();
     let key = PrivateKeyDer::from_pem_file(&files.key).map_err(|error| TlsError::File {
         path: files.key.display().to_string(),
         error: error.to_string(),
@@ -122,10 +133,14 @@ fn acceptor(files: &TlsFiles) -> Result<TlsAcceptor, TlsError> {
     // A resumed session would be verified against the CAs of an earlier reload.
     config.session_storage = Arc::new(tokio_rustls::rustls::server::NoServerSessionStorage {});
     config.send_tls13_tickets = 0;
-    Ok(TlsAcceptor::from(Arc::new(config)))
+    Ok(Current {
+        acceptor: TlsAcceptor::from(Arc::new(config)),
+        clients,
+        generation,
+    })
 }
 
-fn certificates(path: &PathBuf) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+pub(super) fn certificates(path: &PathBuf) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let bad = |error: String| TlsError::File {
         path: path.display().to_string(),
         error,
@@ -143,12 +158,33 @@ fn certificates(path: &PathBuf) -> Result<Vec<CertificateDer<'static>>, TlsError
     Ok(found)
 }
 
-/// The name of the client in the certificate that the handshake has verified.
-pub(super) fn identity(stream: &TlsStream<TcpStream>) -> Result<Identity, String> {
+/// A client whose handshake ends well.
+pub(super) async fn shake(
+    stream: TcpStream,
+    current: &Current,
+) -> Result<(TlsStream<TcpStream>, Identity), String> {
+    let set = stream.set_nodelay(true);
+    set.map_err(|error| error.to_string())?;
+    let stream = current.acceptor.accept(stream).await;
+    let stream = stream.map_err(|error| why(&error))?;
     let (_, session) = stream.get_ref();
-    let certificate = session
-        .peer_certificates()
-        .and_then(|certificates| certificates.first())
-        .ok_or("the client has no certificate")?;
-    Identity::of_certificate(certificate).map_err(|error| error.to_string())
+    let chain = session.peer_certificates().unwrap_or_default();
+    let own = chain.first().ok_or("the client has no certificate")?;
+    let mut identity = Identity::of_certificate(own).map_err(|error| error.to_string())?;
+    if let Some(proof) = &mut identity.certificate {
+        proof.chain = chain.iter().map(|der| der.clone().into_owned()).collect();
+        proof.generation = current.generation;
+    }
+    Ok((stream, identity))
+}
+
+/// Our own reason for refusing a certificate, or the library's.
+fn why(error: &io::Error) -> String {
+    let tls = error
+        .get_ref()
+        .and_then(|error| error.downcast_ref::<Error>());
+    match tls {
+        Some(Error::InvalidCertificate(CertificateError::Other(why))) => why.0.to_string(),
+        _ => error.to_string(),
+    }
 }

@@ -126,7 +126,7 @@ impl Policy {
 
 impl Rule {
     fn lacks(&self, question: &Question<'_>) -> Option<Lack> {
-        if !matches(&self.principals, question.principal) {
+        if !self.principals.select_path(question.principal) {
             return Some(Lack::Principal);
         }
         if self.role < question.role {
@@ -134,7 +134,7 @@ impl Rule {
             return Some(Lack::Role { has, needs });
         }
         let mut guests = question.guests.iter();
-        if let Some(guest) = guests.find(|guest| !matches(&self.guests, guest)) {
+        if let Some(guest) = guests.find(|guest| !self.guests.select_whole(guest)) {
             return Some(Lack::Guest((*guest).to_owned()));
         }
         let keys = match question.want {
@@ -165,11 +165,6 @@ impl Rule {
         let (module, name) = static_keys::split_name(key);
         self.keys.select(module, name)
     }
-}
-
-/// A principal or a guest may have a colon in its name, which means nothing here.
-fn matches(patterns: &static_keys::Patterns, name: &str) -> bool {
-    patterns.select_whole(name)
 }
 
 impl Lack {
@@ -274,6 +269,9 @@ rules:
             "operator, and admin",
         );
         denied(ask("uid:1", Role::Operator, &["web-1"], &[]), "everybody");
+        // A glob ends at a slash.
+        let deeper = "spiffe://example.org/on-call/guests/mallory";
+        denied(ask(deeper, Role::Admin, &[], &[]), "viewer");
         // A uid that begins like another is another.
         denied(ask("uid:01", Role::Admin, &[], &[]), "viewer");
     }

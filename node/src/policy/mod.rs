@@ -20,8 +20,10 @@
 //! revoked_certificates: []   # SHA-256 of certificates that may not be used any more
 //! ```
 //!
-//! Principals, guests and keys are globs as everywhere in Patchbay. A rule without `guests` or `keys`
-//! covers all of them.
+//! Principals, guests and keys are globs as everywhere in Patchbay. In a principal, `*` does not match a slash:
+//! `spiffe://example.org/net/*` is whoever is right below `net`, and `spiffe://example.org/net/**` whoever is
+//! anywhere below it. A `*` alone is everybody. A principal with `!` is taken away with all that is below it. A rule
+//! without `guests` or `keys` covers all of them.
 //!
 //! # Caps
 //!

@@ -210,7 +210,7 @@ async fn a_bad_start_says_what_is_wrong() {
             command.arg(option).arg(host.path(file));
         }
         if !args.is_empty() {
-            for option in ["--cert", "--key", "--client-ca"] {
+            for option in ["--cert", "--key", "--common-name-ca"] {
                 command.arg(option).arg(host.path("cert.pem"));
             }
         }

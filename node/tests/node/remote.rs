@@ -24,6 +24,7 @@ use tonic::{Code, Status};
 
 use super::support::{Host, Monitor, assert_refused, update};
 
+const DOMAIN: &str = "example.org";
 pub const ALICE: &str = "spiffe://example.org/net/alice";
 
 /// A host with a CA, a guest, and a TCP listener.
@@ -37,6 +38,7 @@ pub fn issue(ca: &Path, name: &str, spiffe: Option<&str>, hosts: &[&str]) -> Pat
     let request = Request {
         name: name.to_owned(),
         spiffe: spiffe.map(str::to_owned),
+        common_name: spiffe.is_none(),
         hosts: hosts.iter().map(|host| (*host).to_owned()).collect(),
         days: 1,
     };
@@ -76,23 +78,41 @@ pub fn fingerprint(certificate: &Path) -> String {
 }
 
 impl Remote {
+    /// All names are accepted from the one CA.
     pub async fn start(policy: &str) -> Self {
+        Self::start_with(policy, |ca| {
+            let ca = ca.join("ca.pem").display().to_string();
+            let domain = format!("{DOMAIN}={ca}");
+            [
+                "--client-ca".to_owned(),
+                domain,
+                "--common-name-ca".to_owned(),
+                ca,
+            ]
+            .to_vec()
+        })
+        .await
+    }
+
+    /// The options for clients are made from the folder of the CA.
+    async fn start_with(policy: &str, clients: impl Fn(&Path) -> Vec<String>) -> Self {
         let mut host = Host::new(policy);
         let ca = host.path("ca");
-        certs::init(&ca).expect("made");
+        certs::init(&ca, DOMAIN).expect("made");
         let certificate = issue(&ca, "host", None, &["localhost"]);
         let key = certificate.with_extension("key");
         let text = |path: &Path| path.display().to_string();
-        let args = [
+        let clients = clients(&ca);
+        let (certificate, key) = (text(&certificate), text(&key));
+        let mut args = vec![
             "--listen",
             "127.0.0.1:0",
             "--cert",
-            &text(&certificate),
+            &certificate,
             "--key",
-            &text(&key),
-            "--client-ca",
-            &text(&ca.join("ca.pem")),
+            &key,
         ];
+        args.extend(clients.iter().map(String::as_str));
         let guest = host.monitor("web-1");
         host.start_daemon(&args).await;
         let address = host.tcp().await;
@@ -232,7 +252,7 @@ async fn certificates_that_prove_nothing_are_refused() {
     };
     refused(&mut remote, None, "no certificates").await;
     let other = remote.host.path("other");
-    certs::init(&other).expect("made");
+    certs::init(&other, DOMAIN).expect("made");
     let stranger = issue(&other, "alice", Some(ALICE), &[]);
     refused(&mut remote, Some(&stranger), "BadSignature").await;
     let hour = time::Duration::hours(1);
@@ -246,6 +266,54 @@ async fn certificates_that_prove_nothing_are_refused() {
     // The good one is served all the same.
     let alice = issue(&ca, "alice", Some(ALICE), &[]);
     remote.call(Some(&alice)).await.expect("served");
+}
+
+#[tokio::test]
+async fn a_ca_vouches_for_its_own_trust_domain_alone() {
+    let everybody = "rules: [{name: all, principals: ['**'], role: viewer}]";
+    let mut remote = Remote::start_with(everybody, |ca| {
+        let other = ca.with_file_name("other");
+        certs::init(&other, "other.org").expect("made");
+        let option = |domain: &str, folder: &Path| {
+            let ca = folder.join("ca.pem");
+            [
+                "--client-ca".to_owned(),
+                format!("{domain}={}", ca.display()),
+            ]
+        };
+        [option(DOMAIN, ca), option("other.org", &other)].concat()
+    })
+    .await;
+    let (own, other) = (remote.host.path("ca"), remote.host.path("other"));
+    let hour = time::Duration::hours(1);
+    for (ca, id) in [(&own, ALICE), (&other, "spiffe://other.org/alice")] {
+        let certificate = forge(ca, "good", "alice", Some(id), hour);
+        remote.call(Some(&certificate)).await.expect(id);
+    }
+    for (ca, uri, why) in [
+        (&other, Some(ALICE), "invalid peer certificate"),
+        (
+            &own,
+            Some("spiffe://other.org/alice"),
+            "invalid peer certificate",
+        ),
+        (
+            &own,
+            Some("spiffe://third.org/alice"),
+            "--client-ca third.org=FILE",
+        ),
+        (&own, None, "--common-name-ca"),
+    ] {
+        let certificate = forge(ca, "bad", "alice", uri, hour);
+        remote.call(Some(&certificate)).await.expect_err(why);
+        loop {
+            let line = remote.host.logged("TLS handshake refused").await;
+            let error = line["error"].as_str().expect("why");
+            if error.contains(why) {
+                break;
+            }
+        }
+    }
 }
 
 #[tokio::test]
@@ -345,14 +413,22 @@ async fn certificates_are_read_again_and_broken_ones_refused() {
         .call(Some(&alice))
         .await
         .expect("the old certificate");
-    // A client CA of its own: the old clients are strangers now.
+    // A client CA of its own: the old clients are strangers now, on open connections too.
+    let channel = remote.connect(Some(&alice)).await.expect("connected");
+    let mut open = GuestServiceClient::new(channel);
+    open.list_guests(v1::ListGuestsRequest::default())
+        .await
+        .expect("served");
     let trusted = std::fs::read(ca.join("ca.pem")).expect("PEM");
     let other = remote.host.path("other");
-    certs::init(&other).expect("made");
+    certs::init(&other, DOMAIN).expect("made");
     std::fs::write(&host, good).expect("written");
     std::fs::copy(other.join("ca.pem"), ca.join("ca.pem")).expect("replaced");
     remote.host.signal(Signal::HUP);
     remote.host.logged("certificates read again").await;
+    let refused = open.list_guests(v1::ListGuestsRequest::default()).await;
+    let (message, _) = assert_refused(refused, Code::Unauthenticated, "CERTIFICATE_REFUSED");
+    assert!(message.contains("no CA"), "{message}");
     // The client still trusts the CA that issued the host's certificate.
     std::fs::write(ca.join("ca.pem"), trusted).expect("written");
     remote
