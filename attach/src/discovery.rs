@@ -37,7 +37,11 @@ impl Discoverable for QemuGuest {
         let nesting = || {
             let told = self.monitor().nesting(PATIENCE);
             let folder = Path::new(kvm::FOLDER);
-            told.or_else(|| Nesting::in_debugfs(folder, kvm::pid_namespace(), self.process().pid()))
+            told.or_else(|| {
+                Nesting::in_debugfs(folder, kvm::pid_namespace(), |id| {
+                    self.process().has_thread(id)
+                })
+            })
         };
         let looks = || (nesting(), self.monitor().registers(PATIENCE), nesting());
         let (before, registers, after) = unless_held(&self.watch, || self.is_held(), looks)?;

@@ -4,7 +4,7 @@
 //! | source | tells | needs |
 //! |---|---|---|
 //! | names of descriptors in /proc/PID/fd | the process has a VM, and how many vCPUs | what an attacher needs anyway |
-//! | debugfs, folder PID-FD (`kvm_create_vm_debugfs()`, `virt/kvm/kvm_main.c`) | the process created a VM itself | root, the initial PID namespace |
+//! | debugfs, folder TID-FD (`kvm_create_vm_debugfs()`, `virt/kvm/kvm_main.c`) | a thread of the process created a VM | root, the initial PID namespace |
 //! | debugfs, `vcpuN/pid` (since Linux 6.0) | the thread that ran the vCPU last; 0 before its first run | the same |
 //!
 //! A descriptor can be sent to any process that takes descriptors. Without debugfs a thread is known to belong to a process with a VM and
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use crate::error::AttachError;
 use crate::process::Process;
 
-/// KVM keeps a folder PID-FD for each guest here.
+/// KVM keeps a folder TID-FD for each guest here, named by the thread and the descriptor that it was created with.
 pub const FOLDER: &str = "/sys/kernel/debug/kvm";
 
 /// The initial PID namespace: PROC_PID_INIT_INO (`include/linux/proc_ns.h`).
@@ -41,17 +41,23 @@ pub fn is_initial(namespace: Option<u64>) -> bool {
     namespace == Some(INITIAL_NAMESPACE)
 }
 
-/// KVM's folders of the guests that a process has created; `None` if they cannot be seen. KVM names guests by pids of the initial
-/// namespace. In another one, `pid` may be another guest's there.
-pub(crate) fn guests_of(folder: &Path, namespace: Option<u64>, pid: u32) -> Option<Vec<PathBuf>> {
+/// KVM's folders of the guests that the threads of a process have created; `None` if they cannot be seen. KVM names guests by ids of
+/// the initial PID namespace. In another one, an id may be another guest's there.
+pub(crate) fn guests_of(
+    folder: &Path,
+    namespace: Option<u64>,
+    has_thread: impl Fn(u32) -> bool,
+) -> Option<Vec<PathBuf>> {
     if !is_initial(namespace) {
         return None;
     }
-    let prefix = format!("{pid}-");
     let mut found = Vec::new();
     for guest in fs::read_dir(folder).ok()? {
         let guest = guest.ok()?;
-        if guest.file_name().to_string_lossy().starts_with(&prefix) {
+        let name = guest.file_name();
+        let creator = name.to_str().and_then(|name| name.split_once('-'));
+        let creator = creator.and_then(|(thread, _)| thread.parse().ok());
+        if creator.is_some_and(&has_thread) {
             found.push(guest.path());
         }
     }
@@ -110,7 +116,7 @@ fn prove_in(
             threads.len()
         ));
     }
-    let Some(guests) = guests_of(folder, namespace, pid) else {
+    let Some(guests) = guests_of(folder, namespace, |id| process.has_thread(id)) else {
         return Ok(());
     };
     if guests.is_empty() {

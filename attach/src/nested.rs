@@ -56,10 +56,14 @@ impl Nesting {
         Some(found)
     }
 
-    /// What debugfs shows of the guest of a process; `None` if it is not known.
+    /// What debugfs shows of the guest that the threads of a process have created; `None` if it is not known.
     #[must_use]
-    pub fn in_debugfs(folder: &Path, namespace: Option<u64>, pid: u32) -> Option<Self> {
-        let [guest] = &kvm::guests_of(folder, namespace, pid)?[..] else {
+    pub fn in_debugfs(
+        folder: &Path,
+        namespace: Option<u64>,
+        has_thread: impl Fn(u32) -> bool,
+    ) -> Option<Self> {
+        let [guest] = &kvm::guests_of(folder, namespace, has_thread)?[..] else {
             // A process with two guests: which of them is meant is not known.
             return None;
         };
@@ -101,14 +105,17 @@ mod tests {
             fs::create_dir_all(path.parent().expect("a folder")).expect("room");
             fs::write(path, text).expect("room");
         };
-        let look = || Nesting::in_debugfs(folder.path(), Some(0xefff_fffc), 7);
+        let look = || Nesting::in_debugfs(folder.path(), Some(0xefff_fffc), |id| id == 7);
         write("77-1/nested_run", "0\n");
         assert_eq!(look(), None, "another process");
         write("7-11/nested_run", "5\n");
         write("7-11/vcpu0/guest_mode", "0\n");
         write("7-11/vcpu1/guest_mode", "0\n");
         for namespace in [Some(0xefff_fffd), None] {
-            assert_eq!(Nesting::in_debugfs(folder.path(), namespace, 7), None);
+            assert_eq!(
+                Nesting::in_debugfs(folder.path(), namespace, |id| id == 7),
+                None
+            );
         }
         let before = look();
         let never =
