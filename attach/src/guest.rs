@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use patchbay_service::console::Console;
 use patchbay_service::guest::{Guest, GuestDescription, Machine, PausedGuest, Write};
 use patchbay_service::limited;
-use patchbay_service::memory::GuestRam;
+use patchbay_service::memory::{GuestRam, Piece};
 use patchbay_service::pause::{Activity, LateVcpu, PauseError};
 use serde_json::Value;
 
@@ -24,7 +24,7 @@ use crate::process::Process;
 use crate::qmp::QmpError;
 use crate::registers::Registers;
 use crate::resume::resume;
-use crate::rollback::Record;
+use crate::rollback::{Part, Record};
 use crate::watchdog::Watchdog;
 
 /// How often QEMU is asked to resume the guest until it answers. Without an answer `cont` is not sent, so a QEMU that hangs is waited for.
@@ -109,6 +109,21 @@ impl QemuGuest {
         check_status(&status)?;
         check_migration(&migration)?;
         Ok(migration)
+    }
+
+    /// `None`: memory is gone.
+    fn parts(&self, pieces: [Piece; 2]) -> Option<[Part; 2]> {
+        let part = |piece: Piece| {
+            Some(Part {
+                address: match piece.length() {
+                    0 => 0,
+                    _ => self.memory.monitors_address(piece)?,
+                },
+                length: u8::try_from(piece.length()).ok()?,
+            })
+        };
+        let [first, second] = pieces;
+        Some([part(first)?, part(second)?])
     }
 
     fn watchdog(&self) -> MutexGuard<'_, Watchdog> {
@@ -451,10 +466,10 @@ impl Guest for QemuGuest {
 
     fn will_write(&self, writes: &mut dyn Iterator<Item = Write>) -> Result<(), PauseError> {
         let record = |write: Write| {
+            (write.length() != 0).then_some(())?;
             Some(Record {
                 key: u32::try_from(write.key).ok()?,
-                address: self.memory.monitors_address(write.piece)?,
-                length: u8::try_from(write.piece.length()).ok()?,
+                parts: self.parts(write.pieces)?,
                 before: write.before,
                 after: write.after,
             })

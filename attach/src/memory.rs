@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The guest's memory, where the monitor has it: in a file that both map, or in the monitor's process.
 //!
-//! | backing | access | exchange | a hole that is read |
-//! |---|---|---|---|
-//! | a file or memfd that the monitor maps shared | mapped, a few nanoseconds | yes | filled, except by [`AttachedRam::copy`] |
-//! | anything else, through /proc/PID/mem | a system call of about a microsecond | no | the kernel's zero page |
+//! | backing | access | exchange | a hole that is read | a write in a page, if this process is killed |
+//! |---|---|---|---|---|
+//! | a file or memfd that the monitor maps shared, also hugetlbfs | mapped, a few nanoseconds | yes | filled, except by [`AttachedRam::copy`] | in part, unless it is an aligned word of 4 bytes |
+//! | anything else, through /proc/PID/mem | a system call of about a microsecond | no | the kernel's zero page | whole or not at all |
+//!
+//! A write that straddles pages may be made in part in both. The guest runs on when this process is killed, so the engine replaces
+//! instructions that are not written whole so that each state in between can be executed ([`static_keys::instruction::replace`]).
 //!
 //! The monitor's own dirty log does not see what is written here. So no write is made while a migration is under way
 //! ([`crate::guest`]). The bitmap of each region says which of its pages this process has written.
@@ -245,6 +248,10 @@ impl Ram for AttachedRam {
         let fits = bytes.len() == piece.length();
         let write = || self.access(piece, |region| region.write(piece, bytes));
         fits.then(write).flatten().unwrap_or_default()
+    }
+
+    fn writes_whole(&self, piece: Piece) -> bool {
+        self.access(piece, Region::writes_whole).unwrap_or_default()
     }
 
     fn compare_exchange_u32(

@@ -321,7 +321,7 @@ impl Region {
         let written = match &self.place.backing {
             Backing::File { file, offset } => match file.slice(*offset, piece) {
                 Some(slice) => {
-                    store(&slice, &file.file, offset + piece.offset(), bytes);
+                    store(&slice, bytes);
                     true
                 }
                 None => return false,
@@ -334,6 +334,12 @@ impl Region {
         };
         self.mark(piece.offset(), piece.length());
         written
+    }
+
+    /// Whether a write of some bytes of a page is made whole even if this process is killed in it. The kernel copies to
+    /// another process in one go: it looks for signals before and after a page (`mem_rw` in `fs/proc/base.c`).
+    pub fn writes_whole(&self) -> bool {
+        matches!(self.place.backing, Backing::Process(_))
     }
 
     pub fn compare_exchange(
@@ -423,15 +429,13 @@ fn load(slice: &VolatileSlice<'_>, bytes: &mut [u8]) {
     }
 }
 
-/// Stores whole or not at all, within a page, even if this process is killed meanwhile: a vCPU may execute these bytes. A copy to the
-/// mapping takes several instructions if it is not an aligned word. A system call is not left before it has copied to a page.
-fn store(slice: &VolatileSlice<'_>, file: &File, at: u64, bytes: &[u8]) {
+/// An aligned word is stored whole. Anything else takes several stores, which may be the last of this process
+/// ([`Region::writes_whole`]). There is no way around it for every file: hugetlbfs has no write().
+fn store(slice: &VolatileSlice<'_>, bytes: &[u8]) {
     match <[u8; 4]>::try_from(bytes) {
         Ok(word) if let Ok(to) = slice.get_atomic_ref::<AtomicU32>(0) => {
             to.store(u32::from_ne_bytes(word), Ordering::SeqCst);
         }
-        _ if file.write_all_at(bytes, at).is_ok() => {}
-        // hugetlbfs has no write().
         _ => slice.copy_from(bytes),
     }
 }

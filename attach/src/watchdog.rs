@@ -377,6 +377,7 @@ fn freeze_again(left: &Words) -> io::Result<Frozen> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rollback::Part;
 
     fn after(words: &[&[u8]]) -> Words {
         last_words(&words.concat()[..])
@@ -403,8 +404,13 @@ mod tests {
     fn writes_count_from_their_begin_until_the_guest_runs() {
         let record = Record {
             key: 1,
-            address: 2,
-            length: 4,
+            parts: [
+                Part {
+                    address: 2,
+                    length: 4,
+                },
+                Part::default(),
+            ],
             before: [3; 5],
             after: [4; 5],
         };

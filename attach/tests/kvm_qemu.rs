@@ -6,6 +6,7 @@ mod support;
 
 use patchbay_attach::PauseWay;
 use support::Accelerator::Kvm;
+use support::Memory;
 
 #[test]
 fn pause_by_ptrace() {
@@ -98,6 +99,24 @@ fn lifecycle() {
 #[test]
 fn kill() {
     support::kill::kill(Kvm);
+}
+
+#[test]
+fn a_kill_between_the_bytes_of_a_site() {
+    support::cut::cut(
+        "a_kill_between_the_bytes_of_a_site",
+        Kvm,
+        Memory::SharedMemfd,
+    );
+}
+
+#[test]
+fn a_kill_between_the_bytes_of_a_site_in_huge_pages() {
+    support::cut::cut(
+        "a_kill_between_the_bytes_of_a_site_in_huge_pages",
+        Kvm,
+        Memory::Hugetlb,
+    );
 }
 
 #[test]

@@ -59,12 +59,20 @@ pub trait Machine: Send + Sync {
 pub struct Write {
     /// Writes with the same number belong to one key.
     pub key: usize,
-    /// Where it is made.
-    pub piece: Piece,
-    /// The bytes before; only as many count as the piece has.
+    /// Where it is made: one piece, or two if it straddles pages. The second is otherwise empty.
+    pub pieces: [Piece; 2],
+    /// The bytes before; only as many count as the pieces have. 2 or 5 are an instruction, 4 a count.
     pub before: [u8; 5],
     /// The bytes afterwards.
     pub after: [u8; 5],
+}
+
+impl Write {
+    /// Number of bytes.
+    #[must_use]
+    pub fn length(&self) -> usize {
+        self.pieces.iter().map(|piece| piece.length()).sum()
+    }
 }
 
 /// A guest that can be stopped and patched.
@@ -103,6 +111,7 @@ pub trait Guest: Machine + 'static {
 
     /// Called before the pause in which these writes are made, or in a pause that lasts. A monitor whose guest outlives this process
     /// keeps them where the end of this process does not lose them, and rolls back what was made in part. Others need nothing.
+    /// An instruction may then be in the middle of [`static_keys::instruction::replace`].
     ///
     /// # Errors
     /// [`PauseError::Unable`]: they cannot be kept, so they must not be made.

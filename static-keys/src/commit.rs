@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use crate::busy::Busy;
-use crate::instruction::Hex;
+use crate::instruction::{Hex, replace};
 use crate::memory::{AccessFault, GuestMemory};
 use crate::plan::{KeyChange, Plan, Update};
 use crate::refcount::{Op, crosses_zero};
@@ -158,7 +158,7 @@ impl<P: Copy> Plan<P> {
     ) -> Result<CommitOutcome, CommitError> {
         for index in 0..self.step_count() {
             let step = self.step(index);
-            if let Err(cause) = put(memory, step.place, step.after.as_slice()) {
+            if let Err(cause) = put(memory, step.place, step.after) {
                 let undo = self.undo(memory, index);
                 return Err(CommitError {
                     key: self.key_name(step.key),
@@ -190,7 +190,7 @@ impl<P: Copy> Plan<P> {
     fn undo<M: GuestMemory<Place = P>>(&self, memory: &M, failed: usize) -> Undo {
         let left = (0..=failed).rev().filter(|&index| {
             let step = self.step(index);
-            put(memory, step.place, step.before.as_slice()).is_err()
+            put(memory, step.place, step.before).is_err()
         });
         Undo::of(left.count())
     }
@@ -365,9 +365,15 @@ fn give_back<M: GuestMemory>(memory: &M, place: M::Place, change: &KeyChange) ->
     false
 }
 
-/// Writes `bytes` and reads them back.
-fn put<M: GuestMemory>(memory: &M, place: M::Place, bytes: &[u8]) -> Result<(), WriteError> {
-    memory.write(place, bytes)?;
+/// Writes `bytes` and reads them back. No vCPU can run into a part of an instruction, even if this process is killed.
+fn put<M: GuestMemory>(memory: &M, place: M::Place, bytes: Bytes<'_>) -> Result<(), WriteError> {
+    match bytes {
+        Bytes::Instruction(new) if !memory.writes_whole(place, new.len()) => {
+            replace(new, |bytes| memory.write(place, bytes))?;
+        }
+        Bytes::Instruction(_) | Bytes::Count(_) => memory.write(place, bytes.as_slice())?,
+    }
+    let bytes = bytes.as_slice();
     let length = bytes.len();
     let mut found = [0; 5];
     memory.read(place, &mut found[..length])?;

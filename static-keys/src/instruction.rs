@@ -15,6 +15,12 @@
 //! | `e9 00 00 00 00` | jump to the next instruction, `JUMP_LABEL_INIT_NOP` |
 //! | `66 66 66 66 90` | `K8_NOP5_ATOMIC`                                 |
 //! | `3e 8d 74 26 00` | `GENERIC_NOP5_ATOMIC`, 32-bit kernels            |
+//!
+//! A monitor that may die while the guest lives on must not leave a part of an instruction. [`replace`]
+//! makes the site a TEST of the accumulator with an immediate operand first: `a8 imm8` or `a9 imm32`. It is as long as
+//! the site, accepts any bytes after the first, and changes nothing but the arithmetic flags, which
+//! compilers take as clobbered by every asm statement on x86. So each byte can be stored on its own,
+//! and after each store the site falls through or jumps to its target.
 
 use std::fmt;
 
@@ -34,6 +40,24 @@ impl Size {
         match self {
             Self::Two => 2,
             Self::Five => 5,
+        }
+    }
+
+    /// The size of an instruction of so many bytes; `None` if no site has one.
+    #[must_use]
+    pub const fn of(bytes: usize) -> Option<Self> {
+        match bytes {
+            2 => Some(Self::Two),
+            5 => Some(Self::Five),
+            _ => None,
+        }
+    }
+
+    /// The opcode of a TEST of this size.
+    const fn test(self) -> u8 {
+        match self {
+            Self::Two => 0xa8,
+            Self::Five => 0xa9,
         }
     }
 }
@@ -231,6 +255,39 @@ impl fmt::Display for Hex<'_> {
     }
 }
 
+/// Replaces the instruction of a site by `new` so that a vCPU finds a whole instruction there after each byte
+/// that is stored. `write` writes bytes from the site's first one on, in any order and any pieces.
+/// The guest need not be told: vCPUs that run meanwhile are to have been stopped before.
+///
+/// # Errors
+/// The error of `write`. The site holds the old instruction, the new one or a TEST.
+pub fn replace<E>(new: &[u8], mut write: impl FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
+    let (mut test, length) = ([0; 5], new.len());
+    let Some(size) = Size::of(length) else {
+        return write(new);
+    };
+    test[..length].copy_from_slice(new);
+    test[0] = size.test();
+    write(&test[..1])?;
+    // The first byte is stored again, as it is.
+    write(&test[..length])?;
+    write(&new[..1])
+}
+
+/// Returns whether a site holds what [`replace`] leaves if it does not end: neither `before` nor `after`, but a TEST
+/// whose operand has bytes of one or the other.
+#[must_use]
+pub fn is_half_replaced(found: &[u8], before: &[u8], after: &[u8]) -> bool {
+    let Some(size) = Size::of(found.len()) else {
+        return false;
+    };
+    let operand = || found.iter().zip(before.iter().zip(after)).skip(1);
+    before.len() == found.len()
+        && after.len() == found.len()
+        && found[0] == size.test()
+        && operand().all(|(found, (before, after))| found == before || found == after)
+}
+
 /// Like [`Nops::recognise`], for the file of a kernel that has not booted: also accepts the historic
 /// NOPs. A jump to the next instruction is a NOP unless the entry's target is that instruction.
 #[must_use]
@@ -263,6 +320,10 @@ pub fn disassemble(bytes: &[u8], address: u64) -> String {
         [0xeb, disp8, ..] => jump(2, i64::from(disp8.cast_signed())),
         [0xe9, a, b, c, d, ..] => jump(5, i64::from(i32::from_le_bytes([a, b, c, d]))),
         [0xcc, ..] => "int3".to_owned(),
+        [0xa8, immediate, ..] => format!("test al, {immediate:#x}"),
+        [0xa9, a, b, c, d, ..] => {
+            format!("test eax, {:#x}", u32::from_le_bytes([a, b, c, d]))
+        }
         _ => "unknown".to_owned(),
     }
 }

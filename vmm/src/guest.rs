@@ -127,6 +127,11 @@ impl Ram for GuestRam {
         self.write_piece(piece, bytes)
     }
 
+    fn writes_whole(&self, _piece: Piece) -> bool {
+        // The guest ends with this process.
+        true
+    }
+
     fn compare_exchange_u32(
         &self,
         piece: Piece,

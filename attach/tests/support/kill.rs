@@ -15,6 +15,7 @@ use patchbay_attach::guest::QemuGuest;
 use patchbay_kernel_image::live::{Way, discover};
 use patchbay_service::guest::{Guest, PausedGuest, Write};
 use patchbay_service::keys::registry::discovery::Discoverable;
+use patchbay_service::memory::Piece;
 use serde_json::Value;
 
 use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH, checked, options};
@@ -114,7 +115,7 @@ fn assert_runs(qemu: &Qemu, pause: PauseWay) {
     qemu.runs(&guest);
     let found = |write: &Write| {
         let mut bytes = write.before;
-        assert!(guest.ram().read_piece(write.piece, &mut bytes));
+        assert!(guest.ram().read_piece(write.pieces[0], &mut bytes));
         bytes == write.after
     };
     let mut made = writes(&guest).map(|write| found(&write));
@@ -127,7 +128,10 @@ fn writes(guest: &QemuGuest) -> impl Iterator<Item = Write> {
     const KEYS: u64 = 4096;
     let write = |key, address| Write {
         key: usize::try_from(key).expect("few"),
-        piece: guest.ram().piece(address, 5).expect("RAM"),
+        pieces: [
+            guest.ram().piece(address, 5).expect("RAM"),
+            Piece::default(),
+        ],
         before: [0; 5],
         after: [0xe9, 1, 2, 3, 4],
     };
@@ -190,7 +194,7 @@ fn commit(guest: &QemuGuest, pause: PauseWay, now: &AtomicUsize) -> ! {
     let reach = |state: State| now.store(state as usize, Ordering::SeqCst);
     // An earlier attacher may have died after its last write.
     for write in writes(guest) {
-        assert!(guest.ram().write_piece(write.piece, &write.before));
+        assert!(guest.ram().write_piece(write.pieces[0], &write.before));
     }
     for on in [true, false].into_iter().cycle() {
         let writes: Vec<Write> = writes(guest)
@@ -211,7 +215,7 @@ fn commit(guest: &QemuGuest, pause: PauseWay, now: &AtomicUsize) -> ! {
         paused.begin_writes().expect("noted by the watchdog");
         reach(State::Writing);
         for write in &writes {
-            assert!(guest.ram().write_piece(write.piece, &write.after));
+            assert!(guest.ram().write_piece(write.pieces[0], &write.after));
         }
         if pause == Qmp {
             assert_eq!(guest.monitor().status().as_deref(), Ok("paused"));

@@ -3,9 +3,11 @@
 //! QEMUs with a guest that only counts, and what is tried on them, whatever runs their vCPUs.
 
 pub mod bad_input;
+pub mod cut;
 pub mod daemon;
 pub mod hostile;
 pub mod hotplug;
+pub mod huge_pages;
 pub mod kill;
 pub mod libvirt;
 pub mod migration;
@@ -70,6 +72,8 @@ pub enum Memory {
     Private,
     SharedMemfd,
     SharedFile,
+    /// A memfd of huge pages, which has no write().
+    Hugetlb,
 }
 
 /// Retries until the condition holds.
@@ -189,6 +193,12 @@ impl Qemu {
                     "-object",
                     &format!("memory-backend-memfd,id=ram0,size={size},share=on"),
                 ]);
+            }
+            Memory::Hugetlb => {
+                let object = format!(
+                    "memory-backend-memfd,id=ram0,size={size},share=on,hugetlb=on,hugetlbsize=2M"
+                );
+                command.args(["-object", &object]);
             }
             Memory::SharedFile => {
                 let object = format!(

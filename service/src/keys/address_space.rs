@@ -176,11 +176,10 @@ pub struct Place {
 }
 
 impl Place {
-    /// The first `length` bytes, in at most two pieces.
-    pub fn pieces(self, length: usize) -> impl Iterator<Item = Piece> {
-        let pieces =
-            split(self, length).map_or([Piece::NONE; 2], |(first, second)| [first, second]);
-        pieces.into_iter().filter(|piece| piece.length() != 0)
+    /// The first `length` bytes, in two pieces. The second is empty unless they straddle pages; both are if the place has
+    /// fewer bytes.
+    pub fn pieces(self, length: usize) -> [Piece; 2] {
+        split(self, length).map_or([Piece::NONE; 2], |(first, second)| [first, second])
     }
 }
 
@@ -249,6 +248,11 @@ impl GuestMemory for KernelMemory {
         } else {
             Err(AccessFault)
         }
+    }
+
+    fn writes_whole(&self, place: Place, length: usize) -> bool {
+        // Two pieces are two writes.
+        matches!(split(place, length), Ok((first, second)) if second.length() == 0 && self.ram.writes_whole(first))
     }
 
     fn compare_exchange_u32(

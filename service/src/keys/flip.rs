@@ -314,23 +314,11 @@ impl<G: Guest> Executor<G> {
     }
 
     fn will_write(&self, plan: &Plan<Place>) -> Result<(), PauseError> {
-        let mut writes = plan.writes().flat_map(|write| {
-            let mut done = 0;
-            write.place.pieces(write.length).map(move |piece| {
-                let part = |bytes: [u8; 5]| {
-                    let mut part = [0; 5];
-                    part[..piece.length()].copy_from_slice(&bytes[done..done + piece.length()]);
-                    part
-                };
-                let (before, after) = (part(write.before), part(write.after));
-                done += piece.length();
-                Write {
-                    key: write.key,
-                    piece,
-                    before,
-                    after,
-                }
-            })
+        let mut writes = plan.writes().map(|write| Write {
+            key: write.key,
+            pieces: write.place.pieces(write.length),
+            before: write.before,
+            after: write.after,
         });
         self.guest.will_write(&mut writes)
     }

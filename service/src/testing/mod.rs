@@ -184,6 +184,14 @@ impl InMemoryGuest {
         bytes
     }
 
+    /// Guest-physical address of a key's count.
+    ///
+    /// # Panics
+    /// If there is no such key.
+    pub fn count_address(&self, name: &str) -> u64 {
+        self.place(name, |place| place.key) - IMAGE + IMAGE_PHYSICAL
+    }
+
     /// Sets a gate word.
     pub fn set_gate(&self, gate: Gate, value: u64) {
         self.write(gate.address(GATE_WORDS), &value.to_le_bytes());

@@ -34,6 +34,8 @@ pub struct Pages {
     /// Called before each compare-and-exchange with its number, counted from 0.
     interference: RefCell<Option<Interference>>,
     exchanges: Cell<usize>,
+    /// Called after each byte that a write stores. Writes are then not made whole.
+    watcher: RefCell<Option<Watcher>>,
 }
 
 impl fmt::Debug for Pages {
@@ -44,6 +46,12 @@ impl fmt::Debug for Pages {
 
 /// What the guest does between two accesses of the engine.
 pub type Interference = Box<dyn Fn(&Pages, usize)>;
+
+/// The bytes of a write, in the order in which they are stored, and what looks at the memory after each.
+pub struct Watcher {
+    pub order: fn(usize) -> Vec<usize>,
+    pub look: Box<dyn Fn(&Pages)>,
+}
 
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
@@ -120,6 +128,11 @@ impl Pages {
     pub fn interfere(&self, interference: Interference) {
         *self.interference.borrow_mut() = Some(interference);
         self.exchanges.set(0);
+    }
+
+    /// Stores each byte of a write on its own from now on.
+    pub fn watch(&self, watcher: Option<Watcher>) {
+        *self.watcher.borrow_mut() = watcher;
     }
 
     fn copy_in(&self, address: u64, bytes: &[u8]) {
@@ -205,8 +218,20 @@ impl GuestMemory for Pages {
         if !self.is_mapped(place) {
             return Err(AccessFault);
         }
-        self.copy_in(place.address, bytes);
+        match &*self.watcher.borrow() {
+            None => self.copy_in(place.address, bytes),
+            Some(watcher) => {
+                for index in (watcher.order)(bytes.len()) {
+                    self.copy_in(place.address + index as u64, &bytes[index..=index]);
+                    (watcher.look)(self);
+                }
+            }
+        }
         Ok(())
+    }
+
+    fn writes_whole(&self, _place: Place, _length: usize) -> bool {
+        self.watcher.borrow().is_none()
     }
 
     fn compare_exchange_u32(

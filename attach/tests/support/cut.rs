@@ -1,0 +1,548 @@
+// SPDX-License-Identifier: Apache-2.0
+//! An attacher that dies by SIGKILL after any byte that it stores leaves instructions that a vCPU can execute: in memory that is
+//! copied in several stores, and at sites that straddle pages. The vCPU executes every site all the time.
+
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use nix::sys::signal::{Signal, kill, raise};
+use nix::sys::wait::waitpid;
+use nix::unistd::Pid;
+use patchbay_attach::guest::{Paused, QemuGuest};
+use patchbay_attach::memory::Access;
+use patchbay_attach::{Options, PauseWay, attach};
+use patchbay_service::console::Console;
+use patchbay_service::guest::{Guest, GuestDescription, Machine, Write};
+use patchbay_service::keys::registry::{Contents, KernelTables, Registry};
+use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, Target, UpdateRequest};
+use patchbay_service::memory::{GuestRam, OutsideMemory, Piece, Ram};
+use patchbay_service::paging::PhysicalMemory;
+use patchbay_service::pause::PauseError;
+use patchbay_service::testing::{InMemoryGuest, TestKey};
+use static_keys::Op;
+
+use super::{Accelerator, COUNTER, DEADLINE, Memory, Qemu, options, until};
+
+/// Makes the test's program the attacher that is killed: `SOCKET:ACCESS:KILLED:BYTES`.
+const ATTACHER: &str = "PATCHBAY_TEST_CUT";
+/// Kills after every byte, not after each of a few.
+const ALL: &str = "PATCHBAY_TEST_CUT_ALL";
+
+/// Guest-virtual and guest-physical address of the text.
+const TEXT: u64 = 0xffff_ffff_8100_0000;
+const TEXT_PHYSICAL: u64 = 2 << 20;
+const TEXT_BYTES: usize = 1 << 20;
+/// Memory in which the test kernel has something.
+const IMAGE_END: u64 = 40 << 20;
+/// The program waits here for the address at which it goes on.
+const FLAG: u64 = 0x8010;
+/// Where it counts how it passes each site: by its NOP, and by its JMP.
+const PASSED: u64 = 0x9000;
+/// Key, offset in a page, size.
+const SITES: [(usize, u64, usize); 9] = [
+    (0, 0x100, 5),
+    (0, 0x203, 2),
+    (0, 0xffc, 5),
+    (0, 0xffd, 5),
+    (0, 0xffe, 5),
+    (1, 0xfff, 5),
+    (1, 0xfff, 2),
+    (1, 0x305, 5),
+    (1, 0xffe, 5),
+];
+const KEYS: [(&str, u64); 2] = [("first", 5), ("second", 4)];
+
+/// Who is killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Killed {
+    /// The attacher. Its watchdog rolls back.
+    Attacher,
+    /// Its watchdog first. Nobody rolls back, so the vCPU executes what was left.
+    Both,
+}
+
+fn code(site: usize) -> u64 {
+    TEXT + 0x4000 * (site as u64 + 1) + SITES[site].1
+}
+
+/// All bytes of a distance of five bytes differ from the NOP's, so that a mixture leads to a breakpoint.
+fn distance(site: usize) -> u64 {
+    match SITES[site].2 {
+        2 => 0x42,
+        _ => 0x1_2345,
+    }
+}
+
+fn instruction(site: usize, on: bool) -> Vec<u8> {
+    let size = SITES[site].2;
+    let displacement = distance(site) - size as u64;
+    match (size, on) {
+        (2, false) => vec![0x66, 0x90],
+        (2, true) => vec![0xeb, displacement as u8],
+        (_, false) => vec![0x0f, 0x1f, 0x44, 0, 0],
+        (_, true) => [&[0xe9][..], &(displacement as u32).to_le_bytes()].concat(),
+    }
+}
+
+/// The kernel's tables, and its memory. Two processes make the same.
+fn kernel() -> (KernelTables, Arc<InMemoryGuest>) {
+    let registry = Arc::new(Registry::default());
+    let keys = KEYS.map(|(name, sites)| TestKey::new(name, sites));
+    let guest = InMemoryGuest::boot(registry, &keys);
+    let mut tables = guest.found();
+    tables.promises.text_gates = true;
+    let Contents::Found(kernel) = &mut tables.contents else {
+        panic!("just made")
+    };
+    let entries = &mut kernel.images[0].entries;
+    assert_eq!(entries.len(), SITES.len());
+    for (site, entry) in entries.iter_mut().enumerate() {
+        entry.code = code(site);
+        entry.target = code(site) + distance(site);
+    }
+    (tables, guest)
+}
+
+/// `inc dword [counter]; jmp to`, of 32 bits, at an address.
+fn count_and_jump(text: &mut [u8], at: u64, counter: u64, to: u64) {
+    let low = |address: u64| (address as u32).to_le_bytes();
+    let displacement = low(to.wrapping_sub(at + 11));
+    let bytes = [&[0xff, 0x05][..], &low(counter), &[0xe9], &displacement].concat();
+    let at = (at - TEXT) as usize;
+    text[at..at + bytes.len()].copy_from_slice(&bytes);
+}
+
+/// The kernel's text: a loop through every site. The rest are breakpoints, of which the first ends the guest.
+fn text() -> Vec<u8> {
+    let mut text = vec![0xcc; TEXT_BYTES];
+    count_and_jump(&mut text, TEXT, COUNTER, code(0));
+    for (site, (_, _, size)) in SITES.into_iter().enumerate() {
+        let next = if site + 1 < SITES.len() {
+            code(site + 1)
+        } else {
+            TEXT
+        };
+        let passed = PASSED + 8 * site as u64;
+        count_and_jump(&mut text, code(site) + size as u64, passed, next);
+        count_and_jump(&mut text, code(site) + distance(site), passed + 4, next);
+        let at = (code(site) - TEXT) as usize;
+        text[at..at + size].copy_from_slice(&instruction(site, false));
+    }
+    text
+}
+
+/// A boot sector that enters protected mode, and goes on where FLAG says.
+fn boot_sector() -> Vec<u8> {
+    const START: u16 = 0x7c00;
+    let word = |number: u16| number.to_le_bytes();
+    let (pointer, protected) = (START + 64, START + 96);
+    let real = [
+        // cli; xor eax, eax; mov ds, ax; mov [FLAG], eax
+        &[0xfa, 0x66, 0x31, 0xc0, 0x8e, 0xd8, 0x66, 0xa3, 0x10, 0x80][..],
+        // lgdt [pointer]
+        &[0x0f, 0x01, 0x16],
+        &word(pointer),
+        // mov eax, cr0; or al, 1; mov cr0, eax; jmp 8:protected
+        &[0x0f, 0x20, 0xc0, 0x0c, 0x01, 0x0f, 0x22, 0xc0, 0xea],
+        &word(protected),
+        &word(8),
+    ];
+    let gdt = [
+        &word(23)[..],
+        &word(pointer + 6),
+        &[0; 10],
+        &[0xff, 0xff, 0, 0, 0, 0x9a, 0xcf, 0],
+        &[0xff, 0xff, 0, 0, 0, 0x92, 0xcf, 0],
+    ];
+    let program = [
+        // mov ax, 16; mov ds, ax; mov ss, ax
+        &[0x66, 0xb8, 0x10, 0x00, 0x8e, 0xd8, 0x8e, 0xd0][..],
+        // again: inc dword [COUNTER]; mov eax, [FLAG]; test eax, eax; jz again; jmp eax
+        &[0xff, 0x05, 0x00, 0x80, 0, 0, 0xa1, 0x10, 0x80, 0, 0],
+        &[0x85, 0xc0, 0x74, 0xf1, 0xff, 0xe0],
+    ];
+    let mut sector = real.concat();
+    sector.resize(64, 0);
+    sector.extend(gdt.concat());
+    sector.resize(96, 0);
+    sector.extend(program.concat());
+    sector
+}
+
+/// The test, and in a second process of the same program the attacher. `name` is that of the test.
+pub fn cut(name: &str, accelerator: Accelerator, memory: Memory) {
+    if let Ok(word) = std::env::var(ATTACHER) {
+        attacher(&word, accelerator);
+    }
+    let _pages = match memory {
+        Memory::Hugetlb => match super::huge_pages::reserve(32) {
+            Some(reserved) => Some(reserved),
+            None => return,
+        },
+        _ => None,
+    };
+    let Some(qemu) = Qemu::start_program(accelerator, memory, &boot_sector(), &["-no-reboot"])
+    else {
+        return;
+    };
+    let guest = qemu.attach(PauseWay::Freeze);
+    let (_, image) = kernel();
+    let zeros = [0; 4096];
+    for page in (0x1000..IMAGE_END).step_by(4096) {
+        let mut bytes = [0; 4096];
+        image.memory().read(page, &mut bytes).expect("memory");
+        let firmware = (0x4000..TEXT_PHYSICAL).contains(&page);
+        if bytes != zeros && !firmware {
+            guest.ram().write(page, &bytes).expect("RAM");
+        }
+    }
+    guest.ram().write(TEXT_PHYSICAL, &text()).expect("RAM");
+    let start = (TEXT_PHYSICAL as u32).to_le_bytes();
+    guest.ram().write(FLAG, &start).expect("RAM");
+    passes(&qemu, &guest, Some(false));
+    drop(guest);
+    let mut kills = 0;
+    for killed in [Killed::Attacher, Killed::Both] {
+        for access in [Access::Auto, Access::Process] {
+            for on in [false, true] {
+                kills += kill_after_each_byte(name, &qemu, access, killed, on);
+            }
+        }
+    }
+    println!("{memory:?}: {kills} kills, no guest died");
+}
+
+/// Kills attachers until one makes its change from `on` whole. Returns how many died.
+fn kill_after_each_byte(
+    name: &str,
+    qemu: &Qemu,
+    access: Access,
+    killed: Killed,
+    on: bool,
+) -> usize {
+    // Both kinds of site, and each of the three steps, are met by a stride that has no divisor in common with their lengths.
+    let stride = if std::env::var_os(ALL).is_some() {
+        1
+    } else {
+        5
+    };
+    for (kills, bytes) in (1..).step_by(stride).enumerate() {
+        let mut child = Command::new(std::env::current_exe().expect("a program"));
+        child.args(["--exact", name, "--nocapture"]);
+        let socket = qemu.socket("qmp");
+        let word = format!("{}:{access:?}:{killed:?}:{bytes}", socket.display());
+        let child = child.env(ATTACHER, word).stdout(Stdio::null());
+        let status = child.status().expect("started");
+        let what = format!("{access:?} {killed:?} {on}, byte {bytes}: {status}");
+        let end = Instant::now() + DEADLINE;
+        let guest = loop {
+            match attach(&options_of(qemu.socket("qmp"), qemu.accelerator, access)) {
+                Ok(guest) => break guest,
+                Err(error) => assert!(Instant::now() < end, "{what}: {error}"),
+            }
+        };
+        if status.success() {
+            passes(qemu, &guest, Some(!on));
+            return kills;
+        }
+        assert_eq!(status.signal(), Some(Signal::SIGKILL as i32), "{what}");
+        match killed {
+            Killed::Attacher => {
+                // The last kills may come after the last write.
+                let now = is_on(&guest, &what);
+                passes(qemu, &guest, Some(now));
+                put(&guest, on);
+            }
+            Killed::Both => {
+                passes(qemu, &guest, None);
+                put(&guest, on);
+            }
+        }
+        passes(qemu, &guest, Some(on));
+    }
+    unreachable!("it does not end")
+}
+
+/// Whether the change is made. It is made whole or not at all.
+fn is_on(guest: &QemuGuest, what: &str) -> bool {
+    let image = kernel().1;
+    let mut states = Vec::new();
+    for (site, (_, _, size)) in SITES.into_iter().enumerate() {
+        let mut found = vec![0; size];
+        let at = code(site) - TEXT + TEXT_PHYSICAL;
+        guest.ram().read(at, &mut found).expect("RAM");
+        let on = found == instruction(site, true);
+        assert!(
+            on || found == instruction(site, false),
+            "{what}: site {site} {found:02x?}"
+        );
+        states.push(on);
+    }
+    for (name, _) in KEYS {
+        let mut count = [0; 4];
+        guest
+            .ram()
+            .read(image.count_address(name), &mut count)
+            .expect("RAM");
+        states.push(u32::from_le_bytes(count) == 1);
+    }
+    assert!(
+        states.iter().all(|state| *state == states[0]),
+        "{what}: a change in part, {states:?}"
+    );
+    states[0]
+}
+
+/// Turns all keys on or off.
+fn put(guest: &QemuGuest, on: bool) {
+    let image = kernel().1;
+    let paused = guest.pause(DEADLINE).expect("stopped");
+    for site in 0..SITES.len() {
+        let at = code(site) - TEXT + TEXT_PHYSICAL;
+        let bytes = instruction(site, on);
+        guest.ram().write(at, &bytes).expect("RAM");
+    }
+    for (name, _) in KEYS {
+        let count = u32::from(on).to_le_bytes();
+        let at = image.count_address(name);
+        guest.ram().write(at, &count).expect("RAM");
+    }
+    drop(paused);
+}
+
+/// Waits until the vCPU has passed every site twice: all by the NOP, all by the JMP, or each by either.
+fn passes(qemu: &Qemu, guest: &QemuGuest, on: Option<bool>) {
+    for _ in 0..3 {
+        qemu.runs(guest);
+    }
+    let Some(on) = on else { return };
+    let counts = || -> Vec<u32> {
+        let mut bytes = [0; 8 * SITES.len()];
+        guest.ram().read(PASSED, &mut bytes).expect("RAM");
+        let words = bytes.chunks_exact(4);
+        words
+            .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+            .collect()
+    };
+    let before = counts();
+    for _ in 0..3 {
+        qemu.runs(guest);
+    }
+    let after = counts();
+    for site in 0..SITES.len() {
+        let passed = [2 * site, 2 * site + 1].map(|at| before[at] != after[at]);
+        assert_eq!(passed, [!on, on], "site {site} is passed as it is not");
+    }
+}
+
+fn options_of(socket: PathBuf, accelerator: Accelerator, access: Access) -> Options {
+    Options {
+        access,
+        ..options(socket, PauseWay::Freeze, accelerator)
+    }
+}
+
+/// The process that is killed.
+fn attacher(word: &str, accelerator: Accelerator) -> ! {
+    let words: Vec<&str> = word.split(':').collect();
+    let access = match words[1] {
+        "Process" => Access::Process,
+        _ => Access::Auto,
+    };
+    let guest = attach(&options_of(words[0].into(), accelerator, access)).expect("attached");
+    let ram = Cutting {
+        ram: guest.ram().clone(),
+        left: AtomicUsize::new(words[3].parse().expect("a number")),
+        watchdog: (words[2] == "Both").then(watchdog),
+    };
+    let guest = Arc::new(CutGuest {
+        guest,
+        ram: Arc::new(ram),
+    });
+    let (tables, image) = kernel();
+    let mut count = [0; 4];
+    let at = image.count_address(KEYS[0].0);
+    guest.ram.read(at, &mut count).expect("RAM");
+    let op = match u32::from_le_bytes(count) {
+        0 => Op::Enable,
+        _ => Op::Disable,
+    };
+    let registry = Arc::new(Registry::default());
+    let (keys, _) =
+        Keys::start(guest, Arc::clone(&registry), KeysConfig::default()).expect("a thread");
+    registry.register_kernel(tables).expect("taken");
+    let updates = KEYS.map(|(name, _)| KeyUpdate {
+        keys: Target::Name(name.to_owned()),
+        op,
+        etag: String::new(),
+    });
+    let mut request = UpdateRequest::new(
+        updates.to_vec(),
+        "uid:0".to_owned(),
+        DEADLINE,
+        Instant::now() + DEADLINE,
+    );
+    request.force = true;
+    let runtime = tokio::runtime::Builder::new_current_thread().build();
+    let made = runtime.expect("threads").block_on(keys.update(request));
+    match made {
+        Ok(_) => std::process::exit(0),
+        Err(error) => {
+            eprintln!("{error}");
+            std::process::exit(1)
+        }
+    }
+}
+
+/// The watchdog of this process. A program that has just been started may have no command line yet.
+fn watchdog() -> Pid {
+    let mut found = None;
+    until("the watchdog runs", || {
+        let processes = fs::read_dir("/proc").expect("mounted").flatten();
+        found = processes
+            .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+            .find(|id| is_watchdog(*id).unwrap_or_default());
+        found.is_some()
+    });
+    Pid::from_raw(found.expect("just seen"))
+}
+
+/// `None`: there is no such process any more.
+fn is_watchdog(id: i32) -> Option<bool> {
+    let stat = fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
+    // "ID (NAME) STATE PARENT …"
+    let parent = stat.rsplit(')').next()?.split_ascii_whitespace().nth(1)?;
+    let line = fs::read(format!("/proc/{id}/cmdline")).ok()?;
+    let named = line.split(|byte| *byte == 0).nth(1) == Some(b"watchdog");
+    Some(named && parent == std::process::id().to_string())
+}
+
+/// Guest memory that kills this process after some of the bytes that it stores. What the kernel writes whole counts as one.
+#[derive(Debug)]
+struct Cutting {
+    ram: GuestRam,
+    left: AtomicUsize,
+    /// Killed first.
+    watchdog: Option<Pid>,
+}
+
+impl Cutting {
+    fn count(&self) {
+        if self.left.fetch_sub(1, Ordering::SeqCst) != 1 {
+            return;
+        }
+        if let Some(watchdog) = self.watchdog {
+            kill(watchdog, Signal::SIGKILL).expect("it lives");
+            waitpid(watchdog, None).expect("a child");
+        }
+        raise(Signal::SIGKILL).expect("nothing forbids it");
+    }
+}
+
+impl PhysicalMemory for Cutting {
+    fn read_u64(&self, address: u64) -> Option<u64> {
+        self.ram.read_u64(address)
+    }
+}
+
+impl Ram for Cutting {
+    fn piece(&self, address: u64, length: usize) -> Result<Piece, OutsideMemory> {
+        self.ram.piece(address, length)
+    }
+
+    fn read_piece(&self, piece: Piece, bytes: &mut [u8]) -> bool {
+        self.ram.read_piece(piece, bytes)
+    }
+
+    fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool {
+        // An aligned word is stored at once.
+        let word = bytes.len() == 4 && piece.offset().is_multiple_of(4);
+        if word || self.ram.writes_whole(piece) {
+            let written = self.ram.write_piece(piece, bytes);
+            self.count();
+            return written;
+        }
+        for (offset, byte) in (0..).zip(bytes) {
+            let byte_of = Piece::new(piece.region(), piece.offset() + offset, 1);
+            if !self.ram.write_piece(byte_of, &[*byte]) {
+                return false;
+            }
+            self.count();
+        }
+        true
+    }
+
+    fn writes_whole(&self, piece: Piece) -> bool {
+        self.ram.writes_whole(piece)
+    }
+
+    fn compare_exchange_u32(
+        &self,
+        piece: Piece,
+        current: u32,
+        new: u32,
+    ) -> Option<Result<u32, u32>> {
+        self.ram.compare_exchange_u32(piece, current, new)
+    }
+
+    fn can_exchange(&self) -> bool {
+        self.ram.can_exchange()
+    }
+
+    fn is_dirty(&self, address: u64) -> bool {
+        self.ram.is_dirty(address)
+    }
+}
+
+/// The guest, with that memory.
+struct CutGuest {
+    guest: QemuGuest,
+    ram: GuestRam,
+}
+
+impl Machine for CutGuest {
+    fn description(&self) -> GuestDescription {
+        self.guest.description()
+    }
+
+    fn has_ended(&self) -> bool {
+        self.guest.has_ended()
+    }
+
+    fn shut_down(&self) {
+        self.guest.shut_down();
+    }
+
+    fn press_power_button(&self) {
+        self.guest.press_power_button();
+    }
+
+    fn take_back_press(&self) -> bool {
+        self.guest.take_back_press()
+    }
+
+    fn console(&self) -> &dyn Console {
+        self.guest.console()
+    }
+}
+
+impl Guest for CutGuest {
+    type Paused<'a> = Paused<'a>;
+
+    fn ram(&self) -> &GuestRam {
+        &self.ram
+    }
+
+    fn will_write(&self, writes: &mut dyn Iterator<Item = Write>) -> Result<(), PauseError> {
+        self.guest.will_write(writes)
+    }
+
+    fn pause(&self, timeout: std::time::Duration) -> Result<Paused<'_>, PauseError> {
+        self.guest.pause(timeout)
+    }
+}
