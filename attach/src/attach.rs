@@ -91,7 +91,7 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
         true => Point::Unlocked,
         false => Point::Any,
     };
-    let vcpus = identity::vcpus(&process, &monitor.vcpu_threads()?, kvm)?;
+    let vcpus = identity::vcpus(&process, &monitor.vcpu_threads(PATIENCE)?, kvm)?;
     let process = Arc::new(process);
     let _ = known.set(Arc::clone(&process));
     let lock = process.lock()?;
@@ -177,7 +177,7 @@ fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Process), 
         Target::Libvirt { uri, domain } => {
             let name = domain;
             let monitor = Monitor::Libvirt(Domain::open(uri, name)?);
-            let process = libvirt::process(name, &monitor.vcpu_threads()?)?;
+            let process = libvirt::process(name, &monitor.vcpu_threads(PATIENCE)?)?;
             Ok((monitor, process))
         }
     }

@@ -181,6 +181,8 @@ impl QemuGuest {
         Ok(Way::Qmp(lease))
     }
 
+    /// Stops the threads of all vCPUs that QEMU has *then*: one that was plugged in after the list was read would run on. One that
+    /// is plugged in later executes nothing, because it waits for a startup interrupt of a vCPU that is stopped.
     fn stop_by_ptrace(
         &self,
         threads: &Mutex<Threads>,
@@ -188,8 +190,35 @@ impl QemuGuest {
         deadline: Instant,
         timeout: Duration,
     ) -> Result<Way<'_>, PauseError> {
-        let theirs = self.monitor.vcpu_threads().map_err(unable)?;
         let mut threads = threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut theirs = self.monitor.vcpu_threads(PATIENCE).map_err(unable)?;
+        loop {
+            let frozen = self.freeze(&mut threads, theirs, point, deadline, timeout)?;
+            let looking = Instant::now();
+            let now = self.monitor.vcpu_threads(LOOK);
+            if now.as_ref() == Ok(&threads.theirs) {
+                return Ok(Way::Frozen(frozen, looking.elapsed()));
+            }
+            drop(frozen);
+            self.watchdog().disarm();
+            theirs = now.map_err(|error| {
+                unable(format!("the vCPUs may not be all that are stopped: {error}"))
+            })?;
+            if Instant::now() >= deadline {
+                return Err(self.late(timeout, 0..theirs.len()));
+            }
+        }
+    }
+
+    /// Stops the vCPUs with these threads, as QEMU numbers them.
+    fn freeze(
+        &self,
+        threads: &mut Threads,
+        theirs: Vec<u32>,
+        point: Point,
+        deadline: Instant,
+        timeout: Duration,
+    ) -> Result<Frozen, PauseError> {
         if threads.theirs != theirs {
             let kvm = point == Point::Unlocked;
             let ours = identity::vcpus(&self.process, &theirs, kvm).map_err(unable)?;
@@ -199,7 +228,7 @@ impl QemuGuest {
         let error = match freeze(&threads.ours, point, deadline) {
             // A stopped thread keeps its id: those that are QEMU's now were QEMU's when they were stopped.
             Ok(frozen) if threads.ours.iter().all(|id| self.process.has_thread(*id)) => {
-                return Ok(Way::Frozen(frozen));
+                return Ok(frozen);
             }
             Ok(_) => {
                 *threads = Threads::default();
@@ -300,7 +329,8 @@ pub struct Paused<'g> {
 #[derive(Debug)]
 enum Way<'g> {
     Qmp(Lease<'g>),
-    Frozen(Frozen),
+    /// With the time of the look at its vCPUs afterwards.
+    Frozen(Frozen, Duration),
 }
 
 /// A stop by QMP, or one that was asked for. Its drop resumes the guest.
@@ -355,7 +385,7 @@ impl Drop for Lease<'_> {
 
 impl Drop for Paused<'_> {
     fn drop(&mut self) {
-        let frozen = matches!(self.way, Some(Way::Frozen(_)));
+        let frozen = matches!(self.way, Some(Way::Frozen(..)));
         self.way = None;
         if frozen {
             self.guest.watchdog().disarm();
@@ -501,7 +531,7 @@ impl Guest for QemuGuest {
                 }
             };
             let mut stop_time = match &way {
-                Way::Frozen(frozen) => frozen.stop_time(),
+                Way::Frozen(frozen, look) => frozen.stop_time() + *look,
                 Way::Qmp(_) => began.elapsed(),
             };
             let confirming = Instant::now();

@@ -197,8 +197,8 @@ impl Monitor {
     ///
     /// # Errors
     /// [`QmpError`].
-    pub fn vcpu_threads(&self) -> Result<Vec<u32>, QmpError> {
-        let answer = self.query("query-cpus-fast")?;
+    pub fn vcpu_threads(&self, patience: Duration) -> Result<Vec<u32>, QmpError> {
+        let answer = self.execute("query-cpus-fast", Value::Null, patience)?;
         let missing = || unexpected("query-cpus-fast", "thread-id");
         let vcpus = answer
             .as_array()

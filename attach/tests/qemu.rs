@@ -116,6 +116,11 @@ fn memory_of_ivshmem() {
 }
 
 #[test]
+fn a_vcpu_that_is_plugged_in_before_a_freeze() {
+    support::hotplug::vcpu(Tcg);
+}
+
+#[test]
 fn memory_that_is_not_shared() {
     support::hotplug::not_shared(Tcg);
 }

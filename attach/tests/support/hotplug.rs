@@ -2,6 +2,7 @@
 //! Memory that comes and goes while the service is attached.
 
 use std::fs;
+use std::sync::Arc;
 
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::memory::Access;
@@ -11,7 +12,7 @@ use patchbay_service::testing::conformance;
 use serde_json::{Value, json};
 
 use super::relay::Relay;
-use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH, until};
+use super::{Accelerator, BOOT_SECTOR, DEADLINE, Memory, Qemu, SCRATCH, until};
 
 /// Counts as `BOOT_SECTOR` does, and ejects the DIMM of slot N - 1 when it finds N in [`EJECT`], asked or not:
 ///
@@ -346,4 +347,48 @@ pub fn not_shared(accelerator: Accelerator) {
     let address = dimm(&qemu, true, "dimm");
     assert_eq!(guest.memory_changes(true), changes + 1);
     assert_eq!(guest.ram().read_u64(address), Some(0));
+}
+
+/// A vCPU that is plugged in after the attacher has read the list of vCPUs stops as well.
+pub fn vcpu(accelerator: Accelerator) {
+    let arguments = ["-smp", "2,maxcpus=3,sockets=3", "-cpu", "qemu64"];
+    let memory = Memory::SharedMemfd;
+    let Some(qemu) = Qemu::start_program(accelerator, memory, &BOOT_SECTOR, &arguments) else {
+        return;
+    };
+    let qemu = Arc::new(qemu);
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let relay = Relay::start(folder.path(), qemu.socket("qmp"));
+    let guest = relay.attach(&qemu, PauseWay::Freeze);
+    let threads = {
+        let qemu = Arc::clone(&qemu);
+        move || -> Vec<u64> {
+            let vcpus = qemu.other("query-cpus-fast", Value::Null);
+            let vcpus = vcpus.as_array().expect("a list").iter();
+            vcpus
+                .map(|vcpu| vcpu["thread-id"].as_u64().expect("a thread"))
+                .collect()
+        }
+    };
+    assert_eq!(threads().len(), 2);
+    let plug = Arc::clone(&qemu);
+    relay.before_vcpus(move || {
+        let device = json!({
+            "driver": "qemu64-x86_64-cpu", "id": "third",
+            "socket-id": 2, "core-id": 0, "thread-id": 0,
+        });
+        plug.other("device_add", device);
+    });
+    let paused = guest.pause(DEADLINE).expect("stopped");
+    let all = threads();
+    assert_eq!(all.len(), 3);
+    for thread in all {
+        let path = format!("/proc/{}/task/{thread}/status", qemu.child.id());
+        let status = fs::read_to_string(path).expect("a thread of QEMU");
+        let state = status.lines().find(|line| line.starts_with("State:"));
+        assert_eq!(state, Some("State:\tt (tracing stop)"), "{thread}");
+    }
+    drop(paused);
+    qemu.runs(&guest);
+    drop(guest.pause(DEADLINE).expect("the list is known"));
 }

@@ -33,6 +33,9 @@ struct Faults {
     /// Ids of the last `info mtree -f`, and of a command whose answer is lost.
     view_id: Value,
     lost_id: Value,
+    /// Called once, before the attacher gets the answer to the next `query-cpus-fast`.
+    before_vcpus: Option<Box<dyn FnOnce() + Send>>,
+    vcpus_id: Value,
 }
 
 impl Faults {
@@ -40,6 +43,9 @@ impl Faults {
     fn command(&mut self, message: &Value) -> bool {
         if message["arguments"]["command-line"] == "info mtree -f" {
             self.view_id = message["id"].clone();
+        }
+        if message["execute"] == "query-cpus-fast" {
+            self.vcpus_id = message["id"].clone();
         }
         match self.lost {
             Some(Lost::Command(name)) if message["execute"] == name => {
@@ -58,6 +64,12 @@ impl Faults {
     /// Whether an answer or an event reaches the attacher.
     fn answer(&mut self, message: &mut Value) -> bool {
         let id = message["id"].clone();
+        if !id.is_null()
+            && id == self.vcpus_id
+            && let Some(hook) = self.before_vcpus.take()
+        {
+            hook();
+        }
         if let Some(view) = self.view.clone().filter(|_| id == self.view_id) {
             message["return"] = Value::String(view);
         }
@@ -105,6 +117,10 @@ impl Relay {
 
     pub fn replace(&self, view: Option<&str>) {
         lock(&self.faults).view = view.map(str::to_owned);
+    }
+
+    pub fn before_vcpus(&self, hook: impl FnOnce() + Send + 'static) {
+        lock(&self.faults).before_vcpus = Some(Box::new(hook));
     }
 
     fn lose(&self, message: Lost) {
