@@ -8,7 +8,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use patchbay_service::console::Console;
-use patchbay_service::guest::{Guest, GuestDescription, Machine, PausedGuest, Write};
+use patchbay_service::guest::{
+    GateWord, Guest, GuestDescription, Intended, Machine, PausedGuest, Write,
+};
 use patchbay_service::limited;
 use patchbay_service::memory::{GuestRam, Piece};
 use patchbay_service::pause::{Activity, LateVcpu, PauseError};
@@ -24,7 +26,7 @@ use crate::process::Process;
 use crate::qmp::QmpError;
 use crate::registers::Registers;
 use crate::resume::resume;
-use crate::rollback::{Part, Record};
+use crate::rollback::{self, Change, Part, Record};
 use crate::watchdog::Watchdog;
 
 /// How often QEMU is asked to resume the guest until it answers. Without an answer `cont` is not sent, so a QEMU that hangs is waited for.
@@ -202,7 +204,9 @@ impl QemuGuest {
             drop(frozen);
             self.watchdog().disarm();
             theirs = now.map_err(|error| {
-                unable(format!("the vCPUs may not be all that are stopped: {error}"))
+                unable(format!(
+                    "the vCPUs may not be all that are stopped: {error}"
+                ))
             })?;
             if Instant::now() >= deadline {
                 return Err(self.late(timeout, 0..theirs.len()));
@@ -472,7 +476,7 @@ impl Paused<'_> {
     /// Whether the guest is as this process has stopped it. QEMU does not know of frozen threads.
     fn is_here(&self, status: &str) -> bool {
         match self.way {
-            Some(Way::Frozen(_)) => status == "running",
+            Some(Way::Frozen(..)) => status == "running",
             _ => status == "paused" && self.guest.life.is_stopped_by_us(),
         }
     }
@@ -494,7 +498,7 @@ impl Guest for QemuGuest {
         &self.ram
     }
 
-    fn will_write(&self, writes: &mut dyn Iterator<Item = Write>) -> Result<(), PauseError> {
+    fn will_write(&self, change: Intended<'_>) -> Result<(), PauseError> {
         let record = |write: Write| {
             (write.length() != 0).then_some(())?;
             Some(Record {
@@ -504,9 +508,29 @@ impl Guest for QemuGuest {
                 after: write.after,
             })
         };
-        let records: Option<Vec<Record>> = writes.map(record).collect();
-        let records = records.ok_or_else(|| unable("memory that would be written is gone"))?;
-        self.watchdog().will_write(&records).map_err(|error| {
+        let gate = |gate: GateWord| {
+            Some(rollback::GateWord {
+                address: self.memory.monitors_address(gate.piece)?,
+                length: u8::try_from(gate.piece.length()).ok()?,
+                mask: gate.mask,
+                open: gate.open,
+            })
+        };
+        let gone = || unable("memory that would be read or written is gone");
+        let change = Change {
+            keys: change.keys.map(str::to_owned).collect(),
+            writes: change
+                .writes
+                .map(record)
+                .collect::<Option<_>>()
+                .ok_or_else(gone)?,
+            gates: change
+                .gates
+                .map(gate)
+                .collect::<Option<_>>()
+                .ok_or_else(gone)?,
+        };
+        self.watchdog().will_write(&change).map_err(|error| {
             unable(format!(
                 "nobody would roll back what is written in part: {error}; attach again"
             ))

@@ -1,228 +1,236 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Rolls back a change that the attacher's end has cut in half. A key whose sites say one thing and whose count another would make the
 //! guest's kernel stop with `BUG()` when it changes the key itself (`__jump_label_patch`, `arch/x86/kernel/jump_label.c`).
+//!
+//! The guest may have run since the attacher's end, and may have changed keys itself. While one of its gates is closed it is in
+//! the middle of that, and nothing is decided ([`Outcome::Busy`]). Afterwards each key is judged by its count, which the kernel
+//! itself goes by. The attacher writes sites before counts, in the order of the records, so a count that it cannot have reached
+//! yet is the guest's.
+//!
+//! | a key whose count | is |
+//! |---|---|
+//! | is that of before, or that of after where the attacher can have written it | rolled back, unless all such keys are as after, or all as before |
+//! | is another | left to the guest: its sites are made to agree with the count |
+//! | is another and negative, or whose sites hold foreign bytes | left as it is, and inconsistent |
+
+mod record;
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 
-use static_keys::instruction::{is_half_replaced, replace};
+use self::record::State;
+pub use self::record::{Change, GateWord, Part, Record, array, count, list};
 
-/// Longest instruction of a site.
-const LONGEST: usize = 5;
-
-/// Bytes in one page of the guest.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Part {
-    /// Address in the monitor's process.
-    pub address: u64,
-    /// Number of bytes.
-    pub length: u8,
-}
-
-/// One write, at addresses of the monitor's process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Record {
-    /// Records with the same number belong to one key.
-    pub key: u32,
-    /// The second is empty unless the write straddles pages. Together they have at most 5 bytes.
-    pub parts: [Part; 2],
-    /// The bytes before the change.
-    pub before: [u8; LONGEST],
-    /// The bytes after it.
-    pub after: [u8; LONGEST],
-}
-
-/// What a record's bytes are now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    Before,
-    After,
-    /// The attacher died while it replaced an instruction.
-    Half,
-    /// The guest has changed them.
-    Foreign,
-}
-
-impl Record {
-    /// Bytes of a record in a pipe.
-    pub const SIZE: usize = 4 + 2 * 9 + 2 * LONGEST;
-
-    /// As [`Record::parse`] reads it.
-    #[must_use]
-    pub fn bytes(&self) -> [u8; Self::SIZE] {
-        let mut bytes = [0; Self::SIZE];
-        bytes[..4].copy_from_slice(&self.key.to_le_bytes());
-        for (part, bytes) in self.parts.iter().zip(bytes[4..22].chunks_exact_mut(9)) {
-            bytes[..8].copy_from_slice(&part.address.to_le_bytes());
-            bytes[8] = part.length;
-        }
-        bytes[22..27].copy_from_slice(&self.before);
-        bytes[27..].copy_from_slice(&self.after);
-        bytes
-    }
-
-    /// The reverse of [`Record::bytes`].
-    #[must_use]
-    pub fn parse(bytes: &[u8; Self::SIZE]) -> Self {
-        let bytes_at =
-            |from: usize| -> [u8; LONGEST] { std::array::from_fn(|at| bytes[from + at]) };
-        let mut left = LONGEST as u8;
-        let mut part = |from: usize| {
-            let length = bytes[from + 8].min(left);
-            left -= length;
-            Part {
-                address: u64::from_le_bytes(std::array::from_fn(|at| bytes[from + at])),
-                length,
-            }
-        };
-        Self {
-            key: u32::from_le_bytes(std::array::from_fn(|at| bytes[at])),
-            parts: [part(4), part(13)],
-            before: bytes_at(22),
-            after: bytes_at(27),
-        }
-    }
-
-    /// Number of bytes.
-    #[must_use]
-    pub fn length(&self) -> usize {
-        let lengths = self.parts.iter().map(|part| usize::from(part.length));
-        lengths.sum::<usize>().min(LONGEST)
-    }
-
-    fn bytes_before(&self) -> &[u8] {
-        &self.before[..self.length()]
-    }
-
-    fn bytes_after(&self) -> &[u8] {
-        &self.after[..self.length()]
-    }
-
-    fn changes(&self) -> bool {
-        self.bytes_before() != self.bytes_after()
-    }
-
-    fn read(&self, memory: &File) -> io::Result<State> {
-        let mut bytes = [0; LONGEST];
-        let found = &mut bytes[..self.length()];
-        let (first, second) = found.split_at_mut(self.parts[0].length.into());
-        memory.read_exact_at(first, self.parts[0].address)?;
-        memory.read_exact_at(second, self.parts[1].address)?;
-        let (before, after) = (self.bytes_before(), self.bytes_after());
-        Ok(match &*found {
-            found if found == after => State::After,
-            found if found == before => State::Before,
-            found if is_half_replaced(found, before, after) => State::Half,
-            _ => State::Foreign,
-        })
-    }
-
-    /// Writes the bytes of before. The kernel copies each part in one go; two parts may be the watchdog's own last act.
-    fn restore(&self, memory: &File) -> io::Result<()> {
-        let [first, second] = self.parts;
-        let write = |bytes: &[u8]| {
-            let (head, tail) = bytes.split_at(bytes.len().min(first.length.into()));
-            memory.write_all_at(head, first.address)?;
-            memory.write_all_at(tail, second.address)
-        };
-        match second.length {
-            0 => write(self.bytes_before()),
-            _ => replace(self.bytes_before(), write),
-        }
-    }
-}
-
-/// What became of a change.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What became of a change. Keys are by number.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It was made whole or not at all, and nothing was written.
-    Whole,
-    /// All of it is as before.
-    RolledBack,
-    /// So many keys stay as they are: the guest has changed them since.
-    Left(usize),
+    /// The guest is changing its keys or its text. Nothing was written.
+    Busy,
+    /// The guest can go on.
+    Settled(Settled),
+}
+
+/// What became of each key.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Settled {
+    /// The change was made in part, and is as before but for the keys that follow.
+    pub rolled_back: bool,
+    /// The guest has changed these keys itself. They keep its count, and their sites agree with it.
+    pub moved: Vec<u32>,
+    /// The sites of these keys may contradict their counts.
+    pub inconsistent: Vec<u32>,
+}
+
+/// A key of the change, as it was found.
+#[derive(Clone, Copy, Debug, Default)]
+struct Found {
+    /// The count.
+    now: i32,
+    /// What the change makes of it.
+    after: i32,
+    moved: bool,
+    /// A site holds bytes that neither the attacher nor the key's own code has written.
+    foreign: bool,
 }
 
 /// Rolls back these writes if only some of them were made. No vCPU may run. `memory` is the monitor's /proc/PID/mem.
 ///
 /// # Errors
 /// The memory cannot be read or written. What was written stays.
-pub fn roll_back(records: &[Record], memory: &File) -> io::Result<Outcome> {
-    let states: Vec<State> = records
-        .iter()
-        .map(|record| record.read(memory))
-        .collect::<io::Result<_>>()?;
-    let both = || records.iter().zip(&states);
-    let foreign = both().filter(|(_, state)| **state == State::Foreign);
-    let mut foreign: Vec<u32> = foreign.map(|(record, _)| record.key).collect();
-    let mut changed = both().filter(|(record, _)| record.changes());
-    let first = changed.next().map(|(_, state)| *state);
-    let whole = first != Some(State::Half) && changed.all(|(_, state)| Some(*state) == first);
-    if foreign.is_empty() && whole {
-        return Ok(Outcome::Whole);
-    }
-    foreign.sort_unstable();
-    foreign.dedup();
-    // In reverse order, as an undo: counts before sites.
-    for (record, state) in both().rev() {
-        let made = matches!(state, State::After | State::Half) && record.changes();
-        if made && foreign.binary_search(&record.key).is_err() {
-            record.restore(memory)?;
+pub fn roll_back(change: &Change, memory: &File) -> io::Result<Outcome> {
+    for gate in &change.gates {
+        if !gate.is_open(memory)? {
+            return Ok(Outcome::Busy);
         }
     }
-    Ok(match foreign.len() {
-        0 => Outcome::RolledBack,
-        left => Outcome::Left(left),
-    })
+    let states = change
+        .writes
+        .iter()
+        .map(|record| record.read(memory))
+        .collect::<io::Result<Vec<State>>>()?;
+    let writes: Vec<(&Record, State)> = change.writes.iter().zip(states).collect();
+    let keys = judge(change.keys.len(), &writes);
+    let of = |record: &Record| keys.get(record.key as usize).copied();
+    let is_moved = |record: &Record| of(record).is_none_or(|key| key.moved || key.foreign);
+    let mut own = writes
+        .iter()
+        .filter(|(record, _)| record.changes() && !is_moved(record));
+    let first = own.next().map(|(_, state)| *state);
+    let whole = first != Some(State::Half) && own.all(|(_, state)| Some(*state) == first);
+    // In reverse order, as an undo: counts before sites.
+    for (record, state) in writes.iter().rev().filter(|(record, _)| record.changes()) {
+        let wanted = match of(record) {
+            None => continue,
+            Some(key) if key.foreign => continue,
+            Some(key) if key.moved => match key.agrees() {
+                Some(after) if record.counts().is_none() => after,
+                _ => continue,
+            },
+            Some(_) if whole => continue,
+            Some(_) => false,
+        };
+        let as_wanted = match wanted {
+            true => State::After,
+            false => State::Before,
+        };
+        if *state != as_wanted {
+            record.write(wanted, memory)?;
+        }
+    }
+    let mut settled = Settled {
+        rolled_back: !whole,
+        ..Settled::default()
+    };
+    for (key, found) in (0..).zip(&keys) {
+        if found.foreign || found.moved && found.agrees().is_none() {
+            settled.inconsistent.push(key);
+        } else if found.moved {
+            settled.moved.push(key);
+        }
+    }
+    Ok(Outcome::Settled(settled))
+}
+
+impl Found {
+    /// Whether the sites that agree with the count are those of after. `None`: no sites do.
+    fn agrees(self) -> Option<bool> {
+        (self.now >= 0).then_some((self.now > 0) == (self.after > 0))
+    }
+}
+
+/// Judges each of the change's keys.
+fn judge(keys: usize, writes: &[(&Record, State)]) -> Vec<Found> {
+    let mut keys = vec![Found::default(); keys];
+    let sites = || {
+        writes
+            .iter()
+            .filter(|(record, _)| record.counts().is_none())
+    };
+    // The attacher has written each record before the one that it died in.
+    let mut reached = sites().all(|(record, state)| !record.changes() || *state == State::After);
+    for (record, state) in writes {
+        let Some((before, after)) = record.counts() else {
+            continue;
+        };
+        let now = match state {
+            State::Before | State::Half => before,
+            State::After => after,
+            State::Foreign(now) => *now,
+        };
+        let moved = match state {
+            State::After => !reached,
+            State::Foreign(_) => true,
+            State::Before | State::Half => false,
+        };
+        let moved = moved && record.changes();
+        reached &= !record.changes() || *state == State::After;
+        if let Some(key) = keys.get_mut(record.key as usize) {
+            *key = Found {
+                now,
+                after,
+                moved,
+                foreign: false,
+            };
+        }
+    }
+    for (record, state) in sites() {
+        if let (State::Foreign(_), Some(key)) = (state, keys.get_mut(record.key as usize)) {
+            key.foreign = true;
+        }
+    }
+    keys
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
     use super::*;
 
     const SITES: [u64; 3] = [16, 32, 48];
+    const COUNTS: [u64; 2] = [64, 72];
+    const GATE: u64 = 80;
+    const NOP: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
+    const JUMP: [u8; 5] = [0xe9, 1, 2, 3, 4];
 
     fn one(address: u64, length: u8) -> [Part; 2] {
         [Part { address, length }, Part::default()]
     }
 
-    /// Two keys: a site and a count each, and a second site of the second.
-    fn records() -> Vec<Record> {
-        let site = |key, address| Record {
-            key,
-            parts: one(address, 5),
-            before: [0x0f, 0x1f, 0x44, 0, 0],
-            after: [0xe9, 1, 2, 3, 4],
+    fn bytes_of(count: i32) -> [u8; 5] {
+        let [a, b, c, d] = count.to_le_bytes();
+        [a, b, c, d, 0]
+    }
+
+    /// Two keys: a site and a count each, and a second site of the second. Both are off, and are to be on, or the reverse.
+    fn change_to(on: bool) -> Change {
+        let turned = |off, on_| match on {
+            true => (off, on_),
+            false => (on_, off),
         };
-        let count = |key, address| Record {
-            key,
-            parts: one(address, 4),
-            before: [0; 5],
-            after: [1, 0, 0, 0, 0],
+        let site = |key, address| {
+            let (before, after) = turned(NOP, JUMP);
+            Record {
+                key,
+                parts: one(address, 5),
+                before,
+                after,
+            }
+        };
+        let count = |key, address| {
+            let (before, after) = turned(bytes_of(0), bytes_of(1));
+            Record {
+                key,
+                parts: one(address, 4),
+                before,
+                after,
+            }
         };
         let [first, second, third] = SITES;
-        vec![
-            site(0, first),
-            site(1, second),
-            site(1, third),
-            count(0, 64),
-            count(1, 72),
-        ]
+        Change {
+            keys: ["first", "second"].map(str::to_owned).to_vec(),
+            writes: vec![
+                site(0, first),
+                site(1, second),
+                site(1, third),
+                count(0, COUNTS[0]),
+                count(1, COUNTS[1]),
+            ],
+            gates: vec![GateWord {
+                address: GATE,
+                length: 8,
+                mask: !7,
+                open: 0,
+            }],
+        }
     }
 
     /// Memory in which the first `made` writes were made.
-    fn memory(made: usize) -> File {
+    fn memory(change: &Change, made: usize) -> File {
         let memory = tempfile::tempfile().expect("room");
         memory.set_len(128).expect("room");
-        for (at, record) in records().iter().enumerate() {
-            let bytes = match at < made {
-                true => record.bytes_after(),
-                false => record.bytes_before(),
-            };
-            memory
-                .write_all_at(bytes, record.parts[0].address)
-                .expect("room");
+        for (at, record) in change.writes.iter().enumerate() {
+            record.write(at < made, &memory).expect("room");
         }
         memory
     }
@@ -233,89 +241,181 @@ mod tests {
         bytes
     }
 
-    #[test]
-    fn a_record_survives_the_pipe() {
-        for record in records() {
-            assert_eq!(Record::parse(&record.bytes()), record);
-        }
-        let mut long = records()[0].bytes();
-        for at in [12, 21] {
-            long[at] = 255;
-            let parsed = Record::parse(&long);
-            assert_eq!(parsed.length(), LONGEST);
-            assert_eq!(parsed.parts[1].length, 0);
+    fn settle(change: &Change, memory: &File) -> Settled {
+        match roll_back(change, memory).expect("read") {
+            Outcome::Settled(settled) => settled,
+            Outcome::Busy => panic!("the gate is open"),
         }
     }
 
-    #[test]
-    fn what_was_made_in_part_is_rolled_back() {
-        let all = records().len();
-        for made in 0..=all {
-            let memory = memory(made);
-            let outcome = roll_back(&records(), &memory).expect("read");
-            let whole = made == 0 || made == all;
-            assert_eq!(outcome == Outcome::Whole, whole, "{made}: {outcome:?}");
-            let expected = if made == all { all } else { 0 };
-            assert_eq!(content(&memory), content(&self::memory(expected)), "{made}");
+    fn set_count(memory: &File, key: usize, count: i32) {
+        let bytes = count.to_le_bytes();
+        memory.write_all_at(&bytes, COUNTS[key]).expect("room");
+    }
+
+    fn set_sites(memory: &File, key: usize, bytes: [u8; 5]) {
+        let sites = if key == 0 { &SITES[..1] } else { &SITES[1..] };
+        for site in sites {
+            memory.write_all_at(&bytes, *site).expect("room");
         }
     }
 
-    #[test]
-    fn a_key_that_the_guest_has_changed_is_left() {
-        let memory = memory(3);
-        memory.write_all_at(&[7, 0, 0, 0], 64).expect("room");
-        let outcome = roll_back(&records(), &memory).expect("read");
-        assert_eq!(outcome, Outcome::Left(1));
-        let after = content(&memory);
-        assert_eq!(after[16], 0xe9, "its site stays with its count");
-        assert_eq!(after[64], 7);
-        assert_eq!((after[32], after[48]), (0x0f, 0x0f));
-    }
-
-    /// A site whose last three bytes are on another page.
-    #[test]
-    fn half_an_instruction_is_rolled_back() {
-        let [count, mut site] = [records()[3], records()[0]];
-        let parts = [16, 100].map(|address| Part { address, length: 0 });
-        site.parts = parts;
-        for first in 0..5 {
-            site.parts[0].length = first;
-            site.parts[1].length = 5 - first;
-            for half in [
-                [0xa9, 0x1f, 0x44, 0, 0],
-                [0xa9, 1, 0x44, 3, 0],
-                [0xa9, 1, 2, 3, 4],
-            ] {
-                let memory = memory(0);
-                let put = |bytes: &[u8]| {
-                    let (head, tail) = bytes.split_at(first.into());
-                    memory.write_all_at(head, 16).expect("room");
-                    memory.write_all_at(tail, 100).expect("room");
-                };
-                put(&site.before);
-                let before = content(&memory);
-                put(&half);
-                let outcome = roll_back(&[site, count], &memory).expect("read");
-                assert_eq!(outcome, Outcome::RolledBack);
-                assert_eq!(content(&memory), before, "{first} {half:x?}");
-                // Alone it was not made whole either.
-                put(&half);
-                let outcome = roll_back(&[site], &memory).expect("read");
-                assert_eq!(outcome, Outcome::RolledBack);
-                // A breakpoint is the guest's own change, and so is another operand.
-                for foreign in [[0xcc, 0x1f, 0x44, 0, 0], [0xa9, 1, 2, 3, 5]] {
-                    put(&foreign);
-                    let outcome = roll_back(&[site, count], &memory).expect("read");
-                    assert_eq!(outcome, Outcome::Left(1), "{foreign:x?}");
-                }
+    /// Each key's sites jump if and only if its count is above zero.
+    fn assert_agrees(memory: &File) {
+        let content = content(memory);
+        for (key, sites) in [(0, &SITES[..1]), (1, &SITES[1..])] {
+            let expected = if content[COUNTS[key] as usize] > 0 {
+                JUMP
+            } else {
+                NOP
+            };
+            for site in sites {
+                let site = *site as usize;
+                assert_eq!(content[site..site + 5], expected, "key {key}");
             }
         }
     }
 
     #[test]
+    fn what_was_made_in_part_is_rolled_back() {
+        for change in [change_to(true), change_to(false)] {
+            let all = change.writes.len();
+            for made in 0..=all {
+                let memory = memory(&change, made);
+                let settled = settle(&change, &memory);
+                let whole = made == 0 || made == all;
+                assert_eq!(settled.rolled_back, !whole, "{made}: {settled:?}");
+                assert!(settled.moved.is_empty() && settled.inconsistent.is_empty());
+                let expected = if made == all { all } else { 0 };
+                let expected = self::memory(&change, expected);
+                assert_eq!(content(&memory), content(&expected), "{made}");
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_decided_while_a_gate_is_closed() {
+        let change = change_to(true);
+        let memory = memory(&change, 3);
+        // A task's address, as in a mutex. The flags do not count.
+        for (word, busy) in [(0x1000_u64, true), (7, false)] {
+            memory
+                .write_all_at(&word.to_le_bytes(), GATE)
+                .expect("room");
+            let before = content(&memory);
+            let outcome = roll_back(&change, &memory).expect("read");
+            assert_eq!(outcome == Outcome::Busy, busy);
+            assert_eq!(content(&memory) == before, busy);
+        }
+    }
+
+    /// A reference that the guest took or dropped without a look at the sites: the first crossing of zero is then another's.
+    #[test]
+    fn a_key_that_the_guest_counts_on_keeps_its_count_and_gets_the_sites_for_it() {
+        for change in [change_to(true), change_to(false)] {
+            for made in 0..=change.writes.len() {
+                for count in [0, 1, 2, 7] {
+                    let memory = memory(&change, made);
+                    set_count(&memory, 1, count);
+                    let settled = settle(&change, &memory);
+                    assert!(
+                        settled.inconsistent.is_empty(),
+                        "{made} {count}: {settled:?}"
+                    );
+                    assert_agrees(&memory);
+                    if count > 1 {
+                        assert_eq!(settled.moved, [1], "{made}");
+                        assert_eq!(i32::from(content(&memory)[72]), count);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The guest's own reference is not taken from it: the attacher had not come to the counts.
+    #[test]
+    fn a_key_that_the_guest_turned_itself_is_not_rolled_back() {
+        let change = change_to(true);
+        let memory = memory(&change, 1);
+        set_sites(&memory, 1, JUMP);
+        set_count(&memory, 1, 1);
+        // Here the first key's count is what the attacher has not written, so the second's is the guest's.
+        let settled = settle(&change, &memory);
+        assert_eq!(settled.moved, [1]);
+        assert!(settled.rolled_back);
+        assert_agrees(&memory);
+        assert_eq!((content(&memory)[64], content(&memory)[72]), (0, 1));
+    }
+
+    #[test]
+    fn a_key_that_cannot_agree_is_left_and_named() {
+        let change = change_to(true);
+        // -1 while the guest takes the first reference; its mutex is a gate, but a kernel may have stopped in the middle.
+        let one = memory(&change, 2);
+        set_count(&one, 1, -1);
+        // A breakpoint, and an instruction of somebody else.
+        let two = memory(&change, 2);
+        two.write_all_at(&[0xcc], SITES[1]).expect("room");
+        for memory in [one, two] {
+            let before = content(&memory);
+            let settled = settle(&change, &memory);
+            assert_eq!(settled.inconsistent, [1]);
+            assert!(settled.moved.is_empty() && settled.rolled_back);
+            let after = content(&memory);
+            assert_eq!(after[16..21], NOP, "the other key is rolled back");
+            assert_eq!(after[32..], before[32..]);
+        }
+    }
+
+    /// A site whose last bytes are on another page.
+    #[test]
+    fn half_an_instruction_is_rolled_back() {
+        let mut change = change_to(true);
+        change.writes.truncate(1);
+        change.writes.push(change_to(true).writes[3]);
+        for first in 0..5 {
+            change.writes[0].parts =
+                [(16, first), (100, 5 - first)].map(|(address, length)| Part { address, length });
+            for half in [
+                [0xa9, 0x1f, 0x44, 0, 0],
+                [0xa9, 1, 0x44, 3, 0],
+                [0xa9, 1, 2, 3, 4],
+            ] {
+                let memory = memory(&change, 0);
+                let put = |bytes: &[u8]| {
+                    let (head, tail) = bytes.split_at(first.into());
+                    memory.write_all_at(head, 16).expect("room");
+                    memory.write_all_at(tail, 100).expect("room");
+                };
+                let before = content(&memory);
+                put(&half);
+                let settled = settle(&change, &memory);
+                assert!(settled.rolled_back);
+                assert_eq!(content(&memory), before, "{first} {half:x?}");
+                // Another operand is nothing of ours.
+                put(&[0xa9, 1, 2, 3, 5]);
+                assert_eq!(settle(&change, &memory).inconsistent, [0]);
+            }
+        }
+    }
+
+    #[test]
+    fn numbers_of_keys_that_do_not_exist_are_ignored() {
+        let mut change = change_to(true);
+        for record in &mut change.writes {
+            record.key = u32::MAX;
+        }
+        let memory = memory(&change, 2);
+        let before = content(&memory);
+        assert_eq!(settle(&change, &memory), Settled::default());
+        assert_eq!(content(&memory), before);
+    }
+
+    #[test]
     fn memory_that_is_gone_is_an_error() {
-        let memory = memory(3);
+        let change = change_to(true);
+        let memory = memory(&change, 3);
         memory.set_len(40).expect("room");
-        roll_back(&records(), &memory).expect_err("cut off");
+        roll_back(&change, &memory).expect_err("cut off");
     }
 }

@@ -30,7 +30,7 @@ use crate::libvirt::Domain;
 use crate::monitor::Migration;
 use crate::qmp::QmpError;
 use crate::resume::resume;
-use crate::rollback::{Outcome, Record, roll_back};
+use crate::rollback::{Change, Outcome, Settled, array, count, list, roll_back};
 use crate::wire::Wire;
 
 /// The argument that makes the program a watchdog; QEMU's process id follows, and for a domain the libvirt's URI and the domain's name.
@@ -41,6 +41,12 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_secs(2);
 /// Time allowed for the stop of the vCPUs. Until the kernel has let them go they still belong to the dead attacher.
 const FREEZE: Duration = Duration::from_secs(10);
+/// Time allowed for the guest to finish a change of its own.
+const OPEN: Duration = Duration::from_secs(10);
+/// Time that the guest runs between two looks at its gates.
+const BETWEEN_LOOKS: Duration = Duration::from_millis(1);
+/// Keys that a message names.
+const NAMED: usize = 10;
 const RUNS: u8 = b'r';
 const STOPS: u8 = b's';
 const RESUMED: u8 = b'u';
@@ -113,11 +119,8 @@ impl Watchdog {
     ///
     /// # Errors
     /// The watchdog is dead: nothing must be written.
-    pub fn will_write(&mut self, records: &[Record]) -> io::Result<()> {
-        let mut words = vec![WILL_WRITE];
-        words.extend(count(records.len())?);
-        words.extend(records.iter().flat_map(Record::bytes));
-        self.say(&words)
+    pub fn will_write(&mut self, change: &Change) -> io::Result<()> {
+        self.say(&[&[WILL_WRITE][..], &change.bytes()?].concat())
     }
 
     /// Before the first write.
@@ -145,11 +148,6 @@ impl Watchdog {
             None => Err(io::ErrorKind::BrokenPipe.into()),
         }
     }
-}
-
-fn count(length: usize) -> io::Result<[u8; 4]> {
-    let length = u32::try_from(length).map_err(io::Error::other)?;
-    Ok(length.to_le_bytes())
 }
 
 impl Drop for Watchdog {
@@ -187,7 +185,7 @@ pub fn run(qemu: u32, libvirt: Option<(&str, &str)>) -> io::Result<()> {
     };
     let mut left = last_words(File::from(io::stdin().as_fd().try_clone_to_owned()?));
     let rolled_back = match left.writes.take() {
-        Some(records) if left.writing => put_right(&records, &mut left, memory, &monitor),
+        Some(change) if left.writing => put_right(&change, &mut left, memory, &monitor),
         _ => Ok(()),
     };
     if left.stopped && left.threads.is_empty() {
@@ -246,7 +244,7 @@ struct Words {
     resumed: bool,
     threads: Vec<u32>,
     anywhere: bool,
-    writes: Option<Vec<Record>>,
+    writes: Option<Change>,
     writing: bool,
 }
 
@@ -257,7 +255,7 @@ impl Words {
             RUNS => *self = Self::default(),
             STOPS => {
                 let [anywhere] = array(pipe)?;
-                let threads = list(pipe, u32::from_le_bytes)?;
+                let threads = list(pipe, |pipe| Ok(u32::from_le_bytes(array(pipe)?)))?;
                 self.anywhere = anywhere != 0;
                 self.threads = threads;
                 self.stopped = true;
@@ -265,8 +263,7 @@ impl Words {
             }
             RESUMED => self.resumed = true,
             WILL_WRITE => {
-                let records = list(pipe, |bytes| Record::parse(&bytes))?;
-                self.writes = Some(records);
+                self.writes = Some(Change::parse(pipe)?);
                 self.writing = false;
             }
             WRITES => self.writing = true,
@@ -274,20 +271,6 @@ impl Words {
         }
         Ok(())
     }
-}
-
-fn array<const N: usize>(pipe: &mut impl Read) -> io::Result<[u8; N]> {
-    let mut bytes = [0; N];
-    pipe.read_exact(&mut bytes)?;
-    Ok(bytes)
-}
-
-fn list<T, const N: usize>(
-    pipe: &mut impl Read,
-    parse: impl Fn([u8; N]) -> T,
-) -> io::Result<Vec<T>> {
-    let length = u32::from_le_bytes(array(pipe)?);
-    (0..length).map(|_| Ok(parse(array(pipe)?))).collect()
 }
 
 /// Reads until the attacher's end. A word that it did not finish does not count.
@@ -298,15 +281,15 @@ fn last_words(pipe: impl Read) -> Words {
     words
 }
 
-/// Stops the guest if it runs, and rolls back. A migration that began during the change is cancelled: QEMU's dirty log sees neither the
-/// change nor its undo.
+/// Stops the guest if it runs, and rolls back. While the guest is at work on its own keys it runs on for a moment. A migration that began
+/// during the change is cancelled: QEMU's dirty log sees neither the change nor its undo.
 fn put_right(
-    records: &[Record],
+    change: &Change,
     left: &mut Words,
     memory: io::Result<File>,
     monitor: &Asked,
 ) -> io::Result<()> {
-    let frozen = std::thread::scope(|scope| {
+    let mut frozen = std::thread::scope(|scope| {
         // A migration that has only waited for the vCPUs completes when they run. QEMU may hear of its cancellation first.
         scope.spawn(|| monitor.cancel_migration());
         (!left.threads.is_empty()).then(|| freeze_again(left))
@@ -317,20 +300,64 @@ fn put_right(
         // The stop is its own.
         left.resumed = false;
     }
-    let outcome = roll_back(records, &memory?);
+    let memory = memory?;
+    let end = Instant::now() + OPEN;
+    let outcome = loop {
+        let outcome = roll_back(change, &memory);
+        let busy = matches!(outcome, Ok(Outcome::Busy));
+        if !busy || frozen.is_none() || Instant::now() >= end {
+            break outcome;
+        }
+        drop(frozen.take());
+        // Nobody announces when a mutex is free.
+        std::thread::sleep(BETWEEN_LOOKS);
+        frozen = Some(freeze_again(left)?);
+    };
     // Before the vCPUs run: a migration cannot complete without them.
     let migration = monitor.cancel_migration();
     drop(frozen);
     complain(&migration);
     match outcome? {
-        Outcome::Whole => Ok(()),
-        Outcome::RolledBack => {
-            eprintln!("the attacher has died in a change, which was rolled back");
-            Ok(())
-        }
-        Outcome::Left(keys) => Err(io::Error::other(format!(
-            "the attacher has died in a change; the guest has changed {keys} of its keys since, which are inconsistent: restart the guest"
+        Outcome::Settled(settled) => report(change, &settled),
+        Outcome::Busy => Err(io::Error::other(format!(
+            "the attacher has died in a change of {}, which was not rolled back, because the guest's kernel has been at work on its own \
+             keys or text since; the keys may be inconsistent: restart the guest",
+            names(change, 0..)
         ))),
+    }
+}
+
+fn report(change: &Change, settled: &Settled) -> io::Result<()> {
+    if settled.rolled_back {
+        eprintln!("the attacher has died in a change, which was rolled back");
+    }
+    if !settled.moved.is_empty() {
+        eprintln!(
+            "the guest has changed {} since the attacher's end; a reference of the attacher may be left: turn them off in the guest if they \
+             should be",
+            names(change, settled.moved.iter().copied())
+        );
+    }
+    if settled.inconsistent.is_empty() {
+        return Ok(());
+    }
+    Err(io::Error::other(format!(
+        "the attacher has died in a change; {} may be inconsistent, since the guest has changed them: restart the guest",
+        names(change, settled.inconsistent.iter().copied())
+    )))
+}
+
+/// Names keys by their numbers.
+fn names(change: &Change, keys: impl IntoIterator<Item = u32>) -> String {
+    let all = keys.into_iter().take(change.keys.len());
+    let names: Vec<&str> = all
+        .filter_map(|key| change.keys.get(key as usize).map(String::as_str))
+        .collect();
+    let more = names.len().saturating_sub(NAMED);
+    let named = names[..names.len() - more].join(", ");
+    match more {
+        0 => named,
+        _ => format!("{named} and {more} more"),
     }
 }
 
@@ -377,7 +404,6 @@ fn freeze_again(left: &Words) -> io::Result<Frozen> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rollback::Part;
 
     fn after(words: &[&[u8]]) -> Words {
         last_words(&words.concat()[..])
@@ -402,23 +428,15 @@ mod tests {
 
     #[test]
     fn writes_count_from_their_begin_until_the_guest_runs() {
-        let record = Record {
-            key: 1,
-            parts: [
-                Part {
-                    address: 2,
-                    length: 4,
-                },
-                Part::default(),
-            ],
-            before: [3; 5],
-            after: [4; 5],
+        let change = Change {
+            keys: vec!["a".to_owned()],
+            ..Change::default()
         };
-        let mut announced = b"w\x01\0\0\0".to_vec();
-        announced.extend(record.bytes());
+        let mut announced = b"w".to_vec();
+        announced.extend(change.bytes().expect("short"));
         let announced = &announced[..];
         let left = after(&[b"r", announced, QMP]);
-        assert_eq!(left.writes, Some(vec![record]));
+        assert_eq!(left.writes, Some(change));
         assert!(!left.writing);
         assert!(after(&[b"r", announced, QMP, b"c"]).writing);
         assert!(!after(&[announced, QMP, b"c", announced]).writing);

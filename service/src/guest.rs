@@ -57,7 +57,7 @@ pub trait Machine: Send + Sync {
 /// One write of a change that is about to be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Write {
-    /// Writes with the same number belong to one key.
+    /// Index of the key in [`Intended::keys`].
     pub key: usize,
     /// Where it is made: one piece, or two if it straddles pages. The second is otherwise empty.
     pub pieces: [Piece; 2],
@@ -73,6 +73,27 @@ impl Write {
     pub fn length(&self) -> usize {
         self.pieces.iter().map(|piece| piece.length()).sum()
     }
+}
+
+/// A word of the guest's kernel that has a known value while the kernel changes neither its keys nor its text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GateWord {
+    /// The word, of 1, 2, 4 or 8 bytes.
+    pub piece: Piece,
+    /// The bits that are compared.
+    pub mask: u64,
+    /// Their value.
+    pub open: u64,
+}
+
+/// A change that is about to be made.
+pub struct Intended<'a> {
+    /// Full names of the keys. [`Write::key`] is an index.
+    pub keys: &'a mut dyn Iterator<Item = &'a str>,
+    /// The writes, in their order: sites before counts.
+    pub writes: &'a mut dyn Iterator<Item = Write>,
+    /// The gates that concern the change. No write may be rolled back while one is closed.
+    pub gates: &'a mut dyn Iterator<Item = GateWord>,
 }
 
 /// A guest that can be stopped and patched.
@@ -109,14 +130,14 @@ pub trait Guest: Machine + 'static {
     /// [`PauseError::AlreadyPaused`] while an earlier answer lives.
     fn pause(&self, timeout: Duration) -> Result<Self::Paused<'_>, PauseError>;
 
-    /// Called before the pause in which these writes are made, or in a pause that lasts. A monitor whose guest outlives this process
-    /// keeps them where the end of this process does not lose them, and rolls back what was made in part. Others need nothing.
+    /// Called before the pause in which this change is made, or in a pause that lasts. A monitor whose guest outlives this process
+    /// keeps it where the end of this process does not lose it, and rolls back what was made in part. Others need nothing.
     /// An instruction may then be in the middle of [`static_keys::instruction::replace`].
     ///
     /// # Errors
-    /// [`PauseError::Unable`]: they cannot be kept, so they must not be made.
-    fn will_write(&self, writes: &mut dyn Iterator<Item = Write>) -> Result<(), PauseError> {
-        let _ = writes;
+    /// [`PauseError::Unable`]: it cannot be kept, so it must not be made.
+    fn will_write(&self, change: Intended<'_>) -> Result<(), PauseError> {
+        let _ = change;
         Ok(())
     }
 }

@@ -96,7 +96,7 @@ impl Piece {
 /// The guest is hostile, and its vCPUs write while the service reads: an implementation must never
 /// hold a Rust reference to guest memory, and the service uses each number it reads from its one copy.
 ///
-/// **In the window.** `read_piece`, `write_piece` and `compare_exchange_u32` are called while the guest
+/// **In the window.** `read_piece`, `write_piece`, `writes_whole` and `compare_exchange_u32` are called while the guest
 /// is stopped. They do not allocate, log, sleep or take a lock that another thread may hold. A piece of
 /// at most 8 bytes costs memory that is mapped nanoseconds, without a system call; memory of another
 /// process costs one system call.

@@ -10,7 +10,7 @@
 
 use std::sync::Arc;
 
-use crate::busy::Busy;
+use crate::busy::{Busy, Gate, Guard};
 use crate::instruction::{Hex, replace};
 use crate::memory::{AccessFault, GuestMemory};
 use crate::plan::{KeyChange, Plan, Update};
@@ -68,6 +68,20 @@ pub struct Write<P> {
     pub before: [u8; 5],
     /// The bytes after it.
     pub after: [u8; 5],
+}
+
+/// A word of the kernel that has a known value while the kernel changes neither its keys nor its text, for a record that outlives
+/// this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GateWord<P> {
+    /// Place of the word.
+    pub place: P,
+    /// 1, 2, 4 or 8 bytes.
+    pub length: usize,
+    /// The bits that are compared.
+    pub mask: u64,
+    /// Their value.
+    pub open: u64,
 }
 
 /// Why a write failed.
@@ -239,6 +253,18 @@ impl<P: Copy> Plan<P> {
                 before: padded(step.before.as_slice()),
                 after: padded(step.after.as_slice()),
             }
+        })
+    }
+
+    /// The gates of the whole kernel that concern the plan. Those of a module or a key are not among them: whoever undoes a change
+    /// later looks at the bytes of its sites.
+    pub fn gates(&self) -> impl Iterator<Item = GateWord<P>> + '_ {
+        let kernels = |guard: &&Guard<P>| matches!(guard.gate, Gate::Kernel(_));
+        self.guards.iter().filter(kernels).map(|guard| GateWord {
+            place: guard.place,
+            length: guard.width.bytes(),
+            mask: guard.mask,
+            open: guard.expected,
         })
     }
 

@@ -52,7 +52,7 @@ use std::fmt;
 
 pub use busy::{Busy, Gate};
 pub use catalog::{Catalog, CatalogError};
-pub use commit::{CommitError, CommitOutcome, RunningError, Undo, Write, WriteError};
+pub use commit::{CommitError, CommitOutcome, GateWord, RunningError, Undo, Write, WriteError};
 pub use directory::{Class, Key, split_name};
 pub use entry::{EntryFormat, Image, JumpEntry};
 pub use gates::{

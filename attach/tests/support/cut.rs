@@ -17,7 +17,7 @@ use patchbay_attach::guest::{Paused, QemuGuest};
 use patchbay_attach::memory::Access;
 use patchbay_attach::{Options, PauseWay, attach};
 use patchbay_service::console::Console;
-use patchbay_service::guest::{Guest, GuestDescription, Machine, Write};
+use patchbay_service::guest::{Guest, GuestDescription, Intended, Machine};
 use patchbay_service::keys::registry::{Contents, KernelTables, Registry};
 use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, Target, UpdateRequest};
 use patchbay_service::memory::{GuestRam, OutsideMemory, Piece, Ram};
@@ -62,6 +62,8 @@ const KEYS: [(&str, u64); 2] = [("first", 5), ("second", 4)];
 enum Killed {
     /// The attacher. Its watchdog rolls back.
     Attacher,
+    /// The attacher, after the guest has taken another reference of a key that is on. That changes no site.
+    Counted,
     /// Its watchdog first. Nobody rolls back, so the vCPU executes what was left.
     Both,
 }
@@ -214,6 +216,8 @@ pub fn cut(name: &str, accelerator: Accelerator, memory: Memory) {
             }
         }
     }
+    kills += kill_after_each_byte(name, &qemu, Access::Auto, Killed::Attacher, false);
+    kills += kill_after_each_byte(name, &qemu, Access::Auto, Killed::Counted, true);
     println!("{memory:?}: {kills} kills, no guest died");
 }
 
@@ -258,6 +262,11 @@ fn kill_after_each_byte(
                 passes(qemu, &guest, Some(now));
                 put(&guest, on);
             }
+            Killed::Counted => {
+                agrees(&guest, &what);
+                passes(qemu, &guest, None);
+                put(&guest, on);
+            }
             Killed::Both => {
                 passes(qemu, &guest, None);
                 put(&guest, on);
@@ -296,6 +305,22 @@ fn is_on(guest: &QemuGuest, what: &str) -> bool {
         "{what}: a change in part, {states:?}"
     );
     states[0]
+}
+
+/// Each site is as its key's count says.
+fn agrees(guest: &QemuGuest, what: &str) {
+    let image = kernel().1;
+    for (site, (key, _, size)) in SITES.into_iter().enumerate() {
+        let mut count = [0; 4];
+        let at = image.count_address(KEYS[key].0);
+        guest.ram().read(at, &mut count).expect("RAM");
+        let count = u32::from_le_bytes(count);
+        let mut found = vec![0; size];
+        let at = code(site) - TEXT + TEXT_PHYSICAL;
+        guest.ram().read(at, &mut found).expect("RAM");
+        let expected = instruction(site, count > 0);
+        assert_eq!(found, expected, "{what}: site {site} of a key at {count}");
+    }
 }
 
 /// Turns all keys on or off.
@@ -359,6 +384,7 @@ fn attacher(word: &str, accelerator: Accelerator) -> ! {
         ram: guest.ram().clone(),
         left: AtomicUsize::new(words[3].parse().expect("a number")),
         watchdog: (words[2] == "Both").then(watchdog),
+        counted: (words[2] == "Counted").then(|| kernel().1.count_address(KEYS[1].0)),
     };
     let guest = Arc::new(CutGuest {
         guest,
@@ -429,12 +455,25 @@ struct Cutting {
     left: AtomicUsize,
     /// Killed first.
     watchdog: Option<Pid>,
+    /// The count of which the guest takes another reference before.
+    counted: Option<u64>,
 }
 
 impl Cutting {
     fn count(&self) {
         if self.left.fetch_sub(1, Ordering::SeqCst) != 1 {
             return;
+        }
+        if let Some(address) = self.counted {
+            let mut count = [0; 4];
+            self.ram.read(address, &mut count).expect("RAM");
+            let more = match u32::from_le_bytes(count) {
+                // The first reference would change sites.
+                0 => 0,
+                count => count + 1,
+            };
+            let more = more.to_le_bytes();
+            self.ram.write(address, &more).expect("RAM");
         }
         if let Some(watchdog) = self.watchdog {
             kill(watchdog, Signal::SIGKILL).expect("it lives");
@@ -538,8 +577,8 @@ impl Guest for CutGuest {
         &self.ram
     }
 
-    fn will_write(&self, writes: &mut dyn Iterator<Item = Write>) -> Result<(), PauseError> {
-        self.guest.will_write(writes)
+    fn will_write(&self, change: Intended<'_>) -> Result<(), PauseError> {
+        self.guest.will_write(change)
     }
 
     fn pause(&self, timeout: std::time::Duration) -> Result<Paused<'_>, PauseError> {

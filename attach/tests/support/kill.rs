@@ -13,15 +13,19 @@ use patchbay_attach::PauseWay::{self, Freeze, Qmp};
 use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
 use patchbay_kernel_image::live::{Way, discover};
-use patchbay_service::guest::{Guest, PausedGuest, Write};
+use patchbay_service::guest::{Guest, Intended, PausedGuest, Write};
 use patchbay_service::keys::registry::discovery::Discoverable;
 use patchbay_service::memory::Piece;
 use serde_json::Value;
+use static_keys::instruction::replace;
 
 use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH, checked, options};
 
 /// Makes the test's program the attacher that is killed: `SOCKET:PAUSE:ACCELERATOR:STATE:TURNS`.
 const ATTACHER: &str = "PATCHBAY_TEST_ATTACHER";
+
+/// Keys of the change that is cut.
+const KEYS: u64 = 4096;
 
 /// What the attacher does when it is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,30 +118,44 @@ fn assert_runs(qemu: &Qemu, pause: PauseWay) {
     drop(guest.pause(DEADLINE).expect("it can be stopped"));
     qemu.runs(&guest);
     let found = |write: &Write| {
-        let mut bytes = write.before;
-        assert!(guest.ram().read_piece(write.pieces[0], &mut bytes));
-        bytes == write.after
+        let mut bytes = [0; 5];
+        let found = &mut bytes[..write.length()];
+        assert!(guest.ram().read_piece(write.pieces[0], found));
+        *found == write.after[..write.length()]
     };
     let mut made = writes(&guest).map(|write| found(&write));
     let first = made.next();
     assert!(made.all(|made| Some(made) == first), "a change in part");
 }
 
-/// The writes of a change. The keys' first sites come first, so that a part of it leaves no key whole.
+/// The writes of a change: the keys' sites, and then their counts, so that a part of it leaves no key whole.
 fn writes(guest: &QemuGuest) -> impl Iterator<Item = Write> {
-    const KEYS: u64 = 4096;
-    let write = |key, address| Write {
+    let write = |key: u64, place, length, after| Write {
         key: usize::try_from(key).expect("few"),
         pieces: [
-            guest.ram().piece(address, 5).expect("RAM"),
+            guest
+                .ram()
+                .piece(SCRATCH + (place * KEYS + key) * 16, length)
+                .expect("RAM"),
             Piece::default(),
         ],
         before: [0; 5],
-        after: [0xe9, 1, 2, 3, 4],
+        after,
     };
-    (0..2).flat_map(move |site| {
-        (0..KEYS).map(move |key| write(key, SCRATCH + (site * KEYS + key) * 16))
-    })
+    let sites = (0..KEYS).map(move |key| write(key, 0, 5, [0xe9, 1, 2, 3, 4]));
+    sites.chain((0..KEYS).map(move |key| write(key, 1, 4, [1, 0, 0, 0, 0])))
+}
+
+/// Writes the bytes of before or of after as the engine does: a copy of five bytes may be cut off.
+fn put(guest: &QemuGuest, write: &Write, bytes: [u8; 5]) {
+    let [piece, _] = write.pieces;
+    let put = |bytes: &[u8]| {
+        let written = guest.ram().write_piece(piece.prefix(bytes.len()), bytes);
+        written.then_some(()).ok_or("no memory")
+    };
+    let bytes = &bytes[..write.length()];
+    // A count is an aligned word.
+    replace(bytes, put).expect("RAM");
 }
 
 /// The process that is killed.
@@ -194,7 +212,7 @@ fn commit(guest: &QemuGuest, pause: PauseWay, now: &AtomicUsize) -> ! {
     let reach = |state: State| now.store(state as usize, Ordering::SeqCst);
     // An earlier attacher may have died after its last write.
     for write in writes(guest) {
-        assert!(guest.ram().write_piece(write.pieces[0], &write.before));
+        put(guest, &write, write.before);
     }
     for on in [true, false].into_iter().cycle() {
         let writes: Vec<Write> = writes(guest)
@@ -208,14 +226,18 @@ fn commit(guest: &QemuGuest, pause: PauseWay, now: &AtomicUsize) -> ! {
             })
             .collect();
         guest
-            .will_write(&mut writes.iter().copied())
+            .will_write(Intended {
+                keys: &mut (0..KEYS).map(|_| "key"),
+                writes: &mut writes.iter().copied(),
+                gates: &mut std::iter::empty(),
+            })
             .expect("kept by the watchdog");
         reach(State::Stopping);
         let paused = guest.pause(DEADLINE).expect("stopped");
         paused.begin_writes().expect("noted by the watchdog");
         reach(State::Writing);
         for write in &writes {
-            assert!(guest.ram().write_piece(write.pieces[0], &write.after));
+            put(guest, write, write.after);
         }
         if pause == Qmp {
             assert_eq!(guest.monitor().status().as_deref(), Ok("paused"));

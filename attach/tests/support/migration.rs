@@ -10,7 +10,8 @@ use std::time::Duration;
 use patchbay_attach::PauseWay::{self, Freeze, Qmp};
 use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
-use patchbay_service::guest::{Guest, PausedGuest, Write};
+use patchbay_service::guest::{Guest, Intended, PausedGuest, Write};
+use patchbay_service::memory::Piece;
 use serde_json::{Value, json};
 
 use super::{
@@ -130,11 +131,19 @@ fn fill(guest: &QemuGuest) {
 fn announce(guest: &QemuGuest, before: [u8; 5], after: [u8; 5]) {
     let mut writes = addresses().map(|address| Write {
         key: 0,
-        piece: guest.ram().piece(address, 5).expect("RAM"),
+        pieces: [
+            guest.ram().piece(address, 5).expect("RAM"),
+            Piece::default(),
+        ],
         before,
         after,
     });
-    guest.will_write(&mut writes).expect("kept by the watchdog");
+    let change = Intended {
+        keys: &mut std::iter::once("key"),
+        writes: &mut writes,
+        gates: &mut std::iter::empty(),
+    };
+    guest.will_write(change).expect("kept by the watchdog");
 }
 
 /// A migration does not begin while threads of TCG are frozen: it waits for them.

@@ -21,7 +21,7 @@ use super::standstill::Standstill;
 use super::{
     ClosedGate, Event, FlipReport, KeyUpdate, PauseState, PauseTimes, Quarantine, QuarantineCause,
 };
-use crate::guest::{Guest, PausedGuest, Write};
+use crate::guest::{GateWord, Guest, Intended, PausedGuest, Write};
 use crate::log_limit::limited;
 use crate::pause::PauseError;
 
@@ -320,7 +320,17 @@ impl<G: Guest> Executor<G> {
             before: write.before,
             after: write.after,
         });
-        self.guest.will_write(&mut writes)
+        let mut gates = plan.gates().map(|gate| GateWord {
+            // An aligned word is one piece.
+            piece: gate.place.pieces(gate.length)[0],
+            mask: gate.mask,
+            open: gate.open,
+        });
+        self.guest.will_write(Intended {
+            keys: &mut plan.changes().map(|change| &*change.name),
+            writes: &mut writes,
+            gates: &mut gates,
+        })
     }
 
     fn verify_and_commit(
