@@ -183,8 +183,8 @@ impl QemuGuest {
         Ok(Way::Qmp(lease))
     }
 
-    /// Stops the threads of all vCPUs that QEMU has *then*: one that was plugged in after the list was read would run on. One that
-    /// is plugged in later executes nothing, because it waits for a startup interrupt of a vCPU that is stopped.
+    /// Stops the threads of all vCPUs. One that was plugged in after the list was read would run on, so the list is read again
+    /// afterwards. A vCPU that is plugged in later executes nothing: it waits for a startup interrupt of one that is stopped.
     fn stop_by_ptrace(
         &self,
         threads: &Mutex<Threads>,
@@ -193,23 +193,26 @@ impl QemuGuest {
         timeout: Duration,
     ) -> Result<Way<'_>, PauseError> {
         let mut threads = threads.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut theirs = self.monitor.vcpu_threads(PATIENCE).map_err(unable)?;
         loop {
+            let theirs = self.monitor.vcpu_threads(PATIENCE).map_err(unable)?;
+            let vcpus = theirs.len();
             let frozen = self.freeze(&mut threads, theirs, point, deadline, timeout)?;
             let looking = Instant::now();
-            let now = self.monitor.vcpu_threads(LOOK);
-            if now.as_ref() == Ok(&threads.theirs) {
-                return Ok(Way::Frozen(frozen, looking.elapsed()));
-            }
+            let failed = match self.monitor.vcpu_threads(LOOK) {
+                Ok(now) if now == threads.theirs => {
+                    return Ok(Way::Frozen(frozen, looking.elapsed()));
+                }
+                // Other vCPUs, or QEMU waits for a thread that is stopped.
+                Ok(_) | Err(QmpError::TimedOut { .. }) => None,
+                Err(error) => Some(unable(error)),
+            };
             drop(frozen);
             self.watchdog().disarm();
-            theirs = now.map_err(|error| {
-                unable(format!(
-                    "the vCPUs may not be all that are stopped: {error}"
-                ))
-            })?;
+            if let Some(error) = failed {
+                return Err(error);
+            }
             if Instant::now() >= deadline {
-                return Err(self.late(timeout, 0..theirs.len()));
+                return Err(self.late(timeout, 0..vcpus));
             }
         }
     }
