@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use patchbay_proto::client;
+use patchbay_proto::pages::Pages;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::{
@@ -161,7 +162,7 @@ impl Keys {
         patterns: &[String],
         allow_guarded: bool,
     ) -> Result<Vec<Selected>> {
-        let mut found = vec![];
+        let (mut found, mut pages) = (vec![], Pages::of("keys"));
         let mut request = ListStaticKeysRequest {
             patterns: patterns.to_vec(),
             classes: vec![KeyClass::Ref.into(), KeyClass::Guarded.into()],
@@ -170,11 +171,13 @@ impl Keys {
         loop {
             let page = self.client.list_static_keys(request.clone()).await;
             let page = page.map_err(sentence)?.into_inner();
+            let next = pages.next(&page, &page.next_page_token);
+            let next = next.map_err(sentence)?;
             found.extend(page.keys);
-            if page.next_page_token.is_empty() {
-                break;
+            match next {
+                Some(token) => request.page_token = token,
+                None => break,
             }
-            request.page_token = page.next_page_token;
         }
         for pattern in patterns.iter().filter(|pattern| is_name(pattern)) {
             let key = found.iter().find(|key| key.name == **pattern);

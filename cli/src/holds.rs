@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 
 use crate::args::Output;
@@ -62,18 +63,19 @@ pub async fn list(fleet: Fleet, arguments: HoldsListArgs, output: Output) -> Res
     };
     let verb = async |client: Client| {
         let mut request = request.clone();
-        let mut holds = vec![];
+        let (mut holds, mut pages) = (vec![], Pages::of("holds"));
         loop {
             let page = client
                 .keys()
                 .list_holds(client.request(request.clone()))
                 .await?
                 .into_inner();
+            let next = pages.next(&page, &page.next_page_token)?;
             holds.extend(page.holds);
-            if page.next_page_token.is_empty() {
-                return Ok(shown(holds));
+            match next {
+                Some(token) => request.page_token = token,
+                None => return Ok(shown(holds)),
             }
-            request.page_token = page.next_page_token;
         }
     };
     fleet.run(output, "listing holds", verb).await

@@ -20,8 +20,11 @@ import (
 	"strings"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	pb "patchbay.example/go/v1"
 )
@@ -120,11 +123,46 @@ func (h *Host) Guest(name string) *Guest {
 	}
 }
 
+// maxPages and maxBytes bound one list. The service decides where its list ends; a broken one must not
+// fill this program's memory.
+const (
+	maxPages = 1000
+	maxBytes = 64 << 20
+)
+
+// budget is what is left of one list.
+type budget struct{ pages, bytes int }
+
+// spend takes account of a page that was asked for with token and is followed by next.
+func (b *budget) spend(items int, token, next string) error {
+	b.pages++
+	b.bytes += items
+	if next == "" || next != token && b.pages < maxPages && b.bytes <= maxBytes {
+		return nil
+	}
+	return status.Errorf(codes.ResourceExhausted,
+		"the service's list does not end: %d pages or %d bytes are the most, and no page may follow itself; give narrower patterns",
+		maxPages, maxBytes)
+}
+
+// sizeOf is the encoded size of messages.
+func sizeOf[T proto.Message](items []T) int {
+	size := 0
+	for _, item := range items {
+		size += proto.Size(item)
+	}
+	return size
+}
+
 // pages yields the items of all pages, and ends with the first error.
-func pages[T any](page func(token string) ([]T, string, error)) iter.Seq2[T, error] {
+func pages[T proto.Message](page func(token string) ([]T, string, error)) iter.Seq2[T, error] {
 	return func(yield func(T, error) bool) {
+		var budget budget
 		for token := ""; ; {
 			items, next, err := page(token)
+			if err == nil {
+				err = wrap(budget.spend(sizeOf(items), token, next))
+			}
 			if err != nil {
 				var none T
 				yield(none, err)

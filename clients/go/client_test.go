@@ -462,3 +462,32 @@ func TestEveryReasonComesThroughTheDaemon(t *testing.T) {
 		}
 	}
 }
+
+// endless answers every list with another page.
+type endless struct {
+	pb.UnimplementedStaticKeysServiceServer
+	pages int
+	token string
+}
+
+func (e *endless) ListHolds(context.Context, *pb.ListHoldsRequest) (*pb.ListHoldsResponse, error) {
+	e.pages++
+	token := e.token
+	if token == "" {
+		token = fmt.Sprint(e.pages)
+	}
+	return &pb.ListHoldsResponse{NextPageToken: token}, nil
+}
+
+func TestAListThatNeverEndsIsGivenUp(t *testing.T) {
+	for token, most := range map[string]int{"": 1000, "same": 2} {
+		service := &endless{token: token}
+		host := hostThat(t, func(server *grpc.Server) {
+			pb.RegisterStaticKeysServiceServer(server, service)
+		})
+		_, err := patchbay.Collect(host.Guest("").Holds(patience(t)))
+		if status.Code(err) != codes.ResourceExhausted || service.pages != most {
+			t.Fatalf("%v after %d pages", err, service.pages)
+		}
+	}
+}

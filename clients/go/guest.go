@@ -114,11 +114,15 @@ func (g *Guest) Update(ctx context.Context, updates []*pb.KeyUpdate, options Opt
 
 // rest fetches the pages of results that did not fit into an answer.
 func (g *Guest) rest(ctx context.Context, results *[]*pb.KeyResult, token *string) error {
+	var budget budget
 	for *token != "" {
 		request := pb.ListUpdateResultsRequest{Guest: g.Name, PageToken: *token}
 		page, err := g.Keys.ListUpdateResults(ctx, &request)
 		if err != nil {
 			return err
+		}
+		if err := budget.spend(sizeOf(page.GetResults()), *token, page.GetNextPageToken()); err != nil {
+			return wrap(err)
 		}
 		*results = append(*results, page.GetResults()...)
 		*token = page.GetNextPageToken()

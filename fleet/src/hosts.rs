@@ -10,6 +10,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
+use patchbay_proto::pages::Pages;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
@@ -242,6 +243,7 @@ impl Host {
     pub async fn list_guests(&self) -> Result<Vec<v1::GuestStatus>, Status> {
         let _permit = self.permit().await?;
         let (mut found, mut page_token) = (Vec::new(), String::new());
+        let mut pages = Pages::of("guests");
         loop {
             let request = v1::ListGuestsRequest {
                 page_size: 10_000,
@@ -251,10 +253,11 @@ impl Host {
             let page = self.guests().list_guests(timed(request)).await;
             let page = page.map_err(|status| self.look_at(status))?;
             let page = page.into_inner();
+            let next = pages.next(&page, &page.next_page_token)?;
             found.extend(page.guests);
-            page_token = page.next_page_token;
-            if page_token.is_empty() {
-                return Ok(found);
+            match next {
+                Some(token) => page_token = token,
+                None => return Ok(found),
             }
         }
     }
@@ -269,15 +272,18 @@ impl Host {
         let mut keys = self.keys();
         let plan = keys.prepare_update(timed(request)).await;
         let mut plan = plan.map_err(|status| self.look_at(status))?.into_inner();
-        while !plan.next_page_token.is_empty() {
+        let mut pages = Pages::of("results");
+        let mut next = pages.next(&plan, &plan.next_page_token)?;
+        while let Some(page_token) = next {
             let request = v1::ListUpdateResultsRequest {
                 guest: guest.clone(),
-                page_token: std::mem::take(&mut plan.next_page_token),
+                page_token,
             };
             let page = keys.list_update_results(timed(request)).await?.into_inner();
+            next = pages.next(&page, &page.next_page_token)?;
             plan.results.extend(page.results);
-            plan.next_page_token = page.next_page_token;
         }
+        plan.next_page_token.clear();
         Ok(plan)
     }
 
@@ -347,17 +353,18 @@ impl Host {
             page_size: 10_000,
             page_token: String::new(),
         };
-        let mut sites = Vec::new();
+        let (mut sites, mut pages) = (Vec::new(), Pages::of("sites"));
         loop {
             let page = keys.get_static_key(timed(request.clone())).await?;
             let page = page.into_inner();
+            let next = pages.next(&page, &page.next_page_token)?;
             let mut key = page.key.unwrap_or_default();
             sites.append(&mut key.sites);
-            if page.next_page_token.is_empty() {
+            let Some(token) = next else {
                 key.sites = sites;
                 return Ok(key);
-            }
-            request.page_token = page.next_page_token;
+            };
+            request.page_token = token;
         }
     }
 
@@ -368,15 +375,16 @@ impl Host {
             page_size: 10_000,
             ..v1::ListHoldsRequest::default()
         };
-        let mut holds = Vec::new();
+        let (mut holds, mut pages) = (Vec::new(), Pages::of("holds"));
         loop {
             let page = self.keys().list_holds(timed(request.clone())).await?;
             let page = page.into_inner();
+            let next = pages.next(&page, &page.next_page_token)?;
             holds.extend(page.holds);
-            if page.next_page_token.is_empty() {
-                return Ok(holds);
+            match next {
+                Some(token) => request.page_token = token,
+                None => return Ok(holds),
             }
-            request.page_token = page.next_page_token;
         }
     }
 
@@ -395,14 +403,15 @@ impl Host {
         };
         let client = TracepointsServiceClient::new(self.channel());
         let mut client = client.max_decoding_message_size(MAX_ANSWER_BYTES);
-        let mut found = Vec::new();
+        let (mut found, mut pages) = (Vec::new(), Pages::of("tracepoints"));
         loop {
             let page = client.list_tracepoints(timed(request.clone())).await;
             let page = page.map_err(|status| self.look_at(status))?.into_inner();
+            let next = pages.next(&page, &page.next_page_token)?;
             found.extend(page.tracepoints);
-            request.page_token = page.next_page_token;
-            if request.page_token.is_empty() {
-                return Ok((found, page.stale));
+            match next {
+                Some(token) => request.page_token = token,
+                None => return Ok((found, page.stale)),
             }
         }
     }

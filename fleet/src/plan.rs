@@ -204,10 +204,13 @@ pub async fn prepare(
             // The plan expires anyway.
             let _ = host.discard(discard).await;
         }
-        Ok(plan) => {
-            member.plan = prepared_plan(spec, request_id, plan);
-            member.plan.tracepoints = tracepoints;
-        }
+        Ok(plan) => match impossible(spec, &plan.results) {
+            Some(why) => member.state = skip(&why),
+            None => {
+                member.plan = prepared_plan(spec, request_id, plan);
+                member.plan.tracepoints = tracepoints;
+            }
+        },
         Err(status) => member.state = skip(&CallError::new(&status).why),
     }
     (member, spread())
@@ -284,6 +287,21 @@ fn prepared_plan(spec: &Spec, request_id: &str, plan: v1::PrepareUpdateResponse)
         tracepoints: vec![],
         inverse: inverse(counts, &plan.results),
     }
+}
+
+/// Why the results cannot be those of the spec: each op changes a key's count by one at most, and taking
+/// a change back sends one op for each reference.
+fn impossible(spec: &Spec, results: &[v1::KeyResult]) -> Option<String> {
+    let ops = spec.ops.0.len() as u64;
+    let counts = spec.ops.0.iter().any(|op| op.op.counts());
+    let change = |key: &v1::KeyResult| i64::from(key.count_after) - i64::from(key.count_before);
+    let key = results
+        .iter()
+        .find(|key| counts && change(key).unsigned_abs() > ops)?;
+    Some(format!(
+        "the monitor answers that the count of {} goes from {} to {}, which {ops} ops cannot do; see its log",
+        key.name, key.count_before, key.count_after
+    ))
 }
 
 /// What takes the results back: `counts` says that the ops were inc and dec.
@@ -490,5 +508,30 @@ mod tests {
         assert_eq!(found(true, 1, 3), Some((v1::KeyOp::Dec, 2)));
         assert_eq!(found(true, 3, 2), Some((v1::KeyOp::Inc, 1)));
         assert_eq!(found(false, 1, 1), None);
+    }
+
+    #[test]
+    fn a_count_that_no_op_can_reach_is_refused() {
+        let key = |before, after| v1::KeyResult {
+            name: "k".to_owned(),
+            count_before: before,
+            count_after: after,
+            ..v1::KeyResult::default()
+        };
+        let of = |op: &str, before, after| {
+            let text = format!(
+                "selector: {{guests: [\"*\"]}}\nops: [{{op: {op}, keys: [k]}}]\nwaves: [{{size: rest}}]\n"
+            );
+            let spec = Spec::parse(&text).expect("a spec");
+            impossible(&spec, &[key(0, 0), key(before, after)])
+        };
+        assert_eq!(of("inc", 0, 1), None);
+        assert_eq!(of("inc", i32::MAX - 1, i32::MAX), None);
+        for (before, after) in [(0, i32::MAX), (i32::MIN, i32::MAX), (2, 0)] {
+            let why = of("inc", before, after).expect("impossible");
+            assert!(why.contains(&format!("from {before} to {after}")), "{why}");
+        }
+        // One op takes it back, whatever the count.
+        assert_eq!(of("disable", i32::MAX, 0), None);
     }
 }

@@ -43,6 +43,8 @@ pub mod client;
 #[cfg(feature = "grpc")]
 pub mod methods;
 #[cfg(feature = "grpc")]
+pub mod pages;
+#[cfg(feature = "grpc")]
 pub mod socket;
 pub mod text;
 #[cfg(feature = "grpc")]

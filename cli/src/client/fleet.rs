@@ -8,6 +8,7 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream;
 use patchbay_kernel_image::Patterns;
+use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 
 use super::sockets::{self, Socket};
@@ -188,7 +189,7 @@ pub async fn guests_of(
     endpoint: &Client,
     patterns: &[String],
 ) -> Result<Vec<v1::GuestStatus>, Failure> {
-    let mut guests = vec![];
+    let (mut guests, mut pages) = (vec![], Pages::of("guests"));
     let mut message = v1::ListGuestsRequest {
         patterns: patterns.to_vec(),
         ..Default::default()
@@ -197,11 +198,12 @@ pub async fn guests_of(
         let mut request = traced(message.clone());
         request.set_timeout(LIST_TIMEOUT);
         let page = endpoint.guest().list_guests(request).await?.into_inner();
+        let next = pages.next(&page, &page.next_page_token)?;
         guests.extend(page.guests);
-        if page.next_page_token.is_empty() {
-            return Ok(guests);
+        match next {
+            Some(token) => message.page_token = token,
+            None => return Ok(guests),
         }
-        message.page_token = page.next_page_token;
     }
 }
 

@@ -5,6 +5,7 @@ pub mod args;
 
 use std::time::Duration;
 
+use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 use serde::Serialize;
 use tokio_stream::StreamExt;
@@ -106,18 +107,19 @@ async fn list(
     client: &Client,
     mut request: v1::ListDebugSitesRequest,
 ) -> Result<Vec<Line>, Failure> {
-    let mut lines = vec![];
+    let (mut lines, mut pages) = (vec![], Pages::of("lines"));
     loop {
         let page = client
             .keys()
             .list_debug_sites(client.request(request.clone()))
             .await?
             .into_inner();
+        let next = pages.next(&page, &page.next_page_token)?;
         lines.extend(page.sites.into_iter().map(Line::from));
-        if page.next_page_token.is_empty() {
-            return Ok(lines);
+        match next {
+            Some(token) => request.page_token = token,
+            None => return Ok(lines),
         }
-        request.page_token = page.next_page_token;
     }
 }
 

@@ -4,6 +4,7 @@
 use std::io::IsTerminal;
 use std::time::Duration;
 
+use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 use tokio::time::Instant;
 use tonic::{Response, Status};
@@ -185,7 +186,7 @@ async fn further_results(
     client: &Client,
     mut page_token: String,
 ) -> Result<Vec<v1::KeyResult>, Failure> {
-    let mut results = vec![];
+    let (mut results, mut pages) = (vec![], Pages::of("results"));
     while !page_token.is_empty() {
         let request = v1::ListUpdateResultsRequest {
             page_token,
@@ -204,8 +205,9 @@ async fn further_results(
                 failure
             })?
             .into_inner();
+        let next = pages.next(&page, &page.next_page_token)?;
         results.extend(page.results);
-        page_token = page.next_page_token;
+        page_token = next.unwrap_or_default();
     }
     Ok(results)
 }

@@ -8,6 +8,7 @@ mod watch;
 
 use std::time::Duration;
 
+use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 
 use self::apply::File;
@@ -134,19 +135,21 @@ struct Listing {
 
 async fn list(client: &Client, mut request: v1::ListStaticKeysRequest) -> Result<Listing, Failure> {
     let mut listing: Option<Listing> = None;
+    let mut pages = Pages::of("keys");
     loop {
         let page = client
             .keys()
             .list_static_keys(client.request(request.clone()))
             .await?
             .into_inner();
+        let next = pages.next(&page, &page.next_page_token)?;
         let listing = listing.get_or_insert(Listing {
             keys: vec![],
             revision: page.revision,
             incarnation: page.incarnation,
         });
         listing.keys.extend(page.keys);
-        if page.next_page_token.is_empty() {
+        let Some(token) = next else {
             let Listing {
                 keys,
                 revision,
@@ -157,8 +160,8 @@ async fn list(client: &Client, mut request: v1::ListStaticKeysRequest) -> Result
                 revision: *revision,
                 incarnation: std::mem::take(incarnation),
             });
-        }
-        request.page_token = page.next_page_token;
+        };
+        request.page_token = token;
     }
 }
 
@@ -170,20 +173,22 @@ async fn get(client: &Client, names: Vec<String>) -> Result<Answer<Detailed>, Fa
             ..Default::default()
         };
         let mut key: Option<v1::StaticKey> = None;
+        let mut pages = Pages::of("sites");
         loop {
             let page = client
                 .keys()
                 .get_static_key(client.request(request.clone()))
                 .await?
                 .into_inner();
+            let next = pages.next(&page, &page.next_page_token)?;
             match (&mut key, page.key) {
                 (Some(key), Some(more)) => key.sites.extend(more.sites),
                 (key, page) => *key = page,
             }
-            if page.next_page_token.is_empty() {
-                break;
+            match next {
+                Some(token) => request.page_token = token,
+                None => break,
             }
-            request.page_token = page.next_page_token;
         }
         keys.extend(key.map(view::Key::from));
     }

@@ -10,6 +10,7 @@ mod view;
 
 use std::time::Duration;
 
+use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 
 use self::args::TraceCommand;
@@ -123,18 +124,19 @@ async fn pages(
     client: &Client,
     mut request: v1::ListTracepointsRequest,
 ) -> Result<(Vec<v1::Tracepoint>, String), Failure> {
-    let mut tracepoints = vec![];
+    let (mut tracepoints, mut pages) = (vec![], Pages::of("tracepoints"));
     loop {
         let page = client
             .tracepoints()
             .list_tracepoints(client.request(request.clone()))
             .await?
             .into_inner();
+        let next = pages.next(&page, &page.next_page_token)?;
         tracepoints.extend(page.tracepoints);
-        if page.next_page_token.is_empty() {
-            return Ok((tracepoints, page.stale));
+        match next {
+            Some(token) => request.page_token = token,
+            None => return Ok((tracepoints, page.stale)),
         }
-        request.page_token = page.next_page_token;
     }
 }
 

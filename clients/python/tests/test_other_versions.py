@@ -40,6 +40,12 @@ class NewerKeys(static_keys_pb2_grpc.StaticKeysServiceServicer):
         following = "" if request.page_token else "second"
         return static_keys_pb2.ListStaticKeysResponse(keys=[key], next_page_token=following)
 
+    def ListHolds(
+        self, request: static_keys_pb2.ListHoldsRequest, context: grpc.ServicerContext
+    ) -> static_keys_pb2.ListHoldsResponse:
+        following = str(int(request.page_token or 0) + 1) if request.holder else "same"
+        return static_keys_pb2.ListHoldsResponse(next_page_token=following)
+
     def UpdateStaticKeys(
         self, request: static_keys_pb2.UpdateStaticKeysRequest, context: grpc.ServicerContext
     ) -> static_keys_pb2.UpdateStaticKeysResponse:
@@ -95,6 +101,13 @@ def test_values_and_fields_of_a_newer_service_are_kept(guest: patchbay.Guest) ->
     assert [key.name for key in keys] == ["first", "second"]
     assert [int(key.key_class) for key in keys] == [99, 99]
     assert keys[0].SerializeToString().endswith(UNKNOWN_FIELD)
+
+
+def test_a_list_that_never_ends_is_given_up(guest: patchbay.Guest) -> None:
+    for holder in ("", "somebody"):
+        with pytest.raises(patchbay.ResourceExhausted) as error:
+            list(guest.holds(holder=holder))
+        assert "does not end" in error.value.message
 
 
 def test_a_reason_of_a_newer_service_keeps_its_name(guest: patchbay.Guest) -> None:

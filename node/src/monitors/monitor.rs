@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use http::{Request, Response, Uri};
 use hyper_util::rt::TokioIo;
+use patchbay_proto::pages::Pages;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::{client, v1};
 use rustix::process::geteuid;
@@ -116,6 +117,7 @@ impl Monitor {
         let mut client = GuestServiceClient::new(self.channel());
         let mut names = vec![];
         let mut page_token = String::new();
+        let mut pages = Pages::of("guests");
         loop {
             let request = v1::ListGuestsRequest {
                 page_token,
@@ -124,11 +126,13 @@ impl Monitor {
             let answer = tokio::time::timeout(ANSWER_TIMEOUT, client.list_guests(request)).await;
             let answer = answer.map_err(|_| format!("no answer within {ANSWER_TIMEOUT:?}"))?;
             let page = answer.map_err(|status| status.to_string())?.into_inner();
+            let next = pages.next(&page, &page.next_page_token);
+            let next = next.map_err(|status| status.message().to_owned())?;
             names.extend(page.guests.into_iter().map(|status| status.guest));
-            if page.next_page_token.is_empty() || names.len() > MAX_GUESTS {
-                break;
+            match next {
+                Some(token) if names.len() <= MAX_GUESTS => page_token = token,
+                _ => break,
             }
-            page_token = page.next_page_token;
         }
         names.retain(|name| self.may_serve(name));
         Ok(names)

@@ -3,6 +3,7 @@
 
 use std::collections::HashSet;
 
+use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use tonic::{Code, Status};
@@ -12,9 +13,6 @@ use super::checks::{Allowed, decode};
 use super::frame::MAX_ANSWER_BYTES;
 use super::status;
 use crate::monitors::Guest;
-
-/// Pages of holds that are read.
-const MAX_PAGES: usize = 1000;
 
 /// The keys of the holds that the request names.
 pub async fn keys(call: &Call, guest: &Guest, allowed: &Allowed) -> Result<Vec<String>, Status> {
@@ -27,7 +25,8 @@ pub async fn keys(call: &Call, guest: &Guest, allowed: &Allowed) -> Result<Vec<S
     let mut client = client.max_decoding_message_size(MAX_ANSWER_BYTES + 1024);
     let mut keys = vec![];
     let mut page_token = String::new();
-    for _ in 0..MAX_PAGES {
+    let mut pages = Pages::of("holds");
+    loop {
         let request = v1::ListHoldsRequest {
             guest: guest.name.clone(),
             page_token,
@@ -35,15 +34,17 @@ pub async fn keys(call: &Call, guest: &Guest, allowed: &Allowed) -> Result<Vec<S
         };
         let page = client.list_holds(call.ask(request, allowed)?).await?;
         let page = page.into_inner();
+        let next = pages.next(&page, &page.next_page_token);
+        let next = next.map_err(|error| status::endless(&error))?;
         let found = page.holds.into_iter();
         keys.extend(
             found
                 .filter(|hold| wanted.remove(&hold.id))
                 .map(|hold| hold.key),
         );
-        page_token = page.next_page_token;
-        if page_token.is_empty() || wanted.is_empty() {
-            break;
+        match next {
+            Some(token) if !wanted.is_empty() => page_token = token,
+            _ => break,
         }
     }
     match wanted.into_iter().next() {

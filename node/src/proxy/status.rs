@@ -108,6 +108,12 @@ pub fn lost(guest: &str, error: &str) -> Status {
     status(Code::Unknown, "MONITOR_LOST", message)
 }
 
+/// The monitor's list exceeds its budget, so the policy cannot decide; nothing was changed.
+pub fn endless(error: &Status) -> Status {
+    let message = format!("the policy cannot decide: {}", error.message());
+    status(Code::Internal, "INTERNAL", message)
+}
+
 /// Without a line in the audit log nothing is changed.
 pub fn audit_log_unwritable(error: &str) -> Status {
     let message = format!("nothing is changed without a line in this host's audit log: {error}");

@@ -4,6 +4,7 @@
 //! Tracepoints cannot be prepared. The patterns are replaced by the names of the events that they select
 //! now, and the keys of these are decided about; an event that comes later is not part of the call.
 
+use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use prost::Message;
@@ -17,8 +18,6 @@ use super::status;
 use crate::methods::{Effect, effect};
 use crate::monitors::Guest;
 
-/// Pages of tracepoints that are read.
-const MAX_PAGES: usize = 1000;
 /// What a pattern gives a meaning.
 const METACHARACTERS: [char; 4] = ['*', '?', '[', '!'];
 
@@ -92,7 +91,8 @@ async fn list(
     let mut client = client.max_decoding_message_size(MAX_ANSWER_BYTES + 1024);
     let mut found = vec![];
     let mut page_token = String::new();
-    for _ in 0..MAX_PAGES {
+    let mut pages = Pages::of("tracepoints");
+    loop {
         let request = v1::ListTracepointsRequest {
             guest: guest.name.clone(),
             patterns: patterns.clone(),
@@ -102,16 +102,14 @@ async fn list(
         };
         let page = client.list_tracepoints(call.ask(request, allowed)?).await?;
         let page = page.into_inner();
+        let next = pages.next(&page, &page.next_page_token);
+        let next = next.map_err(|error| status::endless(&error))?;
         found.extend(page.tracepoints);
-        page_token = page.next_page_token;
-        if page_token.is_empty() {
-            return Ok(found);
+        match next {
+            Some(token) => page_token = token,
+            None => return Ok(found),
         }
     }
-    Err(status::invalid(
-        "patterns",
-        "the patterns select too many events; give narrower ones",
-    ))
 }
 
 fn patterns(call: &Call) -> Result<Vec<String>, Status> {

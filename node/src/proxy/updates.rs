@@ -6,6 +6,7 @@
 //! on in between, the plan is stale and another one is prepared and decided about.
 
 use http::Response;
+use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use tonic::body::Body;
@@ -24,8 +25,6 @@ use crate::monitors::Guest;
 const MAX_PLANS: usize = 3;
 /// A plan for a change that follows at once.
 const PLAN_TTL_SECONDS: i64 = 60;
-/// Pages of a plan that are read: 65,536 results come in far fewer.
-const MAX_PAGES: usize = 1000;
 
 type Client = StaticKeysServiceClient<Channel>;
 
@@ -206,11 +205,9 @@ async fn prepare_plan(
     let answer = answer.into_inner();
     let key = |result: &v1::KeyResult| result.name.clone();
     let mut keys: Vec<String> = answer.results.iter().map(key).collect();
-    let mut page_token = answer.next_page_token.clone();
-    for _ in 0..MAX_PAGES {
-        if page_token.is_empty() {
-            break;
-        }
+    let mut pages = Pages::of("results");
+    let mut next = pages.next(&answer, &answer.next_page_token);
+    while let Ok(Some(page_token)) = next {
         let request = v1::ListUpdateResultsRequest {
             guest: name.clone(),
             page_token,
@@ -219,11 +216,15 @@ async fn prepare_plan(
             .list_update_results(call.ask(request, allowed)?)
             .await?;
         let page = page.into_inner();
+        next = pages.next(&page, &page.next_page_token);
         keys.extend(page.results.iter().map(key));
-        page_token = page.next_page_token;
+    }
+    if let Err(error) = next {
+        discard(call, guest, allowed, answer.plan_id).await;
+        return Err(status::endless(&error));
     }
     let planned = answer.summary.as_ref().map(|summary| summary.keys);
-    if !page_token.is_empty() || planned != u32::try_from(keys.len()).ok() {
+    if planned != u32::try_from(keys.len()).ok() {
         discard(call, guest, allowed, answer.plan_id).await;
         let message = format!(
             "the monitor lists {} keys of a plan of {planned:?}, so the policy cannot decide; nothing was changed",

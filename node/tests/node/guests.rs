@@ -176,6 +176,29 @@ async fn a_name_that_two_monitors_claim_stays_the_first_ones() {
 }
 
 #[tokio::test]
+async fn a_monitor_whose_list_never_ends_is_not_served() {
+    let mut host = Host::start().await;
+    // It answers the first list as soon as it listens.
+    let aside = host.path("aside.sock");
+    let fake = Fake::start(&aside, &["web-1"]).await;
+    let mut page = 0;
+    fake.answer("ListGuests", move |_: v1::ListGuestsRequest| {
+        page += 1;
+        Ok(v1::ListGuestsResponse {
+            guests: vec![],
+            next_page_token: page.to_string(),
+        })
+    });
+    std::fs::rename(&aside, host.path("run/web-1.sock")).expect("renamed");
+    let line = host.logged("a monitor is not served").await;
+    assert!(
+        line["error"].as_str().expect("why").contains("1000 pages"),
+        "{line}"
+    );
+    assert_eq!(fake.received("ListGuests").len() % 1000, 0);
+}
+
+#[tokio::test]
 async fn metadata_and_deadlines_pass_and_principals_do_not() {
     const PARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
     let host = Host::start().await;

@@ -11,7 +11,7 @@ from typing import Iterator, Optional, Union
 
 import grpc
 
-from patchbay.calls import call
+from patchbay.calls import pages
 from patchbay.guest import Guest
 from patchbay.v1 import guest_pb2, guest_pb2_grpc
 
@@ -85,12 +85,8 @@ class Host:
     def guests(self, *patterns: str) -> Iterator[guest_pb2.GuestStatus]:
         """The endpoint's guests, ordered by name; ``patterns`` are globs."""
         request = guest_pb2.ListGuestsRequest(patterns=patterns)
-        while True:
-            answer = call(self._guests.ListGuests, request, self.timeout)
+        for answer in pages(self._guests.ListGuests, request, self.timeout):
             yield from answer.guests
-            if not answer.next_page_token:
-                return
-            request.page_token = answer.next_page_token
 
     def close(self) -> None:
         """Ends the connection and its streams."""

@@ -100,22 +100,17 @@ class Guest(Tracing):
         request = static_keys_pb2.ListStaticKeysRequest(
             guest=self.name, patterns=patterns, classes=classes, enabled=enabled
         )
-        while True:
-            answer = self.call(self._keys.ListStaticKeys, request)
+        for answer in self.pages(self._keys.ListStaticKeys, request):
             yield from answer.keys
-            if not answer.next_page_token:
-                return
-            request.page_token = answer.next_page_token
 
     def key(self, name: str) -> static_keys_pb2.StaticKey:
         """One key with all its sites."""
         request = static_keys_pb2.GetStaticKeyRequest(guest=self.name, name=name)
-        answer = self.call(self._keys.GetStaticKey, request)
-        while answer.next_page_token:
-            request.page_token = answer.next_page_token
-            sites = answer.key.sites
-            answer = self.call(self._keys.GetStaticKey, request)
-            answer.key.sites.MergeFrom(sites)
+        sites: list[static_keys_pb2.Site] = []
+        for answer in self.pages(self._keys.GetStaticKey, request):
+            sites.extend(answer.key.sites)
+        del answer.key.sites[:]
+        answer.key.sites.extend(sites)
         answer.key.sites.sort(key=lambda site: site.address)
         return answer.key
 
@@ -255,12 +250,8 @@ class Guest(Tracing):
         request = static_keys_pb2.ListHoldsRequest(
             guest=self.name, patterns=patterns, holder=holder
         )
-        while True:
-            answer = self.call(self._keys.ListHolds, request)
+        for answer in self.pages(self._keys.ListHolds, request):
             yield from answer.holds
-            if not answer.next_page_token:
-                return
-            request.page_token = answer.next_page_token
 
     def release(self, *ids: str, force: bool = False) -> static_keys_pb2.ReleaseHoldsResponse:
         """Gives back the references of holds, in one transaction."""
@@ -276,13 +267,13 @@ class Guest(Tracing):
 
     def _with_all_results(self, answer: _Flip) -> _Flip:
         """Fetches the pages of results that did not fit into the answer."""
-        while answer.next_page_token:
+        if answer.next_page_token:
             request = static_keys_pb2.ListUpdateResultsRequest(
                 guest=self.name, page_token=answer.next_page_token
             )
-            page = self.call(self._keys.ListUpdateResults, request)
-            answer.results.extend(page.results)
-            answer.next_page_token = page.next_page_token
+            for page in self.pages(self._keys.ListUpdateResults, request):
+                answer.results.extend(page.results)
+            answer.next_page_token = ""
         return answer
 
 

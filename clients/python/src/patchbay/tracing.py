@@ -27,12 +27,8 @@ class Tracing(Calls):
         request = tracepoints_pb2.ListTracepointsRequest(
             guest=self.name, patterns=patterns, armed_only=armed_only, refresh=refresh
         )
-        while True:
-            answer = self.call(self._tracepoints.ListTracepoints, request)
+        for answer in self.pages(self._tracepoints.ListTracepoints, request):
             yield from answer.tracepoints
-            if not answer.next_page_token:
-                return
-            request.page_token = answer.next_page_token
 
     def arm(
         self,
