@@ -195,9 +195,9 @@ fn trace_code(error: &TraceError) -> Code {
         | TraceError::OthersTrace { .. }
         | TraceError::FilterConflict { .. } => Code::FailedPrecondition,
         TraceError::Rejected { .. } | TraceError::Invalid { .. } => Code::InvalidArgument,
-        TraceError::TooMuchArmed { .. } | TraceError::TooManyStreams { .. } => {
-            Code::ResourceExhausted
-        }
+        TraceError::TooMuchArmed { .. }
+        | TraceError::TooManyStreams { .. }
+        | TraceError::TooManyStreamsOfOne { .. } => Code::ResourceExhausted,
     }
 }
 

@@ -210,10 +210,11 @@ impl TracepointsService for TracepointsApi {
             validate_only: false,
             ttl: None,
         };
-        let subscription = guest
-            .tracer
-            .hub
-            .subscribe(wanted.patterns().clone(), limit)?;
+        let subscription =
+            guest
+                .tracer
+                .hub
+                .subscribe(&principal, wanted.patterns().clone(), limit)?;
         let client = format!("{principal}/stream-{}", subscription.id);
         let guard = StreamGuard {
             tracer: Arc::clone(&guest.tracer),

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use crate::auth::Principal;
 use crate::keys::KeysError;
 
 /// Why a request to the agent failed.
@@ -137,6 +138,14 @@ pub enum TraceError {
         /// Maximum.
         max: usize,
     },
+    /// The principal has too many streams open.
+    #[error("{principal} has {max} streams of this guest open already; end one of them")]
+    TooManyStreamsOfOne {
+        /// Whose streams they are.
+        principal: Principal,
+        /// Maximum.
+        max: usize,
+    },
     /// A field of the request is malformed.
     #[error("{field}: {message}")]
     Invalid {
@@ -174,7 +183,7 @@ impl TraceError {
             Self::ArmFailed { .. } => "ARM_FAILED",
             Self::Busy { .. } => "EVENT_BUSY",
             Self::TooMuchArmed { .. } => "TOO_MUCH_ARMED",
-            Self::TooManyStreams { .. } => "TOO_MANY_STREAMS",
+            Self::TooManyStreams { .. } | Self::TooManyStreamsOfOne { .. } => "TOO_MANY_STREAMS",
             Self::Invalid { .. } => "INVALID_ARGUMENT",
         }
     }

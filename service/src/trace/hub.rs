@@ -21,9 +21,13 @@ use super::error::TraceError;
 use super::link::{AgentLink, Received};
 use super::stream::{Event, Source, Subscriber, Subscription};
 use super::tasks::Tasks;
+use crate::auth::Principal;
 use static_keys::Patterns;
 
+/// Streams of all principals: each holds 16 MiB at most.
 const MAX_STREAMS: usize = 32;
+/// Streams of one principal, so that none keeps the others from theirs.
+const MAX_STREAMS_OF_ONE: usize = 8;
 /// Decoded events that are passed on together. A batch of the agent is normally smaller; in a
 /// larger one events are ordered by time only within such a part.
 const DECODED_BYTES: usize = 8 << 20;
@@ -97,16 +101,29 @@ impl Hub {
     /// [`TraceError::TooManyStreams`].
     pub fn subscribe(
         &self,
+        principal: &Principal,
         patterns: Patterns,
         events_per_second: u32,
     ) -> Result<Subscription, TraceError> {
         let mut state = self.state();
+        let of_one = state.subscribers.iter();
+        let of_one = of_one.filter(|subscriber| subscriber.principal == *principal);
+        if of_one.count() >= MAX_STREAMS_OF_ONE {
+            return Err(TraceError::TooManyStreamsOfOne {
+                principal: principal.clone(),
+                max: MAX_STREAMS_OF_ONE,
+            });
+        }
         if state.subscribers.len() >= MAX_STREAMS {
             return Err(TraceError::TooManyStreams { max: MAX_STREAMS });
         }
         state.next_stream += 1;
-        let (subscriber, subscription) =
-            Subscriber::new(state.next_stream, patterns, events_per_second);
+        let (subscriber, subscription) = Subscriber::new(
+            state.next_stream,
+            principal.clone(),
+            patterns,
+            events_per_second,
+        );
         state.subscribers.push(subscriber);
         self.want_pages(&state);
         Ok(subscription)

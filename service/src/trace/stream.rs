@@ -18,6 +18,7 @@ use tokio::sync::mpsc;
 
 use super::decode::Format;
 use super::select;
+use crate::auth::Principal;
 use static_keys::Patterns;
 
 /// Batches that wait for a client.
@@ -142,6 +143,7 @@ pub struct Subscription {
 #[derive(Debug)]
 pub struct Subscriber {
     pub id: u64,
+    pub principal: Principal,
     patterns: Patterns,
     outlet: mpsc::Sender<Batch>,
     guard: FloodGuard,
@@ -170,10 +172,16 @@ impl FloodGuard {
 
 impl Subscriber {
     /// A stream of matching events, with a limit of events per second.
-    pub fn new(id: u64, patterns: Patterns, events_per_second: u32) -> (Self, Subscription) {
+    pub fn new(
+        id: u64,
+        principal: Principal,
+        patterns: Patterns,
+        events_per_second: u32,
+    ) -> (Self, Subscription) {
         let (outlet, batches) = mpsc::channel(QUEUE);
         let subscriber = Self {
             id,
+            principal,
             patterns,
             outlet,
             guard: FloodGuard {

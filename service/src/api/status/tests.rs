@@ -107,6 +107,7 @@ fn trace_errors() -> Vec<TraceError> {
         Busy { .. } => Busy { name: text(), waited: Duration::ZERO },
         TooMuchArmed { .. } => TooMuchArmed { bytes: 2, max: 1 },
         TooManyStreams { .. } => TooManyStreams { max: 1 },
+        TooManyStreamsOfOne { .. } => TooManyStreamsOfOne { principal: Principal::peer(None), max: 1 },
         Invalid { .. } => Invalid { field: "field", message: text() },
     };
     errors.push(rejected("trigger"));

@@ -10,12 +10,13 @@ use patchbay_proto::agent::v1::{AgentListEvents, AgentPage, AgentPages, FromAgen
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
-use super::super::error::AgentError;
+use super::super::error::{AgentError, TraceError};
 use super::super::frame;
 use super::super::link::WINDOW;
 use super::super::select::Wanted;
 use super::fake::{Fake, hello};
 use super::tracing::until;
+use crate::auth::Principal;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -158,12 +159,17 @@ async fn credit_is_a_window() {
     ] {
         let fake = Fake::new();
         let agent = fake.agent().await;
+        let principal = Principal::peer(None);
         for _ in 0..20 {
             let patterns = Wanted::parse(vec![], false)
                 .expect("all")
                 .patterns()
                 .clone();
-            let stream = fake.tracer.hub.subscribe(patterns, 1).expect("a stream");
+            let stream = fake
+                .tracer
+                .hub
+                .subscribe(&principal, patterns, 1)
+                .expect("a stream");
             fake.tracer.hub.unsubscribe(stream.id);
         }
         let credit = || *fake.script.credit.lock().unwrap();
@@ -179,6 +185,38 @@ async fn credit_is_a_window() {
         assert!(fake.tracer.link.held() <= WINDOW);
         assert_eq!(credit(), WINDOW);
     }
+}
+
+/// One principal cannot take the streams of all, and all together not the memory.
+#[tokio::test]
+async fn streams_are_counted_by_principal_and_in_all() {
+    let fake = Fake::new();
+    let all = Wanted::parse(vec![], false).expect("all");
+    let open = |uid: u32| {
+        let principal = Principal::peer(Some(uid));
+        let patterns = all.patterns().clone();
+        fake.tracer.hub.subscribe(&principal, patterns, 1)
+    };
+    let mut streams = vec![];
+    for uid in 0..4 {
+        for _ in 0..8 {
+            streams.push(open(uid).expect("room"));
+        }
+        if uid < 3 {
+            let refused = open(uid).err().expect("the ninth");
+            assert!(
+                matches!(refused, TraceError::TooManyStreamsOfOne { .. }),
+                "{refused}"
+            );
+        }
+    }
+    let refused = open(4).err().expect("the last");
+    assert!(
+        matches!(refused, TraceError::TooManyStreams { max: 32 }),
+        "{refused}"
+    );
+    fake.tracer.hub.unsubscribe(streams[0].id);
+    open(4).expect("room again");
 }
 
 /// Gone with questions open: they fail at once instead of at their deadlines.
