@@ -15,6 +15,7 @@ use serde::Serialize;
 use tokio::sync::watch;
 
 use super::Shared;
+use super::sight::Sight;
 use super::state::newest;
 use crate::controller::Leadership;
 use crate::hosts::Host;
@@ -196,8 +197,14 @@ struct Wish {
     on: u32,
 }
 
-/// The hosts whose name or label contains `find`.
-pub fn heat(leads: &Leadership, observed: &Observed, find: &str, from: usize) -> Heat {
+/// The hosts whose name or label contains `find`, with the guests that are in sight.
+pub fn heat(
+    leads: &Leadership,
+    observed: &Observed,
+    find: &str,
+    from: usize,
+    sight: &Sight<'_>,
+) -> Heat {
     let wishes = wishes(leads, observed);
     let is_wanted = |name: &str, labels: &BTreeMap<String, String>| {
         name.contains(find) || labels.values().any(|value| value.contains(find))
@@ -206,7 +213,7 @@ pub fn heat(leads: &Leadership, observed: &Observed, find: &str, from: usize) ->
     for host in leads.hosts().all() {
         let (name, labels) = (&host.config.name, &host.config.labels);
         if is_wanted(name, labels) {
-            let mut column = column(name, observed, &wishes);
+            let mut column = column(name, observed, &wishes, sight);
             column.labels.clone_from(labels);
             columns.push(column);
         }
@@ -228,7 +235,7 @@ pub fn heat(leads: &Leadership, observed: &Observed, find: &str, from: usize) ->
 /// The wishes of each guest of each host.
 type Wishes<'o> = HashMap<&'o str, HashMap<&'o str, Wish>>;
 
-fn column(name: &str, observed: &Observed, wishes: &Wishes<'_>) -> HostColumn {
+fn column(name: &str, observed: &Observed, wishes: &Wishes<'_>, sight: &Sight<'_>) -> HostColumn {
     let mut cells = vec![Cell::default(); observed.keys.len()];
     let (guests, unreachable): (&[Guest], &str) = match observed.hosts.get(name).map(|host| &**host)
     {
@@ -236,7 +243,9 @@ fn column(name: &str, observed: &Observed, wishes: &Wishes<'_>) -> HostColumn {
         Some(Ok(guests)) => (guests, ""),
         Some(Err(why)) => (&[], why),
     };
-    for guest in guests {
+    let mut seen = 0;
+    for guest in guests.iter().filter(|guest| sight.sees(&guest.name)) {
+        seen += 1;
         let wish = wishes
             .get(name)
             .and_then(|host| host.get(guest.name.as_str()));
@@ -260,7 +269,7 @@ fn column(name: &str, observed: &Observed, wishes: &Wishes<'_>) -> HostColumn {
         name: name.to_owned(),
         labels: BTreeMap::new(),
         unreachable: unreachable.to_owned(),
-        guests: guests.len(),
+        guests: seen,
         differs: cells.iter().map(|cell| cell.differs).sum(),
         cells,
     }

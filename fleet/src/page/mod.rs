@@ -18,6 +18,7 @@ mod heat;
 mod holders;
 mod routes;
 mod rows;
+mod sight;
 mod state;
 
 use std::net::{IpAddr, SocketAddr};

@@ -14,6 +14,7 @@ use hyper::body::Incoming;
 use patchbay_node::identity::Identity;
 use serde::{Deserialize, Serialize};
 
+use super::sight::Sight;
 use super::{Shared, access, events, heat, holders, rows};
 use crate::controller::Leadership;
 use crate::rollout::Verb;
@@ -167,11 +168,14 @@ async fn respond(
         }
         "/api/heat" => {
             let observed = Arc::clone(&shared.heat.borrow());
+            let sight = Sight::new(&policy, principal);
+            let leads = leads(shared)?;
             Ok(json(&heat::heat(
-                &*leads(shared)?,
+                &leads,
                 &observed,
                 field("find"),
                 from,
+                &sight,
             )))
         }
         "/api/holders" => {
@@ -181,7 +185,10 @@ async fn respond(
                 &holders::holders(leads.hosts(), host, key, &policy, principal).await,
             ))
         }
-        "/api/trail" => Ok(json(&rows::trail(&*leads(shared)?, field("find")))),
+        "/api/trail" => {
+            let sight = Sight::new(&policy, principal);
+            Ok(json(&rows::trail(&*leads(shared)?, field("find"), &sight)))
+        }
         _ => Err(Refused::new(
             StatusCode::NOT_FOUND,
             format!("there is no {path}"),

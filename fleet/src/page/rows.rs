@@ -5,6 +5,7 @@ use patchbay_node::policy::Policy;
 use serde::Serialize;
 
 use super::access;
+use super::sight::Sight;
 use super::state::{guest_state, newest};
 use crate::controller::Leadership;
 use crate::rollout::{Member, Millis, Rollout, State};
@@ -109,16 +110,20 @@ struct TrailRow {
     text: String,
 }
 
-/// What people and the controller did, of all rollouts, the newest first.
-pub fn trail(leads: &Leadership, find: &str) -> Trail {
+/// What people and the controller did, of all rollouts that are in sight, the newest first.
+pub fn trail(leads: &Leadership, find: &str, sight: &Sight<'_>) -> Trail {
     let mut rows = Vec::new();
     for running in newest(leads) {
         let rollout = running.rollout();
+        if !sight.sees_rollout(&rollout) {
+            continue;
+        }
+        let hidden = sight.hidden(&rollout);
         let name = &rollout.header().name;
         let entries = rollout.header().timeline.iter();
         let entries = entries.filter(|entry| {
             let mut fields = [name, &entry.principal, &entry.text].into_iter();
-            fields.any(|field| field.contains(find))
+            fields.any(|field| field.contains(find)) && !hidden.is_named_in(&entry.text)
         });
         rows.extend(entries.map(|entry| TrailRow {
             time: entry.time,

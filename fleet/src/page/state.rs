@@ -3,8 +3,10 @@
 
 use std::sync::Arc;
 
+use patchbay_node::policy::Policy;
 use serde::Serialize;
 
+use super::sight::{Hidden, Sight};
 use super::{Shared, access};
 use crate::controller::Leadership;
 use crate::rollout::{
@@ -120,9 +122,9 @@ impl Counts {
         } += 1;
     }
 
-    fn of(members: &[Member]) -> Self {
+    fn of<'m>(members: impl Iterator<Item = &'m Member>) -> Self {
         let mut counts = Self::default();
-        members.iter().for_each(|member| counts.add(&member.state));
+        members.for_each(|member| counts.add(&member.state));
         counts
     }
 }
@@ -139,6 +141,8 @@ pub fn page(shared: &Shared, principal: &str, rollout: Option<&str>) -> Page {
     let leads = shared.controller.leadership();
     let all = leads.as_deref().map(newest).unwrap_or_default();
     let shown = rollout.and_then(|name| leads.as_deref()?.rollout(name));
+    let policy = shared.admission.policy().current();
+    let sight = Sight::new(&policy, principal);
     Page {
         principal: principal.to_owned(),
         now: now(),
@@ -146,57 +150,69 @@ pub fn page(shared: &Shared, principal: &str, rollout: Option<&str>) -> Page {
         observed: shared.heat.borrow().at,
         rollouts: all
             .iter()
+            .filter_map(|one| summary(&one.rollout(), &sight))
             .take(MAX_ROLLOUTS)
-            .map(|one| summary(&one.rollout()))
             .collect(),
-        rollout: shown.map(|running| detail(shared, principal, &running.rollout())),
+        rollout: shown.and_then(|running| detail(&policy, principal, &running.rollout(), &sight)),
     }
 }
 
-fn summary(rollout: &Rollout) -> Summary {
+/// `None` if none of its guests is in sight.
+fn summary(rollout: &Rollout, sight: &Sight<'_>) -> Option<Summary> {
     let header = rollout.header();
-    Summary {
+    sight.sees_rollout(rollout).then(|| Summary {
         name: header.name.clone(),
         title: header.title.clone(),
         phase: header.phase.name(),
         created: header.created,
-        counts: Counts::of(rollout.members()),
-    }
+        counts: Counts::of(sight.of(rollout.members())),
+    })
 }
 
-fn detail(shared: &Shared, principal: &str, rollout: &Rollout) -> Detail {
+/// `None` if none of its guests is in sight.
+fn detail(
+    policy: &Policy,
+    principal: &str,
+    rollout: &Rollout,
+    sight: &Sight<'_>,
+) -> Option<Detail> {
+    if !sight.sees_rollout(rollout) {
+        return None;
+    }
     let header = rollout.header();
+    let hidden = sight.hidden(rollout);
     let waves = header.waves.iter().enumerate();
     let frozen = header.policy.frozen(now());
-    Detail {
+    Some(Detail {
         name: header.name.clone(),
         title: header.title.clone(),
         phase: header.phase.name(),
-        message: header.message.clone(),
+        message: hidden.shown(&header.message),
         digest: header.digest.clone(),
         created: header.created,
         approvals: header.approvals.clone(),
         approvals_needed: header.policy.approvals.max(1),
-        counts: Counts::of(rollout.members()),
+        counts: Counts::of(sight.of(rollout.members())),
         waves: waves
-            .map(|(index, _)| wave(header, index, rollout.members()))
+            .map(|(index, _)| wave(header, index, rollout.members(), sight))
             .collect(),
-        pauses: pauses(header, rollout.members()),
+        pauses: pauses(header, sight.of(rollout.members())),
         frozen: frozen.map(|freeze| freeze.reason.clone()),
-        commands: commands(shared, principal, rollout),
+        commands: commands(policy, principal, rollout, &hidden),
         timeline: header
             .timeline
             .iter()
             .rev()
+            .filter(|entry| !hidden.is_named_in(&entry.text))
             .take(MAX_ENTRIES)
             .cloned()
             .collect(),
-    }
+    })
 }
 
-fn wave(header: &Header, index: usize, members: &[Member]) -> WaveView {
+fn wave(header: &Header, index: usize, members: &[Member], sight: &Sight<'_>) -> WaveView {
     let wave = &header.waves[index];
-    let members = &members[wave.members()];
+    let members: Vec<&Member> = sight.of(&members[wave.members()]).collect();
     let hosts: std::collections::HashSet<&str> =
         members.iter().map(|member| member.host.as_str()).collect();
     let predicted = members.iter().map(|member| member.plan.predicted_pause_us);
@@ -212,18 +228,17 @@ fn wave(header: &Header, index: usize, members: &[Member]) -> WaveView {
     WaveView {
         name: wave.name.clone(),
         state,
-        guests: wave.count,
+        guests: members.len(),
         hosts: hosts.len(),
-        counts: Counts::of(members),
+        counts: Counts::of(members.iter().copied()),
         predicted_pause_us: predicted.max().unwrap_or(0),
         bake_ms: wave.bake_ms,
         bakes_until: wave.bakes_until.filter(|_| state == "baking"),
     }
 }
 
-fn pauses(header: &Header, members: &[Member]) -> Pauses {
+fn pauses<'m>(header: &Header, members: impl Iterator<Item = &'m Member>) -> Pauses {
     let mut pauses: Vec<u64> = members
-        .iter()
         .filter_map(|member| match member.state {
             State::Committed { pause_us } | State::RevertFailed { pause_us, .. } => Some(pause_us),
             _ => None,
@@ -262,9 +277,13 @@ fn pauses(header: &Header, members: &[Member]) -> Pauses {
     }
 }
 
-fn commands(shared: &Shared, principal: &str, rollout: &Rollout) -> Vec<CommandView> {
-    let policy = shared.admission.policy().current();
-    let allowed = access::may_command(&policy, principal, rollout);
+fn commands(
+    policy: &Policy,
+    principal: &str,
+    rollout: &Rollout,
+    hidden: &Hidden<'_>,
+) -> Vec<CommandView> {
+    let allowed = access::may_command(policy, principal, rollout);
     let command = |verb: Verb| {
         let legal = rollout.would_change(verb, principal);
         let legal = legal.map_err(|error| error.to_string());
@@ -272,7 +291,7 @@ fn commands(shared: &Shared, principal: &str, rollout: &Rollout) -> Vec<CommandV
         CommandView {
             name: verb.name(),
             enabled: verdict.is_ok(),
-            why: verdict.err().unwrap_or_default(),
+            why: hidden.shown(&verdict.err().unwrap_or_default()),
         }
     };
     Verb::ALL.into_iter().map(command).collect()

@@ -161,6 +161,64 @@ async fn the_policy_decides_who_looks_and_who_commands() {
     assert_eq!(running.rollout().header().phase.name(), "planned");
 }
 
+/// What the page says of a rollout to somebody who may see `guests`: heat, trail and the first event.
+async fn shown(replica: &Replica, guests: &str) -> [String; 3] {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let file = folder.path().join("policy.yaml");
+    let own = rustix::process::geteuid().as_raw();
+    let rule =
+        format!("{{name: some, principals: ['uid:{own}'], role: viewer, guests: ['{guests}']}}");
+    std::fs::write(&file, format!("rules: [{rule}]\n")).expect("written");
+    let policy = LivePolicy::read(file.clone()).expect("good");
+    let (url, _serving) = serve(&replica.controller, Some(policy)).await;
+    // Heat is observed while there is a stream of events.
+    let address = url.trim_start_matches("http://").trim_end_matches('/');
+    let mut stream = TcpStream::connect(address).await.expect("listens");
+    let request = format!("GET /api/events?rollout=net HTTP/1.1\r\nhost: {address}\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.expect("sent");
+    let event = event_with(&mut stream, "\"rollouts\":").await;
+    let observed = async {
+        loop {
+            let heat = ask(&url, "GET /api/heat?find=&from=0", "", "").await;
+            if !heat.contains("\"at\":0") && !heat.contains("\"cells\":[]") {
+                return heat;
+            }
+            tokio::task::yield_now().await;
+        }
+    };
+    let heat = tokio::time::timeout(crate::support::PATIENCE, observed).await;
+    let trail = ask(&url, "GET /api/trail?find=", "", "").await;
+    [heat.expect("observed"), trail, event]
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_viewer_learns_nothing_of_other_guests() {
+    let (_fleet, replica) = planned().await;
+    let running = replica.lead().await.rollout("net").expect("planned");
+    let guest = running.rollout().members()[0].guest.clone();
+    let digest = running.rollout().header().digest.clone();
+    tell(&running, Command::Start { digest }).await;
+    let [heat, trail, event] = shown(&replica, "none-*").await;
+    assert!(
+        heat.contains("\"guests\":0") && !heat.contains("\"guests\":2"),
+        "{heat}"
+    );
+    assert!(trail.contains("\"total\":0"), "{trail}");
+    assert!(
+        event.contains("\"rollouts\":[]") && event.contains("\"rollout\":null"),
+        "{event}"
+    );
+    let [heat, trail, event] = shown(&replica, &guest).await;
+    assert!(
+        heat.contains("\"guests\":1") && !heat.contains("\"guests\":2"),
+        "{heat}"
+    );
+    assert!(!trail.contains("\"total\":0"), "{trail}");
+    assert!(event.contains("\"name\":\"net\""), "{event}");
+    let [heat, ..] = shown(&replica, "*").await;
+    assert!(heat.contains("\"guests\":2"), "{heat}");
+}
+
 /// Reads events until one has the text.
 async fn event_with(stream: &mut TcpStream, text: &str) -> String {
     let mut all = String::new();

@@ -206,6 +206,14 @@ impl Policy {
         }
     }
 
+    /// Whether a rule covers some guests only.
+    #[must_use]
+    pub fn limits_guests(&self) -> bool {
+        self.rules
+            .iter()
+            .any(|rule| !rule.guests.texts().is_empty())
+    }
+
     /// The rules, in the order in which they are tried.
     #[must_use]
     pub fn rules(&self) -> &[Rule] {

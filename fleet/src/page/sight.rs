@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guests that a principal may see, and what the page says about others: nothing.
+
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
+
+use patchbay_node::policy::Policy;
+
+use super::access;
+use crate::rollout::{Member, Rollout};
+
+/// Stands for a text that names a guest which the principal may not see.
+const HIDDEN: &str = "about guests that you may not see";
+
+/// What one principal may see, for one answer.
+pub struct Sight<'p> {
+    policy: &'p Policy,
+    principal: &'p str,
+    /// No rule limits guests.
+    sees_all: bool,
+    /// Guests that were asked for before.
+    known: RefCell<HashMap<String, bool>>,
+}
+
+/// Names of members that the principal may not see.
+pub struct Hidden<'r> {
+    names: HashSet<&'r str>,
+    /// Names that are no words, so that texts are searched for them.
+    odd: Vec<&'r str>,
+}
+
+impl<'p> Sight<'p> {
+    /// Of a principal who may see the page.
+    pub fn new(policy: &'p Policy, principal: &'p str) -> Self {
+        Self {
+            policy,
+            principal,
+            sees_all: !policy.limits_guests(),
+            known: RefCell::default(),
+        }
+    }
+
+    /// Whether the principal may see the guest.
+    pub fn sees(&self, guest: &str) -> bool {
+        if self.sees_all {
+            return true;
+        }
+        if let Some(sees) = self.known.borrow().get(guest) {
+            return *sees;
+        }
+        let sees = access::may_view(self.policy, self.principal, Some(guest)).is_ok();
+        self.known.borrow_mut().insert(guest.to_owned(), sees);
+        sees
+    }
+
+    /// Whether the principal may see one of the rollout's guests at least.
+    pub fn sees_rollout(&self, rollout: &Rollout) -> bool {
+        let mut members = rollout.members().iter();
+        self.sees_all || rollout.members().is_empty() || members.any(|one| self.sees(&one.guest))
+    }
+
+    /// Those of the members that the principal may see.
+    pub fn of<'m>(&self, members: &'m [Member]) -> impl Iterator<Item = &'m Member> {
+        members.iter().filter(|member| self.sees(&member.guest))
+    }
+
+    /// The members that the principal may not see.
+    pub fn hidden<'r>(&self, rollout: &'r Rollout) -> Hidden<'r> {
+        let members = rollout.members().iter().map(|member| member.guest.as_str());
+        let names: HashSet<&str> = members.filter(|guest| !self.sees(guest)).collect();
+        let odd = names.iter().filter(|name| !name.chars().all(is_of_word));
+        Hidden {
+            odd: odd.copied().collect(),
+            names,
+        }
+    }
+}
+
+impl Hidden<'_> {
+    /// Whether the text names one of them.
+    pub fn is_named_in(&self, text: &str) -> bool {
+        let mut words = text.split(|c| !is_of_word(c));
+        let ends = ['.', '-', '_'];
+        words.any(|word| {
+            self.names.contains(word) || self.names.contains(word.trim_end_matches(ends))
+        }) || self.odd.iter().any(|name| text.contains(name))
+    }
+
+    /// The text, unless it names one of them.
+    pub fn shown(&self, text: &str) -> String {
+        match self.is_named_in(text) {
+            true => HIDDEN.to_owned(),
+            false => text.to_owned(),
+        }
+    }
+}
+
+fn is_of_word(c: char) -> bool {
+    c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const POLICY: &str =
+        "rules: [{name: web, principals: [alice], role: viewer, guests: ['web-*']}]";
+
+    #[test]
+    fn a_viewer_of_some_guests_sees_no_others() {
+        let policy = Policy::parse(POLICY).expect("a policy");
+        let sight = Sight::new(&policy, "alice");
+        for _ in 0..2 {
+            assert!(sight.sees("web-1") && !sight.sees("db-1"));
+        }
+        assert!(!Sight::new(&policy, "bob").sees("web-1"));
+        let policy = POLICY.replace(", guests: ['web-*']", "");
+        let policy = Policy::parse(&policy).expect("a policy");
+        assert!(Sight::new(&policy, "alice").sees("db-1"));
+    }
+
+    #[test]
+    fn texts_that_name_hidden_guests_are_not_shown() {
+        let hidden = Hidden {
+            names: HashSet::from(["db-1", "a", "x:y"]),
+            odd: vec!["x:y"],
+        };
+        for text in [
+            "db-1",
+            "guest \"db-1\" failed",
+            "paused at db-1.",
+            "on a: no",
+            "of x:y!",
+        ] {
+            assert_eq!(hidden.shown(text), HIDDEN, "{text}");
+        }
+        for text in ["web-1", "db-10 failed", "wave 1 has begun", ""] {
+            assert_eq!(hidden.shown(text), text);
+        }
+    }
+}
