@@ -147,6 +147,18 @@ impl Node {
         }
     }
 
+    /// Whether the caller is an operator of the guest, whatever the keys: others see no addresses of its
+    /// kernel.
+    pub(super) fn sees_addresses(&self, call: &Call, guest: &str) -> bool {
+        let decision = self.admission.policy().current().decide(&Question {
+            principal: call.principal(),
+            role: Role::Operator,
+            guests: &[guest],
+            want: Want::Nothing,
+        });
+        decision.is_allowed()
+    }
+
     /// Decides about keys.
     pub(super) fn decide_keys(
         &self,

@@ -18,7 +18,7 @@ use tonic::body::Body;
 use super::answer::unary;
 use super::call::Call;
 use super::checks::{Allowed, decode};
-use super::{Node, fields, status};
+use super::{Node, addresses, fields, status};
 use crate::monitors::{Guest, Monitor};
 use crate::policy::Want;
 
@@ -62,10 +62,13 @@ pub async fn list(node: &Node, call: &Call) -> Result<Response<Body>, Status> {
     let mut bytes = 0;
     for guest in &guests {
         let status = statuses.remove(&guest.name);
-        let status = status.unwrap_or_else(|| v1::GuestStatus {
+        let mut status = status.unwrap_or_else(|| v1::GuestStatus {
             guest: guest.name.clone(),
             ..Default::default()
         });
+        if !node.sees_addresses(call, &guest.name) {
+            addresses::hide_in_status(&mut status);
+        }
         bytes += status.encoded_len() + 8;
         if bytes > MAX_PAGE_BYTES && !answer.guests.is_empty() {
             break;

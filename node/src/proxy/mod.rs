@@ -9,6 +9,7 @@
 //! Messages pass as they are. Only where the policy limits keys is a request looked into, and then what
 //! was looked at is what happens: names instead of patterns, or a prepared plan.
 
+mod addresses;
 mod answer;
 mod call;
 mod checks;
@@ -225,7 +226,8 @@ impl Node {
             }
         })?;
         if !call.changes() {
-            return Ok(answer);
+            let sees = self.sees_addresses(&call, &guest.name);
+            return self.shown(&call, answer, sees);
         }
         let whole = Whole::read(answer, &guest.name).await?;
         checks::count_flip(self, effect(call.method), &whole.body);
@@ -244,7 +246,8 @@ impl Node {
         rest: frame::Rest,
         finish: &mut Finish,
     ) -> Result<Response<Body>, Status> {
-        let ended = stream::ended(self, call, &guest.name, allowed);
+        let sees = self.sees_addresses(call, &guest.name);
+        let ended = stream::ended(self, call, &guest.name, allowed, sees);
         let body = match call.method.name {
             "StreamConsole" => Until::new(rest.after(&call.message), ended.clone()),
             _ => Body::new(http_body_util::Full::new(frame::framed(&call.message))),
@@ -256,10 +259,24 @@ impl Node {
             sent = guest.monitor.send(request) => sent,
         };
         finish.ended = Some(ended);
-        sent.map_err(|(reached, error)| match reached && call.changes() {
+        let answer = sent.map_err(|(reached, error)| match reached && call.changes() {
             true => status::lost(&guest.name, &error),
             false => status::unreachable(&guest.name, &error),
-        })
+        })?;
+        self.shown(call, answer, sees)
+    }
+
+    /// The answer, without addresses for a caller who does not see them.
+    fn shown(
+        &self,
+        call: &Call,
+        answer: Response<Body>,
+        sees: bool,
+    ) -> Result<Response<Body>, Status> {
+        match sees {
+            true => Ok(answer),
+            false => addresses::hide(answer, call.method, &self.descriptors),
+        }
     }
 
     /// Writes the intent of a change.

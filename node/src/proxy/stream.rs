@@ -34,13 +34,20 @@ use crate::policy::Decision;
 /// Is ready when a stream must end, with the status for the client.
 pub type Ended = Shared<BoxFuture<'static, Status>>;
 
-/// Watches over the authorization of a stream that `allowed` allows on `guest`.
-pub fn ended(node: &Arc<Node>, call: &Arc<Call>, guest: &str, allowed: &Allowed) -> Ended {
+/// Watches over the authorization of a stream that `allowed` allows on `guest`; `sees` says that its client
+/// sees addresses of the kernel.
+pub fn ended(
+    node: &Arc<Node>,
+    call: &Arc<Call>,
+    guest: &str,
+    allowed: &Allowed,
+    sees: bool,
+) -> Ended {
     let (node, call, allowed) = (Arc::clone(node), Arc::clone(call), allowed.clone());
     let guest = guest.to_owned();
     let max_age = node.max_stream_age;
     let ended = async move {
-        let refused = || refused(&node, &call, &guest, &allowed);
+        let refused = || refused(&node, &call, &guest, &allowed, sees);
         tokio::select! {
             status = node.admission.until(&call.identity, refused) => status,
             () = tokio::time::sleep(max_age) => {
@@ -52,7 +59,13 @@ pub fn ended(node: &Arc<Node>, call: &Arc<Call>, guest: &str, allowed: &Allowed)
 }
 
 /// The reason for which the stream could not be opened now as it is.
-fn refused(node: &Node, call: &Call, guest: &str, allowed: &Allowed) -> Option<Status> {
+fn refused(
+    node: &Node,
+    call: &Call,
+    guest: &str,
+    allowed: &Allowed,
+    sees: bool,
+) -> Option<Status> {
     if let Err(refused) = node.check_certificate(&call.identity) {
         return Some(refused);
     }
@@ -61,6 +74,13 @@ fn refused(node: &Node, call: &Call, guest: &str, allowed: &Allowed) -> Option<S
         Decision::Allowed { role, .. } if role != allowed.role => {
             let role = format!("the policy now gives {} the role {role}", call.principal());
             Some(status::stream_expired(&role))
+        }
+        Decision::Allowed { .. } if node.sees_addresses(call, guest) != sees => {
+            let message = format!(
+                "the policy now has another answer to whether {} sees addresses of the kernel",
+                call.principal()
+            );
+            Some(status::stream_expired(&message))
         }
         Decision::Allowed { .. } => None,
         Decision::Denied { why } => Some(node.deny(call, guest, &why)),
@@ -90,7 +110,11 @@ pub fn guarded(answer: Response<Body>, mut finish: Finish, mut ended: Ended) -> 
                         finish.end(status.code(), status.message());
                     }
                 }
-                Err(status) => finish.end(status.code(), status.message()),
+                // As an error of the body it would reset the stream, and no client sees a status then.
+                Err(error) => {
+                    let status = status::lost(&finish.caller.guest, error.message());
+                    break end(finish, body, &sender, &status).await;
+                }
             }
             tokio::select! {
                 biased;

@@ -285,3 +285,69 @@ async fn read_metrics(socket: &std::path::Path, path: &str) -> String {
     stream.read_to_string(&mut text).await.expect("answered");
     text
 }
+
+#[tokio::test]
+async fn only_operators_see_addresses_of_the_kernel() {
+    const ADDRESS: u64 = 0xffff_ffff_8123_4567;
+    let mut host = Host::new(&policy("role: viewer"));
+    host.start_daemon(&[]).await;
+    let fake = Fake::start(&host.path("run/web-1.sock"), &["web-1"]).await;
+    fake.answer("GetStaticKey", |request: v1::GetStaticKeyRequest| {
+        if request.name == "gone" {
+            return Err(tonic::Status::not_found(format!("nothing at {ADDRESS:#x}")));
+        }
+        let site = v1::Site {
+            address: ADDRESS,
+            target: ADDRESS + 0x20,
+            ..Default::default()
+        };
+        let key = v1::StaticKey {
+            name: request.name,
+            address: ADDRESS,
+            sites: vec![site],
+            ..Default::default()
+        };
+        Ok(v1::GetStaticKeyResponse {
+            key: Some(key),
+            ..Default::default()
+        })
+    });
+    fake.answer("ListGuests", |_: v1::ListGuestsRequest| {
+        let status = v1::GuestStatus {
+            guest: "web-1".to_owned(),
+            registration_error: format!("no table at {ADDRESS:#x}"),
+            ..Default::default()
+        };
+        Ok(v1::ListGuestsResponse {
+            guests: vec![status],
+            ..Default::default()
+        })
+    });
+    let mut keys = host.keys().await;
+    let get = |name: &str| v1::GetStaticKeyRequest {
+        guest: "web-1".to_owned(),
+        name: name.to_owned(),
+        ..Default::default()
+    };
+    let error = host.list_until(1).await[0].registration_error.clone();
+    assert_eq!(error, format!("no table at 0x{}", "x".repeat(16)));
+    let key = keys.get_static_key(get("k")).await.expect("allowed");
+    let key = key.into_inner().key.expect("a key");
+    assert_eq!((key.name.as_str(), key.address), ("k", 0));
+    assert_eq!((key.sites[0].address, key.sites[0].target), (0, 0));
+    let gone = keys.get_static_key(get("gone")).await.expect_err("gone");
+    assert_eq!(gone.code(), Code::NotFound);
+    assert!(!gone.message().contains("ffff"), "{gone}");
+
+    host.write_policy(&policy("role: operator, keys: ['net_*']"));
+    host.signal(Signal::HUP);
+    host.logged("policy read again").await;
+    let key = keys.get_static_key(get("k")).await.expect("allowed");
+    let key = key.into_inner().key.expect("a key");
+    assert_eq!(
+        (key.address, key.sites[0].target),
+        (ADDRESS, ADDRESS + 0x20)
+    );
+    let error = host.list_until(1).await[0].registration_error.clone();
+    assert!(error.contains("ffffffff81234567"), "{error}");
+}
