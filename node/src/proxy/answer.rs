@@ -11,11 +11,13 @@ use http_body::Frame;
 use http_body_util::{BodyExt, Full, Limited};
 use opentelemetry::KeyValue;
 use patchbay_proto::TraceParent;
+use patchbay_proto::text::cut;
 use prost::Message;
 use tokio::sync::OwnedSemaphorePermit;
 use tonic::body::Body;
 use tonic::{Code, Status};
 
+use super::console::Typed;
 use super::frame::{MAX_ANSWER_BYTES, framed};
 use super::status::{code_name, lost};
 use super::stream::Ended;
@@ -23,11 +25,16 @@ use crate::audit::Pending;
 use crate::metrics::Metrics;
 use crate::spans;
 
+/// A message in the log is cut to this many bytes.
+const MAX_MESSAGE_BYTES: usize = 4096;
+
 /// What ends with a call: its permits, its count, its line in the audit log.
 pub struct Finish {
     pub metrics: Metrics,
     pub method: &'static str,
     pub pending: Option<Pending>,
+    /// What the client typed into a console.
+    pub typed: Option<Typed>,
     pub permits: Vec<OwnedSemaphorePermit>,
     /// Set for a stream: when it must end.
     pub ended: Option<Ended>,
@@ -54,6 +61,7 @@ impl Finish {
             metrics,
             method,
             pending: None,
+            typed: None,
             permits: vec![permit],
             caller: Caller::default(),
             ended: None,
@@ -65,6 +73,8 @@ impl Finish {
     /// Counts the call and writes its outcome.
     pub fn end(&mut self, code: Code, message: &str) {
         if !std::mem::replace(&mut self.is_over, true) {
+            // Of the monitor's making.
+            let message = &*cut(message, MAX_MESSAGE_BYTES);
             let (method, code_text) = (self.method, code_name(code));
             self.metrics.call(method, code_text);
             if let Some(parent) = self.caller.trace_parent {
@@ -98,7 +108,13 @@ impl Finish {
                 tracing::debug!(method, principal, guest, trace_id, code = code_text, "call");
             }
             if let Some(pending) = self.pending.take() {
-                pending.finish(code_text, message);
+                match &self.typed {
+                    None => pending.finish(code_text, message),
+                    Some(typed) if message.is_empty() => pending.finish(code_text, &typed.text()),
+                    Some(typed) => {
+                        pending.finish(code_text, &format!("{}; {message}", typed.text()));
+                    }
+                }
             }
         }
     }
@@ -107,7 +123,12 @@ impl Finish {
 impl Drop for Finish {
     fn drop(&mut self) {
         if !self.is_over {
-            self.metrics.call(self.method, code_name(Code::Cancelled));
+            let code = code_name(Code::Cancelled);
+            self.metrics.call(self.method, code);
+            // Most ends of a console. Without what was typed, the intent itself writes the outcome.
+            if let (Some(pending), Some(typed)) = (self.pending.take(), &self.typed) {
+                pending.finish(code, &format!("{}; the client left", typed.text()));
+            }
         }
     }
 }

@@ -15,7 +15,7 @@ use tonic::body::Body;
 
 use super::answer::Caller;
 use super::checks::Allowed;
-use super::{fields, status};
+use super::{console, fields, status};
 use crate::identity::Identity;
 use crate::methods::{Effect, Method, effect};
 use crate::policy::Role;
@@ -173,10 +173,18 @@ impl Call {
 
     /// The request for the audit log: JSON as far as it is short, and its digest if it is not.
     pub fn text(&self, descriptors: &DescriptorPool, keys: Option<&[String]>) -> String {
-        let shown = (self.message.len() <= MAX_SHOWN_MESSAGE)
-            .then(|| self.json(descriptors))
+        let typed = match self.method.name {
+            "StreamConsole" => console::without_input(&self.message),
+            _ => None,
+        };
+        let message = typed.as_ref().map_or(&self.message, |(message, _)| message);
+        let shown = (message.len() <= MAX_SHOWN_MESSAGE)
+            .then(|| self.json(descriptors, message))
             .flatten();
         let mut text = shown.unwrap_or_default();
+        if let Some((_, typed)) = &typed {
+            text = format!("{text} {typed}");
+        }
         if let Some(keys) = keys {
             text = format!("{text} {} keys: {}", keys.len(), keys.join(" "));
         }
@@ -193,12 +201,12 @@ impl Call {
         text
     }
 
-    fn json(&self, descriptors: &DescriptorPool) -> Option<String> {
+    fn json(&self, descriptors: &DescriptorPool, message: &Bytes) -> Option<String> {
         let service = format!("patchbay.v1.{}", self.method.service);
         let service = descriptors.get_service_by_name(&service)?;
         let mut methods = service.methods();
         let method = methods.find(|method| method.name() == self.method.name)?;
-        let message = DynamicMessage::decode(method.input(), self.message.clone()).ok()?;
+        let message = DynamicMessage::decode(method.input(), message.clone()).ok()?;
         serde_json::to_string(&message).ok()
     }
 }

@@ -13,6 +13,7 @@ mod addresses;
 mod answer;
 mod call;
 mod checks;
+mod console;
 mod fields;
 mod frame;
 mod guests;
@@ -40,6 +41,7 @@ use tower::Service;
 use self::answer::{Finish, Whole, observed};
 use self::call::Call;
 use self::checks::{Allowed, Forward};
+use self::console::{Typed, Watched};
 use self::frame::{First, Held, first_message};
 use self::plans::Plans;
 use self::stream::{Until, guarded};
@@ -249,7 +251,11 @@ impl Node {
         let sees = self.sees_addresses(call, &guest.name);
         let ended = stream::ended(self, call, &guest.name, allowed, sees);
         let body = match call.method.name {
-            "StreamConsole" => Until::new(rest.after(&call.message), ended.clone()),
+            "StreamConsole" => {
+                let typed = finish.typed.insert(Typed::default()).clone();
+                let watched = Watched::new(rest.after(&call.message), typed);
+                Until::new(Body::new(watched), ended.clone())
+            }
             _ => Body::new(http_body_util::Full::new(frame::framed(&call.message))),
         };
         let request = call.request(body, allowed)?;

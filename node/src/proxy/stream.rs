@@ -59,13 +59,7 @@ pub fn ended(
 }
 
 /// The reason for which the stream could not be opened now as it is.
-fn refused(
-    node: &Node,
-    call: &Call,
-    guest: &str,
-    allowed: &Allowed,
-    sees: bool,
-) -> Option<Status> {
+fn refused(node: &Node, call: &Call, guest: &str, allowed: &Allowed, sees: bool) -> Option<Status> {
     if let Err(refused) = node.check_certificate(&call.identity) {
         return Some(refused);
     }

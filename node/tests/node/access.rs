@@ -351,3 +351,39 @@ async fn only_operators_see_addresses_of_the_kernel() {
     let error = host.list_until(1).await[0].registration_error.clone();
     assert!(error.contains("ffffffff81234567"), "{error}");
 }
+
+#[tokio::test]
+async fn what_is_typed_into_a_console_is_recorded_by_digest_and_length() {
+    let host = Host::start().await;
+    let fake = Fake::start(&host.path("run/web-1.sock"), &["web-1"]).await;
+    fake.answer("StreamConsole", |request: v1::StreamConsoleRequest| {
+        assert_eq!(request.input, b"secret\n");
+        Ok(v1::StreamConsoleResponse::default())
+    });
+    host.list_until(1).await;
+    let typed = v1::StreamConsoleRequest {
+        guest: "web-1".to_owned(),
+        input: b"secret\n".to_vec(),
+        ..Default::default()
+    };
+    let mut guests = host.guests().await;
+    let stream = guests.stream_console(tokio_stream::iter([typed])).await;
+    let mut stream = stream.expect("allowed").into_inner();
+    while stream.message().await.expect("no error").is_some() {}
+    host.audit_until(2).await;
+    let log = host.audit();
+    // SHA-256 of "secret\n".
+    let digest = "b37e50cedcd3e3f1ff64f4afc0422084ae694253cf399326868e07a35f4a45fb";
+    let wanted = format!("typed 7 bytes, sha256 {digest}");
+    let request = log[0]["request"].as_str().expect("text");
+    assert!(
+        request.contains(&wanted) && request.contains("web-1"),
+        "{request}"
+    );
+    // Its base64.
+    assert!(!request.contains("c2VjcmV0"), "{request}");
+    assert_eq!(
+        (&log[1]["code"], &log[1]["message"]),
+        (&"OK".into(), &wanted.into())
+    );
+}
