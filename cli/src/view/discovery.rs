@@ -15,6 +15,9 @@ pub struct Discovery {
     pub gates: Vec<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub missing_gates: Vec<String>,
+    /// Modules with their states.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub left_out_modules: Vec<String>,
 }
 
 /// The file of the guest's host that provides what the kernel does not reveal.
@@ -43,6 +46,11 @@ impl From<v1::Discovery> for Discovery {
             }),
             gates: found.gates,
             missing_gates: found.missing_gates,
+            left_out_modules: found
+                .left_out_modules
+                .into_iter()
+                .map(|module| format!("{} ({})", module.name, module.state))
+                .collect(),
         }
     }
 }

@@ -282,7 +282,7 @@ fn a_monitor_that_is_gone_has_stopped() {
 fn what_a_discovery_used_is_shown() {
     let lab = Lab::new();
     let details = &lab.json(&["guest", "describe"])["details"];
-    for field in ["debug_file", "gates", "missing_gates"] {
+    for field in ["debug_file", "gates", "missing_gates", "left_out_modules"] {
         assert!(details.get(field).is_none(), "{details}");
     }
     lab.guest.discover_with(FileUse {
@@ -308,6 +308,7 @@ fn what_a_discovery_used_is_shown() {
         "  debug file            /usr/lib/debug/boot/vmlinux, same build id, symbols\n",
         "  gates                 system_state, text_mutex\n",
         "  missing gates         number of module changes\n",
+        "  left out modules      stuck (COMING)\n",
     ] {
         assert!(table.contains(line), "{table}");
     }

@@ -786,9 +786,12 @@ type Discovery struct {
 	Gates []string `protobuf:"bytes,4,rep,name=gates,proto3" json:"gates,omitempty"`
 	// Names of the gates that this kernel has not, or does not reveal. A change that
 	// needs one of them is refused.
-	MissingGates  []string `protobuf:"bytes,5,rep,name=missing_gates,json=missingGates,proto3" json:"missing_gates,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	MissingGates []string `protobuf:"bytes,5,rep,name=missing_gates,json=missingGates,proto3" json:"missing_gates,omitempty"`
+	// Modules that are loaded and not live, so that their keys and sites are not
+	// known. The keys that they use cannot be switched.
+	LeftOutModules []*LeftOutModule `protobuf:"bytes,6,rep,name=left_out_modules,json=leftOutModules,proto3" json:"left_out_modules,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Discovery) Reset() {
@@ -856,6 +859,68 @@ func (x *Discovery) GetMissingGates() []string {
 	return nil
 }
 
+func (x *Discovery) GetLeftOutModules() []*LeftOutModule {
+	if x != nil {
+		return x.LeftOutModules
+	}
+	return nil
+}
+
+// A module that is being loaded or unloaded. After an oops in its init function it
+// stays COMING.
+type LeftOutModule struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// The kernel's word: COMING, GOING or UNFORMED.
+	State         string `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LeftOutModule) Reset() {
+	*x = LeftOutModule{}
+	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LeftOutModule) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LeftOutModule) ProtoMessage() {}
+
+func (x *LeftOutModule) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LeftOutModule.ProtoReflect.Descriptor instead.
+func (*LeftOutModule) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *LeftOutModule) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *LeftOutModule) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
 // A vmlinux or System.map that a discovery used.
 type DebugFile struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -876,7 +941,7 @@ type DebugFile struct {
 
 func (x *DebugFile) Reset() {
 	*x = DebugFile{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -888,7 +953,7 @@ func (x *DebugFile) String() string {
 func (*DebugFile) ProtoMessage() {}
 
 func (x *DebugFile) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -901,7 +966,7 @@ func (x *DebugFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DebugFile.ProtoReflect.Descriptor instead.
 func (*DebugFile) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{6}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *DebugFile) GetPath() string {
@@ -941,7 +1006,7 @@ type WatchGuestRequest struct {
 
 func (x *WatchGuestRequest) Reset() {
 	*x = WatchGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -953,7 +1018,7 @@ func (x *WatchGuestRequest) String() string {
 func (*WatchGuestRequest) ProtoMessage() {}
 
 func (x *WatchGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -966,7 +1031,7 @@ func (x *WatchGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGuestRequest.ProtoReflect.Descriptor instead.
 func (*WatchGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{7}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *WatchGuestRequest) GetGuest() string {
@@ -985,7 +1050,7 @@ type WatchGuestResponse struct {
 
 func (x *WatchGuestResponse) Reset() {
 	*x = WatchGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -997,7 +1062,7 @@ func (x *WatchGuestResponse) String() string {
 func (*WatchGuestResponse) ProtoMessage() {}
 
 func (x *WatchGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1010,7 +1075,7 @@ func (x *WatchGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGuestResponse.ProtoReflect.Descriptor instead.
 func (*WatchGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{8}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *WatchGuestResponse) GetStatus() *GuestStatus {
@@ -1035,7 +1100,7 @@ type PauseGuestRequest struct {
 
 func (x *PauseGuestRequest) Reset() {
 	*x = PauseGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1047,7 +1112,7 @@ func (x *PauseGuestRequest) String() string {
 func (*PauseGuestRequest) ProtoMessage() {}
 
 func (x *PauseGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1060,7 +1125,7 @@ func (x *PauseGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseGuestRequest.ProtoReflect.Descriptor instead.
 func (*PauseGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{9}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *PauseGuestRequest) GetGuest() string {
@@ -1098,7 +1163,7 @@ type PauseGuestResponse struct {
 
 func (x *PauseGuestResponse) Reset() {
 	*x = PauseGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1110,7 +1175,7 @@ func (x *PauseGuestResponse) String() string {
 func (*PauseGuestResponse) ProtoMessage() {}
 
 func (x *PauseGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1123,7 +1188,7 @@ func (x *PauseGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseGuestResponse.ProtoReflect.Descriptor instead.
 func (*PauseGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{10}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *PauseGuestResponse) GetStopTime() *durationpb.Duration {
@@ -1149,7 +1214,7 @@ type ResumeGuestRequest struct {
 
 func (x *ResumeGuestRequest) Reset() {
 	*x = ResumeGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1161,7 +1226,7 @@ func (x *ResumeGuestRequest) String() string {
 func (*ResumeGuestRequest) ProtoMessage() {}
 
 func (x *ResumeGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1174,7 +1239,7 @@ func (x *ResumeGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeGuestRequest.ProtoReflect.Descriptor instead.
 func (*ResumeGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{11}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *ResumeGuestRequest) GetGuest() string {
@@ -1192,7 +1257,7 @@ type ResumeGuestResponse struct {
 
 func (x *ResumeGuestResponse) Reset() {
 	*x = ResumeGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1204,7 +1269,7 @@ func (x *ResumeGuestResponse) String() string {
 func (*ResumeGuestResponse) ProtoMessage() {}
 
 func (x *ResumeGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1217,7 +1282,7 @@ func (x *ResumeGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeGuestResponse.ProtoReflect.Descriptor instead.
 func (*ResumeGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{12}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{13}
 }
 
 type ShutdownGuestRequest struct {
@@ -1236,7 +1301,7 @@ type ShutdownGuestRequest struct {
 
 func (x *ShutdownGuestRequest) Reset() {
 	*x = ShutdownGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1248,7 +1313,7 @@ func (x *ShutdownGuestRequest) String() string {
 func (*ShutdownGuestRequest) ProtoMessage() {}
 
 func (x *ShutdownGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1261,7 +1326,7 @@ func (x *ShutdownGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownGuestRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{13}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ShutdownGuestRequest) GetGuest() string {
@@ -1302,7 +1367,7 @@ type ShutdownGuestResponse struct {
 
 func (x *ShutdownGuestResponse) Reset() {
 	*x = ShutdownGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1314,7 +1379,7 @@ func (x *ShutdownGuestResponse) String() string {
 func (*ShutdownGuestResponse) ProtoMessage() {}
 
 func (x *ShutdownGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1327,7 +1392,7 @@ func (x *ShutdownGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownGuestResponse.ProtoReflect.Descriptor instead.
 func (*ShutdownGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{14}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ShutdownGuestResponse) GetPowerCut() bool {
@@ -1354,7 +1419,7 @@ type StreamConsoleRequest struct {
 
 func (x *StreamConsoleRequest) Reset() {
 	*x = StreamConsoleRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1366,7 +1431,7 @@ func (x *StreamConsoleRequest) String() string {
 func (*StreamConsoleRequest) ProtoMessage() {}
 
 func (x *StreamConsoleRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1379,7 +1444,7 @@ func (x *StreamConsoleRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamConsoleRequest.ProtoReflect.Descriptor instead.
 func (*StreamConsoleRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{15}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *StreamConsoleRequest) GetGuest() string {
@@ -1421,7 +1486,7 @@ type StreamConsoleResponse struct {
 
 func (x *StreamConsoleResponse) Reset() {
 	*x = StreamConsoleResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1433,7 +1498,7 @@ func (x *StreamConsoleResponse) String() string {
 func (*StreamConsoleResponse) ProtoMessage() {}
 
 func (x *StreamConsoleResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1446,7 +1511,7 @@ func (x *StreamConsoleResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamConsoleResponse.ProtoReflect.Descriptor instead.
 func (*StreamConsoleResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{16}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *StreamConsoleResponse) GetOffset() uint64 {
@@ -1516,14 +1581,18 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\x11five_level_paging\x18\x0f \x01(\bR\x0ffiveLevelPaging\x124\n" +
 	"\tdiscovery\x18\x10 \x01(\v2\x16.patchbay.v1.DiscoveryR\tdiscovery\x12#\n" +
 	"\rdeclared_keys\x18\x14 \x01(\rR\fdeclaredKeys\x12-\n" +
-	"\x12declaration_errors\x18\x15 \x03(\tR\x11declarationErrors\"\xd9\x01\n" +
+	"\x12declaration_errors\x18\x15 \x03(\tR\x11declarationErrors\"\x9f\x02\n" +
 	"\tDiscovery\x12+\n" +
 	"\x03way\x18\x01 \x01(\x0e2\x19.patchbay.v1.DiscoveryWayR\x03way\x12-\n" +
 	"\x04time\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x04time\x125\n" +
 	"\n" +
 	"debug_file\x18\x03 \x01(\v2\x16.patchbay.v1.DebugFileR\tdebugFile\x12\x14\n" +
 	"\x05gates\x18\x04 \x03(\tR\x05gates\x12#\n" +
-	"\rmissing_gates\x18\x05 \x03(\tR\fmissingGates\"s\n" +
+	"\rmissing_gates\x18\x05 \x03(\tR\fmissingGates\x12D\n" +
+	"\x10left_out_modules\x18\x06 \x03(\v2\x1a.patchbay.v1.LeftOutModuleR\x0eleftOutModules\"9\n" +
+	"\rLeftOutModule\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05state\x18\x02 \x01(\tR\x05state\"s\n" +
 	"\tDebugFile\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x18\n" +
 	"\asymbols\x18\x02 \x01(\bR\asymbols\x12\x14\n" +
@@ -1608,7 +1677,7 @@ func file_patchbay_v1_guest_proto_rawDescGZIP() []byte {
 }
 
 var file_patchbay_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
-var file_patchbay_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
+var file_patchbay_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_patchbay_v1_guest_proto_goTypes = []any{
 	(GuestState)(0),               // 0: patchbay.v1.GuestState
 	(RegistrationState)(0),        // 1: patchbay.v1.RegistrationState
@@ -1621,59 +1690,61 @@ var file_patchbay_v1_guest_proto_goTypes = []any{
 	(*DescribeGuestRequest)(nil),  // 8: patchbay.v1.DescribeGuestRequest
 	(*DescribeGuestResponse)(nil), // 9: patchbay.v1.DescribeGuestResponse
 	(*Discovery)(nil),             // 10: patchbay.v1.Discovery
-	(*DebugFile)(nil),             // 11: patchbay.v1.DebugFile
-	(*WatchGuestRequest)(nil),     // 12: patchbay.v1.WatchGuestRequest
-	(*WatchGuestResponse)(nil),    // 13: patchbay.v1.WatchGuestResponse
-	(*PauseGuestRequest)(nil),     // 14: patchbay.v1.PauseGuestRequest
-	(*PauseGuestResponse)(nil),    // 15: patchbay.v1.PauseGuestResponse
-	(*ResumeGuestRequest)(nil),    // 16: patchbay.v1.ResumeGuestRequest
-	(*ResumeGuestResponse)(nil),   // 17: patchbay.v1.ResumeGuestResponse
-	(*ShutdownGuestRequest)(nil),  // 18: patchbay.v1.ShutdownGuestRequest
-	(*ShutdownGuestResponse)(nil), // 19: patchbay.v1.ShutdownGuestResponse
-	(*StreamConsoleRequest)(nil),  // 20: patchbay.v1.StreamConsoleRequest
-	(*StreamConsoleResponse)(nil), // 21: patchbay.v1.StreamConsoleResponse
-	(*timestamppb.Timestamp)(nil), // 22: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),   // 23: google.protobuf.Duration
+	(*LeftOutModule)(nil),         // 11: patchbay.v1.LeftOutModule
+	(*DebugFile)(nil),             // 12: patchbay.v1.DebugFile
+	(*WatchGuestRequest)(nil),     // 13: patchbay.v1.WatchGuestRequest
+	(*WatchGuestResponse)(nil),    // 14: patchbay.v1.WatchGuestResponse
+	(*PauseGuestRequest)(nil),     // 15: patchbay.v1.PauseGuestRequest
+	(*PauseGuestResponse)(nil),    // 16: patchbay.v1.PauseGuestResponse
+	(*ResumeGuestRequest)(nil),    // 17: patchbay.v1.ResumeGuestRequest
+	(*ResumeGuestResponse)(nil),   // 18: patchbay.v1.ResumeGuestResponse
+	(*ShutdownGuestRequest)(nil),  // 19: patchbay.v1.ShutdownGuestRequest
+	(*ShutdownGuestResponse)(nil), // 20: patchbay.v1.ShutdownGuestResponse
+	(*StreamConsoleRequest)(nil),  // 21: patchbay.v1.StreamConsoleRequest
+	(*StreamConsoleResponse)(nil), // 22: patchbay.v1.StreamConsoleResponse
+	(*timestamppb.Timestamp)(nil), // 23: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 24: google.protobuf.Duration
 }
 var file_patchbay_v1_guest_proto_depIdxs = []int32{
 	7,  // 0: patchbay.v1.ListGuestsResponse.guests:type_name -> patchbay.v1.GuestStatus
 	0,  // 1: patchbay.v1.GuestStatus.state:type_name -> patchbay.v1.GuestState
-	22, // 2: patchbay.v1.GuestStatus.paused_until:type_name -> google.protobuf.Timestamp
+	23, // 2: patchbay.v1.GuestStatus.paused_until:type_name -> google.protobuf.Timestamp
 	1,  // 3: patchbay.v1.GuestStatus.registration:type_name -> patchbay.v1.RegistrationState
 	2,  // 4: patchbay.v1.GuestStatus.table_source:type_name -> patchbay.v1.TableSource
 	7,  // 5: patchbay.v1.DescribeGuestResponse.status:type_name -> patchbay.v1.GuestStatus
-	22, // 6: patchbay.v1.DescribeGuestResponse.started_at:type_name -> google.protobuf.Timestamp
+	23, // 6: patchbay.v1.DescribeGuestResponse.started_at:type_name -> google.protobuf.Timestamp
 	3,  // 7: patchbay.v1.DescribeGuestResponse.transport:type_name -> patchbay.v1.Transport
 	3,  // 8: patchbay.v1.DescribeGuestResponse.transports:type_name -> patchbay.v1.Transport
 	10, // 9: patchbay.v1.DescribeGuestResponse.discovery:type_name -> patchbay.v1.Discovery
 	4,  // 10: patchbay.v1.Discovery.way:type_name -> patchbay.v1.DiscoveryWay
-	23, // 11: patchbay.v1.Discovery.time:type_name -> google.protobuf.Duration
-	11, // 12: patchbay.v1.Discovery.debug_file:type_name -> patchbay.v1.DebugFile
-	7,  // 13: patchbay.v1.WatchGuestResponse.status:type_name -> patchbay.v1.GuestStatus
-	23, // 14: patchbay.v1.PauseGuestRequest.timeout:type_name -> google.protobuf.Duration
-	23, // 15: patchbay.v1.PauseGuestRequest.ttl:type_name -> google.protobuf.Duration
-	23, // 16: patchbay.v1.PauseGuestResponse.stop_time:type_name -> google.protobuf.Duration
-	22, // 17: patchbay.v1.PauseGuestResponse.expires_at:type_name -> google.protobuf.Timestamp
-	23, // 18: patchbay.v1.ShutdownGuestRequest.timeout:type_name -> google.protobuf.Duration
-	5,  // 19: patchbay.v1.GuestService.ListGuests:input_type -> patchbay.v1.ListGuestsRequest
-	8,  // 20: patchbay.v1.GuestService.DescribeGuest:input_type -> patchbay.v1.DescribeGuestRequest
-	12, // 21: patchbay.v1.GuestService.WatchGuest:input_type -> patchbay.v1.WatchGuestRequest
-	14, // 22: patchbay.v1.GuestService.PauseGuest:input_type -> patchbay.v1.PauseGuestRequest
-	16, // 23: patchbay.v1.GuestService.ResumeGuest:input_type -> patchbay.v1.ResumeGuestRequest
-	18, // 24: patchbay.v1.GuestService.ShutdownGuest:input_type -> patchbay.v1.ShutdownGuestRequest
-	20, // 25: patchbay.v1.GuestService.StreamConsole:input_type -> patchbay.v1.StreamConsoleRequest
-	6,  // 26: patchbay.v1.GuestService.ListGuests:output_type -> patchbay.v1.ListGuestsResponse
-	9,  // 27: patchbay.v1.GuestService.DescribeGuest:output_type -> patchbay.v1.DescribeGuestResponse
-	13, // 28: patchbay.v1.GuestService.WatchGuest:output_type -> patchbay.v1.WatchGuestResponse
-	15, // 29: patchbay.v1.GuestService.PauseGuest:output_type -> patchbay.v1.PauseGuestResponse
-	17, // 30: patchbay.v1.GuestService.ResumeGuest:output_type -> patchbay.v1.ResumeGuestResponse
-	19, // 31: patchbay.v1.GuestService.ShutdownGuest:output_type -> patchbay.v1.ShutdownGuestResponse
-	21, // 32: patchbay.v1.GuestService.StreamConsole:output_type -> patchbay.v1.StreamConsoleResponse
-	26, // [26:33] is the sub-list for method output_type
-	19, // [19:26] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	24, // 11: patchbay.v1.Discovery.time:type_name -> google.protobuf.Duration
+	12, // 12: patchbay.v1.Discovery.debug_file:type_name -> patchbay.v1.DebugFile
+	11, // 13: patchbay.v1.Discovery.left_out_modules:type_name -> patchbay.v1.LeftOutModule
+	7,  // 14: patchbay.v1.WatchGuestResponse.status:type_name -> patchbay.v1.GuestStatus
+	24, // 15: patchbay.v1.PauseGuestRequest.timeout:type_name -> google.protobuf.Duration
+	24, // 16: patchbay.v1.PauseGuestRequest.ttl:type_name -> google.protobuf.Duration
+	24, // 17: patchbay.v1.PauseGuestResponse.stop_time:type_name -> google.protobuf.Duration
+	23, // 18: patchbay.v1.PauseGuestResponse.expires_at:type_name -> google.protobuf.Timestamp
+	24, // 19: patchbay.v1.ShutdownGuestRequest.timeout:type_name -> google.protobuf.Duration
+	5,  // 20: patchbay.v1.GuestService.ListGuests:input_type -> patchbay.v1.ListGuestsRequest
+	8,  // 21: patchbay.v1.GuestService.DescribeGuest:input_type -> patchbay.v1.DescribeGuestRequest
+	13, // 22: patchbay.v1.GuestService.WatchGuest:input_type -> patchbay.v1.WatchGuestRequest
+	15, // 23: patchbay.v1.GuestService.PauseGuest:input_type -> patchbay.v1.PauseGuestRequest
+	17, // 24: patchbay.v1.GuestService.ResumeGuest:input_type -> patchbay.v1.ResumeGuestRequest
+	19, // 25: patchbay.v1.GuestService.ShutdownGuest:input_type -> patchbay.v1.ShutdownGuestRequest
+	21, // 26: patchbay.v1.GuestService.StreamConsole:input_type -> patchbay.v1.StreamConsoleRequest
+	6,  // 27: patchbay.v1.GuestService.ListGuests:output_type -> patchbay.v1.ListGuestsResponse
+	9,  // 28: patchbay.v1.GuestService.DescribeGuest:output_type -> patchbay.v1.DescribeGuestResponse
+	14, // 29: patchbay.v1.GuestService.WatchGuest:output_type -> patchbay.v1.WatchGuestResponse
+	16, // 30: patchbay.v1.GuestService.PauseGuest:output_type -> patchbay.v1.PauseGuestResponse
+	18, // 31: patchbay.v1.GuestService.ResumeGuest:output_type -> patchbay.v1.ResumeGuestResponse
+	20, // 32: patchbay.v1.GuestService.ShutdownGuest:output_type -> patchbay.v1.ShutdownGuestResponse
+	22, // 33: patchbay.v1.GuestService.StreamConsole:output_type -> patchbay.v1.StreamConsoleResponse
+	27, // [27:34] is the sub-list for method output_type
+	20, // [20:27] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_guest_proto_init() }
@@ -1687,7 +1758,7 @@ func file_patchbay_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_guest_proto_rawDesc), len(file_patchbay_v1_guest_proto_rawDesc)),
 			NumEnums:      5,
-			NumMessages:   17,
+			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -10,9 +10,9 @@ use super::gates::{self, Gates};
 use super::layout::{Inner, Layout};
 use super::locate::{Anchors, Located, required};
 use super::memory::PhysicalMemory;
-use super::modules::{self, Loaded, SymbolRoom};
+use super::modules::{self, LeftOut, Loaded, SymbolRoom};
 use super::parts::Clock;
-use super::tables::{self, Tables};
+use super::tables::{self, Looks, Tables};
 use super::{ImageTables, Key};
 use crate::classes::Classes;
 
@@ -51,6 +51,7 @@ impl Own {
 pub(super) struct Contents {
     pub images: Vec<ImageTables>,
     pub keys: Vec<Key>,
+    pub left_out: Vec<LeftOut>,
 }
 
 /// Reads modules, tables and names.
@@ -64,26 +65,32 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
 ) -> Result<Contents, DiscoveryError> {
     let anchors = Arc::clone(&located.anchors);
     let view = &mut located.view;
-    let modules = match anchors.named.address("modules") {
+    let (modules, left_out) = match anchors.named.address("modules") {
         Some(head) => {
-            let modules = modules::read(view, head, layout, inner)?;
-            gates::add_modules(gates, view, &anchors.named, layout, inner, &modules);
-            modules
+            let (modules, left_out) = modules::read(view, head, layout, inner)?;
+            let named = &anchors.named;
+            gates::add_modules(gates, view, named, layout, inner, &modules, &left_out);
+            (modules, left_out)
         }
-        None => Vec::new(),
+        None => Default::default(),
     };
     clock.part("modules", view.copied());
 
-    let mut sites = vec![tables::sites(view, &own.tables, own.nops, &own.entries)?];
+    let mut looks = Looks::default();
+    let own_sites = tables::sites(view, &own.tables, own.nops, &own.entries, &mut looks)?;
+    let mut sites = vec![own_sites];
     let mut tables = vec![own.tables.clone()];
     let mut left = ENTRIES_MAX - own.entries.len();
     for image in modules.iter().map(Loaded::tables) {
         let entries = tables::entries(view, &image, left)?;
         left -= entries.len();
-        sites.push(tables::sites(view, &image, own.nops, &entries)?);
+        sites.push(tables::sites(view, &image, own.nops, &entries, &mut looks)?);
         tables.push(image);
     }
-    let used = tables::keys(view, &tables, &sites, layout)?;
+    let absent = left_out.iter().map(|module| module.address).collect();
+    let used = tables::keys(
+        view, &tables, &mut sites, &absent, own.nops, layout, &mut looks,
+    )?;
     clock.part("jump tables", view.copied());
 
     let mut classes = own.classes.clone();
@@ -113,7 +120,11 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
         .collect();
     let keys = classes.keys(view, used, &images, layout);
     clock.part("names", view.copied());
-    Ok(Contents { images, keys })
+    Ok(Contents {
+        images,
+        keys,
+        left_out,
+    })
 }
 
 /// The kernel image's own.

@@ -4,9 +4,12 @@
 /// Why a discovery failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DiscoveryError {
-    /// The guest is booting, or at work on its own keys or modules.
+    /// The guest is booting, or at work on its own keys or modules. This ends soon.
     #[error("the guest is busy: {0}; look again")]
     Busy(String),
+    /// No vCPU runs a kernel that could be read. The guest may be about to boot one, or run another system for ever.
+    #[error("no kernel was found: {0}; look again once the guest has booted")]
+    Absent(String),
     /// Its kernel panics, on this CPU.
     #[error("its kernel panics on CPU {0}, and its keys cannot be changed until it is reset")]
     Panics(u64),
@@ -24,6 +27,10 @@ pub(super) const GIVE_TYPES: &str =
 
 pub(super) fn busy<T>(sentence: impl Into<String>) -> Result<T, DiscoveryError> {
     Err(DiscoveryError::Busy(sentence.into()))
+}
+
+pub(super) fn absent<T>(sentence: impl Into<String>) -> Result<T, DiscoveryError> {
+    Err(DiscoveryError::Absent(sentence.into()))
 }
 
 pub(super) fn refuse<T>(sentence: impl Into<String>) -> Result<T, DiscoveryError> {

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use super::contents::{self, Own};
 use super::debug_file::DebugFile;
 use super::debug_folder::DebugFiles;
-use super::error::{DiscoveryError, GIVE_TYPES, refuse};
+use super::error::{DiscoveryError, GIVE_TYPES, busy, refuse};
 use super::gates::{self, Gates};
 use super::layout::{self, Inner};
 use super::locate::{self, Anchors, Located};
@@ -34,7 +34,7 @@ pub fn discover<M: PhysicalMemory + ?Sized>(
     cpus: &[Cpu],
     way: Way,
 ) -> Result<Kernel, DiscoveryError> {
-    whole(memory, cpus, way, None).map(|(kernel, _)| kernel)
+    Finder::default().find(memory, cpus, way)
 }
 
 /// Discovers one guest repeatedly, and keeps what cannot change while the same kernel runs.
@@ -84,9 +84,14 @@ impl Finder {
                 }
             }
         }
-        let (kernel, known) = whole(memory, cpus, way, self.files.as_mut())?;
-        self.known = known;
-        Ok(kernel)
+        let (known, located, clock) = know(memory, cpus, way, self.files.as_mut())?;
+        let found = known.read(located, way, false, clock);
+        // A guest that was busy is looked at again soon, and most of the work is done. Without a stack canary nothing would tell this
+        // kernel from the next.
+        let tells = !known.gates.missing.contains(&GateKind::SameKernel);
+        let keep = tells && !matches!(found, Err(DiscoveryError::Refused(_)));
+        self.known = keep.then_some(known);
+        found
     }
 }
 
@@ -128,6 +133,7 @@ impl Known {
     ) -> Result<Kernel, DiscoveryError> {
         let mut gates = self.gates.clone();
         gates.check(&mut located.view)?;
+        let mut closed = gates.closed(&mut located.view);
         let found = contents::read(
             &mut located,
             &self.own,
@@ -136,10 +142,16 @@ impl Known {
             &self.inner,
             &mut clock,
         );
-        // What was found counts only if the kernel was not at work meanwhile.
+        // What was found counts only if the same modules are there.
         located.view.forget();
         gates.check(&mut located.view)?;
-        let contents = found?;
+        closed = closed.or_else(|| gates.closed(&mut located.view));
+        let contents = match (found, closed) {
+            (Err(DiscoveryError::Refused(why)), Some((kind, _))) => {
+                return busy(format!("{why}, while the gate {} is closed", kind.name()));
+            }
+            (found, _) => found?,
+        };
         clock.part("gates", located.view.copied());
 
         let anchors = &self.anchors;
@@ -156,6 +168,7 @@ impl Known {
             layout: self.layout.clone(),
             images: contents.images,
             keys: contents.keys,
+            left_out: contents.left_out,
             gates: gates.gates,
             per_cpu_offsets: gates.per_cpu_offsets,
             evidence: Evidence {
@@ -171,13 +184,13 @@ impl Known {
     }
 }
 
-/// Discovers without any knowledge. Without a stack canary nothing is kept: nothing would tell this kernel from the next.
-fn whole<M: PhysicalMemory + ?Sized>(
-    memory: &M,
+/// Finds what stays while the kernel runs, without any knowledge.
+fn know<'m, M: PhysicalMemory + ?Sized>(
+    memory: &'m M,
     cpus: &[Cpu],
     way: Way,
     files: Option<&mut DebugFiles>,
-) -> Result<(Kernel, Option<Known>), DiscoveryError> {
+) -> Result<(Known, Located<'m, M>, Clock), DiscoveryError> {
     let mut clock = Clock::start();
     let (mut located, file) = locate::locate(memory, cpus, way, files, &mut clock)?;
     let anchors = Arc::clone(&located.anchors);
@@ -204,9 +217,7 @@ fn whole<M: PhysicalMemory + ?Sized>(
         own,
         page_table_isolation,
     };
-    let kernel = known.read(located, way, false, clock)?;
-    let tells = !known.gates.missing.contains(&GateKind::SameKernel);
-    Ok((kernel, tells.then_some(known)))
+    Ok((known, located, clock))
 }
 
 /// The file's types. Two builds of one source may differ in them alone (RANDSTRUCT), so that the symbols do not prove them.

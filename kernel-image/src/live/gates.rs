@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::error::{DiscoveryError, GIVE_FILE, busy, refuse};
 use super::layout::{Inner, Layout};
 use super::memory::{PhysicalMemory, View};
-use super::modules::Loaded;
+use super::modules::{LeftOut, Loaded};
 use crate::symbols::{Named, SymbolKind, Symbols};
 
 /// Most possible CPUs.
@@ -49,6 +49,8 @@ pub enum GateKind {
     ModuleState,
     /// The module has the jump table that was read.
     ModuleTable,
+    /// The module is still in the state in which it was left out.
+    ModuleLeftOut,
 }
 
 impl GateKind {
@@ -70,6 +72,30 @@ impl GateKind {
             Self::ModuleList => "list of modules",
             Self::ModuleState => "state of a module",
             Self::ModuleTable => "jump table of a module",
+            Self::ModuleLeftOut => "state of a module that was left out",
+        }
+    }
+
+    /// Whether a discovery needs the gate open. It reads what was stored at boot or with a module, and looks again at a key that is just
+    /// changed, so a mutex or a change of text need not stop it: its holder may hang for ever. They stop changes of the keys that they
+    /// [concern](Concerns).
+    fn stops_discovery(self) -> bool {
+        match self {
+            Self::SameKernel
+            | Self::SystemState
+            | Self::Panic
+            | Self::ModuleCount
+            | Self::ModuleList
+            | Self::ModuleState
+            | Self::ModuleTable
+            | Self::ModuleLeftOut => true,
+            Self::JumpLabelMutex
+            | Self::TextMutex
+            | Self::TextPokeQueue
+            | Self::TextPoke
+            | Self::TracepointsMutex
+            | Self::DynamicDebugMutex
+            | Self::ModuleMutex => false,
         }
     }
 }
@@ -137,33 +163,42 @@ impl Gates {
         }
     }
 
-    /// The first gate that is closed, with the value found.
-    pub fn closed<M: PhysicalMemory + ?Sized>(
+    /// The gates that are closed, with the value found.
+    fn all_closed<M: PhysicalMemory + ?Sized>(
         &self,
         view: &mut View<'_, M>,
-    ) -> Option<(GateKind, u64)> {
-        for gate in &self.gates {
+    ) -> impl Iterator<Item = (GateKind, u64)> {
+        self.gates.iter().filter_map(|gate| {
             let offsets: &[u64] = if gate.per_cpu {
                 &self.per_cpu_offsets
             } else {
                 &[0]
             };
-            for offset in offsets {
+            offsets.iter().find_map(|offset| {
                 let found = read(view, gate.address.wrapping_add(*offset), gate.width);
-                if found.is_none_or(|found| found & gate.mask != gate.wanted) {
-                    return Some((gate.kind, found.unwrap_or(0)));
-                }
-            }
-        }
-        None
+                let closed = found.is_none_or(|found| found & gate.mask != gate.wanted);
+                closed.then_some((gate.kind, found.unwrap_or(0)))
+            })
+        })
     }
 
-    /// Fails if a gate is closed.
+    /// The first gate that is closed, with the value found.
+    pub fn closed<M: PhysicalMemory + ?Sized>(
+        &self,
+        view: &mut View<'_, M>,
+    ) -> Option<(GateKind, u64)> {
+        self.all_closed(view).next()
+    }
+
+    /// Fails if a gate is closed that stops a discovery.
     pub fn check<M: PhysicalMemory + ?Sized>(
         &self,
         view: &mut View<'_, M>,
     ) -> Result<(), DiscoveryError> {
-        match self.closed(view) {
+        match self
+            .all_closed(view)
+            .find(|(kind, _)| kind.stops_discovery())
+        {
             None => Ok(()),
             Some((GateKind::Panic, cpu)) => Err(DiscoveryError::Panics(cpu)),
             Some((kind, found)) => busy(format!(
@@ -354,6 +389,7 @@ pub(super) fn add_modules<M: PhysicalMemory + ?Sized>(
     layout: &Layout,
     inner: &Inner,
     modules: &[Loaded],
+    left_out: &[LeftOut],
 ) {
     let mut keep = |address: Option<u64>, width: u8| {
         let address = address?;
@@ -393,5 +429,16 @@ pub(super) fn add_modules<M: PhysicalMemory + ?Sized>(
             GateKind::ModuleTable,
             keep(member(layout.module_jump_entries), 8).map(|gate| Gate { concerns, ..gate }),
         );
+    }
+    for module in left_out {
+        let address = module.address.checked_add(u64::from(layout.module_state));
+        let concerns = Concerns::Module(module.address);
+        gates.gates.extend(address.map(|address| Gate {
+            kind: GateKind::ModuleLeftOut,
+            address,
+            wanted: u64::from(module.word),
+            concerns,
+            ..WORD
+        }));
     }
 }

@@ -170,13 +170,24 @@ pub(super) struct Module {
     pub list: u32,
     pub name: u32,
     pub name_size: u32,
-    pub state_unformed: u32,
+    /// Values of states that are not live.
+    pub states: Vec<(u32, &'static str)>,
     pub kallsyms: u32,
     pub symtab: u32,
     pub num_symtab: u32,
     pub strtab: u32,
     pub tracepoints: Option<(u32, u32)>,
     pub memory: Memory,
+}
+
+impl Module {
+    /// The kernel's word for a state of a module.
+    pub fn state_name(&self, state: u32) -> &'static str {
+        let mut states = self.states.iter();
+        states
+            .find(|(value, _)| *value == state)
+            .map_or("of an unknown state", |(_, name)| name)
+    }
 }
 
 /// Members of `struct module` that describe the module's memory.
@@ -333,7 +344,14 @@ fn module(types: &Required<'_>) -> Result<Module, DiscoveryError> {
         list: offset("module", &["list"])?,
         name: offset("module", &["name"])?,
         name_size: name_size.unwrap_or(0).min(256),
-        state_unformed: types.enumerator("module_state", "MODULE_STATE_UNFORMED")?,
+        states: [
+            ("MODULE_STATE_COMING", "COMING"),
+            ("MODULE_STATE_GOING", "GOING"),
+            ("MODULE_STATE_UNFORMED", "UNFORMED"),
+        ]
+        .into_iter()
+        .filter_map(|(enumerator, name)| Some((btf.enumerator("module_state", enumerator)?, name)))
+        .collect(),
         kallsyms: offset("module", &["kallsyms"])?,
         symtab: offset("mod_kallsyms", &["symtab"])?,
         num_symtab: offset("mod_kallsyms", &["num_symtab"])?,

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use super::debug_file::{self, DebugFile};
 use super::debug_folder::DebugFiles;
-use super::error::{DiscoveryError, GIVE_FILE, busy, refuse};
+use super::error::{DiscoveryError, GIVE_FILE, absent, busy, refuse};
 use super::layout;
 use super::memory::{Cpu, PhysicalMemory, View};
 use super::note::{self, Note};
@@ -242,12 +242,12 @@ fn from_cpus(seen: &[Seen]) -> Result<&Candidate, DiscoveryError> {
         Some((index, why)) => format!("vCPU {index}: {why}"),
         None if seen.is_empty() => "none has turned on paging".to_owned(),
         None => {
-            return busy(
+            return absent(
                 "VMX or SVM is on in every vCPU, so the registers may be those of a guest that the guest runs",
             );
         }
     };
-    busy(format!(
+    absent(format!(
         "no vCPU's page table and IDT lead to a Linux kernel of 64 bits ({why}): it boots, is in its firmware, or runs another system"
     ))
 }
@@ -257,11 +257,11 @@ fn from_note<M: PhysicalMemory + ?Sized>(
     note: &Note,
 ) -> Result<Candidate, DiscoveryError> {
     let Some(table) = note.table() else {
-        return busy("the page table that VMCOREINFO names is not in the kernel's image");
+        return absent("the page table that VMCOREINFO names is not in the kernel's image");
     };
     match Candidate::of_table(memory, table) {
         Ok(found) => Ok(found),
-        Err(why) => busy(format!(
+        Err(why) => absent(format!(
             "the page table that VMCOREINFO names leads to no kernel: {why}"
         )),
     }

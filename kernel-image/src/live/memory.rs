@@ -218,6 +218,13 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         self.pages.clear();
     }
 
+    /// Forgets the copies of the pages around an address: its own and the next.
+    pub fn forget_at(&mut self, address: u64) {
+        let page = address - address % PAGE;
+        self.pages.remove(&page);
+        self.pages.remove(&page.wrapping_add(PAGE));
+    }
+
     pub fn u32(&mut self, address: u64) -> Option<u32> {
         let mut bytes = [0; 4];
         self.read(address, &mut bytes)?;

@@ -11,8 +11,8 @@
 //! A [`DebugFile`] of the host says what a kernel does not reveal: data symbols without CONFIG_KALLSYMS_ALL, structures without
 //! CONFIG_DEBUG_INFO_BTF.
 //!
-//! Either every entry of every jump table is explained or the whole is refused. A guest that is at work on its keys, or boots, is
-//! [`DiscoveryError::Busy`]: look again a little later.
+//! Either every entry of every jump table is explained or the whole is refused. Modules that are not live are left out, and named. A guest
+//! that boots, or is at work on its modules, is [`DiscoveryError::Busy`]: look again a little later.
 
 mod contents;
 mod debug_file;
@@ -46,6 +46,7 @@ pub use functions::Functions;
 pub use gates::{Concerns, Gate, GateKind};
 pub use layout::Layout;
 pub use memory::{Cpu, PhysicalMemory};
+pub use modules::LeftOut;
 pub use paging::PageTable;
 pub use parts::Part;
 pub use tables::Site;
@@ -158,6 +159,8 @@ pub struct Kernel {
     pub images: Vec<ImageTables>,
     /// Ordered by address.
     pub keys: Vec<Key>,
+    /// Modules that are loaded and not among the images, because they are not live.
+    pub left_out: Vec<LeftOut>,
     /// The gates that can be looked at.
     pub gates: Vec<Gate>,
     /// Offset of each possible CPU's per-CPU variables.

@@ -39,6 +39,19 @@ pub(super) struct Loaded {
     kallsyms: u64,
 }
 
+/// A module in the list that is not live. It may never be: after an oops in its init function it stays as it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeftOut {
+    /// Address of the `struct module`.
+    pub address: u64,
+    /// Name of the module.
+    pub name: String,
+    /// The kernel's word for its state, such as COMING.
+    pub state: &'static str,
+    /// The value of that state.
+    pub word: u32,
+}
+
 impl Loaded {
     /// Whether its memory holds the address.
     pub fn contains(&self, address: u64) -> bool {
@@ -46,19 +59,19 @@ impl Loaded {
     }
 }
 
-/// Walks the list. All modules are live, or the guest is busy.
+/// Walks the list. Returns the modules that are live, and those that are not.
 pub(super) fn read<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     head: u64,
     layout: &Layout,
     inner: &Inner,
-) -> Result<Vec<Loaded>, DiscoveryError> {
-    let mut modules = Vec::new();
+) -> Result<(Vec<Loaded>, Vec<LeftOut>), DiscoveryError> {
+    let (mut modules, mut left_out) = (Vec::new(), Vec::new());
     let Some(mut node) = view.u64(head) else {
         return refuse("the list of modules is not mapped");
     };
     while node != head {
-        if modules.len() == MAX_MODULES {
+        if modules.len() + left_out.len() == MAX_MODULES {
             return busy(format!(
                 "the list of modules has more than {MAX_MODULES} elements or loops"
             ));
@@ -69,13 +82,12 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
             .map(|word| word as u32);
         match state {
             None => return busy(format!("the module at {address:#x} is not mapped")),
-            // Not linked to any key yet.
-            Some(state) if state == inner.module.state_unformed => {}
-            Some(state) if state != layout.module_state_live => {
-                return busy(format!(
-                    "the module at {address:#x} is loading or unloading"
-                ));
-            }
+            Some(state) if state != layout.module_state_live => left_out.push(LeftOut {
+                address,
+                name: name(view, address, inner).unwrap_or_else(|| format!("{address:#x}")),
+                state: inner.module.state_name(state),
+                word: state,
+            }),
             Some(_) => match module(view, address, layout, inner) {
                 Some(module) => modules.push(module),
                 None => {
@@ -88,7 +100,21 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
             None => return busy("the list of modules leads to memory that is not mapped"),
         }
     }
-    Ok(modules)
+    Ok((modules, left_out))
+}
+
+fn name<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    address: u64,
+    inner: &Inner,
+) -> Option<String> {
+    let mut name = vec![0; inner.module.name_size as usize];
+    view.read(
+        address.checked_add(u64::from(inner.module.name))?,
+        &mut name,
+    )?;
+    let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
+    Some(crate::classes::printable(name).into_owned())
 }
 
 fn module<M: PhysicalMemory + ?Sized>(
@@ -98,9 +124,7 @@ fn module<M: PhysicalMemory + ?Sized>(
     inner: &Inner,
 ) -> Option<Loaded> {
     let module = &inner.module;
-    let mut name = vec![0; module.name_size as usize];
-    view.read(address.checked_add(u64::from(module.name))?, &mut name)?;
-    let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
+    let name = name(view, address, inner)?;
     let entries = view.pointer(address, layout.module_jump_entries)?;
     let count = view.pointer(address, layout.module_num_jump_entries)? & 0xffff_ffff;
     let size = static_keys::EntryFormat::Relative.entry_size() as u64;
@@ -115,7 +139,7 @@ fn module<M: PhysicalMemory + ?Sized>(
     let areas = areas(view, address, &module.memory)?;
     Some(Loaded {
         address,
-        name: crate::classes::printable(name).into_owned(),
+        name,
         text: areas.text,
         ro_after_init: areas.ro_after_init,
         init_text: areas.init_text,

@@ -14,7 +14,7 @@
 
 use std::collections::HashMap;
 
-use super::error::{DiscoveryError, busy, refuse};
+use super::error::{DiscoveryError, absent, refuse};
 use super::memory::{Cpu, PhysicalMemory};
 use super::paging::{IMAGE_MAP, PAGE, PageTable};
 use crate::classes::printable;
@@ -173,7 +173,7 @@ pub(super) fn find(
     }
     match found {
         Some(note) => Ok((note, read)),
-        None => busy(format!(
+        None => absent(format!(
             "none of {texts} VMCOREINFO texts in its memory is proven by the page tables: it runs no Linux with \
              CONFIG_VMCORE_INFO, or has not booted"
         )),

@@ -3,9 +3,15 @@
 //!
 //! An entry is explained if its site lies in the text of its image and holds the NOP or the JMP that the key's count asks for, or lies in
 //! init text that is gone, and if the key's `type` word names exactly the entries that were found by key.
+//!
+//! The guest runs, and changes keys: the pages of a key and of its sites are copied one after another. What does not agree is copied
+//! again, until it agrees or the guest had time enough ([`Looks`]). Modules that are not live are left out, and so is what they add to
+//! the lists of keys.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
+use std::thread;
+use std::time::Duration;
 
 use static_keys::{Branch, EntryFormat, Image, JumpEntry, KEYS_MAX, Nops, Size};
 
@@ -56,6 +62,29 @@ pub(super) struct Used {
     pub sealed: bool,
     /// For each image with entries: its index, the address of its first entry, and the range of its entries in the table.
     pub runs: Vec<(usize, u64, Range<usize>)>,
+}
+
+/// How often a discovery looks again at what the guest is just changing. A change of a key takes some 100 µs.
+pub(super) struct Looks(u32);
+
+impl Default for Looks {
+    fn default() -> Self {
+        Self(64)
+    }
+}
+
+impl Looks {
+    const INTERVAL: Duration = Duration::from_micros(50);
+
+    /// Waits until it is worth looking again; false if that was done often enough.
+    fn again(&mut self) -> bool {
+        if self.0 == 0 {
+            return false;
+        }
+        self.0 -= 1;
+        thread::sleep(Self::INTERVAL);
+        true
+    }
 }
 
 /// The NOPs that the kernel writes to its sites.
@@ -115,11 +144,33 @@ pub(super) fn sites<M: PhysicalMemory + ?Sized>(
     image: &Tables,
     nops: Nops,
     entries: &[JumpEntry],
+    looks: &mut Looks,
 ) -> Result<Vec<Site>, DiscoveryError> {
     let entries = entries.iter();
     entries
-        .map(|entry| site(view, image, nops, *entry))
+        .map(|entry| settled_site(view, image, nops, *entry, looks))
         .collect()
+}
+
+/// Reads a site, again if it is just being changed.
+fn settled_site<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    image: &Tables,
+    nops: Nops,
+    entry: JumpEntry,
+    looks: &mut Looks,
+) -> Result<Site, DiscoveryError> {
+    let mut first = true;
+    loop {
+        let found = site(view, image, nops, entry);
+        match &found {
+            Err(DiscoveryError::Busy(_)) if looks.again() => {}
+            // A copy is not atomic: it can have the first byte of before a change, and the others of after it.
+            Err(DiscoveryError::Refused(_)) if first => first = false,
+            _ => return found,
+        }
+        view.forget_at(entry.code);
+    }
 }
 
 fn whose(image: &Tables) -> String {
@@ -203,10 +254,12 @@ struct Images<'a> {
     areas: Ranges,
     texts: Ranges,
     by_id: HashMap<u64, usize>,
+    /// Modules that are not among the images.
+    left_out: &'a HashSet<u64>,
 }
 
 impl<'a> Images<'a> {
-    fn new(tables: &'a [Tables]) -> Self {
+    fn new(tables: &'a [Tables], left_out: &'a HashSet<u64>) -> Self {
         let areas = (0..).zip(tables).flat_map(|(index, image)| {
             let areas = image.areas.iter();
             areas.map(move |area| (area, index))
@@ -218,19 +271,24 @@ impl<'a> Images<'a> {
             areas: Ranges::new(areas),
             texts: Ranges::new(texts),
             by_id: ids.collect(),
+            left_out,
         }
     }
 }
 
-/// Groups the sites of all images by key and compares them with what the keys say.
+/// Groups the sites of all images by key and compares them with what the keys say. `left_out` has the addresses of modules that are not
+/// among the images.
 pub(super) fn keys<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     images: &[Tables],
-    sites: &[Vec<Site>],
+    sites: &mut [Vec<Site>],
+    left_out: &HashSet<u64>,
+    nops: Nops,
     layout: &Layout,
+    looks: &mut Looks,
 ) -> Result<BTreeMap<u64, Used>, DiscoveryError> {
     let mut keys: BTreeMap<u64, Used> = BTreeMap::new();
-    for (index, (image, sites)) in images.iter().zip(sites).enumerate() {
+    for (index, (image, sites)) in images.iter().zip(&*sites).enumerate() {
         let mut start = 0;
         for run in sites.chunk_by(|a, b| a.entry.key == b.entry.key) {
             let Some(first) = run.first() else { continue };
@@ -246,14 +304,45 @@ pub(super) fn keys<M: PhysicalMemory + ?Sized>(
             keys.len()
         ));
     }
-    let images = Images::new(images);
+    let images = Images::new(images, left_out);
     for (address, used) in &mut keys {
-        key(view, &images, *address, used, layout)?;
-        if !used.sealed {
-            check_sites(*address, used, sites)?;
+        loop {
+            let found = key(view, &images, *address, used, layout)
+                .and_then(|()| check_sites(*address, used, sites));
+            match found {
+                Ok(()) => break,
+                Err(DiscoveryError::Busy(_)) if looks.again() => {}
+                Err(error) => return Err(error),
+            }
+            view.forget_at(*address);
+            look_again(view, &images, used, sites, nops, looks)?;
         }
     }
     Ok(keys)
+}
+
+/// Reads the sites of a key again.
+fn look_again<M: PhysicalMemory + ?Sized>(
+    view: &mut View<'_, M>,
+    images: &Images<'_>,
+    used: &Used,
+    sites: &mut [Vec<Site>],
+    nops: Nops,
+    looks: &mut Looks,
+) -> Result<(), DiscoveryError> {
+    for (image, _, range) in &used.runs {
+        let Some(tables) = images.tables.get(*image) else {
+            continue;
+        };
+        let run = sites
+            .get_mut(*image)
+            .and_then(|sites| sites.get_mut(range.clone()));
+        for known in run.into_iter().flatten() {
+            view.forget_at(known.entry.code);
+            *known = settled_site(view, tables, nops, known.entry, looks)?;
+        }
+    }
+    Ok(())
 }
 
 /// Reads the words of a key.
@@ -319,7 +408,7 @@ fn chain<M: PhysicalMemory + ?Sized>(
 ) -> Result<Vec<(usize, u64)>, DiscoveryError> {
     let mut named = Vec::new();
     // Each user occurs once, and the key's own image may occur without entries.
-    for _ in 0..users + 2 {
+    for _ in 0..users + images.left_out.len() + 2 {
         if node == 0 {
             return Ok(named);
         }
@@ -336,6 +425,7 @@ fn chain<M: PhysicalMemory + ?Sized>(
         if entries != 0 {
             match images.by_id.get(&module) {
                 Some(image) => named.push((*image, entries)),
+                None if images.left_out.contains(&module) => {}
                 None => {
                     return busy(format!(
                         "the key at {key:#x} is used by a module at {module:#x} that is not in the list of modules"
@@ -350,8 +440,11 @@ fn chain<M: PhysicalMemory + ?Sized>(
     ))
 }
 
-/// The sites do what the count asks for.
+/// The sites do what the count asks for. The words of a sealed key say nothing.
 fn check_sites(address: u64, used: &Used, sites: &[Vec<Site>]) -> Result<(), DiscoveryError> {
+    if used.sealed {
+        return Ok(());
+    }
     if used.count < 0 {
         return busy(format!(
             "the guest is just taking the first reference of the key at {address:#x}"
@@ -418,7 +511,16 @@ mod tests {
         };
         let sites: Vec<Site> = (0..count as u64).map(|index| site(16 * index)).collect();
         let mut view = View::new(&Nothing, table);
-        match keys(&mut view, &[image], &[sites], &Layout::default()) {
+        let found = keys(
+            &mut view,
+            &[image],
+            &mut [sites],
+            &HashSet::new(),
+            Nops::Fixed,
+            &Layout::default(),
+            &mut Looks::default(),
+        );
+        match found {
             Err(DiscoveryError::Refused(why)) => why,
             other => panic!("{other:?}"),
         }

@@ -127,12 +127,17 @@ fn a_refused_kernel_is_looked_at_as_a_whole() {
 fn a_closed_gate_is_busy_and_what_is_known_stays() {
     let guest = guest();
     let mut finder = Finder::default();
-    find(&mut finder, &guest);
-    guest.put_u32(guest.symbol("text_mutex"), 0x1008);
-    let error = finder.find(&guest, &guest.cpus, Way::Image).unwrap_err();
-    assert!(matches!(error, DiscoveryError::Busy(_)), "{error}");
-    guest.put_u32(guest.symbol("text_mutex"), 0);
-    assert!(find(&mut finder, &guest).evidence.again);
+    // A guest that is busy at the first discovery is not looked at as a whole again.
+    for (word, closed, open) in [
+        (guest.symbol("shared"), u32::MAX, 0),
+        (guest.symbol("system_state"), 4, 3),
+    ] {
+        guest.put_u32(word, closed);
+        let error = finder.find(&guest, &guest.cpus, Way::Image).unwrap_err();
+        assert!(matches!(error, DiscoveryError::Busy(_)), "{error}");
+        guest.put_u32(word, open);
+        assert!(find(&mut finder, &guest).evidence.again);
+    }
 }
 
 /// What the finder has must not be used for a kernel that was started since.

@@ -3,7 +3,7 @@
 
 use patchbay_kernel_image::live::{DiscoveryError, Way, discover};
 
-use crate::craft_guest::{Guest, guest, physical};
+use crate::craft_guest::{Guest, JMP5, NOP5, guest, physical};
 
 /// A page that the guest does not use otherwise, and the next.
 const FREE: u64 = 0x1a_8000;
@@ -49,7 +49,9 @@ fn a_page_table_that_is_freed_meanwhile_is_no_reason_to_refuse() {
             }));
             match find(&guest) {
                 Ok(()) => {}
-                Err(DiscoveryError::Busy(_)) => last_busy = last_busy.max(first),
+                Err(DiscoveryError::Busy(_) | DiscoveryError::Absent(_)) => {
+                    last_busy = last_busy.max(first);
+                }
                 Err(error) => panic!("freed before read {first}: {error}"),
             }
         }
@@ -105,4 +107,35 @@ fn a_kernel_that_cannot_be_read_is_refused_once_its_page_table_stays() {
         .copy_from_slice(&kallsyms.ram.borrow()[0x10_0000..0x18_0000]);
     let error = find(&guest).unwrap_err();
     assert!(matches!(error, DiscoveryError::Refused(_)), "{error}");
+}
+
+/// The guest switches a key on and off all the time, and its sites and its count are copied one after another.
+#[test]
+fn a_key_that_is_switched_while_it_is_read_is_read_again() {
+    let guest = guest();
+    find(&guest).unwrap();
+    let reads = *guest.reads.borrow();
+    let line = physical(guest.symbol("__start___dyndbg") + 40) as usize;
+    let site = physical(crate::craft_guest::TEXT + 0x280) as usize;
+    // A change takes three reads: the first byte of the site, the others, the count.
+    for period in [7, 11, 29] {
+        for first in 0..reads {
+            *guest.before_read.borrow_mut() = Some(Box::new(move |number, ram| {
+                let since = number.wrapping_sub(first);
+                if number < first {
+                    return;
+                }
+                let on = since / period % 2 == 0;
+                let bytes = if on { JMP5 } else { NOP5 };
+                match since % period {
+                    0 => ram[site] = 0xcc,
+                    1 => ram[site + 1..site + 5].copy_from_slice(&bytes[1..]),
+                    2 => ram[site] = bytes[0],
+                    3 => ram[line] = u8::from(on),
+                    _ => {}
+                }
+            }));
+            find(&guest).unwrap();
+        }
+    }
 }

@@ -96,6 +96,14 @@ pub fn discovery(found: &DiscoveredKernel) -> v1::Discovery {
         }),
         gates: named(&found.gates),
         missing_gates: named(&found.missing_gates),
+        left_out_modules: found
+            .left_out
+            .iter()
+            .map(|module| v1::LeftOutModule {
+                name: module.name.clone(),
+                state: module.state.to_owned(),
+            })
+            .collect(),
     }
 }
 

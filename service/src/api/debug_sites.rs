@@ -2,6 +2,7 @@
 //! Lists the lines that dynamic debug can print.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use patchbay_proto::v1;
 use static_keys::MAX_PATTERNS;
@@ -13,6 +14,7 @@ use crate::keys::{Keys, KeysError};
 pub async fn list(
     keys: &Arc<Keys>,
     request: v1::ListDebugSitesRequest,
+    deadline: Instant,
 ) -> Result<v1::ListDebugSitesResponse, KeysError> {
     let given = request.queries.len();
     if given > MAX_PATTERNS {
@@ -29,7 +31,8 @@ pub async fn list(
         enabled: request.enabled,
     };
     let reader = Arc::clone(keys);
-    // Reads every key's count from the guest, and may discover its kernel first.
+    keys.find_kernel(deadline).await;
+    // Reads every key's count from the guest.
     let page = tokio::task::spawn_blocking(move || reader.list_debug_sites(&query))
         .await
         .map_err(|error| KeysError::Internal {

@@ -52,6 +52,7 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::ListStaticKeysRequest>,
     ) -> Result<Response<v1::ListStaticKeysResponse>, Status> {
+        let deadline = Instant::now() + time_allowed(request.metadata());
         let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let query = ListQuery {
@@ -62,6 +63,7 @@ impl StaticKeysService for StaticKeysApi {
             enabled: request.enabled,
         };
         let keys = Arc::clone(&guest.keys);
+        keys.find_kernel(deadline).await;
         // Reads every key's count from the guest, which takes milliseconds.
         let page = tokio::task::spawn_blocking(move || keys.list(&query))
             .await
@@ -82,12 +84,14 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::GetStaticKeyRequest>,
     ) -> Result<Response<v1::GetStaticKeyResponse>, Status> {
+        let deadline = Instant::now() + time_allowed(request.metadata());
         let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let size = super::page_size(request.page_size)
             .ok_or_else(|| invalid("page_size", super::NEGATIVE_PAGE_SIZE))?;
         let keys = Arc::clone(&guest.keys);
-        // A discovery takes tens of milliseconds.
+        keys.find_kernel(deadline).await;
+        // Reads the key's sites from the guest.
         let details =
             tokio::task::spawn_blocking(move || keys.get(&request.name, size, &request.page_token))
                 .await
@@ -106,8 +110,9 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::ListDebugSitesRequest>,
     ) -> Result<Response<v1::ListDebugSitesResponse>, Status> {
+        let deadline = Instant::now() + time_allowed(request.metadata());
         let (guest, _, request) = self.access.admit(request)?;
-        let answer = debug_sites::list(&guest.keys, request.into_inner()).await?;
+        let answer = debug_sites::list(&guest.keys, request.into_inner(), deadline).await?;
         Ok(Response::new(answer))
     }
 

@@ -60,11 +60,13 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::ListTracepointsRequest>,
     ) -> Result<Response<v1::ListTracepointsResponse>, Status> {
+        let deadline = Instant::now() + super::time_allowed(request.metadata());
         let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let wanted = Wanted::parse(request.patterns, false)?;
         let size = super::page_size(request.page_size)
             .ok_or_else(|| invalid("page_size", super::NEGATIVE_PAGE_SIZE))?;
+        guest.keys.find_kernel(deadline).await;
         let (listed, stale) = list(&guest.tracer, &wanted, request.armed_only).await?;
         if let (true, Some(error)) = (request.refresh, &stale) {
             return Err(TraceError::from(error.clone()).into());
@@ -130,6 +132,7 @@ impl TracepointsService for TracepointsApi {
         terms.ttl = super::from_proto("ttl", request.ttl, TTL_RANGE)?;
         let summary_only = super::summary_only(request.result_view)?;
         let tracer = Arc::clone(&guest.tracer);
+        guest.keys.find_kernel(deadline).await;
         let change = async move { tracer.fire(&client, &wanted, &terms).await };
         let TraceOutcome { results, report } = change_once(&guest.tracer, once, change).await?;
         let (results, summary) = viewed(results, summary_only);
@@ -157,6 +160,7 @@ impl TracepointsService for TracepointsApi {
         terms.force = request.force;
         let summary_only = super::summary_only(request.result_view)?;
         let tracer = Arc::clone(&guest.tracer);
+        guest.keys.find_kernel(deadline).await;
         let change = async move { tracer.park(&client, &wanted, &terms).await };
         let TraceOutcome { results, report } = change_once(&guest.tracer, once, change).await?;
         let (results, summary) = viewed(results, summary_only);

@@ -20,6 +20,7 @@ mod error;
 mod estimate;
 mod executor;
 mod expiry;
+mod find_kernel;
 mod flip;
 mod gate;
 mod hold_list;
@@ -441,6 +442,7 @@ impl Keys {
     /// # Errors
     /// [`KeysError`].
     pub async fn update(&self, request: UpdateRequest) -> Result<Arc<UpdateOutcome>, KeysError> {
+        self.find_kernel(request.deadline).await;
         self.ask(|reply| Command::Update(Box::new(request), reply))
             .await
     }
@@ -450,6 +452,7 @@ impl Keys {
     /// # Errors
     /// Those of [`Keys::update`]; [`KeysError::TooManyPlans`].
     pub async fn prepare(&self, request: PrepareRequest) -> Result<Arc<PrepareOutcome>, KeysError> {
+        self.find_kernel(request.deadline).await;
         self.ask(|reply| Command::Prepare(Box::new(request), reply))
             .await
     }

@@ -86,7 +86,11 @@ impl<G: Guest> Executor<G> {
             })),
             Err(PlanError::Busy(busy)) => {
                 registration.check_refused(&busy)?;
-                Ok(Attempt::Busy((&busy).into()))
+                let mut gate = InTheWay::from(&busy);
+                if let Some(name) = registration.name_user(&busy) {
+                    gate.name = name;
+                }
+                Ok(Attempt::Busy(gate))
             }
             // The call permits it; the monitor does not.
             Err(PlanError::Guarded { key }) if transaction.allow_guarded => {

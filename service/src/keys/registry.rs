@@ -19,8 +19,9 @@ mod source;
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
-use patchbay_kernel_image::live::DebugFiles;
+use patchbay_kernel_image::live::{DebugFiles, LeftOut};
 use static_keys::{Busy, Catalog, Class, GuestMemory, Key, KeyId, Probes};
 use tokio::sync::watch;
 
@@ -31,6 +32,7 @@ use super::boot::Boot;
 use super::debug::DebugSites;
 use super::declared::{Declaration, Declarations};
 use super::error::KeysError;
+use super::gate::ClosedGate;
 use super::holds::{KeyInstance, KeyState};
 use super::journal::{Event, Journal, Limits};
 use super::near::near;
@@ -110,9 +112,37 @@ impl Registration {
             name: name.to_owned(),
             near: near(name, self.catalog.keys().map(|key| &*key.full_name)),
         };
-        self.catalog
-            .find(full_name)
-            .ok_or_else(|| self.refused.home(name).unwrap_or_else(not_found))
+        let home = || full_name.split_once(':').map_or("", |(module, _)| module);
+        match self.catalog.find(full_name) {
+            Some(key) => Ok(key),
+            None => match self.left_out(|module| module.name == home()) {
+                Some(module) => Err(KeysError::Busy {
+                    kind: ClosedGate::ModuleState,
+                    gate: not_live(module),
+                    attempts: 1,
+                    every_key: false,
+                }),
+                None => Err(self.refused.home(name).unwrap_or_else(not_found)),
+            },
+        }
+    }
+
+    /// A module that is loaded and was not live when the kernel was discovered.
+    fn left_out(&self, which: impl Fn(&LeftOut) -> bool) -> Option<&LeftOut> {
+        let left_out = &self.discovery.as_ref()?.left_out;
+        left_out.iter().find(|module| which(module))
+    }
+
+    /// Names a module that is not registered and uses a key, if it is known why it is not.
+    pub fn name_user(&self, busy: &Busy) -> Option<String> {
+        let Busy::UnknownModule { key, module } = busy else {
+            return None;
+        };
+        let user = self.left_out(|left_out| left_out.address == *module)?;
+        Some(format!(
+            "key {key} waits for a module that uses it: {}",
+            not_live(user)
+        ))
     }
 
     /// Returns an error if a refused module uses the key: retrying does not help while it is
@@ -410,6 +440,27 @@ impl Registry {
         self.known()
     }
 
+    /// Whether no kernel is to be discovered: the one that runs has registered, or nothing discovers kernels.
+    pub fn needs_no_discovery(&self) -> bool {
+        let registered = || {
+            let state = self.state();
+            let registration = state.registration.as_ref();
+            registration.is_some_and(|registration| registration.discovery.is_none())
+        };
+        self.discovery.get().is_none() || registered()
+    }
+
+    /// Discovers the kernel of a guest that does not register, unless it is known. Returns when another
+    /// attempt may succeed; `None` if the kernel is known, or waiting does not help.
+    pub fn look_for_kernel(&self) -> Option<Duration> {
+        let discovery = self.discovery.get()?;
+        discovery.look(self);
+        match self.known() {
+            Ok(_) => None,
+            Err(_) => discovery.busy_for(),
+        }
+    }
+
     /// The last registration or discovery. Waits for no discovery, so the guest may run another
     /// kernel since.
     ///
@@ -572,6 +623,10 @@ impl Default for Registry {
     fn default() -> Self {
         Self::new(Limits::default())
     }
+}
+
+fn not_live(module: &LeftOut) -> String {
+    format!("module {} is not LIVE ({})", module.name, module.state)
 }
 
 fn not_registered(state: &State) -> String {

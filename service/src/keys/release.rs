@@ -63,6 +63,7 @@ impl Keys {
     /// # Errors
     /// [`KeysError::HoldNotFound`], NOT_HOLDER, and as [`Keys::update`].
     pub async fn release(&self, request: ReleaseRequest) -> Result<Arc<UpdateOutcome>, KeysError> {
+        self.find_kernel(request.deadline).await;
         self.ask(|reply| Command::Release(Box::new(request), reply))
             .await
     }

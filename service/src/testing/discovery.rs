@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use patchbay_kernel_image::live::{FileUse, Way};
+use patchbay_kernel_image::live::{FileUse, LeftOut, Way};
 use static_keys::{Class, FoundImage, FoundKernel, FoundKey, GuestMemory, Image, Nops};
 use zerocopy::FromBytes;
 
@@ -104,6 +104,12 @@ impl InMemoryGuest {
             file: Some(file),
             gates: vec!["system_state", "text_mutex"],
             missing_gates: vec!["number of module changes"],
+            left_out: vec![LeftOut {
+                address: 0xffff_ffff_c0ff_0000,
+                name: "stuck".to_owned(),
+                state: "COMING",
+                word: 1,
+            }],
             functions: Arc::default(),
         });
         self.registry.register_kernel(tables).expect("taken");

@@ -28,12 +28,15 @@ pub fn tables(
     generation: u64,
     time: Duration,
 ) -> Result<KernelTables, Refused> {
+    let kinds = kernel.gates.iter().map(|gate| gate.kind);
+    let looked_at = kinds.filter(|kind| *kind != Found::ModuleLeftOut);
     let discovery = DiscoveredKernel {
         way: kernel.evidence.way,
         time,
         file: kernel.evidence.file.take(),
-        gates: names(kernel.gates.iter().map(|gate| gate.kind)),
+        gates: names(looked_at),
         missing_gates: names(kernel.evidence.missing_gates.iter().copied()),
+        left_out: std::mem::take(&mut kernel.left_out),
         functions: Arc::new(kernel.take_functions()),
     };
     let debug = DebugSites::new(debug_sites(&mut kernel))?;
@@ -205,8 +208,8 @@ fn listed(kernel: &live::Kernel, gate: &live::Gate) -> Option<ListedGate> {
         // An unchanged counter proves that no module was loaded or unloaded.
         Found::ModuleTable if counted => return None,
         Found::ModuleTable => GateKind::Other(6),
-        // The engine checks the modules that a change involves.
-        Found::ModuleState => return None,
+        // The engine checks the modules that a change involves. A key that any other module uses has an unknown user.
+        Found::ModuleState | Found::ModuleLeftOut => return None,
     };
     let concerns = match gate.concerns {
         live::Concerns::All => Concerns::ALL,

@@ -12,13 +12,17 @@
 //! The memory of a kernel that has started another one often stays as it was, so the first word alone
 //! does not suffice. `kernel_restart_prepare()` (kernel/reboot.c) has set `system_state` by then, or
 //! `panic()` and `crash_kexec()` have set `panic_cpu`.
+//!
+//! A guest that is busy is looked at again until the caller's deadline ([`Registry::look_for_kernel`]). A mutex that is held stops no
+//! discovery, because its holder may hang.
 
+use std::collections::HashSet;
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Gate, GateKind, Way};
+use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Gate, GateKind, LeftOut, Way};
 pub use patchbay_kernel_image::live::{Cpu, DebugFile, DebugFiles, FileUse, PhysicalMemory};
 use static_keys::GuestMemory;
 
@@ -57,7 +61,7 @@ const ATTEMPTS: usize = 5;
 const INTERVAL: Duration = Duration::from_millis(5);
 /// Minimum time between a failure and the next attempt.
 const REST: Duration = Duration::from_millis(500);
-/// The same if the kernel is known and only its modules have changed.
+/// The same if the guest is busy, or the kernel is known and only its modules have changed.
 const SHORT_REST: Duration = Duration::from_millis(50);
 /// Consecutive refusals that a kernel that was known may cause before it counts as unknown.
 const REFUSALS: u32 = 2;
@@ -76,14 +80,18 @@ struct State {
     kernel: Vec<Gate>,
     /// Gates that close when its modules have changed.
     modules: Vec<Gate>,
-    /// Gates that are closed while it changes its keys or modules, so that no discovery succeeds.
+    /// Gates that are closed while it changes its modules.
     idle: Vec<Gate>,
+    /// Modules that the last discovery left out, with their states.
+    left_out: HashSet<(u64, u32)>,
     resets: u64,
     /// Changes of its memory before the last discovery.
     memory: u64,
     generation: u64,
     /// The next attempt after a failure.
     next: Option<Instant>,
+    /// The last attempt failed because the guest was busy.
+    busy: bool,
     /// Refusals since the last discovery, of a kernel that was known.
     refused: u32,
 }
@@ -141,11 +149,9 @@ impl Discovery {
             return;
         }
         state.resets = resets;
-        state.next = None;
-        if let Some(memory) = &known
-            && !state.wait_for_idle(memory)
-        {
-            return;
+        (state.next, state.busy) = (None, false);
+        if let Some(memory) = &known {
+            state.wait_for_idle(memory);
         }
         let same_kernel = known.is_some();
         let attempts = if same_kernel { 2 } else { ATTEMPTS };
@@ -153,7 +159,7 @@ impl Discovery {
             Ok(()) => state.refused = 0,
             // The last discovery stays until the guest lets its modules be read. The gates stop
             // changes of what it no longer describes.
-            Err(DiscoveryError::Busy(why)) if same_kernel => {
+            Err(DiscoveryError::Busy(why) | DiscoveryError::Absent(why)) if same_kernel => {
                 tracing::debug!(why, "modules not read");
                 state.next = Some(Instant::now() + SHORT_REST);
             }
@@ -165,10 +171,19 @@ impl Discovery {
             }
             Err(error) => {
                 state.refused = 0;
-                state.next = Some(Instant::now() + REST);
+                state.busy = matches!(error, DiscoveryError::Busy(_));
+                let rest = if state.busy { SHORT_REST } else { REST };
+                state.next = Some(Instant::now() + rest);
                 registry.not_discovered(error.to_string());
             }
         }
+    }
+
+    /// Time until the next attempt, if the last one found the guest busy.
+    pub fn busy_for(&self) -> Option<Duration> {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = state.next.filter(|_| state.busy)?;
+        Some(next.saturating_duration_since(Instant::now()))
     }
 
     fn find(
@@ -180,6 +195,7 @@ impl Discovery {
         let began = Instant::now();
         let memory = self.guest.memory_changes(true);
         let mut left = attempts;
+        let mut was_refused = false;
         let kernel = loop {
             // Asked once: a monitor that is late has had its time.
             let cpus = self.guest.cpus().map_err(|why| {
@@ -191,9 +207,14 @@ impl Discovery {
             };
             left -= 1;
             match state.finder.find(self.guest.memory(), &cpus, way) {
-                Err(DiscoveryError::Busy(_)) if left > 0 => thread::sleep(INTERVAL),
+                // The guest may just have become another one: what is refused twice is refused.
+                Err(DiscoveryError::Refused(_)) if !was_refused && left > 0 => was_refused = true,
+                Err(DiscoveryError::Busy(_) | DiscoveryError::Absent(_)) if left > 0 => {}
+                // Most modules are live soon after they are loaded.
+                Ok(kernel) if left > 0 && !state.knows(&kernel.left_out) => {}
                 found => break found?,
             }
+            thread::sleep(INTERVAL);
         };
         for part in &kernel.evidence.parts {
             tracing::debug!(part = part.name, time = ?part.time, bytes = part.bytes, "discovery");
@@ -205,39 +226,45 @@ impl Discovery {
             &kernel,
             &[GateKind::SameKernel, GateKind::SystemState, GateKind::Panic],
         );
-        let modules = gates_of(&kernel, &[GateKind::ModuleCount, GateKind::ModuleList]);
-        let idle = gates_of(
+        let modules = gates_of(
             &kernel,
             &[
-                GateKind::JumpLabelMutex,
-                GateKind::TextMutex,
-                GateKind::TracepointsMutex,
-                GateKind::DynamicDebugMutex,
-                GateKind::ModuleMutex,
+                GateKind::ModuleCount,
+                GateKind::ModuleList,
+                GateKind::ModuleLeftOut,
             ],
         );
+        let idle = gates_of(&kernel, &[GateKind::JumpLabelMutex, GateKind::ModuleMutex]);
+        let left_out = kernel.left_out.iter();
+        let left_out = left_out
+            .map(|module| (module.address, module.word))
+            .collect();
         state.generation += 1;
         let tables = tables(kernel, state.resets, state.generation, began.elapsed());
         tables
             .and_then(|tables| registry.register_kernel(tables))
             .map_err(|refused| DiscoveryError::Refused(refused.to_string()))?;
-        state.memory = memory;
+        (state.memory, state.left_out) = (memory, left_out);
         (state.kernel, state.modules, state.idle) = (same_kernel, modules, idle);
         Ok(())
     }
 }
 
 impl State {
-    /// Whether the guest leaves its keys and modules alone soon. A discovery costs far more than these
-    /// reads.
-    fn wait_for_idle(&self, memory: &KernelMemory) -> bool {
+    /// Waits a little for a guest that changes its modules: a discovery costs far more than these reads.
+    fn wait_for_idle(&self, memory: &KernelMemory) {
         for _ in 1..ATTEMPTS {
             if open(&self.idle, memory) {
-                return true;
+                return;
             }
             thread::sleep(INTERVAL);
         }
-        open(&self.idle, memory)
+    }
+
+    /// Whether the last discovery left these modules out too, in the same states.
+    fn knows(&self, left_out: &[LeftOut]) -> bool {
+        let mut left_out = left_out.iter();
+        left_out.all(|module| self.left_out.contains(&(module.address, module.word)))
     }
 }
 
@@ -257,6 +284,13 @@ impl Registry {
             return;
         }
         let had = self.state().registration.is_some();
+        let is_published = {
+            let state = self.state();
+            state.phase == RegistrationPhase::Absent && state.error == why
+        };
+        if is_published && !had {
+            return;
+        }
         self.publish(RegistrationPhase::Absent, why, None);
         if had {
             self.announce_removed("");

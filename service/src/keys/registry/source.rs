@@ -19,7 +19,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
-use patchbay_kernel_image::live::{FileUse, Functions, Way};
+use patchbay_kernel_image::live::{FileUse, Functions, LeftOut, Way};
 use static_keys::{Catalog, EntryFormat, FoundKernel, Kernel, Layout, Range};
 
 use super::{
@@ -101,6 +101,8 @@ pub struct DiscoveredKernel {
     pub gates: Vec<&'static str>,
     /// Names of the gates that cannot.
     pub missing_gates: Vec<&'static str>,
+    /// Modules that are loaded and not live: their keys and sites are not known.
+    pub left_out: Vec<LeftOut>,
     /// From the kernel's own kallsyms, and those of its modules.
     pub functions: Arc<Functions>,
 }

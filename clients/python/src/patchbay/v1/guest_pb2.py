@@ -26,23 +26,23 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17patchbay/v1/guest.proto\x12\x0bpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"L\n\x11ListGuestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x10\n\x08patterns\x18\x03 \x03(\t\"W\n\x12ListGuestsResponse\x12(\n\x06guests\x18\x01 \x03(\x0b\x32\x18.patchbay.v1.GuestStatus\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xeb\x02\n\x0bGuestStatus\x12\r\n\x05guest\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.patchbay.v1.GuestState\x12\x30\n\x0cpaused_until\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x0cregistration\x18\x04 \x01(\x0e\x32\x1e.patchbay.v1.RegistrationState\x12\x1a\n\x12registration_error\x18\x05 \x01(\t\x12.\n\x0ctable_source\x18\x06 \x01(\x0e\x32\x18.patchbay.v1.TableSource\x12\x16\n\x0ekernel_release\x18\x07 \x01(\t\x12\x17\n\x0fkernel_build_id\x18\x08 \x01(\t\x12\x12\n\ngeneration\x18\t \x01(\x04\x12\x17\n\x0f\x61gent_connected\x18\n \x01(\x08\x12\x13\n\x0bincarnation\x18\x0b \x01(\t\"%\n\x14\x44\x65scribeGuestRequest\x12\r\n\x05guest\x18\x01 \x01(\t\"\x81\x04\n\x15\x44\x65scribeGuestResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.patchbay.v1.GuestStatus\x12\r\n\x05vcpus\x18\x02 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bmonitor_pid\x18\x04 \x01(\r\x12\x17\n\x0fmonitor_version\x18\x05 \x01(\t\x12.\n\nstarted_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\ttransport\x18\x07 \x01(\x0e\x32\x16.patchbay.v1.Transport\x12*\n\ntransports\x18\x08 \x03(\x0e\x32\x16.patchbay.v1.Transport\x12\x0c\n\x04keys\x18\t \x01(\r\x12\r\n\x05sites\x18\n \x01(\r\x12\x0f\n\x07modules\x18\x0b \x01(\r\x12\x10\n\x08revision\x18\x0c \x01(\x04\x12\r\n\x05kaslr\x18\r \x01(\x08\x12\x1c\n\x14page_table_isolation\x18\x0e \x01(\x08\x12\x19\n\x11\x66ive_level_paging\x18\x0f \x01(\x08\x12)\n\tdiscovery\x18\x10 \x01(\x0b\x32\x16.patchbay.v1.Discovery\x12\x15\n\rdeclared_keys\x18\x14 \x01(\r\x12\x1a\n\x12\x64\x65\x63laration_errors\x18\x15 \x03(\t\"\xae\x01\n\tDiscovery\x12&\n\x03way\x18\x01 \x01(\x0e\x32\x19.patchbay.v1.DiscoveryWay\x12\'\n\x04time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\ndebug_file\x18\x03 \x01(\x0b\x32\x16.patchbay.v1.DebugFile\x12\r\n\x05gates\x18\x04 \x03(\t\x12\x15\n\rmissing_gates\x18\x05 \x03(\t\"P\n\tDebugFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07symbols\x18\x02 \x01(\x08\x12\r\n\x05types\x18\x03 \x01(\x08\x12\x15\n\rsame_build_id\x18\x04 \x01(\x08\"\"\n\x11WatchGuestRequest\x12\r\n\x05guest\x18\x01 \x01(\t\">\n\x12WatchGuestResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.patchbay.v1.GuestStatus\"v\n\x11PauseGuestRequest\x12\r\n\x05guest\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"r\n\x12PauseGuestResponse\x12,\n\tstop_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\nexpires_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"#\n\x12ResumeGuestRequest\x12\r\n\x05guest\x18\x01 \x01(\t\"\x15\n\x13ResumeGuestResponse\"{\n\x14ShutdownGuestRequest\x12\r\n\x05guest\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11\x63ut_after_timeout\x18\x04 \x01(\x08\"*\n\x15ShutdownGuestResponse\x12\x11\n\tpower_cut\x18\x01 \x01(\x08\"W\n\x14StreamConsoleRequest\x12\r\n\x05guest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05input\x18\x03 \x01(\x0c\x12\x11\n\tno_follow\x18\x04 \x01(\x08\"7\n\x15StreamConsoleResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06output\x18\x02 \x01(\x0c*s\n\nGuestState\x12\x1b\n\x17GUEST_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13GUEST_STATE_RUNNING\x10\x01\x12\x16\n\x12GUEST_STATE_PAUSED\x10\x02\x12\x17\n\x13GUEST_STATE_STOPPED\x10\x03*\xbb\x01\n\x11RegistrationState\x12\"\n\x1eREGISTRATION_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19REGISTRATION_STATE_ABSENT\x10\x01\x12!\n\x1dREGISTRATION_STATE_REGISTERED\x10\x02\x12 \n\x1cREGISTRATION_STATE_WITHDRAWN\x10\x03\x12\x1e\n\x1aREGISTRATION_STATE_REFUSED\x10\x04*e\n\x0bTableSource\x12\x1c\n\x18TABLE_SOURCE_UNSPECIFIED\x10\x00\x12\x1b\n\x17TABLE_SOURCE_REGISTERED\x10\x01\x12\x1b\n\x17TABLE_SOURCE_DISCOVERED\x10\x02*R\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x17\n\x13TRANSPORT_HYPERCALL\x10\x01\x12\x11\n\rTRANSPORT_MSR\x10\x02*^\n\x0c\x44iscoveryWay\x12\x1d\n\x19\x44ISCOVERY_WAY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44ISCOVERY_WAY_IMAGE\x10\x01\x12\x16\n\x12\x44ISCOVERY_WAY_NOTE\x10\x02\x32\xdb\x04\n\x0cGuestService\x12M\n\nListGuests\x12\x1e.patchbay.v1.ListGuestsRequest\x1a\x1f.patchbay.v1.ListGuestsResponse\x12V\n\rDescribeGuest\x12!.patchbay.v1.DescribeGuestRequest\x1a\".patchbay.v1.DescribeGuestResponse\x12O\n\nWatchGuest\x12\x1e.patchbay.v1.WatchGuestRequest\x1a\x1f.patchbay.v1.WatchGuestResponse0\x01\x12M\n\nPauseGuest\x12\x1e.patchbay.v1.PauseGuestRequest\x1a\x1f.patchbay.v1.PauseGuestResponse\x12P\n\x0bResumeGuest\x12\x1f.patchbay.v1.ResumeGuestRequest\x1a .patchbay.v1.ResumeGuestResponse\x12V\n\rShutdownGuest\x12!.patchbay.v1.ShutdownGuestRequest\x1a\".patchbay.v1.ShutdownGuestResponse\x12Z\n\rStreamConsole\x12!.patchbay.v1.StreamConsoleRequest\x1a\".patchbay.v1.StreamConsoleResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17patchbay/v1/guest.proto\x12\x0bpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"L\n\x11ListGuestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x10\n\x08patterns\x18\x03 \x03(\t\"W\n\x12ListGuestsResponse\x12(\n\x06guests\x18\x01 \x03(\x0b\x32\x18.patchbay.v1.GuestStatus\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xeb\x02\n\x0bGuestStatus\x12\r\n\x05guest\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.patchbay.v1.GuestState\x12\x30\n\x0cpaused_until\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x0cregistration\x18\x04 \x01(\x0e\x32\x1e.patchbay.v1.RegistrationState\x12\x1a\n\x12registration_error\x18\x05 \x01(\t\x12.\n\x0ctable_source\x18\x06 \x01(\x0e\x32\x18.patchbay.v1.TableSource\x12\x16\n\x0ekernel_release\x18\x07 \x01(\t\x12\x17\n\x0fkernel_build_id\x18\x08 \x01(\t\x12\x12\n\ngeneration\x18\t \x01(\x04\x12\x17\n\x0f\x61gent_connected\x18\n \x01(\x08\x12\x13\n\x0bincarnation\x18\x0b \x01(\t\"%\n\x14\x44\x65scribeGuestRequest\x12\r\n\x05guest\x18\x01 \x01(\t\"\x81\x04\n\x15\x44\x65scribeGuestResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.patchbay.v1.GuestStatus\x12\r\n\x05vcpus\x18\x02 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bmonitor_pid\x18\x04 \x01(\r\x12\x17\n\x0fmonitor_version\x18\x05 \x01(\t\x12.\n\nstarted_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\ttransport\x18\x07 \x01(\x0e\x32\x16.patchbay.v1.Transport\x12*\n\ntransports\x18\x08 \x03(\x0e\x32\x16.patchbay.v1.Transport\x12\x0c\n\x04keys\x18\t \x01(\r\x12\r\n\x05sites\x18\n \x01(\r\x12\x0f\n\x07modules\x18\x0b \x01(\r\x12\x10\n\x08revision\x18\x0c \x01(\x04\x12\r\n\x05kaslr\x18\r \x01(\x08\x12\x1c\n\x14page_table_isolation\x18\x0e \x01(\x08\x12\x19\n\x11\x66ive_level_paging\x18\x0f \x01(\x08\x12)\n\tdiscovery\x18\x10 \x01(\x0b\x32\x16.patchbay.v1.Discovery\x12\x15\n\rdeclared_keys\x18\x14 \x01(\r\x12\x1a\n\x12\x64\x65\x63laration_errors\x18\x15 \x03(\t\"\xe4\x01\n\tDiscovery\x12&\n\x03way\x18\x01 \x01(\x0e\x32\x19.patchbay.v1.DiscoveryWay\x12\'\n\x04time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\ndebug_file\x18\x03 \x01(\x0b\x32\x16.patchbay.v1.DebugFile\x12\r\n\x05gates\x18\x04 \x03(\t\x12\x15\n\rmissing_gates\x18\x05 \x03(\t\x12\x34\n\x10left_out_modules\x18\x06 \x03(\x0b\x32\x1a.patchbay.v1.LeftOutModule\",\n\rLeftOutModule\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\"P\n\tDebugFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07symbols\x18\x02 \x01(\x08\x12\r\n\x05types\x18\x03 \x01(\x08\x12\x15\n\rsame_build_id\x18\x04 \x01(\x08\"\"\n\x11WatchGuestRequest\x12\r\n\x05guest\x18\x01 \x01(\t\">\n\x12WatchGuestResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.patchbay.v1.GuestStatus\"v\n\x11PauseGuestRequest\x12\r\n\x05guest\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"r\n\x12PauseGuestResponse\x12,\n\tstop_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\nexpires_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"#\n\x12ResumeGuestRequest\x12\r\n\x05guest\x18\x01 \x01(\t\"\x15\n\x13ResumeGuestResponse\"{\n\x14ShutdownGuestRequest\x12\r\n\x05guest\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11\x63ut_after_timeout\x18\x04 \x01(\x08\"*\n\x15ShutdownGuestResponse\x12\x11\n\tpower_cut\x18\x01 \x01(\x08\"W\n\x14StreamConsoleRequest\x12\r\n\x05guest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05input\x18\x03 \x01(\x0c\x12\x11\n\tno_follow\x18\x04 \x01(\x08\"7\n\x15StreamConsoleResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06output\x18\x02 \x01(\x0c*s\n\nGuestState\x12\x1b\n\x17GUEST_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13GUEST_STATE_RUNNING\x10\x01\x12\x16\n\x12GUEST_STATE_PAUSED\x10\x02\x12\x17\n\x13GUEST_STATE_STOPPED\x10\x03*\xbb\x01\n\x11RegistrationState\x12\"\n\x1eREGISTRATION_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19REGISTRATION_STATE_ABSENT\x10\x01\x12!\n\x1dREGISTRATION_STATE_REGISTERED\x10\x02\x12 \n\x1cREGISTRATION_STATE_WITHDRAWN\x10\x03\x12\x1e\n\x1aREGISTRATION_STATE_REFUSED\x10\x04*e\n\x0bTableSource\x12\x1c\n\x18TABLE_SOURCE_UNSPECIFIED\x10\x00\x12\x1b\n\x17TABLE_SOURCE_REGISTERED\x10\x01\x12\x1b\n\x17TABLE_SOURCE_DISCOVERED\x10\x02*R\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x17\n\x13TRANSPORT_HYPERCALL\x10\x01\x12\x11\n\rTRANSPORT_MSR\x10\x02*^\n\x0c\x44iscoveryWay\x12\x1d\n\x19\x44ISCOVERY_WAY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44ISCOVERY_WAY_IMAGE\x10\x01\x12\x16\n\x12\x44ISCOVERY_WAY_NOTE\x10\x02\x32\xdb\x04\n\x0cGuestService\x12M\n\nListGuests\x12\x1e.patchbay.v1.ListGuestsRequest\x1a\x1f.patchbay.v1.ListGuestsResponse\x12V\n\rDescribeGuest\x12!.patchbay.v1.DescribeGuestRequest\x1a\".patchbay.v1.DescribeGuestResponse\x12O\n\nWatchGuest\x12\x1e.patchbay.v1.WatchGuestRequest\x1a\x1f.patchbay.v1.WatchGuestResponse0\x01\x12M\n\nPauseGuest\x12\x1e.patchbay.v1.PauseGuestRequest\x1a\x1f.patchbay.v1.PauseGuestResponse\x12P\n\x0bResumeGuest\x12\x1f.patchbay.v1.ResumeGuestRequest\x1a .patchbay.v1.ResumeGuestResponse\x12V\n\rShutdownGuest\x12!.patchbay.v1.ShutdownGuestRequest\x1a\".patchbay.v1.ShutdownGuestResponse\x12Z\n\rStreamConsole\x12!.patchbay.v1.StreamConsoleRequest\x1a\".patchbay.v1.StreamConsoleResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'patchbay.v1.guest_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GUESTSTATE']._serialized_start=2163
-  _globals['_GUESTSTATE']._serialized_end=2278
-  _globals['_REGISTRATIONSTATE']._serialized_start=2281
-  _globals['_REGISTRATIONSTATE']._serialized_end=2468
-  _globals['_TABLESOURCE']._serialized_start=2470
-  _globals['_TABLESOURCE']._serialized_end=2571
-  _globals['_TRANSPORT']._serialized_start=2573
-  _globals['_TRANSPORT']._serialized_end=2655
-  _globals['_DISCOVERYWAY']._serialized_start=2657
-  _globals['_DISCOVERYWAY']._serialized_end=2751
+  _globals['_GUESTSTATE']._serialized_start=2263
+  _globals['_GUESTSTATE']._serialized_end=2378
+  _globals['_REGISTRATIONSTATE']._serialized_start=2381
+  _globals['_REGISTRATIONSTATE']._serialized_end=2568
+  _globals['_TABLESOURCE']._serialized_start=2570
+  _globals['_TABLESOURCE']._serialized_end=2671
+  _globals['_TRANSPORT']._serialized_start=2673
+  _globals['_TRANSPORT']._serialized_end=2755
+  _globals['_DISCOVERYWAY']._serialized_start=2757
+  _globals['_DISCOVERYWAY']._serialized_end=2851
   _globals['_LISTGUESTSREQUEST']._serialized_start=105
   _globals['_LISTGUESTSREQUEST']._serialized_end=181
   _globals['_LISTGUESTSRESPONSE']._serialized_start=183
@@ -54,29 +54,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEGUESTRESPONSE']._serialized_start=678
   _globals['_DESCRIBEGUESTRESPONSE']._serialized_end=1191
   _globals['_DISCOVERY']._serialized_start=1194
-  _globals['_DISCOVERY']._serialized_end=1368
-  _globals['_DEBUGFILE']._serialized_start=1370
-  _globals['_DEBUGFILE']._serialized_end=1450
-  _globals['_WATCHGUESTREQUEST']._serialized_start=1452
-  _globals['_WATCHGUESTREQUEST']._serialized_end=1486
-  _globals['_WATCHGUESTRESPONSE']._serialized_start=1488
-  _globals['_WATCHGUESTRESPONSE']._serialized_end=1550
-  _globals['_PAUSEGUESTREQUEST']._serialized_start=1552
-  _globals['_PAUSEGUESTREQUEST']._serialized_end=1670
-  _globals['_PAUSEGUESTRESPONSE']._serialized_start=1672
-  _globals['_PAUSEGUESTRESPONSE']._serialized_end=1786
-  _globals['_RESUMEGUESTREQUEST']._serialized_start=1788
-  _globals['_RESUMEGUESTREQUEST']._serialized_end=1823
-  _globals['_RESUMEGUESTRESPONSE']._serialized_start=1825
-  _globals['_RESUMEGUESTRESPONSE']._serialized_end=1846
-  _globals['_SHUTDOWNGUESTREQUEST']._serialized_start=1848
-  _globals['_SHUTDOWNGUESTREQUEST']._serialized_end=1971
-  _globals['_SHUTDOWNGUESTRESPONSE']._serialized_start=1973
-  _globals['_SHUTDOWNGUESTRESPONSE']._serialized_end=2015
-  _globals['_STREAMCONSOLEREQUEST']._serialized_start=2017
-  _globals['_STREAMCONSOLEREQUEST']._serialized_end=2104
-  _globals['_STREAMCONSOLERESPONSE']._serialized_start=2106
-  _globals['_STREAMCONSOLERESPONSE']._serialized_end=2161
-  _globals['_GUESTSERVICE']._serialized_start=2754
-  _globals['_GUESTSERVICE']._serialized_end=3357
+  _globals['_DISCOVERY']._serialized_end=1422
+  _globals['_LEFTOUTMODULE']._serialized_start=1424
+  _globals['_LEFTOUTMODULE']._serialized_end=1468
+  _globals['_DEBUGFILE']._serialized_start=1470
+  _globals['_DEBUGFILE']._serialized_end=1550
+  _globals['_WATCHGUESTREQUEST']._serialized_start=1552
+  _globals['_WATCHGUESTREQUEST']._serialized_end=1586
+  _globals['_WATCHGUESTRESPONSE']._serialized_start=1588
+  _globals['_WATCHGUESTRESPONSE']._serialized_end=1650
+  _globals['_PAUSEGUESTREQUEST']._serialized_start=1652
+  _globals['_PAUSEGUESTREQUEST']._serialized_end=1770
+  _globals['_PAUSEGUESTRESPONSE']._serialized_start=1772
+  _globals['_PAUSEGUESTRESPONSE']._serialized_end=1886
+  _globals['_RESUMEGUESTREQUEST']._serialized_start=1888
+  _globals['_RESUMEGUESTREQUEST']._serialized_end=1923
+  _globals['_RESUMEGUESTRESPONSE']._serialized_start=1925
+  _globals['_RESUMEGUESTRESPONSE']._serialized_end=1946
+  _globals['_SHUTDOWNGUESTREQUEST']._serialized_start=1948
+  _globals['_SHUTDOWNGUESTREQUEST']._serialized_end=2071
+  _globals['_SHUTDOWNGUESTRESPONSE']._serialized_start=2073
+  _globals['_SHUTDOWNGUESTRESPONSE']._serialized_end=2115
+  _globals['_STREAMCONSOLEREQUEST']._serialized_start=2117
+  _globals['_STREAMCONSOLEREQUEST']._serialized_end=2204
+  _globals['_STREAMCONSOLERESPONSE']._serialized_start=2206
+  _globals['_STREAMCONSOLERESPONSE']._serialized_end=2261
+  _globals['_GUESTSERVICE']._serialized_start=2854
+  _globals['_GUESTSERVICE']._serialized_end=3457
 # @@protoc_insertion_point(module_scope)

@@ -374,6 +374,7 @@ class Discovery(_message.Message):
     DEBUG_FILE_FIELD_NUMBER: _builtins.int
     GATES_FIELD_NUMBER: _builtins.int
     MISSING_GATES_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_MODULES_FIELD_NUMBER: _builtins.int
     way: Global___DiscoveryWay.ValueType
     @_builtins.property
     def time(self) -> _duration_pb2.Duration:
@@ -393,6 +394,12 @@ class Discovery(_message.Message):
         needs one of them is refused.
         """
 
+    @_builtins.property
+    def left_out_modules(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeftOutModule]:
+        """Modules that are loaded and not live, so that their keys and sites are not
+        known. The keys that they use cannot be switched.
+        """
+
     def __init__(
         self,
         *,
@@ -401,14 +408,42 @@ class Discovery(_message.Message):
         debug_file: Global___DebugFile | None = ...,
         gates: _abc.Iterable[_builtins.str] | None = ...,
         missing_gates: _abc.Iterable[_builtins.str] | None = ...,
+        left_out_modules: _abc.Iterable[Global___LeftOutModule] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["debug_file", b"debug_file", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["debug_file", b"debug_file", "gates", b"gates", "missing_gates", b"missing_gates", "time", b"time", "way", b"way"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["debug_file", b"debug_file", "gates", b"gates", "left_out_modules", b"left_out_modules", "missing_gates", b"missing_gates", "time", b"time", "way", b"way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Discovery: _TypeAlias = Discovery  # noqa: Y015
+
+@_typing.final
+class LeftOutModule(_message.Message):
+    """A module that is being loaded or unloaded. After an oops in its init function it
+    stays COMING.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    state: _builtins.str
+    """The kernel's word: COMING, GOING or UNFORMED."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        state: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeftOutModule: _TypeAlias = LeftOutModule  # noqa: Y015
 
 @_typing.final
 class DebugFile(_message.Message):

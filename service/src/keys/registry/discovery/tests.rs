@@ -4,12 +4,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc;
 
 use patchbay_kernel_image::live::Concerns;
+use static_keys::{Busy, Op};
 use zerocopy::FromBytes;
 
 use super::super::{DiscoveredKernel, KernelTables, requests};
 use super::*;
 use crate::abi;
 use crate::guest::Guest;
+use crate::keys::{ClosedGate, KeyUpdate, Keys, KeysConfig, KeysError, UpdateRequest};
 use crate::testing::{InMemoryGuest, TestKey};
 
 /// A guest without a kernel that could be discovered.
@@ -19,6 +21,8 @@ struct Empty {
     resets: AtomicU64,
     memory: AtomicU64,
     registers: Mutex<Registers>,
+    /// How often the registers are late before they are known.
+    late: AtomicUsize,
     /// How often the memory was searched.
     searched: AtomicUsize,
 }
@@ -56,7 +60,10 @@ impl Discoverable for Empty {
     }
 
     fn cpus(&self) -> Result<Option<Vec<Cpu>>, String> {
-        self.asked.fetch_add(1, Ordering::SeqCst);
+        let asked = self.asked.fetch_add(1, Ordering::SeqCst);
+        if asked < self.late.load(Ordering::SeqCst) {
+            return Err("the guest is held stopped".to_owned());
+        }
         match *self.registers.lock().expect("no panic") {
             Registers::Known => Ok(Some(Vec::new())),
             Registers::Late => Err("no answer within 2 s".to_owned()),
@@ -94,6 +101,7 @@ fn found(guest: &InMemoryGuest) -> KernelTables {
         file: None,
         gates: Vec::new(),
         missing_gates: Vec::new(),
+        left_out: Vec::new(),
         functions: Arc::default(),
     });
     tables
@@ -182,6 +190,119 @@ fn a_failed_discovery_leaves_the_reason_and_rests() {
     });
     assert!(rested, "each call searches");
     assert_eq!(phase(&registry), (RegistrationPhase::Absent, false));
+}
+
+fn keys_of(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Keys {
+    Keys::start(
+        Arc::clone(guest),
+        Arc::clone(registry),
+        KeysConfig::default(),
+    )
+    .expect("a thread")
+    .0
+}
+
+/// Only a failure takes this long.
+fn late() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+#[tokio::test]
+async fn a_busy_guest_is_looked_at_until_the_deadline() {
+    let registry = Arc::new(Registry::default());
+    let empty = Arc::new(Empty::default());
+    registry.discover(empty.clone(), None);
+    let guest = InMemoryGuest::new(Arc::clone(&registry));
+    let keys = keys_of(&guest, &registry);
+    // It is busy three times, and then runs no kernel, so that waiting does not help.
+    empty.late.store(3, Ordering::SeqCst);
+    keys.find_kernel(late()).await;
+    assert!(empty.asked() > 3, "{}", empty.asked());
+    let error = registry
+        .known()
+        .map(drop)
+        .expect_err("nothing there")
+        .to_string();
+    assert!(error.contains("no kernel was found"), "{error}");
+
+    // A deadline that has passed ends the wait after one look.
+    empty.resets.fetch_add(1, Ordering::SeqCst);
+    empty.late.store(usize::MAX, Ordering::SeqCst);
+    let before = empty.asked();
+    keys.find_kernel(Instant::now()).await;
+    assert_eq!(empty.asked(), before + 1);
+    let error = registry.known().map(drop).expect_err("busy").to_string();
+    assert!(error.contains("the guest is held stopped"), "{error}");
+}
+
+#[tokio::test]
+async fn a_change_waits_for_a_busy_guest_and_names_it_at_its_deadline() {
+    let registry = Arc::new(Registry::default());
+    let empty = Arc::new(Empty::default());
+    registry.discover(empty.clone(), None);
+    let guest = InMemoryGuest::new(Arc::clone(&registry));
+    let keys = keys_of(&guest, &registry);
+    empty.late.store(3, Ordering::SeqCst);
+    let second = Duration::from_secs(1);
+    let updates = vec![KeyUpdate::new("alpha", Op::Enable)];
+    let request = UpdateRequest::new(updates, "test".to_owned(), second, late());
+    let error = keys
+        .update(request)
+        .await
+        .expect_err("no kernel")
+        .to_string();
+    assert!(error.contains("no kernel was found"), "{error}");
+    assert!(empty.asked() > 3, "{}", empty.asked());
+}
+
+#[test]
+fn a_module_that_was_left_out_is_named() {
+    let registry = Arc::new(Registry::default());
+    let guest = InMemoryGuest::boot(Arc::clone(&registry), &keys());
+    guest.discover_with(FileUse {
+        path: "vmlinux".into(),
+        data_symbols: false,
+        types: true,
+        compared: 1,
+        build_id: true,
+    });
+    let registration = registry.snapshot().expect("discovered").registration;
+    let error = registration.find("stuck:own").expect_err("not live");
+    assert!(
+        matches!(
+            error,
+            KeysError::Busy {
+                kind: ClosedGate::ModuleState,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert!(
+        error.to_string().contains("stuck is not LIVE (COMING)"),
+        "{error}"
+    );
+    registration.find("alpha").expect("a key of the kernel");
+    for name in ["alpha_", "stuck", "other:own"] {
+        let error = registration.find(name).expect_err("no such key");
+        assert!(matches!(error, KeysError::KeyNotFound { .. }), "{error}");
+    }
+    let user = |module| {
+        let key = Arc::from("alpha");
+        registration.name_user(&Busy::UnknownModule { key, module })
+    };
+    let stuck = registration
+        .discovery
+        .as_ref()
+        .expect("discovered")
+        .left_out[0]
+        .address;
+    let named = user(stuck).expect("known");
+    assert!(
+        named.contains("key alpha") && named.contains("stuck"),
+        "{named}"
+    );
+    assert_eq!(user(stuck + 64), None);
 }
 
 /// A kernel that ran before a reset is still in RAM, with open gates. Only registers tell that it does not run.
@@ -281,11 +402,8 @@ fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
     assert_eq!(empty.asked(), searched);
 
     guest.set_count("modules", 1);
+    // A mutex whose holder hangs delays the search and does not stop it.
     guest.set_count("idle", 8);
-    registry.snapshot().expect("the guest is busy");
-    assert_eq!(empty.asked(), searched);
-    // The flags of a mutex do not name an owner.
-    guest.set_count("idle", 7);
     registry.snapshot().expect("other modules, not found yet");
     assert!(empty.asked() > searched);
 
