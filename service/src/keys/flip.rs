@@ -16,6 +16,7 @@ use super::draft::{Draft, Terms};
 use super::error::{KeyRefusal, KeysError};
 use super::executor::Executor;
 use super::holds::KeyInstance;
+use super::opening::await_opening;
 use super::registry::{Registration, Snapshot};
 use super::standstill::Standstill;
 use super::{
@@ -291,8 +292,9 @@ impl<G: Guest> Executor<G> {
             );
         }
         // Verify against the running guest first: a plan that is already out of date then costs no
-        // stop.
-        if let Err(error @ VerifyError::Busy(_)) = plan.verify_running(memory) {
+        // stop, and gates that open again are awaited.
+        let opening = await_opening(patience, || plan.verify_running(memory));
+        if let Err(error @ VerifyError::Busy(_)) = opening {
             return Ok(Err(Obstacle::Verify(error)));
         }
         self.will_write(plan)?;

@@ -28,6 +28,7 @@ mod holds;
 mod incarnation;
 mod journal;
 mod near;
+mod opening;
 mod outcome;
 mod pages;
 mod planning;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Plans a request while the guest runs: resolves names and checks that each key permits its op.
 
+use std::time::Instant;
+
 use static_keys::{Class, KeyChange, Op, Options, Plan, PlanError, Update, split_name};
 
 use super::address_space::Place;
@@ -10,6 +12,7 @@ use super::etag;
 use super::executor::Executor;
 use super::flip::{Attempt, Flip, InTheWay, Transaction, refused, way_out};
 use super::holds::KeyInstance;
+use super::opening::await_opening;
 use super::registry::{Instances, Registration, Snapshot};
 use super::selection::{KeyOp, Resolved};
 use super::{Book, ClosedGate, FlipReport};
@@ -77,7 +80,13 @@ impl<G: Guest> Executor<G> {
         let options = Options {
             allow_guarded: transaction.allow_guarded && self.allow_guarded,
         };
-        match Plan::new(&registration.catalog, &memory, &updates, &options) {
+        let left = transaction
+            .deadline
+            .saturating_duration_since(Instant::now());
+        let planned = await_opening(left, || {
+            Plan::new(&registration.catalog, &memory, &updates, &options)
+        });
+        match planned {
             Ok(plan) => Ok(Attempt::Done(Planned {
                 plan,
                 ops,
