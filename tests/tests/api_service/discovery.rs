@@ -58,7 +58,8 @@ impl Discoverable for Held {
             let continued = self.continued.lock().expect("no panic");
             continued.recv_timeout(PATIENCE / 4).is_ok()
         });
-        Err("held".to_owned())
+        // No vCPU runs a kernel, so that no call waits until its deadline.
+        Ok(Some(Vec::new()))
     }
 
     fn resets(&self) -> u64 {
