@@ -27,8 +27,8 @@ pub struct RunArgs {
     /// Number of vCPUs, 1 to 16.
     #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub vcpus: u8,
-    /// Guest memory, with a suffix M or G.
-    #[arg(long, value_name = "SIZE", default_value = "512M")]
+    /// Guest memory: 2M to 1T, with a suffix K, M, G or T.
+    #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_memory)]
     pub memory: String,
     /// Words added to the kernel's command line.
     #[arg(
@@ -79,4 +79,49 @@ pub struct RunArgs {
     /// The command, searched in the guest's PATH, and its arguments.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     pub command: Vec<String>,
+}
+
+/// Checks a size as the monitor does, and leaves it as it is.
+fn parse_memory(text: &str) -> Result<String, String> {
+    const MIB: u64 = 1 << 20;
+    let (digits, shift) = match text.char_indices().last() {
+        Some((at, 'k' | 'K')) => (&text[..at], 10),
+        Some((at, 'm' | 'M')) => (&text[..at], 20),
+        Some((at, 'g' | 'G')) => (&text[..at], 30),
+        Some((at, 't' | 'T')) => (&text[..at], 40),
+        _ => (text, 0),
+    };
+    let number: Option<u64> = digits.parse().ok();
+    let bytes = number.and_then(|number| number.checked_mul(1 << shift));
+    match bytes {
+        Some(bytes) if (2 * MIB..=MIB << 20).contains(&bytes) => Ok(text.to_owned()),
+        _ => Err(format!(
+            "{text:?} is no size from 2M to 1T; write for example 512M or 2G"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_size_of_memory_has_a_suffix_and_a_range() {
+        for good in ["2M", "2048K", "512m", "3G", "1T", "2097152"] {
+            assert_eq!(parse_memory(good).as_deref(), Ok(good));
+        }
+        for bad in [
+            "",
+            "M",
+            "512",
+            "1M",
+            "2T",
+            "-1G",
+            "1.5G",
+            "99999999999999999999G",
+            "5\u{e9}",
+        ] {
+            parse_memory(bad).expect_err(bad);
+        }
+    }
 }

@@ -34,10 +34,10 @@ mod report;
 mod runner;
 pub mod session;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use tokio::io::AsyncWriteExt;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -45,6 +45,7 @@ pub use crate::args::RunArgs;
 use crate::console::printable;
 use crate::guest::{Config, Outcome};
 use crate::matrix::Progress;
+use crate::overlay::Overlay;
 use crate::report::{Case, Verdict};
 use crate::runner::{Kept, Runner};
 use crate::session::{End, Sink};
@@ -67,6 +68,10 @@ const LAB_BOOT_LIMIT: Duration = Duration::from_secs(400);
 /// Prints why if it could not be run.
 pub async fn run(mut arguments: RunArgs, limit: Option<Duration>) -> u8 {
     if let Some(why) = place::needs_lab() {
+        // What is wrong is said now, and not after the lab has booted.
+        if let Err(error) = Parts::gather(&arguments) {
+            return print_error(Err(error));
+        }
         eprintln!("patchbay: the guest runs in the lab, an emulated computer, and is slow: {why}");
         return print_error(place::run_in_lab(&arguments));
     }
@@ -159,23 +164,71 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
     Ok(status)
 }
 
+/// What a guest is booted from, in memory.
+struct Parts {
+    overlay: Overlay,
+    monitor: PathBuf,
+    directory: PathBuf,
+}
+
+impl Parts {
+    /// Reads every file that the arguments name.
+    ///
+    /// # Errors
+    /// One of them is missing or is not what it should be, or the results could not be written.
+    fn gather(arguments: &RunArgs) -> Result<Self> {
+        guest::check_kernel(&arguments.kernel)?;
+        if let Some(junit) = &arguments.junit {
+            check_folder_of(junit)?;
+        }
+        let directory = std::env::current_dir().context("the current directory does not exist")?;
+        let overlay = overlay::make(&overlay::Contents {
+            initrd: arguments.initrd.as_deref(),
+            busybox: &programs::busybox()?,
+            agent: &programs::agent(arguments.agent.as_deref())?,
+            copies: arguments.copy.clone(),
+            modules: arguments.modules.as_deref(),
+            directory: &directory,
+        })?;
+        let monitor = programs::monitor(arguments.monitor.as_deref())?;
+        ensure!(
+            monitor.is_file(),
+            "the monitor {} does not exist; name another with --monitor",
+            monitor.display()
+        );
+        Ok(Self {
+            overlay,
+            monitor,
+            directory,
+        })
+    }
+}
+
+/// A run is not to end with results that cannot be written.
+fn check_folder_of(file: &Path) -> Result<()> {
+    let folder = file.parent().filter(|path| !path.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
+    ensure!(
+        folder.is_dir(),
+        "cannot write {}: {} is no folder",
+        file.display(),
+        folder.display()
+    );
+    Ok(())
+}
+
 /// Makes the initramfs and the guest's configuration.
 fn prepare(arguments: &RunArgs, files: &Path) -> Result<Config> {
-    guest::check_kernel(&arguments.kernel)?;
-    let directory = std::env::current_dir().context("the current directory does not exist")?;
-    let overlay = overlay::make(&overlay::Contents {
-        initrd: arguments.initrd.as_deref(),
-        busybox: &programs::busybox()?,
-        agent: &programs::agent(arguments.agent.as_deref())?,
-        copies: arguments.copy.clone(),
-        modules: arguments.modules.as_deref(),
-        directory: &directory,
-    })?;
+    let Parts {
+        overlay,
+        monitor,
+        directory,
+    } = Parts::gather(arguments)?;
     let initramfs = files.join("initramfs");
     std::fs::write(&initramfs, &overlay.bytes)
         .with_context(|| format!("cannot write the initramfs {}", initramfs.display()))?;
     Ok(Config {
-        monitor: programs::monitor(arguments.monitor.as_deref())?,
+        monitor,
         kernel: arguments.kernel.clone(),
         initramfs,
         vcpus: arguments.vcpus,

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use patchbay_lab::kvm::Kvm;
-use patchbay_lab::machine::{self, Job, OUT_VARIABLE};
+use patchbay_lab::machine::{self, Interrupts, Job, OUT_VARIABLE};
 
 use crate::args::RunArgs;
 
@@ -53,12 +53,14 @@ pub(crate) fn run_in_lab(arguments: &RunArgs) -> Result<u8> {
     let program = std::env::current_exe().context("cannot find this program")?;
     let mut command = vec![program.into_os_string()];
     command.extend(std::env::args_os().skip(1));
+    machine::prepare()?;
+    let interrupts = Interrupts::catch()?;
     let results = tempfile::Builder::new()
         .prefix("patchbay-ci-")
         .tempdir()
         .context("cannot create a temporary directory")?;
     let mut job = Job::new(command, results.path())?;
-    job.ends_by_signal = true;
+    job.interrupts = Some(interrupts);
     let variable: (&str, OsString) = (RESULTS_VARIABLE, job.out.clone().into());
     job.set([variable]);
     let status = machine::run(&job)?;

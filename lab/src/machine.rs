@@ -29,6 +29,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -44,6 +46,9 @@ use crate::{cache, cpio, packages, shell};
 
 const INIT: &str = include_str!("../guest/init.sh");
 const STAGE2: &str = include_str!("../guest/stage2.sh");
+
+/// The signals that end a job.
+const ENDING: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 
 /// Timeout for the boot of the lab. It takes 4 s on an idle machine, and several times that beside
 /// a kernel build.
@@ -87,8 +92,34 @@ pub struct Job {
     /// A TCP port of this machine's loopback interface whose connections go to the same port of
     /// [`ADDRESS`] in the lab. Without it the lab has no network.
     pub tcp_port: Option<u16>,
-    /// SIGINT, SIGTERM and SIGHUP end the job, not this process, so that nothing is left behind.
-    pub ends_by_signal: bool,
+    /// Signals that end the job, not this process, so that nothing is left behind.
+    pub interrupts: Option<Interrupts>,
+}
+
+/// SIGINT, SIGTERM and SIGHUP, which are caught from [`Interrupts::catch`] on.
+///
+/// Whoever makes temporary files for a job catches the signals before, after [`prepare`]: its downloads
+/// are to end by a signal as usual.
+#[derive(Clone)]
+pub struct Interrupts(Arc<AtomicUsize>);
+
+impl Interrupts {
+    /// # Errors
+    /// A handler cannot be registered.
+    pub fn catch() -> Result<Self> {
+        let caught = Arc::default();
+        for signal in ENDING {
+            let number = usize::try_from(signal)?;
+            signal_hook::flag::register_usize(signal, Arc::clone(&caught), number)?;
+        }
+        Ok(Self(caught))
+    }
+
+    /// A signal that has come.
+    fn caught(&self) -> Option<i32> {
+        let number = i32::try_from(self.0.load(Ordering::SeqCst)).ok()?;
+        (number != 0).then_some(number)
+    }
 }
 
 impl Job {
@@ -109,7 +140,7 @@ impl Job {
             timeout: None,
             clocks_count_instructions: false,
             tcp_port: None,
-            ends_by_signal: false,
+            interrupts: None,
         })
     }
 
@@ -150,6 +181,12 @@ impl Job {
         script.push(b'\n');
         script
     }
+}
+
+/// Fetches what the lab needs, unless it is there.
+pub fn prepare() -> Result<()> {
+    packages::ensure_packages(packages::LAB)?;
+    image::get().map(drop)
 }
 
 /// Runs a job and returns its exit status like a shell: 128 + n for signal n.
@@ -199,9 +236,16 @@ impl Lab {
     fn start(job: &Job, image: &Image) -> Result<Self> {
         let (events, received) = mpsc::channel();
         // First, so that no signal comes before its handler.
-        let signals = match job.ends_by_signal {
-            true => Some(signal_events(events.clone())?),
-            false => None,
+        let signals = match &job.interrupts {
+            Some(earlier) => {
+                let handle = signal_events(events.clone())?;
+                // The receiver is in this function.
+                let _ = earlier
+                    .caught()
+                    .map(|signal| events.send(Event::Signal(signal)));
+                Some(handle)
+            }
+            None => None,
         };
         let files = tempfile::Builder::new().prefix("patchbay-lab-").tempdir()?;
         let logs = cache::logs()?;
@@ -466,7 +510,7 @@ fn control_events(stream: UnixStream, sender: Sender<Event>) {
 
 /// From now on, signals that end a process are events.
 fn signal_events(sender: Sender<Event>) -> Result<signal_hook::iterator::Handle> {
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+    let mut signals = Signals::new(ENDING)?;
     let handle = signals.handle();
     thread::spawn(move || {
         for signal in signals.forever() {
@@ -526,7 +570,7 @@ mod tests {
             timeout: None,
             clocks_count_instructions: false,
             tcp_port: None,
-            ends_by_signal: false,
+            interrupts: None,
         };
         let script = std::ffi::OsStr::from_bytes(&job.script()).to_owned();
         let output = Command::new("sh").arg("-c").arg(script).output().unwrap();

@@ -231,6 +231,7 @@ fn run(task: Task) -> Result<ExitCode> {
             let mut job = lab::Job::new(command, &host::lab_output())?;
             job.timeout = timeout.map(Duration::from_secs);
             job.memory_mib = memory;
+            job.interrupts = Some(lab::Interrupts::catch()?);
             Ok(ExitCode::from(lab::run(&job)?))
         }
         Task::GuestKernel(arguments) => {

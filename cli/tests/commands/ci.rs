@@ -346,7 +346,7 @@ fn a_guest_that_does_not_boot_says_why() {
     let absent = absent.to_str().expect("text");
     ci.expect(
         125,
-        &["cannot be started", "--monitor"],
+        &["does not exist", "--monitor"],
         &["--monitor", absent, "--", "true"],
     );
     ci.expect(

@@ -93,6 +93,72 @@ fn no_space_is_an_error_that_names_the_file() {
     ci.expect(125, &texts, &["--junit", "/dev/full", "--", "true"]);
 }
 
+/// On a machine whose KVM runs no Linux the lab would boot for minutes first.
+#[test]
+fn files_are_checked_before_the_lab_boots() {
+    if patchbay_lab::kvm::Kvm::probe().runs_linux() {
+        println!("SKIPPED: guests run on this machine's KVM");
+        return;
+    }
+    let Some(ci) = Ci::new() else { return };
+    let nowhere = ci.path("nowhere/junit.xml");
+    let nowhere = nowhere.to_str().expect("text");
+    for (words, why) in [
+        (
+            &["--copy", "/nonexistent", "--", "true"][..],
+            "/nonexistent",
+        ),
+        (&["--initrd", "/nonexistent", "--", "true"], "/nonexistent"),
+        (&["--modules", "/nonexistent", "--", "true"], "/nonexistent"),
+        (&["--monitor", "/nonexistent", "--", "true"], "/nonexistent"),
+        (&["--junit", nowhere, "--", "true"], "is no folder"),
+    ] {
+        let mut run = with_own_tmp(&ci, words);
+        // The lab would be prepared in a cache of its own, without a way to fetch it.
+        run.env_remove("PATCHBAY_LAB_OUT")
+            .env("XDG_CACHE_HOME", ci.path("cache"))
+            .env("http_proxy", "http://127.0.0.1:1");
+        let output = run.output().expect("it starts");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(125), "{words:?}: {said}");
+        assert!(
+            said.contains(why) && !said.contains("in the lab"),
+            "{words:?}: {said}"
+        );
+        assert_nothing_is_left(&ci);
+    }
+}
+
+/// A signal that comes while the lab's packages are looked up, before anything is there to clean up.
+#[test]
+fn a_signal_before_the_lab_starts_leaves_nothing() {
+    let Some(ci) = Ci::new() else { return };
+    let programs = ci.path("programs");
+    std::fs::create_dir(&programs).expect("a folder");
+    make_pipe(&ci, "asked");
+    let script = format!(
+        "#!/bin/sh\necho >{}\nexec sleep 600\n",
+        ci.path("asked").display()
+    );
+    let stub = programs.join("dpkg-query");
+    std::fs::write(&stub, script).expect("written");
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&stub, mode).expect("ours");
+    let path = std::env::var("PATH").expect("a path");
+    let path = format!("{}:{path}", programs.display());
+    for signal in ["INT", "TERM", "HUP"] {
+        let mut run = Command::new(env!("CARGO_BIN_EXE_patchbay"));
+        run.args(["lab", "--", "true"]).env("PATH", &path);
+        std::fs::create_dir_all(ci.path("tmp")).expect("a folder");
+        run.env("TMPDIR", ci.path("tmp"))
+            .env_remove("PATCHBAY_LAB_OUT");
+        let run = run.stdin(Stdio::null()).spawn().expect("it starts");
+        std::fs::read_to_string(ci.path("asked")).expect("a pipe");
+        end(run, signal);
+        assert_nothing_is_left(&ci);
+    }
+}
+
 /// Sends a signal, and returns the exit status of a run that must end with it.
 fn end(mut run: Child, signal: &str) -> Option<i32> {
     let pid = run.id().to_string();
