@@ -100,7 +100,13 @@ pub async fn drift(
 ) -> Result<Report, DriftError> {
     let snapshot = Snapshot::of(running);
     if !snapshot.phase.has_desired_state() {
-        return Ok(Report::default());
+        return Err(NotLegal::Phase {
+            rollout: snapshot.name,
+            phase: snapshot.phase.name(),
+            command: "drift",
+            legal: "running, paused or completed",
+        }
+        .into());
     }
     let mut report = compare(hosts, &running.spec, &snapshot).await;
     for (_, member) in snapshot.current.values() {

@@ -5,6 +5,12 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
+use crate::complete;
+
+/// The controller's socket, unless a variable names another.
+pub const SOCKET: &str = "/run/patchbay-fleet/fleet.sock";
+pub const SOCKET_VARIABLE: &str = "PATCHBAY_FLEET_SOCKET";
+
 #[derive(Debug, Args)]
 pub struct RolloutArgs {
     /// Socket of the controller.
@@ -12,8 +18,8 @@ pub struct RolloutArgs {
         long,
         global = true,
         value_name = "PATH",
-        env = "PATCHBAY_FLEET_SOCKET",
-        default_value = "/run/patchbay-fleet/fleet.sock"
+        env = SOCKET_VARIABLE,
+        default_value = SOCKET
     )]
     pub fleet_socket: PathBuf,
     #[command(subcommand)]
@@ -24,9 +30,9 @@ pub struct RolloutArgs {
 pub enum RolloutCommand {
     /// Prepare a change on every guest that a spec selects, and show the plan.
     Plan {
-        /// The spec, in YAML.
+        /// The spec, in YAML; - is standard input.
         spec: PathBuf,
-        /// Name of the rollout; the spec's file name unless it is given.
+        /// Name of the rollout; the spec's file name unless it is given. Standard input needs it.
         #[arg(long)]
         name: Option<String>,
     },
@@ -36,23 +42,40 @@ pub enum RolloutCommand {
     Start(Reviewed),
     /// Show a rollout.
     Status {
+        #[arg(add = complete::rollouts())]
         rollout: String,
         /// Show changes until it ends.
         #[arg(long)]
         watch: bool,
     },
     /// Begin no further change.
-    Pause { rollout: String },
+    Pause {
+        #[arg(add = complete::rollouts())]
+        rollout: String,
+    },
     /// Go on, and try again what failed and can be tried again.
-    Resume { rollout: String },
+    Resume {
+        #[arg(add = complete::rollouts())]
+        rollout: String,
+    },
     /// Go on without the rest of the bake time and the gates.
-    Promote { rollout: String },
+    Promote {
+        #[arg(add = complete::rollouts())]
+        rollout: String,
+    },
     /// End the rollout and take everything back.
-    Abort { rollout: String },
+    Abort {
+        #[arg(add = complete::rollouts())]
+        rollout: String,
+    },
     /// Take everything back.
-    Undo { rollout: String },
+    Undo {
+        #[arg(add = complete::rollouts())]
+        rollout: String,
+    },
     /// Say why a guest is in the state that it is in, and what changes that.
     Explain {
+        #[arg(add = complete::rollouts())]
         rollout: String,
         /// The guest.
         name: String,
@@ -64,6 +87,7 @@ pub enum RolloutCommand {
     List,
     /// Compare the guests with what the rollout wants of them; exit code 4 if they differ.
     Drift {
+        #[arg(add = complete::rollouts())]
         rollout: String,
         /// Change the drifted guests, and those that joined, in a wave of their own.
         #[arg(long, conflicts_with = "adopt")]
@@ -78,6 +102,7 @@ pub enum RolloutCommand {
 
 #[derive(Debug, Args)]
 pub struct Reviewed {
+    #[arg(add = complete::rollouts())]
     pub rollout: String,
     /// The digest that `plan` showed.
     #[arg(long)]

@@ -5,6 +5,7 @@ pub mod args;
 mod print;
 mod view;
 
+use std::io::Read;
 use std::path::Path;
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ use self::args::{Reviewed, RolloutArgs, RolloutCommand};
 use crate::args::Output;
 use crate::client::{DEFAULT_TIMEOUT, channel, traced};
 use crate::failure::{DRIFT, Failure, PARTLY};
-use crate::print::{print, print_streamed};
+use crate::print::{counted, print, print_streamed};
 
 /// A rollout of 100,000 guests.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
@@ -49,11 +50,13 @@ pub async fn run(
         _ => None,
     };
     let socket = &arguments.fleet_socket;
-    let channel = channel(socket).await.map_err(|cause| {
-        Failure::error(format!(
-            "no controller answers on {} ({cause}); start patchbay-fleet, or give --fleet-socket",
-            socket.display()
-        ))
+    let channel = channel(socket).await.map_err(|why| match why.is_denied {
+        true => Failure::denied(socket),
+        false => Failure::error(format!(
+            "no controller answers on {} ({}); start patchbay-fleet, or give --fleet-socket",
+            socket.display(),
+            why.cause
+        )),
     })?;
     let rollouts = RolloutServiceClient::new(channel.clone());
     let inventory = InventoryServiceClient::new(channel);
@@ -63,8 +66,15 @@ pub async fn run(
         timeout,
     };
     match (arguments.command, plan) {
-        (_, Some(request)) => {
-            let planned = controller.plan(request).await?;
+        (RolloutCommand::Plan { spec, .. }, Some(request)) => {
+            let planned = controller.plan(request).await;
+            let planned = planned.map_err(|failure| Failure {
+                message: match failure.message.starts_with("line ") {
+                    true => format!("{}: {}", name_of(&spec), failure.message),
+                    false => failure.message.clone(),
+                },
+                ..failure
+            })?;
             print(output, &view::Plan(view::Rollout::from(planned)))
         }
         (RolloutCommand::Status { rollout, watch }, _) => {
@@ -236,26 +246,44 @@ impl Controller {
     }
 }
 
+/// Stands for standard input.
+const STDIN: &str = "-";
+
+/// The spec's name in a message.
+fn name_of(path: &Path) -> String {
+    match path.as_os_str() == STDIN {
+        true => "standard input".to_owned(),
+        false => path.display().to_string(),
+    }
+}
+
 /// The request with the spec's text.
 fn read(path: &Path, name: Option<String>) -> Result<v1::PlanRequest, Failure> {
-    let unreadable = |error: std::io::Error| {
-        Failure::usage(format!(
-            "the spec {} cannot be read: {error}",
-            path.display()
-        ))
+    let is_stdin = path.as_os_str() == STDIN;
+    let shown = name_of(path);
+    let unreadable =
+        |error: std::io::Error| Failure::usage(format!("the spec {shown} cannot be read: {error}"));
+    let stem = || match is_stdin {
+        true => None,
+        false => Some(path.file_stem()?.to_string_lossy().into_owned()),
     };
-    let bytes = std::fs::metadata(path).map_err(unreadable)?.len();
-    if bytes > MAX_SPEC_BYTES {
+    let rollout = name
+        .or_else(stem)
+        .ok_or_else(|| Failure::usage(format!("the spec {shown} has no file name; give --name")))?;
+    let input: Box<dyn Read> = match is_stdin {
+        true => Box::new(std::io::stdin()),
+        false => Box::new(std::fs::File::open(path).map_err(unreadable)?),
+    };
+    let mut spec = String::new();
+    input
+        .take(MAX_SPEC_BYTES + 1)
+        .read_to_string(&mut spec)
+        .map_err(unreadable)?;
+    if spec.len() as u64 > MAX_SPEC_BYTES {
         return Err(Failure::usage(format!(
-            "the spec {} has {bytes} bytes, at most {MAX_SPEC_BYTES} are read",
-            path.display()
+            "the spec {shown} is too long; at most {MAX_SPEC_BYTES} bytes are read"
         )));
     }
-    let spec = std::fs::read_to_string(path).map_err(unreadable)?;
-    let stem = || Some(path.file_stem()?.to_string_lossy().into_owned());
-    let rollout = name.or_else(stem);
-    let rollout =
-        rollout.ok_or_else(|| Failure::usage("the spec has no file name; give --name"))?;
     Ok(v1::PlanRequest { spec, rollout })
 }
 
@@ -267,7 +295,8 @@ fn partly(rollout: &view::Rollout) -> Result<(), Failure> {
         _ => Err(Failure::new(
             PARTLY,
             format!(
-                "{failed} guests failed; see `patchbay rollout explain {} GUEST`",
+                "{} failed; see `patchbay rollout explain {} GUEST`",
+                counted(failed.into(), "guest"),
                 rollout.name
             ),
         )),

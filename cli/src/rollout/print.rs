@@ -129,6 +129,10 @@ impl Printable for Vec<Rollout> {
         rows
     }
 
+    fn nouns(&self) -> Option<&'static str> {
+        Some("rollouts")
+    }
+
     fn names(&self) -> Vec<&str> {
         self.iter().map(|rollout| rollout.name.as_str()).collect()
     }
@@ -204,6 +208,10 @@ impl Printable for Vec<Host> {
             ]);
         }
         rows
+    }
+
+    fn nouns(&self) -> Option<&'static str> {
+        Some("hosts")
     }
 
     fn names(&self) -> Vec<&str> {

@@ -135,6 +135,56 @@ fn a_rollout_is_of_the_trace_that_planned_it() {
 }
 
 #[test]
+fn a_spec_comes_from_standard_input_with_a_name() {
+    let fleet = Fleet::new();
+    let fed = |words: &[&str], spec: &str| {
+        let output = fleet.fed(&fleet.words(words), spec);
+        let text = |bytes| String::from_utf8(bytes).expect("text");
+        (
+            text(output.stdout),
+            text(output.stderr),
+            output.status.code(),
+        )
+    };
+    let (out, said, code) = fed(&["plan", "-", "--name", "net"], SPEC);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(out.contains("net is planned"), "{out}");
+    // What it is called is decided before it is read.
+    let said = fleet.fails(2, &fleet.words(&["plan", "-"]));
+    assert!(said.contains("give --name"), "{said}");
+    let (_, said, code) = fed(&["plan", "-", "--name", "x"], "title: 7\n");
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("standard input: line 1"), "{said}");
+    let large = format!("# {}\n{SPEC}", "x".repeat(2 << 20));
+    let mut child = fleet.command(&fleet.words(&["plan", "-", "--name", "x"]));
+    let file = fleet.spec("large.yaml", &large);
+    let file = std::fs::File::open(file).expect("there");
+    assert_eq!(
+        child.stdin(file).output().expect("starts").status.code(),
+        Some(2)
+    );
+}
+
+/// Nothing is compared before the start and after the undo, so there is no answer.
+#[test]
+fn a_rollout_that_wants_nothing_has_no_drift() {
+    let fleet = Fleet::new();
+    let spec = fleet.spec("net.yaml", SPEC);
+    fleet.ok(&fleet.words(&["plan", &spec]));
+    for words in [
+        &["drift", "net"][..],
+        &["drift", "net", "--fix"],
+        &["drift", "net", "--adopt"],
+    ] {
+        let said = fleet.fails(1, &fleet.words(words));
+        assert!(
+            said.contains("net is planned; drift is legal while it is running"),
+            "{said}"
+        );
+    }
+}
+
+#[test]
 fn drift_has_an_exit_code_and_is_fixed_or_adopted() {
     let fleet = Fleet::new();
     let run = |words: &[&str]| fleet.ok(&fleet.words(words));
@@ -177,7 +227,16 @@ fn what_is_wrong_is_said_in_one_sentence() {
     let large = fleet.spec("large.yaml", &format!("# {}\n{SPEC}", "x".repeat(10 << 20)));
     let said = fails(2, &["plan", &wrong]);
     assert!(
-        said.contains("line 3, column") && said.contains("siez"),
+        said.contains("wrong.yaml: line 3, column") && said.contains("siez"),
+        "{said}"
+    );
+    let bake = fleet.spec(
+        "bake.yaml",
+        &SPEC.replace("size: rest", "size: rest, bake: 10"),
+    );
+    let said = fails(2, &["plan", &bake]);
+    assert!(
+        said.contains("bake.yaml: line 3") && said.contains("10s"),
         "{said}"
     );
     let said = fails(2, &["plan", &empty]);
@@ -186,7 +245,7 @@ fn what_is_wrong_is_said_in_one_sentence() {
         "{said}"
     );
     let said = fails(2, &["plan", &large]);
-    assert!(said.contains("at most 1048576 are read"), "{said}");
+    assert!(said.contains("at most 1048576 bytes are read"), "{said}");
     let said = fails(2, &["plan", "/nowhere.yaml"]);
     assert!(said.contains("/nowhere.yaml"), "{said}");
     let said = fails(2, &["plan", &spec, "--name", "a/b"]);

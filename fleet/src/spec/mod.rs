@@ -253,6 +253,11 @@ impl Spec {
                 Some(end) => message[..end].to_owned(),
                 None => message,
             };
+            // A number, or a word such as `yes`, stands where YAML has to be told that it is text.
+            let message = match message.strip_suffix("expected a string") {
+                Some(found) => format!("{found}expected text; put it in quotes"),
+                None => message,
+            };
             SpecError::At {
                 line,
                 column,

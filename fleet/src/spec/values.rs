@@ -73,7 +73,7 @@ pub(super) use checked_from;
 
 checked_from!(Percent: u32);
 checked_from!(Count: u32);
-checked_from!(Duration: String);
+checked_from!(Duration: DurationText);
 checked_from!(Time: String);
 checked_from!(Glob: String);
 checked_from!(Size: SizeText);
@@ -145,11 +145,26 @@ impl Duration {
     }
 }
 
-impl TryFrom<String> for Duration {
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum DurationText {
+    Number(u64),
+    Text(String),
+}
+
+impl TryFrom<DurationText> for Duration {
     type Error = String;
 
-    fn try_from(text: String) -> Result<Self, String> {
+    fn try_from(given: DurationText) -> Result<Self, String> {
         const YEAR_US: u64 = 365 * 86_400_000_000;
+        let text = match given {
+            DurationText::Number(number) => {
+                return Err(format!(
+                    "{number} has no unit; write for example {number}s, {number}m or {number}h"
+                ));
+            }
+            DurationText::Text(text) => text,
+        };
         let digits = text.bytes().take_while(u8::is_ascii_digit).count();
         let (number, unit) = text.split_at(digits);
         let unit: Option<u64> = match unit {
