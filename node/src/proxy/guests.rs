@@ -20,7 +20,7 @@ use super::call::Call;
 use super::checks::{Allowed, decode};
 use super::{Node, addresses, fields, status};
 use crate::monitors::{Guest, Monitor};
-use crate::policy::Want;
+use crate::policy::{Decision, Question, Want};
 
 const DEFAULT_PAGE_SIZE: usize = 1000;
 const MAX_PAGE_SIZE: usize = 10_000;
@@ -53,6 +53,9 @@ pub async fn list(node: &Node, call: &Call) -> Result<Response<Body>, Status> {
     let patterns = Patterns::parse(&request.patterns)
         .map_err(|error| status::invalid("patterns", &error.to_string()))?;
     let mut guests = visible(node, call);
+    if guests.is_empty() {
+        check_known(node, call)?;
+    }
     // The token is the last name of the page before: guests may come and go in between.
     guests.retain(|guest| guest.name > request.page_token && patterns.select_whole(&guest.name));
     let more = guests.len() > size;
@@ -80,6 +83,21 @@ pub async fn list(node: &Node, call: &Call) -> Result<Response<Body>, Status> {
         answer.next_page_token = last.map(|status| status.guest.clone()).unwrap_or_default();
     }
     Ok(unary(&answer))
+}
+
+/// Refuses a principal that no rule lets list guests, whichever they are: to it, an empty list would look like a
+/// host without guests.
+fn check_known(node: &Node, call: &Call) -> Result<(), Status> {
+    let decision = node.admission.policy().current().decide(&Question {
+        principal: call.principal(),
+        role: call.role,
+        guests: &[],
+        want: Want::Nothing,
+    });
+    match decision {
+        Decision::Allowed { .. } => Ok(()),
+        Decision::Denied { why } => Err(node.deny(call, "", &why)),
+    }
 }
 
 /// The statuses of these guests, from all their monitors at once.

@@ -16,6 +16,26 @@ fn policy(rule: &str) -> String {
 }
 
 #[tokio::test]
+async fn whoever_no_rule_names_is_refused_a_list() {
+    let mut host = Host::new("rules: [{name: other, principals: [nobody], role: admin}]");
+    host.start_daemon(&[]).await;
+    let _guest = host.monitor("web-1");
+    host.logged("guest found").await;
+    let mut guests = host.guests().await;
+    let refused = guests.list_guests(v1::ListGuestsRequest::default()).await;
+    let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
+    assert!(message.contains("no rule of the policy names"), "{message}");
+    // A rule about other guests is no reason for a refusal.
+    let mut host = Host::new(&policy("role: viewer, guests: ['db-*']"));
+    host.start_daemon(&[]).await;
+    let _guest = host.monitor("web-1");
+    host.logged("guest found").await;
+    let mut guests = host.guests().await;
+    let list = guests.list_guests(v1::ListGuestsRequest::default()).await;
+    assert!(list.expect("an empty list").into_inner().guests.is_empty());
+}
+
+#[tokio::test]
 async fn each_call_is_decided_and_written_down() {
     let mut host = Host::new(&policy(
         "role: operator, guests: ['web-*'], keys: ['net_*'], max_keys: 1",
