@@ -499,7 +499,10 @@ impl CallError {
                 is_certificate_refused: false,
                 is_guest_gone: false,
                 is_plan_unknown: false,
-                why: format!("{:?}: {}", status.code(), status.message()),
+                why: match patchbay_store::tls::explain(status) {
+                    Some(words) => format!("{:?}: {words}", status.code()),
+                    None => format!("{:?}: {}", status.code(), innermost(status)),
+                },
             };
         };
         let verdict = match info.reason.as_str() {
@@ -524,6 +527,17 @@ impl CallError {
             why: format!("{}: {}", info.reason, status.message()),
         }
     }
+}
+
+/// The cause at the end of a chain: "transport error" alone says nothing.
+fn innermost(status: &Status) -> String {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = std::error::Error::source(status);
+    let mut text = status.message().to_owned();
+    while let Some(error) = cause {
+        text = error.to_string();
+        cause = error.source();
+    }
+    text
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, SanType,
 };
+use sha2::{Digest, Sha256};
 use time::{Duration, OffsetDateTime};
 use tokio_rustls::rustls::pki_types::CertificateDer;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
@@ -118,24 +119,36 @@ pub fn init(folder: &Path, domain: &str) -> Result<Issued, CertsError> {
         .mode(0o700)
         .create(folder)
         .map_err(|error| file_error(folder, error))?;
+    let key = KeyPair::generate()?;
+    let name = name_of(&key);
     let mut params = CertificateParams::default();
     params
         .distinguished_name
-        .push(DnType::CommonName, "Patchbay development CA");
+        .push(DnType::CommonName, name.as_str());
     let id = format!("spiffe://{domain}");
     params.subject_alt_names = vec![SanType::URI(Ia5String::try_from(id)?)];
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     valid(&mut params, CA_DAYS);
-    let key = KeyPair::generate()?;
     let certificate = params.self_signed(&key)?;
-    write(
-        folder,
-        "ca",
-        &certificate.pem(),
-        &key,
-        "Patchbay development CA",
-    )
+    write(folder, "ca", &certificate.pem(), &key, &name)
+}
+
+/// The name of a CA with this key. If two CAs had the same name, a certificate of one would be checked with the
+/// key of the other, and the error would speak of a signature and not of the CA.
+fn name_of(key: &KeyPair) -> String {
+    /// X.509 allows 64 characters for the whole name.
+    const MOST_OF_HOST: usize = 30;
+    let machine = rustix::system::uname();
+    let machine = machine.nodename().to_string_lossy();
+    let letters = |c: &char| c.is_ascii_alphanumeric() || "-_.".contains(*c);
+    let machine: String = machine.chars().filter(letters).take(MOST_OF_HOST).collect();
+    let digest = Sha256::digest(key.public_key_raw());
+    let digest: String = digest[..4]
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
+    format!("Patchbay development CA {machine} {digest}")
 }
 
 /// Issues a certificate from the CA in `folder`, for a host if the request has hosts, else for a client.
@@ -333,6 +346,18 @@ mod tests {
         std::fs::write(folder.path().join("ca.pem"), ca.pem()).expect("written");
         let error = super::issue(folder.path(), &request("dave")).expect_err("no domain");
         assert!(error.to_string().contains("--common-name"), "{error}");
+    }
+
+    #[test]
+    fn each_ca_has_a_name_of_its_own() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let name = |ca: &str| init(&folder.path().join(ca), "example.org").expect("made").principal;
+        let (one, other) = (name("one"), name("other"));
+        assert_ne!(one, other);
+        for name in [one, other] {
+            assert!(name.starts_with("Patchbay development CA "), "{name}");
+            assert!(name.len() <= 64, "{name}");
+        }
     }
 
     #[test]

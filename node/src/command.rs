@@ -10,9 +10,11 @@ use clap::{Args, Subcommand, ValueEnum};
 use patchbay_proto::text::printable_json;
 use rustix::process::geteuid;
 
-use crate::audit;
-use crate::certs;
-use crate::policy::{Decision, Policy, Question, Role, Want};
+use static_keys::Patterns;
+
+use crate::audit::{self, AuditError};
+use crate::certs::{self, CertsError};
+use crate::policy::{Decision, Policy, PolicyError, Question, Role, Want};
 
 /// The policy of a host that follows the unit file.
 pub const POLICY_FILE: &str = "/etc/patchbay/policy.yaml";
@@ -48,8 +50,8 @@ pub enum PolicyCommand {
         /// Keys that would change, each "name" or "module:name". A glob stands for every key: only a
         /// rule without key globs and without max_keys allows it.
         keys: Vec<String>,
-        /// A guest that it concerns.
-        #[arg(long = "guest", value_name = "NAME")]
+        /// A guest that it concerns; may be given several times for a change of several.
+        #[arg(long = "guest", value_name = "NAME", required = true)]
         guests: Vec<String>,
         /// The policy file.
         #[arg(long, default_value = POLICY_FILE)]
@@ -109,9 +111,9 @@ pub struct AuditArgs {
 pub enum AuditCommand {
     /// List changes and denied calls with their outcomes.
     Show {
-        /// At most this many, the newest last.
-        #[arg(long, default_value_t = 100)]
-        limit: usize,
+        /// The largest number of lines, 1 to 1000000; the newest is the last.
+        #[arg(long, value_name = "COUNT", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+        limit: u32,
     },
     /// Check the hash chain; print the hash of the last line, to be kept elsewhere.
     Verify,
@@ -149,8 +151,8 @@ pub enum CertsCommand {
         /// several times. Makes the certificate a host's.
         #[arg(long = "host", value_name = "NAME")]
         hosts: Vec<String>,
-        /// How long it is valid.
-        #[arg(long, default_value_t = 90)]
+        /// How long it is valid in days, 1 to 3650.
+        #[arg(long, value_name = "DAYS", default_value_t = 90, value_parser = clap::value_parser!(u32).range(1..=3650))]
         days: u32,
     },
 }
@@ -192,6 +194,29 @@ pub fn run(command: &Command, out: &mut dyn Write) -> anyhow::Result<bool> {
     }
 }
 
+/// The exit code for an error of [`run`]: 2 if the command line, or a file given with it, is wrong; else 1.
+#[must_use]
+pub fn exit_code(error: &anyhow::Error) -> u8 {
+    const ERROR: u8 = 1;
+    const USAGE: u8 = 2;
+    let is_wrong = |cause: &(dyn std::error::Error + 'static)| {
+        let of_certs = cause.downcast_ref::<CertsError>();
+        cause.is::<PolicyError>()
+            || cause.is::<WrongArgument>()
+            || of_certs.is_some_and(|error| !matches!(error, CertsError::Make(_)))
+            || matches!(cause.downcast_ref(), Some(AuditError::File { .. }))
+    };
+    match error.chain().any(is_wrong) {
+        true => USAGE,
+        false => ERROR,
+    }
+}
+
+/// An argument that only the command itself can judge.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct WrongArgument(String);
+
 fn check(file: &Path, out: &mut dyn Write) -> anyhow::Result<bool> {
     let policy = Policy::read(file).with_context(|| file.display().to_string())?;
     for rule in policy.rules() {
@@ -214,11 +239,18 @@ fn can(
     guests: &[String],
     out: &mut dyn Write,
 ) -> anyhow::Result<bool> {
+    let wrong = |text: String| Err(anyhow::Error::new(WrongArgument(text)));
+    if let Some(glob) = guests.iter().find(|guest| is_glob(guest)) {
+        return wrong(format!(
+            "--guest {glob:?} is no name; ask about each guest that the glob would select"
+        ));
+    }
+    if let Err(error) = Patterns::parse(keys) {
+        return wrong(error.to_string());
+    }
     let guests: Vec<&str> = guests.iter().map(String::as_str).collect();
     let names: Vec<&str> = keys.iter().map(String::as_str).collect();
-    let globs = keys
-        .iter()
-        .any(|key| key.contains(['*', '?']) || key.starts_with('!'));
+    let globs = keys.iter().any(|key| is_glob(key));
     let decision = policy.decide(&Question {
         principal,
         role: op.role(),
@@ -247,11 +279,16 @@ fn can(
     }
 }
 
+fn is_glob(name: &str) -> bool {
+    name.contains(['*', '?', '[']) || name.starts_with('!')
+}
+
 fn audit_command(command: &AuditCommand, log: &Path, out: &mut dyn Write) -> anyhow::Result<bool> {
     let (changes, chain) = audit::changes(log)?;
     match command {
         AuditCommand::Show { limit } => {
-            for change in &changes[changes.len().saturating_sub(*limit)..] {
+            let limit = usize::try_from(*limit)?;
+            for change in &changes[changes.len().saturating_sub(limit)..] {
                 writeln!(out, "{}", audit::show(change))?;
             }
             // The daemon may be writing just now.
@@ -329,6 +366,8 @@ fn certs_command(command: &CertsCommand, out: &mut dyn Write) -> anyhow::Result<
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
 
     const POLICY: &str = "
@@ -338,11 +377,21 @@ rules:
 ";
 
     fn answer(principal: &str, op: Op, keys: &[&str], guest: &str) -> (bool, String) {
+        ask(principal, op, keys, &[guest]).expect("an answer")
+    }
+
+    fn ask(
+        principal: &str,
+        op: Op,
+        keys: &[&str],
+        guests: &[&str],
+    ) -> anyhow::Result<(bool, String)> {
         let policy = Policy::parse(POLICY).expect("a policy");
+        let guests: Vec<String> = guests.iter().map(|guest| (*guest).to_owned()).collect();
         let keys: Vec<String> = keys.iter().map(|key| (*key).to_owned()).collect();
         let mut out = vec![];
-        let yes = can(&policy, principal, op, &keys, &[guest.to_owned()], &mut out);
-        (yes.expect("written"), String::from_utf8(out).expect("text"))
+        let yes = can(&policy, principal, op, &keys, &guests, &mut out)?;
+        Ok((yes, String::from_utf8(out).expect("text")))
     }
 
     #[test]
@@ -359,6 +408,52 @@ rules:
         assert!(yes && text.contains("on-call"), "{text}");
         let (yes, text) = answer("bob", Op::View, &[], "web-1");
         assert!(!yes && text.contains("bob"), "{text}");
+    }
+
+    /// A rule about other guests allows nothing here.
+    #[test]
+    fn a_question_names_its_guests() {
+        let (yes, text) = answer("alice", Op::Enable, &["net_a"], "db-1");
+        assert!(!yes && text.contains("guest \"db-1\""), "{text}");
+        let both = ask("alice", Op::Enable, &["net_a"], &["web-1", "db-1"]);
+        assert!(!both.expect("an answer").0);
+        let words = ["x", "policy", "can", "alice", "enable", "net_a"];
+        let parsed = TestLine::try_parse_from(words);
+        let why = parsed.expect_err("no guest").to_string();
+        assert!(why.contains("--guest <NAME>"), "{why}");
+        for (guest, key) in [("web-*", "net_a"), ("web-1", "net_["), ("web-1", "!")] {
+            let error = ask("alice", Op::Enable, &[key], &[guest]).expect_err("malformed");
+            assert_eq!(exit_code(&error), 2, "{error}");
+        }
+    }
+
+    #[derive(Debug, clap::Parser)]
+    struct TestLine {
+        #[command(subcommand)]
+        command: Command,
+    }
+
+    #[test]
+    fn a_wrong_argument_or_file_has_the_exit_code_of_a_wrong_command_line() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        std::fs::write(path("policy"), "rules: 7").expect("written");
+        std::fs::write(path("log"), "{}\n").expect("written");
+        let (policy, log, nowhere) = (path("policy"), path("log"), path("nowhere"));
+        let can = ["policy", "can", "a", "view", "--guest", "g", "--policy"];
+        for (code, words) in [
+            (2, &["policy", "check", &nowhere][..]),
+            (2, &["policy", "check", &policy]),
+            (2, &[&can[..], &[nowhere.as_str()]].concat()),
+            (2, &["audit", "--log", &nowhere, "show"]),
+            (1, &["audit", "--log", &log, "verify"]),
+            (2, &["certs", "issue", "../x"]),
+            (2, &["certs", "issue", "alice", "--folder", &nowhere]),
+        ] {
+            let line = TestLine::try_parse_from([&["x"], words].concat()).expect("parsed");
+            let error = run(&line.command, &mut vec![]).expect_err("refused");
+            assert_eq!(exit_code(&error), code, "{words:?}: {error:#}");
+        }
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Args, CommandFactory, Parser, ValueEnum};
 use patchbay_node::attach::Attach;
-use patchbay_node::command::{Command, default_audit_log, run};
+use patchbay_node::command::{Command, default_audit_log, exit_code, run};
 use patchbay_node::etcd::EtcdTlsArgs;
 use patchbay_node::guests::Guests;
 use patchbay_node::listen::client_cas::ClientCas;
@@ -46,7 +46,7 @@ struct ServeArgs {
     /// $XDG_RUNTIME_DIR/patchbayd.sock]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// Mode of the socket. Whoever can connect is subject to the policy, by uid.
+    /// Mode of the socket, octal 0 to 777. Whoever can connect is subject to the policy, by uid.
     #[arg(long, value_name = "OCTAL", default_value = "660", value_parser = mode)]
     socket_mode: u32,
     /// Listen on TCP with mutual TLS.
@@ -63,7 +63,7 @@ struct ServeArgs {
     /// Who may do what. Without it only the user that the daemon runs as may do anything.
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
-    /// End streams after this time: consoles, watches, events and logs. Clients open them again.
+    /// End streams after this time in seconds, 1 to 604800: consoles, watches, events and logs. Clients open them again.
     #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_STREAM_AGE.as_secs(), value_parser = clap::value_parser!(u64).range(1..=604_800))]
     max_stream_age: u64,
     /// The audit log. Without a line in it nothing is changed.
@@ -142,8 +142,9 @@ const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
 };
 
 fn main() -> ExitCode {
-    MANUAL.generate_if_asked();
+    MANUAL.answer_if_asked();
     let cli = Cli::parse();
+    let cli_command = cli.command.is_some();
     let done = match &cli.command {
         Some(command) => run(command, &mut std::io::stdout().lock()),
         None => start(cli.serve).map(|()| true),
@@ -151,6 +152,11 @@ fn main() -> ExitCode {
     match done {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
+        Err(error) if cli_command => {
+            // `patchbay` started this process, and the operator typed its name.
+            eprintln!("patchbay: {error:#}");
+            ExitCode::from(exit_code(&error))
+        }
         Err(error) => {
             eprintln!("patchbayd: {error:#}");
             ExitCode::FAILURE
@@ -162,6 +168,7 @@ fn start(args: ServeArgs) -> anyhow::Result<()> {
     let filter = EnvFilter::try_from_env("PATCHBAY_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
+        .with_ansi(patchbay_manual::stderr_takes_colours())
         .with_writer(std::io::stderr);
     match args.log_format {
         LogFormat::Json => log.json().flatten_event(true).init(),
@@ -297,6 +304,7 @@ mod tests {
     #[test]
     fn the_manual_names_every_option() {
         assert_eq!(MANUAL.missing_options(), Vec::<String>::new());
+        assert_eq!(MANUAL.without_range(), Vec::<String>::new());
         let pages = MANUAL.page_names();
         for page in ["policy-check", "policy-can", "audit-export", "certs-issue"] {
             let page = format!("patchbay-{page}.1");

@@ -10,6 +10,8 @@ mod attach;
 mod fake;
 #[path = "node/guests.rs"]
 mod guests;
+#[path = "node/log.rs"]
+mod log;
 #[path = "node/patterns.rs"]
 mod patterns;
 #[path = "node/remote.rs"]
@@ -22,3 +24,5 @@ mod streams;
 mod support;
 #[path = "node/unit.rs"]
 mod unit;
+#[path = "node/wrong_ca.rs"]
+mod wrong_ca;

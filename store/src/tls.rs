@@ -13,7 +13,9 @@ use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tokio_rustls::rustls::version::TLS13;
-use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+use tokio_rustls::rustls::{
+    AlertDescription, CertificateError, ClientConfig, Error, RootCertStore,
+};
 
 /// The client's own certificate, and who signs those of servers. All PEM.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -76,6 +78,46 @@ impl TlsFiles {
         let name = ServerName::try_from(name.to_owned()).map_err(io::Error::other)?;
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
-        connector.connect(name, stream).await
+        let connected = connector.connect(name, stream).await;
+        connected.map_err(|error| match explain(&error) {
+            Some(words) => io::Error::new(error.kind(), format!("{words} ({error})")),
+            None => error,
+        })
+    }
+}
+
+/// Says what an error of TLS means for whoever chose the CAs; `None` if it is about something else.
+#[must_use]
+pub fn explain(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
+    match find(error)? {
+        // With a signature that is wrong, the CA has the same name as one that is trusted.
+        Error::InvalidCertificate(
+            CertificateError::UnknownIssuer | CertificateError::BadSignature,
+        ) => Some(
+            "the peer's certificate comes from a CA that is not among those given here; give the \
+             ca.pem of the CA that issued it",
+        ),
+        Error::AlertReceived(AlertDescription::UnknownCA | AlertDescription::DecryptError) => Some(
+            "the peer does not know the CA of the certificate that was presented to it; give it \
+                 that CA's ca.pem, or present a certificate of a CA that it knows",
+        ),
+        _ => None,
+    }
+}
+
+/// The error of TLS in a chain.
+fn find<'a>(mut error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Error> {
+    loop {
+        if let Some(found) = error.downcast_ref() {
+            return Some(found);
+        }
+        // The source of an `io::Error` is that of the error within it.
+        let within = error
+            .downcast_ref::<io::Error>()
+            .and_then(io::Error::get_ref);
+        error = match within {
+            Some(within) => within,
+            None => error.source()?,
+        };
     }
 }

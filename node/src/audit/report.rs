@@ -215,6 +215,22 @@ mod tests {
     }
 
     #[test]
+    fn a_request_is_shown_as_it_is_written() {
+        let change = Change {
+            id: 7,
+            time: "2026".to_owned(),
+            principal: "uid:0".to_owned(),
+            method: "/patchbay.v1.GuestService/PauseGuest".to_owned(),
+            guest: "a".to_owned(),
+            rule: "r".to_owned(),
+            request: "{\"guest\":\"a\"}".to_owned(),
+            code: "OPEN".to_owned(),
+            message: String::new(),
+        };
+        assert!(show(&change).ends_with("PauseGuest a OPEN {\"guest\":\"a\"}"));
+    }
+
+    #[test]
     fn times_are_rfc_3339() {
         assert_eq!(rfc3339(1_700_000_000_123), "2023-11-14T22:13:20.123Z");
         assert!(rfc3339(u64::MAX).ends_with("ms"));

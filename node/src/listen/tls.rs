@@ -185,6 +185,9 @@ fn why(error: &io::Error) -> String {
         .and_then(|error| error.downcast_ref::<Error>());
     match tls {
         Some(Error::InvalidCertificate(CertificateError::Other(why))) => why.0.to_string(),
-        _ => error.to_string(),
+        _ => match patchbay_store::tls::explain(error) {
+            Some(words) => format!("{words} ({error})"),
+            None => error.to_string(),
+        },
     }
 }

@@ -217,13 +217,11 @@ async fn a_verified_certificate_names_the_principal() {
         .into_inner()
         .holds;
     assert_eq!(holds[0].holder, ALICE);
-    // Nobody of the policy: known, and sees nothing.
+    // Nobody of the policy: known, and told so.
     let carol = issue(&ca, "carol", None, &[]);
-    let answer = remote
-        .call(Some(&carol))
-        .await
-        .expect("no guest is hers to see");
-    assert!(answer.guests.is_empty());
+    let refused = remote.call(Some(&carol)).await;
+    let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
+    assert!(message.contains("no rule of the policy names"), "{message}");
     let channel = remote.connect(Some(&carol)).await.expect("connected");
     let request = v1::DescribeGuestRequest {
         guest: "web-1".to_owned(),
@@ -254,7 +252,7 @@ async fn certificates_that_prove_nothing_are_refused() {
     let other = remote.host.path("other");
     certs::init(&other, DOMAIN).expect("made");
     let stranger = issue(&other, "alice", Some(ALICE), &[]);
-    refused(&mut remote, Some(&stranger), "BadSignature").await;
+    refused(&mut remote, Some(&stranger), "UnknownIssuer").await;
     let hour = time::Duration::hours(1);
     let forged = |name, uri, valid| forge(&ca, "forged", name, uri, valid);
     for (certificate, why) in [
@@ -348,7 +346,9 @@ async fn clients_that_do_not_finish_their_handshake_keep_nobody_out() {
     let list = v1::ListGuestsRequest::default;
     client.list_guests(list()).await.expect("served");
     let mut own = remote.host.guests().await;
-    own.list_guests(list()).await.expect("a user of this host");
+    // A user of this host, whom the policy does not name, has an answer.
+    let answer = own.list_guests(list()).await;
+    assert_refused(answer, Code::PermissionDenied, "ROLE_MISSING");
     remote.host.logged("closed before its TLS handshake").await;
     drop(idle);
 }
