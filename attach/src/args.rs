@@ -52,8 +52,8 @@ pub struct Qemu {
     /// A QMP socket of the QEMU that nobody else uses
     #[arg(long, value_name = "SOCKET", required_unless_present = "pid")]
     pub qmp: Option<PathBuf>,
-    /// Process id of the QEMU; without --qmp its QMP socket is taken from its command line
-    #[arg(long)]
+    /// Process id of the QEMU, 1 to 4194304; without --qmp its QMP socket is taken from its command line
+    #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..=4_194_304))]
     pub pid: Option<u32>,
     #[command(flatten)]
     pub options: Options,

@@ -50,7 +50,7 @@ struct Arguments {
     /// Prefix of the controller's keys in etcd
     #[arg(long, default_value = DEFAULT_ROOT, value_parser = parse_root)]
     etcd_root: String,
-    /// So long after the death of a leader another replica leads
+    /// Seconds after the death of a leader until another replica leads, 1 to 300
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=300))]
     lease_seconds: u64,
     /// File of the embedded store
@@ -142,7 +142,7 @@ const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    MANUAL.generate_if_asked();
+    MANUAL.answer_if_asked();
     match serve(Arguments::parse()).await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -221,6 +221,7 @@ fn start_log(format: LogFormat) {
     let filter = filter.unwrap_or_else(|_| "info".into());
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
+        .with_ansi(patchbay_manual::stderr_takes_colours())
         .with_writer(std::io::stderr);
     match format {
         LogFormat::Json => log.json().flatten_event(true).init(),
@@ -303,5 +304,6 @@ mod tests {
     #[test]
     fn the_manual_names_every_option() {
         assert_eq!(MANUAL.missing_options(), Vec::<String>::new());
+        assert_eq!(MANUAL.without_range(), Vec::<String>::new());
     }
 }

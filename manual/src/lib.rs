@@ -1,18 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Manual pages and completions of the programs, made by the programs themselves when the packages are
-//! built: only a program knows its whole command line.
+//! What the command lines of all programs share. Manual pages and completions are made by the programs
+//! themselves when the packages are built: only a program knows its whole command line.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+use std::any::TypeId;
 use std::ffi::OsString;
-use std::io;
+use std::io::{self, IsTerminal};
 use std::path::Path;
+use std::time::Duration;
 
-use clap::Command;
+use clap::{Arg, Command};
 use clap_complete::Shell;
+use clap_complete::env::{CompleteEnv, Shells};
 
 /// The first argument that asks a program for its manual; the second is a folder.
 const ASK: &str = "--generate-manual";
+
+/// The variable by which a shell asks for completions.
+const COMPLETE: &str = "PATCHBAY_COMPLETE";
 
 const SHELLS: [Shell; 3] = [Shell::Bash, Shell::Zsh, Shell::Fish];
 
@@ -27,9 +33,12 @@ pub struct Program {
 }
 
 impl Program {
-    /// If this process was started with `--generate-manual FOLDER`, writes the manual pages and completions
-    /// there and ends the process. Call it first in `main`.
-    pub fn generate_if_asked(&self) {
+    /// If a shell asks for completions of a word, prints them and ends the process; if this process was started with
+    /// `--generate-manual FOLDER`, writes the manual pages and completions there and ends it. Call it first in `main`.
+    pub fn answer_if_asked(&self) {
+        CompleteEnv::with_factory(|| self.named(self.name))
+            .var(COMPLETE)
+            .complete();
         let arguments: Vec<OsString> = std::env::args_os().collect();
         let [_, ask, folder] = &arguments[..] else {
             return;
@@ -58,13 +67,33 @@ impl Program {
         for command in self.pages() {
             clap_mangen::Man::new(command).generate_to(folder)?;
         }
-        let mut command = self.named(self.name);
         for shell in SHELLS {
-            let mut script = vec![];
-            clap_complete::generate(shell, &mut command, self.name, &mut script);
+            let script = self.registration(shell, self.name)?;
             std::fs::write(folder.join(format!("{}.{shell}", self.name)), script)?;
         }
         Ok(())
+    }
+
+    /// The script by which a shell asks this program for completions: by its name if it was started by its name,
+    /// else by its path.
+    ///
+    /// # Errors
+    /// The program's own path is not known.
+    pub fn completion(&self, shell: Shell) -> io::Result<String> {
+        let own = std::env::args_os().next().unwrap_or_default();
+        match own.as_encoded_bytes().contains(&b'/') {
+            true => self.registration(shell, &std::env::current_exe()?.to_string_lossy()),
+            false => self.registration(shell, self.name),
+        }
+    }
+
+    fn registration(&self, shell: Shell, program: &str) -> io::Result<String> {
+        let shells = Shells::builtins();
+        let shell = shells.completer(&shell.to_string());
+        let shell = shell.ok_or_else(|| io::Error::other("the shell is not supported"))?;
+        let mut script = vec![];
+        shell.write_registration(COMPLETE, self.name, self.name, program, &mut script)?;
+        Ok(String::from_utf8_lossy(&script).into_owned())
     }
 
     /// The commands that have a page, with all their options.
@@ -108,6 +137,57 @@ impl Program {
             .flat_map(|page| missing_from(&page, &text_of(&page)))
             .collect()
     }
+
+    /// The options and arguments that take a number or a time and whose help names no range, as
+    /// "PAGE OPTION". For a test of each program.
+    #[must_use]
+    pub fn without_range(&self) -> Vec<String> {
+        let pages = self.pages().into_iter();
+        pages.flat_map(|page| without_range(&page)).collect()
+    }
+}
+
+fn without_range(page: &Command) -> Vec<String> {
+    let name = clap_mangen::Man::new(page.clone()).get_filename();
+    let numbers = [
+        TypeId::of::<u8>(),
+        TypeId::of::<u16>(),
+        TypeId::of::<u32>(),
+        TypeId::of::<u64>(),
+        TypeId::of::<usize>(),
+        TypeId::of::<i64>(),
+        TypeId::of::<f64>(),
+        TypeId::of::<Duration>(),
+    ];
+    let is_number = |argument: &&Arg| {
+        let id = argument.get_value_parser().type_id();
+        argument.get_action().takes_values() && numbers.iter().any(|number| id == *number)
+    };
+    let shown = page.get_arguments().filter(|one| !one.is_hide_set());
+    shown
+        .filter(is_number)
+        .filter(|argument| {
+            let help = argument.get_help().map(ToString::to_string);
+            !names_a_range(&help.unwrap_or_default())
+        })
+        .map(|argument| format!("{name} {}", argument.get_id()))
+        .collect()
+}
+
+/// Finds "1 to 16" or "1ms to 1h".
+fn names_a_range(help: &str) -> bool {
+    let is_number = |word: &str| word.starts_with(|c: char| c.is_ascii_digit());
+    let words: Vec<&str> = help.split_whitespace().collect();
+    let mut ranges = words.windows(3);
+    ranges.any(|words| is_number(words[0]) && words[1] == "to" && is_number(words[2]))
+}
+
+/// Returns whether lines on standard error may be coloured: it is a terminal, and NO_COLOR
+/// (<https://no-color.org>) is not set.
+#[must_use]
+pub fn stderr_takes_colours() -> bool {
+    let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    !refused && std::io::stderr().is_terminal()
 }
 
 /// The page as roff, with plain hyphens.
@@ -147,8 +227,6 @@ fn has_help(command: &Command) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use clap::Arg;
-
     use super::*;
 
     fn command() -> Command {
@@ -208,7 +286,10 @@ mod tests {
         let page = read("program.1");
         assert!(page.contains("program\\-keys(1)"), "{page}");
         assert!(page.contains("program\\-other(1)"), "{page}");
-        assert!(read("program.bash").contains("program__subcmd__keys__subcmd__get"));
+        for shell in ["bash", "fish", "zsh"] {
+            let script = read(&format!("program.{shell}"));
+            assert!(script.contains("PATCHBAY_COMPLETE"), "{script}");
+        }
     }
 
     #[test]
@@ -241,6 +322,26 @@ mod tests {
             missing_from(&page, &text),
             ["front-secret-check.1 --strict"]
         );
+    }
+
+    #[test]
+    fn a_number_without_a_range_is_found() {
+        let count = |help: &'static str| {
+            let count = Arg::new("count").long("count").help(help);
+            let count = count.value_parser(clap::value_parser!(u32));
+            without_range(&Command::new("program").arg(count))
+        };
+        for help in ["", "How many", "At most 5", "From 1 to many"] {
+            assert_eq!(count(help), ["program.1 count"], "{help}");
+        }
+        for help in [
+            "How many, 1 to 16.",
+            "How long, 1ms to 1h; 30s unless given.",
+        ] {
+            assert!(count(help).is_empty(), "{help}");
+        }
+        let words = Command::new("program").arg(Arg::new("word").long("word"));
+        assert!(without_range(&words).is_empty());
     }
 
     #[test]

@@ -47,7 +47,7 @@ pub struct Args {
     pub boot_protocol: Protocol,
 
     /// Guest memory: 2M to 1T, with a suffix K, M, G or T.
-    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_memory)]
     pub memory: u64,
 
     /// Number of vCPUs, 1 to 16.
@@ -293,6 +293,17 @@ fn parse_rate(text: &str) -> Result<Rate, String> {
 }
 
 /// Parses a size in bytes with an optional suffix K, M, G or T.
+/// The range of [`Args::memory`].
+const MEMORY: std::ops::RangeInclusive<u64> = 2 << 20..=1 << 40;
+
+fn parse_memory(text: &str) -> Result<u64, String> {
+    let size = parse_size(text)?;
+    match MEMORY.contains(&size) {
+        true => Ok(size),
+        false => Err("give 2M to 1T".to_owned()),
+    }
+}
+
 fn parse_size(text: &str) -> Result<u64, String> {
     let hint = "use a number with K, M, G or T, such as 256M";
     let (digits, shift) = match text.char_indices().last() {
@@ -315,6 +326,15 @@ mod tests {
     use patchbay_service::trace::DEFAULT_GRACE;
 
     use super::*;
+
+    #[test]
+    fn memory_has_a_range() {
+        assert_eq!(parse_memory("2M"), Ok(2 << 20));
+        assert_eq!(parse_memory("1T"), Ok(1 << 40));
+        for bad in ["0", "1M", "2T", "1", "much"] {
+            parse_memory(bad).expect_err(bad);
+        }
+    }
 
     #[test]
     fn sizes() {

@@ -43,13 +43,14 @@ const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
 };
 
 fn main() -> ExitCode {
-    MANUAL.generate_if_asked();
+    MANUAL.answer_if_asked();
     let args = Args::parse();
     tracing_subscriber::fmt()
         .with_env_filter(
             tracing_subscriber::EnvFilter::try_from_env("PATCHBAY_LOG")
                 .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn")),
         )
+        .with_ansi(patchbay_manual::stderr_takes_colours())
         .with_writer(Stderr::new)
         .init();
     std::panic::set_hook(Box::new(messages::report_panic));
@@ -282,5 +283,6 @@ mod tests {
     #[test]
     fn the_manual_names_every_option() {
         assert_eq!(MANUAL.missing_options(), Vec::<String>::new());
+        assert_eq!(MANUAL.without_range(), Vec::<String>::new());
     }
 }

@@ -37,6 +37,7 @@ wait_for test -S /run/patchbay/test.sock
 systemctl start patchbayd
 socket=/run/patchbayd/patchbayd.sock
 wait_for patchbay --socket $socket --guest test guest describe
+PATCHBAY_COMPLETE=bash _CLAP_COMPLETE_INDEX=2 patchbay -- patchbay --guest te | grep test
 patchbay --socket $socket --guest test keys enable alpha
 patchbay --socket $socket --guest test keys get alpha | grep -i alpha
 patchbay audit verify
