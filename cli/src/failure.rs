@@ -56,6 +56,15 @@ impl Failure {
         ))
     }
 
+    /// Somebody may answer on `socket`, but not this user.
+    pub fn denied(socket: &Path) -> Self {
+        Self::error(format!(
+            "this user has no permission for the socket {}; run the command as the owner of the \
+             socket, as a member of its group, or as root",
+            socket.display()
+        ))
+    }
+
     /// The service ended a stream that has no end.
     pub fn ended(what: &str) -> Self {
         Self::error(format!(
@@ -91,6 +100,15 @@ fn suggestion(names: &[&str]) -> String {
     }
 }
 
+/// A page token is this program's: it is refused if the guest reboots between two pages.
+fn is_about_a_page(status: &Status) -> bool {
+    let fields = status.get_details_bad_request();
+    let fields = fields.map_or(vec![], |request| request.field_violations);
+    fields
+        .iter()
+        .any(|violation| violation.field == "page_token")
+}
+
 /// What the caller can do about a refusal.
 fn next_step(reason: &str) -> &'static str {
     match reason {
@@ -123,6 +141,7 @@ impl From<Status> for Failure {
         let exit_code = match reason.as_str() {
             "GUEST_BUSY" => GATE,
             _ if timed_out => TIMEOUT,
+            _ if status.code() == Code::InvalidArgument && !is_about_a_page(&status) => USAGE,
             _ => ERROR,
         };
         let message = match status.code() {

@@ -61,24 +61,30 @@ pub async fn list(fleet: Fleet, arguments: HoldsListArgs, output: Output) -> Res
         holder: arguments.holder.unwrap_or_default(),
         ..Default::default()
     };
-    let verb = async |client: Client| {
-        let mut request = request.clone();
-        let (mut holds, mut pages) = (vec![], Pages::of("holds"));
-        loop {
-            let page = client
-                .keys()
-                .list_holds(client.request(request.clone()))
-                .await?
-                .into_inner();
-            let next = pages.next(&page, &page.next_page_token)?;
-            holds.extend(page.holds);
-            match next {
-                Some(token) => request.page_token = token,
-                None => return Ok(shown(holds)),
-            }
-        }
-    };
+    let verb = async |client: Client| Ok(shown(pages(&client, request.clone()).await?));
     fleet.run(output, "listing holds", verb).await
+}
+
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn pages(
+    client: &Client,
+    mut request: v1::ListHoldsRequest,
+) -> Result<Vec<v1::Hold>, Failure> {
+    let (mut holds, mut pages) = (vec![], Pages::of("holds"));
+    loop {
+        let page = client
+            .keys()
+            .list_holds(client.request(request.clone()))
+            .await?
+            .into_inner();
+        let next = pages.next(&page, &page.next_page_token)?;
+        holds.extend(page.holds);
+        match next {
+            Some(token) => request.page_token = token,
+            None => return Ok(holds),
+        }
+    }
 }
 
 async fn release(

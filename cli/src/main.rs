@@ -4,6 +4,7 @@
 
 mod args;
 mod client;
+mod complete;
 mod debug;
 mod failure;
 mod guest;
@@ -21,6 +22,7 @@ mod view;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
+use patchbay_kernel_image::Patterns;
 
 use crate::args::guest::GuestCommand;
 use crate::args::{CiCommand, Cli, Command};
@@ -28,7 +30,7 @@ use crate::client::fleet::Fleet;
 use crate::failure::Failure;
 
 /// The socket of commands that name none.
-const SOCKET_VARIABLE: &str = "PATCHBAY_SOCKET";
+pub const SOCKET_VARIABLE: &str = "PATCHBAY_SOCKET";
 
 const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
     name: "patchbay",
@@ -37,9 +39,11 @@ const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
 };
 
 fn main() -> ExitCode {
-    MANUAL.generate_if_asked();
+    MANUAL.answer_if_asked();
     let mut cli = Cli::parse();
-    if cli.target.socket.is_none() {
+    let checked = cli.check();
+    // A monitor that is started makes a socket of its own.
+    if cli.target.socket.is_none() && !cli.command.starts_a_guest() {
         let socket = std::env::var_os(SOCKET_VARIABLE).filter(|socket| !socket.is_empty());
         cli.target.socket = socket.map(Into::into);
     }
@@ -48,7 +52,10 @@ fn main() -> ExitCode {
         .build()
     {
         Ok(runtime) => {
-            let result = runtime.block_on(run(cli));
+            let result = runtime.block_on(async {
+                checked.map_err(Failure::usage)?;
+                run(cli).await
+            });
             // A read of standard input may still be blocked.
             runtime.shutdown_background();
             result
@@ -68,6 +75,8 @@ fn main() -> ExitCode {
 async fn run(cli: Cli) -> Result<u8, Failure> {
     match cli.command {
         Command::Ci(CiCommand::Run(arguments)) => {
+            Patterns::parse(&arguments.matrix)
+                .map_err(|error| Failure::usage(error.to_string()))?;
             Ok(patchbay_ci::run(*arguments, cli.timeout).await)
         }
         Command::Lab(arguments) => lab::run(arguments, cli.timeout),
@@ -87,7 +96,7 @@ async fn run_on_guests(cli: Cli) -> Result<(), Failure> {
         Command::Guests { patterns } => guest(GuestCommand::List { patterns }).await,
         Command::Console(arguments) => guest(GuestCommand::Console(arguments)).await,
         Command::Attach { arguments } => guest::run::become_attacher(&arguments),
-        Command::Keys(command) => keys::run(fleet().await?, command, timeout, output).await,
+        Command::Keys(command) => keys::run(target, command, timeout, output).await,
         Command::Holds(command) => holds::run(fleet().await?, command, output).await,
         Command::Debug(command) => debug::run(fleet().await?, command, output).await,
         Command::Trace(command) => trace::run(fleet().await?, command, output).await,
@@ -96,12 +105,7 @@ async fn run_on_guests(cli: Cli) -> Result<(), Failure> {
         Command::Policy { arguments } => guest::run::become_host_program("policy", &arguments),
         Command::Audit { arguments } => guest::run::become_host_program("audit", &arguments),
         Command::Certs { arguments } => guest::run::become_host_program("certs", &arguments),
-        Command::Completion { shell } => {
-            // The generator panics if it cannot write.
-            let mut script = Vec::new();
-            clap_complete::generate(shell, &mut Cli::command(), "patchbay", &mut script);
-            print::write(&String::from_utf8_lossy(&script))
-        }
+        Command::Completion { shell } => print::write(&MANUAL.completion(shell)?),
     }
 }
 
@@ -112,5 +116,6 @@ mod tests {
     #[test]
     fn the_manual_names_every_option() {
         assert_eq!(MANUAL.missing_options(), Vec::<String>::new());
+        assert_eq!(MANUAL.without_range(), Vec::<String>::new());
     }
 }

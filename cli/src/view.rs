@@ -88,6 +88,9 @@ pub struct Plan {
     pub predicted_pause_us: Option<f64>,
     pub revision: u64,
     pub incarnation: String,
+    /// The start of a command for the plan's guest.
+    #[serde(skip)]
+    pub command: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -328,6 +331,7 @@ impl From<v1::PrepareUpdateResponse> for Plan {
             predicted_pause_us: plan.predicted_pause.map(|pause| micros(Some(pause))),
             revision: plan.revision,
             incarnation: plan.incarnation,
+            command: String::new(),
         }
     }
 }
@@ -437,9 +441,9 @@ impl From<v1::Hold> for Hold {
 }
 
 impl Power {
-    pub fn running() -> Self {
+    pub fn is(state: &'static str) -> Self {
         Self {
-            state: "running",
+            state,
             stop_us: None,
             paused_until: None,
             power_cut: None,
@@ -448,18 +452,16 @@ impl Power {
 
     pub fn paused(response: v1::PauseGuestResponse) -> Self {
         Self {
-            state: "paused",
             stop_us: Some(micros(response.stop_time)),
             paused_until: response.expires_at.map(|at| time(Some(at))),
-            ..Self::running()
+            ..Self::is("paused")
         }
     }
 
     pub fn off(response: v1::ShutdownGuestResponse) -> Self {
         Self {
-            state: "stopped",
             power_cut: Some(response.power_cut),
-            ..Self::running()
+            ..Self::is("stopped")
         }
     }
 }

@@ -7,6 +7,7 @@ mod commands {
     mod ci;
     mod ci_bad_input;
     mod ci_files;
+    mod completion;
     mod debug;
     mod fake;
     mod guests;
@@ -20,5 +21,6 @@ mod commands {
     mod spelling;
     mod trace;
     mod traceparent;
+    mod usage;
     mod watches;
 }

@@ -6,13 +6,15 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::parse_duration;
+use super::{time_in, times};
+use crate::complete;
 
 #[derive(Debug, Subcommand)]
 pub enum GuestCommand {
     /// List the guests that run on this machine.
     List {
         /// Globs of names; a leading ! takes away. All if there is none.
+        #[arg(add = complete::guests())]
         patterns: Vec<String>,
     },
     /// Start a guest; runs patchbay-vmm in the place of this command.
@@ -30,8 +32,8 @@ pub enum GuestCommand {
     Watch,
     /// Stop every vCPU until `resume`, or until the pause expires. Again: renew the pause.
     Pause {
-        /// The service resumes the guest by itself after this time, 30s unless given; at most 1h.
-        #[arg(long, value_parser = parse_duration)]
+        /// The service resumes the guest by itself after this time, 1ms to 1h; 30s unless given.
+        #[arg(long, value_parser = time_in(times::PAUSE), value_name = "TIME")]
         ttl: Option<Duration>,
     },
     /// Let a paused guest run on.

@@ -7,7 +7,8 @@ use std::time::Duration;
 use clap::builder::NonEmptyStringValueParser;
 use clap::{ArgGroup, Args, Subcommand, ValueEnum};
 
-use super::parse_duration;
+use super::{time_in, times};
+use crate::complete;
 
 #[derive(Debug, Subcommand)]
 pub enum KeysCommand {
@@ -16,7 +17,7 @@ pub enum KeysCommand {
     /// Show keys with their sites, bytes and disassembly.
     Get {
         /// "name", "module:name" or globs; - reads them from standard input.
-        #[arg(required = true)]
+        #[arg(required = true, add = complete::keys())]
         keys: Vec<String>,
     },
     /// static_branch_enable(): to one reference, if there is none.
@@ -28,7 +29,7 @@ pub enum KeysCommand {
     /// static_branch_dec(): drop one reference.
     Dec(ChangeArgs),
     /// Make all changes of a file, or none: a YAML or JSON list of {key, op, etag}, of {patterns, classes,
-    /// op}, or what `keys list -o yaml` has printed.
+    /// op}, or what `keys list -o yaml` has printed, for one guest or for several.
     Apply {
         /// The file; - is standard input.
         #[arg(short, long)]
@@ -45,6 +46,7 @@ pub enum KeysCommand {
     /// Wait until a key is on, is off or changes, without end unless --timeout is given.
     Wait {
         /// "name" or "module:name".
+        #[arg(add = complete::keys())]
         key: String,
         #[arg(long = "for", value_enum, value_name = "STATE")]
         state: AwaitedKey,
@@ -66,6 +68,7 @@ pub enum AwaitedKey {
 pub struct ListArgs {
     /// Globs of "name" or "module:name"; a leading ! takes away: 'sched_*' '!virtio*:*'. - reads them
     /// from standard input.
+    #[arg(add = complete::keys())]
     pub patterns: Vec<String>,
     /// Only keys of these classes.
     #[arg(long, value_enum, value_delimiter = ',')]
@@ -98,7 +101,7 @@ pub struct ChangeArgs {
     /// "name", "module:name" or globs; a leading ! takes away; - reads them from standard input, one per
     /// line. All are changed together or none. Globs leave out sealed keys, those of
     /// class never and, without --allow-guarded, guarded ones; a name is never left out.
-    #[arg(required = true)]
+    #[arg(required = true, add = complete::keys())]
     pub keys: Vec<String>,
     /// Only if the key's etag is still this one (one key only).
     #[arg(long, value_parser = NonEmptyStringValueParser::new())]
@@ -112,8 +115,8 @@ pub struct ChangeOptions {
     /// Check everything and change nothing. Keys: prints a plan, which `keys commit` makes.
     #[arg(long)]
     pub dry_run: bool,
-    /// How long the plan of --dry-run is kept, 10m unless given; at most 24h.
-    #[arg(long, value_parser = parse_duration, requires = "dry_run", value_name = "TIME")]
+    /// How long the plan of --dry-run is kept, 1s to 24h; 10m unless given.
+    #[arg(long, value_parser = time_in(times::PLAN), requires = "dry_run", value_name = "TIME")]
     pub plan_ttl: Option<Duration>,
     /// Why; kept with the holds and in the audit log.
     #[arg(
@@ -123,8 +126,8 @@ pub struct ChangeOptions {
         hide_default_value = true
     )]
     pub reason: String,
-    /// The service releases the references that this change takes after this time, for example 10m.
-    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+    /// The service releases the references that this change takes after this time, 1ms to 365d: for example 10m.
+    #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
     pub ttl: Option<Duration>,
     /// Change guarded keys too; the monitor must allow it.
     #[arg(long)]
@@ -137,8 +140,8 @@ pub struct ChangeOptions {
     /// Print numbers alone, not each key: faster for thousands of them.
     #[arg(long)]
     pub summary: bool,
-    /// How long the vCPUs may take to stop, for example 10ms.
-    #[arg(long, value_parser = parse_duration, conflicts_with = "dry_run", value_name = "TIME")]
+    /// How long the vCPUs may take to stop, 1us to 30s: for example 10ms.
+    #[arg(long, value_parser = time_in(times::STOP), conflicts_with = "dry_run", value_name = "TIME")]
     pub stop_timeout: Option<Duration>,
 }
 
@@ -160,16 +163,17 @@ pub struct CommitArgs {
     /// Print numbers alone, not each key: faster for thousands of them.
     #[arg(long)]
     pub summary: bool,
-    /// How long the vCPUs may take to stop, for example 10ms.
-    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+    /// How long the vCPUs may take to stop, 1us to 30s: for example 10ms.
+    #[arg(long, value_parser = time_in(times::STOP), value_name = "TIME")]
     pub stop_timeout: Option<Duration>,
 }
 
 #[derive(Clone, Debug, Args)]
 pub struct WatchArgs {
     /// Globs, as in `list`.
+    #[arg(add = complete::keys())]
     pub patterns: Vec<String>,
-    /// Start with this revision of the past instead of now.
+    /// Start with this revision of the past instead of now, 0 to 18446744073709551615.
     #[arg(long, requires = "incarnation", value_name = "REVISION")]
     pub from_revision: Option<u64>,
     /// The incarnation that the revision belongs to, as `guest describe` and watches print it.
@@ -187,10 +191,10 @@ pub enum HoldsCommand {
     #[command(group(ArgGroup::new("expiry").required(true).args(["ttl", "no_expiry"])))]
     Renew {
         /// Ids of holds; - reads them from standard input.
-        #[arg(required = true, value_name = "ID")]
+        #[arg(required = true, value_name = "ID", add = complete::holds())]
         holds: Vec<String>,
-        /// The holds expire this time from now, for example 10m.
-        #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+        /// The holds expire this time from now, 1ms to 365d: for example 10m.
+        #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
         ttl: Option<Duration>,
         /// The holds do not expire any more.
         #[arg(long)]
@@ -201,6 +205,7 @@ pub enum HoldsCommand {
 #[derive(Clone, Debug, Args)]
 pub struct HoldsListArgs {
     /// Globs of keys, as in `keys list`.
+    #[arg(add = complete::keys())]
     pub patterns: Vec<String>,
     /// Only this client's, for example uid:1000.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "PRINCIPAL")]
@@ -210,7 +215,7 @@ pub struct HoldsListArgs {
 #[derive(Debug, Args)]
 pub struct ReleaseArgs {
     /// Ids of holds; - reads them from standard input.
-    #[arg(required = true, value_name = "ID")]
+    #[arg(required = true, value_name = "ID", add = complete::holds())]
     pub holds: Vec<String>,
     #[command(flatten)]
     pub force: Force,
@@ -220,7 +225,7 @@ pub struct ReleaseArgs {
     /// Print numbers alone, not each key: faster for thousands of them.
     #[arg(long)]
     pub summary: bool,
-    /// How long the vCPUs may take to stop, for example 10ms.
-    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+    /// How long the vCPUs may take to stop, 1us to 30s: for example 10ms.
+    #[arg(long, value_parser = time_in(times::STOP), value_name = "TIME")]
     pub stop_timeout: Option<Duration>,
 }

@@ -6,6 +6,7 @@ pub mod keys;
 #[cfg(test)]
 mod tests;
 
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use self::guest::{ConsoleArgs, GuestCommand, RunArgs};
 use self::keys::{HoldsCommand, KeysCommand};
+use crate::complete;
 use crate::debug::args::DebugCommand;
 use crate::trace::args::TraceCommand;
 
@@ -39,11 +41,31 @@ pub struct Cli {
     /// How to print.
     #[arg(short, long, default_value = "table", global = true, value_parser = format_parser(), help_heading = GLOBAL)]
     pub output: OutputArgument,
-    /// Give up after this time, for example 500ms, 10s or 2m.
-    #[arg(long, value_parser = parse_duration, global = true, value_name = "TIME", help_heading = GLOBAL)]
+    /// Give up after this time, 1us to 365d: for example 500ms, 10s or 2m.
+    #[arg(long, value_parser = time_in(times::ANY), global = true, value_name = "TIME", help_heading = GLOBAL)]
     pub timeout: Option<Duration>,
     #[command(subcommand)]
     pub command: Command,
+}
+
+impl Cli {
+    /// Refuses options that the command would ignore.
+    ///
+    /// # Errors
+    /// A sentence that names them.
+    pub fn check(&self) -> Result<(), String> {
+        let Target { socket, guest, all } = &self.target;
+        let given = [
+            ("--socket", socket.is_some()),
+            ("--guest", !guest.is_empty()),
+            ("--all", *all),
+        ];
+        let given = given.iter().find(|(_, is_given)| *is_given);
+        let (Some((option, _)), Some(why)) = (given, self.command.takes_no_guest()) else {
+            return Ok(());
+        };
+        Err(format!("{option} has no meaning here: {why}"))
+    }
 }
 
 #[derive(Debug, Args)]
@@ -53,7 +75,7 @@ pub struct Target {
     pub socket: Option<PathBuf>,
     /// Name of the guest; not needed if only one runs. Several guests: a glob ('web-*'), or the option
     /// repeated.
-    #[arg(long, global = true, value_name = "NAME", conflicts_with = "all", help_heading = GLOBAL)]
+    #[arg(long, global = true, value_name = "NAME", conflicts_with = "all", help_heading = GLOBAL, add = complete::guests())]
     pub guest: Vec<String>,
     /// Every guest that runs on this machine, or behind --socket.
     #[arg(long, global = true, help_heading = GLOBAL)]
@@ -163,6 +185,41 @@ pub enum Command {
     Console(ConsoleArgs),
 }
 
+impl Command {
+    /// Why the command is about no guest that runs; `None` if it is about one.
+    fn takes_no_guest(&self) -> Option<&'static str> {
+        match self {
+            Self::Rollout(_) => Some(
+                "a rollout's spec selects its guests; see one guest with `patchbay rollout explain \
+                 ROLLOUT GUEST`, and choose the controller with --fleet-socket",
+            ),
+            Self::Attach { .. } => {
+                Some("the guest is named after `attach`; see `patchbay attach --help`")
+            }
+            Self::Ci(_) => Some("`patchbay ci` boots a guest of its own"),
+            Self::Policy { .. } | Self::Audit { .. } | Self::Certs { .. } => Some(
+                "the command reads files of this host; what it takes is named after it, see --help",
+            ),
+            Self::Lab(_) | Self::Inspect(_) | Self::Completion { .. } => {
+                Some("the command is about no guest that runs")
+            }
+            Self::Guest(_)
+            | Self::Keys(_)
+            | Self::Holds(_)
+            | Self::Debug(_)
+            | Self::Trace(_)
+            | Self::Run(_)
+            | Self::Guests { .. }
+            | Self::Console(_) => None,
+        }
+    }
+
+    /// Whether the command becomes a monitor.
+    pub fn starts_a_guest(&self) -> bool {
+        matches!(self, Self::Guest(GuestCommand::Run(_)) | Self::Run(_))
+    }
+}
+
 #[derive(Debug, Subcommand)]
 pub enum CiCommand {
     /// Boot a kernel, run a command in the guest, and end with its status.
@@ -176,8 +233,8 @@ pub enum CiCommand {
 
 #[derive(Debug, Args)]
 pub struct LabArgs {
-    /// Memory of the lab.
-    #[arg(long, value_name = "MIB", default_value_t = patchbay_lab::machine::DEFAULT_MEMORY_MIB)]
+    /// Memory of the lab in MiB, 512 to 262144.
+    #[arg(long, value_name = "MIB", default_value_t = patchbay_lab::machine::DEFAULT_MEMORY_MIB, value_parser = clap::value_parser!(u32).range(512..=262_144))]
     pub memory: u32,
     /// Folder where what the command writes is kept; all else that it writes is lost.
     #[arg(long, value_name = "FOLDER")]
@@ -187,11 +244,66 @@ pub struct LabArgs {
     pub command: Vec<std::ffi::OsString>,
 }
 
-/// Limit on all times.
-const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
+/// The ranges of times on the command line. Those of the service are the same.
+pub mod times {
+    use std::ops::RangeInclusive;
+    use std::time::Duration;
+
+    use super::DAY;
+
+    const US: Duration = Duration::from_micros(1);
+    const MS: Duration = Duration::from_millis(1);
+    const S: Duration = Duration::from_secs(1);
+    const HOUR: Duration = Duration::from_secs(3600);
+    const YEAR: Duration = DAY.saturating_mul(365);
+
+    pub const ANY: RangeInclusive<Duration> = US..=YEAR;
+    /// Of holds and armed events.
+    pub const TTL: RangeInclusive<Duration> = MS..=YEAR;
+    pub const PLAN: RangeInclusive<Duration> = S..=DAY;
+    pub const PAUSE: RangeInclusive<Duration> = MS..=HOUR;
+    pub const STOP: RangeInclusive<Duration> = US..=Duration::from_secs(30);
+    pub const INTERVAL: RangeInclusive<Duration> = MS..=HOUR;
+}
+
+/// A time as [`parse_duration`] reads it.
+fn spelt(time: Duration) -> String {
+    let units = [
+        (86_400_000_000, "d"),
+        (3_600_000_000, "h"),
+        (60_000_000, "m"),
+    ];
+    let small = [(1_000_000, "s"), (1_000, "ms"), (1, "us")];
+    let micros = time.as_micros();
+    let mut units = units.into_iter().chain(small);
+    let unit = units.find(|(unit, _)| micros >= *unit && micros % unit == 0);
+    unit.map_or_else(
+        || format!("{time:?}"),
+        |(unit, name)| format!("{}{name}", micros / unit),
+    )
+}
+
+/// A parser of times within a range.
+pub fn time_in(
+    range: RangeInclusive<Duration>,
+) -> impl Fn(&str) -> Result<Duration, String> + Clone + Send + Sync + 'static {
+    move |text| {
+        let time = parse_duration(text)?;
+        match range.contains(&time) {
+            true => Ok(time),
+            false => Err(format!(
+                "it must be {} to {}",
+                spelt(*range.start()),
+                spelt(*range.end())
+            )),
+        }
+    }
+}
 
 /// "500us", "10ms", "5s", "2m", "3h" or "1d".
-pub fn parse_duration(text: &str) -> Result<Duration, String> {
+fn parse_duration(text: &str) -> Result<Duration, String> {
     let help = || format!("{text:?} is not a time; write for example 500ms, 10s, 5m or 2h");
     let unit_at = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(help)?;
     let (digits, unit) = text.split_at(unit_at);
@@ -207,7 +319,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     };
     match value.checked_mul(micros).map(Duration::from_micros) {
         Some(Duration::ZERO) => Err("it must be more than 0".to_owned()),
-        Some(time) if time <= LONGEST => Ok(time),
+        Some(time) if time <= *times::ANY.end() => Ok(time),
         _ => Err("it must be at most 365d".to_owned()),
     }
 }

@@ -2,7 +2,8 @@
 //! The guests that a command is about: one, or several at once.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::io::ErrorKind;
+use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -16,7 +17,7 @@ use super::{Client, DEFAULT_TIMEOUT, traced};
 use crate::args::{Output, Target};
 use crate::failure::{self, Failure, PARTLY};
 use crate::names::is_glob;
-use crate::print::{Printable, Remarks, by_guest, print, remark};
+use crate::print::{Printable, Remarks, by_guest, complain, print, remark};
 use crate::progress::Progress;
 
 /// An endpoint that does not answer within this time does not hold up the others.
@@ -69,7 +70,10 @@ impl Fleet {
         if many {
             let members = many_of(target).await?;
             let members = members.into_iter().map(|member| Member {
-                client: member.client.map(|client| client.with_timeout(timeout)),
+                client: member.client.map(|client| {
+                    let by_socket = target.socket.is_some();
+                    client.with_timeout(timeout).by_socket(by_socket)
+                }),
                 ..member
             });
             return Ok(Self::Many(members.collect()));
@@ -77,7 +81,8 @@ impl Fleet {
         let client = match (&target.socket, target.guest.first()) {
             (Some(socket), name) => {
                 let name = name.cloned().unwrap_or_default();
-                Client::open(socket, timeout).await?.with_guest(name)
+                let client = Client::open(socket, timeout).await?;
+                client.with_guest(name).by_socket(true)
             }
             (None, Some(name)) => find(name).await?,
             (None, None) => the_only_one().await?,
@@ -207,27 +212,42 @@ pub async fn guests_of(
     }
 }
 
-/// An endpoint with the guests that it serves, or why they are not known.
+/// An endpoint with what it says about its guests.
 #[derive(Debug)]
 pub struct Endpoint {
     pub socket: Socket,
-    /// `None` if nobody listens: a monitor that was killed leaves its socket.
-    pub guests: Option<Result<Vec<(v1::GuestStatus, Client)>, Failure>>,
+    pub guests: Heard,
+}
+
+/// The answer of an endpoint that was asked for its guests.
+#[derive(Debug)]
+pub enum Heard {
+    Guests(Vec<(v1::GuestStatus, Client)>),
+    /// Somebody listens and gives no list.
+    Failed(Failure),
+    /// This user may not connect.
+    Denied(Failure),
+    /// Nobody listens: a monitor that was killed leaves its socket.
+    Dead,
 }
 
 /// Asks every socket at once.
 pub async fn endpoints(sockets: Vec<Socket>, patterns: &[String]) -> Vec<Endpoint> {
     stream::iter(sockets)
         .map(|socket| async move {
-            let guests = match Client::open(&socket.path, LIST_TIMEOUT).await {
-                Err(_) => None,
-                Ok(client) => Some(guests_of(&client, patterns).await.map(|guests| {
-                    let named = |status: v1::GuestStatus| {
-                        let client = client.clone().with_guest(&status.guest);
-                        (status, client)
-                    };
-                    guests.into_iter().map(named).collect()
-                })),
+            let guests = match Client::connect(&socket.path, LIST_TIMEOUT).await {
+                Err(why) if why.is_denied => Heard::Denied(why.failure(&socket.path)),
+                Err(_) => Heard::Dead,
+                Ok(client) => match guests_of(&client, patterns).await {
+                    Err(failure) => Heard::Failed(failure),
+                    Ok(guests) => {
+                        let named = |status: v1::GuestStatus| {
+                            let client = client.clone().with_guest(&status.guest);
+                            (status, client)
+                        };
+                        Heard::Guests(guests.into_iter().map(named).collect())
+                    }
+                },
             };
             Endpoint { socket, guests }
         })
@@ -258,20 +278,30 @@ async fn many_of(target: &Target) -> Result<Vec<Member>, Failure> {
     }
     let matching = Patterns::parse(patterns).map_err(|error| Failure::usage(error.to_string()))?;
     let mut members: BTreeMap<String, Vec<Result<Client, Failure>>> = BTreeMap::new();
+    let mut denied = vec![];
     for endpoint in endpoints(sockets_of(target)?, patterns).await {
         match endpoint.guests {
-            None => {}
-            Some(Ok(guests)) => {
+            Heard::Dead => {}
+            Heard::Guests(guests) => {
                 for (status, client) in guests {
                     members.entry(status.guest).or_default().push(Ok(client));
                 }
             }
-            Some(Err(failure)) if matching.select_whole(&endpoint.socket.name) => {
-                let name = endpoint.socket.name;
-                members.entry(name).or_default().push(Err(failure));
+            // Whoever asks for all guests means those that this user may use.
+            Heard::Denied(failure) if patterns.is_empty() => denied.push(failure),
+            Heard::Failed(failure) | Heard::Denied(failure) => {
+                if matching.select_whole(&endpoint.socket.name) {
+                    let name = endpoint.socket.name;
+                    members.entry(name).or_default().push(Err(failure));
+                }
             }
-            Some(Err(_)) => {}
         }
+    }
+    if members.is_empty() && !denied.is_empty() {
+        return Err(denied.swap_remove(0));
+    }
+    for failure in denied {
+        complain(&format!("left out: {}", failure.message));
     }
     for name in patterns.iter().filter(|name| !is_glob(name)) {
         if !members.contains_key(name) {
@@ -344,7 +374,10 @@ async fn find(name: &str) -> Result<Client, Failure> {
     let mut found = vec![];
     let mut names = vec![];
     for endpoint in endpoints(others.collect(), &[]).await {
-        for (status, client) in endpoint.guests.and_then(Result::ok).unwrap_or_default() {
+        let Heard::Guests(guests) = endpoint.guests else {
+            continue;
+        };
+        for (status, client) in guests {
             if status.guest == name {
                 found.push(client);
             } else {
@@ -360,20 +393,26 @@ async fn find(name: &str) -> Result<Client, Failure> {
     }
 }
 
-fn listens(path: &Path) -> bool {
-    std::os::unix::net::UnixStream::connect(path).is_ok()
-}
-
 /// The endpoint of a command that names no guest.
 async fn the_only_one() -> Result<Client, Failure> {
-    // Sockets that dead monitors left do not make the choice ambiguous.
-    let mut live = sockets::all()?;
-    live.retain(|socket| listens(&socket.path));
+    // Neither sockets that dead monitors left nor those of other users make the choice ambiguous.
+    let (mut live, mut denied) = (vec![], None);
+    for socket in sockets::all()? {
+        match UnixStream::connect(&socket.path) {
+            Ok(_) => live.push(socket),
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => {
+                denied.get_or_insert(Failure::denied(&socket.path));
+            }
+            Err(_) => {}
+        }
+    }
     match live.as_slice() {
-        [] => Err(Failure::error(format!(
-            "no guest runs: no monitor answers in {}; start one with `patchbay guest run`, or give --socket",
-            sockets::searched()
-        ))),
+        [] => Err(denied.unwrap_or_else(|| {
+            Failure::error(format!(
+                "no guest runs: no monitor answers in {}; start one with `patchbay guest run`, or give --socket",
+                sockets::searched()
+            ))
+        })),
         [socket] => Client::open(&socket.path, DEFAULT_TIMEOUT).await,
         _ => {
             let names: Vec<String> = live.into_iter().map(|socket| socket.name).collect();

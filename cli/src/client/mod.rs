@@ -26,19 +26,42 @@ pub const ANSWER_TIME: Duration = Duration::from_secs(10);
 const MAX_RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 const KEEPALIVE: Duration = Duration::from_secs(30);
 
-/// Connects to the socket; the error is its innermost cause.
-pub async fn channel(socket: &Path) -> Result<Channel, String> {
+/// Why a socket cannot be connected to.
+#[derive(Debug)]
+pub struct Unreachable {
+    /// The innermost cause.
+    pub cause: String,
+    /// The socket is there, and this user may not use it.
+    pub is_denied: bool,
+}
+
+impl Unreachable {
+    /// The failure of a command that needs this socket.
+    pub fn failure(&self, socket: &Path) -> Failure {
+        match self.is_denied {
+            true => Failure::denied(socket),
+            false => Failure::unreachable(socket, &self.cause),
+        }
+    }
+}
+
+/// Connects to the socket.
+pub async fn channel(socket: &Path) -> Result<Channel, Unreachable> {
     let connected = client::endpoint()
         .connect_timeout(CONNECT_TIMEOUT)
         .http2_keep_alive_interval(KEEPALIVE)
         .connect_with_connector(client::unix_socket(socket))
         .await;
     connected.map_err(|error| {
-        let mut cause: &dyn std::error::Error = &error;
+        let mut cause: &(dyn std::error::Error + 'static) = &error;
         while let Some(source) = cause.source() {
             cause = source;
         }
-        cause.to_string()
+        let io = cause.downcast_ref::<std::io::Error>();
+        Unreachable {
+            cause: cause.to_string(),
+            is_denied: io.is_some_and(|io| io.kind() == std::io::ErrorKind::PermissionDenied),
+        }
     })
 }
 
@@ -49,6 +72,8 @@ pub struct Client {
     socket: PathBuf,
     /// Empty: the only guest that the endpoint serves.
     guest: String,
+    /// The endpoint was chosen by its socket.
+    by_socket: bool,
     timeout: Duration,
     progress: Progress,
 }
@@ -59,13 +84,21 @@ impl Client {
     /// # Errors
     /// If nobody answers there.
     pub async fn open(socket: &Path, timeout: Duration) -> Result<Self, Failure> {
-        let channel = channel(socket)
-            .await
-            .map_err(|cause| Failure::unreachable(socket, &cause))?;
+        let opened = Self::connect(socket, timeout).await;
+        opened.map_err(|why| why.failure(socket))
+    }
+
+    /// The same as [`Client::open`], with the reason for a caller that goes on without this socket.
+    ///
+    /// # Errors
+    /// If nobody answers there.
+    pub async fn connect(socket: &Path, timeout: Duration) -> Result<Self, Unreachable> {
+        let channel = channel(socket).await?;
         Ok(Self {
             channel,
             socket: socket.to_owned(),
             guest: String::new(),
+            by_socket: false,
             timeout,
             progress: Progress::default(),
         })
@@ -74,6 +107,12 @@ impl Client {
     /// The same endpoint, for the guest `name`.
     pub fn with_guest(mut self, name: impl Into<String>) -> Self {
         self.guest = name.into();
+        self
+    }
+
+    /// The same client, for a caller that named its socket.
+    pub fn by_socket(mut self, by_socket: bool) -> Self {
+        self.by_socket = by_socket;
         self
     }
 
@@ -90,6 +129,18 @@ impl Client {
     /// Empty if the guest was not chosen by its name.
     pub fn guest_name(&self) -> &str {
         &self.guest
+    }
+
+    /// The start of another command for this guest, "patchbay --guest web-1 ".
+    pub fn command(&self) -> String {
+        let mut command = "patchbay ".to_owned();
+        if self.by_socket {
+            command += &format!("--socket {} ", quoted(&self.socket.to_string_lossy()));
+        }
+        if !self.guest.is_empty() {
+            command += &format!("--guest {} ", quoted(&self.guest));
+        }
+        command
     }
 
     pub fn socket(&self) -> &Path {
@@ -135,6 +186,15 @@ impl Client {
     pub fn stream<T: Addressed>(&self, mut message: T) -> tonic::Request<T> {
         message.set_guest(&self.guest);
         traced(message)
+    }
+}
+
+/// A word as a shell takes it.
+fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@%+=,".contains(c);
+    match !word.is_empty() && word.chars().all(is_plain) {
+        true => word.to_owned(),
+        false => format!("'{}'", word.replace('\'', "'\\''")),
     }
 }
 

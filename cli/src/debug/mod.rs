@@ -64,6 +64,10 @@ impl Printable for Vec<Line> {
         rows
     }
 
+    fn nouns(&self) -> Option<&'static str> {
+        Some("lines")
+    }
+
     /// What the verbs of `keys` take.
     fn names(&self) -> Vec<&str> {
         self.iter().map(|line| line.key.as_str()).collect()

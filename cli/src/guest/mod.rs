@@ -7,11 +7,12 @@ mod wait;
 
 use std::time::Duration;
 
+use patchbay_kernel_image::Patterns;
 use patchbay_proto::v1;
 
 use crate::args::guest::GuestCommand;
 use crate::args::{Output, Target};
-use crate::client::fleet::{Fleet, LIST_TIMEOUT, endpoints, sockets_of};
+use crate::client::fleet::{Fleet, Heard, LIST_TIMEOUT, endpoints, guests_of, sockets_of};
 use crate::client::{ANSWER_TIME, Client, to_proto};
 use crate::failure::Failure;
 use crate::print::print;
@@ -31,28 +32,34 @@ pub async fn list(
     output: Output,
 ) -> Result<(), Failure> {
     patterns.extend(target.guest.iter().cloned());
+    let matching = Patterns::parse(&patterns).map_err(|error| Failure::usage(error.to_string()))?;
+    if let Some(socket) = &target.socket {
+        // Nobody there is an error, not an empty list.
+        let only = Client::open(socket, LIST_TIMEOUT).await?;
+        guests_of(&only, &patterns).await?;
+    }
     let sockets = sockets_of(target)?;
     let described = async {
         let mut guests = vec![];
         for endpoint in endpoints(sockets, &patterns).await {
             let path = endpoint.socket.path.display().to_string();
             let name = endpoint.socket.name;
-            match endpoint.guests {
-                // Their names are the sockets'; patterns are about guests.
-                None if patterns.is_empty() => {
-                    guests.push(view::Guest::silent(name, path, "dead"));
-                }
-                Some(Err(_)) if patterns.is_empty() => {
-                    guests.push(view::Guest::silent(name, path, "not answering"));
-                }
-                None | Some(Err(_)) => {}
-                Some(Ok(found)) => {
+            let silent = match endpoint.guests {
+                Heard::Guests(found) => {
                     for (status, client) in found {
                         guests.push(
                             details(&client.with_timeout(LIST_TIMEOUT), status, path.clone()).await,
                         );
                     }
+                    continue;
                 }
+                Heard::Dead => "dead",
+                Heard::Denied(_) => "no permission",
+                Heard::Failed(_) => "not answering",
+            };
+            // The name is the socket's, which that of a monitor with one guest is.
+            if matching.select_whole(&name) {
+                guests.push(view::Guest::silent(name, path, silent));
             }
         }
         guests.sort_by(|a, b| (&a.name, &a.socket).cmp(&(&b.name, &b.socket)));
@@ -124,7 +131,10 @@ pub async fn run(
             let verb = async |client: Client| {
                 let request = client.request(v1::ResumeGuestRequest::default());
                 client.guest().resume_guest(request).await?;
-                Ok(view::Power::running().into())
+                let request = client.request(v1::DescribeGuestRequest::default());
+                let guest = client.guest().describe_guest(request).await?.into_inner();
+                let state = guest.status.unwrap_or_default().state();
+                Ok(view::Power::is(view::state(state)).into())
             };
             fleet().await?.run(output, "resuming", verb).await
         }

@@ -19,6 +19,9 @@ use crate::print::write;
 const MONITOR: &str = "patchbay-vmm";
 const ATTACHER: &str = "patchbay-attach";
 const HOST_DAEMON: &str = "patchbayd";
+/// What was typed, which the usage of the other programs shows.
+const AS_MONITOR: &str = "patchbay guest run";
+const AS_ATTACHER: &str = "patchbay attach";
 
 /// Becomes `patchbay-vmm`, with the socket where the other commands look for it.
 ///
@@ -58,6 +61,7 @@ pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Fai
         }
     };
     let mut monitor = Command::new(program(MONITOR));
+    monitor.arg0(AS_MONITOR);
     monitor.arg("--name").arg(&name);
     monitor.arg("--api-socket").arg(&socket);
     become_program(monitor.args(&arguments.arguments))
@@ -68,7 +72,8 @@ pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Fai
 /// # Errors
 /// If it cannot be started; otherwise this does not return.
 pub fn become_attacher(arguments: &[OsString]) -> Result<(), Failure> {
-    become_program(Command::new(program(ATTACHER)).args(arguments))
+    let mut attacher = Command::new(program(ATTACHER));
+    become_program(attacher.arg0(AS_ATTACHER).args(arguments))
 }
 
 /// Becomes `patchbayd` for one of its commands. The program that enforces a policy, writes the audit log and
@@ -138,6 +143,7 @@ fn help() -> Result<(), Failure> {
     let ours = run.map_or_else(String::new, |run| run.render_long_help().to_string());
     let program = program(MONITOR);
     let output = Command::new(&program)
+        .arg0(AS_MONITOR)
         .arg("--help")
         .stdin(Stdio::null())
         .stderr(Stdio::null())

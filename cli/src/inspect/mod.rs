@@ -78,7 +78,11 @@ pub async fn run(arguments: InspectArguments, output: Output) -> Result<(), Fail
 }
 
 fn about(path: &Path, error: InspectError) -> Failure {
-    Failure::error(format!("{}: {error}", path.display()))
+    let message = format!("{}: {error}", path.display());
+    match error {
+        InspectError::NoMatch | InspectError::Disagreement { .. } => Failure::error(message),
+        _ => Failure::usage(message),
+    }
 }
 
 fn listing(arguments: &InspectArguments) -> Result<output::Listing, Failure> {

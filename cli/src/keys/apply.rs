@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `patchbay keys apply`: files of changes, and of states.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io::Read;
 use std::path::Path;
@@ -16,6 +17,7 @@ use crate::args::keys::{ChangeOptions, Class};
 use crate::client::Client;
 use crate::client::fleet::Answer;
 use crate::failure::Failure;
+use crate::print::counted;
 use crate::view::{self, Applied};
 
 const MAX_FILE_BYTES: u64 = 64 << 20;
@@ -24,15 +26,25 @@ const EXAMPLE: &str = "write for example [{\"key\": \"getppid_key\", \"op\": \"i
 
 /// A file of entries.
 #[derive(Debug)]
-pub struct File(Vec<Entry>);
+pub enum File {
+    /// The same for whichever guest.
+    Entries(Vec<Entry>),
+    /// What `keys list` has printed for several guests.
+    ByGuest(BTreeMap<String, Vec<Entry>>),
+}
 
 #[derive(Debug)]
-enum Entry {
+pub enum Entry {
     Change(v1::KeyUpdate),
     /// The key is to be on or off.
     State {
         name: String,
         enabled: bool,
+    },
+    /// The entries of one guest among several.
+    Guest {
+        name: String,
+        entries: Vec<Entry>,
     },
 }
 
@@ -60,6 +72,9 @@ impl From<FileOp> for i32 {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Fields {
+    guest: Option<String>,
+    result: Option<Vec<Entry>>,
+    error: Option<IgnoredAny>,
     key: Option<String>,
     patterns: Option<Vec<String>>,
     classes: Option<Vec<Class>>,
@@ -102,6 +117,9 @@ impl Fields {
         const MIXED: &str = "the entry mixes {key, op, etag}, {patterns, classes, op} and \
             {name, enabled}; give the fields of one";
         let listed = self.is_listed();
+        if self.guest.is_some() || self.result.is_some() || self.error.is_some() {
+            return self.guest_entry(listed);
+        }
         match self {
             Self {
                 key: Some(name),
@@ -170,6 +188,34 @@ impl Fields {
     }
 }
 
+impl Fields {
+    fn guest_entry(self, listed: bool) -> Result<Entry, &'static str> {
+        let own = self.key.is_some()
+            || self.patterns.is_some()
+            || self.classes.is_some()
+            || self.op.is_some()
+            || self.etag.is_some();
+        match self {
+            _ if listed || own => Err("an entry with a guest has a result and nothing else"),
+            Self { error: Some(_), .. } => {
+                Err("the guest's keys could not be listed; take the entry out, or list them again")
+            }
+            Self {
+                guest: Some(name),
+                result: Some(entries),
+                ..
+            } => match entries
+                .iter()
+                .any(|entry| matches!(entry, Entry::Guest { .. }))
+            {
+                true => Err("a guest stands within another guest's result"),
+                false => Ok(Entry::Guest { name, entries }),
+            },
+            _ => Err("an entry with a guest needs its result, as `keys list -o yaml` prints it"),
+        }
+    }
+}
+
 /// The visitor of a map, not `#[serde(try_from)]`: an error within it has the line of the entry.
 impl<'de> Deserialize<'de> for Entry {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -228,7 +274,43 @@ impl File {
         if entries.is_empty() {
             return Err("the file has no changes".to_owned());
         }
-        Ok(Self(entries))
+        let is_guest = |entry: &Entry| matches!(entry, Entry::Guest { .. });
+        if !entries.iter().any(is_guest) {
+            return Ok(Self::Entries(entries));
+        }
+        let mut guests = BTreeMap::new();
+        for entry in entries {
+            let Entry::Guest { name, entries } = entry else {
+                return Err("some entries have a guest, and others do not".to_owned());
+            };
+            if guests.contains_key(&name) {
+                return Err(format!("guest {name:?} stands twice in the file"));
+            }
+            guests.insert(name, entries);
+        }
+        Ok(Self::ByGuest(guests))
+    }
+
+    /// The guests that the file names; none if it is for whichever guest.
+    pub fn guests(&self) -> Vec<String> {
+        match self {
+            Self::Entries(_) => vec![],
+            Self::ByGuest(guests) => guests.keys().cloned().collect(),
+        }
+    }
+
+    /// The entries for a guest.
+    fn of(&self, guest: &str) -> Result<&[Entry], Failure> {
+        match self {
+            Self::Entries(entries) => Ok(entries),
+            Self::ByGuest(guests) => match guests.get(guest) {
+                Some(entries) => Ok(entries),
+                None => Err(Failure::usage(format!(
+                    "the file has no entry for guest {guest:?}; choose guests of the file with --guest, \
+                     or all of them without it"
+                ))),
+            },
+        }
     }
 }
 
@@ -241,8 +323,9 @@ pub async fn apply(
     file: &File,
     options: &ChangeOptions,
 ) -> Result<Answer<Applied>, Failure> {
+    let entries = file.of(client.guest_name())?;
     let states = |entry: &Entry| matches!(entry, Entry::State { .. });
-    let enabled = if file.0.iter().any(states) {
+    let enabled = if entries.iter().any(states) {
         let keys = list(client, v1::ListStaticKeysRequest::default())
             .await?
             .keys;
@@ -253,8 +336,10 @@ pub async fn apply(
         std::collections::HashMap::new()
     };
     let mut updates = vec![];
-    for entry in &file.0 {
+    for entry in entries {
         match entry {
+            // The parser lets none through.
+            Entry::Guest { .. } => {}
             Entry::Change(update) => updates.push(update.clone()),
             Entry::State {
                 name,
@@ -274,9 +359,10 @@ pub async fn apply(
             }),
         }
     }
-    let skipped = file.0.len() - updates.len();
+    let skipped = entries.len() - updates.len();
     if updates.is_empty() {
-        let remarks = vec![format!("all {skipped} keys are as the file says")];
+        let are = are_as(skipped);
+        let remarks = vec![format!("nothing to change: {are} as the file says")];
         return Ok(Answer {
             value: Applied::Update(view::Update::default()),
             undone: None,
@@ -285,9 +371,16 @@ pub async fn apply(
     }
     let mut answer = make(client, updates, options).await?;
     if skipped > 0 {
-        answer.remarks = vec![format!("{skipped} keys are as the file says already")];
+        let are = are_as(skipped);
+        answer.remarks = vec![format!("{are} as the file says already")];
     }
     Ok(answer)
+}
+
+/// "1 key is", "2 keys are".
+fn are_as(count: usize) -> String {
+    let verb = if count == 1 { "is" } else { "are" };
+    format!("{} {verb}", counted(count as u64, "key"))
 }
 
 #[cfg(test)]
@@ -303,7 +396,9 @@ mod tests {
         let text = "- {key: alpha, op: inc, etag: x}\n\
             - {patterns: ['b*', '!bad'], classes: [ref, tracepoint], op: disable}\n\
             - name: gamma\n  class: ref\n  count: 1\n  enabled: true\n  etag: y\n";
-        let File(entries) = File::parse(text).expect("three entries");
+        let Ok(File::Entries(entries)) = File::parse(text) else {
+            panic!("three entries")
+        };
         let [
             Entry::Change(key),
             Entry::Change(patterns),
@@ -344,6 +439,12 @@ mod tests {
             "- {key: a, op: toggle}",
             "- {key: a, op: inc, extra: 1}",
             "- {name: a, enabled: true, extra: 1}",
+            "- {guest: g}",
+            "- {result: [{name: a, enabled: true}]}",
+            "- {guest: g, error: {message: gone, exit_code: 1}}",
+            "- {guest: g, result: [{name: a, enabled: true}], key: a}",
+            "- {guest: g, result: [{guest: h, result: [{name: a, enabled: true}]}]}",
+            "- {guest: g, result: [{name: a}]}",
             "- key",
         ] {
             let why = refused(&format!("{good}{bad}\n"));
@@ -352,5 +453,18 @@ mod tests {
         for bad in ["", "[]", "{}", "\u{1}"] {
             refused(bad);
         }
+    }
+
+    #[test]
+    fn a_file_is_for_some_guests_or_for_whichever() {
+        let guest = "- {guest: g, result: [{name: a, enabled: true}]}\n";
+        let file = File::parse(guest).expect("one guest");
+        assert_eq!(file.guests(), ["g"]);
+        assert_eq!(file.of("g").expect("its entries").len(), 1);
+        file.of("h").expect_err("not in the file");
+        let any = File::parse("- {key: a, op: inc}\n").expect("one change");
+        assert!(any.guests().is_empty() && any.of("h").is_ok());
+        refused(&format!("{guest}- {{key: a, op: inc}}\n"));
+        refused(&format!("{guest}{guest}"));
     }
 }

@@ -114,7 +114,10 @@ async fn prepare(
         .into_inner();
     let token = std::mem::take(&mut plan.next_page_token);
     plan.results.extend(further_results(client, token).await?);
-    Ok(plan.into())
+    Ok(view::Plan {
+        command: client.command(),
+        ..plan.into()
+    })
 }
 
 /// # Errors

@@ -13,8 +13,8 @@ use patchbay_proto::v1;
 
 use self::apply::File;
 use self::change::{commit, discard, make, one_op};
-use crate::args::Output;
 use crate::args::keys::{ChangeArgs, Class, KeysCommand, ListArgs};
+use crate::args::{Output, Target};
 use crate::client::Client;
 use crate::client::fleet::{Answer, Fleet, only_one};
 use crate::failure::Failure;
@@ -27,11 +27,23 @@ use crate::{holds, view};
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
 pub async fn run(
-    fleet: Fleet,
+    mut target: Target,
     command: KeysCommand,
     limit: Option<Duration>,
     output: Output,
 ) -> Result<(), Failure> {
+    // Read before anybody is asked: it may name the guests.
+    let file = match &command {
+        KeysCommand::Apply { file, .. } => Some(File::read(file)?),
+        _ => None,
+    };
+    if let Some(file) = &file
+        && target.guest.is_empty()
+        && !target.all
+    {
+        target.guest = file.guests();
+    }
+    let fleet = Fleet::select(&target, limit).await?;
     match command {
         KeysCommand::List(mut arguments) => {
             arguments.patterns = names::expand(arguments.patterns)?;
@@ -54,9 +66,8 @@ pub async fn run(
         }
         KeysCommand::Inc(arguments) => change(fleet, arguments, v1::KeyOp::Inc, output).await,
         KeysCommand::Dec(arguments) => change(fleet, arguments, v1::KeyOp::Dec, output).await,
-        KeysCommand::Apply { file, options } => {
-            let file = &File::read(&file)?;
-            let options = &options;
+        KeysCommand::Apply { options, .. } => {
+            let (file, options) = (&file.expect("read above"), &options);
             let verb = async |client: Client| apply::apply(&client, file, options).await;
             fleet.run(output, "changing keys", verb).await
         }
@@ -78,6 +89,10 @@ pub async fn run(
             watch::watch(&fleet.one("keys watch")?, arguments, output).await
         }
         KeysCommand::Wait { key, state } => {
+            if is_glob(&key) {
+                let message = format!("{key:?} is no name; `patchbay keys wait` waits for one key");
+                return Err(Failure::usage(message));
+            }
             let key = &key;
             let verb = async |client: Client| wait::wait(&client, key, state, limit).await;
             fleet.run(output, "waiting for a key", verb).await
@@ -127,13 +142,18 @@ fn class(class: &Class) -> i32 {
 }
 
 /// All pages, and the revision of the first: no change after it is missing in a watch from the next one.
-struct Listing {
-    keys: Vec<v1::StaticKey>,
+pub struct Listing {
+    pub keys: Vec<v1::StaticKey>,
     revision: u64,
     incarnation: String,
 }
 
-async fn list(client: &Client, mut request: v1::ListStaticKeysRequest) -> Result<Listing, Failure> {
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn list(
+    client: &Client,
+    mut request: v1::ListStaticKeysRequest,
+) -> Result<Listing, Failure> {
     let mut listing: Option<Listing> = None;
     let mut pages = Pages::of("keys");
     loop {

@@ -49,6 +49,10 @@ impl Printable for Vec<view::Guest> {
         rows
     }
 
+    fn nouns(&self) -> Option<&'static str> {
+        Some("guests")
+    }
+
     fn names(&self) -> Vec<&str> {
         self.iter().map(|guest| guest.name.as_str()).collect()
     }

@@ -22,6 +22,10 @@ impl Printable for Vec<view::Key> {
         rows
     }
 
+    fn nouns(&self) -> Option<&'static str> {
+        Some("keys")
+    }
+
     fn names(&self) -> Vec<&str> {
         self.iter().map(|key| key.name.as_str()).collect()
     }
@@ -145,8 +149,12 @@ fn change_rows(changes: &[view::KeyChange]) -> Rows {
 fn changed(verb: &str, changed: u32, keys: u32, left_out: u32) -> String {
     let mut out = format!("{changed} of {} {verb}", counted(keys.into(), "key"));
     if left_out > 0 {
+        let are = match left_out {
+            1 => "matches and is",
+            _ => "match and are",
+        };
         out += &format!(
-            "; {left_out} more match and are left out: sealed, of class never, or guarded without --allow-guarded"
+            "; {left_out} more {are} left out: sealed, of class never, or guarded without --allow-guarded"
         );
     }
     out + "\n"
@@ -209,7 +217,8 @@ impl Printable for view::Plan {
             "dry run: nothing was changed; {sites} to patch, {pause}\nplan {}, kept until {}\ndigest {}\n",
             self.plan_id, self.expires_at, self.digest
         );
-        out + &format!("make it with: patchbay keys commit {}\n", self.plan_id)
+        let (command, plan) = (&self.command, &self.plan_id);
+        out + &format!("make it with: {command}keys commit {plan}\n")
     }
 
     /// What `keys commit` takes.
@@ -326,6 +335,10 @@ impl Printable for Vec<view::Hold> {
             ]);
         }
         rows
+    }
+
+    fn nouns(&self) -> Option<&'static str> {
+        Some("holds")
     }
 
     /// What `holds release` and `holds renew` take.

@@ -79,6 +79,16 @@ pub trait Printable: Serialize {
 
     /// One per line.
     fn names(&self) -> Vec<&str>;
+
+    /// What a list is of, in the plural; `None` for what is no list.
+    fn nouns(&self) -> Option<&'static str> {
+        None
+    }
+}
+
+/// Says on stderr that a list is empty. A table would be a heading alone.
+fn say_empty(nouns: &str) {
+    complain(&format!("no {nouns} found"));
 }
 
 /// Sentences for stderr.
@@ -121,7 +131,13 @@ pub fn harmless(text: &str) -> String {
 /// If the output cannot be written.
 pub fn print(output: Output, value: &impl Printable) -> Result<(), Failure> {
     let text = match output {
-        Output::Table => harmless(&value.table()),
+        Output::Table => match value.nouns() {
+            Some(nouns) if value.names().is_empty() => {
+                say_empty(nouns);
+                return Ok(());
+            }
+            _ => harmless(&value.table()),
+        },
         Output::Json => json(value)?,
         Output::Yaml => yaml(value)?,
         Output::Name => lines(&value.names()),
@@ -238,6 +254,10 @@ pub fn by_guest<T: Printable>(
                 for line in value.footer().lines() {
                     footers += &format!("{guest}: {line}\n");
                 }
+            }
+            let nouns = values().find_map(|(_, value)| value.nouns());
+            if let (Some(nouns), true) = (nouns, table.rows.is_empty()) {
+                say_empty(nouns);
             }
             match table.rows.is_empty() {
                 true => harmless(&footers),

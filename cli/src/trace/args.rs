@@ -7,7 +7,8 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Subcommand};
 
 use crate::args::keys::Force;
-use crate::args::{OutputArgument, parse_duration};
+use crate::args::{OutputArgument, time_in, times};
+use crate::complete;
 
 /// Events are named "system:name" or "name", or by globs; a leading ! takes away: 'sched:*' '!*stat*'.
 #[derive(Debug, Subcommand)]
@@ -16,6 +17,7 @@ pub enum TraceCommand {
     #[command(alias = "list")]
     Events {
         /// Globs; all if there is none.
+        #[arg(add = complete::events())]
         patterns: Vec<String>,
         /// Only armed ones.
         #[arg(long)]
@@ -29,18 +31,18 @@ pub enum TraceCommand {
     /// Let armed events fire; works without the guest's help.
     Fire {
         /// Armed events; - reads them from standard input.
-        #[arg(required = true)]
+        #[arg(required = true, add = complete::events())]
         patterns: Vec<String>,
         #[command(flatten)]
         switch: SwitchArgs,
-        /// The service parks the events for this client after this time, for example 10m.
-        #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+        /// The service parks the events for this client after this time, 1ms to 365d: for example 10m.
+        #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
         ttl: Option<Duration>,
     },
     /// Park firing events; works without the guest's help.
     Park {
         /// Armed events; - reads them from standard input.
-        #[arg(required = true)]
+        #[arg(required = true, add = complete::events())]
         patterns: Vec<String>,
         #[command(flatten)]
         switch: SwitchArgs,
@@ -52,7 +54,7 @@ pub enum TraceCommand {
     /// Detach the probes.
     Disarm {
         /// Armed events; - reads them from standard input.
-        #[arg(required = true)]
+        #[arg(required = true, add = complete::events())]
         patterns: Vec<String>,
         #[command(flatten)]
         force: Force,
@@ -64,8 +66,8 @@ pub enum TraceCommand {
     Tail {
         #[command(flatten)]
         stream: StreamArgs,
-        /// End after so many events.
-        #[arg(short = 'n', long, value_name = "COUNT")]
+        /// End after this number of events, 1 to 1000000000000.
+        #[arg(short = 'n', long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..=1_000_000_000_000))]
         events: Option<u64>,
     },
     /// Record events as a timeline for ui.perfetto.dev or chrome://tracing.
@@ -77,14 +79,14 @@ pub enum TraceCommand {
         // one format.
         #[arg(short, long, required = true, value_name = "FILE", value_parser = crate::args::file)]
         output: OutputArgument,
-        /// End after this time, for example 10s; else at Ctrl-C.
-        #[arg(long, value_parser = parse_duration)]
+        /// End after this time, 1us to 365d: for example 10s; else at Ctrl-C.
+        #[arg(long, value_parser = time_in(times::ANY), value_name = "TIME")]
         duration: Option<Duration>,
     },
     /// Show rates and losses of armed events.
     Stat {
-        /// How long to count.
-        #[arg(long, value_parser = parse_duration, default_value = "1s")]
+        /// How long to count, 1ms to 1h.
+        #[arg(long, value_parser = time_in(times::INTERVAL), value_name = "TIME", default_value = "1s")]
         interval: Duration,
     },
     /// Show what the agent reports on itself and the guest.
@@ -94,12 +96,12 @@ pub enum TraceCommand {
 #[derive(Debug, Args)]
 pub struct ArmArgs {
     /// Events; - reads them from standard input.
-    #[arg(required = true)]
+    #[arg(required = true, add = complete::events())]
     pub patterns: Vec<String>,
     #[command(flatten)]
     pub probe: Probe,
-    /// The service disarms the events for this client after this time, for example 10m.
-    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+    /// The service disarms the events for this client after this time, 1ms to 365d: for example 10m.
+    #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
     pub ttl: Option<Duration>,
     /// Check everything and change nothing.
     #[arg(long)]
@@ -137,8 +139,8 @@ pub struct SwitchArgs {
     /// Print numbers alone, not each event: faster for hundreds of them.
     #[arg(long)]
     pub summary: bool,
-    /// How long the vCPUs may take to stop, for example 10ms.
-    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+    /// How long the vCPUs may take to stop, 1us to 30s: for example 10ms.
+    #[arg(long, value_parser = time_in(times::STOP), value_name = "TIME")]
     pub stop_timeout: Option<Duration>,
     /// Repeating a change with the same id changes nothing twice.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "ID")]
@@ -148,13 +150,14 @@ pub struct SwitchArgs {
 #[derive(Clone, Debug, Args)]
 pub struct StreamArgs {
     /// Events; without them, those that others have armed.
+    #[arg(add = complete::events())]
     pub patterns: Vec<String>,
     #[command(flatten)]
     pub probe: Probe,
     /// Only listen: arm and fire nothing.
     #[arg(long)]
     pub listen: bool,
-    /// Flood guard: drop what exceeds this in a second, 50000 unless given.
-    #[arg(long, value_name = "COUNT")]
+    /// Flood guard: drop what exceeds this number of events in a second, 1 to 1000000; 50000 unless given.
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub max_rate: Option<u32>,
 }

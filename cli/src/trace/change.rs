@@ -10,6 +10,7 @@ use super::view::Change;
 use crate::client::fleet::Answer;
 use crate::client::{Client, result_view, to_proto};
 use crate::failure::{Failure, PARTLY};
+use crate::print::counted;
 
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
@@ -91,7 +92,7 @@ pub async fn park(
         Change::new(answer.results, answer.report, switch.dry_run).with_summary(answer.summary);
     let kept = if switch.dry_run { 0 } else { change.firing };
     Ok(Answer {
-        undone: partly(kept, "were fired by other clients too and go on"),
+        undone: partly(kept, "fired by other clients too and not parked"),
         ..change.into()
     })
 }
@@ -119,12 +120,13 @@ pub async fn disarm(
     let results = change.results.iter();
     let kept = results.filter(|result| !result.kept_by.is_empty()).count();
     Ok(Answer {
-        undone: partly(kept, "were armed by other clients too and stay armed"),
+        undone: partly(kept, "armed by other clients too and not disarmed"),
         ..change.into()
     })
 }
 
 fn partly(kept: usize, why: &str) -> Option<Failure> {
-    let message = format!("{kept} events {why}; release what others hold with --force");
+    let events = counted(kept as u64, "event");
+    let message = format!("{events} {why}; release what others hold with --force");
     (kept > 0).then(|| Failure::new(PARTLY, message))
 }

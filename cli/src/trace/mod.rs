@@ -120,7 +120,10 @@ async fn list(
 }
 
 /// All pages, and why the list is stale; empty if it is not.
-async fn pages(
+///
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn pages(
     client: &Client,
     mut request: v1::ListTracepointsRequest,
 ) -> Result<(Vec<v1::Tracepoint>, String), Failure> {

@@ -139,6 +139,10 @@ pub async fn record(
             };
             Failure::error(format!("{name}: the disk is full; {kept}"))
         }
+        // The file that the command line names, which is opened before anything is recorded.
+        _ if recorded == 0 => Failure::usage(format!(
+            "{name} cannot be written: {error}; give another file"
+        )),
         _ => Failure::error(format!("{name} cannot be written: {error}")),
     };
     let (mut timeline, mut stream) =

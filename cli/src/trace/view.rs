@@ -69,6 +69,10 @@ impl Printable for Vec<Tracepoint> {
         rows
     }
 
+    fn nouns(&self) -> Option<&'static str> {
+        Some("events")
+    }
+
     fn names(&self) -> Vec<&str> {
         self.iter()
             .map(|tracepoint| tracepoint.name.as_str())

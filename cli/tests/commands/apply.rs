@@ -49,7 +49,10 @@ fn a_listing_brings_keys_back() {
         let output = lab.run(&["keys", "apply", "-f", path]);
         assert_eq!(output.status.code(), Some(0), "{output:?}");
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(said.contains("all 4 keys are as the file says"), "{said}");
+        assert!(
+            said.contains("nothing to change: 4 keys are as the file says"),
+            "{said}"
+        );
         let pauses = lab.guest.pauses();
         lab.ok(&["keys", "disable", "alpha"]);
         lab.ok(&["keys", "enable", "beta"]);

@@ -77,7 +77,7 @@ fn lines_are_switched_by_queries() {
 #[test]
 fn errors_point_at_the_word() {
     let lab = lab();
-    let message = lab.fails(1, &["debug", "on", "file a.c fnc x"]);
+    let message = lab.fails(2, &["debug", "on", "file a.c fnc x"]);
     assert!(
         message.contains("\"fnc\"") && message.contains("column 10"),
         "{message}"

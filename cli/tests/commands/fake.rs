@@ -32,6 +32,8 @@ pub struct FakeGuest {
     pub holds: Vec<v1::Hold>,
     pub revision: u64,
     pub busy: bool,
+    /// Its state is not changed by a resume.
+    pub stays: bool,
     /// Plan id and what it changes.
     pub plans: BTreeMap<String, Vec<v1::KeyUpdate>>,
     /// Further pages of results, by token.
@@ -62,6 +64,7 @@ impl FakeGuest {
             holds: vec![],
             revision: 10,
             busy: false,
+            stays: false,
             plans: BTreeMap::new(),
             pages: BTreeMap::new(),
             watches: VecDeque::new(),

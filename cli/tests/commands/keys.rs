@@ -44,6 +44,37 @@ fn keys_are_listed_in_each_format() {
 }
 
 #[test]
+fn an_empty_list_says_so_to_people() {
+    let lab = Lab::new();
+    let none = tempfile::tempdir().expect("temporary folder");
+    for (words, nouns) in [
+        (&["keys", "list", "nothing*"][..], "keys"),
+        (&["keys", "list", "--enabled"], "keys"),
+        (&["--guest", "t*", "keys", "list", "nothing*"], "keys"),
+        (&["holds", "list"], "holds"),
+        (&["--all", "holds", "list"], "holds"),
+        (&["debug", "list"], "lines"),
+        (&["guest", "list", "nothing*"], "guests"),
+    ] {
+        let (out, said, code) = lab.all(words);
+        assert_eq!((out.as_str(), code), ("", Some(0)), "{words:?}: {said}");
+        assert_eq!(said, format!("patchbay: no {nouns} found\n"), "{words:?}");
+        for format in ["json", "yaml", "name"] {
+            let (_, said, code) = lab.all(&[words, &["-o", format]].concat());
+            assert_eq!(
+                (said.as_str(), code),
+                ("", Some(0)),
+                "{words:?} -o {format}"
+            );
+        }
+    }
+    let mut list = lab.command(&["guest", "list"]);
+    let output = list.env("XDG_RUNTIME_DIR", none.path()).output();
+    let said = String::from_utf8(output.expect("starts").stderr).expect("text");
+    assert_eq!(said, "patchbay: no guests found\n");
+}
+
+#[test]
 fn get_shows_sites_with_bytes_and_disassembly() {
     let lab = Lab::new();
     let text = lab.ok(&["keys", "get", "beta"]);
@@ -102,7 +133,7 @@ fn globs_are_one_transaction() {
         (1, 1, 1)
     );
     let text = lab.ok(&["keys", "disable", "*", "--summary"]);
-    let left_out = "2 of 3 keys changed; 1 more match and are left out";
+    let left_out = "2 of 3 keys changed; 1 more matches and is left out";
     assert!(text.starts_with(left_out), "{text}");
     let message = lab.fails(1, &["keys", "enable", "guard*"]);
     assert!(message.contains("--allow-guarded"), "{message}");
@@ -167,7 +198,7 @@ fn exit_codes_tell_the_kinds_of_failure() {
         lab.fails(1, &["keys", "inc", "guarded"])
             .contains("--allow-guarded")
     );
-    assert!(lab.fails(1, &["keys", "list", "["]).contains("']'"));
+    assert!(lab.fails(2, &["keys", "list", "["]).contains("']'"));
     lab.guest.set_count("alpha", 1);
     assert!(lab.fails(1, &["keys", "dec", "alpha"]).contains("--force"));
     lab.ok(&["keys", "dec", "alpha", "--force"]);

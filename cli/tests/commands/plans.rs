@@ -39,6 +39,31 @@ fn a_dry_run_prints_the_plan_and_commit_makes_it() {
     assert_eq!(host.fake.guest("only", |guest| guest.count("beta")), 1);
 }
 
+/// The command that makes a plan is for the guest of the plan, wherever it was made.
+#[test]
+fn the_command_that_is_printed_makes_the_plan() {
+    let host = Host::new();
+    let socket = host.folder().join("host/all.sock");
+    let socket = socket.to_str().expect("text");
+    for target in [
+        &["--guest", "web-1"][..],
+        &["--guest", "web-[1]"],
+        &["--socket", socket, "--guest", "web-1"],
+    ] {
+        let plan = ["keys", "inc", "alpha", "--dry-run"];
+        let text = host.ok(&[target, &plan].concat());
+        let command = text
+            .lines()
+            .find_map(|line| line.split_once("make it with: patchbay "));
+        let words: Vec<&str> = command.expect(&text).1.split(' ').collect();
+        assert!(words.starts_with(&target[..target.len() - 2]), "{words:?}");
+        let before = host.fake.guest("web-1", |guest| guest.count("alpha"));
+        host.ok(&words);
+        let after = host.fake.guest("web-1", |guest| guest.count("alpha"));
+        assert_eq!(after, before + 1, "{words:?}");
+    }
+}
+
 #[test]
 fn plans_are_for_programs_too() {
     let host = Host::with(&["only"]);

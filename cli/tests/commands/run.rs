@@ -42,6 +42,20 @@ fn run_starts_the_monitor_with_the_socket_of_its_name() {
             "{output:?}"
         );
     }
+    // That socket is one for the commands of clients, and a monitor that answers on it would be replaced.
+    let mut command = Command::new(&alone);
+    command.args(["guest", "run", "--kernel", "bzImage"]);
+    command
+        .env("XDG_RUNTIME_DIR", lab.folder())
+        .env("PATH", &bin);
+    let output = command.env("PATCHBAY_SOCKET", "/run/other.sock").output();
+    let said = String::from_utf8(output.expect("starts").stdout).expect("text");
+    assert!(
+        said.contains("patchbay/default.sock") && !said.contains("other.sock"),
+        "{said}"
+    );
+    let output = run(&bin, "--socket s guest run --kernel bzImage");
+    assert!(String::from_utf8_lossy(&output.stdout).contains("--api-socket s "));
     let output = run(&bin, "guest run --kernel bzImage --api-socket a.sock");
     assert_eq!(output.status.code(), Some(2));
     assert!(
@@ -54,6 +68,36 @@ fn run_starts_the_monitor_with_the_socket_of_its_name() {
         String::from_utf8_lossy(&output.stderr).contains("install patchbay-vmm"),
         "{output:?}"
     );
+}
+
+/// The other programs say in their usage what was typed. bash names itself as it was started.
+#[test]
+fn usage_names_the_command_that_was_typed() {
+    let lab = Lab::new();
+    let bin = lab.folder().join("bin");
+    std::fs::create_dir(&bin).expect("writable");
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("temporary folder");
+    let alone = folder.path().join("patchbay");
+    std::fs::hard_link(env!("CARGO_BIN_EXE_patchbay"), &alone).expect("linked");
+    for (program, words, typed) in [
+        (
+            "patchbay-vmm",
+            &["guest", "run"][..],
+            "patchbay guest run: ",
+        ),
+        (
+            "patchbay-attach",
+            &["attach", "--nonsense"],
+            "patchbay attach: ",
+        ),
+    ] {
+        std::os::unix::fs::symlink("/bin/bash", bin.join(program)).expect("writable");
+        let mut command = Command::new(&alone);
+        command.args(words).env("XDG_RUNTIME_DIR", lab.folder());
+        let output = command.env("PATH", &bin).output().expect("starts");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(said.starts_with(typed), "{said}");
+    }
 }
 
 #[test]

@@ -39,8 +39,6 @@ fn a_name_is_found_at_any_socket_and_said_in_the_request() {
     assert!(message.contains("did you mean \"web-2\""), "{message}");
     let message = host.fails(1, &["--guest", "mail-*", "keys", "list"]);
     assert!(message.contains("no guest matches mail-*"), "{message}");
-    let message = host.fails(1, &["keys", "list"]);
-    assert!(message.contains("--guest or --all"), "{message}");
     let socket = host.folder().join("host/all.sock");
     let socket = socket.to_str().expect("text");
     let console = [
@@ -93,6 +91,50 @@ fn some_failures_are_3_and_all_are_their_common_code() {
     let (_, said, code) = host.all(&["--guest", "db", "--guest", "web-7", "guest", "describe"]);
     assert_eq!(code, Some(3), "{said}");
     assert!(said.contains("web-7: no guest is named"), "{said}");
+}
+
+/// What several guests were is given back to each, in one command.
+#[test]
+fn a_list_of_several_guests_is_applied_to_each() {
+    let host = Host::new();
+    host.fake
+        .guest("web-1", |guest| guest.set_count("alpha", 1));
+    host.fake.guest("web-2", |guest| guest.set_count("beta", 1));
+    for format in ["yaml", "json"] {
+        let listed = host.ok(&["--guest", "web-*", "keys", "list", "-o", format]);
+        let file = host.folder().join("keys");
+        std::fs::write(&file, listed).expect("writable");
+        let file = file.to_str().expect("text");
+        let turn = |name: &str, key: &str| {
+            host.fake.guest(name, |guest| {
+                let other = i32::from(guest.count(key) == 0);
+                guest.set_count(key, other);
+            });
+        };
+        let counts = || {
+            let of = |name, key| host.fake.guest(name, |guest| guest.count(key));
+            [("web-1", "alpha"), ("web-1", "beta"), ("web-2", "beta")]
+                .map(|(name, key)| of(name, key))
+        };
+        turn("web-1", "alpha");
+        turn("web-1", "beta");
+        turn("web-2", "beta");
+        assert_eq!(counts(), [0, 1, 0]);
+        let said = host.ok(&["keys", "apply", "-f", file]);
+        assert!(said.contains("web-1: 2 of 2 keys changed"), "{said}");
+        assert_eq!(counts(), [1, 0, 1]);
+        // A guest is chosen from the file.
+        turn("web-1", "alpha");
+        turn("web-2", "beta");
+        host.ok(&["--guest", "web-2", "keys", "apply", "-f", file]);
+        assert_eq!(counts(), [0, 0, 1]);
+        host.ok(&["--guest", "web-*", "keys", "apply", "-f", file]);
+        assert_eq!(counts(), [1, 0, 1]);
+        // One that the file does not name fails alone.
+        let (_, said, code) = host.all(&["--all", "keys", "apply", "-f", file]);
+        assert_eq!(code, Some(3), "{said}");
+        assert!(said.contains("no entry for guest \"db\""), "{said}");
+    }
 }
 
 #[test]

@@ -162,6 +162,9 @@ impl GuestService for GuestApi {
         request: Request<v1::ResumeGuestRequest>,
     ) -> Result<Response<v1::ResumeGuestResponse>, Status> {
         let (guest, _, _) = self.access.admit(request)?;
+        if guest.keys.machine().has_ended() {
+            return Err(KeysError::GuestStopped.into());
+        }
         guest.keys.resume().await?;
         Ok(Response::new(v1::ResumeGuestResponse {}))
     }

@@ -89,9 +89,11 @@ impl GuestService for Fake {
     ) -> Result<Response<v1::ResumeGuestResponse>, Status> {
         let request = request.into_inner();
         self.on(&request.guest, &request, |guest| {
-            guest
-                .status
-                .send_modify(|status| status.set_state(v1::GuestState::Running));
+            if !guest.stays {
+                guest
+                    .status
+                    .send_modify(|status| status.set_state(v1::GuestState::Running));
+            }
             Ok(Response::new(v1::ResumeGuestResponse {}))
         })
     }

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Completion of values: names that guests and the controller know.
+//!
+//! The shell runs this program with the words of the command line so far. Nothing is printed but names: an
+//! endpoint that is absent, refuses or is slow has none.
+
+use std::ffi::OsStr;
+use std::future::Future;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
+use patchbay_proto::fleet::v1 as fleet;
+use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
+use patchbay_proto::v1;
+
+use crate::args::Target;
+use crate::client::fleet::{Fleet, Heard, endpoints, sockets_of};
+use crate::client::{Client, channel};
+use crate::names::is_glob;
+use crate::rollout::args::{SOCKET, SOCKET_VARIABLE as FLEET_SOCKET_VARIABLE};
+use crate::{SOCKET_VARIABLE, holds, keys, trace};
+
+/// A person waits for the shell.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Completes names of guests.
+pub fn guests() -> ArgValueCompleter {
+    ArgValueCompleter::new(|current: &OsStr| {
+        complete(current, async |_| {
+            let target = Words::of_this_process().target();
+            let mut names = vec![];
+            for endpoint in endpoints(sockets_of(&target).ok()?, &[]).await {
+                if let Heard::Guests(guests) = endpoint.guests {
+                    names.extend(guests.into_iter().map(|(status, _)| status.guest));
+                }
+            }
+            Some(names)
+        })
+    })
+}
+
+/// Completes names of the guest's keys.
+pub fn keys() -> ArgValueCompleter {
+    ArgValueCompleter::new(|current: &OsStr| {
+        complete(current, async |start| {
+            let request = v1::ListStaticKeysRequest {
+                patterns: vec![format!("{start}*")],
+                ..Default::default()
+            };
+            let listed = keys::list(&client().await?, request).await.ok()?;
+            Some(listed.keys.into_iter().map(|key| key.name).collect())
+        })
+    })
+}
+
+/// Completes ids of holds.
+pub fn holds() -> ArgValueCompleter {
+    ArgValueCompleter::new(|current: &OsStr| {
+        complete(current, async |_| {
+            let request = v1::ListHoldsRequest::default();
+            let holds = holds::pages(&client().await?, request).await.ok()?;
+            Some(holds.into_iter().map(|hold| hold.id).collect())
+        })
+    })
+}
+
+/// Completes names of the guest's tracepoints.
+pub fn events() -> ArgValueCompleter {
+    ArgValueCompleter::new(|current: &OsStr| {
+        complete(current, async |start| {
+            let request = v1::ListTracepointsRequest {
+                patterns: vec![format!("{start}*")],
+                ..Default::default()
+            };
+            let (found, _) = trace::pages(&client().await?, request).await.ok()?;
+            Some(
+                found
+                    .into_iter()
+                    .map(|tracepoint| tracepoint.name)
+                    .collect(),
+            )
+        })
+    })
+}
+
+/// Completes names of rollouts.
+pub fn rollouts() -> ArgValueCompleter {
+    ArgValueCompleter::new(|current: &OsStr| {
+        complete(current, async |_| {
+            let given = Words::of_this_process().value("--fleet-socket");
+            let named = || std::env::var(FLEET_SOCKET_VARIABLE).ok();
+            let socket = given.or_else(named).unwrap_or_else(|| SOCKET.to_owned());
+            let channel = channel(&PathBuf::from(socket)).await.ok()?;
+            let mut controller = RolloutServiceClient::new(channel);
+            let answer = controller.list(fleet::ListRequest {}).await;
+            let rollouts = answer.ok()?.into_inner().rollouts.into_iter();
+            Some(rollouts.map(|rollout| rollout.name).collect())
+        })
+    })
+}
+
+/// Asks for the names that begin as the word does, without a leading `!`.
+fn complete<F: Future<Output = Option<Vec<String>>>>(
+    current: &OsStr,
+    ask: impl FnOnce(String) -> F,
+) -> Vec<CompletionCandidate> {
+    let current = current.to_string_lossy();
+    let (mark, start) = match current.strip_prefix('!') {
+        Some(start) => ("!", start),
+        None => ("", &*current),
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build();
+    let (Ok(runtime), false) = (runtime, is_glob(start)) else {
+        return vec![];
+    };
+    let asked = async { tokio::time::timeout(PATIENCE, ask(start.to_owned())).await };
+    let names = runtime.block_on(asked).ok().flatten().unwrap_or_default();
+    let names = names.into_iter().filter(|name| name.starts_with(start));
+    // Text of guests must not steer the terminal.
+    let names = names.filter(|name| !name.contains(char::is_control));
+    names
+        .map(|name| CompletionCandidate::new(format!("{mark}{name}")))
+        .collect()
+}
+
+/// The guest that the words of the command line choose.
+async fn client() -> Option<Client> {
+    let target = Words::of_this_process().target();
+    match Fleet::select(&target, Some(PATIENCE)).await.ok()? {
+        Fleet::One(client) => Some(client),
+        // The first stands for all.
+        Fleet::Many(members) => members.into_iter().find_map(|member| member.client.ok()),
+    }
+}
+
+/// The words that the shell completes.
+struct Words(Vec<String>);
+
+impl Words {
+    fn of_this_process() -> Self {
+        let words = std::env::args_os().skip_while(|word| word != "--").skip(1);
+        Self(
+            words
+                .map(|word| word.to_string_lossy().into_owned())
+                .collect(),
+        )
+    }
+
+    /// The value of an option, written `--option value` or `--option=value`.
+    fn value(&self, option: &str) -> Option<String> {
+        let at = |(at, word): (usize, &String)| match word.strip_prefix(option)? {
+            "" => self.0.get(at + 1).cloned(),
+            rest => rest.strip_prefix('=').map(str::to_owned),
+        };
+        let value = self.0.iter().enumerate().find_map(at);
+        value.filter(|value| !value.is_empty())
+    }
+
+    fn target(&self) -> Target {
+        let named = || std::env::var(SOCKET_VARIABLE).ok();
+        let socket = self.value("--socket").or_else(named);
+        Target {
+            socket: socket.filter(|path| !path.is_empty()).map(PathBuf::from),
+            guest: self.value("--guest").into_iter().collect(),
+            all: self.0.iter().any(|word| word == "--all"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_choose_the_guest() {
+        let words = |line: &str| Words(line.split(' ').map(str::to_owned).collect());
+        let target = words("patchbay --guest web-1 --socket=s keys get a").target();
+        assert_eq!(target.guest, ["web-1"]);
+        assert_eq!(target.socket, Some(PathBuf::from("s")));
+        let line = words("patchbay keys get --guest= --all --guest");
+        assert!(line.target().guest.is_empty() && line.target().all);
+        assert_eq!(line.value("--fleet-socket"), None);
+    }
+}

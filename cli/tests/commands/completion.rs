@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Completion of values, as a shell asks for it.
+
+use std::os::unix::net::UnixListener;
+use std::process::Command;
+
+use patchbay_proto::v1;
+
+use super::lab::{Commands, Host, Lab};
+
+/// The candidates for the last word.
+#[track_caller]
+fn candidates(place: &impl Commands, words: &[&str]) -> Vec<String> {
+    let words = [&["--", "patchbay"], words].concat();
+    let mut command = place.command(&words);
+    command
+        .env("PATCHBAY_COMPLETE", "bash")
+        .env("_CLAP_COMPLETE_INDEX", (words.len() - 2).to_string())
+        .env("_CLAP_IFS", "\n");
+    let output = command.output().expect("it starts");
+    assert_eq!(output.status.code(), Some(0), "{words:?}: {output:?}");
+    assert!(output.stderr.is_empty(), "{words:?}: {output:?}");
+    let text = String::from_utf8(output.stdout).expect("text");
+    let found = text.lines().map(|line| line.trim_end().to_owned());
+    // The shell is offered options wherever a word may begin one.
+    let asked_for_option = words.last().is_some_and(|word| word.starts_with('-'));
+    found
+        .filter(|word| asked_for_option || !word.starts_with('-'))
+        .collect()
+}
+
+#[test]
+fn names_of_guests_keys_and_holds_are_completed() {
+    let host = Host::new();
+    host.fake.guest("web-2", |guest| {
+        guest.holds = vec![v1::Hold {
+            id: "h-17".to_owned(),
+            key: "alpha".to_owned(),
+            ..Default::default()
+        }];
+    });
+    assert_eq!(
+        candidates(&host, &["--guest", ""]),
+        ["db", "web-1", "web-2"]
+    );
+    assert_eq!(
+        candidates(&host, &["keys", "list", "--guest", "w"]),
+        ["web-1", "web-2"]
+    );
+    assert_eq!(candidates(&host, &["guest", "list", "d"]), ["db"]);
+    let of = ["--guest", "web-2"];
+    let with = |words: &[&str]| candidates(&host, &[&of[..], words].concat());
+    for verb in ["get", "enable", "dec", "watch", "wait", "list"] {
+        assert_eq!(with(&["keys", verb, "al"]), ["alpha"], "{verb}");
+    }
+    assert_eq!(with(&["keys", "list", "beta", "!al"]), ["!alpha"]);
+    assert_eq!(with(&["holds", "release", ""]), ["h-17"]);
+    assert_eq!(with(&["holds", "renew", "--ttl", "1m", "h"]), ["h-17"]);
+    assert_eq!(with(&["trace", "fire", "sched:sched_s"]), ["sched:sched_switch"]);
+    // Options and verbs as before.
+    assert_eq!(candidates(&host, &["keys", "app"]), ["apply"]);
+    assert!(candidates(&host, &["keys", "list", "--cl"]).contains(&"--class".to_owned()));
+    let lab = Lab::new();
+    assert_eq!(candidates(&lab, &["keys", "get", "b"]), ["beta"]);
+}
+
+/// Whatever is wrong, the operator's line stays as it is.
+#[test]
+fn nobody_there_completes_to_nothing() {
+    let host = Host::new();
+    for words in [
+        // Several guests, and none is chosen.
+        &["keys", "get", ""][..],
+        &["--guest", "none", "keys", "get", ""],
+        &["--socket", "/nonexistent.sock", "keys", "get", ""],
+        &["--socket", "/nonexistent.sock", "--guest", ""],
+        &["rollout", "status", ""],
+        &["rollout", "--fleet-socket", "/nonexistent.sock", "undo", ""],
+        &["keys", "get", "a*"],
+    ] {
+        let found = candidates(&host, words);
+        assert_eq!(found, Vec::<String>::new(), "{words:?}");
+    }
+    // Somebody who listens and never answers.
+    let silent = host.folder().join("silent.sock");
+    let _listener = UnixListener::bind(&silent).expect("free");
+    let silent = silent.to_str().expect("text");
+    let found = candidates(&host, &["--socket", silent, "keys", "get", "a"]);
+    assert_eq!(found, Vec::<String>::new());
+}
+
+/// What the package installs, and `patchbay completion` prints.
+#[test]
+fn a_shell_completes_by_the_script() {
+    let host = Host::new();
+    let script = host.ok(&["completion", "bash"]);
+    let line = "COMP_WORDS=(patchbay --guest web); COMP_CWORD=2; \
+                _clap_complete_patchbay patchbay web --guest; echo \"${COMPREPLY[@]}\"";
+    let mut bash = Command::new("bash");
+    bash.args(["-c", &format!("{script}\n{line}")]);
+    for (name, value) in host.command(&[]).get_envs() {
+        match value {
+            Some(value) => bash.env(name, value),
+            None => bash.env_remove(name),
+        };
+    }
+    let output = bash.output().expect("bash runs");
+    let found = String::from_utf8_lossy(&output.stdout).into_owned();
+    let found: Vec<&str> = found.split_whitespace().collect();
+    assert_eq!(found, ["web-1", "web-2"], "{output:?}");
+}

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Wrong command lines end with exit code 2, whoever finds the fault.
+
+use super::lab::{Commands, Host, Lab};
+
+/// A value that only the service can refuse is a fault of the command line as well.
+#[test]
+fn every_verb_ends_with_2_for_a_wrong_value() {
+    let lab = Lab::new();
+    let empty = lab.folder().join("empty.yaml");
+    std::fs::write(&empty, "[]").expect("writable");
+    let empty = empty.to_str().expect("text");
+    let long = "x".repeat(5000);
+    let wrong: &[&[&str]] = &[
+        &["guest", "list", "["],
+        &["guest", "run", "--name", "../x"],
+        &["guest", "wait", "--for", "ever"],
+        &["guest", "describe", "--timeout", "5"],
+        &["guest", "pause", "--ttl", "61m"],
+        &["guest", "pause", "--ttl", "1us"],
+        &["guest", "shutdown", "--timeout", "2h"],
+        &["guest", "watch", "extra"],
+        &["guest", "resume", "extra"],
+        &["guest", "console", "--follow"],
+        &["--guest", "[", "keys", "list"],
+        &["--guest", "!", "keys", "list"],
+        &["keys", "list", "["],
+        &["keys", "list", "!"],
+        &["keys", "list", "--class", "none"],
+        &["keys", "get", "["],
+        &["keys", "enable", "["],
+        &["keys", "disable", "a["],
+        &["keys", "inc", "alpha", "--ttl", "366d"],
+        &["keys", "inc", "alpha", "--ttl", "1us"],
+        &["keys", "inc", "alpha", "--reason", &long],
+        &["keys", "inc", "alpha", "--request-id", &long],
+        &["keys", "inc", "alpha", "--stop-timeout", "31s"],
+        &["keys", "dec", "alpha", "--dry-run", "--plan-ttl", "25h"],
+        &["keys", "dec", "alpha", "--dry-run", "--plan-ttl", "1ms"],
+        &["keys", "apply", "-f", empty],
+        &["keys", "apply", "-f", "/nonexistent"],
+        &["keys", "commit", "p", "--stop-timeout", "31s"],
+        &["keys", "discard"],
+        &["keys", "watch", "["],
+        &[
+            "keys",
+            "watch",
+            "--from-revision",
+            "x",
+            "--incarnation",
+            "y",
+        ],
+        &["keys", "wait", "alpha", "--for", "ever"],
+        &["keys", "wait", "al*", "--for", "on"],
+        &["holds", "list", "["],
+        &["holds", "release", "h", "--stop-timeout", "31s"],
+        &["holds", "renew", "h", "--ttl", "366d"],
+        &["debug", "list", "file"],
+        &["debug", "on", "line x"],
+        &["debug", "off", ""],
+        &["trace", "events", "["],
+        &["trace", "arm", "["],
+        &["trace", "arm", "sched:*", "--ttl", "366d"],
+        &["trace", "fire", "[", "--stop-timeout", "1s"],
+        &["trace", "fire", "sched:*", "--stop-timeout", "31s"],
+        &["trace", "park", "["],
+        &["trace", "disarm", "["],
+        &["trace", "tail", "["],
+        &["trace", "tail", "-n", "x"],
+        &["trace", "tail", "-n", "0"],
+        &["trace", "tail", "--max-rate", "0"],
+        &["trace", "record", "-o", "/nonexistent/t.json", "["],
+        &[
+            "trace",
+            "record",
+            "-o",
+            "/nonexistent/t.json",
+            "--duration",
+            "0s",
+        ],
+        &["trace", "stat", "--interval", "0s"],
+        &["trace", "agent", "extra"],
+        &["ci", "run", "--kernel", "k", "--vcpus", "17", "--", "true"],
+        &[
+            "ci", "run", "--kernel", "k", "--memory", "much", "--", "true",
+        ],
+        &["ci", "run", "--kernel", "k", "--memory", "1M", "--", "true"],
+        &[
+            "ci",
+            "run",
+            "--kernel",
+            "k",
+            "--set",
+            "key=perhaps",
+            "--",
+            "true",
+        ],
+        &["ci", "run", "--kernel", "k", "--matrix", "[", "--", "true"],
+        &["ci", "run", "--kernel", "k"],
+        &["lab", "--memory", "0", "--", "true"],
+        &["lab", "--memory", "1000000000", "--", "true"],
+        &["lab", "--out", "/dev/null/x", "--", "true"],
+        &["inspect", "/nonexistent"],
+        &["inspect", "/dev/null"],
+        &["inspect", "/bin/sh", "["],
+        &["inspect", "/bin/sh", "--debug-file", "/nonexistent"],
+        &["rollout", "plan", "/nonexistent.yaml"],
+        &["rollout", "explain", "r"],
+        &["completion", "tcsh"],
+    ];
+    let mut ended_otherwise = vec![];
+    for words in wrong {
+        let (out, said, code) = lab.all(words);
+        if code != Some(2) || !out.is_empty() {
+            ended_otherwise.push(format!("{code:?} {words:.60?}: {out}{said}"));
+        }
+    }
+    assert!(ended_otherwise.is_empty(), "{}", ended_otherwise.join("\n"));
+}
+
+#[test]
+fn a_choice_among_several_guests_is_left_to_the_command_line() {
+    let host = Host::new();
+    let message = host.fails(2, &["keys", "list"]);
+    assert!(message.contains("--guest or --all"), "{message}");
+}
+
+/// An option that a command would ignore is refused.
+#[test]
+fn a_command_about_no_guest_takes_no_guest() {
+    let lab = Lab::new();
+    for (words, next) in [
+        (
+            &["--guest", "web-1", "rollout", "status", "net"][..],
+            "rollout explain",
+        ),
+        (
+            &["rollout", "status", "net", "--guest", "web-1"],
+            "rollout explain",
+        ),
+        (&["--all", "rollout", "list"], "rollout explain"),
+        (&["--socket", "s", "rollout", "list"], "--fleet-socket"),
+        (&["--guest", "web-1", "policy", "can"], "named after it"),
+        (&["--socket", "s", "attach", "qemu"], "attach --help"),
+        (
+            &["--all", "ci", "run", "--kernel", "k", "--", "true"],
+            "of its own",
+        ),
+        (&["inspect", "vmlinux", "--all"], "no guest that runs"),
+    ] {
+        let message = lab.fails(2, words);
+        assert!(message.contains(next), "{words:?}: {message}");
+    }
+}
