@@ -4,13 +4,10 @@
 //! is 0 if it always did.
 #![forbid(unsafe_code)]
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use clap::Parser;
-use patchbay_examples::{environment, open_shell, step};
-use patchbay_proto::v1::{
-    FlipReport, KeyClass, KeyOp, KeyResult, ListStaticKeysRequest, StaticKey,
-    UpdateStaticKeysResponse,
-};
+use patchbay_examples::{Operator, environment, open_shell, step};
+use patchbay_proto::v1::StaticKey;
 use patchbay_tests::Guest;
 
 const KEY: &str = "getppid_key";
@@ -44,30 +41,35 @@ async fn main() -> Result<()> {
     guest.shell("getppid_loop 20 &").await?;
     expect_silence(&mut guest).await?;
 
+    let patchbay = Operator::new(&environment.cli, guest.socket());
     step("List some of the guest's keys");
-    list(&mut guest).await?;
-    show(&guest.key(KEY).await?);
+    patchbay.run(&["keys", "list", "sched_*", KEY]).await?;
+    patchbay.run(&["keys", "get", KEY]).await?;
 
     step("Enable getppid_key from the host");
     let before = guest.key(KEY).await?;
-    report(&guest.update(&[(KEY, KeyOp::Inc)]).await?, 1)?;
+    patchbay.run(&["keys", "inc", KEY]).await?;
+    patchbay.run(&["keys", "get", KEY]).await?;
     let after = guest.key(KEY).await?;
-    show(&after);
+    expect_count(&mut guest, 1).await?;
     expect_flipped(&before, &after)?;
     expect_messages(&mut guest).await?;
 
     step("Take a second reference: nothing to patch, no pause");
-    report(&guest.update(&[(KEY, KeyOp::Inc)]).await?, 2)?;
+    patchbay.run(&["keys", "inc", KEY]).await?;
+    expect_count(&mut guest, 2).await?;
     expect_messages(&mut guest).await?;
 
     step("Drop one reference: still on");
-    report(&guest.update(&[(KEY, KeyOp::Dec)]).await?, 1)?;
+    patchbay.run(&["keys", "dec", KEY]).await?;
+    expect_count(&mut guest, 1).await?;
     expect_messages(&mut guest).await?;
 
     step("Drop the other: off again, and the console falls silent");
-    report(&guest.update(&[(KEY, KeyOp::Dec)]).await?, 0)?;
+    patchbay.run(&["keys", "dec", KEY]).await?;
+    patchbay.run(&["keys", "get", KEY]).await?;
+    expect_count(&mut guest, 0).await?;
     let last = guest.key(KEY).await?;
-    show(&last);
     ensure!(
         bytes(&last) == bytes(&before),
         "the sites are not what they were before the first flip"
@@ -87,57 +89,6 @@ async fn main() -> Result<()> {
     ensure!(status.success(), "the monitor ended with {status}");
     println!("\nThe guest followed every step.");
     Ok(())
-}
-
-async fn list(guest: &mut Guest) -> Result<()> {
-    let request = ListStaticKeysRequest {
-        patterns: vec!["sched_*".to_owned(), KEY.to_owned()],
-        ..Default::default()
-    };
-    let response = guest.static_keys().list_static_keys(request).await?;
-    for key in response.into_inner().keys {
-        println!(
-            "   {:<32} {:<10} count {:>2}  {:>2} site{}",
-            key.name,
-            class(key.key_class()),
-            key.count,
-            key.site_count,
-            plural(key.site_count)
-        );
-    }
-    Ok(())
-}
-
-fn class(class: KeyClass) -> &'static str {
-    match class {
-        KeyClass::Unspecified => "unknown",
-        KeyClass::Guarded => "guarded",
-        KeyClass::Ref => "ref",
-        KeyClass::Tracepoint => "tracepoint",
-        KeyClass::DynamicDebug => "dyndbg",
-        KeyClass::Never => "never",
-    }
-}
-
-fn plural(count: u32) -> &'static str {
-    if count == 1 { "" } else { "s" }
-}
-
-fn show(key: &StaticKey) {
-    for site in &key.sites {
-        println!(
-            "   {:#x} <{}>  {}  {}",
-            site.address,
-            site.symbol,
-            hexadecimal(&site.current_bytes),
-            site.disassembly
-        );
-    }
-}
-
-fn hexadecimal(bytes: &[u8]) -> String {
-    let bytes: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
-    bytes.join(" ")
 }
 
 fn bytes(key: &StaticKey) -> Vec<&[u8]> {
@@ -160,43 +111,13 @@ fn expect_flipped(before: &StaticKey, after: &StaticKey) -> Result<()> {
     Ok(())
 }
 
-fn report(response: &UpdateStaticKeysResponse, expected_count: i32) -> Result<()> {
-    let Some(KeyResult {
-        count_before,
-        count_after,
-        ..
-    }) = response.results.first()
-    else {
-        bail!("the update has no result");
-    };
-    let cost = match &response.report {
-        Some(FlipReport {
-            paused: true,
-            sites_patched,
-            stop_time,
-            patch_time,
-            resume_time,
-            ..
-        }) => format!(
-            "{sites_patched} site{} patched; stop {}, patch {}, resume {}",
-            plural(*sites_patched),
-            microseconds(stop_time.as_ref()),
-            microseconds(patch_time.as_ref()),
-            microseconds(resume_time.as_ref())
-        ),
-        _ => "no pause".to_owned(),
-    };
-    println!("   {KEY}: count {count_before} → {count_after}; {cost}");
+async fn expect_count(guest: &mut Guest, expected: i32) -> Result<()> {
+    let count = guest.key(KEY).await?.count;
     ensure!(
-        *count_after == expected_count,
-        "the count is {count_after}, expected {expected_count}"
+        count == expected,
+        "the count is {count}, expected {expected}"
     );
     Ok(())
-}
-
-fn microseconds(duration: Option<&prost_types::Duration>) -> String {
-    let nanoseconds = duration.map_or(0, |duration| duration.nanos);
-    format!("{:.1} µs", f64::from(nanoseconds) / 1000.0)
 }
 
 /// The guest's loop must reach the true branch.

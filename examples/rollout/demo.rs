@@ -56,7 +56,10 @@ async fn main() -> Result<()> {
         let listener = listener.with_context(|| format!("cannot listen on {address}"))?;
         tokio::spawn(forward(listener, arguments.page));
     }
-    println!("   The page is at http://{}/", arguments.page);
+    match arguments.keep {
+        true => println!("   The page is at http://{}/", arguments.page),
+        false => println!("   The page ends with this demo; to look at it, add --keep."),
+    }
     print!("{}", controller.run(&["hosts"]).await?);
 
     step("A rollout whose gate fails: the canary is changed and taken back");

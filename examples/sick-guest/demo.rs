@@ -6,7 +6,7 @@
 
 use anyhow::{Result, ensure};
 use clap::Parser;
-use patchbay_examples::{environment, step};
+use patchbay_examples::{counted, environment, step};
 use patchbay_tests::{Guest, TestGuest};
 
 /// Timer interrupts continue whatever user space does.
@@ -36,15 +36,15 @@ async fn main() -> Result<()> {
     step("Fire from outside, and park again: nothing in the guest has to run");
     let report = guest.fire(&[EVENT]).await?.report.unwrap_or_default();
     println!(
-        "   Fired: {} sites patched, key count {}.",
-        report.sites_patched,
+        "   Fired: {} patched, key count {}.",
+        counted(report.sites_patched, "site"),
         guest.key("softirq_entry").await?.count
     );
     tokio::time::sleep(std::time::Duration::from_secs(1)).await;
     let report = guest.park(&[EVENT]).await?.report.unwrap_or_default();
     println!(
-        "   Parked: {} sites patched, key count {}.",
-        report.sites_patched,
+        "   Parked: {} patched, key count {}.",
+        counted(report.sites_patched, "site"),
         guest.key("softirq_entry").await?.count
     );
     ensure!(report.paused, "the key was not on");

@@ -2,9 +2,9 @@
 //! Shared by the demos.
 #![forbid(unsafe_code)]
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use patchbay_tests::Environment;
 use tokio::process::Command;
 
@@ -18,6 +18,62 @@ pub fn environment(demo: &str) -> Result<Environment> {
 /// Prints the heading of a step.
 pub fn step(text: &str) {
     println!("\n── {text}");
+}
+
+/// The operator's command for one guest. What it runs and what it answers is printed.
+pub struct Operator {
+    cli: PathBuf,
+    socket: PathBuf,
+}
+
+impl Operator {
+    /// For the guest behind this socket.
+    pub fn new(cli: &Path, socket: &Path) -> Self {
+        Self {
+            cli: cli.to_owned(),
+            socket: socket.to_owned(),
+        }
+    }
+
+    /// Prints the command as a user types it, and runs it.
+    ///
+    /// # Errors
+    /// The command fails.
+    pub async fn run(&self, words: &[&str]) -> Result<String> {
+        println!("   $ patchbay {}", typed(words));
+        let output = Command::new(&self.cli)
+            .args(words)
+            .env("PATCHBAY_SOCKET", &self.socket)
+            .output()
+            .await
+            .with_context(|| format!("{} cannot be started", self.cli.display()))?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure!(
+            output.status.success(),
+            "`patchbay {}` ended with {}: {said}",
+            typed(words),
+            output.status
+        );
+        let text = String::from_utf8(output.stdout)?;
+        for line in text.lines() {
+            println!("   {line}");
+        }
+        Ok(text)
+    }
+}
+
+/// Words as a user types them.
+pub fn typed(words: &[&str]) -> String {
+    let quoted = |word: &&str| match word.contains(['*', ' ']) {
+        true => format!("'{word}'"),
+        false => (*word).to_owned(),
+    };
+    words.iter().map(quoted).collect::<Vec<_>>().join(" ")
+}
+
+/// "1 site", "2 sites".
+pub fn counted(count: u32, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
 }
 
 /// Opens a shell for the user, in which `patchbay` is this program and finds the guest behind this socket. Returns when

@@ -9,7 +9,7 @@ use std::process::Output;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
-use patchbay_examples::{open_shell, step};
+use patchbay_examples::{open_shell, step, typed};
 use patchbay_tests::{Guest, Qemu, StockKernel, TestGuest};
 use tokio::process::Command;
 
@@ -140,7 +140,7 @@ async fn main() -> Result<()> {
     }
 
     let list = ["keys", "list", "binfmt_misc:*", EVENT];
-    step(&format!("patchbay {}", shown(&list)));
+    step(&format!("patchbay {}", typed(&list)));
     for place in &places {
         let keys = patchbay.run(place, &list).await?;
         show(place, &keys);
@@ -154,7 +154,7 @@ async fn main() -> Result<()> {
 
     for (op, on) in [("on", true), ("off", false)] {
         let flip = ["debug", op, LINES];
-        step(&format!("patchbay {}", shown(&flip)));
+        step(&format!("patchbay {}", typed(&flip)));
         for place in &mut places {
             patchbay.run(place, &flip).await?;
             let console = place.console(REGISTER).await?;
@@ -181,7 +181,7 @@ async fn main() -> Result<()> {
     for (op, on) in [("disable", false), ("enable", true)] {
         // The reference is the guest's own.
         let flip = ["keys", op, "--force", EVENT];
-        step(&format!("patchbay {}", shown(&flip)));
+        step(&format!("patchbay {}", typed(&flip)));
         for place in &mut places {
             patchbay.run(place, &flip).await?;
             let trace = place.shell(RUN).await?;
@@ -214,15 +214,6 @@ async fn main() -> Result<()> {
         open_shell(&kernel.cli, &ours.socket()).await?;
     }
     Ok(())
-}
-
-/// A command as a user types it.
-fn shown(arguments: &[&str]) -> String {
-    let quoted = |argument: &&str| match argument.contains(['*', ' ']) {
-        true => format!("'{argument}'"),
-        false => (*argument).to_owned(),
-    };
-    arguments.iter().map(quoted).collect::<Vec<_>>().join(" ")
 }
 
 fn show(place: &Place, text: &str) {

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
-use patchbay_examples::{environment, step};
+use patchbay_examples::{counted, environment, step};
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{FlipReport, StreamTracepointEventsResponse, TraceEvent};
 use patchbay_tests::{Environment, Guest, TestGuest};
@@ -114,8 +114,8 @@ fn show_report(report: Option<FlipReport>) {
             .as_micros()
     };
     println!(
-        "   {} sites in one pause: stop {} µs, patch {} µs, resume {} µs.",
-        report.sites_patched,
+        "   {} in one pause: stop {} µs, patch {} µs, resume {} µs.",
+        counted(report.sites_patched, "site"),
         micros(report.stop_time),
         micros(report.patch_time),
         micros(report.resume_time)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A fleet to look at: 500 guests in memory on 50 hosts, a controller with its page, and a rollout in
-//! waves. `demo [--keep]`; with `--keep` the page stays until Ctrl-C.
+//! waves. `demo [--keep]`; with `--keep` it prints a link to the page, which stays until Ctrl-C.
 
 mod hosts;
 
@@ -97,9 +97,13 @@ async fn run(folder: &Path, keep: bool) -> anyhow::Result<()> {
     let controller = Arc::new(Controller::new(config, Arc::new(store))?);
     let page = bind(&controller).await?;
     let link = page.link()?;
+    let shown = match keep {
+        true => format!("The page is at {link}"),
+        false => "The page ends with this demo; to look at it, add --keep.".to_owned(),
+    };
     let runs = Arc::clone(&controller);
     tokio::spawn(async move { tokio::join!(page.run(), runs.run()) });
-    println!("The page is at {link}");
+    println!("{shown}");
 
     let by = format!("uid:{}", rustix::process::geteuid().as_raw());
     let leads = controller.lead().await;

@@ -85,6 +85,7 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
     let mut job = lab::Job::new(command, &host::lab_output())?;
     job.set(variables);
     job.tcp_port = page;
+    job.interrupts = Some(lab::Interrupts::catch()?);
     Ok(ExitCode::from(lab::run(&job)?))
 }
 
@@ -96,15 +97,11 @@ fn free_port() -> Result<u16> {
 
 /// Guests in memory and the controller's page, all in one process.
 fn fleet(arguments: &[OsString]) -> Result<ExitCode> {
+    const EXAMPLE: [&str; 4] = ["--package", "patchbay-fleet", "--example", "demo"];
+    // By itself, because the first build takes minutes and shows what it does.
+    cargo::run(cargo::cargo("build").args(EXAMPLE))?;
     let mut command = cargo::cargo("run");
-    command.args([
-        "--quiet",
-        "--package",
-        "patchbay-fleet",
-        "--example",
-        "demo",
-        "--",
-    ]);
+    command.arg("--quiet").args(EXAMPLE).arg("--");
     let status = command.args(arguments).status();
     let status = status.context("cargo cannot be run")?;
     Ok(if status.success() {

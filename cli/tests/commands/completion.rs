@@ -56,7 +56,10 @@ fn names_of_guests_keys_and_holds_are_completed() {
     assert_eq!(with(&["keys", "list", "beta", "!al"]), ["!alpha"]);
     assert_eq!(with(&["holds", "release", ""]), ["h-17"]);
     assert_eq!(with(&["holds", "renew", "--ttl", "1m", "h"]), ["h-17"]);
-    assert_eq!(with(&["trace", "fire", "sched:sched_s"]), ["sched:sched_switch"]);
+    assert_eq!(
+        with(&["trace", "fire", "sched:sched_s"]),
+        ["sched:sched_switch"]
+    );
     // Options and verbs as before.
     assert_eq!(candidates(&host, &["keys", "app"]), ["apply"]);
     assert!(candidates(&host, &["keys", "list", "--cl"]).contains(&"--class".to_owned()));
