@@ -86,6 +86,10 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
         })
     };
     let (monitor, process) = open(&options.target, listener)?;
+    let events = match &monitor {
+        Monitor::Libvirt(domain) => Some(domain.follow(&life)?),
+        Monitor::Socket(_) => None,
+    };
     let kvm = refuse_unfit(&monitor, options.accept_tcg)?;
     let point = match kvm {
         true => Point::Unlocked,
@@ -116,6 +120,7 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     watch_process(&process, &life)?;
     Ok(QemuGuest {
         watchdog,
+        _events: events,
         description,
         monitor: Arc::new(monitor),
         process,

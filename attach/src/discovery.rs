@@ -63,6 +63,11 @@ impl Discoverable for QemuGuest {
         self.life().resets()
     }
 
+    /// libvirt passes a RESET on late, and QEMU may reset a guest without one.
+    fn confirms(&self) -> bool {
+        true
+    }
+
     fn is_held(&self) -> bool {
         self.is_held()
     }

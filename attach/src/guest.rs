@@ -16,6 +16,7 @@ use patchbay_service::memory::{GuestRam, Piece};
 use patchbay_service::pause::{Activity, LateVcpu, PauseError};
 use serde_json::Value;
 
+use crate::events::Events;
 use crate::freeze::{FreezeError, Frozen, Point, freeze};
 use crate::hotplug::Watch;
 use crate::identity;
@@ -24,7 +25,6 @@ use crate::memory::AttachedRam;
 use crate::monitor::{Migration, Monitor, PATIENCE};
 use crate::process::Process;
 use crate::qmp::QmpError;
-use crate::registers::Registers;
 use crate::resume::resume;
 use crate::rollback::{self, Change, Part, Record};
 use crate::watchdog::Watchdog;
@@ -60,6 +60,8 @@ pub struct Threads {
 pub struct QemuGuest {
     /// Dropped first: it may have to speak over the monitor's connection.
     pub(crate) watchdog: Arc<Mutex<Watchdog>>,
+    /// Those that libvirt passes on.
+    pub(crate) _events: Option<Events>,
     pub(crate) description: GuestDescription,
     pub(crate) monitor: Arc<Monitor>,
     pub(crate) process: Arc<Process>,
@@ -156,7 +158,6 @@ impl QemuGuest {
         self.life.stop_begins();
         let mut lease = Lease {
             guest: self,
-            registers: Vec::new(),
             rips: Vec::new(),
         };
         // Nothing else tells a stop from one that another client has made since the first look.
@@ -178,8 +179,8 @@ impl QemuGuest {
             }
             Err(error) => return Err(unable(error)),
         }
-        lease.registers = self.monitor.registers(CONFIRM).map_err(unable)?;
-        lease.rips = lease.registers.iter().map(|vcpu| vcpu.rip).collect();
+        let registers = self.monitor.registers(CONFIRM).map_err(unable)?;
+        lease.rips = registers.iter().map(|vcpu| vcpu.rip).collect();
         Ok(Way::Qmp(lease))
     }
 
@@ -344,27 +345,12 @@ enum Way<'g> {
 #[derive(Debug)]
 struct Lease<'g> {
     guest: &'g QemuGuest,
-    /// Empty if they are not known.
-    registers: Vec<Registers>,
     rips: Vec<u64>,
-}
-
-impl Lease<'_> {
-    /// Finds a snapshot that was loaded meanwhile. The registers of a stopped guest do not change otherwise.
-    fn compare_registers(&self) {
-        let now = self.guest.monitor.registers(LOOK);
-        if !self.registers.is_empty() && now.is_ok_and(|now| now != self.registers) {
-            self.guest.life.set_back();
-        }
-    }
 }
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
         let (life, monitor) = (&self.guest.life, &self.guest.monitor);
-        if life.is_stopped_by_us() {
-            self.compare_registers();
-        }
         for _ in 0..RESUMES {
             let execute = |command: &str| monitor.execute(command, Value::Null, PATIENCE);
             match resume(execute, || life.stop_ends(), Instant::now() + CANCEL) {

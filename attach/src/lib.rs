@@ -6,7 +6,7 @@
 //! |---|---|
 //! | memory | [`memory::AttachedRam`]: the guest's memory file mapped, or /proc/PID/mem |
 //! | pause | [`freeze`]: the vCPUs' threads by ptrace; or QEMU's `stop`, whose end [`watchdog`] guarantees |
-//! | lifecycle | [`life::Life`]: QEMU's events, and the end of its process |
+//! | lifecycle | [`life::Life`]: QEMU's events, through libvirt by a `virsh` of their own, and the end of its process |
 //! | console | [`console::NoConsole`]: the monitor keeps it |
 //!
 //! Another monitor needs: the guest-physical map and where it has each range, the ids of its vCPUs' threads or a stop of its own,
@@ -17,6 +17,7 @@ pub mod attach;
 pub mod console;
 pub mod discovery;
 pub mod error;
+mod events;
 pub mod flat_view;
 pub mod freeze;
 pub mod guest;

@@ -3,12 +3,14 @@
 
 use std::fs;
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
 use crate::error::AttachError;
+use crate::events::Events;
+use crate::life::Life;
 use crate::process::Process;
 use crate::qmp::{MAX_MESSAGE, QmpError, message, returned};
 use crate::virsh::{Failure, Virsh};
@@ -17,7 +19,10 @@ use crate::virsh::{Failure, Virsh};
 pub const SYSTEM: &str = "qemu:///system";
 
 /// Time allowed for the first answer: `virsh` starts and connects before.
-const START: Duration = Duration::from_secs(30);
+pub(crate) const START: Duration = Duration::from_secs(30);
+
+/// The command line of virsh; the URI replaces the empty word.
+const VIRSH: [&str; 4] = ["virsh", "--quiet", "--connect", ""];
 
 /// How each of virsh's errors begins.
 const ERROR: &str = "error: ";
@@ -43,7 +48,7 @@ impl Domain {
 
     /// The same without a look. The first command starts `virsh`.
     pub(crate) fn of(uri: &str, name: &str) -> Self {
-        Self::new(&["virsh", "--quiet", "--connect", uri], name)
+        Self::new(&VIRSH.map(|word| if word.is_empty() { uri } else { word }), name)
     }
 
     fn new(command_line: &[&str], name: &str) -> Self {
@@ -52,6 +57,17 @@ impl Domain {
             name: name.to_owned(),
             virsh: Mutex::new(None),
         }
+    }
+
+    /// Subscribes to its QEMU's events.
+    ///
+    /// # Errors
+    /// virsh cannot be started.
+    pub fn follow(&self, life: &Arc<Life>) -> Result<Events, AttachError> {
+        // Such a virsh does not read its input, so it would not notice that this process was killed.
+        let mut command_line = ["setpriv", "--pdeathsig", "KILL"].map(str::to_owned).to_vec();
+        command_line.extend(self.command_line.iter().cloned());
+        Events::follow(command_line, &self.name, life)
     }
 
     /// Carries out a command of QEMU's monitor. A `virsh` that has ended is started again.
@@ -114,7 +130,7 @@ impl Domain {
     }
 }
 
-fn unstarted(error: &io::Error) -> String {
+pub(crate) fn unstarted(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::NotFound => {
             "it is not installed; install libvirt-clients, or attach by --pid to a QEMU with a QMP socket".to_owned()

@@ -2,8 +2,8 @@
 //! The guest's life, as QEMU's events and the end of its process show it.
 //!
 //! `loadvm` and `snapshot-load` set the guest's memory back and emit no RESET. They stop a guest that runs and let it run again, so a STOP
-//! or RESUME that this process has not caused counts as a new boot. While this process holds the guest stopped by QMP no such event comes:
-//! a job that begins then counts, and registers that have changed ([`Life::set_back`]).
+//! or RESUME that this process has not caused counts as a new boot. While this process holds the guest stopped by QMP no such event comes.
+//! A job that begins then counts; HMP's `loadvm` is not noticed then.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};

@@ -2,10 +2,13 @@
 //! A `virsh` that reads commands from a pipe. It stays connected to its libvirt from one command to the next.
 
 use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Instant;
+
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::qmp::{MAX_COMMAND, MAX_MESSAGE};
 
@@ -86,6 +89,38 @@ impl Virsh {
         matches!(self.child.try_wait(), Ok(None))
     }
 
+    /// The right to kill it while another thread uses it.
+    ///
+    /// # Errors
+    /// No descriptor is free.
+    pub fn kill(&self) -> io::Result<Kill> {
+        let id = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
+        let id = id.ok_or(io::ErrorKind::NotFound)?;
+        Ok(Kill(pidfd_open(id, PidfdFlags::empty())?))
+    }
+
+    /// Gives it a last command, which does not end, and passes on each line that it prints until virsh ends.
+    pub fn follow(&mut self, words: &[&str], mut each: impl FnMut(&str)) {
+        let Ok((input, _)) = lines(words, 0) else {
+            return;
+        };
+        let command = input.lines().next().unwrap_or_default();
+        let _ = writeln!(self.input, "{command}");
+        let mut text = Vec::new();
+        while let Ok(chunk) = self.output.recv() {
+            for part in chunk.split_inclusive(|byte| *byte == b'\n') {
+                text.extend(part);
+                if part.ends_with(b"\n") {
+                    let line = String::from_utf8_lossy(without_prompt(&text));
+                    each(line.trim_end_matches('\n'));
+                    text.clear();
+                } else if text.len() > MAX_MESSAGE {
+                    return;
+                }
+            }
+        }
+    }
+
     /// Waits for its end.
     #[cfg(test)]
     pub fn wait(&mut self) {
@@ -130,6 +165,17 @@ impl Virsh {
             }
         }
         Ok(())
+    }
+}
+
+/// A virsh that can be killed.
+#[derive(Debug)]
+pub struct Kill(OwnedFd);
+
+impl Kill {
+    /// Kills it. It may have ended.
+    pub fn kill(&self) {
+        let _ = pidfd_send_signal(&self.0, Signal::KILL);
     }
 }
 

@@ -92,6 +92,16 @@ fn statistics_of_nested_guests() {
 }
 
 #[test]
+fn a_guest_that_another_client_may_have_set_back_by_ptrace() {
+    support::set_back(Kvm, PauseWay::Freeze);
+}
+
+#[test]
+fn a_guest_that_another_client_may_have_set_back_by_qmp() {
+    support::set_back(Kvm, PauseWay::Qmp);
+}
+
+#[test]
 fn lifecycle() {
     support::lifecycle(Kvm);
 }

@@ -131,6 +131,16 @@ fn a_second_flat_view_that_makes_no_sense() {
 }
 
 #[test]
+fn a_guest_that_another_client_may_have_set_back_by_ptrace() {
+    support::set_back(Tcg, PauseWay::Freeze);
+}
+
+#[test]
+fn a_guest_that_another_client_may_have_set_back_by_qmp() {
+    support::set_back(Tcg, PauseWay::Qmp);
+}
+
+#[test]
 fn lifecycle() {
     support::lifecycle(Tcg);
 }

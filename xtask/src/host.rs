@@ -19,6 +19,9 @@ pub const CLOCK: &[&str] = &["faketime"];
 /// Packages that the tests of the controller's page need.
 pub const BROWSER: &[&str] = &["chromium"];
 
+/// Packages that the tests with snapshots of a QEMU need.
+pub const SNAPSHOTS: &[&str] = &["qemu-utils"];
+
 /// Packages that the tests with domains of libvirt need.
 pub const LIBVIRT: &[&str] = &[
     "libvirt-clients",

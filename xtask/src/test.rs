@@ -256,6 +256,8 @@ fn variables(
         ("patchbay-attach::libvirt", "libvirt", host::LIBVIRT),
         ("patchbay-attach::linux_host", "libvirt", host::LIBVIRT),
         ("patchbay-attach::linux_host", "etcd", host::ETCD),
+        ("patchbay-attach::qemu", "qemu-img", host::SNAPSHOTS),
+        ("patchbay-attach::kvm_qemu", "qemu-img", host::SNAPSHOTS),
     ] {
         let mut tests = tier_1.iter().chain(tier_3);
         let needed = tests.any(|test| test.suite.starts_with(suite));

@@ -13,13 +13,13 @@ use patchbay_attach::PauseWay::{self, Freeze, Qmp};
 use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
 use patchbay_kernel_image::live::{Way, discover};
-use patchbay_service::guest::{Guest, Intended, PausedGuest, Write};
+use patchbay_service::guest::{Guest, Intended, Write};
 use patchbay_service::keys::registry::discovery::Discoverable;
 use patchbay_service::memory::Piece;
 use serde_json::Value;
 use static_keys::instruction::replace;
 
-use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH, checked, options};
+use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH, begun, checked, options};
 
 /// Makes the test's program the attacher that is killed: `SOCKET:PAUSE:ACCELERATOR:STATE:TURNS`.
 const ATTACHER: &str = "PATCHBAY_TEST_ATTACHER";
@@ -234,7 +234,7 @@ fn commit(guest: &QemuGuest, pause: PauseWay, now: &AtomicUsize) -> ! {
             .expect("kept by the watchdog");
         reach(State::Stopping);
         let paused = guest.pause(DEADLINE).expect("stopped");
-        paused.begin_writes().expect("noted by the watchdog");
+        begun(&paused).expect("noted by the watchdog");
         reach(State::Writing);
         for write in &writes {
             put(guest, write, write.after);

@@ -171,22 +171,37 @@ fn virshs() -> Vec<Pid> {
         .collect()
 }
 
-/// Commands go through one `virsh`; one that is killed is started again.
-fn uses_one_virsh(guest: &QemuGuest) {
+/// Commands go through one `virsh`, and events through another; one that is killed is started again.
+fn uses_two_virshs(guest: &QemuGuest) {
     let first = virshs();
-    assert_eq!(first.len(), 1);
+    assert_eq!(first.len(), 2);
     for _ in 0..5 {
         stops_and_resumes(guest);
         assert_eq!(virshs(), first);
     }
-    let status = format!("/proc/{}/stat", first[0].as_raw_nonzero());
-    kill_process(first[0], Signal::KILL).expect("its own");
-    until("virsh ends", || {
-        fs::read_to_string(&status).is_ok_and(|status| status.contains(") Z "))
-    });
-    stops_and_resumes(guest);
-    assert_eq!(virshs().len(), 1);
-    assert_ne!(virshs(), first);
+    for virsh in &first {
+        let resets = guest.life().resets();
+        kill_process(*virsh, Signal::KILL).expect("its own");
+        until("a virsh takes its place", || {
+            // That of commands is started by the next one.
+            stops_and_resumes(guest);
+            let now = virshs();
+            now.len() == 2 && !now.contains(virsh)
+        });
+        println!("{} resets for lost events", guest.life().resets() - resets);
+    }
+    assert!(guest.life().resets() >= 2, "events may be lost");
+}
+
+/// A reset, a stop and a resume by another client of libvirt are noticed.
+fn notices_events(libvirt: &Libvirt, guest: &QemuGuest) {
+    for command in ["reset", "suspend", "resume"] {
+        let before = guest.life().resets();
+        let (done, text) = libvirt.virsh(&[command, "shared"]);
+        assert!(done, "{text}");
+        until(command, || guest.life().resets() > before);
+    }
+    assert!(!guest.has_ended());
 }
 
 /// A domain without KVM, with this memory and nothing to boot.
@@ -245,7 +260,8 @@ pub fn refusals_and_pauses() {
     assert_eq!(guest.description().name, "shared");
     assert_eq!(guest.description().vcpus, 2);
     stops_and_resumes(&guest);
-    uses_one_virsh(&guest);
+    uses_two_virshs(&guest);
+    notices_events(&libvirt, &guest);
     refused(&libvirt.options("shared"), "is attached to the guest");
     let (suspended, text) = libvirt.virsh(&["suspend", "shared"]);
     assert!(suspended, "{text}");

@@ -15,7 +15,7 @@ use patchbay_service::memory::Piece;
 use serde_json::{Value, json};
 
 use super::{
-    Accelerator, BOOT_SECTOR, DEADLINE, Memory, Process, Qemu, SCRATCH, checked, options, until,
+    Accelerator, BOOT_SECTOR, DEADLINE, Memory, Process, Qemu, SCRATCH, begun, checked, options, until,
 };
 
 /// Makes the test's program an attacher that stops the guest and waits to be killed: `SOCKET:PAUSE:ACCELERATOR:HALF`.
@@ -164,7 +164,7 @@ pub fn undo(accelerator: Accelerator) {
         fill(&guest);
         announce(&guest, BEFORE, AFTER);
         let paused = guest.pause(DEADLINE).expect("stopped");
-        paused.begin_writes().expect("no migration");
+        begun(&paused).expect("no migration");
         // As far as a change got that then fails.
         put(&guest, addresses().step_by(2), AFTER);
         pair.copies_the_sites();
@@ -190,7 +190,7 @@ pub fn nothing_written(accelerator: Accelerator) {
     fill(&guest);
     let paused = guest.pause(DEADLINE).expect("stopped");
     pair.copies_the_sites();
-    let error = paused.begin_writes().expect_err("a migration has begun");
+    let error = begun(&paused).expect_err("a migration has begun");
     assert!(error.contains("migration"), "{error}");
     drop(paused);
     // A stop by QMP would have gone with it.
@@ -418,7 +418,7 @@ fn hold(word: &str) -> ! {
     announce(&guest, BEFORE, AFTER);
     let paused = guest.pause(DEADLINE).expect("stopped");
     if half {
-        paused.begin_writes().expect("noted by the watchdog");
+        begun(&paused).expect("noted by the watchdog");
         put(&guest, addresses().step_by(2), AFTER);
     }
     println!("HELD");

@@ -394,11 +394,21 @@ pub fn answers_while_frozen(accelerator: Accelerator) {
     }
 }
 
-/// What the check before a resume says. QEMU or virsh may be late on a busy machine, and is asked again.
+/// What the check before a resume says.
 pub fn checked(paused: &impl PausedGuest) -> Result<(), String> {
+    answered(|| paused.check_writes())
+}
+
+/// What the check before the first write says.
+pub fn begun(paused: &impl PausedGuest) -> Result<(), String> {
+    answered(|| paused.begin_writes())
+}
+
+/// QEMU or virsh may be late on a busy machine, and is asked again.
+fn answered(ask: impl Fn() -> Result<(), String>) -> Result<(), String> {
     let end = Instant::now() + DEADLINE;
     loop {
-        match paused.check_writes() {
+        match ask() {
             Err(late) if late.contains("did not answer") && Instant::now() < end => {}
             answer => return answer,
         }
@@ -456,6 +466,73 @@ pub fn lifecycle(accelerator: Accelerator) {
     seen.recv_timeout(DEADLINE).expect("the end is seen");
     assert!(guest.has_ended());
     assert_eq!(guest.pause(DEADLINE).err(), Some(PauseError::Ended));
+}
+
+/// A guest that another client has stopped and resumed may have been set back to an earlier state. This process's own stops are not such.
+pub fn set_back(accelerator: Accelerator, way: PauseWay) {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let mut sector = BOOT_SECTOR.to_vec();
+    sector.resize(510, 0);
+    sector.extend([0x55, 0xaa]);
+    sector.resize(1 << 20, 0);
+    fs::write(path("raw"), sector).expect("room");
+    // Only such a disk can hold snapshots.
+    let made = Command::new("qemu-img")
+        .args(["convert", "-f", "raw", "-O", "qcow2", &path("raw"), &path("disk")])
+        .status();
+    let Some(_) = made.ok().filter(|status| status.success()) else {
+        eprintln!("SKIPPED: qemu-img is not installed");
+        return;
+    };
+    let disk = format!("if=ide,format=qcow2,node-name=snapshots,file={}", path("disk"));
+    let Some(qemu) = Qemu::start_with(accelerator, Memory::Private, "64M", &["-drive", &disk])
+    else {
+        return;
+    };
+    let guest = qemu.attach(way);
+    let resets = || guest.life().resets();
+    for _ in 0..20 {
+        drop(guest.pause(DEADLINE).expect("stopped"));
+        qemu.runs(&guest);
+    }
+    assert_eq!(resets(), 0, "its own stops");
+
+    let becomes_more = |what: &str, before: u64| until(what, || resets() > before);
+    let before = resets();
+    qemu.other("stop", Value::Null);
+    becomes_more("a foreign stop", before);
+    let before = resets();
+    qemu.other("cont", Value::Null);
+    becomes_more("a foreign resume", before);
+
+    let job = |name: &str| {
+        let arguments = json!({ "job-id": name, "tag": "s", "vmstate": "snapshots", "devices": ["snapshots"] });
+        qemu.other(&format!("snapshot-{name}"), arguments);
+        until("the job ends", || {
+            let jobs = qemu.other("query-jobs", Value::Null);
+            let job = jobs.as_array().into_iter().flatten().find(|job| job["id"] == name);
+            let job = job.expect("it stays");
+            assert!(job["error"].is_null(), "{job}");
+            job["status"] == "concluded"
+        });
+        qemu.other("job-dismiss", json!({ "id": name }));
+    };
+    job("save");
+    qemu.runs(&guest);
+    let before = resets();
+    job("load");
+    becomes_more("a snapshot that is loaded", before);
+    qemu.runs(&guest);
+    if way == PauseWay::Qmp {
+        // No STOP comes, because the guest is stopped already.
+        let paused = guest.pause(DEADLINE).expect("stopped");
+        let before = resets();
+        job("load");
+        becomes_more("a job in a stop", before);
+        drop(paused);
+        qemu.runs(&guest);
+    }
 }
 
 /// What cannot be attached to.

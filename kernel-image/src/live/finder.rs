@@ -58,6 +58,21 @@ impl Finder {
         Self { known: None, files }
     }
 
+    /// Checks that vCPUs run the kernel that was found last, and no vCPU another one. It takes a few reads per vCPU.
+    ///
+    /// # Errors
+    /// [`DiscoveryError::Busy`], also if no kernel was found.
+    pub fn confirm<M: PhysicalMemory + ?Sized>(
+        &self,
+        memory: &M,
+        cpus: &[Cpu],
+    ) -> Result<(), DiscoveryError> {
+        match &self.known {
+            Some(known) => locate::confirm(memory, cpus, &known.anchors),
+            None => busy("no kernel was found before"),
+        }
+    }
+
     /// Finds the keys of a running kernel, as [`discover`] does. [`Evidence::again`] says whether an earlier discovery was used.
     ///
     /// # Errors
@@ -70,7 +85,7 @@ impl Finder {
     ) -> Result<Kernel, DiscoveryError> {
         // Without registers nothing tells the running kernel from one that lies in memory and runs no more.
         if way == Way::Image
-            && let Some(known) = &self.known
+            && let Some(known) = self.known.as_ref().filter(|known| known.is_told_apart())
         {
             match known.again(memory, cpus) {
                 Ok(Some(kernel)) => return Ok(kernel),
@@ -86,10 +101,8 @@ impl Finder {
         }
         let (known, located, clock) = know(memory, cpus, way, self.files.as_mut())?;
         let found = known.read(located, way, false, clock);
-        // A guest that was busy is looked at again soon, and most of the work is done. Without a stack canary nothing would tell this
-        // kernel from the next.
-        let tells = !known.gates.missing.contains(&GateKind::SameKernel);
-        let keep = tells && !matches!(found, Err(DiscoveryError::Refused(_)));
+        // A guest that was busy is looked at again soon, and most of the work is done.
+        let keep = !matches!(found, Err(DiscoveryError::Refused(_)));
         self.known = keep.then_some(known);
         found
     }
@@ -107,6 +120,11 @@ struct Known {
 }
 
 impl Known {
+    /// Whether something tells this kernel from the next one. Otherwise what is known of it is not used for a discovery.
+    fn is_told_apart(&self) -> bool {
+        !self.gates.missing.contains(&GateKind::SameKernel)
+    }
+
     /// None if another kernel runs.
     fn again<M: PhysicalMemory + ?Sized>(
         &self,

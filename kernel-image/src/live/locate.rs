@@ -168,6 +168,30 @@ pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
     })
 }
 
+/// Checks that vCPUs run a kernel that was found before. A vCPU whose registers may be those of a nested guest does not speak against it.
+pub(super) fn confirm<M: PhysicalMemory + ?Sized>(
+    memory: &M,
+    cpus: &[Cpu],
+    anchors: &Anchors,
+) -> Result<(), DiscoveryError> {
+    let text = required(&anchors.named, "_stext")?;
+    let mut agree = 0;
+    for vcpu in see(memory, cpus) {
+        let may_be_nested = vcpu.may_be_nested;
+        match check_cpus(&[vcpu], &anchors.runs, &anchors.named, text) {
+            Ok(_) => agree += 1,
+            Err(_) if may_be_nested => {}
+            Err(error) => return Err(error),
+        }
+    }
+    match agree {
+        0 => busy(
+            "no vCPU runs the kernel that was discovered: the guest was reset, or is in its firmware",
+        ),
+        _ => Ok(()),
+    }
+}
+
 /// The address of a symbol that every kernel has.
 pub(super) fn required(symbols: &Named, name: &'static str) -> Result<u64, DiscoveryError> {
     match symbols.address(name) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Discoveries after the first.
 
-use patchbay_kernel_image::live::{DiscoveryError, Finder, Kernel, Way};
+use patchbay_kernel_image::live::{Cpu, DiscoveryError, Finder, Kernel, Way};
 
 use crate::craft_guest::{DATA, Guest, JMP5, MODULE_DATA, NOP5, TEXT, guest, physical};
 use crate::found::image;
@@ -66,6 +66,48 @@ fn a_module_that_goes_is_seen_with_what_is_kept() {
     assert!(second.evidence.again);
     assert_eq!((first.images.len(), second.images.len()), (2, 1));
     assert_eq!(said(&second), said(&image(&guest).unwrap()));
+}
+
+/// A reset leaves the memory as it was. Only the vCPUs tell.
+#[test]
+fn a_kernel_is_confirmed_by_the_vcpus_that_run_it() {
+    let guest = guest();
+    let mut finder = Finder::default();
+    let confirm = |finder: &Finder, cpus: &[Cpu]| {
+        let confirmed = finder.confirm(&guest, cpus);
+        confirmed.map_err(|error| {
+            assert!(matches!(error, DiscoveryError::Busy(_)), "{error}");
+            error.to_string()
+        })
+    };
+    confirm(&finder, &guest.cpus).expect_err("nothing was found");
+    find(&mut finder, &guest);
+    confirm(&finder, &guest.cpus).expect("it runs");
+
+    let running = guest.cpus[0];
+    let reset = Cpu {
+        cr0: 0x6000_0010,
+        cr3: 0,
+        cr4: 0,
+        idt_base: 0,
+        ..running
+    };
+    let error = confirm(&finder, &[reset; 2]).expect_err("reset");
+    assert!(error.contains("no vCPU runs the kernel"), "{error}");
+    confirm(&finder, &[]).expect_err("no vCPU");
+    confirm(&finder, &[reset, running]).expect("a vCPU that was not started");
+    // Firmware with paging, and a guest of the guest.
+    let other = Cpu {
+        cr3: 0x1000,
+        ..running
+    };
+    confirm(&finder, &[running, other]).expect_err("another system");
+    let nested = Cpu {
+        may_be_nested: true,
+        ..other
+    };
+    confirm(&finder, &[running, nested]).expect("one runs it");
+    confirm(&finder, &[nested]).expect_err("none runs it");
 }
 
 #[test]

@@ -93,12 +93,18 @@ pub(super) struct Flip {
     pub report: Option<FlipReport>,
 }
 
+/// Why a plan of an earlier boot is not made.
+const SET_BACK: &str = "the guest was reset, or stopped and resumed by another client, since its kernel was discovered";
+
 /// Why the change was not made. It is formatted only after the guest runs again.
 #[derive(Debug, thiserror::Error)]
 enum Obstacle {
     /// The registration has changed since the plan.
     #[error("the guest's registration or modules have changed")]
     Version,
+    /// The kernel of the plan may run no more.
+    #[error("{0}")]
+    Boot(String),
     #[error("a breakpoint exception is pending on a vCPU: the guest patches its text")]
     Breakpoint,
     /// A retry does not help.
@@ -223,7 +229,7 @@ impl<G: Guest> Executor<G> {
         };
         Ok(Err(match obstacle {
             Obstacle::Verify(VerifyError::Busy(found)) => (&found).into(),
-            Obstacle::Version => {
+            Obstacle::Version | Obstacle::Boot(_) => {
                 outdated(ClosedGate::RegistrationChanged, obstacle.to_string(), true)
             }
             Obstacle::Breakpoint => {
@@ -297,6 +303,10 @@ impl<G: Guest> Executor<G> {
         if let Err(error @ VerifyError::Busy(_)) = opening {
             return Ok(Err(Obstacle::Verify(error)));
         }
+        // The memory of a kernel that a reset has ended passes every gate.
+        if let Err(why) = self.shared.registry.confirm(&snapshot.registration) {
+            return Ok(Err(Obstacle::Boot(why)));
+        }
         self.will_write(plan)?;
         let paused = standstill.pause(patience)?;
         // From here to the drop the guest is stopped: no allocation, no logging, no lock.
@@ -356,11 +366,19 @@ impl<G: Guest> Executor<G> {
             why,
             undo: Undo::Complete,
         })?;
+        // The monitor has had to answer since the guest was stopped, and so has told of what it knew.
+        if !self.shared.registry.is_same_boot(&snapshot.registration) {
+            return Err(Obstacle::Boot(SET_BACK.to_owned()));
+        }
         let outcome = plan.commit(memory).map_err(|error| {
             paused.undone();
             Obstacle::Commit(error)
         })?;
-        match paused.check_writes() {
+        let checked = paused.check_writes().and_then(|()| {
+            let same = self.shared.registry.is_same_boot(&snapshot.registration);
+            same.then_some(()).ok_or_else(|| SET_BACK.to_owned())
+        });
+        match checked {
             Ok(()) => Ok(outcome),
             Err(why) => {
                 let undo = plan.revert(memory);

@@ -480,6 +480,24 @@ impl Registry {
         }
     }
 
+    /// Whether nothing is known to have reset the guest, or set it back, since this kernel was discovered. Takes no lock, so it can be
+    /// asked while the guest is stopped.
+    pub fn is_same_boot(&self, registration: &Registration) -> bool {
+        let discovered = self.discovery.get().zip(registration.discovery.as_ref());
+        discovered.is_none_or(|(discovery, kernel)| discovery.resets() == kernel.resets)
+    }
+
+    /// Asks the vCPUs if they run this kernel, where a reset may be noticed late.
+    ///
+    /// # Errors
+    /// What they run instead, or why that is not known.
+    pub fn confirm(&self, registration: &Registration) -> Result<(), String> {
+        match self.discovery.get() {
+            Some(discovery) if registration.discovery.is_some() => discovery.confirm(),
+            _ => Ok(()),
+        }
+    }
+
     /// Number of the current or last boot. What was done to an earlier boot is void.
     pub fn boot(&self) -> Option<u64> {
         self.state().boot.as_ref().map(|boot| boot.epoch)

@@ -99,6 +99,7 @@ impl InMemoryGuest {
         tables.generation = self.generation.fetch_add(1, Ordering::SeqCst) + 1;
         tables.release += "-other";
         tables.discovery = Some(DiscoveredKernel {
+            resets: 0,
             way: Way::Image,
             time: Duration::from_millis(30),
             file: Some(file),

@@ -31,6 +31,7 @@ pub fn tables(
     let kinds = kernel.gates.iter().map(|gate| gate.kind);
     let looked_at = kinds.filter(|kind| *kind != Found::ModuleLeftOut);
     let discovery = DiscoveredKernel {
+        resets,
         way: kernel.evidence.way,
         time,
         file: kernel.evidence.file.take(),

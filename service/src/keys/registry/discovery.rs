@@ -42,8 +42,15 @@ pub trait Discoverable: Send + Sync + Debug {
     /// Why they are not known now. The guest is not searched.
     fn cpus(&self) -> Result<Option<Vec<Cpu>>, String>;
 
-    /// Changes with each reset of the guest that the monitor knows of.
+    /// Changes with each event that the monitor knows of after which another kernel may run, or an earlier state of the same one: a
+    /// reset, or a snapshot that was loaded. What was done before is void then.
     fn resets(&self) -> u64;
+
+    /// Whether the vCPUs are asked before each change that they still run the kernel that was discovered: `resets` may
+    /// change late. A reset leaves the memory of the kernel as it was, with all gates open.
+    fn confirms(&self) -> bool {
+        false
+    }
 
     /// Whether the guest is held stopped. It is not searched then, and keeps its registration.
     fn is_held(&self) -> bool;
@@ -65,6 +72,10 @@ const REST: Duration = Duration::from_millis(500);
 const SHORT_REST: Duration = Duration::from_millis(50);
 /// Consecutive refusals that a kernel that was known may cause before it counts as unknown.
 const REFUSALS: u32 = 2;
+
+/// Times that the vCPUs are asked whether they run a known kernel. A process may end and free its page table after a
+/// vCPU's registers were read.
+const CONFIRMATIONS: u32 = 3;
 
 #[derive(Debug)]
 pub(super) struct Discovery {
@@ -94,6 +105,8 @@ struct State {
     busy: bool,
     /// Refusals since the last discovery, of a kernel that was known.
     refused: u32,
+    /// The vCPUs did not run the kernel that was discovered.
+    doubted: bool,
 }
 
 impl Discovery {
@@ -108,6 +121,36 @@ impl Discovery {
         }
     }
 
+    /// See [`Discoverable::resets`].
+    pub fn resets(&self) -> u64 {
+        self.guest.resets()
+    }
+
+    /// Asks the vCPUs if they run the kernel that was discovered, where the monitor wants that. If they do not, the
+    /// next look discovers again.
+    ///
+    /// # Errors
+    /// What they run instead, or why that is not known.
+    pub fn confirm(&self) -> Result<(), String> {
+        if !self.guest.confirms() {
+            return Ok(());
+        }
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut left = CONFIRMATIONS;
+        let confirmed = loop {
+            let Some(cpus) = self.guest.cpus()? else {
+                return Ok(());
+            };
+            left -= 1;
+            let confirmed = state.finder.confirm(self.guest.memory(), &cpus);
+            if confirmed.is_ok() || left == 0 {
+                break confirmed;
+            }
+        };
+        state.doubted = confirmed.is_err();
+        confirmed.map_err(|error| error.to_string())
+    }
+
     /// Updates the registry.
     pub fn look(&self, registry: &Registry) {
         // The executor, which holds the guest, must resume it in time and cannot wait for a discovery.
@@ -120,6 +163,7 @@ impl Discovery {
             return;
         }
         let (resets, last) = (self.guest.resets(), state.resets);
+        let doubted = std::mem::take(&mut state.doubted);
         let (registered, own) = {
             let mut state = registry.state();
             if resets != last {
@@ -135,7 +179,7 @@ impl Discovery {
         let known = registered
             .as_ref()
             .zip(registry.ram())
-            .filter(|_| resets == last)
+            .filter(|_| resets == last && !doubted)
             .map(|(registration, ram)| registration.memory(ram))
             .filter(|memory| open(&state.kernel, memory));
         if known

@@ -91,6 +91,8 @@ pub struct KernelTables {
 /// How a kernel was discovered, and the names of its functions.
 #[derive(Clone, Debug)]
 pub struct DiscoveredKernel {
+    /// Resets of the guest before ([`Discoverable::resets`](super::discovery::Discoverable::resets)).
+    pub resets: u64,
     /// How it was found.
     pub way: Way,
     /// From the first look until its tables were known.

@@ -23,6 +23,7 @@ struct Empty {
     registers: Mutex<Registers>,
     /// How often the registers are late before they are known.
     late: AtomicUsize,
+    confirms: AtomicBool,
     /// How often the memory was searched.
     searched: AtomicUsize,
 }
@@ -75,6 +76,10 @@ impl Discoverable for Empty {
         self.resets.load(Ordering::SeqCst)
     }
 
+    fn confirms(&self) -> bool {
+        self.confirms.load(Ordering::SeqCst)
+    }
+
     fn is_held(&self) -> bool {
         false
     }
@@ -96,6 +101,7 @@ fn found(guest: &InMemoryGuest) -> KernelTables {
     tables.boot ^= 1;
     tables.generation ^= 1;
     tables.discovery = Some(DiscoveredKernel {
+        resets: 0,
         way: Way::Image,
         time: Duration::from_millis(30),
         file: None,
@@ -414,6 +420,63 @@ fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
     }
     let error = registry.snapshot().expect_err("another kernel").to_string();
     assert!(error.contains("were not discovered: "), "{error}");
+}
+
+/// A discovered kernel, and the service for its keys.
+fn served() -> (Arc<InMemoryGuest>, Arc<Empty>, Keys) {
+    let guest = InMemoryGuest::boot(Arc::default(), &keys());
+    let registry = Registry::default();
+    let empty = Arc::new(Empty::default());
+    registry.discover(empty.clone(), None);
+    registry.attach(guest.ram().clone());
+    let mut tables = guest.found();
+    tables.discovery = found(&guest).discovery;
+    (tables.promises.fence, tables.promises.text_gates) = (false, true);
+    registry.register_kernel(tables).expect("taken");
+    let started = Keys::start(guest.clone(), Arc::new(registry), KeysConfig::default());
+    (guest, empty, started.expect("a thread").0)
+}
+
+async fn enable(keys: &Keys) -> Result<(), KeysError> {
+    let second = Duration::from_secs(1);
+    let updates = vec![KeyUpdate::new("alpha", Op::Inc)];
+    let mut request = UpdateRequest::new(updates, "test".to_owned(), second, Instant::now() + second);
+    request.allow_guarded = true;
+    keys.update(request).await.map(drop)
+}
+
+/// The memory of a kernel that a reset has ended passes every gate.
+#[tokio::test]
+async fn a_guest_that_is_reset_after_the_plan_is_not_changed() {
+    let (guest, empty, keys) = served();
+    enable(&keys).await.expect("it runs");
+    assert_eq!(guest.count("alpha"), 1);
+    guest.on_pause(move || {
+        empty.resets.fetch_add(1, Ordering::SeqCst);
+    });
+    let error = enable(&keys).await.expect_err("reset").to_string();
+    assert!(error.contains("were not discovered: "), "{error}");
+    assert_eq!(guest.count("alpha"), 1);
+}
+
+/// A reset that the monitor does not report, or reports late.
+#[tokio::test]
+async fn a_guest_whose_vcpus_do_not_run_the_kernel_is_not_changed() {
+    let (guest, empty, keys) = served();
+    empty.confirms.store(true, Ordering::SeqCst);
+    let pauses = guest.pauses();
+    let error = enable(&keys).await.expect_err("no vCPU runs it").to_string();
+    assert!(error.contains("were not discovered: "), "{error}");
+    assert_eq!((guest.count("alpha"), guest.pauses()), (0, pauses));
+    // Registers that are not known are not those of another kernel.
+    let (guest, empty, keys) = served();
+    empty.confirms.store(true, Ordering::SeqCst);
+    *empty.registers.lock().expect("no panic") = Registers::Late;
+    let error = enable(&keys).await.expect_err("not known").to_string();
+    assert!(error.contains("no answer within 2 s"), "{error}");
+    assert_eq!(guest.count("alpha"), 0);
+    *empty.registers.lock().expect("no panic") = Registers::Never;
+    enable(&keys).await.expect("nothing can be asked");
 }
 
 /// A guest whose discovery begins and does not end until the test lets it.
