@@ -86,10 +86,7 @@ impl Watchdog {
             Way::Connection(connection) => command.stdout(connection),
             Way::Libvirt { uri, domain } => command.args([uri, domain]).stdout(Stdio::null()),
         };
-        let mut child = command
-            .stdin(Stdio::piped())
-            .process_group(0)
-            .spawn()?;
+        let mut child = command.stdin(Stdio::piped()).process_group(0).spawn()?;
         let mut started = Self {
             pipe: child.stdin.take(),
             child,

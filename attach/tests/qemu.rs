@@ -59,10 +59,7 @@ fn a_rollback_during_a_migration() {
 
 #[test]
 fn a_guest_that_is_migrated_while_it_is_stopped() {
-    support::migration::source_stays_stopped(
-        Tcg,
-        "a_guest_that_is_migrated_while_it_is_stopped",
-    );
+    support::migration::source_stays_stopped(Tcg, "a_guest_that_is_migrated_while_it_is_stopped");
 }
 
 #[test]

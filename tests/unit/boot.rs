@@ -49,7 +49,10 @@ impl Machine<'_> {
         }
         put("steps.sh", self.steps.as_bytes());
         put("boot.sh", include_bytes!("boot.sh"));
-        put("sysusers", include_bytes!("../../xtask/package/patchbay.sysusers"));
+        put(
+            "sysusers",
+            include_bytes!("../../xtask/package/patchbay.sysusers"),
+        );
         for (name, content) in self.etc {
             put(&format!("etc/{name}"), content);
         }

@@ -49,7 +49,12 @@ impl Pair {
         let _ = std::fs::remove_file(&socket);
         let uri = format!("unix:{}", socket.display());
         let incoming = ["-incoming", uri.as_str()];
-        let to = Qemu::start_program(from.accelerator, Memory::SharedMemfd, &BOOT_SECTOR, &incoming);
+        let to = Qemu::start_program(
+            from.accelerator,
+            Memory::SharedMemfd,
+            &BOOT_SECTOR,
+            &incoming,
+        );
         Self {
             to: to.expect("the first one was started"),
             from,
@@ -83,7 +88,10 @@ impl Pair {
         let mut status = String::new();
         until("the migration ends", || {
             let migration = self.from.other("query-migrate", Value::Null);
-            migration["status"].as_str().unwrap_or_default().clone_into(&mut status);
+            migration["status"]
+                .as_str()
+                .unwrap_or_default()
+                .clone_into(&mut status);
             ["completed", "failed", "cancelled"].contains(&status.as_str())
         });
         status == "completed"
@@ -122,7 +130,9 @@ fn put(guest: &QemuGuest, addresses: impl Iterator<Item = u64>, bytes: [u8; 5]) 
 
 fn fill(guest: &QemuGuest) {
     put(guest, addresses(), BEFORE);
-    let page: Vec<u8> = (0..4096_u32).map(|at| at.wrapping_mul(0x9e37_79b9).to_be_bytes()[0]).collect();
+    let page: Vec<u8> = (0..4096_u32)
+        .map(|at| at.wrapping_mul(0x9e37_79b9).to_be_bytes()[0])
+        .collect();
     for address in FILLER.step_by(4096) {
         guest.ram().write(address, &page).expect("RAM");
     }
@@ -253,7 +263,8 @@ pub fn source_stays_stopped(accelerator: Accelerator, test: &str) {
         // Migration passes on that it was stopped.
         assert_eq!(status(&pair.to), "paused");
         pair.to.other("cont", Value::Null);
-        pair.to.runs(&attach(&pair.to.options(Freeze)).expect("attached"));
+        pair.to
+            .runs(&attach(&pair.to.options(Freeze)).expect("attached"));
     }
 }
 
@@ -385,7 +396,10 @@ impl Holder {
         let output = child.stdout.take().expect("piped");
         let held = BufReader::new(output).lines().map_while(Result::ok);
         let holder = Self(Process(child));
-        assert!(held.into_iter().any(|line| line.ends_with("HELD")), "it fails");
+        assert!(
+            held.into_iter().any(|line| line.ends_with("HELD")),
+            "it fails"
+        );
         holder
     }
 
@@ -397,7 +411,8 @@ impl Holder {
     /// The watchdog keeps the monitor's socket until its end.
     fn watchdog_ends(&self, qemu: &Qemu) {
         until("the watchdog ends", || {
-            patchbay_attach::qmp::Qmp::connect(&qemu.socket("qmp"), DEADLINE, Box::new(|_| ())).is_ok()
+            patchbay_attach::qmp::Qmp::connect(&qemu.socket("qmp"), DEADLINE, Box::new(|_| ()))
+                .is_ok()
         });
     }
 }
@@ -414,7 +429,8 @@ fn hold(word: &str) -> ! {
         Accelerator::Kvm
     };
     let half = next() == "true";
-    let guest: Arc<QemuGuest> = Arc::new(attach(&options(socket, way, accelerator)).expect("attached"));
+    let guest: Arc<QemuGuest> =
+        Arc::new(attach(&options(socket, way, accelerator)).expect("attached"));
     announce(&guest, BEFORE, AFTER);
     let paused = guest.pause(DEADLINE).expect("stopped");
     if half {
