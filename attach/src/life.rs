@@ -177,11 +177,7 @@ impl Life {
         match event.name.as_str() {
             "RESET" => self.set_back(),
             // Its own comes before the answer to `stop`.
-            "STOP" => {
-                if *self.stop() != Stop::Ours {
-                    self.set_back();
-                }
-            }
+            "STOP" if *self.stop() != Stop::Ours => self.set_back(),
             "RESUME" => {
                 let before = std::mem::take(&mut *self.stop());
                 if before != Stop::Ends {
@@ -189,10 +185,10 @@ impl Life {
                 }
             }
             // The event does not tell the job's type. A job in a guest that runs loads nothing before it has stopped it.
-            "JOB_STATUS_CHANGE" => {
-                if event.data["status"] == "created" && *self.stop() == Stop::Ours {
-                    self.set_back();
-                }
+            "JOB_STATUS_CHANGE"
+                if event.data["status"] == "created" && *self.stop() == Stop::Ours =>
+            {
+                self.set_back();
             }
             "SHUTDOWN" => self.set_end(End::Guest),
             // ACPI_DEVICE_OST: the guest answers an offered device. MEMORY_DEVICE_SIZE_CHANGE: virtio-mem.

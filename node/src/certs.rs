@@ -351,7 +351,11 @@ mod tests {
     #[test]
     fn each_ca_has_a_name_of_its_own() {
         let folder = tempfile::tempdir().expect("a folder");
-        let name = |ca: &str| init(&folder.path().join(ca), "example.org").expect("made").principal;
+        let name = |ca: &str| {
+            init(&folder.path().join(ca), "example.org")
+                .expect("made")
+                .principal
+        };
         let (one, other) = (name("one"), name("other"));
         assert_ne!(one, other);
         for name in [one, other] {

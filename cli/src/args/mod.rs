@@ -278,7 +278,7 @@ fn spelt(time: Duration) -> String {
     let small = [(1_000_000, "s"), (1_000, "ms"), (1, "us")];
     let micros = time.as_micros();
     let mut units = units.into_iter().chain(small);
-    let unit = units.find(|(unit, _)| micros >= *unit && micros % unit == 0);
+    let unit = units.find(|(unit, _)| micros >= *unit && micros.is_multiple_of(*unit));
     unit.map_or_else(
         || format!("{time:?}"),
         |(unit, name)| format!("{}{name}", micros / unit),

@@ -490,9 +490,10 @@ mod tests {
         let (head, records) = (log.head.clone(), log.records());
         drop(log);
         let mut ids = vec![];
-        let chain = verify(&path, |record| match record.entry {
-            Entry::Intent { .. } => ids.push(record.id),
-            _ => {}
+        let chain = verify(&path, |record| {
+            if matches!(record.entry, Entry::Intent { .. }) {
+                ids.push(record.id);
+            }
         });
         let chain = chain.expect("whole");
         assert_eq!(ids, Vec::from_iter(0..12));

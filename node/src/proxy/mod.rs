@@ -44,7 +44,7 @@ use self::checks::{Allowed, Forward};
 use self::console::{Typed, Watched};
 use self::frame::{First, Held, first_message};
 use self::plans::Plans;
-use self::stream::{Until, guarded};
+use self::stream::{guarded, until};
 use crate::audit::{Audit, Entry};
 use crate::identity::Identity;
 use crate::listen::admission::Admission;
@@ -254,7 +254,7 @@ impl Node {
             "StreamConsole" => {
                 let typed = finish.typed.insert(Typed::default()).clone();
                 let watched = Watched::new(rest.after(&call.message), typed);
-                Until::new(Body::new(watched), ended.clone())
+                until(Body::new(watched), ended.clone())
             }
             _ => Body::new(http_body_util::Full::new(frame::framed(&call.message))),
         };

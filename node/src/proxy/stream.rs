@@ -153,17 +153,14 @@ impl http_body::Body for Pumped {
     }
 }
 
-/// A request that is cut off when its stream must end.
-pub struct Until {
-    body: Body,
-    ended: Ended,
+/// A client's messages, up to the end of its authorization.
+pub fn until(body: Body, ended: Ended) -> Body {
+    Body::new(Until { body, ended })
 }
 
-impl Until {
-    /// The client's messages, up to the end of its authorization.
-    pub fn new(body: Body, ended: Ended) -> Body {
-        Body::new(Self { body, ended })
-    }
+struct Until {
+    body: Body,
+    ended: Ended,
 }
 
 impl http_body::Body for Until {
