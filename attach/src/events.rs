@@ -152,12 +152,7 @@ impl Subscription {
 
     /// Reads until virsh ends.
     fn read(&self, virsh: &mut Virsh) {
-        let words = [
-            "qemu-monitor-event",
-            "--domain",
-            &self.domain,
-            "--loop",
-        ];
+        let words = ["qemu-monitor-event", "--domain", &self.domain, "--loop"];
         virsh.follow(&words, |line| {
             match parse(line, &self.domain) {
                 // libvirt starts QEMU with -no-shutdown, and resets a guest that it restarts.
@@ -185,7 +180,9 @@ mod tests {
 
     #[test]
     fn events_are_read_as_virsh_prints_them() {
-        let line = |name: &str, data: &str| format!("event {name} at 1763888000.123456 for domain 'we: b': {data}");
+        let line = |name: &str, data: &str| {
+            format!("event {name} at 1763888000.123456 for domain 'we: b': {data}")
+        };
         let event = parse(&line("RESET", r#"{"guest":false}"#), "we: b").expect("an event");
         assert_eq!(event.name, "RESET");
         assert_eq!(event.data["guest"], false);
@@ -239,7 +236,10 @@ mod tests {
     fn a_domain_that_virsh_does_not_know_is_refused() {
         let life = Arc::new(Life::default());
         for (script, words) in [
-            (r#"read -r c; read -r m; echo "error: failed to get domain"; eval "$m"; read -r c"#, "failed to get domain"),
+            (
+                r#"read -r c; read -r m; echo "error: failed to get domain"; eval "$m"; read -r c"#,
+                "failed to get domain",
+            ),
             ("echo no connection", "no connection"),
         ] {
             let error = follow(script, &life).expect_err("refused").to_string();

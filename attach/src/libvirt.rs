@@ -48,7 +48,10 @@ impl Domain {
 
     /// The same without a look. The first command starts `virsh`.
     pub(crate) fn of(uri: &str, name: &str) -> Self {
-        Self::new(&VIRSH.map(|word| if word.is_empty() { uri } else { word }), name)
+        Self::new(
+            &VIRSH.map(|word| if word.is_empty() { uri } else { word }),
+            name,
+        )
     }
 
     fn new(command_line: &[&str], name: &str) -> Self {
@@ -65,7 +68,9 @@ impl Domain {
     /// virsh cannot be started.
     pub fn follow(&self, life: &Arc<Life>) -> Result<Events, AttachError> {
         // Such a virsh does not read its input, so it would not notice that this process was killed.
-        let mut command_line = ["setpriv", "--pdeathsig", "KILL"].map(str::to_owned).to_vec();
+        let mut command_line = ["setpriv", "--pdeathsig", "KILL"]
+            .map(str::to_owned)
+            .to_vec();
         command_line.extend(self.command_line.iter().cloned());
         Events::follow(command_line, &self.name, life)
     }

@@ -15,7 +15,8 @@ use patchbay_service::memory::Piece;
 use serde_json::{Value, json};
 
 use super::{
-    Accelerator, BOOT_SECTOR, DEADLINE, Memory, Process, Qemu, SCRATCH, begun, checked, options, until,
+    Accelerator, BOOT_SECTOR, DEADLINE, Memory, Process, Qemu, SCRATCH, begun, checked, options,
+    until,
 };
 
 /// Makes the test's program an attacher that stops the guest and waits to be killed: `SOCKET:PAUSE:ACCELERATOR:HALF`.

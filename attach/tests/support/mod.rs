@@ -479,13 +479,24 @@ pub fn set_back(accelerator: Accelerator, way: PauseWay) {
     fs::write(path("raw"), sector).expect("room");
     // Only such a disk can hold snapshots.
     let made = Command::new("qemu-img")
-        .args(["convert", "-f", "raw", "-O", "qcow2", &path("raw"), &path("disk")])
+        .args([
+            "convert",
+            "-f",
+            "raw",
+            "-O",
+            "qcow2",
+            &path("raw"),
+            &path("disk"),
+        ])
         .status();
     let Some(_) = made.ok().filter(|status| status.success()) else {
         eprintln!("SKIPPED: qemu-img is not installed");
         return;
     };
-    let disk = format!("if=ide,format=qcow2,node-name=snapshots,file={}", path("disk"));
+    let disk = format!(
+        "if=ide,format=qcow2,node-name=snapshots,file={}",
+        path("disk")
+    );
     let Some(qemu) = Qemu::start_with(accelerator, Memory::Private, "64M", &["-drive", &disk])
     else {
         return;
@@ -507,11 +518,16 @@ pub fn set_back(accelerator: Accelerator, way: PauseWay) {
     becomes_more("a foreign resume", before);
 
     let job = |name: &str| {
-        let arguments = json!({ "job-id": name, "tag": "s", "vmstate": "snapshots", "devices": ["snapshots"] });
+        let arguments =
+            json!({ "job-id": name, "tag": "s", "vmstate": "snapshots", "devices": ["snapshots"] });
         qemu.other(&format!("snapshot-{name}"), arguments);
         until("the job ends", || {
             let jobs = qemu.other("query-jobs", Value::Null);
-            let job = jobs.as_array().into_iter().flatten().find(|job| job["id"] == name);
+            let job = jobs
+                .as_array()
+                .into_iter()
+                .flatten()
+                .find(|job| job["id"] == name);
             let job = job.expect("it stays");
             assert!(job["error"].is_null(), "{job}");
             job["status"] == "concluded"

@@ -440,7 +440,8 @@ fn served() -> (Arc<InMemoryGuest>, Arc<Empty>, Keys) {
 async fn enable(keys: &Keys) -> Result<(), KeysError> {
     let second = Duration::from_secs(1);
     let updates = vec![KeyUpdate::new("alpha", Op::Inc)];
-    let mut request = UpdateRequest::new(updates, "test".to_owned(), second, Instant::now() + second);
+    let mut request =
+        UpdateRequest::new(updates, "test".to_owned(), second, Instant::now() + second);
     request.allow_guarded = true;
     keys.update(request).await.map(drop)
 }
@@ -465,7 +466,10 @@ async fn a_guest_whose_vcpus_do_not_run_the_kernel_is_not_changed() {
     let (guest, empty, keys) = served();
     empty.confirms.store(true, Ordering::SeqCst);
     let pauses = guest.pauses();
-    let error = enable(&keys).await.expect_err("no vCPU runs it").to_string();
+    let error = enable(&keys)
+        .await
+        .expect_err("no vCPU runs it")
+        .to_string();
     assert!(error.contains("were not discovered: "), "{error}");
     assert_eq!((guest.count("alpha"), guest.pauses()), (0, pauses));
     // Registers that are not known are not those of another kernel.
