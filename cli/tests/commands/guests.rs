@@ -95,7 +95,7 @@ fn unprivileged(lab: &impl Commands, words: &[&str]) -> (String, String, Option<
 fn a_socket_without_permission_is_not_called_dead() {
     use std::os::unix::fs::PermissionsExt;
     let host = Host::new();
-    let closed = std::fs::Permissions::from_mode(0);
+    let closed = std::fs::Permissions::from_mode(0o0);
     let socket = host.folder().join("host/all.sock");
     std::fs::set_permissions(&socket, closed.clone()).expect("ours");
     let socket = socket.to_str().expect("text");
