@@ -61,7 +61,7 @@ async fn a_certificate_of_another_ca_is_said_in_words() {
     let stream = files(&other, &ours).connect(&address).await;
     let mut stream = stream.expect("the host's certificate is right");
     let error = stream.read_u8().await.expect_err("refused");
-    let words = explain(&error).expect(&error.to_string());
+    let words = explain(&error).unwrap_or_else(|| panic!("{error}"));
     assert!(words.contains("the peer does not know the CA"), "{words}");
     // In the order of the connections.
     for words in [
