@@ -6,6 +6,7 @@
 
 mod linux_stock {
     mod agent;
+    mod guarded;
     mod installed;
     pub mod queries;
     mod storm;
