@@ -23,8 +23,21 @@ pub struct Key {
     pub quarantine: String,
     pub etag: String,
     pub holds: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub advice: Option<Advice>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub sites: Vec<Site>,
+}
+
+/// What is known about a guarded key.
+#[derive(Debug, Serialize)]
+pub struct Advice {
+    /// "safe", "conditional", "guest-state" or "crashes".
+    pub safety: &'static str,
+    pub message: String,
+    pub source: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub tried: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -71,6 +84,8 @@ pub struct KeyChange {
     pub etag: String,
     #[serde(skip_serializing_if = "String::is_empty")]
     pub hold: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub advice: Option<Advice>,
 }
 
 /// What --dry-run prints.
@@ -247,7 +262,26 @@ impl From<v1::StaticKey> for Key {
             quarantine: key.quarantine.map(|why| why.message).unwrap_or_default(),
             etag: key.etag,
             holds: key.held_references,
+            advice: key.advice.map(Into::into),
             sites: key.sites.into_iter().map(Site::from).collect(),
+        }
+    }
+}
+
+impl From<v1::Advice> for Advice {
+    fn from(advice: v1::Advice) -> Self {
+        let safety = match advice.safety() {
+            v1::FlipSafety::Unspecified => "unknown",
+            v1::FlipSafety::Safe => "safe",
+            v1::FlipSafety::Conditional => "conditional",
+            v1::FlipSafety::GuestState => "guest-state",
+            v1::FlipSafety::Crashes => "crashes",
+        };
+        Self {
+            safety,
+            message: advice.message,
+            source: advice.source,
+            tried: advice.tried,
         }
     }
 }
@@ -291,6 +325,7 @@ impl From<v1::KeyResult> for KeyChange {
             sites_patched: result.sites_patched,
             etag: result.etag,
             hold: result.hold_id,
+            advice: result.advice.map(Into::into),
         }
     }
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Keys, changes and holds.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 
 use super::{Printable, Rows, counted, or_dash};
@@ -32,10 +34,13 @@ impl Printable for Vec<view::Key> {
 }
 
 fn notes(key: &view::Key) -> String {
+    let safety = key.advice.as_ref().map(|advice| advice.safety);
+    let safety = safety.map_or(String::new(), |safety| format!("flip: {safety}"));
     let notes = [
         (key.initially_true, "initially true"),
         (key.sealed, "sealed"),
         (!key.quarantine.is_empty(), "quarantined"),
+        (!safety.is_empty(), &safety),
     ];
     let notes: Vec<&str> = notes
         .into_iter()
@@ -101,6 +106,13 @@ fn detailed(key: &view::Key) -> String {
     if !key.quarantine.is_empty() {
         out += &format!("  {}\n", key.quarantine);
     }
+    if let Some(advice) = &key.advice {
+        out += &format!("  {}: {}\n", advice.safety, advice.message);
+        out += &format!("  source: {}\n", advice.source);
+        if !advice.tried.is_empty() {
+            out += &format!("  tried: {}\n", advice.tried);
+        }
+    }
     if key.sites.is_empty() {
         return out;
     }
@@ -160,6 +172,27 @@ fn changed(verb: &str, changed: u32, keys: u32, left_out: u32) -> String {
     out + "\n"
 }
 
+/// What is known about guarded keys, except those that are safe: a line for each text.
+fn warnings(changes: &[view::KeyChange]) -> String {
+    let mut by_text: BTreeMap<(&str, &str), Vec<&str>> = BTreeMap::new();
+    for change in changes {
+        if let Some(advice) = change.advice.as_ref().filter(|of| of.safety != "safe") {
+            let names = by_text.entry((advice.safety, &advice.message)).or_default();
+            names.push(&change.name);
+        }
+    }
+    by_text
+        .into_iter()
+        .map(|((safety, message), names)| {
+            let more = match names.len() {
+                1 => String::new(),
+                others => format!(" and {} more", others - 1),
+            };
+            format!("{safety}: {}{more}: {message}\n", names[0])
+        })
+        .collect()
+}
+
 impl Printable for view::Update {
     fn rows(&self) -> Rows {
         change_rows(&self.results)
@@ -217,6 +250,7 @@ impl Printable for view::Plan {
             "dry run: nothing was changed; {sites} to patch, {pause}\nplan {}, kept until {}\ndigest {}\n",
             self.plan_id, self.expires_at, self.digest
         );
+        out += &warnings(&self.results);
         let (command, plan) = (&self.command, &self.plan_id);
         out + &format!("make it with: {command}keys commit {plan}\n")
     }

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+use patchbay_service::testing::TestKey;
+
 use super::lab::{Commands, Host, Lab};
 
 #[test]
@@ -108,4 +110,39 @@ fn the_real_service_keeps_a_plan_and_makes_it_once() {
     lab.fails(1, &["keys", "commit", stale.trim()]);
     lab.ok(&["keys", "discard", stale.trim()]);
     assert_eq!(lab.guest.count("alpha"), 2);
+}
+
+#[test]
+fn what_is_known_about_guarded_keys_is_shown() {
+    let keys = [
+        TestKey::guarded("psi_disabled"),
+        TestKey::guarded("sched_schedstats"),
+        TestKey::guarded("unheard_of"),
+    ];
+    let lab = Lab::with_guarded(&keys, true);
+    let text = lab.ok(&["keys", "list"]);
+    assert_eq!(text.matches("flip: ").count(), 2, "{text}");
+    assert!(text.contains("flip: guest-state"), "{text}");
+    let text = lab.ok(&["keys", "get", "psi_disabled"]);
+    assert!(
+        text.contains("  guest-state: ") && text.contains("  source: kernel/sched/psi.c "),
+        "{text}"
+    );
+    let key = lab.json(&["keys", "get", "unheard_of"]);
+    assert!(key[0].get("advice").is_none(), "{key}");
+    let change = ["keys", "enable", "*", "--allow-guarded", "--dry-run"];
+    let text = lab.ok(&change);
+    assert!(
+        text.contains("\nguest-state: psi_disabled: ") && !text.contains("safe: sched_schedstats"),
+        "{text}"
+    );
+    let plan = lab.json(&change);
+    let results = plan["results"].as_array().expect("results");
+    let of = |name: &str| {
+        let found = results.iter().find(|result| result["name"] == name);
+        found.expect("planned")["advice"]["safety"].clone()
+    };
+    assert_eq!(of("psi_disabled"), "guest-state");
+    assert_eq!(of("sched_schedstats"), "safe");
+    assert!(of("unheard_of").is_null());
 }

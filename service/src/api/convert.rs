@@ -11,8 +11,8 @@ use crate::guest::Transport;
 use crate::keys::debug::DebugView;
 use crate::keys::registry::DiscoveredKernel;
 use crate::keys::{
-    ClosedGate, Event, FlipReport, HoldView, KeyOutcome, KeyView, KeysError, Quarantine,
-    QuarantineCause, RegistrationPhase, SiteView, UpdateSummary,
+    ClosedGate, Event, FlipReport, HoldView, KeyOutcome, KeyView, KeysError, Known, Quarantine,
+    QuarantineCause, RegistrationPhase, Safety, SiteView, UpdateSummary,
 };
 
 pub fn to_u32(count: usize) -> u32 {
@@ -137,6 +137,21 @@ pub fn quarantine(quarantine: Quarantine) -> v1::Quarantine {
     }
 }
 
+fn advice(known: Known) -> v1::Advice {
+    let safety = match known.advice.safety {
+        Safety::Safe => v1::FlipSafety::Safe,
+        Safety::Conditional => v1::FlipSafety::Conditional,
+        Safety::GuestState => v1::FlipSafety::GuestState,
+        Safety::Crashes => v1::FlipSafety::Crashes,
+    };
+    v1::Advice {
+        safety: safety.into(),
+        message: known.advice.text.clone(),
+        source: known.advice.source.clone(),
+        tried: known.tried.to_owned(),
+    }
+}
+
 pub fn key(key: KeyView, sites: Vec<SiteView>) -> v1::StaticKey {
     v1::StaticKey {
         name: key.name.to_string(),
@@ -152,6 +167,7 @@ pub fn key(key: KeyView, sites: Vec<SiteView>) -> v1::StaticKey {
         etag: key.etag,
         held_references: key.held_references,
         sites: sites.into_iter().map(site).collect(),
+        advice: key.known.map(advice),
     }
 }
 
@@ -219,6 +235,7 @@ pub fn results(results: &[KeyOutcome]) -> Vec<v1::KeyResult> {
         sites_patched: of.sites_patched,
         etag: of.etag.to_string(),
         hold_id: of.hold_id.clone(),
+        advice: of.known.map(advice),
     };
     results.iter().map(result).collect()
 }

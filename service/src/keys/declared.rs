@@ -13,7 +13,7 @@ use serde::Serialize;
 use static_keys::{Class, split_name};
 
 pub use self::file::DeclarationError;
-use self::file::KernelRange;
+pub(super) use self::file::{KernelRange, Text};
 use super::registry::Registration;
 use crate::log_limit::limited;
 

@@ -52,6 +52,7 @@ use std::time::{Duration, Instant, SystemTime};
 use static_keys::KeyChange;
 use tokio::sync::oneshot;
 
+use super::advice;
 use super::audit::{
     AuditFile, AuditLog, AuditOutcome, AuditedChange, IntendedKeys, IntendedOp, Intent,
 };
@@ -480,6 +481,12 @@ impl<G: Guest> Executor<G> {
                 }
             }
         };
+        let registration = self.shared.registry.known().ok();
+        let registration = registration.as_ref().map(|known| &*known.registration);
+        let known = |key: KeyInstance| {
+            let registration = registration?;
+            advice::of(registration.catalog.key(key.id)?, &registration.release)
+        };
         let mut taken = taken.iter().copied();
         let result = |(change, &key): (&KeyChange, &KeyInstance)| {
             let hold = taken.next().flatten();
@@ -497,6 +504,7 @@ impl<G: Guest> Executor<G> {
                 hold_id: hold.map_or_else(String::new, |number| {
                     hold_id(&self.shared.incarnation, number)
                 }),
+                known: known(key),
             }
         };
         let changes = flip.changes.iter().zip(&flip.keys);

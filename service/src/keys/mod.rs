@@ -10,6 +10,7 @@
 //! ```
 
 pub(crate) mod address_space;
+mod advice;
 pub mod audit;
 mod boot;
 mod clock;
@@ -57,6 +58,7 @@ use static_keys::{Class, Op, Patterns};
 use tokio::sync::{oneshot, watch};
 
 pub use self::address_space::PageTable;
+pub use self::advice::{Advice, Known, Safety};
 use self::audit::AuditFile;
 pub use self::clock::{Clock, SystemClock};
 use self::debug::DebugQueries;
@@ -357,6 +359,7 @@ impl Keys {
         registry: Arc<Registry>,
         config: KeysConfig,
     ) -> std::io::Result<(Self, JoinHandle<()>)> {
+        advice::load();
         registry.declare(config.declared);
         registry.attach(guest.ram().clone());
         let shared = Arc::new(Shared {

@@ -4,6 +4,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::Known;
+
 /// The result of an update.
 #[derive(Clone, Debug, Default)]
 pub struct UpdateOutcome {
@@ -32,6 +34,8 @@ pub struct KeyOutcome {
     pub etag: Arc<str>,
     /// Id of the hold that took the references; empty if none was taken.
     pub hold_id: String,
+    /// What is known about a guarded key.
+    pub known: Option<Known>,
 }
 
 /// Totals of an update.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::error::KeysError;
 use super::incarnation::Incarnation;
 use super::view::{ITEM_BYTES, PAGE_BYTES};
-use super::{KeyOutcome, UpdateOutcome};
+use super::{KeyOutcome, Known, UpdateOutcome};
 
 const MAX_PAGE_RESULTS: usize = 10_000;
 const KEPT_FOR: Duration = Duration::from_secs(600);
@@ -156,7 +156,8 @@ impl ResultPages {
 fn page(results: &[KeyOutcome], start: usize) -> Range<usize> {
     let mut bytes = 0;
     let fits = |of: &&KeyOutcome| {
-        bytes += of.key.len() + of.etag.len() + of.hold_id.len() + ITEM_BYTES;
+        let known = of.known.map_or(0, Known::text_bytes);
+        bytes += of.key.len() + of.etag.len() + of.hold_id.len() + known + ITEM_BYTES;
         bytes <= PAGE_BYTES
     };
     let rest = results[start..].iter().take(MAX_PAGE_RESULTS);
@@ -187,6 +188,7 @@ mod tests {
             sites_patched: 1,
             etag: "".into(),
             hold_id: String::new(),
+            known: None,
         };
         Arc::new(UpdateOutcome {
             results: vec![result; results],

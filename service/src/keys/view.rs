@@ -7,7 +7,7 @@ use static_keys::{Branch, Class, Key, NotPatchable, SiteState, count_users, disa
 
 use super::error::KeysError;
 use super::registry::{Registration, Snapshot};
-use super::{Book, Keys, ListQuery, Quarantine, etag};
+use super::{Book, Keys, Known, ListQuery, Quarantine, advice, etag};
 use crate::memory::GuestRam;
 
 /// Byte limit of a page, well below the 4 MiB that stock gRPC clients accept.
@@ -53,6 +53,8 @@ pub struct KeyView {
     pub etag: String,
     /// References that clients hold.
     pub held_references: u32,
+    /// What is known about a guarded key.
+    pub known: Option<Known>,
 }
 
 /// A key with a page of its sites.
@@ -117,7 +119,8 @@ impl Keys {
             }
             let view = to_view(self, &registration, ram, &book, key, count);
             let message = view.quarantine.as_ref().map_or(0, |why| why.message.len());
-            bytes += view.name.len() + message + ITEM_BYTES;
+            let known = view.known.map_or(0, Known::text_bytes);
+            bytes += view.name.len() + message + known + ITEM_BYTES;
             if let Some(last) = page.keys.last()
                 && (page.keys.len() == query.page_size || bytes > PAGE_BYTES)
             {
@@ -251,6 +254,7 @@ fn to_view(
         quarantine: book.quarantine.get(&instance).cloned(),
         etag: etag(keys.incarnation(), instance, revision, count),
         held_references: book.holds.references(instance),
+        known: advice::of(key, &registration.release),
     }
 }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{
-    KeyClass, KeyOp, KeyUpdate, StaticKey, UpdateStaticKeysRequest, UpdateStaticKeysResponse,
+    Advice, FlipSafety, KeyClass, KeyOp, KeyUpdate, StaticKey, UpdateStaticKeysRequest, UpdateStaticKeysResponse,
 };
 use patchbay_tests::{Guest, StockKernel, TestGuest};
 use tokio::time::{sleep, timeout};
@@ -80,7 +80,9 @@ async fn flip_guarded_keys(version: &str) -> Result<()> {
     let patterns = std::env::var("PATCHBAY_GUARDED_KEYS").unwrap_or_default();
     let patterns: Vec<&str> = patterns.split_whitespace().collect();
     let keys = list(&mut guest, &patterns).await?;
-    let names: Vec<String> = keys.iter().filter(|key| is_wanted(key)).map(name).collect();
+    let all = hold.is_some();
+    let names = keys.iter().filter(|key| is_wanted(key, all)).map(name);
+    let names: Vec<String> = names.collect();
     ensure!(!names.is_empty(), "no guarded key is to be flipped");
     let mut groups: VecDeque<Vec<String>> = names.chunks(TOGETHER).map(<[_]>::to_vec).collect();
     while let Some(group) = groups.pop_front() {
@@ -115,8 +117,10 @@ fn name(key: &StaticKey) -> String {
     key.name.clone()
 }
 
-fn is_wanted(key: &StaticKey) -> bool {
-    key.key_class() == KeyClass::Guarded && !key.sealed && key.patchable_sites > 0
+fn is_wanted(key: &StaticKey, all: bool) -> bool {
+    let safety = key.advice.as_ref().map(Advice::safety);
+    let wanted = all || safety == Some(FlipSafety::Safe);
+    wanted && key.key_class() == KeyClass::Guarded && !key.sealed && key.patchable_sites > 0
 }
 
 impl Campaign {

@@ -69,7 +69,7 @@ struct Version(Vec<u32>);
 
 /// A text that is not empty, printable and not too long.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Text(String);
+pub struct Text(pub String);
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
