@@ -86,6 +86,10 @@ pub struct Options {
     /// Allow changes of guarded keys for clients that ask for it
     #[arg(long)]
     pub allow_guarded: bool,
+    /// Allow changes though the guest has a module loaded that checks the kernel's text (LKRG); it may take them for an attack and
+    /// panic
+    #[arg(long)]
+    pub allow_text_checker: bool,
     /// Serve the agent of the guest that has this CID, on this port of the host's AF_VSOCK [default: the CID of QEMU's vhost-vsock
     /// device if no other process of the host has one, port 1024]
     #[arg(long, value_name = "CID[:PORT]")]

@@ -116,6 +116,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     let config = KeysConfig {
         audit,
         allow_guarded: args.allow_guarded,
+        allow_text_checker: args.allow_text_checker,
         declared,
         ..KeysConfig::default()
     };

@@ -85,6 +85,11 @@ pub struct Args {
     #[arg(long)]
     pub allow_guarded: bool,
 
+    /// Permit changes though the guest has a module loaded that checks the kernel's text (LKRG). It may
+    /// take them for an attack and panic.
+    #[arg(long)]
+    pub allow_text_checker: bool,
+
     /// Declare the keys of the files in this folder safe to count from outside; without the option, of
     /// /etc/patchbay/keys.d if it exists.
     #[arg(long, value_name = "FOLDER")]

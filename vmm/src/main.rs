@@ -152,6 +152,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         audit,
         symbols,
         allow_guarded: args.allow_guarded,
+        allow_text_checker: args.allow_text_checker,
         declared: Declarations::read(args.keys_dir.as_deref())?,
         threads: Arc::new(FilteredThreads),
         ..KeysConfig::default()

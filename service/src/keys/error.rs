@@ -274,6 +274,8 @@ pub enum KeyRefusal {
     TableRefused,
     /// A module that defines or uses the key is not registered.
     ModuleRefused,
+    /// A module of the guest checks the kernel's text.
+    TextChecked,
 }
 
 impl KeyRefusal {
@@ -291,6 +293,7 @@ impl KeyRefusal {
             Self::VcpusUnknown => "VCPUS_UNKNOWN",
             Self::TableRefused => "TABLE_REFUSED",
             Self::ModuleRefused => "MODULE_REFUSED",
+            Self::TextChecked => "TEXT_CHECKED",
         }
     }
 }
@@ -309,6 +312,10 @@ impl KeysError {
     pub fn is_of_every_key(&self) -> bool {
         match self {
             Self::Busy { every_key, .. } => *every_key,
+            Self::KeyRefused {
+                reason: KeyRefusal::TextChecked,
+                ..
+            } => true,
             Self::KeyNotFound { .. }
             | Self::NothingSelected { .. }
             | Self::NoDebugSite { .. }

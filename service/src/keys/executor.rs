@@ -119,6 +119,7 @@ pub(super) struct Executor<G: Guest> {
     /// Boot that the replayed answers belong to.
     pub replayed_boot: Option<u64>,
     pub allow_guarded: bool,
+    pub allow_text_checker: bool,
     /// Version of the registration at the last removal of holds on keys that no longer exist.
     pub pruned: u64,
     pub expiries: Expiries,

@@ -45,6 +45,7 @@ mod retry;
 mod selection;
 mod standstill;
 pub mod symbols;
+mod text_checker;
 mod view;
 
 use std::collections::HashMap;
@@ -99,6 +100,8 @@ pub struct KeysConfig {
     pub symbols: Symbols,
     /// Whether guarded keys may be changed at all.
     pub allow_guarded: bool,
+    /// Whether sites may be changed in a guest that checks its kernel's text.
+    pub allow_text_checker: bool,
     /// Guarded keys that the host declares as class ref.
     pub declared: Declarations,
     /// Clock of hold expiry.
@@ -113,6 +116,7 @@ impl Default for KeysConfig {
             audit: audit::AuditLog::default(),
             symbols: Symbols::default(),
             allow_guarded: false,
+            allow_text_checker: false,
             declared: Declarations::default(),
             clock: Arc::new(SystemClock),
             threads: Arc::new(PlainThreads),
@@ -380,6 +384,7 @@ impl Keys {
             replay: Replay::new(REPLAYED_ANSWERS, REPLAYED_RESULTS),
             replayed_boot: None,
             allow_guarded: config.allow_guarded,
+            allow_text_checker: config.allow_text_checker,
             pruned: 0,
             expiries: expiry::Expiries::default(),
             plans: plans::Plans::default(),

@@ -88,7 +88,7 @@ impl<G: Guest> Executor<G> {
         });
         match planned {
             Ok(plan) => Ok(Attempt::Done(Planned {
-                plan,
+                plan: self.check_text_checker(registration, plan)?,
                 ops,
                 selected: resolved.selected,
                 left_out: resolved.left_out,
@@ -112,6 +112,21 @@ impl<G: Guest> Executor<G> {
                 })
             }
             Err(error) => Err(refused(&error)),
+        }
+    }
+
+    /// Refuses a plan that writes text which the guest checks.
+    fn check_text_checker(
+        &self,
+        registration: &Registration,
+        plan: Plan<Place>,
+    ) -> Result<Plan<Place>, KeysError> {
+        match registration.text_checker() {
+            Some(checker) if plan.needs_pause() && !self.allow_text_checker => {
+                let name = plan.changes().next().map(|change| change.name.to_string());
+                Err(checker.refusal(name.unwrap_or_default()))
+            }
+            _ => Ok(plan),
         }
     }
 

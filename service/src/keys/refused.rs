@@ -39,6 +39,11 @@ impl RefusedModules {
         self.0.remove(&module);
     }
 
+    /// Names of the modules.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.values().map(|refused| &*refused.name)
+    }
+
     /// The error for a key that the module at this address uses.
     pub fn user(&self, module: u64, key: &str) -> Option<KeysError> {
         Some(self.0.get(&module)?.refusal(key))

@@ -159,6 +159,11 @@ impl Registration {
         }
     }
 
+    /// Names of modules that are loaded and whose registration was refused.
+    pub fn refused_modules(&self) -> impl Iterator<Item = &str> {
+        self.refused.names()
+    }
+
     /// The probes of a key's tracepoint; `None` for other keys, and if the guest's pointer is
     /// unmapped.
     fn probes(&self, memory: &KernelMemory, key: KeyId) -> Option<Probes> {

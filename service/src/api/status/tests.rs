@@ -37,6 +37,7 @@ fn refusals() -> Vec<KeyRefusal> {
         VcpusUnknown => VcpusUnknown,
         TableRefused => TableRefused,
         ModuleRefused => ModuleRefused,
+        TextChecked => TextChecked,
     }
 }
 

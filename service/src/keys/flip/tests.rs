@@ -40,6 +40,7 @@ fn executor(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Executor<In
         replay: Replay::new(1, 1),
         replayed_boot: None,
         allow_guarded: false,
+        allow_text_checker: false,
         pruned: 0,
         expiries: Expiries::default(),
         plans: Plans::default(),

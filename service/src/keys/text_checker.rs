@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Modules that check the kernel's text while it runs, and take a change from outside for an attack.
+//!
+//! LKRG hashes the kernel's text and that of its modules, and hooks `arch_jump_label_transform()` to
+//! learn of the kernel's own changes. A change by the host passes no hook, so the next check finds
+//! other text and may panic.
+
+use super::error::{KeyRefusal, KeysError};
+use super::registry::Registration;
+
+/// Names of modules, as `struct module` has them. LKRG was `p_lkrg` before 0.9.2.
+const TEXT_CHECKERS: [&str; 2] = ["lkrg", "p_lkrg"];
+
+/// A loaded module that checks the kernel's text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct TextChecker(&'static str);
+
+impl TextChecker {
+    fn find<'a>(modules: impl Iterator<Item = &'a str>) -> Option<Self> {
+        let mut found = modules.filter_map(|module| {
+            let known = TEXT_CHECKERS.iter();
+            known.copied().find(|checker| *checker == module)
+        });
+        found.next().map(Self)
+    }
+
+    /// The error for a change of this key.
+    pub fn refusal(self, key: String) -> KeysError {
+        KeysError::KeyRefused {
+            key,
+            reason: KeyRefusal::TextChecked,
+            message: format!(
+                "the guest has the module {} loaded, which checks the kernel's text and may panic when a site changes; unload it, or start the monitor with --allow-text-checker",
+                self.0
+            ),
+        }
+    }
+}
+
+impl Registration {
+    /// The module that checks the kernel's text, if one is loaded and does not hide.
+    pub(super) fn text_checker(&self) -> Option<TextChecker> {
+        let registered = self.catalog.modules().map(|(_, name)| name);
+        TextChecker::find(registered.chain(self.refused_modules()))
+    }
+}
+
+#[cfg(test)]
+mod tests;
